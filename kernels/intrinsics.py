@@ -1,0 +1,342 @@
+"""The instructions that Numba does not offer by name, and the float functions that every card computes alike.
+
+Two kinds of function live here.
+
+*Instructions* are one line of inline PTX each (`dp4a`, `hfma2`, `prmt`, `div_rn`, ...) or one LLVM operation that
+becomes one instruction (16-byte loads, bit casts). They may be called only inside `@cuda.jit` code.
+
+*Float functions* (`exp`, `exp2`, `log`, `sigmoid`, `softplus`, `sincos`, ...) are device functions made of IEEE
+additions, multiplications, `fma` and correctly rounded divisions, and of nothing else. The approximate instructions
+of a card (`ex2.approx`, `rsqrt.approx`, ...) differ between generations; these do not, so a V100, an H100 and the
+emulated card compute the same bits. Errors stated below are against float64, in units of the last place (ulp).
+
+Words. A *word* is a uint32. An int8x4 word holds bytes 0..3 from the lowest bits up, a half2 word holds element 0 in its
+low 16 bits and element 1 in its high 16 bits, which is the order of the elements in memory.
+"""
+
+from llvmlite import ir
+from numba import cuda
+from numba.core.types import UniTuple
+from numba.cuda import types
+from numba.cuda.extending import intrinsic
+from numba.types import float32, int32, uint16, uint32
+
+_IR = {float32: ir.FloatType(), int32: ir.IntType(32), uint32: ir.IntType(32), uint16: ir.IntType(16)}
+_CONSTRAINT = {float32: "f", int32: "r", uint32: "r", uint16: "h"}
+
+
+def _instruction(text, result, *arguments, doc):
+    """An intrinsic for one PTX instruction without side effects; `text` names result `$0` and arguments `$1`, `$2`, ..."""
+
+    def codegen(context, builder, signature, values):
+        function = ir.FunctionType(_IR[result], [_IR[a] for a in arguments])
+        constraints = ",".join(["=" + _CONSTRAINT[result]] + [_CONSTRAINT[a] for a in arguments])
+        return builder.asm(function, text, constraints, values, False)
+
+    # Numba reads the number of arguments from the Python signature, hence one spelling per arity.
+    if len(arguments) == 1:
+        def typing(context, a):
+            return result(*arguments), codegen
+    elif len(arguments) == 2:
+        def typing(context, a, b):
+            return result(*arguments), codegen
+    else:
+        def typing(context, a, b, c):
+            return result(*arguments), codegen
+    typing.__doc__ = doc
+    typing.__name__ = text.split()[0]
+    return intrinsic(typing)
+
+
+# ---- integer dot products and bytes ---------------------------------------------------------------------------------
+
+dp4a = _instruction("dp4a.s32.s32 $0, $1, $2, $3;", int32, uint32, uint32, int32,
+                    doc="c + sum over 4 bytes of signed a_i * signed b_i; exact. dp4a(word, word, int32) -> int32")
+dp2a_lo = _instruction("dp2a.lo.s32.s32 $0, $1, $2, $3;", int32, uint32, uint32, int32,
+                       doc="c + a.s16[0] * b.s8[0] + a.s16[1] * b.s8[1]; for cards whose dp4a is throttled")
+dp2a_hi = _instruction("dp2a.hi.s32.s32 $0, $1, $2, $3;", int32, uint32, uint32, int32,
+                       doc="c + a.s16[0] * b.s8[2] + a.s16[1] * b.s8[3]")
+prmt = _instruction("prmt.b32 $0, $1, $2, $3;", uint32, uint32, uint32, uint32,
+                    doc="byte permute: nibble i of the selector picks byte i of the result from the 8 bytes of (b, a)")
+
+# ---- half precision, two at a time ----------------------------------------------------------------------------------
+
+hfma2 = _instruction("fma.rn.f16x2 $0, $1, $2, $3;", uint32, uint32, uint32, uint32,
+                     doc="half2 a * b + c, each half rounded once")
+hadd2 = _instruction("add.rn.f16x2 $0, $1, $2;", uint32, uint32, uint32, doc="half2 a + b")
+hmul2 = _instruction("mul.rn.f16x2 $0, $1, $2;", uint32, uint32, uint32, doc="half2 a * b")
+half_bits = _instruction("cvt.rn.f16.f32 $0, $1;", uint16, float32, doc="float32 -> the 16 bits of the nearest float16")
+half_to_float = _instruction("cvt.f32.f16 $0, $1;", float32, uint16, doc="16 bits of a float16 -> float32, exact")
+pack_half2 = _instruction("{.reg .b16 l, h; cvt.rn.f16.f32 l, $1; cvt.rn.f16.f32 h, $2; mov.b32 $0, {l, h};}",
+                          uint32, float32, float32, doc="two float32 -> half2 word (low, high), rounded to nearest")
+half2_low = _instruction("{.reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, l;}", float32, uint32,
+                         doc="element 0 of a half2 word as float32, exact")
+half2_high = _instruction("{.reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, h;}", float32, uint32,
+                          doc="element 1 of a half2 word as float32, exact")
+
+# ---- correctly rounded float32 --------------------------------------------------------------------------------------
+
+div_rn = _instruction("div.rn.f32 $0, $1, $2;", float32, float32, float32, doc="a / b, correctly rounded")
+sqrt_rn = _instruction("sqrt.rn.f32 $0, $1;", float32, float32, doc="square root, correctly rounded")
+round_to_int = _instruction("cvt.rni.s32.f32 $0, $1;", int32, float32, doc="nearest integer, ties to even")
+float_max = _instruction("max.f32 $0, $1, $2;", float32, float32, float32, doc="maximum; a NaN argument is ignored")
+float_min = _instruction("min.f32 $0, $1, $2;", float32, float32, float32, doc="minimum; a NaN argument is ignored")
+
+
+# ---- bit casts ------------------------------------------------------------------------------------------------------
+
+@intrinsic
+def float_as_word(context, x):
+    """The 32 bits of a float32 as a uint32."""
+    return uint32(float32), lambda _, builder, __, values: builder.bitcast(values[0], ir.IntType(32))
+
+
+@intrinsic
+def word_as_float(context, x):
+    """The float32 whose bits are this word (uint32 or int32)."""
+    if x == int32:
+        return float32(int32), lambda _, builder, __, values: builder.bitcast(values[0], ir.FloatType())
+    return float32(uint32), lambda _, builder, __, values: builder.bitcast(values[0], ir.FloatType())
+
+
+# ---- wide memory accesses -------------------------------------------------------------------------------------------
+# `index` counts elements of the array's own type from its first element (arrays of several dimensions are flat here).
+# The address must be a multiple of the access size: the checking mode and a real card both fault otherwise.
+
+def _word_pointer(context, builder, array_type, array, index, n_words):
+    data = context.make_array(array_type)(context, builder, array).data
+    word = ir.IntType(32) if n_words == 1 else ir.VectorType(ir.IntType(32), n_words)
+    return builder.bitcast(builder.gep(data, [index]), word.as_pointer())
+
+
+def _load_words(array, index, n_words):
+    result = uint32 if n_words == 1 else UniTuple(uint32, n_words)
+
+    def codegen(context, builder, signature, values):
+        pointer = _word_pointer(context, builder, signature.args[0], values[0], values[1], n_words)
+        loaded = builder.load(pointer, align=4 * n_words)
+        if n_words == 1:
+            return loaded
+        words = [builder.extract_element(loaded, ir.Constant(ir.IntType(32), i)) for i in range(n_words)]
+        return context.make_tuple(builder, result, words)
+
+    index = types.uint64 if index == types.uint64 else uint32
+    return result(array, index), codegen
+
+
+def _store_words(array, index, n_words):
+    def codegen(context, builder, signature, values):
+        pointer = _word_pointer(context, builder, signature.args[0], values[0], values[1], n_words)
+        if n_words == 1:
+            stored = values[2]
+        else:
+            stored = ir.Constant(ir.VectorType(ir.IntType(32), n_words), ir.Undefined)
+            for i in range(n_words):
+                stored = builder.insert_element(stored, values[2 + i], ir.Constant(ir.IntType(32), i))
+        builder.store(stored, pointer, align=4 * n_words)
+        return context.get_dummy_value()
+
+    index = types.uint64 if index == types.uint64 else uint32
+    return types.void(array, index, *[uint32] * n_words), codegen
+
+
+@intrinsic
+def load_word(context, array, index):
+    """4 bytes at `index` of an array of any element type -> uint32."""
+    return _load_words(array, index, 1)
+
+
+@intrinsic
+def load_words2(context, array, index):
+    """8 bytes at `index` -> 2 words."""
+    return _load_words(array, index, 2)
+
+
+@intrinsic
+def load_words4(context, array, index):
+    """16 bytes at `index` -> 4 words: the widest load, one memory instruction."""
+    return _load_words(array, index, 4)
+
+
+@intrinsic
+def store_word(context, array, index, w0):
+    """Writes 4 bytes at `index`."""
+    return _store_words(array, index, 1)
+
+
+@intrinsic
+def store_words2(context, array, index, w0, w1):
+    """Writes 8 bytes at `index`."""
+    return _store_words(array, index, 2)
+
+
+@intrinsic
+def store_words4(context, array, index, w0, w1, w2, w3):
+    """Writes 16 bytes at `index`."""
+    return _store_words(array, index, 4)
+
+
+# ---- int32 -> float32 without a conversion instruction --------------------------------------------------------------
+# int -> float conversion is a quarter-rate instruction on Volta. The bits of 1.5 * 2**23 are 0x4B400000 and its ulp is 1,
+# so an int32 sum that starts there and stays within +-2**22 reads, as a float, 12582912.0 + sum. A Q8_0 block product of
+# 32 int8 pairs is at most 32 * 128 * 128 = 2**19.
+
+BIAS_WORD = 0x4B400000
+BIAS_FLOAT = 12582912.0
+
+
+@cuda.jit(device=True, inline="always")
+def unbias(total):
+    """The float32 value of an int32 sum that was started at BIAS_WORD; exact for |sum| <= 2**22."""
+    return word_as_float(int32(total)) - float32(BIAS_FLOAT)
+
+
+# ---- reductions over a warp -----------------------------------------------------------------------------------------
+# The butterfly adds in the same order on every lane (IEEE addition commutes), so all lanes end with the same bits.
+
+@cuda.jit(device=True, inline="always")
+def warp_sum(x):
+    """Sum over the 32 lanes, the same bits on every lane. All lanes must take part."""
+    x = x + cuda.shfl_xor_sync(0xFFFFFFFF, x, 16)
+    x = x + cuda.shfl_xor_sync(0xFFFFFFFF, x, 8)
+    x = x + cuda.shfl_xor_sync(0xFFFFFFFF, x, 4)
+    x = x + cuda.shfl_xor_sync(0xFFFFFFFF, x, 2)
+    return x + cuda.shfl_xor_sync(0xFFFFFFFF, x, 1)
+
+
+@cuda.jit(device=True, inline="always")
+def warp_max(x):
+    """Maximum over the 32 lanes of a float32."""
+    x = float_max(x, cuda.shfl_xor_sync(0xFFFFFFFF, x, 16))
+    x = float_max(x, cuda.shfl_xor_sync(0xFFFFFFFF, x, 8))
+    x = float_max(x, cuda.shfl_xor_sync(0xFFFFFFFF, x, 4))
+    x = float_max(x, cuda.shfl_xor_sync(0xFFFFFFFF, x, 2))
+    return float_max(x, cuda.shfl_xor_sync(0xFFFFFFFF, x, 1))
+
+
+# ---- float functions ------------------------------------------------------------------------------------------------
+
+@cuda.jit(device=True, inline="always")
+def _clamp(x, low, high):
+    """x within [low, high]; unlike `float_max` and `float_min` it lets a NaN through, so that errors stay visible."""
+    x = low if x < low else x
+    return high if x > high else x
+
+
+@cuda.jit(device=True, inline="always")
+def _scale_by_power_of_two(x, n):
+    """x * 2**n for |n| <= 250, rounded once: two factors keep each power of two a normal number."""
+    half = n >> int32(1)
+    first = word_as_float(uint32(uint32(half + int32(127)) << uint32(23)))
+    second = word_as_float(uint32(uint32(n - half + int32(127)) << uint32(23)))
+    return x * first * second
+
+
+@cuda.jit(device=True, inline="always")
+def exp(x):
+    """e**x within 1 ulp; 0 below -104, infinity above 89. Cody and Waite's reduction, then a degree-7 polynomial."""
+    x = _clamp(x, float32(-104.0), float32(89.0))
+    n = round_to_int(x * float32(1.4426950408889634))
+    nf = word_as_float(int32(n + int32(BIAS_WORD))) - float32(BIAS_FLOAT)
+    r = cuda.fma(nf, float32(-0.693145751953125), x)
+    r = cuda.fma(nf, float32(-1.428606765330187e-06), r)
+    p = cuda.fma(r, float32(1.0 / 5040), float32(1.0 / 720))
+    p = cuda.fma(p, r, float32(1.0 / 120))
+    p = cuda.fma(p, r, float32(1.0 / 24))
+    p = cuda.fma(p, r, float32(1.0 / 6))
+    p = cuda.fma(p, r, float32(0.5))
+    p = cuda.fma(p * r, r, r)
+    return _scale_by_power_of_two(p + float32(1.0), n)
+
+
+@cuda.jit(device=True, inline="always")
+def exp2(x):
+    """2**x within 1 ulp; 0 below -150, infinity above 129."""
+    x = _clamp(x, float32(-151.0), float32(129.0))
+    n = round_to_int(x)
+    f = x - (word_as_float(int32(n + int32(BIAS_WORD))) - float32(BIAS_FLOAT))
+    r = f * float32(0.6931471805599453)
+    r_low = cuda.fma(f, float32(0.6931471805599453), -r)
+    r_low = cuda.fma(f, float32(-1.904654290582768e-09), r_low)
+    p = cuda.fma(r, float32(1.0 / 5040), float32(1.0 / 720))
+    p = cuda.fma(p, r, float32(1.0 / 120))
+    p = cuda.fma(p, r, float32(1.0 / 24))
+    p = cuda.fma(p, r, float32(1.0 / 6))
+    p = cuda.fma(p, r, float32(0.5))
+    p = cuda.fma(p * r, r, r_low) + r
+    return _scale_by_power_of_two(p + float32(1.0), n)
+
+
+@cuda.jit(device=True, inline="always")
+def _two_atanh(s):
+    """log((1 + s) / (1 - s)) for |s| <= 1/3, from the odd series 2 (s + s**3/3 + s**5/5 + ...)."""
+    t = s * s
+    p = cuda.fma(t, float32(2.0 / 15), float32(2.0 / 13))
+    p = cuda.fma(p, t, float32(2.0 / 11))
+    p = cuda.fma(p, t, float32(2.0 / 9))
+    p = cuda.fma(p, t, float32(2.0 / 7))
+    p = cuda.fma(p, t, float32(2.0 / 5))
+    p = cuda.fma(p, t, float32(2.0 / 3))
+    return cuda.fma(p * t, s, s + s)
+
+
+@cuda.jit(device=True, inline="always")
+def log(x):
+    """Natural logarithm of a positive normal float32, within 3 ulp."""
+    word = float_as_word(x)
+    n = int32(uint32(word - uint32(0x3F3504F3)) >> uint32(23))
+    n = int32(n << int32(24)) >> int32(24)  # the exponent, signed, of the mantissa range [sqrt(1/2), sqrt(2))
+    m = word_as_float(uint32(word - uint32(uint32(n) << uint32(23))))
+    nf = word_as_float(int32(n + int32(BIAS_WORD))) - float32(BIAS_FLOAT)
+    y = _two_atanh(div_rn(m - float32(1.0), m + float32(1.0)))
+    return cuda.fma(nf, float32(0.693145751953125), cuda.fma(nf, float32(1.428606765330187e-06), y))
+
+
+@cuda.jit(device=True, inline="always")
+def sigmoid(x):
+    """1 / (1 + e**-x)."""
+    return div_rn(float32(1.0), float32(1.0) + exp(-x))
+
+
+@cuda.jit(device=True, inline="always")
+def silu(x):
+    """x * sigmoid(x)."""
+    return div_rn(x, float32(1.0) + exp(-x))
+
+
+@cuda.jit(device=True, inline="always")
+def softplus(x):
+    """log(1 + e**x) = max(x, 0) + log(1 + e**-|x|)."""
+    e = exp(-abs(x))
+    return float_max(x, float32(0.0)) + _two_atanh(div_rn(e, float32(2.0) + e))
+
+
+@cuda.jit(device=True, inline="always")
+def rsqrt(x):
+    """1 / sqrt(x), two correctly rounded steps (`rsqrt.approx` differs between cards)."""
+    return div_rn(float32(1.0), sqrt_rn(x))
+
+
+@cuda.jit(device=True, inline="always")
+def sincos(x):
+    """(sin x, cos x) within 2 ulp or 2**-26 absolute for |x| < 2**20: reduction by pi/2 in three parts, then polynomials."""
+    n = round_to_int(x * float32(0.6366197723675814))
+    nf = word_as_float(int32(n + int32(BIAS_WORD))) - float32(BIAS_FLOAT)
+    r = cuda.fma(nf, float32(-1.5707963705062866), x)
+    r = cuda.fma(nf, float32(4.371139000186241e-08), r)
+    r = cuda.fma(nf, float32(1.7151245100059058e-15), r)
+    t = r * r
+    s = cuda.fma(t, float32(2.7557319223985893e-06), float32(-1.984126984126984e-04))
+    s = cuda.fma(s, t, float32(8.333333333333333e-03))
+    s = cuda.fma(s, t, float32(-1.0 / 6))
+    s = cuda.fma(s * t, r, r)
+    c = cuda.fma(t, float32(-2.7557319223985888e-07), float32(2.48015873015873e-05))
+    c = cuda.fma(c, t, float32(-1.388888888888889e-03))
+    c = cuda.fma(c, t, float32(1.0 / 24))
+    c = cuda.fma(c, t, float32(-0.5))
+    c = cuda.fma(c, t, float32(1.0))
+    if n & int32(1):
+        s, c = c, -s
+    if n & int32(2):
+        s, c = -s, -c
+    return s, c
