@@ -106,6 +106,7 @@ def word_as_float(context, x):
 def _word_pointer(context, builder, array_type, array, index, n_words):
     data = context.make_array(array_type)(context, builder, array).data
     word = ir.IntType(32) if n_words == 1 else ir.VectorType(ir.IntType(32), n_words)
+    index = builder.zext(index, ir.IntType(64))  # a bare 32-bit index would count as signed: wrong from 2**31 on
     return builder.bitcast(builder.gep(data, [index]), word.as_pointer())
 
 
