@@ -1,0 +1,357 @@
+"""From a Python kernel to PTX text, once: compilation without a GPU, and a cache on disk.
+
+    kernel (lazy @cuda.jit) + argument types + compute capability  →  Compiled(name, entry, ptx)
+
+Kernels are compiled by Numba and libNVVM with contraction of a·b + c switched off, so every float operation in
+the PTX carries `.rn` and rounds as the Python source says, on every card. `cuda.fp16` scalars call functions that
+numba-cuda keeps in CUDA C: NVRTC compiles those into the same PTX text, so that the text is complete.
+
+Argument types are short strings, e.g. ``"float32[2]"`` for a C-contiguous array of two dimensions and
+``"uint32"`` for a scalar. A Python int travels as uint32, a Python float as float32, a bool as boolean; NumPy
+scalars keep their type.
+
+The cache key covers everything that can change the PTX: the kernel's bytecode, constants, line numbers, closure
+and the globals it names, device functions included (for an intrinsic its whole source file), the argument types,
+the compute capability, this file, and the versions of Python, numba, numba-cuda, llvmlite, libNVVM and NVRTC.
+"""
+
+import hashlib
+import importlib.metadata
+import linecache
+import marshal
+import os
+import re
+import struct
+import sys
+import tempfile
+import threading
+import types as python_types
+import warnings
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from cuda.bindings import nvrtc
+from numba import cuda
+from numba.core.errors import NumbaDebugInfoWarning
+from numba.cuda import types
+from numba.cuda.np.numpy_support import from_dtype
+
+CACHE_DIR = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qengine"
+
+n_compiled = 0                                  # kernels compiled by this process, not found in a cache
+_lock = threading.RLock()                       # Numba compiles one kernel at a time
+_memory = {}                                    # (kernel, types, cc, folder) -> Compiled
+
+
+class CompileError(Exception):
+    """A kernel could not be compiled; the message names the kernel and its argument types."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """PTX of one kernel for one set of argument types."""
+    name: str                                   # the Python function's name
+    entry: str                                  # the .entry symbol in the PTX
+    ptx: str
+
+
+# ---- arguments ---------------------------------------------------------------------------------------------
+
+_SCALARS = {np.dtype(t).type: np.dtype(t).name for t in "?bhiqBHIQefd"}
+_SCALAR_CODES = {np.dtype(t).name: t for t in "?bhiqBHIQefd"}
+_SCALARS |= {bool: "bool", float: "float32", int: "uint32"}
+
+
+def array_type(dtype, ndim):
+    """The type string of a C-contiguous array, e.g. ``float16[3]``."""
+    return f"{dtype.name}[{ndim}]"
+
+
+def array_words(pointer, shape, itemsize):
+    """The bytes that stand for an array in a kernel's parameters: 5 + 2·ndim words of 8 bytes, as Numba lays out.
+
+    meminfo, parent (both null), number of items, item size, data pointer, shape, strides in bytes.
+    """
+    strides, step = [], itemsize
+    for extent in reversed(shape):
+        strides.insert(0, step)
+        step *= extent
+    return struct.pack(f"{5 + 2 * len(shape)}q", 0, 0, step // itemsize, itemsize, pointer, *shape, *strides)
+
+
+def scalar_type(value):
+    """The type string of a scalar argument. TypeError: not a kernel argument; OverflowError: int beyond uint32."""
+    name = _SCALARS.get(type(value))
+    if name is None:
+        raise TypeError(f"a kernel argument cannot be a {type(value).__name__}")
+    if type(value) is int and not 0 <= value < 2**32:
+        raise OverflowError(f"Python int {value} does not fit uint32; pass a NumPy scalar to choose the type")
+    return name
+
+
+def packer(signature):
+    """A function that packs parameters of types `signature`, naturally aligned; arrays given as `array_words`."""
+    fields = [f"0q{8 * (5 + 2 * int(t[-2]))}s" if t.endswith("]") else _SCALAR_CODES[t] for t in signature]
+    return struct.Struct("".join(fields)).pack
+
+
+def _numba_type(name):
+    if name.endswith("]"):
+        dtype, ndim = name[:-1].split("[")
+        return types.Array(from_dtype(np.dtype(dtype)), int(ndim), "C")
+    return from_dtype(np.dtype(name))
+
+
+# ---- compilation -------------------------------------------------------------------------------------------
+
+def compile_kernel(kernel, signature, cc, cache_dir=CACHE_DIR):
+    """PTX of `kernel` for argument types `signature` (tuple of strings) and compute capability `cc` = (major, minor).
+
+    Looks in this process, then in `cache_dir` / "ptx", then compiles. Safe from several threads and processes.
+    Raises CompileError.
+    """
+    place = (kernel, signature, cc, cache_dir)
+    with _lock:
+        compiled = _memory.get(place)
+        if compiled is None:
+            compiled = _memory[place] = _load_or_compile(kernel, signature, cc, Path(cache_dir) / "ptx")
+    return compiled
+
+
+def _load_or_compile(kernel, signature, cc, folder):
+    global n_compiled
+    name = kernel.__name__
+    entry = "kernel_" + name                    # bare names such as `add` are reserved words of PTX
+    try:
+        key = cache_key(kernel, signature, cc)
+        ptx = load(folder / f"{key}.ptx")
+        if ptx is None:
+            ptx = _compile(kernel, signature, cc, entry)
+            n_compiled += 1
+            store(folder / f"{key}.ptx", ptx.encode())
+        else:
+            ptx = ptx.decode()
+    except Exception as error:
+        raise CompileError(f"kernel {name}({', '.join(signature)}) for sm_{cc[0]}{cc[1]}: {error}") from error
+    return Compiled(name, entry, ptx)
+
+
+def _compile(kernel, signature, cc, entry):
+    """Complete PTX text. The one place that uses Numba's inner interfaces: the public ones contract a·b + c."""
+    from numba.cuda.compiler import compile_cuda, kernel_fixup
+    from numba.cuda.cudadrv import nvvm
+    options = kernel.targetoptions
+    if options.get("fastmath") or options.get("debug") or options.get("max_registers"):
+        raise ValueError("of the options of @cuda.jit only launch_bounds may be given to a kernel")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NumbaDebugInfoWarning)
+        result = compile_cuda(kernel.py_func, types.void, tuple(_numba_type(t) for t in signature),
+                              lineinfo=True, nvvm_options={"opt": 3, "fma": False}, cc=cc)
+        library, symbol = result.library, result.fndesc.llvm_func_name
+        function = library.get_function(symbol)
+        library._entry_name = symbol
+        kernel_fixup(function, False)
+        nvvm.set_launch_bounds(function, options.get("launch_bounds"))
+        ptx = library.get_asm_str(cc=cc)
+    # Environment objects of the host: declared, never used. Their names depend on what was compiled before.
+    ptx = re.sub(r"\.common \.global \.align 8 \.u64 _ZN08NumbaEnv\w*;\n", "", ptx).replace(symbol, entry)
+    for file in sorted(library._linking_files, key=lambda f: f.data):
+        ptx = _link(ptx, _compile_cuda_c(file.data, cc))
+    # A bare `add.f16`, as NVIDIA's headers write it, leaves the assembler free to contract: say `.rn`.
+    return re.sub(r"\b(add|sub|mul)((?:\.ftz)?(?:\.sat)?\.(?:f16x2|f16|f32|f64))\b", r"\1.rn\2", ptx) + "\n"
+
+
+def _compile_cuda_c(source, cc):
+    """PTX of the CUDA C functions that stand behind `cuda.fp16` scalars."""
+    from cuda import pathfinder
+    import numba.cuda
+    code = source.encode() if isinstance(source, str) else source
+    ours = Path(numba.cuda.__file__).parent / "include" / str(_check(nvrtc.nvrtcVersion())[0])
+    toolkit = pathfinder.locate_nvidia_header_directory("cudart")
+    folders = [ours] + ([Path(toolkit.abs_path)] if toolkit else [])
+    options = [f"--gpu-architecture=compute_{cc[0]}{cc[1]}", "--relocatable-device-code=true", "--fmad=false"]
+    options = [o.encode() for o in options + [f"--include-path={f}" for f in folders]]
+    program = _check(nvrtc.nvrtcCreateProgram(code, b"fp16.cu", 0, None, None))
+    try:
+        if nvrtc.nvrtcCompileProgram(program, len(options), options)[0]:
+            log = bytearray(_check(nvrtc.nvrtcGetProgramLogSize(program)))
+            _check(nvrtc.nvrtcGetProgramLog(program, log))
+            raise ValueError(f"NVRTC: {log.decode().rstrip(chr(0)).strip()}")
+        ptx = bytearray(_check(nvrtc.nvrtcGetPTXSize(program)))
+        _check(nvrtc.nvrtcGetPTX(program, ptx))
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    return ptx.decode().rstrip("\0")
+
+
+def _link(ptx, library):
+    """`ptx` with its `.extern .func` declarations replaced by the definitions in the PTX text `library`."""
+    body = library[re.search(r"\.address_size \d+\n", library).end():].strip()
+    body = re.sub(r"^\s*// \.globl.*\n", "", body, flags=re.M).replace(".visible .func", ".func")
+    defined = set(re.findall(r"^\.func\s+(?:\([^)]*\)\s*)?(\w+)\(?$", body, flags=re.M))
+
+    def cut(declaration):
+        return "" if declaration[1] in defined else declaration[0]
+
+    ptx = re.sub(r"\.extern \.func\s+(?:\([^)]*\)\s*)?(\w+)\s*\([^)]*\)\s*;\n?", cut, ptx)
+    head = re.search(r"\.address_size \d+\n", ptx).end()
+    return f"{ptx[:head]}\n{body}\n{ptx[head:]}"
+
+
+def _check(result):
+    """The values of an NVRTC call without the status; ValueError where the status is not success."""
+    status, *values = result
+    if status:
+        raise ValueError(f"NVRTC: {status.name}")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+@cache
+def supported_ccs():
+    """Compute capabilities that the installed CUDA toolkit compiles for, ascending, as (major, minor)."""
+    return sorted(divmod(arch, 10) for arch in _check(nvrtc.nvrtcGetSupportedArchs()))
+
+
+def target_cc(cc):
+    """The highest compute capability that the toolkit knows and a card of capability `cc` runs, else CompileError."""
+    known = [c for c in supported_ccs() if c <= tuple(cc)]
+    if not known:
+        lowest = "sm_%d%d" % supported_ccs()[0]
+        raise CompileError(f"sm_{cc[0]}{cc[1]} is not supported by this CUDA toolkit, which starts at {lowest}; "
+                           "numba-cuda with its CUDA 12 extra supports sm_70")
+    return known[-1]
+
+
+# ---- the key -----------------------------------------------------------------------------------------------
+
+# What a kernel takes from these modules is covered by the versions in the key.
+_VERSIONED = {"builtins", "llvmlite", "math", "numba", "numpy", "operator"}
+
+
+def cache_key(kernel, signature, cc):
+    """Hexadecimal name of the PTX of `kernel`: equal in every process exactly when all that makes the PTX is equal.
+
+    TypeError: the kernel refers to an object whose contents cannot be pinned down.
+    """
+    digest = hashlib.sha256(repr((_versions(), signature, tuple(cc))).encode())
+    options = {k: v for k, v in kernel.targetoptions.items() if v}
+    digest.update(repr(sorted(options.items(), key=lambda option: option[0])).encode())
+    _feed(digest, kernel, set())
+    return digest.hexdigest()[:40]
+
+
+@cache
+def _versions():
+    from numba.cuda.cudadrv.nvvm import NVVM
+    packages = [f"{p} {importlib.metadata.version(p)}" for p in ("numba", "numba-cuda", "llvmlite", "numpy")]
+    return (sys.version, *packages, NVVM().get_ir_version(), _libnvvm(), _check(nvrtc.nvrtcVersion()),
+            Path(__file__).read_text())
+
+
+def _libnvvm():
+    """Size and date of libNVVM: its own version number, 2.0, has not moved for years."""
+    from cuda import pathfinder
+    file = pathfinder.load_nvidia_dynamic_lib("nvvm").abs_path
+    return file, os.stat(file).st_size, os.stat(file).st_mtime_ns
+
+
+def _feed(digest, value, seen):
+    """Adds to `digest` all of `value` that can change the code compiled from a function that refers to it."""
+    if isinstance(value, (type(None), bool, int, float, complex, str, bytes, np.generic, np.dtype, types.Type)):
+        digest.update(f"{type(value).__name__} {value!r};".encode())
+    elif isinstance(value, np.ndarray):
+        digest.update(f"array {value.dtype!r} {value.shape};".encode() + value.tobytes())
+    elif isinstance(value, (tuple, list)):
+        digest.update(f"{type(value).__name__} {len(value)};".encode())
+        for item in value:
+            _feed(digest, item, seen)
+    elif _top_module(value) in _VERSIONED and not hasattr(value, "py_func") and not hasattr(value, "_defn"):
+        digest.update(f"{getattr(value, '__module__', '')} {_name(value)};".encode())
+    elif id(value) in seen:
+        digest.update(b"again;")
+    else:
+        seen.add(id(value))
+        _feed_code(digest, value, seen)
+
+
+def _feed_code(digest, value, seen):
+    if hasattr(value, "_defn"):                 # an intrinsic: its text may come from anywhere in its file
+        _feed(digest, _source(value._defn), seen)
+        for cell in value._defn.__closure__ or ():
+            if isinstance(cell.cell_contents, (str, int, float, types.Type)):
+                _feed(digest, cell.cell_contents, seen)
+    elif hasattr(value, "py_func"):             # a kernel or a device function
+        _feed(digest, value.py_func, seen)
+    elif isinstance(value, python_types.FunctionType):
+        digest.update(marshal.dumps(value.__code__, 2))      # version 2 holds no reference counts
+        _feed(digest, value.__defaults__, seen)
+        _feed(digest, [cell.cell_contents for cell in value.__closure__ or ()], seen)
+        names = _names(value.__code__)
+        for name in sorted(names & value.__globals__.keys()):
+            _feed_global(digest, name, value.__globals__[name], names, seen)
+    else:
+        raise TypeError(f"cannot tell what {_name(value)} of type {type(value).__name__} compiles to; "
+                        "kernels may refer to numbers, strings, tuples, arrays, types, functions and modules")
+
+
+def _feed_global(digest, name, value, names, seen):
+    digest.update(f"{name}=".encode())
+    if isinstance(value, python_types.ModuleType) and _top_module(value) not in _VERSIONED:
+        for attribute in sorted(names & vars(value).keys()):
+            _feed_global(digest, attribute, vars(value)[attribute], names, seen)
+    else:
+        _feed(digest, value, seen)
+
+
+def _names(code):
+    """The global and attribute names in `code` and in the code objects nested in it."""
+    nested = [_names(constant) for constant in code.co_consts if isinstance(constant, python_types.CodeType)]
+    return set(code.co_names).union(*nested)
+
+
+def _top_module(value):
+    is_module = isinstance(value, python_types.ModuleType)
+    name = value.__name__ if is_module else getattr(value, "__module__", None)
+    return (name or "").partition(".")[0]
+
+
+def _name(value):
+    return getattr(value, "__qualname__", None) or getattr(value, "__name__", None) or repr(value)
+
+
+def _source(function):
+    file = function.__code__.co_filename
+    text = "".join(linecache.getlines(file))
+    if not text:
+        raise TypeError(f"no source text for the intrinsic {function.__qualname__} in {file}")
+    return text
+
+
+# ---- files -------------------------------------------------------------------------------------------------
+
+def load(path):
+    """The bytes that `store` put under `path`; None when there are none or they are damaged."""
+    try:
+        content = Path(path).read_bytes()
+    except OSError:
+        return None
+    digest, data = content[:32], content[32:]
+    return data if hashlib.sha256(data).digest() == digest else None
+
+
+def store(path, data):
+    """Writes `data` with a checksum; other processes see all of it or nothing. A full disk only warns."""
+    path = Path(path)
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(hashlib.sha256(data).digest() + data)
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+        warnings.warn(f"compiled kernel not kept in {path.parent}: {error}")
