@@ -177,6 +177,19 @@ def store_words4(context, array, index, w0, w1, w2, w3):
     return _store_words(array, index, 4)
 
 
+@cuda.jit(device=True, inline="always")
+def load_floats4(array, index):
+    """16 bytes at `index` -> 4 float32."""
+    w0, w1, w2, w3 = load_words4(array, index)
+    return word_as_float(w0), word_as_float(w1), word_as_float(w2), word_as_float(w3)
+
+
+@cuda.jit(device=True, inline="always")
+def store_floats4(array, index, x0, x1, x2, x3):
+    """Writes 4 float32 at `index`, 16 bytes."""
+    store_words4(array, index, float_as_word(x0), float_as_word(x1), float_as_word(x2), float_as_word(x3))
+
+
 # ---- int32 -> float32 without a conversion instruction --------------------------------------------------------------
 # int -> float conversion is a quarter-rate instruction on Volta. The bits of 1.5 * 2**23 are 0x4B400000 and its ulp is 1,
 # so an int32 sum that starts there and stays within +-2**22 reads, as a float, 12582912.0 + sum. A Q8_0 block product of
