@@ -1,0 +1,214 @@
+"""The command line: what a person types, and what comes out on stdout, on stderr and as exit code."""
+
+import http.client
+import io
+import json
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+import qengine
+from tests.tiny import CONTEXT, MODEL, ROOT, tiny_engine
+
+GREEDY = ["--temperature", "0"]
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """main() uses the shared engine instead of loading a second one."""
+    engine = tiny_engine()
+    monkeypatch.setattr(qengine, "load", lambda *args, **options: engine)
+    monkeypatch.setattr(engine, "close", lambda: None)
+    return engine
+
+
+def start(*arguments):
+    """The command line as a process of its own, on the emulated card, with pipes."""
+    command = [sys.executable, str(ROOT / "qengine.py"), "-m", MODEL, "--card", "emulated", *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen([*command, "--ctx", str(CONTEXT)], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def run(capsys, *arguments):
+    """main() with these arguments; gives (exit code, stdout, stderr)."""
+    capsys.readouterr()
+    try:
+        code = qengine.main(list(arguments))
+    except SystemExit as leave:         # argparse leaves by this
+        code = leave.code
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+# ---- help and mistakes -------------------------------------------------------------------------------------
+
+
+def test_no_arguments(capsys):
+    code, out, err = run(capsys)
+    assert (code, out) == (2, "")
+    assert "usage: python qengine.py -m MODEL" in err and err.count("  python qengine.py") == 3
+
+
+def test_help(capsys):
+    code, out, err = run(capsys, "--help")
+    assert (code, err) == (0, "")
+    for option in ("m", "p", "-chat", "-serve", "-print-config", "-max-tokens", "-temperature", "-top-k",
+                   "-top-p", "-min-p", "-seed", "-thinking", "-raw", "-card", "-ctx", "-slots", "-host"):
+        assert f" -{option} " in out
+    assert out.count("  python qengine.py") == 3
+    assert max(map(len, out.splitlines())) <= 110
+
+
+def test_examples_in_the_help_parse():
+    for line in qengine.EXAMPLES.splitlines()[1:]:
+        command = line.split("qengine.py ")[1].split("   ")[0]
+        qengine.build_parser().parse_args(command.replace('"', "").split())
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["-p", "hi"], "--model"),
+    (["-m", MODEL], "--prompt"),
+    (["-m", MODEL, "-p", "hi", "--chat"], "--chat"),
+    (["-m", MODEL, "-p", "hi", "--max-tokens", "0"], "--max-tokens"),
+    (["-m", MODEL, "-p", "hi", "--max-tokens", "many"], "--max-tokens"),
+    (["-m", MODEL, "-p", "hi", "--temperature", "-1"], "--temperature"),
+    (["-m", MODEL, "-p", "hi", "--temperature", "nan"], "--temperature"),
+    (["-m", MODEL, "-p", "hi", "--top-p", "1.5"], "--top-p"),
+    (["-m", MODEL, "-p", "hi", "--thinking", "maybe"], "--thinking"),
+    (["-m", MODEL, "-p", "hi", "--nonsense"], "--nonsense"),
+    (["-m", MODEL, "--serve", "99999"], "--serve"),
+    (["-m", MODEL, "--chat", "--raw"], "--raw"),
+    (["-m", "synthetic:enormous", "-p", "hi"], "enormous"),
+    (["-m", "synthetic:enormous", "--print-config"], "enormous"),
+    (["-m", "/nowhere/model.gguf", "-p", "hi"], "/nowhere/model.gguf"),
+    (["-m", "/", "-p", "hi"], "/"),
+    (["-m", __file__, "-p", "hi"], "test_cli.py"),
+    (["-m", __file__, "--serve", "0"], "test_cli.py"),
+    (["-m", MODEL, "-p", "hi", "--card", "abacus"], "abacus"),
+    (["-m", MODEL, "-p", "\udcff"], "UTF-8"),
+], ids=str)
+def test_a_mistake_is_one_sentence(capsys, arguments, words):
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    *before, sentence = err.splitlines()
+    assert sentence.startswith("qengine: ") and words in sentence
+    assert "Traceback" not in err and not any("qengine: " in line for line in before)
+
+
+def test_a_prompt_longer_than_the_context(capsys, loaded):
+    code, out, err = run(capsys, "-m", MODEL, "-p", "long " * CONTEXT)
+    assert (code, out) == (2, "") and err.startswith("qengine: ") and str(CONTEXT) in err
+
+
+def test_a_port_in_use(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, out, err = run(capsys, "-m", MODEL, "--serve", str(port))
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1 and str(port) in err and "in use" in err
+
+
+def test_a_host_that_is_not_ours(capsys):
+    code, out, err = run(capsys, "-m", MODEL, "--serve", "0", "--host", "no.such.host.invalid")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+
+
+# ---- answers -----------------------------------------------------------------------------------------------
+
+
+def test_print_config(capsys):
+    code, out, err = run(capsys, "-m", MODEL, "--print-config")
+    assert (code, err) == (0, "")
+    assert f"n_vocab = {tiny_engine().config.n_vocab}" in out.splitlines()
+
+
+def test_prompt(capsys, loaded):
+    first = run(capsys, "-m", MODEL, "-p", "hi", "--max-tokens", "8", *GREEDY)
+    code, out, err = first
+    assert code == 0 and out.endswith("\n") and len(out) > 1
+    assert "answer 8 tokens" in err and err.count("tokens/s") == 2
+    assert run(capsys, "-m", MODEL, "-p", "hi", "--max-tokens", "8", *GREEDY)[:2] == first[:2]
+
+
+@pytest.mark.parametrize("options", [[], ["--raw"], ["--thinking", "on"], ["--thinking", "off"]], ids=str)
+def test_what_the_model_is_given(capsys, loaded, options):
+    _, out, err = run(capsys, "-m", MODEL, "-p", "hi", "--max-tokens", "4", *GREEDY, *options)
+    thinking = {"on": True, "off": False}.get((options or [None])[-1])
+    rendered = loaded.template.render([{"role": "user", "content": "hi"}], enable_thinking=thinking)
+    ids = loaded.tokenizer.encode("hi" if options == ["--raw"] else rendered)
+    assert f"prompt {len(ids)} tokens" in err
+    assert out == loaded.generate(ids, max_tokens=4, temperature=0.0) + "\n"
+
+
+def test_chat_keeps_the_conversation(capsys, loaded, monkeypatch):
+    lines = b"hello\n\nand then?\n\xff\n" + b"long " * CONTEXT + b"\nlast\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines), encoding="utf-8"))
+    code, out, err = run(capsys, "-m", MODEL, "--chat", "--max-tokens", "6", *GREEDY)
+    assert code == 0
+    assert err.count("answer ") == 3 and err.count("qengine: ") == 2 and "UTF-8" in err
+
+    messages, expected = [], ""
+    for text in ("hello", "and then?", "last"):     # what was refused is no part of the conversation
+        messages.append({"role": "user", "content": text})
+        ids = loaded.tokenizer.encode(loaded.template.render(messages))
+        answer = loaded.generate(ids, max_tokens=6, temperature=0.0)
+        messages.append({"role": "assistant", "content": answer})
+        expected += answer + "\n"
+    assert out == expected
+
+
+# ---- as a process ------------------------------------------------------------------------------------------
+
+
+def test_prompt_as_a_process():
+    process = start("-p", "hi", "--max-tokens", "4")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0 and out.endswith("\n")
+    assert "emulated card" in err.splitlines()[0]
+
+
+def test_a_reader_that_leaves():
+    with start("-p", "hi", "--max-tokens", "400") as process:
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.wait(60) == 1
+        assert "Traceback" not in process.stderr.read()
+
+
+def test_ctrl_c():
+    process = start("-p", "hi")
+    process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "answer " in err and "Traceback" not in err
+
+
+def test_ctrl_c_in_a_chat_ends_the_answer_only():
+    process = start("--chat")
+    process.stdin.write("hello\n")
+    process.stdin.flush()
+    process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)        # closes stdin, as Ctrl-D does
+    assert process.returncode == 0 and "answer " in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("end, code", [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_serve_as_a_process(end, code):
+    process = start("--serve", "0")
+    line = next(line for line in process.stderr if line.startswith("serving "))
+    connection = http.client.HTTPConnection("127.0.0.1", int(line.split(":")[-1].split("/")[0]), timeout=60)
+    connection.request("GET", "/health")
+    assert json.loads(connection.getresponse().read())["status"] == "ok"
+
+    body = {"prompt": "hi", "max_tokens": CONTEXT - 100, "ignore_eos": True, "stream": True}
+    connection.request("POST", "/v1/completions", json.dumps(body))
+    stream = connection.getresponse()
+    stream.readline()
+    process.send_signal(end)
+    assert b"cancelled" in stream.read()            # told, not cut off
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (code, "") and "Traceback" not in err

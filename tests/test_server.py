@@ -1,0 +1,499 @@
+"""The HTTP server: the official client against it, streaming and not, and what a request can get wrong."""
+
+import contextlib
+import http.client
+import json
+import random
+import threading
+import time
+
+import openai
+import pytest
+
+import qengine
+from tests.tiny import CONTEXT, tiny_engine
+
+PROMPT = "The quick brown fox"
+MESSAGES = [{"role": "user", "content": PROMPT}]
+GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True}}
+VARIED = {"temperature": 1, "seed": 7}      # greedy answers of random weights tend to repeat themselves
+
+
+@pytest.fixture(scope="session")
+def engine():
+    return tiny_engine()
+
+
+@contextlib.contextmanager
+def serving(app):
+    """A real server on a free loopback port; gives (port, Service)."""
+    with qengine.serving(app, "127.0.0.1", 0) as port:
+        yield int(port), app.extensions["qengine"]
+
+
+@pytest.fixture(scope="session")
+def port(engine):
+    with serving(qengine.create_app(engine)) as (port, _):
+        yield port
+
+
+def official_client(port):
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="session")
+def client(port):
+    with official_client(port) as client:
+        yield client
+
+
+def send(port, method, path, body=None):
+    """One HTTP request, its body an object or raw bytes; gives (status, headers, decoded answer)."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    connection.request(method, path, data, {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    text = answer.read()
+    connection.close()
+    return answer.status, answer.headers, json.loads(text)
+
+
+def complete(client, prompt=PROMPT, max_tokens=24, **arguments):
+    return client.completions.create(model="m", prompt=prompt, max_tokens=max_tokens, **(GREEDY | arguments))
+
+
+# ---- the official client -----------------------------------------------------------------------------------
+
+
+def test_chat(client, engine):
+    answer = client.chat.completions.create(model="any name", messages=MESSAGES, max_tokens=8, **GREEDY)
+    [choice] = answer.choices
+    assert choice.message.role == "assistant" and isinstance(choice.message.content, str)
+    assert choice.finish_reason == "length" and choice.index == 0
+    prompt = engine.tokenizer.encode(engine.template.render(MESSAGES))
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), 8)
+    assert answer.usage.total_tokens == len(prompt) + 8
+    assert answer.object == "chat.completion" and answer.model == engine.name
+    assert abs(answer.created - time.time()) < 60
+
+
+def test_chat_streams_the_same_text(client):
+    arguments = {"model": "m", "messages": MESSAGES, "max_tokens": 24, **GREEDY}
+    whole = client.chat.completions.create(**arguments)
+    chunks = list(client.chat.completions.create(stream=True, **arguments))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == whole.choices[0].message.content
+    assert [c.choices[0].finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert len({c.id for c in chunks}) == 1 and chunks[0].id != whole.id
+    assert all(c.usage is None for c in chunks)
+
+
+def test_chat_stream_helper(client):
+    arguments = {"model": "m", "messages": MESSAGES, "max_tokens": 64} | GREEDY | VARIED
+    text = client.chat.completions.create(**arguments).choices[0].message.content
+    stop = text[8:12]       # the helper takes the end by length for an error
+    arguments |= {"stop": stop, "stream_options": {"include_usage": True}}
+    with client.chat.completions.stream(**arguments) as stream:
+        seen = "".join(event.delta for event in stream if event.type == "content.delta")
+        final = stream.get_final_completion()
+    assert final.choices[0].message.content == seen == text[:text.find(stop)]
+    assert final.choices[0].finish_reason == "stop" and 0 < final.usage.completion_tokens < 64
+
+
+def test_text_parts_and_the_developer_role(client):
+    def chat(*messages):
+        answer = client.chat.completions.create(model="m", messages=messages, max_tokens=8, **GREEDY)
+        return answer.choices[0].message.content, answer.usage.prompt_tokens
+
+    parts = {"role": "user", "content": [{"type": "text", "text": PROMPT}]}
+    assert chat(parts) == chat(*MESSAGES)
+    system, developer = ({"role": role, "content": "Be brief."} for role in ("system", "developer"))
+    assert chat(developer, *MESSAGES) == chat(system, *MESSAGES)
+
+
+@pytest.mark.parametrize("thinking", [True, False, None])
+def test_thinking_is_the_templates_own_switch(client, engine, thinking):
+    switches = {"chat_template_kwargs": {"enable_thinking": thinking}}
+    answer = client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=1, extra_body=switches)
+    prompt = engine.template.render(MESSAGES, enable_thinking=thinking)
+    assert answer.usage.prompt_tokens == len(engine.tokenizer.encode(prompt))
+
+
+def test_completion_prompts(client, engine):
+    ids = engine.tokenizer.encode(PROMPT)
+    texts = [complete(client, prompt).choices[0].text for prompt in (PROMPT, [PROMPT], ids, [ids])]
+    assert texts[0] and texts == texts[:1] * 4
+
+
+def test_completion_defaults_to_16_tokens(client):
+    answer = client.completions.create(model="m", prompt=PROMPT, **GREEDY)
+    assert answer.usage.completion_tokens == 16
+
+
+def test_token_ids(client):
+    extra = {"extra_body": {"ignore_eos": True, "return_token_ids": True}}
+    whole = complete(client, **extra).choices[0].model_extra["token_ids"]
+    chunks = list(complete(client, stream=True, **extra))
+    assert len(whole) == 24
+    assert [token for chunk in chunks for token in chunk.choices[0].model_extra["token_ids"]] == whole
+    assert "token_ids" not in complete(client).choices[0].model_extra
+
+
+def test_usage_of_a_stream(client):
+    chunks = list(complete(client, stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 24
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+def test_a_seed_repeats(client):
+    def text(seed):
+        return complete(client, temperature=1, seed=seed).choices[0].text
+
+    assert text(1) == text(1) != text(2)
+
+
+def test_neutral_and_ignored_fields(client):
+    plain = client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=8, **GREEDY)
+    decorated = client.chat.completions.create(
+        model="m", messages=MESSAGES, max_completion_tokens=8, n=1, presence_penalty=0.0, frequency_penalty=0,
+        logit_bias={}, logprobs=False, user="someone", metadata={"a": "b"}, tools=[], tool_choice="none",
+        response_format={"type": "text"}, stop=None, **GREEDY)
+    assert decorated.choices[0].message.content == plain.choices[0].message.content
+
+
+def test_many_requests_at_once(client):
+    """More requests than slots: each answer is the one it would have been alone."""
+    prompts = [f"{PROMPT} {i}" for i in range(5)]
+    alone = [complete(client, prompt).choices[0].text for prompt in prompts]
+    together = [None] * len(prompts)
+
+    def ask(i):
+        together[i] = complete(client, prompts[i]).choices[0].text
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert together == alone
+
+
+def test_models(client, engine):
+    assert [model.id for model in client.models.list()] == [engine.name]
+
+
+# ---- stop strings ------------------------------------------------------------------------------------------
+
+
+def test_stop(client):
+    text = complete(client, max_tokens=64, **VARIED).choices[0].text
+    stop = text[7:12]           # some letters, so that token boundaries lie in it
+    assert len(stop) == 5
+    for stops in (stop, [stop], ["never, never", stop]):
+        answer = complete(client, max_tokens=64, stop=stops, **VARIED)
+        assert answer.choices[0].text == text[:text.find(stop)]
+        assert answer.choices[0].finish_reason == "stop"
+        assert answer.usage.completion_tokens < 64
+        chunks = list(complete(client, max_tokens=64, stop=stops, stream=True, **VARIED))
+        assert "".join(chunk.choices[0].text for chunk in chunks) == text[:text.find(stop)]
+        assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_text_held_back_for_a_stop_comes_at_the_end(client):
+    text = complete(client, **VARIED).choices[0].text
+    stop = text[-3:] + "never"
+    assert complete(client, stop=stop, **VARIED).choices[0].text == text
+    chunks = complete(client, stop=stop, stream=True, **VARIED)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == text
+
+
+def test_stop_scanner_shows_what_is_certain_and_nothing_more():
+    rng = random.Random(1)
+    for _ in range(3000):
+        text = "".join(rng.choices("ab", k=rng.randrange(12)))
+        stops = ["".join(rng.choices("ab", k=rng.randrange(1, 5))) for _ in range(rng.randrange(4))]
+        scanner, shown, at = qengine.StopScanner(stops), "", 0
+        while at < len(text) and not scanner.stopped:
+            size = rng.randrange(1, 4)
+            shown += scanner.push(text[at:at + size])
+            at += size
+            if not scanner.stopped:     # what is held back begins a stop string, and nothing longer does
+                held = text[:at][len(shown):]
+                assert text[:at] == shown + held
+                assert all(not s.startswith(text[:at][i:]) for s in stops for i in range(len(shown)))
+                assert not held or any(s.startswith(held) for s in stops)
+        ends = [text[:at].find(s) for s in stops if s in text[:at]]
+        assert scanner.stopped == bool(ends)
+        assert shown + scanner.flush() == (text[:min(ends)] if ends else text)
+
+
+# ---- requests that are refused -----------------------------------------------------------------------------
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HI = {"role": "user", "content": "hi"}
+
+BAD = [     # endpoint, body, the field to be named
+    (CHAT, {}, "messages"),
+    (CHAT, {"messages": []}, "messages"),
+    (CHAT, {"messages": "hi"}, "messages"),
+    (CHAT, {"messages": ["hi"]}, "messages"),
+    (CHAT, {"messages": [{"content": "hi"}]}, "messages"),
+    (CHAT, {"messages": [{"role": "robot", "content": "hi"}]}, "messages"),
+    (CHAT, {"messages": [{"role": ["user"], "content": "hi"}]}, "messages"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages"),
+    (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages"),
+    (CHAT, {"messages": [{"role": "user", "content": ["hi"]}]}, "messages"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
+    (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+    (CHAT, {"messages": [HI], "chat_template_kwargs": {"enable_thinking": "yes"}}, "enable_thinking"),
+    (CHAT, {"messages": [HI], "chat_template_kwargs": {"other": 1}}, "chat_template_kwargs"),
+    (CHAT, {"messages": [HI], "chat_template_kwargs": True}, "chat_template_kwargs"),
+    (CHAT, {"messages": [HI], "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    (CHAT, {"messages": [HI], "response_format": {"type": "json_object"}}, "response_format"),
+    (CHAT, {"messages": [HI], "n": 2}, "n"),
+    (CHAT, {"messages": [HI], "logprobs": True}, "logprobs"),
+    (CHAT, {"messages": [HI], "logit_bias": {"5": 100}}, "logit_bias"),
+    (CHAT, {"messages": [HI], "presence_penalty": 0.5}, "presence_penalty"),
+    (CHAT, {"messages": [HI], "prompt": "hi"}, "prompt"),
+    (CHAT, {"messages": [HI], "temprature": 1}, "temprature"),
+    (CHAT, {"messages": [HI], "max_completion_tokens": 0}, "max_completion_tokens"),
+    (CHAT, {"messages": [{"role": "user", "content": "long " * CONTEXT}]}, None),
+    (TEXT, {}, "prompt"),
+    (TEXT, {"prompt": 5}, "prompt"),
+    (TEXT, {"prompt": ""}, "prompt"),
+    (TEXT, {"prompt": []}, "prompt"),
+    (TEXT, {"prompt": ["a", "b"]}, "prompt"),
+    (TEXT, {"prompt": [[1], [2]]}, "prompt"),
+    (TEXT, {"prompt": [1, "a"]}, "prompt"),
+    (TEXT, {"prompt": [1, True]}, "prompt"),
+    (TEXT, {"prompt": [1, -1]}, "prompt"),
+    (TEXT, {"prompt": [1, 2**40]}, "prompt"),
+    (TEXT, {"prompt": "\udc00"}, "prompt"),
+    (TEXT, {"prompt": "long " * CONTEXT}, "prompt"),
+    (TEXT, {"prompt": [1] * (CONTEXT + 1)}, "prompt"),
+    (TEXT, {"prompt": "hi", "model": 5}, "model"),
+    (TEXT, {"prompt": "hi", "suffix": "end"}, "suffix"),
+    (TEXT, {"prompt": "hi", "echo": True}, "echo"),
+    (TEXT, {"prompt": "hi", "best_of": 3}, "best_of"),
+    (TEXT, {"prompt": "hi", "max_tokens": -1}, "max_tokens"),
+    (TEXT, {"prompt": "hi", "max_tokens": 1.5}, "max_tokens"),
+    (TEXT, {"prompt": "hi", "max_tokens": True}, "max_tokens"),
+    (TEXT, {"prompt": "hi", "max_tokens": "5"}, "max_tokens"),
+    (TEXT, {"prompt": "hi", "temperature": -0.1}, "temperature"),
+    (TEXT, {"prompt": "hi", "temperature": "hot"}, "temperature"),
+    (TEXT, {"prompt": "hi", "temperature": 10**400}, "temperature"),
+    (TEXT, {"prompt": "hi", "top_p": 1.5}, "top_p"),
+    (TEXT, {"prompt": "hi", "min_p": -1}, "min_p"),
+    (TEXT, {"prompt": "hi", "top_k": -5}, "top_k"),
+    (TEXT, {"prompt": "hi", "seed": "x"}, "seed"),
+    (TEXT, {"prompt": "hi", "stop": 5}, "stop"),
+    (TEXT, {"prompt": "hi", "stop": ""}, "stop"),
+    (TEXT, {"prompt": "hi", "stop": [5]}, "stop"),
+    (TEXT, {"prompt": "hi", "stop": ["s"] * 17}, "stop"),
+    (TEXT, {"prompt": "hi", "stop": "\ud800"}, "stop"),
+    (TEXT, {"prompt": "hi", "stream": "yes"}, "stream"),
+    (TEXT, {"prompt": "hi", "stream_options": True}, "stream_options"),
+    (TEXT, {"prompt": "hi", "stream_options": {"include_usage": 1}}, "include_usage"),
+    (TEXT, {"prompt": "hi", "ignore_eos": 1}, "ignore_eos"),
+    (TEXT, {"prompt": "hi", "return_token_ids": 1}, "return_token_ids"),
+]
+
+
+def assert_error(answer, status, param=None):
+    got, headers, body = answer
+    error = body["error"]
+    assert (got, set(error)) == (status, {"message", "type", "param", "code"})
+    assert error["param"] == param or param is None
+    assert error["message"] and "\n" not in error["message"]
+    assert headers["Content-Type"] == "application/json"
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("path, body, param", BAD, ids=[f"{i}-{bad[2]}" for i, bad in enumerate(BAD)])
+def test_bad_fields_are_named(port, path, body, param, stream):
+    answer = send(port, "POST", path, {"stream": stream} | body)
+    assert_error(answer, 400, param)
+    assert answer[2]["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("data", [
+    b"", b"{", b"[]", b'"text"', b"null", b"5", b"\xff\xfe", b"prompt=hi", b"[" * 100_000, b'{"a":' * 100_000,
+    b'{"prompt": "hi", "temperature": NaN}', b'{"prompt": "hi", "temperature": Infinity}',
+    b'{"prompt": "hi", "temperature": 1e999}', b'{"prompt": "hi", "seed": ' + b"9" * 5000 + b"}",
+    b'{"prompt": "hi", "\\ud800": 1}', b'{"prompt": "\xff"}',
+], ids=lambda data: repr(data[:24]))
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_bodies_that_are_no_request(port, path, data):
+    assert_error(send(port, "POST", path, data), 400)
+
+
+def test_no_body_is_an_internal_error(engine):
+    """Valid requests with values put in at random: an answer or a named mistake, never a 500."""
+    rng = random.Random(2)
+    values = [None, True, False, 0, 1, -1, 2**70, 0.5, 1e300, "", "a", "\udc80", "\0", [], [[]], [1], [None], {},
+              {"a": 1}, [{}], [{"role": "user"}], [{"role": "assistant", "content": None, "tool_calls": [1]}],
+              [{"role": "assistant", "content": "a", "tool_calls": {"a": 1}}], [{"role": "tool", "content": "a"}],
+              [{"role": "system", "content": "a"}], [HI, HI], [HI | {"name": 5}], {"include_usage": True}]
+    fields = [*qengine.FIELDS, *qengine.NEUTRAL, *qengine.IGNORED, "messages", "prompt", "chat_template_kwargs"]
+    web = qengine.create_app(engine).test_client()
+    seen = set()
+    for _ in range(500):
+        path, body = rng.choice([(CHAT, {"messages": [HI]}), (TEXT, {"prompt": "hi"})])
+        body |= {field: rng.choice(values) for field in rng.sample(fields, rng.choice([1, 1, 2]))}
+        body["max_tokens"] = 1
+        answer = web.post(path, data=json.dumps(body))
+        assert answer.status_code in (200, 400), body
+        assert b"internal error" not in answer.data, body
+        seen.add(answer.status_code)
+    assert seen == {200, 400}
+
+
+def test_the_client_raises_its_own_errors(client):
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="m", messages=[])
+    assert caught.value.param == "messages"
+    with pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model="m", input="x")
+
+
+def test_unknown_paths_and_methods(port):
+    assert_error(send(port, "GET", "/v2/nothing"), 404)
+    assert_error(send(port, "GET", CHAT), 405)
+    assert_error(send(port, "DELETE", "/v1/models"), 405)
+    assert send(port, "GET", TEXT)[1]["Allow"]
+
+
+def test_a_body_too_large(port):
+    body = b'{"prompt": "' + b"a" * qengine.MAX_BODY + b'"}'
+    assert_error(send(port, "POST", TEXT, body), 413)
+
+
+# ---- health, load, disconnects, failures -------------------------------------------------------------------
+
+
+def test_health(port, engine):
+    status, _, body = send(port, "GET", "/health")
+    assert (status, body["status"]) == (200, "ok")
+    assert body["cards"] == [card.describe() for card in engine.cards] and body["cards"]
+
+
+def test_everything_is_503_until_the_model_is_there(engine):
+    app = qengine.create_app()
+    web = app.test_client()
+    assert web.get("/health").status_code == 503 and web.get("/health").json == {"status": "loading"}
+    for answer in (web.get("/v1/models"), web.post(TEXT, json={"prompt": "hi"}), web.post(CHAT, json={})):
+        assert answer.status_code == 503 and "loading" in answer.json["error"]["message"]
+        assert answer.headers["Retry-After"]
+    app.extensions["qengine"].engine = engine
+    assert web.get("/health").status_code == 200
+    assert web.post(TEXT, json={"prompt": "hi", "max_tokens": 1}).status_code == 200
+
+
+def test_defaults_of_the_command_line_hold_where_a_request_is_silent(engine):
+    app = qengine.create_app(engine, sampling={"max_tokens": 3, "temperature": 0.0}, thinking=False)
+    web = app.test_client()
+
+    def n_tokens(path, **body):
+        usage = web.post(path, json=body | {"ignore_eos": True}).json["usage"]
+        return usage["prompt_tokens"], usage["completion_tokens"]
+
+    assert n_tokens(TEXT, prompt="hi")[1] == 3
+    assert n_tokens(TEXT, prompt="hi", max_tokens=5)[1] == 5
+    prompt = engine.template.render([HI], enable_thinking=False)
+    assert n_tokens(CHAT, messages=[HI]) == (len(engine.tokenizer.encode(prompt)), 3)
+
+
+LONG = {"prompt": PROMPT, "max_tokens": CONTEXT - 100, "ignore_eos": True}
+
+
+def test_too_many_requests(engine):
+    with serving(qengine.create_app(engine, max_requests=1)) as (port, service):
+        connection = start(port, LONG | {"stream": True})
+        wait_until(lambda: service.open)
+        answer = send(port, "POST", TEXT, {"prompt": "hi"})
+        assert_error(answer, 429)
+        assert answer[1]["Retry-After"] and answer[2]["error"]["type"] == "rate_limit_error"
+        assert send(port, "GET", "/health")[0] == 200
+        connection.close()
+        wait_until(lambda: not service.open)
+        assert send(port, "POST", TEXT, {"prompt": "hi", "max_tokens": 1})[0] == 200
+
+
+def test_a_full_queue(engine, port, monkeypatch):
+    def refuse(request):
+        raise qengine.QueueFull("the queue is full")
+
+    monkeypatch.setattr(engine, "submit", refuse)
+    answer = send(port, "POST", TEXT, {"prompt": "hi"})
+    assert_error(answer, 429)
+    assert answer[1]["Retry-After"]
+
+
+def start(port, body):
+    """Sends a completion request and returns its connection, the answer unread."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection.request("POST", TEXT, json.dumps(body))
+    return connection
+
+
+def wait_until(condition, seconds=10):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_client_that_hangs_up_cancels_its_generation(engine, monkeypatch, stream):
+    submitted = []
+    submit = engine.submit
+    monkeypatch.setattr(engine, "submit", lambda request: submitted.append(submit(request)) or submitted[-1])
+    with serving(qengine.create_app(engine)) as (port, service):
+        for i in range(2):      # the second one finds a watcher that had nothing to watch
+            connection = start(port, LONG | {"stream": stream})
+            wait_until(lambda: len(submitted) > i and submitted[i].n_generated > 0)
+            connection.close()
+            submitted[i].wait()
+            assert submitted[i].n_generated < LONG["max_tokens"]
+            wait_until(lambda: not service.open)
+
+
+class Broken:
+    """A generation whose card fails after the first token."""
+    n_prompt = n_generated = 1
+
+    def __iter__(self):
+        yield qengine.Event(1, "a", None)
+        raise qengine.CardError("the card fell off the bus")
+
+    def cancel(self):
+        pass
+
+
+def test_a_card_that_fails(engine, client, port, monkeypatch):
+    monkeypatch.setattr(engine, "submit", lambda request: Broken())
+    answer = send(port, "POST", TEXT, {"prompt": "hi"})
+    assert_error(answer, 500)
+    assert "fell off the bus" in answer[2]["error"]["message"]
+    with pytest.raises(openai.APIError, match="fell off the bus"):
+        list(complete(client, stream=True))
+
+
+def test_an_error_of_our_own_shows_no_internals(engine, port, monkeypatch):
+    monkeypatch.setattr(engine, "submit", lambda request: 1 / 0)
+    answer = send(port, "POST", TEXT, {"prompt": "hi"})
+    assert_error(answer, 500)
+    assert "division" not in answer[2]["error"]["message"]
+
+
+def test_closing_tells_the_clients(engine):
+    with serving(qengine.create_app(engine)) as (port, service), official_client(port) as client:
+        stream = iter(complete(client, max_tokens=CONTEXT - 100, stream=True))
+        next(stream)
+        service.close()
+        assert not service.open
+        with pytest.raises(openai.APIError, match="cancelled"):
+            list(stream)
+        with pytest.raises(openai.InternalServerError, match="shutting down"):
+            complete(client)
