@@ -8,14 +8,23 @@ Two kinds of error leave this file on purpose: `ModelError` for a file that cann
 for a request that cannot be answered. Each carries one sentence that a person can act on.
 """
 
+import codecs
 import dataclasses
+import datetime
+import json
 import math
 import mmap
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
 import numpy as np
+import sentencepiece
+import tokenizers
 
 # ======================================================================================================
 # 1  Config and GGUF
@@ -193,7 +202,7 @@ class GGUF:
         n_keys = cursor.number("<Q", "the key count")
         least = n_tensors * 32 + n_keys * 13  # the smallest table rows there can be
         if least > len(self._bytes) - cursor.at:
-            cursor.fail(f"the file ends early: it claims {n_tensors} tensors and {n_keys} metadata keys", 8)
+            cursor.fail(f"the file ends early: it claims {n_tensors} tensors and {n_keys} keys", 8)
         return n_tensors, n_keys
 
     def _read_key(self, cursor: _Cursor):
@@ -228,7 +237,7 @@ class GGUF:
         """Turn offsets into file positions; every tensor inside the file, aligned, overlapping no other."""
         alignment = self.get("general.alignment", int, 32)
         if alignment < 8 or alignment & (alignment - 1) or alignment > 1 << 20:
-            raise ModelError(f"{self.path}: key 'general.alignment' is {alignment}, not a power of two from 8")
+            raise ModelError(f"{self.path}: key 'general.alignment' is {alignment}, not a power of two >= 8")
         start = -(-cursor.at // alignment) * alignment
         end = len(self._bytes)
         used = start
@@ -278,7 +287,7 @@ class GGUF:
         elif tensor.type in ("F16", "F32"):
             values = data.astype(np.float32)
         else:
-            raise ModelError(f"{self.path}: tensor '{name}' is of type {tensor.type}, which is not supported")
+            raise ModelError(f"{self.path}: tensor '{name}' is of the unsupported type {tensor.type}")
         if not np.isfinite(values).all():
             raise ModelError(f"{self.path}: tensor '{name}' holds a value that is not a finite number")
         return values
@@ -304,8 +313,8 @@ def q8_0_split(raw: np.ndarray, n: int, k: int) -> tuple[np.ndarray, np.ndarray]
 
 # Shapes of the published dense models, from config.json of huggingface.co/Qwen/Qwen3.5-{0.8B,2B,4B,9B,27B};
 # the parameter counts agree with those that llama-bench prints (752.39 M for 0.8B). "tiny" is ours.
-SYNTHETIC_FIELDS = ("hidden_dim", "ffn_dim", "n_layers", "n_heads", "n_kv_heads", "n_key_heads", "n_value_heads",
-                    "n_vocab", "tied_embeddings")
+SYNTHETIC_FIELDS = ("hidden_dim", "ffn_dim", "n_layers", "n_heads", "n_kv_heads", "n_key_heads",
+                    "n_value_heads", "n_vocab", "tied_embeddings")
 SYNTHETIC = {
     "tiny": (256, 320, 4, 4, 2, 2, 4, 1024, True),
     "0.8b": (1024, 3584, 24, 8, 2, 16, 16, 248320, True),
@@ -373,7 +382,8 @@ class Config:
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and row-major shape of every tensor that the model's file holds."""
-        shapes = {"token_embd.weight": (self.n_vocab, self.hidden_dim), "output_norm.weight": (self.hidden_dim,)}
+        shapes = {"token_embd.weight": (self.n_vocab, self.hidden_dim),
+                  "output_norm.weight": (self.hidden_dim,)}
         if not self.tied_embeddings:
             shapes["output.weight"] = (self.n_vocab, self.hidden_dim)
         for i, kind in enumerate(self.layer_kinds + ("attention",) * self.n_nextn):
@@ -387,7 +397,8 @@ class Config:
                   "ffn_gate.weight": (ffn, hidden), "ffn_up.weight": (ffn, hidden),
                   "ffn_down.weight": (hidden, ffn)}
         if kind == "linear":
-            shapes |= {"attn_qkv.weight": (self.conv_dim, hidden), "attn_gate.weight": (self.value_dim, hidden),
+            shapes |= {"attn_qkv.weight": (self.conv_dim, hidden),
+                       "attn_gate.weight": (self.value_dim, hidden),
                        "ssm_alpha.weight": (n_v, hidden), "ssm_beta.weight": (n_v, hidden),
                        "ssm_conv1d.weight": (self.conv_dim, self.conv_width), "ssm_a": (n_v,),
                        "ssm_dt.bias": (n_v,), "ssm_norm.weight": (self.linear_head_dim,),
@@ -406,7 +417,7 @@ class Config:
         """Read a `qwen35` file's metadata and check that its tensors are what the metadata promises."""
         architecture = gguf.get("general.architecture", str)
         if architecture != "qwen35":
-            raise ModelError(f"{gguf.path}: architecture '{architecture}' is not supported, only 'qwen35' is")
+            raise ModelError(f"{gguf.path}: architecture '{architecture}' is not supported, 'qwen35' is")
         config = _read_config(gguf)
         _check_config(config, gguf.path)
         _check_tensors(config, gguf)
@@ -436,13 +447,13 @@ def _read_config(gguf: GGUF) -> Config:
 
     n_blocks = positive("block_count")
     if n_blocks > len(gguf.tensors):  # before anything is made of this length
-        raise ModelError(f"{gguf.path}: key 'qwen35.block_count' is {n_blocks}, more than there are tensors")
+        raise ModelError(f"{gguf.path}: key 'qwen35.block_count' is {n_blocks}, more than the tensors")
     n_nextn = gguf.get("qwen35.nextn_predict_layers", int, 0)
     if not 0 <= n_nextn < n_blocks:
         raise ModelError(f"{gguf.path}: key 'qwen35.nextn_predict_layers' is {n_nextn} of {n_blocks} blocks")
     scaling = gguf.get("qwen35.rope.scaling.type", str, "none")
     if scaling != "none":
-        raise ModelError(f"{gguf.path}: key 'qwen35.rope.scaling.type' is '{scaling}', which is not supported")
+        raise ModelError(f"{gguf.path}: rotary scaling '{scaling}' is not supported")
     sections = gguf.get("qwen35.rope.dimension_sections", np.ndarray)
     if len(sections) < 3 or any(sections[3:]):
         raise ModelError(f"{gguf.path}: key 'qwen35.rope.dimension_sections' is {list(sections)[:8]}, "
@@ -497,12 +508,14 @@ def _check_config(config: Config, path: str):
         (c.head_dim == 256, f"attention heads are {c.head_dim} wide, not 256"),
         (c.linear_head_dim == 128, f"linear-attention heads are {c.linear_head_dim} wide, not 128"),
         (c.conv_width == 4, f"the convolution has {c.conv_width} taps, not 4"),
-        (c.n_heads % c.n_kv_heads == 0, f"{c.n_heads} query heads do not share {c.n_kv_heads} KV heads evenly"),
+        (c.n_heads % c.n_kv_heads == 0,
+         f"{c.n_heads} query heads do not share {c.n_kv_heads} KV heads evenly"),
         (c.n_value_heads % c.n_key_heads == 0,
          f"{c.n_value_heads} value heads do not share {c.n_key_heads} key heads evenly"),
         (c.hidden_dim % 32 == 0, f"the hidden size {c.hidden_dim} is not a multiple of 32"),
         (c.ffn_dim % 32 == 0, f"the feed-forward size {c.ffn_dim} is not a multiple of 32"),
-        (c.rope_dim % 2 == 0 and c.rope_dim <= c.head_dim, f"{c.rope_dim} rotary dimensions do not fit a head"),
+        (c.rope_dim % 2 == 0 and c.rope_dim <= c.head_dim,
+         f"{c.rope_dim} rotary dimensions do not fit a head"),
         (min(c.rope_sections) >= 0 and sum(c.rope_sections) == c.rope_dim // 2,
          f"the rotary sections {c.rope_sections} do not add up to {c.rope_dim // 2}"),
         (1 < c.rope_base < float("inf"), f"the rotary base is {c.rope_base}"),
@@ -520,12 +533,12 @@ def _check_tensors(config: Config, gguf: GGUF):
         if tensor is None:
             raise ModelError(f"{gguf.path}: tensor '{name}' is missing")
         if tensor.shape != shape:
-            raise ModelError(f"{gguf.path}: tensor '{name}' (byte {tensor.offset}) has the shape {tensor.shape}, "
-                             f"not {shape}")
+            raise ModelError(f"{gguf.path}: tensor '{name}' (byte {tensor.offset}) has the shape "
+                             f"{tensor.shape}, not {shape}")
         allowed = SUPPORTED_TYPES if len(shape) == 2 else ("F32", "F16", "BF16")
         if tensor.type not in allowed:
-            raise ModelError(f"{gguf.path}: tensor '{name}' (byte {tensor.offset}) is of type {tensor.type}, "
-                             f"not {', '.join(allowed)}")
+            raise ModelError(f"{gguf.path}: tensor '{name}' (byte {tensor.offset}) is of type "
+                             f"{tensor.type}, not {', '.join(allowed)}")
     unknown = next((name for name in gguf.tensors if name not in shapes), None)
     if unknown is not None:
         raise ModelError(f"{gguf.path}: tensor '{unknown}' is not part of the qwen35 architecture")
@@ -533,3 +546,416 @@ def _check_tensors(config: Config, gguf: GGUF):
     if n_tokens != config.n_vocab:
         raise ModelError(f"{gguf.path}: the vocabulary has {n_tokens} tokens and the embedding table "
                          f"{config.n_vocab} rows")
+
+
+# ======================================================================================================
+# 2  Tokenizer and chat template
+# ======================================================================================================
+
+# Token types of GGUF, the same numbers as SentencePiece's.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+
+# How text is cut before byte pairs are merged; the two differ in whether combining marks belong to words.
+# From llama.cpp's src/llama-vocab.cpp. Text is taken as it comes: no Unicode normalisation (NFC), as there.
+_WORD = r"'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]|[^\r\n\p{L}\p{N}]?%s+|\p{N}"
+_REST = r" ?[^\s%s\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+PRE_TOKENIZERS = {
+    "qwen2": _WORD % r"\p{L}" + "|" + _REST % r"\p{L}",
+    "qwen35": _WORD % r"[\p{L}\p{M}]" + "|" + _REST % r"\p{L}\p{M}",
+}
+
+# Tokens that end a turn in every file that has them, whether or not its metadata says so.
+END_TOKENS = ("<|im_end|>", "<|endoftext|>")
+
+# Put inside what looks like a control token in a message, so that no message can end its own turn; taken out
+# again by `Tokenizer.encode`. A Unicode noncharacter, reserved for such use inside a program.
+GUARD = "\ufdd0"
+
+
+class Tokenizer:
+    """Text to token ids and back. Subclasses say how plain text is cut into tokens.
+
+    n_vocab       number of tokens
+    pieces        list of bytes: what each token stands for
+    eos_ids       the tokens that end an answer
+    prefix, suffix   tokens that the file wants around a text (`encode(ends=True)`), mostly none
+
+    Control tokens (<|im_end|>, ...) are matched in text only where `allow_special` is true, and are left out
+    of decoded text unless `special` is true. Tags such as <think> are ordinary tokens in both directions.
+    """
+
+    leading_space = False  # whether encoding puts a space before the text, which decoding takes away
+
+    def __init__(self, pieces: list[bytes], control: dict[str, int], eos_ids, prefix=(), suffix=()):
+        self.pieces, self.n_vocab = pieces, len(pieces)
+        self.eos_ids, self.prefix, self.suffix = frozenset(eos_ids), list(prefix), list(suffix)
+        self.control = control
+        self._control_pattern = _any_of(control)
+        hidden = set(control.values())
+        self._shown = [b"" if i in hidden else piece for i, piece in enumerate(pieces)]
+
+    def _encode_plain(self, texts: list[str]) -> list[list[int]]:
+        raise NotImplementedError
+
+    def encode(self, text: str, allow_special: bool = True, ends: bool = False) -> list[int]:
+        """Token ids of a text. With allow_special=False a control token in it is spelt out as text."""
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise RequestError("prompt", "the prompt holds half of a surrogate pair") from None
+        parts = self._control_pattern.split(text) if allow_special else [text]
+        plain = self._encode_plain([part.replace(GUARD, "") for part in parts[::2]])
+        ids = plain[0]
+        for name, more in zip(parts[1::2], plain[1:], strict=True):
+            ids += [self.control[name], *more]
+        return self.prefix + ids + self.suffix if ends else ids
+
+    def decode(self, ids, special: bool = False) -> str:
+        """The text of a whole sequence of ids; bytes that are not UTF-8 become the replacement character."""
+        bad = next((i for i in ids if not 0 <= i < self.n_vocab), None)
+        if bad is not None:
+            raise RequestError("prompt", f"token id {bad} is outside 0 .. {self.n_vocab - 1}")
+        table = self.pieces if special else self._shown
+        text = b"".join(table[i] for i in ids).decode("utf-8", "replace")
+        return text.removeprefix(" ") if self.leading_space else text
+
+    def stream_decoder(self) -> "StreamDecoder":
+        return StreamDecoder(self._shown)
+
+
+class StreamDecoder:
+    """Text from one token after another: a character split over tokens comes with its last byte.
+
+    Unlike `Tokenizer.decode` it keeps a first space, which belongs between the prompt and its continuation.
+    """
+
+    def __init__(self, pieces: list[bytes]):
+        self._pieces = pieces
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        return self._decoder.decode(self._pieces[token])
+
+    def flush(self) -> str:
+        """What is left at the end: the replacement character for a character that was begun, else nothing."""
+        return self._decoder.decode(b"", True)
+
+
+def _any_of(strings) -> re.Pattern:
+    """Matches any of the strings, as a group, the longest first; nothing when there are none."""
+    longest_first = sorted(strings, key=len, reverse=True)
+    return re.compile("(" + ("|".join(map(re.escape, longest_first)) or "(?!)") + ")")
+
+
+class BPETokenizer(Tokenizer):
+    """Byte-level byte-pair encoding (GGUF model "gpt2"), through the `tokenizers` library."""
+
+    def __init__(self, gguf: GGUF):
+        pattern = PRE_TOKENIZERS.get(pre := gguf.get("tokenizer.ggml.pre", str))
+        if pattern is None:
+            raise ModelError(f"{gguf.path}: pre-tokenizer '{pre}' is not supported, "
+                             f"{' and '.join(PRE_TOKENIZERS)} are")
+        tokens, types = _read_tokens(gguf)
+        ids = {token: i for i, token in enumerate(tokens)}
+        if len(ids) < len(tokens):
+            raise ModelError(f"{gguf.path}: key 'tokenizer.ggml.tokens' has the same token twice")
+        merges = _read_merges(gguf, ids)
+        self._tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=ids, merges=merges))
+        self._tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
+            tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        self._tokenizer.add_tokens([tokenizers.AddedToken(token, normalized=False)
+                                    for token, type in zip(tokens, types) if type == USER_DEFINED and token])
+        to_byte = str.maketrans({char: chr(byte) for byte, char in enumerate(BYTE_ALPHABET)})
+        pieces = [_byte_level_piece(token, to_byte) if type == NORMAL else token.encode()
+                  for token, type in zip(tokens, types)]
+        super().__init__(pieces, **_special_tokens(gguf, tokens, types))
+
+    def _encode_plain(self, texts):
+        # The batch call, also for one text: it releases the interpreter lock, `encode` does not.
+        return [encoding.ids for encoding
+                in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+def _byte_alphabet() -> list[str]:
+    """The printable character that stands for each byte in byte-level vocabularies (GPT-2's encoder.py)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("\xa1"), ord("\xac") + 1),
+                 *range(ord("\xae"), ord("\xff") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(256 + others.index(byte)) if byte in others else chr(byte) for byte in range(256)]
+
+
+BYTE_ALPHABET = _byte_alphabet()
+
+
+def _byte_level_piece(token: str, to_byte: dict) -> bytes:
+    try:
+        return token.translate(to_byte).encode("latin-1")
+    except UnicodeEncodeError:  # a token outside the byte alphabet, which no text reaches: padding
+        return token.encode()
+
+
+def _read_tokens(gguf: GGUF) -> tuple[list[str], list[int]]:
+    """The vocabulary and each token's type."""
+    tokens = gguf.get("tokenizer.ggml.tokens", list)
+    types = gguf.get("tokenizer.ggml.token_type", np.ndarray)
+    if len(types) != len(tokens):
+        raise ModelError(f"{gguf.path}: there are {len(tokens)} tokens and {len(types)} token types")
+    return tokens, types.tolist()
+
+
+def _read_merges(gguf: GGUF, ids: dict[str, int]) -> list[tuple[str, str]]:
+    """The byte-pair merges, best first; all their tokens, and every byte, must be in the vocabulary."""
+    merges = []
+    for i, merge in enumerate(gguf.get("tokenizer.ggml.merges", list)):
+        left, _, right = merge.partition(" ")
+        if left not in ids or right not in ids or left + right not in ids:
+            raise ModelError(f"{gguf.path}: merge {i} of key 'tokenizer.ggml.merges' is of unknown tokens")
+        merges.append((left, right))
+    missing = next((byte for byte, char in enumerate(BYTE_ALPHABET) if char not in ids), None)
+    if missing is not None:
+        raise ModelError(f"{gguf.path}: the vocabulary has no token for byte {missing}")
+    return merges
+
+
+def _special_tokens(gguf: GGUF, tokens: list[str], types: list[int]) -> dict:
+    """The arguments of `Tokenizer` that the metadata decides: control, eos_ids, prefix, suffix."""
+    def token_id(role: str):
+        key = f"tokenizer.ggml.{role}_token_id"
+        value = gguf.get(key, int, None)
+        if value is not None and not 0 <= value < len(tokens):
+            raise ModelError(f"{gguf.path}: key '{key}' is {value}, outside the vocabulary")
+        return value
+
+    control = {token: i for i, (token, type) in enumerate(zip(tokens, types)) if type == CONTROL and token}
+    ends = {token_id("eos"), token_id("eot"), *(control.get(name) for name in END_TOKENS)} - {None}
+    if not ends:
+        raise ModelError(f"{gguf.path}: no token ends a text: key 'tokenizer.ggml.eos_token_id' is missing")
+    around = {"prefix": [], "suffix": []}
+    for where, role in (("prefix", "bos"), ("suffix", "eos")):
+        if gguf.get(f"tokenizer.ggml.add_{role}_token", bool, False) and token_id(role) is not None:
+            around[where] = [token_id(role)]
+    return {"control": control, "eos_ids": ends, **around}
+
+
+class SPMTokenizer(Tokenizer):
+    """SentencePiece vocabulary (GGUF model "llama"): the library's own model file, written from the metadata.
+
+    Field numbers: github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto
+    """
+
+    def __init__(self, gguf: GGUF):
+        tokens, types = _read_tokens(gguf)
+        scores = gguf.get("tokenizer.ggml.scores", np.ndarray)
+        if len(scores) != len(tokens):
+            raise ModelError(f"{gguf.path}: there are {len(tokens)} tokens and {len(scores)} token scores")
+        self.leading_space = gguf.get("tokenizer.ggml.add_space_prefix", bool, True)
+        model = b"".join(
+            _proto_bytes(1, _proto_bytes(1, token.encode()) + _proto_float(2, score) + _proto_number(3, type))
+            for token, score, type in zip(tokens, scores.tolist(), types))
+        trainer = _proto_number(3, 2) + _proto_number(35, BYTE in types)  # model_type BPE, byte_fallback
+        normalizer = (_proto_bytes(1, b"identity") + _proto_number(3, self.leading_space)
+                      + _proto_number(4, False))  # name, add_dummy_prefix, remove_extra_whitespaces
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(
+                model_proto=model + _proto_bytes(2, trainer) + _proto_bytes(3, normalizer))
+        except RuntimeError as error:
+            raise ModelError(f"{gguf.path}: not a SentencePiece vocabulary: {error}") from None
+        pieces = [bytes([int(token[3:5], 16)]) if type == BYTE else token.replace("\u2581", " ").encode()
+                  for token, type in zip(tokens, types)]
+        super().__init__(pieces, **_special_tokens(gguf, tokens, types))
+
+    def _encode_plain(self, texts):
+        return self._processor.encode(texts)
+
+
+def _varint(value: int) -> bytes:
+    """Protocol buffers' integer: seven bits a byte, the lowest first; negative ones as 64-bit."""
+    value &= (1 << 64) - 1
+    low = []
+    while value > 127:
+        low.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*low, value])
+
+
+def _proto_number(field: int, value: int) -> bytes:
+    return _varint(field << 3) + _varint(int(value))
+
+
+def _proto_float(field: int, value: float) -> bytes:
+    return _varint(field << 3 | 5) + struct.pack("<f", value)
+
+
+def _proto_bytes(field: int, value: bytes) -> bytes:
+    return _varint(field << 3 | 2) + _varint(len(value)) + value
+
+
+class ByteTokenizer(Tokenizer):
+    """For models without a vocabulary: token i < 256 is byte i, 256 ends a text, and the rest up to n_vocab,
+    which a model of random weights mostly says, show their number."""
+
+    EOS = 256
+
+    def __init__(self, n_vocab: int):
+        pieces = [bytes([i]) for i in range(256)] + [b"<%d>" % i for i in range(256, n_vocab)]
+        super().__init__(pieces, {"<|endoftext|>": self.EOS}, [self.EOS])
+
+    def _encode_plain(self, texts):
+        return [list(text.encode()) for text in texts]
+
+
+def load_tokenizer(gguf: GGUF) -> Tokenizer:
+    """The tokenizer that a model file describes."""
+    kinds = {"gpt2": BPETokenizer, "llama": SPMTokenizer}
+    model = gguf.get("tokenizer.ggml.model", str)
+    if model not in kinds:
+        raise ModelError(f"{gguf.path}: tokenizer '{model}' is not supported, {' and '.join(kinds)} are")
+    return kinds[model](gguf)
+
+
+# The form in which random weights are talked to: the one of Qwen's models, with its switch for thinking.
+SYNTHETIC_TEMPLATE = """\
+{% for message in messages %}
+<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}
+{% if add_generation_prompt %}
+<|im_start|>assistant
+<think>
+{% if enable_thinking is defined and not enable_thinking %}
+
+</think>
+
+{% endif %}
+{% endif %}
+"""
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """{% generation %} ... {% endgeneration %} marks what to train on; here it only shows its content."""
+
+    tags = {"generation"}
+
+    def parse(self, parser):
+        next(parser.stream)
+        return parser.parse_statements(["name:endgeneration"], drop_needle=True)
+
+
+def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+    """What templates expect of `tojson`; Jinja's own sorts keys and escapes <, &, ' and all but ASCII."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
+                      sort_keys=sort_keys)
+
+
+def _raise_exception(message):
+    raise jinja2.TemplateError(message)
+
+
+class ChatTemplate:
+    """A model's own Jinja template, which turns a list of messages into a prompt.
+
+    source: the template's text. control: the names of control tokens; where a message contains one, `render`
+    puts a `GUARD` inside, so that the text of a message is never taken for the structure around it.
+
+    The template runs in a sandbox that keeps it from the file system and the interpreter, yet does not limit
+    how long it runs: it comes from the operator's model file and must never come from a request.
+    """
+
+    def __init__(self, source: str, control=(), bos: str = "", eos: str = ""):
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=False,
+            extensions=["jinja2.ext.loopcontrols", _GenerationTag])
+        environment.filters["tojson"] = _to_json
+        environment.globals |= {
+            "raise_exception": _raise_exception, "bos_token": bos, "eos_token": eos,
+            "strftime_now": lambda format: datetime.datetime.now().strftime(format)}
+        try:
+            self._template = environment.from_string(source)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise ModelError(f"the chat template cannot be used: {error}") from None
+        self._control_pattern = _any_of(control)
+
+    @classmethod
+    def from_gguf(cls, gguf: GGUF, tokenizer: Tokenizer) -> "ChatTemplate | None":
+        """The file's own template, or None where it has none."""
+        source = gguf.get("tokenizer.chat_template", str, None)
+        if source is None:
+            return None
+        names = {}
+        for role in ("bos", "eos"):
+            token = gguf.get(f"tokenizer.ggml.{role}_token_id", int, None)
+            names[role] = "" if token is None else tokenizer.decode([token], special=True)
+        try:
+            return cls(source, tokenizer.control, **names)
+        except ModelError as error:
+            raise ModelError(f"{gguf.path}: {error}") from None
+
+    def render(self, messages: list[dict], tools: list | None = None, enable_thinking: bool | None = None,
+               add_generation_prompt: bool = True) -> str:
+        """The prompt for a conversation.
+
+        messages: {"role", "content"} with content a string, None, or a list of text parts; an assistant's may
+        have "tool_calls", whose arguments may be JSON text. enable_thinking: None leaves it to the template.
+        Raises RequestError, naming the field, for what the template does not take.
+        """
+        switches = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        messages = [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+        try:
+            return self._template.render(messages=self._guard(messages), tools=self._guard(tools),
+                                         add_generation_prompt=add_generation_prompt, **switches)
+        except Exception as error:  # a template is foreign code: whatever it raises is about this request
+            raise RequestError("messages", f"the chat template refuses the messages: {error}") from None
+
+    def _guard(self, value):
+        """The value with every control token in its texts broken by a GUARD."""
+        if isinstance(value, str):
+            return self._control_pattern.sub(lambda match: match[0][0] + GUARD + match[0][1:], value)
+        if isinstance(value, list):
+            return [self._guard(item) for item in value]
+        if isinstance(value, dict):
+            return {key: self._guard(item) for key, item in value.items()}
+        return value
+
+
+def _template_message(message, where: str) -> dict:
+    """A message as every template takes it: content one string, arguments of tool calls parsed."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise RequestError(where, f"{where} is not an object with a role")
+    message = message | {"content": _flat_content(message.get("content"), f"{where}.content")}
+    if message.get("tool_calls") is not None:
+        message["tool_calls"] = _parsed_calls(message["tool_calls"], f"{where}.tool_calls")
+    return message
+
+
+def _flat_content(content, where: str) -> str:
+    """Content as one string: older templates know no lists of parts, and none knows null."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError(where, f"{where} is neither a string nor a list of parts")
+    for i, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise RequestError(f"{where}[{i}]", f"{where}[{i}] is not a part of type text, "
+                                                "the only type that is supported")
+    return "".join(part["text"] for part in content)
+
+
+def _parsed_calls(calls, where: str) -> list[dict]:
+    """Tool calls with their arguments as an object: clients send JSON text, templates walk through keys."""
+    parsed = []
+    for i, call in enumerate(calls if isinstance(calls, list) else [calls]):
+        field = f"{where}[{i}].function"
+        if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
+            raise RequestError(field, f"{field} is not an object")
+        arguments = call["function"].get("arguments") or {}
+        try:
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        except ValueError:
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise RequestError(f"{field}.arguments", f"{field}.arguments is not a JSON object")
+        parsed.append(call | {"function": call["function"] | {"arguments": arguments}})
+    return parsed
