@@ -1,0 +1,204 @@
+"""RMSNorm, plain and gated, with float32 or int8 output.
+
+    rms_norm     y = w x / sqrt(mean(x^2) + eps)                     over a row of k
+    gated_norm   y = w o / sqrt(mean(o^2) + eps) * silu(z)           over each head of 128
+
+The `_quantize` forms write the int8 blocks that the integer matrix products read, and not y: the bits of the
+plain form followed by `quantize_q8` (kernels/quantize.py), without y's way through memory.
+
+    x, y, o, z  float32 [rows, k], heads side by side in a row (k = 128 n_heads)
+    w           float32 [k], or [128] for the gated norm, the same for all heads
+    q           int8 [rows, k]      d  float32 [rows, k / 32]
+
+A block of threads takes a row, a warp of it 512 consecutive values, which stay in registers from the sum to
+the product:
+
+    value of the part    0..3    4..7    ...  124..127   |  128..131  ...          4 groups of 128
+    lane                  0       1              31      |     0                   16-byte accesses
+
+The sum of squares has one fixed tree for a given k: a lane adds its 16 squares one after another, a butterfly
+adds the lanes, and another one the warps. A gated head of 128 is one group, so it needs one warp and no
+barrier.
+
+Pipe: fp32, a few operations per value (about 12 per value when quantising, four divisions among them). Bytes
+per value: 8, or 5.1 when quantising; the gated form reads 4 more. Rows of 5,120 values take a few
+microseconds in decode, bound by latency; on long prompts about 80 % of copy bandwidth is expected.
+"""
+
+import numpy as np
+from numba import cuda, float32, uint32
+
+from kernels.intrinsics import (div_rn, float_as_word, load_floats4, rsqrt, silu, store_floats4, store_word,
+                                warp_sum)
+from kernels.quantize import block_scale, quantize_word
+
+GROUP = 128               # values that a warp touches at once, and the width of a gated head
+GROUPS = 4                # groups that a warp keeps in registers
+PART = GROUP * GROUPS     # values of a row per warp
+VALUES = PART // 32       # of them per lane
+MAX_WARPS = 32            # of a block, hence rows of at most 16,384
+GATED_WARPS = 4           # heads of the gated norm per block
+
+
+# ---- reference ---------------------------------------------------------------------------------------------
+
+def rms_norm_reference(x, w, eps):
+    """x [..., k], w [k] -> float64 [..., k]."""
+    x = np.asarray(x, np.float64)
+    return w * x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
+
+
+def gated_norm_reference(o, z, w, eps):
+    """o, z [rows, n_heads, 128], w [128] -> float64 of the same shape."""
+    z = np.asarray(z, np.float64)
+    return rms_norm_reference(o, w, eps) * z / (1.0 + np.exp(-z))
+
+
+# ---- kernels -----------------------------------------------------------------------------------------------
+
+@cuda.jit(device=True, inline="always")
+def _store_quantized(q, d, at, inside, y0, y1, y2, y3):
+    """One group of 128 values, 4 per lane, as int8 blocks; all lanes call, those not `inside` pass zeros."""
+    w0, w1, w2, w3 = float_as_word(y0), float_as_word(y1), float_as_word(y2), float_as_word(y3)
+    scale = block_scale(w0, w1, w2, w3)
+    if inside:
+        store_word(q, at, quantize_word(w0, w1, w2, w3, scale))
+        if at & uint32(31) == uint32(0):
+            d[uint32(at >> uint32(5))] = scale
+
+
+@cuda.jit(device=True, inline="always")
+def _load_part(values, x, row, start, lane, k):
+    """The warp's part of a row into registers, zeros beyond its end; its sum of squares, on every lane."""
+    total = float32(0)
+    for j in range(uint32(GROUPS)):
+        i = uint32(start + j * uint32(GROUP) + lane * uint32(4))
+        a, b, c, d = float32(0), float32(0), float32(0), float32(0)
+        if i < k:
+            a, b, c, d = load_floats4(x, uint32(row * k + i))
+        total = cuda.fma(d, d, cuda.fma(c, c, cuda.fma(b, b, cuda.fma(a, a, total))))
+        to = uint32(j * uint32(4))
+        values[to], values[uint32(to + uint32(1))] = a, b
+        values[uint32(to + uint32(2))], values[uint32(to + uint32(3))] = c, d
+    return warp_sum(total)
+
+
+@cuda.jit(device=True, inline="always")
+def _block_sum(partial, total, lane, warp):
+    """Sum of one number per warp over the block, on every thread; `partial` is shared, [MAX_WARPS]."""
+    n_warps = uint32(cuda.blockDim.x // uint32(32))
+    if n_warps > uint32(1):
+        partial[warp] = total
+        cuda.syncthreads()
+        total = warp_sum(partial[lane] if lane < n_warps else float32(0))
+    return total
+
+
+@cuda.jit(device=True, inline="always")
+def _scaled4(values, j, scale, w, i):
+    """Group j of the lane's values times scale times its weights."""
+    a, b, c, d = load_floats4(w, i)
+    at = uint32(j * uint32(4))
+    return (values[at] * scale * a, values[uint32(at + uint32(1))] * scale * b,
+            values[uint32(at + uint32(2))] * scale * c, values[uint32(at + uint32(3))] * scale * d)
+
+
+@cuda.jit
+def rms_norm_kernel(y, x, w, k, eps):
+    row, lane, warp = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x & 31), uint32(cuda.threadIdx.x >> 5)
+    start = uint32(warp * uint32(PART))
+    values = cuda.local.array(VALUES, float32)
+    partial = cuda.shared.array(MAX_WARPS, float32)
+    total = _block_sum(partial, _load_part(values, x, row, start, lane, k), lane, warp)
+    scale = rsqrt(div_rn(total, float32(k)) + eps)
+    for j in range(uint32(GROUPS)):
+        i = uint32(start + j * uint32(GROUP) + lane * uint32(4))
+        if i < k:
+            a, b, c, d = _scaled4(values, j, scale, w, i)
+            store_floats4(y, uint32(row * k + i), a, b, c, d)
+
+
+@cuda.jit
+def rms_norm_quantize_kernel(q, d, x, w, k, eps):
+    row, lane, warp = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x & 31), uint32(cuda.threadIdx.x >> 5)
+    start = uint32(warp * uint32(PART))
+    values = cuda.local.array(VALUES, float32)
+    partial = cuda.shared.array(MAX_WARPS, float32)
+    total = _block_sum(partial, _load_part(values, x, row, start, lane, k), lane, warp)
+    scale = rsqrt(div_rn(total, float32(k)) + eps)
+    for j in range(uint32(GROUPS)):
+        group = uint32(start + j * uint32(GROUP))
+        if group < k:  # the same for all lanes, which then meet in the shuffles of the quantisation
+            i = uint32(group + lane * uint32(4))
+            y0, y1, y2, y3 = float32(0), float32(0), float32(0), float32(0)
+            if i < k:
+                y0, y1, y2, y3 = _scaled4(values, j, scale, w, i)
+            _store_quantized(q, d, uint32(row * k + i), i < k, y0, y1, y2, y3)
+
+
+@cuda.jit(device=True, inline="always")
+def _gated4(o, z, w, at, lane, eps):
+    """The lane's 4 values of a normalised and gated head; `at` is their index in o and z."""
+    a, b, c, d = load_floats4(o, at)
+    total = warp_sum(cuda.fma(d, d, cuda.fma(c, c, cuda.fma(b, b, a * a))))
+    scale = rsqrt(total * float32(1.0 / GROUP) + eps)
+    w0, w1, w2, w3 = load_floats4(w, uint32(lane * uint32(4)))
+    z0, z1, z2, z3 = load_floats4(z, at)
+    return (a * scale * w0 * silu(z0), b * scale * w1 * silu(z1),
+            c * scale * w2 * silu(z2), d * scale * w3 * silu(z3))
+
+
+@cuda.jit
+def gated_norm_kernel(y, o, z, w, n, eps):
+    lane, warp = uint32(cuda.threadIdx.x & 31), uint32(cuda.threadIdx.x >> 5)
+    head = uint32(cuda.blockIdx.x * uint32(GATED_WARPS) + warp)  # of all heads of all rows
+    if head < n:
+        at = uint32(head * uint32(GROUP) + lane * uint32(4))
+        a, b, c, d = _gated4(o, z, w, at, lane, eps)
+        store_floats4(y, at, a, b, c, d)
+
+
+@cuda.jit
+def gated_norm_quantize_kernel(q, d, o, z, w, n, eps):
+    lane, warp = uint32(cuda.threadIdx.x & 31), uint32(cuda.threadIdx.x >> 5)
+    head = uint32(cuda.blockIdx.x * uint32(GATED_WARPS) + warp)
+    if head < n:
+        at = uint32(head * uint32(GROUP) + lane * uint32(4))
+        y0, y1, y2, y3 = _gated4(o, z, w, at, lane, eps)
+        _store_quantized(q, d, at, True, y0, y1, y2, y3)
+
+
+# ---- launches: arrays as in the text above, written in place; none allocates -------------------------------
+
+def _row_threads(k):
+    """Threads of the block that takes a row of k values."""
+    n_warps = -(-k // PART)
+    if k % 4 or n_warps > MAX_WARPS:
+        raise ValueError(f"RMSNorm takes rows of a multiple of 4 up to {MAX_WARPS * PART} values, not {k}")
+    return 32 * n_warps
+
+
+def rms_norm(card, y, x, w, rows, k, eps, stream=None):
+    """y float32 [rows, k] <- RMSNorm of x [rows, k] with weights w [k]; k a multiple of 4, at most 16,384."""
+    card.launch(rms_norm_kernel, rows, _row_threads(k), y.reshape(-1), x.reshape(-1), w, k, float(eps),
+                stream=stream)
+
+
+def rms_norm_quantize(card, q, d, x, w, rows, k, eps, stream=None):
+    """q int8 [rows, k], d float32 [rows, k / 32] <- the same, quantised; k a multiple of 32."""
+    card.launch(rms_norm_quantize_kernel, rows, _row_threads(k), q.reshape(-1), d.reshape(-1), x.reshape(-1),
+                w, k, float(eps), stream=stream)
+
+
+def gated_norm(card, y, o, z, w, rows, n_heads, eps, stream=None):
+    """y float32 [rows, n_heads, 128] <- RMSNorm of each head of o with weights w [128], times silu(z)."""
+    n = rows * n_heads
+    card.launch(gated_norm_kernel, -(-n // GATED_WARPS), 32 * GATED_WARPS, y.reshape(-1), o.reshape(-1),
+                z.reshape(-1), w, n, float(eps), stream=stream)
+
+
+def gated_norm_quantize(card, q, d, o, z, w, rows, n_heads, eps, stream=None):
+    """q int8 [rows, 128 n_heads], d float32 [rows, 4 n_heads] <- the same, quantised."""
+    n = rows * n_heads
+    card.launch(gated_norm_quantize_kernel, -(-n // GATED_WARPS), 32 * GATED_WARPS, q.reshape(-1),
+                d.reshape(-1), o.reshape(-1), z.reshape(-1), w, n, float(eps), stream=stream)
