@@ -28,8 +28,9 @@ def loaded(monkeypatch):
 def start(*arguments):
     """The command line as a process of its own, on the emulated card, with pipes."""
     command = [sys.executable, str(ROOT / "qengine.py"), "-m", MODEL, "--card", "emulated", *arguments]
+    command += ["--ctx", str(CONTEXT)]
     pipe = subprocess.PIPE
-    return subprocess.Popen([*command, "--ctx", str(CONTEXT)], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
 def run(capsys, *arguments):

@@ -126,9 +126,10 @@ def test_completion_prompts(client, engine):
     assert texts[0] and texts == texts[:1] * 4
 
 
-def test_completion_defaults_to_16_tokens(client):
-    answer = client.completions.create(model="m", prompt=PROMPT, **GREEDY)
-    assert answer.usage.completion_tokens == 16
+def test_defaults_are_those_of_openai(client):
+    one, two = (client.completions.create(model="m", prompt=PROMPT, extra_body={"ignore_eos": True}) for _ in "12")
+    assert one.usage.completion_tokens == two.usage.completion_tokens == 16
+    assert one.choices[0].text != two.choices[0].text       # temperature 1, a new seed each
 
 
 def test_token_ids(client):
@@ -331,11 +332,13 @@ def test_bodies_that_are_no_request(port, path, data):
 def test_no_body_is_an_internal_error(engine):
     """Valid requests with values put in at random: an answer or a named mistake, never a 500."""
     rng = random.Random(2)
-    values = [None, True, False, 0, 1, -1, 2**70, 0.5, 1e300, "", "a", "\udc80", "\0", [], [[]], [1], [None], {},
-              {"a": 1}, [{}], [{"role": "user"}], [{"role": "assistant", "content": None, "tool_calls": [1]}],
-              [{"role": "assistant", "content": "a", "tool_calls": {"a": 1}}], [{"role": "tool", "content": "a"}],
-              [{"role": "system", "content": "a"}], [HI, HI], [HI | {"name": 5}], {"include_usage": True}]
-    fields = [*qengine.FIELDS, *qengine.NEUTRAL, *qengine.IGNORED, "messages", "prompt", "chat_template_kwargs"]
+    said = {"role": "assistant", "content": None}
+    values = [None, True, False, 0, 1, -1, 2**70, 0.5, 1e300, "", "a", "\udc80", "\0", [], [[]], [1], [None],
+              {}, {"a": 1}, {"include_usage": True}, [{}], [{"role": "user"}], [HI, HI], [HI | {"name": 5}],
+              [HI, said | {"tool_calls": [1]}], [HI, said | {"tool_calls": {"a": 1}}],
+              [HI | {"role": "tool"}], [HI | {"role": "system"}], [HI, said | {"content": "a", "reasoning_content": 5}, HI]]
+    fields = sorted(qengine.FIELDS | qengine.NEUTRAL.keys() | qengine.IGNORED)
+    fields += ["messages", "prompt", "chat_template_kwargs"]
     web = qengine.create_app(engine).test_client()
     seen = set()
     for _ in range(500):
