@@ -27,6 +27,7 @@ import tempfile
 import threading
 import types as python_types
 import warnings
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -145,7 +146,7 @@ def _compile(kernel, signature, cc, entry):
     options = kernel.targetoptions
     if options.get("fastmath") or options.get("debug") or options.get("max_registers"):
         raise ValueError("of the options of @cuda.jit only launch_bounds may be given to a kernel")
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _device_of(cc):
         warnings.simplefilter("ignore", NumbaDebugInfoWarning)
         result = compile_cuda(kernel.py_func, types.void, tuple(_numba_type(t) for t in signature),
                               lineinfo=True, nvvm_options={"opt": 3, "fma": False}, cc=cc)
@@ -161,6 +162,18 @@ def _compile(kernel, signature, cc, entry):
         ptx = _link(ptx, _compile_cuda_c(file.data, cc))
     # A bare `add.f16`, as NVIDIA's headers write it, leaves the assembler free to contract: say `.rn`.
     return re.sub(r"\b(add|sub|mul)((?:\.ftz)?(?:\.sat)?\.(?:f16x2|f16|f32|f64))\b", r"\1.rn\2", ptx) + "\n"
+
+
+@contextmanager
+def _device_of(cc):
+    """Answers Numba's question which device a device function is for, which it would put to the driver."""
+    from numba.cuda import dispatcher
+    question = dispatcher.get_current_device
+    dispatcher.get_current_device = lambda: python_types.SimpleNamespace(compute_capability=cc)
+    try:
+        yield
+    finally:
+        dispatcher.get_current_device = question
 
 
 def _compile_cuda_c(source, cc):

@@ -1,0 +1,407 @@
+"""The card: memory, streams, launches. One interface over the emulated card and over NVIDIA's driver.
+
+    from kernels.card import open_cards
+    card = open_cards("emulated")[0]                     # or open_cards(): real cards when there are any
+    x = card.upload(host, name="x")                      # Array: typed, C-contiguous memory of this card
+    card.launch(kernel, grid, block, x, 5, 0.5)          # kernel: a lazy @cuda.jit function
+    y = card.download(x)
+
+Order. Operations given to one stream run in the order given; operations of two streams are ordered by events alone.
+`stream=None` means the card's default stream, a stream like any other. `upload` and `zeros` are done when they return,
+`download` waits for its stream; everything else is asynchronous. There is no current card: every Array belongs to one
+Card, and two Cards in one process, used from any thread, do not know of each other.
+
+Host memory. Pageable memory is read when `copy_in` is called; pinned memory (`card.pinned`) is read when the copy runs,
+so it must not change before. `copy_out` into pageable memory returns when the copy is done, into pinned memory at once.
+
+Record and replay. Launches and copies within the card made inside `with card.record() as recording` are kept instead
+of run, arguments frozen; `recording.replay()` runs them all for the price of about one launch.
+"""
+
+import math
+import threading
+from contextlib import contextmanager
+
+import numpy as np
+
+from kernels import compile as compiler
+
+ALIGNMENT = 256                                          # bytes; of every allocation, as on the real card
+POISON = 0xFF                                            # a byte that makes NaN of floats and -1 of integers
+
+
+class CardError(Exception):
+    """An operation on a card failed or was used wrongly."""
+
+
+class OutOfMemory(CardError):
+    """An allocation did not fit; the message names the array, its size and what is free."""
+
+
+class LaunchError(CardError):
+    """A kernel could not be launched or failed while it ran; the message names kernel, grid and block."""
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------
+
+class Memory:
+    """One allocation. Freed by `Card.free` or when the last Array (or queued operation) that uses it is gone."""
+
+    __slots__ = ("card", "ptr", "nbytes", "name", "backing", "__weakref__")
+
+    def __init__(self, card, ptr, nbytes, name, backing):
+        self.card, self.ptr, self.nbytes, self.name = card, ptr, nbytes, name
+        self.backing = backing                           # what holds the bytes of an emulated card
+
+    def release(self):
+        card, self.card = self.card, None
+        if card is not None:
+            card._return(self)
+
+    __del__ = release
+
+
+class Array:
+    """A C-contiguous array in the memory of one card. Indexing and slicing of axis 0, `view` and `reshape` share memory.
+
+    Attributes: card, name, shape (tuple of int), dtype (NumPy), ndim, size (items), nbytes, ptr (address, int),
+    type (its type string for compilation), memory (the allocation).
+    """
+
+    __slots__ = ("memory", "ptr", "shape", "dtype", "type", "name", "_words")
+
+    def __init__(self, memory, ptr, shape, dtype, name):
+        self.memory, self.ptr, self.shape, self.dtype, self.name = memory, ptr, shape, dtype, name
+        self.type = compiler.array_type(dtype, len(shape))
+        self._words = None
+
+    card = property(lambda self: self.memory.card)
+    ndim = property(lambda self: len(self.shape))
+    size = property(lambda self: math.prod(self.shape))
+    nbytes = property(lambda self: math.prod(self.shape) * self.dtype.itemsize)
+
+    @property
+    def words(self):
+        """The bytes that stand for this array among a kernel's parameters."""
+        if self._words is None:
+            self._words = compiler.array_words(self.ptr, self.shape, self.dtype.itemsize)
+        return self._words
+
+    def view(self, dtype):
+        """The same bytes as items of `dtype`; the last axis changes its length."""
+        dtype = np.dtype(dtype)
+        last = self.shape[-1] * self.dtype.itemsize if self.shape else self.dtype.itemsize
+        if last % dtype.itemsize or self.ptr % dtype.itemsize:
+            raise ValueError(f"cannot view {self!r} as {dtype.name}")
+        return Array(self.memory, self.ptr, (*self.shape[:-1], last // dtype.itemsize), dtype, self.name)
+
+    def reshape(self, *shape):
+        """The same items in another shape; one extent may be -1."""
+        shape = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+        if -1 in shape:
+            known = -math.prod(shape)
+            shape = tuple(self.size // max(known, 1) if extent == -1 else extent for extent in shape)
+        if math.prod(shape) != self.size or min(shape, default=0) < 0:
+            raise ValueError(f"cannot reshape {self!r} to {shape}")
+        return Array(self.memory, self.ptr, shape, self.dtype, self.name)
+
+    def __getitem__(self, index):
+        if not self.shape:
+            raise IndexError(f"{self!r} has no axis to index")
+        rows, row_bytes = self.shape[0], math.prod(self.shape[1:]) * self.dtype.itemsize
+        if isinstance(index, slice):
+            start, stop, step = index.indices(rows)
+            if step != 1:
+                raise IndexError(f"slices of a card's array have step 1, not {step}")
+            shape = (max(stop - start, 0), *self.shape[1:])
+        else:
+            start, shape = range(rows)[index], self.shape[1:]
+        return Array(self.memory, self.ptr + start * row_bytes, shape, self.dtype, self.name)
+
+    def __len__(self):
+        return self.shape[0]
+
+    def __repr__(self):
+        return f"<{self.name or 'array'}: {self.dtype.name}{list(self.shape)}{'' if self.card else ', freed'}>"
+
+
+class Pinned:
+    """Page-locked host memory, the base of the arrays that `Card.pinned` returns. `release` is called at its end."""
+
+    def __init__(self, ptr, nbytes, release):
+        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (nbytes,), "data": (ptr, False)}
+        self._release = release
+
+    def __del__(self):
+        self._release()
+
+
+def is_pinned(host):
+    """Whether the NumPy array `host` lies in memory from `Card.pinned`."""
+    while isinstance(host, np.ndarray):
+        host = host.base
+    return isinstance(host, Pinned)
+
+
+# ---- order -----------------------------------------------------------------------------------------------------
+
+class Stream:
+    """An in-order queue of one card. `synchronize()` waits for all of it and raises what went wrong in it.
+
+    `record()` returns an Event at its present end; `wait(event)` holds what follows until `event` is done, an event of
+    another card included. Cards implement it.
+    """
+
+
+class Event:
+    """A point in a stream. `synchronize()` waits for it; `done` tells without waiting.
+
+    `seconds_since(earlier)`: the time between two events, both done. Cards implement it.
+    """
+
+
+class Recording:
+    """A recorded sequence. `replay(stream=None)` runs it; the arrays it uses stay alive as long as it does."""
+
+    def __init__(self, card, stream):
+        self.card, self.stream = card, stream            # a stream that keeps operations instead of running them
+        self.thread = threading.get_ident()
+
+
+# ---- the card --------------------------------------------------------------------------------------------------
+
+class Function:
+    """A kernel compiled and loaded for one set of argument types. `handle` belongs to the kind of card."""
+
+    __slots__ = ("name", "pack", "handle", "max_shared")
+
+    def __init__(self, name, pack, handle, max_shared):
+        self.name, self.pack, self.handle, self.max_shared = name, pack, handle, max_shared
+
+
+class Card:
+    """A card. Attributes: name, cc (compute capability), n_sms, memory_bytes, free_bytes, default_stream.
+
+    The kinds of card implement `_take`, `_give`, `_load`, `_enqueue`, `_move`, `_set`, `stream`, `pinned`,
+    `synchronize`, `describe`, `_begin_recording` and `_end_recording`.
+    """
+
+    def __init__(self, name, cc, n_sms, memory_bytes, max_shared, cache_dir):
+        self.name, self.cc, self.n_sms, self.memory_bytes = name, cc, n_sms, memory_bytes
+        self.max_shared = max_shared                     # bytes of shared memory that one block may have
+        self.cache_dir = cache_dir
+        self.allocations = {}                            # start address -> (bytes, name) of everything alive
+        self._lock = threading.RLock()
+        self._functions = {}                             # (kernel, *argument types) -> Function
+        self._recording = None
+
+    def __repr__(self):
+        return f"<{self.describe()}>"
+
+    # -- memory --
+
+    def alloc(self, shape, dtype, name=""):
+        """An Array with undefined contents. Raises OutOfMemory."""
+        shape = (shape,) if isinstance(shape, (int, np.integer)) else shape
+        shape, dtype = tuple(int(extent) for extent in shape), np.dtype(dtype)
+        if min(shape, default=0) < 0:
+            raise ValueError(f"array {name!r}: negative extent in {shape}")
+        nbytes = max(math.prod(shape) * dtype.itemsize, 1)
+        nbytes += -nbytes % ALIGNMENT
+        with self._lock:
+            try:
+                ptr, backing = self._take(nbytes)
+            except MemoryError:
+                raise OutOfMemory(f"{name or 'an array'} ({dtype.name}{list(shape)}) needs {show_bytes(nbytes)}, but "
+                                  f"{show_bytes(self.free_bytes)} of {show_bytes(self.memory_bytes)} are free on "
+                                  f"{self.name}") from None
+            self.allocations[ptr] = nbytes, name
+        return Array(Memory(self, ptr, nbytes, name, backing), ptr, shape, dtype, name)
+
+    def zeros(self, shape, dtype, name=""):
+        """An Array of zeros, ready for every stream."""
+        array = self.alloc(shape, dtype, name)
+        self._fill_now(array, 0)
+        return array
+
+    def upload(self, host, name=""):
+        """An Array with the contents of the NumPy array `host`, ready for every stream."""
+        host = np.asarray(host, order="C")
+        array = self.alloc(host.shape, host.dtype, name)
+        self._upload_now(array, host)
+        return array
+
+    def free(self, array):
+        """Gives the allocation of `array` back, after waiting for the card; using it afterwards raises."""
+        self._check(array)
+        if array.ptr != array.memory.ptr:
+            raise CardError(f"{array!r} is part of a larger array: free that one")
+        self.synchronize()
+        array.memory.release()
+
+    def _return(self, memory):
+        with self._lock:
+            self.allocations.pop(memory.ptr, None)
+            self._give(memory)
+
+    # -- copies --
+
+    def download(self, array, stream=None):
+        """A new NumPy array with the contents of `array` after all that `stream` holds at the moment."""
+        host = np.empty(array.shape, array.dtype)
+        self.copy_out(host, array, stream)
+        return host
+
+    def copy_in(self, dst, host, stream=None):
+        """Host → card. `host` has the shape and dtype of `dst`; see above for pageable and pinned memory."""
+        self._check(dst)
+        self._check_host(dst, host)
+        pinned = is_pinned(host) and host.flags.c_contiguous
+        self._copy_in(dst, host, pinned, self.target(stream, "copy_in"))
+
+    def copy_out(self, host, src, stream=None):
+        """Card → host. `host` is C-contiguous and has the shape and dtype of `src`."""
+        self._check(src)
+        self._check_host(src, host)
+        if not (host.flags.c_contiguous and host.flags.writeable):
+            raise CardError(f"{src!r} needs contiguous and writeable host memory")
+        self._copy_out(host, src, is_pinned(host), self.target(stream, "copy_out"))
+
+    def copy(self, dst, src, stream=None):
+        """Within the card. Equal numbers of bytes and no overlap."""
+        self._check(dst)
+        self._check(src)
+        if dst.nbytes != src.nbytes:
+            raise CardError(f"cannot copy {src!r} into {dst!r}: {src.nbytes} and {dst.nbytes} bytes")
+        self._copy(dst, src, self.target(stream))
+
+    def fill(self, array, byte, stream=None):
+        """Sets every byte of `array` to `byte` (0 to 255)."""
+        self._check(array)
+        self._fill(array, byte, self.target(stream))
+
+    def poison(self, array, stream=None):
+        """Fills `array` with NaN or -1, so that a kernel that fails to write it is seen."""
+        self.fill(array, POISON, stream)
+
+    # -- launches --
+
+    def launch(self, kernel, grid, block, *args, shared=0, stream=None):
+        """Queues `kernel` with `grid` blocks of `block` threads (int or tuple of up to 3) and `shared` dynamic bytes.
+
+        Arguments: Array of this card; int (as uint32), float (as float32), bool; NumPy scalars, as what they are.
+        Raises LaunchError, or CompileError at the first use of a kernel with these types of arguments.
+        """
+        types, values = [kernel], []
+        try:
+            for value in args:
+                if type(value) is Array:
+                    if value.memory.card is not self:
+                        self._check(value)
+                    types.append(value.type)
+                    values.append(value._words or value.words)
+                else:
+                    types.append(compiler.scalar_type(value))
+                    values.append(value)
+            function = self._functions.get(tuple(types)) or self._function(kernel, tuple(types))
+            grid, block = _three(grid), _three(block)
+            if not (0 < grid[0] < 2**31 and 0 < grid[1] < 2**16 and 0 < grid[2] < 2**16):
+                raise LaunchError("a grid is 1 to 2147483647 by 1 to 65535 by 1 to 65535 blocks")
+            if not (0 < block[0] * block[1] * block[2] <= 1024 and min(block) > 0 and block[2] <= 64):
+                raise LaunchError("a block is 1 to 1024 threads, at most 64 in z")
+            if not 0 <= shared <= function.max_shared:
+                raise LaunchError(f"at most {function.max_shared} bytes of dynamic shared memory fit, not {shared}")
+            params = function.pack(*values)
+        except (CardError, TypeError, OverflowError, ValueError) as error:
+            raise LaunchError(f"{kernel.__name__}, grid {grid}, block {block}: {error}") from error
+        stream = self.target(stream)
+        self._enqueue(stream, function, grid, block, shared, params, args)
+
+    def _function(self, kernel, types):
+        with self._lock:
+            function = self._functions.get(types)
+            if function is None:
+                compiled = compiler.compile_kernel(kernel, types[1:], compiler.target_cc(self.cc), self.cache_dir)
+                handle, static_shared = self._load(compiled)
+                function = Function(compiled.name, compiler.packer(types[1:]), handle, self.max_shared - static_shared)
+                self._functions[types] = function
+        return function
+
+    # -- record and replay --
+
+    @contextmanager
+    def record(self):
+        """Collects the launches and copies within the card that this thread makes, instead of running them."""
+        if self._recording is not None:
+            raise CardError("a recording is being made on this card already")
+        recording = self._recording = self._begin_recording()
+        try:
+            yield recording
+        finally:
+            self._recording = None
+            self._end_recording(recording)
+
+    def target(self, stream, outside=None):
+        """The stream that an operation goes to; `outside` names an operation that cannot be recorded."""
+        recording = self._recording
+        if recording is None or recording.thread != threading.get_ident():
+            return self.default_stream if stream is None else stream
+        if outside:
+            raise CardError(f"{outside} cannot be recorded")
+        if stream is not None:
+            raise CardError("inside record() everything goes to the recording: give no stream")
+        return recording.stream
+
+    # -- checks --
+
+    def _check(self, array):
+        if array.memory.card is None:
+            raise CardError(f"{array!r} was freed")
+        if array.memory.card is not self:
+            raise CardError(f"{array!r} is on {array.memory.card.name}, not on {self.name}")
+
+    @staticmethod
+    def _check_host(array, host):
+        if host.shape != array.shape or host.dtype != array.dtype:
+            raise CardError(f"host array {host.dtype.name}{list(host.shape)} does not match {array!r}")
+
+
+def _three(extent):
+    """grid or block as three ints."""
+    if type(extent) is int:
+        return extent, 1, 1
+    x, y, z = (*extent, 1, 1)[:3] if len(extent) <= 3 else extent
+    return int(x), int(y), int(z)
+
+
+def show_bytes(n):
+    """1536 → '1.5 KB'."""
+    for unit in ("bytes", "KB", "MB", "GB"):
+        if n < 1024 or unit == "GB":
+            return f"{n:.1f} {unit}" if unit != "bytes" else f"{n} bytes"
+        n /= 1024
+
+
+def open_cards(which=None, cache_dir=compiler.CACHE_DIR, **settings):
+    """The cards to use, as a list.
+
+    which: None (all real cards, or one emulated card where there are none), "emulated", "emulated:3" (three of them),
+    "cuda" (all real cards), "cuda:1", "cuda:0,2". settings: see EmulatedCard. Raises CardError.
+    """
+    kind, _, choice = (which or "").partition(":")
+    if kind not in ("", "cuda", "emulated") or (kind == "" and choice):
+        raise CardError(f"unknown card {which!r}: say emulated, emulated:3, cuda or cuda:0")
+    try:
+        numbers = [int(number) for number in choice.split(",")] if choice else None
+    except ValueError:
+        raise CardError(f"unknown card {which!r}: numbers must follow the colon") from None
+    if kind != "emulated":
+        from kernels.nvidia import open_nvidia_cards
+        cards = open_nvidia_cards(numbers, cache_dir, required=kind == "cuda")
+        if cards:
+            return cards
+    from kernels.emulated.card import EmulatedCard
+    count = numbers[0] if numbers else 1
+    if count < 1 or (numbers and len(numbers) > 1):
+        raise CardError(f"unknown card {which!r}: emulated:3 means three emulated cards")
+    return [EmulatedCard(i, cache_dir=cache_dir, **settings) for i in range(count)]

@@ -1,0 +1,313 @@
+"""The Card interface on the CPU: memory of the process, kernels as native code, streams as queues.
+
+A stream is a queue and a counter of what is done. Whoever needs an operation done runs the queue up to it, in the
+calling thread: `synchronize`, a dependent stream, a copy to pageable memory. Besides, each stream has a worker thread,
+started at the first operation, that runs what lies in the queue, so that host and card overlap. With `late=True` there is
+no worker, and every operation runs at the last moment that the events allow: a missing wait then reads stale data every
+time, instead of once a month.
+"""
+
+import atexit
+import ctypes
+import os
+import platform
+import threading
+import time
+import weakref
+from collections import deque
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from kernels import compile as compiler
+from kernels.card import ALIGNMENT, Card, Event, LaunchError, Pinned, Recording, Stream, show_bytes
+from kernels.emulated import native
+
+MAX_SHARED = {(7, 0): 96 << 10, (7, 5): 64 << 10}        # bytes per block, as Volta and Turing allow
+WORKER_LOOK_SECONDS = 5                                  # between two looks of an idle worker
+
+
+class EmulatedCard(Card):
+    """A card that runs kernels on this machine's processor.
+
+    number: its place among the emulated cards. memory_bytes: size of its memory, half of the machine's if None.
+    threads: processor threads per launch, all that the process may use if None. link_gbs: speed of copies between host
+    and card in GB/s each way, as fast as memory if None. late: run everything as late as the events allow (tests).
+    cc: the compute capability to compile for, the oldest from Volta on that the CUDA toolkit offers if None.
+    """
+
+    def __init__(self, number=0, memory_bytes=None, threads=None, link_gbs=None, late=False, cc=None,
+                 cache_dir=compiler.CACHE_DIR):
+        cc = cc or next(c for c in compiler.supported_ccs() if c >= (7, 0))
+        self.threads = threads or _usable_processors()
+        self.link_gbs, self.late = link_gbs, late
+        memory_bytes = memory_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        super().__init__(f"emulated card {number}", cc, self.threads, memory_bytes, MAX_SHARED.get(cc, 96 << 10),
+                         Path(cache_dir))
+        self._used = 0
+        self._links = {"in": threading.Lock(), "out": threading.Lock()}
+        self.streams = []
+        self.error = None                                # the first failure; as under CUDA it stays
+        self.default_stream = self.stream("default")
+        _cards.add(self)
+
+    def describe(self):
+        processor, vectors = _processor()
+        threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
+        return f"{self.name} on {processor} ({threads}, {vectors}), {show_bytes(self.memory_bytes)}"
+
+    # -- memory --
+
+    @property
+    def free_bytes(self):
+        return self.memory_bytes - self._used
+
+    def _take(self, nbytes):
+        if nbytes > self.free_bytes:
+            raise MemoryError
+        backing = np.empty(nbytes + ALIGNMENT, np.uint8)
+        self._used += nbytes
+        return backing.ctypes.data + -backing.ctypes.data % ALIGNMENT, backing
+
+    def _give(self, memory):
+        self._used -= memory.nbytes
+        memory.backing = None
+
+    def pinned(self, shape, dtype):
+        """A NumPy array that copies read and write when they run, see kernels/card.py."""
+        host = np.zeros(shape, dtype)
+        keep = Pinned(host.ctypes.data, host.nbytes, lambda: None)
+        keep.memory = host
+        return np.asarray(keep).view(dtype).reshape(shape)
+
+    # -- copies --
+
+    def _fill_now(self, array, byte):
+        ctypes.memset(array.ptr, byte, array.nbytes)
+
+    def _upload_now(self, array, host):
+        self._transfer("in", array.ptr, host.ctypes.data, host.nbytes)
+
+    def _copy_in(self, dst, host, pinned, stream):
+        host = host if pinned else np.array(host, order="C")
+        stream.push(lambda: self._transfer("in", dst.ptr, host.ctypes.data, host.nbytes))
+
+    def _copy_out(self, host, src, pinned, stream):
+        stream.push(lambda: self._transfer("out", host.ctypes.data, src.ptr, host.nbytes))
+        if not pinned:
+            stream.synchronize()
+
+    def _copy(self, dst, src, stream):
+        stream.push(lambda: ctypes.memmove(dst.ptr, src.ptr, src.nbytes))
+
+    def _fill(self, array, byte, stream):
+        stream.push(lambda: ctypes.memset(array.ptr, byte, array.nbytes))
+
+    def _transfer(self, direction, dst, src, nbytes):
+        """A copy over the link: one at a time in each direction, and not faster than the link is."""
+        if not self.link_gbs:
+            ctypes.memmove(dst, src, nbytes)
+            return
+        with self._links[direction]:
+            end = time.perf_counter() + nbytes / (self.link_gbs * 1e9)
+            ctypes.memmove(dst, src, nbytes)
+            time.sleep(max(end - time.perf_counter(), 0))
+
+    # -- launches --
+
+    def _load(self, compiled):
+        kernel = native.load(compiled.ptx, self.cache_dir / "native")
+        return kernel, kernel.static_shared
+
+    def _enqueue(self, stream, function, grid, block, shared, params, args):
+        stream.push(Launches([function.handle.prepare(grid, block, params, shared)], list(args)))
+
+    # -- order --
+
+    def stream(self, name=""):
+        """A new Stream."""
+        stream = EmulatedStream(self, name)
+        self.streams.append(stream)
+        return stream
+
+    def synchronize(self):
+        """Waits for every stream of the card. Raises what went wrong."""
+        for stream in list(self.streams):
+            stream.run_until(stream.pushed)
+        self.raise_error()
+
+    def raise_error(self):
+        """Raises what broke the card, if something did: a CardError that names the kernel."""
+        if self.error is not None:
+            raise LaunchError(f"{self.name} is broken: {self.error}") from self.error
+
+    def _begin_recording(self):
+        return EmulatedRecording(self)
+
+    def _end_recording(self, recording):
+        pass
+
+
+class EmulatedEvent(Event):
+    def __init__(self, stream):
+        self.stream, self.time = stream, None
+        self.position = stream.push(self._mark)
+
+    def _mark(self):
+        self.time = time.perf_counter()
+
+    @property
+    def done(self):
+        return self.stream.done >= self.position
+
+    def synchronize(self):
+        self.stream.run_until(self.position)
+        self.stream.card.raise_error()
+
+    def seconds_since(self, earlier):
+        return self.time - earlier.time
+
+
+class Launches:
+    """An operation of a stream: launches of kernels, and the arguments that must live until they have run."""
+
+    __slots__ = ("launches", "keep")
+
+    def __init__(self, launches, keep):
+        self.launches, self.keep = launches, keep
+
+
+class EmulatedStream(Stream):
+    """A queue of operations, which are Launches or functions without arguments, and how many were pushed and done."""
+
+    def __init__(self, card, name):
+        self.card, self.name = card, name
+        self.pushed = self.done = 0
+        self._queue = deque()
+        self._pushing = threading.Lock()                 # guards `pushed` and the order of the queue
+        self._running = threading.Lock()                 # held by whoever runs the queue
+        self._work = threading.Event()
+        self._worker = None
+
+    def push(self, operation):
+        """Adds an operation; returns its position: the value of `done` once it has run."""
+        with self._pushing:
+            self._queue.append(operation)
+            self.pushed += 1
+            if not self.card.late and not self._work.is_set():
+                self._wake()
+            return self.pushed
+
+    def record(self):
+        return EmulatedEvent(self)
+
+    def wait(self, event):
+        self.push(lambda: event.stream.run_until(event.position))
+
+    def synchronize(self):
+        self.run_until(self.pushed)
+        self.card.raise_error()
+
+    def run_until(self, position):
+        """Returns when `position` operations are done, running them in this thread if nobody else does."""
+        while self.done < position:
+            with self._running:
+                if self.done < position:
+                    self._run_some(position - self.done)
+
+    def _run_some(self, most):
+        """Runs the next operation, or all launches up to the next operation of another kind, at most `most`."""
+        operations = [self._queue.popleft()]
+        if type(operations[0]) is Launches:
+            while len(operations) < most and type(self._queue[0]) is Launches:
+                operations.append(self._queue.popleft())
+        try:
+            # A broken card runs nothing, but its queues empty, so that nobody waits for ever.
+            if self.card.error is None:
+                self._run(operations)
+        except Exception as error:
+            self.card.error = error
+        self.done += len(operations)                     # not earlier: others take `done` as leave to go on
+
+    def _run(self, operations):
+        if type(operations[0]) is Launches:
+            native.execute([launch for operation in operations for launch in operation.launches], self.card.threads)
+        else:
+            operations[0]()
+
+    def _wake(self):
+        self._work.set()
+        if self._worker is None:
+            self._worker = threading.Thread(target=_work, args=(weakref.ref(self), self._work), daemon=True,
+                                            name=f"{self.card.name}, {self.name}")
+            self._worker.start()
+
+
+def _work(stream_reference, work):
+    """The worker thread of a stream; it looks now and then whether the stream still exists."""
+    while True:
+        is_work = work.wait(WORKER_LOOK_SECONDS)
+        stream = stream_reference()
+        if stream is None:
+            return
+        if is_work:
+            work.clear()                                 # before the queue is read, so that no wake-up is lost
+            stream.run_until(stream.pushed)
+        del stream
+
+
+class EmulatedRecording(Recording):
+    def __init__(self, card):
+        super().__init__(card, _RecordingStream(card, "recording"))
+
+    def replay(self, stream=None):
+        stream = self.card.target(stream, "a replay")
+        for operation in self.stream.operations:
+            stream.push(operation)
+
+
+class _RecordingStream(EmulatedStream):
+    """Keeps operations; consecutive launches become one operation, so that a replay hands them over as one list."""
+
+    def __init__(self, card, name):
+        super().__init__(card, name)
+        self.operations = []
+
+    def push(self, operation):
+        last = self.operations[-1] if self.operations else None
+        if type(operation) is Launches and type(last) is Launches:
+            last.launches += operation.launches
+            last.keep += operation.keep
+        else:
+            self.operations.append(operation)
+
+
+@cache
+def _processor():
+    """Name of the processor and the widest vector instructions that matter here."""
+    try:
+        lines = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
+    except OSError:
+        lines = []
+    info = {key.strip(): value.strip() for key, _, value in reversed(lines)}
+    flags = info.get("flags", "").split()
+    vectors = next((label for flag, label in (("avx512_vnni", "AVX-512 VNNI"), ("avx512f", "AVX-512"),
+                                              ("avx2", "AVX2")) if flag in flags), platform.machine())
+    return info.get("model name") or platform.processor() or "this processor", vectors
+
+
+def _usable_processors():
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+_cards = weakref.WeakSet()
+
+
+@atexit.register
+def _finish():
+    """Lets queued work end before the interpreter takes the memory away under it."""
+    for card in list(_cards):
+        if not card.late:
+            for stream in card.streams:
+                stream.run_until(stream.pushed)
