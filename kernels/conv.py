@@ -86,8 +86,45 @@ def conv_silu(card, y, x, state, w, row_slot, rows, channels, length=1, stream=N
     """y [rows, channels] <- silu(conv(x)); the state of each slot in row_slot moves on by `length` rows.
 
     Shapes and types as above. `rows` is a multiple of `length`; rows i * length ... are one sequence of slot
-    row_slot[i * length], and no slot may own two sequences of a launch. Writes only y and state, never allocates.
+    row_slot[i * length], and no slot may own two sequences of a launch. Writes y and state, never allocates.
     """
     grid = -(-channels // THREADS), rows // length
-    card.launch(conv_silu_kernel, grid, THREADS, y.reshape(-1), x.reshape(-1), state.reshape(-1), w.reshape(-1),
-                row_slot, length, channels, stream=stream)
+    card.launch(conv_silu_kernel, grid, THREADS, y.reshape(-1), x.reshape(-1), state.reshape(-1),
+                w.reshape(-1), row_slot, length, channels, stream=stream)
+
+
+# ---- check -------------------------------------------------------------------------------------------------
+
+CASES = [(1, 1, 32), (1, 3, 1024), (2, 1, 63), (3, 2, 65), (8, 1, 1024), (9, 1, 500), (33, 2, 1024),
+         (500, 1, 1024)]
+
+# s is four roundings on the sum of |w x|, and silu' < 1.1; silu itself is 4 roundings.
+ROUNDING = 2.0 ** -24  # relative
+
+
+def check(card, case):
+    """case = (length, sequences, channels): random inputs, slots out of order, an idle slot that must
+    keep its state and a row too many that must stay poisoned. Returns the largest error in units of the
+    tolerance."""
+    length, sequences, channels = case
+    rows, n_slots, random = length * sequences, sequences + 1, np.random.default_rng(sum(case))
+    x, state, w = (random.standard_normal(shape).astype(np.float32) for shape in
+                   ((rows, channels), (n_slots, WINDOW, channels), (channels, 4)))
+    slots = np.arange(sequences, 0, -1)  # slot 0 stays idle
+    card_state, y = card.upload(state), card.alloc((rows + 1, channels), np.float32)
+    card.poison(y)
+    conv_silu(card, y[:rows], card.upload(x), card_state, card.upload(w),
+              card.upload(np.repeat(slots, length).astype(np.int32)), rows, channels, length)
+    got, got_state, worst = card.download(y), card.download(card_state), 0.0
+    for i, slot in enumerate(slots):
+        part = slice(i * length, (i + 1) * length)
+        want, want_state = reference(x[part], state[slot], w)
+        padded = np.concatenate([state[slot], x[part]])
+        terms = sum(np.abs(w[:, j] * padded[j:j + length]) for j in range(4))
+        tolerance = ROUNDING * (4 * 1.1 * terms + 4 * np.abs(want))
+        worst = max(worst, np.max(np.abs(got[part] - want) / tolerance))
+        np.testing.assert_array_equal(got_state[slot], want_state)
+    assert worst <= 1, f"{worst} times the tolerance"
+    np.testing.assert_array_equal(got_state[0], state[0])
+    assert np.isnan(got[rows]).all(), "wrote past its rows"
+    return worst

@@ -20,7 +20,7 @@ import numpy as np
 from numba import cuda, float32, uint32
 
 from kernels.intrinsics import float_as_word, load_floats4, silu, store_floats4, store_word
-from kernels.quantize import block_scale, quantize_word
+from kernels.quantize import block_scale, quantize_q8, quantize_word
 
 THREADS = 128
 
@@ -94,3 +94,41 @@ def swiglu_quantize(card, q, d, gate, up, rows, k, stream=None):
 def add(card, x, y, n, stream=None):
     """x float32 [n] += y float32 [n]; n a multiple of 4."""
     card.launch(add_kernel, _blocks(n), THREADS, x.reshape(-1), y.reshape(-1), n, stream=stream)
+
+
+# ---- check -------------------------------------------------------------------------------------------------
+
+CASES = [("swiglu", 1, 32), ("swiglu", 3, 320), ("swiglu", 33, 544), ("swiglu", 2, 17408),
+         ("add", 1, 32), ("add", 7, 5120)]
+
+TOLERANCE = 5 * 2.0 ** -24  # exp 2 roundings, the sum, the division, the product with up
+
+
+def check(card, case):
+    """case = (kind, rows, k): float output against float64, int8 output against the quantised float output;
+    one row too many must stay poisoned. Returns the largest relative error."""
+    kind, rows, k = case
+    random = np.random.default_rng(k + rows)
+    a, b = (random.standard_normal((rows + 1, k)).astype(np.float32) * scale for scale in (8, 3))
+    a[rows] = np.nan
+    x, y = card.upload(a), card.upload(b)
+    if kind == "add":
+        add(card, x, y, rows * k)
+        got = card.download(x)
+        np.testing.assert_array_equal(got, np.concatenate([a[:rows] + b[:rows], a[rows:]]))
+        return 0.0
+    out, q = card.alloc(a.shape, np.float32), card.alloc(a.shape, np.int8)
+    d = card.alloc((rows + 1, k // 32), np.float32)
+    want_q, want_d = card.alloc((rows, k), np.int8), card.alloc((rows, k // 32), np.float32)
+    for output in (out, q, d, want_q, want_d):
+        card.poison(output)
+    swiglu(card, out, x, y, rows, k)
+    swiglu_quantize(card, q, d, x, y, rows, k)
+    quantize_q8(card, want_q, want_d, out, rows, k)
+    want = swiglu_reference(a, b)[:rows]
+    got, got_q, got_d = card.download(out), card.download(q), card.download(d)
+    np.testing.assert_allclose(got[:rows], want, rtol=TOLERANCE, atol=1e-36)
+    np.testing.assert_array_equal(got_q[:rows], card.download(want_q))
+    np.testing.assert_array_equal(got_d[:rows], card.download(want_d))
+    assert np.isnan(got[rows]).all() and (got_q[rows] == -1).all() and np.isnan(got_d[rows]).all(), "wrote on"
+    return np.max(np.abs(got[:rows] - want) / np.abs(want))

@@ -83,8 +83,8 @@ def reference(state, qkv, alpha, beta, ssm_a, dt_bias, n_k):
 def reference_chunked(state, qkv, alpha, beta, ssm_a, dt_bias, n_k, chunk=64):
     """The same function in its WY form (Yang et al., "Gated Delta Networks", 2024): by matrix products.
 
-    Within a chunk let G_t be the decay from its start to token t. Unrolling d_t = rate_t (v_t - S_t^T k_t) gives
-    a unit lower triangular system for all d of the chunk, (1 + L) D = rate (V - G K S0) with
+    Within a chunk let G_t be the decay from its start to token t. Unrolling d_t = rate_t (v_t - S_t^T k_t)
+    gives a unit lower triangular system for all d of the chunk, (1 + L) D = rate (V - G K S0) with
     L_ts = rate_t (G_t / G_s) k_t.k_s for s < t; o and the state after the chunk are plain products then.
     """
     prepared = _prepared(qkv, alpha, beta, ssm_a, dt_bias, n_k)
@@ -221,3 +221,48 @@ def gated_delta_rule(card, o, state, factors, qkv, alpha, beta, ssm_a, dt_bias, 
                 dt_bias, n_k, n_v, stream=stream)
     card.launch(gdn_recurrence, (HEAD // LANES, n_v, rows // length), LANES, o.reshape(-1), state.reshape(-1),
                 qkv, factors, row_slot, length, n_k, n_v, stream=stream)
+
+
+# ---- check -------------------------------------------------------------------------------------------------
+
+CASES = [(1, 1, 1, 1), (1, 3, 2, 4), (3, 1, 2, 4), (2, 2, 2, 6), (31, 1, 1, 2), (65, 1, 2, 4)]
+
+# Decay and write are contractions, so errors do not grow from token to token. One token rounds each sum 34
+# times (a chain of 32, then 2) relative to the size of its terms; the errors of the tokens that the decay
+# still remembers add up like random numbers. 64 roundings relative to the largest value covers both.
+TOLERANCE = 64 * 2.0 ** -24
+
+
+def random_inputs(random, rows, n_k, n_v):
+    """qkv, alpha, beta, ssm_a, dt_bias of plausible sizes: decays from 0.02 to 0.9999."""
+    normal = random.standard_normal
+    return tuple(a.astype(np.float32) for a in (
+        normal((rows, (2 * n_k + n_v) * HEAD)), 2 * normal((rows, n_v)), normal((rows, n_v)),
+        -random.uniform(0.01, 1.5, n_v), random.uniform(-4, 1, n_v)))
+
+
+def check(card, case):
+    """case = (length, sequences, n_k, n_v): random inputs, slots out of order, an idle slot that must
+    keep its state and a row too many that must stay poisoned. Returns the largest error by the
+    largest value."""
+    length, sequences, n_k, n_v = case
+    rows, n_slots, random = length * sequences, sequences + 1, np.random.default_rng(sum(case))
+    qkv, alpha, beta, ssm_a, dt_bias = random_inputs(random, rows, n_k, n_v)
+    state = random.standard_normal((n_slots, n_v, HEAD, HEAD)).astype(np.float32) / 8
+    slots = np.arange(sequences, 0, -1)  # slot 0 stays idle
+    card_state = card.upload(state)
+    o, factors = card.alloc((rows + 1, n_v, HEAD), np.float32), card.alloc((rows, n_v, 4), np.float32)
+    card.poison(o), card.poison(factors)
+    inputs = map(card.upload, (qkv, alpha, beta, ssm_a, dt_bias))
+    gated_delta_rule(card, o[:rows], card_state, factors, *inputs,
+                     card.upload(np.repeat(slots, length).astype(np.int32)), rows, n_k, n_v, length)
+    got, got_state, worst = card.download(o), card.download(card_state), 0.0
+    for i, slot in enumerate(slots):
+        part = slice(i * length, (i + 1) * length)
+        want, want_state = reference(state[slot], qkv[part], alpha[part], beta[part], ssm_a, dt_bias, n_k)
+        for a, b in ((got[part], want), (got_state[slot], want_state)):
+            worst = max(worst, np.max(np.abs(a - b)) / np.max(np.abs(b)))
+    assert worst <= TOLERANCE, f"error {worst:.2e} of the largest value, tolerance {TOLERANCE:.2e}"
+    np.testing.assert_array_equal(got_state[0], state[0])
+    assert np.isnan(got[rows]).all(), "wrote past its rows"
+    return worst
