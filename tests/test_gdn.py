@@ -28,8 +28,8 @@ def run(card, inputs, n_k, n_v, cuts, state=None):
     slot = card.zeros(rows, np.int32)
     for length in cuts:
         part = slice(start, start + length)
-        gdn.gated_delta_rule(card, o[part], state, factors, qkv[part], alpha[part], beta[part], ssm_a, dt_bias,
-                             slot, length, n_k, n_v, length)
+        gdn.gated_delta_rule(card, o[part], state, factors, qkv[part], alpha[part], beta[part], ssm_a,
+                             dt_bias, slot, length, n_k, n_v, length)
         start += length
     return card.download(o), card.download(state)[0]
 
@@ -50,17 +50,17 @@ def test_a_decoded_row_has_the_same_bits_alone_and_in_a_batch(card):
         count = rows.stop - rows.start
         o, factors = card.zeros((count, 2, 128), np.float32), card.zeros((count, 2, 4), np.float32)
         state, slots = card.upload(states), card.upload(np.arange(5, dtype=np.int32)[rows])
-        gdn.gated_delta_rule(card, o, state, factors, qkv[rows], alpha[rows], beta[rows], ssm_a, dt_bias, slots,
-                             count, 1, 2)
+        gdn.gated_delta_rule(card, o, state, factors, qkv[rows], alpha[rows], beta[rows], ssm_a, dt_bias,
+                             slots, count, 1, 2)
         results.append((card.download(o)[3 if count == 5 else 0], card.download(state)[3]))
     for together, alone in zip(*results):
         np.testing.assert_array_equal(together, alone)
 
 
 def reference_model(part, n_k=2, n_v=4):
-    """Inputs of the kernel for `part` of the reference model's tokens: its gates turned back into projections.
+    """Inputs of the kernel for `part` of the reference model's tokens, its gates turned back into projections.
 
-    There value head h uses key head h // r; `order` lists the heads as the kernel (and GGUF) does, j mod n_k."""
+    There value head h uses key head h // r; `order` lists them as the kernel (and GGUF) does, j mod n_k."""
     z, r = oracle_npz("operators"), n_v // n_k
     order = [j % n_k * r + j // n_k for j in range(n_v)]
     rows = z["gdn_g"][part].shape[0]
