@@ -1,0 +1,236 @@
+"""LLVM IR as text: values, types and small operations that work on one scalar or on the 32 lanes of a warp alike.
+
+`w` is the width of an operation, 1 or 32: `ty("i32", 32)` is `<32 x i32>`. Values are LLVM names or constants as text.
+"""
+
+from .ptx import SIZES, Imm, Mem, Reg, Symbol
+
+WARP = 32
+
+
+def llvm_type(ptx_type):
+    """The LLVM type of a PTX type; half precision is kept as its 16 bits."""
+    if ptx_type == "pred":
+        return "i1"
+    if ptx_type in ("f32", "f64"):
+        return {"f32": "float", "f64": "double"}[ptx_type]
+    return f"i{8 * SIZES[ptx_type]}"
+
+
+def bits_of(t):
+    return {"half": 16, "float": 32, "double": 64}.get(t) or int(t[1:])
+
+
+def ty(t, w):
+    return t if w == 1 else f"<{w} x {t}>"
+
+
+def suffix(t, w):
+    """How an overloaded intrinsic spells a type: f32, v32i8."""
+    short = {"half": "f16", "float": "f32", "double": "f64", "ptr": "p0"}.get(t, t)
+    return short if w == 1 else f"v{w}{short}"
+
+
+def const(t, w, value):
+    """An integer constant, on all lanes."""
+    return str(value) if w == 1 else f"splat ({t} {value})"
+
+
+def vector_const(t, values):
+    return f"<{', '.join(f'{t} {v}' for v in values)}>"
+
+
+class Code:
+    """Growing text of one function body, and the declarations it needs."""
+
+    def __init__(self):
+        self.lines, self.declarations, self.n = [], {}, 0
+
+    def name(self):
+        self.n += 1
+        return f"%t{self.n}"
+
+    def do(self, text):
+        self.lines.append("  " + text)
+
+    def let(self, text):
+        result = self.name()
+        self.lines.append(f"  {result} = {text}")
+        return result
+
+    def label(self, name):
+        self.lines.append(f"{name}:")
+
+    # ---- operations of width w ----
+
+    def op(self, name, t, w, *args):
+        """Binary instruction (add, fmul, shl, ...) on operands of one type."""
+        return self.let(f"{name} {ty(t, w)} {', '.join(args)}")
+
+    def compare(self, predicate, t, w, a, b):
+        return self.let(f"{'fcmp' if t in ('float', 'double', 'half') else 'icmp'} {predicate} {ty(t, w)} {a}, {b}")
+
+    def select(self, t, w, condition, a, b):
+        return self.let(f"select {ty('i1', w)} {condition}, {ty(t, w)} {a}, {ty(t, w)} {b}")
+
+    def cast(self, how, source, target, w, a):
+        return a if source == target else self.let(f"{how} {ty(source, w)} {a} to {ty(target, w)}")
+
+    def resize(self, source, target, w, a, signed=False):
+        """Between integer types: truncates or extends."""
+        if source == target:
+            return a
+        return self.cast("trunc" if bits_of(target) < bits_of(source) else "sext" if signed else "zext", source, target, w, a)
+
+    def call(self, name, result, *args):
+        """Call of an external or intrinsic function; args are (type, value)."""
+        types = [t for t, _ in args]
+        self.declarations[name] = f"declare {result} @{name}({', '.join(types)})"
+        text = f"call {result} @{name}({', '.join(f'{t} {v}' for t, v in args)})"
+        return self.do(text) if result == "void" else self.let(text)
+
+    def intrinsic(self, name, t, w, *args):
+        """llvm.<name> whose operands and result have one type."""
+        return self.call(f"llvm.{name}.{suffix(t, w)}", ty(t, w), *((ty(t, w), a) for a in args))
+
+    def splat(self, t, value):
+        first = self.let(f"insertelement <{WARP} x {t}> poison, {t} {value}, i64 0")
+        return self.let(f"shufflevector <{WARP} x {t}> {first}, <{WARP} x {t}> poison, <{WARP} x i32> zeroinitializer")
+
+    def shuffle(self, t, n, a, indices, b=None):
+        """Elements of a (and b, both n long) by constant index; None where any will do."""
+        mask = ", ".join("i32 poison" if i is None else f"i32 {i}" for i in indices)
+        return self.let(f"shufflevector <{n} x {t}> {a}, <{n} x {t}> {b or 'poison'}, <{len(indices)} x i32> <{mask}>")
+
+    def spread(self, t, value, pattern):
+        """scalar + pattern as a vector."""
+        whole = self.splat(t, value)
+        return self.op("add", t, WARP, whole, vector_const(t, pattern)) if any(pattern) else whole
+
+    def pointer(self, w, address):
+        return self.let(f"inttoptr {ty('i64', w)} {address} to {ty('ptr', w)}")
+
+    def mask_bits(self, lanes):
+        """<32 x i1> -> i32"""
+        return self.let(f"bitcast <{WARP} x i1> {lanes} to i32")
+
+    def mask_lanes(self, bits):
+        """i32 -> <32 x i1>"""
+        return self.let(f"bitcast i32 {bits} to <{WARP} x i1>")
+
+
+class Operands(Code):
+    """Code that reads and writes PTX registers, each in the storage that its Shape asks for."""
+
+    def __init__(self, lanes, variables):
+        super().__init__()
+        self.lanes, self.variables = lanes, variables      # variables: name -> scalar i64 value
+        self.registers = lanes.types
+        self.slots = {r: f"%r{i}" for i, r in enumerate(self.registers)}
+        self.mask = None                                   # i32 of the running lanes; None: all 32, always
+        self.divided = frozenset()
+
+    def type_of(self, register):
+        return llvm_type(self.registers[register])
+
+    def uniform(self, *operands):
+        return all((s := self.lanes.of(o)) is not None and s.uniform and s.exact for o in operands)
+
+    def scalar(self, operand, t):
+        """The scalar (of a uniform, patterned or loose operand) as type t."""
+        if isinstance(operand, Imm):
+            return self._immediate(operand, t)
+        if isinstance(operand, Symbol):
+            return self.variables[operand.name] if operand.name in self.variables else self.unknown(operand)
+        if operand.name not in self.registers:
+            return self._convert(*self.special_scalar(operand.name), t, 1)
+        own = self.type_of(operand.name)
+        return self._convert(self.let(f"load {own}, ptr {self.slots[operand.name]}.s"), own, t, 1)
+
+    def vector(self, operand, t):
+        """All lanes of an operand as <32 x t>."""
+        if isinstance(operand, Imm):
+            return self.splat(t, self._immediate(operand, t))
+        if isinstance(operand, Symbol):
+            shape = self.lanes.of(operand)
+            return self.spread("i64", self.scalar(operand, "i64"), shape.pattern)
+        shape = self.lanes.of(operand)
+        if operand.name not in self.registers:
+            if shape is None:
+                self.unknown(operand)
+            if shape.varying:
+                return self._convert(*self.special_vector(operand.name), t, WARP)
+            value, own = self.special_scalar(operand.name)
+            return self._convert(self.spread(own, value, shape.pattern), own, t, WARP)
+        own = self.type_of(operand.name)
+        if self.lanes.vector(operand.name):
+            return self._convert(self.let(f"load <{WARP} x {own}>, ptr {self.slots[operand.name]}.v"), own, t, WARP)
+        value = self.let(f"load {own}, ptr {self.slots[operand.name]}.s")
+        whole = self.splat(own, value) if shape is None or shape.uniform else self.spread(own, value, shape.pattern)
+        return self._convert(whole, own, t, WARP)
+
+    def get(self, operand, t, w):
+        return self.scalar(operand, t) if w == 1 else self.vector(operand, t)
+
+    def unknown(self, operand):
+        raise self.instr.unsupported(f"unknown operand `{operand.name}`")
+
+    def _immediate(self, operand, t):
+        if t in ("float", "double", "half"):
+            if operand.floating == 64 and t == "float":
+                return self.cast("fptrunc", "double", "float", 1, self._immediate(operand, "double"))
+            return self.let(f"bitcast i{bits_of(t)} {operand.value} to {t}")
+        return str(operand.value % (1 << bits_of(t)) if t != "i1" else operand.value & 1)
+
+    def _convert(self, value, own, t, w):
+        """A register's bits as another type of the same size, or its low bits as a smaller one."""
+        if own == t:
+            return value
+        if bits_of(own) == bits_of(t):
+            return self.cast("bitcast", own, t, w, value)
+        if own[0] == "i" and bits_of(own) > bits_of(t):
+            narrow = self.cast("trunc", own, f"i{bits_of(t)}", w, value)
+            return self.cast("bitcast", f"i{bits_of(t)}", t, w, narrow)
+        raise self.instr.unsupported(f"a {bits_of(own)}-bit register read as {bits_of(t)} bits")
+
+    # ---- results ----
+
+    def put(self, register, t, w, value, signed=False):
+        """Writes a value of width w; smaller integers are extended to the register."""
+        name = register.name
+        if name == "_":
+            return
+        if name not in self.registers:
+            self.unknown(register)
+        own = self.type_of(name)
+        if bits_of(own) == bits_of(t):
+            value = self.cast("bitcast", t, own, w, value)
+        elif own[0] == "i" and bits_of(own) > bits_of(t) > 1:
+            value = self.resize(f"i{bits_of(t)}", own, w, self.cast("bitcast", t, f"i{bits_of(t)}", w, value), signed)
+        else:
+            raise self.instr.unsupported(f"a {bits_of(t)}-bit result in a {bits_of(own)}-bit register")
+        if self.lanes.scalar(name) and w == 1:
+            self.do(f"store {own} {value}, ptr {self.slots[name]}.s")
+        if self.lanes.vector(name):
+            self._put_vector(name, own, value if w == WARP else self.splat(own, value))
+
+    def put_scalar(self, register, t, value):
+        """Writes only the scalar of a patterned or loose register."""
+        self.do(f"store {t} {value}, ptr {self.slots[register.name]}.s")
+
+    def put_vector(self, register, t, value):
+        self._put_vector(register.name, t, value)
+
+    def _put_vector(self, name, t, value):
+        slot = f"{self.slots[name]}.v"
+        if name in self.divided and self.mask is not None:
+            old = self.let(f"load <{WARP} x {t}>, ptr {slot}")
+            value = self.select(t, WARP, self.mask_lanes(self.mask), value, old)
+        self.do(f"store <{WARP} x {t}> {value}, ptr {slot}")
+
+    def lift(self, instr, result, operands, compute):
+        """The common case: operands [(operand, type)] -> compute(w, *values) -> a result of type `result`, on a scalar
+        if all operands are uniform and on vectors otherwise."""
+        w = 1 if self.uniform(*(o for o, _ in operands)) else WARP
+        value = compute(w, *(self.get(o, t, w) for o, t in operands))
+        self.put(instr.operands[0], result, w, value)

@@ -1,0 +1,392 @@
+"""Memory accesses, and the instructions through which lanes of a warp see each other.
+
+A generic address is a host address: shared and local memory have real addresses too, so `cvta` is the identity and all
+spaces are accessed alike. An access whose address is a scalar plus a constant pattern becomes one scalar access (all
+lanes alike) or vector accesses (neighbouring lanes); any other one goes lane by lane (gather, scatter).
+"""
+
+from .emit import WARP, const, llvm_type, suffix, ty, vector_const
+from .ops import Arithmetic
+from .ptx import SIZES, Imm, Mem, Pack, Pair, Reg, Symbol
+
+_LOAD_MODS = {"global", "shared", "local", "param", "const", "nc", "volatile", "relaxed", "acquire", "release", "weak",
+              "gpu", "sys", "cta", "ca", "cg", "cs", "lu", "cv", "wb", "wt", "v2", "v4", "L1::no_allocate",
+              "L1::evict_last", "L1::evict_first", "L1::evict_normal", "L2::128B", "L2::256B", "L2::64B"}
+_ATOMIC = {"add": "add", "and": "and", "or": "or", "xor": "xor", "exch": "xchg", "min": "umin", "max": "umax",
+           "inc": "uinc_wrap", "dec": "udec_wrap"}
+_ATOM_MODS = {"global", "shared", "relaxed", "acquire", "release", "acq_rel", "gpu", "sys", "cta", "noftz"}
+
+
+class Memory(Arithmetic):
+    """Loads, stores, atomics, shuffles and votes."""
+
+    # ---- addresses ----
+
+    def _pattern(self, place):
+        """The lanes' constant offsets, or None if unknown."""
+        shape = self.lanes.of(place.base)
+        return None if shape is None or shape.varying else shape.pattern
+
+    def _scalar_address(self, place, offset=0):
+        base = self.scalar(place.base, "i64")
+        total = place.offset + offset
+        return self.op("add", "i64", 1, base, str(total)) if total else base
+
+    def _lane_pointers(self, place, offset=0):
+        base = self.vector(place.base, "i64")
+        total = place.offset + offset
+        return self.pointer(WARP, self.op("add", "i64", WARP, base, const("i64", WARP, total)) if total else base)
+
+    def running(self):
+        """The running lanes as <32 x i1>."""
+        return "splat (i1 true)" if self.mask is None else self.mask_lanes(self.mask)
+
+    def _access(self, instr):
+        """(element PTX type, number of elements per lane, place, registers)"""
+        for mod in instr.mods[:-1]:
+            if mod not in _LOAD_MODS:
+                raise instr.unsupported(f"modifier `.{mod}`")
+        place = next(o for o in instr.operands if isinstance(o, Mem))
+        other = next(o for o in instr.operands if not isinstance(o, Mem))
+        items = other.items if isinstance(other, Pack) else (other,)
+        n = 4 if "v4" in instr.mods else 2 if "v2" in instr.mods else 1
+        if n != len(items):
+            raise instr.unsupported("a vector of another length")
+        return instr.mods[-1], n, place, items
+
+    # ---- loads ----
+
+    def op_ld(self, instr):
+        kind, n, place, registers = self._access(instr)
+        t, signed = llvm_type(kind), kind[0] == "s"
+        if "param" in instr.mods and not isinstance(place.base, Reg):
+            return self._load_parameter(instr, kind, place, registers)
+        self.note_access(instr, place, SIZES[kind] * n)
+        pattern = self._pattern(place)
+        size = SIZES[kind] * n
+        if pattern is not None and len(set(pattern)) == 1:
+            for i, register in enumerate(registers):
+                pointer = self.pointer(1, self._scalar_address(place, pattern[0] + i * SIZES[kind]))
+                self.put(register, t, 1, self.let(f"load {t}, ptr {pointer}, align {SIZES[kind]}"), signed)
+            return
+        if pattern is not None and self._neighbours(pattern, size):
+            values = self._load_neighbours(t, SIZES[kind], n, self._scalar_address(place, pattern[0]))
+        else:
+            values = [self.gather(t, SIZES[kind], self._lane_pointers(place, i * SIZES[kind])) for i in range(n)]
+        for register, value in zip(registers, values):
+            self.put(register, t, WARP, value, signed)
+
+    def _load_parameter(self, instr, kind, place, registers):
+        t = llvm_type(kind)
+        for i, register in enumerate(registers):
+            at = self.parameters.get(place.base.name)
+            if at is None:
+                raise instr.unsupported("an unknown parameter")
+            pointer = self.let(f"getelementptr i8, ptr %params, i64 {at + place.offset + i * SIZES[kind]}")
+            self.put(register, t, 1, self.let(f"load {t}, ptr {pointer}, align {SIZES[kind]}, !invariant.load !0"),
+                     kind[0] == "s")
+
+    def _neighbours(self, pattern, size):
+        return all(p - pattern[0] == size * lane for lane, p in enumerate(pattern))
+
+    def _load_neighbours(self, t, size, n, address):
+        """n vectors of 32, from 32 * n elements in a row of which each lane has n."""
+        pointer, whole = self.pointer(1, address), f"<{WARP * n} x {t}>"
+        if self.mask is None:
+            loaded = self.let(f"load {whole}, ptr {pointer}, align {size}")
+        else:
+            loaded = self.call(f"llvm.masked.load.{suffix(t, WARP * n)}.p0", whole, ("ptr", pointer), ("i32", str(size)),
+                               (f"<{WARP * n} x i1>", self._wide_mask(n)), (whole, "zeroinitializer"))
+        return self.deinterleave(t, loaded, n)
+
+    def _wide_mask(self, n):
+        lanes = self.running()
+        return lanes if n == 1 else self.shuffle("i1", WARP, lanes, [i // n for i in range(WARP * n)])
+
+    def deinterleave(self, t, whole, n):
+        return [self.shuffle(t, WARP * n, whole, range(i, WARP * n, n)) for i in range(n)] if n > 1 else [whole]
+
+    def interleave(self, t, values):
+        """The elements of 1, 2 or 4 vectors of 32, lane by lane."""
+        n = len(values)
+        length = WARP
+        while len(values) > 1:
+            # Joining vector i with vector i + half keeps the order right at the last step.
+            values = [self.shuffle(t, length, values[i], range(2 * length), values[i + 1]) for i in range(0, len(values), 2)]
+            length *= 2
+        return self.shuffle(t, length, values[0], [c * WARP + lane for lane in range(WARP) for c in range(n)]) \
+            if n > 1 else values[0]
+
+    def gather(self, t, size, pointers):
+        """One element per running lane; lanes at rest read a dummy."""
+        if self.cpu_gathers and size >= 4:
+            whole = ty(t, WARP)
+            return self.call(f"llvm.masked.gather.{suffix(t, WARP)}.{suffix('ptr', WARP)}", whole, (ty("ptr", WARP), pointers),
+                             ("i32", str(size)), (ty("i1", WARP), self.running()), (whole, "zeroinitializer"))
+        if self.mask is not None:
+            nowhere = self.splat("ptr", "%nowhere")
+            pointers = self.select("ptr", WARP, self.running(), pointers, nowhere)
+        value = "poison"
+        for lane in range(WARP):
+            pointer = self.let(f"extractelement <{WARP} x ptr> {pointers}, i64 {lane}")
+            element = self.let(f"load {t}, ptr {pointer}, align {size}")
+            value = self.let(f"insertelement <{WARP} x {t}> {value}, {t} {element}, i64 {lane}")
+        return value
+
+    # ---- stores ----
+
+    def op_st(self, instr):
+        kind, n, place, items = self._access(instr)
+        t, size = llvm_type(kind), SIZES[kind]
+        self.note_access(instr, place, size * n)
+        pattern = self._pattern(place)
+        if pattern is not None and len(set(pattern)) == 1:
+            for i, item in enumerate(items):
+                pointer = self.pointer(1, self._scalar_address(place, pattern[0] + i * size))
+                self.do(f"store {t} {self._last_lane(item, t)}, ptr {pointer}, align {size}")
+        elif pattern is not None and self._neighbours(pattern, size * n):
+            whole = self.interleave(t, [self.vector(item, t) for item in items])
+            pointer = self.pointer(1, self._scalar_address(place, pattern[0]))
+            if self.mask is None:
+                self.do(f"store <{WARP * n} x {t}> {whole}, ptr {pointer}, align {size}")
+            else:
+                self.call(f"llvm.masked.store.{suffix(t, WARP * n)}.p0", "void", (f"<{WARP * n} x {t}>", whole),
+                          ("ptr", pointer), ("i32", str(size)), (f"<{WARP * n} x i1>", self._wide_mask(n)))
+        else:
+            for i, item in enumerate(items):
+                self.scatter(t, size, self._lane_pointers(place, i * size), self.vector(item, t))
+
+    def _last_lane(self, item, t):
+        """What remains when all running lanes store to one place: the value of the highest."""
+        if self.uniform(item):
+            return self.scalar(item, t)
+        lane = "31"
+        if self.mask is not None:
+            zeros = self.call("llvm.ctlz.i32", "i32", ("i32", self.mask), ("i1", "false"))
+            lane = self.op("sub", "i32", 1, "31", zeros)
+        return self.let(f"extractelement <{WARP} x {t}> {self.vector(item, t)}, i32 {lane}")
+
+    def scatter(self, t, size, pointers, value):
+        """One element per running lane, in order of lanes."""
+        if self.cpu_gathers and size >= 4:
+            self.call(f"llvm.masked.scatter.{suffix(t, WARP)}.{suffix('ptr', WARP)}", "void", (ty(t, WARP), value),
+                      (ty("ptr", WARP), pointers), ("i32", str(size)), (ty("i1", WARP), self.running()))
+            return
+        if self.mask is not None:
+            pointers = self.select("ptr", WARP, self.running(), pointers, self.splat("ptr", "%nowhere"))
+        for lane in range(WARP):
+            pointer = self.let(f"extractelement <{WARP} x ptr> {pointers}, i64 {lane}")
+            element = self.let(f"extractelement <{WARP} x {t}> {value}, i64 {lane}")
+            self.do(f"store {t} {element}, ptr {pointer}, align {size}")
+
+    # ---- atomics: lane by lane ----
+
+    def op_atom(self, instr):
+        operation, kind = instr.mods[-2:]
+        for mod in instr.mods[:-2]:
+            if mod not in _ATOM_MODS:
+                if mod in ("add",) and operation == "noftz":
+                    operation = "add"
+                    continue
+                raise instr.unsupported(f"modifier `.{mod}`")
+        result = instr.operands[0] if instr.name == "atom" else None
+        place, *sources = [o for o in instr.operands if o is not result]
+        t = llvm_type(kind)
+        self.note_access(instr, place, SIZES[kind])
+        pointers = self._lane_pointers(place)
+        values = [self.vector(s, t) for s in sources]
+        old = self.each_lane(t, lambda lane: self._atomic(instr, operation, kind, t,
+                             self.let(f"extractelement <{WARP} x ptr> {pointers}, i32 {lane}"),
+                             [self.let(f"extractelement <{WARP} x {t}> {v}, i32 {lane}") for v in values]))
+        if result is not None:
+            self.put(result, t, WARP, old)
+
+    op_red = op_atom
+
+    def _atomic(self, instr, operation, kind, t, pointer, values):
+        align = SIZES[kind]
+        if operation == "cas":
+            if kind[0] == "f":
+                raise instr.unsupported()
+            pair = self.let(f"cmpxchg ptr {pointer}, {t} {values[0]}, {t} {values[1]} seq_cst seq_cst, align {align}")
+            return self.let(f"extractvalue {{{t}, i1}} {pair}, 0")
+        if operation not in _ATOMIC or kind[0] == "f" and operation not in ("add", "exch"):
+            raise instr.unsupported()
+        name = _ATOMIC[operation]
+        if kind[0] == "s" and operation in ("min", "max"):
+            name = operation
+        if kind == "f16" and operation == "add":
+            return self._atomic_half(pointer, values[0])
+        if kind[0] == "f" and operation == "add":
+            name = "fadd"
+        return self.let(f"atomicrmw {name} ptr {pointer}, {t} {values[0]} seq_cst, align {align}")
+
+    def _atomic_half(self, pointer, value):
+        value = self.let(f"bitcast i16 {value} to half")
+        old = self.let(f"atomicrmw fadd ptr {pointer}, half {value} seq_cst, align 2")
+        return self.let(f"bitcast half {old} to i16")
+
+    def each_lane(self, t, body):
+        """A loop over the running lanes; body(lane) -> the lane's element of the result."""
+        self.n += 1
+        tag = f"lanes{self.n}"
+        mask = self.mask or "-1"
+        self.do(f"br label %{tag}.enter")
+        self.label(f"{tag}.enter")
+        self.do(f"br label %{tag}.head")
+        self.label(f"{tag}.head")
+        self.do(f"%{tag}.left = phi i32 [{mask}, %{tag}.enter], [%{tag}.next, %{tag}.body.end]")
+        self.do(f"%{tag}.value = phi <{WARP} x {t}> [zeroinitializer, %{tag}.enter], [%{tag}.new, %{tag}.body.end]")
+        self.do(f"%{tag}.any = icmp ne i32 %{tag}.left, 0")
+        self.do(f"br i1 %{tag}.any, label %{tag}.body, label %{tag}.done")
+        self.label(f"{tag}.body")
+        lane = self.call("llvm.cttz.i32", "i32", ("i32", f"%{tag}.left"), ("i1", "true"))
+        element = body(lane)
+        self.do(f"%{tag}.new = insertelement <{WARP} x {t}> %{tag}.value, {t} {element}, i32 {lane}")
+        less = self.op("sub", "i32", 1, f"%{tag}.left", "1")
+        self.do(f"%{tag}.next = and i32 %{tag}.left, {less}")
+        self.do(f"br label %{tag}.body.end")
+        self.label(f"{tag}.body.end")
+        self.do(f"br label %{tag}.head")
+        self.label(f"{tag}.done")
+        return f"%{tag}.value"
+
+    # ---- lanes: shuffles and votes ----
+
+    def op_shfl(self, instr):
+        if "sync" not in instr.mods or instr.mods[-1] != "b32":
+            raise instr.unsupported()
+        how = instr.mods[1]
+        target = instr.operands[0]
+        value_register, inside_register = (target.first, target.second) if isinstance(target, Pair) else (target, None)
+        value, by, clamp = instr.operands[1:4]
+        by_shape, clamp_shape = self.lanes.of(by, 32), self.lanes.of(clamp, 32)
+        known = by_shape.const is not None and by_shape.uniform and clamp_shape.const is not None and clamp_shape.uniform
+        if self.uniform(value) and inside_register is None:
+            return self.put(value_register, "i32", 1, self.scalar(value, "i32"))
+        if known:
+            lanes, inside = zip(*(_source_lane(how, lane, by_shape.const, clamp_shape.const) for lane in range(WARP)))
+            if len(set(lanes)) == 1 and not self.uniform(value):
+                moved = self.let(f"extractelement <{WARP} x i32> {self.vector(value, 'i32')}, i32 {lanes[0]}")
+                w = 1
+            else:
+                moved, w = self.shuffle("i32", WARP, self.vector(value, "i32"), lanes), WARP
+            bits = vector_const("i1", ["true" if i else "false" for i in inside])
+            if inside_register is not None:
+                self._put_flags(inside_register, all(inside), bits)
+        elif how == "idx" and self.uniform(by) and clamp_shape.const == 31:
+            lane = self.op("and", "i32", 1, self.scalar(by, "i32"), "31")
+            moved, w = self.let(f"extractelement <{WARP} x i32> {self.vector(value, 'i32')}, i32 {lane}"), 1
+            if inside_register is not None:
+                self._put_flags(inside_register, True, None)
+        else:
+            lanes, inside = self._source_lanes(how, self.vector(by, "i32"), self.vector(clamp, "i32"))
+            moved, w = self.permute("i32", self.vector(value, "i32"), lanes), WARP
+            if inside_register is not None:
+                self.put(inside_register, "i1", WARP, inside)
+        if w == 1 and not self.lanes.scalar(value_register.name):
+            moved, w = self.splat("i32", moved), WARP
+        self.put(value_register, "i32", w, moved)
+
+    def _put_flags(self, register, always, bits):
+        if register.name == "_":
+            return
+        if self.lanes.scalar(register.name):
+            self.put(register, "i1", 1, "true")
+        else:
+            self.put(register, "i1", WARP, "splat (i1 true)" if always else bits)
+
+    def _source_lanes(self, how, by, clamp):
+        """(lane to read from, whether it lies within the segment) for each lane, as vectors."""
+        w, t = WARP, "i32"
+        lane = vector_const(t, range(WARP))
+        segment = self.op("and", t, w, self.op("lshr", t, w, clamp, const(t, w, 8)), const(t, w, 31))
+        limit = self.op("and", t, w, clamp, const(t, w, 31))
+        by = self.op("and", t, w, by, const(t, w, 31))
+        low = self.op("and", t, w, lane, segment)
+        rest = self.op("xor", t, w, segment, const(t, w, 31))
+        high = self.op("or", t, w, low, self.op("and", t, w, limit, rest))
+        if how == "up":
+            source = self.op("sub", t, w, lane, by)
+            inside = self.compare("sge", t, w, source, high)
+        else:
+            source = {"down": lambda: self.op("add", t, w, lane, by), "bfly": lambda: self.op("xor", t, w, lane, by),
+                      "idx": lambda: self.op("or", t, w, low, self.op("and", t, w, by, rest))}[how]()
+            inside = self.compare("sle", t, w, source, high)
+        return self.select(t, w, inside, source, lane), inside
+
+    def permute(self, t, value, lanes):
+        """value[lanes[i]] for each lane i, lanes below 32."""
+        if self.cpu_permutes:
+            low, high = (self.shuffle(t, WARP, value, part) for part in (range(16), range(16, 32)))
+            halves = [self.call("llvm.x86.avx512.vpermi2var.d.512", "<16 x i32>", ("<16 x i32>", low),
+                                ("<16 x i32>", self.shuffle("i32", WARP, lanes, part)), ("<16 x i32>", high))
+                      for part in (range(16), range(16, 32))]
+            return self.shuffle(t, 16, halves[0], range(32), halves[1])
+        self.do(f"store <{WARP} x {t}> {value}, ptr %board")
+        pointers = self.let(f"getelementptr {t}, ptr %board, <{WARP} x i32> {lanes}")
+        mask, self.mask = self.mask, None
+        result = self.gather(t, 4, pointers)
+        self.mask = mask
+        return result
+
+    def _ballot(self, operand):
+        """Bits of the running lanes whose predicate holds."""
+        mask = self.mask or "-1"
+        if self.uniform(operand):
+            return self.select("i32", 1, self.scalar(operand, "i1"), mask, "0")
+        bits = self.mask_bits(self.vector(operand, "i1"))
+        return self.op("and", "i32", 1, bits, mask)
+
+    def op_vote(self, instr):
+        if "sync" not in instr.mods:
+            raise instr.unsupported()
+        how = instr.mods[1]
+        members = self.op("and", "i32", 1, self.scalar(instr.operands[2], "i32"), self.mask or "-1") \
+            if self.uniform(instr.operands[2]) else self._refuse_members(instr)
+        bits = self.op("and", "i32", 1, self._ballot(instr.operands[1]), members)
+        if how == "ballot":
+            return self.put(instr.operands[0], "i32", 1, bits)
+        results = {"any": lambda: self.compare("ne", "i32", 1, bits, "0"),
+                   "all": lambda: self.compare("eq", "i32", 1, bits, members),
+                   "uni": lambda: self.op("or", "i1", 1, self.compare("eq", "i32", 1, bits, "0"),
+                                          self.compare("eq", "i32", 1, bits, members))}
+        if how not in results:
+            raise instr.unsupported()
+        self.put(instr.operands[0], "i1", 1, results[how]())
+
+    def _refuse_members(self, instr):
+        raise instr.unsupported("member masks that differ between lanes")
+
+    def op_activemask(self, instr):
+        self.put(instr.operands[0], "i32", 1, self.mask or "-1")
+
+    # ---- ordering ----
+
+    def op_bar(self, instr):                        # bar.warp.sync; the others end a block
+        pass
+
+    def op_membar(self, instr):
+        self.do("fence seq_cst")
+
+    op_fence = op_membar
+
+    def op_nanosleep(self, instr):
+        pass
+
+    def op_prefetch(self, instr):
+        pass
+
+
+def _source_lane(how, lane, by, clamp):
+    """(source lane, inside) of shfl for one lane, from constants."""
+    by, segment, limit = by & 31, clamp >> 8 & 31, clamp & 31
+    low = lane & segment
+    high = low | limit & ~segment
+    if how == "up":
+        source = lane - by
+        inside = source >= high
+    else:
+        source = {"down": lane + by, "bfly": lane ^ by, "idx": low | by & ~segment & 31}[how]
+        inside = source <= high
+    return (source if inside else lane), inside

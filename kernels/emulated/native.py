@@ -1,0 +1,498 @@
+"""LLVM IR -> machine code, cached on disk; and launches, executed on CPU threads without Python in between.
+
+    kernel = load(ptx, cache_dir)                       # nothing is compiled yet
+    launch = kernel.prepare(grid, block, params, shared_bytes)
+    execute([launch, ...], n_workers)                   # in order, each launch after the one before; blocks until done
+
+A launch's blocks are taken from a counter by all workers: the calling thread, and helper threads that sleep on a
+semaphore between calls and hold no Python lock while they work.
+"""
+
+import ctypes
+import functools
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import threading
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import llvmlite
+import llvmlite.binding as llvm
+
+from .translate import CONTEXT, CONTEXT_BYTES, Target, Translated, translate
+
+llvm.initialize_native_target()
+llvm.initialize_native_asmprinter()
+
+# Byte offsets in the structs that Python and the worker share.
+LAUNCH = {"warp": 0, "params": 8, "grid": 16, "n_warps": 28, "n_blocks": 32, "next": 40, "done": 48, "dynamic": 56}
+PROGRAM = {"n": 0, "failed": 8, "launches": 16}
+SCRATCH = {"shared": 0, "local": 8, "frames": 16, "states": 24}
+POOL = {"semaphore": 0, "program": 64, "attached": 72, "n_helpers": 76}
+
+
+class KernelFault(RuntimeError):
+    """A kernel executed `trap`. The message names the kernel."""
+
+
+@functools.cache
+def host():
+    """The Target of this machine."""
+    features = llvm.get_host_cpu_features()
+    avx512 = all(features.get(f) for f in ("avx512f", "avx512bw", "avx512vl", "avx512dq"))
+    return Target(llvm.get_process_triple(), llvm.get_host_cpu_name(), features.flatten(), avx512,
+                  avx512 and bool(features.get("avx512vnni")))
+
+
+@functools.cache
+def generic():
+    """This machine without AVX-512: the code path of older CPUs."""
+    off = ",".join(f"-{f}" for f in llvm.get_host_cpu_features() if f.startswith("avx512"))
+    return replace(host(), features=f"{host().features},{off}" if off else host().features, avx512=False, vnni=False)
+
+
+def target_machine(target):
+    return llvm.Target.from_triple(target.triple).create_target_machine(
+        cpu=target.cpu, features=target.features, opt=2, jit=True, codemodel="jitdefault")
+
+
+def compile_object(ir, target):
+    """Optimises LLVM IR text and returns the machine code as an object file's bytes."""
+    module = llvm.parse_assembly(ir)
+    machine = target_machine(target)
+    options = llvm.create_pipeline_tuning_options(speed_level=2)
+    options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
+    builder = llvm.create_pass_builder(machine, options)
+    builder.getModulePassManager().run(module, builder)
+    return machine.emit_object(module)
+
+
+def _loaded(data, target):
+    """An engine that holds an object file's code; it must outlive every use of its addresses."""
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine(target))
+    engine.add_object_file(llvm.ObjectFileRef.from_data(data))
+    engine.finalize_object()
+    return engine
+
+
+# ---- the disk cache -------------------------------------------------------------------------------------------------
+
+@functools.cache
+def _version():
+    """Everything but the kernel and the target that decides the machine code: this package and LLVM."""
+    digest = hashlib.sha256(f"{llvmlite.__version__} {llvm.llvm_version_info}".encode())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()
+
+
+def _cached(ptx, block, target, cache_dir):
+    """(Translated without its IR, object file) of a kernel, from the disk where possible."""
+    key = hashlib.sha256("\0".join((ptx, str(block), str(target), _version())).encode()).hexdigest()
+    path = Path(cache_dir) / f"{key}.o" if cache_dir else None
+    if path and path.exists():
+        header, data = path.read_bytes().split(b"\n", 1)
+        return Translated(**{k: _tuples(v) for k, v in json.loads(header).items()}), data
+    translated = translate(ptx, block, target)
+    data = compile_object(translated.ir, target)
+    translated = replace(translated, ir="")
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(json.dumps(asdict(translated)).encode() + b"\n" + data)
+        os.replace(file.name, path)
+    return translated, data
+
+
+def _tuples(value):
+    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
+
+
+# ---- kernels and launches -------------------------------------------------------------------------------------------
+
+class Code:
+    """Machine code of one kernel for one block shape."""
+
+    def __init__(self, ptx, block, target, cache_dir):
+        self.facts, data = _cached(ptx, block, target, cache_dir)
+        self._engine = _loaded(data, target)
+        self.address = self._engine.get_function_address("warp")
+        self.n_warps = -(-block[0] * block[1] * block[2] // 32)
+
+
+class Launch:
+    """A kernel with its grid and arguments, ready to execute any number of times."""
+
+    def __init__(self, code, grid, params, shared_bytes):
+        facts = code.facts
+        if len(params) != facts.params_bytes:
+            raise ValueError(f"{facts.name}: {len(params)} bytes of parameters, {facts.params_bytes} expected")
+        self.code, self.name = code, facts.name
+        self.shared_bytes = facts.shared_bytes + shared_bytes
+        self.local_bytes = facts.local_bytes * 32 * code.n_warps
+        self.frame_bytes = facts.frame_bytes * code.n_warps
+        self.n_blocks = grid[0] * grid[1] * grid[2]
+        self._params = ctypes.create_string_buffer(bytes(params), max(len(params), 1))
+        self.buffer = ctypes.create_string_buffer(64)
+        self.address = ctypes.addressof(self.buffer)
+        for name, kind, values in (("warp", ctypes.c_int64, [code.address]),
+                                   ("params", ctypes.c_int64, [ctypes.addressof(self._params)]),
+                                   ("grid", ctypes.c_int32, grid), ("n_warps", ctypes.c_int32, [code.n_warps]),
+                                   ("n_blocks", ctypes.c_int64, [self.n_blocks]),
+                                   ("dynamic", ctypes.c_int32, [shared_bytes])):
+            (kind * len(values)).from_buffer(self.buffer, LAUNCH[name])[:] = values
+
+
+class NativeKernel:
+    """A kernel of which code is made for each block shape on first use."""
+
+    def __init__(self, ptx, cache_dir=None, target=None):
+        self.ptx, self.cache_dir, self.target = ptx, cache_dir, target or host()
+        self._codes = {}
+
+    def code(self, block):
+        block = (tuple(block) + (1, 1))[:3]
+        if block not in self._codes:
+            self._codes[block] = Code(self.ptx, block, self.target, self.cache_dir)
+        return self._codes[block]
+
+    def prepare(self, grid, block, params, shared_bytes=0):
+        """A Launch. grid, block: tuples of up to 3; params: bytes of the parameter buffer; shared_bytes: dynamic."""
+        return Launch(self.code(block), (tuple(grid) + (1, 1))[:3], params, shared_bytes)
+
+
+@functools.lru_cache(maxsize=4096)
+def load(ptx, cache_dir=None, target=None):
+    """The NativeKernel of a PTX module with one kernel; machine code is kept under cache_dir, if given."""
+    return NativeKernel(ptx, cache_dir, target)
+
+
+class Program:
+    """A sequence of launches, executed in order."""
+
+    def __init__(self, launches):
+        self.launches = list(launches)
+        self._list = (ctypes.c_void_p * max(len(self.launches), 1))(*[x.address for x in self.launches])
+        self.buffer = (ctypes.c_int64 * 3)(len(self.launches), 0, ctypes.addressof(self._list))
+        self.address = ctypes.addressof(self.buffer)
+        need = lambda name: max((getattr(x, name) for x in self.launches), default=0)
+        self.needs = (need("shared_bytes"), need("local_bytes"), need("frame_bytes"),
+                      4 * max((x.code.n_warps for x in self.launches), default=0))
+        # Waking a helper costs about as much as running this many warps of a small kernel.
+        self.parallel = any(x.n_blocks > 1 for x in self.launches) and \
+            sum(x.n_blocks * x.code.n_warps for x in self.launches) >= 32
+
+
+def execute(launches, n_workers=1):
+    """Runs a Program or a list of Launches to the end. Raises KernelFault if one traps; those after it do not run."""
+    program = launches if isinstance(launches, Program) else Program(launches)
+    _pool().execute(program, n_workers)
+
+
+# ---- workers --------------------------------------------------------------------------------------------------------
+
+class _Scratch:
+    """What one worker needs to run blocks: shared and local memory, frames and the states of warps."""
+
+    def __init__(self):
+        self.pointers = (ctypes.c_int64 * 4)()
+        self.sizes = [-1] * 4
+        self.memory = [None] * 4
+        self.address = ctypes.addressof(self.pointers)
+
+    def fit(self, needs):
+        for i, n in enumerate(needs):
+            if n > self.sizes[i]:
+                self.memory[i] = ctypes.create_string_buffer(n + 128)
+                self.pointers[i] = -(-ctypes.addressof(self.memory[i]) // 64) * 64
+                self.sizes[i] = n
+
+
+class _Pool:
+    """The helper threads of this process. One program runs at a time."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._engine = _loaded(compile_object(_runtime_ir(host()), host()), host())
+        address = self._engine.get_function_address
+        self._run = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3, ctypes.c_int32)(address("run"))
+        self._help = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 2)(address("help"))
+        self._struct = ctypes.create_string_buffer(128 + 64)
+        self._address = -(-ctypes.addressof(self._struct) // 64) * 64
+        ctypes.CFUNCTYPE(None, ctypes.c_int64)(address("prepare_pool"))(self._address)
+        self._scratch = [_Scratch()]
+        self._threads = []
+
+    def execute(self, program, n_workers):
+        with self._lock:
+            helpers = n_workers - 1 if program.parallel else 0
+            self._hire(helpers)
+            for scratch in self._scratch[:helpers + 1] if helpers == len(self._threads) else self._scratch:
+                scratch.fit(program.needs)
+            self._run(self._address, program.address, self._scratch[0].address, helpers)
+            failed, program.buffer[1] = program.buffer[1], 0
+        if failed:
+            raise KernelFault(f"{program.launches[failed - 1].name} stopped at a trap")
+
+    def _hire(self, n):
+        while len(self._threads) < n:
+            self._scratch.append(_Scratch())
+            thread = threading.Thread(target=self._help, args=(self._address, self._scratch[-1].address), daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+
+@functools.cache
+def _pool():
+    return _Pool()
+
+
+def _runtime_ir(target):
+    """The worker, as LLVM IR: runs a launch's blocks, a block's warps between barriers, and launches in order."""
+    x86 = target.triple.startswith(("x86", "i386"))
+    pause = "call void @llvm.x86.sse2.pause()" if x86 else "fence seq_cst"
+    declare = "declare void @llvm.x86.sse2.pause()" if x86 else ""
+    at = lambda base, offset: f"getelementptr i8, ptr {base}, i64 {offset}"
+    return f"""target triple = "{target.triple}"
+declare i32 @sem_init(ptr, i32, i32)
+declare i32 @sem_post(ptr)
+declare i32 @sem_wait(ptr)
+declare i32 @sched_yield()
+{declare}
+
+; Runs one block: every warp until its first barrier, then every warp that waits, until none waits. -1 after a trap.
+define internal i32 @block(ptr %launch, i64 %number, ptr %scratch) {{
+entry:
+  %context = alloca [{CONTEXT_BYTES} x i8], align 64
+  %params.from = {at("%launch", LAUNCH["params"])}
+  %params = load ptr, ptr %params.from
+  store ptr %params, ptr %context
+  %shared = load ptr, ptr %scratch
+  %shared.to = {at("%context", CONTEXT["shared"])}
+  store ptr %shared, ptr %shared.to
+  %local.from = {at("%scratch", SCRATCH["local"])}
+  %local = load ptr, ptr %local.from
+  %local.to = {at("%context", CONTEXT["local"])}
+  store ptr %local, ptr %local.to
+  %frames.from = {at("%scratch", SCRATCH["frames"])}
+  %frames = load ptr, ptr %frames.from
+  %frames.to = {at("%context", CONTEXT["frames"])}
+  store ptr %frames, ptr %frames.to
+  %states.from = {at("%scratch", SCRATCH["states"])}
+  %states = load ptr, ptr %states.from
+  %gx.from = {at("%launch", LAUNCH["grid"])}
+  %gy.from = {at("%launch", LAUNCH["grid"] + 4)}
+  %gz.from = {at("%launch", LAUNCH["grid"] + 8)}
+  %gx = load i32, ptr %gx.from
+  %gy = load i32, ptr %gy.from
+  %gz = load i32, ptr %gz.from
+  %gx.to = {at("%context", CONTEXT["nctaid"])}
+  %gy.to = {at("%context", CONTEXT["nctaid"] + 4)}
+  %gz.to = {at("%context", CONTEXT["nctaid"] + 8)}
+  store i32 %gx, ptr %gx.to
+  store i32 %gy, ptr %gy.to
+  store i32 %gz, ptr %gz.to
+  %gx64 = zext i32 %gx to i64
+  %gy64 = zext i32 %gy to i64
+  %rows = udiv i64 %number, %gx64
+  %x = urem i64 %number, %gx64
+  %y = urem i64 %rows, %gy64
+  %z = udiv i64 %rows, %gy64
+  %x32 = trunc i64 %x to i32
+  %y32 = trunc i64 %y to i32
+  %z32 = trunc i64 %z to i32
+  %x.to = {at("%context", CONTEXT["ctaid"])}
+  %y.to = {at("%context", CONTEXT["ctaid"] + 4)}
+  %z.to = {at("%context", CONTEXT["ctaid"] + 8)}
+  store i32 %x32, ptr %x.to
+  store i32 %y32, ptr %y.to
+  store i32 %z32, ptr %z.to
+  %dynamic.from = {at("%launch", LAUNCH["dynamic"])}
+  %dynamic = load i32, ptr %dynamic.from
+  %dynamic.to = {at("%context", CONTEXT["dynamic"])}
+  store i32 %dynamic, ptr %dynamic.to
+  %n.from = {at("%launch", LAUNCH["n_warps"])}
+  %n = load i32, ptr %n.from
+  %warp = load ptr, ptr %launch
+  br label %start
+start:
+  %i = phi i32 [0, %entry], [%i.next, %started]
+  %s = call i32 %warp(ptr %context, i32 %i, i32 0)
+  %trapped = icmp slt i32 %s, 0
+  br i1 %trapped, label %fault, label %started
+started:
+  %i64 = zext i32 %i to i64
+  %place = getelementptr i32, ptr %states, i64 %i64
+  store i32 %s, ptr %place
+  %i.next = add i32 %i, 1
+  %more = icmp ult i32 %i.next, %n
+  br i1 %more, label %start, label %round
+round:
+  %any = phi i32 [0, %started], [%any.next, %stepped]
+  %w = phi i32 [0, %started], [%w.wrapped, %stepped]
+  %w64 = zext i32 %w to i64
+  %w.place = getelementptr i32, ptr %states, i64 %w64
+  %state = load i32, ptr %w.place
+  %waits = icmp ne i32 %state, 0
+  br i1 %waits, label %resume, label %stepped
+resume:
+  %r = call i32 %warp(ptr %context, i32 %w, i32 %state)
+  store i32 %r, ptr %w.place
+  %r.trapped = icmp slt i32 %r, 0
+  br i1 %r.trapped, label %fault, label %stepped
+stepped:
+  %now = phi i32 [0, %round], [%r, %resume]
+  %seen = or i32 %any, %now
+  %w.next = add i32 %w, 1
+  %w.last = icmp eq i32 %w.next, %n
+  %w.wrapped = select i1 %w.last, i32 0, i32 %w.next
+  %any.next = select i1 %w.last, i32 0, i32 %seen
+  %idle = icmp eq i32 %seen, 0
+  %over = and i1 %w.last, %idle
+  br i1 %over, label %end, label %round
+end:
+  ret i32 0
+fault:
+  ret i32 -1
+}}
+
+; Works on a program until all its launches are done.
+define internal void @work(ptr %program, ptr %scratch) {{
+entry:
+  %n = load i64, ptr %program
+  %failed = {at("%program", PROGRAM["failed"])}
+  %list.from = {at("%program", PROGRAM["launches"])}
+  %list = load ptr, ptr %list.from
+  %none = icmp eq i64 %n, 0
+  br i1 %none, label %end, label %launch
+launch:
+  %i = phi i64 [0, %entry], [%i.next, %finished]
+  %place = getelementptr ptr, ptr %list, i64 %i
+  %l = load ptr, ptr %place
+  %blocks.from = {at("%l", LAUNCH["n_blocks"])}
+  %blocks = load i64, ptr %blocks.from
+  %next = {at("%l", LAUNCH["next"])}
+  %done = {at("%l", LAUNCH["done"])}
+  br label %take
+take:
+  %b = atomicrmw add ptr %next, i64 1 seq_cst
+  %mine = icmp ult i64 %b, %blocks
+  br i1 %mine, label %check, label %wait
+check:
+  %bad = load atomic i64, ptr %failed monotonic, align 8
+  %skip = icmp ne i64 %bad, 0
+  br i1 %skip, label %count, label %go
+go:
+  %r = call i32 @block(ptr %l, i64 %b, ptr %scratch)
+  %fault = icmp slt i32 %r, 0
+  br i1 %fault, label %note, label %count
+note:
+  %number = add i64 %i, 1
+  store atomic i64 %number, ptr %failed monotonic, align 8
+  br label %count
+count:
+  %before = atomicrmw add ptr %done, i64 1 seq_cst
+  br label %take
+wait:
+  %spins = phi i64 [0, %take], [%spins.next, %spin]
+  %finished.blocks = load atomic i64, ptr %done seq_cst, align 8
+  %all = icmp uge i64 %finished.blocks, %blocks
+  br i1 %all, label %finished, label %pause
+pause:
+  {pause}
+  %spins.next = add i64 %spins, 1
+  %patient = icmp ult i64 %spins.next, 2000
+  br i1 %patient, label %spin, label %yield
+yield:
+  %ignored = call i32 @sched_yield()
+  br label %spin
+spin:
+  br label %wait
+finished:
+  %i.next = add i64 %i, 1
+  %more = icmp ult i64 %i.next, %n
+  br i1 %more, label %launch, label %end
+end:
+  ret void
+}}
+
+define void @prepare_pool(ptr %pool) {{
+  %r = call i32 @sem_init(ptr %pool, i32 0, i32 0)
+  ret void
+}}
+
+; A helper's life: sleep, join the program that is open, if any, and leave it.
+define void @help(ptr %pool, ptr %scratch) {{
+entry:
+  %open = {at("%pool", POOL["program"])}
+  %attached = {at("%pool", POOL["attached"])}
+  br label %sleep
+sleep:
+  %ignored = call i32 @sem_wait(ptr %pool)
+  %in = atomicrmw add ptr %attached, i32 1 seq_cst
+  %program = load atomic ptr, ptr %open seq_cst, align 8
+  %none = icmp eq ptr %program, null
+  br i1 %none, label %leave, label %join
+join:
+  call void @work(ptr %program, ptr %scratch)
+  br label %leave
+leave:
+  %out = atomicrmw sub ptr %attached, i32 1 seq_cst
+  br label %sleep
+}}
+
+; Runs a program with `helpers` helpers; returns when all is done and no helper looks at it any more.
+define void @run(ptr %pool, ptr %program, ptr %scratch, i32 %helpers) {{
+entry:
+  %open = {at("%pool", POOL["program"])}
+  %attached = {at("%pool", POOL["attached"])}
+  %n = load i64, ptr %program
+  %list.from = {at("%program", PROGRAM["launches"])}
+  %list = load ptr, ptr %list.from
+  br label %reset
+reset:
+  %i = phi i64 [0, %entry], [%i.next, %clear]
+  %some = icmp ult i64 %i, %n
+  br i1 %some, label %clear, label %publish
+clear:
+  %place = getelementptr ptr, ptr %list, i64 %i
+  %l = load ptr, ptr %place
+  %next = {at("%l", LAUNCH["next"])}
+  %done = {at("%l", LAUNCH["done"])}
+  store i64 0, ptr %next
+  store i64 0, ptr %done
+  %i.next = add i64 %i, 1
+  br label %reset
+publish:
+  %alone = icmp eq i32 %helpers, 0
+  br i1 %alone, label %only, label %announce
+only:
+  call void @work(ptr %program, ptr %scratch)
+  ret void
+announce:
+  store atomic ptr %program, ptr %open seq_cst, align 8
+  br label %wake
+wake:
+  %k = phi i32 [0, %announce], [%k.next, %wake]
+  %ignored = call i32 @sem_post(ptr %pool)
+  %k.next = add i32 %k, 1
+  %again = icmp ult i32 %k.next, %helpers
+  br i1 %again, label %wake, label %self
+self:
+  call void @work(ptr %program, ptr %scratch)
+  store atomic ptr null, ptr %open seq_cst, align 8
+  br label %quiet
+quiet:
+  %busy = load atomic i32, ptr %attached seq_cst, align 4
+  %still = icmp ne i32 %busy, 0
+  br i1 %still, label %yield, label %end
+yield:
+  %ignored2 = call i32 @sched_yield()
+  br label %quiet
+end:
+  ret void
+}}
+"""

@@ -1,0 +1,879 @@
+"""Arithmetic: one method per PTX instruction that computes registers from registers.
+
+A method reads the instruction's modifiers, refuses those it does not know, and describes the computation once, for
+width w (a scalar or 32 lanes); `lift` and `integer` choose the width.
+"""
+
+from .emit import WARP, Operands, bits_of, const, llvm_type, suffix, ty, vector_const
+from .ptx import SIZES, Imm, Pack, Pair, Reg, Symbol
+
+_SIGNED = {"lt": "slt", "le": "sle", "gt": "sgt", "ge": "sge", "eq": "eq", "ne": "ne"}
+_UNSIGNED = {"lt": "ult", "le": "ule", "gt": "ugt", "ge": "uge", "lo": "ult", "ls": "ule", "hi": "ugt", "hs": "uge",
+             "eq": "eq", "ne": "ne"}
+_FLOATING = {"eq": "oeq", "ne": "one", "lt": "olt", "le": "ole", "gt": "ogt", "ge": "oge", "equ": "ueq", "neu": "une",
+             "ltu": "ult", "leu": "ule", "gtu": "ugt", "geu": "uge", "num": "ord", "nan": "uno"}
+_ROUND = {"rn": "roundeven", "rni": "roundeven", "rz": "trunc", "rzi": "trunc", "rm": "floor", "rmi": "floor",
+          "rp": "ceil", "rpi": "ceil"}
+CANONICAL_NAN = {"float": 0x7FFFFFFF, "double": 0x7FF8000000000000, "half": 0x7FFF}
+
+
+def only(instr, *allowed):
+    """Refuses modifiers other than these (and the type, the last one)."""
+    for mod in instr.mods[:-1]:
+        if mod not in allowed:
+            raise instr.unsupported(f"modifier `.{mod}`")
+
+
+class Arithmetic(Operands):
+    """The instructions without memory, lanes or control flow."""
+
+    def integer(self, instr, result, operands, compute):
+        """Like `lift`, but a patterned result is computed on the scalars (and on vectors too where it is loose and
+        its vector is needed)."""
+        register = instr.operands[0]
+        if self.uniform(*(o for o, _ in operands)) or not self.lanes.scalar(register.name):
+            return self.lift(instr, result, operands, compute)
+        self.put_scalar(register, result, compute(1, *(self.scalar(o, t) for o, t in operands)))
+        if self.lanes.vector(register.name):
+            self.put_vector(register, result, compute(WARP, *(self.vector(o, t) for o, t in operands)))
+
+    # ---- moves ----
+
+    def op_mov(self, instr):
+        target, source = instr.operands
+        t = llvm_type(instr.mods[0])
+        if isinstance(target, Pack):
+            self._unpack(instr, target.items, source, t)
+        elif isinstance(source, Pack):
+            self._pack(instr, target, source.items, t)
+        else:
+            if isinstance(source, Reg) and source.name in self.registers:
+                t = self.type_of(source.name)
+            self.integer(instr, t, [(source, t)], lambda w, a: a)
+
+    def _unpack(self, instr, parts, source, t):
+        part = f"i{bits_of(t) // len(parts)}"
+        whole = f"i{bits_of(t)}"
+        w = 1 if self.uniform(source) else WARP
+        value = self.get(source, whole, w)
+        for i, register in enumerate(parts):
+            shifted = self.op("lshr", whole, w, value, const(whole, w, i * bits_of(part))) if i else value
+            self.put(register, part, w, self.resize(whole, part, w, shifted))
+
+    def _pack(self, instr, target, parts, t):
+        part, whole = f"i{bits_of(t) // len(parts)}", f"i{bits_of(t)}"
+
+        def compute(w, *values):
+            total = None
+            for i, value in enumerate(values):
+                value = self.resize(part, whole, w, value)
+                if i:
+                    value = self.op("shl", whole, w, value, const(whole, w, i * bits_of(part)))
+                    total = self.op("or", whole, w, total, value)
+                else:
+                    total = value
+            return total
+        self.lift(instr, whole, [(p, part) for p in parts], compute)
+
+    def op_cvta(self, instr):
+        self.integer(instr, "i64", [(instr.operands[1], "i64")], lambda w, a: a)
+
+    # ---- arithmetic: integers, floats, halves ----
+
+    def _arithmetic(self, instr, name):
+        kind = instr.mods[-1]
+        operands = instr.operands[1:]
+        if kind[0] in "us":
+            only(instr, "sat")
+            t = llvm_type(kind)
+            if "sat" in instr.mods:
+                saturating = f"{kind[0]}{name}.sat"
+                return self.lift(instr, t, [(o, t) for o in operands], lambda w, *a: self.intrinsic(saturating, t, w, *a))
+            return self.integer(instr, t, [(o, t) for o in operands], lambda w, *a: self.op(name, t, w, *a))
+        only(instr, "rn", "rz", "rm", "rp", "sat", "ftz")
+        self.floating(instr, operands, {"add": self._fadd, "sub": self._fsub, "mul": self._fmul}[name])
+
+    def op_add(self, instr):
+        if "cc" in instr.mods:
+            return self._carry(instr)
+        self._arithmetic(instr, "add")
+
+    def op_sub(self, instr):
+        if "cc" in instr.mods:
+            raise instr.unsupported()
+        self._arithmetic(instr, "sub")
+
+    def op_mul(self, instr):
+        kind = instr.mods[-1]
+        if kind[0] == "f":
+            return self._arithmetic(instr, "mul")
+        t = llvm_type(kind)
+        operands = [(o, t) for o in instr.operands[1:]]
+        if instr.mods[0] == "wide":
+            self.integer(instr, self._wide(t), operands, lambda w, a, b: self._product(kind, w, a, b))
+        else:
+            self.integer(instr, t, operands, lambda w, a, b: self._multiplied(instr, kind, w, a, b))
+
+    def _wide(self, t):
+        return f"i{2 * bits_of(t)}"
+
+    def _product(self, kind, w, a, b):
+        """The whole product, twice as wide."""
+        t = llvm_type(kind)
+        a, b = (self.resize(t, self._wide(t), w, x, kind[0] == "s") for x in (a, b))
+        return self.op("mul", self._wide(t), w, a, b)
+
+    def _multiplied(self, instr, kind, w, a, b):
+        t, which = llvm_type(kind), instr.mods[0]
+        if which == "lo":
+            return self.op("mul", t, w, a, b)
+        if which != "hi":
+            raise instr.unsupported()
+        whole = self._product(kind, w, a, b)
+        return self.resize(self._wide(t), t, w, self.op("lshr", self._wide(t), w, whole, const(self._wide(t), w, bits_of(t))))
+
+    def op_mad(self, instr):
+        kind = instr.mods[-1]
+        if kind[0] == "f":
+            return self.op_fma(instr)
+        if "cc" in instr.mods or "sat" in instr.mods:
+            raise instr.unsupported()
+        t = llvm_type(kind)
+        result = self._wide(t) if instr.mods[0] == "wide" else t
+        a, b, c = instr.operands[1:]
+
+        def compute(w, a, b, c):
+            product = self._product(kind, w, a, b) if result != t else self._multiplied(instr, kind, w, a, b)
+            return self.op("add", result, w, product, c)
+        self.integer(instr, result, [(a, t), (b, t), (c, result)], compute)
+
+    def op_div(self, instr):
+        kind = instr.mods[-1]
+        t = llvm_type(kind)
+        if kind[0] in "us":
+            return self.lift(instr, t, [(o, t) for o in instr.operands[1:]],
+                             lambda w, a, b: self._divided(kind, "div", w, a, b))
+        only(instr, "rn", "full", "approx", "ftz")
+        self.floating(instr, instr.operands[1:], lambda t, w, mods, a, b: self.op("fdiv", t, w, a, b))
+
+    def op_rem(self, instr):
+        kind = instr.mods[-1]
+        t = llvm_type(kind)
+        self.lift(instr, t, [(o, t) for o in instr.operands[1:]], lambda w, a, b: self._divided(kind, "rem", w, a, b))
+
+    def _divided(self, kind, what, w, a, b):
+        """Integer division; x / 0 is all ones and x % 0 is x, as on the card, and the lowest / -1 wraps."""
+        t, signed = llvm_type(kind), kind[0] == "s"
+        zero = self.compare("eq", t, w, b, const(t, w, 0))
+        divisor = self.select(t, w, zero, const(t, w, 1), b)
+        if signed:
+            minus = self.compare("eq", t, w, divisor, const(t, w, -1))
+            safe = self.select(t, w, minus, const(t, w, 1), divisor)
+            result = self.op("s" + what, t, w, a, safe)
+            negated = self.op("sub", t, w, const(t, w, 0), a) if what == "div" else const(t, w, 0)
+            result = self.select(t, w, minus, negated, result)
+        else:
+            result = self.op("u" + what, t, w, a, divisor)
+        return self.select(t, w, zero, const(t, w, -1) if what == "div" else a, result)
+
+    def op_neg(self, instr):
+        kind = instr.mods[-1]
+        t = llvm_type(kind)
+        if kind[0] == "s":
+            return self.lift(instr, t, [(instr.operands[1], t)], lambda w, a: self.op("sub", t, w, const(t, w, 0), a))
+        only(instr, "ftz")
+        self._sign_bit(instr, "xor", lambda bits, signs: signs)
+
+    def op_abs(self, instr):
+        kind = instr.mods[-1]
+        t = llvm_type(kind)
+        if kind[0] == "s":
+            return self.lift(instr, t, [(instr.operands[1], t)],
+                             lambda w, a: self.call(f"llvm.abs.{suffix(t, w)}", ty(t, w), (ty(t, w), a), ("i1", "false")))
+        only(instr, "ftz")
+        self._sign_bit(instr, "and", lambda bits, signs: signs ^ (1 << bits) - 1)
+
+    def _sign_bit(self, instr, operation, mask):
+        """Floats of any size: acts on the sign bits alone."""
+        kind = instr.mods[-1]
+        t = f"i{8 * SIZES[kind]}"
+        bits = bits_of(t)
+        signs = 0x80008000 if kind == "f16x2" else 1 << (bits - 1)
+        self.lift(instr, t, [(instr.operands[1], t)], lambda w, a: self.op(operation, t, w, a, const(t, w, mask(bits, signs))))
+
+    def _extreme(self, instr, name):
+        kind = instr.mods[-1]
+        t = llvm_type(kind)
+        if kind[0] in "us":
+            only(instr)
+            return self.lift(instr, t, [(o, t) for o in instr.operands[1:]],
+                             lambda w, a, b: self.intrinsic(kind[0] + name, t, w, a, b))
+        only(instr, "ftz", "NaN")
+        which = f"{name}imum" if "NaN" in instr.mods else f"{name}imumnum"
+
+        def compute(t, w, mods, a, b):
+            return self._canonical(t, w, self.intrinsic(which, t, w, a, b))
+        self.floating(instr, instr.operands[1:], compute)
+
+    def op_min(self, instr):
+        self._extreme(instr, "min")
+
+    def op_max(self, instr):
+        self._extreme(instr, "max")
+
+    def _canonical(self, t, w, value):
+        nan = self.compare("uno", t, w, value, value)
+        bits = f"i{bits_of(t)}"
+        quiet = self.cast("bitcast", bits, t, w, const(bits, w, CANONICAL_NAN[t]))
+        return self.select(t, w, nan, quiet, value)
+
+    # ---- floats ----
+
+    def floating(self, instr, operands, compute):
+        """compute(t, w, mods, *values) on f32 or f64, on f16 as f32 rounded once, on f16x2 for each half."""
+        kind = instr.mods[-1]
+        mods = instr.mods[:-1]
+        if "ftz" in mods and kind != "f32":
+            raise instr.unsupported("modifier `.ftz`")
+        if kind in ("f32", "f64"):
+            t = llvm_type(kind)
+            self.lift(instr, t, [(o, t) for o in operands], lambda w, *a: self._finish(t, w, mods, compute, a))
+        elif kind == "f16":
+            self.lift(instr, "half", [(o, "half") for o in operands], lambda w, *a: self._half(w, mods, compute, a))
+        elif kind == "f16x2":
+            self.lift(instr, "i32", [(o, "i32") for o in operands], lambda w, *a: self._half2(w, mods, compute, a))
+        else:
+            raise instr.unsupported(f"type `.{kind}`")
+
+    def _finish(self, t, w, mods, compute, values):
+        if "ftz" in mods:
+            values = [self._flush(w, v) for v in values]
+        result = compute(t, w, mods, *values)
+        if "ftz" in mods:
+            result = self._flush(w, result)
+        return self._saturate(t, w, result) if "sat" in mods else result
+
+    def _flush(self, w, value):
+        """Denormal float32 -> zero of the same sign."""
+        bits = self.cast("bitcast", "float", "i32", w, value)
+        exponent = self.op("and", "i32", w, bits, const("i32", w, 0x7F800000))
+        denormal = self.compare("eq", "i32", w, exponent, const("i32", w, 0))
+        sign = self.op("and", "i32", w, bits, const("i32", w, 0x80000000))
+        return self.cast("bitcast", "i32", "float", w, self.select("i32", w, denormal, sign, bits))
+
+    def _saturate(self, t, w, value):
+        """Clamps to [0, 1]; NaN and -0 become +0."""
+        one, zero = self.number(t, w, 1.0), self.number(t, w, 0.0)
+        positive = self.compare("ogt", t, w, value, zero)
+        value = self.select(t, w, positive, value, zero)
+        return self.select(t, w, self.compare("ogt", t, w, value, one), one, value)
+
+    def number(self, t, w, value):
+        return f"{value:e}" if w == 1 else f"splat ({t} {value:e})"
+
+    def _half(self, w, mods, compute, values):
+        """Half operands through float32. One operation of float32 on halves, rounded again to half, equals one rounding
+        (24 >= 2 * 11 + 2) for +, -, *, /, sqrt; fma, whose sum can be longer, rounds to odd first (`_ffma`)."""
+        wide = [self.cast("fpext", "half", "float", w, v) for v in values]
+        result = self._finish("float", w, mods + ("half",), compute, wide)
+        return self.cast("fptrunc", "float", "half", w, result)
+
+    def _half2(self, w, mods, compute, values):
+        halves = []
+        for shift in (0, 16):
+            parts = [self.op("lshr", "i32", w, v, const("i32", w, 16)) if shift else v for v in values]
+            parts = [self.cast("bitcast", "i16", "half", w, self.resize("i32", "i16", w, p)) for p in parts]
+            result = self.cast("bitcast", "half", "i16", w, self._half(w, mods, compute, parts))
+            halves.append(self.resize("i16", "i32", w, result))
+        return self.op("or", "i32", w, halves[0], self.op("shl", "i32", w, halves[1], const("i32", w, 16)))
+
+    def _fadd(self, t, w, mods, a, b):
+        return self._directed(t, w, mods, self.op("fadd", t, w, a, b), lambda: (self.number(t, w, 1.0), a, b))
+
+    def _fsub(self, t, w, mods, a, b):
+        return self._directed(t, w, mods, self.op("fsub", t, w, a, b),
+                              lambda: (self.number(t, w, 1.0), a, self.let(f"fneg {ty(t, w)} {b}")))
+
+    def _fmul(self, t, w, mods, a, b):
+        return self._directed(t, w, mods, self.op("fmul", t, w, a, b), lambda: (a, b, self.number(t, w, -0.0)))
+
+    def _ffma(self, t, w, mods, a, b, c):
+        if "half" in mods:
+            return self._odd_fma(w, a, b, c)
+        return self._directed(t, w, mods, self.intrinsic("fma", t, w, a, b, c), lambda: (a, b, c))
+
+    def op_fma(self, instr):
+        only(instr, "rn", "rz", "rm", "rp", "sat", "ftz")
+        self.floating(instr, instr.operands[1:], self._ffma)
+
+    def _odd_fma(self, w, a, b, c):
+        """a * b + c of halves in float32, rounded to odd: the exact product plus c, and where that sum was inexact and
+        its last bit is even, one step towards the exact value. Rounding it to half later is then a single rounding."""
+        product = self.op("fmul", "float", w, a, b)                    # 22 bits: exact
+        total = self.op("fadd", "float", w, product, c)
+        back = self.op("fsub", "float", w, total, product)             # TwoSum: error = product + c - total
+        error = self.op("fadd", "float", w,
+                        self.op("fsub", "float", w, product, self.op("fsub", "float", w, total, back)),
+                        self.op("fsub", "float", w, c, back))
+        bits = self.cast("bitcast", "float", "i32", w, total)
+        inexact = self.compare("one", "float", w, error, self.number("float", w, 0.0))
+        even = self.compare("eq", "i32", w, self.op("and", "i32", w, bits, const("i32", w, 1)), const("i32", w, 0))
+        signs = self.op("xor", "i32", w, bits, self.cast("bitcast", "float", "i32", w, error))
+        step = self.op("or", "i32", w, self.op("ashr", "i32", w, signs, const("i32", w, 31)), const("i32", w, 1))
+        moved = self.op("add", "i32", w, bits, step)
+        change = self.op("and", "i1", w, inexact, even)
+        return self.cast("bitcast", "i32", "float", w, self.select("i32", w, change, moved, bits))
+
+    def _directed(self, t, w, mods, nearest, exact):
+        """Corrects a result rounded to nearest to the rounding mode in mods; exact() = (a, b, c) of a * b + c."""
+        mode = next((m for m in mods if m in ("rz", "rm", "rp")), None)
+        if mode is None:
+            return nearest
+        if t != "float" or "half" in mods:
+            raise self.instr.unsupported(f"rounding `.{mode}`")
+        a, b, c = (self.cast("fpext", "float", "double", w, v) for v in exact())
+        product = self.op("fmul", "double", w, a, b)                   # exact
+        total = self.op("fadd", "double", w, product, c)
+        back = self.op("fsub", "double", w, total, product)
+        error = self.op("fadd", "double", w,
+                        self.op("fsub", "double", w, product, self.op("fsub", "double", w, total, back)),
+                        self.op("fsub", "double", w, c, back))
+        beyond = self.op("fsub", "double", w, total, self.cast("fpext", "float", "double", w, nearest))
+        same = self.compare("oeq", "double", w, beyond, self.number("double", w, 0.0))
+        return self.stepped(w, mode, nearest, self.select("double", w, same, error, beyond), total)
+
+    def stepped(self, w, mode, nearest, beyond, total):
+        """The neighbour of float32 `nearest` that `mode` asks for, where the exact value exceeds it by `beyond`."""
+        bits = self.cast("bitcast", "float", "i32", w, nearest)
+        zero = self.number("double", w, 0.0)
+        below = self.compare("olt", "double", w, beyond, zero)
+        above = self.compare("ogt", "double", w, beyond, zero)
+        negative = self.compare("slt", "i32", w, bits, const("i32", w, 0))
+        down = self.op("and", "i1", w, below, self.let(f"xor {ty('i1', w)} {negative}, {const('i1', w, 'true')}")
+                       if mode == "rz" else const("i1", w, "true"))
+        up = self.op("and", "i1", w, above, negative if mode == "rz" else const("i1", w, "true"))
+        # One step down in value: bits - 1 for positive floats, bits + 1 for negative ones; from +0 to the least negative.
+        one = self.select("i32", w, negative, const("i32", w, 1), const("i32", w, -1))
+        is_zero = self.compare("eq", "i32", w, self.op("shl", "i32", w, bits, const("i32", w, 1)), const("i32", w, 0))
+        lower = self.select("i32", w, is_zero, const("i32", w, 0x80000001), self.op("add", "i32", w, bits, one))
+        upper = self.select("i32", w, is_zero, const("i32", w, 1), self.op("sub", "i32", w, bits, one))
+        result = bits
+        if mode in ("rm", "rz"):
+            result = self.select("i32", w, down, lower, result)
+        if mode in ("rp", "rz"):
+            result = self.select("i32", w, up, upper, result)
+        if mode == "rm":                            # an exact zero from unlike signs is -0
+            exact_zero = self.op("and", "i1", w, self.compare("oeq", "double", w, total, zero),
+                                 self.compare("oeq", "double", w, beyond, zero))
+            sign = self.cast("bitcast", "float", "i32", w, nearest)
+            result = self.select("i32", w, exact_zero, self._zero_down(w, sign, total), result)
+        return self.cast("bitcast", "i32", "float", w, result)
+
+    def _zero_down(self, w, bits, total):
+        return bits
+
+    def op_rcp(self, instr):
+        only(instr, "rn", "approx", "ftz")
+        self.floating(instr, instr.operands[1:], lambda t, w, mods, a: self.op("fdiv", t, w, self.number(t, w, 1.0), a))
+
+    def op_sqrt(self, instr):
+        only(instr, "rn", "approx", "ftz")
+        self.floating(instr, instr.operands[1:], lambda t, w, mods, a: self.intrinsic("sqrt", t, w, a))
+
+    def op_rsqrt(self, instr):
+        only(instr, "approx", "ftz")
+
+        def compute(t, w, mods, a):
+            return self.op("fdiv", t, w, self.number(t, w, 1.0), self.intrinsic("sqrt", t, w, a))
+        self.floating(instr, instr.operands[1:], compute)
+
+    def _function(self, instr, name):
+        only(instr, "approx", "ftz")
+        self.floating(instr, instr.operands[1:], lambda t, w, mods, a: self.intrinsic(name, t, w, a))
+
+    def op_ex2(self, instr):
+        self._function(instr, "exp2")
+
+    def op_lg2(self, instr):
+        self._function(instr, "log2")
+
+    def op_sin(self, instr):
+        self._function(instr, "sin")
+
+    def op_cos(self, instr):
+        self._function(instr, "cos")
+
+    def op_tanh(self, instr):
+        self._function(instr, "tanh")
+
+    def op_copysign(self, instr):
+        t = llvm_type(instr.mods[-1])
+        a, b = instr.operands[1:]
+        self.lift(instr, t, [(b, t), (a, t)], lambda w, *v: self.intrinsic("copysign", t, w, *v))
+
+    def op_testp(self, instr):
+        t, what = llvm_type(instr.mods[-1]), instr.mods[0]
+        classes = {"nan": 3, "finite": 0x1F8, "infinite": 0x204, "number": 0x3FC, "normal": 0x108, "subnormal": 0x90}
+        if what not in classes:
+            raise instr.unsupported()
+        self.lift(instr, "i1", [(instr.operands[1], t)],
+                  lambda w, a: self.call(f"llvm.is.fpclass.{suffix(t, w)}", ty("i1", w), (ty(t, w), a),
+                                         ("i32", str(classes[what]))))
+
+    # ---- bits ----
+
+    def _bitwise(self, instr, name):
+        t = llvm_type(instr.mods[-1])
+        operands = list(instr.operands[1:])
+        shapes = [self.lanes.of(o, bits_of(t)) for o in operands]
+
+        def compute(w, a, b):
+            if w == 1 and name != "and" and not self.uniform(*operands):
+                # A constant's low bits went into the pattern.
+                low = (1 << min(64 if s.const is not None and s.uniform else s.tz for s in shapes)) - 1
+                a, b = (str(s.const & ~low) if s.const is not None and s.uniform else v for s, v in zip(shapes, (a, b)))
+            return self.op(name, t, w, a, b)
+        self.integer(instr, t, [(o, t) for o in operands], compute)
+
+    def op_and(self, instr):
+        self._bitwise(instr, "and")
+
+    def op_or(self, instr):
+        self._bitwise(instr, "or")
+
+    def op_xor(self, instr):
+        self._bitwise(instr, "xor")
+
+    def op_not(self, instr):
+        t = llvm_type(instr.mods[-1])
+        ones = "true" if t == "i1" else -1
+        self.lift(instr, t, [(instr.operands[1], t)], lambda w, a: self.op("xor", t, w, a, const(t, w, ones)))
+
+    def op_cnot(self, instr):
+        t = llvm_type(instr.mods[-1])
+        self.lift(instr, t, [(instr.operands[1], t)],
+                  lambda w, a: self.resize("i1", t, w, self.compare("eq", t, w, a, const(t, w, 0))))
+
+    def _shift(self, instr, name):
+        """Shifts by the register's whole value: by 32 or more (64, 16) all bits leave."""
+        t = llvm_type(instr.mods[-1])
+        bits = bits_of(t)
+        value, by = instr.operands[1:]
+        known = self.lanes.of(by, 32)
+        if known.const is not None and known.uniform and known.const < bits:
+            return self.integer(instr, t, [(value, t)], lambda w, a: self.op(name, t, w, a, const(t, w, known.const)))
+
+        def compute(w, a, n):
+            inside = self.compare("ult", "i32", w, n, const("i32", w, bits))
+            n = self.select("i32", w, inside, n, const("i32", w, bits - 1))
+            shifted = self.op(name, t, w, a, self.resize("i32", t, w, n))
+            return shifted if name == "ashr" else self.select(t, w, inside, shifted, const(t, w, 0))
+        self.lift(instr, t, [(value, t), (by, "i32")], compute)
+
+    def op_shl(self, instr):
+        self._shift(instr, "shl")
+
+    def op_shr(self, instr):
+        self._shift(instr, "ashr" if instr.mods[-1][0] == "s" else "lshr")
+
+    def op_shf(self, instr):
+        direction, mode = instr.mods[0], instr.mods[1]
+        if direction not in ("l", "r") or mode not in ("wrap", "clamp"):
+            raise instr.unsupported()
+        low, high, by = instr.operands[1:]
+
+        def compute(w, low, high, n):
+            if mode == "wrap":
+                return self.intrinsic("fsh" + direction, "i32", w, high, low, n)
+            inside = self.compare("ult", "i32", w, n, const("i32", w, 32))
+            return self.select("i32", w, inside, self.intrinsic("fsh" + direction, "i32", w, high, low, n),
+                               low if direction == "l" else high)
+        self.lift(instr, "i32", [(low, "i32"), (high, "i32"), (by, "i32")], compute)
+
+    def _counted(self, instr, compute):
+        """Bit counts: operand of the instruction's type, 32-bit result."""
+        t = llvm_type(instr.mods[-1])
+        self.lift(instr, "i32", [(instr.operands[1], t)], lambda w, a: self.resize(t, "i32", w, compute(t, w, a)))
+
+    def op_popc(self, instr):
+        self._counted(instr, lambda t, w, a: self.intrinsic("ctpop", t, w, a))
+
+    def op_clz(self, instr):
+        self._counted(instr, self._leading_zeros)
+
+    def _leading_zeros(self, t, w, a):
+        return self.call(f"llvm.ctlz.{suffix(t, w)}", ty(t, w), (ty(t, w), a), ("i1", "false"))
+
+    def op_brev(self, instr):
+        t = llvm_type(instr.mods[-1])
+        self.lift(instr, t, [(instr.operands[1], t)], lambda w, a: self.intrinsic("bitreverse", t, w, a))
+
+    def op_bfind(self, instr):
+        kind = instr.mods[-1]
+
+        def compute(t, w, a):
+            if kind[0] == "s":
+                a = self.op("xor", t, w, a, self.op("ashr", t, w, a, const(t, w, bits_of(t) - 1)))
+            zeros = self._leading_zeros(t, w, a)
+            if "shiftamt" not in instr.mods:
+                return self.op("sub", t, w, const(t, w, bits_of(t) - 1), zeros)
+            none = self.compare("eq", t, w, a, const(t, w, 0))
+            return self.select(t, w, none, const(t, w, -1), zeros)
+        self._counted(instr, compute)
+
+    def op_bfe(self, instr):
+        """`length` bits from bit `start`; for signed types extended by the field's last bit (clamped to the top bit)."""
+        kind = instr.mods[-1]
+        t = llvm_type(kind)
+        bits = bits_of(t)
+
+        def compute(w, a, start, length):
+            start, length = (self.op("and", "i32", w, v, const("i32", w, 255)) for v in (start, length))
+            start, length = (self.resize("i32", t, w, v) for v in (start, length))
+            if kind[0] == "s":
+                # Shift the field to the top (bits above the register read as the sign), then back with its sign.
+                a2 = self.op("ashr", t, w, a, self.intrinsic("umin", t, w, start, const(t, w, bits - 1)))
+                room = self.op("sub", t, w, const(t, w, bits), self.intrinsic("umin", t, w, length, const(t, w, bits)))
+                empty = self.compare("eq", t, w, length, const(t, w, 0))
+                room = self.select(t, w, empty, const(t, w, 0), room)
+                field = self.op("ashr", t, w, self.op("shl", t, w, a2, room), room)
+                return self.select(t, w, empty, const(t, w, 0), field)
+            a2 = self.select(t, w, self.compare("ult", t, w, start, const(t, w, bits)),
+                             self.op("lshr", t, w, a, self.intrinsic("umin", t, w, start, const(t, w, bits - 1))), const(t, w, 0))
+            return self.op("and", t, w, a2, self._ones(t, w, length))
+        a, start, length = instr.operands[1:]
+        self.lift(instr, t, [(a, t), (start, "i32"), (length, "i32")], compute)
+
+    def _ones(self, t, w, length):
+        """`length` low bits set; all for lengths from the width on."""
+        inside = self.compare("ult", t, w, length, const(t, w, bits_of(t)))
+        n = self.select(t, w, inside, length, const(t, w, 0))
+        ones = self.op("sub", t, w, self.op("shl", t, w, const(t, w, 1), n), const(t, w, 1))
+        return self.select(t, w, inside, ones, const(t, w, -1))
+
+    def op_bfi(self, instr):
+        t = llvm_type(instr.mods[-1])
+        bits = bits_of(t)
+
+        def compute(w, a, b, start, length):
+            start, length = (self.op("and", "i32", w, v, const("i32", w, 255)) for v in (start, length))
+            start, length = (self.resize("i32", t, w, v) for v in (start, length))
+            inside = self.compare("ult", t, w, start, const(t, w, bits))
+            start = self.select(t, w, inside, start, const(t, w, 0))
+            field = self.op("shl", t, w, self._ones(t, w, length), start)
+            field = self.select(t, w, inside, field, const(t, w, 0))
+            moved = self.op("and", t, w, self.op("shl", t, w, a, start), field)
+            kept = self.op("and", t, w, b, self.op("xor", t, w, field, const(t, w, -1)))
+            return self.op("or", t, w, moved, kept)
+        a, b, start, length = instr.operands[1:]
+        self.lift(instr, t, [(a, t), (b, t), (start, "i32"), (length, "i32")], compute)
+
+    def op_prmt(self, instr):
+        if len(instr.mods) != 1:
+            raise instr.unsupported()
+        a, b, selector = instr.operands[1:]
+        known = self.lanes.of(selector, 32)
+
+        def compute(w, a, b, s):
+            both = self.op("or", "i64", w, self.resize("i32", "i64", w, a),
+                           self.op("shl", "i64", w, self.resize("i32", "i64", w, b), const("i64", w, 32)))
+            total = None
+            for i in range(4):
+                byte = self._chosen_byte(w, both, a, b, s, i, known)
+                byte = self.op("shl", "i32", w, byte, const("i32", w, 8 * i)) if i else byte
+                total = self.op("or", "i32", w, total, byte) if i else byte
+            return total
+        self.lift(instr, "i32", [(a, "i32"), (b, "i32"), (selector, "i32")], compute)
+
+    def _chosen_byte(self, w, both, a, b, s, i, known):
+        """Byte i of prmt: three bits of the selector choose one of 8 bytes, the fourth replicates its sign."""
+        if known.const is not None and known.uniform:
+            nibble = known.const >> 4 * i & 15
+            word = self.op("lshr", "i32", w, (a, b)[nibble >> 2 & 1], const("i32", w, 8 * (nibble & 3)))
+            byte = self.op("and", "i32", w, word, const("i32", w, 255))
+            return self._byte_sign(w, byte) if nibble & 8 else byte
+        nibble = self.op("lshr", "i32", w, s, const("i32", w, 4 * i))
+        which = self.op("and", "i32", w, nibble, const("i32", w, 7))
+        by = self.op("shl", "i64", w, self.resize("i32", "i64", w, which), const("i64", w, 3))
+        byte = self.resize("i64", "i32", w, self.op("lshr", "i64", w, both, by))
+        byte = self.op("and", "i32", w, byte, const("i32", w, 255))
+        signs = self.compare("ne", "i32", w, self.op("and", "i32", w, nibble, const("i32", w, 8)), const("i32", w, 0))
+        return self.select("i32", w, signs, self._byte_sign(w, byte), byte)
+
+    def _byte_sign(self, w, byte):
+        negative = self.compare("ugt", "i32", w, byte, const("i32", w, 127))
+        return self.select("i32", w, negative, const("i32", w, 255), const("i32", w, 0))
+
+    def op_lop3(self, instr):
+        table = instr.operands[4]
+        if instr.mods != ("b32",) or not isinstance(table, Imm):
+            raise instr.unsupported()
+
+        def compute(w, a, b, c):
+            total = const("i32", w, 0)
+            for i in range(8):
+                if table.value >> i & 1:
+                    terms = [v if i >> k & 1 else self.op("xor", "i32", w, v, const("i32", w, -1))
+                             for v, k in ((a, 2), (b, 1), (c, 0))]
+                    term = self.op("and", "i32", w, self.op("and", "i32", w, *terms[:2]), terms[2])
+                    total = self.op("or", "i32", w, total, term)
+            return total
+        self.lift(instr, "i32", [(o, "i32") for o in instr.operands[1:4]], compute)
+
+    # ---- comparison and selection ----
+
+    def _compared(self, instr, comparison, kind, w, a, b):
+        if kind[0] == "f":
+            table, t = _FLOATING, "half" if kind == "f16" else llvm_type(kind)
+        else:
+            table, t = _SIGNED if kind[0] == "s" else _UNSIGNED, llvm_type(kind)
+        if comparison not in table or kind == "f16x2":
+            raise instr.unsupported()
+        if t == "half":                             # a comparison of vectors of half would go lane by lane
+            a, b = (self.cast("fpext", "half", "float", w, v) for v in (a, b))
+            t = "float"
+        return self.compare(table[comparison], t, w, a, b)
+
+    def op_setp(self, instr):
+        mods = [m for m in instr.mods if m != "ftz"]
+        kind, comparison = mods[-1], mods[0]
+        combine = mods[1] if len(mods) == 3 else None
+        if len(mods) > 3 or combine not in (None, "and", "or", "xor") or "ftz" in instr.mods:
+            raise instr.unsupported()
+        target = instr.operands[0]
+        first, second = (target.first, target.second) if isinstance(target, Pair) else (target, None)
+        t = "half" if kind == "f16" else llvm_type(kind)
+        sources = [(o, t) for o in instr.operands[1:3]] + [(o, "i1") for o in instr.operands[3:]]
+        w = 1 if self.uniform(*(o for o, _ in sources)) else WARP
+        a, b, *c = (self.get(o, t, w) for o, t in sources)
+        result = self._compared(instr, comparison, kind, w, a, b)
+        opposite = self.op("xor", "i1", w, result, const("i1", w, "true"))
+        for register, value in ((first, result), (second, opposite)):
+            if register is not None:
+                self.put(register, "i1", w, self.op(combine, "i1", w, value, c[0]) if combine else value)
+
+    def op_set(self, instr):
+        if len(instr.mods) != 3:
+            raise instr.unsupported()
+        comparison, to, kind = instr.mods
+        t, source = llvm_type(to), "half" if kind == "f16" else llvm_type(kind)
+
+        def compute(w, a, b):
+            result = self._compared(instr, comparison, kind, w, a, b)
+            return self.cast("uitofp", "i1", t, w, result) if to == "f32" else self.resize("i1", t, w, result, True)
+        self.lift(instr, t, [(o, source) for o in instr.operands[1:]], compute)
+
+    def op_selp(self, instr):
+        t = llvm_type(instr.mods[-1])
+        a, b, p = instr.operands[1:]
+        self.lift(instr, t, [(p, "i1"), (a, t), (b, t)], lambda w, p, a, b: self.select(t, w, p, a, b))
+
+    def op_slct(self, instr):
+        t, kind = llvm_type(instr.mods[-2]), instr.mods[-1]
+        a, b, c = instr.operands[1:]
+        ct = llvm_type(kind)
+
+        def compute(w, a, b, c):
+            zero = const(ct, w, 0) if kind == "s32" else self.number(ct, w, 0.0)
+            return self.select(t, w, self.compare("sge" if kind == "s32" else "oge", ct, w, c, zero), a, b)
+        self.lift(instr, t, [(a, t), (b, t), (c, ct)], compute)
+
+    # ---- conversion ----
+
+    def op_cvt(self, instr):
+        to, of = instr.mods[-2:]
+        mods = instr.mods[:-2]
+        if not set(mods) <= {"rn", "rz", "rm", "rp", "rni", "rzi", "rmi", "rpi", "sat"} or "f16x2" in (to, of):
+            if mods != ("ftz",) and not (of == "f32" and to == "f32"):
+                raise instr.unsupported()
+        names = {"f16": "half"}
+        t, s = names.get(to, llvm_type(to)), names.get(of, llvm_type(of))
+        signed = to[0] == "s"
+        self.integer_or_lift(instr, t, instr.operands[1], s, to, of, mods, signed)
+
+    def integer_or_lift(self, instr, t, operand, s, to, of, mods, signed):
+        if to[0] in "us" and of[0] in "us":
+            if "sat" in mods:
+                compute = lambda w, a: self._clamped(to, of, w, a)
+            else:
+                compute = lambda w, a: self.resize(s, t, w, a, of[0] == "s")
+        elif to[0] == "f" and of[0] == "f":
+            compute = lambda w, a: self._float_to_float(instr, t, s, mods, w, a)
+        elif to[0] == "f":
+            compute = lambda w, a: self._int_to_float(instr, t, s, of, mods, w, a)
+        else:
+            compute = lambda w, a: self._float_to_int(instr, t, s, to, mods, w, a)
+        register = instr.operands[0]
+        own = self.type_of(register.name)
+        if to[0] in "us" and bits_of(own) > bits_of(t):     # the register is filled by extension of the result's own type
+            narrow, t2 = compute, own
+            self.lift(instr, t2, [(operand, s)], lambda w, a: self.resize(t, t2, w, narrow(w, a), signed))
+        else:
+            self.integer(instr, t, [(operand, s)], compute)
+
+    def _clamped(self, to, of, w, a):
+        """Integer to integer with saturation."""
+        t, s = llvm_type(to), llvm_type(of)
+        wide = "i128" if max(bits_of(t), bits_of(s)) == 64 else "i64"
+        low, high = (-(1 << bits_of(t) - 1), (1 << bits_of(t) - 1) - 1) if to[0] == "s" else (0, (1 << bits_of(t)) - 1)
+        a = self.resize(s, wide, w, a, of[0] == "s")
+        a = self.intrinsic("smin", wide, w, self.intrinsic("smax", wide, w, a, const(wide, w, low)), const(wide, w, high))
+        return self.resize(wide, t, w, a)
+
+    def _float_to_float(self, instr, t, s, mods, w, a):
+        if "ftz" in mods and s == "float":
+            a = self._flush(w, a)
+        mode = next((m for m in mods if m in _ROUND), None)
+        if s == "half":
+            a, s = self.cast("fpext", "half", "float", w, a), "float"
+        if t == s and mode:
+            a = self.intrinsic(_ROUND[mode], s, w, a)
+        elif bits_of(t) > bits_of(s):
+            a = self.cast("fpext", s, t, w, a)
+        elif t == "half" and mode in (None, "rn") and s == "double":
+            a = self.call(f"llvm.fptrunc.{suffix(t, w)}", ty(t, w), (ty(s, w), a)) if False else \
+                self.cast("fptrunc", s, t, w, a)
+        elif t != s and mode == "rn":
+            a = self.cast("fptrunc", s, t, w, a)
+        elif t == "half" and not mode:
+            pass
+        elif t != s:
+            if t != "float" or mode not in ("rz", "rm", "rp"):
+                raise instr.unsupported(f"rounding `.{mode}`")
+            nearest = self.cast("fptrunc", s, t, w, a)
+            beyond = self.op("fsub", s, w, a, self.cast("fpext", t, s, w, nearest))
+            a = self.stepped(w, mode, nearest, beyond, a)
+        return self._saturate(t, w, a) if "sat" in mods else a
+
+    def _int_to_float(self, instr, t, s, of, mods, w, a):
+        how = "sitofp" if of[0] == "s" else "uitofp"
+        mode = next((m for m in mods if m in _ROUND), None)
+        if mode in ("rn", None):
+            if t == "half":                         # at most 24 bits survive in float32, enough to round once unless huge
+                if bits_of(s) > 16:
+                    return self.cast("fptrunc", "double", "half", w, self.cast(how, s, "double", w, a)) \
+                        if bits_of(s) == 32 else self._refuse(instr)
+                return self.cast("fptrunc", "float", "half", w, self.cast(how, s, "float", w, a))
+            return self.cast(how, s, t, w, a)
+        if t != "float" or bits_of(s) > 32:
+            self._refuse(instr)
+        wide = self.cast(how, s, "double", w, a)
+        nearest = self.cast("fptrunc", "double", "float", w, wide)
+        beyond = self.op("fsub", "double", w, wide, self.cast("fpext", "float", "double", w, nearest))
+        return self.stepped(w, mode, nearest, beyond, wide)
+
+    def _refuse(self, instr):
+        raise instr.unsupported("this rounding")
+
+    def _float_to_int(self, instr, t, s, to, mods, w, a):
+        """Rounds, then saturates; NaN becomes 0."""
+        mode = next((m for m in mods if m in _ROUND), None)
+        if mode is None:
+            raise instr.unsupported("no rounding mode")
+        if s == "half":
+            a, s = self.cast("fpext", "half", "float", w, a), "float"
+        rounded = self.intrinsic(_ROUND[mode], s, w, a) if _ROUND[mode] != "trunc" else a
+        name = f"llvm.fpto{'si' if to[0] == 's' else 'ui'}.sat.{suffix(t, w)}.{suffix(s, w)}"
+        return self.call(name, ty(t, w), (ty(s, w), rounded))
+
+    # ---- dot products ----
+
+    def op_dp4a(self, instr):
+        kinds = instr.mods
+        if len(kinds) != 2 or not set(kinds) <= {"u32", "s32"}:
+            raise instr.unsupported()
+        a, b, c = instr.operands[1:]
+        self.lift(instr, "i32", [(a, "i32"), (b, "i32"), (c, "i32")],
+                  lambda w, a, b, c: self.dot4(w, kinds[0] == "s32", kinds[1] == "s32", a, b, c))
+
+    def dot4(self, w, signed_a, signed_b, a, b, c):
+        """c + sum over the 4 bytes of a * b."""
+        if self.vnni and w == WARP and (signed_a or signed_b):
+            return self._dot4_vnni(signed_a, signed_b, a, b, c)
+        total = c
+        for i in range(4):
+            x, y = (self._element(w, v, 8, i, signed) for v, signed in ((a, signed_a), (b, signed_b)))
+            total = self.op("add", "i32", w, total, self.op("mul", "i32", w, x, y))
+        return total
+
+    def _dot4_vnni(self, signed_a, signed_b, a, b, c):
+        """The CPU multiplies unsigned by signed bytes. For signed a: (a + 128) * b - 128 * sum(b)."""
+        if not signed_b:
+            a, b, signed_a, signed_b = b, a, signed_b, signed_a
+        if not signed_a:
+            return self._dpbusd(c, a, b)
+        flipped = self.op("xor", "i32", WARP, a, const("i32", WARP, 0x80808080))
+        correction = self._dpbusd(const("i32", WARP, 0), const("i32", WARP, 0x80808080), b)
+        return self.op("sub", "i32", WARP, self._dpbusd(c, flipped, b), correction)
+
+    def _dpbusd(self, c, a, b):
+        halves = []
+        for part in (range(16), range(16, 32)):
+            x = [self.shuffle("i32", WARP, v, part) for v in (c, a, b)]
+            x = [x[0]] + [self.let(f"bitcast <16 x i32> {v} to <64 x i8>") for v in x[1:]]
+            halves.append(self.call("llvm.x86.avx512.vpdpbusd.512", "<16 x i32>", ("<16 x i32>", x[0]),
+                                    ("<64 x i8>", x[1]), ("<64 x i8>", x[2])))
+        return self.shuffle("i32", 16, halves[0], range(32), halves[1])
+
+    def _element(self, w, value, bits, i, signed):
+        """Field i of `bits` bits of a word, extended to 32."""
+        if signed:
+            left = 32 - bits * (i + 1)
+            value = self.op("shl", "i32", w, value, const("i32", w, left)) if left else value
+            return self.op("ashr", "i32", w, value, const("i32", w, 32 - bits))
+        value = self.op("lshr", "i32", w, value, const("i32", w, bits * i)) if i else value
+        return self.op("and", "i32", w, value, const("i32", w, (1 << bits) - 1))
+
+    def op_dp2a(self, instr):
+        half, *kinds = instr.mods
+        if half not in ("lo", "hi") or len(kinds) != 2 or not set(kinds) <= {"u32", "s32"}:
+            raise instr.unsupported()
+        first = 2 if half == "hi" else 0
+
+        def compute(w, a, b, c):
+            for i in range(2):
+                x = self._element(w, a, 16, i, kinds[0] == "s32")
+                y = self._element(w, b, 8, first + i, kinds[1] == "s32")
+                c = self.op("add", "i32", w, c, self.op("mul", "i32", w, x, y))
+            return c
+        self.lift(instr, "i32", [(o, "i32") for o in instr.operands[1:]], compute)
+
+    # ---- special registers ----
+
+    def special_scalar(self, name):
+        """(value, type) of the scalar of a special register."""
+        if name.startswith(("%ctaid.", "%nctaid.")):
+            return self.let(f"load i32, ptr %{name[1:]}.place"), "i32"
+        if name.startswith("%ntid."):
+            return str(self.lanes.block["xyz".index(name[-1])]), "i32"
+        if name.startswith("%tid."):
+            return self._thread_index("xyz".index(name[-1]), 1, "%first_thread"), "i32"
+        if name == "%laneid":
+            return "0", "i32"
+        if name == "WARP_SZ":
+            return "32", "i32"
+        if name == "%warpid":
+            return "%warp", "i32"
+        if name == "%nwarpid":
+            x, y, z = self.lanes.block
+            return str(-(-x * y * z // WARP)), "i32"
+        if name == "%dynamic_smem_size":
+            return self.let("load i32, ptr %dynamic.place"), "i32"
+        raise self.instr.unsupported(f"special register `{name}`")
+
+    def special_vector(self, name):
+        if name.startswith("%tid."):
+            thread = self.spread("i32", "%first_thread", range(WARP))
+            return self._thread_index("xyz".index(name[-1]), WARP, thread), "i32"
+        if name.startswith("%lanemask_"):
+            ones = {"eq": lambda i: 1 << i, "lt": lambda i: (1 << i) - 1, "le": lambda i: (2 << i) - 1,
+                    "gt": lambda i: -(2 << i) % (1 << 32), "ge": lambda i: -(1 << i) % (1 << 32)}[name[10:]]
+            return vector_const("i32", [ones(i) for i in range(WARP)]), "i32"
+        raise self.instr.unsupported(f"special register `{name}`")
+
+    def _thread_index(self, axis, w, thread):
+        """Index along an axis of the thread with this number in the block."""
+        x, y, z = self.lanes.block
+        stride = (1, x, x * y)[axis]
+        value = self.op("udiv", "i32", w, thread, const("i32", w, stride)) if stride > 1 else thread
+        return self.op("urem", "i32", w, value, const("i32", w, (x, y, z)[axis]))

@@ -1,0 +1,389 @@
+"""PTX text -> small dataclasses.
+
+Only the grammar is known here, not what an instruction means: a module is functions and variables, a function is
+parameters, registers, variables and a list of instructions and labels. Registers of nested scopes (inline assembly)
+get names of their own, calls of `.func` functions are replaced by their bodies, and an instruction under a predicate
+becomes a branch around it, so that the later stages see one flat list in which only `bra` is conditional.
+"""
+
+import re
+import struct
+from dataclasses import dataclass, field, replace
+
+
+class Unsupported(Exception):
+    """The PTX holds something that the emulated card does not know. The message names the instruction and its line."""
+
+
+@dataclass(frozen=True)
+class Reg:
+    """A register, or one component of a special register (`%tid.x`)."""
+    name: str
+
+
+@dataclass(frozen=True)
+class Imm:
+    """An immediate: `value` is an int (for `0f...`, `0d...` the bits, with `floating` = 32 or 64)."""
+    value: int
+    floating: int = 0
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """The address of a variable, or a label, or a parameter."""
+    name: str
+
+
+@dataclass(frozen=True)
+class Mem:
+    """[base + offset]"""
+    base: Reg | Symbol | Imm
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Pack:
+    """{a, b, ...}"""
+    items: tuple
+
+
+@dataclass(frozen=True)
+class Pair:
+    """a | b: two results of one instruction."""
+    first: object
+    second: object
+
+
+@dataclass(frozen=True)
+class Instr:
+    """One instruction: name ("mad"), mods (("lo", "s32")), operands, guard (register, negated) and source line."""
+    name: str
+    mods: tuple
+    operands: tuple
+    guard: tuple | None = None
+    line: int = 0
+    text: str = ""
+
+    def unsupported(self, why=""):
+        """The exception that refuses this instruction."""
+        return Unsupported(f"`{self.text}` (source line {self.line}): {why or 'unknown instruction or modifier'}")
+
+
+@dataclass(frozen=True)
+class Label:
+    name: str
+
+
+@dataclass
+class Variable:
+    """A variable in `space` (global, const, shared, local, param); size in bytes, None for extern (dynamic) shared."""
+    name: str
+    space: str
+    type: str
+    size: int | None
+    align: int
+    data: bytes | None = None
+
+
+@dataclass
+class Function:
+    name: str
+    is_entry: bool
+    params: list = field(default_factory=list)
+    returns: list = field(default_factory=list)
+    registers: dict = field(default_factory=dict)   # name -> PTX type
+    variables: list = field(default_factory=list)
+    body: list = field(default_factory=list)        # Instr | Label
+
+
+@dataclass
+class Module:
+    functions: dict
+    variables: dict
+
+    @property
+    def entry(self):
+        entries = [f for f in self.functions.values() if f.is_entry]
+        if len(entries) != 1:
+            raise Unsupported(f"a module with {len(entries)} kernels; exactly one is expected")
+        return entries[0]
+
+
+SIZES = {"b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "b32": 4, "u32": 4, "s32": 4, "f32": 4,
+         "f16x2": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8, "pred": 1}
+
+_LINE_DIRECTIVES = (".version", ".target", ".address_size", ".file", ".section")
+_DECLARATION = re.compile(
+    r"(?:\.(?:visible|extern|weak|common)\s+)*\.(?P<space>global|const|shared|local|param)\s+(?:\.align\s+(?P<align>\d+)\s+)?"
+    r"(?:\.ptr\s+)?\.(?P<type>\w+)\s+(?P<name>[\w$%.]+)\s*(?P<array>\[\s*\d*\s*\])?\s*(?:=\s*(?P<init>.*))?$", re.S)
+_HEADER = re.compile(r"(?:\.(?:visible|extern|weak)\s+)*\.(?P<kind>entry|func)\s*(?:\((?P<returns>[^)]*)\)\s*)?"
+                     r"(?P<name>[\w$]+)\s*(?:\((?P<params>[^)]*)\))?(?P<rest>.*)$", re.S)
+
+
+def _statements(text):
+    """Yields (statement, source line, terminator); terminator is one of `;`, `:`, `{`, `}`."""
+    text = re.sub(r"/\*.*?\*/", " ", text, flags=re.S)
+    pending, depth, line = "", 0, 0
+    for raw in text.splitlines():
+        raw = raw.split("//")[0].strip()
+        if not raw:
+            continue
+        if raw.startswith(".loc"):
+            line = int(raw.split()[2])
+            continue
+        if raw.startswith(_LINE_DIRECTIVES):
+            continue
+        for part in re.split(r"([;{}:])", raw):
+            if part == "{" and pending.strip() and not _is_header(pending) and depth == 0 or part == "{" and depth:
+                depth += 1
+                pending += part
+            elif part == "}" and depth:
+                depth -= 1
+                pending += part
+            elif part in (";", "{", "}") or part == ":" and re.fullmatch(r"\s*[\w$]+\s*", pending):
+                yield pending.strip(), line, part
+                pending = ""
+            else:
+                pending += part
+        pending += " "
+
+
+def _is_header(statement):
+    return re.match(r"\s*(?:\.(?:visible|extern|weak)\s+)*\.(entry|func)\b", statement) is not None
+
+
+def _declaration(statement):
+    match = _DECLARATION.match(statement)
+    if not match or match["type"] not in SIZES:
+        raise Unsupported(f"declaration `{statement}`")
+    element = SIZES[match["type"]]
+    size, data = element, None
+    if match["array"]:
+        count = match["array"].strip("[] \t")
+        size = int(count) * element if count else None
+    if match["init"]:
+        values = [int(v, 0) for v in match["init"].strip("{} \t").split(",")]
+        data = b"".join((v % (1 << 8 * element)).to_bytes(element, "little") for v in values).ljust(size, b"\0")
+    return Variable(match["name"], match["space"], match["type"], size, int(match["align"] or element), data)
+
+
+def _split(text):
+    """Splits at commas that are not inside brackets or braces."""
+    parts, depth, start = [], 0, 0
+    for i, c in enumerate(text):
+        depth += (c in "[{(") - (c in "]})")
+        if c == "," and depth == 0:
+            parts.append(text[start:i])
+            start = i + 1
+    parts.append(text[start:])
+    return [p.strip() for p in parts if p.strip()]
+
+
+def _number(text):
+    if text[:2] in ("0f", "0F"):
+        return Imm(int(text[2:], 16), 32)
+    if text[:2] in ("0d", "0D"):
+        return Imm(int(text[2:], 16), 64)
+    if re.fullmatch(r"-?\d+\.\d*", text):
+        return Imm(struct.unpack("<Q", struct.pack("<d", float(text)))[0], 64)
+    return Imm(int(text.rstrip("U"), 0))
+
+
+class _Reader:
+    """Reads the statements of a module in order."""
+
+    def __init__(self, text):
+        self.module = Module({}, {})
+        self.function = None
+        self.scopes = []                            # register names of the open braces: written name -> own name
+        self.n_scopes = 0
+        for statement, line, end in _statements(text):
+            self.read(statement, line, end)
+
+    def read(self, statement, line, end):
+        if end == "{":
+            if statement:
+                self.function = self.header(statement)
+                self.scopes = [{}]
+            else:
+                self.n_scopes += 1
+                self.scopes.append({})
+        elif end == "}":
+            self.scopes.pop()
+            if not self.scopes:
+                self.function = None
+        elif end == ":":
+            self.function.body.append(Label(statement))
+        elif not statement or statement.startswith(".pragma"):
+            return
+        elif self.function is None:
+            if not _is_header(statement):           # a prototype needs nothing
+                variable = _declaration(statement)
+                self.module.variables[variable.name] = variable
+        elif statement.startswith(".reg"):
+            self.registers(statement)
+        elif statement.startswith((".shared", ".local", ".param", ".extern")):
+            self.function.variables.append(_declaration(statement))
+        else:
+            self.function.body.append(self.instruction(statement, line))
+
+    def header(self, statement):
+        match = _HEADER.match(statement)
+        if not match:
+            raise Unsupported(f"function header `{statement}`")
+        function = Function(match["name"], match["kind"] == "entry")
+        function.params = [_declaration(p) for p in _split(match["params"] or "")]
+        function.returns = [_declaration(p) for p in _split(match["returns"] or "")]
+        self.module.functions[function.name] = function
+        return function
+
+    def registers(self, statement):
+        kind, names = re.match(r"\.reg\s+\.(\w+)\s+(.*)$", statement, re.S).groups()
+        if kind not in SIZES:
+            raise Unsupported(f"register type `.{kind}`")
+        for name in _split(names):
+            numbered = re.fullmatch(r"([\w$%]+)<(\d+)>", name)
+            for n in [f"{numbered[1]}{i}" for i in range(int(numbered[2]))] if numbered else [name]:
+                own = n if len(self.scopes) == 1 else f"{n}@{self.n_scopes}"
+                self.scopes[-1][n] = own
+                self.function.registers[own] = kind
+
+    def instruction(self, statement, line):
+        text, guard = statement, None
+        match = re.match(r"@(!?)([\w$%]+)\s+(.*)$", statement, re.S)
+        if match:
+            guard, statement = (self.operand(match[2]), match[1] == "!"), match[3]
+        opcode, _, rest = re.sub(r"\s+", " ", statement).partition(" ")
+        if opcode.split(".")[0] == "call":
+            operands = tuple(Pack(tuple(Symbol(s) for s in _split(o.strip("() "))) ) if o.startswith("(") else Symbol(o)
+                             for o in _split(rest))
+        else:
+            operands = tuple(self.operand(o) for o in _split(rest))
+        name, *mods = opcode.split(".")
+        return Instr(name, tuple(m for m in mods if m), operands, guard, line, re.sub(r"\s+", " ", text)[:200])
+
+    def operand(self, text):
+        text = text.strip()
+        if text.startswith("{"):
+            return Pack(tuple(self.operand(t) for t in _split(text[1:-1])))
+        if text.startswith("["):
+            base, sign, offset = re.fullmatch(r"\[\s*([\w$%.@]+)\s*(?:([+])\s*(-?\w+))?\s*\]", text).groups()
+            return Mem(self.operand(base), int(offset, 0) if sign else 0)
+        if "|" in text:
+            return Pair(*(self.operand(t) for t in text.split("|")))
+        if re.match(r"-?\d", text):
+            return _number(text)
+        if text.startswith("!"):
+            raise Unsupported(f"negated operand `{text}`")
+        for scope in reversed(self.scopes):
+            if text in scope:
+                return Reg(scope[text])
+        return Reg(text) if text.startswith("%") or text in ("_", "WARP_SZ") else Symbol(text)
+
+
+def registers_of(operand):
+    """All registers that an operand mentions."""
+    if isinstance(operand, Reg):
+        return [operand.name]
+    if isinstance(operand, Mem):
+        return registers_of(operand.base)
+    if isinstance(operand, Pack):
+        return [r for item in operand.items for r in registers_of(item)]
+    if isinstance(operand, Pair):
+        return registers_of(operand.first) + registers_of(operand.second)
+    return []
+
+
+def _renamed(operand, registers, symbols):
+    if isinstance(operand, Reg):
+        return Reg(registers.get(operand.name, operand.name))
+    if isinstance(operand, Symbol):
+        return Symbol(symbols.get(operand.name, operand.name))
+    if isinstance(operand, Mem):
+        return Mem(_renamed(operand.base, registers, symbols), operand.offset)
+    if isinstance(operand, Pack):
+        return Pack(tuple(_renamed(i, registers, symbols) for i in operand.items))
+    if isinstance(operand, Pair):
+        return Pair(_renamed(operand.first, registers, symbols), _renamed(operand.second, registers, symbols))
+    return operand
+
+
+def _inline_calls(module, function, active=()):
+    """Replaces each call by the body of its function; parameters become the caller's `.param` variables."""
+    body, n_calls = [], 0
+    for item in function.body:
+        if isinstance(item, Label) or item.name != "call":
+            body.append(item)
+            continue
+        operands = list(item.operands)
+        results = operands.pop(0).items if isinstance(operands[0], Pack) else ()
+        callee = module.functions.get(operands[0].name) if isinstance(operands[0], Symbol) else None
+        if callee is None or callee.name in active or item.guard:
+            raise item.unsupported("a call of an unknown or recursive function")
+        _inline_calls(module, callee, active + (callee.name,))
+        arguments = operands[1].items if len(operands) > 1 else ()
+        n_calls += 1
+        tag = f"@{callee.name}.{n_calls}"
+        symbols = {p.name: a.name for p, a in zip(callee.params + callee.returns, (*arguments, *results))}
+        symbols |= {i.name: i.name + tag for i in callee.body if isinstance(i, Label)}
+        symbols |= {v.name: v.name + tag for v in callee.variables}
+        registers = {r: r + tag for r in callee.registers}
+        function.registers |= {r + tag: t for r, t in callee.registers.items()}
+        function.variables += [replace(v, name=v.name + tag) for v in callee.variables]
+        end = "return" + tag
+        for i in callee.body:
+            if isinstance(i, Label):
+                body.append(Label(i.name + tag))
+            elif i.name == "ret":
+                body.append(Instr("bra", (), (Symbol(end),), _renamed_guard(i.guard, registers), i.line, i.text))
+            else:
+                body.append(replace(i, operands=tuple(_renamed(o, registers, symbols) for o in i.operands),
+                                    guard=_renamed_guard(i.guard, registers)))
+        body.append(Label(end))
+    function.body = body
+
+
+def _renamed_guard(guard, registers):
+    return guard and (_renamed(guard[0], registers, {}), guard[1])
+
+
+def _branch_around_guards(function):
+    """`@p op` -> `@!p bra past; op; past:`"""
+    body = []
+    for item in function.body:
+        if isinstance(item, Label) or item.guard is None or item.name == "bra":
+            body.append(item)
+            continue
+        past = f"past@{len(body)}"
+        body.append(Instr("bra", (), (Symbol(past),), (item.guard[0], not item.guard[1]), item.line, item.text))
+        body += [replace(item, guard=None), Label(past)]
+    function.body = body
+
+
+def _params_to_registers(function):
+    """The `.param` variables of inlined calls become registers; what `st.param` put there `ld.param` moves on."""
+    own = {p.name for p in function.params}
+    body = []
+    for item in function.body:
+        place = next((o for o in item.operands if isinstance(o, Mem)), None) if isinstance(item, Instr) else None
+        if place is None or "param" not in item.mods or getattr(place.base, "name", None) in own:
+            body.append(item)
+            continue
+        kind = item.mods[-1]
+        other = item.operands[0] if item.name == "ld" else item.operands[1]
+        for i, register in enumerate(other.items if isinstance(other, Pack) else (other,)):
+            name = f"{place.base.name}+{place.offset + i * SIZES[kind]}"
+            if SIZES[function.registers.setdefault(name, "b" + str(8 * SIZES[kind]))] != SIZES[kind]:
+                raise item.unsupported("a parameter that is read in another size than it was written")
+            pair = (register, Reg(name)) if item.name == "ld" else (Reg(name), register)
+            body.append(replace(item, name="mov", mods=("b" + str(8 * SIZES[kind]),), operands=pair))
+    function.body = body
+
+
+def parse(text):
+    """PTX text of one kernel -> Module whose entry function has calls inlined and guards on `bra` only."""
+    module = _Reader(text).module
+    _inline_calls(module, module.entry)
+    _params_to_registers(module.entry)
+    _branch_around_guards(module.entry)
+    return module

@@ -1,0 +1,389 @@
+"""PTX of one kernel -> LLVM IR of one function that runs one warp.
+
+    i32 warp(ptr context, i32 warp, i32 resume)
+
+runs warp number `warp` of a block until it ends (returns 0), reaches a barrier (returns its number; called again with
+this number as `resume` it goes on from there) or traps (returns -1). What must survive a barrier is saved in the warp's
+frame. The context is described by CONTEXT; the block's shape is part of the translation, because with it most indices
+turn out to be one scalar plus a constant per lane.
+"""
+
+import re
+from dataclasses import dataclass
+
+from .emit import WARP, llvm_type
+from .flow import EXIT, Flow, LoopEnd, is_barrier
+from .lanes import Lanes, Shape
+from .memory import Memory
+from .ptx import SIZES, Imm, Symbol, Unsupported, parse
+
+# Byte offsets in the context that a warp is given.
+CONTEXT = {"params": 0, "shared": 8, "local": 16, "frames": 24, "ctaid": 32, "nctaid": 44, "dynamic": 56}
+CONTEXT_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the CPU offers. features: as LLVM names them ("+avx512f,..."); empty for the defaults of the triple."""
+    triple: str
+    cpu: str
+    features: str
+    avx512: bool
+    vnni: bool
+
+
+@dataclass(frozen=True)
+class Translated:
+    """LLVM IR text of a module with the function `warp`, and what a launch must know."""
+    ir: str
+    name: str                                       # the kernel's PTX name
+    block: tuple                                    # threads (x, y, z)
+    params: tuple                                   # ((offset, size), ...) in the parameter buffer
+    params_bytes: int
+    shared_bytes: int                               # static shared memory; dynamic shared memory follows it
+    local_bytes: int                                # per thread
+    frame_bytes: int                                # per warp
+    n_barriers: int
+
+
+class Translator(Memory):
+    """Emits one kernel. Blocks become labels `b<i>`, loop ends `e<header>`."""
+
+    def __init__(self, ptx, block, target):
+        self.module = parse(ptx)
+        self.function = self.module.entry
+        self.block, self.target = tuple(block), target
+        self.vnni, self.cpu_gathers, self.cpu_permutes = target.vnni, target.avx512, target.avx512
+        self.parameters, self.params, self.params_bytes = self._layout_parameters()
+        self.flow = Flow(self.function.body)
+        variables, shapes = self._layout_variables()
+        super().__init__(Lanes(self.function, self.flow, self.block, shapes), variables)
+        self.divided = frozenset(self.lanes.divided)
+        self.resumes = []                           # labels to go on from after barrier 1, 2, ...
+        self.frame_bytes = 0
+        self.n_threads = self.block[0] * self.block[1] * self.block[2]
+        self.instr = None
+
+    # ---- layout ----
+
+    def _layout_parameters(self):
+        offsets, layout, end = {}, [], 0
+        for p in self.function.params:
+            at = -(-end // p.align) * p.align
+            offsets[p.name] = at
+            layout.append((at, p.size))
+            end = at + p.size
+        return offsets, tuple(layout), end
+
+    def _layout_variables(self):
+        """Addresses of variables: name -> scalar value, and their shapes; sets shared_bytes and local_bytes."""
+        self.shared_bytes = self.local_bytes = 0
+        values, shapes, self.globals = {}, {}, []
+        dynamic = []
+        used = {o.name for i in self.function.body if hasattr(i, "operands") for o in _symbols(i.operands)}
+        for v in list(self.module.variables.values()) + self.function.variables:
+            if v.name not in used or v.name in values:
+                continue
+            if v.space == "shared" and v.size is None:
+                dynamic.append(v)
+            elif v.space == "shared":
+                self.shared_bytes = -(-self.shared_bytes // v.align) * v.align
+                values[v.name] = self.shared_bytes
+                self.shared_bytes += v.size
+            elif v.space == "local":
+                self.local_bytes = -(-self.local_bytes // 16) * 16
+                values[v.name] = ("local", self.local_bytes)
+                self.local_bytes += v.size
+            elif v.space in ("global", "const"):
+                values[v.name] = ("global", len(self.globals))
+                self.globals.append(v)
+        self.shared_bytes = -(-self.shared_bytes // 16) * 16 if dynamic else self.shared_bytes
+        for v in dynamic:
+            values[v.name] = self.shared_bytes
+        self.local_bytes = -(-self.local_bytes // 16) * 16
+        for name, value in values.items():
+            local = isinstance(value, tuple) and value[0] == "local"
+            shapes[name] = Shape(tuple(lane * self.local_bytes for lane in range(WARP))) if local else Shape()
+        self.places = values
+        return {name: f"%var{i}" for i, name in enumerate(values)}, shapes
+
+    # ---- the function ----
+
+    def translate(self):
+        body = self._body()
+        ir = "\n".join([f'target triple = "{self.target.triple}"', *self._global_lines(), "",
+                        "define i32 @warp(ptr %context, i32 %warp, i32 %resume) #0 {", *self._entry(), *body, "}", "",
+                        *self.declarations.values(),
+                        f'attributes #0 = {{ nounwind "prefer-vector-width"="512" "min-legal-vector-width"="512"'
+                        f' "target-cpu"="{self.target.cpu}" "target-features"="{self.target.features}" }}',
+                        "!0 = !{}"])
+        return Translated(ir, self.function.name, self.block, self.params, self.params_bytes, self.shared_bytes,
+                          self.local_bytes, self.frame_bytes, len(self.resumes))
+
+    def _global_lines(self):
+        for i, v in enumerate(self.globals):
+            data = "".join(f"\\{b:02X}" for b in v.data or bytes(v.size))
+            yield f'@g{i} = internal global [{v.size} x i8] c"{data}", align {max(v.align, 16)}'
+
+    def _body(self):
+        for node in self.flow.order:
+            if isinstance(node, LoopEnd):
+                self._loop_end(node)
+            else:
+                self._block(node)
+        lines, self.lines = self.lines, []
+        return lines
+
+    def _entry(self):
+        """Storage for registers and waiting lanes, addresses, then the jump to where the warp goes on."""
+        self.label("entry")
+        for name, offset in CONTEXT.items():
+            self.do(f"%{name}.place = getelementptr i8, ptr %context, i64 {offset}")
+        for i, axis in enumerate("xyz"):
+            for name in ("ctaid", "nctaid"):
+                self.do(f"%{name}.{axis}.place = getelementptr i8, ptr %context, i64 {CONTEXT[name] + 4 * i}")
+        for name in ("params", "shared", "local", "frames"):
+            self.do(f"%{name} = load ptr, ptr %{name}.place")
+        self.do("%nowhere = alloca i64, align 16")
+        self.do(f"%board = alloca <{WARP} x i32>")
+        self.do(f"%first_thread = mul i32 %warp, {WARP}")
+        self._start_mask()
+        for register, slot in self.slots.items():
+            t = llvm_type(self.registers[register])
+            if self.lanes.scalar(register):
+                self.do(f"{slot}.s = alloca {t}")
+            if self.lanes.vector(register):
+                self.do(f"{slot}.v = alloca <{WARP} x {t}>")
+        for block in sorted(self.flow.masked):
+            self.do(f"%waiting{block} = alloca i32")
+            self.do(f"store i32 0, ptr %waiting{block}")
+        self._variable_addresses()
+        if self.resumes:
+            self.do("%warp64 = zext i32 %warp to i64")
+            self.do(f"%frame.offset = mul i64 %warp64, {self.frame_bytes}")
+            self.do("%frame = getelementptr i8, ptr %frames, i64 %frame.offset")
+        cases = " ".join(f"i32 {i + 1}, label %{label}" for i, label in enumerate(self.resumes))
+        self.do(f"switch i32 %resume, label %b0 [{cases}]")
+        lines, self.lines = self.lines, []
+        return lines
+
+    def _start_mask(self):
+        """%start: the lanes that exist; a block's last warp may be incomplete."""
+        if self.n_threads % WARP:
+            last = self.n_threads // WARP
+            self.do(f"%incomplete = icmp eq i32 %warp, {last}")
+            self.do(f"%start = select i1 %incomplete, i32 {(1 << self.n_threads % WARP) - 1}, i32 -1")
+
+    @property
+    def start_mask(self):
+        return "%start" if self.n_threads % WARP else None
+
+    def _variable_addresses(self):
+        shared, local = self.let("ptrtoint ptr %shared to i64"), self.let("ptrtoint ptr %local to i64")
+        thread = self.let("zext i32 %first_thread to i64")
+        local = self.op("add", "i64", 1, local, self.op("mul", "i64", 1, thread, str(self.local_bytes)))
+        for (name, value), variable in zip(self.places.items(), self.variables.values()):
+            if isinstance(value, int):
+                self.do(f"{variable} = add i64 {shared}, {value}")
+            elif value[0] == "local":
+                self.do(f"{variable} = add i64 {local}, {value[1]}")
+            else:
+                self.do(f"{variable} = ptrtoint ptr @g{value[1]} to i64")
+
+    # ---- blocks ----
+
+    def _block(self, index):
+        block = self.flow.blocks[index]
+        self.label(f"b{index}")
+        self.mask = self.start_mask
+        if index in self.flow.masked:
+            self.mask = self.let(f"load i32, ptr %waiting{index}")
+            self.do(f"store i32 0, ptr %waiting{index}")
+            none = self.compare("eq", "i32", 1, self.mask, "0")
+            self.do(f"br i1 {none}, label %{self._after(index)}, label %b{index}.run")
+            self.label(f"b{index}.run")
+        for instr in block.instrs:
+            self.instr = instr
+            handler = getattr(self, "op_" + instr.name, None)
+            if handler is None:
+                raise instr.unsupported()
+            self.note_instruction(instr)
+            try:
+                handler(instr)
+            except (KeyError, ValueError, IndexError, AttributeError) as error:
+                raise instr.unsupported(f"{type(error).__name__}: {error}") from error
+        self._terminate(block)
+
+    def _label(self, node):
+        if node is None:
+            return "done"
+        return f"e{node.header}" if isinstance(node, LoopEnd) else f"b{node}"
+
+    def _after(self, node):
+        return self._label(self.flow.next_from(node)) if self.flow.next_from(node) is not None else self._done()
+
+    def _done(self):
+        """A label that ends the warp."""
+        self.n += 1
+        name = f"done{self.n}"
+        self.epilogue = getattr(self, "epilogue", [])
+        self.epilogue.append(name)
+        return name
+
+    def _wait(self, target, lanes):
+        """Adds lanes to those waiting at a block."""
+        if target in self.flow.masked:
+            old = self.let(f"load i32, ptr %waiting{target}")
+            new = self.op("or", "i32", 1, old, lanes)
+            self.do(f"store i32 {new}, ptr %waiting{target}")
+
+    def _go(self, node, target):
+        """All running lanes go to `target`: directly, or by way of blocks where others wait."""
+        self._wait(target, self.mask or "-1")
+        self.do(f"br label %{self._label(self.flow.next_from(node, target))}")
+
+    def _terminate(self, block):
+        end = block.end
+        self.instr = end
+        if end is not None and end.name == "trap":
+            self.do("ret i32 -1")
+        elif not block.targets:
+            self.do(f"br label %{self._after(block.index)}")
+        elif end is not None and is_barrier(end):
+            self._barrier(block)
+        elif len(block.targets) == 1 or block.targets[0] == block.targets[1]:
+            self._go(block.index, block.targets[0])
+        elif block.index in self.flow.branches:
+            self._divergent_branch(block)
+        else:
+            self._uniform_branch(block)
+        self._flush_done()
+
+    def _flush_done(self):
+        for name in getattr(self, "epilogue", []):
+            self.label(name)
+            self.do("ret i32 0")
+        self.epilogue = []
+
+    def _condition(self, end, w):
+        register, negated = end.guard
+        value = self.get(register, "i1", w)
+        return self.op("xor", "i1", w, value, "true" if w == 1 else "splat (i1 true)") if negated else value
+
+    def _uniform_branch(self, block):
+        condition = self._condition(block.end, 1)
+        self.n += 1
+        names = [f"b{block.index}.{way}{self.n}" for way in ("taken", "else")]
+        self.do(f"br i1 {condition}, label %{names[0]}, label %{names[1]}")
+        for name, target in zip(names, block.targets):
+            self.label(name)
+            self._go(block.index, target)
+
+    def _divergent_branch(self, block):
+        mask = self.mask or "-1"
+        taken = self.op("and", "i32", 1, self.mask_bits(self._condition(block.end, WARP)), mask)
+        rest = self.op("xor", "i32", 1, taken, mask)
+        for target, lanes in zip(block.targets, (taken, rest)):
+            self._wait(target, lanes)
+        self.do(f"br label %{self._after(block.index)}")
+
+    def _loop_end(self, node):
+        """Back to the header if lanes wait there."""
+        self.label(self._label(node))
+        after = self._after(node)
+        if node.header in self.flow.masked:
+            waiting = self.let(f"load i32, ptr %waiting{node.header}")
+            again = self.compare("ne", "i32", 1, waiting, "0")
+            self.do(f"br i1 {again}, label %b{node.header}, label %{after}")
+        else:
+            self.do(f"br label %{after}")
+        self._flush_done()
+
+    # ---- barriers ----
+
+    def _barrier(self, block):
+        end = block.end
+        if end.name != "bar" or end.mods != ("sync",) or end.operands != (Imm(0),):
+            raise end.unsupported("only `bar.sync 0` of all threads")
+        target = block.targets[0]
+        self._wait(target, self.mask or "-1")
+        saved = self._saved(block, target)
+        number = len(self.resumes) + 1
+        pointer_type = [(self._frame_type(t), place, t) for place, t in saved]
+        offset, moves = 0, []
+        for frame_type, place, t in pointer_type:
+            size = _bytes(frame_type)
+            align = min(size, 64)
+            offset = -(-offset // align) * align
+            moves.append((offset, frame_type, place, t, align))
+            offset += size
+        self.frame_bytes = max(self.frame_bytes, -(-offset // 64) * 64)
+        for offset, frame_type, place, t, align in moves:
+            value = self.let(f"load {t}, ptr {place}")
+            value = self._frame_cast(t, frame_type, value)
+            pointer = self.let(f"getelementptr i8, ptr %frame, i64 {offset}")
+            self.do(f"store {frame_type} {value}, ptr {pointer}, align {align}")
+        self.do(f"ret i32 {number}")
+        self.label(f"resume{number}")
+        self.resumes.append(f"resume{number}")
+        for offset, frame_type, place, t, align in moves:
+            pointer = self.let(f"getelementptr i8, ptr %frame, i64 {offset}")
+            value = self.let(f"load {frame_type}, ptr {pointer}, align {align}")
+            self.do(f"store {t} {self._frame_cast(frame_type, t, value)}, ptr {place}")
+        self.do(f"br label %{self._label(self.flow.next_from(block.index, target))}")
+
+    def _saved(self, block, target):
+        """[(storage, type)] of what lives across a barrier: registers and waiting lanes."""
+        live = set(self.flow.blocks[target].live_in)
+        for other in self.flow.waiting[block.index]:
+            live |= self.flow.blocks[other].live_in
+        saved = []
+        for register in sorted(live, key=list(self.slots).index):
+            t, slot = llvm_type(self.registers[register]), self.slots[register]
+            if self.lanes.scalar(register):
+                saved.append((slot + ".s", t))
+            if self.lanes.vector(register):
+                saved.append((slot + ".v", f"<{WARP} x {t}>"))
+        waiting = (self.flow.waiting[block.index] | {target}) & self.flow.masked
+        return saved + [(f"%waiting{w}", "i32") for w in sorted(waiting)]
+
+    def _frame_type(self, t):
+        return {"i1": "i8", f"<{WARP} x i1>": "i32"}.get(t, t)
+
+    def _frame_cast(self, source, target, value):
+        if source == target:
+            return value
+        how = "bitcast" if "<" in source + target else "zext" if source == "i1" else "trunc"
+        return self.let(f"{how} {source} {value} to {target}")
+
+    # ---- hooks for counters and checks ----
+
+    def note_instruction(self, instr):
+        """Called before each instruction; counters go here."""
+
+    def note_access(self, instr, place, size):
+        """Called before each memory access of `size` bytes per lane; counters and checks go here."""
+
+
+def _symbols(operands):
+    for o in operands:
+        if isinstance(o, Symbol):
+            yield o
+        elif hasattr(o, "base"):
+            yield from _symbols((o.base,))
+        elif hasattr(o, "items"):
+            yield from _symbols(o.items)
+
+
+def _bytes(t):
+    match = re.fullmatch(r"<(\d+) x (\w+)>", t)
+    if match:
+        return int(match[1]) * _bytes(match[2])
+    return {"float": 4, "double": 8}.get(t) or int(t[1:]) // 8
+
+
+def translate(ptx, block, target):
+    """PTX text of a module with one kernel -> Translated, for blocks of (x, y, z) threads on a Target.
+
+    Raises Unsupported, naming the instruction and its source line, for anything unknown."""
+    return Translator(ptx, block, target).translate()
