@@ -58,7 +58,7 @@ def test_a_decoded_row_has_the_same_bits_alone_and_in_a_batch(card):
 
 
 def reference_model(part, n_k=2, n_v=4):
-    """Inputs of the kernel for `part` of the reference model's tokens, its gates turned back into projections.
+    """The kernel's inputs for `part` of the reference model's tokens, its gates turned back into projections.
 
     There value head h uses key head h // r; `order` lists them as the kernel (and GGUF) does, j mod n_k."""
     z, r = oracle_npz("operators"), n_v // n_k
