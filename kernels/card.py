@@ -19,8 +19,10 @@ of run, arguments frozen; `recording.replay()` runs them all for the price of ab
 """
 
 import math
+import struct
 import threading
 from contextlib import contextmanager
+from functools import lru_cache
 
 import numpy as np
 
@@ -304,18 +306,13 @@ class Card:
                     types.append(compiler.scalar_type(value))
                     values.append(value)
             function = self._functions.get(tuple(types)) or self._function(kernel, tuple(types))
-            grid, block = _three(grid), _three(block)
-            if not (0 < grid[0] < 2**31 and 0 < grid[1] < 2**16 and 0 < grid[2] < 2**16):
-                raise LaunchError("a grid is 1 to 2147483647 by 1 to 65535 by 1 to 65535 blocks")
-            if not (0 < block[0] * block[1] * block[2] <= 1024 and min(block) > 0 and block[2] <= 64):
-                raise LaunchError("a block is 1 to 1024 threads, at most 64 in z")
+            blocks, threads = _geometry(grid, block)
             if not 0 <= shared <= function.max_shared:
                 raise LaunchError(f"at most {function.max_shared} bytes of dynamic shared memory fit, not {shared}")
             params = function.pack(*values)
-        except (CardError, TypeError, OverflowError, ValueError) as error:
+        except (CardError, TypeError, OverflowError, ValueError, struct.error) as error:
             raise LaunchError(f"{kernel.__name__}, grid {grid}, block {block}: {error}") from error
-        stream = self.target(stream)
-        self._enqueue(stream, function, grid, block, shared, params, args)
+        self._enqueue(self.target(stream), function, blocks, threads, shared, params, args)
 
     def _function(self, kernel, types):
         with self._lock:
@@ -366,12 +363,20 @@ class Card:
             raise CardError(f"host array {host.dtype.name}{list(host.shape)} does not match {array!r}")
 
 
+@lru_cache(maxsize=4096)
+def _geometry(grid, block):
+    """`grid` and `block`, int or tuple, as tuples of three. Raises LaunchError when a card cannot have them."""
+    blocks, threads = _three(grid), _three(block)
+    if not (len(blocks) == 3 and 0 < blocks[0] < 2**31 and 0 < blocks[1] < 2**16 and 0 < blocks[2] < 2**16):
+        raise LaunchError("a grid is 1 to 2147483647 by 1 to 65535 by 1 to 65535 blocks")
+    if not (len(threads) == 3 and min(threads) > 0 and math.prod(threads) <= 1024 and threads[2] <= 64):
+        raise LaunchError("a block is 1 to 1024 threads, at most 64 of them in z")
+    return blocks, threads
+
+
 def _three(extent):
-    """grid or block as three ints."""
-    if type(extent) is int:
-        return extent, 1, 1
-    x, y, z = (*extent, 1, 1)[:3] if len(extent) <= 3 else extent
-    return int(x), int(y), int(z)
+    extent = (extent,) if isinstance(extent, (int, np.integer)) else extent
+    return *(int(n) for n in extent), *(1,) * (3 - len(extent))
 
 
 def show_bytes(n):

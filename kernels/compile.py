@@ -54,6 +54,7 @@ class CompileError(Exception):
 class Compiled:
     """PTX of one kernel for one set of argument types."""
     name: str                                   # the Python function's name
+    signature: tuple                            # type strings of the arguments
     entry: str                                  # the .entry symbol in the PTX
     ptx: str
 
@@ -94,8 +95,19 @@ def scalar_type(value):
 
 def packer(signature):
     """A function that packs parameters of types `signature`, naturally aligned; arrays given as `array_words`."""
-    fields = [f"0q{8 * (5 + 2 * int(t[-2]))}s" if t.endswith("]") else _SCALAR_CODES[t] for t in signature]
+    fields = [f"0q{8 * _n_words(t)}s" if t.endswith("]") else _SCALAR_CODES[t] for t in signature]
     return struct.Struct("".join(fields)).pack
+
+
+def parameter_layout(signature):
+    """Offsets of the kernel's parameters (one per word of an array) and the bytes that they take together."""
+    fields = "".join("q" * _n_words(t) if t.endswith("]") else _SCALAR_CODES[t] for t in signature)
+    ends = [struct.calcsize(fields[:i + 1]) for i in range(len(fields))]
+    return [end - struct.calcsize("=" + code) for end, code in zip(ends, fields)], struct.calcsize(fields)
+
+
+def _n_words(array_type):
+    return 5 + 2 * int(array_type[array_type.index("[") + 1:-1])
 
 
 def _numba_type(name):
@@ -136,7 +148,7 @@ def _load_or_compile(kernel, signature, cc, folder):
             ptx = ptx.decode()
     except Exception as error:
         raise CompileError(f"kernel {name}({', '.join(signature)}) for sm_{cc[0]}{cc[1]}: {error}") from error
-    return Compiled(name, entry, ptx)
+    return Compiled(name, signature, entry, ptx)
 
 
 def _compile(kernel, signature, cc, entry):

@@ -1,0 +1,293 @@
+"""The Card interface on NVIDIA's driver, through `cuda.bindings.driver` alone (12.9 and 13.x).
+
+Each card uses the primary context of its device and makes it current in the calling thread at each operation, so that
+several cards can be used from any thread. Kernels are loaded as PTX text, which the driver assembles for the device and
+keeps in its own cache. Streams are independent of CUDA's legacy default stream, which is never used.
+"""
+
+import ctypes
+import threading
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+from cuda.bindings import driver
+
+from kernels import compile as compiler
+from kernels.card import Card, CardError, Event, LaunchError, Pinned, Recording, Stream, show_bytes
+
+OLDEST = (7, 0)                                          # half2 arithmetic and dp4a at full rate
+SUCCESS = driver.CUresult.CUDA_SUCCESS
+_ATTRIBUTES = driver.CUdevice_attribute
+
+
+def open_nvidia_cards(numbers=None, cache_dir=compiler.CACHE_DIR, required=True):
+    """The cards with these device numbers, or all from sm_70 on. [] if there are none, unless `required`: CardError."""
+    try:
+        count = _call(driver.cuDeviceGetCount) if driver.cuInit(0)[0] == SUCCESS else 0
+    except RuntimeError:                                 # cuda.bindings found no driver library
+        count = 0
+    wanted = range(count) if numbers is None else numbers
+    missing = [number for number in wanted if not 0 <= number < count]
+    if missing or (required and not count):
+        raise CardError(f"no NVIDIA card {missing[0] if missing else ''}".rstrip() + f": the driver shows {count}")
+    cards = [NvidiaCard(number, cache_dir) for number in wanted if numbers or _capability(number) >= OLDEST]
+    if required and not cards:
+        raise CardError("no NVIDIA card of compute capability 7.0 or newer")
+    return cards
+
+
+def _call(function, *args):
+    """Calls a driver function; its value, or CardError with the driver's own words."""
+    status, *values = function(*args)
+    if status != SUCCESS:
+        raise CardError(f"{function.__name__}: {_explain(status)}")
+    return values[0] if len(values) == 1 else values
+
+
+def _explain(status):
+    text = driver.cuGetErrorString(status)[1]
+    return f"{status.name}, {text.decode() if text else 'unknown error'}"
+
+
+def _capability(number):
+    device = _call(driver.cuDeviceGet, number)
+    return (_call(driver.cuDeviceGetAttribute, _ATTRIBUTES.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device),
+            _call(driver.cuDeviceGetAttribute, _ATTRIBUTES.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device))
+
+
+class NvidiaCard(Card):
+    """The NVIDIA card with device number `number`."""
+
+    def __init__(self, number=0, cache_dir=compiler.CACHE_DIR):
+        _call(driver.cuInit, 0)
+        self.device = _call(driver.cuDeviceGet, number)
+        self.model = _call(driver.cuDeviceGetName, 256, self.device).split(b"\0")[0].decode()
+        cc = _capability(number)
+        try:
+            compiler.target_cc(cc)
+        except compiler.CompileError as error:
+            raise CardError(f"{self.model}: {error}") from error
+        super().__init__(f"cuda:{number}", cc, self._attribute("MULTIPROCESSOR_COUNT"),
+                         _call(driver.cuDeviceTotalMem, self.device),
+                         self._attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"), Path(cache_dir))
+        self._context = _call(driver.cuDevicePrimaryCtxRetain, self.device)
+        self.streams = []
+        self.default_stream = self.stream("default")
+        self._transfers = self.stream("uploads")         # for what must be done when the call returns
+
+    def _attribute(self, name):
+        return _call(driver.cuDeviceGetAttribute, getattr(_ATTRIBUTES, "CU_DEVICE_ATTRIBUTE_" + name), self.device)
+
+    def describe(self):
+        return f"{self.model}, sm_{self.cc[0]}{self.cc[1]}, {self.n_sms} SMs, {show_bytes(self.memory_bytes)}"
+
+    def call(self, function, *args):
+        """Calls a driver function in this card's context."""
+        driver.cuCtxSetCurrent(self._context)
+        return _call(function, *args)
+
+    def finalize(self, function, *args):
+        """Calls a driver function from a finalizer: it may interrupt any call, so it leaves the context as it was."""
+        if driver is not None and driver.cuCtxPushCurrent(self._context)[0] == SUCCESS:
+            function(*args)                              # its error, at exit or on a broken card, helps nobody
+            driver.cuCtxPopCurrent()
+
+    # -- memory --
+
+    @property
+    def free_bytes(self):
+        return self.call(driver.cuMemGetInfo)[0]
+
+    def _take(self, nbytes):
+        driver.cuCtxSetCurrent(self._context)
+        status, ptr = driver.cuMemAlloc(nbytes)
+        if status == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            raise MemoryError
+        if status != SUCCESS:
+            raise CardError(f"cuMemAlloc of {show_bytes(nbytes)}: {_explain(status)}")
+        return int(ptr), None
+
+    def _give(self, memory):
+        self.finalize(driver.cuMemFree, memory.ptr)
+
+    def pinned(self, shape, dtype):
+        """A NumPy array in page-locked memory, which copies read and write when they run, see kernels/card.py."""
+        nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        ptr = int(self.call(driver.cuMemHostAlloc, max(nbytes, 1), driver.CU_MEMHOSTALLOC_PORTABLE))
+        memory = Pinned(ptr, nbytes, lambda: self.finalize(driver.cuMemFreeHost, ptr))
+        return np.asarray(memory).view(dtype).reshape(shape)
+
+    # -- copies --
+
+    def _fill_now(self, array, byte):
+        self._fill(array, byte, self._transfers)
+        self._transfers.synchronize()
+
+    def _upload_now(self, array, host):
+        self._copy_in(array, host, False, self._transfers)
+
+    def _copy_in(self, dst, host, pinned, stream):
+        host = np.ascontiguousarray(host)
+        self.call(driver.cuMemcpyHtoDAsync, dst.ptr, host.ctypes.data, host.nbytes, stream.handle)
+        if not pinned:                                   # the driver may read pageable memory after the call
+            stream.synchronize()
+
+    def _copy_out(self, host, src, pinned, stream):
+        self.call(driver.cuMemcpyDtoHAsync, host.ctypes.data, src.ptr, host.nbytes, stream.handle)
+        if not pinned:
+            stream.synchronize()
+
+    def _copy(self, dst, src, stream):
+        self.call(driver.cuMemcpyDtoDAsync, dst.ptr, src.ptr, src.nbytes, stream.handle)
+        stream.keep((dst, src))
+
+    def _fill(self, array, byte, stream):
+        self.call(driver.cuMemsetD8Async, array.ptr, byte, array.nbytes, stream.handle)
+        stream.keep((array,))
+
+    # -- launches --
+
+    def _load(self, compiled):
+        log = bytearray(8192)
+        options = [driver.CUjit_option.CU_JIT_ERROR_LOG_BUFFER,
+                   driver.CUjit_option.CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES]
+        driver.cuCtxSetCurrent(self._context)
+        status, module = driver.cuModuleLoadDataEx(compiled.ptx.encode() + b"\0", 2, options, [log, len(log)])
+        if status != SUCCESS:
+            text = log.partition(b"\0")[0].decode(errors="replace").strip()
+            version = "%d.%d" % divmod(_call(driver.cuDriverGetVersion) // 10, 100)
+            raise CardError(f"kernel {compiled.name} does not load on {self.model} (driver for CUDA {version}): "
+                            f"{_explain(status)} {text}".rstrip())
+        function = self.call(driver.cuModuleGetFunction, module, compiled.entry.encode())
+        attributes = driver.CUfunction_attribute
+        static = self.call(driver.cuFuncGetAttribute, attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function)
+        self.call(driver.cuFuncSetAttribute, function, attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                  self.max_shared - static)
+        return _Loaded(module, function, compiled), static
+
+    def _enqueue(self, stream, function, grid, block, shared, params, args):
+        loaded = function.handle
+        driver.cuCtxSetCurrent(self._context)
+        with loaded.lock:                                # the driver copies the parameters during the call
+            loaded.params[:] = params
+            status, = driver.cuLaunchKernel(loaded.function, *grid, *block, shared, stream.handle, loaded.pointers, 0)
+        if status != SUCCESS:
+            raise LaunchError(f"{function.name}, grid {grid}, block {block}, {shared} bytes of dynamic shared memory: "
+                              f"{_explain(status)}")
+        stream.recent.append(function.name)
+        stream.keep(args)
+
+    # -- order --
+
+    def stream(self, name=""):
+        """A new Stream."""
+        stream = NvidiaStream(self, name)
+        self.streams.append(stream)
+        return stream
+
+    def synchronize(self):
+        """Waits for every stream of the card. Raises what went wrong."""
+        for stream in list(self.streams):
+            stream.synchronize()
+
+    def _begin_recording(self):
+        return NvidiaRecording(self)
+
+    def _end_recording(self, recording):
+        recording.finish()
+
+
+class _Loaded:
+    """A kernel in a card: the module, the function, and where cuLaunchKernel finds its parameters."""
+
+    def __init__(self, module, function, compiled):
+        self.module, self.function, self.lock = module, function, threading.Lock()
+        offsets, nbytes = compiler.parameter_layout(compiled.signature)
+        buffer = (ctypes.c_uint64 * (nbytes // 8 + 1))()
+        self.params = memoryview(buffer).cast("B")[:nbytes]
+        base = ctypes.addressof(buffer)
+        self._keep = (ctypes.c_void_p * max(len(offsets), 1))(*[base + offset for offset in offsets])
+        self.pointers = ctypes.addressof(self._keep)
+
+
+class NvidiaStream(Stream):
+    def __init__(self, card, name):
+        self.card, self.name = card, name
+        self.handle = card.call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        self.recent = deque(maxlen=4)                    # names of the last kernels, for messages
+
+    def keep(self, arrays):
+        """Called with what an operation uses. Memory is freed after the device has ended its work: nothing to keep."""
+
+    def record(self):
+        return NvidiaEvent(self)
+
+    def wait(self, event):
+        self.card.call(driver.cuStreamWaitEvent, self.handle, event.handle, 0)
+
+    def synchronize(self):
+        driver.cuCtxSetCurrent(self.card._context)
+        status, = driver.cuStreamSynchronize(self.handle)
+        if status != SUCCESS:
+            recent = ", ".join(self.recent) or "none"
+            raise LaunchError(f"{self.card.name} is broken: {_explain(status)}; last kernels of this stream: {recent}")
+
+    def __del__(self):
+        if hasattr(self, "handle"):
+            self.card.finalize(driver.cuStreamDestroy, self.handle)
+
+
+class NvidiaEvent(Event):
+    def __init__(self, stream):
+        self.card = stream.card
+        self.handle = self.card.call(driver.cuEventCreate, driver.CUevent_flags.CU_EVENT_DEFAULT)
+        self.card.call(driver.cuEventRecord, self.handle, stream.handle)
+
+    @property
+    def done(self):
+        driver.cuCtxSetCurrent(self.card._context)
+        return driver.cuEventQuery(self.handle)[0] != driver.CUresult.CUDA_ERROR_NOT_READY
+
+    def synchronize(self):
+        self.card.call(driver.cuEventSynchronize, self.handle)
+
+    def seconds_since(self, earlier):
+        return self.card.call(driver.cuEventElapsedTime, earlier.handle, self.handle) * 1e-3
+
+    def __del__(self):
+        if hasattr(self, "handle"):
+            self.card.finalize(driver.cuEventDestroy, self.handle)
+
+
+class _CapturedStream(NvidiaStream):
+    """A stream whose operations become nodes of a graph; what they use lives as long as the stream."""
+
+    def __init__(self, card):
+        super().__init__(card, "recording")
+        self.kept = []
+        self.keep = self.kept.append
+
+
+class NvidiaRecording(Recording):
+    """A CUDA graph. Captured in relaxed mode: allocating, loading kernels and other streams go on meanwhile."""
+
+    def __init__(self, card):
+        super().__init__(card, _CapturedStream(card))
+        self.graph = None
+        card.call(driver.cuStreamBeginCapture, self.stream.handle,
+                  driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+
+    def finish(self):
+        captured = self.card.call(driver.cuStreamEndCapture, self.stream.handle)
+        self.graph = self.card.call(driver.cuGraphInstantiate, captured, 0)
+        self.card.call(driver.cuGraphDestroy, captured)
+
+    def replay(self, stream=None):
+        stream = self.card.target(stream, "a replay")
+        self.card.call(driver.cuGraphLaunch, self.graph, stream.handle)
+        stream.recent.append("a recording")
+
+    def __del__(self):
+        if getattr(self, "graph", None) is not None:
+            self.card.finalize(driver.cuGraphExecDestroy, self.graph)
