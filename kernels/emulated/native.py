@@ -22,7 +22,7 @@ from pathlib import Path
 import llvmlite
 import llvmlite.binding as llvm
 
-from .translate import CONTEXT, CONTEXT_BYTES, Target, Translated, translate
+from .translate import CONTEXT, CONTEXT_BYTES, Target, Translated, static_shared_bytes, translate
 
 llvm.initialize_native_target()
 llvm.initialize_native_asmprinter()
@@ -152,6 +152,11 @@ class NativeKernel:
     def __init__(self, ptx, cache_dir=None, target=None):
         self.ptx, self.cache_dir, self.target = ptx, cache_dir, target or host()
         self._codes = {}
+
+    @functools.cached_property
+    def static_shared(self):
+        """Bytes of static shared memory per block."""
+        return static_shared_bytes(self.ptx)
 
     def code(self, block):
         block = (tuple(block) + (1, 1))[:3]

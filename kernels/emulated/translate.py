@@ -382,6 +382,14 @@ def _bytes(t):
     return {"float": 4, "double": 8}.get(t) or int(t[1:]) // 8
 
 
+def static_shared_bytes(ptx):
+    """Bytes of static shared memory that a block of this PTX needs."""
+    end = 0
+    for align, size in re.findall(r"\.shared\s+\.align\s+(\d+)\s+\.b8\s+[\w$]+\[(\d+)\]", ptx):
+        end = -(-end // int(align)) * int(align) + int(size)
+    return end
+
+
 def translate(ptx, block, target):
     """PTX text of a module with one kernel -> Translated, for blocks of (x, y, z) threads on a Target.
 
