@@ -34,9 +34,8 @@ from pathlib import Path
 
 import numpy as np
 from cuda.bindings import nvrtc
-from numba import cuda
-from numba.core.errors import NumbaDebugInfoWarning
 from numba.cuda import types
+from numba.cuda.core.errors import NumbaDebugInfoWarning
 from numba.cuda.np.numpy_support import from_dtype
 
 CACHE_DIR = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qengine"

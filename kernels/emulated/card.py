@@ -16,14 +16,16 @@ import time
 import weakref
 from collections import deque
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 
 from kernels import compile as compiler
-from kernels.card import ALIGNMENT, Card, Event, LaunchError, Pinned, Recording, Stream, show_bytes
+from kernels.card import ALIGNMENT, Card, CardError, Event, LaunchError, Pinned, Recording, Stream, show_bytes
 from kernels.emulated import native
 
+MAX_STATIC_SHARED = 48 << 10                             # bytes per block, in shared arrays of fixed size
 MAX_SHARED = {(7, 0): 96 << 10, (7, 5): 64 << 10}        # bytes per block, as Volta and Turing allow
 WORKER_LOOK_SECONDS = 5                                  # between two looks of an idle worker
 
@@ -118,10 +120,13 @@ class EmulatedCard(Card):
 
     def _load(self, compiled):
         kernel = native.load(compiled.ptx, self.cache_dir / "native")
+        if kernel.static_shared > MAX_STATIC_SHARED:
+            raise CardError(f"{kernel.static_shared} bytes of shared arrays; what goes beyond {MAX_STATIC_SHARED} bytes "
+                            "must be dynamic shared memory")
         return kernel, kernel.static_shared
 
     def _enqueue(self, stream, function, grid, block, shared, params, args):
-        stream.push(Launches([function.handle.prepare(grid, block, params, shared)], list(args)))
+        stream.push(Launch(function.handle.prepare(grid, block, params, shared), args))
 
     # -- order --
 
@@ -137,6 +142,19 @@ class EmulatedCard(Card):
             stream.run_until(stream.pushed)
         self.raise_error()
 
+    def run(self, operations):
+        """Runs launches as one native list, or one operation of another kind. A broken card runs nothing, but its
+        queues empty, so that nobody waits for ever."""
+        try:
+            if self.error is not None:
+                return
+            if type(operations[0]) is Launch:
+                native.execute([operation.native for operation in operations], self.threads)
+            else:
+                operations[0]()
+        except Exception as error:
+            self.error = error
+
     def raise_error(self):
         """Raises what broke the card, if something did: a CardError that names the kernel."""
         if self.error is not None:
@@ -146,7 +164,7 @@ class EmulatedCard(Card):
         return EmulatedRecording(self)
 
     def _end_recording(self, recording):
-        pass
+        recording.finish()
 
 
 class EmulatedEvent(Event):
@@ -169,17 +187,17 @@ class EmulatedEvent(Event):
         return self.time - earlier.time
 
 
-class Launches:
-    """An operation of a stream: launches of kernels, and the arguments that must live until they have run."""
+class Launch:
+    """An operation of a stream: a native launch, and the arguments that must live until it has run."""
 
-    __slots__ = ("launches", "keep")
+    __slots__ = ("native", "keep")
 
-    def __init__(self, launches, keep):
-        self.launches, self.keep = launches, keep
+    def __init__(self, native, keep):
+        self.native, self.keep = native, keep
 
 
 class EmulatedStream(Stream):
-    """A queue of operations, which are Launches or functions without arguments, and how many were pushed and done."""
+    """A queue of operations, each a Launch or a function without arguments, and how many were pushed and done."""
 
     def __init__(self, card, name):
         self.card, self.name = card, name
@@ -219,22 +237,11 @@ class EmulatedStream(Stream):
     def _run_some(self, most):
         """Runs the next operation, or all launches up to the next operation of another kind, at most `most`."""
         operations = [self._queue.popleft()]
-        if type(operations[0]) is Launches:
-            while len(operations) < most and type(self._queue[0]) is Launches:
+        if type(operations[0]) is Launch:
+            while len(operations) < most and type(self._queue[0]) is Launch:
                 operations.append(self._queue.popleft())
-        try:
-            # A broken card runs nothing, but its queues empty, so that nobody waits for ever.
-            if self.card.error is None:
-                self._run(operations)
-        except Exception as error:
-            self.card.error = error
+        self.card.run(operations)
         self.done += len(operations)                     # not earlier: others take `done` as leave to go on
-
-    def _run(self, operations):
-        if type(operations[0]) is Launches:
-            native.execute([launch for operation in operations for launch in operation.launches], self.card.threads)
-        else:
-            operations[0]()
 
     def _wake(self):
         self._work.set()
@@ -261,26 +268,31 @@ class EmulatedRecording(Recording):
     def __init__(self, card):
         super().__init__(card, _RecordingStream(card, "recording"))
 
+        self.operations = []
+
+    def finish(self):
+        """Turns each row of launches into one native program, so that a replay costs one call for all of them."""
+        for is_launch, group in groupby(self.stream.recorded, lambda operation: type(operation) is Launch):
+            group = list(group)
+            if is_launch:
+                program = native.Program([launch.native for launch in group])
+                self.operations.append(lambda program=program: native.execute(program, self.card.threads))
+            else:
+                self.operations += group
+
     def replay(self, stream=None):
         stream = self.card.target(stream, "a replay")
-        for operation in self.stream.operations:
+        for operation in self.operations:
             stream.push(operation)
 
 
 class _RecordingStream(EmulatedStream):
-    """Keeps operations; consecutive launches become one operation, so that a replay hands them over as one list."""
+    """Keeps what it is given, arguments included, instead of running it."""
 
     def __init__(self, card, name):
         super().__init__(card, name)
-        self.operations = []
-
-    def push(self, operation):
-        last = self.operations[-1] if self.operations else None
-        if type(operation) is Launches and type(last) is Launches:
-            last.launches += operation.launches
-            last.keep += operation.keep
-        else:
-            self.operations.append(operation)
+        self.recorded = []
+        self.push = self.recorded.append
 
 
 @cache
