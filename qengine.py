@@ -3,19 +3,33 @@
 Table of contents
     1  Config and GGUF               what the model file says: metadata, tensors, shapes
     2  Tokenizer and chat template   text to token ids and back, messages to a prompt
+    3  Weights                       tensors on a card, from a file or random
+    4  Model                         the forward pass, layer by layer
+    5  Cache                         KV pages and recurrent states
+    6  Stages                        layers on cards, one after the other
+    7  Sampling                      per-slot parameters of the sampling kernels
+    8  Scheduler and engine          requests, slots, prompts and answers taking turns; load()
 
 Two kinds of error leave this file on purpose: `ModelError` for a file that cannot be used, `RequestError`
 for a request that cannot be answered. Each carries one sentence that a person can act on.
 """
 
 import codecs
+import collections
+import contextlib
 import dataclasses
 import datetime
+import functools
 import json
 import math
 import mmap
+import queue
 import re
+import secrets
 import struct
+import sys
+import threading
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +39,11 @@ import jinja2.sandbox
 import numpy as np
 import sentencepiece
 import tokenizers
+import tqdm
+
+from kernels import (attention, conv, elementwise, embedding, float_matmul, gdn, kv_cache, norm, q8_gemm, q8_gemv,
+                     quantize, rope, sample, synthetic)
+from kernels.card import Array, Card, CardError, open_cards
 
 # ======================================================================================================
 # 1  Config and GGUF
@@ -209,14 +228,15 @@ class GGUF:
         at = cursor.at
         key = cursor.string("a metadata key", MAX_KEY_BYTES)
         if key in self.metadata:
-            cursor.fail(f"key '{key}' appears twice", at)
-        self.metadata[key] = cursor.value(cursor.number("<I", f"the type of key '{key}'"), f"key '{key}'")
+            cursor.fail(f"key {key[:80]!r} appears twice", at)
+        what = f"key {key[:80]!r}"
+        self.metadata[key] = cursor.value(cursor.number("<I", f"the type of {what}"), what)
 
     def _read_tensor(self, cursor: _Cursor) -> tuple[TensorInfo, int]:
         """A row of the tensor table, its offset still relative to the data; and where the row stands."""
         at = cursor.at
         name = cursor.string("a tensor name", MAX_KEY_BYTES)
-        what = f"tensor '{name}'"
+        what = f"tensor {name[:80]!r}"
         n_dims = cursor.number("<I", f"the number of dimensions of {what}")
         if not 1 <= n_dims <= 4:
             cursor.fail(f"{what} has {n_dims} dimensions, not 1 to 4", at)
@@ -242,7 +262,7 @@ class GGUF:
         end = len(self._bytes)
         used = start
         for tensor, at in sorted(rows, key=lambda row: row[0].offset):
-            what, position = f"tensor '{tensor.name}'", start + tensor.offset
+            what, position = f"tensor {tensor.name[:80]!r}", start + tensor.offset
             if tensor.name in self.tensors:
                 cursor.fail(f"{what} appears twice", at)
             if tensor.offset % alignment:
@@ -264,6 +284,13 @@ class GGUF:
         if type(value) is not kind:
             raise ModelError(f"{self.path}: key '{key}' holds {type(value).__name__}, not {kind.__name__}")
         return value
+
+    def get_array(self, key: str, kinds: str, default=_REQUIRED):
+        """metadata[key], an array of numbers whose NumPy kind is one of `kinds` ("iu" integers, "f", "b")."""
+        array = self.get(key, np.ndarray, default)
+        if array is not default and array.dtype.kind not in kinds:
+            raise ModelError(f"{self.path}: key '{key}' is an array of the wrong type, {array.dtype}")
+        return array
 
     def data(self, name: str) -> np.ndarray:
         """The tensor as stored, a read-only view: F32 and F16 in their own type, BF16 as uint16, all in the
@@ -293,9 +320,10 @@ class GGUF:
         return values
 
     def q8_0(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """A Q8_0 matrix [N, K] as int8 quants [N, K] and float16 scales [N, K / 32], all of them finite."""
-        n, k = self.tensors[name].shape
-        quants, scales = q8_0_split(self.data(name), n, k)
+        """A Q8_0 tensor as int8 quants [N, K] and float16 scales [N, K / 32], all of them finite; K is its
+        last dimension, N the product of the others."""
+        *rows, k = self.tensors[name].shape
+        quants, scales = q8_0_split(self.data(name), math.prod(rows), k)
         if not np.isfinite(scales).all():
             raise ModelError(f"{self.path}: tensor '{name}' holds a block scale that is not a finite number")
         return quants, scales
@@ -417,7 +445,7 @@ class Config:
         """Read a `qwen35` file's metadata and check that its tensors are what the metadata promises."""
         architecture = gguf.get("general.architecture", str)
         if architecture != "qwen35":
-            raise ModelError(f"{gguf.path}: architecture '{architecture}' is not supported, 'qwen35' is")
+            raise ModelError(f"{gguf.path}: architecture {architecture[:80]!r} is not supported, 'qwen35' is")
         config = _read_config(gguf)
         _check_config(config, gguf.path)
         _check_tensors(config, gguf)
@@ -453,8 +481,8 @@ def _read_config(gguf: GGUF) -> Config:
         raise ModelError(f"{gguf.path}: key 'qwen35.nextn_predict_layers' is {n_nextn} of {n_blocks} blocks")
     scaling = gguf.get("qwen35.rope.scaling.type", str, "none")
     if scaling != "none":
-        raise ModelError(f"{gguf.path}: rotary scaling '{scaling}' is not supported")
-    sections = gguf.get("qwen35.rope.dimension_sections", np.ndarray)
+        raise ModelError(f"{gguf.path}: rotary scaling {scaling[:80]!r} is not supported")
+    sections = gguf.get_array("qwen35.rope.dimension_sections", "iu")
     if len(sections) < 3 or any(sections[3:]):
         raise ModelError(f"{gguf.path}: key 'qwen35.rope.dimension_sections' is {list(sections)[:8]}, "
                          "not time, height, width and 0")
@@ -493,10 +521,10 @@ def _read_config(gguf: GGUF) -> Config:
 def _layer_kinds(gguf: GGUF, n_blocks: int, n_nextn: int, interval: int) -> tuple[str, ...]:
     """From the explicit list where there is one, else (older files) every interval-th layer is attention."""
     key = "qwen35.attention.recurrent_layers"
-    recurrent = gguf.get(key, np.ndarray, None)
+    recurrent = gguf.get_array(key, "b", None)
     if recurrent is None:
         return _kinds_by_interval(n_blocks - n_nextn, interval)
-    if recurrent.dtype != bool or len(recurrent) != n_blocks:
+    if len(recurrent) != n_blocks:
         raise ModelError(f"{gguf.path}: key '{key}' is not {n_blocks} truth values")
     return tuple("linear" if r else "attention" for r in recurrent[:n_blocks - n_nextn])
 
@@ -541,7 +569,7 @@ def _check_tensors(config: Config, gguf: GGUF):
                              f"{tensor.type}, not {', '.join(allowed)}")
     unknown = next((name for name in gguf.tensors if name not in shapes), None)
     if unknown is not None:
-        raise ModelError(f"{gguf.path}: tensor '{unknown}' is not part of the qwen35 architecture")
+        raise ModelError(f"{gguf.path}: tensor {unknown[:80]!r} is not part of the qwen35 architecture")
     n_tokens = len(gguf.get("tokenizer.ggml.tokens", list))
     if n_tokens != config.n_vocab:
         raise ModelError(f"{gguf.path}: the vocabulary has {n_tokens} tokens and the embedding table "
@@ -653,7 +681,7 @@ class BPETokenizer(Tokenizer):
     def __init__(self, gguf: GGUF):
         pattern = PRE_TOKENIZERS.get(pre := gguf.get("tokenizer.ggml.pre", str))
         if pattern is None:
-            raise ModelError(f"{gguf.path}: pre-tokenizer '{pre}' is not supported, "
+            raise ModelError(f"{gguf.path}: pre-tokenizer {pre[:80]!r} is not supported, "
                              f"{' and '.join(PRE_TOKENIZERS)} are")
         tokens, types = _read_tokens(gguf)
         ids = {token: i for i, token in enumerate(tokens)}
@@ -698,7 +726,7 @@ def _byte_level_piece(token: str, to_byte: dict) -> bytes:
 def _read_tokens(gguf: GGUF) -> tuple[list[str], list[int]]:
     """The vocabulary and each token's type."""
     tokens = gguf.get("tokenizer.ggml.tokens", list)
-    types = gguf.get("tokenizer.ggml.token_type", np.ndarray)
+    types = gguf.get_array("tokenizer.ggml.token_type", "iu")
     if len(types) != len(tokens):
         raise ModelError(f"{gguf.path}: there are {len(tokens)} tokens and {len(types)} token types")
     return tokens, types.tolist()
@@ -731,10 +759,11 @@ def _special_tokens(gguf: GGUF, tokens: list[str], types: list[int]) -> dict:
     ends = {token_id("eos"), token_id("eot"), *(control.get(name) for name in END_TOKENS)} - {None}
     if not ends:
         raise ModelError(f"{gguf.path}: no token ends a text: key 'tokenizer.ggml.eos_token_id' is missing")
-    around = {"prefix": [], "suffix": []}
+    around = {}
     for where, role in (("prefix", "bos"), ("suffix", "eos")):
-        if gguf.get(f"tokenizer.ggml.add_{role}_token", bool, False) and token_id(role) is not None:
-            around[where] = [token_id(role)]
+        token = token_id(role)
+        wanted = gguf.get(f"tokenizer.ggml.add_{role}_token", bool, False) and token is not None
+        around[where] = [token] if wanted else []
     return {"control": control, "eos_ids": ends, **around}
 
 
@@ -746,7 +775,7 @@ class SPMTokenizer(Tokenizer):
 
     def __init__(self, gguf: GGUF):
         tokens, types = _read_tokens(gguf)
-        scores = gguf.get("tokenizer.ggml.scores", np.ndarray)
+        scores = gguf.get_array("tokenizer.ggml.scores", "f").astype(np.float32)
         if len(scores) != len(tokens):
             raise ModelError(f"{gguf.path}: there are {len(tokens)} tokens and {len(scores)} token scores")
         self.leading_space = gguf.get("tokenizer.ggml.add_space_prefix", bool, True)
@@ -761,12 +790,16 @@ class SPMTokenizer(Tokenizer):
                 model_proto=model + _proto_bytes(2, trainer) + _proto_bytes(3, normalizer))
         except RuntimeError as error:
             raise ModelError(f"{gguf.path}: not a SentencePiece vocabulary: {error}") from None
-        pieces = [bytes([int(token[3:5], 16)]) if type == BYTE else token.replace("\u2581", " ").encode()
+        pieces = [BYTE_PIECES[token] if type == BYTE else token.replace("\u2581", " ").encode()
                   for token, type in zip(tokens, types)]
         super().__init__(pieces, **_special_tokens(gguf, tokens, types))
 
     def _encode_plain(self, texts):
         return self._processor.encode(texts)
+
+
+# The names of SentencePiece's byte tokens; the library accepts no others.
+BYTE_PIECES = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}
 
 
 def _varint(value: int) -> bytes:
@@ -810,7 +843,8 @@ def load_tokenizer(gguf: GGUF) -> Tokenizer:
     kinds = {"gpt2": BPETokenizer, "llama": SPMTokenizer}
     model = gguf.get("tokenizer.ggml.model", str)
     if model not in kinds:
-        raise ModelError(f"{gguf.path}: tokenizer '{model}' is not supported, {' and '.join(kinds)} are")
+        raise ModelError(f"{gguf.path}: tokenizer {model[:80]!r} is not supported, "
+                         f"{' and '.join(kinds)} are")
     return kinds[model](gguf)
 
 
@@ -872,7 +906,7 @@ class ChatTemplate:
             "strftime_now": lambda format: datetime.datetime.now().strftime(format)}
         try:
             self._template = environment.from_string(source)
-        except (jinja2.TemplateError, RecursionError) as error:
+        except Exception as error:  # Jinja compiles to Python, whose compiler has complaints of its own
             raise ModelError(f"the chat template cannot be used: {error}") from None
         self._control_pattern = _any_of(control)
 
@@ -959,3 +993,874 @@ def _parsed_calls(calls, where: str) -> list[dict]:
             raise RequestError(f"{field}.arguments", f"{field}.arguments is not a JSON object")
         parsed.append(call | {"function": call["function"] | {"arguments": arguments}})
     return parsed
+
+
+# ======================================================================================================
+# 3  Weights
+# ======================================================================================================
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight matrix [n, k] on a card.
+
+    Q8_0: values int8 [n, k] and scales float16 [n, k / 32], two arrays so that both are aligned. Otherwise values
+    float32, float16 or uint16 (the bits of bfloat16) [n, k] and scales None.
+    """
+
+    values: Array
+    scales: Array | None = None
+
+    @property
+    def n(self) -> int:
+        return self.values.shape[0]
+
+    @property
+    def k(self) -> int:
+        return self.values.shape[1]
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.scales is not None
+
+
+class FileWeights:
+    """The tensors of a GGUF file, put on cards."""
+
+    def __init__(self, gguf: GGUF):
+        self.gguf = gguf
+
+    def matrix(self, card: Card, name: str) -> Matrix:
+        if self.gguf.tensors[name].type == "Q8_0":
+            quants, scales = self.gguf.q8_0(name)
+            return Matrix(card.upload(quants, name), card.upload(scales, f"{name} scales"))
+        self.gguf.floats(name)  # refuses values that are not finite
+        return Matrix(card.upload(self.gguf.data(name), name))
+
+    def vector(self, card: Card, name: str) -> Array:
+        """A norm weight, a bias or another small tensor, as float32 in its own shape."""
+        return card.upload(self.gguf.floats(name), name)
+
+
+# Random values for the small tensors, in the ranges that trained models have; other vectors lie around 1.
+SYNTHETIC_RANGES = {"ssm_a": (-8.0, -0.05), "ssm_dt.bias": (-5.0, 1.0), "ssm_conv1d.weight": (-0.6, 0.6)}
+
+
+class SyntheticWeights:
+    """Random Q8_0 weights of a model's real shapes, made on the card: no file, nothing over the bus.
+
+    A tensor's values depend on its name alone, so every card and every run has the same model.
+    """
+
+    def __init__(self, config: Config):
+        self.shapes = config.tensor_shapes()
+
+    def matrix(self, card: Card, name: str) -> Matrix:
+        n, k = self.shapes[name]
+        matrix = Matrix(card.alloc((n, k), np.int8, name), card.alloc((n, k // 32), np.float16, f"{name} scales"))
+        synthetic.random_q8(card, matrix.values, matrix.scales, n, k, zlib.crc32(name.encode()))
+        return matrix
+
+    def vector(self, card: Card, name: str) -> Array:
+        array = card.alloc(self.shapes[name], np.float32, name)
+        low, high = SYNTHETIC_RANGES.get(re.sub(r"^blk\.\d+\.", "", name), (0.9, 1.1))
+        synthetic.random_uniform(card, array, low, high, zlib.crc32(name.encode()))
+        return array
+
+
+# ======================================================================================================
+# 4  Model
+# ======================================================================================================
+# x is the residual stream, float32 [rows, hidden]. A layer is x += mixer(norm(x)); x += mlp(norm(x)). What enters
+# a projection is an *activation*: int8 with a scale per 32 values for a Q8_0 matrix, float32 for any other.
+
+
+@dataclass(frozen=True)
+class MLP:
+    norm: Array             # [hidden]
+    gate: Matrix            # [ffn, hidden]
+    up: Matrix              # [ffn, hidden]
+    down: Matrix            # [hidden, ffn]
+
+
+@dataclass(frozen=True)
+class LinearLayer:
+    """Gated DeltaNet: a recurrence whose state is 128 x 128 per value head, whatever the length of the text."""
+
+    norm: Array             # [hidden]
+    qkv: Matrix             # [conv_dim, hidden]: rows of q, k, v
+    z: Matrix               # [value_dim, hidden]: gate of the output
+    alpha: Matrix           # [n_value_heads, hidden]: how fast the state decays
+    beta: Matrix            # [n_value_heads, hidden]: how strongly it is written
+    conv: Array             # [conv_dim, conv_width]
+    a: Array                # [n_value_heads], -exp(A_log)
+    dt_bias: Array          # [n_value_heads]
+    out_norm: Array         # [128]
+    out: Matrix             # [hidden, value_dim]
+    mlp: MLP
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """Full attention: grouped heads of 256, a quarter of each rotated, a sigmoid gate on the output."""
+
+    norm: Array             # [hidden]
+    q: Matrix               # [n_heads * 512, hidden]: per head 256 rows of query, then 256 of gate
+    k: Matrix               # [kv_dim, hidden]
+    v: Matrix               # [kv_dim, hidden]
+    q_norm: Array           # [256]
+    k_norm: Array           # [256]
+    out: Matrix             # [hidden, query_dim]
+    mlp: MLP
+
+
+def load_layer(weights, card: Card, config: Config, index: int) -> LinearLayer | AttentionLayer:
+    """The weights of block `index` on `card`."""
+    def matrix(name):
+        return weights.matrix(card, f"blk.{index}.{name}.weight")
+
+    def vector(name):
+        return weights.vector(card, f"blk.{index}.{name}")
+
+    mlp = MLP(vector("post_attention_norm.weight"), matrix("ffn_gate"), matrix("ffn_up"), matrix("ffn_down"))
+    if config.layer_kinds[index] == "attention":
+        return AttentionLayer(vector("attn_norm.weight"), matrix("attn_q"), matrix("attn_k"), matrix("attn_v"),
+                              vector("attn_q_norm.weight"), vector("attn_k_norm.weight"), matrix("attn_output"), mlp)
+    return LinearLayer(vector("attn_norm.weight"), matrix("attn_qkv"), matrix("attn_gate"), matrix("ssm_alpha"),
+                       matrix("ssm_beta"), vector("ssm_conv1d.weight"), vector("ssm_a"), vector("ssm_dt.bias"),
+                       vector("ssm_norm.weight"), matrix("ssm_out"), mlp)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The tokens of one pass through the layers and where each belongs; int32 arrays on the card.
+
+    A prefill pass holds consecutive tokens of one slot and runs the prefill family of kernels; a decode pass holds
+    one token of each of several slots and runs the decode family.
+    """
+
+    n: int
+    is_decode: bool
+    ids: Array              # [n] token ids
+    slots: Array            # [n]
+    positions: Array        # [n] index in the slot's sequence
+    rope: Array             # [3, n] time, height, width
+
+
+class Activation:
+    """Rows on their way into projections of input size k, in the forms that the matrices read."""
+
+    def __init__(self, card: Card, rows: int, k: int):
+        self.k = k
+        self.x = card.alloc((rows, k), np.float32, f"activation {k}")
+        self.q = card.alloc((rows, k), np.int8, f"activation {k} quants")
+        self.d = card.alloc((rows, k // 32), np.float32, f"activation {k} scales")
+
+
+class Model:
+    """The forward pass of a range of layers on one card, with its scratch memory; the caches are the caller's.
+
+    Every float operation is a kernel of kernels/ on `card`; here is only their order.
+    """
+
+    def __init__(self, card: Card, config: Config, weights, layers: range, cache: "Cache", max_rows: int, n_slots: int,
+                 progress=iter):
+        self.card, self.config, self.cache, self.first_layer = card, config, cache, layers.start
+        is_last = layers.stop == config.n_layers
+        self.layers = [load_layer(weights, card, config, index) for index in progress(layers)]
+        self.embeddings = self.head = None
+        if layers.start == 0 or (is_last and config.tied_embeddings):
+            self.embeddings = weights.matrix(card, "token_embd.weight")
+        if is_last:
+            self.head_norm = weights.vector(card, "output_norm.weight")
+            self.head = self.embeddings if config.tied_embeddings else weights.matrix(card, "output.weight")
+        self.inv_freq = card.upload(rope.inverse_frequencies(config.rope_base), "rotary frequencies")
+        self._allocate(max_rows, n_slots)
+
+    def _allocate(self, rows: int, n_slots: int):
+        """Scratch memory. A name says what the array holds in the course of a layer."""
+        c, card = self.config, self.card
+
+        def floats(name, width):
+            return card.alloc((rows, width), np.float32, name)
+
+        self.x = floats("residual stream", c.hidden_dim)
+        self.qkv, self.mixed = floats("qkv", c.conv_dim), floats("qkv after convolution", c.conv_dim)
+        self.z, self.o = floats("z", c.value_dim), floats("delta rule output", c.value_dim)
+        self.alpha, self.beta = floats("alpha", c.n_value_heads), floats("beta", c.n_value_heads)
+        self.factors = floats("delta rule factors", 4 * c.n_value_heads)
+        self.query_gate = floats("query and gate", 2 * c.query_dim)
+        self.k, self.v = floats("key", c.kv_dim), floats("value", c.kv_dim)
+        self.q = card.alloc((rows, c.n_heads, c.head_dim), np.float16, "rotated query")
+        self.attended = floats("attention output", c.query_dim)
+        self.gate, self.up = floats("gate", c.ffn_dim), floats("up", c.ffn_dim)
+        widths = {c.hidden_dim, c.value_dim, c.query_dim, c.ffn_dim}
+        self.activations = {k: Activation(card, rows, k) for k in widths}
+        partials = attention.scratch_shape(n_slots, c.n_heads, self.cache.max_pages)
+        self.partials = card.alloc(partials, np.float32, "attention partials")
+        if self.head is not None:
+            self.logits = card.alloc((max(n_slots, HEAD_ROWS), c.n_vocab), np.float32, "logits")
+
+    def forward(self, rows: Rows, tap=None):
+        """Runs the layers over the rows; the result is in `x`. `tap(name, array)` is called after every layer."""
+        if self.first_layer == 0:
+            table = self.embeddings
+            embedding.embed(self.card, self.x, rows.ids, table.values, table.scales, rows.n, table.k)
+            if tap:
+                tap("embedding", self.x)
+        for index, layer in enumerate(self.layers, self.first_layer):
+            if isinstance(layer, LinearLayer):
+                self.linear_attention(rows, layer, self.cache.recurrent[index])
+            else:
+                self.attention(rows, layer, self.cache.pages[index])
+            self.mlp(rows, layer.mlp)
+            if tap:
+                tap(f"layer {index}", self.x)
+
+    def linear_attention(self, rows: Rows, layer: LinearLayer, state: "RecurrentState"):
+        card, c = self.card, self.config
+        length = 1 if rows.is_decode else rows.n  # rows of one slot
+        u = self.norm(rows, layer.norm, layer.qkv, layer.z, layer.alpha, layer.beta)
+        self.project(rows, self.qkv, layer.qkv, u)
+        self.project(rows, self.z, layer.z, u)
+        self.project(rows, self.alpha, layer.alpha, u)
+        self.project(rows, self.beta, layer.beta, u)
+        conv.conv_silu(card, self.mixed, self.qkv, state.conv, layer.conv, rows.slots, rows.n, c.conv_dim, length)
+        gdn.gated_delta_rule(card, self.o, state.memory, self.factors, self.mixed, self.alpha, self.beta, layer.a,
+                             layer.dt_bias, rows.slots, rows.n, c.n_key_heads, c.n_value_heads, length)
+        o = self.activations[c.value_dim]
+        if layer.out.is_quantized:
+            norm.gated_norm_quantize(card, o.q, o.d, self.o, self.z, layer.out_norm, rows.n, c.n_value_heads,
+                                     c.norm_eps)
+        else:
+            norm.gated_norm(card, o.x, self.o, self.z, layer.out_norm, rows.n, c.n_value_heads, c.norm_eps)
+        self.project(rows, self.x, layer.out, o, add=True)
+
+    def attention(self, rows: Rows, layer: AttentionLayer, pages: "Pages"):
+        card, c, table = self.card, self.config, self.cache.block_table
+        u = self.norm(rows, layer.norm, layer.q, layer.k, layer.v)
+        self.project(rows, self.query_gate, layer.q, u)
+        self.project(rows, self.k, layer.k, u)
+        self.project(rows, self.v, layer.v, u)
+        rope.norm_rope_q(card, self.q, self.query_gate, layer.q_norm, rows.rope, self.inv_freq, rows.n, c.n_heads,
+                         c.rope_sections, c.norm_eps)
+        kv_cache.store_kv(card, pages.k, pages.v, self.k, self.v, layer.k_norm, rows.rope, self.inv_freq, table,
+                          rows.slots, rows.positions, rows.n, c.n_kv_heads, c.rope_sections, c.norm_eps)
+        places = self.q, self.query_gate, pages.k, pages.v, table, rows.slots, rows.positions
+        if rows.is_decode:
+            attention.attend_decode(card, self.attended, *places, self.partials, rows.n, c.n_heads, c.n_kv_heads)
+        else:
+            attention.attend_prefill(card, self.attended, *places, rows.n, c.n_heads, c.n_kv_heads)
+        self.project(rows, self.x, layer.out, self.as_activation(rows, self.attended, layer.out), add=True)
+
+    def mlp(self, rows: Rows, layer: MLP):
+        card, ffn_dim = self.card, self.config.ffn_dim
+        u = self.norm(rows, layer.norm, layer.gate, layer.up)
+        self.project(rows, self.gate, layer.gate, u)
+        self.project(rows, self.up, layer.up, u)
+        h = self.activations[ffn_dim]
+        if layer.down.is_quantized:
+            elementwise.swiglu_quantize(card, h.q, h.d, self.gate, self.up, rows.n, ffn_dim)
+        else:
+            elementwise.swiglu(card, h.x, self.gate, self.up, rows.n, ffn_dim)
+        self.project(rows, self.x, layer.down, h, add=True)
+
+    def compute_logits(self, x: Array, n: int):
+        """logits[:n] = head(norm(x[:n])), always through the decode family, so that a row has one answer."""
+        rows = Rows(n, True, None, None, None, None)
+        self.project(rows, self.logits, self.head, self.norm(rows, self.head_norm, self.head, x=x))
+
+    # ---- the steps of a layer ----
+
+    def norm(self, rows: Rows, weight: Array, *readers: Matrix, x: Array | None = None) -> Activation:
+        """RMSNorm of the residual stream (or of `x`), in each form that one of the reading matrices wants."""
+        x, u, eps = self.x if x is None else x, self.activations[self.config.hidden_dim], self.config.norm_eps
+        if any(m.is_quantized for m in readers):
+            norm.rms_norm_quantize(self.card, u.q, u.d, x, weight, rows.n, u.k, eps)
+        if not all(m.is_quantized for m in readers):
+            norm.rms_norm(self.card, u.x, x, weight, rows.n, u.k, eps)
+        return u
+
+    def as_activation(self, rows: Rows, y: Array, reader: Matrix) -> Activation:
+        """y float32 [rows, k] in the form that the reading matrix wants."""
+        u = self.activations[reader.k]
+        if reader.is_quantized:
+            quantize.quantize_q8(self.card, u.q, u.d, y, rows.n, u.k)
+        else:
+            self.card.copy(u.x, y)
+        return u
+
+    def project(self, rows: Rows, y: Array, matrix: Matrix, u: Activation, add: bool = False):
+        """y[rows, n] = u W^T (y += with `add`) through the kernel of the rows' family."""
+        card, n, k = self.card, matrix.n, matrix.k
+        if matrix.is_quantized:
+            product = q8_gemv.gemv_q8_q8 if rows.is_decode else q8_gemm.gemm_q8_q8
+            product(card, y, matrix.values, matrix.scales, u.q, u.d, n, k, rows.n, add)
+        else:
+            product = float_matmul.gemv_float if rows.is_decode else float_matmul.gemm_float
+            product(card, y, matrix.values, u.x, n, k, rows.n, add)
+
+
+# ======================================================================================================
+# 5  Cache
+# ======================================================================================================
+
+PAGE_TOKENS = kv_cache.PAGE
+
+
+@dataclass(frozen=True)
+class RecurrentState:
+    """What a linear-attention layer remembers of each slot."""
+
+    conv: Array             # [n_slots, conv_width - 1, conv_dim] float32: the last inputs of the convolution
+    memory: Array           # [n_slots, n_value_heads, 128 key, 128 value] float32
+
+
+@dataclass(frozen=True)
+class Pages:
+    """The keys and values of an attention layer, in pages of 64 tokens that belong to slots by the block table."""
+
+    k: Array                # [n_pages, n_kv_heads, 64, 256] float16
+    v: Array                # the same
+
+
+class Cache:
+    """The memory of a range of layers: pages behind a block table, and recurrent states by slot."""
+
+    def __init__(self, card: Card, config: Config, layers: range, n_slots: int, n_ctx: int):
+        c, self.card, self.max_pages = config, card, pages_for(n_ctx)
+        self.pages, self.recurrent = {}, {}
+        for index in layers:
+            if c.layer_kinds[index] == "attention":
+                shape = (n_slots * self.max_pages, c.n_kv_heads, PAGE_TOKENS, c.head_dim)
+                self.pages[index] = Pages(card.alloc(shape, np.float16, f"layer {index} keys"),
+                                          card.alloc(shape, np.float16, f"layer {index} values"))
+            else:
+                state = (n_slots, c.n_value_heads, c.linear_head_dim, c.linear_head_dim)
+                self.recurrent[index] = RecurrentState(
+                    card.zeros((n_slots, c.conv_width - 1, c.conv_dim), np.float32, f"layer {index} conv state"),
+                    card.zeros(state, np.float32, f"layer {index} recurrent state"))
+        self.block_table = card.zeros((n_slots, self.max_pages), np.int32, "block table")
+
+    def reset(self, slot: int):
+        """Forget what the recurrent layers remember of a slot. Pages need no reset: positions bound what is read."""
+        for state in self.recurrent.values():
+            self.card.fill(state.conv[slot], 0)
+            self.card.fill(state.memory[slot], 0)
+
+    def set_pages(self, slot: int, pages: list[int]):
+        """Tell the card which pages hold the slot's tokens, 64 each, in order."""
+        row = np.zeros(self.max_pages, np.int32)
+        row[:len(pages)] = pages
+        self.card.copy_in(self.block_table[slot], row)
+
+
+def pages_for(n_tokens: int) -> int:
+    return -(-n_tokens // PAGE_TOKENS)
+
+
+class PagePool:
+    """The numbers of the free pages. A page has the same number in every layer, on every card."""
+
+    def __init__(self, n_pages: int):
+        self.free = list(range(n_pages - 1, -1, -1))
+
+    def take(self, count: int) -> list[int]:
+        if count > len(self.free):
+            raise CardError(f"{count} KV pages are needed and {len(self.free)} are free")
+        return [self.free.pop() for _ in range(count)]
+
+    def give_back(self, pages: list[int]):
+        self.free.extend(reversed(pages))
+
+
+# ======================================================================================================
+# 6  Stages
+# ======================================================================================================
+
+
+class Stage:
+    """A range of layers on one card: weights, caches, scratch, and the recorded launches of decode.
+
+    Token ids enter the first stage, and its last one's sampler turns logits into token ids; what a stage in between
+    hands on is `model.x`.
+    """
+
+    def __init__(self, card: Card, config: Config, weights, layers: range, n_slots: int, n_ctx: int, chunk: int,
+                 progress=iter):
+        self.card, self.n_slots = card, n_slots
+        self.cache = Cache(card, config, layers, n_slots, n_ctx)
+        max_rows = max(chunk, n_slots, HEAD_ROWS)
+        self.model = Model(card, config, weights, layers, self.cache, max_rows, n_slots, progress)
+        self.sampler = Sampler(card, n_slots, config.n_vocab) if self.model.head else None
+        self.inputs = card.alloc(6 * max_rows, np.int32, "ids, slots and positions of a pass")
+        self.decoders = {}      # batch size -> (Rows, Recording)
+
+    def rows(self, n: int, is_decode: bool) -> Rows:
+        """The first n entries of each input, side by side in one array so that one copy fills them all."""
+        i = self.inputs
+        return Rows(n, is_decode, i[:n], i[n:2 * n], i[2 * n:3 * n], i[3 * n:6 * n].reshape(3, n))
+
+    def set_rows(self, ids, slots, positions):
+        """Copy token ids, slots and positions to the card (lists of the same length)."""
+        packed = np.concatenate([ids, slots, positions, positions, positions, positions]).astype(np.int32)
+        self.card.copy_in(self.inputs[:len(packed)], packed)
+
+    def prefill(self, ids, slot: int, start: int, tap=None):
+        """Run consecutive tokens of a slot; their hidden states stay in model.x until the next pass."""
+        n = len(ids)
+        self.set_rows(ids, [slot] * n, range(start, start + n))
+        self.model.forward(self.rows(n, is_decode=False), tap)
+
+    def sample_row(self, row: int, slot: int) -> int:
+        """The next token of a slot from row `row` of the hidden states of the prefill pass just run."""
+        self.set_rows([0], [slot], [0])
+        self.model.compute_logits(self.model.x[row:row + 1], 1)
+        self.sampler.launch(self.model.logits, self.rows(1, is_decode=True))
+        return int(self.sampler.read(1)[0])
+
+    def decode(self, ids, slots, positions) -> np.ndarray | None:
+        """One step of several slots, recorded once for each batch size; int32 next tokens from the last stage."""
+        n = len(ids)
+        self.set_rows(ids, slots, positions)
+        if n not in self.decoders:
+            self.decoders[n] = self._record(self.rows(n, is_decode=True))
+        self.decoders[n].replay()
+        return self.sampler.read(n) if self.sampler else None
+
+    def _record(self, rows: Rows):
+        with self.card.record() as recording:
+            self.model.forward(rows)
+            if self.model.head:
+                self.model.compute_logits(self.model.x, rows.n)
+                self.sampler.launch(self.model.logits, rows)
+        return recording
+
+
+class Pipeline:
+    """The stages in order: one card, one stage for now. What crosses from card to card belongs here, nowhere else."""
+
+    def __init__(self, stages: list[Stage]):
+        self.stages, self.last = stages, stages[-1]
+
+    def start(self, slot: int, request: "Request"):
+        """Make a slot ready for a new sequence."""
+        for stage in self.stages:
+            stage.cache.reset(slot)
+        self.last.sampler.start(slot, request)
+
+    def set_pages(self, slot: int, pages: list[int]):
+        for stage in self.stages:
+            stage.cache.set_pages(slot, pages)
+
+    def prefill(self, ids, slot: int, start: int, tap=None):
+        """A chunk of a prompt: tokens of `slot` at positions start, start + 1, ...; start is a multiple of 64."""
+        for stage in self.stages:
+            stage.prefill(ids, slot, start, tap)
+
+    def sample_row(self, row: int, slot: int) -> int:
+        return self.last.sample_row(row, slot)
+
+    def decode(self, ids, slots, positions) -> np.ndarray:
+        """One token of each slot in, the next token of each out (int32)."""
+        for stage in self.stages:
+            tokens = stage.decode(ids, slots, positions)
+        return tokens
+
+
+# ======================================================================================================
+# 7  Sampling
+# ======================================================================================================
+
+
+class Sampler:
+    """The sampling kernels' memory on a card: parameters, step, token history and mask of every slot."""
+
+    def __init__(self, card: Card, n_slots: int, n_vocab: int):
+        self.card, self.n_vocab = card, n_vocab
+        self.state = sample.SamplingState.allocate(card, n_slots, n_slots, n_vocab)
+        self.tokens = card.alloc(n_slots, np.int32, "sampled tokens")
+
+    def start(self, slot: int, request: "Request"):
+        """Set a slot's parameters for a request and forget what it generated before."""
+        seed = secrets.randbits(64) if request.seed is None else request.seed
+        packed = sample.pack_parameters(request.temperature, request.top_k, request.top_p, request.min_p, seed)
+        self.card.copy_in(self.state.parameters[slot], packed)
+        self.card.fill(self.state.history[slot], 0)
+
+    def launch(self, logits: Array, rows: Rows):
+        """Queue the choice of the next token of each row; it can be recorded."""
+        sample.sample(self.card, self.tokens, logits, rows.slots, self.state, rows.n, self.n_vocab)
+
+    def read(self, n: int) -> np.ndarray:
+        """The tokens of the n rows sampled last (int32)."""
+        return self.card.download(self.tokens[:n])
+
+
+# ======================================================================================================
+# 8  Scheduler and engine
+# ======================================================================================================
+
+HEAD_ROWS = 8               # rows of logits computed at once when all are wanted
+CHUNK = 512                 # tokens of a prompt that run in one pass; a multiple of 64
+DEFAULT_CTX = 4096          # tokens of a slot, where neither the caller nor the model asks for fewer
+MAX_QUEUE = 256             # requests waiting for a slot
+
+
+class QueueFull(Exception):
+    """Too many requests wait for a slot, or the engine is closing."""
+
+
+@dataclass
+class Request:
+    """What a caller wants generated. Temperature 0 takes the likeliest token; top_k 0, top_p 1 and min_p 0 are off."""
+
+    prompt_ids: list[int]
+    max_tokens: int | None = None       # None: until the model ends or the context is full
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None             # None: another one for every request
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()          # strings that end the text and are not part of it
+
+    def check(self, n_vocab: int, n_ctx: int):
+        """RequestError names the first field that cannot be served."""
+        if not self.prompt_ids:
+            raise RequestError("prompt", "the prompt is empty")
+        if not all(0 <= token < n_vocab for token in self.prompt_ids):
+            raise RequestError("prompt", f"a token id of the prompt is outside 0 .. {n_vocab - 1}")
+        if len(self.prompt_ids) >= n_ctx:
+            raise RequestError("prompt", f"the prompt has {len(self.prompt_ids)} tokens and the context holds {n_ctx}, "
+                                         "prompt and answer together")
+        limits = {"max_tokens": (1, math.inf), "temperature": (0, math.inf), "top_k": (0, math.inf), "top_p": (0, 1),
+                  "min_p": (0, 1), "seed": (0, 2**64 - 1)}
+        for name, (low, high) in limits.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:  # NaN is not, either
+                raise RequestError(name, f"{name} is {value}, not {low} to {high}")
+
+
+@dataclass(frozen=True)
+class Event:
+    """A generated token, and the text that is certain by now. The last one has a finish reason: "stop" or "length"."""
+
+    token_id: int
+    text: str
+    finish_reason: str | None = None
+
+
+class StopScanner:
+    """Ends a text that arrives in pieces before its first stop string, and holds back what may become one."""
+
+    def __init__(self, stop):
+        self.stop = stop
+        self.held = ""
+        self.stopped = False        # a stop string was found
+
+    def push(self, piece: str) -> str:
+        """The text that is certain after another piece."""
+        text = self.held + piece
+        found = [at for at in (text.find(s) for s in self.stop) if at >= 0]
+        if found:
+            self.stopped, self.held = True, ""
+            return text[:min(found)]
+        held = max((n for s in self.stop for n in range(1, min(len(s), len(text) + 1)) if text.endswith(s[:n])),
+                   default=0)
+        self.held = text[len(text) - held:]
+        return text[:len(text) - held]
+
+    def flush(self) -> str:
+        """What was held back, when the text ends without a stop string."""
+        text, self.held = self.held, ""
+        return text
+
+
+class Generation:
+    """A request on its way through the engine. Iterate over it for its events."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer):
+        self.request = request
+        self.n_prompt, self.n_generated = len(request.prompt_ids), 0
+        self.cancelled = False
+        self._decoder, self._scanner = tokenizer.stream_decoder(), StopScanner(request.stop)
+        self._events, self._done = queue.SimpleQueue(), threading.Event()
+
+    def __iter__(self):
+        """Events as they come. Ends without a finish reason when cancelled; raises what the engine failed with."""
+        while (event := self._events.get()) is not None:
+            if isinstance(event, Exception):
+                raise event
+            yield event
+
+    def cancel(self):
+        """End the generation within one step of the engine, whether it waits or runs."""
+        self.cancelled = True
+
+    def wait(self):
+        """Return when it has finished, failed or been cancelled."""
+        self._done.wait()
+
+    def push(self, token: int, finish_reason: str | None) -> str | None:
+        """Take the next token from the scheduler; returns the finish reason, which a stop string may have supplied."""
+        self.n_generated += 1
+        text = self._scanner.push(self._decoder.push(token))
+        if finish_reason and not self._scanner.stopped:
+            text += self._scanner.push(self._decoder.flush()) + self._scanner.flush()
+        if self._scanner.stopped:
+            finish_reason = "stop"
+        self._events.put(Event(token, text, finish_reason))
+        return finish_reason
+
+    def close(self, error: Exception | None = None):
+        """No more events; with `error`, readers hear why."""
+        if error is not None:
+            self._events.put(error)
+        self._events.put(None)
+        self._done.set()
+
+
+class Sequence:
+    """A generation that holds a slot: its tokens, and how many of them the caches have seen."""
+
+    def __init__(self, generation: Generation, slot: int):
+        self.generation, self.slot = generation, slot
+        self.tokens = list(generation.request.prompt_ids)
+        self.n_cached = 0
+        self.pages: list[int] = []
+
+    @property
+    def in_prompt(self) -> bool:
+        return self.n_cached < self.generation.n_prompt
+
+
+class Scheduler:
+    """Decides what the cards do next. One thread repeats `step`: admit, one chunk of one prompt, one decode step.
+
+    So prompts and running answers take turns, and a cancellation is seen at every step.
+    """
+
+    def __init__(self, pipeline: Pipeline, tokenizer: Tokenizer, n_slots: int, n_ctx: int, chunk: int):
+        self.pipeline, self.tokenizer, self.n_ctx, self.chunk = pipeline, tokenizer, n_ctx, chunk
+        self.pool = PagePool(n_slots * pages_for(n_ctx))
+        self.free_slots = list(reversed(range(n_slots)))
+        self.waiting, self.running = collections.deque(), []
+        self.changed = threading.Condition()        # guards waiting, closing and error
+        self.closing, self.error = False, None
+        self.stepping = threading.Lock()            # held while the pipeline is in use
+        self.thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
+        self.thread.start()
+
+    def submit(self, generation: Generation):
+        """Queue a generation. Raises QueueFull, or the error that stopped the engine."""
+        with self.changed:
+            if self.error is not None:
+                raise self.error
+            if self.closing:
+                raise QueueFull("the engine is closing")
+            if len(self.waiting) >= MAX_QUEUE:
+                raise QueueFull(f"{MAX_QUEUE} requests are waiting already")
+            self.waiting.append(generation)
+            self.changed.notify()
+
+    def close(self):
+        """End every generation, and the thread."""
+        with self.changed:
+            self.closing = True
+            self.changed.notify()
+        self.thread.join()
+
+    @contextlib.contextmanager
+    def borrow_slot(self):
+        """A free slot and the pipeline to oneself, for work outside the queue. RequestError: every slot is taken."""
+        with self.stepping:
+            if not self.free_slots:
+                raise RequestError("slots", "every slot is taken by a running request")
+            sequence = Sequence(Generation(Request([]), self.tokenizer), self.free_slots.pop())
+            try:
+                yield sequence
+            finally:
+                self._release(sequence)
+
+    def _run(self):
+        error = None
+        try:
+            while self._wait_for_work():
+                with self.stepping:
+                    self.step()
+        except Exception as failure:    # a card failed: every request hears of it, and later ones are refused
+            error = failure
+        with self.changed:
+            self.closing, self.error = True, error
+            for generation in [s.generation for s in self.running] + list(self.waiting):
+                generation.close(error)
+            self.running.clear()
+            self.waiting.clear()
+
+    def _wait_for_work(self) -> bool:
+        with self.changed:
+            self.changed.wait_for(lambda: self.waiting or self.running or self.closing)
+            return not self.closing
+
+    def step(self):
+        """Admit what fits; run a chunk of the oldest unfinished prompt, then a decode step of all running answers."""
+        self._drop_cancelled()
+        self._admit()
+        prompt = next((s for s in self.running if s.in_prompt), None)
+        if prompt is not None:
+            self._prefill(prompt)
+        answering = [s for s in self.running if not s.in_prompt]
+        if answering:
+            self._decode(answering)
+
+    def _drop_cancelled(self):
+        for sequence in [s for s in self.running if s.generation.cancelled]:
+            self._finish(sequence)
+        with self.changed:
+            for generation in [g for g in self.waiting if g.cancelled]:
+                self.waiting.remove(generation)
+                generation.close()
+
+    def _admit(self):
+        while self.free_slots:
+            with self.changed:
+                if not self.waiting:
+                    return
+                generation = self.waiting.popleft()
+            sequence = Sequence(generation, self.free_slots.pop())
+            self.running.append(sequence)
+            self.pipeline.start(sequence.slot, generation.request)
+
+    def _prefill(self, sequence: Sequence):
+        """The next chunk of a prompt. Chunks start at multiples of 64, so no result depends on their size."""
+        start, end = sequence.n_cached, min(sequence.n_cached + self.chunk, sequence.generation.n_prompt)
+        self.reserve(sequence, end)
+        self.pipeline.prefill(sequence.tokens[start:end], sequence.slot, start)
+        sequence.n_cached = end
+        if not sequence.in_prompt:
+            self._take(sequence, self.pipeline.sample_row(end - start - 1, sequence.slot))
+
+    def _decode(self, sequences: list[Sequence]):
+        for sequence in sequences:
+            self.reserve(sequence, len(sequence.tokens))
+        tokens = self.pipeline.decode([s.tokens[-1] for s in sequences], [s.slot for s in sequences],
+                                      [s.n_cached for s in sequences])
+        for sequence, token in zip(sequences, tokens):
+            sequence.n_cached += 1
+            self._take(sequence, int(token))
+
+    def reserve(self, sequence: Sequence, n_tokens: int):
+        """Pages for the first n_tokens of a sequence. There are enough: the pool holds every slot's whole context."""
+        missing = pages_for(n_tokens) - len(sequence.pages)
+        if missing > 0:
+            sequence.pages += self.pool.take(missing)
+            self.pipeline.set_pages(sequence.slot, sequence.pages)
+
+    def _take(self, sequence: Sequence, token: int):
+        """Hand a new token of a sequence to its reader; after the last one the slot is free."""
+        if token < 0:
+            raise CardError("the logits hold a NaN: the model file is damaged, or a kernel is wrong")
+        sequence.tokens.append(token)
+        generation, request = sequence.generation, sequence.generation.request
+        finish_reason = None
+        if token in self.tokenizer.eos_ids and not request.ignore_eos:
+            finish_reason = "stop"
+        elif generation.n_generated + 1 == request.max_tokens or len(sequence.tokens) >= self.n_ctx:
+            finish_reason = "length"
+        if generation.push(token, finish_reason):
+            self._finish(sequence)
+
+    def _finish(self, sequence: Sequence):
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.generation.close()
+
+    def _release(self, sequence: Sequence):
+        self.pool.give_back(sequence.pages)
+        self.free_slots.append(sequence.slot)
+
+
+class Engine:
+    """A loaded model, for notebooks, the command line and the server.
+
+        engine = qengine.load("model.gguf")
+        print(engine.generate("Once upon a time", max_tokens=32))
+    """
+
+    def __init__(self, config: Config, tokenizer: Tokenizer, template: ChatTemplate | None, pipeline: Pipeline,
+                 n_slots: int, n_ctx: int, chunk: int):
+        self.name, self.config, self.tokenizer, self.template = config.name, config, tokenizer, template
+        self.pipeline, self.n_ctx, self.chunk = pipeline, n_ctx, chunk
+        self.cards = [stage.card for stage in pipeline.stages]
+        self.scheduler = Scheduler(pipeline, tokenizer, n_slots, n_ctx, chunk)
+
+    def submit(self, request: Request) -> Generation:
+        """Start a request. Raises RequestError, QueueFull, or the CardError that stopped the engine."""
+        request.check(self.config.n_vocab, self.n_ctx)
+        generation = Generation(request, self.tokenizer)
+        self.scheduler.submit(generation)
+        return generation
+
+    def generate(self, prompt: str | list[int], **sampling) -> str:
+        """The text that follows a prompt, given as text or token ids. `sampling`: the other fields of Request."""
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return "".join(event.text for event in self.submit(Request(ids, **sampling)))
+
+    def evaluate(self, ids: list[int], tap=None) -> np.ndarray:
+        """Logits float32 [len(ids), n_vocab] after each token of a text, which runs as a prompt does.
+
+        `tap(name, array)` sees the hidden states of each chunk on the card: "embedding", "layer 0", ...
+        """
+        Request(list(ids)).check(self.config.n_vocab, self.n_ctx + 1)
+        model, logits = self.pipeline.last.model, np.empty((len(ids), self.config.n_vocab), np.float32)
+        with self.scheduler.borrow_slot() as sequence:
+            self.pipeline.start(sequence.slot, sequence.generation.request)
+            self.scheduler.reserve(sequence, len(ids))
+            for start in range(0, len(ids), self.chunk):
+                chunk = ids[start:start + self.chunk]
+                self.pipeline.prefill(chunk, sequence.slot, start, tap)
+                for row in range(0, len(chunk), HEAD_ROWS):
+                    n = min(HEAD_ROWS, len(chunk) - row)
+                    model.compute_logits(model.x[row:row + n], n)
+                    logits[start + row:start + row + n] = model.card.download(model.logits[:n])
+        return logits
+
+    def close(self):
+        """End what runs."""
+        self.scheduler.close()
+
+
+def load_config(model: str) -> Config:
+    """The Config of a model file, or of "synthetic:NAME", without loading its weights. Raises ModelError."""
+    kind, _, name = model.partition(":")
+    return Config.synthetic(name) if kind == "synthetic" else Config.from_gguf(GGUF(model))
+
+
+def load(model: str, card: str | None = None, ctx: int | None = None, slots: int = 1, chunk: int = CHUNK,
+         progress: bool = True) -> Engine:
+    """Load a GGUF file, or random weights by the name "synthetic:tiny", "synthetic:0.8b", ..., ready to generate.
+
+    card: see kernels.card.open_cards. ctx: tokens of a slot, prompt and answer together. slots: answers that are
+    generated at the same time. chunk: tokens of a prompt per pass, a multiple of 64. progress: say on stderr which
+    card is used, and show bars. Raises ModelError, CardError.
+    """
+    if chunk < PAGE_TOKENS or chunk % PAGE_TOKENS:
+        raise RequestError("chunk", f"a chunk is a multiple of {PAGE_TOKENS} tokens, not {chunk}")
+    gguf = None if model.startswith("synthetic:") else GGUF(model)
+    config = Config.from_gguf(gguf) if gguf else load_config(model)
+    if gguf:
+        tokenizer = load_tokenizer(gguf)
+        template = ChatTemplate.from_gguf(gguf, tokenizer)
+    else:
+        tokenizer = ByteTokenizer(config.n_vocab)
+        template = ChatTemplate(SYNTHETIC_TEMPLATE)
+    weights = FileWeights(gguf) if gguf else SyntheticWeights(config)
+    n_ctx = ctx or min(config.context_length, DEFAULT_CTX)
+    used = open_cards(card)[0]
+    if progress:
+        print(f"card: {used.describe()}", file=sys.stderr, flush=True)
+    bar = functools.partial(tqdm.tqdm, desc="loading layers", unit="layer", leave=False, disable=not progress)
+    chunk = min(chunk, pages_for(n_ctx) * PAGE_TOKENS)
+    stage = Stage(used, config, weights, range(config.n_layers), slots, n_ctx, chunk, bar)
+    return Engine(config, tokenizer, template, Pipeline([stage]), slots, n_ctx, chunk)
