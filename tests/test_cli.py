@@ -149,7 +149,7 @@ def test_chat_keeps_the_conversation(capsys, loaded, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines), encoding="utf-8"))
     code, out, err = run(capsys, "-m", MODEL, "--chat", "--max-tokens", "6", *GREEDY)
     assert code == 0
-    assert err.count("answer ") == 3 and err.count("qengine: ") == 2 and "UTF-8" in err
+    assert err.count("answer 6 tokens") == 3 and err.count("qengine: ") == 2 and "UTF-8" in err
 
     messages, expected = [], ""
     for text in ("hello", "and then?", "last"):     # what was refused is no part of the conversation

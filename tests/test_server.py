@@ -127,7 +127,8 @@ def test_completion_prompts(client, engine):
 
 
 def test_defaults_are_those_of_openai(client):
-    one, two = (client.completions.create(model="m", prompt=PROMPT, extra_body={"ignore_eos": True}) for _ in "12")
+    extra = {"ignore_eos": True}
+    one, two = (client.completions.create(model="m", prompt=PROMPT, extra_body=extra) for _ in range(2))
     assert one.usage.completion_tokens == two.usage.completion_tokens == 16
     assert one.choices[0].text != two.choices[0].text       # temperature 1, a new seed each
 
@@ -305,7 +306,7 @@ def assert_error(answer, status, param=None):
     got, headers, body = answer
     error = body["error"]
     assert (got, set(error)) == (status, {"message", "type", "param", "code"})
-    assert error["param"] == param or param is None
+    assert param is None or error["param"].split("[")[0] == param       # "messages[0].content", say
     assert error["message"] and "\n" not in error["message"]
     assert headers["Content-Type"] == "application/json"
 
@@ -336,7 +337,7 @@ def test_no_body_is_an_internal_error(engine):
     values = [None, True, False, 0, 1, -1, 2**70, 0.5, 1e300, "", "a", "\udc80", "\0", [], [[]], [1], [None],
               {}, {"a": 1}, {"include_usage": True}, [{}], [{"role": "user"}], [HI, HI], [HI | {"name": 5}],
               [HI, said | {"tool_calls": [1]}], [HI, said | {"tool_calls": {"a": 1}}],
-              [HI | {"role": "tool"}], [HI | {"role": "system"}], [HI, said | {"content": "a", "reasoning_content": 5}, HI]]
+              [HI | {"role": "tool"}], [HI | {"role": "system"}], [HI, HI | {"role": "assistant", "name": 5}]]
     fields = sorted(qengine.FIELDS | qengine.NEUTRAL.keys() | qengine.IGNORED)
     fields += ["messages", "prompt", "chat_template_kwargs"]
     web = qengine.create_app(engine).test_client()
