@@ -25,24 +25,27 @@ _IR = {float32: ir.FloatType(), int32: ir.IntType(32), uint32: ir.IntType(32), u
 _CONSTRAINT = {float32: "f", int32: "r", uint32: "r", uint16: "h"}
 
 
+def _emit(text, result, arguments):
+    """Code generator of one PTX instruction."""
+    function = ir.FunctionType(_IR[result], [_IR[a] for a in arguments])
+    constraints = ",".join(["=" + _CONSTRAINT[result]] + [_CONSTRAINT[a] for a in arguments])
+    return lambda _, builder, __, values: builder.asm(function, text, constraints, values, False)
+
+
 def _instruction(text, result, *arguments, doc):
     """An intrinsic for one PTX instruction without side effects; `text` names result `$0` and arguments `$1`, `$2`, ..."""
 
-    def codegen(context, builder, signature, values):
-        function = ir.FunctionType(_IR[result], [_IR[a] for a in arguments])
-        constraints = ",".join(["=" + _CONSTRAINT[result]] + [_CONSTRAINT[a] for a in arguments])
-        return builder.asm(function, text, constraints, values, False)
-
-    # Numba reads the number of arguments from the Python signature, hence one spelling per arity.
+    # Numba reads the number of arguments from the Python signature, hence one spelling per arity. `text` is a free
+    # variable of each of them: the key of the compilation cache tells two instructions apart by it.
     if len(arguments) == 1:
         def typing(context, a):
-            return result(*arguments), codegen
+            return result(*arguments), _emit(text, result, arguments)
     elif len(arguments) == 2:
         def typing(context, a, b):
-            return result(*arguments), codegen
+            return result(*arguments), _emit(text, result, arguments)
     else:
         def typing(context, a, b, c):
-            return result(*arguments), codegen
+            return result(*arguments), _emit(text, result, arguments)
     typing.__doc__ = doc
     typing.__name__ = text.split()[0]
     return intrinsic(typing)
