@@ -1,0 +1,232 @@
+"""Matrix products for weights stored as floats: F32, F16 and BF16 weights times float32 activations.
+
+    y[r, n] = sum over j of w[n, j] * x[r, j]          (+ y[r, n] with `add`)
+
+    w  float32, float16 or uint16 (the bits of bfloat16) [n, k]; a weight becomes a float32 exactly
+    x  float32 [rows, k]     y  float32 [rows, n]     rows, n and k any, n k < 2**32
+
+Every product is one fma in float32, in one fixed order per family, so a row of y has the same bits whatever
+the other rows, the tile and the card are; the two families round differently.
+
+Decode, `gemv_float`: a warp takes ROWS rows of w; lane l sums j = l, l + 32, ... in that order, then a
+butterfly over the lanes. Up to eight rows of x share one reading of w. Pipe: fp32, bound by memory: 2 or 4
+bytes per weight. Loads are one element per lane, 64 or 128 bytes per warp: about 80 % of read bandwidth is
+expected, less than with 16-byte loads, which k of any size forbids.
+
+Prefill, `gemm_float`: one fma chain per output, j increasing. A block of 8 warps makes 64 rows x 64 columns
+of y; tiles of depth 32 pass through shared memory, the end of k filled with zeros:
+
+        w  [32 j][64 + 1]  lane l reads columns l and l + 32
+        x  [64 rows][32 j]  the same for the whole warp
+
+A warp makes 8 rows, a thread 8 x 2 outputs: 16 shared loads per 64 fma. Pipe: fp32, expected 40 % of its
+peak. It serves small projections and unquantised models; a half2 version would be twice as fast and would
+round differently."""
+
+import numpy as np
+from numba import cuda
+from numba.types import float32, uint32
+
+from kernels.intrinsics import half_to_float, load_floats4, warp_sum, word_as_float
+
+WARPS = 4  # of gemv
+ROWS = 2  # of w per warp of gemv
+COLUMNS = (1, 2, 4, 8)  # rows of x a gemv kernel can hold
+TILE_WARPS = 8  # of gemm
+TILE_ROWS = 8  # of x per warp
+TILE_COLUMNS = 2  # per thread
+DEPTH = 32  # of a tile
+TILE_M, TILE_N = TILE_WARPS * TILE_ROWS, 32 * TILE_COLUMNS
+PITCH = TILE_N + 1  # odd: 32 lanes that store one column of the tile hit 32 banks
+
+
+def matmul_reference(w, x):
+    """float64 y [rows, n]; w as stored."""
+    if w.dtype == np.uint16:
+        w = (w.astype(np.uint32) << 16).view(np.float32)
+    return x.astype(np.float64) @ w.astype(np.float64).T
+
+
+# ---- weights as stored -> float32 --------------------------------------------------------------------------
+
+@cuda.jit(device=True, inline="always")
+def float32_at(w, index):
+    return w[index]
+
+
+@cuda.jit(device=True, inline="always")
+def float16_at(w, index):
+    return half_to_float(w[index])
+
+
+@cuda.jit(device=True, inline="always")
+def bfloat16_at(w, index):
+    return word_as_float(uint32(uint32(w[index]) << uint32(16)))
+
+
+WEIGHT_AT = {np.dtype(kind): at for kind, at in
+             ((np.float32, float32_at), (np.float16, float16_at), (np.uint16, bfloat16_at))}
+
+
+def as_words(w):
+    """The flat array a kernel reads: float16 goes in as its 16-bit words."""
+    return (w.view(np.uint16) if w.dtype == np.float16 else w).reshape(-1)
+
+
+# ---- decode ------------------------------------------------------------------------------------------------
+
+def gemv_kernel(weight_at, columns):
+    """The decode kernel for one kind of weight and up to `columns` rows of x."""
+
+    @cuda.jit(device=True, inline="always")
+    def accumulate(acc, w_starts, x_starts, j, w, x):
+        """acc[r, c] += element j of row r of w times that of row c of x."""
+        weight = cuda.local.array(ROWS, float32)
+        for r in range(ROWS):
+            weight[r] = weight_at(w, uint32(w_starts[r] + j))
+        for c in range(columns):
+            value = x[uint32(x_starts[c] + j)]
+            for r in range(ROWS):
+                acc[r, c] = cuda.fma(weight[r], value, acc[r, c])
+
+    @cuda.jit
+    def gemv_float_kernel(y, w, x, n, k, n_columns, add):
+        lane = uint32(cuda.threadIdx.x)
+        row = uint32(uint32(cuda.blockIdx.x * uint32(WARPS) + cuda.threadIdx.y) * uint32(ROWS))
+        if row >= n:
+            return
+        w_starts = cuda.local.array(ROWS, uint32)
+        x_starts = cuda.local.array(columns, uint32)
+        acc = cuda.local.array((ROWS, columns), float32)
+        for r in range(ROWS):  # past the last row or column: the last one once more, not stored
+            w_starts[r] = uint32(min(uint32(row + uint32(r)), uint32(n - uint32(1))) * k)
+            for c in range(columns):
+                acc[r, c] = float32(0.0)
+        for c in range(columns):
+            x_starts[c] = uint32(min(uint32(c), uint32(n_columns - uint32(1))) * k)
+
+        for step in range(uint32(k >> uint32(5))):
+            accumulate(acc, w_starts, x_starts, uint32(uint32(step) * uint32(32) + lane), w, x)
+        rest = uint32(k & uint32(31))
+        if lane < rest:
+            accumulate(acc, w_starts, x_starts, uint32(k - rest + lane), w, x)
+
+        for r in range(ROWS):
+            for c in range(columns):
+                total = warp_sum(acc[r, c])
+                at = uint32(uint32(c) * n + row + uint32(r))
+                if lane == uint32(0) and uint32(row + uint32(r)) < n and uint32(c) < n_columns:
+                    y[at] = y[at] + total if add else total
+
+    return gemv_float_kernel
+
+
+# ---- prefill -----------------------------------------------------------------------------------------------
+
+def gemm_kernel(weight_at):
+    """The prefill kernel for one kind of weight."""
+
+    @cuda.jit
+    def gemm_float_kernel(y, w, x, n, k, n_rows, add):
+        w_tile = cuda.shared.array((DEPTH, PITCH), float32)
+        x_tile = cuda.shared.array((TILE_M, DEPTH), float32, alignment=16)
+        lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
+        column0 = uint32(cuda.blockIdx.x * uint32(TILE_N))
+        row0 = uint32(cuda.blockIdx.y * uint32(TILE_M))
+        warp_row = uint32(warp * uint32(TILE_ROWS))
+        warp_works = uint32(row0 + warp_row) < n_rows
+        last_column, last_row = uint32(n - uint32(1)), uint32(n_rows - uint32(1))
+        weight = cuda.local.array((4, TILE_COLUMNS), float32)
+        acc = cuda.local.array((TILE_ROWS, TILE_COLUMNS), float32)
+        for r in range(TILE_ROWS):
+            for c in range(TILE_COLUMNS):
+                acc[r, c] = float32(0.0)
+
+        for step in range(uint32(uint32(k + uint32(DEPTH - 1)) // uint32(DEPTH))):
+            j = uint32(uint32(step) * uint32(DEPTH) + lane)
+            for i in range(TILE_N // TILE_WARPS):  # a warp brings 32 elements of one row at a time
+                line = uint32(warp + uint32(i * TILE_WARPS))
+                start = uint32(min(uint32(column0 + line), last_column) * k)
+                w_tile[lane, line] = weight_at(w, uint32(start + j)) if j < k else float32(0.0)
+            for i in range(TILE_M // TILE_WARPS):
+                line = uint32(warp + uint32(i * TILE_WARPS))
+                start = uint32(min(uint32(row0 + line), last_row) * k)
+                x_tile[line, lane] = x[uint32(start + j)] if j < k else float32(0.0)
+            cuda.syncthreads()
+            if warp_works:
+                for j4 in range(DEPTH // 4):
+                    for i in range(4):
+                        for c in range(TILE_COLUMNS):
+                            weight[i, c] = w_tile[uint32(4 * j4 + i), uint32(lane + uint32(32 * c))]
+                    for r in range(TILE_ROWS):
+                        at = uint32(uint32(warp_row + uint32(r)) * uint32(DEPTH) + uint32(4 * j4))
+                        values = load_floats4(x_tile, at)
+                        for i in range(4):
+                            for c in range(TILE_COLUMNS):
+                                acc[r, c] = cuda.fma(weight[i, c], values[i], acc[r, c])
+            cuda.syncthreads()
+
+        for r in range(TILE_ROWS):
+            row = uint32(row0 + warp_row + uint32(r))
+            for c in range(TILE_COLUMNS):
+                column = uint32(column0 + lane + uint32(32 * c))
+                at = uint32(row * n + column)
+                if row < n_rows and column < n:
+                    y[at] = y[at] + acc[r, c] if add else acc[r, c]
+
+    return gemm_float_kernel
+
+
+GEMV = {(kind, columns): gemv_kernel(at, columns) for kind, at in WEIGHT_AT.items() for columns in COLUMNS}
+GEMM = {kind: gemm_kernel(at) for kind, at in WEIGHT_AT.items()}
+
+
+def gemv_float(card, y, w, x, n, k, rows, add=False, stream=None):
+    """Decode family: y float32 [rows, n] <- (y +) x float32 [rows, k] . w^T, w [n, k] of float32, float16 or
+    uint16 (bfloat16 bits). One launch for every eight rows; never allocates."""
+    for first in range(0, rows, COLUMNS[-1]):
+        here = min(rows - first, COLUMNS[-1])
+        part = slice(first, first + here)
+        kernel = GEMV[np.dtype(w.dtype), min(c for c in COLUMNS if c >= here)]
+        card.launch(kernel, -(-n // (WARPS * ROWS)), (32, WARPS), y[part].reshape(-1), as_words(w),
+                    x[part].reshape(-1), n, k, here, add, stream=stream)
+
+
+def gemm_float(card, y, w, x, n, k, rows, add=False, stream=None):
+    """Prefill family: arguments as `gemv_float`. One launch; never allocates."""
+    grid = (-(-n // TILE_N), -(-rows // TILE_M))
+    card.launch(GEMM[np.dtype(w.dtype)], grid, (32, TILE_WARPS), y.reshape(-1), as_words(w), x.reshape(-1), n,
+                k, rows, add, stream=stream)
+
+
+# ---- check and time ----------------------------------------------------------------------------------------
+
+CASES = [(1, 1, 1), (4, 31, 3), (33, 257, 2), (65, 100, 65), (500, 512, 9), (130, 1024, 130)]  # n, k, rows
+
+
+def random_weights(rng, kind, n, k):
+    """Weights [n, k] as stored: `kind` is np.float32, np.float16 or np.uint16 (bfloat16)."""
+    w = rng.standard_normal((n, k), np.float32)
+    return (w.view(np.uint32) >> 16).astype(np.uint16) if kind == np.uint16 else w.astype(kind)
+
+
+def check(card, n, k, rows, kind, multiply, add=False):
+    """Multiplies random matrices by `multiply`, gemv_float or gemm_float, and returns the largest error as a
+    fraction of what rounding may do: k fma (fewer in a row for gemv) and the addition to y, 2**-24 of the sum
+    of magnitudes each."""
+    rng = np.random.default_rng((n, k, rows))
+    w, x = random_weights(rng, kind, n, k), rng.standard_normal((rows, k), np.float32)
+    before = rng.standard_normal((rows, n), np.float32)
+    y = card.alloc((rows + 1, n), np.float32)
+    card.poison(y)
+    if add:
+        card.copy_in(y[:rows], before)
+    multiply(card, y[:rows], card.upload(w), card.upload(x), n, k, rows, add)
+    y = card.download(y)
+    assert np.isnan(y[rows]).all(), "wrote past the end"
+    magnitude = matmul_reference(w & 0x7FFF if kind == np.uint16 else abs(w), abs(x)) + abs(before) * add
+    chain = k if multiply is gemm_float else -(-k // 32) + 5
+    bound = (chain + 1) * 2.0**-24 * magnitude
+    error = (abs(y[:rows] - (matmul_reference(w, x) + before * add)) / bound).max()
+    assert error <= 1
+    return error

@@ -1,0 +1,156 @@
+"""Matrix x vector for decoding: int8 weights (Q8_0) times int8 activations, a few columns at once.
+
+    y[c, n] = sum over blocks b of 32:  dot(wq[n, b], xq[c, b]) * (wd[n, b] * xd[c, b])
+                                                                       (+ y[c, n] with `add`)
+
+    wq  int8    [n, k]         wd  float16 [n, k / 32]         Q8_0 split in two: rows of aligned words
+    xq  int8    [columns, k]   xd  float32 [columns, k / 32]   of kernels/quantize.py
+    y   float32 [columns, n]             k a multiple of 32, n and columns any, n k and columns n below 2**32
+
+The tree of additions is fixed, so a column has the same bits whatever n, its neighbours and the card are. A
+warp takes ROWS rows of w; its lane l takes the half blocks l, l + 32, l + 64, ... of each row and column:
+
+        half block   0    1    2    3   ...   31 |  32 ...
+        lane         0    1    2    3   ...   31 |   0 ...     16 bytes each: a step of a warp reads 512
+        scale          0         1                             two lanes share a block and its scale
+
+    lane:  acc = fma(float(dot of 16), wd * xd, acc)    in increasing half block; the dot is exact, by dp4a
+    warp:  butterfly sum of the 32 acc; with `add`, one more rounded addition
+
+Pipe: dp4a, but bound by memory: 1.06 n k bytes and n k columns / 4 dp4a per call. The weights are read once
+for up to eight columns: at its full bandwidth a CMP 100-210 has time for 27 dp4a per word of weights, and
+eight columns need 8 of them and 6 float operations. Expected: 89 % of read bandwidth for one column of a
+large matrix."""
+
+import numpy as np
+from numba import cuda
+from numba.types import float32, int32, uint32
+
+from kernels.intrinsics import BIAS_WORD, dp4a, half_to_float, load_words4, unbias, warp_sum
+
+BLOCK = 32
+WARPS = 4  # per block of threads
+ROWS = 2  # rows of w per warp: they share the loads of x
+COLUMNS = (1, 2, 4, 8)  # a kernel for each; the next larger one serves the numbers between
+
+
+def q8_reference(wq, wd, xq, xd):
+    """float64 y [columns, n] by the formula above, without its order."""
+    w = wq.reshape(len(wq), -1, BLOCK) * wd.astype(np.float64)[:, :, None]
+    x = xq.reshape(len(xq), -1, BLOCK) * xd.astype(np.float64)[:, :, None]
+    return x.reshape(xq.shape) @ w.reshape(wq.shape).T
+
+
+@cuda.jit(device=True, inline="always")
+def dot16(w, x):
+    """Exact dot product of two 16-byte pieces (4 words each) as a float32."""
+    total = dp4a(w[0], x[0], int32(BIAS_WORD))
+    total = dp4a(w[1], x[1], total)
+    total = dp4a(w[2], x[2], total)
+    return unbias(dp4a(w[3], x[3], total))
+
+
+def gemv_kernel(columns):
+    """The kernel that holds `columns` columns in registers."""
+
+    @cuda.jit(device=True, inline="always")
+    def accumulate(acc, w_starts, x_starts, half, wq, wd, xq, xd):
+        """acc[r, c] += half block `half` of row r times that of column c; starts count half blocks."""
+        w = cuda.local.array((ROWS, 4), uint32)
+        w_scale = cuda.local.array(ROWS, float32)
+        for r in range(ROWS):
+            at = uint32(w_starts[r] + half)
+            w[r, 0], w[r, 1], w[r, 2], w[r, 3] = load_words4(wq, uint32(at << uint32(4)))
+            w_scale[r] = half_to_float(wd[uint32(at >> uint32(1))])
+        for c in range(columns):
+            at = uint32(x_starts[c] + half)
+            x = load_words4(xq, uint32(at << uint32(4)))
+            x_scale = xd[uint32(at >> uint32(1))]
+            for r in range(ROWS):
+                acc[r, c] = cuda.fma(dot16(w[r], x), w_scale[r] * x_scale, acc[r, c])
+
+    @cuda.jit
+    def gemv_q8_q8_kernel(y, wq, wd, xq, xd, n, k, n_columns, add):
+        lane = uint32(cuda.threadIdx.x)
+        row = uint32(uint32(cuda.blockIdx.x * uint32(WARPS) + cuda.threadIdx.y) * uint32(ROWS))
+        if row >= n:
+            return
+        halves = uint32(k >> uint32(4))  # per row
+        acc = cuda.local.array((ROWS, columns), float32)
+        w_starts = cuda.local.array(ROWS, uint32)
+        x_starts = cuda.local.array(columns, uint32)
+        for r in range(ROWS):  # past the last row or column: the last one once more, not stored
+            w_starts[r] = uint32(min(uint32(row + uint32(r)), uint32(n - uint32(1))) * halves)
+            for c in range(columns):
+                acc[r, c] = float32(0.0)
+        for c in range(columns):
+            x_starts[c] = uint32(min(uint32(c), uint32(n_columns - uint32(1))) * halves)
+
+        for step in range(uint32(halves >> uint32(5))):
+            half = uint32(uint32(step) * uint32(32) + lane)
+            accumulate(acc, w_starts, x_starts, half, wq, wd, xq, xd)
+        rest = uint32(halves & uint32(31))
+        if lane < rest:
+            accumulate(acc, w_starts, x_starts, uint32(halves - rest + lane), wq, wd, xq, xd)
+
+        for r in range(ROWS):
+            for c in range(columns):
+                total = warp_sum(acc[r, c])
+                at = uint32(uint32(c) * n + row + uint32(r))
+                if lane == uint32(0) and uint32(row + uint32(r)) < n and uint32(c) < n_columns:
+                    y[at] = y[at] + total if add else total
+
+    return gemv_q8_q8_kernel
+
+
+KERNELS = {columns: gemv_kernel(columns) for columns in COLUMNS}
+
+
+def gemv_q8_q8(card, y, wq, wd, xq, xd, n, k, columns, add=False, stream=None):
+    """y float32 [columns, n] <- (y +) w . x with w = (wq int8 [n, k], wd float16 [n, k / 32]) and
+    x = (xq int8 [columns, k], xd float32 [columns, k / 32]). One launch per eight columns; no allocation."""
+    wd = wd.view(np.uint16).reshape(-1)
+    for first in range(0, columns, COLUMNS[-1]):
+        here = min(columns - first, COLUMNS[-1])
+        part = slice(first, first + here)
+        kernel = KERNELS[min(c for c in COLUMNS if c >= here)]
+        card.launch(kernel, -(-n // (WARPS * ROWS)), (32, WARPS), y[part].reshape(-1), wq.reshape(-1), wd,
+                    xq[part].reshape(-1), xd[part].reshape(-1), n, k, here, add, stream=stream)
+
+
+# ---- check and time ----------------------------------------------------------------------------------------
+
+# n, k, columns
+CASES = [(1, 32, 1), (4, 320, 1), (33, 512, 2), (31, 544, 3), (500, 1024, 8), (63, 2080, 11), (1024, 1024, 1)]
+
+
+def random_q8(rng, rows, k):
+    """Weights as a Q8_0 tensor has them: q int8 [rows, k], d float16 [rows, k / 32] of either sign."""
+    q = rng.integers(-128, 128, (rows, k), np.int8)
+    return q, (rng.standard_normal((rows, k // BLOCK)) / 1000).astype(np.float16)
+
+
+def random_activations(rng, rows, k):
+    """Quantised activations: q int8 [rows, k], d float32 [rows, k / 32]."""
+    return rng.integers(-127, 128, (rows, k), np.int8), rng.random((rows, k // BLOCK), np.float32)
+
+
+def check(card, n, k, columns, add=False):
+    """Multiplies random matrices and returns the largest error as a fraction of what rounding may do: the
+    chain of a lane, five additions of the butterfly, the product of the scales and the addition to y, 2**-24 of
+    the sum of magnitudes each."""
+    rng = np.random.default_rng((n, k, columns))
+    (wq, wd), (xq, xd) = random_q8(rng, n, k), random_activations(rng, columns, k)
+    before = rng.standard_normal((columns, n), np.float32)
+    y = card.alloc((columns + 1, n), np.float32)
+    card.poison(y)
+    if add:
+        card.copy_in(y[:columns], before)
+    gemv_q8_q8(card, y[:columns], *map(card.upload, (wq, wd, xq, xd)), n, k, columns, add)
+    y = card.download(y)
+    assert np.isnan(y[columns]).all(), "wrote past the end"
+    magnitude = q8_reference(abs(wq.astype(int)), abs(wd), abs(xq.astype(int)), xd) + abs(before) * add
+    bound = (-(-k // 512) + 7) * 2.0**-24 * magnitude
+    error = (abs(y[:columns] - (q8_reference(wq, wd, xq, xd) + before * add)) / bound).max()
+    assert error <= 1
+    return error

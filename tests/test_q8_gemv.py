@@ -1,0 +1,52 @@
+import numpy as np
+import pytest
+
+from kernels import q8_gemv
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("case", q8_gemv.CASES, ids=str)
+def test_within_the_rounding_bound(card, case, add):
+    q8_gemv.check(card, *case, add)
+
+
+def multiply(card, w, x):
+    wq, wd = w
+    xq, xd = x
+    y = card.alloc((len(xq), len(wq)), np.float32)
+    card.poison(y)
+    q8_gemv.gemv_q8_q8(card, y, *map(card.upload, (wq, wd, xq, xd)), *wq.shape, len(xq))
+    return card.download(y)
+
+
+def test_column_has_the_same_bits_in_any_company(card):
+    rng = np.random.default_rng(1)
+    w, (xq, xd) = q8_gemv.random_q8(rng, 37, 1568), q8_gemv.random_activations(rng, 19, 1568)
+    together = multiply(card, w, (xq, xd))
+    for columns in range(1, 10):
+        part = slice(5, 5 + columns)
+        np.testing.assert_array_equal(multiply(card, w, (xq[part], xd[part])), together[part])
+
+
+def test_row_has_the_same_bits_in_any_matrix(card):
+    rng = np.random.default_rng(2)
+    (wq, wd), x = q8_gemv.random_q8(rng, 37, 576), q8_gemv.random_activations(rng, 2, 576)
+    whole = multiply(card, (wq, wd), x)
+    np.testing.assert_array_equal(multiply(card, (wq[5:12], wd[5:12]), x), whole[:, 5:12])
+
+
+def test_bits_of_the_tree(card):
+    """Half blocks dealt to 32 lanes, each lane a chain of fma, then the butterfly: step by step in NumPy."""
+    rng = np.random.default_rng(3)
+    k = 1120
+    (wq, wd), (xq, xd) = q8_gemv.random_q8(rng, 40, k), q8_gemv.random_activations(rng, 3, k)
+    lanes = np.zeros((3, 40, 32), np.float32)
+    for half in range(k // 16):
+        part = slice(16 * half, 16 * half + 16)
+        dot = xq[:, part].astype(np.int64) @ wq[:, part].astype(np.int64).T
+        scale = xd[:, half // 2, None] * wd[:, half // 2].astype(np.float32)
+        # The float64 sum of an exact product and a float32 rounds once more only in its 53rd bit.
+        lanes[:, :, half % 32] = dot * scale.astype(np.float64) + lanes[:, :, half % 32]
+    for distance in (16, 8, 4, 2, 1):
+        lanes = lanes + lanes[:, :, np.arange(32) ^ distance]
+    np.testing.assert_array_equal(multiply(card, (wq, wd), (xq, xd)), lanes[:, :, 0])

@@ -1,0 +1,8 @@
+import pytest
+
+from kernels import quantize
+
+
+@pytest.mark.parametrize("case", quantize.CASES, ids=str)
+def test_bits_equal_the_reference(card, case):
+    quantize.check(card, *case)
