@@ -405,8 +405,9 @@ def open_cards(which=None, cache_dir=compiler.CACHE_DIR, **settings):
         cards = open_nvidia_cards(numbers, cache_dir, required=kind == "cuda")
         if cards:
             return cards
-    from kernels.emulated.card import EmulatedCard
+    from kernels.emulated.card import EmulatedCard, default_memory
     count = numbers[0] if numbers else 1
     if count < 1 or (numbers and len(numbers) > 1):
         raise CardError(f"unknown card {which!r}: emulated:3 means three emulated cards")
+    settings = {"memory_bytes": default_memory() // count} | settings
     return [EmulatedCard(i, cache_dir=cache_dir, **settings) for i in range(count)]

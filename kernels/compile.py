@@ -60,9 +60,9 @@ class Compiled:
 
 # ---- arguments ---------------------------------------------------------------------------------------------
 
-_SCALARS = {np.dtype(t).type: np.dtype(t).name for t in "?bhiqBHIQefd"}
-_SCALAR_CODES = {np.dtype(t).name: t for t in "?bhiqBHIQefd"}
-_SCALARS |= {bool: "bool", float: "float32", int: "uint32"}
+_SCALAR_CODES = {"bool": "?", "int8": "b", "int16": "h", "int32": "i", "int64": "q", "uint8": "B", "uint16": "H",
+                 "uint32": "I", "uint64": "Q", "float16": "e", "float32": "f", "float64": "d"}
+_SCALARS = {np.dtype(name).type: name for name in _SCALAR_CODES} | {bool: "bool", float: "float32", int: "uint32"}
 
 
 def array_type(dtype, ndim):

@@ -27,7 +27,6 @@ from kernels.emulated import native
 
 MAX_STATIC_SHARED = 48 << 10                             # bytes per block, in shared arrays of fixed size
 MAX_SHARED = {(7, 0): 96 << 10, (7, 5): 64 << 10}        # bytes per block, as Volta and Turing allow
-WORKER_LOOK_SECONDS = 5                                  # between two looks of an idle worker
 
 
 class EmulatedCard(Card):
@@ -44,9 +43,8 @@ class EmulatedCard(Card):
         cc = cc or next(c for c in compiler.supported_ccs() if c >= (7, 0))
         self.threads = threads or _usable_processors()
         self.link_gbs, self.late = link_gbs, late
-        memory_bytes = memory_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-        super().__init__(f"emulated card {number}", cc, self.threads, memory_bytes, MAX_SHARED.get(cc, 96 << 10),
-                         Path(cache_dir))
+        super().__init__(f"emulated card {number}", cc, self.threads, memory_bytes or default_memory(),
+                         MAX_SHARED.get(cc, 96 << 10), Path(cache_dir))
         self._used = 0
         self._links = {"in": threading.Lock(), "out": threading.Lock()}
         self.streams = []
@@ -249,18 +247,17 @@ class EmulatedStream(Stream):
             self._worker = threading.Thread(target=_work, args=(weakref.ref(self), self._work), daemon=True,
                                             name=f"{self.card.name}, {self.name}")
             self._worker.start()
+            weakref.finalize(self, self._work.set)       # the last wake-up ends the thread
 
 
 def _work(stream_reference, work):
-    """The worker thread of a stream; it looks now and then whether the stream still exists."""
-    while True:
-        is_work = work.wait(WORKER_LOOK_SECONDS)
+    """The worker thread of a stream; it ends with the stream."""
+    while work.wait():
+        work.clear()                                     # before the queue is read, so that no wake-up is lost
         stream = stream_reference()
         if stream is None:
             return
-        if is_work:
-            work.clear()                                 # before the queue is read, so that no wake-up is lost
-            stream.run_until(stream.pushed)
+        stream.run_until(stream.pushed)
         del stream
 
 
@@ -307,6 +304,11 @@ def _processor():
     vectors = next((label for flag, label in (("avx512_vnni", "AVX-512 VNNI"), ("avx512f", "AVX-512"),
                                               ("avx2", "AVX2")) if flag in flags), platform.machine())
     return info.get("model name") or platform.processor() or "this processor", vectors
+
+
+def default_memory():
+    """Half of the machine's memory, in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def _usable_processors():

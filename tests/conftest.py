@@ -1,0 +1,29 @@
+"""The cards that tests run on: the emulated one and every NVIDIA card of this machine."""
+
+from functools import cache
+
+import pytest
+
+from kernels.card import open_cards
+from kernels.nvidia import open_nvidia_cards
+
+
+@cache
+def _cards():
+    """One card of each kind and number, by name."""
+    return {card.name: card for card in open_cards("emulated") + open_nvidia_cards(required=False)}
+
+
+def pytest_report_header():
+    return [f"card: {card.describe()}" for card in _cards().values()]
+
+
+def pytest_generate_tests(metafunc):
+    if "card" in metafunc.fixturenames:
+        metafunc.parametrize("card", list(_cards()), indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
+def card(request):
+    """Each card in turn. It is shared by all tests: a test that breaks a card opens its own."""
+    return _cards()[request.param]
