@@ -338,7 +338,7 @@ class Translator(Memory):
         for other in self.flow.waiting[block.index]:
             live |= self.flow.blocks[other].live_in
         saved = []
-        for register in sorted(live, key=list(self.slots).index):
+        for register in (r for r in self.slots if r in live):
             t, slot = llvm_type(self.registers[register]), self.slots[register]
             if self.lanes.scalar(register):
                 saved.append((slot + ".s", t))
