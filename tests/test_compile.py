@@ -1,0 +1,304 @@
+"""Kernel compilation: what the PTX holds, what the cache key covers, and the cache itself under stress."""
+
+import linecache
+import re
+import struct
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numba import cuda, float32, uint32
+from numba.types import float16
+
+from kernels import compile as compiler
+from kernels import intrinsics
+from kernels.compile import CompileError, cache_key, compile_kernel
+
+ROOT = Path(__file__).parents[1]
+VOLTA = (7, 0)
+FACTOR = 3.0
+TABLE = (1.0, 2.0)
+
+
+@cuda.jit
+def multiply_add(x, y, n, s):
+    i = uint32(cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x)
+    if i < n:
+        y[i] = x[i] * s + y[i]
+
+
+SIGNATURE = ("float32[1]", "float32[1]", "uint32", "float32")
+
+
+@cuda.jit
+def half_sum(x, y, out):
+    i = uint32(cuda.threadIdx.x)
+    h = float16(x[i]) * y[i] + y[i]
+    out[i] = float32(cuda.fp16.hfma(h, y[i], h))
+
+
+HALF_SIGNATURE = ("float32[1]", "float16[1]", "float32[1]")
+
+
+@cuda.jit(device=True)
+def polynomial(x, turns):
+    total = float32(0)
+    for _ in range(turns):                              # a loop of unknown length is not inlined away
+        total = total * x + float32(FACTOR)
+    return total
+
+
+@cuda.jit
+def calls_device_function(x, n):
+    x[uint32(0)] = polynomial(x[uint32(0)], n) + float32(TABLE[1]) + intrinsics.exp(x[uint32(1)])
+
+
+# ---- the PTX ---------------------------------------------------------------------------------------------------
+
+def test_nothing_is_contracted(tmp_path):
+    ptx = compile_kernel(multiply_add, SIGNATURE, VOLTA, tmp_path).ptx
+    assert "mul.rn.f32" in ptx and "add.rn.f32" in ptx and "fma" not in ptx
+
+
+def test_half_scalars_are_complete_and_rounded(tmp_path):
+    ptx = compile_kernel(half_sum, HALF_SIGNATURE, VOLTA, tmp_path).ptx
+    assert ".extern .func" not in ptx
+    called = set(re.findall(r"call\.uni \([^)]*\),\s*(\w+)", ptx))
+    defined = set(re.findall(r"^\.func\s+\([^)]*\)\s*(\w+)\(", ptx, flags=re.M))
+    assert called and called <= defined
+    assert {"fma.rn.f16", "mul.rn.f16", "add.rn.f16"} <= set(re.findall(r"\w+(?:\.\w+)*\.f16\b", ptx))
+    assert not re.findall(r"\b(?:add|sub|mul)\.(?:f16|f32|f64)", ptx)
+
+
+def test_entry_name_and_line_numbers(tmp_path):
+    compiled = compile_kernel(multiply_add, SIGNATURE, VOLTA, tmp_path)
+    assert (compiled.name, compiled.entry) == ("multiply_add", "kernel_multiply_add")
+    assert re.findall(r"\.entry (\w+)\(", compiled.ptx) == [compiled.entry] and "NumbaEnv" not in compiled.ptx
+    assert ".target sm_70" in compiled.ptx and ".loc" in compiled.ptx and "test_compile.py" in compiled.ptx
+
+
+def test_device_functions_need_no_card(tmp_path):
+    assert "kernel_calls" in compile_kernel(calls_device_function, ("float32[1]", "uint32"), VOLTA, tmp_path).ptx
+
+
+def test_launch_bounds(tmp_path):
+    @cuda.jit(launch_bounds=(128, 2))
+    def bounded(x):
+        x[uint32(0)] = 1
+
+    ptx = compile_kernel(bounded, ("float32[1]",), VOLTA, tmp_path).ptx
+    assert ".maxntid 128" in ptx and ".minnctapersm 2" in ptx
+
+
+def test_errors_name_the_kernel(tmp_path):
+    @cuda.jit
+    def wrong(x):
+        x.no_such_method()
+
+    with pytest.raises(CompileError, match=r"(?s)kernel wrong\(float32\[1\]\) for sm_70: .*no_such_method"):
+        compile_kernel(wrong, ("float32[1]",), VOLTA, tmp_path)
+
+    @cuda.jit(fastmath=True)
+    def fast(x):
+        x[0] = 1
+
+    with pytest.raises(CompileError, match="fast.*launch_bounds"):
+        compile_kernel(fast, ("float32[1]",), VOLTA, tmp_path)
+
+
+def test_assembles_for_volta(tmp_path):
+    """NVIDIA's assembler takes the text as it is, fp16 functions included."""
+    from cuda.core import Linker, LinkerOptions, ObjectCode
+    for kernel, signature in ((half_sum, HALF_SIGNATURE), (calls_device_function, ("float32[1]", "uint32"))):
+        ptx = compile_kernel(kernel, signature, VOLTA, tmp_path).ptx
+        Linker(ObjectCode.from_ptx(ptx.encode()), options=LinkerOptions(arch="sm_70")).link("cubin")
+
+
+def test_capabilities():
+    supported = compiler.supported_ccs()
+    assert supported == sorted(supported) and compiler.target_cc(VOLTA) == VOLTA
+    assert compiler.target_cc((99, 0)) == supported[-1] and compiler.target_cc((8, 8)) == (8, 7)
+    with pytest.raises(CompileError, match="sm_30"):
+        compiler.target_cc((3, 0))
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------
+
+def test_parameters_are_laid_out_as_the_ptx_says(tmp_path):
+    """Sizes and natural alignment of the .param declarations of a kernel with every type of argument."""
+    @cuda.jit
+    def everything(a, b, c, d, e, f, g, h, i, j, k, l, m):
+        a[uint32(0)] = b + c + d + e + f + g + h + i + j + k + l[uint32(0), uint32(0)] + m
+
+    signature = ("float64[1]", "bool", "int8", "float64", "uint8", "int16", "uint16", "int32", "uint32", "int64",
+                 "uint64", "float16[2]", "float32")
+    ptx = compile_kernel(everything, signature, VOLTA, tmp_path).ptx
+    offsets, end = [], 0
+    for bits in re.findall(r"\.param \.[a-z](\d+) kernel_everything_param", ptx):
+        size = int(bits) // 8
+        offsets.append(end + -end % size)
+        end = offsets[-1] + size
+    assert compiler.parameter_layout(signature) == (offsets, end)
+    words = compiler.array_words(256, (2, 3), 2)
+    packed = compiler.packer(signature)(compiler.array_words(0, (4,), 8), True, *[1] * 9, words, 0.5)
+    assert len(packed) == end and packed[-4:] == struct.pack("f", 0.5)
+    assert words == struct.pack("9q", 0, 0, 6, 2, 256, 2, 3, 6, 2)
+
+
+def test_scalar_types():
+    for value, name in ((True, "bool"), (7, "uint32"), (0.5, "float32"), (np.float64(1), "float64"), (np.int8(1), "int8"),
+                        (np.uint64(1), "uint64"), (np.bool_(0), "bool"), (np.float16(1), "float16")):
+        assert compiler.scalar_type(value) == name
+    for value, error in ((-1, OverflowError), (1 << 32, OverflowError), ("x", TypeError), (None, TypeError)):
+        with pytest.raises(error):
+            compiler.scalar_type(value)
+
+
+# ---- the key ---------------------------------------------------------------------------------------------------
+
+def kernel_from(source, tmp_path, name="kernel", **given):
+    """A kernel from source text in a file of its own, with the globals `given`."""
+    file = tmp_path / "source.py"
+    file.write_text("from numba import cuda, float32, uint32\n" + textwrap.dedent(source))
+    namespace = {"__name__": "source", **given}
+    exec(compile(file.read_text(), str(file), "exec"), namespace)
+    return namespace[name]
+
+
+PLAIN = """
+    FACTOR = 2.0
+    @cuda.jit(device=True)
+    def helper(x):
+        return x * float32(3)
+    @cuda.jit
+    def kernel(x):
+        x[uint32(0)] = helper(x[uint32(1)]) * float32(FACTOR)
+"""
+
+
+def test_key_follows_everything_that_counts(tmp_path):
+    def key(source=PLAIN, signature=("float32[1]",), cc=VOLTA, **given):
+        return cache_key(kernel_from(source, tmp_path, **given), signature, cc)
+
+    assert key() == key() and len(key()) == 40
+    other = {key(), key(PLAIN.replace("2.0", "2.5")), key(PLAIN.replace("float32(3)", "float32(4)")),
+             key(PLAIN.replace("uint32(1)", "uint32(2)")), key("\n" + PLAIN),
+             key(PLAIN.replace("@cuda.jit\n", "@cuda.jit(launch_bounds=64)\n")),
+             key(signature=("float16[1]",)), key(cc=(7, 5))}
+    assert len(other) == 8
+    assert key(PLAIN + "\n    UNUSED = 1") == key()
+
+
+def test_key_follows_closures_arrays_and_modules(tmp_path):
+    closure = """
+        def make(tile, table):
+            @cuda.jit
+            def kernel(x):
+                x[uint32(0)] = float32(tile) + table[0]
+            return kernel
+        kernel = make(TILE, TABLE)
+    """
+    table = np.arange(3, dtype=np.float32)
+    keys = {cache_key(kernel_from(closure, tmp_path, TILE=t, TABLE=a), ("float32[1]",), VOLTA)
+            for t in (1, 2) for a in (table, table + 1)}
+    assert len(keys) == 4
+
+    module = type(sys)("settings_of_a_project")
+    through_module = "@cuda.jit\ndef kernel(x):\n    x[uint32(0)] = settings.DEPTH"
+    keys = set()
+    for module.DEPTH in (1, 2, 1):
+        keys.add(cache_key(kernel_from(through_module, tmp_path, settings=module), ("float32[1]",), VOLTA))
+    assert len(keys) == 2
+
+
+def test_key_follows_the_file_of_an_intrinsic(tmp_path):
+    source = """
+        from numba.cuda import types
+        from numba.cuda.extending import intrinsic
+        TEXT = "mov.b32 $0, 1;"
+        @intrinsic
+        def one(context):
+            return types.uint32(), lambda *a: None
+        @cuda.jit
+        def kernel(x):
+            x[uint32(0)] = one()
+    """
+    keys = set()
+    for text in (source, source.replace("0, 1;", "0, 2;")):
+        linecache.clearcache()                           # as in a process started after the change
+        keys.add(cache_key(kernel_from(text, tmp_path), ("uint32[1]",), VOLTA))
+    assert len(keys) == 2
+
+
+def test_key_refuses_what_it_cannot_see_through(tmp_path):
+    class Opaque:
+        pass
+
+    kernel = kernel_from("@cuda.jit\ndef kernel(x):\n    x[uint32(0)] = THING.size", tmp_path, THING=Opaque())
+    with pytest.raises(TypeError, match="Opaque"):
+        cache_key(kernel, ("float32[1]",), VOLTA)
+
+
+# ---- the cache -------------------------------------------------------------------------------------------------
+
+PROCESS = """
+import sys
+from kernels import compile as compiler
+from tests.test_compile import *
+folder = sys.argv[1]
+for kernel, signature in ((multiply_add, SIGNATURE), (half_sum, HALF_SIGNATURE),
+                          (calls_device_function, ("float32[1]", "uint32"))):
+    compile_kernel(kernel, signature, VOLTA, folder)
+print(compiler.n_compiled)
+"""
+
+
+def in_processes(folder, seeds):
+    """Runs PROCESS once per hash seed, all at once; the number of kernels that each compiled."""
+    running = [subprocess.Popen([sys.executable, "-c", PROCESS, str(folder)], cwd=ROOT, stdout=subprocess.PIPE,
+                                env={"PATH": "/usr/bin:/bin", "PYTHONHASHSEED": seed}, text=True) for seed in seeds]
+    outputs = [process.communicate(timeout=120)[0] for process in running]
+    assert all(process.returncode == 0 for process in running)
+    return [int(output) for output in outputs]
+
+
+def test_second_start_compiles_nothing(tmp_path):
+    assert set(in_processes(tmp_path, seeds=["1", "2"])) <= {0, 1, 2, 3}      # at once, in one folder
+    assert in_processes(tmp_path, seeds=["3"]) == [0]
+    assert len(list((tmp_path / "ptx").iterdir())) == 3
+
+
+def test_damaged_entries_are_made_again(tmp_path):
+    def fresh():
+        compiler._memory.clear()
+        return compile_kernel(multiply_add, SIGNATURE, VOLTA, tmp_path).ptx
+
+    before, text = compiler.n_compiled, fresh()
+    file, = (tmp_path / "ptx").iterdir()
+    whole = file.read_bytes()
+    for damage in (whole[:-1], whole[:10], b"", whole[:50] + b"?" + whole[51:]):
+        file.write_bytes(damage)
+        assert fresh() == text and file.read_bytes() == whole
+    assert compiler.n_compiled == before + 5
+    assert fresh() == text and compiler.n_compiled == before + 5
+
+
+def test_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    compiler._memory.clear()
+    with pytest.warns(UserWarning, match="not kept"):
+        assert compile_kernel(multiply_add, SIGNATURE, VOLTA, tmp_path / "file").ptx
+
+
+def test_threads_compile_once(tmp_path):
+    compiler._memory.clear()
+    before, results = compiler.n_compiled, []
+    threads = [threading.Thread(target=lambda: results.append(compile_kernel(multiply_add, SIGNATURE, VOLTA, tmp_path)))
+               for _ in range(8)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert len(set(map(id, results))) == 1 and len(results) == 8 and compiler.n_compiled == before + 1
