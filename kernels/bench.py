@@ -1,0 +1,145 @@
+"""Checks a kernel against its reference and times it: the table of `python -m kernels.<name>`.
+
+    if __name__ == "__main__":
+        main("Q8_0 GEMV", cases)                         # cases(card) yields Case objects
+
+One line per case: the error that the check returned, the time of one call, and what that means in bytes and
+operations per second, and in per cent of the card's memory bandwidth or of the pipe's peak where these are known
+(kernels/emulated/cards.py has them, with their sources). The time is taken without Python: calls are recorded, and the
+recording is replayed between two events, the shortest of several replays counts. Data that fit in a cache stay there
+from call to call: choose sizes beyond it to measure memory.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kernels.card import CardError, open_cards
+from kernels.emulated.cards import CARDS
+
+OPS_PER_LANE = {"dp4a": 8, "dp2a": 4, "half2": 4, "ffma": 2, "fp32": 1}     # a multiplication and an addition are two
+TARGET_SECONDS = 0.05                                    # length of one timed replay
+MAX_CALLS = 500                                          # in one recording
+REPLAYS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table. What is left out is not shown.
+
+    name: the shape. check(): compares with the reference, returns the largest error, raises AssertionError.
+    launch(): queues one call on the default stream, any number of times. n_bytes: of global memory that one call must
+    move. n_ops: operations of one call, multiplication and addition apart, on `pipe` (a key of OPS_PER_LANE).
+    """
+    name: str
+    check: Callable | None = None
+    launch: Callable | None = None
+    n_bytes: int = 0
+    n_ops: int = 0
+    pipe: str = ""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a case gave: error and seconds per call are nan where not asked for; `failure` is the check's message."""
+    case: Case
+    error: float = math.nan
+    seconds: float = math.nan
+    failure: str = ""
+
+
+def main(title, cases):
+    """Command line of a kernel's file: checks and times `cases(card)` on each chosen card; exit code 1 on failure."""
+    parser = argparse.ArgumentParser(description=f"{title}: check against the reference, and time.")
+    parser.add_argument("--card", help="emulated, cuda, cuda:0 (default: all real cards, else the emulated one)")
+    choice = parser.parse_args()
+    try:
+        results = [result for card in open_cards(choice.card) for result in bench(card, title, cases(card))]
+    except CardError as error:
+        sys.exit(str(error))
+    sys.exit(1 if any(result.failure for result in results) else 0)
+
+
+def bench(card, title, cases):
+    """Checks, times and prints each of `cases` (an iterable of Case) as it is done; returns the list of Results."""
+    cases, results = list(cases), []
+    width = max([len(case.name) for case in cases], default=0)
+    print(f"{title} on {card.describe()}\n\n{'case':{width}}  max error       time     GB/s     TOPS  of peak")
+    for case in cases:
+        result = run(card, case)
+        print(line(result, width, model_of(card)), flush=True)
+        results.append(result)
+    print()
+    return results
+
+
+def run(card, case):
+    """Checks and times one case."""
+    try:
+        error = case.check() if case.check else math.nan
+    except AssertionError as failure:
+        return Result(case, failure=" ".join(str(failure).split())[:200] or "check failed")
+    return Result(case, error, seconds_per_call(card, case.launch) if case.launch else math.nan)
+
+
+def seconds_per_call(card, launch):
+    """Seconds that one call of `launch` takes on the card, queued among others."""
+    launch()                                             # compiles
+    n_calls, seconds = 1, 0.0
+    while True:
+        with card.record() as recording:
+            for _ in range(n_calls):
+                launch()
+        seconds = min(_replay_seconds(card, recording) for _ in range(REPLAYS))
+        if seconds >= TARGET_SECONDS / 2 or n_calls == MAX_CALLS:
+            return seconds / n_calls
+        n_calls = min(MAX_CALLS, max(2 * n_calls, int(n_calls * TARGET_SECONDS / max(seconds, 1e-9))))
+
+
+def _replay_seconds(card, recording):
+    stream = card.default_stream
+    start = stream.record()
+    recording.replay()
+    end = stream.record()
+    end.synchronize()
+    return end.seconds_since(start)
+
+
+def line(result, width, model=None):
+    """The table line of a Result; `model` is the CardModel that per cent of peak refers to, or None."""
+    case, seconds = result.case, result.seconds
+    if result.failure:
+        return f"{case.name:{width}}  FAILED: {result.failure}"
+    columns = [f"{result.error:9.2e}" if result.error == result.error else f"{'':9}",
+               show_time(seconds) if seconds == seconds else f"{'':9}",
+               f"{case.n_bytes / seconds / 1e9:7.1f}" if case.n_bytes and seconds == seconds else f"{'':7}",
+               f"{case.n_ops / seconds / 1e12:7.2f}" if case.n_ops and seconds == seconds else f"{'':7}",
+               fraction_of_peak(case, seconds, model)]
+    return f"{case.name:{width}}  {'  '.join(columns)}".rstrip()
+
+
+def fraction_of_peak(case, seconds, model):
+    """The larger of the shares of memory bandwidth and of the pipe's peak, e.g. "91 % memory"; "" where unknown."""
+    if model is None or seconds != seconds:
+        return ""
+    shares = [(case.n_bytes / seconds / model.read_bandwidth, "memory")]
+    if case.n_ops and case.pipe:
+        shares.append((case.n_ops / seconds / (OPS_PER_LANE[case.pipe] * model.rate(case.pipe)), case.pipe))
+    share, name = max(shares)
+    return f"{share:.0%} {name}".replace("%", " %") if share else ""
+
+
+def model_of(card):
+    """The CardModel of a real card, None for one that is not in the table and for the emulated card."""
+    words = getattr(card, "model", "").replace("-", " ").split()
+    return next((model for model in CARDS if model.name.replace("-", " ").split()[0] in words
+                 and (model.name[:3] != "CMP" or "CMP" in words)), None)
+
+
+def show_time(seconds):
+    """0.0000123 → ' 12.30 µs', always nine characters wide."""
+    for unit, scale in (("s ", 1), ("ms", 1e3), ("µs", 1e6)):
+        if seconds * scale >= 1 or unit == "µs":
+            return f"{seconds * scale:6.2f} {unit}"
