@@ -4,10 +4,10 @@
         main("Q8_0 GEMV", cases)                         # cases(card) yields Case objects
 
 One line per case: the error that the check returned, the time of one call, and what that means in bytes and
-operations per second, and in per cent of the card's memory bandwidth or of the pipe's peak where these are known
-(kernels/emulated/cards.py has them, with their sources). The time is taken without Python: calls are recorded, and the
-recording is replayed between two events, the shortest of several replays counts. Data that fit in a cache stay there
-from call to call: choose sizes beyond it to measure memory.
+operations per second, and in per cent of the card's memory bandwidth or of the pipe's peak where these are
+known (kernels/emulated/cards.py has them, with their sources). The time is taken without Python: calls are
+recorded, and the recording is replayed between two events, the shortest of several replays counts. Data that
+fit in a cache stay there from call to call: choose sizes beyond it to measure memory.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from kernels.card import CardError, open_cards
 from kernels.emulated.cards import CARDS
 
-OPS_PER_LANE = {"dp4a": 8, "dp2a": 4, "half2": 4, "ffma": 2, "fp32": 1}     # a multiplication and an addition are two
+OPS_PER_LANE = {"dp4a": 8, "dp2a": 4, "half2": 4, "ffma": 2, "fp32": 1}    # multiplication and addition apart
 TARGET_SECONDS = 0.05                                    # length of one timed replay
 MAX_CALLS = 500                                          # in one recording
 REPLAYS = 3
@@ -30,8 +30,9 @@ class Case:
     """One line of the table. What is left out is not shown.
 
     name: the shape. check(): compares with the reference, returns the largest error, raises AssertionError.
-    launch(): queues one call on the default stream, any number of times. n_bytes: of global memory that one call must
-    move. n_ops: operations of one call, multiplication and addition apart, on `pipe` (a key of OPS_PER_LANE).
+    launch(): queues one call on the default stream, any number of times. n_bytes: of global memory that one
+    call must move. n_ops: operations of one call, multiplication and addition apart, on `pipe` (a key of
+    OPS_PER_LANE).
     """
     name: str
     check: Callable | None = None
@@ -43,7 +44,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """What a case gave: error and seconds per call are nan where not asked for; `failure` is the check's message."""
+    """What a case gave: error and seconds per call, nan where not asked for; failure: the check's words."""
     case: Case
     error: float = math.nan
     seconds: float = math.nan
@@ -51,9 +52,9 @@ class Result:
 
 
 def main(title, cases):
-    """Command line of a kernel's file: checks and times `cases(card)` on each chosen card; exit code 1 on failure."""
+    """Command line of a kernel's file: checks and times `cases(card)` on each card; exits with 1 on failure."""
     parser = argparse.ArgumentParser(description=f"{title}: check against the reference, and time.")
-    parser.add_argument("--card", help="emulated, cuda, cuda:0 (default: all real cards, else the emulated one)")
+    parser.add_argument("--card", help="emulated, cuda or cuda:0 (default: real cards, else emulated)")
     choice = parser.parse_args()
     try:
         results = [result for card in open_cards(choice.card) for result in bench(card, title, cases(card))]
@@ -63,10 +64,11 @@ def main(title, cases):
 
 
 def bench(card, title, cases):
-    """Checks, times and prints each of `cases` (an iterable of Case) as it is done; returns the list of Results."""
+    """Checks, times and prints each Case of `cases`, one line as each is done; returns the Results."""
     cases, results = list(cases), []
     width = max([len(case.name) for case in cases], default=0)
-    print(f"{title} on {card.describe()}\n\n{'case':{width}}  max error       time     GB/s     TOPS  of peak")
+    print(f"{title} on {card.describe()}\n")
+    print(f"{'case':{width}}  max error       time     GB/s     TOPS  of peak")
     for case in cases:
         result = run(card, case)
         print(line(result, width, model_of(card)), flush=True)
@@ -121,7 +123,7 @@ def line(result, width, model=None):
 
 
 def fraction_of_peak(case, seconds, model):
-    """The larger of the shares of memory bandwidth and of the pipe's peak, e.g. "91 % memory"; "" where unknown."""
+    """The larger of the shares of memory bandwidth and of the pipe's peak, "91 % memory", or ""."""
     if model is None or seconds != seconds:
         return ""
     shares = [(case.n_bytes / seconds / model.read_bandwidth, "memory")]

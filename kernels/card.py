@@ -6,16 +6,18 @@
     card.launch(kernel, grid, block, x, 5, 0.5)          # kernel: a lazy @cuda.jit function
     y = card.download(x)
 
-Order. Operations given to one stream run in the order given; operations of two streams are ordered by events alone.
-`stream=None` means the card's default stream, a stream like any other. `upload` and `zeros` are done when they return,
-`download` waits for its stream; everything else is asynchronous. There is no current card: every Array belongs to one
-Card, and two Cards in one process, used from any thread, do not know of each other.
+Order. Operations given to one stream run in the order given; operations of two streams are ordered by events
+alone. `stream=None` means the card's default stream, a stream like any other. `upload` and `zeros` are done
+when they return, `download` waits for its stream; everything else is asynchronous. There is no current card:
+every Array belongs to one Card, and two Cards in one process, used from any thread, do not know of each
+other.
 
-Host memory. Pageable memory is read when `copy_in` is called; pinned memory (`card.pinned`) is read when the copy runs,
-so it must not change before. `copy_out` into pageable memory returns when the copy is done, into pinned memory at once.
+Host memory. Pageable memory is read when `copy_in` is called; pinned memory (`card.pinned`) is read when the
+copy runs, so it must not change before. `copy_out` into pageable memory returns when the copy is done, into
+pinned memory at once.
 
-Record and replay. Launches and copies within the card made inside `with card.record() as recording` are kept instead
-of run, arguments frozen; `recording.replay()` runs them all for the price of about one launch.
+Record and replay. Launches and copies within the card made inside `with card.record() as recording` are kept
+instead of run, arguments frozen; `recording.replay()` runs them all for the price of about one launch.
 """
 
 import math
@@ -44,10 +46,10 @@ class LaunchError(CardError):
     """A kernel could not be launched or failed while it ran; the message names kernel, grid and block."""
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------
+# ---- memory ------------------------------------------------------------------------------------------------
 
 class Memory:
-    """One allocation. Freed by `Card.free` or when the last Array (or queued operation) that uses it is gone."""
+    """One allocation, freed by `Card.free` or when the last Array or queued operation that uses it ends."""
 
     __slots__ = ("card", "ptr", "nbytes", "name", "backing", "__weakref__")
 
@@ -64,10 +66,11 @@ class Memory:
 
 
 class Array:
-    """A C-contiguous array in the memory of one card. Indexing and slicing of axis 0, `view` and `reshape` share memory.
+    """A C-contiguous array in the memory of one card. Indexing, slicing of axis 0, `view` and `reshape` share
+memory.
 
-    Attributes: card, name, shape (tuple of int), dtype (NumPy), ndim, size (items), nbytes, ptr (address, int),
-    type (its type string for compilation), memory (the allocation).
+    Attributes: card, name, shape (tuple of int), dtype (NumPy), ndim, size (items), nbytes, ptr (address,
+    int), type (its type string for compilation), memory (the allocation).
     """
 
     __slots__ = ("memory", "ptr", "shape", "dtype", "type", "name", "_words")
@@ -124,11 +127,12 @@ class Array:
         return self.shape[0]
 
     def __repr__(self):
-        return f"<{self.name or 'array'}: {self.dtype.name}{list(self.shape)}{'' if self.card else ', freed'}>"
+        state = "" if self.card else ", freed"
+        return f"<{self.name or 'array'}: {self.dtype.name}{list(self.shape)}{state}>"
 
 
 class Pinned:
-    """Page-locked host memory, the base of the arrays that `Card.pinned` returns. `release` is called at its end."""
+    """Page-locked host memory, the base of the arrays of `Card.pinned`. `release` is called at its end."""
 
     def __init__(self, ptr, nbytes, release):
         self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (nbytes,), "data": (ptr, False)}
@@ -145,13 +149,13 @@ def is_pinned(host):
     return isinstance(host, Pinned)
 
 
-# ---- order -----------------------------------------------------------------------------------------------------
+# ---- order -------------------------------------------------------------------------------------------------
 
 class Stream:
     """An in-order queue of one card. `synchronize()` waits for all of it and raises what went wrong in it.
 
-    `record()` returns an Event at its present end; `wait(event)` holds what follows until `event` is done, an event of
-    another card included. Cards implement it.
+    `record()` returns an Event at its present end; `wait(event)` holds what follows until `event` is done, an
+    event of another card included. Cards implement it.
     """
 
 
@@ -163,14 +167,15 @@ class Event:
 
 
 class Recording:
-    """A recorded sequence. `replay(stream=None)` runs it; the arrays it uses stay alive as long as it does."""
+    """A recorded sequence. `replay(stream=None)` runs it; the arrays it uses live as long as it does."""
 
     def __init__(self, card, stream):
-        self.card, self.stream = card, stream            # a stream that keeps operations instead of running them
+        self.card = card
+        self.stream = stream                             # keeps operations instead of running them
         self.thread = threading.get_ident()
 
 
-# ---- the card --------------------------------------------------------------------------------------------------
+# ---- the card ----------------------------------------------------------------------------------------------
 
 class Function:
     """A kernel compiled and loaded for one set of argument types. `handle` belongs to the kind of card."""
@@ -214,8 +219,9 @@ class Card:
             try:
                 ptr, backing = self._take(nbytes)
             except MemoryError:
-                raise OutOfMemory(f"{name or 'an array'} ({dtype.name}{list(shape)}) needs {show_bytes(nbytes)}, but "
-                                  f"{show_bytes(self.free_bytes)} of {show_bytes(self.memory_bytes)} are free on "
+                free, total = show_bytes(self.free_bytes), show_bytes(self.memory_bytes)
+                what = f"{name or 'an array'} ({dtype.name}{list(shape)})"
+                raise OutOfMemory(f"{what} needs {show_bytes(nbytes)}, but {free} of {total} are free on "
                                   f"{self.name}") from None
             self.allocations[ptr] = nbytes, name
         return Array(Memory(self, ptr, nbytes, name, backing), ptr, shape, dtype, name)
@@ -289,10 +295,11 @@ class Card:
     # -- launches --
 
     def launch(self, kernel, grid, block, *args, shared=0, stream=None):
-        """Queues `kernel` with `grid` blocks of `block` threads (int or tuple of up to 3) and `shared` dynamic bytes.
+        """Queues `kernel` with `grid` blocks of `block` threads, each an int or a tuple of up to 3.
 
-        Arguments: Array of this card; int (as uint32), float (as float32), bool; NumPy scalars, as what they are.
-        Raises LaunchError, or CompileError at the first use of a kernel with these types of arguments.
+        shared: bytes of dynamic shared memory.
+        Arguments: Array of this card; int (as uint32), float (as float32), bool; NumPy scalars, as what they
+        are. Raises LaunchError, or CompileError at the first use of a kernel with these types of arguments.
         """
         types, values = [kernel], []
         try:
@@ -308,7 +315,7 @@ class Card:
             function = self._functions.get(tuple(types)) or self._function(kernel, tuple(types))
             blocks, threads = _geometry(grid, block)
             if not 0 <= shared <= function.max_shared:
-                raise LaunchError(f"at most {function.max_shared} bytes of dynamic shared memory fit, not {shared}")
+                raise LaunchError(f"{shared} bytes of dynamic shared memory, at most {function.max_shared} fit")
             params = function.pack(*values)
         except (CardError, TypeError, OverflowError, ValueError, struct.error) as error:
             raise LaunchError(f"{kernel.__name__}, grid {grid}, block {block}: {error}") from error
@@ -318,9 +325,11 @@ class Card:
         with self._lock:
             function = self._functions.get(types)
             if function is None:
-                compiled = compiler.compile_kernel(kernel, types[1:], compiler.target_cc(self.cc), self.cache_dir)
+                cc = compiler.target_cc(self.cc)
+                compiled = compiler.compile_kernel(kernel, types[1:], cc, self.cache_dir)
                 handle, static_shared = self._load(compiled)
-                function = Function(compiled.name, compiler.packer(types[1:]), handle, self.max_shared - static_shared)
+                pack = compiler.packer(types[1:])
+                function = Function(compiled.name, pack, handle, self.max_shared - static_shared)
                 self._functions[types] = function
         return function
 
@@ -328,7 +337,7 @@ class Card:
 
     @contextmanager
     def record(self):
-        """Collects the launches and copies within the card that this thread makes, instead of running them."""
+        """Collects the launches and copies within the card that this thread makes instead of running them."""
         if self._recording is not None:
             raise CardError("a recording is being made on this card already")
         recording = self._recording = self._begin_recording()
@@ -365,7 +374,7 @@ class Card:
 
 @lru_cache(maxsize=4096)
 def _geometry(grid, block):
-    """`grid` and `block`, int or tuple, as tuples of three. Raises LaunchError when a card cannot have them."""
+    """`grid` and `block`, int or tuple, as tuples of three. LaunchError when a card cannot have them."""
     blocks, threads = _three(grid), _three(block)
     if not (len(blocks) == 3 and 0 < blocks[0] < 2**31 and 0 < blocks[1] < 2**16 and 0 < blocks[2] < 2**16):
         raise LaunchError("a grid is 1 to 2147483647 by 1 to 65535 by 1 to 65535 blocks")
@@ -390,8 +399,8 @@ def show_bytes(n):
 def open_cards(which=None, cache_dir=compiler.CACHE_DIR, **settings):
     """The cards to use, as a list.
 
-    which: None (all real cards, or one emulated card where there are none), "emulated", "emulated:3" (three of them),
-    "cuda" (all real cards), "cuda:1", "cuda:0,2". settings: see EmulatedCard. Raises CardError.
+    which: None (all real cards, or one emulated card where there are none), "emulated", "emulated:3" (three
+    of them), "cuda" (all real cards), "cuda:1", "cuda:0,2". settings: see EmulatedCard. Raises CardError.
     """
     kind, _, choice = (which or "").partition(":")
     if kind not in ("", "cuda", "emulated") or (kind == "" and choice):

@@ -2,17 +2,19 @@
 
     kernel (lazy @cuda.jit) + argument types + compute capability  →  Compiled(name, entry, ptx)
 
-Kernels are compiled by Numba and libNVVM with contraction of a·b + c switched off, so every float operation in
-the PTX carries `.rn` and rounds as the Python source says, on every card. `cuda.fp16` scalars call functions that
-numba-cuda keeps in CUDA C: NVRTC compiles those into the same PTX text, so that the text is complete.
+Kernels are compiled by Numba and libNVVM with contraction of a·b + c switched off, so every float operation
+in the PTX carries `.rn` and rounds as the Python source says, on every card. `cuda.fp16` scalars call
+functions that numba-cuda keeps in CUDA C: NVRTC compiles those into the same PTX text, so that the text is
+complete.
 
 Argument types are short strings, e.g. ``"float32[2]"`` for a C-contiguous array of two dimensions and
 ``"uint32"`` for a scalar. A Python int travels as uint32, a Python float as float32, a bool as boolean; NumPy
 scalars keep their type.
 
-The cache key covers everything that can change the PTX: the kernel's bytecode, constants, line numbers, closure
-and the globals it names, device functions included (for an intrinsic its whole source file), the argument types,
-the compute capability, this file, and the versions of Python, numba, numba-cuda, llvmlite, libNVVM and NVRTC.
+The cache key covers everything that can change the PTX: the kernel's bytecode, constants, line numbers,
+closure and the globals it names, device functions included (for an intrinsic its whole source file), the
+argument types, the compute capability, this file, and the versions of Python, numba, numba-cuda, llvmlite,
+libNVVM and NVRTC.
 """
 
 import hashlib
@@ -60,9 +62,10 @@ class Compiled:
 
 # ---- arguments ---------------------------------------------------------------------------------------------
 
-_SCALAR_CODES = {"bool": "?", "int8": "b", "int16": "h", "int32": "i", "int64": "q", "uint8": "B", "uint16": "H",
-                 "uint32": "I", "uint64": "Q", "float16": "e", "float32": "f", "float64": "d"}
-_SCALARS = {np.dtype(name).type: name for name in _SCALAR_CODES} | {bool: "bool", float: "float32", int: "uint32"}
+_SCALAR_CODES = {"bool": "?", "int8": "b", "int16": "h", "int32": "i", "int64": "q", "uint8": "B",
+                 "uint16": "H", "uint32": "I", "uint64": "Q", "float16": "e", "float32": "f", "float64": "d"}
+_SCALARS = {np.dtype(name).type: name for name in _SCALAR_CODES}
+_SCALARS |= {bool: "bool", float: "float32", int: "uint32"}
 
 
 def array_type(dtype, ndim):
@@ -71,7 +74,7 @@ def array_type(dtype, ndim):
 
 
 def array_words(pointer, shape, itemsize):
-    """The bytes that stand for an array in a kernel's parameters: 5 + 2·ndim words of 8 bytes, as Numba lays out.
+    """The bytes that stand for an array in a kernel's parameters: 5 + 2·ndim words of 8 bytes, as Numba has.
 
     meminfo, parent (both null), number of items, item size, data pointer, shape, strides in bytes.
     """
@@ -83,7 +86,7 @@ def array_words(pointer, shape, itemsize):
 
 
 def scalar_type(value):
-    """The type string of a scalar argument. TypeError: not a kernel argument; OverflowError: int beyond uint32."""
+    """The type string of a scalar argument. TypeError: not an argument; OverflowError: int beyond uint32."""
     name = _SCALARS.get(type(value))
     if name is None:
         raise TypeError(f"a kernel argument cannot be a {type(value).__name__}")
@@ -93,7 +96,7 @@ def scalar_type(value):
 
 
 def packer(signature):
-    """A function that packs parameters of types `signature`, naturally aligned; arrays given as `array_words`."""
+    """A function that packs parameters of these types, naturally aligned; arrays given as `array_words`."""
     fields = [f"0q{8 * _n_words(t)}s" if t.endswith("]") else _SCALAR_CODES[t] for t in signature]
     return struct.Struct("".join(fields)).pack
 
@@ -119,10 +122,11 @@ def _numba_type(name):
 # ---- compilation -------------------------------------------------------------------------------------------
 
 def compile_kernel(kernel, signature, cc, cache_dir=CACHE_DIR):
-    """PTX of `kernel` for argument types `signature` (tuple of strings) and compute capability `cc` = (major, minor).
+    """PTX of `kernel` for argument types `signature` (tuple of strings) and compute capability `cc` = (major,
+minor).
 
-    Looks in this process, then in `cache_dir` / "ptx", then compiles. Safe from several threads and processes.
-    Raises CompileError.
+    Looks in this process, then in `cache_dir` / "ptx", then compiles. Safe from several threads and
+    processes. Raises CompileError.
     """
     place = (kernel, signature, cc, cache_dir)
     with _lock:
@@ -151,7 +155,7 @@ def _load_or_compile(kernel, signature, cc, folder):
 
 
 def _compile(kernel, signature, cc, entry):
-    """Complete PTX text. The one place that uses Numba's inner interfaces: the public ones contract a·b + c."""
+    """Complete PTX text. The one place that uses Numba's inner interfaces; the public ones contract."""
     from numba.cuda.compiler import compile_cuda, kernel_fixup
     from numba.cuda.cudadrv import nvvm
     options = kernel.targetoptions
@@ -239,11 +243,11 @@ def supported_ccs():
 
 
 def target_cc(cc):
-    """The highest compute capability that the toolkit knows and a card of capability `cc` runs, else CompileError."""
+    """The highest compute capability that the toolkit knows and a card of `cc` runs, else CompileError."""
     known = [c for c in supported_ccs() if c <= tuple(cc)]
     if not known:
         lowest = "sm_%d%d" % supported_ccs()[0]
-        raise CompileError(f"sm_{cc[0]}{cc[1]} is not supported by this CUDA toolkit, which starts at {lowest}; "
+        raise CompileError(f"this CUDA toolkit starts at {lowest} and does not support sm_{cc[0]}{cc[1]}: "
                            "numba-cuda with its CUDA 12 extra supports sm_70")
     return known[-1]
 
@@ -255,7 +259,7 @@ _VERSIONED = {"builtins", "llvmlite", "math", "numba", "numpy", "operator"}
 
 
 def cache_key(kernel, signature, cc):
-    """Hexadecimal name of the PTX of `kernel`: equal in every process exactly when all that makes the PTX is equal.
+    """Hexadecimal name of the PTX of `kernel`, equal in every process exactly when what makes the PTX is.
 
     TypeError: the kernel refers to an object whose contents cannot be pinned down.
     """
@@ -281,9 +285,12 @@ def _libnvvm():
     return file, os.stat(file).st_size, os.stat(file).st_mtime_ns
 
 
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic, np.dtype, types.Type)
+
+
 def _feed(digest, value, seen):
     """Adds to `digest` all of `value` that can change the code compiled from a function that refers to it."""
-    if isinstance(value, (type(None), bool, int, float, complex, str, bytes, np.generic, np.dtype, types.Type)):
+    if isinstance(value, _PLAIN):
         digest.update(f"{type(value).__name__} {value!r};".encode())
     elif isinstance(value, np.ndarray):
         digest.update(f"array {value.dtype!r} {value.shape};".encode() + value.tobytes())

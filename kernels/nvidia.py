@@ -1,8 +1,9 @@
 """The Card interface on NVIDIA's driver, through `cuda.bindings.driver` alone (12.9 and 13.x).
 
-Each card uses the primary context of its device and makes it current in the calling thread at each operation, so that
-several cards can be used from any thread. Kernels are loaded as PTX text, which the driver assembles for the device and
-keeps in its own cache. Streams are independent of CUDA's legacy default stream, which is never used.
+Each card uses the primary context of its device and makes it current in the calling thread at each operation,
+so that several cards can be used from any thread. Kernels are loaded as PTX text, which the driver assembles
+for the device and keeps in its own cache. Streams are independent of CUDA's legacy default stream, which is
+never used.
 """
 
 import ctypes
@@ -18,11 +19,10 @@ from kernels.card import Card, CardError, Event, LaunchError, Pinned, Recording,
 
 OLDEST = (7, 0)                                          # half2 arithmetic and dp4a at full rate
 SUCCESS = driver.CUresult.CUDA_SUCCESS
-_ATTRIBUTES = driver.CUdevice_attribute
 
 
 def open_nvidia_cards(numbers=None, cache_dir=compiler.CACHE_DIR, required=True):
-    """The cards with these device numbers, or all from sm_70 on. [] if there are none, unless `required`: CardError."""
+    """The cards with these device numbers, or all from sm_70 on; none is a CardError if `required`."""
     try:
         count = _call(driver.cuDeviceGetCount) if driver.cuInit(0)[0] == SUCCESS else 0
     except RuntimeError:                                 # cuda.bindings found no driver library
@@ -30,7 +30,8 @@ def open_nvidia_cards(numbers=None, cache_dir=compiler.CACHE_DIR, required=True)
     wanted = range(count) if numbers is None else numbers
     missing = [number for number in wanted if not 0 <= number < count]
     if missing or (required and not count):
-        raise CardError(f"no NVIDIA card {missing[0] if missing else ''}".rstrip() + f": the driver shows {count}")
+        number = f" {missing[0]}" if missing else ""
+        raise CardError(f"no NVIDIA card{number}: the driver shows {count}")
     cards = [NvidiaCard(number, cache_dir) for number in wanted if numbers or _capability(number) >= OLDEST]
     if required and not cards:
         raise CardError("no NVIDIA card of compute capability 7.0 or newer")
@@ -52,8 +53,12 @@ def _explain(status):
 
 def _capability(number):
     device = _call(driver.cuDeviceGet, number)
-    return (_call(driver.cuDeviceGetAttribute, _ATTRIBUTES.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device),
-            _call(driver.cuDeviceGetAttribute, _ATTRIBUTES.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device))
+    return _attribute(device, "COMPUTE_CAPABILITY_MAJOR"), _attribute(device, "COMPUTE_CAPABILITY_MINOR")
+
+
+def _attribute(device, name):
+    which = getattr(driver.CUdevice_attribute, "CU_DEVICE_ATTRIBUTE_" + name)
+    return _call(driver.cuDeviceGetAttribute, which, device)
 
 
 class NvidiaCard(Card):
@@ -68,16 +73,13 @@ class NvidiaCard(Card):
             compiler.target_cc(cc)
         except compiler.CompileError as error:
             raise CardError(f"{self.model}: {error}") from error
-        super().__init__(f"cuda:{number}", cc, self._attribute("MULTIPROCESSOR_COUNT"),
+        super().__init__(f"cuda:{number}", cc, _attribute(self.device, "MULTIPROCESSOR_COUNT"),
                          _call(driver.cuDeviceTotalMem, self.device),
-                         self._attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"), Path(cache_dir))
+                         _attribute(self.device, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"), Path(cache_dir))
         self._context = _call(driver.cuDevicePrimaryCtxRetain, self.device)
         self.streams = []
         self.default_stream = self.stream("default")
         self._transfers = self.stream("uploads")         # for what must be done when the call returns
-
-    def _attribute(self, name):
-        return _call(driver.cuDeviceGetAttribute, getattr(_ATTRIBUTES, "CU_DEVICE_ATTRIBUTE_" + name), self.device)
 
     def describe(self):
         return f"{self.model}, sm_{self.cc[0]}{self.cc[1]}, {self.n_sms} SMs, {show_bytes(self.memory_bytes)}"
@@ -88,9 +90,9 @@ class NvidiaCard(Card):
         return _call(function, *args)
 
     def finalize(self, function, *args):
-        """Calls a driver function from a finalizer: it may interrupt any call, so it leaves the context as it was."""
+        """Calls a driver function from a finalizer, which may interrupt any call: the context stays."""
         if driver is not None and driver.cuCtxPushCurrent(self._context)[0] == SUCCESS:
-            function(*args)                              # its error, at exit or on a broken card, helps nobody
+            function(*args)                              # an error at exit or on a broken card helps nobody
             driver.cuCtxPopCurrent()
 
     # -- memory --
@@ -112,7 +114,7 @@ class NvidiaCard(Card):
         self.finalize(driver.cuMemFree, memory.ptr)
 
     def pinned(self, shape, dtype):
-        """A NumPy array in page-locked memory, which copies read and write when they run, see kernels/card.py."""
+        """A NumPy array in page-locked memory; copies access it when they run, see kernels/card.py."""
         nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
         ptr = int(self.call(driver.cuMemHostAlloc, max(nbytes, 1), driver.CU_MEMHOSTALLOC_PORTABLE))
         memory = Pinned(ptr, nbytes, lambda: self.finalize(driver.cuMemFreeHost, ptr))
@@ -157,13 +159,13 @@ class NvidiaCard(Card):
         if status != SUCCESS:
             text = log.partition(b"\0")[0].decode(errors="replace").strip()
             version = "%d.%d" % divmod(_call(driver.cuDriverGetVersion) // 10, 100)
-            raise CardError(f"kernel {compiled.name} does not load on {self.model} (driver for CUDA {version}): "
+            raise CardError(f"{compiled.name} does not load on {self.model}, driver for CUDA {version}: "
                             f"{_explain(status)} {text}".rstrip())
         function = self.call(driver.cuModuleGetFunction, module, compiled.entry.encode())
-        attributes = driver.CUfunction_attribute
-        static = self.call(driver.cuFuncGetAttribute, attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function)
-        self.call(driver.cuFuncSetAttribute, function, attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                  self.max_shared - static)
+        has = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+        may_have = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        static = self.call(driver.cuFuncGetAttribute, has, function)
+        self.call(driver.cuFuncSetAttribute, function, may_have, self.max_shared - static)
         return _Loaded(module, function, compiled), static
 
     def _enqueue(self, stream, function, grid, block, shared, params, args):
@@ -171,10 +173,11 @@ class NvidiaCard(Card):
         driver.cuCtxSetCurrent(self._context)
         with loaded.lock:                                # the driver copies the parameters during the call
             loaded.params[:] = params
-            status, = driver.cuLaunchKernel(loaded.function, *grid, *block, shared, stream.handle, loaded.pointers, 0)
+            status, = driver.cuLaunchKernel(loaded.function, *grid, *block, shared, stream.handle,
+                                            loaded.pointers, 0)
         if status != SUCCESS:
-            raise LaunchError(f"{function.name}, grid {grid}, block {block}, {shared} bytes of dynamic shared memory: "
-                              f"{_explain(status)}")
+            raise LaunchError(f"{function.name}, grid {grid}, block {block}, dynamic shared memory {shared} "
+                              f"bytes: {_explain(status)}")
         stream.recent.append(function.name)
         stream.keep(args)
 
@@ -218,7 +221,7 @@ class NvidiaStream(Stream):
         self.recent = deque(maxlen=4)                    # names of the last kernels, for messages
 
     def keep(self, arrays):
-        """Called with what an operation uses. Memory is freed after the device has ended its work: nothing to keep."""
+        """Called with what an operation uses. Nothing to do: freeing waits for the device."""
 
     def record(self):
         return NvidiaEvent(self)
@@ -231,7 +234,8 @@ class NvidiaStream(Stream):
         status, = driver.cuStreamSynchronize(self.handle)
         if status != SUCCESS:
             recent = ", ".join(self.recent) or "none"
-            raise LaunchError(f"{self.card.name} is broken: {_explain(status)}; last kernels of this stream: {recent}")
+            raise LaunchError(f"{self.card.name} is broken: {_explain(status)}; "
+                              f"last kernels of this stream: {recent}")
 
     def __del__(self):
         if hasattr(self, "handle"):
@@ -270,7 +274,7 @@ class _CapturedStream(NvidiaStream):
 
 
 class NvidiaRecording(Recording):
-    """A CUDA graph. Captured in relaxed mode: allocating, loading kernels and other streams go on meanwhile."""
+    """A CUDA graph. Captured in relaxed mode: allocation, loading and other streams go on meanwhile."""
 
     def __init__(self, card):
         super().__init__(card, _CapturedStream(card))

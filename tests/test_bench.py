@@ -50,8 +50,10 @@ def test_time_is_of_one_call(card):
 def test_peaks():
     case = Case("x", n_bytes=297_000_000, n_ops=133_824_000, pipe="dp4a")
     assert bench.fraction_of_peak(case, 1e-4, H100) == "100 % memory"
-    assert bench.fraction_of_peak(Case("x", n_ops=10_000_000, n_bytes=1, pipe="dp4a"), 1e-7, H100) == "75 % dp4a"
-    assert bench.fraction_of_peak(case, 1e-4, None) == "" and bench.fraction_of_peak(Case("x"), 1e-4, H100) == ""
+    case = Case("x", n_ops=10_000_000, n_bytes=1, pipe="dp4a")
+    assert bench.fraction_of_peak(case, 1e-7, H100) == "75 % dp4a"
+    assert bench.fraction_of_peak(case, 1e-7, None) == ""
+    assert bench.fraction_of_peak(Case("x"), 1e-7, H100) == ""
 
     def model(name):
         return bench.model_of(SimpleNamespace(model=name))
@@ -72,5 +74,6 @@ def test_main_reports_by_exit_code(monkeypatch, capsys):
 
 
 def test_numbers():
-    assert [bench.show_time(t) for t in (2.0, 0.5, 1.23e-5, 1e-8)] == ["  2.00 s ", "500.00 ms", " 12.30 µs", "  0.01 µs"]
+    shown = [bench.show_time(t) for t in (2.0, 0.5, 1.23e-5, 1e-8)]
+    assert shown == ["  2.00 s ", "500.00 ms", " 12.30 µs", "  0.01 µs"]
     assert bench.line(Result(Case("a"), 0.5), 3) == "a     5.00e-01"

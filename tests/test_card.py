@@ -35,7 +35,8 @@ def typed(out, integer, real, flag, wide, half, table):
 @cuda.jit
 def where(out):
     place = uint32(cuda.blockIdx.x + cuda.gridDim.x * (cuda.blockIdx.y + cuda.gridDim.y * cuda.blockIdx.z))
-    thread = uint32(cuda.threadIdx.x + cuda.blockDim.x * (cuda.threadIdx.y + cuda.blockDim.y * cuda.threadIdx.z))
+    plane = uint32(cuda.threadIdx.y + cuda.blockDim.y * cuda.threadIdx.z)
+    thread = uint32(cuda.threadIdx.x + cuda.blockDim.x * plane)
     out[place, thread] = place * uint32(1000) + thread
 
 
@@ -71,14 +72,15 @@ def after_add_scaled(x, y, scale, times=1):
     return y
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------
+# ---- memory ------------------------------------------------------------------------------------------------
 
 def test_upload_and_download(card):
     for dtype in ("int8", "uint8", "float16", "int32", "float32", "int64"):
         host = np.arange(-15, 15).astype(dtype).reshape(2, 3, 5)
         array = card.upload(host, "x")
-        assert (array.shape, array.dtype, array.ndim, array.size, array.nbytes) == ((2, 3, 5), dtype, 3, 30, host.nbytes)
-        assert array.card is card and array.name == "x" and array.ptr % 256 == 0
+        assert (array.shape, array.dtype, array.ndim, array.size) == ((2, 3, 5), dtype, 3, 30)
+        assert array.nbytes == host.nbytes and array.ptr % 256 == 0
+        assert array.card is card and array.name == "x"
         np.testing.assert_array_equal(card.download(array), host)
 
 
@@ -121,7 +123,8 @@ def test_zeros_and_poison(card):
 
 
 def test_allocation_that_does_not_fit_names_itself(card):
-    with pytest.raises(OutOfMemory, match=r"kv_cache \(float32\[1048576, 1048576\]\) needs 4096.0 GB.* free on "):
+    message = r"kv_cache \(float32\[1048576, 1048576\]\) needs 4096.0 GB.* free on "
+    with pytest.raises(OutOfMemory, match=message):
         card.alloc((1 << 20, 1 << 20), "float32", "kv_cache")
     card.launch(add_scaled, 1, 32, *[card.zeros(8, "float32")] * 2, 8, 1.0)       # the card still works
     card.synchronize()
@@ -143,8 +146,8 @@ def test_memory_comes_back(card):
     y = card.zeros(100, "float32", "gone")
     card.free(y)
     assert alive() == before
-    for use in (lambda: card.download(y), lambda: card.free(y), lambda: card.copy(y, y), lambda: card.fill(y, 0),
-                lambda: card.launch(spin, 1, 1, y, 1)):
+    for use in (lambda: card.download(y), lambda: card.free(y), lambda: card.copy(y, y),
+                lambda: card.fill(y, 0), lambda: card.launch(spin, 1, 1, y, 1)):
         with pytest.raises(CardError, match="gone.*freed"):
             use()
     with pytest.raises(CardError, match="part of a larger array"):
@@ -164,7 +167,7 @@ def test_copies_check_shapes(card):
         card.copy(x, card.zeros(5, "float32"))
 
 
-# ---- launches --------------------------------------------------------------------------------------------------
+# ---- launches ----------------------------------------------------------------------------------------------
 
 def test_launch(card):
     x, y = numbers(), numbers(seed=1)
@@ -188,13 +191,14 @@ def test_grid_and_block_of_three_axes(card):
         n_blocks, n_threads = np.prod(grid), np.prod(block)
         out = card.zeros((n_blocks, n_threads), "uint32")
         card.launch(where, grid, block, out)
-        np.testing.assert_array_equal(card.download(out), np.arange(n_blocks)[:, None] * 1000 + np.arange(n_threads))
+        expected = np.arange(n_blocks)[:, None] * 1000 + np.arange(n_threads)
+        np.testing.assert_array_equal(card.download(out), expected)
 
 
 def test_grid_beyond_65535_blocks(card):
     out = card.zeros((70000, 1), "uint32")
     card.launch(where, 70000, 1, out)
-    np.testing.assert_array_equal(card.download(out)[:, 0], np.arange(70000, dtype=np.uint32) * np.uint32(1000))
+    np.testing.assert_array_equal(card.download(out)[:, 0], np.arange(70000) * 1000)
 
 
 def test_dynamic_shared_memory(card):
@@ -203,7 +207,8 @@ def test_dynamic_shared_memory(card):
         card.launch(reversed_by_shared, 1, threads, card.upload(x), y, shared=4 * threads)
         np.testing.assert_array_equal(card.download(y), x[::-1])
     card.poison(y)
-    card.launch(reversed_by_shared, 1, threads, card.upload(x), y, shared=card.max_shared)    # more than 48 KB
+    assert card.max_shared > 48 << 10
+    card.launch(reversed_by_shared, 1, threads, card.upload(x), y, shared=card.max_shared)
     np.testing.assert_array_equal(card.download(y), x[::-1])
 
 
@@ -217,7 +222,8 @@ def test_impossible_launches(card, grid, block, shared, message):
         card.launch(add_scaled, grid, block, x, x, 4, 1.0, shared=shared)
 
 
-@pytest.mark.parametrize("value, message", [(-1, "uint32"), (2**32, "uint32"), ("text", "str"), (np.zeros(3), "ndarray")])
+@pytest.mark.parametrize("value, message", [(-1, "uint32"), (2**32, "uint32"), ("text", "str"),
+                                            (np.zeros(3), "ndarray")])
 def test_impossible_arguments(card, value, message):
     x = card.zeros(4, "float32")
     with pytest.raises(LaunchError, match=f"add_scaled.*{message}"):
@@ -245,7 +251,7 @@ def test_launches_from_several_threads(card):
         np.testing.assert_array_equal(card.download(y, stream), expected)
 
 
-# ---- order -----------------------------------------------------------------------------------------------------
+# ---- order -------------------------------------------------------------------------------------------------
 
 def test_events_order_streams(card):
     x, y = card.zeros(N, "float32"), card.zeros(N, "float32")
@@ -299,7 +305,7 @@ def test_pinned(card):
     assert (host == 1.5).all()
 
 
-# ---- record and replay -----------------------------------------------------------------------------------------
+# ---- record and replay -------------------------------------------------------------------------------------
 
 def test_record_and_replay(card):
     x, y, z = card.upload(numbers()), card.zeros(N, "float32"), card.zeros(N, "float32")
@@ -329,7 +335,7 @@ def test_replays_without_waiting_in_between(card):
     for _ in range(20):
         recording.replay()
         card.launch(add_scaled, 8, 128, x, y, N, 1.0)
-    np.testing.assert_array_equal(card.download(y), after_add_scaled(numbers(), np.zeros(N, np.float32), 1.0, times=80))
+    np.testing.assert_array_equal(card.download(y), after_add_scaled(numbers(), np.float32(0), 1.0, times=80))
 
 
 def test_recording_keeps_its_arrays(card):
@@ -374,7 +380,7 @@ def test_other_threads_are_not_recorded(card):
     assert (card.download(x) == 0x01010101).all()
 
 
-# ---- several cards ---------------------------------------------------------------------------------------------
+# ---- several cards -----------------------------------------------------------------------------------------
 
 def test_two_cards_do_not_know_each_other(card):
     other = EmulatedCard(7)
@@ -386,7 +392,10 @@ def test_two_cards_do_not_know_each_other(card):
     # The way from card to card leads through the host; events order it across cards.
     host = card.pinned(N, "float32")
     card.copy_out(host, mine)
-    other.default_stream.wait(card.default_stream.record()) if type(card) is EmulatedCard else card.synchronize()
+    if type(card) is EmulatedCard:
+        other.default_stream.wait(card.default_stream.record())
+    else:
+        card.synchronize()
     other.copy_in(theirs, host)
     np.testing.assert_array_equal(other.download(theirs), numbers())
 
@@ -398,11 +407,11 @@ def test_cards_side_by_side(card):
         for c, (x, y) in arrays.items():
             c.launch(add_scaled, 8, 128, x, y, N, 1.0)
     for c, (_, y) in arrays.items():
-        np.testing.assert_array_equal(c.download(y), after_add_scaled(numbers(), np.zeros(N, np.float32), 1.0, times=5))
+        np.testing.assert_array_equal(c.download(y), after_add_scaled(numbers(), np.float32(0), 1.0, times=5))
 
 
 def test_choice_of_cards():
-    assert [c.name for c in open_cards("emulated:3")] == ["emulated card 0", "emulated card 1", "emulated card 2"]
+    assert [c.name for c in open_cards("emulated:3")] == [f"emulated card {i}" for i in range(3)]
     assert sum(c.memory_bytes for c in open_cards("emulated:3")) <= open_cards("emulated")[0].memory_bytes
     assert open_cards("emulated", memory_bytes=1 << 20)[0].free_bytes == 1 << 20
     assert len(open_cards()) >= 1
@@ -415,10 +424,11 @@ def test_description(card):
     assert str(card.n_sms) in card.describe() or "thread" in card.describe()
     assert show_bytes(999) == "999 bytes" and show_bytes(3 << 29) == "1.5 GB"
     assert card.cc >= (7, 0) and 0 < card.free_bytes <= card.memory_bytes
-    assert repr(card.zeros((2, 3), "int8", "x")) == "<x: int8[2, 3]>" and isinstance(card.zeros(1, "int8"), Array)
+    x = card.zeros((2, 3), "int8", "x")
+    assert repr(x) == "<x: int8[2, 3]>" and isinstance(x, Array)
 
 
-# ---- only emulated ---------------------------------------------------------------------------------------------
+# ---- only emulated -----------------------------------------------------------------------------------------
 
 def late_pipeline(card, wait):
     """A copy on one stream, its use on another, with or without the wait between them; what the user saw."""

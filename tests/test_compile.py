@@ -1,6 +1,7 @@
 """Kernel compilation: what the PTX holds, what the cache key covers, and the cache itself under stress."""
 
 import linecache
+import os
 import re
 import struct
 import subprocess
@@ -57,7 +58,7 @@ def calls_device_function(x, n):
     x[uint32(0)] = polynomial(x[uint32(0)], n) + float32(TABLE[1]) + intrinsics.exp(x[uint32(1)])
 
 
-# ---- the PTX ---------------------------------------------------------------------------------------------------
+# ---- the PTX -----------------------------------------------------------------------------------------------
 
 def test_nothing_is_contracted(tmp_path):
     ptx = compile_kernel(multiply_add, SIGNATURE, VOLTA, tmp_path).ptx
@@ -82,7 +83,8 @@ def test_entry_name_and_line_numbers(tmp_path):
 
 
 def test_device_functions_need_no_card(tmp_path):
-    assert "kernel_calls" in compile_kernel(calls_device_function, ("float32[1]", "uint32"), VOLTA, tmp_path).ptx
+    ptx = compile_kernel(calls_device_function, ("float32[1]", "uint32"), VOLTA, tmp_path).ptx
+    assert "kernel_calls_device_function" in ptx
 
 
 def test_launch_bounds(tmp_path):
@@ -126,7 +128,7 @@ def test_capabilities():
         compiler.target_cc((3, 0))
 
 
-# ---- arguments -------------------------------------------------------------------------------------------------
+# ---- arguments ---------------------------------------------------------------------------------------------
 
 def test_parameters_are_laid_out_as_the_ptx_says(tmp_path):
     """Sizes and natural alignment of the .param declarations of a kernel with every type of argument."""
@@ -134,8 +136,8 @@ def test_parameters_are_laid_out_as_the_ptx_says(tmp_path):
     def everything(a, b, c, d, e, f, g, h, i, j, k, l, m):
         a[uint32(0)] = b + c + d + e + f + g + h + i + j + k + l[uint32(0), uint32(0)] + m
 
-    signature = ("float64[1]", "bool", "int8", "float64", "uint8", "int16", "uint16", "int32", "uint32", "int64",
-                 "uint64", "float16[2]", "float32")
+    signature = ("float64[1]", "bool", "int8", "float64", "uint8", "int16", "uint16", "int32", "uint32",
+                 "int64", "uint64", "float16[2]", "float32")
     ptx = compile_kernel(everything, signature, VOLTA, tmp_path).ptx
     offsets, end = [], 0
     for bits in re.findall(r"\.param \.[a-z](\d+) kernel_everything_param", ptx):
@@ -150,15 +152,16 @@ def test_parameters_are_laid_out_as_the_ptx_says(tmp_path):
 
 
 def test_scalar_types():
-    for value, name in ((True, "bool"), (7, "uint32"), (0.5, "float32"), (np.float64(1), "float64"), (np.int8(1), "int8"),
-                        (np.uint64(1), "uint64"), (np.bool_(0), "bool"), (np.float16(1), "float16")):
+    for value, name in ((True, "bool"), (7, "uint32"), (0.5, "float32"), (np.float64(1), "float64"),
+                        (np.int8(1), "int8"), (np.uint64(1), "uint64"), (np.bool_(0), "bool"),
+                        (np.float16(1), "float16")):
         assert compiler.scalar_type(value) == name
     for value, error in ((-1, OverflowError), (1 << 32, OverflowError), ("x", TypeError), (None, TypeError)):
         with pytest.raises(error):
             compiler.scalar_type(value)
 
 
-# ---- the key ---------------------------------------------------------------------------------------------------
+# ---- the key -----------------------------------------------------------------------------------------------
 
 def kernel_from(source, tmp_path, name="kernel", **given):
     """A kernel from source text in a file of its own, with the globals `given`."""
@@ -243,7 +246,7 @@ def test_key_refuses_what_it_cannot_see_through(tmp_path):
         cache_key(kernel, ("float32[1]",), VOLTA)
 
 
-# ---- the cache -------------------------------------------------------------------------------------------------
+# ---- the cache ---------------------------------------------------------------------------------------------
 
 PROCESS = """
 import sys
@@ -259,8 +262,9 @@ print(compiler.n_compiled)
 
 def in_processes(folder, seeds):
     """Runs PROCESS once per hash seed, all at once; the number of kernels that each compiled."""
-    running = [subprocess.Popen([sys.executable, "-c", PROCESS, str(folder)], cwd=ROOT, stdout=subprocess.PIPE,
-                                env={"PATH": "/usr/bin:/bin", "PYTHONHASHSEED": seed}, text=True) for seed in seeds]
+    running = [subprocess.Popen([sys.executable, "-c", PROCESS, str(folder)], cwd=ROOT, text=True,
+                                stdout=subprocess.PIPE, env=os.environ | {"PYTHONHASHSEED": seed})
+               for seed in seeds]
     outputs = [process.communicate(timeout=120)[0] for process in running]
     assert all(process.returncode == 0 for process in running)
     return [int(output) for output in outputs]
@@ -297,8 +301,11 @@ def test_folder_that_cannot_be_written(tmp_path):
 def test_threads_compile_once(tmp_path):
     compiler._memory.clear()
     before, results = compiler.n_compiled, []
-    threads = [threading.Thread(target=lambda: results.append(compile_kernel(multiply_add, SIGNATURE, VOLTA, tmp_path)))
-               for _ in range(8)]
+
+    def work():
+        results.append(compile_kernel(multiply_add, SIGNATURE, VOLTA, tmp_path))
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
     assert len(set(map(id, results))) == 1 and len(results) == 8 and compiler.n_compiled == before + 1

@@ -1,10 +1,10 @@
 """The Card interface on the CPU: memory of the process, kernels as native code, streams as queues.
 
-A stream is a queue and a counter of what is done. Whoever needs an operation done runs the queue up to it, in the
-calling thread: `synchronize`, a dependent stream, a copy to pageable memory. Besides, each stream has a worker thread,
-started at the first operation, that runs what lies in the queue, so that host and card overlap. With `late=True` there is
-no worker, and every operation runs at the last moment that the events allow: a missing wait then reads stale data every
-time, instead of once a month.
+A stream is a queue and a counter of what is done. Whoever needs an operation done runs the queue up to it, in
+the calling thread: `synchronize`, a dependent stream, a copy to pageable memory. Besides, each stream has a
+worker thread, started at the first operation, that runs what lies in the queue, so that host and card
+overlap. With `late=True` there is no worker, and every operation runs at the last moment that the events
+allow: a missing wait then reads stale data every time, instead of once a month.
 """
 
 import atexit
@@ -32,10 +32,11 @@ MAX_SHARED = {(7, 0): 96 << 10, (7, 5): 64 << 10}        # bytes per block, as V
 class EmulatedCard(Card):
     """A card that runs kernels on this machine's processor.
 
-    number: its place among the emulated cards. memory_bytes: size of its memory, half of the machine's if None.
-    threads: processor threads per launch, all that the process may use if None. link_gbs: speed of copies between host
-    and card in GB/s each way, as fast as memory if None. late: run everything as late as the events allow (tests).
-    cc: the compute capability to compile for, the oldest from Volta on that the CUDA toolkit offers if None.
+    number: its place among the emulated cards. memory_bytes: size of its memory, half of the machine's if
+    None. threads: processor threads per launch, all that the process may use if None. link_gbs: speed of
+    copies between host and card in GB/s each way, as fast as memory if None. late: run everything as late as
+    the events allow (tests). cc: the compute capability to compile for, the oldest from Volta on that the
+    CUDA toolkit offers if None.
     """
 
     def __init__(self, number=0, memory_bytes=None, threads=None, link_gbs=None, late=False, cc=None,
@@ -119,8 +120,8 @@ class EmulatedCard(Card):
     def _load(self, compiled):
         kernel = native.load(compiled.ptx, self.cache_dir / "native")
         if kernel.static_shared > MAX_STATIC_SHARED:
-            raise CardError(f"{kernel.static_shared} bytes of shared arrays; what goes beyond {MAX_STATIC_SHARED} bytes "
-                            "must be dynamic shared memory")
+            raise CardError(f"{compiled.name}: shared arrays of {kernel.static_shared} bytes; what goes beyond "
+                            f"{MAX_STATIC_SHARED} must be dynamic shared memory")
         return kernel, kernel.static_shared
 
     def _enqueue(self, stream, function, grid, block, shared, params, args):
@@ -141,8 +142,10 @@ class EmulatedCard(Card):
         self.raise_error()
 
     def run(self, operations):
-        """Runs launches as one native list, or one operation of another kind. A broken card runs nothing, but its
-        queues empty, so that nobody waits for ever."""
+        """Runs launches as one native list, or one operation of another kind.
+
+        A broken card runs nothing, but its queues empty, so that nobody waits for ever.
+        """
         try:
             if self.error is not None:
                 return
@@ -195,7 +198,7 @@ class Launch:
 
 
 class EmulatedStream(Stream):
-    """A queue of operations, each a Launch or a function without arguments, and how many were pushed and done."""
+    """A queue of operations, each a Launch or a function, and how many were pushed and done."""
 
     def __init__(self, card, name):
         self.card, self.name = card, name
@@ -233,7 +236,7 @@ class EmulatedStream(Stream):
                     self._run_some(position - self.done)
 
     def _run_some(self, most):
-        """Runs the next operation, or all launches up to the next operation of another kind, at most `most`."""
+        """Runs the next operation, or all launches up to the next of another kind, at most `most`."""
         operations = [self._queue.popleft()]
         if type(operations[0]) is Launch:
             while len(operations) < most and type(self._queue[0]) is Launch:
@@ -253,7 +256,7 @@ class EmulatedStream(Stream):
 def _work(stream_reference, work):
     """The worker thread of a stream; it ends with the stream."""
     while work.wait():
-        work.clear()                                     # before the queue is read, so that no wake-up is lost
+        work.clear()                                     # before the queue is read: no wake-up is lost
         stream = stream_reference()
         if stream is None:
             return
@@ -268,7 +271,7 @@ class EmulatedRecording(Recording):
         self.operations = []
 
     def finish(self):
-        """Turns each row of launches into one native program, so that a replay costs one call for all of them."""
+        """Turns each row of launches into one native program: a replay costs one call for all of them."""
         for is_launch, group in groupby(self.stream.recorded, lambda operation: type(operation) is Launch):
             group = list(group)
             if is_launch:
