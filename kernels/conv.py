@@ -26,9 +26,12 @@ write. Decode is bound by its launch. Prefill has channels / 32 warps in flight 
 10,240 channels is enough for about half of the copy bandwidth of a V100.
 """
 
+from functools import partial
+
 import numpy as np
 from numba import cuda, float32, uint32
 
+from kernels.bench import Case, main
 from kernels.intrinsics import load_floats4, silu
 
 THREADS = 64
@@ -93,7 +96,7 @@ def conv_silu(card, y, x, state, w, row_slot, rows, channels, length=1, stream=N
                 w.reshape(-1), row_slot, length, channels, stream=stream)
 
 
-# ---- check -------------------------------------------------------------------------------------------------
+# ---- check and bench ---------------------------------------------------------------------------------------
 
 CASES = [(1, 1, 32), (1, 3, 1024), (2, 1, 63), (3, 2, 65), (8, 1, 1024), (9, 1, 500), (33, 2, 1024),
          (500, 1, 1024)]
@@ -128,3 +131,26 @@ def check(card, case):
     np.testing.assert_array_equal(got_state[0], state[0])
     assert np.isnan(got[rows]).all(), "wrote past its rows"
     return worst
+
+
+def cases(card):
+    """The checks (error in units of the tolerance), then times at the shapes of a small and a 27B model."""
+    for case in CASES:
+        yield Case("length {} x {}, {} channels".format(*case), partial(check, card, case))
+    for name, sequences, length, channels in (("decode", 1, 1, 1024), ("decode", 8, 1, 10240),
+                                              ("prefill", 1, 512, 1024), ("prefill", 1, 512, 10240)):
+        yield _timed(card, name, sequences, length, channels)
+
+
+def _timed(card, name, sequences, length, channels):
+    rows = sequences * length
+    x, y = card.zeros((rows, channels), np.float32), card.alloc((rows, channels), np.float32)
+    state, w = card.zeros((sequences, WINDOW, channels), np.float32), card.zeros((channels, 4), np.float32)
+    slots = card.upload(np.repeat(np.arange(sequences, dtype=np.int32), length))
+    return Case(f"{name} {sequences} x {length}, {channels} channels",
+                launch=partial(conv_silu, card, y, x, state, w, slots, rows, channels, length),
+                n_bytes=x.nbytes + y.nbytes + 2 * state.nbytes + w.nbytes)
+
+
+if __name__ == "__main__":
+    main("Causal convolution and SiLU", cases)

@@ -16,9 +16,12 @@ value: 12, or 9.1 when quantising. In decode bound by the launch; on long prompt
 expected.
 """
 
+from functools import partial
+
 import numpy as np
 from numba import cuda, float32, uint32
 
+from kernels.bench import Case, main
 from kernels.intrinsics import float_as_word, load_floats4, silu, store_floats4, store_word
 from kernels.quantize import block_scale, quantize_q8, quantize_word
 
@@ -96,7 +99,7 @@ def add(card, x, y, n, stream=None):
     card.launch(add_kernel, _blocks(n), THREADS, x.reshape(-1), y.reshape(-1), n, stream=stream)
 
 
-# ---- check -------------------------------------------------------------------------------------------------
+# ---- check and bench ---------------------------------------------------------------------------------------
 
 CASES = [("swiglu", 1, 32), ("swiglu", 3, 320), ("swiglu", 33, 544), ("swiglu", 2, 17408),
          ("add", 1, 32), ("add", 7, 5120)]
@@ -132,3 +135,23 @@ def check(card, case):
     np.testing.assert_array_equal(got_d[:rows], card.download(want_d))
     assert np.isnan(got[rows]).all() and (got_q[rows] == -1).all() and np.isnan(got_d[rows]).all(), "wrote on"
     return np.max(np.abs(got[:rows] - want) / np.abs(want))
+
+
+def cases(card):
+    """The checks, then times at the shapes of a small and a 27B model."""
+    for case in CASES:
+        yield Case("{} {} x {}".format(*case), partial(check, card, case))
+    for rows, k in ((1, 512), (1, 17408), (512, 17408)):
+        yield _timed(card, rows, k)
+
+
+def _timed(card, rows, k):
+    gate, up = card.zeros((rows, k), np.float32), card.zeros((rows, k), np.float32)
+    q, d = card.alloc((rows, k), np.int8), card.alloc((rows, k // 32), np.float32)
+    launch = partial(swiglu_quantize, card, q, d, gate, up, rows, k)
+    return Case(f"swiglu to int8 {rows} x {k}", launch=launch,
+                n_bytes=gate.nbytes + up.nbytes + q.nbytes + d.nbytes)
+
+
+if __name__ == "__main__":
+    main("SwiGLU and addition", cases)

@@ -25,9 +25,12 @@ per value: 8, or 5.1 when quantising; the gated form reads 4 more. Rows of 5,120
 microseconds in decode, bound by latency; on long prompts about 80 % of copy bandwidth is expected.
 """
 
+from functools import partial
+
 import numpy as np
 from numba import cuda, float32, uint32
 
+from kernels.bench import Case, main
 from kernels.intrinsics import (div_rn, float_as_word, load_floats4, rsqrt, silu, store_floats4, store_word,
                                 warp_sum)
 from kernels.quantize import block_scale, quantize_q8, quantize_word
@@ -204,7 +207,7 @@ def gated_norm_quantize(card, q, d, o, z, w, rows, n_heads, eps, stream=None):
                 d.reshape(-1), o.reshape(-1), z.reshape(-1), w, n, float(eps), stream=stream)
 
 
-# ---- check -------------------------------------------------------------------------------------------------
+# ---- check and bench ---------------------------------------------------------------------------------------
 
 CASES = [("rms", 1, 256), ("rms", 3, 320), ("rms", 65, 32), ("rms", 2, 544), ("rms", 33, 1024),
          ("rms", 3, 5120), ("rms", 1, 16384),
@@ -245,3 +248,28 @@ def check(card, case):
     np.testing.assert_array_equal(got_d[:rows], card.download(want_d))
     assert np.isnan(got[rows]).all() and (got_q[rows] == -1).all() and np.isnan(got_d[rows]).all(), "wrote on"
     return np.max(np.abs(got[:rows] - want) / np.abs(want))
+
+
+def cases(card):
+    """The checks, then times of the quantising forms at the shapes of a small and a 27B model."""
+    for case in CASES:
+        yield Case("{} {} x {}".format(*case), partial(check, card, case))
+    for kind, rows, n in (("rms", 1, 256), ("rms", 1, 5120), ("rms", 512, 5120),
+                          ("gated", 1, 4), ("gated", 1, 48), ("gated", 512, 48)):
+        yield _timed(card, kind, rows, n)
+
+
+def _timed(card, kind, rows, n):
+    k = n if kind == "rms" else GROUP * n
+    x, z, w = card.zeros((rows, k), np.float32), card.zeros((rows, k), np.float32), card.zeros(k, np.float32)
+    q, d = card.alloc((rows, k), np.int8), card.alloc((rows, k // 32), np.float32)
+    n_bytes = x.nbytes + q.nbytes + d.nbytes
+    if kind == "rms":
+        launch = partial(rms_norm_quantize, card, q, d, x, w, rows, k, 1e-6)
+        return Case(f"rms to int8 {rows} x {k}", launch=launch, n_bytes=n_bytes)
+    launch = partial(gated_norm_quantize, card, q, d, x, z, w, rows, n, 1e-6)
+    return Case(f"gated to int8 {rows} x {n} heads", launch=launch, n_bytes=n_bytes + z.nbytes)
+
+
+if __name__ == "__main__":
+    main("RMSNorm, plain and gated", cases)
