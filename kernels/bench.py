@@ -52,7 +52,7 @@ class Result:
 
 
 def main(title, cases):
-    """Command line of a kernel's file: checks and times `cases(card)` on each card; exits with 1 on failure."""
+    """Command line of a kernel's file: checks and times `cases(card)` on each card; exits 1 on failure."""
     parser = argparse.ArgumentParser(description=f"{title}: check against the reference, and time.")
     parser.add_argument("--card", help="emulated, cuda or cuda:0 (default: real cards, else emulated)")
     choice = parser.parse_args()

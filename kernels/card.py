@@ -198,7 +198,8 @@ class Card:
         self.max_shared = max_shared                     # bytes of shared memory that one block may have
         self.cache_dir = cache_dir
         self.allocations = {}                            # start address -> (bytes, name) of everything alive
-        self._lock = threading.RLock()
+        # Two locks: memory is freed by finalizers, which may interrupt a thread that waits for a compilation.
+        self._memory_lock, self._loading = threading.RLock(), threading.Lock()
         self._functions = {}                             # (kernel, *argument types) -> Function
         self._recording = None
 
@@ -215,7 +216,7 @@ class Card:
             raise ValueError(f"array {name!r}: negative extent in {shape}")
         nbytes = max(math.prod(shape) * dtype.itemsize, 1)
         nbytes += -nbytes % ALIGNMENT
-        with self._lock:
+        with self._memory_lock:
             try:
                 ptr, backing = self._take(nbytes)
             except MemoryError:
@@ -248,7 +249,7 @@ class Card:
         array.memory.release()
 
     def _return(self, memory):
-        with self._lock:
+        with self._memory_lock:
             self.allocations.pop(memory.ptr, None)
             self._give(memory)
 
@@ -315,14 +316,14 @@ class Card:
             function = self._functions.get(tuple(types)) or self._function(kernel, tuple(types))
             blocks, threads = _geometry(grid, block)
             if not 0 <= shared <= function.max_shared:
-                raise LaunchError(f"{shared} bytes of dynamic shared memory, at most {function.max_shared} fit")
+                raise LaunchError(f"{shared} bytes of dynamic shared memory, {function.max_shared} at most")
             params = function.pack(*values)
         except (CardError, TypeError, OverflowError, ValueError, struct.error) as error:
             raise LaunchError(f"{kernel.__name__}, grid {grid}, block {block}: {error}") from error
         self._enqueue(self.target(stream), function, blocks, threads, shared, params, args)
 
     def _function(self, kernel, types):
-        with self._lock:
+        with self._loading:
             function = self._functions.get(types)
             if function is None:
                 cc = compiler.target_cc(self.cc)

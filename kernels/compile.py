@@ -68,6 +68,7 @@ _SCALARS = {np.dtype(name).type: name for name in _SCALAR_CODES}
 _SCALARS |= {bool: "bool", float: "float32", int: "uint32"}
 
 
+@cache
 def array_type(dtype, ndim):
     """The type string of a C-contiguous array, e.g. ``float16[3]``."""
     return f"{dtype.name}[{ndim}]"

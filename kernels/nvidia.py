@@ -31,7 +31,7 @@ def open_nvidia_cards(numbers=None, cache_dir=compiler.CACHE_DIR, required=True)
     missing = [number for number in wanted if not 0 <= number < count]
     if missing or (required and not count):
         number = f" {missing[0]}" if missing else ""
-        raise CardError(f"no NVIDIA card{number}: the driver shows {count}")
+        raise CardError(f"no NVIDIA card{number}: the driver knows of {count}")
     cards = [NvidiaCard(number, cache_dir) for number in wanted if numbers or _capability(number) >= OLDEST]
     if required and not cards:
         raise CardError("no NVIDIA card of compute capability 7.0 or newer")

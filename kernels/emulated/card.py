@@ -18,6 +18,7 @@ from collections import deque
 from functools import cache
 from itertools import groupby
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 
@@ -120,8 +121,8 @@ class EmulatedCard(Card):
     def _load(self, compiled):
         kernel = native.load(compiled.ptx, self.cache_dir / "native")
         if kernel.static_shared > MAX_STATIC_SHARED:
-            raise CardError(f"{compiled.name}: shared arrays of {kernel.static_shared} bytes; what goes beyond "
-                            f"{MAX_STATIC_SHARED} must be dynamic shared memory")
+            raise CardError(f"{compiled.name}: {kernel.static_shared} bytes of shared arrays; "
+                            f"what goes beyond {MAX_STATIC_SHARED} must be dynamic shared memory")
         return kernel, kernel.static_shared
 
     def _enqueue(self, stream, function, grid, block, shared, params, args):
@@ -206,15 +207,15 @@ class EmulatedStream(Stream):
         self._queue = deque()
         self._pushing = threading.Lock()                 # guards `pushed` and the order of the queue
         self._running = threading.Lock()                 # held by whoever runs the queue
-        self._work = threading.Event()
-        self._worker = None
+        self._worker = self._signals = None
+        self._awake = False                              # the worker has a signal that it has to answer
 
     def push(self, operation):
         """Adds an operation; returns its position: the value of `done` once it has run."""
         with self._pushing:
             self._queue.append(operation)
             self.pushed += 1
-            if not self.card.late and not self._work.is_set():
+            if not self._awake and not self.card.late:
                 self._wake()
             return self.pushed
 
@@ -235,6 +236,11 @@ class EmulatedStream(Stream):
                 if self.done < position:
                     self._run_some(position - self.done)
 
+    def answer(self):
+        """What the worker does at a signal."""
+        self._awake = False                              # before `pushed` is read: nothing is left behind
+        self.run_until(self.pushed)
+
     def _run_some(self, most):
         """Runs the next operation, or all launches up to the next of another kind, at most `most`."""
         operations = [self._queue.popleft()]
@@ -245,22 +251,24 @@ class EmulatedStream(Stream):
         self.done += len(operations)                     # not earlier: others take `done` as leave to go on
 
     def _wake(self):
-        self._work.set()
+        self._awake = True
         if self._worker is None:
-            self._worker = threading.Thread(target=_work, args=(weakref.ref(self), self._work), daemon=True,
-                                            name=f"{self.card.name}, {self.name}")
+            self._signals = SimpleQueue()                # may be used by finalizers
+            self._worker = threading.Thread(target=_work, args=(weakref.ref(self), self._signals),
+                                            name=f"{self.card.name}, {self.name}", daemon=True)
             self._worker.start()
-            weakref.finalize(self, self._work.set)       # the last wake-up ends the thread
+            weakref.finalize(self, self._signals.put, None)      # the last signal ends the thread
+        self._signals.put(None)
 
 
-def _work(stream_reference, work):
+def _work(stream_reference, signals):
     """The worker thread of a stream; it ends with the stream."""
-    while work.wait():
-        work.clear()                                     # before the queue is read: no wake-up is lost
+    while True:
+        signals.get()
         stream = stream_reference()
         if stream is None:
             return
-        stream.run_until(stream.pushed)
+        stream.answer()
         del stream
 
 
