@@ -108,7 +108,7 @@ def tiled_kernel(rows_per_thread):
         blocks = uint32(k >> uint32(5))
 
         # What this thread carries from global to shared memory: half a block of one row of w, the same of one
-        # of x, and a scale of each. Rows past the end are the last row once more; their outputs are not stored.
+        # of x, and a scale of each. Rows past the end are the last row once more; they are not stored.
         piece, half = uint32(thread >> uint32(1)), uint32(uint32(thread & uint32(1)) << uint32(4))  # bytes
         last_column, last_row = uint32(n - uint32(1)), uint32(n_rows - uint32(1))
         w_from = uint32(min(uint32(column0 + piece), last_column) * blocks)

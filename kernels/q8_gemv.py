@@ -8,13 +8,16 @@
     y   float32 [columns, n]             k a multiple of 32, n and columns any, n k and columns n below 2**32
 
 The tree of additions is fixed, so a column has the same bits whatever n, its neighbours and the card are. A
-warp takes ROWS rows of w; its lane l takes the half blocks l, l + 32, l + 64, ... of each row and column:
+warp takes ROWS rows of w and walks them by steps of 16 blocks:
 
-        half block   0    1    2    3   ...   31 |  32 ...
-        lane         0    1    2    3   ...   31 |   0 ...     16 bytes each: a step of a warp reads 512
-        scale          0         1                             two lanes share a block and its scale
+        lane          0        1        2        3     ...    31
+        weights    16 bytes 16 bytes 16 bytes 16 bytes ... 16 bytes      half a block each
+        scales     |  block 0  |    |  block 1  |
 
-    lane:  acc = fma(float(dot of 16), wd * xd, acc)    in increasing half block; the dot is exact, by dp4a
+then, where k leaves them, a step of 8 blocks with 8 bytes per lane, and one of up to 7 blocks that leaves the
+last lanes idle. (Real models have k a multiple of 512; the two last steps are for the small ones.)
+
+    lane:  acc = fma(float(dot of 16 or 8), wd * xd, acc)   step by step; the dot is exact, by dp4a
     warp:  butterfly sum of the 32 acc; with `add`, one more rounded addition
 
 Pipe: dp4a, but bound by memory: 1.06 n k bytes and n k columns / 4 dp4a per call. The weights are read once
@@ -26,7 +29,7 @@ import numpy as np
 from numba import cuda
 from numba.types import float32, int32, uint32
 
-from kernels.intrinsics import BIAS_WORD, dp4a, half_to_float, load_words4, unbias, warp_sum
+from kernels.intrinsics import BIAS_WORD, dp4a, half_to_float, load_words2, load_words4, unbias, warp_sum
 
 BLOCK = 32
 WARPS = 4  # per block of threads
@@ -41,33 +44,40 @@ def q8_reference(wq, wd, xq, xd):
     return x.reshape(xq.shape) @ w.reshape(wq.shape).T
 
 
-@cuda.jit(device=True, inline="always")
-def dot16(w, x):
-    """Exact dot product of two 16-byte pieces (4 words each) as a float32."""
-    total = dp4a(w[0], x[0], int32(BIAS_WORD))
-    total = dp4a(w[1], x[1], total)
-    total = dp4a(w[2], x[2], total)
-    return unbias(dp4a(w[3], x[3], total))
+def step(columns, words):
+    """Device function of one step: a lane multiplies `words` words of every row by those of every column."""
+    load = {2: load_words2, 4: load_words4}[words]
+    lanes_per_block = 8 // words
+
+    @cuda.jit(device=True, inline="always")
+    def accumulate(acc, w_starts, x_starts, block, lane, wq, wd, xq, xd):
+        """acc[r, c] += the lane's piece from block `block` of row r times that of column c; starts are blocks."""
+        byte = uint32(lane * uint32(4 * words))
+        its_block = uint32(lane // uint32(lanes_per_block))
+        w = cuda.local.array((ROWS, words), uint32)
+        w_scale = cuda.local.array(ROWS, float32)
+        for r in range(ROWS):
+            at = uint32(w_starts[r] + block)
+            loaded = load(wq, uint32(uint32(at << uint32(5)) + byte))
+            for i in range(words):
+                w[r, i] = loaded[i]
+            w_scale[r] = half_to_float(wd[uint32(at + its_block)])
+        for c in range(columns):
+            at = uint32(x_starts[c] + block)
+            x = load(xq, uint32(uint32(at << uint32(5)) + byte))
+            x_scale = xd[uint32(at + its_block)]
+            for r in range(ROWS):
+                dot = int32(BIAS_WORD)
+                for i in range(words):
+                    dot = dp4a(w[r, i], x[i], dot)
+                acc[r, c] = cuda.fma(unbias(dot), w_scale[r] * x_scale, acc[r, c])
+
+    return accumulate
 
 
 def gemv_kernel(columns):
     """The kernel that holds `columns` columns in registers."""
-
-    @cuda.jit(device=True, inline="always")
-    def accumulate(acc, w_starts, x_starts, half, wq, wd, xq, xd):
-        """acc[r, c] += half block `half` of row r times that of column c; starts count half blocks."""
-        w = cuda.local.array((ROWS, 4), uint32)
-        w_scale = cuda.local.array(ROWS, float32)
-        for r in range(ROWS):
-            at = uint32(w_starts[r] + half)
-            w[r, 0], w[r, 1], w[r, 2], w[r, 3] = load_words4(wq, uint32(at << uint32(4)))
-            w_scale[r] = half_to_float(wd[uint32(at >> uint32(1))])
-        for c in range(columns):
-            at = uint32(x_starts[c] + half)
-            x = load_words4(xq, uint32(at << uint32(4)))
-            x_scale = xd[uint32(at >> uint32(1))]
-            for r in range(ROWS):
-                acc[r, c] = cuda.fma(dot16(w[r], x), w_scale[r] * x_scale, acc[r, c])
+    accumulate4, accumulate2 = step(columns, 4), step(columns, 2)
 
     @cuda.jit
     def gemv_q8_q8_kernel(y, wq, wd, xq, xd, n, k, n_columns, add):
@@ -75,23 +85,23 @@ def gemv_kernel(columns):
         row = uint32(uint32(cuda.blockIdx.x * uint32(WARPS) + cuda.threadIdx.y) * uint32(ROWS))
         if row >= n:
             return
-        halves = uint32(k >> uint32(4))  # per row
+        blocks = uint32(k >> uint32(5))  # per row
         acc = cuda.local.array((ROWS, columns), float32)
         w_starts = cuda.local.array(ROWS, uint32)
         x_starts = cuda.local.array(columns, uint32)
         for r in range(ROWS):  # past the last row or column: the last one once more, not stored
-            w_starts[r] = uint32(min(uint32(row + uint32(r)), uint32(n - uint32(1))) * halves)
+            w_starts[r] = uint32(min(uint32(row + uint32(r)), uint32(n - uint32(1))) * blocks)
             for c in range(columns):
                 acc[r, c] = float32(0.0)
         for c in range(columns):
-            x_starts[c] = uint32(min(uint32(c), uint32(n_columns - uint32(1))) * halves)
+            x_starts[c] = uint32(min(uint32(c), uint32(n_columns - uint32(1))) * blocks)
 
-        for step in range(uint32(halves >> uint32(5))):
-            half = uint32(uint32(step) * uint32(32) + lane)
-            accumulate(acc, w_starts, x_starts, half, wq, wd, xq, xd)
-        rest = uint32(halves & uint32(31))
-        if lane < rest:
-            accumulate(acc, w_starts, x_starts, uint32(halves - rest + lane), wq, wd, xq, xd)
+        for turn in range(uint32(blocks >> uint32(4))):
+            accumulate4(acc, w_starts, x_starts, uint32(uint32(turn) * uint32(16)), lane, wq, wd, xq, xd)
+        if blocks & uint32(8):
+            accumulate2(acc, w_starts, x_starts, uint32(blocks & uint32(0xFFFFFFF0)), lane, wq, wd, xq, xd)
+        if uint32(lane >> uint32(2)) < uint32(blocks & uint32(7)):
+            accumulate2(acc, w_starts, x_starts, uint32(blocks & uint32(0xFFFFFFF8)), lane, wq, wd, xq, xd)
 
         for r in range(ROWS):
             for c in range(columns):
@@ -137,8 +147,8 @@ def random_activations(rng, rows, k):
 
 def check(card, n, k, columns, add=False):
     """Multiplies random matrices and returns the largest error as a fraction of what rounding may do: the
-    chain of a lane, five additions of the butterfly, the product of the scales and the addition to y, 2**-24 of
-    the sum of magnitudes each."""
+    chain of a lane, five additions of the butterfly, the product of the scales and the addition to y, 2**-24
+    of the sum of magnitudes each."""
     rng = np.random.default_rng((n, k, columns))
     (wq, wd), (xq, xd) = random_q8(rng, n, k), random_activations(rng, columns, k)
     before = rng.standard_normal((columns, n), np.float32)
@@ -150,7 +160,7 @@ def check(card, n, k, columns, add=False):
     y = card.download(y)
     assert np.isnan(y[columns]).all(), "wrote past the end"
     magnitude = q8_reference(abs(wq.astype(int)), abs(wd), abs(xq.astype(int)), xd) + abs(before) * add
-    bound = (-(-k // 512) + 7) * 2.0**-24 * magnitude
+    bound = (k // 512 + 2 + 7) * 2.0**-24 * magnitude
     error = (abs(y[:columns] - (q8_reference(wq, wd, xq, xd) + before * add)) / bound).max()
     assert error <= 1
     return error

@@ -35,18 +35,20 @@ def test_row_has_the_same_bits_in_any_matrix(card):
     np.testing.assert_array_equal(multiply(card, (wq[5:12], wd[5:12]), x), whole[:, 5:12])
 
 
-def test_bits_of_the_tree(card):
-    """Half blocks dealt to 32 lanes, each lane a chain of fma, then the butterfly: step by step in NumPy."""
+@pytest.mark.parametrize("k", [64, 256, 1024, 1120])
+def test_bits_of_the_tree(card, k):
+    """Pieces of 16, then of 8 weights dealt to 32 lanes, a lane a chain of fma; the butterfly: in NumPy."""
     rng = np.random.default_rng(3)
-    k = 1120
     (wq, wd), (xq, xd) = q8_gemv.random_q8(rng, 40, k), q8_gemv.random_activations(rng, 3, k)
     lanes = np.zeros((3, 40, 32), np.float32)
-    for half in range(k // 16):
-        part = slice(16 * half, 16 * half + 16)
+    whole = k - k % 512
+    pieces = [(start, 16) for start in range(0, whole, 16)] + [(start, 8) for start in range(whole, k, 8)]
+    for start, size in pieces:
+        part, lane = slice(start, start + size), start % (32 * size) // size
         dot = xq[:, part].astype(np.int64) @ wq[:, part].astype(np.int64).T
-        scale = xd[:, half // 2, None] * wd[:, half // 2].astype(np.float32)
+        scale = xd[:, start // 32, None] * wd[:, start // 32].astype(np.float32)
         # The float64 sum of an exact product and a float32 rounds once more only in its 53rd bit.
-        lanes[:, :, half % 32] = dot * scale.astype(np.float64) + lanes[:, :, half % 32]
+        lanes[:, :, lane] = dot * scale.astype(np.float64) + lanes[:, :, lane]
     for distance in (16, 8, 4, 2, 1):
         lanes = lanes + lanes[:, :, np.arange(32) ^ distance]
     np.testing.assert_array_equal(multiply(card, (wq, wd), (xq, xd)), lanes[:, :, 0])
