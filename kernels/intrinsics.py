@@ -241,6 +241,13 @@ def _clamp(x, low, high):
 
 
 @cuda.jit(device=True, inline="always")
+def _nearest(x):
+    """The nearest integer to x, ties to even, for |x| < 2**22, as int32 and as float32: the addition rounds."""
+    biased = x + float32(BIAS_FLOAT)
+    return int32(float_as_word(biased) - uint32(BIAS_WORD)), biased - float32(BIAS_FLOAT)
+
+
+@cuda.jit(device=True, inline="always")
 def _scale_by_power_of_two(x, n):
     """x * 2**n for |n| <= 250, rounded once: two factors keep each power of two a normal number."""
     half = n >> int32(1)
@@ -253,8 +260,7 @@ def _scale_by_power_of_two(x, n):
 def exp(x):
     """e**x within 1.1 ulp; 0 below -104, infinity above 89. Cody and Waite's reduction, then a degree-7 polynomial."""
     x = _clamp(x, float32(-104.0), float32(89.0))
-    n = round_to_int(x * float32(1.4426950408889634))
-    nf = word_as_float(int32(n + int32(BIAS_WORD))) - float32(BIAS_FLOAT)
+    n, nf = _nearest(x * float32(1.4426950408889634))
     r = cuda.fma(nf, float32(-0.693145751953125), x)
     r = cuda.fma(nf, float32(-1.428606765330187e-06), r)
     p = cuda.fma(r, float32(1.0 / 5040), float32(1.0 / 720))
@@ -270,8 +276,8 @@ def exp(x):
 def exp2(x):
     """2**x within 1 ulp; 0 below -150, infinity above 129."""
     x = _clamp(x, float32(-151.0), float32(129.0))
-    n = round_to_int(x)
-    f = x - (word_as_float(int32(n + int32(BIAS_WORD))) - float32(BIAS_FLOAT))
+    n, nf = _nearest(x)
+    f = x - nf
     r = f * float32(0.6931471805599453)
     r_low = cuda.fma(f, float32(0.6931471805599453), -r)
     r_low = cuda.fma(f, float32(-1.904654290582768e-09), r_low)
@@ -336,8 +342,7 @@ def rsqrt(x):
 @cuda.jit(device=True, inline="always")
 def sincos(x):
     """(sin x, cos x) within 2 ulp or 2**-26 absolute for |x| < 2**20: reduction by pi/2 in three parts, then polynomials."""
-    n = round_to_int(x * float32(0.6366197723675814))
-    nf = word_as_float(int32(n + int32(BIAS_WORD))) - float32(BIAS_FLOAT)
+    n, nf = _nearest(x * float32(0.6366197723675814))
     r = cuda.fma(nf, float32(-1.5707963705062866), x)
     r = cuda.fma(nf, float32(4.371139000186241e-08), r)
     r = cuda.fma(nf, float32(1.7151245100059058e-15), r)
