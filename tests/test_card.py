@@ -10,7 +10,9 @@ from numba import cuda, float32, uint32
 
 from kernels.card import Array, CardError, LaunchError, OutOfMemory, is_pinned, open_cards, show_bytes
 from kernels.compile import CompileError
+from kernels.emulated import native
 from kernels.emulated.card import EmulatedCard
+from kernels.emulated.ptx import Unsupported
 
 N = 1000
 
@@ -501,6 +503,29 @@ def test_failure_surfaces_at_synchronize_and_stays():
             card.synchronize()
     with pytest.raises(LaunchError, match="broken"):
         card.download(x)
+
+
+@cuda.jit
+def too_much_shared(x):
+    shared = cuda.shared.array(20000, float32)
+    shared[uint32(cuda.threadIdx.x)] = x[uint32(0)]
+    cuda.syncthreads()
+    x[uint32(0)] = shared[uint32(1)]
+
+
+def test_what_the_card_cannot_do_is_said_at_the_launch(monkeypatch):
+    def refuse(*arguments):
+        raise Unsupported("mma.sync, line 7")
+
+    card = EmulatedCard()
+    x = card.zeros(4, "float32")
+    with monkeypatch.context() as patch, pytest.raises(LaunchError, match="spin, grid .* block .*mma.sync, line 7"):
+        patch.setattr(native.NativeKernel, "prepare", refuse)
+        card.launch(spin, 1, 32, x.view("uint32"), 1)
+    with pytest.raises(LaunchError, match="too_much_shared.*80000 bytes of shared arrays"):
+        card.launch(too_much_shared, 1, 32, x)
+    card.launch(add_scaled, 1, 32, x, x, 4, 1.0)
+    card.synchronize()
 
 
 def test_worker_lets_the_card_go():

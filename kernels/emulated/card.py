@@ -25,6 +25,7 @@ import numpy as np
 from kernels import compile as compiler
 from kernels.card import ALIGNMENT, Card, CardError, Event, LaunchError, Pinned, Recording, Stream, show_bytes
 from kernels.emulated import native
+from kernels.emulated.ptx import Unsupported
 
 MAX_STATIC_SHARED = 48 << 10                             # bytes per block, in shared arrays of fixed size
 MAX_SHARED = {(7, 0): 96 << 10, (7, 5): 64 << 10}        # bytes per block, as Volta and Turing allow
@@ -126,7 +127,11 @@ class EmulatedCard(Card):
         return kernel, kernel.static_shared
 
     def _enqueue(self, stream, function, grid, block, shared, params, args):
-        stream.push(Launch(function.handle.prepare(grid, block, params, shared), args))
+        try:
+            launch = function.handle.prepare(grid, block, params, shared)      # compiles at the first use of `block`
+        except Unsupported as error:
+            raise LaunchError(f"{function.name}, grid {grid}, block {block}: {error}") from error
+        stream.push(Launch(launch, args))
 
     # -- order --
 
