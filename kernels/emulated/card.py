@@ -128,7 +128,7 @@ class EmulatedCard(Card):
 
     def _enqueue(self, stream, function, grid, block, shared, params, args):
         try:
-            launch = function.handle.prepare(grid, block, params, shared)      # compiles at the first use of `block`
+            launch = function.handle.prepare(grid, block, params, shared)      # compiles at a new `block`
         except Unsupported as error:
             raise LaunchError(f"{function.name}, grid {grid}, block {block}: {error}") from error
         stream.push(Launch(launch, args))
