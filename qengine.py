@@ -9,11 +9,14 @@ Table of contents
     6  Stages                        layers on cards, one after the other
     7  Sampling                      per-slot parameters of the sampling kernels
     8  Scheduler and engine          requests, slots, prompts and answers taking turns; load()
+    9  Server                        OpenAI's wire format over HTTP
+    10 Command line                  one prompt, a chat, or a server
 
 Two kinds of error leave this file on purpose: `ModelError` for a file that cannot be used, `RequestError`
 for a request that cannot be answered. Each carries one sentence that a person can act on.
 """
 
+import argparse
 import codecs
 import collections
 import contextlib
@@ -21,18 +24,24 @@ import dataclasses
 import datetime
 import functools
 import json
+import logging
 import math
 import mmap
+import os
 import queue
 import re
 import secrets
+import signal
 import struct
 import sys
 import threading
+import time
+import uuid
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
+import flask
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
@@ -40,6 +49,8 @@ import numpy as np
 import sentencepiece
 import tokenizers
 import tqdm
+import waitress
+from werkzeug.exceptions import HTTPException, ServiceUnavailable, TooManyRequests
 
 from kernels import (attention, conv, elementwise, embedding, float_matmul, gdn, kv_cache, norm, q8_gemm, q8_gemv,
                      quantize, rope, sample, synthetic)
@@ -1837,11 +1848,11 @@ def load_config(model: str) -> Config:
     return Config.synthetic(name) if kind == "synthetic" else Config.from_gguf(GGUF(model))
 
 
-def load(model: str, card: str | None = None, ctx: int | None = None, slots: int = 1, chunk: int = CHUNK,
+def load(model: str, card: str | Card | None = None, ctx: int | None = None, slots: int = 1, chunk: int = CHUNK,
          progress: bool = True) -> Engine:
     """Load a GGUF file, or random weights by the name "synthetic:tiny", "synthetic:0.8b", ..., ready to generate.
 
-    card: see kernels.card.open_cards. ctx: tokens of a slot, prompt and answer together. slots: answers that are
+    card: a Card, or a name as kernels.card.open_cards takes it. ctx: tokens of a slot, prompt and answer together. slots: answers that are
     generated at the same time. chunk: tokens of a prompt per pass, a multiple of 64. progress: say on stderr which
     card is used, and show bars. Raises ModelError, CardError.
     """
@@ -1857,10 +1868,614 @@ def load(model: str, card: str | None = None, ctx: int | None = None, slots: int
         template = ChatTemplate(SYNTHETIC_TEMPLATE)
     weights = FileWeights(gguf) if gguf else SyntheticWeights(config)
     n_ctx = ctx or min(config.context_length, DEFAULT_CTX)
-    used = open_cards(card)[0]
+    used = card if isinstance(card, Card) else open_cards(card)[0]
     if progress:
         print(f"card: {used.describe()}", file=sys.stderr, flush=True)
     bar = functools.partial(tqdm.tqdm, desc="loading layers", unit="layer", leave=False, disable=not progress)
     chunk = min(chunk, pages_for(n_ctx) * PAGE_TOKENS)
     stage = Stage(used, config, weights, range(config.n_layers), slots, n_ctx, chunk, bar)
     return Engine(config, tokenizer, template, Pipeline([stage]), slots, n_ctx, chunk)
+
+
+# ======================================================================================================
+# 9  Server
+# ======================================================================================================
+# OpenAI's wire format over HTTP. It translates to Request and back; the engine does all the work.
+
+# What a request may ask of sampling, on the wire and on the command line: type, lowest, highest, meaning.
+SAMPLING = {
+    "max_tokens": (int, 1, 2**31 - 1, "longest answer, in tokens (default: what the context holds)"),
+    "temperature": (float, 0, 2, "0 takes the likeliest token, more is more varied (default: 0, --serve: 1)"),
+    "top_k": (int, 0, 2**31 - 1, "choose among the K likeliest tokens (0: all)"),
+    "top_p": (float, 0, 1, "choose among the likeliest tokens that together reach this probability (1: all)"),
+    "min_p": (float, 0, 1, "leave out tokens less likely than this share of the likeliest one (0: none)"),
+    "seed": (int, 0, 2**64 - 1, "the same seed and prompt give the same answer"),
+}
+
+MAX_WAITING = 64            # requests beyond those that have a slot; one more is answered 429
+MAX_BODY = 16 << 20         # bytes of one request
+MAX_STOPS = 16              # stop strings of one request
+POLL_SECONDS = 0.05         # between two looks for clients that hung up
+
+ENDPOINTS = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /health"
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+# Fields of both endpoints; fields that never change an answer; fields not supported yet, with the values that
+# ask for nothing. Any other is refused: whoever misspells one should hear of it.
+FIELDS = {*SAMPLING, "model", "stream", "stream_options", "stop", "ignore_eos", "return_token_ids",
+          "max_completion_tokens"}
+IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+           "prompt_cache_retention", "parallel_tool_calls"}
+NEUTRAL = {
+    "n": [1], "best_of": [1], "echo": [False], "suffix": [""], "logprobs": [False], "top_logprobs": [0],
+    "logit_bias": [{}], "presence_penalty": [0], "frequency_penalty": [0], "repetition_penalty": [1],
+    "response_format": [{"type": "text"}], "modalities": [["text"]],
+    "tools": [[]], "tool_choice": ["none", "auto"], "functions": [[]], "function_call": ["none", "auto"],
+}
+
+
+def parse_body(data: bytes) -> dict:
+    """The JSON object in a request body; RequestError when it holds none, or text that is not Unicode."""
+    def refuse(constant):
+        raise ValueError(f"{constant} is no JSON number")
+
+    try:
+        body = json.loads(data, parse_constant=refuse)
+        if not isinstance(body, dict):
+            raise RequestError(None, "the request body must be a JSON object")
+        for name, value in body.items():
+            json.dumps([name, value], ensure_ascii=False).encode()
+    except UnicodeEncodeError:      # "\ud800" is legal JSON, yet no text: the tokenizer cannot take it
+        name = name.encode(errors="replace").decode()
+        raise RequestError(name, f"'{name}' holds half of a surrogate pair") from None
+    except (ValueError, RecursionError) as error:
+        raise RequestError(None, f"the request body is not JSON: {error}") from None
+    return body
+
+
+def read_body(own_fields: set) -> dict:
+    """The fields of the current HTTP request, less nulls and those that change nothing.
+
+    own_fields: what this endpoint takes beside FIELDS. RequestError names the one that it does not take.
+    """
+    body = parse_body(flask.request.get_data())
+    body = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
+    for name in body.keys() - FIELDS - own_fields:
+        if name not in NEUTRAL:
+            raise RequestError(name, f"unknown field '{name}'")
+        if body[name] not in NEUTRAL[name]:
+            neutral = json.dumps(NEUTRAL[name][0])
+            raise RequestError(name, f"'{name}' is not supported yet (except as {neutral})")
+    return body
+
+
+def typed(body: dict, name: str, kind: type, default):
+    """body[name], or `default` where it is missing or null; RequestError when it is not of this kind."""
+    value = body.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, kind):
+        nouns = {bool: "true or false", str: "a string", dict: "an object", list: "a list"}
+        raise RequestError(name, f"'{name}' must be {nouns[kind]}")
+    return value
+
+
+def number(body: dict, name: str, limits: tuple):
+    """body[name] as the int or float that `limits`, a row of SAMPLING, allows."""
+    kind, low, high, _ = limits
+    value = body[name]
+    if type(value) not in (int, kind) or not low <= value <= high:      # type(): isinstance(True, int) holds
+        noun = "a whole number" if kind is int else "a number"
+        raise RequestError(name, f"'{name}' must be {noun} from {low} to {high}")
+    return kind(value)
+
+
+def read_sampling(body: dict, defaults: dict) -> dict:
+    """Arguments of Request, all but the prompt: `defaults`, overruled by what the body says."""
+    said = {name: number(body, name, limits) for name, limits in SAMPLING.items() if name in body}
+    if "max_completion_tokens" in body:
+        said["max_tokens"] = number(body, "max_completion_tokens", SAMPLING["max_tokens"])
+    stop = body.get("stop", [])
+    stop = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stop, list) or len(stop) > MAX_STOPS or not all(isinstance(s, str) and s for s in stop):
+        raise RequestError("stop", f"'stop' must be a non-empty string or up to {MAX_STOPS} of them")
+    return defaults | said | {"stop": tuple(stop), "ignore_eos": typed(body, "ignore_eos", bool, False)}
+
+
+def read_messages(body: dict) -> list:
+    """The conversation of a chat request; what is in the contents is the template's business."""
+    messages = typed(body, "messages", list, [])
+    if not messages:
+        raise RequestError("messages", "'messages' must be a list of at least one message")
+    for i, message in enumerate(messages):
+        where = f"messages[{i}]"
+        if not isinstance(message, dict):
+            raise RequestError(where, f"{where} must be an object")
+        if message.get("role") not in ROLES:
+            raise RequestError(f"{where}.role", f"{where}.role must be one of {', '.join(ROLES)}")
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise RequestError(f"{where}.content", f"{where}.content is missing")
+    names = {"developer": "system"}         # a newer name, which the templates do not know
+    return [message | {"role": names.get(message["role"], message["role"])} for message in messages]
+
+
+def read_prompt(body: dict, tokenizer) -> list:
+    """The token ids of a completion request: from a string, a list of ids, or a list of one such."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt)
+    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
+        return prompt
+    raise RequestError("prompt", "'prompt' must be one string or one list of token ids")
+
+
+class ChatShape:
+    """How /v1/chat/completions writes a choice."""
+    prefix, whole, chunk = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+    opening = [{"delta": {"role": "assistant", "content": ""}}]
+
+    @staticmethod
+    def choice(text):
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    @staticmethod
+    def piece(text):
+        return {"delta": {"content": text} if text else {}}
+
+
+class TextShape:
+    """How /v1/completions writes a choice."""
+    prefix, whole, chunk = "cmpl-", "text_completion", "text_completion"
+    opening = []
+
+    @staticmethod
+    def choice(text):
+        return {"text": text}
+
+    piece = choice
+
+
+class Service:
+    """The HTTP endpoints and what they share.
+
+    engine: None while it loads (the answer is 503). sampling: arguments of Request where the HTTP request is
+    silent; thinking: likewise of the template. max_requests: how many may be open at once.
+    """
+
+    def __init__(self, engine, sampling, thinking, max_requests):
+        self.engine, self.max_requests = engine, max_requests
+        self.sampling, self.thinking = sampling, thinking
+        self.started = int(time.time())
+        self.changed = threading.Condition()        # guards what follows
+        self.open = {}                              # id -> (Generation, function: has its client hung up?)
+        self.closing = False
+        threading.Thread(target=self.watch, name="client watcher", daemon=True).start()
+
+    # ---- endpoints ----------------------------------------------------------------------------------------
+
+    def health(self):
+        if self.engine is None:
+            return flask.jsonify(status="loading"), 503
+        return flask.jsonify(status="ok", model=self.engine.name,
+                             cards=[card.describe() for card in self.engine.cards])
+
+    def models(self):
+        model = {"id": self.ready().name, "object": "model", "created": self.started, "owned_by": "qengine"}
+        return flask.jsonify(object="list", data=[model])
+
+    def chat_completions(self):
+        engine, body = self.ready(), read_body({"messages", "chat_template_kwargs"})
+        messages = read_messages(body)
+        switches = typed(body, "chat_template_kwargs", dict, {})
+        for name in switches.keys() - {"enable_thinking"}:
+            raise RequestError("chat_template_kwargs", f"unknown template argument '{name}'")
+        thinking = typed(switches, "enable_thinking", bool, self.thinking)
+        if engine.template is None:
+            raise RequestError("messages", "this model has no chat template: use /v1/completions")
+        prompt = engine.tokenizer.encode(engine.template.render(messages, enable_thinking=thinking))
+        return self.answer(prompt, self.sampling, body, ChatShape)
+
+    def completions(self):
+        engine, body = self.ready(), read_body({"prompt"})
+        defaults = {"max_tokens": 16} | self.sampling       # 16: OpenAI's default for this endpoint
+        return self.answer(read_prompt(body, engine.tokenizer), defaults, body, TextShape)
+
+    def ready(self):
+        """The engine, or the answer 503."""
+        if self.engine is None:
+            raise ServiceUnavailable("the model is still loading", retry_after=5)
+        return self.engine
+
+    # ---- from request to answer ---------------------------------------------------------------------------
+
+    def answer(self, prompt, defaults, body, shape):
+        """Submits the request and returns its HTTP response, whole or as a stream of events."""
+        typed(body, "model", str, "")                       # any name is accepted: there is one model
+        options = typed(body, "stream_options", dict, {})
+        with_usage = typed(options, "include_usage", bool, False)
+        with_ids = typed(body, "return_token_ids", bool, False)
+        stream = typed(body, "stream", bool, False)
+        generation = self.submit(Request(prompt, **read_sampling(body, defaults)))
+        head = {"id": shape.prefix + uuid.uuid4().hex, "object": shape.chunk if stream else shape.whole,
+                "created": int(time.time()), "model": self.engine.name}
+        if stream:
+            response = flask.Response(self.events(generation, shape, head, with_usage, with_ids),
+                                      mimetype="text/event-stream", headers={"Cache-Control": "no-cache"})
+            # not a `finally` in events(): a generator that was never started does not run it
+            response.call_on_close(lambda: self.release(generation))
+            return response
+        try:
+            return flask.jsonify(self.whole(generation, shape, head, with_ids))
+        finally:
+            self.release(generation)
+
+    def whole(self, generation, shape, head, with_ids):
+        """The answer as one JSON object."""
+        text, ids, finish_reason = [], [], None
+        for event in generation:
+            text.append(event.text)
+            ids.append(event.token_id)
+            finish_reason = event.finish_reason
+        if finish_reason is None:
+            raise ServiceUnavailable("the answer was cancelled")
+        choice = {"index": 0} | shape.choice("".join(text)) | ({"token_ids": ids} if with_ids else {})
+        choices = [choice | {"logprobs": None, "finish_reason": finish_reason}]
+        return head | {"choices": choices, "usage": usage(generation)}
+
+    def events(self, generation, shape, head, with_usage, with_ids):
+        """The answer as server-sent events: a chunk per piece of text, usage if asked for, then [DONE]."""
+        def chunk(piece, finish_reason=None, ids=()):
+            choice = {"index": 0} | piece | ({"token_ids": list(ids)} if with_ids else {})
+            choices = [choice | {"logprobs": None, "finish_reason": finish_reason}]
+            return sse(head | {"choices": choices} | ({"usage": None} if with_usage else {}))
+
+        try:
+            for piece in shape.opening:
+                yield chunk(piece)
+            finish_reason = None
+            for event in generation:
+                finish_reason = event.finish_reason
+                if event.text or finish_reason or with_ids:
+                    yield chunk(shape.piece(event.text), finish_reason, [event.token_id])
+            if finish_reason is None:
+                raise ServiceUnavailable("the answer was cancelled")
+            if with_usage:
+                yield sse(head | {"choices": [], "usage": usage(generation)})
+            yield "data: [DONE]\n\n"
+        except Exception as error:      # the status is out already: clients raise from this event instead
+            yield sse(error_body(error)[0])
+
+    # ---- open requests ------------------------------------------------------------------------------------
+
+    def submit(self, request):
+        """Hands the request to the engine; its generation is open from now on, and its client watched."""
+        gone = flask.request.environ.get("waitress.client_disconnected", lambda: False)
+        with self.changed:
+            if self.closing:
+                raise ServiceUnavailable("the server is shutting down")
+            if len(self.open) >= self.max_requests:
+                raise QueueFull(f"{self.max_requests} requests are open already")
+            generation = self.engine.submit(request)
+            self.open[id(generation)] = generation, gone
+            self.changed.notify_all()
+        return generation
+
+    def release(self, generation):
+        """Ends a generation, finished or not."""
+        generation.cancel()
+        with self.changed:
+            self.open.pop(id(generation), None)
+            self.changed.notify_all()
+
+    def watch(self):
+        """Cancels generations whose clients hung up: their handlers wait for a token and cannot notice."""
+        while not self.closing:
+            with self.changed:
+                self.changed.wait_for(lambda: self.open or self.closing)
+                gone = [generation for generation, is_gone in self.open.values() if is_gone()]
+            for generation in gone:
+                generation.cancel()
+            time.sleep(POLL_SECONDS)
+
+    def close(self, timeout=5.0):
+        """Refuses new requests, cancels the open ones and waits for their end, `timeout` seconds at most."""
+        with self.changed:
+            self.closing = True
+            self.changed.notify_all()
+            for generation, _ in self.open.values():
+                generation.cancel()
+            self.changed.wait_for(lambda: not self.open, timeout)
+
+
+def usage(generation) -> dict:
+    return {"prompt_tokens": generation.n_prompt, "completion_tokens": generation.n_generated,
+            "total_tokens": generation.n_prompt + generation.n_generated}
+
+
+def sse(data: dict) -> str:
+    """One server-sent event. ASCII only: some clients also break lines at U+0085 and U+2028."""
+    return f"data: {json.dumps(data)}\n\n"
+
+
+def error_body(error: Exception) -> tuple:
+    """(body, status, headers) of an error in OpenAI's shape; the unforeseen is logged and answered 500."""
+    param, headers = None, {}
+    if isinstance(error, QueueFull):
+        error = TooManyRequests(f"too many requests: {error}", retry_after=1)
+    if isinstance(error, RequestError):
+        status, message, param = 400, str(error), error.field
+    elif isinstance(error, HTTPException):
+        status, message = error.code, error.description
+        headers = {name: value for name, value in error.get_headers() if name in ("Allow", "Retry-After")}
+        if status in (404, 405):
+            message = f"{flask.request.method} {flask.request.path} is not served; there are {ENDPOINTS}"
+    else:
+        logging.getLogger("qengine").error("a request failed", exc_info=error)
+        status, message = 500, str(error) if isinstance(error, CardError) else "internal error"
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    kind = "rate_limit_error" if status == 429 else kind
+    return {"error": {"message": message, "type": kind, "param": param, "code": None}}, status, headers
+
+
+def create_app(engine=None, sampling=None, thinking=None, max_requests=MAX_WAITING) -> flask.Flask:
+    """The Flask app over `engine`; app.extensions["qengine"] is its Service.
+
+    Without an engine it answers 503 until the service is given one: it may listen before the model is there.
+    """
+    defaults = {"temperature": 1.0} | (sampling or {})      # OpenAI's default, where Request's own is greedy
+    service = Service(engine, defaults, thinking, max_requests)
+    app = flask.Flask("qengine", static_folder=None)
+    app.extensions["qengine"] = service
+    app.config["MAX_CONTENT_LENGTH"] = MAX_BODY
+    app.json.sort_keys = False
+    app.add_url_rule("/health", view_func=service.health)
+    app.add_url_rule("/v1/models", view_func=service.models)
+    app.add_url_rule("/v1/chat/completions", view_func=service.chat_completions, methods=["POST"])
+    app.add_url_rule("/v1/completions", view_func=service.completions, methods=["POST"])
+    app.register_error_handler(Exception, error_body)
+    return app
+
+
+@contextlib.contextmanager
+def serving(app: flask.Flask, host: str, port: int):
+    """Answers HTTP on other threads while the `with` body runs; gives the port. OSError: it cannot listen."""
+    service = app.extensions["qengine"]
+    server = waitress.create_server(
+        app, host=host, port=port, ident="qengine",
+        threads=service.max_requests + 8,       # an open request holds a thread: some are left for /health
+        connection_limit=1000,                  # above the threads, or streams wait for a connection
+        asyncore_use_poll=True,                 # select() cannot watch that many
+        channel_request_lookahead=1,            # without it a client that hangs up is not noticed
+        outbuf_high_watermark=100_000,          # bytes: further than that no answer runs ahead of its reader
+        max_request_body_size=4 * MAX_BODY)     # up to there Flask refuses, with an error in the right shape
+    thread = threading.Thread(target=server.run, name="http server", daemon=True)
+    thread.start()
+    try:
+        yield getattr(server, "effective_port", port)       # a host of several addresses has no such thing
+    finally:
+        service.close()
+        server.task_dispatcher.shutdown()       # waits for the threads that write the last answers
+        server.close()
+        thread.join(1.0)                        # what is written leaves; idle connections do not hold us up
+
+
+# ======================================================================================================
+# 10  Command line
+# ======================================================================================================
+# One answer, a chat or a server. Answers go to stdout, all else to stderr.
+
+EXAMPLES = """\
+examples:
+  python qengine.py -m synthetic:tiny -p "Hello" --max-tokens 32    random weights: a first run without a file
+  python qengine.py -m model.gguf --chat                            talk with a model
+  python qengine.py -m model.gguf --serve                           OpenAI-compatible server on port 8080
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        self.exit(2, f"qengine: {message} (see --help)\n")
+
+
+def within(kind: type, low, high):
+    """An argparse type: an int or a float from `low` to `high`, as a row of SAMPLING says."""
+    def convert(text):
+        value = kind(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"must be from {low} to {high}, not {text}")
+        return value
+
+    convert.__name__ = "whole number" if kind is int else "number"      # for "invalid number value: 'x'"
+    return convert
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        usage="python qengine.py -m MODEL (-p TEXT | --chat | --serve [PORT]) [options]",
+        description="Runs a Qwen3.5 or Qwen3.6 model on NVIDIA cards or, without one, on an emulated card.",
+        epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-m", "--model", metavar="MODEL", required=True,
+                        help="a GGUF file, or random weights: synthetic:tiny, synthetic:0.8b, ...")
+
+    what = parser.add_argument_group("what to do (one of these)").add_mutually_exclusive_group(required=True)
+    what.add_argument("-p", "--prompt", metavar="TEXT", help="answer this text and leave")
+    what.add_argument("--chat", action="store_true",
+                      help="a conversation in the terminal (Ctrl-C stops an answer, Ctrl-D leaves)")
+    what.add_argument("--serve", metavar="PORT", nargs="?", type=within(int, 0, 65535), const=8080,
+                      help="an OpenAI-compatible HTTP server (default port: 8080)")
+    what.add_argument("--print-config", action="store_true", help="show the model's configuration and leave")
+
+    answer = parser.add_argument_group("the answer")
+    for name, (kind, low, high, meaning) in SAMPLING.items():
+        answer.add_argument("--" + name.replace("_", "-"), metavar="N" if kind is int else "X",
+                            type=within(kind, low, high), help=meaning)
+    answer.add_argument("--thinking", choices=("on", "off"),
+                        help="let the model reason before it answers (default: as its chat template says)")
+    answer.add_argument("--raw", action="store_true", help="continue the -p text as it stands")
+
+    machine = parser.add_argument_group("the machine")
+    machine.add_argument("--card", metavar="CARD",
+                         help="cuda:0, ... or emulated, emulated:N for N of them "
+                              "(default: the NVIDIA cards, or else one emulated card)")
+    machine.add_argument("--ctx", metavar="N", type=within(int, 1, 2**31 - 1),
+                         help="tokens a conversation may have, prompt and answer together "
+                              f"(default: {DEFAULT_CTX}, or the model's own where that is less)")
+    machine.add_argument("--slots", metavar="N", type=within(int, 1, 256), default=1,
+                         help="answers generated at the same time by --serve (default: 1)")
+    machine.add_argument("--host", metavar="ADDRESS", default="127.0.0.1",
+                         help="address --serve listens on (default: 127.0.0.1, this machine only)")
+    return parser
+
+
+def note(text: str):
+    print(text, file=sys.stderr, flush=True)
+
+
+def print_answer(engine, prompt_ids: list, sampling: dict) -> tuple:
+    """Generates and prints text as it comes, then the speed; returns (text, was it stopped by Ctrl-C?)."""
+    generation = engine.submit(Request(prompt_ids, **sampling))
+    pieces, times, interrupted = [], [time.perf_counter()], False
+    try:
+        for event in generation:
+            times.append(time.perf_counter())
+            pieces.append(event.text)
+            print(event.text, end="", flush=True)
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        generation.cancel()
+    print()
+    if pieces:      # the prompt's last step gives the first token: the answer's speed is that of the others
+        n_prompt, n_answer = generation.n_prompt, len(pieces)
+        prompt_speed = n_prompt / (times[1] - times[0])
+        answer_speed = (n_answer - 1) / max(times[-1] - times[1], 1e-9)
+        note(f"prompt {n_prompt} tokens, {prompt_speed:.1f} tokens/s; "
+             f"answer {n_answer} tokens, {answer_speed:.1f} tokens/s")
+    return "".join(pieces), interrupted
+
+
+def check_text(text: str):
+    """RequestError when text from the command line or the terminal was not valid UTF-8."""
+    if any("\ud800" <= c <= "\udfff" for c in text):     # how Python passes on bytes that it cannot decode
+        raise RequestError("prompt", "the prompt is not valid UTF-8")
+
+
+def chat_ids(engine, messages: list, thinking) -> list:
+    """Token ids of a conversation whose last message is to be answered."""
+    return engine.tokenizer.encode(engine.template.render(messages, enable_thinking=thinking))
+
+
+def run_prompt(engine, prompt: str, raw: bool, sampling: dict, thinking) -> int:
+    """Answers one text; returns the exit code."""
+    if raw or engine.template is None:
+        ids = engine.tokenizer.encode(prompt)
+    else:
+        ids = chat_ids(engine, [{"role": "user", "content": prompt}], thinking)
+    _, interrupted = print_answer(engine, ids, sampling)
+    return 130 if interrupted else 0
+
+
+def run_chat(engine, sampling: dict, thinking) -> int:
+    """A conversation on the terminal, or with the lines of stdin; returns the exit code."""
+    if engine.template is None:
+        raise ModelError("this model has no chat template: use -p TEXT --raw")
+    sys.stdin.reconfigure(errors="surrogateescape")     # what is no text is refused below, in a sentence
+    if sys.stdin.isatty():
+        try:
+            import readline     # noqa: F401  gives input() line editing; not on every system
+        except ImportError:
+            pass
+        note("Ctrl-C stops an answer, Ctrl-D leaves.")
+    messages = []
+    while True:
+        try:
+            text = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return 0
+        if not text.strip():
+            continue
+        messages.append({"role": "user", "content": text})
+        try:
+            check_text(text)
+            answer, _ = print_answer(engine, chat_ids(engine, messages, thinking), sampling)
+        except RequestError as error:           # the conversation has outgrown the context, say
+            note(f"qengine: {error}")
+            messages.pop()
+        else:
+            messages.append({"role": "assistant", "content": answer})
+
+
+def run_server(options, sampling: dict, thinking) -> int:
+    """Listens, loads, serves until Ctrl-C or SIGTERM; then cancels what is open and tells its clients."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    app = create_app(None, sampling, thinking, max_requests=options.slots + MAX_WAITING)
+    with contextlib.ExitStack() as stack:
+        try:
+            port = stack.enter_context(serving(app, options.host, options.serve))
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            note(f"qengine: cannot listen on {options.host} port {options.serve}: {reason}")
+            return 2
+        engine = app.extensions["qengine"].engine = load_engine(options)
+        try:
+            note(f"serving {engine.name} on http://{options.host}:{port}/v1 (Ctrl-C stops)")
+            while True:
+                time.sleep(3600)
+        finally:
+            stack.close()
+            engine.close()
+
+
+def load_engine(options):
+    return load(options.model, card=options.card, ctx=options.ctx, slots=options.slots, progress=True)
+
+
+def run(options) -> int:
+    """Does what the parsed command line asks; returns the exit code."""
+    sampling = {name: getattr(options, name) for name in SAMPLING if getattr(options, name) is not None}
+    thinking = {None: None, "on": True, "off": False}[options.thinking]
+    if options.print_config:
+        for name, value in dataclasses.asdict(load_config(options.model)).items():
+            print(f"{name} = {value}")
+        return 0
+    if options.serve is not None:
+        return run_server(options, sampling, thinking)
+    check_text(options.prompt or "")
+    engine = load_engine(options)
+    try:
+        if options.chat:
+            return run_chat(engine, sampling, thinking)
+        return run_prompt(engine, options.prompt, options.raw, sampling, thinking)
+    finally:
+        engine.close()
+
+
+def main(arguments=None) -> int:
+    """The command line. Returns the exit code: 0 done, 2 the user can put it right, 130 stopped by Ctrl-C."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = build_parser()
+    if not arguments:
+        parser.print_usage(sys.stderr)
+        note(EXAMPLES + "\n--help explains every option.")
+        return 2
+    options = parser.parse_args(arguments)
+    if options.raw and options.prompt is None:
+        parser.error("--raw goes with -p")
+    try:
+        return run(options)
+    except (ModelError, RequestError, CardError, QueueFull) as error:
+        note(f"qengine: {error}")
+        return 2
+    except KeyboardInterrupt:
+        note("")
+        return 130
+    except BrokenPipeError:         # the reader of our output left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")        # a terminal that lacks a letter shows a question mark
+    sys.exit(main())

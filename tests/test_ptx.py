@@ -1,0 +1,65 @@
+"""What every kernel of the engine must be on the target hardware: no instruction that throttled cards lack the pipe for
+(tensor, fp64), none that differs between cards (approximate), and no register spilled on sm_70."""
+
+import re
+
+import pytest
+
+import qengine
+from kernels import compile as compiler
+from tests.oracle import DATA
+from tests.test_model import write_as_float32
+from tests.tiny import tiny_engine
+
+FORBIDDEN = {
+    "tensor core": r"\b(mma|wmma|ldmatrix)\b",
+    "fp64": r"\.f64\b",
+    "approximate": r"\.approx\b",
+    "contracted by the assembler": r"\b(add|sub|mul)(\.sat)?\.f(16|32)(x2)?\b",  # without .rn ptxas may fuse them
+}
+TARGET = (7, 0)
+
+
+def engine_kernels(directory):
+    """(kernel, argument types) of every launch of Q8_0 and float models, greedy and drawn, prompt and answer."""
+    small = directory / "float.gguf"
+    write_as_float32(qengine.GGUF(DATA / "tiny-Q8_0.gguf"), small)
+    floats = qengine.load(str(small), card="emulated", ctx=256, progress=False)
+    used = set()
+    for engine in (tiny_engine(), floats):
+        for temperature in (0.0, 1.0):
+            request = qengine.Request(list(range(70)), max_tokens=3, temperature=temperature, seed=1)
+            engine.submit(request).wait()
+        engine.evaluate(list(range(9)))
+        used |= set(engine.cards[0]._functions)
+    floats.close()
+    return sorted(used, key=lambda key: (key[0].__name__, key[1:]))
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    if TARGET not in compiler.supported_ccs():
+        pytest.skip("the installed CUDA toolkit cannot compile for sm_70")
+    return engine_kernels(tmp_path_factory.mktemp("models"))
+
+
+def test_the_pipes_of_the_engine(kernels):
+    assert len(kernels) > 20
+    everything = ""
+    for kernel, *types in kernels:
+        ptx = compiler.compile_kernel(kernel, tuple(types), TARGET).ptx
+        for what, pattern in FORBIDDEN.items():
+            found = re.search(pattern, ptx)
+            assert not found, f"{kernel.__name__}: {what}: {ptx[found.start() - 20:found.end() + 40]!r}"
+        everything += ptx
+    assert "dp4a.s32.s32" in everything and "fma.rn.f16x2" in everything
+
+
+def test_no_register_is_spilled_on_sm_70(kernels):
+    from cuda.core import Linker, LinkerOptions, ObjectCode
+    for kernel, *types in kernels:
+        ptx = compiler.compile_kernel(kernel, tuple(types), TARGET).ptx
+        linker = Linker(ObjectCode.from_ptx(ptx.encode()), options=LinkerOptions(arch="sm_70", ptxas_options=["-v"]))
+        linker.link("cubin")
+        spills = [int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", linker.get_info_log())]
+        assert spills and not any(spills), f"{kernel.__name__}{types}: {linker.get_info_log()}"
