@@ -12,10 +12,13 @@
 One thread per element; a block of threads stays within a row, so the id is uniform over it. 4 k bytes written
 and k to 4 k read per row: a few microseconds, bound by its launch when decoding. Pipe: none to speak of."""
 
+from functools import partial
+
 import numpy as np
 from numba import cuda
 from numba.types import int32, uint32
 
+from kernels.bench import Case, main
 from kernels.float_matmul import WEIGHT_AT, as_words, random_weights
 from kernels.intrinsics import BIAS_WORD, half_to_float, unbias
 from kernels.q8_gemv import random_q8
@@ -96,3 +99,19 @@ def check(card, rows, vocabulary, k, kind):
     np.testing.assert_array_equal(y[:rows], embedding_reference(ids, table, scales))
     assert np.isnan(y[rows]).all(), "wrote past the end"
     return 0.0
+
+
+def cases(card):
+    """The checks for every kind of table, then times for one token and for a prompt's chunk."""
+    for case in CASES:
+        for kind in KERNELS:
+            yield Case("{} of {} x {} {}".format(*case, kind.name), partial(check, card, *case, kind))
+    table, scales = card.zeros((1000, 5120), np.int8), card.zeros((1000, 160), np.float16)
+    for rows in (1, 512):
+        y, ids = card.alloc((rows, 5120), np.float32), card.zeros(rows, np.int32)
+        yield Case(f"time of {rows} rows of 5120 int8", n_bytes=5 * y.size,
+                   launch=partial(embed, card, y, ids, table, scales, rows, 5120))
+
+
+if __name__ == "__main__":
+    main("Embedding rows", cases)

@@ -23,10 +23,13 @@ A warp makes 8 rows, a thread 8 x 2 outputs: 16 shared loads per 64 fma. Pipe: f
 peak. It serves small projections and unquantised models; a half2 version would be twice as fast and would
 round differently."""
 
+from functools import partial
+
 import numpy as np
 from numba import cuda
 from numba.types import float32, uint32
 
+from kernels.bench import Case, main
 from kernels.intrinsics import half_to_float, load_floats4, warp_sum, word_as_float
 
 WARPS = 4  # of gemv
@@ -201,6 +204,7 @@ def gemm_float(card, y, w, x, n, k, rows, add=False, stream=None):
 
 # ---- check and time ----------------------------------------------------------------------------------------
 
+KIND_NAMES = {"float32": "F32", "float16": "F16", "uint16": "BF16"}
 CASES = [(1, 1, 1), (4, 31, 3), (33, 257, 2), (65, 100, 65), (500, 512, 9), (130, 1024, 130)]  # n, k, rows
 
 
@@ -230,3 +234,27 @@ def check(card, n, k, rows, kind, multiply, add=False):
     error = (abs(y[:rows] - (matmul_reference(w, x) + before * add)) / bound).max()
     assert error <= 1
     return error
+
+
+TIMED = [(gemv_float, 1024, 1024, 1), (gemv_float, 16384, 4096, 1), (gemv_float, 4096, 4096, 8),
+         (gemm_float, 32, 1024, 256), (gemm_float, 2048, 2048, 256)]
+
+
+def cases(card):
+    """The checks of both families for every kind of weight, then times."""
+    for case in CASES:
+        for kind in WEIGHT_AT:
+            for multiply in (gemv_float, gemm_float):
+                yield Case(f"{multiply.__name__} {KIND_NAMES[kind.name]}, {'{} x {}, {} rows'.format(*case)}",
+                           partial(check, card, *case, kind, multiply))
+    for multiply, n, k, rows in TIMED:
+        for kind in WEIGHT_AT:
+            w, x = card.zeros((n, k), kind), card.zeros((rows, k), np.float32)
+            y = card.alloc((rows, n), np.float32)
+            yield Case(f"time of {multiply.__name__} {KIND_NAMES[kind.name]}, {n} x {k}, {rows} rows",
+                       launch=partial(multiply, card, y, w, x, n, k, rows),
+                       n_bytes=w.nbytes + x.nbytes + y.nbytes, n_ops=2 * n * k * rows, pipe="ffma")
+
+
+if __name__ == "__main__":
+    main("Float matrix products", cases)

@@ -31,10 +31,13 @@ which share issue with dp4a on Volta: at most 73 % of its peak. Per warp and blo
 256 dp4a (128 clocks of an SM) and 32 + 16 shared-memory wavefronts, so shared memory is not the limit.
 Expected: 50 to 60 % of the dp4a peak."""
 
+from functools import partial
+
 import numpy as np
 from numba import cuda
 from numba.types import float32, int32, uint32
 
+from kernels.bench import Case, main
 from kernels.intrinsics import BIAS_WORD, dp4a, half_to_float, load_word, load_words4, store_words4, unbias
 from kernels.q8_gemv import q8_reference, random_activations, random_q8
 
@@ -214,3 +217,26 @@ def check(card, n, k, rows, add=False, multiply=gemm_q8_q8):
     error = (abs(y[:rows] - (q8_reference(wq, wd, xq, xd) + before * add)) / bound).max()
     assert error <= 1
     return error
+
+
+TIMED = [(gemm_naive, 512, 512, 64), (gemm_q8_q8, 512, 512, 64), (gemm_q8_q8, 1024, 1024, 8),
+         (gemm_q8_q8, 1024, 1024, 256), (gemm_q8_q8, 4096, 4096, 512)]
+
+
+def cases(card):
+    """The checks of both versions, then their times."""
+    for case in CASES:
+        yield Case("{} x {}, {} rows".format(*case), partial(check, card, *case))
+        yield Case("{} x {}, {} rows, version 1".format(*case),
+                   partial(check, card, *case, multiply=gemm_naive))
+    for multiply, n, k, rows in TIMED:
+        wq, wd = card.zeros((n, k), np.int8), card.zeros((n, k // BLOCK), np.float16)
+        xq, xd = card.zeros((rows, k), np.int8), card.zeros((rows, k // BLOCK), np.float32)
+        y = card.alloc((rows, n), np.float32)
+        yield Case(f"time of {multiply.__name__}, {n} x {k}, {rows} rows",
+                   launch=partial(multiply, card, y, wq, wd, xq, xd, n, k, rows),
+                   n_bytes=sum(a.nbytes for a in (wq, wd, xq, xd, y)), n_ops=2 * n * k * rows, pipe="dp4a")
+
+
+if __name__ == "__main__":
+    main("Q8_0 matrix x matrix", cases)

@@ -25,10 +25,13 @@ for up to eight columns: at its full bandwidth a CMP 100-210 has time for 27 dp4
 eight columns need 8 of them and 6 float operations. Expected: 89 % of read bandwidth for one column of a
 large matrix."""
 
+from functools import partial
+
 import numpy as np
 from numba import cuda
 from numba.types import float32, int32, uint32
 
+from kernels.bench import Case, main
 from kernels.intrinsics import BIAS_WORD, dp4a, half_to_float, load_words2, load_words4, unbias, warp_sum
 
 BLOCK = 32
@@ -51,7 +54,7 @@ def step(columns, words):
 
     @cuda.jit(device=True, inline="always")
     def accumulate(acc, w_starts, x_starts, block, lane, wq, wd, xq, xd):
-        """acc[r, c] += the lane's piece from block `block` of row r times that of column c; starts are blocks."""
+        """acc[r, c] += the lane's piece from `block` of row r times that of column c; starts in blocks."""
         byte = uint32(lane * uint32(4 * words))
         its_block = uint32(lane // uint32(lanes_per_block))
         w = cuda.local.array((ROWS, words), uint32)
@@ -164,3 +167,24 @@ def check(card, n, k, columns, add=False):
     error = (abs(y[:columns] - (q8_reference(wq, wd, xq, xd) + before * add)) / bound).max()
     assert error <= 1
     return error
+
+
+TIMED = [(256, 256, 1), (1024, 1024, 1), (4096, 4096, 1), (65536, 5120, 1), (4096, 4096, 2), (4096, 4096, 4),
+         (4096, 4096, 8)]
+
+
+def cases(card):
+    """The checks, then times; the largest matrix (356 MB) is beyond every cache."""
+    for case in CASES:
+        yield Case("{} x {}, {} columns".format(*case), partial(check, card, *case))
+    for n, k, columns in TIMED:
+        wq, wd = card.zeros((n, k), np.int8), card.zeros((n, k // BLOCK), np.float16)
+        xq, xd = card.zeros((columns, k), np.int8), card.zeros((columns, k // BLOCK), np.float32)
+        y = card.alloc((columns, n), np.float32)
+        yield Case(f"time of {n} x {k}, {columns} columns",
+                   launch=partial(gemv_q8_q8, card, y, wq, wd, xq, xd, n, k, columns),
+                   n_bytes=sum(a.nbytes for a in (wq, wd, xq, xd, y)), n_ops=2 * n * k * columns, pipe="dp4a")
+
+
+if __name__ == "__main__":
+    main("Q8_0 matrix x vectors", cases)

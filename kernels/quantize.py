@@ -21,10 +21,13 @@ per lane, about ten fma each). Bytes: 4 + 1 + 1/8 per value, of which the 4 are 
 engine the kernel is a few microseconds long and bound by its launch; on long prompts 80 % of copy bandwidth
 is expected."""
 
+from functools import partial
+
 import numpy as np
 from numba import cuda
 from numba.types import float32, int32, uint32
 
+from kernels.bench import Case, main
 from kernels.intrinsics import div_rn, float_as_word, load_words4, round_to_int, store_word, word_as_float
 
 BLOCK = 32  # values per scale
@@ -118,3 +121,18 @@ def check(card, rows, k):
     np.testing.assert_array_equal(d[:rows], want_d)
     assert (q[rows] == -1).all() and np.isnan(d[rows]).all(), "wrote past the end"
     return 0.0
+
+
+def cases(card):
+    """The checks, then times for one token and for a prompt of a small and a 27B model."""
+    for case in CASES:
+        yield Case("{} x {}".format(*case), partial(check, card, *case))
+    for rows, k in ((1, 256), (1, 5120), (512, 5120)):
+        x, q = card.zeros((rows, k), np.float32), card.alloc((rows, k), np.int8)
+        d = card.alloc((rows, k // BLOCK), np.float32)
+        yield Case(f"time of {rows} x {k}", launch=partial(quantize_q8, card, q, d, x, rows, k),
+                   n_bytes=x.nbytes + q.nbytes + d.nbytes)
+
+
+if __name__ == "__main__":
+    main("int8 activations", cases)
