@@ -189,8 +189,9 @@ class Function:
 class Card:
     """A card. Attributes: name, cc (compute capability), n_sms, memory_bytes, free_bytes, default_stream.
 
-    The kinds of card implement `_take`, `_give`, `_load`, `_enqueue`, `_move`, `_set`, `stream`, `pinned`,
-    `synchronize`, `describe`, `_begin_recording` and `_end_recording`.
+    The kinds of card implement `_take` and `_give` (memory), `_upload_now`, `_fill_now`, `_copy_in`,
+    `_copy_out`, `_copy`, `_fill`, `_load`, `_enqueue`, `_begin_recording`, `_end_recording`, `stream`,
+    `pinned`, `synchronize` and `describe`.
     """
 
     def __init__(self, name, cc, n_sms, memory_bytes, max_shared, cache_dir):

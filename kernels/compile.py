@@ -198,8 +198,8 @@ def _compile_cuda_c(source, cc):
     import numba.cuda
     code = source.encode() if isinstance(source, str) else source
     ours = Path(numba.cuda.__file__).parent / "include" / str(_check(nvrtc.nvrtcVersion())[0])
-    toolkit = pathfinder.locate_nvidia_header_directory("cudart")
-    folders = [ours] + ([Path(toolkit.abs_path)] if toolkit else [])
+    toolkit = [pathfinder.locate_nvidia_header_directory(part) for part in ("cudart", "cccl")]
+    folders = [ours] + [found.abs_path for found in toolkit if found]
     options = [f"--gpu-architecture=compute_{cc[0]}{cc[1]}", "--relocatable-device-code=true", "--fmad=false"]
     options = [o.encode() for o in options + [f"--include-path={f}" for f in folders]]
     program = _check(nvrtc.nvrtcCreateProgram(code, b"fp16.cu", 0, None, None))

@@ -248,12 +248,15 @@ class EmulatedStream(Stream):
 
     def _run_some(self, most):
         """Runs the next operation, or all launches up to the next of another kind, at most `most`."""
-        operations = [self._queue.popleft()]
-        if type(operations[0]) is Launch:
-            while len(operations) < most and type(self._queue[0]) is Launch:
-                operations.append(self._queue.popleft())
-        self.card.run(operations)
-        self.done += len(operations)                     # not earlier: others take `done` as leave to go on
+        operations = []
+        try:
+            operations.append(self._queue.popleft())
+            if type(operations[0]) is Launch:
+                while len(operations) < most and type(self._queue[0]) is Launch:
+                    operations.append(self._queue.popleft())
+            self.card.run(operations)
+        finally:                                         # Ctrl-C arrives here, too
+            self.done += len(operations)                 # not earlier: others take `done` as leave to go on
 
     def _wake(self):
         self._awake = True
@@ -280,7 +283,6 @@ def _work(stream_reference, signals):
 class EmulatedRecording(Recording):
     def __init__(self, card):
         super().__init__(card, _RecordingStream(card, "recording"))
-
         self.operations = []
 
     def finish(self):
