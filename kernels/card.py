@@ -13,8 +13,8 @@ every Array belongs to one Card, and two Cards in one process, used from any thr
 other.
 
 Host memory. Pageable memory is read when `copy_in` is called; pinned memory (`card.pinned`) is read when the
-copy runs, so it must not change before. `copy_out` into pageable memory returns when the copy is done, into
-pinned memory at once.
+copy runs, so it must live and not change before. `copy_out` into pageable memory returns when the copy is
+done, into pinned memory at once.
 
 Record and replay. Launches and copies within the card made inside `with card.record() as recording` are kept
 instead of run, arguments frozen; `recording.replay()` runs them all for the price of about one launch.
@@ -231,14 +231,16 @@ class Card:
     def zeros(self, shape, dtype, name=""):
         """An Array of zeros, ready for every stream."""
         array = self.alloc(shape, dtype, name)
-        self._fill_now(array, 0)
+        if array.nbytes:
+            self._fill_now(array, 0)
         return array
 
     def upload(self, host, name=""):
         """An Array with the contents of the NumPy array `host`, ready for every stream."""
         host = np.asarray(host, order="C")
         array = self.alloc(host.shape, host.dtype, name)
-        self._upload_now(array, host)
+        if array.nbytes:
+            self._upload_now(array, host)
         return array
 
     def free(self, array):
@@ -267,7 +269,9 @@ class Card:
         self._check(dst)
         self._check_host(dst, host)
         pinned = is_pinned(host) and host.flags.c_contiguous
-        self._copy_in(dst, host, pinned, self.target(stream, "copy_in"))
+        stream = self.target(stream, "copy_in")
+        if dst.nbytes:
+            self._copy_in(dst, host, pinned, stream)
 
     def copy_out(self, host, src, stream=None):
         """Card → host. `host` is C-contiguous and has the shape and dtype of `src`."""
@@ -275,7 +279,9 @@ class Card:
         self._check_host(src, host)
         if not (host.flags.c_contiguous and host.flags.writeable):
             raise CardError(f"{src!r} needs contiguous and writeable host memory")
-        self._copy_out(host, src, is_pinned(host), self.target(stream, "copy_out"))
+        stream = self.target(stream, "copy_out")
+        if src.nbytes:
+            self._copy_out(host, src, is_pinned(host), stream)
 
     def copy(self, dst, src, stream=None):
         """Within the card. Equal numbers of bytes and no overlap."""
@@ -283,12 +289,14 @@ class Card:
         self._check(src)
         if dst.nbytes != src.nbytes:
             raise CardError(f"cannot copy {src!r} into {dst!r}: {src.nbytes} and {dst.nbytes} bytes")
-        self._copy(dst, src, self.target(stream))
+        if dst.nbytes:
+            self._copy(dst, src, self.target(stream))
 
     def fill(self, array, byte, stream=None):
         """Sets every byte of `array` to `byte` (0 to 255)."""
         self._check(array)
-        self._fill(array, byte, self.target(stream))
+        if array.nbytes:
+            self._fill(array, byte, self.target(stream))
 
     def poison(self, array, stream=None):
         """Fills `array` with NaN or -1, so that a kernel that fails to write it is seen."""

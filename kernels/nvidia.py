@@ -89,10 +89,10 @@ class NvidiaCard(Card):
         driver.cuCtxSetCurrent(self._context)
         return _call(function, *args)
 
-    def finalize(self, function, *args):
-        """Calls a driver function from a finalizer, which may interrupt any call: the context stays."""
+    def finalize(self, name, *args):
+        """Calls driver function `name` from a finalizer, which may interrupt any call: the context stays."""
         if driver is not None and driver.cuCtxPushCurrent(self._context)[0] == SUCCESS:
-            function(*args)                              # an error at exit or on a broken card helps nobody
+            getattr(driver, name)(*args)                 # an error at exit or on a broken card helps nobody
             driver.cuCtxPopCurrent()
 
     # -- memory --
@@ -111,13 +111,13 @@ class NvidiaCard(Card):
         return int(ptr), None
 
     def _give(self, memory):
-        self.finalize(driver.cuMemFree, memory.ptr)
+        self.finalize("cuMemFree", memory.ptr)
 
     def pinned(self, shape, dtype):
         """A NumPy array in page-locked memory; copies access it when they run, see kernels/card.py."""
         nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
         ptr = int(self.call(driver.cuMemHostAlloc, max(nbytes, 1), driver.CU_MEMHOSTALLOC_PORTABLE))
-        memory = Pinned(ptr, nbytes, lambda: self.finalize(driver.cuMemFreeHost, ptr))
+        memory = Pinned(ptr, nbytes, lambda: self.finalize("cuMemFreeHost", ptr))
         return np.asarray(memory).view(dtype).reshape(shape)
 
     # -- copies --
@@ -239,7 +239,7 @@ class NvidiaStream(Stream):
 
     def __del__(self):
         if hasattr(self, "handle"):
-            self.card.finalize(driver.cuStreamDestroy, self.handle)
+            self.card.finalize("cuStreamDestroy", self.handle)
 
 
 class NvidiaEvent(Event):
@@ -261,7 +261,7 @@ class NvidiaEvent(Event):
 
     def __del__(self):
         if hasattr(self, "handle"):
-            self.card.finalize(driver.cuEventDestroy, self.handle)
+            self.card.finalize("cuEventDestroy", self.handle)
 
 
 class _CapturedStream(NvidiaStream):
@@ -294,4 +294,4 @@ class NvidiaRecording(Recording):
 
     def __del__(self):
         if getattr(self, "graph", None) is not None:
-            self.card.finalize(driver.cuGraphExecDestroy, self.graph)
+            self.card.finalize("cuGraphExecDestroy", self.graph)

@@ -14,8 +14,10 @@ def _cards():
     return {card.name: card for card in open_cards("emulated") + open_nvidia_cards(required=False)}
 
 
-def pytest_report_header():
-    return [f"card: {card.describe()}" for card in _cards().values()]
+def pytest_terminal_summary(terminalreporter):
+    """Says which cards the tests ran on, also where -q hides the header."""
+    for card in _cards().values():
+        terminalreporter.write_line(f"tested on {card.describe()}")
 
 
 def pytest_generate_tests(metafunc):

@@ -161,18 +161,22 @@ cuEventDestroy = cuGraphExecDestroy = cuGraphDestroy = cuStreamDestroy
 
 
 def cuMemcpyHtoDAsync(dst, host, n, stream):
+    assert n
     return _queue(stream, lambda: ctypes.memmove(dst, host, n), False)
 
 
 def cuMemcpyDtoHAsync(host, src, n, stream):
+    assert n
     return _queue(stream, lambda: ctypes.memmove(host, src, n), False)
 
 
 def cuMemcpyDtoDAsync(dst, src, n, stream):
+    assert n
     return _queue(stream, lambda: ctypes.memmove(dst, src, n), True)
 
 
 def cuMemsetD8Async(dst, byte, n, stream):
+    assert n
     return _queue(stream, lambda: ctypes.memset(dst, byte, n), True)
 
 

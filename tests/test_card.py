@@ -113,8 +113,12 @@ def test_views_share_memory(card):
 
 
 def test_empty_arrays(card):
-    x = card.zeros((0, 5), "float32")
+    x, y = card.zeros((0, 5), "float32"), card.upload(np.zeros((5, 0), np.float32))
     assert x.size == 0 and card.download(x).shape == (0, 5)
+    card.copy(x, y)
+    card.fill(x, 1)
+    card.copy_in(x, np.zeros((0, 5), np.float32))
+    card.synchronize()
 
 
 def test_zeros_and_poison(card):

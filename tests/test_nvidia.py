@@ -14,9 +14,9 @@ from tests.test_card import add_scaled
 class FakeCard(nvidia.NvidiaCard):
     """What is collected after a test finds the real driver back in its place and must not call it."""
 
-    def finalize(self, function, *args):
+    def finalize(self, name, *args):
         if nvidia.driver is fake_driver:
-            super().finalize(function, *args)
+            super().finalize(name, *args)
 
 
 @pytest.fixture
