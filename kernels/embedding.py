@@ -10,7 +10,8 @@
                     int8    [vocabulary, k] with scales float16 [vocabulary, k / 32], k a multiple of 32
 
 One thread per element; a block of threads stays within a row, so the id is uniform over it. 4 k bytes written
-and k to 4 k read per row: a few microseconds, bound by its launch when decoding. Pipe: none to speak of."""
+and k to 4 k read per row: a few microseconds, bound by its launch when decoding. Pipe: none to speak of.
+"""
 
 from functools import partial
 

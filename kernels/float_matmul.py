@@ -21,7 +21,8 @@ of y; tiles of depth 32 pass through shared memory, the end of k filled with zer
 
 A warp makes 8 rows, a thread 8 x 2 outputs: 16 shared loads per 64 fma. Pipe: fp32, expected 40 % of its
 peak. It serves small projections and unquantised models; a half2 version would be twice as fast and would
-round differently."""
+round differently.
+"""
 
 from functools import partial
 

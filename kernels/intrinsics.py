@@ -2,16 +2,17 @@
 
 Two kinds of function live here.
 
-*Instructions* are one line of inline PTX each (`dp4a`, `hfma2`, `prmt`, `div_rn`, ...) or one LLVM operation that
-becomes one instruction (16-byte loads, bit casts). They may be called only inside `@cuda.jit` code.
+*Instructions* are one line of inline PTX each (`dp4a`, `hfma2`, `prmt`, `div_rn`, ...) or one LLVM operation
+that becomes one instruction (16-byte loads, bit casts). They may be called only inside `@cuda.jit` code.
 
-*Float functions* (`exp`, `exp2`, `log`, `sigmoid`, `softplus`, `sincos`, ...) are device functions made of IEEE
-additions, multiplications, `fma` and correctly rounded divisions, and of nothing else. The approximate instructions
-of a card (`ex2.approx`, `rsqrt.approx`, ...) differ between generations; these do not, so a V100, an H100 and the
-emulated card compute the same bits. Errors stated below are against float64, in units of the last place (ulp).
+*Float functions* (`exp`, `exp2`, `log`, `sigmoid`, `softplus`, `sincos`, ...) are device functions made of
+IEEE additions, multiplications, `fma` and correctly rounded divisions, and of nothing else. The approximate
+instructions of a card (`ex2.approx`, `rsqrt.approx`, ...) differ between generations; these do not, so a
+V100, an H100 and the emulated card compute the same bits. Errors stated below are against float64, in units
+of the last place (ulp).
 
-Words. A *word* is a uint32. An int8x4 word holds bytes 0..3 from the lowest bits up, a half2 word holds element 0 in its
-low 16 bits and element 1 in its high 16 bits, which is the order of the elements in memory.
+Words. A *word* is a uint32. An int8x4 word holds bytes 0..3 from the lowest bits up, a half2 word holds
+element 0 in its low 16 bits and element 1 in its high 16 bits, which is the order of the elements in memory.
 """
 
 from llvmlite import ir
@@ -33,10 +34,10 @@ def _emit(text, result, arguments):
 
 
 def _instruction(text, result, *arguments, doc):
-    """An intrinsic for one PTX instruction without side effects; `text` names result `$0` and arguments `$1`, `$2`, ..."""
+    """An intrinsic for one PTX instruction without side effects; in `text` $0 is the result, $1.. the operands."""
 
-    # Numba reads the number of arguments from the Python signature, hence one spelling per arity. `text` is a free
-    # variable of each of them: the key of the compilation cache tells two instructions apart by it.
+    # Numba reads the number of arguments from the Python signature, hence one spelling per arity. `text` is a
+    # free variable of each of them: the key of the compilation cache tells two instructions apart by it.
     if len(arguments) == 1:
         def typing(context, a):
             return result(*arguments), _emit(text, result, arguments)
@@ -51,42 +52,42 @@ def _instruction(text, result, *arguments, doc):
     return intrinsic(typing)
 
 
-# ---- integer dot products and bytes ---------------------------------------------------------------------------------
+# ---- integer dot products and bytes ------------------------------------------------------------------------
 
 dp4a = _instruction("dp4a.s32.s32 $0, $1, $2, $3;", int32, uint32, uint32, int32,
-                    doc="c + sum over 4 bytes of signed a_i * signed b_i; exact. dp4a(word, word, int32) -> int32")
+                    doc="c + sum over 4 bytes of signed a_i * signed b_i; exact")
 dp2a_lo = _instruction("dp2a.lo.s32.s32 $0, $1, $2, $3;", int32, uint32, uint32, int32,
                        doc="c + a.s16[0] * b.s8[0] + a.s16[1] * b.s8[1]; for cards whose dp4a is throttled")
 dp2a_hi = _instruction("dp2a.hi.s32.s32 $0, $1, $2, $3;", int32, uint32, uint32, int32,
                        doc="c + a.s16[0] * b.s8[2] + a.s16[1] * b.s8[3]")
 prmt = _instruction("prmt.b32 $0, $1, $2, $3;", uint32, uint32, uint32, uint32,
-                    doc="byte permute: nibble i of the selector picks byte i of the result from the 8 bytes of (b, a)")
+                    doc="byte i of the result: nibble i of the selector picks, 0..3 from a, 4..7 from b")
 
-# ---- half precision, two at a time ----------------------------------------------------------------------------------
+# ---- half precision, two at a time -------------------------------------------------------------------------
 
 hfma2 = _instruction("fma.rn.f16x2 $0, $1, $2, $3;", uint32, uint32, uint32, uint32,
                      doc="half2 a * b + c, each half rounded once")
 hadd2 = _instruction("add.rn.f16x2 $0, $1, $2;", uint32, uint32, uint32, doc="half2 a + b")
 hmul2 = _instruction("mul.rn.f16x2 $0, $1, $2;", uint32, uint32, uint32, doc="half2 a * b")
-half_bits = _instruction("cvt.rn.f16.f32 $0, $1;", uint16, float32, doc="float32 -> the 16 bits of the nearest float16")
-half_to_float = _instruction("cvt.f32.f16 $0, $1;", float32, uint16, doc="16 bits of a float16 -> float32, exact")
+half_bits = _instruction("cvt.rn.f16.f32 $0, $1;", uint16, float32, doc="float32 -> bits of nearest float16")
+half_to_float = _instruction("cvt.f32.f16 $0, $1;", float32, uint16, doc="bits of float16 -> float32, exact")
 pack_half2 = _instruction("{.reg .b16 l, h; cvt.rn.f16.f32 l, $1; cvt.rn.f16.f32 h, $2; mov.b32 $0, {l, h};}",
-                          uint32, float32, float32, doc="two float32 -> half2 word (low, high), rounded to nearest")
+                          uint32, float32, float32, doc="two float32 -> half2 word (low, high), nearest")
 half2_low = _instruction("{.reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, l;}", float32, uint32,
                          doc="element 0 of a half2 word as float32, exact")
 half2_high = _instruction("{.reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, h;}", float32, uint32,
                           doc="element 1 of a half2 word as float32, exact")
 
-# ---- correctly rounded float32 --------------------------------------------------------------------------------------
+# ---- correctly rounded float32 -----------------------------------------------------------------------------
 
 div_rn = _instruction("div.rn.f32 $0, $1, $2;", float32, float32, float32, doc="a / b, correctly rounded")
 sqrt_rn = _instruction("sqrt.rn.f32 $0, $1;", float32, float32, doc="square root, correctly rounded")
 round_to_int = _instruction("cvt.rni.s32.f32 $0, $1;", int32, float32, doc="nearest integer, ties to even")
-float_max = _instruction("max.f32 $0, $1, $2;", float32, float32, float32, doc="maximum; a NaN argument is ignored")
-float_min = _instruction("min.f32 $0, $1, $2;", float32, float32, float32, doc="minimum; a NaN argument is ignored")
+float_max = _instruction("max.f32 $0, $1, $2;", float32, float32, float32, doc="maximum; a NaN is ignored")
+float_min = _instruction("min.f32 $0, $1, $2;", float32, float32, float32, doc="minimum; a NaN is ignored")
 
 
-# ---- bit casts ------------------------------------------------------------------------------------------------------
+# ---- bit casts ---------------------------------------------------------------------------------------------
 
 @intrinsic
 def float_as_word(context, x):
@@ -102,14 +103,14 @@ def word_as_float(context, x):
     return float32(uint32), lambda _, builder, __, values: builder.bitcast(values[0], ir.FloatType())
 
 
-# ---- wide memory accesses -------------------------------------------------------------------------------------------
-# `index` counts elements of the array's own type from its first element (arrays of several dimensions are flat here).
+# ---- wide memory accesses ----------------------------------------------------------------------------------
+# `index` counts elements of the array's own type from its first element (several dimensions are flat here).
 # The address must be a multiple of the access size: the checking mode and a real card both fault otherwise.
 
 def _word_pointer(context, builder, array_type, array, index, n_words):
     data = context.make_array(array_type)(context, builder, array).data
     word = ir.IntType(32) if n_words == 1 else ir.VectorType(ir.IntType(32), n_words)
-    index = builder.zext(index, ir.IntType(64))  # a bare 32-bit index would count as signed: wrong from 2**31 on
+    index = builder.zext(index, ir.IntType(64))  # a bare 32-bit index counts as signed: wrong from 2**31
     return builder.bitcast(builder.gep(data, [index]), word.as_pointer())
 
 
@@ -193,10 +194,10 @@ def store_floats4(array, index, x0, x1, x2, x3):
     store_words4(array, index, float_as_word(x0), float_as_word(x1), float_as_word(x2), float_as_word(x3))
 
 
-# ---- int32 -> float32 without a conversion instruction --------------------------------------------------------------
-# int -> float conversion is a quarter-rate instruction on Volta. The bits of 1.5 * 2**23 are 0x4B400000 and its ulp is 1,
-# so an int32 sum that starts there and stays within +-2**22 reads, as a float, 12582912.0 + sum. A Q8_0 block product of
-# 32 int8 pairs is at most 32 * 128 * 128 = 2**19.
+# ---- int32 -> float32 without a conversion instruction -----------------------------------------------------
+# int -> float conversion is a quarter-rate instruction on Volta. The bits of 1.5 * 2**23 are 0x4B400000 and
+# its ulp is 1, so an int32 sum that starts there and stays within +-2**22 reads as the float 12582912.0 + sum.
+# A Q8_0 block product of 32 int8 pairs is at most 32 * 128 * 128 = 2**19.
 
 BIAS_WORD = 0x4B400000
 BIAS_FLOAT = 12582912.0
@@ -208,8 +209,8 @@ def unbias(total):
     return word_as_float(int32(total)) - float32(BIAS_FLOAT)
 
 
-# ---- reductions over a warp -----------------------------------------------------------------------------------------
-# The butterfly adds in the same order on every lane (IEEE addition commutes), so all lanes end with the same bits.
+# ---- reductions over a warp --------------------------------------------------------------------------------
+# The butterfly adds in the same order on every lane (IEEE addition commutes): all end with the same bits.
 
 @cuda.jit(device=True, inline="always")
 def warp_sum(x):
@@ -231,18 +232,18 @@ def warp_max(x):
     return float_max(x, cuda.shfl_xor_sync(0xFFFFFFFF, x, 1))
 
 
-# ---- float functions ------------------------------------------------------------------------------------------------
+# ---- float functions ---------------------------------------------------------------------------------------
 
 @cuda.jit(device=True, inline="always")
 def _clamp(x, low, high):
-    """x within [low, high]; unlike `float_max` and `float_min` it lets a NaN through, so that errors stay visible."""
+    """x within [low, high]; unlike `float_max` and `float_min` it lets a NaN through: errors stay visible."""
     x = low if x < low else x
     return high if x > high else x
 
 
 @cuda.jit(device=True, inline="always")
 def _nearest(x):
-    """The nearest integer to x, ties to even, for |x| < 2**22, as int32 and as float32: the addition rounds."""
+    """The nearest integer to x, ties to even, for |x| < 2**22, as int32 and float32: the addition rounds."""
     biased = x + float32(BIAS_FLOAT)
     return int32(float_as_word(biased) - uint32(BIAS_WORD)), biased - float32(BIAS_FLOAT)
 
@@ -258,7 +259,7 @@ def _scale_by_power_of_two(x, n):
 
 @cuda.jit(device=True, inline="always")
 def exp(x):
-    """e**x within 1.1 ulp; 0 below -104, infinity above 89. Cody and Waite's reduction, then a degree-7 polynomial."""
+    """e**x within 1.1 ulp; 0 below -104, infinity above 89. Cody and Waite's reduction, then degree 7."""
     x = _clamp(x, float32(-104.0), float32(89.0))
     n, nf = _nearest(x * float32(1.4426950408889634))
     r = cuda.fma(nf, float32(-0.693145751953125), x)
@@ -341,7 +342,7 @@ def rsqrt(x):
 
 @cuda.jit(device=True, inline="always")
 def sincos(x):
-    """(sin x, cos x) within 2 ulp or 2**-26 absolute for |x| < 2**20: reduction by pi/2 in three parts, then polynomials."""
+    """(sin x, cos x) within 2 ulp or 2**-26 absolute for |x| < 2**20: pi/2 in three parts, polynomials."""
     n, nf = _nearest(x * float32(0.6366197723675814))
     r = cuda.fma(nf, float32(-1.5707963705062866), x)
     r = cuda.fma(nf, float32(4.371139000186241e-08), r)

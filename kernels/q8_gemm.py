@@ -29,7 +29,8 @@ rows_per_thread, and walks k by blocks of 32.
 Pipe: dp4a, n k rows / 4 of them. Per block and output 8 dp4a and 3 float operations (unbias, scale, fma),
 which share issue with dp4a on Volta: at most 73 % of its peak. Per warp and block of k a tile of R = 8 costs
 256 dp4a (128 clocks of an SM) and 32 + 16 shared-memory wavefronts, so shared memory is not the limit.
-Expected: 50 to 60 % of the dp4a peak."""
+Expected: 50 to 60 % of the dp4a peak.
+"""
 
 from functools import partial
 

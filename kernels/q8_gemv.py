@@ -23,7 +23,8 @@ last lanes idle. (Real models have k a multiple of 512; the two last steps are f
 Pipe: dp4a, but bound by memory: 1.06 n k bytes and n k columns / 4 dp4a per call. The weights are read once
 for up to eight columns: at its full bandwidth a CMP 100-210 has time for 27 dp4a per word of weights, and
 eight columns need 8 of them and 6 float operations. Expected: 89 % of read bandwidth for one column of a
-large matrix."""
+large matrix.
+"""
 
 from functools import partial
 

@@ -19,7 +19,8 @@ block NaN or infinite, so that it stays visible in whatever is computed from the
 Eight lanes own a block; its maximum travels by three shuffles. Pipe: fp32 (four correctly rounded divisions
 per lane, about ten fma each). Bytes: 4 + 1 + 1/8 per value, of which the 4 are usually still in L2: in the
 engine the kernel is a few microseconds long and bound by its launch; on long prompts 80 % of copy bandwidth
-is expected."""
+is expected.
+"""
 
 from functools import partial
 
