@@ -1,0 +1,79 @@
+import numpy as np
+import pytest
+
+from kernels import sample
+from kernels.sample import SamplingState, pack_parameters, philox_reference
+
+
+@pytest.mark.parametrize("case", sample.CASES, ids=str)
+def test_tokens_equal_the_reference(card, case):
+    sample.check(card, case)
+
+
+def test_philox_equals_its_published_vectors():
+    # Known answers of the Random123 library, philox4x32 with 10 rounds, for counters with three zero words.
+    assert philox_reference(0, 0) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
+
+
+def draw(card, logits, **settings):
+    """The token of each row of logits [rows, V], row r with seed r (greedy by default)."""
+    logits = np.asarray(logits, np.float32)
+    rows, n_vocab = logits.shape
+    state = SamplingState.allocate(card, rows, rows, n_vocab)
+    card.copy_in(state.parameters, np.stack([pack_parameters(seed=r, **settings) for r in range(rows)]))
+    tokens = card.alloc(rows, np.int32)
+    card.poison(tokens)
+    sample.sample(card, tokens, card.upload(logits), card.upload(np.arange(rows, dtype=np.int32)), state, rows, n_vocab)
+    return card.download(tokens)
+
+
+def test_the_lowest_id_of_equal_logits_wins(card):
+    logits = np.zeros((4, 5000), np.float32)
+    logits[1, [4999, 4200, 77]] = 2
+    logits[2], logits[3, ::2] = -0.0, -0.0
+    assert draw(card, logits).tolist() == [0, 77, 0, 0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_defined_choice_gives_minus_one(card, temperature):
+    logits = np.random.default_rng(0).standard_normal((4, 300))
+    logits[0, 17], logits[1, 3], logits[2] = np.nan, np.inf, -np.inf
+    got = draw(card, logits, temperature=temperature)
+    assert got[:3].tolist() == [-1, -1, -1] and got[3] >= 0
+
+
+def test_draws_follow_the_distribution(card):
+    x = np.log(np.array([0.4, 0.25, 0.15, 0.1, 0.06, 0.04]))
+    count = lambda **settings: np.bincount(draw(card, np.tile(x, (1000, 1)), **settings), minlength=6)
+    for settings, expected in (({"temperature": 1.0}, np.exp(x)),
+                               ({"temperature": 0.5}, np.exp(2 * x)),
+                               ({"temperature": 1.0, "top_k": 3}, np.exp(x) * [1, 1, 1, 0, 0, 0]),
+                               ({"temperature": 1.0, "top_p": 0.7}, np.exp(x) * [1, 1, 1, 0, 0, 0]),
+                               ({"temperature": 1.0, "min_p": 0.2}, np.exp(x) * [1, 1, 1, 1, 0, 0])):
+        expected = expected / expected.sum() * 1000
+        got, possible = count(**settings), expected > 0
+        chi_squared = np.sum((got - expected)[possible] ** 2 / expected[possible])
+        assert chi_squared < 20.5 and not got[~possible].any(), (settings, got)  # 0.1 % for 5 degrees of freedom
+
+
+def test_a_recorded_sample_walks_on(card):
+    """Replays draw with the step that the card has counted up to, whichever rows run beside."""
+    n_vocab, logits = 200, np.random.default_rng(0).standard_normal((1, 200)).astype(np.float32)
+    state = SamplingState.allocate(card, 2, 1, n_vocab)
+    card.copy_in(state.parameters, np.stack([pack_parameters(1.0, seed=5)] * 2))
+    tokens, slot, x = card.alloc(1, np.int32), card.upload(np.array([1], np.int32)), card.upload(logits)
+    with card.record() as recording:
+        sample.sample(card, tokens, x, slot, state, 1, n_vocab)
+    walked = []
+    for _ in range(8):
+        recording.replay()
+        walked.append(int(card.download(tokens)[0]))
+    weights = card.download(state.weights)[0]
+    keep = sample.keep_reference(weights, pack_parameters(1.0))
+    assert walked == [sample.draw_reference(weights, keep, 5, step) for step in range(8)]
+    assert card.download(state.parameters)[:, sample.STEP].tolist() == [0, 8]
+
+
+def test_a_vocabulary_too_large_is_refused(card):
+    with pytest.raises(ValueError, match="524288"):
+        SamplingState.allocate(card, 1, 1, 600_000)
