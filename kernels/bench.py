@@ -14,7 +14,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kernels.card import CardError, open_cards
 from kernels.emulated.cards import CARDS
@@ -23,6 +23,7 @@ OPS_PER_LANE = {"dp4a": 8, "dp2a": 4, "half2": 4, "ffma": 2, "fp32": 1}    # mul
 TARGET_SECONDS = 0.05                                    # length of one timed replay
 MAX_CALLS = 500                                          # in one recording
 REPLAYS = 3
+NAME_WIDTH = 36
 
 
 @dataclass(frozen=True)
@@ -64,26 +65,25 @@ def main(title, cases):
 
 
 def bench(card, title, cases):
-    """Checks, times and prints each Case of `cases`, one line as each is done; returns the Results."""
-    cases, results = list(cases), []
-    width = max([len(case.name) for case in cases], default=0)
+    """Checks, times and prints each Case of `cases`, best a generator of them; returns the Results."""
     print(f"{title} on {card.describe()}\n")
-    print(f"{'case':{width}}  max error       time     GB/s     TOPS  of peak")
+    print(f"{'case':{NAME_WIDTH}}  max error       time     GB/s     TOPS  of peak")
+    results = []
     for case in cases:
-        result = run(card, case)
-        print(line(result, width, model_of(card)), flush=True)
-        results.append(result)
+        results.append(run(card, case))
+        print(line(results[-1], model_of(card)), flush=True)
     print()
     return results
 
 
 def run(card, case):
-    """Checks and times one case."""
+    """Checks and times one case. The result lets go of the functions, and so of the arrays they use."""
+    shown = replace(case, check=None, launch=None)
     try:
         error = case.check() if case.check else math.nan
     except AssertionError as failure:
-        return Result(case, failure=" ".join(str(failure).split())[:200] or "check failed")
-    return Result(case, error, seconds_per_call(card, case.launch) if case.launch else math.nan)
+        return Result(shown, failure=" ".join(str(failure).split())[:200] or "check failed")
+    return Result(shown, error, seconds_per_call(card, case.launch) if case.launch else math.nan)
 
 
 def seconds_per_call(card, launch):
@@ -109,17 +109,17 @@ def _replay_seconds(card, recording):
     return end.seconds_since(start)
 
 
-def line(result, width, model=None):
+def line(result, model=None):
     """The table line of a Result; `model` is the CardModel that per cent of peak refers to, or None."""
     case, seconds = result.case, result.seconds
     if result.failure:
-        return f"{case.name:{width}}  FAILED: {result.failure}"
+        return f"{case.name:{NAME_WIDTH}}  FAILED: {result.failure}"
     columns = [f"{result.error:9.2e}" if result.error == result.error else f"{'':9}",
                show_time(seconds) if seconds == seconds else f"{'':9}",
                f"{case.n_bytes / seconds / 1e9:7.1f}" if case.n_bytes and seconds == seconds else f"{'':7}",
                f"{case.n_ops / seconds / 1e12:7.2f}" if case.n_ops and seconds == seconds else f"{'':7}",
                fraction_of_peak(case, seconds, model)]
-    return f"{case.name:{width}}  {'  '.join(columns)}".rstrip()
+    return f"{case.name:{NAME_WIDTH}}  {'  '.join(columns)}".rstrip()
 
 
 def fraction_of_peak(case, seconds, model):

@@ -76,4 +76,4 @@ def test_main_reports_by_exit_code(monkeypatch, capsys):
 def test_numbers():
     shown = [bench.show_time(t) for t in (2.0, 0.5, 1.23e-5, 1e-8)]
     assert shown == ["  2.00 s ", "500.00 ms", " 12.30 µs", "  0.01 µs"]
-    assert bench.line(Result(Case("a"), 0.5), 3) == "a     5.00e-01"
+    assert bench.line(Result(Case("a"), 0.5)) == "a" + " " * (bench.NAME_WIDTH + 2) + "5.00e-01"
