@@ -34,7 +34,7 @@ def _emit(text, result, arguments):
 
 
 def _instruction(text, result, *arguments, doc):
-    """An intrinsic for one PTX instruction without side effects; in `text` $0 is the result, $1.. the operands."""
+    """An intrinsic for one PTX instruction; in `text`, $0 is the result and $1, $2, ... are the operands."""
 
     # Numba reads the number of arguments from the Python signature, hence one spelling per arity. `text` is a
     # free variable of each of them: the key of the compilation cache tells two instructions apart by it.
@@ -196,7 +196,7 @@ def store_floats4(array, index, x0, x1, x2, x3):
 
 # ---- int32 -> float32 without a conversion instruction -----------------------------------------------------
 # int -> float conversion is a quarter-rate instruction on Volta. The bits of 1.5 * 2**23 are 0x4B400000 and
-# its ulp is 1, so an int32 sum that starts there and stays within +-2**22 reads as the float 12582912.0 + sum.
+# its ulp is 1, so a sum that starts there and stays within +-2**22 reads as the float 12582912.0 + sum.
 # A Q8_0 block product of 32 int8 pairs is at most 32 * 128 * 128 = 2**19.
 
 BIAS_WORD = 0x4B400000
