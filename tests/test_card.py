@@ -482,6 +482,36 @@ def test_late_card_follows_chains_of_events():
     assert a.done == a.pushed and card.download(x, card.stream())[0] == 2
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_random_streams_keep_every_order_that_events_force(late):
+    """Random work on streams of two cards: nothing runs before what it has to wait for."""
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        cards = [EmulatedCard(number, late=late) for number in range(2)]
+        streams = [card.stream(str(i)) for card in cards for i in range(3)]
+        ran, events, needs = [], [], []                  # needs: what has to run before each operation
+        known = [set() for _ in streams]                 # what comes before a stream's next operation
+        for number in range(60):
+            i = rng.integers(len(streams))
+            if rng.random() < 0.3:
+                events.append((streams[i].record(), set(known[i])))
+            if events and rng.random() < 0.3:
+                event, before = events[rng.integers(len(events))]
+                streams[i].wait(event)
+                known[i] |= before
+            if events and rng.random() < 0.1:
+                event, before = events[rng.integers(len(events))]
+                event.synchronize()
+                assert before <= set(ran) and event.done
+            needs.append(set(known[i]))
+            known[i].add(number)
+            streams[i].push(lambda number=number: ran.append(number))
+        for card in cards:
+            card.synchronize()
+        places = {number: place for place, number in enumerate(ran)}
+        assert len(ran) == 60 and all(places[b] < places[n] for n, before in enumerate(needs) for b in before)
+
+
 def test_link_speed():
     card = EmulatedCard(link_gbs=0.02)
     host = np.zeros(1_000_000, np.int8)
