@@ -83,24 +83,36 @@ def stored_logits(reference, prompt):
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_float_weights_settle_the_formulas(float_engine, reference, prompt):
-    """Every layer, then the logits. What is left is half precision in attention and its cache, of which the reference's
-    own float16 run (noise table: 4e-3) has more: it rounds every activation."""
+    """Every layer, then the logits. Up to the first attention layer all is float32: within twice the distance at which
+    the two references stand from each other. After it, half precision in attention and its cache: half of what the
+    reference's own float16 run costs (noise table: 4e-3)."""
+    agreement = oracle_json("manifest.json")["models"][MODEL]["agreement"][prompt]
+    between_references = agreement["layer_hidden_rel_l2_hf_vs_llamacpp_f32"]
+    first_attention = float_engine.config.layer_kinds.index("attention")
     hidden, logits = run(float_engine, reference[f"{prompt}_ids"].tolist())
     rows = reference["long_hidden_rows"] if prompt == "long" else np.arange(len(reference["short_ids"]))
-    for layer, want in enumerate(reference[f"{prompt}_hf_hidden"][:-1]):
-        error = distance(hidden[layer][rows], want)
-        limit = 1e-6 if layer < 4 else 2e-3  # layers 3 and 7 are attention: states before them are pure float32
-        assert error <= limit, f"state {layer}: {error:.2e}"
+    for state, want in enumerate(reference[f"{prompt}_hf_hidden"][:-1]):     # 0: embedding, 1: after layer 0, ...
+        error = distance(hidden[state][rows], want)
+        limit = 2 * between_references[state] if state <= first_attention else 2e-3
+        assert error <= limit, f"state {state}: {error:.2e}"
     rows, want = stored_logits(reference, prompt)
     assert distance(logits[rows], want) <= 2e-3
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_quantised_weights_are_as_near_as_llama_cpp(engine, reference, prompt):
-    rows, want = stored_logits(reference, prompt)
+    """Over all positions, on the logits that both stored lists of likeliest tokens hold (9,760 of the long prompt),
+    ours are no further from the float32 reference than llama.cpp's with the same 8-bit weights and activations."""
     _, logits = run(engine, reference[f"{prompt}_ids"].tolist())
-    agreement = oracle_json("manifest.json")["models"][MODEL]["agreement"][prompt]
-    assert distance(logits[rows], want) <= agreement["llamacpp_quantised_f16kv__vs__hf_f32"]["rel_l2"]
+    ours, theirs = [], []
+    for row, position in enumerate(logits):
+        want = dict(zip(reference[f"{prompt}_hf_top_ids"][row], reference[f"{prompt}_hf_top_vals"][row]))
+        for token, value in zip(reference[f"{prompt}_llama_top_ids"][row], reference[f"{prompt}_llama_top_vals"][row]):
+            if token in want:
+                ours.append(position[token] - want[token])
+                theirs.append(value - want[token])
+    assert len(ours) > 15 * len(logits)
+    assert np.linalg.norm(ours) <= np.linalg.norm(theirs)
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
