@@ -1,8 +1,8 @@
 """The cards that estimates are made for: what each part can do per clock, and where the figure comes from.
 
-A *pipe* is a class of instructions (`PIPES` in estimate.py), a *unit* is a piece of hardware that one or more pipes
-pass through. Pipes that share a unit add up on it, and a pipe may pass through several units, each of which can be
-the limit. Per SM, in lanes (results) per clock, so that one warp instruction takes 32 / lanes clocks of its unit:
+A *pipe* is a class of instructions (`PIPES` in estimate.py), a *unit* is a piece of hardware that one or more
+pipes pass through. Pipes that share a unit add up on it, and a pipe may pass through several units, each of
+which can be the limit. Per SM, in lanes (results) per clock; a warp instruction takes 32 / lanes clocks:
 
     unit       GV100  TU104  GH100   pipes
     issue        128    128    128   all
@@ -18,7 +18,7 @@ Where the figures come from, as the trailing comments say it:
     measured     by this project on the card itself, or by the author named
     spec         NVIDIA's data sheet or white paper
     guide        CUDA C++ Programming Guide, table "Throughput of Native Arithmetic Instructions"
-    Jia          Z. Jia et al., Dissecting the NVIDIA Volta GPU (arXiv 1804.06826) and Turing T4 GPU (1903.07486)
+    Jia          Z. Jia et al., Dissecting the NVIDIA Volta GPU (arXiv 1804.06826), Turing T4 GPU (1903.07486)
     computed     from figures above
     (recalled)   quoted from memory, not read again: the first to doubt
 """
@@ -33,19 +33,19 @@ class Unit:
     name: str
     lanes: int
     pipes: frozenset
-    per_partition: bool = True      # a quarter of it in each of the four partitions of an SM; a warp lives in one
+    per_partition: bool = True      # a quarter of it in each of the SM's four partitions; a warp lives in one
 
 
 def _unit(name, lanes, pipes, per_partition=True):
     return Unit(name, lanes, frozenset(pipes.split()), per_partition)
 
 
-# One instruction of 32 lanes per clock in each of 4 partitions: spec, all of these cards. The pipe `move` is in no
-# unit: the assembler turns almost all of it into nothing.
-_ISSUE = _unit("issue", 128, "dp4a dp2a imad fp32 ffma integer vote half2 half special conversion fp64 tensor "
-                             "shuffle shared global_ local atomic barrier branch")
+# One instruction of 32 lanes per clock in each of 4 partitions: spec, all of these cards. The pipe `move` is
+# in no unit: the assembler turns almost all of it into nothing.
+_ISSUE = _unit("issue", 128, "dp4a dp2a imad fp32 ffma integer vote half2 half special conversion fp64 "
+                             "tensor shuffle shared global_ local atomic barrier branch")
 _ALU = _unit("alu", 64, "integer vote")                    # guide; vote 64 (recalled)
-_LSU = _unit("lsu", 32, "shared global_ local shuffle atomic", per_partition=False)    # guide: shuffle 32; spec: 32
+_LSU = _unit("lsu", 32, "shared global_ local shuffle atomic", per_partition=False)    # guide: shuffle; spec
 _SPECIAL = _unit("special", 16, "special conversion")      # guide: special functions 16, float conversions 16
 
 VOLTA = (
@@ -59,12 +59,12 @@ VOLTA = (
     _LSU,
 )
 
-TURING = tuple(_unit("fp64", 2, "fp64") if u.name == "fp64" else u for u in VOLTA)    # guide, compute capability 7.5
+TURING = tuple(_unit("fp64", 2, "fp64") if u.name == "fp64" else u for u in VOLTA)    # guide, 7.5
 
 HOPPER = (
     _ISSUE,
     _unit("fma", 128, "dp4a dp2a imad fp32 ffma"),         # measured: fp32 fma 126
-    _unit("fma heavy", 64, "dp4a dp2a imad"),              # measured: dp4a 63.6, dp2a and integer multiply-add 63.7
+    _unit("fma heavy", 64, "dp4a dp2a imad"),              # measured: dp4a 63.6, dp2a and imad 63.7
     _ALU,
     _unit("half", 128, "half2 half"),                      # measured: 126
     _unit("special", 16, "special"),                       # guide
@@ -79,22 +79,22 @@ HOPPER = (
 class CardModel:
     """What one card can do. Clock in Hz, sizes in bytes, speeds in bytes per second."""
     name: str
-    cc: tuple                               # compute capability
+    cc: tuple                           # compute capability
     n_sms: int
     clock: float
-    units: tuple                            # of Unit
+    units: tuple                        # of Unit
     memory: int
-    read_bandwidth: float                   # global memory, reads only
+    read_bandwidth: float               # global memory, reads only
     l2: int
     l2_bandwidth: float
-    link_bandwidth: float                   # host to card, one direction
+    link_bandwidth: float               # host to card, one direction
     shared_per_sm: int
     shared_per_block: int
-    max_warps: int                          # resident on one SM
-    max_blocks: int                         # resident on one SM
-    launch_seconds: float                   # from one kernel of a recorded sequence to the next
-    shared_reserved: int = 0                # of each block's shared memory, taken by the system
-    registers: int = 65_536                 # guide, per SM, all of these cards; 32 bits each
+    max_warps: int                      # resident on one SM
+    max_blocks: int                     # resident on one SM
+    launch_seconds: float               # from one kernel of a recorded sequence to the next
+    shared_reserved: int = 0            # of each block's shared memory, taken by the system
+    registers: int = 65_536             # guide, per SM, all of these cards; 32 bits each
     throttle: Mapping = field(default_factory=dict, hash=False)   # pipe -> fraction of the lanes that is left
 
     def rate(self, pipe):
@@ -108,62 +108,62 @@ class CardModel:
 
 
 _KB, _MB, _GB = 1 << 10, 1 << 20, 1 << 30
-_GRAPH_LAUNCH = 1.4e-6                      # measured on the H100, graph replay; an assumption for the others
+_GRAPH_LAUNCH = 1.4e-6                  # measured on the H100, graph replay; an assumption for the others
 
 CMP_100_210 = CardModel(
     name="CMP 100-210", cc=(7, 0), units=VOLTA,
-    n_sms=68,                               # measured (seed project, issue "CMP vs V100?"); pages that say 80 are wrong
-    clock=1380e6,                           # measured there: locked
-    memory=16 * _GB,                        # spec
-    read_bandwidth=818e9,                   # measured there, copy 760; 829 computed from 810 MHz x 4096 bit
-    l2=6 * _MB,                             # spec of the GV100; not verified on this card
-    l2_bandwidth=2155e9,                    # as the V100 at equal clock: not verified on this card
-    link_bandwidth=0.25e9,                  # PCIe 1.0 x1
+    n_sms=68,                           # measured (seed project, issue "CMP vs V100?"); 80 elsewhere is wrong
+    clock=1380e6,                       # measured there: locked
+    memory=16 * _GB,                    # spec
+    read_bandwidth=818e9,               # measured there, copy 760; 829 computed from 810 MHz x 4096 bit
+    l2=6 * _MB,                         # spec of the GV100; not verified on this card
+    l2_bandwidth=2155e9,                # as the V100 at equal clock: not verified on this card
+    link_bandwidth=0.25e9,              # PCIe 1.0 x1
     shared_per_sm=96 * _KB, shared_per_block=96 * _KB, max_warps=64, max_blocks=32,    # guide, 7.0
     launch_seconds=_GRAPH_LAUNCH,
     throttle={
-        "tensor": 1 / 16,                   # measured there: 5.7 to 6.4 TFLOPS of 96
-        "fp64": 1 / 16,                     # measured there: 0.38 TFLOPS of 6.0
-        "dp4a": 1.0,                        # disputed: "no throttle", so 48 TOPS; the seed project's bench says 17
-        "ffma": 1.0,                        # measured there: 9.9 of 12.0 TFLOPS
+        "tensor": 1 / 16,               # measured there: 5.7 to 6.4 TFLOPS of 96
+        "fp64": 1 / 16,                 # measured there: 0.38 TFLOPS of 6.0
+        "dp4a": 1.0,                    # disputed: "no throttle" is 48 TOPS; the author's bench has 17
+        "ffma": 1.0,                    # measured there: 9.9 of 12.0 TFLOPS
     },
 )
 
 V100 = CardModel(
     name="V100 PCIe 16 GB", cc=(7, 0), units=VOLTA,
-    n_sms=80, clock=1380e6,                 # spec: boost
-    memory=16 * _GB,                        # spec
-    read_bandwidth=830e9,                   # class of what users measure; spec 897
-    l2=6 * _MB,                             # spec
-    l2_bandwidth=2155e9,                    # Jia (recalled)
-    link_bandwidth=15.75e9,                 # PCIe 3.0 x16, computed
+    n_sms=80, clock=1380e6,             # spec: boost
+    memory=16 * _GB,                    # spec
+    read_bandwidth=830e9,               # class of what users measure; spec 897
+    l2=6 * _MB,                         # spec
+    l2_bandwidth=2155e9,                # Jia (recalled)
+    link_bandwidth=15.75e9,             # PCIe 3.0 x16, computed
     shared_per_sm=96 * _KB, shared_per_block=96 * _KB, max_warps=64, max_blocks=32,    # guide, 7.0
     launch_seconds=_GRAPH_LAUNCH,
 )
 
 T4 = CardModel(
     name="T4", cc=(7, 5), units=TURING,
-    n_sms=40, clock=1590e6,                 # spec: boost; at 70 W the clock sags well below it
-    memory=16 * _GB,                        # spec
-    read_bandwidth=320e9,                   # spec, an upper bound; Jia measures 220 (recalled)
-    l2=4 * _MB,                             # spec
-    l2_bandwidth=1270e9,                    # Jia (recalled)
-    link_bandwidth=15.75e9,                 # PCIe 3.0 x16, computed
+    n_sms=40, clock=1590e6,             # spec: boost; at 70 W the clock sags well below it
+    memory=16 * _GB,                    # spec
+    read_bandwidth=320e9,               # spec, an upper bound; Jia measures 220 (recalled)
+    l2=4 * _MB,                         # spec
+    l2_bandwidth=1270e9,                # Jia (recalled)
+    link_bandwidth=15.75e9,             # PCIe 3.0 x16, computed
     shared_per_sm=64 * _KB, shared_per_block=64 * _KB, max_warps=32, max_blocks=16,    # guide, 7.5
     launch_seconds=_GRAPH_LAUNCH,
 )
 
 H100 = CardModel(
     name="H100 SXM 80 GB", cc=(9, 0), units=HOPPER,
-    n_sms=132,                              # spec
-    clock=1980e6,                           # measured: 133 TOPS of dp4a in a register-only loop
-    memory=80 * _GB,                        # spec
-    read_bandwidth=2970e9,                  # measured, read-only kernel; copy 2,780; spec 3,350
-    l2=50 * _MB,                            # spec
-    l2_bandwidth=5500e9,                    # Chips and Cheese on the PCIe card (recalled)
-    link_bandwidth=63e9,                    # PCIe 5.0 x16, computed
+    n_sms=132,                          # spec
+    clock=1980e6,                       # measured: 133 TOPS of dp4a in a register-only loop
+    memory=80 * _GB,                    # spec
+    read_bandwidth=2970e9,              # measured, read-only kernel; copy 2,780; spec 3,350
+    l2=50 * _MB,                        # spec
+    l2_bandwidth=5500e9,                # Chips and Cheese on the PCIe card (recalled)
+    link_bandwidth=63e9,                # PCIe 5.0 x16, computed
     shared_per_sm=228 * _KB, shared_per_block=227 * _KB, max_warps=64, max_blocks=32,  # guide, 9.0
-    shared_reserved=_KB,                    # guide, 8.0 and later
+    shared_reserved=_KB,                # guide, 8.0 and later
     launch_seconds=_GRAPH_LAUNCH,
 )
 

@@ -1,18 +1,18 @@
 """What a launch would cost on a card: instruction counts by pipe, and an estimate of the time from them.
 
-    Counts (from the emulated card, exact)  +  grid, block, registers, shared memory  +  CardModel  →  Estimate
+    Counts (exact, by the emulated card) + grid, block, registers, shared memory + CardModel  →  Estimate
 
     t(unit)   = Σ over its pipes of  warp instructions · 32 / (lanes · throttle)  · share / clock
     share     = the part of the launch that the busiest SM gets = ceil(blocks / SMs) / blocks
-                (· 4 / resident warps when fewer than 4 warps leave some of the SM's four partitions without work)
+                (· 4 / resident warps when fewer than 4 warps leave some of the SM's four partitions idle)
     t(L2)     = 32 bytes · (sectors read + sectors written) / L2 bandwidth
     t(memory) = 32 bytes · distinct sectors / read bandwidth
     t         = launch overhead + the largest of all t(unit), t(L2), t(memory)
 
 The largest t names the limiting part. It is a floor, not a forecast, and it is wrong by construction where
  - latency is not hidden: few warps with long chains of dependent instructions or loads (see `occupancy`);
- - one PTX instruction becomes several machine instructions: 64-bit integers (2), division and square root (about 10),
-   fp64 functions; or where the assembler merges some: three-input adds and logic, moves, address arithmetic;
+ - one PTX instruction becomes several machine instructions: 64-bit integers (2), division and square root
+   (about 10), fp64 functions; or the assembler merges some: three-input adds and logic, address arithmetic;
  - data comes from L1, which is not modelled: then t(L2) is too long;
  - data is read again after it has left L2: then t(memory) is too short;
  - atomics meet at one address, or the clock sags under power limits.
@@ -22,45 +22,45 @@ from dataclasses import dataclass, fields
 from itertools import takewhile
 from math import prod
 
-SECTOR = 32                                 # bytes: the unit of traffic between L1, L2 and memory
-BANKS_WIDTH = 128                           # bytes per clock: 32 banks of 4 bytes, also the width of the path to L1
+SECTOR = 32                       # bytes: the unit of traffic between L1, L2 and memory
+BANKS_WIDTH = 128                 # bytes per clock: 32 banks of 4 bytes, also the width of the path to L1
 
 
-# ---- counts -----------------------------------------------------------------------------------------------------------
+# ---- counts ------------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Counts:
     """What one launch did. Pipes count warp instructions: one, however many of the 32 lanes take part."""
     dp4a: int = 0
     dp2a: int = 0
-    imad: int = 0                           # 32-bit integer multiply and multiply-add
-    fp32: int = 0                           # float32 add, subtract, multiply
-    ffma: int = 0                           # float32 fused multiply-add
-    half2: int = 0                          # packed fp16
-    half: int = 0                           # scalar fp16, and fp16 -> float32
+    imad: int = 0                 # 32-bit integer multiply and multiply-add
+    fp32: int = 0                 # float32 add, subtract, multiply
+    ffma: int = 0                 # float32 fused multiply-add
+    half2: int = 0                # packed fp16
+    half: int = 0                 # scalar fp16, and fp16 -> float32
     fp64: int = 0
-    tensor: int = 0                         # in units of 1,024 fp16 multiply-adds (mma.m8n8k4)
-    integer: int = 0                        # add, logic, shift, compare, select, minimum, byte permute; float32 too
-    special: int = 0                        # reciprocal, exp2, log2, sine, square root; bit counts
-    conversion: int = 0                     # between integers and floats, and from float32 to fp16
+    tensor: int = 0               # in units of 1,024 fp16 multiply-adds (mma.m8n8k4)
+    integer: int = 0              # add, logic, shift, compare, select, minimum, byte permute; float32 too
+    special: int = 0              # reciprocal, exp2, log2, sine, square root; bit counts
+    conversion: int = 0           # between integers and floats, and from float32 to fp16
     shuffle: int = 0
     vote: int = 0
     shared: int = 0
     global_: int = 0
     local: int = 0
     atomic: int = 0
-    barrier: int = 0                        # barriers and fences
+    barrier: int = 0              # barriers and fences
     branch: int = 0
-    move: int = 0                           # register moves, parameters, constants: mostly gone in machine code
+    move: int = 0                 # register moves, parameters, constants: mostly gone in machine code
 
-    lane_dp4a: int = 0                      # active lanes of all dp4a: a matrix-vector product has N · K / 4
-    read_sectors: int = 0                   # 32-byte sectors, summed over the warp instructions of global memory
+    lane_dp4a: int = 0            # active lanes of all dp4a: a matrix-vector product has N · K / 4
+    read_sectors: int = 0         # 32-byte sectors, summed over the warp instructions of global memory
     written_sectors: int = 0
-    distinct_sectors: int = 0               # different sectors of the launch, each once: what memory must move
-    read_bytes: int = 0                     # asked for by the active lanes: / (32 · read_sectors) is the efficiency
+    distinct_sectors: int = 0     # different sectors of the launch, each once: what memory must move
+    read_bytes: int = 0           # asked for by the active lanes: / (32 · read_sectors) is the efficiency
     written_bytes: int = 0
-    shared_passes: int = 0                  # turns at the 32 banks: lanes in one turn use different banks or one word
-    shared_replays: int = 0                 # passes beyond 1 per instruction (2 for 8-byte, 4 for 16-byte accesses)
+    shared_passes: int = 0        # turns at the 32 banks: lanes in one turn use different banks or one word
+    shared_replays: int = 0       # passes beyond 1 per instruction (2 for 8-byte, 4 for 16-byte accesses)
 
     def __add__(self, other):
         """Counts of two launches, one after the other."""
@@ -71,7 +71,7 @@ class Counts:
 PIPES = tuple(takewhile(lambda name: name != "lane_dp4a", (f.name for f in fields(Counts))))
 
 
-# ---- PTX instruction -> pipe ------------------------------------------------------------------------------------------
+# ---- PTX instruction -> pipe -------------------------------------------------------------------------------
 
 # The arithmetic instructions: pipe by type of the operands, integers first, then _FLOATS.
 _FLOATS = ("f32", "f16", "f16x2", "f64")
@@ -88,7 +88,8 @@ _BY_NAME = {
     "dp4a": "dp4a",
     "dp2a": "dp2a",
     "mul24 mad24 madc": "imad",
-    "addc subc sad and or xor not cnot lop3 shl shr shf bfe bfi bmsk szext prmt testp copysign isspacep": "integer",
+    "addc subc sad and or xor not cnot lop3 shl shr shf bfe bfi": "integer",
+    "bmsk szext prmt testp copysign isspacep": "integer",
     "popc clz brev bfind fns": "special",
     "shfl": "shuffle",
     "vote activemask match redux elect": "vote",
@@ -123,19 +124,19 @@ def pipe_of(opcode, types=()):
 
 
 def _pipe_of_cvt(to, of):
-    """Integers convert on the alu. fp16 -> float32 is an addition on the half unit (HADD2.F32 in machine code)."""
+    """Integers convert on the alu; fp16 -> float32 is an addition on the half unit (HADD2.F32)."""
     if "f" not in to and "f" not in of:
         return "integer"
     return "half" if (to, of) == ("f32", "f16") else "conversion"
 
 
-# ---- occupancy --------------------------------------------------------------------------------------------------------
+# ---- occupancy ---------------------------------------------------------------------------------------------
 
 def blocks_per_sm(block_size, registers, shared_bytes, card):
-    """How many blocks of `block_size` threads one SM holds at a time; `registers` per thread, shared memory per block.
+    """How many blocks one SM holds at a time; `registers` per thread, `shared_bytes` per block.
 
-    Registers are given out to warps in portions of 256, that is 8 per thread, and 4 warps at a time have their own
-    quarter of the register file; shared memory in portions of 256 bytes. ValueError: not even one block fits.
+    Registers are given out to warps in portions of 256, that is 8 per thread, and each of the SM's partitions
+    has a quarter of them; shared memory in portions of 256 bytes. ValueError: not even one block fits.
     """
     warps = -(-block_size // 32)
     per_warp = 32 * (-(-max(registers, 1) // 8) * 8)
@@ -153,18 +154,18 @@ def blocks_per_sm(block_size, registers, shared_bytes, card):
     return min(card.max_blocks, *fitting.values())
 
 
-# ---- estimate ---------------------------------------------------------------------------------------------------------
+# ---- estimate ----------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True, repr=False)
 class Estimate:
-    """An estimated time, in seconds, and what it is made of. `per_pipe_seconds` is by unit, "L2" and "memory"."""
+    """An estimated time in seconds; `per_pipe_seconds`: what each unit, "L2" and "memory" alone would take."""
     card: object
     seconds: float
     limiting: str
     per_pipe_seconds: dict
     blocks_per_sm: int
-    occupancy: float                        # resident warps / the most an SM holds
-    waves: float                            # blocks / blocks that are resident at once
+    occupancy: float              # resident warps / the most an SM holds
+    waves: float                  # blocks / blocks that are resident at once
 
     def __repr__(self):
         return (f"estimate for {self.card.name}: {1e6 * self.seconds:.2f} µs, limited by {self.limiting} "
@@ -174,15 +175,15 @@ class Estimate:
 def estimate(counts, grid, block, registers, shared_bytes, card):
     """The Estimate of one launch on `card` by the formula at the top of this file.
 
-    grid, block: int or tuple. registers: 32-bit registers per thread, as the assembler reports. shared_bytes: per
-    block, static and dynamic. ValueError: the block does not fit an SM.
+    grid, block: int or tuple. registers: 32-bit registers per thread, as the assembler reports. shared_bytes:
+    per block, static and dynamic. ValueError: the block does not fit an SM.
     """
     n_blocks, block_size = prod(_tuple(grid)), prod(_tuple(block))
     if not n_blocks or not block_size:
         raise ValueError(f"an empty launch: grid {grid}, block {block}")
     warps = -(-block_size // 32)
     resident = blocks_per_sm(block_size, registers, shared_bytes, card)
-    busiest = -(-n_blocks // card.n_sms)    # blocks that the busiest SM runs in all
+    busiest = -(-n_blocks // card.n_sms)  # blocks that the busiest SM runs in all
     partitions = min(4, warps * min(resident, busiest))
 
     seconds = {}
@@ -201,11 +202,12 @@ def estimate(counts, grid, block, registers, shared_bytes, card):
 
 def _clocks(unit, counts, card):
     """Clocks of one SM's `unit` for the whole launch."""
-    return sum(_turns(unit, pipe, counts) * 32 / (unit.lanes * card.throttle.get(pipe, 1.0)) for pipe in unit.pipes)
+    return sum(_turns(unit, pipe, counts) * 32 / (unit.lanes * card.throttle.get(pipe, 1.0))
+               for pipe in unit.pipes)
 
 
 def _turns(unit, pipe, counts):
-    """Warp instructions of `pipe`, or the turns that the load/store unit takes for them where these are more."""
+    """Warp instructions of `pipe`, or the turns that the load/store unit takes for them if that is more."""
     instructions = getattr(counts, pipe)
     if unit.name == "lsu" and pipe == "shared":
         return max(instructions, counts.shared_passes)
@@ -218,10 +220,10 @@ def _tuple(n):
     return n if isinstance(n, tuple) else (n,)
 
 
-# ---- report -----------------------------------------------------------------------------------------------------------
+# ---- report ------------------------------------------------------------------------------------------------
 
 def report(title, counts, estimates):
-    """A table as text: what the launch did, then the estimated µs of each part, one column per estimate (card)."""
+    """A table as text: what the launch did, then the estimated µs of each part, a column per estimate."""
     lines = [title, ""]
     for name in [f.name for f in fields(Counts) if getattr(counts, f.name)]:
         lines.append(f"  {name.rstrip('_'):<18}{getattr(counts, name):>16,}")
@@ -231,7 +233,8 @@ def report(title, counts, estimates):
         cells = [(e.per_pipe_seconds.get(part), " ◄" if part == e.limiting else "  ") for e in estimates]
         lines.append(f"  {part:<18}" + "".join(f"{'-' if t is None else f'{1e6 * t:.2f}':>16}{mark}"
                                                for t, mark in cells))
-    lines.append(f"  {'with launch':<18}" + "".join(f"{1e6 * e.seconds:>16.2f}{' ◄' if e.limiting == 'launch' else '  '}"
-                                                   for e in estimates))
+    marks = [" ◄" if e.limiting == "launch" else "  " for e in estimates]
+    lines.append(f"  {'with launch':<18}" + "".join(f"{1e6 * e.seconds:>16.2f}{mark}"
+                                                   for e, mark in zip(estimates, marks)))
     lines.append(f"  {'occupancy':<18}" + "".join(f"{e.occupancy:>16.0%}  " for e in estimates))
     return "\n".join(lines)

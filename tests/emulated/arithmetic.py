@@ -9,7 +9,7 @@ import numpy as np
 def round_to_odd_sum(p, c):
     """float64 p + c, its last bit set when inexact: rounding it once more to a shorter format is then right.
 
-    The error of the rounded sum is exact (Knuth's TwoSum); an even inexact sum moves one step towards the true value.
+    The error of the rounded sum is exact (Knuth's TwoSum): an even inexact sum moves one step its way.
     """
     s = p + c
     t = s - p

@@ -1,15 +1,15 @@
 """Random kernels, each with an independent evaluation in NumPy, to be compared bit for bit on any card.
 
-A seed gives a `Program`: statements over a few variables of four types (int32, uint32, float32, half2 words), with
-nested loops and branches, uniform or not, trip counts that depend on data, break, continue and early return, shared
-memory, barriers, shuffles and votes, global and local memory at computed places, atomics. The same program is
+A seed gives a `Program`: statements over a few variables of four types (int32, uint32, float32, half2 words),
+with nested loops and branches, uniform or not, trip counts that depend on data, break, continue and early
+return, shared memory, barriers, shuffles and votes, global and local memory, atomics. The program is
 
     source()     the text of a @cuda.jit kernel
     expected()   evaluated by NumPy: every thread of the grid is one element of every vector, flow is masks
 
-The two share the tables of operations below (a template of source text beside a NumPy function) and nothing else.
-Only operations with one right answer occur: no approximate instructions; the bits of a NaN are made canonical where
-they could be seen; threads exchange data through barriers and atomics that commute.
+The two share the table of operations below (a template of source text beside a NumPy function), nothing else.
+Only operations with one right answer occur: no approximate instructions; the bits of a NaN are made canonical
+where they could be seen; threads exchange data through barriers and atomics that commute.
 
     python -m tests.emulated.random_kernels --card cuda:0 --seeds 0:300
 
@@ -30,8 +30,8 @@ from numba.types import float32, int32, uint32
 
 from kernels import intrinsics
 from kernels.card import open_cards
-from tests.emulated.arithmetic import (count_bits, dot_bytes, dot_words, float_word, fma, half2, half_fma, halves, larger,
-                                       leading_zeros, permute_bytes, reverse_bits, to_int)
+from tests.emulated.arithmetic import (count_bits, dot_bytes, dot_words, float_word, fma, half2, half_fma,
+                                       halves, larger, leading_zeros, permute_bytes, reverse_bits, to_int)
 
 TABLE = 1024                                # elements of each input array; a power of two
 SLOTS = 24                                  # words of `out` per thread
@@ -39,13 +39,14 @@ SCATTER = 8                                 # words of `scatter` per thread, and
 BINS = 16                                   # words of `sums`
 N_PERMUTED = 4                              # arrays written at permuted indices
 SHARED = 256                                # elements of a shared array: no block is larger
+OUTPUTS = {"out": SLOTS, "scatter": SCATTER, "permuted": None, "sums": None}    # words per thread
 
 DTYPE = {"i": np.int32, "u": np.uint32, "f": np.float32, "h": np.uint32, "b": np.bool_}
 NUMBA = {"i": "int32", "u": "uint32", "f": "float32", "h": "uint32"}
 VARIABLES = {"i": ("i0", "i1", "i2"), "u": ("u0", "u1", "u2"), "f": ("f0", "f1", "f2"), "h": ("h0", "h1")}
 
 
-# ---- what the kernels call beside the intrinsics: NaN in one form -------------------------------------------------------
+# ---- what the kernels call beside the intrinsics: NaN in one form ------------------------------------------
 
 @cuda.jit(device=True)
 def word_of(x):
@@ -72,15 +73,15 @@ def fold4(words, index):
 GLOBALS = {"cuda": cuda, "int32": int32, "uint32": uint32, "float32": float32,
            "word_of": word_of, "canonical": canonical, "fold4": fold4,
            **{name: getattr(intrinsics, name) for name in
-              ("dp4a", "dp2a_lo", "dp2a_hi", "prmt", "hfma2", "hadd2", "hmul2", "pack_half2", "half2_low", "half2_high",
-               "div_rn", "sqrt_rn", "round_to_int", "float_max", "float_min", "word_as_float")}}
+              ("dp4a", "dp2a_lo", "dp2a_hi", "prmt", "hfma2", "hadd2", "hmul2", "pack_half2", "half2_low",
+               "half2_high", "div_rn", "sqrt_rn", "round_to_int", "float_max", "float_min", "word_as_float")}}
 
 
-# ---- operations ---------------------------------------------------------------------------------------------------------
+# ---- operations --------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Op:
-    """An operation: types of the result and the arguments, source text, and its value (machine, *arguments)."""
+    """An operation: types of the result and the arguments, source text, value(machine, *arguments)."""
     result: str
     arguments: str
     text: str
@@ -106,7 +107,8 @@ for _t, _cast in (("i", "int32"), ("u", "uint32")):
 for _sign, _f in (("+", np.add), ("-", np.subtract), ("*", np.multiply)):
     OPS.append(Op("f", "ff", f"({{}} {_sign} {{}})", _pure(_f)))
 for _t in "iuf":
-    for _sign, _f in (("<", np.less), ("<=", np.less_equal), ("==", np.equal), ("!=", np.not_equal), (">", np.greater)):
+    for _sign, _f in (("<", np.less), ("<=", np.less_equal), ("==", np.equal), ("!=", np.not_equal),
+                      (">", np.greater)):
         OPS.append(Op("b", _t + _t, f"({{}} {_sign} {{}})", _pure(_f)))
 for _t in "iufh":
     OPS.append(Op(_t, "b" + _t + _t, "({1} if {0} else {2})", _pure(np.where)))
@@ -133,7 +135,8 @@ OPS += [
     Op("h", "hhh", "canonical(hfma2({}, {}, {}))", _pure(half_fma)),
     Op("h", "hh", "canonical(hadd2({}, {}))", _pure(lambda a, b: half2(halves(a) + halves(b)))),
     Op("h", "hh", "canonical(hmul2({}, {}))", _pure(lambda a, b: half2(halves(a) * halves(b)))),
-    Op("h", "ff", "canonical(pack_half2({}, {}))", _pure(lambda a, b: half2(np.stack([a, b], 1).astype(np.float16)))),
+    Op("h", "ff", "canonical(pack_half2({}, {}))",
+       _pure(lambda a, b: half2(np.stack([a, b], 1).astype(np.float16)))),
     Op("f", "h", "half2_low({})", _pure(lambda a: halves(a)[:, 0].astype(np.float32))),
     Op("f", "h", "half2_high({})", _pure(lambda a: halves(a)[:, 1].astype(np.float32))),
     Op("i", "uui", "dp4a({}, {}, {})", _pure(dot_bytes)),
@@ -150,7 +153,8 @@ OPS += [
     Op("f", "u", f"floats[uint32({{}} & {TABLE - 1})]", lambda m, a: m.floats[a & (TABLE - 1)]),
     Op("i", "u", f"int32(bytes_[uint32({{}} & {TABLE - 1})])",
        lambda m, a: m.bytes[a & (TABLE - 1)].astype(np.int32)),
-    Op("u", "u", f"fold4(words, uint32({{}} & {TABLE // 4 - 1}))", lambda m, a: m.fold4(a & (TABLE // 4 - 1))),
+    Op("u", "u", f"fold4(words, uint32({{}} & {TABLE // 4 - 1}))",
+       lambda m, a: m.fold4(a & (TABLE // 4 - 1))),
     Op("u", "u", f"scatter[uint32(gid * {SCATTER} + ({{}} & {SCATTER - 1}))]",
        lambda m, a: m.scatter[m.gid * SCATTER + (a & (SCATTER - 1))]),
     Op("u", "u", f"local[uint32({{}} & {SCATTER - 1})]", lambda m, a: m.local[m.gid, a & (SCATTER - 1)]),
@@ -159,12 +163,15 @@ OPS_OF = {t: [op for op in OPS if op.result == t] for t in "iufhb"}
 
 # At the lanes' own place: these are proved to be contiguous by a translator that is clever.
 LEAVES = {
-    "u": [("tid", lambda m: m.tid), ("bid", lambda m: m.bid), ("gid", lambda m: m.gid), ("lane", lambda m: m.lane),
+    "u": [("tid", lambda m: m.tid), ("bid", lambda m: m.bid), ("gid", lambda m: m.gid),
+          ("lane", lambda m: m.lane),
           ("p0", lambda m: m.uniform(0)), ("p1", lambda m: m.uniform(1)),
-          ("words[gid]", lambda m: m.words[m.gid]), ("words[uint32(gid + p0)]", lambda m: m.words[m.gid + m.uniform(0)])],
+          ("words[gid]", lambda m: m.words[m.gid]),
+          ("words[uint32(gid + p0)]", lambda m: m.words[m.gid + m.uniform(0)])],
     "f": [("floats[gid]", lambda m: m.floats[m.gid]), ("floats[uint32(gid * 2 & 1023)]",
                                                        lambda m: m.floats[m.gid * 2 & 1023])],
-    "i": [("int32(bytes_[gid])", lambda m: m.bytes[m.gid].astype(np.int32)), ("int32(tid)", lambda m: m.tid.view(np.int32))],
+    "i": [("int32(bytes_[gid])", lambda m: m.bytes[m.gid].astype(np.int32)),
+          ("int32(tid)", lambda m: m.tid.view(np.int32))],
     "h": [("canonical(words[uint32(gid + 1)])", lambda m: half2(halves(m.words[m.gid + 1])))],
 }
 
@@ -176,7 +183,7 @@ EDGES = {
 }
 
 
-# ---- expressions: (text, value), built from the leaves up ---------------------------------------------------------------
+# ---- expressions: (text, value), built from the leaves up --------------------------------------------------
 
 @dataclass(frozen=True)
 class Expr:
@@ -196,12 +203,15 @@ def constant(kind, number):
     return Expr(f"{NUMBA[kind]}({text})", lambda m: np.full(m.n, exact))
 
 
+TRUE = Expr("True", lambda m: np.full(m.n, True))
+
+
 def apply(op, arguments):
     return Expr(op.text.format(*[a.text for a in arguments]),
                 lambda m: np.asarray(op.value(m, *[a.value(m) for a in arguments]), DTYPE[op.result]))
 
 
-# ---- statements: text by lines, and `run(machine, mask)` -> mask of the threads that go on --------------------------------
+# ---- statements: text by lines, and `run(machine, mask)` -> mask of the threads that go on -----------------
 
 def indented(body):
     return ["    " + line for statement in body for line in statement.lines()] or ["    pass"]
@@ -260,7 +270,7 @@ class StoreLocal:
 
 @dataclass
 class Atomic:
-    """sums[bin] = operation(sums[bin], word), one kind of operation in each bin, so that the order is no matter."""
+    """sums[bin] = operation(sums[bin], word), one kind of operation in each bin, so that no order matters."""
     operation: str
     index: Expr
     word: Expr
@@ -286,12 +296,13 @@ class If:
 
     def run(self, machine, mask):
         condition = self.condition.value(machine)
-        return run_all(self.body, machine, mask & condition) | run_all(self.otherwise, machine, mask & ~condition)
+        went_on = run_all(self.body, machine, mask & condition)
+        return went_on | run_all(self.otherwise, machine, mask & ~condition)
 
 
 @dataclass
 class Loop:
-    """`for` over `trips` steps when there is a trip count; else `while` under a condition, at most `limit` steps."""
+    """`for` over `trips` steps if there is a trip count, else `while` a condition, at most `limit` steps."""
     counter: str
     limit: int
     trips: Expr | None
@@ -301,7 +312,7 @@ class Loop:
     def lines(self):
         n, body = self.counter, indented(self.body)
         if self.trips is not None:
-            return [f"for step_{n} in range(uint32({self.trips.text})):", f"    {n} = uint32(step_{n})", *body]
+            return [f"for step_{n} in range({self.trips.text}):", f"    {n} = uint32(step_{n})", *body]
         return [f"{n} = uint32(0)", f"while {n} < {self.limit} and {self.condition.text}:",
                 f"    {n} = uint32({n} + 1)", *body]
 
@@ -341,11 +352,12 @@ class Leave:
 
 @dataclass
 class ReturnTogether:
-    """Early return where barriers, shuffles and votes follow: `mask` goes on to name the lanes that are left."""
+    """Early return where barriers, shuffles and votes follow: `mask` then names the lanes that are left."""
     condition: Expr
 
     def lines(self):
-        return [f"if {self.condition.text}:", "    return", "mask = uint32(cuda.ballot_sync(0xFFFFFFFF, True))"]
+        ballot = Vote("mask", "ballot", "0xFFFFFFFF", TRUE)
+        return [f"if {self.condition.text}:", "    return", *ballot.lines()]
 
     def run(self, machine, mask):
         return Leave("return", self.condition).run(machine, mask)
@@ -419,12 +431,13 @@ class Vote:
         bit = np.uint32(1) << machine.lane
         np.bitwise_or.at(members, warp[mask], bit[mask])
         np.bitwise_or.at(yes, warp[mask & condition], bit[mask & condition])
-        result = {"ballot": yes, "all": yes == members, "any": yes != 0, "eq": (yes == members) | (yes == 0)}[self.how]
+        result = {"ballot": yes, "all": yes == members, "any": yes != 0,
+                  "eq": (yes == members) | (yes == 0)}[self.how]
         machine.assign(self.target, result.astype(np.uint32)[warp], mask)
         return mask
 
 
-# ---- the machine that evaluates them ------------------------------------------------------------------------------------
+# ---- the machine that evaluates them -----------------------------------------------------------------------
 
 class Machine:
     """All threads of a launch at once: `gid` numbers them block by block, values are vectors over them."""
@@ -455,12 +468,12 @@ class Machine:
         self.values[name] = np.where(mask, value, self.values[name]) if name in self.values else value
 
 
-# ---- the generator ------------------------------------------------------------------------------------------------------
+# ---- the generator -----------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Place:
-    """Where a statement stands: how deep, whether all threads of the block come here together, in a loop, the last part
-    (where nothing waits for other threads any more)."""
+    """Where a statement stands: how deep, whether all threads of the block come here together, in a loop, in
+    the last part (where nothing waits for other threads any more)."""
     depth: int = 0
     together: bool = True
     loop: bool = False
@@ -480,20 +493,23 @@ class Program:
     def __init__(self, seed, n_statements=6):
         self.seed, self.random = seed, random.Random(seed)
         pick = self.random.choice
-        self.block = pick([(32,), (64,), (96,), (128,), (33,), (50,), (95,), (7,), (130,), (200,), (1,), (8, 9), (16, 12)])
+        self.block = pick([(32,), (64,), (96,), (128,), (33,), (50,), (95,), (7,), (130,), (200,), (1,),
+                           (8, 9), (16, 12)])
         self.grid = pick([(1,), (2,), (3,), (2, 2)])
         self.n_threads = prod(self.block) * prod(self.grid)
         self.parameters = (self.random.randrange(8), self.random.randrange(2**32))
         self.n_loops = 0
-        self.n_stores = sum(map(len, VARIABLES.values()))      # the first words of `out` are the variables at the end
+        self.n_stores = sum(map(len, VARIABLES.values()))   # the first words of `out` are the variables
         self.permuted_used = 0
-        self.body = self.statements(n_statements, Place()) + self.statements(n_statements // 2, Place(last=True))
+        self.body = self.statements(n_statements, Place())
+        self.body += self.statements(n_statements // 2, Place(last=True))
 
     # -- expressions
     def expr(self, kind, depth, place):
         """A random expression of a type; deeper ones are rarer."""
         if kind == "b" or depth > 0 and self.random.random() < 0.75:
-            op = self.random.choice(OPS_OF[kind] if depth > 0 else [o for o in OPS_OF["b"] if "b" not in o.arguments])
+            shallow = [op for op in OPS_OF["b"] if "b" not in op.arguments]
+            op = self.random.choice(OPS_OF[kind] if depth > 0 else shallow)
             return apply(op, [self.expr(t, depth - 1, place) for t in op.arguments])
         leaf = self.random.random()
         if leaf < 0.1:
@@ -514,7 +530,8 @@ class Program:
         if not uniform:
             return self.expr("b", 2, place)
         op = self.random.choice([o for o in OPS if o.result == "b" and o.arguments == "uu"])
-        return apply(op, [self.masked(self.uniform_expr(place), 3), constant("u", self.random.randrange(1, 3))])
+        small = self.masked(self.uniform_expr(place), 3)
+        return apply(op, [small, constant("u", self.random.randrange(1, 3))])
 
     def masked(self, expr, mask):
         return Expr(f"uint32({expr.text} & {mask})", lambda m: expr.value(m) & np.uint32(mask))
@@ -615,14 +632,17 @@ class Program:
         n = prod(self.block)
         at = self.expr("u", 2, place)
         index = Expr(f"uint32({at.text} % {n})", lambda m: at.value(m) % np.uint32(n))
-        return Exchange(self.random.choice(VARIABLES[kind]), f"shared_{kind}", self.expr(kind, 2, place), index)
+        target = self.random.choice(VARIABLES[kind])
+        return Exchange(target, f"shared_{kind}", self.expr(kind, 2, place), index)
 
     def shuffle(self, place):
         kind = self.random.choice("if")
         how = self.random.choice(["idx", "xor", "up", "down"])
-        # Deltas of up and down, and the lane mask of xor, are the same in all lanes, as is usual; idx may differ.
-        operand = self.expr("u", 1, place) if how == "idx" else constant("u", self.random.choice([1, 2, 3, 4, 8, 16, 31]))
-        return Shuffle(self.random.choice(VARIABLES[kind]), how, self.members(), self.expr(kind, 2, place), operand)
+        # Deltas of up and down and the lane mask of xor are the same in all lanes, as usual; idx may differ.
+        step = constant("u", self.random.choice([1, 2, 3, 4, 8, 16, 31]))
+        operand = self.expr("u", 1, place) if how == "idx" else step
+        target = self.random.choice(VARIABLES[kind])
+        return Shuffle(target, how, self.members(), self.expr(kind, 2, place), operand)
 
     def vote(self, place):
         return Vote(self.random.choice(VARIABLES["u"]), self.random.choice(["ballot", "all", "any", "eq"]),
@@ -639,21 +659,23 @@ class Program:
 
     def prologue(self):
         """Assignments of the first values of the variables."""
-        first = {"i": [LEAVES["i"][0], ("int32(words[uint32(gid + 9)])", lambda m: m.words[m.gid + 9].view(np.int32)),
+        first = {"i": [LEAVES["i"][0],
+                       ("int32(words[uint32(gid + 9)])", lambda m: m.words[m.gid + 9].view(np.int32)),
                        LEAVES["i"][1]],
                  "u": [LEAVES["u"][6], LEAVES["u"][2], LEAVES["u"][5]],
                  "f": [LEAVES["f"][0], ("floats[uint32(gid + 5)]", lambda m: m.floats[m.gid + 5]),
                        ("float32(gid)", lambda m: m.gid.astype(np.float32))],
                  "h": [LEAVES["h"][0], ("uint32(1006648320)", lambda m: np.full(m.n, 0x3C003C00, np.uint32))]}
-        return [Assign(name, Expr(*leaf)) for kind, names in VARIABLES.items() for name, leaf in zip(names, first[kind])]
+        return [Assign(name, Expr(*leaf))
+                for kind, names in VARIABLES.items() for name, leaf in zip(names, first[kind])]
 
     def epilogue(self):
         """Stores of all variables."""
         names = [(kind, name) for kind, all_names in VARIABLES.items() for name in all_names]
         as_word = {"i": "uint32({})", "u": "{}", "f": "word_of({})", "h": "{}"}
         value = {"i": lambda a: a.view(np.uint32), "u": lambda a: a, "f": float_word, "h": lambda a: a}
-        return [Store("out", self.slot(i), Expr(as_word[k].format(v), lambda m, k=k, v=v: value[k](m.values[v])))
-                for i, (k, v) in enumerate(names)]
+        words = [Expr(as_word[k].format(v), lambda m, k=k, v=v: value[k](m.values[v])) for k, v in names]
+        return [Store("out", self.slot(i), word) for i, word in enumerate(words)]
 
     def source(self):
         """The text of the kernel."""
@@ -669,7 +691,7 @@ class Program:
                 f"    gid = uint32(bid * {size} + tid)",
                 f"    first = uint32(gid * {SLOTS})",
                 "    lane = uint32(tid & 31)",
-                "    mask = uint32(cuda.ballot_sync(0xFFFFFFFF, True))",
+                *indented([Vote("mask", "ballot", "0xFFFFFFFF", TRUE)]),
                 "    shared_u[tid] = uint32(0)",
                 "    shared_f[tid] = float32(0)",
                 "    cuda.syncthreads()"]
@@ -684,15 +706,16 @@ class Program:
         return cuda.jit(scope["kernel"])
 
     def inputs(self):
-        """(words, floats, bytes): random, a quarter of them edge values. The same for every seed's program."""
-        random_ = np.random.default_rng(self.seed)
-        edge = random_.random(TABLE) < 0.25
-        words = random_.integers(0, 2**32, TABLE, dtype=np.uint32)
-        floats = np.where(random_.random(TABLE) < 0.5, random_.standard_normal(TABLE).astype(np.float32) * 100,
-                          float_from(random_.integers(0, 2**32, TABLE, dtype=np.uint32)))
-        words[edge] = random_.choice(np.array(EDGES["u"], np.uint32), edge.sum())
-        floats[edge] = random_.choice(np.array(EDGES["f"] + [np.inf, -np.inf, np.nan, -0.0], np.float32), edge.sum())
-        return words, floats, random_.integers(-128, 128, TABLE, dtype=np.int8)
+        """(words, floats, bytes): random, a quarter of the words and floats edge values."""
+        draw = np.random.default_rng(self.seed)
+        edge = draw.random(TABLE) < 0.25
+        words = draw.integers(0, 2**32, TABLE, dtype=np.uint32)
+        floats = np.where(draw.random(TABLE) < 0.5, draw.standard_normal(TABLE).astype(np.float32) * 100,
+                          draw.integers(0, 2**32, TABLE, dtype=np.uint32).view(np.float32))
+        words[edge] = draw.choice(np.array(EDGES["u"], np.uint32), edge.sum())
+        special = EDGES["f"] + [np.inf, -np.inf, np.nan, -0.0]
+        floats[edge] = draw.choice(np.array(special, np.float32), edge.sum())
+        return words, floats, draw.integers(-128, 128, TABLE, dtype=np.int8)
 
     def blank(self):
         """(out, scatter, permuted, sums) before the launch."""
@@ -711,27 +734,22 @@ class Program:
     def run(self, card):
         """The four outputs on a card."""
         inputs = [card.upload(a, name=n) for a, n in zip(self.inputs(), ("words", "floats", "bytes"))]
-        outputs = [card.upload(a, name=n) for a, n in zip(self.blank(), ("out", "scatter", "permuted", "sums"))]
-        card.launch(self.kernel(), self.grid, self.block, *inputs, *(np.uint32(p) for p in self.parameters), *outputs)
+        parameters = [np.uint32(p) for p in self.parameters]
+        outputs = [card.upload(a, name=n) for a, n in zip(self.blank(), OUTPUTS)]
+        card.launch(self.kernel(), self.grid, self.block, *inputs, *parameters, *outputs)
         return tuple(card.download(a) for a in outputs)
 
     def differences(self, got):
-        """One line for each output that is not as expected: the first place, its thread and its two values."""
-        names = ("out", "scatter", "permuted", "sums")
-        widths = (SLOTS, SCATTER, None, None)
+        """One line for each output that is not as expected: the first place and the two values."""
         lines = []
-        for name, width, a, b in zip(names, widths, got, self.expected()):
+        for (name, width), a, b in zip(OUTPUTS.items(), got, self.expected()):
             wrong = np.flatnonzero(a != b)
             if len(wrong):
                 i = int(wrong[0])
                 where = f"thread {i // width} word {i % width}" if width else f"word {i}"
-                lines.append(f"seed {self.seed}: {name}: {len(wrong)} of {len(a)} words differ, first {where}: "
-                             f"{a[i]:#010x}, expected {b[i]:#010x}")
+                lines.append(f"seed {self.seed}: {name}: {len(wrong)} of {len(a)} words differ, "
+                             f"first {where}: {a[i]:#010x}, expected {b[i]:#010x}")
         return lines
-
-
-def float_from(words):
-    return words.view(np.float32)
 
 
 def main():
@@ -752,7 +770,8 @@ def main():
         if differences:
             failed.append(seed)
             print("\n".join(differences + ([program.source()] if options.show else [])))
-    print(f"{card.name}: {len(seeds) - len(failed)} of {len(seeds)} random kernels agree bit for bit with NumPy"
+    n_right = len(seeds) - len(failed)
+    print(f"{card.name}: {n_right} of {len(seeds)} random kernels agree bit for bit with NumPy"
           f"{f'; seeds that do not: {failed}' if failed else ''}")
     print(f"sha256 of all outputs of seeds {options.seeds}: {digest.hexdigest()}")
     return 1 if failed else 0

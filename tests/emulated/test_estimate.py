@@ -5,19 +5,19 @@ import pytest
 from kernels.emulated.cards import CARDS, CMP_100_210, H100, T4, V100
 from kernels.emulated.estimate import PIPES, Counts, blocks_per_sm, estimate, pipe_of, report
 
-EVERY_CARD = pytest.mark.parametrize("card", CARDS, ids=lambda c: c.name)
+EVERY_CARD = pytest.mark.parametrize("model", CARDS, ids=lambda c: c.name)
 
 
 def full(card, counts, blocks=100):
-    """An estimate with every SM equally busy: 256 threads, `blocks` blocks per SM, 32 registers, no shared memory."""
+    """An estimate with all SMs equally busy: 256 threads, 32 registers, no shared memory."""
     return estimate(counts, (blocks * card.n_sms,), 256, 32, 0, card)
 
 
 @EVERY_CARD
-def test_dp4a_loop_runs_at_the_peak_of_the_card(card):
+def test_dp4a_loop_runs_at_the_peak_of_the_card(model):
     n = 10**9
-    e = full(card, Counts(dp4a=n, lane_dp4a=32 * n))
-    assert 8 * 32 * n / (e.seconds - card.launch_seconds) / 1e12 == pytest.approx(card.dp4a_tops())
+    e = full(model, Counts(dp4a=n, lane_dp4a=32 * n))
+    assert 8 * 32 * n / (e.seconds - model.launch_seconds) / 1e12 == pytest.approx(model.dp4a_tops())
     assert e.limiting in ("fma", "fma heavy")
 
 
@@ -41,13 +41,13 @@ def test_the_throttled_pipes_of_the_mining_card():
 
 
 @EVERY_CARD
-def test_a_kernel_that_only_reads_runs_at_the_read_bandwidth(card):
+def test_a_kernel_that_only_reads_runs_at_the_read_bandwidth(model):
     n_bytes = 10**9
     counts = Counts(global_=n_bytes // 512, integer=n_bytes // 512, read_sectors=n_bytes // 32,
                     distinct_sectors=n_bytes // 32, read_bytes=n_bytes)
-    e = full(card, counts)
+    e = full(model, counts)
     assert e.limiting == "memory"
-    assert n_bytes / (e.seconds - card.launch_seconds) == pytest.approx(card.read_bandwidth)
+    assert n_bytes / (e.seconds - model.launch_seconds) == pytest.approx(model.read_bandwidth)
 
 
 def test_pipes_of_one_unit_add_up_and_others_overlap():
@@ -94,7 +94,7 @@ def test_an_idle_launch_is_limited_by_the_launch():
     assert e.limiting == "launch" and e.seconds == pytest.approx(T4.launch_seconds, rel=1e-2)
 
 
-@pytest.mark.parametrize("size, registers, shared, card, expected", [
+@pytest.mark.parametrize("size, registers, shared, model, expected", [
     (256, 32, 0, V100, 8),                  # 64 warps of 8
     (256, 64, 0, V100, 4),                  # hardware notes: 64 registers for 4 x 256 threads
     (256, 65, 0, V100, 3),                  # 72 registers: 28 warps
@@ -109,18 +109,18 @@ def test_an_idle_launch_is_limited_by_the_launch():
     (256, 32, 75 << 10, H100, 3),           # 76 KB with the reserved one
     (256, 32, 76 << 10, H100, 2),
 ])
-def test_blocks_per_sm(size, registers, shared, card, expected):
-    assert blocks_per_sm(size, registers, shared, card) == expected
+def test_blocks_per_sm(size, registers, shared, model, expected):
+    assert blocks_per_sm(size, registers, shared, model) == expected
 
 
-@pytest.mark.parametrize("size, registers, shared, card, words", [
+@pytest.mark.parametrize("size, registers, shared, model, words", [
     (1025, 16, 0, V100, "1025 threads"),
     (1024, 72, 0, V100, "72 registers for each of 1024 threads"),
     (256, 32, (64 << 10) + 4, T4, "65540 bytes of shared memory does not fit an SM of the T4"),
 ])
-def test_a_block_that_does_not_fit(size, registers, shared, card, words):
+def test_a_block_that_does_not_fit(size, registers, shared, model, words):
     with pytest.raises(ValueError, match=words):
-        blocks_per_sm(size, registers, shared, card)
+        blocks_per_sm(size, registers, shared, model)
 
 
 @pytest.mark.parametrize("instruction, pipe", [
@@ -128,7 +128,8 @@ def test_a_block_that_does_not_fit(size, registers, shared, card, words):
     ("add.rn.f32", "fp32"), ("mul.rn.f32", "fp32"), ("fma.rn.f32", "ffma"), ("fma.rn.f16x2", "half2"),
     ("add.rn.f16", "half"), ("cvt.f32.f16", "half"), ("cvt.rn.f16.f32", "conversion"), ("fma.rn.f64", "fp64"),
     ("add.s64", "integer"), ("setp.lt.and.f32", "integer"), ("max.f32", "integer"), ("selp.f32", "integer"),
-    ("prmt.b32", "integer"), ("shf.l.wrap.b32", "integer"), ("cvt.u64.u32", "integer"), ("cvt.rn.f32.s32", "conversion"),
+    ("prmt.b32", "integer"), ("shf.l.wrap.b32", "integer"), ("cvt.u64.u32", "integer"),
+    ("cvt.rn.f32.s32", "conversion"),
     ("cvt.rni.s32.f32", "conversion"), ("cvt.rn.bf16.f32", "conversion"), ("div.rn.f32", "special"),
     ("ex2.approx.ftz.f32", "special"), ("popc.b32", "special"), ("shfl.sync.bfly.b32", "shuffle"),
     ("vote.sync.ballot.b32", "vote"), ("ld.global.nc.v4.u32", "global_"), ("ld.u32", "global_"),
@@ -149,11 +150,11 @@ def test_an_unknown_instruction_is_refused():
 
 
 @EVERY_CARD
-def test_every_pipe_but_moves_has_a_unit_beyond_issue(card):
+def test_every_pipe_but_moves_has_a_unit_beyond_issue(model):
     free = {"move", "barrier", "branch"}    # barriers and branches cost an issue slot and no more
     for pipe in set(PIPES) - free:
-        assert any(pipe in u.pipes for u in card.units if u.name != "issue"), pipe
-    assert set().union(*(u.pipes for u in card.units)) == set(PIPES) - {"move"}
+        assert any(pipe in u.pipes for u in model.units if u.name != "issue"), pipe
+    assert set().union(*(u.pipes for u in model.units)) == set(PIPES) - {"move"}
 
 
 def test_counts_add():
