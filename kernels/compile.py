@@ -1,6 +1,6 @@
 """From a Python kernel to PTX text, once: compilation without a GPU, and a cache on disk.
 
-    kernel (lazy @cuda.jit) + argument types + compute capability  →  Compiled(name, entry, ptx)
+    kernel (lazy @cuda.jit) + argument types + compute capability  →  Compiled, PTX text
 
 Kernels are compiled by Numba and libNVVM with contraction of a·b + c switched off, so every float operation
 in the PTX carries `.rn` and rounds as the Python source says, on every card. `cuda.fp16` scalars call
@@ -174,6 +174,8 @@ def _compile(kernel, signature, cc, entry):
         ptx = library.get_asm_str(cc=cc)
     # Environment objects of the host: declared, never used. Their names depend on what was compiled before.
     ptx = re.sub(r"\.common \.global \.align 8 \.u64 _ZN08NumbaEnv\w*;\n", "", ptx).replace(symbol, entry)
+    if any(getattr(file, "kind", None) != "cu" for file in library._linking_files):
+        raise ValueError("a kernel can be linked with functions in CUDA C only")
     for file in sorted(library._linking_files, key=lambda f: f.data):
         ptx = _link(ptx, _compile_cuda_c(file.data, cc))
     # A bare `add.f16`, as NVIDIA's headers write it, leaves the assembler free to contract: say `.rn`.
