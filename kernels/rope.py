@@ -10,33 +10,37 @@ Per token and head, with x the 256 values of the head and w the norm's weight:
 
 1/16 is attention's scale 256^-1/2, a power of two, so folding it in costs no rounding.
 
-Interleaved M-RoPE: a token has three positions (time, height, width), equal for text. Frequency i follows the height if
-i mod 3 = 1 and i < 3 s_h, the width if i mod 3 = 2 and i < 3 s_w, and the time otherwise; (s_t, s_h, s_w) are the
-sections of the model file.
+Interleaved M-RoPE: a token has three positions (time, height, width), equal for text. Frequency i follows
+the height if i mod 3 = 1 and i < 3 s_h, the width if i mod 3 = 2 and i < 3 s_w, and the time otherwise;
+(s_t, s_h, s_w) are the sections of the model file.
 
-    qg        float32 [rows, heads, 512]   per head 256 query values, then 256 gate values (attention reads those)
+    qg        float32 [rows, heads,
+                       512]   per head 256 query values, then 256 gate values (attention reads those)
     q         float16 [rows, heads, 256]
     rope_pos  int32   [3, rows]            time, height, width
     inv_freq  float32 [32]
 
-One warp per (row, head). Lane l holds dims l, l + 32, .. l + 224: both halves of rotary pair l, so the rotation needs
-no exchange, and each access of the warp is 128 contiguous bytes:
+One warp per (row, head). Lane l holds dims l, l + 32, .. l + 224: both halves of rotary pair l, so the
+rotation needs no exchange, and each access of the warp is 128 contiguous bytes:
 
         lane      0    1   ...  31
         x0      dim 0   1  ...  31     rotated together
         x1         32  33  ...  63
         x2         64  65  ...  95     pass through, as do x3 .. x7
 
-The keys go the same way, straight into their cache page: kernels/kv_cache.py, which uses the device functions below.
+The keys go the same way, straight into their cache page: kernels/kv_cache.py, which uses the device
+functions below.
 
-Pipe: fp32, about 120 instructions per lane, most of them the sine and cosine. Bytes: 1,024 read and 512 written per head
-and row. In decode a matter of its launch; in prefill bound by memory, 80 % of copy bandwidth expected.
+Pipe: fp32, about 120 instructions per lane, most of them the sine and cosine. Bytes: 1,024 read and 512
+written per head and row. In decode a matter of its launch; in prefill bound by memory, 80 % of copy
+bandwidth expected.
 """
 
 import numpy as np
 from numba import cuda
 from numba.types import float16, float32, int32, uint32
 
+from kernels.bench import Case, main
 from kernels.intrinsics import rsqrt, sincos, warp_sum
 
 HEAD_DIM = 256
@@ -45,7 +49,7 @@ PAIRS = ROTARY // 2    # one per lane
 QUERY_SCALE = HEAD_DIM ** -0.5
 
 
-# ---- reference ------------------------------------------------------------------------------------------------------
+# ---- reference ---------------------------------------------------------------------------------------------
 
 def inverse_frequencies(base):
     """float32 [32]: base^(-2 i / 64), from float64."""
@@ -53,11 +57,13 @@ def inverse_frequencies(base):
 
 
 def norm_rope_reference(x, w, rope_pos, inv_freq, sections, eps, scale=1.0):
-    """x [rows, heads, 256], w [256], rope_pos int [3, rows], sections (s_t, s_h, s_w) -> float64 [rows, heads, 256]."""
+    """x [rows, heads, 256], w [256], rope_pos int [3, rows], sections (s_t, s_h, s_w) -> float64 [rows,
+    heads, 256]."""
     x = np.asarray(x, np.float64)
     y = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * np.asarray(w, np.float64)
     i = np.arange(PAIRS)
-    axis = np.where((i % 3 == 1) & (i < 3 * sections[1]), 1, np.where((i % 3 == 2) & (i < 3 * sections[2]), 2, 0))
+    axis = np.where((i % 3 == 1) & (i < 3 * sections[1]), 1,
+                    np.where((i % 3 == 2) & (i < 3 * sections[2]), 2, 0))
     angle = np.asarray(rope_pos)[axis].T * np.asarray(inv_freq, np.float64)           # [rows, 32]
     cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
     first, second = y[..., :PAIRS].copy(), y[..., PAIRS:ROTARY].copy()
@@ -66,7 +72,7 @@ def norm_rope_reference(x, w, rope_pos, inv_freq, sections, eps, scale=1.0):
     return y * scale
 
 
-# ---- kernel ---------------------------------------------------------------------------------------------------------
+# ---- kernel ------------------------------------------------------------------------------------------------
 
 @cuda.jit(device=True, inline="always")
 def norm_head(x, at, lane, w, eps):
@@ -87,8 +93,10 @@ def norm_head(x, at, lane, w, eps):
 
 @cuda.jit(device=True, inline="always")
 def rotate(x0, x1, row, stride, lane, rope_pos, inv_freq, height_section, width_section):
-    """The rotary pair `lane` of a row, turned by the angle of its position; `stride`: row length of rope_pos."""
-    time, height, width = rope_pos[row], rope_pos[uint32(stride + row)], rope_pos[uint32(stride + stride + row)]
+    """The rotary pair `lane` of a row, turned by the angle of its position; `stride`: row length of
+    rope_pos."""
+    time, height = rope_pos[row], rope_pos[uint32(stride + row)]
+    width = rope_pos[uint32(stride + stride + row)]
     axis = uint32(lane % uint32(3))
     position = height if axis == uint32(1) and lane < uint32(uint32(3) * height_section) else time
     position = width if axis == uint32(2) and lane < uint32(uint32(3) * width_section) else position
@@ -98,7 +106,8 @@ def rotate(x0, x1, row, stride, lane, rope_pos, inv_freq, height_section, width_
 
 @cuda.jit(device=True, inline="always")
 def store_head(out, at, lane, x0, x1, x2, x3, x4, x5, x6, x7):
-    """Writes a lane's 8 values as float16 to dims lane + 32 j of the head at element `at` (uint32 or uint64) of `out`."""
+    """Writes a lane's 8 values as float16 to dims lane + 32 j of the head at element `at` (uint32 or uint64)
+    of `out`."""
     at = at + lane
     out[at] = float16(x0)
     out[at + uint32(32)] = float16(x1)
@@ -122,19 +131,20 @@ def norm_rope(q, qg, w, rope_pos, inv_freq, stride, heads, height_section, width
 
 
 def norm_rope_q(card, q, qg, w, rope_pos, inv_freq, rows, heads, sections, eps, stream=None):
-    """q float16 [rows, heads, 256] <- qg float32 [rows, heads, 512], w float32 [256], rope_pos int32 [3, >= rows],
-    inv_freq float32 [32], sections (s_t, s_h, s_w). Writes q only, never allocates."""
-    card.launch(norm_rope, (rows, heads), 32, q.reshape(-1), qg.reshape(-1), w, rope_pos.reshape(-1), inv_freq,
+    """q float16 [rows, heads, 256] <- qg float32 [rows, heads, 512], w float32 [256], rope_pos int32 [3, >=
+    rows], inv_freq float32 [32], sections (s_t, s_h, s_w). Writes q only, never allocates."""
+    card.launch(norm_rope, (rows, heads), 32, q.reshape(-1), qg.reshape(-1), w, rope_pos.reshape(-1),
+                inv_freq,
                 rope_pos.shape[1], heads, sections[1], sections[2], eps, stream=stream)
 
 
-# ---- check ----------------------------------------------------------------------------------------------------------
+# ---- check -------------------------------------------------------------------------------------------------
 
 CASES = [(1, 4), (3, 16), (31, 2), (65, 24)]  # rows, heads
 SECTIONS, EPS = (11, 11, 10), 1e-6
 
-# Of the largest |q|: rounding to half 2^-11 of a value; the float32 steps before, some 20 roundings of 2^-24 and the
-# angle's, 2^-24 of up to 700 radians here, together less than 2^-13.
+# Of the largest |q|: rounding to half 2^-11 of a value; the float32 steps before, some 20 roundings of 2^-24
+# and the angle's, 2^-24 of up to 700 radians here, together less than 2^-13.
 TOLERANCE = 2.0 ** -11 + 2.0 ** -13
 
 
@@ -144,7 +154,8 @@ def sample_positions(rng, rows):
 
 
 def check(card, case):
-    """Compares with float64, one row too many must stay poisoned. Returns the largest error, of the largest |q|."""
+    """Compares with float64, one row too many must stay poisoned. Returns the largest error, of the largest
+    |q|."""
     rows, heads = case
     rng = np.random.default_rng(rows * heads)
     qg = rng.standard_normal((rows, heads, 2 * HEAD_DIM), np.float32) * 3
@@ -159,3 +170,13 @@ def check(card, case):
     assert error <= TOLERANCE, f"error {error}"
     assert np.isnan(got[rows]).all(), "wrote on"
     return error
+
+
+def cases(card):
+    """The checked cases."""
+    for case in CASES:
+        yield Case(str(case), lambda case=case: check(card, case))
+
+
+if __name__ == "__main__":
+    main("Rotary queries", cases)

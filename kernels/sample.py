@@ -1,43 +1,44 @@
-"""The next token of every row, chosen on the card: greedy or drawn, with penalties, a token mask and a seed per slot.
+"""The next token of every row, chosen on the card: greedy or drawn, with penalties, a token mask and a seed
+per slot.
 
 What is computed, for one row of logits x[0 .. V - 1] and the parameters of its slot:
 
- 1. Penalties, where switched on. `history` counts how often the slot generated each token (low 15 bits) and marks the
-    tokens of its prompt (bit 15). Seen in either: x = x / repetition if x > 0 else x * repetition. Generated n > 0 times:
-    x = x - (n * frequency + presence).
+ 1. Penalties, where switched on. `history` counts how often the slot generated each token (low 15 bits) and
+    marks the tokens of its prompt (bit 15). Seen in either: x = x / repetition if x > 0 else x * repetition.
+    Generated n > 0 times: x = x - (n * frequency + presence).
  2. Mask, where switched on: x = -inf for every token whose bit is 0 (bit i % 32 of word i // 32).
  3. Temperature 0 or less: the token of the largest x, the lowest id where several are equal. Done.
- 4. Weights: W = round(exp((x - max x) / temperature) * 2^30), an integer from 0 to 2^30. From here on the distribution
-    *is* these integers: every sum is exact, so no order of additions, no card and no block size can change a token.
-    Tokens less likely than 2^-31 of the likeliest have W = 0 and are never drawn.
+ 4. Weights: W = round(exp((x - max x) / temperature) * 2^30), an integer from 0 to 2^30. From here on the
+    distribution *is* these integers: every sum is exact, so no order of additions, no card and no block size
+    can change a token. Tokens less likely than 2^-31 of the likeliest have W = 0 and are never drawn.
  5. Tokens are ranked by W, largest first, equal ones by id, and a prefix of this ranking is kept:
     top_k: the first top_k tokens (0: off);
     top_p: of what top_k left, the shortest prefix whose weight is at least top_p of it, so at least one token
            (1 or more: off; top_p counts in steps of 2^-16);
     min_p: tokens with W >= min_p * 2^30 (0: off).
- 6. Draw: r = R * total // 2^64 with R the first 64 bits of Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy
-    as 1, 2, 3", 2011) for key = seed and counter = step; the token is the first, in order of id, at which the running sum
-    of the kept weights exceeds r.
+ 6. Draw: r = R * total // 2^64 with R the first 64 bits of Philox4x32-10 (Salmon et al., "Parallel random
+    numbers: as easy as 1, 2, 3", 2011) for key = seed and counter = step; the token is the first, in order of
+    id, at which the running sum of the kept weights exceeds r.
 
-Then the slot's step advances and its history counts the token, both on the card, so that a recorded launch sequence can
-be replayed token after token. The token is -1, and nothing advances, where no choice is defined: a logit is NaN, the
-largest is +inf, or none is allowed.
+Then the slot's step advances and its history counts the token, both on the card, so that a recorded launch
+sequence can be replayed token after token. The token is -1, and nothing advances, where no choice is
+defined: a logit is NaN, the largest is +inf, or none is allowed.
 
     logits      float32 [rows, V]             tokens   int32 [rows]          row_slot  int32 [rows]
     parameters  uint32  [n_slots, 12]         one row as `pack_parameters` makes it
     history     uint16  [n_slots, V]          mask     uint32 [n_slots, ceil(V / 32)]
     best, weights                             scratch, a row each
 
-Three launches, the same for greedy and drawn rows. `find_best`: blocks of 4,096 logits to (largest, id) each, at memory
-bandwidth. `weigh` (drawn rows only): the weights. `choose`, one block per row: greedy rows take the best of the blocks'
-results and are done. For drawn rows the boundary of a prefix is found by radix selection, most significant digit first:
-W as a float32 has 28 significant bits, four digits of 7; the first digit is the exponent and 2 bits of the mantissa, so
-that the histogram of a real distribution spreads over many bins. Counts and weights per bin are integer atomics in shared
-memory.
+Three launches, the same for greedy and drawn rows. `find_best`: blocks of 4,096 logits to (largest, id)
+each, at memory bandwidth. `weigh` (drawn rows only): the weights. `choose`, one block per row: greedy rows
+take the best of the blocks' results and are done. For drawn rows the boundary of a prefix is found by radix
+selection, most significant digit first: W as a float32 has 28 significant bits, four digits of 7; the first
+digit is the exponent and 2 bits of the mantissa, so that the histogram of a real distribution spreads over
+many bins. Counts and weights per bin are integer atomics in shared memory.
 
-Pipe: integer, and fp32 for the exponentials. Bytes: 4 V per row for greedy; a drawn row adds 8 V in `weigh` and 4 V for
-each pass of `choose` (1, and 4 each for top_k and top_p) through a single multiprocessor: about 20 us per pass at
-V = 248,320, which is its weak point.
+Pipe: integer, and fp32 for the exponentials. Bytes: 4 V per row for greedy; a drawn row adds 8 V in `weigh`
+and 4 V for each pass of `choose` (1, and 4 each for top_k and top_p) through a single multiprocessor: about
+20 us per pass at V = 248,320, which is its weak point.
 """
 
 from dataclasses import dataclass
@@ -74,7 +75,8 @@ EVERY_LANE = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class SamplingState:
-    """What sampling keeps on a card: see the shapes above. `best` and `weights` are scratch for `rows` rows at a time."""
+    """What sampling keeps on a card: see the shapes above. `best` and `weights` are scratch for `rows` rows
+    at a time."""
     parameters: Array
     history: Array
     mask: Array
@@ -85,7 +87,7 @@ class SamplingState:
     def allocate(cls, card, n_slots, rows, n_vocab):
         """All slots greedy, without penalties and mask."""
         if n_vocab > SEGMENT * MAX_SEGMENTS:
-            raise ValueError(f"a vocabulary of {n_vocab} tokens is more than sampling handles, {SEGMENT * MAX_SEGMENTS}")
+            raise ValueError(f"sampling handles {SEGMENT * MAX_SEGMENTS} tokens, not {n_vocab}")
         return cls(card.zeros((n_slots, N_PARAMETERS), np.uint32, "sampling parameters"),
                    card.zeros((n_slots, n_vocab), np.uint16, "token history"),
                    card.zeros((n_slots, -(-n_vocab // 32)), np.uint32, "token mask"),
@@ -93,9 +95,11 @@ class SamplingState:
                    card.alloc((rows, n_vocab), np.uint32, "sampling weights"))
 
 
-def pack_parameters(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, step=0, repetition=1.0, frequency=0.0,
+def pack_parameters(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, step=0, repetition=1.0,
+                    frequency=0.0,
                     presence=0.0, masked=False):
-    """One row of `parameters`, uint32 [12]. seed: 0 <= seed < 2**64. Penalties count as on when any differs from 1, 0, 0."""
+    """One row of `parameters`, uint32 [12]. seed: 0 <= seed < 2**64. Penalties count as on when any differs
+    from 1, 0, 0."""
     row = np.zeros(N_PARAMETERS, np.uint32)
     floats = row.view(np.float32)
     floats[[TEMPERATURE, TOP_P, MIN_P]] = temperature, top_p, min_p
@@ -106,7 +110,7 @@ def pack_parameters(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, step
     return row
 
 
-# ---- reference ------------------------------------------------------------------------------------------------------
+# ---- reference ---------------------------------------------------------------------------------------------
 
 def adjust_reference(logits, parameters, history, mask):
     """Steps 1 and 2 for one row, float32 [V]; the same bits as the kernels."""
@@ -130,7 +134,8 @@ def weights_reference(x, temperature):
 def keep_reference(weights, parameters):
     """Step 5: which tokens are kept, bool [V], from integer weights."""
     p, weights = parameters.view(np.float32), weights.astype(object)  # Python integers
-    ranking = [int(i) for i in np.lexsort((np.arange(len(weights)), -weights.astype(np.int64))) if weights[i] > 0]
+    ranking = [int(i) for i in np.lexsort((np.arange(len(weights)),
+                                           -weights.astype(np.int64))) if weights[i] > 0]
     if parameters[TOP_K]:
         ranking = ranking[:int(parameters[TOP_K])]
     if p[TOP_P] < 1:
@@ -165,7 +170,7 @@ def philox_reference(seed, step):
     return c0, c1, c2, c3
 
 
-# ---- the adjusted logits and the best of them -----------------------------------------------------------------------
+# ---- the adjusted logits and the best of them --------------------------------------------------------------
 
 @cuda.jit(device=True, inline="always")
 def parameter(parameters, slot, which):
@@ -177,7 +182,7 @@ def adjusted(logits, history, mask, parameters, row, slot, i, n_vocab):
     """Logit i of a row after penalties and mask."""
     x = logits[uint32(row * n_vocab + i)]
     flags = parameter(parameters, slot, FLAGS)
-    masked = flags & uint32(MASKED) != uint32(0)  # up here: tested below, NVVM 12.9 fails over a table it makes of it
+    masked = flags & uint32(MASKED) != uint32(0)  # tested below, it makes NVVM 12.9 fail
     if flags & uint32(PENALIZED):
         seen = uint32(history[uint32(slot * n_vocab + i)])
         n = uint32(seen & uint32(COUNT))
@@ -235,7 +240,9 @@ def find_best(best, logits, history, mask, parameters, row_slot, n_vocab):
     for j in range(uint32(CHUNK // THREADS)):
         i = uint32(chunk * uint32(CHUNK) + uint32(j) * uint32(THREADS) + thread)
         if i < n_vocab:
-            key, token = better(key, token, order_key(adjusted(logits, history, mask, parameters, row, slot, i, n_vocab)), i)
+            key, token = better(key, token,
+                                order_key(adjusted(logits, history, mask, parameters, row, slot, i,
+                                                   n_vocab)), i)
     key, token = warp_best(key, token)
     if thread & uint32(31) == uint32(0):
         keys[thread >> uint32(5)], ids[thread >> uint32(5)] = key, token
@@ -256,7 +263,7 @@ def best_of_row(best, row, n_chunks):
     return key, token
 
 
-# ---- weights --------------------------------------------------------------------------------------------------------
+# ---- weights -----------------------------------------------------------------------------------------------
 
 @cuda.jit
 def weigh(weights, best, logits, history, mask, parameters, row_slot, n_vocab):
@@ -275,7 +282,7 @@ def weigh(weights, best, logits, history, mask, parameters, row_slot, n_vocab):
                 weights[uint32(row * n_vocab + i)] = uint32(w)
 
 
-# ---- the choice -----------------------------------------------------------------------------------------------------
+# ---- the choice --------------------------------------------------------------------------------------------
 
 @cuda.jit(device=True, inline="always")
 def philox(seed, seed_high, step):
@@ -345,7 +352,8 @@ def select_prefix(weights, first, n_vocab, target, by_weight, counts, sums, foun
                 reached = measure >= left
                 if not reached:
                     left, above = uint64(left - measure), uint64(above + sums[digit])
-            found[0] = uint64(uint32(uint32(prefix << uint32(DIGIT_BITS)) | digit)) if reached else uint64(NO_PREFIX)
+            prefix = uint32(uint32(prefix << uint32(DIGIT_BITS)) | digit)
+            found[0] = uint64(prefix) if reached else uint64(NO_PREFIX)
             found[1], found[2], found[3] = left, above, uint64(counts[digit]) if reached else uint64(0)
         cuda.syncthreads()
     key, left, above, ties = uint32(found[0]), found[1], found[2], uint32(found[3])
@@ -387,9 +395,11 @@ def choose(tokens, weights, best, history, parameters, row_slot, n_chunks, n_voc
                 target = uint64(top_k) if top_k != uint32(0) else uint64(NO_LIMIT)
                 if by_top_p:
                     target = share_of(uint64(above + uint64(threshold) * uint64(ties)), top_p)
-                threshold, ties, above = select_prefix(weights, first, n_vocab, target, by_top_p, counts, sums, found,
+                threshold, ties, above = select_prefix(weights, first, n_vocab, target, by_top_p, counts,
+                                                       sums, found,
                                                        thread)
-        least = uint32(round_to_int(min(word_as_float(parameter(parameters, slot, MIN_P)), float32(1.0)) * float32(ONE)))
+        least = uint32(round_to_int(min(word_as_float(parameter(parameters, slot, MIN_P)),
+                                        float32(1.0)) * float32(ONE)))
         if least > threshold:
             threshold, ties = uint32(least - uint32(1)), uint32(0)
 
@@ -417,7 +427,8 @@ def choose(tokens, weights, best, history, parameters, row_slot, n_chunks, n_voc
                 held = min(left, segment_ties[i])
                 left = uint32(left - held)
                 total = uint64(total + segment_sums[i] + uint64(held) * uint64(threshold))
-            r = multiply_high(philox(parameter(parameters, slot, SEED), parameter(parameters, slot, SEED_HIGH),
+            r = multiply_high(philox(parameter(parameters, slot, SEED),
+                                     parameter(parameters, slot, SEED_HIGH),
                                      parameter(parameters, slot, STEP)), total)
             left, i = ties, uint32(0)
             held = min(left, segment_ties[i])
@@ -449,20 +460,25 @@ def choose(tokens, weights, best, history, parameters, row_slot, n_chunks, n_voc
 
 
 def sample(card, tokens, logits, row_slot, state, rows, n_vocab, stream=None):
-    """tokens int32 [rows] <- logits float32 [rows, n_vocab] of the slots row_slot int32 [rows] (each at most once), under
-    `state` (SamplingState). Writes tokens, and step and history of those slots; never allocates."""
+    """tokens int32 [rows] <- logits float32 [rows, n_vocab] of the slots row_slot int32 [rows] (each at most
+    once), under `state` (SamplingState). Writes tokens, and step and history of those slots; never
+    allocates."""
     n_chunks = -(-n_vocab // CHUNK)
     logits, best, weights = logits.reshape(-1), state.best.reshape(-1), state.weights.reshape(-1)
-    history, mask, parameters = state.history.reshape(-1), state.mask.reshape(-1), state.parameters.reshape(-1)
-    card.launch(find_best, (n_chunks, rows), THREADS, best, logits, history, mask, parameters, row_slot, n_vocab,
+    history, mask = state.history.reshape(-1), state.mask.reshape(-1)
+    parameters = state.parameters.reshape(-1)
+    card.launch(find_best, (n_chunks, rows), THREADS, best, logits, history, mask, parameters, row_slot,
+                n_vocab,
                 stream=stream)
-    card.launch(weigh, (n_chunks, rows), THREADS, weights, best, logits, history, mask, parameters, row_slot, n_vocab,
+    card.launch(weigh, (n_chunks, rows), THREADS, weights, best, logits, history, mask, parameters, row_slot,
+                n_vocab,
                 stream=stream)
-    card.launch(choose, rows, CHOOSE_THREADS, tokens, weights, best, history, parameters, row_slot, n_chunks, n_vocab,
+    card.launch(choose, rows, CHOOSE_THREADS, tokens, weights, best, history, parameters, row_slot, n_chunks,
+                n_vocab,
                 stream=stream)
 
 
-# ---- check ----------------------------------------------------------------------------------------------------------
+# ---- check -------------------------------------------------------------------------------------------------
 
 CASES = [(4096, {}), (65, {}), (1, {"temperature": 1.0}), (33, {"temperature": 0.7, "masked": True}),
          (4097, {"repetition": 1.3, "frequency": 0.5, "presence": -0.25}),
@@ -473,13 +489,14 @@ CASES = [(4096, {}), (65, {}), (1, {"temperature": 1.0}), (33, {"temperature": 0
 
 
 def check(card, case):
-    """Three steps of two rows: weights against float64, then the token that follows from the card's own integer
-    weights, exactly. Returns the largest relative error of a weight above 2^10."""
+    """Three steps of two rows: weights against float64, then the token that follows from the card's own
+    integer weights, exactly. Returns the largest relative error of a weight above 2^10."""
     n_vocab, settings = case
     rng = np.random.default_rng(n_vocab)
     slots, state = np.array([2, 0], np.int32), SamplingState.allocate(card, 3, 2, n_vocab)
     logits = np.round(rng.standard_normal((2, n_vocab)) * 3, 1).astype(np.float32)  # with ties
-    history = (rng.integers(0, 3, (3, n_vocab)) + IN_PROMPT * rng.integers(0, 2, (3, n_vocab))).astype(np.uint16)
+    history = (rng.integers(0, 3, (3, n_vocab)) + IN_PROMPT * rng.integers(0, 2,
+                                                                           (3, n_vocab))).astype(np.uint16)
     mask = rng.integers(0, 2**32, state.mask.shape, np.uint32)
     mask[:, 0] |= 1
     parameters = np.stack([pack_parameters(**settings), pack_parameters(0.5), pack_parameters(**settings)])
@@ -508,8 +525,8 @@ def check(card, case):
 
 
 def check_weights(weights, x, temperature):
-    """z = (x - max) / temperature has two roundings, exp one ulp: a relative error of 2^-23 (|z| + 2), and 1/2 of
-    the last rounding."""
+    """z = (x - max) / temperature has two roundings, exp one ulp: a relative error of 2^-23 (|z| + 2), and
+    1/2 of the last rounding."""
     with np.errstate(invalid="ignore"):
         z = np.maximum((x.astype(np.float64) - x.max()) / temperature, -1e3)
     want = weights_reference(x, temperature)

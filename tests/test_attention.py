@@ -21,7 +21,8 @@ def prefill_in_pieces(card, inputs, cuts):
     q, qg = card.upload(q), card.upload(qg)
     for start, stop in zip([0, *cuts], [*cuts, n]):
         part = slice(start, stop)
-        attend_prefill(card, out[part], q[part], qg[part], *pages, table, slots[part], positions[part], stop - start, heads,
+        attend_prefill(card, out[part], q[part], qg[part], *pages, table, slots[part], positions[part],
+                       stop - start, heads,
                        n_kv)
     return card.download(out)
 
@@ -36,7 +37,8 @@ def test_prefill_does_not_depend_on_the_cuts(card):
 def decode(card, inputs, positions, max_pages=12):
     """One row per sequence of `inputs` at its position: [batch, heads * 256]."""
     heads, n_kv, batch = inputs[0][0].shape[1], inputs[0][2].shape[1], len(inputs)
-    pages, table = [paged([x[i] for x in inputs])[0] for i in (2, 3)], np.full((batch, max_pages), -1, np.int32)
+    pages, table = [paged([x[i] for x in inputs])[0] for i in (2, 3)], np.full((batch, max_pages), -1,
+                                                                               np.int32)
     held = paged([x[2] for x in inputs])[1]
     table[:, :held.shape[1]] = held
     out = card.alloc((batch, heads * 256), np.float32)

@@ -10,11 +10,11 @@ def test_queries_equal_the_reference(card, case):
 
 
 def test_equal_positions_are_plain_rotary():
-    x = np.random.default_rng(0).standard_normal((7, 2, 256))
-    positions = np.arange(7) * 100
-    got = rope.norm_rope_reference(x, np.ones(256), np.stack([positions] * 3), rope.inverse_frequencies(1e6), (11, 11, 10), 0)
+    x, positions = np.random.default_rng(0).standard_normal((7, 2, 256)), np.arange(7) * 100
+    frequencies = rope.inverse_frequencies(1e6)
+    got = rope.norm_rope_reference(x, np.ones(256), np.stack([positions] * 3), frequencies, (11, 11, 10), 0)
     unit = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True))
-    z = (unit[..., :32] + 1j * unit[..., 32:64]) * np.exp(1j * positions[:, None, None] * rope.inverse_frequencies(1e6))
+    z = (unit[..., :32] + 1j * unit[..., 32:64]) * np.exp(1j * positions[:, None, None] * frequencies)
     np.testing.assert_allclose(got[..., :32], z.real, atol=1e-12)
     np.testing.assert_allclose(got[..., 32:64], z.imag, atol=1e-12)
     np.testing.assert_allclose(got[..., 64:], unit[..., 64:], atol=1e-12)
@@ -22,9 +22,11 @@ def test_equal_positions_are_plain_rotary():
 
 def test_sections_pick_the_axis():
     x = np.random.default_rng(0).standard_normal((1, 1, 256))
-    turn = lambda positions: rope.norm_rope_reference(x, np.ones(256), positions, rope.inverse_frequencies(1e6), (11, 11, 10), 0)
+    turn = lambda positions: rope.norm_rope_reference(x, np.ones(256), positions,
+                                                      rope.inverse_frequencies(1e6), (11, 11, 10), 0)
     still = turn(np.zeros((3, 1)))[0, 0, :32]
-    moved = [np.flatnonzero(turn(np.eye(3)[:, axis:axis + 1])[0, 0, :32] != still).tolist() for axis in range(3)]
+    moved = [np.flatnonzero(turn(np.eye(3)[:, axis:axis + 1])[0, 0,
+                                                              :32] != still).tolist() for axis in range(3)]
     assert moved == [[i for i in range(32) if i % 3 == 0], list(range(1, 32, 3)), list(range(2, 30, 3))]
 
 
