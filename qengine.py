@@ -55,6 +55,7 @@ from werkzeug.exceptions import HTTPException, ServiceUnavailable, TooManyReques
 from kernels import (attention, conv, elementwise, embedding, float_matmul, gdn, kv_cache, norm, q8_gemm, q8_gemv,
                      quantize, rope, sample, synthetic)
 from kernels.card import Array, Card, CardError, open_cards
+from kernels.compile import CompileError
 
 # ======================================================================================================
 # 1  Config and GGUF
@@ -1454,6 +1455,16 @@ class Pipeline:
     def __init__(self, stages: list[Stage]):
         self.stages, self.last = stages, stages[-1]
 
+    def warm_up(self, n_slots: int, chunk: int):
+        """Compile what any prompt and any answer will run, and record decode, so that no request waits for it."""
+        self.set_pages(0, list(range(pages_for(chunk))))
+        for n_rows in (1, chunk):               # few and many rows take different kernels
+            self.start(0, Request([0]))
+            self.prefill([0] * n_rows, 0, 0)
+            self.sample_row(0, 0)
+        for n in (n for n in (1, 2, 4, 8) if n <= n_slots):
+            self.decode([0] * n, list(range(n)), [0] * n)
+
     def start(self, slot: int, request: "Request"):
         """Make a slot ready for a new sequence."""
         for stage in self.stages:
@@ -1871,10 +1882,15 @@ def load(model: str, card: str | Card | None = None, ctx: int | None = None, slo
     used = card if isinstance(card, Card) else open_cards(card)[0]
     if progress:
         print(f"card: {used.describe()}", file=sys.stderr, flush=True)
-    bar = functools.partial(tqdm.tqdm, desc="loading layers", unit="layer", leave=False, disable=not progress)
+    loading = functools.partial(tqdm.tqdm, desc="loading layers", unit="layer", leave=False, disable=not progress)
     chunk = min(chunk, pages_for(n_ctx) * PAGE_TOKENS)
-    stage = Stage(used, config, weights, range(config.n_layers), slots, n_ctx, chunk, bar)
-    return Engine(config, tokenizer, template, Pipeline([stage]), slots, n_ctx, chunk)
+    stage = Stage(used, config, weights, range(config.n_layers), slots, n_ctx, chunk, loading)
+    pipeline = Pipeline([stage])
+    with tqdm.tqdm(desc="compiling kernels", unit="kernel", leave=False, disable=not progress) as bar:
+        used.on_compile = lambda name: (bar.set_postfix_str(name), bar.update())
+        pipeline.warm_up(slots, min(chunk, PAGE_TOKENS))
+        used.on_compile = None
+    return Engine(config, tokenizer, template, pipeline, slots, n_ctx, chunk)
 
 
 # ======================================================================================================
@@ -2465,7 +2481,7 @@ def main(arguments=None) -> int:
         parser.error("--raw goes with -p")
     try:
         return run(options)
-    except (ModelError, RequestError, CardError, QueueFull) as error:
+    except (ModelError, RequestError, CardError, CompileError, QueueFull) as error:
         note(f"qengine: {error}")
         return 2
     except KeyboardInterrupt:

@@ -202,6 +202,7 @@ class Card:
         # Two locks: memory is freed by finalizers, which may interrupt a thread that waits for a compilation.
         self._memory_lock, self._loading = threading.RLock(), threading.Lock()
         self._functions = {}                             # (kernel, *argument types) -> Function
+        self.on_compile = None                           # called with the name of each kernel met for the first time
         self._recording = None
 
     def __repr__(self):
