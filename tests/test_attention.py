@@ -1,8 +1,9 @@
 import numpy as np
 import pytest
 
-from kernels import attention
+from kernels import attention, kv_cache, rope
 from kernels.attention import attend_decode, attend_prefill, paged, sample_inputs, scratch_shape
+from tests.oracle import oracle_npz, oracle_path
 
 
 @pytest.mark.parametrize("case", attention.CASES, ids=str)
@@ -73,3 +74,48 @@ def test_a_large_score_takes_it_all(card):
     got = decode(card, [(q, qg, k, v)], [69])
     want = np.repeat(v[40].astype(np.float64), 2, axis=0) / (1 + np.exp(-qg[0, :, 256:].astype(np.float64)))
     np.testing.assert_allclose(got[0], want.ravel(), rtol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def oracle_block():
+    """Layer 3 of the reference model: projections of 80 tokens (made here, in NumPy), norm weights, and what comes
+    before the output projection."""
+    from gguf import GGUFReader, dequantize
+    z = oracle_npz("operators")
+    tensors = {t.name: t for t in GGUFReader(oracle_path("gguf/dense_mtp-Q8_0.gguf")).tensors}
+
+    def weight(name):
+        tensor = tensors[f"blk.3.{name}.weight"]
+        return dequantize(tensor.data, tensor.tensor_type)
+
+    qg, k, v = (z["att_in"] @ weight(name).T for name in ("attn_q", "attn_k", "attn_v"))
+    return (qg.reshape(80, 4, 512), k.reshape(80, 2, 256), v.reshape(80, 2, 256), weight("attn_q_norm"),
+            weight("attn_k_norm"), z["att_gated_before_o_proj"])
+
+
+def test_attention_block_of_the_reference_model(card, oracle_block):
+    *inputs, want = oracle_block
+    qg, k, v, q_norm, k_norm = map(card.upload, inputs)
+    positions, frequencies = np.arange(80, dtype=np.int32), card.upload(rope.inverse_frequencies(1e7))
+    rope_pos, slots = card.upload(np.stack([positions] * 3)), card.upload(np.zeros(80, np.int32))
+    row_pos, table = card.upload(positions), card.upload(np.array([[2, 0]], np.int32))
+    q, pages = card.alloc((80, 4, 256), np.float16), [card.alloc((3, 2, 64, 256), np.float16) for _ in "kv"]
+    rope.norm_rope_q(card, q, qg, q_norm, rope_pos, frequencies, 80, 4, (11, 11, 10), 1e-6)
+    kv_cache.store_kv(card, *pages, k, v, k_norm, rope_pos, frequencies, table, slots, row_pos, 80, 2,
+                      (11, 11, 10), 1e-6)
+    out, last = card.alloc((80, 1024), np.float32), card.alloc((1, 1024), np.float32)
+    attend_prefill(card, out, q, qg, *pages, table, slots, row_pos, 80, 4, 2)
+    scratch = card.alloc(scratch_shape(1, 4, 2), np.float32)
+    attend_decode(card, last, q[79:], qg[79:], *pages, table, slots[79:], row_pos[79:], scratch, 1, 4, 2)
+    for got, expected in ((card.download(out), want), (card.download(last), want[79:])):
+        assert np.linalg.norm(got - expected) <= 2e-3 * np.linalg.norm(expected)  # float16 q, k, v and p
+
+
+def test_products_run_on_packed_half(card):
+    """In the PTX of both families."""
+    from kernels.compile import compile_kernel
+    split = ("float32[1]", *["float16[1]"] * 3, *["int32[1]"] * 3, *["uint32"] * 3)
+    tiles = ("float32[1]", "float16[1]", "float32[1]", *split[2:7], *["uint32"] * 4)
+    for kernel, signature in ((attention.attend_tiles, tiles), (attention.split_kernel(2), split)):
+        ptx = compile_kernel(kernel, signature, (7, 0), card.cache_dir).ptx
+        assert ptx.count("fma.rn.f16x2") > 100 and ".local" not in ptx and ".f64" not in ptx and "approx" not in ptx
