@@ -171,6 +171,8 @@ def _compile(kernel, signature, cc, entry):
         library._entry_name = symbol
         kernel_fixup(function, False)
         nvvm.set_launch_bounds(function, options.get("launch_bounds"))
+        # Where a debugger would find variables: of no use here, and libNVVM 12.9 fails over some of it.
+        library._llvm_strs = [re.sub(r'(?m)^.*call void @"llvm\.dbg\..*$', "", text) for text in library.llvm_strs]
         ptx = library.get_asm_str(cc=cc)
     # Environment objects of the host: declared, never used. Their names depend on what was compiled before.
     ptx = re.sub(r"\.common \.global \.align 8 \.u64 _ZN08NumbaEnv\w*;\n", "", ptx).replace(symbol, entry)
