@@ -127,7 +127,7 @@ def check(card, case):
 def cases(card):
     """The checked cases."""
     for case in CASES:
-        yield Case(str(case), lambda case=case: check(card, case))
+        yield Case(f"{len(case[1])} rows, {case[0]} heads", lambda case=case: check(card, case))
 
 
 if __name__ == "__main__":

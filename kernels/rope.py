@@ -175,7 +175,7 @@ def check(card, case):
 def cases(card):
     """The checked cases."""
     for case in CASES:
-        yield Case(str(case), lambda case=case: check(card, case))
+        yield Case(f"{case[0]} rows, {case[1]} heads", lambda case=case: check(card, case))
 
 
 if __name__ == "__main__":
