@@ -85,7 +85,8 @@ def _version():
     """Everything but the kernel and the target that decides the machine code: this package and LLVM."""
     digest = hashlib.sha256(f"{llvmlite.__version__} {llvm.llvm_version_info}".encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(source.read_bytes())
+        if source.name not in ("card.py", "cards.py", "estimate.py"):       # these write no code
+            digest.update(source.read_bytes())
     return digest.hexdigest()
 
 
