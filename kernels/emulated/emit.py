@@ -3,7 +3,10 @@
 `w` is the width of an operation, 1 or 32: `ty("i32", 32)` is `<32 x i32>`. Values are LLVM names or constants as text.
 """
 
-from .ptx import SIZES, Imm, Mem, Reg, Symbol
+from collections import Counter
+
+from .flow import reads, split_operands
+from .ptx import SIZES, Imm, Symbol
 
 WARP = 32
 
@@ -102,6 +105,13 @@ class Code:
         mask = ", ".join("i32 poison" if i is None else f"i32 {i}" for i in indices)
         return self.let(f"shufflevector <{n} x {t}> {a}, <{n} x {t}> {b or 'poison'}, <{len(indices)} x i32> <{mask}>")
 
+    def concatenate(self, t, length, parts):
+        """One vector of many, of equal length; their number is a power of two."""
+        while len(parts) > 1:
+            parts = [self.shuffle(t, length, a, range(2 * length), b) for a, b in zip(parts[::2], parts[1::2])]
+            length *= 2
+        return parts[0]
+
     def spread(self, t, value, pattern):
         """scalar + pattern as a vector."""
         whole = self.splat(t, value)
@@ -129,6 +139,8 @@ class Operands(Code):
         self.slots = {r: f"%r{i}" for i, r in enumerate(self.registers)}
         self.mask = None                                   # i32 of the running lanes; None: all 32, always
         self.divided = frozenset()
+        self.n_definitions = Counter(r for i in lanes.every for r in split_operands(i)[0])
+        self.n_uses = Counter(r for i in lanes.every for r in reads(i))
 
     def type_of(self, register):
         return llvm_type(self.registers[register])

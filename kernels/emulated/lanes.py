@@ -240,6 +240,7 @@ class Lanes:
         self.flow, self.block, self.symbols = flow, block, symbols
         self.shapes, self.divided = {}, set()
         self.instrs = [i for b in flow.blocks for i in b.instrs]
+        self.every = self.instrs + [b.end for b in flow.blocks if b.end]
         self._settle()
         self.needs_vector = self._vector_uses()
 

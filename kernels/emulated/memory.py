@@ -63,18 +63,72 @@ class Memory(Arithmetic):
             return self._load_parameter(instr, kind, place, registers)
         self.note_access(instr, place, SIZES[kind] * n)
         pattern = self._pattern(place)
-        size = SIZES[kind] * n
         if pattern is not None and len(set(pattern)) == 1:
             for i, register in enumerate(registers):
                 pointer = self.pointer(1, self._scalar_address(place, pattern[0] + i * SIZES[kind]))
                 self.put(register, t, 1, self.let(f"load {t}, ptr {pointer}, align {SIZES[kind]}"), signed)
             return
-        if pattern is not None and self._neighbours(pattern, size):
-            values = self._load_neighbours(t, SIZES[kind], n, self._scalar_address(place, pattern[0]))
+        runs = pattern and find_runs(pattern, SIZES[kind], n)
+        if pattern is not None and self._neighbours(pattern, SIZES[kind] * n):
+            values = self._load_neighbours(instr, t, SIZES[kind], n, self._scalar_address(place, pattern[0]))
+        elif runs:
+            values = self._unless_masked([ty(t, WARP)] * n, lambda: self._load_runs(t, SIZES[kind], n, place, runs),
+                                         lambda: self._load_lanes(t, SIZES[kind], n, place))
         else:
-            values = [self.gather(t, SIZES[kind], self._lane_pointers(place, i * SIZES[kind])) for i in range(n)]
+            values = self._load_lanes(t, SIZES[kind], n, place)
         for register, value in zip(registers, values):
             self.put(register, t, WARP, value, signed)
+
+    def _unless_masked(self, types, whole, masked):
+        """Results of whole() if all lanes run, else of masked(); both are emitted where only the run can tell."""
+        if self.mask is None:
+            return whole()
+        self.n += 1
+        tag = f"all{self.n}"
+        everyone = self.compare("eq", "i32", 1, self.mask, "-1")
+        self.do(f"br i1 {everyone}, label %{tag}.yes, label %{tag}.no")
+        results = []
+        for way, emit in (("yes", whole), ("no", masked)):
+            self.label(f"{tag}.{way}")
+            results.append(emit())
+            self.do(f"br label %{tag}.{way}.end")
+            self.label(f"{tag}.{way}.end")
+            self.do(f"br label %{tag}.join")
+        self.label(f"{tag}.join")
+        return [self.let(f"phi {t} [{a}, %{tag}.yes.end], [{b}, %{tag}.no.end]")
+                for t, a, b in zip(types, *results)] if types else None
+
+    def _load_runs(self, t, size, n, place, runs):
+        """One load per run, then every lane picks its elements."""
+        values = [None] * n
+        for start, length, firsts in runs:
+            pointer = self.pointer(1, self._scalar_address(place, start))
+            run = self.let(f"load <{length} x {t}>, ptr {pointer}, align {size}")
+            for i in range(n):
+                picked = self.shuffle(t, length, run, [None if f is None else f + i for f in firsts])
+                if values[i] is not None:           # lanes of this run replace those of the earlier ones
+                    choice = [lane if f is None else WARP + lane for lane, f in enumerate(firsts)]
+                    picked = self.shuffle(t, WARP, values[i], choice, picked)
+                values[i] = picked
+        return values
+
+    def _load_lanes(self, t, size, n, place):
+        """Lane by lane: a gather of single elements, or one load of n neighbours per lane."""
+        if n == 1 or size * n > 16:
+            return [self.gather(t, size, self._lane_pointers(place, i * size)) for i in range(n)]
+        pointers = self._safe_pointers(place)
+        parts = [self.let(f"load <{n} x {t}>, ptr {self._lane(pointers, lane)}, align {size}") for lane in range(WARP)]
+        return self.deinterleave(t, self.concatenate(t, n, parts), n)
+
+    def _safe_pointers(self, place):
+        """Pointers of all lanes; those of lanes at rest lead to a place where nothing matters."""
+        pointers = self._lane_pointers(place)
+        if self.mask is None:
+            return pointers
+        return self.select("ptr", WARP, self.running(), pointers, self.splat("ptr", "%nowhere"))
+
+    def _lane(self, pointers, lane):
+        return self.let(f"extractelement <{WARP} x ptr> {pointers}, i64 {lane}")
 
     def _load_parameter(self, instr, kind, place, registers):
         t = llvm_type(kind)
@@ -89,11 +143,13 @@ class Memory(Arithmetic):
     def _neighbours(self, pattern, size):
         return all(p - pattern[0] == size * lane for lane, p in enumerate(pattern))
 
-    def _load_neighbours(self, t, size, n, address):
+    def _load_neighbours(self, instr, t, size, n, address):
         """n vectors of 32, from 32 * n elements in a row of which each lane has n."""
         pointer, whole = self.pointer(1, address), f"<{WARP * n} x {t}>"
         if self.mask is None:
             loaded = self.let(f"load {whole}, ptr {pointer}, align {size}")
+            if n == 4 and t == "i32":
+                self.note_quad(instr, loaded)
         else:
             loaded = self.call(f"llvm.masked.load.{suffix(t, WARP * n)}.p0", whole, ("ptr", pointer), ("i32", str(size)),
                                (f"<{WARP * n} x i1>", self._wide_mask(n)), (whole, "zeroinitializer"))
@@ -104,18 +160,21 @@ class Memory(Arithmetic):
         return lanes if n == 1 else self.shuffle("i1", WARP, lanes, [i // n for i in range(WARP * n)])
 
     def deinterleave(self, t, whole, n):
-        return [self.shuffle(t, WARP * n, whole, range(i, WARP * n, n)) for i in range(n)] if n > 1 else [whole]
+        """Vectors of every n-th element. In two steps for 4: that takes fewer instructions than in one."""
+        if n == 1:
+            return [whole]
+        even, odd = (self.shuffle(t, WARP * n, whole, range(i, WARP * n, 2)) for i in (0, 1))
+        if n == 2:
+            return [even, odd]
+        half = WARP * n // 2
+        return [self.shuffle(t, half, part, range(i, half, 2)) for i in (0, 1) for part in (even, odd)]
 
     def interleave(self, t, values):
         """The elements of 1, 2 or 4 vectors of 32, lane by lane."""
         n = len(values)
-        length = WARP
-        while len(values) > 1:
-            # Joining vector i with vector i + half keeps the order right at the last step.
-            values = [self.shuffle(t, length, values[i], range(2 * length), values[i + 1]) for i in range(0, len(values), 2)]
-            length *= 2
-        return self.shuffle(t, length, values[0], [c * WARP + lane for lane in range(WARP) for c in range(n)]) \
-            if n > 1 else values[0]
+        whole = self.concatenate(t, WARP, values)
+        return self.shuffle(t, WARP * n, whole, [c * WARP + lane for lane in range(WARP) for c in range(n)]) \
+            if n > 1 else whole
 
     def gather(self, t, size, pointers):
         """One element per running lane; lanes at rest read a dummy."""
@@ -124,12 +183,10 @@ class Memory(Arithmetic):
             return self.call(f"llvm.masked.gather.{suffix(t, WARP)}.{suffix('ptr', WARP)}", whole, (ty("ptr", WARP), pointers),
                              ("i32", str(size)), (ty("i1", WARP), self.running()), (whole, "zeroinitializer"))
         if self.mask is not None:
-            nowhere = self.splat("ptr", "%nowhere")
-            pointers = self.select("ptr", WARP, self.running(), pointers, nowhere)
+            pointers = self.select("ptr", WARP, self.running(), pointers, self.splat("ptr", "%nowhere"))
         value = "poison"
         for lane in range(WARP):
-            pointer = self.let(f"extractelement <{WARP} x ptr> {pointers}, i64 {lane}")
-            element = self.let(f"load {t}, ptr {pointer}, align {size}")
+            element = self.let(f"load {t}, ptr {self._lane(pointers, lane)}, align {size}")
             value = self.let(f"insertelement <{WARP} x {t}> {value}, {t} {element}, i64 {lane}")
         return value
 
@@ -144,7 +201,8 @@ class Memory(Arithmetic):
             for i, item in enumerate(items):
                 pointer = self.pointer(1, self._scalar_address(place, pattern[0] + i * size))
                 self.do(f"store {t} {self._last_lane(item, t)}, ptr {pointer}, align {size}")
-        elif pattern is not None and self._neighbours(pattern, size * n):
+            return
+        if pattern is not None and self._neighbours(pattern, size * n):
             whole = self.interleave(t, [self.vector(item, t) for item in items])
             pointer = self.pointer(1, self._scalar_address(place, pattern[0]))
             if self.mask is None:
@@ -152,9 +210,33 @@ class Memory(Arithmetic):
             else:
                 self.call(f"llvm.masked.store.{suffix(t, WARP * n)}.p0", "void", (f"<{WARP * n} x {t}>", whole),
                           ("ptr", pointer), ("i32", str(size)), (f"<{WARP * n} x i1>", self._wide_mask(n)))
+            return
+        values = [self.vector(item, t) for item in items]
+        runs = pattern and find_runs(pattern, size, n, once=True)
+        if runs:
+            self._unless_masked([], lambda: self._store_runs(t, size, n, place, runs, values),
+                                lambda: self._store_lanes(t, size, n, place, values))
         else:
-            for i, item in enumerate(items):
-                self.scatter(t, size, self._lane_pointers(place, i * size), self.vector(item, t))
+            self._store_lanes(t, size, n, place, values)
+
+    def _store_runs(self, t, size, n, place, runs, values):
+        whole = self.concatenate(t, WARP, values)
+        for start, length, firsts in runs:
+            sources = {f + i: i * WARP + lane for lane, f in enumerate(firsts) if f is not None for i in range(n)}
+            run = self.shuffle(t, WARP * n, whole, [sources[i] for i in range(length)])
+            pointer = self.pointer(1, self._scalar_address(place, start))
+            self.do(f"store <{length} x {t}> {run}, ptr {pointer}, align {size}")
+
+    def _store_lanes(self, t, size, n, place, values):
+        """Lane by lane, in order: a scatter of single elements, or one store of n neighbours per lane."""
+        if n == 1 or size * n > 16:
+            for i, value in enumerate(values):
+                self.scatter(t, size, self._lane_pointers(place, i * size), value)
+            return
+        pointers, whole = self._safe_pointers(place), self.interleave(t, values)
+        for lane in range(WARP):
+            part = self.shuffle(t, WARP * n, whole, range(lane * n, lane * n + n))
+            self.do(f"store <{n} x {t}> {part}, ptr {self._lane(pointers, lane)}, align {size}")
 
     def _last_lane(self, item, t):
         """What remains when all running lanes store to one place: the value of the highest."""
@@ -175,9 +257,8 @@ class Memory(Arithmetic):
         if self.mask is not None:
             pointers = self.select("ptr", WARP, self.running(), pointers, self.splat("ptr", "%nowhere"))
         for lane in range(WARP):
-            pointer = self.let(f"extractelement <{WARP} x ptr> {pointers}, i64 {lane}")
             element = self.let(f"extractelement <{WARP} x {t}> {value}, i64 {lane}")
-            self.do(f"store {t} {element}, ptr {pointer}, align {size}")
+            self.do(f"store {t} {element}, ptr {self._lane(pointers, lane)}, align {size}")
 
     # ---- atomics: lane by lane ----
 
@@ -376,6 +457,30 @@ class Memory(Arithmetic):
 
     def op_prefetch(self, instr):
         pass
+
+
+_MOST_RUNS = 4
+
+
+def find_runs(pattern, size, n, once=False):
+    """[(offset, number of elements, each lane's first element in the run or None)]: stretches of memory without holes that
+    the lanes' accesses of n elements of `size` bytes fill, or None if there are many. once: no two lanes overlap."""
+    low = min(pattern)
+    if any((p - low) % size for p in pattern):
+        return None
+    firsts = [(p - low) // size for p in pattern]
+    touched = sorted({f + i for f in firsts for i in range(n)})
+    if once and len(touched) != WARP * n:
+        return None
+    starts = [e for e, before in zip(touched, [None] + touched) if before is None or e != before + 1]
+    if len(starts) > _MOST_RUNS:
+        return None
+    runs = []
+    for start, following in zip(starts, starts[1:] + [touched[-1] + 2]):
+        length = max(e for e in touched if e < following) - start + 1
+        inside = [f - start if start <= f < start + length else None for f in firsts]
+        runs.append((low + start * size, length, inside))
+    return runs
 
 
 def _source_lane(how, lane, by, clamp):

@@ -782,38 +782,96 @@ class Arithmetic(Operands):
         kinds = instr.mods
         if len(kinds) != 2 or not set(kinds) <= {"u32", "s32"}:
             raise instr.unsupported()
+        if id(instr) in self.inner_dots:            # its chain is computed at its end
+            return
+        chain = self.dot_chains.get(id(instr), [instr])
         a, b, c = instr.operands[1:]
+        if self.vnni and kinds == ("s32", "s32") and not self.uniform(*(o for i in chain for o in i.operands[1:])):
+            return self.put(instr.operands[0], "i32", WARP, self._dot_chain(chain))
         self.lift(instr, "i32", [(a, "i32"), (b, "i32"), (c, "i32")],
                   lambda w, a, b, c: self.dot4(w, kinds[0] == "s32", kinds[1] == "s32", a, b, c))
 
     def dot4(self, w, signed_a, signed_b, a, b, c):
         """c + sum over the 4 bytes of a * b."""
-        if self.vnni and w == WARP and (signed_a or signed_b):
-            return self._dot4_vnni(signed_a, signed_b, a, b, c)
-        total = c
+        if self.vnni and w == WARP and signed_a != signed_b:
+            return self.dpbusd(WARP, c, *((b, a) if signed_a else (a, b)))
         for i in range(4):
             x, y = (self._element(w, v, 8, i, signed) for v, signed in ((a, signed_a), (b, signed_b)))
-            total = self.op("add", "i32", w, total, self.op("mul", "i32", w, x, y))
+            c = self.op("add", "i32", w, c, self.op("mul", "i32", w, x, y))
+        return c
+
+    def find_dot_chains(self, instrs):
+        """Finds, in a block, signed dp4a whose sum only goes on into the next: dot_chains (last -> all), inner_dots."""
+        dots = {i.operands[0].name: i for i in instrs if i.name == "dp4a" and i.mods == ("s32", "s32")}
+        self.dot_chains, self.inner_dots = {}, set()
+        once = lambda o: isinstance(o, Imm) or self.n_definitions.get(o.name) == 1
+        for instr in dots.values():
+            before = dots.get(getattr(instr.operands[3], "name", None))
+            chain = self.dot_chains.get(id(before), [before]) if before else []
+            if before and self.n_uses[before.operands[0].name] == 1 and self.vnni and id(before) not in self.inner_dots \
+                    and all(once(o) for i in (*chain, instr) for o in i.operands):
+                self.inner_dots.add(id(before))
+                self.dot_chains.pop(id(before), None)
+                self.dot_chains[id(instr)] = [*chain, instr]
+
+    def _dot_chain(self, chain):
+        """c + the sum of all dot products of a chain. The CPU multiplies unsigned by signed bytes, so signed a goes in as
+        (a + 128) * b - 128 * sum(b); the last sum is the same for all chains with these b, and computed once."""
+        total = self.vector(chain[0].operands[3], "i32")
+        pairs = [instr.operands[1:3] for instr in chain]
+        for whole_a, whole_b in self._quads(pairs):
+            total = self.op("add", "i32", WARP, total, self._dot_quad(whole_a, whole_b))
+        pairs = [tuple(self.vector(o, "i32") for o in pair) for pair in pairs]
+        zero, flip = const("i32", WARP, 0), const("i32", WARP, 0x80808080)
+        correction = zero
+        for _, b in pairs:
+            correction = self.dpbusd(WARP, correction, flip, b)
+        if pairs:
+            total = self.op("sub", "i32", WARP, total, correction)
+        for a, b in pairs:
+            total = self.dpbusd(WARP, total, self.op("xor", "i32", WARP, a, flip), b)
         return total
 
-    def _dot4_vnni(self, signed_a, signed_b, a, b, c):
-        """The CPU multiplies unsigned by signed bytes. For signed a: (a + 128) * b - 128 * sum(b)."""
-        if not signed_b:
-            a, b, signed_a, signed_b = b, a, signed_b, signed_a
-        if not signed_a:
-            return self._dpbusd(c, a, b)
-        flipped = self.op("xor", "i32", WARP, a, const("i32", WARP, 0x80808080))
-        correction = self._dpbusd(const("i32", WARP, 0), const("i32", WARP, 0x80808080), b)
-        return self.op("sub", "i32", WARP, self._dpbusd(c, flipped, b), correction)
+    def _quads(self, pairs):
+        """Takes out of `pairs` those that multiply all 4 words of two 16-byte loads; yields the loaded vectors."""
+        groups = {}
+        for pair in pairs:
+            a, b = (self.quads.get(getattr(o, "name", None)) for o in pair)
+            if a and b and a[1] == b[1]:
+                groups.setdefault((a[0], b[0]), {})[a[1]] = pair
+        for wholes, parts in groups.items():
+            if len(parts) == 4:
+                for pair in parts.values():
+                    pairs.remove(pair)
+                yield wholes
 
-    def _dpbusd(self, c, a, b):
-        halves = []
-        for part in (range(16), range(16, 32)):
-            x = [self.shuffle("i32", WARP, v, part) for v in (c, a, b)]
+    def note_quad(self, instr, whole):
+        """Remembers that the registers of a 16-byte load are every fourth word of `whole`."""
+        for i, register in enumerate(instr.operands[0].items):
+            if self.n_definitions.get(register.name) == 1:
+                self.quads[register.name] = (whole, i)
+
+    def _dot_quad(self, a, b):
+        """Sum over 4 words per lane of vectors as loaded, 4 words of a lane side by side: cheaper than to sort the words
+        by lane first."""
+        n = 4 * WARP
+        zero, flip = const("i32", n, 0), const("i32", n, 0x80808080)
+        correction = self.op("sub", "i32", n, zero, self.dpbusd(n, zero, flip, b))
+        products = self.dpbusd(n, correction, self.op("xor", "i32", n, a, flip), b)
+        for length in (n, n // 2):
+            even, odd = (self.shuffle("i32", length, products, range(i, length, 2)) for i in (0, 1))
+            products = self.op("add", "i32", length // 2, even, odd)
+        return products
+
+    def dpbusd(self, n, c, a, b):
+        """c + dot products of unsigned bytes of a and signed bytes of b, on n words: 16 at a time."""
+        parts = []
+        for start in range(0, n, 16):
+            x = [v if "splat" in v else self.shuffle("i32", n, v, range(start, start + 16)) for v in (c, a, b)]
             x = [x[0]] + [self.let(f"bitcast <16 x i32> {v} to <64 x i8>") for v in x[1:]]
-            halves.append(self.call("llvm.x86.avx512.vpdpbusd.512", "<16 x i32>", ("<16 x i32>", x[0]),
-                                    ("<64 x i8>", x[1]), ("<64 x i8>", x[2])))
-        return self.shuffle("i32", 16, halves[0], range(32), halves[1])
+            parts.append(self.call("llvm.x86.avx512.vpdpbusd.512", "<16 x i32>", ("<16 x i32>", x[0]),
+                                   ("<64 x i8>", x[1]), ("<64 x i8>", x[2])))
+        return self.concatenate("i32", 16, parts)
 
     def _element(self, w, value, bits, i, signed):
         """Field i of `bits` bits of a word, extended to 32."""

@@ -144,7 +144,7 @@ class Translator(Memory):
                 self.do(f"%{name}.{axis}.place = getelementptr i8, ptr %context, i64 {CONTEXT[name] + 4 * i}")
         for name in ("params", "shared", "local", "frames"):
             self.do(f"%{name} = load ptr, ptr %{name}.place")
-        self.do("%nowhere = alloca i64, align 16")
+        self.do("%nowhere = alloca [16 x i8], align 16")
         self.do(f"%board = alloca <{WARP} x i32>")
         self.do(f"%first_thread = mul i32 %warp, {WARP}")
         self._start_mask()
@@ -202,6 +202,8 @@ class Translator(Memory):
             none = self.compare("eq", "i32", 1, self.mask, "0")
             self.do(f"br i1 {none}, label %{self._after(index)}, label %b{index}.run")
             self.label(f"b{index}.run")
+        self.quads = {}
+        self.find_dot_chains(block.instrs)
         for instr in block.instrs:
             self.instr = instr
             handler = getattr(self, "op_" + instr.name, None)
