@@ -1,0 +1,89 @@
+"""What the README promises: its links lead somewhere, and its commands and snippets do what it says."""
+
+import contextlib
+import json
+import re
+import shlex
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+import qengine
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+# <!-- name --> and, on the next line, a block of code.
+BLOCKS = dict(re.findall(r"^<!-- (\w+) -->\n```\w+\n(.*?)\n```$", README, re.M | re.S))
+
+
+def qengine_arguments(command):
+    """The arguments that a shell command gives to qengine.py."""
+    return shlex.split(command.partition("qengine.py ")[2])
+
+
+@pytest.fixture(scope="module")
+def address():
+    """A server of the README's model on a free port."""
+    arguments = qengine_arguments(BLOCKS["serve"])
+    options = qengine.build_parser().parse_args(arguments)
+    engine = qengine.load(str(ROOT / options.model), card="emulated", ctx=512, progress=False)
+    assert f":{options.serve}/v1" in BLOCKS["openai"] and f":{options.serve}/v1" in BLOCKS["curl"]
+    with qengine.serving(qengine.create_app(engine), options.host, 0) as port:
+        yield f"http://{options.host}:{port}/v1"
+    engine.close()
+
+
+def test_links():
+    targets = [target for target in re.findall(r"\]\(([^)]+)\)", README) if "://" not in target]
+    assert len(targets) > 10
+    assert [target for target in targets if not (ROOT / target.partition("#")[0]).exists()] == []
+
+
+def test_files_named_in_text_exist():
+    named = re.findall(r"`((?:kernels|tests|notebooks)/[\w./]+)`", README)
+    modules = [f"{module.replace('.', '/')}.py" for module in re.findall(r"python -m (kernels\.\w+)", README)]
+    assert [name for name in named + modules if not (ROOT / name).exists()] == []
+
+
+def test_setup_is_the_same_for_generating_and_testing():
+    setup = "python3 -m venv .venv && .venv/bin/pip install -q -r requirements.txt && .venv/bin/python "
+    assert BLOCKS["tests"] == setup + "-m pytest"
+    assert BLOCKS["generate"].startswith(setup + "qengine.py -m ")
+
+
+def test_generate(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert qengine.main(qengine_arguments(BLOCKS["generate"])) == 0
+    out, err = capsys.readouterr()
+    assert out.strip()
+    assert "answer 32 tokens" in err
+
+
+def test_notebook_snippet(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    names = {}
+    exec(BLOCKS["notebook"], names)
+    names["engine"].close()
+    assert capsys.readouterr().out.strip()
+
+
+def test_openai_snippet(address, capsys):
+    exec(re.sub(r"http://[^\"]+", address, BLOCKS["openai"]), {})
+    assert capsys.readouterr().out.strip()
+
+
+def test_curl(address):
+    command = shlex.split(BLOCKS["curl"])
+    url, header, body = command[1], command[command.index("-H") + 1], command[command.index("-d") + 1]
+    request = urllib.request.Request(re.sub("http://.*/v1", address, url), body.encode(),
+                                     dict([header.split(": ")]))
+    with contextlib.closing(urllib.request.urlopen(request)) as answer:
+        assert json.load(answer)["choices"][0]["message"]["content"]
+
+
+def test_every_option_is_known():
+    """The README mentions no option that --help does not."""
+    text = qengine.build_parser().format_help()
+    mentioned = set(re.findall(r"`(--[\w-]+)", README))
+    assert mentioned and [option for option in mentioned if option not in text] == []
