@@ -18,6 +18,7 @@ The largest t names the limiting part. It is a floor, not a forecast, and it is 
  - atomics meet at one address, or the clock sags under power limits.
 """
 
+import re
 from dataclasses import dataclass, fields
 from itertools import takewhile
 from math import prod
@@ -132,6 +133,15 @@ def _pipe_of_cvt(to, of):
 
 # ---- occupancy ---------------------------------------------------------------------------------------------
 
+def registers_used(ptx, cc):
+    """Registers per thread of a kernel's PTX as ptxas (nvJitLink) assembles it for `cc` = (7, 0); needs no GPU."""
+    from cuda.core import Linker, LinkerOptions, ObjectCode
+    options = LinkerOptions(arch=f"sm_{cc[0]}{cc[1]}", ptxas_options=["-v"])
+    linker = Linker(ObjectCode.from_ptx(ptx.encode()), options=options)
+    linker.link("cubin")
+    return int(re.search(r"Used (\d+) registers", linker.get_info_log())[1])
+
+
 def blocks_per_sm(block_size, registers, shared_bytes, card):
     """How many blocks one SM holds at a time; `registers` per thread, `shared_bytes` per block.
 
@@ -175,8 +185,8 @@ class Estimate:
 def estimate(counts, grid, block, registers, shared_bytes, card):
     """The Estimate of one launch on `card` by the formula at the top of this file.
 
-    grid, block: int or tuple. registers: 32-bit registers per thread, as the assembler reports. shared_bytes:
-    per block, static and dynamic. ValueError: the block does not fit an SM.
+    grid, block: int or tuple. registers: per thread, 32 bits each, see `registers_used`. shared_bytes: per block,
+    static and dynamic. ValueError: the block does not fit an SM.
     """
     n_blocks, block_size = prod(_tuple(grid)), prod(_tuple(block))
     if not n_blocks or not block_size:

@@ -1,9 +1,12 @@
 """Counts, occupancy and estimates: launches whose time is known from the card's figures alone."""
 
 import pytest
+from numba import cuda
+from numba.types import float32, uint32
 
+from kernels.compile import compile_kernel
 from kernels.emulated.cards import CARDS, CMP_100_210, H100, T4, V100
-from kernels.emulated.estimate import PIPES, Counts, blocks_per_sm, estimate, pipe_of, report
+from kernels.emulated.estimate import PIPES, Counts, blocks_per_sm, estimate, pipe_of, registers_used, report
 
 EVERY_CARD = pytest.mark.parametrize("model", CARDS, ids=lambda c: c.name)
 
@@ -121,6 +124,21 @@ def test_blocks_per_sm(size, registers, shared, model, expected):
 def test_a_block_that_does_not_fit(size, registers, shared, model, words):
     with pytest.raises(ValueError, match=words):
         blocks_per_sm(size, registers, shared, model)
+
+
+@cuda.jit
+def reverse_block(x):
+    """x[i] of a block of 256 in the opposite order."""
+    turn = cuda.shared.array(256, float32)
+    i = uint32(cuda.threadIdx.x)
+    turn[i] = x[i]
+    cuda.syncthreads()
+    x[i] = turn[uint32(255 - i)]
+
+
+@pytest.mark.parametrize("cc", [(7, 0), (9, 0)])
+def test_registers_come_from_the_assembler(cc):
+    assert 4 <= registers_used(compile_kernel(reverse_block, ("float32[1]",), cc).ptx, cc) <= 32
 
 
 @pytest.mark.parametrize("instruction, pipe", [
