@@ -24,7 +24,9 @@ def programs(card, record):
     """The launches that `record` makes, one native Program for each; nothing is executed."""
     with card.record() as recording:
         record()
-    return native.Program([launch.native for launch in recording.stream.recorded])
+    program = native.Program([launch.native for launch in recording.stream.recorded])
+    program.keep = recording                         # and with it the arrays that the launches use
+    return program
 
 
 def best_seconds(program, workers, seconds=0.5):
