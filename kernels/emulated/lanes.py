@@ -165,7 +165,7 @@ def _or_bound(a, b):
 
 
 def shift_left(a, by, bits):
-    if by.const is None or by.const >= bits:
+    if by.const is None or not by.uniform or by.const >= bits:
         return UNIFORM if a.uniform and by.uniform and a.exact else VARYING
     return multiply(a, constant(1 << by.const, bits + 1), bits) if by.const < bits - 1 else \
         (UNIFORM if a.uniform and a.exact else VARYING)
@@ -174,7 +174,7 @@ def shift_left(a, by, bits):
 def shift_right(a, by, bits, signed):
     if not a.exact or a.varying or not by.uniform:
         return VARYING
-    if by.const is None or by.const >= bits:
+    if by.const is None or not by.uniform or by.const >= bits:
         return UNIFORM if a.uniform else VARYING
     k = by.const
     positive = a.bound is not None and a.bound <= 1 << (bits - 1)

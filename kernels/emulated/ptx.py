@@ -128,7 +128,7 @@ def _statements(text):
         raw = raw.split("//")[0].strip()
         if not raw:
             continue
-        if raw.startswith(".loc"):
+        if raw.startswith((".loc ", ".loc\t")):
             line = int(raw.split()[2])
             continue
         if raw.startswith(_LINE_DIRECTIVES):
