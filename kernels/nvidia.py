@@ -1,18 +1,22 @@
-"""The Card interface on NVIDIA's driver, through `cuda.bindings.driver` alone (12.9 and 13.x).
+"""The Card interface on NVIDIA's driver, through `cuda.bindings` alone (12.9 and 13.x).
 
 Each card uses the primary context of its device and makes it current in the calling thread at each operation,
-so that several cards can be used from any thread. Kernels are loaded as PTX text, which the driver assembles
-for the device and keeps in its own cache. Streams are independent of CUDA's legacy default stream, which is
-never used.
+so that several cards can be used from any thread. Streams are independent of CUDA's legacy default stream,
+which is never used.
+
+Kernels are assembled here, by nvJitLink, and loaded as machine code: drivers take that from any toolkit of
+their own major version, PTX only from toolkits no newer than they are. Only where the card is newer than the
+toolkit is it given PTX, which its driver assembles.
 """
 
 import ctypes
+import hashlib
 import threading
 from collections import deque
 from pathlib import Path
 
 import numpy as np
-from cuda.bindings import driver
+from cuda.bindings import driver, nvjitlink
 
 from kernels import compile as compiler
 from kernels.card import Card, CardError, Event, LaunchError, Pinned, Recording, Stream, show_bytes
@@ -59,6 +63,43 @@ def _capability(number):
 def _attribute(device, name):
     which = getattr(driver.CUdevice_attribute, "CU_DEVICE_ATTRIBUTE_" + name)
     return _call(driver.cuDeviceGetAttribute, which, device)
+
+
+def assemble(compiled, cc, cache_dir):
+    """Machine code (a cubin) of a compiled kernel for compute capability `cc`, kept in `cache_dir` / "cubin".
+
+    Needs no card and no driver. CardError with the assembler's words.
+    """
+    options = ["-arch=sm_%d%d" % cc, "-O3", "-lineinfo"]
+    key = hashlib.sha256(repr((nvjitlink.version(), options, compiled.ptx)).encode()).hexdigest()[:40]
+    path = Path(cache_dir) / "cubin" / f"{key}.cubin"
+    cubin = compiler.load(path)
+    if cubin is None:
+        cubin = _link(compiled, options)
+        compiler.store(path, cubin)
+    return cubin
+
+
+def _link(compiled, options):
+    ptx = compiled.ptx.encode()
+    linker = nvjitlink.create(len(options), options)
+    try:
+        nvjitlink.add_data(linker, nvjitlink.InputType.PTX, ptx, len(ptx), compiled.name)
+        nvjitlink.complete(linker)
+        cubin = bytearray(nvjitlink.get_linked_cubin_size(linker))
+        nvjitlink.get_linked_cubin(linker, cubin)
+    except nvjitlink.nvJitLinkError as error:
+        log = bytearray(nvjitlink.get_error_log_size(linker))
+        nvjitlink.get_error_log(linker, log)
+        raise CardError(f"{compiled.name} cannot be assembled ({options[0]}): {error} {_text(log)}".rstrip()) from None
+    finally:
+        nvjitlink.destroy(linker)
+    return bytes(cubin)
+
+
+def _text(log):
+    """The text in a C string's buffer."""
+    return log.partition(b"\0")[0].decode(errors="replace").strip()
 
 
 class NvidiaCard(Card):
@@ -154,13 +195,14 @@ class NvidiaCard(Card):
         log = bytearray(8192)
         options = [driver.CUjit_option.CU_JIT_ERROR_LOG_BUFFER,
                    driver.CUjit_option.CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES]
+        is_known = self.cc in compiler.supported_ccs()
+        image = assemble(compiled, self.cc, self.cache_dir) if is_known else compiled.ptx.encode() + b"\0"
         driver.cuCtxSetCurrent(self._context)
-        status, module = driver.cuModuleLoadDataEx(compiled.ptx.encode() + b"\0", 2, options, [log, len(log)])
+        status, module = driver.cuModuleLoadDataEx(image, 2, options, [log, len(log)])
         if status != SUCCESS:
-            text = log.partition(b"\0")[0].decode(errors="replace").strip()
             version = "%d.%d" % divmod(_call(driver.cuDriverGetVersion) // 10, 100)
             raise CardError(f"{compiled.name} does not load on {self.model}, driver for CUDA {version}: "
-                            f"{_explain(status)} {text}".rstrip())
+                            f"{_explain(status)} {_text(log)}".rstrip())
         function = self.call(driver.cuModuleGetFunction, module, compiled.entry.encode())
         has = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
         may_have = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

@@ -3,8 +3,10 @@
 import inspect
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from kernels import compile as compiler
 from kernels import nvidia
 from kernels.card import CardError, LaunchError, open_cards
 from tests import fake_driver, test_card
@@ -23,6 +25,7 @@ class FakeCard(nvidia.NvidiaCard):
 def fake_card(monkeypatch):
     monkeypatch.setattr(nvidia, "driver", fake_driver)
     monkeypatch.setattr(nvidia, "NvidiaCard", FakeCard)
+    monkeypatch.setattr(nvidia, "assemble", fake_driver.assembled(nvidia.assemble))
     return FakeCard(0)
 
 
@@ -62,11 +65,55 @@ def test_choice(fake_card, monkeypatch):
         open_cards("cuda")
 
 
-def test_ptx_that_the_driver_refuses(fake_card):
-    compiled = SimpleNamespace(name="mine", ptx="broken", entry="kernel_mine", signature=())
+def kernel_of(text):
+    return SimpleNamespace(name="mine", ptx=text, entry="kernel_mine", signature=())
+
+
+def test_kernels_are_loaded_as_machine_code_kept_on_disk(fake_card, tmp_path, monkeypatch):
+    fake_card.cache_dir = tmp_path
+    x = fake_card.zeros(4, "float32")
+    fake_card.launch(add_scaled, 1, 32, x, x, 4, 1.0)
+    compiled = compiler.compile_kernel(add_scaled, ("float32[1]", "float32[1]", "uint32", "float32"), (8, 6), tmp_path)
+    cubin, = [cubin for cubin, ptx in fake_driver.machine_code.items() if ptx == compiled.ptx]
+    assert cubin.startswith(b"\x7fELF")
+    file, = (tmp_path / "cubin").iterdir()
+    assert compiler.load(file) == cubin
+    monkeypatch.setattr(nvidia, "_link", None)           # assembled once: the next one comes from the disk
+    assert nvidia.assemble(compiled, (8, 6), tmp_path) == cubin
+    file.write_bytes(b"damaged")
+    with pytest.raises(TypeError):
+        nvidia.assemble(compiled, (8, 6), tmp_path)
+    with pytest.raises(TypeError):                       # another architecture is another file
+        nvidia.assemble(compiled, (8, 0), tmp_path)
+
+
+def test_every_architecture_of_the_toolkit_is_assembled(tmp_path):
+    for cc in compiler.supported_ccs():
+        if cc >= (7, 0):
+            text = ".version 7.8\n.target sm_52\n.address_size 64\n.visible .entry kernel_mine() { ret; }\n"
+            assert nvidia.assemble(kernel_of(text), cc, tmp_path).startswith(b"\x7fELF")
+
+
+def test_a_card_newer_than_the_toolkit_is_given_ptx(fake_card, monkeypatch):
+    monkeypatch.setitem(fake_driver.ATTRIBUTES, "COMPUTE_CAPABILITY_MINOR", 99)
+    monkeypatch.setattr(nvidia, "assemble", None)
+    newer = FakeCard(0)
+    x = newer.upload(np.ones(4, np.float32))
+    newer.launch(add_scaled, 1, 32, x, x, 4, 2.0)
+    assert newer.download(x).tolist() == [3.0] * 4
+
+
+def test_ptx_that_cannot_be_assembled(fake_card):
+    text = ".version 8.0\n.target sm_80\n.address_size 64\nnonsense\n"
+    with pytest.raises(CardError, match=r"mine cannot be assembled \(-arch=sm_86\): .*line 4.*nonsense"):
+        fake_card._load(kernel_of(text))
+
+
+def test_an_image_that_the_driver_refuses(fake_card, monkeypatch):
+    monkeypatch.setattr(nvidia, "assemble", lambda *args: b"broken\0")
     message = "mine does not load on Fake Card, driver for CUDA 12.9: .*INVALID_PTX.* line"
     with pytest.raises(CardError, match=message):
-        fake_card._load(compiled)
+        fake_card._load(kernel_of(""))
 
 
 def test_errors_of_launch_and_of_waiting(fake_card, monkeypatch):
