@@ -11,11 +11,13 @@ Cost: 34 bytes written per 32 weights and about 12 integer instructions per word
 """
 
 import math
+from functools import partial
 
 import numpy as np
 from numba import cuda
 from numba.types import float32, uint32
 
+from kernels.bench import Case, main
 from kernels.intrinsics import half_bits, store_word
 
 THREADS = 256
@@ -105,16 +107,37 @@ def random_uniform(card, out, low, high, seed):
                 float(low), float(high - low))
 
 
+# ---- check and time -------------------------------------------------------------------------------------------------
+
+CASES = [(1, 32), (3, 64), (31, 320), (65, 1024)]  # n, k
+
+
 def check(card, case):
-    """Both fills against their references: the same bits. case = (n, k)."""
+    """Both fills against their references: the same bits, and nothing written beyond the end. case = (n, k)."""
     n, k = case
-    quants, scales = card.alloc((n, k), np.int8), card.alloc((n, k // 32), np.float16)
-    card.poison(quants), card.poison(scales)
-    random_q8(card, quants, scales, n, k, seed=7)
+    quants, scales = card.alloc((n + 1, k), np.int8), card.alloc((n + 1, k // 32), np.float16)
+    floats = card.alloc((n + 1, k), np.float32)
+    for array in (quants, scales, floats):
+        card.poison(array)
+    random_q8(card, quants[:n], scales[:n], n, k, seed=7)
+    random_uniform(card, floats[:n], -0.5, 1.5, seed=9)
     want_quants, want_scales = random_q8_reference(n, k, 7)
-    np.testing.assert_array_equal(card.download(quants), want_quants)
-    np.testing.assert_array_equal(card.download(scales), want_scales)
-    floats = card.alloc((n, k), np.float32)
-    random_uniform(card, floats, -0.5, 1.5, seed=9)
-    np.testing.assert_array_equal(card.download(floats).ravel(), random_uniform_reference(n * k, -0.5, 1.5, 9))
+    np.testing.assert_array_equal(card.download(quants)[:n], want_quants)
+    np.testing.assert_array_equal(card.download(scales)[:n], want_scales)
+    np.testing.assert_array_equal(card.download(floats)[:n].ravel(), random_uniform_reference(n * k, -0.5, 1.5, 9))
+    assert (card.download(quants)[n] == -1).all() and np.isnan(card.download(floats)[n]).all(), "wrote past its rows"
     return 0.0
+
+
+def cases(card):
+    """The checks, then the time of a matrix of 16 M weights."""
+    for case in CASES:
+        yield Case("{} x {}".format(*case), partial(check, card, case))
+    n = k = 4096
+    quants, scales = card.alloc((n, k), np.int8), card.alloc((n, k // 32), np.float16)
+    yield Case(f"random Q8_0 {n} x {k}", launch=partial(random_q8, card, quants, scales, n, k, 1),
+               n_bytes=quants.nbytes + scales.nbytes)
+
+
+if __name__ == "__main__":
+    main("Random weights", cases)
