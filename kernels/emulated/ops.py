@@ -340,9 +340,16 @@ class Arithmetic(Operands):
                         self.op("fsub", "double", w, c, back))
         beyond = self.op("fsub", "double", w, total, self.cast("fpext", "float", "double", w, nearest))
         same = self.compare("oeq", "double", w, beyond, self.number("double", w, 0.0))
-        return self.stepped(w, mode, nearest, self.select("double", w, same, error, beyond), total)
+        result = self.stepped(w, mode, nearest, self.select("double", w, same, error, beyond))
+        if mode != "rm":
+            return result
+        # Downwards, x - x is -0 while 0 + 0 stays +0: the negative of the negated sum says which.
+        zero = self.compare("oeq", "double", w, total, self.number("double", w, 0.0))
+        negated = self.op("fsub", "double", w, self.let(f"fneg {ty('double', w)} {product}"), c)
+        negated = self.cast("fptrunc", "double", "float", w, self.let(f"fneg {ty('double', w)} {negated}"))
+        return self.select("float", w, zero, negated, result)
 
-    def stepped(self, w, mode, nearest, beyond, total):
+    def stepped(self, w, mode, nearest, beyond):
         """The neighbour of float32 `nearest` that `mode` asks for, where the exact value exceeds it by `beyond`."""
         bits = self.cast("bitcast", "float", "i32", w, nearest)
         zero = self.number("double", w, 0.0)
@@ -362,15 +369,7 @@ class Arithmetic(Operands):
             result = self.select("i32", w, down, lower, result)
         if mode in ("rp", "rz"):
             result = self.select("i32", w, up, upper, result)
-        if mode == "rm":                            # an exact zero from unlike signs is -0
-            exact_zero = self.op("and", "i1", w, self.compare("oeq", "double", w, total, zero),
-                                 self.compare("oeq", "double", w, beyond, zero))
-            sign = self.cast("bitcast", "float", "i32", w, nearest)
-            result = self.select("i32", w, exact_zero, self._zero_down(w, sign, total), result)
         return self.cast("bitcast", "i32", "float", w, result)
-
-    def _zero_down(self, w, bits, total):
-        return bits
 
     def op_rcp(self, instr):
         only(instr, "rn", "approx", "ftz")
@@ -681,35 +680,32 @@ class Arithmetic(Operands):
     # ---- conversion ----
 
     def op_cvt(self, instr):
+        """Conversion by the kinds of both types; an integer result fills a wider register by extension."""
         to, of = instr.mods[-2:]
         mods = instr.mods[:-2]
-        if not set(mods) <= {"rn", "rz", "rm", "rp", "rni", "rzi", "rmi", "rpi", "sat"} or "f16x2" in (to, of):
-            if mods != ("ftz",) and not (of == "f32" and to == "f32"):
-                raise instr.unsupported()
-        names = {"f16": "half"}
-        t, s = names.get(to, llvm_type(to)), names.get(of, llvm_type(of))
-        signed = to[0] == "s"
-        self.integer_or_lift(instr, t, instr.operands[1], s, to, of, mods, signed)
+        allowed = {*_ROUND, "sat", "ftz"} if to == of == "f32" else {*_ROUND, "sat"}
+        if not set(mods) <= allowed or "f16x2" in (to, of):
+            raise instr.unsupported()
+        t, s = ("half" if kind == "f16" else llvm_type(kind) for kind in (to, of))
+        register, operand = instr.operands
+        own = self.type_of(register.name)
+        convert = self._conversion(instr, to, of, t, s, mods)
+        if to[0] in "us" and bits_of(own) > bits_of(t):
+            self.lift(instr, own, [(operand, s)], lambda w, a: self.resize(t, own, w, convert(w, a), to[0] == "s"))
+        else:
+            self.integer(instr, t, [(operand, s)], convert)
 
-    def integer_or_lift(self, instr, t, operand, s, to, of, mods, signed):
+    def _conversion(self, instr, to, of, t, s, mods):
+        """The function (w, value) -> value that converts PTX type `of` (LLVM s) to PTX type `to` (LLVM t)."""
         if to[0] in "us" and of[0] in "us":
             if "sat" in mods:
-                compute = lambda w, a: self._clamped(to, of, w, a)
-            else:
-                compute = lambda w, a: self.resize(s, t, w, a, of[0] == "s")
-        elif to[0] == "f" and of[0] == "f":
-            compute = lambda w, a: self._float_to_float(instr, t, s, mods, w, a)
-        elif to[0] == "f":
-            compute = lambda w, a: self._int_to_float(instr, t, s, of, mods, w, a)
-        else:
-            compute = lambda w, a: self._float_to_int(instr, t, s, to, mods, w, a)
-        register = instr.operands[0]
-        own = self.type_of(register.name)
-        if to[0] in "us" and bits_of(own) > bits_of(t):     # the register is filled by extension of the result's own type
-            narrow, t2 = compute, own
-            self.lift(instr, t2, [(operand, s)], lambda w, a: self.resize(t, t2, w, narrow(w, a), signed))
-        else:
-            self.integer(instr, t, [(operand, s)], compute)
+                return lambda w, a: self._clamped(to, of, w, a)
+            return lambda w, a: self.resize(s, t, w, a, of[0] == "s")
+        if to[0] == "f" and of[0] == "f":
+            return lambda w, a: self._float_to_float(instr, t, s, mods, w, a)
+        if to[0] == "f":
+            return lambda w, a: self._int_to_float(instr, t, s, of, mods, w, a)
+        return lambda w, a: self._float_to_int(instr, t, s, to, mods, w, a)
 
     def _clamped(self, to, of, w, a):
         """Integer to integer with saturation."""
@@ -721,49 +717,38 @@ class Arithmetic(Operands):
         return self.resize(wide, t, w, a)
 
     def _float_to_float(self, instr, t, s, mods, w, a):
-        if "ftz" in mods and s == "float":
-            a = self._flush(w, a)
         mode = next((m for m in mods if m in _ROUND), None)
-        if s == "half":
-            a, s = self.cast("fpext", "half", "float", w, a), "float"
-        if t == s and mode:
-            a = self.intrinsic(_ROUND[mode], s, w, a)
+        if "ftz" in mods:
+            a = self._flush(w, a)
+        if t == s:
+            if mode and s == "half":
+                raise instr.unsupported("this rounding")
+            a = self.intrinsic(_ROUND[mode], s, w, a) if mode else a
         elif bits_of(t) > bits_of(s):
             a = self.cast("fpext", s, t, w, a)
-        elif t == "half" and mode in (None, "rn") and s == "double":
-            a = self.call(f"llvm.fptrunc.{suffix(t, w)}", ty(t, w), (ty(s, w), a)) if False else \
-                self.cast("fptrunc", s, t, w, a)
-        elif t != s and mode == "rn":
-            a = self.cast("fptrunc", s, t, w, a)
-        elif t == "half" and not mode:
-            pass
-        elif t != s:
-            if t != "float" or mode not in ("rz", "rm", "rp"):
-                raise instr.unsupported(f"rounding `.{mode}`")
-            nearest = self.cast("fptrunc", s, t, w, a)
-            beyond = self.op("fsub", s, w, a, self.cast("fpext", t, s, w, nearest))
-            a = self.stepped(w, mode, nearest, beyond, a)
+        else:
+            a = self._narrowed(instr, t, s, mode, w, a)
         return self._saturate(t, w, a) if "sat" in mods else a
 
+    def _narrowed(self, instr, t, s, mode, w, a):
+        """A float rounded to a smaller type; by a directed mode only to float32."""
+        nearest = self.cast("fptrunc", s, t, w, a)
+        if mode == "rn":
+            return nearest
+        if t != "float" or mode not in ("rz", "rm", "rp"):
+            raise instr.unsupported("this rounding")
+        beyond = self.op("fsub", s, w, a, self.cast("fpext", t, s, w, nearest))
+        return self.stepped(w, mode, nearest, beyond)
+
     def _int_to_float(self, instr, t, s, of, mods, w, a):
+        """Through float64, which holds 32 bits exactly, unless one rounding of the processor does it."""
         how = "sitofp" if of[0] == "s" else "uitofp"
         mode = next((m for m in mods if m in _ROUND), None)
-        if mode in ("rn", None):
-            if t == "half":                         # at most 24 bits survive in float32, enough to round once unless huge
-                if bits_of(s) > 16:
-                    return self.cast("fptrunc", "double", "half", w, self.cast(how, s, "double", w, a)) \
-                        if bits_of(s) == 32 else self._refuse(instr)
-                return self.cast("fptrunc", "float", "half", w, self.cast(how, s, "float", w, a))
+        if mode == "rn" and t != "half":
             return self.cast(how, s, t, w, a)
-        if t != "float" or bits_of(s) > 32:
-            self._refuse(instr)
-        wide = self.cast(how, s, "double", w, a)
-        nearest = self.cast("fptrunc", "double", "float", w, wide)
-        beyond = self.op("fsub", "double", w, wide, self.cast("fpext", "float", "double", w, nearest))
-        return self.stepped(w, mode, nearest, beyond, wide)
-
-    def _refuse(self, instr):
-        raise instr.unsupported("this rounding")
+        if bits_of(s) > 32 or t == "double":
+            raise instr.unsupported("this rounding")
+        return self._narrowed(instr, t, "double", mode, w, self.cast(how, s, "double", w, a))
 
     def _float_to_int(self, instr, t, s, to, mods, w, a):
         """Rounds, then saturates; NaN becomes 0."""
