@@ -4,19 +4,25 @@ Each card uses the primary context of its device and makes it current in the cal
 so that several cards can be used from any thread. Streams are independent of CUDA's legacy default stream,
 which is never used.
 
-Kernels are assembled here, by nvJitLink, and loaded as machine code: drivers take that from any toolkit of
-their own major version, PTX only from toolkits no newer than they are. Only where the card is newer than the
-toolkit is it given PTX, which its driver assembles.
+Kernels are assembled by the toolkit's ptxas and loaded as machine code: drivers take that from any toolkit of
+their own major version, PTX only from toolkits no newer than they are. nvJitLink would need no program, but it
+assembles every kernel as a part of something larger: a shuffle becomes a call (gemv_q8_q8 grows from 11 to 18
+KB on sm_70). Where ptxas is missing or older than the card, the driver is given the PTX.
 """
 
 import ctypes
 import hashlib
+import re
+import subprocess
+import tempfile
 import threading
 from collections import deque
+from functools import cache
 from pathlib import Path
 
 import numpy as np
-from cuda.bindings import driver, nvjitlink
+from cuda import pathfinder
+from cuda.bindings import driver, nvrtc
 
 from kernels import compile as compiler
 from kernels.card import Card, CardError, Event, LaunchError, Pinned, Recording, Stream, show_bytes
@@ -65,41 +71,44 @@ def _attribute(device, name):
     return _call(driver.cuDeviceGetAttribute, which, device)
 
 
+@cache
+def find_assembler():
+    """(path of ptxas, what it says of its version); None unless it is there and of the toolkit that compiles."""
+    program = pathfinder.find_nvidia_binary_utility("ptxas")
+    version = subprocess.run([program, "--version"], capture_output=True, text=True).stdout if program else ""
+    _, *release = nvrtc.nvrtcVersion()
+    return (program, version) if "release %d.%d," % tuple(release) in version else None
+
+
 def assemble(compiled, cc, cache_dir):
     """Machine code (a cubin) of a compiled kernel for compute capability `cc`, kept in `cache_dir` / "cubin".
 
-    Needs no card and no driver. CardError with the assembler's words.
+    None where the toolkit has no assembler or does not know `cc`. Needs no card. CardError: the PTX is wrong.
     """
-    options = ["-arch=sm_%d%d" % cc, "-O3", "-lineinfo"]
-    key = hashlib.sha256(repr((nvjitlink.version(), options, compiled.ptx)).encode()).hexdigest()[:40]
+    assembler = find_assembler()
+    if assembler is None or cc not in compiler.supported_ccs():
+        return None
+    program, version = assembler
+    key = hashlib.sha256(repr((version, cc, compiled.ptx)).encode()).hexdigest()[:40]
     path = Path(cache_dir) / "cubin" / f"{key}.cubin"
     cubin = compiler.load(path)
     if cubin is None:
-        cubin = _link(compiled, options)
+        cubin, _ = run_assembler(program, compiled, cc)
         compiler.store(path, cubin)
     return cubin
 
 
-def _link(compiled, options):
-    ptx = compiled.ptx.encode()
-    linker = nvjitlink.create(len(options), options)
-    try:
-        nvjitlink.add_data(linker, nvjitlink.InputType.PTX, ptx, len(ptx), compiled.name)
-        nvjitlink.complete(linker)
-        cubin = bytearray(nvjitlink.get_linked_cubin_size(linker))
-        nvjitlink.get_linked_cubin(linker, cubin)
-    except nvjitlink.nvJitLinkError as error:
-        log = bytearray(nvjitlink.get_error_log_size(linker))
-        nvjitlink.get_error_log(linker, log)
-        raise CardError(f"{compiled.name} cannot be assembled ({options[0]}): {error} {_text(log)}".rstrip()) from None
-    finally:
-        nvjitlink.destroy(linker)
-    return bytes(cubin)
-
-
-def _text(log):
-    """The text in a C string's buffer."""
-    return log.partition(b"\0")[0].decode(errors="replace").strip()
+def run_assembler(program, compiled, cc):
+    """(machine code, what ptxas says of registers and spills)."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(compiled.ptx)
+        command = [program, f"-arch=sm_{cc[0]}{cc[1]}", "-v", "-lineinfo", source, "-o", cubin]
+        run = subprocess.run(command, capture_output=True, text=True, errors="replace")
+        if run.returncode:
+            words = re.sub(r"\S*kernel\.ptx", "PTX", run.stderr).strip()
+            raise CardError(f"{compiled.name} cannot be assembled for sm_{cc[0]}{cc[1]}: {words}")
+        return cubin.read_bytes(), run.stderr
 
 
 class NvidiaCard(Card):
@@ -195,14 +204,14 @@ class NvidiaCard(Card):
         log = bytearray(8192)
         options = [driver.CUjit_option.CU_JIT_ERROR_LOG_BUFFER,
                    driver.CUjit_option.CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES]
-        is_known = self.cc in compiler.supported_ccs()
-        image = assemble(compiled, self.cc, self.cache_dir) if is_known else compiled.ptx.encode() + b"\0"
+        image = assemble(compiled, self.cc, self.cache_dir) or compiled.ptx.encode() + b"\0"
         driver.cuCtxSetCurrent(self._context)
         status, module = driver.cuModuleLoadDataEx(image, 2, options, [log, len(log)])
         if status != SUCCESS:
+            text = log.partition(b"\0")[0].decode(errors="replace").strip()
             version = "%d.%d" % divmod(_call(driver.cuDriverGetVersion) // 10, 100)
             raise CardError(f"{compiled.name} does not load on {self.model}, driver for CUDA {version}: "
-                            f"{_explain(status)} {_text(log)}".rstrip())
+                            f"{_explain(status)} {text}".rstrip())
         function = self.call(driver.cuModuleGetFunction, module, compiled.entry.encode())
         has = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
         may_have = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

@@ -187,7 +187,8 @@ def assembled(assemble):
     """`kernels.nvidia.assemble`, observed: what it made of which PTX, so that the native code can stand for it."""
     def assemble_and_note(compiled, *args):
         cubin = assemble(compiled, *args)
-        machine_code[cubin] = compiled.ptx
+        if cubin is not None:
+            machine_code[cubin] = compiled.ptx
         return cubin
 
     return assemble_and_note

@@ -69,6 +69,10 @@ def kernel_of(text):
     return SimpleNamespace(name="mine", ptx=text, entry="kernel_mine", signature=())
 
 
+needs_assembler = pytest.mark.skipif(not nvidia.find_assembler(), reason="ptxas of the toolkit is not installed")
+
+
+@needs_assembler
 def test_kernels_are_loaded_as_machine_code_kept_on_disk(fake_card, tmp_path, monkeypatch):
     fake_card.cache_dir = tmp_path
     x = fake_card.zeros(4, "float32")
@@ -78,7 +82,7 @@ def test_kernels_are_loaded_as_machine_code_kept_on_disk(fake_card, tmp_path, mo
     assert cubin.startswith(b"\x7fELF")
     file, = (tmp_path / "cubin").iterdir()
     assert compiler.load(file) == cubin
-    monkeypatch.setattr(nvidia, "_link", None)           # assembled once: the next one comes from the disk
+    monkeypatch.setattr(nvidia, "run_assembler", None)           # assembled once: the next one comes from the disk
     assert nvidia.assemble(compiled, (8, 6), tmp_path) == cubin
     file.write_bytes(b"damaged")
     with pytest.raises(TypeError):
@@ -87,25 +91,41 @@ def test_kernels_are_loaded_as_machine_code_kept_on_disk(fake_card, tmp_path, mo
         nvidia.assemble(compiled, (8, 0), tmp_path)
 
 
-def test_every_architecture_of_the_toolkit_is_assembled(tmp_path):
-    for cc in compiler.supported_ccs():
-        if cc >= (7, 0):
-            text = ".version 7.8\n.target sm_52\n.address_size 64\n.visible .entry kernel_mine() { ret; }\n"
-            assert nvidia.assemble(kernel_of(text), cc, tmp_path).startswith(b"\x7fELF")
+@needs_assembler
+@pytest.mark.parametrize("cc", [cc for cc in compiler.supported_ccs() if cc >= nvidia.OLDEST], ids="{0[0]}.{0[1]}".format)
+def test_every_architecture_of_the_toolkit_is_assembled(cc, tmp_path):
+    text = ".version 7.8\n.target sm_52\n.address_size 64\n.visible .entry kernel_mine() { ret; }\n"
+    assert nvidia.assemble(kernel_of(text), cc, tmp_path).startswith(b"\x7fELF")
 
 
 def test_a_card_newer_than_the_toolkit_is_given_ptx(fake_card, monkeypatch):
     monkeypatch.setitem(fake_driver.ATTRIBUTES, "COMPUTE_CAPABILITY_MINOR", 99)
-    monkeypatch.setattr(nvidia, "assemble", None)
-    newer = FakeCard(0)
-    x = newer.upload(np.ones(4, np.float32))
-    newer.launch(add_scaled, 1, 32, x, x, 4, 2.0)
-    assert newer.download(x).tolist() == [3.0] * 4
+    assert_ptx_is_loaded(FakeCard(0), monkeypatch)
 
 
+@pytest.mark.parametrize("version", ["", "ptxas: NVIDIA (R) Ptx optimizing assembler\nrelease 1.0, V1.0.0"],
+                         ids=["none", "old"])
+def test_without_an_assembler_of_the_toolkit_the_driver_is_given_ptx(fake_card, monkeypatch, version):
+    monkeypatch.setattr(nvidia.pathfinder, "find_nvidia_binary_utility", lambda name: "ptxas" if version else None)
+    monkeypatch.setattr(nvidia.subprocess, "run", lambda *args, **options: SimpleNamespace(stdout=version))
+    nvidia.find_assembler.cache_clear()
+    try:
+        assert_ptx_is_loaded(fake_card, monkeypatch)
+    finally:
+        nvidia.find_assembler.cache_clear()
+
+
+def assert_ptx_is_loaded(card, monkeypatch):
+    monkeypatch.setattr(fake_driver, "machine_code", {})
+    x = card.upload(np.ones(4, np.float32))
+    card.launch(add_scaled, 1, 32, x, x, 4, 2.0)
+    assert card.download(x).tolist() == [3.0] * 4 and not fake_driver.machine_code
+
+
+@needs_assembler
 def test_ptx_that_cannot_be_assembled(fake_card):
     text = ".version 8.0\n.target sm_80\n.address_size 64\nnonsense\n"
-    with pytest.raises(CardError, match=r"mine cannot be assembled \(-arch=sm_86\): .*line 4.*nonsense"):
+    with pytest.raises(CardError, match="mine cannot be assembled for sm_86: ptxas PTX, line 4.*nonsense"):
         fake_card._load(kernel_of(text))
 
 
