@@ -15,7 +15,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from functools import cache
+from contextlib import contextmanager
+from functools import cache, partial
 from itertools import groupby
 from pathlib import Path
 from queue import SimpleQueue
@@ -49,6 +50,7 @@ class EmulatedCard(Card):
         super().__init__(f"emulated card {number}", cc, self.threads, memory_bytes or default_memory(),
                          MAX_SHARED.get(cc, 96 << 10), Path(cache_dir))
         self._used = 0
+        self._log = None                                 # of the launches, while they are counted
         self._links = {"in": threading.Lock(), "out": threading.Lock()}
         self.streams = []
         self.error = None                                # the first failure; as under CUDA it stays
@@ -156,11 +158,31 @@ class EmulatedCard(Card):
             if self.error is not None:
                 return
             if type(operations[0]) is Launch:
-                native.execute([operation.native for operation in operations], self.threads)
+                self.execute([operation.native for operation in operations])
             else:
                 operations[0]()
         except Exception as error:
             self.error = error
+
+    def execute(self, launches):
+        """Runs native launches in order, or a native.Program of them."""
+        if self._log is None:
+            native.execute(launches, self.threads)
+            return
+        from kernels.emulated import counting            # only here: it takes two seconds to import
+        for launch in getattr(launches, "launches", launches):
+            self._log.append(counting.run(launch, self.allocations))
+
+    @contextmanager
+    def counting(self):
+        """Counts what the launches inside do; the log is a list of counting.Counted, complete at the end."""
+        self.synchronize()
+        self._log = log = []
+        try:
+            yield log
+            self.synchronize()
+        finally:
+            self._log = None
 
     def raise_error(self):
         """Raises what broke the card, if something did: a CardError that names the kernel."""
@@ -291,7 +313,7 @@ class EmulatedRecording(Recording):
             group = list(group)
             if is_launch:
                 program = native.Program([launch.native for launch in group])
-                self.operations.append(lambda program=program: native.execute(program, self.card.threads))
+                self.operations.append(partial(self.card.execute, program))
             else:
                 self.operations += group
 

@@ -11,6 +11,7 @@ semaphore between calls and hold no Python lock while they work.
 import ctypes
 import functools
 import hashlib
+import inspect
 import json
 import os
 import platform
@@ -22,7 +23,7 @@ from pathlib import Path
 import llvmlite
 import llvmlite.binding as llvm
 
-from .translate import CONTEXT, CONTEXT_BYTES, Target, Translated, static_shared_bytes, translate
+from .translate import CONTEXT, CONTEXT_BYTES, Target, Translated, Translator, static_shared_bytes, translate
 
 llvm.initialize_native_target()
 llvm.initialize_native_asmprinter()
@@ -80,24 +81,29 @@ def _loaded(data, target):
 
 # ---- the disk cache -------------------------------------------------------------------------------------------------
 
+# Files that change nothing about the usual translation.
+_WRITE_NO_CODE = ("card.py", "cards.py", "estimate.py", "watching.py", "counting.py", "checking.py")
+
+
 @functools.cache
-def _version():
+def _version(translator):
     """Everything but the kernel and the target that decides the machine code: this package and LLVM."""
-    digest = hashlib.sha256(f"{llvmlite.__version__} {llvm.llvm_version_info}".encode())
+    digest = hashlib.sha256(f"{translator.__name__} {llvmlite.__version__} {llvm.llvm_version_info}".encode())
+    own = {inspect.getfile(part) for part in translator.__mro__[:-1]}
     for source in sorted(Path(__file__).parent.glob("*.py")):
-        if source.name not in ("card.py", "cards.py", "estimate.py"):       # these write no code
+        if source.name not in _WRITE_NO_CODE or str(source) in own:
             digest.update(source.read_bytes())
     return digest.hexdigest()
 
 
-def _cached(ptx, block, target, cache_dir):
+def _cached(ptx, block, target, cache_dir, translator):
     """(Translated without its IR, object file) of a kernel, from the disk where possible."""
-    key = hashlib.sha256("\0".join((ptx, str(block), str(target), _version())).encode()).hexdigest()
+    key = hashlib.sha256("\0".join((ptx, str(block), str(target), _version(translator))).encode()).hexdigest()
     path = Path(cache_dir) / f"{key}.o" if cache_dir else None
     if path and path.exists():
         header, data = path.read_bytes().split(b"\n", 1)
         return Translated(**{k: _tuples(v) for k, v in json.loads(header).items()}), data
-    translated = translate(ptx, block, target)
+    translated = translate(ptx, block, target, translator)
     data = compile_object(translated.ir, target)
     translated = replace(translated, ir="")
     if path:
@@ -117,11 +123,16 @@ def _tuples(value):
 class Code:
     """Machine code of one kernel for one block shape."""
 
-    def __init__(self, ptx, block, target, cache_dir):
-        self.facts, data = _cached(ptx, block, target, cache_dir)
-        self._engine = _loaded(data, target)
+    def __init__(self, kernel, block):
+        self.kernel = kernel
+        self.facts, data = _cached(kernel.ptx, block, kernel.target, kernel.cache_dir, kernel.translator)
+        self._engine = _loaded(data, kernel.target)
         self.address = self._engine.get_function_address("warp")
         self.n_warps = -(-block[0] * block[1] * block[2] // 32)
+
+    def variable(self, name):
+        """The address of a variable that the code defines."""
+        return self._engine.get_global_value_address(name)
 
 
 class Launch:
@@ -131,7 +142,8 @@ class Launch:
         facts = code.facts
         if len(params) != facts.params_bytes:
             raise ValueError(f"{facts.name}: {len(params)} bytes of parameters, {facts.params_bytes} expected")
-        self.code, self.name = code, facts.name
+        self.code, self.name = code, facts.name.removeprefix("kernel_")
+        self.grid, self.params, self.dynamic = grid, params, shared_bytes
         self.shared_bytes = facts.shared_bytes + shared_bytes
         self.local_bytes = facts.local_bytes * 32 * code.n_warps
         self.frame_bytes = facts.frame_bytes * code.n_warps
@@ -146,13 +158,21 @@ class Launch:
                                    ("dynamic", ctypes.c_int32, [shared_bytes])):
             (kind * len(values)).from_buffer(self.buffer, LAUNCH[name])[:] = values
 
+    def with_code(self, code):
+        """The same launch of another translation of the kernel."""
+        return Launch(code, self.grid, self.params, self.dynamic)
+
 
 class NativeKernel:
     """A kernel of which code is made for each block shape on first use."""
 
-    def __init__(self, ptx, cache_dir=None, target=None):
-        self.ptx, self.cache_dir, self.target = ptx, cache_dir, target or host()
+    def __init__(self, ptx, cache_dir=None, target=None, translator=Translator):
+        self.ptx, self.cache_dir, self.target, self.translator = ptx, cache_dir, target or host(), translator
         self._codes = {}
+
+    def translated_by(self, translator):
+        """The same kernel in another translation."""
+        return load(self.ptx, self.cache_dir, self.target, translator)
 
     @functools.cached_property
     def static_shared(self):
@@ -162,7 +182,7 @@ class NativeKernel:
     def code(self, block):
         block = (tuple(block) + (1, 1))[:3]
         if block not in self._codes:
-            self._codes[block] = Code(self.ptx, block, self.target, self.cache_dir)
+            self._codes[block] = Code(self, block)
         return self._codes[block]
 
     def prepare(self, grid, block, params, shared_bytes=0):
@@ -171,9 +191,9 @@ class NativeKernel:
 
 
 @functools.lru_cache(maxsize=4096)
-def load(ptx, cache_dir=None, target=None):
+def load(ptx, cache_dir=None, target=None, translator=Translator):
     """The NativeKernel of a PTX module with one kernel; machine code is kept under cache_dir, if given."""
-    return NativeKernel(ptx, cache_dir, target)
+    return NativeKernel(ptx, cache_dir, target, translator)
 
 
 class Program:

@@ -44,6 +44,7 @@ class Translated:
     local_bytes: int                                # per thread
     frame_bytes: int                                # per warp
     n_barriers: int
+    notes: tuple = ()                               # what a watching translation adds, see watching.py
 
 
 class Translator(Memory):
@@ -392,8 +393,8 @@ def static_shared_bytes(ptx):
     return end
 
 
-def translate(ptx, block, target):
+def translate(ptx, block, target, translator=Translator):
     """PTX text of a module with one kernel -> Translated, for blocks of (x, y, z) threads on a Target.
 
     Raises Unsupported, naming the instruction and its source line, for anything unknown."""
-    return Translator(ptx, block, target).translate()
+    return translator(ptx, block, target).translate()
