@@ -5,11 +5,11 @@ the float kernels here and must agree closely, which settles the formulas; the f
 activations, and must be no further from the reference than llama.cpp, which quantises the same way.
 """
 
-import gguf
 import numpy as np
 import pytest
 
 import qengine
+from tests.models import write_as_float32
 from tests.oracle import oracle_json, oracle_npz, oracle_path
 
 MODEL = "dense_mtp-Q8_0"
@@ -32,27 +32,10 @@ def engine(card):
 def float_engine(card, tmp_path_factory):
     """The same weights as float32 tensors: no 8-bit activations anywhere."""
     path = tmp_path_factory.mktemp("model") / "float.gguf"
-    write_as_float32(qengine.GGUF(oracle_path(f"gguf/{MODEL}.gguf")), path)
+    write_as_float32(oracle_path(f"gguf/{MODEL}.gguf"), path)
     engine = qengine.load(str(path), card=card, ctx=1024, progress=False)
     yield engine
     engine.close()
-
-
-def write_as_float32(source, path):
-    """A copy of a model file with every tensor dequantised."""
-    writer = gguf.GGUFWriter(str(path), "qwen35")
-    reader = gguf.GGUFReader(source.path)
-    for key, field in reader.fields.items():
-        if key.startswith("GGUF.") or key == "general.architecture":
-            continue
-        sub_type = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(key, field.contents(), field.types[0], sub_type)
-    for name in source.tensors:
-        writer.add_tensor(name, source.floats(name))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def distance(got, want):

@@ -8,8 +8,8 @@ import pytest
 import qengine
 from kernels import compile as compiler
 from kernels import nvidia
+from tests.models import write_as_float32
 from tests.oracle import DATA
-from tests.test_model import write_as_float32
 from tests.tiny import tiny_engine
 
 FORBIDDEN = {
@@ -24,7 +24,7 @@ TARGET = (7, 0)
 def engine_kernels(directory):
     """(kernel, argument types) of every launch of Q8_0 and float models, greedy and drawn, prompt and answer."""
     small = directory / "float.gguf"
-    write_as_float32(qengine.GGUF(DATA / "tiny-Q8_0.gguf"), small)
+    write_as_float32(DATA / "tiny-Q8_0.gguf", small)
     floats = qengine.load(str(small), card="emulated", ctx=256, progress=False)
     used = set()
     for engine in (tiny_engine(), floats):
