@@ -139,6 +139,7 @@ class Operands(Code):
         self.slots = {r: f"%r{i}" for i, r in enumerate(self.registers)}
         self.mask = None                                   # i32 of the running lanes; None: all 32, always
         self.divided = frozenset()
+        self.patterns = {}                                 # of scalars that stand for patterned operands, see `integer`
         self.n_definitions = Counter(r for i in lanes.every for r in split_operands(i)[0])
         self.n_uses = Counter(r for i in lanes.every for r in reads(i))
 

@@ -94,7 +94,7 @@ def multiply(a, b, bits):
             return constant(a.const * b.const, bits)
         bound = None if a.bound is None or b.bound is None else _limit((a.bound - 1) * (b.bound - 1) + 1, bits)
         return Shape(exact=a.exact and b.exact, tz=min(a.tz + b.tz, 64), bound=bound)
-    if b.const is None:
+    if not b.uniform:
         a, b = b, a
     if b.const is None or not b.uniform:
         return VARYING
@@ -328,7 +328,10 @@ class Lanes:
         if None in shapes:
             return []
         rule = getattr(self, "_" + instr.name, None)
-        shape = rule(instr, shapes, bits) if rule else None
+        try:
+            shape = rule(instr, shapes, bits) if rule else None
+        except (IndexError, KeyError, TypeError, ValueError) as error:
+            raise instr.unsupported(f"{type(error).__name__}: {error}") from error
         if shape is None:
             shape = UNIFORM if all(s.uniform and s.exact for s in shapes) and instr.name != "atom" else VARYING
         return [(r, self._fit(r, instr, shape)) for r in written]

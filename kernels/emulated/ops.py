@@ -33,9 +33,22 @@ class Arithmetic(Operands):
         register = instr.operands[0]
         if self.uniform(*(o for o, _ in operands)) or not self.lanes.scalar(register.name):
             return self.lift(instr, result, operands, compute)
-        self.put_scalar(register, result, compute(1, *(self.scalar(o, t) for o, t in operands)))
+        scalars = [self.scalar(o, t) for o, t in operands]
+        self.patterns = {v: self.lanes.of(o).pattern for v, (o, _) in zip(scalars, operands)}
+        self.put_scalar(register, result, compute(1, *scalars))
+        self.patterns = {}
         if self.lanes.vector(register.name):
             self.put_vector(register, result, compute(WARP, *(self.vector(o, t) for o, t in operands)))
+
+    def extend(self, t, wide, w, a, signed):
+        """A wider integer. The scalar of a pattern is extended by way of the lane that a wrap-around leaves right: with
+        index tid - 3 the highest lanes are elements of an array, and the lowest, at 2**32 - 3, are none."""
+        pattern = self.patterns.get(a) if w == 1 else None
+        if not pattern or not any(pattern):
+            return self.resize(t, wide, w, a, signed)
+        anchor = min(pattern) if signed else max(pattern)
+        lane = self.resize(t, wide, 1, self.op("add", t, 1, a, str(anchor)), signed)
+        return self.op("sub", wide, 1, lane, str(anchor))
 
     # ---- moves ----
 
@@ -120,7 +133,7 @@ class Arithmetic(Operands):
     def _product(self, kind, w, a, b):
         """The whole product, twice as wide."""
         t = llvm_type(kind)
-        a, b = (self.resize(t, self._wide(t), w, x, kind[0] == "s") for x in (a, b))
+        a, b = (self.extend(t, self._wide(t), w, x, kind[0] == "s") for x in (a, b))
         return self.op("mul", self._wide(t), w, a, b)
 
     def _multiplied(self, instr, kind, w, a, b):
@@ -700,7 +713,8 @@ class Arithmetic(Operands):
         if to[0] in "us" and of[0] in "us":
             if "sat" in mods:
                 return lambda w, a: self._clamped(to, of, w, a)
-            return lambda w, a: self.resize(s, t, w, a, of[0] == "s")
+            widens = bits_of(t) > bits_of(s)
+            return lambda w, a: self.extend(s, t, w, a, of[0] == "s") if widens else self.resize(s, t, w, a)
         if to[0] == "f" and of[0] == "f":
             return lambda w, a: self._float_to_float(instr, t, s, mods, w, a)
         if to[0] == "f":

@@ -249,6 +249,12 @@ class _Reader:
                 self.function.registers[own] = kind
 
     def instruction(self, statement, line):
+        try:
+            return self._instruction(statement, line)
+        except (AttributeError, ValueError) as error:
+            raise Instr("", (), (), line=line, text=statement).unsupported("operands of an unknown form") from error
+
+    def _instruction(self, statement, line):
         text, guard = statement, None
         match = re.match(r"@(!?)([\w$%]+)\s+(.*)$", statement, re.S)
         if match:
