@@ -820,6 +820,8 @@ class Arithmetic(Operands):
         pairs = [instr.operands[1:3] for instr in chain]
         for whole_a, whole_b in self._quads(pairs):
             total = self.op("add", "i32", WARP, total, self._dot_quad(whole_a, whole_b))
+        # A uniform operand goes first: the other may then stay in memory.
+        pairs = [(b, a) if self.uniform(b) else (a, b) for a, b in pairs]
         pairs = [tuple(self.vector(o, "i32") for o in pair) for pair in pairs]
         zero, flip = const("i32", WARP, 0), const("i32", WARP, 0x80808080)
         correction = zero
