@@ -200,7 +200,9 @@ class Program:
     """A sequence of launches, executed in order."""
 
     def __init__(self, launches):
-        self.launches = list(launches)
+        # Each place in the sequence counts its own blocks, also where one launch stands twice.
+        self.launches = [x if x not in launches[:i] else x.with_code(x.code) for i, x in enumerate(launches)] \
+            if len(set(launches)) < len(launches) else list(launches)
         self._list = (ctypes.c_void_p * max(len(self.launches), 1))(*[x.address for x in self.launches])
         self.buffer = (ctypes.c_int64 * 3)(len(self.launches), 0, ctypes.addressof(self._list))
         self.address = ctypes.addressof(self.buffer)
@@ -323,10 +325,18 @@ entry:
   store i32 %gz, ptr %gz.to
   %gx64 = zext i32 %gx to i64
   %gy64 = zext i32 %gy to i64
+  %first.row = icmp ult i64 %number, %gx64
+  br i1 %first.row, label %place.known, label %divide
+divide:                                             ; rare and slow: 64-bit divisions
   %rows = udiv i64 %number, %gx64
-  %x = urem i64 %number, %gx64
-  %y = urem i64 %rows, %gy64
-  %z = udiv i64 %rows, %gy64
+  %x.divided = urem i64 %number, %gx64
+  %y.divided = urem i64 %rows, %gy64
+  %z.divided = udiv i64 %rows, %gy64
+  br label %place.known
+place.known:
+  %x = phi i64 [%number, %entry], [%x.divided, %divide]
+  %y = phi i64 [0, %entry], [%y.divided, %divide]
+  %z = phi i64 [0, %entry], [%z.divided, %divide]
   %x32 = trunc i64 %x to i32
   %y32 = trunc i64 %y to i32
   %z32 = trunc i64 %z to i32
@@ -345,7 +355,7 @@ entry:
   %warp = load ptr, ptr %launch
   br label %start
 start:
-  %i = phi i32 [0, %entry], [%i.next, %started]
+  %i = phi i32 [0, %place.known], [%i.next, %started]
   %s = call i32 %warp(ptr %context, i32 %i, i32 0)
   %trapped = icmp slt i32 %s, 0
   br i1 %trapped, label %fault, label %started
