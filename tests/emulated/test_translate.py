@@ -247,6 +247,14 @@ def test_a_trap_is_a_fault_that_names_the_kernel_and_ends_the_list():
     assert out[0] == 1
 
 
+def test_a_launch_that_stands_twice_runs_twice():
+    count = np.zeros(1, np.uint32)
+    kernel = native.NativeKernel(module("ld.param.u64 %rd1, [p0]; red.global.add.u32 [%rd1], 1;", ["u64"]))
+    run = kernel.prepare((2,), (32,), count.ctypes.data.to_bytes(8, "little"))
+    native.execute([run, run, run])
+    assert count[0] == 3 * 64
+
+
 # ---- what is refused ----
 
 @pytest.mark.parametrize("line", [
