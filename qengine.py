@@ -12,9 +12,16 @@ Table of contents
     9  Server                        OpenAI's wire format over HTTP
     10 Command line                  one prompt, a chat, or a server
 
-Two kinds of error leave this file on purpose: `ModelError` for a file that cannot be used, `RequestError`
-for a request that cannot be answered. Each carries one sentence that a person can act on.
+Three kinds of error leave this file on purpose: `ModelError` for a file that cannot be used, `RequestError`
+for a request that cannot be answered, `EngineStopped` once there is no engine to answer it. Each carries one
+sentence that a person can act on. kernels/ adds `CardError`, of a card.
 """
+
+import os
+import signal
+
+if __name__ == "__main__":      # the imports take seconds: Ctrl-C meanwhile is no reason for a traceback
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import argparse
 import codecs
@@ -27,11 +34,10 @@ import json
 import logging
 import math
 import mmap
-import os
+import numbers
 import queue
 import re
 import secrets
-import signal
 import struct
 import sys
 import threading
@@ -1086,6 +1092,8 @@ class SyntheticWeights:
 # x is the residual stream, float32 [rows, hidden]. A layer is x += mixer(norm(x)); x += mlp(norm(x)). What enters
 # a projection is an *activation*: int8 with a scale per 32 values for a Q8_0 matrix, float32 for any other.
 
+HEAD_ROWS = 8               # rows of logits computed at once where a text's are all wanted
+
 
 @dataclass(frozen=True)
 class MLP:
@@ -1523,19 +1531,37 @@ class Sampler:
 # 8  Scheduler and engine
 # ======================================================================================================
 
-HEAD_ROWS = 8               # rows of logits computed at once when all are wanted
 CHUNK = 512                 # tokens of a prompt that run in one pass; a multiple of 64
 DEFAULT_CTX = 4096          # tokens of a slot, where neither the caller nor the model asks for fewer
-MAX_QUEUE = 256             # requests waiting for a slot
+
+# What a request may ask of sampling, anywhere: type, lowest, highest, meaning (for --help).
+SAMPLING = {
+    "max_tokens": (int, 1, 2**31 - 1, "longest answer, in tokens (default: what the context holds)"),
+    "temperature": (float, 0, 2, "0 takes the likeliest token, more is more varied (default: 0, --serve: 1)"),
+    "top_k": (int, 0, 2**31 - 1, "choose among the K likeliest tokens (0: all)"),
+    "top_p": (float, 0, 1, "choose among the likeliest tokens that together reach this probability (1: all)"),
+    "min_p": (float, 0, 1, "leave out tokens less likely than this share of the likeliest one (0: none)"),
+    "seed": (int, 0, 2**64 - 1, "the same seed and prompt give the same answer"),
+}
 
 
-class QueueFull(Exception):
-    """Too many requests wait for a slot, or the engine is closing."""
+class EngineStopped(Exception):
+    """The engine answers no more: it was closed, or it failed. The text says which."""
+
+
+def check_sampling(name: str, value, field: str | None = None):
+    """`value`, if it is what SAMPLING allows as `name`; RequestError names `field`, which is `name` by default."""
+    kind, low, high, _ = SAMPLING[name]
+    is_number = isinstance(value, numbers.Integral if kind is int else numbers.Real) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high:       # a NaN is not, either
+        noun = "a whole number" if kind is int else "a number"
+        raise RequestError(field or name, f"'{field or name}' must be {noun} from {low} to {high}")
+    return value
 
 
 @dataclass
 class Request:
-    """What a caller wants generated. Temperature 0 takes the likeliest token; top_k 0, top_p 1 and min_p 0 are off."""
+    """What a caller wants generated; SAMPLING has the meaning and the limits of the numbers."""
 
     prompt_ids: list[int]
     max_tokens: int | None = None       # None: until the model ends or the context is full
@@ -1545,7 +1571,10 @@ class Request:
     min_p: float = 0.0
     seed: int | None = None             # None: another one for every request
     ignore_eos: bool = False
-    stop: tuple[str, ...] = ()          # strings that end the text and are not part of it
+    stop: tuple[str, ...] = ()          # strings that end the text and are not part of it; one may stand alone
+
+    def __post_init__(self):
+        self.stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def check(self, n_vocab: int, n_ctx: int):
         """RequestError names the first field that cannot be served."""
@@ -1556,12 +1585,11 @@ class Request:
         if len(self.prompt_ids) >= n_ctx:
             raise RequestError("prompt", f"the prompt has {len(self.prompt_ids)} tokens and the context holds {n_ctx}, "
                                          "prompt and answer together")
-        limits = {"max_tokens": (1, math.inf), "temperature": (0, math.inf), "top_k": (0, math.inf), "top_p": (0, 1),
-                  "min_p": (0, 1), "seed": (0, 2**64 - 1)}
-        for name, (low, high) in limits.items():
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high:  # NaN is not, either
-                raise RequestError(name, f"{name} is {value}, not {low} to {high}")
+        if "" in self.stop:
+            raise RequestError("stop", "a stop string is empty")
+        for name in SAMPLING:
+            if (value := getattr(self, name)) is not getattr(Request, name):    # a default may be None
+                check_sampling(name, value)
 
 
 @dataclass(frozen=True)
@@ -1610,11 +1638,11 @@ class Generation:
         self._events, self._done = queue.SimpleQueue(), threading.Event()
 
     def __iter__(self):
-        """Events as they come. Ends without a finish reason when cancelled; raises what the engine failed with."""
-        while (event := self._events.get()) is not None:
-            if isinstance(event, Exception):
-                raise event
+        """Events as they come. Ends without a finish reason when cancelled; EngineStopped when the engine fails."""
+        while isinstance(event := self._events.get(), Event):
             yield event
+        if event is not None:
+            raise EngineStopped(event)
 
     def cancel(self):
         """End the generation within one step of the engine, whether it waits or runs."""
@@ -1635,11 +1663,9 @@ class Generation:
         self._events.put(Event(token, text, finish_reason))
         return finish_reason
 
-    def close(self, error: Exception | None = None):
+    def close(self, error: str | None = None):
         """No more events; with `error`, readers hear why."""
-        if error is not None:
-            self._events.put(error)
-        self._events.put(None)
+        self._events.put(error)
         self._done.set()
 
 
@@ -1660,7 +1686,8 @@ class Sequence:
 class Scheduler:
     """Decides what the cards do next. One thread repeats `step`: admit, one chunk of one prompt, one decode step.
 
-    So prompts and running answers take turns, and a cancellation is seen at every step.
+    So prompts and running answers take turns, and a cancellation is seen at every step. The queue has no limit:
+    the server, which strangers may reach, has one.
     """
 
     def __init__(self, pipeline: Pipeline, tokenizer: Tokenizer, n_slots: int, n_ctx: int, chunk: int):
@@ -1668,35 +1695,37 @@ class Scheduler:
         self.pool = PagePool(n_slots * pages_for(n_ctx))
         self.free_slots = list(reversed(range(n_slots)))
         self.waiting, self.running = collections.deque(), []
-        self.changed = threading.Condition()        # guards waiting, closing and error
-        self.closing, self.error = False, None
+        self.changed = threading.Condition()        # guards waiting, guests, closing and error
+        self.closing, self.error = False, None      # error: the sentence on what the engine failed with
         self.stepping = threading.Lock()            # held while the pipeline is in use
+        self.guests = 0                             # threads in borrow_slot; the scheduler lets them go first
         self.thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
         self.thread.start()
 
     def submit(self, generation: Generation):
-        """Queue a generation. Raises QueueFull, or the error that stopped the engine."""
+        """Queue a generation. Raises EngineStopped."""
         with self.changed:
-            if self.error is not None:
-                raise self.error
             if self.closing:
-                raise QueueFull("the engine is closing")
-            if len(self.waiting) >= MAX_QUEUE:
-                raise QueueFull(f"{MAX_QUEUE} requests are waiting already")
+                raise EngineStopped(self.error or "the engine was closed")
             self.waiting.append(generation)
-            self.changed.notify()
+            self.changed.notify_all()
 
     def close(self):
         """End every generation, and the thread."""
         with self.changed:
             self.closing = True
-            self.changed.notify()
+            self.changed.notify_all()
         self.thread.join()
 
     @contextlib.contextmanager
     def borrow_slot(self):
-        """A free slot and the pipeline to oneself, for work outside the queue. RequestError: every slot is taken."""
-        with self.stepping:
+        """A free slot and the pipeline to oneself, for work outside the queue, between two steps of the scheduler.
+
+        Raises RequestError where every slot is taken, EngineStopped after a failure.
+        """
+        with self._as_guest(), self.stepping:
+            if self.error is not None:
+                raise EngineStopped(self.error)
             if not self.free_slots:
                 raise RequestError("slots", "every slot is taken by a running request")
             sequence = Sequence(Generation(Request([]), self.tokenizer), self.free_slots.pop())
@@ -1705,24 +1734,38 @@ class Scheduler:
             finally:
                 self._release(sequence)
 
+    @contextlib.contextmanager
+    def _as_guest(self):
+        """Holds the next step back. The lock alone would not do: a thread that frees one and takes it again wins."""
+        with self.changed:
+            self.guests += 1
+        try:
+            yield
+        finally:
+            with self.changed:
+                self.guests -= 1
+                self.changed.notify_all()
+
     def _run(self):
-        error = None
         try:
             while self._wait_for_work():
                 with self.stepping:
                     self.step()
-        except Exception as failure:    # a card failed: every request hears of it, and later ones are refused
-            error = failure
+        except (CardError, CompileError) as error:      # every request hears of it, and later ones are refused
+            self.error = f"the engine has stopped: {error}"
+        except Exception as error:
+            logging.getLogger("qengine").error("the engine has stopped", exc_info=error)
+            self.error = "the engine has stopped after an internal error"
         with self.changed:
-            self.closing, self.error = True, error
+            self.closing = True
             for generation in [s.generation for s in self.running] + list(self.waiting):
-                generation.close(error)
+                generation.close(self.error)
             self.running.clear()
             self.waiting.clear()
 
     def _wait_for_work(self) -> bool:
         with self.changed:
-            self.changed.wait_for(lambda: self.waiting or self.running or self.closing)
+            self.changed.wait_for(lambda: self.closing or ((self.waiting or self.running) and not self.guests))
             return not self.closing
 
     def step(self):
@@ -1817,8 +1860,13 @@ class Engine:
         self.cards = [stage.card for stage in pipeline.stages]
         self.scheduler = Scheduler(pipeline, tokenizer, n_slots, n_ctx, chunk)
 
+    @property
+    def error(self) -> str | None:
+        """What the engine failed with, a sentence; None while it works."""
+        return self.scheduler.error
+
     def submit(self, request: Request) -> Generation:
-        """Start a request. Raises RequestError, QueueFull, or the CardError that stopped the engine."""
+        """Start a request. Raises RequestError or EngineStopped."""
         request.check(self.config.n_vocab, self.n_ctx)
         generation = Generation(request, self.tokenizer)
         self.scheduler.submit(generation)
@@ -1863,12 +1911,14 @@ def load(model: str, card: str | Card | None = None, ctx: int | None = None, slo
          progress: bool = True) -> Engine:
     """Load a GGUF file, or random weights by the name "synthetic:tiny", "synthetic:0.8b", ..., ready to generate.
 
-    card: a Card, or a name as kernels.card.open_cards takes it. ctx: tokens of a slot, prompt and answer together. slots: answers that are
-    generated at the same time. chunk: tokens of a prompt per pass, a multiple of 64. progress: say on stderr which
-    card is used, and show bars. Raises ModelError, CardError.
+    card: a Card, or the name of one as kernels.card.open_cards takes it; by default the first NVIDIA card, or else an
+    emulated one. ctx: tokens of a slot, prompt and answer together. slots: answers that are generated at the same time.
+    chunk: tokens of a prompt per pass, a multiple of 64. progress: say on stderr which card is used, and show bars.
+    Raises ModelError, RequestError, CardError (OutOfMemory names what did not fit).
     """
-    if chunk < PAGE_TOKENS or chunk % PAGE_TOKENS:
-        raise RequestError("chunk", f"a chunk is a multiple of {PAGE_TOKENS} tokens, not {chunk}")
+    for name, value, unit in (("ctx", 1 if ctx is None else ctx, 1), ("slots", slots, 1), ("chunk", chunk, PAGE_TOKENS)):
+        if value < 1 or value % unit:
+            raise RequestError(name, f"{name} must be {unit}, {2 * unit}, ..., not {value}")
     gguf = None if model.startswith("synthetic:") else GGUF(model)
     config = Config.from_gguf(gguf) if gguf else load_config(model)
     if gguf:
@@ -1879,34 +1929,39 @@ def load(model: str, card: str | Card | None = None, ctx: int | None = None, slo
         template = ChatTemplate(SYNTHETIC_TEMPLATE)
     weights = FileWeights(gguf) if gguf else SyntheticWeights(config)
     n_ctx = ctx or min(config.context_length, DEFAULT_CTX)
-    used = card if isinstance(card, Card) else open_cards(card)[0]
+    used = card if isinstance(card, Card) else _open_card(card)
     if progress:
-        print(f"card: {used.describe()}", file=sys.stderr, flush=True)
+        note(f"card: {used.describe()}")
     loading = functools.partial(tqdm.tqdm, desc="loading layers", unit="layer", leave=False, disable=not progress)
     chunk = min(chunk, pages_for(n_ctx) * PAGE_TOKENS)
     stage = Stage(used, config, weights, range(config.n_layers), slots, n_ctx, chunk, loading)
     pipeline = Pipeline([stage])
     with tqdm.tqdm(desc="compiling kernels", unit="kernel", leave=False, disable=not progress) as bar:
         used.on_compile = lambda name: (bar.set_postfix_str(name), bar.update())
-        pipeline.warm_up(slots, min(chunk, PAGE_TOKENS))
-        used.on_compile = None
+        try:
+            pipeline.warm_up(slots, min(chunk, PAGE_TOKENS))
+        finally:
+            used.on_compile = None
     return Engine(config, tokenizer, template, pipeline, slots, n_ctx, chunk)
+
+
+def _open_card(name: str | None) -> Card:
+    """The card of that name. Several are refused: sharing a model between cards would be meant, and is not built."""
+    cards = open_cards(name)
+    if name is not None and len(cards) > 1:
+        raise CardError(f"{name} means {len(cards)} cards, and a model runs on one for now: say emulated, or cuda:0")
+    return cards[0]
+
+
+def note(text: str):
+    """A line for the person at the terminal; stdout is for answers."""
+    print(text, file=sys.stderr, flush=True)
 
 
 # ======================================================================================================
 # 9  Server
 # ======================================================================================================
 # OpenAI's wire format over HTTP. It translates to Request and back; the engine does all the work.
-
-# What a request may ask of sampling, on the wire and on the command line: type, lowest, highest, meaning.
-SAMPLING = {
-    "max_tokens": (int, 1, 2**31 - 1, "longest answer, in tokens (default: what the context holds)"),
-    "temperature": (float, 0, 2, "0 takes the likeliest token, more is more varied (default: 0, --serve: 1)"),
-    "top_k": (int, 0, 2**31 - 1, "choose among the K likeliest tokens (0: all)"),
-    "top_p": (float, 0, 1, "choose among the likeliest tokens that together reach this probability (1: all)"),
-    "min_p": (float, 0, 1, "leave out tokens less likely than this share of the likeliest one (0: none)"),
-    "seed": (int, 0, 2**64 - 1, "the same seed and prompt give the same answer"),
-}
 
 MAX_WAITING = 64            # requests beyond those that have a slot; one more is answered 429
 MAX_BODY = 16 << 20         # bytes of one request
@@ -1976,26 +2031,16 @@ def typed(body: dict, name: str, kind: type, default):
     return value
 
 
-def number(body: dict, name: str, limits: tuple):
-    """body[name] as the int or float that `limits`, a row of SAMPLING, allows."""
-    kind, low, high, _ = limits
-    value = body[name]
-    if type(value) not in (int, kind) or not low <= value <= high:      # type(): isinstance(True, int) holds
-        noun = "a whole number" if kind is int else "a number"
-        raise RequestError(name, f"'{name}' must be {noun} from {low} to {high}")
-    return kind(value)
-
-
 def read_sampling(body: dict, defaults: dict) -> dict:
     """Arguments of Request, all but the prompt: `defaults`, overruled by what the body says."""
-    said = {name: number(body, name, limits) for name, limits in SAMPLING.items() if name in body}
-    if "max_completion_tokens" in body:
-        said["max_tokens"] = number(body, "max_completion_tokens", SAMPLING["max_tokens"])
+    said = {name: check_sampling(name, body[name]) for name in SAMPLING if name in body}
+    if (name := "max_completion_tokens") in body:
+        said["max_tokens"] = check_sampling("max_tokens", body[name], name)
     stop = body.get("stop", [])
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or len(stop) > MAX_STOPS or not all(isinstance(s, str) and s for s in stop):
         raise RequestError("stop", f"'stop' must be a non-empty string or up to {MAX_STOPS} of them")
-    return defaults | said | {"stop": tuple(stop), "ignore_eos": typed(body, "ignore_eos", bool, False)}
+    return defaults | said | {"stop": stop, "ignore_eos": typed(body, "ignore_eos", bool, False)}
 
 
 def read_messages(body: dict) -> list:
@@ -2074,6 +2119,8 @@ class Service:
     def health(self):
         if self.engine is None:
             return flask.jsonify(status="loading"), 503
+        if self.engine.error is not None:
+            return flask.jsonify(status="error", error=self.engine.error), 503
         return flask.jsonify(status="ok", model=self.engine.name,
                              cards=[card.describe() for card in self.engine.cards])
 
@@ -2102,6 +2149,8 @@ class Service:
         """The engine, or the answer 503."""
         if self.engine is None:
             raise ServiceUnavailable("the model is still loading", retry_after=5)
+        if self.engine.error is not None:
+            raise EngineStopped(self.engine.error)
         return self.engine
 
     # ---- from request to answer ---------------------------------------------------------------------------
@@ -2172,7 +2221,7 @@ class Service:
             if self.closing:
                 raise ServiceUnavailable("the server is shutting down")
             if len(self.open) >= self.max_requests:
-                raise QueueFull(f"{self.max_requests} requests are open already")
+                raise TooManyRequests(f"too many requests: {self.max_requests} are open already", retry_after=1)
             generation = self.engine.submit(request)
             self.open[id(generation)] = generation, gone
             self.changed.notify_all()
@@ -2218,8 +2267,8 @@ def sse(data: dict) -> str:
 def error_body(error: Exception) -> tuple:
     """(body, status, headers) of an error in OpenAI's shape; the unforeseen is logged and answered 500."""
     param, headers = None, {}
-    if isinstance(error, QueueFull):
-        error = TooManyRequests(f"too many requests: {error}", retry_after=1)
+    if isinstance(error, EngineStopped):
+        error = ServiceUnavailable(str(error))
     if isinstance(error, RequestError):
         status, message, param = 400, str(error), error.field
     elif isinstance(error, HTTPException):
@@ -2229,7 +2278,7 @@ def error_body(error: Exception) -> tuple:
             message = f"{flask.request.method} {flask.request.path} is not served; there are {ENDPOINTS}"
     else:
         logging.getLogger("qengine").error("a request failed", exc_info=error)
-        status, message = 500, str(error) if isinstance(error, CardError) else "internal error"
+        status, message = 500, "internal error"
     kind = "server_error" if status >= 500 else "invalid_request_error"
     kind = "rate_limit_error" if status == 429 else kind
     return {"error": {"message": message, "type": kind, "param": param, "code": None}}, status, headers
@@ -2333,8 +2382,8 @@ def build_parser() -> Parser:
 
     machine = parser.add_argument_group("the machine")
     machine.add_argument("--card", metavar="CARD",
-                         help="cuda:0, ... or emulated, emulated:N for N of them "
-                              "(default: the NVIDIA cards, or else one emulated card)")
+                         help="cuda:0, cuda:1, ... or emulated "
+                              "(default: the first NVIDIA card, or else an emulated card)")
     machine.add_argument("--ctx", metavar="N", type=within(int, 1, 2**31 - 1),
                          help="tokens a conversation may have, prompt and answer together "
                               f"(default: {DEFAULT_CTX}, or the model's own where that is less)")
@@ -2343,10 +2392,6 @@ def build_parser() -> Parser:
     machine.add_argument("--host", metavar="ADDRESS", default="127.0.0.1",
                          help="address --serve listens on (default: 127.0.0.1, this machine only)")
     return parser
-
-
-def note(text: str):
-    print(text, file=sys.stderr, flush=True)
 
 
 def print_answer(engine, prompt_ids: list, sampling: dict) -> tuple:
@@ -2362,7 +2407,7 @@ def print_answer(engine, prompt_ids: list, sampling: dict) -> tuple:
         interrupted = True
     finally:
         generation.cancel()
-    print()
+        print()
     if pieces:      # the prompt's last step gives the first token: the answer's speed is that of the others
         n_prompt, n_answer = generation.n_prompt, len(pieces)
         prompt_speed = n_prompt / (times[1] - times[0])
@@ -2437,6 +2482,8 @@ def run_server(options, sampling: dict, thinking) -> int:
         engine = app.extensions["qengine"].engine = load_engine(options)
         try:
             note(f"serving {engine.name} on http://{options.host}:{port}/v1 (Ctrl-C stops)")
+            engine.scheduler.thread.join()              # ends by a failure only, of which /health goes on to tell
+            note(f"qengine: {engine.error}")
             while True:
                 time.sleep(3600)
         finally:
@@ -2469,7 +2516,8 @@ def run(options) -> int:
 
 
 def main(arguments=None) -> int:
-    """The command line. Returns the exit code: 0 done, 2 the user can put it right, 130 stopped by Ctrl-C."""
+    """The command line. Returns the exit code: 0 done, 1 a card failed or the reader of the answer left, 2 the user can
+    put it right, 130 stopped by Ctrl-C."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = build_parser()
     if not arguments:
@@ -2481,9 +2529,12 @@ def main(arguments=None) -> int:
         parser.error("--raw goes with -p")
     try:
         return run(options)
-    except (ModelError, RequestError, CardError, CompileError, QueueFull) as error:
+    except (ModelError, RequestError, CardError, CompileError) as error:
         note(f"qengine: {error}")
         return 2
+    except EngineStopped as error:
+        note(f"qengine: {error}")
+        return 1
     except KeyboardInterrupt:
         note("")
         return 130
@@ -2493,5 +2544,6 @@ def main(arguments=None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stdout.reconfigure(errors="replace")        # a terminal that lacks a letter shows a question mark
     sys.exit(main())

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -89,6 +90,8 @@ def test_examples_in_the_help_parse():
     (["-m", __file__, "-p", "hi"], "test_cli.py"),
     (["-m", __file__, "--serve", "0"], "test_cli.py"),
     (["-m", MODEL, "-p", "hi", "--card", "abacus"], "abacus"),
+    (["-m", MODEL, "-p", "hi", "--card", "emulated:3"], "3 cards"),
+    (["-m", MODEL, "-p", "hi", "--card", "emulated", "--ctx", "2147483647"], "free on emulated card 0"),
     (["-m", MODEL, "-p", "\udcff"], "UTF-8"),
 ], ids=str)
 def test_a_mistake_is_one_sentence(capsys, arguments, words):
@@ -144,6 +147,19 @@ def test_what_the_model_is_given(capsys, loaded, options):
     assert out == loaded.generate(ids, max_tokens=4, temperature=0.0) + "\n"
 
 
+@pytest.mark.parametrize("arguments", [("-p", "hi"), ("--chat",)], ids=str)
+def test_a_card_that_fails_while_it_answers(capsys, loaded, monkeypatch, arguments):
+    class Failing(qengine.Generation):
+        def __iter__(self):
+            yield qengine.Event(1, "text so far")
+            raise qengine.EngineStopped("the engine has stopped: the card fell off the bus")
+
+    monkeypatch.setattr(loaded, "submit", lambda request: Failing(request, loaded.tokenizer))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello\nagain\n"), encoding="utf-8"))
+    assert run(capsys, "-m", MODEL, *arguments) == (
+        1, "text so far\n", "qengine: the engine has stopped: the card fell off the bus\n")
+
+
 def test_chat_keeps_the_conversation(capsys, loaded, monkeypatch):
     lines = b"hello\n\nand then?\n\xff\n" + b"long " * CONTEXT + b"\nlast\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines), encoding="utf-8"))
@@ -177,6 +193,16 @@ def test_a_reader_that_leaves():
         process.stdout.close()
         assert process.wait(60) == 1
         assert "Traceback" not in process.stderr.read()
+
+
+@pytest.mark.parametrize("seconds", [0.2, 0.5, 1.0, 2.0, 3.0])
+def test_ctrl_c_before_the_answer(seconds):
+    """While Python imports, the model loads, kernels compile."""
+    process = start("-p", "hi", "--max-tokens", "1500", "--raw")
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err
 
 
 def test_ctrl_c():

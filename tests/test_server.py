@@ -424,16 +424,6 @@ def test_too_many_requests(engine):
         assert send(port, "POST", TEXT, {"prompt": "hi", "max_tokens": 1})[0] == 200
 
 
-def test_a_full_queue(engine, port, monkeypatch):
-    def refuse(request):
-        raise qengine.QueueFull("the queue is full")
-
-    monkeypatch.setattr(engine, "submit", refuse)
-    answer = send(port, "POST", TEXT, {"prompt": "hi"})
-    assert_error(answer, 429)
-    assert answer[1]["Retry-After"]
-
-
 def start(port, body):
     """Sends a completion request and returns its connection, the answer unread."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
@@ -469,7 +459,7 @@ class Broken:
 
     def __iter__(self):
         yield qengine.Event(1, "a", None)
-        raise qengine.CardError("the card fell off the bus")
+        raise qengine.EngineStopped("the card fell off the bus")
 
     def cancel(self):
         pass
@@ -478,10 +468,20 @@ class Broken:
 def test_a_card_that_fails(engine, client, port, monkeypatch):
     monkeypatch.setattr(engine, "submit", lambda request: Broken())
     answer = send(port, "POST", TEXT, {"prompt": "hi"})
-    assert_error(answer, 500)
+    assert_error(answer, 503)
     assert "fell off the bus" in answer[2]["error"]["message"]
     with pytest.raises(openai.APIError, match="fell off the bus"):
         list(complete(client, stream=True))
+
+
+def test_after_a_failure_everything_is_503_and_says_why(engine, port, monkeypatch):
+    monkeypatch.setattr(engine.scheduler, "error", "the card fell off the bus")
+    status, _, body = send(port, "GET", "/health")
+    assert (status, body) == (503, {"status": "error", "error": "the card fell off the bus"})
+    for answer in (send(port, "GET", "/v1/models"), send(port, "POST", TEXT, {"prompt": "hi"}),
+                   send(port, "POST", CHAT, {"messages": [HI]})):
+        assert_error(answer, 503)
+        assert answer[2]["error"]["message"] == "the card fell off the bus"
 
 
 def test_an_error_of_our_own_shows_no_internals(engine, port, monkeypatch):

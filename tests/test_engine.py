@@ -1,0 +1,414 @@
+"""The scheduler and the engine's life: requests that wait, run, end, are cancelled; what is left of them; failures."""
+
+import contextlib
+import dataclasses
+import gc
+import itertools
+import logging
+import threading
+
+import numpy as np
+import pytest
+
+import qengine
+from kernels.card import Array, CardError, OutOfMemory
+from kernels.emulated.card import EmulatedCard
+from tests.oracle import DATA
+
+MODEL = str(DATA / "tiny-Q8_0.gguf")
+SLOTS, CHUNK, CONTEXT = 3, 64, 1024
+LONG = 600                  # a prompt of ten chunks
+
+
+def load(card, **options):
+    return qengine.load(MODEL, card=card, progress=False, **{"ctx": CONTEXT, "slots": SLOTS, "chunk": CHUNK} | options)
+
+
+@pytest.fixture(scope="module")
+def engine(card):
+    engine = load(card)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def own_engine(card):
+    """An engine that a test may ruin."""
+    engine = load(card, slots=1)
+    yield engine
+    engine.close()
+
+
+def request(seed=0, n_prompt=20, max_tokens=10, **fields):
+    ids = np.random.default_rng(seed).integers(0, 4000, n_prompt).tolist()
+    return qengine.Request(ids, max_tokens=max_tokens, **{"temperature": 1.0, "seed": seed, "ignore_eos": True} | fields)
+
+
+def tokens(generation):
+    return [event.token_id for event in generation]
+
+
+def alone(engine, request):
+    return tokens(engine.submit(request))
+
+
+def assert_idle(engine, n_slots=SLOTS, n_ctx=CONTEXT):
+    """Every slot and every page has come back, once."""
+    scheduler = engine.scheduler
+    assert not scheduler.running and not scheduler.waiting
+    assert sorted(scheduler.free_slots) == list(range(n_slots))
+    assert sorted(scheduler.pool.free) == list(range(n_slots * qengine.pages_for(n_ctx)))
+
+
+@contextlib.contextmanager
+def observed(engine, **actions):
+    """Calls actions["prefill"](number of the call, *arguments) before each call of pipeline.prefill, and so on."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, action in actions.items():
+            patch.setattr(engine.pipeline, name, counted(getattr(engine.pipeline, name), action))
+        yield
+
+
+def counted(original, action):
+    numbers = itertools.count(1)
+
+    def call(*arguments):
+        action(next(numbers), *arguments)
+        return original(*arguments)
+
+    return call
+
+
+# ---- many requests -----------------------------------------------------------------------------------------
+
+
+def test_more_requests_than_slots(engine):
+    requests = [request(seed, n_prompt=30 * seed + 1, max_tokens=5 + seed) for seed in range(8)]
+    want = [alone(engine, r) for r in requests]
+    assert [tokens(g) for g in [engine.submit(r) for r in requests]] == want
+    assert [len(w) for w in want] == [r.max_tokens for r in requests]
+    assert_idle(engine)
+
+
+def test_more_slots_than_columns_of_a_product(card, engine):
+    requests = [request(seed) for seed in range(11)]
+    wide = load(card, slots=11)
+    assert [tokens(g) for g in [wide.submit(r) for r in requests]] == [alone(engine, r) for r in requests]
+    wide.close()
+
+
+def test_a_long_prompt_and_running_answers_take_turns(engine):
+    order = []
+    want = alone(engine, request(3, n_prompt=LONG))
+    answers = [engine.submit(request(seed, max_tokens=200)) for seed in (1, 2)]
+    for answer in answers:
+        next(iter(answer))
+    with observed(engine, prefill=lambda n, ids, slot, start: order.append(f"prompt {start}"),
+                  decode=lambda n, ids, slots, positions: order.append(len(slots))):
+        late = engine.submit(request(3, n_prompt=LONG))
+        assert tokens(late) == want
+    first, last = order.index("prompt 0"), order.index("prompt 576")
+    assert order[first:last] == [step for start in range(0, 576, CHUNK) for step in (f"prompt {start}", 2)]
+    assert order[last + 1] == 3                 # the new answer is in the very next step
+    for answer in answers:
+        answer.cancel()
+        answer.wait()
+    assert_idle(engine)
+
+
+def test_waiting_requests_are_admitted_in_their_order(engine):
+    started = []
+    with observed(engine, start=lambda n, slot, request: started.append(request.seed)):
+        with engine.scheduler.borrow_slot():    # nothing starts before all wait
+            waiting = [engine.submit(request(seed, max_tokens=2)) for seed in range(7)]
+        for generation in waiting:
+            generation.wait()
+    assert started == list(range(7))
+
+
+# ---- ends --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_prompt", [90, 99])
+def test_a_full_context_ends_an_answer(card, n_prompt):
+    small = load(card, ctx=100, slots=1)
+    events = list(small.submit(request(n_prompt=n_prompt, max_tokens=None)))
+    assert len(events) == 100 - n_prompt
+    assert [e.finish_reason for e in events] == [None] * (len(events) - 1) + ["length"]
+    with pytest.raises(qengine.RequestError, match="100 tokens and the context holds 100"):
+        small.submit(request(n_prompt=100))
+    assert_idle(small, 1, 100)
+    small.close()
+
+
+def test_max_tokens_ends_an_answer(engine):
+    events = list(engine.submit(request(max_tokens=4)))
+    assert [e.finish_reason for e in events] == [None, None, None, "length"]
+
+
+def test_an_end_token_ends_an_answer_unless_ignored(engine, monkeypatch):
+    want = alone(engine, request(max_tokens=8))
+    end = next(i for i in range(2, 8) if want[i] not in want[:i])
+    monkeypatch.setattr(engine.tokenizer, "eos_ids", frozenset({want[end]}))
+    events = list(engine.submit(request(max_tokens=8, ignore_eos=False)))
+    assert [e.token_id for e in events] == want[:end + 1] and events[-1].finish_reason == "stop"
+    assert alone(engine, request(max_tokens=8)) == want
+    assert_idle(engine)
+
+
+def test_stop_strings_across_tokens(engine):
+    events = list(engine.submit(request(max_tokens=30)))
+    text = "".join(e.text for e in events)
+    cuts = np.cumsum([len(e.text) for e in events])
+    at = next(int(c) for c in cuts[5:] if text.count(text[c - 2:c + 2]) == 1)
+    stop = text[at - 2:at + 2]                  # two letters of one token and two of the next
+    for stops in (stop, (stop,), ["never", stop]):
+        stopped = list(engine.submit(request(max_tokens=30, stop=stops)))
+        assert "".join(e.text for e in stopped) == text[:at - 2]
+        assert stopped[-1].finish_reason == "stop" and len(stopped) < len(events)
+    assert_idle(engine)
+
+
+# ---- cancellation ------------------------------------------------------------------------------------------
+
+
+def assert_cancelled(engine, generation, others=()):
+    """It ended without a finish reason, all it held has come back, and the slots serve on."""
+    generation.wait()
+    assert all(e.finish_reason is None for e in generation)
+    for other in others:
+        other.cancel()
+        other.wait()
+    assert_idle(engine)
+
+
+def test_cancelled_while_waiting(engine):
+    want = alone(engine, request(9))
+    running = [engine.submit(request(seed, max_tokens=900)) for seed in range(SLOTS)]
+    waiting = engine.submit(request(5))
+    waiting.cancel()
+    waiting.wait()
+    assert waiting.n_generated == 0 and all(0 <= g.n_generated < 900 for g in running)
+    assert_cancelled(engine, waiting, running)
+    assert alone(engine, request(9)) == want
+
+
+def test_cancelled_between_the_chunks_of_its_prompt(engine):
+    want, calls, submitted = alone(engine, request(9)), [], threading.Event()
+
+    def cancel_in_the_third(n, *arguments):
+        submitted.wait()
+        calls.append(n)
+        if n == 3:
+            generation.cancel()
+
+    with observed(engine, prefill=cancel_in_the_third):
+        generation = engine.submit(request(5, n_prompt=LONG))
+        submitted.set()
+        generation.wait()
+    assert calls == [1, 2, 3]
+    assert_cancelled(engine, generation)
+    assert alone(engine, request(9)) == want
+
+
+def test_cancelled_while_it_answers(engine):
+    want = alone(engine, request(9))
+    generation = engine.submit(request(5, max_tokens=900))
+    next(iter(generation))
+    generation.cancel()
+    assert_cancelled(engine, generation)
+    assert 0 < generation.n_generated < 900
+    assert alone(engine, request(9)) == want
+
+
+def test_cancelled_at_random(engine):
+    """Forty requests, cancelled at any moment, from any thread; whoever was not cancelled has its tokens."""
+    rng = np.random.default_rng(1)
+    requests = [request(seed, n_prompt=int(rng.integers(1, 150)), max_tokens=6) for seed in range(8)]
+    want = [alone(engine, r) for r in requests]
+    generations = [engine.submit(requests[i % 8]) for i in range(40)]
+    doomed = [g for g in generations if rng.random() < 0.5]
+    timers = [threading.Timer(rng.random() * 2, g.cancel) for g in doomed]
+    for timer in timers:
+        timer.start()
+    for i, generation in enumerate(generations):
+        got = tokens(generation)
+        assert got == want[i % 8][:len(got)] and (generation in doomed or len(got) == 6)
+    for timer in timers:
+        timer.join()
+    assert_idle(engine)
+
+
+# ---- what a slot remembers ---------------------------------------------------------------------------------
+
+
+def test_nothing_is_left_of_the_last_request(own_engine):
+    want = alone(own_engine, request(1, n_prompt=70))
+    for other in (request(2, n_prompt=200), request(3, n_prompt=1, temperature=0.0)):
+        alone(own_engine, other)
+        assert alone(own_engine, request(1, n_prompt=70)) == want
+
+
+def test_undefined_memory_is_never_used(engine):
+    """Every array but the weights full of NaN: the same tokens, alone and side by side, and the same logits."""
+    requests = [request(seed, n_prompt=40 * seed + 3) for seed in range(5)]
+    want = [alone(engine, r) for r in requests]
+    logits = engine.evaluate(requests[2].prompt_ids)
+    poison(engine)
+    assert [tokens(g) for g in [engine.submit(r) for r in requests]] == want
+    poison(engine)
+    np.testing.assert_array_equal(engine.evaluate(requests[2].prompt_ids), logits)
+
+
+def poison(engine):
+    stage = engine.pipeline.last
+    model, cache = stage.model, stage.cache
+    arrays = [value for name, value in vars(model).items() if name not in ("inv_freq", "head_norm")]
+    arrays += [value for part in (*model.activations.values(), *cache.pages.values(), *cache.recurrent.values(),
+                                  stage.sampler, stage.sampler.state) for value in vars(part).values()]
+    arrays = [value for value in [*arrays, cache.block_table, stage.inputs] if isinstance(value, Array)]
+    assert len(arrays) > 30
+    for array in arrays:
+        engine.cards[0].poison(array)
+
+
+# ---- evaluate ----------------------------------------------------------------------------------------------
+
+
+def test_evaluate_while_requests_run(engine):
+    ids, running = request(4, n_prompt=150).prompt_ids, request(5, max_tokens=400)
+    logits, want = engine.evaluate(ids), alone(engine, running)
+    generation = engine.submit(running)
+    next(iter(generation))
+    np.testing.assert_array_equal(engine.evaluate(ids), logits)
+    assert generation.n_generated < 200         # it did not wait for the answer's end
+    assert want[1:] == tokens(generation)
+    assert_idle(engine)
+
+
+def test_evaluate_needs_a_free_slot(engine):
+    generations = [engine.submit(request(seed, max_tokens=900)) for seed in range(SLOTS)]
+    for generation in generations:
+        next(iter(generation))
+    with pytest.raises(qengine.RequestError, match="every slot is taken"):
+        engine.evaluate([1, 2])
+    for generation in generations:
+        generation.cancel()
+        generation.wait()
+    assert engine.evaluate([1, 2]).shape == (2, 4096)
+    assert_idle(engine)
+
+
+# ---- requests that are refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, values", {
+    "max_tokens": (0, -1, 1.5, True, 2**31), "temperature": (-0.1, 2.1, float("nan"), "hot", None),
+    "top_k": (-1, 0.5), "top_p": (1.1, -1), "min_p": (2,), "seed": (-1, 2**64, 0.5), "stop": ("", ["a", ""]),
+}.items())
+def test_what_a_request_may_not_ask(engine, name, values):
+    for value in values:
+        with pytest.raises(qengine.RequestError) as caught:
+            engine.submit(dataclasses.replace(request(), **{name: value}))
+        assert caught.value.field == name
+    assert_idle(engine)
+
+
+def test_numbers_of_numpy_are_numbers(engine):
+    fields = {"max_tokens": np.int64(3), "temperature": np.float32(0.5), "top_k": np.int32(40), "seed": np.uint64(7)}
+    assert len(alone(engine, request(**fields))) == 3
+
+
+@pytest.mark.parametrize("ids", [[], [4096], [-1]], ids=str)
+def test_prompts_that_are_refused(engine, ids):
+    with pytest.raises(qengine.RequestError) as caught:
+        engine.submit(qengine.Request(ids))
+    assert caught.value.field == "prompt"
+
+
+# ---- failures ----------------------------------------------------------------------------------------------
+
+
+def test_nan_in_the_logits_ends_the_engine(card, own_engine):
+    card.poison(own_engine.pipeline.last.model.head_norm)
+    with own_engine.scheduler.borrow_slot():    # all three are waiting when it happens
+        generations = [own_engine.submit(request(seed)) for seed in range(3)]
+    for generation in generations:
+        with pytest.raises(qengine.EngineStopped, match="the engine has stopped: the logits hold a NaN"):
+            list(generation)
+    assert "NaN" in own_engine.error
+    for refused in (lambda: own_engine.submit(request()), lambda: own_engine.evaluate([1])):
+        with pytest.raises(qengine.EngineStopped, match="NaN"):
+            refused()
+
+
+def test_a_card_that_fails_ends_the_engine(own_engine):
+    def fail(n, *arguments):
+        raise CardError("the card fell off the bus")
+
+    generation = own_engine.submit(request(max_tokens=900))
+    next(iter(generation))
+    with observed(own_engine, decode=fail), pytest.raises(qengine.EngineStopped, match="fell off the bus"):
+        list(generation)
+
+
+def test_an_error_of_our_own_is_logged(own_engine, caplog):
+    with observed(own_engine, decode=lambda n, *arguments: 1 / 0), caplog.at_level(logging.ERROR):
+        with pytest.raises(qengine.EngineStopped, match="^the engine has stopped after an internal error$"):
+            list(own_engine.submit(request()))
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_closing_ends_what_runs_and_waits(card):
+    engine = load(card, slots=1)
+    generations = [engine.submit(request(seed, max_tokens=900)) for seed in range(2)]
+    next(iter(generations[0]))
+    engine.close()
+    for generation in generations:
+        generation.wait()
+        assert all(e.finish_reason is None for e in generation)
+    assert engine.error is None
+    with pytest.raises(qengine.EngineStopped, match="was closed"):
+        engine.submit(request())
+    engine.close()
+
+
+# ---- loading -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("megabytes, name", [(3, "layer 2 values"), (12, "token_embd.weight")])
+def test_memory_that_does_not_suffice_is_named(megabytes, name):
+    with pytest.raises(OutOfMemory, match=rf"{name}.* needs .* free on emulated card 0"):
+        load(EmulatedCard(memory_bytes=megabytes << 20))
+
+
+def test_a_context_larger_than_the_memory(card):
+    gc.collect()
+    free = card.free_bytes
+    with pytest.raises(OutOfMemory, match=r"layer 2 keys .*needs .* free on"):
+        load(card, ctx=2**31 - 1)
+    gc.collect()
+    assert card.free_bytes == free
+
+
+@pytest.mark.parametrize("name, value", [("ctx", 0), ("ctx", -5), ("slots", 0), ("chunk", 0), ("chunk", 100)])
+def test_options_of_load(name, value):
+    with pytest.raises(qengine.RequestError, match=f"{name} must be .*not {value}"):
+        load("emulated", **{name: value})
+
+
+def test_several_cards_are_refused():
+    with pytest.raises(CardError, match="emulated:3 means 3 cards"):
+        load("emulated:3")
+
+
+def test_a_scale_that_is_no_number_is_refused(tmp_path):
+    gguf = qengine.GGUF(MODEL)
+    name = "blk.1.ffn_up.weight"
+    data = bytearray((DATA / "tiny-Q8_0.gguf").read_bytes())
+    at = gguf.tensors[name].offset + 34 * 5
+    data[at:at + 2] = np.float16(np.nan).tobytes()
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(data)
+    with pytest.raises(qengine.ModelError, match=f"tensor '{name}' holds a block scale that is not a finite"):
+        qengine.load(str(damaged), card="emulated", progress=False)
