@@ -91,8 +91,11 @@ def test_kernels_are_loaded_as_machine_code_kept_on_disk(fake_card, tmp_path, mo
         nvidia.assemble(compiled, (8, 0), tmp_path)
 
 
+SUPPORTED = [cc for cc in compiler.supported_ccs() if cc >= nvidia.OLDEST]
+
+
 @needs_assembler
-@pytest.mark.parametrize("cc", [cc for cc in compiler.supported_ccs() if cc >= nvidia.OLDEST], ids="{0[0]}.{0[1]}".format)
+@pytest.mark.parametrize("cc", SUPPORTED, ids="{0[0]}.{0[1]}".format)
 def test_every_architecture_of_the_toolkit_is_assembled(cc, tmp_path):
     text = ".version 7.8\n.target sm_52\n.address_size 64\n.visible .entry kernel_mine() { ret; }\n"
     assert nvidia.assemble(kernel_of(text), cc, tmp_path).startswith(b"\x7fELF")
