@@ -14,7 +14,7 @@ because lanes took different ways (`divided`).
 
 from dataclasses import dataclass, field
 
-from .ptx import Imm, Instr, Label, Mem, Pack, Pair, Reg, Symbol, Unsupported, registers_of
+from .ptx import Instr, Label, Mem, Symbol, Unsupported, registers_of
 
 EXIT = -1
 NO_RESULT = {"st", "bra", "bar", "barrier", "membar", "fence", "ret", "exit", "red", "trap", "brkpt", "nanosleep",

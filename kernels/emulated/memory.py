@@ -7,7 +7,7 @@ lanes alike) or vector accesses (neighbouring lanes); any other one goes lane by
 
 from .emit import WARP, const, llvm_type, suffix, ty, vector_const
 from .ops import Arithmetic
-from .ptx import SIZES, Imm, Mem, Pack, Pair, Reg, Symbol
+from .ptx import SIZES, Mem, Pack, Pair, Reg
 
 _LOAD_MODS = {"global", "shared", "local", "param", "const", "nc", "volatile", "relaxed", "acquire", "release", "weak",
               "gpu", "sys", "cta", "ca", "cg", "cs", "lu", "cv", "wb", "wt", "v2", "v4", "L1::no_allocate",

@@ -5,7 +5,7 @@ width w (a scalar or 32 lanes); `lift` and `integer` choose the width.
 """
 
 from .emit import WARP, Operands, bits_of, const, llvm_type, suffix, ty, vector_const
-from .ptx import SIZES, Imm, Pack, Pair, Reg, Symbol
+from .ptx import SIZES, Imm, Pack, Pair, Reg
 
 _SIGNED = {"lt": "slt", "le": "sle", "gt": "sgt", "ge": "sge", "eq": "eq", "ne": "ne"}
 _UNSIGNED = {"lt": "ult", "le": "ule", "gt": "ugt", "ge": "uge", "lo": "ult", "ls": "ule", "hi": "ugt", "hs": "uge",

@@ -12,10 +12,10 @@ import re
 from dataclasses import dataclass
 
 from .emit import WARP, llvm_type
-from .flow import EXIT, Flow, LoopEnd, is_barrier
+from .flow import Flow, LoopEnd, is_barrier
 from .lanes import Lanes, Shape
 from .memory import Memory
-from .ptx import SIZES, Imm, Symbol, Unsupported, parse
+from .ptx import Imm, Symbol, Unsupported, parse
 
 # Byte offsets in the context that a warp is given.
 CONTEXT = {"params": 0, "shared": 8, "local": 16, "frames": 24, "ctaid": 32, "nctaid": 44, "dynamic": 56}
@@ -60,6 +60,7 @@ class Translator(Memory):
         variables, shapes = self._layout_variables()
         super().__init__(Lanes(self.function, self.flow, self.block, shapes), variables)
         self.divided = frozenset(self.lanes.divided)
+        self.ends = []                              # labels at which the warp ends, not yet written
         self.resumes = []                           # labels to go on from after barrier 1, 2, ...
         self.frame_bytes = 0
         self.n_threads = self.block[0] * self.block[1] * self.block[2]
@@ -229,8 +230,7 @@ class Translator(Memory):
         """A label that ends the warp."""
         self.n += 1
         name = f"done{self.n}"
-        self.epilogue = getattr(self, "epilogue", [])
-        self.epilogue.append(name)
+        self.ends.append(name)
         return name
 
     def _wait(self, target, lanes):
@@ -263,10 +263,10 @@ class Translator(Memory):
         self._flush_done()
 
     def _flush_done(self):
-        for name in getattr(self, "epilogue", []):
+        for name in self.ends:
             self.label(name)
             self.do("ret i32 0")
-        self.epilogue = []
+        self.ends = []
 
     def _condition(self, end, w):
         register, negated = end.guard
