@@ -60,7 +60,7 @@ from werkzeug.exceptions import HTTPException, ServiceUnavailable, TooManyReques
 
 from kernels import (attention, conv, elementwise, embedding, float_matmul, gdn, kv_cache, norm, q8_gemm, q8_gemv,
                      quantize, rope, sample, synthetic)
-from kernels.card import Array, Card, CardError, open_cards
+from kernels.card import Array, Card, CardError, open_cards, show_bytes
 from kernels.compile import CompileError
 
 # ======================================================================================================
@@ -560,8 +560,7 @@ def _check_config(config: Config, path: str):
          f"{c.n_value_heads} value heads do not share {c.n_key_heads} key heads evenly"),
         (c.hidden_dim % 32 == 0, f"the hidden size {c.hidden_dim} is not a multiple of 32"),
         (c.ffn_dim % 32 == 0, f"the feed-forward size {c.ffn_dim} is not a multiple of 32"),
-        (c.rope_dim % 2 == 0 and c.rope_dim <= c.head_dim,
-         f"{c.rope_dim} rotary dimensions do not fit a head"),
+        (c.rope_dim == rope.ROTARY, f"{c.rope_dim} rotary dimensions of a head turn, not {rope.ROTARY}"),
         (min(c.rope_sections) >= 0 and sum(c.rope_sections) == c.rope_dim // 2,
          f"the rotary sections {c.rope_sections} do not add up to {c.rope_dim // 2}"),
         (1 < c.rope_base < float("inf"), f"the rotary base is {c.rope_base}"),
@@ -1634,6 +1633,8 @@ class Generation:
         self.request = request
         self.n_prompt, self.n_generated = len(request.prompt_ids), 0
         self.cancelled = False
+        self.started = time.perf_counter()
+        self.token_times: list[float] = []      # of the engine's tokens; readers may get several at once
         self._decoder, self._scanner = tokenizer.stream_decoder(), StopScanner(request.stop)
         self._events, self._done = queue.SimpleQueue(), threading.Event()
 
@@ -1641,6 +1642,7 @@ class Generation:
         """Events as they come. Ends without a finish reason when cancelled; EngineStopped when the engine fails."""
         while isinstance(event := self._events.get(), Event):
             yield event
+        self._events.put(event)         # the end, for whoever reads on
         if event is not None:
             raise EngineStopped(event)
 
@@ -1655,6 +1657,7 @@ class Generation:
     def push(self, token: int, finish_reason: str | None) -> str | None:
         """Take the next token from the scheduler; returns the finish reason, which a stop string may have supplied."""
         self.n_generated += 1
+        self.token_times.append(time.perf_counter())
         text = self._scanner.push(self._decoder.push(token))
         if finish_reason and not self._scanner.stopped:
             text += self._scanner.push(self._decoder.flush()) + self._scanner.flush()
@@ -1907,42 +1910,48 @@ def load_config(model: str) -> Config:
     return Config.synthetic(name) if kind == "synthetic" else Config.from_gguf(GGUF(model))
 
 
-def load(model: str, card: str | Card | None = None, ctx: int | None = None, slots: int = 1, chunk: int = CHUNK,
+def load(model: str | Path, card: str | Card | None = None, ctx: int | None = None, slots: int = 1, chunk: int = CHUNK,
          progress: bool = True) -> Engine:
     """Load a GGUF file, or random weights by the name "synthetic:tiny", "synthetic:0.8b", ..., ready to generate.
 
     card: a Card, or the name of one as kernels.card.open_cards takes it; by default the first NVIDIA card, or else an
     emulated one. ctx: tokens of a slot, prompt and answer together. slots: answers that are generated at the same time.
-    chunk: tokens of a prompt per pass, a multiple of 64. progress: say on stderr which card is used, and show bars.
+    chunk: tokens of a prompt per pass, a multiple of 64. progress: show on stderr what is used and how far it is.
     Raises ModelError, RequestError, CardError (OutOfMemory names what did not fit).
     """
     for name, value, unit in (("ctx", 1 if ctx is None else ctx, 1), ("slots", slots, 1), ("chunk", chunk, PAGE_TOKENS)):
         if value < 1 or value % unit:
             raise RequestError(name, f"{name} must be {unit}, {2 * unit}, ..., not {value}")
-    gguf = None if model.startswith("synthetic:") else GGUF(model)
-    config = Config.from_gguf(gguf) if gguf else load_config(model)
-    if gguf:
-        tokenizer = load_tokenizer(gguf)
-        template = ChatTemplate.from_gguf(gguf, tokenizer)
-    else:
-        tokenizer = ByteTokenizer(config.n_vocab)
-        template = ChatTemplate(SYNTHETIC_TEMPLATE)
-    weights = FileWeights(gguf) if gguf else SyntheticWeights(config)
+    config, tokenizer, template, weights = _open_model(str(model))
     n_ctx = ctx or min(config.context_length, DEFAULT_CTX)
+    chunk = min(chunk, pages_for(n_ctx) * PAGE_TOKENS)
     used = card if isinstance(card, Card) else _open_card(card)
+    free = used.free_bytes
     if progress:
         note(f"card: {used.describe()}")
     loading = functools.partial(tqdm.tqdm, desc="loading layers", unit="layer", leave=False, disable=not progress)
-    chunk = min(chunk, pages_for(n_ctx) * PAGE_TOKENS)
-    stage = Stage(used, config, weights, range(config.n_layers), slots, n_ctx, chunk, loading)
-    pipeline = Pipeline([stage])
+    pipeline = Pipeline([Stage(used, config, weights, range(config.n_layers), slots, n_ctx, chunk, loading)])
     with tqdm.tqdm(desc="compiling kernels", unit="kernel", leave=False, disable=not progress) as bar:
         used.on_compile = lambda name: (bar.set_postfix_str(name), bar.update())
         try:
             pipeline.warm_up(slots, min(chunk, PAGE_TOKENS))
         finally:
             used.on_compile = None
+    if progress:
+        note(f"model: {config.name}, {config.n_parameters / 1e6:,.1f} million parameters; "
+             f"{show_bytes(free - used.free_bytes)} on the card, {slots} x {n_ctx} tokens of context included")
     return Engine(config, tokenizer, template, pipeline, slots, n_ctx, chunk)
+
+
+def _open_model(model: str):
+    """(Config, Tokenizer, ChatTemplate or None, weights) of a GGUF file or of "synthetic:NAME"."""
+    if model.startswith("synthetic:"):
+        config = load_config(model)
+        return config, ByteTokenizer(config.n_vocab), ChatTemplate(SYNTHETIC_TEMPLATE), SyntheticWeights(config)
+    gguf = GGUF(model)
+    config = Config.from_gguf(gguf)
+    tokenizer = load_tokenizer(gguf)
+    return config, tokenizer, ChatTemplate.from_gguf(gguf, tokenizer), FileWeights(gguf)
 
 
 def _open_card(name: str | None) -> Card:
@@ -2397,10 +2406,9 @@ def build_parser() -> Parser:
 def print_answer(engine, prompt_ids: list, sampling: dict) -> tuple:
     """Generates and prints text as it comes, then the speed; returns (text, was it stopped by Ctrl-C?)."""
     generation = engine.submit(Request(prompt_ids, **sampling))
-    pieces, times, interrupted = [], [time.perf_counter()], False
+    pieces, interrupted = [], False
     try:
         for event in generation:
-            times.append(time.perf_counter())
             pieces.append(event.text)
             print(event.text, end="", flush=True)
     except KeyboardInterrupt:
@@ -2409,11 +2417,12 @@ def print_answer(engine, prompt_ids: list, sampling: dict) -> tuple:
         generation.cancel()
         print()
     if pieces:      # the prompt's last step gives the first token: the answer's speed is that of the others
-        n_prompt, n_answer = generation.n_prompt, len(pieces)
-        prompt_speed = n_prompt / (times[1] - times[0])
-        answer_speed = (n_answer - 1) / max(times[-1] - times[1], 1e-9)
-        note(f"prompt {n_prompt} tokens, {prompt_speed:.1f} tokens/s; "
-             f"answer {n_answer} tokens, {answer_speed:.1f} tokens/s")
+        n_prompt, times = generation.n_prompt, generation.token_times
+        speeds = [f"prompt {n_prompt} tokens, {n_prompt / (times[0] - generation.started):.1f} tokens/s",
+                  f"answer {len(times)} tokens"]
+        if len(times) > 1:
+            speeds[1] += f", {(len(times) - 1) / (times[-1] - times[0]):.1f} tokens/s"
+        note("; ".join(speeds))
     return "".join(pieces), interrupted
 
 
