@@ -17,6 +17,7 @@ argument types, the compute capability, this file, and the versions of Python, n
 libNVVM and NVRTC.
 """
 
+import dis
 import hashlib
 import importlib.metadata
 import linecache
@@ -159,9 +160,6 @@ def _compile(kernel, signature, cc, entry):
     """Complete PTX text. The one place that uses Numba's inner interfaces; the public ones contract."""
     from numba.cuda.compiler import compile_cuda, kernel_fixup
     from numba.cuda.cudadrv import nvvm
-    options = kernel.targetoptions
-    if options.get("fastmath") or options.get("debug") or options.get("max_registers"):
-        raise ValueError("of the options of @cuda.jit only launch_bounds may be given to a kernel")
     with warnings.catch_warnings(), _device_of(cc):
         warnings.simplefilter("ignore", NumbaDebugInfoWarning)
         result = compile_cuda(kernel.py_func, types.void, tuple(_numba_type(t) for t in signature),
@@ -170,9 +168,10 @@ def _compile(kernel, signature, cc, entry):
         function = library.get_function(symbol)
         library._entry_name = symbol
         kernel_fixup(function, False)
-        nvvm.set_launch_bounds(function, options.get("launch_bounds"))
+        nvvm.set_launch_bounds(function, kernel.targetoptions.get("launch_bounds"))
         # Where a debugger would find variables: of no use here, and libNVVM 12.9 fails over some of it.
-        library._llvm_strs = [re.sub(r'(?m)^.*call void @"llvm\.dbg\..*$', "", text) for text in library.llvm_strs]
+        variable = r'(?m)^.*call void @"llvm\.dbg\..*$'
+        library._llvm_strs = [re.sub(variable, "", text) for text in library.llvm_strs]
         ptx = library.get_asm_str(cc=cc)
     # Environment objects of the host: declared, never used. Their names depend on what was compiled before.
     ptx = re.sub(r"\.common \.global \.align 8 \.u64 _ZN08NumbaEnv\w*;\n", "", ptx).replace(symbol, entry)
@@ -181,7 +180,9 @@ def _compile(kernel, signature, cc, entry):
     for file in sorted(library._linking_files, key=lambda f: f.data):
         ptx = _link(ptx, _compile_cuda_c(file.data, cc))
     # A bare `add.f16`, as NVIDIA's headers write it, leaves the assembler free to contract: say `.rn`.
-    return re.sub(r"\b(add|sub|mul)((?:\.ftz)?(?:\.sat)?\.(?:f16x2|f16|f32|f64))\b", r"\1.rn\2", ptx) + "\n"
+    # Not to `atom.add.f32`, which has no such word.
+    bare = r"(?<![.\w])(add|sub|mul)((?:\.ftz)?(?:\.sat)?\.(?:f16x2|f16|f32|f64))\b"
+    return re.sub(bare, r"\1.rn\2", ptx) + "\n"
 
 
 @contextmanager
@@ -267,11 +268,10 @@ def cache_key(kernel, signature, cc):
     """Hexadecimal name of the PTX of `kernel`, equal in every process exactly when what makes the PTX is.
 
     TypeError: the kernel refers to an object whose contents cannot be pinned down.
+    ValueError: the kernel or a device function has an option that changes its arithmetic or what is linked.
     """
     digest = hashlib.sha256(repr((_versions(), signature, tuple(cc))).encode())
-    options = {k: v for k, v in kernel.targetoptions.items() if v}
-    digest.update(repr(sorted(options.items(), key=lambda option: option[0])).encode())
-    _feed(digest, kernel, set())
+    _feed(digest, kernel, {})
     return digest.hexdigest()[:40]
 
 
@@ -290,61 +290,79 @@ def _libnvvm():
     return file, os.stat(file).st_size, os.stat(file).st_mtime_ns
 
 
+# Options of @cuda.jit. The others change the arithmetic (fastmath) or what is linked, or would be ignored.
+_OPTIONS = {"device", "forceinline", "inline", "launch_bounds", "lineinfo", "lto", "opt"}
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic, np.dtype, types.Type)
 
 
 def _feed(digest, value, seen):
-    """Adds to `digest` all of `value` that can change the code compiled from a function that refers to it."""
+    """Adds to `digest` all of `value` that can change the code compiled from a function that refers to it.
+
+    seen: the functions fed so far, id -> number; they may refer to each other in circles.
+    """
     if isinstance(value, _PLAIN):
         digest.update(f"{type(value).__name__} {value!r};".encode())
     elif isinstance(value, np.ndarray):
         digest.update(f"array {value.dtype!r} {value.shape};".encode() + value.tobytes())
     elif isinstance(value, (tuple, list)):
-        digest.update(f"{type(value).__name__} {len(value)};".encode())
+        fields = getattr(value, "_fields", "")  # of a named tuple
+        digest.update(f"{type(value).__name__} {len(value)} {fields};".encode())
         for item in value:
             _feed(digest, item, seen)
     elif _top_module(value) in _VERSIONED and not hasattr(value, "py_func") and not hasattr(value, "_defn"):
         digest.update(f"{getattr(value, '__module__', '')} {_name(value)};".encode())
     elif id(value) in seen:
-        digest.update(b"again;")
+        digest.update(f"again {seen[id(value)]};".encode())
     else:
-        seen.add(id(value))
+        seen[id(value)] = len(seen)
         _feed_code(digest, value, seen)
 
 
 def _feed_code(digest, value, seen):
     if hasattr(value, "_defn"):                 # an intrinsic: its text may come from anywhere in its file
         _feed(digest, _source(value._defn), seen)
-        for cell in value._defn.__closure__ or ():
-            if isinstance(cell.cell_contents, (str, int, float, types.Type)):
-                _feed(digest, cell.cell_contents, seen)
+        _feed_function(digest, value._defn, seen)
     elif hasattr(value, "py_func"):             # a kernel or a device function
+        options = sorted((name, repr(option)) for name, option in value.targetoptions.items() if option)
+        wrong = {name for name, _ in options} - _OPTIONS
+        if wrong:
+            raise ValueError(f"{_name(value)} has option {min(wrong)}; only launch_bounds and inline may be")
+        _feed(digest, options, seen)
         _feed(digest, value.py_func, seen)
     elif isinstance(value, python_types.FunctionType):
-        digest.update(marshal.dumps(value.__code__, 2))      # version 2 holds no reference counts
-        _feed(digest, value.__defaults__, seen)
-        _feed(digest, [cell.cell_contents for cell in value.__closure__ or ()], seen)
-        names = _names(value.__code__)
+        _feed_function(digest, value, seen)
+        names, attributes = _names(value.__code__)
         for name in sorted(names & value.__globals__.keys()):
-            _feed_global(digest, name, value.__globals__[name], names, seen)
+            _feed_global(digest, name, value.__globals__[name], attributes, seen)
     else:
         raise TypeError(f"cannot tell what {_name(value)} of type {type(value).__name__} compiles to; "
                         "kernels may refer to numbers, strings, tuples, arrays, types, functions and modules")
 
 
-def _feed_global(digest, name, value, names, seen):
+def _feed_function(digest, function, seen):
+    digest.update(marshal.dumps(function.__code__, 2))       # version 2 holds no reference counts
+    _feed(digest, function.__defaults__, seen)
+    _feed(digest, [cell.cell_contents for cell in function.__closure__ or ()], seen)
+
+
+def _feed_global(digest, name, value, attributes, seen):
     digest.update(f"{name}=".encode())
     if isinstance(value, python_types.ModuleType) and _top_module(value) not in _VERSIONED:
-        for attribute in sorted(names & vars(value).keys()):
-            _feed_global(digest, attribute, vars(value)[attribute], names, seen)
+        for attribute in sorted(attributes & vars(value).keys()):
+            _feed_global(digest, attribute, vars(value)[attribute], attributes, seen)
     else:
         _feed(digest, value, seen)
 
 
 def _names(code):
-    """The global and attribute names in `code` and in the code objects nested in it."""
-    nested = [_names(constant) for constant in code.co_consts if isinstance(constant, python_types.CodeType)]
-    return set(code.co_names).union(*nested)
+    """The names of globals, and of globals and attributes, in `code` and the code objects nested in it."""
+    loads = {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
+    attributes = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, python_types.CodeType):
+            nested = _names(constant)
+            loads, attributes = loads | nested[0], attributes | nested[1]
+    return loads, attributes
 
 
 def _top_module(value):

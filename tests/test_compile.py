@@ -8,16 +8,19 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections import namedtuple
 from pathlib import Path
 
 import numpy as np
 import pytest
 from numba import cuda, float32, uint32
+from numba.cuda.extending import intrinsic
 from numba.types import float16
 
 from kernels import compile as compiler
 from kernels import intrinsics
 from kernels.compile import CompileError, cache_key, compile_kernel
+from kernels.nvidia import assemble
 
 ROOT = Path(__file__).parents[1]
 OLDEST = next(cc for cc in compiler.supported_ccs() if cc >= (7, 0))
@@ -76,6 +79,24 @@ def test_half_scalars_are_complete_and_rounded(tmp_path):
     assert not re.findall(r"\b(?:add|sub|mul)\.(?:f16|f32|f64)", ptx)
 
 
+def test_atomic_additions_assemble(tmp_path):
+    """`atom.add.f32` has no rounding to name."""
+    @cuda.jit
+    def adds(x, y):
+        shared = cuda.shared.array(1, float32)
+        shared[uint32(0)] = x[uint32(1)]
+        cuda.syncthreads()
+        cuda.atomic.add(x, uint32(0), y[uint32(0)])
+        cuda.atomic.add(y, uint32(0), 1.0)
+        cuda.atomic.add(shared, uint32(0), x[uint32(2)])
+        cuda.syncthreads()
+        x[uint32(1)] = shared[uint32(0)] * shared[uint32(0)]
+
+    compiled = compile_kernel(adds, ("float32[1]", "float64[1]"), OLDEST, tmp_path)
+    assert "mul.rn.f32" in compiled.ptx and not re.findall(r"(?:atom|red)\S*\.rn\S*", compiled.ptx)
+    assert assemble(compiled, OLDEST, tmp_path)
+
+
 def test_entry_name_and_line_numbers(tmp_path):
     compiled = compile_kernel(multiply_add, SIGNATURE, OLDEST, tmp_path)
     assert (compiled.name, compiled.entry) == ("multiply_add", "kernel_multiply_add")
@@ -105,12 +126,30 @@ def test_errors_name_the_kernel(tmp_path):
     with pytest.raises(CompileError, match=rf"(?s)kernel wrong\(float32\[1\]\) for {SM}: .*no_such_method"):
         compile_kernel(wrong, ("float32[1]",), OLDEST, tmp_path)
 
-    @cuda.jit(fastmath=True)
+
+@pytest.mark.parametrize("option", ["fastmath", "link", "max_registers"])
+def test_options_that_change_arithmetic_are_refused(tmp_path, option):
+    value = {"fastmath": True, "link": ["functions.o"], "max_registers": 32}[option]
+
+    @cuda.jit(**{option: value})
     def fast(x):
         x[0] = 1
 
-    with pytest.raises(CompileError, match="fast.*launch_bounds"):
+    with pytest.raises(CompileError, match=f"fast has option {option}; only launch_bounds"):
         compile_kernel(fast, ("float32[1]",), OLDEST, tmp_path)
+
+
+def test_device_functions_have_no_fast_division(tmp_path):
+    @cuda.jit(device=True, fastmath=True)
+    def divide(x, y):
+        return x / y
+
+    @cuda.jit
+    def divides(x):
+        x[0] = divide(x[1], x[2])
+
+    with pytest.raises(CompileError, match="kernel divides.*divide has option fastmath"):
+        compile_kernel(divides, ("float32[1]",), OLDEST, tmp_path)
 
 
 def test_assembles(tmp_path):
@@ -237,6 +276,73 @@ def test_key_follows_the_file_of_an_intrinsic(tmp_path):
         linecache.clearcache()                           # as in a process started after the change
         keys.add(cache_key(kernel_from(text, tmp_path), ("uint32[1]",), OLDEST))
     assert len(keys) == 2
+
+
+@intrinsic
+def plus_one(context, x):
+    return x(x), lambda _, builder, __, values: builder.add(values[0], values[0].type(1))
+
+
+@intrinsic
+def plus_two(context, x):
+    return x(x), lambda _, builder, __, values: builder.add(values[0], values[0].type(2))
+
+
+def plus(n, cell):
+    """An intrinsic that knows its number from a closure, through whatever `cell` makes of it."""
+    held = cell(n)
+
+    @intrinsic
+    def plus_n(context, x):
+        number = held if isinstance(held, int) else held[-1]
+        return x(x), lambda _, builder, __, values: builder.add(values[0], values[0].type(number))
+
+    return plus_n
+
+
+def applies(*functions):
+    a, b, c = (*functions, *functions[:1] * 2)[:3]
+
+    @cuda.jit
+    def kernel(x):
+        x[uint32(0)] = a(x[uint32(0)])
+        x[uint32(1)] = b(x[uint32(1)])
+        x[uint32(2)] = c(x[uint32(2)])
+
+    return kernel
+
+
+def test_key_tells_intrinsics_of_one_file_apart():
+    functions = [plus_one, plus_two] + [plus(n, cell) for n in (1, 2) for cell in (int, lambda n: (0, n))]
+    assert len({cache_key(applies(f), ("int32[1]",), OLDEST) for f in functions}) == len(functions)
+
+
+def test_key_tells_which_function_comes_again():
+    @cuda.jit(device=True)
+    def f(x):
+        return x + 1
+
+    @cuda.jit(device=True)
+    def g(x):
+        return x * 10
+
+    orders = [(f, g, f), (f, g, g), (f, f, g), (g, f, g)]
+    assert len({cache_key(applies(*order), ("int32[1]",), OLDEST) for order in orders}) == len(orders)
+
+
+def test_key_follows_the_names_in_a_tuple(tmp_path):
+    source = "@cuda.jit\ndef kernel(x):\n    x[uint32(0)] = PAIR.a"
+    pairs = [namedtuple("Pair", fields)(1, 2) for fields in ("a b", "b a")]
+    keys = [cache_key(kernel_from(source, tmp_path, PAIR=pair), ("int32[1]",), OLDEST) for pair in pairs]
+    assert keys[0] != keys[1]
+
+
+def test_key_takes_no_attribute_for_a_global(tmp_path):
+    """As in a notebook: `x` is an array of the session, threadIdx.x is not."""
+    source = "@cuda.jit\ndef kernel(y):\n    i = uint32(cuda.threadIdx.x)\n    y[i] = i"
+    keys = {cache_key(kernel_from(source, tmp_path, x=x), ("float32[1]",), OLDEST)
+            for x in (object(), np.zeros(3), np.ones(3))}
+    assert len(keys) == 1
 
 
 def test_key_refuses_what_it_cannot_see_through(tmp_path):
