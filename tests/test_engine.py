@@ -126,6 +126,18 @@ def test_waiting_requests_are_admitted_in_their_order(engine):
     assert started == list(range(7))
 
 
+def test_no_request_waits_for_a_compilation():
+    """Loading has met every kernel that a request or `evaluate` runs, whatever their number of rows."""
+    engine, met = load(EmulatedCard(), chunk=512, slots=9), []
+    engine.cards[0].on_compile = met.append
+    requests = [request(n, n_prompt=n, temperature=n % 2) for n in (1, 2, 5, 17, 33, 100, 601, 130, 512, 64, 65, 3)]
+    for generation in [engine.submit(r) for r in requests]:
+        generation.wait()
+    engine.evaluate(requests[5].prompt_ids)
+    assert not met
+    engine.close()
+
+
 # ---- ends --------------------------------------------------------------------------------------------------
 
 
@@ -144,6 +156,11 @@ def test_a_full_context_ends_an_answer(card, n_prompt):
 def test_max_tokens_ends_an_answer(engine):
     events = list(engine.submit(request(max_tokens=4)))
     assert [e.finish_reason for e in events] == [None, None, None, "length"]
+
+
+def test_who_reads_on_after_the_end_finds_the_end(engine):
+    generation = engine.submit(request(max_tokens=4))
+    assert len(tokens(generation)) == 4 and tokens(generation) == []
 
 
 def test_an_end_token_ends_an_answer_unless_ignored(engine, monkeypatch):
