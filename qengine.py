@@ -1919,7 +1919,8 @@ def load(model: str | Path, card: str | Card | None = None, ctx: int | None = No
     chunk: tokens of a prompt per pass, a multiple of 64. progress: show on stderr what is used and how far it is.
     Raises ModelError, RequestError, CardError (OutOfMemory names what did not fit).
     """
-    for name, value, unit in (("ctx", 1 if ctx is None else ctx, 1), ("slots", slots, 1), ("chunk", chunk, PAGE_TOKENS)):
+    limits = ("ctx", 1 if ctx is None else ctx, 1), ("slots", slots, 1), ("chunk", chunk, PAGE_TOKENS)
+    for name, value, unit in limits:
         if value < 1 or value % unit:
             raise RequestError(name, f"{name} must be {unit}, {2 * unit}, ..., not {value}")
     config, tokenizer, template, weights = _open_model(str(model))

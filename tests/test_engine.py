@@ -41,7 +41,8 @@ def own_engine(card):
 
 def request(seed=0, n_prompt=20, max_tokens=10, **fields):
     ids = np.random.default_rng(seed).integers(0, 4000, n_prompt).tolist()
-    return qengine.Request(ids, max_tokens=max_tokens, **{"temperature": 1.0, "seed": seed, "ignore_eos": True} | fields)
+    drawn = {"temperature": 1.0, "seed": seed, "ignore_eos": True}
+    return qengine.Request(ids, max_tokens=max_tokens, **drawn | fields)
 
 
 def tokens(generation):
