@@ -158,6 +158,9 @@ class Stream:
     event of another card included. Cards implement it.
     """
 
+    def keep(self, values):
+        """Called with what each launch or copy within the card uses; a recording keeps its arrays."""
+
 
 class Event:
     """A point in a stream. `synchronize()` waits for it; `done` tells without waiting.
@@ -167,12 +170,23 @@ class Event:
 
 
 class Recording:
-    """A recorded sequence. `replay(stream=None)` runs it; the arrays it uses live as long as it does."""
+    """A recorded sequence. `replay(stream=None)` runs it; the arrays it uses live as long as it does.
+
+    A replay after `Card.free` of one of them raises CardError.
+    """
 
     def __init__(self, card, stream):
         self.card = card
         self.stream = stream                             # keeps operations instead of running them
         self.thread = threading.get_ident()
+        self.used = used = {}                            # allocation -> an Array of it
+        stream.keep = lambda values: used.update((x.memory, x) for x in values if type(x) is Array)
+
+    def check(self):
+        """Raises unless everything that a replay uses is there."""
+        for memory, array in self.used.items():
+            if memory.card is None:
+                self.card._check(array)
 
 
 # ---- the card ----------------------------------------------------------------------------------------------
@@ -290,14 +304,18 @@ class Card:
         self._check(src)
         if dst.nbytes != src.nbytes:
             raise CardError(f"cannot copy {src!r} into {dst!r}: {src.nbytes} and {dst.nbytes} bytes")
+        stream = self.target(stream)
+        stream.keep((dst, src))
         if dst.nbytes:
-            self._copy(dst, src, self.target(stream))
+            self._copy(dst, src, stream)
 
     def fill(self, array, byte, stream=None):
         """Sets every byte of `array` to `byte` (0 to 255)."""
         self._check(array)
+        stream = self.target(stream)
+        stream.keep((array,))
         if array.nbytes:
-            self._fill(array, byte, self.target(stream))
+            self._fill(array, byte, stream)
 
     def poison(self, array, stream=None):
         """Fills `array` with NaN or -1, so that a kernel that fails to write it is seen."""
@@ -330,7 +348,9 @@ class Card:
             params = function.pack(*values)
         except (CardError, TypeError, OverflowError, ValueError, struct.error) as error:
             raise LaunchError(f"{kernel.__name__}, grid {grid}, block {block}: {error}") from error
-        self._enqueue(self.target(stream), function, blocks, threads, shared, params, args)
+        stream = self.target(stream)
+        stream.keep(args)
+        self._enqueue(stream, function, blocks, threads, shared, params, args)
 
     def _function(self, kernel, types):
         with self._loading:

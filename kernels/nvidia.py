@@ -192,11 +192,9 @@ class NvidiaCard(Card):
 
     def _copy(self, dst, src, stream):
         self.call(driver.cuMemcpyDtoDAsync, dst.ptr, src.ptr, src.nbytes, stream.handle)
-        stream.keep((dst, src))
 
     def _fill(self, array, byte, stream):
         self.call(driver.cuMemsetD8Async, array.ptr, byte, array.nbytes, stream.handle)
-        stream.keep((array,))
 
     # -- launches --
 
@@ -230,7 +228,6 @@ class NvidiaCard(Card):
             raise LaunchError(f"{function.name}, grid {grid}, block {block}, dynamic shared memory {shared} "
                               f"bytes: {_explain(status)}")
         stream.recent.append(function.name)
-        stream.keep(args)
 
     # -- order --
 
@@ -270,9 +267,6 @@ class NvidiaStream(Stream):
         self.card, self.name = card, name
         self.handle = card.call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
         self.recent = deque(maxlen=4)                    # names of the last kernels, for messages
-
-    def keep(self, arrays):
-        """Called with what an operation uses. Nothing to do: freeing waits for the device."""
 
     def record(self):
         return NvidiaEvent(self)
@@ -315,20 +309,11 @@ class NvidiaEvent(Event):
             self.card.finalize("cuEventDestroy", self.handle)
 
 
-class _CapturedStream(NvidiaStream):
-    """A stream whose operations become nodes of a graph; what they use lives as long as the stream."""
-
-    def __init__(self, card):
-        super().__init__(card, "recording")
-        self.kept = []
-        self.keep = self.kept.append
-
-
 class NvidiaRecording(Recording):
     """A CUDA graph. Captured in relaxed mode: allocation, loading and other streams go on meanwhile."""
 
     def __init__(self, card):
-        super().__init__(card, _CapturedStream(card))
+        super().__init__(card, NvidiaStream(card, "recording"))
         self.graph = None
         card.call(driver.cuStreamBeginCapture, self.stream.handle,
                   driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
@@ -340,6 +325,7 @@ class NvidiaRecording(Recording):
 
     def replay(self, stream=None):
         stream = self.card.target(stream, "a replay")
+        self.check()
         self.card.call(driver.cuGraphLaunch, self.graph, stream.handle)
         stream.recent.append("a recording")
 

@@ -277,6 +277,26 @@ def test_events_order_streams(card):
     np.testing.assert_array_equal(back, numbers() * 2)
 
 
+def test_streams_that_wait_for_each_other(card):
+    """Double buffering: each stream waits for the other's last step, again and again."""
+    a, b = card.stream("a"), card.stream("b")
+    x, y = card.upload(numbers()), card.zeros(N, "float32")
+
+    def work():
+        for _ in range(300):
+            card.launch(add_scaled, 8, 128, x, y, N, 1.0, stream=b)
+            a.wait(b.record())
+            card.launch(add_scaled, 8, 128, x, y, N, 1.0, stream=a)
+            b.wait(a.record())
+        card.synchronize()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+    np.testing.assert_array_equal(card.download(y), after_add_scaled(numbers(), np.float32(0), 1.0, times=600))
+
+
 def test_events_measure_time(card):
     slow = card.zeros(1, "uint32")
     card.launch(spin, 1, 1, slow, 1)
@@ -357,6 +377,18 @@ def test_recording_keeps_its_arrays(card):
     del recording
     gc.collect()
     assert ptr not in card.allocations
+
+
+def test_replay_after_free_is_refused(card):
+    x, y, z = card.upload(numbers()), card.zeros(N, "float32", "freed_later"), card.zeros(N, "float32")
+    with card.record() as recording:
+        card.launch(add_scaled, 8, 128, x, z, N, 1.0)
+        card.copy(x[:10], y[:10])
+    recording.replay()
+    card.free(y)
+    with pytest.raises(CardError, match="freed_later.*was freed"):
+        recording.replay()
+    np.testing.assert_array_equal(card.download(z), numbers())      # the card still works
 
 
 def test_only_card_side_work_is_recorded(card):
@@ -467,6 +499,36 @@ def test_late_card_shows_a_pinned_buffer_written_too_early():
     card.default_stream.record().synchronize()
     host[:] = 3
     assert (card.download(x) == 2).all()
+
+
+def test_late_replay_keeps_its_arrays():
+    card = EmulatedCard(late=True)
+    x, y = card.upload(numbers()), card.zeros(N, "float32")
+    ptr = x.ptr
+    with card.record() as recording:
+        card.launch(add_scaled, 8, 128, x, y, N, 1.0)
+    recording.replay()
+    del recording, x
+    gc.collect()
+    assert ptr in card.allocations                       # the replay has not run yet
+    np.testing.assert_array_equal(card.download(y), numbers())
+    gc.collect()
+    assert ptr not in card.allocations
+
+
+def test_waiter_returns_when_its_position_is_reached():
+    """Not when the stream's runner comes to rest: that may be waiting for the waiter."""
+    card = EmulatedCard()
+    a, b, go = card.stream("a"), card.stream("b"), threading.Event()
+    b.push(go.wait)
+    a.wait(b.record())                                   # a's worker waits for b's, which waits for `go`
+    b.wait(a.record())
+    time.sleep(0.05)
+    go.set()
+    end = time.monotonic() + 20
+    while (a.done, b.done) != (2, 3) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert (a.done, b.done) == (2, 3)
 
 
 def test_late_card_follows_chains_of_events():

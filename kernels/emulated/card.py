@@ -234,6 +234,7 @@ class EmulatedStream(Stream):
         self._queue = deque()
         self._pushing = threading.Lock()                 # guards `pushed` and the order of the queue
         self._running = threading.Lock()                 # held by whoever runs the queue
+        self._progress = threading.Condition()           # told whenever `_running` is let go
         self._worker = self._signals = None
         self._awake = False                              # the worker has a signal that it has to answer
 
@@ -257,11 +258,23 @@ class EmulatedStream(Stream):
         self.card.raise_error()
 
     def run_until(self, position):
-        """Returns when `position` operations are done, running them in this thread if nobody else does."""
+        """Returns when `position` operations are done, running them in this thread if nobody else does.
+
+        It returns at that moment even if somebody else goes on to run what follows: that may be a wait for
+        the stream that this thread is running.
+        """
         while self.done < position:
-            with self._running:
-                if self.done < position:
-                    self._run_some(position - self.done)
+            if self._running.acquire(blocking=False):
+                try:
+                    if self.done < position:
+                        self._run_some(position - self.done)
+                finally:
+                    self._running.release()
+                    with self._progress:
+                        self._progress.notify_all()
+            else:
+                with self._progress:
+                    self._progress.wait_for(lambda: self.done >= position or not self._running.locked())
 
     def answer(self):
         """What the worker does at a signal."""
@@ -312,15 +325,18 @@ class EmulatedRecording(Recording):
         for is_launch, group in groupby(self.stream.recorded, lambda operation: type(operation) is Launch):
             group = list(group)
             if is_launch:
-                program = native.Program([launch.native for launch in group])
-                self.operations.append(partial(self.card.execute, program))
+                self.operations.append(partial(self.card.execute, native.Program([x.native for x in group])))
             else:
                 self.operations += group
 
     def replay(self, stream=None):
         stream = self.card.target(stream, "a replay")
+        self.check()
         for operation in self.operations:
-            stream.push(operation)
+            stream.push(partial(self._run, operation))   # holds the recording, and so its arrays
+
+    def _run(self, operation):
+        operation()
 
 
 class _RecordingStream(EmulatedStream):
