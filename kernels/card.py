@@ -240,7 +240,7 @@ class Card:
                 what = f"{name or 'an array'} ({dtype.name}{list(shape)})"
                 raise OutOfMemory(f"{what} needs {show_bytes(nbytes)}, but {free} of {total} are free on "
                                   f"{self.name}") from None
-            self.allocations[ptr] = nbytes, name
+            self.allocations[ptr] = math.prod(shape) * dtype.itemsize, name
         return Array(Memory(self, ptr, nbytes, name, backing), ptr, shape, dtype, name)
 
     def zeros(self, shape, dtype, name=""):

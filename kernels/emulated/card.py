@@ -11,6 +11,7 @@ import atexit
 import ctypes
 import os
 import platform
+import random
 import threading
 import time
 import weakref
@@ -24,10 +25,14 @@ from queue import SimpleQueue
 import numpy as np
 
 from kernels import compile as compiler
-from kernels.card import ALIGNMENT, Card, CardError, Event, LaunchError, Pinned, Recording, Stream, show_bytes
+from kernels.card import (ALIGNMENT, POISON, Card, CardError, Event, LaunchError, Pinned, Recording, Stream,
+                          show_bytes)
 from kernels.emulated import native
 from kernels.emulated.ptx import Unsupported
+from kernels.emulated.translate import Translator
 
+GAP = 64 << 10                                           # bytes around each array of a checked card
+QUARANTINE = 256 << 20                                   # bytes of freed memory that it keeps
 MAX_STATIC_SHARED = 48 << 10                             # bytes per block, in shared arrays of fixed size
 MAX_SHARED = {(7, 0): 96 << 10, (7, 5): 64 << 10}        # bytes per block, as Volta and Turing allow
 
@@ -38,15 +43,18 @@ class EmulatedCard(Card):
     number: its place among the emulated cards. memory_bytes: size of its memory, half of the machine's if
     None. threads: processor threads per launch, all that the process may use if None. link_gbs: speed of
     copies between host and card in GB/s each way, as fast as memory if None. late: run everything as late as
-    the events allow (tests). cc: the compute capability to compile for, the oldest from Volta on that the
-    CUDA toolkit offers if None.
+    the events allow (tests). checked: run kernels slowly and look for memory errors and races in them, see
+    checking.py. cc: the compute capability to compile for, the oldest from Volta on that the CUDA toolkit
+    offers if None.
     """
 
-    def __init__(self, number=0, memory_bytes=None, threads=None, link_gbs=None, late=False, cc=None,
-                 cache_dir=compiler.CACHE_DIR):
+    def __init__(self, number=0, memory_bytes=None, threads=None, link_gbs=None, late=False, checked=False,
+                 cc=None, cache_dir=compiler.CACHE_DIR):
         cc = cc or next(c for c in compiler.supported_ccs() if c >= (7, 0))
         self.threads = threads or _usable_processors()
-        self.link_gbs, self.late = link_gbs, late
+        self.link_gbs, self.late, self.checked = link_gbs, late, checked
+        self.random = random.Random(0)                   # the order of warps on a checked card
+        self._freed = deque()                            # memory that a checked card does not use again yet
         super().__init__(f"emulated card {number}", cc, self.threads, memory_bytes or default_memory(),
                          MAX_SHARED.get(cc, 96 << 10), Path(cache_dir))
         self._used = 0
@@ -71,13 +79,24 @@ class EmulatedCard(Card):
     def _take(self, nbytes):
         if nbytes > self.free_bytes:
             raise MemoryError
-        backing = np.empty(nbytes + ALIGNMENT, np.uint8)
+        around = GAP if self.checked else 0
+        backing = np.empty(nbytes + ALIGNMENT + 2 * around, np.uint8)
         self._used += nbytes
-        return backing.ctypes.data + -backing.ctypes.data % ALIGNMENT, backing
+        start = backing.ctypes.data + around
+        return start + -start % ALIGNMENT, backing
 
     def _give(self, memory):
         self._used -= memory.nbytes
+        if self.checked:
+            memory.backing[:] = POISON
+            self._freed.append((memory.ptr, memory.nbytes, memory.name, memory.backing))
+            while sum(entry[1] for entry in self._freed) > QUARANTINE:
+                self._freed.popleft()
         memory.backing = None
+
+    def freed(self):
+        """(start, bytes, name) of what was freed lately, the last first."""
+        return [entry[:3] for entry in reversed(self._freed)]
 
     def pinned(self, shape, dtype):
         """A NumPy array that copies read and write when they run, see kernels/card.py."""
@@ -122,7 +141,10 @@ class EmulatedCard(Card):
     # -- launches --
 
     def _load(self, compiled):
-        kernel = native.load(compiled.ptx, self.cache_dir / "native")
+        translator = Translator
+        if self.checked:
+            from kernels.emulated.checking import Checking as translator     # here: it takes seconds
+        kernel = native.load(compiled.ptx, self.cache_dir / "native", translator=translator)
         if kernel.static_shared > MAX_STATIC_SHARED:
             raise CardError(f"{compiled.name}: {kernel.static_shared} bytes of shared arrays; "
                             f"what goes beyond {MAX_STATIC_SHARED} must be dynamic shared memory")
@@ -166,12 +188,15 @@ class EmulatedCard(Card):
 
     def execute(self, launches):
         """Runs native launches in order, or a native.Program of them."""
-        if self._log is None:
+        if self._log is not None:
+            from kernels.emulated import counting        # here: it takes seconds
+            self._log += [counting.run(launch, self.allocations) for launch in native.in_order(launches)]
+        elif self.checked:
+            from kernels.emulated import checking
+            for launch in native.in_order(launches):
+                checking.run(launch, self)
+        else:
             native.execute(launches, self.threads)
-            return
-        from kernels.emulated import counting            # only here: it takes two seconds to import
-        for launch in getattr(launches, "launches", launches):
-            self._log.append(counting.run(launch, self.allocations))
 
     @contextmanager
     def counting(self):

@@ -23,7 +23,7 @@ from numba import cfunc, njit
 from . import native
 from .emit import WARP
 from .estimate import SECTOR, Counts, estimate, pipe_of
-from .watching import OBSERVER, READ, SHARED, WRITE, Watch, Watching
+from .watching import OBSERVER, READ, SHARED, WRITE, Watch, Watching, find_row
 
 # The arrays of @watch: addresses of the lanes and room to work; totals, then block counters; the allocations
 # as (start, end, first bit in the map); a bit for each sector of them that was touched.
@@ -121,16 +121,10 @@ def touch(table, totals, bits, sectors, n):
     for i in range(n):
         address = sectors[i] * SECTOR
         if not table[row] <= address < table[row + 1]:
-            low, high = 0, totals[N_ALLOCATIONS]         # the last row that starts at or before the address
-            while high - low > 1:
-                middle = (low + high) // 2
-                if table[3 * middle] <= address:
-                    low = middle
-                else:
-                    high = middle
-            row = 3 * low
-            if not table[row] <= address < table[row + 1]:
+            found = find_row(table, totals[N_ALLOCATIONS], address)
+            if found < 0:
                 continue
+            row = found
         bit = table[row + 2] + (address - table[row]) // SECTOR
         if not bits[bit >> 6] >> (bit & 63) & 1:
             bits[bit >> 6] |= 1 << (bit & 63)

@@ -55,16 +55,16 @@ def generic():
     return replace(host(), features=f"{host().features},{off}" if off else host().features, avx512=False, vnni=False)
 
 
-def target_machine(target):
+def target_machine(target, level=2):
     return llvm.Target.from_triple(target.triple).create_target_machine(
-        cpu=target.cpu, features=target.features, opt=2, jit=True, codemodel="jitdefault")
+        cpu=target.cpu, features=target.features, opt=level, jit=True, codemodel="jitdefault")
 
 
-def compile_object(ir, target):
-    """Optimises LLVM IR text and returns the machine code as an object file's bytes."""
+def compile_object(ir, target, level=2):
+    """Optimises LLVM IR text, 0 not at all to 2, and returns the machine code as an object file's bytes."""
     module = llvm.parse_assembly(ir)
-    machine = target_machine(target)
-    options = llvm.create_pipeline_tuning_options(speed_level=2)
+    machine = target_machine(target, level)
+    options = llvm.create_pipeline_tuning_options(speed_level=level)
     options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
     builder = llvm.create_pass_builder(machine, options)
     builder.getModulePassManager().run(module, builder)
@@ -104,7 +104,7 @@ def _cached(ptx, block, target, cache_dir, translator):
         header, data = path.read_bytes().split(b"\n", 1)
         return Translated(**{k: _tuples(v) for k, v in json.loads(header).items()}), data
     translated = translate(ptx, block, target, translator)
-    data = compile_object(translated.ir, target)
+    data = compile_object(translated.ir, target, translator.level)
     translated = replace(translated, ir="")
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -212,6 +212,11 @@ class Program:
         # Waking a helper costs about as much as running this many warps of a small kernel.
         self.parallel = any(x.n_blocks > 1 for x in self.launches) and \
             sum(x.n_blocks * x.code.n_warps for x in self.launches) >= 32
+
+
+def in_order(launches):
+    """The launches of a Program or list, one by one."""
+    return launches.launches if isinstance(launches, Program) else launches
 
 
 def execute(launches, n_workers=1):

@@ -50,6 +50,8 @@ class Translated:
 class Translator(Memory):
     """Emits one kernel. Blocks become labels `b<i>`, loop ends `e<header>`."""
 
+    level = 2                                       # of optimisation
+
     def __init__(self, ptx, block, target):
         self.module = parse(ptx)
         self.function = self.module.entry

@@ -12,7 +12,7 @@ import ctypes
 from dataclasses import replace
 
 import numpy as np
-from numba import types
+from numba import njit, types
 
 from .emit import WARP
 from .translate import Translator
@@ -27,10 +27,11 @@ class Watching(Translator):
     """Subclasses say `observer`, the name under which LLVM knows the function."""
 
     observer = ""
+    level = 0                                       # most of the time goes to compilation and to the observer
 
     def __init__(self, ptx, block, target):
         super().__init__(ptx, block, target)
-        self.n_accesses = 0
+        self.accesses = []                          # the instructions that the observer is told of, by number
 
     def notes(self):
         """What is known about the kernel when its translation is done: tuples of tuples of str and int."""
@@ -54,21 +55,34 @@ class Watching(Translator):
             self.spread("i64", self.scalar(place.base, "i64"), pattern)
         lanes = self.op("add", "i64", WARP, lanes, f"splat (i64 {place.offset})") if place.offset else lanes
         self.do(f"store <{WARP} x i64> {lanes}, ptr {self.watched(0)}, align 8")
-        shared = self.let("ptrtoint ptr %shared to i64")
-        stop = self.call(self.observer, "i32", ("ptr", "@watch"), ("i32", str(self.n_accesses)),
-                         ("i32", str(size)), ("i32", str(access_kind(instr))), ("i32", self.mask or "-1"),
-                         ("i64", shared))
-        self.n_accesses += 1
-        self.after_access(stop)
+        self.tell_observer(instr, size, access_kind(instr), self.mask or "-1")
 
-    def after_access(self, stop):
-        """What to do with the observer's answer."""
+    def tell_observer(self, instr, size, kind, mask):
+        """Calls the observer; its answer."""
+        shared = self.let("ptrtoint ptr %shared to i64")
+        self.accesses.append(instr)
+        return self.call(self.observer, "i32", ("ptr", "@watch"), ("i32", str(len(self.accesses) - 1)),
+                         ("i32", str(size)), ("i32", str(kind)), ("i32", mask), ("i64", shared))
 
 
 def access_kind(instr):
     """The flags of a load, store or atomic instruction."""
     kinds = {"ld": READ, "st": WRITE, "red": WRITE | ATOMIC, "atom": READ | WRITE | ATOMIC}
     return kinds[instr.name] | SHARED * ("shared" in instr.mods) | LOCAL * ("local" in instr.mods)
+
+
+@njit
+def find_row(table, n, address):
+    """The place in `table`, n ascending rows (start, end, anything), of the row with start <= address < end;
+    -1 when there is none."""
+    low, high = 0, n
+    while high - low > 1:
+        middle = (low + high) // 2
+        if table[3 * middle] <= address:
+            low = middle
+        else:
+            high = middle
+    return 3 * low if table[3 * low] <= address < table[3 * low + 1] else -1
 
 
 class Watch:

@@ -1,0 +1,374 @@
+"""The checking mode: memory errors and races of kernels, found without a GPU.
+
+    card = open_cards("emulated", checked=True)[0]
+
+Every access is checked before it happens. The first error breaks the card, with a message that tells kernel,
+source line, block, thread, address and instruction.
+
+Global and local memory: an access lies within one live array and is aligned to its size. Freed memory is not
+used again for a while, and arrays lie far apart, so that a wrong address is most likely in no array; one that
+has strayed into another live array is not found.
+
+Shared memory: an access lies within the block's shared memory. Two accesses of different threads to one
+place, at least one of them a write and not both atomic, are ordered: by a barrier between them or, in one
+warp, by a `syncwarp` between them. Running in lockstep orders nothing, nor do shuffles. One instruction may
+write to one place from several lanes if all write the same value.
+
+Barriers: all lanes of a warp that have not returned take part, and all warps that have not returned are at
+the same barrier.
+
+Blocks, and between barriers the warps of a block, run one at a time, in an order drawn from a seed. Shared
+and local memory start as 0xFF bytes.
+"""
+
+import ctypes
+import re
+import struct
+import threading
+
+import llvmlite.binding as llvm
+import numpy as np
+from numba import cfunc, njit
+
+from .emit import WARP, llvm_type
+from .flow import is_barrier
+from .native import LAUNCH, KernelFault
+from .ptx import SIZES, Mem, Pack
+from .translate import CONTEXT, CONTEXT_BYTES
+from .watching import ATOMIC, LOCAL, OBSERVER, SHARED, WRITE, Watch, Watching, find_row
+
+# The arrays of @watch: addresses of the lanes; STATE; live arrays as (start, end, 0); what the lanes store,
+# each as many bytes as the access has; how often each warp has executed `syncwarp`; a row of SHADOW numbers
+# for each granule of shared memory, which is as large as the kernel's smallest access.
+LANES, STATE, ARRAYS, VALUES, PHASES, SHADOWS = range(6)
+(N_ARRAYS, SHARED_BYTES, GRANULE_BITS, LOCAL_START, LOCAL_BYTES, WARP_NUMBER, EPOCH, CLOCK,
+ ERROR, ACCESS, LANE, ADDRESS, OTHER_THREAD, OTHER_ACCESS, N_STATE) = range(15)
+# In a row: the granule's last write and two reads, each as thread + 1, epoch (a number for each stretch
+# between barriers of a block), phase of the warp, access; of the write also when it was, and whether atomic.
+WRITER, READER, OTHER_READER, TIME_OF_WRITE, ATOMIC_WRITE, SHADOW = 0, 4, 8, 12, 13, 14
+MISALIGNED, OUTSIDE, RACE, DIVERGENT = 1, 2, 3, 4
+BARRIER = 32                                    # beside the kinds of watching.py; its mask: the lanes missing
+
+
+# ---- the code that checks ----------------------------------------------------------------------------------
+
+class Checking(Watching):
+    """Its notes: (source file,), (bits of a granule,), the sizes of the kernel's constants in bytes, the
+    lines of its barriers, and then (line, instruction, bytes) of each access."""
+
+    observer = "qengine_check_access"
+
+    def __init__(self, ptx, block, target):
+        super().__init__(ptx, block, target)
+        file = re.search(r'\.file\s+1\s+"([^"]*)"', ptx)
+        self.file = file[1] if file else "unknown file"
+        self.smallest = 16                      # bytes of the smallest access that may be to shared memory
+        self.barriers = []
+
+    def notes(self):
+        accesses = [(instr.line, instr.text, access_bytes(instr)) for instr in self.accesses]
+        sizes = tuple(variable.size for variable in self.globals)
+        return (self.file,), (self.smallest.bit_length() - 1,), sizes, tuple(self.barriers), *accesses
+
+    def _global_lines(self):
+        yield from super()._global_lines()
+        addresses = ", ".join(f"i64 ptrtoint (ptr @g{i} to i64)" for i in range(len(self.globals)))
+        yield f"@constants = global [{len(self.globals)} x i64] [{addresses}]"
+
+    def _body(self):
+        return [*super()._body(), "wrong:", "  ret i32 -1"]
+
+    def note_access(self, instr, place, size):
+        if not {"global", "local", "const"} & set(instr.mods):
+            self.smallest = min(self.smallest, size)
+            if instr.name == "st":
+                self._show_values(instr)
+        super().note_access(instr, place, size)
+
+    def _show_values(self, instr):
+        items = next(o for o in instr.operands if not isinstance(o, Mem))
+        t, items = llvm_type(instr.mods[-1]), items.items if isinstance(items, Pack) else (items,)
+        values = self.interleave(t, [self.vector(item, t) for item in items])
+        self.do(f"store <{WARP * len(items)} x {t}> {values}, ptr {self.watched(VALUES)}, align 8")
+
+    def tell_observer(self, instr, size, kind, mask):
+        """Stops the warp where the observer says so."""
+        stop = super().tell_observer(instr, size, kind, mask)
+        self.n += 1
+        fine = self.compare("eq", "i32", 1, stop, "0")
+        self.do(f"br i1 {fine}, label %fine{self.n}, label %wrong")
+        self.label(f"fine{self.n}")
+
+    def op_bar(self, instr):
+        """`bar.warp.sync`: a new phase of the warp."""
+        phase = self.let(f"getelementptr i64, ptr {self.watched(PHASES)}, i32 %warp")
+        count = self.op("add", "i64", 1, self.let(f"load i64, ptr {phase}"), "1")
+        self.do(f"store i64 {count}, ptr {phase}")
+
+    def _terminate(self, block):
+        if block.end is not None and is_barrier(block.end):
+            self.barriers.append(block.end.line)
+            self._check_everyone_is_here(block)
+        super()._terminate(block)
+
+    def _check_everyone_is_here(self, block):
+        """At a barrier: no lane waits elsewhere, unless where all that remains is to return."""
+        places = {i for i in self.flow.waiting[block.index] if not self._returns(i)}
+        missing = "0"
+        for other in sorted(places & self.flow.masked):
+            missing = self.op("or", "i32", 1, missing, self.let(f"load i32, ptr %waiting{other}"))
+        if places - self.flow.masked and self.mask:     # a place where all lanes meet: none has returned
+            absent = self.op("xor", "i32", 1, self.start_mask or "-1", self.mask)
+            missing = self.op("or", "i32", 1, missing, absent)
+        if missing != "0":
+            self.tell_observer(block.end, 1, BARRIER, missing)
+
+    def _returns(self, index):
+        block = self.flow.blocks[index]
+        return not block.instrs and not block.targets and block.end.name in ("ret", "exit")
+
+
+def access_bytes(instr):
+    """What one lane reads or writes."""
+    return SIZES.get(instr.mods[-1], 1) * (4 if "v4" in instr.mods else 2 if "v2" in instr.mods else 1)
+
+
+@njit
+def fail(state, error, access, lane, address):
+    state[ERROR], state[ACCESS], state[LANE], state[ADDRESS] = error, access, lane, address
+    return 1
+
+
+@njit
+def unordered(shadow, at, state, phases, thread):
+    """Whether the access at shadow[at:] and one of `thread` now are of different threads and unordered."""
+    other = shadow[at] - 1
+    if other < 0 or other == thread or shadow[at + 1] != state[EPOCH]:
+        return False
+    return other // WARP != thread // WARP or shadow[at + 2] == phases[thread // WARP]
+
+
+@njit
+def record(shadow, at, state, phases, thread, access):
+    shadow[at], shadow[at + 1], shadow[at + 2] = thread + 1, state[EPOCH], phases[thread // WARP]
+    shadow[at + 3] = access
+
+
+@njit
+def record_read(shadow, row, state, phases, thread, access):
+    """Keeps the last reader and another one, of another warp if there was any: two warps' reads, and every
+    write is a race with one of them."""
+    last, other = row + READER, row + OTHER_READER
+    last_warp = (shadow[last] - 1) // WARP
+    if shadow[last + 1] == state[EPOCH] and shadow[last] - 1 != thread:
+        keep = last_warp == thread // WARP and shadow[other + 1] == state[EPOCH] \
+            and (shadow[other] - 1) // WARP != last_warp
+        if not keep:
+            for i in range(4):
+                shadow[other + i] = shadow[last + i]
+    record(shadow, last, state, phases, thread, access)
+
+
+@njit
+def same_value(values, size, start, end, lane, address, other, other_address):
+    """Whether two lanes of one instruction store the same bytes at start:end."""
+    for byte in range(start, end):
+        a, b = lane * size + byte - address, other * size + byte - other_address
+        if (values[a >> 3] >> 8 * (a & 7) ^ values[b >> 3] >> 8 * (b & 7)) & 255:
+            return False
+    return True
+
+
+@njit
+def check_shared(watch, access, size, kind, lane, thread, shared):
+    """Whether a lane's access is ordered after those recorded that conflict with it; then it is recorded."""
+    lanes, state, phases, shadow = watch[LANES], watch[STATE], watch[PHASES], watch[SHADOWS]
+    bits, address = state[GRANULE_BITS], lanes[lane] - shared
+    for granule in range(address >> bits, (address + size - 1 >> bits) + 1):
+        row, against = granule * SHADOW, -1
+        if unordered(shadow, row + WRITER, state, phases, thread):
+            if shadow[row + TIME_OF_WRITE] == state[CLOCK]:
+                other = (shadow[row + WRITER] - 1) % WARP
+                same = same_value(watch[VALUES], size, granule << bits, granule + 1 << bits, lane, address,
+                                  other, lanes[other] - shared)
+                if not kind & ATOMIC and not same:
+                    against = row + WRITER
+            elif not (kind & ATOMIC and shadow[row + ATOMIC_WRITE]):
+                against = row + WRITER
+        if kind & WRITE:
+            for reader in (row + READER, row + OTHER_READER):
+                if unordered(shadow, reader, state, phases, thread):
+                    against = reader
+        if against >= 0:
+            state[OTHER_THREAD], state[OTHER_ACCESS] = shadow[against] - 1, shadow[against + 3]
+            return False
+        if kind & WRITE:
+            record(shadow, row + WRITER, state, phases, thread, access)
+            shadow[row + TIME_OF_WRITE], shadow[row + ATOMIC_WRITE] = state[CLOCK], kind & ATOMIC
+        else:
+            record_read(shadow, row, state, phases, thread, access)
+    return True
+
+
+@cfunc(OBSERVER, cache=True)
+def check_access(watch, access, size, kind, mask, shared):
+    """Checks one warp instruction; the first error goes to STATE."""
+    lanes, state, arrays = watch[LANES], watch[STATE], watch[ARRAYS]
+    state[CLOCK] += 1
+    row = -1
+    for lane in range(WARP):
+        if not mask >> lane & 1:
+            continue
+        if kind & BARRIER:
+            return fail(state, DIVERGENT, access, lane, 0)
+        address = lanes[lane]
+        thread = state[WARP_NUMBER] * WARP + lane
+        own = state[LOCAL_START] + thread * state[LOCAL_BYTES]
+        if address & (size - 1):
+            return fail(state, MISALIGNED, access, lane, address)
+        if shared <= address and address + size <= shared + state[SHARED_BYTES]:
+            if not check_shared(watch, access, size, kind, lane, thread, shared):
+                return fail(state, RACE, access, lane, address)
+        elif own <= address and address + size <= own + state[LOCAL_BYTES]:
+            continue
+        elif kind & (SHARED | LOCAL):
+            return fail(state, OUTSIDE, access, lane, address)
+        else:
+            if row < 0 or not arrays[row] <= address < arrays[row + 1]:
+                row = find_row(arrays, state[N_ARRAYS], address)
+            if row < 0 or address + size > arrays[row + 1]:
+                return fail(state, OUTSIDE, access, lane, address)
+    return 0
+
+
+llvm.add_symbol(Checking.observer, check_access.address)
+
+
+# ---- running it --------------------------------------------------------------------------------------------
+
+_lock = threading.Lock()                        # a kernel's @watch belongs to one launch at a time
+
+
+def run(launch, card):
+    """Executes a native.Launch of a `Checking` translation on an EmulatedCard. Raises KernelFault, which says
+    what is wrong where."""
+    with _lock:
+        _Run(launch, card).run()
+
+
+class _Run:
+    """One launch."""
+
+    def __init__(self, launch, card):
+        self.launch, self.card, self.code = launch, card, launch.code
+        (self.file,), (granule_bits,), sizes, self.barriers, *self.accesses = self.code.facts.notes
+        form = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32)
+        self.warp = form(self.code.address)
+        constants = (ctypes.c_int64 * len(sizes)).from_address(self.code.variable("constants"))
+        self.arrays = dict(card.allocations)    # start -> (bytes, name)
+        self.arrays |= {start: (nbytes, "a constant") for start, nbytes in zip(constants, sizes)}
+        live = sorted((start, start + nbytes, 0) for start, (nbytes, _) in self.arrays.items()) or [(0, 0, 0)]
+        self.shared, self.local, self.frames = map(
+            _aligned, (launch.shared_bytes, launch.local_bytes, launch.frame_bytes))
+        self.state = np.zeros(N_STATE, np.int64)
+        self.state[[N_ARRAYS, SHARED_BYTES, GRANULE_BITS]] = len(live), launch.shared_bytes, granule_bits
+        self.state[[LOCAL_START, LOCAL_BYTES]] = self.local.ctypes.data, self.code.facts.local_bytes
+        self.watch = Watch(self.code)
+        self.watch.set(LANES, np.zeros(WARP, np.int64))
+        self.watch.set(STATE, self.state)
+        self.watch.set(ARRAYS, np.array(live, np.int64))
+        self.watch.set(VALUES, np.zeros(WARP * 16 // 8, np.int64))
+        self.watch.set(PHASES, np.zeros(self.code.n_warps, np.int64))
+        self.watch.set(SHADOWS, np.zeros(((launch.shared_bytes >> granule_bits) + 1) * SHADOW, np.int64))
+        self.context = ctypes.create_string_buffer(CONTEXT_BYTES)
+        self._tell("params", "q", ctypes.c_int64.from_buffer(launch.buffer, LAUNCH["params"]).value)
+        for name in ("shared", "local", "frames"):
+            self._tell(name, "q", getattr(self, name).ctypes.data)
+        self._tell("nctaid", "3i", *launch.grid)
+        self._tell("dynamic", "i", launch.dynamic)
+
+    def _tell(self, name, form, *values):
+        struct.pack_into(form, self.context, CONTEXT[name], *values)
+
+    def run(self):
+        n_blocks = self.launch.n_blocks
+        for number in self.card.random.sample(range(n_blocks), n_blocks):
+            self.block(number)
+
+    def block(self, number):
+        """Every warp until its next barrier, in random order, until all have returned."""
+        x, y, _ = self.launch.grid
+        self.number = (number % x, number // x % y, number // (x * y))
+        self._tell("ctaid", "3i", *self.number)
+        self.shared[:], self.local[:] = 0xFF, 0xFF
+        at = dict.fromkeys(range(self.code.n_warps), 0)     # warp -> the barrier it waits at; 0: none yet
+        while at:
+            self.state[EPOCH] += 1
+            for warp in self.card.random.sample(list(at), len(at)):
+                self.state[WARP_NUMBER] = warp
+                at[warp] = self.warp(self.context, warp, at[warp])
+                if at[warp] < 0:
+                    raise KernelFault(self.explain())
+            at = {warp: barrier for warp, barrier in at.items() if barrier}
+            if len(set(at.values())) > 1:
+                raise KernelFault(self.explain_barriers(at))
+
+    # -- words --
+
+    def explain(self):
+        """The message for the error in STATE."""
+        error, access, lane, address, other, other_access = self.state[ERROR:N_STATE].tolist()
+        if not error:
+            return f"{self.launch.name}, block {self.number}: stopped at a trap"
+        line, text, nbytes = self.accesses[access]
+        thread = self.thread(WARP * int(self.state[WARP_NUMBER]) + lane)
+        head = f"{self.launch.name} ({self.file}, line {line}), block {self.number}, thread {thread}"
+        if error == DIVERGENT:
+            return f"{head}: does not take part in a barrier at which other lanes of its warp wait (`{text}`)"
+        what = f"{_verb(text)} {nbytes} bytes at {address:#x}, {self.where(address, text)}"
+        if error == MISALIGNED:
+            what += f": not a multiple of {nbytes}"
+        elif error == RACE:
+            other_line, other_text, _ = self.accesses[other_access]
+            what += f": a race with thread {self.thread(other)}, "
+            what += "at the same instruction" if other_access == access and "st." in text else \
+                f"line {other_line} (`{other_text}`)"
+        return f"{head}: {what} (`{text}`)"
+
+    def explain_barriers(self, at):
+        waiting = ", ".join(f"warp {warp} in line {self.barriers[at[warp] - 1]}" for warp in sorted(at))
+        where = f"{self.launch.name} ({self.file}), block {self.number}"
+        return f"{where}: waits at different barriers, {waiting}"
+
+    def thread(self, number):
+        """(x, y, z) of a thread of the block."""
+        x, y, _ = self.code.facts.block
+        return number % x, number // x % y, number // (x * y)
+
+    def where(self, address, text):
+        """What lies at an address, or nearest to it."""
+        offset = address - self.shared.ctypes.data
+        if ".shared" in text or 0 <= offset < len(self.shared):
+            return f"byte {offset} of the block's {len(self.shared)} bytes of shared memory"
+        if ".local" in text:
+            return f"not in the thread's {self.code.facts.local_bytes} bytes of local memory"
+        for start, nbytes, name in self.card.freed():
+            if start <= address < start + nbytes:
+                return f"byte {address - start} of {name or 'an array'}, which was freed"
+        if not self.arrays:
+            return "where no array is"
+        start = min(self.arrays, key=lambda s: max(s - address, address - s - self.arrays[s][0]))
+        nbytes, name = self.arrays[start]
+        return f"byte {address - start} of {name or 'an array'} ({nbytes} bytes)"
+
+
+def _verb(text):
+    opcode = text.split()[1 if text.startswith("@") else 0]
+    return {"ld": "reads", "st": "writes"}.get(opcode.split(".")[0], "updates")
+
+
+def _aligned(nbytes):
+    """`nbytes` of memory that start at a multiple of 256."""
+    memory = np.empty(nbytes + 256, np.uint8)
+    start = -memory.ctypes.data % 256
+    return memory[start:start + nbytes]
