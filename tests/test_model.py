@@ -98,17 +98,34 @@ def test_quantised_weights_are_as_near_as_llama_cpp(engine, reference, prompt):
     assert np.linalg.norm(ours) <= np.linalg.norm(theirs)
 
 
+def decode_logits(engine, ids):
+    """Logits [T, vocabulary] of a text whose first token is a prompt and whose others go through decode one by one."""
+    pipeline, logits = engine.pipeline, []
+    with engine.scheduler.borrow_slot() as sequence:
+        pipeline.start(sequence.slot, sequence.generation.request)
+        engine.scheduler.reserve(sequence, len(ids))
+        pipeline.prefill(ids[:1], sequence.slot, 0)
+        pipeline.sample_row(0, sequence.slot)
+        logits.append(engine.cards[0].download(pipeline.last.model.logits[0]))
+        for position, token in enumerate(ids[1:], 1):
+            pipeline.decode([token], [sequence.slot], [position])
+            logits.append(engine.cards[0].download(pipeline.last.model.logits[0]))
+    return np.stack(logits)
+
+
+@pytest.mark.parametrize("family", ["prefill", "decode"])
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_teacher_forced_tokens(engine, reference, prompt):
-    """At every position of every prompt the likeliest token is the reference's, wherever its margin over the second
-    exceeds the noise of 8-bit arithmetic: twice the largest logit error seen at the stored rows."""
-    _, logits = run(engine, reference[f"{prompt}_ids"].tolist())
-    rows, want = stored_logits(reference, prompt)
-    noise = 2 * np.abs(logits[rows] - want).max()
-    top = reference[f"{prompt}_hf_top_vals"]
-    clear = top[:, 0] - top[:, 1] > noise
-    assert clear.sum() > 0
-    np.testing.assert_array_equal(logits.argmax(axis=1)[clear], reference[f"{prompt}_hf_top_ids"][clear, 0])
+def test_teacher_forced_tokens(engine, reference, prompt, family):
+    """At every position the likeliest token is the reference's, wherever its margin over the second exceeds the noise of
+    8-bit arithmetic: the largest margin at which llama.cpp, with the same weights, chose another token."""
+    ids = reference[f"{prompt}_ids"].tolist()
+    logits = run(engine, ids)[1] if family == "prefill" else decode_logits(engine, ids)
+    likeliest, values = reference[f"{prompt}_hf_top_ids"][:, 0], reference[f"{prompt}_hf_top_vals"]
+    margin = values[:, 0] - values[:, 1]
+    noise = margin[reference[f"{prompt}_llama_top_ids"][:, 0] != likeliest].max()
+    clear = margin > noise
+    assert clear.sum() > 0.45 * len(ids)
+    np.testing.assert_array_equal(logits.argmax(axis=1)[clear], likeliest[clear])
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
