@@ -18,6 +18,7 @@ done, into pinned memory at once.
 
 Record and replay. Launches and copies within the card made inside `with card.record() as recording` are kept
 instead of run, arguments frozen; `recording.replay()` runs them all for the price of about one launch.
+`alloc`, `upload` and `zeros` act at once even there; copies to and from the host and events are refused.
 """
 
 import math
@@ -216,7 +217,7 @@ class Card:
         # Two locks: memory is freed by finalizers, which may interrupt a thread that waits for a compilation.
         self._memory_lock, self._loading = threading.RLock(), threading.Lock()
         self._functions = {}                             # (kernel, *argument types) -> Function
-        self.on_compile = None                           # called with the name of each kernel met for the first time
+        self.on_compile = None                           # called with the name of each kernel met first
         self._recording = None
 
     def __repr__(self):
@@ -312,6 +313,8 @@ class Card:
     def fill(self, array, byte, stream=None):
         """Sets every byte of `array` to `byte` (0 to 255)."""
         self._check(array)
+        if not 0 <= byte <= 255:
+            raise CardError(f"{array!r}: {byte} is no byte to fill with")
         stream = self.target(stream)
         stream.keep((array,))
         if array.nbytes:
@@ -380,6 +383,8 @@ class Card:
 
     def target(self, stream, outside=None):
         """The stream that an operation goes to; `outside` names an operation that cannot be recorded."""
+        if stream is not None and stream.card is not self:
+            raise CardError(f"{self.name} cannot use a stream of {stream.card.name}")
         recording = self._recording
         if recording is None or recording.thread != threading.get_ident():
             return self.default_stream if stream is None else stream

@@ -71,7 +71,9 @@ _SCALARS |= {bool: "bool", float: "float32", int: "uint32"}
 
 @cache
 def array_type(dtype, ndim):
-    """The type string of a C-contiguous array, e.g. ``float16[3]``."""
+    """The type string of a C-contiguous array, e.g. ``float16[3]``. TypeError: a card has no such items."""
+    if dtype.kind not in "biufc" or not dtype.isnative:
+        raise TypeError(f"the items of a card's array are numbers in native byte order, not {dtype}")
     return f"{dtype.name}[{ndim}]"
 
 
@@ -173,6 +175,7 @@ def _compile(kernel, signature, cc, entry):
         variable = r'(?m)^.*call void @"llvm\.dbg\..*$'
         library._llvm_strs = [re.sub(variable, "", text) for text in library.llvm_strs]
         ptx = library.get_asm_str(cc=cc)
+    ptx = _NOTEBOOK.sub("", ptx)                # in the line table
     # Environment objects of the host: declared, never used. Their names depend on what was compiled before.
     ptx = re.sub(r"\.common \.global \.align 8 \.u64 _ZN08NumbaEnv\w*;\n", "", ptx).replace(symbol, entry)
     if any(getattr(file, "kind", None) != "cu" for file in library._linking_files):
@@ -292,6 +295,7 @@ def _libnvvm():
 
 # Options of @cuda.jit. The others change the arithmetic (fastmath) or what is linked, or would be ignored.
 _OPTIONS = {"device", "forceinline", "inline", "launch_bounds", "lineinfo", "lto", "opt"}
+_NOTEBOOK = re.compile(r'[^"\n]*/ipykernel_\d+/')     # the folder of a notebook's cells, new at every start
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic, np.dtype, types.Type)
 
 
@@ -303,7 +307,7 @@ def _feed(digest, value, seen):
     if isinstance(value, _PLAIN):
         digest.update(f"{type(value).__name__} {value!r};".encode())
     elif isinstance(value, np.ndarray):
-        digest.update(f"array {value.dtype!r} {value.shape};".encode() + value.tobytes())
+        digest.update(f"array {value.dtype!r} {value.shape} {value.strides};".encode() + value.tobytes())
     elif isinstance(value, (tuple, list)):
         fields = getattr(value, "_fields", "")  # of a named tuple
         digest.update(f"{type(value).__name__} {len(value)} {fields};".encode())
@@ -340,7 +344,7 @@ def _feed_code(digest, value, seen):
 
 
 def _feed_function(digest, function, seen):
-    digest.update(marshal.dumps(function.__code__, 2))       # version 2 holds no reference counts
+    digest.update(marshal.dumps(_portable(function.__code__), 2))      # version 2 holds no reference counts
     _feed(digest, function.__defaults__, seen)
     _feed(digest, [cell.cell_contents for cell in function.__closure__ or ()], seen)
 
@@ -352,6 +356,12 @@ def _feed_global(digest, name, value, attributes, seen):
             _feed_global(digest, attribute, vars(value)[attribute], attributes, seen)
     else:
         _feed(digest, value, seen)
+
+
+def _portable(code):
+    """`code` as another session of the same notebook has it."""
+    nested = [_portable(x) if isinstance(x, python_types.CodeType) else x for x in code.co_consts]
+    return code.replace(co_filename=_NOTEBOOK.sub("", code.co_filename), co_consts=tuple(nested))
 
 
 def _names(code):

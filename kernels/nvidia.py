@@ -269,9 +269,11 @@ class NvidiaStream(Stream):
         self.recent = deque(maxlen=4)                    # names of the last kernels, for messages
 
     def record(self):
+        self.card.target(self, "an event")
         return NvidiaEvent(self)
 
     def wait(self, event):
+        self.card.target(self, "a wait")
         self.card.call(driver.cuStreamWaitEvent, self.handle, event.handle, 0)
 
     def synchronize(self):

@@ -160,6 +160,23 @@ def test_memory_comes_back(card):
         card.free(card.zeros(4, "int8")[1:])
 
 
+@pytest.mark.parametrize("dtype", [">f4", "V12", "datetime64[s]", [("a", "f4")], "U3"])
+def test_only_native_numbers_are_items(card, dtype):
+    with pytest.raises(TypeError, match="native byte order"):
+        card.upload(np.zeros(3, dtype))
+    with pytest.raises(TypeError, match="native byte order"):
+        card.alloc(12, "int8").view(">i2")
+
+
+def test_bytes_to_fill_with(card):
+    x = card.zeros(4, "uint8")
+    card.fill(x, 255)
+    for wrong in (-1, 256):
+        with pytest.raises(CardError, match="no byte"):
+            card.fill(x, wrong)
+    assert card.download(x).tolist() == [255] * 4
+
+
 def test_copies_check_shapes(card):
     x = card.zeros(4, "float32")
     for host in (np.zeros(5, np.float32), np.zeros(4, np.float64), np.zeros((4, 1), np.float32)):
@@ -294,7 +311,8 @@ def test_streams_that_wait_for_each_other(card):
     thread.start()
     thread.join(timeout=60)
     assert not thread.is_alive()
-    np.testing.assert_array_equal(card.download(y), after_add_scaled(numbers(), np.float32(0), 1.0, times=600))
+    expected = after_add_scaled(numbers(), np.float32(0), 1.0, times=600)
+    np.testing.assert_array_equal(card.download(y), expected)
 
 
 def test_events_measure_time(card):
@@ -393,12 +411,16 @@ def test_replay_after_free_is_refused(card):
 
 def test_only_card_side_work_is_recorded(card):
     x = card.zeros(4, "float32")
+    before = card.default_stream.record()
     with card.record():
         for wrong in (lambda: card.copy_in(x, np.zeros(4, np.float32)), lambda: card.download(x)):
             with pytest.raises(CardError, match="cannot be recorded"):
                 wrong()
         with pytest.raises(CardError, match="give no stream"):
             card.fill(x, 0, card.default_stream)
+        for wrong in (card.default_stream.record, lambda: card.default_stream.wait(before)):
+            with pytest.raises(CardError, match="cannot be recorded"):
+                wrong()
     with pytest.raises(ZeroDivisionError):
         with card.record():
             1 / 0
@@ -427,6 +449,13 @@ def test_two_cards_do_not_know_each_other(card):
         card.launch(add_scaled, 1, 32, mine, theirs, N, 1.0)
     with pytest.raises(CardError, match="is on"):
         other.copy(theirs, mine)
+    with card.record() as recording:
+        card.launch(add_scaled, 1, 32, mine, mine, N, 1.0)
+    stream = other.default_stream
+    for use in (lambda: card.launch(add_scaled, 1, 32, mine, mine, N, 1.0, stream=stream),
+                lambda: card.copy(mine, mine, stream), lambda: recording.replay(stream)):
+        with pytest.raises(CardError, match="cannot use a stream of emulated card 7"):
+            use()
     # The way from card to card leads through the host; events order it across cards.
     host = card.pinned(N, "float32")
     card.copy_out(host, mine)
@@ -485,6 +514,30 @@ def test_late_card_shows_a_missing_wait():
     card = EmulatedCard(late=True)
     np.testing.assert_array_equal(late_pipeline(card, wait=True), numbers())
     assert not late_pipeline(card, wait=False).any()
+
+
+@pytest.mark.parametrize("first", ["producer", "consumer"])
+@pytest.mark.parametrize("end", ["synchronize", "free"])
+def test_late_card_shows_a_missing_wait_wherever_the_host_waits(first, end):
+    """Whichever stream is older, and also when the host waits for the whole card."""
+    card = EmulatedCard(late=True)
+    streams = [card.stream() for _ in range(2)]
+    producer, consumer = streams if first == "producer" else reversed(streams)
+    for wait in (False, True):
+        x, y = card.upload(numbers()), card.zeros(N, "float32")
+        card.fill(x, 0, producer)
+        if wait:
+            consumer.wait(producer.record())
+        card.launch(add_scaled, 8, 128, x, y, N, 1.0, stream=consumer)
+        card.synchronize() if end == "synchronize" else card.free(card.zeros(1, "int8"))
+        np.testing.assert_array_equal(card.download(y), 0 if wait else numbers())
+
+
+def test_time_between_events_that_are_not_done():
+    card = EmulatedCard(late=True)
+    events = [card.default_stream.record() for _ in range(2)]
+    with pytest.raises(CardError, match="both are done"):
+        events[1].seconds_since(events[0])
 
 
 def test_late_card_shows_a_pinned_buffer_written_too_early():

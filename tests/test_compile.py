@@ -345,6 +345,22 @@ def test_key_takes_no_attribute_for_a_global(tmp_path):
     assert len(keys) == 1
 
 
+def test_notebook_cells_are_found_again_after_a_restart(tmp_path):
+    """Their files lie in a folder that is named after the process."""
+    text = "from numba import cuda\n@cuda.jit\ndef kernel(x):\n    x[0] = (lambda: 1)()\n"
+    kernels = []
+    for process in (111, 222):
+        namespace = {}
+        exec(compile(text, f"/tmp/ipykernel_{process}/123.py", "exec"), namespace)
+        kernels.append(namespace["kernel"])
+    assert len({cache_key(kernel, ("float32[1]",), OLDEST) for kernel in kernels}) == 1
+    session = "ipykernel_333"
+    (tmp_path / session).mkdir()
+    cell = kernel_from("@cuda.jit\ndef kernel(x):\n    x[0] = 1", tmp_path / session)
+    ptx = compile_kernel(cell, ("float32[1]",), OLDEST, tmp_path).ptx
+    assert session not in ptx and '"source.py"' in ptx
+
+
 def test_key_refuses_what_it_cannot_see_through(tmp_path):
     class Opaque:
         pass

@@ -4,7 +4,8 @@ A stream is a queue and a counter of what is done. Whoever needs an operation do
 the calling thread: `synchronize`, a dependent stream, a copy to pageable memory. Besides, each stream has a
 worker thread, started at the first operation, that runs what lies in the queue, so that host and card
 overlap. With `late=True` there is no worker, and every operation runs at the last moment that the events
-allow: a missing wait then reads stale data every time, instead of once a month.
+allow, of two streams first what was given last: a missing wait then reads stale data at once, instead of once
+a month.
 """
 
 import atexit
@@ -18,7 +19,7 @@ import weakref
 from collections import deque
 from contextlib import contextmanager
 from functools import cache, partial
-from itertools import groupby
+from itertools import count, groupby
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -167,9 +168,22 @@ class EmulatedCard(Card):
 
     def synchronize(self):
         """Waits for every stream of the card. Raises what went wrong."""
+        if self.late:
+            self._run_latest_first()
         for stream in list(self.streams):
             stream.run_until(stream.pushed)
         self.raise_error()
+
+    def _run_latest_first(self):
+        """Runs the queues: of their next operations always the one that was given last.
+
+        Without an event that forces the other order, a result is thus used before it is made.
+        """
+        while True:
+            stream = max(list(self.streams), key=EmulatedStream.next_given)
+            if stream.next_given() < 0:
+                return
+            stream.run_until(stream.done + 1)
 
     def run(self, operations):
         """Runs launches as one native list, or one operation of another kind.
@@ -238,6 +252,8 @@ class EmulatedEvent(Event):
         self.stream.card.raise_error()
 
     def seconds_since(self, earlier):
+        if self.time is None or earlier.time is None:
+            raise CardError("the time between two events is known when both are done")
         return self.time - earlier.time
 
 
@@ -257,6 +273,7 @@ class EmulatedStream(Stream):
         self.card, self.name = card, name
         self.pushed = self.done = 0
         self._queue = deque()
+        self._given = deque()                            # on a late card: the numbers of what is in the queue
         self._pushing = threading.Lock()                 # guards `pushed` and the order of the queue
         self._running = threading.Lock()                 # held by whoever runs the queue
         self._progress = threading.Condition()           # told whenever `_running` is let go
@@ -266,6 +283,8 @@ class EmulatedStream(Stream):
     def push(self, operation):
         """Adds an operation; returns its position: the value of `done` once it has run."""
         with self._pushing:
+            if self.card.late:
+                self._given.append(next(_numbers))
             self._queue.append(operation)
             self.pushed += 1
             if not self._awake and not self.card.late:
@@ -273,9 +292,11 @@ class EmulatedStream(Stream):
             return self.pushed
 
     def record(self):
+        self.card.target(self, "an event")
         return EmulatedEvent(self)
 
     def wait(self, event):
+        self.card.target(self, "a wait")
         self.push(lambda: event.stream.run_until(event.position))
 
     def synchronize(self):
@@ -301,6 +322,13 @@ class EmulatedStream(Stream):
                 with self._progress:
                     self._progress.wait_for(lambda: self.done >= position or not self._running.locked())
 
+    def next_given(self):
+        """On a late card: the number of the next operation, in the order that all were given; -1: none."""
+        try:
+            return self._given[0]
+        except IndexError:
+            return -1
+
     def answer(self):
         """What the worker does at a signal."""
         self._awake = False                              # before `pushed` is read: nothing is left behind
@@ -317,6 +345,8 @@ class EmulatedStream(Stream):
             self.card.run(operations)
         finally:                                         # Ctrl-C arrives here, too
             self.done += len(operations)                 # not earlier: others take `done` as leave to go on
+            for _ in operations if self.card.late else ():
+                self._given.popleft()
 
     def _wake(self):
         self._awake = True
@@ -397,6 +427,7 @@ def _usable_processors():
 
 
 _cards = weakref.WeakSet()
+_numbers = count()                                       # of the operations given to late cards
 
 
 @atexit.register
