@@ -283,7 +283,7 @@ def _versions():
     from numba.cuda.cudadrv.nvvm import NVVM
     packages = [f"{p} {importlib.metadata.version(p)}" for p in ("numba", "numba-cuda", "llvmlite", "numpy")]
     return (sys.version, *packages, NVVM().get_ir_version(), _libnvvm(), _check(nvrtc.nvrtcVersion()),
-            Path(__file__).read_text())
+            Path(__file__).read_bytes())
 
 
 def _libnvvm():

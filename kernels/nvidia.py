@@ -102,7 +102,7 @@ def run_assembler(program, compiled, cc):
     """(machine code, what ptxas says of registers and spills)."""
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
-        source.write_text(compiled.ptx)
+        source.write_text(compiled.ptx, encoding="utf-8")
         command = [program, f"-arch=sm_{cc[0]}{cc[1]}", "-v", "-lineinfo", source, "-o", cubin]
         run = subprocess.run(command, capture_output=True, text=True, errors="replace")
         if run.returncode:

@@ -654,6 +654,33 @@ def test_failure_surfaces_at_synchronize_and_stays():
         card.download(x)
 
 
+def test_damaged_machine_code_is_made_again(tmp_path):
+    def result():
+        native.load.cache_clear()                        # as in a new process
+        card = EmulatedCard(cache_dir=tmp_path)
+        y = card.zeros(N, "float32")
+        card.launch(add_scaled, 8, 128, card.upload(numbers()), y, N, 1.0)
+        return card.download(y)
+
+    expected = result()
+    file, = (tmp_path / "native").iterdir()
+    whole = file.read_bytes()
+    middle = len(whole) // 2
+    for damage in (b"", whole[:middle], whole[:middle] + bytes(100) + whole[middle + 100:]):
+        file.write_bytes(damage)
+        np.testing.assert_array_equal(result(), expected)
+        assert file.read_bytes() == whole
+
+
+def test_card_works_without_a_cache(tmp_path):
+    (tmp_path / "file").write_text("")
+    card = EmulatedCard(cache_dir=tmp_path / "file")
+    y = card.zeros(N, "float32")
+    with pytest.warns(UserWarning, match="not kept"):
+        card.launch(add_scaled, 8, 128, card.upload(numbers()), y, N, 1.0)
+    np.testing.assert_array_equal(card.download(y), numbers())
+
+
 @cuda.jit
 def too_much_shared(x):
     shared = cuda.shared.array(20000, float32)

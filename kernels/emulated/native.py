@@ -13,15 +13,15 @@ import functools
 import hashlib
 import inspect
 import json
-import os
 import platform
-import tempfile
 import threading
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import llvmlite
 import llvmlite.binding as llvm
+
+from kernels import compile as compiler
 
 from .translate import CONTEXT, CONTEXT_BYTES, Target, Translated, Translator, static_shared_bytes, translate
 
@@ -100,17 +100,15 @@ def _cached(ptx, block, target, cache_dir, translator):
     """(Translated without its IR, object file) of a kernel, from the disk where possible."""
     key = hashlib.sha256("\0".join((ptx, str(block), str(target), _version(translator))).encode()).hexdigest()
     path = Path(cache_dir) / f"{key}.o" if cache_dir else None
-    if path and path.exists():
-        header, data = path.read_bytes().split(b"\n", 1)
+    content = compiler.load(path) if path else None
+    if content is not None:
+        header, data = content.split(b"\n", 1)
         return Translated(**{k: _tuples(v) for k, v in json.loads(header).items()}), data
     translated = translate(ptx, block, target, translator)
     data = compile_object(translated.ir, target, translator.level)
     translated = replace(translated, ir="")
     if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(json.dumps(asdict(translated)).encode() + b"\n" + data)
-        os.replace(file.name, path)
+        compiler.store(path, json.dumps(asdict(translated)).encode() + b"\n" + data)
     return translated, data
 
 
