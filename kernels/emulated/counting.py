@@ -22,7 +22,7 @@ from numba import cfunc, njit
 
 from . import native
 from .emit import WARP
-from .estimate import SECTOR, Counts, estimate, pipe_of
+from .estimate import SECTOR, Counts, estimate, pipe_of, registers_used
 from .watching import OBSERVER, READ, SHARED, WRITE, Watch, Watching, find_row
 
 # The arrays of @watch: addresses of the lanes and room to work; totals, then block counters; the allocations
@@ -182,7 +182,7 @@ class Counted:
 
     def estimate(self, card):
         """The Estimate for a CardModel."""
-        return estimate(self.counts, self.grid, self.block, registers(self.ptx), self.shared_bytes, card)
+        return estimate(self.counts, self.grid, self.block, _registers(self.ptx, card.cc), self.shared_bytes, card)
 
 
 _lock = threading.Lock()                                 # a kernel's @watch belongs to one launch at a time
@@ -211,14 +211,7 @@ def run(launch, allocations):
     return Counted(launch.name, launch.grid, code.facts.block, counts, launch.shared_bytes, code.kernel.ptx)
 
 
-@functools.lru_cache(maxsize=None)
-def registers(ptx):
-    """Registers per thread that the assembler gives a kernel, for the architecture its PTX was made for."""
-    from cuda.core import Linker, LinkerOptions, ObjectCode
-    options = LinkerOptions(arch=re.search(r"\.target\s+(sm_\d+)", ptx)[1], ptxas_options=["-v"])
-    linker = Linker(ObjectCode.from_ptx(ptx.encode()), options=options)
-    linker.link("cubin")
-    return int(re.search(r"Used (\d+) registers", linker.get_info_log())[1])
+_registers = functools.cache(registers_used)
 
 
 # ---- tables ------------------------------------------------------------------------------------------------
