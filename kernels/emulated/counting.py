@@ -182,7 +182,8 @@ class Counted:
 
     def estimate(self, card):
         """The Estimate for a CardModel."""
-        return estimate(self.counts, self.grid, self.block, _registers(self.ptx, card.cc), self.shared_bytes, card)
+        registers = _registers(self.ptx, card.cc)
+        return estimate(self.counts, self.grid, self.block, registers, self.shared_bytes, card)
 
 
 _lock = threading.Lock()                                 # a kernel's @watch belongs to one launch at a time
