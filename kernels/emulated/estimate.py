@@ -97,7 +97,7 @@ _BY_NAME = {
     "atom red": "atomic",
     "bar barrier membar fence": "barrier",
     "bra brx ret exit call trap brkpt nanosleep": "branch",
-    "mov cvta": "move",
+    "mov cvta barrier_result": "move",
     "prefetch prefetchu discard": "global_",
     "mma wmma wgmma": "tensor",
     "ldmatrix stmatrix": "shared",
@@ -134,12 +134,15 @@ def _pipe_of_cvt(to, of):
 # ---- occupancy ---------------------------------------------------------------------------------------------
 
 def registers_used(ptx, cc):
-    """Registers per thread of a kernel's PTX as ptxas (nvJitLink) assembles it for `cc` = (7, 0); needs no GPU."""
-    from cuda.core import Linker, LinkerOptions, ObjectCode
-    options = LinkerOptions(arch=f"sm_{cc[0]}{cc[1]}", ptxas_options=["-v"])
-    linker = Linker(ObjectCode.from_ptx(ptx.encode()), options=options)
-    linker.link("cubin")
-    return int(re.search(r"Used (\d+) registers", linker.get_info_log())[1])
+    """Registers per thread of a kernel's PTX as ptxas assembles it for `cc` = (7, 0), which is the code that a card
+    loads; needs no GPU. RuntimeError: the toolkit has no ptxas."""
+    from ..compile import Compiled
+    from ..nvidia import find_assembler, run_assembler
+    assembler = find_assembler()
+    if assembler is None:
+        raise RuntimeError("registers cannot be counted: ptxas is missing; pip install the nvcc of this CUDA version")
+    _, said = run_assembler(assembler[0], Compiled("a kernel", (), "", ptx), cc)
+    return int(re.search(r"Used (\d+) registers", said)[1])
 
 
 def blocks_per_sm(block_size, registers, shared_bytes, card):

@@ -18,7 +18,7 @@ from .ptx import Instr, Label, Mem, Symbol, Unsupported, registers_of
 
 EXIT = -1
 NO_RESULT = {"st", "bra", "bar", "barrier", "membar", "fence", "ret", "exit", "red", "trap", "brkpt", "nanosleep",
-             "prefetch", "prefetchu", "discard", "pragma", "brx"}
+             "prefetch", "prefetchu", "discard", "pragma"}
 
 
 def split_operands(instr):
@@ -81,7 +81,7 @@ class Flow:
                 continue
             if block.end:
                 blocks.append(block := Block(len(blocks)))
-            if item.name in ("bra", "ret", "exit", "trap", "brx") or is_barrier(item):
+            if item.name in ("bra", "ret", "exit", "trap") or is_barrier(item):
                 block.end = item
             else:
                 block.instrs.append(item)
@@ -94,8 +94,6 @@ class Flow:
                 if not isinstance(end.operands[0], Symbol) or end.operands[0].name not in names:
                     raise end.unsupported("a branch to an unknown label")
                 block.targets = [names[end.operands[0].name]] + (following if end.guard else [])
-            elif end.name == "brx":
-                raise end.unsupported()
         return self._reachable(blocks)
 
     def _reachable(self, blocks):

@@ -251,6 +251,8 @@ class Lanes:
         self.shapes, self.divided = {}, set()
         self.instrs = [i for b in flow.blocks for i in b.instrs]
         self.every = self.instrs + [b.end for b in flow.blocks if b.end]
+        written = {r for i in self.every for r in split_operands(i)[0]}
+        self.shapes |= {r: UNIFORM for i in self.every for r in reads(i) if r in self.types and r not in written}
         self._settle()
         self.needs_vector = self._vector_uses()
 
@@ -377,7 +379,7 @@ class Lanes:
         return multiply(*wide, 2 * bits)
 
     def _mad(self, instr, shapes, bits):
-        if not self._integer(instr) or instr.mods[0] not in ("lo", "wide") or "cc" in instr.mods:
+        if not self._plain(instr) or instr.mods[0] not in ("lo", "wide"):
             return None
         product = self._mul(instr, shapes[:2], bits)
         return add(product, shapes[2], bits if instr.mods[0] == "lo" else 2 * bits)
@@ -419,6 +421,12 @@ class Lanes:
         return UNIFORM
 
     def _activemask(self, instr, shapes, bits):
+        return UNIFORM
+
+    def _match(self, instr, shapes, bits):
+        return UNIFORM if shapes[0].uniform and shapes[0].exact or instr.mods[0] == "all" else VARYING
+
+    def _barrier_result(self, instr, shapes, bits):
         return UNIFORM
 
     # ---- storage ----

@@ -423,8 +423,7 @@ class Memory(Arithmetic):
         if "sync" not in instr.mods:
             raise instr.unsupported()
         how = instr.mods[1]
-        members = self.op("and", "i32", 1, self.scalar(instr.operands[2], "i32"), self.mask or "-1") \
-            if self.uniform(instr.operands[2]) else self._refuse_members(instr)
+        members = self._members(instr)
         bits = self.op("and", "i32", 1, self._ballot(instr.operands[1]), members)
         if how == "ballot":
             return self.put(instr.operands[0], "i32", 1, bits)
@@ -436,8 +435,42 @@ class Memory(Arithmetic):
             raise instr.unsupported()
         self.put(instr.operands[0], "i1", 1, results[how]())
 
-    def _refuse_members(self, instr):
-        raise instr.unsupported("member masks that differ between lanes")
+    def _members(self, instr):
+        """The running lanes of the member mask."""
+        if not self.uniform(instr.operands[2]):
+            raise instr.unsupported("member masks that differ between lanes")
+        return self.op("and", "i32", 1, self.scalar(instr.operands[2], "i32"), self.mask or "-1")
+
+    def op_match(self, instr):
+        """any: for each lane the members with the same bits; all: the members if they all have the same, else 0."""
+        how, kind = instr.mods[0], instr.mods[-1]
+        t = llvm_type(kind)
+        if "sync" not in instr.mods or how not in ("any", "all"):
+            raise instr.unsupported()
+        target, value, members = instr.operands[0], instr.operands[1], self._members(instr)
+        if how == "all":
+            target, flag = (target.first, target.second) if isinstance(target, Pair) else (target, Reg("_"))
+            values = self.vector(value, t)
+            first = self.call("llvm.cttz.i32", "i32", ("i32", members), ("i1", "false"))
+            first = self.op("and", "i32", 1, first, str(WARP - 1))
+            first = self.let(f"extractelement <{WARP} x {t}> {values}, i32 {first}")
+            same = self._equals(t, values, first)
+            missing = self.op("and", "i32", 1, members, self.op("xor", "i32", 1, same, "-1"))
+            agree = self.compare("eq", "i32", 1, missing, "0")
+            self.put(flag, "i1", 1, agree)
+            return self.put(target, "i32", 1, self.select("i32", 1, agree, members, "0"))
+        if self.uniform(value):
+            return self.put(target, "i32", 1, members)
+        values, result = self.vector(value, t), "zeroinitializer"
+        for lane in range(WARP):
+            one = self.let(f"extractelement <{WARP} x {t}> {values}, i64 {lane}")
+            same = self.op("and", "i32", 1, self._equals(t, values, one), members)
+            result = self.let(f"insertelement <{WARP} x i32> {result}, i32 {same}, i64 {lane}")
+        self.put(target, "i32", WARP, result)
+
+    def _equals(self, t, values, one):
+        """Bits of the lanes whose value is `one`."""
+        return self.mask_bits(self.compare("eq", t, WARP, values, self.splat(t, one)))
 
     def op_activemask(self, instr):
         self.put(instr.operands[0], "i32", 1, self.mask or "-1")

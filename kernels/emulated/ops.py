@@ -108,13 +108,47 @@ class Arithmetic(Operands):
 
     def op_add(self, instr):
         if "cc" in instr.mods:
-            return self._carry(instr)
+            return self._with_carry(instr, "add")
         self._arithmetic(instr, "add")
 
     def op_sub(self, instr):
         if "cc" in instr.mods:
-            raise instr.unsupported()
+            return self._with_carry(instr, "sub")
         self._arithmetic(instr, "sub")
+
+    def op_addc(self, instr):
+        self._with_carry(instr, "add")
+
+    def op_subc(self, instr):
+        self._with_carry(instr, "sub")
+
+    def op_madc(self, instr):
+        self._with_carry(instr, "mad")
+
+    def _with_carry(self, instr, name):
+        """Sums that write the carry (`.cc`), read it (the names that end in c; it is their last operand), or both. After
+        a difference the carry is the borrow."""
+        kind, target = instr.mods[-1], instr.operands[0]
+        t = llvm_type(kind)
+        if kind not in ("u32", "s32", "u64", "s64"):
+            raise instr.unsupported()
+        only(instr, "cc", *(["lo", "hi"] if name == "mad" else []))
+        operands = [(o, t) for o in instr.operands[1:]]
+        if instr.name != name:
+            operands[-1] = (operands[-1][0], "i1")
+        w = 1 if self.uniform(*(o for o, _ in operands)) else WARP
+        a, b, *rest = (self.get(o, t, w) for o, t in operands)
+        if name == "mad":
+            a, (b, *rest) = self._multiplied(instr, kind, w, a, b), rest
+        operation, total, carry = "sub" if name == "sub" else "add", a, None
+        for part in [b] + [self.resize("i1", t, w, c) for c in rest]:
+            before, total = total, self.op(operation, t, w, total, part)
+            over = self.compare("ult", t, w, *((before, part) if name == "sub" else (total, part)))
+            carry = self.op("or", "i1", w, carry, over) if carry else over
+        if "cc" in instr.mods:
+            target, flag = target.first, target.second
+            self.put(flag, "i1", w, carry)
+        self.put(target, t, w, total)
 
     def op_mul(self, instr):
         kind = instr.mods[-1]
@@ -149,7 +183,9 @@ class Arithmetic(Operands):
         kind = instr.mods[-1]
         if kind[0] == "f":
             return self.op_fma(instr)
-        if "cc" in instr.mods or "sat" in instr.mods:
+        if "cc" in instr.mods:
+            return self._with_carry(instr, "mad")
+        if "sat" in instr.mods:
             raise instr.unsupported()
         t = llvm_type(kind)
         result = self._wide(t) if instr.mods[0] == "wide" else t
@@ -246,7 +282,7 @@ class Arithmetic(Operands):
         """compute(t, w, mods, *values) on f32 or f64, on f16 as f32 rounded once, on f16x2 for each half."""
         kind = instr.mods[-1]
         mods = instr.mods[:-1]
-        if "ftz" in mods and kind != "f32":
+        if "ftz" in mods and kind != "f32" and not (kind == "f64" and "approx" in mods):
             raise instr.unsupported("modifier `.ftz`")
         if kind in ("f32", "f64"):
             t = llvm_type(kind)
@@ -260,19 +296,23 @@ class Arithmetic(Operands):
 
     def _finish(self, t, w, mods, compute, values):
         if "ftz" in mods:
-            values = [self._flush(w, v) for v in values]
+            values = [self._flush(t, w, v) for v in values]
         result = compute(t, w, mods, *values)
         if "ftz" in mods:
-            result = self._flush(w, result)
+            result = self._flush(t, w, result)
         return self._saturate(t, w, result) if "sat" in mods else result
 
-    def _flush(self, w, value):
-        """Denormal float32 -> zero of the same sign."""
-        bits = self.cast("bitcast", "float", "i32", w, value)
-        exponent = self.op("and", "i32", w, bits, const("i32", w, 0x7F800000))
-        denormal = self.compare("eq", "i32", w, exponent, const("i32", w, 0))
-        sign = self.op("and", "i32", w, bits, const("i32", w, 0x80000000))
-        return self.cast("bitcast", "i32", "float", w, self.select("i32", w, denormal, sign, bits))
+    def _flush(self, t, w, value):
+        """Denormal -> zero of the same sign. Of a float64, which only `.approx.ftz.f64` flushes, also the lower half of
+        the mantissa goes: these instructions read and write upper halves."""
+        i = f"i{bits_of(t)}"
+        exponents, signs = {"float": (0x7F800000, 1 << 31), "double": (0x7FF << 52, 1 << 63)}[t]
+        bits = self.cast("bitcast", t, i, w, value)
+        if t == "double":
+            bits = self.op("and", i, w, bits, const(i, w, -1 << 32))
+        denormal = self.compare("eq", i, w, self.op("and", i, w, bits, const(i, w, exponents)), const(i, w, 0))
+        sign = self.op("and", i, w, bits, const(i, w, signs))
+        return self.cast("bitcast", i, t, w, self.select(i, w, denormal, sign, bits))
 
     def _saturate(self, t, w, value):
         """Clamps to [0, 1]; NaN and -0 become +0."""
@@ -733,11 +773,12 @@ class Arithmetic(Operands):
     def _float_to_float(self, instr, t, s, mods, w, a):
         mode = next((m for m in mods if m in _ROUND), None)
         if "ftz" in mods:
-            a = self._flush(w, a)
+            a = self._flush("float", w, a)
         if t == s:
-            if mode and s == "half":
-                raise instr.unsupported("this rounding")
-            a = self.intrinsic(_ROUND[mode], s, w, a) if mode else a
+            wide = "float" if mode and s == "half" else s
+            a = self.cast("fpext", s, wide, w, a)
+            a = self.intrinsic(_ROUND[mode], wide, w, a) if mode else a
+            a = self.cast("fptrunc", wide, s, w, a)
         elif bits_of(t) > bits_of(s):
             a = self.cast("fpext", s, t, w, a)
         else:
@@ -916,6 +957,10 @@ class Arithmetic(Operands):
         if name == "%nwarpid":
             x, y, z = self.lanes.block
             return str(-(-x * y * z // WARP)), "i32"
+        if name in ("%clock", "%clock64"):
+            counter = "readcyclecounter" if self.x86 else "readsteadycounter"
+            clock = self.call(f"llvm.{counter}", "i64")
+            return (clock, "i64") if name == "%clock64" else (self.resize("i64", "i32", 1, clock), "i32")
         if name == "%dynamic_smem_size":
             return self.let("load i32, ptr %dynamic.place"), "i32"
         raise self.instr.unsupported(f"special register `{name}`")

@@ -3,7 +3,9 @@
 Only the grammar is known here, not what an instruction means: a module is functions and variables, a function is
 parameters, registers, variables and a list of instructions and labels. Registers of nested scopes (inline assembly)
 get names of their own, calls of `.func` functions are replaced by their bodies, and an instruction under a predicate
-becomes a branch around it, so that the later stages see one flat list in which only `bra` is conditional.
+becomes a branch around it, so that the later stages see one flat list in which only `bra` is conditional. What an
+instruction does besides its operands is spelled out: the carry flag is a register, a jump through a table is a chain
+of branches, and a barrier that reduces is followed by a `barrier_result` that writes its register.
 """
 
 import re
@@ -112,7 +114,10 @@ class Module:
 SIZES = {"b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "b32": 4, "u32": 4, "s32": 4, "f32": 4,
          "f16x2": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8, "pred": 1}
 
-_LINE_DIRECTIVES = (".version", ".target", ".address_size", ".file", ".section")
+CARRY = "%carry"                                    # the register that stands for the carry flag, CC.CF
+_USE_CARRY = ("addc", "subc", "madc")
+
+_LINE_DIRECTIVES = (".version", ".target", ".address_size", ".file")
 _DECLARATION = re.compile(
     r"(?:\.(?:visible|extern|weak|common)\s+)*\.(?P<space>global|const|shared|local|param)\s+(?:\.align\s+(?P<align>\d+)\s+)?"
     r"(?:\.ptr\s+)?\.(?P<type>\w+)\s+(?P<name>[\w$%.]+)\s*(?P<array>\[\s*\d*\s*\])?\s*(?:=\s*(?P<init>.*))?$", re.S)
@@ -123,6 +128,7 @@ _HEADER = re.compile(r"(?:\.(?:visible|extern|weak)\s+)*\.(?P<kind>entry|func)\s
 def _statements(text):
     """Yields (statement, source line, terminator); terminator is one of `;`, `:`, `{`, `}`."""
     text = re.sub(r"/\*.*?\*/", " ", text, flags=re.S)
+    text = re.sub(r"(?m)^\s*\.section\s[^{]*\{[^}]*\}", "", text)           # debugging information
     pending, depth, line = "", 0, 0
     for raw in text.splitlines():
         raw = raw.split("//")[0].strip()
@@ -197,6 +203,8 @@ class _Reader:
         self.function = None
         self.scopes = []                            # register names of the open braces: written name -> own name
         self.n_scopes = 0
+        self.tables = {}                            # label of a `.branchtargets` -> labels
+        self.label = None                           # the label just read
         for statement, line, end in _statements(text):
             self.read(statement, line, end)
 
@@ -213,6 +221,7 @@ class _Reader:
             if not self.scopes:
                 self.function = None
         elif end == ":":
+            self.label = statement
             self.function.body.append(Label(statement))
         elif not statement or statement.startswith(".pragma"):
             return
@@ -222,10 +231,26 @@ class _Reader:
                 self.module.variables[variable.name] = variable
         elif statement.startswith(".reg"):
             self.registers(statement)
+        elif statement.startswith(".branchtargets"):
+            self.tables[self.label] = [Symbol(t) for t in _split(statement.split(None, 1)[1])]
         elif statement.startswith((".shared", ".local", ".param", ".extern")):
             self.function.variables.append(_declaration(statement))
         else:
-            self.function.body.append(self.instruction(statement, line))
+            self.function.body += self.spelled_out(self.instruction(statement, line))
+
+    def spelled_out(self, instr):
+        """The instructions that do what this one does, without side effects."""
+        if "cc" in instr.mods or instr.name in _USE_CARRY:
+            self.function.registers[CARRY] = "pred"
+            result, *sources = instr.operands
+            result = Pair(result, Reg(CARRY)) if "cc" in instr.mods else result
+            sources += [Reg(CARRY)] if instr.name in _USE_CARRY else []
+            return [replace(instr, operands=(result, *sources))]
+        if instr.name in ("bar", "barrier") and "red" in instr.mods:
+            result, *sources = instr.operands
+            return [replace(instr, operands=tuple(sources)),
+                    replace(instr, name="barrier_result", operands=(result,))]
+        return [instr]
 
     def header(self, statement):
         match = _HEADER.match(statement)
@@ -238,7 +263,7 @@ class _Reader:
         return function
 
     def registers(self, statement):
-        kind, names = re.match(r"\.reg\s+\.(\w+)\s+(.*)$", statement, re.S).groups()
+        kind, names = re.match(r"\.reg\s*\.(\w+)\s+(.*)$", statement, re.S).groups()
         if kind not in SIZES:
             raise Unsupported(f"register type `.{kind}`")
         for name in _split(names):
@@ -353,6 +378,26 @@ def _renamed_guard(guard, registers):
     return guard and (_renamed(guard[0], registers, {}), guard[1])
 
 
+def _branch_by_comparison(function, tables):
+    """`brx.idx i, table` -> `i == 0: bra first; i == 1: bra second; ...; bra last`"""
+    body = []
+    for item in function.body:
+        if isinstance(item, Label) or item.name != "brx":
+            body.append(item)
+            continue
+        index, table = item.operands
+        if item.guard or table.name not in tables:
+            raise item.unsupported("a table of an unknown form")
+        *targets, last = tables[table.name]
+        for i, target in enumerate(targets):
+            chosen = Reg(f"%chosen{len(body)}")
+            function.registers[chosen.name] = "pred"
+            body += [replace(item, name="setp", mods=("eq", "u32"), operands=(chosen, index, Imm(i))),
+                     replace(item, name="bra", mods=(), operands=(target,), guard=(chosen, False))]
+        body.append(replace(item, name="bra", mods=(), operands=(last,)))
+    function.body = body
+
+
 def _branch_around_guards(function):
     """`@p op` -> `@!p bra past; op; past:`"""
     body = []
@@ -388,7 +433,10 @@ def _params_to_registers(function):
 
 def parse(text):
     """PTX text of one kernel -> Module whose entry function has calls inlined and guards on `bra` only."""
-    module = _Reader(text).module
+    reader = _Reader(text)
+    module = reader.module
+    for function in module.functions.values():
+        _branch_by_comparison(function, reader.tables)
     _inline_calls(module, module.entry)
     _params_to_registers(module.entry)
     _branch_around_guards(module.entry)

@@ -21,6 +21,8 @@ from .ptx import Imm, Symbol, Unsupported, parse
 CONTEXT = {"params": 0, "shared": 8, "local": 16, "frames": 24, "ctaid": 32, "nctaid": 44, "dynamic": 56}
 CONTEXT_BYTES = 64
 
+_BALLOTS = 64                                       # bytes at the start of a warp's frame, where barriers reduce
+
 
 @dataclass(frozen=True)
 class Target:
@@ -56,6 +58,7 @@ class Translator(Memory):
         self.module = parse(ptx)
         self.function = self.module.entry
         self.block, self.target = tuple(block), target
+        self.x86 = target.triple.startswith(("x86", "i386"))
         self.vnni, self.cpu_gathers, self.cpu_permutes = target.vnni, target.avx512, target.avx512
         self.parameters, self.params, self.params_bytes = self._layout_parameters()
         self.flow = Flow(self.function.body)
@@ -64,7 +67,8 @@ class Translator(Memory):
         self.divided = frozenset(self.lanes.divided)
         self.ends = []                              # labels at which the warp ends, not yet written
         self.resumes = []                           # labels to go on from after barrier 1, 2, ...
-        self.frame_bytes = 0
+        self.reduces = any(i.name == "barrier_result" for i in self.lanes.every)
+        self.frame_bytes = _BALLOTS if self.reduces else 0
         self.n_threads = self.block[0] * self.block[1] * self.block[2]
         self.instr = None
 
@@ -158,6 +162,7 @@ class Translator(Memory):
                 self.do(f"{slot}.s = alloca {t}")
             if self.lanes.vector(register):
                 self.do(f"{slot}.v = alloca <{WARP} x {t}>")
+        self._start_undefined()
         for block in sorted(self.flow.masked):
             self.do(f"%waiting{block} = alloca i32")
             self.do(f"store i32 0, ptr %waiting{block}")
@@ -166,21 +171,37 @@ class Translator(Memory):
             self.do("%warp64 = zext i32 %warp to i64")
             self.do(f"%frame.offset = mul i64 %warp64, {self.frame_bytes}")
             self.do("%frame = getelementptr i8, ptr %frames, i64 %frame.offset")
+        if self.reduces:
+            for warp, frame in enumerate(self._frames_of_warps()):
+                self.do(f"{frame} = getelementptr i8, ptr %frames, i64 {warp * self.frame_bytes}")
         cases = " ".join(f"i32 {i + 1}, label %{label}" for i, label in enumerate(self.resumes))
-        self.do(f"switch i32 %resume, label %b0 [{cases}]")
+        self.do(f"switch i32 %resume, label %start [{cases}]")
+        self.label("start")
+        if self.reduces:
+            self._start_reductions()
+        self.do("br label %b0")
         lines, self.lines = self.lines, []
         return lines
 
+    def _start_undefined(self):
+        """Registers that may be read before they are written start as zero: LLVM could make anything of them."""
+        for register in sorted(self.flow.blocks[0].live_in & self.registers.keys()):
+            t, slot = llvm_type(self.registers[register]), self.slots[register]
+            if self.lanes.scalar(register):
+                self.do(f"store {t} zeroinitializer, ptr {slot}.s")
+            if self.lanes.vector(register):
+                self.do(f"store <{WARP} x {t}> zeroinitializer, ptr {slot}.v")
+
     def _start_mask(self):
-        """%start: the lanes that exist; a block's last warp may be incomplete."""
+        """%everyone: the lanes that exist; a block's last warp may be incomplete."""
         if self.n_threads % WARP:
             last = self.n_threads // WARP
             self.do(f"%incomplete = icmp eq i32 %warp, {last}")
-            self.do(f"%start = select i1 %incomplete, i32 {(1 << self.n_threads % WARP) - 1}, i32 -1")
+            self.do(f"%everyone = select i1 %incomplete, i32 {(1 << self.n_threads % WARP) - 1}, i32 -1")
 
     @property
     def start_mask(self):
-        return "%start" if self.n_threads % WARP else None
+        return "%everyone" if self.n_threads % WARP else None
 
     def _variable_addresses(self):
         shared, local = self.let("ptrtoint ptr %shared to i64"), self.let("ptrtoint ptr %local to i64")
@@ -307,15 +328,15 @@ class Translator(Memory):
     # ---- barriers ----
 
     def _barrier(self, block):
-        end = block.end
-        if end.name != "bar" or end.mods != ("sync",) or end.operands != (Imm(0),):
-            raise end.unsupported("only `bar.sync 0` of all threads")
+        self._check_barrier(block.end)
+        if "red" in block.end.mods:
+            self._cast_ballot(block.end.operands[-1])
         target = block.targets[0]
         self._wait(target, self.mask or "-1")
         saved = self._saved(block, target)
         number = len(self.resumes) + 1
         pointer_type = [(self._frame_type(t), place, t) for place, t in saved]
-        offset, moves = 0, []
+        offset, moves = _BALLOTS if self.reduces else 0, []
         for frame_type, place, t in pointer_type:
             size = _bytes(frame_type)
             align = min(size, 64)
@@ -336,6 +357,52 @@ class Translator(Memory):
             value = self.let(f"load {frame_type}, ptr {pointer}, align {align}")
             self.do(f"store {t} {self._frame_cast(frame_type, t, value)}, ptr {place}")
         self.do(f"br label %{self._label(self.flow.next_from(block.index, target))}")
+
+    def _check_barrier(self, end):
+        """Refuses all but barrier 0 of all the block's threads."""
+        kind, n_warps = end.mods[:1], -(-self.n_threads // WARP)
+        number, *rest = end.operands[:-1] if kind == ("red",) else end.operands
+        everyone = [[], [Imm(n_warps * WARP)]]
+        if kind not in (("sync",), ("red",)) or number != Imm(0) or rest not in everyone:
+            raise end.unsupported("only barrier 0 of all threads")
+
+    # A barrier that reduces: every warp leaves a ballot (its number among such barriers, its lanes, those that vote yes)
+    # at the start of its frame, at even barriers in one place and at odd ones in another, because a warp may be at the
+    # next barrier while others still count. A warp that has returned has none with the number that is counted.
+
+    def _start_reductions(self):
+        self.do(f"store <{_BALLOTS // 4} x i32> zeroinitializer, ptr %frame, align 64")
+
+    def _ballot_place(self, frame, number):
+        odd = self.resize("i32", "i64", 1, self.op("and", "i32", 1, number, "1"))
+        offset = self.op("add", "i64", 1, self.op("shl", "i64", 1, odd, "4"), "16")
+        return self.let(f"getelementptr i8, ptr {frame}, i64 {offset}")
+
+    def _cast_ballot(self, vote):
+        number = self.op("add", "i32", 1, self.let("load i32, ptr %frame"), "1")
+        self.do(f"store i32 {number}, ptr %frame")
+        ballot = "zeroinitializer"
+        for i, value in enumerate((number, self._count(self.mask or "-1"), self._count(self._ballot(vote)))):
+            ballot = self.let(f"insertelement <4 x i32> {ballot}, i32 {value}, i64 {i}")
+        self.do(f"store <4 x i32> {ballot}, ptr {self._ballot_place('%frame', number)}, align 16")
+
+    def _count(self, lanes):
+        return self.call("llvm.ctpop.i32", "i32", ("i32", lanes))
+
+    def op_barrier_result(self, instr):
+        """What follows `bar.red`: counts the ballots of all warps."""
+        number, total = self.let("load i32, ptr %frame"), "zeroinitializer"
+        for frame in self._frames_of_warps():
+            ballot = self.let(f"load <4 x i32>, ptr {self._ballot_place(frame, number)}, align 16")
+            counts = self.compare("eq", "i32", 1, self.let(f"extractelement <4 x i32> {ballot}, i64 0"), number)
+            total = self.op("add", "<4 x i32>", 1, total, self.select("<4 x i32>", 1, counts, ballot, "zeroinitializer"))
+        lanes, yes = (self.let(f"extractelement <4 x i32> {total}, i64 {i}") for i in (1, 2))
+        result = {"popc": lambda: ("i32", yes), "and": lambda: ("i1", self.compare("eq", "i32", 1, yes, lanes)),
+                  "or": lambda: ("i1", self.compare("ne", "i32", 1, yes, "0"))}[instr.mods[1]]()
+        self.put(instr.operands[0], result[0], 1, result[1])
+
+    def _frames_of_warps(self):
+        return [f"%frame.{warp}" for warp in range(-(-self.n_threads // WARP))]
 
     def _saved(self, block, target):
         """[(storage, type)] of what lives across a barrier: registers and waiting lanes."""

@@ -217,6 +217,74 @@ def test_many_blocks_on_several_workers():
 
 
 @TARGETS
+def test_carries_go_on_and_multiply(target):
+    """Sum, difference and product plus sum of 64-bit numbers in words of 32 bits, mixed into one word; against Python."""
+    got = warp("""mov.u32 %r2, -1; sub.s32 %r3, %r2, %r1; mul.lo.s32 %r4, %r1, 305419896;
+    add.cc.u32 %r5, %r3, %r4; addc.cc.u32 %r6, %r2, %r1; addc.u32 %r7, 0, 0;
+    sub.cc.u32 %r10, %r4, %r3; subc.cc.u32 %r11, %r1, %r2; subc.u32 %r12, 0, 0;
+    mad.lo.cc.u32 %r13, %r3, %r4, %r2; madc.hi.cc.u32 %r14, %r3, %r4, %r2; addc.u32 %r15, %r1, 0;
+    xor.b32 %r9, %r5, %r6; add.s32 %r9, %r9, %r7; xor.b32 %r10, %r10, %r11; sub.s32 %r9, %r9, %r10; add.s32 %r9, %r9, %r12;
+    mad.lo.s32 %r9, %r9, 31, %r13; xor.b32 %r9, %r9, %r14; mad.lo.s32 %r9, %r9, 31, %r15;""", target=target)
+    assert got.tolist() == [carried(i) for i in range(32)]
+
+
+def carried(lane):
+    ones = 2**32 - 1
+    a, b = ones - lane, lane * 305419896 & ones
+    total, less = (ones << 32 | a) + (lane << 32 | b), (lane << 32 | b) - (ones << 32 | a)
+    product = a * b + (ones << 32 | ones)
+    x = ((total & ones ^ total >> 32 & ones) + (total >> 64) - (less & ones ^ less >> 32 & ones) + (less >> 64)) * 31
+    return (((x + product & ones) ^ product >> 32 & ones) * 31 + lane + (product >> 64)) & ones
+
+
+@TARGETS
+@pytest.mark.parametrize("how, kind", [("popc", "u32"), ("and", "pred"), ("or", "pred")])
+def test_barriers_that_reduce(how, kind, target):
+    """75 threads vote three times; those from 70 on have left before the second time."""
+    keep = "mov.u32 %r3, %r4;" if how == "popc" else "selp.b32 %r3, 1, 0, %p4;"
+    result = "%r4" if how == "popc" else "%p4"
+    got = warp(f"""mov.u32 %r9, 0; mov.u32 %r5, 0; AGAIN: mul.lo.s32 %r6, %r5, 30; setp.ge.u32 %p1, %r1, %r6;
+    bar.red.{how}.{kind} {result}, 0, %p1; {keep} mad.lo.s32 %r9, %r9, 100, %r3; setp.ge.u32 %p2, %r1, 70; @%p2 bra END;
+    add.s32 %r5, %r5, 1; setp.lt.u32 %p3, %r5, 3; @%p3 bra AGAIN; END:""", target=target, block=(75,))
+    counts = {"popc": (75, 40, 10), "and": (1, 0, 0), "or": (1, 1, 1)}[how]
+    stays = counts[0] * 10000 + counts[1] * 100 + counts[2]
+    assert (got == np.where(np.arange(75) < 70, stays, counts[0])).all()
+
+
+@TARGETS
+def test_matches(target):
+    got = warp("""and.b32 %r2, %r1, 3; match.any.sync.b32 %r9, %r2, 65535; match.all.sync.b32 %r3|%p1, %r2, 17;
+    selp.b32 %r4, %r3, 0, %p1; add.s32 %r9, %r9, %r4; match.all.sync.b32 %r5|%p2, %r2, 3; selp.b32 %r6, 9, %r5, %p2;
+    add.s32 %r9, %r9, %r6;""", target=target)
+    assert got.tolist() == [(0x1111 << i % 4) + 17 for i in range(32)]
+
+
+@TARGETS
+def test_jumps_through_a_table(target):
+    got = warp("""and.b32 %r2, %r1, 3; bra.uni GO; T: .branchtargets A, B, C, A; GO: brx.idx %r2, T;
+    A: mov.u32 %r9, 5; bra.uni END; B: mov.u32 %r9, 6; bra.uni END; C: mov.u32 %r9, 7; END:""", target=target)
+    assert (got == np.array([5, 6, 7, 5])[LANES % 4]).all()
+
+
+def test_the_clock_goes_on():
+    got = warp("mov.u64 %rd3, %clock64; bar.sync 0; mov.u64 %rd4, %clock64; setp.gt.u64 %p1, %rd4, %rd3; selp.b32 %r9, 1, 0, %p1;")
+    assert got.all()
+
+
+def test_registers_that_nothing_writes_are_harmless():
+    """NVVM leaves the upper half of a pack undefined where only the lower half is used."""
+    got = warp("mov.b64 %rd3, {%r1, %r40}; cvt.u32.u64 %r9, %rd3; setp.eq.u32 %p1, %r41, 3; @%p1 bra END; END:")
+    assert (got == LANES).all()
+
+
+def test_debugging_sections_are_skipped():
+    text = module("ld.param.u64 %rd1, [p0]; st.global.u32 [%rd1], 5;", ["u64"])
+    out = np.zeros(1, np.uint32)
+    launch(text + ".section .debug_str\n{\n$L__info_string0:\n.b8 95,90\n.b8 0\n}\n", (1,), (1,), out)
+    assert out[0] == 5
+
+
+@TARGETS
 def test_calls_are_inlined(target):
     function = """.func (.param .b32 result) square_plus(.param .b32 a, .param .b32 b) { .reg .b32 %r<8>; .reg .pred %p<2>;
     ld.param.u32 %r1, [a]; ld.param.u32 %r2, [b]; setp.gt.u32 %p1, %r1, 9; @%p1 bra BIG; mul.lo.s32 %r1, %r1, %r1;
@@ -260,7 +328,8 @@ def test_a_launch_that_stands_twice_runs_twice():
 @pytest.mark.parametrize("line", [
     "frobnicate.u32 %r1, %r2;", "add.rn.ftz.f16 %h1, %h2, %h3;", "mul.hi.f32 %f1, %f2, %f3;", "ld.tex.u32 %r1, [%rd1];",
     "mov.u32 %r1, %mystery;", "mma.sync.aligned.m8n8k4.row.col.f32.f16.f16.f32 {%f1}, {%f2}, {%f3}, {%f4};",
-    "cvt.rz.f32.u64 %f1, %rd1;", "bar.sync 1, 64;", "add.cc.u32 %r1, %r2, %r3;", "dp4a.s32.u8 %r1, %r2, %r3, %r4;",
+    "cvt.rz.f32.u64 %f1, %rd1;", "bar.sync 1, 64;", "add.cc.f32 %f1, %f2, %f3;", "bar.sync 0, 64;",
+        "dp4a.s32.u8 %r1, %r2, %r3, %r4;",
     "shfl.up.b32 %r1, %r2, %r3, %r4;", "atom.global.add.v2.f32 %f1, [%rd1], %f2;", "tex.1d.v4.f32.s32 {%f1}, [%rd1, {%r1}];",
     "call.uni unknown, ();", "setp.approximately.f32 %p1, %f1, %f2;", "wmma.load.a.sync %r1, [%rd1];"])
 def test_unknown_things_are_refused_by_name_and_line(line):
