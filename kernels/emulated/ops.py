@@ -806,7 +806,7 @@ class Arithmetic(Operands):
         return self._narrowed(instr, t, "double", mode, w, self.cast(how, s, "double", w, a))
 
     def _float_to_int(self, instr, t, s, to, mods, w, a):
-        """Rounds, then saturates; NaN becomes 0."""
+        """Rounds, then saturates. NaN becomes 0, but where 64 bits are on either side the top bit alone."""
         mode = next((m for m in mods if m in _ROUND), None)
         if mode is None:
             raise instr.unsupported("no rounding mode")
@@ -814,7 +814,11 @@ class Arithmetic(Operands):
             a, s = self.cast("fpext", "half", "float", w, a), "float"
         rounded = self.intrinsic(_ROUND[mode], s, w, a) if _ROUND[mode] != "trunc" else a
         name = f"llvm.fpto{'si' if to[0] == 's' else 'ui'}.sat.{suffix(t, w)}.{suffix(s, w)}"
-        return self.call(name, ty(t, w), (ty(s, w), rounded))
+        result = self.call(name, ty(t, w), (ty(s, w), rounded))
+        if "64" not in to and s != "double":
+            return result
+        nan = self.compare("uno", s, w, a, a)
+        return self.select(t, w, nan, const(t, w, 1 << bits_of(t) - 1), result)
 
     # ---- dot products ----
 
