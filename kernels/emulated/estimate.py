@@ -135,13 +135,13 @@ def _pipe_of_cvt(to, of):
 
 def registers_used(ptx, cc):
     """Registers per thread of a kernel's PTX as ptxas assembles it for `cc` = (7, 0), which is the code that a card
-    loads; needs no GPU. RuntimeError: the toolkit has no ptxas."""
-    from ..compile import Compiled
+    loads, or for the oldest architecture that the toolkit knows; needs no GPU. RuntimeError: it has no ptxas."""
+    from ..compile import Compiled, supported_ccs
     from ..nvidia import find_assembler, run_assembler
     assembler = find_assembler()
     if assembler is None:
         raise RuntimeError("registers cannot be counted: ptxas is missing; pip install the nvcc of this CUDA version")
-    _, said = run_assembler(assembler[0], Compiled("a kernel", (), "", ptx), cc)
+    _, said = run_assembler(assembler[0], Compiled("a kernel", (), "", ptx), max(cc, supported_ccs()[0]))
     return int(re.search(r"Used (\d+) registers", said)[1])
 
 

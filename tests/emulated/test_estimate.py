@@ -4,7 +4,7 @@ import pytest
 from numba import cuda
 from numba.types import float32, uint32
 
-from kernels.compile import compile_kernel
+from kernels.compile import compile_kernel, supported_ccs
 from kernels.emulated.cards import CARDS, CMP_100_210, H100, T4, V100
 from kernels.emulated.estimate import PIPES, Counts, blocks_per_sm, estimate, pipe_of, registers_used, report
 
@@ -138,7 +138,8 @@ def reverse_block(x):
 
 @pytest.mark.parametrize("cc", [(7, 0), (9, 0)])
 def test_registers_come_from_the_assembler(cc):
-    assert 4 <= registers_used(compile_kernel(reverse_block, ("float32[1]",), cc).ptx, cc) <= 32
+    ptx = compile_kernel(reverse_block, ("float32[1]",), max(cc, supported_ccs()[0])).ptx
+    assert 4 <= registers_used(ptx, cc) <= 32
 
 
 @pytest.mark.parametrize("instruction, pipe", [
