@@ -19,9 +19,13 @@ sentence that a person can act on. kernels/ adds `CardError`, of a card.
 
 import os
 import signal
+import sys
 
 if __name__ == "__main__":      # the imports take seconds: Ctrl-C meanwhile is no reason for a traceback
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    for _name, _mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):   # Python's None: closed by who started us
+        if getattr(sys, _name) is None:
+            setattr(sys, _name, open(os.devnull, _mode))
 
 import argparse
 import codecs
@@ -38,8 +42,8 @@ import numbers
 import queue
 import re
 import secrets
+import socket
 import struct
-import sys
 import threading
 import time
 import uuid
@@ -502,7 +506,7 @@ def _read_config(gguf: GGUF) -> Config:
         raise ModelError(f"{gguf.path}: rotary scaling {scaling[:80]!r} is not supported")
     sections = gguf.get_array("qwen35.rope.dimension_sections", "iu")
     if len(sections) < 3 or any(sections[3:]):
-        raise ModelError(f"{gguf.path}: key 'qwen35.rope.dimension_sections' is {list(sections)[:8]}, "
+        raise ModelError(f"{gguf.path}: key 'qwen35.rope.dimension_sections' is {sections.tolist()[:8]}, "
                          "not time, height, width and 0")
     embedding = gguf.tensors.get("token_embd.weight")
     head_dim = positive("attention.key_length")
@@ -623,6 +627,7 @@ class Tokenizer:
     n_vocab       number of tokens
     pieces        list of bytes: what each token stands for
     eos_ids       the tokens that end an answer
+    max_token_bytes  no token stands for more of a text
     prefix, suffix   tokens that the file wants around a text (`encode(ends=True)`), mostly none
 
     Control tokens (<|im_end|>, ...) are matched in text only where `allow_special` is true, and are left out
@@ -635,6 +640,7 @@ class Tokenizer:
         self.pieces, self.n_vocab = pieces, len(pieces)
         self.eos_ids, self.prefix, self.suffix = frozenset(eos_ids), list(prefix), list(suffix)
         self.control = control
+        self.max_token_bytes = max(len(piece) for piece in [*pieces, *map(str.encode, control)])
         self._control_pattern = _any_of(control)
         hidden = set(control.values())
         self._shown = [b"" if i in hidden else piece for i, piece in enumerate(pieces)]
@@ -810,6 +816,8 @@ class SPMTokenizer(Tokenizer):
         pieces = [BYTE_PIECES[token] if type == BYTE else token.replace("\u2581", " ").encode()
                   for token, type in zip(tokens, types)]
         super().__init__(pieces, **_special_tokens(gguf, tokens, types))
+        if BYTE not in types:               # one unknown token stands for any number of unknown letters
+            self.max_token_bytes = math.inf
 
     def _encode_plain(self, texts):
         return self._processor.encode(texts)
@@ -1486,6 +1494,7 @@ class Pipeline:
         """A chunk of a prompt: tokens of `slot` at positions start, start + 1, ...; start is a multiple of 64."""
         for stage in self.stages:
             stage.prefill(ids, slot, start, tap)
+        self.last.card.synchronize()        # or a whole prompt is queued at once, and no cancellation stops the cards
 
     def sample_row(self, row: int, slot: int) -> int:
         return self.last.sample_row(row, slot)
@@ -1579,11 +1588,11 @@ class Request:
         """RequestError names the first field that cannot be served."""
         if not self.prompt_ids:
             raise RequestError("prompt", "the prompt is empty")
-        if not all(0 <= token < n_vocab for token in self.prompt_ids):
-            raise RequestError("prompt", f"a token id of the prompt is outside 0 .. {n_vocab - 1}")
         if len(self.prompt_ids) >= n_ctx:
             raise RequestError("prompt", f"the prompt has {len(self.prompt_ids)} tokens and the context holds {n_ctx}, "
                                          "prompt and answer together")
+        if not all(0 <= token < n_vocab for token in self.prompt_ids):
+            raise RequestError("prompt", f"a token id of the prompt is outside 0 .. {n_vocab - 1}")
         if "" in self.stop:
             raise RequestError("stop", "a stop string is empty")
         for name in SAMPLING:
@@ -1724,11 +1733,11 @@ class Scheduler:
     def borrow_slot(self):
         """A free slot and the pipeline to oneself, for work outside the queue, between two steps of the scheduler.
 
-        Raises RequestError where every slot is taken, EngineStopped after a failure.
+        Raises RequestError where every slot is taken, EngineStopped after a failure or the end.
         """
         with self._as_guest(), self.stepping:
-            if self.error is not None:
-                raise EngineStopped(self.error)
+            if self.closing or self.error is not None:
+                raise EngineStopped(self.error or "the engine was closed")
             if not self.free_slots:
                 raise RequestError("slots", "every slot is taken by a running request")
             sequence = Sequence(Generation(Request([]), self.tokenizer), self.free_slots.pop())
@@ -1875,9 +1884,16 @@ class Engine:
         self.scheduler.submit(generation)
         return generation
 
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt. RequestError, before any work, when its letters alone say that it cannot fit."""
+        if len(text) - text.count(GUARD) > self.n_ctx * self.tokenizer.max_token_bytes:
+            raise RequestError("prompt", f"the prompt of {len(text)} letters has more tokens than the context "
+                                         f"holds, {self.n_ctx}, prompt and answer together")
+        return self.tokenizer.encode(text)
+
     def generate(self, prompt: str | list[int], **sampling) -> str:
         """The text that follows a prompt, given as text or token ids. `sampling`: the other fields of Request."""
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         return "".join(event.text for event in self.submit(Request(ids, **sampling)))
 
     def evaluate(self, ids: list[int], tap=None) -> np.ndarray:
@@ -1974,7 +1990,7 @@ def note(text: str):
 # OpenAI's wire format over HTTP. It translates to Request and back; the engine does all the work.
 
 MAX_WAITING = 64            # requests beyond those that have a slot; one more is answered 429
-MAX_BODY = 16 << 20         # bytes of one request
+MAX_BODY = 4 << 20          # bytes of one request: the longest context, as token ids or as escaped text
 MAX_STOPS = 16              # stop strings of one request
 POLL_SECONDS = 0.05         # between two looks for clients that hung up
 
@@ -2024,7 +2040,8 @@ def read_body(own_fields: set) -> dict:
     for name in body.keys() - FIELDS - own_fields:
         if name not in NEUTRAL:
             raise RequestError(name, f"unknown field '{name}'")
-        if body[name] not in NEUTRAL[name]:
+        if not any(body[name] == value and isinstance(body[name], bool) == isinstance(value, bool)
+                   for value in NEUTRAL[name]):         # false equals 0 in Python, yet not in a request
             neutral = json.dumps(NEUTRAL[name][0])
             raise RequestError(name, f"'{name}' is not supported yet (except as {neutral})")
     return body
@@ -2070,13 +2087,13 @@ def read_messages(body: dict) -> list:
     return [message | {"role": names.get(message["role"], message["role"])} for message in messages]
 
 
-def read_prompt(body: dict, tokenizer) -> list:
+def read_prompt(body: dict, engine) -> list:
     """The token ids of a completion request: from a string, a list of ids, or a list of one such."""
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
     if isinstance(prompt, str):
-        return tokenizer.encode(prompt)
+        return engine.encode(prompt)
     if isinstance(prompt, list) and all(type(token) is int for token in prompt):
         return prompt
     raise RequestError("prompt", "'prompt' must be one string or one list of token ids")
@@ -2147,13 +2164,13 @@ class Service:
         thinking = typed(switches, "enable_thinking", bool, self.thinking)
         if engine.template is None:
             raise RequestError("messages", "this model has no chat template: use /v1/completions")
-        prompt = engine.tokenizer.encode(engine.template.render(messages, enable_thinking=thinking))
+        prompt = engine.encode(engine.template.render(messages, enable_thinking=thinking))
         return self.answer(prompt, self.sampling, body, ChatShape)
 
     def completions(self):
         engine, body = self.ready(), read_body({"prompt"})
         defaults = {"max_tokens": 16} | self.sampling       # 16: OpenAI's default for this endpoint
-        return self.answer(read_prompt(body, engine.tokenizer), defaults, body, TextShape)
+        return self.answer(read_prompt(body, engine), defaults, body, TextShape)
 
     def ready(self):
         """The engine, or the answer 503."""
@@ -2285,7 +2302,7 @@ def error_body(error: Exception) -> tuple:
         status, message = error.code, error.description
         headers = {name: value for name, value in error.get_headers() if name in ("Allow", "Retry-After")}
         if status in (404, 405):
-            message = f"{flask.request.method} {flask.request.path} is not served; there are {ENDPOINTS}"
+            message = f"{flask.request.method} {flask.request.path[:80]} is not served; there are {ENDPOINTS}"
     else:
         logging.getLogger("qengine").error("a request failed", exc_info=error)
         status, message = 500, "internal error"
@@ -2313,12 +2330,27 @@ def create_app(engine=None, sampling=None, thinking=None, max_requests=MAX_WAITI
     return app
 
 
+def listen(host: str, port: int) -> list:
+    """A listening socket for each address of `host`. OSError: one of them cannot listen, and so none does."""
+    with contextlib.ExitStack() as opened:
+        sockets = [opened.enter_context(socket.create_server(address[:2], family=family)) for family, _, _, _, address
+                   in dict.fromkeys(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))]
+        opened.pop_all()        # from here on they are the caller's
+    return sockets
+
+
 @contextlib.contextmanager
 def serving(app: flask.Flask, host: str, port: int):
     """Answers HTTP on other threads while the `with` body runs; gives the port. OSError: it cannot listen."""
     service = app.extensions["qengine"]
+    try:
+        sockets = listen(host, port)        # first: waitress starts its threads before it tries to
+    except OSError:
+        service.close()
+        raise
+    logging.getLogger("waitress.queue").setLevel(logging.ERROR)     # that requests wait is no news
     server = waitress.create_server(
-        app, host=host, port=port, ident="qengine",
+        app, sockets=sockets, ident="qengine",
         threads=service.max_requests + 8,       # an open request holds a thread: some are left for /health
         connection_limit=1000,                  # above the threads, or streams wait for a connection
         asyncore_use_poll=True,                 # select() cannot watch that many
@@ -2370,7 +2402,7 @@ def build_parser() -> Parser:
     parser = Parser(
         usage="python qengine.py -m MODEL (-p TEXT | --chat | --serve [PORT]) [options]",
         description="Runs a Qwen3.5 or Qwen3.6 model on NVIDIA cards or, without one, on an emulated card.",
-        epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
+        epilog=EXAMPLES, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", metavar="MODEL", required=True,
                         help="a GGUF file, or random weights: synthetic:tiny, synthetic:0.8b, ...")
 
@@ -2435,13 +2467,13 @@ def check_text(text: str):
 
 def chat_ids(engine, messages: list, thinking) -> list:
     """Token ids of a conversation whose last message is to be answered."""
-    return engine.tokenizer.encode(engine.template.render(messages, enable_thinking=thinking))
+    return engine.encode(engine.template.render(messages, enable_thinking=thinking))
 
 
 def run_prompt(engine, prompt: str, raw: bool, sampling: dict, thinking) -> int:
     """Answers one text; returns the exit code."""
     if raw or engine.template is None:
-        ids = engine.tokenizer.encode(prompt)
+        ids = engine.encode(prompt)
     else:
         ids = chat_ids(engine, [{"role": "user", "content": prompt}], thinking)
     _, interrupted = print_answer(engine, ids, sampling)
@@ -2526,7 +2558,7 @@ def run(options) -> int:
 
 
 def main(arguments=None) -> int:
-    """The command line. Returns the exit code: 0 done, 1 a card failed or the reader of the answer left, 2 the user can
+    """The command line. Returns the exit code: 0 done, 1 a card failed or nobody takes the answer, 2 the user can
     put it right, 130 stopped by Ctrl-C."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = build_parser()
@@ -2538,7 +2570,9 @@ def main(arguments=None) -> int:
     if options.raw and options.prompt is None:
         parser.error("--raw goes with -p")
     try:
-        return run(options)
+        code = run(options)
+        sys.stdout.flush()
+        return code
     except (ModelError, RequestError, CardError, CompileError) as error:
         note(f"qengine: {error}")
         return 2
@@ -2548,7 +2582,9 @@ def main(arguments=None) -> int:
     except KeyboardInterrupt:
         note("")
         return 130
-    except BrokenPipeError:         # the reader of our output left, as `head` does
+    except OSError as error:        # the reader of our output left, as `head` does; a disk is full
+        if not isinstance(error, BrokenPipeError):
+            note(f"qengine: {error}")
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

@@ -28,10 +28,10 @@ def loaded(monkeypatch):
     return engine
 
 
-def start(*arguments):
+def start(*arguments, ctx=CONTEXT):
     """The command line as a process of its own, on the emulated card, with pipes."""
     command = [sys.executable, str(ROOT / "qengine.py"), "-m", MODEL, "--card", "emulated", *arguments]
-    command += ["--ctx", str(CONTEXT)]
+    command += ["--ctx", str(ctx)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
@@ -85,6 +85,7 @@ def test_examples_in_the_help_parse():
     (["-m", MODEL, "-p", "hi", "--nonsense"], "--nonsense"),
     (["-m", MODEL, "--serve", "99999"], "--serve"),
     (["-m", MODEL, "--chat", "--raw"], "--raw"),
+    (["-m", MODEL, "-p", "hi", "--temp", "1"], "--temp"),
     (["-m", "synthetic:enormous", "-p", "hi"], "enormous"),
     (["-m", "synthetic:enormous", "--print-config"], "enormous"),
     (["-m", "/nowhere/model.gguf", "-p", "hi"], "/nowhere/model.gguf"),
@@ -201,12 +202,27 @@ def test_a_reader_that_leaves():
 
 @pytest.mark.parametrize("seconds", [0.2, 0.5, 1.0, 2.0, 3.0])
 def test_ctrl_c_before_the_answer(seconds):
-    """While Python imports, the model loads, kernels compile."""
-    process = start("-p", "hi", "--max-tokens", "1500", "--raw")
+    """While Python imports, the model loads, kernels compile, the prompt runs."""
+    process = start("-p", "long " * 19_000, "--raw", ctx=100_000)       # the prompt takes longer than any of the waits
     time.sleep(seconds)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130 and "Traceback" not in err
+
+
+@pytest.mark.parametrize("arguments, redirected, code", [
+    (["-p", "hi", "--max-tokens", "4"], ">&-", 0),
+    (["--chat"], "<&-", 0),
+    (["-p", "hi", "--max-tokens", "4"], "2>&-", 0),
+    (["-p", "hi", "--max-tokens", "4"], ">/dev/full", 1),
+    (["--print-config"], ">/dev/full", 1),
+], ids=str)
+def test_streams_that_are_closed_or_full(arguments, redirected, code):
+    command = [sys.executable, str(ROOT / "qengine.py"), "-m", MODEL, "--card", "emulated", *arguments]
+    done = subprocess.run(["sh", "-c", f'exec "$@" {redirected}', "sh", *command], capture_output=True, text=True,
+                          timeout=PATIENCE)
+    assert done.returncode == code and "Traceback" not in done.stderr
+    assert ("No space left" in done.stderr) == (code == 1) and "card: " not in done.stdout
 
 
 def test_ctrl_c():

@@ -278,6 +278,9 @@ BAD = [     # endpoint, body, the field to be named
     (TEXT, {"prompt": "hi", "suffix": "end"}, "suffix"),
     (TEXT, {"prompt": "hi", "echo": True}, "echo"),
     (TEXT, {"prompt": "hi", "best_of": 3}, "best_of"),
+    (TEXT, {"prompt": "hi", "best_of": True}, "best_of"),
+    (TEXT, {"prompt": "hi", "logprobs": 0}, "logprobs"),
+    (TEXT, {"prompt": "hi", "presence_penalty": False}, "presence_penalty"),
     (TEXT, {"prompt": "hi", "max_tokens": -1}, "max_tokens"),
     (TEXT, {"prompt": "hi", "max_tokens": 1.5}, "max_tokens"),
     (TEXT, {"prompt": "hi", "max_tokens": True}, "max_tokens"),
@@ -366,11 +369,31 @@ def test_unknown_paths_and_methods(port):
     assert_error(send(port, "GET", CHAT), 405)
     assert_error(send(port, "DELETE", "/v1/models"), 405)
     assert send(port, "GET", TEXT)[1]["Allow"]
+    assert len(send(port, "GET", "/" + "a" * 100_000)[2]["error"]["message"]) < 300
 
 
 def test_a_body_too_large(port):
     body = b'{"prompt": "' + b"a" * qengine.MAX_BODY + b'"}'
     assert_error(send(port, "POST", TEXT, body), 413)
+
+
+@pytest.mark.parametrize("path, body", [
+    (TEXT, {"prompt": "a" * 1_000_000}), (CHAT, {"messages": [{"role": "user", "content": "a" * 1_000_000}]})])
+def test_a_prompt_far_too_long_is_not_tokenized(engine, monkeypatch, path, body):
+    monkeypatch.setattr(engine.tokenizer, "_encode_plain", lambda texts: pytest.fail("was tokenized"))
+    answer = qengine.create_app(engine).test_client().post(path, json=body)
+    assert answer.status_code == 400 and str(CONTEXT) in answer.json["error"]["message"]
+
+
+def test_a_port_that_is_taken_leaves_no_threads(engine, port):
+    before = threading.active_count()
+    with pytest.raises(OSError), serving_on(engine, port):
+        pass
+    wait_until(lambda: threading.active_count() <= before)
+
+
+def serving_on(engine, port):
+    return qengine.serving(qengine.create_app(engine), "127.0.0.1", port)
 
 
 # ---- health, load, disconnects, failures -------------------------------------------------------------------
