@@ -1421,7 +1421,7 @@ class Stage:
         self.model = Model(card, config, weights, layers, self.cache, max_rows, n_slots, progress)
         self.sampler = Sampler(card, n_slots, config.n_vocab) if self.model.head else None
         self.inputs = card.alloc(6 * max_rows, np.int32, "ids, slots and positions of a pass")
-        self.decoders = {}      # batch size -> (Rows, Recording)
+        self.decoders = {}      # batch size -> Recording
 
     def rows(self, n: int, is_decode: bool) -> Rows:
         """The first n entries of each input, side by side in one array so that one copy fills them all."""

@@ -54,9 +54,9 @@ from numba import cuda
 from numba.types import float32, uint32, uint64
 
 from kernels.bench import Case, main
-from kernels.intrinsics import (div_rn, exp, float_as_word, float_max, half2_high, half2_low, hfma2, hmul2,
-                                load_words4, pack_half2, sigmoid, store_word, store_words4, warp_max,
-                                warp_sum, word_as_float)
+from kernels.intrinsics import (div_rn, exp, float_max, half2_high, half2_low, hfma2, hmul2, load_floats4,
+                                load_words4, pack_half2, sigmoid, store_floats4, store_word, store_words4,
+                                warp_max, warp_sum)
 from kernels.kv_cache import PAGE, page_offset
 from kernels.rope import HEAD_DIM
 
@@ -91,17 +91,6 @@ def attention_reference(q, k, v, gate, positions):
 
 
 # ---- shared by both families -------------------------------------------------------------------------------
-
-@cuda.jit(device=True, inline="always")
-def load_floats4(array, index):
-    w0, w1, w2, w3 = load_words4(array, index)
-    return word_as_float(w0), word_as_float(w1), word_as_float(w2), word_as_float(w3)
-
-
-@cuda.jit(device=True, inline="always")
-def store_floats4(array, index, x0, x1, x2, x3):
-    store_words4(array, index, float_as_word(x0), float_as_word(x1), float_as_word(x2), float_as_word(x3))
-
 
 @cuda.jit(device=True, inline="always")
 def add_values(o, at, p, p_at, v):

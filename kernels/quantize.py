@@ -29,7 +29,7 @@ from numba import cuda
 from numba.types import float32, int32, uint32
 
 from kernels.bench import Case, main
-from kernels.intrinsics import div_rn, float_as_word, load_words4, round_to_int, store_word, word_as_float
+from kernels.intrinsics import div_rn, load_words4, round_to_int, store_word, word_as_float
 
 BLOCK = 32  # values per scale
 THREADS = 128
