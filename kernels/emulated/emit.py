@@ -177,7 +177,7 @@ class Operands(Code):
             return self._convert(self.spread(own, value, shape.pattern), own, t, WARP)
         own = self.type_of(operand.name)
         if self.lanes.vector(operand.name):
-            return self._convert(self.let(f"load <{WARP} x {own}>, ptr {self.slots[operand.name]}.v"), own, t, WARP)
+            return self._convert(self.let(f"load <{WARP} x {own}>, ptr {self.slots[operand.name]}.v, align 64"), own, t, WARP)
         value = self.let(f"load {own}, ptr {self.slots[operand.name]}.s")
         whole = self.splat(own, value) if shape is None or shape.uniform else self.spread(own, value, shape.pattern)
         return self._convert(whole, own, t, WARP)
@@ -237,9 +237,9 @@ class Operands(Code):
     def _put_vector(self, name, t, value):
         slot = f"{self.slots[name]}.v"
         if name in self.divided and self.mask is not None:
-            old = self.let(f"load <{WARP} x {t}>, ptr {slot}")
+            old = self.let(f"load <{WARP} x {t}>, ptr {slot}, align 64")
             value = self.select(t, WARP, self.mask_lanes(self.mask), value, old)
-        self.do(f"store <{WARP} x {t}> {value}, ptr {slot}")
+        self.do(f"store <{WARP} x {t}> {value}, ptr {slot}, align 64")
 
     def lift(self, instr, result, operands, compute):
         """The common case: operands [(operand, type)] -> compute(w, *values) -> a result of type `result`, on a scalar
