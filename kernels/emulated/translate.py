@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 
 from .emit import WARP, bits_of, llvm_type
-from .flow import Flow, LoopEnd, is_barrier
+from .flow import Flow, LoopEnd, computed_from, is_barrier
 from .lanes import Lanes, Shape
 from .memory import Memory
 from .ptx import Imm, Symbol, Unsupported, parse
@@ -65,6 +65,7 @@ class Translator(Memory):
         variables, shapes = self._layout_variables()
         super().__init__(Lanes(self.function, self.flow, self.block, shapes), variables)
         self.divided = frozenset(self.lanes.divided)
+        self.block_dependent = computed_from(("%ctaid.x", "%ctaid.y", "%ctaid.z"), self.lanes.every)
         self.ends = []                              # labels at which the warp ends, not yet written
         self.resumes = []                           # labels to go on from after barrier 1, 2, ...
         self.reduces = any(i.name == "barrier_result" for i in self.lanes.every)
@@ -262,7 +263,7 @@ class Translator(Memory):
             none = self.compare("eq", "i32", 1, self.mask, "0")
             self.do(f"br i1 {none}, label %{self._after(index)}, label %b{index}.run")
             self.label(f"b{index}.run")
-        self.quads = {}
+        self.quads, self.repeats = {}, {}
         self.find_dot_chains(block.instrs)
         for instr in block.instrs:
             self.instr = instr
