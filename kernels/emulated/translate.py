@@ -119,12 +119,12 @@ class Translator(Memory):
 
     def translate(self):
         body = self._body()
+        attributes = (f'nounwind "prefer-vector-width"="512" "min-legal-vector-width"="512"'
+                      f' "target-cpu"="{self.target.cpu}" "target-features"="{self.target.features}"')
         ir = "\n".join([f'target triple = "{self.target.triple}"', *self._global_lines(), "",
                         "define i32 @warp(ptr %context, i32 %warp, i32 %resume) #0 {", *self._entry(), *body, "}", "",
-                        *self.declarations.values(),
-                        f'attributes #0 = {{ nounwind "prefer-vector-width"="512" "min-legal-vector-width"="512"'
-                        f' "target-cpu"="{self.target.cpu}" "target-features"="{self.target.features}" }}',
-                        "!0 = !{}"])
+                        *self.declarations.values(), f"attributes #0 = {{ {attributes} }}",
+                        f"attributes #1 = {{ noinline strictfp {attributes} }}", "!0 = !{}"])
         return Translated(ir, self.function.name, self.block, self.params, self.params_bytes, self.shared_bytes,
                           self.local_bytes, self.frame_bytes, len(self.resumes))
 
