@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from .emit import WARP, llvm_type
 from .flow import Flow, LoopEnd, is_barrier
 from .lanes import Lanes, Shape
-from .memory import Memory
+from .printing import Printing
 from .ptx import Imm, Symbol, Unsupported, parse
 
 # Byte offsets in the context that a warp is given.
@@ -49,7 +49,7 @@ class Translated:
     notes: tuple = ()                               # what a watching translation adds, see watching.py
 
 
-class Translator(Memory):
+class Translator(Printing):
     """Emits one kernel. Blocks become labels `b<i>`, loop ends `e<header>`."""
 
     level = 2                                       # of optimisation
@@ -237,7 +237,7 @@ class Translator(Memory):
             self.note_instruction(instr)
             try:
                 handler(instr)
-            except (KeyError, ValueError, IndexError, AttributeError) as error:
+            except (KeyError, ValueError, IndexError, AttributeError, TypeError, StopIteration) as error:
                 raise instr.unsupported(f"{type(error).__name__}: {error}") from error
         self._terminate(block)
 
