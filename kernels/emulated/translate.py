@@ -3,8 +3,8 @@
     i32 warp(ptr context, i32 warp, i32 resume)
 
 runs warp number `warp` of a block until it ends (returns 0), reaches a barrier (returns its number; called again with
-this number as `resume` it goes on from there) or traps (returns -1). What must survive a barrier is saved in the warp's
-frame. The context is described by CONTEXT; the block's shape is part of the translation, because with it most indices
+this number as `resume` it goes on from there), gives way to other warps in a loop that polls memory (likewise, with
+GIVES_WAY added to the number) or traps (returns -1). What must survive a barrier is saved in the warp's frame. The context is described by CONTEXT; the block's shape is part of the translation, because with it most indices
 turn out to be one scalar plus a constant per lane.
 """
 
@@ -18,8 +18,15 @@ from .printing import Printing
 from .ptx import Imm, Symbol, Unsupported, parse
 
 # Byte offsets in the context that a warp is given.
-CONTEXT = {"params": 0, "shared": 8, "local": 16, "frames": 24, "ctaid": 32, "nctaid": 44, "dynamic": 56}
-CONTEXT_BYTES = 64
+CONTEXT = {"params": 0, "shared": 8, "local": 16, "frames": 24, "ctaid": 32, "nctaid": 44, "dynamic": 56,
+           "barriers": 64}
+CONTEXT_BYTES = 192
+# Of the block's 16 barriers that a part of it may use, at "barriers", zero when the block starts: how often each was
+# complete, and the threads that have arrived since.
+BARRIERS_BYTES = 16 * 8
+
+GIVES_WAY = 1 << 30                                 # in what a warp returns: it has not reached a barrier
+_SPINS = 64                                         # rounds of polling loops between two times that a warp gives way
 
 _BALLOTS = 64                                       # bytes at the start of a warp's frame, where barriers reduce
 
@@ -46,6 +53,7 @@ class Translated:
     local_bytes: int                                # per thread
     frame_bytes: int                                # per warp
     n_barriers: int
+    spins: tuple                                    # (number returned, source line, instruction) of the polling loops
     notes: tuple = ()                               # what a watching translation adds, see watching.py
 
 
@@ -66,10 +74,12 @@ class Translator(Printing):
         super().__init__(Lanes(self.function, self.flow, self.block, shapes), variables)
         self.divided = frozenset(self.lanes.divided)
         self.ends = []                              # labels at which the warp ends, not yet written
-        self.resumes = []                           # labels to go on from after barrier 1, 2, ...
+        self.resumes = []                           # labels to go on from after barrier or giving way 1, 2, ...
+        self.spins = []
+        self.n_threads = self.block[0] * self.block[1] * self.block[2]
+        self.partial = self._partial_barriers()
         self.reduces = any(i.name == "barrier_result" for i in self.lanes.every)
         self.frame_bytes = _BALLOTS if self.reduces else 0
-        self.n_threads = self.block[0] * self.block[1] * self.block[2]
         self.instr = None
 
     # ---- layout ----
@@ -126,7 +136,7 @@ class Translator(Printing):
                         *self.declarations.values(), f"attributes #0 = {{ {attributes} }}",
                         f"attributes #1 = {{ noinline strictfp {attributes} }}", "!0 = !{}"])
         return Translated(ir, self.function.name, self.block, self.params, self.params_bytes, self.shared_bytes,
-                          self.local_bytes, self.frame_bytes, len(self.resumes))
+                          self.local_bytes, self.frame_bytes, len(self.resumes), tuple(self.spins))
 
     def _global_lines(self):
         for i, v in enumerate(self.globals):
@@ -139,8 +149,21 @@ class Translator(Printing):
                 self._loop_end(node)
             else:
                 self._block(node)
+        self._end()
         lines, self.lines = self.lines, []
         return lines
+
+    def _end(self):
+        """Where the warp ends, unless lanes still try to get a lock."""
+        self.label("finish")
+        for header in sorted(self.flow.locks & self.flow.masked):
+            self.do(f"br i1 {self._waits(header)}, label %b{header}, label %finish{header}")
+            self.label(f"finish{header}")
+        self.do("ret i32 0")
+
+    def _waits(self, header):
+        """Whether lanes wait at a block."""
+        return self.compare("ne", "i32", 1, self.let(f"load i32, ptr %waiting{header}"), "0")
 
     def _entry(self):
         """Storage for registers and waiting lanes, addresses, then the jump to where the warp goes on."""
@@ -163,6 +186,11 @@ class Translator(Printing):
             if self.lanes.vector(register):
                 self.do(f"{slot}.v = alloca <{WARP} x {t}>")
         self._start_undefined()
+        if self.partial:
+            self.do("%turn = alloca i32")
+        if self.flow.spins:
+            self.do("%spins = alloca i32")
+            self.do("store i32 0, ptr %spins")
         for block in sorted(self.flow.masked):
             self.do(f"%waiting{block} = alloca i32")
             self.do(f"store i32 0, ptr %waiting{block}")
@@ -220,6 +248,8 @@ class Translator(Printing):
     def _block(self, index):
         block = self.flow.blocks[index]
         self.label(f"b{index}")
+        if index in self.flow.spins:
+            self._give_way(index)
         self.mask = self.start_mask
         if index in self.flow.masked:
             self.mask = self.let(f"load i32, ptr %waiting{index}")
@@ -288,7 +318,7 @@ class Translator(Printing):
     def _flush_done(self):
         for name in self.ends:
             self.label(name)
-            self.do("ret i32 0")
+            self.do("br label %finish")
         self.ends = []
 
     def _condition(self, end, w):
@@ -317,23 +347,99 @@ class Translator(Printing):
         """Back to the header if lanes wait there."""
         self.label(self._label(node))
         after = self._after(node)
-        if node.header in self.flow.masked:
-            waiting = self.let(f"load i32, ptr %waiting{node.header}")
-            again = self.compare("ne", "i32", 1, waiting, "0")
-            self.do(f"br i1 {again}, label %b{node.header}, label %{after}")
-        else:
+        if node.header not in self.flow.masked:
             self.do(f"br label %{after}")
+        else:
+            again = self._waits(node.header)
+            if node.header in self.flow.locks:
+                again = self.op("and", "i1", 1, again, self._nobody_waits_after(node))
+            self.do(f"br i1 {again}, label %b{node.header}, label %{after}")
         self._flush_done()
 
-    # ---- barriers ----
+    def _nobody_waits_after(self, node):
+        """Whether no lanes wait outside a loop at its end."""
+        loop, waiting = self.flow.loops[node.header], "0"
+        places = set().union(*(self.flow.waiting[b] for b in loop)) - loop
+        for place in sorted(places & self.flow.masked):
+            waiting = self.op("or", "i32", 1, waiting, self.let(f"load i32, ptr %waiting{place}"))
+        return self.compare("eq", "i32", 1, waiting, "0")
+
+    # ---- barriers, and where a warp gives way ----
+
+    def _give_way(self, header):
+        """At the head of a loop that polls memory, every so often: other warps run, who may write what it waits for."""
+        count = self.op("add", "i32", 1, self.let("load i32, ptr %spins"), "1")
+        self.do(f"store i32 {count}, ptr %spins")
+        enough = self.compare("eq", "i32", 1, count, str(_SPINS))
+        self.do(f"br i1 {enough}, label %b{header}.way, label %b{header}.on")
+        self.label(f"b{header}.way")
+        number = self._pause(self._saved(self.flow.blocks[header], header), GIVES_WAY)
+        self.spins.append((number, self.flow.spins[header].line, self.flow.spins[header].text))
+        self.do(f"br label %b{header}.on")
+        self.label(f"b{header}.on")
 
     def _barrier(self, block):
-        self._check_barrier(block.end)
-        if "red" in block.end.mods:
-            self._cast_ballot(block.end.operands[-1])
-        target = block.targets[0]
+        end, target = block.end, block.targets[0]
+        if "red" in end.mods:
+            self._cast_ballot(end.operands[-1])
         self._wait(target, self.mask or "-1")
-        saved = self._saved(block, target)
+        if self._of_all(end) and end.operands[0].value not in self.partial:
+            self._pause(self._saved(block, target))
+        elif end.mods[:1] in (("sync",), ("arrive",)):
+            self._partial_barrier(end, self._saved(block, target))
+        else:
+            raise end.unsupported("a barrier that reduces, of a part of the block")
+        self.do(f"br label %{self._label(self.flow.next_from(block.index, target))}")
+
+    def _of_all(self, end):
+        """Whether a barrier is one for all threads of the block."""
+        number, *rest = end.operands[:-1] if "red" in end.mods else end.operands
+        everyone = [[], [Imm(-(-self.n_threads // WARP) * WARP)]]
+        return end.mods[:1] in (("sync",), ("red",)) and isinstance(number, Imm) and rest in everyone
+
+    def _partial_barriers(self):
+        """The numbers of the barriers at which parts of the block wait; all if they are not known."""
+        partial = [i for i in self.lanes.every if is_barrier(i) and not self._of_all(i)]
+        numbers = {i.operands[0].value if isinstance(i.operands[0], Imm) else None for i in partial}
+        return range(16) if None in numbers else numbers
+
+    def _partial_barrier(self, end, saved):
+        """A warp that arrives adds its threads; the last one lets all on, the others give way until then."""
+        number, *rest = end.operands
+        needed = self._of_warp(rest[0]) if rest else str(-(-self.n_threads // WARP) * WARP)
+        offset = self.op("mul", "i32", 1, self._of_warp(number), "8")
+        turns = self.let(f"getelementptr i8, ptr %barriers.place, i32 {offset}")
+        threads = self.let(f"getelementptr i8, ptr {turns}, i64 4")
+        turn = self.let(f"load i32, ptr {turns}")
+        arrived = self.op("add", "i32", 1, self.let(f"load i32, ptr {threads}"), str(WARP))
+        complete = self.compare("uge", "i32", 1, arrived, needed)
+        self.do(f"store i32 {self.select('i32', 1, complete, '0', arrived)}, ptr {threads}")
+        self.do(f"store i32 {self.op('add', 'i32', 1, turn, self.resize('i1', 'i32', 1, complete))}, ptr {turns}")
+        self.note_partial_barrier(complete)
+        if "arrive" in end.mods:
+            return
+        self.do(f"store i32 {turn}, ptr %turn")
+        self.n += 1
+        tag = f"barrier{self.n}"
+        self.do(f"br i1 {complete}, label %{tag}.on, label %{tag}.wait")
+        self.label(f"{tag}.wait")
+        resumed = self._pause([("%turn", "i32"), *saved], GIVES_WAY)
+        self.spins.append((resumed, end.line, end.text))
+        offset = self.op("mul", "i32", 1, self._of_warp(number), "8")
+        turns = self.let(f"getelementptr i8, ptr %barriers.place, i32 {offset}")
+        same = self.compare("eq", "i32", 1, self.let(f"load i32, ptr {turns}"), self.let("load i32, ptr %turn"))
+        self.do(f"br i1 {same}, label %{tag}.wait, label %{tag}.on")
+        self.label(f"{tag}.on")
+
+    def _of_warp(self, operand):
+        """The value of an operand that is the same for all running lanes."""
+        if self.uniform(operand):
+            return self.scalar(operand, "i32")
+        lane = self.call("llvm.cttz.i32", "i32", ("i32", self.mask or "-1"), ("i1", "true"))
+        return self.let(f"extractelement <{WARP} x i32> {self.vector(operand, 'i32')}, i32 {lane}")
+
+    def _pause(self, saved, flag=0):
+        """Saves storage [(place, type)], returns from the function, and restores it; the number of the way back."""
         number = len(self.resumes) + 1
         pointer_type = [(self._frame_type(t), place, t) for place, t in saved]
         offset, moves = _BALLOTS if self.reduces else 0, []
@@ -349,22 +455,14 @@ class Translator(Printing):
             value = self._frame_cast(t, frame_type, value)
             pointer = self.let(f"getelementptr i8, ptr %frame, i64 {offset}")
             self.do(f"store {frame_type} {value}, ptr {pointer}, align {align}")
-        self.do(f"ret i32 {number}")
+        self.do(f"ret i32 {number | flag}")
         self.label(f"resume{number}")
         self.resumes.append(f"resume{number}")
         for offset, frame_type, place, t, align in moves:
             pointer = self.let(f"getelementptr i8, ptr %frame, i64 {offset}")
             value = self.let(f"load {frame_type}, ptr {pointer}, align {align}")
             self.do(f"store {t} {self._frame_cast(frame_type, t, value)}, ptr {place}")
-        self.do(f"br label %{self._label(self.flow.next_from(block.index, target))}")
-
-    def _check_barrier(self, end):
-        """Refuses all but barrier 0 of all the block's threads."""
-        kind, n_warps = end.mods[:1], -(-self.n_threads // WARP)
-        number, *rest = end.operands[:-1] if kind == ("red",) else end.operands
-        everyone = [[], [Imm(n_warps * WARP)]]
-        if kind not in (("sync",), ("red",)) or number != Imm(0) or rest not in everyone:
-            raise end.unsupported("only barrier 0 of all threads")
+        return number
 
     # A barrier that reduces: every warp leaves a ballot (its number among such barriers, its lanes, those that vote yes)
     # at the start of its frame, at even barriers in one place and at odd ones in another, because a warp may be at the
@@ -432,6 +530,9 @@ class Translator(Printing):
 
     def note_instruction(self, instr):
         """Called before each instruction; counters go here."""
+
+    def note_partial_barrier(self, complete):
+        """Called where a warp arrives at a barrier of a part of the block, with whether it is the last."""
 
     def note_access(self, instr, place, size):
         """Called before each memory access of `size` bytes per lane; counters and checks go here."""

@@ -374,7 +374,7 @@ def test_a_launch_that_stands_twice_runs_twice():
 @pytest.mark.parametrize("line", [
     "frobnicate.u32 %r1, %r2;", "add.rn.ftz.f16 %h1, %h2, %h3;", "mul.hi.f32 %f1, %f2, %f3;", "ld.tex.u32 %r1, [%rd1];",
     "mov.u32 %r1, %mystery;", "mma.sync.aligned.m8n8k4.row.col.f32.f16.f16.f32 {%f1}, {%f2}, {%f3}, {%f4};",
-    "cvt.f32.u64 %f1, %rd1;", "bar.sync 1, 64;", "add.cc.f32 %f1, %f2, %f3;", "bar.sync 0, 64;",
+    "cvt.f32.u64 %f1, %rd1;", "add.cc.f32 %f1, %f2, %f3;", "bar.red.popc.u32 %r1, 1, 64, %p1;",
         "dp4a.s32.u8 %r1, %r2, %r3, %r4;",
     "shfl.up.b32 %r1, %r2, %r3, %r4;", "atom.global.add.v2.f32 %f1, [%rd1], %f2;", "tex.1d.v4.f32.s32 {%f1}, [%rd1, {%r1}];",
     "call.uni unknown, ();", "setp.approximately.f32 %p1, %f1, %f2;", "wmma.load.a.sync %r1, [%rd1];"])
