@@ -31,7 +31,8 @@ llvm.initialize_native_asmprinter()
 
 # Byte offsets in the structs that Python and the worker share.
 LAUNCH = {"warp": 0, "params": 8, "grid": 16, "n_warps": 28, "n_blocks": 32, "next": 40, "done": 48, "dynamic": 56,
-          "patience": 60}
+          "patience": 60, "partial": 64}
+LAUNCH_BYTES = 72
 PROGRAM = {"n": 0, "failed": 8, "launches": 16, "why": 24}
 SCRATCH = {"shared": 0, "local": 8, "frames": 16, "states": 24}
 POOL = {"semaphore": 0, "program": 64, "attached": 72, "n_helpers": 76}
@@ -153,13 +154,15 @@ class Launch:
         self.frame_bytes = facts.frame_bytes * code.n_warps
         self.n_blocks = grid[0] * grid[1] * grid[2]
         self._params = ctypes.create_string_buffer(bytes(params), max(len(params), 1))
-        self.buffer = ctypes.create_string_buffer(64)
+        self.buffer = ctypes.create_string_buffer(LAUNCH_BYTES)
         self.address = ctypes.addressof(self.buffer)
         for name, kind, values in (("warp", ctypes.c_int64, [code.address]),
                                    ("params", ctypes.c_int64, [ctypes.addressof(self._params)]),
                                    ("grid", ctypes.c_int32, grid), ("n_warps", ctypes.c_int32, [code.n_warps]),
                                    ("n_blocks", ctypes.c_int64, [self.n_blocks]),
-                                   ("dynamic", ctypes.c_int32, [shared_bytes]), ("patience", ctypes.c_int32, [PATIENCE])):
+                                   ("dynamic", ctypes.c_int32, [shared_bytes]),
+                                   ("patience", ctypes.c_int32, [PATIENCE]),
+                                   ("partial", ctypes.c_int32, [facts.partial_barriers])):
             (kind * len(values)).from_buffer(self.buffer, LAUNCH[name])[:] = values
 
     def with_code(self, code):
@@ -318,8 +321,15 @@ entry:
   %params.from = {at("%launch", LAUNCH["params"])}
   %params = load ptr, ptr %params.from
   store ptr %params, ptr %context
+  %partial.from = {at("%launch", LAUNCH["partial"])}
+  %partial = load i32, ptr %partial.from
+  %whole = icmp eq i32 %partial, 0
+  br i1 %whole, label %prepare, label %partial.barriers
+partial.barriers:
   %barriers = {at("%context", CONTEXT["barriers"])}
   store <{BARRIERS_BYTES} x i8> zeroinitializer, ptr %barriers, align 64
+  br label %prepare
+prepare:
   %shared = load ptr, ptr %scratch
   %shared.to = {at("%context", CONTEXT["shared"])}
   store ptr %shared, ptr %shared.to
@@ -356,9 +366,9 @@ divide:                                             ; rare and slow: 64-bit divi
   %z.divided = udiv i64 %rows, %gy64
   br label %place.known
 place.known:
-  %x = phi i64 [%number, %entry], [%x.divided, %divide]
-  %y = phi i64 [0, %entry], [%y.divided, %divide]
-  %z = phi i64 [0, %entry], [%z.divided, %divide]
+  %x = phi i64 [%number, %prepare], [%x.divided, %divide]
+  %y = phi i64 [0, %prepare], [%y.divided, %divide]
+  %z = phi i64 [0, %prepare], [%z.divided, %divide]
   %x32 = trunc i64 %x to i32
   %y32 = trunc i64 %y to i32
   %z32 = trunc i64 %z to i32

@@ -52,7 +52,7 @@ class Translated:
     shared_bytes: int                               # static shared memory; dynamic shared memory follows it
     local_bytes: int                                # per thread
     frame_bytes: int                                # per warp
-    n_barriers: int
+    partial_barriers: bool                          # whether a part of the block waits at some
     spins: tuple                                    # (number returned, source line, instruction) of the polling loops
     notes: tuple = ()                               # what a watching translation adds, see watching.py
 
@@ -136,7 +136,7 @@ class Translator(Printing):
                         *self.declarations.values(), f"attributes #0 = {{ {attributes} }}",
                         f"attributes #1 = {{ noinline strictfp {attributes} }}", "!0 = !{}"])
         return Translated(ir, self.function.name, self.block, self.params, self.params_bytes, self.shared_bytes,
-                          self.local_bytes, self.frame_bytes, len(self.resumes), tuple(self.spins))
+                          self.local_bytes, self.frame_bytes, bool(self.partial), tuple(self.spins))
 
     def _global_lines(self):
         for i, v in enumerate(self.globals):
