@@ -437,57 +437,51 @@ class Memory(Arithmetic):
         return self.op("and", "i32", 1, bits, mask)
 
     def op_vote(self, instr):
-        if "sync" not in instr.mods:
+        """Among the running lanes of a member mask; lanes may name different ones."""
+        how, (target, condition, mask) = instr.mods[1], instr.operands
+        if "sync" not in instr.mods or how not in ("ballot", "any", "all", "uni"):
             raise instr.unsupported()
-        how = instr.mods[1]
-        members = self._members(instr)
-        bits = self.op("and", "i32", 1, self._ballot(instr.operands[1]), members)
+        w = 1 if self.uniform(mask) else WARP
+        members = self._members(mask, w)
+        bits = self._ballot(condition)
+        bits = self.op("and", "i32", w, bits if w == 1 else self.splat("i32", bits), members)
         if how == "ballot":
-            return self.put(instr.operands[0], "i32", 1, bits)
-        results = {"any": lambda: self.compare("ne", "i32", 1, bits, "0"),
-                   "all": lambda: self.compare("eq", "i32", 1, bits, members),
-                   "uni": lambda: self.op("or", "i1", 1, self.compare("eq", "i32", 1, bits, "0"),
-                                          self.compare("eq", "i32", 1, bits, members))}
-        if how not in results:
-            raise instr.unsupported()
-        self.put(instr.operands[0], "i1", 1, results[how]())
+            return self.put(target, "i32", w, bits)
+        none = self.compare("eq", "i32", w, bits, const("i32", w, 0))
+        every = self.compare("eq", "i32", w, bits, members)
+        results = {"any": lambda: self.op("xor", "i1", w, none, const("i1", w, "true")), "all": lambda: every,
+                   "uni": lambda: self.op("or", "i1", w, none, every)}
+        self.put(target, "i1", w, results[how]())
 
-    def _members(self, instr):
-        """The running lanes of the member mask."""
-        if not self.uniform(instr.operands[2]):
-            raise instr.unsupported("member masks that differ between lanes")
-        return self.op("and", "i32", 1, self.scalar(instr.operands[2], "i32"), self.mask or "-1")
+    def _members(self, mask, w):
+        """The running lanes of a member mask."""
+        running = self.mask or "-1"
+        return self.op("and", "i32", w, self.get(mask, "i32", w), running if w == 1 else self.splat("i32", running))
 
     def op_match(self, instr):
         """any: for each lane the members with the same bits; all: the members if they all have the same, else 0."""
         how, kind = instr.mods[0], instr.mods[-1]
-        t = llvm_type(kind)
         if "sync" not in instr.mods or how not in ("any", "all"):
             raise instr.unsupported()
-        target, value, members = instr.operands[0], instr.operands[1], self._members(instr)
-        if how == "all":
-            target, flag = (target.first, target.second) if isinstance(target, Pair) else (target, Reg("_"))
-            values = self.vector(value, t)
-            first = self.call("llvm.cttz.i32", "i32", ("i32", members), ("i1", "false"))
-            first = self.op("and", "i32", 1, first, str(WARP - 1))
-            first = self.let(f"extractelement <{WARP} x {t}> {values}, i32 {first}")
-            same = self._equals(t, values, first)
-            missing = self.op("and", "i32", 1, members, self.op("xor", "i32", 1, same, "-1"))
-            agree = self.compare("eq", "i32", 1, missing, "0")
-            self.put(flag, "i1", 1, agree)
-            return self.put(target, "i32", 1, self.select("i32", 1, agree, members, "0"))
-        if self.uniform(value):
-            return self.put(target, "i32", 1, members)
+        target, value, mask = instr.operands
+        w = 1 if self.uniform(value, mask) else WARP
+        members = self._members(mask, w)
+        same = members if w == 1 else self.op("and", "i32", w, self._twins(llvm_type(kind), value), members)
+        if how == "any":
+            return self.put(target, "i32", w, same)
+        target, flag = (target.first, target.second) if isinstance(target, Pair) else (target, Reg("_"))
+        agree = self.compare("eq", "i32", w, same, members)
+        self.put(flag, "i1", w, agree)
+        self.put(target, "i32", w, self.select("i32", w, agree, members, const("i32", w, 0)))
+
+    def _twins(self, t, value):
+        """For each lane the bits of the lanes with the same value."""
         values, result = self.vector(value, t), "zeroinitializer"
         for lane in range(WARP):
             one = self.let(f"extractelement <{WARP} x {t}> {values}, i64 {lane}")
-            same = self.op("and", "i32", 1, self._equals(t, values, one), members)
+            same = self.mask_bits(self.compare("eq", t, WARP, values, self.splat(t, one)))
             result = self.let(f"insertelement <{WARP} x i32> {result}, i32 {same}, i64 {lane}")
-        self.put(target, "i32", WARP, result)
-
-    def _equals(self, t, values, one):
-        """Bits of the lanes whose value is `one`."""
-        return self.mask_bits(self.compare("eq", t, WARP, values, self.splat(t, one)))
+        return result
 
     def op_activemask(self, instr):
         self.put(instr.operands[0], "i32", 1, self.mask or "-1")
