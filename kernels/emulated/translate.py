@@ -187,7 +187,8 @@ class Translator(Printing):
         self.do("ret i32 %state")
         lines, self.lines = self.lines, []
         return ["define i32 @warp(ptr %context, i32 %warp, i32 %resume) #0 {", *lines, "}", "",
-                "define internal i32 @resume(ptr %context, i32 %warp, i32 %resume, ptr noalias align 64 %frame) noinline #0 {"]
+                "define internal i32 @resume(ptr %context, i32 %warp, i32 %resume, ptr noalias align 64 %frame) "
+                "noinline #0 {"]
 
     def _end(self):
         """Where the warp ends, unless lanes still try to get a lock."""
