@@ -10,7 +10,7 @@ Table of contents
     7  Sampling                      per-slot parameters of the sampling kernels
     8  Scheduler and engine          requests, slots, prompts and answers taking turns; load()
     9  Server                        OpenAI's wire format over HTTP
-    10 Command line                  one prompt, a chat, or a server
+    10 Command line                  one prompt, a chat, a server, or perplexity
 
 Three kinds of error leave this file on purpose: `ModelError` for a file that cannot be used, `RequestError`
 for a request that cannot be answered, `EngineStopped` once there is no engine to answer it. Each carries one
