@@ -221,9 +221,9 @@ def test_a_reader_that_leaves():
         assert "Traceback" not in process.stderr.read()
 
 
-@pytest.mark.parametrize("seconds", [0.2, 0.5, 1.0, 2.0, 3.0])
+@pytest.mark.parametrize("seconds", [0.5, 1.0, 2.0, 3.0])
 def test_ctrl_c_before_the_answer(seconds):
-    """While Python imports, the model loads, kernels compile, the prompt runs."""
+    """While Python imports, the model loads, kernels compile, the prompt runs: not before it has read our first line."""
     process = start("-p", "long " * 19_000, "--raw", ctx=100_000)       # the prompt takes longer than any of the waits
     time.sleep(seconds)
     process.send_signal(signal.SIGINT)
