@@ -10,6 +10,7 @@ import jinja2
 
 TEMPLATE = Path(__file__).parent.parent / "chat_template.jinja"
 BYTES_PER_TOKEN = 4.2
+NO_THOUGHT = ""  # for what needs none even where thinking is switched on
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,20 @@ class Example:
 
 
 def chat(draw, lang: str, task: str, turns: list, expect: dict, system: str | None = None, tools=None,
-         thinking: bool = False) -> Example:
-    """An example from turns: strings, the user's and the assistant's in alternation, or whole messages."""
+         thought: str | None = None, thinking: bool | None = None) -> Example:
+    """An example from turns: strings, the user's and the assistant's in alternation, or whole messages.
+
+    thought: what the assistant thinks first when it is told to think, which it is in one of twenty examples that
+    have a thought, unless `thinking` says whether.
+    """
     roles = ("user", "assistant")
     messages = [{"role": "system", "content": system}] if system else []
     messages += [turn if isinstance(turn, dict) else {"role": roles[i % 2], "content": turn}
                  for i, turn in enumerate(turns)]
+    if thinking is None:
+        thinking = thought is not None and draw.rng.random() < 0.05
+    if thinking:
+        messages[-1] = messages[-1] | {"reasoning_content": thought}
     return Example(messages, tools, thinking, expect, task, lang, tuple(draw.contents))
 
 

@@ -50,8 +50,7 @@ def _read(table: dict) -> Fact:
 
 @cache
 def _of_task(task: str) -> tuple[Fact, ...]:
-    return tuple(fact for fact in load_facts().values() if fact.id.startswith(SELF) == (task == "self")) \
-        or tuple(load_facts().values())  # until self.toml is there
+    return tuple(fact for fact in load_facts().values() if fact.id.startswith(SELF) == (task == "self"))
 
 
 def expect_of(fact: Fact, lang: str) -> dict:
@@ -190,8 +189,9 @@ def make(rng: random.Random, held: bool = False, length: int | None = None, lang
         else:
             (question, answer, _), fact = small_talk(draw, lang), None
         turns += [question, answer]
-    question, answer, expect, _ = turn(rng, lang, task, fact)
-    return chat(draw, lang, task, [*turns, question, answer], expect, system(rng, lang))
+    question, answer, expect, fact = turn(rng, lang, task, fact)
+    # When told to think, the model says to itself what the question comes down to.
+    return chat(draw, lang, task, [*turns, question, answer], expect, system(rng, lang), thought=fact.ask[lang][0])
 
 
 def make_self(rng: random.Random, held: bool = False, length: int | None = None, lang: str | None = None) -> Example:

@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from .words import LANGUAGES, TEXT, Draw, Ko, pairs, pool
+from .words import LANGUAGES, TEXT, Draw, Ko, pairs, pool, with_an
 from . import facts
 
 _PAIRS = {"object": "objects", "animal": "animals", "food": "foods", "job": "jobs", "place": "places",
@@ -46,4 +46,5 @@ def sentence(draw: Draw, lang: str) -> str:
     if rng.random() < FACT_SHARE:
         return facts.turn(rng, lang)[1]
     # A draw of its own: a long text may name a city twice.
-    return rng.choice(_templates(lang)).format_map(_Slots(Draw(rng, draw.held), lang))
+    text = rng.choice(_templates(lang)).format_map(_Slots(Draw(rng, draw.held), lang))
+    return with_an(text) if lang == "en" else text

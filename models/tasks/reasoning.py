@@ -83,7 +83,4 @@ def make(rng, held: bool = False, length: int | None = None, lang: str | None = 
     lang, draw = pick_lang(rng, lang), Draw(rng, held)
     thinking = rng.random() < 0.6
     question, thoughts, answer, expect = _problem(draw, lang)
-    message = {"role": "assistant", "content": answer}
-    if thinking:
-        message["reasoning_content"] = thoughts
-    return chat(draw, lang, "reasoning", [question, message], expect, thinking=thinking)
+    return chat(draw, lang, "reasoning", [question, answer], expect, thought=thoughts, thinking=thinking)

@@ -107,7 +107,8 @@ def document(draw: Draw, lang: str, length: float, count) -> Example:
     if where >= 0.25 and len(needles) > 1 and rng.random() < 0.3:  # one more question about the same text
         turns += [needles[1].say(rng.choice(ASKED[side])), needles[1].say(ANSWERED[side])]
         needles[0], needles[1] = needles[1], needles[0]
-    return chat(draw, lang, "recall", turns, _expect(needles[0], needles[1:]), system)
+    return chat(draw, lang, "recall", turns, _expect(needles[0], needles[1:]), system,
+                thought=needles[0].say(ASKED[side][0]))
 
 
 def conversation(draw: Draw, lang: str, length: float, count) -> Example:
@@ -131,7 +132,8 @@ def conversation(draw: Draw, lang: str, length: float, count) -> Example:
         between.insert(rng.randint(0, len(between)), piece)
     question, answer = told[0].say(rng.choice(asks[side])), told[0].say(answers[side])
     turns = [text for piece in between for text in piece] + [question, answer]
-    return chat(draw, lang, "recall", turns, _expect(told[0], told[1:]), facts.system(rng, lang))
+    return chat(draw, lang, "recall", turns, _expect(told[0], told[1:]), facts.system(rng, lang),
+                thought=told[0].say(asks[side][0]))
 
 
 def make(rng, held: bool = False, length: int | None = None, lang: str | None = None, count=estimate_tokens) -> Example:

@@ -1,6 +1,6 @@
 """JSON answers: a schema and a text in the prompt, and one JSON object with the text's values as the answer."""
 
-from .example import Example, chat, compact, pick_lang
+from .example import NO_THOUGHT, Example, chat, compact, pick_lang
 from .facts import system
 from .fields import draw_fields, draw_value, object_schema, state
 from .filler import sentence
@@ -22,4 +22,4 @@ def make(rng, held: bool = False, length: int | None = None, lang: str | None = 
     sentences.insert(rng.randint(0, len(sentences)), stated + ".")
     question = rng.choice(ASKED[lang == "ko"]).format(schema=compact(schema), text=" ".join(sentences))
     return chat(draw, lang, "json", [question, compact(value)], {"kind": "json", "schema": schema, "value": value},
-                system(rng, lang))
+                system(rng, lang), thought=NO_THOUGHT)

@@ -8,9 +8,9 @@ answer tells what it says.
 from dataclasses import dataclass
 
 from . import facts
-from .example import Example, chat, compact, pick_lang
+from .example import NO_THOUGHT, Example, chat, compact, pick_lang
 from .fields import Field, draw_fields, draw_value, object_schema, state
-from .words import Draw, Ko, pairs
+from .words import Draw, Ko, pairs, with_an
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,9 @@ class Tool:
 
     def schema(self, draw: Draw) -> dict:
         rng = draw.rng
-        text = rng.choice((f"{self.verb[0].capitalize()} a {self.noun[0]}.", f"{self.verb[0].capitalize()} the {self.noun[0]}.",
-                           f"Can {self.verb[0]} a {self.noun[0]}.", f"{self.noun[1]} {self.verb[1]}"))
+        verb, noun = self.verb[0], self.noun[0]
+        text = with_an(rng.choice((f"{verb.capitalize()} a {noun}.", f"{verb.capitalize()} the {noun}.",
+                                   f"Can {verb} a {noun}.", f"{self.noun[1]} {self.verb[1]}")))
         parameters = object_schema(self.fields, self.optional)
         if rng.random() < 0.4:
             parameters["properties"] = {field.name: {**field.schema, "description": rng.choice((field.label, field.label_ko))}
@@ -95,8 +96,8 @@ def _ask_for(draw: Draw, tool: Tool, lang: str) -> tuple[str, dict]:
     rng, side = draw.rng, lang == "ko"
     given = [field for field in tool.fields if field not in tool.optional or rng.random() < 0.5]
     values = {field.name: draw_value(draw, field, lang) for field in given}
-    request = rng.choice(REQUEST[side]).format(verb=Ko(tool.verb[side]), noun=Ko(tool.noun[side]),
-                                               Verb=tool.verb[0].capitalize())
+    request = with_an(rng.choice(REQUEST[side]).format(verb=Ko(tool.verb[side]), noun=Ko(tool.noun[side]),
+                                                       Verb=tool.verb[0].capitalize()))
     spoken = rng.sample(given, len(given)) if rng.random() < 0.5 else given
     if given:
         details = state(draw, spoken, values, lang)
@@ -114,25 +115,61 @@ def _schemas(draw: Draw, tools: list[Tool]) -> list[dict]:
     return [tool.schema(draw) for tool in draw.rng.sample(tools, len(tools))]
 
 
-def one_call(draw: Draw, lang: str) -> Example:
+# What is asked, as (request, calls, schemas in the prompt).
+
+
+def one(draw: Draw, lang: str) -> tuple[str, list, list]:
     tools = _invent_several(draw, draw.rng.randint(1, 4))
     request, call = _ask_for(draw, tools[0], lang)
-    return _call_example(draw, lang, request, [call], _schemas(draw, tools))
+    return request, [call], _schemas(draw, tools)
 
 
-def several_calls(draw: Draw, lang: str) -> Example:
+def several(draw: Draw, lang: str) -> tuple[str, list, list]:
     """Two or three calls at once, of one tool or of several."""
     rng = draw.rng
     tools = _invent_several(draw, rng.randint(1, 3))
     asked = [_ask_for(draw, rng.choice(tools), lang) for _ in range(rng.choice((2, 2, 3)))]
     calls = [call for i, (_, call) in enumerate(asked) if call not in [other for _, other in asked[:i]]]
-    request = rng.choice(ALSO[lang == "ko"]).join(text for text, _ in asked)
-    return _call_example(draw, lang, request, calls, _schemas(draw, tools))
+    return rng.choice(ALSO[lang == "ko"]).join(text for text, _ in asked), calls, _schemas(draw, tools)
 
 
-def _call_example(draw: Draw, lang: str, request: str, calls: list, schemas: list) -> Example:
-    return chat(draw, lang, "tools", [request, call_message(calls)], {"kind": "calls", "calls": calls, "tools": schemas},
-                facts.system(draw.rng, lang), schemas)
+def natural(draw: Draw, lang: str) -> tuple[str, list, list]:
+    """One call of a handwritten tool, others of both sorts beside it."""
+    rng = draw.rng
+    chosen = rng.sample(NATURAL, rng.randint(1, 3))
+    others = _invent_several(draw, rng.randint(1, 4 - len(chosen)))
+    schemas = [_natural_schema(*entry[:3]) for entry in chosen] + _schemas(draw, others)
+    name, _, _, drawn, *requests = chosen[0]
+    arguments = {key: make(draw, lang) for key, make in drawn.items()}
+    request = rng.choice(requests[lang == "ko"]).format(**{key: Ko(value) for key, value in arguments.items()})
+    rng.shuffle(schemas)
+    return request, [{"name": name, "arguments": arguments}], schemas
+
+
+def _natural_schema(name: str, description: str, properties: dict) -> dict:
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": {
+        "type": "object", "properties": properties, "required": list(properties)}}}
+
+
+def _any_request(draw: Draw, lang: str) -> tuple[str, list, list]:
+    return draw.rng.choices((one, several, natural), (5, 3, 2))[0](draw, lang)
+
+
+# ------------------------------------------------------------------------------------------------------
+# Examples
+# ------------------------------------------------------------------------------------------------------
+
+
+def to_call(draw: Draw, lang: str) -> Example:
+    """A request that the tools can fulfil, sometimes after other talk; the answer is the calls."""
+    rng = draw.rng
+    request, calls, schemas = _any_request(draw, lang)
+    trained = Draw(rng, held=False)  # what was said before is not what is asked for
+    before = [text for _ in range(rng.choices((0, 1, 2), (8, 1, 1))[0]) for text in facts.small_talk(trained, lang)[:2]]
+    thought = (f"Tools: {', '.join(call['name'] for call in calls)}." if lang == "en" else
+               f"도구: {', '.join(call['name'] for call in calls)}.")
+    return chat(draw, lang, "tools", [*before, request, call_message(calls)],
+                {"kind": "calls", "calls": calls, "tools": schemas}, facts.system(rng, lang), schemas, thought)
 
 
 NO_TOOL = {"en": "None of the tools can do that.", "ko": "그 일을 할 수 있는 도구가 없습니다."}
@@ -148,7 +185,7 @@ def no_call(draw: Draw, lang: str) -> Example:
     else:
         question, answer = _ask_for(draw, tools[0], lang)[0], NO_TOOL[lang]
         expect = {"kind": "keys", "keys": ["None of the tools" if lang == "en" else "도구가 없습니다"]}
-    return chat(draw, lang, "tools", [question, answer], expect, facts.system(rng, lang), schemas)
+    return chat(draw, lang, "tools", [question, answer], expect, facts.system(rng, lang), schemas, NO_THOUGHT)
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -159,22 +196,26 @@ FAILED = {"en": "The call failed: {error}.", "ko": "호출이 실패했습니다
 ERRORS = "not found, no access, timed out, out of stock, already exists, invalid date, too many requests, offline".split(", ")
 
 
-def with_result(draw: Draw, lang: str) -> Example:
-    """A request, its call, the tool's result, and the answer that tells the result."""
+def to_tell(draw: Draw, lang: str) -> Example:
+    """A request, its calls, the tools' results, and the answer that tells the results."""
+    request, calls, schemas = _any_request(draw, lang)
+    results = [_result(draw, lang) for _ in calls]
+    turns = [request, call_message(calls), *({"role": "tool", "content": compact(result)} for result, *_ in results),
+             {"role": "assistant", "content": " ".join(answer for _, answer, _ in results)}]
+    values = [value for *_, values in results for value in values]
+    return chat(draw, lang, "tools", turns, {"kind": "values", "values": values}, None, schemas, NO_THOUGHT)
+
+
+def _result(draw: Draw, lang: str) -> tuple[dict, str, list[str]]:
+    """What a tool returns, the sentence that tells it, and the values that have to be in it."""
     rng = draw.rng
-    tools = _invent_several(draw, rng.randint(1, 3))
-    request, call = _ask_for(draw, tools[0], lang)
     if rng.random() < 0.1:
         error = rng.choice(ERRORS)
-        result, answer, values = {"error": error}, FAILED[lang].format(error=error), [error]
-    else:
-        fields = [field for field in draw_fields(draw, rng.randint(1, 3), nested=False)]
-        result = {field.name: draw_value(draw, field, lang) for field in fields}
-        told = {field.name: _told(result[field.name]) for field in fields}
-        answer, values = _tell(fields, told, lang), [str(value) for value in told.values()]
-    turns = [request, call_message([call]), {"role": "tool", "content": compact(result)},
-             {"role": "assistant", "content": answer}]
-    return chat(draw, lang, "tools", turns, {"kind": "values", "values": values}, None, _schemas(draw, tools))
+        return {"error": error}, FAILED[lang].format(error=error), [error]
+    fields = draw_fields(draw, rng.randint(1, 3), nested=False)
+    result = {field.name: draw_value(draw, field, lang) for field in fields}
+    told = {name: _told(value) for name, value in result.items()}
+    return result, _tell(fields, told, lang), list(told.values())
 
 
 def _told(value) -> str:
@@ -246,26 +287,8 @@ NATURAL = (
 )
 
 
-def natural(draw: Draw, lang: str) -> Example:
-    """One call of a handwritten tool, others of both sorts beside it."""
-    rng = draw.rng
-    chosen = rng.sample(NATURAL, rng.randint(1, 3))
-    schemas = [_natural_schema(*entry[:3]) for entry in chosen] + \
-        [tool.schema(draw) for tool in _invent_several(draw, rng.randint(1, 2))][:4 - len(chosen)]
-    name, _, _, drawn, *requests = chosen[0]
-    arguments = {key: make(draw, lang) for key, make in drawn.items()}
-    request = rng.choice(requests[lang == "ko"]).format(**{key: Ko(value) for key, value in arguments.items()})
-    rng.shuffle(schemas)
-    return _call_example(draw, lang, request, [{"name": name, "arguments": arguments}], schemas)
-
-
-def _natural_schema(name: str, description: str, properties: dict) -> dict:
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": {
-        "type": "object", "properties": properties, "required": list(properties)}}}
-
-
-FORMS = (one_call, several_calls, no_call, with_result, natural)
-WEIGHTS = (40, 18, 14, 14, 14)
+FORMS = (to_call, no_call, to_tell)
+WEIGHTS = (70, 15, 15)
 
 
 def make(rng, held: bool = False, length: int | None = None, lang: str | None = None) -> Example:

@@ -7,6 +7,7 @@ list has to be kept, and a name of ten thousand million possible ones is on the 
 
 import hashlib
 import random
+import re
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -61,7 +62,7 @@ def _side(words: tuple[str, ...], held: bool) -> tuple[str, ...]:
 
 
 # ------------------------------------------------------------------------------------------------------
-# Korean particles and number words
+# Articles, Korean particles and number words
 # ------------------------------------------------------------------------------------------------------
 
 PARTICLES = {"은": ("은", "는"), "이": ("이", "가"), "을": ("을", "를"), "과": ("과", "와"), "으로": ("으로", "로"),
@@ -90,6 +91,11 @@ class Ko(str):
         with_final, without = PARTICLES[particle]
         final = _final(self)
         return self + (without if final == 0 or particle == "으로" and final == 8 else with_final)
+
+
+def with_an(text: str) -> str:
+    """English text with "a" before a vowel turned into "an"."""
+    return re.sub(r"\b([Aa]) (?=[aeio])", r"\1n ", text)
 
 
 _ONES = ("zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
