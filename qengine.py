@@ -2599,6 +2599,7 @@ def run_chat(model: OpenModel, options, sampling: dict, thinking) -> int:
 
 
 def chat(engine, sampling: dict, thinking) -> int:
+    """The conversation itself; Ctrl-C ends what is being answered and nothing else."""
     sys.stdin.reconfigure(errors="surrogateescape")     # what is no text is refused below, in a sentence
     if sys.stdin.isatty():
         try:
@@ -2608,6 +2609,7 @@ def chat(engine, sampling: dict, thinking) -> int:
         note("Ctrl-C stops an answer, Ctrl-D leaves.")
     messages = []
     while True:
+        interruptible()
         try:
             text = input("> " if sys.stdin.isatty() else "")
         except EOFError:
@@ -2616,8 +2618,7 @@ def chat(engine, sampling: dict, thinking) -> int:
             if not sys.stdin.isatty():
                 raise
             note("\nCtrl-D leaves.")
-            text = ""
-        interruptible()
+            continue
         if not text.strip():
             continue
         messages.append({"role": "user", "content": text})
@@ -2625,9 +2626,10 @@ def chat(engine, sampling: dict, thinking) -> int:
             check_text(text)
             ids = engine.encode(engine.template.render(messages, enable_thinking=thinking))
             answer, _ = print_answer(engine, ids, sampling)
-            interruptible()
         except RequestError as error:           # the conversation has outgrown the context, say
             note(f"qengine: {error}")
+            messages.pop()
+        except KeyboardInterrupt:               # before the answer began
             messages.pop()
         else:
             messages.append({"role": "assistant", "content": answer})
