@@ -226,8 +226,8 @@ def test_a_reader_that_leaves():
 def test_ctrl_c_before_the_answer(seconds):
     """While Python imports, the model loads, kernels compile, the prompt runs."""
     process = start("-p", "long " * 19_000, "--raw", ctx=100_000)       # the prompt takes longer than any of the waits
-    while "/numpy/" not in Path(f"/proc/{process.pid}/maps").read_text():   # until then it may not have begun with us
-        time.sleep(0.01)
+    while "/numpy/" not in Path(f"/proc/{process.pid}/maps").read_text():
+        time.sleep(0.01)        # Python may not have read our first line yet
     time.sleep(seconds)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=PATIENCE)

@@ -30,7 +30,7 @@ def float_engine(card, tmp_path_factory):
 
 
 def log_probabilities(engine, ids):
-    """float64 [len(ids) - 1, n_vocab]: row i holds the prediction of token i + 1, in windows of CONTEXT tokens."""
+    """float64 [len(ids) - 1, n_vocab]: row i predicts token i + 1, in windows of CONTEXT tokens."""
     starts = range(0, len(ids) - 1, CONTEXT)
     rows = np.concatenate([engine.evaluate(ids[start:start + CONTEXT]) for start in starts])[:len(ids) - 1]
     rows = rows.astype(np.float64)
@@ -55,7 +55,8 @@ def test_against_another_model(engine, float_engine):
     divergences = (np.exp(theirs) * (theirs - ours)).sum(axis=1)
     np.testing.assert_allclose(measured.divergences, divergences, rtol=0, atol=1e-12)
     np.testing.assert_array_equal(measured.same_top, ours.argmax(axis=1) == theirs.argmax(axis=1))
-    assert measured.divergences.min() > 0 and 0.5 < measured.same_top.mean() < 1     # a model of noise: close calls
+    assert measured.divergences.min() > 0
+    assert 0.5 < measured.same_top.mean() < 1       # a model of noise: close calls
 
 
 def test_against_itself(engine):
@@ -81,7 +82,7 @@ def test_a_nan_is_no_perplexity():
 
 
 # ---- the reference model -----------------------------------------------------------------------------------
-# *_hf_* is float32 arithmetic on the file's weights; *_llama_* is llama.cpp, which quantises activations as well.
+# *_hf_* is float32 arithmetic on the file's weights; *_llama_* is llama.cpp, which quantises activations too.
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +98,8 @@ def reference_engine(card):
 
 
 def reference_losses(reference, prompt, source, tokens):
-    """float64 [len(tokens)]: the negative log-likelihood of tokens[i] at position i, NaN where its logit is not stored,
-    neither among the likeliest tokens nor in a whole row."""
+    """float64 [len(tokens)]: the negative log-likelihood of tokens[i] at position i, NaN where its logit is not
+    stored, neither among the likeliest tokens nor in a whole row."""
     def get(name):
         return reference[f"{prompt}_{source}_{name}"]
 
@@ -165,11 +166,13 @@ def test_the_table_of_two(capsys, text):
     assert code == 0
     head, *lines, kl, middle, high, most, same = out.splitlines()
     assert head.split() == ["tiny-Q8_0"] * 2 and lines[3].split()[1] == lines[3].split()[2]
-    assert {line.split()[-2] for line in (kl, middle, high, most)} == {"0.000000"} and same.endswith(" 100.00 %")
+    assert {line.split()[-2] for line in (kl, middle, high, most)} == {"0.000000"}
+    assert same.endswith(" 100.00 %")
 
 
 @pytest.mark.parametrize("content, words", [
-    (None, "No such file"), (b"", "fewer than 2 tokens"), (b"a", "fewer than 2 tokens"), (b"abc\xff", "byte 3"),
+    (None, "No such file"), (b"", "fewer than 2 tokens"), (b"a", "fewer than 2 tokens"),
+    (b"abc\xff", "byte 3"),
 ], ids=str)
 def test_texts_that_cannot_be_measured(capsys, monkeypatch, tmp_path, content, words):
     monkeypatch.setattr(qengine, "load", lambda *_, **__: pytest.fail("was loaded"))
@@ -181,7 +184,8 @@ def test_texts_that_cannot_be_measured(capsys, monkeypatch, tmp_path, content, w
 
 def assert_refused(result, *words):
     code, out, sentence = result
-    assert (code, out) == (2, "") and sentence.startswith("qengine: ") and all(word in sentence for word in words)
+    assert (code, out) == (2, "") and sentence.startswith("qengine: ")
+    assert all(word in sentence for word in words)
 
 
 def test_a_folder_is_no_text(capsys, tmp_path):

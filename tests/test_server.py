@@ -560,8 +560,8 @@ def test_closing_does_not_wait_for_clients_that_do_not_read(engine, monkeypatch)
     generation, before = Endless(), set(threading.enumerate())
     monkeypatch.setattr(engine, "submit", lambda request: generation)
     monkeypatch.setattr(qengine.Service.close, "__defaults__", (0.5,))      # seconds; so long it does wait
-    with serving(qengine.create_app(engine)) as (port, service), contextlib.closing(start(port, LONG | {"stream": True})):
-        idle = http.client.HTTPConnection("127.0.0.1", port)
+    with serving(qengine.create_app(engine)) as (port, service):
+        unread, idle = start(port, LONG | {"stream": True}), http.client.HTTPConnection("127.0.0.1", port)
         idle.connect()
         wait_until(lambda: generation.n_generated)
         seen = 0
@@ -570,4 +570,5 @@ def test_closing_does_not_wait_for_clients_that_do_not_read(engine, monkeypatch)
             time.sleep(0.3)
     assert not service.open
     wait_until(lambda: set(threading.enumerate()) <= before)
+    unread.close()
     idle.close()
