@@ -188,7 +188,8 @@ class Operands(Code):
             return self._convert(self.spread(own, value, shape.pattern), own, t, WARP)
         own = self.type_of(operand.name)
         if self.lanes.vector(operand.name):
-            return self._convert(self.let(f"load <{WARP} x {own}>, ptr {self.slots[operand.name]}.v, align 64"), own, t, WARP)
+            whole = self.let(f"load <{WARP} x {own}>, ptr {self.slots[operand.name]}.v, align 64")
+            return self._convert(whole, own, t, WARP)
         value = self.let(f"load {own}, ptr {self.slots[operand.name]}.s")
         whole = self.splat(own, value) if shape is None or shape.uniform else self.spread(own, value, shape.pattern)
         return self._convert(whole, own, t, WARP)
@@ -253,9 +254,9 @@ class Operands(Code):
         self.do(f"store <{WARP} x {t}> {value}, ptr {slot}, align 64")
 
     def lift(self, instr, result, operands, compute):
-        """The common case: operands [(operand, type)] -> compute(w, *values) -> a result of type `result`, on a
-        scalar if all operands are uniform, on few values if all that are not repeat these over the lanes in one
-        way (as `x[lane // 2]` does), and on vectors otherwise."""
+        """The common case: operands [(operand, type)] -> compute(w, *values) -> a result of type `result`: on a
+        scalar if all operands are uniform, on few values if all that are not repeat these over the lanes in
+        one way (as `x[lane // 2]` does), on vectors otherwise."""
         repeats = {o: self.repeats.get(getattr(o, "name", None)) for o, _ in operands if not self.uniform(o)}
         ways = {r and (r.n, r.lanes) for r in repeats.values()}
         if len(ways) == 1 and None not in ways:

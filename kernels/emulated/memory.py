@@ -165,7 +165,7 @@ class Memory(Arithmetic):
         return self.deinterleave(t, loaded, n)
 
     def _fetch_ahead(self, place, pointer, nbytes):
-        """Asks for what comes later, where a warp reads many bytes in a row that other blocks have not read yet:
+        """Asks for what comes later, where a warp reads many bytes in a row that other blocks have not read:
         the CPU by itself follows rows poorly that several loads share, and no further than a page."""
         if nbytes >= 512 and place.base.name in self.block_dependent:
             for offset in range(0, nbytes, 64):
