@@ -7,6 +7,7 @@ width w (a scalar or 32 lanes); `lift` and `integer` choose the width.
 import struct
 
 from .emit import WARP, Operands, bits_of, const, llvm_type, suffix, ty, vector_const
+from .flow import split_operands
 from .ptx import SIZES, Imm, Pack, Pair, Reg
 
 _SIGNED = {"lt": "slt", "le": "sle", "gt": "sgt", "ge": "sge", "eq": "eq", "ne": "ne"}
@@ -859,12 +860,22 @@ class Arithmetic(Operands):
         """Finds, in a block, signed dp4a whose sum only goes on into the next: dot_chains (last -> all), inner_dots."""
         dots = {i.operands[0].name: i for i in instrs if i.name == "dp4a" and i.mods == ("s32", "s32")}
         self.dot_chains, self.inner_dots = {}, set()
-        once = lambda o: isinstance(o, Imm) or self.n_definitions.get(o.name) == 1
+        places, definitions = {id(i): place for place, i in enumerate(instrs)}, {}
+        for place, instr in enumerate(instrs):
+            for register in split_operands(instr)[0]:
+                definitions.setdefault(register, []).append(place)
+
+        def lasts(instr, end):
+            """Whether the operands still have their values at the place `end`."""
+            return not any(places[id(instr)] <= place < end for o in instr.operands[1:] if isinstance(o, Reg)
+                           for place in definitions.get(o.name, ()))
+
         for instr in dots.values():
             before = dots.get(getattr(instr.operands[3], "name", None))
             chain = self.dot_chains.get(id(before), [before]) if before else []
-            if before and self.n_uses[before.operands[0].name] == 1 and self.vnni and id(before) not in self.inner_dots \
-                    and all(once(o) for i in (*chain, instr) for o in i.operands):
+            if before and self.vnni and id(before) not in self.inner_dots \
+                    and all(self.n_uses[i.operands[0].name] == self.n_definitions[i.operands[0].name] == 1 for i in chain) \
+                    and all(lasts(i, places[id(instr)]) for i in chain):
                 self.inner_dots.add(id(before))
                 self.dot_chains.pop(id(before), None)
                 self.dot_chains[id(instr)] = [*chain, instr]
