@@ -6,6 +6,7 @@
     emit.py       LLVM IR text: values of 1 or 32 lanes
     ops.py        arithmetic instructions
     memory.py     loads, stores, atomics, shuffles
+    printing.py   print
     translate.py  a kernel -> LLVM IR
     native.py     LLVM IR -> machine code, cached; launches on CPU threads
 """

@@ -15,7 +15,7 @@ warp, by a `syncwarp` between them. Running in lockstep orders nothing, nor do s
 write to one place from several lanes if all write the same value.
 
 Barriers: all lanes of a warp that have not returned take part, and all warps that have not returned are at
-the same barrier.
+the same barrier. One that only a part of the block waits at orders as if it were of all.
 
 Blocks, and between barriers the warps of a block, run one at a time, in an order drawn from a seed. Shared
 and local memory start as 0xFF bytes.
@@ -25,16 +25,18 @@ import ctypes
 import re
 import struct
 import threading
+import time
 
 import llvmlite.binding as llvm
 import numpy as np
 from numba import cfunc, njit
 
+from . import native
 from .emit import WARP, llvm_type
 from .flow import is_barrier
 from .native import LAUNCH, KernelFault
 from .ptx import SIZES, Mem, Pack
-from .translate import CONTEXT, CONTEXT_BYTES
+from .translate import BARRIERS_BYTES, CONTEXT, CONTEXT_BYTES, GIVES_WAY
 from .watching import ATOMIC, LOCAL, OBSERVER, SHARED, WRITE, Watch, Watching, find_row
 
 # The arrays of @watch: addresses of the lanes; STATE; live arrays as (start, end, 0); what the lanes store,
@@ -54,7 +56,7 @@ BARRIER = 32                                    # beside the kinds of watching.p
 
 class Checking(Watching):
     """Its notes: (source file,), (bits of a granule,), the sizes of the kernel's constants in bytes, the
-    lines of its barriers, and then (line, instruction, bytes) of each access."""
+    numbers and lines of its barriers, and then (line, instruction, bytes) of each access."""
 
     observer = "qengine_check_access"
 
@@ -105,9 +107,15 @@ class Checking(Watching):
         count = self.op("add", "i64", 1, self.let(f"load i64, ptr {phase}"), "1")
         self.do(f"store i64 {count}, ptr {phase}")
 
+    def note_partial_barrier(self, complete):
+        """Orders all accesses before it and after it, those of warps that have no part in it too."""
+        epoch = self.let(f"getelementptr i64, ptr {self.watched(STATE)}, i64 {EPOCH}")
+        count = self.op("add", "i64", 1, self.let(f"load i64, ptr {epoch}"), self.resize("i1", "i64", 1, complete))
+        self.do(f"store i64 {count}, ptr {epoch}")
+
     def _terminate(self, block):
         if block.end is not None and is_barrier(block.end):
-            self.barriers.append(block.end.line)
+            self.barriers.append((len(self.resumes) + 1, block.end.line))
             self._check_everyone_is_here(block)
         super()._terminate(block)
 
@@ -261,7 +269,8 @@ class _Run:
 
     def __init__(self, launch, card):
         self.launch, self.card, self.code = launch, card, launch.code
-        (self.file,), (granule_bits,), sizes, self.barriers, *self.accesses = self.code.facts.notes
+        (self.file,), (granule_bits,), sizes, barriers, *self.accesses = self.code.facts.notes
+        self.barriers = dict(barriers)
         form = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32)
         self.warp = form(self.code.address)
         constants = (ctypes.c_int64 * len(sizes)).from_address(self.code.variable("constants"))
@@ -300,18 +309,35 @@ class _Run:
         x, y, _ = self.launch.grid
         self.number = (number % x, number // x % y, number // (x * y))
         self._tell("ctaid", "3i", *self.number)
+        self._tell("barriers", f"{BARRIERS_BYTES}x")
         self.shared[:], self.local[:] = 0xFF, 0xFF
         at = dict.fromkeys(range(self.code.n_warps), 0)     # warp -> the barrier it waits at; 0: none yet
         while at:
             self.state[EPOCH] += 1
             for warp in self.card.random.sample(list(at), len(at)):
-                self.state[WARP_NUMBER] = warp
-                at[warp] = self.warp(self.context, warp, at[warp])
-                if at[warp] < 0:
-                    raise KernelFault(self.explain())
+                at[warp] = self.step(warp, at[warp])
+            self.finish_spinning(at)
             at = {warp: barrier for warp, barrier in at.items() if barrier}
             if len(set(at.values())) > 1:
                 raise KernelFault(self.explain_barriers(at))
+
+    def step(self, warp, resume):
+        """What a warp returns that goes on from `resume`."""
+        self.state[WARP_NUMBER] = warp
+        result = self.warp(self.context, warp, resume & ~GIVES_WAY)
+        if result < 0:
+            raise KernelFault(self.explain())
+        return result
+
+    def finish_spinning(self, at):
+        """Lets warps that have given way go on, in turn, until all are at a barrier or have returned."""
+        moved = time.monotonic()
+        while spinning := [warp for warp, resume in at.items() if resume & GIVES_WAY]:
+            for warp in self.card.random.sample(spinning, len(spinning)):
+                at[warp] = self.step(warp, at[warp])
+                moved = moved if at[warp] & GIVES_WAY else time.monotonic()
+            if time.monotonic() - moved > native.PATIENCE:
+                raise KernelFault(native.explain(self.launch, at[warp]))
 
     # -- words --
 
@@ -336,7 +362,7 @@ class _Run:
         return f"{head}: {what} (`{text}`)"
 
     def explain_barriers(self, at):
-        waiting = ", ".join(f"warp {warp} in line {self.barriers[at[warp] - 1]}" for warp in sorted(at))
+        waiting = ", ".join(f"warp {warp} in line {self.barriers[at[warp]]}" for warp in sorted(at))
         where = f"{self.launch.name} ({self.file}), block {self.number}"
         return f"{where}: waits at different barriers, {waiting}"
 

@@ -96,7 +96,7 @@ _BY_NAME = {
     "vote activemask match redux elect": "vote",
     "atom red": "atomic",
     "bar barrier membar fence": "barrier",
-    "bra brx ret exit call trap brkpt nanosleep": "branch",
+    "bra brx ret exit call vprintf trap brkpt nanosleep": "branch",
     "mov cvta barrier_result": "move",
     "prefetch prefetchu discard": "global_",
     "mma wmma wgmma": "tensor",

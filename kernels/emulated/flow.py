@@ -10,6 +10,9 @@ blocks in order, so all lanes meet again at the latest at the branch's post-domi
 Everything below follows from these: which blocks need a mask (`masked`), which blocks may have waiting lanes while a
 block runs (`waiting`), where to go on from a block (`next_from`), and which registers differ between lanes merely
 because lanes took different ways (`divided`).
+
+A loop that polls memory (`spins`) may wait for another warp: it gives way from time to time. If it is a lock (`locks`) it
+may wait for a lane of its own warp, one that has left the loop: those lanes then run first, to the end of the kernel.
 """
 
 from dataclasses import dataclass, field
@@ -33,6 +36,17 @@ def reads(instr):
     """Names of the registers that an instruction reads."""
     guard = [instr.guard[0].name] if instr.guard else []
     return guard + [r for o in split_operands(instr)[1] for r in registers_of(o)]
+
+
+def computed_from(registers, instrs):
+    """These registers, and all that depend on them by way of registers."""
+    found, before = set(registers), 0
+    while len(found) > before:
+        before = len(found)
+        for instr in instrs:
+            if not found.isdisjoint(reads(instr)):
+                found.update(split_operands(instr)[0])
+    return found
 
 
 @dataclass
@@ -66,6 +80,8 @@ class Flow:
         self.loops = {}                             # header -> set of blocks
         self._arrange(set(range(len(self.blocks))), 0, set())
         self.position = {node: i for i, node in enumerate(self.order)}
+        self.spins, self.locks = {}, set()          # header -> an instruction that polls; headers
+        self._find_spins()
         self.branches = {}                          # divergent branch -> (region, meeting)
         self.waiting = {b.index: set() for b in self.blocks}
         self.masked = set()
@@ -159,9 +175,34 @@ class Flow:
             self._arrange(set(component), header, headers | {header})
             self.order.append(LoopEnd(header))
 
+    def _find_spins(self):
+        """Loops that ask again and again whether another thread has written something."""
+        used = {r for b in self.blocks for i in self._all(b.index) for r in reads(i)}
+        for header, loop in self.loops.items():
+            polls = [i for b in sorted(loop) for i in self.blocks[b].instrs if
+                     i.name == "atom" and used & set(split_operands(i)[0]) or
+                     i.name == "ld" and {"volatile", "relaxed", "acquire"} & set(i.mods)]
+            if polls:
+                self.spins[header] = polls[0]
+                if self._is_lock(loop, polls):
+                    self.locks.add(header)
+
+    def _is_lock(self, loop, polls):
+        """Whether those who have left the loop write what it polls: the lane that holds a lock must get on while others
+        of its warp try. Not where lanes wait for each other later."""
+        later = set().union(*(self._reach(t, EXIT) for b in loop for t in self.blocks[b].targets)) - loop
+        outside = [i for b in later for i in self._all(b)]
+        if any("sync" in i.mods or is_barrier(i) for b in loop | later for i in self._all(b)):
+            return False
+        written = [i for i in outside if i.name in ("atom", "red", "st")]
+        polled, released = ({o for i in instrs for o in i.operands if isinstance(o, Mem)} for instrs in (polls, written))
+        return bool(polled & released)
+
     def diverge(self, branch):
         """Tells that lanes may disagree at the end of block `branch`. Returns the registers that this divides."""
-        meeting = self.meeting[branch]
+        leaves_lock = any(branch in self.loops[header] and not self.loops[header].issuperset(self.blocks[branch].targets)
+                          for header in self.locks)
+        meeting = EXIT if leaves_lock else self.meeting[branch]
         sides = [self._reach(t, meeting) for t in self.blocks[branch].targets]
         region = set().union(*sides) - {meeting}
         self.branches[branch] = (region, meeting)

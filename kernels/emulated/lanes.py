@@ -326,7 +326,7 @@ class Lanes:
         if not written:
             return []
         bits = 8 * SIZES.get(instr.mods[-1], 8) if instr.mods else 64
-        shapes = [self.of(o, 8 * SIZES.get(instr.mods[-1], 8) if instr.name != "cvt" else 64) for o in sources]
+        shapes = [self.of(o, bits if instr.name != "cvt" else 64) for o in sources]
         if None in shapes:
             return []
         rule = getattr(self, "_" + instr.name, None)
@@ -418,13 +418,11 @@ class Lanes:
             and shapes[0].exact and not isinstance(instr.operands[0], Pair) else VARYING
 
     def _vote(self, instr, shapes, bits):
-        return UNIFORM
+        members = shapes[1]
+        return UNIFORM if members.uniform and members.exact else VARYING
 
     def _activemask(self, instr, shapes, bits):
         return UNIFORM
-
-    def _match(self, instr, shapes, bits):
-        return UNIFORM if shapes[0].uniform and shapes[0].exact or instr.mods[0] == "all" else VARYING
 
     def _barrier_result(self, instr, shapes, bits):
         return UNIFORM

@@ -5,7 +5,7 @@ spaces are accessed alike. An access whose address is a scalar plus a constant p
 lanes alike) or vector accesses (neighbouring lanes); any other one goes lane by lane (gather, scatter).
 """
 
-from .emit import WARP, const, llvm_type, suffix, ty, vector_const
+from .emit import WARP, Repeat, const, llvm_type, suffix, ty, vector_const
 from .ops import Arithmetic
 from .ptx import SIZES, Mem, Pack, Pair, Reg
 
@@ -14,6 +14,7 @@ _LOAD_MODS = {"global", "shared", "local", "param", "const", "nc", "volatile", "
               "L1::evict_last", "L1::evict_first", "L1::evict_normal", "L2::128B", "L2::256B", "L2::64B"}
 _ATOMIC = {"add": "add", "and": "and", "or": "or", "xor": "xor", "exch": "xchg", "min": "umin", "max": "umax",
            "inc": "uinc_wrap", "dec": "udec_wrap"}
+_AHEAD = 16                                         # times the bytes that a warp reads at once
 _ATOM_MODS = {"global", "shared", "relaxed", "acquire", "release", "acq_rel", "gpu", "sys", "cta", "noftz"}
 
 
@@ -70,7 +71,11 @@ class Memory(Arithmetic):
             return
         runs = pattern and find_runs(pattern, SIZES[kind], n)
         if pattern is not None and self._neighbours(pattern, SIZES[kind] * n):
-            values = self._load_neighbours(instr, t, SIZES[kind], n, self._scalar_address(place, pattern[0]))
+            values = self._load_neighbours(instr, t, SIZES[kind], n, place, pattern[0])
+        elif runs and len(runs) == n == 1 and runs[0][1] < WARP and self.mask is None:
+            (start, length, lanes), = runs
+            few = Repeat(self._load_run(t, SIZES[kind], length, place, start), t, length, tuple(lanes))
+            return self.put_repeat(registers[0], few, signed)
         elif runs:
             values = self._unless_masked([ty(t, WARP)] * n, lambda: self._load_runs(t, SIZES[kind], n, place, runs),
                                          lambda: self._load_lanes(t, SIZES[kind], n, place))
@@ -98,12 +103,15 @@ class Memory(Arithmetic):
         return [self.let(f"phi {t} [{a}, %{tag}.yes.end], [{b}, %{tag}.no.end]")
                 for t, a, b in zip(types, *results)] if types else None
 
+    def _load_run(self, t, size, length, place, start):
+        pointer = self.pointer(1, self._scalar_address(place, start))
+        return self.let(f"load <{length} x {t}>, ptr {pointer}, align {size}")
+
     def _load_runs(self, t, size, n, place, runs):
         """One load per run, then every lane picks its elements."""
         values = [None] * n
         for start, length, firsts in runs:
-            pointer = self.pointer(1, self._scalar_address(place, start))
-            run = self.let(f"load <{length} x {t}>, ptr {pointer}, align {size}")
+            run = self._load_run(t, size, length, place, start)
             for i in range(n):
                 picked = self.shuffle(t, length, run, [None if f is None else f + i for f in firsts])
                 if values[i] is not None:           # lanes of this run replace those of the earlier ones
@@ -143,17 +151,27 @@ class Memory(Arithmetic):
     def _neighbours(self, pattern, size):
         return all(p - pattern[0] == size * lane for lane, p in enumerate(pattern))
 
-    def _load_neighbours(self, instr, t, size, n, address):
-        """n vectors of 32, from 32 * n elements in a row of which each lane has n."""
-        pointer, whole = self.pointer(1, address), f"<{WARP * n} x {t}>"
+    def _load_neighbours(self, instr, t, size, n, place, first):
+        """n vectors of 32, from 32 * n elements in a row, n for each lane; `first`: lane 0's offset."""
+        pointer, whole = self.pointer(1, self._scalar_address(place, first)), f"<{WARP * n} x {t}>"
         if self.mask is None:
             loaded = self.let(f"load {whole}, ptr {pointer}, align {size}")
+            self._fetch_ahead(place, pointer, WARP * n * size)
             if n == 4 and t == "i32":
                 self.note_quad(instr, loaded)
         else:
             loaded = self.call(f"llvm.masked.load.{suffix(t, WARP * n)}.p0", whole, ("ptr", pointer), ("i32", str(size)),
                                (f"<{WARP * n} x i1>", self._wide_mask(n)), (whole, "zeroinitializer"))
         return self.deinterleave(t, loaded, n)
+
+    def _fetch_ahead(self, place, pointer, nbytes):
+        """Asks for what comes later, where a warp reads many bytes in a row that other blocks have not read:
+        the CPU by itself follows rows poorly that several loads share, and no further than a page."""
+        if nbytes >= 512 and place.base.name in self.block_dependent:
+            for offset in range(0, nbytes, 64):
+                ahead = self.let(f"getelementptr i8, ptr {pointer}, i64 {_AHEAD * nbytes + offset}")
+                hints = (("i32", hint) for hint in "031")        # to read, for all caches, data
+                self.call("llvm.prefetch.p0", "void", ("ptr", ahead), *hints)
 
     def _wide_mask(self, n):
         lanes = self.running()
@@ -420,57 +438,51 @@ class Memory(Arithmetic):
         return self.op("and", "i32", 1, bits, mask)
 
     def op_vote(self, instr):
-        if "sync" not in instr.mods:
+        """Among the running lanes of a member mask; lanes may name different ones."""
+        how, (target, condition, mask) = instr.mods[1], instr.operands
+        if "sync" not in instr.mods or how not in ("ballot", "any", "all", "uni"):
             raise instr.unsupported()
-        how = instr.mods[1]
-        members = self._members(instr)
-        bits = self.op("and", "i32", 1, self._ballot(instr.operands[1]), members)
+        w = 1 if self.uniform(mask) else WARP
+        members = self._members(mask, w)
+        bits = self._ballot(condition)
+        bits = self.op("and", "i32", w, bits if w == 1 else self.splat("i32", bits), members)
         if how == "ballot":
-            return self.put(instr.operands[0], "i32", 1, bits)
-        results = {"any": lambda: self.compare("ne", "i32", 1, bits, "0"),
-                   "all": lambda: self.compare("eq", "i32", 1, bits, members),
-                   "uni": lambda: self.op("or", "i1", 1, self.compare("eq", "i32", 1, bits, "0"),
-                                          self.compare("eq", "i32", 1, bits, members))}
-        if how not in results:
-            raise instr.unsupported()
-        self.put(instr.operands[0], "i1", 1, results[how]())
+            return self.put(target, "i32", w, bits)
+        none = self.compare("eq", "i32", w, bits, const("i32", w, 0))
+        every = self.compare("eq", "i32", w, bits, members)
+        results = {"any": lambda: self.op("xor", "i1", w, none, const("i1", w, "true")), "all": lambda: every,
+                   "uni": lambda: self.op("or", "i1", w, none, every)}
+        self.put(target, "i1", w, results[how]())
 
-    def _members(self, instr):
-        """The running lanes of the member mask."""
-        if not self.uniform(instr.operands[2]):
-            raise instr.unsupported("member masks that differ between lanes")
-        return self.op("and", "i32", 1, self.scalar(instr.operands[2], "i32"), self.mask or "-1")
+    def _members(self, mask, w):
+        """The running lanes of a member mask."""
+        running = self.mask or "-1"
+        return self.op("and", "i32", w, self.get(mask, "i32", w), running if w == 1 else self.splat("i32", running))
 
     def op_match(self, instr):
         """any: for each lane the members with the same bits; all: the members if they all have the same, else 0."""
         how, kind = instr.mods[0], instr.mods[-1]
-        t = llvm_type(kind)
         if "sync" not in instr.mods or how not in ("any", "all"):
             raise instr.unsupported()
-        target, value, members = instr.operands[0], instr.operands[1], self._members(instr)
-        if how == "all":
-            target, flag = (target.first, target.second) if isinstance(target, Pair) else (target, Reg("_"))
-            values = self.vector(value, t)
-            first = self.call("llvm.cttz.i32", "i32", ("i32", members), ("i1", "false"))
-            first = self.op("and", "i32", 1, first, str(WARP - 1))
-            first = self.let(f"extractelement <{WARP} x {t}> {values}, i32 {first}")
-            same = self._equals(t, values, first)
-            missing = self.op("and", "i32", 1, members, self.op("xor", "i32", 1, same, "-1"))
-            agree = self.compare("eq", "i32", 1, missing, "0")
-            self.put(flag, "i1", 1, agree)
-            return self.put(target, "i32", 1, self.select("i32", 1, agree, members, "0"))
-        if self.uniform(value):
-            return self.put(target, "i32", 1, members)
+        target, value, mask = instr.operands
+        w = 1 if self.uniform(value, mask) else WARP
+        members = self._members(mask, w)
+        same = members if w == 1 else self.op("and", "i32", w, self._twins(llvm_type(kind), value), members)
+        if how == "any":
+            return self.put(target, "i32", w, same)
+        target, flag = (target.first, target.second) if isinstance(target, Pair) else (target, Reg("_"))
+        agree = self.compare("eq", "i32", w, same, members)
+        self.put(flag, "i1", w, agree)
+        self.put(target, "i32", w, self.select("i32", w, agree, members, const("i32", w, 0)))
+
+    def _twins(self, t, value):
+        """For each lane the bits of the lanes with the same value."""
         values, result = self.vector(value, t), "zeroinitializer"
         for lane in range(WARP):
             one = self.let(f"extractelement <{WARP} x {t}> {values}, i64 {lane}")
-            same = self.op("and", "i32", 1, self._equals(t, values, one), members)
+            same = self.mask_bits(self.compare("eq", t, WARP, values, self.splat(t, one)))
             result = self.let(f"insertelement <{WARP} x i32> {result}, i32 {same}, i64 {lane}")
-        self.put(target, "i32", WARP, result)
-
-    def _equals(self, t, values, one):
-        """Bits of the lanes whose value is `one`."""
-        return self.mask_bits(self.compare("eq", t, WARP, values, self.splat(t, one)))
+        return result
 
     def op_activemask(self, instr):
         self.put(instr.operands[0], "i32", 1, self.mask or "-1")

@@ -23,20 +23,27 @@ import llvmlite.binding as llvm
 
 from kernels import compile as compiler
 
-from .translate import CONTEXT, CONTEXT_BYTES, Target, Translated, Translator, static_shared_bytes, translate
+from .translate import (BARRIERS_BYTES, CONTEXT, CONTEXT_BYTES, GIVES_WAY, Target, Translated, Translator, static_shared_bytes,
+                        translate)
 
 llvm.initialize_native_target()
 llvm.initialize_native_asmprinter()
 
 # Byte offsets in the structs that Python and the worker share.
-LAUNCH = {"warp": 0, "params": 8, "grid": 16, "n_warps": 28, "n_blocks": 32, "next": 40, "done": 48, "dynamic": 56}
-PROGRAM = {"n": 0, "failed": 8, "launches": 16}
+LAUNCH = {"warp": 0, "params": 8, "grid": 16, "n_warps": 28, "n_blocks": 32, "next": 40, "done": 48,
+          "share": 56, "dynamic": 64, "patience": 68, "partial": 72}
+LAUNCH_BYTES = 80
+PROGRAM = {"n": 0, "failed": 8, "launches": 16, "why": 24}
 SCRATCH = {"shared": 0, "local": 8, "frames": 16, "states": 24}
 POOL = {"semaphore": 0, "program": 64, "attached": 72, "n_helpers": 76}
 
 
+# Seconds in which all warps of a block do nothing but give way to each other until the launch is given up.
+PATIENCE = 10
+
+
 class KernelFault(RuntimeError):
-    """A kernel executed `trap`. The message names the kernel."""
+    """A kernel executed `trap`, or waits for ever. The message names the kernel."""
 
 
 @functools.cache
@@ -147,13 +154,15 @@ class Launch:
         self.frame_bytes = facts.frame_bytes * code.n_warps
         self.n_blocks = grid[0] * grid[1] * grid[2]
         self._params = ctypes.create_string_buffer(bytes(params), max(len(params), 1))
-        self.buffer = ctypes.create_string_buffer(64)
+        self.buffer = ctypes.create_string_buffer(LAUNCH_BYTES)
         self.address = ctypes.addressof(self.buffer)
         for name, kind, values in (("warp", ctypes.c_int64, [code.address]),
                                    ("params", ctypes.c_int64, [ctypes.addressof(self._params)]),
                                    ("grid", ctypes.c_int32, grid), ("n_warps", ctypes.c_int32, [code.n_warps]),
                                    ("n_blocks", ctypes.c_int64, [self.n_blocks]),
-                                   ("dynamic", ctypes.c_int32, [shared_bytes])):
+                                   ("dynamic", ctypes.c_int32, [shared_bytes]),
+                                   ("patience", ctypes.c_int32, [PATIENCE]),
+                                   ("partial", ctypes.c_int32, [facts.partial_barriers])):
             (kind * len(values)).from_buffer(self.buffer, LAUNCH[name])[:] = values
 
     def with_code(self, code):
@@ -202,7 +211,7 @@ class Program:
         self.launches = [x if x not in launches[:i] else x.with_code(x.code) for i, x in enumerate(launches)] \
             if len(set(launches)) < len(launches) else list(launches)
         self._list = (ctypes.c_void_p * max(len(self.launches), 1))(*[x.address for x in self.launches])
-        self.buffer = (ctypes.c_int64 * 3)(len(self.launches), 0, ctypes.addressof(self._list))
+        self.buffer = (ctypes.c_int64 * 4)(len(self.launches), 0, ctypes.addressof(self._list), 0)
         self.address = ctypes.addressof(self.buffer)
         need = lambda name: max((getattr(x, name) for x in self.launches), default=0)
         self.needs = (need("shared_bytes"), need("local_bytes"), need("frame_bytes"),
@@ -215,6 +224,15 @@ class Program:
 def in_order(launches):
     """The launches of a Program or list, one by one."""
     return launches.launches if isinstance(launches, Program) else launches
+
+
+def explain(launch, why):
+    """What a launch says whose block ended with `why`: -1, or what a warp returned that gave way too often."""
+    if why < 0:
+        return f"{launch.name} stopped at a trap"
+    line, text = next((line, text) for number, line, text in launch.code.facts.spins if number == why & ~GIVES_WAY)
+    return (f"{launch.name}, line {line}: waits for ever, for what no thread of a running block writes (`{text}`). "
+            "Blocks run one after the other, and lanes of a warp together")
 
 
 def execute(launches, n_workers=1):
@@ -266,7 +284,7 @@ class _Pool:
             self._run(self._address, program.address, self._scratch[0].address, helpers)
             failed, program.buffer[1] = program.buffer[1], 0
         if failed:
-            raise KernelFault(f"{program.launches[failed - 1].name} stopped at a trap")
+            raise KernelFault(explain(program.launches[failed - 1], program.buffer[3]))
 
     def _hire(self, n):
         while len(self._threads) < n:
@@ -292,15 +310,28 @@ declare i32 @sem_init(ptr, i32, i32)
 declare i32 @sem_post(ptr)
 declare i32 @sem_wait(ptr)
 declare i32 @sched_yield()
+declare i32 @llvm.ctlz.i32(i32, i1)
+declare i64 @llvm.umax.i64(i64, i64)
+declare i64 @time(ptr)
 {declare}
 
-; Runs one block: every warp until its first barrier, then every warp that waits, until none waits. -1 after a trap.
+; Runs one block: every warp until its first barrier, then every warp that waits, until none waits. Warps that have given
+; way run before those at a barrier. -1 after a trap, and where all only give way for too long what the last of them returned.
 define internal i32 @block(ptr %launch, i64 %number, ptr %scratch) {{
 entry:
   %context = alloca [{CONTEXT_BYTES} x i8], align 64
   %params.from = {at("%launch", LAUNCH["params"])}
   %params = load ptr, ptr %params.from
   store ptr %params, ptr %context
+  %partial.from = {at("%launch", LAUNCH["partial"])}
+  %partial = load i32, ptr %partial.from
+  %whole = icmp eq i32 %partial, 0
+  br i1 %whole, label %prepare, label %partial.barriers
+partial.barriers:
+  %barriers = {at("%context", CONTEXT["barriers"])}
+  store <{BARRIERS_BYTES} x i8> zeroinitializer, ptr %barriers, align 64
+  br label %prepare
+prepare:
   %shared = load ptr, ptr %scratch
   %shared.to = {at("%context", CONTEXT["shared"])}
   store ptr %shared, ptr %shared.to
@@ -337,9 +368,9 @@ divide:                                             ; rare and slow: 64-bit divi
   %z.divided = udiv i64 %rows, %gy64
   br label %place.known
 place.known:
-  %x = phi i64 [%number, %entry], [%x.divided, %divide]
-  %y = phi i64 [0, %entry], [%y.divided, %divide]
-  %z = phi i64 [0, %entry], [%z.divided, %divide]
+  %x = phi i64 [%number, %prepare], [%x.divided, %divide]
+  %y = phi i64 [0, %prepare], [%y.divided, %divide]
+  %z = phi i64 [0, %prepare], [%z.divided, %divide]
   %x32 = trunc i64 %x to i32
   %y32 = trunc i64 %y to i32
   %z32 = trunc i64 %z to i32
@@ -359,6 +390,7 @@ place.known:
   br label %start
 start:
   %i = phi i32 [0, %place.known], [%i.next, %started]
+  %all = phi i32 [0, %place.known], [%all.next, %started]
   %s = call i32 %warp(ptr %context, i32 %i, i32 0)
   %trapped = icmp slt i32 %s, 0
   br i1 %trapped, label %fault, label %started
@@ -366,39 +398,71 @@ started:
   %i64 = zext i32 %i to i64
   %place = getelementptr i32, ptr %states, i64 %i64
   store i32 %s, ptr %place
+  %all.next = or i32 %all, %s
   %i.next = add i32 %i, 1
   %more = icmp ult i32 %i.next, %n
-  br i1 %more, label %start, label %round
+  br i1 %more, label %start, label %again
+again:
+  %seen = phi i32 [%all.next, %started], [%any.next, %rest], [%any.next, %patience]
+  %since = phi i64 [0, %started], [0, %rest], [%waited, %patience]
+  %over = icmp eq i32 %seen, 0
+  br i1 %over, label %end, label %choose
+choose:                                             ; all that wait go on, or else only those that have given way
+  %some.spin = and i32 %seen, {GIVES_WAY}
+  %none.spins = icmp eq i32 %some.spin, 0
+  %which = select i1 %none.spins, i32 -1, i32 {GIVES_WAY}
+  br label %round
 round:
-  %any = phi i32 [0, %started], [%any.next, %stepped]
-  %w = phi i32 [0, %started], [%w.wrapped, %stepped]
+  %w = phi i32 [0, %choose], [%w.next, %stepped]
+  %any = phi i32 [0, %choose], [%any.next, %stepped]
+  %spinner = phi i32 [0, %choose], [%spinner.next, %stepped]
+  %moved = phi i1 [%none.spins, %choose], [%moved.next, %stepped]
   %w64 = zext i32 %w to i64
   %w.place = getelementptr i32, ptr %states, i64 %w64
   %state = load i32, ptr %w.place
-  %waits = icmp ne i32 %state, 0
-  br i1 %waits, label %resume, label %stepped
+  %chosen = and i32 %state, %which
+  %runs = icmp ne i32 %chosen, 0
+  br i1 %runs, label %resume, label %stepped
 resume:
-  %r = call i32 %warp(ptr %context, i32 %w, i32 %state)
+  %from = and i32 %state, {GIVES_WAY - 1}
+  %r = call i32 %warp(ptr %context, i32 %w, i32 %from)
   store i32 %r, ptr %w.place
   %r.trapped = icmp slt i32 %r, 0
   br i1 %r.trapped, label %fault, label %stepped
 stepped:
-  %now = phi i32 [0, %round], [%r, %resume]
-  %seen = or i32 %any, %now
+  %now = phi i32 [%state, %round], [%r, %resume]
+  %any.next = or i32 %any, %now
+  %still = and i32 %now, {GIVES_WAY}
+  %spins = icmp ne i32 %still, 0
+  %spinner.next = select i1 %spins, i32 %now, i32 %spinner
+  %arrived = xor i1 %spins, %runs                    ; it ran, and does not give way
+  %moved.next = or i1 %moved, %arrived
   %w.next = add i32 %w, 1
   %w.last = icmp eq i32 %w.next, %n
-  %w.wrapped = select i1 %w.last, i32 0, i32 %w.next
-  %any.next = select i1 %w.last, i32 0, i32 %seen
-  %idle = icmp eq i32 %seen, 0
-  %over = and i1 %w.last, %idle
-  br i1 %over, label %end, label %round
+  br i1 %w.last, label %rest, label %round
+rest:
+  br i1 %moved.next, label %again, label %patience
+patience:
+  %ignored = call i32 @sched_yield()
+  %time = call i64 @time(ptr null)
+  %first = icmp eq i64 %since, 0
+  %waited = select i1 %first, i64 %time, i64 %since
+  %seconds = sub i64 %time, %waited
+  %most.from = {at("%launch", LAUNCH["patience"])}
+  %most = load i32, ptr %most.from
+  %most64 = zext i32 %most to i64
+  %tired = icmp ugt i64 %seconds, %most64
+  br i1 %tired, label %stuck, label %again
+stuck:
+  ret i32 %spinner.next
 end:
   ret i32 0
 fault:
   ret i32 -1
 }}
 
-; Works on a program until all its launches are done.
+; Works on a program until all its launches are done. Blocks are taken in shares: neighbours often read memory
+; in a row, which the processor fetches ahead.
 define internal void @work(ptr %program, ptr %scratch) {{
 entry:
   %n = load i64, ptr %program
@@ -415,25 +479,41 @@ launch:
   %blocks = load i64, ptr %blocks.from
   %next = {at("%l", LAUNCH["next"])}
   %done = {at("%l", LAUNCH["done"])}
+  %share.from = {at("%l", LAUNCH["share"])}
+  %share = load i64, ptr %share.from
   br label %take
 take:
-  %b = atomicrmw add ptr %next, i64 1 seq_cst
-  %mine = icmp ult i64 %b, %blocks
-  br i1 %mine, label %check, label %wait
+  %first = atomicrmw add ptr %next, i64 %share seq_cst
+  %some = icmp ult i64 %first, %blocks
+  br i1 %some, label %mine, label %wait
+mine:
+  %beyond = add i64 %first, %share
+  %last = icmp ult i64 %blocks, %beyond
+  %stop = select i1 %last, i64 %blocks, i64 %beyond
+  br label %check
 check:
+  %b = phi i64 [%first, %mine], [%b.next, %count]
   %bad = load atomic i64, ptr %failed monotonic, align 8
   %skip = icmp ne i64 %bad, 0
   br i1 %skip, label %count, label %go
 go:
   %r = call i32 @block(ptr %l, i64 %b, ptr %scratch)
-  %fault = icmp slt i32 %r, 0
+  %fault = icmp ne i32 %r, 0
   br i1 %fault, label %note, label %count
 note:
+  %why = {at("%program", PROGRAM["why"])}
+  %r64 = sext i32 %r to i64
+  store i64 %r64, ptr %why
   %number = add i64 %i, 1
   store atomic i64 %number, ptr %failed monotonic, align 8
   br label %count
 count:
-  %before = atomicrmw add ptr %done, i64 1 seq_cst
+  %b.next = add i64 %b, 1
+  %goes.on = icmp ult i64 %b.next, %stop
+  br i1 %goes.on, label %check, label %counted
+counted:
+  %mine.done = sub i64 %stop, %first
+  %before = atomicrmw add ptr %done, i64 %mine.done seq_cst
   br label %take
 wait:
   %spins = phi i64 [0, %take], [%spins.next, %spin]
@@ -491,6 +571,9 @@ entry:
   %n = load i64, ptr %program
   %list.from = {at("%program", PROGRAM["launches"])}
   %list = load ptr, ptr %list.from
+  %leading = call i32 @llvm.ctlz.i32(i32 %helpers, i1 false)
+  %bits = sub i32 36, %leading                      ; at least 16 shares for each worker
+  %bits64 = zext i32 %bits to i64
   br label %reset
 reset:
   %i = phi i64 [0, %entry], [%i.next, %clear]
@@ -503,6 +586,12 @@ clear:
   %done = {at("%l", LAUNCH["done"])}
   store i64 0, ptr %next
   store i64 0, ptr %done
+  %blocks.from = {at("%l", LAUNCH["n_blocks"])}
+  %blocks = load i64, ptr %blocks.from
+  %part = lshr i64 %blocks, %bits64
+  %share = call i64 @llvm.umax.i64(i64 %part, i64 1)
+  %share.to = {at("%l", LAUNCH["share"])}
+  store i64 %share, ptr %share.to
   %i.next = add i64 %i, 1
   br label %reset
 publish:

@@ -4,6 +4,8 @@ A method reads the instruction's modifiers, refuses those it does not know, and 
 width w (a scalar or 32 lanes); `lift` and `integer` choose the width.
 """
 
+import struct
+
 from .emit import WARP, Operands, bits_of, const, llvm_type, suffix, ty, vector_const
 from .ptx import SIZES, Imm, Pack, Pair, Reg
 
@@ -14,7 +16,9 @@ _FLOATING = {"eq": "oeq", "ne": "one", "lt": "olt", "le": "ole", "gt": "ogt", "g
              "ltu": "ult", "leu": "ule", "gtu": "ugt", "geu": "uge", "num": "ord", "nan": "uno"}
 _ROUND = {"rn": "roundeven", "rni": "roundeven", "rz": "trunc", "rzi": "trunc", "rm": "floor", "rmi": "floor",
           "rp": "ceil", "rpi": "ceil"}
-CANONICAL_NAN = {"float": 0x7FFFFFFF, "double": 0x7FF8000000000000, "half": 0x7FFF}
+DIRECTED = {"rz": 0, "rp": 2, "rm": 3}              # rounding modes, as llvm.set.rounding numbers them
+# What the card makes of a NaN; of a double as CUDA's math_constants.h has it.
+CANONICAL_NAN = {"float": 0x7FFFFFFF, "double": 0xFFF8000000000000, "half": 0x7FFF}
 
 
 def only(instr, *allowed):
@@ -103,8 +107,8 @@ class Arithmetic(Operands):
                 saturating = f"{kind[0]}{name}.sat"
                 return self.lift(instr, t, [(o, t) for o in operands], lambda w, *a: self.intrinsic(saturating, t, w, *a))
             return self.integer(instr, t, [(o, t) for o in operands], lambda w, *a: self.op(name, t, w, *a))
-        only(instr, "rn", "rz", "rm", "rp", "sat", "ftz")
-        self.floating(instr, operands, {"add": self._fadd, "sub": self._fsub, "mul": self._fmul}[name])
+        only(instr, "rn", *DIRECTED, "sat", "ftz")
+        self.floating(instr, operands, self._operation("f" + name))
 
     def op_add(self, instr):
         if "cc" in instr.mods:
@@ -202,8 +206,8 @@ class Arithmetic(Operands):
         if kind[0] in "us":
             return self.lift(instr, t, [(o, t) for o in instr.operands[1:]],
                              lambda w, a, b: self._divided(kind, "div", w, a, b))
-        only(instr, "rn", "full", "approx", "ftz")
-        self.floating(instr, instr.operands[1:], lambda t, w, mods, a, b: self.op("fdiv", t, w, a, b))
+        only(instr, "rn", *DIRECTED, "full", "approx", "ftz")
+        self.floating(instr, instr.operands[1:], self._operation("fdiv"))
 
     def op_rem(self, instr):
         kind = instr.mods[-1]
@@ -224,6 +228,17 @@ class Arithmetic(Operands):
         else:
             result = self.op("u" + what, t, w, a, divisor)
         return self.select(t, w, zero, const(t, w, -1) if what == "div" else a, result)
+
+    def op_sad(self, instr):
+        """|a - b| + c"""
+        kind = instr.mods[-1]
+        t = llvm_type(kind)
+        only(instr)
+
+        def compute(w, a, b, c):
+            larger, smaller = (self.intrinsic(kind[0] + name, t, w, a, b) for name in ("max", "min"))
+            return self.op("add", t, w, c, self.op("sub", t, w, larger, smaller))
+        self.lift(instr, t, [(o, t) for o in instr.operands[1:]], compute)
 
     def op_neg(self, instr):
         kind = instr.mods[-1]
@@ -322,7 +337,8 @@ class Arithmetic(Operands):
         return self.select(t, w, self.compare("ogt", t, w, value, one), one, value)
 
     def number(self, t, w, value):
-        return f"{value:e}" if w == 1 else f"splat ({t} {value:e})"
+        bits = struct.unpack("<Q", struct.pack("<d", value))[0]        # how LLVM writes floats of any size exactly
+        return const(t, w, f"0x{bits:016X}")
 
     def _half(self, w, mods, compute, values):
         """Half operands through float32. One operation of float32 on halves, rounded again to half, equals one rounding
@@ -340,24 +356,46 @@ class Arithmetic(Operands):
             halves.append(self.resize("i16", "i32", w, result))
         return self.op("or", "i32", w, halves[0], self.op("shl", "i32", w, halves[1], const("i32", w, 16)))
 
-    def _fadd(self, t, w, mods, a, b):
-        return self._directed(t, w, mods, self.op("fadd", t, w, a, b), lambda: (self.number(t, w, 1.0), a, b))
+    def _operation(self, name):
+        """The function (t, w, mods, *values) that does a floating-point operation, named as LLVM does, in the rounding
+        mode in mods."""
+        def compute(t, w, mods, *values):
+            mode = next((m for m in mods if m in DIRECTED), None)
+            if mode and "half" in mods:
+                raise self.instr.unsupported(f"rounding `.{mode}` of a half")
+            if mode:
+                return self.directed(mode, name, t, t, w, *values)
+            return self.intrinsic(name, t, w, *values) if name in ("fma", "sqrt") else self.op(name, t, w, *values)
+        return compute
 
-    def _fsub(self, t, w, mods, a, b):
-        return self._directed(t, w, mods, self.op("fsub", t, w, a, b),
-                              lambda: (self.number(t, w, 1.0), a, self.let(f"fneg {ty(t, w)} {b}")))
-
-    def _fmul(self, t, w, mods, a, b):
-        return self._directed(t, w, mods, self.op("fmul", t, w, a, b), lambda: (a, b, self.number(t, w, -0.0)))
-
-    def _ffma(self, t, w, mods, a, b, c):
-        if "half" in mods:
-            return self._odd_fma(w, a, b, c)
-        return self._directed(t, w, mods, self.intrinsic("fma", t, w, a, b, c), lambda: (a, b, c))
+    def directed(self, mode, name, t, result, w, *values):
+        """An operation of LLVM's constrained kind, from type t to type `result`, in a mode other than to nearest: a
+        function of its own, because the mode is a state of the processor."""
+        if result == "half" and w > 8:              # LLVM 20 cannot narrow more at a time
+            parts = [self.directed(mode, name, t, result, 8, self.shuffle(t, w, values[0], range(i, i + 8)))
+                     for i in range(0, w, 8)]
+            return self.concatenate(result, 8, parts)
+        function = f"{name}.{mode}.{suffix(result, w)}.{suffix(t, w)}"
+        types = suffix(result, w) + ("" if t == result else f".{suffix(t, w)}")
+        constrained = f"llvm.experimental.constrained.{name}.{types}"
+        listed = ", ".join([ty(t, w)] * len(values))
+        named = ", ".join(f"{ty(t, w)} %{i}" for i in range(len(values)))
+        self.declarations["llvm.set.rounding"] = "declare void @llvm.set.rounding(i32)"
+        self.declarations[constrained] = f"declare {ty(result, w)} @{constrained}({listed}, metadata, metadata)"
+        self.declarations[function] = (
+            f"define internal {ty(result, w)} @{function}({listed}) #1 {{\n"
+            f"  call void @llvm.set.rounding(i32 {DIRECTED[mode]}) #1\n"
+            f"  %result = call {ty(result, w)} @{constrained}({named}, metadata !\"round.dynamic\","
+            f" metadata !\"fpexcept.ignore\") #1\n"
+            f"  call void @llvm.set.rounding(i32 1) #1\n  ret {ty(result, w)} %result\n}}")
+        arguments = ", ".join(f"{ty(t, w)} {v}" for v in values)
+        return self.let(f"call {ty(result, w)} @{function}({arguments})")
 
     def op_fma(self, instr):
-        only(instr, "rn", "rz", "rm", "rp", "sat", "ftz")
-        self.floating(instr, instr.operands[1:], self._ffma)
+        only(instr, "rn", *DIRECTED, "sat", "ftz")
+        fma = self._operation("fma")
+        self.floating(instr, instr.operands[1:], lambda t, w, mods, *values:
+                      self._odd_fma(w, *values) if "half" in mods else fma(t, w, mods, *values))
 
     def _odd_fma(self, w, a, b, c):
         """a * b + c of halves in float32, rounded to odd: the exact product plus c, and where that sum was inexact and
@@ -377,60 +415,14 @@ class Arithmetic(Operands):
         change = self.op("and", "i1", w, inexact, even)
         return self.cast("bitcast", "i32", "float", w, self.select("i32", w, change, moved, bits))
 
-    def _directed(self, t, w, mods, nearest, exact):
-        """Corrects a result rounded to nearest to the rounding mode in mods; exact() = (a, b, c) of a * b + c."""
-        mode = next((m for m in mods if m in ("rz", "rm", "rp")), None)
-        if mode is None:
-            return nearest
-        if t != "float" or "half" in mods:
-            raise self.instr.unsupported(f"rounding `.{mode}`")
-        a, b, c = (self.cast("fpext", "float", "double", w, v) for v in exact())
-        product = self.op("fmul", "double", w, a, b)                   # exact
-        total = self.op("fadd", "double", w, product, c)
-        back = self.op("fsub", "double", w, total, product)
-        error = self.op("fadd", "double", w,
-                        self.op("fsub", "double", w, product, self.op("fsub", "double", w, total, back)),
-                        self.op("fsub", "double", w, c, back))
-        beyond = self.op("fsub", "double", w, total, self.cast("fpext", "float", "double", w, nearest))
-        same = self.compare("oeq", "double", w, beyond, self.number("double", w, 0.0))
-        result = self.stepped(w, mode, nearest, self.select("double", w, same, error, beyond))
-        if mode != "rm":
-            return result
-        # Downwards, x - x is -0 while 0 + 0 stays +0: the negative of the negated sum says which.
-        zero = self.compare("oeq", "double", w, total, self.number("double", w, 0.0))
-        negated = self.op("fsub", "double", w, self.let(f"fneg {ty('double', w)} {product}"), c)
-        negated = self.cast("fptrunc", "double", "float", w, self.let(f"fneg {ty('double', w)} {negated}"))
-        return self.select("float", w, zero, negated, result)
-
-    def stepped(self, w, mode, nearest, beyond):
-        """The neighbour of float32 `nearest` that `mode` asks for, where the exact value exceeds it by `beyond`."""
-        bits = self.cast("bitcast", "float", "i32", w, nearest)
-        zero = self.number("double", w, 0.0)
-        below = self.compare("olt", "double", w, beyond, zero)
-        above = self.compare("ogt", "double", w, beyond, zero)
-        negative = self.compare("slt", "i32", w, bits, const("i32", w, 0))
-        down = self.op("and", "i1", w, below, self.let(f"xor {ty('i1', w)} {negative}, {const('i1', w, 'true')}")
-                       if mode == "rz" else const("i1", w, "true"))
-        up = self.op("and", "i1", w, above, negative if mode == "rz" else const("i1", w, "true"))
-        # One step down in value: bits - 1 for positive floats, bits + 1 for negative ones; from +0 to the least negative.
-        one = self.select("i32", w, negative, const("i32", w, 1), const("i32", w, -1))
-        is_zero = self.compare("eq", "i32", w, self.op("shl", "i32", w, bits, const("i32", w, 1)), const("i32", w, 0))
-        lower = self.select("i32", w, is_zero, const("i32", w, 0x80000001), self.op("add", "i32", w, bits, one))
-        upper = self.select("i32", w, is_zero, const("i32", w, 1), self.op("sub", "i32", w, bits, one))
-        result = bits
-        if mode in ("rm", "rz"):
-            result = self.select("i32", w, down, lower, result)
-        if mode in ("rp", "rz"):
-            result = self.select("i32", w, up, upper, result)
-        return self.cast("bitcast", "i32", "float", w, result)
-
     def op_rcp(self, instr):
-        only(instr, "rn", "approx", "ftz")
-        self.floating(instr, instr.operands[1:], lambda t, w, mods, a: self.op("fdiv", t, w, self.number(t, w, 1.0), a))
+        only(instr, "rn", *DIRECTED, "approx", "ftz")
+        divide = self._operation("fdiv")
+        self.floating(instr, instr.operands[1:], lambda t, w, mods, a: divide(t, w, mods, self.number(t, w, 1.0), a))
 
     def op_sqrt(self, instr):
-        only(instr, "rn", "approx", "ftz")
-        self.floating(instr, instr.operands[1:], lambda t, w, mods, a: self.intrinsic("sqrt", t, w, a))
+        only(instr, "rn", *DIRECTED, "approx", "ftz")
+        self.floating(instr, instr.operands[1:], self._operation("sqrt"))
 
     def op_rsqrt(self, instr):
         only(instr, "approx", "ftz")
@@ -786,24 +778,43 @@ class Arithmetic(Operands):
         return self._saturate(t, w, a) if "sat" in mods else a
 
     def _narrowed(self, instr, t, s, mode, w, a):
-        """A float rounded to a smaller type; by a directed mode only to float32."""
-        nearest = self.cast("fptrunc", s, t, w, a)
-        if mode == "rn":
-            return nearest
-        if t != "float" or mode not in ("rz", "rm", "rp"):
-            raise instr.unsupported("this rounding")
-        beyond = self.op("fsub", s, w, a, self.cast("fpext", t, s, w, nearest))
-        return self.stepped(w, mode, nearest, beyond)
+        """A float rounded to a smaller type. From double to half by way of float32, rounded there in the same direction,
+        or to odd if the half is to be the nearest: then the second rounding acts as the only one."""
+        if mode not in ("rn", *DIRECTED):
+            raise instr.unsupported("no rounding mode")
+        if (s, t) == ("double", "half"):
+            middle = self._rounded_to_odd(w, a) if mode == "rn" else self._narrowed(instr, "float", s, mode, w, a)
+            return self._narrowed(instr, t, "float", mode, w, middle)
+        return self.cast("fptrunc", s, t, w, a) if mode == "rn" else self.directed(mode, "fptrunc", s, t, w, a)
+
+    def _rounded_to_odd(self, w, a):
+        """A double as float32: cut off, and where that lost something with the last bit set."""
+        cut = self.directed("rz", "fptrunc", "double", "float", w, a)
+        lost = self.compare("one", "double", w, a, self.cast("fpext", "float", "double", w, cut))
+        bits = self.cast("bitcast", "float", "i32", w, cut)
+        odd = self.op("or", "i32", w, bits, self.resize("i1", "i32", w, lost))
+        return self.cast("bitcast", "i32", "float", w, odd)
 
     def _int_to_float(self, instr, t, s, of, mods, w, a):
-        """Through float64, which holds 32 bits exactly, unless one rounding of the processor does it."""
-        how = "sitofp" if of[0] == "s" else "uitofp"
+        """At once, or by way of double: 32 bits fit; of 64 the halves do, and their sum is rounded in the same direction."""
         mode = next((m for m in mods if m in _ROUND), None)
+        if mode is None:
+            raise instr.unsupported("no rounding mode")
         if mode == "rn" and t != "half":
-            return self.cast(how, s, t, w, a)
-        if bits_of(s) > 32 or t == "double":
-            raise instr.unsupported("this rounding")
-        return self._narrowed(instr, t, "double", mode, w, self.cast(how, s, "double", w, a))
+            return self.cast("sitofp" if of[0] == "s" else "uitofp", s, t, w, a)
+        if bits_of(s) < 64:
+            wide = self.cast("sitofp" if of[0] == "s" else "uitofp", s, "double", w, a)
+        elif mode in DIRECTED:
+            wide = self._long_to_double(mode, of, w, a)
+        else:                                       # what float32 does not hold exactly is no finite half
+            return self.cast("fptrunc", "float", t, w, self.cast("sitofp" if of[0] == "s" else "uitofp", s, "float", w, a))
+        return wide if t == "double" else self._narrowed(instr, t, "double", mode, w, wide)
+
+    def _long_to_double(self, mode, of, w, a):
+        high = self.op("ashr" if of[0] == "s" else "lshr", "i64", w, a, const("i64", w, 32))
+        low = self.op("and", "i64", w, a, const("i64", w, 0xFFFFFFFF))
+        high, low = (self.cast("sitofp", "i64", "double", w, part) for part in (high, low))
+        return self.directed(mode, "fma", "double", "double", w, high, self.number("double", w, 2.0**32), low)
 
     def _float_to_int(self, instr, t, s, to, mods, w, a):
         """Rounds, then saturates. NaN becomes 0, but where 64 bits are on either side the top bit alone."""
@@ -857,39 +868,65 @@ class Arithmetic(Operands):
                 self.inner_dots.add(id(before))
                 self.dot_chains.pop(id(before), None)
                 self.dot_chains[id(instr)] = [*chain, instr]
+        self._plan_dots()
+
+    def _plan_dots(self):
+        """swap_dots: there are fewer first operands than second ones. sort_dots: it is cheaper to sort words by
+        lane; per 4 words and 16 lanes that takes 8 shuffles for each operand, `_sum_fours` 9 instructions for
+        each pair."""
+        chains = [chain for chain in self.dot_chains.values() if len(chain) >= 4]
+        firsts, seconds = (len({chain[0].operands[i] for chain in chains}) for i in (1, 2))
+        self.swap_dots = firsts < seconds
+        self.sort_dots = 9 * len(chains) > 8 * (firsts + seconds)
 
     def _dot_chain(self, chain):
-        """c + the sum of all dot products of a chain. The CPU multiplies unsigned by signed bytes, so signed a goes in as
-        (a + 128) * b - 128 * sum(b); the last sum is the same for all chains with these b, and computed once."""
-        total = self.vector(chain[0].operands[3], "i32")
-        pairs = [instr.operands[1:3] for instr in chain]
-        for whole_a, whole_b in self._quads(pairs):
-            total = self.op("add", "i32", WARP, total, self._dot_quad(whole_a, whole_b))
-        # A uniform operand goes first: the other may then stay in memory.
-        pairs = [(b, a) if self.uniform(b) else (a, b) for a, b in pairs]
-        pairs = [tuple(self.vector(o, "i32") for o in pair) for pair in pairs]
-        zero, flip = const("i32", WARP, 0), const("i32", WARP, 0x80808080)
-        correction = zero
-        for _, b in pairs:
-            correction = self.dpbusd(WARP, correction, flip, b)
+        """The start of a chain + the sum of all its dot products."""
+        start = chain[0].operands[3]
+        quads, pairs = self._quads([self._unsigned_first(*instr.operands[1:3]) for instr in chain])
+        total = None
+        if quads:
+            starts = self.uniform(start)
+            words = self._every_fourth(start) if starts else const("i32", 4 * WARP, 0)
+            total = self._sum_fours(self._multiply_add(4 * WARP, words, quads))
+            if not starts:
+                total = self.op("add", "i32", WARP, total, self.vector(start, "i32"))
         if pairs:
-            total = self.op("sub", "i32", WARP, total, correction)
+            words = [tuple(self.vector(o, "i32") for o in pair) for pair in pairs]
+            total = self._multiply_add(WARP, total or self.vector(start, "i32"), words)
+        return total
+
+    def _unsigned_first(self, a, b):
+        """The operands of a dot product in the order of `_multiply_add`: it needs a correction for each second
+        one, so that is the one of which there are fewer. A uniform operand goes first: the other may then stay
+        in memory."""
+        swap = self.uniform(b) or self.swap_dots and not self.uniform(a)
+        return (b, a) if swap else (a, b)
+
+    def _multiply_add(self, n, total, pairs):
+        """total + dot products of the bytes of pairs of vectors (a, b), of n words. The CPU multiplies unsigned
+        by signed bytes, so a goes in as (a + 128) * b - 128 * sum(b); the last sum is the same for all chains
+        with these b, and computed once."""
+        correction, flip = const("i32", n, 0), const("i32", n, 0x80808080)
+        for _, b in pairs:
+            correction = self.dpbusd(n, correction, flip, b)
+        total = self.op("sub", "i32", n, total, correction)
         for a, b in pairs:
-            total = self.dpbusd(WARP, total, self.op("xor", "i32", WARP, a, flip), b)
+            total = self.dpbusd(n, total, self.op("xor", "i32", n, a, flip), b)
         return total
 
     def _quads(self, pairs):
-        """Takes out of `pairs` those that multiply all 4 words of two 16-byte loads; yields the loaded vectors."""
-        groups = {}
-        for pair in pairs:
+        """(quads, the other pairs): a quad multiplies all 4 words of two 16-byte loads, the vectors as loaded."""
+        groups, quads = {}, []
+        for pair in pairs if not self.sort_dots else ():
             a, b = (self.quads.get(getattr(o, "name", None)) for o in pair)
             if a and b and a[1] == b[1]:
                 groups.setdefault((a[0], b[0]), {})[a[1]] = pair
         for wholes, parts in groups.items():
             if len(parts) == 4:
+                quads.append(wholes)
                 for pair in parts.values():
                     pairs.remove(pair)
-                yield wholes
+        return quads, pairs
 
     def note_quad(self, instr, whole):
         """Remembers that the registers of a 16-byte load are every fourth word of `whole`."""
@@ -897,17 +934,20 @@ class Arithmetic(Operands):
             if self.n_definitions.get(register.name) == 1:
                 self.quads[register.name] = (whole, i)
 
-    def _dot_quad(self, a, b):
-        """Sum over 4 words per lane of vectors as loaded, 4 words of a lane side by side: cheaper than to sort the words
-        by lane first."""
-        n = 4 * WARP
-        zero, flip = const("i32", n, 0), const("i32", n, 0x80808080)
-        correction = self.op("sub", "i32", n, zero, self.dpbusd(n, zero, flip, b))
-        products = self.dpbusd(n, correction, self.op("xor", "i32", n, a, flip), b)
-        for length in (n, n // 2):
-            even, odd = (self.shuffle("i32", length, products, range(i, length, 2)) for i in (0, 1))
-            products = self.op("add", "i32", length // 2, even, odd)
-        return products
+    def _every_fourth(self, operand):
+        """4 words per lane, side by side: the first is this uniform operand, the others are 0."""
+        first = self.let(f"insertelement <4 x i32> zeroinitializer, i32 {self.scalar(operand, 'i32')}, i64 0")
+        return self.shuffle("i32", 4, first, [i % 4 for i in range(4 * WARP)])
+
+    def _sum_fours(self, words):
+        """Sums over the 4 words of each lane, side by side: in few chains cheaper than to sort words by lane.
+        The first step stays within the quarters of a CPU's registers, the second puts lanes in order."""
+        quarters = [32 * (i // 16) + 16 * (i // 2 % 2) + 4 * (i // 4 % 4) + i % 2 * 2 for i in range(2 * WARP)]
+        in_order = [16 * (lane // 8) + 4 * (lane % 4) + 2 * (lane % 8 // 4) for lane in range(WARP)]
+        for length, places in ((4 * WARP, quarters), (2 * WARP, in_order)):
+            first, second = (self.shuffle("i32", length, words, [i + odd for i in places]) for odd in (0, 1))
+            words = self.op("add", "i32", length // 2, first, second)
+        return words
 
     def dpbusd(self, n, c, a, b):
         """c + dot products of unsigned bytes of a and signed bytes of b, on n words: 16 at a time."""

@@ -5,11 +5,13 @@ parameters, registers, variables and a list of instructions and labels. Register
 get names of their own, calls of `.func` functions are replaced by their bodies, and an instruction under a predicate
 becomes a branch around it, so that the later stages see one flat list in which only `bra` is conditional. What an
 instruction does besides its operands is spelled out: the carry flag is a register, a jump through a table is a chain
-of branches, and a barrier that reduces is followed by a `barrier_result` that writes its register.
+of branches, and a barrier that reduces is followed by a `barrier_result` that writes its register. `vprintf` is an
+instruction.
 """
 
 import re
 import struct
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 
@@ -135,7 +137,7 @@ def _statements(text):
         if not raw:
             continue
         if raw.startswith((".loc ", ".loc\t")):
-            line = int(raw.split()[2])
+            line = _source_line(raw) or line
             continue
         if raw.startswith(_LINE_DIRECTIVES):
             continue
@@ -152,6 +154,15 @@ def _statements(text):
             else:
                 pending += part
         pending += " "
+
+
+def _source_line(directive):
+    """The line in the kernel's file of `.loc file line column[, function_name ..., inlined_at file line column]`; 0 where
+    it has none."""
+    words = directive.replace(",", " ").split()
+    if words[1] != "1" and "inlined_at" in words:
+        words = words[words.index("inlined_at"):]
+    return int(words[2])
 
 
 def _is_header(statement):
@@ -195,18 +206,28 @@ def _number(text):
     return Imm(int(text.rstrip("U"), 0))
 
 
+@contextmanager
+def _known_forms(instr):
+    """Refuses an instruction whose operands are not what the code inside takes for granted."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise instr.unsupported("a statement of an unknown form") from error
+
+
 class _Reader:
     """Reads the statements of a module in order."""
 
     def __init__(self, text):
         self.module = Module({}, {})
         self.function = None
-        self.scopes = []                            # register names of the open braces: written name -> own name
+        self.scopes = []                            # of the open braces: written name -> Reg or Symbol of its own
         self.n_scopes = 0
         self.tables = {}                            # label of a `.branchtargets` -> labels
         self.label = None                           # the label just read
         for statement, line, end in _statements(text):
-            self.read(statement, line, end)
+            with _known_forms(Instr("", (), (), line=line, text=statement)):
+                self.read(statement, line, end)
 
     def read(self, statement, line, end):
         if end == "{":
@@ -218,6 +239,7 @@ class _Reader:
                 self.scopes.append({})
         elif end == "}":
             self.scopes.pop()
+            self.n_scopes += 1
             if not self.scopes:
                 self.function = None
         elif end == ":":
@@ -234,7 +256,7 @@ class _Reader:
         elif statement.startswith(".branchtargets"):
             self.tables[self.label] = [Symbol(t) for t in _split(statement.split(None, 1)[1])]
         elif statement.startswith((".shared", ".local", ".param", ".extern")):
-            self.function.variables.append(_declaration(statement))
+            self.variable(_declaration(statement))
         else:
             self.function.body += self.spelled_out(self.instruction(statement, line))
 
@@ -262,6 +284,15 @@ class _Reader:
         self.module.functions[function.name] = function
         return function
 
+    def own_name(self, name):
+        """A name that no other scope has; they are numbered wherever one opens or is gone on with."""
+        return name if len(self.scopes) == 1 else f"{name}@{self.n_scopes}"
+
+    def variable(self, variable):
+        own = self.own_name(variable.name)
+        self.scopes[-1][variable.name] = Symbol(own)
+        self.function.variables.append(replace(variable, name=own))
+
     def registers(self, statement):
         kind, names = re.match(r"\.reg\s*\.(\w+)\s+(.*)$", statement, re.S).groups()
         if kind not in SIZES:
@@ -269,25 +300,19 @@ class _Reader:
         for name in _split(names):
             numbered = re.fullmatch(r"([\w$%]+)<(\d+)>", name)
             for n in [f"{numbered[1]}{i}" for i in range(int(numbered[2]))] if numbered else [name]:
-                own = n if len(self.scopes) == 1 else f"{n}@{self.n_scopes}"
-                self.scopes[-1][n] = own
+                own = self.own_name(n)
+                self.scopes[-1][n] = Reg(own)
                 self.function.registers[own] = kind
 
     def instruction(self, statement, line):
-        try:
-            return self._instruction(statement, line)
-        except (AttributeError, ValueError) as error:
-            raise Instr("", (), (), line=line, text=statement).unsupported("operands of an unknown form") from error
-
-    def _instruction(self, statement, line):
         text, guard = statement, None
         match = re.match(r"@(!?)([\w$%]+)\s+(.*)$", statement, re.S)
         if match:
             guard, statement = (self.operand(match[2]), match[1] == "!"), match[3]
         opcode, _, rest = re.sub(r"\s+", " ", statement).partition(" ")
         if opcode.split(".")[0] == "call":
-            operands = tuple(Pack(tuple(Symbol(s) for s in _split(o.strip("() "))) ) if o.startswith("(") else Symbol(o)
-                             for o in _split(rest))
+            operands = tuple(Pack(tuple(map(self.operand, _split(o.strip("() "))))) if o.startswith("(") else
+                             self.operand(o) for o in _split(rest))
         else:
             operands = tuple(self.operand(o) for o in _split(rest))
         name, *mods = opcode.split(".")
@@ -308,7 +333,7 @@ class _Reader:
             raise Unsupported(f"negated operand `{text}`")
         for scope in reversed(self.scopes):
             if text in scope:
-                return Reg(scope[text])
+                return scope[text]
         return Reg(text) if text.startswith("%") or text in ("_", "WARP_SZ") else Symbol(text)
 
 
@@ -346,13 +371,21 @@ def _inline_calls(module, function, active=()):
         if isinstance(item, Label) or item.name != "call":
             body.append(item)
             continue
-        operands = list(item.operands)
-        results = operands.pop(0).items if isinstance(operands[0], Pack) else ()
-        callee = module.functions.get(operands[0].name) if isinstance(operands[0], Symbol) else None
-        if callee is None or callee.name in active or item.guard:
-            raise item.unsupported("a call of an unknown or recursive function")
+        with _known_forms(item):
+            operands = list(item.operands)
+            results = operands.pop(0).items if isinstance(operands[0], Pack) else ()
+            name, arguments = operands[0].name, operands[1].items if len(operands) > 1 else ()
+        if name == "vprintf":
+            body.append(replace(item, name=name, mods=(), operands=(*results, *arguments)))
+            continue
+        callee = module.functions.get(name)
+        if name in active:
+            raise item.unsupported("recursion")
+        if name.startswith("cudaCG"):
+            raise item.unsupported("a grid that synchronizes: not all its blocks run at the same time here")
+        if callee is None or item.guard:
+            raise item.unsupported("a call of an unknown function")
         _inline_calls(module, callee, active + (callee.name,))
-        arguments = operands[1].items if len(operands) > 1 else ()
         n_calls += 1
         tag = f"@{callee.name}.{n_calls}"
         symbols = {p.name: a.name for p, a in zip(callee.params + callee.returns, (*arguments, *results))}
@@ -385,7 +418,8 @@ def _branch_by_comparison(function, tables):
         if isinstance(item, Label) or item.name != "brx":
             body.append(item)
             continue
-        index, table = item.operands
+        with _known_forms(item):
+            index, table = item.operands
         if item.guard or table.name not in tables:
             raise item.unsupported("a table of an unknown form")
         *targets, last = tables[table.name]
@@ -416,19 +450,30 @@ def _params_to_registers(function):
     own = {p.name for p in function.params}
     body = []
     for item in function.body:
+        if isinstance(item, Instr) and item.name == "vprintf":
+            for place, kind in zip(item.operands, ("b32", "b64", "b64")):
+                function.registers.setdefault(place.name + "+0", kind)
+            item = replace(item, operands=tuple(Reg(place.name + "+0") for place in item.operands))
         place = next((o for o in item.operands if isinstance(o, Mem)), None) if isinstance(item, Instr) else None
         if place is None or "param" not in item.mods or getattr(place.base, "name", None) in own:
             body.append(item)
             continue
-        kind = item.mods[-1]
-        other = item.operands[0] if item.name == "ld" else item.operands[1]
-        for i, register in enumerate(other.items if isinstance(other, Pack) else (other,)):
-            name = f"{place.base.name}+{place.offset + i * SIZES[kind]}"
-            if SIZES[function.registers.setdefault(name, "b" + str(8 * SIZES[kind]))] != SIZES[kind]:
-                raise item.unsupported("a parameter that is read in another size than it was written")
-            pair = (register, Reg(name)) if item.name == "ld" else (Reg(name), register)
-            body.append(replace(item, name="mov", mods=("b" + str(8 * SIZES[kind]),), operands=pair))
+        with _known_forms(item):
+            body += _moves(function, item, place)
     function.body = body
+
+
+def _moves(function, item, place):
+    """The moves between registers that do what a `ld.param` or `st.param` does."""
+    kind = item.mods[-1]
+    size = SIZES[kind]
+    other = item.operands[0] if item.name == "ld" else item.operands[1]
+    for i, register in enumerate(other.items if isinstance(other, Pack) else (other,)):
+        name = f"{place.base.name}+{place.offset + i * size}"
+        if SIZES[function.registers.setdefault(name, f"b{8 * size}")] != size:
+            raise item.unsupported("a parameter that is read in another size than it was written")
+        pair = (register, Reg(name)) if item.name == "ld" else (Reg(name), register)
+        yield replace(item, name="mov", mods=(f"b{8 * size}",), operands=pair)
 
 
 def parse(text):

@@ -3,23 +3,30 @@
     i32 warp(ptr context, i32 warp, i32 resume)
 
 runs warp number `warp` of a block until it ends (returns 0), reaches a barrier (returns its number; called again with
-this number as `resume` it goes on from there) or traps (returns -1). What must survive a barrier is saved in the warp's
-frame. The context is described by CONTEXT; the block's shape is part of the translation, because with it most indices
+this number as `resume` it goes on from there), gives way to other warps in a loop that polls memory (likewise, with
+GIVES_WAY added to the number) or traps (returns -1). What must survive a barrier is saved in the warp's frame. The context is described by CONTEXT; the block's shape is part of the translation, because with it most indices
 turn out to be one scalar plus a constant per lane.
 """
 
 import re
 from dataclasses import dataclass
 
-from .emit import WARP, llvm_type
-from .flow import Flow, LoopEnd, is_barrier
+from .emit import WARP, bits_of, llvm_type
+from .flow import Flow, LoopEnd, computed_from, is_barrier
 from .lanes import Lanes, Shape
-from .memory import Memory
+from .printing import Printing
 from .ptx import Imm, Symbol, Unsupported, parse
 
 # Byte offsets in the context that a warp is given.
-CONTEXT = {"params": 0, "shared": 8, "local": 16, "frames": 24, "ctaid": 32, "nctaid": 44, "dynamic": 56}
-CONTEXT_BYTES = 64
+CONTEXT = {"params": 0, "shared": 8, "local": 16, "frames": 24, "ctaid": 32, "nctaid": 44, "dynamic": 56,
+           "barriers": 64}
+CONTEXT_BYTES = 192
+# Of the block's 16 barriers that a part of it may use, at "barriers", zero when the block starts: how often each was
+# complete, and the threads that have arrived since.
+BARRIERS_BYTES = 16 * 8
+
+GIVES_WAY = 1 << 30                                 # in what a warp returns: it has not reached a barrier
+_SPINS = 64                                         # rounds of polling loops between two times that a warp gives way
 
 _BALLOTS = 64                                       # bytes at the start of a warp's frame, where barriers reduce
 
@@ -45,11 +52,12 @@ class Translated:
     shared_bytes: int                               # static shared memory; dynamic shared memory follows it
     local_bytes: int                                # per thread
     frame_bytes: int                                # per warp
-    n_barriers: int
+    partial_barriers: bool                          # whether a part of the block waits at some
+    spins: tuple                                    # (number returned, source line, instruction) of the polling loops
     notes: tuple = ()                               # what a watching translation adds, see watching.py
 
 
-class Translator(Memory):
+class Translator(Printing):
     """Emits one kernel. Blocks become labels `b<i>`, loop ends `e<header>`."""
 
     level = 2                                       # of optimisation
@@ -65,11 +73,14 @@ class Translator(Memory):
         variables, shapes = self._layout_variables()
         super().__init__(Lanes(self.function, self.flow, self.block, shapes), variables)
         self.divided = frozenset(self.lanes.divided)
+        self.block_dependent = computed_from(("%ctaid.x", "%ctaid.y", "%ctaid.z"), self.lanes.every)
         self.ends = []                              # labels at which the warp ends, not yet written
-        self.resumes = []                           # labels to go on from after barrier 1, 2, ...
-        self.reduces = any(i.name == "barrier_result" for i in self.lanes.every)
-        self.frame_bytes = _BALLOTS if self.reduces else 0
+        self.resumes = []                           # labels to go on from after barrier or giving way 1, 2, ...
+        self.spins = []
         self.n_threads = self.block[0] * self.block[1] * self.block[2]
+        self.partial = self._partial_barriers()
+        self.reduces = any(i.name == "barrier_result" for i in self.lanes.every)
+        self.kept = self._lay_out_frame()
         self.instr = None
 
     # ---- layout ----
@@ -115,18 +126,36 @@ class Translator(Memory):
         self.places = values
         return {name: f"%var{i}" for i, name in enumerate(values)}, shapes
 
+    def _lay_out_frame(self):
+        """Places of the vectors that live where the warp may pause, register -> offset: they are in its frame
+        all the time. Sets frame_bytes, which grows with the scalars that are saved behind them."""
+        self.frame_bytes, kept = _BALLOTS if self.reduces else 0, {}
+        pauses = [(b, b.targets[0]) for b in self.flow.blocks if b.end is not None and is_barrier(b.end)]
+        pauses += [(self.flow.blocks[header], header) for header in self.flow.spins]
+        live = set().union(*(self._live_after(*pause) for pause in pauses))
+        for register in self.slots:
+            if register in live and self.lanes.vector(register):
+                kept[register] = self.frame_bytes
+                self.frame_bytes += max(WARP * bits_of(llvm_type(self.registers[register])) // 8, 64)
+        self.scalars_at = self.frame_bytes
+        return kept
+
+    def _live_after(self, block, target):
+        """Registers that a warp needs which pauses in a block and goes on at another."""
+        return set().union(*(self.flow.blocks[i].live_in for i in (*self.flow.waiting[block.index], target)))
+
     # ---- the function ----
 
     def translate(self):
         body = self._body()
+        attributes = (f'nounwind alignstack=64 "prefer-vector-width"="512" "min-legal-vector-width"="512"'
+                      f' "target-cpu"="{self.target.cpu}" "target-features"="{self.target.features}"')
         ir = "\n".join([f'target triple = "{self.target.triple}"', *self._global_lines(), "",
-                        "define i32 @warp(ptr %context, i32 %warp, i32 %resume) #0 {", *self._entry(), *body, "}", "",
-                        *self.declarations.values(),
-                        f'attributes #0 = {{ nounwind "prefer-vector-width"="512" "min-legal-vector-width"="512"'
-                        f' "target-cpu"="{self.target.cpu}" "target-features"="{self.target.features}" }}',
-                        "!0 = !{}"])
+                        *self._head(), *self._entry(), *body, "}", "",
+                        *self.declarations.values(), f"attributes #0 = {{ {attributes} }}",
+                        f"attributes #1 = {{ noinline strictfp {attributes} }}", "!0 = !{}"])
         return Translated(ir, self.function.name, self.block, self.params, self.params_bytes, self.shared_bytes,
-                          self.local_bytes, self.frame_bytes, len(self.resumes))
+                          self.local_bytes, self.frame_bytes, bool(self.partial), tuple(self.spins))
 
     def _global_lines(self):
         for i, v in enumerate(self.globals):
@@ -139,8 +168,39 @@ class Translator(Memory):
                 self._loop_end(node)
             else:
                 self._block(node)
+        self._end()
         lines, self.lines = self.lines, []
         return lines
+
+    def _head(self):
+        """The first line of the function; where the warp may pause, of one that is given the warp's frame and
+        knows that no pointer of the kernel leads there."""
+        if not self.resumes:
+            return ["define i32 @warp(ptr %context, i32 %warp, i32 %resume) #0 {"]
+        self.label("entry")
+        self.do(f"%frames.place = getelementptr i8, ptr %context, i64 {CONTEXT['frames']}")
+        self.do("%frames = load ptr, ptr %frames.place")
+        self.do("%warp64 = zext i32 %warp to i64")
+        self.do(f"%offset = mul i64 %warp64, {self.frame_bytes}")
+        self.do("%frame = getelementptr i8, ptr %frames, i64 %offset")
+        self.do("%state = call i32 @resume(ptr %context, i32 %warp, i32 %resume, ptr align 64 %frame)")
+        self.do("ret i32 %state")
+        lines, self.lines = self.lines, []
+        return ["define i32 @warp(ptr %context, i32 %warp, i32 %resume) #0 {", *lines, "}", "",
+                "define internal i32 @resume(ptr %context, i32 %warp, i32 %resume, "
+                "ptr noalias align 64 %frame) noinline #0 {"]
+
+    def _end(self):
+        """Where the warp ends, unless lanes still try to get a lock."""
+        self.label("finish")
+        for header in sorted(self.flow.locks & self.flow.masked):
+            self.do(f"br i1 {self._waits(header)}, label %b{header}, label %finish{header}")
+            self.label(f"finish{header}")
+        self.do("ret i32 0")
+
+    def _waits(self, header):
+        """Whether lanes wait at a block."""
+        return self.compare("ne", "i32", 1, self.let(f"load i32, ptr %waiting{header}"), "0")
 
     def _entry(self):
         """Storage for registers and waiting lanes, addresses, then the jump to where the warp goes on."""
@@ -160,20 +220,26 @@ class Translator(Memory):
             t = llvm_type(self.registers[register])
             if self.lanes.scalar(register):
                 self.do(f"{slot}.s = alloca {t}")
-            if self.lanes.vector(register):
-                self.do(f"{slot}.v = alloca <{WARP} x {t}>")
+            if register in self.kept:
+                self.do(f"{slot}.v = getelementptr i8, ptr %frame, i64 {self.kept[register]}")
+            elif self.lanes.vector(register):
+                self.do(f"{slot}.v = alloca <{WARP} x {t}>, align 64")
         self._start_undefined()
+        if self.partial:
+            self.do("%turn = alloca i32")
+        if self.flow.spins:
+            self.do("%spins = alloca i32")
+            self.do("store i32 0, ptr %spins")
         for block in sorted(self.flow.masked):
             self.do(f"%waiting{block} = alloca i32")
             self.do(f"store i32 0, ptr %waiting{block}")
         self._variable_addresses()
-        if self.resumes:
-            self.do("%warp64 = zext i32 %warp to i64")
-            self.do(f"%frame.offset = mul i64 %warp64, {self.frame_bytes}")
-            self.do("%frame = getelementptr i8, ptr %frames, i64 %frame.offset")
         if self.reduces:
             for warp, frame in enumerate(self._frames_of_warps()):
                 self.do(f"{frame} = getelementptr i8, ptr %frames, i64 {warp * self.frame_bytes}")
+            self.do("%warp64 = zext i32 %warp to i64")
+            self.do(f"%ballots.offset = mul i64 %warp64, {self.frame_bytes}")
+            self.do("%ballots = getelementptr i8, ptr %frames, i64 %ballots.offset")
         cases = " ".join(f"i32 {i + 1}, label %{label}" for i, label in enumerate(self.resumes))
         self.do(f"switch i32 %resume, label %start [{cases}]")
         self.label("start")
@@ -190,7 +256,7 @@ class Translator(Memory):
             if self.lanes.scalar(register):
                 self.do(f"store {t} zeroinitializer, ptr {slot}.s")
             if self.lanes.vector(register):
-                self.do(f"store <{WARP} x {t}> zeroinitializer, ptr {slot}.v")
+                self.do(f"store <{WARP} x {t}> zeroinitializer, ptr {slot}.v, align 64")
 
     def _start_mask(self):
         """%everyone: the lanes that exist; a block's last warp may be incomplete."""
@@ -220,6 +286,8 @@ class Translator(Memory):
     def _block(self, index):
         block = self.flow.blocks[index]
         self.label(f"b{index}")
+        if index in self.flow.spins:
+            self._give_way(index)
         self.mask = self.start_mask
         if index in self.flow.masked:
             self.mask = self.let(f"load i32, ptr %waiting{index}")
@@ -227,7 +295,7 @@ class Translator(Memory):
             none = self.compare("eq", "i32", 1, self.mask, "0")
             self.do(f"br i1 {none}, label %{self._after(index)}, label %b{index}.run")
             self.label(f"b{index}.run")
-        self.quads = {}
+        self.quads, self.repeats = {}, {}
         self.find_dot_chains(block.instrs)
         for instr in block.instrs:
             self.instr = instr
@@ -237,7 +305,7 @@ class Translator(Memory):
             self.note_instruction(instr)
             try:
                 handler(instr)
-            except (KeyError, ValueError, IndexError, AttributeError) as error:
+            except (KeyError, ValueError, IndexError, AttributeError, TypeError, StopIteration) as error:
                 raise instr.unsupported(f"{type(error).__name__}: {error}") from error
         self._terminate(block)
 
@@ -288,7 +356,7 @@ class Translator(Memory):
     def _flush_done(self):
         for name in self.ends:
             self.label(name)
-            self.do("ret i32 0")
+            self.do("br label %finish")
         self.ends = []
 
     def _condition(self, end, w):
@@ -317,61 +385,121 @@ class Translator(Memory):
         """Back to the header if lanes wait there."""
         self.label(self._label(node))
         after = self._after(node)
-        if node.header in self.flow.masked:
-            waiting = self.let(f"load i32, ptr %waiting{node.header}")
-            again = self.compare("ne", "i32", 1, waiting, "0")
-            self.do(f"br i1 {again}, label %b{node.header}, label %{after}")
-        else:
+        if node.header not in self.flow.masked:
             self.do(f"br label %{after}")
+        else:
+            again = self._waits(node.header)
+            if node.header in self.flow.locks:
+                again = self.op("and", "i1", 1, again, self._nobody_waits_after(node))
+            self.do(f"br i1 {again}, label %b{node.header}, label %{after}")
         self._flush_done()
 
-    # ---- barriers ----
+    def _nobody_waits_after(self, node):
+        """Whether no lanes wait outside a loop at its end."""
+        loop, waiting = self.flow.loops[node.header], "0"
+        places = set().union(*(self.flow.waiting[b] for b in loop)) - loop
+        for place in sorted(places & self.flow.masked):
+            waiting = self.op("or", "i32", 1, waiting, self.let(f"load i32, ptr %waiting{place}"))
+        return self.compare("eq", "i32", 1, waiting, "0")
+
+    # ---- barriers, and where a warp gives way ----
+
+    def _give_way(self, header):
+        """At the head of a loop that polls memory, every so often: other warps run, who may write what it waits for."""
+        count = self.op("add", "i32", 1, self.let("load i32, ptr %spins"), "1")
+        self.do(f"store i32 {count}, ptr %spins")
+        enough = self.compare("eq", "i32", 1, count, str(_SPINS))
+        self.do(f"br i1 {enough}, label %b{header}.way, label %b{header}.on")
+        self.label(f"b{header}.way")
+        number = self._pause(self._saved(self.flow.blocks[header], header), GIVES_WAY)
+        self.spins.append((number, self.flow.spins[header].line, self.flow.spins[header].text))
+        self.do(f"br label %b{header}.on")
+        self.label(f"b{header}.on")
 
     def _barrier(self, block):
-        self._check_barrier(block.end)
-        if "red" in block.end.mods:
-            self._cast_ballot(block.end.operands[-1])
-        target = block.targets[0]
+        end, target = block.end, block.targets[0]
+        if "red" in end.mods:
+            self._cast_ballot(end.operands[-1])
         self._wait(target, self.mask or "-1")
-        saved = self._saved(block, target)
-        number = len(self.resumes) + 1
-        pointer_type = [(self._frame_type(t), place, t) for place, t in saved]
-        offset, moves = _BALLOTS if self.reduces else 0, []
-        for frame_type, place, t in pointer_type:
-            size = _bytes(frame_type)
-            align = min(size, 64)
-            offset = -(-offset // align) * align
-            moves.append((offset, frame_type, place, t, align))
-            offset += size
-        self.frame_bytes = max(self.frame_bytes, -(-offset // 64) * 64)
-        for offset, frame_type, place, t, align in moves:
-            value = self.let(f"load {t}, ptr {place}")
-            value = self._frame_cast(t, frame_type, value)
-            pointer = self.let(f"getelementptr i8, ptr %frame, i64 {offset}")
-            self.do(f"store {frame_type} {value}, ptr {pointer}, align {align}")
-        self.do(f"ret i32 {number}")
-        self.label(f"resume{number}")
-        self.resumes.append(f"resume{number}")
-        for offset, frame_type, place, t, align in moves:
-            pointer = self.let(f"getelementptr i8, ptr %frame, i64 {offset}")
-            value = self.let(f"load {frame_type}, ptr {pointer}, align {align}")
-            self.do(f"store {t} {self._frame_cast(frame_type, t, value)}, ptr {place}")
+        if self._of_all(end) and end.operands[0].value not in self.partial:
+            self._pause(self._saved(block, target))
+        elif end.mods[:1] in (("sync",), ("arrive",)):
+            self._partial_barrier(end, self._saved(block, target))
+        else:
+            raise end.unsupported("a barrier that reduces, of a part of the block")
         self.do(f"br label %{self._label(self.flow.next_from(block.index, target))}")
 
-    def _check_barrier(self, end):
-        """Refuses all but barrier 0 of all the block's threads."""
-        kind, n_warps = end.mods[:1], -(-self.n_threads // WARP)
-        number, *rest = end.operands[:-1] if kind == ("red",) else end.operands
-        everyone = [[], [Imm(n_warps * WARP)]]
-        if kind not in (("sync",), ("red",)) or number != Imm(0) or rest not in everyone:
-            raise end.unsupported("only barrier 0 of all threads")
+    def _of_all(self, end):
+        """Whether a barrier is one for all threads of the block."""
+        number, *rest = end.operands[:-1] if "red" in end.mods else end.operands
+        everyone = [[], [Imm(-(-self.n_threads // WARP) * WARP)]]
+        return end.mods[:1] in (("sync",), ("red",)) and isinstance(number, Imm) and rest in everyone
+
+    def _partial_barriers(self):
+        """The numbers of the barriers at which parts of the block wait; all if they are not known."""
+        partial = [i for i in self.lanes.every if is_barrier(i) and not self._of_all(i)]
+        numbers = {i.operands[0].value if isinstance(i.operands[0], Imm) else None for i in partial}
+        return range(16) if None in numbers else numbers
+
+    def _partial_barrier(self, end, saved):
+        """A warp that arrives adds its threads; the last one lets all on, the others give way until then."""
+        number, *rest = end.operands
+        needed = self._of_warp(rest[0]) if rest else str(-(-self.n_threads // WARP) * WARP)
+        offset = self.op("mul", "i32", 1, self._of_warp(number), "8")
+        turns = self.let(f"getelementptr i8, ptr %barriers.place, i32 {offset}")
+        threads = self.let(f"getelementptr i8, ptr {turns}, i64 4")
+        turn = self.let(f"load i32, ptr {turns}")
+        arrived = self.op("add", "i32", 1, self.let(f"load i32, ptr {threads}"), str(WARP))
+        complete = self.compare("uge", "i32", 1, arrived, needed)
+        self.do(f"store i32 {self.select('i32', 1, complete, '0', arrived)}, ptr {threads}")
+        self.do(f"store i32 {self.op('add', 'i32', 1, turn, self.resize('i1', 'i32', 1, complete))}, ptr {turns}")
+        self.note_partial_barrier(complete)
+        if "arrive" in end.mods:
+            return
+        self.do(f"store i32 {turn}, ptr %turn")
+        self.n += 1
+        tag = f"barrier{self.n}"
+        self.do(f"br i1 {complete}, label %{tag}.on, label %{tag}.wait")
+        self.label(f"{tag}.wait")
+        resumed = self._pause([("%turn", "i32"), *saved], GIVES_WAY)
+        self.spins.append((resumed, end.line, end.text))
+        offset = self.op("mul", "i32", 1, self._of_warp(number), "8")
+        turns = self.let(f"getelementptr i8, ptr %barriers.place, i32 {offset}")
+        same = self.compare("eq", "i32", 1, self.let(f"load i32, ptr {turns}"), self.let("load i32, ptr %turn"))
+        self.do(f"br i1 {same}, label %{tag}.wait, label %{tag}.on")
+        self.label(f"{tag}.on")
+
+    def _of_warp(self, operand):
+        """The value of an operand that is the same for all running lanes."""
+        if self.uniform(operand):
+            return self.scalar(operand, "i32")
+        lane = self.call("llvm.cttz.i32", "i32", ("i32", self.mask or "-1"), ("i1", "true"))
+        return self.let(f"extractelement <{WARP} x i32> {self.vector(operand, 'i32')}, i32 {lane}")
+
+    def _pause(self, saved, flag=0):
+        """Saves storage [(place, type)], returns from the function, and restores it; the number of the way back."""
+        number = len(self.resumes) + 1
+        moves = [(self.scalars_at + 8 * i, *storage) for i, storage in enumerate(saved)]
+        self.frame_bytes = max(self.frame_bytes, -(-(self.scalars_at + 8 * len(moves)) // 64) * 64)
+        for offset, place, t in moves:
+            value = self.let(f"load {t}, ptr {place}")
+            pointer = self.let(f"getelementptr i8, ptr %frame, i64 {offset}")
+            self.do(f"store {t} {value}, ptr {pointer}, align 8")
+        self.do(f"ret i32 {number | flag}")
+        self.label(f"resume{number}")
+        self.resumes.append(f"resume{number}")
+        for offset, place, t in moves:
+            pointer = self.let(f"getelementptr i8, ptr %frame, i64 {offset}")
+            value = self.let(f"load {t}, ptr {pointer}, align 8")
+            self.do(f"store {t} {value}, ptr {place}")
+        return number
 
     # A barrier that reduces: every warp leaves a ballot (its number among such barriers, its lanes, those that vote yes)
     # at the start of its frame, at even barriers in one place and at odd ones in another, because a warp may be at the
     # next barrier while others still count. A warp that has returned has none with the number that is counted.
 
     def _start_reductions(self):
-        self.do(f"store <{_BALLOTS // 4} x i32> zeroinitializer, ptr %frame, align 64")
+        self.do(f"store <{_BALLOTS // 4} x i32> zeroinitializer, ptr %ballots, align 64")
 
     def _ballot_place(self, frame, number):
         odd = self.resize("i32", "i64", 1, self.op("and", "i32", 1, number, "1"))
@@ -379,19 +507,19 @@ class Translator(Memory):
         return self.let(f"getelementptr i8, ptr {frame}, i64 {offset}")
 
     def _cast_ballot(self, vote):
-        number = self.op("add", "i32", 1, self.let("load i32, ptr %frame"), "1")
-        self.do(f"store i32 {number}, ptr %frame")
+        number = self.op("add", "i32", 1, self.let("load i32, ptr %ballots"), "1")
+        self.do(f"store i32 {number}, ptr %ballots")
         ballot = "zeroinitializer"
         for i, value in enumerate((number, self._count(self.mask or "-1"), self._count(self._ballot(vote)))):
             ballot = self.let(f"insertelement <4 x i32> {ballot}, i32 {value}, i64 {i}")
-        self.do(f"store <4 x i32> {ballot}, ptr {self._ballot_place('%frame', number)}, align 16")
+        self.do(f"store <4 x i32> {ballot}, ptr {self._ballot_place('%ballots', number)}, align 16")
 
     def _count(self, lanes):
         return self.call("llvm.ctpop.i32", "i32", ("i32", lanes))
 
     def op_barrier_result(self, instr):
         """What follows `bar.red`: counts the ballots of all warps."""
-        number, total = self.let("load i32, ptr %frame"), "zeroinitializer"
+        number, total = self.let("load i32, ptr %ballots"), "zeroinitializer"
         for frame in self._frames_of_warps():
             ballot = self.let(f"load <4 x i32>, ptr {self._ballot_place(frame, number)}, align 16")
             counts = self.compare("eq", "i32", 1, self.let(f"extractelement <4 x i32> {ballot}, i64 0"), number)
@@ -405,33 +533,20 @@ class Translator(Memory):
         return [f"%frame.{warp}" for warp in range(-(-self.n_threads // WARP))]
 
     def _saved(self, block, target):
-        """[(storage, type)] of what lives across a barrier: registers and waiting lanes."""
-        live = set(self.flow.blocks[target].live_in)
-        for other in self.flow.waiting[block.index]:
-            live |= self.flow.blocks[other].live_in
-        saved = []
-        for register in (r for r in self.slots if r in live):
-            t, slot = llvm_type(self.registers[register]), self.slots[register]
-            if self.lanes.scalar(register):
-                saved.append((slot + ".s", t))
-            if self.lanes.vector(register):
-                saved.append((slot + ".v", f"<{WARP} x {t}>"))
+        """[(storage, type)] of the scalars and waiting lanes that a warp needs after a pause."""
+        live = self._live_after(block, target)
+        saved = [(f"{slot}.s", llvm_type(self.registers[r])) for r, slot in self.slots.items()
+                 if r in live and self.lanes.scalar(r)]
         waiting = (self.flow.waiting[block.index] | {target}) & self.flow.masked
         return saved + [(f"%waiting{w}", "i32") for w in sorted(waiting)]
-
-    def _frame_type(self, t):
-        return {"i1": "i8", f"<{WARP} x i1>": "i32"}.get(t, t)
-
-    def _frame_cast(self, source, target, value):
-        if source == target:
-            return value
-        how = "bitcast" if "<" in source + target else "zext" if source == "i1" else "trunc"
-        return self.let(f"{how} {source} {value} to {target}")
 
     # ---- hooks for counters and checks ----
 
     def note_instruction(self, instr):
         """Called before each instruction; counters go here."""
+
+    def note_partial_barrier(self, complete):
+        """Called where a warp arrives at a barrier of a part of the block, with whether it is the last."""
 
     def note_access(self, instr, place, size):
         """Called before each memory access of `size` bytes per lane; counters and checks go here."""
@@ -445,13 +560,6 @@ def _symbols(operands):
             yield from _symbols((o.base,))
         elif hasattr(o, "items"):
             yield from _symbols(o.items)
-
-
-def _bytes(t):
-    match = re.fullmatch(r"<(\d+) x (\w+)>", t)
-    if match:
-        return int(match[1]) * _bytes(match[2])
-    return {"float": 4, "double": 8}.get(t) or int(t[1:]) // 8
 
 
 def static_shared_bytes(ptx):

@@ -1,6 +1,7 @@
 """Every family of instructions against independent Python oracles, on random and edge values, computed once per warp
 (scalars) and once per lane (vectors), with AVX-512 and without."""
 
+import math
 from fractions import Fraction
 
 import numpy as np
@@ -131,6 +132,7 @@ def integer_cases():
         yield f"rem.{kind}", two, kind, remainder
         yield f"min.{kind}", two, kind, min
         yield f"max.{kind}", two, kind, max
+        yield f"sad.{kind}", (kind,) * 3, kind, lambda a, b, c: abs(a - b) + c
         yield f"shr.{kind}", (kind, "u32"), kind, lambda a, n: a >> n if n < 200 else -1 if a < 0 else 0
         if kind[0] == "s":
             yield f"neg.{kind}", (kind,), kind, lambda a: -a
@@ -226,16 +228,40 @@ def test_float_arithmetic(name, operation, n, kind, uniform, target):
     same(out, [exact(operation, kind, "rn", v) for v in zip(*inputs)], kind)
 
 
+def root(x):
+    """The square root, far beyond the precision of a float; its last bit set where it is not exact."""
+    scale = 1 << 1200
+    whole = math.isqrt(x.numerator * scale * scale // x.denominator)
+    exact_root = Fraction(whole, scale) ** 2 == x
+    return Fraction(2 * whole + (not exact_root), 2 * scale)
+
+
+DIRECTED = {"add": (lambda a, b: a + b, 2), "sub": (lambda a, b: a - b, 2), "mul": (lambda a, b: a * b, 2),
+            "div": (lambda a, b: a / b, 2), "fma": (lambda a, b, c: a * b + c, 3), "rcp": (lambda a: 1 / a, 1),
+            "sqrt": (root, 1)}
+
+
 @EVERY_WAY
 @pytest.mark.parametrize("mode", ["rz", "rm", "rp"])
-@pytest.mark.parametrize("name, operation, n", [("add", lambda a, b: a + b, 2), ("mul", lambda a, b: a * b, 2),
-                                                ("fma", lambda a, b, c: a * b + c, 3)])
-def test_directed_rounding(name, operation, n, mode, uniform, target):
+@pytest.mark.parametrize("kind", ["f32", "f64"])
+@pytest.mark.parametrize("name", DIRECTED)
+def test_directed_rounding(name, kind, mode, uniform, target):
+    """Numbers near each other, so that sums cancel, and of all magnitudes, so that results overflow or are denormal."""
+    operation, n = DIRECTED[name]
     random = np.random.default_rng(n)
-    inputs = [(random.standard_normal(N) * 2.0 ** random.integers(-4, 4, N)).astype(np.float32) for _ in range(n)]
-    line = f"{name}.{mode}.f32 %out, {', '.join(f'%in{i}' for i in range(n))};"
-    out = run(line, ("f32",) * n, "f32", inputs, uniform, target)
-    same(out, [exact(operation, "f32", mode, v) for v in zip(*inputs)], "f32")
+    near = [random.standard_normal(N // 2) * 2.0 ** random.integers(-4, 4, N // 2) for _ in range(n)]
+    reach = {"f32": 120, "f64": 1000}[kind]
+    far = [random.standard_normal(N // 2) * 2.0 ** random.integers(-reach, reach, N // 2) for _ in range(n)]
+    inputs = [np.concatenate(pair).astype(FLOAT[kind]) for pair in zip(near, far)]
+    if name == "sqrt":
+        inputs = [abs(x) for x in inputs]
+    if name in ("add", "sub"):
+        inputs[1][:4] = inputs[0][:4] * (-1 if name == "add" else 1)
+    out = run(f"{name}.{mode}.{kind} %out, {', '.join(f'%in{i}' for i in range(n))};", (kind,) * n, kind, inputs, uniform,
+              target)
+    zero = -0.0 if mode == "rm" else 0.0            # of a number and its opposite
+    values = [operation(*(Fraction(float(x)) for x in numbers)) for numbers in zip(*inputs)]
+    same(out, [rounded(value, kind, mode) if value else zero for value in values], kind)
 
 
 @EVERY_WAY
@@ -309,10 +335,9 @@ def test_float_to_integer(of, to, mode, uniform, target):
 
 @EVERY_WAY
 @pytest.mark.parametrize("of", ["s16", "u16", "s32", "u32", "s64", "u64"])
-@pytest.mark.parametrize("to, mode", [("f32", "rn"), ("f64", "rn"), ("f32", "rz"), ("f32", "rm"), ("f32", "rp")])
+@pytest.mark.parametrize("to", ["f16", "f32", "f64"])
+@pytest.mark.parametrize("mode", ["rn", "rz", "rm", "rp"])
 def test_integer_to_float(of, to, mode, uniform, target):
-    if SIZE[of] == 8 and mode != "rn":
-        pytest.skip("refused, see test_refused")
     x = words(of, 5)
     out = run(f"cvt.{mode}.{to}.{of} %out, %in0;", (of,), to, (x,), uniform, target)
     values = [signed(int(v), 8 * SIZE[of]) if of[0] == "s" else int(v) for v in x]
@@ -320,12 +345,25 @@ def test_integer_to_float(of, to, mode, uniform, target):
 
 
 @EVERY_WAY
-@pytest.mark.parametrize("to, of", [("f16", "f32"), ("f32", "f16"), ("f32", "f64"), ("f64", "f32")])
-def test_float_to_float(to, of, uniform, target):
+@pytest.mark.parametrize("mode", ["rn", "rz", "rm", "rp"])
+@pytest.mark.parametrize("to, of", [("f16", "f32"), ("f16", "f64"), ("f32", "f64")])
+def test_float_to_smaller_float(to, of, mode, uniform, target):
+    """Among the numbers are many that lie at or next to the middle between two smaller floats."""
+    random = np.random.default_rng(8)
+    middle = (random.standard_normal(N // 2).astype(FLOAT[to]) * FLOAT[to](0.01)).astype(FLOAT[of])
+    middle += np.spacing(middle.astype(FLOAT[to])).astype(FLOAT[of]) / 2
+    middle *= 1 + random.integers(-1, 2, N // 2) * np.finfo(FLOAT[of]).eps
+    x = np.concatenate([floats(of, 6)[:N // 2], middle.astype(FLOAT[of])])
+    out = run(f"cvt.{mode}.{to}.{of} %out, %in0;", (of,), to, (x,), uniform, target)
+    expected = [rounded(Fraction(float(v)), to, mode) if np.isfinite(v) and v else float(v) for v in x]
+    same(out, [np.copysign(e, v) for e, v in zip(expected, x)], to)
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("to, of", [("f32", "f16"), ("f64", "f16"), ("f64", "f32")])
+def test_float_to_larger_float(to, of, uniform, target):
     x = floats(of, 6)
-    mode = ".rn" if SIZE[to] < SIZE[of] else ""
-    with np.errstate(all="ignore"):
-        same(run(f"cvt{mode}.{to}.{of} %out, %in0;", (of,), to, (x,), uniform, target), x.astype(FLOAT[to]), to)
+    same(run(f"cvt.{to}.{of} %out, %in0;", (of,), to, (x,), uniform, target), x.astype(FLOAT[to]), to)
 
 
 # ---- comparisons ----

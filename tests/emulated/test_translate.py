@@ -164,6 +164,76 @@ def test_votes(target):
     assert (got == np.where(LANES > 20, ballot + 2, 2**21 - 1)).all()
 
 
+# ---- dot products and repeated values ----
+
+@TARGETS
+@pytest.mark.parametrize("start", ["constant", "uniform", "varying"])
+@pytest.mark.parametrize("n_a, n_b, n_quads", [(1, 1, 1), (1, 1, 2), (3, 1, 1), (1, 3, 1), (2, 3, 2)])
+def test_dot_products_of_16_byte_loads(n_a, n_b, n_quads, start, target):
+    """Every row of a by every row of b, 16 or 32 bytes per lane, bytes from -128 to 127."""
+    random = np.random.default_rng(0)
+    a, b = (random.integers(-128, 128, (n, n_quads, 32, 16), np.int8) for n in (n_a, n_b))
+    a[0, 0, 0], b[0, 0, 0] = -128, -128
+    out, starts = np.zeros((n_a, n_b, 32), np.int32), np.arange(32, dtype=np.int32) - 9
+    registers = [".reg .b32 %a<64>;", ".reg .b32 %b<64>;", ".reg .b32 %d<128>;"]
+    lines = ["mov.u32 %r1, %tid.x; ld.param.u64 %rd1, [p0]; ld.param.u64 %rd2, [p1]; ld.param.u64 %rd3, [p2];",
+             "ld.param.u64 %rd4, [p3]; mad.wide.u32 %rd2, %r1, 16, %rd2; mad.wide.u32 %rd3, %r1, 16, %rd3;",
+             {"constant": "mov.u32 %r2, 1262485504;", "uniform": "ld.global.u32 %r2, [%rd4+8];",
+              "varying": "mad.wide.u32 %rd4, %r1, 4, %rd4; ld.global.u32 %r2, [%rd4];"}[start]]
+    for name, pointer, n in (("a", 2, n_a), ("b", 3, n_b)):
+        for i in range(n * n_quads):
+            four = ", ".join(f"%{name}{4 * i + word}" for word in range(4))
+            lines.append(f"ld.global.v4.u32 {{{four}}}, [%rd{pointer}+{512 * i}];")
+    lines.append("mad.wide.u32 %rd1, %r1, 4, %rd1;")
+    n_words, dots = 4 * n_quads, 0
+    for i in range(n_a):
+        for j in range(n_b):
+            before = "%r2"
+            for word in range(n_words):
+                after = f"%d{dots}"
+                lines.append(f"dp4a.s32.s32 {after}, %a{n_words * i + word}, %b{n_words * j + word}, {before};")
+                before, dots = after, dots + 1
+            lines.append(f"st.global.u32 [%rd1+{128 * (n_b * i + j)}], {before};")
+    ptx = module("\n".join(lines), ["u64"] * 4, "\n".join(registers))
+    launch(ptx, (1,), (32,), out, a, b, starts, target=target())
+    first = {"constant": 1262485504, "uniform": starts[2], "varying": starts}[start]
+    assert (out == first + np.einsum("aqlk,bqlk->abl", a.astype(int), b.astype(int))).all()
+
+
+@TARGETS
+def test_a_pair_of_words_may_be_multiplied_twice(target):
+    data = np.random.default_rng(0).integers(0, 2**32, 256, np.uint32)
+    got = warp("""mad.wide.u32 %rd3, %r1, 16, %rd2; ld.global.v4.u32 {%r2, %r3, %r4, %r5}, [%rd3];
+    ld.global.v4.u32 {%r12, %r13, %r14, %r15}, [%rd3+512]; dp4a.s32.s32 %r20, %r2, %r12, 5;
+    dp4a.s32.s32 %r21, %r3, %r13, %r20; dp4a.s32.s32 %r22, %r4, %r14, %r21; dp4a.s32.s32 %r23, %r5, %r15, %r22;
+    dp4a.s32.s32 %r9, %r3, %r13, %r23;""", target=target, inputs=data)
+    a, b = data.view(np.int8).reshape(2, 32, 4, 4).astype(int)
+    products = (a * b).sum(-1)
+    assert (got.view(np.int32) == 5 + products.sum(-1) + products[:, 1]).all()
+
+
+@TARGETS
+@pytest.mark.parametrize("kind, widen", [("u8", "cvt.u32.u16"), ("s8", "cvt.s32.s16"), ("u16", "cvt.u32.u16"),
+                                         ("s16", "cvt.s32.s16"), ("u32", "")])
+def test_values_that_lanes_share(kind, widen, target):
+    """x[lane / 2] with a scalar, with y[lane / 2], with y[lane / 4] and with the lane."""
+    size, register = int(kind[1:]) // 8, "%h" if widen else "%r"
+    load = lambda i, shift, offset: f"""shr.u32 %r2, %r1, {shift}; mad.wide.u32 %rd3, %r2, {size}, %rd2;
+    ld.global.{kind} {register}{20 + i}, [%rd3+{offset}]; {f"{widen} %r{30 + i}, %h{20 + i};" if widen else
+                                                         f"mov.u32 %r{30 + i}, %r{20 + i};"}"""
+    data = np.random.default_rng(0).integers(0, 256, 4096, np.uint8)
+    got = warp(f"""{load(0, 1, 0)} {load(1, 1, 64)} {load(2, 2, 256)} ld.global.u32 %r3, [%rd2+1024];
+    mad.lo.s32 %r4, %r30, %r3, %r31; setp.lt.s32 %p1, %r4, %r30; selp.b32 %r4, %r3, %r4, %p1;
+    xor.b32 %r5, %r4, %r32; mad.lo.s32 %r9, %r5, 3, %r1;""", target=target, inputs=data)
+    typed = data.view(f"{'i' if kind[0] == 's' else 'u'}{size}")
+    x, y, z = (typed[offset // size + LANES // n].astype(np.int64).astype(np.uint32)
+               for offset, n in ((0, 2), (64, 2), (256, 4)))
+    scalar = data.view(np.uint32)[256]
+    total = x * scalar + y
+    total = np.where(total.view(np.int32) < x.view(np.int32), scalar, total)
+    assert (got == (total ^ z) * np.uint32(3) + LANES).all()
+
+
 # ---- control flow ----
 
 @TARGETS
@@ -252,11 +322,30 @@ def test_barriers_that_reduce(how, kind, target):
 
 
 @TARGETS
-def test_matches(target):
-    got = warp("""and.b32 %r2, %r1, 3; match.any.sync.b32 %r9, %r2, 65535; match.all.sync.b32 %r3|%p1, %r2, 17;
-    selp.b32 %r4, %r3, 0, %p1; add.s32 %r9, %r9, %r4; match.all.sync.b32 %r5|%p2, %r2, 3; selp.b32 %r6, 9, %r5, %p2;
-    add.s32 %r9, %r9, %r6;""", target=target)
-    assert got.tolist() == [(0x1111 << i % 4) + 17 for i in range(32)]
+@pytest.mark.parametrize("masks", ["one", "by parity", "by value"])
+def test_votes_and_matches_among_some_lanes(masks, target):
+    """Every lane names members of its own; lanes from 27 on do not take part."""
+    value = lambda i: i * i % 7
+    members = {"one": lambda i: 0x07FFFFFF, "by parity": lambda i: 0x55555555 << i % 2,
+               "by value": lambda i: sum(1 << j for j in range(32) if value(j) == value(i))}[masks]
+    data = np.array([value(i) for i in range(32)] + [members(i) for i in range(32)], np.uint32)
+    got = warp("""setp.gt.u32 %p5, %r1, 26; mov.u32 %r9, 0; @%p5 bra END; mad.wide.u32 %rd3, %r1, 4, %rd2;
+    ld.global.u32 %r2, [%rd3]; ld.global.u32 %r3, [%rd3+128]; setp.gt.u32 %p1, %r2, 3; vote.sync.ballot.b32 %r9, %p1, %r3;
+    vote.sync.any.pred %p2, %p1, %r3; vote.sync.all.pred %p3, %p1, %r3; vote.sync.uni.pred %p4, %p1, %r3;
+    selp.b32 %r4, 3, 0, %p2; mad.lo.s32 %r9, %r9, 31, %r4; selp.b32 %r4, 5, 0, %p3; mad.lo.s32 %r9, %r9, 31, %r4;
+    selp.b32 %r4, 7, 0, %p4; mad.lo.s32 %r9, %r9, 31, %r4; match.any.sync.b32 %r4, %r2, %r3; mad.lo.s32 %r9, %r9, 31, %r4;
+    cvt.u64.u32 %rd4, %r2; match.all.sync.b64 %r4|%p2, %rd4, %r3; mad.lo.s32 %r9, %r9, 31, %r4; selp.b32 %r4, 9, 0, %p2;
+    mad.lo.s32 %r9, %r9, 31, %r4; END:""", target=target, inputs=data)
+    for i in range(27):
+        group = [j for j in range(27) if members(i) >> j & 1]
+        yes = [j for j in group if value(j) > 3]
+        twins = [j for j in group if value(j) == value(i)]
+        words = [sum(1 << j for j in yes), 3 * bool(yes), 5 * (yes == group), 7 * (yes in ([], group)),
+                 sum(1 << j for j in twins), sum(1 << j for j in group) * (twins == group), 9 * (twins == group)]
+        expected = 0
+        for word in words:
+            expected = expected * 31 + word & 2**32 - 1
+        assert got[i] == expected, i
 
 
 @TARGETS
@@ -297,6 +386,33 @@ def test_calls_are_inlined(target):
     assert (got == f(f(LANES, 5), 7)).all()
 
 
+@TARGETS
+def test_calls_may_pass_parameters_of_one_name_in_several_sizes(target):
+    function = """.func (.param .b{0} result) next{0}(.param .b{0} a) {{ .reg .b64 %rd<3>; .reg .b32 %r<3>;
+    ld.param.b{0} %{1}1, [a]; add.s{0} %{1}2, %{1}1, 1; st.param.b{0} [result+0], %{1}2; ret; }}"""
+    call = """{{ .param .b{0} param0; st.param.b{0} [param0+0], {1}; .param .b{0} retval0;
+    call.uni (retval0), next{0}, (param0); ld.param.b{0} {1}, [retval0+0]; }}"""
+    lines = f"{call.format(32, '%r1')} cvt.u64.u32 %rd3, %r1; {call.format(64, '%rd3')} cvt.u32.u64 %r9, %rd3; sub.s32 %r1, %r1, 1;"
+    got = warp(lines, target=target, variables=function.format(32, "r") + function.format(64, "rd"))
+    assert (got == LANES + 2).all()
+
+
+def test_printing(capsys):
+    """Text, numbers of every size and percent signs, by the lanes that are there, in their order."""
+    text = r"%s: %d, %llu, %5.2f %% %c%x" + "\n"
+    constants = f".const .align 1 .b8 form[{len(text) + 1}] = {{{', '.join(map(str, text.encode()))}}};\n" \
+                ".const .align 1 .b8 name[6] = {108, 97, 110, 101, 37};\n.local .align 8 .b8 values[48];"
+    warp("""setp.ne.u32 %p1, %r1, 3; setp.ne.u32 %p2, %r1, 21; and.pred %p1, %p1, %p2; @%p1 bra END;
+    mov.u64 %rd3, name; mov.u64 %rd4, form; mov.u64 %rd5, values; st.local.u64 [%rd5], %rd3; neg.s32 %r2, %r1;
+    st.local.u32 [%rd5+8], %r2; mov.u64 %rd6, -1; st.local.u64 [%rd5+16], %rd6; cvt.rn.f64.s32 %fd1, %r2;
+    st.local.f64 [%rd5+24], %fd1; mov.u32 %r3, 65; st.local.u32 [%rd5+32], %r3; st.local.u32 [%rd5+36], %r2;
+    { .param .b64 param0; st.param.b64 [param0+0], %rd4; .param .b64 param1; st.param.b64 [param1+0], %rd5;
+    .param .b32 retval0; call.uni (retval0), vprintf, (param0, param1); ld.param.b32 %r8, [retval0+0]; }
+    st.global.u32 [%rd1], %r8; END: mov.u32 %r9, 0;""", variables=constants)
+    assert capsys.readouterr().out == "lane%: -3, 18446744073709551615, -3.00 % Afffffffd\n" \
+                                      "lane%: -21, 18446744073709551615, -21.00 % Affffffeb\n"
+
+
 def test_inline_assembly_has_its_own_registers():
     lines = "{ .reg .b32 t; add.u32 t, %in0, 1; { .reg .b32 t; mov.u32 t, 50; } mul.lo.u32 %out, t, 2; }"
     x = np.arange(32, dtype=np.uint32)
@@ -328,7 +444,7 @@ def test_a_launch_that_stands_twice_runs_twice():
 @pytest.mark.parametrize("line", [
     "frobnicate.u32 %r1, %r2;", "add.rn.ftz.f16 %h1, %h2, %h3;", "mul.hi.f32 %f1, %f2, %f3;", "ld.tex.u32 %r1, [%rd1];",
     "mov.u32 %r1, %mystery;", "mma.sync.aligned.m8n8k4.row.col.f32.f16.f16.f32 {%f1}, {%f2}, {%f3}, {%f4};",
-    "cvt.rz.f32.u64 %f1, %rd1;", "bar.sync 1, 64;", "add.cc.f32 %f1, %f2, %f3;", "bar.sync 0, 64;",
+    "cvt.f32.u64 %f1, %rd1;", "add.cc.f32 %f1, %f2, %f3;", "bar.red.popc.u32 %r1, 1, 64, %p1;",
         "dp4a.s32.u8 %r1, %r2, %r3, %r4;",
     "shfl.up.b32 %r1, %r2, %r3, %r4;", "atom.global.add.v2.f32 %f1, [%rd1], %f2;", "tex.1d.v4.f32.s32 {%f1}, [%rd1, {%r1}];",
     "call.uni unknown, ();", "setp.approximately.f32 %p1, %f1, %f2;", "wmma.load.a.sync %r1, [%rd1];"])
@@ -336,6 +452,23 @@ def test_unknown_things_are_refused_by_name_and_line(line):
     with pytest.raises(Unsupported) as refusal:
         translate(module(line, []), (32, 1, 1), native.host())
     assert line.split(".")[0].split()[0] in str(refusal.value) and "line 7" in str(refusal.value)
+
+
+@pytest.mark.parametrize("line, why", [
+    ("call.uni (result), cudaCGGetIntrinsicHandle, (result);", "a grid that synchronizes"),
+    ("call.uni itself, ();", "recursion"), ("call.uni %rd1, ();", "unknown"),
+    ("brx.idx 5;", "unknown form"), ("ld.param.u32 %r1;", ""), (".reg .b32;", "unknown form"), ("@ bra END;", ""),
+    ("mov.u32 %r1, [%r2 + %r3 + 4];", "unknown form"), ("st.param.b32 [result+0];", "unknown form")])
+def test_what_cannot_be_read_is_refused_with_its_line(line, why):
+    function = ".func itself() {\n.loc 1 7 0\ncall.uni itself, (); ret; }" if "itself" in line else ""
+    with pytest.raises(Unsupported, match=f"line 7.*{why}"):
+        translate(module(f".param .b32 result; {line}", [], variables=function), (32, 1, 1), native.host())
+
+
+def test_lines_of_inlined_library_code_are_those_of_the_kernel():
+    body = ".loc 2 4569 1, function_name $L__info_string0, inlined_at 1 9 1\n.loc 1 0 1\nfrobnicate.u32 %r1, %r2;"
+    with pytest.raises(Unsupported, match="line 9"):
+        translate(module(body, []), (32, 1, 1), native.host())
 
 
 # ---- other machines, the cache ----
