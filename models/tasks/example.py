@@ -9,7 +9,8 @@ from pathlib import Path
 import jinja2
 
 TEMPLATE = Path(__file__).parent.parent / "chat_template.jinja"
-BYTES_PER_TOKEN = 4.2
+TOKENS_PER_LETTER = 1 / 3.6  # of running text, as measured with the tokenizer that train.py makes
+TOKENS_PER_SYLLABLE = 0.57   # of Korean
 NO_THOUGHT = ""  # for what needs none even where thinking is switched on
 
 
@@ -41,8 +42,8 @@ def chat(draw, lang: str, task: str, turns: list, expect: dict, system: str | No
          thought: str | None = None, thinking: bool | None = None) -> Example:
     """An example from turns: strings, the user's and the assistant's in alternation, or whole messages.
 
-    thought: what the assistant thinks first when it is told to think, which it is in one of twenty examples that
-    have a thought, unless `thinking` says whether.
+    thought: what the assistant thinks first when it is told to think, which it is in one of twenty examples
+    that have a thought, unless `thinking` says whether.
     """
     roles = ("user", "assistant")
     messages = [{"role": "system", "content": system}] if system else []
@@ -60,8 +61,9 @@ def pick_lang(rng: random.Random, lang: str | None) -> str:
 
 
 def estimate_tokens(text: str) -> float:
-    """About as many tokens as the model's own tokenizer finds; English and Korean differ little in bytes."""
-    return len(text.encode()) / BYTES_PER_TOKEN
+    """About as many tokens as the model's own tokenizer finds in running text."""
+    syllables = (len(text.encode()) - len(text)) / 2  # a Korean syllable has three bytes
+    return (len(text) - syllables) * TOKENS_PER_LETTER + syllables * TOKENS_PER_SYLLABLE
 
 
 def compact(value) -> str:
@@ -74,7 +76,7 @@ def _raise(message):
 
 @cache
 def _template() -> jinja2.Template:
-    # The settings of qengine's ChatTemplate, but no sandbox, which takes most of the time; a test compares the texts.
+    # The settings of qengine's ChatTemplate without the sandbox, which takes most of the time; tests compare.
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
     environment.filters["tojson"] = compact
     environment.globals["raise_exception"] = _raise
