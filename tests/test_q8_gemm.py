@@ -51,10 +51,11 @@ def test_tiles_fill_the_card():
     card = SimpleNamespace(n_sms=132)
     assert q8_gemm.rows_per_warp(card, 4096, 4096) == 16
     assert q8_gemm.rows_per_warp(card, 4096, 297) == 10    # 256 blocks: two for nearly every SM
-    assert q8_gemm.rows_per_warp(card, 1024, 8) == 4
+    assert q8_gemm.rows_per_warp(card, 4096, 128) == q8_gemm.rows_per_warp(card, 1024, 297) == 8
+    assert q8_gemm.rows_per_warp(card, 4096, 64) == q8_gemm.rows_per_warp(card, 1024, 8) == 4
 
 
-SIGNATURE = ("float32[1]", "int8[1]", "uint16[1]", "int8[1]", "float32[1]", "uint32", "uint32", "uint32", "bool")
+SIGNATURE = ("float32[1]", "int8[1]", "uint16[1]", "int8[1]", "float32[1]", *["uint32"] * 3, "bool")
 
 
 @pytest.mark.parametrize("rows", q8_gemm.PIPELINED)
