@@ -59,10 +59,17 @@ def train_tokenizer(texts, n_vocab: int) -> Tokenizer:
     return tokenizer
 
 
-def sample_texts(seed: int, n: int) -> list[str]:
+def sample_texts(seed, n: int) -> list[str]:
     """The rendered text of n training examples, to train the tokenizer on."""
     rng = random.Random(f"tokenizer {seed}")
     return [tasks.render(draw(rng, 600)[0]) for _ in range(n)]
+
+
+def sample_many_texts(seed: int, n: int, n_workers: int) -> list[str]:
+    """The same by several processes, a thousand each; how many processes makes no difference."""
+    with multiprocessing.get_context("spawn").Pool(n_workers) as pool:
+        parts = pool.starmap(sample_texts, [(f"{seed} {part}", 1000) for part in range(n // 1000)], chunksize=1)
+    return [text for part in parts for text in part]
 
 
 def encode(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[int]]:

@@ -385,7 +385,7 @@ class Network(nn.Module):
         before = F.pad(hidden, (0, 0, 1, 0))[:, :-1] * (position != 0)[..., None]
         nextn = self.blk[-1].nextn
         y = nextn["eh_proj"](torch.cat([nextn["enorm"](self.token_embd(ids)), nextn["hnorm"](before)], 2))
-        return nextn["shared_head_norm"](self.blk[-1](y, position, mask))
+        return nextn["shared_head_norm"](self.blk[-1](y.float(), position, mask))
 
     def logits(self, hidden) -> Tensor:
         return F.linear(hidden, self.output.weight)

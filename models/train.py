@@ -198,25 +198,27 @@ def train(checkpoint: Checkpoint, steps: int | None, minutes: float | None, cool
                            longest_context)
     started, first_step = time.monotonic(), checkpoint.step
     reported, sums = started, 0
-    while (done := (checkpoint.step - first_step) / steps if steps else
-           (time.monotonic() - started) / 60 / minutes) < 1:
-        now = rate * min(1, (checkpoint.step + 1) / WARM_UP_STEPS) * rate_factor(done, cooldown)
-        loss, task_sums, draft_loss = weighted_losses(network, next(batches), device)
-        loss.backward()
-        optimizer.step(now)
-        sums = sums + task_sums
-        checkpoint.step += 1
-        if checkpoint.step % REPORT_STEPS == 0:
-            per_task = (sums[0] / sums[1]).tolist()
-            speed = REPORT_STEPS * batch_rows * data.ROW_TOKENS / (time.monotonic() - reported)
-            point = {"step": checkpoint.step, "tokens": checkpoint.step * batch_rows * data.ROW_TOKENS, "rate": now,
-                     "speed": speed, "mtp": draft_loss.item(),
-                     "loss": {name: value for name, value in zip(tasks.TASKS, per_task) if value == value}}
-            checkpoint.history.append(point)
-            log(show_point(point))
-            reported, sums = time.monotonic(), 0
-    batches.close()
-    checkpoint.optimizer = optimizer.tensors()
+    try:
+        while (done := (checkpoint.step - first_step) / steps if steps else
+               (time.monotonic() - started) / 60 / minutes) < 1:
+            now = rate * min(1, (checkpoint.step + 1) / WARM_UP_STEPS) * rate_factor(done, cooldown)
+            loss, task_sums, draft_loss = weighted_losses(network, next(batches), device)
+            loss.backward()
+            optimizer.step(now)
+            sums = sums + task_sums
+            checkpoint.step += 1
+            if checkpoint.step % REPORT_STEPS == 0:
+                tokens = batch_rows * data.ROW_TOKENS
+                per_task = (sums[0] / sums[1]).tolist()
+                point = {"step": checkpoint.step, "tokens": checkpoint.step * tokens, "rate": now,
+                         "speed": REPORT_STEPS * tokens / (time.monotonic() - reported), "mtp": draft_loss.item(),
+                         "loss": {name: value for name, value in zip(tasks.TASKS, per_task) if value == value}}
+                checkpoint.history.append(point)
+                log(show_point(point))
+                reported, sums = time.monotonic(), 0
+    finally:  # also what an error in the data leaves can be saved
+        batches.close()
+        checkpoint.optimizer = optimizer.tensors()
 
 
 def show_point(point: dict) -> str:
@@ -242,9 +244,12 @@ def draw_history(history: list, path: Path):
     figure.savefig(path, dpi=120)
 
 
-def new_checkpoint(seed: int, shape: Shape = Shape(), n_texts: int = TOKENIZER_TEXTS) -> Checkpoint:
+def new_checkpoint(seed: int, workers: int) -> Checkpoint:
+    """An untrained network, and a tokenizer trained on samples of the text."""
     torch.manual_seed(seed)
-    return Checkpoint(Network(shape), data.train_tokenizer(data.sample_texts(seed, n_texts), shape.n_vocab), seed)
+    shape = Shape()
+    texts = data.sample_many_texts(seed, TOKENIZER_TEXTS, workers)
+    return Checkpoint(Network(shape), data.train_tokenizer(texts, shape.n_vocab), seed)
 
 
 def main():
@@ -262,13 +267,16 @@ def main():
     if (options.minutes is None) == (options.steps is None):
         parser.error("give --minutes or --steps")
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    workers = max(1, os.cpu_count() - 2)
     torch.set_float32_matmul_precision("high")
-    checkpoint = load_checkpoint(options.resume) if options.resume else new_checkpoint(options.seed)
+    checkpoint = load_checkpoint(options.resume) if options.resume else new_checkpoint(options.seed, workers)
     if device == "cuda":
         checkpoint.network.compile_blocks()
-    train(checkpoint, options.steps, options.minutes, options.cooldown, options.rows, options.rate,
-          max(1, os.cpu_count() - 2), device, lambda line: print(line, flush=True))
-    save_checkpoint(options.out, checkpoint)
+    try:
+        train(checkpoint, options.steps, options.minutes, options.cooldown, options.rows, options.rate, workers, device,
+              lambda line: print(line, flush=True))
+    finally:
+        save_checkpoint(options.out, checkpoint)
     draw_history(checkpoint.history, Path(options.out) / "loss.png")
     if options.scores:
         from models.evaluate import show_scores, torch_scores

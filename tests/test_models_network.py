@@ -14,7 +14,12 @@ import qengine  # noqa: E402
 from models import data, evaluate, export, network, train  # noqa: E402
 from tests.oracle import oracle_npz, oracle_path  # noqa: E402
 
+# The first exp of a process by several threads at once can be inexact: github.com/pytorch/pytorch/issues/188792.
+torch.set_num_threads(1)
+
 SMALL = network.Shape(n_vocab=512, hidden=64, ffn=96, n_layers=4, n_heads=2)
+TINY = network.Shape(n_vocab=512, hidden=32, ffn=64, n_layers=2, attention_interval=2, head_dim=32, rope_dim=16,
+                     linear_head_dim=16)  # no file has such heads, but it learns fast
 
 
 def relative(ours, reference) -> float:
@@ -204,27 +209,30 @@ def test_rows_hold_whole_documents(tokenizer):
 @pytest.fixture()
 def few_rows(monkeypatch, tokenizer):
     """Batches of two short rows, made in this process: eight that repeat."""
+    units = [data.pack(tokenizer, 1, unit, 200, n_rows=2, n_tokens=512) for unit in range(8)]
+
     class Batches:
         def __init__(self, tokenizer, seed, first_step, *_):
-            self.step, self.seed = first_step, seed
+            self.step = first_step
 
         def __next__(self):
             self.step += 1
-            return data.pack(tokenizer, self.seed, self.step % 8, 200, n_rows=2, n_tokens=512)
+            return units[self.step % 8]
 
         def close(self):
             pass
     monkeypatch.setattr(data, "Batches", Batches)
     monkeypatch.setattr(train, "REPORT_STEPS", 2)
-
-
-def silent(line):
-    pass
+    monkeypatch.setattr(train, "WARM_UP_STEPS", 4)
 
 
 def new_checkpoint(tokenizer, seed=3):
     torch.manual_seed(seed)
-    return train.Checkpoint(network.Network(SMALL), tokenizer, seed)
+    return train.Checkpoint(network.Network(TINY), tokenizer, seed)
+
+
+def run(checkpoint, steps):
+    train.train(checkpoint, steps, None, cooldown=0, batch_rows=2, rate=1e-2, log=lambda line: None)
 
 
 def mean_losses(checkpoint):
@@ -234,16 +242,16 @@ def mean_losses(checkpoint):
 def test_learns_and_resumes(few_rows, tokenizer, tmp_path):
     """In one go, and with a break of which only the checkpoint's folder survives: losses as good as the same."""
     whole, part = new_checkpoint(tokenizer), new_checkpoint(tokenizer)
-    train.train(whole, 24, None, cooldown=0, batch_rows=2, log=silent)
-    train.train(part, 12, None, cooldown=0, batch_rows=2, log=silent)
+    run(whole, 16)
+    run(part, 8)
     train.save_checkpoint(tmp_path, part)
     resumed = train.load_checkpoint(tmp_path)
-    assert resumed.step == 12 and resumed.history == part.history
-    train.train(resumed, 12, None, cooldown=0, batch_rows=2, log=silent)
+    assert resumed.step == 8 and resumed.history == part.history
+    run(resumed, 8)
     assert mean_losses(whole)[-1] < mean_losses(whole)[0] - 1
     np.testing.assert_allclose(mean_losses(resumed), mean_losses(whole), rtol=2e-3)
     without = dataclasses.replace(train.load_checkpoint(tmp_path), optimizer={})
-    train.train(without, 12, None, cooldown=0, batch_rows=2, log=silent)
+    run(without, 8)
     assert not np.allclose(mean_losses(without), mean_losses(whole), rtol=2e-3)  # what the check above would notice
 
 
