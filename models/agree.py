@@ -2,10 +2,10 @@
 
     python models/agree.py [FILE.gguf] [--checkpoint DIR]
 
-transformers runs the file's dequantised weights in float32 and is the reference. The two others multiply by activations
-of 8 bits, so they may choose otherwise where the reference's two best tokens are nearly equal; how near is measured: on
-the reference's own text, the largest error of the difference between these two logits is the noise. With --checkpoint
-the perplexity is also that of the weights as they were trained.
+transformers runs the file's dequantised weights in float32 and is the reference. The two others multiply by
+activations of 8 bits, so they may choose otherwise where the reference's two best tokens are nearly equal.
+How near is measured: on the reference's own text, the largest error of the difference of these two logits
+is the noise. With --checkpoint the perplexity is also that of the weights as they were trained.
 """
 
 import argparse
@@ -38,8 +38,8 @@ def reference_answer(model, prompt: list[int]) -> tuple[list[int], np.ndarray]:
     """(greedy tokens, logits [N_TOKENS, n_vocab] they were chosen from) of transformers."""
     import torch
 
-    out = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=N_TOKENS, return_dict_in_generate=True,
-                         output_logits=True)
+    out = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=N_TOKENS,
+                         return_dict_in_generate=True, output_logits=True)
     return out.sequences[0, len(prompt):].tolist(), torch.cat(out.logits).numpy()
 
 
@@ -84,8 +84,8 @@ def compare(name: str, engine, prompts, references):
         step = next((t for t in range(N_TOKENS) if ours[t] != answer[t]), None)
         if step is not None:
             leaves.append((i, step, margin[step]))
-    print(f"{name}: {N_PROMPTS - len(leaves)} of {N_PROMPTS} answers of {N_TOKENS} tokens identical; noise of the margin "
-          f"{np.sqrt(np.mean(np.square(errors))):.3f} rms, {max(errors):.3f} at most")
+    print(f"{name}: {N_PROMPTS - len(leaves)} of {N_PROMPTS} answers of {N_TOKENS} tokens identical; "
+          f"noise of the margin {np.sqrt(np.mean(np.square(errors))):.3f} rms, {max(errors):.3f} at most")
     for i, step, margin in leaves:
         verdict = "within the noise" if margin <= max(errors) else "BEYOND THE NOISE"
         print(f"  prompt {i} leaves at token {step}, where the reference's margin is {margin:.3f}: {verdict}")
@@ -135,7 +135,8 @@ def main():
         trained = to_transformers(load_checkpoint(options.checkpoint).network)
         losses["transformers, weights as trained"] = mean_loss(transformers_logits(trained), ids)
     for name, loss in losses.items():
-        print(f"perplexity {np.exp(loss):.4f} ({100 * np.expm1(losses['qengine, Q8_0'] - loss):+.3f} % qengine): {name}")
+        difference = 100 * np.expm1(losses["qengine, Q8_0"] - loss)
+        print(f"perplexity {np.exp(loss):.4f}, from which qengine's differs by {difference:+.3f} %: {name}")
     ours.engine.close()
 
 
