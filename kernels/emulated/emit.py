@@ -6,9 +6,13 @@
 from collections import Counter
 
 from .flow import reads, split_operands
+from .nans import Results
 from .ptx import SIZES, Imm, Symbol
 
 WARP = 32
+# Of a float type: floats in a register, the integer as large as one, the bits of infinity, and of the card's NaN, which are
+# also those of the size. A new NaN of a double is the processor's: 0xFFF8000000000000, as CUDA's math_constants.h has it.
+_NAN = {"f32": (1, "i32", 0x7F800000, 0x7FFFFFFF), "f16": (1, "i16", 0x7C00, 0x7FFF), "f16x2": (2, "i16", 0x7C00, 0x7FFF)}
 
 
 def llvm_type(ptx_type):
@@ -140,6 +144,8 @@ class Operands(Code):
         self.mask = None                                   # i32 of the running lanes; None: all 32, always
         self.divided = frozenset()
         self.patterns = {}                                 # of scalars that stand for patterned operands, see `integer`
+        self.results = Results(lanes.every, self.registers)
+        self.leaving = {}                                  # registers whose NaN the current instruction shows
         self.n_definitions = Counter(r for i in lanes.every for r in split_operands(i)[0])
         self.n_uses = Counter(r for i in lanes.every for r in reads(i))
 
@@ -158,7 +164,8 @@ class Operands(Code):
         if operand.name not in self.registers:
             return self._convert(*self.special_scalar(operand.name), t, 1)
         own = self.type_of(operand.name)
-        return self._convert(self.let(f"load {own}, ptr {self.slots[operand.name]}.s"), own, t, 1)
+        value = self.let(f"load {own}, ptr {self.slots[operand.name]}.s")
+        return self._convert(self._settled(operand, own, 1, value), own, t, 1)
 
     def vector(self, operand, t):
         """All lanes of an operand as <32 x t>."""
@@ -177,10 +184,25 @@ class Operands(Code):
             return self._convert(self.spread(own, value, shape.pattern), own, t, WARP)
         own = self.type_of(operand.name)
         if self.lanes.vector(operand.name):
-            return self._convert(self.let(f"load <{WARP} x {own}>, ptr {self.slots[operand.name]}.v"), own, t, WARP)
+            value = self.let(f"load <{WARP} x {own}>, ptr {self.slots[operand.name]}.v")
+            return self._convert(self._settled(operand, own, WARP, value), own, t, WARP)
         value = self.let(f"load {own}, ptr {self.slots[operand.name]}.s")
+        value = self._settled(operand, own, 1, value)
         whole = self.splat(own, value) if shape is None or shape.uniform else self.spread(own, value, shape.pattern)
         return self._convert(whole, own, t, WARP)
+
+    def _settled(self, operand, own, w, value):
+        """A register's value, with the card's NaN if its bits become visible."""
+        kind = self.leaving.get(operand.name)
+        return value if kind is None else self.canonical(own, w, value, kind)
+
+    def canonical(self, t, w, value, kind):
+        """A float of PTX type `kind`, or two of them, in type t: any NaN becomes the card's."""
+        n, part, infinity, nan = _NAN[kind]
+        bits = self.cast("bitcast", ty(t, w), ty(part, w * n), 1, value)
+        size = self.op("and", part, w * n, bits, const(part, w * n, nan))
+        is_nan = self.compare("ugt", part, w * n, size, const(part, w * n, infinity))
+        return self.cast("bitcast", ty(part, w * n), ty(t, w), 1, self.select(part, w * n, is_nan, const(part, w * n, nan), bits))
 
     def get(self, operand, t, w):
         return self.scalar(operand, t) if w == 1 else self.vector(operand, t)

@@ -17,8 +17,6 @@ _FLOATING = {"eq": "oeq", "ne": "one", "lt": "olt", "le": "ole", "gt": "ogt", "g
 _ROUND = {"rn": "roundeven", "rni": "roundeven", "rz": "trunc", "rzi": "trunc", "rm": "floor", "rmi": "floor",
           "rp": "ceil", "rpi": "ceil"}
 DIRECTED = {"rz": 0, "rp": 2, "rm": 3}              # rounding modes, as llvm.set.rounding numbers them
-# What the card makes of a NaN; of a double as CUDA's math_constants.h has it.
-CANONICAL_NAN = {"float": 0x7FFFFFFF, "double": 0xFFF8000000000000, "half": 0x7FFF}
 
 
 def only(instr, *allowed):
@@ -276,7 +274,7 @@ class Arithmetic(Operands):
         which = f"{name}imum" if "NaN" in instr.mods else f"{name}imumnum"
 
         def compute(t, w, mods, a, b):
-            return self._canonical(t, w, self.intrinsic(which, t, w, a, b))
+            return self.intrinsic(which, t, w, a, b)
         self.floating(instr, instr.operands[1:], compute)
 
     def op_min(self, instr):
@@ -284,12 +282,6 @@ class Arithmetic(Operands):
 
     def op_max(self, instr):
         self._extreme(instr, "max")
-
-    def _canonical(self, t, w, value):
-        nan = self.compare("uno", t, w, value, value)
-        bits = f"i{bits_of(t)}"
-        quiet = self.cast("bitcast", bits, t, w, const(bits, w, CANONICAL_NAN[t]))
-        return self.select(t, w, nan, quiet, value)
 
     # ---- floats ----
 

@@ -260,7 +260,7 @@ class Translator(Printing):
         self.quads = {}
         self.find_dot_chains(block.instrs)
         for instr in block.instrs:
-            self.instr = instr
+            self.instr, self.leaving = instr, self.results.leaving(instr)
             handler = getattr(self, "op_" + instr.name, None)
             if handler is None:
                 raise instr.unsupported()
@@ -300,7 +300,7 @@ class Translator(Printing):
 
     def _terminate(self, block):
         end = block.end
-        self.instr = end
+        self.instr, self.leaving = end, {}
         if end is not None and end.name == "trap":
             self.do("ret i32 -1")
         elif not block.targets:
