@@ -62,8 +62,8 @@ import tqdm
 import waitress
 from werkzeug.exceptions import HTTPException, ServiceUnavailable, TooManyRequests
 
-from kernels import (attention, conv, elementwise, embedding, float_matmul, gdn, kv_cache, norm, q8_gemm, q8_gemv,
-                     quantize, rope, sample, synthetic)
+from kernels import (attention, conv, embedding, float_matmul, gdn, kv_cache, norm, q8_gemm, q8_gemv,
+                     quantize, rope, sample, swiglu, synthetic)
 from kernels.card import Array, Card, CardError, open_cards, show_bytes
 from kernels.compile import CompileError
 
@@ -1287,9 +1287,9 @@ class Model:
         self.project(rows, self.up, layer.up, u)
         h = self.activations[ffn_dim]
         if layer.down.is_quantized:
-            elementwise.swiglu_quantize(card, h.q, h.d, self.gate, self.up, rows.n, ffn_dim)
+            swiglu.swiglu_quantize(card, h.q, h.d, self.gate, self.up, rows.n, ffn_dim)
         else:
-            elementwise.swiglu(card, h.x, self.gate, self.up, rows.n, ffn_dim)
+            swiglu.swiglu(card, h.x, self.gate, self.up, rows.n, ffn_dim)
         self.project(rows, self.x, layer.down, h, add=True)
 
     def compute_logits(self, x: Array, n: int):

@@ -33,7 +33,7 @@ from numba import cuda, float32, uint32
 from kernels.bench import Case, main
 from kernels.intrinsics import (div_rn, float_as_word, load_floats4, rsqrt, silu, store_floats4, store_word,
                                 warp_sum)
-from kernels.quantize import block_scale, quantize_q8, quantize_word
+from kernels.quantize import block_scale, check_with_twin, quantize_word
 
 GROUP = 128               # values that a warp touches at once, and the width of a gated head
 GROUPS = 4                # groups that a warp keeps in registers
@@ -218,42 +218,28 @@ CASES = [("rms", 1, 256), ("rms", 3, 320), ("rms", 65, 32), ("rms", 2, 544), ("r
 TOLERANCE = 19 * 2.0 ** -24
 
 
-def check(card, case):
-    """case = (kind, rows, k or heads): float output against float64, int8 output against the quantised float
-    output; one row too many must stay poisoned. Returns the largest relative error."""
-    kind, rows, n = case
+def check(card, kind, rows, n):
+    """Both kernels of a kind on random values, n the length of a row or the heads in it; returns the largest
+    relative error."""
     k, eps = (n if kind == "rms" else GROUP * n), 1e-6
     random = np.random.default_rng(k + rows)
     x, z = (random.standard_normal((rows, k)).astype(np.float32) * scale for scale in (3, 8))
     w = random.uniform(0.5, 1.5, k if kind == "rms" else GROUP).astype(np.float32)
-    y, q, d = (card.alloc((rows + 1, width), kind_of) for width, kind_of in
-               ((k, np.float32), (k, np.int8), (k // 32, np.float32)))
-    want_q, want_d = card.alloc((rows, k), np.int8), card.alloc((rows, k // 32), np.float32)
-    for output in (y, q, d, want_q, want_d):
-        card.poison(output)
-    inputs = [card.upload(a) for a in ((x, w) if kind == "rms" else (x, z, w))]
     if kind == "rms":
-        want = rms_norm_reference(x, w, eps)
-        rms_norm(card, y[:rows], *inputs, rows, k, eps)
-        rms_norm_quantize(card, q[:rows], d[:rows], *inputs, rows, k, eps)
+        want, plain, quantized, inputs = rms_norm_reference(x, w, eps), rms_norm, rms_norm_quantize, (x, w)
     else:
-        heads = rows, n, GROUP
-        want = gated_norm_reference(x.reshape(heads), z.reshape(heads), w, eps).reshape(rows, k)
-        gated_norm(card, y[:rows], *inputs, rows, n, eps)
-        gated_norm_quantize(card, q[:rows], d[:rows], *inputs, rows, n, eps)
-    quantize_q8(card, want_q, want_d, y, rows, k)
-    got, got_q, got_d = card.download(y), card.download(q), card.download(d)
-    np.testing.assert_allclose(got[:rows], want, rtol=TOLERANCE, atol=1e-36)
-    np.testing.assert_array_equal(got_q[:rows], card.download(want_q))
-    np.testing.assert_array_equal(got_d[:rows], card.download(want_d))
-    assert np.isnan(got[rows]).all() and (got_q[rows] == -1).all() and np.isnan(got_d[rows]).all(), "wrote on"
-    return np.max(np.abs(got[:rows] - want) / np.abs(want))
+        x, z = x.reshape(rows, n, GROUP), z.reshape(rows, n, GROUP)
+        want = gated_norm_reference(x, z, w, eps).reshape(rows, k)
+        plain, quantized, inputs = gated_norm, gated_norm_quantize, (x, z, w)
+    inputs = *map(card.upload, inputs), rows, n, eps
+    return check_with_twin(card, want, TOLERANCE, lambda y: plain(card, y, *inputs),
+                           lambda q, d: quantized(card, q, d, *inputs))
 
 
 def cases(card):
     """The checks, then times of the quantising forms at the shapes of a small and a 27B model."""
     for case in CASES:
-        yield Case("{} {} x {}".format(*case), partial(check, card, case))
+        yield Case("{} {} x {}".format(*case), partial(check, card, *case))
     for kind, rows, n in (("rms", 1, 256), ("rms", 1, 5120), ("rms", 512, 5120),
                           ("gated", 1, 4), ("gated", 1, 48), ("gated", 512, 48)):
         yield _timed(card, kind, rows, n)

@@ -124,6 +124,26 @@ def check(card, rows, k):
     return 0.0
 
 
+def check_with_twin(card, want, tolerance, plain, quantized):
+    """Checks a kernel that writes float32 rows, `plain(y)`, against `want`, float64 [rows, k], and its twin
+    that writes them as int8 blocks, `quantized(q, d)`, against quantize_q8 of y, bit for bit; one row too many
+    must stay poisoned. Returns the largest relative error."""
+    rows, k = want.shape
+    shapes = ((rows + 1, k), np.float32), ((rows + 1, k), np.int8), ((rows + 1, k // BLOCK), np.float32)
+    y, q, d, want_q, want_d = (card.alloc(*shape) for shape in (*shapes, *shapes[1:]))
+    for output in (y, q, d, want_q, want_d):
+        card.poison(output)
+    plain(y)
+    quantized(q, d)
+    quantize_q8(card, want_q, want_d, y, rows, k)
+    y, q, d, want_q, want_d = map(card.download, (y, q, d, want_q, want_d))
+    np.testing.assert_allclose(y[:rows], want, rtol=tolerance, atol=1e-36)
+    np.testing.assert_array_equal(q, want_q)
+    np.testing.assert_array_equal(d, want_d)
+    assert np.isnan(y[rows]).all() and (q[rows] == -1).all() and np.isnan(d[rows]).all(), "wrote past the end"
+    return np.max(np.abs(y[:rows] - want) / np.abs(want))
+
+
 def cases(card):
     """The checks, then times for one token and for a prompt of a small and a 27B model."""
     for case in CASES:

@@ -7,7 +7,7 @@ from tests.oracle import oracle_npz
 
 @pytest.mark.parametrize("case", norm.CASES, ids=str)
 def test_norms_equal_the_reference(card, case):
-    norm.check(card, case)
+    norm.check(card, *case)
 
 
 def test_a_row_has_the_same_bits_alone_and_in_a_batch(card):

@@ -4,6 +4,7 @@
 """
 
 from collections import Counter
+from dataclasses import dataclass
 
 from .flow import reads, split_operands
 from .nans import Results
@@ -100,9 +101,9 @@ class Code:
         """llvm.<name> whose operands and result have one type."""
         return self.call(f"llvm.{name}.{suffix(t, w)}", ty(t, w), *((ty(t, w), a) for a in args))
 
-    def splat(self, t, value):
-        first = self.let(f"insertelement <{WARP} x {t}> poison, {t} {value}, i64 0")
-        return self.let(f"shufflevector <{WARP} x {t}> {first}, <{WARP} x {t}> poison, <{WARP} x i32> zeroinitializer")
+    def splat(self, t, value, n=WARP):
+        first = self.let(f"insertelement <{n} x {t}> poison, {t} {value}, i64 0")
+        return self.let(f"shufflevector <{n} x {t}> {first}, <{n} x {t}> poison, <{n} x i32> zeroinitializer")
 
     def shuffle(self, t, n, a, indices, b=None):
         """Elements of a (and b, both n long) by constant index; None where any will do."""
@@ -133,6 +134,15 @@ class Code:
         return self.let(f"bitcast i32 {bits} to <{WARP} x i1>")
 
 
+@dataclass(frozen=True)
+class Repeat:
+    """A vector whose 32 lanes are n values: lane i has number lanes[i]."""
+    value: str                                             # of n elements of type t
+    t: str
+    n: int
+    lanes: tuple
+
+
 class Operands(Code):
     """Code that reads and writes PTX registers, each in the storage that its Shape asks for."""
 
@@ -144,6 +154,7 @@ class Operands(Code):
         self.mask = None                                   # i32 of the running lanes; None: all 32, always
         self.divided = frozenset()
         self.patterns = {}                                 # of scalars that stand for patterned operands, see `integer`
+        self.repeats = {}                                  # in this block, register -> Repeat
         self.results = Results(lanes.every, self.registers)
         self.leaving = {}                                  # registers whose NaN the current instruction shows
         self.n_definitions = Counter(r for i in lanes.every for r in split_operands(i)[0])
@@ -184,7 +195,7 @@ class Operands(Code):
             return self._convert(self.spread(own, value, shape.pattern), own, t, WARP)
         own = self.type_of(operand.name)
         if self.lanes.vector(operand.name):
-            value = self.let(f"load <{WARP} x {own}>, ptr {self.slots[operand.name]}.v")
+            value = self.let(f"load <{WARP} x {own}>, ptr {self.slots[operand.name]}.v, align 64")
             return self._convert(self._settled(operand, own, WARP, value), own, t, WARP)
         value = self.let(f"load {own}, ptr {self.slots[operand.name]}.s")
         value = self._settled(operand, own, 1, value)
@@ -259,13 +270,30 @@ class Operands(Code):
     def _put_vector(self, name, t, value):
         slot = f"{self.slots[name]}.v"
         if name in self.divided and self.mask is not None:
-            old = self.let(f"load <{WARP} x {t}>, ptr {slot}")
+            old = self.let(f"load <{WARP} x {t}>, ptr {slot}, align 64")
             value = self.select(t, WARP, self.mask_lanes(self.mask), value, old)
-        self.do(f"store <{WARP} x {t}> {value}, ptr {slot}")
+        self.do(f"store <{WARP} x {t}> {value}, ptr {slot}, align 64")
 
     def lift(self, instr, result, operands, compute):
         """The common case: operands [(operand, type)] -> compute(w, *values) -> a result of type `result`, on a scalar
-        if all operands are uniform and on vectors otherwise."""
-        w = 1 if self.uniform(*(o for o, _ in operands)) else WARP
-        value = compute(w, *(self.get(o, t, w) for o, t in operands))
-        self.put(instr.operands[0], result, w, value)
+        if all operands are uniform, on few values if all that are not repeat these over the lanes in one way (as
+        `x[lane // 2]` does), and on vectors otherwise."""
+        if self.uniform(*(o for o, _ in operands)):
+            return self.put(instr.operands[0], result, 1, compute(1, *(self.scalar(o, t) for o, t in operands)))
+        repeats = {o: self.repeats.get(getattr(o, "name", None)) for o, _ in operands if not self.uniform(o)}
+        ways = {r and (r.n, r.lanes) for r in repeats.values()}
+        if len(ways) > 1 or None in ways:
+            return self.put(instr.operands[0], result, WARP, compute(WARP, *(self.vector(o, t) for o, t in operands)))
+        n, lanes = ways.pop()
+        values = [self._few(o, repeats[o], t) if o in repeats else self.splat(t, self.scalar(o, t), n) for o, t in operands]
+        self.put_repeat(instr.operands[0], Repeat(compute(n, *values), result, n, lanes))
+
+    def _few(self, operand, repeat, t):
+        """The values of a Repeat as type t."""
+        return self._convert(self._settled(operand, repeat.t, repeat.n, repeat.value), repeat.t, t, repeat.n)
+
+    def put_repeat(self, register, repeat, signed=False):
+        """Writes a Repeat, and remembers it for what is computed from it."""
+        self.put(register, repeat.t, WARP, self.shuffle(repeat.t, repeat.n, repeat.value, repeat.lanes), signed)
+        if self.n_definitions.get(register.name) == 1 and bits_of(self.type_of(register.name)) == bits_of(repeat.t):
+            self.repeats[register.name] = repeat

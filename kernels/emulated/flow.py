@@ -38,6 +38,17 @@ def reads(instr):
     return guard + [r for o in split_operands(instr)[1] for r in registers_of(o)]
 
 
+def computed_from(registers, instrs):
+    """These registers, and all that depend on them by way of registers."""
+    found, before = set(registers), 0
+    while len(found) > before:
+        before = len(found)
+        for instr in instrs:
+            if not found.isdisjoint(reads(instr)):
+                found.update(split_operands(instr)[0])
+    return found
+
+
 @dataclass
 class Block:
     index: int

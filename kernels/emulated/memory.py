@@ -5,7 +5,7 @@ spaces are accessed alike. An access whose address is a scalar plus a constant p
 lanes alike) or vector accesses (neighbouring lanes); any other one goes lane by lane (gather, scatter).
 """
 
-from .emit import WARP, const, llvm_type, suffix, ty, vector_const
+from .emit import WARP, Repeat, const, llvm_type, suffix, ty, vector_const
 from .ops import Arithmetic
 from .ptx import SIZES, Mem, Pack, Pair, Reg
 
@@ -14,6 +14,7 @@ _LOAD_MODS = {"global", "shared", "local", "param", "const", "nc", "volatile", "
               "L1::evict_last", "L1::evict_first", "L1::evict_normal", "L2::128B", "L2::256B", "L2::64B"}
 _ATOMIC = {"add": "add", "and": "and", "or": "or", "xor": "xor", "exch": "xchg", "min": "umin", "max": "umax",
            "inc": "uinc_wrap", "dec": "udec_wrap"}
+_AHEAD = 16                                         # times the bytes that a warp reads at once
 _ATOM_MODS = {"global", "shared", "relaxed", "acquire", "release", "acq_rel", "gpu", "sys", "cta", "noftz"}
 
 
@@ -70,7 +71,11 @@ class Memory(Arithmetic):
             return
         runs = pattern and find_runs(pattern, SIZES[kind], n)
         if pattern is not None and self._neighbours(pattern, SIZES[kind] * n):
-            values = self._load_neighbours(instr, t, SIZES[kind], n, self._scalar_address(place, pattern[0]))
+            values = self._load_neighbours(instr, t, SIZES[kind], n, place, pattern[0])
+        elif runs and len(runs) == n == 1 and runs[0][1] < WARP and self.mask is None:
+            (start, length, lanes), = runs
+            few = Repeat(self._load_run(t, SIZES[kind], length, place, start), t, length, tuple(lanes))
+            return self.put_repeat(registers[0], few, signed)
         elif runs:
             values = self._unless_masked([ty(t, WARP)] * n, lambda: self._load_runs(t, SIZES[kind], n, place, runs),
                                          lambda: self._load_lanes(t, SIZES[kind], n, place))
@@ -98,12 +103,15 @@ class Memory(Arithmetic):
         return [self.let(f"phi {t} [{a}, %{tag}.yes.end], [{b}, %{tag}.no.end]")
                 for t, a, b in zip(types, *results)] if types else None
 
+    def _load_run(self, t, size, length, place, start):
+        pointer = self.pointer(1, self._scalar_address(place, start))
+        return self.let(f"load <{length} x {t}>, ptr {pointer}, align {size}")
+
     def _load_runs(self, t, size, n, place, runs):
         """One load per run, then every lane picks its elements."""
         values = [None] * n
         for start, length, firsts in runs:
-            pointer = self.pointer(1, self._scalar_address(place, start))
-            run = self.let(f"load <{length} x {t}>, ptr {pointer}, align {size}")
+            run = self._load_run(t, size, length, place, start)
             for i in range(n):
                 picked = self.shuffle(t, length, run, [None if f is None else f + i for f in firsts])
                 if values[i] is not None:           # lanes of this run replace those of the earlier ones
@@ -143,17 +151,26 @@ class Memory(Arithmetic):
     def _neighbours(self, pattern, size):
         return all(p - pattern[0] == size * lane for lane, p in enumerate(pattern))
 
-    def _load_neighbours(self, instr, t, size, n, address):
-        """n vectors of 32, from 32 * n elements in a row of which each lane has n."""
-        pointer, whole = self.pointer(1, address), f"<{WARP * n} x {t}>"
+    def _load_neighbours(self, instr, t, size, n, place, first):
+        """n vectors of 32, from 32 * n elements in a row of which each lane has n; `first`: lane 0's offset."""
+        pointer, whole = self.pointer(1, self._scalar_address(place, first)), f"<{WARP * n} x {t}>"
         if self.mask is None:
             loaded = self.let(f"load {whole}, ptr {pointer}, align {size}")
+            self._fetch_ahead(place, pointer, WARP * n * size)
             if n == 4 and t == "i32":
                 self.note_quad(instr, loaded)
         else:
             loaded = self.call(f"llvm.masked.load.{suffix(t, WARP * n)}.p0", whole, ("ptr", pointer), ("i32", str(size)),
                                (f"<{WARP * n} x i1>", self._wide_mask(n)), (whole, "zeroinitializer"))
         return self.deinterleave(t, loaded, n)
+
+    def _fetch_ahead(self, place, pointer, nbytes):
+        """Asks for what comes later, where a warp reads many bytes in a row that other blocks have not read yet: the CPU
+        by itself follows rows poorly that several loads share, and no further than a page."""
+        if nbytes >= 512 and place.base.name in self.block_dependent:
+            for offset in range(0, nbytes, 64):
+                ahead = self.let(f"getelementptr i8, ptr {pointer}, i64 {_AHEAD * nbytes + offset}")
+                self.call("llvm.prefetch.p0", "void", ("ptr", ahead), ("i32", "0"), ("i32", "3"), ("i32", "1"))
 
     def _wide_mask(self, n):
         lanes = self.running()

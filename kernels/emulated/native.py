@@ -30,9 +30,9 @@ llvm.initialize_native_target()
 llvm.initialize_native_asmprinter()
 
 # Byte offsets in the structs that Python and the worker share.
-LAUNCH = {"warp": 0, "params": 8, "grid": 16, "n_warps": 28, "n_blocks": 32, "next": 40, "done": 48, "dynamic": 56,
-          "patience": 60, "partial": 64}
-LAUNCH_BYTES = 72
+LAUNCH = {"warp": 0, "params": 8, "grid": 16, "n_warps": 28, "n_blocks": 32, "next": 40, "done": 48, "share": 56,
+          "dynamic": 64, "patience": 68, "partial": 72}
+LAUNCH_BYTES = 80
 PROGRAM = {"n": 0, "failed": 8, "launches": 16, "why": 24}
 SCRATCH = {"shared": 0, "local": 8, "frames": 16, "states": 24}
 POOL = {"semaphore": 0, "program": 64, "attached": 72, "n_helpers": 76}
@@ -310,6 +310,8 @@ declare i32 @sem_init(ptr, i32, i32)
 declare i32 @sem_post(ptr)
 declare i32 @sem_wait(ptr)
 declare i32 @sched_yield()
+declare i32 @llvm.ctlz.i32(i32, i1)
+declare i64 @llvm.umax.i64(i64, i64)
 declare i64 @time(ptr)
 {declare}
 
@@ -459,7 +461,8 @@ fault:
   ret i32 -1
 }}
 
-; Works on a program until all its launches are done.
+; Works on a program until all its launches are done. Blocks are taken in shares: neighbours often read memory in a row,
+; which the processor fetches ahead.
 define internal void @work(ptr %program, ptr %scratch) {{
 entry:
   %n = load i64, ptr %program
@@ -476,12 +479,20 @@ launch:
   %blocks = load i64, ptr %blocks.from
   %next = {at("%l", LAUNCH["next"])}
   %done = {at("%l", LAUNCH["done"])}
+  %share.from = {at("%l", LAUNCH["share"])}
+  %share = load i64, ptr %share.from
   br label %take
 take:
-  %b = atomicrmw add ptr %next, i64 1 seq_cst
-  %mine = icmp ult i64 %b, %blocks
-  br i1 %mine, label %check, label %wait
+  %first = atomicrmw add ptr %next, i64 %share seq_cst
+  %some = icmp ult i64 %first, %blocks
+  br i1 %some, label %mine, label %wait
+mine:
+  %beyond = add i64 %first, %share
+  %last = icmp ult i64 %blocks, %beyond
+  %stop = select i1 %last, i64 %blocks, i64 %beyond
+  br label %check
 check:
+  %b = phi i64 [%first, %mine], [%b.next, %count]
   %bad = load atomic i64, ptr %failed monotonic, align 8
   %skip = icmp ne i64 %bad, 0
   br i1 %skip, label %count, label %go
@@ -497,7 +508,12 @@ note:
   store atomic i64 %number, ptr %failed monotonic, align 8
   br label %count
 count:
-  %before = atomicrmw add ptr %done, i64 1 seq_cst
+  %b.next = add i64 %b, 1
+  %goes.on = icmp ult i64 %b.next, %stop
+  br i1 %goes.on, label %check, label %counted
+counted:
+  %mine.done = sub i64 %stop, %first
+  %before = atomicrmw add ptr %done, i64 %mine.done seq_cst
   br label %take
 wait:
   %spins = phi i64 [0, %take], [%spins.next, %spin]
@@ -555,6 +571,9 @@ entry:
   %n = load i64, ptr %program
   %list.from = {at("%program", PROGRAM["launches"])}
   %list = load ptr, ptr %list.from
+  %leading = call i32 @llvm.ctlz.i32(i32 %helpers, i1 false)
+  %bits = sub i32 36, %leading                      ; at least 16 shares for each worker
+  %bits64 = zext i32 %bits to i64
   br label %reset
 reset:
   %i = phi i64 [0, %entry], [%i.next, %clear]
@@ -567,6 +586,12 @@ clear:
   %done = {at("%l", LAUNCH["done"])}
   store i64 0, ptr %next
   store i64 0, ptr %done
+  %blocks.from = {at("%l", LAUNCH["n_blocks"])}
+  %blocks = load i64, ptr %blocks.from
+  %part = lshr i64 %blocks, %bits64
+  %share = call i64 @llvm.umax.i64(i64 %part, i64 1)
+  %share.to = {at("%l", LAUNCH["share"])}
+  store i64 %share, ptr %share.to
   %i.next = add i64 %i, 1
   br label %reset
 publish:

@@ -364,9 +364,9 @@ class Arithmetic(Operands):
         """An operation of LLVM's constrained kind, from type t to type `result`, in a mode other than to nearest: a
         function of its own, because the mode is a state of the processor."""
         if result == "half" and w > 8:              # LLVM 20 cannot narrow more at a time
-            parts = [self.directed(mode, name, t, result, 8, self.shuffle(t, w, values[0], range(i, i + 8)))
-                     for i in range(0, w, 8)]
-            return self.concatenate(result, 8, parts)
+            parts = [self.directed(mode, name, t, result, 8, self.shuffle(t, w, values[0], [lane if lane < w else None
+                     for lane in range(start, start + 8)])) for start in range(0, WARP, 8)]
+            return self.shuffle(result, WARP, self.concatenate(result, 8, parts), range(w))
         function = f"{name}.{mode}.{suffix(result, w)}.{suffix(t, w)}"
         types = suffix(result, w) + ("" if t == result else f".{suffix(t, w)}")
         constrained = f"llvm.experimental.constrained.{name}.{types}"
@@ -860,39 +860,63 @@ class Arithmetic(Operands):
                 self.inner_dots.add(id(before))
                 self.dot_chains.pop(id(before), None)
                 self.dot_chains[id(instr)] = [*chain, instr]
+        self._plan_dots()
+
+    def _plan_dots(self):
+        """swap_dots: there are fewer first operands than second ones. sort_dots: per 4 words and 16 lanes, sorting the
+        words of an operand by lane takes 8 shuffles, summing the products of a pair without that 9 instructions."""
+        chains = [chain for chain in self.dot_chains.values() if len(chain) >= 4]
+        firsts, seconds = (len({chain[0].operands[i] for chain in chains}) for i in (1, 2))
+        self.swap_dots = firsts < seconds
+        self.sort_dots = 9 * len(chains) > 8 * (firsts + seconds)
 
     def _dot_chain(self, chain):
-        """c + the sum of all dot products of a chain. The CPU multiplies unsigned by signed bytes, so signed a goes in as
-        (a + 128) * b - 128 * sum(b); the last sum is the same for all chains with these b, and computed once."""
-        total = self.vector(chain[0].operands[3], "i32")
-        pairs = [instr.operands[1:3] for instr in chain]
-        for whole_a, whole_b in self._quads(pairs):
-            total = self.op("add", "i32", WARP, total, self._dot_quad(whole_a, whole_b))
-        # A uniform operand goes first: the other may then stay in memory.
-        pairs = [(b, a) if self.uniform(b) else (a, b) for a, b in pairs]
-        pairs = [tuple(self.vector(o, "i32") for o in pair) for pair in pairs]
-        zero, flip = const("i32", WARP, 0), const("i32", WARP, 0x80808080)
-        correction = zero
-        for _, b in pairs:
-            correction = self.dpbusd(WARP, correction, flip, b)
+        """The start of a chain + the sum of all its dot products."""
+        start = chain[0].operands[3]
+        quads, pairs = self._quads([self._unsigned_first(*instr.operands[1:3]) for instr in chain])
+        total = None
+        if quads:
+            starts = self.uniform(start)
+            words = self._every_fourth(start) if starts else const("i32", 4 * WARP, 0)
+            total = self._sum_fours(self._multiply_add(4 * WARP, words, quads))
+            if not starts:
+                total = self.op("add", "i32", WARP, total, self.vector(start, "i32"))
         if pairs:
-            total = self.op("sub", "i32", WARP, total, correction)
+            words = [tuple(self.vector(o, "i32") for o in pair) for pair in pairs]
+            total = self._multiply_add(WARP, total or self.vector(start, "i32"), words)
+        return total
+
+    def _unsigned_first(self, a, b):
+        """The operands of a dot product in the order of `_multiply_add`: it needs a correction for each second one, so
+        that is the one of which there are fewer. A uniform operand goes first: the other may then stay in memory."""
+        swap = self.uniform(b) or self.swap_dots and not self.uniform(a)
+        return (b, a) if swap else (a, b)
+
+    def _multiply_add(self, n, total, pairs):
+        """total + dot products of the bytes of pairs of vectors (a, b), of n words. The CPU multiplies unsigned by signed
+        bytes, so a goes in as (a + 128) * b - 128 * sum(b); the last sum is the same for all chains with these b, and
+        computed once."""
+        correction, flip = const("i32", n, 0), const("i32", n, 0x80808080)
+        for _, b in pairs:
+            correction = self.dpbusd(n, correction, flip, b)
+        total = self.op("sub", "i32", n, total, correction)
         for a, b in pairs:
-            total = self.dpbusd(WARP, total, self.op("xor", "i32", WARP, a, flip), b)
+            total = self.dpbusd(n, total, self.op("xor", "i32", n, a, flip), b)
         return total
 
     def _quads(self, pairs):
-        """Takes out of `pairs` those that multiply all 4 words of two 16-byte loads; yields the loaded vectors."""
-        groups = {}
-        for pair in pairs:
+        """(quads, the other pairs): those that multiply all 4 words of two 16-byte loads, as the loaded vectors."""
+        groups, quads = {}, []
+        for pair in pairs if not self.sort_dots else ():
             a, b = (self.quads.get(getattr(o, "name", None)) for o in pair)
             if a and b and a[1] == b[1]:
                 groups.setdefault((a[0], b[0]), {})[a[1]] = pair
         for wholes, parts in groups.items():
             if len(parts) == 4:
+                quads.append(wholes)
                 for pair in parts.values():
                     pairs.remove(pair)
-                yield wholes
+        return quads, pairs
 
     def note_quad(self, instr, whole):
         """Remembers that the registers of a 16-byte load are every fourth word of `whole`."""
@@ -900,17 +924,20 @@ class Arithmetic(Operands):
             if self.n_definitions.get(register.name) == 1:
                 self.quads[register.name] = (whole, i)
 
-    def _dot_quad(self, a, b):
-        """Sum over 4 words per lane of vectors as loaded, 4 words of a lane side by side: cheaper than to sort the words
-        by lane first."""
-        n = 4 * WARP
-        zero, flip = const("i32", n, 0), const("i32", n, 0x80808080)
-        correction = self.op("sub", "i32", n, zero, self.dpbusd(n, zero, flip, b))
-        products = self.dpbusd(n, correction, self.op("xor", "i32", n, a, flip), b)
-        for length in (n, n // 2):
-            even, odd = (self.shuffle("i32", length, products, range(i, length, 2)) for i in (0, 1))
-            products = self.op("add", "i32", length // 2, even, odd)
-        return products
+    def _every_fourth(self, operand):
+        """A vector of 4 words per lane, side by side, of which the first is this uniform operand and the others are 0."""
+        first = self.let(f"insertelement <4 x i32> zeroinitializer, i32 {self.scalar(operand, 'i32')}, i64 0")
+        return self.shuffle("i32", 4, first, [i % 4 for i in range(4 * WARP)])
+
+    def _sum_fours(self, words):
+        """Sums over the 4 words of each lane, side by side: with few chains cheaper than to sort the words by lane. The
+        first step stays within the quarters of a CPU's registers, the second puts lanes in order."""
+        quarters = [32 * (i // 16) + 16 * (i % 4 // 2) + 4 * (i % 16 // 4) + 2 * (i % 2) for i in range(2 * WARP)]
+        in_order = [16 * (lane // 8) + 4 * (lane % 4) + 2 * (lane % 8 // 4) for lane in range(WARP)]
+        for length, places in ((4 * WARP, quarters), (2 * WARP, in_order)):
+            first, second = (self.shuffle("i32", length, words, [i + odd for i in places]) for odd in (0, 1))
+            words = self.op("add", "i32", length // 2, first, second)
+        return words
 
     def dpbusd(self, n, c, a, b):
         """c + dot products of unsigned bytes of a and signed bytes of b, on n words: 16 at a time."""

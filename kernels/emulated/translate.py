@@ -11,8 +11,8 @@ turn out to be one scalar plus a constant per lane.
 import re
 from dataclasses import dataclass
 
-from .emit import WARP, llvm_type
-from .flow import Flow, LoopEnd, is_barrier
+from .emit import WARP, bits_of, llvm_type
+from .flow import Flow, LoopEnd, computed_from, is_barrier
 from .lanes import Lanes, Shape
 from .printing import Printing
 from .ptx import Imm, Symbol, Unsupported, parse
@@ -73,13 +73,14 @@ class Translator(Printing):
         variables, shapes = self._layout_variables()
         super().__init__(Lanes(self.function, self.flow, self.block, shapes), variables)
         self.divided = frozenset(self.lanes.divided)
+        self.block_dependent = computed_from(("%ctaid.x", "%ctaid.y", "%ctaid.z"), self.lanes.every)
         self.ends = []                              # labels at which the warp ends, not yet written
         self.resumes = []                           # labels to go on from after barrier or giving way 1, 2, ...
         self.spins = []
         self.n_threads = self.block[0] * self.block[1] * self.block[2]
         self.partial = self._partial_barriers()
         self.reduces = any(i.name == "barrier_result" for i in self.lanes.every)
-        self.frame_bytes = _BALLOTS if self.reduces else 0
+        self.kept = self._lay_out_frame()
         self.instr = None
 
     # ---- layout ----
@@ -125,14 +126,32 @@ class Translator(Printing):
         self.places = values
         return {name: f"%var{i}" for i, name in enumerate(values)}, shapes
 
+    def _lay_out_frame(self):
+        """Places of the vectors that live where the warp may pause, register -> offset: they are in its frame all the
+        time. Sets frame_bytes, which grows with the scalars that are saved behind them."""
+        self.frame_bytes, kept = _BALLOTS if self.reduces else 0, {}
+        pauses = [(b, b.targets[0]) for b in self.flow.blocks if b.end is not None and is_barrier(b.end)]
+        pauses += [(self.flow.blocks[header], header) for header in self.flow.spins]
+        live = set().union(*(self._live_after(*pause) for pause in pauses))
+        for register in self.slots:
+            if register in live and self.lanes.vector(register):
+                kept[register] = self.frame_bytes
+                self.frame_bytes += max(WARP * bits_of(llvm_type(self.registers[register])) // 8, 64)
+        self.scalars_at = self.frame_bytes
+        return kept
+
+    def _live_after(self, block, target):
+        """Registers that a warp needs which pauses in a block and goes on at another."""
+        return set().union(*(self.flow.blocks[i].live_in for i in (*self.flow.waiting[block.index], target)))
+
     # ---- the function ----
 
     def translate(self):
         body = self._body()
-        attributes = (f'nounwind "prefer-vector-width"="512" "min-legal-vector-width"="512"'
+        attributes = (f'nounwind alignstack=64 "prefer-vector-width"="512" "min-legal-vector-width"="512"'
                       f' "target-cpu"="{self.target.cpu}" "target-features"="{self.target.features}"')
         ir = "\n".join([f'target triple = "{self.target.triple}"', *self._global_lines(), "",
-                        "define i32 @warp(ptr %context, i32 %warp, i32 %resume) #0 {", *self._entry(), *body, "}", "",
+                        *self._head(), *self._entry(), *body, "}", "",
                         *self.declarations.values(), f"attributes #0 = {{ {attributes} }}",
                         f"attributes #1 = {{ noinline strictfp {attributes} }}", "!0 = !{}"])
         return Translated(ir, self.function.name, self.block, self.params, self.params_bytes, self.shared_bytes,
@@ -152,6 +171,23 @@ class Translator(Printing):
         self._end()
         lines, self.lines = self.lines, []
         return lines
+
+    def _head(self):
+        """The first line of the function; where the warp may pause, of one that is given the warp's frame and knows
+        that no pointer of the kernel leads there."""
+        if not self.resumes:
+            return ["define i32 @warp(ptr %context, i32 %warp, i32 %resume) #0 {"]
+        self.label("entry")
+        self.do(f"%frames.place = getelementptr i8, ptr %context, i64 {CONTEXT['frames']}")
+        self.do("%frames = load ptr, ptr %frames.place")
+        self.do("%warp64 = zext i32 %warp to i64")
+        self.do(f"%offset = mul i64 %warp64, {self.frame_bytes}")
+        self.do("%frame = getelementptr i8, ptr %frames, i64 %offset")
+        self.do("%state = call i32 @resume(ptr %context, i32 %warp, i32 %resume, ptr align 64 %frame)")
+        self.do("ret i32 %state")
+        lines, self.lines = self.lines, []
+        return ["define i32 @warp(ptr %context, i32 %warp, i32 %resume) #0 {", *lines, "}", "",
+                "define internal i32 @resume(ptr %context, i32 %warp, i32 %resume, ptr noalias align 64 %frame) noinline #0 {"]
 
     def _end(self):
         """Where the warp ends, unless lanes still try to get a lock."""
@@ -183,8 +219,10 @@ class Translator(Printing):
             t = llvm_type(self.registers[register])
             if self.lanes.scalar(register):
                 self.do(f"{slot}.s = alloca {t}")
-            if self.lanes.vector(register):
-                self.do(f"{slot}.v = alloca <{WARP} x {t}>")
+            if register in self.kept:
+                self.do(f"{slot}.v = getelementptr i8, ptr %frame, i64 {self.kept[register]}")
+            elif self.lanes.vector(register):
+                self.do(f"{slot}.v = alloca <{WARP} x {t}>, align 64")
         self._start_undefined()
         if self.partial:
             self.do("%turn = alloca i32")
@@ -195,13 +233,12 @@ class Translator(Printing):
             self.do(f"%waiting{block} = alloca i32")
             self.do(f"store i32 0, ptr %waiting{block}")
         self._variable_addresses()
-        if self.resumes:
-            self.do("%warp64 = zext i32 %warp to i64")
-            self.do(f"%frame.offset = mul i64 %warp64, {self.frame_bytes}")
-            self.do("%frame = getelementptr i8, ptr %frames, i64 %frame.offset")
         if self.reduces:
             for warp, frame in enumerate(self._frames_of_warps()):
                 self.do(f"{frame} = getelementptr i8, ptr %frames, i64 {warp * self.frame_bytes}")
+            self.do("%warp64 = zext i32 %warp to i64")
+            self.do(f"%ballots.offset = mul i64 %warp64, {self.frame_bytes}")
+            self.do("%ballots = getelementptr i8, ptr %frames, i64 %ballots.offset")
         cases = " ".join(f"i32 {i + 1}, label %{label}" for i, label in enumerate(self.resumes))
         self.do(f"switch i32 %resume, label %start [{cases}]")
         self.label("start")
@@ -218,7 +255,7 @@ class Translator(Printing):
             if self.lanes.scalar(register):
                 self.do(f"store {t} zeroinitializer, ptr {slot}.s")
             if self.lanes.vector(register):
-                self.do(f"store <{WARP} x {t}> zeroinitializer, ptr {slot}.v")
+                self.do(f"store <{WARP} x {t}> zeroinitializer, ptr {slot}.v, align 64")
 
     def _start_mask(self):
         """%everyone: the lanes that exist; a block's last warp may be incomplete."""
@@ -257,7 +294,7 @@ class Translator(Printing):
             none = self.compare("eq", "i32", 1, self.mask, "0")
             self.do(f"br i1 {none}, label %{self._after(index)}, label %b{index}.run")
             self.label(f"b{index}.run")
-        self.quads = {}
+        self.quads, self.repeats = {}, {}
         self.find_dot_chains(block.instrs)
         for instr in block.instrs:
             self.instr, self.leaving = instr, self.results.leaving(instr)
@@ -441,27 +478,19 @@ class Translator(Printing):
     def _pause(self, saved, flag=0):
         """Saves storage [(place, type)], returns from the function, and restores it; the number of the way back."""
         number = len(self.resumes) + 1
-        pointer_type = [(self._frame_type(t), place, t) for place, t in saved]
-        offset, moves = _BALLOTS if self.reduces else 0, []
-        for frame_type, place, t in pointer_type:
-            size = _bytes(frame_type)
-            align = min(size, 64)
-            offset = -(-offset // align) * align
-            moves.append((offset, frame_type, place, t, align))
-            offset += size
-        self.frame_bytes = max(self.frame_bytes, -(-offset // 64) * 64)
-        for offset, frame_type, place, t, align in moves:
+        moves = [(self.scalars_at + 8 * i, *storage) for i, storage in enumerate(saved)]
+        self.frame_bytes = max(self.frame_bytes, -(-(self.scalars_at + 8 * len(moves)) // 64) * 64)
+        for offset, place, t in moves:
             value = self.let(f"load {t}, ptr {place}")
-            value = self._frame_cast(t, frame_type, value)
             pointer = self.let(f"getelementptr i8, ptr %frame, i64 {offset}")
-            self.do(f"store {frame_type} {value}, ptr {pointer}, align {align}")
+            self.do(f"store {t} {value}, ptr {pointer}, align 8")
         self.do(f"ret i32 {number | flag}")
         self.label(f"resume{number}")
         self.resumes.append(f"resume{number}")
-        for offset, frame_type, place, t, align in moves:
+        for offset, place, t in moves:
             pointer = self.let(f"getelementptr i8, ptr %frame, i64 {offset}")
-            value = self.let(f"load {frame_type}, ptr {pointer}, align {align}")
-            self.do(f"store {t} {self._frame_cast(frame_type, t, value)}, ptr {place}")
+            value = self.let(f"load {t}, ptr {pointer}, align 8")
+            self.do(f"store {t} {value}, ptr {place}")
         return number
 
     # A barrier that reduces: every warp leaves a ballot (its number among such barriers, its lanes, those that vote yes)
@@ -469,7 +498,7 @@ class Translator(Printing):
     # next barrier while others still count. A warp that has returned has none with the number that is counted.
 
     def _start_reductions(self):
-        self.do(f"store <{_BALLOTS // 4} x i32> zeroinitializer, ptr %frame, align 64")
+        self.do(f"store <{_BALLOTS // 4} x i32> zeroinitializer, ptr %ballots, align 64")
 
     def _ballot_place(self, frame, number):
         odd = self.resize("i32", "i64", 1, self.op("and", "i32", 1, number, "1"))
@@ -477,19 +506,19 @@ class Translator(Printing):
         return self.let(f"getelementptr i8, ptr {frame}, i64 {offset}")
 
     def _cast_ballot(self, vote):
-        number = self.op("add", "i32", 1, self.let("load i32, ptr %frame"), "1")
-        self.do(f"store i32 {number}, ptr %frame")
+        number = self.op("add", "i32", 1, self.let("load i32, ptr %ballots"), "1")
+        self.do(f"store i32 {number}, ptr %ballots")
         ballot = "zeroinitializer"
         for i, value in enumerate((number, self._count(self.mask or "-1"), self._count(self._ballot(vote)))):
             ballot = self.let(f"insertelement <4 x i32> {ballot}, i32 {value}, i64 {i}")
-        self.do(f"store <4 x i32> {ballot}, ptr {self._ballot_place('%frame', number)}, align 16")
+        self.do(f"store <4 x i32> {ballot}, ptr {self._ballot_place('%ballots', number)}, align 16")
 
     def _count(self, lanes):
         return self.call("llvm.ctpop.i32", "i32", ("i32", lanes))
 
     def op_barrier_result(self, instr):
         """What follows `bar.red`: counts the ballots of all warps."""
-        number, total = self.let("load i32, ptr %frame"), "zeroinitializer"
+        number, total = self.let("load i32, ptr %ballots"), "zeroinitializer"
         for frame in self._frames_of_warps():
             ballot = self.let(f"load <4 x i32>, ptr {self._ballot_place(frame, number)}, align 16")
             counts = self.compare("eq", "i32", 1, self.let(f"extractelement <4 x i32> {ballot}, i64 0"), number)
@@ -503,28 +532,12 @@ class Translator(Printing):
         return [f"%frame.{warp}" for warp in range(-(-self.n_threads // WARP))]
 
     def _saved(self, block, target):
-        """[(storage, type)] of what lives across a barrier: registers and waiting lanes."""
-        live = set(self.flow.blocks[target].live_in)
-        for other in self.flow.waiting[block.index]:
-            live |= self.flow.blocks[other].live_in
-        saved = []
-        for register in (r for r in self.slots if r in live):
-            t, slot = llvm_type(self.registers[register]), self.slots[register]
-            if self.lanes.scalar(register):
-                saved.append((slot + ".s", t))
-            if self.lanes.vector(register):
-                saved.append((slot + ".v", f"<{WARP} x {t}>"))
+        """[(storage, type)] of the scalars and waiting lanes that a warp needs after a pause."""
+        live = self._live_after(block, target)
+        saved = [(f"{slot}.s", llvm_type(self.registers[r])) for r, slot in self.slots.items()
+                 if r in live and self.lanes.scalar(r)]
         waiting = (self.flow.waiting[block.index] | {target}) & self.flow.masked
         return saved + [(f"%waiting{w}", "i32") for w in sorted(waiting)]
-
-    def _frame_type(self, t):
-        return {"i1": "i8", f"<{WARP} x i1>": "i32"}.get(t, t)
-
-    def _frame_cast(self, source, target, value):
-        if source == target:
-            return value
-        how = "bitcast" if "<" in source + target else "zext" if source == "i1" else "trunc"
-        return self.let(f"{how} {source} {value} to {target}")
 
     # ---- hooks for counters and checks ----
 
@@ -546,13 +559,6 @@ def _symbols(operands):
             yield from _symbols((o.base,))
         elif hasattr(o, "items"):
             yield from _symbols(o.items)
-
-
-def _bytes(t):
-    match = re.fullmatch(r"<(\d+) x (\w+)>", t)
-    if match:
-        return int(match[1]) * _bytes(match[2])
-    return {"float": 4, "double": 8}.get(t) or int(t[1:]) // 8
 
 
 def static_shared_bytes(ptx):
