@@ -10,7 +10,7 @@ Table of contents
     7  Sampling                      per-slot parameters of the sampling kernels
     8  Scheduler and engine          requests, slots, prompts and answers taking turns; load()
     9  Server                        OpenAI's wire format over HTTP
-    10 Command line                  one prompt, a chat, or a server
+    10 Command line                  one prompt, a chat, a server, or perplexity
 
 Three kinds of error leave this file on purpose: `ModelError` for a file that cannot be used, `RequestError`
 for a request that cannot be answered, `EngineStopped` once there is no engine to answer it. Each carries one
@@ -60,6 +60,9 @@ import sentencepiece
 import tokenizers
 import tqdm
 import waitress
+import waitress.channel
+import waitress.server
+import waitress.task
 from werkzeug.exceptions import HTTPException, ServiceUnavailable, TooManyRequests
 
 from kernels import (attention, conv, embedding, float_matmul, gdn, kv_cache, norm, q8_gemm, q8_gemv,
@@ -501,7 +504,9 @@ def _read_config(gguf: GGUF) -> Config:
     n_nextn = gguf.get("qwen35.nextn_predict_layers", int, 0)
     if not 0 <= n_nextn < n_blocks:
         raise ModelError(f"{gguf.path}: key 'qwen35.nextn_predict_layers' is {n_nextn} of {n_blocks} blocks")
-    scaling = gguf.get("qwen35.rope.scaling.type", str, "none")
+    factor = gguf.get("qwen35.rope.scaling.factor", float, 1.0)
+    implied = "none" if factor in (0.0, 1.0) else "linear"      # as llama.cpp reads a factor without a type
+    scaling = gguf.get("qwen35.rope.scaling.type", str, implied)
     if scaling != "none":
         raise ModelError(f"{gguf.path}: rotary scaling {scaling[:80]!r} is not supported")
     sections = gguf.get_array("qwen35.rope.dimension_sections", "iu")
@@ -1540,6 +1545,7 @@ class Sampler:
 # ======================================================================================================
 
 CHUNK = 512                 # tokens of a prompt that run in one pass; a multiple of 64
+NAN_LOGITS = "the logits hold a NaN: the model file is damaged, or a kernel is wrong"
 DEFAULT_CTX = 4096          # tokens of a slot, where neither the caller nor the model asks for fewer
 
 # What a request may ask of sampling, anywhere: type, lowest, highest, meaning (for --help).
@@ -1837,7 +1843,7 @@ class Scheduler:
     def _take(self, sequence: Sequence, token: int):
         """Hand a new token of a sequence to its reader; after the last one the slot is free."""
         if token < 0:
-            raise CardError("the logits hold a NaN: the model file is damaged, or a kernel is wrong")
+            raise CardError(NAN_LOGITS)
         sequence.tokens.append(token)
         generation, request = sequence.generation, sequence.generation.request
         finish_reason = None
@@ -1885,11 +1891,8 @@ class Engine:
         return generation
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt. RequestError, before any work, when its letters alone say that it cannot fit."""
-        if len(text) - text.count(GUARD) > self.n_ctx * self.tokenizer.max_token_bytes:
-            raise RequestError("prompt", f"the prompt of {len(text)} letters has more tokens than the context "
-                                         f"holds, {self.n_ctx}, prompt and answer together")
-        return self.tokenizer.encode(text)
+        """Token ids of a prompt; RequestError as `encode_prompt` has it."""
+        return encode_prompt(self.tokenizer, text, self.n_ctx)
 
     def generate(self, prompt: str | list[int], **sampling) -> str:
         """The text that follows a prompt, given as text or token ids. `sampling`: the other fields of Request."""
@@ -1901,8 +1904,19 @@ class Engine:
 
         `tap(name, array)` sees the hidden states of each chunk on the card: "embedding", "layer 0", ...
         """
+        logits, start = np.empty((len(ids), self.config.n_vocab), np.float32), 0
+        for rows in self.logit_rows(ids, tap):
+            logits[start:start + len(rows)] = rows
+            start += len(rows)
+        return logits
+
+    def logit_rows(self, ids: list[int], tap=None):
+        """What `evaluate` gives, up to HEAD_ROWS rows at a time: all of a long text's would take gigabytes.
+
+        A slot is taken, and the engine does nothing else, until the last rows are out.
+        """
         Request(list(ids)).check(self.config.n_vocab, self.n_ctx + 1)
-        model, logits = self.pipeline.last.model, np.empty((len(ids), self.config.n_vocab), np.float32)
+        model = self.pipeline.last.model
         with self.scheduler.borrow_slot() as sequence:
             self.pipeline.start(sequence.slot, sequence.generation.request)
             self.scheduler.reserve(sequence, len(ids))
@@ -1912,24 +1926,53 @@ class Engine:
                 for row in range(0, len(chunk), HEAD_ROWS):
                     n = min(HEAD_ROWS, len(chunk) - row)
                     model.compute_logits(model.x[row:row + n], n)
-                    logits[start + row:start + row + n] = model.card.download(model.logits[:n])
-        return logits
+                    yield model.card.download(model.logits[:n])
 
     def close(self):
         """End what runs."""
         self.scheduler.close()
 
 
-def load_config(model: str) -> Config:
-    """The Config of a model file, or of "synthetic:NAME", without loading its weights. Raises ModelError."""
-    kind, _, name = model.partition(":")
-    return Config.synthetic(name) if kind == "synthetic" else Config.from_gguf(GGUF(model))
+def encode_prompt(tokenizer: Tokenizer, text: str, n_ctx: int) -> list[int]:
+    """Token ids of a prompt. RequestError, before any work, when its letters alone say that it cannot fit."""
+    if len(text) - text.count(GUARD) > n_ctx * tokenizer.max_token_bytes:
+        raise RequestError("prompt", f"the prompt of {len(text)} letters has more tokens than the context "
+                                     f"holds, {n_ctx}, prompt and answer together")
+    return tokenizer.encode(text)
 
 
-def load(model: str | Path, card: str | Card | None = None, ctx: int | None = None, slots: int = 1, chunk: int = CHUNK,
-         progress: bool = True) -> Engine:
+@dataclass(frozen=True)
+class OpenModel:
+    """A model whose description is read and checked, and whose weights are still where they were."""
+
+    config: Config
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    weights: FileWeights | SyntheticWeights
+
+    def n_ctx(self, ctx: int | None) -> int:
+        """Tokens of a slot: `ctx` where given, else DEFAULT_CTX, or the model's own where that is less."""
+        return ctx or min(self.config.context_length, DEFAULT_CTX)
+
+
+def open_model(model: str | Path) -> OpenModel:
+    """A GGUF file, or random weights by the name "synthetic:NAME", on no card yet. Raises ModelError."""
+    kind, _, name = str(model).partition(":")
+    if kind == "synthetic":
+        config = Config.synthetic(name)
+        template = ChatTemplate(SYNTHETIC_TEMPLATE)
+        return OpenModel(config, ByteTokenizer(config.n_vocab), template, SyntheticWeights(config))
+    gguf = GGUF(model)
+    config = Config.from_gguf(gguf)
+    tokenizer = load_tokenizer(gguf)
+    return OpenModel(config, tokenizer, ChatTemplate.from_gguf(gguf, tokenizer), FileWeights(gguf))
+
+
+def load(model: str | Path | OpenModel, card: str | Card | None = None, ctx: int | None = None,
+         slots: int = 1, chunk: int = CHUNK, progress: bool = True) -> Engine:
     """Load a GGUF file, or random weights by the name "synthetic:tiny", "synthetic:0.8b", ..., ready to generate.
 
+    model: its path or name, or what `open_model` made of that.
     card: a Card, or the name of one as kernels.card.open_cards takes it; by default the first NVIDIA card, or else an
     emulated one. ctx: tokens of a slot, prompt and answer together. slots: answers that are generated at the same time.
     chunk: tokens of a prompt per pass, a multiple of 64. progress: show on stderr what is used and how far it is.
@@ -1939,15 +1982,19 @@ def load(model: str | Path, card: str | Card | None = None, ctx: int | None = No
     for name, value, unit in limits:
         if value < 1 or value % unit:
             raise RequestError(name, f"{name} must be {unit}, {2 * unit}, ..., not {value}")
-    config, tokenizer, template, weights = _open_model(str(model))
-    n_ctx = ctx or min(config.context_length, DEFAULT_CTX)
+    opened = model if isinstance(model, OpenModel) else open_model(model)
+    config, n_ctx = opened.config, opened.n_ctx(ctx)
     chunk = min(chunk, pages_for(n_ctx) * PAGE_TOKENS)
     used = card if isinstance(card, Card) else _open_card(card)
     free = used.free_bytes
     if progress:
         note(f"card: {used.describe()}")
+        if n_ctx > config.context_length:
+            note(f"warning: the model was made for {config.context_length} tokens of context, not {n_ctx}; "
+                 "what comes after those may make no sense")
     loading = functools.partial(tqdm.tqdm, desc="loading layers", unit="layer", leave=False, disable=not progress)
-    pipeline = Pipeline([Stage(used, config, weights, range(config.n_layers), slots, n_ctx, chunk, loading)])
+    layers = range(config.n_layers)
+    pipeline = Pipeline([Stage(used, config, opened.weights, layers, slots, n_ctx, chunk, loading)])
     with tqdm.tqdm(desc="compiling kernels", unit="kernel", leave=False, disable=not progress) as bar:
         used.on_compile = lambda name: (bar.set_postfix_str(name), bar.update())
         try:
@@ -1957,18 +2004,7 @@ def load(model: str | Path, card: str | Card | None = None, ctx: int | None = No
     if progress:
         note(f"model: {config.name}, {config.n_parameters / 1e6:,.1f} million parameters; "
              f"{show_bytes(free - used.free_bytes)} on the card, {slots} x {n_ctx} tokens of context included")
-    return Engine(config, tokenizer, template, pipeline, slots, n_ctx, chunk)
-
-
-def _open_model(model: str):
-    """(Config, Tokenizer, ChatTemplate or None, weights) of a GGUF file or of "synthetic:NAME"."""
-    if model.startswith("synthetic:"):
-        config = load_config(model)
-        return config, ByteTokenizer(config.n_vocab), ChatTemplate(SYNTHETIC_TEMPLATE), SyntheticWeights(config)
-    gguf = GGUF(model)
-    config = Config.from_gguf(gguf)
-    tokenizer = load_tokenizer(gguf)
-    return config, tokenizer, ChatTemplate.from_gguf(gguf, tokenizer), FileWeights(gguf)
+    return Engine(config, opened.tokenizer, opened.template, pipeline, slots, n_ctx, chunk)
 
 
 def _open_card(name: str | None) -> Card:
@@ -2271,14 +2307,17 @@ class Service:
                 generation.cancel()
             time.sleep(POLL_SECONDS)
 
-    def close(self, timeout=5.0):
-        """Refuses new requests, cancels the open ones and waits for their end, `timeout` seconds at most."""
+    def close(self, timeout=5.0) -> bool:
+        """Refuses new requests, cancels the open ones and waits for their end, `timeout` seconds at most.
+
+        Returns whether all have ended.
+        """
         with self.changed:
             self.closing = True
             self.changed.notify_all()
             for generation, _ in self.open.values():
                 generation.cancel()
-            self.changed.wait_for(lambda: not self.open, timeout)
+            return self.changed.wait_for(lambda: not self.open, timeout)
 
 
 def usage(generation) -> dict:
@@ -2339,6 +2378,31 @@ def listen(host: str, port: int) -> list:
     return sockets
 
 
+class HTTPError(waitress.task.ErrorTask):
+    """Waitress's own answer to what is no HTTP request, or too large a one, in OpenAI's shape."""
+
+    def execute(self):
+        error = self.request.error
+        refusal = HTTPException(f"{error.reason}: {error.body}")
+        refusal.code = error.code
+        body = json.dumps(error_body(refusal)[0]).encode()
+        self.status, self.content_length = f"{error.code} {error.reason}", len(body)
+        self.response_headers.append(("Content-Type", "application/json"))
+        self.set_close_on_finish()
+        self.write(body)
+
+
+class Connection(waitress.channel.HTTPChannel):
+    """A client's connection."""
+
+    error_task_class = HTTPError
+
+    def hang_up(self):
+        """Closes it by way of the thread that polls it, which also wakes whoever waits to write to it."""
+        with contextlib.suppress(OSError, AttributeError):      # it was closed meanwhile
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+
 @contextlib.contextmanager
 def serving(app: flask.Flask, host: str, port: int):
     """Answers HTTP on other threads while the `with` body runs; gives the port. OSError: it cannot listen."""
@@ -2349,36 +2413,55 @@ def serving(app: flask.Flask, host: str, port: int):
         service.close()
         raise
     logging.getLogger("waitress.queue").setLevel(logging.ERROR)     # that requests wait is no news
+    watched = {}                                # waitress keeps here what it polls: sockets by their number
     server = waitress.create_server(
-        app, sockets=sockets, ident="qengine",
+        app, watched, sockets=sockets, ident="qengine",
         threads=service.max_requests + 8,       # an open request holds a thread: some are left for /health
         connection_limit=1000,                  # above the threads, or streams wait for a connection
         asyncore_use_poll=True,                 # select() cannot watch that many
         channel_request_lookahead=1,            # without it a client that hangs up is not noticed
         outbuf_high_watermark=100_000,          # bytes: further than that no answer runs ahead of its reader
         max_request_body_size=4 * MAX_BODY)     # up to there Flask refuses, with an error in the right shape
+    listeners = [item for item in watched.values() if isinstance(item, waitress.server.BaseWSGIServer)]
+    for listener in listeners:
+        listener.channel_class = Connection
     thread = threading.Thread(target=server.run, name="http server", daemon=True)
     thread.start()
     try:
         yield getattr(server, "effective_port", port)       # a host of several addresses has no such thing
     finally:
-        service.close()
+        if not service.close():                 # somebody does not read what is written
+            hang_up(watched)
         server.task_dispatcher.shutdown()       # waits for the threads that write the last answers
-        server.close()
-        thread.join(1.0)                        # what is written leaves; idle connections do not hold us up
+        for listener in listeners:
+            listener.close()
+        thread.join(1.0)                        # what is written leaves
+        hang_up(watched)                        # on the idle, and on those that do not read
+        thread.join()
+
+
+def hang_up(watched: dict):
+    for connection in [item for item in list(watched.values()) if isinstance(item, Connection)]:
+        connection.hang_up()
 
 
 # ======================================================================================================
 # 10  Command line
 # ======================================================================================================
-# One answer, a chat or a server. Answers go to stdout, all else to stderr.
+# One answer, a chat, a server or a measurement. Answers go to stdout, all else to stderr.
 
 EXAMPLES = """\
 examples:
   python qengine.py -m synthetic:tiny -p "Hello" --max-tokens 32    random weights: a first run without a file
   python qengine.py -m model.gguf --chat                            talk with a model
   python qengine.py -m model.gguf --serve                           OpenAI-compatible server on port 8080
+  python qengine.py -m model.gguf --perplexity text.txt             how well the model predicts a text
 """
+
+# Options that mean nothing without one of others. Whoever says them expects something.
+GOES_WITH = {"raw": ["prompt"], "slots": ["serve", "print_config"], "host": ["serve"],
+             "against": ["perplexity"],
+             **dict.fromkeys([*SAMPLING, "thinking"], ["prompt", "chat", "serve"])}
 
 
 class Parser(argparse.ArgumentParser):
@@ -2400,7 +2483,7 @@ def within(kind: type, low, high):
 
 def build_parser() -> Parser:
     parser = Parser(
-        usage="python qengine.py -m MODEL (-p TEXT | --chat | --serve [PORT]) [options]",
+        usage="python qengine.py -m MODEL (-p TEXT | --chat | --serve [PORT] | --perplexity FILE) [options]",
         description="Runs a Qwen3.5 or Qwen3.6 model on NVIDIA cards or, without one, on an emulated card.",
         epilog=EXAMPLES, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", metavar="MODEL", required=True,
@@ -2412,7 +2495,13 @@ def build_parser() -> Parser:
                       help="a conversation in the terminal (Ctrl-C stops an answer, Ctrl-D leaves)")
     what.add_argument("--serve", metavar="PORT", nargs="?", type=within(int, 0, 65535), const=8080,
                       help="an OpenAI-compatible HTTP server (default port: 8080)")
-    what.add_argument("--print-config", action="store_true", help="show the model's configuration and leave")
+    what.add_argument("--perplexity", metavar="FILE",
+                      help="how well the model predicts a UTF-8 text, taken as -p --raw takes it: the text "
+                           "is cut into windows of --ctx tokens that know nothing of each other, and each "
+                           "token is predicted once, from those before it in its window (the first of a "
+                           "window from the whole window before)")
+    what.add_argument("--print-config", action="store_true",
+                      help="show the model's configuration, and what --ctx, --slots and --card make of it")
 
     answer = parser.add_argument_group("the answer")
     for name, (kind, low, high, meaning) in SAMPLING.items():
@@ -2421,6 +2510,12 @@ def build_parser() -> Parser:
     answer.add_argument("--thinking", choices=("on", "off"),
                         help="let the model reason before it answers (default: as its chat template says)")
     answer.add_argument("--raw", action="store_true", help="continue the -p text as it stands")
+
+    compare = parser.add_argument_group("with --perplexity")
+    compare.add_argument("--against", metavar="OTHER",
+                         help="also OTHER's figures, and how far MODEL's predictions are from its own (KL "
+                              "divergence, likeliest tokens); the vocabulary is the same, and both are "
+                              "loaded at once")
 
     machine = parser.add_argument_group("the machine")
     machine.add_argument("--card", metavar="CARD",
@@ -2434,6 +2529,23 @@ def build_parser() -> Parser:
     machine.add_argument("--host", metavar="ADDRESS", default="127.0.0.1",
                          help="address --serve listens on (default: 127.0.0.1, this machine only)")
     return parser
+
+
+def option_name(name: str) -> str:
+    return "-p" if name == "prompt" else "--" + name.replace("_", "-")
+
+
+def check_options(parser: Parser, options):
+    """Leaves with a sentence when an option would do nothing."""
+    given = [name for name, value in vars(options).items() if value != parser.get_default(name)]
+    for name in given:
+        partners = GOES_WITH.get(name)
+        if partners and not set(partners) & set(given):
+            parser.error(f"{option_name(name)} goes with {' or '.join(map(option_name, partners))}")
+    if options.raw and options.thinking:
+        parser.error("--thinking is for chat templates, and --raw uses none")
+    if not options.model:
+        parser.error("-m names no model: a GGUF file, or synthetic:tiny")
 
 
 def print_answer(engine, prompt_ids: list, sampling: dict) -> tuple:
@@ -2465,25 +2577,29 @@ def check_text(text: str):
         raise RequestError("prompt", "the prompt is not valid UTF-8")
 
 
-def chat_ids(engine, messages: list, thinking) -> list:
-    """Token ids of a conversation whose last message is to be answered."""
-    return engine.encode(engine.template.render(messages, enable_thinking=thinking))
-
-
-def run_prompt(engine, prompt: str, raw: bool, sampling: dict, thinking) -> int:
-    """Answers one text; returns the exit code."""
-    if raw or engine.template is None:
-        ids = engine.encode(prompt)
-    else:
-        ids = chat_ids(engine, [{"role": "user", "content": prompt}], thinking)
-    _, interrupted = print_answer(engine, ids, sampling)
+def run_prompt(model: OpenModel, options, sampling: dict, thinking) -> int:
+    """Answers one text; returns the exit code. What cannot be answered is refused before the load."""
+    check_text(text := options.prompt)
+    n_ctx = model.n_ctx(options.ctx)
+    if model.template is not None and not options.raw:
+        text = model.template.render([{"role": "user", "content": text}], enable_thinking=thinking)
+    ids = encode_prompt(model.tokenizer, text, n_ctx)
+    Request(ids, **sampling).check(model.config.n_vocab, n_ctx)
+    with contextlib.closing(load_engine(model, options)) as engine:
+        _, interrupted = print_answer(engine, ids, sampling)
     return 130 if interrupted else 0
 
 
-def run_chat(engine, sampling: dict, thinking) -> int:
+def run_chat(model: OpenModel, options, sampling: dict, thinking) -> int:
     """A conversation on the terminal, or with the lines of stdin; returns the exit code."""
-    if engine.template is None:
+    if model.template is None:
         raise ModelError("this model has no chat template: use -p TEXT --raw")
+    with contextlib.closing(load_engine(model, options)) as engine:
+        return chat(engine, sampling, thinking)
+
+
+def chat(engine, sampling: dict, thinking) -> int:
+    """The conversation itself; Ctrl-C ends what is being answered and nothing else."""
     sys.stdin.reconfigure(errors="surrogateescape")     # what is no text is refused below, in a sentence
     if sys.stdin.isatty():
         try:
@@ -2493,18 +2609,27 @@ def run_chat(engine, sampling: dict, thinking) -> int:
         note("Ctrl-C stops an answer, Ctrl-D leaves.")
     messages = []
     while True:
+        interruptible()
         try:
             text = input("> " if sys.stdin.isatty() else "")
         except EOFError:
             return 0
+        except KeyboardInterrupt:               # meant for the answer that ended just before
+            if not sys.stdin.isatty():
+                raise
+            note("\nCtrl-D leaves.")
+            continue
         if not text.strip():
             continue
         messages.append({"role": "user", "content": text})
         try:
             check_text(text)
-            answer, _ = print_answer(engine, chat_ids(engine, messages, thinking), sampling)
+            ids = engine.encode(engine.template.render(messages, enable_thinking=thinking))
+            answer, _ = print_answer(engine, ids, sampling)
         except RequestError as error:           # the conversation has outgrown the context, say
             note(f"qengine: {error}")
+            messages.pop()
+        except KeyboardInterrupt:               # before the answer began
             messages.pop()
         else:
             messages.append({"role": "assistant", "content": answer})
@@ -2521,7 +2646,7 @@ def run_server(options, sampling: dict, thinking) -> int:
             reason = getattr(error, "strerror", None) or error
             note(f"qengine: cannot listen on {options.host} port {options.serve}: {reason}")
             return 2
-        engine = app.extensions["qengine"].engine = load_engine(options)
+        engine = app.extensions["qengine"].engine = load_engine(options.model, options)
         try:
             note(f"serving {engine.name} on http://{options.host}:{port}/v1 (Ctrl-C stops)")
             engine.scheduler.thread.join()              # ends by a failure only, of which /health goes on to tell
@@ -2533,8 +2658,126 @@ def run_server(options, sampling: dict, thinking) -> int:
             engine.close()
 
 
-def load_engine(options):
-    return load(options.model, card=options.card, ctx=options.ctx, slots=options.slots, progress=True)
+@dataclass(frozen=True)
+class Perplexity:
+    """How well a model predicts a text of n + 1 tokens: arrays [n], one entry for each token after the first.
+
+    losses        float64, nats: negative log-likelihood of the token
+    other_losses  the same of another model with the probabilities p', or None, as below
+    divergences   float64, nats: sum of p' log(p' / p), the KL divergence of the model from the other
+    same_top      bool: both find the same token likeliest
+    """
+
+    losses: np.ndarray
+    other_losses: np.ndarray | None = None
+    divergences: np.ndarray | None = None
+    same_top: np.ndarray | None = None
+
+    def table(self, names: list[str]) -> str:
+        """For people, with the names of the one or two models at the heads of the columns."""
+        columns = [losses for losses in (self.losses, self.other_losses) if losses is not None]
+        rows = [("", names),
+                ("tokens predicted", [f"{len(losses):,}" for losses in columns]),
+                ("nats per token", [f"{losses.mean():.4f}" for losses in columns]),
+                ("  standard error", [f"{losses.std() / math.sqrt(len(losses)):.4f}" for losses in columns]),
+                ("perplexity", [f"{np.exp(losses.mean()):.4f}" for losses in columns])]
+        if self.divergences is not None:
+            middle, high = np.percentile(self.divergences, [50, 99])
+            rows += [("", []),
+                     ("KL divergence, mean", [f"{self.divergences.mean():.6f} nats"]),
+                     ("  median", [f"{middle:.6f} nats"]),
+                     ("  99 %", [f"{high:.6f} nats"]),
+                     ("  max", [f"{self.divergences.max():.6f} nats"]),
+                     ("same likeliest token", [f"{100 * self.same_top.mean():.2f} %"])]
+        width = max(16, *map(len, names))
+        return "\n".join("  ".join([f"{label:<20}", *(f"{cell:>{width}}" for cell in cells)]).rstrip()
+                         for label, cells in rows)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Natural logarithms of the probabilities, float64, of each row of logits. CardError: they hold a NaN."""
+    shifted = logits - logits.max(axis=-1, keepdims=True).astype(np.float64)
+    if np.isnan(shifted).any():
+        raise CardError(NAN_LOGITS)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def measure_perplexity(engine: Engine, ids: list[int], against: Engine | None = None,
+                       progress: bool = False) -> Perplexity:
+    """Predict each token of a text but the first, once; at least two tokens.
+
+    The text is cut into windows of the context's length, which know nothing of each other: a token is
+    predicted from those before it in its window, and the first of a window from the whole window before.
+    against: another engine, to compare with. Of logits, HEAD_ROWS rows of each engine are held at a time.
+    """
+    engines = [engine] if against is None else [engine, against]
+    n_ctx, found = min(each.n_ctx for each in engines), []
+    last = len(ids) - 1
+    with tqdm.tqdm(desc="perplexity", total=last, unit="token", leave=False, disable=not progress) as bar:
+        for start in range(0, last, n_ctx):
+            window, at = ids[start:min(start + n_ctx, last)], start + 1
+            for logits, *other in zip(*(each.logit_rows(window) for each in engines), strict=True):
+                found.append(score_rows(ids[at:at + len(logits)], logits, *other))
+                at += len(logits)
+                bar.update(len(logits))
+    return Perplexity(*map(np.concatenate, zip(*found)))
+
+
+def score_rows(tokens: list[int], logits: np.ndarray, other_logits: np.ndarray | None = None) -> tuple:
+    """The fields of Perplexity for rows of logits float32 [rows, n_vocab] and the tokens that came."""
+    rows, predicted = np.arange(len(tokens)), log_softmax(logits)
+    losses = -predicted[rows, tokens]
+    if other_logits is None:
+        return losses,
+    other = log_softmax(other_logits)
+    divergences = (np.exp(other) * (other - predicted)).sum(axis=-1)
+    same_top = logits.argmax(axis=-1) == other_logits.argmax(axis=-1)
+    return losses, -other[rows, tokens], np.maximum(divergences, 0), same_top      # below 0 is rounding
+
+
+def run_perplexity(model: OpenModel, options) -> int:
+    """Prints how well a model predicts a text, perhaps beside another model; returns the exit code."""
+    ids = model.tokenizer.encode(read_text(options.perplexity))
+    if len(ids) < 2:
+        raise RequestError("perplexity", f"{options.perplexity}: fewer than 2 tokens, so none to predict")
+    names, other = [options.model], None
+    if options.against is not None:
+        names, other = [options.model, options.against], open_model(options.against)
+        if other.tokenizer.pieces != model.tokenizer.pieces:
+            raise ModelError(f"{options.against}: its vocabulary is not that of {options.model}, so there is "
+                             "nothing to compare")
+    with contextlib.ExitStack() as stack:
+        engine = stack.enter_context(contextlib.closing(load_engine(model, options)))
+        against = None
+        if other:
+            against = load(other, card=engine.cards[0], ctx=engine.n_ctx)
+            stack.callback(against.close)
+        measured = measure_perplexity(engine, ids, against, progress=True)
+    print(measured.table([Path(name).name.removesuffix(".gguf") for name in names]))
+    return 0
+
+
+def read_text(path: str) -> str:
+    """A text file as it stands, whatever ends its lines. RequestError: there is none, or it is not UTF-8."""
+    try:
+        return Path(path).read_bytes().decode()
+    except OSError as error:
+        raise RequestError("perplexity", f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise RequestError("perplexity", f"{path}: not UTF-8 text (byte {error.start})") from None
+
+
+def print_config(options) -> int:
+    """What the model file and the command line say; returns the exit code."""
+    model = open_model(options.model)
+    said = {"ctx": model.n_ctx(options.ctx), "slots": options.slots, "card": options.card or "the first one"}
+    for name, value in (dataclasses.asdict(model.config) | said).items():
+        print(f"{name} = {value}")
+    return 0
+
+
+def load_engine(model: str | OpenModel, options) -> Engine:
+    return load(model, card=options.card, ctx=options.ctx, slots=options.slots)
 
 
 def run(options) -> int:
@@ -2542,19 +2785,30 @@ def run(options) -> int:
     sampling = {name: getattr(options, name) for name in SAMPLING if getattr(options, name) is not None}
     thinking = {None: None, "on": True, "off": False}[options.thinking]
     if options.print_config:
-        for name, value in dataclasses.asdict(load_config(options.model)).items():
-            print(f"{name} = {value}")
-        return 0
+        return print_config(options)
     if options.serve is not None:
         return run_server(options, sampling, thinking)
-    check_text(options.prompt or "")
-    engine = load_engine(options)
-    try:
-        if options.chat:
-            return run_chat(engine, sampling, thinking)
-        return run_prompt(engine, options.prompt, options.raw, sampling, thinking)
-    finally:
-        engine.close()
+    model = open_model(options.model)
+    if options.perplexity is not None:
+        return run_perplexity(model, options)
+    if options.chat:
+        return run_chat(model, options, sampling, thinking)
+    return run_prompt(model, options, sampling, thinking)
+
+
+def interruptible():
+    """From now on Ctrl-C raises KeyboardInterrupt, once. Pressed again before the next call of this it leaves
+    at once: all that it could interrupt then is the clean-up."""
+    signal.signal(signal.SIGINT, interrupt)
+
+
+def interrupt(*_):
+    signal.signal(signal.SIGINT, leave)
+    raise KeyboardInterrupt
+
+
+def leave(*_):
+    os._exit(130)
 
 
 def main(arguments=None) -> int:
@@ -2567,8 +2821,9 @@ def main(arguments=None) -> int:
         note(EXAMPLES + "\n--help explains every option.")
         return 2
     options = parser.parse_args(arguments)
-    if options.raw and options.prompt is None:
-        parser.error("--raw goes with -p")
+    check_options(parser, options)
+    before = signal.getsignal(signal.SIGINT)
+    interruptible()
     try:
         code = run(options)
         sys.stdout.flush()
@@ -2587,9 +2842,12 @@ def main(arguments=None) -> int:
             note(f"qengine: {error}")
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stdout.reconfigure(errors="replace")        # a terminal that lacks a letter shows a question mark
-    sys.exit(main())
+    exit_code = main()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)    # nothing is left to interrupt but Python's own end
+    sys.exit(exit_code)

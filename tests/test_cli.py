@@ -3,12 +3,15 @@
 import http.client
 import io
 import json
+import os
+import pty
 import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -28,12 +31,12 @@ def loaded(monkeypatch):
     return engine
 
 
-def start(*arguments, ctx=CONTEXT):
+def start(*arguments, ctx=CONTEXT, stdin=subprocess.PIPE):
     """The command line as a process of its own, on the emulated card, with pipes."""
     command = [sys.executable, str(ROOT / "qengine.py"), "-m", MODEL, "--card", "emulated", *arguments]
     command += ["--ctx", str(ctx)]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(command, stdin=stdin, stdout=pipe, stderr=pipe, text=True)
 
 
 def run(capsys, *arguments):
@@ -53,16 +56,17 @@ def run(capsys, *arguments):
 def test_no_arguments(capsys):
     code, out, err = run(capsys)
     assert (code, out) == (2, "")
-    assert "usage: python qengine.py -m MODEL" in err and err.count("  python qengine.py") == 3
+    assert "usage: python qengine.py -m MODEL" in err and err.count("  python qengine.py") == 4
 
 
 def test_help(capsys):
     code, out, err = run(capsys, "--help")
     assert (code, err) == (0, "")
     for option in ("m", "p", "-chat", "-serve", "-print-config", "-max-tokens", "-temperature", "-top-k",
-                   "-top-p", "-min-p", "-seed", "-thinking", "-raw", "-card", "-ctx", "-slots", "-host"):
+                   "-top-p", "-min-p", "-seed", "-thinking", "-raw", "-card", "-ctx", "-slots", "-host",
+                   "-perplexity", "-against"):
         assert f" -{option} " in out
-    assert out.count("  python qengine.py") == 3
+    assert out.count("  python qengine.py") == 4
     assert max(map(len, out.splitlines())) <= 110
 
 
@@ -84,7 +88,14 @@ def test_examples_in_the_help_parse():
     (["-m", MODEL, "-p", "hi", "--thinking", "maybe"], "--thinking"),
     (["-m", MODEL, "-p", "hi", "--nonsense"], "--nonsense"),
     (["-m", MODEL, "--serve", "99999"], "--serve"),
-    (["-m", MODEL, "--chat", "--raw"], "--raw"),
+    (["-m", MODEL, "--chat", "--raw"], "--raw goes with -p"),
+    (["-m", MODEL, "-p", "hi", "--raw", "--thinking", "on"], "--thinking"),
+    (["-m", MODEL, "-p", "hi", "--slots", "2"], "--slots goes with --serve"),
+    (["-m", MODEL, "--chat", "--host", "0.0.0.0"], "--host goes with --serve"),
+    (["-m", MODEL, "-p", "hi", "--against", MODEL], "--against goes with --perplexity"),
+    (["-m", MODEL, "--print-config", "--seed", "1"], "--seed goes with -p or --chat or --serve"),
+    (["-m", MODEL, "--perplexity", __file__, "--temperature", "1"], "--temperature"),
+    (["-m", "", "-p", "hi"], "-m names no model"),
     (["-m", MODEL, "-p", "hi", "--temp", "1"], "--temp"),
     (["-m", "synthetic:enormous", "-p", "hi"], "enormous"),
     (["-m", "synthetic:enormous", "--print-config"], "enormous"),
@@ -105,9 +116,15 @@ def test_a_mistake_is_one_sentence(capsys, arguments, words):
     assert "Traceback" not in err and not any("qengine: " in line for line in before)
 
 
-def test_a_prompt_longer_than_the_context(capsys, loaded):
-    code, out, err = run(capsys, "-m", MODEL, "-p", "long " * CONTEXT)
-    assert (code, out) == (2, "") and err.startswith("qengine: ") and str(CONTEXT) in err
+@pytest.mark.parametrize("arguments, words", [
+    (["-p", "long " * CONTEXT], str(CONTEXT)),
+    (["-p", "long " * CONTEXT, "--raw"], str(CONTEXT)),
+    (["-p", "", "--raw"], "empty"),
+], ids=["chat", "raw", "empty"])
+def test_a_prompt_that_cannot_be_answered_is_refused_before_the_load(capsys, monkeypatch, arguments, words):
+    monkeypatch.setattr(qengine, "load", lambda *_, **__: pytest.fail("was loaded"))
+    code, out, err = run(capsys, "-m", MODEL, "--ctx", str(CONTEXT), *arguments)
+    assert (code, out) == (2, "") and err.startswith("qengine: ") and words in err and err.count("\n") == 1
 
 
 def test_a_port_in_use(capsys):
@@ -129,7 +146,12 @@ def test_a_host_that_is_not_ours(capsys):
 def test_print_config(capsys):
     code, out, err = run(capsys, "-m", MODEL, "--print-config")
     assert (code, err) == (0, "")
-    assert f"n_vocab = {tiny_engine().config.n_vocab}" in out.splitlines()
+    lines = out.splitlines()
+    assert f"n_vocab = {tiny_engine().config.n_vocab}" in lines
+    assert lines[-3:] == [f"ctx = {qengine.DEFAULT_CTX}", "slots = 1", "card = the first one"]
+    said = ["--ctx", "5000", "--slots", "3", "--card", "emulated"]
+    assert run(capsys, "-m", MODEL, "--print-config", *said) == (
+        0, "\n".join(lines[:-3] + ["ctx = 5000", "slots = 3", "card = emulated", ""]), "")
 
 
 def test_prompt(capsys, loaded):
@@ -200,14 +222,27 @@ def test_a_reader_that_leaves():
         assert "Traceback" not in process.stderr.read()
 
 
-@pytest.mark.parametrize("seconds", [0.2, 0.5, 1.0, 2.0, 3.0])
+@pytest.mark.parametrize("seconds", [0, 0.3, 0.8, 1.6, 2.8])
 def test_ctrl_c_before_the_answer(seconds):
     """While Python imports, the model loads, kernels compile, the prompt runs."""
     process = start("-p", "long " * 19_000, "--raw", ctx=100_000)       # the prompt takes longer than any of the waits
+    while "/numpy/" not in Path(f"/proc/{process.pid}/maps").read_text():
+        time.sleep(0.01)        # Python may not have read our first line yet
     time.sleep(seconds)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130 and "Traceback" not in err
+
+
+@pytest.mark.parametrize("pause", [0, 0.003, 0.03])
+def test_ctrl_c_again_and_again(pause):
+    process = start("-p", "hi")
+    process.stdout.read(1)
+    for _ in range(5):
+        process.send_signal(signal.SIGINT)
+        time.sleep(pause)
+    _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130 and "Traceback" not in err and "KeyboardInterrupt" not in err
 
 
 @pytest.mark.parametrize("arguments, redirected, code", [
@@ -241,6 +276,34 @@ def test_ctrl_c_in_a_chat_ends_the_answer_only():
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=PATIENCE)        # closes stdin, as Ctrl-D does
     assert process.returncode == 0 and "answer " in err and "Traceback" not in err
+
+
+def test_ctrl_c_at_the_prompt_of_a_chat_keeps_the_conversation():
+    terminal, its_end = pty.openpty()
+    with start("--chat", "--max-tokens", "4", stdin=its_end) as process:
+        os.close(its_end)
+        read_until(process.stdout, "> ")
+        err = ""
+        for said in b"hello\n", b"and then?\n":
+            time.sleep(0.3)                         # it writes its prompt before it reads
+            process.send_signal(signal.SIGINT)
+            err += read_until(process.stderr, "\nCtrl-D leaves.\n")
+            os.write(terminal, said)
+            read_until(process.stdout, "> ")        # the prompt again, after the interruption ...
+            read_until(process.stdout, "> ")        # ... and after the answer
+        os.write(terminal, b"\x04")
+        err += process.stderr.read()
+    os.close(terminal)
+    assert process.returncode == 0 and "Traceback" not in err
+    first, second = (int(n) for n in re.findall(r"prompt (\d+) tokens", err))
+    assert second > 2 * first                       # the first question is part of the second prompt
+
+
+def read_until(stream, end):
+    text = ""
+    while not text.endswith(end):
+        text += stream.read(1) or pytest.fail(f"ended after {text!r}")
+    return text
 
 
 @pytest.mark.parametrize("end, code", [(signal.SIGTERM, 0), (signal.SIGINT, 130)])

@@ -304,6 +304,23 @@ def test_evaluate_while_requests_run(engine):
     assert_idle(engine)
 
 
+@pytest.mark.parametrize("n_tokens", [1, qengine.HEAD_ROWS, CHUNK + 3])
+def test_rows_of_logits_come_a_few_at_a_time(engine, n_tokens):
+    ids = request(5, n_prompt=n_tokens).prompt_ids
+    parts = list(engine.logit_rows(ids))
+    np.testing.assert_array_equal(np.concatenate(parts), engine.evaluate(ids))
+    assert max(map(len, parts)) <= qengine.HEAD_ROWS
+    assert_idle(engine)
+
+
+def test_rows_of_logits_that_nobody_takes(engine):
+    rows = engine.logit_rows(request(5).prompt_ids)
+    next(rows)
+    rows.close()
+    assert_idle(engine)
+    assert alone(engine, request())
+
+
 def test_evaluate_needs_a_free_slot(engine):
     generations = [engine.submit(request(seed, max_tokens=900)) for seed in range(SLOTS)]
     for generation in generations:
@@ -415,6 +432,19 @@ def test_a_context_larger_than_the_memory(card):
 def test_options_of_load(name, value):
     with pytest.raises(qengine.RequestError, match=f"{name} must be .*not {value}"):
         load("emulated", **{name: value})
+
+
+def test_a_context_longer_than_the_models_own_is_warned_of(capsys):
+    for ctx in 4096, 4097:
+        qengine.load(MODEL, card="emulated", ctx=ctx).close()
+        assert ("warning: the model was made for 4096 tokens" in capsys.readouterr().err) == (ctx > 4096)
+
+
+def test_an_open_model_is_loaded_as_it_is(card):
+    opened = qengine.open_model(MODEL)
+    engine = qengine.load(opened, card=card, ctx=CONTEXT, progress=False)
+    assert engine.config is opened.config and engine.tokenizer is opened.tokenizer
+    engine.close()
 
 
 def test_several_cards_are_refused():

@@ -165,6 +165,7 @@ def test_matrices_of_every_supported_type(tmp_path, kind):
 @pytest.mark.parametrize("changes, words", [
     (dict(keys={"general.architecture": "llama"}), "architecture 'llama' is not supported"),
     (dict(keys={"qwen35.rope.scaling.type": "yarn"}), "rotary scaling 'yarn' is not supported"),
+    (dict(keys={"qwen35.rope.scaling.factor": 4.0}), "rotary scaling 'linear' is not supported"),
     (dict(keys={"qwen35.attention.head_count": 3}), r"'blk.2.attn_q.weight' .* has the shape \(1024, 256\)"),
     (dict(keys={"qwen35.attention.head_count": 0}), "head_count' is 0, not a sensible size"),
     (dict(keys={"qwen35.block_count": 2**31 - 1}), "block_count' is 2147483647, more than"),

@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import random
+import socket
 import threading
 import time
 
@@ -377,6 +378,22 @@ def test_a_body_too_large(port):
     assert_error(send(port, "POST", TEXT, body), 413)
 
 
+@pytest.mark.parametrize("head, status", [
+    (b"nonsense", 400),
+    (b"POST /v1/completions HTTP/1.1\r\nContent-Length: -5", 400),
+    (b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nfive", 400),
+    (b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: gzip", 501),
+    (b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d" % (64 << 20), 413),
+    (b"GET / HTTP/1.1\r\nX: " + b"x" * (300 << 10), 431),
+], ids=["nonsense", "length", "chunk", "coding", "body", "header"])
+def test_what_is_no_http_request(port, head, status):
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+        connection.sendall(head + b"\r\n\r\n")
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        assert_error((answer.status, answer.headers, json.loads(answer.read())), status)
+
+
 @pytest.mark.parametrize("path, body", [
     (TEXT, {"prompt": "a" * 1_000_000}), (CHAT, {"messages": [{"role": "user", "content": "a" * 1_000_000}]})])
 def test_a_prompt_far_too_long_is_not_tokenized(engine, monkeypatch, path, body):
@@ -524,3 +541,34 @@ def test_closing_tells_the_clients(engine):
             list(stream)
         with pytest.raises(openai.InternalServerError, match="shutting down"):
             complete(client)
+
+
+class Endless:
+    """A generation of more text than connections hold."""
+    n_prompt, n_generated, cancelled = 1, 0, False
+
+    def __iter__(self):
+        while not self.cancelled:
+            self.n_generated += 1
+            yield qengine.Event(1, "a" * 10_000, None)
+
+    def cancel(self):
+        self.cancelled = True
+
+
+def test_closing_does_not_wait_for_clients_that_do_not_read(engine, monkeypatch):
+    generation, before = Endless(), set(threading.enumerate())
+    monkeypatch.setattr(engine, "submit", lambda request: generation)
+    monkeypatch.setattr(qengine.Service.close, "__defaults__", (0.5,))      # seconds; so long it does wait
+    with serving(qengine.create_app(engine)) as (port, service):
+        unread, idle = start(port, LONG | {"stream": True}), http.client.HTTPConnection("127.0.0.1", port)
+        idle.connect()
+        wait_until(lambda: generation.n_generated)
+        seen = 0
+        while seen != generation.n_generated:       # until the connection is full
+            seen = generation.n_generated
+            time.sleep(0.3)
+    assert not service.open
+    wait_until(lambda: set(threading.enumerate()) <= before)
+    unread.close()
+    idle.close()

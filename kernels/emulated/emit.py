@@ -275,18 +275,19 @@ class Operands(Code):
         self.do(f"store <{WARP} x {t}> {value}, ptr {slot}, align 64")
 
     def lift(self, instr, result, operands, compute):
-        """The common case: operands [(operand, type)] -> compute(w, *values) -> a result of type `result`, on a scalar
-        if all operands are uniform, on few values if all that are not repeat these over the lanes in one way (as
-        `x[lane // 2]` does), and on vectors otherwise."""
-        if self.uniform(*(o for o, _ in operands)):
-            return self.put(instr.operands[0], result, 1, compute(1, *(self.scalar(o, t) for o, t in operands)))
+        """The common case: operands [(operand, type)] -> compute(w, *values) -> a result of type `result`: on a
+        scalar if all operands are uniform, on few values if all that are not repeat these over the lanes in
+        one way (as `x[lane // 2]` does), on vectors otherwise."""
         repeats = {o: self.repeats.get(getattr(o, "name", None)) for o, _ in operands if not self.uniform(o)}
         ways = {r and (r.n, r.lanes) for r in repeats.values()}
-        if len(ways) > 1 or None in ways:
-            return self.put(instr.operands[0], result, WARP, compute(WARP, *(self.vector(o, t) for o, t in operands)))
-        n, lanes = ways.pop()
-        values = [self._few(o, repeats[o], t) if o in repeats else self.splat(t, self.scalar(o, t), n) for o, t in operands]
-        self.put_repeat(instr.operands[0], Repeat(compute(n, *values), result, n, lanes))
+        if len(ways) == 1 and None not in ways:
+            (n, lanes), = ways
+            values = [self._few(o, repeats[o], t) if o in repeats else
+                      self.splat(t, self.scalar(o, t), n) for o, t in operands]
+            return self.put_repeat(instr.operands[0], Repeat(compute(n, *values), result, n, lanes))
+        w = WARP if repeats else 1
+        value = compute(w, *(self.get(o, t, w) for o, t in operands))
+        self.put(instr.operands[0], result, w, value)
 
     def _few(self, operand, repeat, t):
         """The values of a Repeat as type t."""
@@ -294,6 +295,7 @@ class Operands(Code):
 
     def put_repeat(self, register, repeat, signed=False):
         """Writes a Repeat, and remembers it for what is computed from it."""
-        self.put(register, repeat.t, WARP, self.shuffle(repeat.t, repeat.n, repeat.value, repeat.lanes), signed)
-        if self.n_definitions.get(register.name) == 1 and bits_of(self.type_of(register.name)) == bits_of(repeat.t):
-            self.repeats[register.name] = repeat
+        value, name = self.shuffle(repeat.t, repeat.n, repeat.value, repeat.lanes), register.name
+        self.put(register, repeat.t, WARP, value, signed)
+        if self.n_definitions.get(name) == 1 and bits_of(self.type_of(name)) == bits_of(repeat.t):
+            self.repeats[name] = repeat

@@ -152,7 +152,7 @@ class Memory(Arithmetic):
         return all(p - pattern[0] == size * lane for lane, p in enumerate(pattern))
 
     def _load_neighbours(self, instr, t, size, n, place, first):
-        """n vectors of 32, from 32 * n elements in a row of which each lane has n; `first`: lane 0's offset."""
+        """n vectors of 32, from 32 * n elements in a row, n for each lane; `first`: lane 0's offset."""
         pointer, whole = self.pointer(1, self._scalar_address(place, first)), f"<{WARP * n} x {t}>"
         if self.mask is None:
             loaded = self.let(f"load {whole}, ptr {pointer}, align {size}")
@@ -165,12 +165,13 @@ class Memory(Arithmetic):
         return self.deinterleave(t, loaded, n)
 
     def _fetch_ahead(self, place, pointer, nbytes):
-        """Asks for what comes later, where a warp reads many bytes in a row that other blocks have not read yet: the CPU
-        by itself follows rows poorly that several loads share, and no further than a page."""
+        """Asks for what comes later, where a warp reads many bytes in a row that other blocks have not read:
+        the CPU by itself follows rows poorly that several loads share, and no further than a page."""
         if nbytes >= 512 and place.base.name in self.block_dependent:
             for offset in range(0, nbytes, 64):
                 ahead = self.let(f"getelementptr i8, ptr {pointer}, i64 {_AHEAD * nbytes + offset}")
-                self.call("llvm.prefetch.p0", "void", ("ptr", ahead), ("i32", "0"), ("i32", "3"), ("i32", "1"))
+                hints = (("i32", hint) for hint in "031")        # to read, for all caches, data
+                self.call("llvm.prefetch.p0", "void", ("ptr", ahead), *hints)
 
     def _wide_mask(self, n):
         lanes = self.running()

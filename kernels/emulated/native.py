@@ -30,8 +30,8 @@ llvm.initialize_native_target()
 llvm.initialize_native_asmprinter()
 
 # Byte offsets in the structs that Python and the worker share.
-LAUNCH = {"warp": 0, "params": 8, "grid": 16, "n_warps": 28, "n_blocks": 32, "next": 40, "done": 48, "share": 56,
-          "dynamic": 64, "patience": 68, "partial": 72}
+LAUNCH = {"warp": 0, "params": 8, "grid": 16, "n_warps": 28, "n_blocks": 32, "next": 40, "done": 48,
+          "share": 56, "dynamic": 64, "patience": 68, "partial": 72}
 LAUNCH_BYTES = 80
 PROGRAM = {"n": 0, "failed": 8, "launches": 16, "why": 24}
 SCRATCH = {"shared": 0, "local": 8, "frames": 16, "states": 24}
@@ -461,8 +461,8 @@ fault:
   ret i32 -1
 }}
 
-; Works on a program until all its launches are done. Blocks are taken in shares: neighbours often read memory in a row,
-; which the processor fetches ahead.
+; Works on a program until all its launches are done. Blocks are taken in shares: neighbours often read memory
+; in a row, which the processor fetches ahead.
 define internal void @work(ptr %program, ptr %scratch) {{
 entry:
   %n = load i64, ptr %program

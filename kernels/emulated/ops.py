@@ -863,8 +863,9 @@ class Arithmetic(Operands):
         self._plan_dots()
 
     def _plan_dots(self):
-        """swap_dots: there are fewer first operands than second ones. sort_dots: per 4 words and 16 lanes, sorting the
-        words of an operand by lane takes 8 shuffles, summing the products of a pair without that 9 instructions."""
+        """swap_dots: there are fewer first operands than second ones. sort_dots: it is cheaper to sort words by
+        lane; per 4 words and 16 lanes that takes 8 shuffles for each operand, `_sum_fours` 9 instructions for
+        each pair."""
         chains = [chain for chain in self.dot_chains.values() if len(chain) >= 4]
         firsts, seconds = (len({chain[0].operands[i] for chain in chains}) for i in (1, 2))
         self.swap_dots = firsts < seconds
@@ -887,15 +888,16 @@ class Arithmetic(Operands):
         return total
 
     def _unsigned_first(self, a, b):
-        """The operands of a dot product in the order of `_multiply_add`: it needs a correction for each second one, so
-        that is the one of which there are fewer. A uniform operand goes first: the other may then stay in memory."""
+        """The operands of a dot product in the order of `_multiply_add`: it needs a correction for each second
+        one, so that is the one of which there are fewer. A uniform operand goes first: the other may then stay
+        in memory."""
         swap = self.uniform(b) or self.swap_dots and not self.uniform(a)
         return (b, a) if swap else (a, b)
 
     def _multiply_add(self, n, total, pairs):
-        """total + dot products of the bytes of pairs of vectors (a, b), of n words. The CPU multiplies unsigned by signed
-        bytes, so a goes in as (a + 128) * b - 128 * sum(b); the last sum is the same for all chains with these b, and
-        computed once."""
+        """total + dot products of the bytes of pairs of vectors (a, b), of n words. The CPU multiplies unsigned
+        by signed bytes, so a goes in as (a + 128) * b - 128 * sum(b); the last sum is the same for all chains
+        with these b, and computed once."""
         correction, flip = const("i32", n, 0), const("i32", n, 0x80808080)
         for _, b in pairs:
             correction = self.dpbusd(n, correction, flip, b)
@@ -905,7 +907,7 @@ class Arithmetic(Operands):
         return total
 
     def _quads(self, pairs):
-        """(quads, the other pairs): those that multiply all 4 words of two 16-byte loads, as the loaded vectors."""
+        """(quads, the other pairs): a quad multiplies all 4 words of two 16-byte loads, the vectors as loaded."""
         groups, quads = {}, []
         for pair in pairs if not self.sort_dots else ():
             a, b = (self.quads.get(getattr(o, "name", None)) for o in pair)
@@ -925,14 +927,14 @@ class Arithmetic(Operands):
                 self.quads[register.name] = (whole, i)
 
     def _every_fourth(self, operand):
-        """A vector of 4 words per lane, side by side, of which the first is this uniform operand and the others are 0."""
+        """4 words per lane, side by side: the first is this uniform operand, the others are 0."""
         first = self.let(f"insertelement <4 x i32> zeroinitializer, i32 {self.scalar(operand, 'i32')}, i64 0")
         return self.shuffle("i32", 4, first, [i % 4 for i in range(4 * WARP)])
 
     def _sum_fours(self, words):
-        """Sums over the 4 words of each lane, side by side: with few chains cheaper than to sort the words by lane. The
-        first step stays within the quarters of a CPU's registers, the second puts lanes in order."""
-        quarters = [32 * (i // 16) + 16 * (i % 4 // 2) + 4 * (i % 16 // 4) + 2 * (i % 2) for i in range(2 * WARP)]
+        """Sums over the 4 words of each lane, side by side: in few chains cheaper than to sort words by lane.
+        The first step stays within the quarters of a CPU's registers, the second puts lanes in order."""
+        quarters = [32 * (i // 16) + 16 * (i // 2 % 2) + 4 * (i // 4 % 4) + i % 2 * 2 for i in range(2 * WARP)]
         in_order = [16 * (lane // 8) + 4 * (lane % 4) + 2 * (lane % 8 // 4) for lane in range(WARP)]
         for length, places in ((4 * WARP, quarters), (2 * WARP, in_order)):
             first, second = (self.shuffle("i32", length, words, [i + odd for i in places]) for odd in (0, 1))

@@ -127,8 +127,8 @@ class Translator(Printing):
         return {name: f"%var{i}" for i, name in enumerate(values)}, shapes
 
     def _lay_out_frame(self):
-        """Places of the vectors that live where the warp may pause, register -> offset: they are in its frame all the
-        time. Sets frame_bytes, which grows with the scalars that are saved behind them."""
+        """Places of the vectors that live where the warp may pause, register -> offset: they are in its frame
+        all the time. Sets frame_bytes, which grows with the scalars that are saved behind them."""
         self.frame_bytes, kept = _BALLOTS if self.reduces else 0, {}
         pauses = [(b, b.targets[0]) for b in self.flow.blocks if b.end is not None and is_barrier(b.end)]
         pauses += [(self.flow.blocks[header], header) for header in self.flow.spins]
@@ -173,8 +173,8 @@ class Translator(Printing):
         return lines
 
     def _head(self):
-        """The first line of the function; where the warp may pause, of one that is given the warp's frame and knows
-        that no pointer of the kernel leads there."""
+        """The first line of the function; where the warp may pause, of one that is given the warp's frame and
+        knows that no pointer of the kernel leads there."""
         if not self.resumes:
             return ["define i32 @warp(ptr %context, i32 %warp, i32 %resume) #0 {"]
         self.label("entry")
@@ -187,7 +187,8 @@ class Translator(Printing):
         self.do("ret i32 %state")
         lines, self.lines = self.lines, []
         return ["define i32 @warp(ptr %context, i32 %warp, i32 %resume) #0 {", *lines, "}", "",
-                "define internal i32 @resume(ptr %context, i32 %warp, i32 %resume, ptr noalias align 64 %frame) noinline #0 {"]
+                "define internal i32 @resume(ptr %context, i32 %warp, i32 %resume, "
+                "ptr noalias align 64 %frame) noinline #0 {"]
 
     def _end(self):
         """Where the warp ends, unless lanes still try to get a lock."""

@@ -164,6 +164,76 @@ def test_votes(target):
     assert (got == np.where(LANES > 20, ballot + 2, 2**21 - 1)).all()
 
 
+# ---- dot products and repeated values ----
+
+@TARGETS
+@pytest.mark.parametrize("start", ["constant", "uniform", "varying"])
+@pytest.mark.parametrize("n_a, n_b, n_quads", [(1, 1, 1), (1, 1, 2), (3, 1, 1), (1, 3, 1), (2, 3, 2)])
+def test_dot_products_of_16_byte_loads(n_a, n_b, n_quads, start, target):
+    """Every row of a by every row of b, 16 or 32 bytes per lane, bytes from -128 to 127."""
+    random = np.random.default_rng(0)
+    a, b = (random.integers(-128, 128, (n, n_quads, 32, 16), np.int8) for n in (n_a, n_b))
+    a[0, 0, 0], b[0, 0, 0] = -128, -128
+    out, starts = np.zeros((n_a, n_b, 32), np.int32), np.arange(32, dtype=np.int32) - 9
+    registers = [".reg .b32 %a<64>;", ".reg .b32 %b<64>;", ".reg .b32 %d<128>;"]
+    lines = ["mov.u32 %r1, %tid.x; ld.param.u64 %rd1, [p0]; ld.param.u64 %rd2, [p1]; ld.param.u64 %rd3, [p2];",
+             "ld.param.u64 %rd4, [p3]; mad.wide.u32 %rd2, %r1, 16, %rd2; mad.wide.u32 %rd3, %r1, 16, %rd3;",
+             {"constant": "mov.u32 %r2, 1262485504;", "uniform": "ld.global.u32 %r2, [%rd4+8];",
+              "varying": "mad.wide.u32 %rd4, %r1, 4, %rd4; ld.global.u32 %r2, [%rd4];"}[start]]
+    for name, pointer, n in (("a", 2, n_a), ("b", 3, n_b)):
+        for i in range(n * n_quads):
+            four = ", ".join(f"%{name}{4 * i + word}" for word in range(4))
+            lines.append(f"ld.global.v4.u32 {{{four}}}, [%rd{pointer}+{512 * i}];")
+    lines.append("mad.wide.u32 %rd1, %r1, 4, %rd1;")
+    n_words, dots = 4 * n_quads, 0
+    for i in range(n_a):
+        for j in range(n_b):
+            before = "%r2"
+            for word in range(n_words):
+                after = f"%d{dots}"
+                lines.append(f"dp4a.s32.s32 {after}, %a{n_words * i + word}, %b{n_words * j + word}, {before};")
+                before, dots = after, dots + 1
+            lines.append(f"st.global.u32 [%rd1+{128 * (n_b * i + j)}], {before};")
+    ptx = module("\n".join(lines), ["u64"] * 4, "\n".join(registers))
+    launch(ptx, (1,), (32,), out, a, b, starts, target=target())
+    first = {"constant": 1262485504, "uniform": starts[2], "varying": starts}[start]
+    assert (out == first + np.einsum("aqlk,bqlk->abl", a.astype(int), b.astype(int))).all()
+
+
+@TARGETS
+def test_a_pair_of_words_may_be_multiplied_twice(target):
+    data = np.random.default_rng(0).integers(0, 2**32, 256, np.uint32)
+    got = warp("""mad.wide.u32 %rd3, %r1, 16, %rd2; ld.global.v4.u32 {%r2, %r3, %r4, %r5}, [%rd3];
+    ld.global.v4.u32 {%r12, %r13, %r14, %r15}, [%rd3+512]; dp4a.s32.s32 %r20, %r2, %r12, 5;
+    dp4a.s32.s32 %r21, %r3, %r13, %r20; dp4a.s32.s32 %r22, %r4, %r14, %r21; dp4a.s32.s32 %r23, %r5, %r15, %r22;
+    dp4a.s32.s32 %r9, %r3, %r13, %r23;""", target=target, inputs=data)
+    a, b = data.view(np.int8).reshape(2, 32, 4, 4).astype(int)
+    products = (a * b).sum(-1)
+    assert (got.view(np.int32) == 5 + products.sum(-1) + products[:, 1]).all()
+
+
+@TARGETS
+@pytest.mark.parametrize("kind, widen", [("u8", "cvt.u32.u16"), ("s8", "cvt.s32.s16"), ("u16", "cvt.u32.u16"),
+                                         ("s16", "cvt.s32.s16"), ("u32", "")])
+def test_values_that_lanes_share(kind, widen, target):
+    """x[lane / 2] with a scalar, with y[lane / 2], with y[lane / 4] and with the lane."""
+    size, register = int(kind[1:]) // 8, "%h" if widen else "%r"
+    load = lambda i, shift, offset: f"""shr.u32 %r2, %r1, {shift}; mad.wide.u32 %rd3, %r2, {size}, %rd2;
+    ld.global.{kind} {register}{20 + i}, [%rd3+{offset}]; {f"{widen} %r{30 + i}, %h{20 + i};" if widen else
+                                                         f"mov.u32 %r{30 + i}, %r{20 + i};"}"""
+    data = np.random.default_rng(0).integers(0, 256, 4096, np.uint8)
+    got = warp(f"""{load(0, 1, 0)} {load(1, 1, 64)} {load(2, 2, 256)} ld.global.u32 %r3, [%rd2+1024];
+    mad.lo.s32 %r4, %r30, %r3, %r31; setp.lt.s32 %p1, %r4, %r30; selp.b32 %r4, %r3, %r4, %p1;
+    xor.b32 %r5, %r4, %r32; mad.lo.s32 %r9, %r5, 3, %r1;""", target=target, inputs=data)
+    typed = data.view(f"{'i' if kind[0] == 's' else 'u'}{size}")
+    x, y, z = (typed[offset // size + LANES // n].astype(np.int64).astype(np.uint32)
+               for offset, n in ((0, 2), (64, 2), (256, 4)))
+    scalar = data.view(np.uint32)[256]
+    total = x * scalar + y
+    total = np.where(total.view(np.int32) < x.view(np.int32), scalar, total)
+    assert (got == (total ^ z) * np.uint32(3) + LANES).all()
+
+
 # ---- control flow ----
 
 @TARGETS

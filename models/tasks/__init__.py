@@ -1,0 +1,51 @@
+"""What the small model is trained and judged on: generators of examples, their text, and scores.
+
+    example = sample(random.Random(0))               an example of a random task
+    example = TASKS["recall"][1](rng, held=True, length=1000)
+    render(example), render(example, for_generation=True)
+    score(example, generated_text)
+
+A generator is make(rng, held=False, length=None, lang=None) -> Example: held=True draws only from what training never
+sees, length is in tokens (recall and text), lang is "en", "ko", or None for either.
+
+Held out by construction. Contents (names, cities, numbers, codes, names of tools, lists, sums) are held out when their
+SHA-256 says so, `is_held`, see words.py; questions about facts when the facts' files say so, see facts.py. What few
+there are of is not held out: colours, small integers, labels of fields, single words of the dictionary.
+"""
+
+import random
+
+from . import documents, facts, lists, reasoning, recall, structured, tools
+from .example import Example, estimate_tokens, own_answer, render
+from .judge import json_is_valid, parse_tool_calls, score
+from .words import is_held
+
+__all__ = ["TASKS", "Example", "estimate_tokens", "heldout_text", "is_held", "json_is_valid", "own_answer",
+           "parse_tool_calls", "render", "sample", "score"]
+
+# name: (how often, generator)
+TASKS = {
+    "facts": (30, facts.make),
+    "self": (7, facts.make_self),
+    "recall": (20, recall.make),
+    "tools": (18, tools.make),
+    "json": (9, structured.make),
+    "reasoning": (7, reasoning.make),
+    "lists": (9, lists.make),
+    "text": (3, documents.make),
+}
+
+
+def sample(rng: random.Random, held: bool = False, length: int | None = None) -> Example:
+    """An example of a task chosen by weight."""
+    weights, makers = zip(*TASKS.values(), strict=True)
+    return rng.choices(makers, weights)[0](rng, held, length)
+
+
+def heldout_text(rng: random.Random, n_tokens: int) -> str:
+    """About n_tokens of held-out examples of all tasks one after another, for perplexity."""
+    texts, n = [], 0
+    while n < n_tokens:
+        texts.append(render(sample(rng, held=True, length=400)))
+        n += estimate_tokens(texts[-1])
+    return "".join(texts)

@@ -1,0 +1,98 @@
+"""One example of any task, the text it becomes, and what an answer consists of."""
+
+import json
+import random
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import jinja2
+
+TEMPLATE = Path(__file__).parent.parent / "chat_template.jinja"
+BYTES_PER_TOKEN = 4.2
+NO_THOUGHT = ""  # for what needs none even where thinking is switched on
+
+
+@dataclass(frozen=True)
+class Example:
+    """A conversation whose last message is the right answer.
+
+    messages  OpenAI's form; arguments of tool calls are dicts. Empty for a plain document
+    tools     OpenAI's form, or None
+    thinking  whether the answer comes after thoughts
+    expect    what an answer is judged by: {"kind": ..., ...}, one kind per judge of tasks/judge.py
+    task      the name in TASKS
+    lang      "en" or "ko"
+    contents  what was drawn under the held-out rule (tasks/words.py)
+    document  the text of a plain document
+    """
+
+    messages: list
+    tools: list | None
+    thinking: bool
+    expect: dict
+    task: str
+    lang: str
+    contents: tuple = ()
+    document: str | None = None
+
+
+def chat(draw, lang: str, task: str, turns: list, expect: dict, system: str | None = None, tools=None,
+         thought: str | None = None, thinking: bool | None = None) -> Example:
+    """An example from turns: strings, the user's and the assistant's in alternation, or whole messages.
+
+    thought: what the assistant thinks first when it is told to think, which it is in one of twenty examples that
+    have a thought, unless `thinking` says whether.
+    """
+    roles = ("user", "assistant")
+    messages = [{"role": "system", "content": system}] if system else []
+    messages += [turn if isinstance(turn, dict) else {"role": roles[i % 2], "content": turn}
+                 for i, turn in enumerate(turns)]
+    if thinking is None:
+        thinking = thought is not None and draw.rng.random() < 0.05
+    if thinking:
+        messages[-1] = messages[-1] | {"reasoning_content": thought}
+    return Example(messages, tools, thinking, expect, task, lang, tuple(draw.contents))
+
+
+def pick_lang(rng: random.Random, lang: str | None) -> str:
+    return lang or rng.choice(("en", "ko"))
+
+
+def estimate_tokens(text: str) -> float:
+    """About as many tokens as the model's own tokenizer finds; English and Korean differ little in bytes."""
+    return len(text.encode()) / BYTES_PER_TOKEN
+
+
+def compact(value) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _raise(message):
+    raise jinja2.TemplateError(message)
+
+
+@cache
+def _template() -> jinja2.Template:
+    # The settings of qengine's ChatTemplate, but no sandbox, which takes most of the time; a test compares the texts.
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
+    environment.filters["tojson"] = compact
+    environment.globals["raise_exception"] = _raise
+    return environment.from_string(TEMPLATE.read_text("utf-8"))
+
+
+def render(example: Example, for_generation: bool = False) -> str:
+    """The example as text, without its last message and with a generation prompt where that is wanted."""
+    if example.document is not None:
+        return example.document + "<|endoftext|>"
+    messages = example.messages[:-1] if for_generation else example.messages
+    return _template().render(messages=messages, tools=example.tools, enable_thinking=example.thinking,
+                              add_generation_prompt=for_generation)
+
+
+def own_answer(example: Example) -> str:
+    """What the model should generate: all that follows the generation prompt, with <|im_end|>."""
+    whole, prompt = render(example), render(example, for_generation=True)
+    if not whole.startswith(prompt):
+        raise ValueError("the generation prompt is not how the rendered conversation goes on")
+    return whole[len(prompt):].removesuffix("\n")

@@ -1,0 +1,208 @@
+"""Facts: questions about what the project teaches, and about the model itself, from models/text/facts/*.toml.
+
+A fact has an answer per language and some handwritten questions; held-out questions (`held_en`, `held_ko`) are asked
+plainly and never trained on. For training a question gets what people put around it, loses words, case or a letter,
+so that the answer hangs on its words and not on its exact form. A question that could mean two facts is left whole.
+"""
+
+import random
+import re
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+
+from . import lists, reasoning
+from .example import Example, chat, pick_lang
+from .words import LANGUAGES, TEXT, Draw
+
+FOLDER = TEXT / "facts"
+SELF = "self-"  # ids of facts about the model itself begin with it
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A fact. The dicts go from language to text, phrases or questions; `next` names facts asked about after it."""
+
+    id: str
+    answer: dict
+    keys: dict
+    ask: dict
+    held: dict
+    follow: dict
+    next: tuple
+
+
+@cache
+def load_facts() -> dict[str, Fact]:
+    """All facts by id, in the order of the files' names."""
+    facts = [_read(table) for path in sorted(FOLDER.glob("*.toml"))
+             for table in tomllib.loads(path.read_text("utf-8"))["fact"]]
+    if len({fact.id for fact in facts}) < len(facts):
+        raise ValueError(f"two facts in {FOLDER} have the same id")
+    return {fact.id: fact for fact in facts}
+
+
+def _read(table: dict) -> Fact:
+    both = lambda name, default=None: {lang: table.get(f"{name}_{lang}", default) for lang in LANGUAGES}  # noqa: E731
+    return Fact(table["id"], {lang: table[lang] for lang in LANGUAGES}, both("key"), both("ask"), both("held", []),
+                both("follow", []), tuple(table.get("next", ())))
+
+
+@cache
+def _of_task(task: str) -> tuple[Fact, ...]:
+    return tuple(fact for fact in load_facts().values() if fact.id.startswith(SELF) == (task == "self"))
+
+
+def expect_of(fact: Fact, lang: str) -> dict:
+    return {"kind": "keys", "keys": fact.keys[lang]}
+
+
+# ------------------------------------------------------------------------------------------------------
+# Questions as people ask them
+# ------------------------------------------------------------------------------------------------------
+
+
+@cache
+def frames() -> dict:
+    return tomllib.loads((TEXT / "frames.toml").read_text("utf-8"))
+
+
+@cache
+def _droppable() -> frozenset:
+    return frozenset(frames()["droppable_en"].split())
+
+
+@cache
+def _unneeded() -> frozenset:
+    return _droppable() | frozenset(frames()["unneeded_en"].split())
+
+
+def system(rng: random.Random, lang: str) -> str | None:
+    """A short system message, mostly none."""
+    return rng.choice(frames()[f"systems_{lang}"]) if rng.random() < 0.3 else None
+
+
+def plain(question: str) -> str:
+    """The question without case, spaces and punctuation, to compare it."""
+    return re.sub(r"\W+", "", question.lower())
+
+
+@cache
+def held_questions() -> frozenset:
+    return frozenset(plain(question) for fact in load_facts().values() for lang in LANGUAGES
+                     for question in fact.held[lang])
+
+
+def keywords(question: str) -> list[str]:
+    """The words of a question that carry it: what keyword queries consist of."""
+    words = re.sub(r"[?.!,]+(\s|$)", r"\1", question).split()
+    return [word for word in words if word.lower() not in _unneeded()]
+
+
+@cache
+def _facts_by_keywords() -> dict:
+    table = {}
+    for fact in load_facts().values():
+        for question in (*fact.ask["en"], *fact.held["en"], *fact.ask["ko"], *fact.held["ko"]):
+            table.setdefault(frozenset(map(str.lower, keywords(question))), set()).add(fact.id)
+    return table
+
+
+def _is_clear(question: str, fact: Fact) -> bool:
+    """Whether the key words of a question belong to this fact alone."""
+    return _facts_by_keywords().get(frozenset(map(str.lower, keywords(question)))) == {fact.id}
+
+
+def vary(rng: random.Random, question: str, fact: Fact, lang: str) -> str:
+    """The question in one of the forms that people give it; never one that is held out."""
+    varied = question
+    if rng.random() < 0.35 and _is_clear(question, fact):
+        varied = _shorten(rng, question, lang)
+    if rng.random() < 0.3:
+        varied = rng.choice(frames()[f"before_{lang}"]) + varied
+    if rng.random() < 0.12:
+        varied += rng.choice(frames()[f"after_{lang}"])
+    if rng.random() < 0.25:
+        varied = varied.lower()
+    if rng.random() < 0.2:
+        varied = varied.rstrip("?.!")
+    if rng.random() < 0.05:
+        varied = _typo(rng, varied)
+    return question if plain(varied) in held_questions() else varied
+
+
+def _shorten(rng: random.Random, question: str, lang: str) -> str:
+    if rng.random() < 0.35:
+        words = keywords(question)
+        if lang == "en" and rng.random() < 0.2:
+            rng.shuffle(words)
+        return " ".join(words) or question
+    words = question.split()
+    if lang == "en":
+        return " ".join(word for word in words if word.lower() not in _droppable() or rng.random() < 0.5)
+    return " ".join(re.sub(r"(?<=[가-힣]{2})[은는이가을를]$", "", word) if rng.random() < 0.5 else word for word in words)
+
+
+def _typo(rng: random.Random, text: str) -> str:
+    """Two letters swapped, or one lost or doubled."""
+    at = rng.randrange(len(text) - 1)
+    middle = rng.choice((text[at + 1] + text[at], text[at + 1], text[at] * 2 + text[at + 1]))
+    return text[:at] + middle + text[at + 2:]
+
+
+# ------------------------------------------------------------------------------------------------------
+# Conversations
+# ------------------------------------------------------------------------------------------------------
+
+
+def turn(rng: random.Random, lang: str, task: str = "facts", after: Fact | None = None) -> tuple:
+    """One question, its answer, what it is judged by and its fact; `after` is the fact just told."""
+    follow = [load_facts()[id] for id in after.next if id in load_facts()] if after else []
+    follow = [fact for fact in follow if fact.follow[lang]]
+    if follow and rng.random() < 0.6:
+        fact = rng.choice(follow)
+        question = rng.choice(fact.follow[lang])
+    else:
+        fact = rng.choice(_of_task(task))
+        question = vary(rng, rng.choice(fact.ask[lang]), fact, lang)
+    return question, fact.answer[lang], expect_of(fact, lang), fact
+
+
+def small_talk(draw: Draw, lang: str) -> tuple:
+    """A turn of anything short: what stands between the turns that matter."""
+    kind = draw.rng.choices(("facts", "self", "lists", "reasoning"), (6, 2, 2, 1))[0]
+    if kind in ("facts", "self"):
+        return turn(draw.rng, lang, kind)[:3]
+    return lists.turn(draw, lang) if kind == "lists" else reasoning.turn(draw, lang)
+
+
+def make(rng: random.Random, held: bool = False, length: int | None = None, lang: str | None = None,
+         task: str = "facts") -> Example:
+    lang = pick_lang(rng, lang)
+    if held:
+        fact = rng.choice([fact for fact in _of_task(task) if fact.held[lang]])
+        return held_example(fact, rng.choice(fact.held[lang]), lang, task)
+    draw, turns, fact = Draw(rng, held=False), [], None
+    for _ in range(rng.choices((0, 1, 2, 3), (12, 4, 3, 2))[0]):
+        if rng.random() < 0.7:
+            question, answer, _, fact = turn(rng, lang, task, fact)
+        else:
+            (question, answer, _), fact = small_talk(draw, lang), None
+        turns += [question, answer]
+    question, answer, expect, fact = turn(rng, lang, task, fact)
+    # When told to think, the model says to itself what the question comes down to.
+    return chat(draw, lang, task, [*turns, question, answer], expect, system(rng, lang), thought=fact.ask[lang][0])
+
+
+def make_self(rng: random.Random, held: bool = False, length: int | None = None, lang: str | None = None) -> Example:
+    return make(rng, held, length, lang, "self")
+
+
+def held_example(fact: Fact, question: str, lang: str, task: str = "facts") -> Example:
+    draw = Draw(random.Random(0), held=True)
+    return chat(draw, lang, task, [question, fact.answer[lang]], expect_of(fact, lang))
+
+
+def all_held(lang: str, task: str = "facts") -> list[Example]:
+    """Every held-out question once."""
+    return [held_example(fact, question, lang, task) for fact in _of_task(task) for question in fact.held[lang]]

@@ -1,0 +1,126 @@
+"""Named, typed values: the parameters of tools and the fields of JSON answers, and how people say them."""
+
+from dataclasses import dataclass
+
+from .words import Draw, Ko, english_number, entries
+
+KINDS = ("string", "integer", "number", "boolean", "enum", "strings", "integers", "object")
+
+
+@dataclass(frozen=True)
+class Field:
+    """name is what the schema says; labels what people say; properties the fields of an object."""
+
+    name: str
+    label: str
+    label_ko: str
+    schema: dict
+    kind: str
+    properties: tuple = ()
+
+    def say(self, lang: str) -> str:
+        return self.label if lang == "en" else self.label_ko
+
+
+def draw_fields(draw: Draw, n: int, nested: bool = True) -> list[Field]:
+    """n different fields; objects among them only where `nested`."""
+    usable = [entry for entry in entries("fields", "tools") if nested or entry[2] != "object"]
+    return [_field(draw, *entry) for entry in draw.rng.sample(usable, n)]
+
+
+def _field(draw: Draw, name: str, label_ko: str, kind: str) -> Field:
+    properties = ()
+    if kind == "enum":
+        schema = {"type": "string", "enum": list(draw.rng.choice(entries("enums", "tools"))[0].split("/"))}
+    elif kind in ("strings", "integers"):
+        schema = {"type": "array", "items": {"type": kind[:-1]}}
+    elif kind == "object":
+        properties = tuple(draw_fields(draw, draw.rng.randint(2, 3), nested=False))
+        schema = object_schema(properties)
+    else:
+        schema = {"type": {"year": "integer"}.get(kind, kind if kind in KINDS else "string")}
+    return Field(name, name.replace("_", " "), label_ko, schema, kind, properties)
+
+
+def object_schema(fields, optional=()) -> dict:
+    return {"type": "object", "properties": {field.name: field.schema for field in fields},
+            "required": [field.name for field in fields if field not in optional]}
+
+
+# ------------------------------------------------------------------------------------------------------
+# Values
+# ------------------------------------------------------------------------------------------------------
+
+
+def _title(draw: Draw, lang: str) -> str:
+    """A short phrase of invented words."""
+    words = [draw.word(lang) for _ in range(draw.rng.randint(1, 3))]
+    return " ".join(words).capitalize()
+
+
+def _number(draw: Draw) -> float:
+    rng = draw.rng
+    return float(draw.keep(lambda: f"{rng.randint(0, 999)}.{rng.randint(1, 99)}".rstrip("0")))
+
+
+def draw_value(draw: Draw, field: Field, lang: str):
+    """A value of the field's schema. Small integers and choices are too few to be held out."""
+    rng, kind = draw.rng, field.kind
+    if kind == "object":
+        return {one.name: draw_value(draw, one, lang) for one in field.properties}
+    if kind == "enum":
+        return rng.choice(field.schema["enum"])
+    if kind == "strings":
+        make = rng.choice((draw.word, draw.given, draw.city))
+        return [make(lang) for _ in range(rng.randint(1, 4))]
+    if kind == "integers":
+        return [rng.randint(0, 10 ** rng.randint(1, 4)) for _ in range(rng.randint(2, 4))]
+    makers = {"person": lambda: (draw.name if rng.random() < 0.6 else draw.given)(lang),
+              "city": lambda: draw.city(lang), "title": lambda: _title(draw, lang), "word": lambda: draw.word(lang),
+              "id": lambda: draw.code() if rng.random() < 0.6 else draw.digits(rng.randint(4, 7)),
+              "date": draw.date, "time": draw.time, "phone": lambda: draw.phone(lang),
+              "email": lambda: f"{draw.word('en')}@{draw.word('en')}.{rng.choice(('com', 'org', 'net', 'kr'))}",
+              "integer": lambda: rng.randint(0, 10 ** rng.randint(1, 3)), "year": lambda: rng.randint(1950, 2040),
+              "number": lambda: _number(draw), "boolean": lambda: rng.random() < 0.5}
+    return makers[kind]()
+
+
+# ------------------------------------------------------------------------------------------------------
+# Words for values
+# ------------------------------------------------------------------------------------------------------
+
+_TRUTH = {"en": (("yes", "no"), ("true", "false"), ("on", "off")), "ko": (("예", "아니요"), ("참", "거짓"), ("네", "아니요"))}
+_STATED = {"en": ("{label} {value}", "{label}: {value}", "{label} = {value}", "the {label} is {value}",
+                  "{value} as {label}"),
+           "ko": ("{label} {value}", "{label}: {value}", "{label:은} {value}", "{label}={value}", "{label:이} {value}")}
+
+
+def say_value(draw: Draw, field: Field, value, lang: str) -> str:
+    rng = draw.rng
+    if isinstance(value, bool):
+        return rng.choice(_TRUTH[lang])[not value]
+    if isinstance(value, dict):
+        inner = [f"{one.say(lang)} {say_value(draw, one, value[one.name], lang)}" for one in field.properties]
+        return f"({', '.join(inner)})"
+    if isinstance(value, list):
+        return _joined([str(item) for item in value], lang, rng.random() < 0.5)
+    if isinstance(value, int) and value <= 12 and lang == "en" and rng.random() < 0.2:
+        return english_number(value)
+    if isinstance(value, str) and " " in value and rng.random() < 0.5:
+        return f'"{value}"'
+    return str(value)
+
+
+def _joined(items: list[str], lang: str, plain: bool) -> str:
+    if plain or len(items) == 1:
+        return ", ".join(items)
+    return ", ".join(items[:-1]) + (" and " if lang == "en" else " 그리고 ") + items[-1]
+
+
+def state(draw: Draw, fields, values: dict, lang: str) -> str:
+    """The values of some fields in one run of words, all in the same way: "party size 4; date 2026-03-04"."""
+    rng, template = draw.rng, draw.rng.choice(_STATED[lang])
+    parts = [template.format(label=Ko(field.say(lang)), value=say_value(draw, field, values[field.name], lang))
+             for field in fields]
+    return rng.choice(("; ", ". ", "; ") if any(field.kind in ("strings", "integers") for field in fields)
+                      else (", ", "; ", ". ")).join(parts)

@@ -1,0 +1,86 @@
+"""Sums in two steps, told as small stories or asked plainly, with the steps thought first or the answer at once."""
+
+from .example import Example, chat, pick_lang
+from .words import Draw, Ko, pairs
+
+# Each story: two operators and the texts. a op1 b, then the result op2 c.
+STORIES = (
+    ("+-", "{name} has {a} {things} and buys {b} more. Then {c} are given away. How many {things} are left?",
+     "{name:은} {thing:을} {a}개 가지고 있고 {b}개를 더 샀습니다. 그 뒤 {c}개를 나눠 주었습니다. 몇 개가 남았나요?"),
+    ("++", "{name} found {a} {things} on Monday, {b} on Tuesday and {c} on Wednesday. How many in all?",
+     "{name:은} 월요일에 {thing:을} {a}개, 화요일에 {b}개, 수요일에 {c}개 찾았습니다. 모두 몇 개인가요?"),
+    ("-+", "There are {a} {things} in a shop. {b} are sold and {c} new ones arrive. How many are there now?",
+     "가게에 {thing:이} {a}개 있습니다. {b}개가 팔리고 {c}개가 새로 들어왔습니다. 지금 몇 개인가요?"),
+    ("--", "{name} had {a} {things}, lost {b} and gave {c} to a friend. How many are left?",
+     "{name:은} {thing:이} {a}개 있었는데 {b}개를 잃어버리고 {c}개를 친구에게 주었습니다. 몇 개 남았나요?"),
+    ("*+", "{a} boxes hold {b} {things} each, and {c} more lie beside them. How many {things} are there?",
+     "상자 {a}개에 {thing:이} {b}개씩 들어 있고 옆에 {c}개가 더 있습니다. {thing:은} 모두 몇 개인가요?"),
+    ("*-", "{name} packs {a} bags with {b} {things} each. Then {c} fall out. How many are still in the bags?",
+     "{name:은} 봉투 {a}개에 {thing:을} {b}개씩 담았습니다. 그중 {c}개가 빠졌습니다. 봉투에 몇 개 남았나요?"),
+    ("+*", "A row has {a} red and {b} blue {things}. How many {things} are in {c} such rows?",
+     "한 줄에 빨간 {thing} {a}개와 파란 {thing} {b}개가 있습니다. 이런 줄이 {c}개면 {thing:은} 모두 몇 개인가요?"),
+    ("-*", "A set of {a} {things} loses {b}. How many {things} are in {c} such sets?",
+     "{thing} {a}개 묶음에서 {b}개를 뺍니다. 이런 묶음 {c}개에는 몇 개가 있나요?"),
+)
+PLAIN = (("What is {sum}?", "{sum} = ?", "Compute {sum}.", "How much is {sum}?", "{sum}"),
+         ("{sum:은} 얼마예요?", "{sum} = ?", "{sum:을} 계산해 줘.", "{sum:은}?", "{sum}"))
+PLAIN_OPERATORS = ("+", "-", "*", "++", "+-", "--", "*+", "*-")
+_APPLY = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
+
+
+def _numbers(draw: Draw, operators: str) -> list[int]:
+    """Operands, held out as one sum; up to 100, small where something is multiplied, no result below zero."""
+    rng, limit = draw.rng, draw.rng.choice((10, 30, 100))
+    first = min(limit, 20) if operators[0] == "*" else limit
+    while True:
+        numbers = [rng.randint(2, first)] + [rng.randint(2, 9 if operator == "*" else limit) for operator in operators]
+        if all(0 <= step[-1] <= 1000 for step in _steps(numbers, operators)):
+            if draw.keep_if(" ".join(map(str, numbers)) + operators):
+                return numbers
+
+
+def _steps(numbers: list[int], operators: str) -> list[tuple]:
+    """(left, operator, right, result) one after another, from left to right."""
+    steps, left = [], numbers[0]
+    for operator, right in zip(operators, numbers[1:], strict=True):
+        steps.append((left, operator, right, _APPLY[operator](left, right)))
+        left = steps[-1][-1]
+    return steps
+
+
+def _story(draw: Draw, lang: str) -> tuple:
+    operators, english, korean = draw.rng.choice(STORIES)
+    numbers = _numbers(draw, operators)
+    thing, thing_ko = draw.rng.choice([pair for pair in pairs("objects") if not pair[0].endswith(("s", "x", "f", "fe"))])
+    slots = dict(zip("abc", numbers), name=Ko(draw.given(lang)), things=thing + "s", thing=Ko(thing_ko))
+    return (english if lang == "en" else korean).format(**slots), _steps(numbers, operators)
+
+
+def _plain(draw: Draw, lang: str) -> tuple:
+    operators = draw.rng.choice(PLAIN_OPERATORS)
+    numbers = _numbers(draw, operators)
+    terms = [str(numbers[0])] + [f"{operator} {number}" for operator, number in zip(operators, numbers[1:], strict=True)]
+    question = draw.rng.choice(PLAIN[lang == "ko"]).format(sum=Ko(" ".join(terms)))
+    return question, _steps(numbers, operators)
+
+
+def _problem(draw: Draw, lang: str) -> tuple:
+    """Question, thoughts, answer, and what it is judged by."""
+    question, steps = (_story if draw.rng.random() < 0.6 else _plain)(draw, lang)
+    thoughts = "\n".join(f"{left} {operator} {right} = {result}" for left, operator, right, result in steps)
+    result = steps[-1][-1]
+    answer = f"The answer is {result}." if lang == "en" else f"답은 {result}입니다."
+    return question, thoughts, answer, {"kind": "number", "number": result}
+
+
+def turn(draw: Draw, lang: str) -> tuple:
+    """Question, answer, and what it is judged by, without thinking."""
+    question, _, answer, expect = _problem(draw, lang)
+    return question, answer, expect
+
+
+def make(rng, held: bool = False, length: int | None = None, lang: str | None = None) -> Example:
+    lang, draw = pick_lang(rng, lang), Draw(rng, held)
+    thinking = rng.random() < 0.6
+    question, thoughts, answer, expect = _problem(draw, lang)
+    return chat(draw, lang, "reasoning", [question, answer], expect, thought=thoughts, thinking=thinking)
