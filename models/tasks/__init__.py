@@ -5,12 +5,13 @@
     render(example), render(example, for_generation=True)
     score(example, generated_text)
 
-A generator is make(rng, held=False, length=None, lang=None) -> Example: held=True draws only from what training never
-sees, length is in tokens (recall and text), lang is "en", "ko", or None for either.
+A generator is make(rng, held=False, length=None, lang=None) -> Example: held=True draws only from what
+training never sees, length is in tokens (recall and text), lang is "en", "ko", or None for either.
 
-Held out by construction. Contents (names, cities, numbers, codes, names of tools, lists, sums) are held out when their
-SHA-256 says so, `is_held`, see words.py; questions about facts when the facts' files say so, see facts.py. What few
-there are of is not held out: colours, small integers, labels of fields, single words of the dictionary.
+Held out by construction. Contents (names, cities, numbers, codes, names of tools, lists, sums) are held out
+when their SHA-256 says so, `is_held`, see words.py; questions about facts when the facts' files say so, see
+facts.py. What few there are of is not held out: colours, small integers, labels of fields, single words of
+the dictionary.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""Plain documents without a chat: paragraphs of filler and of what the facts say, so that perplexity means something."""
+"""Plain documents without a chat: paragraphs of filler and facts, so that perplexity means something."""
 
 from . import facts
 from .example import Example, estimate_tokens, pick_lang

@@ -41,8 +41,8 @@ def chat(draw, lang: str, task: str, turns: list, expect: dict, system: str | No
          thought: str | None = None, thinking: bool | None = None) -> Example:
     """An example from turns: strings, the user's and the assistant's in alternation, or whole messages.
 
-    thought: what the assistant thinks first when it is told to think, which it is in one of twenty examples that
-    have a thought, unless `thinking` says whether.
+    thought: what the assistant thinks first when it is told to think, which it is in one of twenty examples
+    that have a thought, unless `thinking` says whether.
     """
     roles = ("user", "assistant")
     messages = [{"role": "system", "content": system}] if system else []
@@ -74,7 +74,7 @@ def _raise(message):
 
 @cache
 def _template() -> jinja2.Template:
-    # The settings of qengine's ChatTemplate, but no sandbox, which takes most of the time; a test compares the texts.
+    # The settings of qengine's ChatTemplate without the sandbox, which takes most of the time; tests compare.
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
     environment.filters["tojson"] = compact
     environment.globals["raise_exception"] = _raise

@@ -1,8 +1,9 @@
 """Facts: questions about what the project teaches, and about the model itself, from models/text/facts/*.toml.
 
-A fact has an answer per language and some handwritten questions; held-out questions (`held_en`, `held_ko`) are asked
-plainly and never trained on. For training a question gets what people put around it, loses words, case or a letter,
-so that the answer hangs on its words and not on its exact form. A question that could mean two facts is left whole.
+A fact has an answer per language and some handwritten questions; held-out questions (`held_en`, `held_ko`)
+are asked plainly and never trained on. For training a question gets what people put around it, loses words,
+case or a letter, so that the answer hangs on its words and not on its exact form. A question that could
+mean two facts is left whole.
 """
 
 import random
@@ -13,15 +14,17 @@ from functools import cache
 
 from . import lists, reasoning
 from .example import Example, chat, pick_lang
-from .words import LANGUAGES, TEXT, Draw
+from .words import LANGUAGES, TEXT, Draw, Slots
 
 FOLDER = TEXT / "facts"
 SELF = "self-"  # ids of facts about the model itself begin with it
+UNKNOWN = "self-unknown-"  # ids of what the model does not know; their answer is one and the same
+UNKNOWN_SHARE = 0.2  # of the questions about the model are about anything in the world
 
 
 @dataclass(frozen=True)
 class Fact:
-    """A fact. The dicts go from language to text, phrases or questions; `next` names facts asked about after it."""
+    """A fact. The dicts go from language to text, phrases or questions; `next` has the ids of what follows."""
 
     id: str
     answer: dict
@@ -43,9 +46,11 @@ def load_facts() -> dict[str, Fact]:
 
 
 def _read(table: dict) -> Fact:
-    both = lambda name, default=None: {lang: table.get(f"{name}_{lang}", default) for lang in LANGUAGES}  # noqa: E731
-    return Fact(table["id"], {lang: table[lang] for lang in LANGUAGES}, both("key"), both("ask"), both("held", []),
-                both("follow", []), tuple(table.get("next", ())))
+    def both(name):
+        return {lang: table.get(f"{name}_{lang}", []) for lang in LANGUAGES}
+    answer = {lang: table[lang] for lang in LANGUAGES}
+    return Fact(table["id"], answer, both("key"), both("ask"), both("held"), both("follow"),
+                tuple(table.get("next", ())))
 
 
 @cache
@@ -126,7 +131,7 @@ def vary(rng: random.Random, question: str, fact: Fact, lang: str) -> str:
         varied = varied.lower()
     if rng.random() < 0.2:
         varied = varied.rstrip("?.!")
-    if rng.random() < 0.05:
+    if len(varied) > 4 and rng.random() < 0.05:
         varied = _typo(rng, varied)
     return question if plain(varied) in held_questions() else varied
 
@@ -140,7 +145,8 @@ def _shorten(rng: random.Random, question: str, lang: str) -> str:
     words = question.split()
     if lang == "en":
         return " ".join(word for word in words if word.lower() not in _droppable() or rng.random() < 0.5)
-    return " ".join(re.sub(r"(?<=[가-힣]{2})[은는이가을를]$", "", word) if rng.random() < 0.5 else word for word in words)
+    return " ".join(re.sub(r"(?<=[가-힣]{2})[은는이가을를]$", "", word) if rng.random() < 0.5 else word
+                    for word in words)
 
 
 def _typo(rng: random.Random, text: str) -> str:
@@ -162,10 +168,20 @@ def turn(rng: random.Random, lang: str, task: str = "facts", after: Fact | None 
     if follow and rng.random() < 0.6:
         fact = rng.choice(follow)
         question = rng.choice(fact.follow[lang])
+    elif task == "self" and rng.random() < UNKNOWN_SHARE:
+        question, fact = _off_topic(rng, lang)
     else:
         fact = rng.choice(_of_task(task))
         question = vary(rng, rng.choice(fact.ask[lang]), fact, lang)
     return question, fact.answer[lang], expect_of(fact, lang), fact
+
+
+def _off_topic(rng: random.Random, lang: str) -> tuple[str, Fact]:
+    fact = next(fact for fact in _of_task("self") if fact.id.startswith(UNKNOWN))
+    while True:
+        question = rng.choice(frames()[f"unknown_{lang}"]).format_map(Slots(Draw(rng, held=False), lang))
+        if plain(question) not in held_questions():
+            return question, fact
 
 
 def small_talk(draw: Draw, lang: str) -> tuple:
@@ -191,10 +207,11 @@ def make(rng: random.Random, held: bool = False, length: int | None = None, lang
         turns += [question, answer]
     question, answer, expect, fact = turn(rng, lang, task, fact)
     # When told to think, the model says to itself what the question comes down to.
-    return chat(draw, lang, task, [*turns, question, answer], expect, system(rng, lang), thought=fact.ask[lang][0])
+    return chat(draw, lang, task, [*turns, question, answer], expect, system(rng, lang),
+                thought=fact.ask[lang][0])
 
 
-def make_self(rng: random.Random, held: bool = False, length: int | None = None, lang: str | None = None) -> Example:
+def make_self(rng, held: bool = False, length: int | None = None, lang: str | None = None) -> Example:
     return make(rng, held, length, lang, "self")
 
 
@@ -205,4 +222,5 @@ def held_example(fact: Fact, question: str, lang: str, task: str = "facts") -> E
 
 def all_held(lang: str, task: str = "facts") -> list[Example]:
     """Every held-out question once."""
-    return [held_example(fact, question, lang, task) for fact in _of_task(task) for question in fact.held[lang]]
+    return [held_example(fact, question, lang, task)
+            for fact in _of_task(task) for question in fact.held[lang]]

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from .words import Draw, Ko, english_number, entries
 
-KINDS = ("string", "integer", "number", "boolean", "enum", "strings", "integers", "object")
+_TYPES = {"integer": "integer", "large": "integer", "year": "integer", "number": "number",
+          "boolean": "boolean"}
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,13 @@ def _field(draw: Draw, name: str, label_ko: str, kind: str) -> Field:
         properties = tuple(draw_fields(draw, draw.rng.randint(2, 3), nested=False))
         schema = object_schema(properties)
     else:
-        schema = {"type": {"year": "integer"}.get(kind, kind if kind in KINDS else "string")}
+        schema = {"type": type_of(kind)}
     return Field(name, name.replace("_", " "), label_ko, schema, kind, properties)
+
+
+def type_of(kind: str) -> str:
+    """JSON's type for a kind of single value."""
+    return _TYPES.get(kind, "string")
 
 
 def object_schema(fields, optional=()) -> dict:
@@ -75,24 +81,43 @@ def draw_value(draw: Draw, field: Field, lang: str):
         return [make(lang) for _ in range(rng.randint(1, 4))]
     if kind == "integers":
         return [rng.randint(0, 10 ** rng.randint(1, 4)) for _ in range(rng.randint(2, 4))]
-    makers = {"person": lambda: (draw.name if rng.random() < 0.6 else draw.given)(lang),
-              "city": lambda: draw.city(lang), "title": lambda: _title(draw, lang), "word": lambda: draw.word(lang),
-              "id": lambda: draw.code() if rng.random() < 0.6 else draw.digits(rng.randint(4, 7)),
-              "date": draw.date, "time": draw.time, "phone": lambda: draw.phone(lang),
-              "email": lambda: f"{draw.word('en')}@{draw.word('en')}.{rng.choice(('com', 'org', 'net', 'kr'))}",
-              "integer": lambda: rng.randint(0, 10 ** rng.randint(1, 3)), "year": lambda: rng.randint(1950, 2040),
-              "number": lambda: _number(draw), "boolean": lambda: rng.random() < 0.5}
-    return makers[kind]()
+    return draw_kind(draw, kind, lang)
+
+
+def draw_kind(draw: Draw, kind: str, lang: str):
+    """A value of a kind that needs no more than its name."""
+    return _MAKERS[kind](draw, lang)
+
+
+_MAKERS = {
+    "person": lambda draw, lang: (draw.name if draw.rng.random() < 0.6 else draw.given)(lang),
+    "city": lambda draw, lang: draw.city(lang),
+    "title": _title,
+    "word": lambda draw, lang: draw.word(lang),
+    "id": lambda draw, lang: draw.code() if draw.rng.random() < 0.6 else draw.digits(draw.rng.randint(4, 7)),
+    "date": lambda draw, lang: draw.date(),
+    "time": lambda draw, lang: draw.time(),
+    "phone": lambda draw, lang: draw.phone(lang),
+    "email": lambda draw, lang: f"{draw.word('en')}@{draw.word('en')}.{draw.rng.choice(['com', 'kr'])}",
+    "currency": lambda draw, lang: draw.rng.choice(("USD", "EUR", "JPY", "KRW", "GBP", "CNY")),
+    "integer": lambda draw, lang: draw.rng.randint(0, 10 ** draw.rng.randint(1, 3)),
+    "large": lambda draw, lang: draw.rng.randint(2, 10 ** draw.rng.randint(2, 5)),
+    "year": lambda draw, lang: draw.rng.randint(1950, 2040),
+    "number": lambda draw, lang: _number(draw),
+    "boolean": lambda draw, lang: draw.rng.random() < 0.5,
+}
 
 
 # ------------------------------------------------------------------------------------------------------
 # Words for values
 # ------------------------------------------------------------------------------------------------------
 
-_TRUTH = {"en": (("yes", "no"), ("true", "false"), ("on", "off")), "ko": (("예", "아니요"), ("참", "거짓"), ("네", "아니요"))}
+_TRUTH = {"en": (("yes", "no"), ("true", "false"), ("on", "off")),
+          "ko": (("예", "아니요"), ("참", "거짓"), ("네", "아니요"))}
 _STATED = {"en": ("{label} {value}", "{label}: {value}", "{label} = {value}", "the {label} is {value}",
                   "{value} as {label}"),
-           "ko": ("{label} {value}", "{label}: {value}", "{label:은} {value}", "{label}={value}", "{label:이} {value}")}
+           "ko": ("{label} {value}", "{label}: {value}", "{label:은} {value}", "{label}={value}",
+                  "{label:이} {value}")}
 
 
 def say_value(draw: Draw, field: Field, value, lang: str) -> str:
@@ -120,7 +145,7 @@ def _joined(items: list[str], lang: str, plain: bool) -> str:
 def state(draw: Draw, fields, values: dict, lang: str) -> str:
     """The values of some fields in one run of words, all in the same way: "party size 4; date 2026-03-04"."""
     rng, template = draw.rng, draw.rng.choice(_STATED[lang])
-    parts = [template.format(label=Ko(field.say(lang)), value=say_value(draw, field, values[field.name], lang))
-             for field in fields]
-    return rng.choice(("; ", ". ", "; ") if any(field.kind in ("strings", "integers") for field in fields)
-                      else (", ", "; ", ". ")).join(parts)
+    parts = [template.format(label=Ko(field.say(lang)),
+                             value=say_value(draw, field, values[field.name], lang)) for field in fields]
+    with_commas = any(field.kind in ("strings", "integers") for field in fields)
+    return rng.choice(("; ", ". ") if with_commas else (", ", "; ", ". ")).join(parts)

@@ -1,6 +1,7 @@
 """What an answer is judged by.
 
-Every judge takes an example's `expect` and the visible part of an answer (`visible`), and returns whether it is right.
+Every judge takes an example's `expect` and the visible part of an answer (`visible`), and returns whether
+it is right.
 """
 
 import json
@@ -43,10 +44,10 @@ _CALL = re.compile(rf"<tool_call>\n<function=([^>\n]+)>\n((?:{_PARAMETER})*)</fu
 
 
 def parse_tool_calls(text: str, tools: list) -> tuple[str, list[dict]]:
-    """The text before the calls, and the calls: [{"name", "arguments"}, ...] with arguments of the schemas' types.
+    """The text before the calls, and the calls: [{"name", "arguments"}, ...], typed as the schemas say.
 
-    Strict: raises ValueError for anything but a newline between or text after the calls, an unknown function, an
-    unknown, doubled or missing parameter, or a value that is not of its parameter's type.
+    Strict: raises ValueError for anything but a newline between or text after the calls, an unknown
+    function, an unknown, doubled or missing parameter, or a value that is not of its parameter's type.
     """
     start = text.find("<tool_call>")
     if start < 0:
@@ -83,12 +84,15 @@ def _arguments(name: str, body: str, schemas: dict) -> dict:
 # JSON schemas, as far as the examples go
 # ------------------------------------------------------------------------------------------------------
 
-_TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}
+_TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list,
+          "object": dict}
 
 
 def fits(value, schema: dict) -> bool:
     """Whether a value fits a schema of type, enum, items, properties and required; nothing else may occur."""
-    if isinstance(value, bool) and schema["type"] != "boolean" or not isinstance(value, _TYPES[schema["type"]]):
+    if not isinstance(value, _TYPES[schema["type"]]):
+        return False
+    if isinstance(value, bool) and schema["type"] != "boolean":  # to Python True is an int as well
         return False
     if "enum" in schema and value not in schema["enum"]:
         return False
@@ -120,7 +124,7 @@ def _keys(expect: dict, answer: str) -> bool:
 
 def _value(expect: dict, answer: str) -> bool:
     """The value occurs, and none of the values it could be mistaken for."""
-    return _has(answer, expect["value"]) and not any(_has(answer, other) for other in expect.get("others", ()))
+    return _has(answer, expect["value"]) and not any(_has(answer, other) for other in expect["others"])
 
 
 def _values(expect: dict, answer: str) -> bool:
@@ -151,9 +155,13 @@ def _calls(expect: dict, answer: str) -> bool:
         before, calls = parse_tool_calls(answer, expect["tools"])
     except ValueError:
         return False
-    order = lambda call: json.dumps(call, sort_keys=True)  # noqa: E731
-    return not before and sorted(map(order, calls)) == sorted(map(order, expect["calls"]))
+    missing = list(expect["calls"])
+    for call in calls:
+        if call not in missing:
+            return False
+        missing.remove(call)
+    return not before and not missing
 
 
-_JUDGES = {"keys": _keys, "value": _value, "values": _values, "exact": _exact, "number": _number, "json": _json,
-           "calls": _calls}
+_JUDGES = {"keys": _keys, "value": _value, "values": _values, "exact": _exact, "number": _number,
+           "json": _json, "calls": _calls}

@@ -1,7 +1,7 @@
-"""Small exercises on lists, words and numbers: copy, list, count, reverse, sort, spell numbers, translate, repeat.
+"""Small exercises: copy, list, count, reverse, sort, numbers in words, translate, repeat and the like.
 
-Each exercise is a function of a Draw and a language that returns question and answer; contents are drawn under the
-held-out rule: invented words one by one, lists of dictionary words and numbers as a whole.
+Each exercise is a function of a Draw and a language that returns question and answer; contents are drawn
+under the held-out rule: invented words one by one, lists of dictionary words and numbers as a whole.
 """
 
 from .example import NO_THOUGHT, Example, chat, pick_lang
@@ -15,16 +15,16 @@ def _ask(draw: Draw, lang: str, english: tuple, korean: tuple, **slots) -> str:
 def _known_words(draw: Draw, lang: str, low: int, high: int) -> list[str]:
     """A list of dictionary words that is on the right side as a whole."""
     side, rng = (0 if lang == "en" else 1), draw.rng
-    joined = draw.keep(lambda: ", ".join(pair[side] for pair in rng.sample(dictionary(), rng.randint(low, high))))
-    return joined.split(", ")
+    n = rng.randint(low, high)
+    return draw.keep(lambda: ", ".join(pair[side] for pair in rng.sample(dictionary(), n))).split(", ")
 
 
 def _items(draw: Draw, lang: str) -> list[str]:
     rng = draw.rng
     if rng.random() < 0.4:
         return _known_words(draw, lang, 3, 6)
-    make = rng.choice((lambda: draw.word(lang), lambda: draw.digits(rng.randint(2, 4)), lambda: draw.name(lang)))
-    return [make() for _ in range(rng.randint(3, 6))]
+    make = rng.choice((draw.word, draw.name, lambda lang: draw.digits(rng.randint(2, 4))))
+    return [make(lang) for _ in range(rng.randint(3, 6))]
 
 
 def _strings(draw: Draw, lang: str) -> str:
@@ -39,7 +39,8 @@ def _strings(draw: Draw, lang: str) -> str:
 
 def copy(draw: Draw, lang: str) -> tuple:
     text = _strings(draw, lang)
-    return _ask(draw, lang, ("Copy this: {text}", "Repeat exactly: {text}", "Write this again: {text}", "Say {text}"),
+    return _ask(draw, lang,
+                ("Copy this: {text}", "Repeat exactly: {text}", "Write this again: {text}", "Say {text}"),
                 ("이것을 그대로 써 줘: {text}", "그대로 따라 써 주세요: {text}", "다음을 복사해 줘: {text}", "똑같이 말해 줘: {text}"),
                 text=text), text
 
@@ -55,21 +56,24 @@ def count(draw: Draw, lang: str) -> tuple:
     items = _items(draw, lang)
     question = _ask(draw, lang, ("How many items are in this list? {items}", "Count these: {items}",
                                  "How many are there: {items}?"),
-                    ("다음 목록에는 몇 개가 있나요? {items}", "개수를 세어 줘: {items}", "모두 몇 개인가요: {items}"), items=", ".join(items))
+                    ("다음 목록에는 몇 개가 있나요? {items}", "개수를 세어 줘: {items}", "모두 몇 개인가요: {items}"),
+                    items=", ".join(items))
     return question, f"{len(items)}" if lang == "en" else f"{len(items)}개"
 
 
 def reverse(draw: Draw, lang: str) -> tuple:
     items = _items(draw, lang)
-    return _ask(draw, lang, ("Reverse this list: {items}", "Write these in reverse order: {items}"),
-                ("순서를 거꾸로 써 줘: {items}", "이 목록을 뒤집어 주세요: {items}"), items=", ".join(items)), ", ".join(reversed(items))
+    question = _ask(draw, lang, ("Reverse this list: {items}", "Write these in reverse order: {items}"),
+                    ("순서를 거꾸로 써 줘: {items}", "이 목록을 뒤집어 주세요: {items}"), items=", ".join(items))
+    return question, ", ".join(reversed(items))
 
 
 def sort(draw: Draw, lang: str) -> tuple:
     rng = draw.rng
     numbers = draw.keep(lambda: ", ".join(map(str, rng.sample(range(100), rng.randint(3, 5)))))
     down = rng.random() < 0.3
-    question = _ask(draw, lang, ("Sort these numbers, {en} first: {numbers}", "Put in order, {en} first: {numbers}"),
+    question = _ask(draw, lang,
+                    ("Sort these numbers, {en} first: {numbers}", "Put in order, {en} first: {numbers}"),
                     ("{ko} 수부터 정렬해 줘: {numbers}", "{ko} 것부터 차례로 써 주세요: {numbers}"),
                     en="largest" if down else "smallest", ko="큰" if down else "작은", numbers=numbers)
     return question, ", ".join(sorted(numbers.split(", "), key=int, reverse=down))
@@ -90,7 +94,8 @@ def number_words(draw: Draw, lang: str) -> tuple:
     n = int(draw.keep(lambda: str(rng.randint(1, 10 ** rng.randint(1, 4) - 1))))
     forms = {"digits": str(n), "english": english_number(n), "korean": korean_number(n)}
     source, target = rng.sample(list(forms), 2)
-    asked = {"digits": ("in digits", "숫자로"), "english": ("in English words", "영어로"), "korean": ("in Korean words", "한글로")}
+    asked = {"digits": ("in digits", "숫자로"), "english": ("in English words", "영어로"),
+             "korean": ("in Korean words", "한글로")}
     return _ask(draw, lang, ("Write {n} {en}.", "What is {n} {en}?", "{n} {en}"),
                 ("{n:을} {ko} 써 줘.", "{n:을} {ko} 쓰면?", "{n} {ko}"),
                 n=Ko(forms[source]), en=asked[target][0], ko=asked[target][1]), forms[target]
@@ -99,20 +104,17 @@ def number_words(draw: Draw, lang: str) -> tuple:
 def translate(draw: Draw, lang: str) -> tuple:
     rng = draw.rng
     to_korean = rng.random() < 0.5
-    chosen = []
-
-    def make():
-        chosen[:] = rng.sample(dictionary(), rng.choice((1, 1, 2, 3)) if not draw.held else rng.choice((2, 3)))
-        return ", ".join(" ".join(pair) for pair in chosen)
     # The dictionary has to be known, so single words are all trained on; only lists of them are held out.
-    if draw.held or rng.random() < 0.5:
-        draw.keep(make)
-    else:
-        chosen.append(rng.choice(dictionary()))
+    n = rng.choice((2, 3) if draw.held else (1, 1, 2, 3))
+    while True:
+        chosen = rng.sample(dictionary(), n)
+        if n == 1 or draw.keep_if(", ".join(english for english, _ in chosen)):
+            break
     source, target = (", ".join(pair[side] for pair in chosen) for side in ((0, 1) if to_korean else (1, 0)))
     return _ask(draw, lang, ("Translate into {en}: {text}", "What is {text} in {en}?", "{text} in {en}"),
                 ("{ko}로 번역해 줘: {text}", "{text:은} {ko}로 뭐예요?", "{text} {ko}로"),
-                en="Korean" if to_korean else "English", ko="한국어" if to_korean else "영어", text=Ko(source)), target
+                en="Korean" if to_korean else "English", ko="한국어" if to_korean else "영어",
+                text=Ko(source)), target
 
 
 def repeat(draw: Draw, lang: str) -> tuple:
@@ -143,8 +145,8 @@ def nth_item(draw: Draw, lang: str) -> tuple:
                 en=english, ko=korean, items=", ".join(items)), items[at]
 
 
-EXERCISES = (copy, one_per_line, count, reverse, sort, extreme, number_words, number_words, number_words, translate,
-             translate, repeat, first_letters, uppercase, nth_item)
+EXERCISES = (copy, one_per_line, count, reverse, sort, extreme, repeat, first_letters, uppercase, nth_item,
+             *[number_words] * 3, *[translate] * 2)
 
 
 def turn(draw: Draw, lang: str) -> tuple:

@@ -1,4 +1,6 @@
-"""Sums in two steps, told as small stories or asked plainly, with the steps thought first or the answer at once."""
+"""Sums in two steps, told as stories or asked plainly, with the steps thought first or the answer at once."""
+
+from functools import cache
 
 from .example import Example, chat, pick_lang
 from .words import Draw, Ko, pairs
@@ -33,7 +35,8 @@ def _numbers(draw: Draw, operators: str) -> list[int]:
     rng, limit = draw.rng, draw.rng.choice((10, 30, 100))
     first = min(limit, 20) if operators[0] == "*" else limit
     while True:
-        numbers = [rng.randint(2, first)] + [rng.randint(2, 9 if operator == "*" else limit) for operator in operators]
+        numbers = [rng.randint(2, first)]
+        numbers += [rng.randint(2, 9 if operator == "*" else limit) for operator in operators]
         if all(0 <= step[-1] <= 1000 for step in _steps(numbers, operators)):
             if draw.keep_if(" ".join(map(str, numbers)) + operators):
                 return numbers
@@ -48,10 +51,16 @@ def _steps(numbers: list[int], operators: str) -> list[tuple]:
     return steps
 
 
+@cache
+def _things() -> tuple:
+    """Objects whose plural takes a plain s."""
+    return tuple(pair for pair in pairs("objects") if not pair[0].endswith(("s", "x", "f", "fe", "ch", "sh")))
+
+
 def _story(draw: Draw, lang: str) -> tuple:
     operators, english, korean = draw.rng.choice(STORIES)
     numbers = _numbers(draw, operators)
-    thing, thing_ko = draw.rng.choice([pair for pair in pairs("objects") if not pair[0].endswith(("s", "x", "f", "fe"))])
+    thing, thing_ko = draw.rng.choice(_things())
     slots = dict(zip("abc", numbers), name=Ko(draw.given(lang)), things=thing + "s", thing=Ko(thing_ko))
     return (english if lang == "en" else korean).format(**slots), _steps(numbers, operators)
 
@@ -59,8 +68,8 @@ def _story(draw: Draw, lang: str) -> tuple:
 def _plain(draw: Draw, lang: str) -> tuple:
     operators = draw.rng.choice(PLAIN_OPERATORS)
     numbers = _numbers(draw, operators)
-    terms = [str(numbers[0])] + [f"{operator} {number}" for operator, number in zip(operators, numbers[1:], strict=True)]
-    question = draw.rng.choice(PLAIN[lang == "ko"]).format(sum=Ko(" ".join(terms)))
+    rest = "".join(f" {operator} {number}" for operator, number in zip(operators, numbers[1:], strict=True))
+    question = draw.rng.choice(PLAIN[lang == "ko"]).format(sum=Ko(f"{numbers[0]}{rest}"))
     return question, _steps(numbers, operators)
 
 

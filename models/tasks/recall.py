@@ -1,7 +1,8 @@
-"""Recall: facts planted anywhere in a long context and asked for, in one message or over a whole conversation.
+"""Recall: facts planted anywhere in a long context and asked for, in one message or over a conversation.
 
-A needle says that some key (a person) has some value of a kind (a code, a colour, ...). Several needles of the same
-kind with other keys lie about, so that the key must be matched and not only the kind. Keys and values are held out.
+A needle says that some key (a person) has some value of a kind (a code, a colour, ...). Several needles of
+the same kind with other keys lie about, so that the key must be matched and not only the kind. Keys and
+values are held out.
 """
 
 import math
@@ -41,7 +42,8 @@ ASKED = (("What is the {kind} of {key}?", "What is {key}'s {kind}?", "Tell me th
           "{key} {kind:은}?"))
 SHORT = ((" Only the {kind}.", " Answer with the value only."), (" {kind}만 말해 줘.", " 값만 답해 줘."))
 ANSWERED = ("The {kind} of {key} is {value}.", "{key}의 {kind:은} {value}입니다.")
-MINE_TOLD = (("My {kind} is {value}.", "By the way, my {kind} is {value}.", "Please remember: my {kind} is {value}."),
+MINE_TOLD = (("My {kind} is {value}.", "By the way, my {kind} is {value}.",
+              "Please remember: my {kind} is {value}."),
              ("제 {kind:은} {value}입니다.", "참고로 제 {kind:은} {value:이에요}.", "기억해 주세요. 제 {kind:은} {value}입니다."))
 MINE_ASKED = (("What is my {kind}?", "Do you remember my {kind}?", "Tell me my {kind}."),
               ("제 {kind:이} 뭐였죠?", "제 {kind:을} 기억하나요?", "제 {kind:은} 무엇인가요?"))
@@ -77,11 +79,11 @@ def _length(rng, length: int | None) -> float:
 
 
 def _expect(asked: Needle, others: list[Needle]) -> dict:
-    return {"kind": "value", "value": asked.value, "others": [other.value for other in others if other.value != asked.value]}
+    return {"kind": "value", "value": asked.value, "others": [other.value for other in others]}
 
 
 def document(draw: Draw, lang: str, length: float, count) -> Example:
-    """Needles in a text, the question before or after it, in the user's message or with the text as the system's."""
+    """Needles in a text, which is the system's or in the user's message before or after the question."""
     rng, side = draw.rng, lang == "ko"
     needles = _needles(draw, lang, rng.choice((1, 2, 3, 4, 4, 5, 6, 8)))
     planted = [needle.say(rng.choice(TOLD[side])) for needle in needles]
@@ -136,7 +138,8 @@ def conversation(draw: Draw, lang: str, length: float, count) -> Example:
                 thought=told[0].say(asks[side][0]))
 
 
-def make(rng, held: bool = False, length: int | None = None, lang: str | None = None, count=estimate_tokens) -> Example:
+def make(rng, held: bool = False, length: int | None = None, lang: str | None = None,
+         count=estimate_tokens) -> Example:
     """length: tokens of context, as `count` counts them."""
     lang, draw = pick_lang(rng, lang), Draw(rng, held)
     form = document if rng.random() < 0.7 else conversation

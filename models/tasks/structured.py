@@ -1,4 +1,4 @@
-"""JSON answers: a schema and a text in the prompt, and one JSON object with the text's values as the answer."""
+"""JSON answers: a schema and a text in the prompt, one JSON object with the text's values as the answer."""
 
 from .example import NO_THOUGHT, Example, chat, compact, pick_lang
 from .facts import system
@@ -6,8 +6,10 @@ from .fields import draw_fields, draw_value, object_schema, state
 from .filler import sentence
 from .words import Draw
 
-ASKED = (("Answer as JSON with this schema: {schema}\n\n{text}", "{text}\n\nAnswer as JSON with this schema: {schema}",
-          "Extract the values as JSON. Schema: {schema}\nText: {text}", "Fill this JSON schema from the text.\n{schema}\n{text}"),
+ASKED = (("Answer as JSON with this schema: {schema}\n\n{text}",
+          "{text}\n\nAnswer as JSON with this schema: {schema}",
+          "Extract the values as JSON. Schema: {schema}\nText: {text}",
+          "Fill this JSON schema from the text.\n{schema}\n{text}"),
          ("다음 스키마에 맞는 JSON으로 답해 줘: {schema}\n\n{text}", "{text}\n\n다음 스키마의 JSON으로 답하세요: {schema}",
           "글에서 값을 뽑아 JSON으로 써 주세요. 스키마: {schema}\n글: {text}", "이 JSON 스키마를 글의 내용으로 채워 줘.\n{schema}\n{text}"))
 
@@ -21,5 +23,5 @@ def make(rng, held: bool = False, length: int | None = None, lang: str | None = 
     sentences = [sentence(draw, lang) for _ in range(rng.choice((0, 0, 1, 2)))]
     sentences.insert(rng.randint(0, len(sentences)), stated + ".")
     question = rng.choice(ASKED[lang == "ko"]).format(schema=compact(schema), text=" ".join(sentences))
-    return chat(draw, lang, "json", [question, compact(value)], {"kind": "json", "schema": schema, "value": value},
-                system(rng, lang), thought=NO_THOUGHT)
+    expect = {"kind": "json", "schema": schema, "value": value}
+    return chat(draw, lang, "json", [question, compact(value)], expect, system(rng, lang), thought=NO_THOUGHT)

@@ -1,16 +1,18 @@
 """Tool use: schemas of one to four tools in the prompt, and a request that needs one call, several, or none.
 
-A tool is a verb and a noun, such as book_team_room(date, party_size), or one of a few handwritten ones (NATURAL) with
-requests as people make them. Names of tools and the values to pass are held out. After a tool's result the right
-answer tells what it says.
+A tool is a verb and a noun, such as book_team_room(date, party_size), or one of a few handwritten
+ones (models/text/tools.toml) with requests as people make them. Names of tools and the values to pass are
+held out. After a tool's result the right answer tells what it says.
 """
 
+import tomllib
 from dataclasses import dataclass
+from functools import cache
 
 from . import facts
 from .example import NO_THOUGHT, Example, chat, compact, pick_lang
-from .fields import Field, draw_fields, draw_value, object_schema, state
-from .words import Draw, Ko, pairs, with_an
+from .fields import Field, draw_fields, draw_kind, draw_value, object_schema, state, type_of
+from .words import TEXT, Draw, Ko, pairs, with_an
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,9 @@ class Tool:
                                    f"Can {verb} a {noun}.", f"{self.noun[1]} {self.verb[1]}")))
         parameters = object_schema(self.fields, self.optional)
         if rng.random() < 0.4:
-            parameters["properties"] = {field.name: {**field.schema, "description": rng.choice((field.label, field.label_ko))}
-                                        for field in self.fields}
+            parameters["properties"] = {
+                field.name: field.schema | {"description": rng.choice((field.label, field.label_ko))}
+                for field in self.fields}
         return {"type": "function",
                 "function": {"name": self.name, "description": text, "parameters": parameters}}
 
@@ -76,17 +79,19 @@ def _invent_several(draw: Draw, n: int) -> list[Tool]:
     tools = [_invent(draw)]
     while len(tools) < n:
         share = draw.rng.random()
-        tool = _invent(draw, tools[0].verb if share < 0.25 else None, tools[0].noun if 0.25 < share < 0.5 else None)
+        verb, noun = (tools[0].verb, None) if share < 0.25 else (None, tools[0].noun if share < 0.5 else None)
+        tool = _invent(draw, verb, noun)
         if (tool.verb, tool.noun) not in [(other.verb, other.noun) for other in tools]:
             tools.append(tool)
     return tools
 
 
-REQUEST = (("Please {verb} the {noun}", "{Verb} the {noun}", "I want to {verb} a {noun}", "Can you {verb} the {noun}",
-            "{Verb} a {noun} for me", "I need to {verb} the {noun}"),
+REQUEST = (("Please {verb} the {noun}", "{Verb} the {noun}", "I want to {verb} a {noun}",
+            "Can you {verb} the {noun}", "{Verb} a {noun} for me", "I need to {verb} the {noun}"),
            ("{noun} {verb}해 줘", "{noun:을} {verb}해 주세요", "{noun} {verb} 부탁해요", "{noun:을} {verb}하고 싶어요",
             "{noun} {verb}해 주실래요", "{noun:을} {verb}해야 합니다"))
-JOINED = (("{request} with {details}.", "{request}: {details}.", "{request}. {details}.", "{request}, {details}."),
+JOINED = (("{request} with {details}.", "{request}: {details}.", "{request}. {details}.",
+           "{request}, {details}."),
           ("{request}. {details}.", "{request}: {details}.", "{request}. {details}", "{details}. {request}."))
 ALSO = (" And ", " Also: ", " Then "), (" 그리고 ", " 또 ", " 그다음 ")
 
@@ -108,7 +113,8 @@ def _ask_for(draw: Draw, tool: Tool, lang: str) -> tuple[str, dict]:
 
 
 def call_message(calls: list[dict]) -> dict:
-    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call} for call in calls]}
+    return {"role": "assistant", "content": "",
+            "tool_calls": [{"type": "function", "function": call} for call in calls]}
 
 
 def _schemas(draw: Draw, tools: list[Tool]) -> list[dict]:
@@ -133,22 +139,29 @@ def several(draw: Draw, lang: str) -> tuple[str, list, list]:
     return rng.choice(ALSO[lang == "ko"]).join(text for text, _ in asked), calls, _schemas(draw, tools)
 
 
+@cache
+def _handwritten() -> tuple[dict, ...]:
+    return tuple(tomllib.loads((TEXT / "tools.toml").read_text("utf-8"))["tool"])
+
+
 def natural(draw: Draw, lang: str) -> tuple[str, list, list]:
     """One call of a handwritten tool, others of both sorts beside it."""
     rng = draw.rng
-    chosen = rng.sample(NATURAL, rng.randint(1, 3))
+    chosen = rng.sample(_handwritten(), rng.randint(1, 3))
     others = _invent_several(draw, rng.randint(1, 4 - len(chosen)))
-    schemas = [_natural_schema(*entry[:3]) for entry in chosen] + _schemas(draw, others)
-    name, _, _, drawn, *requests = chosen[0]
-    arguments = {key: make(draw, lang) for key, make in drawn.items()}
-    request = rng.choice(requests[lang == "ko"]).format(**{key: Ko(value) for key, value in arguments.items()})
+    schemas = [_handwritten_schema(tool) for tool in chosen] + _schemas(draw, others)
     rng.shuffle(schemas)
-    return request, [{"name": name, "arguments": arguments}], schemas
+    tool = chosen[0]
+    arguments = {name: draw_kind(draw, kind, lang) for name, kind in tool["parameters"].items()}
+    request = rng.choice(tool[lang]).format_map({name: Ko(value) for name, value in arguments.items()})
+    return request, [{"name": tool["name"], "arguments": arguments}], schemas
 
 
-def _natural_schema(name: str, description: str, properties: dict) -> dict:
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": {
-        "type": "object", "properties": properties, "required": list(properties)}}}
+def _handwritten_schema(tool: dict) -> dict:
+    properties = {name: {"type": type_of(kind)} for name, kind in tool["parameters"].items()}
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"type": "function", "function": {"name": tool["name"], "description": tool["description"],
+                                             "parameters": parameters}}
 
 
 def _any_request(draw: Draw, lang: str) -> tuple[str, list, list]:
@@ -165,13 +178,15 @@ def to_call(draw: Draw, lang: str) -> Example:
     rng = draw.rng
     request, calls, schemas = _any_request(draw, lang)
     trained = Draw(rng, held=False)  # what was said before is not what is asked for
-    before = [text for _ in range(rng.choices((0, 1, 2), (8, 1, 1))[0]) for text in facts.small_talk(trained, lang)[:2]]
-    thought = (f"Tools: {', '.join(call['name'] for call in calls)}." if lang == "en" else
-               f"도구: {', '.join(call['name'] for call in calls)}.")
-    return chat(draw, lang, "tools", [*before, request, call_message(calls)],
-                {"kind": "calls", "calls": calls, "tools": schemas}, facts.system(rng, lang), schemas, thought)
+    n_before = rng.choices((0, 1, 2), (8, 1, 1))[0]
+    before = [text for _ in range(n_before) for text in facts.small_talk(trained, lang)[:2]]
+    expect = {"kind": "calls", "calls": calls, "tools": schemas}
+    thought = f"{THOUGHT[lang]}: {', '.join(call['name'] for call in calls)}."
+    return chat(draw, lang, "tools", [*before, request, call_message(calls)], expect, facts.system(rng, lang),
+                schemas, thought)
 
 
+THOUGHT = {"en": "Tools", "ko": "도구"}
 NO_TOOL = {"en": "None of the tools can do that.", "ko": "그 일을 할 수 있는 도구가 없습니다."}
 
 
@@ -193,14 +208,16 @@ def no_call(draw: Draw, lang: str) -> Example:
 # ------------------------------------------------------------------------------------------------------
 
 FAILED = {"en": "The call failed: {error}.", "ko": "호출이 실패했습니다: {error}."}
-ERRORS = "not found, no access, timed out, out of stock, already exists, invalid date, too many requests, offline".split(", ")
+ERRORS = ("not found", "no access", "timed out", "out of stock", "already exists", "invalid date",
+          "too many requests", "offline")
 
 
 def to_tell(draw: Draw, lang: str) -> Example:
     """A request, its calls, the tools' results, and the answer that tells the results."""
     request, calls, schemas = _any_request(draw, lang)
     results = [_result(draw, lang) for _ in calls]
-    turns = [request, call_message(calls), *({"role": "tool", "content": compact(result)} for result, *_ in results),
+    told = [{"role": "tool", "content": compact(result)} for result, *_ in results]
+    turns = [request, call_message(calls), *told,
              {"role": "assistant", "content": " ".join(answer for _, answer, _ in results)}]
     values = [value for *_, values in results for value in values]
     return chat(draw, lang, "tools", turns, {"kind": "values", "values": values}, None, schemas, NO_THOUGHT)
@@ -219,7 +236,9 @@ def _result(draw: Draw, lang: str) -> tuple[dict, str, list[str]]:
 
 
 def _told(value) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else value if isinstance(value, str) else compact(value)
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return value if isinstance(value, str) else compact(value)
 
 
 def _tell(fields: list[Field], told: dict, lang: str) -> str:
@@ -228,63 +247,6 @@ def _tell(fields: list[Field], told: dict, lang: str) -> str:
         return f"{text[0].upper()}{text[1:]}."
     text = ", ".join(f"{Ko(field.label_ko):은} {told[field.name]}" for field in fields)
     return f"{text}입니다."
-
-
-# ------------------------------------------------------------------------------------------------------
-# Handwritten tools
-# ------------------------------------------------------------------------------------------------------
-
-CITY, WHO = {"type": "string"}, {"type": "string"}
-INTEGER, NUMBER = {"type": "integer"}, {"type": "number"}
-# name, description, properties, optional ones, how each is drawn, requests in English and in Korean.
-NATURAL = (
-    ("get_weather", "Current weather of a city.", {"city": CITY},
-     {"city": lambda draw, lang: draw.city(lang)},
-     ("What is the weather in {city}?", "How is the weather in {city} today?", "Is it raining in {city}?", "weather {city}"),
-     ("{city} 날씨 어때?", "오늘 {city} 날씨 알려 줘.", "{city}에 비가 오나요?", "{city}의 날씨를 알려 주세요.")),
-    ("get_time", "Local time of a city.", {"city": CITY},
-     {"city": lambda draw, lang: draw.city(lang)},
-     ("What time is it in {city}?", "Tell me the time in {city}.", "current time in {city}"),
-     ("{city:은} 지금 몇 시야?", "{city}의 현재 시각을 알려 주세요.", "지금 {city} 시간 알려 줘.")),
-    ("set_timer", "Start a timer.", {"minutes": INTEGER},
-     {"minutes": lambda draw, lang: draw.rng.randint(1, 90)},
-     ("Set a timer for {minutes} minutes.", "Wake me in {minutes} minutes.", "Start a {minutes} minute timer."),
-     ("{minutes}분 타이머 맞춰 줘.", "{minutes}분 뒤에 알려 줘.", "타이머 {minutes}분으로 설정해 주세요.")),
-    ("send_message", "Send a message to a person.", {"to": WHO, "text": {"type": "string"}},
-     {"to": lambda draw, lang: draw.given(lang), "text": lambda draw, lang: f"{draw.word(lang)} {draw.word(lang)}"},
-     ("Tell {to}: {text}", 'Send {to} the message "{text}".', "Write to {to}: {text}"),
-     ('{to}에게 "{text}"라고 보내 줘.', "{to}한테 메시지 보내 줘: {text}", "{to}에게 이렇게 전해 주세요: {text}")),
-    ("multiply", "Multiply two numbers.", {"a": INTEGER, "b": INTEGER},
-     {"a": lambda draw, lang: draw.rng.randint(2, 9999), "b": lambda draw, lang: draw.rng.randint(2, 9999)},
-     ("What is {a} times {b}?", "Multiply {a} by {b}.", "{a} * {b}"),
-     ("{a} 곱하기 {b:은} 얼마야?", "{a:과} {b:을} 곱해 줘.", "{a} * {b}")),
-    ("add", "Add two numbers.", {"a": INTEGER, "b": INTEGER},
-     {"a": lambda draw, lang: draw.rng.randint(2, 9999), "b": lambda draw, lang: draw.rng.randint(2, 9999)},
-     ("What is {a} plus {b}?", "Add {a} and {b}.", "{a} + {b}"),
-     ("{a} 더하기 {b:은} 얼마야?", "{a:과} {b:을} 더해 줘.", "{a} + {b}")),
-    ("convert_currency", "Convert an amount of money.", {"amount": INTEGER, "from": CITY, "to": CITY},
-     {"amount": lambda draw, lang: draw.rng.randint(1, 5000), "from": lambda draw, lang: draw.rng.choice(("USD", "EUR", "JPY")),
-      "to": lambda draw, lang: draw.rng.choice(("KRW", "GBP", "CNY"))},
-     ("How much is {amount} {from} in {to}?", "Convert {amount} {from} to {to}.", "{amount} {from} in {to}"),
-     ("{amount} {from:은} {to:으로} 얼마야?", "{amount} {from:을} {to:으로} 바꿔 줘.", "{amount} {from:이} {to:으로} 얼마인가요?")),
-    ("search_web", "Search the web.", {"query": CITY},
-     {"query": lambda draw, lang: f"{draw.word(lang)} {draw.word(lang)}"},
-     ("Search the web for {query}.", "Look up {query}.", "Google {query}", "Find pages about {query}."),
-     ("{query:을} 검색해 줘.", "인터넷에서 {query:을} 찾아 주세요.", "{query} 검색")),
-    ("play_music", "Play a song.", {"title": CITY, "artist": WHO},
-     {"title": lambda draw, lang: draw.word(lang).capitalize(), "artist": lambda draw, lang: draw.name(lang)},
-     ("Play {title} by {artist}.", 'I want to hear "{title}" by {artist}.', "Put on {title} by {artist}."),
-     ("{artist}의 {title} 틀어 줘.", "{artist:이} 부른 {title:을} 듣고 싶어요.", "{artist}의 {title:을} 재생해 주세요.")),
-    ("add_event", "Put an event into the calendar.", {"title": CITY, "date": CITY, "time": CITY},
-     {"title": lambda draw, lang: draw.word(lang), "date": lambda draw, lang: draw.date(), "time": lambda draw, lang: draw.time()},
-     ("Put {title} into my calendar on {date} at {time}.", "I have {title} on {date} at {time}, write it down.",
-      "Add {title}, {date}, {time}."),
-     ("{date} {time}에 {title} 일정 넣어 줘.", "{date} {time}에 {title:이} 있으니 적어 둬.", "일정 추가: {title}, {date}, {time}")),
-    ("set_temperature", "Set the temperature of a room.", {"room": CITY, "degrees": NUMBER},
-     {"room": lambda draw, lang: draw.word(lang), "degrees": lambda draw, lang: draw.rng.randint(28, 60) / 2},
-     ("Set the {room} room to {degrees} degrees.", "Make it {degrees} degrees in the {room} room."),
-     ("{room}방을 {degrees}도로 맞춰 줘.", "{room}방 온도를 {degrees}도로 해 주세요.")),
-)
 
 
 FORMS = (to_call, no_call, to_tell)

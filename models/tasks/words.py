@@ -1,8 +1,9 @@
 """Words, names and numbers to make examples of, and the rule that holds some of them out.
 
-The rule: `is_held(content)` is true for every fifth string, by its hash. Training examples draw only contents
-for which it is false, held-out examples only contents for which it is true, through the same generators; so no
-list has to be kept, and a name of ten thousand million possible ones is on the same side on every machine.
+The rule: `is_held(content)` is true for every fifth string, by its hash, whatever its case. Training
+examples draw only contents for which it is false, held-out examples only contents for which it is true,
+through the same generators; so no list has to be kept, and any of millions of names is on the same side on
+every machine.
 """
 
 import hashlib
@@ -18,7 +19,7 @@ LANGUAGES = ("en", "ko")
 
 
 def is_held(content: str) -> bool:
-    return hashlib.sha256(content.encode()).digest()[0] % 5 == 0
+    return hashlib.sha256(content.lower().encode()).digest()[0] % 5 == 0
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -98,8 +99,8 @@ def with_an(text: str) -> str:
     return re.sub(r"\b([Aa]) (?=[aeio])", r"\1n ", text)
 
 
-_ONES = ("zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
-         "seventeen eighteen nineteen").split()
+_ONES = ("zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+         "sixteen seventeen eighteen nineteen").split()
 _TENS = "- - twenty thirty forty fifty sixty seventy eighty ninety".split()
 _KOREAN_ONES = ("", *"일이삼사오육칠팔구")
 
@@ -162,7 +163,7 @@ class Draw:
         return True
 
     def known(self, kind: str, lang: str) -> str:
-        """A real word of a pool of which every fifth is held out; an invented one where it was drawn before."""
+        """A real word of a pool of which every fifth is held out, or an invented one if drawn before."""
         word = self.rng.choice(_side(pool(f"{kind}_{lang}"), self.held))
         return word if self.keep_if(word) else self.word(lang).capitalize()
 
@@ -177,7 +178,8 @@ class Draw:
             given = self.known("given", "en") if rng.random() < 0.5 else self.word("en").capitalize()
             return f"{given} {self.word('en').capitalize()}"
         syllables = pool("given_syllable_ko")
-        return self.keep(lambda: rng.choice(pool("surname_ko")) + rng.choice(syllables) + rng.choice(syllables))
+        surnames = pool("surname_ko")
+        return self.keep(lambda: rng.choice(surnames) + rng.choice(syllables) + rng.choice(syllables))
 
     def given(self, lang: str) -> str:
         """A first name."""
@@ -211,7 +213,8 @@ class Draw:
 
     def date(self) -> str:
         rng = self.rng
-        return self.keep(lambda: f"{rng.randrange(2020, 2036)}-{rng.randrange(1, 13):02}-{rng.randrange(1, 29):02}")
+        return self.keep(lambda: f"{rng.randrange(2020, 2036)}-{rng.randrange(1, 13):02}-"
+                                 f"{rng.randrange(1, 29):02}")
 
     def compound(self, first: str, second: str, lang: str) -> str:
         """Two words that go together, such as a shade and a colour; the combination is the content."""
@@ -226,3 +229,33 @@ class Draw:
             return "".join(rng.choice(_SYLLABLES_KO) for _ in range(rng.choice((2, 3, 3, 4))))
         return "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS)
                        for _ in range(rng.choice((2, 2, 3))))
+
+
+_SLOT_PAIRS = {"object": "objects", "animal": "animals", "food": "foods", "job": "jobs", "place": "places",
+          "nature": "nature", "colour": "colours"}
+
+
+class Slots(dict):
+    """What {name}, {city}, {object} and the like stand for, drawn anew each time one is asked for."""
+
+    def __init__(self, draw: Draw, lang: str):
+        super().__init__()
+        self.draw, self.lang = draw, lang
+
+    def __missing__(self, slot: str) -> str:
+        return Ko(self._content(slot))
+
+    def _content(self, slot: str) -> str:
+        draw, lang, rng = self.draw, self.lang, self.draw.rng
+        side = LANGUAGES.index(lang)
+        if slot in _SLOT_PAIRS:
+            return rng.choice(pairs(_SLOT_PAIRS[slot]))[side]
+        if slot == "adj":
+            return rng.choice(pairs("pairs", "adjectives"))[side]
+        if slot == "n":
+            return str(rng.randint(2, 99))
+        if slot == "hour":
+            return f"{rng.randint(1, 12)} o'clock" if lang == "en" else f"{rng.randint(1, 12)}시"
+        if slot in ("day", "month", "weather"):
+            return rng.choice(pool(f"{slot}_{lang}"))
+        return getattr(draw, slot)(lang)

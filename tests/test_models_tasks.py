@@ -1,0 +1,422 @@
+"""The examples that the small model learns from, their judges, and its chat template."""
+
+import hashlib
+import inspect
+import json
+import random
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from functools import cache
+
+import jinja2
+import pytest
+
+import qengine
+from models import tasks
+from models.tasks import facts, judge, recall, words
+from models.tasks.example import TEMPLATE
+from tests.oracle import oracle_path
+
+CHATS = [name for name in tasks.TASKS if name != "text"]
+TOOL = {"type": "function", "function": {"name": "book_room", "description": "방 예약", "parameters": {
+    "type": "object", "required": ["guest", "nights"], "properties": {
+        "guest": {"type": "string"}, "nights": {"type": "integer"}, "price": {"type": "number"},
+        "quiet": {"type": "boolean"}, "tags": {"type": "array", "items": {"type": "string"}}}}}}
+
+
+def examples(task: str, n: int, held: bool = False, length: int = 200, seed: int = 1) -> list:
+    rng = random.Random(seed)
+    return [tasks.TASKS[task][1](rng, held, length) for _ in range(n)]
+
+
+@cache
+def qengine_template() -> qengine.ChatTemplate:
+    return qengine.ChatTemplate(TEMPLATE.read_text("utf-8"), ("<|im_start|>", "<|im_end|>", "<|endoftext|>"))
+
+
+def render(messages, **options) -> str:
+    return qengine_template().render(messages, **options)
+
+
+# ------------------------------------------------------------------------------------------------------
+# Held out
+# ------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_held_out_is_trained_on():
+    rng = random.Random(2)
+    texts = []
+    for _ in range(20_000):
+        example = tasks.sample(rng, length=120)
+        assert not any(map(tasks.is_held, example.contents))
+        texts.append(tasks.render(example))
+    seen = set(re.findall(r"[0-9a-z가-힣_@.-]+", "\n".join(texts).lower()))
+    contents = {content.lower() for name in ("recall", "tools", "json")
+                for example in examples(name, 300, held=True) for content in example.contents}
+    assert len(contents) > 2000
+    # Numbers and very short words come about in other ways as well; an invented word may turn out to be real.
+    written = "\n".join(path.read_text("utf-8") for path in words.TEXT.rglob("*.toml")
+                        if path.name != "words.toml")
+    rare = {content for content in contents
+            if len(content) > 3 and not content.isdigit() and content not in written.lower()}
+    assert len(rare) > 1000 and not rare & seen
+
+
+def test_held_out_examples_draw_only_what_is_held_out():
+    for name in tasks.TASKS:
+        for example in examples(name, 100, held=True):
+            assert all(map(tasks.is_held, example.contents))
+        assert name in ("facts", "self", "text") or example.contents
+
+
+def test_held_out_questions_are_never_asked_in_training():
+    held = facts.held_questions()
+    asked = {facts.plain(message["content"]) for name in ("facts", "self") for example in examples(name, 3000)
+             for message in example.messages if message["role"] == "user"}
+    assert len(asked) > 3000 and not asked & held
+
+
+def test_one_string_of_five_is_held_out():
+    share = sum(tasks.is_held(f"word {i}") for i in range(10_000)) / 10_000
+    assert 0.18 < share < 0.22
+
+
+# ------------------------------------------------------------------------------------------------------
+# Judges
+# ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CHATS)
+@pytest.mark.parametrize("held", [False, True])
+def test_the_own_answer_is_right_and_another_ones_is_not(name, held):
+    made = examples(name, 200, held)
+    answers = [tasks.own_answer(example) for example in made]
+    assert all(answer.endswith("<|im_end|>") for answer in answers)
+    wrong = 0
+    for example, answer, other in zip(made, answers, answers[1:] + answers[:1]):
+        assert tasks.score(example, answer) and tasks.score(example, answer.removesuffix("<|im_end|>"))
+        assert not tasks.score(example, "<|im_end|>") and not tasks.score(example, "")
+        wrong += answer == other or not tasks.score(example, other)
+    # Facts may contain another's keys, and two sums may have one result.
+    assert wrong >= (200 if name in ("recall", "json") else 180)
+
+
+def changed(value):
+    """A value of the same type that is another."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float)):
+        return value + 1
+    if isinstance(value, str):
+        return value[:-1] + ("x" if value[-1] != "x" else "y")
+    if isinstance(value, list):
+        return [*value[:-1], changed(value[-1])]
+    return {key: changed(one) for key, one in value.items()}
+
+
+def test_a_call_with_a_changed_or_missing_argument_is_wrong():
+    n = 0
+    for example in examples("tools", 200, held=True):
+        for i, call in enumerate(example.expect.get("calls", ())):
+            for key in call["arguments"]:
+                arguments = call["arguments"]
+                for worse in (arguments | {key: changed(arguments[key])},
+                              {name: value for name, value in arguments.items() if name != key}):
+                    calls = [dict(each) for each in example.expect["calls"]]
+                    calls[i] = {"name": call["name"], "arguments": worse}
+                    last = {"role": "assistant", "tool_calls": [{"function": each} for each in calls]}
+                    text = tasks.own_answer(replace(example, messages=[*example.messages[:-1], last]))
+                    assert not tasks.score(example, text)
+                    n += 1
+    assert n > 300
+
+
+def test_a_json_answer_with_a_changed_value_is_valid_but_wrong():
+    valid = 0
+    for example in examples("json", 100):
+        value = example.expect["value"]
+        for key in value:
+            text = json.dumps(value | {key: changed(value[key])}, ensure_ascii=False)
+            assert not tasks.score(example, text)
+            valid += tasks.json_is_valid(example, text)
+        less = json.dumps({key: value[key] for key in list(value)[1:]})
+        assert not tasks.json_is_valid(example, less)
+        assert not tasks.json_is_valid(example, json.dumps(value) + "}")
+    assert valid > 100
+
+
+def test_a_recalled_value_must_be_the_one_asked_for():
+    for example in examples("recall", 200, held=True):
+        answer = tasks.own_answer(example)
+        value = example.expect["value"]
+        assert not tasks.score(example, answer.replace(value, changed(value)))
+        for other in example.expect["others"]:
+            assert not tasks.score(example, f"{answer.removesuffix('<|im_end|>')} {other}")
+
+
+def test_the_last_number_of_a_sum_counts_and_thinking_must_end():
+    example = next(example for example in examples("reasoning", 50) if example.thinking)
+    result = example.expect["number"]
+    assert tasks.score(example, f"1 + 1 = 2\n</think>\n\nThe answer is {result}.")
+    assert not tasks.score(example, f"The answer is {result}.")
+    assert not tasks.score(example, f"{result}\n</think>\n\nThe answer is {result + 1}.")
+
+
+def test_fits_agrees_with_jsonschema():
+    jsonschema = pytest.importorskip("jsonschema", exc_type=ImportError)
+    compared = {True: 0, False: 0}
+    for example in examples("json", 40):
+        schema, value = example.expect["schema"], example.expect["value"]
+        validator = jsonschema.Draft202012Validator(closed(schema))
+        for key in value:
+            for other in (value[key], "red", 3, 2.5, True, [1], ["a"], {"a": 1}, None):
+                candidate = value | {key: other}
+                valid = validator.is_valid(candidate)
+                assert judge.fits(candidate, schema) == valid
+                compared[valid] += 1
+    assert min(compared.values()) > 150
+
+
+def closed(schema: dict) -> dict:
+    """The schema with no other properties than its own, as `fits` wants it."""
+    if schema["type"] != "object":
+        return schema
+    properties = {key: closed(inner) for key, inner in schema["properties"].items()}
+    return schema | {"properties": properties, "additionalProperties": False}
+
+
+# ------------------------------------------------------------------------------------------------------
+# Tool calls
+# ------------------------------------------------------------------------------------------------------
+
+CALL = ("<tool_call>\n<function=book_room>\n<parameter=guest>\nMina\n</parameter>\n"
+        "<parameter=nights>\n3\n</parameter>\n</function>\n</tool_call>")
+
+
+def test_calls_are_parsed_with_the_types_of_the_schema():
+    more = '<parameter=tags>\n["a", "나"]\n</parameter>\n<parameter=quiet>\ntrue\n</parameter>\n'
+    text = CALL.replace("</function>", more + "</function>")
+    before, calls = tasks.parse_tool_calls(f"Wait.\n\n{text}\n{CALL}", [TOOL])
+    assert before == "Wait."
+    few = {"guest": "Mina", "nights": 3}
+    assert calls == [{"name": "book_room", "arguments": few | {"tags": ["a", "나"], "quiet": True}},
+                     {"name": "book_room", "arguments": few}]
+    assert tasks.parse_tool_calls("Nothing to call.", [TOOL]) == ("Nothing to call.", [])
+    lines = CALL.replace("Mina", "two\nlines")
+    assert tasks.parse_tool_calls(lines, [TOOL])[1][0]["arguments"]["guest"] == "two\nlines"
+
+
+@pytest.mark.parametrize("change", [
+    ("\n3\n", "\nthree\n"), ("\n3\n", "\n3.5\n"), ("\n3\n", "\ntrue\n"), ("\n3\n", "\n\"3\"\n"),
+    ("\nMina\n", "Mina"), ("book_room", "book_rooms"), ("=nights", "=night"), ("=nights", "=guest"),
+    ("</function>", ""),
+    ("</tool_call>", "</tool_call> Done."), ("</tool_call>", "</tool_call>\n\n"),
+    ("<parameter=guest>\nMina\n</parameter>\n", "")])
+def test_calls_that_are_not_quite_right_are_refused(change):
+    with pytest.raises(ValueError):
+        tasks.parse_tool_calls(CALL.replace(*change), [TOOL])
+
+
+# ------------------------------------------------------------------------------------------------------
+# Facts, words, lengths
+# ------------------------------------------------------------------------------------------------------
+
+
+def test_facts_are_answerable():
+    known, owner = facts.load_facts(), {}
+    for fact in known.values():
+        assert set(fact.next) <= set(known), fact.id
+        for lang in words.LANGUAGES:
+            assert judge._keys({"keys": fact.keys[lang]}, fact.answer[lang]), (fact.id, lang)
+            assert len(fact.ask[lang]) >= 3, fact.id
+            for question in (*fact.ask[lang], *fact.held[lang]):
+                assert owner.setdefault(facts.plain(question), fact.id) == fact.id, question
+
+
+def test_questions_lose_words_only_where_they_stay_clear():
+    fact = next(iter(facts.load_facts().values()))
+    unclear = replace(fact, id="another", ask={"en": ["What is it?"], "ko": ["뭐예요?"]})
+    rng = random.Random(3)
+    assert not facts._is_clear("What is it?", unclear)
+    assert all("whatisit" in facts.plain(facts.vary(rng, "What is it?", unclear, "en")) for _ in range(3))
+    assert facts._is_clear(fact.ask["en"][0], fact)
+    assert len({facts.vary(rng, fact.ask["en"][0], fact, "en") for _ in range(100)}) > 20
+
+
+@pytest.mark.parametrize("lang", ["en", "ko"])
+@pytest.mark.parametrize("length", [200, 1000, 4000])
+def test_recall_has_the_length_that_is_asked_for(length, lang):
+    rng = random.Random(4)
+    for _ in range(10):
+        example = recall.make(rng, held=True, length=length, lang=lang)
+        assert example.lang == lang
+        assert 0.8 * length < tasks.estimate_tokens(tasks.render(example)) < 1.2 * length + 400
+
+
+def test_recall_plants_needles_everywhere():
+    places = []
+    for example in examples("recall", 300, length=1000):
+        text = tasks.render(example, for_generation=True)
+        places.append(text.index(example.expect["value"]) / len(text))
+    assert min(places) < 0.1 and max(places) > 0.9
+    assert all(sum(low <= place < low + 0.25 for place in places) > 30 for low in (0, 0.25, 0.5, 0.75))
+
+
+@pytest.mark.parametrize("n, english, korean", [
+    (0, "zero", "영"), (7, "seven", "칠"), (10, "ten", "십"), (19, "nineteen", "십구"), (40, "forty", "사십"),
+    (111, "one hundred eleven", "백십일"), (1000, "one thousand", "천"),
+    (2026, "two thousand twenty-six", "이천이십육"), (7391, "seven thousand three hundred ninety-one", "칠천삼백구십일"),
+    (9999, "nine thousand nine hundred ninety-nine", "구천구백구십구")])
+def test_number_words(n, english, korean):
+    assert words.english_number(n) == english and words.korean_number(n) == korean
+
+
+@pytest.mark.parametrize("word, topic, subject, by", [
+    ("책", "책은", "책이", "책으로"), ("카드", "카드는", "카드가", "카드로"), ("서울", "서울은", "서울이", "서울로"),
+    ("7391", "7391은", "7391이", "7391로"), ("4812", "4812는", "4812가", "4812로"),
+    ("320", "320은", "320이", "320으로"), ("GPU", "GPU는", "GPU가", "GPU로"), ("URL", "URL은", "URL이", "URL로")])
+def test_particles(word, topic, subject, by):
+    word = words.Ko(word)
+    assert (f"{word:은}", f"{word:이}", f"{word:으로}", f"{word}") == (topic, subject, by, str(word))
+
+
+def test_heldout_text_is_of_all_tasks():
+    text = tasks.heldout_text(random.Random(5), 20_000)
+    assert 20_000 < tasks.estimate_tokens(text) < 22_000
+    for sign in ("<tool_call>", "<|endoftext|>", "<think>\n\n</think>", '{"type"', "니다."):
+        assert sign in text
+
+
+# ------------------------------------------------------------------------------------------------------
+# The same examples everywhere, and fast
+# ------------------------------------------------------------------------------------------------------
+
+def digest() -> str:
+    rng = random.Random(6)
+    return hashlib.sha256("".join(tasks.render(tasks.sample(rng)) for _ in range(200)).encode()).hexdigest()
+
+
+DIGEST = "import hashlib, random\nfrom models import tasks\n" + inspect.getsource(digest) + "print(digest())"
+
+
+def test_the_same_seed_gives_the_same_examples():
+    for seed in "12":  # of Python's own hashes, which order sets
+        there = subprocess.run([sys.executable, "-c", DIGEST], capture_output=True, text=True, check=True,
+                               cwd=TEMPLATE.parent.parent, env={"PYTHONHASHSEED": seed})
+        assert there.stdout.strip() == digest()
+
+
+def test_a_core_makes_thousands_of_short_examples_a_second():
+    rng = random.Random(7)
+    start = time.process_time()
+    for _ in range(1000):
+        tasks.render(tasks.sample(rng, length=200))
+    assert time.process_time() - start < 1  # about 0.25 s where this was written
+
+
+# ------------------------------------------------------------------------------------------------------
+# The chat template
+# ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_qengine_renders_examples_to_the_same_text(name):
+    for example in examples(name, 60):
+        for messages, prompt in ((example.messages, False), (example.messages[:-1], True)):
+            assert tasks.render(example, prompt) == render(
+                messages, tools=example.tools, enable_thinking=example.thinking, add_generation_prompt=prompt)
+
+
+USER = {"role": "user", "content": "Hi"}
+
+
+def test_thinking_is_off_unless_asked_for():
+    start = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    assert render([USER]) == render([USER], enable_thinking=False) == start + "\n</think>\n\n"
+    assert render([USER], enable_thinking=True) == start
+    assert render([USER], add_generation_prompt=False) == "<|im_start|>user\nHi<|im_end|>\n"
+
+
+def test_only_the_last_answer_keeps_its_thoughts():
+    thought = {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}
+    within = {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nYes."}
+    for first in (thought, within):
+        text = render([USER, first, USER, thought], add_generation_prompt=False)
+        assert text == ("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>\n"
+                        "<|im_start|>user\nHi<|im_end|>\n"
+                        "<|im_start|>assistant\n<think>\nHm.\n</think>\n\nYes.<|im_end|>\n")
+
+
+def test_the_system_message_comes_after_the_tools():
+    system = {"role": "system", "content": " Be brief. "}
+    assert render([system, USER]).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi")
+    text = render([system, USER], tools=[TOOL])
+    tool = json.dumps(TOOL, ensure_ascii=False)
+    assert text.startswith(f"<|im_start|>system\n<tools>\n{tool}\n</tools>\nTo use a tool")
+    assert "</tool_call>\n\nBe brief.<|im_end|>\n<|im_start|>user\nHi" in text
+
+
+def test_calls_and_results():
+    call = {"type": "function", "function": {"name": "book_room", "arguments": {
+        "guest": "미나", "nights": 3, "price": 2.5, "quiet": True, "tags": ["가", "b"]}}}
+    messages = [USER, {"role": "assistant", "content": "Wait.", "tool_calls": [call, call]},
+                {"role": "tool", "content": "one"}, {"role": "tool", "content": "two"}]
+    text = render(messages, tools=[TOOL])
+    body = ("<tool_call>\n<function=book_room>\n<parameter=guest>\n미나\n</parameter>\n"
+            "<parameter=nights>\n3\n</parameter>\n<parameter=price>\n2.5\n</parameter>\n"
+            "<parameter=quiet>\ntrue\n</parameter>\n"
+            '<parameter=tags>\n["가", "b"]\n</parameter>\n</function>\n</tool_call>')
+    assert text.endswith(
+        f"<|im_start|>assistant\n<think>\n\n</think>\n\nWait.\n\n{body}\n{body}<|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\none\n</tool_response>\n"
+        "<tool_response>\ntwo\n</tool_response><|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert tasks.parse_tool_calls(f"{body}\n{body}", [TOOL])[1] == [
+        {"name": "book_room", "arguments": call["function"]["arguments"]}] * 2
+    plain = {"role": "assistant", "content": None, "tool_calls": [
+        {"function": {"name": "stop", "arguments": None}}]}
+    call = "<tool_call>\n<function=stop>\n</function>\n</tool_call>"
+    assert f"</think>\n\n{call}<|im_end|>" in render([USER, plain])
+
+
+def template() -> jinja2.Template:
+    """The bare template: qengine itself takes only text."""
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
+    environment.globals["raise_exception"] = qengine._raise_exception
+    environment.filters["tojson"] = qengine._to_json
+    return environment.from_string(TEMPLATE.read_text("utf-8"))
+
+
+def test_pictures_and_videos_become_their_tokens():
+    parts = [{"type": "text", "text": "See "}, {"type": "image_url", "image_url": {"url": "a"}},
+             {"type": "video"}, {"type": "image"}, {"type": "text", "text": "."}]
+    messages = [{"role": "user", "content": parts}]
+    image, video = (f"<|vision_start|><|{tag}_pad|><|vision_end|>" for tag in ("image", "video"))
+    assert template().render(messages=messages) == f"<|im_start|>user\nSee {image}{video}{image}.<|im_end|>\n"
+    assert template().render(messages=messages, add_vision_id=True) == (
+        f"<|im_start|>user\nSee Picture 1: {image}Video 1: {video}Picture 2: {image}.<|im_end|>\n")
+
+
+@pytest.mark.parametrize("messages, complaint", [
+    ([], "no messages"), ([{"role": "system", "content": "x"}], "asks anything"),
+    ([USER, {"role": "system", "content": "x"}], "must be the first"),
+    ([USER, {"role": "root", "content": "x"}], "role"), ([{"role": "user", "content": 3}], "text or a list"),
+    ([{"role": "user", "content": [{"type": "sound"}]}], "neither"),
+    ([{"role": "system", "content": [{"type": "image"}]}, USER], "cannot hold images")])
+def test_what_the_template_refuses(messages, complaint):
+    with pytest.raises(jinja2.TemplateError, match=complaint):
+        template().render(messages=messages)
+
+
+def test_the_template_behaves_as_the_familys():
+    """The same structure, thinking aside: only the text about tools and how booleans are written differ."""
+    theirs = qengine.ChatTemplate(oracle_path("templates/Qwen3.5-4B.jinja").read_text("utf-8"))
+    for name in CHATS:
+        for example in examples(name, 40):
+            if not example.tools:
+                for prompt in (False, True):
+                    messages = example.messages[:-1] if prompt else example.messages
+                    assert tasks.render(example, prompt) == theirs.render(
+                        messages, enable_thinking=example.thinking, add_generation_prompt=prompt)
