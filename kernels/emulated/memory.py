@@ -6,8 +6,8 @@ lanes alike) or vector accesses (neighbouring lanes); any other one goes lane by
 """
 
 from .emit import WARP, Repeat, const, llvm_type, suffix, ty, vector_const
-from .ops import Arithmetic
 from .ptx import SIZES, Mem, Pack, Pair, Reg
+from .special import Special
 
 _LOAD_MODS = {"global", "shared", "local", "param", "const", "nc", "volatile", "relaxed", "acquire", "release", "weak",
               "gpu", "sys", "cta", "ca", "cg", "cs", "lu", "cv", "wb", "wt", "v2", "v4", "L1::no_allocate",
@@ -18,7 +18,7 @@ _AHEAD = 16                                         # times the bytes that a war
 _ATOM_MODS = {"global", "shared", "relaxed", "acquire", "release", "acq_rel", "gpu", "sys", "cta", "noftz"}
 
 
-class Memory(Arithmetic):
+class Memory(Special):
     """Loads, stores, atomics, shuffles and votes."""
 
     # ---- addresses ----

@@ -13,7 +13,6 @@ import functools
 import hashlib
 import inspect
 import json
-import platform
 import threading
 from dataclasses import asdict, replace
 from pathlib import Path

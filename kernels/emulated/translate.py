@@ -15,7 +15,7 @@ from .emit import WARP, bits_of, llvm_type
 from .flow import Flow, LoopEnd, computed_from, is_barrier
 from .lanes import Lanes, Shape
 from .printing import Printing
-from .ptx import Imm, Symbol, Unsupported, parse
+from .ptx import Imm, Symbol, parse
 
 # Byte offsets in the context that a warp is given.
 CONTEXT = {"params": 0, "shared": 8, "local": 16, "frames": 24, "ctaid": 32, "nctaid": 44, "dynamic": 56,
