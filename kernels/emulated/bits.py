@@ -108,7 +108,8 @@ class Bits(Integers):
         self._counted(instr, compute)
 
     def op_bfe(self, instr):
-        """`length` bits from bit `start`; for signed types extended by the field's last bit (clamped to the top bit)."""
+        """`length` bits from bit `start`; for signed types extended by the field's last bit (clamped to the
+        top bit)."""
         kind = instr.mods[-1]
         t = llvm_type(kind)
         bits = bits_of(t)
@@ -117,7 +118,8 @@ class Bits(Integers):
             start, length = (self.op("and", "i32", w, v, const("i32", w, 255)) for v in (start, length))
             start, length = (self.resize("i32", t, w, v) for v in (start, length))
             if kind[0] == "s":
-                # Shift the field to the top (bits above the register read as the sign), then back with its sign.
+                # Shift the field to the top (bits above the register read as the sign), then back with its
+                # sign.
                 a2 = self.op("ashr", t, w, a, self.intrinsic("umin", t, w, start, const(t, w, bits - 1)))
                 room = self.op("sub", t, w, const(t, w, bits), self.intrinsic("umin", t, w, length, const(t, w, bits)))
                 empty = self.compare("eq", t, w, length, const(t, w, 0))
@@ -172,7 +174,8 @@ class Bits(Integers):
         self.lift(instr, "i32", [(a, "i32"), (b, "i32"), (selector, "i32")], compute)
 
     def _chosen_byte(self, w, both, a, b, s, i, known):
-        """Byte i of prmt: three bits of the selector choose one of 8 bytes, the fourth replicates its sign."""
+        """Byte i of prmt: three bits of the selector choose one of 8 bytes, the fourth replicates its
+        sign."""
         if known.const is not None and known.uniform:
             nibble = known.const >> 4 * i & 15
             word = self.op("lshr", "i32", w, (a, b)[nibble >> 2 & 1], const("i32", w, 8 * (nibble & 3)))

@@ -131,8 +131,9 @@ class Conversions(Bits):
         return self._saturate(t, w, a) if "sat" in mods else a
 
     def _narrowed(self, instr, t, s, mode, w, a):
-        """A float rounded to a smaller type. From double to half by way of float32, rounded there in the same direction,
-        or to odd if the half is to be the nearest: then the second rounding acts as the only one."""
+        """A float rounded to a smaller type. From double to half by way of float32, rounded there in the same
+        direction, or to odd if the half is to be the nearest: then the second rounding acts as the only
+        one."""
         if mode not in ("rn", *DIRECTED):
             raise instr.unsupported("no rounding mode")
         if (s, t) == ("double", "half"):
@@ -149,7 +150,8 @@ class Conversions(Bits):
         return self.cast("bitcast", "i32", "float", w, odd)
 
     def _int_to_float(self, instr, t, s, of, mods, w, a):
-        """At once, or by way of double: 32 bits fit; of 64 the halves do, and their sum is rounded in the same direction."""
+        """At once, or by way of double: 32 bits fit; of 64 the halves do, and their sum is rounded in the
+        same direction."""
         mode = next((m for m in mods if m in _ROUND), None)
         if mode is None:
             raise instr.unsupported("no rounding mode")

@@ -31,7 +31,8 @@ class Dots(Conversions):
         return c
 
     def find_dot_chains(self, instrs):
-        """Finds, in a block, signed dp4a whose sum only goes on into the next: dot_chains (last -> all), inner_dots."""
+        """Finds, in a block, signed dp4a whose sum only goes on into the next: dot_chains (last -> all),
+        inner_dots."""
         dots = {i.operands[0].name: i for i in instrs if i.name == "dp4a" and i.mods == ("s32", "s32")}
         self.dot_chains, self.inner_dots = {}, set()
         once = lambda o: isinstance(o, Imm) or self.n_definitions.get(o.name) == 1
@@ -46,9 +47,9 @@ class Dots(Conversions):
         self._plan_dots()
 
     def _plan_dots(self):
-        """swap_dots: there are fewer first operands than second ones. sort_dots: it is cheaper to sort words by
-        lane; per 4 words and 16 lanes that takes 8 shuffles for each operand, `_sum_fours` 9 instructions for
-        each pair."""
+        """swap_dots: there are fewer first operands than second ones. sort_dots: it is cheaper to sort words
+        by lane; per 4 words and 16 lanes that takes 8 shuffles for each operand, `_sum_fours` 9 instructions
+        for each pair."""
         chains = [chain for chain in self.dot_chains.values() if len(chain) >= 4]
         firsts, seconds = (len({chain[0].operands[i] for chain in chains}) for i in (1, 2))
         self.swap_dots = firsts < seconds
@@ -71,16 +72,16 @@ class Dots(Conversions):
         return total
 
     def _unsigned_first(self, a, b):
-        """The operands of a dot product in the order of `_multiply_add`: it needs a correction for each second
-        one, so that is the one of which there are fewer. A uniform operand goes first: the other may then stay
-        in memory."""
+        """The operands of a dot product in the order of `_multiply_add`: it needs a correction for each
+        second one, so that is the one of which there are fewer. A uniform operand goes first: the other may
+        then stay in memory."""
         swap = self.uniform(b) or self.swap_dots and not self.uniform(a)
         return (b, a) if swap else (a, b)
 
     def _multiply_add(self, n, total, pairs):
-        """total + dot products of the bytes of pairs of vectors (a, b), of n words. The CPU multiplies unsigned
-        by signed bytes, so a goes in as (a + 128) * b - 128 * sum(b); the last sum is the same for all chains
-        with these b, and computed once."""
+        """total + dot products of the bytes of pairs of vectors (a, b), of n words. The CPU multiplies
+        unsigned by signed bytes, so a goes in as (a + 128) * b - 128 * sum(b); the last sum is the same for
+        all chains with these b, and computed once."""
         correction, flip = const("i32", n, 0), const("i32", n, 0x80808080)
         for _, b in pairs:
             correction = self.dpbusd(n, correction, flip, b)
@@ -90,7 +91,8 @@ class Dots(Conversions):
         return total
 
     def _quads(self, pairs):
-        """(quads, the other pairs): a quad multiplies all 4 words of two 16-byte loads, the vectors as loaded."""
+        """(quads, the other pairs): a quad multiplies all 4 words of two 16-byte loads, the vectors as
+        loaded."""
         groups, quads = {}, []
         for pair in pairs if not self.sort_dots else ():
             a, b = (self.quads.get(getattr(o, "name", None)) for o in pair)

@@ -1,6 +1,8 @@
-"""LLVM IR as text: values, types and small operations that work on one scalar or on the 32 lanes of a warp alike.
+"""LLVM IR as text: values, types and small operations that work on one scalar or on the 32 lanes of a warp
+alike.
 
-`w` is the width of an operation, 1 or 32: `ty("i32", 32)` is `<32 x i32>`. Values are LLVM names or constants as text.
+`w` is the width of an operation, 1 or 32: `ty("i32", 32)` is `<32 x i32>`. Values are LLVM names or constants
+as text.
 """
 
 from collections import Counter
@@ -11,8 +13,9 @@ from .nans import Results
 from .ptx import SIZES, Imm, Symbol
 
 WARP = 32
-# Of a float type: floats in a register, the integer as large as one, the bits of infinity, and of the card's NaN, which are
-# also those of the size. A new NaN of a double is the processor's: 0xFFF8000000000000, as CUDA's math_constants.h has it.
+# Of a float type: floats in a register, the integer as large as one, the bits of infinity, and of the card's
+# NaN, which are also those of the size. A new NaN of a double is the processor's: 0xFFF8000000000000, as
+# CUDA's math_constants.h has it.
 _NAN = {"f32": (1, "i32", 0x7F800000, 0x7FFFFFFF), "f16": (1, "i16", 0x7C00, 0x7FFF), "f16x2": (2, "i16", 0x7C00, 0x7FFF)}
 
 
@@ -275,8 +278,8 @@ class Operands(Code):
         self.do(f"store <{WARP} x {t}> {value}, ptr {slot}, align 64")
 
     def lift(self, instr, result, operands, compute):
-        """The common case: operands [(operand, type)] -> compute(w, *values) -> a result of type `result`: on a
-        scalar if all operands are uniform, on few values if all that are not repeat these over the lanes in
+        """The common case: operands [(operand, type)] -> compute(w, *values) -> a result of type `result`: on
+        a scalar if all operands are uniform, on few values if all that are not repeat these over the lanes in
         one way (as `x[lane // 2]` does), on vectors otherwise."""
         repeats = {o: self.repeats.get(getattr(o, "name", None)) for o, _ in operands if not self.uniform(o)}
         ways = {r and (r.n, r.lanes) for r in repeats.values()}

@@ -134,8 +134,9 @@ def _pipe_of_cvt(to, of):
 # ---- occupancy ---------------------------------------------------------------------------------------------
 
 def registers_used(ptx, cc):
-    """Registers per thread of a kernel's PTX as ptxas assembles it for `cc` = (7, 0), which is the code that a card
-    loads, or for the oldest architecture that the toolkit knows; needs no GPU. RuntimeError: it has no ptxas."""
+    """Registers per thread of a kernel's PTX as ptxas assembles it for `cc` = (7, 0), which is the code that
+    a card loads, or for the oldest architecture that the toolkit knows; needs no GPU. RuntimeError: it has no
+    ptxas."""
     from ..compile import Compiled, supported_ccs
     from ..nvidia import find_assembler, run_assembler
     assembler = find_assembler()
@@ -171,7 +172,8 @@ def blocks_per_sm(block_size, registers, shared_bytes, card):
 
 @dataclass(frozen=True, repr=False)
 class Estimate:
-    """An estimated time in seconds; `per_pipe_seconds`: what each unit, "L2" and "memory" alone would take."""
+    """An estimated time in seconds; `per_pipe_seconds`: what each unit, "L2" and "memory" alone would
+    take."""
     card: object
     seconds: float
     limiting: str
@@ -188,8 +190,8 @@ class Estimate:
 def estimate(counts, grid, block, registers, shared_bytes, card):
     """The Estimate of one launch on `card` by the formula at the top of this file.
 
-    grid, block: int or tuple. registers: per thread, 32 bits each, see `registers_used`. shared_bytes: per block,
-    static and dynamic. ValueError: the block does not fit an SM.
+    grid, block: int or tuple. registers: per thread, 32 bits each, see `registers_used`. shared_bytes: per
+    block, static and dynamic. ValueError: the block does not fit an SM.
     """
     n_blocks, block_size = prod(_tuple(grid)), prod(_tuple(block))
     if not n_blocks or not block_size:

@@ -1,7 +1,8 @@
 """Arithmetic of floating-point numbers, and what all of it shares: rounding modes, flushing, halves.
 
-One method per PTX instruction, as in the files that build on this one: it reads the modifiers, refuses those that it does
-not know, and describes the computation once, for width w (a scalar, some values, or 32 lanes); `lift` chooses the width.
+One method per PTX instruction, as in the files that build on this one: it reads the modifiers, refuses those
+that it does not know, and describes the computation once, for width w (a scalar, some values, or 32 lanes);
+`lift` chooses the width.
 """
 
 import struct
@@ -46,8 +47,8 @@ class Floats(Operands):
         return self._saturate(t, w, result) if "sat" in mods else result
 
     def _flush(self, t, w, value):
-        """Denormal -> zero of the same sign. Of a float64, which only `.approx.ftz.f64` flushes, also the lower half of
-        the mantissa goes: these instructions read and write upper halves."""
+        """Denormal -> zero of the same sign. Of a float64, which only `.approx.ftz.f64` flushes, also the
+        lower half of the mantissa goes: these instructions read and write upper halves."""
         i = f"i{bits_of(t)}"
         exponents, signs = {"float": (0x7F800000, 1 << 31), "double": (0x7FF << 52, 1 << 63)}[t]
         bits = self.cast("bitcast", t, i, w, value)
@@ -69,8 +70,9 @@ class Floats(Operands):
         return const(t, w, f"0x{bits:016X}")
 
     def _half(self, w, mods, compute, values):
-        """Half operands through float32. One operation of float32 on halves, rounded again to half, equals one rounding
-        (24 >= 2 * 11 + 2) for +, -, *, /, sqrt; fma, whose sum can be longer, rounds to odd first (`_ffma`)."""
+        """Half operands through float32. One operation of float32 on halves, rounded again to half, equals
+        one rounding (24 >= 2 * 11 + 2) for +, -, *, /, sqrt; fma, whose sum can be longer, rounds to odd
+        first (`_odd_fma`)."""
         wide = [self.cast("fpext", "half", "float", w, v) for v in values]
         result = self._finish("float", w, mods + ("half",), compute, wide)
         return self.cast("fptrunc", "float", "half", w, result)
@@ -85,8 +87,8 @@ class Floats(Operands):
         return self.op("or", "i32", w, halves[0], self.op("shl", "i32", w, halves[1], const("i32", w, 16)))
 
     def _operation(self, name):
-        """The function (t, w, mods, *values) that does a floating-point operation, named as LLVM does, in the rounding
-        mode in mods."""
+        """The function (t, w, mods, *values) that does a floating-point operation, named as LLVM does, in the
+        rounding mode in mods."""
         def compute(t, w, mods, *values):
             mode = next((m for m in mods if m in DIRECTED), None)
             if mode and "half" in mods:
@@ -97,8 +99,8 @@ class Floats(Operands):
         return compute
 
     def directed(self, mode, name, t, result, w, *values):
-        """An operation of LLVM's constrained kind, from type t to type `result`, in a mode other than to nearest: a
-        function of its own, because the mode is a state of the processor."""
+        """An operation of LLVM's constrained kind, from type t to type `result`, in a mode other than to
+        nearest: a function of its own, because the mode is a state of the processor."""
         if result == "half" and w > 8:              # LLVM 20 cannot narrow more at a time
             parts = [self.directed(mode, name, t, result, 8, self.shuffle(t, w, values[0], [lane if lane < w else None
                      for lane in range(start, start + 8)])) for start in range(0, WARP, 8)]
@@ -126,8 +128,9 @@ class Floats(Operands):
                       self._odd_fma(w, *values) if "half" in mods else fma(t, w, mods, *values))
 
     def _odd_fma(self, w, a, b, c):
-        """a * b + c of halves in float32, rounded to odd: the exact product plus c, and where that sum was inexact and
-        its last bit is even, one step towards the exact value. Rounding it to half later is then a single rounding."""
+        """a * b + c of halves in float32, rounded to odd: the exact product plus c, and where that sum was
+        inexact and its last bit is even, one step towards the exact value. Rounding it to half later is then
+        a single rounding."""
         product = self.op("fmul", "float", w, a, b)                    # 22 bits: exact
         total = self.op("fadd", "float", w, product, c)
         back = self.op("fsub", "float", w, total, product)             # TwoSum: error = product + c - total

@@ -1,18 +1,20 @@
 """Control flow of one kernel: basic blocks, liveness, the order of emission, and where lanes may wait.
 
-A warp runs block by block in one fixed order, topological with every loop in one piece. After a branch on which the
-lanes disagree, the lanes that are not running *wait* at the block they branched to, and the warp visits the waiting
-blocks in order, so all lanes meet again at the latest at the branch's post-dominator. For each divergent branch
+A warp runs block by block in one fixed order, topological with every loop in one piece. After a branch on
+which the lanes disagree, the lanes that are not running *wait* at the block they branched to, and the warp
+visits the waiting blocks in order, so all lanes meet again at the latest at the branch's post-dominator. For
+each divergent branch
 
     region(B)     the blocks that may run before all lanes of B have met again
     meeting(B)    the immediate post-dominator of B, where they meet (EXIT when some lane may return before)
 
-Everything below follows from these: which blocks need a mask (`masked`), which blocks may have waiting lanes while a
-block runs (`waiting`), where to go on from a block (`next_from`), and which registers differ between lanes merely
-because lanes took different ways (`divided`).
+Everything below follows from these: which blocks need a mask (`masked`), which blocks may have waiting lanes
+while a block runs (`waiting`), where to go on from a block (`next_from`), and which registers differ between
+lanes merely because lanes took different ways (`divided`).
 
-A loop that polls memory (`spins`) may wait for another warp: it gives way from time to time. If it is a lock (`locks`) it
-may wait for a lane of its own warp, one that has left the loop: those lanes then run first, to the end of the kernel.
+A loop that polls memory (`spins`) may wait for another warp: it gives way from time to time. If it is a lock
+(`locks`) it may wait for a lane of its own warp, one that has left the loop: those lanes then run first, to
+the end of the kernel.
 """
 
 from dataclasses import dataclass, field
@@ -159,7 +161,8 @@ class Flow:
                 for b in self.blocks}
 
     def _arrange(self, nodes, entry, headers):
-        """Appends `nodes` (entered at `entry`, whose incoming edges are cut) in topological order, loops in one piece."""
+        """Appends `nodes` (entered at `entry`, whose incoming edges are cut) in topological order, loops in
+        one piece."""
         for component in _components(nodes, entry, lambda i: [t for t in self.blocks[i].targets
                                                                if t in nodes and t not in headers]):
             looping = len(component) > 1 or any(i in self.blocks[i].targets for i in component) \
@@ -188,8 +191,8 @@ class Flow:
                     self.locks.add(header)
 
     def _is_lock(self, loop, polls):
-        """Whether those who have left the loop write what it polls: the lane that holds a lock must get on while others
-        of its warp try. Not where lanes wait for each other later."""
+        """Whether those who have left the loop write what it polls: the lane that holds a lock must get on
+        while others of its warp try. Not where lanes wait for each other later."""
         later = set().union(*(self._reach(t, EXIT) for b in loop for t in self.blocks[b].targets)) - loop
         outside = [i for b in later for i in self._all(b)]
         if any("sync" in i.mods or is_barrier(i) for b in loop | later for i in self._all(b)):
@@ -199,7 +202,8 @@ class Flow:
         return bool(polled & released)
 
     def diverge(self, branch):
-        """Tells that lanes may disagree at the end of block `branch`. Returns the registers that this divides."""
+        """Tells that lanes may disagree at the end of block `branch`. Returns the registers that this
+        divides."""
         leaves_lock = any(branch in self.loops[header] and not self.loops[header].issuperset(self.blocks[branch].targets)
                           for header in self.locks)
         meeting = EXIT if leaves_lock else self.meeting[branch]
@@ -237,8 +241,9 @@ class Flow:
         return block.instrs + ([block.end] if block.end else [])
 
     def next_from(self, node, target=None):
-        """The next node that may have lanes to run after block or loop end `node`, or when `target` is given the first
-        stop on the way there; None when there is none. A backward target leads to its LoopEnd, or straight to it."""
+        """The next node that may have lanes to run after block or loop end `node`, or when `target` is given
+        the first stop on the way there; None when there is none. A backward target leads to its LoopEnd, or
+        straight to it."""
         if isinstance(node, LoopEnd):
             waiting = set().union(*(self.waiting[b] for b in self.loops[node.header]))
         else:
@@ -256,7 +261,8 @@ class Flow:
 
 
 def _components(nodes, entry, successors):
-    """Strongly connected components reachable from `entry`, in topological order (Tarjan, without recursion)."""
+    """Strongly connected components reachable from `entry`, in topological order (Tarjan, without
+    recursion)."""
     index, low, on_stack, stack, found = {}, {}, set(), [], []
     for root in [entry] + sorted(nodes):
         if root in index:

@@ -10,8 +10,8 @@ class Integers(Floats):
 
 
     def integer(self, instr, result, operands, compute):
-        """Like `lift`, but a patterned result is computed on the scalars (and on vectors too where it is loose and
-        its vector is needed)."""
+        """Like `lift`, but a patterned result is computed on the scalars (and on vectors too where it is
+        loose and its vector is needed)."""
         register = instr.operands[0]
         if self.uniform(*(o for o, _ in operands)) or not self.lanes.scalar(register.name):
             return self.lift(instr, result, operands, compute)
@@ -23,8 +23,9 @@ class Integers(Floats):
             self.put_vector(register, result, compute(WARP, *(self.vector(o, t) for o, t in operands)))
 
     def extend(self, t, wide, w, a, signed):
-        """A wider integer. The scalar of a pattern is extended by way of the lane that a wrap-around leaves right: with
-        index tid - 3 the highest lanes are elements of an array, and the lowest, at 2**32 - 3, are none."""
+        """A wider integer. The scalar of a pattern is extended by way of the lane that a wrap-around leaves
+        right: with index tid - 3 the highest lanes are elements of an array, and the lowest, at 2**32 - 3,
+        are none."""
         pattern = self.patterns.get(a) if w == 1 else None
         if not pattern or not any(pattern):
             return self.resize(t, wide, w, a, signed)
@@ -108,8 +109,8 @@ class Integers(Floats):
         self._with_carry(instr, "mad")
 
     def _with_carry(self, instr, name):
-        """Sums that write the carry (`.cc`), read it (the names that end in c; it is their last operand), or both. After
-        a difference the carry is the borrow."""
+        """Sums that write the carry (`.cc`), read it (the names that end in c; it is their last operand), or
+        both. After a difference the carry is the borrow."""
         kind, target = instr.mods[-1], instr.operands[0]
         t = llvm_type(kind)
         if kind not in ("u32", "s32", "u64", "s64"):

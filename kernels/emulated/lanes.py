@@ -1,13 +1,15 @@
 """What each register looks like across the 32 lanes of a warp.
 
-    uniform     one value, kept as a scalar
-    pattern     a scalar plus a constant per lane: tid.x is 32 * warp + (0, 1, ..., 31); kept as the scalar
-    loose       a 64-bit pattern that is right unless a 32-bit sum behind it wrapped around; kept both as the scalar, which
-                only addresses use (an index that wraps is 2**32 elements away, outside any array), and as a vector
+    uniform     one value, kept as a scalar pattern     a scalar plus a constant per lane: tid.x is 32 * warp
+    + (0, 1, ..., 31); kept as the scalar loose       a 64-bit pattern that is right unless a 32-bit sum
+    behind it wrapped around; kept both as the scalar, which
+                only addresses use (an index that wraps is 2**32 elements away, outside any array), and as a
+                vector
     varying     a vector of 32 values
 
-Found by iterating over the instructions until nothing changes, from the most favourable assumption. A register with
-several definitions (a loop variable) is the join of them; one that divergent control flow divides is varying.
+Found by iterating over the instructions until nothing changes, from the most favourable assumption. A
+register with several definitions (a loop variable) is the join of them; one that divergent control flow
+divides is varying.
 """
 
 from dataclasses import dataclass, replace
@@ -24,7 +26,8 @@ _SPREAD = 1 << 24                                   # patterns wider than this a
 class Shape:
     """The lanes' values: scalar + pattern[lane], modulo 2**bits. `pattern` None: varying.
 
-    const: the scalar, where known. tz: the scalar is a multiple of 2**tz. bound: all lanes are below it, unsigned.
+    const: the scalar, where known. tz: the scalar is a multiple of 2**tz. bound: all lanes are below it,
+    unsigned.
     """
     pattern: tuple | None = FLAT
     exact: bool = True
@@ -42,7 +45,8 @@ class Shape:
 
     @property
     def disjoint(self):
-        """The pattern fits in the bits that the scalar leaves zero, so scalar + pattern = scalar | pattern."""
+        """The pattern fits in the bits that the scalar leaves zero, so scalar + pattern = scalar |
+        pattern."""
         return self.pattern is not None and min(self.pattern) >= 0 and max(self.pattern) < 1 << self.tz
 
 
@@ -144,8 +148,9 @@ def _masked(a, mask, bits):
 
 
 def low_bits(a, b):
-    """(k, low parts of a, of b) such that both scalars but for constants are multiples of 2**k and both patterns lie
-    below 2**k; None if there is no such k. Then a bitwise operation acts on scalars and patterns separately."""
+    """(k, low parts of a, of b) such that both scalars but for constants are multiples of 2**k and both
+    patterns lie below 2**k; None if there is no such k. Then a bitwise operation acts on scalars and patterns
+    separately."""
     k = min(64 if s.const is not None and s.uniform else s.tz for s in (a, b))
     parts = []
     for s in (a, b):
@@ -206,7 +211,8 @@ def widen(a, source, target, signed):
 
 
 def _cannot_wrap(a):
-    """With all lanes bounded and the scalar itself a lane's value (pattern 0 somewhere), scalar + pattern cannot wrap."""
+    """With all lanes bounded and the scalar itself a lane's value (pattern 0 somewhere), scalar + pattern
+    cannot wrap."""
     return min(a.pattern) == 0
 
 
@@ -220,7 +226,8 @@ def narrow(a, bits):
 
 
 def thread_index(axis, block):
-    """The shape of %tid.<axis> for a block of (x, y, z) threads; varying where rows do not line up with warps."""
+    """The shape of %tid.<axis> for a block of (x, y, z) threads; varying where rows do not line up with
+    warps."""
     stride = 1
     for n in block[:axis]:
         stride *= n
@@ -242,7 +249,8 @@ def thread_index(axis, block):
 class Lanes:
     """Shapes of all registers of a function, and the divergent branches (told to `flow`).
 
-    divided: registers that need a masked write. scalar(r), vector(r): which of the two storages a register has.
+    divided: registers that need a masked write. scalar(r), vector(r): which of the two storages a register
+    has.
     """
 
     def __init__(self, function, flow, block, symbols):
@@ -442,7 +450,8 @@ class Lanes:
         return []
 
     def _vector_uses(self):
-        """Loose registers whose vector is needed: read other than as an address, or by one whose vector is needed."""
+        """Loose registers whose vector is needed: read other than as an address, or by one whose vector is
+        needed."""
         loose = {r for r, s in self.shapes.items() if not s.varying and not s.exact}
         needed, changed = set(), True
         while changed:

@@ -1,8 +1,9 @@
 """Memory accesses, and the instructions through which lanes of a warp see each other.
 
-A generic address is a host address: shared and local memory have real addresses too, so `cvta` is the identity and all
-spaces are accessed alike. An access whose address is a scalar plus a constant pattern becomes one scalar access (all
-lanes alike) or vector accesses (neighbouring lanes); any other one goes lane by lane (gather, scatter).
+A generic address is a host address: shared and local memory have real addresses too, so `cvta` is the
+identity and all spaces are accessed alike. An access whose address is a scalar plus a constant pattern
+becomes one scalar access (all lanes alike) or vector accesses (neighbouring lanes); any other one goes lane
+by lane (gather, scatter).
 """
 
 from .emit import WARP, Repeat, const, llvm_type, suffix, ty, vector_const
@@ -85,7 +86,8 @@ class Memory(Special):
             self.put(register, t, WARP, value, signed)
 
     def _unless_masked(self, types, whole, masked):
-        """Results of whole() if all lanes run, else of masked(); both are emitted where only the run can tell."""
+        """Results of whole() if all lanes run, else of masked(); both are emitted where only the run can
+        tell."""
         if self.mask is None:
             return whole()
         self.n += 1
@@ -460,7 +462,8 @@ class Memory(Special):
         return self.op("and", "i32", w, self.get(mask, "i32", w), running if w == 1 else self.splat("i32", running))
 
     def op_match(self, instr):
-        """any: for each lane the members with the same bits; all: the members if they all have the same, else 0."""
+        """any: for each lane the members with the same bits; all: the members if they all have the same, else
+        0."""
         how, kind = instr.mods[0], instr.mods[-1]
         if "sync" not in instr.mods or how not in ("any", "all"):
             raise instr.unsupported()
@@ -508,8 +511,9 @@ _MOST_RUNS = 4
 
 
 def find_runs(pattern, size, n, once=False):
-    """[(offset, number of elements, each lane's first element in the run or None)]: stretches of memory without holes that
-    the lanes' accesses of n elements of `size` bytes fill, or None if there are many. once: no two lanes overlap."""
+    """[(offset, number of elements, each lane's first element in the run or None)]: stretches of memory
+    without holes that the lanes' accesses of n elements of `size` bytes fill, or None if there are many.
+    once: no two lanes overlap."""
     low = min(pattern)
     if any((p - low) % size for p in pattern):
         return None

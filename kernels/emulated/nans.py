@@ -1,9 +1,10 @@
 """Which values must have the card's NaN.
 
-The card's arithmetic makes one NaN only, 0x7FFFFFFF in float32 and 0x7FFF in halves; the processor makes others, and hands
-on those that it is given. Inside arithmetic nobody can tell. So results are corrected where their bits leave it: where they
-are stored, moved to another kind of register, shuffled and so on; and only results, because a copy of a NaN keeps its bits.
-A float64 NaN keeps its bits on the card too, and a new one is the processor's.
+The card's arithmetic makes one NaN only, 0x7FFFFFFF in float32 and 0x7FFF in halves; the processor makes
+others, and hands on those that it is given. Inside arithmetic nobody can tell. So results are corrected where
+their bits leave it: where they are stored, moved to another kind of register, shuffled and so on; and only
+results, because a copy of a NaN keeps its bits. A float64 NaN keeps its bits on the card too, and a new one
+is the processor's.
 """
 
 from .flow import split_operands
@@ -31,7 +32,8 @@ def _copied(instr):
 
 
 class Results:
-    """The registers of a function that hold results of float arithmetic only, copied or not: type -> names."""
+    """The registers of a function that hold results of float arithmetic only, copied or not: type ->
+    names."""
 
     def __init__(self, instrs, types):
         written = [(r, i) for i in instrs for r in split_operands(i)[0]]

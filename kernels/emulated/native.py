@@ -1,11 +1,11 @@
 """LLVM IR -> machine code, cached on disk; and launches, executed on CPU threads without Python in between.
 
-    kernel = load(ptx, cache_dir)                       # nothing is compiled yet
-    launch = kernel.prepare(grid, block, params, shared_bytes)
-    execute([launch, ...], n_workers)                   # in order, each launch after the one before; blocks until done
+    kernel = load(ptx, cache_dir)                       # nothing is compiled yet launch =
+    kernel.prepare(grid, block, params, shared_bytes) execute([launch, ...], n_workers)                   # in
+    order, each launch after the one before; blocks until done
 
-A launch's blocks are taken from a counter by all workers: the calling thread, and helper threads that sleep on a
-semaphore between calls and hold no Python lock while they work.
+A launch's blocks are taken from a counter by all workers: the calling thread, and helper threads that sleep
+on a semaphore between calls and hold no Python lock while they work.
 """
 
 import ctypes
@@ -85,7 +85,8 @@ def _loaded(data, target):
     return engine
 
 
-# ---- the disk cache -------------------------------------------------------------------------------------------------
+# ---- the disk cache
+# -------------------------------------------------------------------------------------------------
 
 # Files that change nothing about the usual translation.
 _WRITE_NO_CODE = ("card.py", "cards.py", "estimate.py", "watching.py", "counting.py", "checking.py")
@@ -122,7 +123,8 @@ def _tuples(value):
     return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
 
 
-# ---- kernels and launches -------------------------------------------------------------------------------------------
+# ---- kernels and launches
+# -------------------------------------------------------------------------------------------
 
 class Code:
     """Machine code of one kernel for one block shape."""
@@ -192,7 +194,8 @@ class NativeKernel:
         return self._codes[block]
 
     def prepare(self, grid, block, params, shared_bytes=0):
-        """A Launch. grid, block: tuples of up to 3; params: bytes of the parameter buffer; shared_bytes: dynamic."""
+        """A Launch. grid, block: tuples of up to 3; params: bytes of the parameter buffer; shared_bytes:
+        dynamic."""
         return Launch(self.code(block), (tuple(grid) + (1, 1))[:3], params, shared_bytes)
 
 
@@ -226,7 +229,8 @@ def in_order(launches):
 
 
 def explain(launch, why):
-    """What a launch says whose block ended with `why`: -1, or what a warp returned that gave way too often."""
+    """What a launch says whose block ended with `why`: -1, or what a warp returned that gave way too
+    often."""
     if why < 0:
         return f"{launch.name} stopped at a trap"
     line, text = next((line, text) for number, line, text in launch.code.facts.spins if number == why & ~GIVES_WAY)
@@ -235,12 +239,14 @@ def explain(launch, why):
 
 
 def execute(launches, n_workers=1):
-    """Runs a Program or a list of Launches to the end. Raises KernelFault if one traps; those after it do not run."""
+    """Runs a Program or a list of Launches to the end. Raises KernelFault if one traps; those after it do not
+    run."""
     program = launches if isinstance(launches, Program) else Program(launches)
     _pool().execute(program, n_workers)
 
 
-# ---- workers --------------------------------------------------------------------------------------------------------
+# ---- workers
+# --------------------------------------------------------------------------------------------------------
 
 class _Scratch:
     """What one worker needs to run blocks: shared and local memory, frames and the states of warps."""
@@ -299,7 +305,8 @@ def _pool():
 
 
 def _runtime_ir(target):
-    """The worker, as LLVM IR: runs a launch's blocks, a block's warps between barriers, and launches in order."""
+    """The worker, as LLVM IR: runs a launch's blocks, a block's warps between barriers, and launches in
+    order."""
     x86 = target.triple.startswith(("x86", "i386"))
     pause = "call void @llvm.x86.sse2.pause()" if x86 else "fence seq_cst"
     declare = "declare void @llvm.x86.sse2.pause()" if x86 else ""
@@ -314,10 +321,9 @@ declare i64 @llvm.umax.i64(i64, i64)
 declare i64 @time(ptr)
 {declare}
 
-; Runs one block: every warp until its first barrier, then every warp that waits, until none waits. Warps that have given
-; way run before those at a barrier. -1 after a trap, and where all only give way for too long what the last of them returned.
-define internal i32 @block(ptr %launch, i64 %number, ptr %scratch) {{
-entry:
+; Runs one block: every warp until its first barrier, then every warp that waits, until none waits. Warps that
+have given ; way run before those at a barrier. -1 after a trap, and where all only give way for too long what
+the last of them returned. define internal i32 @block(ptr %launch, i64 %number, ptr %scratch) {{ entry:
   %context = alloca [{CONTEXT_BYTES} x i8], align 64
   %params.from = {at("%launch", LAUNCH["params"])}
   %params = load ptr, ptr %params.from
@@ -406,7 +412,8 @@ again:
   %since = phi i64 [0, %started], [0, %rest], [%waited, %patience]
   %over = icmp eq i32 %seen, 0
   br i1 %over, label %end, label %choose
-choose:                                             ; all that wait go on, or else only those that have given way
+choose:                                             ; all that wait go on, or else only those that have given
+way
   %some.spin = and i32 %seen, {GIVES_WAY}
   %none.spins = icmp eq i32 %some.spin, 0
   %which = select i1 %none.spins, i32 -1, i32 {GIVES_WAY}

@@ -1,6 +1,7 @@
 """`print` in a kernel: the instruction `vprintf`, which the compiled code hands to Python lane by lane.
 
-What a kernel prints appears at once, not when the card is synchronized; lanes in order, warps and blocks as they run.
+What a kernel prints appears at once, not when the card is synchronized; lanes in order, warps and blocks as
+they run.
 """
 
 import ctypes
@@ -30,7 +31,8 @@ class Printing(Memory):
 
 
 def formatted(form, values):
-    """The text that C's printf makes of `form`; values: the address of the arguments, each aligned to its size."""
+    """The text that C's printf makes of `form`; values: the address of the arguments, each aligned to its
+    size."""
     at = values
 
     def directive(match):

@@ -1,12 +1,12 @@
 """PTX text -> small dataclasses.
 
-Only the grammar is known here, not what an instruction means: a module is functions and variables, a function is
-parameters, registers, variables and a list of instructions and labels. Registers of nested scopes (inline assembly)
-get names of their own, calls of `.func` functions are replaced by their bodies, and an instruction under a predicate
-becomes a branch around it, so that the later stages see one flat list in which only `bra` is conditional. What an
-instruction does besides its operands is spelled out: the carry flag is a register, a jump through a table is a chain
-of branches, and a barrier that reduces is followed by a `barrier_result` that writes its register. `vprintf` is an
-instruction.
+Only the grammar is known here, not what an instruction means: a module is functions and variables, a function
+is parameters, registers, variables and a list of instructions and labels. Registers of nested scopes (inline
+assembly) get names of their own, calls of `.func` functions are replaced by their bodies, and an instruction
+under a predicate becomes a branch around it, so that the later stages see one flat list in which only `bra`
+is conditional. What an instruction does besides its operands is spelled out: the carry flag is a register, a
+jump through a table is a chain of branches, and a barrier that reduces is followed by a `barrier_result` that
+writes its register. `vprintf` is an instruction.
 """
 
 import re
@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 
 
 class Unsupported(Exception):
-    """The PTX holds something that the emulated card does not know. The message names the instruction and its line."""
+    """The PTX holds something that the emulated card does not know. The message names the instruction and its
+    line."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ class Pair:
 
 @dataclass(frozen=True)
 class Instr:
-    """One instruction: name ("mad"), mods (("lo", "s32")), operands, guard (register, negated) and source line."""
+    """One instruction: name ("mad"), mods (("lo", "s32")), operands, guard (register, negated) and source
+    line."""
     name: str
     mods: tuple
     operands: tuple
@@ -80,7 +82,8 @@ class Label:
 
 @dataclass
 class Variable:
-    """A variable in `space` (global, const, shared, local, param); size in bytes, None for extern (dynamic) shared."""
+    """A variable in `space` (global, const, shared, local, param); size in bytes, None for extern (dynamic)
+    shared."""
     name: str
     space: str
     type: str
@@ -157,8 +160,8 @@ def _statements(text):
 
 
 def _source_line(directive):
-    """The line in the kernel's file of `.loc file line column[, function_name ..., inlined_at file line column]`; 0 where
-    it has none."""
+    """The line in the kernel's file of `.loc file line column[, function_name ..., inlined_at file line
+    column]`; 0 where it has none."""
     words = directive.replace(",", " ").split()
     if words[1] != "1" and "inlined_at" in words:
         words = words[words.index("inlined_at"):]
@@ -446,7 +449,8 @@ def _branch_around_guards(function):
 
 
 def _params_to_registers(function):
-    """The `.param` variables of inlined calls become registers; what `st.param` put there `ld.param` moves on."""
+    """The `.param` variables of inlined calls become registers; what `st.param` put there `ld.param` moves
+    on."""
     own = {p.name for p in function.params}
     body = []
     for item in function.body:

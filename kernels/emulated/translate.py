@@ -2,10 +2,11 @@
 
     i32 warp(ptr context, i32 warp, i32 resume)
 
-runs warp number `warp` of a block until it ends (returns 0), reaches a barrier (returns its number; called again with
-this number as `resume` it goes on from there), gives way to other warps in a loop that polls memory (likewise, with
-GIVES_WAY added to the number) or traps (returns -1). What must survive a barrier is saved in the warp's frame. The context is described by CONTEXT; the block's shape is part of the translation, because with it most indices
-turn out to be one scalar plus a constant per lane.
+runs warp number `warp` of a block until it ends (returns 0), reaches a barrier (returns its number; called
+again with this number as `resume` it goes on from there), gives way to other warps in a loop that polls
+memory (likewise, with GIVES_WAY added to the number) or traps (returns -1). What must survive a barrier is
+saved in the warp's frame. The context is described by CONTEXT; the block's shape is part of the translation,
+because with it most indices turn out to be one scalar plus a constant per lane.
 """
 
 import re
@@ -21,8 +22,8 @@ from .ptx import Imm, Symbol, parse
 CONTEXT = {"params": 0, "shared": 8, "local": 16, "frames": 24, "ctaid": 32, "nctaid": 44, "dynamic": 56,
            "barriers": 64}
 CONTEXT_BYTES = 192
-# Of the block's 16 barriers that a part of it may use, at "barriers", zero when the block starts: how often each was
-# complete, and the threads that have arrived since.
+# Of the block's 16 barriers that a part of it may use, at "barriers", zero when the block starts: how often
+# each was complete, and the threads that have arrived since.
 BARRIERS_BYTES = 16 * 8
 
 GIVES_WAY = 1 << 30                                 # in what a warp returns: it has not reached a barrier
@@ -33,7 +34,8 @@ _BALLOTS = 64                                       # bytes at the start of a wa
 
 @dataclass(frozen=True)
 class Target:
-    """What the CPU offers. features: as LLVM names them ("+avx512f,..."); empty for the defaults of the triple."""
+    """What the CPU offers. features: as LLVM names them ("+avx512f,..."); empty for the defaults of the
+    triple."""
     triple: str
     cpu: str
     features: str
@@ -95,7 +97,8 @@ class Translator(Printing):
         return offsets, tuple(layout), end
 
     def _layout_variables(self):
-        """Addresses of variables: name -> scalar value, and their shapes; sets shared_bytes and local_bytes."""
+        """Addresses of variables: name -> scalar value, and their shapes; sets shared_bytes and
+        local_bytes."""
         self.shared_bytes = self.local_bytes = 0
         values, shapes, self.globals = {}, {}, []
         dynamic = []
@@ -250,7 +253,8 @@ class Translator(Printing):
         return lines
 
     def _start_undefined(self):
-        """Registers that may be read before they are written start as zero: LLVM could make anything of them."""
+        """Registers that may be read before they are written start as zero: LLVM could make anything of
+        them."""
         for register in sorted(self.flow.blocks[0].live_in & self.registers.keys()):
             t, slot = llvm_type(self.registers[register]), self.slots[register]
             if self.lanes.scalar(register):
@@ -405,7 +409,8 @@ class Translator(Printing):
     # ---- barriers, and where a warp gives way ----
 
     def _give_way(self, header):
-        """At the head of a loop that polls memory, every so often: other warps run, who may write what it waits for."""
+        """At the head of a loop that polls memory, every so often: other warps run, who may write what it
+        waits for."""
         count = self.op("add", "i32", 1, self.let("load i32, ptr %spins"), "1")
         self.do(f"store i32 {count}, ptr %spins")
         enough = self.compare("eq", "i32", 1, count, str(_SPINS))
@@ -477,7 +482,8 @@ class Translator(Printing):
         return self.let(f"extractelement <{WARP} x i32> {self.vector(operand, 'i32')}, i32 {lane}")
 
     def _pause(self, saved, flag=0):
-        """Saves storage [(place, type)], returns from the function, and restores it; the number of the way back."""
+        """Saves storage [(place, type)], returns from the function, and restores it; the number of the way
+        back."""
         number = len(self.resumes) + 1
         moves = [(self.scalars_at + 8 * i, *storage) for i, storage in enumerate(saved)]
         self.frame_bytes = max(self.frame_bytes, -(-(self.scalars_at + 8 * len(moves)) // 64) * 64)
@@ -494,9 +500,10 @@ class Translator(Printing):
             self.do(f"store {t} {value}, ptr {place}")
         return number
 
-    # A barrier that reduces: every warp leaves a ballot (its number among such barriers, its lanes, those that vote yes)
-    # at the start of its frame, at even barriers in one place and at odd ones in another, because a warp may be at the
-    # next barrier while others still count. A warp that has returned has none with the number that is counted.
+    # A barrier that reduces: every warp leaves a ballot (its number among such barriers, its lanes, those
+    # that vote yes) at the start of its frame, at even barriers in one place and at odd ones in another,
+    # because a warp may be at the next barrier while others still count. A warp that has returned has none
+    # with the number that is counted.
 
     def _start_reductions(self):
         self.do(f"store <{_BALLOTS // 4} x i32> zeroinitializer, ptr %ballots, align 64")
