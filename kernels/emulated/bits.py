@@ -17,7 +17,8 @@ class Bits(Integers):
             if w == 1 and name != "and" and not self.uniform(*operands):
                 # A constant's low bits went into the pattern.
                 low = (1 << min(64 if s.const is not None and s.uniform else s.tz for s in shapes)) - 1
-                a, b = (str(s.const & ~low) if s.const is not None and s.uniform else v for s, v in zip(shapes, (a, b)))
+                a, b = (str(s.const & ~low) if s.const is not None and s.uniform else v
+                        for s, v in zip(shapes, (a, b)))
             return self.op(name, t, w, a, b)
         self.integer(instr, t, [(o, t) for o in operands], compute)
 
@@ -47,7 +48,8 @@ class Bits(Integers):
         value, by = instr.operands[1:]
         known = self.lanes.of(by, 32)
         if known.const is not None and known.uniform and known.const < bits:
-            return self.integer(instr, t, [(value, t)], lambda w, a: self.op(name, t, w, a, const(t, w, known.const)))
+            return self.integer(instr, t, [(value, t)],
+                                lambda w, a: self.op(name, t, w, a, const(t, w, known.const)))
 
         def compute(w, a, n):
             inside = self.compare("ult", "i32", w, n, const("i32", w, bits))
@@ -79,7 +81,8 @@ class Bits(Integers):
     def _counted(self, instr, compute):
         """Bit counts: operand of the instruction's type, 32-bit result."""
         t = llvm_type(instr.mods[-1])
-        self.lift(instr, "i32", [(instr.operands[1], t)], lambda w, a: self.resize(t, "i32", w, compute(t, w, a)))
+        self.lift(instr, "i32", [(instr.operands[1], t)],
+                  lambda w, a: self.resize(t, "i32", w, compute(t, w, a)))
 
     def op_popc(self, instr):
         self._counted(instr, lambda t, w, a: self.intrinsic("ctpop", t, w, a))
@@ -121,13 +124,15 @@ class Bits(Integers):
                 # Shift the field to the top (bits above the register read as the sign), then back with its
                 # sign.
                 a2 = self.op("ashr", t, w, a, self.intrinsic("umin", t, w, start, const(t, w, bits - 1)))
-                room = self.op("sub", t, w, const(t, w, bits), self.intrinsic("umin", t, w, length, const(t, w, bits)))
+                room = self.op("sub", t, w, const(t, w, bits),
+                               self.intrinsic("umin", t, w, length, const(t, w, bits)))
                 empty = self.compare("eq", t, w, length, const(t, w, 0))
                 room = self.select(t, w, empty, const(t, w, 0), room)
                 field = self.op("ashr", t, w, self.op("shl", t, w, a2, room), room)
                 return self.select(t, w, empty, const(t, w, 0), field)
-            a2 = self.select(t, w, self.compare("ult", t, w, start, const(t, w, bits)),
-                             self.op("lshr", t, w, a, self.intrinsic("umin", t, w, start, const(t, w, bits - 1))), const(t, w, 0))
+            inside = self.compare("ult", t, w, start, const(t, w, bits))
+            start = self.intrinsic("umin", t, w, start, const(t, w, bits - 1))
+            a2 = self.select(t, w, inside, self.op("lshr", t, w, a, start), const(t, w, 0))
             return self.op("and", t, w, a2, self._ones(t, w, length))
         a, start, length = instr.operands[1:]
         self.lift(instr, t, [(a, t), (start, "i32"), (length, "i32")], compute)
@@ -186,7 +191,8 @@ class Bits(Integers):
         by = self.op("shl", "i64", w, self.resize("i32", "i64", w, which), const("i64", w, 3))
         byte = self.resize("i64", "i32", w, self.op("lshr", "i64", w, both, by))
         byte = self.op("and", "i32", w, byte, const("i32", w, 255))
-        signs = self.compare("ne", "i32", w, self.op("and", "i32", w, nibble, const("i32", w, 8)), const("i32", w, 0))
+        signs = self.compare("ne", "i32", w, self.op("and", "i32", w, nibble, const("i32", w, 8)),
+                             const("i32", w, 0))
         return self.select("i32", w, signs, self._byte_sign(w, byte), byte)
 
     def _byte_sign(self, w, byte):

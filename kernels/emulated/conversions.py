@@ -6,10 +6,10 @@ from .floats import DIRECTED
 from .ptx import Pair
 
 _SIGNED = {"lt": "slt", "le": "sle", "gt": "sgt", "ge": "sge", "eq": "eq", "ne": "ne"}
-_UNSIGNED = {"lt": "ult", "le": "ule", "gt": "ugt", "ge": "uge", "lo": "ult", "ls": "ule", "hi": "ugt", "hs": "uge",
-             "eq": "eq", "ne": "ne"}
-_FLOATING = {"eq": "oeq", "ne": "one", "lt": "olt", "le": "ole", "gt": "ogt", "ge": "oge", "equ": "ueq", "neu": "une",
-             "ltu": "ult", "leu": "ule", "gtu": "ugt", "geu": "uge", "num": "ord", "nan": "uno"}
+_UNSIGNED = {"lt": "ult", "le": "ule", "gt": "ugt", "ge": "uge", "lo": "ult", "ls": "ule", "hi": "ugt",
+             "hs": "uge", "eq": "eq", "ne": "ne"}
+_FLOATING = {"eq": "oeq", "ne": "one", "lt": "olt", "le": "ole", "gt": "ogt", "ge": "oge", "equ": "ueq",
+             "neu": "une", "ltu": "ult", "leu": "ule", "gtu": "ugt", "geu": "uge", "num": "ord", "nan": "uno"}
 _ROUND = {"rn": "roundeven", "rni": "roundeven", "rz": "trunc", "rzi": "trunc", "rm": "floor", "rmi": "floor",
           "rp": "ceil", "rpi": "ceil"}
 
@@ -57,7 +57,8 @@ class Conversions(Bits):
 
         def compute(w, a, b):
             result = self._compared(instr, comparison, kind, w, a, b)
-            return self.cast("uitofp", "i1", t, w, result) if to == "f32" else self.resize("i1", t, w, result, True)
+            return self.cast("uitofp", "i1", t, w, result) if to == "f32" else \
+                self.resize("i1", t, w, result, True)
         self.lift(instr, t, [(o, source) for o in instr.operands[1:]], compute)
 
     def op_selp(self, instr):
@@ -89,7 +90,8 @@ class Conversions(Bits):
         own = self.type_of(register.name)
         convert = self._conversion(instr, to, of, t, s, mods)
         if to[0] in "us" and bits_of(own) > bits_of(t):
-            self.lift(instr, own, [(operand, s)], lambda w, a: self.resize(t, own, w, convert(w, a), to[0] == "s"))
+            self.lift(instr, own, [(operand, s)],
+                      lambda w, a: self.resize(t, own, w, convert(w, a), to[0] == "s"))
         else:
             self.integer(instr, t, [(operand, s)], convert)
 
@@ -110,9 +112,11 @@ class Conversions(Bits):
         """Integer to integer with saturation."""
         t, s = llvm_type(to), llvm_type(of)
         wide = "i128" if max(bits_of(t), bits_of(s)) == 64 else "i64"
-        low, high = (-(1 << bits_of(t) - 1), (1 << bits_of(t) - 1) - 1) if to[0] == "s" else (0, (1 << bits_of(t)) - 1)
+        half = 1 << bits_of(t) - 1
+        low, high = (-half, half - 1) if to[0] == "s" else (0, 2 * half - 1)
         a = self.resize(s, wide, w, a, of[0] == "s")
-        a = self.intrinsic("smin", wide, w, self.intrinsic("smax", wide, w, a, const(wide, w, low)), const(wide, w, high))
+        a = self.intrinsic("smin", wide, w, self.intrinsic("smax", wide, w, a, const(wide, w, low)),
+                           const(wide, w, high))
         return self.resize(wide, t, w, a)
 
     def _float_to_float(self, instr, t, s, mods, w, a):
@@ -137,9 +141,11 @@ class Conversions(Bits):
         if mode not in ("rn", *DIRECTED):
             raise instr.unsupported("no rounding mode")
         if (s, t) == ("double", "half"):
-            middle = self._rounded_to_odd(w, a) if mode == "rn" else self._narrowed(instr, "float", s, mode, w, a)
+            middle = self._rounded_to_odd(w, a) if mode == "rn" else \
+                self._narrowed(instr, "float", s, mode, w, a)
             return self._narrowed(instr, t, "float", mode, w, middle)
-        return self.cast("fptrunc", s, t, w, a) if mode == "rn" else self.directed(mode, "fptrunc", s, t, w, a)
+        return self.cast("fptrunc", s, t, w, a) if mode == "rn" else \
+            self.directed(mode, "fptrunc", s, t, w, a)
 
     def _rounded_to_odd(self, w, a):
         """A double as float32: cut off, and where that lost something with the last bit set."""
@@ -162,7 +168,8 @@ class Conversions(Bits):
         elif mode in DIRECTED:
             wide = self._long_to_double(mode, of, w, a)
         else:                                       # what float32 does not hold exactly is no finite half
-            return self.cast("fptrunc", "float", t, w, self.cast("sitofp" if of[0] == "s" else "uitofp", s, "float", w, a))
+            return self.cast("fptrunc", "float", t, w,
+                             self.cast("sitofp" if of[0] == "s" else "uitofp", s, "float", w, a))
         return wide if t == "double" else self._narrowed(instr, t, "double", mode, w, wide)
 
     def _long_to_double(self, mode, of, w, a):

@@ -16,7 +16,8 @@ class Dots(Conversions):
             return
         chain = self.dot_chains.get(id(instr), [instr])
         a, b, c = instr.operands[1:]
-        if self.vnni and kinds == ("s32", "s32") and not self.uniform(*(o for i in chain for o in i.operands[1:])):
+        varying = not self.uniform(*(o for i in chain for o in i.operands[1:]))
+        if self.vnni and kinds == ("s32", "s32") and varying:
             return self.put(instr.operands[0], "i32", WARP, self._dot_chain(chain))
         self.lift(instr, "i32", [(a, "i32"), (b, "i32"), (c, "i32")],
                   lambda w, a, b, c: self.dot4(w, kinds[0] == "s32", kinds[1] == "s32", a, b, c))
@@ -39,7 +40,8 @@ class Dots(Conversions):
         for instr in dots.values():
             before = dots.get(getattr(instr.operands[3], "name", None))
             chain = self.dot_chains.get(id(before), [before]) if before else []
-            if before and self.n_uses[before.operands[0].name] == 1 and self.vnni and id(before) not in self.inner_dots \
+            if before and self.n_uses[before.operands[0].name] == 1 and self.vnni \
+                    and id(before) not in self.inner_dots \
                     and all(once(o) for i in (*chain, instr) for o in i.operands):
                 self.inner_dots.add(id(before))
                 self.dot_chains.pop(id(before), None)
@@ -119,7 +121,8 @@ class Dots(Conversions):
     def _sum_fours(self, words):
         """Sums over the 4 words of each lane, side by side: in few chains cheaper than to sort words by lane.
         The first step stays within the quarters of a CPU's registers, the second puts lanes in order."""
-        quarters = [32 * (i // 16) + 16 * (i // 2 % 2) + 4 * (i // 4 % 4) + i % 2 * 2 for i in range(2 * WARP)]
+        quarters = [32 * (i // 16) + 16 * (i // 2 % 2) + 4 * (i // 4 % 4) + i % 2 * 2
+                    for i in range(2 * WARP)]
         in_order = [16 * (lane // 8) + 4 * (lane % 4) + 2 * (lane % 8 // 4) for lane in range(WARP)]
         for length, places in ((4 * WARP, quarters), (2 * WARP, in_order)):
             first, second = (self.shuffle("i32", length, words, [i + odd for i in places]) for odd in (0, 1))
@@ -130,7 +133,8 @@ class Dots(Conversions):
         """c + dot products of unsigned bytes of a and signed bytes of b, on n words: 16 at a time."""
         parts = []
         for start in range(0, n, 16):
-            x = [v if "splat" in v else self.shuffle("i32", n, v, range(start, start + 16)) for v in (c, a, b)]
+            x = [v if "splat" in v else self.shuffle("i32", n, v, range(start, start + 16))
+                 for v in (c, a, b)]
             x = [x[0]] + [self.let(f"bitcast <16 x i32> {v} to <64 x i8>") for v in x[1:]]
             parts.append(self.call("llvm.x86.avx512.vpdpbusd.512", "<16 x i32>", ("<16 x i32>", x[0]),
                                    ("<64 x i8>", x[1]), ("<64 x i8>", x[2])))

@@ -16,7 +16,8 @@ WARP = 32
 # Of a float type: floats in a register, the integer as large as one, the bits of infinity, and of the card's
 # NaN, which are also those of the size. A new NaN of a double is the processor's: 0xFFF8000000000000, as
 # CUDA's math_constants.h has it.
-_NAN = {"f32": (1, "i32", 0x7F800000, 0x7FFFFFFF), "f16": (1, "i16", 0x7C00, 0x7FFF), "f16x2": (2, "i16", 0x7C00, 0x7FFF)}
+_NAN = {"f32": (1, "i32", 0x7F800000, 0x7FFFFFFF), "f16": (1, "i16", 0x7C00, 0x7FFF),
+        "f16x2": (2, "i16", 0x7C00, 0x7FFF)}
 
 
 def llvm_type(ptx_type):
@@ -79,7 +80,8 @@ class Code:
         return self.let(f"{name} {ty(t, w)} {', '.join(args)}")
 
     def compare(self, predicate, t, w, a, b):
-        return self.let(f"{'fcmp' if t in ('float', 'double', 'half') else 'icmp'} {predicate} {ty(t, w)} {a}, {b}")
+        kind = "fcmp" if t in ("float", "double", "half") else "icmp"
+        return self.let(f"{kind} {predicate} {ty(t, w)} {a}, {b}")
 
     def select(self, t, w, condition, a, b):
         return self.let(f"select {ty('i1', w)} {condition}, {ty(t, w)} {a}, {ty(t, w)} {b}")
@@ -91,7 +93,8 @@ class Code:
         """Between integer types: truncates or extends."""
         if source == target:
             return a
-        return self.cast("trunc" if bits_of(target) < bits_of(source) else "sext" if signed else "zext", source, target, w, a)
+        return self.cast("trunc" if bits_of(target) < bits_of(source) else "sext" if signed else "zext",
+                         source, target, w, a)
 
     def call(self, name, result, *args):
         """Call of an external or intrinsic function; args are (type, value)."""
@@ -111,12 +114,14 @@ class Code:
     def shuffle(self, t, n, a, indices, b=None):
         """Elements of a (and b, both n long) by constant index; None where any will do."""
         mask = ", ".join("i32 poison" if i is None else f"i32 {i}" for i in indices)
-        return self.let(f"shufflevector <{n} x {t}> {a}, <{n} x {t}> {b or 'poison'}, <{len(indices)} x i32> <{mask}>")
+        return self.let(f"shufflevector <{n} x {t}> {a}, <{n} x {t}> {b or 'poison'}, "
+                        f"<{len(indices)} x i32> <{mask}>")
 
     def concatenate(self, t, length, parts):
         """One vector of many, of equal length; their number is a power of two."""
         while len(parts) > 1:
-            parts = [self.shuffle(t, length, a, range(2 * length), b) for a, b in zip(parts[::2], parts[1::2])]
+            parts = [self.shuffle(t, length, a, range(2 * length), b)
+                     for a, b in zip(parts[::2], parts[1::2])]
             length *= 2
         return parts[0]
 
@@ -156,7 +161,7 @@ class Operands(Code):
         self.slots = {r: f"%r{i}" for i, r in enumerate(self.registers)}
         self.mask = None                                   # i32 of the running lanes; None: all 32, always
         self.divided = frozenset()
-        self.patterns = {}                                 # of scalars that stand for patterned operands, see `integer`
+        self.patterns = {}                                 # of scalars for patterned operands, see `integer`
         self.repeats = {}                                  # in this block, register -> Repeat
         self.results = Results(lanes.every, self.registers)
         self.leaving = {}                                  # registers whose NaN the current instruction shows
@@ -202,7 +207,8 @@ class Operands(Code):
             return self._convert(self._settled(operand, own, WARP, value), own, t, WARP)
         value = self.let(f"load {own}, ptr {self.slots[operand.name]}.s")
         value = self._settled(operand, own, 1, value)
-        whole = self.splat(own, value) if shape is None or shape.uniform else self.spread(own, value, shape.pattern)
+        same = shape is None or shape.uniform
+        whole = self.splat(own, value) if same else self.spread(own, value, shape.pattern)
         return self._convert(whole, own, t, WARP)
 
     def _settled(self, operand, own, w, value):
@@ -216,7 +222,8 @@ class Operands(Code):
         bits = self.cast("bitcast", ty(t, w), ty(part, w * n), 1, value)
         size = self.op("and", part, w * n, bits, const(part, w * n, nan))
         is_nan = self.compare("ugt", part, w * n, size, const(part, w * n, infinity))
-        return self.cast("bitcast", ty(part, w * n), ty(t, w), 1, self.select(part, w * n, is_nan, const(part, w * n, nan), bits))
+        return self.cast("bitcast", ty(part, w * n), ty(t, w), 1,
+                         self.select(part, w * n, is_nan, const(part, w * n, nan), bits))
 
     def get(self, operand, t, w):
         return self.scalar(operand, t) if w == 1 else self.vector(operand, t)
@@ -255,7 +262,8 @@ class Operands(Code):
         if bits_of(own) == bits_of(t):
             value = self.cast("bitcast", t, own, w, value)
         elif own[0] == "i" and bits_of(own) > bits_of(t) > 1:
-            value = self.resize(f"i{bits_of(t)}", own, w, self.cast("bitcast", t, f"i{bits_of(t)}", w, value), signed)
+            value = self.resize(f"i{bits_of(t)}", own, w, self.cast("bitcast", t, f"i{bits_of(t)}", w, value),
+                                signed)
         else:
             raise self.instr.unsupported(f"a {bits_of(t)}-bit result in a {bits_of(own)}-bit register")
         if self.lanes.scalar(name) and w == 1:

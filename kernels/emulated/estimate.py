@@ -141,7 +141,8 @@ def registers_used(ptx, cc):
     from ..nvidia import find_assembler, run_assembler
     assembler = find_assembler()
     if assembler is None:
-        raise RuntimeError("registers cannot be counted: ptxas is missing; pip install the nvcc of this CUDA version")
+        raise RuntimeError("registers cannot be counted: ptxas is missing; "
+                           "pip install the nvcc of this CUDA version")
     _, said = run_assembler(assembler[0], Compiled("a kernel", (), "", ptx), max(cc, supported_ccs()[0]))
     return int(re.search(r"Used (\d+) registers", said)[1])
 
@@ -184,7 +185,8 @@ class Estimate:
 
     def __repr__(self):
         return (f"estimate for {self.card.name}: {1e6 * self.seconds:.2f} µs, limited by {self.limiting} "
-                f"({self.blocks_per_sm} blocks per SM, occupancy {self.occupancy:.0%}, {self.waves:.2f} waves)")
+                f"({self.blocks_per_sm} blocks per SM, occupancy {self.occupancy:.0%}, "
+                f"{self.waves:.2f} waves)")
 
 
 def estimate(counts, grid, block, registers, shared_bytes, card):

@@ -30,11 +30,14 @@ class Floats(Operands):
             raise instr.unsupported("modifier `.ftz`")
         if kind in ("f32", "f64"):
             t = llvm_type(kind)
-            self.lift(instr, t, [(o, t) for o in operands], lambda w, *a: self._finish(t, w, mods, compute, a))
+            self.lift(instr, t, [(o, t) for o in operands],
+                      lambda w, *a: self._finish(t, w, mods, compute, a))
         elif kind == "f16":
-            self.lift(instr, "half", [(o, "half") for o in operands], lambda w, *a: self._half(w, mods, compute, a))
+            self.lift(instr, "half", [(o, "half") for o in operands],
+                      lambda w, *a: self._half(w, mods, compute, a))
         elif kind == "f16x2":
-            self.lift(instr, "i32", [(o, "i32") for o in operands], lambda w, *a: self._half2(w, mods, compute, a))
+            self.lift(instr, "i32", [(o, "i32") for o in operands],
+                      lambda w, *a: self._half2(w, mods, compute, a))
         else:
             raise instr.unsupported(f"type `.{kind}`")
 
@@ -54,7 +57,8 @@ class Floats(Operands):
         bits = self.cast("bitcast", t, i, w, value)
         if t == "double":
             bits = self.op("and", i, w, bits, const(i, w, -1 << 32))
-        denormal = self.compare("eq", i, w, self.op("and", i, w, bits, const(i, w, exponents)), const(i, w, 0))
+        denormal = self.compare("eq", i, w, self.op("and", i, w, bits, const(i, w, exponents)),
+                                const(i, w, 0))
         sign = self.op("and", i, w, bits, const(i, w, signs))
         return self.cast("bitcast", i, t, w, self.select(i, w, denormal, sign, bits))
 
@@ -66,7 +70,7 @@ class Floats(Operands):
         return self.select(t, w, self.compare("ogt", t, w, value, one), one, value)
 
     def number(self, t, w, value):
-        bits = struct.unpack("<Q", struct.pack("<d", value))[0]        # how LLVM writes floats of any size exactly
+        bits, = struct.unpack("<Q", struct.pack("<d", value))          # how LLVM writes any float exactly
         return const(t, w, f"0x{bits:016X}")
 
     def _half(self, w, mods, compute, values):
@@ -95,14 +99,16 @@ class Floats(Operands):
                 raise self.instr.unsupported(f"rounding `.{mode}` of a half")
             if mode:
                 return self.directed(mode, name, t, t, w, *values)
-            return self.intrinsic(name, t, w, *values) if name in ("fma", "sqrt") else self.op(name, t, w, *values)
+            emit = self.intrinsic if name in ("fma", "sqrt") else self.op
+            return emit(name, t, w, *values)
         return compute
 
     def directed(self, mode, name, t, result, w, *values):
         """An operation of LLVM's constrained kind, from type t to type `result`, in a mode other than to
         nearest: a function of its own, because the mode is a state of the processor."""
         if result == "half" and w > 8:              # LLVM 20 cannot narrow more at a time
-            parts = [self.directed(mode, name, t, result, 8, self.shuffle(t, w, values[0], [lane if lane < w else None
+            parts = [self.directed(mode, name, t, result, 8,
+                                   self.shuffle(t, w, values[0], [lane if lane < w else None
                      for lane in range(start, start + 8)])) for start in range(0, WARP, 8)]
             return self.shuffle(result, WARP, self.concatenate(result, 8, parts), range(w))
         function = f"{name}.{mode}.{suffix(result, w)}.{suffix(t, w)}"
@@ -111,7 +117,8 @@ class Floats(Operands):
         listed = ", ".join([ty(t, w)] * len(values))
         named = ", ".join(f"{ty(t, w)} %{i}" for i in range(len(values)))
         self.declarations["llvm.set.rounding"] = "declare void @llvm.set.rounding(i32)"
-        self.declarations[constrained] = f"declare {ty(result, w)} @{constrained}({listed}, metadata, metadata)"
+        self.declarations[constrained] = \
+            f"declare {ty(result, w)} @{constrained}({listed}, metadata, metadata)"
         self.declarations[function] = (
             f"define internal {ty(result, w)} @{function}({listed}) #1 {{\n"
             f"  call void @llvm.set.rounding(i32 {DIRECTED[mode]}) #1\n"
@@ -139,9 +146,11 @@ class Floats(Operands):
                         self.op("fsub", "float", w, c, back))
         bits = self.cast("bitcast", "float", "i32", w, total)
         inexact = self.compare("one", "float", w, error, self.number("float", w, 0.0))
-        even = self.compare("eq", "i32", w, self.op("and", "i32", w, bits, const("i32", w, 1)), const("i32", w, 0))
+        even = self.compare("eq", "i32", w, self.op("and", "i32", w, bits, const("i32", w, 1)),
+                            const("i32", w, 0))
         signs = self.op("xor", "i32", w, bits, self.cast("bitcast", "float", "i32", w, error))
-        step = self.op("or", "i32", w, self.op("ashr", "i32", w, signs, const("i32", w, 31)), const("i32", w, 1))
+        step = self.op("or", "i32", w, self.op("ashr", "i32", w, signs, const("i32", w, 31)),
+                       const("i32", w, 1))
         moved = self.op("add", "i32", w, bits, step)
         change = self.op("and", "i1", w, inexact, even)
         return self.cast("bitcast", "i32", "float", w, self.select("i32", w, change, moved, bits))
@@ -149,7 +158,8 @@ class Floats(Operands):
     def op_rcp(self, instr):
         only(instr, "rn", *DIRECTED, "approx", "ftz")
         divide = self._operation("fdiv")
-        self.floating(instr, instr.operands[1:], lambda t, w, mods, a: divide(t, w, mods, self.number(t, w, 1.0), a))
+        self.floating(instr, instr.operands[1:],
+                      lambda t, w, mods, a: divide(t, w, mods, self.number(t, w, 1.0), a))
 
     def op_sqrt(self, instr):
         only(instr, "rn", *DIRECTED, "approx", "ftz")
@@ -188,7 +198,8 @@ class Floats(Operands):
 
     def op_testp(self, instr):
         t, what = llvm_type(instr.mods[-1]), instr.mods[0]
-        classes = {"nan": 3, "finite": 0x1F8, "infinite": 0x204, "number": 0x3FC, "normal": 0x108, "subnormal": 0x90}
+        classes = {"nan": 3, "finite": 0x1F8, "infinite": 0x204, "number": 0x3FC, "normal": 0x108,
+                   "subnormal": 0x90}
         if what not in classes:
             raise instr.unsupported()
         self.lift(instr, "i1", [(instr.operands[1], t)],

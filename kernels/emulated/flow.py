@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from .ptx import Instr, Label, Mem, Symbol, Unsupported, registers_of
 
 EXIT = -1
-NO_RESULT = {"st", "bra", "bar", "barrier", "membar", "fence", "ret", "exit", "red", "trap", "brkpt", "nanosleep",
-             "prefetch", "prefetchu", "discard", "pragma"}
+NO_RESULT = {"st", "bra", "bar", "barrier", "membar", "fence", "ret", "exit", "red", "trap", "brkpt",
+             "nanosleep", "prefetch", "prefetchu", "discard", "pragma"}
 
 
 def split_operands(instr):
@@ -139,7 +139,8 @@ class Flow:
         while changed:
             changed = False
             for block in reversed(self.blocks):
-                out = set().union(*(self.blocks[t].live_in for t in block.targets)) if block.targets else set()
+                out = set().union(*(self.blocks[t].live_in
+                                    for t in block.targets)) if block.targets else set()
                 live = use[block.index] | (out - define[block.index])
                 if live != block.live_in or out != block.live_out:
                     block.live_in, block.live_out, changed = live, out, True
@@ -170,7 +171,8 @@ class Flow:
             if not looping:
                 self.order += component
                 continue
-            entered = {t for b in self.blocks if b.index not in component for t in b.targets if t in component}
+            entered = {t for b in self.blocks if b.index not in component
+                       for t in b.targets if t in component}
             header = 0 if 0 in component else min(entered)
             if len(entered | {header}) != 1:
                 raise Unsupported(f"a loop that is entered at {len(entered)} places")
@@ -198,13 +200,15 @@ class Flow:
         if any("sync" in i.mods or is_barrier(i) for b in loop | later for i in self._all(b)):
             return False
         written = [i for i in outside if i.name in ("atom", "red", "st")]
-        polled, released = ({o for i in instrs for o in i.operands if isinstance(o, Mem)} for instrs in (polls, written))
+        polled, released = ({o for i in instrs for o in i.operands if isinstance(o, Mem)}
+                            for instrs in (polls, written))
         return bool(polled & released)
 
     def diverge(self, branch):
         """Tells that lanes may disagree at the end of block `branch`. Returns the registers that this
         divides."""
-        leaves_lock = any(branch in self.loops[header] and not self.loops[header].issuperset(self.blocks[branch].targets)
+        leaves_lock = any(branch in self.loops[header]
+                          and not self.loops[header].issuperset(self.blocks[branch].targets)
                           for header in self.locks)
         meeting = EXIT if leaves_lock else self.meeting[branch]
         sides = [self._reach(t, meeting) for t in self.blocks[branch].targets]
@@ -230,7 +234,8 @@ class Flow:
 
     def _divided(self, sides, meeting):
         """Registers written on one side of a branch and live on the other, or where the sides meet."""
-        written = [{r for b in side - {meeting} for i in self._all(b) for r in split_operands(i)[0]} for side in sides]
+        written = [{r for b in side - {meeting} for i in self._all(b) for r in split_operands(i)[0]}
+                   for side in sides]
         live = [set().union(*(self.blocks[b].live_in for b in side)) for side in sides]
         if len(sides) == 1:
             return set()
@@ -251,7 +256,8 @@ class Flow:
         backward = target is not None and self.position[target] <= self.position[node]
         for later in self.order[self.position[node] + 1:]:
             if isinstance(later, LoopEnd):
-                if later.header in waiting and not (isinstance(node, LoopEnd) and later.header == node.header):
+                if later.header in waiting and not (isinstance(node, LoopEnd)
+                                                    and later.header == node.header):
                     return later
                 if backward and later.header == target:
                     return target

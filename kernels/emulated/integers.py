@@ -84,7 +84,8 @@ class Integers(Floats):
             t = llvm_type(kind)
             if "sat" in instr.mods:
                 saturating = f"{kind[0]}{name}.sat"
-                return self.lift(instr, t, [(o, t) for o in operands], lambda w, *a: self.intrinsic(saturating, t, w, *a))
+                return self.lift(instr, t, [(o, t) for o in operands],
+                                 lambda w, *a: self.intrinsic(saturating, t, w, *a))
             return self.integer(instr, t, [(o, t) for o in operands], lambda w, *a: self.op(name, t, w, *a))
         only(instr, "rn", *DIRECTED, "sat", "ftz")
         self.floating(instr, operands, self._operation("f" + name))
@@ -160,7 +161,8 @@ class Integers(Floats):
         if which != "hi":
             raise instr.unsupported()
         whole = self._product(kind, w, a, b)
-        return self.resize(self._wide(t), t, w, self.op("lshr", self._wide(t), w, whole, const(self._wide(t), w, bits_of(t))))
+        return self.resize(self._wide(t), t, w,
+                           self.op("lshr", self._wide(t), w, whole, const(self._wide(t), w, bits_of(t))))
 
     def op_mad(self, instr):
         kind = instr.mods[-1]
@@ -191,7 +193,8 @@ class Integers(Floats):
     def op_rem(self, instr):
         kind = instr.mods[-1]
         t = llvm_type(kind)
-        self.lift(instr, t, [(o, t) for o in instr.operands[1:]], lambda w, a, b: self._divided(kind, "rem", w, a, b))
+        self.lift(instr, t, [(o, t) for o in instr.operands[1:]],
+                  lambda w, a, b: self._divided(kind, "rem", w, a, b))
 
     def _divided(self, kind, what, w, a, b):
         """Integer division; x / 0 is all ones and x % 0 is x, as on the card, and the lowest / -1 wraps."""
@@ -223,7 +226,8 @@ class Integers(Floats):
         kind = instr.mods[-1]
         t = llvm_type(kind)
         if kind[0] == "s":
-            return self.lift(instr, t, [(instr.operands[1], t)], lambda w, a: self.op("sub", t, w, const(t, w, 0), a))
+            return self.lift(instr, t, [(instr.operands[1], t)],
+                             lambda w, a: self.op("sub", t, w, const(t, w, 0), a))
         only(instr, "ftz")
         self._sign_bit(instr, "xor", lambda bits, signs: signs)
 
@@ -232,7 +236,8 @@ class Integers(Floats):
         t = llvm_type(kind)
         if kind[0] == "s":
             return self.lift(instr, t, [(instr.operands[1], t)],
-                             lambda w, a: self.call(f"llvm.abs.{suffix(t, w)}", ty(t, w), (ty(t, w), a), ("i1", "false")))
+                             lambda w, a: self.call(f"llvm.abs.{suffix(t, w)}", ty(t, w), (ty(t, w), a),
+                                                    ("i1", "false")))
         only(instr, "ftz")
         self._sign_bit(instr, "and", lambda bits, signs: signs ^ (1 << bits) - 1)
 
@@ -242,7 +247,8 @@ class Integers(Floats):
         t = f"i{8 * SIZES[kind]}"
         bits = bits_of(t)
         signs = 0x80008000 if kind == "f16x2" else 1 << (bits - 1)
-        self.lift(instr, t, [(instr.operands[1], t)], lambda w, a: self.op(operation, t, w, a, const(t, w, mask(bits, signs))))
+        self.lift(instr, t, [(instr.operands[1], t)],
+                  lambda w, a: self.op(operation, t, w, a, const(t, w, mask(bits, signs))))
 
     def _extreme(self, instr, name):
         kind = instr.mods[-1]

@@ -11,8 +11,8 @@ from .flow import split_operands
 from .ptx import SIZES, Imm, Reg, registers_of
 
 KINDS = ("f32", "f16", "f16x2")
-_ARITHMETIC = {"add", "sub", "mul", "fma", "mad", "div", "rcp", "sqrt", "rsqrt", "ex2", "lg2", "sin", "cos", "tanh", "min",
-               "max", "neg", "abs"}
+_ARITHMETIC = {"add", "sub", "mul", "fma", "mad", "div", "rcp", "sqrt", "rsqrt", "ex2", "lg2", "sin", "cos",
+               "tanh", "min", "max", "neg", "abs"}
 _COMPARISONS = {"setp", "set", "testp"}
 
 
@@ -49,7 +49,8 @@ class Results:
         copied = _copied(instr)
         if not copied:
             return _computes(instr) == kind
-        return all(isinstance(o, Reg) and o.name in names or isinstance(o, Imm) and not _is_nan(o, kind) for o in copied)
+        return all(isinstance(o, Reg) and o.name in names or isinstance(o, Imm) and not _is_nan(o, kind)
+                   for o in copied)
 
     def leaving(self, instr):
         """The registers among them whose bits an instruction shows: name -> type."""

@@ -26,7 +26,8 @@ class Printing(Memory):
         self.put(result, "i32", 32, self.each_lane("i32", lambda lane: self._print(form, values, lane)))
 
     def _print(self, form, values, lane):
-        arguments = [self.let(f"extractelement <32 x ptr> {pointers}, i32 {lane}") for pointers in (form, values)]
+        arguments = [self.let(f"extractelement <32 x ptr> {pointers}, i32 {lane}")
+                     for pointers in (form, values)]
         return self.call("qengine_print", "i32", *(("ptr", a) for a in arguments))
 
 

@@ -27,9 +27,9 @@ CONTEXT_BYTES = 192
 BARRIERS_BYTES = 16 * 8
 
 GIVES_WAY = 1 << 30                                 # in what a warp returns: it has not reached a barrier
-_SPINS = 64                                         # rounds of polling loops between two times that a warp gives way
+_SPINS = 64                                         # rounds of polling loops after which a warp gives way
 
-_BALLOTS = 64                                       # bytes at the start of a warp's frame, where barriers reduce
+_BALLOTS = 64                                       # bytes at the start of a frame, where barriers reduce
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Translated:
     local_bytes: int                                # per thread
     frame_bytes: int                                # per warp
     partial_barriers: bool                          # whether a part of the block waits at some
-    spins: tuple                                    # (number returned, source line, instruction) of the polling loops
+    spins: tuple                                    # of polling loops (number returned, line, instruction)
     notes: tuple = ()                               # what a watching translation adds, see watching.py
 
 
@@ -77,7 +77,7 @@ class Translator(Printing):
         self.divided = frozenset(self.lanes.divided)
         self.block_dependent = computed_from(("%ctaid.x", "%ctaid.y", "%ctaid.z"), self.lanes.every)
         self.ends = []                              # labels at which the warp ends, not yet written
-        self.resumes = []                           # labels to go on from after barrier or giving way 1, 2, ...
+        self.resumes = []                           # labels to go on from after return 1, 2, ...
         self.spins = []
         self.n_threads = self.block[0] * self.block[1] * self.block[2]
         self.partial = self._partial_barriers()
@@ -157,7 +157,8 @@ class Translator(Printing):
                         *self._head(), *self._entry(), *body, "}", "",
                         *self.declarations.values(), f"attributes #0 = {{ {attributes} }}",
                         f"attributes #1 = {{ noinline strictfp {attributes} }}", "!0 = !{}"])
-        return Translated(ir, self.function.name, self.block, self.params, self.params_bytes, self.shared_bytes,
+        return Translated(ir, self.function.name, self.block, self.params, self.params_bytes,
+                          self.shared_bytes,
                           self.local_bytes, self.frame_bytes, bool(self.partial), tuple(self.spins))
 
     def _global_lines(self):
@@ -319,7 +320,8 @@ class Translator(Printing):
         return f"e{node.header}" if isinstance(node, LoopEnd) else f"b{node}"
 
     def _after(self, node):
-        return self._label(self.flow.next_from(node)) if self.flow.next_from(node) is not None else self._done()
+        following = self.flow.next_from(node)
+        return self._done() if following is None else self._label(following)
 
     def _done(self):
         """A label that ends the warp."""
@@ -457,7 +459,8 @@ class Translator(Printing):
         arrived = self.op("add", "i32", 1, self.let(f"load i32, ptr {threads}"), str(WARP))
         complete = self.compare("uge", "i32", 1, arrived, needed)
         self.do(f"store i32 {self.select('i32', 1, complete, '0', arrived)}, ptr {threads}")
-        self.do(f"store i32 {self.op('add', 'i32', 1, turn, self.resize('i1', 'i32', 1, complete))}, ptr {turns}")
+        next_turn = self.op("add", "i32", 1, turn, self.resize("i1", "i32", 1, complete))
+        self.do(f"store i32 {next_turn}, ptr {turns}")
         self.note_partial_barrier(complete)
         if "arrive" in end.mods:
             return
@@ -470,7 +473,8 @@ class Translator(Printing):
         self.spins.append((resumed, end.line, end.text))
         offset = self.op("mul", "i32", 1, self._of_warp(number), "8")
         turns = self.let(f"getelementptr i8, ptr %barriers.place, i32 {offset}")
-        same = self.compare("eq", "i32", 1, self.let(f"load i32, ptr {turns}"), self.let("load i32, ptr %turn"))
+        same = self.compare("eq", "i32", 1, self.let(f"load i32, ptr {turns}"),
+                            self.let("load i32, ptr %turn"))
         self.do(f"br i1 {same}, label %{tag}.wait, label %{tag}.on")
         self.label(f"{tag}.on")
 
@@ -529,10 +533,13 @@ class Translator(Printing):
         number, total = self.let("load i32, ptr %ballots"), "zeroinitializer"
         for frame in self._frames_of_warps():
             ballot = self.let(f"load <4 x i32>, ptr {self._ballot_place(frame, number)}, align 16")
-            counts = self.compare("eq", "i32", 1, self.let(f"extractelement <4 x i32> {ballot}, i64 0"), number)
-            total = self.op("add", "<4 x i32>", 1, total, self.select("<4 x i32>", 1, counts, ballot, "zeroinitializer"))
+            counts = self.compare("eq", "i32", 1, self.let(f"extractelement <4 x i32> {ballot}, i64 0"),
+                                  number)
+            total = self.op("add", "<4 x i32>", 1, total,
+                            self.select("<4 x i32>", 1, counts, ballot, "zeroinitializer"))
         lanes, yes = (self.let(f"extractelement <4 x i32> {total}, i64 {i}") for i in (1, 2))
-        result = {"popc": lambda: ("i32", yes), "and": lambda: ("i1", self.compare("eq", "i32", 1, yes, lanes)),
+        result = {"popc": lambda: ("i32", yes),
+                  "and": lambda: ("i1", self.compare("eq", "i32", 1, yes, lanes)),
                   "or": lambda: ("i1", self.compare("ne", "i32", 1, yes, "0"))}[instr.mods[1]]()
         self.put(instr.operands[0], result[0], 1, result[1])
 
