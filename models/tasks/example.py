@@ -9,7 +9,8 @@ from pathlib import Path
 import jinja2
 
 TEMPLATE = Path(__file__).parent.parent / "chat_template.jinja"
-BYTES_PER_TOKEN = 4.2
+TOKENS_PER_LETTER = 1 / 3.6  # of running text, as measured with the tokenizer that train.py makes
+TOKENS_PER_SYLLABLE = 0.57   # of Korean
 NO_THOUGHT = ""  # for what needs none even where thinking is switched on
 
 
@@ -60,8 +61,9 @@ def pick_lang(rng: random.Random, lang: str | None) -> str:
 
 
 def estimate_tokens(text: str) -> float:
-    """About as many tokens as the model's own tokenizer finds; English and Korean differ little in bytes."""
-    return len(text.encode()) / BYTES_PER_TOKEN
+    """About as many tokens as the model's own tokenizer finds in running text."""
+    syllables = (len(text.encode()) - len(text)) / 2  # a Korean syllable has three bytes
+    return (len(text) - syllables) * TOKENS_PER_LETTER + syllables * TOKENS_PER_SYLLABLE
 
 
 def compact(value) -> str:

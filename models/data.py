@@ -1,0 +1,179 @@
+"""From examples to training rows: the tokenizer and its training, and documents packed into rows of tokens.
+
+Row n is a function of the seed and n alone, so that training resumes where it stopped, whatever the number of worker
+processes. This file needs no PyTorch.
+"""
+
+import collections
+import dataclasses
+import itertools
+import math
+import multiprocessing
+import os
+import random
+import re
+
+import numpy as np
+import tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers
+
+from models import tasks
+
+# How text is cut before byte pairs are merged: the pre-tokenizer that GGUF files call "qwen35".
+PATTERN = (r"'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+           r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+# The family's special tokens. Those of the second list are tags that an answer may contain: they are shown as text.
+CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>",
+           "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>",
+           "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>",
+           "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"]
+TAGS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
+
+# The generation prompt and the answer that follows it, up to the end of the turn.
+ANSWER = re.compile(r"(<\|im_start\|>assistant\n(?:<think>\n(?:\n</think>\n\n)?)?)(.*?<\|im_end\|>)", re.DOTALL)
+
+ROW_TOKENS = 4608
+UNIT_ROWS = 8                # rows that are packed together by one worker
+PADDING, TEXT, TARGET = 0, 1, 2  # what a token is to the loss: nothing, text around answers, part of an answer
+SHORTEST_CONTEXT = 200
+
+
+# ---- tokenizer -----------------------------------------------------------------------------------------
+
+
+def train_tokenizer(texts, n_vocab: int) -> Tokenizer:
+    """A byte-level BPE tokenizer of at most n_vocab tokens, the special ones last. The same texts give the same one."""
+    tokenizer = Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(PATTERN), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tags = re.compile("|".join(map(re.escape, CONTROL + TAGS)))
+    tokenizer.train_from_iterator(
+        (tags.sub("\n", text) for text in texts),
+        tokenizers.trainers.BpeTrainer(
+            vocab_size=n_vocab - len(CONTROL) - len(TAGS), min_frequency=2, show_progress=False,
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())))
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in CONTROL])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in TAGS])
+    return tokenizer
+
+
+def sample_texts(seed: int, n: int) -> list[str]:
+    """The rendered text of n training examples, to train the tokenizer on."""
+    rng = random.Random(f"tokenizer {seed}")
+    return [tasks.render(draw(rng, 600)[0]) for _ in range(n)]
+
+
+def encode(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[int]]:
+    """Token ids of a rendered example and what each is to the loss. Answers are cut off first, as when generating."""
+    pieces, kinds, end = [], [], 0
+    for match in ANSWER.finditer(text):
+        pieces += [text[end:match.end(1)], match[2]]
+        kinds += [TEXT, TARGET]
+        end = match.end()
+    pieces.append(text[end:])
+    kinds.append(TEXT)
+    encodings = tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
+    ids = [token for encoding in encodings for token in encoding.ids]
+    return ids, [kind for kind, encoding in zip(kinds, encodings) for _ in encoding.ids]
+
+
+# ---- packing -------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Rows:
+    """Packed documents; all arrays int32 [rows, tokens]."""
+
+    ids: np.ndarray
+    position: np.ndarray  # within the document
+    kind: np.ndarray      # PADDING, TEXT or TARGET
+    task: np.ndarray      # index in tasks.TASKS
+
+    @staticmethod
+    def join(parts: list["Rows"]) -> "Rows":
+        return Rows(*(np.concatenate(arrays) for arrays in zip(*map(dataclasses.astuple, parts))))
+
+
+def draw(rng: random.Random, longest: int) -> tuple["tasks.Example", int]:
+    """A training example of a random task, and the task's index. longest: tokens of the longest context, roughly."""
+    weights = [weight for weight, _ in tasks.TASKS.values()]
+    index = rng.choices(range(len(weights)), weights)[0]
+    length = math.exp(rng.uniform(math.log(SHORTEST_CONTEXT), math.log(max(longest, SHORTEST_CONTEXT))))
+    _, make = list(tasks.TASKS.values())[index]
+    return make(rng, False, int(length)), index
+
+
+def pack(tokenizer: Tokenizer, seed: int, unit: int, longest: int, n_rows: int = UNIT_ROWS,
+         n_tokens: int = ROW_TOKENS) -> Rows:
+    """One unit of rows: each document goes into the first row with room, until several found none."""
+    rng = random.Random(f"{seed} {unit}")
+    rows, misses = [[] for _ in range(n_rows)], 0
+    free = [n_tokens] * n_rows
+    while misses < 4:
+        example, task = draw(rng, longest)
+        ids, kinds = encode(tokenizer, tasks.render(example))
+        row = next((i for i, room in enumerate(free) if room >= len(ids)), None)
+        if row is None:
+            misses += 1
+            continue
+        rows[row].append((ids, kinds, task))
+        free[row] -= len(ids)
+    return _to_arrays(rows, n_tokens)
+
+
+def _to_arrays(rows: list, n_tokens: int) -> Rows:
+    """A row's rest is a document of zeros that counts for nothing."""
+    unit = Rows(*(np.zeros((len(rows), n_tokens), np.int32) for _ in range(4)))
+    for i, documents in enumerate(rows):
+        end = 0
+        for ids, kinds, task in documents:
+            place = (i, slice(end, end := end + len(ids)))
+            unit.ids[place], unit.kind[place], unit.task[place] = ids, kinds, task
+            unit.position[place] = range(len(ids))
+        unit.position[i, end:] = range(n_tokens - end)
+    return unit
+
+
+# ---- workers -------------------------------------------------------------------------------------------
+
+_tokenizer = None
+
+
+def _start_worker(tokenizer: str):
+    global _tokenizer
+    os.environ["RAYON_NUM_THREADS"] = "1"  # the tokenizers library would start a thread per core in every worker
+    _tokenizer = Tokenizer.from_str(tokenizer)
+
+
+def _pack_in_worker(*arguments) -> Rows:
+    return pack(_tokenizer, *arguments)
+
+
+class Batches:
+    """Iterates over batches of rows, made ahead by worker processes.
+
+    longest: function of the step -> tokens of the longest context, roughly.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, seed: int, first_step: int, n_units: int, n_workers: int, longest):
+        self.seed, self.n_units, self.longest = seed, n_units, longest
+        self.units = itertools.count(first_step * n_units)
+        self.pool = multiprocessing.get_context("spawn").Pool(n_workers, _start_worker, [tokenizer.to_str()])
+        self.pending = collections.deque(self._submit() for _ in range(4 * n_units + 2 * n_workers))
+
+    def _submit(self):
+        unit = next(self.units)
+        return self.pool.apply_async(_pack_in_worker, (self.seed, unit, self.longest(unit // self.n_units)))
+
+    def __next__(self) -> Rows:
+        parts = []
+        for _ in range(self.n_units):
+            parts.append(self.pending.popleft().get())
+            self.pending.append(self._submit())
+        return Rows.join(parts)
+
+    def close(self):
+        self.pool.terminate()
+        self.pool.join()

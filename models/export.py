@@ -1,0 +1,211 @@
+"""A trained network to a GGUF file, and a GGUF file back to a network or to transformers' own.
+
+    python models/export.py CHECKPOINT [FILE.gguf]
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import tokenizers
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from models.network import Network, Shape  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent
+NAME = "qengine-10m"
+FILE = ROOT / f"{NAME}-Q8_0.gguf"
+Q8_0, F32 = gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.F32
+TOKEN_TYPES = {"normal": 1, "control": 3, "user": 4, "unused": 5}
+
+
+# ---- writing -------------------------------------------------------------------------------------------
+
+
+def write_gguf(path: str | Path, network: Network, tokenizer: tokenizers.Tokenizer, template: str, name: str = NAME):
+    """Write a network in Q8_0, with its tokenizer (byte-level BPE) and chat template."""
+    writer = gguf.GGUFWriter(str(path), "qwen35")
+    writer.add_type("model")
+    writer.add_name(name)
+    writer.add_license("apache-2.0")
+    writer.add_author("the qengine project")
+    writer.add_description("A small model of the Qwen3.5 architecture, trained from scratch on text made for qengine")
+    writer.add_languages(["en", "ko"])
+    writer.add_size_label(f"{sum(p.numel() for p in network.parameters()) / 1e6:.0f}M")
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    _add_shape(writer, network.shape)
+    _add_tokenizer(writer, json.loads(tokenizer.to_str()), network.shape.n_vocab)
+    writer.add_chat_template(template)
+    for tensor, values in file_tensors(network).items():
+        is_matrix = values.ndim == 2 and "ssm_conv1d" not in tensor
+        kind = Q8_0 if is_matrix else F32
+        writer.add_tensor(tensor, gguf.quants.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def file_tensors(network: Network) -> dict[str, np.ndarray]:
+    """The network's parameters under the file's names, float32."""
+    tensors = {name: p.detach().float().cpu().numpy() for name, p in network.named_parameters()}
+    for name in [name for name in tensors if name.endswith("ssm_log_a")]:
+        tensors[name.replace("ssm_log_a", "ssm_a")] = -np.exp(tensors.pop(name))
+    return tensors
+
+
+def _add_shape(writer: gguf.GGUFWriter, shape: Shape):
+    writer.add_block_count(shape.n_layers + 1)
+    writer.add_context_length(shape.context)
+    writer.add_embedding_length(shape.hidden)
+    writer.add_feed_forward_length(shape.ffn)
+    writer.add_head_count(shape.n_heads)
+    writer.add_head_count_kv(shape.n_kv_heads)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    writer.add_layer_norm_rms_eps(shape.norm_eps)
+    writer.add_rope_freq_base(shape.rope_base)
+    writer.add_rope_dimension_count(shape.rope_dim)
+    writer.add_rope_dimension_sections([11, 11, 10, 0])
+    writer.add_ssm_conv_kernel(shape.conv_width)
+    writer.add_ssm_state_size(shape.linear_head_dim)
+    writer.add_ssm_group_count(shape.n_key_heads)
+    writer.add_ssm_time_step_rank(shape.n_value_heads)
+    writer.add_ssm_inner_size(shape.n_value_heads * shape.linear_head_dim)
+    writer.add_nextn_predict_layers(1)
+    writer.add_uint32("qwen35.full_attention_interval", shape.attention_interval)
+    recurrent = [not shape.is_attention(i) for i in range(shape.n_layers)] + [False]
+    writer.add_array("qwen35.attention.recurrent_layers", recurrent)
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict, n_vocab: int):
+    ids = dict(tokenizer["model"]["vocab"])
+    kinds = dict.fromkeys(ids, "normal")
+    for token in tokenizer["added_tokens"]:
+        ids[token["content"]] = token["id"]
+        kinds[token["content"]] = "control" if token["special"] else "user"
+    padding = range(len(ids), n_vocab)
+    tokens = sorted(ids, key=ids.get)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen35")
+    writer.add_token_list(tokens + [f"[PAD{i}]" for i in padding])
+    writer.add_token_types([TOKEN_TYPES[kinds[token]] for token in tokens] + [TOKEN_TYPES["unused"]] * len(padding))
+    writer.add_token_merges([" ".join(merge) for merge in tokenizer["model"]["merges"]])
+    writer.add_eos_token_id(ids["<|im_end|>"])
+    writer.add_pad_token_id(ids["<|endoftext|>"])
+    writer.add_add_bos_token(False)
+    writer.add_add_eos_token(False)
+
+
+# ---- reading -------------------------------------------------------------------------------------------
+
+
+def read_gguf(path: str | Path) -> Network:
+    """The network of a `qwen35` file with one MTP block, float32, with the file's dequantised weights."""
+    reader = gguf.GGUFReader(str(path))
+    tensors = {t.name: torch.from_numpy(gguf.quants.dequantize(t.data, t.tensor_type).reshape(t.shape[::-1]).copy())
+               for t in reader.tensors}
+
+    def get(key):
+        return reader.fields[f"qwen35.{key}"].contents()
+    network = Network(Shape(
+        n_vocab=len(tensors["token_embd.weight"]), hidden=get("embedding_length"), ffn=get("feed_forward_length"),
+        n_layers=get("block_count") - get("nextn_predict_layers"), attention_interval=get("full_attention_interval"),
+        n_heads=get("attention.head_count"), n_kv_heads=get("attention.head_count_kv"),
+        head_dim=get("attention.key_length"), rope_dim=get("rope.dimension_count"), rope_base=get("rope.freq_base"),
+        n_key_heads=get("ssm.group_count"), n_value_heads=get("ssm.time_step_rank"),
+        linear_head_dim=get("ssm.state_size"), conv_width=get("ssm.conv_kernel"),
+        norm_eps=get("attention.layer_norm_rms_epsilon"), context=get("context_length"),
+        tied="output.weight" not in tensors))
+    for name in [name for name in tensors if name.endswith("ssm_a")]:
+        tensors[name.replace("ssm_a", "ssm_log_a")] = (-tensors.pop(name)).log()
+    network.load_parameters(tensors)
+    return network
+
+
+# ---- transformers --------------------------------------------------------------------------------------
+
+LAYER_NAMES = {
+    "attn_norm.weight": "input_layernorm.weight", "post_attention_norm.weight": "post_attention_layernorm.weight",
+    "ffn_gate.weight": "mlp.gate_proj.weight", "ffn_up.weight": "mlp.up_proj.weight",
+    "ffn_down.weight": "mlp.down_proj.weight",
+    "attn_qkv.weight": "linear_attn.in_proj_qkv.weight", "attn_gate.weight": "linear_attn.in_proj_z.weight",
+    "ssm_alpha.weight": "linear_attn.in_proj_a.weight", "ssm_beta.weight": "linear_attn.in_proj_b.weight",
+    "ssm_conv1d.weight": "linear_attn.conv1d.weight", "ssm_log_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias", "ssm_norm.weight": "linear_attn.norm.weight",
+    "ssm_out.weight": "linear_attn.out_proj.weight",
+    "attn_q.weight": "self_attn.q_proj.weight", "attn_k.weight": "self_attn.k_proj.weight",
+    "attn_v.weight": "self_attn.v_proj.weight", "attn_output.weight": "self_attn.o_proj.weight",
+    "attn_q_norm.weight": "self_attn.q_norm.weight", "attn_k_norm.weight": "self_attn.k_norm.weight",
+}
+NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
+         "output.weight": "lm_head.weight"}
+
+
+def to_transformers(network: Network):
+    """transformers' Qwen3_5ForCausalLM with the network's trunk, float32. It knows no MTP blocks."""
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    s = network.shape
+    config = Qwen3_5TextConfig(
+        vocab_size=s.n_vocab, hidden_size=s.hidden, intermediate_size=s.ffn, num_hidden_layers=s.n_layers,
+        num_attention_heads=s.n_heads, num_key_value_heads=s.n_kv_heads, head_dim=s.head_dim,
+        linear_conv_kernel_dim=s.conv_width, linear_key_head_dim=s.linear_head_dim,
+        linear_value_head_dim=s.linear_head_dim, linear_num_key_heads=s.n_key_heads,
+        linear_num_value_heads=s.n_value_heads, rms_norm_eps=s.norm_eps, max_position_embeddings=s.context,
+        tie_word_embeddings=s.tied, eos_token_id=None, pad_token_id=None,
+        rope_parameters={"rope_type": "default", "rope_theta": s.rope_base, "mrope_section": [11, 11, 10],
+                         "mrope_interleaved": True, "partial_rotary_factor": s.rope_dim / s.head_dim},
+        layer_types=["full_attention" if s.is_attention(i) else "linear_attention" for i in range(s.n_layers)])
+    state = {}
+    for name, values in network.state_dict().items():
+        if not name.startswith(f"blk.{s.n_layers}."):
+            theirs, values = _to_transformers(name, values, s)
+            state[theirs] = values
+    model = Qwen3_5ForCausalLM(config).eval()
+    model.load_state_dict(state)
+    return model
+
+
+def _to_transformers(name: str, values: torch.Tensor, shape: Shape) -> tuple[str, torch.Tensor]:
+    """A tensor's name and values in transformers: norms but one are stored less 1, value heads have another order."""
+    if name.endswith("norm.weight") and "ssm_norm" not in name:
+        values = values - 1
+    if name in NAMES:
+        return NAMES[name], values
+    _, layer, tensor = name.split(".", 2)
+    value_dim = shape.n_value_heads * shape.linear_head_dim
+    if tensor in ("attn_qkv.weight", "ssm_conv1d.weight"):
+        other, v = values[:-value_dim], values[-value_dim:]
+        values = torch.cat([other, _reorder_heads(v, shape)])
+    elif tensor in ("attn_gate.weight", "ssm_alpha.weight", "ssm_beta.weight", "ssm_log_a", "ssm_dt.bias"):
+        values = _reorder_heads(values, shape)
+    elif tensor == "ssm_out.weight":
+        values = _reorder_heads(values.T, shape).T.contiguous()
+    if tensor == "ssm_conv1d.weight":
+        values = values[:, None]
+    return f"model.layers.{layer}.{LAYER_NAMES[tensor]}", values
+
+
+def _reorder_heads(rows: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """Rows of value heads, from the file's order (head j reads key head j mod n_k) to transformers' (j // (n_v/n_k))."""
+    by_head = rows.unflatten(0, (shape.n_value_heads // shape.n_key_heads, shape.n_key_heads, -1))
+    return by_head.transpose(0, 1).flatten(0, 2)
+
+
+def main():
+    from models.train import load_checkpoint
+
+    checkpoint = load_checkpoint(sys.argv[1])
+    path = Path(sys.argv[2]) if len(sys.argv) > 2 else FILE
+    template = (ROOT / "chat_template.jinja").read_text(encoding="utf-8")
+    write_gguf(path, checkpoint.network, checkpoint.tokenizer, template)
+    print(f"{path}: {path.stat().st_size / 1e6:.2f} MB")
+
+
+if __name__ == "__main__":
+    main()

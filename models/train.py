@@ -1,0 +1,281 @@
+"""Train qengine-10m from scratch: tokenizer, data, network, checkpoint, loss curve.
+
+    python models/train.py --minutes 30                        # all of it at once, about 30 minutes on an H100
+    python models/train.py --minutes 9 --cooldown 0            # or in parts: the learning rate stays up
+    python models/train.py --minutes 9 --resume checkpoint     # and falls at the end of the last part
+
+Training text is made on the fly by models/tasks. A checkpoint is a folder of files of at most 16 MB.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import safetensors.torch
+import tokenizers
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from models import data, tasks  # noqa: E402
+from models.network import Network, Shape  # noqa: E402
+
+PART_BYTES = 15_000_000      # of a checkpoint's file
+TOKENIZER_TEXTS = 40_000
+TEXT_WEIGHT = 0.1            # of a token outside the answers, in the loss
+MTP_WEIGHT = 0.3             # of the MTP block's loss
+WARM_UP_STEPS = 50
+REPORT_STEPS = 20            # between two points of the loss history
+CONTEXTS = ((0, 600), (300, 1500), (600, 4000))  # from which step on, contexts of up to how many tokens
+
+
+# ---- optimisers ----------------------------------------------------------------------------------------
+
+
+class Muon:
+    """Steps along the momentum's nearest orthogonal matrix, for matrices (Keller Jordan, "Muon", 2024).
+
+    Scaled by 0.2 sqrt(larger side), which makes a step as large as Adam's, with weight decay (Liu et al., arXiv
+    2502.16982). Matrices of a shape are one stack: shape -> momentum [n, rows, columns].
+    """
+
+    def __init__(self, parameters, momentum: float = 0.95, decay: float = 0.1):
+        self.momentum, self.decay = momentum, decay
+        self.groups = {}
+        for parameter in parameters:
+            self.groups.setdefault(tuple(parameter.shape), []).append(parameter)
+        self.buffers = {shape: torch.zeros(len(group), *shape, device=group[0].device)
+                        for shape, group in self.groups.items()}
+
+    @torch.no_grad()
+    def step(self, rate: float):
+        for shape, group in self.groups.items():
+            gradient = torch.stack([parameter.grad for parameter in group])
+            buffer = self.buffers[shape].lerp_(gradient, 1 - self.momentum)
+            update = orthogonalize(gradient.lerp(buffer, self.momentum)) * (0.2 * max(shape) ** 0.5)
+            torch._foreach_mul_(group, 1 - rate * self.decay)
+            torch._foreach_add_(group, list(update.unbind()), alpha=-rate)
+
+
+def orthogonalize(x: torch.Tensor) -> torch.Tensor:
+    """Roughly U V^T of each matrix U S V^T of a stack, by five Newton-Schulz steps of fifth order."""
+    wide = x.shape[1] <= x.shape[2]
+    y = (x if wide else x.mT).to(torch.bfloat16 if x.is_cuda else torch.float32)
+    y = y / (y.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(5):
+        square = y @ y.mT
+        y = 3.4445 * y + (-4.7750 * square + 2.0315 * square @ square) @ y
+    return (y if wide else y.mT).float()
+
+
+class Optimizer:
+    """Muon for the blocks' matrices, Adam for the rest: embeddings, norms, convolutions, decays."""
+
+    def __init__(self, network: Network):
+        matrices, rest = [], []
+        for name, parameter in network.named_parameters():
+            is_matrix = name.startswith("blk.") and parameter.ndim == 2 and min(parameter.shape) >= 64
+            (matrices if is_matrix else rest).append(parameter)
+        self.muon = Muon(matrices)
+        self.adam = torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0, fused=rest[0].is_cuda)
+
+    def step(self, rate: float):
+        self.muon.step(rate)
+        self.adam.param_groups[0]["lr"] = rate
+        self.adam.step()
+        self.adam.zero_grad()
+        for group in self.muon.groups.values():
+            for parameter in group:
+                parameter.grad = None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What it must remember, by name."""
+        kept = {f"muon.{rows}x{columns}": buffer for (rows, columns), buffer in self.muon.buffers.items()}
+        for i, state in self.adam.state_dict()["state"].items():
+            kept |= {f"adam.{i}.{key}": state[key] for key in ("exp_avg", "exp_avg_sq")}
+        return kept
+
+    def load(self, tensors: dict[str, torch.Tensor], step: int):
+        for (rows, columns), buffer in self.muon.buffers.items():
+            buffer.copy_(tensors[f"muon.{rows}x{columns}"])
+        state = self.adam.state_dict()
+        for i in state["param_groups"][0]["params"]:
+            state["state"][i] = {key: tensors[f"adam.{i}.{key}"].float() for key in ("exp_avg", "exp_avg_sq")}
+            state["state"][i]["step"] = torch.tensor(float(step))
+        self.adam.load_state_dict(state)
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Checkpoint:
+    network: Network
+    tokenizer: tokenizers.Tokenizer
+    seed: int
+    step: int = 0
+    history: list = dataclasses.field(default_factory=list)  # [{"step", "tokens", "rate", "loss": {task: loss}}]
+    optimizer: dict = dataclasses.field(default_factory=dict)  # Optimizer.tensors()
+
+
+def save_checkpoint(folder: str | Path, checkpoint: Checkpoint):
+    """Weights are kept as float16 and the optimisers' averages as bfloat16: half the size, and far below what a few
+    steps change."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {f"network.{name}": p.detach().half() for name, p in checkpoint.network.named_parameters()}
+    tensors |= {f"optimizer.{name}": t.bfloat16() for name, t in checkpoint.optimizer.items()}
+    parts, size = [{}], 0
+    for name, tensor in tensors.items():
+        size += tensor.nbytes
+        if size > PART_BYTES:
+            parts.append({})
+            size = tensor.nbytes
+        parts[-1][name] = tensor.cpu().contiguous()
+    for i, part in enumerate(parts):
+        safetensors.torch.save_file(part, folder / f"part-{i}.safetensors")
+    checkpoint.tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+    state = {"shape": dataclasses.asdict(checkpoint.network.shape), "parts": len(parts), "seed": checkpoint.seed,
+             "step": checkpoint.step, "history": checkpoint.history}
+    (folder / "state.json").write_text(json.dumps(state))
+
+
+def load_checkpoint(folder: str | Path) -> Checkpoint:
+    folder = Path(folder)
+    state = json.loads((folder / "state.json").read_text())
+    tensors = {}
+    for i in range(state["parts"]):
+        tensors |= safetensors.torch.load_file(folder / f"part-{i}.safetensors")
+    network = Network(Shape(**state["shape"]))
+    network.load_parameters({name.removeprefix("network."): t for name, t in tensors.items()
+                             if name.startswith("network.")})
+    optimizer = {name.removeprefix("optimizer."): t for name, t in tensors.items() if name.startswith("optimizer.")}
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return Checkpoint(network, tokenizer, state["seed"], state["step"], state["history"], optimizer)
+
+
+# ---- training ------------------------------------------------------------------------------------------
+
+
+def longest_context(step: int) -> int:
+    """Short contexts first: copying is learnt there, then far away."""
+    return max(length for start, length in CONTEXTS if start <= step)
+
+
+def weighted_losses(network: Network, rows: data.Rows, device: str):
+    """(loss to minimise, sums of the answers' losses per task, their counts per task, MTP loss on answers)."""
+    ids, position, kind, task = (torch.from_numpy(array).to(device, torch.int64, non_blocking=True)
+                                 for array in dataclasses.astuple(rows))
+    targets, kind, task = ids.roll(-1, 1), kind.roll(-1, 1), task.roll(-1, 1)
+    kind = kind * (position.roll(-1, 1) != 0)  # nothing predicts another document's first token
+    with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        loss, draft_loss = network(ids, position, targets)
+    weight = torch.where(kind == data.TARGET, 1.0, TEXT_WEIGHT * (kind == data.TEXT))
+    total = ((loss + MTP_WEIGHT * draft_loss) * weight).sum() / weight.sum().clamp(min=1)
+    answers = (kind == data.TARGET).float()
+    sums = torch.bincount(task.flatten(), (loss.detach() * answers).flatten(), len(tasks.TASKS))
+    counts = torch.bincount(task.flatten(), answers.flatten(), len(tasks.TASKS))
+    return total, torch.stack([sums, counts]), (draft_loss.detach() * answers).sum() / answers.sum().clamp(min=1)
+
+
+def rate_factor(done: float, cooldown: float) -> float:
+    """The learning rate's factor when `done` of this part is done: 1, and a line to 0 over its last `cooldown`."""
+    return min(1.0, max(0.0, 1 - done) / cooldown) if cooldown else 1.0
+
+
+def train(checkpoint: Checkpoint, steps: int | None, minutes: float | None, cooldown: float = 0.4, batch_rows: int = 32,
+          rate: float = 3e-3, workers: int = 1, device: str = "cpu", log=print):
+    """Train the checkpoint's network on, for so many steps or minutes, in place."""
+    network = checkpoint.network.to(device).train()
+    optimizer = Optimizer(network)
+    if checkpoint.optimizer:
+        optimizer.load(checkpoint.optimizer, checkpoint.step)
+    batches = data.Batches(checkpoint.tokenizer, checkpoint.seed, checkpoint.step, batch_rows // data.UNIT_ROWS, workers,
+                           longest_context)
+    started, first_step = time.monotonic(), checkpoint.step
+    reported, sums = started, 0
+    while (done := (checkpoint.step - first_step) / steps if steps else
+           (time.monotonic() - started) / 60 / minutes) < 1:
+        now = rate * min(1, (checkpoint.step + 1) / WARM_UP_STEPS) * rate_factor(done, cooldown)
+        loss, task_sums, draft_loss = weighted_losses(network, next(batches), device)
+        loss.backward()
+        optimizer.step(now)
+        sums = sums + task_sums
+        checkpoint.step += 1
+        if checkpoint.step % REPORT_STEPS == 0:
+            per_task = (sums[0] / sums[1]).tolist()
+            speed = REPORT_STEPS * batch_rows * data.ROW_TOKENS / (time.monotonic() - reported)
+            point = {"step": checkpoint.step, "tokens": checkpoint.step * batch_rows * data.ROW_TOKENS, "rate": now,
+                     "speed": speed, "mtp": draft_loss.item(),
+                     "loss": {name: value for name, value in zip(tasks.TASKS, per_task) if value == value}}
+            checkpoint.history.append(point)
+            log(show_point(point))
+            reported, sums = time.monotonic(), 0
+    batches.close()
+    checkpoint.optimizer = optimizer.tensors()
+
+
+def show_point(point: dict) -> str:
+    losses = " ".join(f"{name} {loss:.3f}" for name, loss in point["loss"].items())
+    return (f"step {point['step']}: {point['tokens'] / 1e6:.1f} M tokens, {point['speed'] / 1e3:.0f} k tokens/s, "
+            f"rate {point['rate']:.1e}, mtp {point['mtp']:.3f}, {losses}")
+
+
+def draw_history(history: list, path: Path):
+    """The loss on answers per task over the tokens seen, as a picture."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    for name in tasks.TASKS:
+        points = [(point["tokens"] / 1e6, point["loss"][name]) for point in history if name in point["loss"]]
+        if points:
+            axes.plot(*np.array(points).T, label=name, linewidth=1)
+    axes.set(xlabel="tokens seen (millions)", ylabel="loss per answer token (nats)", yscale="log")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+
+
+def new_checkpoint(seed: int, shape: Shape = Shape(), n_texts: int = TOKENIZER_TEXTS) -> Checkpoint:
+    torch.manual_seed(seed)
+    return Checkpoint(Network(shape), data.train_tokenizer(data.sample_texts(seed, n_texts), shape.n_vocab), seed)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--minutes", type=float, help="train for so long")
+    parser.add_argument("--steps", type=int, help="or for so many steps")
+    parser.add_argument("--cooldown", type=float, default=0.4, help="part of this run in which the rate falls to 0")
+    parser.add_argument("--resume", metavar="DIR", help="go on from this checkpoint")
+    parser.add_argument("--out", metavar="DIR", default="checkpoint", help="where the checkpoint goes")
+    parser.add_argument("--rows", type=int, default=32, help=f"rows of {data.ROW_TOKENS} tokens per step")
+    parser.add_argument("--rate", type=float, default=3e-3, help="learning rate")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--scores", type=int, default=50, help="held-out examples per task to score at the end")
+    options = parser.parse_args()
+    if (options.minutes is None) == (options.steps is None):
+        parser.error("give --minutes or --steps")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_float32_matmul_precision("high")
+    checkpoint = load_checkpoint(options.resume) if options.resume else new_checkpoint(options.seed)
+    if device == "cuda":
+        checkpoint.network.compile_blocks()
+    train(checkpoint, options.steps, options.minutes, options.cooldown, options.rows, options.rate,
+          max(1, os.cpu_count() - 2), device, lambda line: print(line, flush=True))
+    save_checkpoint(options.out, checkpoint)
+    draw_history(checkpoint.history, Path(options.out) / "loss.png")
+    if options.scores:
+        from models.evaluate import show_scores, torch_scores
+        scores = torch_scores(checkpoint.network, checkpoint.tokenizer, options.scores)
+        (Path(options.out) / "scores.json").write_text(json.dumps(scores, indent=1))
+        print(show_scores(scores))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,293 @@
+"""The training code: the network against transformers and reference outputs, packing, checkpoints, export."""
+
+import dataclasses
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="models/requirements.txt is not installed: no torch")
+pytest.importorskip("safetensors", reason="models/requirements.txt is not installed: no safetensors")
+
+import qengine  # noqa: E402
+from models import data, evaluate, export, network, train  # noqa: E402
+from tests.oracle import oracle_npz, oracle_path  # noqa: E402
+
+SMALL = network.Shape(n_vocab=512, hidden=64, ffn=96, n_layers=4, n_heads=2)
+
+
+def relative(ours, reference) -> float:
+    """Relative L2 distance."""
+    ours, reference = (torch.as_tensor(x).detach().double() for x in (ours, reference))
+    return ((ours - reference).norm() / reference.norm()).item()
+
+
+def random_network(shape=SMALL, seed=0):
+    """A network no layer of which is the identity, with norms that differ from 1."""
+    torch.manual_seed(seed)
+    net = network.Network(shape)
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():
+            if name.endswith(("ffn_down.weight", "ssm_out.weight", "attn_output.weight")):
+                parameter.normal_(std=parameter.shape[1] ** -0.5)
+            elif name.endswith(("norm.weight", "ssm_log_a")):
+                parameter.uniform_(0.5, 1.5)
+    return net.eval()
+
+
+# ---- the delta rule ------------------------------------------------------------------------------------
+
+
+def delta_rule_inputs(length, n_k=2, n_v=4, dim=32, seed=0):
+    torch.manual_seed(seed)
+    q, k = (network.unit(torch.randn(1, length, n_k, dim, dtype=torch.float64) + 0.5) for _ in range(2))
+    v = torch.randn(1, length, n_v, dim, dtype=torch.float64)
+    g = -torch.rand(1, length, n_v, dtype=torch.float64) * torch.logspace(-3, 0.5, n_v, dtype=torch.float64)
+    return [x.requires_grad_() for x in (q * dim ** -0.5, k, v, g, torch.rand_like(g.detach()))]
+
+
+@pytest.mark.parametrize("length", [64, 192])
+def test_chunked_delta_rule_is_the_recurrence(length):
+    inputs = delta_rule_inputs(length)
+    (o, state), (o_ref, state_ref) = network.chunked_delta_rule(*inputs), network.recurrent_delta_rule(*inputs)
+    assert relative(o, o_ref) < 1e-13 and relative(state, state_ref) < 1e-13
+    weight = torch.randn_like(o)
+    gradients, gradients_ref = (torch.autograd.grad((x * weight).sum(), inputs) for x in (o, o_ref))
+    for ours, reference in zip(gradients, gradients_ref, strict=True):
+        assert relative(ours, reference) < 1e-12
+
+
+def test_chunked_delta_rule_is_that_of_transformers():
+    library = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
+    q, k, v, g, beta = (x.detach().float() for x in delta_rule_inputs(320, n_k=4))
+    theirs, _ = library.torch_chunk_gated_delta_rule(q * 32 ** 0.5, k, v, g, beta)
+    ours, _ = network.chunked_delta_rule(q, k, v, g, beta)
+    assert relative(ours, theirs) < 2e-6
+
+
+def test_inverse_where_keys_repeat():
+    """All keys the same: the powers of L reach 1e18, and the inverse is 1 and -1 beside the diagonal."""
+    lower = torch.ones(64, 64).tril(-1)
+    inverse = network.UnitLowerInverse.apply(lower[None])[0]
+    torch.testing.assert_close(inverse, torch.eye(64) - torch.eye(64).roll(1, 0).tril(-1))
+
+
+# ---- the network against others ------------------------------------------------------------------------
+
+
+def padded(ids, n=None):
+    """ids [1, T'] filled up with zeros to whole chunks, and positions."""
+    ids = torch.as_tensor(np.asarray(ids).astype(np.int64))[None]
+    ids = torch.nn.functional.pad(ids, (0, -ids.shape[1] % network.CHUNK))
+    return ids, torch.arange(ids.shape[1])[None]
+
+
+def all_logits(net, ids):
+    """(trunk's, MTP block's) logits [T, n_vocab] and the MTP block's hidden states [T, hidden] of one text."""
+    n = len(ids)
+    ids, position = padded(ids)
+    mask = network.dense_mask(position)
+    with torch.no_grad():
+        hidden = net.hidden(ids, position, mask)
+        draft = net.draft_hidden(ids, position, mask, hidden)
+        return net.logits(hidden)[0, :n], net.logits(draft)[0, :n], draft[0, :n]
+
+
+@pytest.fixture(scope="module")
+def reference_network():
+    return export.read_gguf(oracle_path("gguf/dense_mtp-Q8_0.gguf")).eval()
+
+
+@pytest.mark.parametrize("prompt", ["short", "long"])
+def test_reference_outputs(reference_network, prompt):
+    z = oracle_npz("dense_mtp-Q8_0")
+    logits, draft_logits, draft = all_logits(reference_network, z[f"{prompt}_ids"])
+    rows = range(50) if prompt == "short" else z["long_logit_rows"]
+    hidden_rows = range(50) if prompt == "short" else z["long_mtp_rows"]
+    assert relative(logits[rows], z[f"{prompt}_hf_logits"]) < 1e-5
+    assert relative(draft_logits[z[f"{prompt}_mtp_logit_rows"]], z[f"{prompt}_mtp_ref_logits"]) < 1e-5
+    assert relative(draft[hidden_rows], z[f"{prompt}_mtp_ref_hidden"]) < 1e-5
+
+
+@pytest.mark.parametrize("shape", [SMALL, dataclasses.replace(SMALL, tied=False, n_kv_heads=2, n_key_heads=4)])
+def test_logits_are_those_of_transformers(shape):
+    pytest.importorskip("transformers.models.qwen3_5")
+    net = random_network(shape)
+    ids = torch.randint(shape.n_vocab, (150,))
+    with torch.no_grad():
+        theirs = export.to_transformers(net)(ids[None]).logits[0]
+    assert relative(all_logits(net, ids)[0], theirs) < 1e-5
+
+
+# ---- documents -----------------------------------------------------------------------------------------
+
+
+def test_packed_documents_do_not_see_each_other():
+    net = random_network()
+    documents = [torch.randint(512, (n,)) for n in (70, 1, 3, 118)]
+    position = torch.cat([torch.arange(len(d)) for d in documents])[None]
+    ids, mask = torch.cat(documents)[None], network.dense_mask(position)
+    with torch.no_grad():
+        hidden = net.hidden(ids, position, mask)
+        draft = net.draft_hidden(ids, position, mask, hidden)
+    packed = torch.stack([net.logits(hidden)[0], net.logits(draft)[0]]).split([len(d) for d in documents], 1)
+    for document, (logits, drafts) in zip(documents, packed, strict=True):
+        alone, drafts_alone, _ = all_logits(net, document)
+        # Sums of log decays reach 100 where three documents begin in a chunk; their float32 steps are then 8e-6.
+        assert relative(logits, alone) < 1e-5 and relative(drafts, drafts_alone) < 1e-5
+
+
+def test_block_mask_is_the_dense_mask():
+    position = torch.cat([torch.arange(n) for n in (100, 28, 200, 56)])[None]
+    start = torch.arange(384) - position
+
+    def dense(mask):
+        i, j = torch.arange(384)[:, None], torch.arange(384)
+        return mask.mask_mod(torch.tensor(0), torch.tensor(0), i, j)
+    assert torch.equal(dense(network.block_mask(position)), network.dense_mask(position)[0, 0])
+    assert start.min() == 0
+
+
+def test_generation_continues_as_the_whole_text_would():
+    """Prompts of several lengths in one batch, token by token from the cache, against one pass over all of it."""
+    net = random_network()
+    prompts = [torch.randint(512, (n,)).tolist() for n in (5, 64, 130)]
+    answers = evaluate.generate(net, prompts, end=-1, max_tokens=12)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        greedy = all_logits(net, prompt + answer)[0].argmax(1).tolist()
+        assert greedy[len(prompt) - 1:-1] == answer
+
+
+# ---- training ------------------------------------------------------------------------------------------
+
+
+def test_orthogonalized():
+    """Five steps bring all singular values between about 0.7 and 1.2."""
+    torch.manual_seed(0)
+    for size in ((3, 40, 100), (2, 100, 40)):
+        values = torch.linalg.svdvals(train.orthogonalize(torch.randn(size)))
+        assert 0.6 < values.min() and values.max() < 1.3
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return data.train_tokenizer(data.sample_texts(1, 200), SMALL.n_vocab)
+
+
+def test_answers_are_what_the_loss_is_about(tokenizer):
+    text = ("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n"
+            "<|im_start|>assistant\n<think>\n1 and 1\n</think>\n\n2<|im_end|>\n"
+            "<|im_start|>assistant\n<think>\n\n</think>\n\nYes<|im_end|>\n")
+    ids, kinds = data.encode(tokenizer, text)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    runs = itertools.groupby(zip(ids, kinds, strict=True), key=lambda pair: pair[1])
+    answers = [tokenizer.decode([i for i, _ in run], skip_special_tokens=False)
+               for kind, run in runs if kind == data.TARGET]
+    assert answers == ["Hello!<|im_end|>", "1 and 1\n</think>\n\n2<|im_end|>", "Yes<|im_end|>"]
+
+
+def test_rows_hold_whole_documents(tokenizer):
+    rows = data.pack(tokenizer, 1, 5, longest=300, n_rows=3, n_tokens=1024)
+    again = data.pack(tokenizer, 1, 5, longest=300, n_rows=3, n_tokens=1024)
+    assert all(np.array_equal(a, b) for a, b in zip(dataclasses.astuple(rows), dataclasses.astuple(again)))
+    assert rows.ids.shape == (3, 1024) and (rows.kind != data.PADDING).mean() > 0.7
+    for ids, position, kind in zip(rows.ids, rows.position, rows.kind):
+        used = (kind != data.PADDING).sum()
+        starts = [*np.flatnonzero(position[:used] == 0), used]
+        for start, end in zip(starts, starts[1:]):
+            text = tokenizer.decode(ids[start:end].tolist(), skip_special_tokens=False)
+            encoded, kinds = data.encode(tokenizer, text)
+            assert encoded == ids[start:end].tolist() and kinds == kind[start:end].tolist()
+
+
+@pytest.fixture()
+def few_rows(monkeypatch, tokenizer):
+    """Batches of two short rows, made in this process: eight that repeat."""
+    class Batches:
+        def __init__(self, tokenizer, seed, first_step, *_):
+            self.step, self.seed = first_step, seed
+
+        def __next__(self):
+            self.step += 1
+            return data.pack(tokenizer, self.seed, self.step % 8, 200, n_rows=2, n_tokens=512)
+
+        def close(self):
+            pass
+    monkeypatch.setattr(data, "Batches", Batches)
+    monkeypatch.setattr(train, "REPORT_STEPS", 2)
+
+
+def silent(line):
+    pass
+
+
+def new_checkpoint(tokenizer, seed=3):
+    torch.manual_seed(seed)
+    return train.Checkpoint(network.Network(SMALL), tokenizer, seed)
+
+
+def mean_losses(checkpoint):
+    return [np.mean(list(point["loss"].values())) for point in checkpoint.history]
+
+
+def test_learns_and_resumes(few_rows, tokenizer, tmp_path):
+    """In one go, and with a break of which only the checkpoint's folder survives: losses as good as the same."""
+    whole, part = new_checkpoint(tokenizer), new_checkpoint(tokenizer)
+    train.train(whole, 24, None, cooldown=0, batch_rows=2, log=silent)
+    train.train(part, 12, None, cooldown=0, batch_rows=2, log=silent)
+    train.save_checkpoint(tmp_path, part)
+    resumed = train.load_checkpoint(tmp_path)
+    assert resumed.step == 12 and resumed.history == part.history
+    train.train(resumed, 12, None, cooldown=0, batch_rows=2, log=silent)
+    assert mean_losses(whole)[-1] < mean_losses(whole)[0] - 1
+    np.testing.assert_allclose(mean_losses(resumed), mean_losses(whole), rtol=2e-3)
+    without = dataclasses.replace(train.load_checkpoint(tmp_path), optimizer={})
+    train.train(without, 12, None, cooldown=0, batch_rows=2, log=silent)
+    assert not np.allclose(mean_losses(without), mean_losses(whole), rtol=2e-3)  # what the check above would notice
+
+
+def test_cooldown():
+    factors = [train.rate_factor(done, 0.4) for done in (0, 0.5, 0.6, 0.8, 1)]
+    np.testing.assert_allclose(factors, [1, 1, 1, 0.5, 0], atol=1e-9)
+    assert train.rate_factor(0.99, 0) == 1
+
+
+# ---- export --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def exported(tokenizer, tmp_path_factory):
+    path = tmp_path_factory.mktemp("export") / "small.gguf"
+    net = random_network()
+    export.write_gguf(path, net, tokenizer, "{{ messages[0].content }}")
+    return net, path
+
+
+def test_exported_tensors(exported):
+    """Q8_0 is off by half a step of 1/127 of a block's largest value; vectors are exact."""
+    net, path = exported
+    stored = dict(export.read_gguf(path).named_parameters())
+    for name, values in net.named_parameters():
+        is_matrix = values.ndim == 2 and "conv1d" not in name
+        assert relative(stored[name], values) < (1e-2 if is_matrix else 1e-6)
+    assert export.read_gguf(path).shape == dataclasses.replace(SMALL, norm_eps=np.float32(1e-6).item())
+
+
+def test_exported_tokenizer(exported, tokenizer):
+    theirs = qengine.load_tokenizer(qengine.GGUF(exported[1]))
+    rng = random.Random(4)
+    texts = [*data.sample_texts(2, 20), "".join(chr(rng.choice([rng.randrange(32, 1000), rng.randrange(0xac00, 0xd7a4)]))
+                                                for _ in range(500))]
+    for text in texts:
+        assert theirs.encode(text) == tokenizer.encode(text, add_special_tokens=False).ids
+    assert theirs.decode(theirs.eos_ids & {theirs.control["<|im_end|>"]}, special=True) == "<|im_end|>"
+
+
+def test_exported_file_runs(exported, card):
+    """qengine's logits against PyTorch's with the file's weights: 8-bit activations cost a few per cent."""
+    engine = qengine.load(exported[1], card=card, ctx=256, progress=False)
+    ids = random.Random(0).choices(range(256), k=100)
+    reference = all_logits(export.read_gguf(exported[1]).eval(), ids)[0]
+    assert relative(engine.evaluate(ids), reference) < 0.05
+    engine.close()
