@@ -2,13 +2,12 @@
 
 The card's arithmetic makes one NaN only, 0x7FFFFFFF in float32 and 0x7FFF in halves; the processor makes
 others, and hands on those that it is given. Inside arithmetic nobody can tell. So results are corrected where
-their bits leave it: where they are stored, moved to another kind of register, shuffled and so on; and only
-results, because a copy of a NaN keeps its bits. A float64 NaN keeps its bits on the card too, and a new one
-is the processor's.
+their bits leave it: where they are stored, taken for integers and so on; and only results, because a copy of
+a NaN keeps its bits. A float64 NaN keeps its bits on the card too, and a new one is the processor's.
 """
 
 from .flow import split_operands
-from .ptx import SIZES, Imm, Reg, registers_of
+from .ptx import SIZES, Imm, Pair, Reg, registers_of
 
 KINDS = ("f32", "f16", "f16x2")
 _ARITHMETIC = {"add", "sub", "mul", "fma", "mad", "div", "rcp", "sqrt", "rsqrt", "ex2", "lg2", "sin", "cos",
@@ -28,7 +27,9 @@ def _understands(instr):
 
 
 def _copied(instr):
-    return {"mov": instr.operands[1:], "selp": instr.operands[1:3]}.get(instr.name, ())
+    """The operands of which a result is a copy; `shfl` copies from another lane."""
+    return {"mov": instr.operands[1:], "selp": instr.operands[1:3],
+            "shfl": instr.operands[1:2]}.get(instr.name, ())
 
 
 class Results:
@@ -57,6 +58,7 @@ class Results:
         found = {}
         for kind, names in self.of.items():
             target = instr.operands[0] if instr.operands else None
+            target = target.first if isinstance(target, Pair) else target
             stays = _copied(instr) and isinstance(target, Reg) and target.name in names
             if not stays and _understands(instr) != kind:
                 found |= {r: kind for o in instr.operands for r in registers_of(o) if r in names}

@@ -433,6 +433,9 @@ def test_set_and_lop3_and_packs(uniform, target):
     ("min.f32 %out, %in1, %in1;", "f32", 0x7FFFFFFF),
     ("sub.rn.f32 %f1, %in0, %in0; mov.u32 %r9, 0; AGAIN: add.rn.f32 %f1, %f1, %f1; add.u32 %r9, %r9, 1; mov.f32 %f2, %f1;"
      "setp.lt.u32 %p1, %r9, 3; @%p1 bra AGAIN; mov.b32 %out, %f2;", "u32", 0x7FFFFFFF),
+    ("sub.rn.f32 %f1, %in0, %in0; mov.b32 %r1, %f1; shfl.sync.bfly.b32 %r2|%p1, %r1, 1, 31, -1; mov.b32 %f2, %r2;"
+     "add.rn.f32 %f3, %f1, %f2; mov.b32 %r3, %f3; xor.b32 %r2, %r2, %r3; add.u32 %out, %r2, 1;", "u32", 1),
+    ("mov.b32 %r1, %in1; shfl.sync.bfly.b32 %out, %r1, 1, 31, -1;", "u32", 0xFFC01234),
     ("cvt.rn.f16.f32 %out, %in1;", "f16", 0x7FFF), ("cvt.rn.f16.f32 %h1, %in0; sub.rn.f16 %out, %h1, %h1;", "f16", 0x7FFF),
     ("cvt.rn.f16.f32 %h1, %in0; sub.rn.f16 %h2, %h1, %h1; cvt.f32.f16 %out, %h2;", "f32", 0x7FFFFFFF),
     ("mov.u32 %r1, 0x7C003C00; mul.rn.f16x2 %out, %r1, 0;", "u32", 0x7FFF0000),
