@@ -1548,6 +1548,9 @@ CHUNK = 512                 # tokens of a prompt that run in one pass; a multipl
 NAN_LOGITS = "the logits hold a NaN: the model file is damaged, or a kernel is wrong"
 DEFAULT_CTX = 4096          # tokens of a slot, where neither the caller nor the model asks for fewer
 
+# The small model that comes with qengine.
+DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "qengine-10m-Q8_0.gguf"
+
 # What a request may ask of sampling, anywhere: type, lowest, highest, meaning (for --help).
 SAMPLING = {
     "max_tokens": (int, 1, 2**31 - 1, "longest answer, in tokens (default: what the context holds)"),
@@ -1867,7 +1870,7 @@ class Scheduler:
 class Engine:
     """A loaded model, for notebooks, the command line and the server.
 
-        engine = qengine.load("model.gguf")
+        engine = qengine.load()             # the small model that comes with qengine, or name a file
         print(engine.generate("Once upon a time", max_tokens=32))
     """
 
@@ -1957,6 +1960,8 @@ class OpenModel:
 
 def open_model(model: str | Path) -> OpenModel:
     """A GGUF file, or random weights by the name "synthetic:NAME", on no card yet. Raises ModelError."""
+    if model == DEFAULT_MODEL and not DEFAULT_MODEL.exists():
+        raise ModelError(f"{model}: the model that comes with qengine is not there; name another (-m MODEL)")
     kind, _, name = str(model).partition(":")
     if kind == "synthetic":
         config = Config.synthetic(name)
@@ -1968,11 +1973,11 @@ def open_model(model: str | Path) -> OpenModel:
     return OpenModel(config, tokenizer, ChatTemplate.from_gguf(gguf, tokenizer), FileWeights(gguf))
 
 
-def load(model: str | Path | OpenModel, card: str | Card | None = None, ctx: int | None = None,
-         slots: int = 1, chunk: int = CHUNK, progress: bool = True) -> Engine:
+def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | None = None,
+         ctx: int | None = None, slots: int = 1, chunk: int = CHUNK, progress: bool = True) -> Engine:
     """Load a GGUF file, or random weights by the name "synthetic:tiny", "synthetic:0.8b", ..., ready to generate.
 
-    model: its path or name, or what `open_model` made of that.
+    model: its path or name, or what `open_model` made of that; by default the model that comes with qengine.
     card: a Card, or the name of one as kernels.card.open_cards takes it; by default the first NVIDIA card, or else an
     emulated one. ctx: tokens of a slot, prompt and answer together. slots: answers that are generated at the same time.
     chunk: tokens of a prompt per pass, a multiple of 64. progress: show on stderr what is used and how far it is.
@@ -2452,11 +2457,14 @@ def hang_up(watched: dict):
 
 EXAMPLES = """\
 examples:
+  python qengine.py                                                 talk with the small model that comes along
   python qengine.py -m synthetic:tiny -p "Hello" --max-tokens 32    random weights: a first run without a file
   python qengine.py -m model.gguf --chat                            talk with a model
   python qengine.py -m model.gguf --serve                           OpenAI-compatible server on port 8080
   python qengine.py -m model.gguf --perplexity text.txt             how well the model predicts a text
 """
+
+TASKS = "prompt", "chat", "serve", "perplexity", "print_config"
 
 # Options that mean nothing without one of others. Whoever says them expects something.
 GOES_WITH = {"raw": ["prompt"], "slots": ["serve", "print_config"], "host": ["serve"],
@@ -2483,13 +2491,16 @@ def within(kind: type, low, high):
 
 def build_parser() -> Parser:
     parser = Parser(
-        usage="python qengine.py -m MODEL (-p TEXT | --chat | --serve [PORT] | --perplexity FILE) [options]",
+        usage="python qengine.py [-m MODEL] [-p TEXT | --chat | --serve [PORT] | --perplexity FILE] "
+              "[options]",
         description="Runs a Qwen3.5 or Qwen3.6 model on NVIDIA cards or, without one, on an emulated card.",
         epilog=EXAMPLES, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-m", "--model", metavar="MODEL", required=True,
-                        help="a GGUF file, or random weights: synthetic:tiny, synthetic:0.8b, ...")
+    parser.add_argument("-m", "--model", metavar="MODEL", default=DEFAULT_MODEL,
+                        help="a GGUF file, or random weights: synthetic:tiny, synthetic:0.8b, ... "
+                             "(default: the small model that comes with qengine)")
 
-    what = parser.add_argument_group("what to do (one of these)").add_mutually_exclusive_group(required=True)
+    what = parser.add_argument_group("what to do (one of these; at a terminal a chat, if none is named)")
+    what = what.add_mutually_exclusive_group()
     what.add_argument("-p", "--prompt", metavar="TEXT", help="answer this text and leave")
     what.add_argument("--chat", action="store_true",
                       help="a conversation in the terminal (Ctrl-C stops an answer, Ctrl-D leaves)")
@@ -2535,12 +2546,17 @@ def option_name(name: str) -> str:
     return "-p" if name == "prompt" else "--" + name.replace("_", "-")
 
 
+def given(parser: Parser, options) -> list[str]:
+    """The names of the options that the command line set."""
+    return [name for name, value in vars(options).items() if value != parser.get_default(name)]
+
+
 def check_options(parser: Parser, options):
     """Leaves with a sentence when an option would do nothing."""
-    given = [name for name, value in vars(options).items() if value != parser.get_default(name)]
-    for name in given:
+    names = given(parser, options)
+    for name in names:
         partners = GOES_WITH.get(name)
-        if partners and not set(partners) & set(given):
+        if partners and not set(partners) & set(names):
             parser.error(f"{option_name(name)} goes with {' or '.join(map(option_name, partners))}")
     if options.raw and options.thinking:
         parser.error("--thinking is for chat templates, and --raw uses none")
@@ -2816,11 +2832,11 @@ def main(arguments=None) -> int:
     put it right, 130 stopped by Ctrl-C."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = build_parser()
-    if not arguments:
-        parser.print_usage(sys.stderr)
-        note(EXAMPLES + "\n--help explains every option.")
-        return 2
     options = parser.parse_args(arguments)
+    if not set(TASKS) & set(given(parser, options)):
+        if not sys.stdin.isatty():
+            parser.error(f"say what to do: {', '.join(map(option_name, TASKS))}")
+        options.chat = True
     check_options(parser, options)
     before = signal.getsignal(signal.SIGINT)
     interruptible()

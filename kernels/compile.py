@@ -30,7 +30,7 @@ import tempfile
 import threading
 import types as python_types
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -295,7 +295,8 @@ def _libnvvm():
 
 # Options of @cuda.jit. The others change the arithmetic (fastmath) or what is linked, or would be ignored.
 _OPTIONS = {"device", "forceinline", "inline", "launch_bounds", "lineinfo", "lto", "opt"}
-_NOTEBOOK = re.compile(r'[^"\n]*/ipykernel_\d+/')     # the folder of a notebook's cells, new at every start
+# Where notebooks keep their cells: a folder new at every start, or in older ones a name with the cell's number.
+_NOTEBOOK = re.compile(r'[^"\n]*(?:/ipykernel_\d+/|<ipython-input-\d+-)')
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic, np.dtype, types.Type)
 
 
@@ -395,12 +396,17 @@ def _source(function):
 
 # ---- files -------------------------------------------------------------------------------------------------
 
+MOST_BYTES = 256 << 20                          # of one kind of file; what was used longest ago goes
+
+
 def load(path):
     """The bytes that `store` put under `path`; None when there are none or they are damaged."""
     try:
         content = Path(path).read_bytes()
     except OSError:
         return None
+    with suppress(OSError):
+        os.utime(path)                          # used now
     digest, data = content[:32], content[32:]
     return data if hashlib.sha256(data).digest() == digest else None
 
@@ -415,7 +421,18 @@ def store(path, data):
         with os.fdopen(handle, "wb") as file:
             file.write(hashlib.sha256(data).digest() + data)
         os.replace(temporary, path)
+        _make_room(path.parent)
     except OSError as error:
         if temporary:
             Path(temporary).unlink(missing_ok=True)
         warnings.warn(f"compiled kernel not kept in {path.parent}: {error}")
+
+
+def _make_room(folder):
+    """Deletes the files of a folder beyond MOST_BYTES, last used first kept. Other processes may do the same."""
+    total = 0
+    with suppress(OSError):
+        for file, facts in sorted(((Path(f), f.stat()) for f in os.scandir(folder)), key=lambda f: -f[1].st_mtime_ns):
+            total += facts.st_size
+            if total > MOST_BYTES:
+                file.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """From examples to training rows: the tokenizer and its training, and documents packed into rows of tokens.
 
-Row n is a function of the seed and n alone, so that training resumes where it stopped, whatever the number of worker
-processes. This file needs no PyTorch.
+Row n is a function of the seed and n alone, so that training resumes where it stopped, whatever the number of
+worker processes. This file needs no PyTorch.
 """
 
 import collections
@@ -22,19 +22,21 @@ from models import tasks
 # How text is cut before byte pairs are merged: the pre-tokenizer that GGUF files call "qwen35".
 PATTERN = (r"'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
            r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
-# The family's special tokens. Those of the second list are tags that an answer may contain: they are shown as text.
+# The family's special tokens. The second list is tags that an answer may contain: they are shown as text.
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>",
-           "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>",
-           "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>",
-           "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"]
+           "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>",
+           "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
+           "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>",
+           "<|repo_name|>", "<|file_sep|>"]
 TAGS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
 
 # The generation prompt and the answer that follows it, up to the end of the turn.
-ANSWER = re.compile(r"(<\|im_start\|>assistant\n(?:<think>\n(?:\n</think>\n\n)?)?)(.*?<\|im_end\|>)", re.DOTALL)
+ANSWER = re.compile(r"(<\|im_start\|>assistant\n(?:<think>\n(?:\n</think>\n\n)?)?)(.*?<\|im_end\|>)",
+                    re.DOTALL)
 
 ROW_TOKENS = 4608
 UNIT_ROWS = 8                # rows that are packed together by one worker
-PADDING, TEXT, TARGET = 0, 1, 2  # what a token is to the loss: nothing, text around answers, part of an answer
+PADDING, TEXT, TARGET = 0, 1, 2  # what a token is to the loss; a target is part of an answer
 SHORTEST_CONTEXT = 200
 
 
@@ -42,7 +44,7 @@ SHORTEST_CONTEXT = 200
 
 
 def train_tokenizer(texts, n_vocab: int) -> Tokenizer:
-    """A byte-level BPE tokenizer of at most n_vocab tokens, the special ones last. The same texts give the same one."""
+    """A byte-level BPE tokenizer of at most n_vocab tokens, the special ones last, from the texts alone."""
     tokenizer = Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(PATTERN), "isolated"),
@@ -59,14 +61,22 @@ def train_tokenizer(texts, n_vocab: int) -> Tokenizer:
     return tokenizer
 
 
-def sample_texts(seed: int, n: int) -> list[str]:
+def sample_texts(seed, n: int) -> list[str]:
     """The rendered text of n training examples, to train the tokenizer on."""
     rng = random.Random(f"tokenizer {seed}")
     return [tasks.render(draw(rng, 600)[0]) for _ in range(n)]
 
 
+def sample_many_texts(seed: int, n: int, n_workers: int) -> list[str]:
+    """The same by several processes, a thousand each; how many processes makes no difference."""
+    with multiprocessing.get_context("spawn").Pool(n_workers) as pool:
+        seeds = [(f"{seed} {part}", 1000) for part in range(n // 1000)]
+        parts = pool.starmap(sample_texts, seeds, chunksize=1)
+    return [text for part in parts for text in part]
+
+
 def encode(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[int]]:
-    """Token ids of a rendered example and what each is to the loss. Answers are cut off first, as when generating."""
+    """Token ids of a rendered example and what each is to the loss. Answers are encoded apart."""
     pieces, kinds, end = [], [], 0
     for match in ANSWER.finditer(text):
         pieces += [text[end:match.end(1)], match[2]]
@@ -97,7 +107,7 @@ class Rows:
 
 
 def draw(rng: random.Random, longest: int) -> tuple["tasks.Example", int]:
-    """A training example of a random task, and the task's index. longest: tokens of the longest context, roughly."""
+    """A training example of a random task, and the task's index. longest: tokens of the longest context."""
     weights = [weight for weight, _ in tasks.TASKS.values()]
     index = rng.choices(range(len(weights)), weights)[0]
     length = math.exp(rng.uniform(math.log(SHORTEST_CONTEXT), math.log(max(longest, SHORTEST_CONTEXT))))
@@ -143,7 +153,7 @@ _tokenizer = None
 
 def _start_worker(tokenizer: str):
     global _tokenizer
-    os.environ["RAYON_NUM_THREADS"] = "1"  # the tokenizers library would start a thread per core in every worker
+    os.environ["RAYON_NUM_THREADS"] = "1"  # each worker's tokenizers library would start a thread per core
     _tokenizer = Tokenizer.from_str(tokenizer)
 
 
@@ -157,7 +167,8 @@ class Batches:
     longest: function of the step -> tokens of the longest context, roughly.
     """
 
-    def __init__(self, tokenizer: Tokenizer, seed: int, first_step: int, n_units: int, n_workers: int, longest):
+    def __init__(self, tokenizer: Tokenizer, seed: int, first_step: int, n_units: int, n_workers: int,
+                 longest):
         self.seed, self.n_units, self.longest = seed, n_units, longest
         self.units = itertools.count(first_step * n_units)
         self.pool = multiprocessing.get_context("spawn").Pool(n_workers, _start_worker, [tokenizer.to_str()])

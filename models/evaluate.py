@@ -2,7 +2,7 @@
 
     python models/evaluate.py                                     # the shipped file, on qengine
     python models/evaluate.py FILE.gguf --tasks facts recall --n 100 --card emulated --json scores.json
-    python models/evaluate.py --torch CHECKPOINT                  # in PyTorch, with the acceptance of MTP drafts
+    python models/evaluate.py --torch CHECKPOINT                  # in PyTorch, MTP drafts too
 
 Answers are greedy; tasks.score judges them.
 """
@@ -29,7 +29,7 @@ BATCH_TOKENS = 65536
 
 
 def sections(names=None) -> dict[str, tuple[str, int]]:
-    """What is scored: name -> (task, length). Recall has a section for each length; plain text has no answers."""
+    """What is scored: name -> (task, length). Recall has two sections; plain text has no answers."""
     chosen = {}
     for name in names or [name for name in tasks.TASKS if name != "text"]:
         if name == "recall":
@@ -93,7 +93,7 @@ def engine_scores(model: str | Path, n: int, names=None, card: str | None = None
 
 
 def torch_scores(network, tokenizer, n: int, names=None) -> dict:
-    """The same sections with the network in PyTorch, and the share of first MTP drafts that greedy decoding accepts."""
+    """The same in PyTorch, and "mtp_acceptance", the share of first drafts that greedy decoding accepts."""
     scores, accepted, drafted = {}, 0, 0
     for name, (task, length) in sections(names).items():
         examples, started = held_out(task, length, n), time.monotonic()
@@ -127,7 +127,7 @@ def generate(network, prompts: list[list[int]], end: int, max_tokens: int = MAX_
 
 
 def _generate_batch(network, prompts, end, max_tokens):
-    """Prompts are packed at the end of their rows; what fills a row before is another document, thus never seen."""
+    """Prompts are at the end of their rows; what fills a row before is another document, thus never seen."""
     import torch
 
     from models.network import CHUNK, dense_mask

@@ -25,14 +25,15 @@ TOKEN_TYPES = {"normal": 1, "control": 3, "user": 4, "unused": 5}
 # ---- writing -------------------------------------------------------------------------------------------
 
 
-def write_gguf(path: str | Path, network: Network, tokenizer: tokenizers.Tokenizer, template: str, name: str = NAME):
+def write_gguf(path: str | Path, network: Network, tokenizer: tokenizers.Tokenizer, template: str,
+               name: str = NAME):
     """Write a network in Q8_0, with its tokenizer (byte-level BPE) and chat template."""
     writer = gguf.GGUFWriter(str(path), "qwen35")
     writer.add_type("model")
     writer.add_name(name)
     writer.add_license("apache-2.0")
     writer.add_author("the qengine project")
-    writer.add_description("A small model of the Qwen3.5 architecture, trained from scratch on text made for qengine")
+    writer.add_description("The Qwen3.5 architecture, small, trained from scratch on text made for qengine")
     writer.add_languages(["en", "ko"])
     writer.add_size_label(f"{sum(p.numel() for p in network.parameters()) / 1e6:.0f}M")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
@@ -93,7 +94,8 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict, n_vocab: int):
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen35")
     writer.add_token_list(tokens + [f"[PAD{i}]" for i in padding])
-    writer.add_token_types([TOKEN_TYPES[kinds[token]] for token in tokens] + [TOKEN_TYPES["unused"]] * len(padding))
+    types = [TOKEN_TYPES[kinds[token]] for token in tokens]
+    writer.add_token_types(types + [TOKEN_TYPES["unused"]] * len(padding))
     writer.add_token_merges([" ".join(merge) for merge in tokenizer["model"]["merges"]])
     writer.add_eos_token_id(ids["<|im_end|>"])
     writer.add_pad_token_id(ids["<|endoftext|>"])
@@ -107,16 +109,21 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict, n_vocab: int):
 def read_gguf(path: str | Path) -> Network:
     """The network of a `qwen35` file with one MTP block, float32, with the file's dequantised weights."""
     reader = gguf.GGUFReader(str(path))
-    tensors = {t.name: torch.from_numpy(gguf.quants.dequantize(t.data, t.tensor_type).reshape(t.shape[::-1]).copy())
-               for t in reader.tensors}
+    tensors = {}
+    for t in reader.tensors:
+        values = gguf.quants.dequantize(t.data, t.tensor_type).reshape(t.shape[::-1])
+        tensors[t.name] = torch.from_numpy(values.copy())
 
     def get(key):
         return reader.fields[f"qwen35.{key}"].contents()
     network = Network(Shape(
-        n_vocab=len(tensors["token_embd.weight"]), hidden=get("embedding_length"), ffn=get("feed_forward_length"),
-        n_layers=get("block_count") - get("nextn_predict_layers"), attention_interval=get("full_attention_interval"),
+        n_vocab=len(tensors["token_embd.weight"]),
+        hidden=get("embedding_length"), ffn=get("feed_forward_length"),
+        n_layers=get("block_count") - get("nextn_predict_layers"),
+        attention_interval=get("full_attention_interval"),
         n_heads=get("attention.head_count"), n_kv_heads=get("attention.head_count_kv"),
-        head_dim=get("attention.key_length"), rope_dim=get("rope.dimension_count"), rope_base=get("rope.freq_base"),
+        head_dim=get("attention.key_length"),
+        rope_dim=get("rope.dimension_count"), rope_base=get("rope.freq_base"),
         n_key_heads=get("ssm.group_count"), n_value_heads=get("ssm.time_step_rank"),
         linear_head_dim=get("ssm.state_size"), conv_width=get("ssm.conv_kernel"),
         norm_eps=get("attention.layer_norm_rms_epsilon"), context=get("context_length"),
@@ -130,7 +137,8 @@ def read_gguf(path: str | Path) -> Network:
 # ---- transformers --------------------------------------------------------------------------------------
 
 LAYER_NAMES = {
-    "attn_norm.weight": "input_layernorm.weight", "post_attention_norm.weight": "post_attention_layernorm.weight",
+    "attn_norm.weight": "input_layernorm.weight",
+    "post_attention_norm.weight": "post_attention_layernorm.weight",
     "ffn_gate.weight": "mlp.gate_proj.weight", "ffn_up.weight": "mlp.up_proj.weight",
     "ffn_down.weight": "mlp.down_proj.weight",
     "attn_qkv.weight": "linear_attn.in_proj_qkv.weight", "attn_gate.weight": "linear_attn.in_proj_z.weight",
@@ -151,6 +159,7 @@ def to_transformers(network: Network):
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
     s = network.shape
+    kinds = ["full_attention" if s.is_attention(i) else "linear_attention" for i in range(s.n_layers)]
     config = Qwen3_5TextConfig(
         vocab_size=s.n_vocab, hidden_size=s.hidden, intermediate_size=s.ffn, num_hidden_layers=s.n_layers,
         num_attention_heads=s.n_heads, num_key_value_heads=s.n_kv_heads, head_dim=s.head_dim,
@@ -160,7 +169,7 @@ def to_transformers(network: Network):
         tie_word_embeddings=s.tied, eos_token_id=None, pad_token_id=None,
         rope_parameters={"rope_type": "default", "rope_theta": s.rope_base, "mrope_section": [11, 11, 10],
                          "mrope_interleaved": True, "partial_rotary_factor": s.rope_dim / s.head_dim},
-        layer_types=["full_attention" if s.is_attention(i) else "linear_attention" for i in range(s.n_layers)])
+        layer_types=kinds)
     state = {}
     for name, values in network.state_dict().items():
         if not name.startswith(f"blk.{s.n_layers}."):
@@ -172,7 +181,7 @@ def to_transformers(network: Network):
 
 
 def _to_transformers(name: str, values: torch.Tensor, shape: Shape) -> tuple[str, torch.Tensor]:
-    """A tensor's name and values in transformers: norms but one are stored less 1, value heads have another order."""
+    """A tensor's name and values in transformers: norms but one are less 1, value heads ordered otherwise."""
     if name.endswith("norm.weight") and "ssm_norm" not in name:
         values = values - 1
     if name in NAMES:
@@ -192,7 +201,8 @@ def _to_transformers(name: str, values: torch.Tensor, shape: Shape) -> tuple[str
 
 
 def _reorder_heads(rows: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """Rows of value heads, from the file's order (head j reads key head j mod n_k) to transformers' (j // (n_v/n_k))."""
+    """Rows of value heads, from the file's order, where head j reads key head j mod n_k, to transformers',
+    where it reads j // (n_v / n_k)."""
     by_head = rows.unflatten(0, (shape.n_value_heads // shape.n_key_heads, shape.n_key_heads, -1))
     return by_head.transpose(0, 1).flatten(0, 2)
 

@@ -1,10 +1,11 @@
 """The `qwen35` architecture in plain PyTorch, for training: Gated DeltaNet, gated attention, one MTP block.
 
-Parameters are named, shaped and scaled as the GGUF file's tensors: norms multiply by their weight, and value head j of
-a linear layer reads key head j mod n_key_heads. Only `ssm_a` differs, which is kept as its logarithm to stay negative.
+Parameters are named, shaped and scaled as the GGUF file's tensors: norms multiply by their weight, and value
+head j of a linear layer reads key head j mod n_key_heads. Only `ssm_a` differs: its logarithm is kept.
 
-Several documents may be packed in one row. `position` int64 [B, T], a token's index within its document, says all about
-it: a document begins where the position is 0; what lies before it is hidden from convolution, state and attention.
+Several documents may be packed in one row. `position` int64 [B, T], a token's index within its document, says
+all about it: a document begins where the position is 0, and what lies before it is hidden from convolution,
+state and attention.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 CHUNK = 64      # tokens of the delta rule's chunked form
-RESET = -30.0   # log decay at a document's first token: what came before is kept at exp(-30) = 1e-13 of its size
+RESET = -30.0   # log decay at a document's first token: exp(-30) = 1e-13 is left of what came before
 HEAD_TOKENS = 16384  # tokens whose logits exist at a time
 
 
@@ -53,8 +54,8 @@ class Shape:
 def recurrent_delta_rule(q, k, v, g, beta, state=None) -> tuple[Tensor, Tensor]:
     """The gated delta rule token by token: S = e^g S;  S += k (beta (v - k^T S))^T;  o = S^T q.
 
-    q, k [B, T, n_k, d], q already scaled; v [B, T, n_v, d]; g (log decay), beta [B, T, n_v]; state [B, n_v, d, d],
-    key x value, or None for zeros. Returns the outputs [B, T, n_v, d] and the last state.
+    q, k [B, T, n_k, d], q already scaled; v [B, T, n_v, d]; g (log decay), beta [B, T, n_v]; state
+    [B, n_v, d, d], key x value, or None for zeros. Returns the outputs [B, T, n_v, d] and the last state.
     """
     repeat = v.shape[2] // k.shape[2]
     q, k = q.repeat(1, 1, repeat, 1), k.repeat(1, 1, repeat, 1)
@@ -69,15 +70,15 @@ def recurrent_delta_rule(q, k, v, g, beta, state=None) -> tuple[Tensor, Tensor]:
 
 
 def chunked_delta_rule(q, k, v, g, beta) -> tuple[Tensor, Tensor]:
-    """The same from a zero state by chunks of 64 tokens (Yang et al., "Gated Delta Networks", arXiv 2412.06464).
+    """The same from a zero state by chunks of 64 tokens (Yang et al., "Gated Delta Networks", 2412.06464).
 
-    Within a chunk the tokens' updates solve a unit lower triangular system, whose solution is linear in the state S
-    at the chunk's start: updates = U - W S. So is all that follows, the next state too:
+    Within a chunk the tokens' updates solve a unit lower triangular system, whose solution is linear in the
+    state S at the chunk's start: updates = U - W S. So is all that follows, the next state too:
 
         o = (Q - A W) S + A U        S' = (decay - K^T W) S + K^T U
 
-    with A the causal products q k^T and every row decayed to where it is used. All chunks compute these matrices at
-    once; only S' is taken chunk by chunk. T is a multiple of 64.
+    with A the causal products q k^T and every row decayed to where it is used. All chunks compute these
+    matrices at once; only S' is taken chunk by chunk. T is a multiple of 64.
     """
     batch, length, n_v, dim = v.shape
     repeat, n_chunks = n_v // k.shape[2], length // CHUNK
@@ -140,7 +141,7 @@ def _(decay, m, r):
 
 @torch.library.custom_op("qengine::scan_gradients", mutates_args=())
 def scan_gradients(decay: Tensor, m: Tensor, gradient: Tensor) -> Tensor:
-    """The same recurrence backwards: of every state's own gradient the gradient through all later states too."""
+    """The same recurrence backwards: each state's own gradient plus that through all later states."""
     total = gradient.clone(memory_format=torch.contiguous_format)
     for c in reversed(range(len(m))):
         total[c].addcmul_(decay[c], total[c + 1])
@@ -207,8 +208,8 @@ class Block(nn.Module):
         self.ffn_down = linear(shape.ffn, shape.hidden)
 
     def forward(self, x, position, mask, cache=None):
-        """x [B, T, hidden]; position [B, T]; mask: see `attend`; cache: a dict that this block keeps for the tokens
-        to come. With one token (T = 1) it goes on from there; with more it starts anew."""
+        """x [B, T, hidden]; position [B, T]; mask: see `attend`; cache: a dict that this block keeps for the
+        tokens to come. With one token (T = 1) it goes on from there; with more it starts anew."""
         x = x + self.mixer(self.attn_norm(x), position, mask, cache)
         u = self.post_attention_norm(x)
         return x + self.ffn_down(F.silu(self.ffn_gate(u)) * self.ffn_up(u))
@@ -226,7 +227,7 @@ class LinearBlock(Block):
         self.ssm_alpha = linear(shape.hidden, shape.n_value_heads)
         self.ssm_beta = linear(shape.hidden, shape.n_value_heads)
         self.ssm_conv1d = Named(weight=(2 * self.key_dim + self.value_dim, shape.conv_width))
-        self.ssm_log_a = nn.Parameter(torch.empty(shape.n_value_heads))  # the file has ssm_a = -exp(ssm_log_a)
+        self.ssm_log_a = nn.Parameter(torch.empty(shape.n_value_heads))  # the file's ssm_a is -exp of it
         self.ssm_dt = Named(bias=shape.n_value_heads)
         self.ssm_norm = Norm(shape.linear_head_dim, shape.norm_eps)
         self.ssm_out = linear(self.value_dim, shape.hidden)
@@ -258,8 +259,9 @@ class LinearBlock(Block):
             cache["conv"] = torch.cat([before, qkv], 1)[:, 1 - width:]
         padded, y = torch.cat([before, qkv], 1), 0
         for back in range(width):
-            tap = padded[:, width - 1 - back:padded.shape[1] - back] * self.ssm_conv1d.weight[:, width - 1 - back]
-            y = y + torch.where(position[..., None] >= back, tap, 0)
+            tap = self.ssm_conv1d.weight[:, width - 1 - back]
+            x = padded[:, width - 1 - back:padded.shape[1] - back]
+            y = y + torch.where(position[..., None] >= back, x * tap, 0)
         return F.silu(y)
 
 
@@ -296,7 +298,7 @@ class AttentionBlock(Block):
 
 
 def rotate(x: Tensor, position: Tensor, shape: Shape) -> Tensor:
-    """Rotary embedding of the first rope_dim dimensions of x [B, T, heads, head_dim], pairs (i, i + rope_dim / 2)."""
+    """Rotary embedding of x [B, T, heads, head_dim], pairs (i, i + rope_dim / 2) of each head."""
     half = shape.rope_dim // 2
     frequency = shape.rope_base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     angle = (position[..., None].float() * frequency)[:, :, None]
@@ -306,8 +308,8 @@ def rotate(x: Tensor, position: Tensor, shape: Shape) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
-    """Softmax attention, scale head_dim^-1/2; q [B, heads, T, d], k, v [B, kv heads, T', d]; mask: true where a query
-    sees a key, bool [B, 1, T, T'], or a BlockMask, which is faster on a GPU and only there."""
+    """Softmax attention, scale head_dim^-1/2; q [B, heads, T, d], k, v [B, kv heads, T', d]; mask: true where
+    a query sees a key, bool [B, 1, T, T'], or a BlockMask, which is faster on a GPU and only there."""
     if isinstance(mask, BlockMask):
         return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
@@ -325,7 +327,8 @@ def block_mask(position: Tensor) -> BlockMask:
 
     def sees(b, h, i, j):
         return (j <= i) & (j >= start[b, i])
-    return create_block_mask(sees, len(position), None, *position.shape[1:] * 2, device=position.device, _compile=True)
+    batch, length = position.shape
+    return create_block_mask(sees, batch, None, length, length, device=position.device, _compile=True)
 
 
 # ---- the network ---------------------------------------------------------------------------------------
@@ -350,7 +353,7 @@ class Network(nn.Module):
 
     @torch.no_grad()
     def initialize(self):
-        """Small embeddings, inputs of a layer by fan-in, outputs zero: at first every layer is the identity."""
+        """Small embeddings, a layer's inputs by fan-in, its outputs zero: at first it is the identity."""
         for name, parameter in self.named_parameters():
             if name.endswith(("ffn_down.weight", "ssm_out.weight", "attn_output.weight")):
                 parameter.zero_()
@@ -380,28 +383,29 @@ class Network(nn.Module):
         return self.output_norm(x)
 
     def draft_hidden(self, ids, position, mask, hidden) -> Tensor:
-        """The MTP block's normed hidden states: slot t sees token t and the trunk's hidden state of t - 1 (zeros at
-        a document's start), and like the trunk's slot t it predicts token t + 1."""
+        """The MTP block's normed hidden states: slot t sees token t and the trunk's hidden state of t - 1
+        (zeros at a document's start), and like the trunk's slot t it predicts token t + 1."""
         before = F.pad(hidden, (0, 0, 1, 0))[:, :-1] * (position != 0)[..., None]
         nextn = self.blk[-1].nextn
         y = nextn["eh_proj"](torch.cat([nextn["enorm"](self.token_embd(ids)), nextn["hnorm"](before)], 2))
-        return nextn["shared_head_norm"](self.blk[-1](y, position, mask))
+        return nextn["shared_head_norm"](self.blk[-1](y.float(), position, mask))
 
     def logits(self, hidden) -> Tensor:
         return F.linear(hidden, self.output.weight)
 
     def losses(self, hidden, targets) -> Tensor:
-        """Cross entropy float32 [B, T] of the target ids [B, T]; logits exist for a part of the tokens at a time."""
+        """Cross entropy float32 [B, T] of the target ids [B, T]. Logits exist for a few tokens at a time."""
+        checkpoint = torch.utils.checkpoint.checkpoint
         parts = zip(hidden.flatten(0, 1).split(HEAD_TOKENS), targets.flatten().split(HEAD_TOKENS))
-        losses = [torch.utils.checkpoint.checkpoint(self.head_loss, h, self.output.weight, t, use_reentrant=False)
-                  for h, t in parts]
+        losses = [checkpoint(self.head_loss, h, self.output.weight, t, use_reentrant=False) for h, t in parts]
         return torch.cat(losses).view_as(targets)
 
     def forward(self, ids, position, targets) -> tuple[Tensor, Tensor]:
         """The trunk's and the MTP block's losses [B, T] of predicting the targets [B, T], the next tokens."""
         mask = block_mask(position) if ids.is_cuda else dense_mask(position)
         hidden = self.hidden(ids, position, mask)
-        return self.losses(hidden, targets), self.losses(self.draft_hidden(ids, position, mask, hidden), targets)
+        draft = self.draft_hidden(ids, position, mask, hidden)
+        return self.losses(hidden, targets), self.losses(draft, targets)
 
     def compile_blocks(self):
         """Compile each kind of block once (the whole network at once would take minutes) and the loss."""

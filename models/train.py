@@ -1,6 +1,6 @@
 """Train qengine-10m from scratch: tokenizer, data, network, checkpoint, loss curve.
 
-    python models/train.py --minutes 30                        # all of it at once, about 30 minutes on an H100
+    python models/train.py --minutes 20                        # all of it at once, on an H100 or H200
     python models/train.py --minutes 9 --cooldown 0            # or in parts: the learning rate stays up
     python models/train.py --minutes 9 --resume checkpoint     # and falls at the end of the last part
 
@@ -10,6 +10,7 @@ Training text is made on the fly by models/tasks. A checkpoint is a folder of fi
 import argparse
 import dataclasses
 import json
+import math
 import os
 import sys
 import time
@@ -39,8 +40,8 @@ CONTEXTS = ((0, 600), (300, 1500), (600, 4000))  # from which step on, contexts 
 class Muon:
     """Steps along the momentum's nearest orthogonal matrix, for matrices (Keller Jordan, "Muon", 2024).
 
-    Scaled by 0.2 sqrt(larger side), which makes a step as large as Adam's, with weight decay (Liu et al., arXiv
-    2502.16982). Matrices of a shape are one stack: shape -> momentum [n, rows, columns].
+    Scaled by 0.2 sqrt(larger side), which makes a step as large as Adam's, with weight decay (Liu et al.,
+    arXiv 2502.16982). Matrices of a shape are one stack: shape -> momentum [n, rows, columns].
     """
 
     def __init__(self, parameters, momentum: float = 0.95, decay: float = 0.1):
@@ -118,13 +119,13 @@ class Checkpoint:
     tokenizer: tokenizers.Tokenizer
     seed: int
     step: int = 0
-    history: list = dataclasses.field(default_factory=list)  # [{"step", "tokens", "rate", "loss": {task: loss}}]
+    history: list = dataclasses.field(default_factory=list)    # points as `train` makes them
     optimizer: dict = dataclasses.field(default_factory=dict)  # Optimizer.tensors()
 
 
 def save_checkpoint(folder: str | Path, checkpoint: Checkpoint):
-    """Weights are kept as float16 and the optimisers' averages as bfloat16: half the size, and far below what a few
-    steps change."""
+    """Weights are kept as float16 and the optimisers' averages as bfloat16: half the size, and far below what
+    a few steps change."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"network.{name}": p.detach().half() for name, p in checkpoint.network.named_parameters()}
@@ -139,8 +140,8 @@ def save_checkpoint(folder: str | Path, checkpoint: Checkpoint):
     for i, part in enumerate(parts):
         safetensors.torch.save_file(part, folder / f"part-{i}.safetensors")
     checkpoint.tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
-    state = {"shape": dataclasses.asdict(checkpoint.network.shape), "parts": len(parts), "seed": checkpoint.seed,
-             "step": checkpoint.step, "history": checkpoint.history}
+    state = {"shape": dataclasses.asdict(checkpoint.network.shape), "parts": len(parts),
+             "seed": checkpoint.seed, "step": checkpoint.step, "history": checkpoint.history}
     (folder / "state.json").write_text(json.dumps(state))
 
 
@@ -151,11 +152,14 @@ def load_checkpoint(folder: str | Path) -> Checkpoint:
     for i in range(state["parts"]):
         tensors |= safetensors.torch.load_file(folder / f"part-{i}.safetensors")
     network = Network(Shape(**state["shape"]))
-    network.load_parameters({name.removeprefix("network."): t for name, t in tensors.items()
-                             if name.startswith("network.")})
-    optimizer = {name.removeprefix("optimizer."): t for name, t in tensors.items() if name.startswith("optimizer.")}
+    network.load_parameters(_starting(tensors, "network."))
+    optimizer = _starting(tensors, "optimizer.")
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     return Checkpoint(network, tokenizer, state["seed"], state["step"], state["history"], optimizer)
+
+
+def _starting(tensors: dict, prefix: str) -> dict:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 # ---- training ------------------------------------------------------------------------------------------
@@ -167,7 +171,7 @@ def longest_context(step: int) -> int:
 
 
 def weighted_losses(network: Network, rows: data.Rows, device: str):
-    """(loss to minimise, sums of the answers' losses per task, their counts per task, MTP loss on answers)."""
+    """(loss to minimise, [sums of the answers' losses per task, their counts], MTP loss on answers)."""
     ids, position, kind, task = (torch.from_numpy(array).to(device, torch.int64, non_blocking=True)
                                  for array in dataclasses.astuple(rows))
     targets, kind, task = ids.roll(-1, 1), kind.roll(-1, 1), task.roll(-1, 1)
@@ -179,49 +183,53 @@ def weighted_losses(network: Network, rows: data.Rows, device: str):
     answers = (kind == data.TARGET).float()
     sums = torch.bincount(task.flatten(), (loss.detach() * answers).flatten(), len(tasks.TASKS))
     counts = torch.bincount(task.flatten(), answers.flatten(), len(tasks.TASKS))
-    return total, torch.stack([sums, counts]), (draft_loss.detach() * answers).sum() / answers.sum().clamp(min=1)
+    on_answers = (draft_loss.detach() * answers).sum() / answers.sum().clamp(min=1)
+    return total, torch.stack([sums, counts]), on_answers
 
 
 def rate_factor(done: float, cooldown: float) -> float:
-    """The learning rate's factor when `done` of this part is done: 1, and a line to 0 over its last `cooldown`."""
+    """The learning rate factor when `done` of a run is done: 1, then a line to 0 over its last `cooldown`."""
     return min(1.0, max(0.0, 1 - done) / cooldown) if cooldown else 1.0
 
 
-def train(checkpoint: Checkpoint, steps: int | None, minutes: float | None, cooldown: float = 0.4, batch_rows: int = 32,
-          rate: float = 3e-3, workers: int = 1, device: str = "cpu", log=print):
+def train(checkpoint: Checkpoint, steps: int | None, minutes: float | None, cooldown: float = 0.4,
+          batch_rows: int = 32, rate: float = 3e-3, workers: int = 1, device: str = "cpu", log=print):
     """Train the checkpoint's network on, for so many steps or minutes, in place."""
     network = checkpoint.network.to(device).train()
     optimizer = Optimizer(network)
     if checkpoint.optimizer:
         optimizer.load(checkpoint.optimizer, checkpoint.step)
-    batches = data.Batches(checkpoint.tokenizer, checkpoint.seed, checkpoint.step, batch_rows // data.UNIT_ROWS, workers,
-                           longest_context)
+    batches = data.Batches(checkpoint.tokenizer, checkpoint.seed, checkpoint.step,
+                           batch_rows // data.UNIT_ROWS, workers, longest_context)
     started, first_step = time.monotonic(), checkpoint.step
     reported, sums = started, 0
-    while (done := (checkpoint.step - first_step) / steps if steps else
-           (time.monotonic() - started) / 60 / minutes) < 1:
-        now = rate * min(1, (checkpoint.step + 1) / WARM_UP_STEPS) * rate_factor(done, cooldown)
-        loss, task_sums, draft_loss = weighted_losses(network, next(batches), device)
-        loss.backward()
-        optimizer.step(now)
-        sums = sums + task_sums
-        checkpoint.step += 1
-        if checkpoint.step % REPORT_STEPS == 0:
-            per_task = (sums[0] / sums[1]).tolist()
-            speed = REPORT_STEPS * batch_rows * data.ROW_TOKENS / (time.monotonic() - reported)
-            point = {"step": checkpoint.step, "tokens": checkpoint.step * batch_rows * data.ROW_TOKENS, "rate": now,
-                     "speed": speed, "mtp": draft_loss.item(),
-                     "loss": {name: value for name, value in zip(tasks.TASKS, per_task) if value == value}}
-            checkpoint.history.append(point)
-            log(show_point(point))
-            reported, sums = time.monotonic(), 0
-    batches.close()
-    checkpoint.optimizer = optimizer.tensors()
+    try:
+        while (done := (checkpoint.step - first_step) / steps if steps else
+               (time.monotonic() - started) / 60 / minutes) < 1:
+            now = rate * min(1, (checkpoint.step + 1) / WARM_UP_STEPS) * rate_factor(done, cooldown)
+            loss, task_sums, draft_loss = weighted_losses(network, next(batches), device)
+            loss.backward()
+            optimizer.step(now)
+            sums = sums + task_sums
+            checkpoint.step += 1
+            if checkpoint.step % REPORT_STEPS == 0:
+                tokens = batch_rows * data.ROW_TOKENS
+                means = dict(zip(tasks.TASKS, (sums[0] / sums[1]).tolist()))
+                seconds = time.monotonic() - reported
+                point = {"step": checkpoint.step, "tokens": checkpoint.step * tokens, "rate": now,
+                         "speed": REPORT_STEPS * tokens / seconds, "mtp": draft_loss.item(),
+                         "loss": {name: mean for name, mean in means.items() if not math.isnan(mean)}}
+                checkpoint.history.append(point)
+                log(show_point(point))
+                reported, sums = time.monotonic(), 0
+    finally:  # also what an error in the data leaves can be saved
+        batches.close()
+        checkpoint.optimizer = optimizer.tensors()
 
 
 def show_point(point: dict) -> str:
     losses = " ".join(f"{name} {loss:.3f}" for name, loss in point["loss"].items())
-    return (f"step {point['step']}: {point['tokens'] / 1e6:.1f} M tokens, {point['speed'] / 1e3:.0f} k tokens/s, "
+    return (f"step {point['step']}: {point['tokens'] / 1e6:.1f} M tokens, {point['speed'] / 1e3:.0f} k/s, "
             f"rate {point['rate']:.1e}, mtp {point['mtp']:.3f}, {losses}")
 
 
@@ -242,33 +250,39 @@ def draw_history(history: list, path: Path):
     figure.savefig(path, dpi=120)
 
 
-def new_checkpoint(seed: int, shape: Shape = Shape(), n_texts: int = TOKENIZER_TEXTS) -> Checkpoint:
+def new_checkpoint(seed: int, workers: int) -> Checkpoint:
+    """An untrained network, and a tokenizer trained on samples of the text."""
     torch.manual_seed(seed)
-    return Checkpoint(Network(shape), data.train_tokenizer(data.sample_texts(seed, n_texts), shape.n_vocab), seed)
+    shape = Shape()
+    texts = data.sample_many_texts(seed, TOKENIZER_TEXTS, workers)
+    return Checkpoint(Network(shape), data.train_tokenizer(texts, shape.n_vocab), seed)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--minutes", type=float, help="train for so long")
     parser.add_argument("--steps", type=int, help="or for so many steps")
-    parser.add_argument("--cooldown", type=float, default=0.4, help="part of this run in which the rate falls to 0")
+    parser.add_argument("--cooldown", type=float, default=0.4, help="the part in which the rate falls to 0")
     parser.add_argument("--resume", metavar="DIR", help="go on from this checkpoint")
     parser.add_argument("--out", metavar="DIR", default="checkpoint", help="where the checkpoint goes")
     parser.add_argument("--rows", type=int, default=32, help=f"rows of {data.ROW_TOKENS} tokens per step")
     parser.add_argument("--rate", type=float, default=3e-3, help="learning rate")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--scores", type=int, default=50, help="held-out examples per task to score at the end")
+    parser.add_argument("--scores", type=int, default=50, help="held-out examples per task to score at last")
     options = parser.parse_args()
     if (options.minutes is None) == (options.steps is None):
         parser.error("give --minutes or --steps")
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    workers = max(1, os.cpu_count() - 2)
     torch.set_float32_matmul_precision("high")
-    checkpoint = load_checkpoint(options.resume) if options.resume else new_checkpoint(options.seed)
+    checkpoint = load_checkpoint(options.resume) if options.resume else new_checkpoint(options.seed, workers)
     if device == "cuda":
         checkpoint.network.compile_blocks()
-    train(checkpoint, options.steps, options.minutes, options.cooldown, options.rows, options.rate,
-          max(1, os.cpu_count() - 2), device, lambda line: print(line, flush=True))
-    save_checkpoint(options.out, checkpoint)
+    try:
+        train(checkpoint, options.steps, options.minutes, options.cooldown, options.rows, options.rate,
+              workers, device, lambda line: print(line, flush=True))
+    finally:
+        save_checkpoint(options.out, checkpoint)
     draw_history(checkpoint.history, Path(options.out) / "loss.png")
     if options.scores:
         from models.evaluate import show_scores, torch_scores

@@ -31,9 +31,9 @@ def loaded(monkeypatch):
     return engine
 
 
-def start(*arguments, ctx=CONTEXT, stdin=subprocess.PIPE):
+def start(*arguments, ctx=CONTEXT, stdin=subprocess.PIPE, model=("-m", MODEL)):
     """The command line as a process of its own, on the emulated card, with pipes."""
-    command = [sys.executable, str(ROOT / "qengine.py"), "-m", MODEL, "--card", "emulated", *arguments]
+    command = [sys.executable, str(ROOT / "qengine.py"), *model, "--card", "emulated", *arguments]
     command += ["--ctx", str(ctx)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdin=stdin, stdout=pipe, stderr=pipe, text=True)
@@ -53,10 +53,11 @@ def run(capsys, *arguments):
 # ---- help and mistakes -------------------------------------------------------------------------------------
 
 
-def test_no_arguments(capsys):
-    code, out, err = run(capsys)
-    assert (code, out) == (2, "")
-    assert "usage: python qengine.py -m MODEL" in err and err.count("  python qengine.py") == 4
+@pytest.mark.parametrize("arguments", [[], ["-m", MODEL], ["--temperature", "1"]], ids=str)
+def test_nothing_to_do_and_nobody_to_talk_with(capsys, arguments):
+    code, out, err = run(capsys, *arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("qengine: say what to do: -p, --chat, --serve,")
 
 
 def test_help(capsys):
@@ -66,19 +67,17 @@ def test_help(capsys):
                    "-top-p", "-min-p", "-seed", "-thinking", "-raw", "-card", "-ctx", "-slots", "-host",
                    "-perplexity", "-against"):
         assert f" -{option} " in out
-    assert out.count("  python qengine.py") == 4
+    assert out.startswith("usage: python qengine.py [-m MODEL] ") and out.count("  python qengine.py") == 5
     assert max(map(len, out.splitlines())) <= 110
 
 
 def test_examples_in_the_help_parse():
     for line in qengine.EXAMPLES.splitlines()[1:]:
-        command = line.split("qengine.py ")[1].split("   ")[0]
+        command = line.split("qengine.py ")[1].partition("   ")[0]
         qengine.build_parser().parse_args(command.replace('"', "").split())
 
 
 @pytest.mark.parametrize("arguments, words", [
-    (["-p", "hi"], "--model"),
-    (["-m", MODEL], "--prompt"),
     (["-m", MODEL, "-p", "hi", "--chat"], "--chat"),
     (["-m", MODEL, "-p", "hi", "--max-tokens", "0"], "--max-tokens"),
     (["-m", MODEL, "-p", "hi", "--max-tokens", "many"], "--max-tokens"),
@@ -138,6 +137,39 @@ def test_a_port_in_use(capsys):
 def test_a_host_that_is_not_ours(capsys):
     code, out, err = run(capsys, "-m", MODEL, "--serve", "0", "--host", "no.such.host.invalid")
     assert (code, out, err.count("\n")) == (2, "", 1)
+
+
+# ---- the model that comes along ----------------------------------------------------------------------------
+
+
+def test_no_model_is_the_model_that_comes_along(capsys):
+    engine = qengine.load(card="emulated", progress=False)
+    ids = engine.tokenizer.encode(engine.template.render([{"role": "user", "content": "hi"}]))
+    answer = engine.generate(ids, max_tokens=8)
+    engine.close()
+    code, out, err = run(capsys, "-p", "hi", "--max-tokens", "8", "--card", "emulated")
+    assert (code, out) == (0, answer + "\n") and f"model: {engine.name}, " in err
+
+
+def test_no_arguments_at_a_terminal_are_a_chat():
+    terminal, its_end = pty.openpty()
+    with start("--max-tokens", "4", stdin=its_end, model=[]) as process:
+        os.close(its_end)
+        read_until(process.stdout, "> ")
+        os.write(terminal, b"hello\n")
+        read_until(process.stdout, "> ")
+        os.write(terminal, b"\x04")
+        err = process.stderr.read()
+    os.close(terminal)
+    assert process.returncode == 0 and "Ctrl-D leaves" in err and "answer " in err
+
+
+@pytest.mark.parametrize("arguments", [["-p", "hi"], ["--serve", "0"], ["--print-config"]], ids=str)
+def test_the_model_that_comes_along_is_missing(capsys, monkeypatch, tmp_path, arguments):
+    monkeypatch.setattr(qengine, "DEFAULT_MODEL", tmp_path / "small.gguf")
+    code, out, err = run(capsys, *arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("qengine: ") and "small.gguf: the model that comes with qengine is not there" in err
 
 
 # ---- answers -----------------------------------------------------------------------------------------------

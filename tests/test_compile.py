@@ -345,13 +345,14 @@ def test_key_takes_no_attribute_for_a_global(tmp_path):
     assert len(keys) == 1
 
 
-def test_notebook_cells_are_found_again_after_a_restart(tmp_path):
-    """Their files lie in a folder that is named after the process."""
+@pytest.mark.parametrize("file", ["/tmp/ipykernel_{}/123.py", "<ipython-input-{}-123>"])
+def test_notebook_cells_are_found_again_after_a_restart(tmp_path, file):
+    """Their files lie in a folder that is named after the process, or are named after how many cells ran before."""
     text = "from numba import cuda\n@cuda.jit\ndef kernel(x):\n    x[0] = (lambda: 1)()\n"
     kernels = []
     for process in (111, 222):
         namespace = {}
-        exec(compile(text, f"/tmp/ipykernel_{process}/123.py", "exec"), namespace)
+        exec(compile(text, file.format(process), "exec"), namespace)
         kernels.append(namespace["kernel"])
     assert len({cache_key(kernel, ("float32[1]",), OLDEST) for kernel in kernels}) == 1
     session = "ipykernel_333"
@@ -414,6 +415,19 @@ def test_damaged_entries_are_made_again(tmp_path):
         assert fresh() == text and file.read_bytes() == whole
     assert compiler.n_compiled == before + 5
     assert fresh() == text and compiler.n_compiled == before + 5
+
+
+def test_what_was_used_longest_ago_makes_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiler, "MOST_BYTES", 3 * (1000 + 32))
+    folder = tmp_path / "native"
+    for age, name in enumerate("abc"):
+        compiler.store(folder / name, bytes(1000))
+        os.utime(folder / name, (1000 + age, 1000 + age))
+    assert compiler.load(folder / "a") == bytes(1000)
+    compiler.store(folder / "d", bytes(1000))
+    assert {file.name for file in folder.iterdir()} == {"a", "c", "d"}
+    compiler.store(folder / "e", bytes(2500))
+    assert {file.name for file in folder.iterdir()} == {"e"}
 
 
 def test_folder_that_cannot_be_written(tmp_path):

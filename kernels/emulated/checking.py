@@ -110,7 +110,8 @@ class Checking(Watching):
     def note_partial_barrier(self, complete):
         """Orders all accesses before it and after it, those of warps that have no part in it too."""
         epoch = self.let(f"getelementptr i64, ptr {self.watched(STATE)}, i64 {EPOCH}")
-        count = self.op("add", "i64", 1, self.let(f"load i64, ptr {epoch}"), self.resize("i1", "i64", 1, complete))
+        count = self.op("add", "i64", 1, self.let(f"load i64, ptr {epoch}"),
+                        self.resize("i1", "i64", 1, complete))
         self.do(f"store i64 {count}, ptr {epoch}")
 
     def _terminate(self, block):

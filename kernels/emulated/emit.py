@@ -1,15 +1,23 @@
-"""LLVM IR as text: values, types and small operations that work on one scalar or on the 32 lanes of a warp alike.
+"""LLVM IR as text: values, types and small operations that work on one scalar or on the 32 lanes of a warp
+alike.
 
-`w` is the width of an operation, 1 or 32: `ty("i32", 32)` is `<32 x i32>`. Values are LLVM names or constants as text.
+`w` is the width of an operation, 1 or 32: `ty("i32", 32)` is `<32 x i32>`. Values are LLVM names or constants
+as text.
 """
 
 from collections import Counter
 from dataclasses import dataclass
 
 from .flow import reads, split_operands
+from .nans import Results
 from .ptx import SIZES, Imm, Symbol
 
 WARP = 32
+# Of a float type: floats in a register, the integer as large as one, the bits of infinity, and of the card's
+# NaN, which are also those of the size. A new NaN of a double is the processor's: 0xFFF8000000000000, as
+# CUDA's math_constants.h has it.
+_NAN = {"f32": (1, "i32", 0x7F800000, 0x7FFFFFFF), "f16": (1, "i16", 0x7C00, 0x7FFF),
+        "f16x2": (2, "i16", 0x7C00, 0x7FFF)}
 
 
 def llvm_type(ptx_type):
@@ -72,7 +80,8 @@ class Code:
         return self.let(f"{name} {ty(t, w)} {', '.join(args)}")
 
     def compare(self, predicate, t, w, a, b):
-        return self.let(f"{'fcmp' if t in ('float', 'double', 'half') else 'icmp'} {predicate} {ty(t, w)} {a}, {b}")
+        kind = "fcmp" if t in ("float", "double", "half") else "icmp"
+        return self.let(f"{kind} {predicate} {ty(t, w)} {a}, {b}")
 
     def select(self, t, w, condition, a, b):
         return self.let(f"select {ty('i1', w)} {condition}, {ty(t, w)} {a}, {ty(t, w)} {b}")
@@ -84,7 +93,8 @@ class Code:
         """Between integer types: truncates or extends."""
         if source == target:
             return a
-        return self.cast("trunc" if bits_of(target) < bits_of(source) else "sext" if signed else "zext", source, target, w, a)
+        return self.cast("trunc" if bits_of(target) < bits_of(source) else "sext" if signed else "zext",
+                         source, target, w, a)
 
     def call(self, name, result, *args):
         """Call of an external or intrinsic function; args are (type, value)."""
@@ -104,12 +114,14 @@ class Code:
     def shuffle(self, t, n, a, indices, b=None):
         """Elements of a (and b, both n long) by constant index; None where any will do."""
         mask = ", ".join("i32 poison" if i is None else f"i32 {i}" for i in indices)
-        return self.let(f"shufflevector <{n} x {t}> {a}, <{n} x {t}> {b or 'poison'}, <{len(indices)} x i32> <{mask}>")
+        return self.let(f"shufflevector <{n} x {t}> {a}, <{n} x {t}> {b or 'poison'}, "
+                        f"<{len(indices)} x i32> <{mask}>")
 
     def concatenate(self, t, length, parts):
         """One vector of many, of equal length; their number is a power of two."""
         while len(parts) > 1:
-            parts = [self.shuffle(t, length, a, range(2 * length), b) for a, b in zip(parts[::2], parts[1::2])]
+            parts = [self.shuffle(t, length, a, range(2 * length), b)
+                     for a, b in zip(parts[::2], parts[1::2])]
             length *= 2
         return parts[0]
 
@@ -149,8 +161,10 @@ class Operands(Code):
         self.slots = {r: f"%r{i}" for i, r in enumerate(self.registers)}
         self.mask = None                                   # i32 of the running lanes; None: all 32, always
         self.divided = frozenset()
-        self.patterns = {}                                 # of scalars that stand for patterned operands, see `integer`
+        self.patterns = {}                                 # of scalars for patterned operands, see `integer`
         self.repeats = {}                                  # in this block, register -> Repeat
+        self.results = Results(lanes.every, self.registers)
+        self.leaving = {}                                  # registers whose NaN the current instruction shows
         self.n_definitions = Counter(r for i in lanes.every for r in split_operands(i)[0])
         self.n_uses = Counter(r for i in lanes.every for r in reads(i))
 
@@ -169,7 +183,8 @@ class Operands(Code):
         if operand.name not in self.registers:
             return self._convert(*self.special_scalar(operand.name), t, 1)
         own = self.type_of(operand.name)
-        return self._convert(self.let(f"load {own}, ptr {self.slots[operand.name]}.s"), own, t, 1)
+        value = self.let(f"load {own}, ptr {self.slots[operand.name]}.s")
+        return self._convert(self._settled(operand, own, 1, value), own, t, 1)
 
     def vector(self, operand, t):
         """All lanes of an operand as <32 x t>."""
@@ -188,11 +203,27 @@ class Operands(Code):
             return self._convert(self.spread(own, value, shape.pattern), own, t, WARP)
         own = self.type_of(operand.name)
         if self.lanes.vector(operand.name):
-            whole = self.let(f"load <{WARP} x {own}>, ptr {self.slots[operand.name]}.v, align 64")
-            return self._convert(whole, own, t, WARP)
+            value = self.let(f"load <{WARP} x {own}>, ptr {self.slots[operand.name]}.v, align 64")
+            return self._convert(self._settled(operand, own, WARP, value), own, t, WARP)
         value = self.let(f"load {own}, ptr {self.slots[operand.name]}.s")
-        whole = self.splat(own, value) if shape is None or shape.uniform else self.spread(own, value, shape.pattern)
+        value = self._settled(operand, own, 1, value)
+        same = shape is None or shape.uniform
+        whole = self.splat(own, value) if same else self.spread(own, value, shape.pattern)
         return self._convert(whole, own, t, WARP)
+
+    def _settled(self, operand, own, w, value):
+        """A register's value, with the card's NaN if its bits become visible."""
+        kind = self.leaving.get(operand.name)
+        return value if kind is None else self.canonical(own, w, value, kind)
+
+    def canonical(self, t, w, value, kind):
+        """A float of PTX type `kind`, or two of them, in type t: any NaN becomes the card's."""
+        n, part, infinity, nan = _NAN[kind]
+        bits = self.cast("bitcast", ty(t, w), ty(part, w * n), 1, value)
+        size = self.op("and", part, w * n, bits, const(part, w * n, nan))
+        is_nan = self.compare("ugt", part, w * n, size, const(part, w * n, infinity))
+        return self.cast("bitcast", ty(part, w * n), ty(t, w), 1,
+                         self.select(part, w * n, is_nan, const(part, w * n, nan), bits))
 
     def get(self, operand, t, w):
         return self.scalar(operand, t) if w == 1 else self.vector(operand, t)
@@ -231,7 +262,8 @@ class Operands(Code):
         if bits_of(own) == bits_of(t):
             value = self.cast("bitcast", t, own, w, value)
         elif own[0] == "i" and bits_of(own) > bits_of(t) > 1:
-            value = self.resize(f"i{bits_of(t)}", own, w, self.cast("bitcast", t, f"i{bits_of(t)}", w, value), signed)
+            value = self.resize(f"i{bits_of(t)}", own, w, self.cast("bitcast", t, f"i{bits_of(t)}", w, value),
+                                signed)
         else:
             raise self.instr.unsupported(f"a {bits_of(t)}-bit result in a {bits_of(own)}-bit register")
         if self.lanes.scalar(name) and w == 1:
@@ -254,19 +286,23 @@ class Operands(Code):
         self.do(f"store <{WARP} x {t}> {value}, ptr {slot}, align 64")
 
     def lift(self, instr, result, operands, compute):
-        """The common case: operands [(operand, type)] -> compute(w, *values) -> a result of type `result`: on a
-        scalar if all operands are uniform, on few values if all that are not repeat these over the lanes in
+        """The common case: operands [(operand, type)] -> compute(w, *values) -> a result of type `result`: on
+        a scalar if all operands are uniform, on few values if all that are not repeat these over the lanes in
         one way (as `x[lane // 2]` does), on vectors otherwise."""
         repeats = {o: self.repeats.get(getattr(o, "name", None)) for o, _ in operands if not self.uniform(o)}
         ways = {r and (r.n, r.lanes) for r in repeats.values()}
         if len(ways) == 1 and None not in ways:
             (n, lanes), = ways
-            values = [self._convert(repeats[o].value, repeats[o].t, t, n) if o in repeats else
+            values = [self._few(o, repeats[o], t) if o in repeats else
                       self.splat(t, self.scalar(o, t), n) for o, t in operands]
             return self.put_repeat(instr.operands[0], Repeat(compute(n, *values), result, n, lanes))
         w = WARP if repeats else 1
         value = compute(w, *(self.get(o, t, w) for o, t in operands))
         self.put(instr.operands[0], result, w, value)
+
+    def _few(self, operand, repeat, t):
+        """The values of a Repeat as type t."""
+        return self._convert(self._settled(operand, repeat.t, repeat.n, repeat.value), repeat.t, t, repeat.n)
 
     def put_repeat(self, register, repeat, signed=False):
         """Writes a Repeat, and remembers it for what is computed from it."""

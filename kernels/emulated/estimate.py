@@ -134,13 +134,15 @@ def _pipe_of_cvt(to, of):
 # ---- occupancy ---------------------------------------------------------------------------------------------
 
 def registers_used(ptx, cc):
-    """Registers per thread of a kernel's PTX as ptxas assembles it for `cc` = (7, 0), which is the code that a card
-    loads, or for the oldest architecture that the toolkit knows; needs no GPU. RuntimeError: it has no ptxas."""
+    """Registers per thread of a kernel's PTX as ptxas assembles it for `cc` = (7, 0), which is the code that
+    a card loads, or for the oldest architecture that the toolkit knows; needs no GPU. RuntimeError: it has no
+    ptxas."""
     from ..compile import Compiled, supported_ccs
     from ..nvidia import find_assembler, run_assembler
     assembler = find_assembler()
     if assembler is None:
-        raise RuntimeError("registers cannot be counted: ptxas is missing; pip install the nvcc of this CUDA version")
+        raise RuntimeError("registers cannot be counted: ptxas is missing; "
+                           "pip install the nvcc of this CUDA version")
     _, said = run_assembler(assembler[0], Compiled("a kernel", (), "", ptx), max(cc, supported_ccs()[0]))
     return int(re.search(r"Used (\d+) registers", said)[1])
 
@@ -171,7 +173,8 @@ def blocks_per_sm(block_size, registers, shared_bytes, card):
 
 @dataclass(frozen=True, repr=False)
 class Estimate:
-    """An estimated time in seconds; `per_pipe_seconds`: what each unit, "L2" and "memory" alone would take."""
+    """An estimated time in seconds; `per_pipe_seconds`: what each unit, "L2" and "memory" alone would
+    take."""
     card: object
     seconds: float
     limiting: str
@@ -182,14 +185,15 @@ class Estimate:
 
     def __repr__(self):
         return (f"estimate for {self.card.name}: {1e6 * self.seconds:.2f} µs, limited by {self.limiting} "
-                f"({self.blocks_per_sm} blocks per SM, occupancy {self.occupancy:.0%}, {self.waves:.2f} waves)")
+                f"({self.blocks_per_sm} blocks per SM, occupancy {self.occupancy:.0%}, "
+                f"{self.waves:.2f} waves)")
 
 
 def estimate(counts, grid, block, registers, shared_bytes, card):
     """The Estimate of one launch on `card` by the formula at the top of this file.
 
-    grid, block: int or tuple. registers: per thread, 32 bits each, see `registers_used`. shared_bytes: per block,
-    static and dynamic. ValueError: the block does not fit an SM.
+    grid, block: int or tuple. registers: per thread, 32 bits each, see `registers_used`. shared_bytes: per
+    block, static and dynamic. ValueError: the block does not fit an SM.
     """
     n_blocks, block_size = prod(_tuple(grid)), prod(_tuple(block))
     if not n_blocks or not block_size:

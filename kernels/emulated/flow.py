@@ -1,18 +1,20 @@
 """Control flow of one kernel: basic blocks, liveness, the order of emission, and where lanes may wait.
 
-A warp runs block by block in one fixed order, topological with every loop in one piece. After a branch on which the
-lanes disagree, the lanes that are not running *wait* at the block they branched to, and the warp visits the waiting
-blocks in order, so all lanes meet again at the latest at the branch's post-dominator. For each divergent branch
+A warp runs block by block in one fixed order, topological with every loop in one piece. After a branch on
+which the lanes disagree, the lanes that are not running *wait* at the block they branched to, and the warp
+visits the waiting blocks in order, so all lanes meet again at the latest at the branch's post-dominator. For
+each divergent branch
 
     region(B)     the blocks that may run before all lanes of B have met again
     meeting(B)    the immediate post-dominator of B, where they meet (EXIT when some lane may return before)
 
-Everything below follows from these: which blocks need a mask (`masked`), which blocks may have waiting lanes while a
-block runs (`waiting`), where to go on from a block (`next_from`), and which registers differ between lanes merely
-because lanes took different ways (`divided`).
+Everything below follows from these: which blocks need a mask (`masked`), which blocks may have waiting lanes
+while a block runs (`waiting`), where to go on from a block (`next_from`), and which registers differ between
+lanes merely because lanes took different ways (`divided`).
 
-A loop that polls memory (`spins`) may wait for another warp: it gives way from time to time. If it is a lock (`locks`) it
-may wait for a lane of its own warp, one that has left the loop: those lanes then run first, to the end of the kernel.
+A loop that polls memory (`spins`) may wait for another warp: it gives way from time to time. If it is a lock
+(`locks`) it may wait for a lane of its own warp, one that has left the loop: those lanes then run first, to
+the end of the kernel.
 """
 
 from dataclasses import dataclass, field
@@ -20,8 +22,8 @@ from dataclasses import dataclass, field
 from .ptx import Instr, Label, Mem, Symbol, Unsupported, registers_of
 
 EXIT = -1
-NO_RESULT = {"st", "bra", "bar", "barrier", "membar", "fence", "ret", "exit", "red", "trap", "brkpt", "nanosleep",
-             "prefetch", "prefetchu", "discard", "pragma"}
+NO_RESULT = {"st", "bra", "bar", "barrier", "membar", "fence", "ret", "exit", "red", "trap", "brkpt",
+             "nanosleep", "prefetch", "prefetchu", "discard", "pragma"}
 
 
 def split_operands(instr):
@@ -137,7 +139,8 @@ class Flow:
         while changed:
             changed = False
             for block in reversed(self.blocks):
-                out = set().union(*(self.blocks[t].live_in for t in block.targets)) if block.targets else set()
+                out = set().union(*(self.blocks[t].live_in
+                                    for t in block.targets)) if block.targets else set()
                 live = use[block.index] | (out - define[block.index])
                 if live != block.live_in or out != block.live_out:
                     block.live_in, block.live_out, changed = live, out, True
@@ -159,7 +162,8 @@ class Flow:
                 for b in self.blocks}
 
     def _arrange(self, nodes, entry, headers):
-        """Appends `nodes` (entered at `entry`, whose incoming edges are cut) in topological order, loops in one piece."""
+        """Appends `nodes` (entered at `entry`, whose incoming edges are cut) in topological order, loops in
+        one piece."""
         for component in _components(nodes, entry, lambda i: [t for t in self.blocks[i].targets
                                                                if t in nodes and t not in headers]):
             looping = len(component) > 1 or any(i in self.blocks[i].targets for i in component) \
@@ -167,7 +171,8 @@ class Flow:
             if not looping:
                 self.order += component
                 continue
-            entered = {t for b in self.blocks if b.index not in component for t in b.targets if t in component}
+            entered = {t for b in self.blocks if b.index not in component
+                       for t in b.targets if t in component}
             header = 0 if 0 in component else min(entered)
             if len(entered | {header}) != 1:
                 raise Unsupported(f"a loop that is entered at {len(entered)} places")
@@ -188,19 +193,22 @@ class Flow:
                     self.locks.add(header)
 
     def _is_lock(self, loop, polls):
-        """Whether those who have left the loop write what it polls: the lane that holds a lock must get on while others
-        of its warp try. Not where lanes wait for each other later."""
+        """Whether those who have left the loop write what it polls: the lane that holds a lock must get on
+        while others of its warp try. Not where lanes wait for each other later."""
         later = set().union(*(self._reach(t, EXIT) for b in loop for t in self.blocks[b].targets)) - loop
         outside = [i for b in later for i in self._all(b)]
         if any("sync" in i.mods or is_barrier(i) for b in loop | later for i in self._all(b)):
             return False
         written = [i for i in outside if i.name in ("atom", "red", "st")]
-        polled, released = ({o for i in instrs for o in i.operands if isinstance(o, Mem)} for instrs in (polls, written))
+        polled, released = ({o for i in instrs for o in i.operands if isinstance(o, Mem)}
+                            for instrs in (polls, written))
         return bool(polled & released)
 
     def diverge(self, branch):
-        """Tells that lanes may disagree at the end of block `branch`. Returns the registers that this divides."""
-        leaves_lock = any(branch in self.loops[header] and not self.loops[header].issuperset(self.blocks[branch].targets)
+        """Tells that lanes may disagree at the end of block `branch`. Returns the registers that this
+        divides."""
+        leaves_lock = any(branch in self.loops[header]
+                          and not self.loops[header].issuperset(self.blocks[branch].targets)
                           for header in self.locks)
         meeting = EXIT if leaves_lock else self.meeting[branch]
         sides = [self._reach(t, meeting) for t in self.blocks[branch].targets]
@@ -226,7 +234,8 @@ class Flow:
 
     def _divided(self, sides, meeting):
         """Registers written on one side of a branch and live on the other, or where the sides meet."""
-        written = [{r for b in side - {meeting} for i in self._all(b) for r in split_operands(i)[0]} for side in sides]
+        written = [{r for b in side - {meeting} for i in self._all(b) for r in split_operands(i)[0]}
+                   for side in sides]
         live = [set().union(*(self.blocks[b].live_in for b in side)) for side in sides]
         if len(sides) == 1:
             return set()
@@ -237,8 +246,9 @@ class Flow:
         return block.instrs + ([block.end] if block.end else [])
 
     def next_from(self, node, target=None):
-        """The next node that may have lanes to run after block or loop end `node`, or when `target` is given the first
-        stop on the way there; None when there is none. A backward target leads to its LoopEnd, or straight to it."""
+        """The next node that may have lanes to run after block or loop end `node`, or when `target` is given
+        the first stop on the way there; None when there is none. A backward target leads to its LoopEnd, or
+        straight to it."""
         if isinstance(node, LoopEnd):
             waiting = set().union(*(self.waiting[b] for b in self.loops[node.header]))
         else:
@@ -246,7 +256,8 @@ class Flow:
         backward = target is not None and self.position[target] <= self.position[node]
         for later in self.order[self.position[node] + 1:]:
             if isinstance(later, LoopEnd):
-                if later.header in waiting and not (isinstance(node, LoopEnd) and later.header == node.header):
+                if later.header in waiting and not (isinstance(node, LoopEnd)
+                                                    and later.header == node.header):
                     return later
                 if backward and later.header == target:
                     return target
@@ -256,7 +267,8 @@ class Flow:
 
 
 def _components(nodes, entry, successors):
-    """Strongly connected components reachable from `entry`, in topological order (Tarjan, without recursion)."""
+    """Strongly connected components reachable from `entry`, in topological order (Tarjan, without
+    recursion)."""
     index, low, on_stack, stack, found = {}, {}, set(), [], []
     for root in [entry] + sorted(nodes):
         if root in index:

@@ -2,12 +2,14 @@
 
     uniform     one value, kept as a scalar
     pattern     a scalar plus a constant per lane: tid.x is 32 * warp + (0, 1, ..., 31); kept as the scalar
-    loose       a 64-bit pattern that is right unless a 32-bit sum behind it wrapped around; kept both as the scalar, which
-                only addresses use (an index that wraps is 2**32 elements away, outside any array), and as a vector
+    loose       a 64-bit pattern that is right unless a 32-bit sum behind it wrapped around; kept both as the
+                scalar, which only addresses use (an index that wraps is 2**32 elements away, outside any
+                array), and as a vector
     varying     a vector of 32 values
 
-Found by iterating over the instructions until nothing changes, from the most favourable assumption. A register with
-several definitions (a loop variable) is the join of them; one that divergent control flow divides is varying.
+Found by iterating over the instructions until nothing changes, from the most favourable assumption. A
+register with several definitions (a loop variable) is the join of them; one that divergent control flow
+divides is varying.
 """
 
 from dataclasses import dataclass, replace
@@ -24,7 +26,8 @@ _SPREAD = 1 << 24                                   # patterns wider than this a
 class Shape:
     """The lanes' values: scalar + pattern[lane], modulo 2**bits. `pattern` None: varying.
 
-    const: the scalar, where known. tz: the scalar is a multiple of 2**tz. bound: all lanes are below it, unsigned.
+    const: the scalar, where known. tz: the scalar is a multiple of 2**tz. bound: all lanes are below it,
+    unsigned.
     """
     pattern: tuple | None = FLAT
     exact: bool = True
@@ -42,7 +45,8 @@ class Shape:
 
     @property
     def disjoint(self):
-        """The pattern fits in the bits that the scalar leaves zero, so scalar + pattern = scalar | pattern."""
+        """The pattern fits in the bits that the scalar leaves zero, so scalar + pattern = scalar |
+        pattern."""
         return self.pattern is not None and min(self.pattern) >= 0 and max(self.pattern) < 1 << self.tz
 
 
@@ -81,7 +85,8 @@ def add(a, b, bits, sign=1):
     if const is not None and a.uniform and b.uniform:
         return constant(const, bits)
     bound = None if a.bound is None or b.bound is None or sign < 0 else _limit(a.bound + b.bound - 1, bits)
-    return patterned([x + sign * y for x, y in zip(a.pattern, b.pattern)], exact=a.exact and b.exact, const=const,
+    return patterned([x + sign * y for x, y in zip(a.pattern, b.pattern)], exact=a.exact and b.exact,
+                     const=const,
                      tz=min(a.tz, b.tz), bound=bound)
 
 
@@ -92,7 +97,8 @@ def multiply(a, b, bits):
     if a.uniform and b.uniform:
         if a.const is not None and b.const is not None:
             return constant(a.const * b.const, bits)
-        bound = None if a.bound is None or b.bound is None else _limit((a.bound - 1) * (b.bound - 1) + 1, bits)
+        bound = None if a.bound is None or b.bound is None else \
+            _limit((a.bound - 1) * (b.bound - 1) + 1, bits)
         return Shape(exact=a.exact and b.exact, tz=min(a.tz + b.tz, 64), bound=bound)
     if not b.uniform:
         a, b = b, a
@@ -101,7 +107,8 @@ def multiply(a, b, bits):
     factor = b.const - (1 << bits) if b.const >> (bits - 1) else b.const
     const = None if a.const is None else a.const * factor % (1 << bits)
     bound = None if a.bound is None or factor < 0 else _limit((a.bound - 1) * factor + 1, bits)
-    return patterned([x * factor for x in a.pattern], exact=a.exact, const=const, tz=min(a.tz + b.tz, 64), bound=bound)
+    return patterned([x * factor for x in a.pattern], exact=a.exact, const=const, tz=min(a.tz + b.tz, 64),
+                     bound=bound)
 
 
 def bitwise(name, a, b, bits):
@@ -115,7 +122,8 @@ def bitwise(name, a, b, bits):
             bounds = [s.bound for s in (a, b) if s.bound is not None]
             if a.const is None:
                 a, b = b, a
-            if a.const is not None and b.bound is not None and a.const & (1 << (b.bound - 1).bit_length()) - 1 == 0:
+            if a.const is not None and b.bound is not None \
+                    and a.const & (1 << (b.bound - 1).bit_length()) - 1 == 0:
                 return constant(0)
             return Shape(tz=max(a.tz, b.tz), bound=min(bounds, default=None))
         return Shape(tz=min(a.tz, b.tz), bound=_or_bound(a, b))
@@ -144,8 +152,9 @@ def _masked(a, mask, bits):
 
 
 def low_bits(a, b):
-    """(k, low parts of a, of b) such that both scalars but for constants are multiples of 2**k and both patterns lie
-    below 2**k; None if there is no such k. Then a bitwise operation acts on scalars and patterns separately."""
+    """(k, low parts of a, of b) such that both scalars but for constants are multiples of 2**k and both
+    patterns lie below 2**k; None if there is no such k. Then a bitwise operation acts on scalars and patterns
+    separately."""
     k = min(64 if s.const is not None and s.uniform else s.tz for s in (a, b))
     parts = []
     for s in (a, b):
@@ -199,14 +208,16 @@ def widen(a, source, target, signed):
         return constant(value, target)
     bound = a.bound if positive or not signed else None
     if a.uniform or a.disjoint and a.tz < source or positive and a.bound and _cannot_wrap(a):
-        return replace(a, const=None if a.const is None or signed and a.const >> (source - 1) else a.const, bound=bound)
+        return replace(a, const=None if a.const is None or signed and a.const >> (source - 1) else a.const,
+                       bound=bound)
     if source == 32 and target == 64:
         return replace(a, exact=False, const=None, bound=None)
     return VARYING
 
 
 def _cannot_wrap(a):
-    """With all lanes bounded and the scalar itself a lane's value (pattern 0 somewhere), scalar + pattern cannot wrap."""
+    """With all lanes bounded and the scalar itself a lane's value (pattern 0 somewhere), scalar + pattern
+    cannot wrap."""
     return min(a.pattern) == 0
 
 
@@ -216,11 +227,13 @@ def narrow(a, bits):
         return VARYING
     if a.const is not None and a.uniform:
         return constant(a.const, bits)
-    return replace(a, exact=True, const=None if a.const is None else a.const % (1 << bits), bound=_limit(a.bound, bits))
+    return replace(a, exact=True, const=None if a.const is None else a.const % (1 << bits),
+                   bound=_limit(a.bound, bits))
 
 
 def thread_index(axis, block):
-    """The shape of %tid.<axis> for a block of (x, y, z) threads; varying where rows do not line up with warps."""
+    """The shape of %tid.<axis> for a block of (x, y, z) threads; varying where rows do not line up with
+    warps."""
     stride = 1
     for n in block[:axis]:
         stride *= n
@@ -242,7 +255,8 @@ def thread_index(axis, block):
 class Lanes:
     """Shapes of all registers of a function, and the divergent branches (told to `flow`).
 
-    divided: registers that need a masked write. scalar(r), vector(r): which of the two storages a register has.
+    divided: registers that need a masked write. scalar(r), vector(r): which of the two storages a register
+    has.
     """
 
     def __init__(self, function, flow, block, symbols):
@@ -252,7 +266,8 @@ class Lanes:
         self.instrs = [i for b in flow.blocks for i in b.instrs]
         self.every = self.instrs + [b.end for b in flow.blocks if b.end]
         written = {r for i in self.every for r in split_operands(i)[0]}
-        self.shapes |= {r: UNIFORM for i in self.every for r in reads(i) if r in self.types and r not in written}
+        self.shapes |= {r: UNIFORM for i in self.every
+                        for r in reads(i) if r in self.types and r not in written}
         self._settle()
         self.needs_vector = self._vector_uses()
 
@@ -261,7 +276,8 @@ class Lanes:
     def _settle(self):
         while True:
             self._iterate()
-            new = [b for b in self.flow.blocks if b.end is not None and b.end.guard and b.index not in self.flow.branches
+            new = [b for b in self.flow.blocks if b.end is not None and b.end.guard
+                   and b.index not in self.flow.branches
                    and self.of(b.end.guard[0]).varying and b.targets[0] != b.targets[1]]
             if not new:
                 return
@@ -297,7 +313,8 @@ class Lanes:
             return self.symbols.get(operand.name, UNIFORM)
         if isinstance(operand, Mem):
             return self.of(operand.base)
-        shapes = [self.of(i, bits) for i in (operand.items if isinstance(operand, Pack) else (operand.first, operand.second))]
+        shapes = [self.of(i, bits)
+                  for i in (operand.items if isinstance(operand, Pack) else (operand.first, operand.second))]
         if None in shapes:
             return None
         return UNIFORM if all(s.uniform and s.exact for s in shapes) else VARYING
@@ -335,7 +352,8 @@ class Lanes:
         except (IndexError, KeyError, TypeError, ValueError) as error:
             raise instr.unsupported(f"{type(error).__name__}: {error}") from error
         if shape is None:
-            shape = UNIFORM if all(s.uniform and s.exact for s in shapes) and instr.name != "atom" else VARYING
+            same = all(s.uniform and s.exact for s in shapes)
+            shape = UNIFORM if same and instr.name != "atom" else VARYING
         return [(r, self._fit(r, instr, shape)) for r in written]
 
     def _fit(self, register, instr, shape):
@@ -348,7 +366,7 @@ class Lanes:
     # ---- rules: (instruction, operand shapes, bits) -> shape, or None for "uniform if all operands are" ----
 
     def _mov(self, instr, shapes, bits):
-        if isinstance(instr.operands[0], Pack) or isinstance(instr.operands[1], Pack) or instr.mods[0][0] == "f":
+        if any(isinstance(o, Pack) for o in instr.operands[:2]) or instr.mods[0][0] == "f":
             return None
         source = instr.operands[1]
         if isinstance(source, Reg) and self.types.get(source.name, "u32")[0] == "f":
@@ -414,8 +432,8 @@ class Lanes:
 
     def _shfl(self, instr, shapes, bits):
         source = shapes[1]
-        return UNIFORM if "idx" in instr.mods and source.uniform and shapes[2].const == 31 or shapes[0].uniform \
-            and shapes[0].exact and not isinstance(instr.operands[0], Pair) else VARYING
+        return UNIFORM if "idx" in instr.mods and source.uniform and shapes[2].const == 31 \
+            or shapes[0].uniform and shapes[0].exact and not isinstance(instr.operands[0], Pair) else VARYING
 
     def _vote(self, instr, shapes, bits):
         members = shapes[1]
@@ -438,11 +456,13 @@ class Lanes:
     def address_registers(self, instr):
         """Registers that an instruction uses only as scalar + pattern, if they are loose."""
         if instr.name in ("ld", "st", "atom", "red"):
-            return [r for o in instr.operands if isinstance(o, Mem) and isinstance(o.base, Reg) for r in [o.base.name]]
+            return [r for o in instr.operands if isinstance(o, Mem) and isinstance(o.base, Reg)
+                    for r in [o.base.name]]
         return []
 
     def _vector_uses(self):
-        """Loose registers whose vector is needed: read other than as an address, or by one whose vector is needed."""
+        """Loose registers whose vector is needed: read other than as an address, or by one whose vector is
+        needed."""
         loose = {r for r, s in self.shapes.items() if not s.varying and not s.exact}
         needed, changed = set(), True
         while changed:
@@ -453,7 +473,8 @@ class Lanes:
                     continue
                 results = split_operands(instr)[0]
                 keeps = results and all(r in loose and r not in needed for r in results) \
-                    or instr.name == "cvt" and all(self.shapes[r].exact and not self.shapes[r].varying for r in results)
+                    or instr.name == "cvt" and all(self.shapes[r].exact and not self.shapes[r].varying
+                                                   for r in results)
                 if not keeps:
                     used -= set(self.address_registers(instr)) - {r for r in used if self._stored(instr, r)}
                     if used:

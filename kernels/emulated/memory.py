@@ -1,24 +1,26 @@
 """Memory accesses, and the instructions through which lanes of a warp see each other.
 
-A generic address is a host address: shared and local memory have real addresses too, so `cvta` is the identity and all
-spaces are accessed alike. An access whose address is a scalar plus a constant pattern becomes one scalar access (all
-lanes alike) or vector accesses (neighbouring lanes); any other one goes lane by lane (gather, scatter).
+A generic address is a host address: shared and local memory have real addresses too, so `cvta` is the
+identity and all spaces are accessed alike. An access whose address is a scalar plus a constant pattern
+becomes one scalar access (all lanes alike) or vector accesses (neighbouring lanes); any other one goes lane
+by lane (gather, scatter).
 """
 
 from .emit import WARP, Repeat, const, llvm_type, suffix, ty, vector_const
-from .ops import Arithmetic
 from .ptx import SIZES, Mem, Pack, Pair, Reg
+from .special import Special
 
-_LOAD_MODS = {"global", "shared", "local", "param", "const", "nc", "volatile", "relaxed", "acquire", "release", "weak",
-              "gpu", "sys", "cta", "ca", "cg", "cs", "lu", "cv", "wb", "wt", "v2", "v4", "L1::no_allocate",
-              "L1::evict_last", "L1::evict_first", "L1::evict_normal", "L2::128B", "L2::256B", "L2::64B"}
+_LOAD_MODS = {"global", "shared", "local", "param", "const", "nc", "volatile", "relaxed", "acquire",
+              "release", "weak", "gpu", "sys", "cta", "ca", "cg", "cs", "lu", "cv", "wb", "wt", "v2", "v4",
+              "L1::no_allocate", "L1::evict_last", "L1::evict_first", "L1::evict_normal", "L2::128B",
+              "L2::256B", "L2::64B"}
 _ATOMIC = {"add": "add", "and": "and", "or": "or", "xor": "xor", "exch": "xchg", "min": "umin", "max": "umax",
            "inc": "uinc_wrap", "dec": "udec_wrap"}
 _AHEAD = 16                                         # times the bytes that a warp reads at once
 _ATOM_MODS = {"global", "shared", "relaxed", "acquire", "release", "acq_rel", "gpu", "sys", "cta", "noftz"}
 
 
-class Memory(Arithmetic):
+class Memory(Special):
     """Loads, stores, atomics, shuffles and votes."""
 
     # ---- addresses ----
@@ -36,7 +38,8 @@ class Memory(Arithmetic):
     def _lane_pointers(self, place, offset=0):
         base = self.vector(place.base, "i64")
         total = place.offset + offset
-        return self.pointer(WARP, self.op("add", "i64", WARP, base, const("i64", WARP, total)) if total else base)
+        return self.pointer(WARP,
+                            self.op("add", "i64", WARP, base, const("i64", WARP, total)) if total else base)
 
     def running(self):
         """The running lanes as <32 x i1>."""
@@ -77,7 +80,8 @@ class Memory(Arithmetic):
             few = Repeat(self._load_run(t, SIZES[kind], length, place, start), t, length, tuple(lanes))
             return self.put_repeat(registers[0], few, signed)
         elif runs:
-            values = self._unless_masked([ty(t, WARP)] * n, lambda: self._load_runs(t, SIZES[kind], n, place, runs),
+            values = self._unless_masked([ty(t, WARP)] * n,
+                                         lambda: self._load_runs(t, SIZES[kind], n, place, runs),
                                          lambda: self._load_lanes(t, SIZES[kind], n, place))
         else:
             values = self._load_lanes(t, SIZES[kind], n, place)
@@ -85,7 +89,8 @@ class Memory(Arithmetic):
             self.put(register, t, WARP, value, signed)
 
     def _unless_masked(self, types, whole, masked):
-        """Results of whole() if all lanes run, else of masked(); both are emitted where only the run can tell."""
+        """Results of whole() if all lanes run, else of masked(); both are emitted where only the run can
+        tell."""
         if self.mask is None:
             return whole()
         self.n += 1
@@ -125,7 +130,8 @@ class Memory(Arithmetic):
         if n == 1 or size * n > 16:
             return [self.gather(t, size, self._lane_pointers(place, i * size)) for i in range(n)]
         pointers = self._safe_pointers(place)
-        parts = [self.let(f"load <{n} x {t}>, ptr {self._lane(pointers, lane)}, align {size}") for lane in range(WARP)]
+        parts = [self.let(f"load <{n} x {t}>, ptr {self._lane(pointers, lane)}, align {size}")
+                 for lane in range(WARP)]
         return self.deinterleave(t, self.concatenate(t, n, parts), n)
 
     def _safe_pointers(self, place):
@@ -145,7 +151,8 @@ class Memory(Arithmetic):
             if at is None:
                 raise instr.unsupported("an unknown parameter")
             pointer = self.let(f"getelementptr i8, ptr %params, i64 {at + place.offset + i * SIZES[kind]}")
-            self.put(register, t, 1, self.let(f"load {t}, ptr {pointer}, align {SIZES[kind]}, !invariant.load !0"),
+            self.put(register, t, 1,
+                     self.let(f"load {t}, ptr {pointer}, align {SIZES[kind]}, !invariant.load !0"),
                      kind[0] == "s")
 
     def _neighbours(self, pattern, size):
@@ -160,7 +167,8 @@ class Memory(Arithmetic):
             if n == 4 and t == "i32":
                 self.note_quad(instr, loaded)
         else:
-            loaded = self.call(f"llvm.masked.load.{suffix(t, WARP * n)}.p0", whole, ("ptr", pointer), ("i32", str(size)),
+            loaded = self.call(f"llvm.masked.load.{suffix(t, WARP * n)}.p0", whole, ("ptr", pointer),
+                               ("i32", str(size)),
                                (f"<{WARP * n} x i1>", self._wide_mask(n)), (whole, "zeroinitializer"))
         return self.deinterleave(t, loaded, n)
 
@@ -198,7 +206,8 @@ class Memory(Arithmetic):
         """One element per running lane; lanes at rest read a dummy."""
         if self.cpu_gathers and size >= 4:
             whole = ty(t, WARP)
-            return self.call(f"llvm.masked.gather.{suffix(t, WARP)}.{suffix('ptr', WARP)}", whole, (ty("ptr", WARP), pointers),
+            return self.call(f"llvm.masked.gather.{suffix(t, WARP)}.{suffix('ptr', WARP)}", whole,
+                             (ty("ptr", WARP), pointers),
                              ("i32", str(size)), (ty("i1", WARP), self.running()), (whole, "zeroinitializer"))
         if self.mask is not None:
             pointers = self.select("ptr", WARP, self.running(), pointers, self.splat("ptr", "%nowhere"))
@@ -226,7 +235,8 @@ class Memory(Arithmetic):
             if self.mask is None:
                 self.do(f"store <{WARP * n} x {t}> {whole}, ptr {pointer}, align {size}")
             else:
-                self.call(f"llvm.masked.store.{suffix(t, WARP * n)}.p0", "void", (f"<{WARP * n} x {t}>", whole),
+                self.call(f"llvm.masked.store.{suffix(t, WARP * n)}.p0", "void",
+                          (f"<{WARP * n} x {t}>", whole),
                           ("ptr", pointer), ("i32", str(size)), (f"<{WARP * n} x i1>", self._wide_mask(n)))
             return
         values = [self.vector(item, t) for item in items]
@@ -240,7 +250,8 @@ class Memory(Arithmetic):
     def _store_runs(self, t, size, n, place, runs, values):
         whole = self.concatenate(t, WARP, values)
         for start, length, firsts in runs:
-            sources = {f + i: i * WARP + lane for lane, f in enumerate(firsts) if f is not None for i in range(n)}
+            sources = {f + i: i * WARP + lane for lane, f in enumerate(firsts) if f is not None
+                       for i in range(n)}
             run = self.shuffle(t, WARP * n, whole, [sources[i] for i in range(length)])
             pointer = self.pointer(1, self._scalar_address(place, start))
             self.do(f"store <{length} x {t}> {run}, ptr {pointer}, align {size}")
@@ -269,7 +280,8 @@ class Memory(Arithmetic):
     def scatter(self, t, size, pointers, value):
         """One element per running lane, in order of lanes."""
         if self.cpu_gathers and size >= 4:
-            self.call(f"llvm.masked.scatter.{suffix(t, WARP)}.{suffix('ptr', WARP)}", "void", (ty(t, WARP), value),
+            self.call(f"llvm.masked.scatter.{suffix(t, WARP)}.{suffix('ptr', WARP)}", "void",
+                      (ty(t, WARP), value),
                       (ty("ptr", WARP), pointers), ("i32", str(size)), (ty("i1", WARP), self.running()))
             return
         if self.mask is not None:
@@ -307,7 +319,8 @@ class Memory(Arithmetic):
         if operation == "cas":
             if kind[0] == "f":
                 raise instr.unsupported()
-            pair = self.let(f"cmpxchg ptr {pointer}, {t} {values[0]}, {t} {values[1]} seq_cst seq_cst, align {align}")
+            pair = self.let(f"cmpxchg ptr {pointer}, {t} {values[0]}, {t} {values[1]} seq_cst seq_cst, "
+                            f"align {align}")
             return self.let(f"extractvalue {{{t}, i1}} {pair}, 0")
         if operation not in _ATOMIC or kind[0] == "f" and operation not in ("add", "exch"):
             raise instr.unsupported()
@@ -335,7 +348,8 @@ class Memory(Arithmetic):
         self.do(f"br label %{tag}.head")
         self.label(f"{tag}.head")
         self.do(f"%{tag}.left = phi i32 [{mask}, %{tag}.enter], [%{tag}.next, %{tag}.body.end]")
-        self.do(f"%{tag}.value = phi <{WARP} x {t}> [zeroinitializer, %{tag}.enter], [%{tag}.new, %{tag}.body.end]")
+        self.do(f"%{tag}.value = phi <{WARP} x {t}> [zeroinitializer, %{tag}.enter], "
+                f"[%{tag}.new, %{tag}.body.end]")
         self.do(f"%{tag}.any = icmp ne i32 %{tag}.left, 0")
         self.do(f"br i1 %{tag}.any, label %{tag}.body, label %{tag}.done")
         self.label(f"{tag}.body")
@@ -357,14 +371,16 @@ class Memory(Arithmetic):
             raise instr.unsupported()
         how = instr.mods[1]
         target = instr.operands[0]
-        value_register, inside_register = (target.first, target.second) if isinstance(target, Pair) else (target, None)
+        pair = isinstance(target, Pair)
+        value_register, inside_register = (target.first, target.second) if pair else (target, None)
         value, by, clamp = instr.operands[1:4]
         by_shape, clamp_shape = self.lanes.of(by, 32), self.lanes.of(clamp, 32)
-        known = by_shape.const is not None and by_shape.uniform and clamp_shape.const is not None and clamp_shape.uniform
+        known = all(shape.const is not None and shape.uniform for shape in (by_shape, clamp_shape))
         if self.uniform(value) and inside_register is None:
             return self.put(value_register, "i32", 1, self.scalar(value, "i32"))
         if known:
-            lanes, inside = zip(*(_source_lane(how, lane, by_shape.const, clamp_shape.const) for lane in range(WARP)))
+            lanes, inside = zip(*(_source_lane(how, lane, by_shape.const, clamp_shape.const)
+                                  for lane in range(WARP)))
             if len(set(lanes)) == 1 and not self.uniform(value):
                 moved = self.let(f"extractelement <{WARP} x i32> {self.vector(value, 'i32')}, i32 {lanes[0]}")
                 w = 1
@@ -409,7 +425,8 @@ class Memory(Arithmetic):
             source = self.op("sub", t, w, lane, by)
             inside = self.compare("sge", t, w, source, high)
         else:
-            source = {"down": lambda: self.op("add", t, w, lane, by), "bfly": lambda: self.op("xor", t, w, lane, by),
+            source = {"down": lambda: self.op("add", t, w, lane, by),
+                      "bfly": lambda: self.op("xor", t, w, lane, by),
                       "idx": lambda: self.op("or", t, w, low, self.op("and", t, w, by, rest))}[how]()
             inside = self.compare("sle", t, w, source, high)
         return self.select(t, w, inside, source, lane), inside
@@ -457,10 +474,12 @@ class Memory(Arithmetic):
     def _members(self, mask, w):
         """The running lanes of a member mask."""
         running = self.mask or "-1"
-        return self.op("and", "i32", w, self.get(mask, "i32", w), running if w == 1 else self.splat("i32", running))
+        return self.op("and", "i32", w, self.get(mask, "i32", w),
+                       running if w == 1 else self.splat("i32", running))
 
     def op_match(self, instr):
-        """any: for each lane the members with the same bits; all: the members if they all have the same, else 0."""
+        """any: for each lane the members with the same bits; all: the members if they all have the same, else
+        0."""
         how, kind = instr.mods[0], instr.mods[-1]
         if "sync" not in instr.mods or how not in ("any", "all"):
             raise instr.unsupported()
@@ -508,8 +527,9 @@ _MOST_RUNS = 4
 
 
 def find_runs(pattern, size, n, once=False):
-    """[(offset, number of elements, each lane's first element in the run or None)]: stretches of memory without holes that
-    the lanes' accesses of n elements of `size` bytes fill, or None if there are many. once: no two lanes overlap."""
+    """[(offset, number of elements, each lane's first element in the run or None)]: stretches of memory
+    without holes that the lanes' accesses of n elements of `size` bytes fill, or None if there are many.
+    once: no two lanes overlap."""
     low = min(pattern)
     if any((p - low) % size for p in pattern):
         return None

@@ -2,10 +2,10 @@
 
     kernel = load(ptx, cache_dir)                       # nothing is compiled yet
     launch = kernel.prepare(grid, block, params, shared_bytes)
-    execute([launch, ...], n_workers)                   # in order, each launch after the one before; blocks until done
+    execute([launch, ...], n_workers)                   # in order, each after the one before; until all are done
 
-A launch's blocks are taken from a counter by all workers: the calling thread, and helper threads that sleep on a
-semaphore between calls and hold no Python lock while they work.
+A launch's blocks are taken from a counter by all workers: the calling thread, and helper threads that sleep
+on a semaphore between calls and hold no Python lock while they work.
 """
 
 import ctypes
@@ -13,7 +13,6 @@ import functools
 import hashlib
 import inspect
 import json
-import platform
 import threading
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,7 +22,8 @@ import llvmlite.binding as llvm
 
 from kernels import compile as compiler
 
-from .translate import (BARRIERS_BYTES, CONTEXT, CONTEXT_BYTES, GIVES_WAY, Target, Translated, Translator, static_shared_bytes,
+from .translate import (BARRIERS_BYTES, CONTEXT, CONTEXT_BYTES, GIVES_WAY, Target, Translated, Translator,
+                        static_shared_bytes,
                         translate)
 
 llvm.initialize_native_target()
@@ -59,7 +59,8 @@ def host():
 def generic():
     """This machine without AVX-512: the code path of older CPUs."""
     off = ",".join(f"-{f}" for f in llvm.get_host_cpu_features() if f.startswith("avx512"))
-    return replace(host(), features=f"{host().features},{off}" if off else host().features, avx512=False, vnni=False)
+    return replace(host(), features=f"{host().features},{off}" if off else host().features, avx512=False,
+                   vnni=False)
 
 
 def target_machine(target, level=2):
@@ -86,7 +87,7 @@ def _loaded(data, target):
     return engine
 
 
-# ---- the disk cache -------------------------------------------------------------------------------------------------
+# ---- the disk cache ----------------------------------------------------------------------------------------
 
 # Files that change nothing about the usual translation.
 _WRITE_NO_CODE = ("card.py", "cards.py", "estimate.py", "watching.py", "counting.py", "checking.py")
@@ -123,7 +124,7 @@ def _tuples(value):
     return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
 
 
-# ---- kernels and launches -------------------------------------------------------------------------------------------
+# ---- kernels and launches ----------------------------------------------------------------------------------
 
 class Code:
     """Machine code of one kernel for one block shape."""
@@ -146,7 +147,8 @@ class Launch:
     def __init__(self, code, grid, params, shared_bytes):
         facts = code.facts
         if len(params) != facts.params_bytes:
-            raise ValueError(f"{facts.name}: {len(params)} bytes of parameters, {facts.params_bytes} expected")
+            raise ValueError(f"{facts.name}: {len(params)} bytes of parameters, "
+                             f"{facts.params_bytes} expected")
         self.code, self.name = code, facts.name.removeprefix("kernel_")
         self.grid, self.params, self.dynamic = grid, params, shared_bytes
         self.shared_bytes = facts.shared_bytes + shared_bytes
@@ -158,7 +160,8 @@ class Launch:
         self.address = ctypes.addressof(self.buffer)
         for name, kind, values in (("warp", ctypes.c_int64, [code.address]),
                                    ("params", ctypes.c_int64, [ctypes.addressof(self._params)]),
-                                   ("grid", ctypes.c_int32, grid), ("n_warps", ctypes.c_int32, [code.n_warps]),
+                                   ("grid", ctypes.c_int32, grid),
+                                   ("n_warps", ctypes.c_int32, [code.n_warps]),
                                    ("n_blocks", ctypes.c_int64, [self.n_blocks]),
                                    ("dynamic", ctypes.c_int32, [shared_bytes]),
                                    ("patience", ctypes.c_int32, [PATIENCE]),
@@ -193,7 +196,8 @@ class NativeKernel:
         return self._codes[block]
 
     def prepare(self, grid, block, params, shared_bytes=0):
-        """A Launch. grid, block: tuples of up to 3; params: bytes of the parameter buffer; shared_bytes: dynamic."""
+        """A Launch. grid, block: tuples of up to 3; params: bytes of the parameter buffer; shared_bytes:
+        dynamic."""
         return Launch(self.code(block), (tuple(grid) + (1, 1))[:3], params, shared_bytes)
 
 
@@ -208,7 +212,8 @@ class Program:
 
     def __init__(self, launches):
         # Each place in the sequence counts its own blocks, also where one launch stands twice.
-        self.launches = [x if x not in launches[:i] else x.with_code(x.code) for i, x in enumerate(launches)] \
+        self.launches = [x if x not in launches[:i] else x.with_code(x.code)
+                         for i, x in enumerate(launches)] \
             if len(set(launches)) < len(launches) else list(launches)
         self._list = (ctypes.c_void_p * max(len(self.launches), 1))(*[x.address for x in self.launches])
         self.buffer = (ctypes.c_int64 * 4)(len(self.launches), 0, ctypes.addressof(self._list), 0)
@@ -227,21 +232,23 @@ def in_order(launches):
 
 
 def explain(launch, why):
-    """What a launch says whose block ended with `why`: -1, or what a warp returned that gave way too often."""
+    """What a launch says whose block ended with `why`: -1, or what a warp returned that gave way too
+    often."""
     if why < 0:
         return f"{launch.name} stopped at a trap"
-    line, text = next((line, text) for number, line, text in launch.code.facts.spins if number == why & ~GIVES_WAY)
-    return (f"{launch.name}, line {line}: waits for ever, for what no thread of a running block writes (`{text}`). "
-            "Blocks run one after the other, and lanes of a warp together")
+    line, text = next(spin[1:] for spin in launch.code.facts.spins if spin[0] == why & ~GIVES_WAY)
+    return (f"{launch.name}, line {line}: waits for ever, for what no thread of a running block writes "
+            f"(`{text}`). Blocks run one after the other, and lanes of a warp together")
 
 
 def execute(launches, n_workers=1):
-    """Runs a Program or a list of Launches to the end. Raises KernelFault if one traps; those after it do not run."""
+    """Runs a Program or a list of Launches to the end. Raises KernelFault if one traps; those after it do not
+    run."""
     program = launches if isinstance(launches, Program) else Program(launches)
     _pool().execute(program, n_workers)
 
 
-# ---- workers --------------------------------------------------------------------------------------------------------
+# ---- workers -----------------------------------------------------------------------------------------------
 
 class _Scratch:
     """What one worker needs to run blocks: shared and local memory, frames and the states of warps."""
@@ -289,7 +296,8 @@ class _Pool:
     def _hire(self, n):
         while len(self._threads) < n:
             self._scratch.append(_Scratch())
-            thread = threading.Thread(target=self._help, args=(self._address, self._scratch[-1].address), daemon=True)
+            thread = threading.Thread(target=self._help, args=(self._address, self._scratch[-1].address),
+                                      daemon=True)
             thread.start()
             self._threads.append(thread)
 
@@ -300,7 +308,8 @@ def _pool():
 
 
 def _runtime_ir(target):
-    """The worker, as LLVM IR: runs a launch's blocks, a block's warps between barriers, and launches in order."""
+    """The worker, as LLVM IR: runs a launch's blocks, a block's warps between barriers, and launches in
+    order."""
     x86 = target.triple.startswith(("x86", "i386"))
     pause = "call void @llvm.x86.sse2.pause()" if x86 else "fence seq_cst"
     declare = "declare void @llvm.x86.sse2.pause()" if x86 else ""
@@ -315,8 +324,9 @@ declare i64 @llvm.umax.i64(i64, i64)
 declare i64 @time(ptr)
 {declare}
 
-; Runs one block: every warp until its first barrier, then every warp that waits, until none waits. Warps that have given
-; way run before those at a barrier. -1 after a trap, and where all only give way for too long what the last of them returned.
+; Runs one block: every warp until its first barrier, then every warp that waits, until none waits. Warps that
+; have given way run before those at a barrier. -1 after a trap, and where all only give way for too long what
+; the last of them returned.
 define internal i32 @block(ptr %launch, i64 %number, ptr %scratch) {{
 entry:
   %context = alloca [{CONTEXT_BYTES} x i8], align 64
@@ -407,7 +417,7 @@ again:
   %since = phi i64 [0, %started], [0, %rest], [%waited, %patience]
   %over = icmp eq i32 %seen, 0
   br i1 %over, label %end, label %choose
-choose:                                             ; all that wait go on, or else only those that have given way
+choose:                                             ; all that wait go on, or only those that gave way
   %some.spin = and i32 %seen, {GIVES_WAY}
   %none.spins = icmp eq i32 %some.spin, 0
   %which = select i1 %none.spins, i32 -1, i32 {GIVES_WAY}

@@ -1,6 +1,7 @@
 """`print` in a kernel: the instruction `vprintf`, which the compiled code hands to Python lane by lane.
 
-What a kernel prints appears at once, not when the card is synchronized; lanes in order, warps and blocks as they run.
+What a kernel prints appears at once, not when the card is synchronized; lanes in order, warps and blocks as
+they run.
 """
 
 import ctypes
@@ -25,12 +26,14 @@ class Printing(Memory):
         self.put(result, "i32", 32, self.each_lane("i32", lambda lane: self._print(form, values, lane)))
 
     def _print(self, form, values, lane):
-        arguments = [self.let(f"extractelement <32 x ptr> {pointers}, i32 {lane}") for pointers in (form, values)]
+        arguments = [self.let(f"extractelement <32 x ptr> {pointers}, i32 {lane}")
+                     for pointers in (form, values)]
         return self.call("qengine_print", "i32", *(("ptr", a) for a in arguments))
 
 
 def formatted(form, values):
-    """The text that C's printf makes of `form`; values: the address of the arguments, each aligned to its size."""
+    """The text that C's printf makes of `form`; values: the address of the arguments, each aligned to its
+    size."""
     at = values
 
     def directive(match):

@@ -1,12 +1,12 @@
 """PTX text -> small dataclasses.
 
-Only the grammar is known here, not what an instruction means: a module is functions and variables, a function is
-parameters, registers, variables and a list of instructions and labels. Registers of nested scopes (inline assembly)
-get names of their own, calls of `.func` functions are replaced by their bodies, and an instruction under a predicate
-becomes a branch around it, so that the later stages see one flat list in which only `bra` is conditional. What an
-instruction does besides its operands is spelled out: the carry flag is a register, a jump through a table is a chain
-of branches, and a barrier that reduces is followed by a `barrier_result` that writes its register. `vprintf` is an
-instruction.
+Only the grammar is known here, not what an instruction means: a module is functions and variables, a function
+is parameters, registers, variables and a list of instructions and labels. Registers of nested scopes (inline
+assembly) get names of their own, calls of `.func` functions are replaced by their bodies, and an instruction
+under a predicate becomes a branch around it, so that the later stages see one flat list in which only `bra`
+is conditional. What an instruction does besides its operands is spelled out: the carry flag is a register, a
+jump through a table is a chain of branches, and a barrier that reduces is followed by a `barrier_result` that
+writes its register. `vprintf` is an instruction.
 """
 
 import re
@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 
 
 class Unsupported(Exception):
-    """The PTX holds something that the emulated card does not know. The message names the instruction and its line."""
+    """The PTX holds something that the emulated card does not know. The message names the instruction and its
+    line."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ class Pair:
 
 @dataclass(frozen=True)
 class Instr:
-    """One instruction: name ("mad"), mods (("lo", "s32")), operands, guard (register, negated) and source line."""
+    """One instruction: name ("mad"), mods (("lo", "s32")), operands, guard (register, negated) and source
+    line."""
     name: str
     mods: tuple
     operands: tuple
@@ -70,7 +72,8 @@ class Instr:
 
     def unsupported(self, why=""):
         """The exception that refuses this instruction."""
-        return Unsupported(f"`{self.text}` (source line {self.line}): {why or 'unknown instruction or modifier'}")
+        why = why or "unknown instruction or modifier"
+        return Unsupported(f"`{self.text}` (source line {self.line}): {why}")
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,8 @@ class Label:
 
 @dataclass
 class Variable:
-    """A variable in `space` (global, const, shared, local, param); size in bytes, None for extern (dynamic) shared."""
+    """A variable in `space` (global, const, shared, local, param); size in bytes, None for extern (dynamic)
+    shared."""
     name: str
     space: str
     type: str
@@ -113,17 +117,20 @@ class Module:
         return entries[0]
 
 
-SIZES = {"b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "b32": 4, "u32": 4, "s32": 4, "f32": 4,
-         "f16x2": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8, "pred": 1}
+SIZES = {"b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "b32": 4, "u32": 4, "s32": 4,
+         "f32": 4, "f16x2": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8, "pred": 1}
 
 CARRY = "%carry"                                    # the register that stands for the carry flag, CC.CF
 _USE_CARRY = ("addc", "subc", "madc")
 
 _LINE_DIRECTIVES = (".version", ".target", ".address_size", ".file")
 _DECLARATION = re.compile(
-    r"(?:\.(?:visible|extern|weak|common)\s+)*\.(?P<space>global|const|shared|local|param)\s+(?:\.align\s+(?P<align>\d+)\s+)?"
-    r"(?:\.ptr\s+)?\.(?P<type>\w+)\s+(?P<name>[\w$%.]+)\s*(?P<array>\[\s*\d*\s*\])?\s*(?:=\s*(?P<init>.*))?$", re.S)
-_HEADER = re.compile(r"(?:\.(?:visible|extern|weak)\s+)*\.(?P<kind>entry|func)\s*(?:\((?P<returns>[^)]*)\)\s*)?"
+    r"(?:\.(?:visible|extern|weak|common)\s+)*\.(?P<space>global|const|shared|local|param)\s+"
+    r"(?:\.align\s+(?P<align>\d+)\s+)?"
+    r"(?:\.ptr\s+)?\.(?P<type>\w+)\s+(?P<name>[\w$%.]+)\s*(?P<array>\[\s*\d*\s*\])?\s*(?:=\s*(?P<init>.*))?$",
+    re.S)
+_HEADER = re.compile(r"(?:\.(?:visible|extern|weak)\s+)*\.(?P<kind>entry|func)\s*"
+                     r"(?:\((?P<returns>[^)]*)\)\s*)?"
                      r"(?P<name>[\w$]+)\s*(?:\((?P<params>[^)]*)\))?(?P<rest>.*)$", re.S)
 
 
@@ -142,7 +149,7 @@ def _statements(text):
         if raw.startswith(_LINE_DIRECTIVES):
             continue
         for part in re.split(r"([;{}:])", raw):
-            if part == "{" and pending.strip() and not _is_header(pending) and depth == 0 or part == "{" and depth:
+            if part == "{" and (depth or pending.strip() and not _is_header(pending)):
                 depth += 1
                 pending += part
             elif part == "}" and depth:
@@ -157,8 +164,8 @@ def _statements(text):
 
 
 def _source_line(directive):
-    """The line in the kernel's file of `.loc file line column[, function_name ..., inlined_at file line column]`; 0 where
-    it has none."""
+    """The line in the kernel's file of `.loc file line column[, function_name ..., inlined_at file line
+    column]`; 0 where it has none."""
     words = directive.replace(",", " ").split()
     if words[1] != "1" and "inlined_at" in words:
         words = words[words.index("inlined_at"):]
@@ -180,7 +187,8 @@ def _declaration(statement):
         size = int(count) * element if count else None
     if match["init"]:
         values = [int(v, 0) for v in match["init"].strip("{} \t").split(",")]
-        data = b"".join((v % (1 << 8 * element)).to_bytes(element, "little") for v in values).ljust(size, b"\0")
+        data = b"".join((v % (1 << 8 * element)).to_bytes(element, "little") for v in values)
+        data = data.ljust(size, b"\0")
     return Variable(match["name"], match["space"], match["type"], size, int(match["align"] or element), data)
 
 
@@ -221,7 +229,7 @@ class _Reader:
     def __init__(self, text):
         self.module = Module({}, {})
         self.function = None
-        self.scopes = []                            # of the open braces: written name -> Reg or Symbol of its own
+        self.scopes = []                            # of the open braces: written name -> own Reg or Symbol
         self.n_scopes = 0
         self.tables = {}                            # label of a `.branchtargets` -> labels
         self.label = None                           # the label just read
@@ -316,7 +324,8 @@ class _Reader:
         else:
             operands = tuple(self.operand(o) for o in _split(rest))
         name, *mods = opcode.split(".")
-        return Instr(name, tuple(m for m in mods if m), operands, guard, line, re.sub(r"\s+", " ", text)[:200])
+        return Instr(name, tuple(m for m in mods if m), operands, guard, line,
+                     re.sub(r"\s+", " ", text)[:200])
 
     def operand(self, text):
         text = text.strip()
@@ -399,7 +408,8 @@ def _inline_calls(module, function, active=()):
             if isinstance(i, Label):
                 body.append(Label(i.name + tag))
             elif i.name == "ret":
-                body.append(Instr("bra", (), (Symbol(end),), _renamed_guard(i.guard, registers), i.line, i.text))
+                body.append(Instr("bra", (), (Symbol(end),), _renamed_guard(i.guard, registers), i.line,
+                                  i.text))
             else:
                 body.append(replace(i, operands=tuple(_renamed(o, registers, symbols) for o in i.operands),
                                     guard=_renamed_guard(i.guard, registers)))
@@ -440,13 +450,15 @@ def _branch_around_guards(function):
             body.append(item)
             continue
         past = f"past@{len(body)}"
-        body.append(Instr("bra", (), (Symbol(past),), (item.guard[0], not item.guard[1]), item.line, item.text))
+        body.append(Instr("bra", (), (Symbol(past),), (item.guard[0], not item.guard[1]), item.line,
+                          item.text))
         body += [replace(item, guard=None), Label(past)]
     function.body = body
 
 
 def _params_to_registers(function):
-    """The `.param` variables of inlined calls become registers; what `st.param` put there `ld.param` moves on."""
+    """The `.param` variables of inlined calls become registers; what `st.param` put there `ld.param` moves
+    on."""
     own = {p.name for p in function.params}
     body = []
     for item in function.body:
@@ -454,7 +466,8 @@ def _params_to_registers(function):
             for place, kind in zip(item.operands, ("b32", "b64", "b64")):
                 function.registers.setdefault(place.name + "+0", kind)
             item = replace(item, operands=tuple(Reg(place.name + "+0") for place in item.operands))
-        place = next((o for o in item.operands if isinstance(o, Mem)), None) if isinstance(item, Instr) else None
+        operands = item.operands if isinstance(item, Instr) else ()
+        place = next((o for o in operands if isinstance(o, Mem)), None)
         if place is None or "param" not in item.mods or getattr(place.base, "name", None) in own:
             body.append(item)
             continue

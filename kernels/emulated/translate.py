@@ -2,10 +2,11 @@
 
     i32 warp(ptr context, i32 warp, i32 resume)
 
-runs warp number `warp` of a block until it ends (returns 0), reaches a barrier (returns its number; called again with
-this number as `resume` it goes on from there), gives way to other warps in a loop that polls memory (likewise, with
-GIVES_WAY added to the number) or traps (returns -1). What must survive a barrier is saved in the warp's frame. The context is described by CONTEXT; the block's shape is part of the translation, because with it most indices
-turn out to be one scalar plus a constant per lane.
+runs warp number `warp` of a block until it ends (returns 0), reaches a barrier (returns its number; called
+again with this number as `resume` it goes on from there), gives way to other warps in a loop that polls
+memory (likewise, with GIVES_WAY added to the number) or traps (returns -1). What must survive a barrier is
+saved in the warp's frame. The context is described by CONTEXT; the block's shape is part of the translation,
+because with it most indices turn out to be one scalar plus a constant per lane.
 """
 
 import re
@@ -15,25 +16,26 @@ from .emit import WARP, bits_of, llvm_type
 from .flow import Flow, LoopEnd, computed_from, is_barrier
 from .lanes import Lanes, Shape
 from .printing import Printing
-from .ptx import Imm, Symbol, Unsupported, parse
+from .ptx import Imm, Symbol, parse
 
 # Byte offsets in the context that a warp is given.
 CONTEXT = {"params": 0, "shared": 8, "local": 16, "frames": 24, "ctaid": 32, "nctaid": 44, "dynamic": 56,
            "barriers": 64}
 CONTEXT_BYTES = 192
-# Of the block's 16 barriers that a part of it may use, at "barriers", zero when the block starts: how often each was
-# complete, and the threads that have arrived since.
+# Of the block's 16 barriers that a part of it may use, at "barriers", zero when the block starts: how often
+# each was complete, and the threads that have arrived since.
 BARRIERS_BYTES = 16 * 8
 
 GIVES_WAY = 1 << 30                                 # in what a warp returns: it has not reached a barrier
-_SPINS = 64                                         # rounds of polling loops between two times that a warp gives way
+_SPINS = 64                                         # rounds of polling loops after which a warp gives way
 
-_BALLOTS = 64                                       # bytes at the start of a warp's frame, where barriers reduce
+_BALLOTS = 64                                       # bytes at the start of a frame, where barriers reduce
 
 
 @dataclass(frozen=True)
 class Target:
-    """What the CPU offers. features: as LLVM names them ("+avx512f,..."); empty for the defaults of the triple."""
+    """What the CPU offers. features: as LLVM names them ("+avx512f,..."); empty for the defaults of the
+    triple."""
     triple: str
     cpu: str
     features: str
@@ -53,7 +55,7 @@ class Translated:
     local_bytes: int                                # per thread
     frame_bytes: int                                # per warp
     partial_barriers: bool                          # whether a part of the block waits at some
-    spins: tuple                                    # (number returned, source line, instruction) of the polling loops
+    spins: tuple                                    # of polling loops (number returned, line, instruction)
     notes: tuple = ()                               # what a watching translation adds, see watching.py
 
 
@@ -75,7 +77,7 @@ class Translator(Printing):
         self.divided = frozenset(self.lanes.divided)
         self.block_dependent = computed_from(("%ctaid.x", "%ctaid.y", "%ctaid.z"), self.lanes.every)
         self.ends = []                              # labels at which the warp ends, not yet written
-        self.resumes = []                           # labels to go on from after barrier or giving way 1, 2, ...
+        self.resumes = []                           # labels to go on from after return 1, 2, ...
         self.spins = []
         self.n_threads = self.block[0] * self.block[1] * self.block[2]
         self.partial = self._partial_barriers()
@@ -95,7 +97,8 @@ class Translator(Printing):
         return offsets, tuple(layout), end
 
     def _layout_variables(self):
-        """Addresses of variables: name -> scalar value, and their shapes; sets shared_bytes and local_bytes."""
+        """Addresses of variables: name -> scalar value, and their shapes; sets shared_bytes and
+        local_bytes."""
         self.shared_bytes = self.local_bytes = 0
         values, shapes, self.globals = {}, {}, []
         dynamic = []
@@ -154,7 +157,8 @@ class Translator(Printing):
                         *self._head(), *self._entry(), *body, "}", "",
                         *self.declarations.values(), f"attributes #0 = {{ {attributes} }}",
                         f"attributes #1 = {{ noinline strictfp {attributes} }}", "!0 = !{}"])
-        return Translated(ir, self.function.name, self.block, self.params, self.params_bytes, self.shared_bytes,
+        return Translated(ir, self.function.name, self.block, self.params, self.params_bytes,
+                          self.shared_bytes,
                           self.local_bytes, self.frame_bytes, bool(self.partial), tuple(self.spins))
 
     def _global_lines(self):
@@ -250,7 +254,8 @@ class Translator(Printing):
         return lines
 
     def _start_undefined(self):
-        """Registers that may be read before they are written start as zero: LLVM could make anything of them."""
+        """Registers that may be read before they are written start as zero: LLVM could make anything of
+        them."""
         for register in sorted(self.flow.blocks[0].live_in & self.registers.keys()):
             t, slot = llvm_type(self.registers[register]), self.slots[register]
             if self.lanes.scalar(register):
@@ -298,7 +303,7 @@ class Translator(Printing):
         self.quads, self.repeats = {}, {}
         self.find_dot_chains(block.instrs)
         for instr in block.instrs:
-            self.instr = instr
+            self.instr, self.leaving = instr, self.results.leaving(instr)
             handler = getattr(self, "op_" + instr.name, None)
             if handler is None:
                 raise instr.unsupported()
@@ -315,7 +320,8 @@ class Translator(Printing):
         return f"e{node.header}" if isinstance(node, LoopEnd) else f"b{node}"
 
     def _after(self, node):
-        return self._label(self.flow.next_from(node)) if self.flow.next_from(node) is not None else self._done()
+        following = self.flow.next_from(node)
+        return self._done() if following is None else self._label(following)
 
     def _done(self):
         """A label that ends the warp."""
@@ -338,7 +344,7 @@ class Translator(Printing):
 
     def _terminate(self, block):
         end = block.end
-        self.instr = end
+        self.instr, self.leaving = end, {}
         if end is not None and end.name == "trap":
             self.do("ret i32 -1")
         elif not block.targets:
@@ -405,7 +411,8 @@ class Translator(Printing):
     # ---- barriers, and where a warp gives way ----
 
     def _give_way(self, header):
-        """At the head of a loop that polls memory, every so often: other warps run, who may write what it waits for."""
+        """At the head of a loop that polls memory, every so often: other warps run, who may write what it
+        waits for."""
         count = self.op("add", "i32", 1, self.let("load i32, ptr %spins"), "1")
         self.do(f"store i32 {count}, ptr %spins")
         enough = self.compare("eq", "i32", 1, count, str(_SPINS))
@@ -452,7 +459,8 @@ class Translator(Printing):
         arrived = self.op("add", "i32", 1, self.let(f"load i32, ptr {threads}"), str(WARP))
         complete = self.compare("uge", "i32", 1, arrived, needed)
         self.do(f"store i32 {self.select('i32', 1, complete, '0', arrived)}, ptr {threads}")
-        self.do(f"store i32 {self.op('add', 'i32', 1, turn, self.resize('i1', 'i32', 1, complete))}, ptr {turns}")
+        next_turn = self.op("add", "i32", 1, turn, self.resize("i1", "i32", 1, complete))
+        self.do(f"store i32 {next_turn}, ptr {turns}")
         self.note_partial_barrier(complete)
         if "arrive" in end.mods:
             return
@@ -465,7 +473,8 @@ class Translator(Printing):
         self.spins.append((resumed, end.line, end.text))
         offset = self.op("mul", "i32", 1, self._of_warp(number), "8")
         turns = self.let(f"getelementptr i8, ptr %barriers.place, i32 {offset}")
-        same = self.compare("eq", "i32", 1, self.let(f"load i32, ptr {turns}"), self.let("load i32, ptr %turn"))
+        same = self.compare("eq", "i32", 1, self.let(f"load i32, ptr {turns}"),
+                            self.let("load i32, ptr %turn"))
         self.do(f"br i1 {same}, label %{tag}.wait, label %{tag}.on")
         self.label(f"{tag}.on")
 
@@ -477,7 +486,8 @@ class Translator(Printing):
         return self.let(f"extractelement <{WARP} x i32> {self.vector(operand, 'i32')}, i32 {lane}")
 
     def _pause(self, saved, flag=0):
-        """Saves storage [(place, type)], returns from the function, and restores it; the number of the way back."""
+        """Saves storage [(place, type)], returns from the function, and restores it; the number of the way
+        back."""
         number = len(self.resumes) + 1
         moves = [(self.scalars_at + 8 * i, *storage) for i, storage in enumerate(saved)]
         self.frame_bytes = max(self.frame_bytes, -(-(self.scalars_at + 8 * len(moves)) // 64) * 64)
@@ -494,9 +504,10 @@ class Translator(Printing):
             self.do(f"store {t} {value}, ptr {place}")
         return number
 
-    # A barrier that reduces: every warp leaves a ballot (its number among such barriers, its lanes, those that vote yes)
-    # at the start of its frame, at even barriers in one place and at odd ones in another, because a warp may be at the
-    # next barrier while others still count. A warp that has returned has none with the number that is counted.
+    # A barrier that reduces: every warp leaves a ballot (its number among such barriers, its lanes, those
+    # that vote yes) at the start of its frame, at even barriers in one place and at odd ones in another,
+    # because a warp may be at the next barrier while others still count. A warp that has returned has none
+    # with the number that is counted.
 
     def _start_reductions(self):
         self.do(f"store <{_BALLOTS // 4} x i32> zeroinitializer, ptr %ballots, align 64")
@@ -522,10 +533,13 @@ class Translator(Printing):
         number, total = self.let("load i32, ptr %ballots"), "zeroinitializer"
         for frame in self._frames_of_warps():
             ballot = self.let(f"load <4 x i32>, ptr {self._ballot_place(frame, number)}, align 16")
-            counts = self.compare("eq", "i32", 1, self.let(f"extractelement <4 x i32> {ballot}, i64 0"), number)
-            total = self.op("add", "<4 x i32>", 1, total, self.select("<4 x i32>", 1, counts, ballot, "zeroinitializer"))
+            counts = self.compare("eq", "i32", 1, self.let(f"extractelement <4 x i32> {ballot}, i64 0"),
+                                  number)
+            total = self.op("add", "<4 x i32>", 1, total,
+                            self.select("<4 x i32>", 1, counts, ballot, "zeroinitializer"))
         lanes, yes = (self.let(f"extractelement <4 x i32> {total}, i64 {i}") for i in (1, 2))
-        result = {"popc": lambda: ("i32", yes), "and": lambda: ("i1", self.compare("eq", "i32", 1, yes, lanes)),
+        result = {"popc": lambda: ("i32", yes),
+                  "and": lambda: ("i1", self.compare("eq", "i32", 1, yes, lanes)),
                   "or": lambda: ("i1", self.compare("ne", "i32", 1, yes, "0"))}[instr.mods[1]]()
         self.put(instr.operands[0], result[0], 1, result[1])
 

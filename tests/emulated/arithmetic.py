@@ -24,6 +24,13 @@ def fma(a, b, c):
     return round_to_odd_sum(a.astype(np.float64) * b, c.astype(np.float64)).astype(np.float32)
 
 
+def towards(limit, exact):
+    """float64 as float32, rounded towards 0, inf or -inf; `exact` may be rounded to odd."""
+    nearest = exact.astype(np.float32)
+    passed = abs(nearest) > abs(exact) if limit == 0 else nearest < exact if limit > 0 else nearest > exact
+    return np.where(passed, np.nextafter(nearest, np.float32(limit)), nearest)
+
+
 def halves(w):
     return np.ascontiguousarray(w).view(np.float16).reshape(-1, 2)
 

@@ -8,6 +8,7 @@ return, shared memory, barriers, shuffles and votes, global and local memory, at
     expected()   evaluated by NumPy: every thread of the grid is one element of every vector, flow is masks
 
 The two share the table of operations below (a template of source text beside a NumPy function), nothing else.
+Seeds from RECORDED on also hold the operations of LATER_OPS and matches.
 Only operations with one right answer occur: no approximate instructions; the bits of a NaN are made canonical
 where they could be seen; threads exchange data through barriers and atomics that commute.
 
@@ -26,12 +27,14 @@ from typing import Callable
 
 import numpy as np
 from numba import cuda
+from numba.cuda import libdevice
 from numba.types import float32, int32, uint32
 
 from kernels import intrinsics
 from kernels.card import open_cards
 from tests.emulated.arithmetic import (count_bits, dot_bytes, dot_words, float_word, fma, half2, half_fma,
-                                       halves, larger, leading_zeros, permute_bytes, reverse_bits, to_int)
+                                       halves, larger, leading_zeros, permute_bytes, reverse_bits,
+                                       round_to_odd_sum, to_int, towards)
 
 TABLE = 1024                                # elements of each input array; a power of two
 SLOTS = 24                                  # words of `out` per thread
@@ -43,6 +46,7 @@ OUTPUTS = {"out": SLOTS, "scatter": SCATTER, "permuted": None, "sums": None}    
 
 DTYPE = {"i": np.int32, "u": np.uint32, "f": np.float32, "h": np.uint32, "b": np.bool_}
 NUMBA = {"i": "int32", "u": "uint32", "f": "float32", "h": "uint32"}
+RECORDED = 300                              # seeds below make the kernels of benchmarks/results.md; later ones hold more
 VARIABLES = {"i": ("i0", "i1", "i2"), "u": ("u0", "u1", "u2"), "f": ("f0", "f1", "f2"), "h": ("h0", "h1")}
 
 
@@ -70,7 +74,7 @@ def fold4(words, index):
     return uint32(a ^ uint32(b + c) ^ uint32(d << uint32(1)))
 
 
-GLOBALS = {"cuda": cuda, "int32": int32, "uint32": uint32, "float32": float32,
+GLOBALS = {"cuda": cuda, "libdevice": libdevice, "int32": int32, "uint32": uint32, "float32": float32,
            "word_of": word_of, "canonical": canonical, "fold4": fold4,
            **{name: getattr(intrinsics, name) for name in
               ("dp4a", "dp2a_lo", "dp2a_hi", "prmt", "hfma2", "hadd2", "hmul2", "pack_half2", "half2_low",
@@ -159,7 +163,20 @@ OPS += [
        lambda m, a: m.scatter[m.gid * SCATTER + (a & (SCATTER - 1))]),
     Op("u", "u", f"local[uint32({{}} & {SCATTER - 1})]", lambda m, a: m.local[m.gid, a & (SCATTER - 1)]),
 ]
-OPS_OF = {t: [op for op in OPS if op.result == t] for t in "iufhb"}
+LATER_OPS = [
+    Op("f", "ff", "libdevice.fadd_rz({}, {})",
+       _pure(lambda a, b: towards(0, round_to_odd_sum(a.astype(np.float64), b.astype(np.float64))))),
+    Op("f", "ff", "libdevice.fmul_ru({}, {})", _pure(lambda a, b: towards(np.inf, a.astype(np.float64) * b))),
+    Op("f", "fff", "libdevice.fmaf_rz({}, {}, {})",
+       _pure(lambda a, b, c: towards(0, round_to_odd_sum(a.astype(np.float64) * b, c.astype(np.float64))))),
+    Op("i", "f", "libdevice.float2int_rz({})", _pure(lambda a: to_int(np.trunc(a)))),
+    Op("f", "u", "libdevice.uint2float_rd({})", _pure(lambda a: towards(-np.inf, a.astype(np.float64)))),
+    Op("i", "iii", "int32(libdevice.sad({}, {}, {}))",
+       _pure(lambda a, b, c: (np.maximum(a, b) - np.minimum(a, b)) + c)),
+    Op("i", "ii", "int32(libdevice.mulhi({}, {}))",
+       _pure(lambda a, b: (a.astype(np.int64) * b >> 32).astype(np.int32))),
+]
+OPS_OF, LATER_OPS_OF = ({t: [op for op in ops if op.result == t] for t in "iufhb"} for ops in (OPS, OPS + LATER_OPS))
 
 # At the lanes' own place: these are proved to be contiguous by a translator that is clever.
 LEAVES = {
@@ -437,6 +454,31 @@ class Vote:
         return mask
 
 
+@dataclass
+class Match:
+    """target = the lanes of the warp, or of a part of it named lane by lane, with the same word."""
+    target: str
+    step: int                               # the part: lanes that are equal modulo this power of two
+    word: Expr
+
+    def lines(self):
+        part = sum(1 << lane for lane in range(0, 32, self.step))
+        return [f"part = uint32(mask & ({part} << (lane & {self.step - 1})))",
+                f"{self.target} = uint32(cuda.match_any_sync(part, int32({self.word.text})))",
+                f"{self.target} = uint32({self.target} * uint32(31) + uint32(cuda.ballot_sync(part, {self.target} == part)))"]
+
+    def run(self, machine, mask):
+        word, warp = self.word.value(machine), machine.bid * 64 + machine.tid // 32
+        part = warp * 32 + (machine.lane & np.uint32(self.step - 1))
+        bit = np.uint32(1) << machine.lane
+        gather = lambda pairs: np.array([bit[mask & pairs(i)].sum() for i in range(machine.n)], np.uint32)
+        same = gather(lambda i: (part == part[i]) & (word == word[i]))
+        alone = same == gather(lambda i: part == part[i])
+        ballot = gather(lambda i: (part == part[i]) & alone)
+        machine.assign(self.target, same * np.uint32(31) + ballot, mask)
+        return mask
+
+
 # ---- the machine that evaluates them -----------------------------------------------------------------------
 
 class Machine:
@@ -509,7 +551,8 @@ class Program:
         """A random expression of a type; deeper ones are rarer."""
         if kind == "b" or depth > 0 and self.random.random() < 0.75:
             shallow = [op for op in OPS_OF["b"] if "b" not in op.arguments]
-            op = self.random.choice(OPS_OF[kind] if depth > 0 else shallow)
+            ops = OPS_OF if self.seed < RECORDED else LATER_OPS_OF
+            op = self.random.choice(ops[kind] if depth > 0 else shallow)
             return apply(op, [self.expr(t, depth - 1, place) for t in op.arguments])
         leaf = self.random.random()
         if leaf < 0.1:
@@ -554,6 +597,7 @@ class Program:
             kinds |= {self.branch: 3, self.loop: 3}
         if place.together and not place.last:
             kinds |= {self.exchange: 2, self.shuffle: 3, self.vote: 1}
+            kinds |= {self.match: 1} if self.seed >= RECORDED else {}
         if place.loop and not place.together:
             kinds[self.leave_loop] = 2
         if place.last and place.depth or place.together and not place.depth and not place.last:
@@ -647,6 +691,10 @@ class Program:
     def vote(self, place):
         return Vote(self.random.choice(VARIABLES["u"]), self.random.choice(["ballot", "all", "any", "eq"]),
                     self.members(), self.expr("b", 1, place))
+
+    def match(self, place):
+        return Match(self.random.choice(VARIABLES["u"]), self.random.choice([1, 2, 8]),
+                     self.masked(self.expr("u", 2, place), 3))
 
     def members(self):
         return self.random.choice(["mask", "0xFFFFFFFF"])

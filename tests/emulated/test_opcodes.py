@@ -416,3 +416,31 @@ def test_set_and_lop3_and_packs(uniform, target):
     mixed = a ^ b ^ flag
     expected = (mixed >> np.uint32(16) | mixed << np.uint32(16)) ^ a
     assert (run(lines, ("b32", "b32"), "b32", (a, b), uniform, target) == expected).all()
+
+
+# ---- NaN ----
+
+@EVERY_WAY
+@pytest.mark.parametrize("lines, result, expected", [
+    ("sub.rn.f32 %f1, %in0, %in0; mov.b32 %out, %f1;", "u32", 0x7FFFFFFF),
+    ("mul.rn.f32 %out, %in0, 0f00000000;", "f32", 0x7FFFFFFF),
+    ("add.rn.f32 %out, %in1, 0f3F800000;", "f32", 0x7FFFFFFF),
+    ("mov.f32 %out, %in1;", "f32", 0xFFC01234), ("mov.b32 %out, %in1;", "u32", 0xFFC01234),
+    ("sub.rn.f32 %f1, %in0, %in0; neg.f32 %f1, %f1; setp.nan.f32 %p1, %f1, %f1; selp.f32 %out, %f1, %in0, %p1;", "f32",
+     0x7FFFFFFF),
+    ("sub.rn.f32 %f1, %in0, %in0; setp.nan.f32 %p1, %f1, %f1; selp.f32 %out, %in1, %f1, %p1;", "f32", 0xFFC01234),
+    ("sub.rn.f32 %f1, %in0, %in0; copysign.f32 %out, %f1, %in0;", "f32", 0x7F800000),
+    ("min.f32 %out, %in1, %in1;", "f32", 0x7FFFFFFF),
+    ("sub.rn.f32 %f1, %in0, %in0; mov.u32 %r9, 0; AGAIN: add.rn.f32 %f1, %f1, %f1; add.u32 %r9, %r9, 1; mov.f32 %f2, %f1;"
+     "setp.lt.u32 %p1, %r9, 3; @%p1 bra AGAIN; mov.b32 %out, %f2;", "u32", 0x7FFFFFFF),
+    ("sub.rn.f32 %f1, %in0, %in0; mov.b32 %r1, %f1; shfl.sync.bfly.b32 %r2|%p1, %r1, 1, 31, -1; mov.b32 %f2, %r2;"
+     "add.rn.f32 %f3, %f1, %f2; mov.b32 %r3, %f3; xor.b32 %r2, %r2, %r3; add.u32 %out, %r2, 1;", "u32", 1),
+    ("mov.b32 %r1, %in1; shfl.sync.bfly.b32 %out, %r1, 1, 31, -1;", "u32", 0xFFC01234),
+    ("cvt.rn.f16.f32 %out, %in1;", "f16", 0x7FFF), ("cvt.rn.f16.f32 %h1, %in0; sub.rn.f16 %out, %h1, %h1;", "f16", 0x7FFF),
+    ("cvt.rn.f16.f32 %h1, %in0; sub.rn.f16 %h2, %h1, %h1; cvt.f32.f16 %out, %h2;", "f32", 0x7FFFFFFF),
+    ("mov.u32 %r1, 0x7C003C00; mul.rn.f16x2 %out, %r1, 0;", "u32", 0x7FFF0000),
+    ("mov.u32 %r1, 0xFE013C00; max.f16x2 %out, %r1, %r1;", "u32", 0x7FFF3C00)])
+def test_the_nan_of_the_card(lines, result, expected, uniform, target):
+    inputs = [np.full(32, bits, np.uint32) for bits in (0x7F800000, 0xFFC01234)]
+    out = run(lines, ("f32", "f32"), result, inputs, uniform, target)
+    assert (out == expected).all(), hex(out[0])

@@ -1,0 +1,176 @@
+"""Dot products of bytes: dp4a and dp2a, and whole chains of them at once where the CPU has VNNI."""
+
+from .conversions import Conversions
+from .emit import WARP, const
+from .flow import split_operands
+from .ptx import Reg
+
+
+class Dots(Conversions):
+    """dp4a and dp2a."""
+
+    def op_dp4a(self, instr):
+        kinds = instr.mods
+        if len(kinds) != 2 or not set(kinds) <= {"u32", "s32"}:
+            raise instr.unsupported()
+        if id(instr) in self.inner_dots:            # its chain is computed at its end
+            return
+        chain = self.dot_chains.get(id(instr), [instr])
+        a, b, c = instr.operands[1:]
+        varying = not self.uniform(*(o for i in chain for o in i.operands[1:]))
+        if self.vnni and kinds == ("s32", "s32") and varying:
+            return self.put(instr.operands[0], "i32", WARP, self._dot_chain(chain))
+        self.lift(instr, "i32", [(a, "i32"), (b, "i32"), (c, "i32")],
+                  lambda w, a, b, c: self.dot4(w, kinds[0] == "s32", kinds[1] == "s32", a, b, c))
+
+    def dot4(self, w, signed_a, signed_b, a, b, c):
+        """c + sum over the 4 bytes of a * b."""
+        if self.vnni and w == WARP and signed_a != signed_b:
+            return self.dpbusd(WARP, c, *((b, a) if signed_a else (a, b)))
+        for i in range(4):
+            x, y = (self._element(w, v, 8, i, signed) for v, signed in ((a, signed_a), (b, signed_b)))
+            c = self.op("add", "i32", w, c, self.op("mul", "i32", w, x, y))
+        return c
+
+    def find_dot_chains(self, instrs):
+        """Finds, in a block, signed dp4a whose sum only goes on into the next: dot_chains (last -> all),
+        inner_dots."""
+        dots = {i.operands[0].name: i for i in instrs if i.name == "dp4a" and i.mods == ("s32", "s32")}
+        self.dot_chains, self.inner_dots = {}, set()
+        places, written = {id(i): place for place, i in enumerate(instrs)}, {}
+        for place, instr in enumerate(instrs):
+            for register in split_operands(instr)[0]:
+                written.setdefault(register, []).append(place)
+
+        def waits(instr, end):
+            """Whether `instr` may be computed at the place `end` instead: nobody else sees its sum, and what it
+            is computed from is still there."""
+            name, start = instr.operands[0].name, places[id(instr)]
+            return start < end and self.n_uses[name] == self.n_definitions[name] == 1 and not any(
+                start <= place < end for o in instr.operands[1:] if isinstance(o, Reg)
+                for place in written.get(o.name, ()))
+
+        for instr in dots.values():
+            before = dots.get(getattr(instr.operands[3], "name", None))
+            chain = self.dot_chains.get(id(before), [before]) if before else []
+            if before and self.vnni and id(before) not in self.inner_dots \
+                    and all(waits(i, places[id(instr)]) for i in chain):
+                self.inner_dots.add(id(before))
+                self.dot_chains.pop(id(before), None)
+                self.dot_chains[id(instr)] = [*chain, instr]
+        self._plan_dots()
+
+    def _plan_dots(self):
+        """swap_dots: there are fewer first operands than second ones. sort_dots: it is cheaper to sort words
+        by lane; per 4 words and 16 lanes that takes 8 shuffles for each operand, `_sum_fours` 9 instructions
+        for each pair."""
+        chains = [chain for chain in self.dot_chains.values() if len(chain) >= 4]
+        firsts, seconds = (len({chain[0].operands[i] for chain in chains}) for i in (1, 2))
+        self.swap_dots = firsts < seconds
+        self.sort_dots = 9 * len(chains) > 8 * (firsts + seconds)
+
+    def _dot_chain(self, chain):
+        """The start of a chain + the sum of all its dot products."""
+        start = chain[0].operands[3]
+        quads, pairs = self._quads([self._unsigned_first(*instr.operands[1:3]) for instr in chain])
+        total = None
+        if quads:
+            starts = self.uniform(start)
+            words = self._every_fourth(start) if starts else const("i32", 4 * WARP, 0)
+            total = self._sum_fours(self._multiply_add(4 * WARP, words, quads))
+            if not starts:
+                total = self.op("add", "i32", WARP, total, self.vector(start, "i32"))
+        if pairs:
+            words = [tuple(self.vector(o, "i32") for o in pair) for pair in pairs]
+            total = self._multiply_add(WARP, total or self.vector(start, "i32"), words)
+        return total
+
+    def _unsigned_first(self, a, b):
+        """The operands of a dot product in the order of `_multiply_add`: it needs a correction for each
+        second one, so that is the one of which there are fewer. A uniform operand goes first: the other may
+        then stay in memory."""
+        swap = self.uniform(b) or self.swap_dots and not self.uniform(a)
+        return (b, a) if swap else (a, b)
+
+    def _multiply_add(self, n, total, pairs):
+        """total + dot products of the bytes of pairs of vectors (a, b), of n words. The CPU multiplies
+        unsigned by signed bytes, so a goes in as (a + 128) * b - 128 * sum(b); the last sum is the same for
+        all chains with these b, and computed once."""
+        correction, flip = const("i32", n, 0), const("i32", n, 0x80808080)
+        for _, b in pairs:
+            correction = self.dpbusd(n, correction, flip, b)
+        total = self.op("sub", "i32", n, total, correction)
+        for a, b in pairs:
+            total = self.dpbusd(n, total, self.op("xor", "i32", n, a, flip), b)
+        return total
+
+    def _quads(self, pairs):
+        """(quads, the other pairs): a quad multiplies all 4 words of two 16-byte loads, the vectors as
+        loaded."""
+        groups, quads = {}, []
+        for pair in pairs if not self.sort_dots else ():
+            a, b = (self.quads.get(getattr(o, "name", None)) for o in pair)
+            if a and b and a[1] == b[1]:
+                groups.setdefault((a[0], b[0]), {})[a[1]] = pair
+        for wholes, parts in groups.items():
+            if len(parts) == 4:
+                quads.append(wholes)
+                for pair in parts.values():
+                    pairs.remove(pair)
+        return quads, pairs
+
+    def note_quad(self, instr, whole):
+        """Remembers that the registers of a 16-byte load are every fourth word of `whole`."""
+        for i, register in enumerate(instr.operands[0].items):
+            if self.n_definitions.get(register.name) == 1:
+                self.quads[register.name] = (whole, i)
+
+    def _every_fourth(self, operand):
+        """4 words per lane, side by side: the first is this uniform operand, the others are 0."""
+        first = self.let(f"insertelement <4 x i32> zeroinitializer, i32 {self.scalar(operand, 'i32')}, i64 0")
+        return self.shuffle("i32", 4, first, [i % 4 for i in range(4 * WARP)])
+
+    def _sum_fours(self, words):
+        """Sums over the 4 words of each lane, side by side: in few chains cheaper than to sort words by lane.
+        The first step stays within the quarters of a CPU's registers, the second puts lanes in order."""
+        quarters = [32 * (i // 16) + 16 * (i // 2 % 2) + 4 * (i // 4 % 4) + i % 2 * 2
+                    for i in range(2 * WARP)]
+        in_order = [16 * (lane // 8) + 4 * (lane % 4) + 2 * (lane % 8 // 4) for lane in range(WARP)]
+        for length, places in ((4 * WARP, quarters), (2 * WARP, in_order)):
+            first, second = (self.shuffle("i32", length, words, [i + odd for i in places]) for odd in (0, 1))
+            words = self.op("add", "i32", length // 2, first, second)
+        return words
+
+    def dpbusd(self, n, c, a, b):
+        """c + dot products of unsigned bytes of a and signed bytes of b, on n words: 16 at a time."""
+        parts = []
+        for start in range(0, n, 16):
+            x = [v if "splat" in v else self.shuffle("i32", n, v, range(start, start + 16))
+                 for v in (c, a, b)]
+            x = [x[0]] + [self.let(f"bitcast <16 x i32> {v} to <64 x i8>") for v in x[1:]]
+            parts.append(self.call("llvm.x86.avx512.vpdpbusd.512", "<16 x i32>", ("<16 x i32>", x[0]),
+                                   ("<64 x i8>", x[1]), ("<64 x i8>", x[2])))
+        return self.concatenate("i32", 16, parts)
+
+    def _element(self, w, value, bits, i, signed):
+        """Field i of `bits` bits of a word, extended to 32."""
+        if signed:
+            left = 32 - bits * (i + 1)
+            value = self.op("shl", "i32", w, value, const("i32", w, left)) if left else value
+            return self.op("ashr", "i32", w, value, const("i32", w, 32 - bits))
+        value = self.op("lshr", "i32", w, value, const("i32", w, bits * i)) if i else value
+        return self.op("and", "i32", w, value, const("i32", w, (1 << bits) - 1))
+
+    def op_dp2a(self, instr):
+        half, *kinds = instr.mods
+        if half not in ("lo", "hi") or len(kinds) != 2 or not set(kinds) <= {"u32", "s32"}:
+            raise instr.unsupported()
+        first = 2 if half == "hi" else 0
+
+        def compute(w, a, b, c):
+            for i in range(2):
+                x = self._element(w, a, 16, i, kinds[0] == "s32")
+                y = self._element(w, b, 8, first + i, kinds[1] == "s32")
+                c = self.op("add", "i32", w, c, self.op("mul", "i32", w, x, y))
+            return c
+        self.lift(instr, "i32", [(o, "i32") for o in instr.operands[1:]], compute)

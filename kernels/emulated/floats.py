@@ -1,0 +1,207 @@
+"""Arithmetic of floating-point numbers, and what all of it shares: rounding modes, flushing, halves.
+
+One method per PTX instruction, as in the files that build on this one: it reads the modifiers, refuses those
+that it does not know, and describes the computation once, for width w (a scalar, some values, or 32 lanes);
+`lift` chooses the width.
+"""
+
+import struct
+
+from .emit import WARP, Operands, bits_of, const, llvm_type, suffix, ty
+
+DIRECTED = {"rz": 0, "rp": 2, "rm": 3}              # rounding modes, as llvm.set.rounding numbers them
+
+
+def only(instr, *allowed):
+    """Refuses modifiers other than these (and the type, the last one)."""
+    for mod in instr.mods[:-1]:
+        if mod not in allowed:
+            raise instr.unsupported(f"modifier `.{mod}`")
+
+
+class Floats(Operands):
+    """fma, quotients, roots, approximations and the like."""
+
+    def floating(self, instr, operands, compute):
+        """compute(t, w, mods, *values) on f32 or f64, on f16 as f32 rounded once, on f16x2 for each half."""
+        kind = instr.mods[-1]
+        mods = instr.mods[:-1]
+        if "ftz" in mods and kind != "f32" and not (kind == "f64" and "approx" in mods):
+            raise instr.unsupported("modifier `.ftz`")
+        if kind in ("f32", "f64"):
+            t = llvm_type(kind)
+            self.lift(instr, t, [(o, t) for o in operands],
+                      lambda w, *a: self._finish(t, w, mods, compute, a))
+        elif kind == "f16":
+            self.lift(instr, "half", [(o, "half") for o in operands],
+                      lambda w, *a: self._half(w, mods, compute, a))
+        elif kind == "f16x2":
+            self.lift(instr, "i32", [(o, "i32") for o in operands],
+                      lambda w, *a: self._half2(w, mods, compute, a))
+        else:
+            raise instr.unsupported(f"type `.{kind}`")
+
+    def _finish(self, t, w, mods, compute, values):
+        if "ftz" in mods:
+            values = [self._flush(t, w, v) for v in values]
+        result = compute(t, w, mods, *values)
+        if "ftz" in mods:
+            result = self._flush(t, w, result)
+        return self._saturate(t, w, result) if "sat" in mods else result
+
+    def _flush(self, t, w, value):
+        """Denormal -> zero of the same sign. Of a float64, which only `.approx.ftz.f64` flushes, also the
+        lower half of the mantissa goes: these instructions read and write upper halves."""
+        i = f"i{bits_of(t)}"
+        exponents, signs = {"float": (0x7F800000, 1 << 31), "double": (0x7FF << 52, 1 << 63)}[t]
+        bits = self.cast("bitcast", t, i, w, value)
+        if t == "double":
+            bits = self.op("and", i, w, bits, const(i, w, -1 << 32))
+        denormal = self.compare("eq", i, w, self.op("and", i, w, bits, const(i, w, exponents)),
+                                const(i, w, 0))
+        sign = self.op("and", i, w, bits, const(i, w, signs))
+        return self.cast("bitcast", i, t, w, self.select(i, w, denormal, sign, bits))
+
+    def _saturate(self, t, w, value):
+        """Clamps to [0, 1]; NaN and -0 become +0."""
+        one, zero = self.number(t, w, 1.0), self.number(t, w, 0.0)
+        positive = self.compare("ogt", t, w, value, zero)
+        value = self.select(t, w, positive, value, zero)
+        return self.select(t, w, self.compare("ogt", t, w, value, one), one, value)
+
+    def number(self, t, w, value):
+        bits, = struct.unpack("<Q", struct.pack("<d", value))          # how LLVM writes any float exactly
+        return const(t, w, f"0x{bits:016X}")
+
+    def _half(self, w, mods, compute, values):
+        """Half operands through float32. One operation of float32 on halves, rounded again to half, equals
+        one rounding (24 >= 2 * 11 + 2) for +, -, *, /, sqrt; fma, whose sum can be longer, rounds to odd
+        first (`_odd_fma`)."""
+        wide = [self.cast("fpext", "half", "float", w, v) for v in values]
+        result = self._finish("float", w, mods + ("half",), compute, wide)
+        return self.cast("fptrunc", "float", "half", w, result)
+
+    def _half2(self, w, mods, compute, values):
+        halves = []
+        for shift in (0, 16):
+            parts = [self.op("lshr", "i32", w, v, const("i32", w, 16)) if shift else v for v in values]
+            parts = [self.cast("bitcast", "i16", "half", w, self.resize("i32", "i16", w, p)) for p in parts]
+            result = self.cast("bitcast", "half", "i16", w, self._half(w, mods, compute, parts))
+            halves.append(self.resize("i16", "i32", w, result))
+        return self.op("or", "i32", w, halves[0], self.op("shl", "i32", w, halves[1], const("i32", w, 16)))
+
+    def _operation(self, name):
+        """The function (t, w, mods, *values) that does a floating-point operation, named as LLVM does, in the
+        rounding mode in mods."""
+        def compute(t, w, mods, *values):
+            mode = next((m for m in mods if m in DIRECTED), None)
+            if mode and "half" in mods:
+                raise self.instr.unsupported(f"rounding `.{mode}` of a half")
+            if mode:
+                return self.directed(mode, name, t, t, w, *values)
+            emit = self.intrinsic if name in ("fma", "sqrt") else self.op
+            return emit(name, t, w, *values)
+        return compute
+
+    def directed(self, mode, name, t, result, w, *values):
+        """An operation of LLVM's constrained kind, from type t to type `result`, in a mode other than to
+        nearest: a function of its own, because the mode is a state of the processor."""
+        if result == "half" and w > 8:              # LLVM 20 cannot narrow more at a time
+            parts = [self.directed(mode, name, t, result, 8,
+                                   self.shuffle(t, w, values[0], [lane if lane < w else None
+                     for lane in range(start, start + 8)])) for start in range(0, WARP, 8)]
+            return self.shuffle(result, WARP, self.concatenate(result, 8, parts), range(w))
+        function = f"{name}.{mode}.{suffix(result, w)}.{suffix(t, w)}"
+        types = suffix(result, w) + ("" if t == result else f".{suffix(t, w)}")
+        constrained = f"llvm.experimental.constrained.{name}.{types}"
+        listed = ", ".join([ty(t, w)] * len(values))
+        named = ", ".join(f"{ty(t, w)} %{i}" for i in range(len(values)))
+        self.declarations["llvm.set.rounding"] = "declare void @llvm.set.rounding(i32)"
+        self.declarations[constrained] = \
+            f"declare {ty(result, w)} @{constrained}({listed}, metadata, metadata)"
+        self.declarations[function] = (
+            f"define internal {ty(result, w)} @{function}({listed}) #1 {{\n"
+            f"  call void @llvm.set.rounding(i32 {DIRECTED[mode]}) #1\n"
+            f"  %result = call {ty(result, w)} @{constrained}({named}, metadata !\"round.dynamic\","
+            f" metadata !\"fpexcept.ignore\") #1\n"
+            f"  call void @llvm.set.rounding(i32 1) #1\n  ret {ty(result, w)} %result\n}}")
+        arguments = ", ".join(f"{ty(t, w)} {v}" for v in values)
+        return self.let(f"call {ty(result, w)} @{function}({arguments})")
+
+    def op_fma(self, instr):
+        only(instr, "rn", *DIRECTED, "sat", "ftz")
+        fma = self._operation("fma")
+        self.floating(instr, instr.operands[1:], lambda t, w, mods, *values:
+                      self._odd_fma(w, *values) if "half" in mods else fma(t, w, mods, *values))
+
+    def _odd_fma(self, w, a, b, c):
+        """a * b + c of halves in float32, rounded to odd: the exact product plus c, and where that sum was
+        inexact and its last bit is even, one step towards the exact value. Rounding it to half later is then
+        a single rounding."""
+        product = self.op("fmul", "float", w, a, b)                    # 22 bits: exact
+        total = self.op("fadd", "float", w, product, c)
+        back = self.op("fsub", "float", w, total, product)             # TwoSum: error = product + c - total
+        error = self.op("fadd", "float", w,
+                        self.op("fsub", "float", w, product, self.op("fsub", "float", w, total, back)),
+                        self.op("fsub", "float", w, c, back))
+        bits = self.cast("bitcast", "float", "i32", w, total)
+        inexact = self.compare("one", "float", w, error, self.number("float", w, 0.0))
+        even = self.compare("eq", "i32", w, self.op("and", "i32", w, bits, const("i32", w, 1)),
+                            const("i32", w, 0))
+        signs = self.op("xor", "i32", w, bits, self.cast("bitcast", "float", "i32", w, error))
+        step = self.op("or", "i32", w, self.op("ashr", "i32", w, signs, const("i32", w, 31)),
+                       const("i32", w, 1))
+        moved = self.op("add", "i32", w, bits, step)
+        change = self.op("and", "i1", w, inexact, even)
+        return self.cast("bitcast", "i32", "float", w, self.select("i32", w, change, moved, bits))
+
+    def op_rcp(self, instr):
+        only(instr, "rn", *DIRECTED, "approx", "ftz")
+        divide = self._operation("fdiv")
+        self.floating(instr, instr.operands[1:],
+                      lambda t, w, mods, a: divide(t, w, mods, self.number(t, w, 1.0), a))
+
+    def op_sqrt(self, instr):
+        only(instr, "rn", *DIRECTED, "approx", "ftz")
+        self.floating(instr, instr.operands[1:], self._operation("sqrt"))
+
+    def op_rsqrt(self, instr):
+        only(instr, "approx", "ftz")
+
+        def compute(t, w, mods, a):
+            return self.op("fdiv", t, w, self.number(t, w, 1.0), self.intrinsic("sqrt", t, w, a))
+        self.floating(instr, instr.operands[1:], compute)
+
+    def _function(self, instr, name):
+        only(instr, "approx", "ftz")
+        self.floating(instr, instr.operands[1:], lambda t, w, mods, a: self.intrinsic(name, t, w, a))
+
+    def op_ex2(self, instr):
+        self._function(instr, "exp2")
+
+    def op_lg2(self, instr):
+        self._function(instr, "log2")
+
+    def op_sin(self, instr):
+        self._function(instr, "sin")
+
+    def op_cos(self, instr):
+        self._function(instr, "cos")
+
+    def op_tanh(self, instr):
+        self._function(instr, "tanh")
+
+    def op_copysign(self, instr):
+        t = llvm_type(instr.mods[-1])
+        a, b = instr.operands[1:]
+        self.lift(instr, t, [(b, t), (a, t)], lambda w, *v: self.intrinsic("copysign", t, w, *v))
+
+    def op_testp(self, instr):
+        t, what = llvm_type(instr.mods[-1]), instr.mods[0]
+        classes = {"nan": 3, "finite": 0x1F8, "infinite": 0x204, "number": 0x3FC, "normal": 0x108,
+                   "subnormal": 0x90}
+        if what not in classes:
+            raise instr.unsupported()
+        self.lift(instr, "i1", [(instr.operands[1], t)],
+                  lambda w, a: self.call(f"llvm.is.fpclass.{suffix(t, w)}", ty("i1", w), (ty(t, w), a),
+                                         ("i32", str(classes[what]))))

@@ -1,0 +1,70 @@
+"""Which values must have the card's NaN.
+
+The card's arithmetic makes one NaN only, 0x7FFFFFFF in float32 and 0x7FFF in halves; the processor makes
+others, and hands on those that it is given. Inside arithmetic nobody can tell. So results are corrected where
+their bits leave it: where they are stored, taken for integers and so on; and only results, because a copy of
+a NaN keeps its bits. A float64 NaN keeps its bits on the card too, and a new one is the processor's.
+"""
+
+from .flow import split_operands
+from .ptx import SIZES, Imm, Pair, Reg, registers_of
+
+KINDS = ("f32", "f16", "f16x2")
+_ARITHMETIC = {"add", "sub", "mul", "fma", "mad", "div", "rcp", "sqrt", "rsqrt", "ex2", "lg2", "sin", "cos",
+               "tanh", "min", "max", "neg", "abs"}
+_COMPARISONS = {"setp", "set", "testp"}
+
+
+def _computes(instr):
+    """The type of float that an instruction computes; None if it does not."""
+    mods = ("", "", *instr.mods)
+    return mods[-2] if instr.name == "cvt" else mods[-1] if instr.name in _ARITHMETIC else None
+
+
+def _understands(instr):
+    """The type of float that an instruction takes its operands for."""
+    return ("", *instr.mods)[-1] if instr.name in _ARITHMETIC | _COMPARISONS | {"cvt"} else None
+
+
+def _copied(instr):
+    """The operands of which a result is a copy; `shfl` copies from another lane."""
+    return {"mov": instr.operands[1:], "selp": instr.operands[1:3],
+            "shfl": instr.operands[1:2]}.get(instr.name, ())
+
+
+class Results:
+    """The registers of a function that hold results of float arithmetic only, copied or not: type ->
+    names."""
+
+    def __init__(self, instrs, types):
+        written = [(r, i) for i in instrs for r in split_operands(i)[0]]
+        self.of = {}
+        for kind in KINDS:
+            names = {r for r, t in types.items() if SIZES[t] == SIZES[kind]}
+            while unfit := {r for r, i in written if r in names and not self._fits(i, kind, names)}:
+                names -= unfit
+            self.of[kind] = names & {r for r, _ in written}
+
+    def _fits(self, instr, kind, names):
+        """Whether an instruction writes a result of this kind, if `names` hold such."""
+        copied = _copied(instr)
+        if not copied:
+            return _computes(instr) == kind
+        return all(isinstance(o, Reg) and o.name in names or isinstance(o, Imm) and not _is_nan(o, kind)
+                   for o in copied)
+
+    def leaving(self, instr):
+        """The registers among them whose bits an instruction shows: name -> type."""
+        found = {}
+        for kind, names in self.of.items():
+            target = instr.operands[0] if instr.operands else None
+            target = target.first if isinstance(target, Pair) else target
+            stays = _copied(instr) and isinstance(target, Reg) and target.name in names
+            if not stays and _understands(instr) != kind:
+                found |= {r: kind for o in instr.operands for r in registers_of(o) if r in names}
+        return found
+
+
+def _is_nan(number, kind):
+    """Whether an immediate may be a NaN."""
+    return kind != "f32" or number.value & 0x7FFFFFFF > 0x7F800000

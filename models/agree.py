@@ -1,0 +1,144 @@
+"""Compare qengine with llama.cpp and transformers on one model file: greedy answers and perplexity.
+
+    python models/agree.py [FILE.gguf] [--checkpoint DIR]
+
+transformers runs the file's dequantised weights in float32 and is the reference. The two others multiply by
+activations of 8 bits, so they may choose otherwise where the reference's two best tokens are nearly equal.
+How near is measured: on the reference's own text, the largest error of the difference of these two logits
+is the noise. With --checkpoint the perplexity is also that of the weights as they were trained.
+"""
+
+import argparse
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import qengine  # noqa: E402
+from models import tasks  # noqa: E402
+from models.evaluate import FILE  # noqa: E402
+
+N_PROMPTS = 20               # half of them Korean
+N_TOKENS = 64
+WINDOW = 2048                # tokens of held-out text that are scored at a time
+TEXT_TOKENS = 16_000
+
+
+def held_out_prompts() -> list[str]:
+    """Rendered prompts of the short tasks in turn."""
+    names = [name for name in tasks.TASKS if name not in ("recall", "text")]
+    rng = random.Random("agree")
+    return [tasks.render(tasks.TASKS[names[i // 2 % len(names)]][1](rng, True, None, ("en", "ko")[i % 2]),
+                         for_generation=True) for i in range(N_PROMPTS)]
+
+
+def reference_answer(model, prompt: list[int]) -> tuple[list[int], np.ndarray]:
+    """(greedy tokens, logits [N_TOKENS, n_vocab] they were chosen from) of transformers."""
+    import torch
+
+    out = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=N_TOKENS,
+                         return_dict_in_generate=True, output_logits=True)
+    return out.sequences[0, len(prompt):].tolist(), torch.cat(out.logits).numpy()
+
+
+class QEngine:
+    def __init__(self, path: str):
+        self.engine = qengine.load(path, ctx=WINDOW, progress=False)
+
+    def answer(self, prompt):
+        request = qengine.Request(prompt, max_tokens=N_TOKENS, ignore_eos=True)
+        return [event.token_id for event in self.engine.submit(request)]
+
+    def logits(self, ids):
+        return self.engine.evaluate(ids)
+
+
+class LlamaCpp:
+    def __init__(self, path: str):
+        import llama_cpp
+
+        self.llama = llama_cpp.Llama(path, n_ctx=WINDOW, logits_all=True, verbose=False)
+
+    def answer(self, prompt):
+        self.llama.reset()
+        tokens = self.llama.generate(prompt, temp=0.0)
+        return [next(tokens) for _ in range(N_TOKENS)]
+
+    def logits(self, ids):
+        self.llama.reset()
+        self.llama.eval(ids)
+        return np.array(self.llama.scores[:len(ids)])
+
+
+def compare(name: str, engine, prompts, references):
+    """Prints how many answers are the reference's, and the margin where one leaves it beside the noise."""
+    leaves, errors = [], [0.0]
+    for i, (prompt, (answer, logits)) in enumerate(zip(prompts, references, strict=True)):
+        ours = engine.answer(prompt)
+        theirs = engine.logits(prompt + answer)[len(prompt) - 1:-1]
+        rows, best = np.arange(N_TOKENS)[:, None], np.argsort(logits, 1)[:, :-3:-1]
+        margin, margin_ours = (np.subtract(*x[rows, best].T) for x in (logits, theirs))
+        errors.extend(abs(margin - margin_ours))
+        step = next((t for t in range(N_TOKENS) if ours[t] != answer[t]), None)
+        if step is not None:
+            leaves.append((i, step, margin[step]))
+    print(f"{name}: {N_PROMPTS - len(leaves)} of {N_PROMPTS} answers of {N_TOKENS} tokens identical; "
+          f"noise of the margin {np.sqrt(np.mean(np.square(errors))):.3f} rms, {max(errors):.3f} at most")
+    for i, step, margin in leaves:
+        verdict = "within the noise" if margin <= max(errors) else "BEYOND THE NOISE"
+        print(f"  prompt {i} leaves at token {step}, where the reference's margin is {margin:.3f}: {verdict}")
+
+
+def mean_loss(logits_of, ids: list[int]) -> float:
+    """Mean negative log-likelihood in nats over windows of a text, of each window's tokens but the first."""
+    losses = []
+    for start in range(0, len(ids) - WINDOW + 1, WINDOW - 1):
+        window = ids[start:start + WINDOW]
+        logits = logits_of(window[:-1]).astype(np.float64)
+        top = logits.max(1, keepdims=True)
+        log_sum = np.log(np.exp(logits - top).sum(1)) + top[:, 0]
+        losses.append(log_sum - logits[np.arange(WINDOW - 1), window[1:]])
+    return float(np.concatenate(losses).mean())
+
+
+def transformers_logits(model):
+    import torch
+
+    def logits(ids):
+        with torch.inference_mode():
+            return model(torch.tensor([ids])).logits[0].numpy()
+    return logits
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("model", nargs="?", default=str(FILE))
+    parser.add_argument("--checkpoint", metavar="DIR", help="the checkpoint that the file was exported from")
+    options = parser.parse_args()
+
+    from models.export import read_gguf, to_transformers
+    model = to_transformers(read_gguf(options.model))
+    model.generation_config.eos_token_id = None
+    ours = QEngine(options.model)
+    prompts = [ours.engine.encode(text) for text in held_out_prompts()]
+    references = [reference_answer(model, prompt) for prompt in prompts]
+    compare("qengine", ours, prompts, references)
+    compare("llama.cpp", LlamaCpp(options.model), prompts, references)
+
+    ids = ours.engine.tokenizer.encode(tasks.heldout_text(random.Random("perplexity"), TEXT_TOKENS))
+    losses = {"qengine, Q8_0": mean_loss(ours.logits, ids),
+              "transformers, the file's weights": mean_loss(transformers_logits(model), ids)}
+    if options.checkpoint:
+        from models.train import load_checkpoint
+        trained = to_transformers(load_checkpoint(options.checkpoint).network)
+        losses["transformers, weights as trained"] = mean_loss(transformers_logits(trained), ids)
+    for name, loss in losses.items():
+        difference = 100 * np.expm1(losses["qengine, Q8_0"] - loss)
+        print(f"perplexity {np.exp(loss):.4f}, from which qengine's differs by {difference:+.3f} %: {name}")
+    ours.engine.close()
+
+
+if __name__ == "__main__":
+    main()
