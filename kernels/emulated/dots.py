@@ -43,8 +43,8 @@ class Dots(Conversions):
                 written.setdefault(register, []).append(place)
 
         def waits(instr, end):
-            """Whether `instr` may be computed at the place `end` instead: nobody else sees its sum, and what it
-            is computed from is still there."""
+            """Whether `instr` may be computed at the place `end` instead: nobody else sees its sum, and its
+            operands are still there."""
             name, start = instr.operands[0].name, places[id(instr)]
             return start < end and self.n_uses[name] == self.n_definitions[name] == 1 and not any(
                 start <= place < end for o in instr.operands[1:] if isinstance(o, Reg)
