@@ -12,10 +12,11 @@
     translate.py  a kernel -> LLVM IR
     native.py     LLVM IR -> machine code, cached; launches on CPU threads
 
-Warps of a block take turns where they poll memory, so locks and flags work within a block, also between the
-lanes of a warp if nothing synchronizes them later. Blocks run to their end one after the other, as many at a
-time as there are workers: one that waits for a later one is given up after 10 seconds with an error, and so
-is whatever else polls memory in vain. A loop that waits without polling by an atomic or a volatile load runs
-for ever, as it does on a card. Refused: synchronization of the grid, recursion, barriers that reduce over a
-part of a block.
+Warps of a block take turns where they poll memory, so locks and flags work within a block, and locks also
+between the lanes of a warp if one that has taken it opens it before the warp synchronizes. Blocks run to
+their end one after the other, as many at a time as there are workers: one that waits for a later one is given
+up after 10 seconds with an error, and so is whatever else polls memory in vain. Atomics, volatile loads and
+loads in a loop with a fence, a nanosleep or a syncwarp poll; a loop that waits without any of them runs for
+ever, as it does on a card. Refused: synchronization of the grid, recursion, barriers that reduce over a part
+of a block.
 """

@@ -13,8 +13,8 @@ while a block runs (`waiting`), where to go on from a block (`next_from`), and w
 lanes merely because lanes took different ways (`divided`).
 
 A loop that polls memory (`spins`) may wait for another warp: it gives way from time to time. If it is a lock
-(`locks`) it may wait for a lane of its own warp, one that has left the loop: those lanes then run first, to
-the end of the kernel.
+(`locks`) it may wait for a lane of its own warp, one that has left the loop: those lanes then run first, past
+the place where they open the lock, to the first where the warp synchronizes or to the end of the kernel.
 """
 
 from dataclasses import dataclass, field
@@ -24,6 +24,7 @@ from .ptx import Instr, Label, Mem, Symbol, Unsupported, registers_of
 EXIT = -1
 NO_RESULT = {"st", "bra", "bar", "barrier", "membar", "fence", "ret", "exit", "red", "trap", "brkpt",
              "nanosleep", "prefetch", "prefetchu", "discard", "pragma"}
+WRITES = {"st", "atom", "red"}
 
 
 def split_operands(instr):
@@ -71,6 +72,11 @@ def is_barrier(instr):
     return instr.name in ("bar", "barrier") and "warp" not in instr.mods
 
 
+def synchronizes(instr):
+    """Whether lanes wait for each other here."""
+    return "sync" in instr.mods or is_barrier(instr)
+
+
 class Flow:
     """The control-flow graph of a function's body. Divergent branches are told later, through `diverge`."""
 
@@ -82,7 +88,7 @@ class Flow:
         self.loops = {}                             # header -> set of blocks
         self._arrange(set(range(len(self.blocks))), 0, set())
         self.position = {node: i for i, node in enumerate(self.order)}
-        self.spins, self.locks = {}, set()          # header -> an instruction that polls; headers
+        self.spins, self.locks = {}, {}             # header -> an instruction that polls; where lanes meet
         self._find_spins()
         self.branches = {}                          # divergent branch -> (region, meeting)
         self.waiting = {b.index: set() for b in self.blocks}
@@ -90,6 +96,7 @@ class Flow:
 
     def _cut(self, body):
         blocks, names = [Block(0)], {}
+        may_lock = any(getattr(item, "name", "") == "atom" for item in body)
         for item in body:
             block = blocks[-1]
             if isinstance(item, Label):
@@ -97,7 +104,8 @@ class Flow:
                     blocks.append(block := Block(len(blocks)))
                 names[item.name] = block.index
                 continue
-            if block.end:
+            opened = may_lock and synchronizes(item) and any(i.name in WRITES for i in block.instrs)
+            if block.end or opened:                 # between a lock and a barrier lanes may have to meet
                 blocks.append(block := Block(len(blocks)))
             if item.name in ("bra", "ret", "exit", "trap") or is_barrier(item):
                 block.end = item
@@ -184,33 +192,40 @@ class Flow:
         """Loops that ask again and again whether another thread has written something."""
         used = {r for b in self.blocks for i in self._all(b.index) for r in reads(i)}
         for header, loop in self.loops.items():
-            polls = [i for b in sorted(loop) for i in self.blocks[b].instrs if
-                     i.name == "atom" and used & set(split_operands(i)[0]) or
-                     i.name == "ld" and {"volatile", "relaxed", "acquire"} & set(i.mods)]
+            instrs = [i for b in sorted(loop) for i in self._all(b)]
+            polls = [i for i in instrs if i.name == "atom" and used & set(split_operands(i)[0]) or
+                     i.name == "ld" and {"volatile", "relaxed", "acquire"} & set(i.mods)] or _plain_polls(instrs)
             if polls:
                 self.spins[header] = polls[0]
-                if self._is_lock(loop, polls):
-                    self.locks.add(header)
+                meeting = self._meeting_after_lock(header, polls)
+                if meeting is not None:
+                    self.locks[header] = meeting
 
-    def _is_lock(self, loop, polls):
-        """Whether those who have left the loop write what it polls: the lane that holds a lock must get on
-        while others of its warp try. Not where lanes wait for each other later."""
-        later = set().union(*(self._reach(t, EXIT) for b in loop for t in self.blocks[b].targets)) - loop
-        outside = [i for b in later for i in self._all(b)]
-        if any("sync" in i.mods or is_barrier(i) for b in loop | later for i in self._all(b)):
-            return False
-        written = [i for i in outside if i.name in ("atom", "red", "st")]
-        polled, released = ({o for i in instrs for o in i.operands if isinstance(o, Mem)}
-                            for instrs in (polls, written))
-        return bool(polled & released)
+    def _meeting_after_lock(self, header, polls):
+        """Where lanes meet again that take a lock in this loop: the last place before any synchronization
+        that all come to, if on the way they write what the loop polls; else None, then it is no lock. The
+        lane that holds a lock must get on while others of its warp try."""
+        loop = self.loops[header]
+        if any(synchronizes(i) for b in loop for i in self._all(b)):
+            return None
+        left = {t for b in loop for t in self.blocks[b].targets} - loop
+        polled, place, found = _places(polls), header, None
+        while place != EXIT:
+            place = self.meeting[place]
+            way = set().union(*(self._reach(t, place) for t in left)) - loop - {place}
+            instrs = [i for b in way for i in self._all(b)]
+            if any(map(synchronizes, instrs)):
+                break
+            if polled & _places(i for i in instrs if i.name in WRITES):
+                found = place
+        return found
 
     def diverge(self, branch):
         """Tells that lanes may disagree at the end of block `branch`. Returns the registers that this
         divides."""
-        leaves_lock = any(branch in self.loops[header]
-                          and not self.loops[header].issuperset(self.blocks[branch].targets)
-                          for header in self.locks)
-        meeting = EXIT if leaves_lock else self.meeting[branch]
+        left = [place for header, place in self.locks.items() if branch in self.loops[header]
+                and not self.loops[header].issuperset(self.blocks[branch].targets)]
+        meeting = left[0] if left else self.meeting[branch]
         sides = [self._reach(t, meeting) for t in self.blocks[branch].targets]
         region = set().union(*sides) - {meeting}
         self.branches[branch] = (region, meeting)
@@ -218,6 +233,8 @@ class Flow:
         for block in region | {branch}:
             self.waiting[block] |= places
         self.masked |= region
+        if meeting != EXIT and self.position[meeting] <= self.position[branch]:
+            self.masked.add(meeting)                # a loop's head: its end must know that lanes go there
         return self._divided(sides, meeting)
 
     def _reach(self, start, meeting):
@@ -264,6 +281,24 @@ class Flow:
             elif later == target or later in waiting:
                 return later
         return None
+
+
+def _plain_polls(instrs):
+    """Ordinary loads that decide where a loop of these instructions goes on, if it has what makes it load the
+    same again: a fence or a nap, or a meeting of the warp and nothing that it writes itself."""
+    names = {i.name for i in instrs}
+    repeats = names & {"membar", "fence", "nanosleep"} or \
+        not names & WRITES and any("warp" in i.mods and i.name in ("bar", "barrier") for i in instrs)
+    loads = [i for i in instrs if i.name == "ld" and not {"param", "const", "local", "nc"} & set(i.mods)]
+    if not (repeats and loads):
+        return []
+    decides = {i.guard[0].name for i in instrs if i.guard}
+    return [i for i in loads if decides & computed_from(split_operands(i)[0], instrs)]
+
+
+def _places(instrs):
+    """The places in memory that instructions name."""
+    return {o for i in instrs for o in i.operands if isinstance(o, Mem)}
 
 
 def _components(nodes, entry, successors):

@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 
 from .emit import WARP, bits_of, llvm_type
-from .flow import Flow, LoopEnd, computed_from, is_barrier
+from .flow import EXIT, Flow, LoopEnd, computed_from, is_barrier
 from .lanes import Lanes, Shape
 from .printing import Printing
 from .ptx import Imm, Symbol, parse
@@ -197,10 +197,16 @@ class Translator(Printing):
     def _end(self):
         """Where the warp ends, unless lanes still try to get a lock."""
         self.label("finish")
-        for header in sorted(self.flow.locks & self.flow.masked):
-            self.do(f"br i1 {self._waits(header)}, label %b{header}, label %finish{header}")
-            self.label(f"finish{header}")
+        self._let_others_lock(EXIT)
         self.do("ret i32 0")
+
+    def _let_others_lock(self, place):
+        """Where lanes meet after a lock: back to it while some of them still try."""
+        for header in sorted(h for h, meeting in self.flow.locks.items()
+                             if meeting == place and h in self.flow.masked):
+            self.n += 1
+            self.do(f"br i1 {self._waits(header)}, label %b{header}, label %unlocked{self.n}")
+            self.label(f"unlocked{self.n}")
 
     def _waits(self, header):
         """Whether lanes wait at a block."""
@@ -291,6 +297,7 @@ class Translator(Printing):
     def _block(self, index):
         block = self.flow.blocks[index]
         self.label(f"b{index}")
+        self._let_others_lock(index)
         if index in self.flow.spins:
             self._give_way(index)
         self.mask = self.start_mask
@@ -401,9 +408,9 @@ class Translator(Printing):
         self._flush_done()
 
     def _nobody_waits_after(self, node):
-        """Whether no lanes wait outside a loop at its end."""
+        """Whether no lanes that have left a lock's loop wait on the way to where they meet."""
         loop, waiting = self.flow.loops[node.header], "0"
-        places = set().union(*(self.flow.waiting[b] for b in loop)) - loop
+        places = set().union(*(self.flow.waiting[b] for b in loop)) - loop - {self.flow.locks[node.header]}
         for place in sorted(places & self.flow.masked):
             waiting = self.op("or", "i32", 1, waiting, self.let(f"load i32, ptr %waiting{place}"))
         return self.compare("eq", "i32", 1, waiting, "0")

@@ -541,3 +541,17 @@ def test_every_pattern_of_a_large_warp_count_is_exact():
             first = f"mov.u32 %r3, %tid.y; mad.lo.s32 %r1, %r3, {shape[0]}, %r1;" if len(shape) > 1 else ""
             got = warp(f"{first} {' '.join(lines)} mov.u32 %r9, {last};", block=shape)
             assert (got == value).all(), (lines, shape)
+
+
+@pytest.mark.parametrize("target", [native.host, native.generic])
+@pytest.mark.parametrize("below", [0, 16, 32])
+def test_lanes_that_part_in_a_loop_meet_at_its_head(below, target):
+    """The loop is left only at its head, to which lanes go back from two places."""
+    body = f"""ld.param.u64 %rd1, [p0]; mov.u32 %r1, %tid.x; mul.wide.u32 %rd2, %r1, 4; add.s64 %rd1, %rd1, %rd2;
+    ld.global.u32 %r4, [%rd1]; mov.u32 %r2, 0; mov.u32 %r3, 0;
+    HEAD: setp.eq.u32 %p1, %r2, 5; @%p1 bra END; add.u32 %r2, %r2, 1; setp.lt.u32 %p2, %r4, {below}; @%p2 bra HEAD;
+    add.u32 %r3, %r3, 1; bra.uni HEAD;
+    END: st.global.u32 [%rd1], %r3;"""
+    out = np.arange(32, dtype=np.uint32)
+    launch(module(body, ["u64"]), (1,), (32,), out, target=target())
+    assert (out == np.where(np.arange(32) < below, 0, 5)).all()

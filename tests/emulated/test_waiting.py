@@ -69,6 +69,117 @@ def test_locks_on_a_checked_card():
         assert lock[0] == 0 and total[0] == 100 * 99 // 2
 
 
+def lock_then_barrier(lock, total, out):
+    done = False
+    while not done:
+        if cuda.atomic.cas(lock, 0, 0, 1) == 0:
+            total[0] += cuda.threadIdx.x
+            cuda.threadfence()
+            cuda.atomic.exch(lock, 0, 0)
+            done = True
+    cuda.syncthreads()
+    out[cuda.threadIdx.x] = total[0]
+
+
+def lock_then_shuffle(lock, total, out):
+    while cuda.atomic.cas(lock, 0, 0, 1) != 0:
+        pass
+    total[0] += cuda.threadIdx.x
+    cuda.threadfence()
+    cuda.atomic.exch(lock, 0, 0)
+    cuda.shfl_sync(-1, 1, 0)
+    cuda.syncthreads()
+    out[cuda.threadIdx.x] = total[0]
+
+
+def lock_and_barrier_in_a_loop(lock, total, out):
+    for _ in range(total.size):
+        while cuda.atomic.cas(lock, 0, 0, 1) != 0:
+            pass
+        total[0] += cuda.threadIdx.x
+        cuda.threadfence()
+        cuda.atomic.exch(lock, 0, 0)
+        cuda.syncthreads()
+    out[cuda.threadIdx.x] = total[0]
+
+
+def lock_of_some_then_barrier(lock, total, out):
+    """Half of the lanes take it, each another number of times, on one of two ways."""
+    if cuda.threadIdx.x % 2:
+        for _ in range(int32(cuda.threadIdx.x % 5)):
+            while cuda.atomic.cas(lock, 0, 0, 1) != 0:
+                pass
+            total[0] += 1
+            cuda.threadfence()
+            cuda.atomic.exch(lock, 0, 0)
+        cuda.syncwarp(0xAAAAAAAA)
+        cuda.atomic.add(total, 1, 1)
+    cuda.syncthreads()
+    out[cuda.threadIdx.x] = total[0] + 1000 * total[1]
+
+
+EVERYONE = 64 * 63 // 2
+
+
+@pytest.mark.parametrize("kernel, n, expected", [
+    (lock_then_barrier, 1, EVERYONE), (lock_then_shuffle, 1, EVERYONE), (lock_and_barrier_in_a_loop, 3, 3 * EVERYONE),
+    (lock_of_some_then_barrier, 2, sum(i % 5 for i in range(1, 64, 2)) + 32000)])
+def test_a_lock_and_then_a_barrier(emulated, kernel, n, expected):
+    arrays = np.zeros(1, np.int32), np.zeros(n, np.int32), np.zeros(64, np.int32)
+    lock, _, out = run(emulated, cuda.jit(kernel), 1, 64, *arrays)
+    assert lock[0] == 0 and (out == expected).all()
+
+
+def wait_with_a_fence(flag, out):
+    if cuda.threadIdx.x == 0:
+        while flag[0] == 0:
+            cuda.threadfence()
+        out[0] = flag[0] + 1
+    if cuda.threadIdx.x == 40:
+        flag[0] = 6
+
+
+def wait_asleep(flag, out):
+    if cuda.threadIdx.x == 0:
+        while flag[0] == 0:
+            cuda.nanosleep(100)
+        out[0] = flag[0] + 1
+    if cuda.threadIdx.x == 40:
+        flag[0] = 6
+
+
+def wait_with_the_warp(flag, out):
+    if cuda.threadIdx.x < 32:
+        while flag[0] == 0:
+            cuda.syncwarp()
+        out[0] = flag[0] + 1
+    else:
+        flag[0] = 6
+
+
+def wait_on_shared_memory(flag, out):
+    shared = cuda.shared.array(1, int32)
+    shared[0] = 0
+    cuda.syncthreads()
+    if cuda.threadIdx.x == 0:
+        rounds = 0
+        while shared[0] == 0:
+            cuda.threadfence_block()
+            rounds += 1
+            flag[0] = rounds
+        out[0] = shared[0] + 1
+    if cuda.threadIdx.x == 40:
+        shared[0] = 6
+
+
+@pytest.mark.parametrize("kernel", [wait_with_a_fence, wait_asleep, wait_with_the_warp, wait_on_shared_memory])
+def test_an_ordinary_load_may_poll(kernel, monkeypatch):
+    monkeypatch.setattr(native, "PATIENCE", 2)
+    card = open_cards("emulated")[0]
+    _, out = run(card, cuda.jit(kernel), 1, 64, np.zeros(1, np.int32), np.zeros(1, np.int32))
+    assert out[0] == 7
+
+
 @cuda.jit
 def hand_over(flags, out):
     """Warp i waits for warp i + 1, and all for a barrier in between."""
@@ -91,6 +202,12 @@ def test_warps_wait_for_each_other_between_barriers(emulated):
     assert (out == 123).all()
 
 
+def wait_for_a_flag_in_vain(flags):
+    if cuda.threadIdx.x == 40:
+        while flags[0] == 0:
+            cuda.threadfence()
+
+
 @cuda.jit
 def wait_in_vain(flags):
     if cuda.threadIdx.x == 40:
@@ -105,6 +222,12 @@ def test_who_waits_for_ever_is_given_up_with_kernel_and_line(emulated, monkeypat
     line = wait_in_vain.py_func.__code__.co_firstlineno + 3
     with pytest.raises(LaunchError, match=f"wait_in_vain, line {line}: waits for ever"):
         run(card, wait_in_vain, 1, 64, np.zeros(1, np.int32))
+
+
+def test_who_loads_in_vain_for_ever_is_given_up(monkeypatch):
+    monkeypatch.setattr(native, "PATIENCE", 0)
+    with pytest.raises(LaunchError, match="wait_for_a_flag_in_vain, line .*: waits for ever"):
+        run(open_cards("emulated")[0], cuda.jit(wait_for_a_flag_in_vain), 1, 64, np.zeros(1, np.int32))
 
 
 def test_a_block_may_wait_for_another_that_runs():
