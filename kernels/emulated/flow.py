@@ -194,7 +194,8 @@ class Flow:
         for header, loop in self.loops.items():
             instrs = [i for b in sorted(loop) for i in self._all(b)]
             polls = [i for i in instrs if i.name == "atom" and used & set(split_operands(i)[0]) or
-                     i.name == "ld" and {"volatile", "relaxed", "acquire"} & set(i.mods)] or _plain_polls(instrs)
+                     i.name == "ld" and {"volatile", "relaxed", "acquire"} & set(i.mods)]
+            polls = polls or _plain_polls(instrs)
             if polls:
                 self.spins[header] = polls[0]
                 meeting = self._meeting_after_lock(header, polls)
