@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 from kernels.card import CardError, open_cards
 from kernels.emulated.cards import CARDS
 
-OPS_PER_LANE = {"dp4a": 8, "dp2a": 4, "half2": 4, "ffma": 2, "fp32": 1}    # multiplication and addition apart
+# Multiplication and addition apart; a warp instruction of the tensor path is 1,024 of both.
+OPS_PER_LANE = {"dp4a": 8, "dp2a": 4, "imad": 2, "half2": 4, "ffma": 2, "fp32": 1, "tensor": 64}
 TARGET_SECONDS = 0.05                                    # length of one timed replay
 MAX_CALLS = 500                                          # in one recording
 REPLAYS = 3
@@ -94,13 +95,14 @@ def seconds_per_call(card, launch):
         with card.record() as recording:
             for _ in range(n_calls):
                 launch()
-        seconds = min(_replay_seconds(card, recording) for _ in range(REPLAYS))
+        seconds = min(replay_seconds(card, recording) for _ in range(REPLAYS))
         if seconds >= TARGET_SECONDS / 2 or n_calls == MAX_CALLS:
             return seconds / n_calls
         n_calls = min(MAX_CALLS, max(2 * n_calls, int(n_calls * TARGET_SECONDS / max(seconds, 1e-9))))
 
 
-def _replay_seconds(card, recording):
+def replay_seconds(card, recording):
+    """Seconds of one replay on the default stream."""
     stream = card.default_stream
     start = stream.record()
     recording.replay()

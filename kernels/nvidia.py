@@ -71,6 +71,30 @@ def _attribute(device, name):
     return _call(driver.cuDeviceGetAttribute, which, device)
 
 
+def driver_version():
+    """The driver as a person knows it, "580.65.06, CUDA 13.0"; without the first where the system does not say."""
+    cuda = "CUDA %d.%d" % divmod(_call(driver.cuDriverGetVersion) // 10, 100)
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return cuda
+    number = re.search(r"\b\d+\.\d+(?:\.\d+)?\b", text)
+    return f"{number[0]}, {cuda}" if number else cuda
+
+
+def _link(bus):
+    """The PCIe link of the device at address `bus` by the system's account, as facts; none where it says nothing."""
+    folder = Path("/sys/bus/pci/devices") / bus.lower()[-12:]
+    try:
+        speed, lanes = ((folder / f"current_link_{name}").read_text().strip() for name in ("speed", "width"))
+        transfers = float(speed.split()[0])
+        lanes = int(lanes)
+    except (OSError, ValueError, IndexError):
+        return {}
+    bits = 8 / 10 if transfers < 8 else 128 / 130         # of data among those transferred, by the generation's code
+    return {"link": f"{transfers:g} GT/s × {lanes} lanes", "link GB/s": transfers * lanes * bits / 8}
+
+
 @cache
 def find_assembler():
     """(path of ptxas, what it says of its version); None unless it is there and of the toolkit that compiles."""
@@ -133,6 +157,20 @@ class NvidiaCard(Card):
 
     def describe(self):
         return f"{self.model}, sm_{self.cc[0]}{self.cc[1]}, {self.n_sms} SMs, {show_bytes(self.memory_bytes)}"
+
+    def facts(self):
+        """Adds the UUID, the driver, memory clock and bus width, and what the link runs at this moment."""
+        uuid = bytes(_call(driver.cuDeviceGetUuid, self.device).bytes)
+        clock, bits = (_attribute(self.device, name) for name in ("MEMORY_CLOCK_RATE", "GLOBAL_MEMORY_BUS_WIDTH"))
+        facts = {"name": self.describe(), "uuid": uuid.hex(), "driver": driver_version(),
+                 "memory": f"{clock / 1000:.0f} MHz × {bits} bit"}
+        if clock and bits:
+            facts["memory GB/s"] = 2 * clock * 1e3 * bits / 8 / 1e9
+        return facts | _link(_call(driver.cuDeviceGetPCIBusId, 64, self.device).split(b"\0")[0].decode())
+
+    def can_access(self, other):
+        """Whether kernels of this card can read the memory of NVIDIA card `other`."""
+        return bool(_call(driver.cuDeviceCanAccessPeer, self.device, other.device))
 
     def call(self, function, *args):
         """Calls a driver function in this card's context."""
