@@ -14,7 +14,9 @@ import argparse
 import math
 import sys
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from kernels.card import CardError, open_cards
 from kernels.emulated.cards import CARDS
@@ -109,6 +111,46 @@ def replay_seconds(card, recording):
     end = stream.record()
     end.synchronize()
     return end.seconds_since(start)
+
+
+@contextmanager
+def launches_of(card):
+    """Lists the launches and the copies within the card made inside: pairs (name, function that queues it again)."""
+    found, launch, copy = [], card.launch, card.copy
+
+    def listed_launch(kernel, *args, **options):
+        found.append((kernel.__name__, partial(launch, kernel, *args, **options)))
+        launch(kernel, *args, **options)
+
+    def listed_copy(*args):
+        found.append(("copy", partial(copy, *args)))
+        copy(*args)
+
+    card.launch, card.copy = listed_launch, listed_copy
+    try:
+        yield found
+    finally:
+        del card.launch, card.copy
+
+
+def operation_seconds(card, work, into=None):
+    """{name: [launches, seconds]} of the operations that work() queues, added to `into`.
+
+    The launches of one kernel are recorded by themselves, in their order, and their recording is replayed: each
+    reads what it would read, but follows its own kind, so the sum is not exactly the time of the whole.
+    """
+    with launches_of(card) as launches, card.record():
+        work()
+    times = {} if into is None else into
+    for name in dict.fromkeys(name for name, _ in launches):
+        again = [call for other, call in launches if other == name]
+        with card.record() as recording:
+            for call in again:
+                call()
+        known = times.setdefault(name, [0, 0.0])
+        known[0] += len(again)
+        known[1] += min(replay_seconds(card, recording) for _ in range(REPLAYS))
+    return times
 
 
 def line(result, model=None):
