@@ -28,6 +28,7 @@ from kernels import compile as compiler
 from kernels.card import Card, CardError, Event, LaunchError, Pinned, Recording, Stream, show_bytes
 
 OLDEST = (7, 0)                                          # half2 arithmetic and dp4a at full rate
+PCI_DEVICES = Path("/sys/bus/pci/devices")
 SUCCESS = driver.CUresult.CUDA_SUCCESS
 
 
@@ -84,7 +85,7 @@ def driver_version():
 
 def _link(bus):
     """The PCIe link of the device at address `bus` by the system's account, as facts; none where it says nothing."""
-    folder = Path("/sys/bus/pci/devices") / bus.lower()[-12:]
+    folder = PCI_DEVICES / bus.lower()[-12:]
     try:
         speed, lanes = ((folder / f"current_link_{name}").read_text().strip() for name in ("speed", "width"))
         transfers = float(speed.split()[0])

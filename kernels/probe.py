@@ -26,6 +26,7 @@ import dataclasses
 import datetime
 import importlib.metadata
 import json
+import math
 import platform
 import re
 import sys
@@ -328,7 +329,10 @@ class Row:
 
 def show(value, unit):
     """Three digits and the unit, "" for None."""
-    return "" if value is None else f"{value:.{max(0, 3 - len(str(int(value))))}f} {unit}"
+    if value is None:
+        return ""
+    digits = max(0, 2 - math.floor(math.log10(value))) if value > 0 else 0
+    return f"{value:,.{digits}f} {unit}"
 
 
 HEAD = "what", "measured", "expected", "of it", "remarks"
@@ -377,7 +381,7 @@ class Report:
                  "clock allow" for row in self.throttled()]
         if not lines and any(row.expected for row in self.rows):
             lines = ["no path is throttled"]
-        return [*lines, f"fastest products of int8: {fastest_dot(self)}"]
+        return [*lines, f"products of int8: {fastest_dot(self)}"]
 
     def table(self):
         """For the terminal."""
@@ -445,11 +449,14 @@ DOT_INSTRUCTIONS = {"dp4a": 1, "dp2a": 2, "imad": 4}     # for 4 products of int
 
 
 def fastest_dot(report):
-    """The instruction, "dp4a", "dp2a" or "imad", that multiplies most int8 pairs per second on the card of a Report.
+    """The instruction for products of int8 on the card of a Report: "dp4a", or where that is throttled the one of
+    "dp4a", "dp2a" and "imad" that multiplies most pairs per second.
 
     4 pairs take one dp4a, two dp2a (whose first operand has 16-bit numbers) or four multiply-adds; unpacking the
     bytes runs on another pipe and is not counted. Equals go to dp4a, which needs none.
     """
+    if report.row("dp4a") not in report.throttled():
+        return "dp4a"
     rates = {key: report.value(key) / (OPS_PER_LANE[key] * n) for key, n in DOT_INSTRUCTIONS.items()}
     return max(rates, key=rates.get)
 
