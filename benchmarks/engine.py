@@ -1,8 +1,8 @@
-"""How fast a model runs: `python -m benchmarks.engine MODEL [--card CARD] [--prompt N] [--tokens N]`.
+"""How fast a model runs: `python -m benchmarks.engine [MODEL] [--card CARD] [--prompt N] [--tokens N]`.
 
-MODEL is a GGUF file or synthetic:NAME. The prompt is random tokens; times are those at which the scheduler made the
-tokens, the best of three requests. Prefill is prompt tokens per second until the first token is there; decode is the
-tokens after it.
+MODEL is a GGUF file or synthetic:NAME, and the model that comes with qengine where none is named. The prompt is random
+tokens; times are those at which the scheduler made the tokens, the best of three requests. Prefill is prompt tokens per
+second until the first token is there; decode is the tokens after it.
 """
 
 import argparse
@@ -14,7 +14,8 @@ import qengine
 
 def main():
     parser = argparse.ArgumentParser(description="Prefill and decode speed of one request.")
-    parser.add_argument("model", help="a GGUF file, or synthetic:tiny, synthetic:0.8b, ...")
+    parser.add_argument("model", nargs="?", default=qengine.DEFAULT_MODEL,
+                        help="a GGUF file, or synthetic:tiny, synthetic:0.8b, ... (default: qengine's own)")
     parser.add_argument("--card", help="cuda:0, emulated, ... (default: a real card, else the emulated one)")
     parser.add_argument("--prompt", type=int, default=297, help="tokens of the prompt (default: 297)")
     parser.add_argument("--tokens", type=int, default=128, help="tokens to generate (default: 128)")
@@ -22,7 +23,8 @@ def main():
     engine = qengine.load(choice.model, card=choice.card, ctx=choice.prompt + choice.tokens)
     ids = np.random.default_rng(1).integers(0, 256, choice.prompt).tolist()
     prefill, decode = zip(*(speeds(engine, ids, choice.tokens) for _ in range(3)))
-    print(f"{engine.name}: prompt of {choice.prompt} tokens {max(prefill):.0f} tokens/s; "
+    print(f"{engine.name}: prompt of {choice.prompt} tokens {max(prefill):.0f} tokens/s, "
+          f"first token after {1000 * choice.prompt / max(prefill):.1f} ms; "
           f"decode at {choice.prompt} to {choice.prompt + choice.tokens} tokens {max(decode):.0f} tokens/s")
     engine.close()
 

@@ -114,32 +114,42 @@ def _word_pointer(context, builder, array_type, array, index, n_words):
     return builder.bitcast(builder.gep(data, [index]), word.as_pointer())
 
 
-def _load_words(array, index, n_words):
-    result = uint32 if n_words == 1 else UniTuple(uint32, n_words)
+def _shared_pointer(builder, address, n_words):
+    word = ir.IntType(32) if n_words == 1 else ir.VectorType(ir.IntType(32), n_words)
+    return builder.inttoptr(address, word.as_pointer(_SHARED))
 
+
+def _load(context, builder, pointer, n_words):
+    loaded = builder.load(pointer, align=4 * n_words)
+    if n_words == 1:
+        return loaded
+    words = [builder.extract_element(loaded, ir.Constant(ir.IntType(32), i)) for i in range(n_words)]
+    return context.make_tuple(builder, UniTuple(uint32, n_words), words)
+
+
+def _store(context, builder, pointer, words):
+    stored = words[0]
+    if len(words) > 1:
+        stored = ir.Constant(ir.VectorType(ir.IntType(32), len(words)), ir.Undefined)
+        for i, word in enumerate(words):
+            stored = builder.insert_element(stored, word, ir.Constant(ir.IntType(32), i))
+    builder.store(stored, pointer, align=4 * len(words))
+    return context.get_dummy_value()
+
+
+def _load_words(array, index, n_words):
     def codegen(context, builder, signature, values):
         pointer = _word_pointer(context, builder, signature.args[0], values[0], values[1], n_words)
-        loaded = builder.load(pointer, align=4 * n_words)
-        if n_words == 1:
-            return loaded
-        words = [builder.extract_element(loaded, ir.Constant(ir.IntType(32), i)) for i in range(n_words)]
-        return context.make_tuple(builder, result, words)
+        return _load(context, builder, pointer, n_words)
 
     index = types.uint64 if index == types.uint64 else uint32
-    return result(array, index), codegen
+    return (uint32 if n_words == 1 else UniTuple(uint32, n_words))(array, index), codegen
 
 
 def _store_words(array, index, n_words):
     def codegen(context, builder, signature, values):
         pointer = _word_pointer(context, builder, signature.args[0], values[0], values[1], n_words)
-        if n_words == 1:
-            stored = values[2]
-        else:
-            stored = ir.Constant(ir.VectorType(ir.IntType(32), n_words), ir.Undefined)
-            for i in range(n_words):
-                stored = builder.insert_element(stored, values[2 + i], ir.Constant(ir.IntType(32), i))
-        builder.store(stored, pointer, align=4 * n_words)
-        return context.get_dummy_value()
+        return _store(context, builder, pointer, values[2:])
 
     index = types.uint64 if index == types.uint64 else uint32
     return types.void(array, index, *[uint32] * n_words), codegen
@@ -192,6 +202,51 @@ def load_floats4(array, index):
 def store_floats4(array, index, x0, x1, x2, x3):
     """Writes 4 float32 at `index`, 16 bytes."""
     store_words4(array, index, float_as_word(x0), float_as_word(x1), float_as_word(x2), float_as_word(x3))
+
+
+# ---- shared memory by address ------------------------------------------------------------------------------
+# A loop that keeps addresses, and steps them, needs no instruction to make one: what is added to an address
+# here is part of the load. An index costs a shift and an addition at each array that it is used in.
+
+_SHARED = 3                              # the number of that address space
+
+
+@intrinsic
+def shared_address(context, array):
+    """The address of a shared array -> uint64."""
+    def codegen(context, builder, signature, values):
+        data = context.make_array(signature.args[0])(context, builder, values[0]).data
+        pointer = builder.addrspacecast(data, ir.IntType(8).as_pointer(_SHARED))
+        return builder.ptrtoint(pointer, ir.IntType(64))
+    return types.uint64(array), codegen
+
+
+@intrinsic
+def load_shared(context, address):
+    """4 bytes at an address in shared memory -> uint32."""
+    return uint32(types.uint64), lambda context, builder, signature, values: _load(
+        context, builder, _shared_pointer(builder, values[0], 1), 1)
+
+
+@intrinsic
+def load_shared4(context, address):
+    """16 bytes at an address in shared memory -> 4 words."""
+    return UniTuple(uint32, 4)(types.uint64), lambda context, builder, signature, values: _load(
+        context, builder, _shared_pointer(builder, values[0], 4), 4)
+
+
+@intrinsic
+def store_shared(context, address, w0):
+    """Writes 4 bytes at an address in shared memory."""
+    return types.void(types.uint64, uint32), lambda context, builder, signature, values: _store(
+        context, builder, _shared_pointer(builder, values[0], 1), values[1:])
+
+
+@intrinsic
+def store_shared4(context, address, w0, w1, w2, w3):
+    """Writes 16 bytes at an address in shared memory."""
+    return types.void(types.uint64, *[uint32] * 4), lambda context, builder, signature, values: _store(
+        context, builder, _shared_pointer(builder, values[0], 4), values[1:])
 
 
 # ---- int32 -> float32 without a conversion instruction -----------------------------------------------------

@@ -4,7 +4,8 @@
     python models/evaluate.py FILE.gguf --tasks facts recall --n 100 --card emulated --json scores.json
     python models/evaluate.py --torch CHECKPOINT                  # in PyTorch, MTP drafts too
 
-Answers are greedy; tasks.score judges them.
+Answers are greedy; tasks.score judges them. The table has a column for each language, and JSON that fits its
+schema has a row of its own beside JSON that is right.
 """
 
 import argparse
@@ -26,6 +27,8 @@ CONTEXT = 5632           # the longest context and its answer
 SLOTS = 8                # answers at a time on qengine
 BATCH = 64               # and in PyTorch
 BATCH_TOKENS = 65536
+LANGUAGES = {"en": "English", "ko": "Korean"}
+N_WRONG = 20             # wrong answers of a section that are kept
 
 
 def sections(names=None) -> dict[str, tuple[str, int]]:
@@ -45,27 +48,44 @@ def held_out(task: str, length: int, n: int, seed: int = 0) -> list:
     return [tasks.TASKS[task][1](rng, True, length) for _ in range(n)]
 
 
-def score(name: str, examples: list, texts: list[str]) -> dict:
-    """{"n", "right", "by_kind": {kind: [right, n]}, "wrong": a few of the wrong answers}."""
-    rights = [tasks.score(example, text) for example, text in zip(examples, texts, strict=True)]
-    by_kind = {}
-    for example, right in zip(examples, rights):
-        counts = by_kind.setdefault(example.task, [0, 0])
-        counts[0] += right
-        counts[1] += 1
+def score(name: str, examples: list, texts: list[str]) -> dict[str, dict]:
+    """Section -> its result. JSON has two: whether the values are right, and whether they fit the schema."""
+    scores = {name: judged(tasks.score, examples, texts)}
+    if name == "json":
+        scores["json, valid"] = judged(tasks.json_is_valid, examples, texts)
+    return scores
+
+
+def judged(judge, examples: list, texts: list[str]) -> dict:
+    """{"n", "right", "by_language": {"en": [right, n], "ko": ...}, "wrong": a few of the wrong answers}."""
+    rights = [judge(example, text) for example, text in zip(examples, texts, strict=True)]
+    by_language = {}
+    for lang in LANGUAGES:
+        chosen = [right for example, right in zip(examples, rights) if example.lang == lang]
+        by_language[lang] = [sum(chosen), len(chosen)]
     wrong = [{"prompt": tasks.render(example, for_generation=True)[-400:], "answer": text}
              for example, text, right in zip(examples, texts, rights) if not right]
-    return {"n": len(rights), "right": sum(rights), "by_kind": by_kind, "wrong": wrong[:5]}
+    return {"n": len(rights), "right": sum(rights), "by_language": by_language, "wrong": wrong[:N_WRONG]}
 
 
 def show_scores(scores: dict) -> str:
-    lines = []
+    """A table: a row for each section, and at the end the drafts where there were any."""
+    rows = [["", "right", "of", *LANGUAGES.values()]]
     for name, result in scores.items():
         if name == "mtp_acceptance":
-            lines.append(f"{'MTP draft':24} {100 * result:5.1f} % accepted")
-            continue
-        lines.append(f"{name:24} {100 * result['right'] / result['n']:5.1f} %  of {result['n']}")
-    return "\n".join(lines)
+            rows.append(["MTP drafts", share(result)])
+        else:
+            by_language = [share(right / n) if n else "" for right, n in result["by_language"].values()]
+            rows.append([name, share(result["right"] / result["n"]), str(result["n"]), *by_language])
+    return "\n".join((f"{first:14}" + "".join(f"{text:>10}" for text in rest)) for first, *rest in rows)
+
+
+def share(x: float) -> str:
+    return f"{100 * x:.1f} %"
+
+
+def note(name: str, started: float):
+    print(f"{name}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
 
 
 # ---- qengine -------------------------------------------------------------------------------------------
@@ -83,8 +103,8 @@ def engine_scores(model: str | Path, n: int, names=None, card: str | None = None
             for example in examples]
         generations = [engine.submit(request) for request in requests]
         texts = ["".join(event.text for event in generation) for generation in generations]
-        scores[name] = score(name, examples, texts) | {"seconds": time.monotonic() - started}
-        print(show_scores({name: scores[name]}), file=sys.stderr, flush=True)
+        scores |= score(name, examples, texts)
+        note(name, started)
     engine.close()
     return scores
 
@@ -103,8 +123,8 @@ def torch_scores(network, tokenizer, n: int, names=None) -> dict:
             hits = drafts_accepted(network, prompt, answer)
             accepted, drafted = accepted + hits, drafted + max(0, len(answer) - 1)
         texts = [to_text(tokenizer, answer) for answer in answers]
-        scores[name] = score(name, examples, texts) | {"seconds": time.monotonic() - started}
-        print(show_scores({name: scores[name]}), file=sys.stderr, flush=True)
+        scores |= score(name, examples, texts)
+        note(name, started)
     return scores | {"mtp_acceptance": accepted / max(1, drafted)}
 
 

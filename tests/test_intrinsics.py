@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from numba import cuda
-from numba.types import uint32
+from numba.types import uint32, uint64
 
 from kernels import intrinsics
 
@@ -249,6 +249,32 @@ def test_wide_accesses(card):
     to = card.zeros(160, np.float32)
     card.launch(copy_floats, 1, 40, to, card.upload(floats))
     np.testing.assert_array_equal(card.download(to), floats)
+
+
+@cuda.jit
+def reverse_words(to, source):
+    """All words in reverse, by way of the second half of an array in shared memory; 32 threads."""
+    i = uint32(cuda.threadIdx.x)
+    address = intrinsics.shared_address(cuda.shared.array(256, uint32, alignment=16)) + uint64(512)
+    mine = address + uint64(uint32(i << uint32(4)))
+    other = address + uint64(uint32(uint32(uint32(31) - i) << uint32(4)))
+    w0, w1, w2, w3 = intrinsics.load_words4(source, uint32(i * uint32(4)))
+    intrinsics.store_shared4(mine, w0, w1, w2, w3)
+    cuda.syncthreads()
+    w0, w1, w2, w3 = intrinsics.load_shared4(other)
+    first = intrinsics.load_shared(other + uint64(0))
+    cuda.syncthreads()
+    intrinsics.store_shared(mine + uint64(12), first)
+    intrinsics.store_shared(mine, w3)
+    last, _, _, also_first = intrinsics.load_shared4(mine)
+    intrinsics.store_words4(to, uint32(i * uint32(4)), last, w2, w1, also_first)
+
+
+def test_shared_memory_by_address(card):
+    source = np.arange(128, dtype=np.uint32)
+    to = card.zeros(128, np.uint32)
+    card.launch(reverse_words, 1, 32, to, card.upload(source))
+    np.testing.assert_array_equal(card.download(to), source[::-1])
 
 
 @cuda.jit

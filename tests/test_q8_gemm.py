@@ -1,11 +1,14 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from kernels import q8_gemm
+from kernels import compile as compiler
+from kernels import nvidia, q8_gemm
 
 
 @pytest.mark.parametrize("add", [False, True])
-@pytest.mark.parametrize("multiply", [q8_gemm.gemm_naive, q8_gemm.gemm_q8_q8])
+@pytest.mark.parametrize("multiply", [q8_gemm.gemm_naive, q8_gemm.gemm_tiled, q8_gemm.gemm_q8_q8])
 @pytest.mark.parametrize("case", q8_gemm.CASES, ids=str)
 def test_within_the_rounding_bound(card, case, multiply, add):
     q8_gemm.check(card, *case, add, multiply)
@@ -20,17 +23,49 @@ def product(card, w, x, multiply=q8_gemm.gemm_q8_q8):
     return card.download(y)
 
 
-def test_row_has_the_same_bits_in_any_tile(card):
-    """However many rows and columns are multiplied together, with the small tile, the large one or none."""
+@pytest.fixture(params=q8_gemm.PIPELINED, ids="rows per warp: {}".format)
+def one_tile(request, monkeypatch):
+    """gemm_q8_q8 has no other tile to choose."""
+    monkeypatch.setattr(q8_gemm, "PIPELINED", {request.param: q8_gemm.PIPELINED[request.param]})
+
+
+@pytest.mark.parametrize("case", [(1, 32, 1), (129, 64, 65), (130, 544, 17)], ids=str)
+def test_every_tile_is_within_the_bound(card, case, one_tile):
+    q8_gemm.check(card, *case)
+
+
+def test_row_has_the_same_bits_in_any_tile(card, one_tile):
+    """However many rows and columns are multiplied together, with a tile or none."""
     rng = np.random.default_rng(1)
     w, (xq, xd) = q8_gemm.random_q8(rng, 150, 416), q8_gemm.random_activations(rng, 130, 416)
-    together = product(card, w, (xq, xd))
-    np.testing.assert_array_equal(product(card, w, (xq, xd), q8_gemm.gemm_naive), together)
-    for first, rows in ((0, 1), (7, 3), (60, 32), (60, 33), (65, 65)):
+    together = product(card, w, (xq, xd), q8_gemm.gemm_naive)
+    np.testing.assert_array_equal(product(card, w, (xq, xd), q8_gemm.gemm_tiled), together)
+    for first, rows in ((0, 130), (0, 1), (7, 3), (60, 33), (65, 65)):
         part = slice(first, first + rows)
         np.testing.assert_array_equal(product(card, w, (xq[part], xd[part])), together[part])
     few = product(card, (w[0][100:103], w[1][100:103]), (xq, xd))
     np.testing.assert_array_equal(few, together[:, 100:103])
+
+
+def test_tiles_fill_the_card():
+    card = SimpleNamespace(n_sms=132)
+    assert q8_gemm.rows_per_warp(card, 4096, 4096) == 16
+    assert q8_gemm.rows_per_warp(card, 4096, 297) == 10    # 256 blocks: two for nearly every SM
+    assert q8_gemm.rows_per_warp(card, 4096, 128) == q8_gemm.rows_per_warp(card, 1024, 297) == 8
+    assert q8_gemm.rows_per_warp(card, 4096, 64) == q8_gemm.rows_per_warp(card, 1024, 8) == 4
+
+
+SIGNATURE = ("float32[1]", "int8[1]", "uint16[1]", "int8[1]", "float32[1]", *["uint32"] * 3, "bool")
+
+
+@pytest.mark.parametrize("rows", q8_gemm.PIPELINED)
+def test_everything_stays_in_registers(rows):
+    """On sm_70. Arrays in local memory would mean that a loop over rows has not been unrolled."""
+    if (7, 0) not in compiler.supported_ccs() or not nvidia.find_assembler():
+        pytest.skip("the installed CUDA toolkit cannot compile for sm_70")
+    compiled = compiler.compile_kernel(q8_gemm.PIPELINED[rows], SIGNATURE, (7, 0))
+    _, words = nvidia.run_assembler(nvidia.find_assembler()[0], compiled, (7, 0))
+    assert ".local" not in compiled.ptx and " 0 bytes spill stores" in words, words
 
 
 def test_bits_of_the_chain(card):

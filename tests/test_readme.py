@@ -1,9 +1,11 @@
 """What the README promises: its links lead somewhere, and its commands and snippets do what it says."""
 
 import contextlib
+import io
 import json
 import re
 import shlex
+import sys
 import urllib.request
 from pathlib import Path
 
@@ -27,7 +29,7 @@ def address():
     """A server of the README's model on a free port."""
     arguments = qengine_arguments(BLOCKS["serve"])
     options = qengine.build_parser().parse_args(arguments)
-    engine = qengine.load(str(ROOT / options.model), card="emulated", ctx=512, progress=False)
+    engine = qengine.load(options.model, card="emulated", ctx=512, progress=False)
     assert f":{options.serve}/v1" in BLOCKS["openai"] and f":{options.serve}/v1" in BLOCKS["curl"]
     with qengine.serving(qengine.create_app(engine), options.host, 0) as port:
         yield f"http://{options.host}:{port}/v1"
@@ -41,7 +43,7 @@ def test_links():
 
 
 def test_files_named_in_text_exist():
-    named = re.findall(r"`((?:kernels|tests|notebooks)/[\w./]+)`", README)
+    named = re.findall(r"`((?:kernels|models|tests|notebooks)/[\w./]+)`", README)
     modules = [f"{module.replace('.', '/')}.py" for module in re.findall(r"python -m (kernels\.\w+)", README)]
     assert [name for name in named + modules if not (ROOT / name).exists()] == []
 
@@ -49,15 +51,17 @@ def test_files_named_in_text_exist():
 def test_setup_is_the_same_for_generating_and_testing():
     setup = "python3 -m venv .venv && .venv/bin/pip install -q -r requirements.txt && .venv/bin/python "
     assert BLOCKS["tests"] == setup + "-m pytest"
-    assert BLOCKS["generate"].startswith(setup + "qengine.py -m ")
+    assert BLOCKS["generate"] == setup + "qengine.py --chat"
 
 
-def test_generate(capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_conversation(capsys, monkeypatch):
+    """The first command gives the answers of the transcript to its questions."""
+    lines = BLOCKS["transcript"].splitlines()
+    questions = [line.removeprefix("> ") for line in lines if line.startswith("> ")]
+    typed = io.TextIOWrapper(io.BytesIO("\n".join(questions).encode()), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", typed)
     assert qengine.main(qengine_arguments(BLOCKS["generate"])) == 0
-    out, err = capsys.readouterr()
-    assert out.strip()
-    assert "answer 32 tokens" in err
+    assert capsys.readouterr().out.splitlines() == [line for line in lines if not line.startswith("> ")]
 
 
 def test_notebook_snippet(capsys, monkeypatch):
@@ -65,12 +69,12 @@ def test_notebook_snippet(capsys, monkeypatch):
     names = {}
     exec(BLOCKS["notebook"], names)
     names["engine"].close()
-    assert capsys.readouterr().out.strip()
+    assert "bandwidth" in capsys.readouterr().out
 
 
 def test_openai_snippet(address, capsys):
     exec(re.sub(r"http://[^\"]+", address, BLOCKS["openai"]), {})
-    assert capsys.readouterr().out.strip()
+    assert "어텐션" in capsys.readouterr().out
 
 
 def test_curl(address):
@@ -79,7 +83,7 @@ def test_curl(address):
     request = urllib.request.Request(re.sub("http://.*/v1", address, url), body.encode(),
                                      dict([header.split(": ")]))
     with contextlib.closing(urllib.request.urlopen(request)) as answer:
-        assert json.load(answer)["choices"][0]["message"]["content"]
+        assert "8-bit integers" in json.load(answer)["choices"][0]["message"]["content"]
 
 
 def test_every_option_is_known():

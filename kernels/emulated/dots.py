@@ -2,7 +2,8 @@
 
 from .conversions import Conversions
 from .emit import WARP, const
-from .ptx import Imm
+from .flow import split_operands
+from .ptx import Reg
 
 
 class Dots(Conversions):
@@ -36,13 +37,24 @@ class Dots(Conversions):
         inner_dots."""
         dots = {i.operands[0].name: i for i in instrs if i.name == "dp4a" and i.mods == ("s32", "s32")}
         self.dot_chains, self.inner_dots = {}, set()
-        once = lambda o: isinstance(o, Imm) or self.n_definitions.get(o.name) == 1
+        places, written = {id(i): place for place, i in enumerate(instrs)}, {}
+        for place, instr in enumerate(instrs):
+            for register in split_operands(instr)[0]:
+                written.setdefault(register, []).append(place)
+
+        def waits(instr, end):
+            """Whether `instr` may be computed at the place `end` instead: nobody else sees its sum, and its
+            operands are still there."""
+            name, start = instr.operands[0].name, places[id(instr)]
+            return start < end and self.n_uses[name] == self.n_definitions[name] == 1 and not any(
+                start <= place < end for o in instr.operands[1:] if isinstance(o, Reg)
+                for place in written.get(o.name, ()))
+
         for instr in dots.values():
             before = dots.get(getattr(instr.operands[3], "name", None))
             chain = self.dot_chains.get(id(before), [before]) if before else []
-            if before and self.n_uses[before.operands[0].name] == 1 and self.vnni \
-                    and id(before) not in self.inner_dots \
-                    and all(once(o) for i in (*chain, instr) for o in i.operands):
+            if before and self.vnni and id(before) not in self.inner_dots \
+                    and all(waits(i, places[id(instr)]) for i in chain):
                 self.inner_dots.add(id(before))
                 self.dot_chains.pop(id(before), None)
                 self.dot_chains[id(instr)] = [*chain, instr]

@@ -213,6 +213,28 @@ def test_a_pair_of_words_may_be_multiplied_twice(target):
 
 
 @TARGETS
+def test_dot_products_of_registers_that_are_written_again(target):
+    """Within a chain, after it, in a loop, and of the sum itself."""
+    data = np.random.default_rng(0).integers(0, 2**32, 96, np.uint32)
+    got = warp("""mad.wide.u32 %rd3, %r1, 4, %rd2; ld.global.u32 %r2, [%rd3]; ld.global.u32 %r3, [%rd3+128];
+    ld.global.u32 %r4, [%rd3+256]; mov.u32 %r5, 7; mov.u32 %r6, 0;
+    AGAIN: dp4a.s32.s32 %r20, %r2, %r3, %r5; dp4a.s32.s32 %r21, %r3, %r4, %r20; dp4a.s32.s32 %r22, %r4, %r2, %r21;
+    mov.u32 %r7, %r3; mov.u32 %r3, %r4; dp4a.s32.s32 %r23, %r2, %r3, %r22; dp4a.s32.s32 %r24, %r3, %r3, %r23;
+    dp4a.s32.s32 %r25, %r2, %r2, %r24; mov.u32 %r4, %r2; mov.u32 %r2, %r7; mov.u32 %r5, %r25;
+    dp4a.s32.s32 %r5, %r2, %r3, %r5; dp4a.s32.s32 %r5, %r3, %r3, %r5;
+    add.u32 %r6, %r6, 1; setp.lt.u32 %p1, %r6, 3; @%p1 bra AGAIN; mov.u32 %r9, %r5;""", target=target, inputs=data)
+    x, y, z = data.view(np.int8).reshape(3, 32, 4).astype(int)
+    total = 7
+    for _ in range(3):
+        total = total + x * y + y * z + z * x
+        y, before = z, y
+        total = total + x * y + y * y + x * x
+        x, z = before, x
+        total = total + x * y + y * y
+    assert (got.view(np.int32) == (total - 7).sum(-1) + 7).all()
+
+
+@TARGETS
 @pytest.mark.parametrize("kind, widen", [("u8", "cvt.u32.u16"), ("s8", "cvt.s32.s16"), ("u16", "cvt.u32.u16"),
                                          ("s16", "cvt.s32.s16"), ("u32", "")])
 def test_values_that_lanes_share(kind, widen, target):

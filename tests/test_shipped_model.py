@@ -1,0 +1,157 @@
+"""The model that comes with qengine: right answers in English and Korean, and the same tokens on every card.
+
+tests/data/answers.json holds greedy tokens and hashes of logits, written once. Tokens that follow an answer's
+end, where the model is unsure, are among them: a kernel that adds in another order shows here.
+`python -m tests.test_shipped_model` prints what a card computes.
+"""
+
+import hashlib
+import json
+import random
+import sys
+
+import pytest
+
+import qengine
+from kernels.card import open_cards
+from models import evaluate, tasks
+from models.tasks import facts
+from tests.oracle import DATA
+
+RECORDED = DATA / "answers.json"
+N_RECORDED = 64
+FACTS = ("card-dp4a-what", "card-cmp-what", "card-roofline-what", "model-mtp-what", "use-serve", "self-who",
+         "self-unknown-places")
+
+
+def load(card):
+    return qengine.load(card=card, ctx=2048, slots=4, progress=False)
+
+
+@pytest.fixture(scope="module")
+def engine(card):
+    engine = load(card)
+    yield engine
+    engine.close()
+
+
+def prompt(engine, example):
+    messages = example.messages[:-1]
+    return engine.encode(engine.template.render(messages, example.tools, enable_thinking=example.thinking))
+
+
+def answers(engine, examples):
+    """The greedy answers to examples, several at a time."""
+    generations = [engine.submit(qengine.Request(prompt(engine, example), max_tokens=160))
+                   for example in examples]
+    return ["".join(event.text for event in generation) for generation in generations]
+
+
+def question(text, lang="en", tools=None, thinking=False, **expect):
+    """An example of our own; `expect` is what the answer is judged by."""
+    messages = [{"role": "user", "content": text}, {"role": "assistant", "content": ""}]
+    return tasks.Example(messages, tools, thinking, expect | {"tools": tools}, "test", lang)
+
+
+def held_out(task, lang, seed=0, length=None):
+    return tasks.TASKS[task][1](random.Random(seed), True, length, lang)
+
+
+def wrong(engine, examples):
+    """[(question, answer), ...] of what is answered wrongly."""
+    pairs = zip(examples, answers(engine, examples), strict=True)
+    return [(example.messages[-2]["content"][-200:], text) for example, text in pairs
+            if not tasks.score(example, text)]
+
+
+def test_is_the_default_and_small():
+    assert qengine.DEFAULT_MODEL == evaluate.FILE
+    assert evaluate.FILE.stat().st_size <= 12_000_000
+    config = qengine.open_model(qengine.DEFAULT_MODEL).config
+    assert config.n_nextn == 1 and set(config.layer_kinds) == {"linear", "attention"}
+
+
+@pytest.mark.parametrize("lang", ["en", "ko"])
+def test_facts_asked_in_words_that_it_has_not_seen(engine, lang):
+    known = facts.load_facts()
+    examples = [facts.held_example(known[name], known[name].held[lang][0], lang) for name in FACTS]
+    assert wrong(engine, examples) == []
+
+
+@pytest.mark.parametrize("lang", ["en", "ko"])
+def test_finds_a_fact_in_a_thousand_tokens(engine, lang):
+    example = held_out("recall", lang, length=1000)
+    assert 800 < len(prompt(engine, example)) < 1200
+    assert wrong(engine, [example]) == []
+
+
+WEATHER = {"type": "function", "function": {
+    "name": "get_weather", "description": "Weather of a city.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}
+
+
+def test_calls_tools(engine):
+    asked = {"What is the weather in Busan?": "Busan", "부산 날씨 알려 줘": "부산"}
+    examples = [question(text, tools=[WEATHER], kind="calls",
+                         calls=[{"name": "get_weather", "arguments": {"city": asked[text]}}]) for text in asked]
+    assert wrong(engine, examples) == []
+
+
+@pytest.mark.parametrize("lang", ["en", "ko"])
+def test_answers_in_json(engine, lang):
+    examples = [held_out("json", lang, seed) for seed in range(3)]
+    texts = answers(engine, examples)
+    assert [text for example, text in zip(examples, texts) if not tasks.json_is_valid(example, text)] == []
+    assert [text for example, text in zip(examples, texts) if not tasks.score(example, text)] == []
+
+
+def test_thinks_when_it_is_told_to(engine):
+    sums = {"(12 + 30) * 4": 168, "17 더하기 25는?": 42}
+    for thinking in (False, True):
+        examples = [question(text, thinking=thinking, kind="number", number=sums[text]) for text in sums]
+        texts = answers(engine, examples)
+        assert [text for text in texts if ("</think>" in text) != thinking] == []
+    assert [text for example, text in zip(examples, texts) if not tasks.score(example, text)] == []
+
+
+def recorded_examples():
+    """Name -> an example of which the next tokens are recorded."""
+    return {"fact in English": question("How does the roofline model work?"),
+            "fact in Korean": question("dp4a가 무엇을 하는지 알려 주세요.", "ko"),
+            "recall in Korean": held_out("recall", "ko", length=500),
+            "tool in English": question("What is the weather in Busan?", tools=[WEATHER]),
+            "sum in Korean, thinking": held_out("reasoning", "ko", 3),
+            "unknown in English": question("Once upon a time"),
+            "unknown in Korean": question("옛날 옛적에", "ko")}
+
+
+def record(engine):
+    """Name -> [the next tokens, the hash of the bits of all logits up to them]."""
+    ids = {name: prompt(engine, example) for name, example in recorded_examples().items()}
+    generations = [engine.submit(qengine.Request(prompt, max_tokens=N_RECORDED, ignore_eos=True))
+                   for prompt in ids.values()]
+    tokens = [[event.token_id for event in generation] for generation in generations]
+    return {name: [new, hashlib.sha256(engine.evaluate(ids[name] + new).tobytes()).hexdigest()]
+            for name, new in zip(ids, tokens)}
+
+
+def test_recorded_tokens_and_bits(engine):
+    assert record(engine) == json.loads(RECORDED.read_text())
+
+
+def test_scores_by_language_and_by_validity():
+    """Evaluation tells the languages apart, and JSON that fits its schema from JSON that is right."""
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    examples = [question("", lang, kind="json", schema=schema, value={"city": "Busan"})
+                for lang in ("en", "en", "ko")]
+    scores = evaluate.score("json", examples, ['{"city": "Busan"}', '{"city": "Pusan"}', '{"town": "Busan"}'])
+    assert scores["json"]["by_language"] == {"en": [1, 2], "ko": [0, 1]}
+    assert scores["json, valid"]["by_language"] == {"en": [2, 2], "ko": [0, 1]}
+    assert evaluate.show_scores(scores).splitlines()[1].split() == "json 33.3 % 3 50.0 % 0.0 %".split()
+
+
+if __name__ == "__main__":
+    engine = load(open_cards(sys.argv[1] if len(sys.argv) > 1 else None)[0])
+    lines = [f"  {json.dumps(name)}: {json.dumps(found)}" for name, found in record(engine).items()]
+    print("{\n" + ",\n".join(lines) + "\n}")
+    engine.close()
