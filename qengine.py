@@ -71,6 +71,8 @@ from kernels import (attention, conv, embedding, float_matmul, gdn, kv_cache, no
 from kernels.bench import operation_seconds
 from kernels.card import Array, Card, CardError, open_cards, show_bytes
 from kernels.compile import CompileError
+from kernels.emulated.cards import CARDS
+from kernels.nvidia import find_assembler
 
 # ======================================================================================================
 # 1  Config and GGUF
@@ -2480,7 +2482,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast prefill or decode is at a context; `operations` are of the whole prompt, or of one decode step."""
+    """How fast prefill or decode is at a context; `operations` are those of the prompt, or of one step."""
 
     context: int
     batch: int
@@ -2500,7 +2502,7 @@ def matrices(part) -> list[Matrix]:
 
 
 class Bench:
-    """Times an engine that does nothing else; `batch` of its slots decode together. Close the engine afterwards."""
+    """Times an engine that does nothing else; `batch` of its slots decode together. Close it afterwards."""
 
     def __init__(self, engine: Engine, report: probe.Report, repeats: int, batch: int):
         self.engine, self.report, self.repeats, self.batch = engine, report, repeats, batch
@@ -2581,37 +2583,36 @@ class Bench:
         return [matrix for layer in model.layers for matrix in matrices(layer)] + [model.head]
 
     def prompt_operations(self, n: int) -> int:
-        """Multiplications and additions of the matrix products of a prompt: the head's are of its last row alone."""
+        """Multiplications and additions of a prompt's matrix products, the head's of its last row alone."""
         *layers, head = self.weights()
         return 2 * (n * sum(matrix.n * matrix.k for matrix in layers) + head.n * head.k)
 
     def step_bytes(self, context: int) -> int:
-        """Bytes of a decode step in the middle of DECODE_STEPS: weights once, and of every slot the recurrent states,
-        read and written, and the keys and values up to its position."""
+        """Bytes of a decode step in the middle of DECODE_STEPS: weights once, and of every slot the recurrent
+        states, read and written, and the keys and values up to its position."""
         c, cache = self.engine.config, self.stage.cache
         weights = sum(m.values.nbytes + (m.scales.nbytes if m.is_quantized else 0) for m in self.weights())
         states = sum(2 * (s.conv[0].nbytes + s.memory[0].nbytes) for s in cache.recurrent.values())
-        kept = (context + DECODE_STEPS // 2) * len(cache.pages) * 2 * c.kv_dim * 2     # keys and values, float16
+        kept = (context + DECODE_STEPS // 2) * len(cache.pages) * 2 * c.kv_dim * 2     # k and v, float16
         return weights + self.batch * (states + kept)
 
     # ---- estimates for cards that are not here ----
 
     def estimates(self, n: int, context: int) -> dict:
-        """Estimated tokens/s of other cards, by counting what the emulated card does: {"prefill": {card: ..}, ..}."""
-        from kernels.emulated.cards import CARDS
-        found = {}
+        """Tokens/s of other cards as estimated by the emulated one: {"prefill": {name: ..}, "decode": ..}."""
+        def seconds():
+            return {card.name: sum(launch.estimate(card).seconds for launch in log) for card in CARDS}
+
         chunks = self.chunks(n)
         self.pipeline.start(0, Request([0]))
         with self.card.counting() as log:
             for start, ids in chunks:
                 self.pipeline.prefill(ids, 0, start)
-        found["prefill"] = {card.name: n / sum(launch.estimate(card).seconds for launch in log) for card in CARDS}
+        prefill = {name: n / total for name, total in seconds().items()}
         self.place_step(context)
         with self.card.counting() as log:
             self.step()
-        found["decode"] = {card.name: self.batch / sum(launch.estimate(card).seconds for launch in log)
-                           for card in CARDS}
-        return found
+        return {"prefill": prefill, "decode": {name: self.batch / total for name, total in seconds().items()}}
 
 
 def bench_table(title: str, speeds: list[Speed], of_what: str) -> str:
@@ -2630,10 +2631,11 @@ def bench_table(title: str, speeds: list[Speed], of_what: str) -> str:
 def estimate_table(estimates: dict) -> str:
     """The estimates, under their name."""
     names = list(estimates["prefill"])
-    lines = [f"{'ESTIMATES':<18}{'prefill':>10}{'decode':>10}   tokens/s, from counted instructions and sectors: floors "
-             "of time, not measured"]
-    return "\n".join(lines + [f"{name:<18}{estimates['prefill'][name]:>10,.1f}{estimates['decode'][name]:>10,.1f}"
-                              for name in names])
+    lines = [f"{'ESTIMATES':<18}{'prefill':>10}{'decode':>10}   tokens/s at most, from counted instructions "
+             "and sectors; not measured"]
+    for name in names:
+        lines.append(f"{name:<18}{estimates['prefill'][name]:>10,.0f}{estimates['decode'][name]:>10,.0f}")
+    return "\n".join(lines)
 
 
 # ======================================================================================================
@@ -2685,7 +2687,7 @@ def whole_numbers(text: str) -> tuple[int, ...]:
     except ValueError:
         numbers = ()
     if not numbers or min(numbers) < 1 or max(numbers) >= 2**31 - DECODE_STEPS - 1:
-        raise argparse.ArgumentTypeError(f"must be whole numbers from 1 on with commas between them, not {text!r}")
+        raise argparse.ArgumentTypeError(f"must be whole numbers from 1 on with commas, not {text!r}")
     return numbers
 
 
@@ -2716,8 +2718,8 @@ def build_parser() -> Parser:
                            "token is predicted once, from those before it in its window (the first of a "
                            "window from the whole window before)")
     what.add_argument("--bench", action="store_true",
-                      help="tokens/s of prompts and of answers, how much of the card they use and where the time "
-                           "goes; needs a card that does nothing else, and probes it first if nobody did")
+                      help="tokens/s of prompts and of answers, how much of the card they use and where the "
+                           "time goes; needs a card that does nothing else, and probes it if nobody did")
     what.add_argument("--probe", action="store_true",
                       help="measure what the card's instructions, memory and launches can do, name what is "
                            "throttled, and keep the result; uses no model")
@@ -2740,7 +2742,8 @@ def build_parser() -> Parser:
 
     bench = parser.add_argument_group("with --bench (in brackets: on the emulated card)")
     lengths = functools.partial(bench.add_argument, type=whole_numbers, metavar="N,N")
-    lengths("--prompt-lengths", help=f"tokens of the prompts (default: {listed(PROMPT_LENGTHS)} [{EMULATED_LENGTH}])")
+    lengths("--prompt-lengths",
+            help=f"tokens of the prompts (default: {listed(PROMPT_LENGTHS)} [{EMULATED_LENGTH}])")
     lengths("--contexts", help=f"tokens before the answers (default: {listed(CONTEXTS)} [{EMULATED_LENGTH}])")
     bench.add_argument("--repeats", metavar="N", type=within(int, 1, 1000),
                        help=f"the median of so many counts (default: {REPEATS} [1])")
@@ -3022,6 +3025,8 @@ def run_bench(model: OpenModel, options) -> int:
     lengths = sorted(options.prompt_lengths or ([EMULATED_LENGTH] if emulated else PROMPT_LENGTHS))
     contexts = sorted(options.contexts or ([EMULATED_LENGTH] if emulated else CONTEXTS))
     repeats = options.repeats or (1 if emulated else REPEATS)
+    if options.json:
+        write_json(options.json, {})    # now: what is measured should not be lost for a mistyped folder
     report, free = probe.saved_or_measured(card), card.free_bytes
     n_ctx = max(*lengths, *contexts) + DECODE_STEPS + 1
     with contextlib.closing(load(model, card=card, ctx=n_ctx, slots=options.batch)) as engine:
@@ -3033,15 +3038,16 @@ def run_bench(model: OpenModel, options) -> int:
         print(f"\n{bench_table('decode', decode, peaks[1])}")
         used = free - card.free_bytes
         print(f"\n{engine.name} on {card.describe()}; peak memory {show_bytes(used)}")
-        estimates = bench.estimates(lengths[0], contexts[0]) if emulated else None
+        estimates = bench.estimates(lengths[0], contexts[0]) if emulated and find_assembler() else None
         if estimates:
             print(f"\n{estimate_table(estimates)}")
     if options.json:
-        found = {"model": engine.name, "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-                 "card": card.facts(), "versions": probe.versions(), "probe": report.to_dict(), "peak_memory_bytes": used,
-                 "prefill": [dataclasses.asdict(speed) for speed in prefill],
-                 "decode": [dataclasses.asdict(speed) for speed in decode]}
-        write_json(options.json, found | ({"estimates": estimates} if estimates else {}))
+        write_json(options.json, {
+            "model": engine.name, "date": probe.now(), "card": card.facts(), "versions": probe.versions(),
+            "probe": report.to_dict(), "peak_memory_bytes": used,
+            "prefill": [dataclasses.asdict(speed) for speed in prefill],
+            "decode": [dataclasses.asdict(speed) for speed in decode]}
+            | ({"estimates": estimates} if estimates else {}))
     return 0
 
 

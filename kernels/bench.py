@@ -115,7 +115,7 @@ def replay_seconds(card, recording):
 
 @contextmanager
 def launches_of(card):
-    """Lists the launches and the copies within the card made inside: pairs (name, function that queues it again)."""
+    """Lists the launches and copies within the card made inside: (name, function that queues it again)."""
     found, launch, copy = [], card.launch, card.copy
 
     def listed_launch(kernel, *args, **options):
@@ -136,8 +136,8 @@ def launches_of(card):
 def operation_seconds(card, work, into=None):
     """{name: [launches, seconds]} of the operations that work() queues, added to `into`.
 
-    The launches of one kernel are recorded by themselves, in their order, and their recording is replayed: each
-    reads what it would read, but follows its own kind, so the sum is not exactly the time of the whole.
+    The launches of one kernel are recorded by themselves, in their order, and their recording is replayed:
+    each reads what it would read, but follows its own kind, so the sum is not exactly the whole's time.
     """
     with launches_of(card) as launches, card.record():
         work()

@@ -73,7 +73,7 @@ def _attribute(device, name):
 
 
 def driver_version():
-    """The driver as a person knows it, "580.65.06, CUDA 13.0"; without the first where the system does not say."""
+    """The driver as people know it, "580.65.06, CUDA 13.0"; only CUDA where the system says no more."""
     cuda = "CUDA %d.%d" % divmod(_call(driver.cuDriverGetVersion) // 10, 100)
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
@@ -84,7 +84,7 @@ def driver_version():
 
 
 def _link(bus):
-    """The PCIe link of the device at address `bus` by the system's account, as facts; none where it says nothing."""
+    """The PCIe link of the device at address `bus`, as facts; none where the system says nothing."""
     folder = PCI_DEVICES / bus.lower()[-12:]
     try:
         speed, lanes = ((folder / f"current_link_{name}").read_text().strip() for name in ("speed", "width"))
@@ -92,7 +92,7 @@ def _link(bus):
         lanes = int(lanes)
     except (OSError, ValueError, IndexError):
         return {}
-    bits = 8 / 10 if transfers < 8 else 128 / 130         # of data among those transferred, by the generation's code
+    bits = 8 / 10 if transfers < 8 else 128 / 130        # of data in what is transferred, by generation
     return {"link": f"{transfers:g} GT/s × {lanes} lanes", "link GB/s": transfers * lanes * bits / 8}
 
 
@@ -162,7 +162,8 @@ class NvidiaCard(Card):
     def facts(self):
         """Adds the UUID, the driver, memory clock and bus width, and what the link runs at this moment."""
         uuid = bytes(_call(driver.cuDeviceGetUuid, self.device).bytes)
-        clock, bits = (_attribute(self.device, name) for name in ("MEMORY_CLOCK_RATE", "GLOBAL_MEMORY_BUS_WIDTH"))
+        clock = _attribute(self.device, "MEMORY_CLOCK_RATE")             # kHz
+        bits = _attribute(self.device, "GLOBAL_MEMORY_BUS_WIDTH")
         facts = {"name": self.describe(), "uuid": uuid.hex(), "driver": driver_version(),
                  "memory": f"{clock / 1000:.0f} MHz × {bits} bit"}
         if clock and bits:

@@ -12,10 +12,10 @@ registers shows what one instruction really gives:
     clock                   = clocks by the SM's own counter / seconds
     expected                = lanes per SM and clock · SMs · clock      lanes: kernels/emulated/cards.py
 
-So the expected value follows the clock that the card really ran at, and a share below 100 % is not the clock's
-fault. Besides: memory, shared memory and link bandwidth, and what a launch, a replayed launch and a barrier of
-the whole grid cost. On the emulated card the figures are those of this machine's processor, nothing is
-expected of them, and what it cannot run is skipped with the reason.
+So the expected value follows the clock that the card really ran at, and a share below 100 % is not the
+clock's fault. Besides: memory, shared memory and link bandwidth, and what a launch, a replayed launch and a
+barrier of the whole grid cost. On the emulated card the figures are those of this machine's processor,
+nothing is expected of them, and what it cannot run is skipped with the reason.
 
 The tensor path is measured with `mma.sync`, which no kernel of the engine uses, with fp16 accumulators, since
 some cards halve the rate of float32 ones.
@@ -71,7 +71,8 @@ def _unrolled(text, kind, n_words, n_lines, count):
     names = {"x": f"${2 * n_words}", "y": f"${2 * n_words + 1}"}
     for i in range(count // n_lines):
         first = i % n_chains * words_per_chain
-        lines.append(text.format(c=f"${first}", **names, **{f"c{k}": f"${first + k}" for k in range(words_per_chain)}))
+        chain = {f"c{k}": f"${first + k}" for k in range(words_per_chain)}
+        lines.append(text.format(c=f"${first}", **chain, **names))
     asm = "\n\t".join(lines)
     constraints = ",".join([f"={letter}"] * n_words + [str(i) for i in range(n_words)] + [letter] * 2)
     words = UniTuple(kind, n_words)
@@ -81,7 +82,8 @@ def _unrolled(text, kind, n_words, n_lines, count):
             c = [builder.extract_value(values[0], i) for i in range(n_words)]
             function = ir.FunctionType(ir.LiteralStructType([number] * n_words), [number] * (n_words + 2))
             results = builder.asm(function, asm, constraints, [*c, *values[1:]], True)
-            return context.make_tuple(builder, words, [builder.extract_value(results, i) for i in range(n_words)])
+            c = [builder.extract_value(results, i) for i in range(n_words)]
+            return context.make_tuple(builder, words, c)
 
         return words(words, kind, kind), codegen
 
@@ -117,8 +119,8 @@ def _reader(text):
 
 @intrinsic
 def _one_less(context, n):
-    """n - 1, in a way that the compiler cannot count rounds by: it would repeat the body of the loop four times, and
-    caches of instructions are small."""
+    """n - 1, in a way that the compiler cannot count rounds by: it would repeat the body of the loop four
+    times, and caches of instructions are small."""
     def codegen(context, builder, signature, values):
         function = ir.FunctionType(ir.IntType(32), [ir.IntType(32)])
         return builder.asm(function, "sub.u32 $0, $1, 1;", "=r,r", values, False)
@@ -175,24 +177,29 @@ PIPES = (
     Pipe("imad", "integer multiply-add, 32 bits", "TOPS", "mad.lo.u32 {c}, {c}, {x}, {y};"),
     Pipe("half2", "half2 FMA", "TFLOPS", "fma.rn.f16x2 {c}, {c}, {x}, {y};"),
     Pipe("ffma", "fp32 FMA", "TFLOPS", "fma.rn.f32 {c}, {c}, {x}, {y};", float32, 0.75, 0.125),
-    Pipe("fp32", "fp32 multiply, then add", "TFLOPS", "mul.rn.f32 {c}, {c}, {x}; add.rn.f32 {c}, {c}, {y};", float32,
-         0.75, 0.125, n_lines=2),
+    Pipe("fp32", "fp32 multiply, then add", "TFLOPS",
+         "mul.rn.f32 {c}, {c}, {x}; add.rn.f32 {c}, {c}, {y};", float32, 0.75, 0.125, n_lines=2),
 )
 
 
 def tensor_pipe(cc):
-    """The Pipe of `mma.sync` on fp16 for compute capability `cc`, in the largest shape that all such cards have."""
-    shape, operands, n_words, lanes = (
-        ("m16n8k16", "{{{c0}, {c1}}}, {{{x}, {y}, {x}, {y}}}, {{{x}, {y}}}, {{{c0}, {c1}}}", 16, 64) if cc >= (8, 0) else
-        ("m16n8k8", "{{{c0}, {c1}}}, {{{x}, {y}}}, {{{x}}}, {{{c0}, {c1}}}", 16, 32) if cc >= (7, 5) else
-        ("m8n8k4", "{{{c0}, {c1}, {c2}, {c3}}}, {{{x}, {y}}}, {{{x}, {y}}}, {{{c0}, {c1}, {c2}, {c3}}}", 16, 32))
+    """The Pipe of `mma.sync` on fp16 for compute capability `cc`, in its architecture's largest shape."""
+    if cc >= (8, 0):
+        shape, c, a, b, lanes = "m16n8k16", "{c0}, {c1}", "{x}, {y}, {x}, {y}", "{x}, {y}", 64
+    elif cc >= (7, 5):
+        shape, c, a, b, lanes = "m16n8k8", "{c0}, {c1}", "{x}, {y}", "{x}", 32
+    else:
+        shape, c, a, b, lanes = "m8n8k4", "{c0}, {c1}, {c2}, {c3}", "{x}, {y}", "{x}, {y}", 32
+    operands = ", ".join("{{" + registers + "}}" for registers in (c, a, b, c))
     return Pipe("tensor", f"fp16 tensor, mma {shape}", "TFLOPS",
-                f"mma.sync.aligned.{shape}.row.col.f16.f16.f16.f16 {operands};", n_words=n_words, lanes=lanes)
+                f"mma.sync.aligned.{shape}.row.col.f16.f16.f16.f16 {operands};", n_words=16, lanes=lanes)
 
 
 @cache
 def loop_kernel(pipe, unrolled=UNROLLED, with_clock=True):
-    """The kernel of a Pipe: (out kind[threads], clocks uint64[blocks], rounds, x, y). The emulated card has no clock."""
+    """The kernel of a Pipe: (out kind[threads], clocks uint64[blocks], rounds, x, y).
+
+    The emulated card has no clock register."""
     clock = _reader("mov.u64 $0, %clock64;" if with_clock else "mov.u64 $0, 0;")
     step = _unrolled(pipe.text, pipe.kind, pipe.n_words, pipe.n_lines, unrolled)
     return _loop(f"probe_{pipe.key}", step, _spread(pipe.kind, pipe.n_words), clock)
@@ -206,8 +213,8 @@ N_SHARED_WORDS = N_SHARED_LOADS * 128                    # 32 lanes of 16 bytes 
 
 @intrinsic
 def _read_shared(context, array, lane):
-    """N_SHARED_LOADS loads of 16 bytes by each lane from as many times 512 bytes of a shared array, free of bank
-    conflicts -> all their words together, by exclusive or. (ptxas drops loads that nobody uses, volatile ones too.)"""
+    """N_SHARED_LOADS loads of 16 bytes by each lane from as many times 512 bytes of a shared array, free of
+    bank conflicts -> all their words, by exclusive or. (ptxas drops unused loads, volatile ones too.)"""
     def codegen(context, builder, signature, values):
         data = context.make_array(signature.args[0])(context, builder, values[0]).data
         loads = [f"ld.shared.v4.u32 {{a, b, c, d}}, [s+{512 * i}]; xor.b32 w, w, a; xor.b32 x, x, b; "
@@ -287,7 +294,7 @@ def _read_volatile(context, array):
 
 @cuda.jit
 def probe_grid_sync(arrived, rounds):
-    """`rounds` barriers of the whole grid, whose blocks must all run at the same time. arrived: [0] before."""
+    """`rounds` barriers of the whole grid, whose blocks must all run at once. arrived: [0] before."""
     target = uint32(0)
     for _ in range(uint32(rounds)):
         target = uint32(target + uint32(cuda.gridDim.x))
@@ -307,7 +314,8 @@ def probe_grid_sync(arrived, rounds):
 class Row:
     """A line of the table. value: in `unit`, None where skipped; expected: the same unit, None where unknown.
 
-    clock: Hz of the SMs meanwhile, where it was read. note: where the expected value is from, or why there is none.
+    clock: Hz of the SMs meanwhile, where it was read. note: where the expected value is from, or why there
+    is none.
     """
     key: str
     name: str
@@ -340,7 +348,7 @@ HEAD = "what", "measured", "expected", "of it", "remarks"
 
 @dataclass(frozen=True)
 class Report:
-    """What `measure` found. card: what the card says of itself; versions: of the software; date: ISO 8601, UTC."""
+    """What `measure` found. card: what it says of itself; versions: of the software; date: ISO 8601, UTC."""
     card: dict
     versions: dict
     date: str
@@ -377,8 +385,8 @@ class Report:
 
     def findings(self):
         """A sentence for each throttled path, and one on what the engine makes of it."""
-        lines = [f"throttled: {row.name} gives {show(row.value, row.unit)}, 1/{1 / row.share:.1f} of what its units and "
-                 "clock allow" for row in self.throttled()]
+        lines = [f"throttled: {row.name} gives {show(row.value, row.unit)}, 1/{1 / row.share:.1f} of what "
+                 "its units and clock allow" for row in self.throttled()]
         if not lines and any(row.expected for row in self.rows):
             lines = ["no path is throttled"]
         return [*lines, f"products of int8: {fastest_dot(self)}"]
@@ -387,16 +395,19 @@ class Report:
         """For the terminal."""
         rows = [HEAD, *(row.cells() for row in self.rows)]
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        lines = [f"probe of {self.card['name']}"]
+        head = f"probe of {self.card['name']}"
         if self.clock:
-            lines[0] += f"; SM clock {self.clock / 1e9:.3f} GHz"
-        lines += ["", *("  ".join([f"{r[0]:{widths[0]}}", *(f"{c:>{w}}" for c, w in zip(r[1:4], widths[1:])), r[4]]).rstrip()
-                        for r in rows)]
-        return "\n".join([*lines, "", *self.findings()])
+            head += f"; SM clock {self.clock / 1e9:.3f} GHz"
+        lines = []
+        for name, *figures, note in rows:
+            columns = [f"{figure:>{width}}" for figure, width in zip(figures, widths[1:])]
+            lines.append("  ".join([f"{name:{widths[0]}}", *columns, note]).rstrip())
+        return "\n".join([head, "", *lines, "", *self.findings()])
 
     def markdown(self):
         """For an issue tracker: card, software and the same table."""
-        facts = [f"- {name}: {value}" for name, value in (self.card | self.versions | {"date": self.date}).items()]
+        said = self.card | self.versions | {"date": self.date}
+        facts = [f"- {name}: {value}" for name, value in said.items()]
         lines = ["### qengine probe", "", *facts, "", f"| {' | '.join(HEAD)} |", "|---|---:|---:|---:|---|"]
         lines += [f"| {' | '.join(row.cells())} |" for row in self.rows]
         return "\n".join([*lines, "", *(f"- {line}" for line in self.findings())])
@@ -449,11 +460,11 @@ DOT_INSTRUCTIONS = {"dp4a": 1, "dp2a": 2, "imad": 4}     # for 4 products of int
 
 
 def fastest_dot(report):
-    """The instruction for products of int8 on the card of a Report: "dp4a", or where that is throttled the one of
-    "dp4a", "dp2a" and "imad" that multiplies most pairs per second.
+    """The instruction for products of int8 on the card of a Report: "dp4a", or where that is throttled the
+    one of "dp4a", "dp2a" and "imad" that multiplies most pairs per second.
 
-    4 pairs take one dp4a, two dp2a (whose first operand has 16-bit numbers) or four multiply-adds; unpacking the
-    bytes runs on another pipe and is not counted. Equals go to dp4a, which needs none.
+    4 pairs take one dp4a, two dp2a (whose first operand has 16-bit numbers) or four multiply-adds; unpacking
+    the bytes runs on another pipe and is not counted. Equals go to dp4a, which needs none.
     """
     if report.row("dp4a") not in report.throttled():
         return "dp4a"
@@ -462,8 +473,8 @@ def fastest_dot(report):
 
 
 def best_dot(card):
-    """`fastest_dot` by the card's saved report; "dp4a" where it was never probed. The engine has kernels for dp4a so
-    far; those for the other two will choose by this, per card."""
+    """`fastest_dot` by the card's saved report; "dp4a" where it was never probed. The engine has kernels for
+    dp4a so far; those for the other two will choose by this, per card."""
     report = load(card)
     return fastest_dot(report) if report else "dp4a"
 
@@ -475,8 +486,12 @@ def measure(card):
     rows = [measure_pipe(card, pipe) for pipe in PIPES]
     rows += [measure_tensor(card), measure_shared(card), *measure_memory(card), *measure_launches(card),
              measure_grid_sync(card), *measure_link(card), peer_access(card)]
-    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    return Report(card.facts(), versions(), now, tuple(rows))
+    return Report(card.facts(), versions(), now(), tuple(rows))
+
+
+def now():
+    """ISO 8601, UTC."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def versions():
@@ -497,7 +512,7 @@ def event_seconds(card, launch):
 
 
 def timed_rounds(card, launch):
-    """(rounds, seconds) of the fastest of REPEATS launches of about TARGET_SECONDS; launch(rounds) queues one."""
+    """(rounds, seconds) of the fastest of REPEATS launches of about TARGET_SECONDS; launch(rounds) is one."""
     rounds = 1
     event_seconds(card, partial(launch, rounds))         # compiles
     while (seconds := event_seconds(card, partial(launch, rounds))) < TARGET_SECONDS / 4:
@@ -513,8 +528,11 @@ def has_clock(card):
 def loop_seconds(card, kernel, out, *arguments):
     """(rounds per second of every thread, clock in Hz or None) of a loop kernel on one block per SM."""
     clocks = card.zeros(card.n_sms, np.uint64, "clocks")
-    rounds, seconds = timed_rounds(card, lambda rounds: card.launch(kernel, card.n_sms, THREADS, out, clocks, rounds,
-                                                                    *arguments))
+
+    def launch(rounds):
+        card.launch(kernel, card.n_sms, THREADS, out, clocks, rounds, *arguments)
+
+    rounds, seconds = timed_rounds(card, launch)
     clock = int(card.download(clocks).max()) / seconds if has_clock(card) else None
     return rounds / seconds, clock
 
@@ -533,12 +551,14 @@ def measure_pipe(card, pipe):
     if lanes is None:
         note = f"no figure for sm_{card.cc[0]}{card.cc[1]} is known"
         return Row(pipe.key, pipe.name, value, pipe.unit, None, clock, note)
-    note = f"{lanes:g} lanes per SM and clock" if pipe.key != "tensor" else f"{32 * lanes:,.0f} FMA per SM and clock"
+    width = f"{lanes:g} lanes" if pipe.key != "tensor" else f"{32 * lanes:,.0f} FMA"
     expected = lanes * card.n_sms * clock * OPS_PER_LANE[pipe.key] / 1e12
-    return Row(pipe.key, pipe.name, value, pipe.unit, expected, clock, f"{note}, {clock / 1e9:.3f} GHz")
+    return Row(pipe.key, pipe.name, value, pipe.unit, expected, clock,
+               f"{width} per SM and clock, {clock / 1e9:.3f} GHz")
 
 
-MMA_SYNC = {(9, 0): 0.62}    # of the tensor peak that mma.sync reaches, wgmma all of it: Luo et al., arXiv 2402.13499
+# What mma.sync reaches of the tensor peak, where wgmma reaches it: Luo et al., arXiv 2402.13499 (recalled)
+MMA_SYNC = {(9, 0): 0.62}
 
 
 def expected_lanes(cc, pipe):
@@ -550,12 +570,12 @@ def expected_lanes(cc, pipe):
 def measure_tensor(card):
     pipe = tensor_pipe(card.cc)
     if not has_clock(card):
-        return Row("tensor", "fp16 tensor", None, note="skipped: the emulated card has no tensor instructions")
+        return Row("tensor", "fp16 tensor", None, note="skipped: the emulated card has no such instructions")
     return measure_pipe(card, pipe)
 
 
 def measure_shared(card):
-    """The Row of reads of shared memory; 32 banks of 4 bytes give 128 bytes per SM and clock on every card."""
+    """The Row of reads of shared memory; 32 banks of 4 bytes give 128 bytes per SM and clock everywhere."""
     out = card.zeros(card.n_sms * THREADS, np.uint32, "results")
     per_second, clock = loop_seconds(card, shared_kernel(has_clock(card)), out)
     value = per_second * N_SHARED_LOADS * 16 * card.n_sms * THREADS / 1e9
@@ -572,16 +592,18 @@ def measure_memory(card):
     rounds = max(1, wanted // per_round)
     x, y = (card.zeros(rounds * per_round // 4, np.uint32, "memory to read") for _ in range(2))
     out = card.zeros(threads, np.uint32, "sums")
-    read = seconds_per_call(card, lambda: card.launch(probe_read, READ_BLOCKS * card.n_sms, READ_THREADS, out, x, rounds))
+    blocks = READ_BLOCKS * card.n_sms
+    read = seconds_per_call(card, lambda: card.launch(probe_read, blocks, READ_THREADS, out, x, rounds))
     copied = seconds_per_call(card, lambda: card.copy(y, x))
     expected = card.facts().get("memory GB/s")
     note = "memory clock × 2 × bus width" if expected else ""
     return (Row("read", "memory, read", x.nbytes / read / 1e9, "GB/s", expected, note=note),
-            Row("copy", "memory, copy (read + written)", 2 * x.nbytes / copied / 1e9, "GB/s", expected, note=note))
+            Row("copy", "memory, copy (read + written)", 2 * x.nbytes / copied / 1e9, "GB/s", expected,
+                note=note))
 
 
 def measure_launches(card, n=500):
-    """The Rows of what a launch costs the host, and of what a launch in a replayed recording costs the card."""
+    """The Rows of what a launch costs the host, and one in a replayed recording the card."""
     x = card.zeros(1, np.uint32)
     launch = partial(card.launch, probe_nothing, 1, 32, x)
     launch()
@@ -602,7 +624,8 @@ def measure_launches(card, n=500):
 def measure_grid_sync(card, rounds=1000):
     """The Row of a barrier of the whole grid: one block per SM, which an idle card runs all at once."""
     if not has_clock(card):
-        return Row("grid_sync", "barrier of the grid", None, note="skipped: emulated blocks do not run all at once")
+        note = "skipped: emulated blocks do not run all at once"
+        return Row("grid_sync", "barrier of the grid", None, note=note)
     arrived = card.zeros(1, np.uint32)
     card.launch(probe_grid_sync, card.n_sms, 32, arrived, 1)
 
@@ -630,24 +653,26 @@ def peer_access(card):
     """A Row without a figure: which other cards this one reads directly."""
     others = [other for other in open_cards("cuda") if other.name != card.name] if has_clock(card) else []
     reached = [other.name for other in others if card.can_access(other)]
-    note = f"to {', '.join(reached)}" if reached else f"none, to {len(others)} other card{'s' * (len(others) != 1)}"
+    missing = f"none, to {len(others)} other card{'s' * (len(others) != 1)}"
+    note = f"to {', '.join(reached)}" if reached else missing
     return Row("peer", "peer access", None, note=note)
 
 
 # ---- command line ------------------------------------------------------------------------------------------
 
 def probe_cards(which=None):
-    """Measures the cards that `open_cards(which)` names; prints each table as it comes, and the text to paste."""
+    """Measures the cards that `open_cards(which)` names; prints each table, and the text to paste."""
     reports = []
     for card in open_cards(which):
         reports.append(report := measure(card))
         print(report.table())
-        print(f"\nsaved in {save(card, report)}\n\nto paste into a report:\n\n{report.markdown()}\n", flush=True)
+        print(f"\nsaved in {save(card, report)}\n\nto paste into a report:\n\n{report.markdown()}\n",
+              flush=True)
     return reports
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Measures what the pipes of the cards of this machine can do.")
+    parser = argparse.ArgumentParser(description="Measures what the pipes of this machine's cards can do.")
     parser.add_argument("--card", help="emulated, cuda or cuda:0 (default: real cards, else emulated)")
     try:
         probe_cards(parser.parse_args().card)

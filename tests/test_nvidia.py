@@ -51,7 +51,8 @@ def test_facts(fake_card, tmp_path, monkeypatch):
     monkeypatch.setattr(nvidia, "PCI_DEVICES", tmp_path)
     facts = fake_card.facts()
     assert facts["uuid"] == bytes(range(16)).hex() and facts["driver"].endswith("CUDA 12.9")
-    assert facts["memory"] == "810 MHz × 4096 bit" and round(facts["memory GB/s"]) == 829 and "link" not in facts
+    assert facts["memory"] == "810 MHz × 4096 bit" and round(facts["memory GB/s"]) == 829
+    assert "link" not in facts
     for speed, lanes, gigabytes in (("2.5 GT/s PCIe", 1, 0.25), ("32.0 GT/s PCIe", 16, 63.0)):
         (folder / "current_link_speed").write_text(f"{speed}\n")
         (folder / "current_link_width").write_text(f"{lanes}\n")

@@ -1,4 +1,4 @@
-"""The probe: its loops in PTX for the cards it is for, its table on the emulated card, and what follows from a report."""
+"""The probe: its loops in PTX, its table on the emulated card, and what follows from a report."""
 
 import json
 import re
@@ -11,8 +11,8 @@ from kernels.bench import OPS_PER_LANE
 from kernels.card import open_cards
 from kernels.probe import PIPES, Report, Row, float32
 
-KEYS = ["dp4a", "dp2a", "imad", "half2", "ffma", "fp32", "tensor", "shared", "read", "copy", "launch", "replay",
-        "grid_sync", "to_card", "from_card", "peer"]
+KEYS = ["dp4a", "dp2a", "imad", "half2", "ffma", "fp32", "tensor", "shared", "read", "copy", "launch",
+        "replay", "grid_sync", "to_card", "from_card", "peer"]
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_loops_have_their_instructions_and_nothing_else(cc):
         opcode = re.match(r"[\w.]+", pipe.text)[0]
         assert loop.count(opcode) == probe.UNROLLED // pipe.n_lines
         inside = [line for line in re.split(r"[;\n]", loop) if re.match(r"\s*[a-z]\w*[. ]", line)]
-        assert len(inside) <= probe.UNROLLED + 40       # counting the rounds, and moves that the assembler drops
+        assert len(inside) <= probe.UNROLLED + 40       # counting the rounds, and moves that ptxas drops
         assert ("mma.sync" in compiled.ptx) == (pipe.key == "tensor")
         assert compiled.ptx.count("%clock64") == 2
         if assembler:
@@ -59,9 +59,8 @@ def test_loops_have_their_instructions_and_nothing_else(cc):
 
 def test_chains_start_apart():
     """Each accumulator appears in as many instructions as the others."""
-    pipe = PIPES[0]
-    compiled = compiler.compile_kernel(probe.loop_kernel(pipe), ("uint32[1]", "uint64[1]", "uint32", "uint32", "uint32"),
-                                       compiler.supported_ccs()[-1])
+    pipe, types = PIPES[0], ("uint32[1]", "uint64[1]", "uint32", "uint32", "uint32")
+    compiled = compiler.compile_kernel(probe.loop_kernel(pipe), types, compiler.supported_ccs()[-1])
     results = re.findall(r"dp4a\.s32\.s32 (%r\d+), \1,", compiled.ptx)
     assert len(results) == probe.UNROLLED and len(set(results)) == pipe.n_words
     assert len({results.count(result) for result in results}) == 1
@@ -101,8 +100,9 @@ def test_reports_are_kept(emulated):
 # ---- what follows ------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("shares, instruction", [
-    ({}, "dp4a"), ({"dp4a": 1 / 16}, "dp2a"), ({"dp4a": 1 / 16, "dp2a": 1 / 16}, "imad"), ({"dp4a": 0.5}, "dp4a"),
-    ({"dp2a": 1 / 16}, "dp4a"), ({"dp4a": 1 / 16, "dp2a": 1 / 16, "imad": 1 / 16}, "dp4a")])
+    ({}, "dp4a"), ({"dp4a": 1 / 16}, "dp2a"), ({"dp4a": 1 / 16, "dp2a": 1 / 16}, "imad"),
+    ({"dp4a": 0.5}, "dp4a"), ({"dp2a": 1 / 16}, "dp4a"),
+    ({"dp4a": 1 / 16, "dp2a": 1 / 16, "imad": 1 / 16}, "dp4a")])
 def test_choice_of_the_dot_product(shares, instruction):
     assert probe.fastest_dot(report_of(**shares)) == instruction
 

@@ -81,7 +81,7 @@ def _ampere(fma, half, fp64, tensor):
         _unit("fma", fma, "dp4a dp2a imad fp32 ffma"),     # guide
         _unit("fma heavy", 64, "dp4a dp2a imad"),          # guide: imad; dp4a beside it: NVIDIA forum 302018
         _ALU,
-        _unit("half", half, "half2 half"),                 # white papers: fp16 4 x fp32 (GA100), 1 x (GA102, AD102)
+        _unit("half", half, "half2 half"),                 # white papers: fp16 4 x fp32 on GA100, else 1 x
         _SPECIAL,
         _unit("fp64", fp64, "fp64"),                       # guide
         _unit("tensor", tensor, "tensor"),                 # computed from the white papers' dense fp16 peaks
