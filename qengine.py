@@ -2697,8 +2697,8 @@ def listed(numbers) -> str:
 
 def build_parser() -> Parser:
     parser = Parser(
-        usage="python qengine.py [-m MODEL] [-p TEXT | --chat | --serve [PORT] | --perplexity FILE | "
-              "--bench | --probe] [options]",
+        usage="python qengine.py [-m MODEL] [-p TEXT | --chat | --serve [PORT] | --perplexity FILE |\n"
+              "                         --bench | --probe] [options]",
         description="Runs a Qwen3.5 or Qwen3.6 model on NVIDIA cards or, without one, on an emulated card.",
         epilog=EXAMPLES, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", metavar="MODEL", default=DEFAULT_MODEL,
