@@ -235,7 +235,8 @@ def _shared_loop(clock):
         words = cuda.shared.array(N_SHARED_WORDS, uint32)
         thread = uint32(cuda.threadIdx.x)
         for i in range(uint32(N_SHARED_WORDS // THREADS)):
-            words[uint32(uint32(i) * uint32(THREADS) + thread)] = thread
+            place = uint32(uint32(i) * uint32(THREADS) + thread)
+            words[place] = uint32(place * place)
         cuda.syncthreads()
         start, last, left = clock(), uint32(0), uint32(rounds)
         while left > uint32(0):
@@ -261,10 +262,10 @@ def probe_read(out, x, rounds):
     """Reads all of x, 16 bytes at a time: rounds · 4 · threads of the grid · 16 bytes."""
     stride = uint32(uint32(cuda.gridDim.x) * uint32(cuda.blockDim.x))
     thread = uint32(uint32(cuda.blockIdx.x) * uint32(cuda.blockDim.x) + uint32(cuda.threadIdx.x))
+    first, step = uint32(uint32(4) * thread), uint32(uint32(4) * stride)
     total = uint32(0)
     for j in range(uint32(rounds)):
-        i = uint32(uint32(4) * uint32(uint32(uint32(4) * uint32(j)) * stride + thread))
-        step = uint32(uint32(4) * stride)
+        i = uint32(first + uint32(uint32(uint32(4) * uint32(j)) * step))
         a0, a1, a2, a3 = load_words4(x, i)
         b0, b1, b2, b3 = load_words4(x, uint32(i + step))
         c0, c1, c2, c3 = load_words4(x, uint32(i + uint32(uint32(2) * step)))

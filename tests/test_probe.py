@@ -3,6 +3,7 @@
 import json
 import re
 
+import numpy as np
 import pytest
 
 from kernels import compile as compiler
@@ -64,6 +65,27 @@ def test_chains_start_apart():
     results = re.findall(r"dp4a\.s32\.s32 (%r\d+), \1,", compiled.ptx)
     assert len(results) == probe.UNROLLED and len(set(results)) == pipe.n_words
     assert len({results.count(result) for result in results}) == 1
+
+
+# ---- memory ------------------------------------------------------------------------------------------------
+
+def test_all_of_the_memory_is_read(card):
+    """And each word once: the exclusive or of the threads' results is that of the words."""
+    blocks, threads, rounds = 3, 64, 2
+    x = np.random.default_rng(0).integers(0, 2**32, rounds * 4 * blocks * threads * 4, np.uint32)
+    out = card.zeros(blocks * threads, np.uint32)
+    card.launch(probe.probe_read, blocks, threads, out, card.upload(x), rounds)
+    assert np.bitwise_xor.reduce(card.download(out)) == np.bitwise_xor.reduce(x)
+
+
+def test_shared_memory_is_read_as_the_loop_says(card):
+    """Reads of a round: N_SHARED_LOADS times 16 bytes per lane, of words that hold their place squared."""
+    out, clocks = card.zeros(probe.THREADS, np.uint32), card.zeros(1, np.uint64)
+    card.launch(probe.shared_kernel(with_clock=card.kind != "emulated"), 1, probe.THREADS, out, clocks, 1)
+    words = np.arange(probe.N_SHARED_WORDS, dtype=np.uint32) ** 2
+    per_lane = np.bitwise_xor.reduce(words.reshape(probe.N_SHARED_LOADS, 32, 4), axis=(0, 2))
+    assert len(set(per_lane.tolist())) > 8
+    np.testing.assert_array_equal(card.download(out), np.tile(per_lane, probe.THREADS // 32))
 
 
 # ---- on the emulated card ----------------------------------------------------------------------------------
