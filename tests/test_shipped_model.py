@@ -1,7 +1,8 @@
 """The model that comes with qengine: right answers in English and Korean, and the same tokens on every card.
 
-tests/data/answers.json holds greedy tokens and hashes of logits, written once. Tokens that follow an answer's
-end, where the model is unsure, are among them: a kernel that adds in another order shows here.
+tests/data/answers.json holds greedy tokens and hashes of logits, written once. A kernel that adds in another
+order changes the hashes; whether it changes what is said, the tokens tell, some of which follow an answer's end,
+where the model is unsure.
 `python -m tests.test_shipped_model` prints what a card computes.
 """
 
