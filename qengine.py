@@ -10,7 +10,8 @@ Table of contents
     7  Sampling                      per-slot parameters of the sampling kernels
     8  Scheduler and engine          requests, slots, prompts and answers taking turns; load()
     9  Server                        OpenAI's wire format over HTTP
-    10 Command line                  one prompt, a chat, a server, or perplexity
+    10 Bench                         how fast a model runs, and what of the card it uses
+    11 Command line                  one prompt, a chat, a server, or a measurement
 
 Three kinds of error leave this file on purpose: `ModelError` for a file that cannot be used, `RequestError`
 for a request that cannot be answered, `EngineStopped` once there is no engine to answer it. Each carries one
@@ -65,10 +66,13 @@ import waitress.server
 import waitress.task
 from werkzeug.exceptions import HTTPException, ServiceUnavailable, TooManyRequests
 
-from kernels import (attention, conv, embedding, float_matmul, gdn, kv_cache, norm, q8_gemm, q8_gemv,
+from kernels import (attention, conv, embedding, float_matmul, gdn, kv_cache, norm, probe, q8_gemm, q8_gemv,
                      quantize, rope, sample, swiglu, synthetic)
+from kernels.bench import operation_seconds
 from kernels.card import Array, Card, CardError, open_cards, show_bytes
 from kernels.compile import CompileError
+from kernels.emulated.cards import CARDS
+from kernels.nvidia import find_assembler
 
 # ======================================================================================================
 # 1  Config and GGUF
@@ -1462,11 +1466,15 @@ class Stage:
 
     def _record(self, rows: Rows):
         with self.card.record() as recording:
-            self.model.forward(rows)
-            if self.model.head:
-                self.model.compute_logits(self.model.x, rows.n)
-                self.sampler.launch(self.model.logits, rows)
+            self.launch_step(rows)
         return recording
+
+    def launch_step(self, rows: Rows):
+        """Queue all launches of a decode step."""
+        self.model.forward(rows)
+        if self.model.head:
+            self.model.compute_logits(self.model.x, rows.n)
+            self.sampler.launch(self.model.logits, rows)
 
 
 class Pipeline:
@@ -2451,7 +2459,188 @@ def hang_up(watched: dict):
 
 
 # ======================================================================================================
-# 10  Command line
+# 10  Bench
+# ======================================================================================================
+# Prefill: a whole prompt of random tokens until its first answer token is on the host. Decode: steps of a
+# batch of slots from a context on, each until its tokens are on the host. Per cent are of what the probe
+# found: of the int8 operations that its dp4a lanes do at the measured clock (prefill: those of the matrix
+# products), and of the bytes per second that it reads (decode: weights, recurrent states and KV pages).
+# What fits in a cache is read faster than memory: a small model's decode may go beyond 100 per cent.
+
+PROMPT_LENGTHS, CONTEXTS, REPEATS = (297, 1160, 4620, 18400), (297, 4620, 18400), 3
+EMULATED_LENGTH = 297       # prompt and context on the emulated card, once
+DECODE_STEPS = 32           # of one timed run
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What the launches of one kernel take, recorded and replayed by themselves."""
+
+    name: str
+    launches: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast prefill or decode is at a context; `operations` are those of the prompt, or of one step."""
+
+    context: int
+    batch: int
+    tokens_per_s: float             # the median of the repeats
+    repeats: list[float]
+    percent_of_peak: float
+    launches: int                   # of the prompt, or of a step
+    operations: list[Operation]
+
+
+def matrices(part) -> list[Matrix]:
+    """The matrices of a layer, by what its fields hold."""
+    if isinstance(part, Matrix):
+        return [part]
+    fields = dataclasses.fields(part) if dataclasses.is_dataclass(part) else ()
+    return [matrix for field in fields for matrix in matrices(getattr(part, field.name))]
+
+
+class Bench:
+    """Times an engine that does nothing else; `batch` of its slots decode together. Close it afterwards."""
+
+    def __init__(self, engine: Engine, report: probe.Report, repeats: int, batch: int):
+        self.engine, self.report, self.repeats, self.batch = engine, report, repeats, batch
+        self.pipeline, self.stage, self.card = engine.pipeline, engine.pipeline.last, engine.cards[0]
+        self.random = np.random.default_rng(1)
+        pages = pages_for(engine.n_ctx)
+        for slot in range(batch):
+            self.pipeline.set_pages(slot, list(range(slot * pages, (slot + 1) * pages)))
+
+    # ---- what is timed ----
+
+    def chunks(self, n: int):
+        """(start, token ids) of the passes of a random prompt of n tokens."""
+        ids = self.random.integers(0, self.engine.config.n_vocab, n).tolist()
+        return [(start, ids[start:start + self.engine.chunk]) for start in range(0, n, self.engine.chunk)]
+
+    def prompt(self, n: int, slot: int = 0) -> float:
+        """Seconds of a prompt of n tokens with its first answer token."""
+        chunks = self.chunks(n)
+        self.pipeline.start(slot, Request([0]))
+        started = time.perf_counter()
+        for start, ids in chunks:
+            self.pipeline.prefill(ids, slot, start)
+        self.pipeline.sample_row(len(chunks[-1][1]) - 1, slot)
+        return time.perf_counter() - started
+
+    def steps(self, context: int) -> float:
+        """Seconds of DECODE_STEPS steps of the batch from a context on."""
+        slots, tokens = list(range(self.batch)), [0] * self.batch
+        started = time.perf_counter()
+        for position in range(context, context + DECODE_STEPS):
+            tokens = self.pipeline.decode(tokens, slots, [position] * self.batch).tolist()
+        return time.perf_counter() - started
+
+    def prefill(self, n: int) -> Speed:
+        """The Speed of a prompt of n tokens."""
+        self.prompt(n)
+        speeds = [n / self.prompt(n) for _ in range(self.repeats)]
+        times = {}
+        for start, ids in self.chunks(n):
+            self.stage.set_rows(ids, [0] * len(ids), range(start, start + len(ids)))
+            rows = self.stage.rows(len(ids), is_decode=False)
+            operation_seconds(self.card, functools.partial(self.stage.model.forward, rows), times)
+        share = self.prompt_operations(n) / n * np.median(speeds) / self.report.dp4a_peak
+        return self.speed(n, 1, speeds, share, times)
+
+    def decode(self, context: int) -> Speed:
+        """The Speed of the batch from a context on."""
+        for slot in range(self.batch):
+            self.prompt(context, slot)
+        self.steps(context)
+        speeds = [self.batch * DECODE_STEPS / self.steps(context) for _ in range(self.repeats)]
+        self.place_step(context)
+        times = operation_seconds(self.card, self.step)
+        share = self.step_bytes(context) / self.batch * np.median(speeds) / self.report.read_bandwidth
+        return self.speed(context, self.batch, speeds, share, times)
+
+    def speed(self, context, batch, speeds, share, times) -> Speed:
+        operations = [Operation(name, n, seconds) for name, (n, seconds) in times.items()]
+        operations.sort(key=lambda operation: -operation.seconds)
+        return Speed(context, batch, float(np.median(speeds)), speeds, float(100 * share),
+                     sum(operation.launches for operation in operations), operations)
+
+    def place_step(self, context: int):
+        """Tell the card the inputs of a decode step."""
+        self.stage.set_rows([0] * self.batch, range(self.batch), [context] * self.batch)
+
+    def step(self):
+        """Queue the launches of a decode step, which `Stage.decode` replays from a recording."""
+        stage = self.stage
+        stage.launch_step(stage.rows(self.batch, is_decode=True))
+
+    # ---- what it must move and compute ----
+
+    def weights(self) -> list[Matrix]:
+        """The matrices of the layers and the head: what every decode step reads whole."""
+        model = self.stage.model
+        return [matrix for layer in model.layers for matrix in matrices(layer)] + [model.head]
+
+    def prompt_operations(self, n: int) -> int:
+        """Multiplications and additions of a prompt's matrix products, the head's of its last row alone."""
+        *layers, head = self.weights()
+        return 2 * (n * sum(matrix.n * matrix.k for matrix in layers) + head.n * head.k)
+
+    def step_bytes(self, context: int) -> int:
+        """Bytes of a decode step in the middle of DECODE_STEPS: weights once, and of every slot the recurrent
+        states, read and written, and the keys and values up to its position."""
+        c, cache = self.engine.config, self.stage.cache
+        weights = sum(m.values.nbytes + (m.scales.nbytes if m.is_quantized else 0) for m in self.weights())
+        states = sum(2 * (s.conv[0].nbytes + s.memory[0].nbytes) for s in cache.recurrent.values())
+        kept = (context + DECODE_STEPS // 2) * len(cache.pages) * 2 * c.kv_dim * 2     # k and v, float16
+        return weights + self.batch * (states + kept)
+
+    # ---- estimates for cards that are not here ----
+
+    def estimates(self, n: int, context: int) -> dict:
+        """Tokens/s of other cards as estimated by the emulated one: {"prefill": {name: ..}, "decode": ..}."""
+        def seconds():
+            return {card.name: sum(launch.estimate(card).seconds for launch in log) for card in CARDS}
+
+        chunks = self.chunks(n)
+        self.pipeline.start(0, Request([0]))
+        with self.card.counting() as log:
+            for start, ids in chunks:
+                self.pipeline.prefill(ids, 0, start)
+        prefill = {name: n / total for name, total in seconds().items()}
+        self.place_step(context)
+        with self.card.counting() as log:
+            self.step()
+        return {"prefill": prefill, "decode": {name: self.batch / total for name, total in seconds().items()}}
+
+
+def bench_table(title: str, speeds: list[Speed], of_what: str) -> str:
+    """For people: a line for each Speed, then where the time of the last one goes."""
+    lines = [f"{title:<10}{'batch':>6}{'tokens/s':>12}   of {of_what:<16}{'launches':>9}"]
+    lines += [f"{speed.context:<10,}{speed.batch:>6}{speed.tokens_per_s:>12,.1f}   "
+              f"{f'{speed.percent_of_peak:.1f} %':<19}{speed.launches:>9,}" for speed in speeds]
+    operations = speeds[-1].operations
+    total = sum(operation.seconds for operation in operations)
+    lines += ["", f"  at {speeds[-1].context:,}, each kernel's launches replayed by themselves:"]
+    lines += [f"  {o.name:<28}{o.launches:>7,}{o.seconds * 1e3:>12.3f} ms{100 * o.seconds / total:>7.1f} %"
+              for o in operations]
+    return "\n".join(lines)
+
+
+def estimate_table(estimates: dict) -> str:
+    """The estimates, under their name."""
+    names = list(estimates["prefill"])
+    lines = [f"{'ESTIMATES':<18}{'prefill':>10}{'decode':>10}   tokens/s at most, from counted instructions "
+             "and sectors; not measured"]
+    for name in names:
+        lines.append(f"{name:<18}{estimates['prefill'][name]:>10,.0f}{estimates['decode'][name]:>10,.0f}")
+    return "\n".join(lines)
+
+
+# ======================================================================================================
+# 11  Command line
 # ======================================================================================================
 # One answer, a chat, a server or a measurement. Answers go to stdout, all else to stderr.
 
@@ -2462,13 +2651,16 @@ examples:
   python qengine.py -m model.gguf --chat                            talk with a model
   python qengine.py -m model.gguf --serve                           OpenAI-compatible server on port 8080
   python qengine.py -m model.gguf --perplexity text.txt             how well the model predicts a text
+  python qengine.py --probe                                         what this card's pipes and memory can do
+  python qengine.py -m model.gguf --bench                           how fast the model runs on it
 """
 
-TASKS = "prompt", "chat", "serve", "perplexity", "print_config"
+TASKS = "prompt", "chat", "serve", "perplexity", "bench", "probe", "print_config"
 
 # Options that mean nothing without one of others. Whoever says them expects something.
 GOES_WITH = {"raw": ["prompt"], "slots": ["serve", "print_config"], "host": ["serve"],
-             "against": ["perplexity"],
+             "against": ["perplexity"], "json": ["bench", "probe"],
+             **dict.fromkeys(["prompt_lengths", "contexts", "repeats", "batch"], ["bench"]),
              **dict.fromkeys([*SAMPLING, "thinking"], ["prompt", "chat", "serve"])}
 
 
@@ -2489,10 +2681,25 @@ def within(kind: type, low, high):
     return convert
 
 
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """An argparse type: "297,4620"."""
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1 or max(numbers) >= 2**31 - DECODE_STEPS - 1:
+        raise argparse.ArgumentTypeError(f"must be whole numbers from 1 on with commas, not {text!r}")
+    return numbers
+
+
+def listed(numbers) -> str:
+    return ",".join(map(str, numbers))
+
+
 def build_parser() -> Parser:
     parser = Parser(
-        usage="python qengine.py [-m MODEL] [-p TEXT | --chat | --serve [PORT] | --perplexity FILE] "
-              "[options]",
+        usage="python qengine.py [-m MODEL] [-p TEXT | --chat | --serve [PORT] | --perplexity FILE |\n"
+              "                         --bench | --probe] [options]",
         description="Runs a Qwen3.5 or Qwen3.6 model on NVIDIA cards or, without one, on an emulated card.",
         epilog=EXAMPLES, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", metavar="MODEL", default=DEFAULT_MODEL,
@@ -2511,6 +2718,12 @@ def build_parser() -> Parser:
                            "is cut into windows of --ctx tokens that know nothing of each other, and each "
                            "token is predicted once, from those before it in its window (the first of a "
                            "window from the whole window before)")
+    what.add_argument("--bench", action="store_true",
+                      help="tokens/s of prompts and of answers, how much of the card they use and where the "
+                           "time goes; needs a card that does nothing else, and probes it if nobody did")
+    what.add_argument("--probe", action="store_true",
+                      help="measure what the card's instructions, memory and launches can do, name what is "
+                           "throttled, and keep the result; uses no model")
     what.add_argument("--print-config", action="store_true",
                       help="show the model's configuration, and what --ctx, --slots and --card make of it")
 
@@ -2527,6 +2740,17 @@ def build_parser() -> Parser:
                          help="also OTHER's figures, and how far MODEL's predictions are from its own (KL "
                               "divergence, likeliest tokens); the vocabulary is the same, and both are "
                               "loaded at once")
+
+    bench = parser.add_argument_group("with --bench (in brackets: on the emulated card)")
+    lengths = functools.partial(bench.add_argument, type=whole_numbers, metavar="N,N")
+    lengths("--prompt-lengths",
+            help=f"tokens of the prompts (default: {listed(PROMPT_LENGTHS)} [{EMULATED_LENGTH}])")
+    lengths("--contexts", help=f"tokens before the answers (default: {listed(CONTEXTS)} [{EMULATED_LENGTH}])")
+    bench.add_argument("--repeats", metavar="N", type=within(int, 1, 1000),
+                       help=f"the median of so many counts (default: {REPEATS} [1])")
+    bench.add_argument("--batch", metavar="N", type=within(int, 1, 256), default=1,
+                       help="answers decoded at the same time (default: 1)")
+    bench.add_argument("--json", metavar="FILE", help="write everything there, too; also with --probe")
 
     machine = parser.add_argument_group("the machine")
     machine.add_argument("--card", metavar="CARD",
@@ -2558,6 +2782,10 @@ def check_options(parser: Parser, options):
         partners = GOES_WITH.get(name)
         if partners and not set(partners) & set(names):
             parser.error(f"{option_name(name)} goes with {' or '.join(map(option_name, partners))}")
+    if options.bench and options.ctx is not None:
+        parser.error("--ctx is not for --bench, which takes what --prompt-lengths and --contexts need")
+    if options.probe and options.model != DEFAULT_MODEL:
+        parser.error("-m is not for --probe, which uses no model")
     if options.raw and options.thinking:
         parser.error("--thinking is for chat templates, and --raw uses none")
     if not options.model:
@@ -2783,6 +3011,52 @@ def read_text(path: str) -> str:
         raise RequestError("perplexity", f"{path}: not UTF-8 text (byte {error.start})") from None
 
 
+def run_probe(options) -> int:
+    """Measures the chosen cards; returns the exit code."""
+    reports = probe.probe_cards(options.card)
+    if options.json:
+        write_json(options.json, [report.to_dict() for report in reports])
+    return 0
+
+
+def run_bench(model: OpenModel, options) -> int:
+    """Prints how fast a model is; returns the exit code."""
+    card = _open_card(options.card)
+    emulated = card.kind == "emulated"
+    lengths = sorted(options.prompt_lengths or ([EMULATED_LENGTH] if emulated else PROMPT_LENGTHS))
+    contexts = sorted(options.contexts or ([EMULATED_LENGTH] if emulated else CONTEXTS))
+    repeats = options.repeats or (1 if emulated else REPEATS)
+    if options.json:
+        write_json(options.json, {})    # now: what is measured should not be lost for a mistyped folder
+    report, free = probe.saved_or_measured(card), card.free_bytes
+    n_ctx = max(*lengths, *contexts) + DECODE_STEPS + 1
+    with contextlib.closing(load(model, card=card, ctx=n_ctx, slots=options.batch)) as engine:
+        bench = Bench(engine, report, repeats, options.batch)
+        peaks = ("dp4a measured", "read measured") if emulated else ("dp4a peak", "read bandwidth")
+        prefill = [bench.prefill(n) for n in lengths]
+        print(bench_table("prefill", prefill, peaks[0]), flush=True)
+        decode = [bench.decode(n) for n in contexts]
+        print(f"\n{bench_table('decode', decode, peaks[1])}")
+        used = free - card.free_bytes
+        print(f"\n{engine.name} on {card.describe()}; peak memory {show_bytes(used)}")
+        estimates = bench.estimates(lengths[0], contexts[0]) if emulated and find_assembler() else None
+        if estimates:
+            print(f"\n{estimate_table(estimates)}")
+    if options.json:
+        write_json(options.json, {
+            "model": engine.name, "date": probe.now(), "card": card.facts(), "versions": probe.versions(),
+            "probe": report.to_dict(), "peak_memory_bytes": used,
+            "prefill": [dataclasses.asdict(speed) for speed in prefill],
+            "decode": [dataclasses.asdict(speed) for speed in decode]}
+            | ({"estimates": estimates} if estimates else {}))
+    return 0
+
+
+def write_json(path: str, data):
+    """OSError, which `main` puts into a sentence, where the file cannot be written."""
+    Path(path).write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 def print_config(options) -> int:
     """What the model file and the command line say; returns the exit code."""
     model = open_model(options.model)
@@ -2804,7 +3078,11 @@ def run(options) -> int:
         return print_config(options)
     if options.serve is not None:
         return run_server(options, sampling, thinking)
+    if options.probe:
+        return run_probe(options)
     model = open_model(options.model)
+    if options.bench:
+        return run_bench(model, options)
     if options.perplexity is not None:
         return run_perplexity(model, options)
     if options.chat:

@@ -14,12 +14,15 @@ import argparse
 import math
 import sys
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from kernels.card import CardError, open_cards
 from kernels.emulated.cards import CARDS
 
-OPS_PER_LANE = {"dp4a": 8, "dp2a": 4, "half2": 4, "ffma": 2, "fp32": 1}    # multiplication and addition apart
+# Multiplication and addition apart; a warp instruction of the tensor path is 1,024 of both.
+OPS_PER_LANE = {"dp4a": 8, "dp2a": 4, "imad": 2, "half2": 4, "ffma": 2, "fp32": 1, "tensor": 64}
 TARGET_SECONDS = 0.05                                    # length of one timed replay
 MAX_CALLS = 500                                          # in one recording
 REPLAYS = 3
@@ -94,19 +97,60 @@ def seconds_per_call(card, launch):
         with card.record() as recording:
             for _ in range(n_calls):
                 launch()
-        seconds = min(_replay_seconds(card, recording) for _ in range(REPLAYS))
+        seconds = min(replay_seconds(card, recording) for _ in range(REPLAYS))
         if seconds >= TARGET_SECONDS / 2 or n_calls == MAX_CALLS:
             return seconds / n_calls
         n_calls = min(MAX_CALLS, max(2 * n_calls, int(n_calls * TARGET_SECONDS / max(seconds, 1e-9))))
 
 
-def _replay_seconds(card, recording):
+def replay_seconds(card, recording):
+    """Seconds of one replay on the default stream."""
     stream = card.default_stream
     start = stream.record()
     recording.replay()
     end = stream.record()
     end.synchronize()
     return end.seconds_since(start)
+
+
+@contextmanager
+def launches_of(card):
+    """Lists the launches and copies within the card made inside: (name, function that queues it again)."""
+    found, launch, copy = [], card.launch, card.copy
+
+    def listed_launch(kernel, *args, **options):
+        found.append((kernel.__name__, partial(launch, kernel, *args, **options)))
+        launch(kernel, *args, **options)
+
+    def listed_copy(*args):
+        found.append(("copy", partial(copy, *args)))
+        copy(*args)
+
+    card.launch, card.copy = listed_launch, listed_copy
+    try:
+        yield found
+    finally:
+        del card.launch, card.copy
+
+
+def operation_seconds(card, work, into=None):
+    """{name: [launches, seconds]} of the operations that work() queues, added to `into`.
+
+    The launches of one kernel are recorded by themselves, in their order, and their recording is replayed:
+    each reads what it would read, but follows its own kind, so the sum is not exactly the whole's time.
+    """
+    with launches_of(card) as launches, card.record():
+        work()
+    times = {} if into is None else into
+    for name in dict.fromkeys(name for name, _ in launches):
+        again = [call for other, call in launches if other == name]
+        with card.record() as recording:
+            for call in again:
+                call()
+        known = times.setdefault(name, [0, 0.0])
+        known[0] += len(again)
+        known[1] += min(replay_seconds(card, recording) for _ in range(REPLAYS))
+    return times
 
 
 def line(result, model=None):

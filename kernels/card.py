@@ -209,6 +209,8 @@ class Card:
     `pinned`, `synchronize` and `describe`.
     """
 
+    kind = "cuda"                                        # what `open_cards` calls its kind
+
     def __init__(self, name, cc, n_sms, memory_bytes, max_shared, cache_dir):
         self.name, self.cc, self.n_sms, self.memory_bytes = name, cc, n_sms, memory_bytes
         self.max_shared = max_shared                     # bytes of shared memory that one block may have
@@ -222,6 +224,10 @@ class Card:
 
     def __repr__(self):
         return f"<{self.describe()}>"
+
+    def facts(self):
+        """What a report should say of this card: a dict of texts and numbers; "name" is always there."""
+        return {"name": self.describe()}
 
     # -- memory --
 

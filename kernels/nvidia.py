@@ -28,6 +28,7 @@ from kernels import compile as compiler
 from kernels.card import Card, CardError, Event, LaunchError, Pinned, Recording, Stream, show_bytes
 
 OLDEST = (7, 0)                                          # half2 arithmetic and dp4a at full rate
+PCI_DEVICES = Path("/sys/bus/pci/devices")
 SUCCESS = driver.CUresult.CUDA_SUCCESS
 
 
@@ -69,6 +70,30 @@ def _capability(number):
 def _attribute(device, name):
     which = getattr(driver.CUdevice_attribute, "CU_DEVICE_ATTRIBUTE_" + name)
     return _call(driver.cuDeviceGetAttribute, which, device)
+
+
+def driver_version():
+    """The driver as people know it, "580.65.06, CUDA 13.0"; only CUDA where the system says no more."""
+    cuda = "CUDA %d.%d" % divmod(_call(driver.cuDriverGetVersion) // 10, 100)
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return cuda
+    number = re.search(r"\b\d+\.\d+(?:\.\d+)?\b", text)
+    return f"{number[0]}, {cuda}" if number else cuda
+
+
+def _link(bus):
+    """The PCIe link of the device at address `bus`, as facts; none where the system says nothing."""
+    folder = PCI_DEVICES / bus.lower()[-12:]
+    try:
+        speed, lanes = ((folder / f"current_link_{name}").read_text().strip() for name in ("speed", "width"))
+        transfers = float(speed.split()[0])
+        lanes = int(lanes)
+    except (OSError, ValueError, IndexError):
+        return {}
+    bits = 8 / 10 if transfers < 8 else 128 / 130        # of data in what is transferred, by generation
+    return {"link": f"{transfers:g} GT/s × {lanes} lanes", "link GB/s": transfers * lanes * bits / 8}
 
 
 @cache
@@ -133,6 +158,21 @@ class NvidiaCard(Card):
 
     def describe(self):
         return f"{self.model}, sm_{self.cc[0]}{self.cc[1]}, {self.n_sms} SMs, {show_bytes(self.memory_bytes)}"
+
+    def facts(self):
+        """Adds the UUID, the driver, memory clock and bus width, and what the link runs at this moment."""
+        uuid = bytes(_call(driver.cuDeviceGetUuid, self.device).bytes)
+        clock = _attribute(self.device, "MEMORY_CLOCK_RATE")             # kHz
+        bits = _attribute(self.device, "GLOBAL_MEMORY_BUS_WIDTH")
+        facts = {"name": self.describe(), "uuid": uuid.hex(), "driver": driver_version(),
+                 "memory": f"{clock / 1000:.0f} MHz × {bits} bit"}
+        if clock and bits:
+            facts["memory GB/s"] = 2 * clock * 1e3 * bits / 8 / 1e9
+        return facts | _link(_call(driver.cuDeviceGetPCIBusId, 64, self.device).split(b"\0")[0].decode())
+
+    def can_access(self, other):
+        """Whether kernels of this card can read the memory of NVIDIA card `other`."""
+        return bool(_call(driver.cuDeviceCanAccessPeer, self.device, other.device))
 
     def call(self, function, *args):
         """Calls a driver function in this card's context."""

@@ -20,7 +20,8 @@ from kernels.emulated import native
 TOTAL = 1 << 32                                          # bytes of memory
 OK = CUresult.CUDA_SUCCESS
 ATTRIBUTES = {"COMPUTE_CAPABILITY_MAJOR": 8, "COMPUTE_CAPABILITY_MINOR": 6, "MULTIPROCESSOR_COUNT": 68,
-              "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": 99 << 10}
+              "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": 99 << 10, "MEMORY_CLOCK_RATE": 810_000,
+              "GLOBAL_MEMORY_BUS_WIDTH": 4096}
 
 memory = {}                                              # address -> buffer
 machine_code = {}                                        # cubin -> the PTX it was made of, see `assembled`
@@ -49,6 +50,18 @@ def cuDeviceGetName(length, device):
 
 def cuDeviceGetAttribute(attribute, device):
     return OK, ATTRIBUTES[CUdevice_attribute(attribute).name.removeprefix("CU_DEVICE_ATTRIBUTE_")]
+
+
+def cuDeviceGetUuid(device):
+    return OK, SimpleNamespace(bytes=bytes(range(16)))
+
+
+def cuDeviceGetPCIBusId(length, device):
+    return OK, b"0000:0A:00.0".ljust(length, b"\0")
+
+
+def cuDeviceCanAccessPeer(device, other):
+    return OK, int(device != other)
 
 
 def cuDeviceTotalMem(device):

@@ -1,13 +1,17 @@
-"""The table of `python -m kernels.<name>`."""
+"""The table of `python -m kernels.<name>`, and `qengine.py --bench` and `--probe`."""
 
+import json
+import re
 from types import SimpleNamespace
 
 import pytest
 from numba import cuda, uint32
 
-from kernels import bench
+import qengine
+from kernels import bench, probe
 from kernels.bench import Case, Result
-from kernels.emulated.cards import CMP_100_210, H100, V100
+from kernels.card import open_cards
+from kernels.emulated.cards import CARDS, CMP_100_210, H100, V100
 
 N = 100_000
 
@@ -77,3 +81,120 @@ def test_numbers():
     shown = [bench.show_time(t) for t in (2.0, 0.5, 1.23e-5, 1e-8)]
     assert shown == ["  2.00 s ", "500.00 ms", " 12.30 µs", "  0.01 µs"]
     assert bench.line(Result(Case("a"), 0.5)) == "a" + " " * (bench.NAME_WIDTH + 2) + "5.00e-01"
+
+
+# ---- the engine's bench ------------------------------------------------------------------------------------
+
+@pytest.fixture
+def bench_of_tiny(monkeypatch):
+    """Runs `qengine.py --bench` on the smallest random model, with a report instead of the probe."""
+    rows = probe.Row("dp4a", "dp4a", 0.1, "TOPS"), probe.Row("read", "memory, read", 10.0, "GB/s")
+    report = probe.Report({"name": "a card"}, {}, "2026-01-01", rows)
+    monkeypatch.setattr(probe, "saved_or_measured", lambda card: report)
+    return lambda *options: qengine.main(["-m", "synthetic:tiny", "--card", "emulated", "--bench", *options])
+
+
+def test_bench_of_an_engine(bench_of_tiny, capsys, tmp_path, monkeypatch):
+    estimates = dict.fromkeys(("prefill", "decode"), {"a card of the table": 1234.0})
+    monkeypatch.setattr(qengine, "DECODE_STEPS", 3)
+    monkeypatch.setattr(qengine.Bench, "estimates", lambda *arguments: estimates)
+    file = tmp_path / "bench.json"
+    lengths = "--prompt-lengths", "70,5", "--contexts", "9"
+    assert bench_of_tiny(*lengths, "--batch", "2", "--json", str(file)) == 0
+    found = json.loads(file.read_text())
+    assert [speed["context"] for speed in found["prefill"]] == [5, 70]
+    assert [(speed["context"], speed["batch"]) for speed in found["decode"]] == [(9, 2)]
+    for speed in found["prefill"] + found["decode"]:
+        assert speed["tokens_per_s"] > 0 and len(speed["repeats"]) == 1 and speed["percent_of_peak"] > 0
+        assert speed["launches"] == sum(operation["launches"] for operation in speed["operations"])
+        assert all(operation["seconds"] > 0 for operation in speed["operations"])
+    decode = {operation["name"]: operation["launches"] for operation in found["decode"][0]["operations"]}
+    assert decode["gemv_q8_q8_kernel"] == 32 and decode["gdn_recurrence"] == 3
+    assert set(found) == {"model", "date", "card", "versions", "probe", "peak_memory_bytes", "prefill",
+                          "decode", "estimates"}
+    assert found["peak_memory_bytes"] > 4e6 and "numba" in found["versions"] and found["probe"]["format"]
+    out = capsys.readouterr().out
+    assert "gemm_q8_q8_kernel" in out and "peak memory" in out and "of dp4a measured" in out
+    assert re.search(r"^ESTIMATES .* not measured\na card of the table +1,234 +1,234$", out, re.M)
+    assert found["estimates"] == estimates
+
+
+def test_estimates_of_other_cards():
+    """What the launches of two chunks and of a step of two slots are estimated to take."""
+    card = open_cards("emulated")[0]
+    x = card.zeros(N, "float32")
+
+    def launch(*_):
+        card.launch(double, -(-N // 256), 256, x, N)
+
+    engine = qengine.Bench.__new__(qengine.Bench)
+    engine.card, engine.batch, engine.place_step, engine.step = card, 2, lambda context: None, launch
+    engine.chunks = lambda n: [(0, [0]), (1, [0])]
+    engine.pipeline = SimpleNamespace(start=lambda *_: None, prefill=launch)
+    with card.counting() as log:
+        launch()
+    found = engine.estimates(10, 5)
+    for model in CARDS:
+        seconds = log[0].estimate(model).seconds
+        assert found["prefill"][model.name] == pytest.approx(10 / (2 * seconds))
+        assert found["decode"][model.name] == pytest.approx(2 / seconds)
+
+
+def test_what_a_step_moves_and_a_prompt_computes():
+    engine = qengine.load("synthetic:tiny", card="emulated", ctx=128, slots=2, progress=False)
+    c, b = engine.config, qengine.Bench(engine, None, 1, 2)
+    products = [m for m in b.weights() if m.is_quantized]
+    n_weights = sum(m.n * m.k for m in products)
+    states = sum(kind == "linear" for kind in c.layer_kinds) * 4 * (
+        c.n_value_heads * 128 * 128 + (c.conv_width - 1) * c.conv_dim)
+    positions = 64 + qengine.DECODE_STEPS // 2
+    kept = sum(kind == "attention" for kind in c.layer_kinds) * 2 * c.kv_dim * 2 * positions
+    assert b.step_bytes(64) == n_weights * 34 // 32 + 2 * (2 * states + kept)
+    head = c.n_vocab * c.hidden_dim
+    assert b.prompt_operations(10) == 2 * (10 * (n_weights - head) + head)
+    assert len(products) == len(b.weights()) == 32
+    engine.close()
+
+
+def test_operations_are_timed_alone(card):
+    x = card.zeros(N, "float32")
+
+    def work():
+        card.launch(double, 1, 256, x, N)
+        card.copy(x[:8], x[8:16])
+        card.launch(double, -(-N // 256), 256, x, N)
+
+    work()
+    times = bench.operation_seconds(card, work)
+    assert {name: n for name, (n, _) in times.items()} == {"double": 2, "copy": 1}
+    assert all(seconds > 0 for _, seconds in times.values())
+    assert bench.operation_seconds(card, work, times)["double"][0] == 4
+    assert card.launch.__func__ is type(card).launch    # left as it was
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["--bench", "--ctx", "64"], "--ctx is not for --bench"),
+    (["--bench", "--prompt-lengths", "3,x"], "must be whole numbers from 1 on with commas, not '3,x'"),
+    (["--bench", "--contexts", "0"], "must be whole numbers"),
+    (["--bench", "--repeats", "0"], "must be from 1 to 1000"),
+    (["--probe", "-m", "synthetic:tiny"], "-m is not for --probe"),
+    (["-p", "x", "--repeats", "2"], "--repeats goes with --bench"),
+    (["-p", "x", "--json", "f"], "--json goes with --bench or --probe"),
+    (["--probe", "--batch", "2"], "--batch goes with --bench")])
+def test_options_that_make_no_sense(capsys, arguments, words):
+    with pytest.raises(SystemExit) as end:
+        qengine.main(arguments)
+    assert end.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_probe_on_the_command_line(capsys, monkeypatch, tmp_path):
+    rows = probe.Row("dp4a", "dp4a", 0.1, "TOPS"),
+    report = probe.Report({"name": "a card"}, {"numba": "1"}, "2026-01-01", rows)
+    monkeypatch.setattr(probe, "measure", lambda card: report)
+    monkeypatch.setattr(probe, "path_of", lambda card: tmp_path / "probe" / "card.json")
+    file = tmp_path / "report.json"
+    assert qengine.main(["--probe", "--card", "emulated", "--json", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "probe of a card" in out and "### qengine probe" in out
+    assert str(tmp_path / "probe" / "card.json") in out
+    assert [probe.Report.from_dict(data) for data in json.loads(file.read_text())] == [report]

@@ -65,9 +65,10 @@ def test_help(capsys):
     assert (code, err) == (0, "")
     for option in ("m", "p", "-chat", "-serve", "-print-config", "-max-tokens", "-temperature", "-top-k",
                    "-top-p", "-min-p", "-seed", "-thinking", "-raw", "-card", "-ctx", "-slots", "-host",
-                   "-perplexity", "-against"):
+                   "-perplexity", "-against", "-bench", "-probe", "-prompt-lengths", "-contexts",
+                   "-repeats", "-batch", "-json"):
         assert f" -{option} " in out
-    assert out.startswith("usage: python qengine.py [-m MODEL] ") and out.count("  python qengine.py") == 5
+    assert out.startswith("usage: python qengine.py [-m MODEL] ") and out.count("  python qengine.py") == 7
     assert max(map(len, out.splitlines())) <= 110
 
 

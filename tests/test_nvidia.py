@@ -44,6 +44,22 @@ def test_description(fake_card):
     assert fake_card.describe() == "Fake Card, sm_86, 68 SMs, 4.0 GB"
 
 
+def test_facts(fake_card, tmp_path, monkeypatch):
+    """A CMP 100-210's memory and link: 829 GB/s, and 250 MB/s of PCIe 1.0 x1."""
+    folder = tmp_path / "0000:0a:00.0"
+    folder.mkdir()
+    monkeypatch.setattr(nvidia, "PCI_DEVICES", tmp_path)
+    facts = fake_card.facts()
+    assert facts["uuid"] == bytes(range(16)).hex() and facts["driver"].endswith("CUDA 12.9")
+    assert facts["memory"] == "810 MHz × 4096 bit" and round(facts["memory GB/s"]) == 829
+    assert "link" not in facts
+    for speed, lanes, gigabytes in (("2.5 GT/s PCIe", 1, 0.25), ("32.0 GT/s PCIe", 16, 63.0)):
+        (folder / "current_link_speed").write_text(f"{speed}\n")
+        (folder / "current_link_width").write_text(f"{lanes}\n")
+        assert fake_card.facts()["link GB/s"] == pytest.approx(gigabytes, rel=1e-3)
+    assert not fake_card.can_access(fake_card)
+
+
 def test_context_is_left_as_it_was_by_finalizers(fake_card):
     x = fake_card.zeros(4, "float32")
     fake_driver.cuCtxSetCurrent("of somebody else")

@@ -49,6 +49,8 @@ class EmulatedCard(Card):
     offers if None.
     """
 
+    kind = "emulated"
+
     def __init__(self, number=0, memory_bytes=None, threads=None, link_gbs=None, late=False, checked=False,
                  cc=None, cache_dir=compiler.CACHE_DIR):
         cc = cc or next(c for c in compiler.supported_ccs() if c >= (7, 0))

@@ -75,6 +75,24 @@ HOPPER = (
 )
 
 
+def _ampere(fma, half, fp64, tensor):
+    return (
+        _ISSUE,
+        _unit("fma", fma, "dp4a dp2a imad fp32 ffma"),     # guide
+        _unit("fma heavy", 64, "dp4a dp2a imad"),          # guide: imad; dp4a beside it: NVIDIA forum 302018
+        _ALU,
+        _unit("half", half, "half2 half"),                 # white papers: fp16 4 x fp32 on GA100, else 1 x
+        _SPECIAL,
+        _unit("fp64", fp64, "fp64"),                       # guide
+        _unit("tensor", tensor, "tensor"),                 # computed from the white papers' dense fp16 peaks
+        _LSU,
+    )
+
+
+UNITS = {(7, 0): VOLTA, (7, 5): TURING, (8, 0): _ampere(64, 128, 32, 32), (8, 6): _ampere(128, 64, 2, 16),
+         (8, 9): _ampere(128, 64, 2, 16), (9, 0): HOPPER}    # by compute capability
+
+
 @dataclass(frozen=True)
 class CardModel:
     """What one card can do. Clock in Hz, sizes in bytes, speeds in bytes per second."""
