@@ -43,13 +43,18 @@ SHORTEST_CONTEXT = 200
 # ---- tokenizer -----------------------------------------------------------------------------------------
 
 
-def train_tokenizer(texts, n_vocab: int) -> Tokenizer:
-    """A byte-level BPE tokenizer of at most n_vocab tokens, the special ones last, from the texts alone."""
-    tokenizer = Tokenizer(tokenizers.models.BPE())
+def byte_level_tokenizer(model: tokenizers.models.BPE) -> Tokenizer:
+    tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(PATTERN), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    return tokenizer
+
+
+def train_tokenizer(texts, n_vocab: int) -> Tokenizer:
+    """A byte-level BPE tokenizer of at most n_vocab tokens, the special ones last, from the texts alone."""
+    tokenizer = byte_level_tokenizer(tokenizers.models.BPE())
     tags = re.compile("|".join(map(re.escape, CONTROL + TAGS)))
     tokenizer.train_from_iterator(
         (tags.sub("\n", text) for text in texts),

@@ -1,8 +1,8 @@
 """JSON answers: a schema and a text in the prompt, one JSON object with the text's values as the answer."""
 
-from .example import NO_THOUGHT, Example, chat, compact, pick_lang
+from .example import Example, chat, compact, pick_lang
 from .facts import system
-from .fields import draw_fields, draw_value, object_schema, state
+from .fields import draw_fields, draw_fields_apart, draw_value, object_schema, state
 from .filler import sentence
 from .words import Draw
 
@@ -16,7 +16,17 @@ ASKED = (("Answer as JSON with this schema: {schema}\n\n{text}",
 
 def make(rng, held: bool = False, length: int | None = None, lang: str | None = None) -> Example:
     lang, draw = pick_lang(rng, lang), Draw(rng, held)
-    fields = draw_fields(draw, rng.randint(1, 5))
+    return _of_fields(draw, lang, draw_fields(draw, rng.randint(1, 5)))
+
+
+def make_new_fields(rng, held: bool = True, length: int | None = None, lang: str | None = None) -> Example:
+    """To judge with: only fields that no training example has."""
+    lang, draw = pick_lang(rng, lang), Draw(rng, held)
+    return _of_fields(draw, lang, draw_fields_apart(draw, rng.randint(1, 4)))
+
+
+def _of_fields(draw: Draw, lang: str, fields: list) -> Example:
+    rng = draw.rng
     value = {field.name: draw_value(draw, field, lang) for field in fields}
     schema = object_schema(fields)
     stated = state(draw, rng.sample(fields, len(fields)), value, lang)
@@ -24,4 +34,4 @@ def make(rng, held: bool = False, length: int | None = None, lang: str | None = 
     sentences.insert(rng.randint(0, len(sentences)), stated + ".")
     question = rng.choice(ASKED[lang == "ko"]).format(schema=compact(schema), text=" ".join(sentences))
     expect = {"kind": "json", "schema": schema, "value": value}
-    return chat(draw, lang, "json", [question, compact(value)], expect, system(rng, lang), thought=NO_THOUGHT)
+    return chat(draw, lang, "json", [question, compact(value)], expect, system(rng, lang))
