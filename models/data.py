@@ -167,13 +167,18 @@ def _pack_in_worker(*arguments) -> Rows:
 
 
 class Batches:
-    """Iterates over batches of rows, made ahead by worker processes.
+    """Iterates over batches of n_rows rows of n_tokens, made ahead by worker processes.
 
     longest: function of the step -> tokens of the longest context, roughly.
+    Raises ValueError where the rows are more than a unit and no whole units.
     """
 
-    def __init__(self, tokenizer: Tokenizer, seed: int, first_step: int, n_units: int, n_workers: int,
-                 longest):
+    def __init__(self, tokenizer: Tokenizer, seed: int, first_step: int, n_rows: int, n_workers: int,
+                 longest, n_tokens: int = ROW_TOKENS):
+        self.size = min(n_rows, UNIT_ROWS), n_tokens
+        if n_rows < 1 or n_rows % self.size[0]:
+            raise ValueError(f"a step has up to {UNIT_ROWS} rows or a multiple of that, not {n_rows}")
+        n_units = n_rows // self.size[0]
         self.seed, self.n_units, self.longest = seed, n_units, longest
         self.units = itertools.count(first_step * n_units)
         self.pool = multiprocessing.get_context("spawn").Pool(n_workers, _start_worker, [tokenizer.to_str()])
@@ -181,7 +186,8 @@ class Batches:
 
     def _submit(self):
         unit = next(self.units)
-        return self.pool.apply_async(_pack_in_worker, (self.seed, unit, self.longest(unit // self.n_units)))
+        longest = self.longest(unit // self.n_units)
+        return self.pool.apply_async(_pack_in_worker, (self.seed, unit, longest, *self.size))
 
     def __next__(self) -> Rows:
         parts = []

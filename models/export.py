@@ -36,7 +36,7 @@ def write_gguf(path: str | Path, network: Network, tokenizer: tokenizers.Tokeniz
     writer.add_author("the qengine project")
     writer.add_description("The Qwen3.5 architecture, small, trained from scratch on text made for qengine")
     writer.add_languages(["en", "ko"])
-    writer.add_size_label(f"{sum(p.numel() for p in network.trunk.parameters()) / 1e6:.0f}M")
+    writer.add_size_label(f"{n_parameters(network) / 1e6:.0f}M")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     _add_shape(writer, network.shape)
@@ -50,6 +50,12 @@ def write_gguf(path: str | Path, network: Network, tokenizer: tokenizers.Tokeniz
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def n_parameters(network: Network) -> int:
+    """Of the model, without the MTP block."""
+    draft = f"blk.{network.shape.n_layers}."
+    return sum(p.numel() for name, p in network.named_parameters() if not name.startswith(draft))
 
 
 def file_tensors(network: Network) -> dict[str, np.ndarray]:
