@@ -28,7 +28,7 @@ __all__ = ["NEW_WORDS", "TASKS", "Example", "asks_in_trained_words", "estimate_t
 # name: (how often, generator)
 TASKS = {
     "facts": (30, facts.make),
-    "self": (7, facts.make_self),
+    "self": (8, facts.make_self),
     "recall": (20, recall.make),
     "tools": (18, tools.make),
     "json": (9, structured.make),

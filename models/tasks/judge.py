@@ -126,7 +126,7 @@ def fits(value, schema: dict) -> bool:
 
 # What may follow a Korean value without a space: particles, and forms of 이다.
 _ENDINGS = ("은|는|이|가|을|를|과|와|의|도|만|로|으로|에|에서|(?:이)?라고|(?:이)?라는|(?:이)?고|"
-            "(?:이)?었|였|입니다|이에요|예요|(?:이)?야|이다")
+            "(?:이었|였)(?:다|어요|습니다)|입니다|이에요|예요|(?:이)?야|이다")
 _BEFORE, _AFTER = r"(?<![0-9A-Za-z가-힣])(?<![0-9A-Za-z][.,-])", r"(?![0-9A-Za-z]|[.,-][0-9A-Za-z])"
 
 

@@ -165,10 +165,15 @@ def _question(draw: Draw, lang: str, needles: list[Needle]) -> tuple[str, str, d
 
 
 def conversation(draw: Draw, lang: str, length: float, count) -> Example:
-    """Something said about oneself or another in one turn and asked for many turns later."""
-    rng, side = draw.rng, lang == "ko"
+    """Something said about oneself or another in one turn and asked for many turns later.
+
+    What one says about oneself may be told in one language and asked for in the other.
+    """
+    rng = draw.rng
     mine, unsaid = rng.random() < 0.5, rng.random() < NOT_SAID_SHARE
-    told = _mine(draw, lang) if mine else _needles(draw, lang, rng.randint(1, 5))
+    told_in = rng.choice(LANGUAGES) if mine and rng.random() < 0.4 else lang
+    side = told_in == "ko"
+    told = _mine(draw, told_in) if mine else _needles(draw, lang, rng.randint(1, 5))
     if unsaid and rng.random() < 0.5:  # nothing was said at all, perhaps not even other things
         told, length = [], length * (rng.random() < 0.5)
     says, asks, answers = ((MINE_TOLD, MINE_ASKED, MINE_ANSWERED) if mine else (TOLD, ASKED, ANSWERED))
@@ -179,22 +184,20 @@ def conversation(draw: Draw, lang: str, length: float, count) -> Example:
     between = []
     trained = Draw(rng, held=False)  # what stands between is not what is asked for
     while n < length:
-        question, answer, _ = facts.small_talk(trained, lang)
+        question, answer, _ = facts.small_talk(trained, told_in)
         between.append([question, answer])
         n += count(question) + count(answer) + 8
     for piece in pieces:
         between.insert(rng.randint(0, len(between)), piece)
-    if mine and rng.random() < 0.2:  # asked in the other language
-        side = not side
-    asked = (told or [None])[0]
+    side = lang == "ko"
     if unsaid:
-        asked = _mine_unsaid(draw, lang, told) if mine else _unsaid(draw, lang, told)
-    question, answer = asked.say(rng.choice(asks[side]), side), _sentence(asked.say(answers[side], side))
-    expect = _expect(asked, told[1:])
-    if unsaid:
+        asked = (_mine_unsaid if mine else _unsaid)(draw, lang, told)
         answer, expect = NOT_SAID[side], NOT_SAID_EXPECT
-    turns = [text for piece in between for text in piece] + [question, answer]
-    return chat(draw, LANGUAGES[side], "recall", turns, expect, facts.system(rng, lang))
+    else:
+        asked = told[0]
+        answer, expect = _sentence(asked.say(answers[side], side)), _expect(asked, told[1:])
+    turns = [text for piece in between for text in piece] + [asked.say(rng.choice(asks[side]), side), answer]
+    return chat(draw, lang, "recall", turns, expect, facts.system(rng, lang))
 
 
 def _mine(draw: Draw, lang: str) -> list[Needle]:

@@ -16,19 +16,23 @@ ASKED = (("Answer as JSON with this schema: {schema}\n\n{text}",
 
 def make(rng, held: bool = False, length: int | None = None, lang: str | None = None) -> Example:
     lang, draw = pick_lang(rng, lang), Draw(rng, held)
-    return _of_fields(draw, lang, draw_fields(draw, rng.randint(1, 5)))
+    return _of_fields(draw, lang, draw_fields(draw, rng.randint(1, 5)), described=rng.random() < 0.3)
 
 
 def make_new_fields(rng, held: bool = True, length: int | None = None, lang: str | None = None) -> Example:
     """To judge with: only fields that no training example has."""
     lang, draw = pick_lang(rng, lang), Draw(rng, held)
-    return _of_fields(draw, lang, draw_fields_apart(draw, rng.randint(1, 4)))
+    # It cannot know what these are called in Korean.
+    return _of_fields(draw, lang, draw_fields_apart(draw, rng.randint(1, 4)), described=lang == "ko")
 
 
-def _of_fields(draw: Draw, lang: str, fields: list) -> Example:
+def _of_fields(draw: Draw, lang: str, fields: list, described: bool) -> Example:
+    """described: whether the schema says what the text calls a field."""
     rng = draw.rng
     value = {field.name: draw_value(draw, field, lang) for field in fields}
     schema = object_schema(fields)
+    if described:
+        schema["properties"] = {field.name: field.schema | {"description": field.say(lang)} for field in fields}
     stated = state(draw, rng.sample(fields, len(fields)), value, lang)
     sentences = [sentence(draw, lang) for _ in range(rng.choice((0, 0, 1, 2)))]
     sentences.insert(rng.randint(0, len(sentences)), stated + ".")

@@ -220,10 +220,16 @@ class Draw:
         rng, chosen = self.rng, []
 
         def make():
-            chosen[:] = [(word := self._invented(lang or "en"), word) if rng.random() < 0.5 else
-                         rng.choice(dictionary()) for _ in range(rng.choice((1, 1, 2)))]
+            chosen[:] = [self._new_word(lang or "en") if rng.random() < 0.5 else rng.choice(dictionary())
+                         for _ in range(rng.choice((1, 1, 2)))]
             return " ".join(english for english, _ in chosen)
         return self.keep(make), " ".join(korean for _, korean in chosen)
+
+    def _new_word(self, lang: str) -> tuple[str, str]:
+        """The same invented word for both languages, on the right side by itself as well."""
+        while is_held(word := self._invented(lang)) != self.held:
+            pass
+        return word, word
 
     def code(self) -> str:
         """Letters and digits in one of several patterns: KQ-4821, b7f03a, QX71-B."""
