@@ -2,7 +2,7 @@
 
     python models/train.py --minutes 20                        # all of it at once, on an H100 or H200
     python models/train.py --minutes 9 --cooldown 0            # or in parts: the learning rate stays up
-    python models/train.py --minutes 9 --resume checkpoint --out checkpoint-2  # and falls at the end of the last
+    python models/train.py --minutes 9 --resume checkpoint --out checkpoint-2    # and falls in the last part
     python models/train.py --steps 2 --trial                   # whether it works, on a CPU
 
 Training text is made on the fly by models/tasks. A checkpoint is a folder of files of at most 16 MB.
@@ -226,7 +226,7 @@ def train(checkpoint: Checkpoint, steps: int | None, minutes: float | None, cool
 
 
 class Progress:
-    """Sums up the losses of steps and reports them: a point of the checkpoint's history and a line of text."""
+    """Sums up the losses of steps and reports them: a point of the history and a line of text."""
 
     def __init__(self, checkpoint: Checkpoint, step_tokens: int, log):
         self.checkpoint, self.step_tokens, self.log = checkpoint, step_tokens, log
@@ -298,8 +298,9 @@ def main():
     parser.add_argument("--rows", type=int, default=32, help=f"rows of {data.ROW_TOKENS} tokens per step")
     parser.add_argument("--rate", type=float, default=3e-3, help="learning rate")
     parser.add_argument("--seed", type=int, help="of a new run: 1 unless given")
-    parser.add_argument("--trial", action="store_true", help=f"{TRIAL_ROWS} rows of {TRIAL_TOKENS} tokens per "
-                        f"step, a tokenizer of {TRIAL_TEXTS} texts and no scores, to try it on a CPU")
+    parser.add_argument("--trial", action="store_true",
+                        help=f"{TRIAL_ROWS} rows of {TRIAL_TOKENS} tokens per step, a tokenizer of {TRIAL_TEXTS} "
+                             "texts and no scores, to try it on a CPU")
     parser.add_argument("--scores", type=int, default=50, help="held-out examples per task to score at last")
     options = parser.parse_args()
     if (options.minutes is None) == (options.steps is None):

@@ -333,7 +333,8 @@ def test_a_files_tokenizer_and_network_can_be_scored(exported, tokenizer, monkey
     net, read = evaluate.load(exported[1])
     for text in data.sample_texts(2, 20):
         ids = evaluate.to_ids(tokenizer, text)
-        assert evaluate.to_ids(read, text) == ids and evaluate.to_text(read, ids) == evaluate.to_text(tokenizer, ids)
+        assert evaluate.to_ids(read, text) == ids
+        assert evaluate.to_text(read, ids) == evaluate.to_text(tokenizer, ids)
     monkeypatch.setattr(evaluate, "MAX_ANSWER", 4)
     scores = evaluate.torch_scores(net, read, 2, ["self", "json, new fields"])
     assert {"self", "json, new fields", "json, new fields, valid", "perplexity"} == set(scores)
@@ -348,7 +349,8 @@ def test_perplexity_is_that_of_the_whole_text(tokenizer, monkeypatch):
     losses = []
     for start in range(0, len(ids) - 127, 127):
         logits = all_logits(net, ids[start:start + 128])[0]
-        losses.append(torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[start + 1:start + 128])))
+        targets = torch.tensor(ids[start + 1:start + 128])
+        losses.append(torch.nn.functional.cross_entropy(logits[:-1], targets))
     assert evaluate.perplexity(net, tokenizer, 100) == pytest.approx(float(torch.stack(losses).mean().exp()),
                                                                     rel=1e-4)
 
@@ -358,7 +360,8 @@ def test_facts_are_told_apart_by_their_wording():
     trained = sum(map(evaluate.tasks.asks_in_trained_words, examples))
     assert 10 < trained < 90
     scores = evaluate.score("facts", examples, [example.messages[-1]["content"] for example in examples])
-    assert scores["facts, trained words"]["n"] == trained and scores["facts, other words"]["n"] == 100 - trained
+    counts = [scores[f"facts, {kind}"]["n"] for kind in ("trained words", "other words")]
+    assert counts == [trained, 100 - trained]
     assert all(result["right"] == result["n"] for result in scores.values())
 
 

@@ -202,14 +202,14 @@ def test_what_was_not_said():
     for example in unsaid:
         assert not tasks.score(example, "The pass code of Bob is 1111.")
         assert example.messages[-1]["content"] in recall.NOT_SAID
-    alone = [example for example in unsaid if len(example.messages) <= 3 and example.messages[-1] and
-             not any("." in message["content"] for message in example.messages[:-1] if message["role"] == "user")]
-    assert alone
+    assert any(len(tasks.render(example)) < 250 for example in unsaid)  # where nothing at all was said
 
 
 @pytest.mark.parametrize("value, text, right", [
-    ("7391", "The pass code is 7391.", True), ("7391", "it is not 7391", False), ("7391", "7391 or 8264", False),
-    ("7391", "It is 7391.55.", False), ("A-123", "The room is H-A-123-9.", False), ("A-123", "방은 A-123입니다.", True),
+    ("7391", "The pass code is 7391.", True), ("7391", "it is not 7391", False),
+    ("7391", "7391 or 8264", False),
+    ("7391", "It is 7391.55.", False), ("A-123", "The room is H-A-123-9.", False),
+    ("A-123", "방은 A-123입니다.", True),
     ("수미", "이름은 수미입니다.", True), ("수미", "수미라고 합니다", True), ("수미", "제수미란입니다", False),
     ("가나", "가나다라시", False), ("가나", "가나, 다라", True), ("서울", "서울이에요.", True), ("책", "책이었어요", True)])
 def test_a_value_has_borders(value, text, right):
@@ -217,7 +217,8 @@ def test_a_value_has_borders(value, text, right):
 
 
 @pytest.mark.parametrize("text, right", [
-    ("The owner is Lucy, and the sender is Freya.", True), ("The owner is Freya, and the sender is Lucy.", False),
+    ("The owner is Lucy, and the sender is Freya.", True),
+    ("The owner is Freya, and the sender is Lucy.", False),
     ("The owner is not Lucy, and the sender is Freya.", False), ("Lucy, Freya", False)])
 def test_results_are_told_with_their_labels(text, right):
     assert judge._values({"values": [("owner", "Lucy"), ("sender", "Freya")]}, text) == right

@@ -9,9 +9,9 @@ A generator is make(rng, held=False, length=None, lang=None) -> Example: held=Tr
 training never sees, length is in tokens (recall and text), lang is "en", "ko", or None for either.
 
 Held out by construction. Contents (names, cities, numbers, codes, names of tools, lists, sums, and the names
-of fields and kinds drawn for an example) when their SHA-256 says so, `is_held`, see words.py; questions about
-facts when the facts' files say so, see facts.py. What few there are of is not held out: colours, small
-integers, the fields of words.toml, single words of the dictionary.
+of fields and kinds drawn for an example) are held out when their SHA-256 says so, `is_held`, see words.py;
+questions about facts when the facts' files say so, see facts.py. What few there are of is not held out:
+colours, small integers, the fields of words.toml, single words of the dictionary.
 """
 
 import random
@@ -22,8 +22,8 @@ from .facts import asks_in_trained_words
 from .judge import json_is_valid, parse_tool_calls, score
 from .words import is_held
 
-__all__ = ["NEW_WORDS", "TASKS", "Example", "asks_in_trained_words", "estimate_tokens", "heldout_text", "is_held", "json_is_valid", "own_answer",
-           "parse_tool_calls", "render", "sample", "score"]
+__all__ = ["NEW_WORDS", "TASKS", "Example", "asks_in_trained_words", "estimate_tokens", "heldout_text", "is_held",
+           "json_is_valid", "own_answer", "parse_tool_calls", "render", "sample", "score"]
 
 # name: (how often, generator)
 TASKS = {

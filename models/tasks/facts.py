@@ -129,7 +129,8 @@ def _is_clear(question: str, fact: Fact) -> bool:
 def _is_no_others(question: str, fact: Fact) -> bool:
     """Whether a question still has some key words, and these are not those of another fact."""
     words = frozenset(map(str.lower, keywords(question)))
-    return len(words) > 1 and not fact.id.startswith(SELF) and _facts_by_keywords().get(words, {fact.id}) == {fact.id}
+    owners = _facts_by_keywords().get(words, {fact.id})
+    return len(words) > 1 and owners == {fact.id} and not fact.id.startswith(SELF)
 
 
 def vary(rng: random.Random, question: str, fact: Fact, lang: str) -> str:
@@ -263,8 +264,16 @@ def held_example(fact: Fact, question: str, lang: str, task: str = "facts") -> E
 
 def asks_in_trained_words(example: Example) -> bool:
     """Whether all key words of a held-out question are in one trained question about the same fact."""
-    asked = frozenset(map(str.lower, keywords(example.messages[-2]["content"])))
+    asked = _content_words(example.messages[-2]["content"], example.lang)
     return any(asked <= words for words in _trained_words(example.lang)[example.messages[-1]["content"]])
+
+
+def _content_words(question: str, lang: str) -> frozenset:
+    """Its key words; in Korean all words but the last, the predicate, without particles."""
+    words = [word.lower() for word in keywords(question)]
+    if lang == "ko":
+        words = [re.sub(r"(?<=\w)([은는이가을를의에도]|에서|으?로)$", "", word) for word in words[:-1]]
+    return frozenset(words)
 
 
 @cache
@@ -272,7 +281,7 @@ def _trained_words(lang: str) -> dict:
     """Answer -> the key words of each trained question that it answers."""
     table = {}
     for fact in load_facts().values():
-        words = {frozenset(map(str.lower, keywords(question))) for question in fact.ask[lang]}
+        words = {_content_words(question, lang) for question in fact.ask[lang]}
         table.setdefault(fact.answer[lang], set()).update(words)
     return table
 

@@ -1,5 +1,7 @@
-"""Sums of one step or two, told as stories or asked plainly, in signs or words, with the steps thought first or
-the answer at once."""
+"""Sums of one step or two, told as stories or asked plainly, in signs or words.
+
+The steps are thought first, or the answer is given at once.
+"""
 
 from functools import cache
 
@@ -33,7 +35,8 @@ STORIES = (
     ("-*", "A set of {a} {things} loses {b}. How many {things} are in {c} such sets?",
      "{thing} {a}개 묶음에서 {b}개를 뺍니다. 이런 묶음 {c}개에는 몇 개가 있나요?"),
 )
-PLAIN = (("What is {sum}?", "{sum} = ?", "Compute {sum}.", "How much is {sum}?", "{sum}", "what's {sum}", "{sum}="),
+PLAIN = (("What is {sum}?", "{sum} = ?", "Compute {sum}.", "How much is {sum}?", "{sum}", "what's {sum}",
+          "{sum}="),
          ("{sum:은} 얼마예요?", "{sum} = ?", "{sum:을} 계산해 줘.", "{sum:은}?", "{sum}", "{sum:은} 뭐야?", "{sum}="))
 PLAIN_OPERATORS = ("+", "-", "*", "+", "-", "*", "++", "+-", "--", "*+", "*-")
 SIGNS = ({"+": " + ", "-": " - ", "*": " * "}, {"+": "+", "-": "-", "*": "*"}, {"+": "+", "-": "-", "*": "x"},

@@ -48,8 +48,8 @@ MINE_TOLD = (("My {kind} is {value}.", "By the way, my {kind} is {value}.", "my 
              ("제 {kind:은} {value}입니다.", "참고로 제 {kind:은} {value:이에요}.", "기억해 주세요. 제 {kind:은} {value}입니다.",
               "내 {kind:은} {value:이야}.", "내 {kind:은} {value:이야}. 기억해 줘."))
 MINE_ASKED = (("What is my {kind}?", "Do you remember my {kind}?", "Tell me my {kind}.", "what's my {kind}"),
-              ("제 {kind:이} 뭐였죠?", "제 {kind:을} 기억하나요?", "제 {kind:은} 무엇인가요?", "내 {kind:이} 뭐야?", "내 {kind:이} 뭐라고 했지?",
-               "제 {kind:이} 뭐예요?"))
+              ("제 {kind:이} 뭐였죠?", "제 {kind:을} 기억하나요?", "제 {kind:은} 무엇인가요?", "내 {kind:이} 뭐야?",
+               "내 {kind:이} 뭐라고 했지?", "제 {kind:이} 뭐예요?"))
 NAME_TOLD = (("I am {value}.", "Hi, I am {value}.", "Call me {value}.", "Hello, my name is {value}."),
              ("저는 {value:이라고} 해요.", "나는 {value:이야}.", "안녕하세요, 저는 {value}입니다.", "저를 {value:이라고} 불러 주세요."))
 MINE_ANSWERED = ("Your {kind} is {value}.", "{kind:은} {value}입니다.")

@@ -32,7 +32,8 @@ def _of_fields(draw: Draw, lang: str, fields: list, described: bool) -> Example:
     value = {field.name: draw_value(draw, field, lang) for field in fields}
     schema = object_schema(fields)
     if described:
-        schema["properties"] = {field.name: field.schema | {"description": field.say(lang)} for field in fields}
+        schema["properties"] = {field.name: field.schema | {"description": field.say(lang)}
+                                for field in fields}
     stated = state(draw, rng.sample(fields, len(fields)), value, lang)
     sentences = [sentence(draw, lang) for _ in range(rng.choice((0, 0, 1, 2)))]
     sentences.insert(rng.randint(0, len(sentences)), stated + ".")
