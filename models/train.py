@@ -299,8 +299,8 @@ def main():
     parser.add_argument("--rate", type=float, default=3e-3, help="learning rate")
     parser.add_argument("--seed", type=int, help="of a new run: 1 unless given")
     parser.add_argument("--trial", action="store_true",
-                        help=f"{TRIAL_ROWS} rows of {TRIAL_TOKENS} tokens per step, a tokenizer of {TRIAL_TEXTS} "
-                             "texts and no scores, to try it on a CPU")
+                        help=f"{TRIAL_ROWS} rows of {TRIAL_TOKENS} tokens per step, a tokenizer of "
+                             f"{TRIAL_TEXTS} texts and no scores, to try it on a CPU")
     parser.add_argument("--scores", type=int, default=50, help="held-out examples per task to score at last")
     options = parser.parse_args()
     if (options.minutes is None) == (options.steps is None):

@@ -26,7 +26,7 @@ IN_OTHER_LANGUAGE = 0.05  # of the conversations end with an answer in the other
 
 @dataclass(frozen=True)
 class Fact:
-    """A fact. The dicts go from language to text, phrases or questions; `next` has the ids of what follows."""
+    """The dicts go from language to text, phrases or questions; `next` has the ids of what follows."""
 
     id: str
     answer: dict

@@ -83,7 +83,7 @@ def _story(draw: Draw, lang: str) -> tuple:
 def _plain(draw: Draw, lang: str) -> tuple:
     operators = draw.rng.choice(PLAIN_OPERATORS)
     numbers = _numbers(draw, operators)
-    written = draw.rng.choice((*SIGNS[:1] * 2, *SIGNS[1:], *[WORDS[lang == "ko"]] * 2))
+    written = draw.rng.choice((SIGNS[0], *SIGNS, *[WORDS[lang == "ko"]] * 2))
     rest = "".join(f"{written[sign]}{number}" for sign, number in zip(operators, numbers[1:], strict=True))
     question = draw.rng.choice(PLAIN[lang == "ko"]).format(sum=Ko(f"{numbers[0]}{rest}"))
     return question, _steps(numbers, operators)
