@@ -30,9 +30,11 @@ CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>"
            "<|repo_name|>", "<|file_sep|>"]
 TAGS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
 
-# The generation prompt and the answer that follows it, up to the end of the turn.
+# The generation prompt and the answer that follows it, up to the end of the turn; and the prompt with thinking on,
+# where closing the tag belongs to the answer, also if there are no thoughts.
 ANSWER = re.compile(r"(<\|im_start\|>assistant\n(?:<think>\n(?:\n</think>\n\n)?)?)(.*?<\|im_end\|>)",
                     re.DOTALL)
+THINKING_PROMPT = "<|im_start|>assistant\n<think>\n"
 
 ROW_TOKENS = 4608
 UNIT_ROWS = 8                # rows that are packed together by one worker
@@ -80,13 +82,17 @@ def sample_many_texts(seed: int, n: int, n_workers: int) -> list[str]:
     return [text for part in parts for text in part]
 
 
-def encode(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[int]]:
-    """Token ids of a rendered example and what each is to the loss. Answers are encoded apart."""
+def encode(tokenizer: Tokenizer, text: str, thinking: bool) -> tuple[list[int], list[int]]:
+    """Token ids of a rendered example and what each is to the loss. Answers are encoded apart, as they will be
+    generated: the prompt's "<think>" and newline stay two tokens, whatever the answer begins with."""
     pieces, kinds, end = [], [], 0
-    for match in ANSWER.finditer(text):
-        pieces += [text[end:match.end(1)], match[2]]
+    answers = [match.span(2) for match in ANSWER.finditer(text)]
+    if thinking:
+        answers[-1] = text.rindex(THINKING_PROMPT) + len(THINKING_PROMPT), answers[-1][1]
+    for start, stop in answers:
+        pieces += [text[end:start], text[start:stop]]
         kinds += [TEXT, TARGET]
-        end = match.end()
+        end = stop
     pieces.append(text[end:])
     kinds.append(TEXT)
     encodings = tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
@@ -128,7 +134,7 @@ def pack(tokenizer: Tokenizer, seed: int, unit: int, longest: int, n_rows: int =
     free = [n_tokens] * n_rows
     while misses < 4:
         example, task = draw(rng, longest)
-        ids, kinds = encode(tokenizer, tasks.render(example))
+        ids, kinds = encode(tokenizer, tasks.render(example), example.thinking)
         row = next((i for i, room in enumerate(free) if room >= len(ids)), None)
         if row is None:
             misses += 1

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="models/requirements.txt is not inst
 pytest.importorskip("safetensors", reason="models/requirements.txt is not installed: no safetensors")
 
 import qengine  # noqa: E402
-from models import data, evaluate, export, network, train  # noqa: E402
+from models import data, evaluate, export, network, tasks, train  # noqa: E402
 from tests.oracle import oracle_npz, oracle_path  # noqa: E402
 
 # A process's first exp by several threads at once can be inexact: github.com/pytorch/pytorch/issues/188792.
@@ -187,12 +187,27 @@ def test_answers_are_what_the_loss_is_about(tokenizer):
             "<|im_start|>user\n1+1?<|im_end|>\n"
             "<|im_start|>assistant\n<think>\n1 and 1\n</think>\n\n2<|im_end|>\n"
             "<|im_start|>assistant\n<think>\n\n</think>\n\nYes<|im_end|>\n")
-    ids, kinds = data.encode(tokenizer, text)
+    ids, kinds = data.encode(tokenizer, text, thinking=False)
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
     runs = itertools.groupby(zip(ids, kinds, strict=True), key=lambda pair: pair[1])
     answers = [tokenizer.decode([i for i, _ in run], skip_special_tokens=False)
                for kind, run in runs if kind == data.TARGET]
     assert answers == ["Hello!<|im_end|>", "1 and 1\n</think>\n\n2<|im_end|>", "Yes<|im_end|>"]
+
+
+def test_examples_begin_with_the_tokens_of_their_prompt(tokenizer):
+    """As an engine makes them, and all that follows is part of the answer."""
+    rng, n_thinking = random.Random(5), 0
+    for example in (data.draw(rng, 300)[0] for _ in range(400)):
+        if example.document is None:
+            ids, kinds = data.encode(tokenizer, tasks.render(example), example.thinking)
+            prompt = tokenizer.encode(tasks.render(example, for_generation=True), add_special_tokens=False).ids
+            assert ids[:len(prompt)] == prompt
+            answer = tokenizer.encode(tasks.own_answer(example), add_special_tokens=False).ids
+            assert ids[len(prompt):][:len(answer)] == answer
+            assert set(kinds[len(prompt):][:len(answer)]) == {data.TARGET} and kinds[len(prompt) - 1] == data.TEXT
+            n_thinking += example.thinking
+    assert n_thinking > 40
 
 
 def test_rows_hold_whole_documents(tokenizer):
@@ -205,8 +220,7 @@ def test_rows_hold_whole_documents(tokenizer):
         starts = [*np.flatnonzero(position[:used] == 0), used]
         for start, end in zip(starts, starts[1:]):
             text = tokenizer.decode(ids[start:end].tolist(), skip_special_tokens=False)
-            encoded, kinds = data.encode(tokenizer, text)
-            assert encoded == ids[start:end].tolist() and kinds == kind[start:end].tolist()
+            assert text.endswith(("<|im_end|>\n", "<|endoftext|>"))
 
 
 @pytest.fixture()

@@ -27,7 +27,7 @@ __all__ = ["NEW_WORDS", "TASKS", "Example", "asks_in_trained_words", "estimate_t
 
 # name: (how often, generator)
 TASKS = {
-    "facts": (30, facts.make),
+    "facts": (33, facts.make),
     "self": (8, facts.make_self),
     "recall": (20, recall.make),
     "tools": (18, tools.make),
