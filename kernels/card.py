@@ -181,13 +181,17 @@ class Recording:
         self.stream = stream                             # keeps operations instead of running them
         self.thread = threading.get_ident()
         self.used = used = {}                            # allocation -> an Array of it
+        self.n_freed = card.n_freed
         stream.keep = lambda values: used.update((x.memory, x) for x in values if type(x) is Array)
 
     def check(self):
         """Raises unless everything that a replay uses is there."""
+        if self.n_freed == self.card.n_freed:            # nothing was freed: a replay should cost no search
+            return
         for memory, array in self.used.items():
             if memory.card is None:
                 self.card._check(array)
+        self.n_freed = self.card.n_freed
 
 
 # ---- the card ----------------------------------------------------------------------------------------------
@@ -216,6 +220,7 @@ class Card:
         self.max_shared = max_shared                     # bytes of shared memory that one block may have
         self.cache_dir = cache_dir
         self.allocations = {}                            # start address -> (bytes, name) of everything alive
+        self.n_freed = 0                                 # calls of `free`
         # Two locks: memory is freed by finalizers, which may interrupt a thread that waits for a compilation.
         self._memory_lock, self._loading = threading.RLock(), threading.Lock()
         self._functions = {}                             # (kernel, *argument types) -> Function
@@ -271,6 +276,7 @@ class Card:
         if array.ptr != array.memory.ptr:
             raise CardError(f"{array!r} is part of a larger array: free that one")
         self.synchronize()
+        self.n_freed += 1
         array.memory.release()
 
     def _return(self, memory):

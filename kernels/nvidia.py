@@ -30,6 +30,7 @@ from kernels.card import Card, CardError, Event, LaunchError, Pinned, Recording,
 OLDEST = (7, 0)                                          # half2 arithmetic and dp4a at full rate
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 SUCCESS = driver.CUresult.CUDA_SUCCESS
+STAGED = 64 << 10                                        # bytes of pageable memory that a copy does not wait for
 
 
 def open_nvidia_cards(numbers=None, cache_dir=compiler.CACHE_DIR, required=True):
@@ -218,9 +219,13 @@ class NvidiaCard(Card):
 
     def _upload_now(self, array, host):
         self._copy_in(array, host, False, self._transfers)
+        self._transfers.synchronize()
 
     def _copy_in(self, dst, host, pinned, stream):
         host = np.ascontiguousarray(host)
+        if not pinned and host.nbytes <= STAGED:
+            stream.copy_staged(dst, host)
+            return
         self.call(driver.cuMemcpyHtoDAsync, dst.ptr, host.ctypes.data, host.nbytes, stream.handle)
         if not pinned:                                   # the driver may read pageable memory after the call
             stream.synchronize()
@@ -307,6 +312,24 @@ class NvidiaStream(Stream):
         self.card, self.name = card, name
         self.handle = card.call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
         self.recent = deque(maxlen=4)                    # names of the last kernels, for messages
+        self._staging = None                             # pinned memory in two halves, made when first used
+        self._half, self._used, self._left = 0, 0, [None, None]      # _left: the events after which a half is free
+        self._staging_lock = threading.Lock()
+
+    def copy_staged(self, dst, host):
+        """Queues a copy of `host`, of at most STAGED bytes, by way of pinned memory, so that nobody waits for it."""
+        with self._staging_lock:
+            if self._staging is None:
+                self._staging = self.card.pinned((2, STAGED), np.uint8)
+            if self._used + host.nbytes > STAGED:        # on to the other half, once its last copy is done
+                self._left[self._half] = self.record()
+                self._half, self._used = 1 - self._half, 0
+                if self._left[self._half] is not None:
+                    self._left[self._half].synchronize()
+            place = self._staging[self._half, self._used:self._used + host.nbytes]
+            place[:] = host.reshape(-1).view(np.uint8)
+            self._used += host.nbytes
+            self.card.call(driver.cuMemcpyHtoDAsync, dst.ptr, place.ctypes.data, host.nbytes, self.handle)
 
     def record(self):
         self.card.target(self, "an event")
