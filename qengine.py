@@ -1478,7 +1478,7 @@ class Stage:
 
     def __init__(self, card: Card, config: Config, weights, layers: range, n_slots: int, n_ctx: int, chunk: int,
                  progress=iter):
-        self.card, self.chunk = card, chunk
+        self.card, self.n_slots, self.chunk = card, n_slots, chunk
         self.cache = Cache(card, config, layers, n_slots, n_ctx)
         max_rows = max(chunk, n_slots, HEAD_ROWS)
         with weights.loading(card):
@@ -1525,6 +1525,21 @@ class Stage:
             self.recordings[n, is_decode] = recording
         return self.recordings[n, is_decode]
 
+    def batches(self) -> list[int]:
+        """The numbers of rows of a decode step that are prepared at the start; others are when they come."""
+        return [n for n in (1, 2, 4, 8) if n <= self.n_slots]
+
+    def launch_all(self):
+        """Launch every kernel that a prompt or an answer of any length may need; what they compute is of no use."""
+        for n in (*range(1, min(self.chunk, 64)), *range(64, self.chunk + 1, 8)):   # few and many rows differ
+            self.model.forward(rows_of(self.inputs, n, is_decode=False))
+        for n in range(1, self.n_slots + 1):
+            self.launch_step(n)
+            self.advance(n)
+        if self.sampler:
+            for n in range(1, HEAD_ROWS + 1):
+                self.model.compute_logits(self.model.x, n)
+
     def launch_step(self, n: int):
         """Queue all launches of a decode step but those that make the next one's inputs."""
         rows = rows_of(self.batch, n, is_decode=True)
@@ -1563,16 +1578,16 @@ class Pipeline:
         self.stages, self.last = stages, stages[-1]
         self.queued = collections.deque()       # the ends of the prefill passes that nobody has waited for
 
-    def warm_up(self, n_slots: int, chunk: int):
-        """Compile what any prompt and any answer will run, and record decode, so that no request waits for it."""
-        self.set_pages(0, list(range(pages_for(chunk))))
-        for n_rows in (1, chunk):               # few and many rows take different kernels
-            self.start(0, Request([0]))
-            self.prefill([0] * n_rows, 0, 0)
-            self.sample_row(0, 0)
-        for n in (n for n in (1, 2, 4, 8) if n <= n_slots):
-            self.place([0] * n, list(range(n)), [0] * n)
-            self.step(n).read()
+    def load_kernels(self, progress: bool):
+        """Load what any prompt and any answer will run, and record decode, so that no request waits for it."""
+        for stage in self.stages:
+            with stage.card.collecting() as needed:
+                stage.launch_all()
+            with tqdm.tqdm(desc="compiling kernels", total=len(needed), unit="kernel", leave=False,
+                           disable=not progress) as bar:
+                stage.card.load_kernels(needed, lambda name: (bar.set_postfix_str(name), bar.update()))
+            for n in stage.batches():
+                stage.recording(n, is_decode=True)
 
     def start(self, slot: int, request: "Request"):
         """Make a slot ready for a new sequence."""
@@ -2155,12 +2170,7 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | None 
     loading = functools.partial(tqdm.tqdm, desc="loading layers", unit="layer", leave=False, disable=not progress)
     layers = range(config.n_layers)
     pipeline = Pipeline([Stage(used, config, opened.weights, layers, slots, n_ctx, chunk, loading)])
-    with tqdm.tqdm(desc="compiling kernels", unit="kernel", leave=False, disable=not progress) as bar:
-        used.on_compile = lambda name: (bar.set_postfix_str(name), bar.update())
-        try:
-            pipeline.warm_up(slots, min(chunk, PAGE_TOKENS))
-        finally:
-            used.on_compile = None
+    pipeline.load_kernels(progress)
     if progress:
         note(f"model: {config.name}, {config.n_parameters / 1e6:,.1f} million parameters; "
              f"{show_bytes(free - used.free_bytes)} on the card, {slots} x {n_ctx} tokens of context included")

@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 import threading
 from collections import deque
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -106,22 +106,32 @@ def find_assembler():
     return (program, version) if "release %d.%d," % tuple(release) in version else None
 
 
-def assemble(compiled, cc, cache_dir):
-    """Machine code (a cubin) of a compiled kernel for compute capability `cc`, kept in `cache_dir` / "cubin".
-
-    None where the toolkit has no assembler or does not know `cc`. Needs no card. CardError: the PTX is wrong.
-    """
+def cubin_path(compiled, cc, cache_dir):
+    """Where `assemble` keeps the machine code; None where the toolkit has no assembler or does not know `cc`."""
     assembler = find_assembler()
     if assembler is None or cc not in compiler.supported_ccs():
         return None
-    program, version = assembler
-    key = hashlib.sha256(repr((version, cc, compiled.ptx)).encode()).hexdigest()[:40]
-    path = Path(cache_dir) / "cubin" / f"{key}.cubin"
+    key = hashlib.sha256(repr((assembler[1], cc, compiled.ptx)).encode()).hexdigest()[:40]
+    return Path(cache_dir) / "cubin" / f"{key}.cubin"
+
+
+def assemble(compiled, cc, cache_dir):
+    """Machine code (a cubin) of a compiled kernel for compute capability `cc`, kept in `cache_dir` / "cubin".
+
+    None where there is no `cubin_path`. Needs no card. CardError: the PTX is wrong.
+    """
+    path = cubin_path(compiled, cc, cache_dir)
+    if path is None:
+        return None
     cubin = compiler.load(path)
     if cubin is None:
-        cubin, _ = run_assembler(program, compiled, cc)
+        cubin, _ = run_assembler(find_assembler()[0], compiled, cc)
         compiler.store(path, cubin)
     return cubin
+
+
+def _fill_cubin(compiled, block, cc, cache_dir):
+    assemble(compiled, cc, cache_dir)
 
 
 def run_assembler(program, compiled, cc):
@@ -261,6 +271,16 @@ class NvidiaCard(Card):
         static = self.call(driver.cuFuncGetAttribute, has, function)
         self.call(driver.cuFuncSetAttribute, function, may_have, self.max_shared - static)
         return _Loaded(module, function, compiled), static
+
+    def _is_cached(self, compiled, block):
+        path = cubin_path(compiled, self.cc, self.cache_dir)
+        return path is None or path.exists()
+
+    def _cache_filler(self):
+        return partial(_fill_cubin, cc=self.cc, cache_dir=self.cache_dir)
+
+    def _make_ready(self, function, block):
+        pass                                             # loaded is loaded, for blocks of any shape
 
     def _enqueue(self, stream, function, grid, block, shared, params, args):
         loaded = function.handle

@@ -12,6 +12,7 @@ import pytest
 
 import qengine
 from kernels.card import Array, CardError, OutOfMemory
+from kernels.emulated import native
 from kernels.emulated.card import EmulatedCard
 from tests.oracle import DATA
 
@@ -136,10 +137,11 @@ def test_waiting_requests_are_admitted_in_their_order(engine):
     assert started == list(range(7))
 
 
-def test_no_request_waits_for_a_compilation():
+def test_no_request_waits_for_a_compilation(monkeypatch):
     """Loading has met every kernel that a request or `evaluate` runs, whatever their number of rows."""
     engine, met = load(EmulatedCard(), chunk=512, slots=9), []
-    engine.cards[0].on_compile = met.append
+    monkeypatch.setattr(engine.cards[0], "_load", met.append)
+    monkeypatch.setattr(native, "_cached", lambda *arguments: met.append(arguments))     # code for blocks of a shape
     requests = [request(n, n_prompt=n, temperature=n % 2) for n in (1, 2, 5, 17, 33, 100, 601, 130, 512, 64, 65, 3)]
     for generation in [engine.submit(r) for r in requests]:
         generation.wait()
