@@ -78,12 +78,13 @@ memory.
     int), type (its type string for compilation), memory (the allocation).
     """
 
-    __slots__ = ("memory", "ptr", "shape", "dtype", "type", "name", "_words")
+    __slots__ = ("memory", "ptr", "shape", "dtype", "type", "name", "_words", "_forms")
 
     def __init__(self, memory, ptr, shape, dtype, name):
         self.memory, self.ptr, self.shape, self.dtype, self.name = memory, ptr, shape, dtype, name
         self.type = compiler.array_type(dtype, len(shape))
         self._words = None
+        self._forms = {}                                 # views and shapes of it: every launch asks for the same
 
     card = property(lambda self: self.memory.card)
     ndim = property(lambda self: len(self.shape))
@@ -99,7 +100,12 @@ memory.
 
     def view(self, dtype):
         """The same bytes as items of `dtype`; the last axis changes its length."""
-        dtype = np.dtype(dtype)
+        form = self._forms.get(dtype)
+        if form is None:
+            form = self._forms[dtype] = self._view(np.dtype(dtype))
+        return form
+
+    def _view(self, dtype):
         last = self.shape[-1] * self.dtype.itemsize if self.shape else self.dtype.itemsize
         if last % dtype.itemsize or self.ptr % dtype.itemsize:
             raise ValueError(f"cannot view {self!r} as {dtype.name}")
@@ -108,6 +114,12 @@ memory.
     def reshape(self, *shape):
         """The same items in another shape; one extent may be -1."""
         shape = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+        form = self._forms.get(shape)
+        if form is None:
+            form = self._forms[shape] = self._reshape(shape)
+        return form
+
+    def _reshape(self, shape):
         if -1 in shape:
             known = -math.prod(shape)
             shape = tuple(self.size // max(known, 1) if extent == -1 else extent for extent in shape)
