@@ -243,7 +243,7 @@ class Card:
         self._functions = {}                             # (kernel, *argument types) -> Function
         self._replaced = ()                              # instructions, see `replace`
         self._recording = None
-        self._collecting = None                          # (thread, what its launches need)
+        self._collecting = {}                            # thread -> what its launches need
 
     def __repr__(self):
         return f"<{self.describe()}>"
@@ -375,8 +375,8 @@ class Card:
                     types.append(compiler.scalar_type(value))
                     values.append(value)
             blocks, threads = _geometry(grid, block)
-            if self._collecting is not None and self._collecting[0] == threading.get_ident():
-                self._collecting[1][tuple(types), threads] = None
+            if self._collecting and threading.get_ident() in self._collecting:
+                self._collecting[threading.get_ident()][tuple(types), threads] = None
                 return
             function = self._functions.get(tuple(types)) or self._function(tuple(types))
             if not 0 <= shared <= function.max_shared:
@@ -418,11 +418,12 @@ class Card:
     def collecting(self):
         """Launches that this thread makes inside are not run. Yields a dict that is filled with what they need, for
         `load_kernels`."""
-        self._collecting = threading.get_ident(), {}
+        thread = threading.get_ident()
+        needed = self._collecting[thread] = {}
         try:
-            yield self._collecting[1]
+            yield needed
         finally:
-            self._collecting = None
+            del self._collecting[thread]
 
     def load_kernels(self, needed, on_done=lambda name: None):
         """Loads the kernels in `needed`, from `collecting`, so that no launch waits for them. What is in no cache is
