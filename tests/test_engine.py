@@ -99,6 +99,14 @@ def test_more_slots_than_columns_of_a_product(card, engine):
     wide.close()
 
 
+def test_nothing_is_read_before_it_is_there(engine):
+    """On a card that runs all as late as the order that was asked for allows: weights, inputs and tokens."""
+    requests = [request(seed, n_prompt=50 * seed + 1) for seed in range(5)]
+    late = load(EmulatedCard(late=True))
+    assert [tokens(g) for g in [late.submit(r) for r in requests]] == [alone(engine, r) for r in requests]
+    late.close()
+
+
 def test_a_long_prompt_and_running_answers_take_turns(engine):
     order = []
     want = alone(engine, request(3, n_prompt=LONG))
