@@ -1525,10 +1525,6 @@ class Stage:
             self.recordings[n, is_decode] = recording
         return self.recordings[n, is_decode]
 
-    def batches(self) -> list[int]:
-        """The numbers of rows of a decode step that are prepared at the start; others are when they come."""
-        return [n for n in (1, 2, 4, 8) if n <= self.n_slots]
-
     def launch_all(self):
         """Launch every kernel that a prompt or an answer of any length may need; what they compute is of no use."""
         for n in (*range(1, min(self.chunk, 64)), *range(64, self.chunk + 1, 8)):   # few and many rows differ
@@ -1579,14 +1575,15 @@ class Pipeline:
         self.queued = collections.deque()       # the ends of the prefill passes that nobody has waited for
 
     def load_kernels(self, progress: bool):
-        """Load what any prompt and any answer will run, and record decode, so that no request waits for it."""
+        """Load what any prompt and any answer will run, and record what repeats, so that no request waits for it."""
         for stage in self.stages:
             with stage.card.collecting() as needed:
                 stage.launch_all()
             with tqdm.tqdm(desc="compiling kernels", total=len(needed), unit="kernel", leave=False,
                            disable=not progress) as bar:
                 stage.card.load_kernels(needed, lambda name: (bar.set_postfix_str(name), bar.update()))
-            for n in stage.batches():
+            stage.recording(stage.chunk, is_decode=False)
+            for n in (n for n in (1, 2, 4, 8) if n <= stage.n_slots):       # others are recorded when they come
                 stage.recording(n, is_decode=True)
 
     def start(self, slot: int, request: "Request"):
