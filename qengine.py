@@ -1503,7 +1503,7 @@ class Stage:
         set_rows(self.inputs, [0], [slot], [0])
         self.model.compute_logits(self.model.x[row:row + 1], 1)
         self.sampler.launch(self.model.logits, rows_of(self.inputs, 1, is_decode=True))
-        return int(self.sampler.fetch(1).read()[0])
+        return int(self.card.download(self.sampler.tokens[:1])[0])
 
     def place(self, ids, slots, positions):
         """The inputs of the next decode step."""
