@@ -60,7 +60,7 @@ def gated_norm_reference(o, z, w, eps):
 # ---- kernels -----------------------------------------------------------------------------------------------
 
 @cuda.jit(device=True, inline="always")
-def _store_quantized(q, d, at, inside, y0, y1, y2, y3):
+def store_quantized(q, d, at, inside, y0, y1, y2, y3):
     """One group of 128 values, 4 per lane, as int8 blocks; all lanes call, those not `inside` pass zeros."""
     w0, w1, w2, w3 = float_as_word(y0), float_as_word(y1), float_as_word(y2), float_as_word(y3)
     scale = block_scale(w0, w1, w2, w3)
@@ -136,39 +136,46 @@ def rms_norm_quantize_kernel(q, d, x, w, k, eps):
             y0, y1, y2, y3 = float32(0), float32(0), float32(0), float32(0)
             if i < k:
                 y0, y1, y2, y3 = _scaled4(values, j, scale, w, i)
-            _store_quantized(q, d, uint32(row * k + i), i < k, y0, y1, y2, y3)
+            store_quantized(q, d, uint32(row * k + i), i < k, y0, y1, y2, y3)
 
 
 @cuda.jit(device=True, inline="always")
-def _gated4(o, z, w, at, lane, eps):
-    """The lane's 4 values of a normalised and gated head; `at` is their index in o and z."""
-    a, b, c, d = load_floats4(o, at)
-    total = warp_sum(cuda.fma(d, d, cuda.fma(c, c, cuda.fma(b, b, a * a))))
+def gate_head(o0, o1, o2, o3, w, g0, g1, g2, g3, lane, eps):
+    """The lane's 4 values of a head after the norm with weights w, times the gates g = silu(z)."""
+    total = warp_sum(cuda.fma(o3, o3, cuda.fma(o2, o2, cuda.fma(o1, o1, o0 * o0))))
     scale = rsqrt(total * float32(1.0 / GROUP) + eps)
     w0, w1, w2, w3 = load_floats4(w, uint32(lane * uint32(4)))
-    z0, z1, z2, z3 = load_floats4(z, at)
-    return (a * scale * w0 * silu(z0), b * scale * w1 * silu(z1),
-            c * scale * w2 * silu(z2), d * scale * w3 * silu(z3))
+    return o0 * scale * w0 * g0, o1 * scale * w1 * g1, o2 * scale * w2 * g2, o3 * scale * w3 * g3
+
+
+@cuda.jit(device=True, inline="always")
+def _gated4(o, z, w, at, z_at, lane, eps):
+    """The lane's 4 values of a normalised and gated head, from their places in o and z."""
+    a, b, c, d = load_floats4(o, at)
+    z0, z1, z2, z3 = load_floats4(z, z_at)
+    return gate_head(a, b, c, d, w, silu(z0), silu(z1), silu(z2), silu(z3), lane, eps)
 
 
 @cuda.jit
-def gated_norm_kernel(y, o, z, w, n, eps):
+def gated_norm_kernel(y, o, z, z_stride, w, n_heads, eps):
     lane, warp = uint32(cuda.threadIdx.x & 31), uint32(cuda.threadIdx.x >> 5)
-    head = uint32(cuda.blockIdx.x * uint32(GATED_WARPS) + warp)  # of all heads of all rows
-    if head < n:
-        at = uint32(head * uint32(GROUP) + lane * uint32(4))
-        a, b, c, d = _gated4(o, z, w, at, lane, eps)
+    head, row = uint32(cuda.blockIdx.x * uint32(GATED_WARPS) + warp), uint32(cuda.blockIdx.y)
+    if head < n_heads:
+        i = uint32(head * uint32(GROUP) + lane * uint32(4))
+        at = uint32(row * n_heads * uint32(GROUP) + i)
+        a, b, c, d = _gated4(o, z, w, at, uint32(row * z_stride + i), lane, eps)
         store_floats4(y, at, a, b, c, d)
 
 
 @cuda.jit
-def gated_norm_quantize_kernel(q, d, o, z, w, n, eps):
+def gated_norm_quantize_kernel(q, d, o, z, z_stride, w, n_heads, eps):
     lane, warp = uint32(cuda.threadIdx.x & 31), uint32(cuda.threadIdx.x >> 5)
-    head = uint32(cuda.blockIdx.x * uint32(GATED_WARPS) + warp)
-    if head < n:
-        at = uint32(head * uint32(GROUP) + lane * uint32(4))
-        y0, y1, y2, y3 = _gated4(o, z, w, at, lane, eps)
-        _store_quantized(q, d, at, True, y0, y1, y2, y3)
+    head, row = uint32(cuda.blockIdx.x * uint32(GATED_WARPS) + warp), uint32(cuda.blockIdx.y)
+    if head < n_heads:
+        i = uint32(head * uint32(GROUP) + lane * uint32(4))
+        at = uint32(row * n_heads * uint32(GROUP) + i)
+        y0, y1, y2, y3 = _gated4(o, z, w, at, uint32(row * z_stride + i), lane, eps)
+        store_quantized(q, d, at, True, y0, y1, y2, y3)
 
 
 # ---- launches: arrays as in the text above, written in place; none allocates -------------------------------
@@ -193,18 +200,19 @@ def rms_norm_quantize(card, q, d, x, w, rows, k, eps, stream=None):
                 w, k, float(eps), stream=stream)
 
 
-def gated_norm(card, y, o, z, w, rows, n_heads, eps, stream=None):
-    """y float32 [rows, n_heads, 128] <- RMSNorm of each head of o with weights w [128], times silu(z)."""
-    n = rows * n_heads
-    card.launch(gated_norm_kernel, -(-n // GATED_WARPS), 32 * GATED_WARPS, y.reshape(-1), o.reshape(-1),
-                z.reshape(-1), w, n, float(eps), stream=stream)
+def gated_norm(card, y, o, z, z_stride, w, rows, n_heads, eps, stream=None):
+    """y float32 [rows, n_heads, 128] <- RMSNorm of each head of o with weights w [128], times silu(z).
+
+    z is flat from its first value on; its rows are `z_stride` floats apart, a multiple of 4.
+    """
+    card.launch(gated_norm_kernel, (-(-n_heads // GATED_WARPS), rows), 32 * GATED_WARPS, y.reshape(-1),
+                o.reshape(-1), z, z_stride, w, n_heads, float(eps), stream=stream)
 
 
-def gated_norm_quantize(card, q, d, o, z, w, rows, n_heads, eps, stream=None):
+def gated_norm_quantize(card, q, d, o, z, z_stride, w, rows, n_heads, eps, stream=None):
     """q int8 [rows, 128 n_heads], d float32 [rows, 4 n_heads] <- the same, quantised."""
-    n = rows * n_heads
-    card.launch(gated_norm_quantize_kernel, -(-n // GATED_WARPS), 32 * GATED_WARPS, q.reshape(-1),
-                d.reshape(-1), o.reshape(-1), z.reshape(-1), w, n, float(eps), stream=stream)
+    card.launch(gated_norm_quantize_kernel, (-(-n_heads // GATED_WARPS), rows), 32 * GATED_WARPS,
+                q.reshape(-1), d.reshape(-1), o.reshape(-1), z, z_stride, w, n_heads, float(eps), stream=stream)
 
 
 # ---- check and bench ---------------------------------------------------------------------------------------
@@ -228,10 +236,11 @@ def check(card, kind, rows, n):
     if kind == "rms":
         want, plain, quantized, inputs = rms_norm_reference(x, w, eps), rms_norm, rms_norm_quantize, (x, w)
     else:
-        x, z = x.reshape(rows, n, GROUP), z.reshape(rows, n, GROUP)
-        want = gated_norm_reference(x, z, w, eps).reshape(rows, k)
-        plain, quantized, inputs = gated_norm, gated_norm_quantize, (x, z, w)
-    inputs = *map(card.upload, inputs), rows, n, eps
+        x = x.reshape(rows, n, GROUP)
+        want = gated_norm_reference(x, z.reshape(x.shape), w, eps).reshape(rows, k)
+        apart = np.concatenate([z, np.full((rows, 12), np.nan, np.float32)], axis=1)
+        plain, quantized, inputs = gated_norm, gated_norm_quantize, (x, apart.reshape(-1), k + 12, w)
+    inputs = *(card.upload(a) if isinstance(a, np.ndarray) else a for a in inputs), rows, n, eps
     return check_with_twin(card, want, TOLERANCE, lambda y: plain(card, y, *inputs),
                            lambda q, d: quantized(card, q, d, *inputs))
 
@@ -253,7 +262,7 @@ def _timed(card, kind, rows, n):
     if kind == "rms":
         launch = partial(rms_norm_quantize, card, q, d, x, w, rows, k, 1e-6)
         return Case(f"rms to int8 {rows} x {k}", launch=launch, n_bytes=n_bytes)
-    launch = partial(gated_norm_quantize, card, q, d, x, z, w, rows, n, 1e-6)
+    launch = partial(gated_norm_quantize, card, q, d, x, z.reshape(-1), k, w, rows, n, 1e-6)
     return Case(f"gated to int8 {rows} x {n} heads", launch=launch, n_bytes=n_bytes + z.nbytes)
 
 
