@@ -49,10 +49,9 @@ def reference(x, before, w):
 
 
 @cuda.jit(device=True, inline="always")
-def tap4(w, channel, x0, x1, x2, x3):
-    """The output of a channel from its inputs, oldest first."""
-    w0, w1, w2, w3 = load_floats4(w, uint32(channel * uint32(WIDTH)))
-    return silu(cuda.fma(w3, x3, cuda.fma(w2, x2, cuda.fma(w1, x1, w0 * x0))))
+def convolve(w0, w1, w2, w3, x0, x1, x2, x3):
+    """The four taps, oldest first."""
+    return cuda.fma(w3, x3, cuda.fma(w2, x2, cuda.fma(w1, x1, w0 * x0)))
 
 
 @cuda.jit(device=True, inline="always")
@@ -68,6 +67,7 @@ def conv_silu_kernel(y, x, stride, ring, w, row_slot, row_pos, rows, channels):
         return
     first = uint32(cuda.blockIdx.y * uint32(TILE))
     slot, position, last = uint32(row_slot[0]), uint32(row_pos[0]), uint32(rows - uint32(1))
+    w0, w1, w2, w3 = load_floats4(w, uint32(channel * uint32(WIDTH)))
     inputs = cuda.local.array(INPUTS, float32)  # constant indices, so registers
     for i in range(uint32(BEFORE)):
         back = uint32(uint32(BEFORE) - i)
@@ -80,9 +80,9 @@ def conv_silu_kernel(y, x, stride, ring, w, row_slot, row_pos, rows, channels):
     for i in range(uint32(TILE)):
         row = uint32(first + i)
         if row < rows:
-            y[uint32(row * channels + channel)] = tap4(
-                w, channel, inputs[i], inputs[uint32(i + uint32(1))], inputs[uint32(i + uint32(2))],
-                inputs[uint32(i + uint32(3))])
+            y[uint32(row * channels + channel)] = silu(convolve(
+                w0, w1, w2, w3, inputs[i], inputs[uint32(i + uint32(1))], inputs[uint32(i + uint32(2))],
+                inputs[uint32(i + uint32(3))]))
     if first == uint32(0):
         for i in range(uint32(1), uint32(WIDTH + 1)):
             if i <= rows:

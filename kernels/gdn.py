@@ -60,30 +60,31 @@ from numba.types import float32, uint32, uint64
 
 from kernels import conv
 from kernels.bench import Case, main
-from kernels.conv import ring_index, tap4
+from kernels.conv import convolve, ring_index
 from kernels.intrinsics import (exp, load_floats4, load_shared4, load_words4, rsqrt, shared_address, sigmoid, silu,
                                 softplus, store_floats4, store_shared4, warp_sum, word_as_float)
 from kernels.norm import gate_head, gated_norm_reference, store_quantized
-from kernels.quantize import check_with_twin
+from kernels.quantize import quantize_reference
 
 HEAD = 128       # key rows and value columns of a head
 NORM_EPS = 1e-6  # added to the sum of squares of q and of k
 QUERY_SCALE = HEAD ** -0.5
 EVERY_LANE = 0xFFFFFFFF
 
-GROUP = 8                    # tokens that prefill solves for at once, a power of two
+GROUP = 4                    # tokens that prefill solves for at once, a power of two
 GROUP_BITS = GROUP.bit_length() - 1
 HEADS_AT_ONCE = 32 // GROUP  # value heads that a warp makes factors for
 RECORD = 2 * GROUP + 4       # factors of a token
 WARPS = 4                    # of a block
-PARTS = 16                   # lanes that share a column, each with ROWS of its rows
+PARTS = 8                    # lanes that share a column, each with ROWS of its rows
 ROWS = HEAD // PARTS
 PART_BITS = PARTS.bit_length() - 1
-WARP_COLUMNS = 2 * 32 // PARTS   # a lane has two neighbours
+LANE_COLUMNS = 2             # neighbours, of a lane
+WARP_COLUMNS = LANE_COLUMNS * 32 // PARTS
 COLUMNS = WARP_COLUMNS * WARPS
-HALF = PARTS // 2            # lanes that receive the sums of one column
-OWN = GROUP // HALF          # tokens whose sums a lane receives
-SUMS = 4 * GROUP             # of a lane: 2 columns, GROUP tokens, S^T k and S^T q
+SOLVERS = PARTS // LANE_COLUMNS  # lanes that receive the sums of one column
+OWN = GROUP // SOLVERS       # tokens whose sums a lane receives
+SUMS = 2 * GROUP * LANE_COLUMNS  # of a lane: S^T k and S^T q
 FETCHED = GROUP // WARPS     # tokens of which a thread carries 4 elements of q and k
 TOKEN = 8 * HEAD             # bytes of a token's q and k in shared memory
 SHARED = 2 * GROUP * TOKEN // 4
@@ -92,7 +93,8 @@ DECODE_WARPS = 16
 DECODE_THREADS = 32 * DECODE_WARPS
 DECODE_BLOCKS = 2           # that find registers on an SM
 WARP_ROWS = HEAD // DECODE_WARPS
-QKV = 3 * HEAD
+QKVZ = 4 * HEAD
+assert QKVZ == DECODE_THREADS  # each thread makes one of these values
 PARTIAL = 2 * HEAD * DECODE_WARPS
 OUT = 2 * HEAD
 
@@ -112,22 +114,17 @@ def reference(state, qkv, alpha, beta, ssm_a, dt_bias, n_k):
     return o, state
 
 
-def reference_chunked(state, qkv, alpha, beta, ssm_a, dt_bias, n_k, chunk=64):
-    """The same function in its WY form (Yang et al., "Gated Delta Networks", 2024): by matrix products.
-
-    Within a chunk let G_t be the decay from its start to token t. Unrolling d_t = rate_t (v_t - S_t^T k_t)
-    gives a unit lower triangular system for all d of the chunk, (1 + L) D = rate (V - G K S0) with
-    L_ts = rate_t (G_t / G_s) k_t.k_s for s < t; o and the state after the chunk are plain products then.
-    """
+def reference_grouped(state, qkv, alpha, beta, ssm_a, dt_bias, n_k, group=4):
+    """The same function as the prefill kernels compute it, by groups of tokens; notation as in the text above."""
     prepared = _prepared(qkv, alpha, beta, ssm_a, dt_bias, n_k)
     q, k, v, log_keep, rate = (np.moveaxis(a, 1, 0) for a in prepared)  # heads first
     state, o = np.array(state, np.float64), np.empty(v.shape)
-    for start in range(0, v.shape[1], chunk):
-        part = slice(start, start + chunk)
+    for start in range(0, v.shape[1], group):
+        part = slice(start, start + group)
         qc, kc, vc, rc = q[:, part], k[:, part], v[:, part], rate[:, part, None]
-        log_g = np.cumsum(log_keep[:, part], axis=1)[:, :, None]                     # [n_v, C, 1]
-        decay = np.exp(np.tril(log_g - log_g.transpose(0, 2, 1)))                    # G_t / G_s where s <= t
-        lower = np.tril(rc * decay * (kc @ kc.transpose(0, 2, 1)), -1)
+        log_g = np.cumsum(log_keep[:, part], axis=1)[:, :, None]                     # [n_v, group, 1]
+        decay = np.exp(np.tril(log_g - log_g.transpose(0, 2, 1)))                    # g_s+1 .. g_t where s <= t
+        lower = np.tril(rc * decay * (kc @ kc.transpose(0, 2, 1)), -1)               # L
         d = np.linalg.solve(np.eye(lower.shape[1]) + lower, rc * (vc - np.exp(log_g) * (kc @ state)))
         o[:, part] = np.exp(log_g) * (qc @ state) + np.tril(decay * (qc @ kc.transpose(0, 2, 1))) @ d
         to_end = np.exp(log_g[:, -1:] - log_g)
@@ -172,24 +169,33 @@ def gdn_factors(factors, qkv, projected, stride, ssm_a, dt_bias, rows, n_k, n_v)
     first, last = uint32(group * uint32(GROUP)), uint32(rows - uint32(1))
     width = uint32((n_k + n_k + n_v) * uint32(HEAD))
     q, k = cuda.local.array((GROUP, 4), float32), cuda.local.array((GROUP, 4), float32)
-    q_scale, k_scale = cuda.local.array(GROUP, float32), cuda.local.array(GROUP, float32)
     for t in range(GROUP):
         row = uint32(min(uint32(first + uint32(t)), last))
         at = uint32(row * width + key_head * uint32(HEAD) + lane * uint32(4))
         q[t, 0], q[t, 1], q[t, 2], q[t, 3] = load_floats4(qkv, at)
         k[t, 0], k[t, 1], k[t, 2], k[t, 3] = load_floats4(qkv, uint32(at + n_k * uint32(HEAD)))
-    for t in range(GROUP):
-        q_scale[t] = rsqrt(dot(q, t, q, t) + float32(NORM_EPS)) * float32(QUERY_SCALE)
-        k_scale[t] = rsqrt(dot(k, t, k, t) + float32(NORM_EPS))
     qk, kk = cuda.local.array((GROUP, GROUP), float32), cuda.local.array((GROUP, GROUP), float32)
     for t in range(GROUP):
         for s in range(GROUP):
             if s <= t:
-                qk[t, s] = dot(q, t, k, s) * (q_scale[t] * k_scale[s])
-            if s < t:
-                kk[t, s] = dot(k, t, k, s) * (k_scale[t] * k_scale[s])
+                qk[t, s], kk[t, s] = dot(q, t, k, s), dot(k, t, k, s)
 
     u, quad = uint32(lane & uint32(GROUP - 1)), uint32(lane & uint32(32 - GROUP))
+    q_square, k_square = float32(0), float32(0)  # of token u
+    for t in range(GROUP):
+        square = dot(q, t, q, t)
+        if u == uint32(t):
+            q_square, k_square = square, kk[t, t]
+    q_norm = rsqrt(q_square + float32(NORM_EPS)) * float32(QUERY_SCALE)
+    k_norm = rsqrt(k_square + float32(NORM_EPS))
+    q_scale, k_scale = cuda.local.array(GROUP, float32), cuda.local.array(GROUP, float32)
+    for t in range(GROUP):
+        q_scale[t] = cuda.shfl_sync(EVERY_LANE, q_norm, uint32(t))
+        k_scale[t] = cuda.shfl_sync(EVERY_LANE, k_norm, uint32(t))
+    for t in range(GROUP):
+        for s in range(GROUP):
+            qk[t, s], kk[t, s] = qk[t, s] * (q_scale[t] * k_scale[s]), kk[t, s] * (k_scale[t] * k_scale[s])
+
     row = uint32(first + u)
     gates_at = uint32(uint32(min(row, last)) * stride + width + n_v * uint32(HEAD))
     keep, rate = cuda.local.array(GROUP, float32), cuda.local.array(GROUP, float32)
@@ -203,9 +209,9 @@ def gdn_factors(factors, qkv, projected, stride, ssm_a, dt_bias, rows, n_k, n_v)
             keep[t] = cuda.shfl_sync(EVERY_LANE, g, uint32(quad | uint32(t)))
             rate[t] = cuda.shfl_sync(EVERY_LANE, b, uint32(quad | uint32(t)))
         to = uint32(uint32(uint32(group * n_v + head) * uint32(GROUP)) * uint32(RECORD))
-        decay, predict, read = float32(1), float32(0), float32(0)
+        decay, whole = float32(1), float32(1)  # over the tokens up to u, over the group
         for t in range(GROUP):
-            decay = decay * keep[t]
+            whole = whole * keep[t]
             said, told = float32(0), float32(0)
             for s in range(GROUP):
                 if s < t:
@@ -216,14 +222,14 @@ def gdn_factors(factors, qkv, projected, stride, ssm_a, dt_bias, rows, n_k, n_v)
                 if s <= t:
                     told = cuda.fma(qk[t, s], y[s], told)
             if u == uint32(t):
-                predict, read = decay * k_scale[t], decay * q_scale[t]
+                decay = whole
             if exists:
                 factors[uint32(to + uint32(RECORD * t + GROUP) + u)] = told
         if exists:
             for t in range(GROUP):
                 factors[uint32(to + uint32(RECORD * t) + u)] = y[t] * k_scale[t]
-            store_floats4(factors, uint32(to + u * uint32(RECORD) + uint32(2 * GROUP)), predict, read, decay,
-                          float32(0))
+            store_floats4(factors, uint32(to + u * uint32(RECORD) + uint32(2 * GROUP)), decay * k_norm,
+                          decay * q_norm, whole, float32(0))
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -270,16 +276,17 @@ def gdn_recurrence(o, state, qkv, factors, row_slot, rows, n_k, n_v):
     lane, warp, head = uint32(cuda.threadIdx.x & 31), uint32(cuda.threadIdx.x >> 5), uint32(cuda.blockIdx.y)
     part = uint32(lane & uint32(PARTS - 1))
     column = uint32(cuda.blockIdx.x * uint32(COLUMNS) + warp * uint32(WARP_COLUMNS))
-    column = uint32(column + uint32(lane // uint32(PARTS)) * uint32(2))  # the first of the lane's two
+    column = uint32(column + uint32(lane // uint32(PARTS)) * uint32(LANE_COLUMNS))  # the lane's first
     slot, last = uint32(row_slot[0]), uint32(rows - uint32(1))
     width = uint32((n_k + n_k + n_v) * uint32(HEAD))
 
     # 64 bits: the rows are constant offsets from one address.
     home = uint64(uint32(uint32(slot * n_v + head) * uint32(HEAD * HEAD) + part * uint32(4 * HEAD) + column))
-    s = cuda.local.array((ROWS, 2), float32)  # all indices are constants once unrolled: registers
+    s = cuda.local.array((ROWS, LANE_COLUMNS), float32)  # all indices are constants once unrolled: registers
     for i in range(ROWS):
         at = home + uint64(HEAD * (i % 4 + 4 * PARTS * (i // 4)))
-        s[i, 0], s[i, 1] = state[at], state[at + uint64(1)]
+        for c in range(LANE_COLUMNS):
+            s[i, c] = state[at + uint64(c)]
 
     # What a thread carries to shared memory, and where it reads there.
     q_at = uint32(uint32(head % n_k) * uint32(HEAD) + lane * uint32(4))
@@ -290,8 +297,8 @@ def gdn_recurrence(o, state, qkv, factors, row_slot, rows, n_k, n_v):
     side = uint64(GROUP * TOKEN)
 
     # The sums of which column and tokens of a group arrive in this lane.
-    own_column = uint32(column + uint32(part // uint32(HALF)))
-    own_token = uint32(uint32(part & uint32(HALF - 1)) * uint32(OWN))
+    own_column = uint32(column + uint32(part // uint32(SOLVERS)))
+    own_token = uint32(uint32(part & uint32(SOLVERS - 1)) * uint32(OWN))
     v_at = uint32(uint32(n_k + n_k + head) * uint32(HEAD) + own_column)
     o_at = uint32(head * uint32(HEAD) + own_column)
     f_at = uint32(uint32(head * uint32(GROUP) + own_token) * uint32(RECORD))
@@ -300,14 +307,22 @@ def gdn_recurrence(o, state, qkv, factors, row_slot, rows, n_k, n_v):
     words = cuda.local.array((FETCHED, 8), uint32)
     v, f = cuda.local.array(OWN, float32), cuda.local.array((OWN, RECORD), float32)
     x, e, y = cuda.local.array(OWN, float32), cuda.local.array(OWN, float32), cuda.local.array(OWN, float32)
+    write = cuda.local.array(LANE_COLUMNS, float32)
     sums, k, q = cuda.local.array(SUMS, float32), cuda.local.array(4, uint32), cuda.local.array(4, uint32)
+    next_v, next_f = cuda.local.array(OWN, float32), cuda.local.array((OWN, RECORD), float32)
     fetch_tokens(words, qkv, uint32(0), warp, last, width, q_at, k_at)
+    fetch_own(next_v, next_f, qkv, factors, own_token, last, width, v_at, f_at)
     for first in range(uint32(0), rows, uint32(GROUP)):
         first = uint32(first)
         put_tokens(words, put_at)
         cuda.syncthreads()  # and so nobody reads the other side any more, which is written next
         fetch_tokens(words, qkv, uint32(first + uint32(GROUP)), warp, last, width, q_at, k_at)
-        fetch_own(v, f, qkv, factors, uint32(first + own_token), last, width, v_at, f_at)
+        for i in range(OWN):
+            v[i] = next_v[i]
+            for j in range(RECORD):
+                f[i, j] = next_f[i, j]
+        f_at = uint32(f_at + (f_step if uint32(first + uint32(GROUP)) < rows else uint32(0)))
+        fetch_own(next_v, next_f, qkv, factors, uint32(first + uint32(GROUP) + own_token), last, width, v_at, f_at)
 
         for i in range(SUMS):
             sums[i] = float32(0)
@@ -316,7 +331,7 @@ def gdn_recurrence(o, state, qkv, factors, row_slot, rows, n_k, n_v):
                 at = get_at + uint64(TOKEN * t + 16 * PARTS * i)
                 q[0], q[1], q[2], q[3] = load_shared4(at)
                 k[0], k[1], k[2], k[3] = load_shared4(at + uint64(4 * HEAD))
-                for c in range(2):
+                for c in range(LANE_COLUMNS):
                     to = 2 * (GROUP * c + t)
                     for j in range(4):
                         sums[to] = cuda.fma(s[4 * i + j, c], word_as_float(k[j]), sums[to])
@@ -328,7 +343,7 @@ def gdn_recurrence(o, state, qkv, factors, row_slot, rows, n_k, n_v):
             x[i] = cuda.fma(-f[i, 2 * GROUP], sums[2 * i], v[i])
             y[i], e[i] = f[i, 2 * GROUP + 1] * sums[2 * i + 1], float32(0)
         for u in range(GROUP):
-            x_u = cuda.shfl_sync(EVERY_LANE, x[u % OWN], uint32(lane & uint32(32 - HALF)) | uint32(u // OWN))
+            x_u = cuda.shfl_sync(EVERY_LANE, x[u % OWN], uint32(lane & uint32(32 - SOLVERS)) | uint32(u // OWN))
             for i in range(OWN):
                 e[i] = cuda.fma(f[i, u], x_u, e[i])
                 y[i] = cuda.fma(f[i, GROUP + u], x_u, y[i])
@@ -339,30 +354,31 @@ def gdn_recurrence(o, state, qkv, factors, row_slot, rows, n_k, n_v):
 
         decay = f[0, 2 * GROUP + 2]
         for i in range(ROWS):
-            for c in range(2):
+            for c in range(LANE_COLUMNS):
                 s[i, c] = decay * s[i, c]
         for t in range(GROUP):
-            e0 = cuda.shfl_sync(EVERY_LANE, e[t % OWN], uint32(lane & uint32(32 - PARTS)) | uint32(t // OWN))
-            e1 = cuda.shfl_sync(EVERY_LANE, e[t % OWN], uint32(lane & uint32(32 - PARTS)) | uint32(HALF + t // OWN))
+            for c in range(LANE_COLUMNS):
+                write[c] = cuda.shfl_sync(EVERY_LANE, e[t % OWN],
+                                          uint32(lane & uint32(32 - PARTS)) | uint32(SOLVERS * c + t // OWN))
             for i in range(ROWS // 4):
                 k[0], k[1], k[2], k[3] = load_shared4(get_at + uint64(TOKEN * t + 16 * PARTS * i + 4 * HEAD))
                 for j in range(4):
-                    s[4 * i + j, 0] = cuda.fma(word_as_float(k[j]), e0, s[4 * i + j, 0])
-                    s[4 * i + j, 1] = cuda.fma(word_as_float(k[j]), e1, s[4 * i + j, 1])
+                    for c in range(LANE_COLUMNS):
+                        s[4 * i + j, c] = cuda.fma(word_as_float(k[j]), write[c], s[4 * i + j, c])
         put_at, get_at, side = put_at + side, get_at + side, uint64(0) - side
-        f_at = uint32(f_at + f_step)
 
     for i in range(ROWS):
         at = home + uint64(HEAD * (i % 4 + 4 * PARTS * (i // 4)))
-        state[at], state[at + uint64(1)] = s[i, 0], s[i, 1]
+        for c in range(LANE_COLUMNS):
+            state[at + uint64(c)] = s[i, c]
 
 
 # ---- decode ------------------------------------------------------------------------------------------------
 
 @cuda.jit(device=True, forceinline=True)
-def decode_head(state, ring, projected, stride, conv_w, ssm_a, dt_bias, row_slot, row_pos, n_k, n_v):
-    """One block per (value head, row): moves ring and state on. Returns the lane's four values of o and, in the
-    last warp, of silu(z)."""
+def decode_head(state, ring, projected, stride, conv_w, ssm_a, dt_bias, row_slot, row_pos, norm_w, n_k, n_v):
+    """One block per (value head, row): moves ring and state on. Returns the lane's four values of o, of silu(z) and
+    of the norm's weights."""
     thread = uint32(cuda.threadIdx.x)
     lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
     head, row = uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y)
@@ -370,33 +386,35 @@ def decode_head(state, ring, projected, stride, conv_w, ssm_a, dt_bias, row_slot
     width = uint32((n_k + n_k + n_v) * uint32(HEAD))
     row_at = uint32(row * stride)
 
+    # What a thread needs for its element of q, k, v or z: before the state, which keeps memory busy for longer.
+    kind, element = uint32(thread >> uint32(7)), uint32(thread & uint32(HEAD - 1))
+    start = key_head if kind == uint32(0) else (n_k + key_head if kind == uint32(1) else n_k + n_k + head)
+    channel = uint32(uint32(start) * uint32(HEAD) + element)
+    column = channel if kind < uint32(3) else uint32(width + head * uint32(HEAD) + element)
+    newest = projected[uint32(row_at + column)]
+    weight = norm_w[element]
+    x0 = ring[ring_index(slot, uint32(position + uint32(1)), channel, width)]
+    x1 = ring[ring_index(slot, uint32(position + uint32(2)), channel, width)]
+    x2 = ring[ring_index(slot, uint32(position + uint32(3)), channel, width)]
+    w0, w1, w2, w3 = load_floats4(conv_w, uint32(channel * uint32(4)))
+
     home = uint64(uint32(uint32(uint32(slot * n_v + head) * uint32(HEAD) + warp * uint32(WARP_ROWS)) * uint32(HEAD)
                          + lane * uint32(4)))
     s = cuda.local.array((WARP_ROWS, 4), float32)
-    for i in range(WARP_ROWS):  # under way while the rest is prepared
+    for i in range(WARP_ROWS):
         s[i, 0], s[i, 1], s[i, 2], s[i, 3] = load_floats4(state, home + uint64(HEAD * i))
 
-    qkv = cuda.shared.array(QKV, float32, alignment=16)
-    for i in range(-(-QKV // DECODE_THREADS)):
-        at = uint32(uint32(DECODE_THREADS * i) + thread)
-        if at < uint32(QKV):
-            kind = uint32(at >> uint32(7))  # q, k or v
-            start = key_head if kind == uint32(0) else n_k + (key_head if kind == uint32(1) else n_k + head)
-            channel = uint32(uint32(start) * uint32(HEAD) + (at & uint32(HEAD - 1)))
-            newest = projected[uint32(row_at + channel)]
-            qkv[at] = tap4(conv_w, channel, ring[ring_index(slot, uint32(position + uint32(1)), channel, width)],
-                           ring[ring_index(slot, uint32(position + uint32(2)), channel, width)],
-                           ring[ring_index(slot, uint32(position + uint32(3)), channel, width)], newest)
-            if kind == uint32(2) or head < n_k:  # one of the blocks that have this key head
-                ring[ring_index(slot, position, channel, width)] = newest
-
-    gates = cuda.shared.array(2, float32)
-    g0, g1, g2, g3 = float32(0), float32(0), float32(0), float32(0)
+    qkvz, gates = cuda.shared.array(QKVZ, float32, alignment=16), cuda.shared.array(2, float32)
+    weights = cuda.shared.array(HEAD, float32, alignment=16)
     if warp == uint32(DECODE_WARPS - 1):
-        z0, z1, z2, z3 = load_floats4(projected, uint32(row_at + width + head * uint32(HEAD) + lane * uint32(4)))
-        g0, g1, g2, g3 = silu(z0), silu(z1), silu(z2), silu(z3)
-        gates_at = uint32(row_at + width + n_v * uint32(HEAD))
-        gates[uint32(0)], gates[uint32(1)] = gates_of(projected, gates_at, ssm_a, dt_bias, head, n_v)
+        keep, rate = gates_of(projected, uint32(row_at + width + n_v * uint32(HEAD)), ssm_a, dt_bias, head, n_v)
+        gates[uint32(0)], gates[uint32(1)] = keep, rate
+    convolved = convolve(w0, w1, w2, w3, x0, x1, x2, newest)
+    qkvz[thread] = silu(convolved if kind < uint32(3) else newest)
+    if kind == uint32(3):
+        weights[element] = weight
+    if kind == uint32(2) or (kind < uint32(2) and head < n_k):  # of the blocks that share a key head one
+        ring[ring_index(slot, position, channel, width)] = newest
     cuda.syncthreads()
 
     keep, rate = gates[uint32(0)], gates[uint32(1)]
@@ -406,7 +424,7 @@ def decode_head(state, ring, projected, stride, conv_w, ssm_a, dt_bias, row_slot
     for c in range(4):
         p[c], r[c] = float32(0), float32(0)
     for i in range(WARP_ROWS):
-        q, k = qkv[uint32(q_at + uint32(i))], qkv[uint32(k_at + uint32(i))]
+        q, k = qkvz[uint32(q_at + uint32(i))], qkvz[uint32(k_at + uint32(i))]
         for c in range(4):
             p[c] = cuda.fma(s[i, c], k, p[c])
             r[c] = cuda.fma(s[i, c], q, r[c])
@@ -416,8 +434,8 @@ def decode_head(state, ring, projected, stride, conv_w, ssm_a, dt_bias, row_slot
     predict, write, read, kq = float32(0), float32(0), float32(0), float32(0)
     if thread < uint32(HEAD):
         q, k = cuda.local.array((1, 4), float32), cuda.local.array((1, 4), float32)
-        q[0, 0], q[0, 1], q[0, 2], q[0, 3] = load_floats4(qkv, uint32(lane * uint32(4)))
-        k[0, 0], k[0, 1], k[0, 2], k[0, 3] = load_floats4(qkv, uint32(uint32(HEAD) + lane * uint32(4)))
+        q[0, 0], q[0, 1], q[0, 2], q[0, 3] = load_floats4(qkvz, uint32(lane * uint32(4)))
+        k[0, 0], k[0, 1], k[0, 2], k[0, 3] = load_floats4(qkvz, uint32(uint32(HEAD) + lane * uint32(4)))
         k_scale = rsqrt(dot(k, 0, k, 0) + float32(NORM_EPS))
         read = rsqrt(dot(q, 0, q, 0) + float32(NORM_EPS)) * float32(QUERY_SCALE)
         predict, write, kq = keep * k_scale, rate * k_scale, dot(q, 0, k, 0)
@@ -429,39 +447,42 @@ def decode_head(state, ring, projected, stride, conv_w, ssm_a, dt_bias, row_slot
         for i in range(DECODE_WARPS):
             p = p + sums[uint32(uint32(HEAD * i) + thread)]
             r = r + sums[uint32(uint32(HEAD * (DECODE_WARPS + i)) + thread)]
-        d = write * cuda.fma(-predict, p, qkv[uint32(uint32(2 * HEAD) + thread)])
+        d = write * cuda.fma(-predict, p, qkvz[uint32(uint32(2 * HEAD) + thread)])
         out[thread] = d
         out[uint32(thread + uint32(HEAD))] = read * cuda.fma(kq, d, keep * r)
     cuda.syncthreads()
 
     d0, d1, d2, d3 = load_floats4(out, uint32(lane * uint32(4)))
     for i in range(WARP_ROWS):
-        k = qkv[uint32(k_at + uint32(i))]
+        k = qkvz[uint32(k_at + uint32(i))]
         store_floats4(state, home + uint64(HEAD * i), cuda.fma(k, d0, keep * s[i, 0]), cuda.fma(k, d1, keep * s[i, 1]),
                       cuda.fma(k, d2, keep * s[i, 2]), cuda.fma(k, d3, keep * s[i, 3]))
     o0, o1, o2, o3 = load_floats4(out, uint32(uint32(HEAD) + lane * uint32(4)))
-    return o0, o1, o2, o3, g0, g1, g2, g3
+    g0, g1, g2, g3 = load_floats4(qkvz, uint32(uint32(3 * HEAD) + lane * uint32(4)))
+    return o0, o1, o2, o3, g0, g1, g2, g3, load_floats4(weights, uint32(lane * uint32(4)))
 
 
 @cuda.jit(launch_bounds=(DECODE_THREADS, DECODE_BLOCKS))
 def gdn_decode_kernel(y, state, ring, projected, stride, conv_w, ssm_a, dt_bias, norm_w, row_slot, row_pos, n_k,
                       n_v, eps):
-    o0, o1, o2, o3, g0, g1, g2, g3 = decode_head(state, ring, projected, stride, conv_w, ssm_a, dt_bias, row_slot,
-                                                 row_pos, n_k, n_v)
-    lane, head = uint32(cuda.threadIdx.x & 31), uint32(cuda.blockIdx.y * n_v + cuda.blockIdx.x)
+    lane = uint32(cuda.threadIdx.x & 31)
+    o0, o1, o2, o3, g0, g1, g2, g3, w = decode_head(state, ring, projected, stride, conv_w, ssm_a, dt_bias, row_slot,
+                                                 row_pos, norm_w, n_k, n_v)
+    head = uint32(cuda.blockIdx.y * n_v + cuda.blockIdx.x)
     if uint32(cuda.threadIdx.x) >= uint32(DECODE_THREADS - 32):
-        y0, y1, y2, y3 = gate_head(o0, o1, o2, o3, norm_w, g0, g1, g2, g3, lane, eps)
+        y0, y1, y2, y3 = gate_head(o0, o1, o2, o3, w, g0, g1, g2, g3, eps)
         store_floats4(y, uint32(head * uint32(HEAD) + lane * uint32(4)), y0, y1, y2, y3)
 
 
 @cuda.jit(launch_bounds=(DECODE_THREADS, DECODE_BLOCKS))
 def gdn_decode_quantize_kernel(q, d, state, ring, projected, stride, conv_w, ssm_a, dt_bias, norm_w, row_slot,
                                row_pos, n_k, n_v, eps):
-    o0, o1, o2, o3, g0, g1, g2, g3 = decode_head(state, ring, projected, stride, conv_w, ssm_a, dt_bias, row_slot,
-                                                 row_pos, n_k, n_v)
-    lane, head = uint32(cuda.threadIdx.x & 31), uint32(cuda.blockIdx.y * n_v + cuda.blockIdx.x)
+    lane = uint32(cuda.threadIdx.x & 31)
+    o0, o1, o2, o3, g0, g1, g2, g3, w = decode_head(state, ring, projected, stride, conv_w, ssm_a, dt_bias, row_slot,
+                                                 row_pos, norm_w, n_k, n_v)
+    head = uint32(cuda.blockIdx.y * n_v + cuda.blockIdx.x)
     if uint32(cuda.threadIdx.x) >= uint32(DECODE_THREADS - 32):
-        y0, y1, y2, y3 = gate_head(o0, o1, o2, o3, norm_w, g0, g1, g2, g3, lane, eps)
+        y0, y1, y2, y3 = gate_head(o0, o1, o2, o3, w, g0, g1, g2, g3, eps)
         store_quantized(q, d, uint32(head * uint32(HEAD) + lane * uint32(4)), True, y0, y1, y2, y3)
 
 
@@ -540,6 +561,10 @@ def split(projected, n_k, n_v):
     return np.split(projected, ends, axis=1)[:4]
 
 
+def error_by_largest(got, want):
+    return np.max(np.abs(got - want)) / np.max(np.abs(want))
+
+
 def check_prefill(card, case):
     """case = (rows, n_k, n_v): random inputs for the second of three slots, whose neighbours must keep their
     states, and a row too many that must stay poisoned. Returns the largest error by the largest value."""
@@ -555,7 +580,7 @@ def check_prefill(card, case):
                 rows, n_k, n_v)
     got, got_state = card.download(o), card.download(card_state)
     want, want_state = reference(state[1], qkv, alpha, beta, ssm_a, dt_bias, n_k)
-    worst = max(np.max(np.abs(a - b)) / np.max(np.abs(b)) for a, b in ((got[:rows], want), (got_state[1], want_state)))
+    worst = max(error_by_largest(got[:rows], want), error_by_largest(got_state[1], want_state))
     assert worst <= TOLERANCE, f"error {worst:.2e} of the largest value, tolerance {TOLERANCE:.2e}"
     np.testing.assert_array_equal(got_state[::2], state[::2])
     assert np.isnan(got[rows]).all(), "wrote past its rows"
@@ -564,8 +589,8 @@ def check_prefill(card, case):
 
 def check_decode(card, case):
     """case = (rows, n_k, n_v): one token each of slots out of order, beside an idle slot that must keep its
-    state and ring. Returns the largest error by the largest value; the bits of the quantised form are those of
-    quantize_q8."""
+    state and ring, and a row too many that must stay poisoned. The quantised form must give the bits of
+    quantize_q8. Returns the largest error by the largest value."""
     (rows, n_k, n_v), random, eps = case, np.random.default_rng(sum(case)), 1e-6
     projected, ssm_a, dt_bias = random_inputs(random, rows, n_k, n_v)
     channels, slots = (2 * n_k + n_v) * HEAD, np.arange(rows, 0, -1)  # slot 0 stays idle
@@ -574,29 +599,76 @@ def check_decode(card, case):
     conv_w = random.standard_normal((channels, conv.WIDTH)).astype(np.float32)
     norm_w, positions = random.uniform(0.5, 1.5, HEAD).astype(np.float32), random.integers(0, 1000, rows + 1)
     ring = np.stack([conv.ring_of(x, p) for x, p in zip(before, positions)])
-    inputs = [card.upload(a) for a in (conv_w, ssm_a, dt_bias, norm_w, slots.astype(np.int32),
-                                       positions[slots].astype(np.int32))]
-    flat, stride = card.upload(projected).reshape(-1), projected.shape[1]
+    constants = [card.upload(a) for a in (projected.reshape(-1), conv_w, ssm_a, dt_bias, norm_w)]
+    places = [card.upload(a.astype(np.int32)) for a in (slots, positions[slots])]
 
-    def run(decode, *outputs):
+    def run(decode, *widths_and_types):
+        """The outputs, with a row too many, and the states of all slots."""
+        outputs = [card.alloc((rows + 1, width), dtype) for width, dtype in widths_and_types]
+        for output in outputs:
+            card.poison(output)
         states = card.upload(state), card.upload(ring)
-        decode(card, *outputs, *states, flat, stride, *inputs, rows, n_k, n_v, eps)
-        return map(card.download, states)
+        decode(card, *outputs, *states, constants[0], projected.shape[1], *constants[1:], *places, rows, n_k,
+               n_v, eps)
+        return map(card.download, (*outputs, *states))
 
-    def outputs():
-        return check_with_twin(card, np.concatenate(want), np.inf, lambda y: run(gdn_decode, y),
-                               lambda q, d: run(gdn_decode_quantize, q, d))
-
-    worst, want = 0.0, []
-    y = card.alloc((rows, n_v * HEAD), np.float32)
-    got_state, got_ring = run(gdn_decode, y)
-    got = card.download(y)
+    y, got_state, got_ring = run(gdn_decode, (n_v * HEAD, np.float32))
+    worst = 0.0
     for row, slot in enumerate(slots):
         qkv, z, alpha, beta = split(projected[row:row + 1], n_k, n_v)
-        o, want_state = reference(state[slot], conv.reference(qkv, before[slot], conv_w), alpha, beta, ssm_a, dt_bias, n_k)
-        want.append(gated_norm_reference(o, z.reshape(o.shape), norm_w, eps).reshape(1, -1))
-        for a, b in ((got[row:row + 1], want[-1]), (got_state[slot], want_state)):
-            worst = max(worst, np.max(np.abs(a - b)) / np.max(np.abs(b)))
-    outputs()
+        convolved = conv.reference(qkv, before[slot], conv_w)
+        o, want_state = reference(state[slot], convolved, alpha, beta, ssm_a, dt_bias, n_k)
+        want = gated_norm_reference(o, z.reshape(o.shape), norm_w, eps).reshape(-1)
+        worst = max(worst, error_by_largest(y[row], want), error_by_largest(got_state[slot], want_state))
+        ring[slot, positions[slot] % conv.WIDTH] = qkv
     assert worst <= TOLERANCE, f"error {worst:.2e} of the largest value, tolerance {TOLERANCE:.2e}"
+    np.testing.assert_array_equal(got_ring, ring)
+    np.testing.assert_array_equal(got_state[0], state[0])
+    q, d, *_ = run(gdn_decode_quantize, (n_v * HEAD, np.int8), (n_v * HEAD // 32, np.float32))
+    for got, want in zip((q, d), quantize_reference(y[:rows])):
+        np.testing.assert_array_equal(got[:rows], want)
+    assert np.isnan(y[rows]).all() and (q[rows] == -1).all() and np.isnan(d[rows]).all(), "wrote past its rows"
     return worst
+
+
+def cases(card):
+    """The checks, then times at the shapes of a 0.8B, a 9B and a 27B model; in decode all layers are one, so
+    that up to 48 heads stay in a large L2 cache."""
+    for case in PREFILL_CASES:
+        yield Case("check prefill of {}, heads {}/{}".format(*case), partial(check_prefill, card, case))
+    for case in DECODE_CASES:
+        yield Case("check decode of {}, heads {}/{}".format(*case), partial(check_decode, card, case))
+    for rows, n_v in (1, 16), (1, 32), (1, 48), (8, 32), (8, 48):
+        yield _timed_decode(card, rows, 16, n_v)
+    for rows, n_v in (64, 16), (512, 16), (512, 32), (512, 48):
+        yield _timed_prefill(card, rows, 16, n_v)
+
+
+def _timed_prefill(card, rows, n_k, n_v):
+    projected, *gates = random_inputs(np.random.default_rng(0), rows, n_k, n_v)
+    qkv = card.upload(np.ascontiguousarray(split(projected, n_k, n_v)[0]))
+    o, factors = card.alloc((rows, n_v, HEAD), np.float32), card.alloc(factors_shape(rows, n_v), np.float32)
+    state, slots = card.zeros((1, n_v, HEAD, HEAD), np.float32), card.zeros(rows, np.int32)
+    launch = partial(gdn_prefill, card, o, state, factors, qkv, card.upload(projected).reshape(-1),
+                     projected.shape[1], *map(card.upload, gates), slots, rows, n_k, n_v)
+    return Case(f"prefill of {rows}, heads {n_k}/{n_v}", launch=launch,
+                n_bytes=2 * state.nbytes + qkv.nbytes + o.nbytes,
+                n_ops=rows * n_v * HEAD * HEAD * 6, pipe="ffma")
+
+
+def _timed_decode(card, rows, n_k, n_v):
+    projected, *gates = random_inputs(np.random.default_rng(0), rows, n_k, n_v)
+    channels = (2 * n_k + n_v) * HEAD
+    q, d = card.alloc((rows, n_v * HEAD), np.int8), card.alloc((rows, n_v * 4), np.float32)
+    state, ring, conv_w, norm_w = (card.zeros(shape, np.float32) for shape in (
+        (rows, n_v, HEAD, HEAD), (rows, conv.WIDTH, channels), (channels, conv.WIDTH), HEAD))
+    slots = card.upload(np.arange(rows, dtype=np.int32))
+    launch = partial(gdn_decode_quantize, card, q, d, state, ring, card.upload(projected).reshape(-1),
+                     projected.shape[1], conv_w, *map(card.upload, gates), norm_w, slots, slots, rows, n_k, n_v,
+                     1e-6)
+    return Case(f"decode of {rows}, heads {n_k}/{n_v}", launch=launch, n_bytes=2 * state.nbytes,
+                n_ops=rows * n_v * HEAD * HEAD * 7, pipe="ffma")
+
+
+if __name__ == "__main__":
+    main("Gated delta rule", cases)

@@ -140,12 +140,12 @@ def rms_norm_quantize_kernel(q, d, x, w, k, eps):
 
 
 @cuda.jit(device=True, inline="always")
-def gate_head(o0, o1, o2, o3, w, g0, g1, g2, g3, lane, eps):
-    """The lane's 4 values of a head after the norm with weights w, times the gates g = silu(z)."""
+def gate_head(o0, o1, o2, o3, w, g0, g1, g2, g3, eps):
+    """The lane's 4 values of a head after the norm with its 4 weights w, times the gates g = silu(z)."""
     total = warp_sum(cuda.fma(o3, o3, cuda.fma(o2, o2, cuda.fma(o1, o1, o0 * o0))))
     scale = rsqrt(total * float32(1.0 / GROUP) + eps)
-    w0, w1, w2, w3 = load_floats4(w, uint32(lane * uint32(4)))
-    return o0 * scale * w0 * g0, o1 * scale * w1 * g1, o2 * scale * w2 * g2, o3 * scale * w3 * g3
+    return (o0 * scale * w[0] * g0, o1 * scale * w[1] * g1,
+            o2 * scale * w[2] * g2, o3 * scale * w[3] * g3)
 
 
 @cuda.jit(device=True, inline="always")
@@ -153,7 +153,8 @@ def _gated4(o, z, w, at, z_at, lane, eps):
     """The lane's 4 values of a normalised and gated head, from their places in o and z."""
     a, b, c, d = load_floats4(o, at)
     z0, z1, z2, z3 = load_floats4(z, z_at)
-    return gate_head(a, b, c, d, w, silu(z0), silu(z1), silu(z2), silu(z3), lane, eps)
+    weights = load_floats4(w, uint32(lane * uint32(4)))
+    return gate_head(a, b, c, d, weights, silu(z0), silu(z1), silu(z2), silu(z3), eps)
 
 
 @cuda.jit
