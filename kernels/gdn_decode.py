@@ -1,4 +1,32 @@
-"""@@DOC@@
+"""The gated delta rule of a linear-attention layer for one token per slot, with all that surrounds it: one launch.
+
+    q, k, v = silu(conv(projected qkv))     kernels/conv.py: four taps, the last three inputs from the slot's ring
+    o       = delta rule                    kernels/gdn.py, which has the formulas and the NumPy reference
+    y       = norm_w o / sqrt(mean(o^2) + eps) * silu(z)           as float32, or as int8 blocks
+
+    projected, rows `stride` floats apart:  | qkv  (2 n_k + n_v) 128 | z  n_v 128 | a  n_v | b  n_v | ...
+    ring   float32 [n_slots, 4, (2 n_k + n_v) 128]      conv_w  float32 [(2 n_k + n_v) 128, 4]
+    state  float32 [n_slots, n_v, 128 (key), 128 (value)]
+    y float32 [rows, n_v 128], or q int8 [rows, n_v 128] and d float32 [rows, n_v 4]
+
+A block takes a value head of a row, the whole state of 64 KiB in registers; a warp 8 key rows, a lane 4
+columns of each, so every access of a warp is a row of 512 bytes:
+
+    thread            0 .. 127   128 .. 255   256 .. 383   384 .. 511
+    makes             q          k            v            silu(z)        of one element, to shared memory
+                      warp 0: key rows 0 .. 7, warp 1: rows 8 .. 15, ...
+    S^T k, S^T q      8 rows per warp, 128 columns; 16 partial sums of a column meet in shared memory
+    d, o              threads 0 .. 127, a column each
+    S = g S + k d^T   as loaded;  y: the last warp, while the others store
+
+The read uses the state before the token, so that both products are done at once: S^T q after the token is
+g S^T q + d (k^ . q^). Value heads share key heads, so several blocks make the same q and k; the ring makes
+that safe, for they write what no block reads, and only one of them writes it.
+
+Everything has one order: a row's bits depend neither on the batch nor on the card.
+
+Pipe: memory. 128 KiB of state per head and row, read once and written once; at 8 rows of 32 heads and more
+@@PERF@@
 """
 
 from functools import partial
@@ -10,9 +38,9 @@ from numba.types import float32, uint32, uint64
 from kernels import conv
 from kernels.bench import Case, main
 from kernels.conv import convolve, ring_index
-from kernels.gdn import (HEAD, NORM_EPS, QUERY_SCALE, TOLERANCE, dot, error_by_largest, keep_of, random_inputs,
-                         reference, split)
-from kernels.intrinsics import load_floats4, rsqrt, sigmoid, silu, store_floats4
+from kernels.gdn import (HEAD, NORM_EPS, QUERY_SCALE, TOLERANCE, error_by_largest, random_inputs, reference,
+                         split)
+from kernels.intrinsics import exp, load_floats4, rsqrt, sigmoid, silu, softplus, store_floats4, warp_sum
 from kernels.norm import gate_head, gated_norm_reference, store_quantized
 from kernels.quantize import quantize_reference
 
@@ -22,123 +50,137 @@ BLOCKS = 2             # that find registers on an SM
 ROWS = HEAD // WARPS   # of the state, of a warp; a lane has 4 columns of each
 QKVZ = 4 * HEAD
 assert QKVZ == THREADS  # a thread makes one of these values
-SUMS = 2 * WARPS * HEAD
+PITCH = HEAD + 8       # of partial sums: four lanes per column then read 32 different banks
+SUMS = 2 * WARPS * PITCH
 OUT = 2 * HEAD
+KEEP, RATE, K_NORM, Q_NORM, KQ = 15, 14, 13, 12, 11  # warps that make a scalar each, and where it is
+EVERY_LANE = 0xFFFFFFFF
 
 
 # ---- kernels -----------------------------------------------------------------------------------------------
 
 @cuda.jit(device=True, forceinline=True)
-def decode_head(state, ring, projected, stride, conv_w, ssm_a, dt_bias, row_slot, row_pos, norm_w, n_k, n_v):
-    """One block per (value head, row): moves ring and state on. Returns the lane's four values of o, of silu(z) and
-    of the norm's weights."""
-    thread = uint32(cuda.threadIdx.x)
-    lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
-    head, row = uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y)
-    slot, position, key_head = uint32(row_slot[row]), uint32(row_pos[row]), uint32(head % n_k)
-    width = uint32((n_k + n_k + n_v) * uint32(HEAD))
-    row_at = uint32(row * stride)
+def dot(x, i, j, lane):
+    """x[i : i + 128] . x[j : j + 128], on every lane."""
+    a0, a1, a2, a3 = load_floats4(x, uint32(uint32(i) + lane * uint32(4)))
+    b0, b1, b2, b3 = load_floats4(x, uint32(uint32(j) + lane * uint32(4)))
+    return warp_sum(cuda.fma(a3, b3, cuda.fma(a2, b2, cuda.fma(a1, b1, a0 * b0))))
 
-    # What a thread needs for its element of q, k, v or z: before the state, which keeps memory busy for longer.
-    kind, element = uint32(thread >> uint32(7)), uint32(thread & uint32(HEAD - 1))
-    start = key_head if kind == uint32(0) else (n_k + key_head if kind == uint32(1) else n_k + n_k + head)
-    channel = uint32(uint32(start) * uint32(HEAD) + element)
-    column = channel if kind < uint32(3) else uint32(width + head * uint32(HEAD) + element)
-    newest = projected[uint32(row_at + column)]
-    weight = norm_w[element]
-    x0 = ring[ring_index(slot, uint32(position + uint32(1)), channel, width)]
-    x1 = ring[ring_index(slot, uint32(position + uint32(2)), channel, width)]
-    x2 = ring[ring_index(slot, uint32(position + uint32(3)), channel, width)]
-    w0, w1, w2, w3 = load_floats4(conv_w, uint32(channel * uint32(4)))
 
-    home = uint64(uint32(uint32(uint32(slot * n_v + head) * uint32(HEAD) + warp * uint32(ROWS)) * uint32(HEAD)
-                         + lane * uint32(4)))
-    s = cuda.local.array((ROWS, 4), float32)
-    for i in range(ROWS):
-        s[i, 0], s[i, 1], s[i, 2], s[i, 3] = load_floats4(state, home + uint64(HEAD * i))
+@cuda.jit(device=True, forceinline=True)
+def store_plain(y, unused, at, inside, y0, y1, y2, y3):
+    """`store_quantized` for a result that stays float32."""
+    if inside:
+        store_floats4(y, at, y0, y1, y2, y3)
 
-    qkvz, gates = cuda.shared.array(QKVZ, float32, alignment=16), cuda.shared.array(2, float32)
-    weights = cuda.shared.array(HEAD, float32, alignment=16)
-    gates_at = uint32(row_at + width + uint32(n_v * uint32(HEAD)) + head)
-    if warp == uint32(WARPS - 1):
-        gates[uint32(0)] = keep_of(projected[gates_at], ssm_a, dt_bias, head)
-    if warp == uint32(WARPS - 2):
-        gates[uint32(1)] = sigmoid(projected[uint32(gates_at + n_v)])
-    convolved = convolve(w0, w1, w2, w3, x0, x1, x2, newest)
-    qkvz[thread] = silu(convolved if kind < uint32(3) else newest)
-    if kind == uint32(3):
-        weights[element] = weight
-    if kind == uint32(2) or (kind < uint32(2) and head < n_k):  # of the blocks that share a key head one
-        ring[ring_index(slot, position, channel, width)] = newest
-    cuda.syncthreads()
 
-    keep, rate = gates[uint32(0)], gates[uint32(1)]
-    q_at, k_at = uint32(warp * uint32(ROWS)), uint32(uint32(HEAD) + warp * uint32(ROWS))
-    sums = cuda.shared.array(SUMS, float32, alignment=16)
-    p, r = cuda.local.array(4, float32), cuda.local.array(4, float32)
-    for c in range(4):
-        p[c], r[c] = float32(0), float32(0)
-    for i in range(ROWS):
-        q, k = qkvz[uint32(q_at + uint32(i))], qkvz[uint32(k_at + uint32(i))]
+def decode_kernel(store):
+    """The kernel that hands its results to `store`, of the form of `store_quantized`."""
+
+    @cuda.jit(launch_bounds=(THREADS, BLOCKS))
+    def gdn_decode_kernel(q_out, d_out, state, ring, projected, stride, conv_w, ssm_a, dt_bias, norm_w, row_slot,
+                          row_pos, n_k, n_v, eps):
+        thread = uint32(cuda.threadIdx.x)
+        lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
+        head, row = uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y)
+        slot, position, key_head = uint32(row_slot[row]), uint32(row_pos[row]), uint32(head % n_k)
+        width = uint32((n_k + n_k + n_v) * uint32(HEAD))
+        row_at = uint32(row * stride)
+
+        # What a thread needs for its element of q, k, v or z.
+        kind, element = uint32(thread >> uint32(7)), uint32(thread & uint32(HEAD - 1))
+        start = key_head if kind == uint32(0) else (n_k + key_head if kind == uint32(1) else n_k + n_k + head)
+        channel = uint32(uint32(start) * uint32(HEAD) + element)
+        column = channel if kind < uint32(3) else uint32(width + head * uint32(HEAD) + element)
+        newest, weight = projected[uint32(row_at + column)], norm_w[element]
+        w0, w1, w2, w3 = load_floats4(conv_w, uint32(channel * uint32(4)))
+        gate_at = uint32(row_at + width + n_v * uint32(HEAD) + head)
+        gate = projected[gate_at if warp == uint32(KEEP) else uint32(gate_at + n_v)]
+        rate_of_decay, bias = ssm_a[head], dt_bias[head]
+        x0 = ring[ring_index(slot, uint32(position + uint32(1)), channel, width)]
+        x1 = ring[ring_index(slot, uint32(position + uint32(2)), channel, width)]
+        x2 = ring[ring_index(slot, uint32(position + uint32(3)), channel, width)]
+
+        cuda.syncwarp()  # lets no load of the state pass the others, which would then wait behind 64 KiB
+        home = uint32(uint32(uint32(slot * n_v + head) * uint32(HEAD) + warp * uint32(ROWS)) * uint32(HEAD))
+        home = uint64(uint32(home + lane * uint32(4)))
+        s = cuda.local.array((ROWS, 4), float32)
+        for i in range(ROWS):
+            s[i, 0], s[i, 1], s[i, 2], s[i, 3] = load_floats4(state, home + uint64(HEAD * i))
+
+        qkvz, scalars = cuda.shared.array(QKVZ, float32, alignment=16), cuda.shared.array(WARPS, float32)
+        weights = cuda.shared.array(HEAD, float32, alignment=16)
+        convolved = convolve(w0, w1, w2, w3, x0, x1, x2, newest)
+        qkvz[thread] = silu(convolved if kind < uint32(3) else newest)
+        if kind == uint32(3):
+            weights[element] = weight
+        if kind == uint32(2) or (kind < uint32(2) and head < n_k):  # one of the blocks that share a key head
+            ring[ring_index(slot, position, channel, width)] = newest
+        cuda.syncthreads()
+
+        if warp == uint32(KEEP):
+            scalars[uint32(KEEP)] = exp(rate_of_decay * softplus(gate + bias))
+        if warp == uint32(RATE):
+            scalars[uint32(RATE)] = sigmoid(gate)
+        if warp == uint32(K_NORM):
+            scalars[uint32(K_NORM)] = rsqrt(dot(qkvz, HEAD, HEAD, lane) + float32(NORM_EPS))
+        if warp == uint32(Q_NORM):
+            scalars[uint32(Q_NORM)] = rsqrt(dot(qkvz, 0, 0, lane) + float32(NORM_EPS)) * float32(QUERY_SCALE)
+        if warp == uint32(KQ):
+            scalars[uint32(KQ)] = dot(qkvz, 0, HEAD, lane)
+        sums = cuda.shared.array(SUMS, float32, alignment=16)
+        q_at, k_at = uint32(warp * uint32(ROWS)), uint32(uint32(HEAD) + warp * uint32(ROWS))
+        p, r = cuda.local.array(4, float32), cuda.local.array(4, float32)
         for c in range(4):
-            p[c] = cuda.fma(s[i, c], k, p[c])
-            r[c] = cuda.fma(s[i, c], q, r[c])
-    to = uint32(uint32(warp * uint32(HEAD)) + lane * uint32(4))
-    store_floats4(sums, to, p[0], p[1], p[2], p[3])
-    store_floats4(sums, uint32(to + uint32(WARPS * HEAD)), r[0], r[1], r[2], r[3])
-    predict, write, read, kq = float32(0), float32(0), float32(0), float32(0)
-    if thread < uint32(HEAD):
-        q, k = cuda.local.array((1, 4), float32), cuda.local.array((1, 4), float32)
-        q[0, 0], q[0, 1], q[0, 2], q[0, 3] = load_floats4(qkvz, uint32(lane * uint32(4)))
-        k[0, 0], k[0, 1], k[0, 2], k[0, 3] = load_floats4(qkvz, uint32(uint32(HEAD) + lane * uint32(4)))
-        k_scale = rsqrt(dot(k, 0, k, 0) + float32(NORM_EPS))
-        read = rsqrt(dot(q, 0, q, 0) + float32(NORM_EPS)) * float32(QUERY_SCALE)
-        predict, write, kq = keep * k_scale, rate * k_scale, dot(q, 0, k, 0)
-    cuda.syncthreads()
+            p[c], r[c] = float32(0), float32(0)
+        for i in range(ROWS):
+            q, k = qkvz[uint32(q_at + uint32(i))], qkvz[uint32(k_at + uint32(i))]
+            for c in range(4):
+                p[c] = cuda.fma(s[i, c], k, p[c])
+                r[c] = cuda.fma(s[i, c], q, r[c])
+        to = uint32(warp * uint32(PITCH) + lane * uint32(4))
+        store_floats4(sums, to, p[0], p[1], p[2], p[3])
+        store_floats4(sums, uint32(to + uint32(WARPS * PITCH)), r[0], r[1], r[2], r[3])
+        cuda.syncthreads()
 
-    out = cuda.shared.array(OUT, float32, alignment=16)  # d, then o
-    if thread < uint32(HEAD):
-        p, r = float32(0), float32(0)
-        for i in range(WARPS):
-            p = p + sums[uint32(uint32(HEAD * i) + thread)]
-            r = r + sums[uint32(uint32(HEAD * (WARPS + i)) + thread)]
-        d = write * cuda.fma(-predict, p, qkvz[uint32(uint32(2 * HEAD) + thread)])
-        out[thread] = d
-        out[uint32(thread + uint32(HEAD))] = read * cuda.fma(kq, d, keep * r)
-    cuda.syncthreads()
+        # Four lanes per column.
+        out = cuda.shared.array(OUT, float32, alignment=16)  # d, then o
+        keep, k_norm = scalars[uint32(KEEP)], scalars[uint32(K_NORM)]
+        quarter, of_head = uint32(thread & uint32(3)), uint32(thread >> uint32(2))
+        predicted, read = float32(0), float32(0)
+        for i in range(WARPS // 4):
+            at = uint32(uint32(quarter + uint32(4 * i)) * uint32(PITCH) + of_head)
+            predicted = predicted + sums[at]
+            read = read + sums[uint32(at + uint32(WARPS * PITCH))]
+        predicted = predicted + cuda.shfl_xor_sync(EVERY_LANE, predicted, 1)
+        read = read + cuda.shfl_xor_sync(EVERY_LANE, read, 1)
+        predicted = predicted + cuda.shfl_xor_sync(EVERY_LANE, predicted, 2)
+        read = read + cuda.shfl_xor_sync(EVERY_LANE, read, 2)
+        v = qkvz[uint32(uint32(2 * HEAD) + of_head)]
+        d = scalars[uint32(RATE)] * k_norm * cuda.fma(-(keep * k_norm), predicted, v)
+        o = scalars[uint32(Q_NORM)] * cuda.fma(scalars[uint32(KQ)], d, keep * read)
+        if quarter < uint32(2):
+            out[uint32(quarter * uint32(HEAD) + of_head)] = d if quarter == uint32(0) else o
+        cuda.syncthreads()
 
-    d0, d1, d2, d3 = load_floats4(out, uint32(lane * uint32(4)))
-    for i in range(ROWS):
-        k = qkvz[uint32(k_at + uint32(i))]
-        store_floats4(state, home + uint64(HEAD * i), cuda.fma(k, d0, keep * s[i, 0]), cuda.fma(k, d1, keep * s[i, 1]),
-                      cuda.fma(k, d2, keep * s[i, 2]), cuda.fma(k, d3, keep * s[i, 3]))
-    o0, o1, o2, o3 = load_floats4(out, uint32(uint32(HEAD) + lane * uint32(4)))
-    g0, g1, g2, g3 = load_floats4(qkvz, uint32(uint32(3 * HEAD) + lane * uint32(4)))
-    return o0, o1, o2, o3, g0, g1, g2, g3, load_floats4(weights, uint32(lane * uint32(4)))
+        if warp == uint32(WARPS - 1):  # ahead of its part of the state, which waits for that of the others
+            at = uint32(lane * uint32(4))
+            o0, o1, o2, o3 = load_floats4(out, uint32(uint32(HEAD) + at))
+            g0, g1, g2, g3 = load_floats4(qkvz, uint32(uint32(3 * HEAD) + at))
+            y0, y1, y2, y3 = gate_head(o0, o1, o2, o3, load_floats4(weights, at), g0, g1, g2, g3, eps)
+            at = uint32(uint32(row * n_v + head) * uint32(HEAD) + at)
+            store(q_out, d_out, at, True, y0, y1, y2, y3)
+        d0, d1, d2, d3 = load_floats4(out, uint32(lane * uint32(4)))
+        for i in range(ROWS):
+            k = qkvz[uint32(k_at + uint32(i))]
+            store_floats4(state, home + uint64(HEAD * i), cuda.fma(k, d0, keep * s[i, 0]),
+                          cuda.fma(k, d1, keep * s[i, 1]), cuda.fma(k, d2, keep * s[i, 2]),
+                          cuda.fma(k, d3, keep * s[i, 3]))
+
+    return gdn_decode_kernel
 
 
-@cuda.jit(launch_bounds=(THREADS, BLOCKS))
-def gdn_decode_kernel(y, state, ring, projected, stride, conv_w, ssm_a, dt_bias, norm_w, row_slot, row_pos, n_k,
-                      n_v, eps):
-    lane = uint32(cuda.threadIdx.x & 31)
-    o0, o1, o2, o3, g0, g1, g2, g3, w = decode_head(state, ring, projected, stride, conv_w, ssm_a, dt_bias, row_slot,
-                                                 row_pos, norm_w, n_k, n_v)
-    head = uint32(cuda.blockIdx.y * n_v + cuda.blockIdx.x)
-    if uint32(cuda.threadIdx.x) >= uint32(THREADS - 32):
-        y0, y1, y2, y3 = gate_head(o0, o1, o2, o3, w, g0, g1, g2, g3, eps)
-        store_floats4(y, uint32(head * uint32(HEAD) + lane * uint32(4)), y0, y1, y2, y3)
-
-
-@cuda.jit(launch_bounds=(THREADS, BLOCKS))
-def gdn_decode_quantize_kernel(q, d, state, ring, projected, stride, conv_w, ssm_a, dt_bias, norm_w, row_slot,
-                               row_pos, n_k, n_v, eps):
-    lane = uint32(cuda.threadIdx.x & 31)
-    o0, o1, o2, o3, g0, g1, g2, g3, w = decode_head(state, ring, projected, stride, conv_w, ssm_a, dt_bias, row_slot,
-                                                 row_pos, norm_w, n_k, n_v)
-    head = uint32(cuda.blockIdx.y * n_v + cuda.blockIdx.x)
-    if uint32(cuda.threadIdx.x) >= uint32(THREADS - 32):
-        y0, y1, y2, y3 = gate_head(o0, o1, o2, o3, w, g0, g1, g2, g3, eps)
-        store_quantized(q, d, uint32(head * uint32(HEAD) + lane * uint32(4)), True, y0, y1, y2, y3)
+to_floats, to_blocks = decode_kernel(store_plain), decode_kernel(store_quantized)
 
 
 # ---- launches ----------------------------------------------------------------------------------------------
@@ -146,23 +188,20 @@ def gdn_decode_quantize_kernel(q, d, state, ring, projected, stride, conv_w, ssm
 def gdn_decode(card, y, state, ring, projected, stride, conv_w, ssm_a, dt_bias, norm_w, row_slot, row_pos, rows,
                n_k, n_v, eps, stream=None):
     """y float32 [rows, n_v 128] <- the gated outputs of one token of each slot in row_slot, at most one row per
-    slot; their states and rings move on.
-
-    state, projected, stride, ssm_a, dt_bias  as for gdn_prefill      norm_w    float32 [128]
-    ring      float32 [n_slots, 4, (2 n_k + n_v) 128]                 conv_w    float32 [(2 n_k + n_v) 128, 4]
-    row_slot, row_pos  int32 [rows]
+    slot; their states and rings move on. Arrays as in the text above; ssm_a, dt_bias float32 [n_v], norm_w
+    float32 [128], row_slot, row_pos int32 [rows]. Never allocates.
     """
-    card.launch(gdn_decode_kernel, (n_v, rows), THREADS, y.reshape(-1), state.reshape(-1), ring.reshape(-1),
-                projected, stride, conv_w.reshape(-1), ssm_a, dt_bias, norm_w, row_slot, row_pos, n_k, n_v,
-                float(eps), stream=stream)
+    y = y.reshape(-1)
+    card.launch(to_floats, (n_v, rows), THREADS, y, y, state.reshape(-1), ring.reshape(-1), projected, stride,
+                conv_w.reshape(-1), ssm_a, dt_bias, norm_w, row_slot, row_pos, n_k, n_v, float(eps), stream=stream)
 
 
 def gdn_decode_quantize(card, q, d, state, ring, projected, stride, conv_w, ssm_a, dt_bias, norm_w, row_slot,
                         row_pos, rows, n_k, n_v, eps, stream=None):
     """q int8 [rows, n_v 128], d float32 [rows, n_v 4] <- the same, quantised."""
-    card.launch(gdn_decode_quantize_kernel, (n_v, rows), THREADS, q.reshape(-1), d.reshape(-1),
-                state.reshape(-1), ring.reshape(-1), projected, stride, conv_w.reshape(-1), ssm_a, dt_bias, norm_w,
-                row_slot, row_pos, n_k, n_v, float(eps), stream=stream)
+    card.launch(to_blocks, (n_v, rows), THREADS, q.reshape(-1), d.reshape(-1), state.reshape(-1),
+                ring.reshape(-1), projected, stride, conv_w.reshape(-1), ssm_a, dt_bias, norm_w, row_slot, row_pos,
+                n_k, n_v, float(eps), stream=stream)
 
 
 # ---- check and bench ---------------------------------------------------------------------------------------
