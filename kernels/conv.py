@@ -76,7 +76,8 @@ def conv_silu_kernel(y, x, stride, ring, w, row_slot, row_pos, rows, channels):
         else:
             inputs[i] = x[uint32(uint32(first - back) * stride + channel)]
     for i in range(uint32(TILE)):  # rows past the end are the last one once more
-        inputs[uint32(i + uint32(BEFORE))] = x[uint32(uint32(min(uint32(first + i), last)) * stride + channel)]
+        row = uint32(min(uint32(first + i), last))
+        inputs[uint32(i + uint32(BEFORE))] = x[uint32(row * stride + channel)]
     for i in range(uint32(TILE)):
         row = uint32(first + i)
         if row < rows:

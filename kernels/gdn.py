@@ -26,17 +26,17 @@ T and B are 4 x 4 and depend on no column of S: `gdn_factors` makes them for all
 independent of each other given these factors. A warp takes 8 of them:
 
     state [n_slots, n_v, 128, 128]    key row i of a head is 128 consecutive floats, one per value column
-                                              columns 0 1     2 3     4 5     6 7
-    lane 8 j + p has columns 2j, 2j + 1, and     -----------------------------------
-    of these rows 4p .. 4p+3, 32 + 4p ..,  rows  0 |  0   |   8   |  16   |  24   |
-    64 + 4p .., 96 + 4p ..: 32 registers         4 |  1   |   9   |  17   |  25   |     lanes
-    from the first token to the last            .. |  ..  |  ..   |  ..   |  ..   |
-                                                28 |  7   |  15   |  23   |  31   |
-                                                32 |  0   |   8   |   ..
+                                          columns 0 1    2 3     4 5     6 7
+    lane 8 j + p has columns 2j, 2j + 1        -------------------------------
+    of rows 4p .. 4p + 3, 32 + 4p ..,  rows  0 |  0   |   8   |  16   |  24  |
+    64 + 4p .. and 96 + 4p ..: in 32         4 |  1   |   9   |  17   |  25  |     lanes
+    registers from the first token          .. |  ..  |  ..   |  ..   |  ..  |
+    to the last                             28 |  7   |  15   |  23   |  31  |
+                                            32 |  0   |   8   |   ..
 
-A lane's 16 sums (2 columns, 4 tokens, k and q) meet those of 7 other lanes in three exchanges that halve their
-number: each lane ends with S^T k and S^T q of one column and one token, the x of its column come by four
-shuffles, and the results for the state go back by eight. q and k of a group reach the 4 warps of a block
+A lane's 16 sums (2 columns, 4 tokens, k and q) meet those of 7 other lanes in three exchanges that halve
+their number: each lane ends with S^T k and S^T q of one column and one token, the x of its column come by
+four shuffles, and the results for the state go back by eight. q and k of a group reach the 4 warps of a block
 through shared memory, fetched while the group before is worked on; one barrier per group.
 
     qkv      float32 [rows, (2 n_k + n_v) 128]:  | q0 q1 .. | k0 k1 .. | v0 v1 v2 v3 .. |, convolved
@@ -94,9 +94,8 @@ def reference(state, qkv, alpha, beta, ssm_a, dt_bias, n_k):
 
 
 def reference_grouped(state, qkv, alpha, beta, ssm_a, dt_bias, n_k, group=4):
-    """The same function as the prefill kernels compute it, by groups of tokens.
-
-    The group of the WY form (Yang et al., "Gated Delta Networks", 2024) is 64 tokens and more; nothing else differs."""
+    """The same function by groups of tokens, as the kernels compute it. With groups of 64 tokens this is the
+    chunked (WY) form of Yang et al., "Gated Delta Networks", 2024."""
     prepared = _prepared(qkv, alpha, beta, ssm_a, dt_bias, n_k)
     q, k, v, log_keep, rate = (np.moveaxis(a, 1, 0) for a in prepared)  # heads first
     state, o = np.array(state, np.float64), np.empty(v.shape)
@@ -104,7 +103,7 @@ def reference_grouped(state, qkv, alpha, beta, ssm_a, dt_bias, n_k, group=4):
         part = slice(start, start + group)
         qc, kc, vc, rc = q[:, part], k[:, part], v[:, part], rate[:, part, None]
         log_g = np.cumsum(log_keep[:, part], axis=1)[:, :, None]                     # [n_v, group, 1]
-        decay = np.exp(np.tril(log_g - log_g.transpose(0, 2, 1)))                    # g_s+1 .. g_t where s <= t
+        decay = np.exp(np.tril(log_g - log_g.transpose(0, 2, 1)))                    # G_ts where s <= t
         lower = np.tril(rc * decay * (kc @ kc.transpose(0, 2, 1)), -1)               # L
         d = np.linalg.solve(np.eye(lower.shape[1]) + lower, rc * (vc - np.exp(log_g) * (kc @ state)))
         o[:, part] = np.exp(log_g) * (qc @ state) + np.tril(decay * (qc @ kc.transpose(0, 2, 1))) @ d
@@ -229,7 +228,7 @@ def halve(x, half, mask, lane):
 
 @cuda.jit(device=True, forceinline=True)
 def fetch(words, own, qkv, factors, warp_row, lane_row, last, width, q_at, k_at, v_at, f_at):
-    """Of a group: the 4 elements of q and of k that this thread carries, v and factors of the lane's token."""
+    """Of a group: 4 elements each of q and k, which this thread carries; factors and v of the lane's token."""
     row = uint32(uint32(min(warp_row, last)) * width)
     words[0], words[1], words[2], words[3] = load_words4(qkv, uint32(row + q_at))
     words[4], words[5], words[6], words[7] = load_words4(qkv, uint32(row + k_at))
@@ -347,18 +346,18 @@ def gdn_prefill(card, o, state, factors, qkv, projected, stride, ssm_a, dt_bias,
     """o float32 [rows, n_v, 128] <- the outputs of `rows` consecutive tokens of slot row_slot[0], whose state
     moves on; before the gated norm.
 
-    state    float32 [n_slots, n_v, 128 (key), 128 (value)]    qkv      float32 [rows, (2 n_k + n_v) 128], convolved
-    factors  float32 scratch of `factors_shape`                projected, stride  see above
-    ssm_a, dt_bias  float32 [n_v]                              row_slot  int32 [rows]
+    state     float32 [n_slots, n_v, 128 (key), 128 (value)]    ssm_a, dt_bias  float32 [n_v]
+    qkv       float32 [rows, (2 n_k + n_v) 128], convolved      factors   float32 scratch of `factors_shape`
+    row_slot  int32 [rows]                                      projected, flat, and stride: see above
 
-    The first row is at a multiple of 4 of its sequence. Two kernel launches; writes only o, state and factors,
-    never allocates.
+    The first row is at a multiple of 4 of its sequence. Two kernel launches; writes only o, state and
+    factors, never allocates.
     """
     qkv, factors = qkv.reshape(-1), factors.reshape(-1)
-    card.launch(gdn_factors, (n_k, -(-rows // GROUP)), 32, factors, qkv, projected, stride, ssm_a, dt_bias, rows,
-                n_k, n_v, stream=stream)
-    card.launch(gdn_recurrence, (HEAD // COLUMNS, n_v), 32 * WARPS, o.reshape(-1), state.reshape(-1), qkv, factors,
-                row_slot, rows, n_k, n_v, stream=stream)
+    card.launch(gdn_factors, (n_k, -(-rows // GROUP)), 32, factors, qkv, projected, stride, ssm_a, dt_bias,
+                rows, n_k, n_v, stream=stream)
+    card.launch(gdn_recurrence, (HEAD // COLUMNS, n_v), 32 * WARPS, o.reshape(-1), state.reshape(-1), qkv,
+                factors, row_slot, rows, n_k, n_v, stream=stream)
 
 
 # ---- check and bench ---------------------------------------------------------------------------------------
@@ -401,9 +400,9 @@ def check(card, case):
     card_state, o = card.upload(state), card.alloc((rows + 1, n_v, HEAD), np.float32)
     factors = card.alloc(factors_shape(rows, n_v), np.float32)
     card.poison(o), card.poison(factors)
-    gdn_prefill(card, o, card_state, factors, card.upload(np.ascontiguousarray(qkv)), card.upload(projected).reshape(-1),
-                projected.shape[1], card.upload(ssm_a), card.upload(dt_bias), card.upload(np.ones(rows, np.int32)),
-                rows, n_k, n_v)
+    inputs = map(card.upload, (np.ascontiguousarray(qkv), projected.reshape(-1)))
+    constants = map(card.upload, (ssm_a, dt_bias, np.ones(rows, np.int32)))
+    gdn_prefill(card, o, card_state, factors, *inputs, projected.shape[1], *constants, rows, n_k, n_v)
     got, got_state = card.download(o), card.download(card_state)
     want, want_state = reference(state[1], qkv, alpha, beta, ssm_a, dt_bias, n_k)
     worst = max(error_by_largest(got[:rows], want), error_by_largest(got_state[1], want_state))

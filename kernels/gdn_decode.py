@@ -1,6 +1,6 @@
-"""The gated delta rule of a linear-attention layer for one token per slot, with all that surrounds it: one launch.
+"""The gated delta rule of a linear-attention layer for one token per slot and all around it, in one launch.
 
-    q, k, v = silu(conv(projected qkv))     kernels/conv.py: four taps, the last three inputs from the slot's ring
+    q, k, v = silu(conv(projected qkv))     kernels/conv.py: four taps, earlier inputs from the slot's ring
     o       = delta rule                    kernels/gdn.py, which has the formulas and the NumPy reference
     y       = norm_w o / sqrt(mean(o^2) + eps) * silu(z)           as float32, or as int8 blocks
 
@@ -78,8 +78,8 @@ def decode_kernel(store):
     """The kernel that hands its results to `store`, of the form of `store_quantized`."""
 
     @cuda.jit(launch_bounds=(THREADS, BLOCKS))
-    def gdn_decode_kernel(q_out, d_out, state, ring, projected, stride, conv_w, ssm_a, dt_bias, norm_w, row_slot,
-                          row_pos, n_k, n_v, eps):
+    def gdn_decode_kernel(q_out, d_out, state, ring, projected, stride, conv_w, ssm_a, dt_bias, norm_w,
+                          row_slot, row_pos, n_k, n_v, eps):
         thread = uint32(cuda.threadIdx.x)
         lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
         head, row = uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y)
@@ -185,23 +185,24 @@ to_floats, to_blocks = decode_kernel(store_plain), decode_kernel(store_quantized
 
 # ---- launches ----------------------------------------------------------------------------------------------
 
-def gdn_decode(card, y, state, ring, projected, stride, conv_w, ssm_a, dt_bias, norm_w, row_slot, row_pos, rows,
-               n_k, n_v, eps, stream=None):
-    """y float32 [rows, n_v 128] <- the gated outputs of one token of each slot in row_slot, at most one row per
-    slot; their states and rings move on. Arrays as in the text above; ssm_a, dt_bias float32 [n_v], norm_w
-    float32 [128], row_slot, row_pos int32 [rows]. Never allocates.
+def gdn_decode(card, y, state, ring, projected, stride, conv_w, ssm_a, dt_bias, norm_w, row_slot, row_pos,
+               rows, n_k, n_v, eps, stream=None):
+    """y float32 [rows, n_v 128] <- the gated outputs of one token of each slot in row_slot, at most one row
+    per slot; their states and rings move on. Arrays as in the text above, projected flat; ssm_a, dt_bias
+    float32 [n_v], norm_w float32 [128], row_slot, row_pos int32 [rows]. Never allocates.
     """
     y = y.reshape(-1)
     card.launch(to_floats, (n_v, rows), THREADS, y, y, state.reshape(-1), ring.reshape(-1), projected, stride,
-                conv_w.reshape(-1), ssm_a, dt_bias, norm_w, row_slot, row_pos, n_k, n_v, float(eps), stream=stream)
+                conv_w.reshape(-1), ssm_a, dt_bias, norm_w, row_slot, row_pos, n_k, n_v, float(eps),
+                stream=stream)
 
 
 def gdn_decode_quantize(card, q, d, state, ring, projected, stride, conv_w, ssm_a, dt_bias, norm_w, row_slot,
                         row_pos, rows, n_k, n_v, eps, stream=None):
     """q int8 [rows, n_v 128], d float32 [rows, n_v 4] <- the same, quantised."""
     card.launch(to_blocks, (n_v, rows), THREADS, q.reshape(-1), d.reshape(-1), state.reshape(-1),
-                ring.reshape(-1), projected, stride, conv_w.reshape(-1), ssm_a, dt_bias, norm_w, row_slot, row_pos,
-                n_k, n_v, float(eps), stream=stream)
+                ring.reshape(-1), projected, stride, conv_w.reshape(-1), ssm_a, dt_bias, norm_w, row_slot,
+                row_pos, n_k, n_v, float(eps), stream=stream)
 
 
 # ---- check and bench ---------------------------------------------------------------------------------------
@@ -249,7 +250,7 @@ def check(card, case):
     q, d, *_ = run(gdn_decode_quantize, (n_v * HEAD, np.int8), (n_v * HEAD // 32, np.float32))
     for got, want in zip((q, d), quantize_reference(y[:rows])):
         np.testing.assert_array_equal(got[:rows], want)
-    assert np.isnan(y[rows]).all() and (q[rows] == -1).all() and np.isnan(d[rows]).all(), "wrote past its rows"
+    assert np.isnan(y[rows]).all() and (q[rows] == -1).all() and np.isnan(d[rows]).all(), "wrote past the end"
     return worst
 
 
@@ -270,8 +271,8 @@ def _timed(card, rows, n_k, n_v):
         (rows, n_v, HEAD, HEAD), (rows, conv.WIDTH, channels), (channels, conv.WIDTH), HEAD))
     slots = card.upload(np.arange(rows, dtype=np.int32))
     launch = partial(gdn_decode_quantize, card, q, d, state, ring, card.upload(projected).reshape(-1),
-                     projected.shape[1], conv_w, *map(card.upload, gates), norm_w, slots, slots, rows, n_k, n_v,
-                     1e-6)
+                     projected.shape[1], conv_w, *map(card.upload, gates), norm_w, slots, slots, rows, n_k,
+                     n_v, 1e-6)
     return Case(f"{rows} rows, heads {n_k}/{n_v}", launch=launch, n_bytes=2 * state.nbytes,
                 n_ops=rows * n_v * HEAD * HEAD * 7, pipe="ffma")
 

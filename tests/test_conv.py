@@ -23,8 +23,8 @@ def test_bits_do_not_depend_on_the_cut(card, cuts):
         start = 0
         for length in cuts:
             part = slice(start, start + length)
-            conv.conv_silu(card, y[part], x[part].reshape(-1), channels, ring, w, slot, positions[part], length,
-                           channels)
+            conv.conv_silu(card, y[part], x[part].reshape(-1), channels, ring, w, slot, positions[part],
+                           length, channels)
             start += length
         return card.download(y), card.download(ring)
 

@@ -16,11 +16,12 @@ def test_a_decoded_row_has_the_same_bits_alone_and_in_a_batch(card):
     states, rings, conv_w, norm_w = (random.standard_normal(shape).astype(np.float32) for shape in shapes)
     results = []
     for rows in ([0, 1, 2, 3, 4], [3]):
-        y, state, ring = card.alloc((len(rows), n_v * 128), np.float32), card.upload(states), card.upload(rings)
+        y = card.alloc((len(rows), n_v * 128), np.float32)
+        state, ring, flat = map(card.upload, (states, rings, projected[rows].reshape(-1)))
         constants = map(card.upload, (conv_w, ssm_a, dt_bias, norm_w))
         places = (card.upload(np.asarray(a, np.int32)) for a in (rows, [7 + 3 * row for row in rows]))
-        gdn_decode.gdn_decode(card, y, state, ring, card.upload(projected[rows]).reshape(-1), projected.shape[1],
-                       *constants, *places, len(rows), n_k, n_v, 1e-6)
+        gdn_decode.gdn_decode(card, y, state, ring, flat, projected.shape[1], *constants, *places, len(rows),
+                              n_k, n_v, 1e-6)
         results.append((card.download(y)[rows.index(3)], card.download(state)[3], card.download(ring)[3]))
     for together, alone in zip(*results):
         np.testing.assert_array_equal(together, alone)
