@@ -1,0 +1,555 @@
+"""Quantised weights: how a GGUF file stores them, how they lie on a card, how a lane turns them into dp4a words.
+
+A weight is  scale * q - minimum  with a small integer q; a *block* is 32 consecutive weights of a row.
+
+    format  bits of q   scale of a block     minimum            file: bytes per block   bytes per 32 weights: file, card
+    Q8_0    8  signed   d                    -                  34  of  32 weights         34      34
+    Q4_0    4  signed   d                    -                  18  of  32                 18      18
+    Q5_0    5  signed   d                    -                  22  of  32                 22      22
+    Q6_K    6  signed   d * int8, one for    -                  210 of 256                 26.25   26.25
+                        each half block
+    Q4_K    4  0..15    d * (0..63)          dmin * (0..63)     144 of 256                 18      18.5
+    Q5_K    5  0..31    d * (0..63)          dmin * (0..63)     176 of 256                 22      22.5
+
+d and dmin are float16, of the file's block. The products of scales are exact in float32 (11 + 8 bits).
+
+On the card a matrix [n, k] is two arrays. `wq` holds the bits of q, in planes over the whole matrix of n_blocks =
+n k / 32 blocks, row after row, so that neighbouring lanes load neighbouring blocks, 16 bytes each:
+
+    Q8_0    [n_blocks][32] bytes                 as int8 [n, k]
+    others  [n_blocks][16] bytes: low 4 bits     byte b of word i: weight 4 i + b, and in its upper half 16 + 4 i + b
+            Q5: then [n_blocks][4] bytes         byte b, bit i: fifth bit of weight 4 i + b, i < 8
+            Q6: then [n_blocks][8] bytes         word h, byte b, bits 2 i and 2 i + 1: those of 16 h + 4 i + b, i < 4
+
+so that word i of a block is a few shifts, masks by 0x0F0F0F0F and the like, and an `or`. Signed q are stored as two's
+complement and unpacked at the top of their byte, multiplied by 16, 8 or 4, which the scale takes back exactly: no
+sign is extended. `wd` holds the scales, uint16 (float16 bits, and pairs of bytes):
+
+    Q8_0, Q4_0, Q5_0   [n_blocks]          d
+    Q4_K, Q5_K         [n_blocks / 8][10]  8 times (scale, minimum), d, dmin
+    Q6_K               [n_blocks / 8][9]   8 times (scale of the first half, of the second), d
+
+What a block adds to a product with int8 activations xq of scale xd (kernels/quantize.py), by all kernels:
+
+    dot    = sum of q * xq over the block, exact;  Q6_K: scale0 * dot of the first half + scale1 * dot of the second
+    acc    = fma(float(dot), ws * xd, acc)           ws = d, d * scale, or Q6_K: d
+    acc    = fma(-minimum, xd * float(sum of xq), acc)                              Q4_K and Q5_K
+
+Repacking: a thread per block reads the file's bytes as they are (they are 2-byte aligned) and writes 16 aligned bytes.
+Pipe: none; 2.1 bytes moved per byte of the file, at a bandwidth far above that of any bus the bytes came over.
+
+Facts about the file's bytes: github.com/ggml-org/ggml, src/ggml-common.h and src/ggml-quants.c.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import numpy as np
+from numba import cuda
+from numba.types import float32, int32, uint16, uint32
+
+from kernels.bench import Case, main
+from kernels.intrinsics import (BIAS_WORD, dp4a, float_as_word, half2_high, half2_low, half_to_float, load_word,
+                                load_words2, load_words4, store_word, store_words4, unbias)
+
+BLOCK = 32  # weights that share a scale
+THREADS = 128
+EXPONENT = 0x7C00  # of a float16; all ones: infinite, or not a number
+
+
+# ---- NumPy: from the file's bytes to quants, to the card's arrays, and to floats -------------------------------
+
+def _nibbles(data):
+    """uint8 [..., m] -> [..., 2, m]: low halves, high halves."""
+    return np.stack([data & 15, data >> 4], axis=-2)
+
+
+def _split_q8_0(blocks):
+    return blocks[:, 2:].view(np.int8), blocks[:, :2]
+
+
+def _split_q4_0(blocks):
+    return _nibbles(blocks[:, 2:]).reshape(-1, 32).astype(np.int8) - np.int8(8), blocks[:, :2]
+
+
+def _split_q5_0(blocks):
+    high = np.unpackbits(blocks[:, 2:6], axis=1, bitorder="little")
+    return (_nibbles(blocks[:, 6:]).reshape(-1, 32) | high << 4).astype(np.int8) - np.int8(16), blocks[:, :2]
+
+
+def _k_scales(blocks):
+    """Headers of Q4_K and Q5_K as on the card, uint8 [rows, 20]: the 6-bit scales and minima lie in 12 bytes."""
+    first, second, rest = np.split(blocks[:, 4:16], 3, axis=1)
+    scale = np.concatenate([first & 63, rest & 15 | (first >> 6) << 4], axis=1)
+    minimum = np.concatenate([second & 63, rest >> 4 | (second >> 6) << 4], axis=1)
+    return np.concatenate([np.stack([scale, minimum], axis=2).reshape(-1, 16), blocks[:, :4]], axis=1)
+
+
+def _split_q4_k(blocks):
+    return _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 256).astype(np.int8), _k_scales(blocks)
+
+
+def _split_q5_k(blocks):
+    low = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
+    high = blocks[:, 16:48].reshape(-1, 1, 32) >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    return (low | high << 4).reshape(-1, 256).astype(np.int8), _k_scales(blocks)
+
+
+def _split_q6_k(blocks):
+    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
+    high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+    return (low | high << 4).reshape(-1, 256).astype(np.int8) - np.int8(32), blocks[:, 192:]
+
+
+def split(format, raw):
+    """The file's bytes of whole blocks -> q int8 [n_blocks, 32] and wd uint16, flat, as on the card."""
+    q, wd = format.split_blocks(raw.reshape(-1, format.file_bytes))
+    return np.ascontiguousarray(q).reshape(-1, BLOCK), np.ascontiguousarray(wd).view(np.uint16).reshape(-1)
+
+
+def pack(format, q):
+    """q int8 [n_blocks, 32] -> wq uint8, flat, as on the card."""
+    if format.bits == 8:
+        return q.view(np.uint8).reshape(-1)
+    bits = q.view(np.uint8) & (1 << format.bits) - 1
+    planes = [bits[:, :16] & 15 | (bits[:, 16:] & 15) << 4]
+    high = format.bits - 4
+    if high:
+        words = (bits >> 4).reshape(len(q), high, 8 // high, 4)
+        shifts = np.arange(0, 8, high, dtype=np.uint8)[:, None]
+        planes.append(np.bitwise_or.reduce(words << shifts, axis=2))
+    return np.concatenate([plane.reshape(-1) for plane in planes])
+
+
+def floats(format, q, wd):
+    """The weights as float32 [n_blocks, 32], rounded once each."""
+    if format.file_block == BLOCK:
+        return q * wd.view(np.float16).astype(np.float32)[:, None]
+    wd = wd.reshape(-1, format.wd_words)
+    d = wd[:, 8:].copy().view(np.float16).astype(np.float32)
+    pairs = wd[:, :8].copy().view(np.int8).reshape(-1, 8, 2).astype(np.float32)
+    if format.halves:
+        return (q.reshape(-1, 16, 16) * (d * pairs.reshape(-1, 16))[:, :, None]).reshape(-1, BLOCK)
+    scale, minimum = np.moveaxis(d[:, None] * pairs, 2, 0)[:, :, :, None]
+    return (q.reshape(-1, 8, BLOCK) * scale - minimum).reshape(-1, BLOCK)
+
+
+def dequantize(format, raw):
+    """The file's bytes of whole blocks (uint8, any shape) -> float32, flat: the bits of the gguf package's."""
+    return floats(format, *split(format, raw)).reshape(-1)
+
+
+# ---- a lane's part: from memory to int8 words and scales ---------------------------------------------------------
+
+@cuda.jit(device=True, inline="always")
+def shifted(word, left):
+    """word << left, or >> -left for a negative one; `left` is a constant once loops are unrolled."""
+    return uint32(uint32(word << uint32(max(left, 0))) >> uint32(max(-left, 0)))
+
+
+def fetch_function(format):
+    """fetch(raw, wq, wd, n_blocks, at): the global loads of block `at` of a matrix of n_blocks, nothing else.
+    raw: local uint32 array [format.raw_words]."""
+    high, scales_at, wd_words = format.bits - 4, format.q_words, format.wd_words
+
+    @cuda.jit(device=True, inline="always")
+    def fetch_bytes(raw, wq, n_blocks, at):
+        raw[0], raw[1], raw[2], raw[3] = load_words4(wq, uint32(at << uint32(5)))
+        raw[4], raw[5], raw[6], raw[7] = load_words4(wq, uint32(uint32(at << uint32(5)) + uint32(16)))
+
+    @cuda.jit(device=True, inline="always")
+    def fetch_planes(raw, wq, n_blocks, at):
+        raw[0], raw[1], raw[2], raw[3] = load_words4(wq, uint32(at << uint32(4)))
+        plane = uint32(n_blocks << uint32(4))
+        if high == 1:
+            raw[4] = load_word(wq, uint32(plane + uint32(at << uint32(2))))
+        if high == 2:
+            raw[4], raw[5] = load_words2(wq, uint32(plane + uint32(at << uint32(3))))
+
+    fetch_q = fetch_bytes if format.bits == 8 else fetch_planes
+
+    @cuda.jit(device=True, inline="always")
+    def fetch(raw, wq, wd, n_blocks, at):
+        fetch_q(raw, wq, n_blocks, at)
+        raw[scales_at] = uint32(wd[at])
+
+    @cuda.jit(device=True, inline="always")
+    def fetch_k(raw, wq, wd, n_blocks, at):
+        fetch_q(raw, wq, n_blocks, at)
+        header = uint32(uint32(at >> uint32(3)) * uint32(wd_words))
+        raw[scales_at] = uint32(wd[uint32(header + uint32(at & uint32(7)))])
+        if wd_words == 10:
+            raw[scales_at + 1] = load_word(wd, uint32(header + uint32(8)))
+        else:
+            raw[scales_at + 1] = uint32(wd[uint32(header + uint32(8))])
+
+    return fetch if format.file_block == BLOCK else fetch_k
+
+
+def unpack_function(format):
+    """unpack(w, scales, raw): w uint32 [8], the block's q as int8 in order of k, each 2**format.place times as
+    large; scales uint32 [format.n_scales], float32 bits but for Q6_K's two integers."""
+    place, high, scales_at = format.place, format.bits - 4, format.q_words
+    low_mask = 0x0F0F0F0F << place
+    high_mask = (2**high - 1 << 4 + place) * 0x01010101
+    per_word = 8 // high if 0 < high < 4 else 8  # words of w that share a word of upper bits
+    down = 2.0**-place
+
+    @cuda.jit(device=True, inline="always")
+    def unpack_bytes(w, raw):
+        for i in range(8):
+            w[i] = raw[i]
+
+    @cuda.jit(device=True, inline="always")
+    def unpack_planes(w, raw):
+        for i in range(4):
+            w[i] = shifted(raw[i], place) & uint32(low_mask)
+            w[4 + i] = shifted(raw[i], place - 4) & uint32(low_mask)
+        if high:
+            for i in range(8):
+                upper = shifted(raw[4 + i // per_word], place + 4 - high * (i % per_word))
+                w[i] = uint32(w[i] | uint32(upper & uint32(high_mask)))
+
+    unpack_q = unpack_bytes if format.bits == 8 else unpack_planes
+
+    @cuda.jit(device=True, inline="always")
+    def unpack(w, scales, raw):
+        unpack_q(w, raw)
+        scales[0] = float_as_word(half_to_float(uint16(raw[scales_at])) * float32(down))
+
+    @cuda.jit(device=True, inline="always")
+    def unpack_minimum(w, scales, raw):
+        unpack_q(w, raw)
+        pair, d = raw[scales_at], raw[scales_at + 1]
+        scales[0] = float_as_word(half2_low(d) * float32(uint32(pair & uint32(0xFF))))
+        scales[1] = float_as_word(half2_high(d) * -float32(uint32(pair >> uint32(8))))
+
+    @cuda.jit(device=True, inline="always")
+    def unpack_halves(w, scales, raw):
+        unpack_q(w, raw)
+        pair = raw[scales_at]
+        scales[0] = float_as_word(half_to_float(uint16(raw[scales_at + 1])) * float32(down))
+        scales[1] = uint32(int32(pair << uint32(24)) >> int32(24))
+        scales[2] = uint32(int32(pair << uint32(16)) >> int32(24))
+
+    return unpack_minimum if format.minimum else unpack_halves if format.halves else unpack
+
+
+def dot_function(format):
+    """dot(w, scales, x): float32, the exact dot product of a block with 8 words of x, times 2**format.place."""
+
+    @cuda.jit(device=True, inline="always")
+    def dot(w, scales, x):
+        total = int32(BIAS_WORD)
+        for i in range(8):
+            total = dp4a(w[i], x[i], total)
+        return unbias(total)
+
+    @cuda.jit(device=True, inline="always")
+    def dot_halves(w, scales, x):
+        first, second = int32(0), int32(0)
+        for i in range(4):
+            first = dp4a(w[i], x[i], first)
+            second = dp4a(w[4 + i], x[4 + i], second)
+        return float32(int32(int32(first * int32(scales[1])) + int32(second * int32(scales[2]))))
+
+    return dot_halves if format.halves else dot
+
+
+# ---- repacking ----------------------------------------------------------------------------------------------------
+# take(low, high, raw, at, j): from a file block at raw[at] (in 16-bit units), block j of its 32 weights: 8 words of the
+# low 4 bits of q, one per byte, and 8 of its upper bits, both as two's complement where q is signed.
+
+@cuda.jit(device=True, inline="always")
+def word_at(raw, at):
+    """4 bytes from two 16-bit units: a file's blocks are not aligned to words."""
+    return uint32(uint32(raw[at]) | uint32(uint32(raw[uint32(at + uint32(1))]) << uint32(16)))
+
+
+@cuda.jit(device=True, inline="always")
+def take_q8_0(low, high, raw, at, j):
+    for i in range(8):
+        low[i] = word_at(raw, uint32(at + uint32(1 + 2 * i)))
+
+
+@cuda.jit(device=True, inline="always")
+def take_q4_0(low, high, raw, at, j):
+    for i in range(4):
+        word = uint32(word_at(raw, uint32(at + uint32(1 + 2 * i))) ^ uint32(0x88888888))
+        low[i] = word & uint32(0x0F0F0F0F)
+        low[4 + i] = uint32(word >> uint32(4)) & uint32(0x0F0F0F0F)
+
+
+@cuda.jit(device=True, inline="always")
+def take_q5_0(low, high, raw, at, j):
+    bits = uint32(~word_at(raw, uint32(at + uint32(1))))
+    for i in range(4):
+        word = word_at(raw, uint32(at + uint32(3 + 2 * i)))
+        low[i] = word & uint32(0x0F0F0F0F)
+        low[4 + i] = uint32(word >> uint32(4)) & uint32(0x0F0F0F0F)
+    for i in range(8):  # the multiplication puts four neighbouring bits into four bytes
+        four = uint32(bits >> uint32(4 * i)) & uint32(15)
+        high[i] = uint32(four * uint32(0x00204081)) & uint32(0x01010101)
+
+
+@cuda.jit(device=True, inline="always")
+def take_nibbles(low, raw, at, shift):
+    for i in range(8):
+        low[i] = uint32(word_at(raw, uint32(at + uint32(2 * i))) >> shift) & uint32(0x0F0F0F0F)
+
+
+@cuda.jit(device=True, inline="always")
+def take_q4_k(low, high, raw, at, j):
+    chunk = uint32(uint32(j >> uint32(1)) << uint32(4))  # 32 bytes hold two blocks
+    take_nibbles(low, raw, uint32(at + uint32(8) + chunk), uint32(uint32(j & uint32(1)) << uint32(2)))
+
+
+@cuda.jit(device=True, inline="always")
+def take_q5_k(low, high, raw, at, j):
+    chunk = uint32(uint32(j >> uint32(1)) << uint32(4))
+    take_nibbles(low, raw, uint32(at + uint32(24) + chunk), uint32(uint32(j & uint32(1)) << uint32(2)))
+    for i in range(8):
+        high[i] = uint32(word_at(raw, uint32(at + uint32(8 + 2 * i))) >> j) & uint32(0x01010101)
+
+
+@cuda.jit(device=True, inline="always")
+def take_q6_k(low, high, raw, at, j):
+    half, quarter = uint32(j >> uint32(2)), uint32(j & uint32(3))  # of 128 and of 32 weights
+    chunk = uint32(uint32(half << uint32(5)) + uint32(uint32(quarter & uint32(1)) << uint32(4)))
+    take_nibbles(low, raw, uint32(at + chunk), uint32(uint32(quarter >> uint32(1)) << uint32(2)))
+    upper = uint32(at + uint32(64) + uint32(half << uint32(4)))
+    for i in range(8):
+        bits = uint32(word_at(raw, uint32(upper + uint32(2 * i))) >> uint32(quarter << uint32(1)))
+        high[i] = uint32(bits & uint32(0x03030303)) ^ uint32(0x02020202)
+
+
+# take_scales(wd, raw, at, j, to): writes the scales of the same block, number `to` of the matrix; returns whether they
+# are finite. The first block of a file's block writes those that its eight share.
+
+@cuda.jit(device=True, inline="always")
+def is_finite(half):
+    return uint32(uint32(half) & uint32(EXPONENT)) != uint32(EXPONENT)
+
+
+@cuda.jit(device=True, inline="always")
+def take_scale(wd, raw, at, j, to):
+    wd[to] = raw[at]
+    return is_finite(raw[at])
+
+
+@cuda.jit(device=True, inline="always")
+def byte_at(raw, at, i):
+    """Byte i after raw[at]."""
+    return uint32(uint32(raw[uint32(at + uint32(i >> uint32(1)))]) >> uint32(uint32(i & uint32(1)) << uint32(3))) & uint32(0xFF)
+
+
+@cuda.jit(device=True, inline="always")
+def take_scales_minima(wd, raw, at, j, to):
+    header = uint32(uint32(to >> uint32(3)) * uint32(10))
+    from_scales = uint32(at + uint32(2))
+    i = uint32(j & uint32(3))
+    first, second = byte_at(raw, from_scales, i), byte_at(raw, from_scales, uint32(i + uint32(4)))
+    rest = byte_at(raw, from_scales, uint32(i + uint32(8)))
+    scale, minimum = uint32(first & uint32(63)), uint32(second & uint32(63))
+    if j > uint32(3):
+        scale = uint32(uint32(rest & uint32(15)) | uint32(uint32(first >> uint32(6)) << uint32(4)))
+        minimum = uint32(uint32(rest >> uint32(4)) | uint32(uint32(second >> uint32(6)) << uint32(4)))
+    wd[uint32(header + j)] = uint16(uint32(scale | uint32(minimum << uint32(8))))
+    if j == uint32(0):
+        wd[uint32(header + uint32(8))] = raw[at]
+        wd[uint32(header + uint32(9))] = raw[uint32(at + uint32(1))]
+    return is_finite(raw[at]) and is_finite(raw[uint32(at + uint32(1))])
+
+
+@cuda.jit(device=True, inline="always")
+def take_scales_halves(wd, raw, at, j, to):
+    header = uint32(uint32(to >> uint32(3)) * uint32(9))
+    wd[uint32(header + j)] = raw[uint32(at + uint32(96) + j)]
+    d = raw[uint32(at + uint32(104))]
+    if j == uint32(0):
+        wd[uint32(header + uint32(8))] = d
+    return is_finite(d)
+
+
+def put_function(format):
+    """put(wq, low, high, n_blocks, to): writes q of block `to` of a matrix of n_blocks."""
+    high_bits = format.bits - 4
+
+    @cuda.jit(device=True, inline="always")
+    def put_bytes(wq, low, high, n_blocks, to):
+        store_words4(wq, uint32(to << uint32(5)), low[0], low[1], low[2], low[3])
+        store_words4(wq, uint32(uint32(to << uint32(5)) + uint32(16)), low[4], low[5], low[6], low[7])
+
+    @cuda.jit(device=True, inline="always")
+    def put_planes(wq, low, high, n_blocks, to):
+        for i in range(4):
+            low[i] = uint32(low[i] | uint32(low[4 + i] << uint32(4)))
+        store_words4(wq, uint32(to << uint32(4)), low[0], low[1], low[2], low[3])
+        plane = uint32(n_blocks << uint32(4))
+        for h in range(high_bits):
+            word = uint32(0)
+            for i in range(8 // high_bits):
+                word = uint32(word | uint32(high[8 // high_bits * h + i] << uint32(high_bits * i)))
+            store_word(wq, uint32(plane + uint32(to * uint32(4 * high_bits)) + uint32(4 * h)), word)
+
+    return put_bytes if format.bits == 8 else put_planes
+
+
+def repack_kernel(format):
+    take, take_scales, put = format.take, format.take_scales, put_function(format)
+    units, blocks = format.file_bytes // 2, format.file_block // BLOCK
+
+    @cuda.jit
+    def repack_blocks_kernel(wq, wd, bad, raw, n_blocks, first, count):
+        block = uint32(cuda.blockIdx.x * uint32(THREADS) + cuda.threadIdx.x)
+        if block >= count:
+            return
+        low, high = cuda.local.array(8, uint32), cuda.local.array(8, uint32)
+        at = uint32(uint32(block // uint32(blocks)) * uint32(units))
+        j, to = uint32(block % uint32(blocks)), uint32(first + block)
+        take(low, high, raw, at, j)
+        put(wq, low, high, n_blocks, to)
+        if not take_scales(wd, raw, at, j, to):
+            bad[uint32(0)] = int32(1)
+
+    return repack_blocks_kernel
+
+
+# ---- the formats ----------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True, eq=False)
+class Format:
+    """One format: its numbers, its NumPy functions and its device functions; see the top of this file."""
+
+    name: str
+    bits: int  # of q
+    file_block: int  # weights of a block in the file
+    file_bytes: int  # its bytes there
+    split_blocks: Callable  # uint8 [rows, file_bytes] -> q, scales
+    take: Callable
+    take_scales: Callable
+    minimum: bool = False  # weights have one, and q no sign
+    halves: bool = False  # each half of a block has an integer scale
+
+    @property
+    def place(self):
+        """q is unpacked 2**place times as large: at the top of its byte, where it is signed."""
+        return 0 if self.minimum else 8 - self.bits
+
+    @property
+    def q_words(self):
+        """Words of wq that a lane loads per block."""
+        return self.bits
+
+    @property
+    def raw_words(self):
+        """Words that `fetch` gives."""
+        return self.bits + (1 if self.file_block == BLOCK else 2)
+
+    @property
+    def n_scales(self):
+        """Words of scales that `unpack` gives."""
+        return 1 + self.minimum + 2 * self.halves
+
+    @property
+    def wd_words(self):
+        """uint16 of scales per block of the file."""
+        return 1 if self.file_block == BLOCK else 9 + self.minimum
+
+    @cached_property
+    def fetch(self):
+        return fetch_function(self)
+
+    @cached_property
+    def unpack(self):
+        return unpack_function(self)
+
+    @cached_property
+    def dot(self):
+        return dot_function(self)
+
+    @cached_property
+    def repack_kernel(self):
+        return repack_kernel(self)
+
+    def arrays(self, n, k):
+        """((shape, dtype) of wq, (shape, dtype) of wd) of a matrix [n, k]."""
+        if self.bits == 8:
+            return ((n, k), np.int8), ((n, k // BLOCK), np.float16)
+        return ((n, k // BLOCK * 4 * self.bits), np.uint8), ((n, k // self.file_block * self.wd_words), np.uint16)
+
+
+FORMATS = {format.name: format for format in (
+    Format("Q8_0", 8, 32, 34, _split_q8_0, take_q8_0, take_scale),
+    Format("Q4_0", 4, 32, 18, _split_q4_0, take_q4_0, take_scale),
+    Format("Q5_0", 5, 32, 22, _split_q5_0, take_q5_0, take_scale),
+    Format("Q4_K", 4, 256, 144, _split_q4_k, take_q4_k, take_scales_minima, minimum=True),
+    Format("Q5_K", 5, 256, 176, _split_q5_k, take_q5_k, take_scales_minima, minimum=True),
+    Format("Q6_K", 6, 256, 210, _split_q6_k, take_q6_k, take_scales_halves, halves=True),
+)}
+
+
+def as_words(wd):
+    """The flat uint16 array that kernels read scales from."""
+    return wd.view(np.uint16).reshape(-1)
+
+
+def repack(card, format, wq, wd, bad, raw, first, count, stream=None):
+    """Blocks first .. first + count - 1 (of the file's size) of the matrix (wq, wd) <- raw, uint8, as in the file.
+    bad int32 [1] becomes 1 where a float16 scale is not finite, and stays as it is elsewhere. Never allocates."""
+    blocks = format.file_block // BLOCK
+    n_blocks = wq.nbytes // (4 * format.bits)
+    card.launch(format.repack_kernel, -(-count * blocks // THREADS), THREADS, wq.reshape(-1), as_words(wd), bad,
+                as_words(raw), n_blocks, first * blocks, count * blocks, stream=stream)
+
+
+# ---- check and time ----------------------------------------------------------------------------------------
+
+def random_raw(rng, format, n_blocks):
+    """The bytes of n_blocks blocks of the file with random bits and finite scales of either sign around 1 / 1000."""
+    raw = rng.integers(0, 256, (n_blocks, format.file_bytes), np.uint8)
+    scales = (rng.standard_normal((n_blocks, 2)) / 1000).astype(np.float16).view(np.uint8)
+    start, size = (format.file_bytes - 2, 2) if format.halves else (0, 2 + 2 * format.minimum)
+    raw[:, start:start + size] = scales[:, :size]
+    return raw
+
+
+def check_repack(card, format, n_blocks):
+    """Repacks random blocks in two pieces; the bits must be the reference's, and a bad scale must be seen."""
+    raw = random_raw(np.random.default_rng(n_blocks), format, n_blocks)
+    (wq_shape, wq_type), (wd_shape, wd_type) = format.arrays(n_blocks, format.file_block)
+    wq, wd, bad = card.alloc(wq_shape, wq_type), card.alloc(wd_shape, wd_type), card.zeros(1, np.int32)
+    card.poison(wq), card.poison(wd)
+    for first, last in ((n_blocks // 3, n_blocks), (0, n_blocks // 3)):
+        if first < last:
+            repack(card, format, wq, wd, bad, card.upload(raw[first:last]), first, last - first)
+    q, want_wd = split(format, raw)
+    np.testing.assert_array_equal(card.download(wq).view(np.uint8).reshape(-1), pack(format, q))
+    np.testing.assert_array_equal(card.download(wd).view(np.uint16).reshape(-1), want_wd)
+    assert card.download(bad)[0] == 0
+    for place in (format.file_bytes - 2,) if format.halves else range(0, 2 + 2 * format.minimum, 2):
+        for value in (np.inf, -np.inf, np.nan):
+            wrong = raw.copy()
+            wrong[-1, place:place + 2] = np.array([value], np.float16).view(np.uint8)
+            card.fill(bad, 0)
+            repack(card, format, wq, wd, bad, card.upload(wrong), 0, n_blocks)
+            assert card.download(bad)[0] == 1
+    return 0.0
+
+
+def cases(card):
+    """The checks, then the time of a matrix of 16 M weights."""
+    for format in FORMATS.values():
+        for n_blocks in (1, 37):
+            yield Case(f"{n_blocks} blocks of {format.name}", partial(check_repack, card, format, n_blocks))
+    for format in FORMATS.values():
+        count = 2**24 // format.file_block
+        wq, wd = (card.alloc(*array) for array in format.arrays(count, format.file_block))
+        raw, bad = card.zeros((count, format.file_bytes), np.uint8), card.zeros(1, np.int32)
+        yield Case(f"time of 16 M weights of {format.name}", n_bytes=raw.nbytes + wq.nbytes + wd.nbytes,
+                   launch=partial(repack, card, format, wq, wd, bad, raw, 0, count))
+
+
+if __name__ == "__main__":
+    main("Formats of weights", cases)
