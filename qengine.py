@@ -2000,6 +2000,7 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | None 
     chunk = min(chunk, pages_for(n_ctx) * PAGE_TOKENS)
     used = card if isinstance(card, Card) else _open_card(card)
     free = used.free_bytes
+    used.replace(probe.saved_replacements(used))
     if progress:
         note(f"card: {used.describe()}")
         if n_ctx > config.context_length:

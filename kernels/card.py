@@ -25,11 +25,13 @@ import math
 import struct
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 
 from kernels import compile as compiler
+from kernels.throttled import rewrite
 
 ALIGNMENT = 256                                          # bytes; of every allocation, as on the real card
 POISON = 0xFF                                            # a byte that makes NaN of floats and -1 of integers
@@ -219,6 +221,7 @@ class Card:
         # Two locks: memory is freed by finalizers, which may interrupt a thread that waits for a compilation.
         self._memory_lock, self._loading = threading.RLock(), threading.Lock()
         self._functions = {}                             # (kernel, *argument types) -> Function
+        self._replaced = ()                              # instructions, see `replace`
         self.on_compile = None                           # called with the name of each kernel met first
         self._recording = None
 
@@ -367,11 +370,20 @@ class Card:
             if function is None:
                 cc = compiler.target_cc(self.cc)
                 compiled = compiler.compile_kernel(kernel, types[1:], cc, self.cache_dir)
+                compiled = replace(compiled, ptx=rewrite(compiled.ptx, self._replaced))
                 handle, static_shared = self._load(compiled)
                 pack = compiler.packer(types[1:])
                 function = Function(compiled.name, pack, handle, self.max_shared - static_shared)
                 self._functions[types] = function
         return function
+
+    def replace(self, instead):
+        """From now on load kernels with instructions replaced, pairs as `throttled.rewrite` takes them; returns
+        the pairs so far. What is recorded stays as it is."""
+        with self._loading:
+            before, self._replaced = self._replaced, tuple(instead)
+            self._functions.clear()
+        return before
 
     # -- record and replay --
 

@@ -390,7 +390,9 @@ class Report:
                  "its units and clock allow" for row in self.throttled()]
         if not lines and any(row.expected for row in self.rows):
             lines = ["no path is throttled"]
-        return [*lines, f"products of int8: {fastest_dot(self)}"]
+        return [*lines, f"products of int8: {fastest_dot(self)}",
+                *(f"the engine's kernels use {new} instead of {old} on this card"
+                  for old, new in replacements(self))]
 
     def table(self):
         """For the terminal."""
@@ -473,20 +475,33 @@ def fastest_dot(report):
     return max(rates, key=rates.get)
 
 
-def best_dot(card):
-    """`fastest_dot` by the card's saved report; "dp4a" where it was never probed. The engine has kernels for
-    dp4a so far; those for the other two will choose by this, per card."""
+def replacements(report):
+    """What the card of a Report should do instead of what: pairs as `throttled.rewrite` takes them."""
+    dot, pairs = fastest_dot(report), []
+    if dot != "dp4a":
+        pairs.append(("dp4a", dot))
+    if report.row("ffma") in report.throttled() and report.value("fp32") > report.value("ffma"):
+        pairs.append(("ffma", "fp32"))
+    return tuple(pairs)
+
+
+def saved_replacements(card):
+    """The same by the card's saved report; none where it was never probed."""
     report = load(card)
-    return fastest_dot(report) if report else "dp4a"
+    return replacements(report) if report else ()
 
 
 # ---- measurement -------------------------------------------------------------------------------------------
 
 def measure(card):
     """The Report on a card; takes some seconds, and the card should have nothing else to do."""
-    rows = [measure_pipe(card, pipe) for pipe in PIPES]
-    rows += [measure_tensor(card), measure_shared(card), *measure_memory(card), *measure_launches(card),
-             measure_grid_sync(card), *measure_link(card), peer_access(card)]
+    before = card.replace(())           # or the loops would measure what stands for an instruction
+    try:
+        rows = [measure_pipe(card, pipe) for pipe in PIPES]
+        rows += [measure_tensor(card), measure_shared(card), *measure_memory(card), *measure_launches(card),
+                 measure_grid_sync(card), *measure_link(card), peer_access(card)]
+    finally:
+        card.replace(before)
     return Report(card.facts(), versions(), now(), tuple(rows))
 
 

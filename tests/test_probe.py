@@ -27,7 +27,7 @@ def emulated(monkeypatch, tmp_path):
 def report_of(**shares):
     """A Report on a card of 10 SMs at 1 GHz, whose pipes reach these shares of what is expected."""
     rows = []
-    for key in ("dp4a", "dp2a", "imad", "ffma"):
+    for key in ("dp4a", "dp2a", "imad", "ffma", "fp32"):
         expected = 64 * 10 * 1e9 * OPS_PER_LANE[key] / 1e12
         rows.append(Row(key, key, expected * shares.get(key, 0.99), "TOPS", expected, 1e9, "64 lanes"))
     rows.append(Row("read", "memory, read", 800.0, "GB/s", 829.0))
@@ -109,11 +109,11 @@ def test_report(emulated):
 
 
 def test_reports_are_kept(emulated):
-    assert probe.load(emulated) is None and probe.best_dot(emulated) == "dp4a"
+    assert probe.load(emulated) is None and probe.saved_replacements(emulated) == ()
     report = report_of(dp4a=1 / 16)
     path = probe.save(emulated, report)
     assert probe.load(emulated) == report == probe.saved_or_measured(emulated)
-    assert probe.best_dot(emulated) == "dp2a"
+    assert probe.saved_replacements(emulated) == (("dp4a", "dp2a"),)
     for text in ("{", "[]", json.dumps({"format": 0}), json.dumps(report.to_dict() | {"rows": [{}]})):
         path.write_text(text)
         assert probe.load(emulated) is None
@@ -127,6 +127,24 @@ def test_reports_are_kept(emulated):
     ({"dp4a": 1 / 16, "dp2a": 1 / 16, "imad": 1 / 16}, "dp4a")])
 def test_choice_of_the_dot_product(shares, instruction):
     assert probe.fastest_dot(report_of(**shares)) == instruction
+
+
+@pytest.mark.parametrize("shares, pairs", [
+    ({}, ()), ({"ffma": 1 / 16}, (("ffma", "fp32"),)), ({"ffma": 1 / 8, "fp32": 1 / 8}, ()),
+    ({"dp4a": 1 / 16, "ffma": 1 / 16}, (("dp4a", "dp2a"), ("ffma", "fp32")))])
+def test_replacements(shares, pairs):
+    report = report_of(**shares)
+    assert probe.replacements(report) == pairs
+    for old, new in pairs:
+        assert f"the engine's kernels use {new} instead of {old} on this card" in report.table()
+
+
+def test_the_probe_measures_the_instruction_itself(emulated, monkeypatch):
+    emulated.replace([("dp4a", "imad")])
+    seen = []
+    monkeypatch.setattr(emulated, "_load", lambda compiled, load=emulated._load: seen.append(compiled.ptx) or load(compiled))
+    probe.measure(emulated)
+    assert sum("dp4a.s32.s32" in ptx for ptx in seen) == 1 and emulated.replace(()) == (("dp4a", "imad"),)
 
 
 def test_throttled_paths_are_named():

@@ -1,0 +1,52 @@
+"""Kernels whose throttled instructions are replaced: the same bits for dp4a, the same accuracy for fma."""
+
+import importlib
+
+import numpy as np
+import pytest
+
+from kernels import compile as compiler
+from kernels import q8_gemv, throttled
+from kernels.card import open_cards
+
+
+@pytest.fixture
+def emulated():
+    """A card of its own: what is replaced on it stays."""
+    return open_cards("emulated")[0]
+
+
+def product(card):
+    random = np.random.default_rng(3)
+    (wq, wd), (xq, xd) = q8_gemv.random_q8(random, 33, 544), q8_gemv.random_activations(random, 3, 544)
+    wq[:4, :32], xq[:, :32] = -128, -127                    # the corner of int8
+    y = card.alloc((3, 33), np.float32)
+    q8_gemv.gemv_q8_q8(card, y, *map(card.upload, (wq, wd, xq, xd)), 33, 544, 3)
+    return card.download(y)
+
+
+@pytest.mark.parametrize("instead", ["dp2a", "imad"])
+def test_dot_products_keep_their_bits(emulated, instead):
+    want = product(emulated)
+    assert emulated.replace([("dp4a", instead)]) == ()
+    np.testing.assert_array_equal(product(emulated), want)
+
+
+@pytest.mark.parametrize("pair", throttled.REWRITINGS, ids=" ".join)
+def test_the_instruction_is_gone(pair):
+    """And nothing else has changed."""
+    types = tuple("float32[1] int8[1] uint16[1] int8[1] float32[1] uint32 uint32 uint32 bool".split())
+    ptx = compiler.compile_kernel(q8_gemv.KERNELS[1], types, compiler.supported_ccs()[0]).ptx
+    instruction, new = throttled.REWRITINGS[pair][0], throttled.rewrite(ptx, [pair])
+    assert instruction.search(ptx) and not instruction.search(new)
+    lines = [line for line in ptx.splitlines() if not instruction.search(line)]
+    assert lines == [line for line in new.splitlines() if line in set(lines)]
+    assert throttled.rewrite(ptx, ()) == ptx
+
+
+@pytest.mark.parametrize("name", ["norm", "rope", "gdn", "conv", "swiglu", "attention", "sample"])
+def test_without_fused_multiply_add_kernels_pass_their_checks(emulated, name):
+    emulated.replace([("ffma", "fp32")])
+    checks = [case.check for case in importlib.import_module(f"kernels.{name}").cases(emulated) if case.check]
+    for check in checks[:4]:
+        check()
