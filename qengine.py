@@ -67,12 +67,13 @@ import waitress.task
 from werkzeug.exceptions import HTTPException, ServiceUnavailable, TooManyRequests
 
 from kernels import (attention, conv, embedding, float_matmul, gdn, kv_cache, norm, probe, q8_gemm, q8_gemv,
-                     quantize, rope, sample, swiglu, synthetic)
+                     quantize, repack, rope, sample, swiglu, synthetic)
 from kernels.bench import operation_seconds
 from kernels.card import Array, Card, CardError, open_cards, show_bytes
 from kernels.compile import CompileError
 from kernels.emulated.cards import CARDS
 from kernels.nvidia import find_assembler
+from kernels.upload import PIECE, Feeder
 
 # ======================================================================================================
 # 1  Config and GGUF
@@ -1042,20 +1043,31 @@ class Matrix:
     float32, float16 or uint16 (the bits of bfloat16) [n, k] and scales None.
     """
 
+    format: str             # as GGUF has it: "Q8_0", "F16", ...
+    n: int
+    k: int
     values: Array
     scales: Array | None = None
 
     @property
-    def n(self) -> int:
-        return self.values.shape[0]
-
-    @property
-    def k(self) -> int:
-        return self.values.shape[1]
-
-    @property
     def is_quantized(self) -> bool:
         return self.scales is not None
+
+    def rows(self, start: int, stop: int) -> "Matrix":
+        """Rows start .. stop - 1, in the same memory."""
+        scales = None if self.scales is None else self.scales[start:stop]
+        return Matrix(self.format, stop - start, self.k, self.values[start:stop], scales)
+
+
+FLOAT_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+
+
+def alloc_matrix(card: Card, format: str, n: int, k: int, name: str) -> Matrix:
+    """A matrix of undefined values. Raises OutOfMemory."""
+    if format in FLOAT_DTYPES:
+        return Matrix(format, n, k, card.alloc((n, k), FLOAT_DTYPES[format], name))
+    return Matrix(format, n, k, card.alloc((n, k), np.int8, name),
+                  card.alloc((n, k // 32), np.float16, f"{name} scales"))
 
 
 class FileWeights:
@@ -1064,12 +1076,45 @@ class FileWeights:
     def __init__(self, gguf: GGUF):
         self.gguf = gguf
 
-    def matrix(self, card: Card, name: str) -> Matrix:
-        if self.gguf.tensors[name].type == "Q8_0":
-            quants, scales = self.gguf.q8_0(name)
-            return Matrix(card.upload(quants, name), card.upload(scales, f"{name} scales"))
-        self.gguf.floats(name)  # refuses values that are not finite
-        return Matrix(card.upload(self.gguf.data(name), name))
+    @contextlib.contextmanager
+    def loading(self, card: Card):
+        """Surrounds all calls of `matrix` and `vector` for a card; the values are good when it ends. ModelError."""
+        names, largest = list(self.gguf.tensors), max(tensor.nbytes for tensor in self.gguf.tensors.values())
+        self.feeder = Feeder(card, min(PIECE, largest))
+        bad = card.zeros(len(names), np.uint32, "flags of damaged tensors")
+        self.bad = {name: bad[i:i + 1] for i, name in enumerate(names)}
+        try:
+            yield
+            damaged = np.flatnonzero(card.download(bad))
+        finally:
+            self.feeder = self.bad = None
+        if damaged.size:
+            tensor = self.gguf.tensors[names[damaged[0]]]
+            what = "value" if tensor.type in FLOAT_DTYPES else "block scale"
+            raise ModelError(f"{self.gguf.path}: tensor '{tensor.name}' holds a {what} that is not a finite number")
+
+    def matrix(self, card: Card, *names: str) -> Matrix:
+        """The rows of one tensor or of several, of one type and width, one after the other."""
+        tensors = [self.gguf.tensors[name] for name in names]
+        format, k = tensors[0].type, tensors[0].shape[1]
+        stops = np.cumsum([tensor.shape[0] for tensor in tensors]).tolist()
+        matrix = alloc_matrix(card, format, stops[-1], k, " + ".join(names))
+        for tensor, stop in zip(tensors, stops):
+            assert (tensor.type, tensor.shape[1]) == (format, k)
+            self._fill(card, matrix.rows(stop - tensor.shape[0], stop), tensor.name)
+        return matrix
+
+    def _fill(self, card: Card, rows: Matrix, name: str):
+        """The bytes of a tensor to the card, where a kernel takes them apart and looks for damage."""
+        data, bad = self.gguf.data(name), self.bad[name]
+        if rows.is_quantized:
+            for first, raw in self.feeder.pieces(data, repack.BLOCK_BYTES):
+                repack.split_q8_0(card, rows.values, rows.scales, raw, bad, first)
+        else:
+            to = rows.values.reshape(-1).view(np.uint8)
+            for first, raw in self.feeder.pieces(data, 1):
+                card.copy(to[first:first + raw.size], raw)
+            repack.find_nonfinite(card, rows.values, bad)
 
     def vector(self, card: Card, name: str) -> Array:
         """A norm weight, a bias or another small tensor, as float32 in its own shape."""
@@ -1089,10 +1134,16 @@ class SyntheticWeights:
     def __init__(self, config: Config):
         self.shapes = config.tensor_shapes()
 
-    def matrix(self, card: Card, name: str) -> Matrix:
-        n, k = self.shapes[name]
-        matrix = Matrix(card.alloc((n, k), np.int8, name), card.alloc((n, k // 32), np.float16, f"{name} scales"))
-        synthetic.random_q8(card, matrix.values, matrix.scales, n, k, zlib.crc32(name.encode()))
+    def loading(self, card: Card):
+        return contextlib.nullcontext()
+
+    def matrix(self, card: Card, *names: str) -> Matrix:
+        k, stop = self.shapes[names[0]][1], 0
+        matrix = alloc_matrix(card, "Q8_0", sum(self.shapes[name][0] for name in names), k, " + ".join(names))
+        for name in names:
+            start, stop = stop, stop + self.shapes[name][0]
+            rows = matrix.rows(start, stop)
+            synthetic.random_q8(card, rows.values, rows.scales, rows.n, k, zlib.crc32(name.encode()))
         return matrix
 
     def vector(self, card: Card, name: str) -> Array:
@@ -1427,7 +1478,8 @@ class Stage:
         self.card, self.n_slots = card, n_slots
         self.cache = Cache(card, config, layers, n_slots, n_ctx)
         max_rows = max(chunk, n_slots, HEAD_ROWS)
-        self.model = Model(card, config, weights, layers, self.cache, max_rows, n_slots, progress)
+        with weights.loading(card):
+            self.model = Model(card, config, weights, layers, self.cache, max_rows, n_slots, progress)
         self.sampler = Sampler(card, n_slots, config.n_vocab) if self.model.head else None
         self.inputs = card.alloc(6 * max_rows, np.int32, "ids, slots and positions of a pass")
         self.decoders = {}      # batch size -> Recording
