@@ -13,21 +13,22 @@ A weight is  scale * q - minimum  with a small integer q; a *block* is 32 consec
 
 d and dmin are float16, of the file's block. The products of scales are exact in float32 (11 + 8 bits).
 
-On the card a matrix [n, k] is two arrays. `wq` holds the bits of q, in planes over the whole matrix of n_blocks =
-n k / 32 blocks, row after row, so that neighbouring lanes load neighbouring blocks, 16 bytes each:
+On the card a matrix [n, k] is two arrays with a line for each of its rows. `wq` holds the bits of q, a row's in planes,
+so that neighbouring lanes load neighbouring blocks, 16 bytes each:
 
-    Q8_0    [n_blocks][32] bytes                 as int8 [n, k]
-    others  [n_blocks][16] bytes: low 4 bits     byte b of word i: weight 4 i + b, and in its upper half 16 + 4 i + b
-            Q5: then [n_blocks][4] bytes         byte b, bit i: fifth bit of weight 4 i + b, i < 8
-            Q6: then [n_blocks][8] bytes         word h, byte b, bits 2 i and 2 i + 1: those of 16 h + 4 i + b, i < 4
+    Q8_0    [k / 32][32] bytes                int8 [n, k]
+    others  [k / 32][16] bytes: low 4 bits    byte b of word i: weight 4 i + b, and in its upper half 16 + 4 i + b
+            Q5: then [k / 32][4] bytes        byte b, bit i: fifth bit of weight 4 i + b, i < 8
+            Q6: then [k / 32][8] bytes        word h, byte b, bits 2 i and 2 i + 1: those of 16 h + 4 i + b, i < 4
+            padding to 16 bytes               uint8 [n, bits k / 8, rounded up]
 
 so that word i of a block is a few shifts, masks by 0x0F0F0F0F and the like, and an `or`. Signed q are stored as two's
 complement and unpacked at the top of their byte, multiplied by 16, 8 or 4, which the scale takes back exactly: no
-sign is extended. `wd` holds the scales, uint16 (float16 bits, and pairs of bytes):
+sign is extended. `wd` holds the scales, float16 bits and pairs of bytes:
 
-    Q8_0, Q4_0, Q5_0   [n_blocks]          d
-    Q4_K, Q5_K         [n_blocks / 8][10]  8 times (scale, minimum), d, dmin
-    Q6_K               [n_blocks / 8][9]   8 times (scale of the first half, of the second), d
+    Q8_0, Q4_0, Q5_0   [k / 32]        d                                     float16 [n, k / 32]
+    Q4_K, Q5_K         [k / 256][10]   8 times (scale, minimum), d, dmin     uint16 [n, 10 k / 256]
+    Q6_K               [k / 256][9]    8 times (scale of the first half, of the second), d
 
 What a block adds to a product with int8 activations xq of scale xd (kernels/quantize.py), by all kernels:
 
@@ -108,10 +109,10 @@ def split(format, raw):
     return np.ascontiguousarray(q).reshape(-1, BLOCK), np.ascontiguousarray(wd).view(np.uint16).reshape(-1)
 
 
-def pack(format, q):
-    """q int8 [n_blocks, 32] -> wq uint8, flat, as on the card."""
+def pack(format, q, n):
+    """q int8 [n_blocks, 32], the blocks of n rows -> wq as on the card, uint8 [n, bytes of a row]."""
     if format.bits == 8:
-        return q.view(np.uint8).reshape(-1)
+        return q.view(np.uint8).reshape(n, -1)
     bits = q.view(np.uint8) & (1 << format.bits) - 1
     planes = [bits[:, :16] & 15 | (bits[:, 16:] & 15) << 4]
     high = format.bits - 4
@@ -119,7 +120,8 @@ def pack(format, q):
         words = (bits >> 4).reshape(len(q), high, 8 // high, 4)
         shifts = np.arange(0, 8, high, dtype=np.uint8)[:, None]
         planes.append(np.bitwise_or.reduce(words << shifts, axis=2))
-    return np.concatenate([plane.reshape(-1) for plane in planes])
+    rows = np.concatenate([plane.reshape(n, -1) for plane in planes], axis=1)
+    return np.pad(rows, ((0, 0), (0, -rows.shape[1] % 16)))
 
 
 def floats(format, q, wd):
@@ -149,36 +151,37 @@ def shifted(word, left):
 
 
 def fetch_function(format):
-    """fetch(raw, wq, wd, n_blocks, at): the global loads of block `at` of a matrix of n_blocks, nothing else.
-    raw: local uint32 array [format.raw_words]."""
-    high, scales_at, wd_words = format.bits - 4, format.q_words, format.wd_words
+    """fetch(raw, wq, wd, q_from, d_from, blocks, b): the global loads of block b of a row that starts at wq[q_from] and
+    wd[d_from] and has `blocks` blocks. raw: uint32 [format.raw_words], local."""
+    high, scales_at, wd_words = format.bits - 4, format.bits, format.wd_words
 
     @cuda.jit(device=True, inline="always")
-    def fetch_bytes(raw, wq, n_blocks, at):
-        raw[0], raw[1], raw[2], raw[3] = load_words4(wq, uint32(at << uint32(5)))
-        raw[4], raw[5], raw[6], raw[7] = load_words4(wq, uint32(uint32(at << uint32(5)) + uint32(16)))
+    def fetch_bytes(raw, wq, q_from, blocks, b):
+        at = uint32(q_from + uint32(b << uint32(5)))
+        raw[0], raw[1], raw[2], raw[3] = load_words4(wq, at)
+        raw[4], raw[5], raw[6], raw[7] = load_words4(wq, uint32(at + uint32(16)))
 
     @cuda.jit(device=True, inline="always")
-    def fetch_planes(raw, wq, n_blocks, at):
-        raw[0], raw[1], raw[2], raw[3] = load_words4(wq, uint32(at << uint32(4)))
-        plane = uint32(n_blocks << uint32(4))
+    def fetch_planes(raw, wq, q_from, blocks, b):
+        raw[0], raw[1], raw[2], raw[3] = load_words4(wq, uint32(q_from + uint32(b << uint32(4))))
+        plane = uint32(q_from + uint32(blocks << uint32(4)))
         if high == 1:
-            raw[4] = load_word(wq, uint32(plane + uint32(at << uint32(2))))
+            raw[4] = load_word(wq, uint32(plane + uint32(b << uint32(2))))
         if high == 2:
-            raw[4], raw[5] = load_words2(wq, uint32(plane + uint32(at << uint32(3))))
+            raw[4], raw[5] = load_words2(wq, uint32(plane + uint32(b << uint32(3))))
 
     fetch_q = fetch_bytes if format.bits == 8 else fetch_planes
 
     @cuda.jit(device=True, inline="always")
-    def fetch(raw, wq, wd, n_blocks, at):
-        fetch_q(raw, wq, n_blocks, at)
-        raw[scales_at] = uint32(wd[at])
+    def fetch(raw, wq, wd, q_from, d_from, blocks, b):
+        fetch_q(raw, wq, q_from, blocks, b)
+        raw[scales_at] = uint32(wd[uint32(d_from + b)])
 
     @cuda.jit(device=True, inline="always")
-    def fetch_k(raw, wq, wd, n_blocks, at):
-        fetch_q(raw, wq, n_blocks, at)
-        header = uint32(uint32(at >> uint32(3)) * uint32(wd_words))
-        raw[scales_at] = uint32(wd[uint32(header + uint32(at & uint32(7)))])
+    def fetch_k(raw, wq, wd, q_from, d_from, blocks, b):
+        fetch_q(raw, wq, q_from, blocks, b)
+        header = uint32(d_from + uint32(uint32(b >> uint32(3)) * uint32(wd_words)))
+        raw[scales_at] = uint32(wd[uint32(header + uint32(b & uint32(7)))])
         if wd_words == 10:
             raw[scales_at + 1] = load_word(wd, uint32(header + uint32(8)))
         else:
@@ -190,7 +193,7 @@ def fetch_function(format):
 def unpack_function(format):
     """unpack(w, scales, raw): w uint32 [8], the block's q as int8 in order of k, each 2**format.place times as
     large; scales uint32 [format.n_scales], float32 bits but for Q6_K's two integers."""
-    place, high, scales_at = format.place, format.bits - 4, format.q_words
+    place, high, scales_at = format.place, format.bits - 4, format.bits
     low_mask = 0x0F0F0F0F << place
     high_mask = (2**high - 1 << 4 + place) * 0x01010101
     per_word = 8 // high if 0 < high < 4 else 8  # words of w that share a word of upper bits
@@ -324,8 +327,8 @@ def take_q6_k(low, high, raw, at, j):
         high[i] = uint32(bits & uint32(0x03030303)) ^ uint32(0x02020202)
 
 
-# take_scales(wd, raw, at, j, to): writes the scales of the same block, number `to` of the matrix; returns whether they
-# are finite. The first block of a file's block writes those that its eight share.
+# take_scales(wd, raw, at, j, to, b): writes the scales of the same block, block b of the row whose scales start at
+# wd[to]; returns whether they are finite. Of eight blocks the first writes those that they share.
 
 @cuda.jit(device=True, inline="always")
 def is_finite(half):
@@ -333,38 +336,39 @@ def is_finite(half):
 
 
 @cuda.jit(device=True, inline="always")
-def take_scale(wd, raw, at, j, to):
-    wd[to] = raw[at]
+def take_scale(wd, raw, at, j, to, b):
+    wd[uint32(to + b)] = raw[at]
     return is_finite(raw[at])
 
 
 @cuda.jit(device=True, inline="always")
 def byte_at(raw, at, i):
     """Byte i after raw[at]."""
-    return uint32(uint32(raw[uint32(at + uint32(i >> uint32(1)))]) >> uint32(uint32(i & uint32(1)) << uint32(3))) & uint32(0xFF)
+    pair = uint32(raw[uint32(at + uint32(i >> uint32(1)))])
+    return uint32(pair >> uint32(uint32(i & uint32(1)) << uint32(3))) & uint32(0xFF)
 
 
 @cuda.jit(device=True, inline="always")
-def take_scales_minima(wd, raw, at, j, to):
-    header = uint32(uint32(to >> uint32(3)) * uint32(10))
-    from_scales = uint32(at + uint32(2))
-    i = uint32(j & uint32(3))
-    first, second = byte_at(raw, from_scales, i), byte_at(raw, from_scales, uint32(i + uint32(4)))
-    rest = byte_at(raw, from_scales, uint32(i + uint32(8)))
+def take_scales_minima(wd, raw, at, j, to, b):
+    i, packed = uint32(j & uint32(3)), uint32(at + uint32(2))
+    first, second = byte_at(raw, packed, i), byte_at(raw, packed, uint32(i + uint32(4)))
+    rest = byte_at(raw, packed, uint32(i + uint32(8)))
     scale, minimum = uint32(first & uint32(63)), uint32(second & uint32(63))
     if j > uint32(3):
         scale = uint32(uint32(rest & uint32(15)) | uint32(uint32(first >> uint32(6)) << uint32(4)))
         minimum = uint32(uint32(rest >> uint32(4)) | uint32(uint32(second >> uint32(6)) << uint32(4)))
+    header = uint32(to + uint32(uint32(b >> uint32(3)) * uint32(10)))
     wd[uint32(header + j)] = uint16(uint32(scale | uint32(minimum << uint32(8))))
+    d, dmin = raw[at], raw[uint32(at + uint32(1))]
     if j == uint32(0):
-        wd[uint32(header + uint32(8))] = raw[at]
-        wd[uint32(header + uint32(9))] = raw[uint32(at + uint32(1))]
-    return is_finite(raw[at]) and is_finite(raw[uint32(at + uint32(1))])
+        wd[uint32(header + uint32(8))] = d
+        wd[uint32(header + uint32(9))] = dmin
+    return is_finite(d) and is_finite(dmin)
 
 
 @cuda.jit(device=True, inline="always")
-def take_scales_halves(wd, raw, at, j, to):
-    header = uint32(uint32(to >> uint32(3)) * uint32(9))
+def take_scales_halves(wd, raw, at, j, to, b):
+    header = uint32(to + uint32(uint32(b >> uint32(3)) * uint32(9)))
     wd[uint32(header + j)] = raw[uint32(at + uint32(96) + j)]
     d = raw[uint32(at + uint32(104))]
     if j == uint32(0):
@@ -373,47 +377,50 @@ def take_scales_halves(wd, raw, at, j, to):
 
 
 def put_function(format):
-    """put(wq, low, high, n_blocks, to): writes q of block `to` of a matrix of n_blocks."""
+    """put(wq, low, high, to, blocks, b): writes q of block b of a row of `blocks` blocks that starts at wq[to]."""
     high_bits = format.bits - 4
 
     @cuda.jit(device=True, inline="always")
-    def put_bytes(wq, low, high, n_blocks, to):
-        store_words4(wq, uint32(to << uint32(5)), low[0], low[1], low[2], low[3])
-        store_words4(wq, uint32(uint32(to << uint32(5)) + uint32(16)), low[4], low[5], low[6], low[7])
+    def put_bytes(wq, low, high, to, blocks, b):
+        at = uint32(to + uint32(b << uint32(5)))
+        store_words4(wq, at, low[0], low[1], low[2], low[3])
+        store_words4(wq, uint32(at + uint32(16)), low[4], low[5], low[6], low[7])
 
     @cuda.jit(device=True, inline="always")
-    def put_planes(wq, low, high, n_blocks, to):
+    def put_planes(wq, low, high, to, blocks, b):
         for i in range(4):
             low[i] = uint32(low[i] | uint32(low[4 + i] << uint32(4)))
-        store_words4(wq, uint32(to << uint32(4)), low[0], low[1], low[2], low[3])
-        plane = uint32(n_blocks << uint32(4))
+        store_words4(wq, uint32(to + uint32(b << uint32(4))), low[0], low[1], low[2], low[3])
+        plane = uint32(to + uint32(blocks << uint32(4)))
         for h in range(high_bits):
             word = uint32(0)
             for i in range(8 // high_bits):
                 word = uint32(word | uint32(high[8 // high_bits * h + i] << uint32(high_bits * i)))
-            store_word(wq, uint32(plane + uint32(to * uint32(4 * high_bits)) + uint32(4 * h)), word)
+            store_word(wq, uint32(plane + uint32(uint32(b * uint32(high_bits)) + uint32(h)) * uint32(4)), word)
 
     return put_bytes if format.bits == 8 else put_planes
 
 
 def repack_kernel(format):
     take, take_scales, put = format.take, format.take_scales, put_function(format)
-    units, blocks = format.file_bytes // 2, format.file_block // BLOCK
+    units, per_unit = format.file_bytes // 2, format.file_block // BLOCK
 
     @cuda.jit
-    def repack_blocks_kernel(wq, wd, bad, raw, n_blocks, first, count):
+    def repack_blocks(wq, wd, raw, bad, q_row, d_row, blocks, first, count):
         block = uint32(cuda.blockIdx.x * uint32(THREADS) + cuda.threadIdx.x)
         if block >= count:
             return
         low, high = cuda.local.array(8, uint32), cuda.local.array(8, uint32)
-        at = uint32(uint32(block // uint32(blocks)) * uint32(units))
-        j, to = uint32(block % uint32(blocks)), uint32(first + block)
+        at = uint32(uint32(block // uint32(per_unit)) * uint32(units))
+        j = uint32(block % uint32(per_unit))
+        row = uint32(uint32(first + block) // blocks)
+        b = uint32(uint32(first + block) - uint32(row * blocks))
         take(low, high, raw, at, j)
-        put(wq, low, high, n_blocks, to)
-        if not take_scales(wd, raw, at, j, to):
-            bad[uint32(0)] = int32(1)
+        put(wq, low, high, uint32(row * q_row), blocks, b)
+        if not take_scales(wd, raw, at, j, uint32(row * d_row), b):
+            bad[uint32(0)] = uint32(1)
 
-    return repack_blocks_kernel
+    return repack_blocks
 
 
 # ---- the formats ----------------------------------------------------------------------------------------------------
@@ -436,11 +443,6 @@ class Format:
     def place(self):
         """q is unpacked 2**place times as large: at the top of its byte, where it is signed."""
         return 0 if self.minimum else 8 - self.bits
-
-    @property
-    def q_words(self):
-        """Words of wq that a lane loads per block."""
-        return self.bits
 
     @property
     def raw_words(self):
@@ -473,11 +475,18 @@ class Format:
     def repack_kernel(self):
         return repack_kernel(self)
 
+    def q_row(self, k):
+        """Bytes of a row of wq."""
+        return -(-k * self.bits // 128) * 16
+
+    def d_row(self, k):
+        """uint16 of a row of wd."""
+        return k // self.file_block * self.wd_words
+
     def arrays(self, n, k):
-        """((shape, dtype) of wq, (shape, dtype) of wd) of a matrix [n, k]."""
-        if self.bits == 8:
-            return ((n, k), np.int8), ((n, k // BLOCK), np.float16)
-        return ((n, k // BLOCK * 4 * self.bits), np.uint8), ((n, k // self.file_block * self.wd_words), np.uint16)
+        """((shape, dtype) of wq, (shape, dtype) of wd) of a matrix [n, k]; file_block divides k."""
+        return ((n, self.q_row(k)), np.int8 if self.bits == 8 else np.uint8), \
+            ((n, self.d_row(k)), np.float16 if self.file_block == BLOCK else np.uint16)
 
 
 FORMATS = {format.name: format for format in (
@@ -495,60 +504,81 @@ def as_words(wd):
     return wd.view(np.uint16).reshape(-1)
 
 
-def repack(card, format, wq, wd, bad, raw, first, count, stream=None):
-    """Blocks first .. first + count - 1 (of the file's size) of the matrix (wq, wd) <- raw, uint8, as in the file.
-    bad int32 [1] becomes 1 where a float16 scale is not finite, and stays as it is elsewhere. Never allocates."""
-    blocks = format.file_block // BLOCK
-    n_blocks = wq.nbytes // (4 * format.bits)
-    card.launch(format.repack_kernel, -(-count * blocks // THREADS), THREADS, wq.reshape(-1), as_words(wd), bad,
-                as_words(raw), n_blocks, first * blocks, count * blocks, stream=stream)
+def repack(card, format, wq, wd, raw, bad, first, k, stream=None):
+    """Blocks first, first + 1, ... (of the file's size) of the matrix (wq, wd) of rows of k <- raw, uint8, whole blocks
+    as in the file. bad uint32 [1] becomes 1 where a float16 scale is not finite. Never allocates."""
+    per_unit = format.file_block // BLOCK
+    count = raw.size // format.file_bytes * per_unit
+    card.launch(format.repack_kernel, -(-count // THREADS), THREADS, wq.reshape(-1), as_words(wd), as_words(raw), bad,
+                format.q_row(k), format.d_row(k), k // BLOCK, first * per_unit, count, stream=stream)
 
 
 # ---- check and time ----------------------------------------------------------------------------------------
 
-def random_raw(rng, format, n_blocks):
-    """The bytes of n_blocks blocks of the file with random bits and finite scales of either sign around 1 / 1000."""
+def random_raw(rng, format, n, k):
+    """A matrix [n, k] as in a file, uint8 [blocks, bytes]: random bits, finite scales of either sign."""
+    n_blocks = n * k // format.file_block
     raw = rng.integers(0, 256, (n_blocks, format.file_bytes), np.uint8)
     scales = (rng.standard_normal((n_blocks, 2)) / 1000).astype(np.float16).view(np.uint8)
-    start, size = (format.file_bytes - 2, 2) if format.halves else (0, 2 + 2 * format.minimum)
-    raw[:, start:start + size] = scales[:, :size]
+    places = scale_places(format)
+    raw[:, places.start:places.stop] = scales[:, :len(places)]
     return raw
 
 
-def check_repack(card, format, n_blocks):
+def scale_places(format):
+    """The bytes of a file's block where its float16 scales are."""
+    start = format.file_bytes - 2 if format.halves else 0
+    return range(start, start + 2 + 2 * format.minimum)
+
+
+def on_card(card, format, raw, n, k):
+    """(wq, wd) of the matrix [n, k] with these bytes in a file."""
+    wq, wd = (card.alloc(*array) for array in format.arrays(n, k))
+    repack(card, format, wq, wd, card.upload(raw), card.zeros(1, np.uint32), 0, k)
+    return wq, wd
+
+
+def check_repack(card, format, n, k):
     """Repacks random blocks in two pieces; the bits must be the reference's, and a bad scale must be seen."""
-    raw = random_raw(np.random.default_rng(n_blocks), format, n_blocks)
-    (wq_shape, wq_type), (wd_shape, wd_type) = format.arrays(n_blocks, format.file_block)
-    wq, wd, bad = card.alloc(wq_shape, wq_type), card.alloc(wd_shape, wd_type), card.zeros(1, np.int32)
+    raw = random_raw(np.random.default_rng(n), format, n, k)
+    wq, wd = (card.alloc((rows + 1, width), dtype) for (rows, width), dtype in format.arrays(n, k))
+    bad, cut = card.zeros(1, np.uint32), len(raw) // 3
     card.poison(wq), card.poison(wd)
-    for first, last in ((n_blocks // 3, n_blocks), (0, n_blocks // 3)):
-        if first < last:
-            repack(card, format, wq, wd, bad, card.upload(raw[first:last]), first, last - first)
+    for first, part in ((cut, raw[cut:]), (0, raw[:cut])):
+        if len(part):
+            repack(card, format, wq[:n], wd[:n], card.upload(part), bad, first, k)
     q, want_wd = split(format, raw)
-    np.testing.assert_array_equal(card.download(wq).view(np.uint8).reshape(-1), pack(format, q))
-    np.testing.assert_array_equal(card.download(wd).view(np.uint16).reshape(-1), want_wd)
+    want_wq, used = pack(format, q, n), k * format.bits // 8  # what follows in a row stays as it was
+    got_wq, got_wd = card.download(wq).view(np.uint8), card.download(wd).view(np.uint16)
+    np.testing.assert_array_equal(got_wq[:n, :used], want_wq[:, :used])
+    np.testing.assert_array_equal(got_wd[:n].reshape(-1), want_wd)
+    assert (got_wq[n] == 255).all() and (got_wd[n] == 65535).all(), "wrote past the end"
     assert card.download(bad)[0] == 0
-    for place in (format.file_bytes - 2,) if format.halves else range(0, 2 + 2 * format.minimum, 2):
+    for place in scale_places(format)[::2]:
         for value in (np.inf, -np.inf, np.nan):
             wrong = raw.copy()
             wrong[-1, place:place + 2] = np.array([value], np.float16).view(np.uint8)
             card.fill(bad, 0)
-            repack(card, format, wq, wd, bad, card.upload(wrong), 0, n_blocks)
-            assert card.download(bad)[0] == 1
+            repack(card, format, wq[:n], wd[:n], card.upload(wrong), bad, 0, k)
+            assert card.download(bad)[0] == 1, f"did not see {value}"
     return 0.0
+
+
+SHAPES = [(1, 1), (5, 3), (33, 2)]  # rows, blocks of the file in one
 
 
 def cases(card):
     """The checks, then the time of a matrix of 16 M weights."""
     for format in FORMATS.values():
-        for n_blocks in (1, 37):
-            yield Case(f"{n_blocks} blocks of {format.name}", partial(check_repack, card, format, n_blocks))
+        for n, blocks in SHAPES:
+            k = blocks * format.file_block
+            yield Case(f"{n} x {k} of {format.name}", partial(check_repack, card, format, n, k))
+    n = k = 4096
     for format in FORMATS.values():
-        count = 2**24 // format.file_block
-        wq, wd = (card.alloc(*array) for array in format.arrays(count, format.file_block))
-        raw, bad = card.zeros((count, format.file_bytes), np.uint8), card.zeros(1, np.int32)
-        yield Case(f"time of 16 M weights of {format.name}", n_bytes=raw.nbytes + wq.nbytes + wd.nbytes,
-                   launch=partial(repack, card, format, wq, wd, bad, raw, 0, count))
+        wq, wd = (card.alloc(*array) for array in format.arrays(n, k))
+        raw, bad = card.zeros(n * k // format.file_block * format.file_bytes, np.uint8), card.zeros(1, np.uint32)
+        yield Case(f"time of {n} x {k} of {format.name}", n_bytes=raw.nbytes + wq.nbytes + wd.nbytes,
+                   launch=partial(repack, card, format, wq, wd, raw, bad, 0, k))
 
 
 if __name__ == "__main__":
