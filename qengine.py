@@ -1280,7 +1280,7 @@ class Model:
         self.k, self.v = floats("key", c.kv_dim), floats("value", c.kv_dim)
         self.q = card.alloc((rows, c.n_heads, c.head_dim), np.float16, "rotated query")
         self.attended = floats("attention output", c.query_dim)
-        self.gate, self.up = floats("gate", c.ffn_dim), floats("up", c.ffn_dim)
+        self.gate_up = floats("gate and up", 2 * c.ffn_dim)
         widths = {c.hidden_dim, c.value_dim, c.query_dim, c.ffn_dim}
         self.activations = {k: Activation(card, rows, k) for k in widths}
         partials = attention.scratch_shape(n_slots, c.n_heads, self.cache.max_pages)
@@ -1317,10 +1317,11 @@ class Model:
                              layer.dt_bias, rows.slots, rows.n, c.n_key_heads, c.n_value_heads, length)
         o = self.activations[c.value_dim]
         if layer.out.is_quantized:
-            norm.gated_norm_quantize(card, o.q, o.d, self.o, self.z, layer.out_norm, rows.n, c.n_value_heads,
-                                     c.norm_eps)
+            norm.gated_norm_quantize(card, o.q, o.d, self.o, self.z, c.value_dim, layer.out_norm, rows.n,
+                                     c.n_value_heads, c.norm_eps)
         else:
-            norm.gated_norm(card, o.x, self.o, self.z, layer.out_norm, rows.n, c.n_value_heads, c.norm_eps)
+            norm.gated_norm(card, o.x, self.o, self.z, c.value_dim, layer.out_norm, rows.n, c.n_value_heads,
+                            c.norm_eps)
         self.project(rows, self.x, layer.out, o, add=True)
 
     def attention(self, rows: Rows, layer: AttentionLayer, pages: "Pages"):
@@ -1343,13 +1344,13 @@ class Model:
     def mlp(self, rows: Rows, layer: MLP):
         card, ffn_dim = self.card, self.config.ffn_dim
         u = self.norm(rows, layer.norm, layer.gate, layer.up)
-        self.project(rows, self.gate, layer.gate, u)
-        self.project(rows, self.up, layer.up, u)
+        self.project(rows, self.gate_up, layer.gate, u, stride=2 * ffn_dim)
+        self.project(rows, self.gate_up.reshape(-1)[ffn_dim:], layer.up, u, stride=2 * ffn_dim)
         h = self.activations[ffn_dim]
         if layer.down.is_quantized:
-            swiglu.swiglu_quantize(card, h.q, h.d, self.gate, self.up, rows.n, ffn_dim)
+            swiglu.swiglu_quantize(card, h.q, h.d, self.gate_up, rows.n, ffn_dim)
         else:
-            swiglu.swiglu(card, h.x, self.gate, self.up, rows.n, ffn_dim)
+            swiglu.swiglu(card, h.x, self.gate_up, rows.n, ffn_dim)
         self.project(rows, self.x, layer.down, h, add=True)
 
     def compute_logits(self, x: Array, n: int):
@@ -1377,15 +1378,16 @@ class Model:
             self.card.copy(u.x, y)
         return u
 
-    def project(self, rows: Rows, y: Array, matrix: Matrix, u: Activation, add: bool = False):
-        """y[rows, n] = u W^T (y += with `add`) through the kernel of the rows' family."""
-        card, n, k = self.card, matrix.n, matrix.k
+    def project(self, rows: Rows, y: Array, matrix: Matrix, u: Activation, add: bool = False, stride: int = 0):
+        """y = u W^T (y += with `add`) through the kernel of the rows' family; rows of y are `stride` numbers
+        apart, where they hold more than the n of this product."""
+        card, n, k, stride = self.card, matrix.n, matrix.k, stride or matrix.n
         if matrix.is_quantized:
             product = q8_gemv.gemv_q8_q8 if rows.is_decode else q8_gemm.gemm_q8_q8
-            product(card, y, matrix.values, matrix.scales, u.q, u.d, n, k, rows.n, add)
+            product(card, y, stride, matrix.values, matrix.scales, u.q, u.d, n, k, rows.n, add)
         else:
             product = float_matmul.gemv_float if rows.is_decode else float_matmul.gemm_float
-            product(card, y, matrix.values, u.x, n, k, rows.n, add)
+            product(card, y, stride, matrix.values, u.x, n, k, rows.n, add)
 
 
 # ======================================================================================================

@@ -124,22 +124,36 @@ def pack(format, q, n):
     return np.pad(rows, ((0, 0), (0, -rows.shape[1] % 16)))
 
 
-def floats(format, q, wd):
-    """The weights as float32 [n_blocks, 32], rounded once each."""
+def scales(format, wd, dtype):
+    """(scale, minimum) of every weight, arrays of `dtype` that broadcast to [n_blocks, 32]."""
     if format.file_block == BLOCK:
-        return q * wd.view(np.float16).astype(np.float32)[:, None]
+        return wd.view(np.float16).astype(dtype)[:, None], dtype(0)
     wd = wd.reshape(-1, format.wd_words)
-    d = wd[:, 8:].copy().view(np.float16).astype(np.float32)
-    pairs = wd[:, :8].copy().view(np.int8).reshape(-1, 8, 2).astype(np.float32)
+    d = wd[:, 8:].copy().view(np.float16).astype(dtype)
+    pairs = wd[:, :8].copy().view(np.int8).reshape(-1, 8, 2).astype(dtype)
     if format.halves:
-        return (q.reshape(-1, 16, 16) * (d * pairs.reshape(-1, 16))[:, :, None]).reshape(-1, BLOCK)
-    scale, minimum = np.moveaxis(d[:, None] * pairs, 2, 0)[:, :, :, None]
-    return (q.reshape(-1, 8, BLOCK) * scale - minimum).reshape(-1, BLOCK)
+        return np.repeat((pairs * d[:, :, None]).reshape(-1, 2), BLOCK // 2, axis=1), dtype(0)
+    scale, minimum = np.moveaxis(pairs * d[:, None], 2, 0).reshape(2, -1, 1)
+    return scale, minimum
 
 
-def dequantize(format, raw):
-    """The file's bytes of whole blocks (uint8, any shape) -> float32, flat: the bits of the gguf package's."""
-    return floats(format, *split(format, raw)).reshape(-1)
+def dequantize(format, raw, dtype=np.float32):
+    """The file's bytes of whole blocks (uint8, any shape) -> their weights, flat; as float32 rounded once each, the
+    bits of the gguf package's."""
+    q, wd = split(format, raw)
+    scale, minimum = scales(format, wd, dtype)
+    return (q * scale - minimum).reshape(-1)
+
+
+def product_reference(format, raw, xq, xd):
+    """float64 y [rows, n] = x . w^T for the file's bytes of w [n, k] and quantised rows x (kernels/quantize.py), and
+    the sum of the magnitudes that a kernel adds up for each."""
+    q, wd = split(format, raw)
+    scale, minimum = scales(format, wd, np.float64)
+    x = xq * np.repeat(xd.astype(np.float64), BLOCK, axis=1)
+    k = xq.shape[1]
+    return (x @ (q * scale - minimum).reshape(-1, k).T,
+            abs(x) @ (abs(q * scale) + abs(minimum)).reshape(-1, k).T)
 
 
 # ---- a lane's part: from memory to int8 words and scales ---------------------------------------------------------

@@ -68,10 +68,10 @@ from numba import cuda
 from numba.types import float32, int32, uint32, uint64
 
 from kernels.bench import Case, main
-from kernels.formats import FORMATS, as_words
+from kernels.formats import FORMATS, as_words, on_card, product_reference, random_raw
 from kernels.intrinsics import (dp4a, float_as_word, half_to_float, load_shared, load_shared2, load_shared4,
                                 load_word, load_words4, shared_address, store_shared, store_shared4, word_as_float)
-from kernels.q8_gemv import q8_reference, random_activations, random_q8
+from kernels.q8_gemv import random_activations
 
 BLOCK = 32  # weights per scale, and the depth of a tile
 WORDS = 8  # of 4 int8 in a block
@@ -88,11 +88,11 @@ X_AT = TILE_N * PITCH
 SIDE = X_AT + WARPS * 16 * PITCH
 SHARED_WORDS = 2 * SIDE // 4
 
-# The NumPy reference is that of the decode family, `q8_reference`: the formula in float64, without an order.
+# The NumPy reference is formats.product_reference: the formula in float64, without an order.
 
 
 @cuda.jit
-def gemm_naive_kernel(y, wq, wd, xq, xd, n, k, n_rows, add):
+def gemm_naive_kernel(y, wq, wd, xq, xd, n, k, n_rows, stride, add):
     column = uint32(cuda.blockIdx.x * uint32(32) + cuda.threadIdx.x)
     row = uint32(cuda.blockIdx.y * uint32(8) + cuda.threadIdx.y)
     if column >= n or row >= n_rows:
@@ -107,12 +107,12 @@ def gemm_naive_kernel(y, wq, wd, xq, xd, n, k, n_rows, add):
             dot = dp4a(load_word(wq, uint32(uint32(w_at << uint32(5)) + uint32(4 * i))),
                        load_word(xq, uint32(uint32(x_at << uint32(5)) + uint32(4 * i))), dot)
         acc = cuda.fma(float32(dot), half_to_float(wd[w_at]) * xd[x_at], acc)
-    at = uint32(row * n + column)
+    at = uint32(row * stride + column)
     y[at] = y[at] + acc if add else acc
 
 
 @cuda.jit
-def gemm_tiled_kernel(y, wq, wd, xq, xd, n, k, n_rows, add):
+def gemm_tiled_kernel(y, wq, wd, xq, xd, n, k, n_rows, stride, add):
     w_tile = cuda.shared.array((WORDS, 33), uint32)  # 33: the lanes that store meet 32 different banks, too
     x_tile = cuda.shared.array((32, WORDS), uint32)
     lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
@@ -144,7 +144,7 @@ def gemm_tiled_kernel(y, wq, wd, xq, xd, n, k, n_rows, add):
         cuda.syncthreads()
     for r in range(4):
         row = uint32(row0 + warp * uint32(4) + uint32(r))
-        at = uint32(row * n + column)
+        at = uint32(row * stride + column)
         if row < n_rows and column < n:
             y[at] = y[at] + acc[r] if add else acc[r]
 
@@ -248,7 +248,7 @@ def pipelined_kernel(format, rows, blocks_per_sm):
         return xd[uint32(xd_from + b)]
 
     @cuda.jit(launch_bounds=(THREADS, blocks_per_sm))
-    def gemm_kernel(y, wq, wd, xq, xd, stride, n, k, n_rows, q_row, d_row, add):
+    def gemm_q8_q8_kernel(y, wq, wd, xq, xd, n, k, n_rows, stride, q_row, d_row, add):
         lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
         thread = uint32(warp * uint32(32) + lane)
         column0 = uint32(cuda.blockIdx.x * uint32(TILE_N))
@@ -328,7 +328,7 @@ def pipelined_kernel(format, rows, blocks_per_sm):
                 if row < n_rows and column < n:
                     y[at] = y[at] + acc[r, c] if add else acc[r, c]
 
-    return gemm_kernel
+    return gemm_q8_q8_kernel
 
 
 # Rows per warp -> registers for so many blocks of threads on an SM.
@@ -336,7 +336,7 @@ TILES = {16: 3, 10: 3, 8: 3, 4: 4}
 
 
 @cache
-def gemm_kernel(format, rows):
+def pipelined(format, rows):
     """The kernel of a format for `rows` rows per warp, a key of TILES."""
     return pipelined_kernel(format, rows, TILES[rows])
 
@@ -350,61 +350,66 @@ def rows_per_warp(card, n, rows):
     return min(TILES, key=time)
 
 
-def _launch(card, kernel, grid, block, y, wq, wd, xq, xd, n, k, rows, add, stream):
+def _launch(card, kernel, grid, block, y, stride, wq, wd, xq, xd, n, k, rows, add, stream):
     wd = wd.view(np.uint16)
     arrays = (a.reshape(-1) for a in (y, wq, wd, xq, xd))
-    card.launch(kernel, grid, block, *arrays, n, k, rows, add, stream=stream)
+    card.launch(kernel, grid, block, *arrays, n, k, rows, stride, add, stream=stream)
 
 
-def gemm_naive(card, y, wq, wd, xq, xd, n, k, rows, add=False, stream=None):
+def gemm_naive(card, y, stride, wq, wd, xq, xd, n, k, rows, add=False, stream=None):
     """As `gemm_q8_q8`, by version 1."""
     grid = (-(-n // 32), -(-rows // 8))
-    _launch(card, gemm_naive_kernel, grid, (32, 8), y, wq, wd, xq, xd, n, k, rows, add, stream)
+    _launch(card, gemm_naive_kernel, grid, (32, 8), y, stride, wq, wd, xq, xd, n, k, rows, add, stream)
 
 
-def gemm_tiled(card, y, wq, wd, xq, xd, n, k, rows, add=False, stream=None):
+def gemm_tiled(card, y, stride, wq, wd, xq, xd, n, k, rows, add=False, stream=None):
     """As `gemm_q8_q8`, by version 2."""
     grid = (-(-n // 32), -(-rows // 32))
-    _launch(card, gemm_tiled_kernel, grid, (32, 8), y, wq, wd, xq, xd, n, k, rows, add, stream)
+    _launch(card, gemm_tiled_kernel, grid, (32, 8), y, stride, wq, wd, xq, xd, n, k, rows, add, stream)
 
 
 def gemm(card, format, y, stride, wq, wd, xq, xd, n, k, rows, add=False, stream=None):
-    """y <- (y +) x . w^T for weights (wq, wd) [n, k] of a format of kernels/formats.py and x = (xq int8 [rows, k],
-    xd float32 [rows, k / 32]). y: flat float32, row r from r stride on, n values of it. Never allocates."""
+    """y <- (y +) x . w^T with weights (wq, wd) [n, k] of a format of kernels/formats.py and x = (xq int8 [rows, k],
+    xd float32 [rows, k / 32]). y: float32, n numbers of a row, `stride` from one row to the next, which is n or
+    more where several products write side by side. Never allocates."""
     each = rows_per_warp(card, n, rows)
     grid = (-(-n // TILE_N), -(-rows // (WARPS * each)))
-    card.launch(gemm_kernel(format, each), grid, (32, WARPS), y, wq.reshape(-1), as_words(wd), xq.reshape(-1),
-                xd.reshape(-1), stride, n, k, rows, format.q_row(k), format.d_row(k), add, stream=stream)
+    arrays = (a.reshape(-1) for a in (y, wq, as_words(wd), xq, xd))
+    card.launch(pipelined(format, each), grid, (32, WARPS), *arrays, n, k, rows, stride, format.q_row(k),
+                format.d_row(k), add, stream=stream)
 
 
-def gemm_q8_q8(card, y, wq, wd, xq, xd, n, k, rows, add=False, stream=None):
-    """y float32 [rows, n] <- (y +) x . w^T with w = (wq int8 [n, k], wd float16 [n, k / 32]) and
-    x = (xq int8 [rows, k], xd float32 [rows, k / 32]). Never allocates."""
-    gemm(card, FORMATS["Q8_0"], y.reshape(-1), n, wq, wd, xq, xd, n, k, rows, add, stream)
+def gemm_q8_q8(card, y, stride, wq, wd, xq, xd, n, k, rows, add=False, stream=None):
+    """`gemm` with w = (wq int8 [n, k], wd float16 [n, k / 32])."""
+    gemm(card, FORMATS["Q8_0"], y, stride, wq, wd, xq, xd, n, k, rows, add, stream)
 
 
 # ---- check and time ----------------------------------------------------------------------------------------
 
 CASES = [(1, 32, 1), (4, 320, 3), (33, 96, 31), (129, 544, 33), (500, 1024, 65), (256, 64, 500)]  # n, k, rows
+FORMAT_CASES = [(1, 1, 1), (33, 3, 31), (130, 2, 65)]  # n, blocks of the file in a row of w, rows
 
 
-def check(card, n, k, rows, add=False, multiply=gemm_q8_q8):
+def check(card, n, k, rows, add=False, multiply=gemm_q8_q8, format=FORMATS["Q8_0"]):
     """Multiplies random matrices and returns the largest error as a fraction of what rounding may do: the
     chain over the blocks, the product of the scales and the addition to y, 2**-24 of the sum of
     magnitudes each."""
     rng = np.random.default_rng((n, k, rows))
-    (wq, wd), (xq, xd) = random_q8(rng, n, k), random_activations(rng, rows, k)
+    raw, (xq, xd) = random_raw(rng, format, n, k), random_activations(rng, rows, k)
     before = rng.standard_normal((rows, n), np.float32)
-    y = card.alloc((rows + 1, n), np.float32)
+    y = card.alloc((rows + 1, n + 3), np.float32)      # columns before and behind, and a row too many
     card.poison(y)
     if add:
-        card.copy_in(y[:rows], before)
-    multiply(card, y[:rows], *map(card.upload, (wq, wd, xq, xd)), n, k, rows, add)
+        card.copy_in(y[:rows], np.pad(before, ((0, 0), (1, 2)), constant_values=np.nan))
+    multiply(card, y.reshape(-1)[1:], n + 3, *on_card(card, format, raw, n, k), card.upload(xq), card.upload(xd), n, k,
+             rows, add)
     y = card.download(y)
-    assert np.isnan(y[rows]).all(), "wrote past the end"
-    magnitude = q8_reference(abs(wq.astype(int)), abs(wd), abs(xq.astype(int)), xd) + abs(before) * add
-    bound = (k // BLOCK + 2) * 2.0**-24 * magnitude
-    error = (abs(y[:rows] - (q8_reference(wq, wd, xq, xd) + before * add)) / bound).max()
+    got = y[:rows, 1:n + 1].copy()
+    y[:rows, 1:n + 1] = np.nan
+    assert np.isnan(y).all(), "wrote elsewhere"
+    want, magnitude = product_reference(format, raw, xq, xd)
+    bound = (k // BLOCK * (1 + format.minimum) + 2) * 2.0**-24 * (magnitude + abs(before) * add)
+    error = (abs(got - (want + before * add)) / bound).max()
     assert error <= 1
     return error
 
@@ -414,20 +419,36 @@ TIMED = [(gemm_naive, 512, 512, 64), (gemm_tiled, 512, 512, 64), (gemm_q8_q8, 51
 
 
 def cases(card):
-    """The checks of all versions, then their times."""
+    """The checks of all versions and formats, then their times."""
     for case in CASES:
         yield Case("{} x {}, {} rows".format(*case), partial(check, card, *case))
         for version, multiply in enumerate((gemm_naive, gemm_tiled), 1):
             yield Case("{} x {}, {} rows, version {}".format(*case, version),
                        partial(check, card, *case, multiply=multiply))
+    for name, format in FORMATS.items():
+        for n, blocks, rows in FORMAT_CASES:
+            case = n, blocks * format.file_block, rows
+            yield Case(f"{n} x {case[1]}, {rows} rows, {name}", partial(check, card, *case, format=format,
+                                                                         multiply=multiplier(format)))
     for multiply, n, k, rows in TIMED:
-        wq, wd = card.zeros((n, k), np.int8), card.zeros((n, k // BLOCK), np.float16)
-        xq, xd = card.zeros((rows, k), np.int8), card.zeros((rows, k // BLOCK), np.float32)
-        y = card.alloc((rows, n), np.float32)
-        yield Case(f"time of {multiply.__name__}, {n} x {k}, {rows} rows",
-                   launch=partial(multiply, card, y, wq, wd, xq, xd, n, k, rows),
-                   n_bytes=sum(a.nbytes for a in (wq, wd, xq, xd, y)), n_ops=2 * n * k * rows, pipe="dp4a")
+        yield timed(card, multiply.__name__, multiply, FORMATS["Q8_0"], n, k, rows)
+    for name, format in FORMATS.items():
+        yield timed(card, name, multiplier(format), format, 1024, 1024, 256)
+
+
+def multiplier(format):
+    """`gemm` of a format, called as `gemm_q8_q8` is."""
+    return lambda card, *arguments: gemm(card, format, *arguments)
+
+
+def timed(card, name, multiply, format, n, k, rows):
+    wq, wd = (card.zeros(*array) for array in format.arrays(n, k))
+    xq, xd = card.zeros((rows, k), np.int8), card.zeros((rows, k // BLOCK), np.float32)
+    y = card.alloc((rows, n), np.float32)
+    return Case(f"time of {name}, {n} x {k}, {rows} rows",
+                launch=partial(multiply, card, y, n, wq, wd, xq, xd, n, k, rows),
+                n_bytes=sum(a.nbytes for a in (wq, wd, xq, xd, y)), n_ops=2 * n * k * rows, pipe="dp4a")
 
 
 if __name__ == "__main__":
-    main("Q8_0 matrix x matrix", cases)
+    main("Matrix x matrix", cases)
