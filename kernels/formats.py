@@ -204,6 +204,19 @@ def fetch_function(format):
     return fetch if format.file_block == BLOCK else fetch_k
 
 
+def starts_function(format):
+    """starts(row, blocks): where a row of `blocks` blocks starts, (byte of wq, uint16 of wd)."""
+    bits, per_unit, wd_words = format.bits, format.file_block // BLOCK, format.wd_words
+
+    @cuda.jit(device=True, inline="always")
+    def starts(row, blocks):
+        q_row = uint32(uint32(uint32(blocks * uint32(4 * bits)) + uint32(15)) & uint32(0xFFFFFFF0))
+        d_row = uint32(uint32(blocks // uint32(per_unit)) * uint32(wd_words))
+        return uint32(row * q_row), uint32(row * d_row)
+
+    return starts
+
+
 def unpack_function(format):
     """unpack(w, scales, raw): w uint32 [8], the block's q as int8 in order of k, each 2**format.place times as
     large; scales uint32 [format.n_scales], float32 bits but for Q6_K's two integers."""
@@ -416,11 +429,11 @@ def put_function(format):
 
 
 def repack_kernel(format):
-    take, take_scales, put = format.take, format.take_scales, put_function(format)
+    take, take_scales, put, starts = format.take, format.take_scales, put_function(format), format.starts
     units, per_unit = format.file_bytes // 2, format.file_block // BLOCK
 
     @cuda.jit
-    def repack_blocks(wq, wd, raw, bad, q_row, d_row, blocks, first, count):
+    def repack_blocks(wq, wd, raw, bad, blocks, first, count):
         block = uint32(cuda.blockIdx.x * uint32(THREADS) + cuda.threadIdx.x)
         if block >= count:
             return
@@ -429,9 +442,10 @@ def repack_kernel(format):
         j = uint32(block % uint32(per_unit))
         row = uint32(uint32(first + block) // blocks)
         b = uint32(uint32(first + block) - uint32(row * blocks))
+        q_to, d_to = starts(row, blocks)
         take(low, high, raw, at, j)
-        put(wq, low, high, uint32(row * q_row), blocks, b)
-        if not take_scales(wd, raw, at, j, uint32(row * d_row), b):
+        put(wq, low, high, q_to, blocks, b)
+        if not take_scales(wd, raw, at, j, d_to, b):
             bad[uint32(0)] = uint32(1)
 
     return repack_blocks
@@ -472,6 +486,10 @@ class Format:
     def wd_words(self):
         """uint16 of scales per block of the file."""
         return 1 if self.file_block == BLOCK else 9 + self.minimum
+
+    @cached_property
+    def starts(self):
+        return starts_function(self)
 
     @cached_property
     def fetch(self):
@@ -524,7 +542,7 @@ def repack(card, format, wq, wd, raw, bad, first, k, stream=None):
     per_unit = format.file_block // BLOCK
     count = raw.size // format.file_bytes * per_unit
     card.launch(format.repack_kernel, -(-count // THREADS), THREADS, wq.reshape(-1), as_words(wd), as_words(raw), bad,
-                format.q_row(k), format.d_row(k), k // BLOCK, first * per_unit, count, stream=stream)
+                k // BLOCK, first * per_unit, count, stream=stream)
 
 
 # ---- check and time ----------------------------------------------------------------------------------------

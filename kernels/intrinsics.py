@@ -229,13 +229,6 @@ def load_shared(context, address):
 
 
 @intrinsic
-def load_shared2(context, address):
-    """8 bytes at an address in shared memory -> 2 words."""
-    return UniTuple(uint32, 2)(types.uint64), lambda context, builder, signature, values: _load(
-        context, builder, _shared_pointer(builder, values[0], 2), 2)
-
-
-@intrinsic
 def load_shared4(context, address):
     """16 bytes at an address in shared memory -> 4 words."""
     return UniTuple(uint32, 4)(types.uint64), lambda context, builder, signature, values: _load(

@@ -69,7 +69,7 @@ from numba.types import float32, int32, uint32, uint64
 
 from kernels.bench import Case, main
 from kernels.formats import FORMATS, as_words, on_card, product_reference, random_raw
-from kernels.intrinsics import (dp4a, float_as_word, half_to_float, load_shared, load_shared2, load_shared4,
+from kernels.intrinsics import (dp4a, float_as_word, half_to_float, load_shared, load_shared4,
                                 load_word, load_words4, shared_address, store_shared, store_shared4, word_as_float)
 from kernels.q8_gemv import random_activations
 
@@ -81,11 +81,12 @@ COLUMNS = 4  # per thread
 TILE_N = 32 * COLUMNS
 assert TILE_N == THREADS  # each thread carries one column
 
-# A side of shared memory, in bytes: the blocks of the columns, then for each warp those of its rows.
-PITCH = 48  # from a block to the next: 32 int8, its scales, padding
-SCALES_AT = 32  # within a block
+# A side of shared memory, in bytes.
+PITCH = 48  # from a column's block to the next
+MAX_SCALES = 3  # words of scales that a block of w may have
 X_AT = TILE_N * PITCH
-SIDE = X_AT + WARPS * 16 * PITCH
+WD_AT = X_AT + WARPS * 16 * BLOCK
+SIDE = WD_AT + 4 * TILE_N * MAX_SCALES
 SHARED_WORDS = 2 * SIDE // 4
 
 # The NumPy reference is formats.product_reference: the formula in float64, without an order.
@@ -162,18 +163,19 @@ def device_functions(format):
     minimum, halves, unpack, n_scales = format.minimum, 1 + format.halves, format.unpack, format.n_scales
 
     @cuda.jit(device=True, forceinline=True)
-    def put_column(raw, to):
+    def put_column(raw, to, scale_to):
         """A block of w, as it lies in global memory, to shared memory: int8 and scales."""
         w, scales = cuda.local.array(WORDS, uint32), cuda.local.array(n_scales, uint32)
         unpack(w, scales, raw)
         store_shared4(to, w[0], w[1], w[2], w[3])
         store_shared4(to + uint64(16), w[4], w[5], w[6], w[7])
         for s in range(n_scales):
-            store_shared(to + uint64(SCALES_AT + 4 * s), scales[s])
+            store_shared(scale_to + uint64(4 * TILE_N * s), scales[s])
 
     @cuda.jit(device=True, forceinline=True)
-    def put_x(words, scale, to, scale_to):
-        """Half a block of x; the even one of two lanes has its scale, and the odd one, where it is wanted, scale * sum."""
+    def put_x(words, scale, to):
+        """Half a block of x to shared memory. Returns what lanes 2 r and 2 r + 1 keep for row r: its scale; the odd
+        one, where it is wanted, scale * sum of the block."""
         store_shared4(to, words[0], words[1], words[2], words[3])
         if minimum:
             total = int32(0)
@@ -182,26 +184,10 @@ def device_functions(format):
             total = int32(total + cuda.shfl_xor_sync(0xFFFFFFFF, total, 1))
             if uint32(cuda.threadIdx.x) & uint32(1):
                 scale = scale * float32(total)
-        store_shared(scale_to, float_as_word(scale))
+        return scale
 
     @cuda.jit(device=True, forceinline=True)
-    def load_column_scales(scales, at):
-        if n_scales == 1:
-            scales[0] = load_shared(at)
-        elif n_scales == 2:
-            scales[0], scales[1] = load_shared2(at)
-        else:
-            scales[0], scales[1], scales[2], _ = load_shared4(at)
-
-    @cuda.jit(device=True, forceinline=True)
-    def load_row_scales(scales, at):
-        if minimum:
-            scales[0], scales[1] = load_shared2(at)
-        else:
-            scales[0] = load_shared(at)
-
-    @cuda.jit(device=True, forceinline=True)
-    def multiply_row(acc, r, w, x, w_scales, x_scales):
+    def multiply_row(acc, r, w, w_scales, x, kept):
         """acc[r, c] += the block of x times that of column c."""
         dot = cuda.local.array((halves, COLUMNS), int32)
         for c in range(COLUMNS):
@@ -210,36 +196,33 @@ def device_functions(format):
         for i in range(WORDS):
             for c in range(COLUMNS):
                 dot[i * halves // WORDS, c] = dp4a(w[c, i], x[i], dot[i * halves // WORDS, c])
+        x_scale = cuda.shfl_sync(0xFFFFFFFF, kept, 2 * r)
+        if minimum:
+            x_sum = cuda.shfl_sync(0xFFFFFFFF, kept, 2 * r + 1)
         for c in range(COLUMNS):
             total = dot[0, c]
             if halves == 2:
-                total = int32(int32(total * int32(w_scales[c, 1])) + int32(dot[1, c] * int32(w_scales[c, 2])))
-            scale = word_as_float(w_scales[c, 0]) * word_as_float(x_scales[0])
-            acc[r, c] = cuda.fma(float32(total), scale, acc[r, c])
+                total = int32(int32(total * int32(w_scales[1, c])) + int32(dot[1, c] * int32(w_scales[2, c])))
+            acc[r, c] = cuda.fma(float32(total), word_as_float(w_scales[0, c]) * x_scale, acc[r, c])
             if minimum:
-                acc[r, c] = cuda.fma(word_as_float(w_scales[c, 1]), word_as_float(x_scales[1]), acc[r, c])
+                acc[r, c] = cuda.fma(word_as_float(w_scales[1, c]), x_sum, acc[r, c])
 
-    return put_column, put_x, load_column_scales, load_row_scales, multiply_row
+    return put_column, put_x, multiply_row
 
 
 def pipelined_kernel(format, rows, blocks_per_sm):
     """Version 3 for a format of weights, whose warps make `rows` rows each, 4 to 16 and even; `blocks_per_sm` find
     registers."""
     put_row, fetch_row = rows // 3, 2 * rows // 3  # thirds: the compiler unrolls no larger loops
-    fetch, n_scales, raw_words = format.fetch, format.n_scales, format.raw_words
-    put_column, put_x, load_column_scales, load_row_scales, multiply_row = device_functions(format)
+    starts, fetch, n_scales, raw_words = format.starts, format.fetch, format.n_scales, format.raw_words
+    put_column, put_x, multiply_row = device_functions(format)
 
     @cuda.jit(device=True, forceinline=True)
-    def load_row(x, scales, at, r):
-        load_block(x, at + uint64(PITCH * r))
-        load_row_scales(scales, at + uint64(PITCH * r + SCALES_AT))
-
-    @cuda.jit(device=True, forceinline=True)
-    def multiply_rows(acc, first, last, w, w_scales, x, x_scales, x_at):
+    def multiply_rows(acc, first, last, w, w_scales, x, x_at, kept):
         """Rows first .. last - 1 of a block; the next one is loaded while a row is multiplied."""
         for r in range(first, last):
-            load_row(x[(r + 1) & 1], x_scales[(r + 1) & 1], x_at, r + 1)
-            multiply_row(acc, r, w, x[r & 1], w_scales, x_scales[r & 1])
+            load_block(x[(r + 1) & 1], x_at + uint64(BLOCK * (r + 1)))
+            multiply_row(acc, r, w, w_scales, x[r & 1], kept)
 
     @cuda.jit(device=True, forceinline=True)
     def fetch_x(words, xq, xd, x_from, xd_from, b):
@@ -248,7 +231,7 @@ def pipelined_kernel(format, rows, blocks_per_sm):
         return xd[uint32(xd_from + b)]
 
     @cuda.jit(launch_bounds=(THREADS, blocks_per_sm))
-    def gemm_q8_q8_kernel(y, wq, wd, xq, xd, n, k, n_rows, stride, q_row, d_row, add):
+    def gemm_q8_q8_kernel(y, wq, wd, xq, xd, n, k, n_rows, stride, add):
         lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
         thread = uint32(warp * uint32(32) + lane)
         column0 = uint32(cuda.blockIdx.x * uint32(TILE_N))
@@ -259,22 +242,21 @@ def pipelined_kernel(format, rows, blocks_per_sm):
 
         # What this thread carries, from the arrays to shared memory. Columns and rows past the end are the
         # last one once more; they are not stored. Lanes that a warp of few rows does not need do the same.
-        column = min(uint32(column0 + thread), last_column)
-        q_from, d_from = uint32(column * q_row), uint32(column * d_row)
+        q_from, d_from = starts(min(uint32(column0 + thread), last_column), blocks)
         row, half = uint32(min(uint32(lane >> uint32(1)), uint32(rows - 1))), uint32(lane & uint32(1))
         xd_from = uint32(min(uint32(row0 + row), last_row) * blocks)
         x_from = uint32(uint32(xd_from << uint32(5)) + uint32(half << uint32(4)))
         raw = cuda.local.array(raw_words, uint32)
         x_words = cuda.local.array(4, uint32)
 
-        # Addresses in shared memory: where it puts that; where its columns and rows are.
+        # Addresses in shared memory: where it puts that; where its columns, their scales and its rows are.
         sides = shared_address(cuda.shared.array(SHARED_WORDS, uint32, alignment=16))
         w_to = sides + uint64(uint32(thread * uint32(PITCH)))
-        row_to = uint32(uint32(uint32(warp << uint32(4)) + uint32(lane >> uint32(1))) * uint32(PITCH))
-        x_to = sides + uint64(X_AT) + uint64(uint32(row_to + uint32(half << uint32(4))))
-        xd_to = sides + uint64(X_AT + SCALES_AT) + uint64(uint32(row_to + uint32(half << uint32(2))))
+        wd_to = sides + uint64(WD_AT) + uint64(uint32(thread << uint32(2)))
+        x_to = sides + uint64(X_AT) + uint64(uint32(thread << uint32(4)))
         w_at = sides + uint64(uint32(lane * uint32(PITCH)))
-        x_at = sides + uint64(X_AT) + uint64(uint32(warp * uint32(16 * PITCH)))
+        wd_at = sides + uint64(WD_AT) + uint64(uint32(lane << uint32(2)))
+        x_at = sides + uint64(X_AT) + uint64(uint32(warp << uint32(9)))
         step = uint64(SIDE)  # to the other side, and then back
 
         acc = cuda.local.array((rows, COLUMNS), float32)
@@ -283,41 +265,42 @@ def pipelined_kernel(format, rows, blocks_per_sm):
                 acc[r, c] = float32(0.0)
         w = cuda.local.array((COLUMNS, WORDS), uint32)
         x = cuda.local.array((2, WORDS), uint32)
-        w_scales = cuda.local.array((COLUMNS, n_scales), uint32)
-        x_scales = cuda.local.array((2, 2), uint32)
+        w_scales = cuda.local.array((n_scales, COLUMNS), uint32)
         fetch(raw, wq, wd, q_from, d_from, blocks, uint32(0))
         x_scale = fetch_x(x_words, xq, xd, x_from, xd_from, uint32(0))
-        put_column(raw, w_to)
-        put_x(x_words, x_scale, x_to, xd_to)
+        put_column(raw, w_to, wd_to)
+        kept = put_x(x_words, x_scale, x_to)  # of the rows' scales for the block in hand
         b = min(uint32(1), last)
         fetch(raw, wq, wd, q_from, d_from, blocks, b)
         x_scale = fetch_x(x_words, xq, xd, x_from, xd_from, b)
-        w_to, x_to, xd_to = w_to + step, x_to + step, xd_to + step
+        w_to, wd_to, x_to = w_to + step, wd_to + step, x_to + step
         cuda.syncthreads()
         for c in range(COLUMNS):
             load_block(w[c], w_at + uint64(32 * PITCH * c))
-        load_row(x[0], x_scales[0], x_at, 0)
+        load_block(x[0], x_at)
 
         turn = uint32(0)
         while turn < blocks:
-            for c in range(COLUMNS):
-                load_column_scales(w_scales[c], w_at + uint64(32 * PITCH * c + SCALES_AT))
-            multiply_rows(acc, 0, put_row, w, w_scales, x, x_scales, x_at)
-            put_column(raw, w_to)
-            put_x(x_words, x_scale, x_to, xd_to)
-            multiply_rows(acc, put_row, fetch_row, w, w_scales, x, x_scales, x_at)
+            for s in range(n_scales):
+                for c in range(COLUMNS):
+                    w_scales[s, c] = load_shared(wd_at + uint64(4 * TILE_N * s + 128 * c))
+            multiply_rows(acc, 0, put_row, w, w_scales, x, x_at, kept)
+            put_column(raw, w_to, wd_to)
+            kept_next = put_x(x_words, x_scale, x_to)
+            multiply_rows(acc, put_row, fetch_row, w, w_scales, x, x_at, kept)
             b = min(uint32(turn + uint32(2)), last)
             fetch(raw, wq, wd, q_from, d_from, blocks, b)
             x_scale = fetch_x(x_words, xq, xd, x_from, xd_from, b)
-            multiply_rows(acc, fetch_row, rows - 1, w, w_scales, x, x_scales, x_at)
-            w_to, x_to, xd_to = w_to - step, x_to - step, xd_to - step
-            w_at, x_at = w_at + step, x_at + step
+            multiply_rows(acc, fetch_row, rows - 1, w, w_scales, x, x_at, kept)
+            w_to, wd_to, x_to = w_to - step, wd_to - step, x_to - step
+            w_at, wd_at, x_at = w_at + step, wd_at + step, x_at + step
             step = uint64(0) - step
             cuda.syncthreads()
-            load_row(x[0], x_scales[0], x_at, 0)
-            multiply_row(acc, rows - 1, w, x[1], w_scales, x_scales[1])
+            load_block(x[0], x_at)
+            multiply_row(acc, rows - 1, w, w_scales, x[1], kept)
             for c in range(COLUMNS):
                 load_block(w[c], w_at + uint64(32 * PITCH * c))
+            kept = kept_next
             turn = uint32(turn + uint32(1))
 
         for r in range(rows):
@@ -375,8 +358,7 @@ def gemm(card, format, y, stride, wq, wd, xq, xd, n, k, rows, add=False, stream=
     each = rows_per_warp(card, n, rows)
     grid = (-(-n // TILE_N), -(-rows // (WARPS * each)))
     arrays = (a.reshape(-1) for a in (y, wq, as_words(wd), xq, xd))
-    card.launch(pipelined(format, each), grid, (32, WARPS), *arrays, n, k, rows, stride, format.q_row(k),
-                format.d_row(k), add, stream=stream)
+    card.launch(pipelined(format, each), grid, (32, WARPS), *arrays, n, k, rows, stride, add, stream=stream)
 
 
 def gemm_q8_q8(card, y, stride, wq, wd, xq, xd, n, k, rows, add=False, stream=None):
