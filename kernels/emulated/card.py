@@ -143,15 +143,28 @@ class EmulatedCard(Card):
 
     # -- launches --
 
-    def _load(self, compiled):
-        translator = Translator
+    @property
+    def _translator(self):
         if self.checked:
-            from kernels.emulated.checking import Checking as translator     # here: it takes seconds
-        kernel = native.load(compiled.ptx, self.cache_dir / "native", translator=translator)
+            from kernels.emulated.checking import Checking                   # here: it takes seconds
+            return Checking
+        return Translator
+
+    def _load(self, compiled):
+        kernel = native.load(compiled.ptx, self.cache_dir / "native", translator=self._translator)
         if kernel.static_shared > MAX_STATIC_SHARED:
             raise CardError(f"{compiled.name}: {kernel.static_shared} bytes of shared arrays; "
                             f"what goes beyond {MAX_STATIC_SHARED} must be dynamic shared memory")
         return kernel, kernel.static_shared
+
+    def _is_cached(self, compiled, block):
+        return native.is_cached(compiled.ptx, block, self.cache_dir / "native", self._translator)
+
+    def _cache_filler(self):
+        return partial(_fill_native, cache_dir=self.cache_dir / "native", translator=self._translator)
+
+    def _make_ready(self, function, block):
+        function.handle.code(block)
 
     def _enqueue(self, stream, function, grid, block, shared, params, args):
         try:
@@ -403,6 +416,10 @@ class _RecordingStream(EmulatedStream):
         super().__init__(card, name)
         self.recorded = []
         self.push = self.recorded.append
+
+
+def _fill_native(compiled, block, cache_dir, translator):
+    native.load(compiled.ptx, cache_dir, translator=translator).code(block)
 
 
 @cache
