@@ -11,11 +11,11 @@ from numba.types import float32, int32, uint32
 from kernels.bench import Case, main
 from kernels.formats import BLOCK, FORMATS, as_words, on_card, product_reference, random_raw
 from kernels.intrinsics import dp4a, load_words4, warp_sum, word_as_float
-from kernels.q8_gemv import random_activations
+from kernels.q8_gemv import gemv_q8_q8, random_activations
 
 WARPS = 4  # per block of threads
 ROWS = 2  # of w per warp: they share the loads of x
-COLUMNS = (1, 2, 4, 8)
+MOST_COLUMNS = 8  # of a launch
 TURNS = 2
 
 
@@ -114,8 +114,15 @@ def kernel(format, columns, rows=ROWS, turns=TURNS):
 
 
 def gemv(card, format, y, stride, wq, wd, xq, xd, n, k, columns, add=False, stream=None, rows=ROWS, turns=TURNS):
-    card.launch(kernel(format, columns, rows, turns), -(-n // (WARPS * rows)), (32, WARPS), y.reshape(-1),
-                wq.reshape(-1), as_words(wd), xq.reshape(-1), xd.reshape(-1), n, k, columns, stride, add, stream=stream)
+    """y <- (y +) w . x with weights (wq, wd) [n, k] of a format of kernels/formats.py; the rest as `gemv_q8_q8`."""
+    if format.bits == 8:
+        return gemv_q8_q8(card, y, stride, wq, wd, xq, xd, n, k, columns, add, stream)
+    y, wq, wd = y.reshape(-1), wq.reshape(-1), as_words(wd)
+    for first in range(0, columns, MOST_COLUMNS):
+        here = min(columns - first, MOST_COLUMNS)
+        part = slice(first, first + here)
+        card.launch(kernel(format, here, rows, turns), -(-n // (WARPS * rows)), (32, WARPS), y[first * stride:], wq, wd,
+                    xq[part].reshape(-1), xd[part].reshape(-1), n, k, here, stride, add, stream=stream)
 
 
 def check(card, format, n, k, columns, add=False, multiply=gemv):
