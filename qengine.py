@@ -1484,7 +1484,7 @@ class Stage:
         set_rows(self.inputs, [0], [slot], [0])
         self.model.compute_logits(self.model.x[row:row + 1], 1)
         self.sampler.launch(self.model.logits, rows_of(self.inputs, 1, is_decode=True))
-        return int(self.sampler.fetch(1).read()[0])
+        return int(self.card.download(self.sampler.tokens[:1])[0])
 
     def place(self, ids, slots, positions):
         """The inputs of the next decode step."""
@@ -1505,10 +1505,6 @@ class Stage:
                     self.model.forward(rows_of(self.inputs, n, is_decode))
             self.recordings[n, is_decode] = recording
         return self.recordings[n, is_decode]
-
-    def batches(self) -> list[int]:
-        """The numbers of rows of a decode step that are prepared at the start; others are when they come."""
-        return [n for n in (1, 2, 4, 8) if n <= self.n_slots]
 
     def launch_all(self):
         """Launch every kernel that a prompt or an answer of any length may need; what they compute is of no use."""
@@ -1560,14 +1556,15 @@ class Pipeline:
         self.queued = collections.deque()       # the ends of the prefill passes that nobody has waited for
 
     def load_kernels(self, progress: bool):
-        """Load what any prompt and any answer will run, and record decode, so that no request waits for it."""
+        """Load what any prompt and any answer will run, and record what repeats, so that no request waits for it."""
         for stage in self.stages:
             with stage.card.collecting() as needed:
                 stage.launch_all()
             with tqdm.tqdm(desc="compiling kernels", total=len(needed), unit="kernel", leave=False,
                            disable=not progress) as bar:
                 stage.card.load_kernels(needed, lambda name: (bar.set_postfix_str(name), bar.update()))
-            for n in stage.batches():
+            stage.recording(stage.chunk, is_decode=False)
+            for n in (n for n in (1, 2, 4, 8) if n <= stage.n_slots):       # others are recorded when they come
                 stage.recording(n, is_decode=True)
 
     def start(self, slot: int, request: "Request"):

@@ -78,12 +78,13 @@ memory.
     int), type (its type string for compilation), memory (the allocation).
     """
 
-    __slots__ = ("memory", "ptr", "shape", "dtype", "type", "name", "_words")
+    __slots__ = ("memory", "ptr", "shape", "dtype", "type", "name", "_words", "_forms")
 
     def __init__(self, memory, ptr, shape, dtype, name):
         self.memory, self.ptr, self.shape, self.dtype, self.name = memory, ptr, shape, dtype, name
         self.type = compiler.array_type(dtype, len(shape))
         self._words = None
+        self._forms = {}                                 # views and shapes of it: every launch asks for the same
 
     card = property(lambda self: self.memory.card)
     ndim = property(lambda self: len(self.shape))
@@ -99,7 +100,12 @@ memory.
 
     def view(self, dtype):
         """The same bytes as items of `dtype`; the last axis changes its length."""
-        dtype = np.dtype(dtype)
+        form = self._forms.get(dtype)
+        if form is None:
+            form = self._forms[dtype] = self._view(np.dtype(dtype))
+        return form
+
+    def _view(self, dtype):
         last = self.shape[-1] * self.dtype.itemsize if self.shape else self.dtype.itemsize
         if last % dtype.itemsize or self.ptr % dtype.itemsize:
             raise ValueError(f"cannot view {self!r} as {dtype.name}")
@@ -108,6 +114,12 @@ memory.
     def reshape(self, *shape):
         """The same items in another shape; one extent may be -1."""
         shape = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+        form = self._forms.get(shape)
+        if form is None:
+            form = self._forms[shape] = self._reshape(shape)
+        return form
+
+    def _reshape(self, shape):
         if -1 in shape:
             known = -math.prod(shape)
             shape = tuple(self.size // max(known, 1) if extent == -1 else extent for extent in shape)
@@ -231,7 +243,7 @@ class Card:
         self._functions = {}                             # (kernel, *argument types) -> Function
         self._replaced = ()                              # instructions, see `replace`
         self._recording = None
-        self._collecting = None                          # (thread, what its launches need)
+        self._collecting = {}                            # thread -> what its launches need
 
     def __repr__(self):
         return f"<{self.describe()}>"
@@ -363,8 +375,8 @@ class Card:
                     types.append(compiler.scalar_type(value))
                     values.append(value)
             blocks, threads = _geometry(grid, block)
-            if self._collecting is not None and self._collecting[0] == threading.get_ident():
-                self._collecting[1][tuple(types), threads] = None
+            if self._collecting and threading.get_ident() in self._collecting:
+                self._collecting[threading.get_ident()][tuple(types), threads] = None
                 return
             function = self._functions.get(tuple(types)) or self._function(tuple(types))
             if not 0 <= shared <= function.max_shared:
@@ -406,11 +418,12 @@ class Card:
     def collecting(self):
         """Launches that this thread makes inside are not run. Yields a dict that is filled with what they need, for
         `load_kernels`."""
-        self._collecting = threading.get_ident(), {}
+        thread = threading.get_ident()
+        needed = self._collecting[thread] = {}
         try:
-            yield self._collecting[1]
+            yield needed
         finally:
-            self._collecting = None
+            del self._collecting[thread]
 
     def load_kernels(self, needed, on_done=lambda name: None):
         """Loads the kernels in `needed`, from `collecting`, so that no launch waits for them. What is in no cache is

@@ -22,6 +22,11 @@ MOST_WORKERS = 16           # each takes about 250 MB
 START = "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from kernels.workers import work; work()"
 
 
+def usable_processors():
+    """How many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def work():
     """The life of a worker: jobs from standard input until it ends, a byte to standard output after each."""
     while True:
@@ -44,7 +49,7 @@ def run(jobs, on_done, n_workers=None):
     todo, ended, workers = SimpleQueue(), SimpleQueue(), []
     for name, job in jobs.items():
         todo.put((name, cloudpickle.dumps(job)))
-    n_workers = min(n_workers or os.cpu_count() or 1, MOST_WORKERS, len(jobs))
+    n_workers = min(n_workers or usable_processors(), MOST_WORKERS, len(jobs))
     try:
         for _ in range(n_workers):
             workers.append(_start())

@@ -99,6 +99,24 @@ def test_more_slots_than_columns_of_a_product(card, engine):
     wide.close()
 
 
+def test_nothing_is_read_before_it_is_there(engine):
+    """On a card that runs all as late as the order that was asked for allows: weights, inputs and tokens."""
+    requests = [request(seed, n_prompt=50 * seed + 1) for seed in range(5)]
+    late = load(EmulatedCard(late=True))
+    assert [tokens(g) for g in [late.submit(r) for r in requests]] == [alone(engine, r) for r in requests]
+    late.close()
+
+
+def test_a_card_that_is_far_ahead(card, engine, monkeypatch):
+    """Each step is over before the host looks at the tokens of the one before; prompts come and end meanwhile."""
+    wide, step = load(card, slots=2), qengine.Pipeline.step
+    monkeypatch.setattr(qengine.Pipeline, "step", lambda pipeline, n: (step(pipeline, n),
+                                                                       pipeline.last.card.synchronize())[0])
+    requests = [request(0, max_tokens=60), *(request(seed, max_tokens=1) for seed in range(1, 9))]
+    assert [tokens(g) for g in [wide.submit(r) for r in requests]] == [alone(engine, r) for r in requests]
+    wide.close()
+
+
 def test_a_long_prompt_and_running_answers_take_turns(engine):
     order = []
     want = alone(engine, request(3, n_prompt=LONG))
@@ -123,8 +141,7 @@ def test_a_step_is_queued_before_the_tokens_of_the_last_are_read(own_engine, mon
     monkeypatch.setattr(qengine.Tokens, "read", lambda tokens: order.append("read") or read(tokens))
     with observed(own_engine, step=lambda n, n_rows: order.append(n)):
         alone(own_engine, request(max_tokens=6))
-    first = ["read", 1]                         # the prompt's own token
-    assert order == [*first, 2, "read", 3, "read", 4, "read", 5, "read", "read"]      # and no step for nothing
+    assert order == [1, 2, "read", 3, "read", 4, "read", 5, "read", "read"]       # and no step for nothing
 
 
 def test_waiting_requests_are_admitted_in_their_order(engine):

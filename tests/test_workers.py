@@ -2,6 +2,7 @@
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -81,6 +82,14 @@ def test_collected_launches_do_not_run(tmp_path):
         card.launch(double, 1, 64, x, x, 4)
     assert list(needed) == [((double, "float32[1]", "float32[1]", "uint32"), (threads, 1, 1)) for threads in (32, 64)]
     assert card.download(x).tolist() == [1] * 4 and not card._functions and not list(tmp_path.iterdir())
+
+
+def test_other_threads_are_not_collected():
+    card, double = EmulatedCard(), kernel(2)
+    x = card.upload(np.ones(4, np.float32))
+    with card.collecting() as needed, ThreadPoolExecutor(1) as other:
+        other.submit(card.launch, double, 1, 32, x, x, 4).result()
+    assert not needed and card.download(x).tolist() == [2] * 4
 
 
 @pytest.mark.parametrize("count", [2, 5])

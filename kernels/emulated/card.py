@@ -31,6 +31,7 @@ from kernels.card import (ALIGNMENT, POISON, Card, CardError, Event, LaunchError
 from kernels.emulated import native
 from kernels.emulated.ptx import Unsupported
 from kernels.emulated.translate import Translator
+from kernels.workers import usable_processors
 
 GAP = 64 << 10                                           # bytes around each array of a checked card
 QUARANTINE = 256 << 20                                   # bytes of freed memory that it keeps
@@ -54,7 +55,7 @@ class EmulatedCard(Card):
     def __init__(self, number=0, memory_bytes=None, threads=None, link_gbs=None, late=False, checked=False,
                  cc=None, cache_dir=compiler.CACHE_DIR):
         cc = cc or next(c for c in compiler.supported_ccs() if c >= (7, 0))
-        self.threads = threads or _usable_processors()
+        self.threads = threads or usable_processors()
         self.link_gbs, self.late, self.checked = link_gbs, late, checked
         self.random = random.Random(0)                   # the order of warps on a checked card
         self._freed = deque()                            # memory that a checked card does not use again yet
@@ -439,10 +440,6 @@ def _processor():
 def default_memory():
     """Half of the machine's memory, in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
-def _usable_processors():
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 _cards = weakref.WeakSet()
