@@ -67,8 +67,8 @@ import waitress.server
 import waitress.task
 from werkzeug.exceptions import HTTPException, ServiceUnavailable, TooManyRequests
 
-from kernels import (advance, attention, conv, embedding, float_matmul, formats, gdn, kv_cache, norm, probe, q8_gemm,
-                     quant_gemv, quantize, repack, rope, sample, swiglu, synthetic)
+from kernels import (advance, attention, conv, embedding, finite, float_matmul, formats, gdn, kv_cache, norm, probe,
+                     q8_gemm, quant_gemv, quantize, rope, sample, swiglu, synthetic)
 from kernels.bench import operation_seconds
 from kernels.card import Array, Card, CardError, open_cards, show_bytes
 from kernels.compile import CompileError
@@ -1094,7 +1094,7 @@ class FileWeights:
             to = rows.values.reshape(-1).view(np.uint8)
             for first, raw in self.feeder.pieces(data, 1):
                 card.copy(to[first:first + raw.size], raw)
-            repack.find_nonfinite(card, rows.values, bad)
+            finite.find_nonfinite(card, rows.values, bad)
 
     def vector(self, card: Card, name: str) -> Array:
         """A norm weight, a bias or another small tensor, as float32 in its own shape."""

@@ -6,6 +6,7 @@ import pytest
 
 from kernels import formats
 from kernels.formats import FORMATS
+from tests.models import quantize
 
 
 @pytest.fixture(params=FORMATS)
@@ -47,3 +48,11 @@ def test_every_quant_has_its_place(format):
         used |= changed
         q.reshape(-1)[i] = 0
     assert (used[0, :k * format.bits // 8] == 255).all()
+
+
+def test_the_quantisers_of_the_tests(format):
+    """Every weight within a step and a half of its block."""
+    values = np.random.default_rng(2).standard_normal((5, 512)).astype(np.float32)
+    got = formats.dequantize(format, quantize(format.name, values)).reshape(-1, 32)
+    step = np.ptp(values.reshape(-1, 32), axis=1, keepdims=True) / (2**format.bits - 2)
+    assert (abs(got - values.reshape(-1, 32)) <= 1.5 * step).all()

@@ -17,7 +17,8 @@ def test_within_the_rounding_bound(card, case, multiply, add):
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "Q8_0"])
-def test_every_format_is_within_the_rounding_bound(card, name):
+def test_every_format_is_within_the_rounding_bound(card, name, monkeypatch):
+    monkeypatch.setattr(q8_gemm, "TILES", {8: q8_gemm.TILES[8]})    # one kernel to compile for each
     format = FORMATS[name]
     for n, blocks, rows in q8_gemm.FORMAT_CASES:
         q8_gemm.check(card, n, blocks * format.file_block, rows, rows > 1, q8_gemm.multiplier(format), format)
@@ -80,8 +81,9 @@ def test_everything_stays_in_registers(name, rows):
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
-def test_bits_of_the_chain_of_k_quants(card, name):
+def test_bits_of_the_chain_of_k_quants(card, name, monkeypatch):
     """Per block one fma with the exact integer dot product, and with a minimum a second one: in NumPy."""
+    monkeypatch.setattr(q8_gemm, "TILES", {16: q8_gemm.TILES[16]})
     rng, format, n, k, rows = np.random.default_rng(4), FORMATS[name], 40, 512, 20
     raw, (xq, xd) = formats.random_raw(rng, format, n, k), random_activations(rng, rows, k)
     q, wd = formats.split(format, raw)
