@@ -107,6 +107,9 @@ def word_as_float(context, x):
 # `index` counts elements of the array's own type from its first element (several dimensions are flat here).
 # The address must be a multiple of the access size: the checking mode and a real card both fault otherwise.
 
+_GLOBAL, _SHARED = 1, 3                  # the numbers of these address spaces
+
+
 def _word_pointer(context, builder, array_type, array, index, n_words):
     data = context.make_array(array_type)(context, builder, array).data
     word = ir.IntType(32) if n_words == 1 else ir.VectorType(ir.IntType(32), n_words)
@@ -173,6 +176,29 @@ def load_words4(context, array, index):
     return _load_words(array, index, 4)
 
 
+def _stream_words(n_words):
+    """Reads past the first-level cache, which is for what is read again. For constant data, as weights are."""
+    registers = ", ".join(f"${i}" for i in range(n_words))
+    text = f"ld.global.nc.L1::no_allocate.v{n_words}.u32 {{{registers}}}, [${n_words}];"
+
+    def typing(context, array, index):
+        def codegen(context, builder, signature, values):
+            pointer = _word_pointer(context, builder, signature.args[0], values[0], values[1], 1)
+            pointer = builder.addrspacecast(pointer, ir.IntType(32).as_pointer(_GLOBAL))
+            result = ir.LiteralStructType([ir.IntType(32)] * n_words)
+            function = ir.FunctionType(result, [pointer.type])
+            loaded = builder.asm(function, text, "=r," * n_words + "l", [pointer], False)
+            words = [builder.extract_value(loaded, i) for i in range(n_words)]
+            return context.make_tuple(builder, UniTuple(uint32, n_words), words)
+        return UniTuple(uint32, n_words)(array, uint32), codegen
+    typing.__doc__ = f"{4 * n_words} bytes of constant data, read once, at `index` -> {n_words} words."
+    return intrinsic(typing)
+
+
+stream_words2 = _stream_words(2)
+stream_words4 = _stream_words(4)
+
+
 @intrinsic
 def store_word(context, array, index, w0):
     """Writes 4 bytes at `index`."""
@@ -207,9 +233,6 @@ def store_floats4(array, index, x0, x1, x2, x3):
 # ---- shared memory by address ------------------------------------------------------------------------------
 # A loop that keeps addresses, and steps them, needs no instruction to make one: what is added to an address
 # here is part of the load. An index costs a shift and an addition at each array that it is used in.
-
-_SHARED = 3                              # the number of that address space
-
 
 @intrinsic
 def shared_address(context, array):
@@ -247,6 +270,21 @@ def store_shared4(context, address, w0, w1, w2, w3):
     """Writes 16 bytes at an address in shared memory."""
     return types.void(types.uint64, *[uint32] * 4), lambda context, builder, signature, values: _store(
         context, builder, _shared_pointer(builder, values[0], 4), values[1:])
+
+
+# ---- launches that overlap ---------------------------------------------------------------------------------
+
+EARLY_LAUNCH = "// griddepcontrol.wait;"  # a comment; an instruction where kernels/nvidia.py makes it one
+
+
+@intrinsic
+def wait_for_earlier_launches(context):
+    """What stands before it in a kernel may run while earlier launches of the stream still do: only loads of
+    what none of them writes. Where a card cannot start a launch early, nothing."""
+    def codegen(context, builder, signature, values):
+        builder.asm(ir.FunctionType(ir.VoidType(), []), EARLY_LAUNCH, "~{memory}", [], True)
+        return context.get_dummy_value()
+    return types.void(), codegen
 
 
 # ---- int32 -> float32 without a conversion instruction -----------------------------------------------------

@@ -122,22 +122,52 @@ def rms_norm_kernel(y, x, w, k, eps):
             store_floats4(y, uint32(row * k + i), a, b, c, d)
 
 
+@cuda.jit(device=True, inline="always")
+def _load4_or_zeros(array, index, inside):
+    a, b, c, d = float32(0), float32(0), float32(0), float32(0)
+    if inside:
+        a, b, c, d = load_floats4(array, index)
+    return a, b, c, d
+
+
+@cuda.jit(device=True, inline="always")
+def quantize_norm(q, d, x, at, w, k, eps, partial, lane, warp, n_warps):
+    """RMSNorm of the k values of x from `at` on, as int8 blocks, by a block of n_warps warps of any number.
+
+    q, d: where they go, from `at` and at / 32 on, arrays in global or shared memory. partial: shared float32
+    [MAX_WARPS], for this row alone. One barrier; what the warps write is not yet seen by each other.
+    """
+    n_parts = uint32((k + uint32(PART - 1)) // uint32(PART))
+    i = uint32(uint32(warp * uint32(GROUP)) + lane * uint32(4))
+    w0, w1, w2, w3 = _load4_or_zeros(w, i, i < k)  # under way during the sum, with the values they scale
+    x0, x1, x2, x3 = _load4_or_zeros(x, uint32(at + i), i < k)
+    part = warp
+    while part < n_parts:
+        total = float32(0)
+        for j in range(GROUPS):
+            of = uint32(part * uint32(PART) + uint32(j * GROUP) + lane * uint32(4))
+            a, b, c, e = _load4_or_zeros(x, uint32(at + of), of < k)
+            total = cuda.fma(e, e, cuda.fma(c, c, cuda.fma(b, b, cuda.fma(a, a, total))))
+        total = warp_sum(total)
+        if lane == uint32(0):
+            partial[part] = total
+        part = uint32(part + n_warps)
+    cuda.syncthreads()
+    total = warp_sum(partial[lane] if lane < n_parts else float32(0))
+    scale = rsqrt(div_rn(total, float32(k)) + eps)
+    while uint32(i - lane * uint32(4)) < k:  # the same for all lanes, which meet in the shuffles
+        _store_quantized(q, d, uint32(at + i), i < k, x0 * scale * w0, x1 * scale * w1, x2 * scale * w2,
+                         x3 * scale * w3)
+        i = uint32(i + uint32(n_warps * uint32(GROUP)))
+        w0, w1, w2, w3 = _load4_or_zeros(w, i, i < k)
+        x0, x1, x2, x3 = _load4_or_zeros(x, uint32(at + i), i < k)
+
+
 @cuda.jit
 def rms_norm_quantize_kernel(q, d, x, w, k, eps):
     row, lane, warp = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x & 31), uint32(cuda.threadIdx.x >> 5)
-    start = uint32(warp * uint32(PART))
-    values = cuda.local.array(VALUES, float32)
     partial = cuda.shared.array(MAX_WARPS, float32)
-    total = _block_sum(partial, _load_part(values, x, row, start, lane, k), lane, warp)
-    scale = rsqrt(div_rn(total, float32(k)) + eps)
-    for j in range(uint32(GROUPS)):
-        group = uint32(start + j * uint32(GROUP))
-        if group < k:  # the same for all lanes, which then meet in the shuffles of the quantisation
-            i = uint32(group + lane * uint32(4))
-            y0, y1, y2, y3 = float32(0), float32(0), float32(0), float32(0)
-            if i < k:
-                y0, y1, y2, y3 = _scaled4(values, j, scale, w, i)
-            _store_quantized(q, d, uint32(row * k + i), i < k, y0, y1, y2, y3)
+    quantize_norm(q, d, x, uint32(row * k), w, k, eps, partial, lane, warp, uint32(cuda.blockDim.x >> 5))
 
 
 @cuda.jit(device=True, inline="always")

@@ -109,7 +109,7 @@ def test_bench_of_an_engine(bench_of_tiny, capsys, tmp_path, monkeypatch):
         assert speed["launches"] == sum(operation["launches"] for operation in speed["operations"])
         assert all(operation["seconds"] > 0 for operation in speed["operations"])
     decode = {operation["name"]: operation["launches"] for operation in found["decode"][0]["operations"]}
-    assert decode["gemv_q8_q8_kernel"] == 32 and decode["gdn_recurrence"] == 3
+    assert decode["gemv_kernel"] == 32 and decode["gdn_recurrence"] == 3
     assert set(found) == {"model", "date", "card", "versions", "probe", "peak_memory_bytes", "prefill",
                           "decode", "estimates"}
     assert found["peak_memory_bytes"] > 4e6 and "numba" in found["versions"] and found["probe"]["format"]
