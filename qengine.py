@@ -67,12 +67,13 @@ import waitress.server
 import waitress.task
 from werkzeug.exceptions import HTTPException, ServiceUnavailable, TooManyRequests
 
-from kernels import (advance, attention, conv, embedding, float_matmul, gdn, kv_cache, norm, probe, q8_gemm, q8_gemv,
-                     quantize, repack, rope, sample, swiglu, synthetic)
+from kernels import (advance, attention, conv, embedding, finite, float_matmul, formats, gdn, kv_cache, norm, probe,
+                     q8_gemm, quant_gemv, quantize, rope, sample, swiglu, synthetic)
 from kernels.bench import operation_seconds
 from kernels.card import Array, Card, CardError, open_cards, show_bytes
 from kernels.compile import CompileError
 from kernels.emulated.cards import CARDS
+from kernels.formats import FORMATS, dequantize
 from kernels.nvidia import find_assembler
 from kernels.upload import PIECE, Feeder
 
@@ -105,7 +106,7 @@ GGML_TYPES = {
     28: ("F64", 1, 8), 29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54),
     35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
 }
-SUPPORTED_TYPES = ("Q8_0", "F16", "BF16", "F32")
+SUPPORTED_TYPES = (*FORMATS, "F16", "BF16", "F32")
 
 # GGUF metadata: type number -> struct format. 7 is bool, 8 string, 9 array.
 GGUF_NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 10: "<Q", 11: "<q", 12: "<d"}
@@ -325,22 +326,21 @@ class GGUF:
 
     def data(self, name: str) -> np.ndarray:
         """The tensor as stored, a read-only view: F32 and F16 in their own type, BF16 as uint16, all in the
-        tensor's shape; Q8_0 as uint8 [rows, columns / 32 * 34]; any other type as flat uint8."""
+        tensor's shape; the types of kernels/formats.py as uint8 [rows, bytes of a row]; any other as flat uint8."""
         tensor = self.tensors[name]
         raw = np.frombuffer(self._bytes[tensor.offset:tensor.offset + tensor.nbytes], np.uint8)
         plain = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
         if tensor.type in plain:
             return raw.view(plain[tensor.type]).reshape(tensor.shape)
-        return raw.reshape(*tensor.shape[:-1], -1) if tensor.type == "Q8_0" else raw
+        return raw.reshape(*tensor.shape[:-1], -1) if tensor.type in FORMATS else raw
 
     def floats(self, name: str) -> np.ndarray:
         """The tensor's values as float32 in its shape, all of them finite."""
         tensor, data = self.tensors[name], self.data(name)
-        if tensor.type == "Q8_0":
-            quants, scales = self.q8_0(name)
-            blocks = quants.reshape(-1, 32).astype(np.float32) * scales.reshape(-1, 1).astype(np.float32)
-            return blocks.reshape(tensor.shape)
-        if tensor.type == "BF16":  # the upper half of a float32
+        if tensor.type in FORMATS:
+            with np.errstate(invalid="ignore"):  # infinite times zero
+                values = dequantize(FORMATS[tensor.type], data).reshape(tensor.shape)
+        elif tensor.type == "BF16":  # the upper half of a float32
             values = (data.astype(np.uint32) << 16).view(np.float32)
         elif tensor.type in ("F16", "F32"):
             values = data.astype(np.float32)
@@ -349,25 +349,6 @@ class GGUF:
         if not np.isfinite(values).all():
             raise ModelError(f"{self.path}: tensor '{name}' holds a value that is not a finite number")
         return values
-
-    def q8_0(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """A Q8_0 tensor as int8 quants [N, K] and float16 scales [N, K / 32], all of them finite; K is its
-        last dimension, N the product of the others."""
-        *rows, k = self.tensors[name].shape
-        quants, scales = q8_0_split(self.data(name), math.prod(rows), k)
-        if not np.isfinite(scales).all():
-            raise ModelError(f"{self.path}: tensor '{name}' holds a block scale that is not a finite number")
-        return quants, scales
-
-
-def q8_0_split(raw: np.ndarray, n: int, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Take Q8_0 rows apart: int8 quants [n, k] and float16 scales [n, k / 32]; weight = scale * quant.
-
-    raw holds n * k / 32 blocks of 34 bytes (uint8, any shape), each: float16 scale, 32 int8 quants.
-    """
-    blocks = raw.reshape(-1).view(np.dtype([("scale", "<f2"), ("quants", "i1", 32)]))
-    return np.ascontiguousarray(blocks["quants"]).reshape(n, k), \
-        np.ascontiguousarray(blocks["scale"]).reshape(n, k // 32)
 
 
 # Shapes of the published dense models, from config.json of huggingface.co/Qwen/Qwen3.5-{0.8B,2B,4B,9B,27B};
@@ -1040,8 +1021,8 @@ def _parsed_calls(calls, where: str) -> list[dict]:
 class Matrix:
     """A weight matrix [n, k] on a card.
 
-    Q8_0: values int8 [n, k] and scales float16 [n, k / 32], two arrays so that both are aligned. Otherwise values
-    float32, float16 or uint16 (the bits of bfloat16) [n, k] and scales None.
+    A format of kernels/formats.py: values are the bits of the quants and scales those of the scales, two arrays with a
+    line for each row. Otherwise values float32, float16 or uint16 (the bits of bfloat16) [n, k] and scales None.
     """
 
     format: str             # as GGUF has it: "Q8_0", "F16", ...
@@ -1060,15 +1041,12 @@ class Matrix:
         return Matrix(self.format, stop - start, self.k, self.values[start:stop], scales)
 
 
-FLOAT_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
-
-
 def alloc_matrix(card: Card, format: str, n: int, k: int, name: str) -> Matrix:
     """A matrix of undefined values. Raises OutOfMemory."""
-    if format in FLOAT_DTYPES:
-        return Matrix(format, n, k, card.alloc((n, k), FLOAT_DTYPES[format], name))
-    return Matrix(format, n, k, card.alloc((n, k), np.int8, name),
-                  card.alloc((n, k // 32), np.float16, f"{name} scales"))
+    if format in embedding.FLOATS:
+        return Matrix(format, n, k, card.alloc((n, k), embedding.FLOATS[format], name))
+    values, scales = FORMATS[format].arrays(n, k)
+    return Matrix(format, n, k, card.alloc(*values, name), card.alloc(*scales, f"{name} scales"))
 
 
 class FileWeights:
@@ -1091,7 +1069,7 @@ class FileWeights:
             self.feeder = self.bad = None
         if damaged.size:
             tensor = self.gguf.tensors[names[damaged[0]]]
-            what = "value" if tensor.type in FLOAT_DTYPES else "block scale"
+            what = "block scale" if tensor.type in FORMATS else "value"
             raise ModelError(f"{self.gguf.path}: tensor '{tensor.name}' holds a {what} that is not a finite number")
 
     def matrix(self, card: Card, *names: str) -> Matrix:
@@ -1109,13 +1087,14 @@ class FileWeights:
         """The bytes of a tensor to the card, where a kernel takes them apart and looks for damage."""
         data, bad = self.gguf.data(name), self.bad[name]
         if rows.is_quantized:
-            for first, raw in self.feeder.pieces(data, repack.BLOCK_BYTES):
-                repack.split_q8_0(card, rows.values, rows.scales, raw, bad, first)
+            format = FORMATS[rows.format]
+            for first, raw in self.feeder.pieces(data, format.file_bytes):
+                formats.repack(card, format, rows.values, rows.scales, raw, bad, first, rows.k)
         else:
             to = rows.values.reshape(-1).view(np.uint8)
             for first, raw in self.feeder.pieces(data, 1):
                 card.copy(to[first:first + raw.size], raw)
-            repack.find_nonfinite(card, rows.values, bad)
+            finite.find_nonfinite(card, rows.values, bad)
 
     def vector(self, card: Card, name: str) -> Array:
         """A norm weight, a bias or another small tensor, as float32 in its own shape."""
@@ -1127,24 +1106,26 @@ SYNTHETIC_RANGES = {"ssm_a": (-8.0, -0.05), "ssm_dt.bias": (-5.0, 1.0), "ssm_con
 
 
 class SyntheticWeights:
-    """Random Q8_0 weights of a model's real shapes, made on the card: no file, nothing over the bus.
+    """Random weights of a model's real shapes, made on the card: no file, nothing over the bus.
 
-    A tensor's values depend on its name alone, so every card and every run has the same model.
+    Matrices are of `format`, or Q8_0 where their rows are no whole number of its blocks. A tensor's values depend on
+    its name and type alone, so every card and every run has the same model.
     """
 
-    def __init__(self, config: Config):
-        self.shapes = config.tensor_shapes()
+    def __init__(self, config: Config, format: str = "Q8_0"):
+        self.shapes, self.format = config.tensor_shapes(), format
 
     def loading(self, card: Card):
         return contextlib.nullcontext()
 
     def matrix(self, card: Card, *names: str) -> Matrix:
         k, stop = self.shapes[names[0]][1], 0
-        matrix = alloc_matrix(card, "Q8_0", sum(self.shapes[name][0] for name in names), k, " + ".join(names))
+        format = "Q8_0" if k % FORMATS[self.format].file_block else self.format
+        matrix = alloc_matrix(card, format, sum(self.shapes[name][0] for name in names), k, " + ".join(names))
         for name in names:
             start, stop = stop, stop + self.shapes[name][0]
-            rows = matrix.rows(start, stop)
-            synthetic.random_q8(card, rows.values, rows.scales, rows.n, k, zlib.crc32(name.encode()))
+            rows, seed = matrix.rows(start, stop), zlib.crc32(name.encode())
+            synthetic.random_matrix(card, FORMATS[format], rows.values, rows.scales, rows.n, k, seed)
         return matrix
 
     def vector(self, card: Card, name: str) -> Array:
@@ -1158,7 +1139,7 @@ class SyntheticWeights:
 # 4  Model
 # ======================================================================================================
 # x is the residual stream, float32 [rows, hidden]. A layer is x += mixer(norm(x)); x += mlp(norm(x)). What enters
-# a projection is an *activation*: int8 with a scale per 32 values for a Q8_0 matrix, float32 for any other.
+# a projection is an *activation*: int8 with a scale per 32 values for a quantised matrix, float32 for any other.
 
 HEAD_ROWS = 8               # rows of logits computed at once where a text's are all wanted
 
@@ -1293,7 +1274,7 @@ class Model:
         """Runs the layers over the rows; the result is in `x`. `tap(name, array)` is called after every layer."""
         if self.first_layer == 0:
             table = self.embeddings
-            embedding.embed(self.card, self.x, rows.ids, table.values, table.scales, rows.n, table.k)
+            embedding.embed(self.card, table.format, self.x, rows.ids, table.values, table.scales, rows.n, table.k)
             if tap:
                 tap("embedding", self.x)
         for index, layer in enumerate(self.layers, self.first_layer):
@@ -1384,8 +1365,8 @@ class Model:
         apart, where they hold more than the n of this product."""
         card, n, k, stride = self.card, matrix.n, matrix.k, stride or matrix.n
         if matrix.is_quantized:
-            product = q8_gemv.gemv_q8_q8 if rows.is_decode else q8_gemm.gemm_q8_q8
-            product(card, y, stride, matrix.values, matrix.scales, u.q, u.d, n, k, rows.n, add)
+            product = quant_gemv.gemv if rows.is_decode else q8_gemm.gemm
+            product(card, FORMATS[matrix.format], y, stride, matrix.values, matrix.scales, u.q, u.d, n, k, rows.n, add)
         else:
             product = float_matmul.gemv_float if rows.is_decode else float_matmul.gemm_float
             product(card, y, stride, matrix.values, u.x, n, k, rows.n, add)
@@ -2125,14 +2106,18 @@ class OpenModel:
 
 
 def open_model(model: str | Path) -> OpenModel:
-    """A GGUF file, or random weights by the name "synthetic:NAME", on no card yet. Raises ModelError."""
+    """A GGUF file, or random weights by the name "synthetic:NAME" or "synthetic:NAME:FORMAT", on no card yet.
+    Raises ModelError."""
     if model == DEFAULT_MODEL and not DEFAULT_MODEL.exists():
         raise ModelError(f"{model}: the model that comes with qengine is not there; name another (-m MODEL)")
     kind, _, name = str(model).partition(":")
     if kind == "synthetic":
-        config = Config.synthetic(name)
+        name, _, format = name.partition(":")
+        if (format := format.upper() or "Q8_0") not in FORMATS:
+            raise ModelError(f"{model}: there is no such format, only {', '.join(FORMATS).lower()}")
+        config = dataclasses.replace(Config.synthetic(name), name=str(model))
         template = ChatTemplate(SYNTHETIC_TEMPLATE)
-        return OpenModel(config, ByteTokenizer(config.n_vocab), template, SyntheticWeights(config))
+        return OpenModel(config, ByteTokenizer(config.n_vocab), template, SyntheticWeights(config, format))
     gguf = GGUF(model)
     config = Config.from_gguf(gguf)
     tokenizer = load_tokenizer(gguf)
@@ -2141,7 +2126,7 @@ def open_model(model: str | Path) -> OpenModel:
 
 def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | None = None,
          ctx: int | None = None, slots: int = 1, chunk: int = CHUNK, progress: bool = True) -> Engine:
-    """Load a GGUF file, or random weights by the name "synthetic:tiny", "synthetic:0.8b", ..., ready to generate.
+    """Load a GGUF file, or random weights by the name "synthetic:0.8b", "synthetic:9b:q4_k", ..., ready to generate.
 
     model: its path or name, or what `open_model` made of that; by default the model that comes with qengine.
     card: a Card, or the name of one as kernels.card.open_cards takes it; by default the first NVIDIA card, or else an
@@ -2859,7 +2844,7 @@ def build_parser() -> Parser:
         description="Runs a Qwen3.5 or Qwen3.6 model on NVIDIA cards or, without one, on an emulated card.",
         epilog=EXAMPLES, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", metavar="MODEL", default=DEFAULT_MODEL,
-                        help="a GGUF file, or random weights: synthetic:tiny, synthetic:0.8b, ... "
+                        help="a GGUF file, or random weights: synthetic:0.8b, synthetic:9b:q4_k, ... "
                              "(default: the small model that comes with qengine)")
 
     what = parser.add_argument_group("what to do (one of these; at a terminal a chat, if none is named)")

@@ -82,10 +82,9 @@ def test_float_weights_settle_the_formulas(float_engine, reference, prompt):
     assert distance(logits[rows], want) <= 2e-3
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
-def test_quantised_weights_are_as_near_as_llama_cpp(engine, reference, prompt):
+def check_as_near_as_llama_cpp(engine, reference, prompt):
     """Over all positions, on the logits that both stored lists of likeliest tokens hold (9,760 of the long prompt),
-    ours are no further from the float32 reference than llama.cpp's with the same 8-bit weights and activations."""
+    ours are no further from the float32 reference than llama.cpp's with the same weights and 8-bit activations."""
     _, logits = run(engine, reference[f"{prompt}_ids"].tolist())
     ours, theirs = [], []
     for row, position in enumerate(logits):
@@ -96,6 +95,21 @@ def test_quantised_weights_are_as_near_as_llama_cpp(engine, reference, prompt):
                 theirs.append(value - want[token])
     assert len(ours) > 15 * len(logits)
     assert np.linalg.norm(ours) <= np.linalg.norm(theirs)
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_quantised_weights_are_as_near_as_llama_cpp(engine, reference, prompt):
+    check_as_near_as_llama_cpp(engine, reference, prompt)
+
+
+@pytest.mark.parametrize("model", ["dense_kq-Q4_K_M", "dense_kq-Q5_K_M", "dense_kq-Q6_K"])
+def test_k_quants_are_as_near_as_llama_cpp(card, model):
+    """Prefill, and in decode the same likeliest tokens."""
+    reference = oracle_npz(model)
+    engine = qengine.load(str(oracle_path(f"gguf/{model}.gguf")), card=card, ctx=128, progress=False)
+    check_as_near_as_llama_cpp(engine, reference, "short")
+    check_likeliest_tokens(reference, "short", decode_logits(engine, reference["short_ids"].tolist()))
+    engine.close()
 
 
 def decode_logits(engine, ids):
@@ -117,15 +131,18 @@ def decode_logits(engine, ids):
 @pytest.mark.parametrize("family", ["prefill", "decode"])
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_teacher_forced_tokens(engine, reference, prompt, family):
+    ids = reference[f"{prompt}_ids"].tolist()
+    check_likeliest_tokens(reference, prompt, run(engine, ids)[1] if family == "prefill" else decode_logits(engine, ids))
+
+
+def check_likeliest_tokens(reference, prompt, logits):
     """At every position the likeliest token is the reference's, wherever its margin over the second exceeds the noise of
     8-bit arithmetic: the largest margin at which llama.cpp, with the same weights, chose another token."""
-    ids = reference[f"{prompt}_ids"].tolist()
-    logits = run(engine, ids)[1] if family == "prefill" else decode_logits(engine, ids)
     likeliest, values = reference[f"{prompt}_hf_top_ids"][:, 0], reference[f"{prompt}_hf_top_vals"]
     margin = values[:, 0] - values[:, 1]
     noise = margin[reference[f"{prompt}_llama_top_ids"][:, 0] != likeliest].max()
     clear = margin > noise
-    assert clear.sum() > 0.45 * len(ids)
+    assert clear.sum() > 0.45 * len(logits)
     np.testing.assert_array_equal(logits.argmax(axis=1)[clear], likeliest[clear])
 
 
