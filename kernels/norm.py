@@ -60,7 +60,7 @@ def gated_norm_reference(o, z, w, eps):
 # ---- kernels -----------------------------------------------------------------------------------------------
 
 @cuda.jit(device=True, inline="always")
-def _store_quantized(q, d, at, inside, y0, y1, y2, y3):
+def store_quantized(q, d, at, inside, y0, y1, y2, y3):
     """One group of 128 values, 4 per lane, as int8 blocks; all lanes call, those not `inside` pass zeros."""
     w0, w1, w2, w3 = float_as_word(y0), float_as_word(y1), float_as_word(y2), float_as_word(y3)
     scale = block_scale(w0, w1, w2, w3)
@@ -136,7 +136,7 @@ def rms_norm_quantize_kernel(q, d, x, w, k, eps):
             y0, y1, y2, y3 = float32(0), float32(0), float32(0), float32(0)
             if i < k:
                 y0, y1, y2, y3 = _scaled4(values, j, scale, w, i)
-            _store_quantized(q, d, uint32(row * k + i), i < k, y0, y1, y2, y3)
+            store_quantized(q, d, uint32(row * k + i), i < k, y0, y1, y2, y3)
 
 
 @cuda.jit(device=True, inline="always")
@@ -168,7 +168,7 @@ def gated_norm_quantize_kernel(q, d, o, z, w, n, eps):
     if head < n:
         at = uint32(head * uint32(GROUP) + lane * uint32(4))
         y0, y1, y2, y3 = _gated4(o, z, w, at, lane, eps)
-        _store_quantized(q, d, at, True, y0, y1, y2, y3)
+        store_quantized(q, d, at, True, y0, y1, y2, y3)
 
 
 # ---- launches: arrays as in the text above, written in place; none allocates -------------------------------

@@ -1,0 +1,364 @@
+"""Attention of decoded tokens, one row per slot, in one launch: from the projections of query, gate, key and value
+to the input of the output projection.
+
+    q = rope(rms_norm(query)) / 16,   k = rope(rms_norm(key))      rounded to float16; k and v go into the cache
+    out = sum_j softmax(q . k)_j v_j * sigmoid(gate)               over the keys j = 0 .. position
+
+The mathematics is that of kernels/rope.py, kernels/kv_cache.py and kernels/attention.py, which do the same for
+prompts in three launches. Query head h reads KV head h // group, group = heads / n_kv.
+
+    projected     float32 [rows, stride]       a row: per head 256 query, 256 gate; from k_column on n_kv 256 keys;
+                                               from v_column on n_kv 256 values
+    k, v          float16 [n_pages, n_kv, 64, 256], found through block_table int32 [n_slots, max_pages]
+    out           int8 [rows, heads 256] and scales float32 [rows, heads 8] (kernels/quantize.py), or float32
+    row_slot, row_pos  int32 [rows],  rope_pos  int32 [3, >= rows]
+
+**How a sequence is cut.** Pages of 64 keys are the leaves. A *unit* is 1, 2, 4, .. pages, the least power of two that
+makes at most 64 units of the live pages: it follows from the row's position alone, so the bits depend neither on the
+batch nor on the card, and one recorded launch serves every length, its blocks beyond the last unit ending at once.
+
+    grid (64 units, n_kv, rows), a block of 8 warps per unit:     300 tokens:    5 units of  1 page
+                                                                4,620 tokens:   37 units of  2 pages
+    page   | 8 keys | 8 keys | .. | 8 keys |                   18,400 tokens:   36 units of  8 pages
+    warp       0        1      ..     7                       262,144 tokens:   64 units of 64 pages
+
+A warp takes 8 keys of a page for all query heads of the KV head at once, so the cache is read once; a lane holds 8
+dims of 8 keys and 8 values, 64 words. All loads of the first page are on their way before the queries are rotated;
+those of the next page leave as soon as the registers of this one are free. Per page:
+
+    scores    q . k by a chain of 4 products per half and a butterfly over the lanes; into shared memory
+    softmax   a warp per head: maximum and sum of the 64 scores, probabilities rounded to half
+    values    p v by chains of 8 products per half, into shared memory
+    sum       a thread owns 2 dims of every other head: the 8 chains in increasing order, float32;
+              pages are merged into the unit's result in increasing order, rescaled to the running maximum
+
+The new key is written by the warp that reads it, before it reads it: no other warp of any block does. The last block
+of a (row, KV head) to finish merges the units in increasing order, applies the gate and writes the output; a counter
+on the card, which it sets back to zero, tells it that it is the last.
+
+Accuracy as of kernels/attention.py, by the same chains. Pipe: half2 and fp32, about 600 instructions per lane for
+64 keys and 4 heads. Bytes: 1,024 per key and KV head, read once; 1,040 written and read per unit and head.
+"""
+
+from functools import cache
+
+import numpy as np
+from numba import cuda
+from numba.types import float16, float32, uint32, uint64
+
+from kernels.intrinsics import (div_rn, exp, float_as_word, float_max, half2_high, half2_low, hfma2, hmul2,
+                                load_floats4, load_word, load_words4, pack_half2, sigmoid, store_floats4, store_word,
+                                store_words4, warp_max, warp_sum, word_as_float)
+from kernels.kv_cache import PAGE, page_offset, store_row
+from kernels.norm import store_quantized
+from kernels.rope import HEAD_DIM, QUERY_SCALE, norm_head, rotate, store_head
+
+WARPS = 8                # per block
+KEYS = PAGE // WARPS     # of a page, per warp
+UNITS = 64               # at most, of a sequence
+MAX_GROUP = WARPS        # query heads per KV head
+DIMS = HEAD_DIM // 32    # of a lane
+WORDS = HEAD_DIM // 2    # of a half-precision row
+RECORD = HEAD_DIM + 8    # floats of a unit's result: 256 values, maximum, sum, 6 unused
+LOADED = KEYS * DIMS // 2
+MINUS_INFINITY = float("-inf")
+EVERY_LANE = 0xFFFFFFFF
+
+
+# ---- parts -------------------------------------------------------------------------------------------------
+
+@cuda.jit(device=True, forceinline=True)
+def load_keys(words, pages, page, first, last, lane):
+    """Dims of a lane of 8 rows of a page, from `first` on, in 4 words each; rows beyond `last` repeat that one."""
+    for j in range(uint32(KEYS)):
+        key = uint32(first + j)
+        key = key if key < last else last
+        at = uint64(page + uint64(uint32(key * uint32(HEAD_DIM) + lane * uint32(DIMS))))
+        i = uint32(uint32(4) * j)
+        words[i], words[i + uint32(1)], words[i + uint32(2)], words[i + uint32(3)] = load_words4(pages, at)
+
+
+@cuda.jit(device=True, forceinline=True)
+def exchange(x, y, upper, offset):
+    """A stage of the butterfly: of (x, y) the lower lanes keep x and the upper ones y, summed over both."""
+    keep, send = (y, x) if upper else (x, y)
+    return keep + cuda.shfl_xor_sync(EVERY_LANE, send, offset)
+
+
+@cuda.jit(device=True, forceinline=True)
+def dot_keys(q0, q1, q2, q3, k, lane):
+    """q . k for 8 keys, of which each lane holds 8 dims (k: 4 words per key): lane l gets that of key l // 4."""
+    x = cuda.local.array(KEYS, float32)
+    for j in range(uint32(KEYS)):
+        i = uint32(uint32(4) * j)
+        h = hmul2(q0, k[i])
+        h = hfma2(q1, k[i + uint32(1)], h)
+        h = hfma2(q2, k[i + uint32(2)], h)
+        h = hfma2(q3, k[i + uint32(3)], h)
+        x[j] = half2_low(h) + half2_high(h)
+    upper = (lane & uint32(16)) != uint32(0)
+    x0, x1 = exchange(x[0], x[4], upper, 16), exchange(x[1], x[5], upper, 16)
+    x2, x3 = exchange(x[2], x[6], upper, 16), exchange(x[3], x[7], upper, 16)
+    upper = (lane & uint32(8)) != uint32(0)
+    x0, x1 = exchange(x0, x2, upper, 8), exchange(x1, x3, upper, 8)
+    x0 = exchange(x0, x1, (lane & uint32(4)) != uint32(0), 4)
+    x0 = x0 + cuda.shfl_xor_sync(EVERY_LANE, x0, 2)
+    return x0 + cuda.shfl_xor_sync(EVERY_LANE, x0, 1)
+
+
+@cuda.jit(device=True, forceinline=True)
+def chain_values(p, at, v, w):
+    """Word w of sum over 8 keys of p v, in half precision; p: doubled probabilities from word `at` on."""
+    p0, p1, p2, p3 = load_words4(p, at)
+    p4, p5, p6, p7 = load_words4(p, uint32(at + uint32(4)))
+    h = hmul2(p0, v[w])
+    h = hfma2(p1, v[w + uint32(4)], h)
+    h = hfma2(p2, v[w + uint32(8)], h)
+    h = hfma2(p3, v[w + uint32(12)], h)
+    h = hfma2(p4, v[w + uint32(16)], h)
+    h = hfma2(p5, v[w + uint32(20)], h)
+    h = hfma2(p6, v[w + uint32(24)], h)
+    return hfma2(p7, v[w + uint32(28)], h)
+
+
+@cuda.jit(device=True, forceinline=True)
+def store_values(out, scales, at, inside, y0, y1, y2, y3):
+    """The float32 form of `store_quantized`."""
+    if inside:
+        store_floats4(out, at, y0, y1, y2, y3)
+
+
+# ---- kernel ------------------------------------------------------------------------------------------------
+
+@cache
+def attend_kernel(group, quantized):
+    """The kernel for `group` query heads per KV head (a constant, so that what is held per head are registers),
+    with int8 or float32 output."""
+    n_own = (group + 1) // 2                               # heads of a thread, 2 dims of each
+    n_o = 2 * n_own
+    n_query, n_scores, n_chains, n_units = group * HEAD_DIM, group * PAGE, WARPS * group * WORDS, group * UNITS
+    n_rounds, n_quads = -(-group * HEAD_DIM // (4 * 32 * WARPS)), group * HEAD_DIM // 4
+    store = store_quantized if quantized else store_values
+
+    @cuda.jit(device=True, forceinline=True)
+    def merge_units(merged, partial, factors, totals, projected, records, last_unit, heads_at, dim):
+        """merged [head][256] float32 <- the units in increasing order, divided by their sum, gated; a thread per
+        dim. Four units at a time: beyond the last one, whose values are read again, factors and sums are 0."""
+        acc = cuda.local.array(group, float32)
+        sums = cuda.local.array(group, float32)
+        for g in range(uint32(group)):
+            acc[g], sums[g] = float32(0.0), float32(0.0)
+        for step in range(uint32(uint32(last_unit // uint32(4)) + uint32(1))):
+            for i in range(uint32(4)):
+                n = uint32(uint32(step) * uint32(4) + i)
+                source = n if n < last_unit else last_unit
+                for g in range(uint32(group)):
+                    at = uint32(uint32(records + g * uint32(UNITS) + source) * uint32(RECORD) + dim)
+                    f = factors[uint32(g * uint32(UNITS) + n)]
+                    sums[g] = cuda.fma(totals[uint32(g * uint32(UNITS) + n)], f, sums[g])
+                    acc[g] = cuda.fma(partial[at], f, acc[g])
+        for g in range(uint32(group)):
+            gate = projected[uint32(heads_at + g * uint32(2 * HEAD_DIM) + uint32(HEAD_DIM) + dim)]
+            y = acc[g] * div_rn(float32(1.0), sums[g]) * sigmoid(gate)
+            store_word(merged, uint32(g * uint32(HEAD_DIM) + dim), float_as_word(y))
+
+    @cuda.jit(launch_bounds=(32 * WARPS, 2))
+    def attend(out, scales, partial, arrived, projected, q_norm, k_norm, rope_pos, inv_freq, k_pages, v_pages,
+               block_table, row_slot, row_pos, stride, k_column, v_column, n_positions, max_pages, n_kv,
+               height_section, width_section, eps):
+        query = cuda.shared.array(n_query, float16)        # [head of the group][256]
+        scores = cuda.shared.array(n_scores, uint32)       # [head][64 keys]: float32, then half p, doubled
+        chains = cuda.shared.array(n_chains, uint32)       # [warp][head][128 words]
+        factors = cuda.shared.array(n_units, float32)      # [head][..]: of this page and of the pages before,
+        totals = cuda.shared.array(n_units, float32)       # or of the units at the end
+        is_last = cuda.shared.array(1, uint32)
+        kw = cuda.local.array(LOADED, uint32)
+        vw = cuda.local.array(LOADED, uint32)
+        o = cuda.local.array(n_o, float32)
+
+        thread = uint32(cuda.threadIdx.x)
+        lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
+        unit, kv_head, row = uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y), uint32(cuda.blockIdx.z)
+        position, slot = uint32(row_pos[row]), uint32(row_slot[row])
+        last_page = uint32(position // uint32(PAGE))
+        shift = uint32(uint32(32) - uint32(cuda.clz(uint32(last_page // uint32(UNITS)))))
+        last_unit = uint32(last_page >> shift)
+        if unit > last_unit:
+            return
+        first_page = uint32(unit << shift)
+        end_page = uint32(min(uint32(first_page + uint32(uint32(1) << shift)), uint32(last_page + uint32(1))))
+        row_at = uint32(row * stride)
+        first_head = uint32(kv_head * uint32(group))
+        first_key = uint32(warp * uint32(KEYS))
+
+        page = page_offset(block_table, max_pages, slot, first_page, kv_head, n_kv)
+        last = uint32(min(uint32(position - first_page * uint32(PAGE)), uint32(PAGE - 1)))  # live key of the page
+        new_warp = uint32(uint32(position % uint32(PAGE)) // uint32(KEYS))
+        if unit == last_unit and warp == new_warp:
+            new_page = page_offset(block_table, max_pages, slot, last_page, kv_head, n_kv)
+            to = uint64(new_page + uint64(uint32(position % uint32(PAGE)) * uint32(HEAD_DIM)))
+            of_head = uint32(row_at + kv_head * uint32(HEAD_DIM))
+            store_row(k_pages, v_pages, to, projected, uint32(of_head + k_column), uint32(of_head + v_column),
+                      row, lane, k_norm, rope_pos, inv_freq, n_positions, height_section, width_section, eps)
+            cuda.syncwarp()
+        if first_key <= last:
+            load_keys(kw, k_pages, page, first_key, last, lane)
+            load_keys(vw, v_pages, page, first_key, last, lane)
+
+        turn = uint32(uint32(warp + uint32(WARPS - 1) - new_warp) & uint32(WARPS - 1))  # the busy warp comes last
+        if turn < uint32(group):
+            at = uint32(row_at + uint32(first_head + turn) * uint32(2 * HEAD_DIM))
+            x0, x1, x2, x3, x4, x5, x6, x7 = norm_head(projected, at, lane, q_norm, eps)
+            x0, x1 = rotate(x0, x1, row, n_positions, lane, rope_pos, inv_freq, height_section, width_section)
+            s = float32(QUERY_SCALE)
+            store_head(query, uint32(turn * uint32(HEAD_DIM)), lane, x0 * s, x1 * s, x2 * s, x3 * s, x4 * s,
+                       x5 * s, x6 * s, x7 * s)
+        cuda.syncthreads()
+
+        high, total = float32(MINUS_INFINITY), float32(0.0)  # of the pages so far; warp g: of head g
+        for i in range(uint32(n_o)):
+            o[i] = float32(0.0)
+        lane_key = uint32(uint32(lane & uint32(3)) * uint32(KEYS) + uint32(lane >> uint32(2)))
+        word, side = uint32(thread & uint32(WORDS - 1)), uint32(thread // uint32(WORDS))
+        for step in range(uint32(end_page - first_page)):
+            number = uint32(first_page + uint32(step) + uint32(1))
+            next_last, next_page = uint32(0), page
+            more = number < end_page
+            if more:
+                next_page = page_offset(block_table, max_pages, slot, number, kv_head, n_kv)
+                next_last = uint32(min(uint32(position - number * uint32(PAGE)), uint32(PAGE - 1)))
+            load_next = more and first_key <= next_last
+            if first_key <= last:
+                for g in range(uint32(group)):
+                    q0, q1, q2, q3 = load_words4(query, uint32(g * uint32(HEAD_DIM) + lane * uint32(DIMS)))
+                    x = dot_keys(q0, q1, q2, q3, kw, lane)
+                    if uint32(lane & uint32(3)) == uint32(0):
+                        at = uint32(g * uint32(PAGE) + first_key + uint32(lane >> uint32(2)))
+                        store_word(scores, at, float_as_word(x))
+            if load_next:
+                load_keys(kw, k_pages, next_page, first_key, next_last, lane)
+            cuda.syncthreads()
+
+            if warp < uint32(group):
+                at = uint32(warp * uint32(PAGE) + lane_key)
+                a, b = word_as_float(load_word(scores, at)), word_as_float(load_word(scores, uint32(at + uint32(32))))
+                a = a if lane_key <= last else float32(MINUS_INFINITY)
+                b = b if uint32(lane_key + uint32(32)) <= last else float32(MINUS_INFINITY)
+                page_high = warp_max(float_max(a, b))
+                a, b = exp(a - page_high), exp(b - page_high)
+                page_total = warp_sum(a + b)
+                store_word(scores, at, pack_half2(a, a))
+                store_word(scores, uint32(at + uint32(32)), pack_half2(b, b))
+                new = float_max(high, page_high)
+                of_page, before = exp(page_high - new), exp(high - new)
+                high, total = new, cuda.fma(page_total, of_page, total * before)
+                if lane == uint32(0):
+                    factors[warp], totals[warp] = of_page, before
+            cuda.syncthreads()
+
+            for g in range(uint32(group)):
+                to = uint32(uint32(warp * uint32(group) + g) * uint32(WORDS) + lane * uint32(4))
+                if first_key <= last:
+                    at = uint32(g * uint32(PAGE) + first_key)
+                    store_words4(chains, to, chain_values(scores, at, vw, uint32(0)),
+                                 chain_values(scores, at, vw, uint32(1)), chain_values(scores, at, vw, uint32(2)),
+                                 chain_values(scores, at, vw, uint32(3)))
+                else:
+                    store_words4(chains, to, uint32(0), uint32(0), uint32(0), uint32(0))
+            if load_next:
+                load_keys(vw, v_pages, next_page, first_key, next_last, lane)
+            cuda.syncthreads()
+
+            for j in range(uint32(n_own)):
+                g = uint32(uint32(2) * j + side)
+                if g < uint32(group):
+                    x, y = float32(0.0), float32(0.0)
+                    for w in range(uint32(WARPS)):
+                        h = load_word(chains, uint32(uint32(w * uint32(group) + g) * uint32(WORDS) + word))
+                        x, y = x + half2_low(h), y + half2_high(h)
+                    i = uint32(uint32(2) * j)
+                    o[i] = cuda.fma(x, factors[g], o[i] * totals[g])
+                    o[i + uint32(1)] = cuda.fma(y, factors[g], o[i + uint32(1)] * totals[g])
+            page, last = next_page, next_last
+
+        records = uint32(uint32(uint32(row * n_kv + kv_head) * uint32(group)) * uint32(UNITS))  # of this KV head
+        for j in range(uint32(n_own)):
+            g = uint32(uint32(2) * j + side)
+            if g < uint32(group):
+                to = uint32(uint32(records + g * uint32(UNITS) + unit) * uint32(RECORD) + uint32(2) * word)
+                i = uint32(uint32(2) * j)
+                partial[to], partial[uint32(to + uint32(1))] = o[i], o[i + uint32(1)]
+        if warp < uint32(group) and lane == uint32(0):
+            to = uint32(uint32(records + warp * uint32(UNITS) + unit) * uint32(RECORD) + uint32(HEAD_DIM))
+            partial[to], partial[uint32(to + uint32(1))] = high, total
+
+        cuda.threadfence()
+        cuda.syncthreads()
+        if thread == uint32(0):
+            counter = uint32(row * n_kv + kv_head)
+            is_last[uint32(0)] = uint32(cuda.atomic.add(arrived, counter, uint32(1)) == last_unit)
+            cuda.threadfence()
+        cuda.syncthreads()
+        if is_last[uint32(0)] == uint32(0):
+            return
+        if thread == uint32(0):
+            arrived[uint32(row * n_kv + kv_head)] = uint32(0)
+        if warp < uint32(group):
+            at = uint32(uint32(records + warp * uint32(UNITS)) * uint32(RECORD) + uint32(HEAD_DIM))
+            low, up = lane, uint32(lane + uint32(32))      # the lane's units
+            a, b, c, d = float32(MINUS_INFINITY), float32(MINUS_INFINITY), float32(0.0), float32(0.0)
+            if low <= last_unit:
+                a = partial[uint32(at + low * uint32(RECORD))]
+                c = partial[uint32(at + low * uint32(RECORD) + uint32(1))]
+            if up <= last_unit:
+                b = partial[uint32(at + up * uint32(RECORD))]
+                d = partial[uint32(at + up * uint32(RECORD) + uint32(1))]
+            highest = warp_max(float_max(a, b))
+            at = uint32(warp * uint32(UNITS) + lane)
+            factors[at], factors[uint32(at + uint32(32))] = exp(a - highest), exp(b - highest)
+            totals[at], totals[uint32(at + uint32(32))] = c, d
+        cuda.syncthreads()
+        merge_units(chains, partial, factors, totals, projected, records, last_unit,
+                    uint32(row_at + first_head * uint32(2 * HEAD_DIM)), thread)
+        cuda.syncthreads()
+        to = uint32(uint32(row * n_kv * uint32(group) + first_head) * uint32(HEAD_DIM))
+        for j in range(uint32(n_rounds)):
+            quad = uint32(thread + j * uint32(32 * WARPS))
+            y0, y1, y2, y3 = float32(0.0), float32(0.0), float32(0.0), float32(0.0)
+            if quad < uint32(n_quads):
+                y0, y1, y2, y3 = load_floats4(chains, uint32(uint32(4) * quad))
+            store(out, scales, uint32(to + uint32(4) * quad), quad < uint32(n_quads), y0, y1, y2, y3)
+
+    return attend
+
+
+# ---- launch ------------------------------------------------------------------------------------------------
+
+def partials_shape(rows, heads):
+    """Shape of the float32 scratch array of `attend_decode`, whatever the context: 66 KiB per row and head."""
+    return rows, heads, UNITS, RECORD
+
+
+def attend_decode(card, out, scales, projected, stride, k_column, v_column, q_norm, k_norm, rope_pos, inv_freq,
+                  k_pages, v_pages, block_table, row_slot, row_pos, partials, arrived, rows, heads, n_kv, sections,
+                  eps, stream=None):
+    """out int8 [rows, heads 256] and scales float32 [rows, heads 8], or out float32 and scales None: row b is one
+    token of slot row_slot[b] at position row_pos[b]; its key and value are written into the pages, those before must
+    be there.
+
+    projected float32 [rows, stride] as in the text above, q_norm and k_norm float32 [256], rope_pos int32 [3, >= rows],
+    inv_freq float32 [32], pages float16 [n_pages, n_kv, 64, 256], block_table int32 [n_slots, max_pages], row_slot and
+    row_pos int32 [rows], one row per slot; partials float32 of `partials_shape` (these rows or more), arrived uint32 of
+    rows n_kv elements or more, zero before the first launch and after each. Writes out, scales, the new rows of the
+    pages and the scratch arrays; never allocates. ValueError: more than 8 query heads per KV head.
+    """
+    group = heads // n_kv
+    if group > MAX_GROUP:
+        raise ValueError(f"attention takes up to {MAX_GROUP} query heads per KV head, not {group}")
+    is_quantized = scales is not None
+    card.launch(attend_kernel(group, is_quantized), (min(UNITS, block_table.shape[1]), n_kv, rows), 32 * WARPS,
+                out.reshape(-1), (scales if is_quantized else out).reshape(-1), partials.reshape(-1),
+                arrived.reshape(-1), projected.reshape(-1), q_norm, k_norm, rope_pos.reshape(-1), inv_freq,
+                k_pages.reshape(-1), v_pages.reshape(-1), block_table.reshape(-1), row_slot, row_pos, stride, k_column,
+                v_column, rope_pos.shape[1], block_table.shape[1], n_kv, sections[1], sections[2], float(eps),
+                stream=stream)
