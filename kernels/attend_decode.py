@@ -54,6 +54,7 @@ from kernels.norm import store_quantized
 from kernels.rope import HEAD_DIM, QUERY_SCALE, norm_head, rotate, store_head
 
 WARPS = 8                # per block
+RESIDENT = 2             # blocks that an SM must hold: bounds the registers
 KEYS = PAGE // WARPS     # of a page, per warp
 UNITS = 64               # at most, of a sequence
 MAX_GROUP = WARPS        # query heads per KV head
@@ -162,7 +163,7 @@ def attend_kernel(group, quantized):
             y = acc[g] * div_rn(float32(1.0), sums[g]) * sigmoid(gate)
             store_word(merged, uint32(g * uint32(HEAD_DIM) + dim), float_as_word(y))
 
-    @cuda.jit(launch_bounds=(32 * WARPS, 2))
+    @cuda.jit(launch_bounds=(32 * WARPS, RESIDENT))
     def attend(out, scales, partial, arrived, projected, q_norm, k_norm, rope_pos, inv_freq, k_pages, v_pages,
                block_table, row_slot, row_pos, stride, k_column, v_column, n_positions, max_pages, n_kv,
                height_section, width_section, eps):

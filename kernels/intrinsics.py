@@ -77,6 +77,10 @@ half2_low = _instruction("{.reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, l
                          doc="element 0 of a half2 word as float32, exact")
 half2_high = _instruction("{.reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, h;}", float32, uint32,
                           doc="element 1 of a half2 word as float32, exact")
+both_low = _instruction("{.reg .b16 l, h; mov.b32 {l, h}, $1; mov.b32 $0, {l, l};}", uint32, uint32,
+                        doc="element 0 of a half2 word twice; the assembler makes it part of the instruction that uses it")
+both_high = _instruction("{.reg .b16 l, h; mov.b32 {l, h}, $1; mov.b32 $0, {h, h};}", uint32, uint32,
+                         doc="element 1 of a half2 word twice")
 
 # ---- correctly rounded float32 -----------------------------------------------------------------------------
 
