@@ -47,8 +47,10 @@ from numba import cuda
 from numba.types import float16, float32, uint32, uint64
 
 from kernels.intrinsics import (div_rn, exp, float_as_word, float_max, half2_high, half2_low, hfma2, hmul2,
-                                load_floats4, load_word, load_words4, pack_half2, sigmoid, store_floats4, store_word,
-                                store_words4, warp_max, warp_sum, word_as_float)
+                                load_floats4, load_shared, load_shared4, pack_half2, shared_address, sigmoid,
+                                store_floats4, store_shared, store_shared4, store_word, warp_max, warp_sum,
+                                word_as_float)
+from kernels.attention import load_part
 from kernels.kv_cache import PAGE, page_offset, store_row
 from kernels.norm import store_quantized
 from kernels.rope import HEAD_DIM, QUERY_SCALE, norm_head, rotate, store_head
@@ -71,12 +73,14 @@ EVERY_LANE = 0xFFFFFFFF
 @cuda.jit(device=True, forceinline=True)
 def load_keys(words, pages, page, first, last, lane):
     """Dims of a lane of 8 rows of a page, from `first` on, in 4 words each; rows beyond `last` repeat that one."""
-    for j in range(uint32(KEYS)):
-        key = uint32(first + j)
-        key = key if key < last else last
-        at = uint64(page + uint64(uint32(key * uint32(HEAD_DIM) + lane * uint32(DIMS))))
-        i = uint32(uint32(4) * j)
-        words[i], words[i + uint32(1)], words[i + uint32(2)], words[i + uint32(3)] = load_words4(pages, at)
+    at = uint64(page + uint64(uint32(first * uint32(HEAD_DIM) + lane * uint32(DIMS))))
+    if uint32(first + uint32(KEYS - 1)) <= last:
+        for j in range(uint32(KEYS)):
+            load_part(words, pages, uint64(at + uint64(uint32(j * uint32(HEAD_DIM)))), j)
+    else:
+        for j in range(uint32(KEYS)):
+            key = uint32(min(j, uint32(last - first)))
+            load_part(words, pages, uint64(at + uint64(uint32(key * uint32(HEAD_DIM)))), j)
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -108,18 +112,12 @@ def dot_keys(q0, q1, q2, q3, k, lane):
 
 
 @cuda.jit(device=True, forceinline=True)
-def chain_values(p, at, v, w):
-    """Word w of sum over 8 keys of p v, in half precision; p: doubled probabilities from word `at` on."""
-    p0, p1, p2, p3 = load_words4(p, at)
-    p4, p5, p6, p7 = load_words4(p, uint32(at + uint32(4)))
-    h = hmul2(p0, v[w])
-    h = hfma2(p1, v[w + uint32(4)], h)
-    h = hfma2(p2, v[w + uint32(8)], h)
-    h = hfma2(p3, v[w + uint32(12)], h)
-    h = hfma2(p4, v[w + uint32(16)], h)
-    h = hfma2(p5, v[w + uint32(20)], h)
-    h = hfma2(p6, v[w + uint32(24)], h)
-    return hfma2(p7, v[w + uint32(28)], h)
+def chain_values(p, v, w):
+    """Word w of sum over 8 keys of p v, in half precision: p 8 doubled probabilities, v 4 words per key."""
+    h = hmul2(p[uint32(0)], v[w])
+    for j in range(uint32(1), uint32(KEYS)):
+        h = hfma2(p[j], v[uint32(uint32(4) * j + w)], h)
+    return h
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -175,6 +173,7 @@ def attend_kernel(group, quantized):
         is_last = cuda.shared.array(1, uint32)
         kw = cuda.local.array(LOADED, uint32)
         vw = cuda.local.array(LOADED, uint32)
+        pw = cuda.local.array(KEYS, uint32)
         o = cuda.local.array(n_o, float32)
 
         thread = uint32(cuda.threadIdx.x)
@@ -221,6 +220,13 @@ def attend_kernel(group, quantized):
             o[i] = float32(0.0)
         lane_key = uint32(uint32(lane & uint32(3)) * uint32(KEYS) + uint32(lane >> uint32(2)))
         word, side = uint32(thread & uint32(WORDS - 1)), uint32(thread // uint32(WORDS))
+        query_at = shared_address(query) + uint64(uint32(lane * uint32(16)))
+        p_at = shared_address(scores) + uint64(uint32(first_key * uint32(4)))
+        score_at = p_at + uint64(uint32(uint32(lane >> uint32(2)) * uint32(4)))
+        softmax_at = shared_address(scores) + uint64(uint32(uint32(warp * uint32(PAGE) + lane_key) * uint32(4)))
+        chain_at = shared_address(chains) + uint64(
+            uint32(uint32(warp * uint32(group * WORDS) + lane * uint32(4)) * uint32(4)))
+        sum_at = shared_address(chains) + uint64(uint32(uint32(side * uint32(WORDS) + word) * uint32(4)))
         for step in range(uint32(end_page - first_page)):
             number = uint32(first_page + uint32(step) + uint32(1))
             next_last, next_page = uint32(0), page
@@ -231,25 +237,23 @@ def attend_kernel(group, quantized):
             load_next = more and first_key <= next_last
             if first_key <= last:
                 for g in range(uint32(group)):
-                    q0, q1, q2, q3 = load_words4(query, uint32(g * uint32(HEAD_DIM) + lane * uint32(DIMS)))
-                    x = dot_keys(q0, q1, q2, q3, kw, lane)
-                    if uint32(lane & uint32(3)) == uint32(0):
-                        at = uint32(g * uint32(PAGE) + first_key + uint32(lane >> uint32(2)))
-                        store_word(scores, at, float_as_word(x))
+                    q0, q1, q2, q3 = load_shared4(query_at + uint64(uint32(g * uint32(2 * HEAD_DIM))))
+                    x = dot_keys(q0, q1, q2, q3, kw, lane)  # four lanes have the same
+                    store_shared(score_at + uint64(uint32(g * uint32(4 * PAGE))), float_as_word(x))
             if load_next:
                 load_keys(kw, k_pages, next_page, first_key, next_last, lane)
             cuda.syncthreads()
 
             if warp < uint32(group):
-                at = uint32(warp * uint32(PAGE) + lane_key)
-                a, b = word_as_float(load_word(scores, at)), word_as_float(load_word(scores, uint32(at + uint32(32))))
+                a = word_as_float(load_shared(softmax_at))
+                b = word_as_float(load_shared(softmax_at + uint64(128)))
                 a = a if lane_key <= last else float32(MINUS_INFINITY)
                 b = b if uint32(lane_key + uint32(32)) <= last else float32(MINUS_INFINITY)
                 page_high = warp_max(float_max(a, b))
                 a, b = exp(a - page_high), exp(b - page_high)
                 page_total = warp_sum(a + b)
-                store_word(scores, at, pack_half2(a, a))
-                store_word(scores, uint32(at + uint32(32)), pack_half2(b, b))
+                store_shared(softmax_at, pack_half2(a, a))
+                store_shared(softmax_at + uint64(128), pack_half2(b, b))
                 new = float_max(high, page_high)
                 of_page, before = exp(page_high - new), exp(high - new)
                 high, total = new, cuda.fma(page_total, of_page, total * before)
@@ -258,14 +262,15 @@ def attend_kernel(group, quantized):
             cuda.syncthreads()
 
             for g in range(uint32(group)):
-                to = uint32(uint32(warp * uint32(group) + g) * uint32(WORDS) + lane * uint32(4))
+                to = chain_at + uint64(uint32(g * uint32(4 * WORDS)))
                 if first_key <= last:
-                    at = uint32(g * uint32(PAGE) + first_key)
-                    store_words4(chains, to, chain_values(scores, at, vw, uint32(0)),
-                                 chain_values(scores, at, vw, uint32(1)), chain_values(scores, at, vw, uint32(2)),
-                                 chain_values(scores, at, vw, uint32(3)))
+                    at = p_at + uint64(uint32(g * uint32(4 * PAGE)))
+                    pw[0], pw[1], pw[2], pw[3] = load_shared4(at)
+                    pw[4], pw[5], pw[6], pw[7] = load_shared4(at + uint64(16))
+                    store_shared4(to, chain_values(pw, vw, uint32(0)), chain_values(pw, vw, uint32(1)),
+                                  chain_values(pw, vw, uint32(2)), chain_values(pw, vw, uint32(3)))
                 else:
-                    store_words4(chains, to, uint32(0), uint32(0), uint32(0), uint32(0))
+                    store_shared4(to, uint32(0), uint32(0), uint32(0), uint32(0))
             if load_next:
                 load_keys(vw, v_pages, next_page, first_key, next_last, lane)
             cuda.syncthreads()
@@ -275,7 +280,7 @@ def attend_kernel(group, quantized):
                 if g < uint32(group):
                     x, y = float32(0.0), float32(0.0)
                     for w in range(uint32(WARPS)):
-                        h = load_word(chains, uint32(uint32(w * uint32(group) + g) * uint32(WORDS) + word))
+                        h = load_shared(sum_at + uint64(uint32(w * uint32(group) + uint32(2) * j) * uint32(4 * WORDS)))
                         x, y = x + half2_low(h), y + half2_high(h)
                     i = uint32(uint32(2) * j)
                     o[i] = cuda.fma(x, factors[g], o[i] * totals[g])

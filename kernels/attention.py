@@ -55,8 +55,9 @@ from numba.types import float32, uint32, uint64
 
 from kernels.bench import Case, main
 from kernels.intrinsics import (BIAS_FLOAT, both_high, both_low, div_rn, float_as_word, float_max, hadd2, half2_high,
-                                half2_low, hfma2, hmul2, load_floats4, load_words4, pack_half2, sigmoid, store_floats4,
-                                store_words2, store_words4, word_as_float)
+                                half2_low, hfma2, hmul2, load_floats4, load_shared4, load_words4, pack_half2,
+                                shared_address, sigmoid, store_floats4, store_shared, store_shared4, store_words4,
+                                word_as_float)
 from kernels.kv_cache import PAGE, page_offset
 from kernels.rope import HEAD_DIM
 
@@ -121,88 +122,110 @@ def half_warp_sum(x):
 
 
 @cuda.jit(device=True, forceinline=True)
-def fetch_keys(words, pages, at, part, last, lane, warp):
-    """The warp's share of half the dims of a page's keys, from element `at` on, into registers: two tile rows at a
-    time. Tile row r holds key 4 (r % 16) + r // 16; keys beyond `last` repeat that one."""
-    for i in range(uint32(FETCHES)):
-        r = uint32(i * uint32(2 * WARPS) + uint32(2) * warp + uint32(lane >> uint32(4)))
-        key = uint32(uint32(4) * uint32(r & uint32(15)) + uint32(r >> uint32(4)))
-        key = key if key < last else last
-        dim = uint32(part * uint32(HEAD_DIM // 2) + uint32(lane & uint32(15)) * uint32(8))
-        load_part(words, pages, uint64(at + uint64(uint32(key * uint32(HEAD_DIM) + dim))), i)
-
-
-@cuda.jit(device=True, forceinline=True)
-def fetch_values(words, pages, at, part, last, lane, warp):
-    """The warp's share of 32 rows of a page's values into registers, a row at a time."""
-    for i in range(uint32(FETCHES)):
-        key = uint32(part * uint32(PAGE // 2) + i * uint32(WARPS) + warp)
-        key = key if key < last else last
-        load_part(words, pages, uint64(at + uint64(uint32(key * uint32(HEAD_DIM) + lane * uint32(DIMS)))), i)
-
-
-@cuda.jit(device=True, forceinline=True)
 def load_part(words, pages, at, i):
+    """16 bytes of the pages, from element `at` on, as words 4 i .. 4 i + 3."""
     n = uint32(uint32(4) * i)
     words[n], words[n + uint32(1)], words[n + uint32(2)], words[n + uint32(3)] = load_words4(pages, at)
 
 
 @cuda.jit(device=True, forceinline=True)
-def store_part(words, tile, at, i):
+def load_tile(words, address, i):
+    """16 bytes of shared memory as words 4 i .. 4 i + 3."""
     n = uint32(uint32(4) * i)
-    store_words4(tile, at, words[n], words[n + uint32(1)], words[n + uint32(2)], words[n + uint32(3)])
+    words[n], words[n + uint32(1)], words[n + uint32(2)], words[n + uint32(3)] = load_shared4(address)
 
 
 @cuda.jit(device=True, forceinline=True)
-def add_scores(s, q, q_at, k, k_at):
-    """s[4 i + j] += q row i . tile row 16 j over 32 dims, for 4 rows at word q_at of q and 4 at word k_at of k. Two
-    chains of 8 products per half, added in half precision."""
-    first = cuda.local.array(16, uint32)
-    for chain in range(uint32(2)):
-        kw = cuda.local.array(32, uint32)
+def store_tile(words, address, stride):
+    """The lane's share of a tile, 16 bytes at every `stride` words."""
+    for i in range(uint32(FETCHES)):
+        n = uint32(uint32(4) * i)
+        store_shared4(address + uint64(uint32(uint32(4) * i * stride)), words[n], words[n + uint32(1)],
+                      words[n + uint32(2)], words[n + uint32(3)])
+
+
+@cuda.jit(device=True, forceinline=True)
+def fetch_keys(words, pages, page, part, last, lane, warp):
+    """The lane's share of half the dims of a page's keys into registers: two tile rows of a warp at a time, 8 of the
+    block. Tile row r holds key 4 (r % 16) + r // 16; keys beyond `last` repeat that one."""
+    first = uint32(uint32(8) * warp + uint32(4) * uint32(lane >> uint32(4)))
+    dim = uint32(part * uint32(HEAD_DIM // 2) + uint32(lane & uint32(15)) * uint32(8))
+    if last >= uint32(PAGE - 1):
+        at = uint64(page + uint64(uint32(first * uint32(HEAD_DIM) + dim)))
+        for i in range(uint32(FETCHES)):
+            key = uint32(uint32(32) * uint32(i % uint32(2)) + uint32(i // uint32(2)))
+            load_part(words, pages, uint64(at + uint64(uint32(key * uint32(HEAD_DIM)))), i)
+    else:
+        for i in range(uint32(FETCHES)):
+            key = uint32(first + uint32(32) * uint32(i % uint32(2)) + uint32(i // uint32(2)))
+            key = key if key < last else last
+            load_part(words, pages, uint64(page + uint64(uint32(key * uint32(HEAD_DIM) + dim))), i)
+
+
+@cuda.jit(device=True, forceinline=True)
+def fetch_values(words, pages, page, part, last, lane, warp):
+    """The lane's share of 32 rows of a page's values into registers, a row of a warp at a time, 4 of the block."""
+    first, dim = uint32(part * uint32(PAGE // 2) + warp), uint32(lane * uint32(DIMS))
+    if last >= uint32(PAGE - 1):
+        at = uint64(page + uint64(uint32(first * uint32(HEAD_DIM) + dim)))
+        for i in range(uint32(FETCHES)):
+            load_part(words, pages, uint64(at + uint64(uint32(i * uint32(WARPS * HEAD_DIM)))), i)
+    else:
+        for i in range(uint32(FETCHES)):
+            key = uint32(first + i * uint32(WARPS))
+            key = key if key < last else last
+            load_part(words, pages, uint64(page + uint64(uint32(key * uint32(HEAD_DIM) + dim))), i)
+
+
+@cuda.jit(device=True, forceinline=True)
+def chain_scores(h, q_at, k_at):
+    """h[4 i + j] = q row i . tile row 16 j over 16 dims, for 4 rows at address q_at and 4 at k_at: chains of 8 products
+    per half."""
+    kw = cuda.local.array(32, uint32)
+    qw = cuda.local.array(8, uint32)
+    for j in range(uint32(4)):
+        at = k_at + uint64(uint32(j * uint32(4 * 16 * KEY_STRIDE)))
+        load_tile(kw, at, uint32(uint32(2) * j))
+        load_tile(kw, at + uint64(16), uint32(uint32(2) * j + uint32(1)))
+    for i in range(uint32(4)):
+        at = q_at + uint64(uint32(i * uint32(4 * STRIDE)))
+        load_tile(qw, at, uint32(0))
+        load_tile(qw, at + uint64(16), uint32(1))
         for j in range(uint32(4)):
-            for n in range(uint32(2)):
-                at = uint32(k_at + j * uint32(16 * KEY_STRIDE) + uint32(8) * chain + uint32(4) * n)
-                load_part(kw, k, at, uint32(uint32(2) * j + n))
-        for i in range(uint32(4)):
-            at = uint32(q_at + i * uint32(STRIDE) + uint32(8) * chain)
-            q0, q1, q2, q3 = load_words4(q, at)
-            q4, q5, q6, q7 = load_words4(q, uint32(at + uint32(4)))
-            for j in range(uint32(4)):
-                h = hmul2(q0, kw[uint32(8) * j])
-                h = hfma2(q1, kw[uint32(8) * j + uint32(1)], h)
-                h = hfma2(q2, kw[uint32(8) * j + uint32(2)], h)
-                h = hfma2(q3, kw[uint32(8) * j + uint32(3)], h)
-                h = hfma2(q4, kw[uint32(8) * j + uint32(4)], h)
-                h = hfma2(q5, kw[uint32(8) * j + uint32(5)], h)
-                h = hfma2(q6, kw[uint32(8) * j + uint32(6)], h)
-                h = hfma2(q7, kw[uint32(8) * j + uint32(7)], h)
-                n = uint32(uint32(4) * i + j)
-                if chain == uint32(0):
-                    first[n] = h
-                else:
-                    h = hadd2(first[n], h)
-                    s[n] = s[n] + (half2_low(h) + half2_high(h))
+            n = uint32(uint32(4) * i + j)
+            h[n] = hmul2(qw[0], kw[uint32(8) * j])
+            for w in range(uint32(1), uint32(8)):
+                h[n] = hfma2(qw[w], kw[uint32(uint32(8) * j + w)], h[n])
 
 
 @cuda.jit(device=True, forceinline=True)
-def chain_values(h, p, p_at, v, v_at, fresh):
-    """h[4 r + w] = or += p v over 8 keys, for 8 rows of p from word p_at on (two keys in a word) and 4 words of a lane,
-    of the rows of v from word v_at on."""
+def add_scores(s, q_at, k_at):
+    """s[4 i + j] += q row i . tile row 16 j over 32 dims: two chains, added in half precision."""
+    a = cuda.local.array(16, uint32)
+    b = cuda.local.array(16, uint32)
+    chain_scores(a, q_at, k_at)
+    chain_scores(b, q_at + uint64(32), k_at + uint64(32))
+    for n in range(uint32(16)):
+        h = hadd2(a[n], b[n])
+        s[n] = s[n] + (half2_low(h) + half2_high(h))
+
+
+@cuda.jit(device=True, forceinline=True)
+def chain_values(h, p_at, v_at, fresh):
+    """h[4 r + w] = or += p v over 8 keys, for 8 rows of p at address p_at (two keys in a word) and the lane's 4 words
+    of the rows of v at v_at."""
     pw = cuda.local.array(32, uint32)
+    vw = cuda.local.array(4, uint32)
     for r in range(uint32(ROWS)):
-        load_part(pw, p, uint32(p_at + r * uint32(PAGE // 2)), r)
+        load_tile(pw, p_at + uint64(uint32(r * uint32(2 * PAGE))), r)
     for j in range(uint32(8)):
-        v0, v1, v2, v3 = load_words4(v, uint32(v_at + j * uint32(STRIDE)))
+        load_tile(vw, v_at + uint64(uint32(j * uint32(4 * STRIDE))), uint32(0))
         for r in range(uint32(ROWS)):
-            n, pair = uint32(uint32(4) * r), pw[uint32(uint32(4) * r + uint32(j // uint32(2)))]
+            pair = pw[uint32(uint32(4) * r + uint32(j // uint32(2)))]
             x = both_high(pair) if j % uint32(2) else both_low(pair)
-            if fresh and j == uint32(0):
-                h[n], h[n + uint32(1)] = hmul2(x, v0), hmul2(x, v1)
-                h[n + uint32(2)], h[n + uint32(3)] = hmul2(x, v2), hmul2(x, v3)
-            else:
-                h[n], h[n + uint32(1)] = hfma2(x, v0, h[n]), hfma2(x, v1, h[n + uint32(1)])
-                h[n + uint32(2)], h[n + uint32(3)] = hfma2(x, v2, h[n + uint32(2)]), hfma2(x, v3, h[n + uint32(3)])
+            for w in range(uint32(4)):
+                n = uint32(uint32(4) * r + w)
+                h[n] = hmul2(x, vw[w]) if fresh and j == uint32(0) else hfma2(x, vw[w], h[n])
 
 
 # ---- kernel ------------------------------------------------------------------------------------------------
@@ -246,9 +269,17 @@ def attend_tiles(out, q, projected, k_pages, v_pages, block_table, row_slot, row
         high[i], total[i] = float32(MINUS_INFINITY), float32(0.0)
 
     upper, key_lane = uint32(lane >> uint32(4)), uint32(lane & uint32(15))
-    q_at = uint32(uint32(warp * uint32(ROWS) + upper * uint32(4)) * uint32(STRIDE))
-    p_row = uint32(warp * uint32(ROWS) * uint32(PAGE // 2))
-    p_at = uint32(p_row + upper * uint32(4 * PAGE // 2) + uint32(2) * key_lane)
+    # Addresses in shared memory: of the lane's rows of q, of its row of a tile of keys and its part of one of values,
+    # of the warp's rows of p; and where the lane puts its share of a tile.
+    q_at = shared_address(q_tile) + uint64(
+        uint32(uint32(warp * uint32(ROWS) + upper * uint32(4)) * uint32(4 * STRIDE)))
+    k_at = shared_address(tile) + uint64(uint32(key_lane * uint32(4 * KEY_STRIDE)))
+    v_at = shared_address(tile) + uint64(uint32(lane * uint32(16)))
+    p_at = shared_address(p_tile) + uint64(uint32(warp * uint32(ROWS * 2 * PAGE)))
+    own_p_at = p_at + uint64(uint32(upper * uint32(4 * 2 * PAGE) + uint32(8) * key_lane))
+    put_key = shared_address(tile) + uint64(
+        uint32(uint32(uint32(2) * warp + upper) * uint32(4 * KEY_STRIDE) + uint32(16) * key_lane))
+    put_value = v_at + uint64(uint32(warp * uint32(4 * STRIDE)))
     page = page_offset(block_table, max_pages, slot, uint32(0), kv_head, n_kv)
     fetch_keys(fetched, k_pages, page, uint32(0), last_key, lane, warp)
     for step in range(uint32(uint32(last_key // uint32(PAGE)) + uint32(1))):
@@ -262,9 +293,7 @@ def attend_tiles(out, q, projected, k_pages, v_pages, block_table, row_slot, row
             s[i] = float32(0.0)
         for part in range(uint32(2)):
             cuda.syncthreads()  # everyone has done with the tile before
-            for i in range(uint32(FETCHES)):
-                r = uint32(i * uint32(2 * WARPS) + uint32(2) * warp + upper)
-                store_part(fetched, tile, uint32(r * uint32(KEY_STRIDE) + key_lane * uint32(4)), i)
+            store_tile(fetched, put_key, uint32(2 * WARPS * KEY_STRIDE))
             cuda.syncthreads()
             if part == uint32(0):
                 fetch_keys(fetched, k_pages, page, uint32(1), last, lane, warp)
@@ -272,9 +301,9 @@ def attend_tiles(out, q, projected, k_pages, v_pages, block_table, row_slot, row
                 fetch_values(fetched, v_pages, page, uint32(0), last, lane, warp)
             if sees:
                 for c in range(uint32(HEAD_DIM // 64)):
-                    word = uint32(uint32(c) * uint32(16))
-                    add_scores(s, q_tile, uint32(q_at + uint32(part) * uint32(HEAD_DIM // 4) + word), tile,
-                               uint32(key_lane * uint32(KEY_STRIDE) + word))
+                    of_chunk = uint32(uint32(c) * uint32(64))  # bytes of 32 dims
+                    add_scores(s, q_at + uint64(uint32(uint32(part) * uint32(HEAD_DIM) + of_chunk)),
+                               k_at + uint64(of_chunk))
         if sees:
             if uint32(first + uint32(PAGE - 1)) > position:  # some row does not see every key
                 for i in range(uint32(4)):
@@ -302,13 +331,13 @@ def attend_tiles(out, q, projected, k_pages, v_pages, block_table, row_slot, row
                 a, b = probability(s[n], high2), probability(s[n + uint32(1)], high2)
                 c, d = probability(s[n + uint32(2)], high2), probability(s[n + uint32(3)], high2)
                 total[i] = total[i] + ((a + b) + (c + d))
-                store_words2(p_tile, uint32(p_at + i * uint32(PAGE // 2)), pack_half2(a, b), pack_half2(c, d))
+                at = own_p_at + uint64(uint32(i * uint32(2 * PAGE)))
+                store_shared(at, pack_half2(a, b))
+                store_shared(at + uint64(4), pack_half2(c, d))
             cuda.syncwarp()
         for part in range(uint32(2)):
             cuda.syncthreads()
-            for i in range(uint32(FETCHES)):
-                key = uint32(i * uint32(WARPS) + warp)
-                store_part(fetched, tile, uint32(key * uint32(STRIDE) + lane * uint32(4)), i)
+            store_tile(fetched, put_value, uint32(WARPS * STRIDE))
             cuda.syncthreads()
             if part == uint32(0):
                 fetch_values(fetched, v_pages, page, uint32(1), last, lane, warp)
@@ -317,11 +346,10 @@ def attend_tiles(out, q, projected, k_pages, v_pages, block_table, row_slot, row
             if sees:
                 for c in range(uint32(PAGE // 2 // CHAIN)):
                     h = cuda.local.array(CHAINS, uint32)
-                    p_word = uint32(p_row + uint32(part) * uint32(PAGE // 4) + uint32(c) * uint32(CHAIN // 2))
-                    key_at = uint32(uint32(c) * uint32(CHAIN * STRIDE) + lane * uint32(4))
-                    chain_values(h, p_tile, p_word, tile, key_at, True)
-                    chain_values(h, p_tile, uint32(p_word + uint32(4)), tile, uint32(key_at + uint32(8 * STRIDE)),
-                                 False)
+                    at = p_at + uint64(uint32(uint32(part) * uint32(PAGE) + uint32(c) * uint32(2 * CHAIN)))
+                    v = v_at + uint64(uint32(uint32(c) * uint32(CHAIN * 4 * STRIDE)))
+                    chain_values(h, at, v, True)
+                    chain_values(h, at + uint64(16), v + uint64(8 * 4 * STRIDE), False)
                     for n in range(uint32(4 * ROWS)):
                         i = uint32(uint32(2) * n)
                         o[i] = o[i] + half2_low(h[n])
