@@ -46,14 +46,14 @@ import numpy as np
 from numba import cuda
 from numba.types import float16, float32, uint32, uint64
 
-from kernels.intrinsics import (div_rn, exp, float_as_word, float_max, half2_high, half2_low, hfma2, hmul2,
+from kernels.intrinsics import (arrive, div_rn, exp, float_as_word, float_max, half2_high, half2_low, hfma2, hmul2,
                                 load_floats4, load_shared, load_shared4, pack_half2, shared_address, sigmoid,
                                 store_floats4, store_shared, store_shared4, store_word, warp_max, warp_sum,
                                 word_as_float)
 from kernels.attention import load_part
 from kernels.kv_cache import PAGE, page_offset, store_row
 from kernels.norm import store_quantized
-from kernels.rope import HEAD_DIM, QUERY_SCALE, norm_head, rotate, store_head
+from kernels.rope import HEAD_DIM, load_head, rotation, store_query
 
 WARPS = 8                # per block
 RESIDENT = 2             # blocks that an SM must hold: bounds the registers
@@ -91,9 +91,11 @@ def exchange(x, y, upper, offset):
 
 
 @cuda.jit(device=True, forceinline=True)
-def dot_keys(q0, q1, q2, q3, k, lane):
-    """q . k for 8 keys, of which each lane holds 8 dims (k: 4 words per key): lane l gets that of key l // 4."""
+def dot_keys(query_at, k, lane):
+    """q . k for the query at a shared address and 8 keys, of which each lane holds 8 dims (k: 4 words per key), summed
+    over lanes of the same l % 4: lane l gets that of key l // 4."""
     x = cuda.local.array(KEYS, float32)
+    q0, q1, q2, q3 = load_shared4(query_at)
     for j in range(uint32(KEYS)):
         i = uint32(uint32(4) * j)
         h = hmul2(q0, k[i])
@@ -106,9 +108,16 @@ def dot_keys(q0, q1, q2, q3, k, lane):
     x2, x3 = exchange(x[2], x[6], upper, 16), exchange(x[3], x[7], upper, 16)
     upper = (lane & uint32(8)) != uint32(0)
     x0, x1 = exchange(x0, x2, upper, 8), exchange(x1, x3, upper, 8)
-    x0 = exchange(x0, x1, (lane & uint32(4)) != uint32(0), 4)
-    x0 = x0 + cuda.shfl_xor_sync(EVERY_LANE, x0, 2)
-    return x0 + cuda.shfl_xor_sync(EVERY_LANE, x0, 1)
+    return exchange(x0, x1, (lane & uint32(4)) != uint32(0), 4)
+
+
+@cuda.jit(device=True, forceinline=True)
+def dot_heads(at0, at1, at2, at3, k, lane):
+    """q . k for four queries: lane l gets that of query l % 4 and key l // 4."""
+    x0, x1, x2, x3 = (dot_keys(at0, k, lane), dot_keys(at1, k, lane), dot_keys(at2, k, lane), dot_keys(at3, k, lane))
+    upper = (lane & uint32(2)) != uint32(0)
+    x0, x1 = exchange(x0, x2, upper, 2), exchange(x1, x3, upper, 2)
+    return exchange(x0, x1, (lane & uint32(1)) != uint32(0), 1)
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -133,14 +142,23 @@ def store_values(out, scales, at, inside, y0, y1, y2, y3):
 def attend_kernel(group, quantized):
     """The kernel for `group` query heads per KV head (a constant, so that what is held per head are registers),
     with int8 or float32 output."""
-    n_own = (group + 1) // 2                               # heads of a thread, 2 dims of each
+    n_own, is_even = (group + 1) // 2, group % 2 == 0      # heads of a thread, 2 dims of each
     n_o = 2 * n_own
     n_query, n_scores, n_chains, n_units = group * HEAD_DIM, group * PAGE, WARPS * group * WORDS, group * UNITS
-    n_rounds, n_quads = -(-group * HEAD_DIM // (4 * 32 * WARPS)), group * HEAD_DIM // 4
+    n_quads, most = -(-group // 4), uint32(group - 1)      # of heads
+    n_rounds, n_fours = -(-group * HEAD_DIM // (4 * 32 * WARPS)), group * HEAD_DIM // 4
     store = store_quantized if quantized else store_values
 
     @cuda.jit(device=True, forceinline=True)
-    def merge_units(merged, partial, factors, totals, projected, records, last_unit, heads_at, dim):
+    def load_gates(gates, projected, at, dim):
+        """The sigmoids of a dim's gates, per head."""
+        for g in range(uint32(group)):
+            gates[g] = projected[uint32(at + g * uint32(2 * HEAD_DIM) + uint32(HEAD_DIM) + dim)]
+        for g in range(uint32(group)):
+            gates[g] = sigmoid(gates[g])
+
+    @cuda.jit(device=True, forceinline=True)
+    def merge_units(merged, partial, factors, totals, gates, records, last_unit, dim):
         """merged [head][256] float32 <- the units in increasing order, divided by their sum, gated; a thread per
         dim. Four units at a time: beyond the last one, whose values are read again, factors and sums are 0."""
         acc = cuda.local.array(group, float32)
@@ -157,8 +175,7 @@ def attend_kernel(group, quantized):
                     sums[g] = cuda.fma(totals[uint32(g * uint32(UNITS) + n)], f, sums[g])
                     acc[g] = cuda.fma(partial[at], f, acc[g])
         for g in range(uint32(group)):
-            gate = projected[uint32(heads_at + g * uint32(2 * HEAD_DIM) + uint32(HEAD_DIM) + dim)]
-            y = acc[g] * div_rn(float32(1.0), sums[g]) * sigmoid(gate)
+            y = acc[g] * div_rn(float32(1.0), sums[g]) * gates[g]
             store_word(merged, uint32(g * uint32(HEAD_DIM) + dim), float_as_word(y))
 
     @cuda.jit(launch_bounds=(32 * WARPS, RESIDENT))
@@ -180,6 +197,7 @@ def attend_kernel(group, quantized):
         lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
         unit, kv_head, row = uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y), uint32(cuda.blockIdx.z)
         position, slot = uint32(row_pos[row]), uint32(row_slot[row])
+        sin, cos = rotation(row, n_positions, lane, rope_pos, inv_freq, height_section, width_section)
         last_page = uint32(position // uint32(PAGE))
         shift = uint32(uint32(32) - uint32(cuda.clz(uint32(last_page // uint32(UNITS)))))
         last_unit = uint32(last_page >> shift)
@@ -191,28 +209,26 @@ def attend_kernel(group, quantized):
         first_head = uint32(kv_head * uint32(group))
         first_key = uint32(warp * uint32(KEYS))
 
+        new_key = uint32(position % uint32(PAGE))
+        new_warp = uint32(new_key // uint32(KEYS))
         page = page_offset(block_table, max_pages, slot, first_page, kv_head, n_kv)
         last = uint32(min(uint32(position - first_page * uint32(PAGE)), uint32(PAGE - 1)))  # live key of the page
-        new_warp = uint32(uint32(position % uint32(PAGE)) // uint32(KEYS))
+        turn = uint32(uint32(warp + uint32(WARPS - 1) - new_warp) & uint32(WARPS - 1))  # the busy warp comes last
+        head = uint32(first_head + uint32(min(turn, most)))
+        x = load_head(projected, uint32(row_at + head * uint32(2 * HEAD_DIM)), lane)
+        w = load_head(q_norm, uint32(0), lane)
         if unit == last_unit and warp == new_warp:
-            new_page = page_offset(block_table, max_pages, slot, last_page, kv_head, n_kv)
-            to = uint64(new_page + uint64(uint32(position % uint32(PAGE)) * uint32(HEAD_DIM)))
+            to = page_offset(block_table, max_pages, slot, last_page, kv_head, n_kv)
+            to = uint64(to + uint64(uint32(new_key * uint32(HEAD_DIM))))
             of_head = uint32(row_at + kv_head * uint32(HEAD_DIM))
-            store_row(k_pages, v_pages, to, projected, uint32(of_head + k_column), uint32(of_head + v_column),
-                      row, lane, k_norm, rope_pos, inv_freq, n_positions, height_section, width_section, eps)
+            store_row(k_pages, v_pages, to, projected, uint32(of_head + k_column), uint32(of_head + v_column), lane,
+                      k_norm, sin, cos, eps)
             cuda.syncwarp()
         if first_key <= last:
             load_keys(kw, k_pages, page, first_key, last, lane)
             load_keys(vw, v_pages, page, first_key, last, lane)
-
-        turn = uint32(uint32(warp + uint32(WARPS - 1) - new_warp) & uint32(WARPS - 1))  # the busy warp comes last
         if turn < uint32(group):
-            at = uint32(row_at + uint32(first_head + turn) * uint32(2 * HEAD_DIM))
-            x0, x1, x2, x3, x4, x5, x6, x7 = norm_head(projected, at, lane, q_norm, eps)
-            x0, x1 = rotate(x0, x1, row, n_positions, lane, rope_pos, inv_freq, height_section, width_section)
-            s = float32(QUERY_SCALE)
-            store_head(query, uint32(turn * uint32(HEAD_DIM)), lane, x0 * s, x1 * s, x2 * s, x3 * s, x4 * s,
-                       x5 * s, x6 * s, x7 * s)
+            store_query(query, uint32(turn * uint32(HEAD_DIM)), lane, x, w, sin, cos, eps)
         cuda.syncthreads()
 
         high, total = float32(MINUS_INFINITY), float32(0.0)  # of the pages so far; warp g: of head g
@@ -236,9 +252,13 @@ def attend_kernel(group, quantized):
                 next_last = uint32(min(uint32(position - number * uint32(PAGE)), uint32(PAGE - 1)))
             load_next = more and first_key <= next_last
             if first_key <= last:
-                for g in range(uint32(group)):
-                    q0, q1, q2, q3 = load_shared4(query_at + uint64(uint32(g * uint32(2 * HEAD_DIM))))
-                    x = dot_keys(q0, q1, q2, q3, kw, lane)  # four lanes have the same
+                for quad in range(uint32(n_quads)):
+                    g = uint32(uint32(4) * quad)
+                    x = dot_heads(query_at + uint64(uint32(g * uint32(2 * HEAD_DIM))),
+                                  query_at + uint64(uint32(min(g + uint32(1), most) * uint32(2 * HEAD_DIM))),
+                                  query_at + uint64(uint32(min(g + uint32(2), most) * uint32(2 * HEAD_DIM))),
+                                  query_at + uint64(uint32(min(g + uint32(3), most) * uint32(2 * HEAD_DIM))), kw, lane)
+                    g = uint32(min(uint32(g + uint32(lane & uint32(3))), most))  # beyond the last head it again
                     store_shared(score_at + uint64(uint32(g * uint32(4 * PAGE))), float_as_word(x))
             if load_next:
                 load_keys(kw, k_pages, next_page, first_key, next_last, lane)
@@ -261,23 +281,25 @@ def attend_kernel(group, quantized):
                     factors[warp], totals[warp] = of_page, before
             cuda.syncthreads()
 
-            for g in range(uint32(group)):
-                to = chain_at + uint64(uint32(g * uint32(4 * WORDS)))
-                if first_key <= last:
+            if first_key <= last:
+                for g in range(uint32(group)):
                     at = p_at + uint64(uint32(g * uint32(4 * PAGE)))
                     pw[0], pw[1], pw[2], pw[3] = load_shared4(at)
                     pw[4], pw[5], pw[6], pw[7] = load_shared4(at + uint64(16))
-                    store_shared4(to, chain_values(pw, vw, uint32(0)), chain_values(pw, vw, uint32(1)),
+                    store_shared4(chain_at + uint64(uint32(g * uint32(4 * WORDS))),
+                                  chain_values(pw, vw, uint32(0)), chain_values(pw, vw, uint32(1)),
                                   chain_values(pw, vw, uint32(2)), chain_values(pw, vw, uint32(3)))
-                else:
-                    store_shared4(to, uint32(0), uint32(0), uint32(0), uint32(0))
+            else:
+                for g in range(uint32(group)):
+                    store_shared4(chain_at + uint64(uint32(g * uint32(4 * WORDS))), uint32(0), uint32(0), uint32(0),
+                                  uint32(0))
             if load_next:
                 load_keys(vw, v_pages, next_page, first_key, next_last, lane)
             cuda.syncthreads()
 
             for j in range(uint32(n_own)):
                 g = uint32(uint32(2) * j + side)
-                if g < uint32(group):
+                if is_even or g < uint32(group):
                     x, y = float32(0.0), float32(0.0)
                     for w in range(uint32(WARPS)):
                         h = load_shared(sum_at + uint64(uint32(w * uint32(group) + uint32(2) * j) * uint32(4 * WORDS)))
@@ -298,12 +320,9 @@ def attend_kernel(group, quantized):
             to = uint32(uint32(records + warp * uint32(UNITS) + unit) * uint32(RECORD) + uint32(HEAD_DIM))
             partial[to], partial[uint32(to + uint32(1))] = high, total
 
-        cuda.threadfence()
         cuda.syncthreads()
         if thread == uint32(0):
-            counter = uint32(row * n_kv + kv_head)
-            is_last[uint32(0)] = uint32(cuda.atomic.add(arrived, counter, uint32(1)) == last_unit)
-            cuda.threadfence()
+            is_last[uint32(0)] = uint32(arrive(arrived, uint32(row * n_kv + kv_head)) == last_unit)
         cuda.syncthreads()
         if is_last[uint32(0)] == uint32(0):
             return
@@ -323,17 +342,17 @@ def attend_kernel(group, quantized):
             at = uint32(warp * uint32(UNITS) + lane)
             factors[at], factors[uint32(at + uint32(32))] = exp(a - highest), exp(b - highest)
             totals[at], totals[uint32(at + uint32(32))] = c, d
+        load_gates(o, projected, uint32(row_at + first_head * uint32(2 * HEAD_DIM)), thread)
         cuda.syncthreads()
-        merge_units(chains, partial, factors, totals, projected, records, last_unit,
-                    uint32(row_at + first_head * uint32(2 * HEAD_DIM)), thread)
+        merge_units(chains, partial, factors, totals, o, records, last_unit, thread)
         cuda.syncthreads()
         to = uint32(uint32(row * n_kv * uint32(group) + first_head) * uint32(HEAD_DIM))
         for j in range(uint32(n_rounds)):
-            quad = uint32(thread + j * uint32(32 * WARPS))
+            four = uint32(thread + j * uint32(32 * WARPS))
             y0, y1, y2, y3 = float32(0.0), float32(0.0), float32(0.0), float32(0.0)
-            if quad < uint32(n_quads):
-                y0, y1, y2, y3 = load_floats4(chains, uint32(uint32(4) * quad))
-            store(out, scales, uint32(to + uint32(4) * quad), quad < uint32(n_quads), y0, y1, y2, y3)
+            if four < uint32(n_fours):
+                y0, y1, y2, y3 = load_floats4(chains, uint32(uint32(4) * four))
+            store(out, scales, uint32(to + uint32(4) * four), four < uint32(n_fours), y0, y1, y2, y3)
 
     return attend
 

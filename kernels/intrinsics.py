@@ -208,6 +208,19 @@ def store_floats4(array, index, x0, x1, x2, x3):
     store_words4(array, index, float_as_word(x0), float_as_word(x1), float_as_word(x2), float_as_word(x3))
 
 
+@intrinsic
+def arrive(context, array, index):
+    """Adds 1 to the uint32 at `index`; returns what was there. What the block wrote before its last barrier is seen by
+    whoever finds a later count and passes a barrier: release and acquire in one instruction, for one thread of a block
+    (`threadfence` would wait for an order that nobody needs)."""
+    def codegen(context, builder, signature, values):
+        pointer = builder.ptrtoint(_word_pointer(context, builder, signature.args[0], values[0], values[1], 1),
+                                   ir.IntType(64))
+        function = ir.FunctionType(ir.IntType(32), [ir.IntType(64)])
+        return builder.asm(function, "atom.acq_rel.gpu.add.u32 $0, [$1], 1;", "=r,l,~{memory}", [pointer], True)
+    return uint32(array, uint32), codegen
+
+
 # ---- shared memory by address ------------------------------------------------------------------------------
 # A loop that keeps addresses, and steps them, needs no instruction to make one: what is added to an address
 # here is part of the load. An index costs a shift and an addition at each array that it is used in.

@@ -25,12 +25,11 @@ read and 1,024 written per head and row. Bound by its launch in decode, by memor
 
 import numpy as np
 from numba import cuda
-from numba.types import float16, uint32, uint64
+from numba.types import uint32, uint64
 
 from kernels.bench import Case, main
-from kernels.rope import (EPS, HEAD_DIM, SECTIONS, TOLERANCE, inverse_frequencies, norm_head,
-                          norm_rope_reference, rotate,
-                          sample_positions, store_head)
+from kernels.rope import (EPS, HEAD_DIM, SECTIONS, TOLERANCE, inverse_frequencies, load_head, norm_head,
+                          norm_rope_reference, rotate, rotation, sample_positions, store_head)
 
 PAGE = 64  # tokens
 
@@ -60,16 +59,14 @@ def page_offset(block_table, max_pages, slot, page, kv_head, n_kv):
 
 
 @cuda.jit(device=True, forceinline=True)
-def store_row(k_pages, v_pages, to, projected, k_at, v_at, row, lane, w, rope_pos, inv_freq, n_positions,
-              height_section, width_section, eps):
+def store_row(k_pages, v_pages, to, projected, k_at, v_at, lane, w, sin, cos, eps):
     """One warp: key and value of a head, from elements k_at and v_at of `projected`, to element `to` (uint64) of
     the pages."""
-    x0, x1, x2, x3, x4, x5, x6, x7 = norm_head(projected, k_at, lane, w, eps)
-    x0, x1 = rotate(x0, x1, row, n_positions, lane, rope_pos, inv_freq, height_section, width_section)
+    v0, v1, v2, v3, v4, v5, v6, v7 = load_head(projected, v_at, lane)
+    x0, x1, x2, x3, x4, x5, x6, x7 = norm_head(load_head(projected, k_at, lane), load_head(w, uint32(0), lane), eps)
+    x0, x1 = rotate(x0, x1, sin, cos)
     store_head(k_pages, to, lane, x0, x1, x2, x3, x4, x5, x6, x7)
-    for j in range(uint32(HEAD_DIM // 32)):
-        i = uint32(lane + uint32(j * uint32(32)))
-        v_pages[uint64(to + uint64(i))] = float16(projected[uint32(v_at + i)])
+    store_head(v_pages, to, lane, v0, v1, v2, v3, v4, v5, v6, v7)
 
 
 @cuda.jit
@@ -82,8 +79,8 @@ def store_kv_rows(k_pages, v_pages, projected, w, rope_pos, inv_freq, block_tabl
                      n_kv)
     to = uint64(to + uint64(uint32(position % uint32(PAGE)) * uint32(HEAD_DIM)))
     at = uint32(uint32(row * stride) + head * uint32(HEAD_DIM))
-    store_row(k_pages, v_pages, to, projected, uint32(at + k_column), uint32(at + v_column), row, lane, w, rope_pos,
-              inv_freq, n_positions, height_section, width_section, eps)
+    sin, cos = rotation(row, n_positions, lane, rope_pos, inv_freq, height_section, width_section)
+    store_row(k_pages, v_pages, to, projected, uint32(at + k_column), uint32(at + v_column), lane, w, sin, cos, eps)
 
 
 def store_kv(card, k_pages, v_pages, projected, stride, k_column, v_column, w, rope_pos, inv_freq, block_table,
