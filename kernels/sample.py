@@ -27,18 +27,31 @@ defined: a logit is NaN, the largest is +inf, or none is allowed.
     logits      float32 [rows, V]             tokens   int32 [rows]          row_slot  int32 [rows]
     parameters  uint32  [n_slots, 12]         one row as `pack_parameters` makes it
     history     uint16  [n_slots, V]          mask     uint32 [n_slots, ceil(V / 32)]
-    best, weights                             scratch, a row each
+    best, weights, histogram, ...             scratch, see SamplingState
 
-Three launches, the same for greedy and drawn rows. `find_best`: blocks of 4,096 logits to (largest, id)
-each, at memory bandwidth. `weigh` (drawn rows only): the weights. `choose`, one block per row: greedy rows
-take the best of the blocks' results and are done. For drawn rows the boundary of a prefix is found by radix
-selection, most significant digit first: W as a float32 has 28 significant bits, four digits of 7; the first
-digit is the exponent and 2 bits of the mantissa, so that the histogram of a real distribution spreads over
-many bins. Counts and weights per bin are integer atomics in shared memory.
+Three launches, the same for greedy and drawn rows, of one block of 256 threads per chunk of 2,048 tokens and
+row. Chunks are absolute ranges of the vocabulary, so nothing depends on the card or on the rows beside.
 
-Pipe: integer, and fp32 for the exponentials. Bytes: 4 V per row for greedy; a drawn row adds 8 V in `weigh`
-and 4 V for each pass of `choose` (1, and 4 each for top_k and top_p) through a single multiprocessor: about
-20 us per pass at V = 248,320, which is its weak point.
+    find_best   logits -> the best of each chunk; clears the row's histogram
+    weigh       the best of all chunks: a row that is not drawn is decided; else weights, and for top_k and top_p
+                their histogram: 1,024 bins of their rank key, the distance of their float32 bits to those of
+                the largest weight, so a bin spans 1/32 of an octave
+    choose      every block finds, from counts and weights of the bins, those in which the prefix can end: one,
+                or with both limits those from the end of top_p, if the last bin of top_k is taken as light as
+                it can be, to the end of top_k. It sums the weights that are kept for certain, and appends the
+                ids in those bins to the row's list of candidates. The block that arrives last finds the ends
+                within the list by two more digits of the key, adds what is kept of it to the chunks' sums, and
+                walks: chunks, stretches of 8 tokens, tokens.
+
+            rank    0 ................ first_bin ..... last_bin ........... 960
+                    kept (min_p aside)    candidates       not kept
+
+A bin's weight needs no 64-bit sum in shared memory: within an octave a weight is a linear function of its key,
+so count and sum of the low 18 bits of the keys tell it (`weight_of`); both travel in one 64-bit word of the
+histogram in global memory. All of it is integer addition, in any order.
+
+Pipe: integer, and fp32 for the exponentials. Bytes: 4 V per row for greedy; a drawn row reads the logits again
+and writes and reads the weights, 16 V in all, from the L2 cache: at V = 248,320 every launch is latency.
 """
 
 from dataclasses import dataclass
@@ -79,8 +92,8 @@ EVERY_LANE = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class SamplingState:
-    """What sampling keeps on a card: see the shapes above. `best` and `weights` are scratch for `rows` rows
-    at a time."""
+    """What sampling keeps on a card: see the shapes above. From `best` on it is scratch, for `rows` rows at a
+    time."""
     parameters: Array
     history: Array
     mask: Array
@@ -89,7 +102,7 @@ class SamplingState:
     histogram: Array   # uint64 [rows, BINS]: of the weights' rank keys
     candidates: Array  # uint32 [rows, V]: ids of tokens that may be the last of the prefix
     sums: Array        # uint64 [rows, chunks]: weight that is kept without doubt
-    progress: Array    # uint32 [rows, N_PROGRESS]: the token if it is decided, candidates, blocks that have arrived
+    progress: Array    # uint32 [rows, N_PROGRESS]: the token once decided, candidates, blocks that have arrived
 
     @classmethod
     def allocate(cls, card, n_slots, rows, n_vocab):
@@ -207,7 +220,7 @@ def block_best(key, i, keys, ids, thread):
     return key, i
 
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True)
 def running_sum(x, warp_sums, thread):
     """(sum of the uint64 x of the threads before this one, sum of all). warp_sums: shared uint64 [WARPS]."""
     own, lane, warp = x, uint32(thread & uint32(31)), uint32(thread >> uint32(5))
@@ -239,35 +252,48 @@ def float_parameter(parameters, slot, which):
 
 
 @cuda.jit(device=True, inline="always")
-def token_of(chunk, j, thread, n_vocab):
-    """The j-th token of a thread; past the vocabulary its last one once more."""
-    return min(uint32(chunk * uint32(CHUNK) + uint32(j) * uint32(THREADS) + thread),
-               uint32(n_vocab - uint32(1)))
+def token_of(chunk, j, thread):
+    """The j-th token of a thread: neighbours in memory belong to neighbours in the warp."""
+    return uint32(chunk * uint32(CHUNK) + uint32(j) * uint32(THREADS) + thread)
 
 
 @cuda.jit(device=True, inline="always")
-def load_adjusted(x, logits, history, mask, parameters, row, slot, chunk, thread, n_vocab):
-    """x[j] <- the logit of a thread's j-th token after penalties and mask; x: local float32 [PER_THREAD]."""
+def load_adjusted(x, seen, logits, history, mask, parameters, row, slot, chunk, thread, n_vocab):
+    """x[j] <- the logit of a thread's j-th token after penalties and mask; -inf past the vocabulary.
+
+    x: local float32 [PER_THREAD]; seen: local scratch uint32, so that all loads are under way at once.
+    """
     for j in range(uint32(PER_THREAD)):
-        x[j] = logits[uint32(row * n_vocab + token_of(chunk, j, thread, n_vocab))]
+        i = token_of(chunk, j, thread)
+        x[j] = logits[uint32(row * n_vocab + i)] if i < n_vocab else float32(MINUS_INFINITY)
     flags = parameter(parameters, slot, FLAGS)
     if flags & uint32(PENALIZED):
-        repetition = float_parameter(parameters, slot, REPETITION)
-        frequency = float_parameter(parameters, slot, FREQUENCY)
-        presence = float_parameter(parameters, slot, PRESENCE)
         for j in range(uint32(PER_THREAD)):
-            seen = uint32(history[uint32(slot * n_vocab + token_of(chunk, j, thread, n_vocab))])
-            n = uint32(seen & uint32(COUNT))
-            if seen != uint32(0):
-                x[j] = div_rn(x[j], repetition) if x[j] > float32(0.0) else x[j] * repetition
-            if n != uint32(0):
-                x[j] = x[j] - (float32(int32(n)) * frequency + presence)
+            i = token_of(chunk, j, thread)
+            seen[j] = uint32(history[uint32(slot * n_vocab + i)]) if i < n_vocab else uint32(0)
+        for j in range(uint32(PER_THREAD)):
+            x[j] = penalized(x[j], seen[j], parameters, slot)
     if flags & uint32(MASKED):
         n_words = uint32(uint32(n_vocab + uint32(31)) >> uint32(5))
         for j in range(uint32(PER_THREAD)):
-            i = token_of(chunk, j, thread, n_vocab)
-            word = uint32(mask[uint32(slot * n_words + uint32(i >> uint32(5)))])
-            x[j] = x[j] if uint32(word >> uint32(i & uint32(31))) & uint32(1) else float32(MINUS_INFINITY)
+            i = token_of(chunk, j, thread)
+            seen[j] = mask[uint32(slot * n_words + uint32(i >> uint32(5)))] if i < n_vocab else uint32(0)
+        for j in range(uint32(PER_THREAD)):
+            allowed = uint32(seen[j] >> uint32(thread & uint32(31))) & uint32(1)
+            x[j] = x[j] if allowed else float32(MINUS_INFINITY)
+
+
+@cuda.jit(device=True, inline="always")
+def penalized(x, seen, parameters, slot):
+    """Step 1 for one logit and its history entry."""
+    n = uint32(seen & uint32(COUNT))
+    if seen != uint32(0):
+        repetition = float_parameter(parameters, slot, REPETITION)
+        x = div_rn(x, repetition) if x > float32(0.0) else x * repetition
+    if n != uint32(0):
+        x = x - (float32(int32(n)) * float_parameter(parameters, slot, FREQUENCY)
+                 + float_parameter(parameters, slot, PRESENCE))
+    return x
 
 
 @cuda.jit(device=True, inline="always")
@@ -287,14 +313,14 @@ def key_value(key):
 @cuda.jit
 def find_best(best, histogram, progress, logits, history, mask, parameters, row_slot, n_vocab):
     """Grid (chunks, rows): the largest adjusted logit of each chunk; and a row's accumulators are cleared."""
-    x = cuda.local.array(PER_THREAD, float32)
+    x, seen = cuda.local.array(PER_THREAD, float32), cuda.local.array(PER_THREAD, uint32)
     keys, ids = cuda.shared.array(WARPS, uint32), cuda.shared.array(WARPS, uint32)
     thread, chunk, row = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y)
     slot = uint32(row_slot[row])
-    load_adjusted(x, logits, history, mask, parameters, row, slot, chunk, thread, n_vocab)
+    load_adjusted(x, seen, logits, history, mask, parameters, row, slot, chunk, thread, n_vocab)
     key, token = uint32(0), uint32(NAN_KEY)
     for j in range(uint32(PER_THREAD)):
-        key, token = better(key, token, order_key(x[j]), token_of(chunk, j, thread, n_vocab))
+        key, token = better(key, token, order_key(x[j]), token_of(chunk, j, thread))
     key, token = block_best(key, token, keys, ids, thread)
     if thread == uint32(0):
         at = uint32(uint32(row * uint32(cuda.gridDim.x) + chunk) * uint32(2))
@@ -321,7 +347,7 @@ def key_weight(key):
     return uint32(round_to_int(word_as_float(uint32(uint32(FIRST_WORD) - key))))
 
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True)
 def weight_of(count, residues, start):
     """The weight of `count` tokens whose rank keys are start + residue, with the sum of the residues.
 
@@ -342,7 +368,7 @@ def is_ranked(parameters, slot):
 @cuda.jit
 def weigh(weights, histogram, progress, best, logits, history, mask, parameters, row_slot, n_vocab):
     """Grid (chunks, rows): the integer weights of rows that are drawn, and the token of those that are not."""
-    x = cuda.local.array(PER_THREAD, float32)
+    x, seen = cuda.local.array(PER_THREAD, float32), cuda.local.array(PER_THREAD, uint32)
     keys, ids = cuda.shared.array(WARPS, uint32), cuda.shared.array(WARPS, uint32)
     counts, residues = cuda.shared.array(BINS, uint32), cuda.shared.array(BINS, uint32)
     thread, chunk, row = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y)
@@ -366,10 +392,10 @@ def weigh(weights, histogram, progress, best, logits, history, mask, parameters,
                     at = uint32(uint32(j) * uint32(THREADS) + thread)
                     counts[at], residues[at] = uint32(0), uint32(0)
                 cuda.syncthreads()
-            load_adjusted(x, logits, history, mask, parameters, row, slot, chunk, thread, n_vocab)
+            load_adjusted(x, seen, logits, history, mask, parameters, row, slot, chunk, thread, n_vocab)
             largest = key_value(key)
             for j in range(uint32(PER_THREAD)):
-                i = uint32(chunk * uint32(CHUNK) + uint32(j) * uint32(THREADS) + thread)
+                i = token_of(chunk, j, thread)
                 w = uint32(round_to_int(exp(div_rn(x[j] - largest, temperature)) * float32(ONE)))
                 if i < n_vocab:
                     weights[uint32(row * n_vocab + i)] = w
@@ -390,7 +416,7 @@ def weigh(weights, histogram, progress, best, logits, history, mask, parameters,
 
 # ---- prefixes of the ranking -------------------------------------------------------------------------------
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True)
 def reach(n, w, target, by_weight, found, warp_sums, thread):
     """Of bins in the order of the ranking, the one with which `target` tokens are reached, or a weight of
     `target` if `by_weight`. n, w: count and weight of this thread's BINS_EACH bins.
@@ -419,7 +445,7 @@ def reach(n, w, target, by_weight, found, warp_sums, thread):
     return bin_, left, above, count
 
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True)
 def share_of(total, top_p):
     """ceil(total * top_p), at least 1, with top_p in steps of 2**-16."""
     share = uint64(max(round_to_int(top_p * float32(65536.0)), int32(0)))
@@ -427,7 +453,7 @@ def share_of(total, top_p):
     return uint64(max(uint64(uint64(uint64(total >> uint64(16)) * share) + low), uint64(1)))
 
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True)
 def load_bins(n, w, histogram, row, thread):
     """n, w <- count and weight of this thread's bins of a row."""
     for j in range(uint32(BINS_EACH)):
@@ -437,7 +463,7 @@ def load_bins(n, w, histogram, row, thread):
         w[j] = weight_of(n[j], uint64(entry & uint64(RESIDUES)), uint32(at << uint32(BIN_BITS)))
 
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True)
 def select_prefix(n, w, target, by_weight, weights, histogram, candidates, n_candidates, row, first, counts,
                   residues, found, warp_sums, thread):
     """The shortest prefix of the ranking that holds `target` tokens, or a weight of `target` if `by_weight`,
@@ -480,7 +506,7 @@ def select_prefix(n, w, target, by_weight, weights, histogram, candidates, n_can
 
 # ---- the draw ----------------------------------------------------------------------------------------------
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True)
 def philox(seed, seed_high, step):
     """The first 64 bits of Philox4x32-10 for the counter (step, 0, 0, 0)."""
     c0, c1, c2, c3 = step, uint32(0), uint32(0), uint32(0)
@@ -493,7 +519,7 @@ def philox(seed, seed_high, step):
     return uint64(uint64(c1) << uint64(32)) | uint64(c0)
 
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True)
 def multiply_high(a, b):
     """a * b // 2**64 of two uint64."""
     a0, a1 = uint64(a & uint64(0xFFFFFFFF)), uint64(a >> uint64(32))
@@ -509,7 +535,7 @@ def least_weight(parameters, slot):
     return uint32(round_to_int(min(float_parameter(parameters, slot, MIN_P), float32(1.0)) * float32(ONE)))
 
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True)
 def kept_before(above, n_ties, threshold, ties, warp_sums, thread):
     """What the prefix keeps, in order of id, when each thread stands for a stretch of the vocabulary.
 
@@ -536,7 +562,7 @@ def take_token(tokens, row, slot, token, parameters, history, n_vocab):
                 history[uint32(slot * n_vocab + token)] = seen + uint32(1)
 
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True)
 def end_bins(n, w, histogram, parameters, row, slot, found, warp_sums, thread):
     """The first and the last of the bins in which the prefix may end: of all larger weights every token is
     kept, of all smaller ones none. BINS, BINS without top_k and top_p, or where they keep everything."""
@@ -558,7 +584,7 @@ def end_bins(n, w, histogram, parameters, row, slot, found, warp_sums, thread):
     return first_bin, last_bin
 
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True)
 def kept_prefix(n, w, parameters, slot, weights, histogram, candidates, n_candidates, row, first, counts,
                 residues, found, warp_sums, thread):
     """-> (threshold, ties): kept are all tokens of W > threshold, and the first `ties` of W = threshold."""
@@ -596,7 +622,7 @@ def choose(tokens, weights, histogram, candidates, sums, progress, history, para
             take_token(tokens, row, slot, decided, parameters, history, n_vocab)
     else:
         for j in range(uint32(PER_THREAD)):
-            i = uint32(chunk * uint32(CHUNK) + uint32(j) * uint32(THREADS) + thread)
+            i = token_of(chunk, j, thread)
             w[j] = weights[uint32(first + i)] if i < n_vocab else uint32(0)
         first_bin, last_bin = end_bins(bin_n, bin_w, histogram, parameters, row, slot, found, warp_sums,
                                        thread)
@@ -619,8 +645,7 @@ def choose(tokens, weights, histogram, candidates, sums, progress, history, para
             for j in range(uint32(PER_THREAD)):
                 at = uint32(rank_key(w[j]) >> uint32(BIN_BITS))
                 if at >= first_bin and at <= last_bin:
-                    candidates[uint32(first + to)] = uint32(chunk * uint32(CHUNK)
-                                                            + uint32(j) * uint32(THREADS) + thread)
+                    candidates[uint32(first + to)] = token_of(chunk, j, thread)
                     to = uint32(to + uint32(1))
 
         # The block that arrives last goes on: it sees what the others have written.
@@ -702,7 +727,9 @@ CASES = [(4096, {}), (65, {}), (1, {"temperature": 1.0}), (33, {"temperature": 0
          (500, {"temperature": 0.6, "top_k": 20, "top_p": 0.95}), (4096, {"temperature": 1.5, "min_p": 0.05}),
          (31, {"temperature": 1.0, "top_k": 1}), (4096, {"temperature": 1.0, "top_p": 1e-6}),
          (4096, {"temperature": 8.0, "top_k": 4000, "top_p": 0.999, "repetition": 0.8, "masked": True}),
-         (9000, {"temperature": 1.0, "top_p": 0.5, "min_p": 1e-4, "seed": 2**64 - 1, "step": 7})]
+         (9000, {"temperature": 1.0, "top_p": 0.5, "min_p": 1e-4, "seed": 2**64 - 1, "step": 7}),
+         (2049, {"temperature": 0.3, "top_k": 2**31 - 1, "top_p": 0.0}), (2048, {"temperature": 1.0, "min_p": 1.0}),
+         (9000, {"temperature": 50.0, "top_k": 8990, "top_p": 0.9, "masked": True})]
 
 
 def check(card, case):
@@ -719,6 +746,8 @@ def check(card, case):
     parameters = np.stack([pack_parameters(**settings), pack_parameters(0.5), pack_parameters(**settings)])
     for array, host in ((state.parameters, parameters), (state.history, history), (state.mask, mask)):
         card.copy_in(array, host)
+    for scratch in (state.best, state.weights, state.histogram, state.candidates, state.sums, state.progress):
+        card.poison(scratch)
     tokens, on_card = card.alloc(3, np.int32), (card.upload(logits), card.upload(slots))
     card.poison(tokens)
     error = 0.0
