@@ -69,8 +69,9 @@ def test_of_equal_tokens_the_first_are_kept(card, settings):
 def test_a_row_does_not_depend_on_the_rows_beside_it(card):
     """Six rows with different parameters at once, and each alone."""
     n_vocab, x = 3000, np.random.default_rng(1).standard_normal((6, 3000)).astype(np.float32)
-    settings = [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 9}, {"temperature": 1.0, "top_p": 0.8},
-                {"temperature": 2.0, "top_k": 700, "top_p": 0.6}, {"temperature": 1.0, "min_p": 0.1}]
+    settings = [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 9},
+                {"temperature": 1.0, "top_p": 0.8}, {"temperature": 2.0, "top_k": 700, "top_p": 0.6},
+                {"temperature": 1.0, "min_p": 0.1}]
     state = SamplingState.allocate(card, 6, 6, n_vocab)
     tokens, logits = card.alloc(6, np.int32), card.upload(x)
     slots = card.upload(np.arange(6, dtype=np.int32))
