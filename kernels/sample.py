@@ -33,25 +33,43 @@ Three launches, the same for greedy and drawn rows, of one block of 256 threads 
 row. Chunks are absolute ranges of the vocabulary, so nothing depends on the card or on the rows beside.
 
     find_best   logits -> the best of each chunk; clears the row's histogram
-    weigh       the best of all chunks: a row that is not drawn is decided; else weights, and for top_k and top_p
-                their histogram: 1,024 bins of their rank key, the distance of their float32 bits to those of
-                the largest weight, so a bin spans 1/32 of an octave
-    choose      every block finds, from counts and weights of the bins, those in which the prefix can end: one,
-                or with both limits those from the end of top_p, if the last bin of top_k is taken as light as
-                it can be, to the end of top_k. It sums the weights that are kept for certain, and appends the
-                ids in those bins to the row's list of candidates. The block that arrives last finds the ends
-                within the list by two more digits of the key, adds what is kept of it to the chunks' sums, and
-                walks: chunks, stretches of 8 tokens, tokens.
+    weigh       the best of all chunks: a row that is not drawn is decided; else weights, and for top_k and
+                top_p their histogram: 1,024 bins of their rank key, the distance of their float32 bits to
+                those of the largest weight, so that a bin spans 1/32 of an octave
+    choose      every block finds, from counts and weights of the bins, those in which the prefix can end:
+                one, or with both limits those from the end of top_p, if the last bin of top_k is taken as
+                light as it can be, to the end of top_k. It sums the weights that are kept for certain, and
+                appends the ids in those bins to the row's list of candidates. The block that arrives last
+                finds the ends within the list by two more digits of the key, adds what is kept of it to the
+                chunks' sums, and walks: chunks, stretches of 8 tokens, tokens.
 
             rank    0 ................ first_bin ..... last_bin ........... 960
                     kept (min_p aside)    candidates       not kept
 
-A bin's weight needs no 64-bit sum in shared memory: within an octave a weight is a linear function of its key,
-so count and sum of the low 18 bits of the keys tell it (`weight_of`); both travel in one 64-bit word of the
-histogram in global memory. All of it is integer addition, in any order.
+A bin's weight needs no 64-bit sum in shared memory: within an octave a weight is a linear function of its
+key, so count and sum of the low 18 bits of the keys tell it (`weight_of`); both travel in one 64-bit word of
+the histogram in global memory. All of it is integer addition, in any order.
 
-Pipe: integer, and fp32 for the exponentials. Bytes: 4 V per row for greedy; a drawn row reads the logits again
-and writes and reads the weights, 16 V in all, from the L2 cache: at V = 248,320 every launch is latency.
+Pipe: integer, and fp32 for the exponentials. Bytes: 4 V per row for greedy; a drawn row reads the logits
+again, and writes and reads the weights, 16 V in all, from the L2 cache: every launch is latency.
+
+Microseconds on an H200, 2026-11-21, V = 248,320, normal logits of deviation 3:
+
+                                            1 row    8 rows    one block per row before
+    greedy                                    5.0       8.8                        12.0
+    greedy with penalties                     6.4      11.7                        14.6
+    temperature 1                            11.5      24.5                       159
+    temperature 1, min_p 0.05                11.6      24.4                       129
+    temperature 1, top_k 1000                18.4      36.7                       842
+    temperature 0.6, top_k 20, top_p 0.95    21.2      41.5                     2,091
+    temperature 1, top_p 0.95                23.5      44.1                     1,587
+    temperature 2, top_p 0.95                31.9      61.8                     1,872
+    everything at once                       26.4      53.3                     1,407
+
+Tried: blocks of 512 threads with 4 tokens each, 25.7 where this takes 21.2, and 68.4 where 41.5 with 8 rows;
+256 threads with 4 tokens each, 21.9 and 55.3. A loop of one candidate per thread at a time was 1.9 ms where
+all logits are equal, bound by the latency of its loads; they come eight at a time now (not measured yet, nor
+is the single fence per block; both came after the table).
 """
 
 from dataclasses import dataclass
@@ -102,7 +120,7 @@ class SamplingState:
     histogram: Array   # uint64 [rows, BINS]: of the weights' rank keys
     candidates: Array  # uint32 [rows, V]: ids of tokens that may be the last of the prefix
     sums: Array        # uint64 [rows, chunks]: weight that is kept without doubt
-    progress: Array    # uint32 [rows, N_PROGRESS]: the token once decided, candidates, blocks that have arrived
+    progress: Array    # uint32 [rows, N_PROGRESS]: the token once decided, candidates, blocks arrived
 
     @classmethod
     def allocate(cls, card, n_slots, rows, n_vocab):
@@ -367,7 +385,7 @@ def is_ranked(parameters, slot):
 
 @cuda.jit
 def weigh(weights, histogram, progress, best, logits, history, mask, parameters, row_slot, n_vocab):
-    """Grid (chunks, rows): the integer weights of rows that are drawn, and the token of those that are not."""
+    """Grid (chunks, rows): the integer weights of rows that are drawn, the token of those that are not."""
     x, seen = cuda.local.array(PER_THREAD, float32), cuda.local.array(PER_THREAD, uint32)
     keys, ids = cuda.shared.array(WARPS, uint32), cuda.shared.array(WARPS, uint32)
     counts, residues = cuda.shared.array(BINS, uint32), cuda.shared.array(BINS, uint32)
@@ -463,14 +481,27 @@ def load_bins(n, w, histogram, row, thread):
         w[j] = weight_of(n[j], uint64(entry & uint64(RESIDUES)), uint32(at << uint32(BIN_BITS)))
 
 
+@cuda.jit(device=True, inline="always")
+def load_candidates(ids, x, candidates, weights, n_candidates, row_start, part, thread):
+    """ids, x <- token and weight of this thread's part of CHUNK candidates, all loads under way at once; the
+    weight is 0 past the last. ids, x: local uint32 [PER_THREAD]."""
+    for j in range(uint32(PER_THREAD)):
+        at = token_of(part, j, thread)
+        ids[j] = candidates[uint32(row_start + at)] if at < n_candidates else uint32(0)
+    for j in range(uint32(PER_THREAD)):
+        here = token_of(part, j, thread) < n_candidates
+        x[j] = weights[uint32(row_start + ids[j])] if here else uint32(0)
+
+
 @cuda.jit(device=True)
-def select_prefix(n, w, target, by_weight, weights, histogram, candidates, n_candidates, row, first, counts,
-                  residues, found, warp_sums, thread):
+def select_prefix(n, w, ids, x, target, by_weight, weights, histogram, candidates, n_candidates, row,
+                  row_start, counts, residues, found, warp_sums, thread):
     """The shortest prefix of the ranking that holds `target` tokens, or a weight of `target` if `by_weight`,
     by radix selection: the row's bins, then 2 digits of the candidates, which its last token is among.
 
     -> (W of its last token, how many tokens of that W it holds, weight of all larger ones); (0, 0, weight of
-    all) if there are fewer than `target` tokens. n, w: local; counts, residues, found, warp_sums: shared.
+    all) if there are fewer than `target` tokens. n, w, ids, x: local scratch; counts, residues, found,
+    warp_sums: shared.
     """
     prefix, above, ties = uint32(0), uint64(0), uint32(0)
     for level in range(uint32(3)):
@@ -482,15 +513,15 @@ def select_prefix(n, w, target, by_weight, weights, histogram, candidates, n_can
                 counts[at], residues[at] = uint32(0), uint32(0)
             cuda.syncthreads()
             shift = uint32(uint32(BIN_BITS) - uint32(DIGIT_BITS) * uint32(level))
-            i = thread
-            while i < n_candidates:
-                key = rank_key(weights[uint32(first + candidates[uint32(first + i)])])
-                digits = uint32(key >> shift)
-                if uint32(digits >> uint32(DIGIT_BITS)) == prefix:
-                    at = uint32(digits & uint32(DIGITS - 1))
-                    cuda.atomic.add(counts, at, uint32(1))
-                    cuda.atomic.add(residues, at, uint32(key - uint32(digits << shift)))
-                i = uint32(i + uint32(THREADS))
+            for part in range(uint32(uint32(n_candidates + uint32(CHUNK - 1)) // uint32(CHUNK))):
+                load_candidates(ids, x, candidates, weights, n_candidates, row_start, part, thread)
+                for j in range(uint32(PER_THREAD)):
+                    key = rank_key(x[j])
+                    digits = uint32(key >> shift)
+                    if uint32(digits >> uint32(DIGIT_BITS)) == prefix:
+                        at = uint32(digits & uint32(DIGITS - 1))
+                        cuda.atomic.add(counts, at, uint32(1))
+                        cuda.atomic.add(residues, at, uint32(key - uint32(digits << shift)))
             cuda.syncthreads()
             for j in range(uint32(BINS_EACH)):
                 at = uint32(thread * uint32(BINS_EACH) + uint32(j))
@@ -578,15 +609,15 @@ def end_bins(n, w, histogram, parameters, row, slot, found, warp_sums, thread):
             # of the prefix is in the bin where this much reaches top_p, or after it.
             smallest = weight_of(uint32(left), uint64(0),
                                  uint32(uint32(last_bin + uint32(1)) << uint32(BIN_BITS)))
-            first_bin, _, _, _ = reach(n, w, share_of(uint64(above + smallest), top_p), True, found, warp_sums,
-                                       thread)
+            first_bin, _, _, _ = reach(n, w, share_of(uint64(above + smallest), top_p), True, found,
+                                       warp_sums, thread)
             last_bin = first_bin if last_bin == uint32(BINS) else last_bin
     return first_bin, last_bin
 
 
 @cuda.jit(device=True)
-def kept_prefix(n, w, parameters, slot, weights, histogram, candidates, n_candidates, row, first, counts,
-                residues, found, warp_sums, thread):
+def kept_prefix(n, w, ids, x, parameters, slot, weights, histogram, candidates, n_candidates, row, row_start,
+                counts, residues, found, warp_sums, thread):
     """-> (threshold, ties): kept are all tokens of W > threshold, and the first `ties` of W = threshold."""
     threshold, ties, above = uint32(0), uint32(0), uint64(0)
     top_k, top_p = parameter(parameters, slot, TOP_K), float_parameter(parameters, slot, TOP_P)
@@ -596,9 +627,9 @@ def kept_prefix(n, w, parameters, slot, weights, histogram, candidates, n_candid
             target = uint64(top_k) if top_k != uint32(0) else uint64(NO_LIMIT)
             if by_top_p:
                 target = share_of(uint64(above + uint64(threshold) * uint64(ties)), top_p)
-            threshold, ties, above = select_prefix(n, w, target, by_top_p, weights, histogram, candidates,
-                                                   n_candidates, row, first, counts, residues, found,
-                                                   warp_sums, thread)
+            threshold, ties, above = select_prefix(n, w, ids, x, target, by_top_p, weights, histogram,
+                                                   candidates, n_candidates, row, row_start, counts, residues,
+                                                   found, warp_sums, thread)
     least = least_weight(parameters, slot)
     if least > threshold:
         threshold, ties = uint32(least - uint32(1)), uint32(0)
@@ -608,13 +639,13 @@ def kept_prefix(n, w, parameters, slot, weights, histogram, candidates, n_candid
 @cuda.jit
 def choose(tokens, weights, histogram, candidates, sums, progress, history, parameters, row_slot, n_vocab):
     """Grid (chunks, rows): the token of a row; then its slot advances."""
-    w = cuda.local.array(PER_THREAD, uint32)
+    w, ids = cuda.local.array(PER_THREAD, uint32), cuda.local.array(PER_THREAD, uint32)
     bin_n, bin_w = cuda.local.array(BINS_EACH, uint32), cuda.local.array(BINS_EACH, uint64)
     warp_sums, found = cuda.shared.array(WARPS, uint64), cuda.shared.array(4, uint64)
     counts, residues = cuda.shared.array(BINS, uint32), cuda.shared.array(BINS, uint32)
     chunk_sums, chunk_ties = cuda.shared.array(THREADS, uint64), cuda.shared.array(THREADS, uint32)
     thread, chunk, row = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y)
-    n_chunks, first = uint32(cuda.gridDim.x), uint32(row * n_vocab)
+    n_chunks, row_start = uint32(cuda.gridDim.x), uint32(row * n_vocab)
     slot, state = uint32(row_slot[row]), uint32(row * uint32(N_PROGRESS))
     decided = progress[uint32(state + uint32(DECIDED))]
     if decided != uint32(UNDECIDED):
@@ -623,7 +654,7 @@ def choose(tokens, weights, histogram, candidates, sums, progress, history, para
     else:
         for j in range(uint32(PER_THREAD)):
             i = token_of(chunk, j, thread)
-            w[j] = weights[uint32(first + i)] if i < n_vocab else uint32(0)
+            w[j] = weights[uint32(row_start + i)] if i < n_vocab else uint32(0)
         first_bin, last_bin = end_bins(bin_n, bin_w, histogram, parameters, row, slot, found, warp_sums,
                                        thread)
 
@@ -632,7 +663,8 @@ def choose(tokens, weights, histogram, candidates, sums, progress, history, para
         for j in range(uint32(PER_THREAD)):
             at = uint32(rank_key(w[j]) >> uint32(BIN_BITS))
             own = uint64(own + (uint64(w[j]) if at < first_bin and w[j] >= least else uint64(0)))
-            own = uint64(own + (uint64(1 << SUM_BITS) if at >= first_bin and at <= last_bin else uint64(0)))
+            is_candidate = at >= first_bin and at <= last_bin
+            own = uint64(own + (uint64(1 << SUM_BITS) if is_candidate else uint64(0)))
         before, total = running_sum(own, warp_sums, thread)
         n_own = uint32(total >> uint64(SUM_BITS))
         if thread == uint32(0):
@@ -645,38 +677,39 @@ def choose(tokens, weights, histogram, candidates, sums, progress, history, para
             for j in range(uint32(PER_THREAD)):
                 at = uint32(rank_key(w[j]) >> uint32(BIN_BITS))
                 if at >= first_bin and at <= last_bin:
-                    candidates[uint32(first + to)] = token_of(chunk, j, thread)
+                    candidates[uint32(row_start + to)] = token_of(chunk, j, thread)
                     to = uint32(to + uint32(1))
 
-        # The block that arrives last goes on: it sees what the others have written.
-        cuda.threadfence()
+        # The block that arrives last goes on. One fence before the counter and one behind it, between
+        # barriers: what all threads of all blocks have written is seen by all threads of this one.
         cuda.syncthreads()
         if thread == uint32(0):
+            cuda.threadfence()
             found[1] = uint64(cuda.atomic.add(progress, uint32(state + uint32(ARRIVED)), uint32(1)))
+            cuda.threadfence()
         cuda.syncthreads()
         if uint32(found[1]) == uint32(n_chunks - uint32(1)):
-            cuda.threadfence()
             n_candidates = progress[uint32(state + uint32(N_CANDIDATES))]
-            threshold, ties = kept_prefix(bin_n, bin_w, parameters, slot, weights, histogram, candidates,
-                                          n_candidates, row, first, counts, residues, found, warp_sums, thread)
+            threshold, ties = kept_prefix(bin_n, bin_w, ids, w, parameters, slot, weights, histogram,
+                                          candidates, n_candidates, row, row_start, counts, residues, found,
+                                          warp_sums, thread)
 
             # Thread c stands for chunk c: what it keeps of the candidates joins its certain weight.
             chunk_sums[thread] = sums[uint32(row * n_chunks + thread)] if thread < n_chunks else uint64(0)
             chunk_ties[thread] = uint32(0)
             cuda.syncthreads()
-            at = thread
-            while at < n_candidates:
-                i = candidates[uint32(first + at)]
-                weight = weights[uint32(first + i)]
-                if weight > threshold:
-                    cuda.atomic.add(chunk_sums, uint32(i // uint32(CHUNK)), uint64(weight))
-                if weight == threshold:
-                    cuda.atomic.add(chunk_ties, uint32(i // uint32(CHUNK)), uint32(1))
-                at = uint32(at + uint32(THREADS))
+            for part in range(uint32(uint32(n_candidates + uint32(CHUNK - 1)) // uint32(CHUNK))):
+                load_candidates(ids, w, candidates, weights, n_candidates, row_start, part, thread)
+                for j in range(uint32(PER_THREAD)):
+                    if w[j] > threshold:
+                        cuda.atomic.add(chunk_sums, uint32(ids[j] // uint32(CHUNK)), uint64(w[j]))
+                    elif w[j] == threshold and ties != uint32(0):
+                        cuda.atomic.add(chunk_ties, uint32(ids[j] // uint32(CHUNK)), uint32(1))
             cuda.syncthreads()
             before, part, left, total = kept_before(chunk_sums[thread], chunk_ties[thread], threshold, ties,
                                                     warp_sums, thread)
-            r = multiply_high(philox(parameter(parameters, slot, SEED), parameter(parameters, slot, SEED_HIGH),
+            r = multiply_high(philox(parameter(parameters, slot, SEED),
+                                     parameter(parameters, slot, SEED_HIGH),
                                      parameter(parameters, slot, STEP)), total)
             if before <= r and r < uint64(before + part):
                 found[0], found[1], found[2] = uint64(thread), uint64(r - before), uint64(left)
@@ -687,7 +720,7 @@ def choose(tokens, weights, histogram, candidates, sums, progress, history, para
             above, n_ties = uint64(0), uint32(0)
             for j in range(uint32(PER_THREAD)):
                 i = uint32(start + thread * uint32(PER_THREAD) + uint32(j))
-                w[j] = weights[uint32(first + i)] if i < n_vocab else uint32(0)
+                w[j] = weights[uint32(row_start + i)] if i < n_vocab else uint32(0)
                 above = uint64(above + (uint64(w[j]) if w[j] > threshold else uint64(0)))
                 n_ties = uint32(n_ties + (uint32(1) if w[j] == threshold else uint32(0)))
             before, part, left, _ = kept_before(above, n_ties, threshold, ties, warp_sums, thread)
@@ -728,7 +761,8 @@ CASES = [(4096, {}), (65, {}), (1, {"temperature": 1.0}), (33, {"temperature": 0
          (31, {"temperature": 1.0, "top_k": 1}), (4096, {"temperature": 1.0, "top_p": 1e-6}),
          (4096, {"temperature": 8.0, "top_k": 4000, "top_p": 0.999, "repetition": 0.8, "masked": True}),
          (9000, {"temperature": 1.0, "top_p": 0.5, "min_p": 1e-4, "seed": 2**64 - 1, "step": 7}),
-         (2049, {"temperature": 0.3, "top_k": 2**31 - 1, "top_p": 0.0}), (2048, {"temperature": 1.0, "min_p": 1.0}),
+         (2049, {"temperature": 0.3, "top_k": 2**31 - 1, "top_p": 0.0}),
+         (2048, {"temperature": 1.0, "min_p": 1.0}),
          (9000, {"temperature": 50.0, "top_k": 8990, "top_p": 0.9, "masked": True})]
 
 
