@@ -16,14 +16,16 @@ is itself written to row p mod 4, which nobody reads.
     ring row       0      1      2      3            before position 6:  4 is in row 0, 5 in row 1, 3 in row 3
     position       4      5    (6)      3            position 6 reads them and replaces position 2
 
-A block takes 8 rows of 128 channels, a thread a channel, whose last inputs stay in registers. Lanes hold
+A block takes 4 rows of 128 channels, a thread a channel, whose last inputs stay in registers. Lanes hold
 neighbouring channels, so every access of a warp is 128 contiguous bytes. The block of the first rows also
 writes the ring, after it read it: a thread alone touches the ring of its channel.
 
 The order of operations for a row is the same wherever the launch began, so the bits do not depend on the cut.
 
 Pipe: fp32 (4 multiply-adds, then about 25 operations of SiLU per value). Bytes: 8 per value, one read and one
-write; three of eleven rows are read twice, mostly from L2. Expected: 70 % of copy bandwidth.
+write; three of seven rows are read twice, from L1 or L2. On an H200 (2026-11-21) 512 rows of 6,144 channels
+take 12.4 us, 2.0 TB/s, bound by the latency of SiLU: 16,384 warps that compute for as long as they load. With
+8 rows per block 13.1 us; 64 rows take 3.9 us instead of 4.8.
 """
 
 from functools import partial
@@ -37,7 +39,7 @@ from kernels.intrinsics import load_floats4, silu
 THREADS = 128
 WIDTH = 4           # taps, and rows of the ring
 BEFORE = WIDTH - 1  # rows that a row looks back on
-TILE = 8            # rows of a block
+TILE = 4            # rows of a block
 INPUTS = BEFORE + TILE  # that it reads
 
 

@@ -25,8 +25,22 @@ that safe, for they write what no block reads, and only one of them writes it.
 
 Everything has one order: a row's bits depend neither on the batch nor on the card.
 
-Pipe: memory. 128 KiB of state per head and row, read once and written once; at 8 rows of 32 heads and more
-@@PERF@@
+Pipe: memory, 128 KiB of state read and written per head and row. On an H200 (2026-11-21), states of 24 layers
+in turn in a replayed graph; below, a kernel that only copies as many states, in the same blocks:
+
+    rows x value heads     1 x 16    1 x 32    1 x 48    8 x 32    8 x 48
+    this                  4.26 us   5.13 us   5.52 us  11.64 us  16.73 us    8 x 48: 3.0 TB/s
+    copy                  2.93 us   3.18 us   3.51 us  10.42 us  14.33 us    1 GiB: 4.1 TB/s
+
+So 8 rows run at 86 to 90 % of what can be had; one row is a chain of latencies: 0.8 us of an empty launch,
+1.8 until the first data are there (the slot's number, then ring and state), 0.9 for the sums, the rest until
+the state is stored and y is made, whose shuffles queue behind the stores. (The times were taken with four
+lanes per column in the sums of a column: 447 clocks, where one thread per column, as it is now, takes 356.)
+
+Lost, at 1 x 32 and before the other steps: 8 warps per block 6.7 to 7.2 us against 6.2, 32 warps 6.3; loads
+of the state ahead of what the convolution needs 5.5 against 5.1; registers for one block per SM 5.6 against
+5.1, and 14.4 against 11.8 at 8 x 32. All three scalars of q and k in each of the four warps that sum the
+columns made the others wait for 750 clocks; one warp for each scalar 350.
 """
 
 from functools import partial
@@ -50,11 +64,9 @@ BLOCKS = 2             # that find registers on an SM
 ROWS = HEAD // WARPS   # of the state, of a warp; a lane has 4 columns of each
 QKVZ = 4 * HEAD
 assert QKVZ == THREADS  # a thread makes one of these values
-PITCH = HEAD + 8       # of partial sums: four lanes per column then read 32 different banks
-SUMS = 2 * WARPS * PITCH
+SUMS = 2 * WARPS * HEAD
 OUT = 2 * HEAD
 KEEP, RATE, K_NORM, Q_NORM, KQ = 15, 14, 13, 12, 11  # warps that make a scalar each, and where it is
-EVERY_LANE = 0xFFFFFFFF
 
 
 # ---- kernels -----------------------------------------------------------------------------------------------
@@ -138,29 +150,23 @@ def decode_kernel(store):
             for c in range(4):
                 p[c] = cuda.fma(s[i, c], k, p[c])
                 r[c] = cuda.fma(s[i, c], q, r[c])
-        to = uint32(warp * uint32(PITCH) + lane * uint32(4))
+        to = uint32(warp * uint32(HEAD) + lane * uint32(4))
         store_floats4(sums, to, p[0], p[1], p[2], p[3])
-        store_floats4(sums, uint32(to + uint32(WARPS * PITCH)), r[0], r[1], r[2], r[3])
+        store_floats4(sums, uint32(to + uint32(WARPS * HEAD)), r[0], r[1], r[2], r[3])
         cuda.syncthreads()
 
-        # Four lanes per column.
         out = cuda.shared.array(OUT, float32, alignment=16)  # d, then o
-        keep, k_norm = scalars[uint32(KEEP)], scalars[uint32(K_NORM)]
-        quarter, of_head = uint32(thread & uint32(3)), uint32(thread >> uint32(2))
-        predicted, read = float32(0), float32(0)
-        for i in range(WARPS // 4):
-            at = uint32(uint32(quarter + uint32(4 * i)) * uint32(PITCH) + of_head)
-            predicted = predicted + sums[at]
-            read = read + sums[uint32(at + uint32(WARPS * PITCH))]
-        predicted = predicted + cuda.shfl_xor_sync(EVERY_LANE, predicted, 1)
-        read = read + cuda.shfl_xor_sync(EVERY_LANE, read, 1)
-        predicted = predicted + cuda.shfl_xor_sync(EVERY_LANE, predicted, 2)
-        read = read + cuda.shfl_xor_sync(EVERY_LANE, read, 2)
-        v = qkvz[uint32(uint32(2 * HEAD) + of_head)]
-        d = scalars[uint32(RATE)] * k_norm * cuda.fma(-(keep * k_norm), predicted, v)
-        o = scalars[uint32(Q_NORM)] * cuda.fma(scalars[uint32(KQ)], d, keep * read)
-        if quarter < uint32(2):
-            out[uint32(quarter * uint32(HEAD) + of_head)] = d if quarter == uint32(0) else o
+        keep = scalars[uint32(KEEP)]
+        if thread < uint32(HEAD):
+            predicted, read = float32(0), float32(0)
+            for i in range(WARPS):
+                predicted = predicted + sums[uint32(uint32(HEAD * i) + thread)]
+                read = read + sums[uint32(uint32(HEAD * (WARPS + i)) + thread)]
+            k_norm, v = scalars[uint32(K_NORM)], qkvz[uint32(uint32(2 * HEAD) + thread)]
+            d = scalars[uint32(RATE)] * k_norm * cuda.fma(-(keep * k_norm), predicted, v)
+            out[thread] = d
+            o = scalars[uint32(Q_NORM)] * cuda.fma(scalars[uint32(KQ)], d, keep * read)
+            out[uint32(uint32(HEAD) + thread)] = o
         cuda.syncthreads()
 
         if warp == uint32(WARPS - 1):  # ahead of its part of the state, which waits for that of the others
