@@ -68,7 +68,7 @@ import waitress.task
 from werkzeug.exceptions import HTTPException, ServiceUnavailable, TooManyRequests
 
 from kernels import (advance, attention, conv, embedding, finite, float_matmul, formats, gdn, kv_cache, norm, probe,
-                     q8_gemm, quant_gemv, quantize, rope, sample, swiglu, synthetic)
+                     q8_gemm, q8_gemv, quant_gemv, quantize, rope, sample, swiglu, synthetic)
 from kernels.bench import operation_seconds
 from kernels.card import Array, Card, CardError, open_cards, show_bytes
 from kernels.compile import CompileError
@@ -1365,8 +1365,11 @@ class Model:
         apart, where they hold more than the n of this product."""
         card, n, k, stride = self.card, matrix.n, matrix.k, stride or matrix.n
         if matrix.is_quantized:
-            product = quant_gemv.gemv if rows.is_decode else q8_gemm.gemm
-            product(card, FORMATS[matrix.format], y, stride, matrix.values, matrix.scales, u.q, u.d, n, k, rows.n, add)
+            format, arguments = FORMATS[matrix.format], (y, stride, matrix.values, matrix.scales, u.q, u.d, n, k)
+            if rows.is_decode:
+                q8_gemv.gemv(card, quant_gemv.decoder(format), *arguments, rows.n, add)
+            else:
+                q8_gemm.gemm(card, format, *arguments, rows.n, add)
         else:
             product = float_matmul.gemv_float if rows.is_decode else float_matmul.gemm_float
             product(card, y, stride, matrix.values, u.x, n, k, rows.n, add)
