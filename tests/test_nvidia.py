@@ -110,6 +110,19 @@ def test_kernels_are_loaded_as_machine_code_kept_on_disk(fake_card, tmp_path, mo
         nvidia.assemble(compiled, (8, 0), tmp_path)
 
 
+@needs_assembler
+def test_kernels_of_a_model_are_assembled_by_workers(fake_card, tmp_path, monkeypatch):
+    fake_card.cache_dir = tmp_path
+    x = fake_card.zeros(4, "float32")
+    with fake_card.collecting() as needed:
+        for n in (4, np.int32(4), np.int64(4), np.uint8(4)):             # a kernel each
+            fake_card.launch(add_scaled, 1, 32, x, x, n, 1.0)
+    monkeypatch.setattr(nvidia, "run_assembler", None)                   # not by this process
+    fake_card.load_kernels(needed)
+    assert len(fake_card._functions) == len(list((tmp_path / "cubin").iterdir())) == 4
+    assert not any(fake_card.download(x))
+
+
 SUPPORTED = [cc for cc in compiler.supported_ccs() if cc >= nvidia.OLDEST]
 
 
