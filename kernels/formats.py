@@ -164,20 +164,20 @@ def shifted(word, left):
     return uint32(uint32(word << uint32(max(left, 0))) >> uint32(max(-left, 0)))
 
 
-def fetch_function(format):
+def fetch_function(format, load4=load_words4):
     """fetch(raw, wq, wd, q_from, d_from, blocks, b): the global loads of block b of a row that starts at wq[q_from] and
-    wd[d_from] and has `blocks` blocks. raw: uint32 [format.raw_words], local."""
+    wd[d_from] and has `blocks` blocks. raw: uint32 [format.raw_words], local. load4: how 16 bytes are read."""
     high, scales_at, wd_words = format.bits - 4, format.bits, format.wd_words
 
     @cuda.jit(device=True, inline="always")
     def fetch_bytes(raw, wq, q_from, blocks, b):
         at = uint32(q_from + uint32(b << uint32(5)))
-        raw[0], raw[1], raw[2], raw[3] = load_words4(wq, at)
-        raw[4], raw[5], raw[6], raw[7] = load_words4(wq, uint32(at + uint32(16)))
+        raw[0], raw[1], raw[2], raw[3] = load4(wq, at)
+        raw[4], raw[5], raw[6], raw[7] = load4(wq, uint32(at + uint32(16)))
 
     @cuda.jit(device=True, inline="always")
     def fetch_planes(raw, wq, q_from, blocks, b):
-        raw[0], raw[1], raw[2], raw[3] = load_words4(wq, uint32(q_from + uint32(b << uint32(4))))
+        raw[0], raw[1], raw[2], raw[3] = load4(wq, uint32(q_from + uint32(b << uint32(4))))
         plane = uint32(q_from + uint32(blocks << uint32(4)))
         if high == 1:
             raw[4] = load_word(wq, uint32(plane + uint32(b << uint32(2))))

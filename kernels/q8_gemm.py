@@ -187,7 +187,7 @@ def device_functions(format):
         return scale
 
     @cuda.jit(device=True, forceinline=True)
-    def multiply_row(acc, r, w, w_scales, x, kept):
+    def multiply_row(acc, r, w, w_scales, x, x_scales):
         """acc[r, c] += the block of x times that of column c."""
         dot = cuda.local.array((halves, COLUMNS), int32)
         for c in range(COLUMNS):
@@ -196,16 +196,13 @@ def device_functions(format):
         for i in range(WORDS):
             for c in range(COLUMNS):
                 dot[i * halves // WORDS, c] = dp4a(w[c, i], x[i], dot[i * halves // WORDS, c])
-        x_scale = cuda.shfl_sync(0xFFFFFFFF, kept, 2 * r)
-        if minimum:
-            x_sum = cuda.shfl_sync(0xFFFFFFFF, kept, 2 * r + 1)
         for c in range(COLUMNS):
             total = dot[0, c]
             if halves == 2:
                 total = int32(int32(total * int32(w_scales[1, c])) + int32(dot[1, c] * int32(w_scales[2, c])))
-            acc[r, c] = cuda.fma(float32(total), word_as_float(w_scales[0, c]) * x_scale, acc[r, c])
+            acc[r, c] = cuda.fma(float32(total), word_as_float(w_scales[0, c]) * x_scales[0, r], acc[r, c])
             if minimum:
-                acc[r, c] = cuda.fma(word_as_float(w_scales[1, c]), x_sum, acc[r, c])
+                acc[r, c] = cuda.fma(word_as_float(w_scales[1, c]), x_scales[1, r], acc[r, c])
 
     return put_column, put_x, multiply_row
 
@@ -216,13 +213,14 @@ def pipelined_kernel(format, rows, blocks_per_sm):
     put_row, fetch_row = rows // 3, 2 * rows // 3  # thirds: the compiler unrolls no larger loops
     starts, fetch, n_scales, raw_words = format.starts, format.fetch, format.n_scales, format.raw_words
     put_column, put_x, multiply_row = device_functions(format)
+    per_row = 1 + format.minimum
 
     @cuda.jit(device=True, forceinline=True)
-    def multiply_rows(acc, first, last, w, w_scales, x, x_at, kept):
+    def multiply_rows(acc, first, last, w, w_scales, x, x_at, x_scales):
         """Rows first .. last - 1 of a block; the next one is loaded while a row is multiplied."""
         for r in range(first, last):
             load_block(x[(r + 1) & 1], x_at + uint64(BLOCK * (r + 1)))
-            multiply_row(acc, r, w, w_scales, x[r & 1], kept)
+            multiply_row(acc, r, w, w_scales, x[r & 1], x_scales)
 
     @cuda.jit(device=True, forceinline=True)
     def fetch_x(words, xq, xd, x_from, xd_from, b):
@@ -266,6 +264,7 @@ def pipelined_kernel(format, rows, blocks_per_sm):
         w = cuda.local.array((COLUMNS, WORDS), uint32)
         x = cuda.local.array((2, WORDS), uint32)
         w_scales = cuda.local.array((n_scales, COLUMNS), uint32)
+        x_scales = cuda.local.array((per_row, rows), float32)
         fetch(raw, wq, wd, q_from, d_from, blocks, uint32(0))
         x_scale = fetch_x(x_words, xq, xd, x_from, xd_from, uint32(0))
         put_column(raw, w_to, wd_to)
@@ -284,20 +283,23 @@ def pipelined_kernel(format, rows, blocks_per_sm):
             for s in range(n_scales):
                 for c in range(COLUMNS):
                     w_scales[s, c] = load_shared(wd_at + uint64(4 * TILE_N * s + 128 * c))
-            multiply_rows(acc, 0, put_row, w, w_scales, x, x_at, kept)
+            for r in range(rows):
+                for s in range(per_row):
+                    x_scales[s, r] = cuda.shfl_sync(0xFFFFFFFF, kept, 2 * r + s)
+            multiply_rows(acc, 0, put_row, w, w_scales, x, x_at, x_scales)
             put_column(raw, w_to, wd_to)
             kept_next = put_x(x_words, x_scale, x_to)
-            multiply_rows(acc, put_row, fetch_row, w, w_scales, x, x_at, kept)
+            multiply_rows(acc, put_row, fetch_row, w, w_scales, x, x_at, x_scales)
             b = min(uint32(turn + uint32(2)), last)
             fetch(raw, wq, wd, q_from, d_from, blocks, b)
             x_scale = fetch_x(x_words, xq, xd, x_from, xd_from, b)
-            multiply_rows(acc, fetch_row, rows - 1, w, w_scales, x, x_at, kept)
+            multiply_rows(acc, fetch_row, rows - 1, w, w_scales, x, x_at, x_scales)
             w_to, wd_to, x_to = w_to - step, wd_to - step, x_to - step
             w_at, wd_at, x_at = w_at + step, wd_at + step, x_at + step
             step = uint64(0) - step
             cuda.syncthreads()
             load_block(x[0], x_at)
-            multiply_row(acc, rows - 1, w, w_scales, x[1], kept)
+            multiply_row(acc, rows - 1, w, w_scales, x[1], x_scales)
             for c in range(COLUMNS):
                 load_block(w[c], w_at + uint64(32 * PITCH * c))
             kept = kept_next

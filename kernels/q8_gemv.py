@@ -259,11 +259,12 @@ def lane_sums(count):
 Shape = namedtuple("Shape", "rows slots warps")
 
 
-def shape_for(card, columns):
-    """The Shape for warps of `columns` columns. A processor fetches ahead by itself."""
-    if card.kind == "emulated":
-        return Shape(2, 0, 32) if columns <= 2 else Shape(4, 0, 16)
-    return Shape(2, 2, 32) if columns <= 2 else Shape(4, 2, 16)
+def shape_for(card, fmt, columns, k):
+    """The Shape for warps of `columns` columns. Two turns are under way, where a row has so many and the registers of
+    a thread suffice. A processor fetches ahead by itself."""
+    fits = k >= 2 * BLOCK * fmt.turn and (fmt.words <= 5 or fmt.words <= 6 and columns <= 2)
+    slots = 0 if card.kind == "emulated" else 2 if fits else 1
+    return Shape(2, slots, 32) if columns <= 2 else Shape(4, slots, 16)
 
 
 def x_starts_of(columns):
@@ -476,7 +477,7 @@ def gemv(card, fmt, y, stride, wq, wd, xq, xd, n, k, columns, add=False, stream=
     which is n or more where several products write side by side. One launch per sixteen columns."""
     y, weights, xq, xd = y.reshape(-1), _flat(wq, wd), xq.reshape(-1), xd.reshape(-1)
     for first in range(0, columns, MAX_COLUMNS):
-        here, sets, each, shape = _split(card, columns - first)
+        here, sets, each, shape = _split(card, fmt, columns - first, k)
         grid, shares = _shares(card, n, shape, sets)
         card.launch(gemv_kernel(fmt, each, shape, False), grid, (32, shape.warps), y[first * stride:], stride,
                     *weights, xq[first * k:], xd[first * k // BLOCK:], n, k, here, sets, *shares, add,
@@ -490,7 +491,7 @@ def norm_gemv(card, fmt, y, stride, wq, wd, x, norm_w, eps, n, k, columns, xq, x
     if not _fuses(k, columns):
         rms_norm_quantize(card, xq, xd, x, norm_w, columns, k, eps, stream)
         return gemv(card, fmt, y, stride, wq, wd, xq, xd, n, k, columns, stream=stream)
-    shape = shape_for(card, columns)
+    shape = shape_for(card, fmt, columns, k)
     grid, shares = _shares(card, n, shape, 1)
     card.launch(gemv_kernel(fmt, columns, shape, True), grid, (32, shape.warps), y.reshape(-1), stride,
                 *_flat(wq, wd), x.reshape(-1), norm_w, float(eps), n, k, *shares, stream=stream)
@@ -504,14 +505,14 @@ def norm_gemv_swiglu(card, fmt, q, d, wq, wd, x, norm_w, eps, n, k, columns, xq,
         raise ValueError(f"SwiGLU takes rows of a multiple of {BLOCK} values, not {n}")
     q, d, weights, grid = q.reshape(-1), d.reshape(-1), _flat(wq, wd), min(card.n_sms, n // BLOCK)
     if _fuses(k, columns):
-        shape = shape_for(card, columns)
+        shape = shape_for(card, fmt, columns, k)
         card.launch(swiglu_kernel(fmt, columns, shape, True), grid, (32, shape.warps), q, d, *weights,
                     x.reshape(-1), norm_w, float(eps), n, k, stream=stream)
         return
     rms_norm_quantize(card, xq, xd, x, norm_w, columns, k, eps, stream)
     xq, xd = xq.reshape(-1), xd.reshape(-1)
     for first in range(0, columns, MAX_COLUMNS):
-        here, sets, each, shape = _split(card, columns - first)
+        here, sets, each, shape = _split(card, fmt, columns - first, k)
         card.launch(swiglu_kernel(fmt, each, shape, False), grid, (32, shape.warps), q[first * n:],
                     d[first * n // BLOCK:], *weights, xq[first * k:], xd[first * k // BLOCK:], n, k, here,
                     sets, stream=stream)
@@ -530,12 +531,12 @@ def _fuses(k, columns):
     return columns <= FUSED_COLUMNS and k <= MAX_FUSED
 
 
-def _split(card, columns):
+def _split(card, fmt, columns, k):
     """(columns of the launch, sets of warps, columns of each, its Shape): up to 4 for a warp, evenly."""
     here = min(columns, MAX_COLUMNS)
     sets = 1 if here <= 4 else 2 if here <= 8 else 4
     each = -(-here // sets)
-    return here, sets, each, shape_for(card, each)
+    return here, sets, each, shape_for(card, fmt, each, k)
 
 
 def _shares(card, n, shape, sets):

@@ -1,5 +1,28 @@
-"""Matrix x vector for decoding with the packed formats of kernels/formats.py: Q4_0, Q5_0, Q4_K, Q5_K, Q6_K.
+"""Matrix x vector for decoding with the packed formats of kernels/formats.py: how a warp reads them.
 
+    y[c, n] = sum over blocks b of 32:  as in kernels/formats.py, "What a block adds"          (+ y[c, n] with `add`)
+
+The kernels are those of kernels/q8_gemv.py, for which each format here is a `Format`: a turn of a warp is 32 blocks,
+1024 weights of a row, a whole block for each lane.
+
+        lane           0         1      ...    31
+        low bits    16 bytes  16 bytes  ... 16 bytes       of the row's first plane
+        upper bits   4 or 8    4 or 8   ...  4 or 8        Q5 and Q6: of its second
+        scales       2 bytes   2 bytes  ...  2 bytes       and d, dmin: the same word for eight lanes
+        x           32 bytes  32 bytes  ... 32 bytes       of each column, from L1 or shared memory
+
+What whole turns leave of k is a turn whose last lanes are idle. The tree of additions is fixed:
+
+    lane:  acc = fma(float(dot), ws * xd, acc); with a minimum, acc = fma(-minimum, xd * sum, acc)   block by block
+    warp:  butterfly sum of the 32 acc; with `add`, one more rounded addition
+
+A block's sum of x is 8 dp4a with 0x01010101, once for all rows of the warp. Rows are unpacked by twos: more of them
+would not leave registers for the columns.
+
+Pipe: integer (dp4a and the unpacking, both 64 lanes per SM on Volta), but bound by memory. Per block of 32 weights
+and column 8 dp4a and 2 or 3 float operations; unpacking, once for all columns, takes 12 operations for 4 bits and 28
+for 5 and 6, the scales about 8. A Q4_K block is 18.5 bytes: at its full bandwidth a CMP 100-210 has time for 170 lane
+operations per block, and an H200 for 67, of which one column takes about 40.
 """
 
 from functools import cache, partial
@@ -9,138 +32,130 @@ from numba import cuda
 from numba.types import float32, int32, uint32
 
 from kernels.bench import Case, main
-from kernels.formats import BLOCK, FORMATS, as_words, on_card, product_reference, random_raw
-from kernels.intrinsics import dp4a, load_words4, warp_sum, word_as_float
-from kernels.q8_gemv import gemv_q8_q8, random_activations
+from kernels.formats import BLOCK, FORMATS, fetch_function, on_card, product_reference, random_raw
+from kernels.intrinsics import dp4a, load_words4, stream_words4, word_as_float
+from kernels.q8_gemv import Q8, Format, gemv, random_activations
 
-WARPS = 4  # per block of threads
-ROWS = 2  # of w per warp: they share the loads of x
-MOST_COLUMNS = 8  # of a launch
-TURNS = 2
+TURN = 32  # blocks
+PAIR = 2  # rows that are unpacked at once
 
 
-def step(format, columns, rows, turns, fence):
-    """Device function: a lane multiplies blocks first + lane, first + lane + 32, ... of every row, `turns` of them, by
-    those of every column. All loads of weights stand first; `fence` keeps them there, where all lanes come."""
-    fetch, unpack, dot, minimum = format.fetch, format.unpack, format.dot, format.minimum
-    raw_words, n_scales, pieces = format.raw_words, format.n_scales, turns * rows
+def multiply_function(format):
+    """The `multiply` of a Format (kernels/q8_gemv.py)."""
+    unpack, dot, minimum, n_scales = format.unpack, format.dot, format.minimum, format.n_scales
 
-    @cuda.jit(device=True, inline="always")
-    def accumulate(acc, q_starts, d_starts, blocks, block, wq, wd, xq, xd):
-        raw = cuda.local.array((pieces, raw_words), uint32)
-        for u in range(turns):
-            for r in range(rows):
-                fetch(raw[u * rows + r], wq, wd, q_starts[r], d_starts[r], blocks, uint32(block + uint32(32 * u)))
-        if fence:
-            cuda.syncwarp()
-        w, scales = cuda.local.array((rows, 8), uint32), cuda.local.array((rows, n_scales), uint32)
-        x = cuda.local.array(8, uint32)
-        for u in range(turns):
-            for r in range(rows):
-                unpack(w[r], scales[r], raw[u * rows + r])
-            for c in range(columns):
-                at = uint32(uint32(uint32(c) * blocks) + block + uint32(32 * u))
-                x[0], x[1], x[2], x[3] = load_words4(xq, uint32(at << uint32(5)))
-                x[4], x[5], x[6], x[7] = load_words4(xq, uint32(uint32(at << uint32(5)) + uint32(16)))
-                x_scale = xd[at]
-                if minimum:
-                    total = int32(0)
-                    for i in range(8):
-                        total = dp4a(x[i], uint32(0x01010101), total)
-                    x_sum = x_scale * float32(total)
-                for r in range(rows):
-                    acc[r, c] = cuda.fma(dot(w[r], scales[r], x), word_as_float(scales[r, 0]) * x_scale, acc[r, c])
+    def multiply(rows, columns):
+        each = min(rows, PAIR)
+        w_shape, scales_shape = (each, 8), (each, n_scales)
+
+        @cuda.jit(device=True, inline="always")
+        def multiply(acc, raw, piece, block, k, lane, x_starts, xq, xd):
+            w, scales = cuda.local.array(w_shape, uint32), cuda.local.array(scales_shape, uint32)
+            x = cuda.local.array(8, uint32)
+            for first in range(0, rows, each):
+                for r in range(each):
+                    unpack(w[r], scales[r], raw[piece + first + r])
+                for c in range(columns):
+                    at = uint32(x_starts[c] + block + lane)
+                    x[0], x[1], x[2], x[3] = load_words4(xq, uint32(at << uint32(5)))
+                    x[4], x[5], x[6], x[7] = load_words4(xq, uint32(uint32(at << uint32(5)) + uint32(16)))
+                    x_scale = xd[at]
                     if minimum:
-                        acc[r, c] = cuda.fma(word_as_float(scales[r, 1]), x_sum, acc[r, c])
+                        total = int32(0)
+                        for i in range(8):
+                            total = dp4a(x[i], uint32(0x01010101), total)
+                        x_sum = x_scale * float32(total)
+                    for r in range(each):
+                        scale = word_as_float(scales[r, 0]) * x_scale
+                        acc[first + r, c] = cuda.fma(dot(w[r], scales[r], x), scale, acc[first + r, c])
+                        if minimum:
+                            acc[first + r, c] = cuda.fma(word_as_float(scales[r, 1]), x_sum, acc[first + r, c])
 
-    return accumulate
+        return multiply
 
-
-def walk(format, columns, rows, turns):
-    """walk_rows(acc, w_rows, k, lane, wq, wd, xq, xd): acc[r, c] += the lane's share of row w_rows[r] times column c."""
-    starts = format.starts
-    many, one, rest = (step(format, columns, rows, *p) for p in ((turns, True), (1, rows > 1), (1, False)))
-
-    @cuda.jit(device=True, inline="always")
-    def walk_rows(acc, w_rows, k, lane, wq, wd, xq, xd):
-        blocks = uint32(k >> uint32(5))
-        q_starts, d_starts = cuda.local.array(rows, uint32), cuda.local.array(rows, uint32)
-        for r in range(rows):
-            q_starts[r], d_starts[r] = starts(w_rows[r], blocks)
-        first = uint32(0)
-        while uint32(first + uint32(32 * turns)) <= blocks:
-            many(acc, q_starts, d_starts, blocks, uint32(first + lane), wq, wd, xq, xd)
-            first = uint32(first + uint32(32 * turns))
-        if turns > 1:
-            while uint32(first + uint32(32)) <= blocks:
-                one(acc, q_starts, d_starts, blocks, uint32(first + lane), wq, wd, xq, xd)
-                first = uint32(first + uint32(32))
-        if uint32(first + lane) < blocks:
-            rest(acc, q_starts, d_starts, blocks, uint32(first + lane), wq, wd, xq, xd)
-
-    return walk_rows
-
-
-def gemv_kernel(format, columns, rows, turns):
-    """The kernel that holds `columns` columns in registers."""
-    walk_rows = walk(format, columns, rows, turns)
-
-    @cuda.jit
-    def gemv_quantized_kernel(y, wq, wd, xq, xd, n, k, n_columns, stride, add):
-        lane = uint32(cuda.threadIdx.x)
-        row = uint32(uint32(cuda.blockIdx.x * uint32(WARPS) + cuda.threadIdx.y) * uint32(rows))
-        if row >= n:
-            return
-        acc = cuda.local.array((rows, columns), float32)
-        w_rows = cuda.local.array(rows, uint32)
-        for r in range(rows):  # past the last row: the last one once more, not stored
-            w_rows[r] = uint32(min(uint32(row + uint32(r)), uint32(n - uint32(1))))
-            for c in range(columns):
-                acc[r, c] = float32(0.0)
-        walk_rows(acc, w_rows, k, lane, wq, wd, xq, xd)
-        for r in range(rows):
-            for c in range(columns):
-                total = warp_sum(acc[r, c])
-                at = uint32(uint32(c) * stride + row + uint32(r))
-                if lane == uint32(0) and uint32(row + uint32(r)) < n:
-                    y[at] = y[at] + total if add else total
-
-    return gemv_quantized_kernel
+    return multiply
 
 
 @cache
-def kernel(format, columns, rows=ROWS, turns=TURNS):
-    return gemv_kernel(format, columns, rows, turns)
-
-
-def gemv(card, format, y, stride, wq, wd, xq, xd, n, k, columns, add=False, stream=None, rows=ROWS, turns=TURNS):
-    """y <- (y +) w . x with weights (wq, wd) [n, k] of a format of kernels/formats.py; the rest as `gemv_q8_q8`."""
+def decoder(format):
+    """A format of kernels/formats.py as the kernels of kernels/q8_gemv.py know it."""
     if format.bits == 8:
-        return gemv_q8_q8(card, y, stride, wq, wd, xq, xd, n, k, columns, add, stream)
-    y, wq, wd = y.reshape(-1), wq.reshape(-1), as_words(wd)
-    for first in range(0, columns, MOST_COLUMNS):
-        here = min(columns - first, MOST_COLUMNS)
-        part = slice(first, first + here)
-        card.launch(kernel(format, here, rows, turns), -(-n // (WARPS * rows)), (32, WARPS), y[first * stride:], wq, wd,
-                    xq[part].reshape(-1), xd[part].reshape(-1), n, k, here, stride, add, stream=stream)
+        return Q8
+    starts, load = format.starts, fetch_function(format, stream_words4)
+    raw_words, multiply = format.raw_words, multiply_function(format)
+
+    @cuda.jit(device=True, inline="always")
+    def fetch(raw, piece, row, block, k, lane, wq, wd):
+        blocks = uint32(k >> uint32(5))
+        q_from, d_from = starts(row, blocks)
+        load(raw[piece], wq, wd, q_from, d_from, blocks, uint32(block + lane))
+
+    def rest(rows, columns):
+        multiply_turn, raw_shape = multiply(rows, columns), (rows, raw_words)
+
+        @cuda.jit(device=True, inline="always")
+        def rest(acc, w_rows, k, lane, wq, wd, x_starts, xq, xd):
+            blocks = uint32(k >> uint32(5))
+            block = uint32(blocks & uint32(2**32 - TURN))
+            if uint32(block + lane) < blocks:
+                raw = cuda.local.array(raw_shape, uint32)
+                for r in range(rows):
+                    fetch(raw, r, w_rows[r], block, k, lane, wq, wd)
+                multiply_turn(acc, raw, 0, block, k, lane, x_starts, xq, xd)
+
+        return rest
+
+    return Format(TURN, raw_words, fetch, multiply, rest)
 
 
-def check(card, format, n, k, columns, add=False, multiply=gemv):
+# ---- check and time ----------------------------------------------------------------------------------------
+
+# n, k, columns; k in whole blocks of every format
+CASES = [(1, 256, 1), (5, 3328, 2), (33, 1024, 3), (700, 1792, 8)]
+
+
+def check(card, format, n, k, columns, add=False):
+    """Multiplies random matrices and returns the largest error as a fraction of what rounding may do: the chain of a
+    lane, five additions of the butterfly, the products of scales and the addition to y, 2**-24 of the sum of
+    magnitudes each."""
     rng = np.random.default_rng((n, k, columns))
     raw, (xq, xd) = random_raw(rng, format, n, k), random_activations(rng, columns, k)
     before = rng.standard_normal((columns, n), np.float32)
-    y = card.alloc((columns + 1, n + 3), np.float32)
+    y = card.alloc((columns + 1, n + 3), np.float32)      # numbers before and behind, and a column too many
     card.poison(y)
     if add:
         card.copy_in(y[:columns], np.pad(before, ((0, 0), (1, 2)), constant_values=np.nan))
-    multiply(card, format, y.reshape(-1)[1:], n + 3, *on_card(card, format, raw, n, k), card.upload(xq), card.upload(xd),
-             n, k, columns, add)
+    w = on_card(card, format, raw, n, k)
+    gemv(card, decoder(format), y.reshape(-1)[1:], n + 3, *w, card.upload(xq), card.upload(xd), n, k, columns, add)
     y = card.download(y)
     got = y[:columns, 1:n + 1].copy()
     y[:columns, 1:n + 1] = np.nan
     assert np.isnan(y).all(), "wrote elsewhere"
     want, magnitude = product_reference(format, raw, xq, xd)
-    bound = ((k // 1024 + 1) * (1 + format.minimum) + 9) * 2.0**-24 * (magnitude + abs(before) * add)
+    bound = (-(-k // (32 * TURN)) * (1 + format.minimum) + 8) * 2.0**-24 * (magnitude + abs(before) * add)
     error = (abs(got - (want + before * add)) / bound).max()
-    assert error <= 1, error
+    assert error <= 1
     return error
+
+
+PACKED = [format for format in FORMATS.values() if format.bits < 8]
+TIMED = [(1024, 1024, 1), (4096, 4096, 1), (65536, 5120, 1), (4096, 4096, 8)]
+
+
+def cases(card):
+    """The checks, then times; the largest matrix is beyond every cache."""
+    for format in PACKED:
+        for case in CASES:
+            yield Case("{} x {}, {} columns, ".format(*case) + format.name, partial(check, card, format, *case))
+    for format in PACKED:
+        for n, k, columns in TIMED:
+            w = [card.zeros(*array) for array in format.arrays(n, k)]
+            xq, xd = card.zeros((columns, k), np.int8), card.zeros((columns, k // BLOCK), np.float32)
+            y = card.alloc((columns, n), np.float32)
+            yield Case(f"{format.name} {n} x {k}, {columns} columns",
+                       launch=partial(gemv, card, decoder(format), y, n, *w, xq, xd, n, k, columns),
+                       n_bytes=sum(a.nbytes for a in (*w, xq, xd, y)), n_ops=2 * n * k * columns, pipe="dp4a")
+
+
+if __name__ == "__main__":
+    main("Packed matrix x vectors", cases)

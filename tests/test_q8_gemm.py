@@ -7,6 +7,7 @@ from kernels import compile as compiler
 from kernels import formats, nvidia, q8_gemm
 from kernels.formats import FORMATS
 from kernels.q8_gemv import random_activations, random_q8
+from tests.blocks import added, block_terms
 
 
 @pytest.mark.parametrize("add", [False, True])
@@ -86,23 +87,9 @@ def test_bits_of_the_chain_of_k_quants(card, name, monkeypatch):
     monkeypatch.setattr(q8_gemm, "TILES", {16: q8_gemm.TILES[16]})
     rng, format, n, k, rows = np.random.default_rng(4), FORMATS[name], 40, 512, 20
     raw, (xq, xd) = formats.random_raw(rng, format, n, k), random_activations(rng, rows, k)
-    q, wd = formats.split(format, raw)
-    scale, minimum = formats.scales(format, wd, np.float64)     # exact
-    scale, minimum = (np.broadcast_to(part, (n * k // 32, 32)).reshape(n, -1, 32) for part in (scale, minimum))
-    d = wd.reshape(-1, format.wd_words)[:, 8].copy().view(np.float16).astype(np.float32).repeat(8).reshape(n, -1)
     y = np.zeros((rows, n), np.float32)
-    for block in range(k // 32):
-        x, w = xq[:, 32 * block:32 * block + 32].astype(np.int64), q.reshape(n, -1, 32)[:, block]
-        if format.halves:
-            w, w_scale = w * np.rint(scale[:, block] / d[:, block, None]), d[:, block]
-        else:
-            w_scale = scale[:, block, 0].astype(np.float32)
-        both = (w_scale * xd[:, block, None]).astype(np.float64)
-        # The float64 sum of an exact product and a float32 rounds once more only in its 53rd bit.
-        y = ((x @ w.T.astype(np.int64)) * both + y).astype(np.float32)
-        if format.minimum:
-            x_sum = xd[:, block] * x.sum(axis=1).astype(np.float32)
-            y = (x_sum[:, None].astype(np.float64) * -minimum[:, block, 0] + y).astype(np.float32)
+    for terms in block_terms(format, raw, n, xq, xd):
+        y = added(y, format, *terms)
     w = formats.on_card(card, format, raw, n, k)
     got = card.alloc((rows, n), np.float32)
     q8_gemm.gemm(card, format, got, n, *w, card.upload(xq), card.upload(xd), n, k, rows)
