@@ -37,6 +37,25 @@ What happens when:
 
 Pipe: dp4a, but bound by memory: 1.06 n k bytes and n k columns / 4 dp4a per call. At its full bandwidth a
 CMP 100-210 has time for 27 dp4a per word of weights, and eight columns need 8 of them and 6 float operations.
+
+Measured on an H200 (2026-11-21, 4,590 GB/s of reads; a graph of launches over different random matrices, us):
+
+                                                4096 x 4096  12352 x 4096  24576 x 4096  4096 x 12288
+    bytes / bandwidth                                3.9         11.7          23.3          11.7
+    1 row, 4 turns under way                         6.5         14.4          26.7          14.4
+    2 rows, 2 turns asked for, then multiplied       6.2         14.4          26.0          14.6
+    4 rows, 1 turn under way                         8.6         14.5          26.6          21.1
+    2 rows, loads where they are used                9.3         15.3          27.6          24.0
+    neighbouring rows on different SMs               7.0         15.1          27.4          14.9
+    8 columns: 4 rows, 2 sets of warps               9.2         19.9          35.9          19.4
+    16 columns: 4 sets                              15.9         36.1          65.8          37.5
+
+The bytes beyond the first travel at 4,540 GB/s; what is lost is 2.4 us of every launch, its start and end. So
+the five launches of a linear layer of a 9B (a small kernel in place of the recurrence) take 67.0 us, 19.0 of
+a 0.8B; with separate kernels for norm and SwiGLU 70.9 and 23.9, 14 launches of before 108.2 and 41.6. The norm
+inside costs 1.2 us, a launch of its own 2.5. Tried and lost: asking for the next matrix's first 2 to 16 MB by
+prefetch.global.L2 at the end of a launch (0 to +1 us each); launches that start early where Hopper can
+(-0.2 us each); asking for weights without keeping the assembler from moving the loads (as where they are used).
 """
 
 from collections import namedtuple
@@ -265,8 +284,8 @@ def shape_for(card, columns, in_pairs=False):
     if card.kind == "emulated":
         return Shape(2, 0, 32) if columns <= 2 else Shape(4, 0, 16)
     if columns > 2:
-        return Shape(4, 2, 16)
-    return Shape(2, 2, 32) if in_pairs or columns == 2 else Shape(1, 2, 32)
+        return Shape(4, 2 if columns == 4 else 1, 16)
+    return Shape(2, 2, 32) if in_pairs or columns == 2 else Shape(1, 4, 32)
 
 
 def x_starts_of(columns):
