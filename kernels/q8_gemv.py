@@ -43,7 +43,8 @@ Measured on an H200 (2026-11-21, 4,590 GB/s of reads; a graph of launches over d
                                                 4096 x 4096  12352 x 4096  24576 x 4096  4096 x 12288
     bytes / bandwidth                                3.9         11.7          23.3          11.7
     1 row, 4 turns under way                         6.5         14.4          26.7          14.4
-    2 rows, 2 turns asked for, then multiplied       6.2         14.4          26.0          14.6
+    2 rows, 2 turns asked for, then multiplied,      6.2         14.4          26.0          14.6
+        blocks of 8 warps
     4 rows, 1 turn under way                         8.6         14.5          26.6          21.1
     2 rows, loads where they are used                9.3         15.3          27.6          24.0
     neighbouring rows on different SMs               7.0         15.1          27.4          14.9
@@ -55,7 +56,8 @@ the five launches of a linear layer of a 9B (a small kernel in place of the recu
 a 0.8B; with separate kernels for norm and SwiGLU 70.9 and 23.9, 14 launches of before 108.2 and 41.6. The norm
 inside costs 1.2 us, a launch of its own 2.5. Tried and lost: asking for the next matrix's first 2 to 16 MB by
 prefetch.global.L2 at the end of a launch (0 to +1 us each); launches that start early where Hopper can
-(-0.2 us each); asking for weights without keeping the assembler from moving the loads (as where they are used).
+(-0.2 us each). `cuda.syncwarp` after the first loads of a ring is there for the assembler, which otherwise
+moves each load to where it is used, to save registers.
 """
 
 from collections import namedtuple
