@@ -17,9 +17,9 @@ the product:
     value of the part    0..3    4..7    ...  124..127   |  128..131  ...          4 groups of 128
     lane                  0       1              31      |     0                   16-byte accesses
 
-The quantising form of rms_norm keeps this sum, but reads the values again for the product, a warp a group at a
-time: so every warp of a block has its share of the divisions, also where kernels/q8_gemv.py computes the norm
-inside a product, with more warps than the row has parts.
+The quantising form of rms_norm keeps this sum, but reads the values again for the product, a warp a group at
+a time: so every warp has its share of the divisions, also where kernels/q8_gemv.py computes the norm inside a
+product, with more warps than the row has parts.
 
 The sum of squares has one fixed tree for a given k: a lane adds its 16 squares one after another, a butterfly
 adds the lanes, and another one the warps. A gated head of 128 is one group, so it needs one warp and no
