@@ -289,21 +289,6 @@ def store_shared4(context, address, w0, w1, w2, w3):
         context, builder, _shared_pointer(builder, values[0], 4), values[1:])
 
 
-# ---- launches that overlap ---------------------------------------------------------------------------------
-
-EARLY_LAUNCH = "// griddepcontrol.wait;"  # a comment; an instruction where kernels/nvidia.py makes it one
-
-
-@intrinsic
-def wait_for_earlier_launches(context):
-    """What stands before it in a kernel may run while earlier launches of the stream still do: only loads of
-    what none of them writes. Where a card cannot start a launch early, nothing."""
-    def codegen(context, builder, signature, values):
-        builder.asm(ir.FunctionType(ir.VoidType(), []), EARLY_LAUNCH, "~{memory}", [], True)
-        return context.get_dummy_value()
-    return types.void(), codegen
-
-
 # ---- int32 -> float32 without a conversion instruction -----------------------------------------------------
 # int -> float conversion is a quarter-rate instruction on Volta. The bits of 1.5 * 2**23 are 0x4B400000 and
 # its ulp is 1, so a sum that starts there and stays within +-2**22 reads as the float 12582912.0 + sum.
