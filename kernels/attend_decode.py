@@ -147,6 +147,7 @@ def attend_kernel(group, quantized):
     n_query, n_scores, n_chains, n_units = group * HEAD_DIM, group * PAGE, WARPS * group * WORDS, group * UNITS
     n_quads, most = -(-group // 4), uint32(group - 1)      # of heads
     n_rounds, n_fours = -(-group * HEAD_DIM // (4 * 32 * WARPS)), group * HEAD_DIM // 4
+    n_merged = UNITS // 32
     store = store_quantized if quantized else store_values
 
     @cuda.jit(device=True, forceinline=True)
@@ -192,10 +193,12 @@ def attend_kernel(group, quantized):
         vw = cuda.local.array(LOADED, uint32)
         pw = cuda.local.array(KEYS, uint32)
         o = cuda.local.array(n_o, float32)
+        highs = cuda.local.array(n_merged, float32)        # of the units that a lane merges
+        sums = cuda.local.array(n_merged, float32)
 
         thread = uint32(cuda.threadIdx.x)
         lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
-        unit, kv_head, row = uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y), uint32(cuda.blockIdx.z)
+        kv_head, row, unit = uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y), uint32(cuda.blockIdx.z)
         position, slot = uint32(row_pos[row]), uint32(row_slot[row])
         sin, cos = rotation(row, n_positions, lane, rope_pos, inv_freq, height_section, width_section)
         last_page = uint32(position // uint32(PAGE))
@@ -330,18 +333,19 @@ def attend_kernel(group, quantized):
             arrived[uint32(row * n_kv + kv_head)] = uint32(0)
         if warp < uint32(group):
             at = uint32(uint32(records + warp * uint32(UNITS)) * uint32(RECORD) + uint32(HEAD_DIM))
-            low, up = lane, uint32(lane + uint32(32))      # the lane's units
-            a, b, c, d = float32(MINUS_INFINITY), float32(MINUS_INFINITY), float32(0.0), float32(0.0)
-            if low <= last_unit:
-                a = partial[uint32(at + low * uint32(RECORD))]
-                c = partial[uint32(at + low * uint32(RECORD) + uint32(1))]
-            if up <= last_unit:
-                b = partial[uint32(at + up * uint32(RECORD))]
-                d = partial[uint32(at + up * uint32(RECORD) + uint32(1))]
-            highest = warp_max(float_max(a, b))
+            highest = float32(MINUS_INFINITY)
+            for i in range(uint32(UNITS // 32)):
+                n = uint32(lane + uint32(32) * i)
+                highs[i], sums[i] = float32(MINUS_INFINITY), float32(0.0)
+                if n <= last_unit:
+                    highs[i] = partial[uint32(at + n * uint32(RECORD))]
+                    sums[i] = partial[uint32(at + n * uint32(RECORD) + uint32(1))]
+                highest = float_max(highest, highs[i])
+            highest = warp_max(highest)
             at = uint32(warp * uint32(UNITS) + lane)
-            factors[at], factors[uint32(at + uint32(32))] = exp(a - highest), exp(b - highest)
-            totals[at], totals[uint32(at + uint32(32))] = c, d
+            for i in range(uint32(UNITS // 32)):
+                factors[uint32(at + uint32(32) * i)] = exp(highs[i] - highest)
+                totals[uint32(at + uint32(32) * i)] = sums[i]
         load_gates(o, projected, uint32(row_at + first_head * uint32(2 * HEAD_DIM)), thread)
         cuda.syncthreads()
         merge_units(chains, partial, factors, totals, o, records, last_unit, thread)
@@ -381,7 +385,7 @@ def attend_decode(card, out, scales, projected, stride, k_column, v_column, q_no
     if group > MAX_GROUP:
         raise ValueError(f"attention takes up to {MAX_GROUP} query heads per KV head, not {group}")
     is_quantized = scales is not None
-    card.launch(attend_kernel(group, is_quantized), (min(UNITS, block_table.shape[1]), n_kv, rows), 32 * WARPS,
+    card.launch(attend_kernel(group, is_quantized), (n_kv, rows, min(UNITS, block_table.shape[1])), 32 * WARPS,
                 out.reshape(-1), (scales if is_quantized else out).reshape(-1), partials.reshape(-1),
                 arrived.reshape(-1), projected.reshape(-1), q_norm, k_norm, rope_pos.reshape(-1), inv_freq,
                 k_pages.reshape(-1), v_pages.reshape(-1), block_table.reshape(-1), row_slot, row_pos, stride, k_column,

@@ -192,9 +192,10 @@ def chain_scores(h, q_at, k_at):
         load_tile(qw, at, uint32(0))
         load_tile(qw, at + uint64(16), uint32(1))
         for j in range(uint32(4)):
-            n = uint32(uint32(4) * i + j)
-            h[n] = hmul2(qw[0], kw[uint32(8) * j])
-            for w in range(uint32(1), uint32(8)):
+            h[uint32(uint32(4) * i + j)] = hmul2(qw[0], kw[uint32(8) * j])
+        for w in range(uint32(1), uint32(8)):
+            for j in range(uint32(4)):  # four chains side by side: each waits for its last product
+                n = uint32(uint32(4) * i + j)
                 h[n] = hfma2(qw[w], kw[uint32(uint32(8) * j + w)], h[n])
 
 
