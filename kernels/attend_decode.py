@@ -17,7 +17,7 @@ prompts in three launches. Query head h reads KV head h // group, group = heads 
 makes at most 64 units of the live pages: it follows from the row's position alone, so the bits depend neither on the
 batch nor on the card, and one recorded launch serves every length, its blocks beyond the last unit ending at once.
 
-    grid (64 units, n_kv, rows), a block of 8 warps per unit:     300 tokens:    5 units of  1 page
+    grid (n_kv, rows, 64 units), a block of 8 warps per unit:     300 tokens:    5 units of  1 page
                                                                 4,620 tokens:   37 units of  2 pages
     page   | 8 keys | 8 keys | .. | 8 keys |                   18,400 tokens:   36 units of  8 pages
     warp       0        1      ..     7                       262,144 tokens:   64 units of 64 pages
@@ -36,11 +36,14 @@ The new key is written by the warp that reads it, before it reads it: no other w
 of a (row, KV head) to finish merges the units in increasing order, applies the gate and writes the output; a counter
 on the card, which it sets back to zero, tells it that it is the last.
 
+The live units come first in the grid and so spread over all SMs. (With the units in grid.x, half of an H200's SMs had
+two of them and half none: 37.6 us at 18,400 tokens.)
+
 Accuracy as of kernels/attention.py, by the same chains. Pipe: half2 and fp32, about 600 instructions per lane for
 64 keys and 4 heads. Bytes: 1,024 per key and KV head, read once; 1,040 written and read per unit and head.
 """
 
-from functools import cache
+from functools import cache, partial as bind
 
 import numpy as np
 from numba import cuda
@@ -50,10 +53,13 @@ from kernels.intrinsics import (arrive, div_rn, exp, float_as_word, float_max, h
                                 load_floats4, load_shared, load_shared4, pack_half2, shared_address, sigmoid,
                                 store_floats4, store_shared, store_shared4, store_word, warp_max, warp_sum,
                                 word_as_float)
-from kernels.attention import load_part
-from kernels.kv_cache import PAGE, page_offset, store_row
+from kernels.attention import attention_reference, gates, head_error, load_part
+from kernels.bench import Case, main
+from kernels.kv_cache import PAGE, page_offset, read_pages, store_row
 from kernels.norm import store_quantized
-from kernels.rope import HEAD_DIM, load_head, rotation, store_query
+from kernels.quantize import quantize_reference
+from kernels.rope import (EPS, HEAD_DIM, QUERY_SCALE, SECTIONS, inverse_frequencies, load_head, norm_rope_reference,
+                          rotation, store_query)
 
 WARPS = 8                # per block
 RESIDENT = 2             # blocks that an SM must hold: bounds the registers
@@ -391,3 +397,95 @@ def attend_decode(card, out, scales, projected, stride, k_column, v_column, q_no
                 k_pages.reshape(-1), v_pages.reshape(-1), block_table.reshape(-1), row_slot, row_pos, stride, k_column,
                 v_column, rope_pos.shape[1], block_table.shape[1], n_kv, sections[1], sections[2], float(eps),
                 stream=stream)
+
+
+# ---- check -------------------------------------------------------------------------------------------------
+
+# heads, n_kv, positions: a row each. Beyond 4,096 tokens a unit is two pages, then four.
+CASES = [(4, 2, (0, 609, 63)), (16, 4, (64, 1)), (24, 4, (65, 255, 256, 31)), (8, 2, (4095, 4096, 8320))]
+TIMED = [(16, 4, 300, 1), (16, 4, 4620, 1), (16, 4, 18400, 1), (16, 4, 300, 8)]    # heads, n_kv, tokens, rows
+
+
+def sample_case(heads, n_kv, positions, seed=0, max_pages=None):
+    """Inputs of a launch on the host, by argument name; pages hold NaN from each row's position on."""
+    rng, rows = np.random.default_rng(seed), len(positions)
+    max_pages = max_pages or max(positions) // PAGE + 2
+    stride = heads * 2 * HEAD_DIM + 2 * n_kv * HEAD_DIM + 12
+    case = {"projected": rng.standard_normal((rows, stride), np.float32),
+            "q_norm": rng.uniform(0.5, 1.5, HEAD_DIM).astype(np.float32),
+            "k_norm": rng.uniform(0.5, 1.5, HEAD_DIM).astype(np.float32),
+            "rope_pos": np.array([positions] * 3, np.int32), "inv_freq": inverse_frequencies(1e7)}
+    held = [position // PAGE + 1 for position in positions]
+    numbers = rng.permutation(sum(held))
+    for name in ("k_pages", "v_pages"):
+        case[name] = rng.standard_normal((sum(held), n_kv, PAGE, HEAD_DIM), np.float32).astype(np.float16)
+    case["block_table"] = np.full((rows, max_pages), -1, np.int32)
+    for row, position in enumerate(positions):
+        case["block_table"][row, :held[row]], numbers = numbers[:held[row]], numbers[held[row]:]
+        page = case["block_table"][row, position // PAGE]
+        for name in ("k_pages", "v_pages"):
+            case[name][page, :, position % PAGE:] = np.nan
+    case["row_slot"], case["row_pos"] = np.arange(rows, dtype=np.int32), np.array(positions, np.int32)
+    return case
+
+
+def launcher(card, heads, n_kv, case):
+    """(a function of out and scales that queues a launch, the arrays on the card by name)."""
+    rows, stride = case["projected"].shape
+    arrays = {name: card.upload(array) for name, array in case.items()}
+    partials, arrived = card.alloc(partials_shape(rows, heads), np.float32), card.zeros((rows, n_kv), np.uint32)
+    card.poison(partials)
+    arrays["arrived"], k_column = arrived, heads * 2 * HEAD_DIM
+    inputs = [arrays[name] for name in case]
+    return lambda out, scales: attend_decode(card, out, scales, inputs[0], stride, k_column, k_column + n_kv * HEAD_DIM,
+                                             *inputs[1:], partials, arrived, rows, heads, n_kv, SECTIONS, EPS), arrays
+
+
+def expected(heads, n_kv, case, k_pages, v_pages):
+    """float64 [rows, heads 256] from the pages as they are after the launch."""
+    queries = case["projected"][:, :heads * 2 * HEAD_DIM].reshape(-1, heads, 2, HEAD_DIM)[:, :, 0]
+    q = norm_rope_reference(queries, case["q_norm"], case["rope_pos"], case["inv_freq"], SECTIONS, EPS, QUERY_SCALE)
+    found = []
+    for row, position in enumerate(case["row_pos"]):
+        k, v = (read_pages(pages, case["block_table"], row, position + 1) for pages in (k_pages, v_pages))
+        gate = gates(case["projected"][row:row + 1], heads)
+        found.append(attention_reference(q[row:row + 1].astype(np.float16), k, v, gate, [position]))
+    return np.concatenate(found)
+
+
+def check(card, shape):
+    """Compares with float64, the quantised output with the float one, the second launch with the first; outputs and
+    scratch are poisoned. Returns the largest relative L2 error of a row of a head."""
+    heads, n_kv, positions = shape
+    case, rows = sample_case(*shape), len(positions)
+    launch, arrays = launcher(card, heads, n_kv, case)
+    out = card.alloc((rows + 1, heads * HEAD_DIM), np.float32)
+    q, d = card.alloc((rows + 1, heads * HEAD_DIM), np.int8), card.alloc((rows + 1, heads * 8), np.float32)
+    for array in (out, q, d):
+        card.poison(array)
+    launch(out[:rows], None)
+    launch(q[:rows], d[:rows])
+    got, q, d = card.download(out), card.download(q), card.download(d)
+    pages = [card.download(arrays[name]) for name in ("k_pages", "v_pages")]
+    want = expected(heads, n_kv, case, *pages)
+    error = head_error(got[:rows], want, heads)
+    for quantized, reference in zip((q, d), quantize_reference(got[:rows])):
+        np.testing.assert_array_equal(quantized[:rows], reference)
+    assert np.isnan(got[rows]).all() and (q[rows] == -1).all() and np.isnan(d[rows]).all(), "wrote on"
+    assert not card.download(arrays["arrived"]).any(), "counters must be zero again"
+    return error
+
+
+def cases(card):
+    """The checked cases, then times of a step."""
+    for case in CASES:
+        yield Case("{}/{} heads, {}".format(*case), bind(check, card, case))
+    for heads, n_kv, tokens, rows in TIMED:
+        case = sample_case(heads, n_kv, (tokens - 1,) * rows)
+        q, d = card.alloc((rows, heads * HEAD_DIM), np.int8), card.alloc((rows, heads * 8), np.float32)
+        yield Case(f"{tokens} tokens, {heads}/{n_kv} heads, {rows} rows",
+                   launch=bind(launcher(card, heads, n_kv, case)[0], q, d), n_bytes=4 * HEAD_DIM * n_kv * tokens * rows)
+
+
+if __name__ == "__main__":
+    main("Attention of decoded tokens", cases)

@@ -17,7 +17,8 @@ wide: a cache of 256 K tokens with 4 heads holds 2^28 elements, several slots so
 `store_kv` writes one row per token: the key normalised and rotated as kernels/rope.py describes (without
 the factor 1/16, which the query carries), the value as it is, both rounded to float16.
 
-    k, v      float32 [rows, n_kv, 256]      row_slot, row_pos  int32 [rows]      rope_pos  int32 [3, rows]
+    projected  float32 [rows, stride]: n_kv 256 keys from k_column on, as many values from v_column on
+    row_slot, row_pos  int32 [rows]      rope_pos  int32 [3, rows]
 
 One warp per (row, head), lanes along the dims. Pipe: fp32, about 130 instructions per lane. Bytes: 2,048
 read and 1,024 written per head and row. Bound by its launch in decode, by memory in prefill.
@@ -106,7 +107,9 @@ def check(card, case):
     |k|."""
     n_kv, positions = case
     rows, rng = len(positions), np.random.default_rng(len(positions))
-    k, v = (rng.standard_normal((rows, n_kv, HEAD_DIM), np.float32) * 3 for _ in "kv")
+    width, k_column = n_kv * HEAD_DIM, 20
+    v_column, stride = k_column + width + 8, k_column + 2 * width + 12
+    projected = rng.standard_normal((rows, stride), np.float32) * 3
     w = rng.uniform(0.5, 1.5, HEAD_DIM).astype(np.float32)
     rope_pos, inv_freq = sample_positions(rng, rows), inverse_frequencies(1e7)
     slots, positions = np.arange(rows, dtype=np.int32) % 3, np.array(positions, np.int32)
@@ -115,9 +118,9 @@ def check(card, case):
     pages = [card.alloc((3 * max_pages + 1, n_kv, PAGE, HEAD_DIM), np.float16) for _ in "kv"]
     for array in pages:
         card.poison(array)
-    store_kv(card, *pages, *map(card.upload, (k, v, w, rope_pos, inv_freq, table, slots, positions)), rows,
-             n_kv, SECTIONS,
-             EPS)
+    store_kv(card, *pages, card.upload(projected), stride, k_column, v_column,
+             *map(card.upload, (w, rope_pos, inv_freq, table, slots, positions)), rows, n_kv, SECTIONS, EPS)
+    k, v = (projected[:, at:at + width].reshape(rows, n_kv, HEAD_DIM) for at in (k_column, v_column))
     want_k, want_v = store_kv_reference(k, v, w, rope_pos, inv_freq, SECTIONS, EPS)
     got_k, got_v = (card.download(array).astype(np.float64) for array in pages)
     at = table[slots, positions // PAGE], slice(None), positions % PAGE
