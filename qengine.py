@@ -35,6 +35,7 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import itertools
 import json
 import logging
 import math
@@ -66,13 +67,14 @@ import waitress.server
 import waitress.task
 from werkzeug.exceptions import HTTPException, ServiceUnavailable, TooManyRequests
 
-from kernels import (attention, conv, embedding, float_matmul, gdn, kv_cache, norm, probe, q8_gemm, q8_gemv,
-                     quantize, rope, sample, swiglu, synthetic)
+from kernels import (advance, attention, conv, embedding, float_matmul, gdn, kv_cache, norm, probe, q8_gemm, q8_gemv,
+                     quantize, repack, rope, sample, swiglu, synthetic)
 from kernels.bench import operation_seconds
 from kernels.card import Array, Card, CardError, open_cards, show_bytes
 from kernels.compile import CompileError
 from kernels.emulated.cards import CARDS
 from kernels.nvidia import find_assembler
+from kernels.upload import PIECE, Feeder
 
 # ======================================================================================================
 # 1  Config and GGUF
@@ -1042,20 +1044,31 @@ class Matrix:
     float32, float16 or uint16 (the bits of bfloat16) [n, k] and scales None.
     """
 
+    format: str             # as GGUF has it: "Q8_0", "F16", ...
+    n: int
+    k: int
     values: Array
     scales: Array | None = None
 
     @property
-    def n(self) -> int:
-        return self.values.shape[0]
-
-    @property
-    def k(self) -> int:
-        return self.values.shape[1]
-
-    @property
     def is_quantized(self) -> bool:
         return self.scales is not None
+
+    def rows(self, start: int, stop: int) -> "Matrix":
+        """Rows start .. stop - 1, in the same memory."""
+        scales = None if self.scales is None else self.scales[start:stop]
+        return Matrix(self.format, stop - start, self.k, self.values[start:stop], scales)
+
+
+FLOAT_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+
+
+def alloc_matrix(card: Card, format: str, n: int, k: int, name: str) -> Matrix:
+    """A matrix of undefined values. Raises OutOfMemory."""
+    if format in FLOAT_DTYPES:
+        return Matrix(format, n, k, card.alloc((n, k), FLOAT_DTYPES[format], name))
+    return Matrix(format, n, k, card.alloc((n, k), np.int8, name),
+                  card.alloc((n, k // 32), np.float16, f"{name} scales"))
 
 
 class FileWeights:
@@ -1064,12 +1077,45 @@ class FileWeights:
     def __init__(self, gguf: GGUF):
         self.gguf = gguf
 
-    def matrix(self, card: Card, name: str) -> Matrix:
-        if self.gguf.tensors[name].type == "Q8_0":
-            quants, scales = self.gguf.q8_0(name)
-            return Matrix(card.upload(quants, name), card.upload(scales, f"{name} scales"))
-        self.gguf.floats(name)  # refuses values that are not finite
-        return Matrix(card.upload(self.gguf.data(name), name))
+    @contextlib.contextmanager
+    def loading(self, card: Card):
+        """Surrounds all calls of `matrix` and `vector` for a card; the values are good when it ends. ModelError."""
+        names, largest = list(self.gguf.tensors), max(tensor.nbytes for tensor in self.gguf.tensors.values())
+        self.feeder = Feeder(card, min(PIECE, largest))
+        bad = card.zeros(len(names), np.uint32, "flags of damaged tensors")
+        self.bad = {name: bad[i:i + 1] for i, name in enumerate(names)}
+        try:
+            yield
+            damaged = np.flatnonzero(card.download(bad))
+        finally:
+            self.feeder = self.bad = None
+        if damaged.size:
+            tensor = self.gguf.tensors[names[damaged[0]]]
+            what = "value" if tensor.type in FLOAT_DTYPES else "block scale"
+            raise ModelError(f"{self.gguf.path}: tensor '{tensor.name}' holds a {what} that is not a finite number")
+
+    def matrix(self, card: Card, *names: str) -> Matrix:
+        """The rows of one tensor or of several, of one type and width, one after the other."""
+        tensors = [self.gguf.tensors[name] for name in names]
+        format, k = tensors[0].type, tensors[0].shape[1]
+        stops = np.cumsum([tensor.shape[0] for tensor in tensors]).tolist()
+        matrix = alloc_matrix(card, format, stops[-1], k, " + ".join(names))
+        for tensor, stop in zip(tensors, stops):
+            assert (tensor.type, tensor.shape[1]) == (format, k)
+            self._fill(card, matrix.rows(stop - tensor.shape[0], stop), tensor.name)
+        return matrix
+
+    def _fill(self, card: Card, rows: Matrix, name: str):
+        """The bytes of a tensor to the card, where a kernel takes them apart and looks for damage."""
+        data, bad = self.gguf.data(name), self.bad[name]
+        if rows.is_quantized:
+            for first, raw in self.feeder.pieces(data, repack.BLOCK_BYTES):
+                repack.split_q8_0(card, rows.values, rows.scales, raw, bad, first)
+        else:
+            to = rows.values.reshape(-1).view(np.uint8)
+            for first, raw in self.feeder.pieces(data, 1):
+                card.copy(to[first:first + raw.size], raw)
+            repack.find_nonfinite(card, rows.values, bad)
 
     def vector(self, card: Card, name: str) -> Array:
         """A norm weight, a bias or another small tensor, as float32 in its own shape."""
@@ -1089,10 +1135,16 @@ class SyntheticWeights:
     def __init__(self, config: Config):
         self.shapes = config.tensor_shapes()
 
-    def matrix(self, card: Card, name: str) -> Matrix:
-        n, k = self.shapes[name]
-        matrix = Matrix(card.alloc((n, k), np.int8, name), card.alloc((n, k // 32), np.float16, f"{name} scales"))
-        synthetic.random_q8(card, matrix.values, matrix.scales, n, k, zlib.crc32(name.encode()))
+    def loading(self, card: Card):
+        return contextlib.nullcontext()
+
+    def matrix(self, card: Card, *names: str) -> Matrix:
+        k, stop = self.shapes[names[0]][1], 0
+        matrix = alloc_matrix(card, "Q8_0", sum(self.shapes[name][0] for name in names), k, " + ".join(names))
+        for name in names:
+            start, stop = stop, stop + self.shapes[name][0]
+            rows = matrix.rows(start, stop)
+            synthetic.random_q8(card, rows.values, rows.scales, rows.n, k, zlib.crc32(name.encode()))
         return matrix
 
     def vector(self, card: Card, name: str) -> Array:
@@ -1229,7 +1281,7 @@ class Model:
         self.k, self.v = floats("key", c.kv_dim), floats("value", c.kv_dim)
         self.q = card.alloc((rows, c.n_heads, c.head_dim), np.float16, "rotated query")
         self.attended = floats("attention output", c.query_dim)
-        self.gate, self.up = floats("gate", c.ffn_dim), floats("up", c.ffn_dim)
+        self.gate_up = floats("gate and up", 2 * c.ffn_dim)
         widths = {c.hidden_dim, c.value_dim, c.query_dim, c.ffn_dim}
         self.activations = {k: Activation(card, rows, k) for k in widths}
         partials = attention.scratch_shape(n_slots, c.n_heads, self.cache.max_pages)
@@ -1266,10 +1318,11 @@ class Model:
                              layer.dt_bias, rows.slots, rows.n, c.n_key_heads, c.n_value_heads, length)
         o = self.activations[c.value_dim]
         if layer.out.is_quantized:
-            norm.gated_norm_quantize(card, o.q, o.d, self.o, self.z, layer.out_norm, rows.n, c.n_value_heads,
-                                     c.norm_eps)
+            norm.gated_norm_quantize(card, o.q, o.d, self.o, self.z, c.value_dim, layer.out_norm, rows.n,
+                                     c.n_value_heads, c.norm_eps)
         else:
-            norm.gated_norm(card, o.x, self.o, self.z, layer.out_norm, rows.n, c.n_value_heads, c.norm_eps)
+            norm.gated_norm(card, o.x, self.o, self.z, c.value_dim, layer.out_norm, rows.n, c.n_value_heads,
+                            c.norm_eps)
         self.project(rows, self.x, layer.out, o, add=True)
 
     def attention(self, rows: Rows, layer: AttentionLayer, pages: "Pages"):
@@ -1292,13 +1345,13 @@ class Model:
     def mlp(self, rows: Rows, layer: MLP):
         card, ffn_dim = self.card, self.config.ffn_dim
         u = self.norm(rows, layer.norm, layer.gate, layer.up)
-        self.project(rows, self.gate, layer.gate, u)
-        self.project(rows, self.up, layer.up, u)
+        self.project(rows, self.gate_up, layer.gate, u, stride=2 * ffn_dim)
+        self.project(rows, self.gate_up.reshape(-1)[ffn_dim:], layer.up, u, stride=2 * ffn_dim)
         h = self.activations[ffn_dim]
         if layer.down.is_quantized:
-            swiglu.swiglu_quantize(card, h.q, h.d, self.gate, self.up, rows.n, ffn_dim)
+            swiglu.swiglu_quantize(card, h.q, h.d, self.gate_up, rows.n, ffn_dim)
         else:
-            swiglu.swiglu(card, h.x, self.gate, self.up, rows.n, ffn_dim)
+            swiglu.swiglu(card, h.x, self.gate_up, rows.n, ffn_dim)
         self.project(rows, self.x, layer.down, h, add=True)
 
     def compute_logits(self, x: Array, n: int):
@@ -1326,15 +1379,16 @@ class Model:
             self.card.copy(u.x, y)
         return u
 
-    def project(self, rows: Rows, y: Array, matrix: Matrix, u: Activation, add: bool = False):
-        """y[rows, n] = u W^T (y += with `add`) through the kernel of the rows' family."""
-        card, n, k = self.card, matrix.n, matrix.k
+    def project(self, rows: Rows, y: Array, matrix: Matrix, u: Activation, add: bool = False, stride: int = 0):
+        """y = u W^T (y += with `add`) through the kernel of the rows' family; rows of y are `stride` numbers
+        apart, where they hold more than the n of this product."""
+        card, n, k, stride = self.card, matrix.n, matrix.k, stride or matrix.n
         if matrix.is_quantized:
             product = q8_gemv.gemv_q8_q8 if rows.is_decode else q8_gemm.gemm_q8_q8
-            product(card, y, matrix.values, matrix.scales, u.q, u.d, n, k, rows.n, add)
+            product(card, y, stride, matrix.values, matrix.scales, u.q, u.d, n, k, rows.n, add)
         else:
             product = float_matmul.gemv_float if rows.is_decode else float_matmul.gemm_float
-            product(card, y, matrix.values, u.x, n, k, rows.n, add)
+            product(card, y, stride, matrix.values, u.x, n, k, rows.n, add)
 
 
 # ======================================================================================================
@@ -1416,7 +1470,7 @@ class PagePool:
 
 
 class Stage:
-    """A range of layers on one card: weights, caches, scratch, and the recorded launches of decode.
+    """A range of layers on one card: weights, caches, scratch, and the launches that repeat, recorded.
 
     Token ids enter the first stage, and its last one's sampler turns logits into token ids; what a stage in between
     hands on is `model.x`.
@@ -1424,74 +1478,113 @@ class Stage:
 
     def __init__(self, card: Card, config: Config, weights, layers: range, n_slots: int, n_ctx: int, chunk: int,
                  progress=iter):
-        self.card, self.n_slots = card, n_slots
+        self.card, self.n_slots, self.chunk = card, n_slots, chunk
         self.cache = Cache(card, config, layers, n_slots, n_ctx)
         max_rows = max(chunk, n_slots, HEAD_ROWS)
-        self.model = Model(card, config, weights, layers, self.cache, max_rows, n_slots, progress)
+        with weights.loading(card):
+            self.model = Model(card, config, weights, layers, self.cache, max_rows, n_slots, progress)
         self.sampler = Sampler(card, n_slots, config.n_vocab) if self.model.head else None
-        self.inputs = card.alloc(6 * max_rows, np.int32, "ids, slots and positions of a pass")
-        self.decoders = {}      # batch size -> Recording
-
-    def rows(self, n: int, is_decode: bool) -> Rows:
-        """The first n entries of each input, side by side in one array so that one copy fills them all."""
-        i = self.inputs
-        return Rows(n, is_decode, i[:n], i[n:2 * n], i[2 * n:3 * n], i[3 * n:6 * n].reshape(3, n))
-
-    def set_rows(self, ids, slots, positions):
-        """Copy token ids, slots and positions to the card (lists of the same length)."""
-        packed = np.concatenate([ids, slots, positions, positions, positions, positions]).astype(np.int32)
-        self.card.copy_in(self.inputs[:len(packed)], packed)
+        # A prompt's pass must not disturb the batch, whose inputs stay from one step to the next.
+        self.inputs = card.alloc(6 * max_rows, np.int32, "ids, slots and positions of a prompt's pass")
+        self.batch = card.alloc(6 * n_slots, np.int32, "ids, slots and positions of a decode step")
+        self.recordings = {}    # (rows, is_decode) -> Recording
 
     def prefill(self, ids, slot: int, start: int, tap=None):
-        """Run consecutive tokens of a slot; their hidden states stay in model.x until the next pass."""
+        """Queue a pass over consecutive tokens of a slot; their hidden states stay in model.x until the next one."""
         n = len(ids)
-        self.set_rows(ids, [slot] * n, range(start, start + n))
-        self.model.forward(self.rows(n, is_decode=False), tap)
+        set_rows(self.inputs, ids, [slot] * n, range(start, start + n))
+        if n == self.chunk and tap is None:
+            self.recording(n, is_decode=False).replay()
+        else:
+            self.model.forward(rows_of(self.inputs, n, is_decode=False), tap)
 
     def sample_row(self, row: int, slot: int) -> int:
-        """The next token of a slot from row `row` of the hidden states of the prefill pass just run."""
-        self.set_rows([0], [slot], [0])
+        """The next token of a slot from row `row` of the hidden states of the prefill pass queued last."""
+        set_rows(self.inputs, [0], [slot], [0])
         self.model.compute_logits(self.model.x[row:row + 1], 1)
-        self.sampler.launch(self.model.logits, self.rows(1, is_decode=True))
-        return int(self.sampler.read(1)[0])
+        self.sampler.launch(self.model.logits, rows_of(self.inputs, 1, is_decode=True))
+        return int(self.card.download(self.sampler.tokens[:1])[0])
 
-    def decode(self, ids, slots, positions) -> np.ndarray | None:
-        """One step of several slots, recorded once for each batch size; int32 next tokens from the last stage."""
-        n = len(ids)
-        self.set_rows(ids, slots, positions)
-        if n not in self.decoders:
-            self.decoders[n] = self._record(self.rows(n, is_decode=True))
-        self.decoders[n].replay()
-        return self.sampler.read(n) if self.sampler else None
+    def place(self, ids, slots, positions):
+        """The inputs of the next decode step."""
+        set_rows(self.batch, ids, slots, positions)
 
-    def _record(self, rows: Rows):
-        with self.card.record() as recording:
-            self.launch_step(rows)
-        return recording
+    def step(self, n: int):
+        """Queue a decode step of the n rows placed last, or where the step before it has left them."""
+        self.recording(n, is_decode=True).replay()
 
-    def launch_step(self, rows: Rows):
-        """Queue all launches of a decode step."""
+    def recording(self, n: int, is_decode: bool):
+        """What a pass over n rows launches; made when it is first asked for."""
+        if (n, is_decode) not in self.recordings:
+            with self.card.record() as recording:
+                if is_decode:
+                    self.launch_step(n)
+                    self.advance(n)
+                else:
+                    self.model.forward(rows_of(self.inputs, n, is_decode))
+            self.recordings[n, is_decode] = recording
+        return self.recordings[n, is_decode]
+
+    def launch_all(self):
+        """Launch every kernel that a prompt or an answer of any length may need; what they compute is of no use."""
+        for n in (*range(1, min(self.chunk, 64)), *range(64, self.chunk + 1, 8)):   # few and many rows differ
+            self.model.forward(rows_of(self.inputs, n, is_decode=False))
+        for n in range(1, self.n_slots + 1):
+            self.launch_step(n)
+            self.advance(n)
+        if self.sampler:
+            for n in range(1, HEAD_ROWS + 1):
+                self.model.compute_logits(self.model.x, n)
+
+    def launch_step(self, n: int):
+        """Queue all launches of a decode step but those that make the next one's inputs."""
+        rows = rows_of(self.batch, n, is_decode=True)
         self.model.forward(rows)
-        if self.model.head:
-            self.model.compute_logits(self.model.x, rows.n)
+        if self.sampler:
+            self.model.compute_logits(self.model.x, n)
             self.sampler.launch(self.model.logits, rows)
+
+    def advance(self, n: int):
+        """The tokens of the step become the inputs of the next one."""
+        if self.sampler:
+            rows = rows_of(self.batch, n, is_decode=True)
+            advance.advance(self.card, rows.ids, rows.positions, rows.rope, self.sampler.tokens, n)
+
+
+def rows_of(inputs: Array, n: int, is_decode: bool) -> Rows:
+    """n rows whose ids, slots and positions lie side by side at the start of an array, so that one copy fills all."""
+    i = inputs
+    return Rows(n, is_decode, i[:n], i[n:2 * n], i[2 * n:3 * n], i[3 * n:6 * n].reshape(3, n))
+
+
+def set_rows(inputs: Array, ids, slots, positions):
+    """Fill what `rows_of` reads (lists of the same length)."""
+    packed = np.array([ids, slots, positions, positions, positions, positions], np.int32).reshape(-1)
+    inputs.card.copy_in(inputs[:packed.size], packed)
 
 
 class Pipeline:
-    """The stages in order: one card, one stage for now. What crosses from card to card belongs here, nowhere else."""
+    """The stages in order: one card, one stage for now. What crosses from card to card belongs here, nowhere else.
+
+    Everything is queued and happens in the order of the calls, also where two requests share memory one after the
+    other: a slot or a page may be given to the next as soon as no further work of the last is queued.
+    """
 
     def __init__(self, stages: list[Stage]):
         self.stages, self.last = stages, stages[-1]
+        self.queued = collections.deque()       # the ends of the prefill passes that nobody has waited for
 
-    def warm_up(self, n_slots: int, chunk: int):
-        """Compile what any prompt and any answer will run, and record decode, so that no request waits for it."""
-        self.set_pages(0, list(range(pages_for(chunk))))
-        for n_rows in (1, chunk):               # few and many rows take different kernels
-            self.start(0, Request([0]))
-            self.prefill([0] * n_rows, 0, 0)
-            self.sample_row(0, 0)
-        for n in (n for n in (1, 2, 4, 8) if n <= n_slots):
-            self.decode([0] * n, list(range(n)), [0] * n)
+    def load_kernels(self, progress: bool):
+        """Load what any prompt and any answer will run, and record what repeats, so that no request waits for it."""
+        for stage in self.stages:
+            with stage.card.collecting() as needed:
+                stage.launch_all()
+            with tqdm.tqdm(desc="compiling kernels", total=len(needed), unit="kernel", leave=False,
+                           disable=not progress) as bar:
+                stage.card.load_kernels(needed, lambda name: (bar.set_postfix_str(name), bar.update()))
+            stage.recording(stage.chunk, is_decode=False)
+            for n in (n for n in (1, 2, 4, 8) if n <= stage.n_slots):       # others are recorded when they come
+                stage.recording(n, is_decode=True)
 
     def start(self, slot: int, request: "Request"):
         """Make a slot ready for a new sequence."""
@@ -1507,21 +1600,40 @@ class Pipeline:
         """A chunk of a prompt: tokens of `slot` at positions start, start + 1, ...; start is a multiple of 64."""
         for stage in self.stages:
             stage.prefill(ids, slot, start, tap)
-        self.last.card.synchronize()        # or a whole prompt is queued at once, and no cancellation stops the cards
+        self.queued.append(self.last.card.default_stream.record())
+        if len(self.queued) > 1:        # or a whole prompt is queued at once, and no cancellation stops the cards
+            self.queued.popleft().synchronize()
 
     def sample_row(self, row: int, slot: int) -> int:
         return self.last.sample_row(row, slot)
 
-    def decode(self, ids, slots, positions) -> np.ndarray:
-        """One token of each slot in, the next token of each out (int32)."""
+    def place(self, ids, slots, positions):
+        """The batch of the decode steps that follow: for each row a token, its slot and its position."""
         for stage in self.stages:
-            tokens = stage.decode(ids, slots, positions)
-        return tokens
+            stage.place(ids, slots, positions)
+
+    def step(self, n: int) -> "Tokens":
+        """Queue a decode step of the n rows of the batch. The tokens that it finds are what enters the next one."""
+        for stage in self.stages:
+            stage.step(n)
+        return self.last.sampler.fetch(n)
 
 
 # ======================================================================================================
 # 7  Sampling
 # ======================================================================================================
+
+
+class Tokens:
+    """Tokens on their way from a card to the host."""
+
+    def __init__(self, host: np.ndarray, arrived):
+        self.host, self.arrived = host, arrived
+
+    def read(self) -> np.ndarray:
+        """Waits for them: int32, -1 where the logits of a row held a NaN. Good until the second `fetch` after."""
+        self.arrived.synchronize()
+        return self.host
 
 
 class Sampler:
@@ -1531,6 +1643,8 @@ class Sampler:
         self.card, self.n_vocab = card, n_vocab
         self.state = sample.SamplingState.allocate(card, n_slots, n_slots, n_vocab)
         self.tokens = card.alloc(n_slots, np.int32, "sampled tokens")
+        # One is read while the other is filled.
+        self.hosts = itertools.cycle([card.pinned(n_slots, np.int32) for _ in range(2)])
 
     def start(self, slot: int, request: "Request"):
         """Set a slot's parameters for a request and forget what it generated before."""
@@ -1543,9 +1657,11 @@ class Sampler:
         """Queue the choice of the next token of each row; it can be recorded."""
         sample.sample(self.card, self.tokens, logits, rows.slots, self.state, rows.n, self.n_vocab)
 
-    def read(self, n: int) -> np.ndarray:
-        """The tokens of the n rows sampled last (int32)."""
-        return self.card.download(self.tokens[:n])
+    def fetch(self, n: int) -> Tokens:
+        """Queue the copy to the host of the tokens of the n rows sampled last."""
+        host = next(self.hosts)[:n]
+        self.card.copy_out(host, self.tokens[:n])
+        return Tokens(host, self.card.default_stream.record())
 
 
 # ======================================================================================================
@@ -1705,11 +1821,25 @@ class Sequence:
         self.generation, self.slot = generation, slot
         self.tokens = list(generation.request.prompt_ids)
         self.n_cached = 0
+        self.in_flight = 0          # tokens that a queued decode step will find: 0 or 1
         self.pages: list[int] = []
 
     @property
     def in_prompt(self) -> bool:
         return self.n_cached < self.generation.n_prompt
+
+    def is_full(self, more: int, n_ctx: int) -> bool:
+        """Whether so many more tokens end it by its length."""
+        return (self.generation.n_generated + more == self.generation.request.max_tokens
+                or len(self.tokens) + more >= n_ctx)
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A decode step that is queued: the sequences of its rows, and the tokens that it will find."""
+
+    sequences: list[Sequence]
+    tokens: Tokens
 
 
 class Scheduler:
@@ -1717,6 +1847,10 @@ class Scheduler:
 
     So prompts and running answers take turns, and a cancellation is seen at every step. The queue has no limit:
     the server, which strangers may reach, has one.
+
+    A decode step is queued before the tokens of the one before it are looked at, since the cards hand those on
+    themselves: so they never wait for the host. Where such a token ends its sequence, the step has computed a row
+    for nothing: it wrote into the sequence's own slot and pages, before whoever has them next.
     """
 
     def __init__(self, pipeline: Pipeline, tokenizer: Tokenizer, n_slots: int, n_ctx: int, chunk: int):
@@ -1724,6 +1858,7 @@ class Scheduler:
         self.pool = PagePool(n_slots * pages_for(n_ctx))
         self.free_slots = list(reversed(range(n_slots)))
         self.waiting, self.running = collections.deque(), []
+        self.flight: Flight | None = None           # while there is one, the cards know its batch
         self.changed = threading.Condition()        # guards waiting, guests, closing and error
         self.closing, self.error = False, None      # error: the sentence on what the engine failed with
         self.stepping = threading.Lock()            # held while the pipeline is in use
@@ -1785,6 +1920,9 @@ class Scheduler:
         except Exception as error:
             logging.getLogger("qengine").error("the engine has stopped", exc_info=error)
             self.error = "the engine has stopped after an internal error"
+        for stage in self.pipeline.stages:              # what is queued uses memory that may go now
+            with contextlib.suppress(CardError):
+                stage.card.synchronize()
         with self.changed:
             self.closing = True
             for generation in [s.generation for s in self.running] + list(self.waiting):
@@ -1804,9 +1942,7 @@ class Scheduler:
         prompt = next((s for s in self.running if s.in_prompt), None)
         if prompt is not None:
             self._prefill(prompt)
-        answering = [s for s in self.running if not s.in_prompt]
-        if answering:
-            self._decode(answering)
+        self._decode()
 
     def _drop_cancelled(self):
         for sequence in [s for s in self.running if s.generation.cancelled]:
@@ -1835,14 +1971,37 @@ class Scheduler:
         if not sequence.in_prompt:
             self._take(sequence, self.pipeline.sample_row(end - start - 1, sequence.slot))
 
-    def _decode(self, sequences: list[Sequence]):
-        for sequence in sequences:
-            self.reserve(sequence, len(sequence.tokens))
-        tokens = self.pipeline.decode([s.tokens[-1] for s in sequences], [s.slot for s in sequences],
-                                      [s.n_cached for s in sequences])
-        for sequence, token in zip(sequences, tokens):
-            sequence.n_cached += 1
-            self._take(sequence, int(token))
+    def _decode(self):
+        """Queue a step of all answers, and then take the tokens of the one before."""
+        if self.flight and self.flight.sequences != self._answering():
+            self._land()                            # who stays needs its token to be placed anew
+        batch = self._answering()
+        if not batch:
+            return
+        if self.flight is None:
+            self.pipeline.place([s.tokens[-1] for s in batch], [s.slot for s in batch], [s.n_cached for s in batch])
+        for sequence in batch:
+            self.reserve(sequence, sequence.n_cached + sequence.in_flight + 1)
+        tokens = self.pipeline.step(len(batch))
+        self._land()
+        for sequence in batch:
+            sequence.in_flight = 1
+        self.flight = Flight(batch, tokens)
+
+    def _answering(self) -> list[Sequence]:
+        """Who takes part in the next step: all answers, but those that the step in flight brings to their end."""
+        return [s for s in self.running if not s.in_prompt and not (s.in_flight and s.is_full(1, self.n_ctx))]
+
+    def _land(self):
+        """Take the tokens of the step in flight, but for sequences that have ended meanwhile."""
+        flight, self.flight = self.flight, None
+        if flight is None:
+            return
+        for sequence, token in zip(flight.sequences, flight.tokens.read().tolist()):
+            if sequence in self.running:
+                sequence.n_cached += 1
+                sequence.in_flight = 0
+                self._take(sequence, token)
 
     def reserve(self, sequence: Sequence, n_tokens: int):
         """Pages for the first n_tokens of a sequence. There are enough: the pool holds every slot's whole context."""
@@ -1855,13 +2014,12 @@ class Scheduler:
         """Hand a new token of a sequence to its reader; after the last one the slot is free."""
         if token < 0:
             raise CardError(NAN_LOGITS)
-        sequence.tokens.append(token)
-        generation, request = sequence.generation, sequence.generation.request
-        finish_reason = None
-        if token in self.tokenizer.eos_ids and not request.ignore_eos:
+        generation, finish_reason = sequence.generation, None
+        if token in self.tokenizer.eos_ids and not generation.request.ignore_eos:
             finish_reason = "stop"
-        elif generation.n_generated + 1 == request.max_tokens or len(sequence.tokens) >= self.n_ctx:
+        elif sequence.is_full(1, self.n_ctx):
             finish_reason = "length"
+        sequence.tokens.append(token)
         if generation.push(token, finish_reason):
             self._finish(sequence)
 
@@ -2009,12 +2167,7 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | None 
     loading = functools.partial(tqdm.tqdm, desc="loading layers", unit="layer", leave=False, disable=not progress)
     layers = range(config.n_layers)
     pipeline = Pipeline([Stage(used, config, opened.weights, layers, slots, n_ctx, chunk, loading)])
-    with tqdm.tqdm(desc="compiling kernels", unit="kernel", leave=False, disable=not progress) as bar:
-        used.on_compile = lambda name: (bar.set_postfix_str(name), bar.update())
-        try:
-            pipeline.warm_up(slots, min(chunk, PAGE_TOKENS))
-        finally:
-            used.on_compile = None
+    pipeline.load_kernels(progress)
     if progress:
         note(f"model: {config.name}, {config.n_parameters / 1e6:,.1f} million parameters; "
              f"{show_bytes(free - used.free_bytes)} on the card, {slots} x {n_ctx} tokens of context included")
@@ -2533,10 +2686,13 @@ class Bench:
 
     def steps(self, context: int) -> float:
         """Seconds of DECODE_STEPS steps of the batch from a context on."""
-        slots, tokens = list(range(self.batch)), [0] * self.batch
+        self.place_step(context)
         started = time.perf_counter()
-        for position in range(context, context + DECODE_STEPS):
-            tokens = self.pipeline.decode(tokens, slots, [position] * self.batch).tolist()
+        tokens = self.pipeline.step(self.batch)
+        for _ in range(DECODE_STEPS - 1):               # one ahead, as the scheduler does
+            tokens, before = self.pipeline.step(self.batch), tokens
+            before.read()
+        tokens.read()
         return time.perf_counter() - started
 
     def prefill(self, n: int) -> Speed:
@@ -2545,8 +2701,8 @@ class Bench:
         speeds = [n / self.prompt(n) for _ in range(self.repeats)]
         times = {}
         for start, ids in self.chunks(n):
-            self.stage.set_rows(ids, [0] * len(ids), range(start, start + len(ids)))
-            rows = self.stage.rows(len(ids), is_decode=False)
+            set_rows(self.stage.inputs, ids, [0] * len(ids), range(start, start + len(ids)))
+            rows = rows_of(self.stage.inputs, len(ids), is_decode=False)
             operation_seconds(self.card, functools.partial(self.stage.model.forward, rows), times)
         share = self.prompt_operations(n) / n * np.median(speeds) / self.report.dp4a_peak
         return self.speed(n, 1, speeds, share, times)
@@ -2570,12 +2726,11 @@ class Bench:
 
     def place_step(self, context: int):
         """Tell the card the inputs of a decode step."""
-        self.stage.set_rows([0] * self.batch, range(self.batch), [context] * self.batch)
+        self.pipeline.place([0] * self.batch, range(self.batch), [context] * self.batch)
 
     def step(self):
-        """Queue the launches of a decode step, which `Stage.decode` replays from a recording."""
-        stage = self.stage
-        stage.launch_step(stage.rows(self.batch, is_decode=True))
+        """Queue the launches of a decode step, which `Stage.step` replays from a recording."""
+        self.stage.launch_step(self.batch)
 
     # ---- what it must move and compute ----
 

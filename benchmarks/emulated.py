@@ -51,7 +51,7 @@ def product(card, multiply, n, k, rows):
     w, x = q8_gemv.random_q8(random, n, k), q8_gemv.random_activations(random, rows, k)
     arrays = [card.upload(a) for a in (*w, *x)]
     y = card.zeros((rows, n), np.float32)
-    return programs(card, lambda: multiply(card, y, *arrays, n, k, rows)), n * k * rows
+    return programs(card, lambda: multiply(card, y, n, *arrays, n, k, rows)), n * k * rows
 
 
 def main(workers=1):

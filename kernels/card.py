@@ -26,14 +26,16 @@ import struct
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
 from kernels import compile as compiler
+from kernels import workers
 from kernels.throttled import rewrite
 
 ALIGNMENT = 256                                          # bytes; of every allocation, as on the real card
+WORTH_WORKERS = 4                                        # fewer missing kernels take less time than starting Python
 POISON = 0xFF                                            # a byte that makes NaN of floats and -1 of integers
 
 
@@ -76,12 +78,13 @@ memory.
     int), type (its type string for compilation), memory (the allocation).
     """
 
-    __slots__ = ("memory", "ptr", "shape", "dtype", "type", "name", "_words")
+    __slots__ = ("memory", "ptr", "shape", "dtype", "type", "name", "_words", "_forms")
 
     def __init__(self, memory, ptr, shape, dtype, name):
         self.memory, self.ptr, self.shape, self.dtype, self.name = memory, ptr, shape, dtype, name
         self.type = compiler.array_type(dtype, len(shape))
         self._words = None
+        self._forms = {}                                 # views and shapes of it: every launch asks for the same
 
     card = property(lambda self: self.memory.card)
     ndim = property(lambda self: len(self.shape))
@@ -97,7 +100,12 @@ memory.
 
     def view(self, dtype):
         """The same bytes as items of `dtype`; the last axis changes its length."""
-        dtype = np.dtype(dtype)
+        form = self._forms.get(dtype)
+        if form is None:
+            form = self._forms[dtype] = self._view(np.dtype(dtype))
+        return form
+
+    def _view(self, dtype):
         last = self.shape[-1] * self.dtype.itemsize if self.shape else self.dtype.itemsize
         if last % dtype.itemsize or self.ptr % dtype.itemsize:
             raise ValueError(f"cannot view {self!r} as {dtype.name}")
@@ -106,6 +114,12 @@ memory.
     def reshape(self, *shape):
         """The same items in another shape; one extent may be -1."""
         shape = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+        form = self._forms.get(shape)
+        if form is None:
+            form = self._forms[shape] = self._reshape(shape)
+        return form
+
+    def _reshape(self, shape):
         if -1 in shape:
             known = -math.prod(shape)
             shape = tuple(self.size // max(known, 1) if extent == -1 else extent for extent in shape)
@@ -183,13 +197,17 @@ class Recording:
         self.stream = stream                             # keeps operations instead of running them
         self.thread = threading.get_ident()
         self.used = used = {}                            # allocation -> an Array of it
+        self.n_freed = card.n_freed
         stream.keep = lambda values: used.update((x.memory, x) for x in values if type(x) is Array)
 
     def check(self):
         """Raises unless everything that a replay uses is there."""
+        if self.n_freed == self.card.n_freed:            # nothing was freed: a replay should cost no search
+            return
         for memory, array in self.used.items():
             if memory.card is None:
                 self.card._check(array)
+        self.n_freed = self.card.n_freed
 
 
 # ---- the card ----------------------------------------------------------------------------------------------
@@ -208,7 +226,8 @@ class Card:
 
     The kinds of card implement `_take` and `_give` (memory), `_upload_now`, `_fill_now`, `_copy_in`,
     `_copy_out`, `_copy`, `_fill`, `_load`, `_enqueue`, `_begin_recording`, `_end_recording`, `stream`,
-    `pinned`, `synchronize` and `describe`.
+    `pinned`, `synchronize` and `describe`; of machine code, `_is_cached(compiled, block)`, `_cache_filler()`, which
+    gives a function of the same that can be pickled and needs no card, and `_make_ready(function, block)`.
     """
 
     kind = "cuda"                                        # what `open_cards` calls its kind
@@ -218,12 +237,13 @@ class Card:
         self.max_shared = max_shared                     # bytes of shared memory that one block may have
         self.cache_dir = cache_dir
         self.allocations = {}                            # start address -> (bytes, name) of everything alive
+        self.n_freed = 0                                 # calls of `free`
         # Two locks: memory is freed by finalizers, which may interrupt a thread that waits for a compilation.
         self._memory_lock, self._loading = threading.RLock(), threading.Lock()
         self._functions = {}                             # (kernel, *argument types) -> Function
         self._replaced = ()                              # instructions, see `replace`
-        self.on_compile = None                           # called with the name of each kernel met first
         self._recording = None
+        self._collecting = {}                            # thread -> what its launches need
 
     def __repr__(self):
         return f"<{self.describe()}>"
@@ -274,6 +294,7 @@ class Card:
         if array.ptr != array.memory.ptr:
             raise CardError(f"{array!r} is part of a larger array: free that one")
         self.synchronize()
+        self.n_freed += 1
         array.memory.release()
 
     def _return(self, memory):
@@ -353,8 +374,11 @@ class Card:
                 else:
                     types.append(compiler.scalar_type(value))
                     values.append(value)
-            function = self._functions.get(tuple(types)) or self._function(kernel, tuple(types))
             blocks, threads = _geometry(grid, block)
+            if self._collecting and threading.get_ident() in self._collecting:
+                self._collecting[threading.get_ident()][tuple(types), threads] = None
+                return
+            function = self._functions.get(tuple(types)) or self._function(tuple(types))
             if not 0 <= shared <= function.max_shared:
                 raise LaunchError(f"{shared} bytes of dynamic shared memory, {function.max_shared} at most")
             params = function.pack(*values)
@@ -364,18 +388,21 @@ class Card:
         stream.keep(args)
         self._enqueue(stream, function, blocks, threads, shared, params, args)
 
-    def _function(self, kernel, types):
+    def _function(self, types):
+        """The Function of types = (kernel, *types of its arguments)."""
         with self._loading:
             function = self._functions.get(types)
             if function is None:
-                cc = compiler.target_cc(self.cc)
-                compiled = compiler.compile_kernel(kernel, types[1:], cc, self.cache_dir)
-                compiled = replace(compiled, ptx=rewrite(compiled.ptx, self._replaced))
+                compiled = self._source(*types)(compiler.compile_kernel)
                 handle, static_shared = self._load(compiled)
                 pack = compiler.packer(types[1:])
                 function = Function(compiled.name, pack, handle, self.max_shared - static_shared)
                 self._functions[types] = function
         return function
+
+    def _source(self, kernel, *types):
+        """What gives the PTX of a kernel for this card, by a function of kernels/compile.py; it can be pickled."""
+        return partial(_source, kernel, types, compiler.target_cc(self.cc), self.cache_dir, self._replaced)
 
     def replace(self, instead):
         """From now on load kernels with instructions replaced, pairs as `throttled.rewrite` takes them; returns
@@ -384,6 +411,35 @@ class Card:
             before, self._replaced = self._replaced, tuple(instead)
             self._functions.clear()
         return before
+
+    # -- many kernels at once --
+
+    @contextmanager
+    def collecting(self):
+        """Launches that this thread makes inside are not run. Yields a dict that is filled with what they need, for
+        `load_kernels`."""
+        thread = threading.get_ident()
+        needed = self._collecting[thread] = {}
+        try:
+            yield needed
+        finally:
+            del self._collecting[thread]
+
+    def load_kernels(self, needed, on_done=lambda name: None):
+        """Loads the kernels in `needed`, from `collecting`, so that no launch waits for them. What is in no cache is
+        compiled by several processes at once. on_done(name) is called for each kernel. Raises CompileError."""
+        jobs = {}
+        for types, block in needed:
+            source = self._source(*types)
+            compiled = source(compiler.find_kernel)
+            if compiled is None or not self._is_cached(compiled, block):
+                jobs[types, block] = partial(_fill_caches, source, self._cache_filler(), block)
+        if len(jobs) >= WORTH_WORKERS:
+            workers.run(jobs, lambda need: on_done(need[0][0].__name__))
+        for types, block in needed:
+            self._make_ready(self._function(types), block)
+            if len(jobs) < WORTH_WORKERS or (types, block) not in jobs:
+                on_done(types[0].__name__)
 
     # -- record and replay --
 
@@ -424,6 +480,17 @@ class Card:
     def _check_host(array, host):
         if host.shape != array.shape or host.dtype != array.dtype:
             raise CardError(f"host array {host.dtype.name}{list(host.shape)} does not match {array!r}")
+
+
+def _source(kernel, types, cc, cache_dir, replaced, compile):
+    """A Compiled with throttled instructions replaced; None where `compile`, of kernels/compile.py, gives None."""
+    compiled = compile(kernel, types, cc, cache_dir)
+    return compiled and replace(compiled, ptx=rewrite(compiled.ptx, replaced))
+
+
+def _fill_caches(source, fill, block):
+    """What a worker does: PTX and machine code of a kernel, into the caches on the disk."""
+    fill(source(compiler.compile_kernel), block)
 
 
 @lru_cache(maxsize=4096)

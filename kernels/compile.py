@@ -132,30 +132,42 @@ minor).
     Looks in this process, then in `cache_dir` / "ptx", then compiles. Safe from several threads and
     processes. Raises CompileError.
     """
+    return _find(kernel, signature, cc, cache_dir, _compile)
+
+
+def find_kernel(kernel, signature, cc, cache_dir=CACHE_DIR):
+    """What `compile_kernel` gives, or None where it would have to compile."""
+    return _find(kernel, signature, cc, cache_dir, None)
+
+
+def _find(kernel, signature, cc, cache_dir, compile):
     place = (kernel, signature, cc, cache_dir)
     with _lock:
-        compiled = _memory.get(place)
-        if compiled is None:
-            compiled = _memory[place] = _load_or_compile(kernel, signature, cc, Path(cache_dir) / "ptx")
-    return compiled
+        if place not in _memory:
+            compiled = _load_or_compile(kernel, signature, cc, Path(cache_dir) / "ptx", compile)
+            if compiled is None:
+                return None
+            _memory[place] = compiled
+        return _memory[place]
 
 
-def _load_or_compile(kernel, signature, cc, folder):
+def _load_or_compile(kernel, signature, cc, folder, compile):
     global n_compiled
     name = kernel.__name__
     entry = "kernel_" + name                    # bare names such as `add` are reserved words of PTX
     try:
         key = cache_key(kernel, signature, cc)
         ptx = load(folder / f"{key}.ptx")
-        if ptx is None:
-            ptx = _compile(kernel, signature, cc, entry)
-            n_compiled += 1
-            store(folder / f"{key}.ptx", ptx.encode())
-        else:
-            ptx = ptx.decode()
+        if ptx is not None:
+            return Compiled(name, signature, entry, ptx.decode())
+        if compile is None:
+            return None
+        ptx = compile(kernel, signature, cc, entry)
+        n_compiled += 1
+        store(folder / f"{key}.ptx", ptx.encode())
+        return Compiled(name, signature, entry, ptx)
     except Exception as error:
         raise CompileError(f"kernel {name}({', '.join(signature)}) for sm_{cc[0]}{cc[1]}: {error}") from error
-    return Compiled(name, signature, entry, ptx)
 
 
 def _compile(kernel, signature, cc, entry):

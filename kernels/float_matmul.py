@@ -94,7 +94,7 @@ def gemv_kernel(weight_at, columns):
                 acc[r, c] = cuda.fma(weight[r], value, acc[r, c])
 
     @cuda.jit
-    def gemv_float_kernel(y, w, x, n, k, n_columns, add):
+    def gemv_float_kernel(y, w, x, n, k, n_columns, stride, add):
         lane = uint32(cuda.threadIdx.x)
         row = uint32(uint32(cuda.blockIdx.x * uint32(WARPS) + cuda.threadIdx.y) * uint32(ROWS))
         if row >= n:
@@ -118,7 +118,7 @@ def gemv_kernel(weight_at, columns):
         for r in range(ROWS):
             for c in range(columns):
                 total = warp_sum(acc[r, c])
-                at = uint32(uint32(c) * n + row + uint32(r))
+                at = uint32(uint32(c) * stride + row + uint32(r))
                 if lane == uint32(0) and uint32(row + uint32(r)) < n and uint32(c) < n_columns:
                     y[at] = y[at] + total if add else total
 
@@ -131,7 +131,7 @@ def gemm_kernel(weight_at):
     """The prefill kernel for one kind of weight."""
 
     @cuda.jit
-    def gemm_float_kernel(y, w, x, n, k, n_rows, add):
+    def gemm_float_kernel(y, w, x, n, k, n_rows, stride, add):
         w_tile = cuda.shared.array((DEPTH, PITCH), float32)
         x_tile = cuda.shared.array((TILE_M, DEPTH), float32, alignment=16)
         lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
@@ -174,7 +174,7 @@ def gemm_kernel(weight_at):
             row = uint32(row0 + warp_row + uint32(r))
             for c in range(TILE_COLUMNS):
                 column = uint32(column0 + lane + uint32(32 * c))
-                at = uint32(row * n + column)
+                at = uint32(row * stride + column)
                 if row < n_rows and column < n:
                     y[at] = y[at] + acc[r, c] if add else acc[r, c]
 
@@ -185,22 +185,23 @@ GEMV = {(kind, columns): gemv_kernel(at, columns) for kind, at in WEIGHT_AT.item
 GEMM = {kind: gemm_kernel(at) for kind, at in WEIGHT_AT.items()}
 
 
-def gemv_float(card, y, w, x, n, k, rows, add=False, stream=None):
-    """Decode family: y float32 [rows, n] <- (y +) x float32 [rows, k] . w^T, w [n, k] of float32, float16 or
-    uint16 (bfloat16 bits). One launch for every eight rows; never allocates."""
+def gemv_float(card, y, stride, w, x, n, k, rows, add=False, stream=None):
+    """Decode family: y <- (y +) x float32 [rows, k] . w^T, w [n, k] of float32, float16 or uint16 (bfloat16
+    bits). y: float32, n numbers of a row, `stride` from one row to the next, which is n or more where several
+    products write side by side. One launch for every eight rows; never allocates."""
+    y = y.reshape(-1)
     for first in range(0, rows, COLUMNS[-1]):
         here = min(rows - first, COLUMNS[-1])
-        part = slice(first, first + here)
         kernel = GEMV[np.dtype(w.dtype), min(c for c in COLUMNS if c >= here)]
-        card.launch(kernel, -(-n // (WARPS * ROWS)), (32, WARPS), y[part].reshape(-1), as_words(w),
-                    x[part].reshape(-1), n, k, here, add, stream=stream)
+        card.launch(kernel, -(-n // (WARPS * ROWS)), (32, WARPS), y[first * stride:], as_words(w),
+                    x[first:first + here].reshape(-1), n, k, here, stride, add, stream=stream)
 
 
-def gemm_float(card, y, w, x, n, k, rows, add=False, stream=None):
+def gemm_float(card, y, stride, w, x, n, k, rows, add=False, stream=None):
     """Prefill family: arguments as `gemv_float`. One launch; never allocates."""
     grid = (-(-n // TILE_N), -(-rows // TILE_M))
     card.launch(GEMM[np.dtype(w.dtype)], grid, (32, TILE_WARPS), y.reshape(-1), as_words(w), x.reshape(-1), n,
-                k, rows, add, stream=stream)
+                k, rows, stride, add, stream=stream)
 
 
 # ---- check and time ----------------------------------------------------------------------------------------
@@ -222,17 +223,19 @@ def check(card, n, k, rows, kind, multiply, add=False):
     rng = np.random.default_rng((n, k, rows))
     w, x = random_weights(rng, kind, n, k), rng.standard_normal((rows, k), np.float32)
     before = rng.standard_normal((rows, n), np.float32)
-    y = card.alloc((rows + 1, n), np.float32)
+    y = card.alloc((rows + 1, n + 3), np.float32)      # columns before and behind, and a row too many
     card.poison(y)
     if add:
-        card.copy_in(y[:rows], before)
-    multiply(card, y[:rows], card.upload(w), card.upload(x), n, k, rows, add)
+        card.copy_in(y[:rows], np.pad(before, ((0, 0), (1, 2)), constant_values=np.nan))
+    multiply(card, y.reshape(-1)[1:], n + 3, card.upload(w), card.upload(x), n, k, rows, add)
     y = card.download(y)
-    assert np.isnan(y[rows]).all(), "wrote past the end"
+    got = y[:rows, 1:n + 1].copy()
+    y[:rows, 1:n + 1] = np.nan
+    assert np.isnan(y).all(), "wrote elsewhere"
     magnitude = matmul_reference(w & 0x7FFF if kind == np.uint16 else abs(w), abs(x)) + abs(before) * add
     chain = k if multiply is gemm_float else -(-k // 32) + 5
     bound = (chain + 1) * 2.0**-24 * magnitude
-    error = (abs(y[:rows] - (matmul_reference(w, x) + before * add)) / bound).max()
+    error = (abs(got - (matmul_reference(w, x) + before * add)) / bound).max()
     assert error <= 1
     return error
 
@@ -253,7 +256,7 @@ def cases(card):
             w, x = card.zeros((n, k), kind), card.zeros((rows, k), np.float32)
             y = card.alloc((rows, n), np.float32)
             yield Case(f"time of {multiply.__name__} {KIND_NAMES[kind.name]}, {n} x {k}, {rows} rows",
-                       launch=partial(multiply, card, y, w, x, n, k, rows),
+                       launch=partial(multiply, card, y, n, w, x, n, k, rows),
                        n_bytes=w.nbytes + x.nbytes + y.nbytes, n_ops=2 * n * k * rows, pipe="ffma")
 
 

@@ -6,7 +6,8 @@
 The `_quantize` forms write the int8 blocks that the integer matrix products read, and not y: the bits of the
 plain form followed by `quantize_q8` (kernels/quantize.py), without y's way through memory.
 
-    x, y, o, z  float32 [rows, k], heads side by side in a row (k = 128 n_heads)
+    x, y, o, z  float32 [rows, k], heads side by side in a row (k = 128 n_heads); rows of z may lie further
+                apart, `z_stride` numbers, where a product wrote it beside others
     w           float32 [k], or [128] for the gated norm, the same for all heads
     q           int8 [rows, k]      d  float32 [rows, k / 32]
 
@@ -140,34 +141,41 @@ def rms_norm_quantize_kernel(q, d, x, w, k, eps):
 
 
 @cuda.jit(device=True, inline="always")
-def _gated4(o, z, w, at, lane, eps):
-    """The lane's 4 values of a normalised and gated head; `at` is their index in o and z."""
+def _gated4(o, z, w, at, z_at, lane, eps):
+    """The lane's 4 values of a normalised and gated head; they are at `at` in o and at `z_at` in z."""
     a, b, c, d = load_floats4(o, at)
     total = warp_sum(cuda.fma(d, d, cuda.fma(c, c, cuda.fma(b, b, a * a))))
     scale = rsqrt(total * float32(1.0 / GROUP) + eps)
     w0, w1, w2, w3 = load_floats4(w, uint32(lane * uint32(4)))
-    z0, z1, z2, z3 = load_floats4(z, at)
+    z0, z1, z2, z3 = load_floats4(z, z_at)
     return (a * scale * w0 * silu(z0), b * scale * w1 * silu(z1),
             c * scale * w2 * silu(z2), d * scale * w3 * silu(z3))
 
 
+@cuda.jit(device=True, inline="always")
+def _gate_at(head, n_heads, z_stride, lane):
+    """Index in z of the lane's values of `head`, counted through all rows."""
+    row = uint32(head // n_heads)
+    return uint32(row * z_stride + uint32(head - row * n_heads) * uint32(GROUP) + lane * uint32(4))
+
+
 @cuda.jit
-def gated_norm_kernel(y, o, z, w, n, eps):
+def gated_norm_kernel(y, o, z, w, n, n_heads, z_stride, eps):
     lane, warp = uint32(cuda.threadIdx.x & 31), uint32(cuda.threadIdx.x >> 5)
     head = uint32(cuda.blockIdx.x * uint32(GATED_WARPS) + warp)  # of all heads of all rows
     if head < n:
         at = uint32(head * uint32(GROUP) + lane * uint32(4))
-        a, b, c, d = _gated4(o, z, w, at, lane, eps)
+        a, b, c, d = _gated4(o, z, w, at, _gate_at(head, n_heads, z_stride, lane), lane, eps)
         store_floats4(y, at, a, b, c, d)
 
 
 @cuda.jit
-def gated_norm_quantize_kernel(q, d, o, z, w, n, eps):
+def gated_norm_quantize_kernel(q, d, o, z, w, n, n_heads, z_stride, eps):
     lane, warp = uint32(cuda.threadIdx.x & 31), uint32(cuda.threadIdx.x >> 5)
     head = uint32(cuda.blockIdx.x * uint32(GATED_WARPS) + warp)
     if head < n:
         at = uint32(head * uint32(GROUP) + lane * uint32(4))
-        y0, y1, y2, y3 = _gated4(o, z, w, at, lane, eps)
+        y0, y1, y2, y3 = _gated4(o, z, w, at, _gate_at(head, n_heads, z_stride, lane), lane, eps)
         store_quantized(q, d, at, True, y0, y1, y2, y3)
 
 
@@ -193,18 +201,19 @@ def rms_norm_quantize(card, q, d, x, w, rows, k, eps, stream=None):
                 w, k, float(eps), stream=stream)
 
 
-def gated_norm(card, y, o, z, w, rows, n_heads, eps, stream=None):
+def gated_norm(card, y, o, z, z_stride, w, rows, n_heads, eps, stream=None):
     """y float32 [rows, n_heads, 128] <- RMSNorm of each head of o with weights w [128], times silu(z)."""
     n = rows * n_heads
     card.launch(gated_norm_kernel, -(-n // GATED_WARPS), 32 * GATED_WARPS, y.reshape(-1), o.reshape(-1),
-                z.reshape(-1), w, n, float(eps), stream=stream)
+                z.reshape(-1), w, n, n_heads, z_stride, float(eps), stream=stream)
 
 
-def gated_norm_quantize(card, q, d, o, z, w, rows, n_heads, eps, stream=None):
+def gated_norm_quantize(card, q, d, o, z, z_stride, w, rows, n_heads, eps, stream=None):
     """q int8 [rows, 128 n_heads], d float32 [rows, 4 n_heads] <- the same, quantised."""
     n = rows * n_heads
     card.launch(gated_norm_quantize_kernel, -(-n // GATED_WARPS), 32 * GATED_WARPS, q.reshape(-1),
-                d.reshape(-1), o.reshape(-1), z.reshape(-1), w, n, float(eps), stream=stream)
+                d.reshape(-1), o.reshape(-1), z.reshape(-1), w, n, n_heads, z_stride, float(eps),
+                stream=stream)
 
 
 # ---- check and bench ---------------------------------------------------------------------------------------
@@ -230,8 +239,11 @@ def check(card, kind, rows, n):
     else:
         x, z = x.reshape(rows, n, GROUP), z.reshape(rows, n, GROUP)
         want = gated_norm_reference(x, z, w, eps).reshape(rows, k)
-        plain, quantized, inputs = gated_norm, gated_norm_quantize, (x, z, w)
-    inputs = *map(card.upload, inputs), rows, n, eps
+        plain, quantized = gated_norm, gated_norm_quantize
+        inputs = x, np.pad(z.reshape(rows, k), ((0, 0), (0, 12)), constant_values=np.nan), w
+    inputs = list(map(card.upload, inputs))
+    inputs[2:2] = [k + 12] if kind == "gated" else []
+    inputs += rows, n, eps
     return check_with_twin(card, want, TOLERANCE, lambda y: plain(card, y, *inputs),
                            lambda q, d: quantized(card, q, d, *inputs))
 
@@ -253,7 +265,7 @@ def _timed(card, kind, rows, n):
     if kind == "rms":
         launch = partial(rms_norm_quantize, card, q, d, x, w, rows, k, 1e-6)
         return Case(f"rms to int8 {rows} x {k}", launch=launch, n_bytes=n_bytes)
-    launch = partial(gated_norm_quantize, card, q, d, x, z, w, rows, n, 1e-6)
+    launch = partial(gated_norm_quantize, card, q, d, x, z, k, w, rows, n, 1e-6)
     return Case(f"gated to int8 {rows} x {n} heads", launch=launch, n_bytes=n_bytes + z.nbytes)
 
 

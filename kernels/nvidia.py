@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 import threading
 from collections import deque
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +30,7 @@ from kernels.card import Card, CardError, Event, LaunchError, Pinned, Recording,
 OLDEST = (7, 0)                                          # half2 arithmetic and dp4a at full rate
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 SUCCESS = driver.CUresult.CUDA_SUCCESS
+STAGED = 64 << 10                                        # bytes of pageable memory that a copy does not wait for
 
 
 def open_nvidia_cards(numbers=None, cache_dir=compiler.CACHE_DIR, required=True):
@@ -105,22 +106,32 @@ def find_assembler():
     return (program, version) if "release %d.%d," % tuple(release) in version else None
 
 
-def assemble(compiled, cc, cache_dir):
-    """Machine code (a cubin) of a compiled kernel for compute capability `cc`, kept in `cache_dir` / "cubin".
-
-    None where the toolkit has no assembler or does not know `cc`. Needs no card. CardError: the PTX is wrong.
-    """
+def cubin_path(compiled, cc, cache_dir):
+    """Where `assemble` keeps the machine code; None where the toolkit has no assembler or does not know `cc`."""
     assembler = find_assembler()
     if assembler is None or cc not in compiler.supported_ccs():
         return None
-    program, version = assembler
-    key = hashlib.sha256(repr((version, cc, compiled.ptx)).encode()).hexdigest()[:40]
-    path = Path(cache_dir) / "cubin" / f"{key}.cubin"
+    key = hashlib.sha256(repr((assembler[1], cc, compiled.ptx)).encode()).hexdigest()[:40]
+    return Path(cache_dir) / "cubin" / f"{key}.cubin"
+
+
+def assemble(compiled, cc, cache_dir):
+    """Machine code (a cubin) of a compiled kernel for compute capability `cc`, kept in `cache_dir` / "cubin".
+
+    None where there is no `cubin_path`. Needs no card. CardError: the PTX is wrong.
+    """
+    path = cubin_path(compiled, cc, cache_dir)
+    if path is None:
+        return None
     cubin = compiler.load(path)
     if cubin is None:
-        cubin, _ = run_assembler(program, compiled, cc)
+        cubin, _ = run_assembler(find_assembler()[0], compiled, cc)
         compiler.store(path, cubin)
     return cubin
+
+
+def _fill_cubin(compiled, block, cc, cache_dir):
+    assemble(compiled, cc, cache_dir)
 
 
 def run_assembler(program, compiled, cc):
@@ -218,9 +229,13 @@ class NvidiaCard(Card):
 
     def _upload_now(self, array, host):
         self._copy_in(array, host, False, self._transfers)
+        self._transfers.synchronize()
 
     def _copy_in(self, dst, host, pinned, stream):
         host = np.ascontiguousarray(host)
+        if not pinned and host.nbytes <= STAGED:
+            stream.copy_staged(dst, host)
+            return
         self.call(driver.cuMemcpyHtoDAsync, dst.ptr, host.ctypes.data, host.nbytes, stream.handle)
         if not pinned:                                   # the driver may read pageable memory after the call
             stream.synchronize()
@@ -256,6 +271,16 @@ class NvidiaCard(Card):
         static = self.call(driver.cuFuncGetAttribute, has, function)
         self.call(driver.cuFuncSetAttribute, function, may_have, self.max_shared - static)
         return _Loaded(module, function, compiled), static
+
+    def _is_cached(self, compiled, block):
+        path = cubin_path(compiled, self.cc, self.cache_dir)
+        return path is None or path.exists()
+
+    def _cache_filler(self):
+        return partial(_fill_cubin, cc=self.cc, cache_dir=self.cache_dir)
+
+    def _make_ready(self, function, block):
+        pass                                             # loaded is loaded, for blocks of any shape
 
     def _enqueue(self, stream, function, grid, block, shared, params, args):
         loaded = function.handle
@@ -307,6 +332,24 @@ class NvidiaStream(Stream):
         self.card, self.name = card, name
         self.handle = card.call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
         self.recent = deque(maxlen=4)                    # names of the last kernels, for messages
+        self._staging = None                             # pinned memory in two halves, made when first used
+        self._half, self._used, self._left = 0, 0, [None, None]      # _left: the events after which a half is free
+        self._staging_lock = threading.Lock()
+
+    def copy_staged(self, dst, host):
+        """Queues a copy of `host`, of at most STAGED bytes, by way of pinned memory, so that nobody waits for it."""
+        with self._staging_lock:
+            if self._staging is None:
+                self._staging = self.card.pinned((2, STAGED), np.uint8)
+            if self._used + host.nbytes > STAGED:        # on to the other half, once its last copy is done
+                self._left[self._half] = self.record()
+                self._half, self._used = 1 - self._half, 0
+                if self._left[self._half] is not None:
+                    self._left[self._half].synchronize()
+            place = self._staging[self._half, self._used:self._used + host.nbytes]
+            place[:] = host.reshape(-1).view(np.uint8)
+            self._used += host.nbytes
+            self.card.call(driver.cuMemcpyHtoDAsync, dst.ptr, place.ctypes.data, host.nbytes, self.handle)
 
     def record(self):
         self.card.target(self, "an event")

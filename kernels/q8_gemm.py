@@ -92,7 +92,7 @@ SHARED_WORDS = 2 * SIDE // 4
 
 
 @cuda.jit
-def gemm_naive_kernel(y, wq, wd, xq, xd, n, k, n_rows, add):
+def gemm_naive_kernel(y, wq, wd, xq, xd, n, k, n_rows, stride, add):
     column = uint32(cuda.blockIdx.x * uint32(32) + cuda.threadIdx.x)
     row = uint32(cuda.blockIdx.y * uint32(8) + cuda.threadIdx.y)
     if column >= n or row >= n_rows:
@@ -107,12 +107,12 @@ def gemm_naive_kernel(y, wq, wd, xq, xd, n, k, n_rows, add):
             dot = dp4a(load_word(wq, uint32(uint32(w_at << uint32(5)) + uint32(4 * i))),
                        load_word(xq, uint32(uint32(x_at << uint32(5)) + uint32(4 * i))), dot)
         acc = cuda.fma(float32(dot), half_to_float(wd[w_at]) * xd[x_at], acc)
-    at = uint32(row * n + column)
+    at = uint32(row * stride + column)
     y[at] = y[at] + acc if add else acc
 
 
 @cuda.jit
-def gemm_tiled_kernel(y, wq, wd, xq, xd, n, k, n_rows, add):
+def gemm_tiled_kernel(y, wq, wd, xq, xd, n, k, n_rows, stride, add):
     w_tile = cuda.shared.array((WORDS, 33), uint32)  # 33: the lanes that store meet 32 different banks, too
     x_tile = cuda.shared.array((32, WORDS), uint32)
     lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
@@ -144,7 +144,7 @@ def gemm_tiled_kernel(y, wq, wd, xq, xd, n, k, n_rows, add):
         cuda.syncthreads()
     for r in range(4):
         row = uint32(row0 + warp * uint32(4) + uint32(r))
-        at = uint32(row * n + column)
+        at = uint32(row * stride + column)
         if row < n_rows and column < n:
             y[at] = y[at] + acc[r] if add else acc[r]
 
@@ -206,7 +206,7 @@ def pipelined_kernel(rows, blocks_per_sm):
     rows_of_scales = 4 * -(-rows // 4)
 
     @cuda.jit(launch_bounds=(THREADS, blocks_per_sm))
-    def gemm_q8_q8_kernel(y, wq, wd, xq, xd, n, k, n_rows, add):
+    def gemm_q8_q8_kernel(y, wq, wd, xq, xd, n, k, n_rows, stride, add):
         lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
         thread = uint32(warp * uint32(32) + lane)
         column0 = uint32(cuda.blockIdx.x * uint32(TILE_N))
@@ -283,7 +283,7 @@ def pipelined_kernel(rows, blocks_per_sm):
             row = uint32(row0 + uint32(r))
             for c in range(COLUMNS):
                 column = uint32(column0 + lane + uint32(32 * c))
-                at = uint32(row * n + column)
+                at = uint32(row * stride + column)
                 if row < n_rows and column < n:
                     y[at] = y[at] + acc[r, c] if add else acc[r, c]
 
@@ -304,30 +304,31 @@ def rows_per_warp(card, n, rows):
     return min(PIPELINED, key=time)
 
 
-def _launch(card, kernel, grid, block, y, wq, wd, xq, xd, n, k, rows, add, stream):
+def _launch(card, kernel, grid, block, y, stride, wq, wd, xq, xd, n, k, rows, add, stream):
     wd = wd.view(np.uint16)
     arrays = (a.reshape(-1) for a in (y, wq, wd, xq, xd))
-    card.launch(kernel, grid, block, *arrays, n, k, rows, add, stream=stream)
+    card.launch(kernel, grid, block, *arrays, n, k, rows, stride, add, stream=stream)
 
 
-def gemm_naive(card, y, wq, wd, xq, xd, n, k, rows, add=False, stream=None):
+def gemm_naive(card, y, stride, wq, wd, xq, xd, n, k, rows, add=False, stream=None):
     """As `gemm_q8_q8`, by version 1."""
     grid = (-(-n // 32), -(-rows // 8))
-    _launch(card, gemm_naive_kernel, grid, (32, 8), y, wq, wd, xq, xd, n, k, rows, add, stream)
+    _launch(card, gemm_naive_kernel, grid, (32, 8), y, stride, wq, wd, xq, xd, n, k, rows, add, stream)
 
 
-def gemm_tiled(card, y, wq, wd, xq, xd, n, k, rows, add=False, stream=None):
+def gemm_tiled(card, y, stride, wq, wd, xq, xd, n, k, rows, add=False, stream=None):
     """As `gemm_q8_q8`, by version 2."""
     grid = (-(-n // 32), -(-rows // 32))
-    _launch(card, gemm_tiled_kernel, grid, (32, 8), y, wq, wd, xq, xd, n, k, rows, add, stream)
+    _launch(card, gemm_tiled_kernel, grid, (32, 8), y, stride, wq, wd, xq, xd, n, k, rows, add, stream)
 
 
-def gemm_q8_q8(card, y, wq, wd, xq, xd, n, k, rows, add=False, stream=None):
-    """y float32 [rows, n] <- (y +) x . w^T with w = (wq int8 [n, k], wd float16 [n, k / 32]) and
-    x = (xq int8 [rows, k], xd float32 [rows, k / 32]). Never allocates."""
+def gemm_q8_q8(card, y, stride, wq, wd, xq, xd, n, k, rows, add=False, stream=None):
+    """y <- (y +) x . w^T with w = (wq int8 [n, k], wd float16 [n, k / 32]) and x = (xq int8 [rows, k],
+    xd float32 [rows, k / 32]). y: float32, n numbers of a row, `stride` from one row to the next, which is n or
+    more where several products write side by side. Never allocates."""
     each = rows_per_warp(card, n, rows)
     grid = (-(-n // TILE_N), -(-rows // (WARPS * each)))
-    _launch(card, PIPELINED[each], grid, (32, WARPS), y, wq, wd, xq, xd, n, k, rows, add, stream)
+    _launch(card, PIPELINED[each], grid, (32, WARPS), y, stride, wq, wd, xq, xd, n, k, rows, add, stream)
 
 
 # ---- check and time ----------------------------------------------------------------------------------------
@@ -342,16 +343,18 @@ def check(card, n, k, rows, add=False, multiply=gemm_q8_q8):
     rng = np.random.default_rng((n, k, rows))
     (wq, wd), (xq, xd) = random_q8(rng, n, k), random_activations(rng, rows, k)
     before = rng.standard_normal((rows, n), np.float32)
-    y = card.alloc((rows + 1, n), np.float32)
+    y = card.alloc((rows + 1, n + 3), np.float32)      # columns before and behind, and a row too many
     card.poison(y)
     if add:
-        card.copy_in(y[:rows], before)
-    multiply(card, y[:rows], *map(card.upload, (wq, wd, xq, xd)), n, k, rows, add)
+        card.copy_in(y[:rows], np.pad(before, ((0, 0), (1, 2)), constant_values=np.nan))
+    multiply(card, y.reshape(-1)[1:], n + 3, *map(card.upload, (wq, wd, xq, xd)), n, k, rows, add)
     y = card.download(y)
-    assert np.isnan(y[rows]).all(), "wrote past the end"
+    got = y[:rows, 1:n + 1].copy()
+    y[:rows, 1:n + 1] = np.nan
+    assert np.isnan(y).all(), "wrote elsewhere"
     magnitude = q8_reference(abs(wq.astype(int)), abs(wd), abs(xq.astype(int)), xd) + abs(before) * add
     bound = (k // BLOCK + 2) * 2.0**-24 * magnitude
-    error = (abs(y[:rows] - (q8_reference(wq, wd, xq, xd) + before * add)) / bound).max()
+    error = (abs(got - (q8_reference(wq, wd, xq, xd) + before * add)) / bound).max()
     assert error <= 1
     return error
 
@@ -372,7 +375,7 @@ def cases(card):
         xq, xd = card.zeros((rows, k), np.int8), card.zeros((rows, k // BLOCK), np.float32)
         y = card.alloc((rows, n), np.float32)
         yield Case(f"time of {multiply.__name__}, {n} x {k}, {rows} rows",
-                   launch=partial(multiply, card, y, wq, wd, xq, xd, n, k, rows),
+                   launch=partial(multiply, card, y, n, wq, wd, xq, xd, n, k, rows),
                    n_bytes=sum(a.nbytes for a in (wq, wd, xq, xd, y)), n_ops=2 * n * k * rows, pipe="dp4a")
 
 

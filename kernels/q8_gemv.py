@@ -84,7 +84,7 @@ def gemv_kernel(columns):
     accumulate4, accumulate2 = step(columns, 4), step(columns, 2)
 
     @cuda.jit
-    def gemv_q8_q8_kernel(y, wq, wd, xq, xd, n, k, n_columns, add):
+    def gemv_q8_q8_kernel(y, wq, wd, xq, xd, n, k, n_columns, stride, add):
         lane = uint32(cuda.threadIdx.x)
         row = uint32(uint32(cuda.blockIdx.x * uint32(WARPS) + cuda.threadIdx.y) * uint32(ROWS))
         if row >= n:
@@ -110,7 +110,7 @@ def gemv_kernel(columns):
         for r in range(ROWS):
             for c in range(columns):
                 total = warp_sum(acc[r, c])
-                at = uint32(uint32(c) * n + row + uint32(r))
+                at = uint32(uint32(c) * stride + row + uint32(r))
                 if lane == uint32(0) and uint32(row + uint32(r)) < n and uint32(c) < n_columns:
                     y[at] = y[at] + total if add else total
 
@@ -120,16 +120,17 @@ def gemv_kernel(columns):
 KERNELS = {columns: gemv_kernel(columns) for columns in COLUMNS}
 
 
-def gemv_q8_q8(card, y, wq, wd, xq, xd, n, k, columns, add=False, stream=None):
-    """y float32 [columns, n] <- (y +) w . x with w = (wq int8 [n, k], wd float16 [n, k / 32]) and
-    x = (xq int8 [columns, k], xd float32 [columns, k / 32]). One launch per eight columns; no allocation."""
-    wd = wd.view(np.uint16).reshape(-1)
+def gemv_q8_q8(card, y, stride, wq, wd, xq, xd, n, k, columns, add=False, stream=None):
+    """y <- (y +) w . x with w = (wq int8 [n, k], wd float16 [n, k / 32]) and x = (xq int8 [columns, k],
+    xd float32 [columns, k / 32]). y: float32, n numbers of a column, `stride` from one column to the next, which
+    is n or more where several products write side by side. One launch per eight columns; no allocation."""
+    y, wd = y.reshape(-1), wd.view(np.uint16).reshape(-1)
     for first in range(0, columns, COLUMNS[-1]):
         here = min(columns - first, COLUMNS[-1])
         part = slice(first, first + here)
         kernel = KERNELS[min(c for c in COLUMNS if c >= here)]
-        card.launch(kernel, -(-n // (WARPS * ROWS)), (32, WARPS), y[part].reshape(-1), wq.reshape(-1), wd,
-                    xq[part].reshape(-1), xd[part].reshape(-1), n, k, here, add, stream=stream)
+        card.launch(kernel, -(-n // (WARPS * ROWS)), (32, WARPS), y[first * stride:], wq.reshape(-1), wd,
+                    xq[part].reshape(-1), xd[part].reshape(-1), n, k, here, stride, add, stream=stream)
 
 
 # ---- check and time ----------------------------------------------------------------------------------------
@@ -156,16 +157,18 @@ def check(card, n, k, columns, add=False):
     rng = np.random.default_rng((n, k, columns))
     (wq, wd), (xq, xd) = random_q8(rng, n, k), random_activations(rng, columns, k)
     before = rng.standard_normal((columns, n), np.float32)
-    y = card.alloc((columns + 1, n), np.float32)
+    y = card.alloc((columns + 1, n + 3), np.float32)      # numbers before and behind, and a column too many
     card.poison(y)
     if add:
-        card.copy_in(y[:columns], before)
-    gemv_q8_q8(card, y[:columns], *map(card.upload, (wq, wd, xq, xd)), n, k, columns, add)
+        card.copy_in(y[:columns], np.pad(before, ((0, 0), (1, 2)), constant_values=np.nan))
+    gemv_q8_q8(card, y.reshape(-1)[1:], n + 3, *map(card.upload, (wq, wd, xq, xd)), n, k, columns, add)
     y = card.download(y)
-    assert np.isnan(y[columns]).all(), "wrote past the end"
+    got = y[:columns, 1:n + 1].copy()
+    y[:columns, 1:n + 1] = np.nan
+    assert np.isnan(y).all(), "wrote elsewhere"
     magnitude = q8_reference(abs(wq.astype(int)), abs(wd), abs(xq.astype(int)), xd) + abs(before) * add
     bound = (k // 512 + 2 + 7) * 2.0**-24 * magnitude
-    error = (abs(y[:columns] - (q8_reference(wq, wd, xq, xd) + before * add)) / bound).max()
+    error = (abs(got - (q8_reference(wq, wd, xq, xd) + before * add)) / bound).max()
     assert error <= 1
     return error
 
@@ -183,7 +186,7 @@ def cases(card):
         xq, xd = card.zeros((columns, k), np.int8), card.zeros((columns, k // BLOCK), np.float32)
         y = card.alloc((columns, n), np.float32)
         yield Case(f"time of {n} x {k}, {columns} columns",
-                   launch=partial(gemv_q8_q8, card, y, wq, wd, xq, xd, n, k, columns),
+                   launch=partial(gemv_q8_q8, card, y, n, wq, wd, xq, xd, n, k, columns),
                    n_bytes=sum(a.nbytes for a in (wq, wd, xq, xd, y)), n_ops=2 * n * k * columns, pipe="dp4a")
 
 

@@ -5,10 +5,11 @@
 `swiglu_quantize` writes int8 blocks instead of y: the bits of `swiglu` followed by `quantize_q8`
 (kernels/quantize.py).
 
-    gate, up, y  float32 [rows, k]      q  int8 [rows, k]      d  float32 [rows, k / 32]
+    gate_up  float32 [rows, 2 k]     a row: | gate 0 .. k - 1 | up 0 .. k - 1 |, as one matrix product writes it
+    y        float32 [rows, k]       q  int8 [rows, k]      d  float32 [rows, k / 32]
 
-Rows lie one after another and k is a multiple of 32, so a launch sees one long row; a thread takes 4
-neighbouring values with 16-byte accesses, and eight lanes hold a block of the quantisation.
+A block of threads takes 512 values of a row, a thread 4 neighbouring ones with 16-byte accesses, and eight
+lanes hold a block of the quantisation.
 
 Pipe: fp32, about 30 operations per value (exp and a division), 15 more when quantising. Bytes per
 value: 12, or 9.1 when quantising. In decode bound by the launch; on long prompts 80 % of copy bandwidth is
@@ -34,29 +35,33 @@ def swiglu_reference(gate, up):
 
 
 @cuda.jit(device=True, inline="always")
-def _swiglu4(gate, up, at):
-    g0, g1, g2, g3 = load_floats4(gate, at)
-    u0, u1, u2, u3 = load_floats4(up, at)
+def _swiglu4(gate_up, row, column, k):
+    at = uint32(row * uint32(k + k) + column)
+    g0, g1, g2, g3 = load_floats4(gate_up, at)
+    u0, u1, u2, u3 = load_floats4(gate_up, uint32(at + k))
     return silu(g0) * u0, silu(g1) * u1, silu(g2) * u2, silu(g3) * u3
 
 
 @cuda.jit
-def swiglu_kernel(y, gate, up, n):
-    at = uint32(uint32(cuda.blockIdx.x * uint32(THREADS) + cuda.threadIdx.x) * uint32(4))
-    if at < n:
-        a, b, c, d = _swiglu4(gate, up, at)
-        store_floats4(y, at, a, b, c, d)
+def swiglu_kernel(y, gate_up, k):
+    row = uint32(cuda.blockIdx.x)
+    column = uint32(uint32(cuda.blockIdx.y * uint32(THREADS) + cuda.threadIdx.x) * uint32(4))
+    if column < k:
+        a, b, c, d = _swiglu4(gate_up, row, column, k)
+        store_floats4(y, uint32(row * k + column), a, b, c, d)
 
 
 @cuda.jit
-def swiglu_quantize_kernel(q, d, gate, up, n):
-    at = uint32(uint32(cuda.blockIdx.x * uint32(THREADS) + cuda.threadIdx.x) * uint32(4))
+def swiglu_quantize_kernel(q, d, gate_up, k):
+    row = uint32(cuda.blockIdx.x)
+    column = uint32(uint32(cuda.blockIdx.y * uint32(THREADS) + cuda.threadIdx.x) * uint32(4))
     y0, y1, y2, y3 = float32(0), float32(0), float32(0), float32(0)
-    if at < n:
-        y0, y1, y2, y3 = _swiglu4(gate, up, at)
+    if column < k:
+        y0, y1, y2, y3 = _swiglu4(gate_up, row, column, k)
     w0, w1, w2, w3 = float_as_word(y0), float_as_word(y1), float_as_word(y2), float_as_word(y3)
     scale = block_scale(w0, w1, w2, w3)  # shuffles: every lane takes part
-    if at < n:
+    if column < k:
+        at = uint32(row * k + column)
         store_word(q, at, quantize_word(w0, w1, w2, w3, scale))
         if at & uint32(31) == uint32(0):
             d[uint32(at >> uint32(5))] = scale
@@ -64,24 +69,21 @@ def swiglu_quantize_kernel(q, d, gate, up, n):
 
 # ---- launches: written in place, none allocates ------------------------------------------------------------
 
-def _blocks(n):
-    if n % 4:
-        raise ValueError(f"SwiGLU takes values by fours, got {n}")
-    return -(-n // (4 * THREADS))
+def _grid(rows, k):
+    if k % 32:
+        raise ValueError(f"SwiGLU takes rows of a multiple of 32 values, not {k}")
+    return rows, -(-k // (4 * THREADS))
 
 
-def swiglu(card, y, gate, up, rows, k, stream=None):
-    """y float32 [rows, k] <- silu(gate) * up; rows * k a multiple of 4."""
-    n = rows * k
-    card.launch(swiglu_kernel, _blocks(n), THREADS, y.reshape(-1), gate.reshape(-1), up.reshape(-1), n,
-                stream=stream)
+def swiglu(card, y, gate_up, rows, k, stream=None):
+    """y float32 [rows, k] <- silu(gate) * up, both in gate_up float32 [rows, 2 k]; k a multiple of 32."""
+    card.launch(swiglu_kernel, _grid(rows, k), THREADS, y.reshape(-1), gate_up.reshape(-1), k, stream=stream)
 
 
-def swiglu_quantize(card, q, d, gate, up, rows, k, stream=None):
-    """q int8 [rows, k], d float32 [rows, k / 32] <- silu(gate) * up, quantised; k a multiple of 32."""
-    n = rows * k
-    card.launch(swiglu_quantize_kernel, _blocks(n), THREADS, q.reshape(-1), d.reshape(-1), gate.reshape(-1),
-                up.reshape(-1), n, stream=stream)
+def swiglu_quantize(card, q, d, gate_up, rows, k, stream=None):
+    """q int8 [rows, k], d float32 [rows, k / 32] <- the same, quantised."""
+    card.launch(swiglu_quantize_kernel, _grid(rows, k), THREADS, q.reshape(-1), d.reshape(-1),
+                gate_up.reshape(-1), k, stream=stream)
 
 
 # ---- check and bench ---------------------------------------------------------------------------------------
@@ -95,10 +97,10 @@ def check(card, rows, k):
     """Both kernels on random values; returns the largest relative error."""
     random = np.random.default_rng(k + rows)
     gate, up = (random.standard_normal((rows, k)).astype(np.float32) * scale for scale in (8, 3))
-    inputs = card.upload(gate), card.upload(up)
+    gate_up = card.upload(np.concatenate([gate, up], axis=1))
     return check_with_twin(card, swiglu_reference(gate, up), TOLERANCE,
-                           lambda y: swiglu(card, y, *inputs, rows, k),
-                           lambda q, d: swiglu_quantize(card, q, d, *inputs, rows, k))
+                           lambda y: swiglu(card, y, gate_up, rows, k),
+                           lambda q, d: swiglu_quantize(card, q, d, gate_up, rows, k))
 
 
 def cases(card):
@@ -110,11 +112,11 @@ def cases(card):
 
 
 def _timed(card, rows, k):
-    gate, up = card.zeros((rows, k), np.float32), card.zeros((rows, k), np.float32)
+    gate_up = card.zeros((rows, 2 * k), np.float32)
     q, d = card.alloc((rows, k), np.int8), card.alloc((rows, k // 32), np.float32)
-    launch = partial(swiglu_quantize, card, q, d, gate, up, rows, k)
+    launch = partial(swiglu_quantize, card, q, d, gate_up, rows, k)
     return Case(f"to int8 {rows} x {k}", launch=launch,
-                n_bytes=gate.nbytes + up.nbytes + q.nbytes + d.nbytes)
+                n_bytes=gate_up.nbytes + q.nbytes + d.nbytes)
 
 
 if __name__ == "__main__":

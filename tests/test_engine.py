@@ -12,6 +12,7 @@ import pytest
 
 import qengine
 from kernels.card import Array, CardError, OutOfMemory
+from kernels.emulated import native
 from kernels.emulated.card import EmulatedCard
 from tests.oracle import DATA
 
@@ -98,6 +99,24 @@ def test_more_slots_than_columns_of_a_product(card, engine):
     wide.close()
 
 
+def test_nothing_is_read_before_it_is_there(engine):
+    """On a card that runs all as late as the order that was asked for allows: weights, inputs and tokens."""
+    requests = [request(seed, n_prompt=50 * seed + 1) for seed in range(5)]
+    late = load(EmulatedCard(late=True))
+    assert [tokens(g) for g in [late.submit(r) for r in requests]] == [alone(engine, r) for r in requests]
+    late.close()
+
+
+def test_a_card_that_is_far_ahead(card, engine, monkeypatch):
+    """Each step is over before the host looks at the tokens of the one before; prompts come and end meanwhile."""
+    wide, step = load(card, slots=2), qengine.Pipeline.step
+    monkeypatch.setattr(qengine.Pipeline, "step", lambda pipeline, n: (step(pipeline, n),
+                                                                       pipeline.last.card.synchronize())[0])
+    requests = [request(0, max_tokens=60), *(request(seed, max_tokens=1) for seed in range(1, 9))]
+    assert [tokens(g) for g in [wide.submit(r) for r in requests]] == [alone(engine, r) for r in requests]
+    wide.close()
+
+
 def test_a_long_prompt_and_running_answers_take_turns(engine):
     order = []
     want = alone(engine, request(3, n_prompt=LONG))
@@ -105,7 +124,7 @@ def test_a_long_prompt_and_running_answers_take_turns(engine):
     for answer in answers:
         next(iter(answer))
     with observed(engine, prefill=lambda n, ids, slot, start: order.append(f"prompt {start}"),
-                  decode=lambda n, ids, slots, positions: order.append(len(slots))):
+                  step=lambda n, n_rows: order.append(n_rows)):
         late = engine.submit(request(3, n_prompt=LONG))
         assert tokens(late) == want
     first, last = order.index("prompt 0"), order.index("prompt 576")
@@ -115,6 +134,14 @@ def test_a_long_prompt_and_running_answers_take_turns(engine):
         answer.cancel()
         answer.wait()
     assert_idle(engine)
+
+
+def test_a_step_is_queued_before_the_tokens_of_the_last_are_read(own_engine, monkeypatch):
+    order, read = [], qengine.Tokens.read
+    monkeypatch.setattr(qengine.Tokens, "read", lambda tokens: order.append("read") or read(tokens))
+    with observed(own_engine, step=lambda n, n_rows: order.append(n)):
+        alone(own_engine, request(max_tokens=6))
+    assert order == [1, 2, "read", 3, "read", 4, "read", 5, "read", "read"]       # and no step for nothing
 
 
 def test_waiting_requests_are_admitted_in_their_order(engine):
@@ -127,10 +154,11 @@ def test_waiting_requests_are_admitted_in_their_order(engine):
     assert started == list(range(7))
 
 
-def test_no_request_waits_for_a_compilation():
+def test_no_request_waits_for_a_compilation(monkeypatch):
     """Loading has met every kernel that a request or `evaluate` runs, whatever their number of rows."""
     engine, met = load(EmulatedCard(), chunk=512, slots=9), []
-    engine.cards[0].on_compile = met.append
+    monkeypatch.setattr(engine.cards[0], "_load", met.append)
+    monkeypatch.setattr(native, "_cached", lambda *arguments: met.append(arguments))     # code for blocks of a shape
     requests = [request(n, n_prompt=n, temperature=n % 2) for n in (1, 2, 5, 17, 33, 100, 601, 130, 512, 64, 65, 3)]
     for generation in [engine.submit(r) for r in requests]:
         generation.wait()
@@ -171,6 +199,18 @@ def test_an_end_token_ends_an_answer_unless_ignored(engine, monkeypatch):
     events = list(engine.submit(request(max_tokens=8, ignore_eos=False)))
     assert [e.token_id for e in events] == want[:end + 1] and events[-1].finish_reason == "stop"
     assert alone(engine, request(max_tokens=8)) == want
+    assert_idle(engine)
+
+
+def test_answers_that_end_unforeseen_disturb_no_other(engine, monkeypatch):
+    """By an end token, while the step after it is queued already; slots and pages go to the next request at once."""
+    requests = [request(seed, n_prompt=59 + seed, max_tokens=12) for seed in range(9)]
+    whole = [alone(engine, r) for r in requests]
+    monkeypatch.setattr(engine.tokenizer, "eos_ids", frozenset(w[2 + i % 5] for i, w in enumerate(whole)))
+    ends = [next(i for i, token in enumerate(w) if token in engine.tokenizer.eos_ids) for w in whole]
+    assert len(set(ends)) > 2
+    requests = [dataclasses.replace(r, ignore_eos=False) for r in requests]
+    assert [tokens(g) for g in [engine.submit(r) for r in requests]] == [w[:end + 1] for w, end in zip(whole, ends)]
     assert_idle(engine)
 
 
@@ -383,12 +423,12 @@ def test_a_card_that_fails_ends_the_engine(own_engine):
 
     generation = own_engine.submit(request(max_tokens=900))
     next(iter(generation))
-    with observed(own_engine, decode=fail), pytest.raises(qengine.EngineStopped, match="fell off the bus"):
+    with observed(own_engine, step=fail), pytest.raises(qengine.EngineStopped, match="fell off the bus"):
         list(generation)
 
 
 def test_an_error_of_our_own_is_logged(own_engine, caplog):
-    with observed(own_engine, decode=lambda n, *arguments: 1 / 0), caplog.at_level(logging.ERROR):
+    with observed(own_engine, step=lambda n, *arguments: 1 / 0), caplog.at_level(logging.ERROR):
         with pytest.raises(qengine.EngineStopped, match="^the engine has stopped after an internal error$"):
             list(own_engine.submit(request()))
     assert "ZeroDivisionError" in caplog.text
@@ -413,7 +453,7 @@ def test_closing_ends_what_runs_and_waits(card):
 # ---- loading -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("megabytes, name", [(3, "layer 2 values"), (6, "token_embd.weight"), (8, "logits")])
+@pytest.mark.parametrize("megabytes, name", [(3, "layer 2 values"), (8, "token_embd.weight"), (10, "activation")])
 def test_memory_that_does_not_suffice_is_named(megabytes, name):
     with pytest.raises(OutOfMemory, match=rf"{name}.* needs .* free on emulated card 0"):
         load(EmulatedCard(memory_bytes=megabytes << 20))

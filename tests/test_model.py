@@ -108,7 +108,8 @@ def decode_logits(engine, ids):
         pipeline.sample_row(0, sequence.slot)
         logits.append(engine.cards[0].download(pipeline.last.model.logits[0]))
         for position, token in enumerate(ids[1:], 1):
-            pipeline.decode([token], [sequence.slot], [position])
+            pipeline.place([token], [sequence.slot], [position])
+            pipeline.step(1)
             logits.append(engine.cards[0].download(pipeline.last.model.logits[0]))
     return np.stack(logits)
 

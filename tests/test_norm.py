@@ -39,5 +39,6 @@ def test_gated_norm_of_the_reference_model(card):
     inputs, want = (z["gdn_out"][:40], z["gatednorm_z"], z["gatednorm_weight"]), z["gatednorm_out"]
     y = card.alloc(want.shape, np.float32)
     card.poison(y)
-    norm.gated_norm(card, y, *map(card.upload, inputs), 40, 4, 1e-6)
+    o, gate, w = map(card.upload, inputs)
+    norm.gated_norm(card, y, o, gate, 512, w, 40, 4, 1e-6)
     np.testing.assert_allclose(card.download(y), want, rtol=1e-5, atol=1e-6 * np.abs(want).max())

@@ -1,11 +1,13 @@
 """kernels/nvidia.py without a GPU: the tests of every card over a stand-in for the driver, and its errors."""
 
 import inspect
+import re
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+import qengine
 from kernels import compile as compiler
 from kernels import nvidia
 from kernels.card import CardError, LaunchError, open_cards
@@ -108,6 +110,19 @@ def test_kernels_are_loaded_as_machine_code_kept_on_disk(fake_card, tmp_path, mo
         nvidia.assemble(compiled, (8, 0), tmp_path)
 
 
+@needs_assembler
+def test_kernels_of_a_model_are_assembled_by_workers(fake_card, tmp_path, monkeypatch):
+    fake_card.cache_dir = tmp_path
+    x = fake_card.zeros(4, "float32")
+    with fake_card.collecting() as needed:
+        for n in (4, np.int32(4), np.int64(4), np.uint8(4)):             # a kernel each
+            fake_card.launch(add_scaled, 1, 32, x, x, n, 1.0)
+    monkeypatch.setattr(nvidia, "run_assembler", None)                   # not by this process
+    fake_card.load_kernels(needed)
+    assert len(fake_card._functions) == len(list((tmp_path / "cubin").iterdir())) == 4
+    assert not any(fake_card.download(x))
+
+
 SUPPORTED = [cc for cc in compiler.supported_ccs() if cc >= nvidia.OLDEST]
 
 
@@ -154,6 +169,53 @@ def test_an_image_that_the_driver_refuses(fake_card, monkeypatch):
     message = "mine does not load on Fake Card, driver for CUDA 12.9: .*INVALID_PTX.* line"
     with pytest.raises(CardError, match=message):
         fake_card._load(kernel_of(""))
+
+
+def test_small_copies_are_read_when_they_are_given(fake_card, monkeypatch):
+    """The driver copies as late as it may; meanwhile the host goes on, and the pageable memory changes."""
+    late, copy = [], fake_driver.cuMemcpyHtoDAsync
+
+    def catch_up(wait):
+        def first_copy(*arguments):
+            while late:
+                copy(*late.pop(0))
+            return wait(*arguments)
+        return first_copy
+
+    monkeypatch.setattr(fake_driver, "cuMemcpyHtoDAsync", lambda *copied: late.append(copied) or (fake_driver.OK,))
+    for name in "cuEventSynchronize", "cuStreamSynchronize":
+        monkeypatch.setattr(fake_driver, name, catch_up(getattr(fake_driver, name)))
+    n, waited = nvidia.STAGED // 3, 0
+    arrays = [fake_card.alloc((n + i,), np.uint8) for i in range(9)]
+    for i, array in enumerate(arrays):
+        host = np.full(n + i, i, np.uint8)
+        fake_card.copy_in(array, host)
+        host[:] = 99
+        waited += not late
+    assert late and not waited
+    for i, array in enumerate(arrays):
+        assert (fake_card.download(array) == i).all()
+
+
+def test_what_the_host_asks_of_the_driver_for_a_token(fake_card, monkeypatch):
+    """One replay, one copy of the tokens, no waiting but for that copy; each 64 tokens, another page."""
+    fake_card.cc = 7, 0                                 # of kernels that are compiled for other tests; they do nothing
+    monkeypatch.setattr(nvidia, "assemble", lambda *arguments: None)
+    for name, result in {"cuModuleLoadDataEx": "", "cuModuleGetFunction": "", "cuFuncGetAttribute": 0}.items():
+        monkeypatch.setattr(fake_driver, name, lambda *arguments, result=result: (fake_driver.OK, result))
+    for name in "cuFuncSetAttribute", "cuLaunchKernel":
+        monkeypatch.setattr(fake_driver, name, lambda *arguments: (fake_driver.OK,))
+    engine, calls = qengine.load("synthetic:tiny", card=fake_card, ctx=256, progress=False), []
+    fake_card.fill(engine.pipeline.last.sampler.tokens, 0)
+    for name in dir(fake_driver):
+        if name.startswith("cu") and not re.fullmatch("cuCtx.*|cuEventDestroy", name):
+            function = getattr(fake_driver, name)
+            monkeypatch.setattr(fake_driver, name, lambda *a, name=name, f=function: calls.append(name) or f(*a))
+    engine.submit(qengine.Request([1, 2], max_tokens=100, ignore_eos=True)).wait()
+    steps = " ".join(calls).split("cuGraphLaunch ")[2:-1]
+    once = "cuMemcpyDtoHAsync cuEventCreate cuEventRecord cuEventSynchronize "
+    assert len(steps) == 97 and steps.count(once) == 96 and steps.count(once + "cuMemcpyHtoDAsync ") == 1
+    engine.close()
 
 
 def test_errors_of_launch_and_of_waiting(fake_card, monkeypatch):

@@ -25,15 +25,17 @@ def engine_kernels(directory):
     """(kernel, argument types) of every launch of Q8_0 and float models, greedy and drawn, prompt and answer."""
     small = directory / "float.gguf"
     write_as_float32(DATA / "tiny-Q8_0.gguf", small)
-    floats = qengine.load(str(small), card="emulated", ctx=256, progress=False)
+    loaded = [qengine.load(str(file), card="emulated", ctx=256, progress=False)
+              for file in (DATA / "tiny-Q8_0.gguf", small)]
     used = set()
-    for engine in (tiny_engine(), floats):
+    for engine in (tiny_engine(), *loaded):
         for temperature in (0.0, 1.0):
             request = qengine.Request(list(range(70)), max_tokens=3, temperature=temperature, seed=1)
             engine.submit(request).wait()
         engine.evaluate(list(range(9)))
         used |= set(engine.cards[0]._functions)
-    floats.close()
+    for engine in loaded:
+        engine.close()
     return sorted(used, key=lambda key: (key[0].__name__, key[1:]))
 
 

@@ -19,7 +19,7 @@ def product(card, w, x, multiply=q8_gemm.gemm_q8_q8):
     xq, xd = x
     y = card.alloc((len(xq), len(wq)), np.float32)
     card.poison(y)
-    multiply(card, y, *map(card.upload, (wq, wd, xq, xd)), *wq.shape, len(xq))
+    multiply(card, y, len(wq), *map(card.upload, (wq, wd, xq, xd)), *wq.shape, len(xq))
     return card.download(y)
 
 
@@ -55,7 +55,7 @@ def test_tiles_fill_the_card():
     assert q8_gemm.rows_per_warp(card, 4096, 64) == q8_gemm.rows_per_warp(card, 1024, 8) == 4
 
 
-SIGNATURE = ("float32[1]", "int8[1]", "uint16[1]", "int8[1]", "float32[1]", *["uint32"] * 3, "bool")
+SIGNATURE = ("float32[1]", "int8[1]", "uint16[1]", "int8[1]", "float32[1]", *["uint32"] * 4, "bool")
 
 
 @pytest.mark.parametrize("rows", q8_gemm.PIPELINED)

@@ -15,7 +15,7 @@ def multiply(card, w, x):
     xq, xd = x
     y = card.alloc((len(xq), len(wq)), np.float32)
     card.poison(y)
-    q8_gemv.gemv_q8_q8(card, y, *map(card.upload, (wq, wd, xq, xd)), *wq.shape, len(xq))
+    q8_gemv.gemv_q8_q8(card, y, len(wq), *map(card.upload, (wq, wd, xq, xd)), *wq.shape, len(xq))
     return card.download(y)
 
 

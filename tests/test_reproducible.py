@@ -59,7 +59,8 @@ def decode_logits(engine, batches, steps=4):
         found = np.empty((len(sequences), steps, engine.config.n_vocab), np.float32)
         for step in range(steps):
             for slots in batches:
-                tokens = pipeline.decode([newest[s] for s in slots], slots, [positions[s] for s in slots])
+                pipeline.place([newest[s] for s in slots], slots, [positions[s] for s in slots])
+                tokens = pipeline.step(len(slots)).read()
                 found[slots, step] = engine.cards[0].download(pipeline.last.model.logits[:len(slots)])
                 for slot, token in zip(slots, tokens):
                     newest[slot] = int(token)

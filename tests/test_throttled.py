@@ -21,7 +21,7 @@ def product(card):
     (wq, wd), (xq, xd) = q8_gemv.random_q8(random, 33, 544), q8_gemv.random_activations(random, 3, 544)
     wq[:4, :32], xq[:, :32] = -128, -127                    # the corner of int8
     y = card.alloc((3, 33), np.float32)
-    q8_gemv.gemv_q8_q8(card, y, *map(card.upload, (wq, wd, xq, xd)), 33, 544, 3)
+    q8_gemv.gemv_q8_q8(card, y, 33, *map(card.upload, (wq, wd, xq, xd)), 33, 544, 3)
     return card.download(y)
 
 
@@ -35,7 +35,7 @@ def test_dot_products_keep_their_bits(emulated, instead):
 @pytest.mark.parametrize("pair", throttled.REWRITINGS, ids=" ".join)
 def test_the_instruction_is_gone(pair):
     """And nothing else has changed."""
-    types = tuple("float32[1] int8[1] uint16[1] int8[1] float32[1] uint32 uint32 uint32 bool".split())
+    types = tuple("float32[1] int8[1] uint16[1] int8[1] float32[1] uint32 uint32 uint32 uint32 bool".split())
     ptx = compiler.compile_kernel(q8_gemv.KERNELS[1], types, compiler.supported_ccs()[0]).ptx
     instruction, new = throttled.REWRITINGS[pair][0], throttled.rewrite(ptx, [pair])
     assert instruction.search(ptx) and not instruction.search(new)

@@ -31,6 +31,7 @@ from kernels.card import (ALIGNMENT, POISON, Card, CardError, Event, LaunchError
 from kernels.emulated import native
 from kernels.emulated.ptx import Unsupported
 from kernels.emulated.translate import Translator
+from kernels.workers import usable_processors
 
 GAP = 64 << 10                                           # bytes around each array of a checked card
 QUARANTINE = 256 << 20                                   # bytes of freed memory that it keeps
@@ -54,7 +55,7 @@ class EmulatedCard(Card):
     def __init__(self, number=0, memory_bytes=None, threads=None, link_gbs=None, late=False, checked=False,
                  cc=None, cache_dir=compiler.CACHE_DIR):
         cc = cc or next(c for c in compiler.supported_ccs() if c >= (7, 0))
-        self.threads = threads or _usable_processors()
+        self.threads = threads or usable_processors()
         self.link_gbs, self.late, self.checked = link_gbs, late, checked
         self.random = random.Random(0)                   # the order of warps on a checked card
         self._freed = deque()                            # memory that a checked card does not use again yet
@@ -143,15 +144,28 @@ class EmulatedCard(Card):
 
     # -- launches --
 
-    def _load(self, compiled):
-        translator = Translator
+    @property
+    def _translator(self):
         if self.checked:
-            from kernels.emulated.checking import Checking as translator     # here: it takes seconds
-        kernel = native.load(compiled.ptx, self.cache_dir / "native", translator=translator)
+            from kernels.emulated.checking import Checking                   # here: it takes seconds
+            return Checking
+        return Translator
+
+    def _load(self, compiled):
+        kernel = native.load(compiled.ptx, self.cache_dir / "native", translator=self._translator)
         if kernel.static_shared > MAX_STATIC_SHARED:
             raise CardError(f"{compiled.name}: {kernel.static_shared} bytes of shared arrays; "
                             f"what goes beyond {MAX_STATIC_SHARED} must be dynamic shared memory")
         return kernel, kernel.static_shared
+
+    def _is_cached(self, compiled, block):
+        return native.is_cached(compiled.ptx, block, self.cache_dir / "native", self._translator)
+
+    def _cache_filler(self):
+        return partial(_fill_native, cache_dir=self.cache_dir / "native", translator=self._translator)
+
+    def _make_ready(self, function, block):
+        function.handle.code(block)
 
     def _enqueue(self, stream, function, grid, block, shared, params, args):
         try:
@@ -405,6 +419,10 @@ class _RecordingStream(EmulatedStream):
         self.push = self.recorded.append
 
 
+def _fill_native(compiled, block, cache_dir, translator):
+    native.load(compiled.ptx, cache_dir, translator=translator).code(block)
+
+
 @cache
 def _processor():
     """Name of the processor and the widest vector instructions that matter here."""
@@ -422,10 +440,6 @@ def _processor():
 def default_memory():
     """Half of the machine's memory, in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
-def _usable_processors():
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 _cards = weakref.WeakSet()

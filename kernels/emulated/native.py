@@ -104,10 +104,19 @@ def _version(translator):
     return digest.hexdigest()
 
 
+def _path(ptx, block, target, cache_dir, translator):
+    key = hashlib.sha256("\0".join((ptx, str(block), str(target), _version(translator))).encode()).hexdigest()
+    return Path(cache_dir) / f"{key}.o"
+
+
+def is_cached(ptx, block, cache_dir, translator):
+    """Whether the machine code of a kernel for this machine and blocks of three extents is on the disk."""
+    return _path(ptx, block, host(), cache_dir, translator).exists()
+
+
 def _cached(ptx, block, target, cache_dir, translator):
     """(Translated without its IR, object file) of a kernel, from the disk where possible."""
-    key = hashlib.sha256("\0".join((ptx, str(block), str(target), _version(translator))).encode()).hexdigest()
-    path = Path(cache_dir) / f"{key}.o" if cache_dir else None
+    path = _path(ptx, block, target, cache_dir, translator) if cache_dir else None
     content = compiler.load(path) if path else None
     if content is not None:
         header, data = content.split(b"\n", 1)

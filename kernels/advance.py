@@ -1,0 +1,77 @@
+"""A decode step's tokens become the next one's inputs, so that steps follow each other without the host.
+
+    token >= 0:  ids[row] = token, positions[row] += 1, rope[0 .. 2, row] += 1
+
+A token of -1, of a row whose logits hold a NaN, moves nothing: the row stays where it is, reads and writes memory of
+its own, and the host ends it when it sees the token.
+
+    tokens, ids, positions  int32 [rows]        rope  int32 [3, rows]: time, height, width
+
+A thread per row, 24 bytes each: nothing but a launch.
+"""
+
+from functools import partial
+
+import numpy as np
+from numba import cuda
+from numba.types import int32, uint32
+
+from kernels.bench import Case, main
+
+THREADS = 32
+
+
+def advance_reference(ids, positions, rope, tokens):
+    """The three arrays afterwards."""
+    goes_on = tokens >= 0
+    return np.where(goes_on, tokens, ids), positions + goes_on, rope + goes_on
+
+
+@cuda.jit
+def advance_kernel(ids, positions, rope, tokens, rows):
+    row = uint32(uint32(cuda.blockIdx.x) * uint32(THREADS) + uint32(cuda.threadIdx.x))
+    if row < rows:
+        token = tokens[row]
+        if token >= int32(0):
+            ids[row] = token
+            positions[row] += int32(1)
+            for axis in range(uint32(3)):
+                rope[uint32(uint32(axis) * rows + row)] += int32(1)
+
+
+def advance(card, ids, positions, rope, tokens, rows, stream=None):
+    """ids, positions int32 [rows] and rope int32 [3, rows] of the step after the one that gave tokens int32
+    [rows]."""
+    card.launch(advance_kernel, -(-rows // THREADS), THREADS, ids, positions, rope.reshape(-1), tokens, rows,
+                stream=stream)
+
+
+# ---- check and time ----------------------------------------------------------------------------------------
+
+CASES = [1, 3, 32, 33]
+
+
+def check(card, rows):
+    """Random inputs, some tokens -1, and one row more that must not change."""
+    random = np.random.default_rng(rows)
+    ids, positions, rope = (random.integers(0, 1000, (n, rows), np.int32) for n in (1, 1, 3))
+    tokens = random.integers(-1, 2, rows, np.int32)
+    arrays = [card.upload(np.append(host, np.int32(7))) for host in (ids, positions, rope)]
+    advance(card, *(array[:-1] for array in arrays), card.upload(tokens), rows)
+    for array, want in zip(arrays, advance_reference(ids, positions, rope, tokens)):
+        got = card.download(array)
+        np.testing.assert_array_equal(got[:-1].reshape(want.shape), want)
+        assert got[-1] == 7, "wrote past its rows"
+    return 0.0
+
+
+def cases(card):
+    """The checks, then the time of a step of one row."""
+    for rows in CASES:
+        yield Case(f"{rows} rows", partial(check, card, rows))
+    arrays = [card.zeros(n, np.int32) for n in (1, 1, 3, 1)]
+    yield Case("1 row", launch=lambda: advance(card, *arrays, 1))
+
+
+if __name__ == "__main__":
+    main("Inputs of the next step", cases)

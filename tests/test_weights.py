@@ -1,0 +1,63 @@
+"""Tensors of a file, or random ones, as matrices on a card."""
+
+import numpy as np
+import pytest
+
+import qengine
+from tests.models import write_as_float32
+from tests.oracle import DATA
+
+FILE = DATA / "tiny-Q8_0.gguf"
+NAMES = [f"blk.0.{name}.weight" for name in ("ffn_up", "ffn_gate", "attn_gate", "ssm_alpha")]     # rows of 256 weights
+
+
+def loaded(card, weights, *names):
+    """The arrays of a matrix on the host, the flat bytes of each."""
+    with weights.loading(card):
+        matrix = weights.matrix(card, *names)
+    arrays = [matrix.values] if matrix.scales is None else [matrix.values, matrix.scales]
+    return matrix, [card.download(array.view(np.uint8)).tobytes() for array in arrays]
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "F32", "synthetic"])
+def test_stacked_rows_are_those_of_the_tensors(card, kind, tmp_path):
+    if kind == "F32":
+        write_as_float32(FILE, tmp_path / "F32.gguf")
+    weights = qengine.SyntheticWeights(qengine.Config.synthetic("tiny")) if kind == "synthetic" else \
+        qengine.FileWeights(qengine.GGUF(FILE if kind == "Q8_0" else tmp_path / "F32.gguf"))
+    stacked, got = loaded(card, weights, *NAMES)
+    alone = [loaded(card, weights, name) for name in NAMES]
+    assert got == [b"".join(parts) for parts in zip(*(arrays for _, arrays in alone), strict=True)]
+    assert stacked.n == sum(matrix.n for matrix, _ in alone) and stacked.k == alone[0][0].k == 256
+    assert stacked.format == ("F32" if kind == "F32" else "Q8_0")
+
+
+def test_values_of_a_file(card):
+    gguf = qengine.GGUF(FILE)
+    for name in NAMES:
+        matrix, arrays = loaded(card, qengine.FileWeights(gguf), name)
+        quants, scales = gguf.q8_0(name)
+        assert arrays == [quants.tobytes(), scales.tobytes()] and (matrix.n, matrix.k) == quants.shape
+
+
+def test_the_first_damaged_tensor_is_named(card, tmp_path):
+    write_as_float32(FILE, tmp_path / "F32.gguf")
+    for file, what in (FILE, "block scale"), (tmp_path / "F32.gguf", "value"):
+        tensors, data = qengine.GGUF(file).tensors, bytearray(file.read_bytes())
+        for name in NAMES[1:3]:
+            at = tensors[name].offset
+            data[at:at + 4] = b"\0\x7c\x80\x7f"         # no number, as a float16 and as a float32
+        damaged = tmp_path / "damaged.gguf"
+        damaged.write_bytes(data)
+        weights = qengine.FileWeights(qengine.GGUF(damaged))
+        first = min(NAMES[1:3], key=list(weights.gguf.tensors).index)
+        with pytest.raises(qengine.ModelError, match=f"'{first}' holds a {what} that is not a finite number"):
+            with weights.loading(card):
+                for name in NAMES:
+                    weights.matrix(card, name)
+
+
+def test_nothing_but_the_matrices_stays_on_the_card(card):
+    before = set(card.allocations)
+    matrix, _ = loaded(card, qengine.FileWeights(qengine.GGUF(FILE)), NAMES[0])
+    assert set(card.allocations) - before == {matrix.values.ptr, matrix.scales.ptr}
