@@ -25,7 +25,8 @@ def one_row(case, row, max_pages):
     held = case["row_pos"][row] // 64 + 1
     table[0, :held] = case["block_table"][row, :held]
     return case | {"projected": case["projected"][row:row + 1], "rope_pos": case["rope_pos"][:, row:row + 1],
-                   "block_table": table, "row_slot": np.zeros(1, np.int32), "row_pos": case["row_pos"][row:row + 1]}
+                   "block_table": table, "row_slot": np.zeros(1, np.int32),
+                   "row_pos": case["row_pos"][row:row + 1]}
 
 
 def test_decode_depends_neither_on_the_batch_nor_on_the_context_size(card):
@@ -52,7 +53,8 @@ def test_the_new_row_is_stored_as_store_kv_does(card):
     pages = [card.upload(case[name]) for name in ("k_pages", "v_pages")]
     names = "k_norm", "rope_pos", "inv_freq", "block_table", "row_slot", "row_pos"
     projected = arrays["projected"]
-    kv_cache.store_kv(card, *pages, projected, projected.shape[1], 2048, 2048 + 512, *(arrays[n] for n in names), 2, 2,
+    kv_cache.store_kv(card, *pages, projected, projected.shape[1], 2048, 2048 + 512,
+                      *(arrays[n] for n in names), 2, 2,
                       rope.SECTIONS, rope.EPS)
     for name, want in zip(("k_pages", "v_pages"), pages):
         np.testing.assert_array_equal(card.download(arrays[name]), card.download(want))
@@ -75,14 +77,15 @@ def test_a_replayed_launch_serves_every_length(card):
     card.synchronize()
     assert np.isfinite(card.download(out)).all() and not card.download(arrays["arrived"]).any()
     pages = card.download(arrays["k_pages"])
-    assert np.isfinite(pages[:2]).all() and np.isfinite(pages[2, :, :2]).all() and np.isnan(pages[2, :, 2:]).all()
+    assert np.isfinite(pages[:2]).all() and np.isfinite(pages[2, :, :2]).all() and np.isnan(pages[2, :,
+                                                                                                  2:]).all()
 
 
 def test_a_large_score_takes_it_all(card):
     case = sample_case(2, 1, (70,))
     projected, table = case["projected"], case["block_table"]
     projected[0, :1024] = 0
-    projected[0, 200], projected[0, 512 + 200] = 1, 1        # a unit vector: 16 after the norm, 1 with the scale
+    projected[0, 200], projected[0, 512 + 200] = 1, 1  # q: the norm's weight there, no rotation
     case["k_pages"][..., :] = np.where(np.isnan(case["k_pages"]), np.nan, 0)
     case["k_pages"][table[0, 0], 0, 40, 200] = 480
     projected[0, 1024:1280] = 1                              # the new key scores at most 1.5
@@ -101,7 +104,8 @@ def test_neither_memory_error_nor_race():
 
 
 def test_262_144_tokens(card):
-    """64 units of 64 pages; all keys but those of the last page lie in 64 pages, so that the cache fits anywhere."""
+    """64 units of 64 pages; all keys but those of the last page lie in 64 pages, so that the cache fits
+    anywhere."""
     position = 262143
     case = sample_case(1, 1, (64 * 64 + 63,))
     table = case["block_table"][0]

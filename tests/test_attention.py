@@ -22,7 +22,8 @@ def prefill_in_pieces(card, inputs, cuts):
     stride, q, projected = projected.shape[1], card.upload(q), card.upload(projected)
     for start, stop in zip([0, *cuts], [*cuts, n]):
         part = slice(start, stop)
-        attend_prefill(card, out[part], q[part], projected[part], stride, *pages, table, slots[part], positions[part],
+        attend_prefill(card, out[part], q[part], projected[part], stride, *pages, table, slots[part],
+                       positions[part],
                        stop - start, heads, n_kv)
     return card.download(out)
 
@@ -48,10 +49,12 @@ def test_262_144_tokens(card):
     """The last 3 rows; the keys lie in 64 pages that come again and again."""
     rows, n = 3, 262144
     q, projected, k, v = sample_inputs(1, 1, 64 * 64, rows)
-    pages, table = [card.upload(x.reshape(64, 1, 64, 256)) for x in (k, v)], np.resize(np.arange(64), (1, 4096))
+    pages, table = [card.upload(x.reshape(64, 1, 64, 256)) for x in (k, v)], np.resize(np.arange(64), (1,
+                                                                                                       4096))
     out, positions = card.alloc((rows, 256), np.float32), np.arange(n - rows, n, dtype=np.int32)
     attend_prefill(card, out, card.upload(q), card.upload(projected), projected.shape[1], *pages,
-                   card.upload(table.astype(np.int32)), card.upload(np.zeros(rows, np.int32)), card.upload(positions),
+                   card.upload(table.astype(np.int32)), card.upload(np.zeros(rows, np.int32)),
+                   card.upload(positions),
                    rows, 1, 1)
     k, v = (np.tile(x, (64, 1, 1)) for x in (k, v))
     head_error(card.download(out), attention_reference(q, k, v, gates(projected, 1), positions), 1)
@@ -84,13 +87,15 @@ def test_attention_block_of_the_reference_model(card, oracle_block):
     row_pos, table = card.upload(positions), card.upload(np.array([[2, 0]], np.int32))
     q, pages = card.alloc((80, 4, 256), np.float16), [card.alloc((3, 2, 64, 256), np.float16) for _ in "kv"]
     rope.norm_rope_q(card, q, projected, stride, q_norm, rope_pos, frequencies, 80, 4, (11, 11, 10), 1e-6)
-    kv_cache.store_kv(card, *pages, projected, stride, k_column, v_column, k_norm, rope_pos, frequencies, table, slots,
+    kv_cache.store_kv(card, *pages, projected, stride, k_column, v_column, k_norm, rope_pos, frequencies,
+                      table, slots,
                       row_pos, 80, 2, (11, 11, 10), 1e-6)
     out, last = card.alloc((80, 1024), np.float32), card.alloc((1, 1024), np.float32)
     attend_prefill(card, out, q, projected, stride, *pages, table, slots, row_pos, 80, 4, 2)
     partials = card.alloc(attend_decode.partials_shape(1, 4), np.float32)
     attend_decode.attend_decode(card, last, None, projected[79:], stride, k_column, v_column, q_norm, k_norm,
-                                card.upload(np.full((3, 1), 79, np.int32)), frequencies, *pages, table, slots[79:],
+                                card.upload(np.full((3, 1), 79, np.int32)), frequencies, *pages, table,
+                                slots[79:],
                                 row_pos[79:], partials, card.zeros(2, np.uint32), 1, 4, 2, (11, 11, 10), 1e-6)
     for got, expected in ((card.download(out), want), (card.download(last), want[79:])):
         assert np.linalg.norm(got - expected) <= 2e-3 * np.linalg.norm(expected)  # float16 q, k, v and p
@@ -99,10 +104,12 @@ def test_attention_block_of_the_reference_model(card, oracle_block):
 def test_products_run_on_packed_half(card):
     """In the PTX of both families."""
     from kernels.compile import compile_kernel, target_cc
-    tiles = ("float32[1]", "float16[1]", "float32[1]", *["float16[1]"] * 2, *["int32[1]"] * 3, *["uint32"] * 5)
+    tiles = ("float32[1]", "float16[1]", "float32[1]", *["float16[1]"] * 2, *["int32[1]"] * 3,
+             *["uint32"] * 5)
     decode = ("int8[1]", *["float32[1]"] * 2, "uint32[1]", *["float32[1]"] * 3, "int32[1]", "float32[1]",
               *["float16[1]"] * 2, *["int32[1]"] * 3, *["uint32"] * 8, "float32")
-    for kernel, signature in ((attention.attend_tiles, tiles), (attend_decode.attend_kernel(2, True), decode)):
+    for kernel, signature in ((attention.attend_tiles, tiles), (attend_decode.attend_kernel(2, True),
+                                                                decode)):
         ptx = compile_kernel(kernel, signature, target_cc(card.cc), card.cache_dir).ptx
         assert ptx.count("fma.rn.f16x2") > 80
         assert not any(word in ptx for word in (".local", ".f64", "approx", "mma"))
