@@ -278,7 +278,7 @@ def attend_tiles(out, q, projected, k_pages, v_pages, block_table, row_slot, row
         high[i], total[i] = float32(MINUS_INFINITY), float32(0.0)
 
     upper, key_lane = uint32(lane >> uint32(4)), uint32(lane & uint32(15))
-    # Addresses in shared memory: of the lane's rows of q, of its row of a tile of keys, of its part of values,
+    # Addresses in shared memory: of the lane's rows of q, its row of a tile of keys, its part of one of values,
     # of the warp's rows of p; and where the lane puts its share of a tile.
     q_at = shared_address(q_tile) + uint64(
         uint32(uint32(warp * uint32(ROWS) + upper * uint32(4)) * uint32(4 * STRIDE)))
