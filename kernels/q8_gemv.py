@@ -262,7 +262,7 @@ Shape = namedtuple("Shape", "rows slots warps")
 def shape_for(card, fmt, columns, k):
     """The Shape for warps of `columns` columns. Two turns are under way, where a row has so many and the registers of
     a thread suffice. A processor fetches ahead by itself."""
-    fits = k >= 2 * BLOCK * fmt.turn and (fmt.words <= 5 or fmt.words <= 6 and columns <= 2)
+    fits = k >= 2 * BLOCK * fmt.turn and (fmt.turn == Q8.turn or fmt.words <= 6 and columns == 1)
     slots = 0 if card.kind == "emulated" else 2 if fits else 1
     return Shape(2, slots, 32) if columns <= 2 else Shape(4, slots, 16)
 
@@ -532,9 +532,10 @@ def _fuses(k, columns):
 
 
 def _split(card, fmt, columns, k):
-    """(columns of the launch, sets of warps, columns of each, its Shape): up to 4 for a warp, evenly."""
-    here = min(columns, MAX_COLUMNS)
-    sets = 1 if here <= 4 else 2 if here <= 8 else 4
+    """(columns of the launch, sets of warps, columns of each, its Shape): up to 4 for a warp, evenly; up to 2 of a
+    packed format, whose unpacked weights need registers."""
+    here, most = min(columns, MAX_COLUMNS), 4 if fmt.turn == Q8.turn else 2
+    sets = 1 << (-(-here // most) - 1).bit_length()
     each = -(-here // sets)
     return here, sets, each, shape_for(card, fmt, each, k)
 
