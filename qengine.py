@@ -67,8 +67,8 @@ import waitress.server
 import waitress.task
 from werkzeug.exceptions import HTTPException, ServiceUnavailable, TooManyRequests
 
-from kernels import (advance, attention, conv, embedding, finite, float_matmul, formats, gdn, kv_cache, norm, probe,
-                     q8_gemm, q8_gemv, quant_gemv, quantize, rope, sample, swiglu, synthetic)
+from kernels import (advance, attend_decode, attention, conv, embedding, finite, float_matmul, formats, gdn, gdn_decode,
+                     kv_cache, norm, probe, q8_gemm, q8_gemv, quant_gemv, quantize, rope, sample, swiglu, synthetic)
 from kernels.bench import operation_seconds
 from kernels.card import Array, Card, CardError, open_cards, show_bytes
 from kernels.compile import CompileError
@@ -1035,6 +1035,11 @@ class Matrix:
     def is_quantized(self) -> bool:
         return self.scales is not None
 
+    @property
+    def decoder(self):
+        """How the decode kernels read the format."""
+        return quant_gemv.decoder(FORMATS[self.format])
+
     def rows(self, start: int, stop: int) -> "Matrix":
         """Rows start .. stop - 1, in the same memory."""
         scales = None if self.scales is None else self.scales[start:stop]
@@ -1071,6 +1076,9 @@ class FileWeights:
             tensor = self.gguf.tensors[names[damaged[0]]]
             what = "block scale" if tensor.type in FORMATS else "value"
             raise ModelError(f"{self.gguf.path}: tensor '{tensor.name}' holds a {what} that is not a finite number")
+
+    def type_of(self, name: str) -> str:
+        return self.gguf.tensors[name].type
 
     def matrix(self, card: Card, *names: str) -> Matrix:
         """The rows of one tensor or of several, of one type and width, one after the other."""
@@ -1118,9 +1126,11 @@ class SyntheticWeights:
     def loading(self, card: Card):
         return contextlib.nullcontext()
 
+    def type_of(self, name: str) -> str:
+        return "Q8_0" if self.shapes[name][1] % FORMATS[self.format].file_block else self.format
+
     def matrix(self, card: Card, *names: str) -> Matrix:
-        k, stop = self.shapes[names[0]][1], 0
-        format = "Q8_0" if k % FORMATS[self.format].file_block else self.format
+        k, stop, format = self.shapes[names[0]][1], 0, self.type_of(names[0])
         matrix = alloc_matrix(card, format, sum(self.shapes[name][0] for name in names), k, " + ".join(names))
         for name in names:
             start, stop = stop, stop + self.shapes[name][0]
@@ -1145,10 +1155,17 @@ HEAD_ROWS = 8               # rows of logits computed at once where a text's are
 
 
 @dataclass(frozen=True)
+class Stack:
+    """Matrices that read the same input. Their products lie side by side, as columns of rows `stride` apart."""
+
+    parts: tuple[tuple[int, Matrix], ...]   # (first column, matrix); neighbours of one type are one matrix
+    stride: int                             # columns of all, and what makes them a multiple of 4
+
+
+@dataclass(frozen=True)
 class MLP:
     norm: Array             # [hidden]
-    gate: Matrix            # [ffn, hidden]
-    up: Matrix              # [ffn, hidden]
+    gate_up: Stack          # ffn columns of gate, ffn of up
     down: Matrix            # [hidden, ffn]
 
 
@@ -1157,10 +1174,8 @@ class LinearLayer:
     """Gated DeltaNet: a recurrence whose state is 128 x 128 per value head, whatever the length of the text."""
 
     norm: Array             # [hidden]
-    qkv: Matrix             # [conv_dim, hidden]: rows of q, k, v
-    z: Matrix               # [value_dim, hidden]: gate of the output
-    alpha: Matrix           # [n_value_heads, hidden]: how fast the state decays
-    beta: Matrix            # [n_value_heads, hidden]: how strongly it is written
+    inputs: Stack           # conv_dim columns of q, k, v; value_dim of z, the output's gate; n_value_heads of alpha,
+                            # how fast the state decays; and as many of beta, how strongly it is written
     conv: Array             # [conv_dim, conv_width]
     a: Array                # [n_value_heads], -exp(A_log)
     dt_bias: Array          # [n_value_heads]
@@ -1174,29 +1189,40 @@ class AttentionLayer:
     """Full attention: grouped heads of 256, a quarter of each rotated, a sigmoid gate on the output."""
 
     norm: Array             # [hidden]
-    q: Matrix               # [n_heads * 512, hidden]: per head 256 rows of query, then 256 of gate
-    k: Matrix               # [kv_dim, hidden]
-    v: Matrix               # [kv_dim, hidden]
+    inputs: Stack           # per head 256 columns of query and 256 of gate; then kv_dim of keys, kv_dim of values
     q_norm: Array           # [256]
     k_norm: Array           # [256]
     out: Matrix             # [hidden, query_dim]
     mlp: MLP
 
 
+def load_stack(weights, card: Card, names: list[str]) -> Stack:
+    """The tensors `names`, of one width, in this order."""
+    parts, column = [], 0
+    for _, group in itertools.groupby(names, weights.type_of):
+        matrix = weights.matrix(card, *group)
+        parts.append((column, matrix))
+        column += matrix.n
+    return Stack(tuple(parts), column + -column % 4)
+
+
 def load_layer(weights, card: Card, config: Config, index: int) -> LinearLayer | AttentionLayer:
     """The weights of block `index` on `card`."""
+    def stack(*names):
+        return load_stack(weights, card, [f"blk.{index}.{name}.weight" for name in names])
+
     def matrix(name):
         return weights.matrix(card, f"blk.{index}.{name}.weight")
 
     def vector(name):
         return weights.vector(card, f"blk.{index}.{name}")
 
-    mlp = MLP(vector("post_attention_norm.weight"), matrix("ffn_gate"), matrix("ffn_up"), matrix("ffn_down"))
+    mlp = MLP(vector("post_attention_norm.weight"), stack("ffn_gate", "ffn_up"), matrix("ffn_down"))
     if config.layer_kinds[index] == "attention":
-        return AttentionLayer(vector("attn_norm.weight"), matrix("attn_q"), matrix("attn_k"), matrix("attn_v"),
+        return AttentionLayer(vector("attn_norm.weight"), stack("attn_q", "attn_k", "attn_v"),
                               vector("attn_q_norm.weight"), vector("attn_k_norm.weight"), matrix("attn_output"), mlp)
-    return LinearLayer(vector("attn_norm.weight"), matrix("attn_qkv"), matrix("attn_gate"), matrix("ssm_alpha"),
-                       matrix("ssm_beta"), vector("ssm_conv1d.weight"), vector("ssm_a"), vector("ssm_dt.bias"),
+    return LinearLayer(vector("attn_norm.weight"), stack("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta"),
+                       vector("ssm_conv1d.weight"), vector("ssm_a"), vector("ssm_dt.bias"),
                        vector("ssm_norm.weight"), matrix("ssm_out"), mlp)
 
 
@@ -1254,19 +1280,16 @@ class Model:
             return card.alloc((rows, width), np.float32, name)
 
         self.x = floats("residual stream", c.hidden_dim)
-        self.qkv, self.mixed = floats("qkv", c.conv_dim), floats("qkv after convolution", c.conv_dim)
-        self.z, self.o = floats("z", c.value_dim), floats("delta rule output", c.value_dim)
-        self.alpha, self.beta = floats("alpha", c.n_value_heads), floats("beta", c.n_value_heads)
-        self.factors = floats("delta rule factors", 4 * c.n_value_heads)
-        self.query_gate = floats("query and gate", 2 * c.query_dim)
-        self.k, self.v = floats("key", c.kv_dim), floats("value", c.kv_dim)
+        stacks = [stack for layer in self.layers for stack in (layer.inputs, layer.mlp.gate_up)]
+        self.projected = card.alloc(rows * max(stack.stride for stack in stacks), np.float32, "products of a stack")
+        self.mixed, self.o = floats("qkv after convolution", c.conv_dim), floats("delta rule output", c.value_dim)
+        self.factors = card.alloc(gdn.factors_shape(rows, c.n_value_heads), np.float32, "delta rule factors")
         self.q = card.alloc((rows, c.n_heads, c.head_dim), np.float16, "rotated query")
         self.attended = floats("attention output", c.query_dim)
-        self.gate_up = floats("gate and up", 2 * c.ffn_dim)
         widths = {c.hidden_dim, c.value_dim, c.query_dim, c.ffn_dim}
         self.activations = {k: Activation(card, rows, k) for k in widths}
-        partials = attention.scratch_shape(n_slots, c.n_heads, self.cache.max_pages)
-        self.partials = card.alloc(partials, np.float32, "attention partials")
+        self.partials = card.alloc(attend_decode.partials_shape(n_slots, c.n_heads), np.float32, "attention partials")
+        self.arrived = card.zeros((n_slots, c.n_kv_heads), np.uint32, "attention blocks that have arrived")
         if self.head is not None:
             self.logits = card.alloc((max(n_slots, HEAD_ROWS), c.n_vocab), np.float32, "logits")
 
@@ -1287,89 +1310,106 @@ class Model:
                 tap(f"layer {index}", self.x)
 
     def linear_attention(self, rows: Rows, layer: LinearLayer, state: "RecurrentState"):
-        card, c = self.card, self.config
-        length = 1 if rows.is_decode else rows.n  # rows of one slot
-        u = self.norm(rows, layer.norm, layer.qkv, layer.z, layer.alpha, layer.beta)
-        self.project(rows, self.qkv, layer.qkv, u)
-        self.project(rows, self.z, layer.z, u)
-        self.project(rows, self.alpha, layer.alpha, u)
-        self.project(rows, self.beta, layer.beta, u)
-        conv.conv_silu(card, self.mixed, self.qkv, state.conv, layer.conv, rows.slots, rows.n, c.conv_dim, length)
-        gdn.gated_delta_rule(card, self.o, state.memory, self.factors, self.mixed, self.alpha, self.beta, layer.a,
-                             layer.dt_bias, rows.slots, rows.n, c.n_key_heads, c.n_value_heads, length)
-        o = self.activations[c.value_dim]
-        if layer.out.is_quantized:
-            norm.gated_norm_quantize(card, o.q, o.d, self.o, self.z, c.value_dim, layer.out_norm, rows.n,
-                                     c.n_value_heads, c.norm_eps)
+        card, c, projected, stride = self.card, self.config, self.projected, layer.inputs.stride
+        self.project_norm(rows, layer.inputs, layer.norm)
+        u = self.activations[c.value_dim]
+        constants, heads = (layer.a, layer.dt_bias), (c.n_key_heads, c.n_value_heads)
+        if rows.is_decode:
+            inputs = state.memory, state.conv, projected, stride, layer.conv, *constants, layer.out_norm, rows.slots, \
+                rows.positions, rows.n, *heads, c.norm_eps
+            if layer.out.is_quantized:
+                gdn_decode.gdn_decode_quantize(card, u.q, u.d, *inputs)
+            else:
+                gdn_decode.gdn_decode(card, u.x, *inputs)
         else:
-            norm.gated_norm(card, o.x, self.o, self.z, c.value_dim, layer.out_norm, rows.n, c.n_value_heads,
-                            c.norm_eps)
-        self.project(rows, self.x, layer.out, o, add=True)
+            conv.conv_silu(card, self.mixed, projected, stride, state.conv, layer.conv, rows.slots, rows.positions,
+                           rows.n, c.conv_dim)
+            gdn.gdn_prefill(card, self.o, state.memory, self.factors, self.mixed, projected, stride, *constants,
+                            rows.slots, rows.n, *heads)
+            inputs = self.o, projected[c.conv_dim:], stride, layer.out_norm, rows.n, c.n_value_heads, c.norm_eps
+            if layer.out.is_quantized:
+                norm.gated_norm_quantize(card, u.q, u.d, *inputs)
+            else:
+                norm.gated_norm(card, u.x, *inputs)
+        self.project(rows, self.x, layer.out, u, add=True)
 
     def attention(self, rows: Rows, layer: AttentionLayer, pages: "Pages"):
-        card, c, table = self.card, self.config, self.cache.block_table
-        u = self.norm(rows, layer.norm, layer.q, layer.k, layer.v)
-        self.project(rows, self.query_gate, layer.q, u)
-        self.project(rows, self.k, layer.k, u)
-        self.project(rows, self.v, layer.v, u)
-        rope.norm_rope_q(card, self.q, self.query_gate, layer.q_norm, rows.rope, self.inv_freq, rows.n, c.n_heads,
-                         c.rope_sections, c.norm_eps)
-        kv_cache.store_kv(card, pages.k, pages.v, self.k, self.v, layer.k_norm, rows.rope, self.inv_freq, table,
-                          rows.slots, rows.positions, rows.n, c.n_kv_heads, c.rope_sections, c.norm_eps)
-        places = self.q, self.query_gate, pages.k, pages.v, table, rows.slots, rows.positions
+        card, c, projected, stride = self.card, self.config, self.projected, layer.inputs.stride
+        self.project_norm(rows, layer.inputs, layer.norm)
+        u, columns = self.activations[c.query_dim], (2 * c.query_dim, 2 * c.query_dim + c.kv_dim)  # of keys, values
+        rotary, places = (rows.rope, self.inv_freq), (self.cache.block_table, rows.slots, rows.positions)
+        sizes = rows.n, c.n_heads, c.n_kv_heads
         if rows.is_decode:
-            attention.attend_decode(card, self.attended, *places, self.partials, rows.n, c.n_heads, c.n_kv_heads)
+            out = (u.q, u.d) if layer.out.is_quantized else (u.x, None)
+            attend_decode.attend_decode(card, *out, projected, stride, *columns, layer.q_norm, layer.k_norm, *rotary,
+                                        pages.k, pages.v, *places, self.partials, self.arrived, *sizes,
+                                        c.rope_sections, c.norm_eps)
         else:
-            attention.attend_prefill(card, self.attended, *places, rows.n, c.n_heads, c.n_kv_heads)
-        self.project(rows, self.x, layer.out, self.as_activation(rows, self.attended, layer.out), add=True)
+            rope.norm_rope_q(card, self.q, projected, stride, layer.q_norm, *rotary, rows.n, c.n_heads,
+                             c.rope_sections, c.norm_eps)
+            kv_cache.store_kv(card, pages.k, pages.v, projected, stride, *columns, layer.k_norm, *rotary, *places,
+                              rows.n, c.n_kv_heads, c.rope_sections, c.norm_eps)
+            attention.attend_prefill(card, self.attended, self.q, projected, stride, pages.k, pages.v, *places, *sizes)
+            if layer.out.is_quantized:
+                quantize.quantize_q8(card, u.q, u.d, self.attended, rows.n, u.k)
+            else:
+                card.copy(u.x, self.attended)
+        self.project(rows, self.x, layer.out, u, add=True)
 
     def mlp(self, rows: Rows, layer: MLP):
-        card, ffn_dim = self.card, self.config.ffn_dim
-        u = self.norm(rows, layer.norm, layer.gate, layer.up)
-        self.project(rows, self.gate_up, layer.gate, u, stride=2 * ffn_dim)
-        self.project(rows, self.gate_up.reshape(-1)[ffn_dim:], layer.up, u, stride=2 * ffn_dim)
-        h = self.activations[ffn_dim]
-        if layer.down.is_quantized:
-            swiglu.swiglu_quantize(card, h.q, h.d, self.gate_up, rows.n, ffn_dim)
+        card, stack, h = self.card, layer.gate_up, self.activations[self.config.ffn_dim]
+        if rows.is_decode and layer.down.is_quantized and self.is_fused(stack):
+            (_, matrix), u = stack.parts[0], self.activations[self.config.hidden_dim]
+            q8_gemv.norm_gemv_swiglu(card, matrix.decoder, h.q, h.d, matrix.values, matrix.scales, self.x, layer.norm,
+                                     self.config.norm_eps, h.k, u.k, rows.n, u.q, u.d)
         else:
-            swiglu.swiglu(card, h.x, self.gate_up, rows.n, ffn_dim)
+            self.project_norm(rows, stack, layer.norm)
+            if layer.down.is_quantized:
+                swiglu.swiglu_quantize(card, h.q, h.d, self.projected, rows.n, h.k)
+            else:
+                swiglu.swiglu(card, h.x, self.projected, rows.n, h.k)
         self.project(rows, self.x, layer.down, h, add=True)
 
     def compute_logits(self, x: Array, n: int):
         """logits[:n] = head(norm(x[:n])), always through the decode family, so that a row has one answer."""
         rows = Rows(n, True, None, None, None, None)
-        self.project(rows, self.logits, self.head, self.norm(rows, self.head_norm, self.head, x=x))
+        self.project_norm(rows, Stack(((0, self.head),), self.head.n), self.head_norm, x, self.logits)
 
     # ---- the steps of a layer ----
 
-    def norm(self, rows: Rows, weight: Array, *readers: Matrix, x: Array | None = None) -> Activation:
-        """RMSNorm of the residual stream (or of `x`), in each form that one of the reading matrices wants."""
-        x, u, eps = self.x if x is None else x, self.activations[self.config.hidden_dim], self.config.norm_eps
-        if any(m.is_quantized for m in readers):
-            norm.rms_norm_quantize(self.card, u.q, u.d, x, weight, rows.n, u.k, eps)
-        if not all(m.is_quantized for m in readers):
-            norm.rms_norm(self.card, u.x, x, weight, rows.n, u.k, eps)
-        return u
+    @staticmethod
+    def is_fused(stack: Stack) -> bool:
+        """Whether one decode kernel serves the whole stack, the norm before it included."""
+        return len(stack.parts) == 1 and stack.parts[0][1].is_quantized
 
-    def as_activation(self, rows: Rows, y: Array, reader: Matrix) -> Activation:
-        """y float32 [rows, k] in the form that the reading matrix wants."""
-        u = self.activations[reader.k]
-        if reader.is_quantized:
-            quantize.quantize_q8(self.card, u.q, u.d, y, rows.n, u.k)
-        else:
-            self.card.copy(u.x, y)
-        return u
+    def project_norm(self, rows: Rows, stack: Stack, weight: Array, x: Array | None = None, y: Array | None = None):
+        """y = RMSNorm(x) W^T, column by column as the stack has them; of the residual stream, to `projected`."""
+        card, eps = self.card, self.config.norm_eps
+        x, y = self.x if x is None else x, self.projected if y is None else y
+        matrices = [matrix for _, matrix in stack.parts]
+        u = self.activations[matrices[0].k]
+        if rows.is_decode and self.is_fused(stack):
+            matrix, = matrices
+            q8_gemv.norm_gemv(card, matrix.decoder, y, stack.stride, matrix.values, matrix.scales, x, weight, eps,
+                              matrix.n, u.k, rows.n, u.q, u.d)
+            return
+        if any(matrix.is_quantized for matrix in matrices):
+            norm.rms_norm_quantize(card, u.q, u.d, x, weight, rows.n, u.k, eps)
+        if not all(matrix.is_quantized for matrix in matrices):
+            norm.rms_norm(card, u.x, x, weight, rows.n, u.k, eps)
+        for column, matrix in stack.parts:
+            self.project(rows, y.reshape(-1)[column:], matrix, u, stride=stack.stride)
 
     def project(self, rows: Rows, y: Array, matrix: Matrix, u: Activation, add: bool = False, stride: int = 0):
         """y = u W^T (y += with `add`) through the kernel of the rows' family; rows of y are `stride` numbers
         apart, where they hold more than the n of this product."""
         card, n, k, stride = self.card, matrix.n, matrix.k, stride or matrix.n
         if matrix.is_quantized:
-            format, arguments = FORMATS[matrix.format], (y, stride, matrix.values, matrix.scales, u.q, u.d, n, k)
+            arguments = y, stride, matrix.values, matrix.scales, u.q, u.d, n, k, rows.n, add
             if rows.is_decode:
-                q8_gemv.gemv(card, quant_gemv.decoder(format), *arguments, rows.n, add)
+                q8_gemv.gemv(card, matrix.decoder, *arguments)
             else:
-                q8_gemm.gemm(card, format, *arguments, rows.n, add)
+                q8_gemm.gemm(card, FORMATS[matrix.format], *arguments)
         else:
             product = float_matmul.gemv_float if rows.is_decode else float_matmul.gemm_float
             product(card, y, stride, matrix.values, u.x, n, k, rows.n, add)
@@ -1386,7 +1426,7 @@ PAGE_TOKENS = kv_cache.PAGE
 class RecurrentState:
     """What a linear-attention layer remembers of each slot."""
 
-    conv: Array             # [n_slots, conv_width - 1, conv_dim] float32: the last inputs of the convolution
+    conv: Array             # [n_slots, conv_width, conv_dim] float32: inputs of position p in row p % conv_width
     memory: Array           # [n_slots, n_value_heads, 128 key, 128 value] float32
 
 
@@ -1412,7 +1452,7 @@ class Cache:
             else:
                 state = (n_slots, c.n_value_heads, c.linear_head_dim, c.linear_head_dim)
                 self.recurrent[index] = RecurrentState(
-                    card.zeros((n_slots, c.conv_width - 1, c.conv_dim), np.float32, f"layer {index} conv state"),
+                    card.zeros((n_slots, c.conv_width, c.conv_dim), np.float32, f"layer {index} conv state"),
                     card.zeros(state, np.float32, f"layer {index} recurrent state"))
         self.block_table = card.zeros((n_slots, self.max_pages), np.int32, "block table")
 
@@ -2641,7 +2681,8 @@ def matrices(part) -> list[Matrix]:
     if isinstance(part, Matrix):
         return [part]
     fields = dataclasses.fields(part) if dataclasses.is_dataclass(part) else ()
-    return [matrix for field in fields for matrix in matrices(getattr(part, field.name))]
+    inner = part if isinstance(part, tuple) else [getattr(part, field.name) for field in fields]
+    return [matrix for item in inner for matrix in matrices(item)]
 
 
 class Bench:

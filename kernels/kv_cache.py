@@ -25,12 +25,11 @@ read and 1,024 written per head and row. Bound by its launch in decode, by memor
 
 import numpy as np
 from numba import cuda
-from numba.types import float16, uint32, uint64
+from numba.types import uint32, uint64
 
 from kernels.bench import Case, main
-from kernels.rope import (EPS, HEAD_DIM, SECTIONS, TOLERANCE, inverse_frequencies, norm_head,
-                          norm_rope_reference, rotate,
-                          sample_positions, store_head)
+from kernels.rope import (EPS, HEAD_DIM, SECTIONS, TOLERANCE, inverse_frequencies, load_head, norm_head,
+                          norm_rope_reference, rotate, rotation, sample_positions, store_head)
 
 PAGE = 64  # tokens
 
@@ -51,7 +50,7 @@ def store_kv_reference(k, v, w, rope_pos, inv_freq, sections, eps):
 
 # ---- kernel ------------------------------------------------------------------------------------------------
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True, forceinline=True)
 def page_offset(block_table, max_pages, slot, page, kv_head, n_kv):
     """Element (uint64) where the 64 rows of a head begin in page number `page` (= position // 64) of a
     slot."""
@@ -59,35 +58,41 @@ def page_offset(block_table, max_pages, slot, page, kv_head, n_kv):
     return uint64(uint64(held) * uint64(n_kv) + uint64(kv_head)) * uint64(PAGE * HEAD_DIM)
 
 
+@cuda.jit(device=True, forceinline=True)
+def store_row(k_pages, v_pages, to, projected, k_at, v_at, lane, w, sin, cos, eps):
+    """One warp: key and value of a head, from elements k_at and v_at of `projected`, to element `to` (uint64) of
+    the pages."""
+    v0, v1, v2, v3, v4, v5, v6, v7 = load_head(projected, v_at, lane)
+    x0, x1, x2, x3, x4, x5, x6, x7 = norm_head(load_head(projected, k_at, lane), load_head(w, uint32(0), lane), eps)
+    x0, x1 = rotate(x0, x1, sin, cos)
+    store_head(k_pages, to, lane, x0, x1, x2, x3, x4, x5, x6, x7)
+    store_head(v_pages, to, lane, v0, v1, v2, v3, v4, v5, v6, v7)
+
+
 @cuda.jit
-def store_kv_rows(k_pages, v_pages, k, v, w, rope_pos, inv_freq, block_table, row_slot, row_pos, max_pages,
-                  stride, n_kv,
-                  height_section, width_section, eps):
+def store_kv_rows(k_pages, v_pages, projected, w, rope_pos, inv_freq, block_table, row_slot, row_pos, stride,
+                  k_column, v_column, max_pages, n_positions, n_kv, height_section, width_section, eps):
     """Grid (rows, n_kv), one warp each."""
     lane, row, head = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y)
     position = uint32(row_pos[row])
     to = page_offset(block_table, max_pages, uint32(row_slot[row]), uint32(position // uint32(PAGE)), head,
                      n_kv)
     to = uint64(to + uint64(uint32(position % uint32(PAGE)) * uint32(HEAD_DIM)))
-    at = uint32(uint32(uint32(row * n_kv) + head) * uint32(HEAD_DIM))
-    x0, x1, x2, x3, x4, x5, x6, x7 = norm_head(k, at, lane, w, eps)
-    x0, x1 = rotate(x0, x1, row, stride, lane, rope_pos, inv_freq, height_section, width_section)
-    store_head(k_pages, to, lane, x0, x1, x2, x3, x4, x5, x6, x7)
-    for j in range(uint32(HEAD_DIM // 32)):
-        i = uint32(lane + uint32(j * uint32(32)))
-        v_pages[uint64(to + uint64(i))] = float16(v[uint32(at + i)])
+    at = uint32(uint32(row * stride) + head * uint32(HEAD_DIM))
+    sin, cos = rotation(row, n_positions, lane, rope_pos, inv_freq, height_section, width_section)
+    store_row(k_pages, v_pages, to, projected, uint32(at + k_column), uint32(at + v_column), lane, w, sin, cos, eps)
 
 
-def store_kv(card, k_pages, v_pages, k, v, w, rope_pos, inv_freq, block_table, row_slot, row_pos, rows, n_kv,
-             sections, eps,
-             stream=None):
-    """Pages float16 [n_pages, n_kv, 64, 256] <- k, v float32 [rows, n_kv, 256] of the tokens at row_pos of
-    row_slot, int32 [rows]; w float32 [256] the key norm, rope_pos int32 [3, >= rows], inv_freq float32 [32],
-    block_table int32 [n_slots, max_pages] (must hold a page for every position), sections (s_t, s_h, s_w).
-    Writes those rows only, never allocates."""
-    card.launch(store_kv_rows, (rows, n_kv), 32, k_pages.reshape(-1), v_pages.reshape(-1), k.reshape(-1),
-                v.reshape(-1), w, rope_pos.reshape(-1), inv_freq, block_table.reshape(-1), row_slot, row_pos,
-                block_table.shape[1], rope_pos.shape[1], n_kv, sections[1], sections[2], eps, stream=stream)
+def store_kv(card, k_pages, v_pages, projected, stride, k_column, v_column, w, rope_pos, inv_freq, block_table,
+             row_slot, row_pos, rows, n_kv, sections, eps, stream=None):
+    """Pages float16 [n_pages, n_kv, 64, 256] <- the tokens at row_pos of row_slot, int32 [rows]: projected float32
+    [rows, stride], of which a row holds n_kv 256 keys from k_column on and as many values from v_column on; w float32
+    [256] the key norm, rope_pos int32 [3, >= rows], inv_freq float32 [32], block_table int32 [n_slots, max_pages]
+    (must hold a page for every position), sections (s_t, s_h, s_w). Writes those rows only, never allocates."""
+    card.launch(store_kv_rows, (rows, n_kv), 32, k_pages.reshape(-1), v_pages.reshape(-1), projected.reshape(-1), w,
+                rope_pos.reshape(-1), inv_freq, block_table.reshape(-1), row_slot, row_pos, stride, k_column,
+                v_column, block_table.shape[1], rope_pos.shape[1], n_kv, sections[1], sections[2], float(eps),
+                stream=stream)
 
 
 # ---- check -------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def gated_norm_reference(o, z, w, eps):
 # ---- kernels -----------------------------------------------------------------------------------------------
 
 @cuda.jit(device=True, inline="always")
-def _store_quantized(q, d, at, inside, y0, y1, y2, y3):
+def store_quantized(q, d, at, inside, y0, y1, y2, y3):
     """One group of 128 values, 4 per lane, as int8 blocks; all lanes call, those not `inside` pass zeros."""
     w0, w1, w2, w3 = float_as_word(y0), float_as_word(y1), float_as_word(y2), float_as_word(y3)
     scale = block_scale(w0, w1, w2, w3)
@@ -156,8 +156,8 @@ def quantize_norm(q, d, x, at, w, k, eps, partial, lane, warp, n_warps):
     total = warp_sum(partial[lane] if lane < n_parts else float32(0))
     scale = rsqrt(div_rn(total, float32(k)) + eps)
     while uint32(i - lane * uint32(4)) < k:  # the same for all lanes, which meet in the shuffles
-        _store_quantized(q, d, uint32(at + i), i < k, x0 * scale * w0, x1 * scale * w1, x2 * scale * w2,
-                         x3 * scale * w3)
+        store_quantized(q, d, uint32(at + i), i < k, x0 * scale * w0, x1 * scale * w1, x2 * scale * w2,
+                        x3 * scale * w3)
         i = uint32(i + uint32(n_warps * uint32(GROUP)))
         w0, w1, w2, w3 = _load4_or_zeros(w, i, i < k)
         x0, x1, x2, x3 = _load4_or_zeros(x, uint32(at + i), i < k)
@@ -171,15 +171,20 @@ def rms_norm_quantize_kernel(q, d, x, w, k, eps):
 
 
 @cuda.jit(device=True, inline="always")
+def gate_head(o0, o1, o2, o3, w, g0, g1, g2, g3, eps):
+    """The lane's 4 values of a head after the norm with its 4 weights w, times the gates g = silu(z)."""
+    total = warp_sum(cuda.fma(o3, o3, cuda.fma(o2, o2, cuda.fma(o1, o1, o0 * o0))))
+    scale = rsqrt(total * float32(1.0 / GROUP) + eps)
+    return o0 * scale * w[0] * g0, o1 * scale * w[1] * g1, o2 * scale * w[2] * g2, o3 * scale * w[3] * g3
+
+
+@cuda.jit(device=True, inline="always")
 def _gated4(o, z, w, at, z_at, lane, eps):
     """The lane's 4 values of a normalised and gated head; they are at `at` in o and at `z_at` in z."""
     a, b, c, d = load_floats4(o, at)
-    total = warp_sum(cuda.fma(d, d, cuda.fma(c, c, cuda.fma(b, b, a * a))))
-    scale = rsqrt(total * float32(1.0 / GROUP) + eps)
-    w0, w1, w2, w3 = load_floats4(w, uint32(lane * uint32(4)))
     z0, z1, z2, z3 = load_floats4(z, z_at)
-    return (a * scale * w0 * silu(z0), b * scale * w1 * silu(z1),
-            c * scale * w2 * silu(z2), d * scale * w3 * silu(z3))
+    weights = load_floats4(w, uint32(lane * uint32(4)))
+    return gate_head(a, b, c, d, weights, silu(z0), silu(z1), silu(z2), silu(z3), eps)
 
 
 @cuda.jit(device=True, inline="always")
@@ -206,7 +211,7 @@ def gated_norm_quantize_kernel(q, d, o, z, w, n, n_heads, z_stride, eps):
     if head < n:
         at = uint32(head * uint32(GROUP) + lane * uint32(4))
         y0, y1, y2, y3 = _gated4(o, z, w, at, _gate_at(head, n_heads, z_stride, lane), lane, eps)
-        _store_quantized(q, d, at, True, y0, y1, y2, y3)
+        store_quantized(q, d, at, True, y0, y1, y2, y3)
 
 
 # ---- launches: arrays as in the text above, written in place; none allocates -------------------------------
