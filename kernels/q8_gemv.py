@@ -289,7 +289,7 @@ def shape_for(card, fmt, columns, k, in_pairs=False):
         if columns > 2:
             return Shape(4, 2 if columns == 4 else 1, 16)
         return Shape(2, 2, 32) if in_pairs or columns == 2 else Shape(1, 4, 32)
-    slots = 2 if k >= 2 * BLOCK * fmt.turn and fmt.words <= 6 and columns <= 2 else 1
+    slots = 2 if k >= 2 * BLOCK * fmt.turn and fmt.words <= 6 and columns == 1 else 1
     return Shape(2, slots, 32) if columns <= 2 else Shape(4, slots, 16)
 
 
@@ -498,7 +498,7 @@ def gemv(card, fmt, y, stride, wq, wd, xq, xd, n, k, columns, add=False, stream=
     which is n or more where several products write side by side. One launch per sixteen columns."""
     y, weights, xq, xd = y.reshape(-1), _flat(wq, wd), xq.reshape(-1), xd.reshape(-1)
     for first in range(0, columns, MAX_COLUMNS):
-        here, set_bits, each = _split(columns - first)
+        here, set_bits, each = _split(fmt, columns - first)
         shape = shape_for(card, fmt, each, k)
         grid, shares = _shares(card, n, shape)
         card.launch(gemv_kernel(fmt, each, shape, False), grid, (32, shape.warps), y[first * stride:], stride,
@@ -535,7 +535,7 @@ def norm_gemv_swiglu(card, fmt, q, d, wq, wd, x, norm_w, eps, n, k, columns, xq,
     rms_norm_quantize(card, xq, xd, x, norm_w, columns, k, eps, stream)
     xq, xd = xq.reshape(-1), xd.reshape(-1)
     for first in range(0, columns, MAX_COLUMNS):
-        here, set_bits, each = _split(columns - first)
+        here, set_bits, each = _split(fmt, columns - first)
         shape = shape_for(card, fmt, each, k, in_pairs=True)
         card.launch(swiglu_kernel(fmt, each, shape, False), grid, (32, shape.warps), q[first * n:],
                     d[first * n // BLOCK:], *weights, xq[first * k:], xd[first * k // BLOCK:], n, k, here,
@@ -551,10 +551,11 @@ def _flat(wq, wd):
     return wq.reshape(-1), wd.view(np.uint16).reshape(-1)
 
 
-def _split(columns):
-    """(columns of the launch, log2 of the sets of warps, columns of each): up to 4 for a warp, evenly."""
-    here = min(columns, MAX_COLUMNS)
-    set_bits = 0 if here <= 4 else 1 if here <= 8 else 2
+def _split(fmt, columns):
+    """(columns of the launch, log2 of the sets of warps, columns of each): up to 4 for a warp, evenly; up to 2 of a
+    packed format, whose unpacked weights need registers."""
+    here, most = min(columns, MAX_COLUMNS), 4 if fmt is Q8 else 2
+    set_bits = (-(-here // most) - 1).bit_length()
     return here, set_bits, -(-here // 2**set_bits)
 
 
