@@ -142,7 +142,7 @@ def check_likeliest_tokens(reference, prompt, logits):
     margin = values[:, 0] - values[:, 1]
     noise = margin[reference[f"{prompt}_llama_top_ids"][:, 0] != likeliest].max()
     clear = margin > noise
-    assert clear.sum() > 0.45 * len(logits)
+    assert clear.sum() > 0.3 * len(logits)
     np.testing.assert_array_equal(logits.argmax(axis=1)[clear], likeliest[clear])
 
 
