@@ -275,8 +275,8 @@ def lane_sums(count):
 
 # ---- kernels -----------------------------------------------------------------------------------------------
 
-# rows of w that a warp takes at once, turns of each that are under way, warps of a block of threads; half of
-# the rows times the warps is 32, the outputs of SwiGLU that a block of threads makes at once
+# rows of w that a warp takes at once, turns of each that are under way, warps of a block of threads (a power of
+# two; half of the rows times the warps divides 32, the outputs of SwiGLU that make a block)
 Shape = namedtuple("Shape", "rows slots warps")
 
 
@@ -284,7 +284,7 @@ def shape_for(card, fmt, columns, k, in_pairs=False):
     """The Shape for warps of `columns` columns; in_pairs: for SwiGLU or after the norm. As many turns are under way
     as a row has and the registers of a thread hold. A processor fetches ahead by itself."""
     if card.kind == "emulated":
-        return Shape(2, 0, 32) if columns <= 2 else Shape(4, 0, 16)
+        return Shape(2 if columns <= 2 else 4, 0, 16)
     if fmt is Q8:
         if columns > 2:
             return Shape(4, 2 if columns == 4 else 1, 16)

@@ -45,12 +45,16 @@ def products_of_real_cards():
     card = SimpleNamespace(kind="cuda")
     w, x, y = ("int8[1]", "uint16[1]"), ("int8[1]", "float32[1]"), ("float32[1]", "uint32")
     norm = "float32[1]", "float32[1]", "float32"
+
+    def shape(*arguments):
+        return q8_gemv.shape_for(card, q8_gemv.Q8, *arguments)
+
     for columns in range(1, 5):
-        kernel = q8_gemv.gemv_kernel(q8_gemv.Q8, columns, q8_gemv.shape_for(card, q8_gemv.Q8, columns, 4096), False)
+        kernel = q8_gemv.gemv_kernel(q8_gemv.Q8, columns, shape(columns, 4096), False)
         yield kernel, *y, *w, *x, *["uint32"] * 6, "bool"
-        kernel = q8_gemv.swiglu_kernel(q8_gemv.Q8, columns, q8_gemv.shape_for(card, q8_gemv.Q8, columns, 4096, True), False)
+        kernel = q8_gemv.swiglu_kernel(q8_gemv.Q8, columns, shape(columns, 4096, True), False)
         yield kernel, *x, *w, *x, *["uint32"] * 4
-    alone = q8_gemv.shape_for(card, q8_gemv.Q8, 1, 4096, True)
+    alone = shape(1, 4096, True)
     yield q8_gemv.gemv_kernel(q8_gemv.Q8, 1, alone, True), *y, *w, *norm, *["uint32"] * 4
     yield q8_gemv.swiglu_kernel(q8_gemv.Q8, 1, alone, True), *x, *w, *norm, *["uint32"] * 2
 
