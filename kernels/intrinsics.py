@@ -78,7 +78,7 @@ half2_low = _instruction("{.reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, l
 half2_high = _instruction("{.reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, h;}", float32, uint32,
                           doc="element 1 of a half2 word as float32, exact")
 both_low = _instruction("{.reg .b16 l, h; mov.b32 {l, h}, $1; mov.b32 $0, {l, l};}", uint32, uint32,
-                        doc="element 0 of a half2 word twice; the assembler makes it part of the instruction that uses it")
+                        doc="element 0 of a half2 word twice; it costs no instruction")
 both_high = _instruction("{.reg .b16 l, h; mov.b32 {l, h}, $1; mov.b32 $0, {h, h};}", uint32, uint32,
                          doc="element 1 of a half2 word twice")
 
@@ -236,14 +236,15 @@ def store_floats4(array, index, x0, x1, x2, x3):
 
 @intrinsic
 def arrive(context, array, index):
-    """Adds 1 to the uint32 at `index`; returns what was there. What the block wrote before its last barrier is seen by
-    whoever finds a later count and passes a barrier: release and acquire in one instruction, for one thread of a block
-    (`threadfence` would wait for an order that nobody needs)."""
+    """Adds 1 to the uint32 at `index`; returns what was there. What the block wrote before its last barrier
+    is seen by whoever finds a later count and passes a barrier: release and acquire in one instruction, for
+    one thread of a block (`threadfence` would wait for an order that nobody needs)."""
     def codegen(context, builder, signature, values):
-        pointer = builder.ptrtoint(_word_pointer(context, builder, signature.args[0], values[0], values[1], 1),
-                                   ir.IntType(64))
+        pointer = _word_pointer(context, builder, signature.args[0], values[0], values[1], 1)
+        pointer = builder.ptrtoint(pointer, ir.IntType(64))
         function = ir.FunctionType(ir.IntType(32), [ir.IntType(64)])
-        return builder.asm(function, "atom.acq_rel.gpu.add.u32 $0, [$1], 1;", "=r,l,~{memory}", [pointer], True)
+        text = "atom.acq_rel.gpu.add.u32 $0, [$1], 1;"
+        return builder.asm(function, text, "=r,l,~{memory}", [pointer], True)
     return uint32(array, uint32), codegen
 
 
@@ -287,21 +288,6 @@ def store_shared4(context, address, w0, w1, w2, w3):
     """Writes 16 bytes at an address in shared memory."""
     return types.void(types.uint64, *[uint32] * 4), lambda context, builder, signature, values: _store(
         context, builder, _shared_pointer(builder, values[0], 4), values[1:])
-
-
-# ---- launches that overlap ---------------------------------------------------------------------------------
-
-EARLY_LAUNCH = "// griddepcontrol.wait;"  # a comment; an instruction where kernels/nvidia.py makes it one
-
-
-@intrinsic
-def wait_for_earlier_launches(context):
-    """What stands before it in a kernel may run while earlier launches of the stream still do: only loads of
-    what none of them writes. Where a card cannot start a launch early, nothing."""
-    def codegen(context, builder, signature, values):
-        builder.asm(ir.FunctionType(ir.VoidType(), []), EARLY_LAUNCH, "~{memory}", [], True)
-        return context.get_dummy_value()
-    return types.void(), codegen
 
 
 # ---- int32 -> float32 without a conversion instruction -----------------------------------------------------

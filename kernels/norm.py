@@ -17,6 +17,10 @@ the product:
     value of the part    0..3    4..7    ...  124..127   |  128..131  ...          4 groups of 128
     lane                  0       1              31      |     0                   16-byte accesses
 
+The quantising form of rms_norm keeps this sum, but reads the values again for the product, a warp a group at
+a time: so every warp has its share of the divisions, also where kernels/q8_gemv.py computes the norm inside a
+product, with more warps than the row has parts.
+
 The sum of squares has one fixed tree for a given k: a lane adds its 16 squares one after another, a butterfly
 adds the lanes, and another one the warps. A gated head of 128 is one group, so it needs one warp and no
 barrier.
@@ -60,7 +64,7 @@ def gated_norm_reference(o, z, w, eps):
 
 # ---- kernels -----------------------------------------------------------------------------------------------
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True, forceinline=True)
 def store_quantized(q, d, at, inside, y0, y1, y2, y3):
     """One group of 128 values, 4 per lane, as int8 blocks; all lanes call, those not `inside` pass zeros."""
     w0, w1, w2, w3 = float_as_word(y0), float_as_word(y1), float_as_word(y2), float_as_word(y3)
@@ -122,7 +126,7 @@ def rms_norm_kernel(y, x, w, k, eps):
             store_floats4(y, uint32(row * k + i), a, b, c, d)
 
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True, forceinline=True)
 def _load4_or_zeros(array, index, inside):
     a, b, c, d = float32(0), float32(0), float32(0), float32(0)
     if inside:
@@ -130,7 +134,7 @@ def _load4_or_zeros(array, index, inside):
     return a, b, c, d
 
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True, forceinline=True)
 def quantize_norm(q, d, x, at, w, k, eps, partial, lane, warp, n_warps):
     """RMSNorm of the k values of x from `at` on, as int8 blocks, by a block of n_warps warps of any number.
 

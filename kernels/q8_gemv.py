@@ -37,6 +37,27 @@ What happens when:
 
 Pipe: dp4a, but bound by memory: 1.06 n k bytes and n k columns / 4 dp4a per call. At its full bandwidth a
 CMP 100-210 has time for 27 dp4a per word of weights, and eight columns need 8 of them and 6 float operations.
+
+Measured on an H200 (2026-11-21, 4,590 GB/s of reads; a graph of launches over different random matrices, us):
+
+                                                4096 x 4096  12352 x 4096  24576 x 4096  4096 x 12288
+    bytes / bandwidth                                3.9         11.7          23.3          11.7
+    1 row, 4 turns under way                         6.5         14.4          26.7          14.4
+    2 rows, 2 turns asked for, then multiplied,      6.2         14.4          26.0          14.6
+        blocks of 8 warps
+    4 rows, 1 turn under way                         8.6         14.5          26.6          21.1
+    2 rows, loads where they are used                9.3         15.3          27.6          24.0
+    neighbouring rows on different SMs               7.0         15.1          27.4          14.9
+    8 columns: 4 rows, 2 sets of warps               9.2         19.9          35.9          19.4
+    16 columns: 4 sets                              15.9         36.1          65.8          37.5
+
+The bytes beyond the first travel at 4,540 GB/s; what is lost is 2.4 us of every launch, its start and end. So
+the five launches of a linear layer of a 9B (a small kernel in place of the recurrence) take 67.0 us, 19.0 of
+a 0.8B; with separate kernels for norm and SwiGLU 70.9 and 23.9, 14 launches of before 108.2 and 41.6. The norm
+inside costs 1.2 us, a launch of its own 2.5. Tried and lost: asking for the next matrix's first 2 to 16 MB by
+prefetch.global.L2 at the end of a launch (0 to +1 us each); launches that start early where Hopper can
+(-0.2 us each). `cuda.syncwarp` after the first loads of a ring is there for the assembler, which otherwise
+moves each load to where it is used, to save registers.
 """
 
 from collections import namedtuple
@@ -48,15 +69,15 @@ from numba.types import float32, int8, int32, uint16, uint32
 
 from kernels.bench import Case, main
 from kernels.intrinsics import (BIAS_WORD, dp4a, float_as_word, half_to_float, load_words2, load_words4, silu,
-                                store_word, stream_words2, stream_words4, unbias, wait_for_earlier_launches)
+                                store_word, stream_words2, stream_words4, unbias)
 from kernels.norm import MAX_WARPS, quantize_norm, rms_norm_quantize
 from kernels.quantize import block_scale, quantize_word
 from kernels.swiglu import swiglu_quantize
 
 BLOCK = 32  # weights per scale
 MAX_COLUMNS = 16  # of one launch
-FUSED_COLUMNS = 2  # with the norm inside: every block of threads repeats it
-MAX_FUSED = 16384  # values of a column there
+MAX_FUSED = 16384  # values of a column whose norm is computed inside
+MAX_FUSED_BLOCKS = MAX_FUSED // BLOCK
 
 
 def q8_reference(wq, wd, xq, xd):
@@ -84,7 +105,7 @@ def q8_reference(wq, wd, xq, xd):
 Format = namedtuple("Format", "turn words fetch multiply rest")
 
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True, forceinline=True)
 def fetch_q8(raw, piece, row, block, k, lane, wq, wd):
     at = uint32(row * uint32(k >> uint32(5)) + block)
     loaded = stream_words4(wq, uint32(uint32(at << uint32(5)) + uint32(lane << uint32(4))))
@@ -94,7 +115,7 @@ def fetch_q8(raw, piece, row, block, k, lane, wq, wd):
 
 
 def multiply_q8(rows, columns):
-    @cuda.jit(device=True, inline="always")
+    @cuda.jit(device=True, forceinline=True)
     def multiply(acc, raw, piece, block, k, lane, x_starts, xq, xd):
         for c in range(columns):
             at = uint32(x_starts[c] + block)
@@ -111,7 +132,7 @@ def multiply_q8(rows, columns):
 
 
 def rest_q8(rows, columns):
-    @cuda.jit(device=True, inline="always")
+    @cuda.jit(device=True, forceinline=True)
     def add_blocks(acc, w_rows, block, k, lane, wq, wd, x_starts, xq, xd):
         """A step of up to 8 blocks, 8 weights per lane."""
         byte, its_block = uint32(lane << uint32(3)), uint32(lane >> uint32(2))
@@ -125,7 +146,7 @@ def rest_q8(rows, columns):
                 dot = dp4a(w[1], x[1], dp4a(w[0], x[0], int32(BIAS_WORD)))
                 acc[r, c] = cuda.fma(unbias(dot), w_scale * xd[uint32(x_at + its_block)], acc[r, c])
 
-    @cuda.jit(device=True, inline="always")
+    @cuda.jit(device=True, forceinline=True)
     def rest(acc, w_rows, k, lane, wq, wd, x_starts, xq, xd):
         blocks = uint32(k >> uint32(5))
         if blocks & uint32(8):
@@ -149,7 +170,7 @@ def ring(fmt, rows, columns, slots):
     multiply, rest = fmt.multiply(rows, columns), fmt.rest(rows, columns)
     spare_shape = rows, fmt.words
 
-    @cuda.jit(device=True, inline="always")
+    @cuda.jit(device=True, forceinline=True)
     def multiply_from(acc, w_rows, block, k, lane, wq, wd, x_starts, xq, xd):
         """acc += all from `block` on, of which nothing is under way."""
         spare = cuda.local.array(spare_shape, uint32)
@@ -160,18 +181,18 @@ def ring(fmt, rows, columns, slots):
             block = uint32(block + uint32(turn))
         rest(acc, w_rows, k, lane, wq, wd, x_starts, xq, xd)
 
-    @cuda.jit(device=True, inline="always")
+    @cuda.jit(device=True, forceinline=True)
     def start_nothing(raw, w_rows, k, lane, wq, wd):
         pass
 
-    @cuda.jit(device=True, inline="always")
+    @cuda.jit(device=True, forceinline=True)
     def multiply_at_once(acc, raw, w_rows, next_rows, more, k, lane, wq, wd, x_starts, xq, xd):
         for r in range(rows):
             for c in range(columns):
                 acc[r, c] = float32(0.0)
         multiply_from(acc, w_rows, uint32(0), k, lane, wq, wd, x_starts, xq, xd)
 
-    @cuda.jit(device=True, inline="always")
+    @cuda.jit(device=True, forceinline=True)
     def start(raw, w_rows, k, lane, wq, wd):
         """Asks for the first turns of rows w_rows."""
         if uint32(k >> uint32(5)) >= uint32(stride):
@@ -180,7 +201,7 @@ def ring(fmt, rows, columns, slots):
                     fetch(raw, s * rows + r, w_rows[r], uint32(s * turn), k, lane, wq, wd)
         cuda.syncwarp()  # keeps the assembler from moving the loads to where they are used
 
-    @cuda.jit(device=True, inline="always")
+    @cuda.jit(device=True, forceinline=True)
     def multiply_rows(acc, raw, w_rows, next_rows, more, k, lane, wq, wd, x_starts, xq, xd):
         """acc <- the lane's share of the products of rows w_rows, whose first turns are under way. Leaves
         those of next_rows under way, if there are `more`."""
@@ -217,7 +238,7 @@ def lane_sums(count):
         here = min(count, 2 * half)  # values that are left
         rest = step(half // 2, distance // 2) if half > 1 else total_of(distance)
 
-        @cuda.jit(device=True, inline="always")
+        @cuda.jit(device=True, forceinline=True)
         def halve(values, lane):
             kept = cuda.local.array(half, float32)
             upper = (lane & uint32(distance)) != uint32(0)
@@ -231,7 +252,7 @@ def lane_sums(count):
         return halve
 
     def total_of(distance):
-        @cuda.jit(device=True, inline="always")
+        @cuda.jit(device=True, forceinline=True)
         def total(values, lane):
             x = values[0]
             if distance > 16:
@@ -259,18 +280,23 @@ def lane_sums(count):
 Shape = namedtuple("Shape", "rows slots warps")
 
 
-def shape_for(card, fmt, columns, k):
-    """The Shape for warps of `columns` columns. Two turns are under way, where a row has so many and the registers of
-    a thread suffice. A processor fetches ahead by itself."""
-    fits = k >= 2 * BLOCK * fmt.turn and (fmt.turn == Q8.turn or fmt.words <= 6 and columns == 1)
-    slots = 0 if card.kind == "emulated" else 2 if fits else 1
+def shape_for(card, fmt, columns, k, in_pairs=False):
+    """The Shape for warps of `columns` columns; in_pairs: for SwiGLU or after the norm. As many turns are under way
+    as a row has and the registers of a thread hold. A processor fetches ahead by itself."""
+    if card.kind == "emulated":
+        return Shape(2, 0, 32) if columns <= 2 else Shape(4, 0, 16)
+    if fmt is Q8:
+        if columns > 2:
+            return Shape(4, 2 if columns == 4 else 1, 16)
+        return Shape(2, 2, 32) if in_pairs or columns == 2 else Shape(1, 4, 32)
+    slots = 2 if k >= 2 * BLOCK * fmt.turn and fmt.words <= 6 and columns == 1 else 1
     return Shape(2, slots, 32) if columns <= 2 else Shape(4, slots, 16)
 
 
 def x_starts_of(columns):
     """Device function (x_starts, first, n_columns, k): where columns `first` and following start; past the
     last column that one once more, not stored."""
-    @cuda.jit(device=True, inline="always")
+    @cuda.jit(device=True, forceinline=True)
     def set_starts(x_starts, first, n_columns, k):
         for c in range(columns):
             column = min(uint32(first + uint32(c)), uint32(n_columns - uint32(1)))
@@ -281,31 +307,33 @@ def x_starts_of(columns):
 
 @cache
 def gemv_kernel(fmt, columns, shape, fused):
-    """The kernel of y <- (y +) w . x, or with `fused` of y <- w . quantised RMSNorm of x, in which `sets`
-    warps share their rows and have `columns` columns each."""
+    """The kernel of y <- (y +) w . x, or with `fused`, for one column, of y <- w . quantised RMSNorm of x.
+    2**set_bits warps share their rows and have `columns` columns each."""
     rows, slots, warps = shape
     threads = 32 * warps
     start, multiply_rows = ring(fmt, rows, columns, slots)
     set_starts, count = x_starts_of(columns), rows * columns
     shift = 5 - (count - 1).bit_length()  # the sum of value v is on lane v << shift
-    first_lane = (1 << shift) - 1
+    first_lane, warp_bits = (1 << shift) - 1, warps.bit_length() - 1
     sums, raw_shape, acc_shape = lane_sums(count), (max(rows * slots, 1), fmt.words), (rows, columns)
-    n_quants, n_scales = MAX_FUSED * columns, MAX_FUSED * columns // BLOCK
 
-    @cuda.jit(device=True, inline="always")
-    def share(task, each, extra):
-        """The groups of rows of a task, from and to: `each`, and one more for the first `extra` tasks, which
-        are counted across the blocks of threads."""
-        number = uint32(task * cuda.gridDim.x + cuda.blockIdx.x)
-        first = uint32(number * each + min(number, extra))
-        return first, uint32(first + each + (uint32(1) if number < extra else uint32(0)))
+    @cuda.jit(device=True, forceinline=True)
+    def share(task, task_bits, each, extra):
+        """The groups of rows of a task, from and to. A block of threads has `each`, and one more if it is of
+        the first `extra`, side by side: few pages of memory. Its 2**task_bits tasks share them likewise."""
+        block = uint32(cuda.blockIdx.x)
+        here = uint32(each + (uint32(1) if block < extra else uint32(0)))
+        for_each = uint32(here >> task_bits)
+        left = uint32(here - uint32(for_each << task_bits))
+        first = uint32(block * each + min(block, extra) + task * for_each + min(task, left))
+        return first, uint32(first + for_each + (uint32(1) if task < left else uint32(0)))
 
-    @cuda.jit(device=True, inline="always")
+    @cuda.jit(device=True, forceinline=True)
     def set_rows(w_rows, group, n):
         for r in range(rows):  # past the last row: that one once more, not stored
             w_rows[r] = min(uint32(group * uint32(rows) + uint32(r)), uint32(n - uint32(1)))
 
-    @cuda.jit(device=True, inline="always")
+    @cuda.jit(device=True, forceinline=True)
     def work(raw, y, stride, wq, wd, xq, xd, n, k, add, lane, group, last, first_column, n_columns):
         acc, values = cuda.local.array(acc_shape, float32), cuda.local.array(count, float32)
         w_rows, next_rows = cuda.local.array(rows, uint32), cuda.local.array(rows, uint32)
@@ -333,41 +361,39 @@ def gemv_kernel(fmt, columns, shape, fused):
                 y[at] = before + total if add else total
 
     @cuda.jit(launch_bounds=threads)
-    def gemv_kernel(y, stride, wq, wd, xq, xd, n, k, n_columns, sets, each, extra, add):
+    def gemv_kernel(y, stride, wq, wd, xq, xd, n, k, n_columns, set_bits, each, extra, add):
         lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
         raw, w_rows = cuda.local.array(raw_shape, uint32), cuda.local.array(rows, uint32)
-        task = uint32(warp // sets)
-        group, last = share(task, each, extra)
+        task = uint32(warp >> set_bits)
+        group, last = share(task, uint32(uint32(warp_bits) - set_bits), each, extra)
         set_rows(w_rows, group, n)
-        start(raw, w_rows, k, lane, wq, wd)
-        wait_for_earlier_launches()
-        first_column = uint32(uint32(warp - task * sets) * uint32(columns))
+        if group < last:
+            start(raw, w_rows, k, lane, wq, wd)
+        first_column = uint32(uint32(warp - uint32(task << set_bits)) * uint32(columns))
         work(raw, y, stride, wq, wd, xq, xd, n, k, add, lane, group, last, first_column, n_columns)
 
     @cuda.jit(launch_bounds=threads)
     def norm_gemv_kernel(y, stride, wq, wd, x, norm_w, eps, n, k, each, extra):
-        xq, xd = cuda.shared.array(n_quants, int8), cuda.shared.array(n_scales, float32)
-        partial = cuda.shared.array((columns, MAX_WARPS), float32)
+        xq, xd = cuda.shared.array(MAX_FUSED, int8), cuda.shared.array(MAX_FUSED_BLOCKS, float32)
+        partial = cuda.shared.array(MAX_WARPS, float32)
         lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
         raw, w_rows = cuda.local.array(raw_shape, uint32), cuda.local.array(rows, uint32)
-        group, last = share(warp, each, extra)
+        group, last = share(warp, uint32(warp_bits), each, extra)
         set_rows(w_rows, group, n)
-        start(raw, w_rows, k, lane, wq, wd)
-        wait_for_earlier_launches()
-        for c in range(columns):
-            at = uint32(uint32(c) * k)
-            quantize_norm(xq, xd, x, at, norm_w, k, eps, partial[c], lane, warp, uint32(warps))
+        if group < last:
+            start(raw, w_rows, k, lane, wq, wd)
+        quantize_norm(xq, xd, x, uint32(0), norm_w, k, eps, partial, lane, warp, uint32(warps))
         cuda.syncthreads()
-        work(raw, y, stride, wq, wd, xq, xd, n, k, False, lane, group, last, uint32(0), uint32(columns))
+        work(raw, y, stride, wq, wd, xq, xd, n, k, False, lane, group, last, uint32(0), uint32(1))
 
     return norm_gemv_kernel if fused else gemv_kernel
 
 
 @cache
 def swiglu_kernel(fmt, columns, shape, fused):
-    """The kernel of (q, d) <- quantised silu(gate . x) * (up . x), or with `fused` of the quantised RMSNorm of
-    x; `sets` as above. A block of threads makes units of 32 outputs, a block of the quantisation of each
-    column; a warp has the same rows of gate and of up."""
+    """The kernel of (q, d) <- quantised silu(gate . x) * (up . x), or with `fused`, for one column, of the
+    quantised RMSNorm of x; set_bits as above. A block of threads makes units of 32 outputs, a block of the
+    quantisation of each column; a warp has the same rows of gate and of up."""
     rows, slots, warps = shape
     threads = 32 * warps
     pairs = rows // 2
@@ -377,15 +403,14 @@ def swiglu_kernel(fmt, columns, shape, fused):
     shift = 5 - half.bit_length()
     first_lane = (1 << shift) - 1
     sums, raw_shape, acc_shape = lane_sums(count), (max(rows * slots, 1), fmt.words), (rows, columns)
-    n_quants, n_scales = MAX_FUSED * columns, MAX_FUSED * columns // BLOCK
     h_shape = 2, MAX_COLUMNS * BLOCK
 
-    @cuda.jit(device=True, inline="always")
+    @cuda.jit(device=True, forceinline=True)
     def set_rows(w_rows, output, n):
         for p in range(pairs):
             w_rows[p], w_rows[pairs + p] = uint32(output + uint32(p)), uint32(n + output + uint32(p))
 
-    @cuda.jit(device=True, inline="always")
+    @cuda.jit(device=True, forceinline=True)
     def work(raw, h, q, d, wq, wd, xq, xd, n, k, lane, warp, task, tasks, first_column, n_columns):
         acc, values = cuda.local.array(acc_shape, float32), cuda.local.array(count, float32)
         w_rows, next_rows = cuda.local.array(rows, uint32), cuda.local.array(rows, uint32)
@@ -424,38 +449,34 @@ def swiglu_kernel(fmt, columns, shape, fused):
             unit, inside = next_unit, next_inside
 
     @cuda.jit(launch_bounds=threads)
-    def gemv_swiglu_kernel(q, d, wq, wd, xq, xd, n, k, n_columns, sets):
+    def gemv_swiglu_kernel(q, d, wq, wd, xq, xd, n, k, n_columns, set_bits):
         h = cuda.shared.array(h_shape, float32)
         lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
         raw, w_rows = cuda.local.array(raw_shape, uint32), cuda.local.array(rows, uint32)
-        task = uint32(warp // sets)
+        task = uint32(warp >> set_bits)
         set_rows(w_rows, uint32(uint32(cuda.blockIdx.x << uint32(5)) + task * uint32(pairs)), n)
         start(raw, w_rows, k, lane, wq, wd)
-        wait_for_earlier_launches()
-        first_column = uint32(uint32(warp - task * sets) * uint32(columns))
-        tasks = uint32(uint32(warps) // sets)
+        first_column = uint32(uint32(warp - uint32(task << set_bits)) * uint32(columns))
+        tasks = uint32(uint32(warps) >> set_bits)
         work(raw, h, q, d, wq, wd, xq, xd, n, k, lane, warp, task, tasks, first_column, n_columns)
 
     @cuda.jit(launch_bounds=threads)
     def norm_gemv_swiglu_kernel(q, d, wq, wd, x, norm_w, eps, n, k):
-        xq, xd = cuda.shared.array(n_quants, int8), cuda.shared.array(n_scales, float32)
-        partial = cuda.shared.array((columns, MAX_WARPS), float32)
+        xq, xd = cuda.shared.array(MAX_FUSED, int8), cuda.shared.array(MAX_FUSED_BLOCKS, float32)
+        partial = cuda.shared.array(MAX_WARPS, float32)
         h = cuda.shared.array(h_shape, float32)
         lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
         raw, w_rows = cuda.local.array(raw_shape, uint32), cuda.local.array(rows, uint32)
         set_rows(w_rows, uint32(uint32(cuda.blockIdx.x << uint32(5)) + warp * uint32(pairs)), n)
         start(raw, w_rows, k, lane, wq, wd)
-        wait_for_earlier_launches()
-        for c in range(columns):
-            at = uint32(uint32(c) * k)
-            quantize_norm(xq, xd, x, at, norm_w, k, eps, partial[c], lane, warp, uint32(warps))
+        quantize_norm(xq, xd, x, uint32(0), norm_w, k, eps, partial, lane, warp, uint32(warps))
         cuda.syncthreads()
-        work(raw, h, q, d, wq, wd, xq, xd, n, k, lane, warp, warp, uint32(warps), uint32(0), uint32(columns))
+        work(raw, h, q, d, wq, wd, xq, xd, n, k, lane, warp, warp, uint32(warps), uint32(0), uint32(1))
 
     return norm_gemv_swiglu_kernel if fused else gemv_swiglu_kernel
 
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True, forceinline=True)
 def quantize_unit(q, d, h, side, column, block, lane):
     """The 32 values of a column of h as block `block` of (q, d); 8 lanes take 4 each."""
     at = uint32(uint32(column << uint32(5)) + uint32(uint32(lane & uint32(7)) << uint32(2)))
@@ -477,45 +498,48 @@ def gemv(card, fmt, y, stride, wq, wd, xq, xd, n, k, columns, add=False, stream=
     which is n or more where several products write side by side. One launch per sixteen columns."""
     y, weights, xq, xd = y.reshape(-1), _flat(wq, wd), xq.reshape(-1), xd.reshape(-1)
     for first in range(0, columns, MAX_COLUMNS):
-        here, sets, each, shape = _split(card, fmt, columns - first, k)
-        grid, shares = _shares(card, n, shape, sets)
+        here, set_bits, each = _split(fmt, columns - first)
+        shape = shape_for(card, fmt, each, k)
+        grid, shares = _shares(card, n, shape)
         card.launch(gemv_kernel(fmt, each, shape, False), grid, (32, shape.warps), y[first * stride:], stride,
-                    *weights, xq[first * k:], xd[first * k // BLOCK:], n, k, here, sets, *shares, add,
+                    *weights, xq[first * k:], xd[first * k // BLOCK:], n, k, here, set_bits, *shares, add,
                     stream=stream)
 
 
 def norm_gemv(card, fmt, y, stride, wq, wd, x, norm_w, eps, n, k, columns, xq, xd, stream=None):
     """y <- w . u, u the quantised RMSNorm of x float32 [columns, k] with weights norm_w [k]; the bits of
-    rms_norm_quantize followed by `gemv`. One launch for up to FUSED_COLUMNS columns; else u goes through
+    rms_norm_quantize followed by `gemv`. One launch for one column; else one more, and u goes through
     xq int8 [columns, k] and xd float32 [columns, k / 32]."""
-    if not _fuses(k, columns):
+    if columns > 1 or k > MAX_FUSED:
         rms_norm_quantize(card, xq, xd, x, norm_w, columns, k, eps, stream)
         return gemv(card, fmt, y, stride, wq, wd, xq, xd, n, k, columns, stream=stream)
-    shape = shape_for(card, fmt, columns, k)
-    grid, shares = _shares(card, n, shape, 1)
-    card.launch(gemv_kernel(fmt, columns, shape, True), grid, (32, shape.warps), y.reshape(-1), stride,
+    shape = shape_for(card, fmt, 1, k, in_pairs=True)
+    grid, shares = _shares(card, n, shape)
+    card.launch(gemv_kernel(fmt, 1, shape, True), grid, (32, shape.warps), y.reshape(-1), stride,
                 *_flat(wq, wd), x.reshape(-1), norm_w, float(eps), n, k, *shares, stream=stream)
 
 
 def norm_gemv_swiglu(card, fmt, q, d, wq, wd, x, norm_w, eps, n, k, columns, xq, xd, stream=None):
     """q int8 [columns, n], d float32 [columns, n / 32] <- quantised silu(gate . u) * (up . u), u as above; n
     a multiple of 32. w = (wq, wd) has the n rows of gate and below them those of up. The bits of `norm_gemv`
-    followed by swiglu_quantize. xq, xd as above; one launch, or one per sixteen columns after the norm's."""
+    followed by swiglu_quantize. xq, xd as above; one launch for one column, else one per sixteen columns
+    after that of the norm."""
     if n % BLOCK:
         raise ValueError(f"SwiGLU takes rows of a multiple of {BLOCK} values, not {n}")
     q, d, weights, grid = q.reshape(-1), d.reshape(-1), _flat(wq, wd), min(card.n_sms, n // BLOCK)
-    if _fuses(k, columns):
-        shape = shape_for(card, fmt, columns, k)
-        card.launch(swiglu_kernel(fmt, columns, shape, True), grid, (32, shape.warps), q, d, *weights,
+    if columns == 1 and k <= MAX_FUSED:
+        shape = shape_for(card, fmt, 1, k, in_pairs=True)
+        card.launch(swiglu_kernel(fmt, 1, shape, True), grid, (32, shape.warps), q, d, *weights,
                     x.reshape(-1), norm_w, float(eps), n, k, stream=stream)
         return
     rms_norm_quantize(card, xq, xd, x, norm_w, columns, k, eps, stream)
     xq, xd = xq.reshape(-1), xd.reshape(-1)
     for first in range(0, columns, MAX_COLUMNS):
-        here, sets, each, shape = _split(card, fmt, columns - first, k)
+        here, set_bits, each = _split(fmt, columns - first)
+        shape = shape_for(card, fmt, each, k, in_pairs=True)
         card.launch(swiglu_kernel(fmt, each, shape, False), grid, (32, shape.warps), q[first * n:],
                     d[first * n // BLOCK:], *weights, xq[first * k:], xd[first * k // BLOCK:], n, k, here,
-                    sets, stream=stream)
+                    set_bits, stream=stream)
 
 
 def gemv_q8_q8(card, y, stride, wq, wd, xq, xd, n, k, columns, add=False, stream=None):
@@ -527,25 +551,20 @@ def _flat(wq, wd):
     return wq.reshape(-1), wd.view(np.uint16).reshape(-1)
 
 
-def _fuses(k, columns):
-    return columns <= FUSED_COLUMNS and k <= MAX_FUSED
-
-
-def _split(card, fmt, columns, k):
-    """(columns of the launch, sets of warps, columns of each, its Shape): up to 4 for a warp, evenly; up to 2 of a
+def _split(fmt, columns):
+    """(columns of the launch, log2 of the sets of warps, columns of each): up to 4 for a warp, evenly; up to 2 of a
     packed format, whose unpacked weights need registers."""
-    here, most = min(columns, MAX_COLUMNS), 4 if fmt.turn == Q8.turn else 2
-    sets = 1 << (-(-here // most) - 1).bit_length()
-    each = -(-here // sets)
-    return here, sets, each, shape_for(card, fmt, each, k)
+    here, most = min(columns, MAX_COLUMNS), 4 if fmt is Q8 else 2
+    set_bits = (-(-here // most) - 1).bit_length()
+    return here, set_bits, -(-here // 2**set_bits)
 
 
-def _shares(card, n, shape, sets):
-    """Blocks of threads, one per SM where there are so many groups of rows, and (groups for each of their
-    tasks, tasks that take one more)."""
+def _shares(card, n, shape):
+    """Blocks of threads, one per SM where there are so many groups of rows, and (groups for each of them,
+    blocks that take one more)."""
     n_groups = -(-n // shape.rows)
     grid = min(card.n_sms, n_groups)
-    return grid, divmod(n_groups, grid * (shape.warps // sets))
+    return grid, divmod(n_groups, grid)
 
 
 # ---- check and time ----------------------------------------------------------------------------------------
@@ -588,8 +607,8 @@ def check(card, n, k, columns, add=False):
     return error
 
 
-# n, k, columns; rows of k beyond the ring and not, sets of warps of every number of columns
-FUSED_CASES = [(32, 1024, 1), (64, 32, 1), (96, 2080, 2), (160, 1056, 3), (96, 512, 7), (64, 1536, 18)]
+# n, k, columns
+FUSED_CASES = [(32, 1024, 1), (64, 32, 1), (96, 2080, 1), (160, 1056, 3), (96, 1536, 19)]
 
 
 def check_fused(card, n, k, columns):

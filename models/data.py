@@ -30,9 +30,11 @@ CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>"
            "<|repo_name|>", "<|file_sep|>"]
 TAGS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
 
-# The generation prompt and the answer that follows it, up to the end of the turn.
+# The generation prompt and the answer that follows it, up to the end of the turn; and the prompt with thinking on,
+# where closing the tag belongs to the answer, also if there are no thoughts.
 ANSWER = re.compile(r"(<\|im_start\|>assistant\n(?:<think>\n(?:\n</think>\n\n)?)?)(.*?<\|im_end\|>)",
                     re.DOTALL)
+THINKING_PROMPT = "<|im_start|>assistant\n<think>\n"
 
 ROW_TOKENS = 4608
 UNIT_ROWS = 8                # rows that are packed together by one worker
@@ -43,13 +45,18 @@ SHORTEST_CONTEXT = 200
 # ---- tokenizer -----------------------------------------------------------------------------------------
 
 
-def train_tokenizer(texts, n_vocab: int) -> Tokenizer:
-    """A byte-level BPE tokenizer of at most n_vocab tokens, the special ones last, from the texts alone."""
-    tokenizer = Tokenizer(tokenizers.models.BPE())
+def byte_level_tokenizer(model: tokenizers.models.BPE) -> Tokenizer:
+    tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(PATTERN), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    return tokenizer
+
+
+def train_tokenizer(texts, n_vocab: int) -> Tokenizer:
+    """A byte-level BPE tokenizer of at most n_vocab tokens, the special ones last, from the texts alone."""
+    tokenizer = byte_level_tokenizer(tokenizers.models.BPE())
     tags = re.compile("|".join(map(re.escape, CONTROL + TAGS)))
     tokenizer.train_from_iterator(
         (tags.sub("\n", text) for text in texts),
@@ -75,13 +82,17 @@ def sample_many_texts(seed: int, n: int, n_workers: int) -> list[str]:
     return [text for part in parts for text in part]
 
 
-def encode(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[int]]:
-    """Token ids of a rendered example and what each is to the loss. Answers are encoded apart."""
+def encode(tokenizer: Tokenizer, text: str, thinking: bool) -> tuple[list[int], list[int]]:
+    """Token ids of a rendered example and what each is to the loss. Answers are encoded apart, as they will be
+    generated: the prompt's "<think>" and newline stay two tokens, whatever the answer begins with."""
     pieces, kinds, end = [], [], 0
-    for match in ANSWER.finditer(text):
-        pieces += [text[end:match.end(1)], match[2]]
+    answers = [match.span(2) for match in ANSWER.finditer(text)]
+    if thinking:
+        answers[-1] = text.rindex(THINKING_PROMPT) + len(THINKING_PROMPT), answers[-1][1]
+    for start, stop in answers:
+        pieces += [text[end:start], text[start:stop]]
         kinds += [TEXT, TARGET]
-        end = match.end()
+        end = stop
     pieces.append(text[end:])
     kinds.append(TEXT)
     encodings = tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
@@ -123,7 +134,7 @@ def pack(tokenizer: Tokenizer, seed: int, unit: int, longest: int, n_rows: int =
     free = [n_tokens] * n_rows
     while misses < 4:
         example, task = draw(rng, longest)
-        ids, kinds = encode(tokenizer, tasks.render(example))
+        ids, kinds = encode(tokenizer, tasks.render(example), example.thinking)
         row = next((i for i, room in enumerate(free) if room >= len(ids)), None)
         if row is None:
             misses += 1
@@ -162,13 +173,18 @@ def _pack_in_worker(*arguments) -> Rows:
 
 
 class Batches:
-    """Iterates over batches of rows, made ahead by worker processes.
+    """Iterates over batches of n_rows rows of n_tokens, made ahead by worker processes.
 
     longest: function of the step -> tokens of the longest context, roughly.
+    Raises ValueError where the rows are more than a unit and no whole units.
     """
 
-    def __init__(self, tokenizer: Tokenizer, seed: int, first_step: int, n_units: int, n_workers: int,
-                 longest):
+    def __init__(self, tokenizer: Tokenizer, seed: int, first_step: int, n_rows: int, n_workers: int,
+                 longest, n_tokens: int = ROW_TOKENS):
+        self.size = min(n_rows, UNIT_ROWS), n_tokens
+        if n_rows < 1 or n_rows % self.size[0]:
+            raise ValueError(f"a step has up to {UNIT_ROWS} rows or a multiple of that, not {n_rows}")
+        n_units = n_rows // self.size[0]
         self.seed, self.n_units, self.longest = seed, n_units, longest
         self.units = itertools.count(first_step * n_units)
         self.pool = multiprocessing.get_context("spawn").Pool(n_workers, _start_worker, [tokenizer.to_str()])
@@ -176,7 +192,8 @@ class Batches:
 
     def _submit(self):
         unit = next(self.units)
-        return self.pool.apply_async(_pack_in_worker, (self.seed, unit, self.longest(unit // self.n_units)))
+        longest = self.longest(unit // self.n_units)
+        return self.pool.apply_async(_pack_in_worker, (self.seed, unit, longest, *self.size))
 
     def __next__(self) -> Rows:
         parts = []

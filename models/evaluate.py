@@ -2,14 +2,19 @@
 
     python models/evaluate.py                                     # the shipped file, on qengine
     python models/evaluate.py FILE.gguf --tasks facts recall --n 100 --card emulated --json scores.json
-    python models/evaluate.py --torch CHECKPOINT                  # in PyTorch, MTP drafts too
+    python models/evaluate.py --torch                             # the same file in PyTorch, MTP drafts too
+    python models/evaluate.py --torch CHECKPOINT                  # or a checkpoint
 
 Answers are greedy; tasks.score judges them. The table has a column for each language, and JSON that fits its
-schema has a row of its own beside JSON that is right.
+schema has a row of its own beside JSON that is right. "new words" and "new fields" are tools and fields that
+training never names. Facts asked in words that are all those of a trained question, and facts asked in
+others, are told apart as well. In PyTorch the first drafts that greedy decoding accepts are counted for each
+section, and the perplexity of held-out text is taken.
 """
 
 import argparse
 import json
+import math
 import random
 import sys
 import time
@@ -29,30 +34,39 @@ BATCH = 64               # and in PyTorch
 BATCH_TOKENS = 65536
 LANGUAGES = {"en": "English", "ko": "Korean"}
 N_WRONG = 20             # wrong answers of a section that are kept
+TEXT_TOKENS = 16_000     # of held-out text, for perplexity
+WINDOW = 2048            # of which are scored at a time
+SECTIONS = {name: make for name, (_, make) in tasks.TASKS.items() if name != "text"} | tasks.NEW_WORDS
 
 
-def sections(names=None) -> dict[str, tuple[str, int]]:
-    """What is scored: name -> (task, length). Recall has two sections; plain text has no answers."""
+def sections(names=None) -> dict[str, tuple]:
+    """What is scored: name -> (generator, length). Recall has two sections; plain text has no answers."""
     chosen = {}
-    for name in names or [name for name in tasks.TASKS if name != "text"]:
+    for name in names or SECTIONS:
         if name == "recall":
-            chosen |= {f"recall {length:,}": (name, length) for length in RECALL_LENGTHS}
+            chosen |= {f"recall {length:,}": (tasks.TASKS[name][1], length) for length in RECALL_LENGTHS}
         else:
-            chosen[name] = (name, OTHER_LENGTH)
+            chosen[name] = (SECTIONS[name], OTHER_LENGTH)
     return chosen
 
 
-def held_out(task: str, length: int, n: int, seed: int = 0) -> list:
-    """n held-out examples, always the same."""
-    rng = random.Random(f"held out {task} {length} {seed}")
-    return [tasks.TASKS[task][1](rng, True, length) for _ in range(n)]
+def held_out(name: str, make, length: int, n: int, seed: int = 0) -> list:
+    """n held-out examples of a section, always the same."""
+    rng = random.Random(f"held out {name} {length} {seed}")
+    return [make(rng, True, length) for _ in range(n)]
 
 
 def score(name: str, examples: list, texts: list[str]) -> dict[str, dict]:
-    """Section -> its result. JSON has two: whether the values are right, and whether they fit the schema."""
+    """Section -> its result, and some results of their own: JSON that fits its schema, facts by wording."""
     scores = {name: judged(tasks.score, examples, texts)}
-    if name == "json":
-        scores["json, valid"] = judged(tasks.json_is_valid, examples, texts)
+    if name.startswith("json"):
+        scores[f"{name}, valid"] = judged(tasks.json_is_valid, examples, texts)
+    if name == "facts":
+        for kind, wanted in (("trained words", True), ("other words", False)):
+            chosen = [(example, text) for example, text in zip(examples, texts, strict=True)
+                      if tasks.asks_in_trained_words(example) == wanted]
+            if chosen:
+                scores[f"facts, {kind}"] = judged(tasks.score, *zip(*chosen))
     return scores
 
 
@@ -69,15 +83,16 @@ def judged(judge, examples: list, texts: list[str]) -> dict:
 
 
 def show_scores(scores: dict) -> str:
-    """A table: a row for each section, and at the end the drafts where there were any."""
-    rows = [["", "right", "of", *LANGUAGES.values()]]
+    """A table: a row for each section, with accepted drafts where there were any, and the perplexity."""
+    rows = [["", "right", "of", *LANGUAGES.values(), "drafts"]]
     for name, result in scores.items():
-        if name == "mtp_acceptance":
-            rows.append(["MTP drafts", share(result)])
-        else:
-            by_language = [share(right / n) if n else "" for right, n in result["by_language"].values()]
-            rows.append([name, share(result["right"] / result["n"]), str(result["n"]), *by_language])
-    return "\n".join((f"{first:14}" + "".join(f"{text:>10}" for text in rest)) for first, *rest in rows)
+        if name == "perplexity":
+            rows.append([name, f"{result:.4f}"])
+            continue
+        by_language = [share(right / n) if n else "" for right, n in result["by_language"].values()]
+        drafts = share(result["accepted"] / result["drafted"]) if result.get("drafted") else ""
+        rows.append([name, share(result["right"] / result["n"]), str(result["n"]), *by_language, drafts])
+    return "\n".join((f"{first:24}" + "".join(f"{text:>10}" for text in rest)) for first, *rest in rows)
 
 
 def share(x: float) -> str:
@@ -96,8 +111,8 @@ def engine_scores(model: str | Path, n: int, names=None, card: str | None = None
 
     engine = qengine.load(model, card=card, ctx=CONTEXT, slots=SLOTS)
     scores = {}
-    for name, (task, length) in sections(names).items():
-        examples, started = held_out(task, length, n), time.monotonic()
+    for name, (make, length) in sections(names).items():
+        examples, started = held_out(name, make, length, n), time.monotonic()
         requests = [qengine.Request(engine.encode(engine.template.render(
             example.messages[:-1], example.tools, enable_thinking=example.thinking)), max_tokens=MAX_ANSWER)
             for example in examples]
@@ -113,19 +128,40 @@ def engine_scores(model: str | Path, n: int, names=None, card: str | None = None
 
 
 def torch_scores(network, tokenizer, n: int, names=None) -> dict:
-    """The same in PyTorch, and "mtp_acceptance", the share of first drafts that greedy decoding accepts."""
-    scores, accepted, drafted = {}, 0, 0
-    for name, (task, length) in sections(names).items():
-        examples, started = held_out(task, length, n), time.monotonic()
-        prompts = [tokenizer.encode(tasks.render(example, for_generation=True)).ids for example in examples]
+    """The same in PyTorch, with each section's drafts, "accepted" of "drafted", and "perplexity"."""
+    scores = {}
+    for name, (make, length) in sections(names).items():
+        examples, started = held_out(name, make, length, n), time.monotonic()
+        prompts = [to_ids(tokenizer, tasks.render(example, for_generation=True)) for example in examples]
         answers = generate(network, prompts, tokenizer.token_to_id("<|im_end|>"))
-        for prompt, answer in zip(prompts, answers):
-            hits = drafts_accepted(network, prompt, answer)
-            accepted, drafted = accepted + hits, drafted + max(0, len(answer) - 1)
         texts = [to_text(tokenizer, answer) for answer in answers]
         scores |= score(name, examples, texts)
+        scores[name]["accepted"] = sum(map(lambda *pair: drafts_accepted(network, *pair), prompts, answers))
+        scores[name]["drafted"] = sum(max(0, len(answer) - 1) for answer in answers)
         note(name, started)
-    return scores | {"mtp_acceptance": accepted / max(1, drafted)}
+    return scores | {"perplexity": perplexity(network, tokenizer)}
+
+
+def perplexity(network, tokenizer, n_tokens: int = TEXT_TOKENS) -> float:
+    """Of the text and in the windows of agree.py."""
+    import torch
+
+    from models.network import dense_mask
+
+    ids = to_ids(tokenizer, tasks.heldout_text(random.Random("perplexity"), n_tokens))
+    device, total, n = network.output_norm.weight.device, 0.0, 0
+    for start in range(0, len(ids) - WINDOW + 1, WINDOW - 1):
+        window = torch.tensor([ids[start:start + WINDOW]], device=device)
+        position = torch.arange(WINDOW, device=device)[None]
+        with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
+            logits = network.logits(network.hidden(window, position, dense_mask(position)))[0, :-1]
+            total += torch.nn.functional.cross_entropy(logits.double(), window[0, 1:], reduction="sum").item()
+        n += WINDOW - 1
+    return math.exp(total / n)
+
+
+def to_ids(tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def to_text(tokenizer, ids: list[int]) -> str:
@@ -195,22 +231,33 @@ def drafts_accepted(network, prompt: list[int], answer: list[int]) -> int:
     return sum(drafts[t - 1] == text[t] for t in range(len(prompt) + 1, len(text)))
 
 
+def load(path: str | Path) -> tuple:
+    """(network, tokenizer) of a model file or a checkpoint."""
+    if Path(path).is_dir():
+        from models.train import load_checkpoint
+        checkpoint = load_checkpoint(path)
+        return checkpoint.network, checkpoint.tokenizer
+    from models.export import read_gguf, read_tokenizer
+    return read_gguf(path).eval(), read_tokenizer(path)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("model", nargs="?", default=str(FILE))
-    parser.add_argument("--tasks", nargs="+", choices=list(tasks.TASKS))
+    parser.add_argument("--tasks", nargs="+", choices=list(SECTIONS), metavar="SECTION",
+                        help=", ".join(SECTIONS))
     parser.add_argument("--n", type=int, default=100, help="examples per task")
     parser.add_argument("--card", help="as for qengine.py")
-    parser.add_argument("--torch", metavar="CHECKPOINT", help="score this checkpoint in PyTorch instead")
+    parser.add_argument("--torch", metavar="CHECKPOINT", nargs="?", const="",
+                        help="score in PyTorch instead: the model file, or this checkpoint")
     parser.add_argument("--json", metavar="FILE", help="write the scores there, with some wrong answers")
     options = parser.parse_args()
-    if options.torch:
+    if options.torch is not None:
         import torch
 
-        from models.train import load_checkpoint
-        checkpoint = load_checkpoint(options.torch)
-        checkpoint.network.to("cuda" if torch.cuda.is_available() else "cpu")
-        scores = torch_scores(checkpoint.network, checkpoint.tokenizer, options.n, options.tasks)
+        network, tokenizer = load(options.torch or options.model)
+        network.to("cuda" if torch.cuda.is_available() else "cpu")
+        scores = torch_scores(network, tokenizer, options.n, options.tasks)
     else:
         scores = engine_scores(options.model, options.n, options.tasks, options.card)
     print(show_scores(scores))

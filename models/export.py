@@ -13,6 +13,7 @@ import tokenizers
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from models.data import byte_level_tokenizer  # noqa: E402
 from models.network import Network, Shape  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent
@@ -35,7 +36,7 @@ def write_gguf(path: str | Path, network: Network, tokenizer: tokenizers.Tokeniz
     writer.add_author("the qengine project")
     writer.add_description("The Qwen3.5 architecture, small, trained from scratch on text made for qengine")
     writer.add_languages(["en", "ko"])
-    writer.add_size_label(f"{sum(p.numel() for p in network.parameters()) / 1e6:.0f}M")
+    writer.add_size_label(f"{n_parameters(network) / 1e6:.0f}M")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     _add_shape(writer, network.shape)
@@ -49,6 +50,12 @@ def write_gguf(path: str | Path, network: Network, tokenizer: tokenizers.Tokeniz
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def n_parameters(network: Network) -> int:
+    """Of the model, without the MTP block."""
+    draft = f"blk.{network.shape.n_layers}."
+    return sum(p.numel() for name, p in network.named_parameters() if not name.startswith(draft))
 
 
 def file_tensors(network: Network) -> dict[str, np.ndarray]:
@@ -97,6 +104,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict, n_vocab: int):
     types = [TOKEN_TYPES[kinds[token]] for token in tokens]
     writer.add_token_types(types + [TOKEN_TYPES["unused"]] * len(padding))
     writer.add_token_merges([" ".join(merge) for merge in tokenizer["model"]["merges"]])
+    writer.add_bos_token_id(ids["<|endoftext|>"])  # never added; the family's files name it
     writer.add_eos_token_id(ids["<|im_end|>"])
     writer.add_pad_token_id(ids["<|endoftext|>"])
     writer.add_add_bos_token(False)
@@ -132,6 +140,23 @@ def read_gguf(path: str | Path) -> Network:
         tensors[name.replace("ssm_a", "ssm_log_a")] = (-tensors.pop(name)).log()
     network.load_parameters(tensors)
     return network
+
+
+def read_tokenizer(path: str | Path) -> tokenizers.Tokenizer:
+    """The tokenizer of such a file."""
+    fields = gguf.GGUFReader(str(path)).fields
+    tokens, types, merges = (fields[f"tokenizer.ggml.{name}"].contents()
+                             for name in ("tokens", "token_type", "merges"))
+    kinds = {number: kind for kind, number in TOKEN_TYPES.items()}
+    ids = {token: i for i, token in enumerate(tokens) if kinds[types[i]] == "normal"}
+    tokenizer = byte_level_tokenizer(tokenizers.models.BPE(ids, [tuple(pair.split(" ")) for pair in merges]))
+    for token, number in zip(tokens, types, strict=True):
+        added = tokenizers.AddedToken(token, normalized=False, special=kinds[number] == "control")
+        if kinds[number] == "control":
+            tokenizer.add_special_tokens([added])
+        elif kinds[number] == "user":
+            tokenizer.add_tokens([added])
+    return tokenizer
 
 
 # ---- transformers --------------------------------------------------------------------------------------

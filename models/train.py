@@ -2,7 +2,8 @@
 
     python models/train.py --minutes 20                        # all of it at once, on an H100 or H200
     python models/train.py --minutes 9 --cooldown 0            # or in parts: the learning rate stays up
-    python models/train.py --minutes 9 --resume checkpoint     # and falls at the end of the last part
+    python models/train.py --minutes 9 --resume checkpoint --out checkpoint-2    # and falls in the last part
+    python models/train.py --steps 2 --trial                   # whether it works, on a CPU
 
 Training text is made on the fly by models/tasks. A checkpoint is a folder of files of at most 16 MB.
 """
@@ -31,6 +32,7 @@ TEXT_WEIGHT = 0.1            # of a token outside the answers, in the loss
 MTP_WEIGHT = 0.3             # of the MTP block's loss
 WARM_UP_STEPS = 50
 REPORT_STEPS = 20            # between two points of the loss history
+TRIAL_ROWS, TRIAL_TOKENS, TRIAL_TEXTS = 2, 512, 1000  # of --trial
 CONTEXTS = ((0, 600), (300, 1500), (600, 4000))  # from which step on, contexts of up to how many tokens
 
 
@@ -193,16 +195,17 @@ def rate_factor(done: float, cooldown: float) -> float:
 
 
 def train(checkpoint: Checkpoint, steps: int | None, minutes: float | None, cooldown: float = 0.4,
-          batch_rows: int = 32, rate: float = 3e-3, workers: int = 1, device: str = "cpu", log=print):
+          batch_rows: int = 32, rate: float = 3e-3, workers: int = 1, device: str = "cpu", log=print,
+          row_tokens: int = data.ROW_TOKENS):
     """Train the checkpoint's network on, for so many steps or minutes, in place."""
     network = checkpoint.network.to(device).train()
     optimizer = Optimizer(network)
     if checkpoint.optimizer:
         optimizer.load(checkpoint.optimizer, checkpoint.step)
-    batches = data.Batches(checkpoint.tokenizer, checkpoint.seed, checkpoint.step,
-                           batch_rows // data.UNIT_ROWS, workers, longest_context)
+    batches = data.Batches(checkpoint.tokenizer, checkpoint.seed, checkpoint.step, batch_rows, workers,
+                           longest_context, row_tokens)
+    progress = Progress(checkpoint, batch_rows * row_tokens, log)
     started, first_step = time.monotonic(), checkpoint.step
-    reported, sums = started, 0
     try:
         while (done := (checkpoint.step - first_step) / steps if steps else
                (time.monotonic() - started) / 60 / minutes) < 1:
@@ -210,21 +213,46 @@ def train(checkpoint: Checkpoint, steps: int | None, minutes: float | None, cool
             loss, task_sums, draft_loss = weighted_losses(network, next(batches), device)
             loss.backward()
             optimizer.step(now)
-            sums = sums + task_sums
             checkpoint.step += 1
+            progress.add(task_sums, draft_loss, now)
+            if checkpoint.step == first_step + 1:
+                log(show_point(progress.point()))
             if checkpoint.step % REPORT_STEPS == 0:
-                tokens = batch_rows * data.ROW_TOKENS
-                means = dict(zip(tasks.TASKS, (sums[0] / sums[1]).tolist()))
-                seconds = time.monotonic() - reported
-                point = {"step": checkpoint.step, "tokens": checkpoint.step * tokens, "rate": now,
-                         "speed": REPORT_STEPS * tokens / seconds, "mtp": draft_loss.item(),
-                         "loss": {name: mean for name, mean in means.items() if not math.isnan(mean)}}
-                checkpoint.history.append(point)
-                log(show_point(point))
-                reported, sums = time.monotonic(), 0
+                progress.report()
+        progress.report()
     finally:  # also what an error in the data leaves can be saved
         batches.close()
         checkpoint.optimizer = optimizer.tensors()
+
+
+class Progress:
+    """Sums up the losses of steps and reports them: a point of the history and a line of text."""
+
+    def __init__(self, checkpoint: Checkpoint, step_tokens: int, log):
+        self.checkpoint, self.step_tokens, self.log = checkpoint, step_tokens, log
+        self.tokens = checkpoint.history[-1]["tokens"] if checkpoint.history else 0
+        self._begin()
+
+    def _begin(self):
+        self.started, self.steps, self.sums = time.monotonic(), 0, 0
+
+    def add(self, task_sums, draft_loss, rate: float):
+        self.steps += 1
+        self.tokens += self.step_tokens
+        self.sums, self.draft_loss, self.rate = self.sums + task_sums, draft_loss, rate
+
+    def point(self) -> dict:
+        means = dict(zip(tasks.TASKS, (self.sums[0] / self.sums[1]).tolist()))
+        seconds = time.monotonic() - self.started
+        return {"step": self.checkpoint.step, "tokens": self.tokens, "rate": self.rate,
+                "speed": self.steps * self.step_tokens / seconds, "mtp": self.draft_loss.item(),
+                "loss": {name: mean for name, mean in means.items() if not math.isnan(mean)}}
+
+    def report(self):
+        if self.steps:
+            self.checkpoint.history.append(self.point())
+            self.log(show_point(self.checkpoint.history[-1]))
+            self._begin()
 
 
 def show_point(point: dict) -> str:
@@ -250,12 +278,14 @@ def draw_history(history: list, path: Path):
     figure.savefig(path, dpi=120)
 
 
-def new_checkpoint(seed: int, workers: int) -> Checkpoint:
+def new_checkpoint(seed: int, workers: int, n_texts: int = TOKENIZER_TEXTS) -> Checkpoint:
     """An untrained network, and a tokenizer trained on samples of the text."""
     torch.manual_seed(seed)
     shape = Shape()
-    texts = data.sample_many_texts(seed, TOKENIZER_TEXTS, workers)
-    return Checkpoint(Network(shape), data.train_tokenizer(texts, shape.n_vocab), seed)
+    texts = data.sample_many_texts(seed, n_texts, workers)
+    tokenizer = data.train_tokenizer(texts, shape.n_vocab)
+    print(f"tokenizer: {tokenizer.get_vocab_size()} tokens from {len(texts)} texts", flush=True)
+    return Checkpoint(Network(shape), tokenizer, seed)
 
 
 def main():
@@ -267,24 +297,36 @@ def main():
     parser.add_argument("--out", metavar="DIR", default="checkpoint", help="where the checkpoint goes")
     parser.add_argument("--rows", type=int, default=32, help=f"rows of {data.ROW_TOKENS} tokens per step")
     parser.add_argument("--rate", type=float, default=3e-3, help="learning rate")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, help="of a new run: 1 unless given")
+    parser.add_argument("--trial", action="store_true",
+                        help=f"{TRIAL_ROWS} rows of {TRIAL_TOKENS} tokens per step, a tokenizer of "
+                             f"{TRIAL_TEXTS} texts and no scores, to try it on a CPU")
     parser.add_argument("--scores", type=int, default=50, help="held-out examples per task to score at last")
     options = parser.parse_args()
     if (options.minutes is None) == (options.steps is None):
         parser.error("give --minutes or --steps")
+    if options.resume and options.seed is not None:
+        parser.error("the seed is that of the checkpoint to resume")
+    if options.rows < 1 or options.rows > data.UNIT_ROWS and options.rows % data.UNIT_ROWS:
+        parser.error(f"--rows is at most {data.UNIT_ROWS} or a multiple of it")
+    if Path(options.out).exists() and options.out != options.resume:
+        parser.error(f"{options.out} exists already")
+    rows, row_tokens, n_texts = ((TRIAL_ROWS, TRIAL_TOKENS, TRIAL_TEXTS) if options.trial else
+                                 (options.rows, data.ROW_TOKENS, TOKENIZER_TEXTS))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     workers = max(1, os.cpu_count() - 2)
     torch.set_float32_matmul_precision("high")
-    checkpoint = load_checkpoint(options.resume) if options.resume else new_checkpoint(options.seed, workers)
+    checkpoint = (load_checkpoint(options.resume) if options.resume else
+                  new_checkpoint(1 if options.seed is None else options.seed, workers, n_texts))
     if device == "cuda":
         checkpoint.network.compile_blocks()
     try:
-        train(checkpoint, options.steps, options.minutes, options.cooldown, options.rows, options.rate,
-              workers, device, lambda line: print(line, flush=True))
+        train(checkpoint, options.steps, options.minutes, options.cooldown, rows, options.rate,
+              workers, device, lambda line: print(line, flush=True), row_tokens)
     finally:
         save_checkpoint(options.out, checkpoint)
     draw_history(checkpoint.history, Path(options.out) / "loss.png")
-    if options.scores:
+    if options.scores and not options.trial:
         from models.evaluate import show_scores, torch_scores
         scores = torch_scores(checkpoint.network, checkpoint.tokenizer, options.scores)
         (Path(options.out) / "scores.json").write_text(json.dumps(scores, indent=1))

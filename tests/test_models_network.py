@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="models/requirements.txt is not inst
 pytest.importorskip("safetensors", reason="models/requirements.txt is not installed: no safetensors")
 
 import qengine  # noqa: E402
-from models import data, evaluate, export, network, train  # noqa: E402
+from models import data, evaluate, export, network, tasks, train  # noqa: E402
 from tests.oracle import oracle_npz, oracle_path  # noqa: E402
 
 # A process's first exp by several threads at once can be inexact: github.com/pytorch/pytorch/issues/188792.
@@ -187,12 +187,27 @@ def test_answers_are_what_the_loss_is_about(tokenizer):
             "<|im_start|>user\n1+1?<|im_end|>\n"
             "<|im_start|>assistant\n<think>\n1 and 1\n</think>\n\n2<|im_end|>\n"
             "<|im_start|>assistant\n<think>\n\n</think>\n\nYes<|im_end|>\n")
-    ids, kinds = data.encode(tokenizer, text)
+    ids, kinds = data.encode(tokenizer, text, thinking=False)
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
     runs = itertools.groupby(zip(ids, kinds, strict=True), key=lambda pair: pair[1])
     answers = [tokenizer.decode([i for i, _ in run], skip_special_tokens=False)
                for kind, run in runs if kind == data.TARGET]
     assert answers == ["Hello!<|im_end|>", "1 and 1\n</think>\n\n2<|im_end|>", "Yes<|im_end|>"]
+
+
+def test_examples_begin_with_the_tokens_of_their_prompt(tokenizer):
+    """As an engine makes them, and all that follows is part of the answer."""
+    rng, n_thinking = random.Random(5), 0
+    for example in (data.draw(rng, 300)[0] for _ in range(400)):
+        if example.document is None:
+            ids, kinds = data.encode(tokenizer, tasks.render(example), example.thinking)
+            prompt = tokenizer.encode(tasks.render(example, for_generation=True), add_special_tokens=False).ids
+            assert ids[:len(prompt)] == prompt
+            answer = tokenizer.encode(tasks.own_answer(example), add_special_tokens=False).ids
+            assert ids[len(prompt):][:len(answer)] == answer
+            assert set(kinds[len(prompt):][:len(answer)]) == {data.TARGET} and kinds[len(prompt) - 1] == data.TEXT
+            n_thinking += example.thinking
+    assert n_thinking > 40
 
 
 def test_rows_hold_whole_documents(tokenizer):
@@ -205,8 +220,7 @@ def test_rows_hold_whole_documents(tokenizer):
         starts = [*np.flatnonzero(position[:used] == 0), used]
         for start, end in zip(starts, starts[1:]):
             text = tokenizer.decode(ids[start:end].tolist(), skip_special_tokens=False)
-            encoded, kinds = data.encode(tokenizer, text)
-            assert encoded == ids[start:end].tolist() and kinds == kind[start:end].tolist()
+            assert text.endswith(("<|im_end|>\n", "<|endoftext|>"))
 
 
 @pytest.fixture()
@@ -245,17 +259,52 @@ def mean_losses(checkpoint):
 def test_learns_and_resumes(few_rows, tokenizer, tmp_path):
     """In one go, and with a break that only the checkpoint's folder survives: losses as good as the same."""
     whole, part = new_checkpoint(tokenizer), new_checkpoint(tokenizer)
-    run(whole, 16)
-    run(part, 8)
+    run(whole, 24)
+    run(part, 16)
     train.save_checkpoint(tmp_path, part)
     resumed = train.load_checkpoint(tmp_path)
-    assert resumed.step == 8 and resumed.history == part.history
+    assert resumed.step == 16 and resumed.history == part.history
     run(resumed, 8)
     assert mean_losses(whole)[-1] < mean_losses(whole)[0] - 1
     np.testing.assert_allclose(mean_losses(resumed), mean_losses(whole), rtol=2e-3)
     without = dataclasses.replace(train.load_checkpoint(tmp_path), optimizer={})
     run(without, 8)
     assert not np.allclose(mean_losses(without), mean_losses(whole), rtol=2e-3)  # the check would notice
+
+
+def test_progress_counts_tokens_and_reports_the_last_steps(few_rows, tokenizer):
+    checkpoint, lines = new_checkpoint(tokenizer), []
+    train.train(checkpoint, 3, None, cooldown=0, batch_rows=2, log=lines.append)
+    assert [point["step"] for point in checkpoint.history] == [2, 3]
+    assert [line.split(":")[0] for line in lines] == ["step 1", "step 2", "step 3"]
+    train.train(checkpoint, 1, None, cooldown=0, batch_rows=4, log=lines.append)  # other batches from here on
+    tokens = [point["tokens"] // data.ROW_TOKENS for point in checkpoint.history]
+    assert tokens == [4, 6, 10]
+
+
+@pytest.mark.parametrize("n_rows", [0, 12])
+def test_batches_of_odd_sizes_are_refused(tokenizer, n_rows):
+    with pytest.raises(ValueError, match="rows"):
+        data.Batches(tokenizer, 1, 0, n_rows, 1, lambda step: 200)
+
+
+def test_small_batches(tokenizer):
+    batches = data.Batches(tokenizer, 1, 0, 3, 1, lambda step: 200, n_tokens=512)
+    rows = next(batches)
+    batches.close()
+    alone = data.pack(tokenizer, 1, 0, 200, n_rows=3, n_tokens=512)
+    assert np.array_equal(rows.ids, alone.ids) and rows.ids.shape == (3, 512)
+
+
+@pytest.mark.parametrize("options, complaint", [
+    ([], "--minutes or --steps"), (["--steps", "2", "--rows", "12"], "--rows"),
+    (["--steps", "2", "--rows", "0"], "--rows"), (["--steps", "2", "--resume", "x", "--seed", "1"], "seed"),
+    (["--steps", "2", "--out", "."], "exists")])
+def test_options_that_are_refused(options, complaint, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["train.py", *options])
+    with pytest.raises(SystemExit):
+        train.main()
+    assert complaint in capsys.readouterr().err
 
 
 def test_cooldown():
@@ -292,6 +341,49 @@ def test_exported_tokenizer(exported, tokenizer):
     for text in [*data.sample_texts(2, 20), "".join(letters)]:
         assert theirs.encode(text) == tokenizer.encode(text, add_special_tokens=False).ids
     assert theirs.decode(theirs.eos_ids & {theirs.control["<|im_end|>"]}, special=True) == "<|im_end|>"
+
+
+def test_a_files_tokenizer_and_network_can_be_scored(exported, tokenizer, monkeypatch):
+    net, read = evaluate.load(exported[1])
+    for text in data.sample_texts(2, 20):
+        ids = evaluate.to_ids(tokenizer, text)
+        assert evaluate.to_ids(read, text) == ids
+        assert evaluate.to_text(read, ids) == evaluate.to_text(tokenizer, ids)
+    monkeypatch.setattr(evaluate, "MAX_ANSWER", 4)
+    scores = evaluate.torch_scores(net, read, 2, ["self", "json, new fields"])
+    assert {"self", "json, new fields", "json, new fields, valid", "perplexity"} == set(scores)
+    assert scores["self"]["drafted"] > 0 and 0 <= scores["self"]["accepted"] <= scores["self"]["drafted"]
+    assert "drafts" in evaluate.show_scores(scores) and "perplexity" in evaluate.show_scores(scores)
+
+
+def test_perplexity_is_that_of_the_whole_text(tokenizer, monkeypatch):
+    net = random_network()
+    monkeypatch.setattr(evaluate, "WINDOW", 128)
+    ids = evaluate.to_ids(tokenizer, evaluate.tasks.heldout_text(random.Random("perplexity"), 100))
+    losses = []
+    for start in range(0, len(ids) - 127, 127):
+        logits = all_logits(net, ids[start:start + 128])[0]
+        targets = torch.tensor(ids[start + 1:start + 128])
+        losses.append(torch.nn.functional.cross_entropy(logits[:-1], targets))
+    assert evaluate.perplexity(net, tokenizer, 100) == pytest.approx(float(torch.stack(losses).mean().exp()),
+                                                                    rel=1e-4)
+
+
+def test_facts_are_told_apart_by_their_wording():
+    examples = evaluate.held_out("facts", evaluate.SECTIONS["facts"], 200, 100)
+    trained = sum(map(evaluate.tasks.asks_in_trained_words, examples))
+    assert 10 < trained < 90
+    scores = evaluate.score("facts", examples, [example.messages[-1]["content"] for example in examples])
+    counts = [scores[f"facts, {kind}"]["n"] for kind in ("trained words", "other words")]
+    assert counts == [trained, 100 - trained]
+    assert all(result["right"] == result["n"] for result in scores.values())
+
+
+def test_metadata(exported):
+    fields = qengine.GGUF(exported[1]).metadata
+    assert fields["tokenizer.ggml.tokens"][fields["tokenizer.ggml.bos_token_id"]] == "<|endoftext|>"
+    assert fields["general.size_label"] == f"{export.n_parameters(exported[0]) / 1e6:.0f}M"
+    assert export.n_parameters(network.Network(network.Shape())) == 9_742_384
 
 
 def test_exported_file_runs(exported, card):

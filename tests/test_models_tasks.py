@@ -16,7 +16,7 @@ import pytest
 
 import qengine
 from models import tasks
-from models.tasks import facts, judge, recall, words
+from models.tasks import facts, judge, recall, tools, words
 from models.tasks.example import TEMPLATE
 from tests.oracle import oracle_path
 
@@ -57,12 +57,46 @@ def test_nothing_held_out_is_trained_on():
     contents = {content.lower() for name in ("recall", "tools", "json")
                 for example in examples(name, 300, held=True) for content in example.contents}
     assert len(contents) > 2000
-    # Numbers and very short words come about in other ways as well; an invented word may turn out to be real.
+    # Numbers and very short words come about in other ways as well, and a field may be called by a real word.
     written = "\n".join(path.read_text("utf-8") for path in words.TEXT.rglob("*.toml")
                         if path.name != "words.toml")
+    written += " ".join(word for pair in words.dictionary() for word in pair)
+    written = written.lower()
     rare = {content for content in contents
-            if len(content) > 3 and not content.isdigit() and content not in written.lower()}
-    assert len(rare) > 1000 and not rare & seen
+            if len(content) > 3 and not content.isdigit() and content not in written}
+    both = sorted(rare & seen)
+    assert len(rare) > 1000 and not both
+
+
+def names_in(example) -> set[str]:
+    """The names of an example's tools, parameters and fields."""
+    def of(schema):
+        names = set(schema.get("properties", ()))
+        return names.union(*map(of, schema.get("properties", {}).values()))
+    tools = [tool["function"] for tool in example.tools or ()]
+    return {tool["name"] for tool in tools}.union(
+        of(example.expect.get("schema", {})), *(of(tool["parameters"]) for tool in tools))
+
+
+def test_fields_and_tools_apart_are_never_named_in_training():
+    apart = {name for make in tasks.NEW_WORDS.values() for seed in range(100)
+             for name in names_in(make(random.Random(seed), True))}
+    assert len(apart) > 55 and all(map(tasks.is_held, apart))
+    assert all(tasks.is_held(name.replace("_", " ")) for name in apart)
+    listed = {entry[0] for entry in words.entries("fields", "tools")} | {
+        name for tool in tools._handwritten() for name in (tool["name"], *tool["parameters"])}
+    trained = set().union(*map(names_in, examples("json", 1500) + examples("tools", 1500)))
+    assert not apart & (listed | trained)
+    invented = {name for example in examples("json", 300) for name in names_in(example)} - listed
+    assert len(invented) > 200
+
+
+def test_new_words_are_answerable():
+    for make in tasks.NEW_WORDS.values():
+        rng = random.Random(8)
+        for _ in range(100):
+            example = make(rng, True)
+            assert tasks.score(example, tasks.own_answer(example)) and not tasks.score(example, "")
 
 
 def test_held_out_examples_draw_only_what_is_held_out():
@@ -100,8 +134,8 @@ def test_the_own_answer_is_right_and_another_ones_is_not(name, held):
         assert tasks.score(example, answer) and tasks.score(example, answer.removesuffix("<|im_end|>"))
         assert not tasks.score(example, "<|im_end|>") and not tasks.score(example, "")
         wrong += answer == other or not tasks.score(example, other)
-    # Facts may contain another's keys, and two sums may have one result.
-    assert wrong >= (200 if name in ("recall", "json") else 180)
+    # Facts may contain another's keys, two sums may have one result, and a tenth of recall was not said.
+    assert wrong >= (200 if name == "json" else 180)
 
 
 def changed(value):
@@ -149,12 +183,84 @@ def test_a_json_answer_with_a_changed_value_is_valid_but_wrong():
 
 
 def test_a_recalled_value_must_be_the_one_asked_for():
-    for example in examples("recall", 200, held=True):
+    for example in said(examples("recall", 200, held=True)):
         answer = tasks.own_answer(example)
         value = example.expect["value"]
         assert not tasks.score(example, answer.replace(value, changed(value)))
         for other in example.expect["others"]:
             assert not tasks.score(example, f"{answer.removesuffix('<|im_end|>')} {other}")
+
+
+def said(made: list) -> list:
+    return [example for example in made if example.expect["kind"] == "value"]
+
+
+def test_what_was_not_said():
+    made = examples("recall", 400)
+    unsaid = [example for example in made if example.expect["kind"] == "unsaid"]
+    assert 0.05 < len(unsaid) / len(made) < 0.15
+    for example in unsaid:
+        assert not tasks.score(example, "The pass code of Bob is 1111.")
+        assert example.messages[-1]["content"] in recall.NOT_SAID
+    assert any(len(tasks.render(example)) < 250 for example in unsaid)  # where nothing at all was said
+
+
+@pytest.mark.parametrize("value, text, right", [
+    ("7391", "The pass code is 7391.", True), ("7391", "it is not 7391", False),
+    ("7391", "7391 or 8264", False),
+    ("7391", "It is 7391.55.", False), ("A-123", "The room is H-A-123-9.", False),
+    ("A-123", "방은 A-123입니다.", True),
+    ("수미", "이름은 수미입니다.", True), ("수미", "수미라고 합니다", True), ("수미", "제수미란입니다", False),
+    ("가나", "가나다라시", False), ("가나", "가나, 다라", True), ("서울", "서울이에요.", True), ("책", "책이었어요", True)])
+def test_a_value_has_borders(value, text, right):
+    assert judge._value({"value": value, "others": []}, text) == right
+
+
+@pytest.mark.parametrize("text, right", [
+    ("The owner is Lucy, and the sender is Freya.", True),
+    ("The owner is Freya, and the sender is Lucy.", False),
+    ("The owner is not Lucy, and the sender is Freya.", False), ("Lucy, Freya", False)])
+def test_results_are_told_with_their_labels(text, right):
+    assert judge._values({"values": [("owner", "Lucy"), ("sender", "Freya")]}, text) == right
+
+
+@pytest.mark.parametrize("text, number, right", [
+    ("The answer is 1,068.", 1068, True), ("The answer is 1,068.", 68, False), ("3.5", 5, False),
+    ("12 - 19 = -7", -7, True), ("It is 68.0.", 68, True)])
+def test_numbers_have_decimals_and_thousands(text, number, right):
+    assert judge._number({"number": number}, text) == right
+
+
+@pytest.mark.parametrize("text", ['{"a": 1, "a": 2}', "NaN", "[Infinity]", "-Infinity"])
+def test_what_is_no_json(text):
+    with pytest.raises(ValueError):
+        judge.strict_json(text)
+
+
+def test_another_facts_answer_is_wrong():
+    known = facts.load_facts()
+    for lang in words.LANGUAGES:
+        expect = facts.expect_of(known["card-dp4a-why"], lang)
+        assert judge._keys(expect, known["card-dp4a-why"].answer[lang])
+        for fact in known.values():
+            assert fact.id == "card-dp4a-why" or not judge._keys(expect, fact.answer[lang])
+            assert judge._keys(facts.expect_of(fact, lang), fact.answer[lang])
+
+
+def test_a_tool_without_parameters():
+    bare = {"type": "function", "function": {"name": "stop", "description": "Stop."}}
+    text = "<tool_call>\n<function=stop>\n</function>\n</tool_call>"
+    assert tasks.parse_tool_calls(text, [bare])[1] == [{"name": "stop", "arguments": {}}]
+    with pytest.raises(ValueError):
+        tasks.parse_tool_calls(text.replace("</f", "<parameter=a>\n1\n</parameter>\n</f"), [bare])
+
+
+@pytest.mark.parametrize("name", [name for name in CHATS if name != "reasoning"])
+def test_thinking_is_closed_at_once_where_there_is_nothing_to_think(name):
+    made = examples(name, 300)
+    thinking = [example for example in made if example.thinking]
+    assert 0.12 < len(thinking) / len(made) < 0.28
+    assert all(tasks.own_answer(example).startswith("\n</think>\n\n") for example in thinking)
 
 
 def test_the_last_number_of_a_sum_counts_and_thinking_must_end():
@@ -258,7 +364,7 @@ def test_recall_has_the_length_that_is_asked_for(length, lang):
 
 def test_recall_plants_needles_everywhere():
     places = []
-    for example in examples("recall", 300, length=1000):
+    for example in said(examples("recall", 330, length=1000)):
         text = tasks.render(example, for_generation=True)
         places.append(text.index(example.expect["value"]) / len(text))
     assert min(places) < 0.1 and max(places) > 0.9

@@ -24,7 +24,7 @@ def test_shapes_of_real_cards(card, case, monkeypatch):
         q8_gemv.check(card, *case)
 
 
-@pytest.mark.parametrize("case", [(96, 2080, 1), (96, 1024, 7)], ids=str)
+@pytest.mark.parametrize("case", [(96, 2080, 1)], ids=str)
 def test_fused_shapes_of_real_cards(card, case, monkeypatch):
     monkeypatch.setattr(card, "kind", "cuda")
     q8_gemv.check_fused(card, *case)

@@ -8,26 +8,27 @@
 A generator is make(rng, held=False, length=None, lang=None) -> Example: held=True draws only from what
 training never sees, length is in tokens (recall and text), lang is "en", "ko", or None for either.
 
-Held out by construction. Contents (names, cities, numbers, codes, names of tools, lists, sums) are held out
-when their SHA-256 says so, `is_held`, see words.py; questions about facts when the facts' files say so, see
-facts.py. What few there are of is not held out: colours, small integers, labels of fields, single words of
-the dictionary.
+Held out by construction. Contents (names, cities, numbers, codes, names of tools, lists, sums, and the names
+of fields and kinds drawn for an example) are held out when their SHA-256 says so, `is_held`, see words.py;
+questions about facts when the facts' files say so, see facts.py. What few there are of is not held out:
+colours, small integers, the fields of words.toml, single words of the dictionary.
 """
 
 import random
 
 from . import documents, facts, lists, reasoning, recall, structured, tools
 from .example import Example, estimate_tokens, own_answer, render
+from .facts import asks_in_trained_words
 from .judge import json_is_valid, parse_tool_calls, score
 from .words import is_held
 
-__all__ = ["TASKS", "Example", "estimate_tokens", "heldout_text", "is_held", "json_is_valid", "own_answer",
-           "parse_tool_calls", "render", "sample", "score"]
+__all__ = ["NEW_WORDS", "TASKS", "Example", "asks_in_trained_words", "estimate_tokens", "heldout_text",
+           "is_held", "json_is_valid", "own_answer", "parse_tool_calls", "render", "sample", "score"]
 
 # name: (how often, generator)
 TASKS = {
-    "facts": (30, facts.make),
-    "self": (7, facts.make_self),
+    "facts": (33, facts.make),
+    "self": (8, facts.make_self),
     "recall": (20, recall.make),
     "tools": (18, tools.make),
     "json": (9, structured.make),
@@ -35,6 +36,10 @@ TASKS = {
     "lists": (9, lists.make),
     "text": (3, documents.make),
 }
+
+
+# To judge with only: tools and fields in ordinary words that no training example has.
+NEW_WORDS = {"tools, new words": tools.make_new_words, "json, new fields": structured.make_new_fields}
 
 
 def sample(rng: random.Random, held: bool = False, length: int | None = None) -> Example:

@@ -11,7 +11,7 @@ import jinja2
 TEMPLATE = Path(__file__).parent.parent / "chat_template.jinja"
 TOKENS_PER_LETTER = 1 / 3.6  # of running text, as measured with the tokenizer that train.py makes
 TOKENS_PER_SYLLABLE = 0.57   # of Korean
-NO_THOUGHT = ""  # for what needs none even where thinking is switched on
+THINKING = 0.2  # of the examples that need no thoughts have thinking switched on
 
 
 @dataclass(frozen=True)
@@ -39,18 +39,18 @@ class Example:
 
 
 def chat(draw, lang: str, task: str, turns: list, expect: dict, system: str | None = None, tools=None,
-         thought: str | None = None, thinking: bool | None = None) -> Example:
+         thought: str = "", thinking: bool | None = None) -> Example:
     """An example from turns: strings, the user's and the assistant's in alternation, or whole messages.
 
-    thought: what the assistant thinks first when it is told to think, which it is in one of twenty examples
-    that have a thought, unless `thinking` says whether.
+    thought: what the assistant thinks first when it is told to think, nothing mostly.
+    thinking: whether it is told to, by chance where not said.
     """
     roles = ("user", "assistant")
     messages = [{"role": "system", "content": system}] if system else []
     messages += [turn if isinstance(turn, dict) else {"role": roles[i % 2], "content": turn}
                  for i, turn in enumerate(turns)]
     if thinking is None:
-        thinking = thought is not None and draw.rng.random() < 0.05
+        thinking = draw.rng.random() < THINKING
     if thinking:
         messages[-1] = messages[-1] | {"reasoning_content": thought}
     return Example(messages, tools, thinking, expect, task, lang, tuple(draw.contents))

@@ -2,8 +2,8 @@
 
 A fact has an answer per language and some handwritten questions; held-out questions (`held_en`, `held_ko`)
 are asked plainly and never trained on. For training a question gets what people put around it, loses words,
-case or a letter, so that the answer hangs on its words and not on its exact form. A question that could
-mean two facts is left whole.
+case or a letter, or the name of qengine, so that the answer hangs on its words and not on its exact form. A
+question that could mean two facts is left whole. Some ask for the answer in the other language.
 """
 
 import random
@@ -20,11 +20,13 @@ FOLDER = TEXT / "facts"
 SELF = "self-"  # ids of facts about the model itself begin with it
 UNKNOWN = "self-unknown-"  # ids of what the model does not know; their answer is one and the same
 UNKNOWN_SHARE = 0.2  # of the questions about the model are about anything in the world
+NONSENSE, NONSENSE_SHARE = "self-nonsense", 0.03  # and so many are keys hit at random
+IN_OTHER_LANGUAGE = 0.05  # of the conversations end with an answer in the other language
 
 
 @dataclass(frozen=True)
 class Fact:
-    """A fact. The dicts go from language to text, phrases or questions; `next` has the ids of what follows."""
+    """The dicts go from language to text, phrases or questions; `next` has the ids of what follows."""
 
     id: str
     answer: dict
@@ -59,7 +61,13 @@ def _of_task(task: str) -> tuple[Fact, ...]:
 
 
 def expect_of(fact: Fact, lang: str) -> dict:
-    return {"kind": "keys", "keys": fact.keys[lang]}
+    """The key phrases, and the answers of other facts, none of which is right."""
+    return {"kind": "keys", "keys": fact.keys[lang], "others": _answers(lang) - {fact.answer[lang]}}
+
+
+@cache
+def _answers(lang: str) -> frozenset:
+    return frozenset(fact.answer[lang] for fact in load_facts().values())
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -118,10 +126,19 @@ def _is_clear(question: str, fact: Fact) -> bool:
     return _facts_by_keywords().get(frozenset(map(str.lower, keywords(question)))) == {fact.id}
 
 
+def _is_no_others(question: str, fact: Fact) -> bool:
+    """Whether a question still has some key words, and these are not those of another fact."""
+    words = frozenset(map(str.lower, keywords(question)))
+    owners = _facts_by_keywords().get(words, {fact.id})
+    return len(words) > 1 and owners == {fact.id} and not fact.id.startswith(SELF)
+
+
 def vary(rng: random.Random, question: str, fact: Fact, lang: str) -> str:
     """The question in one of the forms that people give it; never one that is held out."""
     varied = question
-    if rng.random() < 0.35 and _is_clear(question, fact):
+    if rng.random() < 0.2 and _is_no_others(without := _without_name(question), fact):
+        varied = without
+    elif rng.random() < 0.35 and _is_clear(question, fact):
         varied = _shorten(rng, question, lang)
     if rng.random() < 0.3:
         varied = rng.choice(frames()[f"before_{lang}"]) + varied
@@ -134,6 +151,12 @@ def vary(rng: random.Random, question: str, fact: Fact, lang: str) -> str:
     if len(varied) > 4 and rng.random() < 0.05:
         varied = _typo(rng, varied)
     return question if plain(varied) in held_questions() else varied
+
+
+def _without_name(question: str) -> str:
+    """The question without the name of qengine, as one asks who thinks it goes without saying."""
+    question = re.sub(r" (?:in|of|with|by|for) qengine\b|\bqengine(?:[은는이가을를의]|에서는?|에) ", "", question)
+    return re.sub(r"\bqengine\b(?!['-])", "it", question)
 
 
 def _shorten(rng: random.Random, question: str, lang: str) -> str:
@@ -170,6 +193,8 @@ def turn(rng: random.Random, lang: str, task: str = "facts", after: Fact | None 
         question = rng.choice(fact.follow[lang])
     elif task == "self" and rng.random() < UNKNOWN_SHARE:
         question, fact = _off_topic(rng, lang)
+    elif task == "self" and rng.random() < NONSENSE_SHARE:
+        question, fact = _nonsense(rng, lang), load_facts()[NONSENSE]
     else:
         fact = rng.choice(_of_task(task))
         question = vary(rng, rng.choice(fact.ask[lang]), fact, lang)
@@ -182,6 +207,18 @@ def _off_topic(rng: random.Random, lang: str) -> tuple[str, Fact]:
         question = rng.choice(frames()[f"unknown_{lang}"]).format_map(Slots(Draw(rng, held=False), lang))
         if plain(question) not in held_questions():
             return question, fact
+
+
+_KEYS = {"en": ("asdfghjkl", "qwertyuiop", "zxcvbnm", "?!.,", "asdfghjklqwertyuiopzxcvbnm;'"),
+         "ko": ("ㅁㄴㅇㄹㅎㅗㅓㅏㅣ", "ㅂㅈㄷㄱㅅㅛㅕㅑ", "ㅋㅌㅊㅍㅠㅜㅡ", "ㅋㅎ", "ㅁㄴㅇㄹㅂㅈㄷㄱㅋㅌㅊㅍ")}
+
+
+def _nonsense(rng: random.Random, lang: str) -> str:
+    """Keys of a row of the keyboard hit at random."""
+    while True:
+        text = "".join(rng.choices(rng.choice(_KEYS[lang]), k=rng.randint(3, 12)))
+        if text not in (question for fact in load_facts().values() for question in fact.held[lang]):
+            return text
 
 
 def small_talk(draw: Draw, lang: str) -> tuple:
@@ -206,9 +243,14 @@ def make(rng: random.Random, held: bool = False, length: int | None = None, lang
             (question, answer, _), fact = small_talk(draw, lang), None
         turns += [question, answer]
     question, answer, expect, fact = turn(rng, lang, task, fact)
-    # When told to think, the model says to itself what the question comes down to.
-    return chat(draw, lang, task, [*turns, question, answer], expect, system(rng, lang),
-                thought=fact.ask[lang][0])
+    if rng.random() < IN_OTHER_LANGUAGE:
+        if rng.random() < 0.6:
+            question = rng.choice(frames()[f"other_before_{lang}"]) + question
+        else:
+            question += rng.choice(frames()[f"other_after_{lang}"])
+        lang = "ko" if lang == "en" else "en"
+        answer, expect = fact.answer[lang], expect_of(fact, lang)
+    return chat(draw, lang, task, [*turns, question, answer], expect, system(rng, lang))
 
 
 def make_self(rng, held: bool = False, length: int | None = None, lang: str | None = None) -> Example:
@@ -218,6 +260,30 @@ def make_self(rng, held: bool = False, length: int | None = None, lang: str | No
 def held_example(fact: Fact, question: str, lang: str, task: str = "facts") -> Example:
     draw = Draw(random.Random(0), held=True)
     return chat(draw, lang, task, [question, fact.answer[lang]], expect_of(fact, lang))
+
+
+def asks_in_trained_words(example: Example) -> bool:
+    """Whether all key words of a held-out question are in one trained question about the same fact."""
+    asked = _content_words(example.messages[-2]["content"], example.lang)
+    return any(asked <= words for words in _trained_words(example.lang)[example.messages[-1]["content"]])
+
+
+def _content_words(question: str, lang: str) -> frozenset:
+    """Its key words; in Korean all words but the last, the predicate, without particles."""
+    words = [word.lower() for word in keywords(question)]
+    if lang == "ko":
+        words = [re.sub(r"(?<=\w)([은는이가을를의에도]|에서|으?로)$", "", word) for word in words[:-1]]
+    return frozenset(words)
+
+
+@cache
+def _trained_words(lang: str) -> dict:
+    """Answer -> the key words of each trained question that it answers."""
+    table = {}
+    for fact in load_facts().values():
+        words = {_content_words(question, lang) for question in fact.ask[lang]}
+        table.setdefault(fact.answer[lang], set()).update(words)
+    return table
 
 
 def all_held(lang: str, task: str = "facts") -> list[Example]:

@@ -1,8 +1,12 @@
-"""Named, typed values: the parameters of tools and the fields of JSON answers, and how people say them."""
+"""Named, typed values: the parameters of tools and the fields of JSON answers, and how people say them.
+
+Half of the fields are those of models/text/words.toml; the names of the others are drawn for the example,
+so that names have to be read from the schema.
+"""
 
 from dataclasses import dataclass
 
-from .words import Draw, Ko, english_number, entries
+from .words import Draw, Ko, apart, english_number, entries
 
 _TYPES = {"integer": "integer", "large": "integer", "year": "integer", "number": "number",
           "boolean": "boolean"}
@@ -26,10 +30,30 @@ class Field:
 def draw_fields(draw: Draw, n: int, nested: bool = True) -> list[Field]:
     """n different fields; objects among them only where `nested`."""
     usable = [entry for entry in entries("fields", "tools") if nested or entry[2] != "object"]
-    return [_field(draw, *entry) for entry in draw.rng.sample(usable, n)]
+    chosen = {}
+    while len(chosen) < n:
+        name, label_ko, kind = draw.rng.choice(usable)
+        if draw.rng.random() < 0.5:  # another name for something of this kind
+            label, label_ko = draw.term()
+            name = label.replace(" ", "_") if draw.rng.random() < 0.9 else camel_case(label)
+        else:
+            label = name.replace("_", " ")
+        chosen.setdefault(name, (label, label_ko, kind))
+    return [_field(draw, name, *rest) for name, rest in chosen.items()]
 
 
-def _field(draw: Draw, name: str, label_ko: str, kind: str) -> Field:
+def draw_fields_apart(draw: Draw, n: int) -> list[Field]:
+    """n different fields of those that are never trained on."""
+    chosen = draw.rng.sample([item.split() for item in apart()["fields"].split(",")], n)
+    return [_field(draw, name, name.replace("_", " "), *rest) for name, *rest in chosen]
+
+
+def camel_case(words: str) -> str:
+    first, *rest = words.split()
+    return first + "".join(map(str.capitalize, rest))
+
+
+def _field(draw: Draw, name: str, label: str, label_ko: str, kind: str) -> Field:
     properties = ()
     if kind == "enum":
         schema = {"type": "string", "enum": list(draw.rng.choice(entries("enums", "tools"))[0].split("/"))}
@@ -40,7 +64,7 @@ def _field(draw: Draw, name: str, label_ko: str, kind: str) -> Field:
         schema = object_schema(properties)
     else:
         schema = {"type": type_of(kind)}
-    return Field(name, name.replace("_", " "), label_ko, schema, kind, properties)
+    return Field(name, label, label_ko, schema, kind, properties)
 
 
 def type_of(kind: str) -> str:
@@ -95,6 +119,7 @@ _MAKERS = {
     "title": _title,
     "word": lambda draw, lang: draw.word(lang),
     "id": lambda draw, lang: draw.code() if draw.rng.random() < 0.6 else draw.digits(draw.rng.randint(4, 7)),
+    "path": lambda draw, lang: f"{draw.word('en')}.{draw.rng.choice(['txt', 'py', 'md', 'csv', 'json'])}",
     "date": lambda draw, lang: draw.date(),
     "time": lambda draw, lang: draw.time(),
     "phone": lambda draw, lang: draw.phone(lang),
@@ -115,7 +140,7 @@ _MAKERS = {
 _TRUTH = {"en": (("yes", "no"), ("true", "false"), ("on", "off")),
           "ko": (("예", "아니요"), ("참", "거짓"), ("네", "아니요"))}
 _STATED = {"en": ("{label} {value}", "{label}: {value}", "{label} = {value}", "the {label} is {value}",
-                  "{value} as {label}"),
+                  "{label} is {value}", "{value} as {label}"),
            "ko": ("{label} {value}", "{label}: {value}", "{label:은} {value}", "{label}={value}",
                   "{label:이} {value}")}
 

@@ -30,7 +30,7 @@ def json_is_valid(example: Example, text: str) -> bool:
     """Whether a "json" example's answer fits the schema, right or not."""
     answer = visible(example, text)
     try:
-        return answer is not None and fits(json.loads(answer), example.expect["schema"])
+        return answer is not None and fits(strict_json(answer), example.expect["schema"])
     except ValueError:
         return False
 
@@ -39,6 +39,7 @@ def json_is_valid(example: Example, text: str) -> bool:
 # Tool calls
 # ------------------------------------------------------------------------------------------------------
 
+NO_PARAMETERS = {"type": "object", "properties": {}, "required": []}
 _PARAMETER = r"<parameter=([^>\n]+)>\n(.*?)\n</parameter>\n"
 _CALL = re.compile(rf"<tool_call>\n<function=([^>\n]+)>\n((?:{_PARAMETER})*)</function>\n</tool_call>", re.S)
 
@@ -52,7 +53,8 @@ def parse_tool_calls(text: str, tools: list) -> tuple[str, list[dict]]:
     start = text.find("<tool_call>")
     if start < 0:
         return text, []
-    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools or []}
+    schemas = {tool["function"]["name"]: {**NO_PARAMETERS, **tool["function"].get("parameters", {})}
+               for tool in tools or []}
     calls, at = [], start
     while at < len(text):
         match = _CALL.match(text, at)
@@ -74,7 +76,7 @@ def _arguments(name: str, body: str, schemas: dict) -> dict:
     for key, raw in re.findall(_PARAMETER, body, re.S):
         if key not in properties or key in values:
             raise ValueError(f"{name} has no parameter {key!r}, or it came twice")
-        values[key] = raw if properties[key]["type"] == "string" else json.loads(raw)
+        values[key] = raw if properties[key]["type"] == "string" else strict_json(raw)
     if not fits(values, schemas[name]):
         raise ValueError(f"the arguments of {name} do not fit its schema")
     return values
@@ -86,6 +88,18 @@ def _arguments(name: str, body: str, schemas: dict) -> dict:
 
 _TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list,
           "object": dict}
+
+
+def strict_json(text: str):
+    """The value of a JSON text. Raises ValueError where a key comes twice and for NaN and Infinity, too."""
+    def refuse(constant):
+        raise ValueError(f"{constant} is no JSON")
+
+    def once(items):
+        if len(dict(items)) < len(items):
+            raise ValueError("a key came twice")
+        return dict(items)
+    return json.loads(text, object_pairs_hook=once, parse_constant=refuse)
 
 
 def fits(value, schema: dict) -> bool:
@@ -110,25 +124,49 @@ def fits(value, schema: dict) -> bool:
 # ------------------------------------------------------------------------------------------------------
 
 
+# What may follow a Korean value without a space: particles, and forms of 이다.
+_ENDINGS = ("은|는|이|가|을|를|과|와|의|도|만|로|으로|에|에서|(?:이)?라고|(?:이)?라는|(?:이)?고|"
+            "(?:이었|였)(?:다|어요|습니다)|입니다|이에요|예요|(?:이)?야|이다")
+_BEFORE, _AFTER = r"(?<![0-9A-Za-z가-힣])(?<![0-9A-Za-z][.,-])", r"(?![0-9A-Za-z]|[.,-][0-9A-Za-z])"
+
+
+def _bounded(value: str) -> str:
+    """A pattern for a value that is not a piece of a longer number, code or word."""
+    after = rf"(?:(?:{_ENDINGS})?(?![가-힣]))" if "가" <= value[-1] <= "힣" else ""
+    return _BEFORE + re.escape(value) + after + _AFTER
+
+
 def _has(text: str, value: str) -> bool:
-    """Whether a value occurs and is not the middle of a longer number or English word."""
-    return re.search(rf"(?<![0-9A-Za-z]){re.escape(value)}(?![0-9A-Za-z])", text) is not None
+    return re.search(_bounded(value), text) is not None
 
 
 def _keys(expect: dict, answer: str) -> bool:
-    """Every key phrase, or one of its alternatives, occurs; a fact is no place for a tool call."""
+    """Every key phrase, or one of its alternatives, occurs, and it is not the answer to something else.
+
+    A fact is no place for a tool call.
+    """
+    if "<tool_call>" in answer or answer.strip() in expect.get("others", ()):
+        return False
     answer = answer.lower()
-    return "<tool_call>" not in answer and all(
-        any(phrase.lower() in answer for phrase in key.split("|")) for key in expect["keys"])
+    return all(any(phrase.lower() in answer for phrase in key.split("|")) for key in expect["keys"])
 
 
 def _value(expect: dict, answer: str) -> bool:
-    """The value occurs, and none of the values it could be mistaken for."""
+    """The value occurs, neither denied nor doubted, and none of the values it could be mistaken for."""
+    if re.search(r"\b(not|or)\b|아닙니다|아니에요|또는", answer):
+        return False
     return _has(answer, expect["value"]) and not any(_has(answer, other) for other in expect["others"])
 
 
+def _unsaid(expect: dict, answer: str) -> bool:
+    return answer.strip() in expect["answers"]
+
+
 def _values(expect: dict, answer: str) -> bool:
-    return "<tool_call>" not in answer and all(_has(answer, value) for value in expect["values"])
+    """Every value follows its label: "the owner is Lucy"."""
+    return "<tool_call>" not in answer and all(
+        re.search(rf"{_BEFORE}{re.escape(label)}(?: is|[은는이가:])? ?{_bounded(value)}", answer, re.I)
+        for label, value in expect["values"])
 
 
 def _exact(expect: dict, answer: str) -> bool:
@@ -136,14 +174,14 @@ def _exact(expect: dict, answer: str) -> bool:
 
 
 def _number(expect: dict, answer: str) -> bool:
-    """The last number is the right one."""
-    numbers = re.findall(r"-?\d+", answer)
-    return bool(numbers) and int(numbers[-1]) == expect["number"]
+    """The last number is the right one; it may have decimals, or commas between thousands."""
+    numbers = re.findall(r"-?\d+(?:,\d{3})*(?:\.\d+)?", answer)
+    return bool(numbers) and float(numbers[-1].replace(",", "")) == expect["number"]
 
 
 def _json(expect: dict, answer: str) -> bool:
     try:
-        value = json.loads(answer)
+        value = strict_json(answer)
     except ValueError:
         return False
     return fits(value, expect["schema"]) and value == expect["value"]
@@ -163,5 +201,5 @@ def _calls(expect: dict, answer: str) -> bool:
     return not before and not missing
 
 
-_JUDGES = {"keys": _keys, "value": _value, "values": _values, "exact": _exact, "number": _number,
-           "json": _json, "calls": _calls}
+_JUDGES = {"keys": _keys, "value": _value, "unsaid": _unsaid, "values": _values, "exact": _exact,
+           "number": _number, "json": _json, "calls": _calls}

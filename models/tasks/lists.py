@@ -4,7 +4,7 @@ Each exercise is a function of a Draw and a language that returns question and a
 under the held-out rule: invented words one by one, lists of dictionary words and numbers as a whole.
 """
 
-from .example import NO_THOUGHT, Example, chat, pick_lang
+from .example import Example, chat, pick_lang
 from .words import Draw, Ko, dictionary, english_number, korean_number
 
 
@@ -158,4 +158,4 @@ def turn(draw: Draw, lang: str) -> tuple:
 def make(rng, held: bool = False, length: int | None = None, lang: str | None = None) -> Example:
     lang, draw = pick_lang(rng, lang), Draw(rng, held)
     question, answer, expect = turn(draw, lang)
-    return chat(draw, lang, "lists", [question, answer], expect, thought=NO_THOUGHT)
+    return chat(draw, lang, "lists", [question, answer], expect)

@@ -1,12 +1,23 @@
-"""Sums in two steps, told as stories or asked plainly, with the steps thought first or the answer at once."""
+"""Sums of one step or two, told as stories or asked plainly, in signs or words.
+
+The steps are thought first, or the answer is given at once.
+"""
 
 from functools import cache
 
 from .example import Example, chat, pick_lang
 from .words import Draw, Ko, pairs
 
-# Each story: two operators and the texts. a op1 b, then the result op2 c.
+# Each story: one operator or two and the texts. a op1 b, then the result op2 c.
 STORIES = (
+    ("-", "{name} has {a} {things} and gives {b} away. How many are left?",
+     "{name:은} {thing:을} {a}개 가지고 있었는데 {b}개를 주었습니다. 몇 개 남았나요?"),
+    ("-", "There were {a} {things}. {name} used up {b}. How many remain?",
+     "{thing:이} {a}개 있었습니다. {name:이} {b}개를 썼습니다. 남은 것은 몇 개인가요?"),
+    ("+", "{name} has {a} {things} and gets {b} more. How many are that?",
+     "{name:은} {thing:을} {a}개 가지고 있고 {b}개를 더 받았습니다. 모두 몇 개인가요?"),
+    ("*", "{a} bags hold {b} {things} each. How many {things} are that?",
+     "봉투 {a}개에 {thing:이} {b}개씩 들어 있습니다. 모두 몇 개인가요?"),
     ("+-", "{name} has {a} {things} and buys {b} more. Then {c} are given away. How many {things} are left?",
      "{name:은} {thing:을} {a}개 가지고 있고 {b}개를 더 샀습니다. 그 뒤 {c}개를 나눠 주었습니다. 몇 개가 남았나요?"),
     ("++", "{name} found {a} {things} on Monday, {b} on Tuesday and {c} on Wednesday. How many in all?",
@@ -24,9 +35,13 @@ STORIES = (
     ("-*", "A set of {a} {things} loses {b}. How many {things} are in {c} such sets?",
      "{thing} {a}개 묶음에서 {b}개를 뺍니다. 이런 묶음 {c}개에는 몇 개가 있나요?"),
 )
-PLAIN = (("What is {sum}?", "{sum} = ?", "Compute {sum}.", "How much is {sum}?", "{sum}"),
-         ("{sum:은} 얼마예요?", "{sum} = ?", "{sum:을} 계산해 줘.", "{sum:은}?", "{sum}"))
-PLAIN_OPERATORS = ("+", "-", "*", "++", "+-", "--", "*+", "*-")
+PLAIN = (("What is {sum}?", "{sum} = ?", "Compute {sum}.", "How much is {sum}?", "{sum}", "what's {sum}",
+          "{sum}="),
+         ("{sum:은} 얼마예요?", "{sum} = ?", "{sum:을} 계산해 줘.", "{sum:은}?", "{sum}", "{sum:은} 뭐야?", "{sum}="))
+PLAIN_OPERATORS = ("+", "-", "*", "+", "-", "*", "++", "+-", "--", "*+", "*-")
+SIGNS = ({"+": " + ", "-": " - ", "*": " * "}, {"+": "+", "-": "-", "*": "*"}, {"+": "+", "-": "-", "*": "x"},
+         {"+": " + ", "-": " - ", "*": " × "}, {"+": "+", "-": "-", "*": "×"})
+WORDS = ({"+": " plus ", "-": " minus ", "*": " times "}, {"+": " 더하기 ", "-": " 빼기 ", "*": " 곱하기 "})
 _APPLY = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 
 
@@ -68,7 +83,8 @@ def _story(draw: Draw, lang: str) -> tuple:
 def _plain(draw: Draw, lang: str) -> tuple:
     operators = draw.rng.choice(PLAIN_OPERATORS)
     numbers = _numbers(draw, operators)
-    rest = "".join(f" {operator} {number}" for operator, number in zip(operators, numbers[1:], strict=True))
+    written = draw.rng.choice((SIGNS[0], *SIGNS, *[WORDS[lang == "ko"]] * 2))
+    rest = "".join(f"{written[sign]}{number}" for sign, number in zip(operators, numbers[1:], strict=True))
     question = draw.rng.choice(PLAIN[lang == "ko"]).format(sum=Ko(f"{numbers[0]}{rest}"))
     return question, _steps(numbers, operators)
 

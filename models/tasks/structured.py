@@ -1,8 +1,8 @@
 """JSON answers: a schema and a text in the prompt, one JSON object with the text's values as the answer."""
 
-from .example import NO_THOUGHT, Example, chat, compact, pick_lang
+from .example import Example, chat, compact, pick_lang
 from .facts import system
-from .fields import draw_fields, draw_value, object_schema, state
+from .fields import draw_fields, draw_fields_apart, draw_value, object_schema, state
 from .filler import sentence
 from .words import Draw
 
@@ -16,12 +16,27 @@ ASKED = (("Answer as JSON with this schema: {schema}\n\n{text}",
 
 def make(rng, held: bool = False, length: int | None = None, lang: str | None = None) -> Example:
     lang, draw = pick_lang(rng, lang), Draw(rng, held)
-    fields = draw_fields(draw, rng.randint(1, 5))
+    return _of_fields(draw, lang, draw_fields(draw, rng.randint(1, 5)), described=rng.random() < 0.3)
+
+
+def make_new_fields(rng, held: bool = True, length: int | None = None, lang: str | None = None) -> Example:
+    """To judge with: only fields that no training example has."""
+    lang, draw = pick_lang(rng, lang), Draw(rng, held)
+    # It cannot know what these are called in Korean.
+    return _of_fields(draw, lang, draw_fields_apart(draw, rng.randint(1, 4)), described=lang == "ko")
+
+
+def _of_fields(draw: Draw, lang: str, fields: list, described: bool) -> Example:
+    """described: whether the schema says what the text calls a field."""
+    rng = draw.rng
     value = {field.name: draw_value(draw, field, lang) for field in fields}
     schema = object_schema(fields)
+    if described:
+        schema["properties"] = {field.name: field.schema | {"description": field.say(lang)}
+                                for field in fields}
     stated = state(draw, rng.sample(fields, len(fields)), value, lang)
     sentences = [sentence(draw, lang) for _ in range(rng.choice((0, 0, 1, 2)))]
     sentences.insert(rng.randint(0, len(sentences)), stated + ".")
     question = rng.choice(ASKED[lang == "ko"]).format(schema=compact(schema), text=" ".join(sentences))
     expect = {"kind": "json", "schema": schema, "value": value}
-    return chat(draw, lang, "json", [question, compact(value)], expect, system(rng, lang), thought=NO_THOUGHT)
+    return chat(draw, lang, "json", [question, compact(value)], expect, system(rng, lang))

@@ -1,8 +1,9 @@
 """Tool use: schemas of one to four tools in the prompt, and a request that needs one call, several, or none.
 
-A tool is a verb and a noun, such as book_team_room(date, party_size), or one of a few handwritten
-ones (models/text/tools.toml) with requests as people make them. Names of tools and the values to pass are
-held out. After a tool's result the right answer tells what it says.
+A tool is a verb and a noun, such as book_team_room(date, party_size), half of both drawn for the example, or
+one of a few handwritten ones (models/text/tools.toml) with requests as people make them, half of them under
+other names. Names of tools and the values to pass are held out. After a tool's result the right answer tells
+what it says.
 """
 
 import tomllib
@@ -10,9 +11,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from . import facts
-from .example import NO_THOUGHT, Example, chat, compact, pick_lang
+from .example import Example, chat, compact, pick_lang
 from .fields import Field, draw_fields, draw_kind, draw_value, object_schema, state, type_of
-from .words import TEXT, Draw, Ko, pairs, with_an
+from .words import TEXT, Draw, Ko, apart, pairs, with_an
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def _invent(draw: Draw, verb: tuple | None = None, noun: tuple | None = None) ->
     rng, chosen = draw.rng, {}
 
     def make():
-        chosen["verb"], chosen["noun"] = verb or rng.choice(pairs("verbs", "tools")), noun or _noun(rng)
+        chosen["verb"], chosen["noun"] = verb or _verb(draw), noun or _noun(draw)
         return _function_name(draw, chosen["verb"][0], chosen["noun"][0])
     name = draw.keep(make)
     fields = tuple(draw_fields(draw, rng.choice((0, 1, 1, 2, 2, 3, 3, 4))))
@@ -66,7 +67,17 @@ def _invent(draw: Draw, verb: tuple | None = None, noun: tuple | None = None) ->
     return Tool(name, chosen["verb"], chosen["noun"], fields, optional)
 
 
-def _noun(rng) -> tuple[str, str]:
+def _verb(draw: Draw) -> tuple[str, str]:
+    if draw.rng.random() < 0.5:
+        return draw.rng.choice(pairs("verbs", "tools"))
+    word = draw.word("en")
+    return word, word
+
+
+def _noun(draw: Draw) -> tuple[str, str]:
+    rng = draw.rng
+    if rng.random() < 0.5:
+        return draw.term()
     noun = rng.choice(pairs("nouns", "tools"))
     if rng.random() < 0.5:
         return noun
@@ -145,27 +156,52 @@ def _handwritten() -> tuple[dict, ...]:
 
 
 def natural(draw: Draw, lang: str) -> tuple[str, list, list]:
-    """One call of a handwritten tool, others of both sorts beside it."""
+    """One call of a handwritten tool, others of both sorts beside it or none."""
     rng = draw.rng
-    chosen = rng.sample(_handwritten(), rng.randint(1, 3))
-    others = _invent_several(draw, rng.randint(1, 4 - len(chosen)))
-    schemas = [_handwritten_schema(tool) for tool in chosen] + _schemas(draw, others)
-    rng.shuffle(schemas)
-    tool = chosen[0]
-    arguments = {name: draw_kind(draw, kind, lang) for name, kind in tool["parameters"].items()}
-    request = rng.choice(tool[lang]).format_map({name: Ko(value) for name, value in arguments.items()})
-    return request, [{"name": tool["name"], "arguments": arguments}], schemas
+    chosen = [_Named(draw, tool) for tool in rng.sample(_handwritten(), rng.randint(1, 3))]
+    n_others = rng.randint(0, 4 - len(chosen))
+    return _natural(draw, lang, chosen, _schemas(draw, _invent_several(draw, n_others)) if n_others else [])
 
 
-def _handwritten_schema(tool: dict) -> dict:
-    properties = {name: {"type": type_of(kind)} for name, kind in tool["parameters"].items()}
-    parameters = {"type": "object", "properties": properties, "required": list(properties)}
-    return {"type": "function", "function": {"name": tool["name"], "description": tool["description"],
-                                             "parameters": parameters}}
+def _natural(draw: Draw, lang: str, chosen: list["_Named"], others: list) -> tuple[str, list, list]:
+    """A request for the first of the chosen tools, its call, and all schemas."""
+    schemas = [named.schema() for named in chosen] + others
+    draw.rng.shuffle(schemas)
+    tool, names = chosen[0].tool, chosen[0].names
+    values = {name: draw_kind(draw, kind, lang) for name, kind in tool["parameters"].items()}
+    request = draw.rng.choice(tool[lang]).format_map({name: Ko(value) for name, value in values.items()})
+    arguments = {names[name]: value for name, value in values.items()}
+    return request, [{"name": names[tool["name"]], "arguments": arguments}], schemas
+
+
+class _Named:
+    """A handwritten tool and what it and its parameters are called here: names go from there to here."""
+
+    def __init__(self, draw: Draw, tool: dict, rename: bool = True):
+        self.tool, rng = tool, draw.rng
+        self.names = {name: name for name in (tool["name"], *tool["parameters"])}
+        if rename and rng.random() < 0.5:
+            words = [draw.word("en"), *rng.choice(([], tool["name"].split("_")[-1:]))]
+            rng.shuffle(words)
+            self.names[tool["name"]] = "_".join(words)
+        for name in tool["parameters"]:
+            if rename and rng.random() < 0.4:
+                self.names[name] = draw.word("en")
+
+    def schema(self) -> dict:
+        """A parameter under another name is described by its own."""
+        properties = {}
+        for name, kind in self.tool["parameters"].items():
+            described = {} if self.names[name] == name else {"description": name}
+            properties[self.names[name]] = {"type": type_of(kind)} | described
+        parameters = {"type": "object", "properties": properties, "required": list(properties)}
+        return {"type": "function", "function": {
+            "name": self.names[self.tool["name"]], "description": self.tool["description"],
+            "parameters": parameters}}
 
 
 def _any_request(draw: Draw, lang: str) -> tuple[str, list, list]:
-    return draw.rng.choices((one, several, natural), (5, 3, 2))[0](draw, lang)
+    return draw.rng.choices((one, several, natural), (4, 3, 3))[0](draw, lang)
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -175,18 +211,26 @@ def _any_request(draw: Draw, lang: str) -> tuple[str, list, list]:
 
 def to_call(draw: Draw, lang: str) -> Example:
     """A request that the tools can fulfil, sometimes after other talk; the answer is the calls."""
+    return _to_call(draw, lang, *_any_request(draw, lang))
+
+
+def make_new_words(rng, held: bool = True, length: int | None = None, lang: str | None = None) -> Example:
+    """To judge with: a call of a tool that no training example has, others of these beside it."""
+    lang, draw = pick_lang(rng, lang), Draw(rng, held)
+    chosen = [_Named(draw, tool, rename=False) for tool in rng.sample(apart()["tool"], rng.randint(1, 3))]
+    return _to_call(draw, lang, *_natural(draw, lang, chosen, []))
+
+
+def _to_call(draw: Draw, lang: str, request: str, calls: list, schemas: list) -> Example:
     rng = draw.rng
-    request, calls, schemas = _any_request(draw, lang)
     trained = Draw(rng, held=False)  # what was said before is not what is asked for
     n_before = rng.choices((0, 1, 2), (8, 1, 1))[0]
     before = [text for _ in range(n_before) for text in facts.small_talk(trained, lang)[:2]]
     expect = {"kind": "calls", "calls": calls, "tools": schemas}
-    thought = f"{THOUGHT[lang]}: {', '.join(call['name'] for call in calls)}."
     return chat(draw, lang, "tools", [*before, request, call_message(calls)], expect, facts.system(rng, lang),
-                schemas, thought)
+                schemas)
 
 
-THOUGHT = {"en": "Tools", "ko": "도구"}
 NO_TOOL = {"en": "None of the tools can do that.", "ko": "그 일을 할 수 있는 도구가 없습니다."}
 
 
@@ -200,7 +244,7 @@ def no_call(draw: Draw, lang: str) -> Example:
     else:
         question, answer = _ask_for(draw, tools[0], lang)[0], NO_TOOL[lang]
         expect = {"kind": "keys", "keys": ["None of the tools" if lang == "en" else "도구가 없습니다"]}
-    return chat(draw, lang, "tools", [question, answer], expect, facts.system(rng, lang), schemas, NO_THOUGHT)
+    return chat(draw, lang, "tools", [question, answer], expect, facts.system(rng, lang), schemas)
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -219,20 +263,20 @@ def to_tell(draw: Draw, lang: str) -> Example:
     told = [{"role": "tool", "content": compact(result)} for result, *_ in results]
     turns = [request, call_message(calls), *told,
              {"role": "assistant", "content": " ".join(answer for _, answer, _ in results)}]
-    values = [value for *_, values in results for value in values]
-    return chat(draw, lang, "tools", turns, {"kind": "values", "values": values}, None, schemas, NO_THOUGHT)
+    expect = {"kind": "values", "values": [pair for *_, pairs in results for pair in pairs]}
+    return chat(draw, lang, "tools", turns, expect, None, schemas)
 
 
-def _result(draw: Draw, lang: str) -> tuple[dict, str, list[str]]:
-    """What a tool returns, the sentence that tells it, and the values that have to be in it."""
+def _result(draw: Draw, lang: str) -> tuple[dict, str, list]:
+    """What a tool returns, the sentence that tells it, and the (label, value) pairs that it has to tell."""
     rng = draw.rng
     if rng.random() < 0.1:
         error = rng.choice(ERRORS)
-        return {"error": error}, FAILED[lang].format(error=error), [error]
+        return {"error": error}, FAILED[lang].format(error=error), [("", error)]
     fields = draw_fields(draw, rng.randint(1, 3), nested=False)
     result = {field.name: draw_value(draw, field, lang) for field in fields}
     told = {name: _told(value) for name, value in result.items()}
-    return result, _tell(fields, told, lang), list(told.values())
+    return result, _tell(fields, told, lang), [(field.say(lang), told[field.name]) for field in fields]
 
 
 def _told(value) -> str:

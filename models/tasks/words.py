@@ -3,7 +3,7 @@
 The rule: `is_held(content)` is true for every fifth string, by its hash, whatever its case. Training
 examples draw only contents for which it is false, held-out examples only contents for which it is true,
 through the same generators; so no list has to be kept, and any of millions of names is on the same side on
-every machine.
+every machine. Words of models/text/apart.toml are held out as well: ordinary fields and tools to judge by.
 """
 
 import hashlib
@@ -19,7 +19,22 @@ LANGUAGES = ("en", "ko")
 
 
 def is_held(content: str) -> bool:
-    return hashlib.sha256(content.lower().encode()).digest()[0] % 5 == 0
+    content = content.lower()
+    return content in _names_apart() or hashlib.sha256(content.encode()).digest()[0] % 5 == 0
+
+
+@cache
+def apart() -> dict:
+    """Ordinary fields and tools that no training example may name."""
+    return tomllib.loads((TEXT / "apart.toml").read_text("utf-8"))
+
+
+@cache
+def _names_apart() -> frozenset:
+    names = [item.split()[0] for item in apart()["fields"].split(",")]
+    for tool in apart()["tool"]:
+        names += [tool["name"], *tool["parameters"]]
+    return frozenset(name.replace("_", " ") for name in names) | frozenset(names)
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -68,7 +83,7 @@ def _side(words: tuple[str, ...], held: bool) -> tuple[str, ...]:
 
 PARTICLES = {"은": ("은", "는"), "이": ("이", "가"), "을": ("을", "를"), "과": ("과", "와"), "으로": ("으로", "로"),
              "이에요": ("이에요", "예요"), "이고": ("이고", "고"), "이라는": ("이라는", "라는"),
-             "이었": ("이었", "였"), "입니다": ("입니다", "입니다")}
+             "이었": ("이었", "였"), "이야": ("이야", "야"), "이라고": ("이라고", "라고"), "입니다": ("입니다", "입니다")}
 _DIGITS_WITH_FINAL = "013678"
 _LETTERS_WITH_FINAL = "lmnr"
 
@@ -196,6 +211,25 @@ class Draw:
 
     def digits(self, n: int) -> str:
         return self.keep(lambda: str(self.rng.randrange(10 ** (n - 1), 10 ** n)))
+
+    def term(self, lang: str | None = None) -> tuple[str, str]:
+        """What a thing is called, in English and Korean: one word or two, of the dictionary or invented.
+
+        Invented words are the same in both languages, those of `lang` or English ones.
+        """
+        rng, chosen = self.rng, []
+
+        def make():
+            chosen[:] = [self._new_word(lang or "en") if rng.random() < 0.5 else rng.choice(dictionary())
+                         for _ in range(rng.choice((1, 1, 2)))]
+            return " ".join(english for english, _ in chosen)
+        return self.keep(make), " ".join(korean for _, korean in chosen)
+
+    def _new_word(self, lang: str) -> tuple[str, str]:
+        """The same invented word for both languages, on the right side by itself as well."""
+        while is_held(word := self._invented(lang)) != self.held:
+            pass
+        return word, word
 
     def code(self) -> str:
         """Letters and digits in one of several patterns: KQ-4821, b7f03a, QX71-B."""
