@@ -1,35 +1,39 @@
-"""Matrix x matrix for prompts: int8 weights (Q8_0) times int8 activations.
+"""Matrix x matrix for prompts: quantised weights times int8 activations.
 
     y[r, n] = acc;    for blocks b of 32, increasing:
                           acc = fma(float(dot(wq[n, b], xq[r, b])), wd[n, b] * xd[r, b], acc)
 
-    wq  int8    [n, k]      wd  float16 [n, k / 32]       Q8_0 split into two arrays
+    w   of a format of kernels/formats.py: for Q8_0  wq  int8  [n, k]  and  wd  float16  [n, k / 32]
     xq  int8    [rows, k]   xd  float32 [rows, k / 32]    of kernels/quantize.py
     y   float32 [rows, n]           k a multiple of 32, n and rows any, n k and rows n below 2**32
                                     with `add`, y + acc, rounded once more
 
-The dot is an exact int32 (8 dp4a) and the float chain runs over b alone, so every tile shape, every number of
-rows and every version below gives the same bits.
+The formula is that of Q8_0; what a block of another format adds is in kernels/formats.py. The dot is an exact
+int32 (8 dp4a) and the float chain runs over b alone, so every tile shape, every number of rows and every
+version below gives the same bits.
 
 Version 1, `gemm_naive_kernel`: a thread per output, everything from global memory: two loads per dp4a.
 Version 2, `gemm_tiled_kernel`: 32 x 32 outputs per block of threads, w and x through shared memory: still
 more than one load per dp4a, and everyone waits for memory twice per block of k.
-Version 3, `pipelined_kernel(R)`: a warp makes R rows x 128 columns of y, the 4 warps of a block lie one below
-the other.
+Version 3, `pipelined_kernel(format, R)`: a warp makes R rows x 128 columns of y, the 4 warps of a block lie
+one below the other. It serves every format: a thread unpacks the block that it carries.
 
         shared memory, two sides, filled by turns      a warp's outputs: R rows x 128 columns
         w  [128][48]  bytes: 32, and 16 of padding     lane l has columns l, l + 32, l + 64, l + 96
         x  [4 warps][16][32]                           -> R x 4 accumulators per thread
-        wd [128] float32, xd [4 warps][32] float32
+        wd [3][128] words: the scales of a block
 
   * A thread keeps the 32 words of its 4 columns in registers and walks the rows: 8 words of x, the same for
     the whole warp (two broadcast 16-byte loads), feed 32 dp4a. Nothing is transposed, so the tiles are stored
     and loaded by 16 bytes; the padding puts 8 neighbouring lanes into different banks.
   * Everything is under way while something is multiplied: row r + 1 while row r is; block b + 2 from global
-    memory to registers and block b + 1 from registers to the other side while block b is. The one barrier of
-    a turn stands before the last row, whose dp4a cover it and the loads of the next block's weights.
-  * The loop has no branch and steps addresses in shared memory instead of computing them: of 791 instructions
-    512 are dp4a, 192 the scaling, 56 memory, 31 the rest.
+    memory to registers and block b + 1 from registers, unpacked, to the other side while block b is. The one
+    barrier of a turn stands before the last row, whose dp4a cover it and the loads of the next block's weights.
+  * Lanes 2 r and 2 r + 1 bring a half of row r each, keep its scale (the odd one scale * sum, for a minimum) and
+    hand it to the warp by a shuffle: no shared memory, no address.
+  * The loop has no branch and steps addresses in shared memory instead of computing them: of 800 instructions
+    for Q8_0 512 are dp4a, 192 the scaling, 70 memory and shuffles, the rest 26. Q4_K adds 64 fma, 20 for unpacking
+    and 16 shuffles; Q6_K 128 integer multiplications and 64 accumulators that start.
   * R = 16 takes 168 registers, so 12 warps fit an SM. R = 10, 8 and 4 are for few rows (see `rows_per_warp`).
   * The dot becomes a float by the conversion instruction, which has a pipe of its own (16 lanes on Volta,
     half the time of the dp4a beside it), and not by `unbias`, whose addition is on the pipe of dp4a.
@@ -55,6 +59,16 @@ Measured on an H200 (2026-11-21, 1.98 GHz; per cent of the 133.8 TOPS of 64 lane
       6 x 8 per thread, 3 warps per scheduler            63.1
     8 rows x 4 columns, nothing ahead but the tile       51.7                 54.6                29.1
     versions 2 and 1 (1024 rows)                         18.9 and 1.3
+
+    formats, the scales of rows shuffled for each row by itself
+      Q4_0 / Q5_0                                 70.6 / 68.0            73.2 / 70.2         54.8 / 50.1
+      Q4_K / Q5_K                                 64.1 / 61.8            66.3 / 64.0         47.6 / 46.9
+      Q6_K                                           58.3                   60.3                44.4
+      Q8_0, whose operands ptxas then reused          66.5                   69.9                51.0
+          a third less often in the loop
+
+The lines before the formats were taken with the scales of rows in shared memory. Shuffled at the top of a turn, as
+now, the assembler spreads the shuffles over the rows by itself and reuses operands as often as before, or more.
 
 The outer product is as fast for many rows, but slower for few, and half as fast on the emulated card. 297
 rows are 256 blocks of threads of 40 rows for 132 SMs: 90 % of the two rounds is work. A split of k would give

@@ -23,6 +23,17 @@ Pipe: integer (dp4a and the unpacking, both 64 lanes per SM on Volta), but bound
 and column 8 dp4a and 2 or 3 float operations; unpacking, once for all columns, takes 12 operations for 4 bits and 28
 for 5 and 6, the scales about 8. A Q4_K block is 18.5 bytes: at its full bandwidth a CMP 100-210 has time for 170 lane
 operations per block, and an H200 for 67, of which one column takes about 40.
+
+Measured on an H200 (2026-11-21; GB/s of weights, one column, matrices by turns from beyond the caches; n x k):
+
+                                                    24576 x 4096   4096 x 12288   4096 x 4096   248320 x 4096
+    Q4_K, one turn under way (32 warps of an SM)         3211           2384          1731           3916
+    Q5_K, the same                                       3427           2568          1900           3900
+    Q6_K, the same                                       3569           2841          2138           4027
+    Q4_K, 4 warps of a block that make 2 rows and end,   3455           2828          2021           4354
+      two turns at once
+    Q6_K, the same                                       3634           2969          2412           4395
+    Q8_0 in such blocks                                  3716           2211          1918           4407
 """
 
 from functools import cache, partial

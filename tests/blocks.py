@@ -22,7 +22,7 @@ def block_terms(format, raw, n, xq, xd):
 
 
 def added(acc, format, dot, scale, minimum, x_sum):
-    """acc float32 with a block's terms added as the kernels do. The float64 sum of an exact product and a float32 rounds
-    once more only in its 53rd bit."""
+    """acc float32 with a block's terms added as the kernels do. The float64 sum of an exact product and a float32
+    rounds once more only in its 53rd bit."""
     acc = (dot * scale.astype(np.float64) + acc).astype(np.float32)
     return (x_sum.astype(np.float64) * -minimum + acc).astype(np.float32) if format.minimum else acc

@@ -132,12 +132,13 @@ def decode_logits(engine, ids):
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_teacher_forced_tokens(engine, reference, prompt, family):
     ids = reference[f"{prompt}_ids"].tolist()
-    check_likeliest_tokens(reference, prompt, run(engine, ids)[1] if family == "prefill" else decode_logits(engine, ids))
+    logits = run(engine, ids)[1] if family == "prefill" else decode_logits(engine, ids)
+    check_likeliest_tokens(reference, prompt, logits)
 
 
 def check_likeliest_tokens(reference, prompt, logits):
-    """At every position the likeliest token is the reference's, wherever its margin over the second exceeds the noise of
-    8-bit arithmetic: the largest margin at which llama.cpp, with the same weights, chose another token."""
+    """At every position the likeliest token is the reference's, wherever its margin over the second exceeds the noise
+    of 8-bit arithmetic: the largest margin at which llama.cpp, with the same weights, chose another token."""
     likeliest, values = reference[f"{prompt}_hf_top_ids"][:, 0], reference[f"{prompt}_hf_top_vals"]
     margin = values[:, 0] - values[:, 1]
     noise = margin[reference[f"{prompt}_llama_top_ids"][:, 0] != likeliest].max()

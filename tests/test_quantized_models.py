@@ -29,5 +29,4 @@ def test_all_formats_in_one_model(card, tmp_path):
         (logits, tokens), (want, _) = results(file, card), results(tmp_path / "wide.gguf", card)
         assert want.std() > 0.1 and len(tokens) == 6
         distances.append(np.linalg.norm(logits - want) / np.linalg.norm(want))
-    print(distances)
     assert distances[0] <= 1.5 * distances[1]
