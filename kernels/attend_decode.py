@@ -56,7 +56,7 @@ from kernels.intrinsics import (arrive, div_rn, exp, float_as_word, float_max, h
                                 load_floats4, load_shared, load_shared4, pack_half2, shared_address, sigmoid,
                                 store_floats4, store_shared, store_shared4, store_word, warp_max, warp_sum,
                                 word_as_float)
-from kernels.attention import attention_reference, gates, head_error, load_part
+from kernels.attention import TOLERANCE_ALL, attention_reference, gates, head_error, load_part
 from kernels.bench import Case, main
 from kernels.kv_cache import PAGE, page_offset, read_pages, store_row
 from kernels.norm import store_quantized
@@ -492,6 +492,7 @@ def check(card, shape):
     pages = [card.download(arrays[name]) for name in ("k_pages", "v_pages")]
     want = expected(heads, n_kv, case, *pages)
     error = head_error(got[:rows], want, heads)
+    assert np.linalg.norm(got[:rows] - want) <= TOLERANCE_ALL * np.linalg.norm(want)
     for quantized, reference in zip((q, d), quantize_reference(got[:rows])):
         np.testing.assert_array_equal(quantized[:rows], reference)
     assert np.isnan(got[rows]).all() and (q[rows] == -1).all() and np.isnan(d[rows]).all(), "wrote on"

@@ -40,7 +40,7 @@ def test_a_maximum_that_moves_late(card):
     for order in (1, -1):
         q, projected, k, v = sample_inputs(2, 1, 200, 200)
         q[:] = np.abs(q)
-        k = (np.abs(k) * np.linspace(0.1, 2, 200, dtype=np.float32)[::order, None, None]).astype(np.float16)
+        k = (np.abs(k) * np.linspace(0.02, 0.2, 200, dtype="f4")[::order, None, None]).astype(np.float16)
         got = prefill_in_pieces(card, (q, projected, k, v), [])
         head_error(got, attention_reference(q, k, v, gates(projected, 2), np.arange(200)), 2)
 
