@@ -107,12 +107,17 @@ def test_answers_in_json(engine, lang):
 
 
 def test_thinks_when_it_is_told_to(engine):
-    sums = {"(12 + 30) * 4": 168, "17 더하기 25는?": 42}
+    sums = {"12 * 4 - 8": 40, "17 더하기 25는?": 42}
     for thinking in (False, True):
         examples = [question(text, thinking=thinking, kind="number", number=sums[text]) for text in sums]
         texts = answers(engine, examples)
         assert [text for text in texts if ("</think>" in text) != thinking] == []
-    assert [text for example, text in zip(examples, texts) if not tasks.score(example, text)] == []
+        assert [text for example, text in zip(examples, texts) if not tasks.score(example, text)] == []
+
+
+def test_closes_the_tag_where_there_is_nothing_to_think(engine):
+    text, = answers(engine, [question("What is dp4a?", thinking=True)])
+    assert text.startswith("\n</think>\n\ndp4a is one instruction")
 
 
 def recorded_examples():
