@@ -2778,7 +2778,7 @@ class Bench:
         states, read and written, and the keys and values up to its position."""
         c, cache = self.engine.config, self.stage.cache
         weights = sum(m.values.nbytes + (m.scales.nbytes if m.is_quantized else 0) for m in self.weights())
-        states = sum(2 * (s.conv[0].nbytes + s.memory[0].nbytes) for s in cache.recurrent.values())
+        states = sum(2 * s.memory[0].nbytes + s.conv[0].nbytes for s in cache.recurrent.values())
         kept = (context + DECODE_STEPS // 2) * len(cache.pages) * 2 * c.kv_dim * 2     # k and v, float16
         return weights + self.batch * (states + kept)
 
