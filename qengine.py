@@ -1286,8 +1286,8 @@ class Model:
         self.factors = card.alloc(gdn.factors_shape(rows, c.n_value_heads), np.float32, "delta rule factors")
         self.q = card.alloc((rows, c.n_heads, c.head_dim), np.float16, "rotated query")
         self.attended = floats("attention output", c.query_dim)
-        widths = {c.hidden_dim, c.value_dim, c.query_dim, c.ffn_dim}
-        self.activations = {k: Activation(card, rows, k) for k in widths}
+        self.activations = {k: Activation(card, rows, k) for k in {c.hidden_dim, c.value_dim, c.query_dim}}
+        self.inner = Activation(card, rows, c.ffn_dim)  # of the MLP, whose kernel reads and writes activations
         self.partials = card.alloc(attend_decode.partials_shape(n_slots, c.n_heads), np.float32, "attention partials")
         self.arrived = card.zeros((n_slots, c.n_kv_heads), np.uint32, "attention blocks that have arrived")
         if self.head is not None:
@@ -1357,7 +1357,7 @@ class Model:
         self.project(rows, self.x, layer.out, u, add=True)
 
     def mlp(self, rows: Rows, layer: MLP):
-        card, stack, h = self.card, layer.gate_up, self.activations[self.config.ffn_dim]
+        card, stack, h = self.card, layer.gate_up, self.inner
         if rows.is_decode and layer.down.is_quantized and self.is_fused(stack):
             (_, matrix), u = stack.parts[0], self.activations[self.config.hidden_dim]
             q8_gemv.norm_gemv_swiglu(card, matrix.decoder, h.q, h.d, matrix.values, matrix.scales, self.x, layer.norm,

@@ -453,7 +453,7 @@ def test_closing_ends_what_runs_and_waits(card):
 # ---- loading -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("megabytes, name", [(3, "layer 2 values"), (8, "token_embd.weight"), (10, "activation")])
+@pytest.mark.parametrize("megabytes, name", [(3, "layer 2 values"), (8, "token_embd.weight"), (10, "attention partials")])
 def test_memory_that_does_not_suffice_is_named(megabytes, name):
     with pytest.raises(OutOfMemory, match=rf"{name}.* needs .* free on emulated card 0"):
         load(EmulatedCard(memory_bytes=megabytes << 20))
