@@ -67,12 +67,13 @@ import waitress.server
 import waitress.task
 from werkzeug.exceptions import HTTPException, ServiceUnavailable, TooManyRequests
 
-from kernels import (advance, attention, conv, embedding, float_matmul, gdn, kv_cache, norm, probe, q8_gemm, q8_gemv,
-                     quantize, repack, rope, sample, swiglu, synthetic)
+from kernels import (advance, attend_decode, attention, conv, embedding, finite, float_matmul, formats, gdn, gdn_decode,
+                     kv_cache, norm, probe, q8_gemm, q8_gemv, quant_gemv, quantize, rope, sample, swiglu, synthetic)
 from kernels.bench import operation_seconds
 from kernels.card import Array, Card, CardError, open_cards, show_bytes
 from kernels.compile import CompileError
 from kernels.emulated.cards import CARDS
+from kernels.formats import FORMATS, dequantize
 from kernels.nvidia import find_assembler
 from kernels.upload import PIECE, Feeder
 
@@ -105,7 +106,7 @@ GGML_TYPES = {
     28: ("F64", 1, 8), 29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54),
     35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
 }
-SUPPORTED_TYPES = ("Q8_0", "F16", "BF16", "F32")
+SUPPORTED_TYPES = (*FORMATS, "F16", "BF16", "F32")
 
 # GGUF metadata: type number -> struct format. 7 is bool, 8 string, 9 array.
 GGUF_NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 10: "<Q", 11: "<q", 12: "<d"}
@@ -325,22 +326,21 @@ class GGUF:
 
     def data(self, name: str) -> np.ndarray:
         """The tensor as stored, a read-only view: F32 and F16 in their own type, BF16 as uint16, all in the
-        tensor's shape; Q8_0 as uint8 [rows, columns / 32 * 34]; any other type as flat uint8."""
+        tensor's shape; the types of kernels/formats.py as uint8 [rows, bytes of a row]; any other as flat uint8."""
         tensor = self.tensors[name]
         raw = np.frombuffer(self._bytes[tensor.offset:tensor.offset + tensor.nbytes], np.uint8)
         plain = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
         if tensor.type in plain:
             return raw.view(plain[tensor.type]).reshape(tensor.shape)
-        return raw.reshape(*tensor.shape[:-1], -1) if tensor.type == "Q8_0" else raw
+        return raw.reshape(*tensor.shape[:-1], -1) if tensor.type in FORMATS else raw
 
     def floats(self, name: str) -> np.ndarray:
         """The tensor's values as float32 in its shape, all of them finite."""
         tensor, data = self.tensors[name], self.data(name)
-        if tensor.type == "Q8_0":
-            quants, scales = self.q8_0(name)
-            blocks = quants.reshape(-1, 32).astype(np.float32) * scales.reshape(-1, 1).astype(np.float32)
-            return blocks.reshape(tensor.shape)
-        if tensor.type == "BF16":  # the upper half of a float32
+        if tensor.type in FORMATS:
+            with np.errstate(invalid="ignore"):  # infinite times zero
+                values = dequantize(FORMATS[tensor.type], data).reshape(tensor.shape)
+        elif tensor.type == "BF16":  # the upper half of a float32
             values = (data.astype(np.uint32) << 16).view(np.float32)
         elif tensor.type in ("F16", "F32"):
             values = data.astype(np.float32)
@@ -349,25 +349,6 @@ class GGUF:
         if not np.isfinite(values).all():
             raise ModelError(f"{self.path}: tensor '{name}' holds a value that is not a finite number")
         return values
-
-    def q8_0(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """A Q8_0 tensor as int8 quants [N, K] and float16 scales [N, K / 32], all of them finite; K is its
-        last dimension, N the product of the others."""
-        *rows, k = self.tensors[name].shape
-        quants, scales = q8_0_split(self.data(name), math.prod(rows), k)
-        if not np.isfinite(scales).all():
-            raise ModelError(f"{self.path}: tensor '{name}' holds a block scale that is not a finite number")
-        return quants, scales
-
-
-def q8_0_split(raw: np.ndarray, n: int, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Take Q8_0 rows apart: int8 quants [n, k] and float16 scales [n, k / 32]; weight = scale * quant.
-
-    raw holds n * k / 32 blocks of 34 bytes (uint8, any shape), each: float16 scale, 32 int8 quants.
-    """
-    blocks = raw.reshape(-1).view(np.dtype([("scale", "<f2"), ("quants", "i1", 32)]))
-    return np.ascontiguousarray(blocks["quants"]).reshape(n, k), \
-        np.ascontiguousarray(blocks["scale"]).reshape(n, k // 32)
 
 
 # Shapes of the published dense models, from config.json of huggingface.co/Qwen/Qwen3.5-{0.8B,2B,4B,9B,27B};
@@ -1040,8 +1021,8 @@ def _parsed_calls(calls, where: str) -> list[dict]:
 class Matrix:
     """A weight matrix [n, k] on a card.
 
-    Q8_0: values int8 [n, k] and scales float16 [n, k / 32], two arrays so that both are aligned. Otherwise values
-    float32, float16 or uint16 (the bits of bfloat16) [n, k] and scales None.
+    A format of kernels/formats.py: values are the bits of the quants and scales those of the scales, two arrays with a
+    line for each row. Otherwise values float32, float16 or uint16 (the bits of bfloat16) [n, k] and scales None.
     """
 
     format: str             # as GGUF has it: "Q8_0", "F16", ...
@@ -1054,21 +1035,23 @@ class Matrix:
     def is_quantized(self) -> bool:
         return self.scales is not None
 
+    @property
+    def decoder(self):
+        """How the decode kernels read the format."""
+        return quant_gemv.decoder(FORMATS[self.format])
+
     def rows(self, start: int, stop: int) -> "Matrix":
         """Rows start .. stop - 1, in the same memory."""
         scales = None if self.scales is None else self.scales[start:stop]
         return Matrix(self.format, stop - start, self.k, self.values[start:stop], scales)
 
 
-FLOAT_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
-
-
 def alloc_matrix(card: Card, format: str, n: int, k: int, name: str) -> Matrix:
     """A matrix of undefined values. Raises OutOfMemory."""
-    if format in FLOAT_DTYPES:
-        return Matrix(format, n, k, card.alloc((n, k), FLOAT_DTYPES[format], name))
-    return Matrix(format, n, k, card.alloc((n, k), np.int8, name),
-                  card.alloc((n, k // 32), np.float16, f"{name} scales"))
+    if format in embedding.FLOATS:
+        return Matrix(format, n, k, card.alloc((n, k), embedding.FLOATS[format], name))
+    values, scales = FORMATS[format].arrays(n, k)
+    return Matrix(format, n, k, card.alloc(*values, name), card.alloc(*scales, f"{name} scales"))
 
 
 class FileWeights:
@@ -1091,8 +1074,11 @@ class FileWeights:
             self.feeder = self.bad = None
         if damaged.size:
             tensor = self.gguf.tensors[names[damaged[0]]]
-            what = "value" if tensor.type in FLOAT_DTYPES else "block scale"
+            what = "block scale" if tensor.type in FORMATS else "value"
             raise ModelError(f"{self.gguf.path}: tensor '{tensor.name}' holds a {what} that is not a finite number")
+
+    def type_of(self, name: str) -> str:
+        return self.gguf.tensors[name].type
 
     def matrix(self, card: Card, *names: str) -> Matrix:
         """The rows of one tensor or of several, of one type and width, one after the other."""
@@ -1109,13 +1095,14 @@ class FileWeights:
         """The bytes of a tensor to the card, where a kernel takes them apart and looks for damage."""
         data, bad = self.gguf.data(name), self.bad[name]
         if rows.is_quantized:
-            for first, raw in self.feeder.pieces(data, repack.BLOCK_BYTES):
-                repack.split_q8_0(card, rows.values, rows.scales, raw, bad, first)
+            format = FORMATS[rows.format]
+            for first, raw in self.feeder.pieces(data, format.file_bytes):
+                formats.repack(card, format, rows.values, rows.scales, raw, bad, first, rows.k)
         else:
             to = rows.values.reshape(-1).view(np.uint8)
             for first, raw in self.feeder.pieces(data, 1):
                 card.copy(to[first:first + raw.size], raw)
-            repack.find_nonfinite(card, rows.values, bad)
+            finite.find_nonfinite(card, rows.values, bad)
 
     def vector(self, card: Card, name: str) -> Array:
         """A norm weight, a bias or another small tensor, as float32 in its own shape."""
@@ -1127,24 +1114,28 @@ SYNTHETIC_RANGES = {"ssm_a": (-8.0, -0.05), "ssm_dt.bias": (-5.0, 1.0), "ssm_con
 
 
 class SyntheticWeights:
-    """Random Q8_0 weights of a model's real shapes, made on the card: no file, nothing over the bus.
+    """Random weights of a model's real shapes, made on the card: no file, nothing over the bus.
 
-    A tensor's values depend on its name alone, so every card and every run has the same model.
+    Matrices are of `format`, or Q8_0 where their rows are no whole number of its blocks. A tensor's values depend on
+    its name and type alone, so every card and every run has the same model.
     """
 
-    def __init__(self, config: Config):
-        self.shapes = config.tensor_shapes()
+    def __init__(self, config: Config, format: str = "Q8_0"):
+        self.shapes, self.format = config.tensor_shapes(), format
 
     def loading(self, card: Card):
         return contextlib.nullcontext()
 
+    def type_of(self, name: str) -> str:
+        return "Q8_0" if self.shapes[name][1] % FORMATS[self.format].file_block else self.format
+
     def matrix(self, card: Card, *names: str) -> Matrix:
-        k, stop = self.shapes[names[0]][1], 0
-        matrix = alloc_matrix(card, "Q8_0", sum(self.shapes[name][0] for name in names), k, " + ".join(names))
+        k, stop, format = self.shapes[names[0]][1], 0, self.type_of(names[0])
+        matrix = alloc_matrix(card, format, sum(self.shapes[name][0] for name in names), k, " + ".join(names))
         for name in names:
             start, stop = stop, stop + self.shapes[name][0]
-            rows = matrix.rows(start, stop)
-            synthetic.random_q8(card, rows.values, rows.scales, rows.n, k, zlib.crc32(name.encode()))
+            rows, seed = matrix.rows(start, stop), zlib.crc32(name.encode())
+            synthetic.random_matrix(card, FORMATS[format], rows.values, rows.scales, rows.n, k, seed)
         return matrix
 
     def vector(self, card: Card, name: str) -> Array:
@@ -1158,16 +1149,23 @@ class SyntheticWeights:
 # 4  Model
 # ======================================================================================================
 # x is the residual stream, float32 [rows, hidden]. A layer is x += mixer(norm(x)); x += mlp(norm(x)). What enters
-# a projection is an *activation*: int8 with a scale per 32 values for a Q8_0 matrix, float32 for any other.
+# a projection is an *activation*: int8 with a scale per 32 values for a quantised matrix, float32 for any other.
 
 HEAD_ROWS = 8               # rows of logits computed at once where a text's are all wanted
 
 
 @dataclass(frozen=True)
+class Stack:
+    """Matrices that read the same input. Their products lie side by side, as columns of rows `stride` apart."""
+
+    parts: tuple[tuple[int, Matrix], ...]   # (first column, matrix); neighbours of one type are one matrix
+    stride: int                             # columns of all, and what makes them a multiple of 4
+
+
+@dataclass(frozen=True)
 class MLP:
     norm: Array             # [hidden]
-    gate: Matrix            # [ffn, hidden]
-    up: Matrix              # [ffn, hidden]
+    gate_up: Stack          # ffn columns of gate, ffn of up
     down: Matrix            # [hidden, ffn]
 
 
@@ -1176,10 +1174,8 @@ class LinearLayer:
     """Gated DeltaNet: a recurrence whose state is 128 x 128 per value head, whatever the length of the text."""
 
     norm: Array             # [hidden]
-    qkv: Matrix             # [conv_dim, hidden]: rows of q, k, v
-    z: Matrix               # [value_dim, hidden]: gate of the output
-    alpha: Matrix           # [n_value_heads, hidden]: how fast the state decays
-    beta: Matrix            # [n_value_heads, hidden]: how strongly it is written
+    inputs: Stack           # conv_dim columns of q, k, v; value_dim of z, the output's gate; n_value_heads of alpha,
+                            # how fast the state decays; and as many of beta, how strongly it is written
     conv: Array             # [conv_dim, conv_width]
     a: Array                # [n_value_heads], -exp(A_log)
     dt_bias: Array          # [n_value_heads]
@@ -1193,29 +1189,40 @@ class AttentionLayer:
     """Full attention: grouped heads of 256, a quarter of each rotated, a sigmoid gate on the output."""
 
     norm: Array             # [hidden]
-    q: Matrix               # [n_heads * 512, hidden]: per head 256 rows of query, then 256 of gate
-    k: Matrix               # [kv_dim, hidden]
-    v: Matrix               # [kv_dim, hidden]
+    inputs: Stack           # per head 256 columns of query and 256 of gate; then kv_dim of keys, kv_dim of values
     q_norm: Array           # [256]
     k_norm: Array           # [256]
     out: Matrix             # [hidden, query_dim]
     mlp: MLP
 
 
+def load_stack(weights, card: Card, names: list[str]) -> Stack:
+    """The tensors `names`, of one width, in this order."""
+    parts, column = [], 0
+    for _, group in itertools.groupby(names, weights.type_of):
+        matrix = weights.matrix(card, *group)
+        parts.append((column, matrix))
+        column += matrix.n
+    return Stack(tuple(parts), column + -column % 4)
+
+
 def load_layer(weights, card: Card, config: Config, index: int) -> LinearLayer | AttentionLayer:
     """The weights of block `index` on `card`."""
+    def stack(*names):
+        return load_stack(weights, card, [f"blk.{index}.{name}.weight" for name in names])
+
     def matrix(name):
         return weights.matrix(card, f"blk.{index}.{name}.weight")
 
     def vector(name):
         return weights.vector(card, f"blk.{index}.{name}")
 
-    mlp = MLP(vector("post_attention_norm.weight"), matrix("ffn_gate"), matrix("ffn_up"), matrix("ffn_down"))
+    mlp = MLP(vector("post_attention_norm.weight"), stack("ffn_gate", "ffn_up"), matrix("ffn_down"))
     if config.layer_kinds[index] == "attention":
-        return AttentionLayer(vector("attn_norm.weight"), matrix("attn_q"), matrix("attn_k"), matrix("attn_v"),
+        return AttentionLayer(vector("attn_norm.weight"), stack("attn_q", "attn_k", "attn_v"),
                               vector("attn_q_norm.weight"), vector("attn_k_norm.weight"), matrix("attn_output"), mlp)
-    return LinearLayer(vector("attn_norm.weight"), matrix("attn_qkv"), matrix("attn_gate"), matrix("ssm_alpha"),
-                       matrix("ssm_beta"), vector("ssm_conv1d.weight"), vector("ssm_a"), vector("ssm_dt.bias"),
+    return LinearLayer(vector("attn_norm.weight"), stack("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta"),
+                       vector("ssm_conv1d.weight"), vector("ssm_a"), vector("ssm_dt.bias"),
                        vector("ssm_norm.weight"), matrix("ssm_out"), mlp)
 
 
@@ -1273,19 +1280,16 @@ class Model:
             return card.alloc((rows, width), np.float32, name)
 
         self.x = floats("residual stream", c.hidden_dim)
-        self.qkv, self.mixed = floats("qkv", c.conv_dim), floats("qkv after convolution", c.conv_dim)
-        self.z, self.o = floats("z", c.value_dim), floats("delta rule output", c.value_dim)
-        self.alpha, self.beta = floats("alpha", c.n_value_heads), floats("beta", c.n_value_heads)
-        self.factors = floats("delta rule factors", 4 * c.n_value_heads)
-        self.query_gate = floats("query and gate", 2 * c.query_dim)
-        self.k, self.v = floats("key", c.kv_dim), floats("value", c.kv_dim)
+        stacks = [stack for layer in self.layers for stack in (layer.inputs, layer.mlp.gate_up)]
+        self.projected = card.alloc(rows * max(stack.stride for stack in stacks), np.float32, "products of a stack")
+        self.mixed, self.o = floats("qkv after convolution", c.conv_dim), floats("delta rule output", c.value_dim)
+        self.factors = card.alloc(gdn.factors_shape(rows, c.n_value_heads), np.float32, "delta rule factors")
         self.q = card.alloc((rows, c.n_heads, c.head_dim), np.float16, "rotated query")
         self.attended = floats("attention output", c.query_dim)
-        self.gate_up = floats("gate and up", 2 * c.ffn_dim)
-        widths = {c.hidden_dim, c.value_dim, c.query_dim, c.ffn_dim}
-        self.activations = {k: Activation(card, rows, k) for k in widths}
-        partials = attention.scratch_shape(n_slots, c.n_heads, self.cache.max_pages)
-        self.partials = card.alloc(partials, np.float32, "attention partials")
+        self.activations = {k: Activation(card, rows, k) for k in {c.hidden_dim, c.value_dim, c.query_dim}}
+        self.inner = Activation(card, rows, c.ffn_dim)  # of the MLP, whose kernel reads and writes activations
+        self.partials = card.alloc(attend_decode.partials_shape(n_slots, c.n_heads), np.float32, "attention partials")
+        self.arrived = card.zeros((n_slots, c.n_kv_heads), np.uint32, "attention blocks that have arrived")
         if self.head is not None:
             self.logits = card.alloc((max(n_slots, HEAD_ROWS), c.n_vocab), np.float32, "logits")
 
@@ -1293,7 +1297,7 @@ class Model:
         """Runs the layers over the rows; the result is in `x`. `tap(name, array)` is called after every layer."""
         if self.first_layer == 0:
             table = self.embeddings
-            embedding.embed(self.card, self.x, rows.ids, table.values, table.scales, rows.n, table.k)
+            embedding.embed(self.card, table.format, self.x, rows.ids, table.values, table.scales, rows.n, table.k)
             if tap:
                 tap("embedding", self.x)
         for index, layer in enumerate(self.layers, self.first_layer):
@@ -1306,86 +1310,106 @@ class Model:
                 tap(f"layer {index}", self.x)
 
     def linear_attention(self, rows: Rows, layer: LinearLayer, state: "RecurrentState"):
-        card, c = self.card, self.config
-        length = 1 if rows.is_decode else rows.n  # rows of one slot
-        u = self.norm(rows, layer.norm, layer.qkv, layer.z, layer.alpha, layer.beta)
-        self.project(rows, self.qkv, layer.qkv, u)
-        self.project(rows, self.z, layer.z, u)
-        self.project(rows, self.alpha, layer.alpha, u)
-        self.project(rows, self.beta, layer.beta, u)
-        conv.conv_silu(card, self.mixed, self.qkv, state.conv, layer.conv, rows.slots, rows.n, c.conv_dim, length)
-        gdn.gated_delta_rule(card, self.o, state.memory, self.factors, self.mixed, self.alpha, self.beta, layer.a,
-                             layer.dt_bias, rows.slots, rows.n, c.n_key_heads, c.n_value_heads, length)
-        o = self.activations[c.value_dim]
-        if layer.out.is_quantized:
-            norm.gated_norm_quantize(card, o.q, o.d, self.o, self.z, c.value_dim, layer.out_norm, rows.n,
-                                     c.n_value_heads, c.norm_eps)
+        card, c, projected, stride = self.card, self.config, self.projected, layer.inputs.stride
+        self.project_norm(rows, layer.inputs, layer.norm)
+        u = self.activations[c.value_dim]
+        constants, heads = (layer.a, layer.dt_bias), (c.n_key_heads, c.n_value_heads)
+        if rows.is_decode:
+            inputs = state.memory, state.conv, projected, stride, layer.conv, *constants, layer.out_norm, rows.slots, \
+                rows.positions, rows.n, *heads, c.norm_eps
+            if layer.out.is_quantized:
+                gdn_decode.gdn_decode_quantize(card, u.q, u.d, *inputs)
+            else:
+                gdn_decode.gdn_decode(card, u.x, *inputs)
         else:
-            norm.gated_norm(card, o.x, self.o, self.z, c.value_dim, layer.out_norm, rows.n, c.n_value_heads,
-                            c.norm_eps)
-        self.project(rows, self.x, layer.out, o, add=True)
+            conv.conv_silu(card, self.mixed, projected, stride, state.conv, layer.conv, rows.slots, rows.positions,
+                           rows.n, c.conv_dim)
+            gdn.gdn_prefill(card, self.o, state.memory, self.factors, self.mixed, projected, stride, *constants,
+                            rows.slots, rows.n, *heads)
+            inputs = self.o, projected[c.conv_dim:], stride, layer.out_norm, rows.n, c.n_value_heads, c.norm_eps
+            if layer.out.is_quantized:
+                norm.gated_norm_quantize(card, u.q, u.d, *inputs)
+            else:
+                norm.gated_norm(card, u.x, *inputs)
+        self.project(rows, self.x, layer.out, u, add=True)
 
     def attention(self, rows: Rows, layer: AttentionLayer, pages: "Pages"):
-        card, c, table = self.card, self.config, self.cache.block_table
-        u = self.norm(rows, layer.norm, layer.q, layer.k, layer.v)
-        self.project(rows, self.query_gate, layer.q, u)
-        self.project(rows, self.k, layer.k, u)
-        self.project(rows, self.v, layer.v, u)
-        rope.norm_rope_q(card, self.q, self.query_gate, layer.q_norm, rows.rope, self.inv_freq, rows.n, c.n_heads,
-                         c.rope_sections, c.norm_eps)
-        kv_cache.store_kv(card, pages.k, pages.v, self.k, self.v, layer.k_norm, rows.rope, self.inv_freq, table,
-                          rows.slots, rows.positions, rows.n, c.n_kv_heads, c.rope_sections, c.norm_eps)
-        places = self.q, self.query_gate, pages.k, pages.v, table, rows.slots, rows.positions
+        card, c, projected, stride = self.card, self.config, self.projected, layer.inputs.stride
+        self.project_norm(rows, layer.inputs, layer.norm)
+        u, columns = self.activations[c.query_dim], (2 * c.query_dim, 2 * c.query_dim + c.kv_dim)  # of keys, values
+        rotary, places = (rows.rope, self.inv_freq), (self.cache.block_table, rows.slots, rows.positions)
+        sizes = rows.n, c.n_heads, c.n_kv_heads
         if rows.is_decode:
-            attention.attend_decode(card, self.attended, *places, self.partials, rows.n, c.n_heads, c.n_kv_heads)
+            out = (u.q, u.d) if layer.out.is_quantized else (u.x, None)
+            attend_decode.attend_decode(card, *out, projected, stride, *columns, layer.q_norm, layer.k_norm, *rotary,
+                                        pages.k, pages.v, *places, self.partials, self.arrived, *sizes,
+                                        c.rope_sections, c.norm_eps)
         else:
-            attention.attend_prefill(card, self.attended, *places, rows.n, c.n_heads, c.n_kv_heads)
-        self.project(rows, self.x, layer.out, self.as_activation(rows, self.attended, layer.out), add=True)
+            rope.norm_rope_q(card, self.q, projected, stride, layer.q_norm, *rotary, rows.n, c.n_heads,
+                             c.rope_sections, c.norm_eps)
+            kv_cache.store_kv(card, pages.k, pages.v, projected, stride, *columns, layer.k_norm, *rotary, *places,
+                              rows.n, c.n_kv_heads, c.rope_sections, c.norm_eps)
+            attention.attend_prefill(card, self.attended, self.q, projected, stride, pages.k, pages.v, *places, *sizes)
+            if layer.out.is_quantized:
+                quantize.quantize_q8(card, u.q, u.d, self.attended, rows.n, u.k)
+            else:
+                card.copy(u.x, self.attended)
+        self.project(rows, self.x, layer.out, u, add=True)
 
     def mlp(self, rows: Rows, layer: MLP):
-        card, ffn_dim = self.card, self.config.ffn_dim
-        u = self.norm(rows, layer.norm, layer.gate, layer.up)
-        self.project(rows, self.gate_up, layer.gate, u, stride=2 * ffn_dim)
-        self.project(rows, self.gate_up.reshape(-1)[ffn_dim:], layer.up, u, stride=2 * ffn_dim)
-        h = self.activations[ffn_dim]
-        if layer.down.is_quantized:
-            swiglu.swiglu_quantize(card, h.q, h.d, self.gate_up, rows.n, ffn_dim)
+        card, stack, h = self.card, layer.gate_up, self.inner
+        if rows.is_decode and layer.down.is_quantized and self.is_fused(stack):
+            (_, matrix), u = stack.parts[0], self.activations[self.config.hidden_dim]
+            q8_gemv.norm_gemv_swiglu(card, matrix.decoder, h.q, h.d, matrix.values, matrix.scales, self.x, layer.norm,
+                                     self.config.norm_eps, h.k, u.k, rows.n, u.q, u.d)
         else:
-            swiglu.swiglu(card, h.x, self.gate_up, rows.n, ffn_dim)
+            self.project_norm(rows, stack, layer.norm)
+            if layer.down.is_quantized:
+                swiglu.swiglu_quantize(card, h.q, h.d, self.projected, rows.n, h.k)
+            else:
+                swiglu.swiglu(card, h.x, self.projected, rows.n, h.k)
         self.project(rows, self.x, layer.down, h, add=True)
 
     def compute_logits(self, x: Array, n: int):
         """logits[:n] = head(norm(x[:n])), always through the decode family, so that a row has one answer."""
         rows = Rows(n, True, None, None, None, None)
-        self.project(rows, self.logits, self.head, self.norm(rows, self.head_norm, self.head, x=x))
+        self.project_norm(rows, Stack(((0, self.head),), self.head.n), self.head_norm, x, self.logits)
 
     # ---- the steps of a layer ----
 
-    def norm(self, rows: Rows, weight: Array, *readers: Matrix, x: Array | None = None) -> Activation:
-        """RMSNorm of the residual stream (or of `x`), in each form that one of the reading matrices wants."""
-        x, u, eps = self.x if x is None else x, self.activations[self.config.hidden_dim], self.config.norm_eps
-        if any(m.is_quantized for m in readers):
-            norm.rms_norm_quantize(self.card, u.q, u.d, x, weight, rows.n, u.k, eps)
-        if not all(m.is_quantized for m in readers):
-            norm.rms_norm(self.card, u.x, x, weight, rows.n, u.k, eps)
-        return u
+    @staticmethod
+    def is_fused(stack: Stack) -> bool:
+        """Whether one decode kernel serves the whole stack, the norm before it included."""
+        return len(stack.parts) == 1 and stack.parts[0][1].is_quantized
 
-    def as_activation(self, rows: Rows, y: Array, reader: Matrix) -> Activation:
-        """y float32 [rows, k] in the form that the reading matrix wants."""
-        u = self.activations[reader.k]
-        if reader.is_quantized:
-            quantize.quantize_q8(self.card, u.q, u.d, y, rows.n, u.k)
-        else:
-            self.card.copy(u.x, y)
-        return u
+    def project_norm(self, rows: Rows, stack: Stack, weight: Array, x: Array | None = None, y: Array | None = None):
+        """y = RMSNorm(x) W^T, column by column as the stack has them; of the residual stream, to `projected`."""
+        card, eps = self.card, self.config.norm_eps
+        x, y = self.x if x is None else x, self.projected if y is None else y
+        matrices = [matrix for _, matrix in stack.parts]
+        u = self.activations[matrices[0].k]
+        if rows.is_decode and self.is_fused(stack):
+            matrix, = matrices
+            q8_gemv.norm_gemv(card, matrix.decoder, y, stack.stride, matrix.values, matrix.scales, x, weight, eps,
+                              matrix.n, u.k, rows.n, u.q, u.d)
+            return
+        if any(matrix.is_quantized for matrix in matrices):
+            norm.rms_norm_quantize(card, u.q, u.d, x, weight, rows.n, u.k, eps)
+        if not all(matrix.is_quantized for matrix in matrices):
+            norm.rms_norm(card, u.x, x, weight, rows.n, u.k, eps)
+        for column, matrix in stack.parts:
+            self.project(rows, y.reshape(-1)[column:], matrix, u, stride=stack.stride)
 
     def project(self, rows: Rows, y: Array, matrix: Matrix, u: Activation, add: bool = False, stride: int = 0):
         """y = u W^T (y += with `add`) through the kernel of the rows' family; rows of y are `stride` numbers
         apart, where they hold more than the n of this product."""
         card, n, k, stride = self.card, matrix.n, matrix.k, stride or matrix.n
         if matrix.is_quantized:
-            product = q8_gemv.gemv_q8_q8 if rows.is_decode else q8_gemm.gemm_q8_q8
-            product(card, y, stride, matrix.values, matrix.scales, u.q, u.d, n, k, rows.n, add)
+            arguments = y, stride, matrix.values, matrix.scales, u.q, u.d, n, k, rows.n, add
+            if rows.is_decode:
+                q8_gemv.gemv(card, matrix.decoder, *arguments)
+            else:
+                q8_gemm.gemm(card, FORMATS[matrix.format], *arguments)
         else:
             product = float_matmul.gemv_float if rows.is_decode else float_matmul.gemm_float
             product(card, y, stride, matrix.values, u.x, n, k, rows.n, add)
@@ -1402,7 +1426,7 @@ PAGE_TOKENS = kv_cache.PAGE
 class RecurrentState:
     """What a linear-attention layer remembers of each slot."""
 
-    conv: Array             # [n_slots, conv_width - 1, conv_dim] float32: the last inputs of the convolution
+    conv: Array             # [n_slots, conv_width, conv_dim] float32: inputs of position p in row p % conv_width
     memory: Array           # [n_slots, n_value_heads, 128 key, 128 value] float32
 
 
@@ -1428,7 +1452,7 @@ class Cache:
             else:
                 state = (n_slots, c.n_value_heads, c.linear_head_dim, c.linear_head_dim)
                 self.recurrent[index] = RecurrentState(
-                    card.zeros((n_slots, c.conv_width - 1, c.conv_dim), np.float32, f"layer {index} conv state"),
+                    card.zeros((n_slots, c.conv_width, c.conv_dim), np.float32, f"layer {index} conv state"),
                     card.zeros(state, np.float32, f"layer {index} recurrent state"))
         self.block_table = card.zeros((n_slots, self.max_pages), np.int32, "block table")
 
@@ -2125,14 +2149,18 @@ class OpenModel:
 
 
 def open_model(model: str | Path) -> OpenModel:
-    """A GGUF file, or random weights by the name "synthetic:NAME", on no card yet. Raises ModelError."""
+    """A GGUF file, or random weights by the name "synthetic:NAME" or "synthetic:NAME:FORMAT", on no card yet.
+    Raises ModelError."""
     if model == DEFAULT_MODEL and not DEFAULT_MODEL.exists():
         raise ModelError(f"{model}: the model that comes with qengine is not there; name another (-m MODEL)")
     kind, _, name = str(model).partition(":")
     if kind == "synthetic":
-        config = Config.synthetic(name)
+        name, _, format = name.partition(":")
+        if (format := format.upper() or "Q8_0") not in FORMATS:
+            raise ModelError(f"{model}: there is no such format, only {', '.join(FORMATS).lower()}")
+        config = dataclasses.replace(Config.synthetic(name), name=str(model))
         template = ChatTemplate(SYNTHETIC_TEMPLATE)
-        return OpenModel(config, ByteTokenizer(config.n_vocab), template, SyntheticWeights(config))
+        return OpenModel(config, ByteTokenizer(config.n_vocab), template, SyntheticWeights(config, format))
     gguf = GGUF(model)
     config = Config.from_gguf(gguf)
     tokenizer = load_tokenizer(gguf)
@@ -2141,7 +2169,7 @@ def open_model(model: str | Path) -> OpenModel:
 
 def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | None = None,
          ctx: int | None = None, slots: int = 1, chunk: int = CHUNK, progress: bool = True) -> Engine:
-    """Load a GGUF file, or random weights by the name "synthetic:tiny", "synthetic:0.8b", ..., ready to generate.
+    """Load a GGUF file, or random weights by the name "synthetic:0.8b", "synthetic:9b:q4_k", ..., ready to generate.
 
     model: its path or name, or what `open_model` made of that; by default the model that comes with qengine.
     card: a Card, or the name of one as kernels.card.open_cards takes it; by default the first NVIDIA card, or else an
@@ -2653,7 +2681,8 @@ def matrices(part) -> list[Matrix]:
     if isinstance(part, Matrix):
         return [part]
     fields = dataclasses.fields(part) if dataclasses.is_dataclass(part) else ()
-    return [matrix for field in fields for matrix in matrices(getattr(part, field.name))]
+    inner = part if isinstance(part, tuple) else [getattr(part, field.name) for field in fields]
+    return [matrix for item in inner for matrix in matrices(item)]
 
 
 class Bench:
@@ -2749,7 +2778,7 @@ class Bench:
         states, read and written, and the keys and values up to its position."""
         c, cache = self.engine.config, self.stage.cache
         weights = sum(m.values.nbytes + (m.scales.nbytes if m.is_quantized else 0) for m in self.weights())
-        states = sum(2 * (s.conv[0].nbytes + s.memory[0].nbytes) for s in cache.recurrent.values())
+        states = sum(2 * s.memory[0].nbytes + s.conv[0].nbytes for s in cache.recurrent.values())
         kept = (context + DECODE_STEPS // 2) * len(cache.pages) * 2 * c.kv_dim * 2     # k and v, float16
         return weights + self.batch * (states + kept)
 
@@ -2859,7 +2888,7 @@ def build_parser() -> Parser:
         description="Runs a Qwen3.5 or Qwen3.6 model on NVIDIA cards or, without one, on an emulated card.",
         epilog=EXAMPLES, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", metavar="MODEL", default=DEFAULT_MODEL,
-                        help="a GGUF file, or random weights: synthetic:tiny, synthetic:0.8b, ... "
+                        help="a GGUF file, or random weights: synthetic:0.8b, synthetic:9b:q4_k, ... "
                              "(default: the small model that comes with qengine)")
 
     what = parser.add_argument_group("what to do (one of these; at a terminal a chat, if none is named)")

@@ -1,103 +1,123 @@
 """Rows of the token table as float32.
 
-    y[r, :] = table[ids[r], :]       Q8_0:  y[r, j] = q[id, j] * d[id, j / 32], exact (8 + 11 bits fit in 24)
+    y[r, :] = table[ids[r], :]       of a quantised table (kernels/formats.py) the weights, rounded once each
 
     ids  int32 [rows], each 0 <= id < vocabulary: the host checks them as requests come in, not the kernel
     y    float32 [rows, k]
-    table, one of   float32 [vocabulary, k]
-                    float16 [vocabulary, k]
-                    uint16  [vocabulary, k], the bits of bfloat16
-                    int8    [vocabulary, k] with scales float16 [vocabulary, k / 32], k a multiple of 32
+    table, one of   F32   float32 [vocabulary, k]
+                    F16   float16 [vocabulary, k]
+                    BF16  uint16  [vocabulary, k], the bits of bfloat16
+                    the two arrays of a format of kernels/formats.py
 
-One thread per element; a block of threads stays within a row, so the id is uniform over it. 4 k bytes written
-and k to 4 k read per row: a few microseconds, bound by its launch when decoding. Pipe: none to speak of.
+One thread per element, or per block of 32 quantised weights, which it stores by 16 bytes; a block of threads stays
+within a row, so the id is uniform over it. 4 k bytes written and at most 4 k read per row: a few microseconds, bound
+by its launch when decoding. Pipe: none to speak of.
 """
 
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 from numba import cuda
-from numba.types import int32, uint32
+from numba.types import float32, int32, uint32
 
 from kernels.bench import Case, main
-from kernels.float_matmul import WEIGHT_AT, as_words, random_weights
-from kernels.intrinsics import BIAS_WORD, half_to_float, unbias
-from kernels.q8_gemv import random_q8
+from kernels.float_matmul import WEIGHT_AT, random_weights
+from kernels.float_matmul import as_words as float_words
+from kernels.formats import BLOCK, FORMATS, as_words, dequantize, on_card, random_raw
+from kernels.intrinsics import store_floats4, word_as_float
 
-THREADS = 256
-
-
-def embedding_reference(ids, table, scales=None):
-    """float32 [rows, k]; `table` as above, in NumPy's dtypes."""
-    rows = table[ids]
-    if table.dtype == np.int8:
-        return rows.astype(np.float32) * np.repeat(scales[ids].astype(np.float32), 32, axis=1)
-    if table.dtype == np.uint16:
-        return (rows.astype(np.uint32) << 16).view(np.float32)
-    return rows.astype(np.float32)
+THREADS = 128
+FLOATS = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}  # in what each is kept
 
 
-@cuda.jit(device=True, inline="always")
-def q8_at(table, scales, index):
-    value = unbias(int32(int32(table[index]) + int32(BIAS_WORD)))
-    return value * half_to_float(scales[uint32(index >> uint32(5))])
-
-
-def without_scales(weight_at):
-    @cuda.jit(device=True, inline="always")
-    def element_at(table, scales, index):
-        return weight_at(table, index)
-
-    return element_at
-
-
-def embedding_kernel(element_at):
-    """The kernel whose table is read by the device function `element_at(table, scales, index)`."""
+def float_kernel(weight_at):
+    """The kernel whose table is read by the device function weight_at(table, index)."""
 
     @cuda.jit
-    def embed_kernel(y, ids, table, scales, k):
+    def embed_kernel(y, ids, table, k):
         row = uint32(cuda.blockIdx.x)
         column = uint32(cuda.blockIdx.y * uint32(THREADS) + cuda.threadIdx.x)
         if column < k:
-            y[uint32(row * k + column)] = element_at(table, scales, uint32(uint32(ids[row]) * k + column))
+            y[uint32(row * k + column)] = weight_at(table, uint32(uint32(ids[row]) * k + column))
 
     return embed_kernel
 
 
-KERNELS = {kind: embedding_kernel(without_scales(weight_at)) for kind, weight_at in WEIGHT_AT.items()}
-KERNELS[np.dtype(np.int8)] = embedding_kernel(q8_at)
+def quantized_kernel(format):
+    """The kernel for a format of quantised tables."""
+    starts, fetch, unpack = format.starts, format.fetch, format.unpack
+    raw_words, n_scales, minimum, halves = format.raw_words, format.n_scales, format.minimum, format.halves
+
+    @cuda.jit(device=True, inline="always")
+    def weight(word, byte, scale, least):
+        value = float32(int32(word << uint32(24 - 8 * byte)) >> int32(24))
+        return cuda.fma(value, scale, least)
+
+    @cuda.jit
+    def embed_kernel(y, ids, wq, wd, k):
+        row = uint32(cuda.blockIdx.x)
+        b, blocks = uint32(cuda.blockIdx.y * uint32(THREADS) + cuda.threadIdx.x), uint32(k >> uint32(5))
+        if b >= blocks:
+            return
+        raw, w = cuda.local.array(raw_words, uint32), cuda.local.array(8, uint32)
+        scales = cuda.local.array(n_scales, uint32)
+        q_from, d_from = starts(uint32(ids[row]), blocks)
+        fetch(raw, wq, wd, q_from, d_from, blocks, b)
+        unpack(w, scales, raw)
+        least = word_as_float(scales[n_scales - 1]) if minimum else float32(-0.0)
+        at = uint32(row * k + uint32(b << uint32(5)))
+        for i in range(8):
+            scale = word_as_float(scales[0])
+            if halves:
+                scale = scale * float32(int32(scales[1 + i // 4]))
+            store_floats4(y, uint32(at + uint32(4 * i)), weight(w[i], 0, scale, least), weight(w[i], 1, scale, least),
+                          weight(w[i], 2, scale, least), weight(w[i], 3, scale, least))
+
+    return embed_kernel
 
 
-def embed(card, y, ids, table, scales, rows, k, stream=None):
-    """y float32 [rows, k] <- rows `ids` (int32 [rows], unchecked) of `table`, whose dtype tells its kind;
-    `scales` float16 for an int8 table, else None. Writes only y, never allocates."""
-    words = as_words(table)
-    scales = words if scales is None else as_words(scales)  # a kernel without scales ignores them
-    card.launch(KERNELS[np.dtype(table.dtype)], (rows, -(-k // THREADS)), THREADS, y.reshape(-1), ids, words,
-                scales, k, stream=stream)
+@cache
+def kernel(kind):
+    """The kernel for a table of this type, by the name that GGUF has for it."""
+    return float_kernel(WEIGHT_AT[np.dtype(FLOATS[kind])]) if kind in FLOATS else quantized_kernel(FORMATS[kind])
+
+
+def embed(card, kind, y, ids, table, scales, rows, k, stream=None):
+    """y float32 [rows, k] <- rows `ids` (int32 [rows], unchecked) of a table of type `kind` ("F16", "Q8_0", ...): one
+    array, `scales` being None, or the two of a quantised format. Writes only y, never allocates."""
+    if kind in FLOATS:
+        arrays, per_row = [float_words(table)], k
+    else:
+        arrays, per_row = [table.reshape(-1), as_words(scales)], k // BLOCK
+    card.launch(kernel(kind), (rows, -(-per_row // THREADS)), THREADS, y.reshape(-1), ids, *arrays, k, stream=stream)
 
 
 # ---- check and time ----------------------------------------------------------------------------------------
 
-CASES = [(1, 1, 32), (3, 7, 320), (33, 100, 256), (65, 1000, 1024)]  # rows, vocabulary, k
+CASES = [(1, 1, 1), (3, 7, 3), (33, 100, 8), (65, 1000, 5)]  # rows, vocabulary, blocks of the table in a row
 
 
-def check(card, rows, vocabulary, k, kind):
-    """Looks up random ids in a table of `kind` (np.int8 means Q8_0); the bits must be the reference's."""
-    rng = np.random.default_rng((rows, vocabulary, k))
+def check(card, rows, vocabulary, blocks, kind):
+    """Looks up random ids in a table of type `kind`; the bits must be the reference's."""
+    rng = np.random.default_rng((rows, vocabulary, blocks))
     scales = None
-    if kind == np.int8:
-        table, scales = random_q8(rng, vocabulary, k)
+    if kind in FLOATS:
+        k = blocks * BLOCK
+        values = random_weights(rng, np.dtype(FLOATS[kind]), vocabulary, k)
+        table = card.upload(values)
+        want = (values.astype(np.uint32) << 16).view(np.float32) if kind == "BF16" else values.astype(np.float32)
     else:
-        table = random_weights(rng, kind, vocabulary, k)
+        k = blocks * FORMATS[kind].file_block
+        raw = random_raw(rng, FORMATS[kind], vocabulary, k)
+        table, scales = on_card(card, FORMATS[kind], raw, vocabulary, k)
+        want = dequantize(FORMATS[kind], raw).reshape(vocabulary, k)
     ids = rng.integers(0, vocabulary, rows).astype(np.int32)
     ids[0] = vocabulary - 1
     y = card.alloc((rows + 1, k), np.float32)
     card.poison(y)
-    on_card = None if scales is None else card.upload(scales)
-    embed(card, y[:rows], card.upload(ids), card.upload(table), on_card, rows, k)
+    embed(card, kind, y[:rows], card.upload(ids), table, scales, rows, k)
     y = card.download(y)
-    np.testing.assert_array_equal(y[:rows], embedding_reference(ids, table, scales))
+    np.testing.assert_array_equal(y[:rows], want[ids])
     assert np.isnan(y[rows]).all(), "wrote past the end"
     return 0.0
 
@@ -105,13 +125,15 @@ def check(card, rows, vocabulary, k, kind):
 def cases(card):
     """The checks for every kind of table, then times for one token and for a prompt's chunk."""
     for case in CASES:
-        for kind in KERNELS:
-            yield Case("{} of {} x {} {}".format(*case, kind.name), partial(check, card, *case, kind))
-    table, scales = card.zeros((1000, 5120), np.int8), card.zeros((1000, 160), np.float16)
-    for rows in (1, 512):
-        y, ids = card.alloc((rows, 5120), np.float32), card.zeros(rows, np.int32)
-        yield Case(f"time of {rows} rows of 5120 int8", n_bytes=5 * y.size,
-                   launch=partial(embed, card, y, ids, table, scales, rows, 5120))
+        for kind in (*FLOATS, *FORMATS):
+            yield Case("{} of {} x {} blocks {}".format(*case, kind), partial(check, card, *case, kind))
+    k = 5120
+    for kind in ("Q8_0", "Q6_K"):
+        table, scales = (card.zeros(*array) for array in FORMATS[kind].arrays(1000, k))
+        for rows in (1, 512):
+            y, ids = card.alloc((rows, k), np.float32), card.zeros(rows, np.int32)
+            yield Case(f"time of {rows} rows of {k} {kind}", n_bytes=4 * y.size + rows * FORMATS[kind].q_row(k),
+                       launch=partial(embed, card, kind, y, ids, table, scales, rows, k))
 
 
 if __name__ == "__main__":

@@ -77,6 +77,10 @@ half2_low = _instruction("{.reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, l
                          doc="element 0 of a half2 word as float32, exact")
 half2_high = _instruction("{.reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, h;}", float32, uint32,
                           doc="element 1 of a half2 word as float32, exact")
+both_low = _instruction("{.reg .b16 l, h; mov.b32 {l, h}, $1; mov.b32 $0, {l, l};}", uint32, uint32,
+                        doc="element 0 of a half2 word twice; it costs no instruction")
+both_high = _instruction("{.reg .b16 l, h; mov.b32 {l, h}, $1; mov.b32 $0, {h, h};}", uint32, uint32,
+                         doc="element 1 of a half2 word twice")
 
 # ---- correctly rounded float32 -----------------------------------------------------------------------------
 
@@ -106,6 +110,9 @@ def word_as_float(context, x):
 # ---- wide memory accesses ----------------------------------------------------------------------------------
 # `index` counts elements of the array's own type from its first element (several dimensions are flat here).
 # The address must be a multiple of the access size: the checking mode and a real card both fault otherwise.
+
+_GLOBAL, _SHARED = 1, 3                  # the numbers of these address spaces
+
 
 def _word_pointer(context, builder, array_type, array, index, n_words):
     data = context.make_array(array_type)(context, builder, array).data
@@ -173,6 +180,29 @@ def load_words4(context, array, index):
     return _load_words(array, index, 4)
 
 
+def _stream_words(n_words):
+    """Reads past the first-level cache, which is for what is read again. For constant data, as weights are."""
+    registers = ", ".join(f"${i}" for i in range(n_words))
+    text = f"ld.global.nc.L1::no_allocate.v{n_words}.u32 {{{registers}}}, [${n_words}];"
+
+    def typing(context, array, index):
+        def codegen(context, builder, signature, values):
+            pointer = _word_pointer(context, builder, signature.args[0], values[0], values[1], 1)
+            pointer = builder.addrspacecast(pointer, ir.IntType(32).as_pointer(_GLOBAL))
+            result = ir.LiteralStructType([ir.IntType(32)] * n_words)
+            function = ir.FunctionType(result, [pointer.type])
+            loaded = builder.asm(function, text, "=r," * n_words + "l", [pointer], False)
+            words = [builder.extract_value(loaded, i) for i in range(n_words)]
+            return context.make_tuple(builder, UniTuple(uint32, n_words), words)
+        return UniTuple(uint32, n_words)(array, uint32), codegen
+    typing.__doc__ = f"{4 * n_words} bytes of constant data, read once, at `index` -> {n_words} words."
+    return intrinsic(typing)
+
+
+stream_words2 = _stream_words(2)
+stream_words4 = _stream_words(4)
+
+
 @intrinsic
 def store_word(context, array, index, w0):
     """Writes 4 bytes at `index`."""
@@ -191,25 +221,36 @@ def store_words4(context, array, index, w0, w1, w2, w3):
     return _store_words(array, index, 4)
 
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True, forceinline=True)
 def load_floats4(array, index):
     """16 bytes at `index` -> 4 float32."""
     w0, w1, w2, w3 = load_words4(array, index)
     return word_as_float(w0), word_as_float(w1), word_as_float(w2), word_as_float(w3)
 
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True, forceinline=True)
 def store_floats4(array, index, x0, x1, x2, x3):
     """Writes 4 float32 at `index`, 16 bytes."""
     store_words4(array, index, float_as_word(x0), float_as_word(x1), float_as_word(x2), float_as_word(x3))
 
 
+@intrinsic
+def arrive(context, array, index):
+    """Adds 1 to the uint32 at `index`; returns what was there. What the block wrote before its last barrier
+    is seen by whoever finds a later count and passes a barrier: release and acquire in one instruction, for
+    one thread of a block (`threadfence` would wait for an order that nobody needs)."""
+    def codegen(context, builder, signature, values):
+        pointer = _word_pointer(context, builder, signature.args[0], values[0], values[1], 1)
+        pointer = builder.ptrtoint(pointer, ir.IntType(64))
+        function = ir.FunctionType(ir.IntType(32), [ir.IntType(64)])
+        text = "atom.acq_rel.gpu.add.u32 $0, [$1], 1;"
+        return builder.asm(function, text, "=r,l,~{memory}", [pointer], True)
+    return uint32(array, uint32), codegen
+
+
 # ---- shared memory by address ------------------------------------------------------------------------------
 # A loop that keeps addresses, and steps them, needs no instruction to make one: what is added to an address
 # here is part of the load. An index costs a shift and an addition at each array that it is used in.
-
-_SHARED = 3                              # the number of that address space
-
 
 @intrinsic
 def shared_address(context, array):
@@ -258,7 +299,7 @@ BIAS_WORD = 0x4B400000
 BIAS_FLOAT = 12582912.0
 
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True, forceinline=True)
 def unbias(total):
     """The float32 value of an int32 sum that was started at BIAS_WORD; exact for |sum| <= 2**22."""
     return word_as_float(int32(total)) - float32(BIAS_FLOAT)
@@ -267,7 +308,7 @@ def unbias(total):
 # ---- reductions over a warp --------------------------------------------------------------------------------
 # The butterfly adds in the same order on every lane (IEEE addition commutes): all end with the same bits.
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True, forceinline=True)
 def warp_sum(x):
     """Sum over the 32 lanes, the same bits on every lane. All lanes must take part."""
     x = x + cuda.shfl_xor_sync(0xFFFFFFFF, x, 16)
@@ -277,7 +318,7 @@ def warp_sum(x):
     return x + cuda.shfl_xor_sync(0xFFFFFFFF, x, 1)
 
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True, forceinline=True)
 def warp_max(x):
     """Maximum over the 32 lanes of a float32."""
     x = float_max(x, cuda.shfl_xor_sync(0xFFFFFFFF, x, 16))
@@ -289,21 +330,21 @@ def warp_max(x):
 
 # ---- float functions ---------------------------------------------------------------------------------------
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True, forceinline=True)
 def _clamp(x, low, high):
     """x within [low, high]; unlike `float_max` and `float_min` it lets a NaN through: errors stay visible."""
     x = low if x < low else x
     return high if x > high else x
 
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True, forceinline=True)
 def _nearest(x):
     """The nearest integer to x, ties to even, for |x| < 2**22, as int32 and float32: the addition rounds."""
     biased = x + float32(BIAS_FLOAT)
     return int32(float_as_word(biased) - uint32(BIAS_WORD)), biased - float32(BIAS_FLOAT)
 
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True, forceinline=True)
 def _scale_by_power_of_two(x, n):
     """x * 2**n for |n| <= 250, rounded once: two factors keep each power of two a normal number."""
     half = n >> int32(1)
@@ -312,7 +353,7 @@ def _scale_by_power_of_two(x, n):
     return x * first * second
 
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True, forceinline=True)
 def exp(x):
     """e**x within 1.1 ulp; 0 below -104, infinity above 89. Cody and Waite's reduction, then degree 7."""
     x = _clamp(x, float32(-104.0), float32(89.0))
@@ -328,7 +369,7 @@ def exp(x):
     return _scale_by_power_of_two(p + float32(1.0), n)
 
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True, forceinline=True)
 def exp2(x):
     """2**x within 1 ulp; 0 below -150, infinity above 129."""
     x = _clamp(x, float32(-151.0), float32(129.0))
@@ -346,7 +387,7 @@ def exp2(x):
     return _scale_by_power_of_two(p + float32(1.0), n)
 
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True, forceinline=True)
 def _two_atanh(s):
     """log((1 + s) / (1 - s)) for |s| <= 1/3, from the odd series 2 (s + s**3/3 + s**5/5 + ...)."""
     t = s * s
@@ -359,7 +400,7 @@ def _two_atanh(s):
     return cuda.fma(p * t, s, s + s)
 
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True, forceinline=True)
 def log(x):
     """Natural logarithm of a positive normal float32, within 3 ulp."""
     word = float_as_word(x)
@@ -370,32 +411,32 @@ def log(x):
     return cuda.fma(nf, float32(0.693145751953125), cuda.fma(nf, float32(1.428606765330187e-06), y))
 
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True, forceinline=True)
 def sigmoid(x):
     """1 / (1 + e**-x), within 2.5 ulp."""
     return div_rn(float32(1.0), float32(1.0) + exp(-x))
 
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True, forceinline=True)
 def silu(x):
     """x * sigmoid(x), within 2.5 ulp."""
     return div_rn(x, float32(1.0) + exp(-x))
 
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True, forceinline=True)
 def softplus(x):
     """log(1 + e**x) = max(x, 0) + log(1 + e**-|x|), within 3 ulp."""
     e = exp(-abs(x))
     return float_max(x, float32(0.0)) + _two_atanh(div_rn(e, float32(2.0) + e))
 
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True, forceinline=True)
 def rsqrt(x):
     """1 / sqrt(x) in two correctly rounded steps, within 1.5 ulp (`rsqrt.approx` differs between cards)."""
     return div_rn(float32(1.0), sqrt_rn(x))
 
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True, forceinline=True)
 def sincos(x):
     """(sin x, cos x) within 2 ulp or 2**-26 absolute for |x| < 2**20: pi/2 in three parts, polynomials."""
     n, nf = _nearest(x * float32(0.6366197723675814))

@@ -17,7 +17,8 @@ wide: a cache of 256 K tokens with 4 heads holds 2^28 elements, several slots so
 `store_kv` writes one row per token: the key normalised and rotated as kernels/rope.py describes (without
 the factor 1/16, which the query carries), the value as it is, both rounded to float16.
 
-    k, v      float32 [rows, n_kv, 256]      row_slot, row_pos  int32 [rows]      rope_pos  int32 [3, rows]
+    projected  float32 [rows, stride]: n_kv 256 keys from k_column on, as many values from v_column on
+    row_slot, row_pos  int32 [rows]      rope_pos  int32 [3, rows]
 
 One warp per (row, head), lanes along the dims. Pipe: fp32, about 130 instructions per lane. Bytes: 2,048
 read and 1,024 written per head and row. Bound by its launch in decode, by memory in prefill.
@@ -25,12 +26,11 @@ read and 1,024 written per head and row. Bound by its launch in decode, by memor
 
 import numpy as np
 from numba import cuda
-from numba.types import float16, uint32, uint64
+from numba.types import uint32, uint64
 
 from kernels.bench import Case, main
-from kernels.rope import (EPS, HEAD_DIM, SECTIONS, TOLERANCE, inverse_frequencies, norm_head,
-                          norm_rope_reference, rotate,
-                          sample_positions, store_head)
+from kernels.rope import (EPS, HEAD_DIM, SECTIONS, TOLERANCE, inverse_frequencies, load_head, norm_head,
+                          norm_rope_reference, rotate, rotation, sample_positions, store_head)
 
 PAGE = 64  # tokens
 
@@ -51,7 +51,7 @@ def store_kv_reference(k, v, w, rope_pos, inv_freq, sections, eps):
 
 # ---- kernel ------------------------------------------------------------------------------------------------
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True, forceinline=True)
 def page_offset(block_table, max_pages, slot, page, kv_head, n_kv):
     """Element (uint64) where the 64 rows of a head begin in page number `page` (= position // 64) of a
     slot."""
@@ -59,35 +59,46 @@ def page_offset(block_table, max_pages, slot, page, kv_head, n_kv):
     return uint64(uint64(held) * uint64(n_kv) + uint64(kv_head)) * uint64(PAGE * HEAD_DIM)
 
 
+@cuda.jit(device=True, forceinline=True)
+def store_row(k_pages, v_pages, to, projected, k_at, v_at, lane, w, sin, cos, eps):
+    """One warp: key and value of a head, from elements k_at and v_at of `projected`, to element `to` (uint64)
+    of the pages."""
+    v0, v1, v2, v3, v4, v5, v6, v7 = load_head(projected, v_at, lane)
+    k = load_head(projected, k_at, lane)
+    x0, x1, x2, x3, x4, x5, x6, x7 = norm_head(k, load_head(w, uint32(0), lane), eps)
+    x0, x1 = rotate(x0, x1, sin, cos)
+    store_head(k_pages, to, lane, x0, x1, x2, x3, x4, x5, x6, x7)
+    store_head(v_pages, to, lane, v0, v1, v2, v3, v4, v5, v6, v7)
+
+
 @cuda.jit
-def store_kv_rows(k_pages, v_pages, k, v, w, rope_pos, inv_freq, block_table, row_slot, row_pos, max_pages,
-                  stride, n_kv,
-                  height_section, width_section, eps):
+def store_kv_rows(k_pages, v_pages, projected, w, rope_pos, inv_freq, block_table, row_slot, row_pos, stride,
+                  k_column, v_column, max_pages, n_positions, n_kv, height_section, width_section, eps):
     """Grid (rows, n_kv), one warp each."""
     lane, row, head = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y)
     position = uint32(row_pos[row])
     to = page_offset(block_table, max_pages, uint32(row_slot[row]), uint32(position // uint32(PAGE)), head,
                      n_kv)
     to = uint64(to + uint64(uint32(position % uint32(PAGE)) * uint32(HEAD_DIM)))
-    at = uint32(uint32(uint32(row * n_kv) + head) * uint32(HEAD_DIM))
-    x0, x1, x2, x3, x4, x5, x6, x7 = norm_head(k, at, lane, w, eps)
-    x0, x1 = rotate(x0, x1, row, stride, lane, rope_pos, inv_freq, height_section, width_section)
-    store_head(k_pages, to, lane, x0, x1, x2, x3, x4, x5, x6, x7)
-    for j in range(uint32(HEAD_DIM // 32)):
-        i = uint32(lane + uint32(j * uint32(32)))
-        v_pages[uint64(to + uint64(i))] = float16(v[uint32(at + i)])
+    at = uint32(uint32(row * stride) + head * uint32(HEAD_DIM))
+    sin, cos = rotation(row, n_positions, lane, rope_pos, inv_freq, height_section, width_section)
+    store_row(k_pages, v_pages, to, projected, uint32(at + k_column), uint32(at + v_column), lane, w, sin,
+              cos, eps)
 
 
-def store_kv(card, k_pages, v_pages, k, v, w, rope_pos, inv_freq, block_table, row_slot, row_pos, rows, n_kv,
-             sections, eps,
-             stream=None):
-    """Pages float16 [n_pages, n_kv, 64, 256] <- k, v float32 [rows, n_kv, 256] of the tokens at row_pos of
-    row_slot, int32 [rows]; w float32 [256] the key norm, rope_pos int32 [3, >= rows], inv_freq float32 [32],
-    block_table int32 [n_slots, max_pages] (must hold a page for every position), sections (s_t, s_h, s_w).
-    Writes those rows only, never allocates."""
-    card.launch(store_kv_rows, (rows, n_kv), 32, k_pages.reshape(-1), v_pages.reshape(-1), k.reshape(-1),
-                v.reshape(-1), w, rope_pos.reshape(-1), inv_freq, block_table.reshape(-1), row_slot, row_pos,
-                block_table.shape[1], rope_pos.shape[1], n_kv, sections[1], sections[2], eps, stream=stream)
+def store_kv(card, k_pages, v_pages, projected, stride, k_column, v_column, w, rope_pos, inv_freq,
+             block_table,
+             row_slot, row_pos, rows, n_kv, sections, eps, stream=None):
+    """Pages float16 [n_pages, n_kv, 64, 256] <- the tokens at row_pos of row_slot, int32 [rows]: projected
+    float32 [rows, stride], of which a row holds n_kv 256 keys from k_column on and as many values from
+    v_column on; w float32 [256] the key norm, rope_pos int32 [3, >= rows], inv_freq float32 [32], block_table
+    int32 [n_slots, max_pages] (must hold a page for every position), sections (s_t, s_h, s_w). Writes those
+    rows only, never allocates."""
+    card.launch(store_kv_rows, (rows, n_kv), 32, k_pages.reshape(-1), v_pages.reshape(-1),
+                projected.reshape(-1), w,
+                rope_pos.reshape(-1), inv_freq, block_table.reshape(-1), row_slot, row_pos, stride, k_column,
+                v_column, block_table.shape[1], rope_pos.shape[1], n_kv, sections[1], sections[2], float(eps),
+                stream=stream)
 
 
 # ---- check -------------------------------------------------------------------------------------------------
@@ -101,7 +112,9 @@ def check(card, case):
     |k|."""
     n_kv, positions = case
     rows, rng = len(positions), np.random.default_rng(len(positions))
-    k, v = (rng.standard_normal((rows, n_kv, HEAD_DIM), np.float32) * 3 for _ in "kv")
+    width, k_column = n_kv * HEAD_DIM, 20
+    v_column, stride = k_column + width + 8, k_column + 2 * width + 12
+    projected = rng.standard_normal((rows, stride), np.float32) * 3
     w = rng.uniform(0.5, 1.5, HEAD_DIM).astype(np.float32)
     rope_pos, inv_freq = sample_positions(rng, rows), inverse_frequencies(1e7)
     slots, positions = np.arange(rows, dtype=np.int32) % 3, np.array(positions, np.int32)
@@ -110,9 +123,9 @@ def check(card, case):
     pages = [card.alloc((3 * max_pages + 1, n_kv, PAGE, HEAD_DIM), np.float16) for _ in "kv"]
     for array in pages:
         card.poison(array)
-    store_kv(card, *pages, *map(card.upload, (k, v, w, rope_pos, inv_freq, table, slots, positions)), rows,
-             n_kv, SECTIONS,
-             EPS)
+    store_kv(card, *pages, card.upload(projected), stride, k_column, v_column,
+             *map(card.upload, (w, rope_pos, inv_freq, table, slots, positions)), rows, n_kv, SECTIONS, EPS)
+    k, v = (projected[:, at:at + width].reshape(rows, n_kv, HEAD_DIM) for at in (k_column, v_column))
     want_k, want_v = store_kv_reference(k, v, w, rope_pos, inv_freq, SECTIONS, EPS)
     got_k, got_v = (card.download(array).astype(np.float64) for array in pages)
     at = table[slots, positions // PAGE], slice(None), positions % PAGE

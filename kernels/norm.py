@@ -17,6 +17,10 @@ the product:
     value of the part    0..3    4..7    ...  124..127   |  128..131  ...          4 groups of 128
     lane                  0       1              31      |     0                   16-byte accesses
 
+The quantising form of rms_norm keeps this sum, but reads the values again for the product, a warp a group at
+a time: so every warp has its share of the divisions, also where kernels/q8_gemv.py computes the norm inside a
+product, with more warps than the row has parts.
+
 The sum of squares has one fixed tree for a given k: a lane adds its 16 squares one after another, a butterfly
 adds the lanes, and another one the warps. A gated head of 128 is one group, so it needs one warp and no
 barrier.
@@ -60,8 +64,8 @@ def gated_norm_reference(o, z, w, eps):
 
 # ---- kernels -----------------------------------------------------------------------------------------------
 
-@cuda.jit(device=True, inline="always")
-def _store_quantized(q, d, at, inside, y0, y1, y2, y3):
+@cuda.jit(device=True, forceinline=True)
+def store_quantized(q, d, at, inside, y0, y1, y2, y3):
     """One group of 128 values, 4 per lane, as int8 blocks; all lanes call, those not `inside` pass zeros."""
     w0, w1, w2, w3 = float_as_word(y0), float_as_word(y1), float_as_word(y2), float_as_word(y3)
     scale = block_scale(w0, w1, w2, w3)
@@ -122,34 +126,69 @@ def rms_norm_kernel(y, x, w, k, eps):
             store_floats4(y, uint32(row * k + i), a, b, c, d)
 
 
+@cuda.jit(device=True, forceinline=True)
+def _load4_or_zeros(array, index, inside):
+    a, b, c, d = float32(0), float32(0), float32(0), float32(0)
+    if inside:
+        a, b, c, d = load_floats4(array, index)
+    return a, b, c, d
+
+
+@cuda.jit(device=True, forceinline=True)
+def quantize_norm(q, d, x, at, w, k, eps, partial, lane, warp, n_warps):
+    """RMSNorm of the k values of x from `at` on, as int8 blocks, by a block of n_warps warps of any number.
+
+    q, d: where they go, from `at` and at / 32 on, arrays in global or shared memory. partial: shared float32
+    [MAX_WARPS], for this row alone. One barrier; what the warps write is not yet seen by each other.
+    """
+    n_parts = uint32((k + uint32(PART - 1)) // uint32(PART))
+    i = uint32(uint32(warp * uint32(GROUP)) + lane * uint32(4))
+    w0, w1, w2, w3 = _load4_or_zeros(w, i, i < k)  # under way during the sum, with the values they scale
+    x0, x1, x2, x3 = _load4_or_zeros(x, uint32(at + i), i < k)
+    part = warp
+    while part < n_parts:
+        total = float32(0)
+        for j in range(GROUPS):
+            of = uint32(part * uint32(PART) + uint32(j * GROUP) + lane * uint32(4))
+            a, b, c, e = _load4_or_zeros(x, uint32(at + of), of < k)
+            total = cuda.fma(e, e, cuda.fma(c, c, cuda.fma(b, b, cuda.fma(a, a, total))))
+        total = warp_sum(total)
+        if lane == uint32(0):
+            partial[part] = total
+        part = uint32(part + n_warps)
+    cuda.syncthreads()
+    total = warp_sum(partial[lane] if lane < n_parts else float32(0))
+    scale = rsqrt(div_rn(total, float32(k)) + eps)
+    while uint32(i - lane * uint32(4)) < k:  # the same for all lanes, which meet in the shuffles
+        store_quantized(q, d, uint32(at + i), i < k, x0 * scale * w0, x1 * scale * w1, x2 * scale * w2,
+                        x3 * scale * w3)
+        i = uint32(i + uint32(n_warps * uint32(GROUP)))
+        w0, w1, w2, w3 = _load4_or_zeros(w, i, i < k)
+        x0, x1, x2, x3 = _load4_or_zeros(x, uint32(at + i), i < k)
+
+
 @cuda.jit
 def rms_norm_quantize_kernel(q, d, x, w, k, eps):
     row, lane, warp = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x & 31), uint32(cuda.threadIdx.x >> 5)
-    start = uint32(warp * uint32(PART))
-    values = cuda.local.array(VALUES, float32)
     partial = cuda.shared.array(MAX_WARPS, float32)
-    total = _block_sum(partial, _load_part(values, x, row, start, lane, k), lane, warp)
-    scale = rsqrt(div_rn(total, float32(k)) + eps)
-    for j in range(uint32(GROUPS)):
-        group = uint32(start + j * uint32(GROUP))
-        if group < k:  # the same for all lanes, which then meet in the shuffles of the quantisation
-            i = uint32(group + lane * uint32(4))
-            y0, y1, y2, y3 = float32(0), float32(0), float32(0), float32(0)
-            if i < k:
-                y0, y1, y2, y3 = _scaled4(values, j, scale, w, i)
-            _store_quantized(q, d, uint32(row * k + i), i < k, y0, y1, y2, y3)
+    quantize_norm(q, d, x, uint32(row * k), w, k, eps, partial, lane, warp, uint32(cuda.blockDim.x >> 5))
+
+
+@cuda.jit(device=True, inline="always")
+def gate_head(o0, o1, o2, o3, w, g0, g1, g2, g3, eps):
+    """The lane's 4 values of a head after the norm with its 4 weights w, times the gates g = silu(z)."""
+    total = warp_sum(cuda.fma(o3, o3, cuda.fma(o2, o2, cuda.fma(o1, o1, o0 * o0))))
+    scale = rsqrt(total * float32(1.0 / GROUP) + eps)
+    return o0 * scale * w[0] * g0, o1 * scale * w[1] * g1, o2 * scale * w[2] * g2, o3 * scale * w[3] * g3
 
 
 @cuda.jit(device=True, inline="always")
 def _gated4(o, z, w, at, z_at, lane, eps):
     """The lane's 4 values of a normalised and gated head; they are at `at` in o and at `z_at` in z."""
     a, b, c, d = load_floats4(o, at)
-    total = warp_sum(cuda.fma(d, d, cuda.fma(c, c, cuda.fma(b, b, a * a))))
-    scale = rsqrt(total * float32(1.0 / GROUP) + eps)
-    w0, w1, w2, w3 = load_floats4(w, uint32(lane * uint32(4)))
     z0, z1, z2, z3 = load_floats4(z, z_at)
-    return (a * scale * w0 * silu(z0), b * scale * w1 * silu(z1),
-            c * scale * w2 * silu(z2), d * scale * w3 * silu(z3))
+    weights = load_floats4(w, uint32(lane * uint32(4)))
+    return gate_head(a, b, c, d, weights, silu(z0), silu(z1), silu(z2), silu(z3), eps)
 
 
 @cuda.jit(device=True, inline="always")
@@ -176,7 +215,7 @@ def gated_norm_quantize_kernel(q, d, o, z, w, n, n_heads, z_stride, eps):
     if head < n:
         at = uint32(head * uint32(GROUP) + lane * uint32(4))
         y0, y1, y2, y3 = _gated4(o, z, w, at, _gate_at(head, n_heads, z_stride, lane), lane, eps)
-        _store_quantized(q, d, at, True, y0, y1, y2, y3)
+        store_quantized(q, d, at, True, y0, y1, y2, y3)
 
 
 # ---- launches: arrays as in the text above, written in place; none allocates -------------------------------

@@ -1,35 +1,39 @@
-"""Matrix x matrix for prompts: int8 weights (Q8_0) times int8 activations.
+"""Matrix x matrix for prompts: quantised weights times int8 activations.
 
     y[r, n] = acc;    for blocks b of 32, increasing:
                           acc = fma(float(dot(wq[n, b], xq[r, b])), wd[n, b] * xd[r, b], acc)
 
-    wq  int8    [n, k]      wd  float16 [n, k / 32]       Q8_0 split into two arrays
+    w   of a format of kernels/formats.py: for Q8_0  wq  int8  [n, k]  and  wd  float16  [n, k / 32]
     xq  int8    [rows, k]   xd  float32 [rows, k / 32]    of kernels/quantize.py
     y   float32 [rows, n]           k a multiple of 32, n and rows any, n k and rows n below 2**32
                                     with `add`, y + acc, rounded once more
 
-The dot is an exact int32 (8 dp4a) and the float chain runs over b alone, so every tile shape, every number of
-rows and every version below gives the same bits.
+The formula is that of Q8_0; what a block of another format adds is in kernels/formats.py. The dot is an exact
+int32 (8 dp4a) and the float chain runs over b alone, so every tile shape, every number of rows and every
+version below gives the same bits.
 
 Version 1, `gemm_naive_kernel`: a thread per output, everything from global memory: two loads per dp4a.
 Version 2, `gemm_tiled_kernel`: 32 x 32 outputs per block of threads, w and x through shared memory: still
 more than one load per dp4a, and everyone waits for memory twice per block of k.
-Version 3, `pipelined_kernel(R)`: a warp makes R rows x 128 columns of y, the 4 warps of a block lie one below
-the other.
+Version 3, `pipelined_kernel(format, R)`: a warp makes R rows x 128 columns of y, the 4 warps of a block lie
+one below the other. It serves every format: a thread unpacks the block that it carries.
 
         shared memory, two sides, filled by turns      a warp's outputs: R rows x 128 columns
         w  [128][48]  bytes: 32, and 16 of padding     lane l has columns l, l + 32, l + 64, l + 96
         x  [4 warps][16][32]                           -> R x 4 accumulators per thread
-        wd [128] float32, xd [4 warps][32] float32
+        wd [3][128] words: the scales of a block
 
   * A thread keeps the 32 words of its 4 columns in registers and walks the rows: 8 words of x, the same for
     the whole warp (two broadcast 16-byte loads), feed 32 dp4a. Nothing is transposed, so the tiles are stored
     and loaded by 16 bytes; the padding puts 8 neighbouring lanes into different banks.
   * Everything is under way while something is multiplied: row r + 1 while row r is; block b + 2 from global
-    memory to registers and block b + 1 from registers to the other side while block b is. The one barrier of
-    a turn stands before the last row, whose dp4a cover it and the loads of the next block's weights.
-  * The loop has no branch and steps addresses in shared memory instead of computing them: of 791 instructions
-    512 are dp4a, 192 the scaling, 56 memory, 31 the rest.
+    memory to registers and block b + 1 from registers, unpacked, to the other side while block b is. The one
+    barrier of a turn stands before the last row, whose dp4a cover it and the loads of the next block's weights.
+  * Lanes 2 r and 2 r + 1 bring a half of row r each, keep its scale (the odd one scale * sum, for a minimum) and
+    hand it to the warp by a shuffle: no shared memory, no address.
+  * The loop has no branch and steps addresses in shared memory instead of computing them: of 800 instructions
+    for Q8_0 512 are dp4a, 192 the scaling, 70 memory and shuffles, the rest 26. Q4_K adds 64 fma, 20 for unpacking
+    and 16 shuffles; Q6_K 128 integer multiplications and 64 accumulators that start.
   * R = 16 takes 168 registers, so 12 warps fit an SM. R = 10, 8 and 4 are for few rows (see `rows_per_warp`).
   * The dot becomes a float by the conversion instruction, which has a pipe of its own (16 lanes on Volta,
     half the time of the dp4a beside it), and not by `unbias`, whose addition is on the pipe of dp4a.
@@ -56,21 +60,32 @@ Measured on an H200 (2026-11-21, 1.98 GHz; per cent of the 133.8 TOPS of 64 lane
     8 rows x 4 columns, nothing ahead but the tile       51.7                 54.6                29.1
     versions 2 and 1 (1024 rows)                         18.9 and 1.3
 
+    formats, the scales of rows shuffled for each row by itself
+      Q4_0 / Q5_0                                 70.6 / 68.0            73.2 / 70.2         54.8 / 50.1
+      Q4_K / Q5_K                                 64.1 / 61.8            66.3 / 64.0         47.6 / 46.9
+      Q6_K                                           58.3                   60.3                44.4
+      Q8_0, whose operands ptxas then reused          66.5                   69.9                51.0
+          a third less often in the loop
+
+The lines before the formats were taken with the scales of rows in shared memory. Shuffled at the top of a turn, as
+now, the assembler spreads the shuffles over the rows by itself and reuses operands as often as before, or more.
+
 The outer product is as fast for many rows, but slower for few, and half as fast on the emulated card. 297
 rows are 256 blocks of threads of 40 rows for 132 SMs: 90 % of the two rounds is work. A split of k would give
 other bits.
 """
 
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 from numba import cuda
-from numba.types import float32, int32, uint16, uint32, uint64
+from numba.types import float32, int32, uint32, uint64
 
 from kernels.bench import Case, main
-from kernels.intrinsics import (dp4a, float_as_word, half_to_float, load_shared, load_shared4, load_word,
-                                load_words4, shared_address, store_shared, store_shared4, word_as_float)
-from kernels.q8_gemv import q8_reference, random_activations, random_q8
+from kernels.formats import FORMATS, as_words, on_card, product_reference, random_raw
+from kernels.intrinsics import (dp4a, float_as_word, half_to_float, load_shared, load_shared4,
+                                load_word, load_words4, shared_address, store_shared, store_shared4, word_as_float)
+from kernels.q8_gemv import random_activations
 
 BLOCK = 32  # weights per scale, and the depth of a tile
 WORDS = 8  # of 4 int8 in a block
@@ -82,13 +97,13 @@ assert TILE_N == THREADS  # each thread carries one column
 
 # A side of shared memory, in bytes.
 PITCH = 48  # from a column's block to the next
+MAX_SCALES = 3  # words of scales that a block of w may have
 X_AT = TILE_N * PITCH
 WD_AT = X_AT + WARPS * 16 * BLOCK
-XD_AT = WD_AT + 4 * TILE_N
-SIDE = XD_AT + 4 * THREADS
+SIDE = WD_AT + 4 * TILE_N * MAX_SCALES
 SHARED_WORDS = 2 * SIDE // 4
 
-# The NumPy reference is that of the decode family, `q8_reference`: the formula in float64, without an order.
+# The NumPy reference is formats.product_reference: the formula in float64, without an order.
 
 
 @cuda.jit
@@ -152,58 +167,80 @@ def gemm_tiled_kernel(y, wq, wd, xq, xd, n, k, n_rows, stride, add):
 # ---- version 3 ---------------------------------------------------------------------------------------------
 
 @cuda.jit(device=True, forceinline=True)
-def fetch(words, scales, wq, wd, xq, xd, w_from, x_from, xd_from, b):
-    """What this thread carries of block b, from global memory: 32 bytes of w, 16 of x, a scale of each."""
-    byte = uint32(b << uint32(5))
-    at = uint32(uint32(w_from << uint32(5)) + byte)
-    words[0], words[1], words[2], words[3] = load_words4(wq, at)
-    words[4], words[5], words[6], words[7] = load_words4(wq, uint32(at + uint32(16)))
-    words[8], words[9], words[10], words[11] = load_words4(xq, uint32(x_from + byte))
-    scales[0] = uint32(wd[uint32(w_from + b)])
-    scales[1] = float_as_word(xd[uint32(xd_from + b)])
+def load_block(w, at):
+    w[0], w[1], w[2], w[3] = load_shared4(at)
+    w[4], w[5], w[6], w[7] = load_shared4(at + uint64(16))
 
 
-@cuda.jit(device=True, forceinline=True)
-def put(words, scales, w_to, x_to, scale_to):
-    """The same, to a side of shared memory."""
-    store_shared4(w_to, words[0], words[1], words[2], words[3])
-    store_shared4(w_to + uint64(16), words[4], words[5], words[6], words[7])
-    store_shared4(x_to, words[8], words[9], words[10], words[11])
-    store_shared(scale_to + uint64(WD_AT), float_as_word(half_to_float(uint16(scales[0]))))
-    store_shared(scale_to + uint64(XD_AT), scales[1])
+def device_functions(format):
+    """The parts of version 3 that depend on what a block's scales are."""
+    minimum, halves, unpack, n_scales = format.minimum, 1 + format.halves, format.unpack, format.n_scales
 
+    @cuda.jit(device=True, forceinline=True)
+    def put_column(raw, to, scale_to):
+        """A block of w, as it lies in global memory, to shared memory: int8 and scales."""
+        w, scales = cuda.local.array(WORDS, uint32), cuda.local.array(n_scales, uint32)
+        unpack(w, scales, raw)
+        store_shared4(to, w[0], w[1], w[2], w[3])
+        store_shared4(to + uint64(16), w[4], w[5], w[6], w[7])
+        for s in range(n_scales):
+            store_shared(scale_to + uint64(4 * TILE_N * s), scales[s])
 
-@cuda.jit(device=True, forceinline=True)
-def load_columns(w, at):
-    for c in range(COLUMNS):
-        w[c, 0], w[c, 1], w[c, 2], w[c, 3] = load_shared4(at + uint64(32 * PITCH * c))
-        w[c, 4], w[c, 5], w[c, 6], w[c, 7] = load_shared4(at + uint64(32 * PITCH * c + 16))
+    @cuda.jit(device=True, forceinline=True)
+    def put_x(words, scale, to):
+        """Half a block of x to shared memory. Returns what lanes 2 r and 2 r + 1 keep for row r: its scale; the odd
+        one, where it is wanted, scale * sum of the block."""
+        store_shared4(to, words[0], words[1], words[2], words[3])
+        if minimum:
+            total = int32(0)
+            for i in range(4):
+                total = dp4a(words[i], uint32(0x01010101), total)
+            total = int32(total + cuda.shfl_xor_sync(0xFFFFFFFF, total, 1))
+            if uint32(cuda.threadIdx.x) & uint32(1):
+                scale = scale * float32(total)
+        return scale
 
-
-@cuda.jit(device=True, forceinline=True)
-def load_row(x, at, r):
-    x[0], x[1], x[2], x[3] = load_shared4(at + uint64(BLOCK * r))
-    x[4], x[5], x[6], x[7] = load_shared4(at + uint64(BLOCK * r + 16))
-
-
-@cuda.jit(device=True, forceinline=True)
-def multiply_row(acc, r, w, x, w_scales, x_scales):
-    """acc[r, c] += the block of x times that of column c."""
-    dot = cuda.local.array(COLUMNS, int32)
-    for c in range(COLUMNS):
-        dot[c] = int32(0)
-    for i in range(WORDS):
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_row(acc, r, w, w_scales, x, x_scales):
+        """acc[r, c] += the block of x times that of column c."""
+        dot = cuda.local.array((halves, COLUMNS), int32)
         for c in range(COLUMNS):
-            dot[c] = dp4a(w[c, i], x[i], dot[c])
-    for c in range(COLUMNS):
-        scale = word_as_float(w_scales[c]) * word_as_float(x_scales[r])
-        acc[r, c] = cuda.fma(float32(dot[c]), scale, acc[r, c])
+            for h in range(halves):
+                dot[h, c] = int32(0)
+        for i in range(WORDS):
+            for c in range(COLUMNS):
+                dot[i * halves // WORDS, c] = dp4a(w[c, i], x[i], dot[i * halves // WORDS, c])
+        for c in range(COLUMNS):
+            total = dot[0, c]
+            if halves == 2:
+                total = int32(int32(total * int32(w_scales[1, c])) + int32(dot[1, c] * int32(w_scales[2, c])))
+            acc[r, c] = cuda.fma(float32(total), word_as_float(w_scales[0, c]) * x_scales[0, r], acc[r, c])
+            if minimum:
+                acc[r, c] = cuda.fma(word_as_float(w_scales[1, c]), x_scales[1, r], acc[r, c])
+
+    return put_column, put_x, multiply_row
 
 
-def pipelined_kernel(rows, blocks_per_sm):
-    """Version 3 whose warps make `rows` rows each, 4 to 16 and even; `blocks_per_sm` find registers."""
+def pipelined_kernel(format, rows, blocks_per_sm):
+    """Version 3 for a format of weights, whose warps make `rows` rows each, 4 to 16 and even; `blocks_per_sm` find
+    registers."""
     put_row, fetch_row = rows // 3, 2 * rows // 3  # thirds: the compiler unrolls no larger loops
-    rows_of_scales = 4 * -(-rows // 4)
+    starts, fetch, n_scales, raw_words = format.starts, format.fetch, format.n_scales, format.raw_words
+    put_column, put_x, multiply_row = device_functions(format)
+    per_row = 1 + format.minimum
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_rows(acc, first, last, w, w_scales, x, x_at, x_scales):
+        """Rows first .. last - 1 of a block; the next one is loaded while a row is multiplied."""
+        for r in range(first, last):
+            load_block(x[(r + 1) & 1], x_at + uint64(BLOCK * (r + 1)))
+            multiply_row(acc, r, w, w_scales, x[r & 1], x_scales)
+
+    @cuda.jit(device=True, forceinline=True)
+    def fetch_x(words, xq, xd, x_from, xd_from, b):
+        """Half a block of x from global memory, and its scale."""
+        words[0], words[1], words[2], words[3] = load_words4(xq, uint32(x_from + uint32(b << uint32(5))))
+        return xd[uint32(xd_from + b)]
 
     @cuda.jit(launch_bounds=(THREADS, blocks_per_sm))
     def gemm_q8_q8_kernel(y, wq, wd, xq, xd, n, k, n_rows, stride, add):
@@ -217,23 +254,21 @@ def pipelined_kernel(rows, blocks_per_sm):
 
         # What this thread carries, from the arrays to shared memory. Columns and rows past the end are the
         # last one once more; they are not stored. Lanes that a warp of few rows does not need do the same.
-        w_from = uint32(min(uint32(column0 + thread), last_column) * blocks)
+        q_from, d_from = starts(min(uint32(column0 + thread), last_column), blocks)
         row, half = uint32(min(uint32(lane >> uint32(1)), uint32(rows - 1))), uint32(lane & uint32(1))
-        x_from = uint32(uint32(min(uint32(row0 + row), last_row) * blocks) << uint32(5))
-        x_from = uint32(x_from + uint32(half << uint32(4)))
-        xd_from = uint32(min(uint32(row0 + min(lane, uint32(rows - 1))), last_row) * blocks)
-        words = cuda.local.array(12, uint32)
-        scales = cuda.local.array(2, uint32)
+        xd_from = uint32(min(uint32(row0 + row), last_row) * blocks)
+        x_from = uint32(uint32(xd_from << uint32(5)) + uint32(half << uint32(4)))
+        raw = cuda.local.array(raw_words, uint32)
+        x_words = cuda.local.array(4, uint32)
 
-        # Addresses in shared memory: where it puts that; where its columns, its rows and their scales are.
+        # Addresses in shared memory: where it puts that; where its columns, their scales and its rows are.
         sides = shared_address(cuda.shared.array(SHARED_WORDS, uint32, alignment=16))
         w_to = sides + uint64(uint32(thread * uint32(PITCH)))
+        wd_to = sides + uint64(WD_AT) + uint64(uint32(thread << uint32(2)))
         x_to = sides + uint64(X_AT) + uint64(uint32(thread << uint32(4)))
-        scale_to = sides + uint64(uint32(thread << uint32(2)))
         w_at = sides + uint64(uint32(lane * uint32(PITCH)))
         wd_at = sides + uint64(WD_AT) + uint64(uint32(lane << uint32(2)))
         x_at = sides + uint64(X_AT) + uint64(uint32(warp << uint32(9)))
-        xd_at = sides + uint64(XD_AT) + uint64(uint32(warp << uint32(7)))
         step = uint64(SIDE)  # to the other side, and then back
 
         acc = cuda.local.array((rows, COLUMNS), float32)
@@ -242,42 +277,47 @@ def pipelined_kernel(rows, blocks_per_sm):
                 acc[r, c] = float32(0.0)
         w = cuda.local.array((COLUMNS, WORDS), uint32)
         x = cuda.local.array((2, WORDS), uint32)
-        w_scales = cuda.local.array(COLUMNS, uint32)
-        x_scales = cuda.local.array(rows_of_scales, uint32)
-        fetch(words, scales, wq, wd, xq, xd, w_from, x_from, xd_from, uint32(0))
-        put(words, scales, w_to, x_to, scale_to)
-        fetch(words, scales, wq, wd, xq, xd, w_from, x_from, xd_from, min(uint32(1), last))
-        w_to, x_to, scale_to = w_to + step, x_to + step, scale_to + step
+        w_scales = cuda.local.array((n_scales, COLUMNS), uint32)
+        x_scales = cuda.local.array((per_row, rows), float32)
+        fetch(raw, wq, wd, q_from, d_from, blocks, uint32(0))
+        x_scale = fetch_x(x_words, xq, xd, x_from, xd_from, uint32(0))
+        put_column(raw, w_to, wd_to)
+        kept = put_x(x_words, x_scale, x_to)  # of the rows' scales for the block in hand
+        b = min(uint32(1), last)
+        fetch(raw, wq, wd, q_from, d_from, blocks, b)
+        x_scale = fetch_x(x_words, xq, xd, x_from, xd_from, b)
+        w_to, wd_to, x_to = w_to + step, wd_to + step, x_to + step
         cuda.syncthreads()
-        load_columns(w, w_at)
-        load_row(x[0], x_at, 0)
+        for c in range(COLUMNS):
+            load_block(w[c], w_at + uint64(32 * PITCH * c))
+        load_block(x[0], x_at)
 
-        b = uint32(0)
-        while b < blocks:
-            for c in range(COLUMNS):
-                w_scales[c] = load_shared(wd_at + uint64(128 * c))
-            for r in range(0, rows_of_scales, 4):
-                at = xd_at + uint64(4 * r)
-                x_scales[r], x_scales[r + 1], x_scales[r + 2], x_scales[r + 3] = load_shared4(at)
-            for r in range(put_row):
-                load_row(x[(r + 1) & 1], x_at, r + 1)
-                multiply_row(acc, r, w, x[r & 1], w_scales, x_scales)
-            put(words, scales, w_to, x_to, scale_to)
-            for r in range(put_row, fetch_row):
-                load_row(x[(r + 1) & 1], x_at, r + 1)
-                multiply_row(acc, r, w, x[r & 1], w_scales, x_scales)
-            fetch(words, scales, wq, wd, xq, xd, w_from, x_from, xd_from, min(uint32(b + uint32(2)), last))
-            for r in range(fetch_row, rows - 1):
-                load_row(x[(r + 1) & 1], x_at, r + 1)
-                multiply_row(acc, r, w, x[r & 1], w_scales, x_scales)
-            w_to, x_to, scale_to = w_to - step, x_to - step, scale_to - step
-            w_at, wd_at, x_at, xd_at = w_at + step, wd_at + step, x_at + step, xd_at + step
+        turn = uint32(0)
+        while turn < blocks:
+            for s in range(n_scales):
+                for c in range(COLUMNS):
+                    w_scales[s, c] = load_shared(wd_at + uint64(4 * TILE_N * s + 128 * c))
+            for r in range(rows):
+                for s in range(per_row):
+                    x_scales[s, r] = cuda.shfl_sync(0xFFFFFFFF, kept, 2 * r + s)
+            multiply_rows(acc, 0, put_row, w, w_scales, x, x_at, x_scales)
+            put_column(raw, w_to, wd_to)
+            kept_next = put_x(x_words, x_scale, x_to)
+            multiply_rows(acc, put_row, fetch_row, w, w_scales, x, x_at, x_scales)
+            b = min(uint32(turn + uint32(2)), last)
+            fetch(raw, wq, wd, q_from, d_from, blocks, b)
+            x_scale = fetch_x(x_words, xq, xd, x_from, xd_from, b)
+            multiply_rows(acc, fetch_row, rows - 1, w, w_scales, x, x_at, x_scales)
+            w_to, wd_to, x_to = w_to - step, wd_to - step, x_to - step
+            w_at, wd_at, x_at = w_at + step, wd_at + step, x_at + step
             step = uint64(0) - step
             cuda.syncthreads()
-            load_row(x[0], x_at, 0)
-            multiply_row(acc, rows - 1, w, x[1], w_scales, x_scales)
-            load_columns(w, w_at)
-            b = uint32(b + uint32(1))
+            load_block(x[0], x_at)
+            multiply_row(acc, rows - 1, w, w_scales, x[1], x_scales)
+            for c in range(COLUMNS):
+                load_block(w[c], w_at + uint64(32 * PITCH * c))
+            kept = kept_next
+            turn = uint32(turn + uint32(1))
 
         for r in range(rows):
             row = uint32(row0 + uint32(r))
@@ -290,9 +330,14 @@ def pipelined_kernel(rows, blocks_per_sm):
     return gemm_q8_q8_kernel
 
 
-# Rows per warp -> kernel.
-PIPELINED = {16: pipelined_kernel(16, 3), 10: pipelined_kernel(10, 3), 8: pipelined_kernel(8, 3),
-             4: pipelined_kernel(4, 4)}
+# Rows per warp -> registers for so many blocks of threads on an SM.
+TILES = {16: 3, 10: 3, 8: 3, 4: 4}
+
+
+@cache
+def pipelined(format, rows):
+    """The kernel of a format for `rows` rows per warp, a key of TILES."""
+    return pipelined_kernel(format, rows, TILES[rows])
 
 
 def rows_per_warp(card, n, rows):
@@ -301,7 +346,7 @@ def rows_per_warp(card, n, rows):
     def time(each):
         n_blocks = -(-n // TILE_N) * -(-rows // (WARPS * each))
         return -(-n_blocks // card.n_sms) * (max(each, 7) + 2)
-    return min(PIPELINED, key=time)
+    return min(TILES, key=time)
 
 
 def _launch(card, kernel, grid, block, y, stride, wq, wd, xq, xd, n, k, rows, add, stream):
@@ -322,39 +367,47 @@ def gemm_tiled(card, y, stride, wq, wd, xq, xd, n, k, rows, add=False, stream=No
     _launch(card, gemm_tiled_kernel, grid, (32, 8), y, stride, wq, wd, xq, xd, n, k, rows, add, stream)
 
 
-def gemm_q8_q8(card, y, stride, wq, wd, xq, xd, n, k, rows, add=False, stream=None):
-    """y <- (y +) x . w^T with w = (wq int8 [n, k], wd float16 [n, k / 32]) and x = (xq int8 [rows, k],
+def gemm(card, format, y, stride, wq, wd, xq, xd, n, k, rows, add=False, stream=None):
+    """y <- (y +) x . w^T with weights (wq, wd) [n, k] of a format of kernels/formats.py and x = (xq int8 [rows, k],
     xd float32 [rows, k / 32]). y: float32, n numbers of a row, `stride` from one row to the next, which is n or
     more where several products write side by side. Never allocates."""
     each = rows_per_warp(card, n, rows)
     grid = (-(-n // TILE_N), -(-rows // (WARPS * each)))
-    _launch(card, PIPELINED[each], grid, (32, WARPS), y, stride, wq, wd, xq, xd, n, k, rows, add, stream)
+    arrays = (a.reshape(-1) for a in (y, wq, as_words(wd), xq, xd))
+    card.launch(pipelined(format, each), grid, (32, WARPS), *arrays, n, k, rows, stride, add, stream=stream)
+
+
+def gemm_q8_q8(card, y, stride, wq, wd, xq, xd, n, k, rows, add=False, stream=None):
+    """`gemm` with w = (wq int8 [n, k], wd float16 [n, k / 32])."""
+    gemm(card, FORMATS["Q8_0"], y, stride, wq, wd, xq, xd, n, k, rows, add, stream)
 
 
 # ---- check and time ----------------------------------------------------------------------------------------
 
 CASES = [(1, 32, 1), (4, 320, 3), (33, 96, 31), (129, 544, 33), (500, 1024, 65), (256, 64, 500)]  # n, k, rows
+FORMAT_CASES = [(1, 1, 1), (33, 3, 31), (130, 2, 65)]  # n, blocks of the file in a row of w, rows
 
 
-def check(card, n, k, rows, add=False, multiply=gemm_q8_q8):
+def check(card, n, k, rows, add=False, multiply=gemm_q8_q8, format=FORMATS["Q8_0"]):
     """Multiplies random matrices and returns the largest error as a fraction of what rounding may do: the
     chain over the blocks, the product of the scales and the addition to y, 2**-24 of the sum of
     magnitudes each."""
     rng = np.random.default_rng((n, k, rows))
-    (wq, wd), (xq, xd) = random_q8(rng, n, k), random_activations(rng, rows, k)
+    raw, (xq, xd) = random_raw(rng, format, n, k), random_activations(rng, rows, k)
     before = rng.standard_normal((rows, n), np.float32)
     y = card.alloc((rows + 1, n + 3), np.float32)      # columns before and behind, and a row too many
     card.poison(y)
     if add:
         card.copy_in(y[:rows], np.pad(before, ((0, 0), (1, 2)), constant_values=np.nan))
-    multiply(card, y.reshape(-1)[1:], n + 3, *map(card.upload, (wq, wd, xq, xd)), n, k, rows, add)
+    multiply(card, y.reshape(-1)[1:], n + 3, *on_card(card, format, raw, n, k), card.upload(xq), card.upload(xd), n, k,
+             rows, add)
     y = card.download(y)
     got = y[:rows, 1:n + 1].copy()
     y[:rows, 1:n + 1] = np.nan
     assert np.isnan(y).all(), "wrote elsewhere"
-    magnitude = q8_reference(abs(wq.astype(int)), abs(wd), abs(xq.astype(int)), xd) + abs(before) * add
-    bound = (k // BLOCK + 2) * 2.0**-24 * magnitude
-    error = (abs(got - (q8_reference(wq, wd, xq, xd) + before * add)) / bound).max()
+    want, magnitude = product_reference(format, raw, xq, xd)
+    bound = (k // BLOCK * (1 + format.minimum) + 2) * 2.0**-24 * (magnitude + abs(before) * add)
+    error = (abs(got - (want + before * add)) / bound).max()
     assert error <= 1
     return error
 
@@ -364,20 +417,36 @@ TIMED = [(gemm_naive, 512, 512, 64), (gemm_tiled, 512, 512, 64), (gemm_q8_q8, 51
 
 
 def cases(card):
-    """The checks of all versions, then their times."""
+    """The checks of all versions and formats, then their times."""
     for case in CASES:
         yield Case("{} x {}, {} rows".format(*case), partial(check, card, *case))
         for version, multiply in enumerate((gemm_naive, gemm_tiled), 1):
             yield Case("{} x {}, {} rows, version {}".format(*case, version),
                        partial(check, card, *case, multiply=multiply))
+    for name, format in FORMATS.items():
+        for n, blocks, rows in FORMAT_CASES:
+            case = n, blocks * format.file_block, rows
+            yield Case(f"{n} x {case[1]}, {rows} rows, {name}", partial(check, card, *case, format=format,
+                                                                         multiply=multiplier(format)))
     for multiply, n, k, rows in TIMED:
-        wq, wd = card.zeros((n, k), np.int8), card.zeros((n, k // BLOCK), np.float16)
-        xq, xd = card.zeros((rows, k), np.int8), card.zeros((rows, k // BLOCK), np.float32)
-        y = card.alloc((rows, n), np.float32)
-        yield Case(f"time of {multiply.__name__}, {n} x {k}, {rows} rows",
-                   launch=partial(multiply, card, y, n, wq, wd, xq, xd, n, k, rows),
-                   n_bytes=sum(a.nbytes for a in (wq, wd, xq, xd, y)), n_ops=2 * n * k * rows, pipe="dp4a")
+        yield timed(card, multiply.__name__, multiply, FORMATS["Q8_0"], n, k, rows)
+    for name, format in FORMATS.items():
+        yield timed(card, name, multiplier(format), format, 1024, 1024, 256)
+
+
+def multiplier(format):
+    """`gemm` of a format, called as `gemm_q8_q8` is."""
+    return lambda card, *arguments: gemm(card, format, *arguments)
+
+
+def timed(card, name, multiply, format, n, k, rows):
+    wq, wd = (card.zeros(*array) for array in format.arrays(n, k))
+    xq, xd = card.zeros((rows, k), np.int8), card.zeros((rows, k // BLOCK), np.float32)
+    y = card.alloc((rows, n), np.float32)
+    return Case(f"time of {name}, {n} x {k}, {rows} rows",
+                launch=partial(multiply, card, y, n, wq, wd, xq, xd, n, k, rows),
+                n_bytes=sum(a.nbytes for a in (wq, wd, xq, xd, y)), n_ops=2 * n * k * rows, pipe="dp4a")
 
 
 if __name__ == "__main__":
-    main("Q8_0 matrix x matrix", cases)
+    main("Matrix x matrix", cases)

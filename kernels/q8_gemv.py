@@ -1,14 +1,18 @@
-"""Matrix x vector for decoding: int8 weights (Q8_0) times int8 activations, a few columns at once.
+"""Matrix x vector for decoding: quantised weights times int8 activations, a few columns at once, alone or
+with the norm before them and SwiGLU behind them. Q8_0 is here; other formats plug in (`Format`).
 
-    y[c, n] = sum over blocks b of 32:  dot(wq[n, b], xq[c, b]) * (wd[n, b] * xd[c, b])
-                                                                       (+ y[c, n] with `add`)
+    gemv               y[c, i] = sum over blocks b of 32:  dot(wq[i, b], xq[c, b]) * (wd[i, b] * xd[c, b])
+                                                                       (+ y[c, i] with `add`)
+    norm_gemv          the same, (xq, xd) = quantised RMSNorm of x: the bits of rms_norm_quantize, then gemv
+    norm_gemv_swiglu   (q, d) = quantised silu(gate . u) * (up . u): the bits of these, then swiglu_quantize
 
     wq  int8    [n, k]         wd  float16 [n, k / 32]         Q8_0 split in two: rows of aligned words
     xq  int8    [columns, k]   xd  float32 [columns, k / 32]   of kernels/quantize.py
-    y   float32 [columns, n]             k a multiple of 32, n and columns any, n k and columns n below 2**32
+    x   float32 [columns, k]   y   float32 [columns, stride]
+                               k a multiple of 32, n and columns any, n k below 2**32
 
 The tree of additions is fixed, so a column has the same bits whatever n, its neighbours and the card are. A
-warp takes ROWS rows of w and walks them by steps of 16 blocks:
+warp walks rows of w by turns of 16 blocks:
 
         lane          0        1        2        3     ...    31
         weights    16 bytes 16 bytes 16 bytes 16 bytes ... 16 bytes      half a block each
@@ -20,25 +24,60 @@ last lanes idle. (Real models have k a multiple of 512; the two last steps are f
     lane:  acc = fma(float(dot of 16 or 8), wd * xd, acc)   step by step; the dot is exact, by dp4a
     warp:  butterfly sum of the 32 acc; with `add`, one more rounded addition
 
-Pipe: dp4a, but bound by memory: 1.06 n k bytes and n k columns / 4 dp4a per call. The weights are read once
-for up to eight columns: at its full bandwidth a CMP 100-210 has time for 27 dp4a per word of weights, and
-eight columns need 8 of them and 6 float operations. Expected: 89 % of read bandwidth for one column of a
-large matrix.
+What happens when:
+  * One block of threads per SM does all the work of a launch; a warp has a stretch of rows. So the norm is
+    computed once per SM, and the stretches differ by one group of rows at most.
+  * The weights of the next turns are under way in registers, a ring: behind each turn its place is asked for
+    again, for the next turn of these rows or the first of the next ones. The ring is filled before the norm,
+    so the weights travel while it is computed, and goes on through sums, stores and barriers.
+  * SwiGLU: a warp has the same rows of gate and of up; 32 outputs meet in shared memory as a block of the
+    quantisation, on two sides by turns, so that one barrier per 32 outputs is enough.
+  * More than 4 columns: 2 or 4 warps take the same rows, each for its columns; they come from memory once.
+  * The weights pass the first-level cache by (`stream_words4`), x stays in it.
+
+Pipe: dp4a, but bound by memory: 1.06 n k bytes and n k columns / 4 dp4a per call. At its full bandwidth a
+CMP 100-210 has time for 27 dp4a per word of weights, and eight columns need 8 of them and 6 float operations.
+
+Measured on an H200 (2026-11-21, 4,590 GB/s of reads; a graph of launches over different random matrices, us):
+
+                                                4096 x 4096  12352 x 4096  24576 x 4096  4096 x 12288
+    bytes / bandwidth                                3.9         11.7          23.3          11.7
+    1 row, 4 turns under way                         6.5         14.4          26.7          14.4
+    2 rows, 2 turns asked for, then multiplied,      6.2         14.4          26.0          14.6
+        blocks of 8 warps
+    4 rows, 1 turn under way                         8.6         14.5          26.6          21.1
+    2 rows, loads where they are used                9.3         15.3          27.6          24.0
+    neighbouring rows on different SMs               7.0         15.1          27.4          14.9
+    8 columns: 4 rows, 2 sets of warps               9.2         19.9          35.9          19.4
+    16 columns: 4 sets                              15.9         36.1          65.8          37.5
+
+The bytes beyond the first travel at 4,540 GB/s; what is lost is 2.4 us of every launch, its start and end. So
+the five launches of a linear layer of a 9B (a small kernel in place of the recurrence) take 67.0 us, 19.0 of
+a 0.8B; with separate kernels for norm and SwiGLU 70.9 and 23.9, 14 launches of before 108.2 and 41.6. The norm
+inside costs 1.2 us, a launch of its own 2.5. Tried and lost: asking for the next matrix's first 2 to 16 MB by
+prefetch.global.L2 at the end of a launch (0 to +1 us each); launches that start early where Hopper can
+(-0.2 us each). `cuda.syncwarp` after the first loads of a ring is there for the assembler, which otherwise
+moves each load to where it is used, to save registers.
 """
 
-from functools import partial
+from collections import namedtuple
+from functools import cache, partial
 
 import numpy as np
 from numba import cuda
-from numba.types import float32, int32, uint32
+from numba.types import float32, int8, int32, uint16, uint32
 
 from kernels.bench import Case, main
-from kernels.intrinsics import BIAS_WORD, dp4a, half_to_float, load_words2, load_words4, unbias, warp_sum
+from kernels.intrinsics import (BIAS_WORD, dp4a, float_as_word, half_to_float, load_words2, load_words4, silu,
+                                store_word, stream_words2, stream_words4, unbias)
+from kernels.norm import MAX_WARPS, quantize_norm, rms_norm_quantize
+from kernels.quantize import block_scale, quantize_word
+from kernels.swiglu import swiglu_quantize
 
-BLOCK = 32
-WARPS = 4  # per block of threads
-ROWS = 2  # rows of w per warp: they share the loads of x
-COLUMNS = (1, 2, 4, 8)  # a kernel for each; the next larger one serves the numbers between
+BLOCK = 32  # weights per scale
+MAX_COLUMNS = 16  # of one launch
+MAX_FUSED = 16384  # values of a column whose norm is computed inside
+MAX_FUSED_BLOCKS = MAX_FUSED // BLOCK
 
 
 def q8_reference(wq, wd, xq, xd):
@@ -48,89 +87,484 @@ def q8_reference(wq, wd, xq, xd):
     return x.reshape(xq.shape) @ w.reshape(wq.shape).T
 
 
-def step(columns, words):
-    """Device function of one step: a lane multiplies `words` words of every row by those of every column."""
-    load = {2: load_words2, 4: load_words4}[words]
-    lanes_per_block = 8 // words
+# ---- weight formats ----------------------------------------------------------------------------------------
+# The kernels below know of a format only this:
+#
+#   turn      blocks of 32 weights that a warp takes from a row at once
+#   words     uint32 that each lane keeps of them: weights and scales
+#   fetch     device function (raw, piece, row, block, k, lane, wq, wd): raw[piece] <- the lane's words of the
+#             turn that starts at `block` of row `row`; it only loads
+#   multiply  (rows, columns) -> device function (acc, raw, piece, block, k, lane, x_starts, xq, xd):
+#             acc[r, c] += the lane's share of raw[piece + r] times the same turn of column c
+#   rest      (rows, columns) -> device function (acc, w_rows, k, lane, wq, wd, x_starts, xq, xd):
+#             acc[r, c] += what whole turns leave of row w_rows[r] times column c
+#
+# raw: local uint32 [pieces, words]. acc: local float32 [rows, columns]. w_rows: local uint32 [rows].
+# x_starts: local uint32 [columns], the block at which a column starts in xq and xd, global or shared memory.
 
-    @cuda.jit(device=True, inline="always")
-    def accumulate(acc, w_starts, x_starts, block, lane, wq, wd, xq, xd):
-        """acc[r, c] += the lane's piece from `block` of row r times that of column c; starts in blocks."""
-        byte = uint32(lane * uint32(4 * words))
-        its_block = uint32(lane // uint32(lanes_per_block))
-        w = cuda.local.array((ROWS, words), uint32)
-        w_scale = cuda.local.array(ROWS, float32)
-        for r in range(ROWS):
-            at = uint32(w_starts[r] + block)
-            loaded = load(wq, uint32(uint32(at << uint32(5)) + byte))
-            for i in range(words):
-                w[r, i] = loaded[i]
-            w_scale[r] = half_to_float(wd[uint32(at + its_block)])
+Format = namedtuple("Format", "turn words fetch multiply rest")
+
+
+@cuda.jit(device=True, forceinline=True)
+def fetch_q8(raw, piece, row, block, k, lane, wq, wd):
+    at = uint32(row * uint32(k >> uint32(5)) + block)
+    loaded = stream_words4(wq, uint32(uint32(at << uint32(5)) + uint32(lane << uint32(4))))
+    for i in range(4):
+        raw[piece, i] = loaded[i]
+    raw[piece, 4] = uint32(wd[uint32(at + uint32(lane >> uint32(1)))])
+
+
+def multiply_q8(rows, columns):
+    @cuda.jit(device=True, forceinline=True)
+    def multiply(acc, raw, piece, block, k, lane, x_starts, xq, xd):
         for c in range(columns):
             at = uint32(x_starts[c] + block)
-            x = load(xq, uint32(uint32(at << uint32(5)) + byte))
-            x_scale = xd[uint32(at + its_block)]
-            for r in range(ROWS):
+            x = load_words4(xq, uint32(uint32(at << uint32(5)) + uint32(lane << uint32(4))))
+            x_scale = xd[uint32(at + uint32(lane >> uint32(1)))]
+            for r in range(rows):
                 dot = int32(BIAS_WORD)
-                for i in range(words):
-                    dot = dp4a(w[r, i], x[i], dot)
-                acc[r, c] = cuda.fma(unbias(dot), w_scale[r] * x_scale, acc[r, c])
+                for i in range(4):
+                    dot = dp4a(raw[piece + r, i], x[i], dot)
+                w_scale = half_to_float(uint16(raw[piece + r, 4]))
+                acc[r, c] = cuda.fma(unbias(dot), w_scale * x_scale, acc[r, c])
 
-    return accumulate
+    return multiply
 
 
-def gemv_kernel(columns):
-    """The kernel that holds `columns` columns in registers."""
-    accumulate4, accumulate2 = step(columns, 4), step(columns, 2)
+def rest_q8(rows, columns):
+    @cuda.jit(device=True, forceinline=True)
+    def add_blocks(acc, w_rows, block, k, lane, wq, wd, x_starts, xq, xd):
+        """A step of up to 8 blocks, 8 weights per lane."""
+        byte, its_block = uint32(lane << uint32(3)), uint32(lane >> uint32(2))
+        for r in range(rows):
+            at = uint32(w_rows[r] * uint32(k >> uint32(5)) + block)
+            w = stream_words2(wq, uint32(uint32(at << uint32(5)) + byte))
+            w_scale = half_to_float(wd[uint32(at + its_block)])
+            for c in range(columns):
+                x_at = uint32(x_starts[c] + block)
+                x = load_words2(xq, uint32(uint32(x_at << uint32(5)) + byte))
+                dot = dp4a(w[1], x[1], dp4a(w[0], x[0], int32(BIAS_WORD)))
+                acc[r, c] = cuda.fma(unbias(dot), w_scale * xd[uint32(x_at + its_block)], acc[r, c])
 
-    @cuda.jit
-    def gemv_q8_q8_kernel(y, wq, wd, xq, xd, n, k, n_columns, stride, add):
-        lane = uint32(cuda.threadIdx.x)
-        row = uint32(uint32(cuda.blockIdx.x * uint32(WARPS) + cuda.threadIdx.y) * uint32(ROWS))
-        if row >= n:
-            return
-        blocks = uint32(k >> uint32(5))  # per row
-        acc = cuda.local.array((ROWS, columns), float32)
-        w_starts = cuda.local.array(ROWS, uint32)
-        x_starts = cuda.local.array(columns, uint32)
-        for r in range(ROWS):  # past the last row or column: the last one once more, not stored
-            w_starts[r] = uint32(min(uint32(row + uint32(r)), uint32(n - uint32(1))) * blocks)
+    @cuda.jit(device=True, forceinline=True)
+    def rest(acc, w_rows, k, lane, wq, wd, x_starts, xq, xd):
+        blocks = uint32(k >> uint32(5))
+        if blocks & uint32(8):
+            add_blocks(acc, w_rows, uint32(blocks & uint32(0xFFFFFFF0)), k, lane, wq, wd, x_starts, xq, xd)
+        if uint32(lane >> uint32(2)) < uint32(blocks & uint32(7)):
+            add_blocks(acc, w_rows, uint32(blocks & uint32(0xFFFFFFF8)), k, lane, wq, wd, x_starts, xq, xd)
+
+    return rest
+
+
+Q8 = Format(16, 5, fetch_q8, multiply_q8, rest_q8)
+
+
+# ---- what the kernels are made of --------------------------------------------------------------------------
+
+def ring(fmt, rows, columns, slots):
+    """Device functions (start, multiply_rows): `rows` rows of w times `columns` columns by a warp, the
+    weights of the next `slots` turns always under way, in registers raw [rows slots, words]; or, without
+    slots, asked for where they are used."""
+    turn, stride, fetch = fmt.turn, fmt.turn * slots, fmt.fetch
+    multiply, rest = fmt.multiply(rows, columns), fmt.rest(rows, columns)
+    spare_shape = rows, fmt.words
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_from(acc, w_rows, block, k, lane, wq, wd, x_starts, xq, xd):
+        """acc += all from `block` on, of which nothing is under way."""
+        spare = cuda.local.array(spare_shape, uint32)
+        while uint32(block + uint32(turn)) <= uint32(k >> uint32(5)):
+            for r in range(rows):
+                fetch(spare, r, w_rows[r], block, k, lane, wq, wd)
+            multiply(acc, spare, 0, block, k, lane, x_starts, xq, xd)
+            block = uint32(block + uint32(turn))
+        rest(acc, w_rows, k, lane, wq, wd, x_starts, xq, xd)
+
+    @cuda.jit(device=True, forceinline=True)
+    def start_nothing(raw, w_rows, k, lane, wq, wd):
+        pass
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_at_once(acc, raw, w_rows, next_rows, more, k, lane, wq, wd, x_starts, xq, xd):
+        for r in range(rows):
             for c in range(columns):
                 acc[r, c] = float32(0.0)
-        for c in range(columns):
-            x_starts[c] = uint32(min(uint32(c), uint32(n_columns - uint32(1))) * blocks)
+        multiply_from(acc, w_rows, uint32(0), k, lane, wq, wd, x_starts, xq, xd)
 
-        for turn in range(uint32(blocks >> uint32(4))):
-            accumulate4(acc, w_starts, x_starts, uint32(uint32(turn) * uint32(16)), lane, wq, wd, xq, xd)
-        if blocks & uint32(8):
-            accumulate2(acc, w_starts, x_starts, uint32(blocks & uint32(0xFFFFFFF0)), lane, wq, wd, xq, xd)
-        if uint32(lane >> uint32(2)) < uint32(blocks & uint32(7)):
-            accumulate2(acc, w_starts, x_starts, uint32(blocks & uint32(0xFFFFFFF8)), lane, wq, wd, xq, xd)
+    @cuda.jit(device=True, forceinline=True)
+    def start(raw, w_rows, k, lane, wq, wd):
+        """Asks for the first turns of rows w_rows."""
+        if uint32(k >> uint32(5)) >= uint32(stride):
+            for s in range(slots):
+                for r in range(rows):
+                    fetch(raw, s * rows + r, w_rows[r], uint32(s * turn), k, lane, wq, wd)
+        cuda.syncwarp()  # keeps the assembler from moving the loads to where they are used
 
-        for r in range(ROWS):
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_rows(acc, raw, w_rows, next_rows, more, k, lane, wq, wd, x_starts, xq, xd):
+        """acc <- the lane's share of the products of rows w_rows, whose first turns are under way. Leaves
+        those of next_rows under way, if there are `more`."""
+        blocks = uint32(k >> uint32(5))
+        for r in range(rows):
             for c in range(columns):
-                total = warp_sum(acc[r, c])
-                at = uint32(uint32(c) * stride + row + uint32(r))
-                if lane == uint32(0) and uint32(row + uint32(r)) < n and uint32(c) < n_columns:
-                    y[at] = y[at] + total if add else total
+                acc[r, c] = float32(0.0)
+        rows_after = cuda.local.array(rows, uint32)
+        block = uint32(0)
+        while uint32(block + uint32(stride)) <= blocks:
+            after = uint32(block + uint32(stride))
+            is_last = uint32(after + uint32(stride)) > blocks
+            wanted = more or not is_last
+            for r in range(rows):
+                rows_after[r] = next_rows[r] if is_last else w_rows[r]
+            after = uint32(0) if is_last else after
+            for s in range(slots):
+                multiply(acc, raw, s * rows, uint32(block + uint32(s * turn)), k, lane, x_starts, xq, xd)
+                if wanted:
+                    at = uint32(after + uint32(s * turn))
+                    for r in range(rows):
+                        fetch(raw, s * rows + r, rows_after[r], at, k, lane, wq, wd)
+            block = uint32(block + uint32(stride))
+        multiply_from(acc, w_rows, block, k, lane, wq, wd, x_starts, xq, xd)
 
-    return gemv_q8_q8_kernel
+    return (start, multiply_rows) if slots else (start_nothing, multiply_at_once)
 
 
-KERNELS = {columns: gemv_kernel(columns) for columns in COLUMNS}
+def lane_sums(count):
+    """Device function (values, lane) -> on lane l the sum over the lanes of value l >> (5 - bits) of the
+    `count` values, bits = log2 of count rounded up. At every step of the butterfly a lane keeps half of its
+    values, so 16 values take 16 shuffles and not 80; each is summed in the order of `warp_sum`."""
+    def step(half, distance):
+        here = min(count, 2 * half)  # values that are left
+        rest = step(half // 2, distance // 2) if half > 1 else total_of(distance)
+
+        @cuda.jit(device=True, forceinline=True)
+        def halve(values, lane):
+            kept = cuda.local.array(half, float32)
+            upper = (lane & uint32(distance)) != uint32(0)
+            for i in range(half):
+                low = values[i] if i < here else float32(0.0)
+                high = values[i + half] if i + half < here else float32(0.0)
+                sent = low if upper else high
+                kept[i] = (high if upper else low) + cuda.shfl_xor_sync(0xFFFFFFFF, sent, distance)
+            return rest(kept, lane)
+
+        return halve
+
+    def total_of(distance):
+        @cuda.jit(device=True, forceinline=True)
+        def total(values, lane):
+            x = values[0]
+            if distance > 16:
+                x = x + cuda.shfl_xor_sync(0xFFFFFFFF, x, 16)
+            if distance > 8:
+                x = x + cuda.shfl_xor_sync(0xFFFFFFFF, x, 8)
+            if distance > 4:
+                x = x + cuda.shfl_xor_sync(0xFFFFFFFF, x, 4)
+            if distance > 2:
+                x = x + cuda.shfl_xor_sync(0xFFFFFFFF, x, 2)
+            if distance > 1:
+                x = x + cuda.shfl_xor_sync(0xFFFFFFFF, x, 1)
+            return x
+
+        return total
+
+    bits = (count - 1).bit_length()
+    return step(1 << (bits - 1), 16) if bits else total_of(32)
+
+
+# ---- kernels -----------------------------------------------------------------------------------------------
+
+# rows of w that a warp takes at once, turns of each that are under way, warps of a block of threads (a power of
+# two; half of the rows times the warps divides 32, the outputs of SwiGLU that make a block)
+Shape = namedtuple("Shape", "rows slots warps")
+
+
+def shape_for(card, fmt, columns, k, in_pairs=False):
+    """The Shape for warps of `columns` columns; in_pairs: for SwiGLU or after the norm. As many turns are under way
+    as a row has and the registers of a thread hold. A processor fetches ahead by itself."""
+    if card.kind == "emulated":
+        return Shape(2 if columns <= 2 else 4, 0, 16)
+    if fmt is Q8:
+        if columns > 2:
+            return Shape(4, 2 if columns == 4 else 1, 16)
+        return Shape(2, 2, 32) if in_pairs or columns == 2 else Shape(1, 4, 32)
+    slots = 2 if k >= 2 * BLOCK * fmt.turn and fmt.words <= 6 and columns == 1 else 1
+    return Shape(2, slots, 32) if columns <= 2 else Shape(4, slots, 16)
+
+
+def x_starts_of(columns):
+    """Device function (x_starts, first, n_columns, k): where columns `first` and following start; past the
+    last column that one once more, not stored."""
+    @cuda.jit(device=True, forceinline=True)
+    def set_starts(x_starts, first, n_columns, k):
+        for c in range(columns):
+            column = min(uint32(first + uint32(c)), uint32(n_columns - uint32(1)))
+            x_starts[c] = uint32(column * uint32(k >> uint32(5)))
+
+    return set_starts
+
+
+@cache
+def gemv_kernel(fmt, columns, shape, fused):
+    """The kernel of y <- (y +) w . x, or with `fused`, for one column, of y <- w . quantised RMSNorm of x.
+    2**set_bits warps share their rows and have `columns` columns each."""
+    rows, slots, warps = shape
+    threads = 32 * warps
+    start, multiply_rows = ring(fmt, rows, columns, slots)
+    set_starts, count = x_starts_of(columns), rows * columns
+    shift = 5 - (count - 1).bit_length()  # the sum of value v is on lane v << shift
+    first_lane, warp_bits = (1 << shift) - 1, warps.bit_length() - 1
+    sums, raw_shape, acc_shape = lane_sums(count), (max(rows * slots, 1), fmt.words), (rows, columns)
+
+    @cuda.jit(device=True, forceinline=True)
+    def share(task, task_bits, each, extra):
+        """The groups of rows of a task, from and to. A block of threads has `each`, and one more if it is of
+        the first `extra`, side by side: few pages of memory. Its 2**task_bits tasks share them likewise."""
+        block = uint32(cuda.blockIdx.x)
+        here = uint32(each + (uint32(1) if block < extra else uint32(0)))
+        for_each = uint32(here >> task_bits)
+        left = uint32(here - uint32(for_each << task_bits))
+        first = uint32(block * each + min(block, extra) + task * for_each + min(task, left))
+        return first, uint32(first + for_each + (uint32(1) if task < left else uint32(0)))
+
+    @cuda.jit(device=True, forceinline=True)
+    def set_rows(w_rows, group, n):
+        for r in range(rows):  # past the last row: that one once more, not stored
+            w_rows[r] = min(uint32(group * uint32(rows) + uint32(r)), uint32(n - uint32(1)))
+
+    @cuda.jit(device=True, forceinline=True)
+    def work(raw, y, stride, wq, wd, xq, xd, n, k, add, lane, group, last, first_column, n_columns):
+        acc, values = cuda.local.array(acc_shape, float32), cuda.local.array(count, float32)
+        w_rows, next_rows = cuda.local.array(rows, uint32), cuda.local.array(rows, uint32)
+        x_starts = cuda.local.array(columns, uint32)
+        set_starts(x_starts, first_column, n_columns, k)
+        value = uint32(lane >> uint32(shift))
+        column = uint32(first_column + value % uint32(columns))
+        while group < last:
+            set_rows(w_rows, group, n)
+            set_rows(next_rows, uint32(group + uint32(1)), n)
+            row = uint32(group * uint32(rows) + value // uint32(columns))
+            at = uint32(column * stride + row)
+            stores = ((lane & uint32(first_lane)) == uint32(0) and value < uint32(count) and row < n
+                      and column < n_columns)
+            before = float32(0.0)
+            if add and stores:
+                before = y[at]
+            group = uint32(group + uint32(1))
+            multiply_rows(acc, raw, w_rows, next_rows, group < last, k, lane, wq, wd, x_starts, xq, xd)
+            for r in range(rows):
+                for c in range(columns):
+                    values[r * columns + c] = acc[r, c]
+            total = sums(values, lane)
+            if stores:
+                y[at] = before + total if add else total
+
+    @cuda.jit(launch_bounds=threads)
+    def gemv_kernel(y, stride, wq, wd, xq, xd, n, k, n_columns, set_bits, each, extra, add):
+        lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
+        raw, w_rows = cuda.local.array(raw_shape, uint32), cuda.local.array(rows, uint32)
+        task = uint32(warp >> set_bits)
+        group, last = share(task, uint32(uint32(warp_bits) - set_bits), each, extra)
+        set_rows(w_rows, group, n)
+        if group < last:
+            start(raw, w_rows, k, lane, wq, wd)
+        first_column = uint32(uint32(warp - uint32(task << set_bits)) * uint32(columns))
+        work(raw, y, stride, wq, wd, xq, xd, n, k, add, lane, group, last, first_column, n_columns)
+
+    @cuda.jit(launch_bounds=threads)
+    def norm_gemv_kernel(y, stride, wq, wd, x, norm_w, eps, n, k, each, extra):
+        xq, xd = cuda.shared.array(MAX_FUSED, int8), cuda.shared.array(MAX_FUSED_BLOCKS, float32)
+        partial = cuda.shared.array(MAX_WARPS, float32)
+        lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
+        raw, w_rows = cuda.local.array(raw_shape, uint32), cuda.local.array(rows, uint32)
+        group, last = share(warp, uint32(warp_bits), each, extra)
+        set_rows(w_rows, group, n)
+        if group < last:
+            start(raw, w_rows, k, lane, wq, wd)
+        quantize_norm(xq, xd, x, uint32(0), norm_w, k, eps, partial, lane, warp, uint32(warps))
+        cuda.syncthreads()
+        work(raw, y, stride, wq, wd, xq, xd, n, k, False, lane, group, last, uint32(0), uint32(1))
+
+    return norm_gemv_kernel if fused else gemv_kernel
+
+
+@cache
+def swiglu_kernel(fmt, columns, shape, fused):
+    """The kernel of (q, d) <- quantised silu(gate . x) * (up . x), or with `fused`, for one column, of the
+    quantised RMSNorm of x; set_bits as above. A block of threads makes units of 32 outputs, a block of the
+    quantisation of each column; a warp has the same rows of gate and of up."""
+    rows, slots, warps = shape
+    threads = 32 * warps
+    pairs = rows // 2
+    start, multiply_rows = ring(fmt, rows, columns, slots)
+    set_starts, half = x_starts_of(columns), 1 << (pairs * columns - 1).bit_length()
+    count = 2 * half  # values: gate's, as many as a power of two, and as many of up, in the other half warp
+    shift = 5 - half.bit_length()
+    first_lane = (1 << shift) - 1
+    sums, raw_shape, acc_shape = lane_sums(count), (max(rows * slots, 1), fmt.words), (rows, columns)
+    h_shape = 2, MAX_COLUMNS * BLOCK
+
+    @cuda.jit(device=True, forceinline=True)
+    def set_rows(w_rows, output, n):
+        for p in range(pairs):
+            w_rows[p], w_rows[pairs + p] = uint32(output + uint32(p)), uint32(n + output + uint32(p))
+
+    @cuda.jit(device=True, forceinline=True)
+    def work(raw, h, q, d, wq, wd, xq, xd, n, k, lane, warp, task, tasks, first_column, n_columns):
+        acc, values = cuda.local.array(acc_shape, float32), cuda.local.array(count, float32)
+        w_rows, next_rows = cuda.local.array(rows, uint32), cuda.local.array(rows, uint32)
+        x_starts = cuda.local.array(columns, uint32)
+        set_starts(x_starts, first_column, n_columns, k)
+        for i in range(count):
+            values[i] = float32(0.0)
+        value = uint32(uint32(lane & uint32(15)) >> uint32(shift))
+        column = uint32(first_column + value % uint32(columns))
+        to = uint32(uint32(column << uint32(5)) + value // uint32(columns))
+        stores = (lane < uint32(16) and (lane & uint32(first_lane)) == uint32(0)
+                  and value < uint32(pairs * columns) and column < n_columns)
+        unit, side, inside = uint32(cuda.blockIdx.x), uint32(0), uint32(task * uint32(pairs))
+        while uint32(unit << uint32(5)) < n:
+            next_inside, next_unit = uint32(inside + tasks * uint32(pairs)), unit
+            ends = next_inside >= uint32(BLOCK)
+            if ends:
+                next_inside, next_unit = uint32(task * uint32(pairs)), uint32(unit + cuda.gridDim.x)
+            set_rows(w_rows, uint32(uint32(unit << uint32(5)) + inside), n)
+            set_rows(next_rows, uint32(uint32(next_unit << uint32(5)) + next_inside), n)
+            more = uint32(next_unit << uint32(5)) < n
+            multiply_rows(acc, raw, w_rows, next_rows, more, k, lane, wq, wd, x_starts, xq, xd)
+            for p in range(pairs):
+                for c in range(columns):
+                    values[p * columns + c] = acc[p, c]
+                    values[half + p * columns + c] = acc[pairs + p, c]
+            gate = sums(values, lane)
+            up = cuda.shfl_xor_sync(0xFFFFFFFF, gate, 16)
+            if stores:
+                h[side, uint32(to + inside)] = silu(gate) * up
+            if ends:
+                cuda.syncthreads()  # the next unit writes the other side of h
+                if warp < n_columns:
+                    quantize_unit(q, d, h, side, warp, uint32(warp * uint32(n >> uint32(5)) + unit), lane)
+                side = uint32(side ^ uint32(1))
+            unit, inside = next_unit, next_inside
+
+    @cuda.jit(launch_bounds=threads)
+    def gemv_swiglu_kernel(q, d, wq, wd, xq, xd, n, k, n_columns, set_bits):
+        h = cuda.shared.array(h_shape, float32)
+        lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
+        raw, w_rows = cuda.local.array(raw_shape, uint32), cuda.local.array(rows, uint32)
+        task = uint32(warp >> set_bits)
+        set_rows(w_rows, uint32(uint32(cuda.blockIdx.x << uint32(5)) + task * uint32(pairs)), n)
+        start(raw, w_rows, k, lane, wq, wd)
+        first_column = uint32(uint32(warp - uint32(task << set_bits)) * uint32(columns))
+        tasks = uint32(uint32(warps) >> set_bits)
+        work(raw, h, q, d, wq, wd, xq, xd, n, k, lane, warp, task, tasks, first_column, n_columns)
+
+    @cuda.jit(launch_bounds=threads)
+    def norm_gemv_swiglu_kernel(q, d, wq, wd, x, norm_w, eps, n, k):
+        xq, xd = cuda.shared.array(MAX_FUSED, int8), cuda.shared.array(MAX_FUSED_BLOCKS, float32)
+        partial = cuda.shared.array(MAX_WARPS, float32)
+        h = cuda.shared.array(h_shape, float32)
+        lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
+        raw, w_rows = cuda.local.array(raw_shape, uint32), cuda.local.array(rows, uint32)
+        set_rows(w_rows, uint32(uint32(cuda.blockIdx.x << uint32(5)) + warp * uint32(pairs)), n)
+        start(raw, w_rows, k, lane, wq, wd)
+        quantize_norm(xq, xd, x, uint32(0), norm_w, k, eps, partial, lane, warp, uint32(warps))
+        cuda.syncthreads()
+        work(raw, h, q, d, wq, wd, xq, xd, n, k, lane, warp, warp, uint32(warps), uint32(0), uint32(1))
+
+    return norm_gemv_swiglu_kernel if fused else gemv_swiglu_kernel
+
+
+@cuda.jit(device=True, forceinline=True)
+def quantize_unit(q, d, h, side, column, block, lane):
+    """The 32 values of a column of h as block `block` of (q, d); 8 lanes take 4 each."""
+    at = uint32(uint32(column << uint32(5)) + uint32(uint32(lane & uint32(7)) << uint32(2)))
+    w0, w1 = float_as_word(h[side, at]), float_as_word(h[side, uint32(at + uint32(1))])
+    w2, w3 = float_as_word(h[side, uint32(at + uint32(2))]), float_as_word(h[side, uint32(at + uint32(3))])
+    scale = block_scale(w0, w1, w2, w3)
+    word = quantize_word(w0, w1, w2, w3, scale)
+    if lane < uint32(8):
+        store_word(q, uint32(uint32(block << uint32(5)) + uint32(lane << uint32(2))), word)
+    if lane == uint32(0):
+        d[block] = scale
+
+
+# ---- launches: written in place, none allocates ------------------------------------------------------------
+
+def gemv(card, fmt, y, stride, wq, wd, xq, xd, n, k, columns, add=False, stream=None):
+    """y <- (y +) w . x with w = (wq, wd), n rows of k weights in format `fmt`, and x = (xq int8 [columns, k],
+    xd float32 [columns, k / 32]). y: float32, n numbers of a column, `stride` from one column to the next,
+    which is n or more where several products write side by side. One launch per sixteen columns."""
+    y, weights, xq, xd = y.reshape(-1), _flat(wq, wd), xq.reshape(-1), xd.reshape(-1)
+    for first in range(0, columns, MAX_COLUMNS):
+        here, set_bits, each = _split(fmt, columns - first)
+        shape = shape_for(card, fmt, each, k)
+        grid, shares = _shares(card, n, shape)
+        card.launch(gemv_kernel(fmt, each, shape, False), grid, (32, shape.warps), y[first * stride:], stride,
+                    *weights, xq[first * k:], xd[first * k // BLOCK:], n, k, here, set_bits, *shares, add,
+                    stream=stream)
+
+
+def norm_gemv(card, fmt, y, stride, wq, wd, x, norm_w, eps, n, k, columns, xq, xd, stream=None):
+    """y <- w . u, u the quantised RMSNorm of x float32 [columns, k] with weights norm_w [k]; the bits of
+    rms_norm_quantize followed by `gemv`. One launch for one column; else one more, and u goes through
+    xq int8 [columns, k] and xd float32 [columns, k / 32]."""
+    if columns > 1 or k > MAX_FUSED:
+        rms_norm_quantize(card, xq, xd, x, norm_w, columns, k, eps, stream)
+        return gemv(card, fmt, y, stride, wq, wd, xq, xd, n, k, columns, stream=stream)
+    shape = shape_for(card, fmt, 1, k, in_pairs=True)
+    grid, shares = _shares(card, n, shape)
+    card.launch(gemv_kernel(fmt, 1, shape, True), grid, (32, shape.warps), y.reshape(-1), stride,
+                *_flat(wq, wd), x.reshape(-1), norm_w, float(eps), n, k, *shares, stream=stream)
+
+
+def norm_gemv_swiglu(card, fmt, q, d, wq, wd, x, norm_w, eps, n, k, columns, xq, xd, stream=None):
+    """q int8 [columns, n], d float32 [columns, n / 32] <- quantised silu(gate . u) * (up . u), u as above; n
+    a multiple of 32. w = (wq, wd) has the n rows of gate and below them those of up. The bits of `norm_gemv`
+    followed by swiglu_quantize. xq, xd as above; one launch for one column, else one per sixteen columns
+    after that of the norm."""
+    if n % BLOCK:
+        raise ValueError(f"SwiGLU takes rows of a multiple of {BLOCK} values, not {n}")
+    q, d, weights, grid = q.reshape(-1), d.reshape(-1), _flat(wq, wd), min(card.n_sms, n // BLOCK)
+    if columns == 1 and k <= MAX_FUSED:
+        shape = shape_for(card, fmt, 1, k, in_pairs=True)
+        card.launch(swiglu_kernel(fmt, 1, shape, True), grid, (32, shape.warps), q, d, *weights,
+                    x.reshape(-1), norm_w, float(eps), n, k, stream=stream)
+        return
+    rms_norm_quantize(card, xq, xd, x, norm_w, columns, k, eps, stream)
+    xq, xd = xq.reshape(-1), xd.reshape(-1)
+    for first in range(0, columns, MAX_COLUMNS):
+        here, set_bits, each = _split(fmt, columns - first)
+        shape = shape_for(card, fmt, each, k, in_pairs=True)
+        card.launch(swiglu_kernel(fmt, each, shape, False), grid, (32, shape.warps), q[first * n:],
+                    d[first * n // BLOCK:], *weights, xq[first * k:], xd[first * k // BLOCK:], n, k, here,
+                    set_bits, stream=stream)
 
 
 def gemv_q8_q8(card, y, stride, wq, wd, xq, xd, n, k, columns, add=False, stream=None):
-    """y <- (y +) w . x with w = (wq int8 [n, k], wd float16 [n, k / 32]) and x = (xq int8 [columns, k],
-    xd float32 [columns, k / 32]). y: float32, n numbers of a column, `stride` from one column to the next, which
-    is n or more where several products write side by side. One launch per eight columns; no allocation."""
-    y, wd = y.reshape(-1), wd.view(np.uint16).reshape(-1)
-    for first in range(0, columns, COLUMNS[-1]):
-        here = min(columns - first, COLUMNS[-1])
-        part = slice(first, first + here)
-        kernel = KERNELS[min(c for c in COLUMNS if c >= here)]
-        card.launch(kernel, -(-n // (WARPS * ROWS)), (32, WARPS), y[first * stride:], wq.reshape(-1), wd,
-                    xq[part].reshape(-1), xd[part].reshape(-1), n, k, here, stride, add, stream=stream)
+    """`gemv` of Q8_0: wq int8 [n, k], wd float16 [n, k / 32]."""
+    gemv(card, Q8, y, stride, wq, wd, xq, xd, n, k, columns, add, stream)
+
+
+def _flat(wq, wd):
+    return wq.reshape(-1), wd.view(np.uint16).reshape(-1)
+
+
+def _split(fmt, columns):
+    """(columns of the launch, log2 of the sets of warps, columns of each): up to 4 for a warp, evenly; up to 2 of a
+    packed format, whose unpacked weights need registers."""
+    here, most = min(columns, MAX_COLUMNS), 4 if fmt is Q8 else 2
+    set_bits = (-(-here // most) - 1).bit_length()
+    return here, set_bits, -(-here // 2**set_bits)
+
+
+def _shares(card, n, shape):
+    """Blocks of threads, one per SM where there are so many groups of rows, and (groups for each of them,
+    blocks that take one more)."""
+    n_groups = -(-n // shape.rows)
+    grid = min(card.n_sms, n_groups)
+    return grid, divmod(n_groups, grid)
 
 
 # ---- check and time ----------------------------------------------------------------------------------------
@@ -173,6 +607,36 @@ def check(card, n, k, columns, add=False):
     return error
 
 
+# n, k, columns
+FUSED_CASES = [(32, 1024, 1), (64, 32, 1), (96, 2080, 1), (160, 1056, 3), (96, 1536, 19)]
+
+
+def check_fused(card, n, k, columns):
+    """norm_gemv and norm_gemv_swiglu against the kernels that they stand for, bit for bit; returns 0, the
+    error."""
+    rng = np.random.default_rng((n, k, columns))
+    w = [card.upload(part) for part in random_q8(rng, 2 * n, k)]
+    x, norm_w = (card.upload(rng.standard_normal(shape, np.float32)) for shape in ((columns, k), k))
+    xq, xd, want_xq, want_xd = (card.alloc(*like) for like in 2 * _quantised_like(columns, k))
+    q, d, want_q, want_d = (card.alloc(*like) for like in 2 * _quantised_like(columns + 1, n))
+    y, want_y = card.alloc((columns + 1, 2 * n), np.float32), card.alloc((columns + 1, 2 * n), np.float32)
+    for array in (xq, xd, q, d, want_q, want_d, y, want_y):
+        card.poison(array)
+    norm = x, norm_w, 1e-6
+    rms_norm_quantize(card, want_xq, want_xd, x, norm_w, columns, k, 1e-6)
+    gemv_q8_q8(card, want_y, 2 * n, *w, want_xq, want_xd, 2 * n, k, columns)
+    swiglu_quantize(card, want_q, want_d, want_y, columns, n)
+    norm_gemv(card, Q8, y, 2 * n, *w, *norm, 2 * n, k, columns, xq, xd)
+    norm_gemv_swiglu(card, Q8, q, d, *w, *norm, n, k, columns, xq, xd)
+    for got, want in ((y, want_y), (q, want_q), (d, want_d)):
+        np.testing.assert_array_equal(card.download(got), card.download(want))
+    return 0.0
+
+
+def _quantised_like(rows, k):
+    return ((rows, k), np.int8), ((rows, k // BLOCK), np.float32)
+
+
 TIMED = [(256, 256, 1), (1024, 1024, 1), (4096, 4096, 1), (65536, 5120, 1), (4096, 4096, 2), (4096, 4096, 4),
          (4096, 4096, 8)]
 
@@ -181,6 +645,8 @@ def cases(card):
     """The checks, then times; the largest matrix (356 MB) is beyond every cache."""
     for case in CASES:
         yield Case("{} x {}, {} columns".format(*case), partial(check, card, *case))
+    for case in FUSED_CASES:
+        yield Case("fused: {} x {}, {} columns".format(*case), partial(check_fused, card, *case))
     for n, k, columns in TIMED:
         wq, wd = card.zeros((n, k), np.int8), card.zeros((n, k // BLOCK), np.float16)
         xq, xd = card.zeros((columns, k), np.int8), card.zeros((columns, k // BLOCK), np.float32)

@@ -8,14 +8,18 @@ Per token and head, with x the 256 values of the head and w the norm's weight:
     q[j]      = y[j] / 16                                     j = 64..255 pass through
     a_i = position * inv_freq[i],   inv_freq[i] = base^(-2 i / 64)
 
+The angle is a float32 product, as in the models' own code: at position 262,143 it is off by up to 2^-7 of a
+radian (half an ulp of the position's ten bits before the point and the rounding of inv_freq), in every
+implementation alike; `sincos` reduces it exactly enough to add nothing.
+
 1/16 is attention's scale 256^-1/2, a power of two, so folding it in costs no rounding.
 
 Interleaved M-RoPE: a token has three positions (time, height, width), equal for text. Frequency i follows
 the height if i mod 3 = 1 and i < 3 s_h, the width if i mod 3 = 2 and i < 3 s_w, and the time otherwise;
 (s_t, s_h, s_w) are the sections of the model file.
 
-    qg        float32 [rows, heads,
-                       512]   per head 256 query values, then 256 gate values (attention reads those)
+    projected float32 [rows, stride]       512 floats per head first: 256 query values, then 256 gate
+                                           values, which attention reads
     q         float16 [rows, heads, 256]
     rope_pos  int32   [3, rows]            time, height, width
     inv_freq  float32 [32]
@@ -74,37 +78,54 @@ def norm_rope_reference(x, w, rope_pos, inv_freq, sections, eps, scale=1.0):
 
 # ---- kernel ------------------------------------------------------------------------------------------------
 
-@cuda.jit(device=True, inline="always")
-def norm_head(x, at, lane, w, eps):
-    """The 8 normalised values of a lane, dims lane + 32 j of the head that starts at element `at` of x."""
+@cuda.jit(device=True, forceinline=True)
+def load_head(x, at, lane):
+    """Elements at + lane + 32 j of x: the lane's dims of a head."""
     at = uint32(at + lane)
-    x0, x1 = x[at], x[uint32(at + uint32(32))]
-    x2, x3 = x[uint32(at + uint32(64))], x[uint32(at + uint32(96))]
-    x4, x5 = x[uint32(at + uint32(128))], x[uint32(at + uint32(160))]
-    x6, x7 = x[uint32(at + uint32(192))], x[uint32(at + uint32(224))]
+    return (x[at], x[uint32(at + uint32(32))], x[uint32(at + uint32(64))], x[uint32(at + uint32(96))],
+            x[uint32(at + uint32(128))], x[uint32(at + uint32(160))], x[uint32(at + uint32(192))],
+            x[uint32(at + uint32(224))])
+
+
+@cuda.jit(device=True, forceinline=True)
+def norm_head(x, w, eps):
+    """The lane's 8 normalised values; x and w: the tuples that `load_head` gave."""
+    x0, x1, x2, x3, x4, x5, x6, x7 = x
+    w0, w1, w2, w3, w4, w5, w6, w7 = w
     low = cuda.fma(x3, x3, cuda.fma(x2, x2, cuda.fma(x1, x1, x0 * x0)))
     high = cuda.fma(x7, x7, cuda.fma(x6, x6, cuda.fma(x5, x5, x4 * x4)))
     r = rsqrt(cuda.fma(warp_sum(low + high), float32(1.0 / HEAD_DIM), eps))
-    return (x0 * r * w[lane], x1 * r * w[uint32(lane + uint32(32))],
-            x2 * r * w[uint32(lane + uint32(64))], x3 * r * w[uint32(lane + uint32(96))],
-            x4 * r * w[uint32(lane + uint32(128))], x5 * r * w[uint32(lane + uint32(160))],
-            x6 * r * w[uint32(lane + uint32(192))], x7 * r * w[uint32(lane + uint32(224))])
+    return (x0 * r * w0, x1 * r * w1, x2 * r * w2, x3 * r * w3, x4 * r * w4, x5 * r * w5, x6 * r * w6,
+            x7 * r * w7)
 
 
-@cuda.jit(device=True, inline="always")
-def rotate(x0, x1, row, stride, lane, rope_pos, inv_freq, height_section, width_section):
-    """The rotary pair `lane` of a row, turned by the angle of its position; `stride`: row length of
-    rope_pos."""
-    time, height = rope_pos[row], rope_pos[uint32(stride + row)]
-    width = rope_pos[uint32(stride + stride + row)]
+@cuda.jit(device=True, forceinline=True)
+def rotation(row, n_positions, lane, rope_pos, inv_freq, height_section, width_section):
+    """(sin, cos) of the angle of a row's rotary pair `lane`; n_positions: row length of rope_pos."""
+    time, height = rope_pos[row], rope_pos[uint32(n_positions + row)]
+    width = rope_pos[uint32(n_positions + n_positions + row)]
     axis = uint32(lane % uint32(3))
     position = height if axis == uint32(1) and lane < uint32(uint32(3) * height_section) else time
     position = width if axis == uint32(2) and lane < uint32(uint32(3) * width_section) else position
-    sin, cos = sincos(float32(int32(position)) * inv_freq[lane])
+    return sincos(float32(int32(position)) * inv_freq[lane])
+
+
+@cuda.jit(device=True, forceinline=True)
+def rotate(x0, x1, sin, cos):
+    """A rotary pair, turned."""
     return cuda.fma(x0, cos, -(x1 * sin)), cuda.fma(x1, cos, x0 * sin)
 
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True, forceinline=True)
+def store_query(q, at, lane, x, w, sin, cos, eps):
+    """The query at element `at` of q from the tuples of values and weights that `load_head` gave."""
+    x0, x1, x2, x3, x4, x5, x6, x7 = norm_head(x, w, eps)
+    x0, x1 = rotate(x0, x1, sin, cos)
+    s = float32(QUERY_SCALE)
+    store_head(q, at, lane, x0 * s, x1 * s, x2 * s, x3 * s, x4 * s, x5 * s, x6 * s, x7 * s)
+
+
+@cuda.jit(device=True, forceinline=True)
 def store_head(out, at, lane, x0, x1, x2, x3, x4, x5, x6, x7):
     """Writes a lane's 8 values as float16 to dims lane + 32 j of the head at element `at` (uint32 or uint64)
     of `out`."""
@@ -120,22 +141,23 @@ def store_head(out, at, lane, x0, x1, x2, x3, x4, x5, x6, x7):
 
 
 @cuda.jit
-def norm_rope(q, qg, w, rope_pos, inv_freq, stride, heads, height_section, width_section, eps):
+def norm_rope(q, projected, w, rope_pos, inv_freq, stride, n_positions, heads, height_section, width_section,
+              eps):
     """Grid (rows, heads), one warp each."""
     lane, row, head = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y)
-    at = uint32(uint32(row * heads) + head) * uint32(HEAD_DIM)
-    x0, x1, x2, x3, x4, x5, x6, x7 = norm_head(qg, uint32(at * uint32(2)), lane, w, eps)
-    x0, x1 = rotate(x0, x1, row, stride, lane, rope_pos, inv_freq, height_section, width_section)
-    s = float32(QUERY_SCALE)
-    store_head(q, uint32(at), lane, x0 * s, x1 * s, x2 * s, x3 * s, x4 * s, x5 * s, x6 * s, x7 * s)
+    sin, cos = rotation(row, n_positions, lane, rope_pos, inv_freq, height_section, width_section)
+    x = load_head(projected, uint32(uint32(row * stride) + head * uint32(2 * HEAD_DIM)), lane)
+    at = uint32(uint32(uint32(row * heads) + head) * uint32(HEAD_DIM))
+    store_query(q, at, lane, x, load_head(w, uint32(0), lane), sin, cos, eps)
 
 
-def norm_rope_q(card, q, qg, w, rope_pos, inv_freq, rows, heads, sections, eps, stream=None):
-    """q float16 [rows, heads, 256] <- qg float32 [rows, heads, 512], w float32 [256], rope_pos int32 [3, >=
-    rows], inv_freq float32 [32], sections (s_t, s_h, s_w). Writes q only, never allocates."""
-    card.launch(norm_rope, (rows, heads), 32, q.reshape(-1), qg.reshape(-1), w, rope_pos.reshape(-1),
+def norm_rope_q(card, q, projected, stride, w, rope_pos, inv_freq, rows, heads, sections, eps, stream=None):
+    """q float16 [rows, heads, 256] <- projected float32 [rows, stride], of which a row begins with 512 floats
+    per head, w float32 [256], rope_pos int32 [3, >= rows], inv_freq float32 [32], sections (s_t, s_h, s_w).
+    Writes q only, never allocates."""
+    card.launch(norm_rope, (rows, heads), 32, q.reshape(-1), projected.reshape(-1), w, rope_pos.reshape(-1),
                 inv_freq,
-                rope_pos.shape[1], heads, sections[1], sections[2], eps, stream=stream)
+                stride, rope_pos.shape[1], heads, sections[1], sections[2], float(eps), stream=stream)
 
 
 # ---- check -------------------------------------------------------------------------------------------------
@@ -158,14 +180,18 @@ def check(card, case):
     |q|."""
     rows, heads = case
     rng = np.random.default_rng(rows * heads)
-    qg = rng.standard_normal((rows, heads, 2 * HEAD_DIM), np.float32) * 3
+    stride = heads * 2 * HEAD_DIM + 12
+    projected = rng.standard_normal((rows, stride), np.float32) * 3
     w = rng.uniform(0.5, 1.5, HEAD_DIM).astype(np.float32)
     rope_pos, inv_freq = sample_positions(rng, rows), inverse_frequencies(1e7)
     q = card.alloc((rows + 1, heads, HEAD_DIM), np.float16)
     card.poison(q)
-    norm_rope_q(card, q[:rows], *map(card.upload, (qg, w, rope_pos, inv_freq)), rows, heads, SECTIONS, EPS)
+    norm_rope_q(card, q[:rows], card.upload(projected), stride, *map(card.upload, (w, rope_pos, inv_freq)),
+                rows, heads,
+                SECTIONS, EPS)
     got = card.download(q).astype(np.float64)
-    want = norm_rope_reference(qg[..., :HEAD_DIM], w, rope_pos, inv_freq, SECTIONS, EPS, QUERY_SCALE)
+    queries = projected[:, :stride - 12].reshape(rows, heads, 2, HEAD_DIM)[:, :, 0]
+    want = norm_rope_reference(queries, w, rope_pos, inv_freq, SECTIONS, EPS, QUERY_SCALE)
     error = np.max(np.abs(got[:rows] - want)) / np.max(np.abs(want))
     assert error <= TOLERANCE, f"error {error}"
     assert np.isnan(got[rows]).all(), "wrote on"

@@ -27,25 +27,56 @@ defined: a logit is NaN, the largest is +inf, or none is allowed.
     logits      float32 [rows, V]             tokens   int32 [rows]          row_slot  int32 [rows]
     parameters  uint32  [n_slots, 12]         one row as `pack_parameters` makes it
     history     uint16  [n_slots, V]          mask     uint32 [n_slots, ceil(V / 32)]
-    best, weights                             scratch, a row each
+    best, weights, histogram, ...             scratch, see SamplingState
 
-Three launches, the same for greedy and drawn rows. `find_best`: blocks of 4,096 logits to (largest, id)
-each, at memory bandwidth. `weigh` (drawn rows only): the weights. `choose`, one block per row: greedy rows
-take the best of the blocks' results and are done. For drawn rows the boundary of a prefix is found by radix
-selection, most significant digit first: W as a float32 has 28 significant bits, four digits of 7; the first
-digit is the exponent and 2 bits of the mantissa, so that the histogram of a real distribution spreads over
-many bins. Counts and weights per bin are integer atomics in shared memory.
+Three launches, the same for greedy and drawn rows, of one block of 256 threads per chunk of 2,048 tokens and
+row. Chunks are absolute ranges of the vocabulary, so nothing depends on the card or on the rows beside.
 
-Pipe: integer, and fp32 for the exponentials. Bytes: 4 V per row for greedy; a drawn row adds 8 V in `weigh`
-and 4 V for each pass of `choose` (1, and 4 each for top_k and top_p) through a single multiprocessor: about
-20 us per pass at V = 248,320, which is its weak point.
+    find_best   logits -> the best of each chunk; clears the row's histogram
+    weigh       the best of all chunks: a row that is not drawn is decided; else weights, and for top_k and
+                top_p their histogram: 1,024 bins of their rank key, the distance of their float32 bits to
+                those of the largest weight, so that a bin spans 1/32 of an octave
+    choose      every block finds, from counts and weights of the bins, those in which the prefix can end:
+                one, or with both limits those from the end of top_p, if the last bin of top_k is taken as
+                light as it can be, to the end of top_k. It sums the weights that are kept for certain, and
+                appends the ids in those bins to the row's list of candidates. The block that arrives last
+                finds the ends within the list by two more digits of the key, adds what is kept of it to the
+                chunks' sums, and walks: chunks, stretches of 8 tokens, tokens.
+
+            rank    0 ................ first_bin ..... last_bin ........... 960
+                    kept (min_p aside)    candidates       not kept
+
+A bin's weight needs no 64-bit sum in shared memory: within an octave a weight is a linear function of its
+key, so count and sum of the low 18 bits of the keys tell it (`weight_of`); both travel in one 64-bit word of
+the histogram in global memory. All of it is integer addition, in any order.
+
+Pipe: integer, and fp32 for the exponentials. Bytes: 4 V per row for greedy; a drawn row reads the logits
+again, and writes and reads the weights, 16 V in all, from the L2 cache: every launch is latency.
+
+Microseconds on an H200, 2026-11-21, V = 248,320, normal logits of deviation 3:
+
+                                            1 row    8 rows    one block per row before
+    greedy                                    5.0       8.8                        12.0
+    greedy with penalties                     6.4      11.7                        14.6
+    temperature 1                            11.5      24.5                       159
+    temperature 1, min_p 0.05                11.6      24.4                       129
+    temperature 1, top_k 1000                18.4      36.7                       842
+    temperature 0.6, top_k 20, top_p 0.95    21.2      41.5                     2,091
+    temperature 1, top_p 0.95                23.5      44.1                     1,587
+    temperature 2, top_p 0.95                31.9      61.8                     1,872
+    everything at once                       26.4      53.3                     1,407
+
+Tried: blocks of 512 threads with 4 tokens each, 25.7 where this takes 21.2, and 68.4 where 41.5 with 8 rows;
+256 threads with 4 tokens each, 21.9 and 55.3. A loop of one candidate per thread at a time was 1.9 ms where
+all logits are equal, bound by the latency of its loads; they come eight at a time now (not measured yet, nor
+is the single fence per block; both came after the table).
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 from numba import cuda
-from numba.types import float32, int32, uint32, uint64
+from numba.types import float32, int32, int64, uint32, uint64
 
 from kernels.bench import Case, main
 from kernels.card import Array
@@ -56,17 +87,21 @@ N_PARAMETERS = 12
 PENALIZED, MASKED = 1, 2          # bits of FLAGS
 IN_PROMPT, COUNT = 0x8000, 0x7FFF  # bits of a history entry
 
-CHUNK = 4096                      # logits of a block of find_best and weigh
-THREADS = 256                     # of those
+THREADS = 256                     # of a block of any kernel here
+PER_THREAD = 8
+CHUNK = PER_THREAD * THREADS      # tokens of a block
+MAX_CHUNKS = THREADS              # one for each thread of the block that decides
 WARPS = THREADS // 32
-CHOOSE_THREADS = 512
-CHOOSE_WARPS = CHOOSE_THREADS // 32
-SEGMENT = 512                     # weights summed together before the draw walks through them
-MAX_SEGMENTS = 1024
-DIGIT_BITS, DIGITS = 7, 128
 ONE = 2**30                       # the largest weight
-KEY_BASE = 0x3F000000             # float32 bits of a weight minus this: 28 bits, 0x00800000 .. 0x0F800000
-NO_PREFIX = 0xFFFFFFFF            # digits that no weight has
+FIRST_WORD = 0x4E800000           # its float32 bits: rank keys are the distance to it, 0 .. 0x0F000000
+BINS = 1024                       # of rank keys, as 10 + 9 + 9 bits
+BINS_EACH = BINS // THREADS
+BIN_BITS, RESIDUE = 18, 2**18 - 1
+DIGIT_BITS, DIGITS = 9, 512
+COUNT_SHIFT, RESIDUES = 40, 2**40 - 1  # an entry of the histogram: count, sum of residues
+SUM_BITS = 48                     # more than a chunk's weight has
+N_PROGRESS, DECIDED, N_CANDIDATES, ARRIVED = 4, 0, 1, 2
+NO_TOKEN, UNDECIDED = 0xFFFFFFFF, 0xFFFFFFFE
 NO_LIMIT = 0xFFFFFFFF             # more tokens than there are
 NAN_KEY, INFINITY_KEY, MINUS_INFINITY_KEY = 0xFFFFFFFF, 0xFF800000, 0x007FFFFF
 MINUS_INFINITY = float("-inf")
@@ -75,24 +110,33 @@ EVERY_LANE = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class SamplingState:
-    """What sampling keeps on a card: see the shapes above. `best` and `weights` are scratch for `rows` rows
-    at a time."""
+    """What sampling keeps on a card: see the shapes above. From `best` on it is scratch, for `rows` rows at a
+    time."""
     parameters: Array
     history: Array
     mask: Array
-    best: Array       # uint32 [rows, chunks, 2]: key of the largest logit, its id
-    weights: Array    # uint32 [rows, V]
+    best: Array        # uint32 [rows, chunks, 2]: key of the largest logit, its id
+    weights: Array     # uint32 [rows, V]
+    histogram: Array   # uint64 [rows, BINS]: of the weights' rank keys
+    candidates: Array  # uint32 [rows, V]: ids of tokens that may be the last of the prefix
+    sums: Array        # uint64 [rows, chunks]: weight that is kept without doubt
+    progress: Array    # uint32 [rows, N_PROGRESS]: the token once decided, candidates, blocks arrived
 
     @classmethod
     def allocate(cls, card, n_slots, rows, n_vocab):
         """All slots greedy, without penalties and mask."""
-        if n_vocab > SEGMENT * MAX_SEGMENTS:
-            raise ValueError(f"sampling handles {SEGMENT * MAX_SEGMENTS} tokens, not {n_vocab}")
+        if n_vocab > CHUNK * MAX_CHUNKS:
+            raise ValueError(f"sampling handles {CHUNK * MAX_CHUNKS} tokens, not {n_vocab}")
+        n_chunks = -(-n_vocab // CHUNK)
         return cls(card.zeros((n_slots, N_PARAMETERS), np.uint32, "sampling parameters"),
                    card.zeros((n_slots, n_vocab), np.uint16, "token history"),
                    card.zeros((n_slots, -(-n_vocab // 32)), np.uint32, "token mask"),
-                   card.alloc((rows, -(-n_vocab // CHUNK), 2), np.uint32, "best of each chunk"),
-                   card.alloc((rows, n_vocab), np.uint32, "sampling weights"))
+                   card.alloc((rows, n_chunks, 2), np.uint32, "best of each chunk"),
+                   card.alloc((rows, n_vocab), np.uint32, "sampling weights"),
+                   card.alloc((rows, BINS), np.uint64, "histogram of the weights"),
+                   card.alloc((rows, n_vocab), np.uint32, "sampling candidates"),
+                   card.alloc((rows, n_chunks), np.uint64, "weight of each chunk"),
+                   card.alloc((rows, N_PROGRESS), np.uint32, "progress of sampling"))
 
 
 def pack_parameters(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, step=0, repetition=1.0,
@@ -170,6 +214,49 @@ def philox_reference(seed, step):
     return c0, c1, c2, c3
 
 
+# ---- reductions over a block -------------------------------------------------------------------------------
+
+@cuda.jit(device=True, inline="always")
+def better(key, i, other_key, other_i):
+    """The larger key with its id, the lower id of equal keys."""
+    wins = other_key > key or (other_key == key and other_i < i)
+    return (other_key, other_i) if wins else (key, i)
+
+
+@cuda.jit(device=True, inline="always")
+def block_best(key, i, keys, ids, thread):
+    """The best of all threads, in every thread. keys, ids: shared uint32 [WARPS]."""
+    for offset in (16, 8, 4, 2, 1):
+        other_key = uint32(cuda.shfl_xor_sync(EVERY_LANE, int32(key), offset))
+        other_i = uint32(cuda.shfl_xor_sync(EVERY_LANE, int32(i), offset))
+        key, i = better(key, i, other_key, other_i)
+    if thread & uint32(31) == uint32(0):
+        keys[thread >> uint32(5)], ids[thread >> uint32(5)] = key, i
+    cuda.syncthreads()
+    for warp in range(uint32(WARPS)):
+        key, i = better(key, i, keys[warp], ids[warp])
+    return key, i
+
+
+@cuda.jit(device=True)
+def running_sum(x, warp_sums, thread):
+    """(sum of the uint64 x of the threads before this one, sum of all). warp_sums: shared uint64 [WARPS]."""
+    own, lane, warp = x, uint32(thread & uint32(31)), uint32(thread >> uint32(5))
+    for offset in (1, 2, 4, 8, 16):
+        other = uint64(cuda.shfl_up_sync(EVERY_LANE, int64(x), offset))
+        x = uint64(x + (other if lane >= uint32(offset) else uint64(0)))
+    cuda.syncthreads()  # everyone has read the sums of the last call
+    if lane == uint32(31):
+        warp_sums[warp] = x
+    cuda.syncthreads()
+    before, total = uint64(x - own), uint64(0)
+    for i in range(uint32(WARPS)):
+        other = warp_sums[i]
+        before = uint64(before + (other if uint32(i) < warp else uint64(0)))
+        total = uint64(total + other)
+    return before, total
+
+
 # ---- the adjusted logits and the best of them --------------------------------------------------------------
 
 @cuda.jit(device=True, inline="always")
@@ -178,24 +265,52 @@ def parameter(parameters, slot, which):
 
 
 @cuda.jit(device=True, inline="always")
-def adjusted(logits, history, mask, parameters, row, slot, i, n_vocab):
-    """Logit i of a row after penalties and mask."""
-    x = logits[uint32(row * n_vocab + i)]
+def float_parameter(parameters, slot, which):
+    return word_as_float(parameter(parameters, slot, which))
+
+
+@cuda.jit(device=True, inline="always")
+def token_of(chunk, j, thread):
+    """The j-th token of a thread: neighbours in memory belong to neighbours in the warp."""
+    return uint32(chunk * uint32(CHUNK) + uint32(j) * uint32(THREADS) + thread)
+
+
+@cuda.jit(device=True, inline="always")
+def load_adjusted(x, seen, logits, history, mask, parameters, row, slot, chunk, thread, n_vocab):
+    """x[j] <- the logit of a thread's j-th token after penalties and mask; -inf past the vocabulary.
+
+    x: local float32 [PER_THREAD]; seen: local scratch uint32, so that all loads are under way at once.
+    """
+    for j in range(uint32(PER_THREAD)):
+        i = token_of(chunk, j, thread)
+        x[j] = logits[uint32(row * n_vocab + i)] if i < n_vocab else float32(MINUS_INFINITY)
     flags = parameter(parameters, slot, FLAGS)
-    masked = flags & uint32(MASKED) != uint32(0)  # tested below, it makes NVVM 12.9 fail
     if flags & uint32(PENALIZED):
-        seen = uint32(history[uint32(slot * n_vocab + i)])
-        n = uint32(seen & uint32(COUNT))
-        repetition = word_as_float(parameter(parameters, slot, REPETITION))
-        if seen != uint32(0):
-            x = div_rn(x, repetition) if x > float32(0.0) else x * repetition
-        if n != uint32(0):
-            x = x - (float32(int32(n)) * word_as_float(parameter(parameters, slot, FREQUENCY))
-                     + word_as_float(parameter(parameters, slot, PRESENCE)))
-    if masked:
+        for j in range(uint32(PER_THREAD)):
+            i = token_of(chunk, j, thread)
+            seen[j] = uint32(history[uint32(slot * n_vocab + i)]) if i < n_vocab else uint32(0)
+        for j in range(uint32(PER_THREAD)):
+            x[j] = penalized(x[j], seen[j], parameters, slot)
+    if flags & uint32(MASKED):
         n_words = uint32(uint32(n_vocab + uint32(31)) >> uint32(5))
-        word = uint32(mask[uint32(slot * n_words + uint32(i >> uint32(5)))])
-        x = x if uint32(word >> uint32(i & uint32(31))) & uint32(1) else float32(MINUS_INFINITY)
+        for j in range(uint32(PER_THREAD)):
+            i = token_of(chunk, j, thread)
+            seen[j] = mask[uint32(slot * n_words + uint32(i >> uint32(5)))] if i < n_vocab else uint32(0)
+        for j in range(uint32(PER_THREAD)):
+            allowed = uint32(seen[j] >> uint32(thread & uint32(31))) & uint32(1)
+            x[j] = x[j] if allowed else float32(MINUS_INFINITY)
+
+
+@cuda.jit(device=True, inline="always")
+def penalized(x, seen, parameters, slot):
+    """Step 1 for one logit and its history entry."""
+    n = uint32(seen & uint32(COUNT))
+    if seen != uint32(0):
+        repetition = float_parameter(parameters, slot, REPETITION)
+        x = div_rn(x, repetition) if x > float32(0.0) else x * repetition
+    if n != uint32(0):
+        x = x - (float32(int32(n)) * float_parameter(parameters, slot, FREQUENCY)
+                 + float_parameter(parameters, slot, PRESENCE))
     return x
 
 
@@ -213,78 +328,216 @@ def key_value(key):
     return word_as_float(uint32(key ^ uint32(0x80000000)) if key >> uint32(31) else uint32(~key))
 
 
-@cuda.jit(device=True, inline="always")
-def better(key, i, other_key, other_i):
-    """The larger key with its id, the lower id of equal keys."""
-    wins = other_key > key or (other_key == key and other_i < i)
-    return (other_key, other_i) if wins else (key, i)
-
-
-@cuda.jit(device=True, inline="always")
-def warp_best(key, i):
-    for offset in (16, 8, 4, 2, 1):
-        other_key = uint32(cuda.shfl_xor_sync(EVERY_LANE, int32(key), offset))
-        other_i = uint32(cuda.shfl_xor_sync(EVERY_LANE, int32(i), offset))
-        key, i = better(key, i, other_key, other_i)
-    return key, i
-
-
 @cuda.jit
-def find_best(best, logits, history, mask, parameters, row_slot, n_vocab):
-    """Grid (chunks, rows): the largest adjusted logit of each chunk."""
-    keys = cuda.shared.array(WARPS, uint32)
-    ids = cuda.shared.array(WARPS, uint32)
+def find_best(best, histogram, progress, logits, history, mask, parameters, row_slot, n_vocab):
+    """Grid (chunks, rows): the largest adjusted logit of each chunk; and a row's accumulators are cleared."""
+    x, seen = cuda.local.array(PER_THREAD, float32), cuda.local.array(PER_THREAD, uint32)
+    keys, ids = cuda.shared.array(WARPS, uint32), cuda.shared.array(WARPS, uint32)
     thread, chunk, row = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y)
     slot = uint32(row_slot[row])
+    load_adjusted(x, seen, logits, history, mask, parameters, row, slot, chunk, thread, n_vocab)
     key, token = uint32(0), uint32(NAN_KEY)
-    for j in range(uint32(CHUNK // THREADS)):
-        i = uint32(chunk * uint32(CHUNK) + uint32(j) * uint32(THREADS) + thread)
-        if i < n_vocab:
-            key, token = better(key, token,
-                                order_key(adjusted(logits, history, mask, parameters, row, slot, i,
-                                                   n_vocab)), i)
-    key, token = warp_best(key, token)
-    if thread & uint32(31) == uint32(0):
-        keys[thread >> uint32(5)], ids[thread >> uint32(5)] = key, token
-    cuda.syncthreads()
+    for j in range(uint32(PER_THREAD)):
+        key, token = better(key, token, order_key(x[j]), token_of(chunk, j, thread))
+    key, token = block_best(key, token, keys, ids, thread)
     if thread == uint32(0):
-        for warp in range(uint32(WARPS)):
-            key, token = better(key, token, keys[warp], ids[warp])
         at = uint32(uint32(row * uint32(cuda.gridDim.x) + chunk) * uint32(2))
         best[at], best[uint32(at + uint32(1))] = key, token
+    if chunk == uint32(0) and float_parameter(parameters, slot, TEMPERATURE) > float32(0.0):
+        for j in range(uint32(BINS // THREADS)):
+            histogram[uint32(row * uint32(BINS) + uint32(j) * uint32(THREADS) + thread)] = uint64(0)
+        if thread < uint32(N_PROGRESS):
+            progress[uint32(row * uint32(N_PROGRESS) + thread)] = uint32(0)
+
+
+# ---- weights and their histogram ---------------------------------------------------------------------------
+
+@cuda.jit(device=True, inline="always")
+def rank_key(w):
+    """28 bits that order as the ranking does, 0 for the largest weight, spread evenly over the logarithm of
+    the weight; beyond them for weight 0."""
+    return uint32(uint32(FIRST_WORD) - float_as_word(float32(int32(w))))
 
 
 @cuda.jit(device=True, inline="always")
-def best_of_row(best, row, n_chunks):
-    key, token = uint32(0), uint32(NAN_KEY)
-    for chunk in range(n_chunks):
-        at = uint32(uint32(row * n_chunks + uint32(chunk)) * uint32(2))
-        key, token = better(key, token, best[at], best[uint32(at + uint32(1))])
-    return key, token
+def key_weight(key):
+    """The weight of a `rank_key`."""
+    return uint32(round_to_int(word_as_float(uint32(uint32(FIRST_WORD) - key))))
 
 
-# ---- weights -----------------------------------------------------------------------------------------------
+@cuda.jit(device=True)
+def weight_of(count, residues, start):
+    """The weight of `count` tokens whose rank keys are start + residue, with the sum of the residues.
+
+    A weight is (2^24 - (key mod 2^23)) 2^(6 - key div 2^23), so the sum is as exact as the weights are.
+    """
+    largest = uint64((1 << 24) - uint64(start & uint32(0x7FFFFF)))
+    units = uint64(uint64(uint64(count) * largest) - uint64(residues))
+    return uint64(uint64(units << uint64(6)) >> uint64(start >> uint32(23)))
+
+
+@cuda.jit(device=True, inline="always")
+def is_ranked(parameters, slot):
+    """Whether a row needs the histogram: it has top_k or top_p."""
+    return (parameter(parameters, slot, TOP_K) != uint32(0)
+            or float_parameter(parameters, slot, TOP_P) < float32(1.0))
+
 
 @cuda.jit
-def weigh(weights, best, logits, history, mask, parameters, row_slot, n_vocab):
-    """Grid (chunks, rows): the integer weights of rows that are drawn."""
+def weigh(weights, histogram, progress, best, logits, history, mask, parameters, row_slot, n_vocab):
+    """Grid (chunks, rows): the integer weights of rows that are drawn, the token of those that are not."""
+    x, seen = cuda.local.array(PER_THREAD, float32), cuda.local.array(PER_THREAD, uint32)
+    keys, ids = cuda.shared.array(WARPS, uint32), cuda.shared.array(WARPS, uint32)
+    counts, residues = cuda.shared.array(BINS, uint32), cuda.shared.array(BINS, uint32)
     thread, chunk, row = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y)
     slot = uint32(row_slot[row])
-    temperature = word_as_float(parameter(parameters, slot, TEMPERATURE))
-    if temperature > float32(0.0):
-        key, token = best_of_row(best, row, uint32(cuda.gridDim.x))
-        largest = key_value(key)
-        for j in range(uint32(CHUNK // THREADS)):
-            i = uint32(chunk * uint32(CHUNK) + uint32(j) * uint32(THREADS) + thread)
-            if i < n_vocab:
-                x = adjusted(logits, history, mask, parameters, row, slot, i, n_vocab)
-                w = round_to_int(exp(div_rn(x - largest, temperature)) * float32(ONE))
-                weights[uint32(row * n_vocab + i)] = uint32(w)
+    temperature = float_parameter(parameters, slot, TEMPERATURE)
+    if chunk == uint32(0) or temperature > float32(0.0):
+        key, token, n_chunks = uint32(0), uint32(NAN_KEY), uint32(cuda.gridDim.x)
+        if thread < n_chunks:
+            at = uint32(uint32(row * n_chunks + thread) * uint32(2))
+            key, token = best[at], best[uint32(at + uint32(1))]
+        key, token = block_best(key, token, keys, ids, thread)
+        valid = key > uint32(MINUS_INFINITY_KEY) and key < uint32(INFINITY_KEY)
+        drawn = valid and temperature > float32(0.0)
+        if chunk == uint32(0) and thread == uint32(0):
+            progress[uint32(row * uint32(N_PROGRESS) + uint32(DECIDED))] = \
+                uint32(UNDECIDED) if drawn else token if valid else uint32(NO_TOKEN)
+        if drawn:
+            ranked = is_ranked(parameters, slot)
+            if ranked:
+                for j in range(uint32(BINS // THREADS)):
+                    at = uint32(uint32(j) * uint32(THREADS) + thread)
+                    counts[at], residues[at] = uint32(0), uint32(0)
+                cuda.syncthreads()
+            load_adjusted(x, seen, logits, history, mask, parameters, row, slot, chunk, thread, n_vocab)
+            largest = key_value(key)
+            for j in range(uint32(PER_THREAD)):
+                i = token_of(chunk, j, thread)
+                w = uint32(round_to_int(exp(div_rn(x[j] - largest, temperature)) * float32(ONE)))
+                if i < n_vocab:
+                    weights[uint32(row * n_vocab + i)] = w
+                    if ranked and w != uint32(0):
+                        rank = rank_key(w)
+                        cuda.atomic.add(counts, uint32(rank >> uint32(BIN_BITS)), uint32(1))
+                        cuda.atomic.add(residues, uint32(rank >> uint32(BIN_BITS)),
+                                        uint32(rank & uint32(RESIDUE)))
+            if ranked:
+                cuda.syncthreads()
+                for j in range(uint32(BINS // THREADS)):
+                    at = uint32(uint32(j) * uint32(THREADS) + thread)
+                    if counts[at] != uint32(0):
+                        cuda.atomic.add(histogram, uint32(row * uint32(BINS) + at),
+                                        uint64(uint64(uint64(counts[at]) << uint64(COUNT_SHIFT))
+                                               | uint64(residues[at])))
 
 
-# ---- the choice --------------------------------------------------------------------------------------------
+# ---- prefixes of the ranking -------------------------------------------------------------------------------
+
+@cuda.jit(device=True)
+def reach(n, w, target, by_weight, found, warp_sums, thread):
+    """Of bins in the order of the ranking, the one with which `target` tokens are reached, or a weight of
+    `target` if `by_weight`. n, w: count and weight of this thread's BINS_EACH bins.
+
+    -> bin, what of the target is left for it, weight of all bins before, its count; in every thread. BINS, 0,
+    all weight and 0 where all bins do not reach it. found: shared uint64 [4].
+    """
+    own_n, own_w = uint64(0), uint64(0)
+    for j in range(uint32(BINS_EACH)):
+        own_n, own_w = uint64(own_n + uint64(n[j])), uint64(own_w + w[j])
+    before_n, _ = running_sum(own_n, warp_sums, thread)
+    before_w, all_w = running_sum(own_w, warp_sums, thread)
+    if thread == uint32(0):
+        found[0], found[1], found[2], found[3] = uint64(BINS), uint64(0), all_w, uint64(0)
+    cuda.syncthreads()
+    for j in range(uint32(BINS_EACH)):
+        before = before_w if by_weight else before_n
+        here = w[j] if by_weight else uint64(n[j])
+        if before < target and target <= uint64(before + here):
+            found[0] = uint64(uint32(thread * uint32(BINS_EACH) + uint32(j)))
+            found[1], found[2], found[3] = uint64(target - before), before_w, uint64(n[j])
+        before_n, before_w = uint64(before_n + uint64(n[j])), uint64(before_w + w[j])
+    cuda.syncthreads()
+    bin_, left, above, count = uint32(found[0]), found[1], found[2], uint32(found[3])
+    cuda.syncthreads()  # everyone has read it
+    return bin_, left, above, count
+
+
+@cuda.jit(device=True)
+def share_of(total, top_p):
+    """ceil(total * top_p), at least 1, with top_p in steps of 2**-16."""
+    share = uint64(max(round_to_int(top_p * float32(65536.0)), int32(0)))
+    low = uint64(uint64(uint64(total & uint64(0xFFFF)) * share + uint64(0xFFFF)) >> uint64(16))
+    return uint64(max(uint64(uint64(uint64(total >> uint64(16)) * share) + low), uint64(1)))
+
+
+@cuda.jit(device=True)
+def load_bins(n, w, histogram, row, thread):
+    """n, w <- count and weight of this thread's bins of a row."""
+    for j in range(uint32(BINS_EACH)):
+        at = uint32(thread * uint32(BINS_EACH) + uint32(j))
+        entry = histogram[uint32(row * uint32(BINS) + at)]
+        n[j] = uint32(entry >> uint64(COUNT_SHIFT))
+        w[j] = weight_of(n[j], uint64(entry & uint64(RESIDUES)), uint32(at << uint32(BIN_BITS)))
+
 
 @cuda.jit(device=True, inline="always")
+def load_candidates(ids, x, candidates, weights, n_candidates, row_start, part, thread):
+    """ids, x <- token and weight of this thread's part of CHUNK candidates, all loads under way at once; the
+    weight is 0 past the last. ids, x: local uint32 [PER_THREAD]."""
+    for j in range(uint32(PER_THREAD)):
+        at = token_of(part, j, thread)
+        ids[j] = candidates[uint32(row_start + at)] if at < n_candidates else uint32(0)
+    for j in range(uint32(PER_THREAD)):
+        here = token_of(part, j, thread) < n_candidates
+        x[j] = weights[uint32(row_start + ids[j])] if here else uint32(0)
+
+
+@cuda.jit(device=True)
+def select_prefix(n, w, ids, x, target, by_weight, weights, histogram, candidates, n_candidates, row,
+                  row_start, counts, residues, found, warp_sums, thread):
+    """The shortest prefix of the ranking that holds `target` tokens, or a weight of `target` if `by_weight`,
+    by radix selection: the row's bins, then 2 digits of the candidates, which its last token is among.
+
+    -> (W of its last token, how many tokens of that W it holds, weight of all larger ones); (0, 0, weight of
+    all) if there are fewer than `target` tokens. n, w, ids, x: local scratch; counts, residues, found,
+    warp_sums: shared.
+    """
+    prefix, above, ties = uint32(0), uint64(0), uint32(0)
+    for level in range(uint32(3)):
+        if level == uint32(0):
+            load_bins(n, w, histogram, row, thread)
+        else:
+            for j in range(uint32(BINS_EACH)):
+                at = uint32(uint32(j) * uint32(THREADS) + thread)
+                counts[at], residues[at] = uint32(0), uint32(0)
+            cuda.syncthreads()
+            shift = uint32(uint32(BIN_BITS) - uint32(DIGIT_BITS) * uint32(level))
+            for part in range(uint32(uint32(n_candidates + uint32(CHUNK - 1)) // uint32(CHUNK))):
+                load_candidates(ids, x, candidates, weights, n_candidates, row_start, part, thread)
+                for j in range(uint32(PER_THREAD)):
+                    key = rank_key(x[j])
+                    digits = uint32(key >> shift)
+                    if uint32(digits >> uint32(DIGIT_BITS)) == prefix:
+                        at = uint32(digits & uint32(DIGITS - 1))
+                        cuda.atomic.add(counts, at, uint32(1))
+                        cuda.atomic.add(residues, at, uint32(key - uint32(digits << shift)))
+            cuda.syncthreads()
+            for j in range(uint32(BINS_EACH)):
+                at = uint32(thread * uint32(BINS_EACH) + uint32(j))
+                n[j] = counts[at]
+                w[j] = weight_of(n[j], uint64(residues[at]),
+                                 uint32(uint32(uint32(prefix << uint32(DIGIT_BITS)) + at) << shift))
+        digit, target, before, ties = reach(n, w, target, by_weight, found, warp_sums, thread)
+        prefix, above = uint32(uint32(prefix << uint32(DIGIT_BITS)) + digit), uint64(above + before)
+    last = uint32(0) if ties == uint32(0) else key_weight(prefix)
+    unit = uint64(max(last, uint32(1))) if by_weight else uint64(1)
+    return last, uint32(uint64(target + unit - uint64(1)) // unit), above
+
+
+# ---- the draw ----------------------------------------------------------------------------------------------
+
+@cuda.jit(device=True)
 def philox(seed, seed_high, step):
     """The first 64 bits of Philox4x32-10 for the counter (step, 0, 0, 0)."""
     c0, c1, c2, c3 = step, uint32(0), uint32(0), uint32(0)
@@ -297,7 +550,7 @@ def philox(seed, seed_high, step):
     return uint64(uint64(c1) << uint64(32)) | uint64(c0)
 
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True)
 def multiply_high(a, b):
     """a * b // 2**64 of two uint64."""
     a0, a1 = uint64(a & uint64(0xFFFFFFFF)), uint64(a >> uint64(32))
@@ -308,174 +561,196 @@ def multiply_high(a, b):
 
 
 @cuda.jit(device=True, inline="always")
-def weight_key(w):
-    """28 bits that order as the weights (1 .. 2^30) do, spread evenly over the logarithm of the weight."""
-    return uint32(float_as_word(float32(int32(w))) - uint32(KEY_BASE))
+def least_weight(parameters, slot):
+    """The smallest weight that min_p keeps."""
+    return uint32(round_to_int(min(float_parameter(parameters, slot, MIN_P), float32(1.0)) * float32(ONE)))
 
 
-@cuda.jit(device=True, inline="always")
-def key_weight(key):
-    """The weight of a `weight_key`."""
-    return uint32(round_to_int(word_as_float(uint32(key + uint32(KEY_BASE)))))
+@cuda.jit(device=True)
+def kept_before(above, n_ties, threshold, ties, warp_sums, thread):
+    """What the prefix keeps, in order of id, when each thread stands for a stretch of the vocabulary.
 
-
-@cuda.jit(device=True, inline="always")
-def select_prefix(weights, first, n_vocab, target, by_weight, counts, sums, found, thread):
-    """The shortest prefix of the ranking that holds `target` tokens, or a weight of `target` if `by_weight`.
-
-    -> (W of its last token, how many tokens of that W it holds, weight of all larger ones); (0, 0, weight of
-    all) if there are fewer than `target` tokens. All threads of the block take part and get the result.
-    counts, sums: shared histograms; found: shared [4]: digits of W so far, target left, weight above, ties.
+    above: weight of the thread's tokens with W > threshold; n_ties: how many have W = threshold, of which the
+    first `ties` of all are kept. -> weight kept by earlier threads, by this one, ties left to it, all weight.
     """
-    if thread == uint32(0):
-        found[0], found[1], found[2] = uint64(0), target, uint64(0)
-    for level in range(uint32(4)):
-        shift = uint32(uint32(3 * DIGIT_BITS) - uint32(level) * uint32(DIGIT_BITS))
-        if thread < uint32(DIGITS):
-            counts[thread], sums[thread] = uint32(0), uint64(0)
-        cuda.syncthreads()
-        prefix = uint32(found[0])
-        for j in range(uint32(uint32(n_vocab + uint32(CHOOSE_THREADS - 1)) // uint32(CHOOSE_THREADS))):
-            i = uint32(uint32(j) * uint32(CHOOSE_THREADS) + thread)
-            w = weights[uint32(first + i)] if i < n_vocab else uint32(0)
-            key = weight_key(w)
-            if w != uint32(0) and uint32(key >> shift) >> uint32(DIGIT_BITS) == prefix:
-                digit = uint32(uint32(key >> shift) & uint32(DIGITS - 1))
-                cuda.atomic.add(counts, digit, uint32(1))
-                cuda.atomic.add(sums, digit, uint64(w))
-        cuda.syncthreads()
-        if thread == uint32(0):
-            left, above, digit, reached = found[1], found[2], uint32(DIGITS), False
-            while digit > uint32(0) and not reached:
-                digit = uint32(digit - uint32(1))
-                measure = sums[digit] if by_weight else uint64(counts[digit])
-                reached = measure >= left
-                if not reached:
-                    left, above = uint64(left - measure), uint64(above + sums[digit])
-            prefix = uint32(uint32(prefix << uint32(DIGIT_BITS)) | digit)
-            found[0] = uint64(prefix) if reached else uint64(NO_PREFIX)
-            found[1], found[2], found[3] = left, above, uint64(counts[digit]) if reached else uint64(0)
-        cuda.syncthreads()
-    key, left, above, ties = uint32(found[0]), found[1], found[2], uint32(found[3])
-    cuda.syncthreads()  # everyone has read it
-    w = uint32(0) if ties == uint32(0) else key_weight(key)
-    unit = uint64(max(w, uint32(1))) if by_weight else uint64(1)
-    return w, uint32(min(uint64(uint64(left + unit - uint64(1)) // unit), uint64(ties))), above
+    ties_before, _ = running_sum(uint64(n_ties), warp_sums, thread)
+    left = uint32(uint64(ties) - min(uint64(ties), ties_before))
+    part = uint64(above + uint64(min(left, n_ties)) * uint64(threshold))
+    before, total = running_sum(part, warp_sums, thread)
+    return before, part, left, total
 
 
 @cuda.jit(device=True, inline="always")
-def share_of(total, top_p):
-    """ceil(total * top_p), at least 1, with top_p in steps of 2**-16."""
-    share = uint64(max(round_to_int(top_p * float32(65536.0)), int32(0)))
-    low = uint64(uint64(uint64(total & uint64(0xFFFF)) * share + uint64(0xFFFF)) >> uint64(16))
-    return uint64(max(uint64(uint64(uint64(total >> uint64(16)) * share) + low), uint64(1)))
+def take_token(tokens, row, slot, token, parameters, history, n_vocab):
+    """One thread: a row's token is decided (NO_TOKEN: there is none); its slot advances."""
+    tokens[row] = int32(token)
+    if token != uint32(NO_TOKEN):
+        at = uint32(slot * uint32(N_PARAMETERS) + uint32(STEP))
+        parameters[at] = uint32(parameters[at] + uint32(1))
+        if parameter(parameters, slot, FLAGS) & uint32(PENALIZED):
+            seen = uint32(history[uint32(slot * n_vocab + token)])
+            if uint32(seen & uint32(COUNT)) < uint32(COUNT):
+                history[uint32(slot * n_vocab + token)] = seen + uint32(1)
+
+
+@cuda.jit(device=True)
+def end_bins(n, w, histogram, parameters, row, slot, found, warp_sums, thread):
+    """The first and the last of the bins in which the prefix may end: of all larger weights every token is
+    kept, of all smaller ones none. BINS, BINS without top_k and top_p, or where they keep everything."""
+    first_bin, last_bin = uint32(BINS), uint32(BINS)
+    top_k, top_p = parameter(parameters, slot, TOP_K), float_parameter(parameters, slot, TOP_P)
+    if is_ranked(parameters, slot):
+        load_bins(n, w, histogram, row, thread)
+        target = uint64(top_k) if top_k != uint32(0) else uint64(NO_LIMIT)
+        last_bin, left, above, _ = reach(n, w, target, False, found, warp_sums, thread)
+        first_bin = last_bin
+        if top_p < float32(1.0):
+            # What top_k leaves weighs at least this: the bin's tokens count as its smallest weight. The end
+            # of the prefix is in the bin where this much reaches top_p, or after it.
+            smallest = weight_of(uint32(left), uint64(0),
+                                 uint32(uint32(last_bin + uint32(1)) << uint32(BIN_BITS)))
+            first_bin, _, _, _ = reach(n, w, share_of(uint64(above + smallest), top_p), True, found,
+                                       warp_sums, thread)
+            last_bin = first_bin if last_bin == uint32(BINS) else last_bin
+    return first_bin, last_bin
+
+
+@cuda.jit(device=True)
+def kept_prefix(n, w, ids, x, parameters, slot, weights, histogram, candidates, n_candidates, row, row_start,
+                counts, residues, found, warp_sums, thread):
+    """-> (threshold, ties): kept are all tokens of W > threshold, and the first `ties` of W = threshold."""
+    threshold, ties, above = uint32(0), uint32(0), uint64(0)
+    top_k, top_p = parameter(parameters, slot, TOP_K), float_parameter(parameters, slot, TOP_P)
+    for stage in range(uint32(2)):
+        by_top_p = stage == uint32(1)
+        if top_p < float32(1.0) or (top_k != uint32(0) and not by_top_p):
+            target = uint64(top_k) if top_k != uint32(0) else uint64(NO_LIMIT)
+            if by_top_p:
+                target = share_of(uint64(above + uint64(threshold) * uint64(ties)), top_p)
+            threshold, ties, above = select_prefix(n, w, ids, x, target, by_top_p, weights, histogram,
+                                                   candidates, n_candidates, row, row_start, counts, residues,
+                                                   found, warp_sums, thread)
+    least = least_weight(parameters, slot)
+    if least > threshold:
+        threshold, ties = uint32(least - uint32(1)), uint32(0)
+    return threshold, ties
 
 
 @cuda.jit
-def choose(tokens, weights, best, history, parameters, row_slot, n_chunks, n_vocab):
-    """Grid (rows): the token of a row; then its slot advances."""
-    counts = cuda.shared.array(DIGITS, uint32)
-    sums = cuda.shared.array(DIGITS, uint64)
-    found = cuda.shared.array(4, uint64)
-    segment_sums = cuda.shared.array(MAX_SEGMENTS, uint64)
-    segment_ties = cuda.shared.array(MAX_SEGMENTS, uint32)
-    thread, row = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x)
-    lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
-    slot, first = uint32(row_slot[row]), uint32(row * n_vocab)
+def choose(tokens, weights, histogram, candidates, sums, progress, history, parameters, row_slot, n_vocab):
+    """Grid (chunks, rows): the token of a row; then its slot advances."""
+    w, ids = cuda.local.array(PER_THREAD, uint32), cuda.local.array(PER_THREAD, uint32)
+    bin_n, bin_w = cuda.local.array(BINS_EACH, uint32), cuda.local.array(BINS_EACH, uint64)
+    warp_sums, found = cuda.shared.array(WARPS, uint64), cuda.shared.array(4, uint64)
+    counts, residues = cuda.shared.array(BINS, uint32), cuda.shared.array(BINS, uint32)
+    chunk_sums, chunk_ties = cuda.shared.array(THREADS, uint64), cuda.shared.array(THREADS, uint32)
+    thread, chunk, row = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y)
+    n_chunks, row_start = uint32(cuda.gridDim.x), uint32(row * n_vocab)
+    slot, state = uint32(row_slot[row]), uint32(row * uint32(N_PROGRESS))
+    decided = progress[uint32(state + uint32(DECIDED))]
+    if decided != uint32(UNDECIDED):
+        if chunk == uint32(0) and thread == uint32(0):
+            take_token(tokens, row, slot, decided, parameters, history, n_vocab)
+    else:
+        for j in range(uint32(PER_THREAD)):
+            i = token_of(chunk, j, thread)
+            w[j] = weights[uint32(row_start + i)] if i < n_vocab else uint32(0)
+        first_bin, last_bin = end_bins(bin_n, bin_w, histogram, parameters, row, slot, found, warp_sums,
+                                       thread)
 
-    key, token = best_of_row(best, row, n_chunks)
-    valid = key > uint32(MINUS_INFINITY_KEY) and key < uint32(INFINITY_KEY)
-    if valid and word_as_float(parameter(parameters, slot, TEMPERATURE)) > float32(0.0):
-        # The kept prefix: all W > threshold, and the first `ties` tokens of W = threshold.
-        threshold, ties, above = uint32(0), uint32(0), uint64(0)
-        top_k, top_p = parameter(parameters, slot, TOP_K), word_as_float(parameter(parameters, slot, TOP_P))
-        for stage in range(uint32(2)):
-            by_top_p = stage == uint32(1)
-            if top_p < float32(1.0) or (top_k != uint32(0) and not by_top_p):
-                target = uint64(top_k) if top_k != uint32(0) else uint64(NO_LIMIT)
-                if by_top_p:
-                    target = share_of(uint64(above + uint64(threshold) * uint64(ties)), top_p)
-                threshold, ties, above = select_prefix(weights, first, n_vocab, target, by_top_p, counts,
-                                                       sums, found,
-                                                       thread)
-        least = uint32(round_to_int(min(word_as_float(parameter(parameters, slot, MIN_P)),
-                                        float32(1.0)) * float32(ONE)))
-        if least > threshold:
-            threshold, ties = uint32(least - uint32(1)), uint32(0)
+        # The weight that the chunk certainly keeps, and above it in the same word how many candidates it has.
+        least, own = least_weight(parameters, slot), uint64(0)
+        for j in range(uint32(PER_THREAD)):
+            at = uint32(rank_key(w[j]) >> uint32(BIN_BITS))
+            own = uint64(own + (uint64(w[j]) if at < first_bin and w[j] >= least else uint64(0)))
+            is_candidate = at >= first_bin and at <= last_bin
+            own = uint64(own + (uint64(1 << SUM_BITS) if is_candidate else uint64(0)))
+        before, total = running_sum(own, warp_sums, thread)
+        n_own = uint32(total >> uint64(SUM_BITS))
+        if thread == uint32(0):
+            sums[uint32(row * n_chunks + chunk)] = uint64(total & uint64((1 << SUM_BITS) - 1))
+        if n_own != uint32(0):
+            if thread == uint32(0):
+                found[0] = uint64(cuda.atomic.add(progress, uint32(state + uint32(N_CANDIDATES)), n_own))
+            cuda.syncthreads()
+            to = uint32(uint32(found[0]) + uint32(before >> uint64(SUM_BITS)))
+            for j in range(uint32(PER_THREAD)):
+                at = uint32(rank_key(w[j]) >> uint32(BIN_BITS))
+                if at >= first_bin and at <= last_bin:
+                    candidates[uint32(row_start + to)] = token_of(chunk, j, thread)
+                    to = uint32(to + uint32(1))
 
-        # Sums of segments, then the segment in which the running sum passes r, then the token in it.
-        n_segments = uint32(uint32(n_vocab + uint32(SEGMENT - 1)) // uint32(SEGMENT))
-        for j in range(uint32(MAX_SEGMENTS // CHOOSE_THREADS)):
-            i = uint32(uint32(j) * uint32(CHOOSE_THREADS) + thread)
-            segment_sums[i], segment_ties[i] = uint64(0), uint32(0)
-        cuda.syncthreads()
-        segment = warp
-        while segment < n_segments:
-            lane_sum, lane_ties = uint64(0), uint32(0)
-            for j in range(uint32(SEGMENT // 32)):
-                i = uint32(segment * uint32(SEGMENT) + uint32(j) * uint32(32) + lane)
-                w = weights[uint32(first + i)] if i < n_vocab else uint32(0)
-                lane_sum = uint64(lane_sum + (uint64(w) if w > threshold else uint64(0)))
-                lane_ties = uint32(lane_ties + (uint32(1) if w == threshold else uint32(0)))
-            cuda.atomic.add(segment_sums, segment, lane_sum)
-            cuda.atomic.add(segment_ties, segment, lane_ties)
-            segment = uint32(segment + uint32(CHOOSE_WARPS))
+        # The block that arrives last goes on. One fence before the counter and one behind it, between
+        # barriers: what all threads of all blocks have written is seen by all threads of this one.
         cuda.syncthreads()
         if thread == uint32(0):
-            left, total = ties, uint64(0)
-            for i in range(n_segments):
-                held = min(left, segment_ties[i])
-                left = uint32(left - held)
-                total = uint64(total + segment_sums[i] + uint64(held) * uint64(threshold))
+            cuda.threadfence()
+            found[1] = uint64(cuda.atomic.add(progress, uint32(state + uint32(ARRIVED)), uint32(1)))
+            cuda.threadfence()
+        cuda.syncthreads()
+        if uint32(found[1]) == uint32(n_chunks - uint32(1)):
+            n_candidates = progress[uint32(state + uint32(N_CANDIDATES))]
+            threshold, ties = kept_prefix(bin_n, bin_w, ids, w, parameters, slot, weights, histogram,
+                                          candidates, n_candidates, row, row_start, counts, residues, found,
+                                          warp_sums, thread)
+
+            # Thread c stands for chunk c: what it keeps of the candidates joins its certain weight.
+            chunk_sums[thread] = sums[uint32(row * n_chunks + thread)] if thread < n_chunks else uint64(0)
+            chunk_ties[thread] = uint32(0)
+            cuda.syncthreads()
+            for part in range(uint32(uint32(n_candidates + uint32(CHUNK - 1)) // uint32(CHUNK))):
+                load_candidates(ids, w, candidates, weights, n_candidates, row_start, part, thread)
+                for j in range(uint32(PER_THREAD)):
+                    if w[j] > threshold:
+                        cuda.atomic.add(chunk_sums, uint32(ids[j] // uint32(CHUNK)), uint64(w[j]))
+                    elif w[j] == threshold and ties != uint32(0):
+                        cuda.atomic.add(chunk_ties, uint32(ids[j] // uint32(CHUNK)), uint32(1))
+            cuda.syncthreads()
+            before, part, left, total = kept_before(chunk_sums[thread], chunk_ties[thread], threshold, ties,
+                                                    warp_sums, thread)
             r = multiply_high(philox(parameter(parameters, slot, SEED),
                                      parameter(parameters, slot, SEED_HIGH),
                                      parameter(parameters, slot, STEP)), total)
-            left, i = ties, uint32(0)
-            held = min(left, segment_ties[i])
-            part = uint64(segment_sums[i] + uint64(held) * uint64(threshold))
-            while r >= part:
-                r, left, i = uint64(r - part), uint32(left - held), uint32(i + uint32(1))
-                held = min(left, segment_ties[i])
-                part = uint64(segment_sums[i] + uint64(held) * uint64(threshold))
-            i = uint32(i * uint32(SEGMENT))
-            running = uint64(0)
-            while running <= r:
-                w = weights[uint32(first + i)]
-                if w > threshold:
-                    running = uint64(running + uint64(w))
-                elif w == threshold and left > uint32(0):
-                    running, left = uint64(running + uint64(w)), uint32(left - uint32(1))
-                i = uint32(i + uint32(1))
-            token = uint32(i - uint32(1))
+            if before <= r and r < uint64(before + part):
+                found[0], found[1], found[2] = uint64(thread), uint64(r - before), uint64(left)
+            cuda.syncthreads()
+            start, r, ties = uint32(uint32(found[0]) * uint32(CHUNK)), found[1], uint32(found[2])
 
-    if thread == uint32(0):
-        tokens[row] = int32(token) if valid else int32(-1)
-        if valid:
-            at = uint32(slot * uint32(N_PARAMETERS) + uint32(STEP))
-            parameters[at] = uint32(parameters[at] + uint32(1))
-            if parameter(parameters, slot, FLAGS) & uint32(PENALIZED):
-                seen = uint32(history[uint32(slot * n_vocab + token)])
-                if uint32(seen & uint32(COUNT)) < uint32(COUNT):
-                    history[uint32(slot * n_vocab + token)] = seen + uint32(1)
+            # Thread t stands for the tokens from PER_THREAD * t on of the chunk in which the sum passes r.
+            above, n_ties = uint64(0), uint32(0)
+            for j in range(uint32(PER_THREAD)):
+                i = uint32(start + thread * uint32(PER_THREAD) + uint32(j))
+                w[j] = weights[uint32(row_start + i)] if i < n_vocab else uint32(0)
+                above = uint64(above + (uint64(w[j]) if w[j] > threshold else uint64(0)))
+                n_ties = uint32(n_ties + (uint32(1) if w[j] == threshold else uint32(0)))
+            before, part, left, _ = kept_before(above, n_ties, threshold, ties, warp_sums, thread)
+            if before <= r and r < uint64(before + part):
+                for j in range(uint32(PER_THREAD)):
+                    kept = w[j] > threshold or (w[j] == threshold and left > uint32(0))
+                    left = uint32(left - (uint32(1) if kept and w[j] == threshold else uint32(0)))
+                    behind = uint64(before + (uint64(w[j]) if kept else uint64(0)))
+                    if before <= r and r < behind:
+                        take_token(tokens, row, slot,
+                                   uint32(start + thread * uint32(PER_THREAD) + uint32(j)), parameters,
+                                   history, n_vocab)
+                    before = behind
 
 
 def sample(card, tokens, logits, row_slot, state, rows, n_vocab, stream=None):
     """tokens int32 [rows] <- logits float32 [rows, n_vocab] of the slots row_slot int32 [rows] (each at most
     once), under `state` (SamplingState). Writes tokens, and step and history of those slots; never
     allocates."""
-    n_chunks = -(-n_vocab // CHUNK)
-    logits, best, weights = logits.reshape(-1), state.best.reshape(-1), state.weights.reshape(-1)
-    history, mask = state.history.reshape(-1), state.mask.reshape(-1)
-    parameters = state.parameters.reshape(-1)
-    card.launch(find_best, (n_chunks, rows), THREADS, best, logits, history, mask, parameters, row_slot,
-                n_vocab,
-                stream=stream)
-    card.launch(weigh, (n_chunks, rows), THREADS, weights, best, logits, history, mask, parameters, row_slot,
-                n_vocab,
-                stream=stream)
-    card.launch(choose, rows, CHOOSE_THREADS, tokens, weights, best, history, parameters, row_slot, n_chunks,
-                n_vocab,
-                stream=stream)
+    grid, logits = (-(-n_vocab // CHUNK), rows), logits.reshape(-1)
+    best, weights, histogram, candidates, sums, progress = (
+        array.reshape(-1) for array in (state.best, state.weights, state.histogram, state.candidates,
+                                        state.sums, state.progress))
+    parameters, history, mask = (array.reshape(-1) for array in (state.parameters, state.history, state.mask))
+    card.launch(find_best, grid, THREADS, best, histogram, progress, logits, history, mask, parameters,
+                row_slot, n_vocab, stream=stream)
+    card.launch(weigh, grid, THREADS, weights, histogram, progress, best, logits, history, mask, parameters,
+                row_slot, n_vocab, stream=stream)
+    card.launch(choose, grid, THREADS, tokens, weights, histogram, candidates, sums, progress, history,
+                parameters, row_slot, n_vocab, stream=stream)
 
 
 # ---- check -------------------------------------------------------------------------------------------------
@@ -485,7 +760,10 @@ CASES = [(4096, {}), (65, {}), (1, {"temperature": 1.0}), (33, {"temperature": 0
          (500, {"temperature": 0.6, "top_k": 20, "top_p": 0.95}), (4096, {"temperature": 1.5, "min_p": 0.05}),
          (31, {"temperature": 1.0, "top_k": 1}), (4096, {"temperature": 1.0, "top_p": 1e-6}),
          (4096, {"temperature": 8.0, "top_k": 4000, "top_p": 0.999, "repetition": 0.8, "masked": True}),
-         (9000, {"temperature": 1.0, "top_p": 0.5, "min_p": 1e-4, "seed": 2**64 - 1, "step": 7})]
+         (9000, {"temperature": 1.0, "top_p": 0.5, "min_p": 1e-4, "seed": 2**64 - 1, "step": 7}),
+         (2049, {"temperature": 0.3, "top_k": 2**31 - 1, "top_p": 0.0}),
+         (2048, {"temperature": 1.0, "min_p": 1.0}),
+         (9000, {"temperature": 50.0, "top_k": 8990, "top_p": 0.9, "masked": True})]
 
 
 def check(card, case):
@@ -502,6 +780,8 @@ def check(card, case):
     parameters = np.stack([pack_parameters(**settings), pack_parameters(0.5), pack_parameters(**settings)])
     for array, host in ((state.parameters, parameters), (state.history, history), (state.mask, mask)):
         card.copy_in(array, host)
+    for scratch in (state.best, state.weights, state.histogram, state.candidates, state.sums, state.progress):
+        card.poison(scratch)
     tokens, on_card = card.alloc(3, np.int32), (card.upload(logits), card.upload(slots))
     card.poison(tokens)
     error = 0.0

@@ -1,13 +1,16 @@
 """Random weights made on the card, so that a model of any size can be timed without a file.
 
     bits(i, seed) = mix(i + mix(seed + 0x9E3779B9))     one uint32 per index, the 32-bit finaliser of MurmurHash3
-    quants        4 bytes of bits(word index), each cut to 7 bits and sign-extended: uniform in [-64, 63]
-    scales        (0.5 + bits / 2**32) / (36.95 sqrt(k)): with quants of deviation 36.95 a row product of unit inputs is
-                  of order 1, whatever k
     uniform       low + (high - low) * bits / 2**32
+    Q8_0 quants   4 bytes of bits(word index), each cut to 7 bits and sign-extended: uniform in [-64, 63]
+    other quants  all bits of wq as they come: any pattern is a weight, uniform over the format's range
+    scales d      (0.5 + bits / 2**32) / (deviation sqrt(k)): with `deviation` that of the quants, times their integer
+                  scales, a row product of unit inputs is of order 1, whatever k
+    integer scales of K-quants   32 + 5 bits; in Q4_K and Q5_K the minimum's is the same, and dmin is d times the mean
+                  of the quants, so that weights are around 0
 
-Layout: quants int8 [n, k], scales float16 [n, k / 32], row-major; thread i writes word i (4 quants), scale i or value i.
-Cost: 34 bytes written per 32 weights and about 12 integer instructions per word, so writing bandwidth is the limit.
+Layout: kernels/formats.py; thread i writes word i of the quants, scale i or value i, or the scales of 256 weights.
+Cost: 18 to 34 bytes written per 32 weights and about 12 integer instructions per word: writing bandwidth is the limit.
 """
 
 import math
@@ -15,13 +18,15 @@ from functools import partial
 
 import numpy as np
 from numba import cuda
-from numba.types import float32, uint32
+from numba.types import float32, uint16, uint32
 
 from kernels.bench import Case, main
+from kernels.formats import BLOCK, FORMATS, as_words
 from kernels.intrinsics import half_bits, store_word
 
 THREADS = 256
-QUANT_DEVIATION = 36.95  # of a uniform integer in [-64, 63]
+Q8_DEVIATION = 36.95  # of a uniform integer in [-64, 63]
+INTEGER_SCALE = 47.5  # mean of 32 .. 63
 
 
 def mix_reference(words):
@@ -38,14 +43,37 @@ def bits_reference(count, seed):
     return mix_reference(np.arange(count, dtype=np.uint32) + start)
 
 
-def random_q8_reference(n, k, seed):
-    """(quants int8 [n, k], scales float16 [n, k/32])."""
-    h = bits_reference(n * k // 4, seed)
-    sign = h & np.uint32(0x40404040)
-    quants = ((h & np.uint32(0x3F3F3F3F)) | sign | (sign << np.uint32(1))).view(np.int8).reshape(n, k)
-    unit = bits_reference(n * k // 32, seed + 1).astype(np.float32) * np.float32(2.0 ** -32)
-    scales = (np.float32(0.5) + unit) * np.float32(1.0 / (QUANT_DEVIATION * math.sqrt(k)))
-    return quants, scales.astype(np.float16).reshape(n, k // 32)
+def deviation(format):
+    """Of the quants of a format, as `random_matrix` draws them, times the mean of their integer scales."""
+    if format.bits == 8:
+        return Q8_DEVIATION
+    return math.sqrt((4**format.bits - 1) / 12) * (1 if format.file_block == BLOCK else INTEGER_SCALE)
+
+
+def random_matrix_reference(format, n, k, seed):
+    """(wq, wd) of a matrix [n, k] in NumPy's dtypes of `format.arrays`."""
+    (wq_shape, wq_type), (wd_shape, wd_type) = format.arrays(n, k)
+    words = bits_reference(math.prod(wq_shape) // 4, seed)
+    if format.bits == 8:
+        sign = words & np.uint32(0x40404040)
+        words = (words & np.uint32(0x3F3F3F3F)) | sign | (sign << np.uint32(1))
+    count = n * k // format.file_block
+    unit = bits_reference(count, seed + 1).astype(np.float32) * np.float32(2.0 ** -32)
+    d = (np.float32(0.5) + unit) * np.float32(1.0 / (deviation(format) * math.sqrt(k)))
+    if format.file_block == BLOCK:
+        return words.view(wq_type).reshape(wq_shape), d.astype(wd_type).reshape(wd_shape)
+    h = bits_reference(8 * count, seed + 2)
+    first = np.uint32(32) + (h & np.uint32(31))
+    second = first if format.minimum else np.uint32(32) + (h >> np.uint32(8) & np.uint32(31))
+    shared = [d, d * np.float32(mean(format))][:1 + format.minimum]
+    wd = np.concatenate([(first | second << np.uint32(8)).astype(np.uint16).reshape(count, 8),
+                         np.stack(shared, axis=1).astype(np.float16).view(np.uint16)], axis=1)
+    return words.view(wq_type).reshape(wq_shape), wd.reshape(wd_shape)
+
+
+def mean(format):
+    """Of quants without a sign."""
+    return (2**format.bits - 1) / 2
 
 
 def random_uniform_reference(count, low, high, seed):
@@ -62,21 +90,27 @@ def mix(h):
     return uint32(h ^ uint32(h >> uint32(16)))
 
 
+@cuda.jit(device=True, inline="always")
+def random_bits(i, seed):
+    """bits(i, seed)."""
+    return mix(uint32(i + mix(uint32(seed + uint32(0x9E3779B9)))))
+
+
 @cuda.jit
-def random_words(out, n_words, seed):
+def random_words(out, n_words, seed, seven_bits):
     i = uint32(uint32(cuda.blockIdx.x) * uint32(THREADS) + uint32(cuda.threadIdx.x))
     if i < n_words:
-        h = mix(uint32(i + mix(uint32(seed + uint32(0x9E3779B9)))))
-        sign = uint32(h & uint32(0x40404040))
-        word = uint32(uint32(h & uint32(0x3F3F3F3F)) | uint32(sign | uint32(sign << uint32(1))))
+        word = random_bits(i, seed)
+        if seven_bits:
+            sign = uint32(word & uint32(0x40404040))
+            word = uint32(uint32(word & uint32(0x3F3F3F3F)) | uint32(sign | uint32(sign << uint32(1))))
         store_word(out, uint32(i * uint32(4)), word)
 
 
 @cuda.jit(device=True, inline="always")
 def unit_float(i, seed):
     """bits(i, seed) / 2**32 as float32 in [0, 1]."""
-    h = mix(uint32(i + mix(uint32(seed + uint32(0x9E3779B9)))))
-    return float32(h) * float32(2.0 ** -32)
+    return float32(random_bits(i, seed)) * float32(2.0 ** -32)
 
 
 @cuda.jit
@@ -87,18 +121,38 @@ def random_scales(out, count, seed, unit):
 
 
 @cuda.jit
+def random_k_scales(out, count, seed, unit, mean, with_minimum):
+    i = uint32(uint32(cuda.blockIdx.x) * uint32(THREADS) + uint32(cuda.threadIdx.x))
+    if i < count:
+        to = uint32(i * (uint32(10) if with_minimum else uint32(9)))
+        for j in range(uint32(8)):
+            h = random_bits(uint32(uint32(i << uint32(3)) + uint32(j)), uint32(seed + uint32(1)))
+            first = uint32(uint32(32) + uint32(h & uint32(31)))
+            second = uint32(uint32(32) + uint32(uint32(h >> uint32(8)) & uint32(31)))
+            pair = uint32(first | uint32((first if with_minimum else second) << uint32(8)))
+            out[uint32(to + uint32(j))] = uint16(pair)
+        d = (float32(0.5) + unit_float(i, seed)) * unit
+        out[uint32(to + uint32(8))] = half_bits(d)
+        if with_minimum:
+            out[uint32(to + uint32(9))] = half_bits(d * mean)
+
+
+@cuda.jit
 def random_floats(out, count, seed, low, width):
     i = uint32(uint32(cuda.blockIdx.x) * uint32(THREADS) + uint32(cuda.threadIdx.x))
     if i < count:
         out[i] = low + width * unit_float(i, seed)
 
 
-def random_q8(card, quants, scales, n, k, seed):
-    """Fills quants int8 [n, k] and scales float16 [n, k/32]; k a multiple of 32, n * k below 2**32."""
-    words = n * k // 4
-    card.launch(random_words, -(-words // THREADS), THREADS, quants.reshape(n * k), words, seed)
-    card.launch(random_scales, -(-n * k // 32 // THREADS), THREADS, scales.view(np.uint16).reshape(n * k // 32),
-                n * k // 32, seed + 1, 1.0 / (QUANT_DEVIATION * math.sqrt(k)))
+def random_matrix(card, format, wq, wd, n, k, seed):
+    """Fills the arrays of a matrix [n, k] of a format of kernels/formats.py; wq below 2**32 bytes."""
+    words, count, unit = wq.nbytes // 4, n * k // format.file_block, 1.0 / (deviation(format) * math.sqrt(k))
+    card.launch(random_words, -(-words // THREADS), THREADS, wq.reshape(-1), words, seed, format.bits == 8)
+    blocks, arguments = -(-count // THREADS), (as_words(wd), count, (seed + 1) % 2**32, unit)
+    if format.file_block == BLOCK:
+        card.launch(random_scales, blocks, THREADS, *arguments)
+    else:
+        card.launch(random_k_scales, blocks, THREADS, *arguments, mean(format), format.minimum)
 
 
 def random_uniform(card, out, low, high, seed):
@@ -109,34 +163,38 @@ def random_uniform(card, out, low, high, seed):
 
 # ---- check and time -------------------------------------------------------------------------------------------------
 
-CASES = [(1, 32), (3, 64), (31, 320), (65, 1024)]  # n, k
+SHAPES = [(1, 1), (3, 2), (31, 3), (65, 4)]  # rows, blocks of the file in one
 
 
-def check(card, case):
-    """Both fills against their references: the same bits, and nothing written beyond the end. case = (n, k)."""
-    n, k = case
-    quants, scales = card.alloc((n + 1, k), np.int8), card.alloc((n + 1, k // 32), np.float16)
+def check(card, format, n, k):
+    """Both fills against their references: the same bits, and nothing written beyond the end."""
+    wq, wd = (card.alloc((rows + 1, width), dtype) for (rows, width), dtype in format.arrays(n, k))
     floats = card.alloc((n + 1, k), np.float32)
-    for array in (quants, scales, floats):
+    for array in (wq, wd, floats):
         card.poison(array)
-    random_q8(card, quants[:n], scales[:n], n, k, seed=7)
+    random_matrix(card, format, wq[:n], wd[:n], n, k, seed=7)
     random_uniform(card, floats[:n], -0.5, 1.5, seed=9)
-    want_quants, want_scales = random_q8_reference(n, k, 7)
-    np.testing.assert_array_equal(card.download(quants)[:n], want_quants)
-    np.testing.assert_array_equal(card.download(scales)[:n], want_scales)
-    np.testing.assert_array_equal(card.download(floats)[:n].ravel(), random_uniform_reference(n * k, -0.5, 1.5, 9))
-    assert (card.download(quants)[n] == -1).all() and np.isnan(card.download(floats)[n]).all(), "wrote past its rows"
+    want_wq, want_wd = random_matrix_reference(format, n, k, 7)
+    wq, wd, floats = (card.download(array) for array in (wq, wd, floats))
+    np.testing.assert_array_equal(wq[:n], want_wq)
+    np.testing.assert_array_equal(wd[:n], want_wd)
+    np.testing.assert_array_equal(floats[:n].ravel(), random_uniform_reference(n * k, -0.5, 1.5, 9))
+    assert (wq[n].view(np.uint8) == 255).all() and (wd[n].view(np.uint16) == 65535).all(), "wrote past its rows"
+    assert np.isnan(floats[n]).all(), "wrote past its rows"
     return 0.0
 
 
 def cases(card):
     """The checks, then the time of a matrix of 16 M weights."""
-    for case in CASES:
-        yield Case("{} x {}".format(*case), partial(check, card, case))
+    for format in FORMATS.values():
+        for n, blocks in SHAPES:
+            k = blocks * format.file_block
+            yield Case(f"{n} x {k} {format.name}", partial(check, card, format, n, k))
     n = k = 4096
-    quants, scales = card.alloc((n, k), np.int8), card.alloc((n, k // 32), np.float16)
-    yield Case(f"random Q8_0 {n} x {k}", launch=partial(random_q8, card, quants, scales, n, k, 1),
-               n_bytes=quants.nbytes + scales.nbytes)
+    for format in FORMATS.values():
+        wq, wd = (card.alloc(*array) for array in format.arrays(n, k))
+        yield Case(f"random {format.name} {n} x {k}", launch=partial(random_matrix, card, format, wq, wd, n, k, 1),
+                   n_bytes=wq.nbytes + wd.nbytes)
 
 
 if __name__ == "__main__":

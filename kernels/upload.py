@@ -3,7 +3,7 @@
     file (mapped) ──threads──→ pinned buffer ──copy──→ raw bytes on the card ──kernel──→ where they belong
                                two of each: one piece is copied while threads fill the next
 
-The processor only moves bytes: what a tensor's format asks for is done on the card (kernels/repack.py), out of the
+The processor only moves bytes: what a tensor's format asks for is done on the card (kernels/formats.py), out of the
 raw buffer. Pages of the file that are not mapped yet cost as much as the copy itself, so several threads share it.
 
 Bound by the link: PCIe 4 x16 takes 25 GB/s, PCIe 1 x1 0.2 GB/s.

@@ -1,8 +1,12 @@
 """Copies of model files with their tensors in another type."""
 
+import itertools
+
 import gguf
+import numpy as np
 
 import qengine
+from kernels.formats import FORMATS
 
 
 def rewrite(source, path, convert):
@@ -27,3 +31,66 @@ def rewrite(source, path, convert):
 def write_as_float32(source, path):
     """The same model with every tensor dequantised."""
     rewrite(source, path, lambda tensor, values: values)
+
+
+# ---- quantised, simply ---------------------------------------------------------------------------------
+# The gguf package quantises no K-quants. These choose the scales that span each block, not the best ones.
+
+
+def quantize(kind, values):
+    """float32 [n, k] as a GGUF file stores it in a type of kernels/formats.py: uint8 [n, bytes of a row]."""
+    quantizer = {"Q4_K": _with_minimum, "Q5_K": _with_minimum, "Q6_K": _with_halves}.get(kind)
+    if quantizer is None:
+        return gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
+    return quantizer(values, 5 if kind == "Q5_K" else 4).reshape(len(values), -1)
+
+
+def _float16_steps(largest, steps):
+    """The float16 step, as float32, in which `steps` of them reach `largest`; and its bytes."""
+    step = np.maximum(largest / steps, 1e-7).astype(np.float16)
+    return step.astype(np.float32)[:, None], step[:, None].view(np.uint8)
+
+
+def _with_minimum(values, bits):
+    """Q4_K and Q5_K: eight blocks of 32, each scale * q - minimum."""
+    blocks, top = values.reshape(-1, 8, 32), 2**bits - 1
+    least = np.maximum(-blocks.min(axis=2), 0)
+    span = (blocks.max(axis=2) + least) / top
+    (d, d_bytes), (dmin, dmin_bytes) = _float16_steps(span.max(axis=1), 63), _float16_steps(least.max(axis=1), 63)
+    scale = np.clip(np.rint(span / d), 1, 63).astype(np.uint8)
+    minimum = np.clip(np.rint(least / dmin), 0, 63).astype(np.uint8)
+    q = (blocks + (dmin * minimum)[:, :, None]) / (d * scale)[:, :, None]
+    q = np.clip(np.rint(q), 0, top).astype(np.uint8)
+    first = scale[:, :4] | (scale[:, 4:] >> 4) << 6, minimum[:, :4] | (minimum[:, 4:] >> 4) << 6
+    packed = [d_bytes, dmin_bytes, *first, scale[:, 4:] & 15 | (minimum[:, 4:] & 15) << 4]
+    if bits == 5:
+        packed.append(np.bitwise_or.reduce((q >> 4) << np.arange(8, dtype=np.uint8)[:, None], axis=1))
+    pairs = (q & 15).reshape(-1, 4, 2, 32)
+    return np.concatenate([*packed, (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(-1, 128)], axis=1)
+
+
+def _with_halves(values, _):
+    """Q6_K: sixteen half blocks of 16, each scale * (q - 32)."""
+    blocks = values.reshape(-1, 16, 16)
+    span = abs(blocks).max(axis=2) / 31
+    d, d_bytes = _float16_steps(span.max(axis=1), 127)
+    scale = np.clip(np.rint(span / d), 1, 127).astype(np.int8)
+    q = np.clip(np.rint(blocks / (d * scale)[:, :, None]), -32, 31).astype(np.int8).reshape(-1, 2, 4, 32)
+    q = (q + np.int8(32)).view(np.uint8)
+    low = (q[:, :, :2] & 15 | (q[:, :, 2:] & 15) << 4).reshape(-1, 128)
+    high = np.bitwise_or.reduce((q >> 4) << np.array([0, 2, 4, 6], np.uint8)[:, None], axis=2).reshape(-1, 64)
+    return np.concatenate([low, high, scale.view(np.uint8), d_bytes], axis=1)
+
+
+def as_types(*kinds):
+    """For `rewrite`: matrices in these types, one after the other, where their rows are whole blocks of it."""
+    turn = itertools.count()
+
+    def convert(tensor, values):
+        if tensor.type != "Q8_0":
+            return values
+        fitting = [kind for kind in kinds if tensor.shape[1] % FORMATS[kind].file_block == 0] or ["Q8_0"]
+        kind = fitting[next(turn) % len(fitting)]
+        return quantize(kind, values), gguf.GGMLQuantizationType[kind]
+
+    return convert

@@ -109,7 +109,8 @@ def test_bench_of_an_engine(bench_of_tiny, capsys, tmp_path, monkeypatch):
         assert speed["launches"] == sum(operation["launches"] for operation in speed["operations"])
         assert all(operation["seconds"] > 0 for operation in speed["operations"])
     decode = {operation["name"]: operation["launches"] for operation in found["decode"][0]["operations"]}
-    assert decode["gemv_q8_q8_kernel"] == 32 and decode["gdn_recurrence"] == 3
+    assert decode["gemv_kernel"] == 4 * 3 + 1 and decode["gemv_swiglu_kernel"] == 4
+    assert decode["gdn_decode_kernel"] == 3 and decode["attend"] == 1
     assert set(found) == {"model", "date", "card", "versions", "probe", "peak_memory_bytes", "prefill",
                           "decode", "estimates"}
     assert found["peak_memory_bytes"] > 4e6 and "numba" in found["versions"] and found["probe"]["format"]
@@ -146,13 +147,13 @@ def test_what_a_step_moves_and_a_prompt_computes():
     products = [m for m in b.weights() if m.is_quantized]
     n_weights = sum(m.n * m.k for m in products)
     states = sum(kind == "linear" for kind in c.layer_kinds) * 4 * (
-        c.n_value_heads * 128 * 128 + (c.conv_width - 1) * c.conv_dim)
+        2 * c.n_value_heads * 128 * 128 + c.conv_width * c.conv_dim)
     positions = 64 + qengine.DECODE_STEPS // 2
     kept = sum(kind == "attention" for kind in c.layer_kinds) * 2 * c.kv_dim * 2 * positions
-    assert b.step_bytes(64) == n_weights * 34 // 32 + 2 * (2 * states + kept)
+    assert b.step_bytes(64) == n_weights * 34 // 32 + 2 * (states + kept)
     head = c.n_vocab * c.hidden_dim
     assert b.prompt_operations(10) == 2 * (10 * (n_weights - head) + head)
-    assert len(products) == len(b.weights()) == 32
+    assert len(products) == len(b.weights()) == 4 * 4 + 1
     engine.close()
 
 

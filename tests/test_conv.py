@@ -15,17 +15,18 @@ def test_bits_do_not_depend_on_the_cut(card, cuts):
     random, (rows, channels) = np.random.default_rng(0), (29, 96)
     x = card.upload(random.standard_normal((rows, channels)).astype(np.float32))
     w = card.upload(random.standard_normal((channels, 4)).astype(np.float32))
-    slot = card.zeros(rows, np.int32)
+    slot, positions = card.zeros(rows, np.int32), card.upload(np.arange(rows, dtype=np.int32))
 
     def run(cuts):
-        y, state = card.alloc((rows, channels), np.float32), card.zeros((1, 3, channels), np.float32)
+        y, ring = card.alloc((rows, channels), np.float32), card.zeros((1, 4, channels), np.float32)
         card.poison(y)
         start = 0
         for length in cuts:
             part = slice(start, start + length)
-            conv.conv_silu(card, y[part], x[part], state, w, slot, length, channels, length)
+            conv.conv_silu(card, y[part], x[part].reshape(-1), channels, ring, w, slot, positions[part],
+                           length, channels)
             start += length
-        return card.download(y), card.download(state)
+        return card.download(y), card.download(ring)
 
     for got, want in zip(run(cuts), run([rows])):
         np.testing.assert_array_equal(got, want)
@@ -35,8 +36,9 @@ def test_convolution_of_the_reference_model(card):
     z = oracle_npz("operators")
     x, w = z["conv_in"], z["conv_weight"]
     want = np.concatenate([z[name][:40].reshape(40, -1) for name in ("gdn_q", "gdn_k", "gdn_v")], axis=1)
-    y, state = card.alloc(want.shape, np.float32), card.zeros((1, 3, 1024), np.float32)
+    y, ring = card.alloc(want.shape, np.float32), card.zeros((1, 4, 1024), np.float32)
     card.poison(y)
-    conv.conv_silu(card, y, card.upload(x), state, card.upload(w), card.zeros(40, np.int32), 40, 1024, 40)
+    zeros = card.zeros(40, np.int32)
+    conv.conv_silu(card, y, card.upload(x).reshape(-1), 1024, ring, card.upload(w), zeros, zeros, 40, 1024)
     np.testing.assert_allclose(card.download(y), want, rtol=1e-5, atol=1e-6 * np.abs(want).max())
-    np.testing.assert_array_equal(card.download(state)[0], x[37:])
+    np.testing.assert_array_equal(card.download(ring)[0], x[36:])

@@ -321,9 +321,10 @@ def test_undefined_memory_is_never_used(engine):
 def poison(engine):
     stage = engine.pipeline.last
     model, cache = stage.model, stage.cache
-    arrays = [value for name, value in vars(model).items() if name not in ("inv_freq", "head_norm")]
-    arrays += [value for part in (*model.activations.values(), *cache.pages.values(), *cache.recurrent.values(),
-                                  stage.sampler, stage.sampler.state) for value in vars(part).values()]
+    arrays = [value for name, value in vars(model).items() if name not in ("inv_freq", "head_norm", "arrived")]
+    parts = (*model.activations.values(), model.inner, *cache.pages.values(), *cache.recurrent.values(),
+             stage.sampler, stage.sampler.state)
+    arrays += [value for part in parts for value in vars(part).values()]
     arrays = [value for value in [*arrays, cache.block_table, stage.inputs] if isinstance(value, Array)]
     assert len(arrays) > 30
     for array in arrays:
@@ -453,7 +454,8 @@ def test_closing_ends_what_runs_and_waits(card):
 # ---- loading -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("megabytes, name", [(3, "layer 2 values"), (8, "token_embd.weight"), (10, "activation")])
+@pytest.mark.parametrize("megabytes, name", [(3, "layer 2 values"), (8, "token_embd.weight"),
+                                             (10, "attention partials")])
 def test_memory_that_does_not_suffice_is_named(megabytes, name):
     with pytest.raises(OutOfMemory, match=rf"{name}.* needs .* free on emulated card 0"):
         load(EmulatedCard(memory_bytes=megabytes << 20))

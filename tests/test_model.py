@@ -82,20 +82,35 @@ def test_float_weights_settle_the_formulas(float_engine, reference, prompt):
     assert distance(logits[rows], want) <= 2e-3
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
-def test_quantised_weights_are_as_near_as_llama_cpp(engine, reference, prompt):
-    """Over all positions, on the logits that both stored lists of likeliest tokens hold (9,760 of the long prompt),
-    ours are no further from the float32 reference than llama.cpp's with the same 8-bit weights and activations."""
-    _, logits = run(engine, reference[f"{prompt}_ids"].tolist())
+def check_as_near_as_llama_cpp(engine, reference, *prompts):
+    """Over all positions of the prompts, on the logits that both stored lists of likeliest tokens hold (9,760 of the
+    long prompt), ours are no further from the float32 reference than llama.cpp's with the same weights and 8-bit
+    activations. The prompts count together: on 50 positions alone the rounding of 8 bits decides by chance."""
     ours, theirs = [], []
-    for row, position in enumerate(logits):
-        want = dict(zip(reference[f"{prompt}_hf_top_ids"][row], reference[f"{prompt}_hf_top_vals"][row]))
-        for token, value in zip(reference[f"{prompt}_llama_top_ids"][row], reference[f"{prompt}_llama_top_vals"][row]):
-            if token in want:
-                ours.append(position[token] - want[token])
-                theirs.append(value - want[token])
-    assert len(ours) > 15 * len(logits)
+    for prompt in prompts:
+        _, logits = run(engine, reference[f"{prompt}_ids"].tolist())
+        wanted, llama = ([dict(zip(*row)) for row in zip(reference[f"{prompt}_{source}_top_ids"],
+                                                         reference[f"{prompt}_{source}_top_vals"])]
+                         for source in ("hf", "llama"))
+        both = [(row, token) for row, want in enumerate(wanted) for token in want if token in llama[row]]
+        assert len(both) > 15 * len(logits)
+        ours += [logits[row, token] - wanted[row][token] for row, token in both]
+        theirs += [llama[row][token] - wanted[row][token] for row, token in both]
     assert np.linalg.norm(ours) <= np.linalg.norm(theirs)
+
+
+def test_quantised_weights_are_as_near_as_llama_cpp(engine, reference):
+    check_as_near_as_llama_cpp(engine, reference, *PROMPTS)
+
+
+@pytest.mark.parametrize("model", ["dense_kq-Q4_K_M", "dense_kq-Q5_K_M", "dense_kq-Q6_K"])
+def test_k_quants_are_as_near_as_llama_cpp(card, model):
+    """Prefill, and in decode the same likeliest tokens."""
+    reference = oracle_npz(model)
+    engine = qengine.load(str(oracle_path(f"gguf/{model}.gguf")), card=card, ctx=128, progress=False)
+    check_as_near_as_llama_cpp(engine, reference, "short")
+    check_likeliest_tokens(reference, "short", decode_logits(engine, reference["short_ids"].tolist()))
+    engine.close()
 
 
 def decode_logits(engine, ids):
@@ -117,15 +132,19 @@ def decode_logits(engine, ids):
 @pytest.mark.parametrize("family", ["prefill", "decode"])
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_teacher_forced_tokens(engine, reference, prompt, family):
-    """At every position the likeliest token is the reference's, wherever its margin over the second exceeds the noise of
-    8-bit arithmetic: the largest margin at which llama.cpp, with the same weights, chose another token."""
     ids = reference[f"{prompt}_ids"].tolist()
     logits = run(engine, ids)[1] if family == "prefill" else decode_logits(engine, ids)
+    check_likeliest_tokens(reference, prompt, logits)
+
+
+def check_likeliest_tokens(reference, prompt, logits):
+    """At every position the likeliest token is the reference's, wherever its margin over the second exceeds the noise
+    of 8-bit arithmetic: the largest margin at which llama.cpp, with the same weights, chose another token."""
     likeliest, values = reference[f"{prompt}_hf_top_ids"][:, 0], reference[f"{prompt}_hf_top_vals"]
     margin = values[:, 0] - values[:, 1]
     noise = margin[reference[f"{prompt}_llama_top_ids"][:, 0] != likeliest].max()
     clear = margin > noise
-    assert clear.sum() > 0.45 * len(ids)
+    assert clear.sum() > 0.3 * len(logits)
     np.testing.assert_array_equal(logits.argmax(axis=1)[clear], likeliest[clear])
 
 

@@ -2,12 +2,13 @@
 (tensor, fp64), none that differs between cards (approximate), and no register spilled on sm_70."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
 import qengine
 from kernels import compile as compiler
-from kernels import nvidia
+from kernels import nvidia, q8_gemv
 from tests.models import write_as_float32
 from tests.oracle import DATA
 from tests.tiny import tiny_engine
@@ -39,11 +40,30 @@ def engine_kernels(directory):
     return sorted(used, key=lambda key: (key[0].__name__, key[1:]))
 
 
+def products_of_real_cards():
+    """The decode products in the shapes that the emulated card does not use."""
+    card = SimpleNamespace(kind="cuda")
+    w, x, y = ("int8[1]", "uint16[1]"), ("int8[1]", "float32[1]"), ("float32[1]", "uint32")
+    norm = "float32[1]", "float32[1]", "float32"
+
+    def shape(*arguments):
+        return q8_gemv.shape_for(card, q8_gemv.Q8, *arguments)
+
+    for columns in range(1, 5):
+        kernel = q8_gemv.gemv_kernel(q8_gemv.Q8, columns, shape(columns, 4096), False)
+        yield kernel, *y, *w, *x, *["uint32"] * 6, "bool"
+        kernel = q8_gemv.swiglu_kernel(q8_gemv.Q8, columns, shape(columns, 4096, True), False)
+        yield kernel, *x, *w, *x, *["uint32"] * 4
+    alone = shape(1, 4096, True)
+    yield q8_gemv.gemv_kernel(q8_gemv.Q8, 1, alone, True), *y, *w, *norm, *["uint32"] * 4
+    yield q8_gemv.swiglu_kernel(q8_gemv.Q8, 1, alone, True), *x, *w, *norm, *["uint32"] * 2
+
+
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     if TARGET not in compiler.supported_ccs():
         pytest.skip("the installed CUDA toolkit cannot compile for sm_70")
-    return engine_kernels(tmp_path_factory.mktemp("models"))
+    return [*engine_kernels(tmp_path_factory.mktemp("models")), *products_of_real_cards()]
 
 
 def test_the_pipes_of_the_engine(kernels):

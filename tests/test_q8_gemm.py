@@ -4,7 +4,10 @@ import numpy as np
 import pytest
 
 from kernels import compile as compiler
-from kernels import nvidia, q8_gemm
+from kernels import formats, nvidia, q8_gemm
+from kernels.formats import FORMATS
+from kernels.q8_gemv import random_activations, random_q8
+from tests.blocks import added, block_terms
 
 
 @pytest.mark.parametrize("add", [False, True])
@@ -12,6 +15,14 @@ from kernels import nvidia, q8_gemm
 @pytest.mark.parametrize("case", q8_gemm.CASES, ids=str)
 def test_within_the_rounding_bound(card, case, multiply, add):
     q8_gemm.check(card, *case, add, multiply)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "Q8_0"])
+def test_every_format_is_within_the_rounding_bound(card, name, monkeypatch):
+    monkeypatch.setattr(q8_gemm, "TILES", {8: q8_gemm.TILES[8]})    # one kernel to compile for each
+    format = FORMATS[name]
+    for n, blocks, rows in q8_gemm.FORMAT_CASES:
+        q8_gemm.check(card, n, blocks * format.file_block, rows, rows > 1, q8_gemm.multiplier(format), format)
 
 
 def product(card, w, x, multiply=q8_gemm.gemm_q8_q8):
@@ -23,10 +34,10 @@ def product(card, w, x, multiply=q8_gemm.gemm_q8_q8):
     return card.download(y)
 
 
-@pytest.fixture(params=q8_gemm.PIPELINED, ids="rows per warp: {}".format)
+@pytest.fixture(params=q8_gemm.TILES, ids="rows per warp: {}".format)
 def one_tile(request, monkeypatch):
     """gemm_q8_q8 has no other tile to choose."""
-    monkeypatch.setattr(q8_gemm, "PIPELINED", {request.param: q8_gemm.PIPELINED[request.param]})
+    monkeypatch.setattr(q8_gemm, "TILES", {request.param: q8_gemm.TILES[request.param]})
 
 
 @pytest.mark.parametrize("case", [(1, 32, 1), (129, 64, 65), (130, 544, 17)], ids=str)
@@ -37,7 +48,7 @@ def test_every_tile_is_within_the_bound(card, case, one_tile):
 def test_row_has_the_same_bits_in_any_tile(card, one_tile):
     """However many rows and columns are multiplied together, with a tile or none."""
     rng = np.random.default_rng(1)
-    w, (xq, xd) = q8_gemm.random_q8(rng, 150, 416), q8_gemm.random_activations(rng, 130, 416)
+    w, (xq, xd) = random_q8(rng, 150, 416), random_activations(rng, 130, 416)
     together = product(card, w, (xq, xd), q8_gemm.gemm_naive)
     np.testing.assert_array_equal(product(card, w, (xq, xd), q8_gemm.gemm_tiled), together)
     for first, rows in ((0, 130), (0, 1), (7, 3), (60, 33), (65, 65)):
@@ -58,21 +69,38 @@ def test_tiles_fill_the_card():
 SIGNATURE = ("float32[1]", "int8[1]", "uint16[1]", "int8[1]", "float32[1]", *["uint32"] * 4, "bool")
 
 
-@pytest.mark.parametrize("rows", q8_gemm.PIPELINED)
-def test_everything_stays_in_registers(rows):
+@pytest.mark.parametrize("name, rows", [(name, 16) for name in FORMATS] + [("Q8_0", rows) for rows in (10, 8, 4)])
+def test_everything_stays_in_registers(name, rows):
     """On sm_70. Arrays in local memory would mean that a loop over rows has not been unrolled."""
     if (7, 0) not in compiler.supported_ccs() or not nvidia.find_assembler():
         pytest.skip("the installed CUDA toolkit cannot compile for sm_70")
-    compiled = compiler.compile_kernel(q8_gemm.PIPELINED[rows], SIGNATURE, (7, 0))
+    bits = "int8[1]" if name == "Q8_0" else "uint8[1]"
+    signature = "float32[1]", bits, "uint16[1]", "int8[1]", "float32[1]", *["uint32"] * 4, "bool"
+    compiled = compiler.compile_kernel(q8_gemm.pipelined(FORMATS[name], rows), signature, (7, 0))
     _, words = nvidia.run_assembler(nvidia.find_assembler()[0], compiled, (7, 0))
     assert ".local" not in compiled.ptx and " 0 bytes spill stores" in words, words
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
+def test_bits_of_the_chain_of_k_quants(card, name, monkeypatch):
+    """Per block one fma with the exact integer dot product, and with a minimum a second one: in NumPy."""
+    monkeypatch.setattr(q8_gemm, "TILES", {16: q8_gemm.TILES[16]})
+    rng, format, n, k, rows = np.random.default_rng(4), FORMATS[name], 40, 512, 20
+    raw, (xq, xd) = formats.random_raw(rng, format, n, k), random_activations(rng, rows, k)
+    y = np.zeros((rows, n), np.float32)
+    for terms in block_terms(format, raw, n, xq, xd):
+        y = added(y, format, *terms)
+    w = formats.on_card(card, format, raw, n, k)
+    got = card.alloc((rows, n), np.float32)
+    q8_gemm.gemm(card, format, got, n, *w, card.upload(xq), card.upload(xd), n, k, rows)
+    np.testing.assert_array_equal(card.download(got), y)
 
 
 def test_bits_of_the_chain(card):
     """One fma per block of 32 in increasing k: step by step in NumPy."""
     rng = np.random.default_rng(2)
     k = 416
-    (wq, wd), (xq, xd) = q8_gemm.random_q8(rng, 70, k), q8_gemm.random_activations(rng, 40, k)
+    (wq, wd), (xq, xd) = random_q8(rng, 70, k), random_activations(rng, 40, k)
     y = np.zeros((40, 70), np.float32)
     for block in range(k // 32):
         part = slice(32 * block, 32 * block + 32)

@@ -10,6 +10,26 @@ def test_within_the_rounding_bound(card, case, add):
     q8_gemv.check(card, *case, add)
 
 
+@pytest.mark.parametrize("case", q8_gemv.FUSED_CASES, ids=str)
+def test_fused_kernels_have_the_bits_of_the_separate_ones(card, case):
+    q8_gemv.check_fused(card, *case)
+
+
+@pytest.mark.parametrize("case", [(500, 1024, 8), (33, 2080, 1), (1, 32, 1)], ids=str)
+def test_shapes_of_real_cards(card, case, monkeypatch):
+    """The kernels with weights under way, on every card; for few SMs and for many."""
+    monkeypatch.setattr(card, "kind", "cuda")
+    for n_sms in (2, 132):
+        monkeypatch.setattr(card, "n_sms", n_sms)
+        q8_gemv.check(card, *case)
+
+
+@pytest.mark.parametrize("case", [(96, 2080, 1)], ids=str)
+def test_fused_shapes_of_real_cards(card, case, monkeypatch):
+    monkeypatch.setattr(card, "kind", "cuda")
+    q8_gemv.check_fused(card, *case)
+
+
 def multiply(card, w, x):
     wq, wd = w
     xq, xd = x

@@ -37,6 +37,21 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(card):
     weights = card.upload(w), card.upload(rope.inverse_frequencies(1e7))
     q, alone = card.alloc((5, 4, 256), np.float16), card.alloc((1, 4, 256), np.float16)
     qg, both = card.upload(qg), [card.upload(positions), card.upload(positions[:, 3:4])]
-    rope.norm_rope_q(card, q, qg, weights[0], both[0], weights[1], 5, 4, rope.SECTIONS, rope.EPS)
-    rope.norm_rope_q(card, alone, qg[3:4], weights[0], both[1], weights[1], 1, 4, rope.SECTIONS, rope.EPS)
+    rope.norm_rope_q(card, q, qg, 2048, weights[0], both[0], weights[1], 5, 4, rope.SECTIONS, rope.EPS)
+    rope.norm_rope_q(card, alone, qg[3:4], 2048, weights[0], both[1], weights[1], 1, 4, rope.SECTIONS, rope.EPS)
     np.testing.assert_array_equal(card.download(q)[3:4], card.download(alone))
+
+
+def test_large_positions_add_nothing_to_the_rounding_of_the_angle(card):
+    """At the end of 256 K tokens; the angle is the float32 product that it is said to be."""
+    rng, position = np.random.default_rng(2), 262143
+    projected, frequencies = rng.standard_normal((1, 512), np.float32), rope.inverse_frequencies(1e7)
+    q, positions = card.alloc((1, 1, 256), np.float16), np.full((3, 1), position, np.int32)
+    w = np.ones(256, np.float32)
+    rope.norm_rope_q(card, q, card.upload(projected), 512, *map(card.upload, (w, positions, frequencies)), 1, 1,
+                     rope.SECTIONS, rope.EPS)
+    angle = (np.float32(position) * frequencies).astype(np.float64)
+    want = rope.norm_rope_reference(projected[:, None, :256], w, positions, angle / position, rope.SECTIONS, rope.EPS,
+                                    rope.QUERY_SCALE)
+    assert np.max(np.abs(card.download(q) - want)) <= rope.TOLERANCE * np.max(np.abs(want))
+    assert np.max(np.abs(angle - position * 1e7 ** (-np.arange(32) / 32))) < 2.0 ** -7 + 2.0 ** -7

@@ -58,6 +58,33 @@ def test_draws_follow_the_distribution(card):
         assert not got[~possible].any(), (settings, got)
 
 
+@pytest.mark.parametrize("settings", [{"top_k": 2500}, {"top_p": 0.5}, {"top_k": 4000, "top_p": 0.625}],
+                         ids=str)
+def test_of_equal_tokens_the_first_are_kept(card, settings):
+    """5,000 equal tokens: the prefix ends within a tie that many threads and chunks share."""
+    got = draw(card, np.zeros((200, 5000)), temperature=1.0, **settings)
+    assert got.min() >= 0 and 2000 < got.max() < 2500
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it(card):
+    """Six rows with different parameters at once, and each alone."""
+    n_vocab, x = 3000, np.random.default_rng(1).standard_normal((6, 3000)).astype(np.float32)
+    settings = [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 9},
+                {"temperature": 1.0, "top_p": 0.8}, {"temperature": 2.0, "top_k": 700, "top_p": 0.6},
+                {"temperature": 1.0, "min_p": 0.1}]
+    state = SamplingState.allocate(card, 6, 6, n_vocab)
+    tokens, logits = card.alloc(6, np.int32), card.upload(x)
+    slots = card.upload(np.arange(6, dtype=np.int32))
+    start = np.stack([pack_parameters(seed=3, **s) for s in settings])
+    card.copy_in(state.parameters, start)
+    sample.sample(card, tokens, logits, slots, state, 6, n_vocab)
+    together = card.download(tokens).tolist()
+    card.copy_in(state.parameters, start)
+    for row in range(6):
+        sample.sample(card, tokens[row:row + 1], logits[row:row + 1], slots[row:row + 1], state, 1, n_vocab)
+    assert card.download(tokens).tolist() == together
+
+
 def test_a_recorded_sample_walks_on(card):
     """Replays draw with the step that the card has counted up to, whichever rows run beside."""
     n_vocab, logits = 200, np.random.default_rng(0).standard_normal((1, 200)).astype(np.float32)

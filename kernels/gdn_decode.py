@@ -1,0 +1,287 @@
+"""The gated delta rule of a linear-attention layer for one token per slot and all around it, in one launch.
+
+    q, k, v = silu(conv(projected qkv))     kernels/conv.py: four taps, earlier inputs from the slot's ring
+    o       = delta rule                    kernels/gdn.py, which has the formulas and the NumPy reference
+    y       = norm_w o / sqrt(mean(o^2) + eps) * silu(z)           as float32, or as int8 blocks
+
+    projected, rows `stride` floats apart:  | qkv  (2 n_k + n_v) 128 | z  n_v 128 | a  n_v | b  n_v | ...
+    ring   float32 [n_slots, 4, (2 n_k + n_v) 128]      conv_w  float32 [(2 n_k + n_v) 128, 4]
+    state  float32 [n_slots, n_v, 128 (key), 128 (value)]
+    y float32 [rows, n_v 128], or q int8 [rows, n_v 128] and d float32 [rows, n_v 4]
+
+A block takes a value head of a row, the whole state of 64 KiB in registers; a warp 8 key rows, a lane 4
+columns of each, so every access of a warp is a row of 512 bytes:
+
+    thread            0 .. 127   128 .. 255   256 .. 383   384 .. 511
+    makes             q          k            v            silu(z)        of one element, to shared memory
+                      warp 0: key rows 0 .. 7, warp 1: rows 8 .. 15, ...
+    S^T k, S^T q      8 rows per warp, 128 columns; 16 partial sums of a column meet in shared memory
+    d, o              threads 0 .. 127, a column each
+    S = g S + k d^T   as loaded;  y: the last warp, while the others store
+
+The read uses the state before the token, so that both products are done at once: S^T q after the token is
+g S^T q + d (k^ . q^). Value heads share key heads, so several blocks make the same q and k; the ring makes
+that safe, for they write what no block reads, and only one of them writes it.
+
+Everything has one order: a row's bits depend neither on the batch nor on the card.
+
+Pipe: memory, 128 KiB of state read and written per head and row. On an H200 (2026-11-21), states of 24 layers
+in turn in a replayed graph; below, a kernel that only copies as many states, in the same blocks:
+
+    rows x value heads     1 x 16    1 x 32    1 x 48    8 x 32    8 x 48
+    this                  4.26 us   5.13 us   5.52 us  11.64 us  16.73 us    8 x 48: 3.0 TB/s
+    copy                  2.93 us   3.18 us   3.51 us  10.42 us  14.33 us    1 GiB: 4.1 TB/s
+
+So 8 rows run at 86 to 90 % of what can be had; one row is a chain of latencies: 0.8 us of an empty launch,
+1.8 until the first data are there (the slot's number, then ring and state), 0.9 for the sums, the rest until
+the state is stored and y is made, whose shuffles queue behind the stores. (The times were taken with four
+lanes per column in the sums of a column: 447 clocks, where one thread per column, as it is now, takes 356.)
+
+Lost, at 1 x 32 and before the other steps: 8 warps per block 6.7 to 7.2 us against 6.2, 32 warps 6.3; loads
+of the state ahead of what the convolution needs 5.5 against 5.1; registers for one block per SM 5.6 against
+5.1, and 14.4 against 11.8 at 8 x 32. All three scalars of q and k in each of the four warps that sum the
+columns made the others wait for 750 clocks; one warp for each scalar 350.
+"""
+
+from functools import partial
+
+import numpy as np
+from numba import cuda
+from numba.types import float32, uint32, uint64
+
+from kernels import conv
+from kernels.bench import Case, main
+from kernels.conv import convolve, ring_index
+from kernels.gdn import (HEAD, NORM_EPS, QUERY_SCALE, TOLERANCE, error_by_largest, random_inputs, reference,
+                         split)
+from kernels.intrinsics import exp, load_floats4, rsqrt, sigmoid, silu, softplus, store_floats4, warp_sum
+from kernels.norm import gate_head, gated_norm_reference, store_quantized
+from kernels.quantize import quantize_reference
+
+WARPS = 16
+THREADS = 32 * WARPS
+BLOCKS = 2             # that find registers on an SM
+ROWS = HEAD // WARPS   # of the state, of a warp; a lane has 4 columns of each
+QKVZ = 4 * HEAD
+assert QKVZ == THREADS  # a thread makes one of these values
+SUMS = 2 * WARPS * HEAD
+OUT = 2 * HEAD
+KEEP, RATE, K_NORM, Q_NORM, KQ = 15, 14, 13, 12, 11  # warps that make a scalar each, and where it is
+
+
+# ---- kernels -----------------------------------------------------------------------------------------------
+
+@cuda.jit(device=True, forceinline=True)
+def dot(x, i, j, lane):
+    """x[i : i + 128] . x[j : j + 128], on every lane."""
+    a0, a1, a2, a3 = load_floats4(x, uint32(uint32(i) + lane * uint32(4)))
+    b0, b1, b2, b3 = load_floats4(x, uint32(uint32(j) + lane * uint32(4)))
+    return warp_sum(cuda.fma(a3, b3, cuda.fma(a2, b2, cuda.fma(a1, b1, a0 * b0))))
+
+
+@cuda.jit(device=True, forceinline=True)
+def store_plain(y, unused, at, inside, y0, y1, y2, y3):
+    """`store_quantized` for a result that stays float32."""
+    if inside:
+        store_floats4(y, at, y0, y1, y2, y3)
+
+
+def decode_kernel(store):
+    """The kernel that hands its results to `store`, of the form of `store_quantized`."""
+
+    @cuda.jit(launch_bounds=(THREADS, BLOCKS))
+    def gdn_decode_kernel(q_out, d_out, state, ring, projected, stride, conv_w, ssm_a, dt_bias, norm_w,
+                          row_slot, row_pos, n_k, n_v, eps):
+        thread = uint32(cuda.threadIdx.x)
+        lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
+        head, row = uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y)
+        slot, position, key_head = uint32(row_slot[row]), uint32(row_pos[row]), uint32(head % n_k)
+        width = uint32((n_k + n_k + n_v) * uint32(HEAD))
+        row_at = uint32(row * stride)
+
+        # What a thread needs for its element of q, k, v or z.
+        kind, element = uint32(thread >> uint32(7)), uint32(thread & uint32(HEAD - 1))
+        start = key_head if kind == uint32(0) else (n_k + key_head if kind == uint32(1) else n_k + n_k + head)
+        channel = uint32(uint32(start) * uint32(HEAD) + element)
+        column = channel if kind < uint32(3) else uint32(width + head * uint32(HEAD) + element)
+        newest, weight = projected[uint32(row_at + column)], norm_w[element]
+        w0, w1, w2, w3 = load_floats4(conv_w, uint32(channel * uint32(4)))
+        gate_at = uint32(row_at + width + n_v * uint32(HEAD) + head)
+        gate = projected[gate_at if warp == uint32(KEEP) else uint32(gate_at + n_v)]
+        rate_of_decay, bias = ssm_a[head], dt_bias[head]
+        x0 = ring[ring_index(slot, uint32(position + uint32(1)), channel, width)]
+        x1 = ring[ring_index(slot, uint32(position + uint32(2)), channel, width)]
+        x2 = ring[ring_index(slot, uint32(position + uint32(3)), channel, width)]
+
+        cuda.syncwarp()  # lets no load of the state pass the others, which would then wait behind 64 KiB
+        home = uint32(uint32(uint32(slot * n_v + head) * uint32(HEAD) + warp * uint32(ROWS)) * uint32(HEAD))
+        home = uint64(uint32(home + lane * uint32(4)))
+        s = cuda.local.array((ROWS, 4), float32)
+        for i in range(ROWS):
+            s[i, 0], s[i, 1], s[i, 2], s[i, 3] = load_floats4(state, home + uint64(HEAD * i))
+
+        qkvz, scalars = cuda.shared.array(QKVZ, float32, alignment=16), cuda.shared.array(WARPS, float32)
+        weights = cuda.shared.array(HEAD, float32, alignment=16)
+        convolved = convolve(w0, w1, w2, w3, x0, x1, x2, newest)
+        qkvz[thread] = silu(convolved if kind < uint32(3) else newest)
+        if kind == uint32(3):
+            weights[element] = weight
+        if kind == uint32(2) or (kind < uint32(2) and head < n_k):  # one of the blocks that share a key head
+            ring[ring_index(slot, position, channel, width)] = newest
+        cuda.syncthreads()
+
+        if warp == uint32(KEEP):
+            scalars[uint32(KEEP)] = exp(rate_of_decay * softplus(gate + bias))
+        if warp == uint32(RATE):
+            scalars[uint32(RATE)] = sigmoid(gate)
+        if warp == uint32(K_NORM):
+            scalars[uint32(K_NORM)] = rsqrt(dot(qkvz, HEAD, HEAD, lane) + float32(NORM_EPS))
+        if warp == uint32(Q_NORM):
+            scalars[uint32(Q_NORM)] = rsqrt(dot(qkvz, 0, 0, lane) + float32(NORM_EPS)) * float32(QUERY_SCALE)
+        if warp == uint32(KQ):
+            scalars[uint32(KQ)] = dot(qkvz, 0, HEAD, lane)
+        sums = cuda.shared.array(SUMS, float32, alignment=16)
+        q_at, k_at = uint32(warp * uint32(ROWS)), uint32(uint32(HEAD) + warp * uint32(ROWS))
+        p, r = cuda.local.array(4, float32), cuda.local.array(4, float32)
+        for c in range(4):
+            p[c], r[c] = float32(0), float32(0)
+        for i in range(ROWS):
+            q, k = qkvz[uint32(q_at + uint32(i))], qkvz[uint32(k_at + uint32(i))]
+            for c in range(4):
+                p[c] = cuda.fma(s[i, c], k, p[c])
+                r[c] = cuda.fma(s[i, c], q, r[c])
+        to = uint32(warp * uint32(HEAD) + lane * uint32(4))
+        store_floats4(sums, to, p[0], p[1], p[2], p[3])
+        store_floats4(sums, uint32(to + uint32(WARPS * HEAD)), r[0], r[1], r[2], r[3])
+        cuda.syncthreads()
+
+        out = cuda.shared.array(OUT, float32, alignment=16)  # d, then o
+        keep = scalars[uint32(KEEP)]
+        if thread < uint32(HEAD):
+            predicted, read = float32(0), float32(0)
+            for i in range(WARPS):
+                predicted = predicted + sums[uint32(uint32(HEAD * i) + thread)]
+                read = read + sums[uint32(uint32(HEAD * (WARPS + i)) + thread)]
+            k_norm, v = scalars[uint32(K_NORM)], qkvz[uint32(uint32(2 * HEAD) + thread)]
+            d = scalars[uint32(RATE)] * k_norm * cuda.fma(-(keep * k_norm), predicted, v)
+            out[thread] = d
+            o = scalars[uint32(Q_NORM)] * cuda.fma(scalars[uint32(KQ)], d, keep * read)
+            out[uint32(uint32(HEAD) + thread)] = o
+        cuda.syncthreads()
+
+        if warp == uint32(WARPS - 1):  # ahead of its part of the state, which waits for that of the others
+            at = uint32(lane * uint32(4))
+            o0, o1, o2, o3 = load_floats4(out, uint32(uint32(HEAD) + at))
+            g0, g1, g2, g3 = load_floats4(qkvz, uint32(uint32(3 * HEAD) + at))
+            y0, y1, y2, y3 = gate_head(o0, o1, o2, o3, load_floats4(weights, at), g0, g1, g2, g3, eps)
+            at = uint32(uint32(row * n_v + head) * uint32(HEAD) + at)
+            store(q_out, d_out, at, True, y0, y1, y2, y3)
+        d0, d1, d2, d3 = load_floats4(out, uint32(lane * uint32(4)))
+        for i in range(ROWS):
+            k = qkvz[uint32(k_at + uint32(i))]
+            store_floats4(state, home + uint64(HEAD * i), cuda.fma(k, d0, keep * s[i, 0]),
+                          cuda.fma(k, d1, keep * s[i, 1]), cuda.fma(k, d2, keep * s[i, 2]),
+                          cuda.fma(k, d3, keep * s[i, 3]))
+
+    return gdn_decode_kernel
+
+
+to_floats, to_blocks = decode_kernel(store_plain), decode_kernel(store_quantized)
+
+
+# ---- launches ----------------------------------------------------------------------------------------------
+
+def gdn_decode(card, y, state, ring, projected, stride, conv_w, ssm_a, dt_bias, norm_w, row_slot, row_pos,
+               rows, n_k, n_v, eps, stream=None):
+    """y float32 [rows, n_v 128] <- the gated outputs of one token of each slot in row_slot, at most one row
+    per slot; their states and rings move on. Arrays as in the text above, projected flat; ssm_a, dt_bias
+    float32 [n_v], norm_w float32 [128], row_slot, row_pos int32 [rows]. Never allocates.
+    """
+    y = y.reshape(-1)
+    card.launch(to_floats, (n_v, rows), THREADS, y, y, state.reshape(-1), ring.reshape(-1), projected, stride,
+                conv_w.reshape(-1), ssm_a, dt_bias, norm_w, row_slot, row_pos, n_k, n_v, float(eps),
+                stream=stream)
+
+
+def gdn_decode_quantize(card, q, d, state, ring, projected, stride, conv_w, ssm_a, dt_bias, norm_w, row_slot,
+                        row_pos, rows, n_k, n_v, eps, stream=None):
+    """q int8 [rows, n_v 128], d float32 [rows, n_v 4] <- the same, quantised."""
+    card.launch(to_blocks, (n_v, rows), THREADS, q.reshape(-1), d.reshape(-1), state.reshape(-1),
+                ring.reshape(-1), projected, stride, conv_w.reshape(-1), ssm_a, dt_bias, norm_w, row_slot,
+                row_pos, n_k, n_v, float(eps), stream=stream)
+
+
+# ---- check and bench ---------------------------------------------------------------------------------------
+
+CASES = [(1, 1, 1), (1, 2, 4), (3, 2, 6), (8, 1, 3)]  # rows, n_k, n_v
+
+
+def check(card, case):
+    """case = (rows, n_k, n_v): one token each of slots out of order, beside an idle slot that must keep its
+    state and ring, and a row too many that must stay poisoned. The quantised form must give the bits of
+    quantize_q8. Returns the largest error by the largest value."""
+    (rows, n_k, n_v), random, eps = case, np.random.default_rng(sum(case)), 1e-6
+    projected, ssm_a, dt_bias = random_inputs(random, rows, n_k, n_v)
+    channels, slots = (2 * n_k + n_v) * HEAD, np.arange(rows, 0, -1)  # slot 0 stays idle
+    state = random.standard_normal((rows + 1, n_v, HEAD, HEAD)).astype(np.float32) / 8
+    before = random.standard_normal((rows + 1, conv.BEFORE, channels)).astype(np.float32)
+    conv_w = random.standard_normal((channels, conv.WIDTH)).astype(np.float32)
+    norm_w, positions = random.uniform(0.5, 1.5, HEAD).astype(np.float32), random.integers(0, 1000, rows + 1)
+    ring = np.stack([conv.ring_of(x, p) for x, p in zip(before, positions)])
+    constants = [card.upload(a) for a in (projected.reshape(-1), conv_w, ssm_a, dt_bias, norm_w)]
+    places = [card.upload(a.astype(np.int32)) for a in (slots, positions[slots])]
+
+    def run(decode, *widths_and_types):
+        """The outputs, with a row too many, and the states of all slots."""
+        outputs = [card.alloc((rows + 1, width), dtype) for width, dtype in widths_and_types]
+        for output in outputs:
+            card.poison(output)
+        states = card.upload(state), card.upload(ring)
+        decode(card, *outputs, *states, constants[0], projected.shape[1], *constants[1:], *places, rows, n_k,
+               n_v, eps)
+        return map(card.download, (*outputs, *states))
+
+    y, got_state, got_ring = run(gdn_decode, (n_v * HEAD, np.float32))
+    worst = 0.0
+    for row, slot in enumerate(slots):
+        qkv, z, alpha, beta = split(projected[row:row + 1], n_k, n_v)
+        convolved = conv.reference(qkv, before[slot], conv_w)
+        o, want_state = reference(state[slot], convolved, alpha, beta, ssm_a, dt_bias, n_k)
+        want = gated_norm_reference(o, z.reshape(o.shape), norm_w, eps).reshape(-1)
+        worst = max(worst, error_by_largest(y[row], want), error_by_largest(got_state[slot], want_state))
+        ring[slot, positions[slot] % conv.WIDTH] = qkv
+    assert worst <= TOLERANCE, f"error {worst:.2e} of the largest value, tolerance {TOLERANCE:.2e}"
+    np.testing.assert_array_equal(got_ring, ring)
+    np.testing.assert_array_equal(got_state[0], state[0])
+    q, d, *_ = run(gdn_decode_quantize, (n_v * HEAD, np.int8), (n_v * HEAD // 32, np.float32))
+    for got, want in zip((q, d), quantize_reference(y[:rows])):
+        np.testing.assert_array_equal(got[:rows], want)
+    assert np.isnan(y[rows]).all() and (q[rows] == -1).all() and np.isnan(d[rows]).all(), "wrote past the end"
+    return worst
+
+
+def cases(card):
+    """The checks, then times at the shapes of a 0.8B, a 9B and a 27B model. Every call has the same state, so
+    that of one row stays in a large L2 cache."""
+    for case in CASES:
+        yield Case("check {} rows, heads {}/{}".format(*case), partial(check, card, case))
+    for rows, n_v in (1, 16), (1, 32), (1, 48), (8, 32), (8, 48):
+        yield _timed(card, rows, 16, n_v)
+
+
+def _timed(card, rows, n_k, n_v):
+    projected, *gates = random_inputs(np.random.default_rng(0), rows, n_k, n_v)
+    channels = (2 * n_k + n_v) * HEAD
+    q, d = card.alloc((rows, n_v * HEAD), np.int8), card.alloc((rows, n_v * 4), np.float32)
+    state, ring, conv_w, norm_w = (card.zeros(shape, np.float32) for shape in (
+        (rows, n_v, HEAD, HEAD), (rows, conv.WIDTH, channels), (channels, conv.WIDTH), HEAD))
+    slots = card.upload(np.arange(rows, dtype=np.int32))
+    launch = partial(gdn_decode_quantize, card, q, d, state, ring, card.upload(projected).reshape(-1),
+                     projected.shape[1], conv_w, *map(card.upload, gates), norm_w, slots, slots, rows, n_k,
+                     n_v, 1e-6)
+    return Case(f"{rows} rows, heads {n_k}/{n_v}", launch=launch, n_bytes=2 * state.nbytes,
+                n_ops=rows * n_v * HEAD * HEAD * 7, pipe="ffma")
+
+
+if __name__ == "__main__":
+    main("Gated delta rule of a token", cases)

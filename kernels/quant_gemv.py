@@ -1,0 +1,172 @@
+"""Matrix x vector for decoding with the packed formats of kernels/formats.py: how a warp reads them.
+
+    y[c, n] = sum over blocks b of 32:  as in kernels/formats.py, "What a block adds"          (+ y[c, n] with `add`)
+
+The kernels are those of kernels/q8_gemv.py, for which each format here is a `Format`: a turn of a warp is 32 blocks,
+1024 weights of a row, a whole block for each lane.
+
+        lane           0         1      ...    31
+        low bits    16 bytes  16 bytes  ... 16 bytes       of the row's first plane
+        upper bits   4 or 8    4 or 8   ...  4 or 8        Q5 and Q6: of its second
+        scales       2 bytes   2 bytes  ...  2 bytes       and d, dmin: the same word for eight lanes
+        x           32 bytes  32 bytes  ... 32 bytes       of each column, from L1 or shared memory
+
+What whole turns leave of k is a turn whose last lanes are idle. The tree of additions is fixed:
+
+    lane:  acc = fma(float(dot), ws * xd, acc); with a minimum, acc = fma(-minimum, xd * sum, acc)   block by block
+    warp:  butterfly sum of the 32 acc; with `add`, one more rounded addition
+
+A block's sum of x is 8 dp4a with 0x01010101, once for all rows of the warp. Rows are unpacked by twos: more of them
+would not leave registers for the columns.
+
+Pipe: integer (dp4a and the unpacking, both 64 lanes per SM on Volta), but bound by memory. Per block of 32 weights
+and column 8 dp4a and 2 or 3 float operations; unpacking, once for all columns, takes 12 operations for 4 bits and 28
+for 5 and 6, the scales about 8. A Q4_K block is 18.5 bytes: at its full bandwidth a CMP 100-210 has time for 170 lane
+operations per block, and an H200 for 67, of which one column takes about 40.
+
+Measured on an H200 (2026-11-21; GB/s of weights, one column, matrices by turns from beyond the caches; n x k):
+
+                                                    24576 x 4096   4096 x 12288   4096 x 4096   248320 x 4096
+    Q4_K, one turn under way (32 warps of an SM)         3211           2384          1731           3916
+    Q5_K, the same                                       3427           2568          1900           3900
+    Q6_K, the same                                       3569           2841          2138           4027
+    Q4_K, 4 warps of a block that make 2 rows and end,   3455           2828          2021           4354
+      two turns at once
+    Q6_K, the same                                       3634           2969          2412           4395
+    Q8_0 in such blocks                                  3716           2211          1918           4407
+"""
+
+from functools import cache, partial
+
+import numpy as np
+from numba import cuda
+from numba.types import float32, int32, uint32
+
+from kernels.bench import Case, main
+from kernels.formats import BLOCK, FORMATS, fetch_function, on_card, product_reference, random_raw
+from kernels.intrinsics import dp4a, load_words4, stream_words4, word_as_float
+from kernels.q8_gemv import Q8, Format, gemv, random_activations
+
+TURN = 32  # blocks
+PAIR = 2  # rows that are unpacked at once
+
+
+def multiply_function(format):
+    """The `multiply` of a Format (kernels/q8_gemv.py)."""
+    unpack, dot, minimum, n_scales = format.unpack, format.dot, format.minimum, format.n_scales
+
+    def multiply(rows, columns):
+        each = min(rows, PAIR)
+        w_shape, scales_shape = (each, 8), (each, n_scales)
+
+        @cuda.jit(device=True, inline="always")
+        def multiply(acc, raw, piece, block, k, lane, x_starts, xq, xd):
+            w, scales = cuda.local.array(w_shape, uint32), cuda.local.array(scales_shape, uint32)
+            x = cuda.local.array(8, uint32)
+            for first in range(0, rows, each):
+                for r in range(each):
+                    unpack(w[r], scales[r], raw[piece + first + r])
+                for c in range(columns):
+                    at = uint32(x_starts[c] + block + lane)
+                    x[0], x[1], x[2], x[3] = load_words4(xq, uint32(at << uint32(5)))
+                    x[4], x[5], x[6], x[7] = load_words4(xq, uint32(uint32(at << uint32(5)) + uint32(16)))
+                    x_scale = xd[at]
+                    if minimum:
+                        total = int32(0)
+                        for i in range(8):
+                            total = dp4a(x[i], uint32(0x01010101), total)
+                        x_sum = x_scale * float32(total)
+                    for r in range(each):
+                        scale = word_as_float(scales[r, 0]) * x_scale
+                        acc[first + r, c] = cuda.fma(dot(w[r], scales[r], x), scale, acc[first + r, c])
+                        if minimum:
+                            acc[first + r, c] = cuda.fma(word_as_float(scales[r, 1]), x_sum, acc[first + r, c])
+
+        return multiply
+
+    return multiply
+
+
+@cache
+def decoder(format):
+    """A format of kernels/formats.py as the kernels of kernels/q8_gemv.py know it."""
+    if format.bits == 8:
+        return Q8
+    starts, load = format.starts, fetch_function(format, stream_words4)
+    raw_words, multiply = format.raw_words, multiply_function(format)
+
+    @cuda.jit(device=True, inline="always")
+    def fetch(raw, piece, row, block, k, lane, wq, wd):
+        blocks = uint32(k >> uint32(5))
+        q_from, d_from = starts(row, blocks)
+        load(raw[piece], wq, wd, q_from, d_from, blocks, uint32(block + lane))
+
+    def rest(rows, columns):
+        multiply_turn, raw_shape = multiply(rows, columns), (rows, raw_words)
+
+        @cuda.jit(device=True, inline="always")
+        def rest(acc, w_rows, k, lane, wq, wd, x_starts, xq, xd):
+            blocks = uint32(k >> uint32(5))
+            block = uint32(blocks & uint32(2**32 - TURN))
+            if uint32(block + lane) < blocks:
+                raw = cuda.local.array(raw_shape, uint32)
+                for r in range(rows):
+                    fetch(raw, r, w_rows[r], block, k, lane, wq, wd)
+                multiply_turn(acc, raw, 0, block, k, lane, x_starts, xq, xd)
+
+        return rest
+
+    return Format(TURN, raw_words, fetch, multiply, rest)
+
+
+# ---- check and time ----------------------------------------------------------------------------------------
+
+# n, k, columns; k in whole blocks of every format
+CASES = [(1, 256, 1), (5, 3328, 2), (33, 1024, 3), (700, 1792, 8)]
+
+
+def check(card, format, n, k, columns, add=False):
+    """Multiplies random matrices and returns the largest error as a fraction of what rounding may do: the chain of a
+    lane, five additions of the butterfly, the products of scales and the addition to y, 2**-24 of the sum of
+    magnitudes each."""
+    rng = np.random.default_rng((n, k, columns))
+    raw, (xq, xd) = random_raw(rng, format, n, k), random_activations(rng, columns, k)
+    before = rng.standard_normal((columns, n), np.float32)
+    y = card.alloc((columns + 1, n + 3), np.float32)      # numbers before and behind, and a column too many
+    card.poison(y)
+    if add:
+        card.copy_in(y[:columns], np.pad(before, ((0, 0), (1, 2)), constant_values=np.nan))
+    w = on_card(card, format, raw, n, k)
+    gemv(card, decoder(format), y.reshape(-1)[1:], n + 3, *w, card.upload(xq), card.upload(xd), n, k, columns, add)
+    y = card.download(y)
+    got = y[:columns, 1:n + 1].copy()
+    y[:columns, 1:n + 1] = np.nan
+    assert np.isnan(y).all(), "wrote elsewhere"
+    want, magnitude = product_reference(format, raw, xq, xd)
+    bound = (-(-k // (32 * TURN)) * (1 + format.minimum) + 8) * 2.0**-24 * (magnitude + abs(before) * add)
+    error = (abs(got - (want + before * add)) / bound).max()
+    assert error <= 1
+    return error
+
+
+PACKED = [format for format in FORMATS.values() if format.bits < 8]
+TIMED = [(1024, 1024, 1), (4096, 4096, 1), (65536, 5120, 1), (4096, 4096, 8)]
+
+
+def cases(card):
+    """The checks, then times; the largest matrix is beyond every cache."""
+    for format in PACKED:
+        for case in CASES:
+            yield Case("{} x {}, {} columns, ".format(*case) + format.name, partial(check, card, format, *case))
+    for format in PACKED:
+        for n, k, columns in TIMED:
+            w = [card.zeros(*array) for array in format.arrays(n, k)]
+            xq, xd = card.zeros((columns, k), np.int8), card.zeros((columns, k // BLOCK), np.float32)
+            y = card.alloc((columns, n), np.float32)
+            yield Case(f"{format.name} {n} x {k}, {columns} columns",
+                       launch=partial(gemv, card, decoder(format), y, n, *w, xq, xd, n, k, columns),
+                       n_bytes=sum(a.nbytes for a in (*w, xq, xd, y)), n_ops=2 * n * k * columns, pipe="dp4a")
+
+
+if __name__ == "__main__":
+    main("Packed matrix x vectors", cases)

@@ -1,0 +1,51 @@
+import numpy as np
+import pytest
+
+from kernels import formats, q8_gemv, quant_gemv
+from kernels.formats import FORMATS
+from tests.blocks import added, block_terms
+
+
+@pytest.fixture(params=[format.name for format in quant_gemv.PACKED])
+def format(request):
+    return FORMATS[request.param]
+
+
+@pytest.mark.parametrize("case", quant_gemv.CASES, ids=str)
+def test_within_the_rounding_bound(card, format, case):
+    quant_gemv.check(card, format, *case, add=case[0] > 1)
+
+
+def multiply(card, format, raw, n, xq, xd):
+    columns, k = xq.shape
+    y = card.alloc((columns, n), np.float32)
+    card.poison(y)
+    w = formats.on_card(card, format, raw, n, k)
+    q8_gemv.gemv(card, quant_gemv.decoder(format), y, n, *w, card.upload(xq), card.upload(xd), n, k, columns)
+    return card.download(y)
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
+def test_column_has_the_same_bits_in_any_company(card, name):
+    rng, format, n, k = np.random.default_rng(1), FORMATS[name], 37, 1280
+    raw, (xq, xd) = formats.random_raw(rng, format, n, k), q8_gemv.random_activations(rng, 8, k)
+    together = multiply(card, format, raw, n, xq, xd)
+    for columns in (1, 2, 3):
+        part = slice(3, 3 + columns)
+        np.testing.assert_array_equal(multiply(card, format, raw, n, xq[part], xd[part]), together[part])
+    of_row = len(raw) // n
+    few = multiply(card, format, raw[5 * of_row:12 * of_row], 7, xq, xd)
+    np.testing.assert_array_equal(few, together[:, 5:12])
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
+def test_bits_of_the_tree(card, name):
+    """Blocks dealt to 32 lanes, a lane a chain of fma; the butterfly: in NumPy."""
+    rng, format, n, k = np.random.default_rng(2), FORMATS[name], 20, 2304
+    raw, (xq, xd) = formats.random_raw(rng, format, n, k), q8_gemv.random_activations(rng, 2, k)
+    lanes = np.zeros((2, n, 32), np.float32)
+    for block, terms in enumerate(block_terms(format, raw, n, xq, xd)):
+        lanes[:, :, block % 32] = added(lanes[:, :, block % 32], format, *terms)
+    for distance in (16, 8, 4, 2, 1):
+        lanes = lanes + lanes[:, :, np.arange(32) ^ distance]
+    np.testing.assert_array_equal(multiply(card, format, raw, n, xq, xd), lanes[:, :, 0])
