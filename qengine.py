@@ -2730,11 +2730,14 @@ class Bench:
         speeds = [n / self.prompt(n) for _ in range(self.repeats)]
         times = {}
         for start, ids in self.chunks(n):
-            set_rows(self.stage.inputs, ids, [0] * len(ids), range(start, start + len(ids)))
-            rows = rows_of(self.stage.inputs, len(ids), is_decode=False)
-            operation_seconds(self.card, functools.partial(self.stage.model.forward, rows), times)
+            operation_seconds(self.card, self.chunk(start, ids), times)
         share = self.prompt_operations(n) / n * np.median(speeds) / self.report.dp4a_peak
         return self.speed(n, 1, speeds, share, times)
+
+    def chunk(self, start: int, ids: list[int]):
+        """A function that queues the launches of a pass over `ids`, whose inputs are on the card."""
+        set_rows(self.stage.inputs, ids, [0] * len(ids), range(start, start + len(ids)))
+        return functools.partial(self.stage.model.forward, rows_of(self.stage.inputs, len(ids), is_decode=False))
 
     def decode(self, context: int) -> Speed:
         """The Speed of the batch from a context on."""
@@ -2785,20 +2788,29 @@ class Bench:
     # ---- estimates for cards that are not here ----
 
     def estimates(self, n: int, context: int) -> dict:
-        """Tokens/s of other cards as estimated by the emulated one: {"prefill": {name: ..}, "decode": ..}."""
-        def seconds():
-            return {card.name: sum(launch.estimate(card).seconds for launch in log) for card in CARDS}
-
+        """Tokens/s of other cards as estimated by the emulated one, which launches for each of them what that card
+        would have: {"prefill": {name: ..}, "decode": ..}."""
         chunks = self.chunks(n)
         self.pipeline.start(0, Request([0]))
-        with self.card.counting() as log:
-            for start, ids in chunks:
-                self.pipeline.prefill(ids, 0, start)
-        prefill = {name: n / total for name, total in seconds().items()}
         self.place_step(context)
-        with self.card.counting() as log:
-            self.step()
-        return {"prefill": prefill, "decode": {name: self.batch / total for name, total in seconds().items()}}
+
+        def prefill():
+            for start, ids in chunks:
+                self.chunk(start, ids)()
+
+        return {"prefill": {name: n / seconds for name, seconds in self.estimated_seconds(prefill).items()},
+                "decode": {name: self.batch / seconds for name, seconds in self.estimated_seconds(self.step).items()}}
+
+    def estimated_seconds(self, work) -> dict:
+        """Name -> seconds that what work() launches would take on each card of the table."""
+        own, found = self.card.n_sms, {}
+        for model in CARDS:
+            self.card.n_sms = model.n_sms           # grids are made for so many
+            with self.card.counting() as log:
+                work()
+            found[model.name] = sum(launch.estimate(model).seconds for launch in log)
+        self.card.n_sms = own
+        return found
 
 
 def bench_table(title: str, speeds: list[Speed], of_what: str) -> str:

@@ -131,7 +131,7 @@ def test_estimates_of_other_cards():
     engine = qengine.Bench.__new__(qengine.Bench)
     engine.card, engine.batch, engine.place_step, engine.step = card, 2, lambda context: None, launch
     engine.chunks = lambda n: [(0, [0]), (1, [0])]
-    engine.pipeline = SimpleNamespace(start=lambda *_: None, prefill=launch)
+    engine.pipeline, engine.chunk = SimpleNamespace(start=lambda *_: None), lambda start, ids: launch
     with card.counting() as log:
         launch()
     found = engine.estimates(10, 5)
