@@ -22,6 +22,7 @@ from models.evaluate import FILE  # noqa: E402
 
 N_PROMPTS = 20               # half of them Korean
 N_TOKENS = 64
+NOISE = 3                # times the rms difference of two margins: what 8-bit rounding may decide
 WINDOW = 2048                # tokens of held-out text that are scored at a time
 TEXT_TOKENS = 16_000
 
@@ -72,23 +73,26 @@ class LlamaCpp:
         return np.array(self.llama.scores[:len(ids)])
 
 
-def compare(name: str, engine, prompts, references):
-    """Prints how many answers are the reference's, and the margin where one leaves it beside the noise."""
-    leaves, errors = [], [0.0]
+def compare(name: str, engine, prompts, references) -> bool:
+    """Prints how many answers are the reference's, and the margin where one leaves it beside the noise of margins as
+    far as both agree. Returns whether each leaves where the reference's margin is below NOISE times that, rms."""
+    leaves, errors = [], []
     for i, (prompt, (answer, logits)) in enumerate(zip(prompts, references, strict=True)):
         ours = engine.answer(prompt)
         theirs = engine.logits(prompt + answer)[len(prompt) - 1:-1]
         rows, best = np.arange(N_TOKENS)[:, None], np.argsort(logits, 1)[:, :-3:-1]
         margin, margin_ours = (np.subtract(*x[rows, best].T) for x in (logits, theirs))
-        errors.extend(abs(margin - margin_ours))
         step = next((t for t in range(N_TOKENS) if ours[t] != answer[t]), None)
+        errors.extend((margin - margin_ours)[:step])
         if step is not None:
             leaves.append((i, step, margin[step]))
+    noise = float(np.sqrt(np.mean(np.square(errors))))
     print(f"{name}: {N_PROMPTS - len(leaves)} of {N_PROMPTS} answers of {N_TOKENS} tokens identical; "
-          f"noise of the margin {np.sqrt(np.mean(np.square(errors))):.3f} rms, {max(errors):.3f} at most")
+          f"noise of the margin {noise:.3f} rms")
     for i, step, margin in leaves:
-        verdict = "within the noise" if margin <= max(errors) else "BEYOND THE NOISE"
+        verdict = "within the noise" if margin <= NOISE * noise else "BEYOND THE NOISE"
         print(f"  prompt {i} leaves at token {step}, where the reference's margin is {margin:.3f}: {verdict}")
+    return all(margin <= NOISE * noise for *_, margin in leaves)
 
 
 def mean_loss(logits_of, ids: list[int]) -> float:
@@ -124,7 +128,7 @@ def main():
     ours = QEngine(options.model)
     prompts = [ours.engine.encode(text) for text in held_out_prompts()]
     references = [reference_answer(model, prompt) for prompt in prompts]
-    compare("qengine", ours, prompts, references)
+    agrees = compare("qengine", ours, prompts, references)
     compare("llama.cpp", LlamaCpp(options.model), prompts, references)
 
     ids = ours.engine.tokenizer.encode(tasks.heldout_text(random.Random("perplexity"), TEXT_TOKENS))
@@ -138,6 +142,7 @@ def main():
         difference = 100 * np.expm1(losses["qengine, Q8_0"] - loss)
         print(f"perplexity {np.exp(loss):.4f}, from which qengine's differs by {difference:+.3f} %: {name}")
     ours.engine.close()
+    sys.exit(0 if agrees else 1)
 
 
 if __name__ == "__main__":

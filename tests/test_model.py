@@ -103,7 +103,8 @@ def test_quantised_weights_are_as_near_as_llama_cpp(engine, reference):
     check_as_near_as_llama_cpp(engine, reference, *PROMPTS)
 
 
-@pytest.mark.parametrize("model", ["dense_kq-Q4_K_M", "dense_kq-Q5_K_M", "dense_kq-Q6_K"])
+@pytest.mark.parametrize("model", ["dense_kq-Q4_K_M", *(pytest.param(name, marks=pytest.mark.slow)
+                                                        for name in ("dense_kq-Q5_K_M", "dense_kq-Q6_K"))])
 def test_k_quants_are_as_near_as_llama_cpp(card, model):
     """Prefill, and in decode the same likeliest tokens."""
     reference = oracle_npz(model)
