@@ -2804,12 +2804,14 @@ class Bench:
     def estimated_seconds(self, work) -> dict:
         """Name -> seconds that what work() launches would take on each card of the table."""
         own, found = self.card.n_sms, {}
-        for model in CARDS:
-            self.card.n_sms = model.n_sms           # grids are made for so many
-            with self.card.counting() as log:
-                work()
-            found[model.name] = sum(launch.estimate(model).seconds for launch in log)
-        self.card.n_sms = own
+        try:
+            for model in CARDS:
+                self.card.n_sms = model.n_sms       # grids are made for so many
+                with self.card.counting() as log:
+                    work()
+                found[model.name] = sum(launch.estimate(model).seconds for launch in log)
+        finally:
+            self.card.n_sms = own
         return found
 
 
