@@ -406,13 +406,23 @@ def pipelined(format, rows):
     return pipelined_kernel(format, rows, TILES[rows])
 
 
+def tile_time(card, n, rows, each):
+    """How long a product takes with `each` rows per warp, per weight of a row, in the time of one row of a warp. Every SM
+    makes so many blocks of threads, and each takes as long as its rows and about two more, for the weights; 7 rows at
+    least: fewer do not cover the latency of memory. Until the first and after the last some 3 rows' time is lost."""
+    n_blocks = -(-n // TILE_N) * -(-rows // (WARPS * each))
+    return -(-n_blocks // card.n_sms) * (max(each, 7) + 2) + 3
+
+
 def rows_per_warp(card, n, rows):
-    """The rows per warp that finish first. Every SM makes so many blocks of threads, and each takes as long as
-    its rows and about two more, for the weights; 7 rows at least: fewer do not cover the latency of memory."""
-    def time(each):
-        n_blocks = -(-n // TILE_N) * -(-rows // (WARPS * each))
-        return -(-n_blocks // card.n_sms) * (max(each, 7) + 2)
-    return min(TILES, key=time)
+    """The rows per warp that finish first."""
+    return min(TILES, key=lambda each: tile_time(card, n, rows, each))
+
+
+def relative_time(card, n, k, rows):
+    """How long a product of `rows` rows takes, to compare with others on the same card. A unit is 1.15 ns on an H200, for
+    4096 or 12288 columns and 297 to 4096 rows within 2 %."""
+    return k * tile_time(card, n, rows, rows_per_warp(card, n, rows))
 
 
 def _launch(card, kernel, grid, block, y, stride, wq, wd, xq, xd, n, k, rows, add, stream):
