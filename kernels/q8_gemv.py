@@ -291,8 +291,8 @@ def shape_for(card, fmt, columns, k, in_pairs=False):
             return Shape(4, 2 if columns == 4 else 1, 16)
         by_twos = k // BLOCK // fmt.turn % 4 == 2
         return Shape(2, 2, 32) if in_pairs or columns == 2 or by_twos else Shape(1, 4, 32)
-    slots = 2 if k >= 2 * BLOCK * fmt.turn and fmt.words <= 6 and columns == 1 else 1
-    return Shape(2, slots, 32) if columns <= 2 else Shape(4, slots, 16)
+    slots = 2 if k >= 2 * BLOCK * fmt.turn and (fmt.words <= 6 or columns == 2) else 1
+    return Shape(2, slots, 32 if columns == 1 else 16)
 
 
 def x_starts_of(columns):
@@ -362,7 +362,7 @@ def gemv_kernel(fmt, columns, shape, fused):
             if stores:
                 y[at] = before + total if add else total
 
-    @cuda.jit(launch_bounds=threads)
+    @cuda.jit(launch_bounds=(threads, 1))
     def gemv_kernel(y, stride, wq, wd, xq, xd, n, k, n_columns, set_bits, each, extra, add):
         let_next_begin()
         lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
@@ -376,7 +376,7 @@ def gemv_kernel(fmt, columns, shape, fused):
         first_column = uint32(uint32(warp - uint32(task << set_bits)) * uint32(columns))
         work(raw, y, stride, wq, wd, xq, xd, n, k, add, lane, group, last, first_column, n_columns)
 
-    @cuda.jit(launch_bounds=threads)
+    @cuda.jit(launch_bounds=(threads, 1))
     def norm_gemv_kernel(y, stride, wq, wd, x, norm_w, eps, n, k, each, extra):
         let_next_begin()
         xq, xd = cuda.shared.array(MAX_FUSED, int8), cuda.shared.array(MAX_FUSED_BLOCKS, float32)
@@ -454,7 +454,7 @@ def swiglu_kernel(fmt, columns, shape, fused):
                 side = uint32(side ^ uint32(1))
             unit, inside = next_unit, next_inside
 
-    @cuda.jit(launch_bounds=threads)
+    @cuda.jit(launch_bounds=(threads, 1))
     def gemv_swiglu_kernel(q, d, wq, wd, xq, xd, n, k, n_columns, set_bits):
         let_next_begin()
         h = cuda.shared.array(h_shape, float32)
@@ -468,7 +468,7 @@ def swiglu_kernel(fmt, columns, shape, fused):
         tasks = uint32(uint32(warps) >> set_bits)
         work(raw, h, q, d, wq, wd, xq, xd, n, k, lane, warp, task, tasks, first_column, n_columns)
 
-    @cuda.jit(launch_bounds=threads)
+    @cuda.jit(launch_bounds=(threads, 1))
     def norm_gemv_swiglu_kernel(q, d, wq, wd, x, norm_w, eps, n, k):
         let_next_begin()
         xq, xd = cuda.shared.array(MAX_FUSED, int8), cuda.shared.array(MAX_FUSED_BLOCKS, float32)
