@@ -1736,7 +1736,7 @@ class Sampler:
 # ======================================================================================================
 
 CHUNK = 512                 # tokens of a prompt that run in one pass, at most; a multiple of 64
-LARGEST_CHUNK = 4096        # the same on a real card, whose multipliers more rows keep busier (GEMM: 64 or 72 % of peak),
+LARGEST_CHUNK = 4096        # the same on a real card, which more rows fill better (9B at 4,620 tokens: 10 % faster),
 CHUNK_SHARE = 8             # if they take no more than 1 / 8 of the memory that the weights leave
 NAN_LOGITS = "the logits hold a NaN: the model file is damaged, or a kernel is wrong"
 DEFAULT_CTX = 4096          # tokens of a slot, where neither the caller nor the model asks for fewer

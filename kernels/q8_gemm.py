@@ -48,7 +48,7 @@ Pipe: dp4a, n k rows / 4 of them. Per block and output 8 dp4a and 2 float32 oper
 of the dp4a peak on Volta (the estimate says the same; with `unbias` 73 %), and 89 % on an H100 or H200, where
 float32 has twice the lanes. Of that an H200 reaches 82.5 % in a loop of these instructions on registers alone
 (80 % with `unbias`, 95 % without any scaling), before anything is loaded or anyone waits. While all SMs are busy
-this kernel reaches 78 %: with 4096 rows the last round of blocks, a sixth of what fits the card, costs 3 %.
+this kernel reaches 77 %; with 4096 rows the last round of blocks, a sixth of what fits the card, costs 3 %.
 
 Measured on an H200 (2026-11-21, 1.98 GHz; per cent of the 133.8 TOPS of 64 lanes per SM; n x k x rows):
 

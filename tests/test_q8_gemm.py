@@ -5,6 +5,7 @@ import pytest
 
 from kernels import compile as compiler
 from kernels import formats, nvidia, q8_gemm
+from kernels.card import open_cards
 from kernels.formats import FORMATS
 from kernels.q8_gemv import random_activations, random_q8
 from tests.blocks import added, block_terms
@@ -109,3 +110,12 @@ def test_bits_of_the_chain(card):
         # The float64 sum of an exact product and a float32 rounds once more only in its 53rd bit.
         y = (dot * scale.astype(np.float64) + y).astype(np.float32)
     np.testing.assert_array_equal(product(card, (wq, wd), (xq, xd)), y)
+
+
+@pytest.mark.parametrize("name, rows", [("Q8_0", 16), ("Q4_K", 10)])
+def test_neither_memory_error_nor_race(name, rows, monkeypatch):
+    """Five blocks of k or more: all sides of shared memory are used again. The last warps have no rows of their own."""
+    monkeypatch.setattr(q8_gemm, "TILES", {rows: q8_gemm.TILES[rows]})
+    card, format = open_cards("emulated", checked=True)[0], FORMATS[name]
+    multiply = q8_gemm.multiplier(format)
+    q8_gemm.check(card, 130, max(160, format.file_block), 4 * rows + 1, multiply=multiply, format=format)
