@@ -79,6 +79,7 @@ BLOCK = 32  # weights per scale
 MAX_COLUMNS = 16  # of one launch
 MAX_FUSED = 16384  # values of a column whose norm is computed inside
 MAX_FUSED_BLOCKS = MAX_FUSED // BLOCK
+H_SHAPE = 2, 2, MAX_COLUMNS * BLOCK  # sums of SwiGLU on their way to the quantisation: side, gate or up, output
 
 
 def q8_reference(wq, wd, xq, xd):
@@ -285,7 +286,7 @@ def shape_for(card, fmt, columns, k, in_pairs=False):
     """The Shape for warps of `columns` columns of k values; in_pairs: for SwiGLU. As many turns are under way
     as a row has and the registers of a thread hold. A processor fetches ahead by itself."""
     if card.kind == "emulated":
-        return Shape(2 if columns <= 2 else 4, 0, 16)
+        return Shape(4 if in_pairs or columns > 2 else 2, 0, 16)
     if fmt is Q8:
         if columns > 2:
             return Shape(4, 2 if columns == 4 else 1, 16)
@@ -409,7 +410,6 @@ def swiglu_kernel(fmt, columns, shape, fused):
     shift = 5 - half.bit_length()
     first_lane = (1 << shift) - 1
     sums, raw_shape, acc_shape = lane_sums(count), (max(rows * slots, 1), fmt.words), (rows, columns)
-    h_shape = 2, MAX_COLUMNS * BLOCK
 
     @cuda.jit(device=True, forceinline=True)
     def set_rows(w_rows, output, n):
@@ -424,11 +424,11 @@ def swiglu_kernel(fmt, columns, shape, fused):
         set_starts(x_starts, first_column, n_columns, k)
         for i in range(count):
             values[i] = float32(0.0)
-        value = uint32(uint32(lane & uint32(15)) >> uint32(shift))
+        part, value = uint32(lane >> uint32(4)), uint32(uint32(lane & uint32(15)) >> uint32(shift))
         column = uint32(first_column + value % uint32(columns))
         to = uint32(uint32(column << uint32(5)) + value // uint32(columns))
-        stores = (lane < uint32(16) and (lane & uint32(first_lane)) == uint32(0)
-                  and value < uint32(pairs * columns) and column < n_columns)
+        stores = ((lane & uint32(first_lane)) == uint32(0) and value < uint32(pairs * columns)
+                  and column < n_columns)
         unit, side, inside = uint32(cuda.blockIdx.x), uint32(0), uint32(task * uint32(pairs))
         while uint32(unit << uint32(5)) < n:
             next_inside, next_unit = uint32(inside + tasks * uint32(pairs)), unit
@@ -443,21 +443,20 @@ def swiglu_kernel(fmt, columns, shape, fused):
                 for c in range(columns):
                     values[p * columns + c] = acc[p, c]
                     values[half + p * columns + c] = acc[pairs + p, c]
-            gate = sums(values, lane)
-            up = cuda.shfl_xor_sync(0xFFFFFFFF, gate, 16)
+            total = sums(values, lane)
             if stores:
-                h[side, uint32(to + inside)] = silu(gate) * up
+                h[side, part, uint32(to + inside)] = total
             if ends:
                 cuda.syncthreads()  # the next unit writes the other side of h
                 if warp < n_columns:
-                    quantize_unit(q, d, h, side, warp, uint32(warp * uint32(n >> uint32(5)) + unit), lane)
+                    finish_unit(q, d, h, side, warp, uint32(warp * uint32(n >> uint32(5)) + unit), lane)
                 side = uint32(side ^ uint32(1))
             unit, inside = next_unit, next_inside
 
     @cuda.jit(launch_bounds=(threads, 1))
     def gemv_swiglu_kernel(q, d, wq, wd, xq, xd, n, k, n_columns, set_bits):
         let_next_begin()
-        h = cuda.shared.array(h_shape, float32)
+        h = cuda.shared.array(H_SHAPE, float32)
         lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
         raw, w_rows = cuda.local.array(raw_shape, uint32), cuda.local.array(rows, uint32)
         task = uint32(warp >> set_bits)
@@ -473,7 +472,7 @@ def swiglu_kernel(fmt, columns, shape, fused):
         let_next_begin()
         xq, xd = cuda.shared.array(MAX_FUSED, int8), cuda.shared.array(MAX_FUSED_BLOCKS, float32)
         partial = cuda.shared.array(MAX_WARPS, float32)
-        h = cuda.shared.array(h_shape, float32)
+        h = cuda.shared.array(H_SHAPE, float32)
         lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
         raw, w_rows = cuda.local.array(raw_shape, uint32), cuda.local.array(rows, uint32)
         set_rows(w_rows, uint32(uint32(cuda.blockIdx.x << uint32(5)) + warp * uint32(pairs)), n)
@@ -487,11 +486,15 @@ def swiglu_kernel(fmt, columns, shape, fused):
 
 
 @cuda.jit(device=True, forceinline=True)
-def quantize_unit(q, d, h, side, column, block, lane):
-    """The 32 values of a column of h as block `block` of (q, d); 8 lanes take 4 each."""
+def finish_unit(q, d, h, side, column, block, lane):
+    """SwiGLU of the 32 sums of a column in h, one per lane, and its values as block `block` of (q, d); 8 lanes take 4
+    each."""
+    at = uint32(uint32(column << uint32(5)) + lane)
+    h[side, 0, at] = silu(h[side, 0, at]) * h[side, 1, at]
+    cuda.syncwarp()
     at = uint32(uint32(column << uint32(5)) + uint32(uint32(lane & uint32(7)) << uint32(2)))
-    w0, w1 = float_as_word(h[side, at]), float_as_word(h[side, uint32(at + uint32(1))])
-    w2, w3 = float_as_word(h[side, uint32(at + uint32(2))]), float_as_word(h[side, uint32(at + uint32(3))])
+    w0, w1 = float_as_word(h[side, 0, at]), float_as_word(h[side, 0, uint32(at + uint32(1))])
+    w2, w3 = float_as_word(h[side, 0, uint32(at + uint32(2))]), float_as_word(h[side, 0, uint32(at + uint32(3))])
     scale = block_scale(w0, w1, w2, w3)
     word = quantize_word(w0, w1, w2, w3, scale)
     if lane < uint32(8):
