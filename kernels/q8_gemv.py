@@ -51,13 +51,31 @@ Measured on an H200 (2026-11-21, 4,590 GB/s of reads; a graph of launches over d
     8 columns: 4 rows, 2 sets of warps               9.2         19.9          35.9          19.4
     16 columns: 4 sets                              15.9         36.1          65.8          37.5
 
-The bytes beyond the first travel at 4,540 GB/s; what is lost is 2.4 us of every launch, its start and end. So
-the five launches of a linear layer of a 9B (a small kernel in place of the recurrence) take 67.0 us, 19.0 of
-a 0.8B; with separate kernels for norm and SwiGLU 70.9 and 23.9, 14 launches of before 108.2 and 41.6. The norm
-inside costs 1.2 us, a launch of its own 2.5. Tried and lost: asking for the next matrix's first 2 to 16 MB by
-prefetch.global.L2 at the end of a launch (0 to +1 us each); launches that start early where Hopper can
-(-0.2 us each). `cuda.syncwarp` after the first loads of a ring is there for the assembler, which otherwise
-moves each load to where it is used, to save registers.
+The bytes beyond the first travel at 4,540 GB/s; what is lost is 2.4 us of every launch, its start and end. From
+Hopper on the start is hidden: the next kernel's blocks take the SMs as this one's leave them, and fill their
+rings before they wait for it (kernels/intrinsics.py, launches that overlap). On an H100 (2,970 GB/s), us:
+
+                               out      gate, up      down       inputs     delta rule   the layer, 5 launches
+    9B   bytes / bandwidth     6.0        36.0        18.0        18.1                        78.1 + states
+         one by one            8.4        41.3        20.0        22.3         5.2           102.7
+         overlapping           6.2        39.2        17.7        20.6         5.7            95.4
+         ..., 16 warps         7.3        40.6        18.6        21.5         5.7           115.0
+         ..., 8 warps, 8 turns 8.3        42.7        20.7        23.1         5.1           111.6
+    0.8B one by one            3.0         7.4         4.7         7.1         5.0            28.9
+         overlapping           1.9         5.9         3.4         6.5         5.6            26.2
+
+(Blocks that leave room for a second one gather on the SMs that are free first, and others stay idle.) The norm
+inside costs 1.2 us, a launch of its own 2.5. On a CMP 100-210, where nothing overlaps, 129 launches of 2.4 us are
+0.31 ms beside the 10.0 ms that the 8.3 GB of a 9B's token take at 829 GB/s: 3 %.
+
+Tried and lost, on that H100: out, gate and up, down and inputs in one launch, with three barriers of the whole
+grid between them and the rings filled before each (89.0 us for 91.6; a barrier is 1.06 us, an empty launch 0.91,
+and the emulated card would need blocks that wait for each other); prefetch.global.L2 of the 4 or 12 turns behind
+the ring (93.1), also before those barriers (94.0 and 95.6); x loaded before the ring is filled (91.9); the weights of
+out asked for by idle SMs during the delta rule (14.85 for both launches, with 4, 8 or 16 MB 14.85, 15.8, 17.4).
+On an H200: the next matrix's first 2 to 16 MB by prefetch at the end of a launch (0 to +1 us each).
+`cuda.syncwarp` after the first loads of a ring is there for the assembler, which otherwise moves each load to
+where it is used, to save registers.
 """
 
 from collections import namedtuple
@@ -284,7 +302,8 @@ Shape = namedtuple("Shape", "rows slots warps")
 
 def shape_for(card, fmt, columns, k, in_pairs=False):
     """The Shape for warps of `columns` columns of k values; in_pairs: for SwiGLU. As many turns are under way
-    as a row has and the registers of a thread hold. A processor fetches ahead by itself."""
+    as the registers of a thread hold and as divide a row: what they leave of it is not asked for ahead. A
+    processor fetches ahead by itself."""
     if card.kind == "emulated":
         return Shape(4 if in_pairs or columns > 2 else 2, 0, 16)
     if fmt is Q8:
