@@ -52,9 +52,9 @@ from numba import cuda
 from numba.types import float16, float32, uint32, uint64
 
 from kernels.intrinsics import (arrive, div_rn, exp, float_as_word, float_max, half2_high, half2_low, hfma2,
-                                hmul2, let_next_begin, load_floats4, load_shared, load_shared4, pack_half2, shared_address, sigmoid,
-                                store_floats4, store_shared, store_shared4, store_word, wait_for_previous, warp_max,
-                                warp_sum, word_as_float)
+                                hmul2, let_next_begin, load_floats4, load_shared, load_shared4, pack_half2,
+                                shared_address, sigmoid, store_floats4, store_shared, store_shared4,
+                                store_word, wait_for_previous, warp_max, warp_sum, word_as_float)
 from kernels.attention import TOLERANCE_ALL, attention_reference, gates, head_error, load_part
 from kernels.bench import Case, main
 from kernels.kv_cache import PAGE, page_offset, read_pages, store_row

@@ -36,8 +36,8 @@ import numpy as np
 from numba import cuda, float32, uint32
 
 from kernels.bench import Case, main
-from kernels.intrinsics import (div_rn, float_as_word, let_next_begin, load_floats4, rsqrt, silu, store_floats4,
-                                store_word, wait_for_previous, warp_sum)
+from kernels.intrinsics import (div_rn, float_as_word, let_next_begin, load_floats4, rsqrt, silu,
+                                store_floats4, store_word, wait_for_previous, warp_sum)
 from kernels.quantize import block_scale, check_with_twin, quantize_word
 
 GROUP = 128               # values that a warp touches at once, and the width of a gated head

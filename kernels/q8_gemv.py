@@ -51,13 +51,31 @@ Measured on an H200 (2026-11-21, 4,590 GB/s of reads; a graph of launches over d
     8 columns: 4 rows, 2 sets of warps               9.2         19.9          35.9          19.4
     16 columns: 4 sets                              15.9         36.1          65.8          37.5
 
-The bytes beyond the first travel at 4,540 GB/s; what is lost is 2.4 us of every launch, its start and end. So
-the five launches of a linear layer of a 9B (a small kernel in place of the recurrence) take 67.0 us, 19.0 of
-a 0.8B; with separate kernels for norm and SwiGLU 70.9 and 23.9, 14 launches of before 108.2 and 41.6. The norm
-inside costs 1.2 us, a launch of its own 2.5. Tried and lost: asking for the next matrix's first 2 to 16 MB by
-prefetch.global.L2 at the end of a launch (0 to +1 us each); launches that start early where Hopper can
-(-0.2 us each). `cuda.syncwarp` after the first loads of a ring is there for the assembler, which otherwise
-moves each load to where it is used, to save registers.
+The bytes beyond the first travel at 4,540 GB/s; what is lost is 2.4 us of every launch, its start and end. From
+Hopper on the start is hidden: the next kernel's blocks take the SMs as this one's leave them, and fill their
+rings before they wait for it (kernels/intrinsics.py, launches that overlap). On an H100 (2,970 GB/s), us:
+
+                               out      gate, up      down       inputs     delta rule   the layer, 5 launches
+    9B   bytes / bandwidth     6.0        36.0        18.0        18.1                        78.1 + states
+         one by one            8.4        41.3        20.0        22.3         5.2           102.7
+         overlapping           6.2        39.2        17.7        20.6         5.7            95.4
+         ..., 16 warps         7.3        40.6        18.6        21.5         5.7           115.0
+         ..., 8 warps, 8 turns 8.3        42.7        20.7        23.1         5.1           111.6
+    0.8B one by one            3.0         7.4         4.7         7.1         5.0            28.9
+         overlapping           1.9         5.9         3.4         6.5         5.6            26.2
+
+(Blocks that leave room for a second one gather on the SMs that are free first, and others stay idle.) The norm
+inside costs 1.2 us, a launch of its own 2.5. On a CMP 100-210, where nothing overlaps, 129 launches of 2.4 us are
+0.31 ms beside the 10.0 ms that the 8.3 GB of a 9B's token take at 829 GB/s: 3 %.
+
+Tried and lost, on that H100: out, gate and up, down and inputs in one launch, with three barriers of the whole
+grid between them and the rings filled before each (89.0 us for 91.6; a barrier is 1.06 us, an empty launch 0.91,
+and the emulated card would need blocks that wait for each other); prefetch.global.L2 of the 4 or 12 turns behind
+the ring (93.1), also before those barriers (94.0 and 95.6); x loaded before the ring is filled (91.9); the weights of
+out asked for by idle SMs during the delta rule (14.85 for both launches, with 4, 8 or 16 MB 14.85, 15.8, 17.4).
+On an H200: the next matrix's first 2 to 16 MB by prefetch at the end of a launch (0 to +1 us each).
+`cuda.syncwarp` after the first loads of a ring is there for the assembler, which otherwise moves each load to
+where it is used, to save registers.
 """
 
 from collections import namedtuple
@@ -79,6 +97,7 @@ BLOCK = 32  # weights per scale
 MAX_COLUMNS = 16  # of one launch
 MAX_FUSED = 16384  # values of a column whose norm is computed inside
 MAX_FUSED_BLOCKS = MAX_FUSED // BLOCK
+H_SHAPE = 2, 2, MAX_COLUMNS * BLOCK  # sums of SwiGLU on their way to the quantisation: side, gate or up, output
 
 
 def q8_reference(wq, wd, xq, xd):
@@ -283,9 +302,10 @@ Shape = namedtuple("Shape", "rows slots warps")
 
 def shape_for(card, fmt, columns, k, in_pairs=False):
     """The Shape for warps of `columns` columns of k values; in_pairs: for SwiGLU. As many turns are under way
-    as a row has and the registers of a thread hold. A processor fetches ahead by itself."""
+    as the registers of a thread hold and as divide a row: what they leave of it is not asked for ahead. A
+    processor fetches ahead by itself."""
     if card.kind == "emulated":
-        return Shape(2 if columns <= 2 else 4, 0, 16)
+        return Shape(4 if in_pairs or columns > 2 else 2, 0, 16)
     if fmt is Q8:
         if columns > 2:
             return Shape(4, 2 if columns == 4 else 1, 16)
@@ -409,7 +429,6 @@ def swiglu_kernel(fmt, columns, shape, fused):
     shift = 5 - half.bit_length()
     first_lane = (1 << shift) - 1
     sums, raw_shape, acc_shape = lane_sums(count), (max(rows * slots, 1), fmt.words), (rows, columns)
-    h_shape = 2, MAX_COLUMNS * BLOCK
 
     @cuda.jit(device=True, forceinline=True)
     def set_rows(w_rows, output, n):
@@ -424,11 +443,11 @@ def swiglu_kernel(fmt, columns, shape, fused):
         set_starts(x_starts, first_column, n_columns, k)
         for i in range(count):
             values[i] = float32(0.0)
-        value = uint32(uint32(lane & uint32(15)) >> uint32(shift))
+        part, value = uint32(lane >> uint32(4)), uint32(uint32(lane & uint32(15)) >> uint32(shift))
         column = uint32(first_column + value % uint32(columns))
         to = uint32(uint32(column << uint32(5)) + value // uint32(columns))
-        stores = (lane < uint32(16) and (lane & uint32(first_lane)) == uint32(0)
-                  and value < uint32(pairs * columns) and column < n_columns)
+        stores = ((lane & uint32(first_lane)) == uint32(0) and value < uint32(pairs * columns)
+                  and column < n_columns)
         unit, side, inside = uint32(cuda.blockIdx.x), uint32(0), uint32(task * uint32(pairs))
         while uint32(unit << uint32(5)) < n:
             next_inside, next_unit = uint32(inside + tasks * uint32(pairs)), unit
@@ -443,21 +462,20 @@ def swiglu_kernel(fmt, columns, shape, fused):
                 for c in range(columns):
                     values[p * columns + c] = acc[p, c]
                     values[half + p * columns + c] = acc[pairs + p, c]
-            gate = sums(values, lane)
-            up = cuda.shfl_xor_sync(0xFFFFFFFF, gate, 16)
+            total = sums(values, lane)
             if stores:
-                h[side, uint32(to + inside)] = silu(gate) * up
+                h[side, part, uint32(to + inside)] = total
             if ends:
                 cuda.syncthreads()  # the next unit writes the other side of h
                 if warp < n_columns:
-                    quantize_unit(q, d, h, side, warp, uint32(warp * uint32(n >> uint32(5)) + unit), lane)
+                    finish_unit(q, d, h, side, warp, uint32(warp * uint32(n >> uint32(5)) + unit), lane)
                 side = uint32(side ^ uint32(1))
             unit, inside = next_unit, next_inside
 
     @cuda.jit(launch_bounds=(threads, 1))
     def gemv_swiglu_kernel(q, d, wq, wd, xq, xd, n, k, n_columns, set_bits):
         let_next_begin()
-        h = cuda.shared.array(h_shape, float32)
+        h = cuda.shared.array(H_SHAPE, float32)
         lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
         raw, w_rows = cuda.local.array(raw_shape, uint32), cuda.local.array(rows, uint32)
         task = uint32(warp >> set_bits)
@@ -473,7 +491,7 @@ def swiglu_kernel(fmt, columns, shape, fused):
         let_next_begin()
         xq, xd = cuda.shared.array(MAX_FUSED, int8), cuda.shared.array(MAX_FUSED_BLOCKS, float32)
         partial = cuda.shared.array(MAX_WARPS, float32)
-        h = cuda.shared.array(h_shape, float32)
+        h = cuda.shared.array(H_SHAPE, float32)
         lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
         raw, w_rows = cuda.local.array(raw_shape, uint32), cuda.local.array(rows, uint32)
         set_rows(w_rows, uint32(uint32(cuda.blockIdx.x << uint32(5)) + warp * uint32(pairs)), n)
@@ -487,11 +505,15 @@ def swiglu_kernel(fmt, columns, shape, fused):
 
 
 @cuda.jit(device=True, forceinline=True)
-def quantize_unit(q, d, h, side, column, block, lane):
-    """The 32 values of a column of h as block `block` of (q, d); 8 lanes take 4 each."""
+def finish_unit(q, d, h, side, column, block, lane):
+    """SwiGLU of the 32 sums of a column in h, one per lane, and its values as block `block` of (q, d); 8 lanes take 4
+    each."""
+    at = uint32(uint32(column << uint32(5)) + lane)
+    h[side, 0, at] = silu(h[side, 0, at]) * h[side, 1, at]
+    cuda.syncwarp()
     at = uint32(uint32(column << uint32(5)) + uint32(uint32(lane & uint32(7)) << uint32(2)))
-    w0, w1 = float_as_word(h[side, at]), float_as_word(h[side, uint32(at + uint32(1))])
-    w2, w3 = float_as_word(h[side, uint32(at + uint32(2))]), float_as_word(h[side, uint32(at + uint32(3))])
+    w0, w1 = float_as_word(h[side, 0, at]), float_as_word(h[side, 0, uint32(at + uint32(1))])
+    w2, w3 = float_as_word(h[side, 0, uint32(at + uint32(2))]), float_as_word(h[side, 0, uint32(at + uint32(3))])
     scale = block_scale(w0, w1, w2, w3)
     word = quantize_word(w0, w1, w2, w3, scale)
     if lane < uint32(8):
