@@ -213,11 +213,10 @@ def _typo(rng: random.Random, text: str) -> str:
 
 def turn(rng: random.Random, lang: str, task: str = "facts", after: Fact | None = None) -> tuple:
     """One question, its answer, what it is judged by and its fact; `after` is the fact just told."""
-    follow = [load_facts()[id] for id in after.next if id in load_facts()] if after else []
+    follow = [load_facts()[id] for id in after.next] if after else []
     follow = [fact for fact in follow if fact.follow_ups(lang, held=False)]
     if follow and rng.random() < 0.6:
-        fact = rng.choice(follow)
-        question = rng.choice(fact.follow_ups(lang, held=False))
+        question, fact = _follow_up(rng, lang, follow)
     elif task == "self" and rng.random() < UNKNOWN_SHARE:
         question, fact = _off_topic(rng, lang)
     elif task == "self" and rng.random() < NONSENSE_SHARE:
@@ -227,6 +226,17 @@ def turn(rng: random.Random, lang: str, task: str = "facts", after: Fact | None 
         fact = load_facts()[DISTRESS] if distress else rng.choice(_of_task(task))
         question = vary(rng, rng.choice(fact.ask[lang]), fact, lang)
     return question, fact.answer[lang], expect_of(fact, lang), fact
+
+
+def _follow_up(rng: random.Random, lang: str, follow: list[Fact]) -> tuple[str, Fact]:
+    """A question that only what was told before makes clear, now and then as short as "Why?"."""
+    reasons = [fact for fact in follow if fact.id.endswith("-why")]
+    if rng.random() < 0.2:
+        if reasons and rng.random() < 0.5:
+            return rng.choice(frames()[f"why_{lang}"]), reasons[0]
+        return rng.choice(frames()[f"more_{lang}"]), follow[0]
+    fact = rng.choice(follow)
+    return rng.choice(fact.follow_ups(lang, held=False)), fact
 
 
 def _off_topic(rng: random.Random, lang: str) -> tuple[str, Fact]:
