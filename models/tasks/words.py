@@ -276,10 +276,21 @@ class Draw:
 
     def _invented(self, lang: str) -> str:
         rng = self.rng
-        if lang == "ko":
-            return "".join(rng.choice(_SYLLABLES_KO) for _ in range(rng.choice((2, 3, 3, 4))))
-        return "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS)
-                       for _ in range(rng.choice((2, 2, 3))))
+        while True:
+            if lang == "ko":
+                word = "".join(rng.choice(_SYLLABLES_KO) for _ in range(rng.choice((2, 3, 3, 4))))
+            else:
+                word = "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS)
+                               for _ in range(rng.choice((2, 2, 3))))
+            if word not in _written():
+                return word
+
+
+@cache
+def _written() -> frozenset:
+    """All words of the handwritten texts: an invented one that means something would be known already."""
+    texts = (path.read_text("utf-8") for path in TEXT.rglob("*.t*"))
+    return frozenset(word for text in texts for word in _WORD.findall(text.lower()))
 
 
 _SLOT_PAIRS = {"object": "objects", "animal": "animals", "food": "foods", "job": "jobs", "place": "places",
