@@ -1,11 +1,12 @@
 """Train qengine-10m from scratch: tokenizer, data, network, checkpoint, loss curve.
 
-    python models/train.py --minutes 20                        # all of it at once, on an H100 or H200
-    python models/train.py --minutes 9 --cooldown 0            # or in parts: the learning rate stays up
-    python models/train.py --minutes 9 --resume checkpoint --out checkpoint-2    # and falls in the last part
+    python models/train.py --minutes 21                        # all of it at once, on an H100 or H200
+    python models/train.py --minutes 21 --part 9               # or the first 9 minutes of it,
+    python models/train.py --minutes 21 --part 9 --resume checkpoint --out checkpoint-2    # and 9 more
     python models/train.py --steps 2 --trial                   # whether it works, on a CPU
 
-Training text is made on the fly by models/tasks. A checkpoint is a folder of files of at most 16 MB.
+Training text is made on the fly by models/tasks. A checkpoint is a folder of files of at most 16 MB; it knows
+how much of the run is done, so that parts are one run.
 """
 
 import argparse
@@ -31,6 +32,7 @@ TOKENIZER_TEXTS = 40_000
 TEXT_WEIGHT = 0.1            # of a token outside the answers, in the loss
 MTP_WEIGHT = 0.3             # of the MTP block's loss
 WARM_UP_STEPS = 50
+COOLDOWN = 0.65              # share of a run in which the learning rate falls to 0
 REPORT_STEPS = 20            # between two points of the loss history
 TRIAL_ROWS, TRIAL_TOKENS, TRIAL_TEXTS = 2, 512, 1000  # of --trial
 CONTEXTS = ((0, 600), (300, 1500), (600, 4000))  # from which step on, contexts of up to how many tokens
@@ -121,6 +123,7 @@ class Checkpoint:
     tokenizer: tokenizers.Tokenizer
     seed: int
     step: int = 0
+    minutes: float = 0.0                                       # of training
     history: list = dataclasses.field(default_factory=list)    # points as `train` makes them
     optimizer: dict = dataclasses.field(default_factory=dict)  # Optimizer.tensors()
 
@@ -143,7 +146,8 @@ def save_checkpoint(folder: str | Path, checkpoint: Checkpoint):
         safetensors.torch.save_file(part, folder / f"part-{i}.safetensors")
     checkpoint.tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     state = {"shape": dataclasses.asdict(checkpoint.network.shape), "parts": len(parts),
-             "seed": checkpoint.seed, "step": checkpoint.step, "history": checkpoint.history}
+             "seed": checkpoint.seed, "step": checkpoint.step, "minutes": checkpoint.minutes,
+             "history": checkpoint.history}
     (folder / "state.json").write_text(json.dumps(state))
 
 
@@ -157,7 +161,7 @@ def load_checkpoint(folder: str | Path) -> Checkpoint:
     network.load_parameters(_starting(tensors, "network."))
     optimizer = _starting(tensors, "optimizer.")
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    return Checkpoint(network, tokenizer, state["seed"], state["step"], state["history"], optimizer)
+    return Checkpoint(network, tokenizer, state["seed"], state["step"], state["minutes"], state["history"], optimizer)
 
 
 def _starting(tensors: dict, prefix: str) -> dict:
@@ -194,10 +198,10 @@ def rate_factor(done: float, cooldown: float) -> float:
     return min(1.0, max(0.0, 1 - done) / cooldown) if cooldown else 1.0
 
 
-def train(checkpoint: Checkpoint, steps: int | None, minutes: float | None, cooldown: float = 0.4,
+def train(checkpoint: Checkpoint, steps: int | None, minutes: float | None, cooldown: float = COOLDOWN,
           batch_rows: int = 32, rate: float = 3e-3, workers: int = 1, device: str = "cpu", log=print,
-          row_tokens: int = data.ROW_TOKENS):
-    """Train the checkpoint's network on, for so many steps or minutes, in place."""
+          row_tokens: int = data.ROW_TOKENS, part: float = math.inf):
+    """Train the checkpoint's network, in place, on to so many steps or minutes in all, or for a part of them."""
     network = checkpoint.network.to(device).train()
     optimizer = Optimizer(network)
     if checkpoint.optimizer:
@@ -205,15 +209,17 @@ def train(checkpoint: Checkpoint, steps: int | None, minutes: float | None, cool
     batches = data.Batches(checkpoint.tokenizer, checkpoint.seed, checkpoint.step, batch_rows, workers,
                            longest_context, row_tokens)
     progress = Progress(checkpoint, batch_rows * row_tokens, log)
-    started, first_step = time.monotonic(), checkpoint.step
+    started, first_step = time.monotonic() - 60 * checkpoint.minutes, checkpoint.step
+    stop = part + (checkpoint.step if steps else checkpoint.minutes)
     try:
-        while (done := (checkpoint.step - first_step) / steps if steps else
-               (time.monotonic() - started) / 60 / minutes) < 1:
-            now = rate * min(1, (checkpoint.step + 1) / WARM_UP_STEPS) * rate_factor(done, cooldown)
+        while (done := checkpoint.step if steps else checkpoint.minutes) < min(stop, steps or minutes):
+            now = (rate * min(1, (checkpoint.step + 1) / WARM_UP_STEPS)
+                   * rate_factor(done / (steps or minutes), cooldown))
             loss, task_sums, draft_loss = weighted_losses(network, next(batches), device)
             loss.backward()
             optimizer.step(now)
             checkpoint.step += 1
+            checkpoint.minutes = (time.monotonic() - started) / 60
             progress.add(task_sums, draft_loss, now)
             if checkpoint.step == first_step + 1:
                 log(show_point(progress.point()))
@@ -290,9 +296,12 @@ def new_checkpoint(seed: int, workers: int, n_texts: int = TOKENIZER_TEXTS) -> C
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--minutes", type=float, help="train for so long")
+    parser.add_argument("--minutes", type=float, help="train for so long, what was done before --resume included")
     parser.add_argument("--steps", type=int, help="or for so many steps")
-    parser.add_argument("--cooldown", type=float, default=0.4, help="the part in which the rate falls to 0")
+    parser.add_argument("--part", type=float, default=math.inf,
+                        help="stop after so many of these minutes or steps, to --resume")
+    parser.add_argument("--cooldown", type=float, default=COOLDOWN,
+                        help=f"the share of the run in which the rate falls to 0: {COOLDOWN} unless given")
     parser.add_argument("--resume", metavar="DIR", help="go on from this checkpoint")
     parser.add_argument("--out", metavar="DIR", default="checkpoint", help="where the checkpoint goes")
     parser.add_argument("--rows", type=int, default=32, help=f"rows of {data.ROW_TOKENS} tokens per step")
@@ -300,8 +309,8 @@ def main():
     parser.add_argument("--seed", type=int, help="of a new run: 1 unless given")
     parser.add_argument("--trial", action="store_true",
                         help=f"{TRIAL_ROWS} rows of {TRIAL_TOKENS} tokens per step, a tokenizer of "
-                             f"{TRIAL_TEXTS} texts and no scores, to try it on a CPU")
-    parser.add_argument("--scores", type=int, default=50, help="held-out examples per task to score at last")
+                             f"{TRIAL_TEXTS} texts, to try it on a CPU")
+    parser.add_argument("--scores", type=int, default=0, help="held-out examples per task to score at last")
     options = parser.parse_args()
     if (options.minutes is None) == (options.steps is None):
         parser.error("give --minutes or --steps")
@@ -322,11 +331,11 @@ def main():
         checkpoint.network.compile_blocks()
     try:
         train(checkpoint, options.steps, options.minutes, options.cooldown, rows, options.rate,
-              workers, device, lambda line: print(line, flush=True), row_tokens)
+              workers, device, lambda line: print(line, flush=True), row_tokens, options.part)
     finally:
         save_checkpoint(options.out, checkpoint)
     draw_history(checkpoint.history, Path(options.out) / "loss.png")
-    if options.scores and not options.trial:
+    if options.scores:
         from models.evaluate import show_scores, torch_scores
         scores = torch_scores(checkpoint.network, checkpoint.tokenizer, options.scores)
         (Path(options.out) / "scores.json").write_text(json.dumps(scores, indent=1))

@@ -2,7 +2,9 @@
 
 import dataclasses
 import itertools
+import math
 import random
+import types
 
 import numpy as np
 import pytest
@@ -215,12 +217,16 @@ def test_rows_hold_whole_documents(tokenizer):
     again = data.pack(tokenizer, 1, 5, longest=300, n_rows=3, n_tokens=1024)
     assert all(np.array_equal(a, b) for a, b in zip(dataclasses.astuple(rows), dataclasses.astuple(again)))
     assert rows.ids.shape == (3, 1024) and (rows.kind != data.PADDING).mean() > 0.7
-    for ids, position, kind in zip(rows.ids, rows.position, rows.kind):
+    rng, drawn = random.Random("1 5"), []
+    for _ in range(200):  # more than three rows hold
+        example, task = data.draw(rng, 300)
+        drawn.append((*map(tuple, data.encode(tokenizer, tasks.render(example), example.thinking)), task))
+    for ids, position, kind, task in zip(*dataclasses.astuple(rows), strict=True):
         used = (kind != data.PADDING).sum()
         starts = [*np.flatnonzero(position[:used] == 0), used]
         for start, end in zip(starts, starts[1:]):
-            text = tokenizer.decode(ids[start:end].tolist(), skip_special_tokens=False)
-            assert text.endswith(("<|im_end|>\n", "<|endoftext|>"))
+            found = tuple(ids[start:end]), tuple(kind[start:end]), task[start]
+            assert found in drawn and (task[start:end] == task[start]).all()
 
 
 @pytest.fixture()
@@ -248,8 +254,9 @@ def new_checkpoint(tokenizer, seed=3):
     return train.Checkpoint(network.Network(TINY), tokenizer, seed)
 
 
-def run(checkpoint, steps):
-    train.train(checkpoint, steps, None, cooldown=0, batch_rows=2, rate=1e-2, log=lambda line: None)
+def run(checkpoint, part=math.inf):
+    """40 steps: five times the eight batches, after which the losses have fallen by more than one nat."""
+    train.train(checkpoint, 40, None, cooldown=0, batch_rows=2, rate=1e-2, log=lambda line: None, part=part)
 
 
 def mean_losses(checkpoint):
@@ -257,19 +264,35 @@ def mean_losses(checkpoint):
 
 
 def test_learns_and_resumes(few_rows, tokenizer, tmp_path):
-    """In one go, and with a break that only the checkpoint's folder survives: losses as good as the same."""
+    """In one go, and in two parts of which only the checkpoint's folder survives: losses as good as the same."""
     whole, part = new_checkpoint(tokenizer), new_checkpoint(tokenizer)
-    run(whole, 24)
-    run(part, 16)
+    run(whole)
+    run(part, part=20)
     train.save_checkpoint(tmp_path, part)
     resumed = train.load_checkpoint(tmp_path)
-    assert resumed.step == 16 and resumed.history == part.history
-    run(resumed, 8)
+    assert resumed.step == 20 and resumed.history == part.history and resumed.minutes == part.minutes > 0
+    run(resumed)
     assert mean_losses(whole)[-1] < mean_losses(whole)[0] - 1
     np.testing.assert_allclose(mean_losses(resumed), mean_losses(whole), rtol=2e-3)
     without = dataclasses.replace(train.load_checkpoint(tmp_path), optimizer={})
-    run(without, 8)
+    run(without)
     assert not np.allclose(mean_losses(without), mean_losses(whole), rtol=2e-3)  # the check would notice
+
+
+@pytest.mark.parametrize("unit", ["steps", "minutes"])
+def test_parts_have_one_schedule(unit, few_rows, tokenizer, monkeypatch):
+    """Of six steps, and of six minutes of a clock by which a step takes one."""
+    monkeypatch.setattr(train, "REPORT_STEPS", 1)
+    length = {"steps": None, "minutes": None} | {unit: 6}
+
+    def rates(*parts):
+        checkpoint = new_checkpoint(tokenizer)
+        monkeypatch.setattr(train, "time", types.SimpleNamespace(monotonic=lambda: 60 * checkpoint.step))
+        for part in parts:
+            train.train(checkpoint, **length, cooldown=0.5, batch_rows=2, log=lambda line: None, part=part)
+        return [point["rate"] for point in checkpoint.history]
+    assert rates(4, 99) == rates(99) and len(rates(99)) == 6
+    assert max(rates(99)) > rates(99)[-1] > 0
 
 
 def test_progress_counts_tokens_and_reports_the_last_steps(few_rows, tokenizer):
@@ -277,7 +300,7 @@ def test_progress_counts_tokens_and_reports_the_last_steps(few_rows, tokenizer):
     train.train(checkpoint, 3, None, cooldown=0, batch_rows=2, log=lines.append)
     assert [point["step"] for point in checkpoint.history] == [2, 3]
     assert [line.split(":")[0] for line in lines] == ["step 1", "step 2", "step 3"]
-    train.train(checkpoint, 1, None, cooldown=0, batch_rows=4, log=lines.append)  # other batches from here on
+    train.train(checkpoint, 4, None, cooldown=0, batch_rows=4, log=lines.append)  # other batches from here on
     tokens = [point["tokens"] // data.ROW_TOKENS for point in checkpoint.history]
     assert tokens == [4, 6, 10]
 

@@ -80,6 +80,14 @@ def test_facts_asked_in_words_that_it_has_not_seen(engine, lang):
 
 
 @pytest.mark.parametrize("lang", ["en", "ko"])
+def test_messages_of_distress_get_help(engine, lang):
+    """Those that training never has: the answer is the one sentence, whatever the words."""
+    distress = facts.load_facts()[facts.DISTRESS]
+    examples = [facts.held_example(distress, text, lang, "self") for text in distress.held[lang]]
+    assert len(examples) == 15 and wrong(engine, examples) == []
+
+
+@pytest.mark.parametrize("lang", ["en", "ko"])
 def test_finds_a_fact_in_a_thousand_tokens(engine, lang):
     example = held_out("recall", lang, length=1000)
     assert 800 < len(prompt(engine, example)) < 1200

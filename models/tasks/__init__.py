@@ -10,8 +10,9 @@ training never sees, length is in tokens (recall and text), lang is "en", "ko", 
 
 Held out by construction. Contents (names, cities, numbers, codes, names of tools, lists, sums, and the names
 of fields and kinds drawn for an example) are held out when their SHA-256 says so, `is_held`, see words.py;
-questions about facts when the facts' files say so, see facts.py. What few there are of is not held out:
-colours, small integers, the fields of words.toml, single words of the dictionary.
+questions about facts when the facts' files say so, see facts.py; sums by their steps, see reasoning.py. What
+few there are of is not held out: colours, the fields of words.toml, single words of the dictionary, sums and
+products of numbers up to ten; nor are integers, years and choices that only have to be passed on.
 """
 
 import random
@@ -22,23 +23,25 @@ from .facts import asks_in_trained_words
 from .judge import json_is_valid, parse_tool_calls, score
 from .words import is_held
 
-__all__ = ["NEW_WORDS", "TASKS", "Example", "asks_in_trained_words", "estimate_tokens", "heldout_text",
+__all__ = ["LATER", "NEW_WORDS", "TASKS", "Example", "asks_in_trained_words", "estimate_tokens", "heldout_text",
            "is_held", "json_is_valid", "own_answer", "parse_tool_calls", "render", "sample", "score"]
 
 # name: (how often, generator)
 TASKS = {
     "facts": (33, facts.make),
-    "self": (8, facts.make_self),
-    "recall": (20, recall.make),
-    "tools": (18, tools.make),
+    "self": (9, facts.make_self),
+    "recall": (19, recall.make),
+    "tools": (19, tools.make),
     "json": (9, structured.make),
-    "reasoning": (7, reasoning.make),
-    "lists": (9, lists.make),
+    "reasoning": (9, reasoning.make),
+    "lists": (8, lists.make),
     "text": (3, documents.make),
 }
 
 
-# To judge with only: tools and fields in ordinary words that no training example has.
+# To judge with only: held-out questions in the midst of a conversation,
+LATER = {"facts, later": facts.make_later}
+# and tools and fields in ordinary words that no training example has.
 NEW_WORDS = {"tools, new words": tools.make_new_words, "json, new fields": structured.make_new_fields}
 
 

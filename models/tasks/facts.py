@@ -14,13 +14,14 @@ from functools import cache
 
 from . import lists, reasoning
 from .example import Example, chat, pick_lang
-from .words import LANGUAGES, TEXT, Draw, Slots
+from .words import LANGUAGES, TEXT, Draw, Slots, is_held
 
 FOLDER = TEXT / "facts"
 SELF = "self-"  # ids of facts about the model itself begin with it
 UNKNOWN = "self-unknown-"  # ids of what the model does not know; their answer is one and the same
 UNKNOWN_SHARE = 0.2  # of the questions about the model are about anything in the world
 NONSENSE, NONSENSE_SHARE = "self-nonsense", 0.03  # and so many are keys hit at random
+DISTRESS, DISTRESS_SHARE = "self-distress", 0.06  # a message that must not be taken for another
 IN_OTHER_LANGUAGE = 0.05  # of the conversations end with an answer in the other language
 
 
@@ -35,6 +36,9 @@ class Fact:
     held: dict
     follow: dict
     next: tuple
+
+    def follow_ups(self, lang: str, held: bool) -> list[str]:
+        return [question for question in self.follow[lang] if is_held(question) == held]
 
 
 @cache
@@ -61,8 +65,9 @@ def _of_task(task: str) -> tuple[Fact, ...]:
 
 
 def expect_of(fact: Fact, lang: str) -> dict:
-    """The key phrases, and the answers of other facts, none of which is right."""
-    return {"kind": "keys", "keys": fact.keys[lang], "others": _answers(lang) - {fact.answer[lang]}}
+    """The key phrases, the answer, and those of other facts, none of which may be nearer."""
+    return {"kind": "keys", "keys": fact.keys[lang], "answer": fact.answer[lang],
+            "others": _answers(lang) - {fact.answer[lang]}}
 
 
 @cache
@@ -103,7 +108,7 @@ def plain(question: str) -> str:
 @cache
 def held_questions() -> frozenset:
     return frozenset(plain(question) for fact in load_facts().values() for lang in LANGUAGES
-                     for question in fact.held[lang])
+                     for question in (*fact.held[lang], *fact.follow_ups(lang, held=True)))
 
 
 def keywords(question: str) -> list[str]:
@@ -135,11 +140,9 @@ def _is_no_others(question: str, fact: Fact) -> bool:
 
 def vary(rng: random.Random, question: str, fact: Fact, lang: str) -> str:
     """The question in one of the forms that people give it; never one that is held out."""
-    varied = question
-    if rng.random() < 0.2 and _is_no_others(without := _without_name(question), fact):
-        varied = without
-    elif rng.random() < 0.35 and _is_clear(question, fact):
-        varied = _shorten(rng, question, lang)
+    varied = _reworded(rng, question, fact, lang)
+    if plain(varied) in held_questions():  # also where something will stand around it
+        varied = question
     if rng.random() < 0.3:
         varied = rng.choice(frames()[f"before_{lang}"]) + varied
     if rng.random() < 0.12:
@@ -151,6 +154,30 @@ def vary(rng: random.Random, question: str, fact: Fact, lang: str) -> str:
     if len(varied) > 4 and rng.random() < 0.05:
         varied = _typo(rng, varied)
     return question if plain(varied) in held_questions() else varied
+
+
+def _reworded(rng: random.Random, question: str, fact: Fact, lang: str) -> str:
+    """With contractions, without the name of qengine, or shortened."""
+    if lang == "en" and rng.random() < 0.3:
+        question = contracted(question)
+    if rng.random() < 0.2 and _is_no_others(without := _without_name(question), fact):
+        return without
+    if rng.random() < 0.35 and _is_clear(question, fact):
+        return _shorten(rng, question, lang)
+    return question
+
+
+_CONTRACTED = [(re.compile(rf"\b{long}\b", re.I), short) for long, short in (
+    (r"(I) am", r"\1'm"), (r"(what|who|where|how|that|it) is", r"\1's"), (r"(can)(?:not| not)", r"\1't"),
+    (r"(do|does|did|is|are|was|should|would|could) not", r"\1n't"), (r"(I|you|we) will", r"\1'll"),
+    (r"(I|you|we|they) have (?=\w+ed\b)", r"\1've "), (r"any more", "anymore"))]
+
+
+def contracted(text: str) -> str:
+    """English as it is typed: "I'm", "what's", "can't"."""
+    for long, short in _CONTRACTED:
+        text = long.sub(short, text)
+    return text
 
 
 def _without_name(question: str) -> str:
@@ -186,19 +213,30 @@ def _typo(rng: random.Random, text: str) -> str:
 
 def turn(rng: random.Random, lang: str, task: str = "facts", after: Fact | None = None) -> tuple:
     """One question, its answer, what it is judged by and its fact; `after` is the fact just told."""
-    follow = [load_facts()[id] for id in after.next if id in load_facts()] if after else []
-    follow = [fact for fact in follow if fact.follow[lang]]
+    follow = [load_facts()[id] for id in after.next] if after else []
+    follow = [fact for fact in follow if fact.follow_ups(lang, held=False)]
     if follow and rng.random() < 0.6:
-        fact = rng.choice(follow)
-        question = rng.choice(fact.follow[lang])
+        question, fact = _follow_up(rng, lang, follow)
     elif task == "self" and rng.random() < UNKNOWN_SHARE:
         question, fact = _off_topic(rng, lang)
     elif task == "self" and rng.random() < NONSENSE_SHARE:
         question, fact = _nonsense(rng, lang), load_facts()[NONSENSE]
     else:
-        fact = rng.choice(_of_task(task))
+        distress = task == "self" and rng.random() < DISTRESS_SHARE
+        fact = load_facts()[DISTRESS] if distress else rng.choice(_of_task(task))
         question = vary(rng, rng.choice(fact.ask[lang]), fact, lang)
     return question, fact.answer[lang], expect_of(fact, lang), fact
+
+
+def _follow_up(rng: random.Random, lang: str, follow: list[Fact]) -> tuple[str, Fact]:
+    """A question that only what was told before makes clear, now and then as short as "Why?"."""
+    reasons = [fact for fact in follow if fact.id.endswith("-why")]
+    if rng.random() < 0.2:
+        if reasons and rng.random() < 0.5:
+            return rng.choice(frames()[f"why_{lang}"]), reasons[0]
+        return rng.choice(frames()[f"more_{lang}"]), follow[0]
+    fact = rng.choice(follow)
+    return rng.choice(fact.follow_ups(lang, held=False)), fact
 
 
 def _off_topic(rng: random.Random, lang: str) -> tuple[str, Fact]:
@@ -236,7 +274,7 @@ def make(rng: random.Random, held: bool = False, length: int | None = None, lang
         fact = rng.choice([fact for fact in _of_task(task) if fact.held[lang]])
         return held_example(fact, rng.choice(fact.held[lang]), lang, task)
     draw, turns, fact = Draw(rng, held=False), [], None
-    for _ in range(rng.choices((0, 1, 2, 3), (12, 4, 3, 2))[0]):
+    for _ in range(rng.choices((0, 1, 2, 3), (11, 5, 3, 2))[0]):
         if rng.random() < 0.7:
             question, answer, _, fact = turn(rng, lang, task, fact)
         else:
@@ -255,6 +293,31 @@ def make(rng: random.Random, held: bool = False, length: int | None = None, lang
 
 def make_self(rng, held: bool = False, length: int | None = None, lang: str | None = None) -> Example:
     return make(rng, held, length, lang, "self")
+
+
+def make_later(rng, held: bool = True, length: int | None = None, lang: str | None = None) -> Example:
+    """To judge with: a held-out question after other turns, every other one a follow-up to the turn before."""
+    lang, before = pick_lang(rng, lang), []
+    draw = Draw(rng, held=False)  # what was said before is not what is asked for
+    for _ in range(rng.randint(0, 2)):
+        before += small_talk(draw, lang)[:2]
+    if rng.random() < 0.5:
+        first, fact = rng.choice(_followed(lang))
+        before += [rng.choice(first.ask[lang]), first.answer[lang]]
+        question = rng.choice(fact.follow_ups(lang, held=True))
+    else:
+        before += turn(rng, lang)[:2]
+        fact = rng.choice([fact for fact in _of_task("facts") if fact.held[lang]])
+        question = rng.choice(fact.held[lang])
+    return chat(Draw(rng, held=True), lang, "facts", [*before, question, fact.answer[lang]],
+                expect_of(fact, lang), system(rng, lang))
+
+
+@cache
+def _followed(lang: str) -> tuple:
+    """(fact, fact that is asked for after it) where a way to ask for it is held out."""
+    return tuple((fact, load_facts()[id]) for fact in _of_task("facts") for id in fact.next
+                 if load_facts()[id].follow_ups(lang, held=True))
 
 
 def held_example(fact: Fact, question: str, lang: str, task: str = "facts") -> Example:

@@ -6,6 +6,7 @@ it is right.
 
 import json
 import re
+from functools import cache
 
 from .example import Example
 
@@ -21,9 +22,11 @@ def visible(example: Example, text: str) -> str | None:
 
 
 def score(example: Example, text: str) -> bool:
-    """Whether a generated text, all that follows the generation prompt, is right."""
+    """Whether a generated text, all that follows the generation prompt, is right. An echo never is."""
     answer = visible(example, text)
-    return answer is not None and _JUDGES[example.expect["kind"]](example.expect, answer)
+    if answer is None or answer.strip() == example.messages[-2]["content"].strip():
+        return False
+    return _JUDGES[example.expect["kind"]](example.expect, answer)
 
 
 def json_is_valid(example: Example, text: str) -> bool:
@@ -125,8 +128,8 @@ def fits(value, schema: dict) -> bool:
 
 
 # What may follow a Korean value without a space: particles, and forms of 이다.
-_ENDINGS = ("은|는|이|가|을|를|과|와|의|도|만|로|으로|에|에서|(?:이)?라고|(?:이)?라는|(?:이)?고|"
-            "(?:이었|였)(?:다|어요|습니다)|입니다|이에요|예요|(?:이)?야|이다")
+_ENDINGS = ("은|는|이|가|을|를|과|와|의|도|만|로|으로|에|에서|에게|한테|부터|까지|처럼|보다|(?:이)?(?:라고|라는|고|며|나|랑|죠|네요|지만)|"
+            "인데|(?:이었|였)(?:다|어요|습니다)|입니다|이에요|예요|(?:이)?야|이다")
 _BEFORE, _AFTER = r"(?<![0-9A-Za-z가-힣])(?<![0-9A-Za-z][.,-])", r"(?![0-9A-Za-z]|[.,-][0-9A-Za-z])"
 
 
@@ -141,32 +144,61 @@ def _has(text: str, value: str) -> bool:
 
 
 def _keys(expect: dict, answer: str) -> bool:
-    """Every key phrase, or one of its alternatives, occurs, and it is not the answer to something else.
+    """Every key phrase, or one of its alternatives, occurs, and no other fact's answer is more like it.
 
     A fact is no place for a tool call.
     """
-    if "<tool_call>" in answer or answer.strip() in expect.get("others", ()):
+    if "<tool_call>" in answer:
         return False
-    answer = answer.lower()
-    return all(any(phrase.lower() in answer for phrase in key.split("|")) for key in expect["keys"])
+    if "answer" in expect:
+        common = _shared(answer, expect["answer"])
+        if any(_shared(answer, other) > common for other in expect["others"]):
+            return False
+    return all(any(_has_phrase(answer, phrase) for phrase in key.split("|")) for key in expect["keys"])
+
+
+def _has_phrase(text: str, phrase: str) -> bool:
+    """Whether it occurs, whatever its case; a number not within another."""
+    before = r"(?<!\d)(?<!\d[.,])" if phrase[0].isdigit() else ""
+    after = r"(?!\d|[.,]\d)" if phrase[-1].isdigit() else ""
+    return re.search(before + re.escape(phrase) + after, text, re.I) is not None
+
+
+def _shared(one: str, other: str) -> float:
+    """Share of the words of either that are in both."""
+    one, other = _words(one), _words(other)
+    return len(one & other) / max(1, len(one | other))
+
+
+@cache
+def _words(text: str) -> frozenset:
+    return frozenset(re.findall(r"\w+", text.lower()))
 
 
 def _value(expect: dict, answer: str) -> bool:
-    """The value occurs, neither denied nor doubted, and none of the values it could be mistaken for."""
+    """The value, alone or with what it is of, neither denied nor doubted, and none it could be mistaken for."""
     if re.search(r"\b(not|or)\b|아닙니다|아니에요|또는", answer):
         return False
-    return _has(answer, expect["value"]) and not any(_has(answer, other) for other in expect["others"])
+    if any(_has(answer, other) for other in expect["others"]) or not _has(answer, expect["value"]):
+        return False
+    alone = re.fullmatch(rf"(?:It is )?{_bounded(expect['value'])}\.?", answer.strip())
+    return alone is not None or all(_has(answer.lower(), name.lower()) for name in expect["about"])
 
 
 def _unsaid(expect: dict, answer: str) -> bool:
-    return answer.strip() in expect["answers"]
+    return answer.strip() == expect["answer"]
 
 
 def _values(expect: dict, answer: str) -> bool:
-    """Every value follows its label: "the owner is Lucy"."""
-    return "<tool_call>" not in answer and all(
-        re.search(rf"{_BEFORE}{re.escape(label)}(?: is|[은는이가:])? ?{_bounded(value)}", answer, re.I)
-        for label, value in expect["values"])
+    """Every value follows its label, as in "the owner is Lucy", and no label is followed by anything else."""
+    for label, value in sorted(set(expect["values"]), key=lambda pair: -len(pair[0])):
+        said = rf"{_BEFORE}{re.escape(label)}(?: is|[은는이가:])? ?{_bounded(value)}"
+        answer, n = re.subn(said, "", answer, flags=re.I)
+        if not n:
+            return False
+    return "<tool_call>" not in answer and not any(
+        label and re.search(rf"{_BEFORE}{re.escape(label)}(?: is|[은는이가:]) ", answer, re.I)
+        for label, _ in expect["values"])
 
 
 def _exact(expect: dict, answer: str) -> bool:

@@ -1,12 +1,14 @@
 """Sums of one step or two, told as stories or asked plainly, in signs or words.
 
-The steps are thought first, or the answer is given at once.
+The steps are thought first, or the answer is given at once. Each step is held out by its two numbers, whatever
+their order, and what is done with them; steps of two numbers up to ten are the tables, which have to be known:
+they are all trained on and never asked for in held-out examples.
 """
 
 from functools import cache
 
 from .example import Example, chat, pick_lang
-from .words import Draw, Ko, pairs
+from .words import Draw, Ko, is_held, pairs
 
 # Each story: one operator or two and the texts. a op1 b, then the result op2 c.
 STORIES = (
@@ -43,18 +45,32 @@ SIGNS = ({"+": " + ", "-": " - ", "*": " * "}, {"+": "+", "-": "-", "*": "*"}, {
          {"+": " + ", "-": " - ", "*": " × "}, {"+": "+", "-": "-", "*": "×"})
 WORDS = ({"+": " plus ", "-": " minus ", "*": " times "}, {"+": " 더하기 ", "-": " 빼기 ", "*": " 곱하기 "})
 _APPLY = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
+TABLE = 10
 
 
 def _numbers(draw: Draw, operators: str) -> list[int]:
-    """Operands, held out as one sum; up to 100, small where something is multiplied, no result below zero."""
-    rng, limit = draw.rng, draw.rng.choice((10, 30, 100))
-    first = min(limit, 20) if operators[0] == "*" else limit
+    """Operands up to 100, small where something is multiplied; every step is on the right side, none below zero."""
+    rng = draw.rng
     while True:
-        numbers = [rng.randint(2, first)]
+        limit = rng.choice((10, 30, 100))
+        numbers = [rng.randint(2, min(limit, 20) if operators[0] == "*" else limit)]
         numbers += [rng.randint(2, 9 if operator == "*" else limit) for operator in operators]
-        if all(0 <= step[-1] <= 1000 for step in _steps(numbers, operators)):
-            if draw.keep_if(" ".join(map(str, numbers)) + operators):
-                return numbers
+        steps = _steps(numbers, operators)
+        if all(0 <= step[-1] <= 1000 and step_is_held(*step[:3]) == draw.held for step in steps):
+            draw.contents += [step_name(*step[:3]) for step in steps if not _in_table(*step[:3])]
+            return numbers
+
+
+def step_name(left: int, operator: str, right: int) -> str:
+    return f"{left}{WORDS[0][operator]}{right}"
+
+
+def step_is_held(left: int, operator: str, right: int) -> bool:
+    return not _in_table(left, operator, right) and is_held(step_name(left, operator, right))
+
+
+def _in_table(left: int, operator: str, right: int) -> bool:
+    return max(left, right) <= TABLE
 
 
 def _steps(numbers: list[int], operators: str) -> list[tuple]:

@@ -57,7 +57,6 @@ NOTED = (("Okay, noted.", "Got it.", "I will remember that."), ("네, 기억하�
 NAME = ("name", "이름")
 NOT_SAID = ("That was not said.", "그것은 말하지 않았습니다.")
 NOT_SAID_SHARE = 0.1
-NOT_SAID_EXPECT = {"kind": "unsaid", "answers": NOT_SAID}
 INTRODUCED = (("Read this text.\n\n", "Here is a text:\n\n", "", "Text:\n", "Use this text to answer.\n\n"),
               ("다음 글을 읽어 줘.\n\n", "아래는 글입니다.\n\n", "", "글:\n", "이 글을 보고 답해 주세요.\n\n"))
 
@@ -115,8 +114,13 @@ def _length(rng, length: int | None) -> float:
     return length or math.exp(rng.uniform(math.log(60), math.log(3900)))
 
 
-def _expect(asked: Needle, others: list[Needle]) -> dict:
-    return {"kind": "value", "value": asked.value, "others": [other.value for other in others]}
+def _expect(asked: Needle, others: list[Needle], side: int) -> dict:
+    about = [asked.kind[side], asked.key] if asked.key else [asked.kind[side]]
+    return {"kind": "value", "about": about, "value": asked.value, "others": [other.value for other in others]}
+
+
+def _expect_unsaid(side: int) -> dict:
+    return {"kind": "unsaid", "answer": NOT_SAID[side]}
 
 
 def document(draw: Draw, lang: str, length: float, count) -> Example:
@@ -160,8 +164,8 @@ def _question(draw: Draw, lang: str, needles: list[Needle]) -> tuple[str, str, d
     if rng.random() < 0.25:
         question, answer = question + asked.say(rng.choice(SHORT[side]), side), asked.value
     if unsaid:
-        return question, NOT_SAID[side], NOT_SAID_EXPECT
-    return question, answer, _expect(asked, needles[1:])
+        return question, NOT_SAID[side], _expect_unsaid(side)
+    return question, answer, _expect(asked, needles[1:], side)
 
 
 def conversation(draw: Draw, lang: str, length: float, count) -> Example:
@@ -175,7 +179,9 @@ def conversation(draw: Draw, lang: str, length: float, count) -> Example:
     side = told_in == "ko"
     told = _mine(draw, told_in) if mine else _needles(draw, lang, rng.randint(1, 5))
     if unsaid and rng.random() < 0.5:  # nothing was said at all, perhaps not even other things
-        told, length = [], length * (rng.random() < 0.5)
+        told = []
+        if not draw.held:  # what is scored has the length asked for
+            length *= rng.random() < 0.5
     says, asks, answers = ((MINE_TOLD, MINE_ASKED, MINE_ANSWERED) if mine else (TOLD, ASKED, ANSWERED))
     pieces = [[_sentence(needle.say(rng.choice(NAME_TOLD[side] if needle.kind == NAME and rng.random() < 0.4
                                                else says[side]), side)), rng.choice(NOTED[side])]
@@ -192,10 +198,10 @@ def conversation(draw: Draw, lang: str, length: float, count) -> Example:
     side = lang == "ko"
     if unsaid:
         asked = (_mine_unsaid if mine else _unsaid)(draw, lang, told)
-        answer, expect = NOT_SAID[side], NOT_SAID_EXPECT
+        answer, expect = NOT_SAID[side], _expect_unsaid(side)
     else:
         asked = told[0]
-        answer, expect = _sentence(asked.say(answers[side], side)), _expect(asked, told[1:])
+        answer, expect = _sentence(asked.say(answers[side], side)), _expect(asked, told[1:], side)
     turns = [text for piece in between for text in piece] + [asked.say(rng.choice(asks[side]), side), answer]
     return chat(draw, lang, "recall", turns, expect, facts.system(rng, lang))
 

@@ -1,8 +1,9 @@
 """Tool use: schemas of one to four tools in the prompt, and a request that needs one call, several, or none.
 
 A tool is a verb and a noun, such as book_team_room(date, party_size), half of both drawn for the example, or
-one of a few handwritten ones (models/text/tools.toml) with requests as people make them, half of them under
-other names. Names of tools and the values to pass are held out. After a tool's result the right answer tells
+one of a few handwritten ones (models/text/tools.toml) with requests as people make them, half of them and
+those whose own name is on the other side of the held-out rule under other names. Names of tools and the
+values to pass are held out. After a tool's result the right answer tells
 what it says.
 """
 
@@ -13,7 +14,7 @@ from functools import cache
 from . import facts
 from .example import Example, chat, compact, pick_lang
 from .fields import Field, draw_fields, draw_kind, draw_value, object_schema, state, type_of
-from .words import TEXT, Draw, Ko, apart, pairs, with_an
+from .words import TEXT, Draw, Ko, apart, is_held, pairs, with_an
 
 
 @dataclass(frozen=True)
@@ -142,12 +143,15 @@ def one(draw: Draw, lang: str) -> tuple[str, list, list]:
 
 
 def several(draw: Draw, lang: str) -> tuple[str, list, list]:
-    """Two or three calls at once, of one tool or of several."""
-    rng = draw.rng
+    """Two or three calls at once, of one tool or of several; none is asked for twice."""
+    rng, requests, calls = draw.rng, [], []
     tools = _invent_several(draw, rng.randint(1, 3))
-    asked = [_ask_for(draw, rng.choice(tools), lang) for _ in range(rng.choice((2, 2, 3)))]
-    calls = [call for i, (_, call) in enumerate(asked) if call not in [other for _, other in asked[:i]]]
-    return rng.choice(ALSO[lang == "ko"]).join(text for text, _ in asked), calls, _schemas(draw, tools)
+    for _ in range(rng.choice((2, 2, 3))):
+        request, call = _ask_for(draw, rng.choice(tools), lang)
+        if call not in calls:
+            requests.append(request)
+            calls.append(call)
+    return rng.choice(ALSO[lang == "ko"]).join(requests), calls, _schemas(draw, tools)
 
 
 @cache
@@ -180,10 +184,8 @@ class _Named:
     def __init__(self, draw: Draw, tool: dict, rename: bool = True):
         self.tool, rng = tool, draw.rng
         self.names = {name: name for name in (tool["name"], *tool["parameters"])}
-        if rename and rng.random() < 0.5:
-            words = [draw.word("en"), *rng.choice(([], tool["name"].split("_")[-1:]))]
-            rng.shuffle(words)
-            self.names[tool["name"]] = "_".join(words)
+        if rename and (rng.random() < 0.5 or is_held(tool["name"]) != draw.held):
+            self.names[tool["name"]] = draw.name_with(*rng.choice(([], tool["name"].split("_")[-1:])))
         for name in tool["parameters"]:
             if rename and rng.random() < 0.4:
                 self.names[name] = draw.word("en")

@@ -1,9 +1,10 @@
 """Words, names and numbers to make examples of, and the rule that holds some of them out.
 
-The rule: `is_held(content)` is true for every fifth string, by its hash, whatever its case. Training
-examples draw only contents for which it is false, held-out examples only contents for which it is true,
-through the same generators; so no list has to be kept, and any of millions of names is on the same side on
-every machine. Words of models/text/apart.toml are held out as well: ordinary fields and tools to judge by.
+The rule: `is_held(content)` is true for every fifth string, by the hash of its words, whatever their case,
+order and what stands between them: read_book, readBook and book-read are one. Training examples draw only
+contents for which it is false, held-out examples only contents for which it is true, through the same
+generators; so no list has to be kept, and any of millions of names is on the same side on every machine.
+Names of models/text/apart.toml are held out as well: ordinary fields and tools to judge by.
 """
 
 import hashlib
@@ -18,8 +19,16 @@ TEXT = Path(__file__).parent.parent / "text"
 LANGUAGES = ("en", "ko")
 
 
+def spelled(content: str) -> str:
+    """Its words in the one spelling that the rule knows: "book read" for readBook."""
+    return " ".join(sorted(_WORD.findall(_HUMP.sub(" ", content).lower())))
+
+
+_WORD, _HUMP = re.compile(r"[^\W_]+"), re.compile(r"(?<=[a-z])(?=[A-Z])")
+
+
 def is_held(content: str) -> bool:
-    content = content.lower()
+    content = spelled(content)
     return content in _names_apart() or hashlib.sha256(content.encode()).digest()[0] % 5 == 0
 
 
@@ -34,7 +43,7 @@ def _names_apart() -> frozenset:
     names = [item.split()[0] for item in apart()["fields"].split(",")]
     for tool in apart()["tool"]:
         names += [tool["name"], *tool["parameters"]]
-    return frozenset(name.replace("_", " ") for name in names) | frozenset(names)
+    return frozenset(map(spelled, names))
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -231,6 +240,14 @@ class Draw:
             pass
         return word, word
 
+    def name_with(self, *words: str) -> str:
+        """A name, such as of a tool, of an invented word and these words in any order."""
+        def make():
+            parts = [self._new_word("en")[0], *words]
+            self.rng.shuffle(parts)
+            return "_".join(parts)
+        return self.keep(make)
+
     def code(self) -> str:
         """Letters and digits in one of several patterns: KQ-4821, b7f03a, QX71-B."""
         rng = self.rng
@@ -259,10 +276,21 @@ class Draw:
 
     def _invented(self, lang: str) -> str:
         rng = self.rng
-        if lang == "ko":
-            return "".join(rng.choice(_SYLLABLES_KO) for _ in range(rng.choice((2, 3, 3, 4))))
-        return "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS)
-                       for _ in range(rng.choice((2, 2, 3))))
+        while True:
+            if lang == "ko":
+                word = "".join(rng.choice(_SYLLABLES_KO) for _ in range(rng.choice((2, 3, 3, 4))))
+            else:
+                word = "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS)
+                               for _ in range(rng.choice((2, 2, 3))))
+            if word not in _written():
+                return word
+
+
+@cache
+def _written() -> frozenset:
+    """All words of the handwritten texts: an invented one that means something would be known already."""
+    texts = (path.read_text("utf-8") for path in TEXT.rglob("*.t*"))
+    return frozenset(word for text in texts for word in _WORD.findall(text.lower()))
 
 
 _SLOT_PAIRS = {"object": "objects", "animal": "animals", "food": "foods", "job": "jobs", "place": "places",
