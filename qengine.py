@@ -49,6 +49,7 @@ import struct
 import threading
 import time
 import uuid
+import weakref
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -1767,6 +1768,7 @@ class Constraint:
     Look at `error` after each call, the first included."""
 
     def __init__(self, vocabulary: "Vocabulary", grammar: str, after: int | None = None):
+        self.vocabulary = vocabulary        # for as long as the matcher may call it
         self.after = after                  # None once the grammar rules
         limits = llguidance.LLParserLimits(verbose_errors=False)        # its errors go to clients
         self.matcher = llguidance.LLMatcher(vocabulary.prepared, grammar, log_level=0, limits=limits)
@@ -1811,7 +1813,9 @@ class Vocabulary:
         self.tokenizer, self.tokens = tokenizer, tokenizer.pieces
         self.eos_token_id, self.bos_token_id = min(tokenizer.eos_ids), None
         self.special_token_ids = [*tokenizer.control.values(), *tokenizer.tags.values()]
-        self.prepared = llguidance.LLTokenizer(llguidance.TokenizerWrapper(self), eos_token=sorted(tokenizer.eos_ids))
+        # It calls us back: a true reference would keep both for ever, which the garbage collector cannot see.
+        wrapper = llguidance.TokenizerWrapper(weakref.proxy(self))
+        self.prepared = llguidance.LLTokenizer(wrapper, eos_token=sorted(tokenizer.eos_ids))
 
     def __call__(self, text: str) -> list[int]:
         """Tokens that spell a text, which llguidance asks for where a grammar leaves no choice: the tokenizer's, unless

@@ -3,6 +3,7 @@
 import json
 import random
 import threading
+import weakref
 
 import jsonschema
 import numpy as np
@@ -99,6 +100,15 @@ def test_a_vocabulary_with_a_space_before_every_text(tmp_path):
     constraint = qengine.Constraint(vocabulary, LLMatcher.grammar_from_lark('start: "the fox"'))
     assert constraint.error is None
     assert tokenizer.decode(random_answer(constraint, tokenizer, random.Random(0))) == "the fox"
+
+
+def test_a_vocabulary_is_freed(tokenizer):
+    vocabulary = qengine.Vocabulary(tokenizer)
+    constraint, gone = qengine.Constraint(vocabulary, json_grammar(PERSON)), weakref.ref(vocabulary)
+    del vocabulary
+    assert gone() and constraint.error is None
+    del constraint
+    assert gone() is None
 
 
 # ---- answers -----------------------------------------------------------------------------------------------
