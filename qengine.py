@@ -1697,7 +1697,7 @@ class Sampler:
         self.state = sample.SamplingState.allocate(card, n_slots, n_slots, n_vocab)
         self.log_probs = logprobs.LogprobState.allocate(card, n_slots, n_vocab)
         self.tokens = card.alloc(n_slots, np.int32, "sampled tokens")
-        self.masks = card.pinned(self.state.mask.shape, np.uint32)
+        self.masks, self.copies = card.pinned(self.state.mask.shape, np.uint32), card.stream()
         self.executor = llguidance.LLExecutor()
         # One is read while the other is filled.
         self.hosts = itertools.cycle([(card.pinned(n_slots, np.int32),
@@ -1716,7 +1716,7 @@ class Sampler:
             history = np.zeros(self.n_vocab, np.uint16)
             history[r.prompt_ids] = sample.IN_PROMPT
             self.card.copy_in(state.history[slot], history)
-        if r.grammar is not None:
+        if r.grammar_after is not None:
             self.card.fill(state.mask[slot], 0xFF)      # all tokens, until the grammar rules
         if r.logit_bias:
             bias = np.zeros(self.n_vocab, np.float32)
@@ -1724,7 +1724,8 @@ class Sampler:
             self.card.copy_in(state.bias[slot], bias)
 
     def constrain(self, constraints: "dict[int, Constraint]"):
-        """Queue the masks of slots. Those of the last call must have been used: the tokens chosen were read."""
+        """Make the masks of slots and queue them for what `launch` does next. They travel beside what runs, so the
+        tokens that were chosen under those of the last call must have been read."""
         free = []
         for slot, constraint in constraints.items():
             if constraint.forced:
@@ -1736,7 +1737,8 @@ class Sampler:
         if free:
             llguidance.numpy.fill_next_token_bitmask_par(self.executor, free, self.masks.view(np.int32))
         for slot in constraints:
-            self.card.copy_in(self.state.mask[slot], self.masks[slot])
+            self.card.copy_in(self.state.mask[slot], self.masks[slot], self.copies)
+        self.card.default_stream.wait(self.copies.record())
 
     def launch(self, logits: Array, rows: Rows, log_probs: bool):
         """Queue the choice of the next token of each row; it can be recorded."""
@@ -2227,7 +2229,8 @@ class Scheduler:
         """Tell the cards what the next tokens may be; a sequence whose grammar cannot say so has ended."""
         constrained = [s for s in sequences if s in self.running and s.generation.constraint
                        and s.generation.constraint.after is None]
-        self.pipeline.constrain({s.slot: s.generation.constraint for s in constrained})
+        if constrained:
+            self.pipeline.constrain({s.slot: s.generation.constraint for s in constrained})
         for sequence in constrained:
             if error := sequence.generation.constraint.error:
                 self._finish(sequence, error)
