@@ -1717,15 +1717,16 @@ class Sampler:
             history[r.prompt_ids] = sample.IN_PROMPT
             self.card.copy_in(state.history[slot], history)
         if r.grammar_after is not None:
-            self.card.fill(state.mask[slot], 0xFF)      # all tokens, until the grammar rules
+            self.card.fill(state.mask[slot], 0xFF, self.copies)         # all tokens, until the grammar rules
+            self.card.default_stream.wait(self.copies.record())
         if r.logit_bias:
             bias = np.zeros(self.n_vocab, np.float32)
             bias[list(r.logit_bias)] = list(r.logit_bias.values())
             self.card.copy_in(state.bias[slot], bias)
 
     def constrain(self, constraints: "dict[int, Constraint]"):
-        """Make the masks of slots and queue them for what `launch` does next. They travel beside what runs, so the
-        tokens that were chosen under those of the last call must have been read."""
+        """Make the masks of slots and queue them for what `launch` does next. They travel beside what runs (all that
+        writes masks is in `copies`), so the tokens chosen under those of the last call must have been read."""
         free = []
         for slot, constraint in constraints.items():
             if constraint.forced:
@@ -2055,7 +2056,8 @@ class Scheduler:
 
     A decode step is queued before the tokens of the one before it are looked at, since the cards hand those on
     themselves: so they never wait for the host. Where such a token ends its sequence, the step has computed a row
-    for nothing: it wrote into the sequence's own slot and pages, before whoever has them next.
+    for nothing: it wrote into the sequence's own slot and pages, before whoever has them next. Where a grammar rules one
+    of the answers, the tokens are looked at while the layers of the next step run, and its choice is queued after that.
     """
 
     def __init__(self, pipeline: Pipeline, tokenizer: Tokenizer, n_slots: int, n_ctx: int, chunk: int):
