@@ -2056,8 +2056,8 @@ class Scheduler:
 
     A decode step is queued before the tokens of the one before it are looked at, since the cards hand those on
     themselves: so they never wait for the host. Where such a token ends its sequence, the step has computed a row
-    for nothing: it wrote into the sequence's own slot and pages, before whoever has them next. Where a grammar rules one
-    of the answers, the tokens are looked at while the layers of the next step run, and its choice is queued after that.
+    for nothing: it wrote into the sequence's own slot and pages, before whoever has them next. Where a grammar rules
+    an answer, the tokens are looked at while the layers of the next step run, and its choice is queued after that.
     """
 
     def __init__(self, pipeline: Pipeline, tokenizer: Tokenizer, n_slots: int, n_ctx: int, chunk: int):
