@@ -1579,8 +1579,12 @@ class Stage:
         """The inputs of the next decode step."""
         set_rows(self.batch, ids, slots, positions)
 
+    def step(self, n: int, log_probs: bool):
+        """Queue a decode step of the n rows placed last, or of what followed them: `forward` and `choose` in one."""
+        self.recording(self.launch_step, n, log_probs).replay()
+
     def forward(self, n: int):
-        """Queue the layers of a decode step: of the n rows placed last, or of what followed them."""
+        """Queue the layers of a decode step."""
         self.recording(self.launch_layers, n).replay()
 
     def choose(self, n: int, log_probs: bool):
@@ -1602,14 +1606,17 @@ class Stage:
         for n in (*range(1, min(few, 64)), *range(64, few + 1, 8), *range(CHUNK, self.chunk + 1, PAGE_TOKENS)):
             self.launch_prompt(n)
         for n in range(1, self.n_slots + 1):
-            self.launch_layers(n)
-            self.launch_choice(n, log_probs=True)
+            self.launch_step(n, log_probs=True)
         if self.sampler:
             for n in range(1, HEAD_ROWS + 1):
                 self.model.compute_logits(self.model.x, n)
 
     def launch_prompt(self, n: int, tap=None):
         self.model.forward(rows_of(self.inputs, n, is_decode=False), tap)
+
+    def launch_step(self, n: int, log_probs: bool):
+        self.launch_layers(n)
+        self.launch_choice(n, log_probs)
 
     def launch_layers(self, n: int):
         self.model.forward(rows_of(self.batch, n, is_decode=True))
@@ -1656,8 +1663,7 @@ class Pipeline:
                 stage.card.load_kernels(needed, lambda name: (bar.set_postfix_str(name), bar.update()))
             stage.recording(stage.launch_prompt, stage.chunk)
             for n in (n for n in (1, 2, 4, 8) if n <= stage.n_slots):       # others are recorded when they come
-                stage.recording(stage.launch_layers, n)
-                stage.recording(stage.launch_choice, n, False)
+                stage.recording(stage.launch_step, n, False)
 
     def start(self, slot: int, request: "Request"):
         """Make a slot ready for a new sequence."""
@@ -1691,11 +1697,12 @@ class Pipeline:
 
     def step(self, n: int, log_probs: bool = False) -> "Tokens":
         """Queue a decode step of the n rows of the batch. The tokens that it finds are what enters the next one."""
-        self.forward(n)
-        return self.choose(n, log_probs)
+        for stage in self.stages:
+            stage.step(n, log_probs)
+        return self.last.sampler.fetch(n, log_probs)
 
     def forward(self, n: int):
-        """The first part of a step: all that needs to know no more than the tokens of the step before."""
+        """The first part of such a step: all that needs no more than the tokens of the step before."""
         for stage in self.stages:
             stage.forward(n)
 
@@ -1705,7 +1712,8 @@ class Pipeline:
 
     def choose(self, n: int, log_probs: bool) -> "Tokens":
         """The second part, which heeds what `constrain` was told in between."""
-        self.last.choose(n, log_probs)
+        for stage in self.stages:
+            stage.choose(n, log_probs)
         return self.last.sampler.fetch(n, log_probs)
 
 
@@ -3022,9 +3030,8 @@ class Bench:
         self.pipeline.place([0] * self.batch, range(self.batch), [context] * self.batch)
 
     def step(self):
-        """Queue the launches of a decode step, which the stage replays from recordings."""
-        self.stage.launch_layers(self.batch)
-        self.stage.launch_choice(self.batch, log_probs=False)
+        """Queue the launches of a decode step, which `Stage.step` replays from a recording."""
+        self.stage.launch_step(self.batch, log_probs=False)
 
     # ---- what it must move and compute ----
 
