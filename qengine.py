@@ -67,8 +67,9 @@ import waitress.server
 import waitress.task
 from werkzeug.exceptions import HTTPException, ServiceUnavailable, TooManyRequests
 
-from kernels import (advance, attend_decode, attention, conv, embedding, finite, float_matmul, formats, gdn, gdn_decode,
-                     kv_cache, norm, probe, q8_gemm, q8_gemv, quant_gemv, quantize, rope, sample, swiglu, synthetic)
+from kernels import (advance, attend_decode, attention, checkpoint, conv, embedding, finite, float_matmul, formats, gdn,
+                     gdn_decode, kv_cache, norm, probe, q8_gemm, q8_gemv, quant_gemv, quantize, rope, sample, swiglu,
+                     synthetic)
 from kernels.bench import operation_seconds
 from kernels.card import Array, Card, CardError, open_cards, show_bytes
 from kernels.compile import CompileError
@@ -1240,6 +1241,15 @@ class Rows:
     slots: Array            # [n]
     positions: Array        # [n] index in the slot's sequence
     rope: Array             # [3, n] time, height, width
+    marks: tuple = ()       # of a prefill pass: (n rows, slot, row of the states that keeps the slot's after them)
+
+    def parts(self):
+        """(first row, end, slot, row to keep its states in or None) of a prefill pass, cut at its marks."""
+        start = 0
+        for end, slot, kept in (*self.marks, (self.n, None, None)):
+            if end > start:
+                yield start, end, slot, kept
+            start = end
 
 
 class Activation:
@@ -1253,14 +1263,14 @@ class Activation:
 
 
 class Model:
-    """The forward pass of a range of layers on one card, with its scratch memory; the caches are the caller's.
+    """The forward pass of a range of layers on one card, with its scratch memory; the cache is the caller's.
 
     Every float operation is a kernel of kernels/ on `card`; here is only their order.
     """
 
-    def __init__(self, card: Card, config: Config, weights, layers: range, cache: "Cache", max_rows: int, n_slots: int,
+    def __init__(self, card: Card, config: Config, weights, layers: range, max_rows: int, n_slots: int,
                  progress=iter):
-        self.card, self.config, self.cache, self.first_layer = card, config, cache, layers.start
+        self.card, self.config, self.first_layer = card, config, layers.start
         is_last = layers.stop == config.n_layers
         self.layers = [load_layer(weights, card, config, index) for index in progress(layers)]
         self.embeddings = self.head = None
@@ -1293,7 +1303,7 @@ class Model:
         if self.head is not None:
             self.logits = card.alloc((max(n_slots, HEAD_ROWS), c.n_vocab), np.float32, "logits")
 
-    def forward(self, rows: Rows, tap=None):
+    def forward(self, rows: Rows, cache: "Cache", tap=None):
         """Runs the layers over the rows; the result is in `x`. `tap(name, array)` is called after every layer."""
         if self.first_layer == 0:
             table = self.embeddings
@@ -1302,9 +1312,9 @@ class Model:
                 tap("embedding", self.x)
         for index, layer in enumerate(self.layers, self.first_layer):
             if isinstance(layer, LinearLayer):
-                self.linear_attention(rows, layer, self.cache.recurrent[index])
+                self.linear_attention(rows, layer, cache.recurrent[index])
             else:
-                self.attention(rows, layer, self.cache.pages[index])
+                self.attention(rows, layer, cache.pages[index], cache.block_table)
             self.mlp(rows, layer.mlp)
             if tap:
                 tap(f"layer {index}", self.x)
@@ -1322,10 +1332,14 @@ class Model:
             else:
                 gdn_decode.gdn_decode(card, u.x, *inputs)
         else:
-            conv.conv_silu(card, self.mixed, projected, stride, state.conv, layer.conv, rows.slots, rows.positions,
-                           rows.n, c.conv_dim)
-            gdn.gdn_prefill(card, self.o, state.memory, self.factors, self.mixed, projected, stride, *constants,
-                            rows.slots, rows.n, *heads)
+            for start, end, slot, kept in rows.parts():
+                n, mixed, columns = end - start, self.mixed[start:], projected[start * stride:]
+                conv.conv_silu(card, mixed, columns, stride, state.conv, layer.conv, rows.slots[start:],
+                               rows.positions[start:], n, c.conv_dim)
+                gdn.gdn_prefill(card, self.o[start:], state.memory, self.factors, mixed, columns, stride, *constants,
+                                rows.slots[start:], n, *heads)
+                if kept is not None:
+                    state.copy(card, kept, slot)
             inputs = self.o, projected[c.conv_dim:], stride, layer.out_norm, rows.n, c.n_value_heads, c.norm_eps
             if layer.out.is_quantized:
                 norm.gated_norm_quantize(card, u.q, u.d, *inputs)
@@ -1333,11 +1347,11 @@ class Model:
                 norm.gated_norm(card, u.x, *inputs)
         self.project(rows, self.x, layer.out, u, add=True)
 
-    def attention(self, rows: Rows, layer: AttentionLayer, pages: "Pages"):
+    def attention(self, rows: Rows, layer: AttentionLayer, pages: "Pages", block_table: Array):
         card, c, projected, stride = self.card, self.config, self.projected, layer.inputs.stride
         self.project_norm(rows, layer.inputs, layer.norm)
         u, columns = self.activations[c.query_dim], (2 * c.query_dim, 2 * c.query_dim + c.kv_dim)  # of keys, values
-        rotary, places = (rows.rope, self.inv_freq), (self.cache.block_table, rows.slots, rows.positions)
+        rotary, places = (rows.rope, self.inv_freq), (block_table, rows.slots, rows.positions)
         sizes = rows.n, c.n_heads, c.n_kv_heads
         if rows.is_decode:
             out = (u.q, u.d) if layer.out.is_quantized else (u.x, None)
@@ -1419,15 +1433,24 @@ class Model:
 # 5  Cache
 # ======================================================================================================
 
+# A page holds the keys and values of 64 tokens, and sequences that begin with the same tokens share pages. A recurrent
+# state cannot be cut back: to go on after a prefix needs the states that were there, a checkpoint.
+
 PAGE_TOKENS = kv_cache.PAGE
+CHECKPOINT_INTERVAL = 1024  # tokens: between two checkpoints of a prompt there are not more
+CHECKPOINT_SPACING = 256    # nor fewer, but where it is likely that the next prompt leaves this one
 
 
 @dataclass(frozen=True)
 class RecurrentState:
-    """What a linear-attention layer remembers of each slot."""
+    """What a linear-attention layer remembers: row s is that of slot s, the rows after the slots' are checkpoints."""
 
-    conv: Array             # [n_slots, conv_width, conv_dim] float32: inputs of position p in row p % conv_width
-    memory: Array           # [n_slots, n_value_heads, 128 key, 128 value] float32
+    conv: Array             # [n_rows, conv_width, conv_dim] float32: inputs of position p in row p % conv_width
+    memory: Array           # [n_rows, n_value_heads, 128 key, 128 value] float32
+
+    def copy(self, card: Card, to: int, source: int):
+        card.copy(self.conv[to], self.conv[source])
+        card.copy(self.memory[to], self.memory[source])
 
 
 @dataclass(frozen=True)
@@ -1438,23 +1461,55 @@ class Pages:
     v: Array                # the same
 
 
-class Cache:
-    """The memory of a range of layers: pages behind a block table, and recurrent states by slot."""
+def pages_for(n_tokens: int) -> int:
+    return -(-n_tokens // PAGE_TOKENS)
 
-    def __init__(self, card: Card, config: Config, layers: range, n_slots: int, n_ctx: int):
-        c, self.card, self.max_pages = config, card, pages_for(n_ctx)
-        self.pages, self.recurrent = {}, {}
-        for index in layers:
-            if c.layer_kinds[index] == "attention":
-                shape = (n_slots * self.max_pages, c.n_kv_heads, PAGE_TOKENS, c.head_dim)
-                self.pages[index] = Pages(card.alloc(shape, np.float16, f"layer {index} keys"),
-                                          card.alloc(shape, np.float16, f"layer {index} values"))
-            else:
-                state = (n_slots, c.n_value_heads, c.linear_head_dim, c.linear_head_dim)
-                self.recurrent[index] = RecurrentState(
-                    card.zeros((n_slots, c.conv_width, c.conv_dim), np.float32, f"layer {index} conv state"),
-                    card.zeros(state, np.float32, f"layer {index} recurrent state"))
-        self.block_table = card.zeros((n_slots, self.max_pages), np.int32, "block table")
+
+def whole_pages(n_tokens: int) -> int:
+    """The multiple of 64 at or below."""
+    return n_tokens // PAGE_TOKENS * PAGE_TOKENS
+
+
+@dataclass(frozen=True)
+class CacheSizes:
+    """How much the cache of a range of layers holds."""
+
+    n_slots: int
+    max_pages: int          # of a slot
+    n_pages: int            # of all slots and of what is kept
+    n_checkpoints: int      # on the card
+    n_host_checkpoints: int
+
+    @staticmethod
+    def page_bytes(config: Config, layers: range) -> int:
+        n_attention = sum(config.layer_kinds[index] == "attention" for index in layers)
+        return n_attention * 2 * PAGE_TOKENS * config.kv_dim * 2        # k and v, float16
+
+    @staticmethod
+    def state_bytes(config: Config, layers: range) -> int:
+        """Bytes of what the layers remember of a slot: of a checkpoint."""
+        n_linear = sum(config.layer_kinds[index] == "linear" for index in layers)
+        return n_linear * 4 * (config.conv_width * config.conv_dim + config.value_dim * config.linear_head_dim)
+
+
+class Cache:
+    """The memory of a range of layers on a card: pages behind a block table, and the states of slots and checkpoints."""
+
+    def __init__(self, card: Card, config: Config, layers: range, sizes: CacheSizes):
+        c, self.card, self.n_slots, self.max_pages = config, card, sizes.n_slots, sizes.max_pages
+        attention, linear = ([index for index in layers if c.layer_kinds[index] == kind]
+                             for kind in ("attention", "linear"))
+        shape, self.pages = (sizes.n_pages, c.n_kv_heads, PAGE_TOKENS, c.head_dim), {}
+        for index in attention:
+            self.pages[index] = Pages(card.alloc(shape, np.float16, f"layer {index} keys"),
+                                      card.alloc(shape, np.float16, f"layer {index} values"))
+        rows = len(linear), sizes.n_slots + sizes.n_checkpoints     # of one layer lie together, as its kernels want it
+        self.conv = card.alloc((*rows, c.conv_width, c.conv_dim), np.float32, "convolution states")
+        self.memory = card.alloc((*rows, c.n_value_heads, c.linear_head_dim, c.linear_head_dim), np.float32,
+                                 "recurrent states")
+        self.recurrent = {index: RecurrentState(self.conv[i], self.memory[i]) for i, index in enumerate(linear)}
+        self.block_table = card.zeros((sizes.n_slots, sizes.max_pages), np.int32, "block table")
+        self.host = {}              # number of a checkpoint in host memory -> its two arrays, pinned
 
     def reset(self, slot: int):
         """Forget what the recurrent layers remember of a slot. Pages need no reset: positions bound what is read."""
@@ -1468,24 +1523,244 @@ class Cache:
         row[:len(pages)] = pages
         self.card.copy_in(self.block_table[slot], row)
 
+    def save(self, slot: int, number: int):
+        """The states of a slot become checkpoint `number`."""
+        checkpoint.copy_states(self.card, self.memory, self.conv, self.n_slots + number, slot)
 
-def pages_for(n_tokens: int) -> int:
-    return -(-n_tokens // PAGE_TOKENS)
+    def restore(self, number: int, slot: int):
+        checkpoint.copy_states(self.card, self.memory, self.conv, slot, self.n_slots + number)
+
+    def pin(self, host: int):
+        """Take page-locked host memory for a checkpoint, the first time that it is to be there. CardError."""
+        if host not in self.host:
+            self.host[host] = [self.card.pinned((states.shape[0], *states.shape[2:]), np.float32)
+                               for states in (self.conv, self.memory)]
+
+    def spill(self, number: int, host: int):
+        """Copy a checkpoint to host memory."""
+        for there, states in zip(self.host[host], (self.conv, self.memory)):
+            for layer in range(len(there)):
+                self.card.copy_out(there[layer], states[layer][self.n_slots + number])
+
+    def fetch(self, host: int, number: int):
+        """Copy a checkpoint back from host memory."""
+        for there, states in zip(self.host[host], (self.conv, self.memory)):
+            for layer in range(len(there)):
+                self.card.copy_in(states[layer][self.n_slots + number], there[layer])
 
 
-class PagePool:
-    """The numbers of the free pages. A page has the same number in every layer, on every card."""
+@dataclass(eq=False)
+class Node:
+    """A page of the prefix tree: 64 tokens that follow those of its parent, and what is kept of them."""
 
-    def __init__(self, n_pages: int):
-        self.free = list(range(n_pages - 1, -1, -1))
+    parent: "Node | None"           # None: the root, which stands for no tokens at all
+    tokens: tuple[int, ...]         # its key among the parent's children
+    page: int
+    depth: int                      # pages from the root to the end of this one
+    children: dict = dataclasses.field(default_factory=dict)
+    n_users: int = 0                # running sequences whose tokens begin with these
+    used: int = 0                   # when its checkpoint was of use, by the clock of PrefixCache
+    number: int | None = None       # of its checkpoint on the card
+    host: int | None = None         # or in host memory
 
-    def take(self, count: int) -> list[int]:
-        if count > len(self.free):
-            raise CardError(f"{count} KV pages are needed and {len(self.free)} are free")
-        return [self.free.pop() for _ in range(count)]
+    def path(self):
+        """This node and those above it but the root."""
+        node = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
 
-    def give_back(self, pages: list[int]):
-        self.free.extend(reversed(pages))
+
+class PrefixCache:
+    """Who has which page, and what the pages that no running sequence has are good for.
+
+    A page is free, or a running sequence's own, or that of a node of the prefix tree, which is a full page of known
+    tokens: sequences that begin with them share it. What a node's checkpoint, the states after its tokens, is good for
+    is to go on from there without processing them anew. So a node stays as long as a running sequence's tokens begin
+    with it or a checkpoint lies at or below it. The root's checkpoint are states of zeros.
+
+    Where room is needed, what is worth least goes first. The worth of a checkpoint is
+
+        tokens between it and the next checkpoint above / (1 + sequences begun since it was made or used):
+
+    what would be processed again without it, times how recently it was of use. For a checkpoint the least worthy on the
+    card goes to host memory, and the least worthy there is dropped, whatever uses their nodes; for pages a leaf that no
+    running sequence uses is dropped with its checkpoint, and what lies above it as far as nothing else needs that.
+
+    Here is the accounting alone; the bytes are moved by `store`, a Pipeline, in the order of the calls.
+    """
+
+    def __init__(self, store, n_pages: int, n_checkpoints: int, n_host: int):
+        self.store, self.n_pages, self.n_checkpoints = store, n_pages, n_checkpoints
+        self.free_pages, self.free_numbers, self.free_hosts = (
+            list(reversed(range(n))) for n in (n_pages, n_checkpoints, n_host))
+        self.root = Node(None, (), -1, 0)
+        self.kept: dict[Node, None] = {}    # the nodes with a checkpoint, oldest first
+        self.n_nodes = self.n_idle = 0      # nodes; those without users
+        self.clock = 0
+        self.n_spilled = self.n_fetched = self.n_dropped = 0
+
+    # ---- pages ----
+
+    @property
+    def n_available(self) -> int:
+        """Pages that no running sequence has."""
+        return len(self.free_pages) + self.n_idle
+
+    def take_pages(self, count: int) -> list[int]:
+        """Free pages, made so where there are too few. CardError: sequences have them."""
+        while len(self.free_pages) < count:
+            leaves = [node for node in self.kept if not node.children and not node.n_users]
+            if not leaves:
+                raise CardError(f"{count} KV pages are needed and {len(self.free_pages)} are free")
+            self.drop(min(leaves, key=self.worth))
+        return [self.free_pages.pop() for _ in range(count)]
+
+    # ---- the tree ----
+
+    def find(self, tokens: list[int]) -> tuple[Node, int]:
+        """Of the nodes that these tokens begin with, the last that has a checkpoint; and how many tokens all span."""
+        node = found = self.root
+        for at in range(0, whole_pages(len(tokens)), PAGE_TOKENS):
+            below = node.children.get(tuple(tokens[at:at + PAGE_TOKENS]))
+            if below is None:
+                break
+            node = below
+            if node in self.kept:
+                found = node
+        return found, node.depth * PAGE_TOKENS
+
+    def enter(self, node: Node) -> list[int]:
+        """A sequence begins with the tokens of a node and uses its checkpoint: the pages of the path to there."""
+        self.clock += 1
+        node.used = self.clock
+        path = list(node.path())
+        for each in path:
+            self._use(each)
+        return [each.page for each in reversed(path)]
+
+    def leave(self, node: Node, pages: list[int]):
+        """A sequence ends: it has used these pages, of which those up to `node` are the tree's."""
+        self.free_pages.extend(reversed(pages[node.depth:]))
+        for each in node.path():
+            each.n_users -= 1
+            self.n_idle += not each.n_users
+        self._prune(node)
+
+    def grow(self, node: Node, tokens: tuple[int, ...], page: int) -> Node:
+        """A page of a sequence whose path ends at `node` is full: the node that it is from now on.
+
+        Where the tree has these tokens already, one of the two pages is free afterwards: the other one, or `page`
+        where running sequences read the other.
+        """
+        child = node.children.get(tokens)
+        if child is None:
+            child = node.children[tokens] = Node(node, tokens, page, node.depth + 1)
+            self.n_nodes += 1
+            self.n_idle += 1
+        elif child.n_users:
+            self.free_pages.append(page)
+        else:
+            self.free_pages.append(child.page)
+            child.page = page
+        self._use(child)
+        return child
+
+    def _use(self, node: Node):
+        self.n_idle -= not node.n_users
+        node.n_users += 1
+
+    def _prune(self, node: Node):
+        """Forget a node that is of no use any more, and those above it that were for its sake."""
+        while node is not self.root and not (node.children or node.n_users or node in self.kept):
+            del node.parent.children[node.tokens]
+            self.free_pages.append(node.page)
+            self.n_nodes -= 1
+            self.n_idle -= 1
+            node = node.parent
+
+    # ---- checkpoints ----
+
+    def worth(self, node: Node) -> float:
+        """The formula above."""
+        above = next((each.depth for each in node.parent.path() if each in self.kept), 0)
+        return PAGE_TOKENS * (node.depth - above) / (1 + self.clock - node.used)
+
+    def take_number(self) -> int | None:
+        """A checkpoint on the card to be written, then `keep` it; None where all are being written."""
+        if not self.free_numbers:
+            on_card = [node for node in self.kept if node.number is not None]
+            if not on_card:
+                return None
+            self._make_room(min(on_card, key=self.worth))
+        return self.free_numbers.pop()
+
+    def keep(self, node: Node, number: int):
+        """Checkpoint `number` is that of a node, now that this was queued, instead of one that it had."""
+        self._forget(node)
+        self.kept[node] = None
+        node.number, node.used = number, self.clock
+
+    def fetch(self, node: Node) -> int | None:
+        """The number of a node's checkpoint, which is on the card then; None for the root. The node is in use."""
+        if node.host is not None:
+            host, node.host = node.host, None
+            del self.kept[node]
+            number = self.take_number()     # may drop checkpoints, so this one is out of its way
+            self.store.fetch(host, number)
+            self.free_hosts.append(host)
+            self.keep(node, number)
+            self.n_fetched += 1
+        return node.number
+
+    def drop(self, node: Node):
+        """Forget a node's checkpoint, if it has one, and what was there for its sake alone."""
+        self.n_dropped += node in self.kept
+        self._forget(node)
+        self._prune(node)
+
+    def clear(self):
+        """Forget all that no running sequence uses."""
+        for node in list(self.kept):
+            self.drop(node)
+
+    def _forget(self, node: Node):
+        self.kept.pop(node, None)
+        if node.number is not None:
+            self.free_numbers.append(node.number)
+        if node.host is not None:
+            self.free_hosts.append(node.host)
+        node.number = node.host = None
+
+    def _make_room(self, node: Node):
+        """Move a node's checkpoint to host memory, or drop it where that has no room or only more worthy ones."""
+        if not self.free_hosts:
+            there = [each for each in self.kept if each.host is not None]
+            if there and self.worth(least := min(there, key=self.worth)) < self.worth(node):
+                self.drop(least)
+        if self.free_hosts and self.store.spill(node.number, host := self.free_hosts.pop()):
+            self.free_numbers.append(node.number)
+            node.number, node.host = None, host
+            self.n_spilled += 1
+        else:
+            self.drop(node)
+
+
+def checkpoint_positions(tokens: list[int], turn: int | None, start: int, known: int) -> list[int]:
+    """Where a prompt, of which `start` tokens are cached, gets checkpoints: multiples of 64 below its length.
+
+    These are the likely ends of what it has in common with later prompts: where turns begin (at token `turn`), the
+    prompt's own end, and where it leaves the `known` tokens of an earlier one; and every CHECKPOINT_INTERVAL tokens.
+    Of all those the ones nearer than CHECKPOINT_SPACING to the one before are left out, but for the end of the system
+    prompt (the second turn's beginning), the last two turns' beginnings, the prompt's end and `known`.
+    """
+    turns = [whole_pages(at) for at, token in enumerate(tokens) if token == turn]
+    likely = {*turns[1:2], *turns[-2:], whole_pages(len(tokens) - 1), known}
+    found = [start]
+    for at in sorted({*turns, *likely, *range(0, len(tokens), CHECKPOINT_INTERVAL)}):
+        if start < at < len(tokens) and (at in likely or at - found[-1] >= CHECKPOINT_SPACING):
+            found.append(at)
+    return found[1:]
 
 
 # ======================================================================================================
@@ -1500,27 +1775,36 @@ class Stage:
     hands on is `model.x`.
     """
 
-    def __init__(self, card: Card, config: Config, weights, layers: range, n_slots: int, n_ctx: int, chunk: int,
-                 progress=iter):
-        self.card, self.n_slots, self.chunk = card, n_slots, chunk
-        self.cache = Cache(card, config, layers, n_slots, n_ctx)
+    def __init__(self, card: Card, config: Config, weights, layers: range, n_slots: int, chunk: int, progress=iter):
+        self.card, self.config, self.layers, self.n_slots, self.chunk = card, config, layers, n_slots, chunk
         max_rows = max(chunk, n_slots, HEAD_ROWS)
         with weights.loading(card):
-            self.model = Model(card, config, weights, layers, self.cache, max_rows, n_slots, progress)
+            self.model = Model(card, config, weights, layers, max_rows, n_slots, progress)
         self.sampler = Sampler(card, n_slots, config.n_vocab) if self.model.head else None
         # A prompt's pass must not disturb the batch, whose inputs stay from one step to the next.
         self.inputs = card.alloc(6 * max_rows, np.int32, "ids, slots and positions of a prompt's pass")
         self.batch = card.alloc(6 * n_slots, np.int32, "ids, slots and positions of a decode step")
+        self.cache = None       # see `allocate`
         self.recordings = {}    # (rows, is_decode) -> Recording
 
-    def prefill(self, ids, slot: int, start: int, tap=None):
-        """Queue a pass over consecutive tokens of a slot; their hidden states stay in model.x until the next one."""
+    def allocate(self, sizes: CacheSizes):
+        """Take the memory of the cache: after the weights, so that its size can depend on what those leave."""
+        self.cache = Cache(self.card, self.config, self.layers, sizes)
+
+    def prefill(self, ids, slot: int, start: int, marks=(), tap=None):
+        """Queue a pass over consecutive tokens of a slot; their hidden states stay in model.x until the next one.
+        marks: (tokens of the pass, number of a checkpoint) where the slot's states are kept."""
         n = len(ids)
         set_rows(self.inputs, ids, [slot] * n, range(start, start + n))
-        if n == self.chunk and tap is None:
+        inside = [(end, slot, self.n_slots + number) for end, number in marks if end < n]
+        if n == self.chunk and tap is None and not inside:
             self.recording(n, is_decode=False).replay()
         else:
-            self.model.forward(rows_of(self.inputs, n, is_decode=False), tap)
+            rows = dataclasses.replace(rows_of(self.inputs, n, is_decode=False), marks=tuple(inside))
+            self.model.forward(rows, self.cache, tap)
+        for end, number in marks:
+            if end == n:
+                self.cache.save(slot, number)
 
     def sample_row(self, row: int, slot: int) -> int:
         """The next token of a slot from row `row` of the hidden states of the prefill pass queued last."""
@@ -1545,25 +1829,26 @@ class Stage:
                     self.launch_step(n)
                     self.advance(n)
                 else:
-                    self.model.forward(rows_of(self.inputs, n, is_decode))
+                    self.model.forward(rows_of(self.inputs, n, is_decode), self.cache)
             self.recordings[n, is_decode] = recording
         return self.recordings[n, is_decode]
 
     def launch_all(self):
         """Launch every kernel that a prompt or an answer of any length may need; what they compute is of no use."""
         for n in (*range(1, min(self.chunk, 64)), *range(64, self.chunk + 1, 8)):   # few and many rows differ
-            self.model.forward(rows_of(self.inputs, n, is_decode=False))
+            self.model.forward(rows_of(self.inputs, n, is_decode=False), self.cache)
         for n in range(1, self.n_slots + 1):
             self.launch_step(n)
             self.advance(n)
         if self.sampler:
             for n in range(1, HEAD_ROWS + 1):
                 self.model.compute_logits(self.model.x, n)
+        self.cache.save(0, 0)
 
     def launch_step(self, n: int):
         """Queue all launches of a decode step but those that make the next one's inputs."""
         rows = rows_of(self.batch, n, is_decode=True)
-        self.model.forward(rows)
+        self.model.forward(rows, self.cache)
         if self.sampler:
             self.model.compute_logits(self.model.x, n)
             self.sampler.launch(self.model.logits, rows)
@@ -1610,20 +1895,44 @@ class Pipeline:
             for n in (n for n in (1, 2, 4, 8) if n <= stage.n_slots):       # others are recorded when they come
                 stage.recording(n, is_decode=True)
 
-    def start(self, slot: int, request: "Request"):
-        """Make a slot ready for a new sequence."""
+    def start(self, slot: int, request: "Request", number: int | None = None):
+        """Make a slot ready for a new sequence, whose states begin as those of checkpoint `number`, or as zeros."""
         for stage in self.stages:
-            stage.cache.reset(slot)
+            if number is None:
+                stage.cache.reset(slot)
+            else:
+                stage.cache.restore(number, slot)
         self.last.sampler.start(slot, request)
 
     def set_pages(self, slot: int, pages: list[int]):
         for stage in self.stages:
             stage.cache.set_pages(slot, pages)
 
-    def prefill(self, ids, slot: int, start: int, tap=None):
-        """A chunk of a prompt: tokens of `slot` at positions start, start + 1, ...; start is a multiple of 64."""
+    def save(self, slot: int, number: int):
+        """Keep a slot's states as checkpoint `number`."""
         for stage in self.stages:
-            stage.prefill(ids, slot, start, tap)
+            stage.cache.save(slot, number)
+
+    def spill(self, number: int, host: int) -> bool:
+        """Copy checkpoint `number` to number `host` in host memory; False where no more of that can be page-locked."""
+        try:
+            for stage in self.stages:
+                stage.cache.pin(host)
+        except CardError:
+            return False
+        for stage in self.stages:
+            stage.cache.spill(number, host)
+        return True
+
+    def fetch(self, host: int, number: int):
+        for stage in self.stages:
+            stage.cache.fetch(host, number)
+
+    def prefill(self, ids, slot: int, start: int, marks=(), tap=None):
+        """A chunk of a prompt: tokens of `slot` at positions start, start + 1, ...; start is a multiple of 64.
+        marks: (tokens of the chunk, a multiple of 64, number of the checkpoint to take after them), ascending."""
+        for stage in self.stages:
+            stage.prefill(ids, slot, start, marks, tap)
         self.queued.append(self.last.card.default_stream.record())
         if len(self.queued) > 1:        # or a whole prompt is queued at once, and no cancellation stops the cards
             self.queued.popleft().synchronize()
