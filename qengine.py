@@ -13,9 +13,10 @@ Table of contents
     10 Bench                         how fast a model runs, and what of the card it uses
     11 Command line                  one prompt, a chat, a server, or a measurement
 
-Three kinds of error leave this file on purpose: `ModelError` for a file that cannot be used, `RequestError`
-for a request that cannot be answered, `EngineStopped` once there is no engine to answer it. Each carries one
-sentence that a person can act on. kernels/ adds `CardError`, of a card.
+Four kinds of error leave this file on purpose: `ModelError` for a file that cannot be used, `RequestError` for a
+request that cannot be answered, `DeadlineExceeded` for one that was not answered in the time it allows,
+`EngineStopped` once there is no engine to answer it. Each carries one sentence that a person can act on. kernels/
+adds `CardError`, of a card.
 """
 
 import os
@@ -1476,28 +1477,47 @@ def whole_pages(n_tokens: int) -> int:
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """How much the cache of a range of layers holds."""
+    """How much the caches of all stages hold."""
 
     n_slots: int
-    max_pages: int          # of a slot
-    n_pages: int            # of all slots and of what is kept
-    n_checkpoints: int      # on the card
-    n_host_checkpoints: int
+    max_pages: int              # of a slot
+    n_pages: int                # of all slots and of what is kept
+    n_checkpoints: int          # on the card
+    n_host_checkpoints: int     # in host memory, at most
 
-    @staticmethod
-    def page_bytes(config: Config, layers: range) -> int:
-        n_attention = sum(config.layer_kinds[index] == "attention" for index in layers)
-        return n_attention * 2 * PAGE_TOKENS * config.kv_dim * 2        # k and v, float16
 
-    @staticmethod
-    def state_bytes(config: Config, layers: range) -> int:
-        """Bytes of what the layers remember of a slot: of a checkpoint."""
-        n_linear = sum(config.layer_kinds[index] == "linear" for index in layers)
-        return n_linear * 4 * (config.conv_width * config.conv_dim + config.value_dim * config.linear_head_dim)
+LEAST_CHECKPOINTS = 2           # on the card, however little memory there is
+
+
+def choose_sizes(stages: list["Stage"], n_slots: int, n_ctx: int, kv_tokens: int | None, checkpoint_memory: int | None,
+                 checkpoint_host_memory: int | None) -> CacheSizes:
+    """What to do with the memory that the weights have left.
+
+    kv_tokens: tokens that the pages of all slots hold together; by default n_slots times n_ctx, or fewer where 90 % of
+    the memory do not suffice for that, but n_ctx at least. checkpoint_memory: bytes on each card, by default a quarter
+    of what the pages leave; checkpoint_host_memory: bytes, by default an eighth of the machine's. There are not more
+    checkpoints than pages: a page has one at most.
+    """
+    max_pages = pages_for(n_ctx)
+    n_pages = n_slots * max_pages if kv_tokens is None else pages_for(kv_tokens)
+    if kv_tokens is None:
+        for stage in stages:
+            free = stage.card.free_bytes - (n_slots + LEAST_CHECKPOINTS) * stage.state_bytes
+            n_pages = min(n_pages, int(0.9 * free) // max(stage.page_bytes, 1))
+        n_pages = max(n_pages, max_pages)
+    n_checkpoints = n_pages
+    for stage in stages:
+        free = stage.card.free_bytes - n_slots * stage.state_bytes - n_pages * stage.page_bytes
+        budget = free // 4 if checkpoint_memory is None else checkpoint_memory
+        n_checkpoints = min(n_checkpoints, budget // max(stage.state_bytes, 1))
+    if checkpoint_host_memory is None:
+        checkpoint_host_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8
+    n_host = checkpoint_host_memory // max(sum(stage.state_bytes for stage in stages), 1)
+    return CacheSizes(n_slots, max_pages, n_pages, max(n_checkpoints, LEAST_CHECKPOINTS), min(n_host, n_pages))
 
 
 class Cache:
-    """The memory of a range of layers on a card: pages behind a block table, and the states of slots and checkpoints."""
+    """The memory of a range of layers: pages behind a block table, and the states of slots and checkpoints."""
 
     def __init__(self, card: Card, config: Config, layers: range, sizes: CacheSizes):
         c, self.card, self.n_slots, self.max_pages = config, card, sizes.n_slots, sizes.max_pages
@@ -1529,10 +1549,14 @@ class Cache:
 
     def save(self, slot: int, number: int):
         """The states of a slot become checkpoint `number`."""
-        checkpoint.copy_states(self.card, self.memory, self.conv, self.n_slots + number, slot)
+        self._copy(self.n_slots + number, slot)
 
     def restore(self, number: int, slot: int):
-        checkpoint.copy_states(self.card, self.memory, self.conv, slot, self.n_slots + number)
+        self._copy(slot, self.n_slots + number)
+
+    def _copy(self, to: int, source: int):
+        if self.recurrent:
+            checkpoint.copy_states(self.card, self.memory, self.conv, to, source)
 
     def pin(self, host: int):
         """Take page-locked host memory for a checkpoint, the first time that it is to be there. CardError."""
@@ -1788,6 +1812,10 @@ class Stage:
         # A prompt's pass must not disturb the batch, whose inputs stay from one step to the next.
         self.inputs = card.alloc(6 * max_rows, np.int32, "ids, slots and positions of a prompt's pass")
         self.batch = card.alloc(6 * n_slots, np.int32, "ids, slots and positions of a decode step")
+        kinds = [config.layer_kinds[index] for index in layers]
+        self.page_bytes = kinds.count("attention") * 2 * PAGE_TOKENS * config.kv_dim * 2    # k and v, float16
+        self.state_bytes = kinds.count("linear") * 4 * (
+            config.conv_width * config.conv_dim + config.value_dim * config.linear_head_dim)    # of a slot
         self.cache = None       # see `allocate`
         self.recordings = {}    # (name of what was recorded, *its arguments) -> Recording
 
@@ -1884,8 +1912,10 @@ class Pipeline:
     other: a slot or a page may be given to the next as soon as no further work of the last is queued.
     """
 
-    def __init__(self, stages: list[Stage]):
+    def __init__(self, stages: list[Stage], sizes: CacheSizes):
         self.stages, self.last = stages, stages[-1]
+        for stage in stages:
+            stage.allocate(sizes)
         self.queued = collections.deque()       # the ends of the prefill passes that nobody has waited for
 
     def load_kernels(self, progress: bool):
@@ -2022,6 +2052,8 @@ class Sampler:
 # ======================================================================================================
 
 CHUNK = 512                 # tokens of a prompt that run in one pass; a multiple of 64
+RUNNING_CHUNK = 512         # at most while answers are running, which wait for it
+TURN = "<|im_start|>"       # the control token at which a turn of a conversation begins
 NAN_LOGITS = "the logits hold a NaN: the model file is damaged, or a kernel is wrong"
 DEFAULT_CTX = 4096          # tokens of a slot, where neither the caller nor the model asks for fewer
 
@@ -2041,6 +2073,10 @@ SAMPLING = {
 
 class EngineStopped(Exception):
     """The engine answers no more: it was closed, or it failed. The text says which."""
+
+
+class DeadlineExceeded(Exception):
+    """A generation took longer than its request allows."""
 
 
 def check_sampling(name: str, value, field: str | None = None):
@@ -2066,6 +2102,7 @@ class Request:
     seed: int | None = None             # None: another one for every request
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()          # strings that end the text and are not part of it; one may stand alone
+    timeout: float | None = None        # seconds from `submit` on, after which it ends with DeadlineExceeded
 
     def __post_init__(self):
         self.stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -2081,6 +2118,8 @@ class Request:
             raise RequestError("prompt", f"a token id of the prompt is outside 0 .. {n_vocab - 1}")
         if "" in self.stop:
             raise RequestError("stop", "a stop string is empty")
+        if self.timeout is not None and not 0 < self.timeout < math.inf:
+            raise RequestError("timeout", "'timeout' must be a number of seconds above 0")
         for name in SAMPLING:
             if (value := getattr(self, name)) is not getattr(Request, name):    # a default may be None
                 check_sampling(name, value)
@@ -2127,8 +2166,10 @@ class Generation:
     def __init__(self, request: Request, tokenizer: Tokenizer):
         self.request = request
         self.n_prompt, self.n_generated = len(request.prompt_ids), 0
+        self.n_cached = 0           # tokens of the prompt that were not processed, for an earlier one began with them
         self.cancelled = False
         self.started = time.perf_counter()
+        self.deadline = self.started + (math.inf if request.timeout is None else request.timeout)
         self.token_times: list[float] = []      # of the engine's tokens; readers may get several at once
         self._decoder, self._scanner = tokenizer.stream_decoder(), StopScanner(request.stop)
         self._events, self._done = queue.SimpleQueue(), threading.Event()
@@ -2145,6 +2186,16 @@ class Generation:
     def cancel(self):
         """End the generation within one step of the engine, whether it waits or runs."""
         self.cancelled = True
+
+    def is_over(self) -> bool:
+        """Whether nobody waits for the rest: it was cancelled, or takes longer than its request allows."""
+        return self.cancelled or time.perf_counter() > self.deadline
+
+    def overdue(self) -> DeadlineExceeded | None:
+        """What a generation that is over ends with."""
+        if self.cancelled:
+            return None
+        return DeadlineExceeded(f"not finished after the {self.request.timeout:g} s that the request allows")
 
     def wait(self):
         """Return when it has finished, failed or been cancelled."""
@@ -2171,12 +2222,17 @@ class Generation:
 class Sequence:
     """A generation that holds a slot: its tokens, and how many of them the caches have seen."""
 
-    def __init__(self, generation: Generation, slot: int):
+    def __init__(self, generation: Generation, slot: int, n_pages: int, root: Node):
         self.generation, self.slot = generation, slot
+        self.n_pages = n_pages          # that it may come to need, and so can rely on
         self.tokens = list(generation.request.prompt_ids)
+        self.has_begun = False          # its slot is ready for it
         self.n_cached = 0
-        self.in_flight = 0          # tokens that a queued decode step will find: 0 or 1
+        self.in_flight = 0              # tokens that a queued decode step will find: 0 or 1
         self.pages: list[int] = []
+        self.node = root                # of the prefix tree: the last that stands for tokens of this
+        self.marks: list[int] = []      # positions in the prompt where checkpoints are taken
+        self.decoded: Node | None = None    # whose checkpoint is of decoded tokens, the latest
 
     @property
     def in_prompt(self) -> bool:
@@ -2197,57 +2253,87 @@ class Flight:
 
 
 class Scheduler:
-    """Decides what the cards do next. One thread repeats `step`: admit, one chunk of one prompt, one decode step.
+    """Decides what the cards do next. Its thread repeats `step`: admit, one chunk of one prompt, one decode step.
 
     So prompts and running answers take turns, and a cancellation is seen at every step. The queue has no limit:
-    the server, which strangers may reach, has one.
+    the server, which strangers may reach, has one. Who waits is admitted in the order of arrival, when there is a slot
+    and all pages that prompt and answer may come to need are there: free, or kept for later and promised to nobody. So
+    nobody who runs ever lacks a page, and nobody is overtaken for ever.
+
+    What a prompt has in common with earlier ones is looked up when its first chunk is due: of several that arrive
+    together, the first is processed by then, and the others find what they share with it.
 
     A decode step is queued before the tokens of the one before it are looked at, since the cards hand those on
     themselves: so they never wait for the host. Where such a token ends its sequence, the step has computed a row
     for nothing: it wrote into the sequence's own slot and pages, before whoever has them next.
     """
 
-    def __init__(self, pipeline: Pipeline, tokenizer: Tokenizer, n_slots: int, n_ctx: int, chunk: int):
-        self.pipeline, self.tokenizer, self.n_ctx, self.chunk = pipeline, tokenizer, n_ctx, chunk
-        self.pool = PagePool(n_slots * pages_for(n_ctx))
+    def __init__(self, pipeline: Pipeline, cache: PrefixCache, tokenizer: Tokenizer, n_slots: int, n_ctx: int,
+                 chunk: int):
+        self.pipeline, self.cache, self.tokenizer = pipeline, cache, tokenizer
+        self.n_slots, self.n_ctx, self.chunk = n_slots, n_ctx, chunk
         self.free_slots = list(reversed(range(n_slots)))
         self.waiting, self.running = collections.deque(), []
         self.flight: Flight | None = None           # while there is one, the cards know its batch
-        self.changed = threading.Condition()        # guards waiting, guests, closing and error
-        self.closing, self.error = False, None      # error: the sentence on what the engine failed with
+        self.totals = dict.fromkeys(("requests", "cache_hits", "prompt_tokens", "cached_tokens", "generated_tokens"), 0)
+        self.changed = threading.Condition()        # guards waiting, guests, draining, closing and error
+        self.draining = self.closing = False        # no more requests are taken; no more steps are made
+        self.error: str | None = None               # the sentence on what the engine failed with
         self.stepping = threading.Lock()            # held while the pipeline is in use
-        self.guests = 0                             # threads in borrow_slot; the scheduler lets them go first
+        self.guests = 0                             # threads that want it; the scheduler lets them go first
         self.thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
-        self.thread.start()
 
     def submit(self, generation: Generation):
         """Queue a generation. Raises EngineStopped."""
         with self.changed:
-            if self.closing:
+            if self.draining or self.closing:
                 raise EngineStopped(self.error or "the engine was closed")
             self.waiting.append(generation)
             self.changed.notify_all()
 
-    def close(self):
-        """End every generation, and the thread."""
+    def close(self, grace: float = 0.0):
+        """Take no more requests, give those there are `grace` seconds, and end what is left of them, and the thread."""
         with self.changed:
+            self.draining = True
+            self.changed.wait_for(lambda: self.closing or not (self.waiting or self.running), grace)
             self.closing = True
             self.changed.notify_all()
         self.thread.join()
 
-    @contextlib.contextmanager
-    def borrow_slot(self):
-        """A free slot and the pipeline to oneself, for work outside the queue, between two steps of the scheduler.
+    def stats(self) -> dict:
+        """Counts, as `Engine.stats` has them."""
+        cache = self.cache
+        return self.totals | {
+            "requests_running": len(self.running), "requests_waiting": len(self.waiting), "slots": self.n_slots,
+            "kv_pages": cache.n_pages, "kv_pages_free": len(cache.free_pages), "kv_pages_cached": cache.n_idle,
+            "kv_pages_used": cache.n_pages - cache.n_available,
+            "checkpoints": len(cache.kept), "checkpoints_on_card": cache.n_checkpoints - len(cache.free_numbers),
+            "checkpoints_spilled": cache.n_spilled, "checkpoints_fetched": cache.n_fetched,
+            "checkpoints_dropped": cache.n_dropped}
 
-        Raises RequestError where every slot is taken, EngineStopped after a failure or the end.
-        """
+    @contextlib.contextmanager
+    def between_steps(self):
+        """The pipeline and the cache to oneself. Raises EngineStopped after a failure or the end."""
         with self._as_guest(), self.stepping:
             if self.closing or self.error is not None:
                 raise EngineStopped(self.error or "the engine was closed")
+            yield
+
+    @contextlib.contextmanager
+    def borrow_slot(self, n_tokens: int):
+        """A free slot with pages for so many tokens, and the pipeline to oneself, for work outside the queue.
+
+        Raises RequestError where every slot is taken, or too many pages, and EngineStopped after a failure or the end.
+        """
+        with self.between_steps():
             if not self.free_slots:
                 raise RequestError("slots", "every slot is taken by a running request")
-            sequence = Sequence(Generation(Request([]), self.tokenizer), self.free_slots.pop())
+            if pages_for(n_tokens) > self._unpromised_pages():
+                raise RequestError("slots", f"running requests leave too few KV pages for {n_tokens} tokens")
+            sequence = Sequence(Generation(Request([]), self.tokenizer), self.free_slots.pop(), pages_for(n_tokens),
+                                self.cache.root)
             try:
+                self._reserve(sequence, n_tokens)
                 yield sequence
             finally:
                 self._release(sequence)
@@ -2283,48 +2369,112 @@ class Scheduler:
                 generation.close(self.error and EngineStopped(self.error))
             self.running.clear()
             self.waiting.clear()
+            self.changed.notify_all()
 
     def _wait_for_work(self) -> bool:
         with self.changed:
+            if self.draining and not (self.waiting or self.running):
+                self.changed.notify_all()
             self.changed.wait_for(lambda: self.closing or ((self.waiting or self.running) and not self.guests))
             return not self.closing
 
     def step(self):
         """Admit what fits; run a chunk of the oldest unfinished prompt, then a decode step of all running answers."""
-        self._drop_cancelled()
+        self._drop_ended()
         self._admit()
         prompt = next((s for s in self.running if s.in_prompt), None)
         if prompt is not None:
             self._prefill(prompt)
         self._decode()
 
-    def _drop_cancelled(self):
-        for sequence in [s for s in self.running if s.generation.cancelled]:
-            self._finish(sequence)
+    def _drop_ended(self):
+        """End what was cancelled, and what has taken longer than it may."""
+        for sequence in [s for s in self.running if s.generation.is_over()]:
+            self._finish(sequence, sequence.generation.overdue())
         with self.changed:
-            for generation in [g for g in self.waiting if g.cancelled]:
+            for generation in [g for g in self.waiting if g.is_over()]:
                 self.waiting.remove(generation)
-                generation.close()
+                generation.close(generation.overdue())
 
     def _admit(self):
         while self.free_slots:
             with self.changed:
                 if not self.waiting:
                     return
+                n_pages = self._pages_wanted(self.waiting[0].request)
+                if n_pages > self._unpromised_pages():
+                    return
                 generation = self.waiting.popleft()
-            sequence = Sequence(generation, self.free_slots.pop())
-            self.running.append(sequence)
-            self.pipeline.start(sequence.slot, generation.request)
+            self.running.append(Sequence(generation, self.free_slots.pop(), n_pages, self.cache.root))
+            self.totals["requests"] += 1
+
+    def _pages_wanted(self, request: Request) -> int:
+        """Pages of prompt and answer, if that becomes as long as it may."""
+        longest = self.n_ctx if request.max_tokens is None else len(request.prompt_ids) + request.max_tokens
+        return pages_for(min(longest, self.n_ctx))
+
+    def _unpromised_pages(self) -> int:
+        return self.cache.n_available - sum(s.n_pages - len(s.pages) for s in self.running)
 
     def _prefill(self, sequence: Sequence):
         """The next chunk of a prompt. Chunks start at multiples of 64, so no result depends on their size."""
-        start, end = sequence.n_cached, min(sequence.n_cached + self.chunk, sequence.generation.n_prompt)
-        self.reserve(sequence, end)
-        self.pipeline.prefill(sequence.tokens[start:end], sequence.slot, start)
+        if not sequence.has_begun:
+            self._begin(sequence)
+        chunk = min(self.chunk, RUNNING_CHUNK) if self._answering() else self.chunk
+        start, end = sequence.n_cached, min(sequence.n_cached + chunk, sequence.generation.n_prompt)
+        self._reserve(sequence, end)
+        marks = [at for at in sequence.marks if start < at <= end]
+        numbers = [number for _ in marks if (number := self.cache.take_number()) is not None]
+        marks = list(zip(marks[len(marks) - len(numbers):], numbers))
+        self.pipeline.prefill(sequence.tokens[start:end], sequence.slot, start, [(at - start, n) for at, n in marks])
         sequence.n_cached = end
+        nodes = self._join(sequence, end)
+        for at, number in marks:
+            self.cache.keep(nodes[at], number)
         if not sequence.in_prompt:
             tokens = self.pipeline.sample_row(end - start - 1, sequence.slot)
             self._take(sequence, int(tokens.read()[0]))
+
+    def _begin(self, sequence: Sequence):
+        """Make the slot ready, with what the caches know of the prompt; its last token is always processed."""
+        generation, tokens = sequence.generation, sequence.tokens
+        sequence.node, known = self.cache.find(tokens[:-1])
+        sequence.pages = self.cache.enter(sequence.node)
+        number = self.cache.fetch(sequence.node)
+        self.pipeline.start(sequence.slot, generation.request, number)
+        self.pipeline.set_pages(sequence.slot, sequence.pages)
+        sequence.n_cached = generation.n_cached = sequence.node.depth * PAGE_TOKENS
+        sequence.marks = checkpoint_positions(tokens, self.tokenizer.control.get(TURN), sequence.n_cached, known)
+        sequence.has_begun = True
+        self.totals["cache_hits"] += generation.n_cached > 0
+        self.totals["cached_tokens"] += generation.n_cached
+        self.totals["prompt_tokens"] += generation.n_prompt
+
+    def _join(self, sequence: Sequence, n_seen: int) -> dict[int, Node]:
+        """The full pages of the first n_seen tokens, whose passes are queued, join the tree. Returns {position: node
+        that ends there} of those that had not joined yet."""
+        joined, pages = {}, list(sequence.pages)
+        for end in range((sequence.node.depth + 1) * PAGE_TOKENS, n_seen + 1, PAGE_TOKENS):
+            depth, tokens = sequence.node.depth, tuple(sequence.tokens[end - PAGE_TOKENS:end])
+            sequence.node = joined[end] = self.cache.grow(sequence.node, tokens, pages[depth])
+            pages[depth] = sequence.node.page
+        if pages != sequence.pages:
+            sequence.pages = pages
+            self.pipeline.set_pages(sequence.slot, pages)
+        return joined
+
+    def _keep_decoded(self, sequence: Sequence):
+        """Where the decode step queued last fills a page of a sequence, keep that and the states after it. An answer
+        has one such checkpoint, the latest, and those at multiples of CHECKPOINT_INTERVAL."""
+        n_seen = sequence.n_cached + 1
+        if n_seen % PAGE_TOKENS:
+            return
+        last, sequence.decoded = sequence.decoded, self._join(sequence, n_seen)[n_seen]
+        if last is not None and last.depth * PAGE_TOKENS % CHECKPOINT_INTERVAL:
+            self.cache.drop(last)
+        if (number := self.cache.take_number()) is not None:
+            self.pipeline.save(sequence.slot, number)
+            self.cache.keep(sequence.decoded, number)
 
     def _decode(self):
         """Queue a step of all answers, and then take the tokens of the one before."""
@@ -2336,11 +2486,13 @@ class Scheduler:
         if self.flight is None:
             self.pipeline.place([s.tokens[-1] for s in batch], [s.slot for s in batch], [s.n_cached for s in batch])
         for sequence in batch:
-            self.reserve(sequence, sequence.n_cached + sequence.in_flight + 1)
+            self._reserve(sequence, sequence.n_cached + sequence.in_flight + 1)
         tokens = self.pipeline.step(len(batch))
         self._land()
         for sequence in batch:
             sequence.in_flight = 1
+            if sequence in self.running:
+                self._keep_decoded(sequence)
         self.flight = Flight(batch, tokens)
 
     def _answering(self) -> list[Sequence]:
@@ -2358,11 +2510,11 @@ class Scheduler:
                 sequence.in_flight = 0
                 self._take(sequence, token)
 
-    def reserve(self, sequence: Sequence, n_tokens: int):
-        """Pages for the first n_tokens of a sequence. There are enough: the pool holds every slot's whole context."""
+    def _reserve(self, sequence: Sequence, n_tokens: int):
+        """Pages for the first n_tokens of a sequence, of those that it can rely on."""
         missing = pages_for(n_tokens) - len(sequence.pages)
         if missing > 0:
-            sequence.pages += self.pool.take(missing)
+            sequence.pages += self.cache.take_pages(missing)
             self.pipeline.set_pages(sequence.slot, sequence.pages)
 
     def _take(self, sequence: Sequence, token: int):
@@ -2375,6 +2527,7 @@ class Scheduler:
         elif sequence.is_full(1, self.n_ctx):
             finish_reason = "length"
         sequence.tokens.append(token)
+        self.totals["generated_tokens"] += 1
         if generation.push(token, finish_reason):
             self._finish(sequence)
 
@@ -2384,7 +2537,7 @@ class Scheduler:
         sequence.generation.close(error)
 
     def _release(self, sequence: Sequence):
-        self.pool.give_back(sequence.pages)
+        self.cache.leave(sequence.node, sequence.pages)
         self.free_slots.append(sequence.slot)
 
 
@@ -2396,11 +2549,13 @@ class Engine:
     """
 
     def __init__(self, config: Config, tokenizer: Tokenizer, template: ChatTemplate | None, pipeline: Pipeline,
-                 n_slots: int, n_ctx: int, chunk: int):
+                 sizes: CacheSizes, n_ctx: int, chunk: int):
         self.name, self.config, self.tokenizer, self.template = config.name, config, tokenizer, template
         self.pipeline, self.n_ctx, self.chunk = pipeline, n_ctx, chunk
         self.cards = [stage.card for stage in pipeline.stages]
-        self.scheduler = Scheduler(pipeline, tokenizer, n_slots, n_ctx, chunk)
+        cache = PrefixCache(pipeline, sizes.n_pages, sizes.n_checkpoints, sizes.n_host_checkpoints)
+        self.scheduler = Scheduler(pipeline, cache, tokenizer, sizes.n_slots, n_ctx, chunk)
+        self.scheduler.thread.start()
 
     @property
     def error(self) -> str | None:
@@ -2441,20 +2596,31 @@ class Engine:
         """
         Request(list(ids)).check(self.config.n_vocab, self.n_ctx + 1)
         model = self.pipeline.last.model
-        with self.scheduler.borrow_slot() as sequence:
+        with self.scheduler.borrow_slot(len(ids)) as sequence:
             self.pipeline.start(sequence.slot, sequence.generation.request)
-            self.scheduler.reserve(sequence, len(ids))
             for start in range(0, len(ids), self.chunk):
                 chunk = ids[start:start + self.chunk]
-                self.pipeline.prefill(chunk, sequence.slot, start, tap)
+                self.pipeline.prefill(chunk, sequence.slot, start, tap=tap)
                 for row in range(0, len(chunk), HEAD_ROWS):
                     n = min(HEAD_ROWS, len(chunk) - row)
                     model.compute_logits(model.x[row:row + n], n)
                     yield model.card.download(model.logits[:n])
 
-    def close(self):
-        """End what runs."""
-        self.scheduler.close()
+    def stats(self) -> dict:
+        """Counts of this moment: requests_running, requests_waiting, slots; kv_pages = _used (by running requests) +
+        _cached + _free; checkpoints (kept), checkpoints_on_card. And since the start: requests, prompt_tokens, of those
+        cached_tokens (not processed), cache_hits (requests with such), generated_tokens, checkpoints_spilled (to host
+        memory), _fetched (back from it), _dropped."""
+        return self.scheduler.stats()
+
+    def clear_cache(self):
+        """Forget all prompts and answers but those that run. Raises EngineStopped."""
+        with self.scheduler.between_steps():
+            self.scheduler.cache.clear()
+
+    def close(self, grace: float = 0.0):
+        """End what runs, after so many seconds if that has not ended by then; new requests are refused."""
+        self.scheduler.close(grace)
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str, n_ctx: int) -> list[int]:
@@ -2499,13 +2665,18 @@ def open_model(model: str | Path) -> OpenModel:
 
 
 def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | None = None,
-         ctx: int | None = None, slots: int = 1, chunk: int = CHUNK, progress: bool = True) -> Engine:
+         ctx: int | None = None, slots: int = 1, chunk: int = CHUNK, progress: bool = True,
+         kv_tokens: int | None = None, checkpoint_memory: int | None = None,
+         checkpoint_host_memory: int | None = None) -> Engine:
     """Load a GGUF file, or random weights by the name "synthetic:0.8b", "synthetic:9b:q4_k", ..., ready to generate.
 
     model: its path or name, or what `open_model` made of that; by default the model that comes with qengine.
     card: a Card, or the name of one as kernels.card.open_cards takes it; by default the first NVIDIA card, or else an
     emulated one. ctx: tokens of a slot, prompt and answer together. slots: answers that are generated at the same time.
     chunk: tokens of a prompt per pass, a multiple of 64. progress: show on stderr what is used and how far it is.
+    kv_tokens: tokens whose keys and values fit, of all slots and of what is kept for later prompts; at least ctx.
+    checkpoint_memory, checkpoint_host_memory: bytes for the states from which later prompts go on, on the card and in
+    the host's memory. `choose_sizes` has the defaults of the three.
     Raises ModelError, RequestError, CardError (OutOfMemory names what did not fit).
     """
     limits = ("ctx", 1 if ctx is None else ctx, 1), ("slots", slots, 1), ("chunk", chunk, PAGE_TOKENS)
@@ -2514,6 +2685,8 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | None 
             raise RequestError(name, f"{name} must be {unit}, {2 * unit}, ..., not {value}")
     opened = model if isinstance(model, OpenModel) else open_model(model)
     config, n_ctx = opened.config, opened.n_ctx(ctx)
+    if kv_tokens is not None and kv_tokens < n_ctx:
+        raise RequestError("kv_tokens", f"kv_tokens must be at least the {n_ctx} tokens of a context, not {kv_tokens}")
     chunk = min(chunk, pages_for(n_ctx) * PAGE_TOKENS)
     used = card if isinstance(card, Card) else _open_card(card)
     free = used.free_bytes
@@ -2525,12 +2698,16 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | None 
                  "what comes after those may make no sense")
     loading = functools.partial(tqdm.tqdm, desc="loading layers", unit="layer", leave=False, disable=not progress)
     layers = range(config.n_layers)
-    pipeline = Pipeline([Stage(used, config, opened.weights, layers, slots, n_ctx, chunk, loading)])
+    stages = [Stage(used, config, opened.weights, layers, slots, chunk, loading)]
+    sizes = choose_sizes(stages, slots, n_ctx, kv_tokens, checkpoint_memory, checkpoint_host_memory)
+    pipeline = Pipeline(stages, sizes)
     pipeline.load_kernels(progress)
     if progress:
         note(f"model: {config.name}, {config.n_parameters / 1e6:,.1f} million parameters; "
              f"{show_bytes(free - used.free_bytes)} on the card, {slots} x {n_ctx} tokens of context included")
-    return Engine(config, opened.tokenizer, opened.template, pipeline, slots, n_ctx, chunk)
+        note(f"cache: {sizes.n_pages * PAGE_TOKENS:,} tokens of context in all, {sizes.n_checkpoints} checkpoints of "
+             f"{show_bytes(stages[0].state_bytes)} on the card, up to {sizes.n_host_checkpoints} in host memory")
+    return Engine(config, opened.tokenizer, opened.template, pipeline, sizes, n_ctx, chunk)
 
 
 def _open_card(name: str | None) -> Card:
@@ -3068,7 +3245,7 @@ class Bench:
     def chunk(self, start: int, ids: list[int]):
         """A function that queues the launches of a pass over `ids`, whose inputs are on the card."""
         set_rows(self.stage.inputs, ids, [0] * len(ids), range(start, start + len(ids)))
-        return functools.partial(self.stage.model.forward, rows_of(self.stage.inputs, len(ids), is_decode=False))
+        return functools.partial(self.stage.launch_prompt, len(ids))
 
     def decode(self, context: int) -> Speed:
         """The Speed of the batch from a context on."""
@@ -3190,6 +3367,8 @@ TASKS = "prompt", "chat", "serve", "perplexity", "bench", "probe", "print_config
 
 # Options that mean nothing without one of others. Whoever says them expects something.
 GOES_WITH = {"raw": ["prompt"], "slots": ["serve", "print_config"], "host": ["serve"],
+             "kv_tokens": ["serve"],
+             **dict.fromkeys(["checkpoint_memory", "checkpoint_host_memory"], ["serve", "chat"]),
              "against": ["perplexity"], "json": ["bench", "probe"],
              **dict.fromkeys(["prompt_lengths", "contexts", "repeats", "batch"], ["bench"]),
              **dict.fromkeys([*SAMPLING, "thinking"], ["prompt", "chat", "serve"])}
@@ -3292,6 +3471,13 @@ def build_parser() -> Parser:
                               f"(default: {DEFAULT_CTX}, or the model's own where that is less)")
     machine.add_argument("--slots", metavar="N", type=within(int, 1, 256), default=1,
                          help="answers generated at the same time by --serve (default: 1)")
+    machine.add_argument("--kv-tokens", metavar="N", type=within(int, 1, 2**31 - 1),
+                         help="tokens of all conversations together, running ones and those kept for their "
+                              "next turn (default: slots x ctx, or what fits the card)")
+    for where, default in ("", "a quarter of what is free"), ("host-", "an eighth of the machine's"):
+        machine.add_argument(f"--checkpoint-{where}memory", metavar="MB", type=within(int, 0, 2**31 - 1),
+                             help=f"{'host' if where else 'card'} memory for the states that spare later prompts "
+                                  f"what they have in common with earlier ones (default: {default})")
     machine.add_argument("--host", metavar="ADDRESS", default="127.0.0.1",
                          help="address --serve listens on (default: 127.0.0.1, this machine only)")
     return parser
@@ -3561,7 +3747,9 @@ def run_bench(model: OpenModel, options) -> int:
         write_json(options.json, {})    # now: what is measured should not be lost for a mistyped folder
     report, free = probe.saved_or_measured(card), card.free_bytes
     n_ctx = max(*lengths, *contexts) + DECODE_STEPS + 1
-    with contextlib.closing(load(model, card=card, ctx=n_ctx, slots=options.batch)) as engine:
+    n_tokens = options.batch * pages_for(n_ctx) * PAGE_TOKENS       # every slot has pages of its own
+    with contextlib.closing(load(model, card=card, ctx=n_ctx, slots=options.batch, kv_tokens=n_tokens,
+                                 checkpoint_memory=0)) as engine:
         bench = Bench(engine, report, repeats, options.batch)
         peaks = ("dp4a measured", "read measured") if emulated else ("dp4a peak", "read bandwidth")
         prefill = [bench.prefill(n) for n in lengths]
@@ -3598,7 +3786,12 @@ def print_config(options) -> int:
 
 
 def load_engine(model: str | OpenModel, options) -> Engine:
-    return load(model, card=options.card, ctx=options.ctx, slots=options.slots)
+    """The engine for what is to be done; where that is a single text, hardly any memory goes to checkpoints."""
+    is_single = not options.chat and options.serve is None
+    on_card, on_host = (0 if is_single else size and size << 20
+                        for size in (options.checkpoint_memory, options.checkpoint_host_memory))
+    return load(model, card=options.card, ctx=options.ctx, slots=options.slots, kv_tokens=options.kv_tokens,
+                checkpoint_memory=on_card, checkpoint_host_memory=on_host)
 
 
 def run(options) -> int:

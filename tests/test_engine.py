@@ -55,11 +55,14 @@ def alone(engine, request):
 
 
 def assert_idle(engine, n_slots=SLOTS, n_ctx=CONTEXT):
-    """Every slot and every page has come back, once."""
+    """Every slot has come back, once, and every page that is not kept for later prompts; and those can come back."""
     scheduler = engine.scheduler
     assert not scheduler.running and not scheduler.waiting
     assert sorted(scheduler.free_slots) == list(range(n_slots))
-    assert sorted(scheduler.pool.free) == list(range(n_slots * qengine.pages_for(n_ctx)))
+    n_pages = n_slots * qengine.pages_for(n_ctx)
+    assert scheduler.cache.n_available == n_pages
+    engine.clear_cache()
+    assert sorted(scheduler.cache.free_pages) == list(range(n_pages))
 
 
 @contextlib.contextmanager
@@ -123,7 +126,7 @@ def test_a_long_prompt_and_running_answers_take_turns(engine):
     answers = [engine.submit(request(seed, max_tokens=200)) for seed in (1, 2)]
     for answer in answers:
         next(iter(answer))
-    with observed(engine, prefill=lambda n, ids, slot, start: order.append(f"prompt {start}"),
+    with observed(engine, prefill=lambda n, ids, slot, start, marks: order.append(f"prompt {start}"),
                   step=lambda n, n_rows: order.append(n_rows)):
         late = engine.submit(request(3, n_prompt=LONG))
         assert tokens(late) == want
@@ -146,8 +149,8 @@ def test_a_step_is_queued_before_the_tokens_of_the_last_are_read(own_engine, mon
 
 def test_waiting_requests_are_admitted_in_their_order(engine):
     started = []
-    with observed(engine, start=lambda n, slot, request: started.append(request.seed)):
-        with engine.scheduler.borrow_slot():    # nothing starts before all wait
+    with observed(engine, start=lambda n, slot, request, number: started.append(request.seed)):
+        with engine.scheduler.borrow_slot(1):    # nothing starts before all wait
             waiting = [engine.submit(request(seed, max_tokens=2)) for seed in range(7)]
         for generation in waiting:
             generation.wait()
@@ -319,10 +322,11 @@ def test_undefined_memory_is_never_used(engine):
 
 
 def poison(engine):
+    engine.clear_cache()
     stage = engine.pipeline.last
     model, cache = stage.model, stage.cache
     arrays = [value for name, value in vars(model).items() if name not in ("inv_freq", "head_norm", "arrived")]
-    parts = (*model.activations.values(), model.inner, *cache.pages.values(), *cache.recurrent.values(),
+    parts = (*model.activations.values(), model.inner, *cache.pages.values(), cache,
              stage.sampler, stage.sampler.state)
     arrays += [value for part in parts for value in vars(part).values()]
     arrays = [value for value in [*arrays, cache.block_table, stage.inputs] if isinstance(value, Array)]
@@ -407,7 +411,7 @@ def test_prompts_that_are_refused(engine, ids):
 
 def test_nan_in_the_logits_ends_the_engine(card, own_engine):
     card.poison(own_engine.pipeline.last.model.head_norm)
-    with own_engine.scheduler.borrow_slot():    # all three are waiting when it happens
+    with own_engine.scheduler.borrow_slot(1):    # all three are waiting when it happens
         generations = [own_engine.submit(request(seed)) for seed in range(3)]
     for generation in generations:
         with pytest.raises(qengine.EngineStopped, match="the engine has stopped: the logits hold a NaN"):
