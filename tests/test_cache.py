@@ -3,6 +3,7 @@
 First with a model that is none: its keys and values are hashes of all tokens up to a position, its states the tokens
 seen so far, so that whatever is reused wrongly is seen when it is read. Then with real ones."""
 
+import functools
 import itertools
 import random
 import threading
@@ -20,12 +21,23 @@ TURN, EOS, VOCABULARY = 1, 2, 50
 CHUNKS = 64, 128, 512
 
 
+def extended(known, token):
+    """The hash of a text that has one token more."""
+    return hash((known, token))
+
+
+def hashes_of(tokens):
+    """Of the text up to each of its tokens."""
+    return list(itertools.accumulate(tokens, extended, initial=0))[1:]
+
+
 class FakePipeline:
     """Does at once what a Pipeline queues, and checks whatever it reads."""
 
     def __init__(self, n_slots, n_pages, n_numbers, n_hosts, random):
         self.pages = [[None] * PAGE_TOKENS for _ in range(n_pages)]
         self.tables, self.states = [[] for _ in range(n_slots)], [None] * n_slots   # of slots: pages, tokens seen
+        self.hashes = [None] * n_slots                                              # and `hashes_of` those
         self.saved, self.hosts = [None] * n_numbers, [None] * n_hosts
         self.random, self.stages, self.n_processed = random, [], 0
         self.log = []
@@ -33,6 +45,7 @@ class FakePipeline:
     def start(self, slot, request, number):
         self.states[slot] = [] if number is None else list(self.saved[number])
         assert self.states[slot] == request.prompt_ids[:len(self.states[slot])]
+        self.hashes[slot] = hashes_of(self.states[slot])
         self.log.append(("start", request))
 
     def set_pages(self, slot, pages):
@@ -64,20 +77,20 @@ class FakePipeline:
 
     def see(self, slot, token):
         """A token is processed: what its position holds is written."""
-        state = self.states[slot]
-        state.append(token)
-        at = len(state) - 1
-        self.pages[self.tables[slot][at // PAGE_TOKENS]][at % PAGE_TOKENS] = hash(tuple(state))
+        at = len(self.states[slot])
+        self.states[slot].append(token)
+        self.hashes[slot].append(extended(self.hashes[slot][-1] if at else 0, token))
+        self.pages[self.tables[slot][at // PAGE_TOKENS]][at % PAGE_TOKENS] = self.hashes[slot][at]
 
     def check_pages(self, slot):
         """All that attention reads is of this very text. (Of each page the last position stands for all.)"""
-        state = self.states[slot]
-        for at in {*range(PAGE_TOKENS - 1, len(state), PAGE_TOKENS), len(state) - 1}:
+        hashes = self.hashes[slot]
+        for at in {*range(PAGE_TOKENS - 1, len(hashes), PAGE_TOKENS), len(hashes) - 1}:
             page = self.pages[self.tables[slot][at // PAGE_TOKENS]]
-            assert page[at % PAGE_TOKENS] == hash(tuple(state[:at + 1])), f"slot {slot} reads a wrong page at {at}"
+            assert page[at % PAGE_TOKENS] == hashes[at], f"slot {slot} reads a wrong page at {at}"
 
     def answer(self, slot):
-        return following(self.states[slot])
+        return following(self.hashes[slot][-1])
 
     def sample_row(self, row, slot):
         token = self.answer(slot)
@@ -104,9 +117,9 @@ class FakePipeline:
         return self.choose(n)
 
 
-def following(tokens):
+def following(known):
     """The next token of a text, which depends on all of it."""
-    return hash(tuple(tokens)) % VOCABULARY
+    return known % VOCABULARY
 
 
 TOKENIZER = SimpleNamespace(
@@ -124,6 +137,7 @@ class World:
         self.scheduler = qengine.Scheduler(self.pipeline, self.cache, TOKENIZER, n_slots, n_ctx, chunk)
         self.n_ctx, self.n_slots, self.n_pages, self.n_numbers, self.n_hosts = (
             n_ctx, n_slots, n_pages, n_numbers, n_hosts)
+        self.checks_every_step = True
 
     def submit(self, tokens, **fields):
         generation = qengine.Generation(qengine.Request(list(tokens), **fields), TOKENIZER)
@@ -132,12 +146,13 @@ class World:
 
     def step(self):
         self.scheduler.step()
-        self.check()
+        if self.checks_every_step:
+            self.check()
 
     def finish(self, *generations):
         for _ in range(100_000):
             if all(g._done.is_set() for g in generations):
-                return
+                return self.check()
             self.step()
         raise AssertionError("they never end")
 
@@ -150,24 +165,27 @@ class World:
     # ---- what must hold after every step ----
 
     def nodes(self):
-        def below(node, tokens):
+        """(node, its text, the hash of that) of the whole tree."""
+        found, ahead = [], [(self.cache.root, (), 0)]
+        while ahead:
+            node, tokens, known = ahead.pop()
             for key, child in node.children.items():
                 assert child.parent is node and child.tokens == key and child.depth == node.depth + 1
-                yield child, tokens + key
-                yield from below(child, tokens + key)
-        return list(below(self.cache.root, ()))
+                found.append((child, tokens + key, functools.reduce(extended, key, known)))
+                ahead.append(found[-1])
+        return found
 
     def check(self):
         cache, running, nodes = self.cache, self.scheduler.running, self.nodes()
         own = [page for s in running for page in s.pages[s.node.depth:]]
-        assert sorted(cache.free_pages + [node.page for node, _ in nodes] + own) == list(range(self.n_pages))
-        assert cache.n_nodes == len(nodes) and cache.n_idle == sum(not node.n_users for node, _ in nodes)
+        assert sorted(cache.free_pages + [node.page for node, *_ in nodes] + own) == list(range(self.n_pages))
+        assert cache.n_nodes == len(nodes) and cache.n_idle == sum(not node.n_users for node, *_ in nodes)
         paths = [set(s.node.path()) for s in running]
         numbers, hosts = list(cache.free_numbers), list(cache.free_hosts)
-        for node, tokens in nodes:
+        for node, tokens, known in nodes:
             assert node.n_users == sum(node in path for path in paths)
             assert node.children or node.n_users or node in cache.kept, "a page that nobody can use"
-            assert self.pipeline.pages[node.page][-1] == hash(tokens)
+            assert self.pipeline.pages[node.page][-1] == known
             assert (node in cache.kept) == (node.number is not None or node.host is not None)
             if node.number is not None:
                 assert node.host is None and self.pipeline.saved[node.number] == tokens
@@ -175,7 +193,7 @@ class World:
             elif node.host is not None:
                 assert self.pipeline.hosts[node.host] == tokens
                 hosts.append(node.host)
-        assert set(cache.kept) <= {node for node, _ in nodes}
+        assert set(cache.kept) <= {node for node, *_ in nodes}
         assert sorted(numbers) == list(range(self.n_numbers))
         assert len(set(hosts)) == len(hosts) and set(hosts) <= set(range(self.n_hosts))
         for sequence in running:
@@ -188,11 +206,12 @@ class World:
 
 def truth(request, n_ctx):
     """The answer to a request made alone."""
-    tokens, answer = list(request.prompt_ids), []
+    known, answer = hashes_of(request.prompt_ids)[-1], []
     while True:
-        tokens.append(following(tokens))
-        answer.append(tokens[-1])
-        if tokens[-1] == EOS or len(answer) == request.max_tokens or len(tokens) >= n_ctx:
+        answer.append(following(known))
+        known = extended(known, answer[-1])
+        if (answer[-1] == EOS and not request.ignore_eos or len(answer) == request.max_tokens
+                or len(request.prompt_ids) + len(answer) >= n_ctx):
             return answer
 
 
@@ -275,3 +294,202 @@ def test_anything_that_may_happen(seed):
     assert stats["kv_pages_cached"] + stats["kv_pages_free"] == stats["kv_pages"]
     world.cache.clear()
     assert len(world.cache.free_pages) == world.n_pages and not world.cache.root.children
+
+
+# ---- what a prompt is spared -------------------------------------------------------------------------------
+
+
+def texts(seed=0):
+    """Texts of which no two have anything in common: text(n tokens)."""
+    numbers = random.Random(seed)
+    return lambda n: [numbers.randrange(3, 10**6) for _ in range(n)]
+
+
+def roomy(**sizes):
+    """A world with plenty of everything; checked when answers are complete."""
+    plenty = {"n_slots": 4, "n_ctx": 8192, "n_pages": 600, "n_numbers": 100, "n_hosts": 0, "chunk": 512}
+    world = World(0, **plenty | sizes)
+    world.checks_every_step = False
+    return world
+
+
+def common(tokens, others):
+    """The length of the longest beginning that `tokens` shares with one of the others."""
+    return max((next((i for i, (a, b) in enumerate(zip(tokens, other)) if a != b), min(len(tokens), len(other)))
+                for other in others), default=0)
+
+
+@pytest.mark.parametrize("kept_of_answer", [0, 11, None], ids=["nothing", "without thoughts", "all"])
+@pytest.mark.parametrize("turn_tokens", [5, 70, 400])
+def test_every_turn_processes_what_is_new(kept_of_answer, turn_tokens):
+    """Twelve turns, and each once more, and with its question edited at the end: at most 64 tokens beside the new ones,
+    but of an edited question all."""
+    world, text, known = roomy(), texts(), []
+    history = [TURN, *text(150)]
+    for _ in range(12):
+        question = [TURN, *text(turn_tokens)]
+        edited = [*question[:-3], *text(3)]
+        for asked in question, question, edited, question:
+            prompt = [*history, *asked, TURN, 3, 4]
+            answer, n_processed = world.answer(prompt, max_tokens=100, ignore_eos=True)
+            known_tokens = min(common(prompt, known), len(history) if asked is edited else len(prompt))
+            assert 1 <= n_processed <= len(prompt) - known_tokens + PAGE_TOKENS
+            known += [prompt, prompt + answer[:-1]]
+        kept = [] if kept_of_answer == 0 else answer[-kept_of_answer:] if kept_of_answer else answer
+        history = [*prompt, *kept]
+    assert world.scheduler.stats()["cached_tokens"] > 0.5 * world.scheduler.stats()["prompt_tokens"]
+
+
+def test_prompts_that_arrive_together_share_their_beginning():
+    world, text = roomy(n_slots=3), texts()
+    system = [TURN, *text(700)]
+    world.finish(*[world.submit([*system, TURN, *text(90)], max_tokens=5) for _ in range(8)])
+    assert world.pipeline.n_processed <= len(system) + 8 * (91 + PAGE_TOKENS)
+
+
+def test_a_long_text_is_processed_again_from_the_last_interval_on():
+    """And where it was left once already, from there."""
+    world, text = roomy(), texts()
+    document = text(5000)
+    world.answer(document, max_tokens=1)
+    for n_shared in 4000, 1500, 60:
+        other, again = [*document[:n_shared], *text(100)], [*document[:n_shared], *text(100)]
+        assert world.answer(other, max_tokens=1)[1] <= 100 + qengine.CHECKPOINT_INTERVAL
+        assert world.answer(again, max_tokens=1)[1] <= 100 + PAGE_TOKENS
+
+
+def test_the_last_token_is_always_processed():
+    world, text = roomy(), texts()
+    for n in 64, 128, 65:
+        prompt = text(n)
+        first, _ = world.answer(prompt, max_tokens=3, ignore_eos=True)
+        again, n_processed = world.answer(prompt, max_tokens=3, ignore_eos=True)
+        assert again == first and n_processed == (n - 1) % PAGE_TOKENS + 1
+
+
+def test_a_cancelled_prompt_leaves_what_was_done():
+    world, text = roomy(), texts()
+    prompt = text(3000)
+    generation = world.submit(prompt)
+    for _ in range(4):
+        world.step()
+    generation.cancel()
+    world.finish(generation)
+    assert world.pipeline.n_processed == 4 * 512
+    assert world.answer(prompt, max_tokens=1)[1] == 3000 - 2 * qengine.CHECKPOINT_INTERVAL
+
+
+def test_an_answer_has_one_checkpoint_and_those_at_intervals():
+    world, text = roomy(), texts()
+    generation = world.submit(text(100), max_tokens=1500, ignore_eos=True)
+    while not generation.n_generated == 1450:
+        world.step()
+    assert [node.depth * PAGE_TOKENS for node in world.cache.kept] == [64, 1024, 1536]
+
+
+def test_positions_of_checkpoints():
+    turns = [0, 150, 300, 310, 700, 1000, 1040, 3000, 3200]      # the first is the system prompt
+    tokens = [TURN if at in turns else 3 for at in range(3300)]
+    every = [128, 640, 960, 1280 - 256, 2048, 2944, 3200, 3264]
+    assert qengine.checkpoint_positions(tokens, TURN, 0, 0) == sorted({*every} - {1024} | {128})
+    assert qengine.checkpoint_positions(tokens, TURN, 2048, 2112) == [2112, 2944, 3200, 3264]
+    assert qengine.checkpoint_positions(tokens, None, 0, 0) == [1024, 2048, 3072, 3264]
+    assert qengine.checkpoint_positions([3] * 64, None, 0, 0) == []
+
+
+# ---- what goes first ---------------------------------------------------------------------------------------
+
+
+def test_the_least_worthy_goes_first():
+    """Two checkpoints on the card and one in host memory: of four texts, as long as said here, the one is lost that
+    would take the least, and a use makes a text worth more."""
+    world, text = roomy(n_numbers=2, n_hosts=1), texts()
+    prompts = [text(n) for n in (65, 321, 129, 193)]
+
+    def is_known(i):
+        return world.cache.find(prompts[i][:-1])[0] is not world.cache.root
+
+    for prompt in prompts:
+        world.answer(prompt, max_tokens=1)
+    assert [is_known(i) for i in range(4)] == [False, True, True, True]
+    assert world.scheduler.stats()["checkpoints_spilled"] == 2 and world.scheduler.stats()["checkpoints_dropped"] == 1
+    for _ in range(10):                     # of no use for ten others
+        world.answer(prompts[3], max_tokens=1)
+    world.answer(prompts[0], max_tokens=1)
+    assert [is_known(i) for i in range(4)] == [True, True, False, True]
+
+
+def test_pages_are_taken_from_what_nobody_uses():
+    world, text = roomy(n_ctx=640, n_pages=20, n_slots=2), texts()
+    world.answer(old := text(300), max_tokens=1)
+    running = world.submit(text(300), max_tokens=300, ignore_eos=True)
+    for _ in range(100):
+        world.step()
+    assert world.cache.find(old)[0].depth == 4
+    world.answer(text(640 - 300), max_tokens=300, ignore_eos=True)
+    assert world.cache.find(old)[0] is world.cache.root
+    world.finish(running)
+    assert tokens_of(running) == truth(running.request, 640)
+
+
+def test_what_runs_keeps_its_pages_when_its_checkpoints_go():
+    world, text = roomy(n_numbers=1), texts()
+    prompt = text(300)
+    world.answer(prompt, max_tokens=1)
+    running = world.submit([*prompt, *text(5)], max_tokens=30, ignore_eos=True)
+    world.step()
+    world.cache.clear()
+    world.finish(running)
+    assert tokens_of(running) == truth(running.request, 8192)
+
+
+# ---- who is served when ------------------------------------------------------------------------------------
+
+
+def test_a_running_answer_waits_for_one_chunk_at_most():
+    """A prompt of 4,096 tokens arrives: between two steps of the answer there is a chunk of 512 tokens, no more."""
+    world, text = roomy(chunk=2048), texts()
+    first = world.submit(text(4096), max_tokens=200, ignore_eos=True)
+    while not first.n_generated:
+        world.step()
+    assert [n for kind, n in world.pipeline.log if kind == "prefill"] == [2048, 2048]    # alone, whole chunks
+    del world.pipeline.log[:]
+    world.finish(world.submit(text(4096), max_tokens=1))
+    kinds = [kind for kind, _ in world.pipeline.log]
+    assert kinds.count("prefill") == 4096 // qengine.RUNNING_CHUNK
+    assert "prefill prefill" not in " ".join(kind for kind in kinds if kind != "start")
+    assert max(n for kind, n in world.pipeline.log if kind == "prefill") == qengine.RUNNING_CHUNK
+
+
+def test_nobody_is_overtaken_who_waits_for_pages():
+    world, text = roomy(n_ctx=640, n_pages=15), texts()
+    running = world.submit(text(100), max_tokens=400, ignore_eos=True)
+    world.step()
+    large, small = world.submit(text(500), max_tokens=100), world.submit(text(10), max_tokens=10)
+    for _ in range(20):
+        world.step()
+    assert len(world.scheduler.running) == 1 and len(world.scheduler.waiting) == 2
+    world.finish(running, large, small)
+    assert [request for kind, request in world.pipeline.log if kind == "start"] == [
+        running.request, large.request, small.request]
+
+
+def test_deadlines():
+    """While it waits, runs or is a prompt; the others notice nothing."""
+    world, text = roomy(n_slots=2), texts()
+    other = world.submit(text(10), max_tokens=300, ignore_eos=True)
+    late = [world.submit(text(n), timeout=5.0) for n in (10, 3000, 10)]
+    for _ in range(4):
+        world.step()
+    assert late[0].n_generated and not late[1].n_generated
+    for generation in late:
+        generation.deadline = 0.0
+    world.step()
+    for generation in late:
+        with pytest.raises(qengine.DeadlineExceeded, match="not finished after the 5 s that the request allows"):
+            list(generation)
+    world.finish(other)
+    assert tokens_of(other) == truth(other.request, 8192)
+    for timeout in 0, -1.0, float("nan"):
+        with pytest.raises(qengine.RequestError, match="timeout"):
+            qengine.Request([1], timeout=timeout).check(10, 10)

@@ -123,6 +123,7 @@ def test_a_card_that_is_far_ahead(card, engine, monkeypatch):
 def test_a_long_prompt_and_running_answers_take_turns(engine):
     order = []
     want = alone(engine, request(3, n_prompt=LONG))
+    engine.clear_cache()
     answers = [engine.submit(request(seed, max_tokens=200)) for seed in (1, 2)]
     for answer in answers:
         next(iter(answer))
@@ -458,11 +459,21 @@ def test_closing_ends_what_runs_and_waits(card):
 # ---- loading -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("megabytes, name", [(3, "layer 2 values"), (8, "token_embd.weight"),
-                                             (10, "attention partials")])
-def test_memory_that_does_not_suffice_is_named(megabytes, name):
+@pytest.mark.parametrize("kilobytes, name", [(4096, "token_embd.weight"), (6400, "attention partials"),
+                                             (6912, "recurrent states")])
+def test_memory_that_does_not_suffice_is_named(kilobytes, name):
     with pytest.raises(OutOfMemory, match=rf"{name}.* needs .* free on emulated card 0"):
-        load(EmulatedCard(memory_bytes=megabytes << 20))
+        load(EmulatedCard(memory_bytes=kilobytes << 10))
+
+
+def test_memory_that_suffices_for_fewer_pages(engine):
+    """Each request has the whole context, but not all at the same time."""
+    requests = [request(seed, n_prompt=300, max_tokens=CONTEXT - 300 - 10 * seed) for seed in range(SLOTS)]
+    small = load(EmulatedCard(memory_bytes=9728 << 10))
+    n_pages = small.stats()["kv_pages"]
+    assert qengine.pages_for(CONTEXT) <= n_pages < SLOTS * qengine.pages_for(CONTEXT)
+    assert [tokens(g) for g in [small.submit(r) for r in requests]] == [alone(engine, r) for r in requests]
+    small.close()
 
 
 def test_a_context_larger_than_the_memory(card):
