@@ -1641,7 +1641,7 @@ class PrefixCache:
             leaves = [node for node in self.kept if not node.children and not node.n_users]
             if not leaves:
                 raise CardError(f"{count} KV pages are needed and {len(self.free_pages)} are free")
-            self.drop(min(leaves, key=self.worth))
+            self._evict(min(leaves, key=self.worth))
         return [self.free_pages.pop() for _ in range(count)]
 
     # ---- the tree ----
@@ -1743,7 +1743,6 @@ class PrefixCache:
 
     def drop(self, node: Node):
         """Forget a node's checkpoint, if it has one, and what was there for its sake alone."""
-        self.n_dropped += node in self.kept
         self._forget(node)
         self._prune(node)
 
@@ -1765,13 +1764,17 @@ class PrefixCache:
         if not self.free_hosts:
             there = [each for each in self.kept if each.host is not None]
             if there and self.worth(least := min(there, key=self.worth)) < self.worth(node):
-                self.drop(least)
+                self._evict(least)
         if self.free_hosts and self.store.spill(node.number, host := self.free_hosts.pop()):
             self.free_numbers.append(node.number)
             node.number, node.host = None, host
             self.n_spilled += 1
         else:
-            self.drop(node)
+            self._evict(node)
+
+    def _evict(self, node: Node):
+        self.n_dropped += 1
+        self.drop(node)
 
 
 def checkpoint_positions(tokens: list[int], turn: int | None, start: int, known: int) -> list[int]:
@@ -2610,7 +2613,7 @@ class Engine:
         """Counts of this moment: requests_running, requests_waiting, slots; kv_pages = _used (by running requests) +
         _cached + _free; checkpoints (kept), checkpoints_on_card. And since the start: requests, prompt_tokens, of those
         cached_tokens (not processed), cache_hits (requests with such), generated_tokens, checkpoints_spilled (to host
-        memory), _fetched (back from it), _dropped."""
+        memory), _fetched (back from it), _dropped (for want of room)."""
         return self.scheduler.stats()
 
     def clear_cache(self):

@@ -6,14 +6,16 @@ seen so far, so that whatever is reused wrongly is seen when it is read. Then wi
 import functools
 import itertools
 import random
-import threading
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import qengine
+from kernels.card import CardError
+from kernels.emulated.card import EmulatedCard
 from qengine import PAGE_TOKENS
+from tests.oracle import DATA
 
 # ---- a model that remembers exactly what it was shown ------------------------------------------------------
 
@@ -365,6 +367,7 @@ def test_the_last_token_is_always_processed():
         first, _ = world.answer(prompt, max_tokens=3, ignore_eos=True)
         again, n_processed = world.answer(prompt, max_tokens=3, ignore_eos=True)
         assert again == first and n_processed == (n - 1) % PAGE_TOKENS + 1
+    assert world.answer(prompt[:64], max_tokens=1)[1] == 64     # although the states after those are there
 
 
 def test_a_cancelled_prompt_leaves_what_was_done():
@@ -426,9 +429,12 @@ def test_pages_are_taken_from_what_nobody_uses():
     for _ in range(100):
         world.step()
     assert world.cache.find(old)[0].depth == 4
-    world.answer(text(640 - 300), max_tokens=300, ignore_eos=True)
+    other = world.submit(text(300), max_tokens=340, ignore_eos=True)
+    while not world.scheduler.stats()["checkpoints_dropped"]:
+        world.step()
     assert world.cache.find(old)[0] is world.cache.root
-    world.finish(running)
+    assert all(sequence.decoded in world.cache.kept for sequence in world.scheduler.running)
+    world.finish(running, other)
     assert tokens_of(running) == truth(running.request, 640)
 
 
@@ -493,3 +499,166 @@ def test_deadlines():
     for timeout in 0, -1.0, float("nan"):
         with pytest.raises(qengine.RequestError, match="timeout"):
             qengine.Request([1], timeout=timeout).check(10, 10)
+
+
+# ---- with a model ------------------------------------------------------------------------------------------
+
+TINY = str(DATA / "tiny-Q8_0.gguf")
+CONTEXT, LONG_TEXT = 1024, "느린 카드에서도 문장은 한 글자씩 또박또박 이어진다. The quick brown fox counts its pipes. " * 8
+
+
+def load(card, **options):
+    return qengine.load(TINY, card=card, progress=False, **{"ctx": CONTEXT, "slots": 3, "chunk": 128} | options)
+
+
+@pytest.fixture(scope="module")
+def engine(card):
+    engine = load(card)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def empty(engine):
+    """The engine, which remembers nothing."""
+    engine.clear_cache()
+    return engine
+
+
+def drawn(ids, seed=5, **fields):
+    return qengine.Request(list(ids), **{"max_tokens": 12, "temperature": 1.0, "seed": seed, "ignore_eos": True} | fields)
+
+
+def anew(engine, request):
+    """The answer of an engine that remembers nothing."""
+    engine.clear_cache()
+    generation = engine.submit(request)
+    answer = read(generation)
+    assert generation.n_cached == 0
+    return answer
+
+
+def read(generation):
+    return [event.token_id for event in generation]
+
+
+def prompts(engine, n=4):
+    """Prompts of about 400 tokens that share their first half."""
+    shared = engine.tokenizer.encode(LONG_TEXT)[:230]
+    rng = np.random.default_rng(1)
+    return [shared + rng.integers(0, 4000, 150 + 20 * i).tolist() for i in range(n)]
+
+
+def test_reused_prompts_give_the_same_bits(empty):
+    """Prompts with a common beginning, once more, and cut: answers drawn from their logits."""
+    asked = [*prompts(empty), *prompts(empty)]
+    asked += [asked[0][:n] for n in (1, 64, 65, 128, 300)]
+    want = [anew(empty, drawn(ids)) for ids in asked]
+    empty.clear_cache()
+    generations = []
+    for ids in asked:
+        generations.append(empty.submit(drawn(ids)))
+        generations[-1].wait()
+    assert [read(g) for g in generations] == want
+    assert [g.n_cached for g in generations] == [0, 0, 192, 192, 320, 384, 384, 384, 0, 0, 0, 0, 192]
+
+
+def test_requests_that_run_together_share(empty):
+    asked = [drawn(ids, seed) for seed, ids in enumerate(prompts(empty, 8))]
+    want = [anew(empty, request) for request in asked]
+    empty.clear_cache()
+    assert [read(g) for g in [empty.submit(request) for request in asked]] == want
+    assert empty.stats()["cached_tokens"] > 5 * 192
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "as late as may be"])
+def test_checkpoints_in_host_memory(late):
+    """Two checkpoints on the card, many in host memory: eight texts come back one after the other."""
+    small = load(EmulatedCard(late=late), checkpoint_memory=0, slots=1)
+    asked = [drawn(np.random.default_rng(seed).integers(0, 4000, 100)) for seed in range(8)]
+    want = [read(small.submit(request)) for request in asked]
+    before = small.stats()
+    assert before["checkpoints_on_card"] == qengine.LEAST_CHECKPOINTS and before["checkpoints_spilled"] >= 6
+    again = [small.submit(request) for request in asked]
+    assert [read(generation) for generation in again] == want
+    assert [generation.n_cached for generation in again] == [64] * 8
+    assert small.stats()["checkpoints_fetched"] >= 6
+    small.close()
+
+
+def test_without_host_memory_for_checkpoints(card, monkeypatch):
+    """None is given, or none can be page-locked: what does not fit on the card is forgotten."""
+    for options in {"checkpoint_host_memory": 0}, {}:
+        small = load(card, checkpoint_memory=0, slots=1, **options)
+        monkeypatch.setattr(card, "pinned", lambda *arguments: (_ for _ in ()).throw(CardError("no more")))
+        asked = [drawn(np.random.default_rng(seed).integers(0, 4000, 100), max_tokens=2) for seed in range(4)]
+        for request in asked:
+            small.submit(request).wait()
+        again = [small.submit(request) for request in reversed(asked)]
+        assert [(generation.wait(), generation.n_cached)[1] for generation in again][:2] == [64, 64]
+        assert small.stats()["checkpoints_spilled"] == 0 and small.stats()["checkpoints_dropped"] >= 2
+        small.close()
+        monkeypatch.undo()
+
+
+def test_states_of_decoded_tokens(empty):
+    """The answer goes on from states that decode made: what it predicts is what it would predict without them, but for
+    the rounding by which prompts and decoded tokens differ."""
+    ids = prompts(empty)[0]
+    answer = anew(empty, drawn(ids, max_tokens=150))
+    longer = ids + answer + ids[:20]
+
+    def logits():
+        generation = empty.submit(drawn(longer, max_tokens=1))
+        generation.wait()
+        return empty.cards[0].download(empty.pipeline.last.model.logits[0]), generation.n_cached
+
+    reused, n_cached = logits()
+    assert n_cached == qengine.whole_pages(len(ids) + len(answer) - 1)
+    empty.clear_cache()
+    want, n_cached = logits()
+    assert n_cached == 0
+    difference = np.abs(reused - want).max()
+    assert 0 < difference < 0.05 * want.std()           # measured: 0.022
+    assert want.max() - want[reused.argmax()] < 2 * difference
+
+
+def test_what_load_refuses(card):
+    with pytest.raises(qengine.RequestError, match="kv_tokens must be at least the 1024 tokens of a context, not 1000"):
+        load(card, kv_tokens=1000)
+
+
+# ---- a conversation ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("thinking", [False, True], ids=["plain", "thinking"])
+def test_a_conversation(card, thinking):
+    """With the model that comes along: a system prompt, four turns, the last one edited and asked once more. Each
+    processes its new tokens and 64 others at most, and each answer is that of an engine that remembers nothing."""
+    talker = qengine.load(card=card, ctx=2048, slots=2, progress=False)
+    messages = [{"role": "system", "content": "You are a patient helper. " * 12}]
+    known, asked = [], []
+
+    def ask(question):
+        history = [*messages, {"role": "user", "content": question}]
+        ids = talker.encode(talker.template.render(history, enable_thinking=thinking))
+        request = qengine.Request(ids, max_tokens=90)
+        generation = talker.submit(request)
+        answer = read(generation)
+        new = len(ids) - common(ids, known)
+        assert 1 <= len(ids) - generation.n_cached <= new + PAGE_TOKENS, (question, new, generation.n_cached)
+        is_of_prompts = generation.n_cached <= common(ids, [a.prompt_ids for a, *_ in asked])
+        known.extend([ids, ids + answer[:-1]])
+        asked.append((request, answer, is_of_prompts))
+        return [*history, {"role": "assistant", "content": talker.tokenizer.decode(answer)}]
+
+    for question in ("What is 12 + 7?", "And 3 more? " * 10, "Which word did I repeat?", "What is 5 + 5?"):
+        before, messages = messages, ask(question)
+    messages = before
+    ask("What is 5 + 6?")
+    ask("What is 5 + 6?")
+    assert sum(is_of_prompts for *_, is_of_prompts in asked) >= 3
+    for request, answer, is_of_prompts in asked:
+        if is_of_prompts:
+            assert anew(talker, request) == answer
+    talker.close()

@@ -456,6 +456,22 @@ def test_closing_ends_what_runs_and_waits(card):
     engine.close()
 
 
+def test_closing_gives_what_runs_and_waits_some_time(card, engine):
+    closing = load(card, slots=1)
+    requests = [request(seed, max_tokens=30) for seed in range(2)]
+    generations = [closing.submit(r) for r in requests]
+    next(iter(generations[0]))
+    thread = threading.Thread(target=closing.close, args=[60.0])
+    thread.start()
+    while not closing.scheduler.draining:
+        pass
+    with pytest.raises(qengine.EngineStopped, match="was closed"):
+        closing.submit(request())
+    thread.join()
+    assert [generation.n_generated for generation in generations] == [30, 30]
+    assert tokens(generations[1]) == alone(engine, requests[1])
+
+
 # ---- loading -----------------------------------------------------------------------------------------------
 
 
@@ -469,7 +485,7 @@ def test_memory_that_does_not_suffice_is_named(kilobytes, name):
 def test_memory_that_suffices_for_fewer_pages(engine):
     """Each request has the whole context, but not all at the same time."""
     requests = [request(seed, n_prompt=300, max_tokens=CONTEXT - 300 - 10 * seed) for seed in range(SLOTS)]
-    small = load(EmulatedCard(memory_bytes=9728 << 10))
+    small = load(EmulatedCard(memory_bytes=8 << 20))
     n_pages = small.stats()["kv_pages"]
     assert qengine.pages_for(CONTEXT) <= n_pages < SLOTS * qengine.pages_for(CONTEXT)
     assert [tokens(g) for g in [small.submit(r) for r in requests]] == [alone(engine, r) for r in requests]
