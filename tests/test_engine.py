@@ -484,7 +484,7 @@ def test_memory_that_does_not_suffice_is_named(kilobytes, name):
 
 def test_memory_that_suffices_for_fewer_pages(engine):
     """Each request has the whole context, but not all at the same time."""
-    requests = [request(seed, n_prompt=300, max_tokens=CONTEXT - 300 - 10 * seed) for seed in range(SLOTS)]
+    requests = [request(seed, n_prompt=CONTEXT - 100, max_tokens=20 + seed) for seed in range(SLOTS)]
     small = load(EmulatedCard(memory_bytes=8 << 20))
     n_pages = small.stats()["kv_pages"]
     assert qengine.pages_for(CONTEXT) <= n_pages < SLOTS * qengine.pages_for(CONTEXT)
