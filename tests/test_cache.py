@@ -94,7 +94,10 @@ class FakePipeline:
     def answer(self, slot):
         return following(self.hashes[slot][-1])
 
-    def sample_row(self, row, slot):
+    def constrain(self, constraints):
+        assert not constraints
+
+    def sample_row(self, row, slot, log_probs):
         token = self.answer(slot)
         return SimpleNamespace(read=lambda: np.array([token]))
 
@@ -109,14 +112,14 @@ class FakePipeline:
             self.see(slot, token)
             self.check_pages(slot)
 
-    def choose(self, n):
+    def choose(self, n, log_probs):
         tokens = [self.answer(slot) for slot, _ in self.batch[:n]]
         self.batch = [(slot, token) for (slot, _), token in zip(self.batch, tokens)]
         return SimpleNamespace(read=lambda: np.array(tokens))
 
-    def step(self, n):
+    def step(self, n, log_probs):
         self.forward(n)
-        return self.choose(n)
+        return self.choose(n, log_probs)
 
 
 def following(known):

@@ -257,7 +257,7 @@ BAD = [     # endpoint, body, the field to be named
     (CHAT, {"messages": [HI], "n": 2}, "n"),
     (CHAT, {"messages": [HI], "logprobs": True}, "logprobs"),
     (CHAT, {"messages": [HI], "logit_bias": {"5": 100}}, "logit_bias"),
-    (CHAT, {"messages": [HI], "presence_penalty": 0.5}, "presence_penalty"),
+    (CHAT, {"messages": [HI], "presence_penalty": 2.5}, "presence_penalty"),
     (CHAT, {"messages": [HI], "prompt": "hi"}, "prompt"),
     (CHAT, {"messages": [HI], "temprature": 1}, "temprature"),
     (CHAT, {"messages": [HI], "max_completion_tokens": 0}, "max_completion_tokens"),
