@@ -1235,6 +1235,15 @@ def load_layer(weights, card: Card, config: Config, index: int) -> LinearLayer |
                        vector("ssm_norm.weight"), matrix("ssm_out"), mlp)
 
 
+def matrices(part) -> list[Matrix]:
+    """The matrices of a layer, by what its fields hold."""
+    if isinstance(part, Matrix):
+        return [part]
+    fields = dataclasses.fields(part) if dataclasses.is_dataclass(part) else ()
+    inner = part if isinstance(part, tuple) else [getattr(part, field.name) for field in fields]
+    return [matrix for item in inner for matrix in matrices(item)]
+
+
 @dataclass(frozen=True)
 class Rows:
     """The tokens of one pass through the layers and where each belongs; int32 arrays on the card.
@@ -1276,8 +1285,7 @@ class Model:
     Every float operation is a kernel of kernels/ on `card`; here is only their order.
     """
 
-    def __init__(self, card: Card, config: Config, weights, layers: range, max_rows: int, n_slots: int,
-                 progress=iter):
+    def __init__(self, card: Card, config: Config, weights, layers: range, progress=iter):
         self.card, self.config, self.first_layer = card, config, layers.start
         is_last = layers.stop == config.n_layers
         self.layers = [load_layer(weights, card, config, index) for index in progress(layers)]
@@ -1288,18 +1296,25 @@ class Model:
             self.head_norm = weights.vector(card, "output_norm.weight")
             self.head = self.embeddings if config.tied_embeddings else weights.matrix(card, "output.weight")
         self.inv_freq = card.upload(rope.inverse_frequencies(config.rope_base), "rotary frequencies")
-        self._allocate(max_rows, n_slots)
+        self.stride = max(stack.stride for layer in self.layers for stack in (layer.inputs, layer.mlp.gate_up))
 
-    def _allocate(self, rows: int, n_slots: int):
-        """Scratch memory. A name says what the array holds in the course of a layer."""
+    def row_bytes(self) -> int:
+        """Bytes that `allocate` takes for a row."""
+        c, page = self.config, gdn.factors_shape(PAGE_TOKENS, self.config.n_value_heads)
+        floats = c.hidden_dim + self.stride + c.conv_dim + c.value_dim + c.query_dim + math.prod(page) // PAGE_TOKENS
+        halves = c.query_dim                                        # rotated query
+        activations = sum({c.hidden_dim, c.value_dim, c.query_dim}) + c.ffn_dim
+        return 4 * floats + 2 * halves + activations * 41 // 8      # of each a float, an int8 and 1 / 32 scale
+
+    def allocate(self, rows: int, n_slots: int):
+        """Scratch memory for passes of up to `rows` rows. A name says what an array holds in the course of a layer."""
         c, card = self.config, self.card
 
         def floats(name, width):
             return card.alloc((rows, width), np.float32, name)
 
         self.x = floats("residual stream", c.hidden_dim)
-        stacks = [stack for layer in self.layers for stack in (layer.inputs, layer.mlp.gate_up)]
-        self.projected = card.alloc(rows * max(stack.stride for stack in stacks), np.float32, "products of a stack")
+        self.projected = card.alloc(rows * self.stride, np.float32, "products of a stack")
         self.mixed, self.o = floats("qkv after convolution", c.conv_dim), floats("delta rule output", c.value_dim)
         self.factors = card.alloc(gdn.factors_shape(rows, c.n_value_heads), np.float32, "delta rule factors")
         self.q = card.alloc((rows, c.n_heads, c.head_dim), np.float16, "rotated query")
@@ -1809,11 +1824,14 @@ class Stage:
     hands on is `model.x`.
     """
 
-    def __init__(self, card: Card, config: Config, weights, layers: range, n_slots: int, chunk: int, progress=iter):
-        self.card, self.config, self.layers, self.n_slots, self.chunk = card, config, layers, n_slots, chunk
-        max_rows = max(chunk, n_slots, HEAD_ROWS)
+    def __init__(self, card: Card, config: Config, weights, layers: range, n_slots: int, n_ctx: int, chunk: int | None,
+                 progress=iter):
+        self.card, self.config, self.layers, self.n_slots = card, config, layers, n_slots
         with weights.loading(card):
-            self.model = Model(card, config, weights, layers, max_rows, n_slots, progress)
+            self.model = Model(card, config, weights, layers, progress)
+        self.chunk = min(chunk or self.fitting_chunk(), pages_for(n_ctx) * PAGE_TOKENS)
+        max_rows = max(self.chunk, n_slots, HEAD_ROWS)
+        self.model.allocate(max_rows, n_slots)
         self.sampler = Sampler(card, n_slots, config.n_vocab) if self.model.head else None
         # A prompt's pass must not disturb the batch, whose inputs stay from one step to the next.
         self.inputs = card.alloc(6 * max_rows, np.int32, "ids, slots and positions of a prompt's pass")
@@ -1824,6 +1842,27 @@ class Stage:
             config.conv_width * config.conv_dim + config.value_dim * config.linear_head_dim)    # of a slot
         self.cache = None       # see `allocate`
         self.recordings = {}    # (name of what was recorded, *its arguments) -> Recording
+        self.products = collections.Counter(
+            (matrix.n, matrix.k) for layer in self.model.layers for matrix in matrices(layer) if matrix.is_quantized)
+        self.pass_time = functools.cache(self.pass_time)
+
+    def fitting_chunk(self) -> int:
+        """Tokens of a pass that suit the card: on a real one as many as its free memory allows."""
+        if self.card.kind == "emulated":
+            return CHUNK
+        rows = self.card.free_bytes // CHUNK_SHARE // self.model.row_bytes()
+        return min(max(rows // PAGE_TOKENS * PAGE_TOKENS, CHUNK), LARGEST_CHUNK)
+
+    def pass_time(self, rows: int) -> int:
+        """How long the products of a pass take, to compare with others (0 rows: nothing)."""
+        return sum(count * q8_gemm.relative_time(self.card, n, k, rows) for (n, k), count in self.products.items()
+                   ) if rows else 0
+
+    def pass_rows(self, n: int, limit: int) -> int:
+        """Tokens of the next pass over a prompt that has n left, at most `limit`: all, or passes of the multiple of 64
+        whose blocks of threads fill the card best, as the last round of a product takes as long as a full one."""
+        sizes = [*([n] if n <= limit else []), *range(min(limit, n) // PAGE_TOKENS * PAGE_TOKENS, 0, -PAGE_TOKENS)]
+        return min(sizes, key=lambda rows: n // rows * self.pass_time(rows) + self.pass_time(n % rows))
 
     def allocate(self, sizes: CacheSizes):
         """Take the memory of the cache: after the weights, so that its size can depend on what those leave."""
@@ -1873,7 +1912,8 @@ class Stage:
 
     def launch_all(self):
         """Launch every kernel that a prompt or an answer of any length may need; what they compute is of no use."""
-        for n in (*range(1, min(self.chunk, 64)), *range(64, self.chunk + 1, 8)):   # few and many rows differ
+        few = min(self.chunk, CHUNK)    # beyond, what is run depends on the number of pages alone
+        for n in (*range(1, min(few, 64)), *range(64, few + 1, 8), *range(CHUNK, self.chunk + 1, PAGE_TOKENS)):
             self.launch_prompt(n)
         for n in range(1, self.n_slots + 1):
             self.launch_layers(n)
@@ -1978,6 +2018,10 @@ class Pipeline:
         self.queued.append(self.last.card.default_stream.record())
         if len(self.queued) > 1:        # or a whole prompt is queued at once, and no cancellation stops the cards
             self.queued.popleft().synchronize()
+
+    def pass_rows(self, n: int, limit: int) -> int:
+        """Tokens of the next pass over a prompt that has n left, a multiple of 64 or all of them, at most `limit`."""
+        return self.last.pass_rows(n, limit)
 
     def sample_row(self, row: int, slot: int, log_probs: bool = False) -> "Tokens":
         return self.last.sample_row(row, slot, log_probs)
@@ -2170,7 +2214,9 @@ class Vocabulary:
 # 8  Scheduler and engine
 # ======================================================================================================
 
-CHUNK = 512                 # tokens of a prompt that run in one pass; a multiple of 64
+CHUNK = 512                 # tokens of a prompt that run in one pass, at most; a multiple of 64
+LARGEST_CHUNK = 4096        # the same on a real card, whose multipliers more rows keep busier (GEMM: 64 or 72 % of peak),
+CHUNK_SHARE = 8             # if they take no more than 1 / 8 of the memory that the weights leave
 RUNNING_CHUNK = 512         # at most while answers are running, which wait for it
 TURN = "<|im_start|>"       # the control token at which a turn of a conversation begins
 NAN_LOGITS = "the logits hold a NaN: the model file is damaged, or a kernel is wrong"
@@ -2580,8 +2626,9 @@ class Scheduler:
         """The next chunk of a prompt. Chunks start at multiples of 64, so no result depends on their size."""
         if not sequence.has_begun:
             self._begin(sequence)
-        chunk = min(self.chunk, RUNNING_CHUNK) if self._answering() else self.chunk
-        start, end = sequence.n_cached, min(sequence.n_cached + chunk, sequence.generation.n_prompt)
+        limit = min(self.chunk, RUNNING_CHUNK) if self._answering() else self.chunk
+        start = sequence.n_cached
+        end = start + self.pipeline.pass_rows(sequence.generation.n_prompt - start, limit)
         self._reserve(sequence, end)
         marks = [at for at in sequence.marks if start < at <= end]
         numbers = [number for _ in marks if (number := self.cache.take_number()) is not None]
@@ -2860,7 +2907,7 @@ def open_model(model: str | Path) -> OpenModel:
 
 
 def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | None = None,
-         ctx: int | None = None, slots: int = 1, chunk: int = CHUNK, progress: bool = True,
+         ctx: int | None = None, slots: int = 1, chunk: int | None = None, progress: bool = True,
          kv_tokens: int | None = None, checkpoint_memory: int | None = None,
          checkpoint_host_memory: int | None = None) -> Engine:
     """Load a GGUF file, or random weights by the name "synthetic:0.8b", "synthetic:9b:q4_k", ..., ready to generate.
@@ -2868,21 +2915,21 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | None 
     model: its path or name, or what `open_model` made of that; by default the model that comes with qengine.
     card: a Card, or the name of one as kernels.card.open_cards takes it; by default the first NVIDIA card, or else an
     emulated one. ctx: tokens of a slot, prompt and answer together. slots: answers that are generated at the same time.
-    chunk: tokens of a prompt per pass, a multiple of 64. progress: show on stderr what is used and how far it is.
+    chunk: tokens of a prompt per pass at most, a multiple of 64; by default what suits card and model.
+    progress: show on stderr what is used and how far it is.
     kv_tokens: tokens whose keys and values fit, of all slots and of what is kept for later prompts; at least ctx.
     checkpoint_memory, checkpoint_host_memory: bytes for the states from which later prompts go on, on the card and in
     the host's memory. `choose_sizes` has the defaults of the three.
     Raises ModelError, RequestError, CardError (OutOfMemory names what did not fit).
     """
-    limits = ("ctx", 1 if ctx is None else ctx, 1), ("slots", slots, 1), ("chunk", chunk, PAGE_TOKENS)
+    limits = ("ctx", ctx, 1), ("slots", slots, 1), ("chunk", chunk, PAGE_TOKENS)
     for name, value, unit in limits:
-        if value < 1 or value % unit:
+        if value is not None and (value < 1 or value % unit):
             raise RequestError(name, f"{name} must be {unit}, {2 * unit}, ..., not {value}")
     opened = model if isinstance(model, OpenModel) else open_model(model)
     config, n_ctx = opened.config, opened.n_ctx(ctx)
     if kv_tokens is not None and kv_tokens < n_ctx:
         raise RequestError("kv_tokens", f"kv_tokens must be at least the {n_ctx} tokens of a context, not {kv_tokens}")
-    chunk = min(chunk, pages_for(n_ctx) * PAGE_TOKENS)
     used = card if isinstance(card, Card) else _open_card(card)
     free = used.free_bytes
     used.replace(probe.saved_replacements(used))
@@ -2893,16 +2940,16 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | None 
                  "what comes after those may make no sense")
     loading = functools.partial(tqdm.tqdm, desc="loading layers", unit="layer", leave=False, disable=not progress)
     layers = range(config.n_layers)
-    stages = [Stage(used, config, opened.weights, layers, slots, chunk, loading)]
-    sizes = choose_sizes(stages, slots, n_ctx, kv_tokens, checkpoint_memory, checkpoint_host_memory)
-    pipeline = Pipeline(stages, sizes)
+    stage = Stage(used, config, opened.weights, layers, slots, n_ctx, chunk, loading)
+    sizes = choose_sizes([stage], slots, n_ctx, kv_tokens, checkpoint_memory, checkpoint_host_memory)
+    pipeline = Pipeline([stage], sizes)
     pipeline.load_kernels(progress)
     if progress:
         note(f"model: {config.name}, {config.n_parameters / 1e6:,.1f} million parameters; "
              f"{show_bytes(free - used.free_bytes)} on the card, {slots} x {n_ctx} tokens of context included")
         note(f"cache: {sizes.n_pages * PAGE_TOKENS:,} tokens of context in all, {sizes.n_checkpoints} checkpoints of "
-             f"{show_bytes(stages[0].state_bytes)} on the card, up to {sizes.n_host_checkpoints} in host memory")
-    return Engine(config, opened.tokenizer, opened.template, pipeline, sizes, n_ctx, chunk)
+             f"{show_bytes(stage.state_bytes)} on the card, up to {sizes.n_host_checkpoints} in host memory")
+    return Engine(config, opened.tokenizer, opened.template, pipeline, sizes, n_ctx, stage.chunk)
 
 
 def _open_card(name: str | None) -> Card:
@@ -3379,15 +3426,6 @@ class Speed:
     operations: list[Operation]
 
 
-def matrices(part) -> list[Matrix]:
-    """The matrices of a layer, by what its fields hold."""
-    if isinstance(part, Matrix):
-        return [part]
-    fields = dataclasses.fields(part) if dataclasses.is_dataclass(part) else ()
-    inner = part if isinstance(part, tuple) else [getattr(part, field.name) for field in fields]
-    return [matrix for item in inner for matrix in matrices(item)]
-
-
 class Bench:
     """Times an engine that does nothing else; `batch` of its slots decode together. Close it afterwards."""
 
@@ -3403,8 +3441,12 @@ class Bench:
 
     def chunks(self, n: int):
         """(start, token ids) of the passes of a random prompt of n tokens."""
-        ids = self.random.integers(0, self.engine.config.n_vocab, n).tolist()
-        return [(start, ids[start:start + self.engine.chunk]) for start in range(0, n, self.engine.chunk)]
+        ids, start, chunks = self.random.integers(0, self.engine.config.n_vocab, n).tolist(), 0, []
+        while start < n:
+            end = start + self.pipeline.pass_rows(n - start, self.engine.chunk)
+            chunks.append((start, ids[start:end]))
+            start = end
+        return chunks
 
     def prompt(self, n: int, slot: int = 0) -> float:
         """Seconds of a prompt of n tokens with its first answer token."""
