@@ -1893,8 +1893,12 @@ class Stage:
         """The inputs of the next decode step."""
         set_rows(self.batch, ids, slots, positions)
 
+    def step(self, n: int, log_probs: bool):
+        """Queue a decode step of the n rows placed last, or of what followed them: `forward` and `choose` in one."""
+        self.recording(self.launch_step, n, log_probs).replay()
+
     def forward(self, n: int):
-        """Queue the layers of a decode step: of the n rows placed last, or of what followed them."""
+        """Queue the layers of a decode step."""
         self.recording(self.launch_layers, n).replay()
 
     def choose(self, n: int, log_probs: bool):
@@ -1916,8 +1920,7 @@ class Stage:
         for n in (*range(1, min(few, 64)), *range(64, few + 1, 8), *range(CHUNK, self.chunk + 1, PAGE_TOKENS)):
             self.launch_prompt(n)
         for n in range(1, self.n_slots + 1):
-            self.launch_layers(n)
-            self.launch_choice(n, log_probs=True)
+            self.launch_step(n, log_probs=True)
         if self.sampler:
             for n in range(1, HEAD_ROWS + 1):
                 self.model.compute_logits(self.model.x, n)
@@ -1926,6 +1929,10 @@ class Stage:
     def launch_prompt(self, n: int, marks=(), tap=None):
         rows = dataclasses.replace(rows_of(self.inputs, n, is_decode=False), marks=marks)
         self.model.forward(rows, self.cache, tap)
+
+    def launch_step(self, n: int, log_probs: bool):
+        self.launch_layers(n)
+        self.launch_choice(n, log_probs)
 
     def launch_layers(self, n: int):
         self.model.forward(rows_of(self.batch, n, is_decode=True), self.cache)
@@ -1974,8 +1981,7 @@ class Pipeline:
                 stage.card.load_kernels(needed, lambda name: (bar.set_postfix_str(name), bar.update()))
             stage.recording(stage.launch_prompt, stage.chunk)
             for n in (n for n in (1, 2, 4, 8) if n <= stage.n_slots):       # others are recorded when they come
-                stage.recording(stage.launch_layers, n)
-                stage.recording(stage.launch_choice, n, False)
+                stage.recording(stage.launch_step, n, False)
 
     def start(self, slot: int, request: "Request", number: int | None = None):
         """Make a slot ready for a new sequence, whose states begin as those of checkpoint `number`, or as zeros."""
@@ -2033,11 +2039,12 @@ class Pipeline:
 
     def step(self, n: int, log_probs: bool = False) -> "Tokens":
         """Queue a decode step of the n rows of the batch. The tokens that it finds are what enters the next one."""
-        self.forward(n)
-        return self.choose(n, log_probs)
+        for stage in self.stages:
+            stage.step(n, log_probs)
+        return self.last.sampler.fetch(n, log_probs)
 
     def forward(self, n: int):
-        """The first part of a step: all that needs to know no more than the tokens of the step before."""
+        """The first part of such a step: all that needs no more than the tokens of the step before."""
         for stage in self.stages:
             stage.forward(n)
 
@@ -2047,7 +2054,8 @@ class Pipeline:
 
     def choose(self, n: int, log_probs: bool) -> "Tokens":
         """The second part, which heeds what `constrain` was told in between."""
-        self.last.choose(n, log_probs)
+        for stage in self.stages:
+            stage.choose(n, log_probs)
         return self.last.sampler.fetch(n, log_probs)
 
 
@@ -2082,7 +2090,7 @@ class Sampler:
         self.state = sample.SamplingState.allocate(card, n_slots, n_slots, n_vocab)
         self.log_probs = logprobs.LogprobState.allocate(card, n_slots, n_vocab)
         self.tokens = card.alloc(n_slots, np.int32, "sampled tokens")
-        self.masks = card.pinned(self.state.mask.shape, np.uint32)
+        self.masks, self.copies = card.pinned(self.state.mask.shape, np.uint32), card.stream()
         self.executor = llguidance.LLExecutor()
         # One is read while the other is filled.
         self.hosts = itertools.cycle([(card.pinned(n_slots, np.int32),
@@ -2101,15 +2109,17 @@ class Sampler:
             history = np.zeros(self.n_vocab, np.uint16)
             history[r.prompt_ids] = sample.IN_PROMPT
             self.card.copy_in(state.history[slot], history)
-        if r.grammar is not None:
-            self.card.fill(state.mask[slot], 0xFF)      # all tokens, until the grammar rules
+        if r.grammar_after is not None:
+            self.card.fill(state.mask[slot], 0xFF, self.copies)         # all tokens, until the grammar rules
+            self.card.default_stream.wait(self.copies.record())
         if r.logit_bias:
             bias = np.zeros(self.n_vocab, np.float32)
             bias[list(r.logit_bias)] = list(r.logit_bias.values())
             self.card.copy_in(state.bias[slot], bias)
 
     def constrain(self, constraints: "dict[int, Constraint]"):
-        """Queue the masks of slots. Those of the last call must have been used: the tokens chosen were read."""
+        """Make the masks of slots and queue them for what `launch` does next. They travel beside what runs (all that
+        writes masks is in `copies`), so the tokens chosen under those of the last call must have been read."""
         free = []
         for slot, constraint in constraints.items():
             if constraint.forced:
@@ -2121,7 +2131,8 @@ class Sampler:
         if free:
             llguidance.numpy.fill_next_token_bitmask_par(self.executor, free, self.masks.view(np.int32))
         for slot in constraints:
-            self.card.copy_in(self.state.mask[slot], self.masks[slot])
+            self.card.copy_in(self.state.mask[slot], self.masks[slot], self.copies)
+        self.card.default_stream.wait(self.copies.record())
 
     def launch(self, logits: Array, rows: Rows, log_probs: bool):
         """Queue the choice of the next token of each row; it can be recorded."""
@@ -2471,7 +2482,8 @@ class Scheduler:
 
     A decode step is queued before the tokens of the one before it are looked at, since the cards hand those on
     themselves: so they never wait for the host. Where such a token ends its sequence, the step has computed a row
-    for nothing: it wrote into the sequence's own slot and pages, before whoever has them next.
+    for nothing: it wrote into the sequence's own slot and pages, before whoever has them next. Where a grammar rules
+    an answer, the tokens are looked at while the layers of the next step run, and its choice is queued after that.
     """
 
     def __init__(self, pipeline: Pipeline, cache: PrefixCache, tokenizer: Tokenizer, n_slots: int, n_ctx: int,
@@ -2737,7 +2749,8 @@ class Scheduler:
         """Tell the cards what the next tokens may be; a sequence whose grammar cannot say so has ended."""
         constrained = [s for s in sequences if s in self.running and s.generation.constraint
                        and s.generation.constraint.after is None]
-        self.pipeline.constrain({s.slot: s.generation.constraint for s in constrained})
+        if constrained:
+            self.pipeline.constrain({s.slot: s.generation.constraint for s in constrained})
         for sequence in constrained:
             if error := sequence.generation.constraint.error:
                 self._finish(sequence, error)
@@ -3506,9 +3519,8 @@ class Bench:
         self.pipeline.place([0] * self.batch, range(self.batch), [context] * self.batch)
 
     def step(self):
-        """Queue the launches of a decode step, which the stage replays from recordings."""
-        self.stage.launch_layers(self.batch)
-        self.stage.launch_choice(self.batch, log_probs=False)
+        """Queue the launches of a decode step, which `Stage.step` replays from a recording."""
+        self.stage.launch_step(self.batch, log_probs=False)
 
     # ---- what it must move and compute ----
 
