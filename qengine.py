@@ -620,8 +620,9 @@ class Tokenizer:
 
     n_vocab       number of tokens
     pieces        list of bytes: what each token stands for
+    control       name -> id of the control tokens
+    tags          name -> id of the tags that are one token each: <think>, </tool_call>, ...
     eos_ids       the tokens that end an answer
-    control, tags    ids of the control tokens and of tags such as <think>, by name
     max_token_bytes  no token stands for more of a text
     prefix, suffix   tokens that the file wants around a text (`encode(ends=True)`), mostly none
 
@@ -631,10 +632,11 @@ class Tokenizer:
 
     leading_space = False  # whether encoding puts a space before the text, which decoding takes away
 
-    def __init__(self, pieces: list[bytes], control: dict[str, int], eos_ids, tags=None, prefix=(), suffix=()):
+    def __init__(self, pieces: list[bytes], control: dict[str, int], tags: dict[str, int], eos_ids, prefix=(),
+                 suffix=()):
         self.pieces, self.n_vocab = pieces, len(pieces)
         self.eos_ids, self.prefix, self.suffix = frozenset(eos_ids), list(prefix), list(suffix)
-        self.control, self.tags = control, tags or {}
+        self.control, self.tags = control, tags
         self.max_token_bytes = max(len(piece) for piece in [*pieces, *map(str.encode, control)])
         self._control_pattern = _any_of(control)
         hidden = set(control.values())
@@ -853,7 +855,7 @@ class ByteTokenizer(Tokenizer):
 
     def __init__(self, n_vocab: int):
         pieces = [bytes([i]) for i in range(256)] + [b"<%d>" % i for i in range(256, n_vocab)]
-        super().__init__(pieces, {"<|endoftext|>": self.EOS}, [self.EOS])
+        super().__init__(pieces, {"<|endoftext|>": self.EOS}, {}, [self.EOS])
 
     def _encode_plain(self, texts):
         return [list(text.encode()) for text in texts]
@@ -1516,67 +1518,68 @@ class Stage:
         # A prompt's pass must not disturb the batch, whose inputs stay from one step to the next.
         self.inputs = card.alloc(6 * max_rows, np.int32, "ids, slots and positions of a prompt's pass")
         self.batch = card.alloc(6 * n_slots, np.int32, "ids, slots and positions of a decode step")
-        self.recordings = {}    # (rows, is_decode) -> Recording
+        self.recordings = {}    # (name of what was recorded, *its arguments) -> Recording
 
     def prefill(self, ids, slot: int, start: int, tap=None):
         """Queue a pass over consecutive tokens of a slot; their hidden states stay in model.x until the next one."""
         n = len(ids)
         set_rows(self.inputs, ids, [slot] * n, range(start, start + n))
         if n == self.chunk and tap is None:
-            self.recording(n, is_decode=False).replay()
+            self.recording(self.launch_prompt, n).replay()
         else:
-            self.model.forward(rows_of(self.inputs, n, is_decode=False), tap)
+            self.launch_prompt(n, tap)
 
-    def sample_row(self, row: int, slot: int) -> int:
+    def sample_row(self, row: int, slot: int) -> "Tokens":
         """The next token of a slot from row `row` of the hidden states of the prefill pass queued last."""
         set_rows(self.inputs, [0], [slot], [0])
         self.model.compute_logits(self.model.x[row:row + 1], 1)
         self.sampler.launch(self.model.logits, rows_of(self.inputs, 1, is_decode=True))
-        return int(self.card.download(self.sampler.tokens[:1])[0])
+        return self.sampler.read()
 
     def place(self, ids, slots, positions):
         """The inputs of the next decode step."""
         set_rows(self.batch, ids, slots, positions)
 
-    def step(self, n: int):
-        """Queue a decode step of the n rows placed last, or where the step before it has left them."""
-        self.recording(n, is_decode=True).replay()
+    def forward(self, n: int):
+        """Queue the layers of a decode step: of the n rows placed last, or of what followed them."""
+        self.recording(self.launch_layers, n).replay()
 
-    def recording(self, n: int, is_decode: bool):
-        """What a pass over n rows launches; made when it is first asked for."""
-        if (n, is_decode) not in self.recordings:
+    def choose(self, n: int):
+        """Queue the choice of the tokens that follow the n rows of `forward`; they are what enters the next step."""
+        self.recording(self.launch_choice, n).replay()
+
+    def recording(self, launch, *arguments):
+        """What launch(*arguments), one of the methods below, launches; made when it is first asked for."""
+        key = launch.__name__, *arguments
+        if key not in self.recordings:
             with self.card.record() as recording:
-                if is_decode:
-                    self.launch_step(n)
-                    self.advance(n)
-                else:
-                    self.model.forward(rows_of(self.inputs, n, is_decode))
-            self.recordings[n, is_decode] = recording
-        return self.recordings[n, is_decode]
+                launch(*arguments)
+            self.recordings[key] = recording
+        return self.recordings[key]
 
     def launch_all(self):
         """Launch every kernel that a prompt or an answer of any length may need; what they compute is of no use."""
         for n in (*range(1, min(self.chunk, 64)), *range(64, self.chunk + 1, 8)):   # few and many rows differ
-            self.model.forward(rows_of(self.inputs, n, is_decode=False))
+            self.launch_prompt(n)
         for n in range(1, self.n_slots + 1):
-            self.launch_step(n)
-            self.advance(n)
+            self.launch_layers(n)
+            self.launch_choice(n)
         if self.sampler:
             for n in range(1, HEAD_ROWS + 1):
                 self.model.compute_logits(self.model.x, n)
 
-    def launch_step(self, n: int):
-        """Queue all launches of a decode step but those that make the next one's inputs."""
-        rows = rows_of(self.batch, n, is_decode=True)
-        self.model.forward(rows)
+    def launch_prompt(self, n: int, tap=None):
+        self.model.forward(rows_of(self.inputs, n, is_decode=False), tap)
+
+    def launch_layers(self, n: int):
+        self.model.forward(rows_of(self.batch, n, is_decode=True))
         if self.sampler:
             self.model.compute_logits(self.model.x, n)
-            self.sampler.launch(self.model.logits, rows)
 
-    def advance(self, n: int):
-        """The tokens of the step become the inputs of the next one."""
+    def launch_choice(self, n: int):
         if self.sampler:
             rows = rows_of(self.batch, n, is_decode=True)
+            self.sampler.launch(self.model.logits, rows)
             advance.advance(self.card, rows.ids, rows.positions, rows.rope, self.sampler.tokens, n)
 
 
@@ -1611,9 +1614,10 @@ class Pipeline:
             with tqdm.tqdm(desc="compiling kernels", total=len(needed), unit="kernel", leave=False,
                            disable=not progress) as bar:
                 stage.card.load_kernels(needed, lambda name: (bar.set_postfix_str(name), bar.update()))
-            stage.recording(stage.chunk, is_decode=False)
+            stage.recording(stage.launch_prompt, stage.chunk)
             for n in (n for n in (1, 2, 4, 8) if n <= stage.n_slots):       # others are recorded when they come
-                stage.recording(n, is_decode=True)
+                stage.recording(stage.launch_layers, n)
+                stage.recording(stage.launch_choice, n)
 
     def start(self, slot: int, request: "Request"):
         """Make a slot ready for a new sequence."""
@@ -1633,7 +1637,7 @@ class Pipeline:
         if len(self.queued) > 1:        # or a whole prompt is queued at once, and no cancellation stops the cards
             self.queued.popleft().synchronize()
 
-    def sample_row(self, row: int, slot: int) -> int:
+    def sample_row(self, row: int, slot: int) -> "Tokens":
         return self.last.sample_row(row, slot)
 
     def place(self, ids, slots, positions):
@@ -1643,8 +1647,17 @@ class Pipeline:
 
     def step(self, n: int) -> "Tokens":
         """Queue a decode step of the n rows of the batch. The tokens that it finds are what enters the next one."""
+        self.forward(n)
+        return self.choose(n)
+
+    def forward(self, n: int):
+        """The first part of a step: all that needs to know no more than the tokens of the step before."""
         for stage in self.stages:
-            stage.step(n)
+            stage.forward(n)
+
+    def choose(self, n: int) -> "Tokens":
+        """The rest of it, which needs what the slots are told in between."""
+        self.last.choose(n)
         return self.last.sampler.fetch(n)
 
 
@@ -1656,12 +1669,13 @@ class Pipeline:
 class Tokens:
     """Tokens on their way from a card to the host."""
 
-    def __init__(self, host: np.ndarray, arrived):
+    def __init__(self, host: np.ndarray, arrived=None):
         self.host, self.arrived = host, arrived
 
     def read(self) -> np.ndarray:
         """Waits for them: int32, -1 where the logits of a row held a NaN. Good until the second `fetch` after."""
-        self.arrived.synchronize()
+        if self.arrived:
+            self.arrived.synchronize()
         return self.host
 
 
@@ -1691,6 +1705,10 @@ class Sampler:
         host = next(self.hosts)[:n]
         self.card.copy_out(host, self.tokens[:n])
         return Tokens(host, self.card.default_stream.record())
+
+    def read(self) -> Tokens:
+        """The token of the first row, when it is there; what was fetched before stays good."""
+        return Tokens(self.card.download(self.tokens[:1]))
 
 
 # ======================================================================================================
@@ -1810,12 +1828,13 @@ class Generation:
         self._events, self._done = queue.SimpleQueue(), threading.Event()
 
     def __iter__(self):
-        """Events as they come. Ends without a finish reason when cancelled; EngineStopped when the engine fails."""
+        """Events as they come. Ends without a finish reason when cancelled, raises what the generation failed with:
+        EngineStopped with the engine."""
         while isinstance(event := self._events.get(), Event):
             yield event
         self._events.put(event)         # the end, for whoever reads on
         if event is not None:
-            raise EngineStopped(event)
+            raise event
 
     def cancel(self):
         """End the generation within one step of the engine, whether it waits or runs."""
@@ -1837,8 +1856,8 @@ class Generation:
         self._events.put(Event(token, text, finish_reason))
         return finish_reason
 
-    def close(self, error: str | None = None):
-        """No more events; with `error`, readers hear why."""
+    def close(self, error: Exception | None = None):
+        """No more events; `error` is raised where they are read."""
         self._events.put(error)
         self._done.set()
 
@@ -1955,7 +1974,7 @@ class Scheduler:
         with self.changed:
             self.closing = True
             for generation in [s.generation for s in self.running] + list(self.waiting):
-                generation.close(self.error)
+                generation.close(self.error and EngineStopped(self.error))
             self.running.clear()
             self.waiting.clear()
 
@@ -1998,7 +2017,8 @@ class Scheduler:
         self.pipeline.prefill(sequence.tokens[start:end], sequence.slot, start)
         sequence.n_cached = end
         if not sequence.in_prompt:
-            self._take(sequence, self.pipeline.sample_row(end - start - 1, sequence.slot))
+            tokens = self.pipeline.sample_row(end - start - 1, sequence.slot)
+            self._take(sequence, int(tokens.read()[0]))
 
     def _decode(self):
         """Queue a step of all answers, and then take the tokens of the one before."""
@@ -2052,10 +2072,10 @@ class Scheduler:
         if generation.push(token, finish_reason):
             self._finish(sequence)
 
-    def _finish(self, sequence: Sequence):
+    def _finish(self, sequence: Sequence, error: Exception | None = None):
         self.running.remove(sequence)
         self._release(sequence)
-        sequence.generation.close()
+        sequence.generation.close(error)
 
     def _release(self, sequence: Sequence):
         self.pool.give_back(sequence.pages)
@@ -2529,7 +2549,7 @@ class Bench:
         started = time.perf_counter()
         for start, ids in chunks:
             self.pipeline.prefill(ids, slot, start)
-        self.pipeline.sample_row(len(chunks[-1][1]) - 1, slot)
+        self.pipeline.sample_row(len(chunks[-1][1]) - 1, slot).read()
         return time.perf_counter() - started
 
     def steps(self, context: int) -> float:
@@ -2580,8 +2600,9 @@ class Bench:
         self.pipeline.place([0] * self.batch, range(self.batch), [context] * self.batch)
 
     def step(self):
-        """Queue the launches of a decode step, which `Stage.step` replays from a recording."""
-        self.stage.launch_step(self.batch)
+        """Queue the launches of a decode step, which the stage replays from recordings."""
+        self.stage.launch_layers(self.batch)
+        self.stage.launch_choice(self.batch)
 
     # ---- what it must move and compute ----
 
