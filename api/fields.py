@@ -108,15 +108,15 @@ def check(value, description: dict, path: str = ""):
 def _check_properties(value: dict, description: dict, path: str):
     properties, others = description.get("properties", {}), description.get("additionalProperties", True)
     where = f"{path}." if path else ""
-    for name in description.get("required", ()):
-        if value.get(name) is None:
-            raise RequestError(where + name, f"'{where}{name}' is missing")
     for name, item in value.items():
         known = properties.get(name, others)
         if known is False:
             raise RequestError(where + name, f"unknown field '{where}{name}'")
         if item is not None and known is not True:
             check(item, known, where + name)
+    for name in description.get("required", ()):
+        if value.get(name) is None:
+            raise RequestError(where + name, f"'{where}{name}' is missing")
 
 
 def _alternative(value, description: dict, path: str) -> dict:
