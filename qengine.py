@@ -49,6 +49,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -1717,6 +1718,8 @@ class Sampler:
             history = np.zeros(self.n_vocab, np.uint16)
             history[r.prompt_ids] = sample.IN_PROMPT
             self.card.copy_in(state.history[slot], history)
+        if r.grammar is not None:
+            self.card.fill(state.mask[slot], 0xFF)      # all tokens, until the grammar rules
         if r.logit_bias:
             bias = np.zeros(self.n_vocab, np.float32)
             bias[list(r.logit_bias)] = list(r.logit_bias.values())
@@ -1762,9 +1765,13 @@ class Sampler:
 
 
 class Constraint:
-    """What a grammar still allows of one answer. Look at `error` after each call, the first included."""
+    """What a grammar still allows of one answer, or of what follows the token `after` in it.
 
-    def __init__(self, vocabulary: "Vocabulary", grammar: str):
+    Look at `error` after each call, the first included."""
+
+    def __init__(self, vocabulary: "Vocabulary", grammar: str, after: int | None = None):
+        self.vocabulary = vocabulary        # for as long as the matcher may call it
+        self.after = after                  # None once the grammar rules
         limits = llguidance.LLParserLimits(verbose_errors=False)        # its errors go to clients
         self.matcher = llguidance.LLMatcher(vocabulary.prepared, grammar, log_level=0, limits=limits)
         self.forced = collections.deque()   # tokens that follow for certain; the matcher has taken them already
@@ -1782,11 +1789,13 @@ class Constraint:
     @property
     def ended(self) -> bool:
         """Whether the answer is complete and nothing may follow."""
-        return not self.forced and self.matcher.is_stopped()
+        return self.after is None and not self.forced and self.matcher.is_stopped()
 
     def take(self, token: int):
         """The answer goes on with `token`, which the mask has allowed."""
-        if self.forced:
+        if self.after is not None:
+            self.after = None if token == self.after else self.after
+        elif self.forced:
             self.forced.popleft()
         else:
             self.matcher.consume_token(token)
@@ -1806,7 +1815,9 @@ class Vocabulary:
         self.tokenizer, self.tokens = tokenizer, tokenizer.pieces
         self.eos_token_id, self.bos_token_id = min(tokenizer.eos_ids), None
         self.special_token_ids = [*tokenizer.control.values(), *tokenizer.tags.values()]
-        self.prepared = llguidance.LLTokenizer(llguidance.TokenizerWrapper(self), eos_token=sorted(tokenizer.eos_ids))
+        # It calls us back: a true reference would keep both for ever, which the garbage collector cannot see.
+        wrapper = llguidance.TokenizerWrapper(weakref.proxy(self))
+        self.prepared = llguidance.LLTokenizer(wrapper, eos_token=sorted(tokenizer.eos_ids))
 
     def __call__(self, text: str) -> list[int]:
         """Tokens that spell a text, which llguidance asks for where a grammar leaves no choice: the tokenizer's, unless
@@ -1880,7 +1891,7 @@ class Request:
     stop: tuple[str, ...] = ()          # strings that end the text and are not part of it; one may stand alone
     stop_after: int | None = None       # token id: stop strings count in what follows it
     grammar: str | None = None          # what the answer obeys, as llguidance.LLMatcher.grammar_from_... write it
-    grammar_after: int | None = None    # token id: the grammar rules what follows it
+    grammar_after: int | None = None    # token id: only what follows it obeys the grammar
 
     def __post_init__(self):
         self.stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -1896,8 +1907,9 @@ class Request:
             raise RequestError("prompt", f"a token id of the prompt is outside 0 .. {n_vocab - 1}")
         if "" in self.stop:
             raise RequestError("stop", "a stop string is empty")
-        if self.stop_after is not None and not 0 <= self.stop_after < n_vocab:
-            raise RequestError("stop_after", f"token id {self.stop_after} is outside 0 .. {n_vocab - 1}")
+        for name in ("stop_after", "grammar_after"):
+            if (token := getattr(self, name)) is not None and not is_within(int, token, 0, n_vocab - 1):
+                raise RequestError(name, f"'{name}' must be a token id from 0 to {n_vocab - 1}")
         if self.top_logprobs is not None and not is_within(int, self.top_logprobs, 0, logprobs.TOP):
             raise RequestError("top_logprobs", f"'top_logprobs' must be a whole number from 0 to {logprobs.TOP}")
         if self.grammar is not None and not isinstance(self.grammar, str):
@@ -2216,7 +2228,8 @@ class Scheduler:
 
     def _constrain(self, sequences: list[Sequence]):
         """Tell the cards what the next tokens may be; a sequence whose grammar cannot say so has ended."""
-        constrained = [s for s in sequences if s.generation.constraint and s in self.running]
+        constrained = [s for s in sequences if s in self.running and s.generation.constraint
+                       and s.generation.constraint.after is None]
         self.pipeline.constrain({s.slot: s.generation.constraint for s in constrained})
         for sequence in constrained:
             if error := sequence.generation.constraint.error:
@@ -2274,9 +2287,11 @@ class Engine:
     def submit(self, request: Request) -> Generation:
         """Start a request. Raises RequestError or EngineStopped."""
         request.check(self.config.n_vocab, self.n_ctx)
-        constraint = None if request.grammar is None else Constraint(self.vocabulary, request.grammar)
-        if constraint and constraint.error:
-            raise constraint.error
+        constraint = None
+        if request.grammar is not None:
+            constraint = Constraint(self.vocabulary, request.grammar, request.grammar_after)
+            if constraint.error:
+                raise constraint.error
         generation = Generation(request, self.tokenizer, constraint)
         self.scheduler.submit(generation)
         return generation

@@ -21,7 +21,7 @@ MAX_STOPS = 16              # stop strings of one request
 
 # ---- what may be sent ------------------------------------------------------------------------------------
 
-NAME = {"type": "string", "pattern": r"^[^\s<>\"\\]{1,128}$"}       # of a tool: both forms of calls can write it
+NAME = {"type": "string", "pattern": r'^[^\u0000-\u0020<>"\\]{1,128}$'}       # of a tool, as both forms write it
 OBJECT = {"type": "object"}
 ID = {"type": "integer"}
 

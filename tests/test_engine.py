@@ -9,6 +9,7 @@ import threading
 
 import numpy as np
 import pytest
+from llguidance import LLMatcher
 
 import qengine
 from kernels.card import Array, CardError, OutOfMemory
@@ -110,8 +111,8 @@ def test_nothing_is_read_before_it_is_there(engine):
 def test_a_card_that_is_far_ahead(card, engine, monkeypatch):
     """Each step is over before the host looks at the tokens of the one before; prompts come and end meanwhile."""
     wide, step = load(card, slots=2), qengine.Pipeline.step
-    monkeypatch.setattr(qengine.Pipeline, "step", lambda pipeline, n: (step(pipeline, n),
-                                                                       pipeline.last.card.synchronize())[0])
+    monkeypatch.setattr(qengine.Pipeline, "step", lambda pipeline, *arguments: (step(pipeline, *arguments),
+                                                                                pipeline.last.card.synchronize())[0])
     requests = [request(0, max_tokens=60), *(request(seed, max_tokens=1) for seed in range(1, 9))]
     assert [tokens(g) for g in [wide.submit(r) for r in requests]] == [alone(engine, r) for r in requests]
     wide.close()
@@ -159,7 +160,9 @@ def test_no_request_waits_for_a_compilation(monkeypatch):
     engine, met = load(EmulatedCard(), chunk=512, slots=9), []
     monkeypatch.setattr(engine.cards[0], "_load", met.append)
     monkeypatch.setattr(native, "_cached", lambda *arguments: met.append(arguments))     # code for blocks of a shape
-    requests = [request(n, n_prompt=n, temperature=n % 2) for n in (1, 2, 5, 17, 33, 100, 601, 130, 512, 64, 65, 3)]
+    fields = {"top_logprobs": 3, "grammar": LLMatcher.grammar_from_regex("[a-z]{10}"), "presence_penalty": 1.0}
+    requests = [request(n, n_prompt=n, temperature=n % 2, **fields if n % 5 == 0 else {})
+                for n in (1, 2, 5, 17, 33, 100, 601, 130, 512, 64, 65, 3)]
     for generation in [engine.submit(r) for r in requests]:
         generation.wait()
     engine.evaluate(requests[5].prompt_ids)
@@ -309,7 +312,8 @@ def test_nothing_is_left_of_the_last_request(own_engine):
 
 def test_undefined_memory_is_never_used(engine):
     """Every array but the weights full of NaN: the same tokens, alone and side by side, and the same logits."""
-    requests = [request(seed, n_prompt=40 * seed + 3) for seed in range(5)]
+    fields = {}, {"top_logprobs": 3}, {"presence_penalty": 1.0}, {"logit_bias": {7: 3.0}}, {"top_k": 5}
+    requests = [request(seed, n_prompt=40 * seed + 3, **fields[seed]) for seed in range(5)]
     want = [alone(engine, r) for r in requests]
     logits = engine.evaluate(requests[2].prompt_ids)
     poison(engine)
@@ -323,7 +327,7 @@ def poison(engine):
     model, cache = stage.model, stage.cache
     arrays = [value for name, value in vars(model).items() if name not in ("inv_freq", "head_norm", "arrived")]
     parts = (*model.activations.values(), model.inner, *cache.pages.values(), *cache.recurrent.values(),
-             stage.sampler, stage.sampler.state)
+             stage.sampler, stage.sampler.state, stage.sampler.log_probs)
     arrays += [value for part in parts for value in vars(part).values()]
     arrays = [value for value in [*arrays, cache.block_table, stage.inputs] if isinstance(value, Array)]
     assert len(arrays) > 30
