@@ -2457,6 +2457,7 @@ class Service:
         self.started = int(time.time())
         self.changed = threading.Condition()        # guards what follows
         self.open = {}                              # id -> (Generation, function: has its client hung up?)
+        self.n_entering = 0                         # requests on their way into it
         self.closing = False
         threading.Thread(target=self.watch, name="client watcher", daemon=True).start()
 
@@ -2491,20 +2492,29 @@ class Service:
     def submit(self, requests) -> list:
         """Hands requests to the engine, all or none; their generations are open from now on, and their client watched."""
         gone = flask.request.environ.get("waitress.client_disconnected", lambda: False)
-        generations = []
         with self.changed:
             if self.closing:
                 raise ServiceUnavailable("the server is shutting down")
-            if len(self.open) + len(requests) > self.max_requests:
-                raise TooManyRequests(f"too many requests: {len(self.open)} of {self.max_requests} are open already",
+            n_open = len(self.open) + self.n_entering
+            if n_open + len(requests) > self.max_requests:
+                raise TooManyRequests(f"too many requests: {n_open} of {self.max_requests} are open already",
                                       retry_after=1)
-            try:
-                for request in requests:
-                    generations.append(generation := self.ready().submit(request))
-                    self.open[id(generation)] = generation, gone
-            except Exception:
+            self.n_entering += len(requests)
+        generations = []
+        try:
+            for request in requests:            # without the lock: a grammar may take long to prepare
+                generations.append(self.ready().submit(request))
+        except Exception:
+            self.release(generations)
+            raise
+        finally:
+            with self.changed:
+                self.n_entering -= len(requests)
+                self.changed.notify_all()
+        with self.changed:
+            self.open |= {id(generation): (generation, gone) for generation in generations}
+            if self.closing:
                 self.release(generations)
-                raise
             self.changed.notify_all()
         return generations
 
@@ -2536,7 +2546,7 @@ class Service:
             self.changed.notify_all()
             for generation, _ in self.open.values():
                 generation.cancel()
-            return self.changed.wait_for(lambda: not self.open, timeout)
+            return self.changed.wait_for(lambda: not (self.open or self.n_entering), timeout)
 
 
 class Failure(NamedTuple):

@@ -30,8 +30,10 @@ class Tool:
         """The schema of one argument, self-contained; {} where there is none."""
         properties = self.parameters.get("properties")
         schema = properties.get(key, {}) if isinstance(properties, dict) else {}
-        shared = {name: self.parameters[name] for name in ("$defs", "definitions") if name in self.parameters}
-        return shared | schema if isinstance(schema, dict) else {}
+        if not isinstance(schema, dict):
+            return {}
+        refers = "$ref" in json.dumps(schema)
+        return {name: self.parameters[name] for name in ("$defs", "definitions") if refers and name in self.parameters} | schema
 
 
 # ---- values by their schema ------------------------------------------------------------------------------
