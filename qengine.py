@@ -70,7 +70,7 @@ import waitress
 import waitress.channel
 import waitress.server
 import waitress.task
-from werkzeug.exceptions import HTTPException, ServiceUnavailable, TooManyRequests
+from werkzeug.exceptions import GatewayTimeout, HTTPException, ServiceUnavailable, TooManyRequests
 
 from kernels import (advance, attend_decode, attention, checkpoint, conv, embedding, finite, float_matmul, formats, gdn,
                      gdn_decode, kv_cache, logprobs, norm, probe, q8_gemm, q8_gemv, quant_gemv, quantize, rope, sample,
@@ -2977,7 +2977,7 @@ class Service:
     # ---- open requests ------------------------------------------------------------------------------------
 
     def submit(self, requests) -> list:
-        """Hands requests to the engine, all or none; their generations are open from now on, and their client watched."""
+        """Hands requests to the engine, all or none; their generations are open from now on, their client watched."""
         gone = flask.request.environ.get("waitress.client_disconnected", lambda: False)
         with self.changed:
             if self.closing:
@@ -3047,8 +3047,9 @@ class Failure(NamedTuple):
 
 def explain(error: Exception) -> Failure:
     """What a client hears of an error; the unforeseen is logged, and its text kept."""
-    if isinstance(error, EngineStopped):
-        error = ServiceUnavailable(str(error))
+    for kind, told_as in (EngineStopped, ServiceUnavailable), (DeadlineExceeded, GatewayTimeout):
+        if isinstance(error, kind):
+            error = told_as(str(error))
     if isinstance(error, RequestError):
         return Failure(400, str(error), error.field)
     if isinstance(error, HTTPException):
@@ -3076,8 +3077,8 @@ def create_app(engine=None, sampling=None, thinking=None, max_requests=MAX_WAITI
     app.json.sort_keys = False
 
     for endpoint in openapi.ENDPOINTS:
-        app.add_url_rule(endpoint.path, f"{endpoint.method} {endpoint.path}", functools.partial(endpoint.answer, service),
-                         methods=[endpoint.method])
+        app.add_url_rule(endpoint.path, f"{endpoint.method} {endpoint.path}",
+                         functools.partial(endpoint.answer, service), methods=[endpoint.method])
 
     @app.errorhandler(Exception)
     def failed(error):

@@ -94,8 +94,7 @@ class Rules:
 
 
 class Values:
-    """Rules for values, each written once: the arguments of many tools are of few kinds, and grammars take long to
-    prepare."""
+    """Rules for values, each written once: arguments are of few kinds, and a long grammar takes long to prepare."""
 
     def __init__(self):
         self.names = {}                 # of the rules, by what they say
@@ -104,24 +103,24 @@ class Values:
         return self.names.setdefault(lark, f"value_{len(self.names)}")
 
     def rules(self) -> list[str]:
-        return [f"{name}: {lark}" for lark, name in self.names.items()] + [r"text[lazy]: /(?s:.*)\n<\/parameter>\n/"]
+        return [r"text[lazy]: /(?s:.*)\n<\/parameter>\n/"] + [f"{name}: {lark}" for lark, name in self.names.items()]
 
 
 def json_call(name: str, tool: Tool, values: Values, end: str) -> str:
     """The rule of this name for a call in the JSON form."""
     head = f'\n{{"name": {json.dumps(tool.name)}, "arguments": '
-    return f'{name}: {literal(head)} {values.name(json_value(_closed(tool.parameters), tool.strict))} "}}\\n" {end}'
+    arguments = values.name(json_value(_closed(tool.parameters), tool.strict))
+    return f'{name}: {literal(head)} {arguments} "}}\\n" {end}'
 
 
 def xml_call(name: str, tool: Tool, values: Values, end: str) -> str:
     """The rule for a call in the XML form, its arguments in the order of the schema."""
     parameters = _closed(tool.parameters)
-    required = parameters.get("required", [])
-    arguments = [literal(f"<parameter={key}>\n") + " " + _xml_value(tool, key, values) for key in parameters["properties"]]
-    arguments = " ".join(f"({argument}){'' if key in required else '?'}"
-                         for key, argument in zip(parameters["properties"], arguments))
-    head, tail = literal(f"\n<function={tool.name}>\n"), literal("</function>\n")
-    return f"{name}: {head} {arguments} {tail} {end}"
+    rule = f"{name}: " + literal(f"\n<function={tool.name}>\n")
+    for key in parameters["properties"]:
+        tag, often = literal(f"<parameter={key}>\n"), "" if key in parameters["required"] else "?"
+        rule += f" ({tag} {_xml_value(tool, key, values)}){often}"
+    return f'{rule} "</function>\\n" {end}'
 
 
 def _xml_value(tool: Tool, key: str, values: Values) -> str:
@@ -136,6 +135,6 @@ def _xml_value(tool: Tool, key: str, values: Values) -> str:
 
 def _closed(parameters: dict) -> dict:
     """The parameters without what the schema does not name, unless it says that there may be more."""
-    if not isinstance(parameters.get("properties"), dict):
-        parameters = parameters | {"properties": {}}
-    return {"type": "object", "additionalProperties": False} | parameters
+    sound = {name: parameters[name] for name, kind in (("properties", dict), ("required", list))
+             if isinstance(parameters.get(name), kind)}
+    return {"type": "object", "additionalProperties": False} | parameters | {"properties": {}, "required": []} | sound
