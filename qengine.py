@@ -9,7 +9,7 @@ Table of contents
     6  Stages                        layers on cards, one after the other
     7  Sampling and constraints      per-slot parameters of the sampling kernels, grammars that answers obey
     8  Scheduler and engine          requests, slots, prompts and answers taking turns; load()
-    9  Server                        OpenAI's wire format over HTTP
+    9  Server                        requests over HTTP, in the wire formats of api/
     10 Bench                         how fast a model runs, and what of the card it uses
     11 Command line                  one prompt, a chat, a server, or a measurement
 
@@ -24,6 +24,7 @@ import signal
 import sys
 
 if __name__ == "__main__":      # the imports take seconds: Ctrl-C meanwhile is no reason for a traceback
+    sys.modules["qengine"] = sys.modules["__main__"]    # what api/ imports is this, not a second copy
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     for _name, _mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):   # Python's None: closed by who started us
         if getattr(sys, _name) is None:
@@ -49,11 +50,11 @@ import socket
 import struct
 import threading
 import time
-import uuid
 import weakref
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import flask
 import jinja2
@@ -69,7 +70,7 @@ import waitress
 import waitress.channel
 import waitress.server
 import waitress.task
-from werkzeug.exceptions import HTTPException, ServiceUnavailable, TooManyRequests
+from werkzeug.exceptions import GatewayTimeout, HTTPException, ServiceUnavailable, TooManyRequests
 
 from kernels import (advance, attend_decode, attention, checkpoint, conv, embedding, finite, float_matmul, formats, gdn,
                      gdn_decode, kv_cache, logprobs, norm, probe, q8_gemm, q8_gemv, quant_gemv, quantize, rope, sample,
@@ -934,6 +935,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except Exception as error:  # Jinja compiles to Python, whose compiler has complaints of its own
             raise ModelError(f"the chat template cannot be used: {error}") from None
+        self.source = source
         self._control_pattern = _any_of(control)
 
     @classmethod
@@ -2981,142 +2983,12 @@ def note(text: str):
 # ======================================================================================================
 # 9  Server
 # ======================================================================================================
-# OpenAI's wire format over HTTP. It translates to Request and back; the engine does all the work.
+# Open requests, their clients, errors, and the sockets under them. What clients say and hear is in api/, which makes a
+# Request of it; the engine does all the work.
 
 MAX_WAITING = 64            # requests beyond those that have a slot; one more is answered 429
 MAX_BODY = 4 << 20          # bytes of one request: the longest context, as token ids or as escaped text
-MAX_STOPS = 16              # stop strings of one request
 POLL_SECONDS = 0.05         # between two looks for clients that hung up
-
-ENDPOINTS = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /health"
-ROLES = ("system", "developer", "user", "assistant", "tool")
-
-# Fields of both endpoints; fields that never change an answer; fields not supported yet, with the values that
-# ask for nothing. Any other is refused: whoever misspells one should hear of it.
-FIELDS = {*SAMPLING, "model", "stream", "stream_options", "stop", "ignore_eos", "return_token_ids",
-          "max_completion_tokens"}
-IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-           "prompt_cache_retention", "parallel_tool_calls"}
-NEUTRAL = {
-    "n": [1], "best_of": [1], "echo": [False], "suffix": [""], "logprobs": [False], "top_logprobs": [0],
-    "logit_bias": [{}], "presence_penalty": [0], "frequency_penalty": [0], "repetition_penalty": [1],
-    "response_format": [{"type": "text"}], "modalities": [["text"]],
-    "tools": [[]], "tool_choice": ["none", "auto"], "functions": [[]], "function_call": ["none", "auto"],
-}
-
-
-def parse_body(data: bytes) -> dict:
-    """The JSON object in a request body; RequestError when it holds none, or text that is not Unicode."""
-    def refuse(constant):
-        raise ValueError(f"{constant} is no JSON number")
-
-    try:
-        body = json.loads(data, parse_constant=refuse)
-        if not isinstance(body, dict):
-            raise RequestError(None, "the request body must be a JSON object")
-        for name, value in body.items():
-            json.dumps([name, value], ensure_ascii=False).encode()
-    except UnicodeEncodeError:      # "\ud800" is legal JSON, yet no text: the tokenizer cannot take it
-        name = name.encode(errors="replace").decode()
-        raise RequestError(name, f"'{name}' holds half of a surrogate pair") from None
-    except (ValueError, RecursionError) as error:
-        raise RequestError(None, f"the request body is not JSON: {error}") from None
-    return body
-
-
-def read_body(own_fields: set) -> dict:
-    """The fields of the current HTTP request, less nulls and those that change nothing.
-
-    own_fields: what this endpoint takes beside FIELDS. RequestError names the one that it does not take.
-    """
-    body = parse_body(flask.request.get_data())
-    body = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
-    for name in body.keys() - FIELDS - own_fields:
-        if name not in NEUTRAL:
-            raise RequestError(name, f"unknown field '{name}'")
-        if not any(body[name] == value and isinstance(body[name], bool) == isinstance(value, bool)
-                   for value in NEUTRAL[name]):         # false equals 0 in Python, yet not in a request
-            neutral = json.dumps(NEUTRAL[name][0])
-            raise RequestError(name, f"'{name}' is not supported yet (except as {neutral})")
-    return body
-
-
-def typed(body: dict, name: str, kind: type, default):
-    """body[name], or `default` where it is missing or null; RequestError when it is not of this kind."""
-    value = body.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, kind):
-        nouns = {bool: "true or false", str: "a string", dict: "an object", list: "a list"}
-        raise RequestError(name, f"'{name}' must be {nouns[kind]}")
-    return value
-
-
-def read_sampling(body: dict, defaults: dict) -> dict:
-    """Arguments of Request, all but the prompt: `defaults`, overruled by what the body says."""
-    said = {name: check_sampling(name, body[name]) for name in SAMPLING if name in body}
-    if (name := "max_completion_tokens") in body:
-        said["max_tokens"] = check_sampling("max_tokens", body[name], name)
-    stop = body.get("stop", [])
-    stop = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stop, list) or len(stop) > MAX_STOPS or not all(isinstance(s, str) and s for s in stop):
-        raise RequestError("stop", f"'stop' must be a non-empty string or up to {MAX_STOPS} of them")
-    return defaults | said | {"stop": stop, "ignore_eos": typed(body, "ignore_eos", bool, False)}
-
-
-def read_messages(body: dict) -> list:
-    """The conversation of a chat request; what is in the contents is the template's business."""
-    messages = typed(body, "messages", list, [])
-    if not messages:
-        raise RequestError("messages", "'messages' must be a list of at least one message")
-    for i, message in enumerate(messages):
-        where = f"messages[{i}]"
-        if not isinstance(message, dict):
-            raise RequestError(where, f"{where} must be an object")
-        if message.get("role") not in ROLES:
-            raise RequestError(f"{where}.role", f"{where}.role must be one of {', '.join(ROLES)}")
-        if message.get("content") is None and not message.get("tool_calls"):
-            raise RequestError(f"{where}.content", f"{where}.content is missing")
-    names = {"developer": "system"}         # a newer name, which the templates do not know
-    return [message | {"role": names.get(message["role"], message["role"])} for message in messages]
-
-
-def read_prompt(body: dict, engine) -> list:
-    """The token ids of a completion request: from a string, a list of ids, or a list of one such."""
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
-        prompt = prompt[0]
-    if isinstance(prompt, str):
-        return engine.encode(prompt)
-    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
-        return prompt
-    raise RequestError("prompt", "'prompt' must be one string or one list of token ids")
-
-
-class ChatShape:
-    """How /v1/chat/completions writes a choice."""
-    prefix, whole, chunk = "chatcmpl-", "chat.completion", "chat.completion.chunk"
-    opening = [{"delta": {"role": "assistant", "content": ""}}]
-
-    @staticmethod
-    def choice(text):
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
-
-    @staticmethod
-    def piece(text):
-        return {"delta": {"content": text} if text else {}}
-
-
-class TextShape:
-    """How /v1/completions writes a choice."""
-    prefix, whole, chunk = "cmpl-", "text_completion", "text_completion"
-    opening = []
-
-    @staticmethod
-    def choice(text):
-        return {"text": text}
-
-    piece = choice
 
 
 class Service:
@@ -3132,39 +3004,9 @@ class Service:
         self.started = int(time.time())
         self.changed = threading.Condition()        # guards what follows
         self.open = {}                              # id -> (Generation, function: has its client hung up?)
+        self.n_entering = 0                         # requests on their way into it
         self.closing = False
         threading.Thread(target=self.watch, name="client watcher", daemon=True).start()
-
-    # ---- endpoints ----------------------------------------------------------------------------------------
-
-    def health(self):
-        if self.engine is None:
-            return flask.jsonify(status="loading"), 503
-        if self.engine.error is not None:
-            return flask.jsonify(status="error", error=self.engine.error), 503
-        return flask.jsonify(status="ok", model=self.engine.name,
-                             cards=[card.describe() for card in self.engine.cards])
-
-    def models(self):
-        model = {"id": self.ready().name, "object": "model", "created": self.started, "owned_by": "qengine"}
-        return flask.jsonify(object="list", data=[model])
-
-    def chat_completions(self):
-        engine, body = self.ready(), read_body({"messages", "chat_template_kwargs"})
-        messages = read_messages(body)
-        switches = typed(body, "chat_template_kwargs", dict, {})
-        for name in switches.keys() - {"enable_thinking"}:
-            raise RequestError("chat_template_kwargs", f"unknown template argument '{name}'")
-        thinking = typed(switches, "enable_thinking", bool, self.thinking)
-        if engine.template is None:
-            raise RequestError("messages", "this model has no chat template: use /v1/completions")
-        prompt = engine.encode(engine.template.render(messages, enable_thinking=thinking))
-        return self.answer(prompt, self.sampling, body, ChatShape)
-
-    def completions(self):
-        engine, body = self.ready(), read_body({"prompt"})
-        defaults = {"max_tokens": 16} | self.sampling       # 16: OpenAI's default for this endpoint
-        return self.answer(read_prompt(body, engine), defaults, body, TextShape)
 
     def ready(self):
         """The engine, or the answer 503."""
@@ -3174,85 +3016,61 @@ class Service:
             raise EngineStopped(self.engine.error)
         return self.engine
 
-    # ---- from request to answer ---------------------------------------------------------------------------
+    def respond(self, requests, answer, stream: bool):
+        """Submits requests and returns the HTTP response to them.
 
-    def answer(self, prompt, defaults, body, shape):
-        """Submits the request and returns its HTTP response, whole or as a stream of events."""
-        typed(body, "model", str, "")                       # any name is accepted: there is one model
-        options = typed(body, "stream_options", dict, {})
-        with_usage = typed(options, "include_usage", bool, False)
-        with_ids = typed(body, "return_token_ids", bool, False)
-        stream = typed(body, "stream", bool, False)
-        generation = self.submit(Request(prompt, **read_sampling(body, defaults)))
-        head = {"id": shape.prefix + uuid.uuid4().hex, "object": shape.chunk if stream else shape.whole,
-                "created": int(time.time()), "model": self.engine.name}
+        answer: what a protocol makes of their generations: whole(generations) gives a JSON object, events(generations)
+        the server-sent events of a stream, which tells of its errors itself.
+        """
+        generations = self.submit(requests)
         if stream:
-            response = flask.Response(self.events(generation, shape, head, with_usage, with_ids),
-                                      mimetype="text/event-stream", headers={"Cache-Control": "no-cache"})
+            response = flask.Response(answer.events(generations), mimetype="text/event-stream",
+                                      headers={"Cache-Control": "no-cache"})
             # not a `finally` in events(): a generator that was never started does not run it
-            response.call_on_close(lambda: self.release(generation))
+            response.call_on_close(lambda: self.release(generations))
             return response
         try:
-            return flask.jsonify(self.whole(generation, shape, head, with_ids))
+            return flask.jsonify(answer.whole(generations))
         finally:
-            self.release(generation)
-
-    def whole(self, generation, shape, head, with_ids):
-        """The answer as one JSON object."""
-        text, ids, finish_reason = [], [], None
-        for event in generation:
-            text.append(event.text)
-            ids.append(event.token_id)
-            finish_reason = event.finish_reason
-        if finish_reason is None:
-            raise ServiceUnavailable("the answer was cancelled")
-        choice = {"index": 0} | shape.choice("".join(text)) | ({"token_ids": ids} if with_ids else {})
-        choices = [choice | {"logprobs": None, "finish_reason": finish_reason}]
-        return head | {"choices": choices, "usage": usage(generation)}
-
-    def events(self, generation, shape, head, with_usage, with_ids):
-        """The answer as server-sent events: a chunk per piece of text, usage if asked for, then [DONE]."""
-        def chunk(piece, finish_reason=None, ids=()):
-            choice = {"index": 0} | piece | ({"token_ids": list(ids)} if with_ids else {})
-            choices = [choice | {"logprobs": None, "finish_reason": finish_reason}]
-            return sse(head | {"choices": choices} | ({"usage": None} if with_usage else {}))
-
-        try:
-            for piece in shape.opening:
-                yield chunk(piece)
-            finish_reason = None
-            for event in generation:
-                finish_reason = event.finish_reason
-                if event.text or finish_reason or with_ids:
-                    yield chunk(shape.piece(event.text), finish_reason, [event.token_id])
-            if finish_reason is None:
-                raise ServiceUnavailable("the answer was cancelled")
-            if with_usage:
-                yield sse(head | {"choices": [], "usage": usage(generation)})
-            yield "data: [DONE]\n\n"
-        except Exception as error:      # the status is out already: clients raise from this event instead
-            yield sse(error_body(error)[0])
+            self.release(generations)
 
     # ---- open requests ------------------------------------------------------------------------------------
 
-    def submit(self, request):
-        """Hands the request to the engine; its generation is open from now on, and its client watched."""
+    def submit(self, requests) -> list:
+        """Hands requests to the engine, all or none; their generations are open from now on, their client watched."""
         gone = flask.request.environ.get("waitress.client_disconnected", lambda: False)
         with self.changed:
             if self.closing:
                 raise ServiceUnavailable("the server is shutting down")
-            if len(self.open) >= self.max_requests:
-                raise TooManyRequests(f"too many requests: {self.max_requests} are open already", retry_after=1)
-            generation = self.engine.submit(request)
-            self.open[id(generation)] = generation, gone
-            self.changed.notify_all()
-        return generation
-
-    def release(self, generation):
-        """Ends a generation, finished or not."""
-        generation.cancel()
+            n_open = len(self.open) + self.n_entering
+            if n_open + len(requests) > self.max_requests:
+                raise TooManyRequests(f"too many requests: {n_open} of {self.max_requests} are open already",
+                                      retry_after=1)
+            self.n_entering += len(requests)
+        generations = []
+        try:
+            for request in requests:            # without the lock: a grammar may take long to prepare
+                generations.append(self.ready().submit(request))
+        except Exception:
+            self.release(generations)
+            raise
+        finally:
+            with self.changed:
+                self.n_entering -= len(requests)
+                self.changed.notify_all()
         with self.changed:
-            self.open.pop(id(generation), None)
+            self.open |= {id(generation): (generation, gone) for generation in generations}
+            if self.closing:
+                self.release(generations)
+            self.changed.notify_all()
+        return generations
+
+    def release(self, generations):
+        """Ends generations, finished or not."""
+        with self.changed:
+            for generation in generations:
+                generation.cancel()
+                self.open.pop(id(generation), None)
             self.changed.notify_all()
 
     def watch(self):
@@ -3275,37 +3093,33 @@ class Service:
             self.changed.notify_all()
             for generation, _ in self.open.values():
                 generation.cancel()
-            return self.changed.wait_for(lambda: not self.open, timeout)
+            return self.changed.wait_for(lambda: not (self.open or self.n_entering), timeout)
 
 
-def usage(generation) -> dict:
-    return {"prompt_tokens": generation.n_prompt, "completion_tokens": generation.n_generated,
-            "total_tokens": generation.n_prompt + generation.n_generated}
+class Failure(NamedTuple):
+    """An error as HTTP knows it; each protocol has a shape of its own for it."""
+
+    status: int
+    message: str
+    field: str | None = None                # of the request, where one is at fault
+    headers: dict = {}
 
 
-def sse(data: dict) -> str:
-    """One server-sent event. ASCII only: some clients also break lines at U+0085 and U+2028."""
-    return f"data: {json.dumps(data)}\n\n"
-
-
-def error_body(error: Exception) -> tuple:
-    """(body, status, headers) of an error in OpenAI's shape; the unforeseen is logged and answered 500."""
-    param, headers = None, {}
-    if isinstance(error, EngineStopped):
-        error = ServiceUnavailable(str(error))
+def explain(error: Exception) -> Failure:
+    """What a client hears of an error; the unforeseen is logged, and its text kept."""
+    for kind, told_as in (EngineStopped, ServiceUnavailable), (DeadlineExceeded, GatewayTimeout):
+        if isinstance(error, kind):
+            error = told_as(str(error))
     if isinstance(error, RequestError):
-        status, message, param = 400, str(error), error.field
-    elif isinstance(error, HTTPException):
-        status, message = error.code, error.description
-        headers = {name: value for name, value in error.get_headers() if name in ("Allow", "Retry-After")}
-        if status in (404, 405):
-            message = f"{flask.request.method} {flask.request.path[:80]} is not served; there are {ENDPOINTS}"
-    else:
-        logging.getLogger("qengine").error("a request failed", exc_info=error)
-        status, message = 500, "internal error"
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    kind = "rate_limit_error" if status == 429 else kind
-    return {"error": {"message": message, "type": kind, "param": param, "code": None}}, status, headers
+        return Failure(400, str(error), error.field)
+    if isinstance(error, HTTPException):
+        message = error.description
+        if error.code in (404, 405):
+            message = f"{flask.request.method} {flask.request.path[:80]} is not served; /openapi.json says what is"
+        return Failure(error.code, message, None, {
+            name: value for name, value in error.get_headers() if name in ("Allow", "Retry-After")})
+    logging.getLogger("qengine").error("a request failed", exc_info=error)
+    return Failure(500, "internal error")
 
 
 def create_app(engine=None, sampling=None, thinking=None, max_requests=MAX_WAITING) -> flask.Flask:
@@ -3313,17 +3127,25 @@ def create_app(engine=None, sampling=None, thinking=None, max_requests=MAX_WAITI
 
     Without an engine it answers 503 until the service is given one: it may listen before the model is there.
     """
-    defaults = {"temperature": 1.0} | (sampling or {})      # OpenAI's default, where Request's own is greedy
+    from api import anthropic, openai, openapi      # here, because they import this file
+
+    defaults = {"temperature": 1.0} | (sampling or {})      # what both protocols say; Request's own is greedy
     service = Service(engine, defaults, thinking, max_requests)
     app = flask.Flask("qengine", static_folder=None)
     app.extensions["qengine"] = service
     app.config["MAX_CONTENT_LENGTH"] = MAX_BODY
     app.json.sort_keys = False
-    app.add_url_rule("/health", view_func=service.health)
-    app.add_url_rule("/v1/models", view_func=service.models)
-    app.add_url_rule("/v1/chat/completions", view_func=service.chat_completions, methods=["POST"])
-    app.add_url_rule("/v1/completions", view_func=service.completions, methods=["POST"])
-    app.register_error_handler(Exception, error_body)
+
+    for endpoint in openapi.ENDPOINTS:
+        app.add_url_rule(endpoint.path, f"{endpoint.method} {endpoint.path}",
+                         functools.partial(endpoint.answer, service), methods=[endpoint.method])
+
+    @app.errorhandler(Exception)
+    def failed(error):
+        failure = explain(error)
+        protocol = anthropic if flask.request.path.startswith("/v1/messages") else openai
+        return protocol.error_body(failure), failure.status, failure.headers
+
     return app
 
 
@@ -3340,10 +3162,12 @@ class HTTPError(waitress.task.ErrorTask):
     """Waitress's own answer to what is no HTTP request, or too large a one, in OpenAI's shape."""
 
     def execute(self):
+        from api import openai
+
         error = self.request.error
         refusal = HTTPException(f"{error.reason}: {error.body}")
         refusal.code = error.code
-        body = json.dumps(error_body(refusal)[0]).encode()
+        body = json.dumps(openai.error_body(explain(refusal))).encode()
         self.status, self.content_length = f"{error.code} {error.reason}", len(body)
         self.response_headers.append(("Content-Type", "application/json"))
         self.set_close_on_finish()
