@@ -9,7 +9,7 @@ Table of contents
     6  Stages                        layers on cards, one after the other
     7  Sampling                      per-slot parameters of the sampling kernels
     8  Scheduler and engine          requests, slots, prompts and answers taking turns; load()
-    9  Server                        OpenAI's wire format over HTTP
+    9  Server                        requests over HTTP, in the wire formats of api/
     10 Bench                         how fast a model runs, and what of the card it uses
     11 Command line                  one prompt, a chat, a server, or a measurement
 
@@ -23,6 +23,7 @@ import signal
 import sys
 
 if __name__ == "__main__":      # the imports take seconds: Ctrl-C meanwhile is no reason for a traceback
+    sys.modules["qengine"] = sys.modules["__main__"]    # what api/ imports is this, not a second copy
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     for _name, _mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):   # Python's None: closed by who started us
         if getattr(sys, _name) is None:
@@ -52,6 +53,7 @@ import uuid
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import flask
 import jinja2
@@ -618,6 +620,8 @@ class Tokenizer:
 
     n_vocab       number of tokens
     pieces        list of bytes: what each token stands for
+    control       name -> id of the control tokens
+    tags          name -> id of the tags that are one token each: <think>, </tool_call>, ...
     eos_ids       the tokens that end an answer
     max_token_bytes  no token stands for more of a text
     prefix, suffix   tokens that the file wants around a text (`encode(ends=True)`), mostly none
@@ -628,10 +632,11 @@ class Tokenizer:
 
     leading_space = False  # whether encoding puts a space before the text, which decoding takes away
 
-    def __init__(self, pieces: list[bytes], control: dict[str, int], eos_ids, prefix=(), suffix=()):
+    def __init__(self, pieces: list[bytes], control: dict[str, int], tags: dict[str, int], eos_ids, prefix=(),
+                 suffix=()):
         self.pieces, self.n_vocab = pieces, len(pieces)
         self.eos_ids, self.prefix, self.suffix = frozenset(eos_ids), list(prefix), list(suffix)
-        self.control = control
+        self.control, self.tags = control, tags
         self.max_token_bytes = max(len(piece) for piece in [*pieces, *map(str.encode, control)])
         self._control_pattern = _any_of(control)
         hidden = set(control.values())
@@ -762,7 +767,7 @@ def _read_merges(gguf: GGUF, ids: dict[str, int]) -> list[tuple[str, str]]:
 
 
 def _special_tokens(gguf: GGUF, tokens: list[str], types: list[int]) -> dict:
-    """The arguments of `Tokenizer` that the metadata decides: control, eos_ids, prefix, suffix."""
+    """The arguments of `Tokenizer` that the metadata decides: control, tags, eos_ids, prefix, suffix."""
     def token_id(role: str):
         key = f"tokenizer.ggml.{role}_token_id"
         value = gguf.get(key, int, None)
@@ -770,7 +775,8 @@ def _special_tokens(gguf: GGUF, tokens: list[str], types: list[int]) -> dict:
             raise ModelError(f"{gguf.path}: key '{key}' is {value}, outside the vocabulary")
         return value
 
-    control = {token: i for i, (token, type) in enumerate(zip(tokens, types)) if type == CONTROL and token}
+    control, tags = ({token: i for i, (token, type) in enumerate(zip(tokens, types)) if type == kind and token}
+                     for kind in (CONTROL, USER_DEFINED))
     ends = {token_id("eos"), token_id("eot"), *(control.get(name) for name in END_TOKENS)} - {None}
     if not ends:
         raise ModelError(f"{gguf.path}: no token ends a text: key 'tokenizer.ggml.eos_token_id' is missing")
@@ -779,7 +785,7 @@ def _special_tokens(gguf: GGUF, tokens: list[str], types: list[int]) -> dict:
         token = token_id(role)
         wanted = gguf.get(f"tokenizer.ggml.add_{role}_token", bool, False) and token is not None
         around[where] = [token] if wanted else []
-    return {"control": control, "eos_ids": ends, **around}
+    return {"control": control, "tags": tags, "eos_ids": ends, **around}
 
 
 class SPMTokenizer(Tokenizer):
@@ -849,7 +855,7 @@ class ByteTokenizer(Tokenizer):
 
     def __init__(self, n_vocab: int):
         pieces = [bytes([i]) for i in range(256)] + [b"<%d>" % i for i in range(256, n_vocab)]
-        super().__init__(pieces, {"<|endoftext|>": self.EOS}, [self.EOS])
+        super().__init__(pieces, {"<|endoftext|>": self.EOS}, {}, [self.EOS])
 
     def _encode_plain(self, texts):
         return [list(text.encode()) for text in texts]
@@ -925,6 +931,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except Exception as error:  # Jinja compiles to Python, whose compiler has complaints of its own
             raise ModelError(f"the chat template cannot be used: {error}") from None
+        self.source = source
         self._control_pattern = _any_of(control)
 
     @classmethod
@@ -1511,67 +1518,68 @@ class Stage:
         # A prompt's pass must not disturb the batch, whose inputs stay from one step to the next.
         self.inputs = card.alloc(6 * max_rows, np.int32, "ids, slots and positions of a prompt's pass")
         self.batch = card.alloc(6 * n_slots, np.int32, "ids, slots and positions of a decode step")
-        self.recordings = {}    # (rows, is_decode) -> Recording
+        self.recordings = {}    # (name of what was recorded, *its arguments) -> Recording
 
     def prefill(self, ids, slot: int, start: int, tap=None):
         """Queue a pass over consecutive tokens of a slot; their hidden states stay in model.x until the next one."""
         n = len(ids)
         set_rows(self.inputs, ids, [slot] * n, range(start, start + n))
         if n == self.chunk and tap is None:
-            self.recording(n, is_decode=False).replay()
+            self.recording(self.launch_prompt, n).replay()
         else:
-            self.model.forward(rows_of(self.inputs, n, is_decode=False), tap)
+            self.launch_prompt(n, tap)
 
-    def sample_row(self, row: int, slot: int) -> int:
+    def sample_row(self, row: int, slot: int) -> "Tokens":
         """The next token of a slot from row `row` of the hidden states of the prefill pass queued last."""
         set_rows(self.inputs, [0], [slot], [0])
         self.model.compute_logits(self.model.x[row:row + 1], 1)
         self.sampler.launch(self.model.logits, rows_of(self.inputs, 1, is_decode=True))
-        return int(self.card.download(self.sampler.tokens[:1])[0])
+        return self.sampler.read()
 
     def place(self, ids, slots, positions):
         """The inputs of the next decode step."""
         set_rows(self.batch, ids, slots, positions)
 
-    def step(self, n: int):
-        """Queue a decode step of the n rows placed last, or where the step before it has left them."""
-        self.recording(n, is_decode=True).replay()
+    def forward(self, n: int):
+        """Queue the layers of a decode step: of the n rows placed last, or of what followed them."""
+        self.recording(self.launch_layers, n).replay()
 
-    def recording(self, n: int, is_decode: bool):
-        """What a pass over n rows launches; made when it is first asked for."""
-        if (n, is_decode) not in self.recordings:
+    def choose(self, n: int):
+        """Queue the choice of the tokens that follow the n rows of `forward`; they are what enters the next step."""
+        self.recording(self.launch_choice, n).replay()
+
+    def recording(self, launch, *arguments):
+        """What launch(*arguments), one of the methods below, launches; made when it is first asked for."""
+        key = launch.__name__, *arguments
+        if key not in self.recordings:
             with self.card.record() as recording:
-                if is_decode:
-                    self.launch_step(n)
-                    self.advance(n)
-                else:
-                    self.model.forward(rows_of(self.inputs, n, is_decode))
-            self.recordings[n, is_decode] = recording
-        return self.recordings[n, is_decode]
+                launch(*arguments)
+            self.recordings[key] = recording
+        return self.recordings[key]
 
     def launch_all(self):
         """Launch every kernel that a prompt or an answer of any length may need; what they compute is of no use."""
         for n in (*range(1, min(self.chunk, 64)), *range(64, self.chunk + 1, 8)):   # few and many rows differ
-            self.model.forward(rows_of(self.inputs, n, is_decode=False))
+            self.launch_prompt(n)
         for n in range(1, self.n_slots + 1):
-            self.launch_step(n)
-            self.advance(n)
+            self.launch_layers(n)
+            self.launch_choice(n)
         if self.sampler:
             for n in range(1, HEAD_ROWS + 1):
                 self.model.compute_logits(self.model.x, n)
 
-    def launch_step(self, n: int):
-        """Queue all launches of a decode step but those that make the next one's inputs."""
-        rows = rows_of(self.batch, n, is_decode=True)
-        self.model.forward(rows)
+    def launch_prompt(self, n: int, tap=None):
+        self.model.forward(rows_of(self.inputs, n, is_decode=False), tap)
+
+    def launch_layers(self, n: int):
+        self.model.forward(rows_of(self.batch, n, is_decode=True))
         if self.sampler:
             self.model.compute_logits(self.model.x, n)
-            self.sampler.launch(self.model.logits, rows)
 
-    def advance(self, n: int):
-        """The tokens of the step become the inputs of the next one."""
+    def launch_choice(self, n: int):
         if self.sampler:
             rows = rows_of(self.batch, n, is_decode=True)
+            self.sampler.launch(self.model.logits, rows)
             advance.advance(self.card, rows.ids, rows.positions, rows.rope, self.sampler.tokens, n)
 
 
@@ -1606,9 +1614,10 @@ class Pipeline:
             with tqdm.tqdm(desc="compiling kernels", total=len(needed), unit="kernel", leave=False,
                            disable=not progress) as bar:
                 stage.card.load_kernels(needed, lambda name: (bar.set_postfix_str(name), bar.update()))
-            stage.recording(stage.chunk, is_decode=False)
+            stage.recording(stage.launch_prompt, stage.chunk)
             for n in (n for n in (1, 2, 4, 8) if n <= stage.n_slots):       # others are recorded when they come
-                stage.recording(n, is_decode=True)
+                stage.recording(stage.launch_layers, n)
+                stage.recording(stage.launch_choice, n)
 
     def start(self, slot: int, request: "Request"):
         """Make a slot ready for a new sequence."""
@@ -1628,7 +1637,7 @@ class Pipeline:
         if len(self.queued) > 1:        # or a whole prompt is queued at once, and no cancellation stops the cards
             self.queued.popleft().synchronize()
 
-    def sample_row(self, row: int, slot: int) -> int:
+    def sample_row(self, row: int, slot: int) -> "Tokens":
         return self.last.sample_row(row, slot)
 
     def place(self, ids, slots, positions):
@@ -1638,8 +1647,17 @@ class Pipeline:
 
     def step(self, n: int) -> "Tokens":
         """Queue a decode step of the n rows of the batch. The tokens that it finds are what enters the next one."""
+        self.forward(n)
+        return self.choose(n)
+
+    def forward(self, n: int):
+        """The first part of a step: all that needs to know no more than the tokens of the step before."""
         for stage in self.stages:
-            stage.step(n)
+            stage.forward(n)
+
+    def choose(self, n: int) -> "Tokens":
+        """The rest of it, which needs what the slots are told in between."""
+        self.last.choose(n)
         return self.last.sampler.fetch(n)
 
 
@@ -1651,12 +1669,13 @@ class Pipeline:
 class Tokens:
     """Tokens on their way from a card to the host."""
 
-    def __init__(self, host: np.ndarray, arrived):
+    def __init__(self, host: np.ndarray, arrived=None):
         self.host, self.arrived = host, arrived
 
     def read(self) -> np.ndarray:
         """Waits for them: int32, -1 where the logits of a row held a NaN. Good until the second `fetch` after."""
-        self.arrived.synchronize()
+        if self.arrived:
+            self.arrived.synchronize()
         return self.host
 
 
@@ -1686,6 +1705,10 @@ class Sampler:
         host = next(self.hosts)[:n]
         self.card.copy_out(host, self.tokens[:n])
         return Tokens(host, self.card.default_stream.record())
+
+    def read(self) -> Tokens:
+        """The token of the first row, when it is there; what was fetched before stays good."""
+        return Tokens(self.card.download(self.tokens[:1]))
 
 
 # ======================================================================================================
@@ -1805,12 +1828,13 @@ class Generation:
         self._events, self._done = queue.SimpleQueue(), threading.Event()
 
     def __iter__(self):
-        """Events as they come. Ends without a finish reason when cancelled; EngineStopped when the engine fails."""
+        """Events as they come. Ends without a finish reason when cancelled, raises what the generation failed with:
+        EngineStopped with the engine."""
         while isinstance(event := self._events.get(), Event):
             yield event
         self._events.put(event)         # the end, for whoever reads on
         if event is not None:
-            raise EngineStopped(event)
+            raise event
 
     def cancel(self):
         """End the generation within one step of the engine, whether it waits or runs."""
@@ -1832,8 +1856,8 @@ class Generation:
         self._events.put(Event(token, text, finish_reason))
         return finish_reason
 
-    def close(self, error: str | None = None):
-        """No more events; with `error`, readers hear why."""
+    def close(self, error: Exception | None = None):
+        """No more events; `error` is raised where they are read."""
         self._events.put(error)
         self._done.set()
 
@@ -1950,7 +1974,7 @@ class Scheduler:
         with self.changed:
             self.closing = True
             for generation in [s.generation for s in self.running] + list(self.waiting):
-                generation.close(self.error)
+                generation.close(self.error and EngineStopped(self.error))
             self.running.clear()
             self.waiting.clear()
 
@@ -1993,7 +2017,8 @@ class Scheduler:
         self.pipeline.prefill(sequence.tokens[start:end], sequence.slot, start)
         sequence.n_cached = end
         if not sequence.in_prompt:
-            self._take(sequence, self.pipeline.sample_row(end - start - 1, sequence.slot))
+            tokens = self.pipeline.sample_row(end - start - 1, sequence.slot)
+            self._take(sequence, int(tokens.read()[0]))
 
     def _decode(self):
         """Queue a step of all answers, and then take the tokens of the one before."""
@@ -2047,10 +2072,10 @@ class Scheduler:
         if generation.push(token, finish_reason):
             self._finish(sequence)
 
-    def _finish(self, sequence: Sequence):
+    def _finish(self, sequence: Sequence, error: Exception | None = None):
         self.running.remove(sequence)
         self._release(sequence)
-        sequence.generation.close()
+        sequence.generation.close(error)
 
     def _release(self, sequence: Sequence):
         self.pool.give_back(sequence.pages)
@@ -2218,142 +2243,12 @@ def note(text: str):
 # ======================================================================================================
 # 9  Server
 # ======================================================================================================
-# OpenAI's wire format over HTTP. It translates to Request and back; the engine does all the work.
+# Open requests, their clients, errors, and the sockets under them. What clients say and hear is in api/, which makes a
+# Request of it; the engine does all the work.
 
 MAX_WAITING = 64            # requests beyond those that have a slot; one more is answered 429
 MAX_BODY = 4 << 20          # bytes of one request: the longest context, as token ids or as escaped text
-MAX_STOPS = 16              # stop strings of one request
 POLL_SECONDS = 0.05         # between two looks for clients that hung up
-
-ENDPOINTS = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /health"
-ROLES = ("system", "developer", "user", "assistant", "tool")
-
-# Fields of both endpoints; fields that never change an answer; fields not supported yet, with the values that
-# ask for nothing. Any other is refused: whoever misspells one should hear of it.
-FIELDS = {*SAMPLING, "model", "stream", "stream_options", "stop", "ignore_eos", "return_token_ids",
-          "max_completion_tokens"}
-IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-           "prompt_cache_retention", "parallel_tool_calls"}
-NEUTRAL = {
-    "n": [1], "best_of": [1], "echo": [False], "suffix": [""], "logprobs": [False], "top_logprobs": [0],
-    "logit_bias": [{}], "presence_penalty": [0], "frequency_penalty": [0], "repetition_penalty": [1],
-    "response_format": [{"type": "text"}], "modalities": [["text"]],
-    "tools": [[]], "tool_choice": ["none", "auto"], "functions": [[]], "function_call": ["none", "auto"],
-}
-
-
-def parse_body(data: bytes) -> dict:
-    """The JSON object in a request body; RequestError when it holds none, or text that is not Unicode."""
-    def refuse(constant):
-        raise ValueError(f"{constant} is no JSON number")
-
-    try:
-        body = json.loads(data, parse_constant=refuse)
-        if not isinstance(body, dict):
-            raise RequestError(None, "the request body must be a JSON object")
-        for name, value in body.items():
-            json.dumps([name, value], ensure_ascii=False).encode()
-    except UnicodeEncodeError:      # "\ud800" is legal JSON, yet no text: the tokenizer cannot take it
-        name = name.encode(errors="replace").decode()
-        raise RequestError(name, f"'{name}' holds half of a surrogate pair") from None
-    except (ValueError, RecursionError) as error:
-        raise RequestError(None, f"the request body is not JSON: {error}") from None
-    return body
-
-
-def read_body(own_fields: set) -> dict:
-    """The fields of the current HTTP request, less nulls and those that change nothing.
-
-    own_fields: what this endpoint takes beside FIELDS. RequestError names the one that it does not take.
-    """
-    body = parse_body(flask.request.get_data())
-    body = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
-    for name in body.keys() - FIELDS - own_fields:
-        if name not in NEUTRAL:
-            raise RequestError(name, f"unknown field '{name}'")
-        if not any(body[name] == value and isinstance(body[name], bool) == isinstance(value, bool)
-                   for value in NEUTRAL[name]):         # false equals 0 in Python, yet not in a request
-            neutral = json.dumps(NEUTRAL[name][0])
-            raise RequestError(name, f"'{name}' is not supported yet (except as {neutral})")
-    return body
-
-
-def typed(body: dict, name: str, kind: type, default):
-    """body[name], or `default` where it is missing or null; RequestError when it is not of this kind."""
-    value = body.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, kind):
-        nouns = {bool: "true or false", str: "a string", dict: "an object", list: "a list"}
-        raise RequestError(name, f"'{name}' must be {nouns[kind]}")
-    return value
-
-
-def read_sampling(body: dict, defaults: dict) -> dict:
-    """Arguments of Request, all but the prompt: `defaults`, overruled by what the body says."""
-    said = {name: check_sampling(name, body[name]) for name in SAMPLING if name in body}
-    if (name := "max_completion_tokens") in body:
-        said["max_tokens"] = check_sampling("max_tokens", body[name], name)
-    stop = body.get("stop", [])
-    stop = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stop, list) or len(stop) > MAX_STOPS or not all(isinstance(s, str) and s for s in stop):
-        raise RequestError("stop", f"'stop' must be a non-empty string or up to {MAX_STOPS} of them")
-    return defaults | said | {"stop": stop, "ignore_eos": typed(body, "ignore_eos", bool, False)}
-
-
-def read_messages(body: dict) -> list:
-    """The conversation of a chat request; what is in the contents is the template's business."""
-    messages = typed(body, "messages", list, [])
-    if not messages:
-        raise RequestError("messages", "'messages' must be a list of at least one message")
-    for i, message in enumerate(messages):
-        where = f"messages[{i}]"
-        if not isinstance(message, dict):
-            raise RequestError(where, f"{where} must be an object")
-        if message.get("role") not in ROLES:
-            raise RequestError(f"{where}.role", f"{where}.role must be one of {', '.join(ROLES)}")
-        if message.get("content") is None and not message.get("tool_calls"):
-            raise RequestError(f"{where}.content", f"{where}.content is missing")
-    names = {"developer": "system"}         # a newer name, which the templates do not know
-    return [message | {"role": names.get(message["role"], message["role"])} for message in messages]
-
-
-def read_prompt(body: dict, engine) -> list:
-    """The token ids of a completion request: from a string, a list of ids, or a list of one such."""
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
-        prompt = prompt[0]
-    if isinstance(prompt, str):
-        return engine.encode(prompt)
-    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
-        return prompt
-    raise RequestError("prompt", "'prompt' must be one string or one list of token ids")
-
-
-class ChatShape:
-    """How /v1/chat/completions writes a choice."""
-    prefix, whole, chunk = "chatcmpl-", "chat.completion", "chat.completion.chunk"
-    opening = [{"delta": {"role": "assistant", "content": ""}}]
-
-    @staticmethod
-    def choice(text):
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
-
-    @staticmethod
-    def piece(text):
-        return {"delta": {"content": text} if text else {}}
-
-
-class TextShape:
-    """How /v1/completions writes a choice."""
-    prefix, whole, chunk = "cmpl-", "text_completion", "text_completion"
-    opening = []
-
-    @staticmethod
-    def choice(text):
-        return {"text": text}
-
-    piece = choice
 
 
 class Service:
@@ -2372,37 +2267,6 @@ class Service:
         self.closing = False
         threading.Thread(target=self.watch, name="client watcher", daemon=True).start()
 
-    # ---- endpoints ----------------------------------------------------------------------------------------
-
-    def health(self):
-        if self.engine is None:
-            return flask.jsonify(status="loading"), 503
-        if self.engine.error is not None:
-            return flask.jsonify(status="error", error=self.engine.error), 503
-        return flask.jsonify(status="ok", model=self.engine.name,
-                             cards=[card.describe() for card in self.engine.cards])
-
-    def models(self):
-        model = {"id": self.ready().name, "object": "model", "created": self.started, "owned_by": "qengine"}
-        return flask.jsonify(object="list", data=[model])
-
-    def chat_completions(self):
-        engine, body = self.ready(), read_body({"messages", "chat_template_kwargs"})
-        messages = read_messages(body)
-        switches = typed(body, "chat_template_kwargs", dict, {})
-        for name in switches.keys() - {"enable_thinking"}:
-            raise RequestError("chat_template_kwargs", f"unknown template argument '{name}'")
-        thinking = typed(switches, "enable_thinking", bool, self.thinking)
-        if engine.template is None:
-            raise RequestError("messages", "this model has no chat template: use /v1/completions")
-        prompt = engine.encode(engine.template.render(messages, enable_thinking=thinking))
-        return self.answer(prompt, self.sampling, body, ChatShape)
-
-    def completions(self):
-        engine, body = self.ready(), read_body({"prompt"})
-        defaults = {"max_tokens": 16} | self.sampling       # 16: OpenAI's default for this endpoint
-        return self.answer(read_prompt(body, engine), defaults, body, TextShape)
-
     def ready(self):
         """The engine, or the answer 503."""
         if self.engine is None:
@@ -2411,85 +2275,52 @@ class Service:
             raise EngineStopped(self.engine.error)
         return self.engine
 
-    # ---- from request to answer ---------------------------------------------------------------------------
+    def respond(self, requests, answer, stream: bool):
+        """Submits requests and returns the HTTP response to them.
 
-    def answer(self, prompt, defaults, body, shape):
-        """Submits the request and returns its HTTP response, whole or as a stream of events."""
-        typed(body, "model", str, "")                       # any name is accepted: there is one model
-        options = typed(body, "stream_options", dict, {})
-        with_usage = typed(options, "include_usage", bool, False)
-        with_ids = typed(body, "return_token_ids", bool, False)
-        stream = typed(body, "stream", bool, False)
-        generation = self.submit(Request(prompt, **read_sampling(body, defaults)))
-        head = {"id": shape.prefix + uuid.uuid4().hex, "object": shape.chunk if stream else shape.whole,
-                "created": int(time.time()), "model": self.engine.name}
+        answer: what a protocol makes of their generations: whole(generations) gives a JSON object, events(generations)
+        the server-sent events of a stream, which tells of its errors itself.
+        """
+        generations = self.submit(requests)
         if stream:
-            response = flask.Response(self.events(generation, shape, head, with_usage, with_ids),
-                                      mimetype="text/event-stream", headers={"Cache-Control": "no-cache"})
+            response = flask.Response(answer.events(generations), mimetype="text/event-stream",
+                                      headers={"Cache-Control": "no-cache"})
             # not a `finally` in events(): a generator that was never started does not run it
-            response.call_on_close(lambda: self.release(generation))
+            response.call_on_close(lambda: self.release(generations))
             return response
         try:
-            return flask.jsonify(self.whole(generation, shape, head, with_ids))
+            return flask.jsonify(answer.whole(generations))
         finally:
-            self.release(generation)
-
-    def whole(self, generation, shape, head, with_ids):
-        """The answer as one JSON object."""
-        text, ids, finish_reason = [], [], None
-        for event in generation:
-            text.append(event.text)
-            ids.append(event.token_id)
-            finish_reason = event.finish_reason
-        if finish_reason is None:
-            raise ServiceUnavailable("the answer was cancelled")
-        choice = {"index": 0} | shape.choice("".join(text)) | ({"token_ids": ids} if with_ids else {})
-        choices = [choice | {"logprobs": None, "finish_reason": finish_reason}]
-        return head | {"choices": choices, "usage": usage(generation)}
-
-    def events(self, generation, shape, head, with_usage, with_ids):
-        """The answer as server-sent events: a chunk per piece of text, usage if asked for, then [DONE]."""
-        def chunk(piece, finish_reason=None, ids=()):
-            choice = {"index": 0} | piece | ({"token_ids": list(ids)} if with_ids else {})
-            choices = [choice | {"logprobs": None, "finish_reason": finish_reason}]
-            return sse(head | {"choices": choices} | ({"usage": None} if with_usage else {}))
-
-        try:
-            for piece in shape.opening:
-                yield chunk(piece)
-            finish_reason = None
-            for event in generation:
-                finish_reason = event.finish_reason
-                if event.text or finish_reason or with_ids:
-                    yield chunk(shape.piece(event.text), finish_reason, [event.token_id])
-            if finish_reason is None:
-                raise ServiceUnavailable("the answer was cancelled")
-            if with_usage:
-                yield sse(head | {"choices": [], "usage": usage(generation)})
-            yield "data: [DONE]\n\n"
-        except Exception as error:      # the status is out already: clients raise from this event instead
-            yield sse(error_body(error)[0])
+            self.release(generations)
 
     # ---- open requests ------------------------------------------------------------------------------------
 
-    def submit(self, request):
-        """Hands the request to the engine; its generation is open from now on, and its client watched."""
+    def submit(self, requests) -> list:
+        """Hands requests to the engine, all or none; their generations are open from now on, and their client watched."""
         gone = flask.request.environ.get("waitress.client_disconnected", lambda: False)
+        generations = []
         with self.changed:
             if self.closing:
                 raise ServiceUnavailable("the server is shutting down")
-            if len(self.open) >= self.max_requests:
-                raise TooManyRequests(f"too many requests: {self.max_requests} are open already", retry_after=1)
-            generation = self.engine.submit(request)
-            self.open[id(generation)] = generation, gone
+            if len(self.open) + len(requests) > self.max_requests:
+                raise TooManyRequests(f"too many requests: {len(self.open)} of {self.max_requests} are open already",
+                                      retry_after=1)
+            try:
+                for request in requests:
+                    generations.append(generation := self.ready().submit(request))
+                    self.open[id(generation)] = generation, gone
+            except Exception:
+                self.release(generations)
+                raise
             self.changed.notify_all()
-        return generation
+        return generations
 
-    def release(self, generation):
-        """Ends a generation, finished or not."""
-        generation.cancel()
+    def release(self, generations):
+        """Ends generations, finished or not."""
         with self.changed:
-            self.open.pop(id(generation), None)
+            for generation in generations:
+                generation.cancel()
+                self.open.pop(id(generation), None)
             self.changed.notify_all()
 
     def watch(self):
@@ -2515,34 +2346,29 @@ class Service:
             return self.changed.wait_for(lambda: not self.open, timeout)
 
 
-def usage(generation) -> dict:
-    return {"prompt_tokens": generation.n_prompt, "completion_tokens": generation.n_generated,
-            "total_tokens": generation.n_prompt + generation.n_generated}
+class Failure(NamedTuple):
+    """An error as HTTP knows it; each protocol has a shape of its own for it."""
+
+    status: int
+    message: str
+    field: str | None = None                # of the request, where one is at fault
+    headers: dict = {}
 
 
-def sse(data: dict) -> str:
-    """One server-sent event. ASCII only: some clients also break lines at U+0085 and U+2028."""
-    return f"data: {json.dumps(data)}\n\n"
-
-
-def error_body(error: Exception) -> tuple:
-    """(body, status, headers) of an error in OpenAI's shape; the unforeseen is logged and answered 500."""
-    param, headers = None, {}
+def explain(error: Exception) -> Failure:
+    """What a client hears of an error; the unforeseen is logged, and its text kept."""
     if isinstance(error, EngineStopped):
         error = ServiceUnavailable(str(error))
     if isinstance(error, RequestError):
-        status, message, param = 400, str(error), error.field
-    elif isinstance(error, HTTPException):
-        status, message = error.code, error.description
-        headers = {name: value for name, value in error.get_headers() if name in ("Allow", "Retry-After")}
-        if status in (404, 405):
-            message = f"{flask.request.method} {flask.request.path[:80]} is not served; there are {ENDPOINTS}"
-    else:
-        logging.getLogger("qengine").error("a request failed", exc_info=error)
-        status, message = 500, "internal error"
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    kind = "rate_limit_error" if status == 429 else kind
-    return {"error": {"message": message, "type": kind, "param": param, "code": None}}, status, headers
+        return Failure(400, str(error), error.field)
+    if isinstance(error, HTTPException):
+        message = error.description
+        if error.code in (404, 405):
+            message = f"{flask.request.method} {flask.request.path[:80]} is not served; /openapi.json says what is"
+        return Failure(error.code, message, None, {
+            name: value for name, value in error.get_headers() if name in ("Allow", "Retry-After")})
+    logging.getLogger("qengine").error("a request failed", exc_info=error)
+    return Failure(500, "internal error")
 
 
 def create_app(engine=None, sampling=None, thinking=None, max_requests=MAX_WAITING) -> flask.Flask:
@@ -2550,17 +2376,30 @@ def create_app(engine=None, sampling=None, thinking=None, max_requests=MAX_WAITI
 
     Without an engine it answers 503 until the service is given one: it may listen before the model is there.
     """
-    defaults = {"temperature": 1.0} | (sampling or {})      # OpenAI's default, where Request's own is greedy
+    from api import anthropic, endpoints, openai, parse_body    # they import this file
+
+    defaults = {"temperature": 1.0} | (sampling or {})      # what both protocols say; Request's own is greedy
     service = Service(engine, defaults, thinking, max_requests)
     app = flask.Flask("qengine", static_folder=None)
     app.extensions["qengine"] = service
     app.config["MAX_CONTENT_LENGTH"] = MAX_BODY
     app.json.sort_keys = False
-    app.add_url_rule("/health", view_func=service.health)
-    app.add_url_rule("/v1/models", view_func=service.models)
-    app.add_url_rule("/v1/chat/completions", view_func=service.chat_completions, methods=["POST"])
-    app.add_url_rule("/v1/completions", view_func=service.completions, methods=["POST"])
-    app.register_error_handler(Exception, error_body)
+
+    def view_of(endpoint):
+        def view():
+            return endpoint.answer(service, flask.request)
+        return view
+
+    for endpoint in endpoints:
+        app.add_url_rule(endpoint.path, f"{endpoint.method} {endpoint.path}", view_of(endpoint),
+                         methods=[endpoint.method])
+
+    @app.errorhandler(Exception)
+    def failed(error):
+        failure = explain(error)
+        protocol = anthropic if flask.request.path.startswith("/v1/messages") else openai
+        return protocol.error_body(failure), failure.status, failure.headers
+
     return app
 
 
@@ -2710,7 +2549,7 @@ class Bench:
         started = time.perf_counter()
         for start, ids in chunks:
             self.pipeline.prefill(ids, slot, start)
-        self.pipeline.sample_row(len(chunks[-1][1]) - 1, slot)
+        self.pipeline.sample_row(len(chunks[-1][1]) - 1, slot).read()
         return time.perf_counter() - started
 
     def steps(self, context: int) -> float:
@@ -2761,8 +2600,9 @@ class Bench:
         self.pipeline.place([0] * self.batch, range(self.batch), [context] * self.batch)
 
     def step(self):
-        """Queue the launches of a decode step, which `Stage.step` replays from a recording."""
-        self.stage.launch_step(self.batch)
+        """Queue the launches of a decode step, which the stage replays from recordings."""
+        self.stage.launch_layers(self.batch)
+        self.stage.launch_choice(self.batch)
 
     # ---- what it must move and compute ----
 

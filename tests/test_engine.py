@@ -141,7 +141,7 @@ def test_a_step_is_queued_before_the_tokens_of_the_last_are_read(own_engine, mon
     monkeypatch.setattr(qengine.Tokens, "read", lambda tokens: order.append("read") or read(tokens))
     with observed(own_engine, step=lambda n, n_rows: order.append(n)):
         alone(own_engine, request(max_tokens=6))
-    assert order == [1, 2, "read", 3, "read", 4, "read", 5, "read", "read"]       # and no step for nothing
+    assert order == ["read", 1, 2, "read", 3, "read", 4, "read", 5, "read", "read"]     # and no step for nothing
 
 
 def test_waiting_requests_are_admitted_in_their_order(engine):

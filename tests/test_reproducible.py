@@ -45,7 +45,7 @@ def start(pipeline, scheduler, sequences):
         pipeline.set_pages(slot, list(range(slot * 8, slot * 8 + pages)))
         for at in range(0, len(ids), scheduler.chunk):
             pipeline.prefill(ids[at:at + scheduler.chunk], slot, at)
-        tokens.append(pipeline.sample_row((len(ids) - 1) % scheduler.chunk, slot))
+        tokens.append(int(pipeline.sample_row((len(ids) - 1) % scheduler.chunk, slot).read()[0]))
     return tokens
 
 

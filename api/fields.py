@@ -1,0 +1,161 @@
+"""What the body of a request may hold: one description of it, which `check` enforces and openapi.py publishes.
+
+A description is JSON Schema, of which `check` knows: type, enum, minimum, maximum, minLength, pattern, items, minItems,
+maxItems, properties, required, additionalProperties, and anyOf. A property that is not required may be null, too,
+which says no more than leaving it out.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from qengine import SAMPLING, RequestError
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A path, what may be sent there, and the function that answers: view(service, body)."""
+
+    method: str
+    path: str
+    summary: str
+    view: Callable
+    body: dict | None = None                                # the description of the body; None: there is none
+    answers: str = "application/json"
+
+
+# ---- descriptions --------------------------------------------------------------------------------------
+
+ANYTHING, BOOL, TEXT = {}, {"type": "boolean"}, {"type": "string"}
+SOME_TEXT = {"type": "string", "minLength": 1}
+
+
+def one_of(*values) -> dict:
+    return {"enum": list(values)}
+
+
+def number(name: str) -> dict:
+    """A number of SAMPLING."""
+    kind, low, high, _ = SAMPLING[name]
+    return {"type": "integer" if kind is int else "number", "minimum": low, "maximum": high}
+
+
+def list_of(items: dict, least: int = 0, most: int | None = None) -> dict:
+    return {"type": "array", "items": items, "minItems": least} | ({} if most is None else {"maxItems": most})
+
+
+def either(*descriptions: dict) -> dict:
+    """Any of these, which differ in their type, or are objects that differ in their property "type"."""
+    return {"anyOf": list(descriptions)}
+
+
+def object_of(properties: dict, required=(), others=False) -> dict:
+    """An object; `others` says whether it may hold more than these."""
+    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": others}
+
+
+# ---- checking ------------------------------------------------------------------------------------------
+
+TYPES = {"boolean": bool, "string": str, "array": list, "object": dict, "integer": int, "number": int | float}
+NOUNS = {"boolean": "true or false", "string": "a string", "array": "a list", "object": "an object",
+         "integer": "a whole number", "number": "a number"}
+
+
+def parse_body(data: bytes) -> dict:
+    """The JSON object in a request body; RequestError when it holds none, or text that is not Unicode."""
+    def refuse(constant):
+        raise ValueError(f"{constant} is no JSON number")
+
+    try:
+        body = json.loads(data, parse_constant=refuse)
+        if not isinstance(body, dict):
+            raise RequestError(None, "the request body must be a JSON object")
+        for name, value in body.items():
+            json.dumps([name, value], ensure_ascii=False).encode()
+    except UnicodeEncodeError:      # "\ud800" is legal JSON, yet no text: the tokenizer cannot take it
+        name = name.encode(errors="replace").decode()
+        raise RequestError(name, f"'{name}' holds half of a surrogate pair") from None
+    except (ValueError, RecursionError) as error:
+        raise RequestError(None, f"the request body is not JSON: {error}") from None
+    return body
+
+
+def check(value, description: dict, path: str = ""):
+    """RequestError, naming the path of the first part of the value that its description does not allow."""
+    if "anyOf" in description:
+        description = _alternative(value, description, path)
+    kind = description.get("type")
+    if not (_is(value, kind) and _within(value, description)):
+        raise RequestError(path, f"'{path}' must be {_noun(description)}")
+    if kind == "array":
+        for i, item in enumerate(value):
+            check(item, description["items"], f"{path}[{i}]")
+    if kind == "object":
+        _check_properties(value, description, path)
+
+
+def _check_properties(value: dict, description: dict, path: str):
+    properties, others = description.get("properties", {}), description.get("additionalProperties", True)
+    where = f"{path}." if path else ""
+    for name in description.get("required", ()):
+        if value.get(name) is None:
+            raise RequestError(where + name, f"'{where}{name}' is missing")
+    for name, item in value.items():
+        known = properties.get(name, others)
+        if known is False:
+            raise RequestError(where + name, f"unknown field '{where}{name}'")
+        if item is not None and known is not True:
+            check(item, known, where + name)
+
+
+def _alternative(value, description: dict, path: str) -> dict:
+    """The one of several descriptions that a value means to follow."""
+    fitting = [one for one in description["anyOf"] if _is(value, one.get("type")) and _within(value, one)]
+    if len(fitting) > 1 and isinstance(value, dict):        # objects that name their type
+        names = {one["properties"]["type"]["enum"][0]: one for one in fitting}
+        check(value.get("type"), one_of(*names), f"{path}.type")
+        return names[value["type"]]
+    if not fitting:
+        raise RequestError(path, f"'{path}' must be {_noun(description)}")
+    return fitting[0]
+
+
+def _is(value, kind: str | None) -> bool:
+    if kind is None:
+        return True
+    is_bool = isinstance(value, bool)               # which Python takes for a number
+    return isinstance(value, TYPES[kind]) and is_bool == (kind == "boolean")
+
+
+def _within(value, description: dict) -> bool:
+    """Whether a value of the right type keeps to its limits."""
+    if "enum" in description:
+        return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in description["enum"])
+    if isinstance(value, str):
+        return (len(value) >= description.get("minLength", 0)
+                and re.search(description.get("pattern", ""), value) is not None)
+    if isinstance(value, list):
+        return description.get("minItems", 0) <= len(value) <= description.get("maxItems", len(value))
+    if isinstance(value, int | float):              # a NaN is within no limits
+        return description.get("minimum", value) <= value <= description.get("maximum", value)
+    return True
+
+
+def _noun(description: dict) -> str:
+    if "anyOf" in description:
+        return " or ".join(dict.fromkeys(map(_noun, description["anyOf"])))
+    if "enum" in description:
+        return " or ".join(map(json.dumps, description["enum"]))
+    noun = NOUNS[description["type"]]
+    if "minimum" in description:
+        noun += f" from {description['minimum']} to {description['maximum']}"
+    if description.get("minLength"):
+        noun = "a non-empty string"
+    if "pattern" in description:
+        noun += f" like {description['pattern']}"
+    if "maxItems" in description:
+        noun += f" of {description['minItems']} to {description['maxItems']}"
+    elif description.get("minItems"):
+        noun += f" of at least {description['minItems']}"
+    return noun

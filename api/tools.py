@@ -1,0 +1,287 @@
+"""Calls of tools in the two forms that the model family writes, read as they come.
+
+    XML form   <tool_call>\\n<function=NAME>\\n<parameter=KEY>\\nVALUE\\n</parameter>\\n</function>\\n</tool_call>
+    JSON form  <tool_call>\\n{"name": "NAME", "arguments": {...}}\\n</tool_call>
+
+The XML form (Qwen3-Coder, Qwen3.5) writes a string as it is and everything else as JSON, so that only the tool's schema
+tells "5" from 5. What a schema does not admit stays a string: a call is never lost for its values.
+"""
+
+import json
+import re
+from dataclasses import dataclass, field
+
+EVERY_TYPE = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
+
+
+class NotACall(Exception):
+    """What followed <tool_call> is no call of a tool."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A tool that a request offers. parameters: JSON schema of an object; strict: nothing of it may be overlooked."""
+
+    name: str
+    parameters: dict = field(default_factory=dict)
+    strict: bool = False
+
+    def schema_of(self, key: str):
+        """The schema of one argument, self-contained; {} where there is none."""
+        properties = self.parameters.get("properties")
+        schema = properties.get(key, {}) if isinstance(properties, dict) else {}
+        shared = {name: self.parameters[name] for name in ("$defs", "definitions") if name in self.parameters}
+        return shared | schema if isinstance(schema, dict) else {}
+
+
+# ---- values by their schema ------------------------------------------------------------------------------
+
+
+def types_of(schema, root: dict | None = None, seen=frozenset()) -> frozenset:
+    """The JSON types that a schema admits, "integer" also where it says "number"; references are looked up in root."""
+    if not isinstance(schema, dict):
+        return EVERY_TYPE
+    root, types = schema if root is None else root, EVERY_TYPE
+    if "type" in schema:
+        said = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        types &= {"integer", *said} if "number" in said else set(said)
+    if "enum" in schema or "const" in schema:
+        types &= set(map(type_of, choices(schema)))
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference not in seen:
+        types &= types_of(_resolve(reference, root), root, seen | {reference})
+    for key in ("anyOf", "oneOf"):
+        if isinstance(schema.get(key), list):
+            types &= frozenset().union(*(types_of(one, root, seen) for one in schema[key]))
+    if isinstance(schema.get("allOf"), list):
+        types = types.intersection(*(types_of(one, root, seen) for one in schema["allOf"]))
+    return frozenset(types)
+
+
+def _resolve(reference: str, root: dict):
+    """What "#/$defs/name" points at, or {} for what cannot be found here."""
+    at = root
+    for name in reference.removeprefix("#").strip("/").split("/"):
+        name = name.replace("~1", "/").replace("~0", "~")
+        at = at.get(name) if isinstance(at, dict) and name else at
+    return at if at is not None else {}
+
+
+def choices(schema: dict) -> list:
+    """The values of `enum` or `const`, where a schema has one."""
+    if isinstance(schema.get("enum"), list):
+        return schema["enum"]
+    return [schema["const"]] if "const" in schema else []
+
+
+def type_of(value) -> str:
+    if isinstance(value, bool):
+        return "boolean"
+    names = {type(None): "null", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+    return names[type(value)]
+
+
+def read_value(text: str, schema: dict):
+    """The value that a text stands for: what the schema admits if it can be read so, else the text itself."""
+    for value in choices(schema):
+        if text == (value if isinstance(value, str) else json.dumps(value)):
+            return value
+    python = {"True": True, "False": False, "None": None}          # as models trained on Python write them
+    try:
+        value = python[text] if text in python else json.loads(text, parse_constant=float)
+    except (ValueError, RecursionError):
+        return text
+    types = types_of(schema)
+    if type(value) is float and value.is_integer() and "number" not in types:
+        value = int(value)                                         # JSON Schema: 5.0 is an integer, too
+    finite = type(value) is not float or abs(value) < float("inf")
+    return value if type_of(value) in types - {"string"} and finite else text
+
+
+# ---- the two forms -----------------------------------------------------------------------------------------
+
+
+def form_of(template: str):
+    """The class that reads the calls of a model with this chat template; None: it does not know tools."""
+    if "<function=" in template:
+        return XMLCall
+    return JSONCall if "<tool_call>" in template else None
+
+
+class XMLCall:
+    """A call in the XML form, from the text between <tool_call> and </tool_call> as it comes.
+
+    name: the tool's, None until it is certain. arguments: the JSON text of the arguments so far.
+    """
+
+    def __init__(self, tools: dict[str, Tool]):
+        self.tools, self.name, self.arguments = tools, None, ""
+        self._tool, self._text, self._read = None, "", self._read_head
+        self._keys, self._schema = set(), {}
+
+    def push(self, text: str) -> str:
+        """What another piece of text adds to the arguments. NotACall: this is none."""
+        self._text += text
+        before = len(self.arguments)
+        while (piece := self._read()) is not None:
+            self.arguments += piece
+        return self.arguments[before:]
+
+    def close(self) -> str:
+        """All the arguments, at the end of the call. NotACall when it is not whole."""
+        if self._read != self._read_tail:
+            raise NotACall
+        return self.arguments
+
+    # Each reads one thing off the text and says what the arguments gain by it, or None where it needs more text.
+
+    def _read_head(self):
+        name = self._take_tag("<function=")
+        if name is None:
+            return None
+        self.name, self._tool = name, self.tools.get(name, Tool(name))
+        self._read = self._read_between
+        return "{"
+
+    def _read_between(self):
+        end = "</function>"
+        text = self._text.lstrip()
+        if text.startswith(end):
+            self._text, self._read = text.removeprefix(end), self._read_tail
+            return "}"
+        if end.startswith(text):
+            return None
+        key = self._take_tag("<parameter=")
+        if key is None:
+            return None
+        if key in self._keys:
+            raise NotACall
+        comma = ", " if self._keys else ""
+        self._keys.add(key)
+        self._schema = self._tool.schema_of(key)
+        self._read = self._read_value_start
+        return f"{comma}{json.dumps(key, ensure_ascii=False)}: "
+
+    def _read_value_start(self):
+        if not self._text:
+            return None
+        self._text = self._text.removeprefix("\n")
+        is_string = types_of(self._schema) == {"string"}
+        self._read = self._read_string if is_string else self._read_other
+        return '"' if is_string else ""
+
+    def _read_string(self):
+        """The letters of a string go out at once, but for what may belong to its end."""
+        text, end, rest = self._text.partition(PARAMETER_END)
+        if end:
+            self._text, self._read = rest, self._read_between
+            return _escaped(text.removesuffix("\n")) + '"'
+        held = max(overlap(text, PARAMETER_END), overlap(text, "\n" + PARAMETER_END))
+        self._text = text[len(text) - held:]
+        return _escaped(text[:len(text) - held]) or None
+
+    def _read_other(self):
+        text, end, rest = self._text.partition(PARAMETER_END)
+        if not end:
+            return None
+        self._text, self._read = rest, self._read_between
+        return json.dumps(read_value(text.removesuffix("\n"), self._schema), ensure_ascii=False)
+
+    def _read_tail(self):
+        if self._text.strip():
+            raise NotACall
+        return None
+
+    def _take_tag(self, opening: str) -> str | None:
+        """The name in a tag <function=NAME> at the start of the text, which is taken off; None: more text is needed."""
+        text = self._text.lstrip()
+        if not text.startswith(opening[:len(text)]):
+            raise NotACall
+        name, end, rest = text[len(opening):].partition(">")
+        if "\n" in name or "<" in name or (end and not name):
+            raise NotACall
+        if not end:
+            return None
+        self._text = rest
+        return name
+
+
+PARAMETER_END = "</parameter>"
+
+
+def overlap(text: str, marker: str) -> int:
+    """How many letters at the end of a text may be the start of a marker."""
+    return next(n for n in range(min(len(marker), len(text)), -1, -1) if text.endswith(marker[:n]))
+
+
+def _escaped(text: str) -> str:
+    """Text as it stands inside a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+class JSONCall:
+    """A call in the JSON form; otherwise like XMLCall."""
+
+    HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"arguments"\s*:\s*(?=\{)')
+
+    def __init__(self, tools: dict[str, Tool]):
+        self.tools, self.name, self.arguments = tools, None, ""
+        self._text, self._at = "", 0                # all of the text, and how much of it is read
+        self._depth, self._in_string, self._escape = 0, False, False
+
+    def push(self, text: str) -> str:
+        self._text += text
+        if self.name is None:
+            if not self._text.lstrip().startswith("{") and self._text.strip():
+                raise NotACall
+            head = self.HEAD.match(self._text)
+            if head is None:                        # not yet, or in another order, which only close() can read
+                return ""
+            self.name, self._at = _loads(head[1]), head.end()
+        if self.arguments and self._depth == 0:     # they are whole
+            return ""
+        start = self._at
+        for char in self._text[start:]:
+            self._at += 1
+            self._step(char)
+            if self._depth == 0:
+                break
+        piece = self._text[start:self._at]
+        self.arguments += piece
+        return piece
+
+    def _step(self, char: str):
+        """Follows how deep a letter of JSON lies."""
+        if self._in_string:
+            self._in_string = self._escape or char != '"'
+            self._escape = char == "\\" and not self._escape
+        elif char == '"':
+            self._in_string = True
+        else:
+            self._depth += (char in "{[") - (char in "}]")
+
+    def close(self) -> str:
+        call = _loads(self._text)
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            raise NotACall
+        arguments = call.get("arguments", {})
+        arguments = _loads(arguments) if isinstance(arguments, str) else arguments
+        if not call["name"] or not isinstance(arguments, dict) or call.keys() - {"name", "arguments"}:
+            raise NotACall
+        self.name = call["name"]
+        tool = self.tools.get(self.name, Tool(self.name))
+        self.arguments = json.dumps({key: _mended(value, tool.schema_of(key)) for key, value in arguments.items()},
+                                    ensure_ascii=False)
+        return self.arguments
+
+
+def _loads(text: str):
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise NotACall from None
+
+
+def _mended(value, schema: dict):
+    """A string where the schema admits none, as what it stands for."""
+    return read_value(value, schema) if isinstance(value, str) and "string" not in types_of(schema) else value
