@@ -49,7 +49,6 @@ import socket
 import struct
 import threading
 import time
-import uuid
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -1760,6 +1759,11 @@ class Request:
     seed: int | None = None             # None: another one for every request
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()          # strings that end the text and are not part of it; one may stand alone
+    logit_bias: dict[int, float] = dataclasses.field(default_factory=dict)  # token id -> what its logit gains
+    top_logprobs: int | None = None     # log-probabilities of the tokens, and of so many of the likeliest
+    stop_after: int | None = None       # token id: stop strings count in what follows it
+    grammar: str | None = None          # what the answer obeys, as llguidance.LLMatcher.grammar_from_... write it
+    grammar_after: int | None = None    # token id: the grammar rules what follows it
 
     def __post_init__(self):
         self.stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -1787,6 +1791,8 @@ class Event:
     token_id: int
     text: str
     finish_reason: str | None = None
+    logprob: float | None = None        # where the request asks for log-probabilities
+    top_logprobs: tuple[tuple[int, float], ...] = ()        # of the likeliest tokens
 
 
 class StopScanner:
@@ -1821,6 +1827,7 @@ class Generation:
     def __init__(self, request: Request, tokenizer: Tokenizer):
         self.request = request
         self.n_prompt, self.n_generated = len(request.prompt_ids), 0
+        self.n_cached = 0
         self.cancelled = False
         self.started = time.perf_counter()
         self.token_times: list[float] = []      # of the engine's tokens; readers may get several at once
@@ -2376,7 +2383,7 @@ def create_app(engine=None, sampling=None, thinking=None, max_requests=MAX_WAITI
 
     Without an engine it answers 503 until the service is given one: it may listen before the model is there.
     """
-    from api import anthropic, endpoints, openai, parse_body    # they import this file
+    from api import anthropic, openai, openapi      # here, because they import this file
 
     defaults = {"temperature": 1.0} | (sampling or {})      # what both protocols say; Request's own is greedy
     service = Service(engine, defaults, thinking, max_requests)
@@ -2385,13 +2392,8 @@ def create_app(engine=None, sampling=None, thinking=None, max_requests=MAX_WAITI
     app.config["MAX_CONTENT_LENGTH"] = MAX_BODY
     app.json.sort_keys = False
 
-    def view_of(endpoint):
-        def view():
-            return endpoint.answer(service, flask.request)
-        return view
-
-    for endpoint in endpoints:
-        app.add_url_rule(endpoint.path, f"{endpoint.method} {endpoint.path}", view_of(endpoint),
+    for endpoint in openapi.ENDPOINTS:
+        app.add_url_rule(endpoint.path, f"{endpoint.method} {endpoint.path}", functools.partial(endpoint.answer, service),
                          methods=[endpoint.method])
 
     @app.errorhandler(Exception)
@@ -2416,10 +2418,12 @@ class HTTPError(waitress.task.ErrorTask):
     """Waitress's own answer to what is no HTTP request, or too large a one, in OpenAI's shape."""
 
     def execute(self):
+        from api import openai
+
         error = self.request.error
         refusal = HTTPException(f"{error.reason}: {error.body}")
         refusal.code = error.code
-        body = json.dumps(error_body(refusal)[0]).encode()
+        body = json.dumps(openai.error_body(explain(refusal))).encode()
         self.status, self.content_length = f"{error.code} {error.reason}", len(body)
         self.response_headers.append(("Content-Type", "application/json"))
         self.set_close_on_finish()

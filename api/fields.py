@@ -8,7 +8,9 @@ which says no more than leaving it out.
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import flask
 
 from qengine import SAMPLING, RequestError
 
@@ -21,8 +23,16 @@ class Endpoint:
     path: str
     summary: str
     view: Callable
-    body: dict | None = None                                # the description of the body; None: there is none
-    answers: str = "application/json"
+    body: dict | None = None        # the description of the body; None: there is none
+
+    def answer(self, service):
+        """The response to the current HTTP request. RequestError names what is wrong with its body."""
+        if self.body is None:
+            return self.view(service)
+        service.ready()
+        body = parse_body(flask.request.get_data())
+        check(body, self.body)
+        return self.view(service, {name: value for name, value in body.items() if value is not None})
 
 
 # ---- descriptions --------------------------------------------------------------------------------------

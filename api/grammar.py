@@ -53,15 +53,17 @@ class Rules:
         """One JSON value that fits a schema."""
         return self._after_thoughts(json_value(schema), [])
 
-    def calls(self, form, tools: list[Tool], must: bool, several: bool) -> dict:
-        """Well-formed calls of these tools. must: nothing else is an answer; otherwise they may follow any text."""
+    def calls(self, form, tools: list[Tool], must: bool, several: bool, schema: dict | None = None) -> dict:
+        """Well-formed calls of these tools. must: nothing else is an answer; otherwise there may be a JSON value that
+        fits the schema instead, or where there is no schema any text before them."""
         write = xml_call if form is XMLCall else json_call
         names = [f"call_{i}" for i in range(len(tools))]
         rules = [write(name, tool, self._tag("</tool_call>")) for name, tool in zip(names, tools)]
         again = f'("\\n" {self._tag("<tool_call>")} call)*' if several else ""
         rules = [f"call: {' | '.join(names)}", *rules, TEXT_VALUE]
-        if must:
-            return self._after_thoughts(f"{self._tag('<tool_call>')} call {again}", rules)
+        calls = f"{self._tag('<tool_call>')} call {again}"
+        if must or schema is not None:
+            return self._after_thoughts(calls if must else f"({json_value(schema)} | {calls})", rules)
         if "<tool_call>" not in self.tags:          # nobody could say where the grammar begins
             return {}
         return {"grammar": compile_grammar("\n".join([f"start: call {again}", *rules])),
@@ -98,10 +100,11 @@ def xml_call(name: str, tool: Tool, end: str) -> str:
     """The rules for a call in the XML form, its arguments in the order of the schema."""
     parameters = _closed(tool.parameters)
     required = parameters.get("required", [])
-    arguments = [(key, f"{name}_{i}") for i, key in enumerate(parameters["properties"])]
-    names = " ".join(rule if key in required else rule + "?" for key, rule in arguments)
-    return "\n".join([f"{name}: {literal(f'\n<function={tool.name}>\n')} {names} {literal('</function>\n')} {end}"]
-                     + [f"{rule}: {literal(f'<parameter={key}>\n')} {_xml_value(tool, key)}" for key, rule in arguments])
+    rules = {f"{name}_{i}": key for i, key in enumerate(parameters["properties"])}
+    arguments = " ".join(rule if key in required else rule + "?" for rule, key in rules.items())
+    head, tail = literal(f"\n<function={tool.name}>\n"), literal("</function>\n")
+    return "\n".join([f"{name}: {head} {arguments} {tail} {end}"] + [
+        f"{rule}: " + literal(f"<parameter={key}>\n") + _xml_value(tool, key) for rule, key in rules.items()])
 
 
 def _xml_value(tool: Tool, key: str) -> str:
@@ -109,8 +112,8 @@ def _xml_value(tool: Tool, key: str) -> str:
     schema, end = tool.schema_of(key), literal("\n</parameter>\n")
     strings = choices(schema)
     if strings and all(isinstance(value, str) for value in strings):
-        return f"({' | '.join(map(literal, strings))}) {end}"
-    return "text" if "string" in types_of(schema) else f"{json_value(schema, tool.strict)} {end}"
+        return f" ({' | '.join(map(literal, strings))}) {end}"
+    return " text" if "string" in types_of(schema) else f" {json_value(schema, tool.strict)} {end}"
 
 
 def _closed(parameters: dict) -> dict:

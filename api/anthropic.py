@@ -1,0 +1,9 @@
+"""Anthropic's messages."""
+
+from . import openai
+
+ENDPOINTS = []
+
+
+def error_body(failure) -> dict:
+    return openai.error_body(failure)

@@ -1,0 +1,107 @@
+"""A conversation to be answered, whatever its protocol: its prompt, what the answer must obey, how to read it."""
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from qengine import RequestError
+
+from .grammar import GrammarError, Rules
+from .reply import Reply, opening_of
+from .tools import Tool, form_of
+
+# What a message of a user or the system begins or ends with to switch thinking on or off from there on.
+SWITCH = re.compile(r"\A\s*/(?:no_)?think(?!\S)\s*|\s*(?<!\S)/(?:no_)?think\s*\Z")
+
+
+@dataclass(frozen=True)
+class Toolbox:
+    """The tools of a request. offered: as the chat template takes them. must: one has to be called, at least one where
+    several may be."""
+
+    offered: list[dict]
+    tools: list[Tool]
+    must: bool = False
+    several: bool = True
+
+
+@dataclass(frozen=True)
+class Turn:
+    """prompt_ids and rules are arguments of Request; reader() makes a Reply for one answer."""
+
+    prompt_ids: list[int]
+    rules: dict
+    reader: Callable[[], Reply]
+
+
+def render(service, messages: list[dict], thinking: bool | None, toolbox: Toolbox | None = None) -> tuple:
+    """The prompt of a conversation, and how its answer begins. thinking: None leaves it to the messages, the command
+    line and the template, in this order."""
+    template = service.ready().template
+    if template is None:
+        raise RequestError("messages", "this model has no chat template: use /v1/completions")
+    if toolbox and form_of(template.source) is None:
+        raise RequestError("tools", "the chat template of this model knows no tools")
+    messages, switch = take_switches(messages)
+    thinking = next((one for one in (thinking, switch, service.thinking) if one is not None), None)
+    prompt = template.render(messages, tools=toolbox.offered if toolbox else None, enable_thinking=thinking)
+    return prompt, opening_of(prompt, template.source, thinking)
+
+
+def prepare(service, messages: list[dict], thinking: bool | None, toolbox: Toolbox | None = None,
+            schema: dict | None = None, schema_field: str | None = None) -> Turn:
+    """A turn of a conversation. schema: what the text must be, and the field that says so; RequestError names fields."""
+    engine = service.ready()
+    prompt, opening = render(service, messages, thinking, toolbox)
+    tokenizer, form = engine.tokenizer, form_of(engine.template.source)
+    rules = rules_of(Rules(tokenizer.tags, opening), form, toolbox, schema, schema_field)
+    stop_after = tokenizer.tags.get("</think>") if opening == "thought" else None
+    tools = {tool.name: tool for tool in toolbox.tools} if toolbox else None
+    return Turn(engine.encode(prompt), rules | {"stop_after": stop_after},
+                functools.partial(Reply, tokenizer, opening, form, tools, ruled=bool(rules)))
+
+
+def rules_of(rules: Rules, form, toolbox: Toolbox | None, schema: dict | None, schema_field: str | None) -> dict:
+    """What an answer must obey, as arguments of Request."""
+    try:
+        if schema is not None and toolbox is None:
+            return rules.value(schema)
+        if toolbox is not None:
+            return rules.calls(form, toolbox.tools, toolbox.must, toolbox.several, schema)
+        return {}
+    except GrammarError as error:
+        if schema is not None:
+            raise RequestError(schema_field, f"'{schema_field}' cannot be enforced: {error}") from None
+        if toolbox.must or any(tool.strict for tool in toolbox.tools):
+            raise RequestError("tools", f"a schema of 'tools' cannot be enforced: {error}") from None
+        return {}                       # calls may be made, and are read as they come
+
+
+def respond(service, requests, answer, stream: bool):
+    """The HTTP response to requests; the engine's word for a grammar that it refuses is the client's, too."""
+    try:
+        return service.respond(requests, answer, stream)
+    except RequestError as error:
+        if error.field == "grammar":
+            raise RequestError("response_format", f"what the answer must obey cannot be enforced: {error}") from None
+        raise
+
+
+def take_switches(messages: list[dict]) -> tuple[list[dict], bool | None]:
+    """The messages without /think and /no_think, and what the last of these says."""
+    said = []
+
+    def take(match) -> str:
+        said.append(match[0].strip() == "/think")
+        return ""
+
+    def without(content):
+        if isinstance(content, list):
+            return [part | {"text": SWITCH.sub(take, part["text"])} if isinstance(part.get("text"), str) else part
+                    for part in content]
+        return SWITCH.sub(take, content) if isinstance(content, str) else content
+
+    taken = [message | {"content": without(message.get("content"))} if message["role"] in ("user", "system") else message
+             for message in messages]
+    return taken, said[-1] if said else None

@@ -1,0 +1,351 @@
+"""OpenAI's chat completions and completions.
+
+Beyond OpenAI's own fields: those of SAMPLING, ignore_eos, return_token_ids (token_ids beside each piece of an answer) and
+chat_template_kwargs.enable_thinking; an answer's thoughts come as reasoning_content. A field that is not described here
+is refused: whoever misspells one should hear of it.
+"""
+
+import time
+import uuid
+
+from qengine import SAMPLING, Request, RequestError, explain
+
+from . import chat
+from .fields import ANYTHING, BOOL, SOME_TEXT, TEXT, Endpoint, either, list_of, number, object_of, one_of
+from .reply import CallArguments, CallStart, Content, Message, Thought, sse, whole
+from .tools import Tool
+
+MAX_CHOICES = 16            # answers of one request
+MAX_LOGPROBS = 20           # alternatives of one token
+MAX_STOPS = 16              # stop strings of one request
+
+# ---- what may be sent ------------------------------------------------------------------------------------
+
+NAME = {"type": "string", "pattern": r"^[^\s<>\"\\]{1,128}$"}       # of a tool: both forms of calls can write it
+OBJECT = {"type": "object"}
+
+PART = object_of({"type": one_of("text"), "text": TEXT}, ["type", "text"], others=True)
+CALL = object_of({"id": TEXT, "type": one_of("function"), "function": object_of(
+    {"name": TEXT, "arguments": either(TEXT, OBJECT)}, ["name"], others=True)}, ["function"], others=True)
+MESSAGE = object_of({
+    "role": one_of("system", "developer", "user", "assistant", "tool"), "content": either(TEXT, list_of(PART)),
+    "reasoning_content": TEXT, "tool_calls": list_of(CALL), "tool_call_id": TEXT}, ["role"], others=True)
+TOOL = object_of({"type": one_of("function"), "function": object_of(
+    {"name": NAME, "description": TEXT, "parameters": OBJECT, "strict": BOOL}, ["name"], others=True)},
+    ["type", "function"], others=True)
+NAMED_TOOL = object_of({"type": one_of("function"), "function": object_of({"name": TEXT}, ["name"])},
+                       ["type", "function"])
+FORMAT = either(
+    object_of({"type": one_of("text")}, ["type"]), object_of({"type": one_of("json_object")}, ["type"]),
+    object_of({"type": one_of("json_schema"), "json_schema": object_of(
+        {"name": TEXT, "description": TEXT, "schema": OBJECT, "strict": BOOL}, ["schema"])}, ["type", "json_schema"]))
+
+SHARED = {
+    "model": TEXT, "stream": BOOL, "stream_options": object_of({"include_usage": BOOL, "include_obfuscation": BOOL}),
+    **{name: number(name) for name in SAMPLING}, "stop": either(SOME_TEXT, list_of(SOME_TEXT, 0, MAX_STOPS)),
+    "n": {"type": "integer", "minimum": 1, "maximum": MAX_CHOICES}, "logit_bias": OBJECT,
+    "ignore_eos": BOOL, "return_token_ids": BOOL,
+    # what changes no answer
+    **dict.fromkeys(["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+                     "prompt_cache_retention", "prediction"], ANYTHING)}
+CHAT = object_of({
+    **SHARED, "messages": list_of(MESSAGE, 1), "max_completion_tokens": number("max_tokens"),
+    "logprobs": BOOL, "top_logprobs": {"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS},
+    "response_format": FORMAT, "tools": list_of(TOOL), "parallel_tool_calls": BOOL,
+    "tool_choice": either(one_of("none", "auto", "required"), NAMED_TOOL),
+    "chat_template_kwargs": object_of({"enable_thinking": BOOL}),
+    # only what asks for nothing
+    "modalities": one_of(["text"]), "functions": one_of([]), "function_call": one_of("none", "auto")}, ["messages"])
+TOKENS = list_of({"type": "integer"}, 1)
+COMPLETION = object_of({
+    **SHARED, "prompt": {}, "logprobs": {"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS},
+    "best_of": one_of(1), "echo": one_of(False), "suffix": one_of("")}, ["prompt"])
+
+
+def read_sampling(service, body: dict) -> dict:
+    """Arguments of Request that both endpoints take: the command line's, overruled by what the body says."""
+    said = {name: body[name] for name in SAMPLING if name in body}
+    stop = body.get("stop", [])
+    return service.sampling | said | {
+        "stop": [stop] if isinstance(stop, str) else stop, "ignore_eos": body.get("ignore_eos", False),
+        "logit_bias": read_bias(body.get("logit_bias", {}))}
+
+
+def read_bias(bias: dict) -> dict[int, float]:
+    """JSON has the token ids as strings."""
+    for token, value in bias.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (token.isdecimal() and is_number and -100 <= value <= 100):
+            raise RequestError("logit_bias", "'logit_bias' must be of token ids and numbers from -100 to 100")
+    return {int(token): float(value) for token, value in bias.items()}
+
+
+def seeded(request: dict, n: int) -> list[Request]:
+    """n requests for the same, which differ in their seed."""
+    seed = request.get("seed")
+    return [Request(**request | ({} if seed is None else {"seed": (seed + i) % 2**64})) for i in range(n)]
+
+
+# ---- endpoints -------------------------------------------------------------------------------------------
+
+
+def chat_completions(service, body: dict):
+    engine, toolbox = service.ready(), read_tools(body)
+    schema, field = read_format(body.get("response_format", {}))
+    thinking = body.get("chat_template_kwargs", {}).get("enable_thinking")
+    turn = chat.prepare(service, read_messages(body["messages"]), thinking, toolbox, schema, field)
+    request = read_sampling(service, body) | {"prompt_ids": turn.prompt_ids} | turn.rules
+    if "max_completion_tokens" in body:
+        request["max_tokens"] = body["max_completion_tokens"]
+    if body.get("logprobs"):
+        request["top_logprobs"] = body.get("top_logprobs", 0)
+    elif "top_logprobs" in body:
+        raise RequestError("top_logprobs", "'top_logprobs' needs 'logprobs' to be true")
+    requests = seeded(request, body.get("n", 1))
+    choices = [ChatChoice(engine.tokenizer, turn.reader()) for _ in requests]
+    answer = Answer(service, body, choices, "chatcmpl-", "chat.completion", "chat.completion.chunk")
+    return chat.respond(service, requests, answer, body.get("stream", False))
+
+
+def completions(service, body: dict):
+    engine, n = service.ready(), body.get("n", 1)
+    request = {"max_tokens": 16} | read_sampling(service, body) | {"top_logprobs": body.get("logprobs")}
+    requests = [one for prompt in read_prompts(body["prompt"], engine)         # 16: OpenAI's default, here only
+                for one in seeded(request | {"prompt_ids": prompt}, n)]
+    answer = Answer(service, body, [TextChoice(engine.tokenizer) for _ in requests], "cmpl-", *["text_completion"] * 2)
+    return service.respond(requests, answer, body.get("stream", False))
+
+
+def models(service):
+    model = {"id": service.ready().name, "object": "model", "created": service.started, "owned_by": "qengine"}
+    return {"object": "list", "data": [model]}
+
+
+ENDPOINTS = [Endpoint("POST", "/v1/chat/completions", "Answer a conversation", chat_completions, CHAT),
+             Endpoint("POST", "/v1/completions", "Continue a text", completions, COMPLETION),
+             Endpoint("GET", "/v1/models", "The model that is served", models)]
+
+
+def read_messages(messages: list[dict]) -> list[dict]:
+    """The conversation as chat templates take it."""
+    for i, message in enumerate(messages):
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise RequestError(f"messages[{i}].content", f"messages[{i}].content is missing")
+    names = {"developer": "system"}         # a newer name, which the templates do not know
+    return [message | {"role": names.get(message["role"], message["role"])} for message in messages]
+
+
+def read_tools(body: dict) -> chat.Toolbox | None:
+    """The tools of a chat request, None where there are none to call."""
+    offered, choice = body.get("tools", []), body.get("tool_choice", "auto")
+    tools = [Tool(tool["function"]["name"], tool["function"].get("parameters") or {},
+                  bool(tool["function"].get("strict"))) for tool in offered]
+    if isinstance(choice, dict):
+        name = choice["function"]["name"]
+        tools = [tool for tool in tools if tool.name == name]
+        if not tools:
+            raise RequestError("tool_choice", f"'tool_choice' names no tool of the request: {name[:80]!r}")
+    elif choice == "required" and not tools:
+        raise RequestError("tool_choice", "'tool_choice' is required, and there are no tools")
+    if choice == "none" or not tools:
+        return None
+    several = body.get("parallel_tool_calls", True) and not isinstance(choice, dict)
+    return chat.Toolbox(offered, tools, must=choice != "auto", several=several)
+
+
+def read_format(format: dict) -> tuple[dict | None, str]:
+    """The schema that the answer must fit, and the field that says so."""
+    if format.get("type") == "json_schema":
+        return format["json_schema"]["schema"], "response_format.json_schema.schema"
+    return ({"type": "object"} if format.get("type") == "json_object" else None), "response_format"
+
+
+def read_prompts(prompt, engine) -> list[list[int]]:
+    """The prompts of a completion request, as token ids: one or several strings or lists of ids."""
+    several = isinstance(prompt, list) and prompt and all(isinstance(one, str | list) for one in prompt)
+    prompts = [engine.encode(one) if isinstance(one, str) else one for one in (prompt if several else [prompt])]
+    for ids in prompts:
+        if not (isinstance(ids, list) and all(type(token) is int for token in ids)):
+            raise RequestError("prompt", "'prompt' must be a string, a list of token ids, or a list of such")
+    return prompts
+
+
+# ---- what is answered ------------------------------------------------------------------------------------
+
+
+class ChatChoice:
+    """One answer of a conversation as it is written. reply: what reads it."""
+
+    def __init__(self, tokenizer, reply):
+        self.tokenizer, self.reply, self.message, self.n_thinking = tokenizer, reply, Message(), 0
+        self.logprobs = {"content": [], "refusal": None}
+
+    opening = [{"delta": {"role": "assistant", "content": ""}}]
+    closing = {"delta": {}}
+
+    def push(self, event) -> list[dict]:
+        """What an event adds to a stream."""
+        parts = self.reply.push(event)
+        for part in parts:
+            self.message.add(part)
+        self.n_thinking = self.reply.n_thinking
+        return [{"delta": delta(part)} for part in parts]
+
+    def logprobs_of(self, event) -> dict | None:
+        """The log-probabilities of the token of the last event, if it is of the text."""
+        if event.logprob is None:
+            return None
+        listed = self.reply.in_content and not is_end(event, self.tokenizer)
+        content = [self._entry(event.token_id, event.logprob) | {
+            "top_logprobs": [self._entry(*one) for one in event.top_logprobs]}] if listed else []
+        self.logprobs["content"] += content
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token: int, logprob: float) -> dict:
+        piece = self.tokenizer.pieces[token]
+        return {"token": piece.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(piece)}
+
+    def finish_reason(self, reason: str) -> str:
+        return "tool_calls" if self.reply.n_calls and reason == "stop" else reason
+
+    def whole(self) -> dict:
+        message = {"role": "assistant", "content": self.message.content, "refusal": None}
+        if self.message.thought:
+            message["reasoning_content"] = self.message.thought
+        if self.message.calls:
+            message["content"] = message["content"] or None
+            message["tool_calls"] = [{"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+                                     for id, name, arguments in self.message.calls]
+        return {"message": message}
+
+
+def delta(part) -> dict:
+    """A part of an answer as streams have it. Clients join what fragments say: a name must come only once."""
+    match part:
+        case Thought(text):
+            return {"reasoning_content": text}
+        case Content(text):
+            return {"content": text}
+        case CallStart(index, id, name):
+            return {"tool_calls": [{"index": index, "id": id, "type": "function",
+                                    "function": {"name": name, "arguments": ""}}]}
+        case CallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+class TextChoice:
+    """One continuation of a text as it is written."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.text, self.n_thinking = tokenizer, "", 0
+        self.logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        self.offset = 0
+
+    opening = []
+    closing = {"text": ""}
+
+    def push(self, event) -> list[dict]:
+        self.text += event.text
+        return [{"text": event.text}] if event.text else []
+
+    def logprobs_of(self, event) -> dict | None:
+        if event.logprob is None:
+            return None
+        if is_end(event, self.tokenizer):
+            return {name: [] for name in self.logprobs}
+        token = self._text_of(event.token_id)
+        new = {"tokens": [token], "token_logprobs": [event.logprob], "text_offset": [self.offset],
+               "top_logprobs": [{self._text_of(one): logprob for one, logprob in event.top_logprobs}]}
+        self.offset += len(token)
+        for name, values in new.items():
+            self.logprobs[name] += values
+        return new
+
+    def _text_of(self, token: int) -> str:
+        return self.tokenizer.pieces[token].decode("utf-8", "replace")
+
+    def finish_reason(self, reason: str) -> str:
+        return reason
+
+    def whole(self) -> dict:
+        return {"text": self.text}
+
+
+def is_end(event, tokenizer) -> bool:
+    """Whether the token of an event ended the answer, and is not part of it."""
+    return event.finish_reason == "stop" and event.token_id in tokenizer.eos_ids
+
+
+class Answer:
+    """The answer to one HTTP request, whole or as a stream of events.
+
+    choices: a ChatChoice or TextChoice for each generation, the same number for every prompt.
+    """
+
+    def __init__(self, service, body, choices, prefix, whole_name, chunk_name):
+        self.choices, self.names = choices, {"whole": whole_name, "chunk": chunk_name}
+        self.head = {"id": prefix + uuid.uuid4().hex, "created": int(time.time()), "model": service.engine.name}
+        self.with_usage = body.get("stream_options", {}).get("include_usage", False)
+        self.with_ids, self.n = body.get("return_token_ids", False), body.get("n", 1)
+
+    def whole(self, generations) -> dict:
+        choices = [self._choice(i, choice, generation)
+                   for i, (choice, generation) in enumerate(zip(self.choices, generations))]
+        return self.head | {"object": self.names["whole"], "choices": choices, "usage": self.usage(generations)}
+
+    def _choice(self, index, choice, generation) -> dict:
+        ids, logprobs, reason = [], None, None
+        for event in whole(generation):
+            choice.push(event)
+            ids.append(event.token_id)
+            logprobs = choice.logprobs if choice.logprobs_of(event) is not None else None
+            reason = event.finish_reason
+        return {"index": index, **choice.whole(), **({"token_ids": ids} if self.with_ids else {}),
+                "logprobs": logprobs, "finish_reason": choice.finish_reason(reason)}
+
+    def events(self, generations):
+        """Server-sent events: a chunk per piece of an answer, usage if asked for, then [DONE]. Several answers are
+        generated at the same time, and told one after the other."""
+        try:
+            for i, choice in enumerate(self.choices):
+                for piece in choice.opening:
+                    yield self._chunk(i, piece)
+            for i, generation in enumerate(generations):
+                for event in whole(generation):
+                    yield from self._pieces(i, event)
+            if self.with_usage:
+                yield sse(self.head | {"object": self.names["chunk"], "choices": [], "usage": self.usage(generations)})
+            yield "data: [DONE]\n\n"
+        except Exception as error:      # the status is out already: clients raise from this event instead
+            yield sse(error_body(explain(error)))
+
+    def _pieces(self, index, event):
+        choice = self.choices[index]
+        pieces = choice.push(event)
+        logprobs, ids = choice.logprobs_of(event), [event.token_id]
+        if event.finish_reason or (not pieces and (logprobs or self.with_ids)):
+            pieces.append(choice.closing)
+        for piece in pieces:
+            reason = event.finish_reason if piece is pieces[-1] else None
+            yield self._chunk(index, piece, ids, logprobs, choice.finish_reason(reason) if reason else None)
+            logprobs, ids = None, []    # the token is told of once
+
+    def _chunk(self, index, piece, ids=(), logprobs=None, finish_reason=None) -> str:
+        choice = {"index": index, **piece, **({"token_ids": list(ids)} if self.with_ids else {}),
+                  "logprobs": logprobs, "finish_reason": finish_reason}
+        return sse(self.head | {"object": self.names["chunk"], "choices": [choice]}
+                   | ({"usage": None} if self.with_usage else {}))
+
+    def usage(self, generations) -> dict:
+        """Tokens: of each prompt once, however many answers it has."""
+        firsts = generations[::self.n]
+        n_prompt, n_generated = sum(g.n_prompt for g in firsts), sum(g.n_generated for g in generations)
+        return {"prompt_tokens": n_prompt, "completion_tokens": n_generated, "total_tokens": n_prompt + n_generated,
+                "prompt_tokens_details": {"cached_tokens": sum(g.n_cached for g in firsts)},
+                "completion_tokens_details": {"reasoning_tokens": sum(choice.n_thinking for choice in self.choices)}}
+
+
+def error_body(failure) -> dict:
+    kind = "server_error" if failure.status >= 500 else "invalid_request_error"
+    kind = "rate_limit_error" if failure.status == 429 else kind
+    return {"error": {"message": failure.message, "type": kind, "param": failure.field, "code": None}}

@@ -1,0 +1,38 @@
+"""The OpenAPI document of the server, made of what checks its requests."""
+
+from . import anthropic, openai, plain
+from .fields import Endpoint
+
+
+def document(service):
+    paths = {}
+    for endpoint in ENDPOINTS:
+        paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = operation(endpoint)
+    return {"openapi": "3.1.0", "info": {"title": "qengine", "version": "1"}, "paths": paths}
+
+
+def operation(endpoint: Endpoint) -> dict:
+    said = {"summary": endpoint.summary, "responses": {
+        "200": {"description": "The answer"}, "default": {"description": "An error, in the shape of its protocol"}}}
+    if endpoint.body is not None:
+        said["requestBody"] = {"required": True, "content": {"application/json": {"schema": published(endpoint.body)}}}
+    return said
+
+
+def published(description: dict) -> dict:
+    """A description with all that `fields.check` takes for granted: what is not required may also be null."""
+    said = dict(description)
+    for key in ("anyOf",):
+        if key in said:
+            said[key] = list(map(published, said[key]))
+    if isinstance(said.get("items"), dict):
+        said["items"] = published(said["items"])
+    if "properties" in said:
+        said["properties"] = {
+            name: published(one) if name in said.get("required", ()) or not one else
+            {"anyOf": [published(one), {"type": "null"}]} for name, one in said["properties"].items()}
+    return said
+
+
+ENDPOINTS = [*openai.ENDPOINTS, *anthropic.ENDPOINTS, *plain.ENDPOINTS,
+             Endpoint("GET", "/openapi.json", "This document", document)]

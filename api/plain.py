@@ -1,0 +1,59 @@
+"""What lies behind both protocols, by the names and fields of llama.cpp's server: the tokenizer, the chat template, and
+whether the server is well."""
+
+from qengine import GUARD, RequestError
+
+from . import chat, openai
+from .fields import BOOL, TEXT, Endpoint, list_of, object_of
+
+
+def tokenize(service, body: dict):
+    tokenizer = service.engine.tokenizer
+    ids = tokenizer.encode(body["content"], body.get("parse_special", True), body.get("add_special", False))
+    if body.get("with_pieces"):
+        pieces = [tokenizer.pieces[token] for token in ids]
+        return {"tokens": [{"id": token, "piece": text_or_bytes(piece)} for token, piece in zip(ids, pieces)]}
+    return {"tokens": ids}
+
+
+def text_or_bytes(piece: bytes) -> str | list[int]:
+    """What a token stands for; part of a character as the numbers of its bytes."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return list(piece)
+
+
+def detokenize(service, body: dict):
+    try:
+        return {"content": service.engine.tokenizer.decode(body["tokens"], special=True)}
+    except RequestError as error:
+        raise RequestError("tokens", str(error)) from None
+
+
+def apply_template(service, body: dict):
+    """The prompt that a chat request of the same fields has."""
+    thinking = body.get("chat_template_kwargs", {}).get("enable_thinking")
+    prompt, _ = chat.render(service, openai.read_messages(body["messages"]), thinking, openai.read_tools(body))
+    return {"prompt": prompt.replace(GUARD, "")}
+
+
+def health(service):
+    engine = service.engine
+    if engine is None:
+        return {"status": "loading"}, 503
+    if engine.error is not None:
+        return {"status": "error", "error": engine.error}, 503
+    return {"status": "ok", "model": engine.name, "cards": [card.describe() for card in engine.cards]}
+
+
+CONVERSATION = {name: openai.CHAT["properties"][name]
+                for name in ("messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs")}
+ENDPOINTS = [
+    Endpoint("POST", "/tokenize", "Token ids of a text", tokenize, object_of(
+        {"content": TEXT, "add_special": BOOL, "parse_special": BOOL, "with_pieces": BOOL}, ["content"])),
+    Endpoint("POST", "/detokenize", "The text of token ids", detokenize, object_of(
+        {"tokens": list_of({"type": "integer"})}, ["tokens"])),
+    Endpoint("POST", "/apply-template", "The prompt of a conversation", apply_template, object_of(
+        CONVERSATION, ["messages"])),
+    Endpoint("GET", "/health", "Whether the server can answer", health)]

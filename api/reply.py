@@ -1,0 +1,252 @@
+"""An answer's tokens, as they come, cut into thoughts, text and calls of tools.
+
+An answer is [<think>] thoughts </think> text <tool_call>call</tool_call> ..., of which the prompt may hold the first
+tag already, or both tags of thoughts. Where the vocabulary has a tag as one token, only that token is the tag, and the
+same letters spelt out are text; otherwise the letters are the tag.
+
+Nothing is lost: what cannot be read as a call comes out as text, with its tags. Nothing is held back longer than it
+takes to see what it is, but for a call that no grammar vouches for: such a call comes when it is whole.
+Line breaks around thoughts and calls belong to the form, not to the text.
+"""
+
+import collections
+import json
+import uuid
+from dataclasses import dataclass, field
+
+from werkzeug.exceptions import ServiceUnavailable
+
+from qengine import Event, Tokenizer
+
+from .tools import NotACall, Tool, overlap
+
+TAGS = "<think>", "</think>", "<tool_call>", "</tool_call>"
+
+
+@dataclass(frozen=True)
+class Thought:
+    text: str
+
+
+@dataclass(frozen=True)
+class Content:
+    text: str
+
+
+@dataclass(frozen=True)
+class CallStart:
+    index: int              # 0, 1, ... within the answer
+    id: str
+    name: str
+
+
+@dataclass(frozen=True)
+class CallArguments:
+    """More of the JSON text of a call's arguments."""
+
+    index: int
+    text: str
+
+
+@dataclass
+class Message:
+    """All parts of an answer together. calls: [id, name, JSON text of the arguments]."""
+
+    thought: str = ""
+    content: str = ""
+    calls: list[list[str]] = field(default_factory=list)
+
+    def add(self, part):
+        match part:
+            case Thought(text):
+                self.thought += text
+            case Content(text):
+                self.content += text
+            case CallStart(_, id, name):
+                self.calls.append([id, name, ""])
+            case CallArguments(index, text):
+                self.calls[index][2] += text
+
+
+def opening_of(prompt: str, template: str, thinking: bool | None) -> str:
+    """How an answer to this prompt begins: in a "thought", with "content", or with "either"."""
+    prompt = prompt.rstrip()
+    if prompt.endswith("<think>"):
+        return "thought"
+    may_think = "</think>" in template and thinking is not False and not prompt.endswith("</think>")
+    return "either" if may_think else "content"
+
+
+class Reply:
+    """Reads one answer.
+
+    opening: see `opening_of`. form, tools: how calls are written, and the tools on offer by name; None: `<tool_call>` is
+    text. ruled: whether a grammar sees to it that calls are well-formed, so that they may go out as they come.
+
+    n_calls, n_thinking: calls and tokens of thoughts so far. in_content: whether the last token was of the text.
+    stopped_by(strings): which of the stop strings ended the answer, if one did.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, opening: str, form=None, tools: dict[str, Tool] | None = None,
+                 ruled: bool = False):
+        self.form, self.tools, self.ruled = form, tools, ruled
+        self.thinking = opening == "thought"
+        self.n_calls = self.n_thinking = 0
+        self.in_content = False
+        self._cutter = Cutter(tokenizer)
+        self._call, self._written, self._started = None, "", False      # the call being read, all of it, and is it out?
+        self._gap = ""                  # line breaks that count only if text follows
+        self._skips = self.thinking     # whether line breaks that come next belong to a tag
+        self._silent = True             # nothing was said yet
+
+    def push(self, event: Event) -> list:
+        """The parts that are certain after another event."""
+        was_content = not self.thinking and self._call is None
+        self.n_thinking += self.thinking
+        parts = []
+        for piece, is_tag in self._cutter.push(event):
+            parts += self._read_tag(piece) if is_tag else self._read_text(piece)
+        self.in_content = was_content and self._call is None
+        return parts + self._end() if event.finish_reason else parts
+
+    def stopped_by(self, strings) -> str | None:
+        return next((string for string in strings if self._cutter.unseen.startswith(string)), None)
+
+    def _read_tag(self, tag: str) -> list:
+        if self._call is not None:
+            return self._close_call() if tag == "</tool_call>" else self._read_text(tag)
+        if tag == "<tool_call>" and self.tools is not None:
+            self._call, self._written, self._started = self.form(self.tools), tag, False
+            return []
+        if tag == "</think>" and self.thinking:
+            self._leave_thoughts()
+            return []
+        if tag == "<think>" and self._silent and not self.thinking:
+            self.thinking = self._skips = True
+            return []
+        return self._say(tag)
+
+    def _leave_thoughts(self):
+        self.thinking, self._gap, self._skips = False, "", True
+
+    def _read_text(self, text: str) -> list:
+        if self._call is None:
+            return self._say(text)
+        self._written += text
+        try:
+            arguments = self._call.push(text)
+        except NotACall:
+            return self._no_call(text)
+        return self._go_on(arguments) if self.ruled and self._call.name else []
+
+    def _go_on(self, arguments: str) -> list:
+        """The next piece of the arguments of a call, and its start where that is not out yet."""
+        parts = []
+        if not self._started:
+            self._leave_thoughts()      # a call among thoughts ends them
+            parts.append(CallStart(self.n_calls, f"call_{uuid.uuid4().hex[:24]}", self._call.name))
+            self.n_calls += 1
+            self._started, self._silent = True, False
+        return parts + [CallArguments(self.n_calls - 1, arguments)] if arguments else parts
+
+    def _close_call(self, tag: str = "</tool_call>") -> list:
+        try:
+            arguments = self._call.close()
+        except NotACall:
+            self._written += tag
+            return self._no_call(tag)
+        parts = [] if self._started else self._go_on(arguments)
+        self._call = None
+        return parts
+
+    def _no_call(self, last: str) -> list:
+        """What was taken for a call, as text; but for the part of it that is out."""
+        self._call = None
+        return self._say(last if self._started else self._written)
+
+    def _say(self, text: str) -> list:
+        text = self._gap + text
+        if self._skips:
+            text = text.lstrip("\n")
+        self._skips = self._skips and not text
+        said = text.rstrip("\n") if self.thinking or self.tools is not None else text
+        self._gap = text[len(said):]
+        if not said:
+            return []
+        self._silent = False
+        return [Thought(said) if self.thinking else Content(said)]
+
+    def _end(self) -> list:
+        parts = self._read_text(rest) if (rest := self._cutter.flush()) else []
+        if self._call is not None and not self._started:
+            parts += self._close_call("")
+        if self._gap:
+            parts.append(Thought(self._gap) if self.thinking else Content(self._gap))
+        return parts
+
+
+def whole(generation):
+    """The events of a generation. ServiceUnavailable when they end before their time."""
+    reason = None
+    for event in generation:
+        reason = event.finish_reason
+        yield event
+    if reason is None:
+        raise ServiceUnavailable("the answer was cancelled")
+
+
+def sse(data: dict, name: str | None = None) -> str:
+    """A server-sent event. ASCII only: some clients also break lines at U+0085 and U+2028."""
+    return (f"event: {name}\n" if name else "") + f"data: {json.dumps(data)}\n\n"
+
+
+class Cutter:
+    """Cuts the text of an answer, as far as events show it, at its tags.
+
+    unseen: what tokens said that no event has shown: a stop string and what follows it, or what may become one.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._names = {tokenizer.tags[tag]: tag for tag in TAGS if tag in tokenizer.tags}
+        self._spelt = [tag for tag in TAGS if tag not in tokenizer.tags]
+        self._decoder, self.unseen = tokenizer.stream_decoder(), ""
+        self._text, self._start = "", 0         # what is shown and not cut yet, and where in the answer it starts
+        self._marks = collections.deque()       # where in the answer tokens are tags: (start, tag)
+
+    def push(self, event: Event):
+        """Pieces of text and tags: (letters, is it a tag?)."""
+        self.unseen += self._decoder.push(event.token_id)
+        tag = self._names.get(event.token_id)
+        if tag is not None:
+            self._marks.append((self._start + len(self._text) + len(self.unseen) - len(tag), tag))
+        self._text += event.text
+        self.unseen = self.unseen[len(event.text):]
+        while True:
+            at, tag = self._next_tag()
+            if at:
+                yield self._take(at), False
+            if tag is None:
+                return
+            if self._marks and self._marks[0][0] == self._start:
+                self._marks.popleft()
+            yield self._take(len(tag)), True
+
+    def flush(self) -> str:
+        """What is left at the end of the answer."""
+        return self._take(len(self._text))
+
+    def _take(self, n: int) -> str:
+        text, self._text = self._text[:n], self._text[n:]
+        self._start += n
+        return text
+
+    def _next_tag(self) -> tuple[int, str | None]:
+        """Where the first tag begins, and the tag; or how much is certain to be text, and None."""
+        found = [(at, tag) for tag in self._spelt if (at := self._text.find(tag)) >= 0]
+        certain = len(self._text) - max((overlap(self._text, tag) for tag in self._spelt), default=0)
+        if self._marks:
+            at, tag = self._marks[0][0] - self._start, self._marks[0][1]
+            certain = min(certain, at)
+            if at + len(tag) <= len(self._text):
+                found.append((at, tag))
+        return min(found, default=(certain, None))
