@@ -11,6 +11,7 @@ are those of all together, and tokens_per_s is, too. No text of a prompt is logg
 import json
 import logging
 import re
+import sys
 import threading
 import time
 import urllib.parse
@@ -68,10 +69,14 @@ def finish_of(generation) -> str:
 
 
 class RequestLog:
-    """Follows the requests of an app. `observers` are called with each Exchange when it has ended."""
+    """Follows the requests of an app.
 
-    def __init__(self, with_prompts=False):
-        self.with_prompts, self.observers = with_prompts, []
+    observers: called with each Exchange when it has ended. text_of: the text of token ids, where prompts are to be
+    logged, too.
+    """
+
+    def __init__(self, observers=(), text_of=None):
+        self.observers, self.text_of = observers, text_of
         self.running = {}                   # id(exchange) -> Exchange, in the order of their arrival
 
     def install(self, app: flask.Flask):
@@ -95,15 +100,66 @@ class RequestLog:
         exchange.ended = time.perf_counter()
         quiet = exchange.path in POLLED and exchange.status == 200
         line = str(exchange)
-        if self.with_prompts:
-            line += "".join(f" text={json.dumps(g.prompt_text())}" for g in exchange.generations[:1])
+        if self.text_of:
+            prompts = dict.fromkeys(tuple(g.request.prompt_ids) for g in exchange.generations)
+            line += "".join(f" text={json.dumps(self.text_of(ids))}" for ids in prompts)
         logger.log(logging.DEBUG if quiet else logging.INFO, line)
         for observe in self.observers:
             observe(exchange)
 
 
+# ---- on a terminal -----------------------------------------------------------------------------------------
+
+
 class Console(logging.Handler):
-    """Log lines on stderr, above the lines of running requests."""
+    """Log lines on stderr, above the lines of what runs."""
 
     def emit(self, record):
-        tqdm.tqdm.write(self.format(record), file=self.stream)
+        tqdm.tqdm.write(self.format(record), file=sys.stderr)
+
+
+def log_to_terminal():
+    """What the log says of requests goes to stderr, with the time."""
+    console = Console()
+    console.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    logger.addHandler(console)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+class Progress:
+    """While the `with` body runs, a line for each running request, at the end of the terminal."""
+
+    def __init__(self, log: RequestLog):
+        self.log, self.lines, self.over = log, {}, threading.Event()
+        self.thread = threading.Thread(target=self._run, name="progress", daemon=True)
+
+    def __enter__(self):
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.over.set()
+        self.thread.join()
+
+    def _run(self):
+        while not self.over.wait(REFRESH_SECONDS):
+            self.show([exchange for exchange in self.log.running.copy().values() if exchange.generations][:MAX_LINES])
+        self.show([])
+
+    def show(self, exchanges):
+        """Brings the lines up to these."""
+        for exchange in self.lines.keys() - set(exchanges):
+            self.lines.pop(exchange).close()
+        for exchange in exchanges:
+            if exchange not in self.lines:
+                self.lines[exchange] = tqdm.tqdm(bar_format="{desc}", leave=False, file=sys.stderr)
+            self.lines[exchange].set_description_str(progress_line(exchange))
+
+
+def progress_line(exchange: Exchange) -> str:
+    generations = exchange.generations
+    n, speed = sum(g.n_generated for g in generations), exchange.tokens_per_s()
+    said = f"{n} tokens" + (f", {speed:.1f} tokens/s" if speed else "") if n else \
+        f"prompt of {sum(g.n_prompt for g in generations)} tokens"
+    return f"  {exchange.id[:8]}  {said}"
