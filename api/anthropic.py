@@ -1,9 +1,260 @@
-"""Anthropic's messages."""
+"""Anthropic's messages.
 
-from . import openai
+Beyond Anthropic's own fields: min_p, seed and the penalties of SAMPLING. Thoughts come where `thinking` asks for them;
+budget_tokens and effort are hints, of which the models know nothing. A field that is not described here is refused.
+"""
 
-ENDPOINTS = []
+import json
+import uuid
+
+from qengine import SAMPLING, Request, RequestError, explain
+
+from . import chat
+from .fields import ANYTHING, BOOL, SOME_TEXT, TEXT, Endpoint, either, list_of, number, object_of, one_of
+from .openai import MAX_STOPS, NAME, OBJECT
+from .reply import CallArguments, CallStart, Content, Message, Thought, sse, whole
+from .tools import Tool
+
+# ---- what may be sent ------------------------------------------------------------------------------------
+
+
+def block(type: str, required: dict, **optional) -> dict:
+    """A block of a content; where a prompt may be cached is for the engine to find."""
+    return object_of({"type": one_of(type), "cache_control": ANYTHING, **required, **optional}, ["type", *required])
+
+
+TEXT_BLOCK = block("text", {"text": TEXT}, citations=ANYTHING)
+TEXTS = either(TEXT, list_of(TEXT_BLOCK))
+BLOCKS = either(
+    TEXT_BLOCK, block("thinking", {"thinking": TEXT}, signature=TEXT), block("redacted_thinking", {"data": TEXT}),
+    block("tool_use", {"id": TEXT, "name": TEXT, "input": OBJECT}, caller=ANYTHING),
+    block("tool_result", {"tool_use_id": TEXT}, content=TEXTS, is_error=BOOL))
+MESSAGE = object_of({"role": one_of("user", "assistant", "system"), "content": either(TEXT, list_of(BLOCKS))},
+                    ["role", "content"])
+TOOL = object_of({"type": one_of("custom"), "name": NAME, "description": TEXT, "input_schema": OBJECT, "strict": BOOL,
+                  "cache_control": ANYTHING, "input_examples": ANYTHING, "eager_input_streaming": ANYTHING},
+                 ["name", "input_schema"])
+
+
+def choice(type: str, **others) -> dict:
+    return object_of({"type": one_of(type), **others}, ["type", *(["name"] if "name" in others else [])])
+
+
+CHOICE = either(choice("auto", disable_parallel_tool_use=BOOL), choice("any", disable_parallel_tool_use=BOOL),
+                choice("tool", name=TEXT, disable_parallel_tool_use=BOOL), choice("none"))
+DISPLAY = one_of("summarized", "omitted")
+THINKING = either(choice("enabled", budget_tokens={"type": "integer", "minimum": 1, "maximum": 2**31 - 1}, display=DISPLAY),
+                  choice("adaptive", display=DISPLAY), choice("disabled"))
+OUTPUT = object_of({"effort": one_of("low", "medium", "high", "xhigh", "max"),
+                    "format": object_of({"type": one_of("json_schema"), "schema": OBJECT}, ["type", "schema"])})
+
+CONVERSATION = {"model": TEXT, "messages": list_of(MESSAGE, 1), "system": TEXTS, "tools": list_of(TOOL),
+                "tool_choice": CHOICE, "thinking": THINKING, "output_config": OUTPUT, "cache_control": ANYTHING}
+MESSAGES = object_of({
+    **CONVERSATION, **{name: number(name) for name in SAMPLING}, "stream": BOOL,
+    "stop_sequences": list_of(SOME_TEXT, 0, MAX_STOPS),
+    # what changes no answer
+    **dict.fromkeys(["metadata", "service_tier", "inference_geo", "speed", "user_profile_id", "workspace_id"], ANYTHING)},
+    ["messages", "max_tokens"])
+
+# ---- endpoints -------------------------------------------------------------------------------------------
+
+
+def messages(service, body: dict):
+    turn, stops = prepare(service, body), body.get("stop_sequences", [])
+    sampling = service.sampling | {name: body[name] for name in SAMPLING if name in body}
+    request = Request(turn.prompt_ids, stop=stops, **sampling, **turn.rules)
+    shows_thoughts = body.get("thinking", {}).get("display") != "omitted"
+    answer = Answer(service.engine.name, turn.reader(), stops, shows_thoughts)
+    return chat.respond(service, [request], answer, body.get("stream", False))
+
+
+def count_tokens(service, body: dict):
+    return {"input_tokens": len(prepare(service, body).prompt_ids)}
+
+
+ENDPOINTS = [Endpoint("POST", "/v1/messages", "Answer a conversation (Anthropic)", messages, MESSAGES),
+             Endpoint("POST", "/v1/messages/count_tokens", "How long the prompt of a conversation is", count_tokens,
+                      object_of(CONVERSATION, ["messages"]))]
+
+
+def prepare(service, body: dict) -> chat.Turn:
+    if body["messages"][-1]["role"] == "assistant":
+        raise RequestError("messages", "the last message is the assistant's: an answer cannot be begun for the model")
+    thinking = body.get("thinking", {"type": "disabled"})["type"] != "disabled"
+    format = body.get("output_config", {}).get("format") or {}
+    system = [{"role": "system", "content": text_of(body["system"])}] if body.get("system") else []
+    conversation = system + [one for message in body["messages"] for one in read_message(message)]
+    return chat.prepare(service, conversation, thinking, read_tools(body), format.get("schema"),
+                        "output_config.format.schema")
+
+
+def read_tools(body: dict) -> chat.Toolbox | None:
+    """The tools of a request, None where there are none to call."""
+    tools = [Tool(tool["name"], tool["input_schema"], bool(tool.get("strict"))) for tool in body.get("tools", [])]
+    offered = [{"type": "function", "function": {"name": tool["name"], "description": tool.get("description", ""),
+                                                 "parameters": tool["input_schema"]}} for tool in body.get("tools", [])]
+    choice = body.get("tool_choice", {"type": "auto"})
+    if choice["type"] == "tool":
+        tools = [tool for tool in tools if tool.name == choice["name"]]
+    if choice["type"] in ("tool", "any") and not tools:
+        raise RequestError("tool_choice", "'tool_choice' asks for a tool that the request does not have")
+    if choice["type"] == "none" or not tools:
+        return None
+    several = not choice.get("disable_parallel_tool_use") and choice["type"] != "tool"
+    return chat.Toolbox(offered, tools, must=choice["type"] != "auto", several=several)
+
+
+def text_of(content) -> str:
+    return content if isinstance(content, str) else "\n".join(block["text"] for block in content)
+
+
+def read_message(message: dict) -> list[dict]:
+    """The messages that one of Anthropic's is for a chat template, to which the results of tools are messages, too."""
+    role, content = message["role"], message["content"]
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    results = [{"role": "tool", "tool_call_id": block["tool_use_id"], "content": result_of(block)}
+               for block in content if block["type"] == "tool_result"]
+    calls = [{"id": block["id"], "type": "function", "function": {"name": block["name"], "arguments": block["input"]}}
+             for block in content if block["type"] == "tool_use"]
+    thoughts = [block["thinking"] for block in content if block["type"] == "thinking"]
+    said = {"role": role, "content": text_of([block for block in content if block["type"] == "text"])}
+    said |= {"tool_calls": calls} if calls else {}
+    said |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
+    return results + ([said] if said["content"] or calls or not results else [])
+
+
+def result_of(block: dict) -> str:
+    """What a tool said; the templates have no place for its failure but the text."""
+    return ("Error: " if block.get("is_error") else "") + text_of(block.get("content") or "")
+
+
+# ---- what is answered ------------------------------------------------------------------------------------
+
+
+class Answer:
+    """The answer to one HTTP request, whole or as a stream of events."""
+
+    def __init__(self, model: str, reply, stops, shows_thoughts: bool):
+        self.id, self.model, self.reply, self.stops = f"msg_{uuid.uuid4().hex[:24]}", model, reply, stops
+        self.shows_thoughts = shows_thoughts
+
+    def whole(self, generations) -> dict:
+        [generation] = generations
+        message, reason = Message(), None
+        for event in whole(generation):
+            reason = event.finish_reason
+            for part in self.parts(event):
+                message.add(part)
+        return self.message(list(map(written, message.blocks)), self.usage(generation)) | self.end(generation, reason)
+
+    def events(self, generations):
+        """The events of a stream: the message's start, its blocks one after the other, its end."""
+        [generation] = generations
+        blocks, reason = BlockWriter(), None
+        try:
+            start = {"input_tokens": generation.n_prompt, "output_tokens": 0}
+            yield event("message_start", message=self.message([], start) | {"stop_reason": None, "stop_sequence": None})
+            for one in whole(generation):
+                reason = one.finish_reason
+                for part in self.parts(one):
+                    yield from blocks.write(part)
+            yield from blocks.close()
+            yield event("message_delta", delta=self.end(generation, reason), usage=self.usage(generation))
+            yield event("message_stop")
+        except Exception as error:      # the status is out already: clients raise from this event instead
+            yield sse(error_body(explain(error)), "error")
+
+    def parts(self, one) -> list:
+        """What is to be told of an event of the engine."""
+        return [part for part in self.reply.push(one) if self.shows_thoughts or not isinstance(part, Thought)]
+
+    def message(self, blocks: list, usage: dict) -> dict:
+        return {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": blocks,
+                "usage": usage}
+
+    def end(self, generation, reason: str) -> dict:
+        """Why the answer ended, and at which stop sequence."""
+        stop = self.reply.stopped_by(self.stops) if reason == "stop" else None
+        if reason == "length":
+            is_asked = generation.n_generated == generation.request.max_tokens
+            return {"stop_reason": "max_tokens" if is_asked else "model_context_window_exceeded", "stop_sequence": None}
+        name = "stop_sequence" if stop else "tool_use" if self.reply.n_calls else "end_turn"
+        return {"stop_reason": name, "stop_sequence": stop}
+
+    def usage(self, generation) -> dict:
+        return {"input_tokens": generation.n_prompt - generation.n_cached, "cache_creation_input_tokens": 0,
+                "cache_read_input_tokens": generation.n_cached, "output_tokens": generation.n_generated,
+                "output_tokens_details": {"thinking_tokens": self.reply.n_thinking}}
+
+
+def written(block) -> dict:
+    """A block of an answer; a call as text where the answer ended within its arguments, which then are no object."""
+    match block:
+        case Thought(text):
+            return opened(block) | {"thinking": text}
+        case Content(text):
+            return opened(block) | {"text": text}
+    try:
+        return opened(CallStart(0, block.id, block.name)) | {"input": json.loads(block.arguments)}
+    except ValueError:
+        return {"type": "text", "text": f"{block.name}: {block.arguments}"}
+
+
+def opened(part) -> dict:
+    """The block that a part begins, still empty."""
+    match part:
+        case Thought():
+            return {"type": "thinking", "thinking": "", "signature": ""}
+        case Content():
+            return {"type": "text", "text": ""}
+        case CallStart(_, id, name):
+            return {"type": "tool_use", "id": id.replace("call_", "toolu_"), "name": name, "input": {}}
+
+
+def delta(part) -> dict | None:
+    """What a part adds to its block."""
+    match part:
+        case Thought(text):
+            return {"type": "thinking_delta", "thinking": text}
+        case Content(text):
+            return {"type": "text_delta", "text": text}
+        case CallArguments(_, text):
+            return {"type": "input_json_delta", "partial_json": text}
+
+
+class BlockWriter:
+    """Writes the parts of an answer as events: a block for each run of parts of one kind, and for each call."""
+
+    def __init__(self):
+        self.n_blocks, self.kind = 0, None      # kind: of the parts of the open block, None where none is open
+
+    def write(self, part):
+        if not isinstance(part, CallArguments) and (isinstance(part, CallStart) or self.kind is not type(part)):
+            yield from self.close()
+            yield event("content_block_start", index=self.n_blocks, content_block=opened(part))
+            self.kind, self.n_blocks = type(part), self.n_blocks + 1
+        if (change := delta(part)) is not None:
+            yield event("content_block_delta", index=self.n_blocks - 1, delta=change)
+
+    def close(self):
+        if self.kind is Thought:
+            signature = {"type": "signature_delta", "signature": ""}
+            yield event("content_block_delta", index=self.n_blocks - 1, delta=signature)
+        if self.kind is not None:
+            yield event("content_block_stop", index=self.n_blocks - 1)
+        self.kind = None
+
+
+def event(type: str, **data) -> str:
+    return sse({"type": type} | data, type)
+
+
+ERRORS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+          413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
 
 
 def error_body(failure) -> dict:
-    return openai.error_body(failure)
+    kind = ERRORS.get(failure.status, "api_error" if failure.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": failure.message}}

@@ -209,13 +209,13 @@ class ChatChoice:
         return "tool_calls" if self.reply.n_calls and reason == "stop" else reason
 
     def whole(self) -> dict:
-        message = {"role": "assistant", "content": self.message.content, "refusal": None}
-        if self.message.thought:
-            message["reasoning_content"] = self.message.thought
-        if self.message.calls:
-            message["content"] = message["content"] or None
-            message["tool_calls"] = [{"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
-                                     for id, name, arguments in self.message.calls]
+        text, thought, calls = self.message.text(Content), self.message.text(Thought), self.message.calls
+        message = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        if thought:
+            message["reasoning_content"] = thought
+        if calls:
+            message["tool_calls"] = [{"id": call.id, "type": "function", "function": {
+                "name": call.name, "arguments": call.arguments}} for call in calls]
         return {"message": message}
 
 

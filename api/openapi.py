@@ -22,10 +22,9 @@ def operation(endpoint: Endpoint) -> dict:
 def published(description: dict) -> dict:
     """A description with all that `fields.check` takes for granted: what is not required may also be null."""
     said = dict(description)
-    for key in ("anyOf",):
-        if key in said:
-            said[key] = list(map(published, said[key]))
-    if isinstance(said.get("items"), dict):
+    if "anyOf" in said:
+        said["anyOf"] = list(map(published, said["anyOf"]))
+    if "items" in said:
         said["items"] = published(said["items"])
     if "properties" in said:
         said["properties"] = {

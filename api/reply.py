@@ -12,7 +12,7 @@ Line breaks around thoughts and calls belong to the form, not to the text.
 import collections
 import json
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from werkzeug.exceptions import ServiceUnavailable
 
@@ -49,23 +49,38 @@ class CallArguments:
 
 
 @dataclass
-class Message:
-    """All parts of an answer together. calls: [id, name, JSON text of the arguments]."""
+class Call:
+    """A whole call; arguments is JSON text, which the end of the answer may have cut."""
 
-    thought: str = ""
-    content: str = ""
-    calls: list[list[str]] = field(default_factory=list)
+    id: str
+    name: str
+    arguments: str = ""
+
+
+class Message:
+    """An answer put together. blocks: a Thought or Content for each run of such parts, a Call for each call."""
+
+    def __init__(self):
+        self.blocks = []
 
     def add(self, part):
         match part:
-            case Thought(text):
-                self.thought += text
-            case Content(text):
-                self.content += text
             case CallStart(_, id, name):
-                self.calls.append([id, name, ""])
-            case CallArguments(index, text):
-                self.calls[index][2] += text
+                self.blocks.append(Call(id, name))
+            case CallArguments(_, text):
+                self.blocks[-1].arguments += text
+            case _ if self.blocks and type(self.blocks[-1]) is type(part):
+                self.blocks[-1] = type(part)(self.blocks[-1].text + part.text)
+            case _:
+                self.blocks.append(part)
+
+    def text(self, kind) -> str:
+        """All that is Thought, or Content."""
+        return "".join(block.text for block in self.blocks if isinstance(block, kind))
+
+    @property
+    def calls(self) -> list[Call]:
+        return [block for block in self.blocks if isinstance(block, Call)]
 
 
 def opening_of(prompt: str, template: str, thinking: bool | None) -> str:

@@ -45,8 +45,8 @@ def types_of(schema, root: dict | None = None, seen=frozenset()) -> frozenset:
     if "type" in schema:
         said = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
         types &= {"integer", *said} if "number" in said else set(said)
-    if "enum" in schema or "const" in schema:
-        types &= set(map(type_of, choices(schema)))
+    if values := choices(schema):
+        types &= set(map(type_of, values))
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference not in seen:
         types &= types_of(_resolve(reference, root), root, seen | {reference})

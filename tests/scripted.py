@@ -1,0 +1,74 @@
+"""An engine that says what it is told to, with the tokenizer and the template of the model that ships."""
+
+import functools
+import itertools
+
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+import qengine
+
+
+@functools.cache
+def shipped():
+    """The model that ships, opened and not loaded."""
+    return qengine.open_model(qengine.DEFAULT_MODEL)
+
+
+class ScriptedEngine:
+    """What api/ knows of an Engine. script: a text, or what makes one of the prompt; an answer is all of it, then the end.
+
+    requests: those submitted so far.
+    """
+
+    name, n_ctx, error, cards = "scripted", 4096, None, ()
+
+    def __init__(self, script="", template=None):
+        self.tokenizer, self.template = shipped().tokenizer, template or shipped().template
+        self.script, self.requests = script, []
+
+    def encode(self, text):
+        return qengine.encode_prompt(self.tokenizer, text, self.n_ctx)
+
+    def submit(self, request):
+        request.check(self.tokenizer.n_vocab, self.n_ctx)
+        self.requests.append(request)
+        prompt = self.tokenizer.decode(request.prompt_ids, special=True)
+        text = self.script(prompt) if callable(self.script) else self.script
+        generation = qengine.Generation(request, self.tokenizer)
+        for n, token in enumerate(itertools.chain(self.tokenizer.encode(text), [END]), start=1):
+            reason = "stop" if token == END else "length" if n == request.max_tokens else None
+            if generation.push(token, reason):
+                break
+        generation.close()
+        return generation
+
+
+END = 6120                  # <|im_end|>
+
+
+@functools.cache
+def vocabulary() -> LLTokenizer:
+    tokenizer = shipped().tokenizer
+
+    class Wrapped:
+        eos_token_id, bos_token_id, tokens = END, None, tokenizer.pieces
+        special_token_ids = [*tokenizer.control.values(), *tokenizer.tags.values()]
+
+        def __call__(self, text):
+            return tokenizer.encode(text if isinstance(text, str) else text.decode(), allow_special=False)
+
+    return LLTokenizer(TokenizerWrapper(Wrapped()), n_vocab=tokenizer.n_vocab, eos_token=sorted(tokenizer.eos_ids))
+
+
+def obeys(rules: dict, text: str) -> bool:
+    """Whether an answer, the whole of it, obeys the `grammar` and `grammar_after` of a request."""
+    matcher, ids = LLMatcher(vocabulary(), rules["grammar"], log_level=0), shipped().tokenizer.encode(text)
+    assert not matcher.is_error(), matcher.get_error()
+    if rules.get("grammar_after") is not None:
+        if rules["grammar_after"] not in ids:
+            return True
+        ids = ids[ids.index(rules["grammar_after"]) + 1:]
+    for token in ids:
+        if matcher.is_stopped() or not matcher.consume_token(token):
+            return False
+    return matcher.is_accepting()

@@ -1,0 +1,216 @@
+"""Calls of tools: values typed by their schemas, and grammars that let well-formed calls through and nothing else."""
+
+import json
+import random
+
+import pytest
+from llguidance import LLMatcher
+
+from api.chat import Toolbox, rules_of
+from api.grammar import GrammarError, Rules
+from api.reply import Call, Message, Reply
+from api.tools import EVERY_TYPE, JSONCall, Tool, XMLCall, form_of, read_value, types_of
+from qengine import Request, RequestError
+from tests.oracle import oracle_path
+from tests.scripted import ScriptedEngine, obeys, shipped, vocabulary
+from tests.test_api_reply import CALL, JSON, WEATHER, XML
+
+NUMBER, TEXT, NULL = {"type": "number"}, {"type": "string"}, {"type": "null"}
+POINT = {"$ref": "#/$defs/point", "$defs": {"point": {"type": "object", "properties": {"x": NUMBER}}}}
+
+VALUES = [      # schema, text, value
+    (TEXT, "5", "5"), (TEXT, "null", "null"), (TEXT, " a\nb ", " a\nb "), (TEXT, '{"a": 1}', '{"a": 1}'),
+    ({"type": "integer"}, "5", 5), ({"type": "integer"}, "5.0", 5), ({"type": "integer"}, "-0", 0),
+    ({"type": "integer"}, "5.5", "5.5"), ({"type": "integer"}, "three", "three"), ({"type": "integer"}, "", ""),
+    ({"type": "integer"}, "true", "true"), ({"type": "integer"}, "1" * 400, int("1" * 400)),
+    (NUMBER, "5", 5), (NUMBER, "5.0", 5.0), (NUMBER, "1e3", 1000.0), (NUMBER, "NaN", "NaN"), (NUMBER, "1e999", "1e999"),
+    ({"type": "boolean"}, "true", True), ({"type": "boolean"}, "False", False), ({"type": "boolean"}, "1", "1"),
+    (NULL, "null", None), (NULL, "None", None), (NULL, "nothing", "nothing"),
+    ({"type": "array"}, "[1, 2]", [1, 2]), ({"type": "array"}, "[1, 2", "[1, 2"), ({"type": "array"}, "{}", "{}"),
+    ({"type": "array"}, "[" * 100_000, "[" * 100_000),
+    ({"type": "object"}, '{"a": "b"}', {"a": "b"}), ({"type": "object"}, "a: b", "a: b"),
+    ({"type": ["string", "null"]}, "null", None), ({"type": ["string", "null"]}, "5", "5"),
+    ({"anyOf": [{"type": "integer"}, NULL]}, "7", 7), ({"anyOf": [{"type": "integer"}, NULL]}, "None", None),
+    ({"anyOf": [{"type": "integer"}, TEXT]}, "7", 7), ({"anyOf": [{"type": "integer"}, TEXT]}, "seven", "seven"),
+    ({"oneOf": [{"type": "array"}, TEXT]}, "[]", []), ({"allOf": [{"type": "integer"}, {"minimum": 3}]}, "7", 7),
+    ({"enum": ["5", "a"]}, "5", "5"), ({"enum": [5, "5"]}, "5", 5), ({"enum": [1, 2]}, "2", 2), ({"enum": [1, 2]}, "3", 3),
+    ({"enum": ["a", None]}, "null", None), ({"const": True}, "true", True), ({"enum": ["a", "b"]}, "c", "c"),
+    (POINT, '{"x": 1}', {"x": 1}), (POINT, "5", "5"),
+    ({"$ref": "#/nowhere"}, "5", 5), ({}, "5", 5), ({}, "five", "five"), ({}, '{"a": [1]}', {"a": [1]}),
+    ({"type": "integer", "anyOf": "nonsense", "enum": 5}, "5", 5), ({"type": "unheard of"}, "5", "5"),
+]
+
+
+@pytest.mark.parametrize("schema, text, value", VALUES, ids=[f"{i}-{case[1][:12]!r}" for i, case in enumerate(VALUES)])
+def test_a_value_is_what_the_schema_admits_or_the_text(schema, text, value):
+    read = read_value(text, schema)
+    assert read == value and type(read) is type(value)
+
+
+def test_types_of_what_refers_to_itself():
+    assert types_of({"$ref": "#"}) == EVERY_TYPE
+    schema = {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, NULL]}}, "$ref": "#/$defs/a"}
+    assert "null" in types_of(schema)
+    assert types_of({"properties": {"a/b": TEXT}, "$ref": "#/properties/a~1b"}) == {"string"}
+
+
+def test_forms_of_the_templates():
+    assert form_of(shipped().template.source) is XMLCall
+    for name in ("Qwen3.5-4B", "Qwen3-Coder"):
+        assert form_of(oracle_path(f"templates/{name}.jinja").read_text()) is XMLCall
+    assert form_of('<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>') is JSONCall
+    assert form_of("no tools") is None
+
+
+# ---- grammars ----------------------------------------------------------------------------------------------
+
+LEAVES = {"city": TEXT, "days": {"type": "integer"}, "share": NUMBER, "exact": {"type": "boolean"},
+          "unit": {"enum": ["C", "F"]}, "level": {"enum": [1, 2]}, "note": {"anyOf": [TEXT, NULL]},
+          "tags": {"type": "array", "items": TEXT}, "at": {"$ref": "#/$defs/point"}, "size": {"type": ["integer", "null"]},
+          "any": {}}
+DEFS = {"point": {"type": "object", "properties": {"x": NUMBER, "y": NUMBER}, "required": ["x", "y"]}}
+MADE = {"city": ["Seoul", "", 'a "b"\n</par', "x\n\ny", "\ub300\ud55c"], "days": [0, -3, 12], "share": [0.5, 3, -1.25],
+        "exact": [True, False], "unit": ["C", "F"], "level": [1, 2], "note": ["later", None],
+        "tags": [[], ["a", "\u00e9"]], "at": [{"x": 1, "y": 2.5}], "size": [4, None], "any": ["text", {"a": [1]}]}
+
+
+def random_tool(rng, name):
+    keys = rng.sample(list(LEAVES), rng.randrange(6))
+    required = [key for key in keys if rng.random() < 0.6]
+    parameters = {"type": "object", "properties": {key: LEAVES[key] for key in keys}, "required": required, "$defs": DEFS}
+    return Tool(name, parameters, strict=rng.random() < 0.5)
+
+
+def random_arguments(rng, tool):
+    return {key: rng.choice(MADE[key]) for key in tool.parameters["properties"]
+            if key in tool.parameters["required"] or rng.random() < 0.5}
+
+
+def write(form, name, arguments):
+    """A call as the model's template or, in the JSON form, Qwen3's writes it."""
+    if form is JSONCall:
+        return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n</tool_call>"
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    text = shipped().template.render(messages, add_generation_prompt=False)
+    return text[text.index("<tool_call>"):text.index("</tool_call>")] + "</tool_call>"
+
+
+def calls_in(form, tools, text):
+    """The calls that are read from an answer, whose text must be nothing but calls."""
+    message = Message()
+    engine = ScriptedEngine(text)
+    reply = Reply(engine.tokenizer, "content", form, {tool.name: tool for tool in tools}, ruled=True)
+    for event in engine.submit(Request([0])):
+        for part in reply.push(event):
+            message.add(part)
+    assert all(isinstance(block, Call) for block in message.blocks), message.blocks
+    return [(call.name, json.loads(call.arguments)) for call in message.calls]
+
+
+@pytest.mark.parametrize("form", [XMLCall, JSONCall])
+def test_calls_that_the_template_writes_obey_and_come_back(form):
+    rng = random.Random(4)
+    for _ in range(40):
+        tools = [random_tool(rng, name) for name in ("get_weather", "get", "send-mail")[:rng.randrange(1, 4)]]
+        calls = [(tool.name, random_arguments(rng, tool)) for tool in rng.choices(tools, k=rng.randrange(1, 4))]
+        text = "\n".join(write(form, *call) for call in calls)
+        must, free = (Rules(shipped().tokenizer.tags, "content").calls(form, tools, must, several=True)
+                      for must in (True, False))
+        assert obeys(must, text), text
+        assert obeys(free, "I look.\n\n" + text), text
+        assert calls_in(form, tools, text) == calls
+        assert not obeys(must, "I look.\n\n" + text)
+        assert not obeys(free, text + "\nThere.")
+
+
+XML_RULES = [       # text with a call of WEATHER's in the XML form, is it one?
+    (XML, True),
+    (XML.replace("get_weather", "get_whether"), False),
+    (XML.replace("3", "three"), False),
+    (XML.replace("city", "town"), False),
+    (XML.replace("</function>\n", ""), False),
+    (XML.replace("S\u00e3o", "<b>\n</parameter"), True),
+    ("<tool_call>\n<function=get_weather>\n</function>\n</tool_call>", True),        # nothing of it is required
+    (XML + "\n" + XML, False),          # several are not allowed
+    ("", False), ("Hello", False),
+]
+
+
+@pytest.mark.parametrize("text, fits", XML_RULES)
+def test_a_required_call(text, fits):
+    rules = Rules(shipped().tokenizer.tags, "content").calls(XMLCall, [WEATHER], must=True, several=False)
+    assert obeys(rules, text) == fits
+
+
+@pytest.mark.parametrize("text, fits", [
+    (JSON, True), (JSON.replace("3", '"3"'), False), (JSON.replace('"name": "get', '"name": "got'), False),
+    (JSON.replace("days", "hours"), False), ('<tool_call>\n{"name": "get_weather", "arguments": {}}\n</tool_call>', True)])
+def test_a_required_call_in_the_json_form(text, fits):
+    rules = Rules(shipped().tokenizer.tags, "content").calls(JSONCall, [WEATHER], must=True, several=False)
+    assert obeys(rules, text) == fits
+
+
+def test_rules_follow_the_thoughts():
+    tags = shipped().tokenizer.tags
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+    for opening, good, bad in (
+            ("content", ['{"a": 1}', '{"a":1}'], ['{"a": 1}\n', '{"a": "1"}', '{"b": 1}', "hm</think>\n\n{\"a\": 1}"]),
+            ("thought", ['hm {\n</think>\n\n{"a": 1}'], ['hm</think>{"a": 1}', 'hm\n</think>\n\n{"a": x}']),
+            ("either", ['{"a": 1}', '<think>\nhm\n</think>\n\n{"a": 1}'], ["<think>\nhm", 'hm{"a": 1}'])):
+        rules = Rules(tags, opening).value(schema)
+        assert rules["grammar_after"] == (tags["</think>"] if opening == "thought" else None)
+        assert all(obeys(rules, text) for text in good)
+        assert not any(obeys(rules, text) for text in bad)
+
+
+def test_rules_where_tags_are_letters():
+    """The same with a vocabulary that has no tag as a token; `obeys` then reads them as what they are, letters."""
+    rules = Rules({}, "thought").value({"type": "integer"})
+    assert rules["grammar_after"] is None
+    spelt = "<tool_call>\n<function=get_weather>\n</function>\n</tool_call>"
+    for text, fits in (("hm</thin></think>\n\n5", True), ("5", False), ("hm</think>\n\nfive", False)):
+        assert obeys_in_letters(rules, text) == fits
+    rules = Rules({}, "content").calls(XMLCall, [WEATHER], must=True, several=True)
+    assert obeys_in_letters(rules, spelt) and obeys_in_letters(rules, f"{spelt}\n{spelt}")
+    assert not obeys_in_letters(rules, "Hello")
+    assert Rules({}, "content").calls(XMLCall, [WEATHER], must=False, several=True) == {}
+
+
+def obeys_in_letters(rules, text):
+    matcher = LLMatcher(vocabulary(), rules["grammar"], log_level=0)
+    ids = [token for letter in text for token in shipped().tokenizer.encode(letter)]
+    return all(matcher.consume_token(token) for token in ids) and matcher.is_accepting()
+
+
+def test_an_answer_in_a_schema_or_a_call():
+    rules = Rules(shipped().tokenizer.tags, "content").calls(XMLCall, [WEATHER], False, True, {"type": "integer"})
+    assert obeys(rules, "5") and obeys(rules, XML) and obeys(rules, f"{XML}\n{XML}")
+    assert not obeys(rules, "five") and not obeys(rules, f"5\n{XML}")
+
+
+@pytest.mark.parametrize("schema, named", [
+    ({"type": "array", "uniqueItems": True}, "uniqueItems"), ({"not": {"type": "string"}}, "not"),
+    ({"type": "string", "format": "postcode"}, "postcode"), ({"type": "objekt"}, "objekt"),
+    ({"type": "string", "pattern": "(?=a)b"}, "look"), ({"properties": {"a": {"$ref": "#/$defs/b"}}}, "$defs/b"),
+    ({"properties": {"a": {"if": {}}}}, "if"), ({"type": "string", "minLength": 5, "maxLength": 3}, "minLength"),
+])
+def test_what_cannot_be_enforced_is_named(schema, named):
+    with pytest.raises(GrammarError, match=named.replace("$", r"\$")) as caught:
+        Rules({}, "content").value(schema)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+def test_tools_that_cannot_be_enforced():
+    """Whoever demands that a call fits hears of it; otherwise calls are free, or free of that keyword."""
+    def rules(tool, must):
+        return rules_of(Rules(shipped().tokenizer.tags, "content"), XMLCall, Toolbox([], [tool], must), None, None)
+
+    unique = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    assert rules(Tool("f", unique), must=True) and rules(Tool("f", unique), must=False)
+    broken = {"type": "object", "properties": {"a": {"type": "array", "items": {"$ref": "#/nowhere"}}}}
+    assert rules(Tool("f", broken), must=False) == {}
+    for tool, must in (Tool("f", unique, strict=True), False), (Tool("f", broken), True), (Tool("f", broken, True), False):
+        with pytest.raises(RequestError, match="tools") as caught:
+            rules(tool, must)
+        assert caught.value.field == "tools"
