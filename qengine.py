@@ -3040,15 +3040,15 @@ def chat(engine, sampling: dict, thinking) -> int:
 def run_server(options, sampling: dict, thinking) -> int:
     """Listens, loads, serves until Ctrl-C or SIGTERM; then cancels what is open and tells its clients."""
     from api.access import read_keys
-    from api.log import Progress, log_to_terminal
+    from api.log import on_stderr
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     keys = read_keys(options.api_key, options.api_key_file)
     app = create_app(None, sampling, thinking, options.slots + MAX_WAITING, keys, options.cors, options.log_prompts)
-    log_to_terminal()
     if not keys and not is_loopback(options.host):
         note(f"warning: whoever reaches {options.host} can use this server: --api-key asks for a key")
     with contextlib.ExitStack() as stack:
+        stack.enter_context(on_stderr(app.extensions["qengine"].log))
         try:
             port = stack.enter_context(serving(app, options.host, options.serve))
         except (OSError, ValueError) as error:
@@ -3057,9 +3057,8 @@ def run_server(options, sampling: dict, thinking) -> int:
             return 2
         engine = app.extensions["qengine"].engine = load_engine(options.model, options)
         try:
-            note(f"serving {engine.name} on http://{options.host}:{port}/v1 (Ctrl-C stops)")
-            if sys.stderr.isatty():
-                stack.enter_context(Progress(app.extensions["qengine"].log))
+            note(f"serving {engine.name} on http://{options.host}:{port}/ (a page to talk with it, and /v1 for programs; "
+                 "Ctrl-C stops)")
             engine.scheduler.thread.join()              # ends by a failure only, of which /health goes on to tell
             note(f"qengine: {engine.error}")
             while True:

@@ -8,6 +8,7 @@ X-Request-Id, where it has a sensible one, and comes back in the answer's. Of se
 are those of all together, and tokens_per_s is, too. No text of a prompt is logged unless that is asked for.
 """
 
+import contextlib
 import json
 import logging
 import re
@@ -118,17 +119,8 @@ class Console(logging.Handler):
         tqdm.tqdm.write(self.format(record), file=sys.stderr)
 
 
-def log_to_terminal():
-    """What the log says of requests goes to stderr, with the time."""
-    console = Console()
-    console.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    logger.addHandler(console)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-
-
 class Progress:
-    """While the `with` body runs, a line for each running request, at the end of the terminal."""
+    """While the `with` body runs, a line for each running request, at the end of what the terminal shows."""
 
     def __init__(self, log: RequestLog):
         self.log, self.lines, self.over = log, {}, threading.Event()
@@ -163,3 +155,18 @@ def progress_line(exchange: Exchange) -> str:
     said = f"{n} tokens" + (f", {speed:.1f} tokens/s" if speed else "") if n else \
         f"prompt of {sum(g.n_prompt for g in generations)} tokens"
     return f"  {exchange.id[:8]}  {said}"
+
+
+@contextlib.contextmanager
+def on_stderr(log: RequestLog):
+    """While the `with` body runs, the log goes to stderr, with the time; at a terminal what runs is shown below it."""
+    console = Console()
+    console.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    logger.addHandler(console)
+    logger.setLevel(logging.INFO)
+    try:
+        with Progress(log) if sys.stderr.isatty() else contextlib.nullcontext():
+            yield
+    finally:
+        logger.removeHandler(console)
+        logger.setLevel(logging.NOTSET)

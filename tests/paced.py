@@ -26,9 +26,9 @@ class PacedEngine(ScriptedEngine):
     def _write(self, generation):
         request = generation.request
         prompt = self.tokenizer.decode(request.prompt_ids, special=True)
-        text = self.script(prompt) if callable(self.script) else self.script
         end, error = time.monotonic() + self.delay, None
         try:
+            text = self.script(prompt) if callable(self.script) else self.script
             for n, token in enumerate([*self.tokenizer.encode(text), END], start=1):
                 while time.monotonic() < end and not generation.cancelled:
                     time.sleep(0.002)
