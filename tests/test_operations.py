@@ -265,7 +265,7 @@ def test_what_runs_is_shown_with_its_speed(capsys, monkeypatch):
 def test_a_silent_stream_says_that_it_lives(monkeypatch):
     monkeypatch.setattr(reply, "SILENCE_SECONDS", 0.02)
     with serving(qengine.create_app(PacedEngine(ANSWER, delay=0.3))) as (port, _):
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
         connection.request("POST", TEXT, json.dumps({"prompt": "hi", "stream": True}))
         events = connection.getresponse().read().decode().split("\n\n")
         connection.close()
