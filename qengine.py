@@ -7,7 +7,7 @@ Table of contents
     4  Model                         the forward pass, layer by layer
     5  Cache                         KV pages and recurrent states
     6  Stages                        layers on cards, one after the other
-    7  Sampling                      per-slot parameters of the sampling kernels
+    7  Sampling and constraints      per-slot parameters of the sampling kernels, grammars that answers obey
     8  Scheduler and engine          requests, slots, prompts and answers taking turns; load()
     9  Server                        requests over HTTP, in the wire formats of api/
     10 Bench                         how fast a model runs, and what of the card it uses
@@ -59,6 +59,8 @@ import flask
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
+import llguidance
+import llguidance.numpy
 import numpy as np
 import sentencepiece
 import tokenizers
@@ -70,7 +72,8 @@ import waitress.task
 from werkzeug.exceptions import HTTPException, ServiceUnavailable, TooManyRequests
 
 from kernels import (advance, attend_decode, attention, conv, embedding, finite, float_matmul, formats, gdn, gdn_decode,
-                     kv_cache, norm, probe, q8_gemm, q8_gemv, quant_gemv, quantize, rope, sample, swiglu, synthetic)
+                     kv_cache, logprobs, norm, probe, q8_gemm, q8_gemv, quant_gemv, quantize, rope, sample, swiglu,
+                     synthetic)
 from kernels.bench import operation_seconds
 from kernels.card import Array, Card, CardError, open_cards, show_bytes
 from kernels.compile import CompileError
@@ -1530,12 +1533,12 @@ class Stage:
         else:
             self.launch_prompt(n, tap)
 
-    def sample_row(self, row: int, slot: int) -> "Tokens":
+    def sample_row(self, row: int, slot: int, log_probs: bool) -> "Tokens":
         """The next token of a slot from row `row` of the hidden states of the prefill pass queued last."""
         set_rows(self.inputs, [0], [slot], [0])
         self.model.compute_logits(self.model.x[row:row + 1], 1)
-        self.sampler.launch(self.model.logits, rows_of(self.inputs, 1, is_decode=True))
-        return self.sampler.read()
+        self.sampler.launch(self.model.logits, rows_of(self.inputs, 1, is_decode=True), log_probs)
+        return self.sampler.read(log_probs)
 
     def place(self, ids, slots, positions):
         """The inputs of the next decode step."""
@@ -1545,9 +1548,9 @@ class Stage:
         """Queue the layers of a decode step: of the n rows placed last, or of what followed them."""
         self.recording(self.launch_layers, n).replay()
 
-    def choose(self, n: int):
+    def choose(self, n: int, log_probs: bool):
         """Queue the choice of the tokens that follow the n rows of `forward`; they are what enters the next step."""
-        self.recording(self.launch_choice, n).replay()
+        self.recording(self.launch_choice, n, log_probs).replay()
 
     def recording(self, launch, *arguments):
         """What launch(*arguments), one of the methods below, launches; made when it is first asked for."""
@@ -1564,7 +1567,7 @@ class Stage:
             self.launch_prompt(n)
         for n in range(1, self.n_slots + 1):
             self.launch_layers(n)
-            self.launch_choice(n)
+            self.launch_choice(n, log_probs=True)
         if self.sampler:
             for n in range(1, HEAD_ROWS + 1):
                 self.model.compute_logits(self.model.x, n)
@@ -1577,10 +1580,10 @@ class Stage:
         if self.sampler:
             self.model.compute_logits(self.model.x, n)
 
-    def launch_choice(self, n: int):
+    def launch_choice(self, n: int, log_probs: bool):
         if self.sampler:
             rows = rows_of(self.batch, n, is_decode=True)
-            self.sampler.launch(self.model.logits, rows)
+            self.sampler.launch(self.model.logits, rows, log_probs)
             advance.advance(self.card, rows.ids, rows.positions, rows.rope, self.sampler.tokens, n)
 
 
@@ -1618,7 +1621,7 @@ class Pipeline:
             stage.recording(stage.launch_prompt, stage.chunk)
             for n in (n for n in (1, 2, 4, 8) if n <= stage.n_slots):       # others are recorded when they come
                 stage.recording(stage.launch_layers, n)
-                stage.recording(stage.launch_choice, n)
+                stage.recording(stage.launch_choice, n, False)
 
     def start(self, slot: int, request: "Request"):
         """Make a slot ready for a new sequence."""
@@ -1638,78 +1641,181 @@ class Pipeline:
         if len(self.queued) > 1:        # or a whole prompt is queued at once, and no cancellation stops the cards
             self.queued.popleft().synchronize()
 
-    def sample_row(self, row: int, slot: int) -> "Tokens":
-        return self.last.sample_row(row, slot)
+    def sample_row(self, row: int, slot: int, log_probs: bool = False) -> "Tokens":
+        return self.last.sample_row(row, slot, log_probs)
 
     def place(self, ids, slots, positions):
         """The batch of the decode steps that follow: for each row a token, its slot and its position."""
         for stage in self.stages:
             stage.place(ids, slots, positions)
 
-    def step(self, n: int) -> "Tokens":
+    def step(self, n: int, log_probs: bool = False) -> "Tokens":
         """Queue a decode step of the n rows of the batch. The tokens that it finds are what enters the next one."""
         self.forward(n)
-        return self.choose(n)
+        return self.choose(n, log_probs)
 
     def forward(self, n: int):
         """The first part of a step: all that needs to know no more than the tokens of the step before."""
         for stage in self.stages:
             stage.forward(n)
 
-    def choose(self, n: int) -> "Tokens":
-        """The rest of it, which needs what the slots are told in between."""
-        self.last.choose(n)
-        return self.last.sampler.fetch(n)
+    def constrain(self, constraints: "dict[int, Constraint]"):
+        """Slots choose their next tokens from what their constraints allow."""
+        self.last.sampler.constrain(constraints)
+
+    def choose(self, n: int, log_probs: bool) -> "Tokens":
+        """The second part, which heeds what `constrain` was told in between."""
+        self.last.choose(n, log_probs)
+        return self.last.sampler.fetch(n, log_probs)
 
 
 # ======================================================================================================
-# 7  Sampling
+# 7  Sampling and constraints
 # ======================================================================================================
 
 
 class Tokens:
-    """Tokens on their way from a card to the host."""
+    """Tokens on their way from a card to the host, and their log-probabilities where these were asked for."""
 
-    def __init__(self, host: np.ndarray, arrived=None):
-        self.host, self.arrived = host, arrived
+    def __init__(self, tokens: np.ndarray, report: np.ndarray | None, arrived=None):
+        self.tokens, self.report, self.arrived = tokens, report, arrived
 
     def read(self) -> np.ndarray:
         """Waits for them: int32, -1 where the logits of a row held a NaN. Good until the second `fetch` after."""
         if self.arrived:
             self.arrived.synchronize()
-        return self.host
+        return self.tokens
+
+    def log_probs(self, row: int, top: int) -> tuple[float, tuple[tuple[int, float], ...]]:
+        """Of what was read: the log-probability of a row's token, and the `top` likeliest tokens with theirs."""
+        own, likeliest, ids = logprobs.unpack_report(self.report)
+        return float(own[row]), tuple(zip(ids[row, :top].tolist(), likeliest[row, :top].tolist()))
 
 
 class Sampler:
-    """The sampling kernels' memory on a card: parameters, step, token history and mask of every slot."""
+    """The sampling kernels' memory on a card: parameters, step, token history, biases and mask of every slot."""
 
     def __init__(self, card: Card, n_slots: int, n_vocab: int):
         self.card, self.n_vocab = card, n_vocab
         self.state = sample.SamplingState.allocate(card, n_slots, n_slots, n_vocab)
+        self.log_probs = logprobs.LogprobState.allocate(card, n_slots, n_vocab)
         self.tokens = card.alloc(n_slots, np.int32, "sampled tokens")
+        self.masks = card.pinned(self.state.mask.shape, np.uint32)
+        self.executor = llguidance.LLExecutor()
         # One is read while the other is filled.
-        self.hosts = itertools.cycle([card.pinned(n_slots, np.int32) for _ in range(2)])
+        self.hosts = itertools.cycle([(card.pinned(n_slots, np.int32),
+                                       card.pinned((n_slots, logprobs.REPORT), np.uint32)) for _ in range(2)])
 
     def start(self, slot: int, request: "Request"):
         """Set a slot's parameters for a request and forget what it generated before."""
-        seed = secrets.randbits(64) if request.seed is None else request.seed
-        packed = sample.pack_parameters(request.temperature, request.top_k, request.top_p, request.min_p, seed)
-        self.card.copy_in(self.state.parameters[slot], packed)
-        self.card.fill(self.state.history[slot], 0)
+        r, state = request, self.state
+        seed = secrets.randbits(64) if r.seed is None else r.seed
+        packed = sample.pack_parameters(
+            r.temperature, r.top_k, r.top_p, r.min_p, seed, repetition=r.repetition_penalty,
+            frequency=r.frequency_penalty, presence=r.presence_penalty, masked=r.grammar is not None,
+            biased=bool(r.logit_bias))
+        self.card.copy_in(state.parameters[slot], packed)
+        if packed[sample.FLAGS] & sample.PENALIZED:
+            history = np.zeros(self.n_vocab, np.uint16)
+            history[r.prompt_ids] = sample.IN_PROMPT
+            self.card.copy_in(state.history[slot], history)
+        if r.logit_bias:
+            bias = np.zeros(self.n_vocab, np.float32)
+            bias[list(r.logit_bias)] = list(r.logit_bias.values())
+            self.card.copy_in(state.bias[slot], bias)
 
-    def launch(self, logits: Array, rows: Rows):
+    def constrain(self, constraints: "dict[int, Constraint]"):
+        """Queue the masks of slots. Those of the last call must have been used: the tokens chosen were read."""
+        free = []
+        for slot, constraint in constraints.items():
+            if constraint.forced:
+                token = constraint.forced[0]
+                self.masks[slot] = 0
+                self.masks[slot, token // 32] = 1 << token % 32
+            else:
+                free.append((constraint.matcher, slot))
+        if free:
+            llguidance.numpy.fill_next_token_bitmask_par(self.executor, free, self.masks.view(np.int32))
+        for slot in constraints:
+            self.card.copy_in(self.state.mask[slot], self.masks[slot])
+
+    def launch(self, logits: Array, rows: Rows, log_probs: bool):
         """Queue the choice of the next token of each row; it can be recorded."""
         sample.sample(self.card, self.tokens, logits, rows.slots, self.state, rows.n, self.n_vocab)
+        if log_probs:
+            logprobs.logprobs(self.card, logits, self.tokens, self.log_probs, rows.n, self.n_vocab)
 
-    def fetch(self, n: int) -> Tokens:
-        """Queue the copy to the host of the tokens of the n rows sampled last."""
-        host = next(self.hosts)[:n]
-        self.card.copy_out(host, self.tokens[:n])
-        return Tokens(host, self.card.default_stream.record())
+    def fetch(self, n: int, log_probs: bool) -> Tokens:
+        """Queue the copy to the host of what `launch` found for n rows."""
+        tokens, report = (host[:n] for host in next(self.hosts))
+        self.card.copy_out(tokens, self.tokens[:n])
+        if log_probs:
+            self.card.copy_out(report, self.log_probs.report[:n])
+        return Tokens(tokens, report if log_probs else None, self.card.default_stream.record())
 
-    def read(self) -> Tokens:
-        """The token of the first row, when it is there; what was fetched before stays good."""
-        return Tokens(self.card.download(self.tokens[:1]))
+    def read(self, log_probs: bool) -> Tokens:
+        """What `launch` found for one row, when it is there; what was fetched before stays good."""
+        report = self.card.download(self.log_probs.report[:1]) if log_probs else None
+        return Tokens(self.card.download(self.tokens[:1]), report)
+
+
+# Constraints: llguidance says, token by token, what may follow. Its masks are made while a card runs the layers of
+# the token before, and the sampling kernels apply them there.
+
+
+class Constraint:
+    """What a grammar still allows of one answer. Look at `error` after each call, the first included."""
+
+    def __init__(self, vocabulary: "Vocabulary", grammar: str):
+        limits = llguidance.LLParserLimits(verbose_errors=False)        # its errors go to clients
+        self.matcher = llguidance.LLMatcher(vocabulary.prepared, grammar, log_level=0, limits=limits)
+        self.forced = collections.deque()   # tokens that follow for certain; the matcher has taken them already
+        self._look_ahead()
+        self.matcher.compute_bitmask()      # the first one takes long: here nobody else waits for it
+
+    @property
+    def error(self) -> RequestError | None:
+        """Why the answer cannot go on. A matcher raises nothing, and allows something after an error, too."""
+        if self.matcher.is_error():
+            reason = self.matcher.get_error().removesuffix("<non-verbose/>").strip()
+            return RequestError("grammar", f"the grammar cannot be followed: {reason}")
+        return None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the answer is complete and nothing may follow."""
+        return not self.forced and self.matcher.is_stopped()
+
+    def take(self, token: int):
+        """The answer goes on with `token`, which the mask has allowed."""
+        if self.forced:
+            self.forced.popleft()
+        else:
+            self.matcher.consume_token(token)
+            self._look_ahead()
+
+    def _look_ahead(self):
+        """Where the grammar spells out how the answer goes on, nothing has to be asked for a while."""
+        if not self.matcher.is_stopped() and (tokens := self.matcher.compute_ff_tokens()):
+            self.matcher.consume_tokens(tokens)
+            self.forced.extend(tokens)
+
+
+class Vocabulary:
+    """A tokenizer as llguidance wants it. Tags are special tokens: a grammar names them, and no text spells them."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer, self.tokens = tokenizer, tokenizer.pieces
+        self.eos_token_id, self.bos_token_id = min(tokenizer.eos_ids), None
+        self.special_token_ids = [*tokenizer.control.values(), *tokenizer.tags.values()]
+        self.prepared = llguidance.LLTokenizer(llguidance.TokenizerWrapper(self), eos_token=sorted(tokenizer.eos_ids))
+
+    def __call__(self, text: str) -> list[int]:
+        """Tokens that spell a text, which llguidance asks for where a grammar leaves no choice: the tokenizer's, unless
+        it would begin with a space or take a tag's name for the tag."""
+        ids = self.tokenizer.encode(text, allow_special=False)
+        is_spelt = b"".join(self.tokens[i] for i in ids) == text.encode()
+        return ids if is_spelt and not set(ids) & set(self.special_token_ids) else self.prepared.greedy_tokenize(text)
 
 
 # ======================================================================================================
@@ -1731,6 +1837,9 @@ SAMPLING = {
     "top_p": (float, 0, 1, "choose among the likeliest tokens that together reach this probability (1: all)"),
     "min_p": (float, 0, 1, "leave out tokens less likely than this share of the likeliest one (0: none)"),
     "seed": (int, 0, 2**64 - 1, "the same seed and prompt give the same answer"),
+    "repetition_penalty": (float, 0.01, 10, "divide the logits of tokens seen in prompt or answer by this (1: off)"),
+    "frequency_penalty": (float, -2, 2, "take this from a token's logit for each time that the answer has it (0: off)"),
+    "presence_penalty": (float, -2, 2, "take this from the logits of tokens that the answer has (0: off)"),
 }
 
 
@@ -1738,11 +1847,16 @@ class EngineStopped(Exception):
     """The engine answers no more: it was closed, or it failed. The text says which."""
 
 
+def is_within(kind: type, value, low, high) -> bool:
+    """Whether `value` is a number from `low` to `high`, a whole one if `kind` is int. A NaN is not."""
+    is_number = isinstance(value, numbers.Integral if kind is int else numbers.Real) and not isinstance(value, bool)
+    return is_number and low <= value <= high
+
+
 def check_sampling(name: str, value, field: str | None = None):
     """`value`, if it is what SAMPLING allows as `name`; RequestError names `field`, which is `name` by default."""
     kind, low, high, _ = SAMPLING[name]
-    is_number = isinstance(value, numbers.Integral if kind is int else numbers.Real) and not isinstance(value, bool)
-    if not is_number or not low <= value <= high:       # a NaN is not, either
+    if not is_within(kind, value, low, high):
         noun = "a whole number" if kind is int else "a number"
         raise RequestError(field or name, f"'{field or name}' must be {noun} from {low} to {high}")
     return value
@@ -1759,10 +1873,13 @@ class Request:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None             # None: another one for every request
-    ignore_eos: bool = False
-    stop: tuple[str, ...] = ()          # strings that end the text and are not part of it; one may stand alone
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
     logit_bias: dict[int, float] = dataclasses.field(default_factory=dict)  # token id -> what its logit gains
     top_logprobs: int | None = None     # log-probabilities of the tokens, and of so many of the likeliest
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()          # strings that end the text and are not part of it; one may stand alone
     stop_after: int | None = None       # token id: stop strings count in what follows it
     grammar: str | None = None          # what the answer obeys, as llguidance.LLMatcher.grammar_from_... write it
     grammar_after: int | None = None    # token id: the grammar rules what follows it
@@ -1781,6 +1898,17 @@ class Request:
             raise RequestError("prompt", f"a token id of the prompt is outside 0 .. {n_vocab - 1}")
         if "" in self.stop:
             raise RequestError("stop", "a stop string is empty")
+        if self.stop_after is not None and not 0 <= self.stop_after < n_vocab:
+            raise RequestError("stop_after", f"token id {self.stop_after} is outside 0 .. {n_vocab - 1}")
+        if self.top_logprobs is not None and not is_within(int, self.top_logprobs, 0, logprobs.TOP):
+            raise RequestError("top_logprobs", f"'top_logprobs' must be a whole number from 0 to {logprobs.TOP}")
+        if self.grammar is not None and not isinstance(self.grammar, str):
+            raise RequestError("grammar", "'grammar' must be a text")
+        for token, bias in self.logit_bias.items():
+            if not is_within(int, token, 0, n_vocab - 1):
+                raise RequestError("logit_bias", f"{token!r} is no token id from 0 to {n_vocab - 1}")
+            if not is_within(float, bias, -100, 100):
+                raise RequestError("logit_bias", f"the bias of token {token} must be a number from -100 to 100")
         for name in SAMPLING:
             if (value := getattr(self, name)) is not getattr(Request, name):    # a default may be None
                 check_sampling(name, value)
@@ -1788,7 +1916,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Event:
-    """A generated token, and the text that is certain by now. The last one has a finish reason: "stop" or "length"."""
+    """A generated token, and the text that is certain by now. The last one has a finish reason: "stop" or "length".
+
+    Log-probabilities are those of the model, before anything that a request asks of sampling."""
 
     token_id: int
     text: str
@@ -1826,8 +1956,8 @@ class StopScanner:
 class Generation:
     """A request on its way through the engine. Iterate over it for its events."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer):
-        self.request = request
+    def __init__(self, request: Request, tokenizer: Tokenizer, constraint: Constraint | None = None):
+        self.request, self.constraint = request, constraint
         self.n_prompt, self.n_generated = len(request.prompt_ids), 0
         self.n_cached = 0
         self.cancelled = False
@@ -1836,6 +1966,7 @@ class Generation:
         self.started = time.perf_counter()
         self.token_times: list[float] = []      # of the engine's tokens; readers may get several at once
         self._decoder, self._scanner = tokenizer.stream_decoder(), StopScanner(request.stop)
+        self._scans = request.stop_after is None
         self._events, self._done = queue.SimpleQueue(), threading.Event()
 
     def __iter__(self):
@@ -1866,18 +1997,22 @@ class Generation:
         """Return when it has finished, failed or been cancelled."""
         self._done.wait()
 
-    def push(self, token: int, finish_reason: str | None) -> str | None:
+    def push(self, token: int, finish_reason: str | None, logprob: float | None = None, top_logprobs=()) -> str | None:
         """Take the next token from the scheduler; returns the finish reason, which a stop string may have supplied."""
         self.n_generated += 1
         self.token_times.append(time.perf_counter())
-        text = self._scanner.push(self._decoder.push(token))
+        text = self._scan(self._decoder.push(token))
         if finish_reason and not self._scanner.stopped:
-            text += self._scanner.push(self._decoder.flush()) + self._scanner.flush()
+            text += self._scan(self._decoder.flush()) + self._scanner.flush()
         if self._scanner.stopped:
             finish_reason = "stop"
         self.finish_reason = finish_reason
-        self._events.put(Event(token, text, finish_reason))
+        self._scans = self._scans or token == self.request.stop_after
+        self._events.put(Event(token, text, finish_reason, logprob, top_logprobs))
         return finish_reason
+
+    def _scan(self, piece: str) -> str:
+        return self._scanner.push(piece) if self._scans else piece
 
     def close(self, error: Exception | None = None):
         """No more events; `error` is raised where they are read."""
@@ -1912,6 +2047,10 @@ class Flight:
 
     sequences: list[Sequence]
     tokens: Tokens
+
+
+def wants_log_probs(sequences: list[Sequence]) -> bool:
+    return any(s.generation.request.top_logprobs is not None for s in sequences)
 
 
 class Scheduler:
@@ -2046,9 +2185,12 @@ class Scheduler:
         self.reserve(sequence, end)
         self.pipeline.prefill(sequence.tokens[start:end], sequence.slot, start)
         sequence.n_cached = end
-        if not sequence.in_prompt:
-            tokens = self.pipeline.sample_row(end - start - 1, sequence.slot)
-            self._take(sequence, int(tokens.read()[0]))
+        if sequence.in_prompt:
+            return
+        self._constrain([sequence])
+        if sequence in self.running:
+            tokens = self.pipeline.sample_row(end - start - 1, sequence.slot, wants_log_probs([sequence]))
+            self._take(sequence, tokens, 0, int(tokens.read()[0]))
 
     def _decode(self):
         """Queue a step of all answers, and then take the tokens of the one before."""
@@ -2061,8 +2203,14 @@ class Scheduler:
             self.pipeline.place([s.tokens[-1] for s in batch], [s.slot for s in batch], [s.n_cached for s in batch])
         for sequence in batch:
             self.reserve(sequence, sequence.n_cached + sequence.in_flight + 1)
-        tokens = self.pipeline.step(len(batch))
-        self._land()
+        if any(s.generation.constraint for s in batch):
+            self.pipeline.forward(len(batch))
+            self._land()                            # the masks follow from its tokens
+            self._constrain(batch)
+            tokens = self.pipeline.choose(len(batch), wants_log_probs(batch))
+        else:
+            tokens = self.pipeline.step(len(batch), wants_log_probs(batch))
+            self._land()
         for sequence in batch:
             sequence.in_flight = 1
         self.flight = Flight(batch, tokens)
@@ -2076,11 +2224,11 @@ class Scheduler:
         flight, self.flight = self.flight, None
         if flight is None:
             return
-        for sequence, token in zip(flight.sequences, flight.tokens.read().tolist()):
+        for row, (sequence, token) in enumerate(zip(flight.sequences, flight.tokens.read().tolist())):
             if sequence in self.running:
                 sequence.n_cached += 1
                 sequence.in_flight = 0
-                self._take(sequence, token)
+                self._take(sequence, flight.tokens, row, token)
 
     def reserve(self, sequence: Sequence, n_tokens: int):
         """Pages for the first n_tokens of a sequence. There are enough: the pool holds every slot's whole context."""
@@ -2089,17 +2237,32 @@ class Scheduler:
             sequence.pages += self.pool.take(missing)
             self.pipeline.set_pages(sequence.slot, sequence.pages)
 
-    def _take(self, sequence: Sequence, token: int):
-        """Hand a new token of a sequence to its reader; after the last one the slot is free."""
+    def _constrain(self, sequences: list[Sequence]):
+        """Tell the cards what the next tokens may be; a sequence whose grammar cannot say so has ended."""
+        constrained = [s for s in sequences if s.generation.constraint and s in self.running]
+        self.pipeline.constrain({s.slot: s.generation.constraint for s in constrained})
+        for sequence in constrained:
+            if error := sequence.generation.constraint.error:
+                self._finish(sequence, error)
+
+    def _take(self, sequence: Sequence, tokens: Tokens, row: int, token: int):
+        """Hand a new token of a sequence, of row `row`, to its reader; after the last one the slot is free."""
+        generation, request = sequence.generation, sequence.generation.request
         if token < 0:
             raise CardError(NAN_LOGITS)
-        generation, finish_reason = sequence.generation, None
-        if token in self.tokenizer.eos_ids and not generation.request.ignore_eos:
+        if constraint := generation.constraint:
+            constraint.take(token)
+            if error := constraint.error:
+                self._finish(sequence, error)
+                return
+        finish_reason = None
+        if constraint and constraint.ended or token in self.tokenizer.eos_ids and not request.ignore_eos:
             finish_reason = "stop"
         elif sequence.is_full(1, self.n_ctx):
             finish_reason = "length"
         sequence.tokens.append(token)
-        if generation.push(token, finish_reason):
+        log_probs = () if request.top_logprobs is None else tokens.log_probs(row, request.top_logprobs)
+        if generation.push(token, finish_reason, *log_probs):
             self._finish(sequence)
 
     def _finish(self, sequence: Sequence, error: Exception | None = None):
@@ -2134,9 +2297,17 @@ class Engine:
     def submit(self, request: Request) -> Generation:
         """Start a request. Raises RequestError or EngineStopped."""
         request.check(self.config.n_vocab, self.n_ctx)
-        generation = Generation(request, self.tokenizer)
+        constraint = None if request.grammar is None else Constraint(self.vocabulary, request.grammar)
+        if constraint and constraint.error:
+            raise constraint.error
+        generation = Generation(request, self.tokenizer, constraint)
         self.scheduler.submit(generation)
         return generation
+
+    @functools.cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The tokenizer as grammars need it, made for the first of them: the largest take a second."""
+        return Vocabulary(self.tokenizer)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt; RequestError as `encode_prompt` has it."""
@@ -2645,7 +2816,7 @@ class Bench:
     def step(self):
         """Queue the launches of a decode step, which the stage replays from recordings."""
         self.stage.launch_layers(self.batch)
-        self.stage.launch_choice(self.batch)
+        self.stage.launch_choice(self.batch, log_probs=False)
 
     # ---- what it must move and compute ----
 

@@ -56,12 +56,12 @@ def list_of(items: dict, least: int = 0, most: int | None = None) -> dict:
 
 
 def either(*descriptions: dict) -> dict:
-    """Any of these, which differ in their type, or are objects that differ in their property "type"."""
+    """Any of these, which differ in their type, or are objects whose first property says which one it is."""
     return {"anyOf": list(descriptions)}
 
 
-def object_of(properties: dict, required=(), others=False) -> dict:
-    """An object; `others` says whether it may hold more than these."""
+def object_of(properties: dict, required=(), others: bool | dict = False) -> dict:
+    """An object; `others` says whether it may hold more than these, or what."""
     return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": others}
 
 
@@ -108,24 +108,27 @@ def check(value, description: dict, path: str = ""):
 def _check_properties(value: dict, description: dict, path: str):
     properties, others = description.get("properties", {}), description.get("additionalProperties", True)
     where = f"{path}." if path else ""
-    for name in description.get("required", ()):
-        if value.get(name) is None:
-            raise RequestError(where + name, f"'{where}{name}' is missing")
     for name, item in value.items():
+        if "propertyNames" in description and not _within(name, description["propertyNames"]):
+            raise RequestError(path, f"'{path}' has a name that is not like {description['propertyNames']['pattern']}")
         known = properties.get(name, others)
         if known is False:
             raise RequestError(where + name, f"unknown field '{where}{name}'")
-        if item is not None and known is not True:
+        if known is not True and (item is not None or name not in properties):
             check(item, known, where + name)
+    for name in description.get("required", ()):
+        if value.get(name) is None:
+            raise RequestError(where + name, f"'{where}{name}' is missing")
 
 
 def _alternative(value, description: dict, path: str) -> dict:
     """The one of several descriptions that a value means to follow."""
     fitting = [one for one in description["anyOf"] if _is(value, one.get("type")) and _within(value, one)]
-    if len(fitting) > 1 and isinstance(value, dict):        # objects that name their type
-        names = {one["properties"]["type"]["enum"][0]: one for one in fitting}
-        check(value.get("type"), one_of(*names), f"{path}.type")
-        return names[value["type"]]
+    if len(fitting) > 1 and isinstance(value, dict):
+        key = next(iter(fitting[0]["properties"]))
+        kinds = {one["properties"][key]["enum"][0]: one for one in fitting}
+        check(value.get(key), one_of(*kinds), f"{path}.{key}")
+        return kinds[value[key]]
     if not fitting:
         raise RequestError(path, f"'{path}' must be {_noun(description)}")
     return fitting[0]
@@ -143,8 +146,8 @@ def _within(value, description: dict) -> bool:
     if "enum" in description:
         return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in description["enum"])
     if isinstance(value, str):
-        return (len(value) >= description.get("minLength", 0)
-                and re.search(description.get("pattern", ""), value) is not None)
+        pattern = description.get("pattern", "^(?s:.*)$").strip("^$")       # ours are of the whole text
+        return len(value) >= description.get("minLength", 0) and re.fullmatch(pattern, value) is not None
     if isinstance(value, list):
         return description.get("minItems", 0) <= len(value) <= description.get("maxItems", len(value))
     if isinstance(value, int | float):              # a NaN is within no limits

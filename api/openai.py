@@ -23,13 +23,17 @@ MAX_STOPS = 16              # stop strings of one request
 
 NAME = {"type": "string", "pattern": r"^[^\s<>\"\\]{1,128}$"}       # of a tool: both forms of calls can write it
 OBJECT = {"type": "object"}
+ID = {"type": "integer"}
 
 PART = object_of({"type": one_of("text"), "text": TEXT}, ["type", "text"], others=True)
 CALL = object_of({"id": TEXT, "type": one_of("function"), "function": object_of(
     {"name": TEXT, "arguments": either(TEXT, OBJECT)}, ["name"], others=True)}, ["function"], others=True)
-MESSAGE = object_of({
-    "role": one_of("system", "developer", "user", "assistant", "tool"), "content": either(TEXT, list_of(PART)),
-    "reasoning_content": TEXT, "tool_calls": list_of(CALL), "tool_call_id": TEXT}, ["role"], others=True)
+SAID = {"content": either(TEXT, list_of(PART))}
+MESSAGE = either(
+    *(object_of({"role": one_of(role)} | SAID, ["role", "content"], others=True)
+      for role in ("system", "developer", "user", "tool")),
+    object_of({"role": one_of("assistant"), **SAID, "reasoning_content": TEXT, "tool_calls": list_of(CALL)}, ["role"],
+              others=True))
 TOOL = object_of({"type": one_of("function"), "function": object_of(
     {"name": NAME, "description": TEXT, "parameters": OBJECT, "strict": BOOL}, ["name"], others=True)},
     ["type", "function"], others=True)
@@ -40,10 +44,12 @@ FORMAT = either(
     object_of({"type": one_of("json_schema"), "json_schema": object_of(
         {"name": TEXT, "description": TEXT, "schema": OBJECT, "strict": BOOL}, ["schema"])}, ["type", "json_schema"]))
 
+BIAS = object_of({}, others={"type": "number", "minimum": -100, "maximum": 100}) | {
+    "propertyNames": {"pattern": "^[0-9]{1,9}$"}}                   # token ids, which JSON has as strings
 SHARED = {
     "model": TEXT, "stream": BOOL, "stream_options": object_of({"include_usage": BOOL, "include_obfuscation": BOOL}),
     **{name: number(name) for name in SAMPLING}, "stop": either(SOME_TEXT, list_of(SOME_TEXT, 0, MAX_STOPS)),
-    "n": {"type": "integer", "minimum": 1, "maximum": MAX_CHOICES}, "logit_bias": OBJECT,
+    "n": {"type": "integer", "minimum": 1, "maximum": MAX_CHOICES}, "logit_bias": BIAS,
     "ignore_eos": BOOL, "return_token_ids": BOOL,
     # what changes no answer
     **dict.fromkeys(["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
@@ -56,9 +62,8 @@ CHAT = object_of({
     "chat_template_kwargs": object_of({"enable_thinking": BOOL}),
     # only what asks for nothing
     "modalities": one_of(["text"]), "functions": one_of([]), "function_call": one_of("none", "auto")}, ["messages"])
-TOKENS = list_of({"type": "integer"}, 1)
 COMPLETION = object_of({
-    **SHARED, "prompt": {}, "logprobs": {"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS},
+    **SHARED, "prompt": either(TEXT, list_of(either(TEXT, ID, list_of(ID, 1)), 1)), "logprobs": {"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS},
     "best_of": one_of(1), "echo": one_of(False), "suffix": one_of("")}, ["prompt"])
 
 
@@ -68,16 +73,7 @@ def read_sampling(service, body: dict) -> dict:
     stop = body.get("stop", [])
     return service.sampling | said | {
         "stop": [stop] if isinstance(stop, str) else stop, "ignore_eos": body.get("ignore_eos", False),
-        "logit_bias": read_bias(body.get("logit_bias", {}))}
-
-
-def read_bias(bias: dict) -> dict[int, float]:
-    """JSON has the token ids as strings."""
-    for token, value in bias.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (token.isdecimal() and is_number and -100 <= value <= 100):
-            raise RequestError("logit_bias", "'logit_bias' must be of token ids and numbers from -100 to 100")
-    return {int(token): float(value) for token, value in bias.items()}
+        "logit_bias": {int(token): float(bias) for token, bias in body.get("logit_bias", {}).items()}}
 
 
 def seeded(request: dict, n: int) -> list[Request]:
@@ -129,7 +125,7 @@ ENDPOINTS = [Endpoint("POST", "/v1/chat/completions", "Answer a conversation", c
 def read_messages(messages: list[dict]) -> list[dict]:
     """The conversation as chat templates take it."""
     for i, message in enumerate(messages):
-        if message.get("content") is None and not message.get("tool_calls"):
+        if message.get("content") is None and not message.get("tool_calls"):       # the assistant's
             raise RequestError(f"messages[{i}].content", f"messages[{i}].content is missing")
     names = {"developer": "system"}         # a newer name, which the templates do not know
     return [message | {"role": names.get(message["role"], message["role"])} for message in messages]

@@ -1,11 +1,11 @@
-"""The next token of every row, chosen on the card: greedy or drawn, with penalties, a token mask and a seed
-per slot.
+"""The next token of every row, chosen on the card: greedy or drawn, with biases, penalties, a token mask and a
+seed per slot.
 
 What is computed, for one row of logits x[0 .. V - 1] and the parameters of its slot:
 
- 1. Penalties, where switched on. `history` counts how often the slot generated each token (low 15 bits) and
-    marks the tokens of its prompt (bit 15). Seen in either: x = x / repetition if x > 0 else x * repetition.
-    Generated n > 0 times: x = x - (n * frequency + presence).
+ 1. Bias, where switched on: x = x + bias. Then penalties, where switched on. `history` counts how often the
+    slot generated each token (low 15 bits) and marks the tokens of its prompt (bit 15). Seen in either:
+    x = x / repetition if x > 0 else x * repetition. Generated n > 0 times: x = x - (n * frequency + presence).
  2. Mask, where switched on: x = -inf for every token whose bit is 0 (bit i % 32 of word i // 32).
  3. Temperature 0 or less: the token of the largest x, the lowest id where several are equal. Done.
  4. Weights: W = round(exp((x - max x) / temperature) * 2^30), an integer from 0 to 2^30. From here on the
@@ -26,7 +26,8 @@ defined: a logit is NaN, the largest is +inf, or none is allowed.
 
     logits      float32 [rows, V]             tokens   int32 [rows]          row_slot  int32 [rows]
     parameters  uint32  [n_slots, 12]         one row as `pack_parameters` makes it
-    history     uint16  [n_slots, V]          mask     uint32 [n_slots, ceil(V / 32)]
+    history     uint16  [n_slots, V]          bias     float32 [n_slots, V]
+    mask        uint32  [n_slots, ceil(V / 32)]
     best, weights, histogram, ...             scratch, see SamplingState
 
 Three launches, the same for greedy and drawn rows, of one block of 256 threads per chunk of 2,048 tokens and
@@ -84,7 +85,7 @@ from kernels.intrinsics import div_rn, exp, float_as_word, round_to_int, word_as
 
 TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED, SEED_HIGH, STEP, FLAGS, REPETITION, FREQUENCY, PRESENCE = range(11)
 N_PARAMETERS = 12
-PENALIZED, MASKED = 1, 2          # bits of FLAGS
+PENALIZED, MASKED, BIASED = 1, 2, 4  # bits of FLAGS
 IN_PROMPT, COUNT = 0x8000, 0x7FFF  # bits of a history entry
 
 THREADS = 256                     # of a block of any kernel here
@@ -114,6 +115,7 @@ class SamplingState:
     time."""
     parameters: Array
     history: Array
+    bias: Array
     mask: Array
     best: Array        # uint32 [rows, chunks, 2]: key of the largest logit, its id
     weights: Array     # uint32 [rows, V]
@@ -124,12 +126,13 @@ class SamplingState:
 
     @classmethod
     def allocate(cls, card, n_slots, rows, n_vocab):
-        """All slots greedy, without penalties and mask."""
+        """All slots greedy, without penalties, biases and mask."""
         if n_vocab > CHUNK * MAX_CHUNKS:
             raise ValueError(f"sampling handles {CHUNK * MAX_CHUNKS} tokens, not {n_vocab}")
         n_chunks = -(-n_vocab // CHUNK)
         return cls(card.zeros((n_slots, N_PARAMETERS), np.uint32, "sampling parameters"),
                    card.zeros((n_slots, n_vocab), np.uint16, "token history"),
+                   card.alloc((n_slots, n_vocab), np.float32, "token biases"),
                    card.zeros((n_slots, -(-n_vocab // 32)), np.uint32, "token mask"),
                    card.alloc((rows, n_chunks, 2), np.uint32, "best of each chunk"),
                    card.alloc((rows, n_vocab), np.uint32, "sampling weights"),
@@ -140,25 +143,26 @@ class SamplingState:
 
 
 def pack_parameters(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, step=0, repetition=1.0,
-                    frequency=0.0,
-                    presence=0.0, masked=False):
+                    frequency=0.0, presence=0.0, masked=False, biased=False):
     """One row of `parameters`, uint32 [12]. seed: 0 <= seed < 2**64. Penalties count as on when any differs
-    from 1, 0, 0."""
+    from 1, 0, 0; mask and bias of a slot are not looked at where they are off."""
     row = np.zeros(N_PARAMETERS, np.uint32)
     floats = row.view(np.float32)
     floats[[TEMPERATURE, TOP_P, MIN_P]] = temperature, top_p, min_p
     floats[[REPETITION, FREQUENCY, PRESENCE]] = repetition, frequency, presence
     penalized = (repetition, frequency, presence) != (1.0, 0.0, 0.0)
     row[[TOP_K, SEED, SEED_HIGH, STEP]] = top_k, seed & 0xFFFFFFFF, seed >> 32, step
-    row[FLAGS] = PENALIZED * penalized + MASKED * bool(masked)
+    row[FLAGS] = PENALIZED * penalized + MASKED * bool(masked) + BIASED * bool(biased)
     return row
 
 
 # ---- reference ---------------------------------------------------------------------------------------------
 
-def adjust_reference(logits, parameters, history, mask):
+def adjust_reference(logits, parameters, history, bias, mask):
     """Steps 1 and 2 for one row, float32 [V]; the same bits as the kernels."""
     x, p = logits.astype(np.float32), parameters.view(np.float32)
+    if parameters[FLAGS] & BIASED:
+        x = x + bias
     if parameters[FLAGS] & PENALIZED:
         n = (history & COUNT).astype(np.float32)
         x = np.where(history > 0, np.where(x > 0, x / p[REPETITION], x * p[REPETITION]), x)
@@ -276,8 +280,8 @@ def token_of(chunk, j, thread):
 
 
 @cuda.jit(device=True, inline="always")
-def load_adjusted(x, seen, logits, history, mask, parameters, row, slot, chunk, thread, n_vocab):
-    """x[j] <- the logit of a thread's j-th token after penalties and mask; -inf past the vocabulary.
+def load_adjusted(x, seen, logits, history, bias, mask, parameters, row, slot, chunk, thread, n_vocab):
+    """x[j] <- the logit of a thread's j-th token after bias, penalties and mask; -inf past the vocabulary.
 
     x: local float32 [PER_THREAD]; seen: local scratch uint32, so that all loads are under way at once.
     """
@@ -285,6 +289,10 @@ def load_adjusted(x, seen, logits, history, mask, parameters, row, slot, chunk, 
         i = token_of(chunk, j, thread)
         x[j] = logits[uint32(row * n_vocab + i)] if i < n_vocab else float32(MINUS_INFINITY)
     flags = parameter(parameters, slot, FLAGS)
+    if flags & uint32(BIASED):
+        for j in range(uint32(PER_THREAD)):
+            i = token_of(chunk, j, thread)
+            x[j] = x[j] + (bias[uint32(slot * n_vocab + i)] if i < n_vocab else float32(0.0))
     if flags & uint32(PENALIZED):
         for j in range(uint32(PER_THREAD)):
             i = token_of(chunk, j, thread)
@@ -329,13 +337,13 @@ def key_value(key):
 
 
 @cuda.jit
-def find_best(best, histogram, progress, logits, history, mask, parameters, row_slot, n_vocab):
+def find_best(best, histogram, progress, logits, history, bias, mask, parameters, row_slot, n_vocab):
     """Grid (chunks, rows): the largest adjusted logit of each chunk; and a row's accumulators are cleared."""
     x, seen = cuda.local.array(PER_THREAD, float32), cuda.local.array(PER_THREAD, uint32)
     keys, ids = cuda.shared.array(WARPS, uint32), cuda.shared.array(WARPS, uint32)
     thread, chunk, row = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y)
     slot = uint32(row_slot[row])
-    load_adjusted(x, seen, logits, history, mask, parameters, row, slot, chunk, thread, n_vocab)
+    load_adjusted(x, seen, logits, history, bias, mask, parameters, row, slot, chunk, thread, n_vocab)
     key, token = uint32(0), uint32(NAN_KEY)
     for j in range(uint32(PER_THREAD)):
         key, token = better(key, token, order_key(x[j]), token_of(chunk, j, thread))
@@ -384,7 +392,7 @@ def is_ranked(parameters, slot):
 
 
 @cuda.jit
-def weigh(weights, histogram, progress, best, logits, history, mask, parameters, row_slot, n_vocab):
+def weigh(weights, histogram, progress, best, logits, history, bias, mask, parameters, row_slot, n_vocab):
     """Grid (chunks, rows): the integer weights of rows that are drawn, the token of those that are not."""
     x, seen = cuda.local.array(PER_THREAD, float32), cuda.local.array(PER_THREAD, uint32)
     keys, ids = cuda.shared.array(WARPS, uint32), cuda.shared.array(WARPS, uint32)
@@ -410,7 +418,7 @@ def weigh(weights, histogram, progress, best, logits, history, mask, parameters,
                     at = uint32(uint32(j) * uint32(THREADS) + thread)
                     counts[at], residues[at] = uint32(0), uint32(0)
                 cuda.syncthreads()
-            load_adjusted(x, seen, logits, history, mask, parameters, row, slot, chunk, thread, n_vocab)
+            load_adjusted(x, seen, logits, history, bias, mask, parameters, row, slot, chunk, thread, n_vocab)
             largest = key_value(key)
             for j in range(uint32(PER_THREAD)):
                 i = token_of(chunk, j, thread)
@@ -744,11 +752,12 @@ def sample(card, tokens, logits, row_slot, state, rows, n_vocab, stream=None):
     best, weights, histogram, candidates, sums, progress = (
         array.reshape(-1) for array in (state.best, state.weights, state.histogram, state.candidates,
                                         state.sums, state.progress))
-    parameters, history, mask = (array.reshape(-1) for array in (state.parameters, state.history, state.mask))
-    card.launch(find_best, grid, THREADS, best, histogram, progress, logits, history, mask, parameters,
+    parameters, history, bias, mask = (array.reshape(-1) for array in (state.parameters, state.history,
+                                                                       state.bias, state.mask))
+    card.launch(find_best, grid, THREADS, best, histogram, progress, logits, history, bias, mask, parameters,
                 row_slot, n_vocab, stream=stream)
-    card.launch(weigh, grid, THREADS, weights, histogram, progress, best, logits, history, mask, parameters,
-                row_slot, n_vocab, stream=stream)
+    card.launch(weigh, grid, THREADS, weights, histogram, progress, best, logits, history, bias, mask,
+                parameters, row_slot, n_vocab, stream=stream)
     card.launch(choose, grid, THREADS, tokens, weights, histogram, candidates, sums, progress, history,
                 parameters, row_slot, n_vocab, stream=stream)
 
@@ -757,9 +766,11 @@ def sample(card, tokens, logits, row_slot, state, rows, n_vocab, stream=None):
 
 CASES = [(4096, {}), (65, {}), (1, {"temperature": 1.0}), (33, {"temperature": 0.7, "masked": True}),
          (4097, {"repetition": 1.3, "frequency": 0.5, "presence": -0.25}),
-         (500, {"temperature": 0.6, "top_k": 20, "top_p": 0.95}), (4096, {"temperature": 1.5, "min_p": 0.05}),
+         (500, {"temperature": 0.6, "top_k": 20, "top_p": 0.95}), (4099, {"biased": True}),
+         (4096, {"temperature": 1.5, "min_p": 0.05}),
          (31, {"temperature": 1.0, "top_k": 1}), (4096, {"temperature": 1.0, "top_p": 1e-6}),
-         (4096, {"temperature": 8.0, "top_k": 4000, "top_p": 0.999, "repetition": 0.8, "masked": True}),
+         (4096, {"temperature": 8.0, "top_k": 4000, "top_p": 0.999, "repetition": 0.8, "masked": True,
+                 "biased": True}),
          (9000, {"temperature": 1.0, "top_p": 0.5, "min_p": 1e-4, "seed": 2**64 - 1, "step": 7}),
          (2049, {"temperature": 0.3, "top_k": 2**31 - 1, "top_p": 0.0}),
          (2048, {"temperature": 1.0, "min_p": 1.0}),
@@ -775,10 +786,14 @@ def check(card, case):
     logits = np.round(rng.standard_normal((2, n_vocab)) * 3, 1).astype(np.float32)  # with ties
     history = (rng.integers(0, 3, (3, n_vocab)) + IN_PROMPT * rng.integers(0, 2,
                                                                            (3, n_vocab))).astype(np.uint16)
+    bias = np.round(rng.standard_normal((3, n_vocab)) * 20, 1).astype(np.float32)
+    if not settings.get("biased"):
+        bias[:] = np.nan
     mask = rng.integers(0, 2**32, state.mask.shape, np.uint32)
     mask[:, 0] |= 1
     parameters = np.stack([pack_parameters(**settings), pack_parameters(0.5), pack_parameters(**settings)])
-    for array, host in ((state.parameters, parameters), (state.history, history), (state.mask, mask)):
+    for array, host in ((state.parameters, parameters), (state.history, history), (state.bias, bias),
+                        (state.mask, mask)):
         card.copy_in(array, host)
     for scratch in (state.best, state.weights, state.histogram, state.candidates, state.sums, state.progress):
         card.poison(scratch)
@@ -789,7 +804,8 @@ def check(card, case):
         sample(card, tokens[:2], *on_card, state, 2, n_vocab)
         got, weights = card.download(tokens), card.download(state.weights)
         for row, slot in enumerate(slots):
-            x = adjust_reference(logits[row], parameters[slot], history[slot], mask[slot])
+            x = adjust_reference(logits[row], parameters[slot], history[slot], bias[slot],
+                                 mask[slot])
             want = int(np.argmax(x))
             if settings.get("temperature", 0) > 0:
                 error = max(error, check_weights(weights[row], x, settings["temperature"]))

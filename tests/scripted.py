@@ -1,5 +1,6 @@
-"""An engine that says what it is told to, with the tokenizer and the template of the model that ships."""
+"""An engine that says what it is told to, with the tokenizer and the template of the model that ships; and clients."""
 
+import contextlib
 import functools
 import itertools
 
@@ -72,3 +73,18 @@ def obeys(rules: dict, text: str) -> bool:
         if matcher.is_stopped() or not matcher.consume_token(token):
             return False
     return matcher.is_accepting()
+
+
+@contextlib.contextmanager
+def serving_app(app):
+    """A real server on a free loopback port, which it gives."""
+    with qengine.serving(app, "127.0.0.1", 0) as port:
+        yield int(port)
+
+
+@contextlib.contextmanager
+def official_clients(kind, async_kind, port, path="/v1"):
+    """A client, and what makes an asynchronous one: such a one lives no longer than its event loop."""
+    arguments = {"base_url": f"http://127.0.0.1:{port}{path}", "api_key": "none", "max_retries": 0}
+    with kind(**arguments) as client:
+        yield client, functools.partial(async_kind, **arguments)

@@ -124,7 +124,7 @@ def test_a_long_prompt_and_running_answers_take_turns(engine):
     for answer in answers:
         next(iter(answer))
     with observed(engine, prefill=lambda n, ids, slot, start: order.append(f"prompt {start}"),
-                  step=lambda n, n_rows: order.append(n_rows)):
+                  step=lambda n, n_rows, log_probs: order.append(n_rows)):
         late = engine.submit(request(3, n_prompt=LONG))
         assert tokens(late) == want
     first, last = order.index("prompt 0"), order.index("prompt 576")
@@ -139,7 +139,7 @@ def test_a_long_prompt_and_running_answers_take_turns(engine):
 def test_a_step_is_queued_before_the_tokens_of_the_last_are_read(own_engine, monkeypatch):
     order, read = [], qengine.Tokens.read
     monkeypatch.setattr(qengine.Tokens, "read", lambda tokens: order.append("read") or read(tokens))
-    with observed(own_engine, step=lambda n, n_rows: order.append(n)):
+    with observed(own_engine, step=lambda n, n_rows, log_probs: order.append(n)):
         alone(own_engine, request(max_tokens=6))
     assert order == ["read", 1, 2, "read", 3, "read", 4, "read", 5, "read", "read"]     # and no step for nothing
 

@@ -1,0 +1,338 @@
+"""OpenAI's protocol: the official client, at once and asynchronously, whole and streamed, against a scripted engine and
+against the model that ships."""
+
+import asyncio
+import json
+
+import jsonschema
+import openai
+import pytest
+
+import qengine
+from api.openai import MAX_CHOICES
+from tests.scripted import ScriptedEngine, obeys, official_clients, serving_app, shipped
+from tests.test_api_reply import JSON, WEATHER, XML
+from tests.test_api_tools import DEFS, LEAVES
+
+HI = [{"role": "user", "content": "Hi"}]
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": WEATHER.parameters}},
+         {"type": "function", "function": {"name": "now"}}]
+THINK = {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
+SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+          "required": ["name", "age"], "additionalProperties": False}
+
+
+@pytest.fixture(scope="module")
+def scripted():
+    """(engine, client, what makes an asynchronous one)"""
+    engine = ScriptedEngine()
+    with serving_app(qengine.create_app(engine)) as port, official_clients(openai.OpenAI, openai.AsyncOpenAI, port) as both:
+        yield engine, *both
+
+
+@pytest.fixture
+def ask(scripted):
+    """ask(script, **arguments) of a chat, in each of four ways, which have to agree; gives what one of them gave."""
+    engine, client, new_async_client = scripted
+
+    def ask(script, messages=HI, **arguments):
+        engine.script = script
+        engine.requests.clear()
+        arguments = {"model": "m", "messages": messages} | arguments
+        streamed = arguments | {"stream": True, "stream_options": {"include_usage": True}}
+
+        async def asynchronously():
+            async with new_async_client() as client:
+                whole = await client.chat.completions.create(**arguments)
+                return whole, [chunk async for chunk in await client.chat.completions.create(**streamed)]
+
+        whole, chunks = asyncio.run(asynchronously())
+        answers = [told(whole), put_together(chunks), told(client.chat.completions.create(**arguments)),
+                   put_together(client.chat.completions.create(**streamed))]
+        assert answers[1:] == answers[:1] * 3
+        return answers[0], engine.requests[0]
+
+    return ask
+
+
+def told(whole):
+    """What a whole answer says, but for the ids."""
+    choices = []
+    for choice in whole.choices:
+        calls = [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls or []]
+        assert all(call.id and call.type == "function" for call in choice.message.tool_calls or [])
+        choices.append((getattr(choice.message, "reasoning_content", None), choice.message.content or "", calls,
+                        choice.finish_reason))
+    return choices, whole.usage.model_dump()
+
+
+def put_together(chunks):
+    """What a stream says, in the same form."""
+    said, ids, usage = {}, set(), None
+    for chunk in chunks:
+        ids.add(chunk.id)
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            thought, text, calls, reason = said.get(choice.index, (None, "", [], None))
+            assert reason is None               # nothing comes after the end
+            if piece := getattr(choice.delta, "reasoning_content", None):
+                thought = (thought or "") + piece
+            for call in choice.delta.tool_calls or []:
+                if call.index == len(calls):
+                    assert call.id and call.type == "function" and call.function.name
+                    calls.append([call.function.name, ""])
+                else:
+                    assert call.index == len(calls) - 1 and call.id is call.type is call.function.name is None
+                calls[-1][1] += call.function.arguments
+            said[choice.index] = thought, text + (choice.delta.content or ""), calls, choice.finish_reason
+    assert len(ids) == 1
+    return [(thought, text, [(name, json.loads(arguments)) for name, arguments in calls], reason)
+            for thought, text, calls, reason in (said[i] for i in range(len(said)))], usage.model_dump()
+
+
+# ---- what is said ------------------------------------------------------------------------------------------
+
+
+def test_text(ask):
+    (choices, usage), request = ask("Hello, \ub300\ud55c.\n")
+    n_answer = len(shipped().tokenizer.encode("Hello, \ub300\ud55c.\n")) + 1
+    assert choices == [(None, "Hello, \ub300\ud55c.\n", [], "stop")]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(request.prompt_ids), n_answer)
+    assert usage["total_tokens"] == len(request.prompt_ids) + n_answer
+    assert usage["prompt_tokens_details"]["cached_tokens"] == usage["completion_tokens_details"]["reasoning_tokens"] == 0
+
+
+def test_thoughts(ask):
+    (choices, usage), request = ask("I think.\n</think>\n\nHello.", **THINK)
+    assert choices == [("I think.", "Hello.", [], "stop")]
+    tokenizer = shipped().tokenizer
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == len(tokenizer.encode("I think.\n</think>"))
+    assert request.stop_after == tokenizer.tags["</think>"]
+    assert ask("I think.\n</think>\n\nHello.")[0][0] == [(None, "I think.\n</think>\n\nHello.", [], "stop")]
+
+
+@pytest.mark.parametrize("text, thinks", [
+    ("Hi /think", True), ("Hi /no_think", False), ("/think Hi", True), ("Hi\n/think ", True), ("Hi/think", False),
+    ("What does /think do?", False), ("/thinking Hi", False)])
+def test_the_switch_in_a_message(ask, text, thinks):
+    for content in text, [{"type": "text", "text": text}]:
+        _, request = ask("a</think>b", [{"role": "user", "content": content}])
+        prompt = shipped().tokenizer.decode(request.prompt_ids)
+        assert prompt.endswith("<think>\n") == thinks
+        assert ("think " in prompt or "/thinking" in prompt) == (text in ("What does /think do?", "/thinking Hi"))
+    said = {"role": "assistant", "content": "b"}
+    _, request = ask("a</think>b", [{"role": "user", "content": "/think a"}, said, {"role": "user", "content": "c /no_think"}])
+    assert shipped().tokenizer.decode(request.prompt_ids).endswith("</think>\n\n")
+    _, request = ask("a</think>b", [{"role": "user", "content": "a /no_think"}], **THINK)
+    assert shipped().tokenizer.decode(request.prompt_ids).endswith("<think>\n")
+
+
+def test_stop_strings(ask):
+    (choices, usage), request = ask("one two three", stop=[" th", "four"])
+    assert choices == [(None, "one two", [], "stop")] and request.stop == (" th", "four")
+    (choices, _), _ = ask("one. two", stop=".")
+    assert choices == [(None, "one", [], "stop")]
+
+
+def test_length(ask):
+    assert ask("one two three four", max_tokens=2)[0][0][0][3] == "length"
+    _, request = ask("one", max_tokens=2, max_completion_tokens=3)
+    assert request.max_tokens == 3
+
+
+def test_several_answers(ask, scripted):
+    (choices, usage), request = ask("Hello.", n=3, seed=5, temperature=1)
+    assert choices == [(None, "Hello.", [], "stop")] * 3
+    assert [one.seed for one in scripted[0].requests[:3]] == [5, 6, 7]
+    assert usage["prompt_tokens"] == len(request.prompt_ids)
+    assert usage["completion_tokens"] == 3 * (len(shipped().tokenizer.encode("Hello.")) + 1)
+    with pytest.raises(openai.BadRequestError, match="'n'"):
+        ask("Hello.", n=MAX_CHOICES + 1)
+
+
+def test_sampling_reaches_the_engine(ask):
+    arguments = {"temperature": 0.5, "top_p": 0.25, "seed": 3, "logit_bias": {"5": -100, "7": 1.5}}
+    extra = {"top_k": 4, "min_p": 0.125, "ignore_eos": True}
+    _, request = ask("Hello.", **arguments, extra_body=extra)
+    for name, value in (arguments | extra).items():
+        assert getattr(request, name) == ({5: -100, 7: 1.5} if name == "logit_bias" else value)
+    _, request = ask("Hello.")
+    assert (request.temperature, request.grammar, request.stop_after, request.top_logprobs) == (1, None, None, None)
+
+
+# ---- tools -------------------------------------------------------------------------------------------------
+
+
+def test_a_call(ask):
+    (choices, _), request = ask(f"I look.\n\n{XML}", tools=TOOLS)
+    assert choices == [(None, "I look.", [("get_weather", {"city": 'S\u00e3o "Paulo"', "days": 3})], "tool_calls")]
+    assert request.grammar_after == shipped().tokenizer.tags["<tool_call>"]
+    assert '"get_weather"' in shipped().tokenizer.decode(request.prompt_ids)
+
+
+def test_several_calls_after_thoughts(ask):
+    (choices, _), _ = ask(f"Look.\n</think>\n\n{XML}\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+                          tools=TOOLS, **THINK)
+    assert choices == [("Look.", "", [("get_weather", {"city": 'S\u00e3o "Paulo"', "days": 3}), ("now", {})], "tool_calls")]
+
+
+def test_the_json_form(ask, scripted, monkeypatch):
+    """A model whose template has the other form."""
+    source = ("{{ messages[-1].content }}{% if tools %}<tool_call>{\"name\": ..., \"arguments\": ...}</tool_call>{% endif %}")
+    monkeypatch.setattr(scripted[0], "template", qengine.ChatTemplate(source))
+    (choices, _), _ = ask(f"{JSON}\n{JSON}", tools=TOOLS)
+    assert choices == [(None, "", [("get_weather", {"city": 'S\u00e3o "Paulo"', "days": 3})] * 2, "tool_calls")]
+
+
+@pytest.mark.parametrize("choice, parallel, good, bad", [
+    ("required", True, [XML, f"{XML}\n{XML}"], ["Hello", f"Hello\n{XML}", ""]),
+    ("required", False, [XML], ["Hello", f"{XML}\n{XML}"]),
+    ({"type": "function", "function": {"name": "now"}}, True,
+     ["<tool_call>\n<function=now>\n</function>\n</tool_call>"], [XML, "Hello"]),
+    ("auto", True, ["Hello", XML, f"Hello\n\n{XML}\n{XML}"], [f"{XML} and", XML.replace("3", "three")]),
+    ("auto", False, ["Hello", XML], [f"{XML}\n{XML}"]),
+], ids=["required", "required-one", "named", "auto", "auto-one"])
+def test_what_may_be_called(ask, choice, parallel, good, bad):
+    for thinking in {}, THINK:
+        thoughts = "hm\n</think>\n\n" if thinking else ""
+        _, request = ask(thoughts + good[0], tools=TOOLS, tool_choice=choice, parallel_tool_calls=parallel, **thinking)
+        rules = {"grammar": request.grammar, "grammar_after": request.grammar_after}
+        assert all(obeys(rules, thoughts + text) for text in good)
+        assert not any(obeys(rules, thoughts + text) for text in bad)
+
+
+def test_no_call(ask):
+    (choices, _), request = ask(XML, tools=TOOLS, tool_choice="none")
+    assert choices == [(None, XML, [], "stop")] and request.grammar is None
+    assert "get_weather" not in shipped().tokenizer.decode(request.prompt_ids)
+
+
+def test_a_call_that_is_none(ask):
+    broken = XML.replace("</parameter>", "")
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "nonsense"}}}}}
+    (choices, _), request = ask(broken, tools=[tool])
+    assert request.grammar is None              # it could not be ruled, and is read all the same
+    assert choices == [(None, broken, [], "stop")]
+
+
+def test_a_conversation_with_results(ask):
+    call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Seoul"}'}}
+    messages = [*HI, {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
+                {"role": "tool", "tool_call_id": "call_1", "content": "20 degrees"}]
+    (choices, _), request = ask("It is 20 degrees.", messages, tools=TOOLS)
+    prompt = shipped().tokenizer.decode(request.prompt_ids)
+    assert "<function=get_weather>\n<parameter=city>\nSeoul\n" in prompt and "20 degrees\n</tool_response>" in prompt
+
+
+def test_the_helper_that_parses_streams(scripted):
+    engine, client, _ = scripted
+    engine.script = XML
+    strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
+    with client.chat.completions.stream(model="m", messages=HI, tools=strict) as stream:
+        kinds = [event.type for event in stream]
+        [call] = stream.get_final_completion().choices[0].message.tool_calls
+    assert kinds.count("tool_calls.function.arguments.delta") > 3 and "tool_calls.function.arguments.done" in kinds
+    assert call.function.parsed_arguments == {"city": 'S\u00e3o "Paulo"', "days": 3}
+
+
+# ---- formats -----------------------------------------------------------------------------------------------
+
+
+def json_format(schema, **more):
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema} | more}
+
+
+def test_a_schema_rules_the_answer(ask):
+    for thinking in {}, THINK:
+        thoughts = "hm\n</think>\n\n" if thinking else ""
+        for strict in {}, {"strict": True}, {"strict": False}:
+            _, request = ask('{"name": "a", "age": 3}', response_format=json_format(SCHEMA, **strict), **thinking)
+            rules = {"grammar": request.grammar, "grammar_after": request.grammar_after}
+            assert obeys(rules, thoughts + '{"name": "a", "age": 3}')
+            assert not obeys(rules, thoughts + '{"name": "a", "age": "3"}') and not obeys(rules, thoughts + "Hello")
+    _, request = ask("{}", response_format={"type": "json_object"})
+    rules = {"grammar": request.grammar}
+    assert obeys(rules, '{"a": [1, {"b": null}]}') and not obeys(rules, "[1]") and not obeys(rules, "{} and")
+
+
+def test_a_schema_from_a_class(scripted):
+    """As the client makes one of a pydantic model, and reads the answer back into it."""
+    import pydantic
+
+    class Person(pydantic.BaseModel):
+        name: str
+        age: int
+        pets: list["Person"] | None
+
+    engine, client, _ = scripted
+    engine.script = '{"name": "a", "age": 3, "pets": [{"name": "b", "age": 1, "pets": null}]}'
+    answer = client.chat.completions.parse(model="m", messages=HI, response_format=Person)
+    assert answer.choices[0].message.parsed.pets[0].name == "b"
+    assert obeys({"grammar": engine.requests[-1].grammar}, engine.script)
+
+
+@pytest.mark.parametrize("arguments, field, said", [
+    ({"response_format": json_format({"type": "array", "uniqueItems": True})}, "response_format.json_schema.schema",
+     "uniqueItems"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing"),
+    ({"response_format": {"type": "yaml"}}, "response_format.type", "json_object"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "string"),
+    ({"tools": [{"type": "code"}]}, "tools[0].type", "function"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", "missing"),
+    ({"tool_choice": "required"}, "tool_choice", "no tools"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "then"}}}, "tool_choice", "then"),
+    ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice", "auto"),
+    ({"top_logprobs": 3}, "top_logprobs", "logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
+    ({"logit_bias": {"6144": 1}}, "logit_bias", "6143"),
+    ({"extra_body": {"temprature": 1}}, "temprature", "unknown"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+     "messages[0].content[0].type", "text"),
+    ({"messages": [HI[0], {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+     "messages[1].tool_calls[0].function.arguments", "JSON"),
+])
+def test_what_is_wrong_is_named(scripted, arguments, field, said):
+    engine, client, _ = scripted
+    for stream in False, True:
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(**({"model": "m", "messages": HI, "stream": stream} | arguments))
+        assert caught.value.param == field and said in caught.value.body["message"]
+
+
+# ---- completions and the endpoints behind ------------------------------------------------------------------
+
+
+def test_completions(scripted):
+    engine, client, _ = scripted
+    engine.script = "Hello. <think>"
+    ids = engine.encode("b")
+    answer = client.completions.create(model="m", prompt=["a", "b"], n=2)
+    assert [(choice.index, choice.text) for choice in answer.choices] == [(i, "Hello. <think>") for i in range(4)]
+    assert answer.usage.prompt_tokens == 2 and engine.requests[-1].prompt_ids == ids
+    chunks = list(client.completions.create(model="m", prompt=ids, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "Hello. <think>"
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_models(scripted):
+    _, client, _ = scripted
+    assert [model.id for model in client.models.list()] == ["scripted"]
+
+
+def test_tokens_and_templates(scripted):
+    engine, client, _ = scripted
+    web = qengine.create_app(engine).test_client()
+    text = "Hi <|im_end|> <think> \ub300\ud55c \U0001f600"
+    ids = web.post("/tokenize", json={"content": text}).json["tokens"]
+    assert ids == engine.tokenizer.encode(text)
+    assert web.post("/detokenize", json={"tokens": ids}).json == {"content": text}
+    plain = web.post("/tokenize", json={"content": text, "parse_special": False, "with_pieces": True}).json["tokens"]
+    assert [one["id"] for one in plain] == engine.tokenizer.encode(text, allow_special=False)
+    pieces = [one["piece"] for one in plain]
+    assert b"".join(bytes(one) if isinstance(one, list) else one.encode() for one in pieces).decode() == text
+    prompt = web.post("/apply-template", json={"messages": [{"role": "user", "content": text}], "tools": TOOLS}).json["prompt"]
+    assert text in prompt and "get_weather" in prompt
+    for path, body, field in (("/tokenize", {}, "content"), ("/detokenize", {"tokens": [-1]}, "tokens"),
+                              ("/detokenize", {"tokens": [1.5]}, "tokens[0]"), ("/apply-template", {"messages": []}, "messages")):
+        answer = web.post(path, json=body)
+        assert (answer.status_code, answer.json["error"]["param"]) == (400, field)

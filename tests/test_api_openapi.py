@@ -1,0 +1,60 @@
+"""The OpenAPI document: it describes what is served, and requests made up from it never break the server."""
+
+import functools
+
+import hypothesis
+import jsonschema
+import pytest
+import schemathesis
+from schemathesis.checks import positive_data_acceptance
+
+import qengine
+from api.fields import check
+from api.openapi import ENDPOINTS, document, published
+from tests.scripted import ScriptedEngine
+
+
+@functools.cache
+def app():
+    return qengine.create_app(ScriptedEngine("Hello."))
+
+
+schema = schemathesis.openapi.from_wsgi("/openapi.json", app())
+
+
+@schema.parametrize()
+@hypothesis.settings(max_examples=8, deadline=20_000, derandomize=True, database=None,
+                     suppress_health_check=list(hypothesis.HealthCheck))
+def test_requests_made_up_from_the_document(case):
+    """No error of the server's; what the document forbids is refused. What it allows may be refused, too: no document
+    says what a template takes, or a grammar."""
+    case.call_and_validate(excluded_checks=[positive_data_acceptance])
+
+
+def test_every_endpoint_is_described():
+    served = {(rule.rule, method) for rule in app().url_map.iter_rules() for method in rule.methods - {"HEAD", "OPTIONS"}}
+    paths = document(None)["paths"]
+    assert {(path, method.upper()) for path, methods in paths.items() for method in methods} == served
+    for endpoint in ENDPOINTS:
+        if endpoint.body is not None:
+            jsonschema.Draft202012Validator.check_schema(published(endpoint.body))
+
+
+@pytest.mark.parametrize("endpoint", [one for one in ENDPOINTS if one.body], ids=lambda endpoint: endpoint.path)
+def test_what_the_document_allows_passes_the_check(endpoint):
+    """Except that we want whole numbers written as such, 5 and not 5.0."""
+    @hypothesis.settings(max_examples=20, deadline=None, derandomize=True, database=None,
+                         suppress_health_check=list(hypothesis.HealthCheck))
+    @hypothesis.given(schema[endpoint.path]["POST"].as_strategy())
+    def passes(case):
+        check(whole(case.body), endpoint.body)
+
+    passes()
+
+
+def whole(value):
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return list(map(whole, value))
+    return {name: whole(one) for name, one in value.items()} if isinstance(value, dict) else value

@@ -1,0 +1,234 @@
+"""Answers that obey a grammar: what they are, alone and in a batch, how they end, and what goes wrong."""
+
+import json
+import random
+import threading
+
+import jsonschema
+import numpy as np
+import pytest
+from llguidance import LLMatcher
+
+import qengine
+from kernels.emulated.card import EmulatedCard
+from tests.oracle import DATA
+from tests.schemas import random_object, random_schema
+
+MODEL = str(DATA / "tiny-Q8_0.gguf")
+SLOTS = 4
+COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+PERSON = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 10}, "age": {"type": "integer"}},
+          "required": ["name", "age"], "additionalProperties": False}
+TOO_MANY = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(1500)}}
+
+
+def json_grammar(schema):
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=COMPACT)
+
+
+def load(card, **options):
+    return qengine.load(MODEL, card=card, progress=False, **{"ctx": 512, "slots": SLOTS, "chunk": 64} | options)
+
+
+@pytest.fixture(scope="module")
+def engine(card):
+    engine = load(card)
+    yield engine
+    engine.close()
+
+
+def request(seed=0, **fields):
+    ids = np.random.default_rng(seed).integers(0, 4000, 10 + seed).tolist()
+    return qengine.Request(ids, **{"temperature": 1.0, "seed": seed, "max_tokens": 300} | fields)
+
+
+def text(events):
+    return "".join(event.text for event in events)
+
+
+# ---- without a model ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["byte pairs", "bytes"])
+def tokenizer(request):
+    return qengine.ByteTokenizer(300) if request.param == "bytes" else qengine.open_model(MODEL).tokenizer
+
+
+def random_answer(constraint, tokenizer, rng):
+    """Tokens that a constraint allows, each with the same probability."""
+    tokens = []
+    while not constraint.ended:
+        mask = np.frombuffer(constraint.matcher.compute_bitmask(), np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little")[:tokenizer.n_vocab]).tolist()
+        tokens.append(constraint.forced[0] if constraint.forced else rng.choice(allowed))
+        if tokens[-1] in tokenizer.eos_ids:
+            break
+        constraint.take(tokens[-1])
+        assert constraint.error is None
+    return tokens
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_whatever_a_schema_allows_parses_and_validates(tokenizer, seed):
+    rng = random.Random(seed)
+    schema = random_schema(rng)
+    constraint = qengine.Constraint(qengine.Vocabulary(tokenizer), json_grammar(schema))
+    assert constraint.error is None, schema
+    answer = tokenizer.decode(random_answer(constraint, tokenizer, rng))
+    jsonschema.validate(json.loads(answer), schema, format_checker=jsonschema.FormatChecker())
+
+
+def test_tokens_that_are_certain_are_those_of_the_tokenizer(tokenizer):
+    words = 'He said: "the quick brown fox".'
+    vocabulary = qengine.Vocabulary(tokenizer)
+    constraint = qengine.Constraint(vocabulary, LLMatcher.grammar_from_lark(f"start: {json.dumps(words)}"))
+    assert list(constraint.forced) == tokenizer.encode(words)
+    for token in tokenizer.encode(words):
+        assert not constraint.ended
+        constraint.take(token)
+    assert constraint.ended and constraint.error is None
+
+
+def test_a_vocabulary_with_a_space_before_every_text(tmp_path):
+    """SentencePiece: what is certain may be cut otherwise than by the tokenizer, but spells the same."""
+    pieces = [b"<unk>", b"</s>", *(bytes([i]) for i in range(256)), b" the", b"the", b" fox", b"fox"]
+    tokenizer = qengine.Tokenizer(pieces, {"<unk>": 0, "</s>": 1}, {}, [1])
+    words = {" the fox": [258, 260], "the fox": [258, 260], " fox": [260], "fox": [260]}   # encoding adds a space
+    tokenizer._encode_plain = lambda texts: [words.get(text, [258]) for text in texts]
+    vocabulary = qengine.Vocabulary(tokenizer)
+    constraint = qengine.Constraint(vocabulary, LLMatcher.grammar_from_lark('start: "the fox"'))
+    assert constraint.error is None
+    assert tokenizer.decode(random_answer(constraint, tokenizer, random.Random(0))) == "the fox"
+
+
+# ---- answers -----------------------------------------------------------------------------------------------
+
+
+def test_random_schemas_alone_and_side_by_side(engine):
+    """Some unconstrained, greedy and drawn: the same events alone and together, and every whole answer validates."""
+    rng, requests, schemas = random.Random(3), [], []
+    for seed in range(10):
+        schemas.append(random_object(rng) if seed % 3 else None)
+        fields = {"max_tokens": 30} if seed % 3 == 0 else {"grammar": json_grammar(schemas[-1])}
+        requests.append(request(seed, temperature=seed % 2, top_logprobs=3 if seed % 4 == 1 else None, **fields))
+    alone = [list(engine.submit(r)) for r in requests]
+    assert [list(g) for g in [engine.submit(r) for r in requests]] == alone
+    n_whole = 0
+    for schema, answer in zip(schemas, alone):
+        if schema and answer[-1].finish_reason == "stop":
+            jsonschema.validate(json.loads(text(answer)), schema)
+            n_whole += 1
+    assert n_whole >= 4
+
+
+def test_on_a_card_that_does_everything_late(engine):
+    requests = [request(seed, grammar=json_grammar(PERSON) if seed % 2 else None, max_tokens=60) for seed in range(5)]
+    want = [list(engine.submit(r)) for r in requests]
+    late = load(EmulatedCard(late=True))
+    assert [list(g) for g in [late.submit(r) for r in requests]] == want
+    late.close()
+
+
+def test_masks_are_made_while_the_layers_run(engine, monkeypatch):
+    order = []
+    for owner, name in ((qengine.Pipeline, "forward"), (qengine.Tokens, "read"), (qengine.Pipeline, "constrain"),
+                        (qengine.Pipeline, "choose")):
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *arguments, name=name, original=original:
+                            (order.append(name), original(*arguments))[1])
+    list(engine.submit(request(grammar=LLMatcher.grammar_from_regex("[0-9]{4}"), max_tokens=4)))
+    first, step = ["constrain", "read"], ["forward", "read", "constrain", "choose"]
+    assert order[:2] == first and order[2:5] == ["forward", "constrain", "choose"]
+    assert order[5:9] == step
+
+
+def test_tags_are_tokens_and_text_never_spells_them(engine):
+    tags = engine.tokenizer.tags
+    grammar = LLMatcher.grammar_from_lark(
+        'start: <think> /[a-z ]{1,20}/ </think> "\\n" ARGUMENTS\nARGUMENTS: /<think>[ab]{2}<\\/think>/')
+    answer = list(engine.submit(request(grammar=grammar)))
+    tokens = [event.token_id for event in answer]
+    assert [tokens.count(tags[name]) for name in ("<think>", "</think>")] == [1, 1]
+    assert text(answer).count("<think>") == 2 and answer[-1].finish_reason == "stop"
+
+
+def test_log_probabilities_are_those_before_the_mask(engine):
+    """Of tokens that a grammar leaves no choice of, too."""
+    free, = list(engine.submit(request(max_tokens=1, top_logprobs=5)))
+    bound, = list(engine.submit(request(max_tokens=1, top_logprobs=5, grammar=json_grammar(PERSON))))
+    assert bound.top_logprobs == free.top_logprobs and bound.token_id != free.token_id
+    assert bound.logprob < free.top_logprobs[0][1]
+
+
+# ---- ends --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_an_answer_that_is_complete_ends(engine, ignore_eos):
+    answer = list(engine.submit(request(grammar=json_grammar({"enum": ["red"]}), ignore_eos=ignore_eos)))
+    assert text(answer) == '"red"' and answer[-1].finish_reason == "stop"
+    assert answer[-1].token_id not in engine.tokenizer.eos_ids
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_an_answer_that_may_be_complete_ends_with_an_end_token(engine, ignore_eos):
+    bias = {token: 100.0 for token in engine.tokenizer.eos_ids}
+    answer = list(engine.submit(request(grammar=LLMatcher.grammar_from_regex("a+"), logit_bias=bias,
+                                          ignore_eos=ignore_eos)))
+    assert text(answer) == "a" and answer[-1].finish_reason == "stop"
+    assert answer[-1].token_id in engine.tokenizer.eos_ids
+
+
+def test_an_answer_that_is_too_long_is_cut(engine):
+    grammar = LLMatcher.grammar_from_regex("[a-z]{200}")
+    answer = list(engine.submit(request(grammar=grammar, max_tokens=7)))
+    assert len(answer) == 7 and answer[-1].finish_reason == "length"
+
+
+# ---- what goes wrong ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grammar, words", [
+    ("", "Empty grammar"), ("nonsense", "Expected token"), ("start: <nope>", "unknown special token"),
+    (LLMatcher.grammar_from_regex("a(?=b)"), "look-around"),
+    (LLMatcher.grammar_from_json_schema("{"), "line 1"),
+    (json_grammar({"type": "integer", "minimum": 5, "maximum": 3}), "Unsatisfiable"),
+    *((json_grammar(schema), keyword) for keyword, schema in {
+        "not": {"not": {"type": "string"}}, "uniqueItems": {"type": "array", "uniqueItems": True},
+        "if": {"if": {"type": "string"}, "then": {"maxLength": 3}},
+        "dependentRequired": {"type": "object", "dependentRequired": {"a": ["b"]}},
+        "unevaluatedProperties": {"type": "object", "unevaluatedProperties": False},
+        "my-format": {"type": "string", "format": "my-format"}}.items()),
+    (7, "must be a text"),
+], ids=str)
+def test_grammars_that_are_refused(engine, grammar, words):
+    with pytest.raises(qengine.RequestError, match=words) as caught:
+        engine.submit(request(grammar=grammar))
+    assert caught.value.field == "grammar"
+
+
+def test_a_grammar_that_fails_on_the_way_ends_its_request_alone(engine):
+    others = [request(seed, grammar=json_grammar(PERSON) if seed == 2 else None, max_tokens=40) for seed in (1, 2)]
+    want = [list(engine.submit(r)) for r in others]
+    grammar = LLMatcher.grammar_from_lark("start: /[a-z]{6}/ %json " + json.dumps(TOO_MANY))
+    broken, *others = [engine.submit(r) for r in (request(3, grammar=grammar), *others)]
+    with pytest.raises(qengine.RequestError, match="items; max is") as caught:
+        list(broken)
+    assert caught.value.field == "grammar" and "verbose" not in str(caught.value)
+    assert 0 < broken.n_generated < 10
+    assert [list(g) for g in others] == want
+    assert engine.error is None and len(engine.scheduler.free_slots) == SLOTS
+
+
+def test_requests_from_many_threads(engine):
+    """The vocabulary is made once or twice, and every thread has its own matcher."""
+    fresh = load(engine.cards[0])
+    want, found = list(engine.submit(request(grammar=json_grammar(PERSON)))), []
+    threads = [threading.Thread(target=lambda: found.append(list(fresh.submit(request(grammar=json_grammar(PERSON))))))
+               for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [want] * 6
+    fresh.close()

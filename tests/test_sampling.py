@@ -1,0 +1,142 @@
+"""What a request asks of sampling: penalties, biases, log-probabilities, stop strings after a token."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import qengine
+from kernels import sample
+from tests.oracle import DATA
+
+MODEL = str(DATA / "tiny-Q8_0.gguf")
+SLOTS = 3
+
+
+@pytest.fixture(scope="module")
+def engine(card):
+    engine = qengine.load(MODEL, card=card, ctx=256, slots=SLOTS, progress=False)
+    yield engine
+    engine.close()
+
+
+def request(seed=0, **fields):
+    ids = np.random.default_rng(seed).integers(0, 4000, 12).tolist()
+    return qengine.Request(ids, **{"max_tokens": 12, "ignore_eos": True, "seed": seed} | fields)
+
+
+def answer(engine, request):
+    return list(engine.submit(request))
+
+
+def tokens(events):
+    return [event.token_id for event in events]
+
+
+# ---- penalties and biases ----------------------------------------------------------------------------------
+
+
+def test_the_card_counts_what_prompt_and_answer_hold(engine):
+    got = tokens(answer(engine, request(repetition_penalty=1.01)))
+    want = np.zeros(4096, np.uint16)
+    want[request().prompt_ids] = sample.IN_PROMPT
+    np.add.at(want, got, 1)
+    history = engine.cards[0].download(engine.pipeline.last.sampler.state.history)
+    assert any((row == want).all() for row in history)
+
+
+def test_penalties_change_answers_and_nothing_is_left_of_them(engine):
+    want = [tokens(answer(engine, request(seed, max_tokens=40))) for seed in range(SLOTS)]
+    for penalties in ({"presence_penalty": 2.0}, {"frequency_penalty": 2.0}, {"repetition_penalty": 10.0}):
+        penalized = [engine.submit(request(seed, max_tokens=40, **penalties)) for seed in range(SLOTS)]
+        got = [tokens(generation) for generation in penalized]
+        assert got != want
+        assert sum(len(set(g)) for g in got) > sum(len(set(w)) for w in want)       # they repeat less
+        assert [tokens(answer(engine, request(seed, max_tokens=40))) for seed in range(SLOTS)] == want
+
+
+def test_repetition_counts_the_prompt(engine):
+    """Its first token is chosen with the prompt's tokens penalised, as NumPy says."""
+    logits = engine.evaluate(request().prompt_ids)[-1]
+    likeliest = np.argsort(-logits)[:4].tolist()
+    ids = [*likeliest[:3], *request().prompt_ids]
+    logits = engine.evaluate(ids)[-1]
+    packed = sample.pack_parameters(repetition=10.0)
+    history = np.zeros(4096, np.uint16)
+    history[ids] = sample.IN_PROMPT
+    want = int(np.argmax(sample.adjust_reference(logits, packed, history, None, None)))
+    first = answer(engine, dataclasses.replace(request(), prompt_ids=ids, max_tokens=1, repetition_penalty=10.0))
+    assert tokens(first) == [want] and want != int(np.argmax(logits))
+
+
+def test_a_bias_allows_and_forbids(engine):
+    want = tokens(answer(engine, request()))
+    assert tokens(answer(engine, request(logit_bias={7: 100.0}))) == [7] * 12
+    banned = tokens(answer(engine, request(logit_bias={np.int64(token): -100 for token in want})))
+    assert not set(banned) & set(want)
+    assert tokens(answer(engine, request())) == want
+
+
+@pytest.mark.parametrize("name, values", {
+    "logit_bias": ({4096: 1.0}, {-1: 1.0}, {"7": 1.0}, {7: 100.5}, {7: float("nan")}, {7: "a"}, {True: 1.0}),
+    "top_logprobs": (-1, 21, 1.5, True), "stop_after": (4096, -1), "repetition_penalty": (0, 11, None),
+    "frequency_penalty": (2.1, -3), "presence_penalty": (float("inf"),),
+}.items())
+def test_what_a_request_may_not_ask(engine, name, values):
+    for value in values:
+        with pytest.raises(qengine.RequestError) as caught:
+            engine.submit(request(**{name: value}))
+        assert caught.value.field == name
+
+
+# ---- log-probabilities -------------------------------------------------------------------------------------
+
+
+def test_log_probabilities_are_those_of_the_logits(engine):
+    """Of the first token exactly; of the later ones, which `evaluate` sees as a prompt, nearly."""
+    events = answer(engine, request(top_logprobs=20, temperature=1.0))
+    ids = request().prompt_ids
+    logits = engine.evaluate(ids + tokens(events)[:-1])[len(ids) - 1:].astype(np.float64)
+    for at, (event, row) in enumerate(zip(events, logits, strict=True)):
+        log_probs = row - row.max() - np.log(np.exp(row - row.max()).sum())
+        tolerance = 1e-5 if at == 0 else 0.05
+        assert abs(event.logprob - log_probs[event.token_id]) < tolerance
+        assert [value for _, value in event.top_logprobs] == sorted((v for _, v in event.top_logprobs), reverse=True)
+        assert np.abs(np.array([v - log_probs[i] for i, v in event.top_logprobs])).max() < tolerance
+        if event.token_id in dict(event.top_logprobs):
+            assert dict(event.top_logprobs)[event.token_id] == event.logprob
+    assert [i for i, _ in events[0].top_logprobs] == np.argsort(-logits[0], kind="stable")[:20].tolist()
+
+
+@pytest.mark.parametrize("top", [0, 3])
+def test_as_many_as_are_asked_for(engine, top):
+    events = answer(engine, request(top_logprobs=top, logit_bias={5: 100.0}, repetition_penalty=2.0))
+    plain = answer(engine, request(top_logprobs=20))
+    assert all(len(event.top_logprobs) == top and event.logprob <= 0 for event in events)
+    assert events[0].token_id == 5 and events[0].top_logprobs == plain[0].top_logprobs[:top]      # raw logits
+
+
+def test_requests_with_and_without_side_by_side(engine):
+    """The same events as alone, bit for bit, and none where none were asked for; tokens do not change."""
+    requests = [request(seed, top_logprobs=wanted, temperature=seed % 2, presence_penalty=seed / 4,
+                        logit_bias={seed: 2.0}, max_tokens=8 + 3 * seed)
+                for seed, wanted in enumerate((None, 2, 0, None, 20, None))]
+    alone = [answer(engine, r) for r in requests]
+    assert [list(g) for g in [engine.submit(r) for r in requests]] == alone
+    plain = [answer(engine, dataclasses.replace(r, top_logprobs=None)) for r in requests]
+    assert [tokens(p) for p in plain] == [tokens(a) for a in alone]
+    for events in plain + [alone[0], alone[3], alone[5]]:
+        assert all(event.logprob is None and event.top_logprobs == () for event in events)
+
+
+# ---- stop strings ------------------------------------------------------------------------------------------
+
+
+def test_stop_strings_count_after_a_token(engine):
+    bias, spaced = {5: 100.0}, engine.tokenizer.pieces[5].decode()
+    whole = answer(engine, request(max_tokens=6, logit_bias=bias))
+    assert [event.text for event in whole] == [spaced] * 6
+    stopped = answer(engine, request(max_tokens=6, logit_bias=bias, stop=spaced, stop_after=5))
+    assert [event.text for event in stopped] == [spaced, ""] and stopped[-1].finish_reason == "stop"
+    never = answer(engine, request(max_tokens=6, logit_bias=bias, stop=spaced, stop_after=6))
+    assert [event.text for event in never] == [spaced] * 6 and never[-1].finish_reason == "length"
