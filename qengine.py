@@ -2908,7 +2908,8 @@ class PipeMeter:
         stage, scheduler = engine.pipeline.last, engine.scheduler
         with scheduler.between_steps(), self._as_model(stage):
             n = len(scheduler._answering())
-            recordings = [stage.recording(launch, n) for launch in (stage.launch_layers, stage.launch_choice) if n]
+            what = [(stage.launch_layers, n), (stage.launch_choice, n, False)] if n else []
+            recordings = [stage.recording(*launch) for launch in what]
         for recording in recordings:
             stage.card.prepare_counting(recording)
         with scheduler.between_steps(), self._as_model(stage), stage.card.counting() as log:
