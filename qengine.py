@@ -13,9 +13,10 @@ Table of contents
     10 Bench                         how fast a model runs, and what of the card it uses
     11 Command line                  one prompt, a chat, a server, or a measurement
 
-Three kinds of error leave this file on purpose: `ModelError` for a file that cannot be used, `RequestError`
-for a request that cannot be answered, `EngineStopped` once there is no engine to answer it. Each carries one
-sentence that a person can act on. kernels/ adds `CardError`, of a card.
+Four kinds of error leave this file on purpose: `ModelError` for a file that cannot be used, `RequestError` for a
+request that cannot be answered, `DeadlineExceeded` for one that was not answered in the time it allows,
+`EngineStopped` once there is no engine to answer it. Each carries one sentence that a person can act on. kernels/
+adds `CardError`, of a card.
 """
 
 import os
@@ -50,6 +51,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,11 +71,11 @@ import waitress
 import waitress.channel
 import waitress.server
 import waitress.task
-from werkzeug.exceptions import HTTPException, ServiceUnavailable, TooManyRequests
+from werkzeug.exceptions import GatewayTimeout, HTTPException, ServiceUnavailable, TooManyRequests
 
-from kernels import (advance, attend_decode, attention, conv, embedding, finite, float_matmul, formats, gdn, gdn_decode,
-                     kv_cache, logprobs, norm, probe, q8_gemm, q8_gemv, quant_gemv, quantize, rope, sample, swiglu,
-                     synthetic)
+from kernels import (advance, attend_decode, attention, checkpoint, conv, embedding, finite, float_matmul, formats, gdn,
+                     gdn_decode, kv_cache, logprobs, norm, probe, q8_gemm, q8_gemv, quant_gemv, quantize, rope, sample,
+                     swiglu, synthetic)
 from kernels.bench import operation_seconds
 from kernels.card import Array, Card, CardError, open_cards, show_bytes
 from kernels.compile import CompileError
@@ -1251,6 +1253,15 @@ class Rows:
     slots: Array            # [n]
     positions: Array        # [n] index in the slot's sequence
     rope: Array             # [3, n] time, height, width
+    marks: tuple = ()       # of a prefill pass: (n rows, slot, row of the states that keeps the slot's after them)
+
+    def parts(self):
+        """(first row, end, slot, row to keep its states in or None) of a prefill pass, cut at its marks."""
+        start = 0
+        for end, slot, kept in (*self.marks, (self.n, None, None)):
+            if end > start:
+                yield start, end, slot, kept
+            start = end
 
 
 class Activation:
@@ -1264,14 +1275,14 @@ class Activation:
 
 
 class Model:
-    """The forward pass of a range of layers on one card, with its scratch memory; the caches are the caller's.
+    """The forward pass of a range of layers on one card, with its scratch memory; the cache is the caller's.
 
     Every float operation is a kernel of kernels/ on `card`; here is only their order.
     """
 
-    def __init__(self, card: Card, config: Config, weights, layers: range, cache: "Cache", max_rows: int, n_slots: int,
+    def __init__(self, card: Card, config: Config, weights, layers: range, max_rows: int, n_slots: int,
                  progress=iter):
-        self.card, self.config, self.cache, self.first_layer = card, config, cache, layers.start
+        self.card, self.config, self.first_layer = card, config, layers.start
         is_last = layers.stop == config.n_layers
         self.layers = [load_layer(weights, card, config, index) for index in progress(layers)]
         self.embeddings = self.head = None
@@ -1304,7 +1315,7 @@ class Model:
         if self.head is not None:
             self.logits = card.alloc((max(n_slots, HEAD_ROWS), c.n_vocab), np.float32, "logits")
 
-    def forward(self, rows: Rows, tap=None):
+    def forward(self, rows: Rows, cache: "Cache", tap=None):
         """Runs the layers over the rows; the result is in `x`. `tap(name, array)` is called after every layer."""
         if self.first_layer == 0:
             table = self.embeddings
@@ -1313,9 +1324,9 @@ class Model:
                 tap("embedding", self.x)
         for index, layer in enumerate(self.layers, self.first_layer):
             if isinstance(layer, LinearLayer):
-                self.linear_attention(rows, layer, self.cache.recurrent[index])
+                self.linear_attention(rows, layer, cache.recurrent[index])
             else:
-                self.attention(rows, layer, self.cache.pages[index])
+                self.attention(rows, layer, cache.pages[index], cache.block_table)
             self.mlp(rows, layer.mlp)
             if tap:
                 tap(f"layer {index}", self.x)
@@ -1333,10 +1344,14 @@ class Model:
             else:
                 gdn_decode.gdn_decode(card, u.x, *inputs)
         else:
-            conv.conv_silu(card, self.mixed, projected, stride, state.conv, layer.conv, rows.slots, rows.positions,
-                           rows.n, c.conv_dim)
-            gdn.gdn_prefill(card, self.o, state.memory, self.factors, self.mixed, projected, stride, *constants,
-                            rows.slots, rows.n, *heads)
+            for start, end, slot, kept in rows.parts():
+                n, mixed, columns = end - start, self.mixed[start:], projected[start * stride:]
+                conv.conv_silu(card, mixed, columns, stride, state.conv, layer.conv, rows.slots[start:],
+                               rows.positions[start:], n, c.conv_dim)
+                gdn.gdn_prefill(card, self.o[start:], state.memory, self.factors, mixed, columns, stride, *constants,
+                                rows.slots[start:], n, *heads)
+                if kept is not None:
+                    state.copy(card, kept, slot)
             inputs = self.o, projected[c.conv_dim:], stride, layer.out_norm, rows.n, c.n_value_heads, c.norm_eps
             if layer.out.is_quantized:
                 norm.gated_norm_quantize(card, u.q, u.d, *inputs)
@@ -1344,11 +1359,11 @@ class Model:
                 norm.gated_norm(card, u.x, *inputs)
         self.project(rows, self.x, layer.out, u, add=True)
 
-    def attention(self, rows: Rows, layer: AttentionLayer, pages: "Pages"):
+    def attention(self, rows: Rows, layer: AttentionLayer, pages: "Pages", block_table: Array):
         card, c, projected, stride = self.card, self.config, self.projected, layer.inputs.stride
         self.project_norm(rows, layer.inputs, layer.norm)
         u, columns = self.activations[c.query_dim], (2 * c.query_dim, 2 * c.query_dim + c.kv_dim)  # of keys, values
-        rotary, places = (rows.rope, self.inv_freq), (self.cache.block_table, rows.slots, rows.positions)
+        rotary, places = (rows.rope, self.inv_freq), (block_table, rows.slots, rows.positions)
         sizes = rows.n, c.n_heads, c.n_kv_heads
         if rows.is_decode:
             out = (u.q, u.d) if layer.out.is_quantized else (u.x, None)
@@ -1430,15 +1445,24 @@ class Model:
 # 5  Cache
 # ======================================================================================================
 
+# A page holds the keys and values of 64 tokens, and sequences that begin with the same tokens share pages. A recurrent
+# state cannot be cut back: to go on after a prefix needs the states that were there, a checkpoint.
+
 PAGE_TOKENS = kv_cache.PAGE
+CHECKPOINT_INTERVAL = 1024  # tokens: between two checkpoints of a prompt there are not more
+CHECKPOINT_SPACING = 256    # nor fewer, but where it is likely that the next prompt leaves this one
 
 
 @dataclass(frozen=True)
 class RecurrentState:
-    """What a linear-attention layer remembers of each slot."""
+    """What a linear-attention layer remembers: row s is that of slot s, the rows after the slots' are checkpoints."""
 
-    conv: Array             # [n_slots, conv_width, conv_dim] float32: inputs of position p in row p % conv_width
-    memory: Array           # [n_slots, n_value_heads, 128 key, 128 value] float32
+    conv: Array             # [n_rows, conv_width, conv_dim] float32: inputs of position p in row p % conv_width
+    memory: Array           # [n_rows, n_value_heads, 128 key, 128 value] float32
+
+    def copy(self, card: Card, to: int, source: int):
+        card.copy(self.conv[to], self.conv[source])
+        card.copy(self.memory[to], self.memory[source])
 
 
 @dataclass(frozen=True)
@@ -1449,23 +1473,74 @@ class Pages:
     v: Array                # the same
 
 
-class Cache:
-    """The memory of a range of layers: pages behind a block table, and recurrent states by slot."""
+def pages_for(n_tokens: int) -> int:
+    return -(-n_tokens // PAGE_TOKENS)
 
-    def __init__(self, card: Card, config: Config, layers: range, n_slots: int, n_ctx: int):
-        c, self.card, self.max_pages = config, card, pages_for(n_ctx)
-        self.pages, self.recurrent = {}, {}
-        for index in layers:
-            if c.layer_kinds[index] == "attention":
-                shape = (n_slots * self.max_pages, c.n_kv_heads, PAGE_TOKENS, c.head_dim)
-                self.pages[index] = Pages(card.alloc(shape, np.float16, f"layer {index} keys"),
-                                          card.alloc(shape, np.float16, f"layer {index} values"))
-            else:
-                state = (n_slots, c.n_value_heads, c.linear_head_dim, c.linear_head_dim)
-                self.recurrent[index] = RecurrentState(
-                    card.zeros((n_slots, c.conv_width, c.conv_dim), np.float32, f"layer {index} conv state"),
-                    card.zeros(state, np.float32, f"layer {index} recurrent state"))
-        self.block_table = card.zeros((n_slots, self.max_pages), np.int32, "block table")
+
+def whole_pages(n_tokens: int) -> int:
+    """The multiple of 64 at or below."""
+    return n_tokens // PAGE_TOKENS * PAGE_TOKENS
+
+
+@dataclass(frozen=True)
+class CacheSizes:
+    """How much the caches of all stages hold."""
+
+    n_slots: int
+    max_pages: int              # of a slot
+    n_pages: int                # of all slots and of what is kept
+    n_checkpoints: int          # on the card
+    n_host_checkpoints: int     # in host memory, at most
+
+
+LEAST_CHECKPOINTS = 2           # on the card, however little memory there is
+
+
+def choose_sizes(stages: list["Stage"], n_slots: int, n_ctx: int, kv_tokens: int | None, checkpoint_memory: int | None,
+                 checkpoint_host_memory: int | None) -> CacheSizes:
+    """What to do with the memory that the weights have left.
+
+    kv_tokens: tokens that the pages of all slots hold together; by default n_slots times n_ctx, or fewer where 90 % of
+    the memory do not suffice for that, but n_ctx at least. checkpoint_memory: bytes on each card, by default a quarter
+    of what the pages leave; checkpoint_host_memory: bytes, by default an eighth of the machine's. There are not more
+    checkpoints than pages: a page has one at most.
+    """
+    max_pages = pages_for(n_ctx)
+    n_pages = n_slots * max_pages if kv_tokens is None else pages_for(kv_tokens)
+    if kv_tokens is None:
+        for stage in stages:
+            free = stage.card.free_bytes - (n_slots + LEAST_CHECKPOINTS) * stage.state_bytes
+            n_pages = min(n_pages, int(0.9 * free) // max(stage.page_bytes, 1))
+        n_pages = max(n_pages, max_pages)
+    n_checkpoints = n_pages
+    for stage in stages:
+        free = stage.card.free_bytes - n_slots * stage.state_bytes - n_pages * stage.page_bytes
+        budget = free // 4 if checkpoint_memory is None else checkpoint_memory
+        n_checkpoints = min(n_checkpoints, budget // max(stage.state_bytes, 1))
+    if checkpoint_host_memory is None:
+        checkpoint_host_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8
+    n_host = checkpoint_host_memory // max(sum(stage.state_bytes for stage in stages), 1)
+    return CacheSizes(n_slots, max_pages, n_pages, max(n_checkpoints, LEAST_CHECKPOINTS), min(n_host, n_pages))
+
+
+class Cache:
+    """The memory of a range of layers: pages behind a block table, and the states of slots and checkpoints."""
+
+    def __init__(self, card: Card, config: Config, layers: range, sizes: CacheSizes):
+        c, self.card, self.n_slots, self.max_pages = config, card, sizes.n_slots, sizes.max_pages
+        attention, linear = ([index for index in layers if c.layer_kinds[index] == kind]
+                             for kind in ("attention", "linear"))
+        shape, self.pages = (sizes.n_pages, c.n_kv_heads, PAGE_TOKENS, c.head_dim), {}
+        for index in attention:
+            self.pages[index] = Pages(card.alloc(shape, np.float16, f"layer {index} keys"),
+                                      card.alloc(shape, np.float16, f"layer {index} values"))
+        rows = len(linear), sizes.n_slots + sizes.n_checkpoints     # of one layer lie together, as its kernels want it
+        self.conv = card.alloc((*rows, c.conv_width, c.conv_dim), np.float32, "convolution states")
+        self.memory = card.alloc((*rows, c.n_value_heads, c.linear_head_dim, c.linear_head_dim), np.float32,
+                                 "recurrent states")
+        self.recurrent = {index: RecurrentState(self.conv[i], self.memory[i]) for i, index in enumerate(linear)}
+        self.block_table = card.zeros((sizes.n_slots, sizes.max_pages), np.int32, "block table")
+        self.host = {}              # number of a checkpoint in host memory -> its two arrays, pinned
 
     def reset(self, slot: int):
         """Forget what the recurrent layers remember of a slot. Pages need no reset: positions bound what is read."""
@@ -1479,24 +1554,251 @@ class Cache:
         row[:len(pages)] = pages
         self.card.copy_in(self.block_table[slot], row)
 
+    def save(self, slot: int, number: int):
+        """The states of a slot become checkpoint `number`."""
+        self._copy(self.n_slots + number, slot)
 
-def pages_for(n_tokens: int) -> int:
-    return -(-n_tokens // PAGE_TOKENS)
+    def restore(self, number: int, slot: int):
+        self._copy(slot, self.n_slots + number)
+
+    def _copy(self, to: int, source: int):
+        if self.recurrent:
+            checkpoint.copy_states(self.card, self.memory, self.conv, to, source)
+
+    def pin(self, host: int):
+        """Take page-locked host memory for a checkpoint, the first time that it is to be there. CardError."""
+        if host not in self.host:
+            self.host[host] = [self.card.pinned((states.shape[0], *states.shape[2:]), np.float32)
+                               for states in (self.conv, self.memory)]
+
+    def spill(self, number: int, host: int):
+        """Copy a checkpoint to host memory."""
+        for there, states in zip(self.host[host], (self.conv, self.memory)):
+            for layer in range(len(there)):
+                self.card.copy_out(there[layer], states[layer][self.n_slots + number])
+
+    def fetch(self, host: int, number: int):
+        """Copy a checkpoint back from host memory."""
+        for there, states in zip(self.host[host], (self.conv, self.memory)):
+            for layer in range(len(there)):
+                self.card.copy_in(states[layer][self.n_slots + number], there[layer])
 
 
-class PagePool:
-    """The numbers of the free pages. A page has the same number in every layer, on every card."""
+@dataclass(eq=False)
+class Node:
+    """A page of the prefix tree: 64 tokens that follow those of its parent, and what is kept of them."""
 
-    def __init__(self, n_pages: int):
-        self.free = list(range(n_pages - 1, -1, -1))
+    parent: "Node | None"           # None: the root, which stands for no tokens at all
+    tokens: tuple[int, ...]         # its key among the parent's children
+    page: int
+    depth: int                      # pages from the root to the end of this one
+    children: dict = dataclasses.field(default_factory=dict)
+    n_users: int = 0                # running sequences whose tokens begin with these
+    used: int = 0                   # when its checkpoint was of use, by the clock of PrefixCache
+    number: int | None = None       # of its checkpoint on the card
+    host: int | None = None         # or in host memory
 
-    def take(self, count: int) -> list[int]:
-        if count > len(self.free):
-            raise CardError(f"{count} KV pages are needed and {len(self.free)} are free")
-        return [self.free.pop() for _ in range(count)]
+    def path(self):
+        """This node and those above it but the root."""
+        node = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
 
-    def give_back(self, pages: list[int]):
-        self.free.extend(reversed(pages))
+
+class PrefixCache:
+    """Who has which page, and what the pages that no running sequence has are good for.
+
+    A page is free, or a running sequence's own, or that of a node of the prefix tree, which is a full page of known
+    tokens: sequences that begin with them share it. What a node's checkpoint, the states after its tokens, is good for
+    is to go on from there without processing them anew. So a node stays as long as a running sequence's tokens begin
+    with it or a checkpoint lies at or below it. The root's checkpoint are states of zeros.
+
+    Where room is needed, what is worth least goes first. The worth of a checkpoint is
+
+        tokens between it and the next checkpoint above / (1 + sequences begun since it was made or used):
+
+    what would be processed again without it, times how recently it was of use. For a checkpoint the least worthy on the
+    card goes to host memory, and the least worthy there is dropped, whatever uses their nodes; for pages a leaf that no
+    running sequence uses is dropped with its checkpoint, and what lies above it as far as nothing else needs that.
+
+    Here is the accounting alone; the bytes are moved by `store`, a Pipeline, in the order of the calls.
+    """
+
+    def __init__(self, store, n_pages: int, n_checkpoints: int, n_host: int):
+        self.store, self.n_pages, self.n_checkpoints = store, n_pages, n_checkpoints
+        self.free_pages, self.free_numbers, self.free_hosts = (
+            list(reversed(range(n))) for n in (n_pages, n_checkpoints, n_host))
+        self.root = Node(None, (), -1, 0)
+        self.kept: dict[Node, None] = {}    # the nodes with a checkpoint, oldest first
+        self.n_nodes = self.n_idle = 0      # nodes; those without users
+        self.clock = 0
+        self.n_spilled = self.n_fetched = self.n_dropped = 0
+
+    # ---- pages ----
+
+    @property
+    def n_available(self) -> int:
+        """Pages that no running sequence has."""
+        return len(self.free_pages) + self.n_idle
+
+    def take_pages(self, count: int) -> list[int]:
+        """Free pages, made so where there are too few. CardError: sequences have them."""
+        while len(self.free_pages) < count:
+            leaves = [node for node in self.kept if not node.children and not node.n_users]
+            if not leaves:
+                raise CardError(f"{count} KV pages are needed and {len(self.free_pages)} are free")
+            self._evict(min(leaves, key=self.worth))
+        return [self.free_pages.pop() for _ in range(count)]
+
+    # ---- the tree ----
+
+    def find(self, tokens: list[int]) -> tuple[Node, int]:
+        """Of the nodes that these tokens begin with, the last that has a checkpoint; and how many tokens all span."""
+        node = found = self.root
+        for at in range(0, whole_pages(len(tokens)), PAGE_TOKENS):
+            below = node.children.get(tuple(tokens[at:at + PAGE_TOKENS]))
+            if below is None:
+                break
+            node = below
+            if node in self.kept:
+                found = node
+        return found, node.depth * PAGE_TOKENS
+
+    def enter(self, node: Node) -> list[int]:
+        """A sequence begins with the tokens of a node and uses its checkpoint: the pages of the path to there."""
+        self.clock += 1
+        node.used = self.clock
+        path = list(node.path())
+        for each in path:
+            self._use(each)
+        return [each.page for each in reversed(path)]
+
+    def leave(self, node: Node, pages: list[int]):
+        """A sequence ends: it has used these pages, of which those up to `node` are the tree's."""
+        self.free_pages.extend(reversed(pages[node.depth:]))
+        for each in node.path():
+            each.n_users -= 1
+            self.n_idle += not each.n_users
+        self._prune(node)
+
+    def grow(self, node: Node, tokens: tuple[int, ...], page: int) -> Node:
+        """A page of a sequence whose path ends at `node` is full: the node that it is from now on.
+
+        Where the tree has these tokens already, one of the two pages is free afterwards: the other one, or `page`
+        where running sequences read the other.
+        """
+        child = node.children.get(tokens)
+        if child is None:
+            child = node.children[tokens] = Node(node, tokens, page, node.depth + 1)
+            self.n_nodes += 1
+            self.n_idle += 1
+        elif child.n_users:
+            self.free_pages.append(page)
+        else:
+            self.free_pages.append(child.page)
+            child.page = page
+        self._use(child)
+        return child
+
+    def _use(self, node: Node):
+        self.n_idle -= not node.n_users
+        node.n_users += 1
+
+    def _prune(self, node: Node):
+        """Forget a node that is of no use any more, and those above it that were for its sake."""
+        while node is not self.root and not (node.children or node.n_users or node in self.kept):
+            del node.parent.children[node.tokens]
+            self.free_pages.append(node.page)
+            self.n_nodes -= 1
+            self.n_idle -= 1
+            node = node.parent
+
+    # ---- checkpoints ----
+
+    def worth(self, node: Node) -> float:
+        """The formula above."""
+        above = next((each.depth for each in node.parent.path() if each in self.kept), 0)
+        return PAGE_TOKENS * (node.depth - above) / (1 + self.clock - node.used)
+
+    def take_number(self) -> int | None:
+        """A checkpoint on the card to be written, then `keep` it; None where all are being written."""
+        if not self.free_numbers:
+            on_card = [node for node in self.kept if node.number is not None]
+            if not on_card:
+                return None
+            self._make_room(min(on_card, key=self.worth))
+        return self.free_numbers.pop()
+
+    def keep(self, node: Node, number: int):
+        """Checkpoint `number` is that of a node, now that this was queued, instead of one that it had."""
+        self._forget(node)
+        self.kept[node] = None
+        node.number, node.used = number, self.clock
+
+    def fetch(self, node: Node) -> int | None:
+        """The number of a node's checkpoint, which is on the card then; None for the root. The node is in use."""
+        if node.host is not None:
+            host, node.host = node.host, None
+            del self.kept[node]
+            number = self.take_number()     # may drop checkpoints, so this one is out of its way
+            self.store.fetch(host, number)
+            self.free_hosts.append(host)
+            self.keep(node, number)
+            self.n_fetched += 1
+        return node.number
+
+    def drop(self, node: Node):
+        """Forget a node's checkpoint, if it has one, and what was there for its sake alone."""
+        self._forget(node)
+        self._prune(node)
+
+    def clear(self):
+        """Forget all that no running sequence uses."""
+        for node in list(self.kept):
+            self.drop(node)
+
+    def _forget(self, node: Node):
+        self.kept.pop(node, None)
+        if node.number is not None:
+            self.free_numbers.append(node.number)
+        if node.host is not None:
+            self.free_hosts.append(node.host)
+        node.number = node.host = None
+
+    def _make_room(self, node: Node):
+        """Move a node's checkpoint to host memory, or drop it where that has no room or only more worthy ones."""
+        if not self.free_hosts:
+            there = [each for each in self.kept if each.host is not None]
+            if there and self.worth(least := min(there, key=self.worth)) < self.worth(node):
+                self._evict(least)
+        if self.free_hosts and self.store.spill(node.number, host := self.free_hosts.pop()):
+            self.free_numbers.append(node.number)
+            node.number, node.host = None, host
+            self.n_spilled += 1
+        else:
+            self._evict(node)
+
+    def _evict(self, node: Node):
+        self.n_dropped += 1
+        self.drop(node)
+
+
+def checkpoint_positions(tokens: list[int], turn: int | None, start: int, known: int) -> list[int]:
+    """Where a prompt, of which `start` tokens are cached, gets checkpoints: multiples of 64 below its length.
+
+    These are the likely ends of what it has in common with later prompts: where turns begin (at token `turn`), the
+    prompt's own end, and where it leaves the `known` tokens of an earlier one; and every CHECKPOINT_INTERVAL tokens.
+    Of all those the ones nearer than CHECKPOINT_SPACING to the one before are left out, but for the end of the system
+    prompt (the second turn's beginning), the last two turns' beginnings, the prompt's end and `known`.
+    """
+    turns = [whole_pages(at) for at, token in enumerate(tokens) if token == turn]
+    likely = {*turns[1:2], *turns[-2:], whole_pages(len(tokens) - 1), known}
+    found = [start]
+    for at in sorted({*turns, *likely, *range(0, len(tokens), CHECKPOINT_INTERVAL)}):
+        if start < at < len(tokens) and (at in likely or at - found[-1] >= CHECKPOINT_SPACING):
+            found.append(at)
+    return found[1:]
 
 
 # ======================================================================================================
@@ -1511,27 +1813,39 @@ class Stage:
     hands on is `model.x`.
     """
 
-    def __init__(self, card: Card, config: Config, weights, layers: range, n_slots: int, n_ctx: int, chunk: int,
-                 progress=iter):
-        self.card, self.n_slots, self.chunk = card, n_slots, chunk
-        self.cache = Cache(card, config, layers, n_slots, n_ctx)
+    def __init__(self, card: Card, config: Config, weights, layers: range, n_slots: int, chunk: int, progress=iter):
+        self.card, self.config, self.layers, self.n_slots, self.chunk = card, config, layers, n_slots, chunk
         max_rows = max(chunk, n_slots, HEAD_ROWS)
         with weights.loading(card):
-            self.model = Model(card, config, weights, layers, self.cache, max_rows, n_slots, progress)
+            self.model = Model(card, config, weights, layers, max_rows, n_slots, progress)
         self.sampler = Sampler(card, n_slots, config.n_vocab) if self.model.head else None
         # A prompt's pass must not disturb the batch, whose inputs stay from one step to the next.
         self.inputs = card.alloc(6 * max_rows, np.int32, "ids, slots and positions of a prompt's pass")
         self.batch = card.alloc(6 * n_slots, np.int32, "ids, slots and positions of a decode step")
+        kinds = [config.layer_kinds[index] for index in layers]
+        self.page_bytes = kinds.count("attention") * 2 * PAGE_TOKENS * config.kv_dim * 2    # k and v, float16
+        self.state_bytes = kinds.count("linear") * 4 * (
+            config.conv_width * config.conv_dim + config.value_dim * config.linear_head_dim)    # of a slot
+        self.cache = None       # see `allocate`
         self.recordings = {}    # (name of what was recorded, *its arguments) -> Recording
 
-    def prefill(self, ids, slot: int, start: int, tap=None):
-        """Queue a pass over consecutive tokens of a slot; their hidden states stay in model.x until the next one."""
+    def allocate(self, sizes: CacheSizes):
+        """Take the memory of the cache: after the weights, so that its size can depend on what those leave."""
+        self.cache = Cache(self.card, self.config, self.layers, sizes)
+
+    def prefill(self, ids, slot: int, start: int, marks=(), tap=None):
+        """Queue a pass over consecutive tokens of a slot; their hidden states stay in model.x until the next one.
+        marks: (tokens of the pass, number of a checkpoint) where the slot's states are kept."""
         n = len(ids)
         set_rows(self.inputs, ids, [slot] * n, range(start, start + n))
-        if n == self.chunk and tap is None:
+        inside = tuple((end, slot, self.n_slots + number) for end, number in marks if end < n)
+        if n == self.chunk and tap is None and not inside:
             self.recording(self.launch_prompt, n).replay()
         else:
-            self.launch_prompt(n, tap)
+            self.launch_prompt(n, inside, tap)
+        for end, number in marks:
+            if end == n:
+                self.cache.save(slot, number)
 
     def sample_row(self, row: int, slot: int, log_probs: bool) -> "Tokens":
         """The next token of a slot from row `row` of the hidden states of the prefill pass queued last."""
@@ -1571,12 +1885,14 @@ class Stage:
         if self.sampler:
             for n in range(1, HEAD_ROWS + 1):
                 self.model.compute_logits(self.model.x, n)
+        self.cache.save(0, 0)
 
-    def launch_prompt(self, n: int, tap=None):
-        self.model.forward(rows_of(self.inputs, n, is_decode=False), tap)
+    def launch_prompt(self, n: int, marks=(), tap=None):
+        rows = dataclasses.replace(rows_of(self.inputs, n, is_decode=False), marks=marks)
+        self.model.forward(rows, self.cache, tap)
 
     def launch_layers(self, n: int):
-        self.model.forward(rows_of(self.batch, n, is_decode=True))
+        self.model.forward(rows_of(self.batch, n, is_decode=True), self.cache)
         if self.sampler:
             self.model.compute_logits(self.model.x, n)
 
@@ -1606,8 +1922,10 @@ class Pipeline:
     other: a slot or a page may be given to the next as soon as no further work of the last is queued.
     """
 
-    def __init__(self, stages: list[Stage]):
+    def __init__(self, stages: list[Stage], sizes: CacheSizes):
         self.stages, self.last = stages, stages[-1]
+        for stage in stages:
+            stage.allocate(sizes)
         self.queued = collections.deque()       # the ends of the prefill passes that nobody has waited for
 
     def load_kernels(self, progress: bool):
@@ -1623,20 +1941,44 @@ class Pipeline:
                 stage.recording(stage.launch_layers, n)
                 stage.recording(stage.launch_choice, n, False)
 
-    def start(self, slot: int, request: "Request"):
-        """Make a slot ready for a new sequence."""
+    def start(self, slot: int, request: "Request", number: int | None = None):
+        """Make a slot ready for a new sequence, whose states begin as those of checkpoint `number`, or as zeros."""
         for stage in self.stages:
-            stage.cache.reset(slot)
+            if number is None:
+                stage.cache.reset(slot)
+            else:
+                stage.cache.restore(number, slot)
         self.last.sampler.start(slot, request)
 
     def set_pages(self, slot: int, pages: list[int]):
         for stage in self.stages:
             stage.cache.set_pages(slot, pages)
 
-    def prefill(self, ids, slot: int, start: int, tap=None):
-        """A chunk of a prompt: tokens of `slot` at positions start, start + 1, ...; start is a multiple of 64."""
+    def save(self, slot: int, number: int):
+        """Keep a slot's states as checkpoint `number`."""
         for stage in self.stages:
-            stage.prefill(ids, slot, start, tap)
+            stage.cache.save(slot, number)
+
+    def spill(self, number: int, host: int) -> bool:
+        """Copy checkpoint `number` to number `host` in host memory; False where no more of that can be page-locked."""
+        try:
+            for stage in self.stages:
+                stage.cache.pin(host)
+        except CardError:
+            return False
+        for stage in self.stages:
+            stage.cache.spill(number, host)
+        return True
+
+    def fetch(self, host: int, number: int):
+        for stage in self.stages:
+            stage.cache.fetch(host, number)
+
+    def prefill(self, ids, slot: int, start: int, marks=(), tap=None):
+        """A chunk of a prompt: tokens of `slot` at positions start, start + 1, ...; start is a multiple of 64.
+        marks: (tokens of the chunk, a multiple of 64, number of the checkpoint to take after them), ascending."""
+        for stage in self.stages:
+            stage.prefill(ids, slot, start, marks, tap)
         self.queued.append(self.last.card.default_stream.record())
         if len(self.queued) > 1:        # or a whole prompt is queued at once, and no cancellation stops the cards
             self.queued.popleft().synchronize()
@@ -1719,6 +2061,8 @@ class Sampler:
             history = np.zeros(self.n_vocab, np.uint16)
             history[r.prompt_ids] = sample.IN_PROMPT
             self.card.copy_in(state.history[slot], history)
+        if r.grammar is not None:
+            self.card.fill(state.mask[slot], 0xFF)      # all tokens, until the grammar rules
         if r.logit_bias:
             bias = np.zeros(self.n_vocab, np.float32)
             bias[list(r.logit_bias)] = list(r.logit_bias.values())
@@ -1764,9 +2108,13 @@ class Sampler:
 
 
 class Constraint:
-    """What a grammar still allows of one answer. Look at `error` after each call, the first included."""
+    """What a grammar still allows of one answer, or of what follows the token `after` in it.
 
-    def __init__(self, vocabulary: "Vocabulary", grammar: str):
+    Look at `error` after each call, the first included."""
+
+    def __init__(self, vocabulary: "Vocabulary", grammar: str, after: int | None = None):
+        self.vocabulary = vocabulary        # for as long as the matcher may call it
+        self.after = after                  # None once the grammar rules
         limits = llguidance.LLParserLimits(verbose_errors=False)        # its errors go to clients
         self.matcher = llguidance.LLMatcher(vocabulary.prepared, grammar, log_level=0, limits=limits)
         self.forced = collections.deque()   # tokens that follow for certain; the matcher has taken them already
@@ -1784,11 +2132,13 @@ class Constraint:
     @property
     def ended(self) -> bool:
         """Whether the answer is complete and nothing may follow."""
-        return not self.forced and self.matcher.is_stopped()
+        return self.after is None and not self.forced and self.matcher.is_stopped()
 
     def take(self, token: int):
         """The answer goes on with `token`, which the mask has allowed."""
-        if self.forced:
+        if self.after is not None:
+            self.after = None if token == self.after else self.after
+        elif self.forced:
             self.forced.popleft()
         else:
             self.matcher.consume_token(token)
@@ -1808,7 +2158,9 @@ class Vocabulary:
         self.tokenizer, self.tokens = tokenizer, tokenizer.pieces
         self.eos_token_id, self.bos_token_id = min(tokenizer.eos_ids), None
         self.special_token_ids = [*tokenizer.control.values(), *tokenizer.tags.values()]
-        self.prepared = llguidance.LLTokenizer(llguidance.TokenizerWrapper(self), eos_token=sorted(tokenizer.eos_ids))
+        # It calls us back: a true reference would keep both for ever, which the garbage collector cannot see.
+        wrapper = llguidance.TokenizerWrapper(weakref.proxy(self))
+        self.prepared = llguidance.LLTokenizer(wrapper, eos_token=sorted(tokenizer.eos_ids))
 
     def __call__(self, text: str) -> list[int]:
         """Tokens that spell a text, which llguidance asks for where a grammar leaves no choice: the tokenizer's, unless
@@ -1823,6 +2175,8 @@ class Vocabulary:
 # ======================================================================================================
 
 CHUNK = 512                 # tokens of a prompt that run in one pass; a multiple of 64
+RUNNING_CHUNK = 512         # at most while answers are running, which wait for it
+TURN = "<|im_start|>"       # the control token at which a turn of a conversation begins
 NAN_LOGITS = "the logits hold a NaN: the model file is damaged, or a kernel is wrong"
 DEFAULT_CTX = 4096          # tokens of a slot, where neither the caller nor the model asks for fewer
 
@@ -1845,6 +2199,10 @@ SAMPLING = {
 
 class EngineStopped(Exception):
     """The engine answers no more: it was closed, or it failed. The text says which."""
+
+
+class DeadlineExceeded(Exception):
+    """A generation took longer than its request allows."""
 
 
 def is_within(kind: type, value, low, high) -> bool:
@@ -1882,7 +2240,8 @@ class Request:
     stop: tuple[str, ...] = ()          # strings that end the text and are not part of it; one may stand alone
     stop_after: int | None = None       # token id: stop strings count in what follows it
     grammar: str | None = None          # what the answer obeys, as llguidance.LLMatcher.grammar_from_... write it
-    grammar_after: int | None = None    # token id: the grammar rules what follows it
+    grammar_after: int | None = None    # token id: only what follows it obeys the grammar
+    timeout: float | None = None        # seconds from `submit` on, after which it ends with DeadlineExceeded
 
     def __post_init__(self):
         self.stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -1898,8 +2257,11 @@ class Request:
             raise RequestError("prompt", f"a token id of the prompt is outside 0 .. {n_vocab - 1}")
         if "" in self.stop:
             raise RequestError("stop", "a stop string is empty")
-        if self.stop_after is not None and not 0 <= self.stop_after < n_vocab:
-            raise RequestError("stop_after", f"token id {self.stop_after} is outside 0 .. {n_vocab - 1}")
+        if self.timeout is not None and not 0 < self.timeout < math.inf:
+            raise RequestError("timeout", "'timeout' must be a number of seconds above 0")
+        for name in ("stop_after", "grammar_after"):
+            if (token := getattr(self, name)) is not None and not is_within(int, token, 0, n_vocab - 1):
+                raise RequestError(name, f"'{name}' must be a token id from 0 to {n_vocab - 1}")
         if self.top_logprobs is not None and not is_within(int, self.top_logprobs, 0, logprobs.TOP):
             raise RequestError("top_logprobs", f"'top_logprobs' must be a whole number from 0 to {logprobs.TOP}")
         if self.grammar is not None and not isinstance(self.grammar, str):
@@ -1959,11 +2321,12 @@ class Generation:
     def __init__(self, request: Request, tokenizer: Tokenizer, constraint: Constraint | None = None):
         self.request, self.constraint = request, constraint
         self.n_prompt, self.n_generated = len(request.prompt_ids), 0
-        self.n_cached = 0
+        self.n_cached = 0           # tokens of the prompt that were not processed, for an earlier one began with them
         self.cancelled = False
         self.finish_reason: str | None = None   # of the last event; None when cancelled or failed
         self.error: Exception | None = None     # what it failed with
         self.started = time.perf_counter()
+        self.deadline = self.started + (math.inf if request.timeout is None else request.timeout)
         self.token_times: list[float] = []      # of the engine's tokens; readers may get several at once
         self._decoder, self._scanner = tokenizer.stream_decoder(), StopScanner(request.stop)
         self._scans = request.stop_after is None
@@ -1992,6 +2355,16 @@ class Generation:
     def cancel(self):
         """End the generation within one step of the engine, whether it waits or runs."""
         self.cancelled = True
+
+    def is_over(self) -> bool:
+        """Whether nobody waits for the rest: it was cancelled, or takes longer than its request allows."""
+        return self.cancelled or time.perf_counter() > self.deadline
+
+    def overdue(self) -> DeadlineExceeded | None:
+        """What a generation that is over ends with."""
+        if self.cancelled:
+            return None
+        return DeadlineExceeded(f"not finished after the {self.request.timeout:g} s that the request allows")
 
     def wait(self):
         """Return when it has finished, failed or been cancelled."""
@@ -2024,12 +2397,17 @@ class Generation:
 class Sequence:
     """A generation that holds a slot: its tokens, and how many of them the caches have seen."""
 
-    def __init__(self, generation: Generation, slot: int):
+    def __init__(self, generation: Generation, slot: int, n_pages: int, root: Node):
         self.generation, self.slot = generation, slot
+        self.n_pages = n_pages          # that it may come to need, and so can rely on
         self.tokens = list(generation.request.prompt_ids)
+        self.has_begun = False          # its slot is ready for it
         self.n_cached = 0
-        self.in_flight = 0          # tokens that a queued decode step will find: 0 or 1
+        self.in_flight = 0              # tokens that a queued decode step will find: 0 or 1
         self.pages: list[int] = []
+        self.node = root                # of the prefix tree: the last that stands for tokens of this
+        self.marks: list[int] = []      # positions in the prompt where checkpoints are taken
+        self.decoded: Node | None = None    # whose checkpoint is of decoded tokens, the latest
 
     @property
     def in_prompt(self) -> bool:
@@ -2054,43 +2432,63 @@ def wants_log_probs(sequences: list[Sequence]) -> bool:
 
 
 class Scheduler:
-    """Decides what the cards do next. One thread repeats `step`: admit, one chunk of one prompt, one decode step.
+    """Decides what the cards do next. Its thread repeats `step`: admit, one chunk of one prompt, one decode step.
 
     So prompts and running answers take turns, and a cancellation is seen at every step. The queue has no limit:
-    the server, which strangers may reach, has one.
+    the server, which strangers may reach, has one. Who waits is admitted in the order of arrival, when there is a slot
+    and all pages that prompt and answer may come to need are there: free, or kept for later and promised to nobody. So
+    nobody who runs ever lacks a page, and nobody is overtaken for ever.
+
+    What a prompt has in common with earlier ones is looked up when its first chunk is due: of several that arrive
+    together, the first is processed by then, and the others find what they share with it.
 
     A decode step is queued before the tokens of the one before it are looked at, since the cards hand those on
     themselves: so they never wait for the host. Where such a token ends its sequence, the step has computed a row
     for nothing: it wrote into the sequence's own slot and pages, before whoever has them next.
     """
 
-    def __init__(self, pipeline: Pipeline, tokenizer: Tokenizer, n_slots: int, n_ctx: int, chunk: int):
-        self.pipeline, self.tokenizer, self.n_ctx, self.chunk = pipeline, tokenizer, n_ctx, chunk
-        self.pool = PagePool(n_slots * pages_for(n_ctx))
+    def __init__(self, pipeline: Pipeline, cache: PrefixCache, tokenizer: Tokenizer, n_slots: int, n_ctx: int,
+                 chunk: int):
+        self.pipeline, self.cache, self.tokenizer = pipeline, cache, tokenizer
+        self.n_slots, self.n_ctx, self.chunk = n_slots, n_ctx, chunk
         self.free_slots = list(reversed(range(n_slots)))
         self.waiting, self.running = collections.deque(), []
         self.flight: Flight | None = None           # while there is one, the cards know its batch
-        self.changed = threading.Condition()        # guards waiting, guests, closing and error
-        self.closing, self.error = False, None      # error: the sentence on what the engine failed with
+        self.totals = dict.fromkeys(("requests", "cache_hits", "prompt_tokens", "cached_tokens", "generated_tokens"), 0)
+        self.changed = threading.Condition()        # guards waiting, guests, draining, closing and error
+        self.draining = self.closing = False        # no more requests are taken; no more steps are made
+        self.error: str | None = None               # the sentence on what the engine failed with
         self.stepping = threading.Lock()            # held while the pipeline is in use
-        self.guests = 0                             # threads in borrow_slot; the scheduler lets them go first
+        self.guests = 0                             # threads that want it; the scheduler lets them go first
         self.thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
-        self.thread.start()
 
     def submit(self, generation: Generation):
         """Queue a generation. Raises EngineStopped."""
         with self.changed:
-            if self.closing:
+            if self.draining or self.closing:
                 raise EngineStopped(self.error or "the engine was closed")
             self.waiting.append(generation)
             self.changed.notify_all()
 
-    def close(self):
-        """End every generation, and the thread."""
+    def close(self, grace: float = 0.0):
+        """Take no more requests, give those there are `grace` seconds, and end what is left of them, and the thread."""
         with self.changed:
+            self.draining = True
+            self.changed.wait_for(lambda: self.closing or not (self.waiting or self.running), grace)
             self.closing = True
             self.changed.notify_all()
         self.thread.join()
+
+    def stats(self) -> dict:
+        """Counts, as `Engine.stats` has them."""
+        cache = self.cache
+        return self.totals | {
+            "requests_running": len(self.running), "requests_waiting": len(self.waiting), "slots": self.n_slots,
+            "kv_pages": cache.n_pages, "kv_pages_free": len(cache.free_pages), "kv_pages_cached": cache.n_idle,
+            "kv_pages_used": cache.n_pages - cache.n_available,
+            "checkpoints": len(cache.kept), "checkpoints_on_card": cache.n_checkpoints - len(cache.free_numbers),
+            "checkpoints_spilled": cache.n_spilled, "checkpoints_fetched": cache.n_fetched,
+            "checkpoints_dropped": cache.n_dropped}
 
     @contextlib.contextmanager
     def between_steps(self):
@@ -2101,16 +2499,20 @@ class Scheduler:
             yield
 
     @contextlib.contextmanager
-    def borrow_slot(self):
-        """A free slot and the pipeline to oneself, for work outside the queue, between two steps of the scheduler.
+    def borrow_slot(self, n_tokens: int):
+        """A free slot with pages for so many tokens, and the pipeline to oneself, for work outside the queue.
 
-        Raises RequestError where every slot is taken, EngineStopped after a failure or the end.
+        Raises RequestError where every slot is taken, or too many pages, and EngineStopped after a failure or the end.
         """
         with self.between_steps():
             if not self.free_slots:
                 raise RequestError("slots", "every slot is taken by a running request")
-            sequence = Sequence(Generation(Request([]), self.tokenizer), self.free_slots.pop())
+            if pages_for(n_tokens) > self._unpromised_pages():
+                raise RequestError("slots", f"running requests leave too few KV pages for {n_tokens} tokens")
+            sequence = Sequence(Generation(Request([]), self.tokenizer), self.free_slots.pop(), pages_for(n_tokens),
+                                self.cache.root)
             try:
+                self._reserve(sequence, n_tokens)
                 yield sequence
             finally:
                 self._release(sequence)
@@ -2146,51 +2548,115 @@ class Scheduler:
                 generation.close(self.error and EngineStopped(self.error))
             self.running.clear()
             self.waiting.clear()
+            self.changed.notify_all()
 
     def _wait_for_work(self) -> bool:
         with self.changed:
+            if self.draining and not (self.waiting or self.running):
+                self.changed.notify_all()
             self.changed.wait_for(lambda: self.closing or ((self.waiting or self.running) and not self.guests))
             return not self.closing
 
     def step(self):
         """Admit what fits; run a chunk of the oldest unfinished prompt, then a decode step of all running answers."""
-        self._drop_cancelled()
+        self._drop_ended()
         self._admit()
         prompt = next((s for s in self.running if s.in_prompt), None)
         if prompt is not None:
             self._prefill(prompt)
         self._decode()
 
-    def _drop_cancelled(self):
-        for sequence in [s for s in self.running if s.generation.cancelled]:
-            self._finish(sequence)
+    def _drop_ended(self):
+        """End what was cancelled, and what has taken longer than it may."""
+        for sequence in [s for s in self.running if s.generation.is_over()]:
+            self._finish(sequence, sequence.generation.overdue())
         with self.changed:
-            for generation in [g for g in self.waiting if g.cancelled]:
+            for generation in [g for g in self.waiting if g.is_over()]:
                 self.waiting.remove(generation)
-                generation.close()
+                generation.close(generation.overdue())
 
     def _admit(self):
         while self.free_slots:
             with self.changed:
                 if not self.waiting:
                     return
+                n_pages = self._pages_wanted(self.waiting[0].request)
+                if n_pages > self._unpromised_pages():
+                    return
                 generation = self.waiting.popleft()
-            sequence = Sequence(generation, self.free_slots.pop())
-            self.running.append(sequence)
-            self.pipeline.start(sequence.slot, generation.request)
+            self.running.append(Sequence(generation, self.free_slots.pop(), n_pages, self.cache.root))
+            self.totals["requests"] += 1
+
+    def _pages_wanted(self, request: Request) -> int:
+        """Pages of prompt and answer, if that becomes as long as it may."""
+        longest = self.n_ctx if request.max_tokens is None else len(request.prompt_ids) + request.max_tokens
+        return pages_for(min(longest, self.n_ctx))
+
+    def _unpromised_pages(self) -> int:
+        return self.cache.n_available - sum(s.n_pages - len(s.pages) for s in self.running)
 
     def _prefill(self, sequence: Sequence):
         """The next chunk of a prompt. Chunks start at multiples of 64, so no result depends on their size."""
-        start, end = sequence.n_cached, min(sequence.n_cached + self.chunk, sequence.generation.n_prompt)
-        self.reserve(sequence, end)
-        self.pipeline.prefill(sequence.tokens[start:end], sequence.slot, start)
+        if not sequence.has_begun:
+            self._begin(sequence)
+        chunk = min(self.chunk, RUNNING_CHUNK) if self._answering() else self.chunk
+        start, end = sequence.n_cached, min(sequence.n_cached + chunk, sequence.generation.n_prompt)
+        self._reserve(sequence, end)
+        marks = [at for at in sequence.marks if start < at <= end]
+        numbers = [number for _ in marks if (number := self.cache.take_number()) is not None]
+        marks = list(zip(marks[len(marks) - len(numbers):], numbers))
+        self.pipeline.prefill(sequence.tokens[start:end], sequence.slot, start, [(at - start, n) for at, n in marks])
         sequence.n_cached = end
+        nodes = self._join(sequence, end)
+        for at, number in marks:
+            self.cache.keep(nodes[at], number)
         if sequence.in_prompt:
             return
         self._constrain([sequence])
         if sequence in self.running:
             tokens = self.pipeline.sample_row(end - start - 1, sequence.slot, wants_log_probs([sequence]))
             self._take(sequence, tokens, 0, int(tokens.read()[0]))
+
+    def _begin(self, sequence: Sequence):
+        """Make the slot ready, with what the caches know of the prompt; its last token is always processed."""
+        generation, tokens = sequence.generation, sequence.tokens
+        sequence.node, known = self.cache.find(tokens[:-1])
+        sequence.pages = self.cache.enter(sequence.node)
+        number = self.cache.fetch(sequence.node)
+        self.pipeline.start(sequence.slot, generation.request, number)
+        self.pipeline.set_pages(sequence.slot, sequence.pages)
+        sequence.n_cached = generation.n_cached = sequence.node.depth * PAGE_TOKENS
+        sequence.marks = checkpoint_positions(tokens, self.tokenizer.control.get(TURN), sequence.n_cached, known)
+        sequence.has_begun = True
+        self.totals["cache_hits"] += generation.n_cached > 0
+        self.totals["cached_tokens"] += generation.n_cached
+        self.totals["prompt_tokens"] += generation.n_prompt
+
+    def _join(self, sequence: Sequence, n_seen: int) -> dict[int, Node]:
+        """The full pages of the first n_seen tokens, whose passes are queued, join the tree. Returns {position: node
+        that ends there} of those that had not joined yet."""
+        joined, pages = {}, list(sequence.pages)
+        for end in range((sequence.node.depth + 1) * PAGE_TOKENS, n_seen + 1, PAGE_TOKENS):
+            depth, tokens = sequence.node.depth, tuple(sequence.tokens[end - PAGE_TOKENS:end])
+            sequence.node = joined[end] = self.cache.grow(sequence.node, tokens, pages[depth])
+            pages[depth] = sequence.node.page
+        if pages != sequence.pages:
+            sequence.pages = pages
+            self.pipeline.set_pages(sequence.slot, pages)
+        return joined
+
+    def _keep_decoded(self, sequence: Sequence):
+        """Where the decode step queued last fills a page of a sequence, keep that and the states after it. An answer
+        has one such checkpoint, the latest, and those at multiples of CHECKPOINT_INTERVAL."""
+        n_seen = sequence.n_cached + 1
+        if n_seen % PAGE_TOKENS:
+            return
+        last, sequence.decoded = sequence.decoded, self._join(sequence, n_seen)[n_seen]
+        if last is not None and last.depth * PAGE_TOKENS % CHECKPOINT_INTERVAL:
+            self.cache.drop(last)
+        if (number := self.cache.take_number()) is not None:
+            self.pipeline.save(sequence.slot, number)
+            self.cache.keep(sequence.decoded, number)
 
     def _decode(self):
         """Queue a step of all answers, and then take the tokens of the one before."""
@@ -2202,7 +2668,7 @@ class Scheduler:
         if self.flight is None:
             self.pipeline.place([s.tokens[-1] for s in batch], [s.slot for s in batch], [s.n_cached for s in batch])
         for sequence in batch:
-            self.reserve(sequence, sequence.n_cached + sequence.in_flight + 1)
+            self._reserve(sequence, sequence.n_cached + sequence.in_flight + 1)
         if any(s.generation.constraint for s in batch):
             self.pipeline.forward(len(batch))
             self._land()                            # the masks follow from its tokens
@@ -2213,6 +2679,8 @@ class Scheduler:
             self._land()
         for sequence in batch:
             sequence.in_flight = 1
+            if sequence in self.running:
+                self._keep_decoded(sequence)
         self.flight = Flight(batch, tokens)
 
     def _answering(self) -> list[Sequence]:
@@ -2230,16 +2698,17 @@ class Scheduler:
                 sequence.in_flight = 0
                 self._take(sequence, flight.tokens, row, token)
 
-    def reserve(self, sequence: Sequence, n_tokens: int):
-        """Pages for the first n_tokens of a sequence. There are enough: the pool holds every slot's whole context."""
+    def _reserve(self, sequence: Sequence, n_tokens: int):
+        """Pages for the first n_tokens of a sequence, of those that it can rely on."""
         missing = pages_for(n_tokens) - len(sequence.pages)
         if missing > 0:
-            sequence.pages += self.pool.take(missing)
+            sequence.pages += self.cache.take_pages(missing)
             self.pipeline.set_pages(sequence.slot, sequence.pages)
 
     def _constrain(self, sequences: list[Sequence]):
         """Tell the cards what the next tokens may be; a sequence whose grammar cannot say so has ended."""
-        constrained = [s for s in sequences if s.generation.constraint and s in self.running]
+        constrained = [s for s in sequences if s in self.running and s.generation.constraint
+                       and s.generation.constraint.after is None]
         self.pipeline.constrain({s.slot: s.generation.constraint for s in constrained})
         for sequence in constrained:
             if error := sequence.generation.constraint.error:
@@ -2261,6 +2730,7 @@ class Scheduler:
         elif sequence.is_full(1, self.n_ctx):
             finish_reason = "length"
         sequence.tokens.append(token)
+        self.totals["generated_tokens"] += 1
         log_probs = () if request.top_logprobs is None else tokens.log_probs(row, request.top_logprobs)
         if generation.push(token, finish_reason, *log_probs):
             self._finish(sequence)
@@ -2271,7 +2741,7 @@ class Scheduler:
         sequence.generation.close(error)
 
     def _release(self, sequence: Sequence):
-        self.pool.give_back(sequence.pages)
+        self.cache.leave(sequence.node, sequence.pages)
         self.free_slots.append(sequence.slot)
 
 
@@ -2283,11 +2753,13 @@ class Engine:
     """
 
     def __init__(self, config: Config, tokenizer: Tokenizer, template: ChatTemplate | None, pipeline: Pipeline,
-                 n_slots: int, n_ctx: int, chunk: int):
+                 sizes: CacheSizes, n_ctx: int, chunk: int):
         self.name, self.config, self.tokenizer, self.template = config.name, config, tokenizer, template
         self.pipeline, self.n_ctx, self.chunk = pipeline, n_ctx, chunk
         self.cards = [stage.card for stage in pipeline.stages]
-        self.scheduler = Scheduler(pipeline, tokenizer, n_slots, n_ctx, chunk)
+        cache = PrefixCache(pipeline, sizes.n_pages, sizes.n_checkpoints, sizes.n_host_checkpoints)
+        self.scheduler = Scheduler(pipeline, cache, tokenizer, sizes.n_slots, n_ctx, chunk)
+        self.scheduler.thread.start()
 
     @property
     def error(self) -> str | None:
@@ -2297,9 +2769,11 @@ class Engine:
     def submit(self, request: Request) -> Generation:
         """Start a request. Raises RequestError or EngineStopped."""
         request.check(self.config.n_vocab, self.n_ctx)
-        constraint = None if request.grammar is None else Constraint(self.vocabulary, request.grammar)
-        if constraint and constraint.error:
-            raise constraint.error
+        constraint = None
+        if request.grammar is not None:
+            constraint = Constraint(self.vocabulary, request.grammar, request.grammar_after)
+            if constraint.error:
+                raise constraint.error
         generation = Generation(request, self.tokenizer, constraint)
         self.scheduler.submit(generation)
         return generation
@@ -2336,20 +2810,31 @@ class Engine:
         """
         Request(list(ids)).check(self.config.n_vocab, self.n_ctx + 1)
         model = self.pipeline.last.model
-        with self.scheduler.borrow_slot() as sequence:
+        with self.scheduler.borrow_slot(len(ids)) as sequence:
             self.pipeline.start(sequence.slot, sequence.generation.request)
-            self.scheduler.reserve(sequence, len(ids))
             for start in range(0, len(ids), self.chunk):
                 chunk = ids[start:start + self.chunk]
-                self.pipeline.prefill(chunk, sequence.slot, start, tap)
+                self.pipeline.prefill(chunk, sequence.slot, start, tap=tap)
                 for row in range(0, len(chunk), HEAD_ROWS):
                     n = min(HEAD_ROWS, len(chunk) - row)
                     model.compute_logits(model.x[row:row + n], n)
                     yield model.card.download(model.logits[:n])
 
-    def close(self):
-        """End what runs."""
-        self.scheduler.close()
+    def stats(self) -> dict:
+        """Counts of this moment: requests_running, requests_waiting, slots; kv_pages = _used (by running requests) +
+        _cached + _free; checkpoints (kept), checkpoints_on_card. And since the start: requests, prompt_tokens, of those
+        cached_tokens (not processed), cache_hits (requests with such), generated_tokens, checkpoints_spilled (to host
+        memory), _fetched (back from it), _dropped (for want of room)."""
+        return self.scheduler.stats()
+
+    def clear_cache(self):
+        """Forget all prompts and answers but those that run. Raises EngineStopped."""
+        with self.scheduler.between_steps():
+            self.scheduler.cache.clear()
+
+    def close(self, grace: float = 0.0):
+        """End what runs, after so many seconds if that has not ended by then; new requests are refused."""
+        self.scheduler.close(grace)
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str, n_ctx: int) -> list[int]:
@@ -2394,13 +2879,18 @@ def open_model(model: str | Path) -> OpenModel:
 
 
 def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | None = None,
-         ctx: int | None = None, slots: int = 1, chunk: int = CHUNK, progress: bool = True) -> Engine:
+         ctx: int | None = None, slots: int = 1, chunk: int = CHUNK, progress: bool = True,
+         kv_tokens: int | None = None, checkpoint_memory: int | None = None,
+         checkpoint_host_memory: int | None = None) -> Engine:
     """Load a GGUF file, or random weights by the name "synthetic:0.8b", "synthetic:9b:q4_k", ..., ready to generate.
 
     model: its path or name, or what `open_model` made of that; by default the model that comes with qengine.
     card: a Card, or the name of one as kernels.card.open_cards takes it; by default the first NVIDIA card, or else an
     emulated one. ctx: tokens of a slot, prompt and answer together. slots: answers that are generated at the same time.
     chunk: tokens of a prompt per pass, a multiple of 64. progress: show on stderr what is used and how far it is.
+    kv_tokens: tokens whose keys and values fit, of all slots and of what is kept for later prompts; at least ctx.
+    checkpoint_memory, checkpoint_host_memory: bytes for the states from which later prompts go on, on the card and in
+    the host's memory. `choose_sizes` has the defaults of the three.
     Raises ModelError, RequestError, CardError (OutOfMemory names what did not fit).
     """
     limits = ("ctx", 1 if ctx is None else ctx, 1), ("slots", slots, 1), ("chunk", chunk, PAGE_TOKENS)
@@ -2409,6 +2899,8 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | None 
             raise RequestError(name, f"{name} must be {unit}, {2 * unit}, ..., not {value}")
     opened = model if isinstance(model, OpenModel) else open_model(model)
     config, n_ctx = opened.config, opened.n_ctx(ctx)
+    if kv_tokens is not None and kv_tokens < n_ctx:
+        raise RequestError("kv_tokens", f"kv_tokens must be at least the {n_ctx} tokens of a context, not {kv_tokens}")
     chunk = min(chunk, pages_for(n_ctx) * PAGE_TOKENS)
     used = card if isinstance(card, Card) else _open_card(card)
     free = used.free_bytes
@@ -2420,12 +2912,16 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | None 
                  "what comes after those may make no sense")
     loading = functools.partial(tqdm.tqdm, desc="loading layers", unit="layer", leave=False, disable=not progress)
     layers = range(config.n_layers)
-    pipeline = Pipeline([Stage(used, config, opened.weights, layers, slots, n_ctx, chunk, loading)])
+    stages = [Stage(used, config, opened.weights, layers, slots, chunk, loading)]
+    sizes = choose_sizes(stages, slots, n_ctx, kv_tokens, checkpoint_memory, checkpoint_host_memory)
+    pipeline = Pipeline(stages, sizes)
     pipeline.load_kernels(progress)
     if progress:
         note(f"model: {config.name}, {config.n_parameters / 1e6:,.1f} million parameters; "
              f"{show_bytes(free - used.free_bytes)} on the card, {slots} x {n_ctx} tokens of context included")
-    return Engine(config, opened.tokenizer, opened.template, pipeline, slots, n_ctx, chunk)
+        note(f"cache: {sizes.n_pages * PAGE_TOKENS:,} tokens of context in all, {sizes.n_checkpoints} checkpoints of "
+             f"{show_bytes(stages[0].state_bytes)} on the card, up to {sizes.n_host_checkpoints} in host memory")
+    return Engine(config, opened.tokenizer, opened.template, pipeline, sizes, n_ctx, chunk)
 
 
 def _open_card(name: str | None) -> Card:
@@ -2567,6 +3063,8 @@ def explain(error: Exception) -> Failure:
     """What a client hears of an error; the unforeseen is logged, and its text kept."""
     if isinstance(error, EngineStopped):
         error = ServiceUnavailable(str(error))
+    if isinstance(error, DeadlineExceeded):
+        error = GatewayTimeout(str(error))
     if isinstance(error, RequestError):
         return Failure(400, str(error), error.field)
     if isinstance(error, HTTPException):
@@ -2790,7 +3288,7 @@ class Bench:
     def chunk(self, start: int, ids: list[int]):
         """A function that queues the launches of a pass over `ids`, whose inputs are on the card."""
         set_rows(self.stage.inputs, ids, [0] * len(ids), range(start, start + len(ids)))
-        return functools.partial(self.stage.model.forward, rows_of(self.stage.inputs, len(ids), is_decode=False))
+        return functools.partial(self.stage.launch_prompt, len(ids))
 
     def decode(self, context: int) -> Speed:
         """The Speed of the batch from a context on."""
@@ -2979,7 +3477,8 @@ TASKS = "prompt", "chat", "serve", "perplexity", "bench", "probe", "print_config
 
 # Options that mean nothing without one of others. Whoever says them expects something.
 GOES_WITH = {"raw": ["prompt"], "slots": ["serve", "print_config"],
-             **dict.fromkeys(["host", "api_key", "api_key_file", "cors", "log_prompts"], ["serve"]),
+             **dict.fromkeys(["host", "kv_tokens", "api_key", "api_key_file", "cors", "log_prompts"], ["serve"]),
+             **dict.fromkeys(["checkpoint_memory", "checkpoint_host_memory"], ["serve", "chat"]),
              "against": ["perplexity"], "json": ["bench", "probe"],
              **dict.fromkeys(["prompt_lengths", "contexts", "repeats", "batch"], ["bench"]),
              **dict.fromkeys([*SAMPLING, "thinking"], ["prompt", "chat", "serve"])}
@@ -3093,6 +3592,13 @@ def build_parser() -> Parser:
     machine.add_argument("--ctx", metavar="N", type=within(int, 1, 2**31 - 1),
                          help="tokens a conversation may have, prompt and answer together "
                               f"(default: {DEFAULT_CTX}, or the model's own where that is less)")
+    machine.add_argument("--kv-tokens", metavar="N", type=within(int, 1, 2**31 - 1),
+                         help="tokens of all conversations together, running ones and those kept for their "
+                              "next turn (default: slots x ctx, or what fits the card)")
+    for where, default in ("", "a quarter of what is free"), ("host-", "an eighth of the machine's"):
+        machine.add_argument(f"--checkpoint-{where}memory", metavar="MB", type=within(int, 0, 2**31 - 1),
+                             help=f"{'host' if where else 'card'} memory for the states that spare later prompts "
+                                  f"what they have in common with earlier ones (default: {default})")
     return parser
 
 
@@ -3376,7 +3882,9 @@ def run_bench(model: OpenModel, options) -> int:
         write_json(options.json, {})    # now: what is measured should not be lost for a mistyped folder
     report, free = probe.saved_or_measured(card), card.free_bytes
     n_ctx = max(*lengths, *contexts) + DECODE_STEPS + 1
-    with contextlib.closing(load(model, card=card, ctx=n_ctx, slots=options.batch)) as engine:
+    n_tokens = options.batch * pages_for(n_ctx) * PAGE_TOKENS       # every slot has pages of its own
+    with contextlib.closing(load(model, card=card, ctx=n_ctx, slots=options.batch, kv_tokens=n_tokens,
+                                 checkpoint_memory=0)) as engine:
         bench = Bench(engine, report, repeats, options.batch)
         peaks = ("dp4a measured", "read measured") if emulated else ("dp4a peak", "read bandwidth")
         prefill = [bench.prefill(n) for n in lengths]
@@ -3413,7 +3921,12 @@ def print_config(options) -> int:
 
 
 def load_engine(model: str | OpenModel, options) -> Engine:
-    return load(model, card=options.card, ctx=options.ctx, slots=options.slots)
+    """The engine for what is to be done; where that is a single text, hardly any memory goes to checkpoints."""
+    is_single = not options.chat and options.serve is None
+    on_card, on_host = (0 if is_single else size and size << 20
+                        for size in (options.checkpoint_memory, options.checkpoint_host_memory))
+    return load(model, card=options.card, ctx=options.ctx, slots=options.slots, kv_tokens=options.kv_tokens,
+                checkpoint_memory=on_card, checkpoint_host_memory=on_host)
 
 
 def run(options) -> int:

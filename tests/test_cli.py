@@ -64,9 +64,9 @@ def test_help(capsys):
     code, out, err = run(capsys, "--help")
     assert (code, err) == (0, "")
     for option in ("m", "p", "-chat", "-serve", "-print-config", "-max-tokens", "-temperature", "-top-k",
-                   "-top-p", "-min-p", "-seed", "-thinking", "-raw", "-card", "-ctx", "-slots", "-host",
-                   "-perplexity", "-against", "-bench", "-probe", "-prompt-lengths", "-contexts",
-                   "-repeats", "-batch", "-json"):
+                   "-top-p", "-min-p", "-seed", "-repetition-penalty", "-frequency-penalty", "-presence-penalty",
+                   "-thinking", "-raw", "-card", "-ctx", "-slots", "-host", "-perplexity", "-against", "-bench",
+                   "-probe", "-prompt-lengths", "-contexts", "-repeats", "-batch", "-json"):
         assert f" -{option} " in out
     assert out.startswith("usage: python qengine.py [-m MODEL] ") and out.count("  python qengine.py") == 7
     assert max(map(len, out.splitlines())) <= 110
@@ -85,6 +85,8 @@ def test_examples_in_the_help_parse():
     (["-m", MODEL, "-p", "hi", "--temperature", "-1"], "--temperature"),
     (["-m", MODEL, "-p", "hi", "--temperature", "nan"], "--temperature"),
     (["-m", MODEL, "-p", "hi", "--top-p", "1.5"], "--top-p"),
+    (["-m", MODEL, "-p", "hi", "--repetition-penalty", "0"], "--repetition-penalty"),
+    (["-m", MODEL, "-p", "hi", "--presence-penalty", "-2.5"], "--presence-penalty"),
     (["-m", MODEL, "-p", "hi", "--thinking", "maybe"], "--thinking"),
     (["-m", MODEL, "-p", "hi", "--nonsense"], "--nonsense"),
     (["-m", MODEL, "--serve", "99999"], "--serve"),
@@ -203,6 +205,14 @@ def test_what_the_model_is_given(capsys, loaded, options):
     ids = loaded.tokenizer.encode("hi" if options == ["--raw"] else rendered)
     assert f"prompt {len(ids)} tokens" in err
     assert out == loaded.generate(ids, max_tokens=4, temperature=0.0) + "\n"
+
+
+def test_penalties(capsys, loaded):
+    penalties = {"repetition_penalty": 1.5, "frequency_penalty": 1.0, "presence_penalty": -0.5}
+    options = [word for name, value in penalties.items() for word in ("--" + name.replace("_", "-"), str(value))]
+    out = run(capsys, "-m", MODEL, "-p", "hi", "--raw", "--max-tokens", "16", *GREEDY, *options)[1]
+    plain, penalized = (loaded.generate("hi", max_tokens=16, **fields) + "\n" for fields in ({}, penalties))
+    assert out == penalized != plain
 
 
 @pytest.mark.parametrize("arguments", [("-p", "hi"), ("--chat",)], ids=str)

@@ -3,6 +3,7 @@
 import json
 import random
 import threading
+import weakref
 
 import jsonschema
 import numpy as np
@@ -101,6 +102,15 @@ def test_a_vocabulary_with_a_space_before_every_text(tmp_path):
     assert tokenizer.decode(random_answer(constraint, tokenizer, random.Random(0))) == "the fox"
 
 
+def test_a_vocabulary_is_freed(tokenizer):
+    vocabulary = qengine.Vocabulary(tokenizer)
+    constraint, gone = qengine.Constraint(vocabulary, json_grammar(PERSON)), weakref.ref(vocabulary)
+    del vocabulary
+    assert gone() and constraint.error is None
+    del constraint
+    assert gone() is None
+
+
 # ---- answers -----------------------------------------------------------------------------------------------
 
 
@@ -150,6 +160,25 @@ def test_tags_are_tokens_and_text_never_spells_them(engine):
     tokens = [event.token_id for event in answer]
     assert [tokens.count(tags[name]) for name in ("<think>", "</think>")] == [1, 1]
     assert text(answer).count("<think>") == 2 and answer[-1].finish_reason == "stop"
+
+
+def test_a_grammar_that_rules_what_follows_a_token(engine):
+    """The same tokens up to it as without a grammar, alone and beside others, and nothing where it does not come."""
+    free = list(engine.submit(request(max_tokens=40, ignore_eos=True)))
+    tokens = [event.token_id for event in free]
+    at = next(i for i in range(5, 40) if tokens[i] not in tokens[:i])
+    grammar = json_grammar(PERSON)
+    ruled = request(max_tokens=200, ignore_eos=True, grammar=grammar, grammar_after=tokens[at])
+    answer = list(engine.submit(ruled))
+    assert [event.token_id for event in answer[:at + 1]] == tokens[:at + 1]
+    jsonschema.validate(json.loads(text(answer[at + 1:])), PERSON)
+    assert answer[-1].finish_reason == "stop"
+    others = [request(1, max_tokens=30), request(2, max_tokens=50, grammar=grammar)]
+    want = [list(engine.submit(r)) for r in others]
+    assert [list(g) for g in [engine.submit(r) for r in (ruled, *others)]] == [answer, *want]
+    never = next(token for token in range(4000) if token not in tokens)
+    unruled = request(max_tokens=40, ignore_eos=True, grammar=grammar, grammar_after=never)
+    assert list(engine.submit(unruled)) == free
 
 
 def test_log_probabilities_are_those_before_the_mask(engine):

@@ -9,6 +9,7 @@ import threading
 
 import numpy as np
 import pytest
+from llguidance import LLMatcher
 
 import qengine
 from kernels.card import Array, CardError, OutOfMemory
@@ -55,11 +56,14 @@ def alone(engine, request):
 
 
 def assert_idle(engine, n_slots=SLOTS, n_ctx=CONTEXT):
-    """Every slot and every page has come back, once."""
+    """Every slot has come back, once, and every page that is not kept for later prompts; and those can come back."""
     scheduler = engine.scheduler
     assert not scheduler.running and not scheduler.waiting
     assert sorted(scheduler.free_slots) == list(range(n_slots))
-    assert sorted(scheduler.pool.free) == list(range(n_slots * qengine.pages_for(n_ctx)))
+    n_pages = n_slots * qengine.pages_for(n_ctx)
+    assert scheduler.cache.n_available == n_pages
+    engine.clear_cache()
+    assert sorted(scheduler.cache.free_pages) == list(range(n_pages))
 
 
 @contextlib.contextmanager
@@ -110,8 +114,8 @@ def test_nothing_is_read_before_it_is_there(engine):
 def test_a_card_that_is_far_ahead(card, engine, monkeypatch):
     """Each step is over before the host looks at the tokens of the one before; prompts come and end meanwhile."""
     wide, step = load(card, slots=2), qengine.Pipeline.step
-    monkeypatch.setattr(qengine.Pipeline, "step", lambda pipeline, n: (step(pipeline, n),
-                                                                       pipeline.last.card.synchronize())[0])
+    monkeypatch.setattr(qengine.Pipeline, "step", lambda pipeline, *arguments: (step(pipeline, *arguments),
+                                                                                pipeline.last.card.synchronize())[0])
     requests = [request(0, max_tokens=60), *(request(seed, max_tokens=1) for seed in range(1, 9))]
     assert [tokens(g) for g in [wide.submit(r) for r in requests]] == [alone(engine, r) for r in requests]
     wide.close()
@@ -120,10 +124,11 @@ def test_a_card_that_is_far_ahead(card, engine, monkeypatch):
 def test_a_long_prompt_and_running_answers_take_turns(engine):
     order = []
     want = alone(engine, request(3, n_prompt=LONG))
+    engine.clear_cache()
     answers = [engine.submit(request(seed, max_tokens=200)) for seed in (1, 2)]
     for answer in answers:
         next(iter(answer))
-    with observed(engine, prefill=lambda n, ids, slot, start: order.append(f"prompt {start}"),
+    with observed(engine, prefill=lambda n, ids, slot, start, marks: order.append(f"prompt {start}"),
                   step=lambda n, n_rows, log_probs: order.append(n_rows)):
         late = engine.submit(request(3, n_prompt=LONG))
         assert tokens(late) == want
@@ -146,8 +151,8 @@ def test_a_step_is_queued_before_the_tokens_of_the_last_are_read(own_engine, mon
 
 def test_waiting_requests_are_admitted_in_their_order(engine):
     started = []
-    with observed(engine, start=lambda n, slot, request: started.append(request.seed)):
-        with engine.scheduler.borrow_slot():    # nothing starts before all wait
+    with observed(engine, start=lambda n, slot, request, number: started.append(request.seed)):
+        with engine.scheduler.borrow_slot(1):    # nothing starts before all wait
             waiting = [engine.submit(request(seed, max_tokens=2)) for seed in range(7)]
         for generation in waiting:
             generation.wait()
@@ -159,7 +164,9 @@ def test_no_request_waits_for_a_compilation(monkeypatch):
     engine, met = load(EmulatedCard(), chunk=512, slots=9), []
     monkeypatch.setattr(engine.cards[0], "_load", met.append)
     monkeypatch.setattr(native, "_cached", lambda *arguments: met.append(arguments))     # code for blocks of a shape
-    requests = [request(n, n_prompt=n, temperature=n % 2) for n in (1, 2, 5, 17, 33, 100, 601, 130, 512, 64, 65, 3)]
+    fields = {"top_logprobs": 3, "grammar": LLMatcher.grammar_from_regex("[a-z]{10}"), "presence_penalty": 1.0}
+    requests = [request(n, n_prompt=n, temperature=n % 2, **fields if n % 5 == 0 else {})
+                for n in (1, 2, 5, 17, 33, 100, 601, 130, 512, 64, 65, 3)]
     for generation in [engine.submit(r) for r in requests]:
         generation.wait()
     engine.evaluate(requests[5].prompt_ids)
@@ -309,7 +316,8 @@ def test_nothing_is_left_of_the_last_request(own_engine):
 
 def test_undefined_memory_is_never_used(engine):
     """Every array but the weights full of NaN: the same tokens, alone and side by side, and the same logits."""
-    requests = [request(seed, n_prompt=40 * seed + 3) for seed in range(5)]
+    fields = {}, {"top_logprobs": 3}, {"presence_penalty": 1.0}, {"logit_bias": {7: 3.0}}, {"top_k": 5}
+    requests = [request(seed, n_prompt=40 * seed + 3, **fields[seed]) for seed in range(5)]
     want = [alone(engine, r) for r in requests]
     logits = engine.evaluate(requests[2].prompt_ids)
     poison(engine)
@@ -319,11 +327,12 @@ def test_undefined_memory_is_never_used(engine):
 
 
 def poison(engine):
+    engine.clear_cache()
     stage = engine.pipeline.last
     model, cache = stage.model, stage.cache
     arrays = [value for name, value in vars(model).items() if name not in ("inv_freq", "head_norm", "arrived")]
-    parts = (*model.activations.values(), model.inner, *cache.pages.values(), *cache.recurrent.values(),
-             stage.sampler, stage.sampler.state)
+    parts = (*model.activations.values(), model.inner, *cache.pages.values(), cache,
+             stage.sampler, stage.sampler.state, stage.sampler.log_probs)
     arrays += [value for part in parts for value in vars(part).values()]
     arrays = [value for value in [*arrays, cache.block_table, stage.inputs] if isinstance(value, Array)]
     assert len(arrays) > 30
@@ -407,7 +416,7 @@ def test_prompts_that_are_refused(engine, ids):
 
 def test_nan_in_the_logits_ends_the_engine(card, own_engine):
     card.poison(own_engine.pipeline.last.model.head_norm)
-    with own_engine.scheduler.borrow_slot():    # all three are waiting when it happens
+    with own_engine.scheduler.borrow_slot(1):    # all three are waiting when it happens
         generations = [own_engine.submit(request(seed)) for seed in range(3)]
     for generation in generations:
         with pytest.raises(qengine.EngineStopped, match="the engine has stopped: the logits hold a NaN"):
@@ -451,14 +460,40 @@ def test_closing_ends_what_runs_and_waits(card):
     engine.close()
 
 
+def test_closing_gives_what_runs_and_waits_some_time(card, engine):
+    closing = load(card, slots=1)
+    requests = [request(seed, max_tokens=30) for seed in range(2)]
+    generations = [closing.submit(r) for r in requests]
+    next(iter(generations[0]))
+    thread = threading.Thread(target=closing.close, args=[60.0])
+    thread.start()
+    while not closing.scheduler.draining:
+        pass
+    with pytest.raises(qengine.EngineStopped, match="was closed"):
+        closing.submit(request())
+    thread.join()
+    assert [generation.n_generated for generation in generations] == [30, 30]
+    assert tokens(generations[1]) == alone(engine, requests[1])
+
+
 # ---- loading -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("megabytes, name", [(3, "layer 2 values"), (8, "token_embd.weight"),
-                                             (10, "attention partials")])
-def test_memory_that_does_not_suffice_is_named(megabytes, name):
+@pytest.mark.parametrize("kilobytes, name", [(4096, "token_embd.weight"), (6400, "attention partials"),
+                                             (6912, "recurrent states")])
+def test_memory_that_does_not_suffice_is_named(kilobytes, name):
     with pytest.raises(OutOfMemory, match=rf"{name}.* needs .* free on emulated card 0"):
-        load(EmulatedCard(memory_bytes=megabytes << 20))
+        load(EmulatedCard(memory_bytes=kilobytes << 10))
+
+
+def test_memory_that_suffices_for_fewer_pages(engine):
+    """Each request has the whole context, but not all at the same time."""
+    requests = [request(seed, n_prompt=CONTEXT - 100, max_tokens=20 + seed) for seed in range(SLOTS)]
+    small = load(EmulatedCard(memory_bytes=8 << 20))
+    n_pages = small.stats()["kv_pages"]
+    assert qengine.pages_for(CONTEXT) <= n_pages < SLOTS * qengine.pages_for(CONTEXT)
+    assert [tokens(g) for g in [small.submit(r) for r in requests]] == [alone(engine, r) for r in requests]
+    small.close()
 
 
 def test_a_context_larger_than_the_memory(card):

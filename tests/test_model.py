@@ -117,9 +117,8 @@ def test_k_quants_are_as_near_as_llama_cpp(card, model):
 def decode_logits(engine, ids):
     """Logits [T, vocabulary] of a text whose first token is a prompt and whose others go through decode one by one."""
     pipeline, logits = engine.pipeline, []
-    with engine.scheduler.borrow_slot() as sequence:
+    with engine.scheduler.borrow_slot(len(ids)) as sequence:
         pipeline.start(sequence.slot, sequence.generation.request)
-        engine.scheduler.reserve(sequence, len(ids))
         pipeline.prefill(ids[:1], sequence.slot, 0)
         pipeline.sample_row(0, sequence.slot)
         logits.append(engine.cards[0].download(pipeline.last.model.logits[0]))

@@ -31,7 +31,7 @@ def engine_kernels(directory):
     used = set()
     for engine in (tiny_engine(), *loaded):
         for temperature in (0.0, 1.0):
-            request = qengine.Request(list(range(70)), max_tokens=3, temperature=temperature, seed=1)
+            request = qengine.Request(list(range(70)), max_tokens=3, temperature=temperature, seed=1, top_logprobs=0)
             engine.submit(request).wait()
         engine.evaluate(list(range(9)))
         used |= set(engine.cards[0]._functions)

@@ -79,7 +79,7 @@ def test_a_bias_allows_and_forbids(engine):
 
 @pytest.mark.parametrize("name, values", {
     "logit_bias": ({4096: 1.0}, {-1: 1.0}, {"7": 1.0}, {7: 100.5}, {7: float("nan")}, {7: "a"}, {True: 1.0}),
-    "top_logprobs": (-1, 21, 1.5, True), "stop_after": (4096, -1), "repetition_penalty": (0, 11, None),
+    "top_logprobs": (-1, 21, 1.5, True), "stop_after": (4096, -1, "7"), "grammar_after": (4096,), "repetition_penalty": (0, 11, None),
     "frequency_penalty": (2.1, -3), "presence_penalty": (float("inf"),),
 }.items())
 def test_what_a_request_may_not_ask(engine, name, values):

@@ -1,0 +1,118 @@
+"""Copies what the linear-attention layers remember of a slot to a checkpoint, or back: all layers, one launch.
+
+    memory  float32 [n_layers, n_rows, heads, 128, 128]     recurrent states
+    ring    float32 [n_layers, n_rows, 4, channels]         the last inputs of the convolution
+
+A row is what one layer remembers of a slot or of a checkpoint: the first rows belong to slots, where the other
+kernels find them by the slot's number, and the rest are checkpoints. So in every layer row `to` becomes what
+row `source` is:
+
+    memory, layer 0   | row 0 | row 1 |  ..  | row `to` |  ..  | row `source` |  ..  |
+            layer 1   | row 0 | row 1 |  ..  | row `to` |  ..  | row `source` |  ..  |
+            ..                                     ^------------------'
+
+A block copies a tile of 4,096 floats of one layer; the first blocks of a layer's have the memory's tiles, the
+others the ring's. Element offsets are 64 bits wide: 48 layers, 48 heads and 100 rows hold 2^32 elements.
+
+Pipe: memory. Bytes: 8 per float, half read and half written; a 9B model's 24 layers have 52.7 MB a row, a
+0.8B model's 18 layers 20.6 MB. A warp has four loads of 512 bytes in flight before its first store.
+"""
+
+from functools import partial
+
+import numpy as np
+from numba import cuda
+from numba.types import uint32, uint64
+
+from kernels.bench import Case, main
+from kernels.intrinsics import load_words4, store_words4
+
+THREADS = 256
+LOADS = 4                           # of 16 bytes, of a thread
+STEP = 4 * THREADS                  # floats that a block loads at once
+TILE = LOADS * STEP
+WORDS = 4 * LOADS                   # of a thread
+
+
+# ---- reference ---------------------------------------------------------------------------------------------
+
+def reference(states, to, source):
+    """states [n_layers, n_rows, ...] afterwards."""
+    after = states.copy()
+    after[:, to] = states[:, source]
+    return after
+
+
+# ---- kernel ------------------------------------------------------------------------------------------------
+
+@cuda.jit(device=True, forceinline=True)
+def copy_tile(states, n_floats, n_rows, to, source, tile):
+    """A tile of the n_floats of a row, of the layer that the block belongs to."""
+    layer = uint64(uint64(cuda.blockIdx.y) * uint64(n_rows))
+    target, origin = uint64((layer + uint64(to)) * n_floats), uint64((layer + uint64(source)) * n_floats)
+    first = uint32(tile * uint32(TILE) + uint32(cuda.threadIdx.x) * uint32(4))
+    words = cuda.local.array(WORDS, uint32)     # constant indices, so registers
+    for i in range(uint32(LOADS)):
+        at, word = uint32(first + uint32(i * uint32(STEP))), uint32(i * uint32(4))
+        if at < n_floats:
+            words[word], words[word + 1], words[word + 2], words[word + 3] = \
+                load_words4(states, uint64(origin + uint64(at)))
+    for i in range(uint32(LOADS)):
+        at, word = uint32(first + uint32(i * uint32(STEP))), uint32(i * uint32(4))
+        if at < n_floats:
+            store_words4(states, uint64(target + uint64(at)), words[word], words[word + 1], words[word + 2],
+                         words[word + 3])
+
+
+@cuda.jit
+def copy_states_kernel(memory, ring, n_memory, n_ring, n_memory_tiles, n_rows, to, source):
+    """Grid (tiles of both, n_layers)."""
+    tile = uint32(cuda.blockIdx.x)
+    if tile < n_memory_tiles:
+        copy_tile(memory, n_memory, n_rows, to, source, tile)
+    else:
+        copy_tile(ring, n_ring, n_rows, to, source, uint32(tile - n_memory_tiles))
+
+
+def copy_states(card, memory, ring, to, source, stream=None):
+    """Row `to` of every layer <- row `source`, of memory and ring, float32 [n_layers, n_rows, ...] whose rows are
+    multiples of 4 floats. Never allocates."""
+    n_layers, n_rows = memory.shape[:2]
+    n_memory, n_ring = (states[0].size // n_rows for states in (memory, ring))
+    tiles = [-(-n // TILE) for n in (n_memory, n_ring)]
+    card.launch(copy_states_kernel, (sum(tiles), n_layers), THREADS, memory.reshape(-1), ring.reshape(-1),
+                n_memory, n_ring, tiles[0], n_rows, to, source, stream=stream)
+
+
+# ---- check and time ----------------------------------------------------------------------------------------
+
+CASES = [(1, 2, 4, 8), (3, 5, TILE, 4), (2, 4, TILE + 4, STEP - 4), (4, 3, 3 * TILE - 8, 2 * STEP)]
+
+
+def check(card, case):
+    """case = (layers, rows, floats of a row of the memory, of the ring): random rows, between what must stay."""
+    n_layers, n_rows, *widths = case
+    random = np.random.default_rng(sum(case))
+    before = [random.standard_normal((n_layers + 1, n_rows, n)).astype(np.float32) for n in widths]
+    for to, source in (n_rows - 1, 0), (0, n_rows - 1):
+        arrays = [card.upload(states) for states in before]
+        copy_states(card, *(array[:-1] for array in arrays), to, source)    # of all layers but the last
+        for array, states in zip(arrays, before):
+            want = np.concatenate([reference(states[:-1], to, source), states[-1:]])
+            np.testing.assert_array_equal(card.download(array), want)
+    return 0.0
+
+
+def cases(card):
+    """The checks, then times at the shapes of a 0.8B, a 9B and a 27B model."""
+    for case in CASES:
+        yield Case("check {} layers, {} rows of {} + {}".format(*case), partial(check, card, case))
+    for n_layers, n_heads in (18, 16), (24, 32), (48, 48):
+        memory = card.zeros((n_layers, 2, n_heads * 128 * 128), np.float32)
+        ring = card.zeros((n_layers, 2, 4 * (32 + n_heads) * 128), np.float32)
+        yield Case(f"{n_layers} layers of {n_heads} heads", launch=partial(copy_states, card, memory, ring, 1, 0),
+                   n_bytes=memory.nbytes + ring.nbytes)
+
+
+if __name__ == "__main__":
+    main("States to a checkpoint", cases)

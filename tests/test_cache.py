@@ -1,0 +1,667 @@
+"""The prefix cache: who has which page, which states are kept, what a prompt is spared, and that nothing is ever wrong.
+
+First with a model that is none: its keys and values are hashes of all tokens up to a position, its states the tokens
+seen so far, so that whatever is reused wrongly is seen when it is read. Then with real ones."""
+
+import functools
+import itertools
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import qengine
+from kernels.card import CardError
+from kernels.emulated.card import EmulatedCard
+from qengine import PAGE_TOKENS
+from tests.oracle import DATA
+
+# ---- a model that remembers exactly what it was shown ------------------------------------------------------
+
+TURN, EOS, VOCABULARY = 1, 2, 50
+CHUNKS = 64, 128, 512
+
+
+def extended(known, token):
+    """The hash of a text that has one token more."""
+    return hash((known, token))
+
+
+def hashes_of(tokens):
+    """Of the text up to each of its tokens."""
+    return list(itertools.accumulate(tokens, extended, initial=0))[1:]
+
+
+class FakePipeline:
+    """Does at once what a Pipeline queues, and checks whatever it reads."""
+
+    def __init__(self, n_slots, n_pages, n_numbers, n_hosts, random):
+        self.pages = [[None] * PAGE_TOKENS for _ in range(n_pages)]
+        self.tables, self.states = [[] for _ in range(n_slots)], [None] * n_slots   # of slots: pages, tokens seen
+        self.hashes = [None] * n_slots                                              # and `hashes_of` those
+        self.saved, self.hosts = [None] * n_numbers, [None] * n_hosts
+        self.random, self.stages, self.n_processed = random, [], 0
+        self.log = []
+
+    def start(self, slot, request, number):
+        self.states[slot] = [] if number is None else list(self.saved[number])
+        assert self.states[slot] == request.prompt_ids[:len(self.states[slot])]
+        self.hashes[slot] = hashes_of(self.states[slot])
+        self.log.append(("start", request))
+
+    def set_pages(self, slot, pages):
+        self.tables[slot] = list(pages)
+
+    def save(self, slot, number):
+        self.saved[number] = tuple(self.states[slot])
+
+    def spill(self, number, host):
+        if self.random.random() < 0.01:
+            return False                            # no more memory to be had
+        self.hosts[host], self.saved[number] = self.saved[number], None
+        return True
+
+    def fetch(self, host, number):
+        self.saved[number], self.hosts[host] = self.hosts[host], None
+
+    def prefill(self, ids, slot, start, marks=(), tap=None):
+        assert start % PAGE_TOKENS == 0 and len(self.states[slot]) == start
+        self.n_processed += len(ids)
+        self.log.append(("prefill", len(ids)))
+        marks = dict(marks)
+        for n, token in enumerate(ids, 1):
+            self.see(slot, token)
+            if n in marks:
+                assert n % PAGE_TOKENS == 0
+                self.save(slot, marks[n])
+        self.check_pages(slot)
+
+    def see(self, slot, token):
+        """A token is processed: what its position holds is written."""
+        at = len(self.states[slot])
+        self.states[slot].append(token)
+        self.hashes[slot].append(extended(self.hashes[slot][-1] if at else 0, token))
+        self.pages[self.tables[slot][at // PAGE_TOKENS]][at % PAGE_TOKENS] = self.hashes[slot][at]
+
+    def check_pages(self, slot):
+        """All that attention reads is of this very text. (Of each page the last position stands for all.)"""
+        hashes = self.hashes[slot]
+        for at in {*range(PAGE_TOKENS - 1, len(hashes), PAGE_TOKENS), len(hashes) - 1}:
+            page = self.pages[self.tables[slot][at // PAGE_TOKENS]]
+            assert page[at % PAGE_TOKENS] == hashes[at], f"slot {slot} reads a wrong page at {at}"
+
+    def answer(self, slot):
+        return following(self.hashes[slot][-1])
+
+    def constrain(self, constraints):
+        assert not constraints
+
+    def sample_row(self, row, slot, log_probs):
+        token = self.answer(slot)
+        return SimpleNamespace(read=lambda: np.array([token]))
+
+    def place(self, ids, slots, positions):
+        for slot, position in zip(slots, positions):
+            assert len(self.states[slot]) == position
+        self.batch = list(zip(slots, ids))
+
+    def forward(self, n):
+        self.log.append(("step", n))
+        for slot, token in self.batch[:n]:
+            self.see(slot, token)
+            self.check_pages(slot)
+
+    def choose(self, n, log_probs):
+        tokens = [self.answer(slot) for slot, _ in self.batch[:n]]
+        self.batch = [(slot, token) for (slot, _), token in zip(self.batch, tokens)]
+        return SimpleNamespace(read=lambda: np.array(tokens))
+
+    def step(self, n, log_probs):
+        self.forward(n)
+        return self.choose(n, log_probs)
+
+
+def following(known):
+    """The next token of a text, which depends on all of it."""
+    return known % VOCABULARY
+
+
+TOKENIZER = SimpleNamespace(
+    control={qengine.TURN: TURN}, eos_ids={EOS},
+    stream_decoder=lambda: SimpleNamespace(push=lambda token: "", flush=lambda: ""))
+
+
+class World:
+    """A scheduler without its thread, on a fake pipeline."""
+
+    def __init__(self, seed, n_slots=2, n_ctx=640, n_pages=20, n_numbers=4, n_hosts=2, chunk=128):
+        self.random = random.Random(seed)
+        self.pipeline = FakePipeline(n_slots, n_pages, n_numbers, n_hosts, self.random)
+        self.cache = qengine.PrefixCache(self.pipeline, n_pages, n_numbers, n_hosts)
+        self.scheduler = qengine.Scheduler(self.pipeline, self.cache, TOKENIZER, n_slots, n_ctx, chunk)
+        self.n_ctx, self.n_slots, self.n_pages, self.n_numbers, self.n_hosts = (
+            n_ctx, n_slots, n_pages, n_numbers, n_hosts)
+        self.checks_every_step = True
+
+    def submit(self, tokens, **fields):
+        generation = qengine.Generation(qengine.Request(list(tokens), **fields), TOKENIZER)
+        self.scheduler.submit(generation)
+        return generation
+
+    def step(self):
+        self.scheduler.step()
+        if self.checks_every_step:
+            self.check()
+
+    def finish(self, *generations):
+        for _ in range(100_000):
+            if all(g._done.is_set() for g in generations):
+                return self.check()
+            self.step()
+        raise AssertionError("they never end")
+
+    def answer(self, tokens, **fields):
+        """(the answer's tokens, tokens of the prompt that were processed)."""
+        before, generation = self.pipeline.n_processed, self.submit(tokens, **fields)
+        self.finish(generation)
+        return tokens_of(generation), self.pipeline.n_processed - before
+
+    # ---- what must hold after every step ----
+
+    def nodes(self):
+        """(node, its text, the hash of that) of the whole tree."""
+        found, ahead = [], [(self.cache.root, (), 0)]
+        while ahead:
+            node, tokens, known = ahead.pop()
+            for key, child in node.children.items():
+                assert child.parent is node and child.tokens == key and child.depth == node.depth + 1
+                found.append((child, tokens + key, functools.reduce(extended, key, known)))
+                ahead.append(found[-1])
+        return found
+
+    def check(self):
+        cache, running, nodes = self.cache, self.scheduler.running, self.nodes()
+        own = [page for s in running for page in s.pages[s.node.depth:]]
+        assert sorted(cache.free_pages + [node.page for node, *_ in nodes] + own) == list(range(self.n_pages))
+        assert cache.n_nodes == len(nodes) and cache.n_idle == sum(not node.n_users for node, *_ in nodes)
+        paths = [set(s.node.path()) for s in running]
+        numbers, hosts = list(cache.free_numbers), list(cache.free_hosts)
+        for node, tokens, known in nodes:
+            assert node.n_users == sum(node in path for path in paths)
+            assert node.children or node.n_users or node in cache.kept, "a page that nobody can use"
+            assert self.pipeline.pages[node.page][-1] == known
+            assert (node in cache.kept) == (node.number is not None or node.host is not None)
+            if node.number is not None:
+                assert node.host is None and self.pipeline.saved[node.number] == tokens
+                numbers.append(node.number)
+            elif node.host is not None:
+                assert self.pipeline.hosts[node.host] == tokens
+                hosts.append(node.host)
+        assert set(cache.kept) <= {node for node, *_ in nodes}
+        assert sorted(numbers) == list(range(self.n_numbers))
+        assert len(set(hosts)) == len(hosts) and set(hosts) <= set(range(self.n_hosts))
+        for sequence in running:
+            path = [node.page for node in sequence.node.path()]
+            assert sequence.pages[:sequence.node.depth] == path[::-1]
+            assert len(sequence.pages) <= sequence.n_pages
+        assert self.scheduler._unpromised_pages() >= 0, "a promise that cannot be kept"
+        assert sorted(self.scheduler.free_slots + [s.slot for s in running]) == list(range(self.n_slots))
+
+
+def truth(request, n_ctx):
+    """The answer to a request made alone."""
+    known, answer = hashes_of(request.prompt_ids)[-1], []
+    while True:
+        answer.append(following(known))
+        known = extended(known, answer[-1])
+        if (answer[-1] == EOS and not request.ignore_eos or len(answer) == request.max_tokens
+                or len(request.prompt_ids) + len(answer) >= n_ctx):
+            return answer
+
+
+def tokens_of(generation):
+    """What an answer is by now; it can be asked for again."""
+    known = generation.__dict__.setdefault("tokens", [])
+    if generation._done.is_set() and not known:
+        known.extend(event.token_id for event in generation)
+    return known
+
+
+class Talkers:
+    """Makes prompts as people do: new ones, next turns, edited ones, the same again."""
+
+    def __init__(self, random, n_ctx):
+        self.random, self.n_ctx = random, n_ctx
+        self.systems = [self.turn(random.choice((3, 64, 100, 200))) for _ in range(3)]
+        self.known = []
+
+    def turn(self, n):
+        return [TURN, *(self.random.randrange(3, VOCABULARY) for _ in range(n))]
+
+    def prompt(self):
+        kind = self.random.random()
+        if not self.known or kind < 0.2:
+            tokens = self.random.choice(self.systems) + self.turn(self.random.randrange(1, 150))
+        elif kind < 0.3:
+            tokens = [self.random.randrange(3, VOCABULARY) for _ in range(self.random.randrange(1, 400))]
+        else:
+            prompt, generation = self.random.choice(self.known)
+            answer = tokens_of(generation)
+            if kind < 0.4:
+                tokens = prompt
+            elif kind < 0.5:
+                tokens = prompt[:self.random.randrange(1, len(prompt) + 1)] + self.turn(5)
+            else:                                    # the next turn, with all of the answer or what the template left
+                tokens = prompt + answer[self.random.choice((0, 0, 7)):] + self.turn(self.random.randrange(1, 100))
+        return tokens[:self.n_ctx - 1]
+
+
+@pytest.mark.parametrize("seed", [*range(12), *(pytest.param(n, marks=pytest.mark.slow) for n in range(12, 400))])
+def test_anything_that_may_happen(seed):
+    """Random arrivals, ends, cancellations and guests, with next to no memory: every answer is that of the request
+    alone, nobody is overtaken, and after every step all is where it should be."""
+    choice = random.Random(seed)
+    n_slots, n_ctx = choice.randrange(1, 5), choice.choice((192, 640))
+    fewest = qengine.pages_for(n_ctx)
+    world = World(seed, n_slots, n_ctx, choice.randrange(fewest, 3 * fewest), choice.randrange(1, 7),
+                  choice.randrange(0, 5), choice.choice(CHUNKS))
+    talkers, generations = Talkers(choice, n_ctx), []
+    for _ in range(600):
+        event = choice.random()
+        if event < 0.15:
+            tokens = talkers.prompt()
+            limit = choice.choice((None, 1, 5, 80, 300))
+            generations.append(world.submit(tokens, max_tokens=limit, ignore_eos=False))
+            talkers.known = [*talkers.known, (tokens, generations[-1])][-8:]
+        elif event < 0.18 and generations:
+            choice.choice(generations[-8:]).cancel()
+        elif event < 0.185:
+            world.cache.clear()
+            world.check()
+        elif event < 0.2:
+            n_tokens = choice.randrange(1, n_ctx)
+            try:
+                with world.scheduler.borrow_slot(n_tokens):
+                    pass
+            except qengine.RequestError:
+                assert not world.scheduler.free_slots or world.scheduler._unpromised_pages() < fewest
+            world.check()
+        world.step()
+    world.finish(*generations)
+    for generation in generations:
+        got, want = tokens_of(generation), truth(generation.request, n_ctx)
+        assert got == (want[:len(got)] if generation.cancelled else want)
+    begun = [id(request) for kind, request in world.pipeline.log if kind == "start"]
+    assert begun == [id(g.request) for g in generations if id(g.request) in begun], "somebody was overtaken"
+    stats = world.scheduler.stats()
+    assert stats["requests_running"] == stats["requests_waiting"] == stats["kv_pages_used"] == 0
+    assert stats["kv_pages_cached"] + stats["kv_pages_free"] == stats["kv_pages"]
+    world.cache.clear()
+    assert len(world.cache.free_pages) == world.n_pages and not world.cache.root.children
+
+
+# ---- what a prompt is spared -------------------------------------------------------------------------------
+
+
+def texts(seed=0):
+    """Texts of which no two have anything in common: text(n tokens)."""
+    numbers = random.Random(seed)
+    return lambda n: [numbers.randrange(3, 10**6) for _ in range(n)]
+
+
+def roomy(**sizes):
+    """A world with plenty of everything; checked when answers are complete."""
+    plenty = {"n_slots": 4, "n_ctx": 8192, "n_pages": 600, "n_numbers": 100, "n_hosts": 0, "chunk": 512}
+    world = World(0, **plenty | sizes)
+    world.checks_every_step = False
+    return world
+
+
+def common(tokens, others):
+    """The length of the longest beginning that `tokens` shares with one of the others."""
+    return max((next((i for i, (a, b) in enumerate(zip(tokens, other)) if a != b), min(len(tokens), len(other)))
+                for other in others), default=0)
+
+
+@pytest.mark.parametrize("kept_of_answer", [0, 11, None], ids=["nothing", "without thoughts", "all"])
+@pytest.mark.parametrize("turn_tokens", [5, 70, 400])
+def test_every_turn_processes_what_is_new(kept_of_answer, turn_tokens):
+    """Twelve turns, and each once more, and with its question edited at the end: at most 64 tokens beside the new ones,
+    but of an edited question all."""
+    world, text, known = roomy(), texts(), []
+    history = [TURN, *text(150)]
+    for _ in range(12):
+        question = [TURN, *text(turn_tokens)]
+        edited = [*question[:-3], *text(3)]
+        for asked in question, question, edited, question:
+            prompt = [*history, *asked, TURN, 3, 4]
+            answer, n_processed = world.answer(prompt, max_tokens=100, ignore_eos=True)
+            known_tokens = min(common(prompt, known), len(history) if asked is edited else len(prompt))
+            assert 1 <= n_processed <= len(prompt) - known_tokens + PAGE_TOKENS
+            known += [prompt, prompt + answer[:-1]]
+        kept = [] if kept_of_answer == 0 else answer[-kept_of_answer:] if kept_of_answer else answer
+        history = [*prompt, *kept]
+    assert world.scheduler.stats()["cached_tokens"] > 0.5 * world.scheduler.stats()["prompt_tokens"]
+
+
+def test_prompts_that_arrive_together_share_their_beginning():
+    world, text = roomy(n_slots=3), texts()
+    system = [TURN, *text(700)]
+    world.finish(*[world.submit([*system, TURN, *text(90)], max_tokens=5) for _ in range(8)])
+    assert world.pipeline.n_processed <= len(system) + 8 * (91 + PAGE_TOKENS)
+
+
+def test_a_long_text_is_processed_again_from_the_last_interval_on():
+    """And where it was left once already, from there."""
+    world, text = roomy(), texts()
+    document = text(5000)
+    world.answer(document, max_tokens=1)
+    for n_shared in 4000, 1500, 60:
+        other, again = [*document[:n_shared], *text(100)], [*document[:n_shared], *text(100)]
+        assert world.answer(other, max_tokens=1)[1] <= 100 + qengine.CHECKPOINT_INTERVAL
+        assert world.answer(again, max_tokens=1)[1] <= 100 + PAGE_TOKENS
+
+
+def test_the_last_token_is_always_processed():
+    world, text = roomy(), texts()
+    for n in 64, 128, 65:
+        prompt = text(n)
+        first, _ = world.answer(prompt, max_tokens=3, ignore_eos=True)
+        again, n_processed = world.answer(prompt, max_tokens=3, ignore_eos=True)
+        assert again == first and n_processed == (n - 1) % PAGE_TOKENS + 1
+    assert world.answer(prompt[:64], max_tokens=1)[1] == 64     # although the states after those are there
+
+
+def test_a_cancelled_prompt_leaves_what_was_done():
+    world, text = roomy(), texts()
+    prompt = text(3000)
+    generation = world.submit(prompt)
+    for _ in range(4):
+        world.step()
+    generation.cancel()
+    world.finish(generation)
+    assert world.pipeline.n_processed == 4 * 512
+    assert world.answer(prompt, max_tokens=1)[1] == 3000 - 2 * qengine.CHECKPOINT_INTERVAL
+
+
+def test_an_answer_has_one_checkpoint_and_those_at_intervals():
+    world, text = roomy(), texts()
+    generation = world.submit(text(100), max_tokens=1500, ignore_eos=True)
+    while not generation.n_generated == 1450:
+        world.step()
+    assert [node.depth * PAGE_TOKENS for node in world.cache.kept] == [64, 1024, 1536]
+
+
+def test_positions_of_checkpoints():
+    turns = [0, 150, 300, 310, 700, 1000, 1040, 3000, 3200]      # the first is the system prompt
+    tokens = [TURN if at in turns else 3 for at in range(3300)]
+    every = [128, 640, 960, 1280 - 256, 2048, 2944, 3200, 3264]
+    assert qengine.checkpoint_positions(tokens, TURN, 0, 0) == sorted({*every} - {1024} | {128})
+    assert qengine.checkpoint_positions(tokens, TURN, 2048, 2112) == [2112, 2944, 3200, 3264]
+    assert qengine.checkpoint_positions(tokens, None, 0, 0) == [1024, 2048, 3072, 3264]
+    assert qengine.checkpoint_positions([3] * 64, None, 0, 0) == []
+
+
+# ---- what goes first ---------------------------------------------------------------------------------------
+
+
+def test_the_least_worthy_goes_first():
+    """Two checkpoints on the card and one in host memory: of four texts, as long as said here, the one is lost that
+    would take the least, and a use makes a text worth more."""
+    world, text = roomy(n_numbers=2, n_hosts=1), texts()
+    prompts = [text(n) for n in (65, 321, 129, 193)]
+
+    def is_known(i):
+        return world.cache.find(prompts[i][:-1])[0] is not world.cache.root
+
+    for prompt in prompts:
+        world.answer(prompt, max_tokens=1)
+    assert [is_known(i) for i in range(4)] == [False, True, True, True]
+    assert world.scheduler.stats()["checkpoints_spilled"] == 2 and world.scheduler.stats()["checkpoints_dropped"] == 1
+    for _ in range(10):                     # of no use for ten others
+        world.answer(prompts[3], max_tokens=1)
+    world.answer(prompts[0], max_tokens=1)
+    assert [is_known(i) for i in range(4)] == [True, True, False, True]
+
+
+def test_pages_are_taken_from_what_nobody_uses():
+    world, text = roomy(n_ctx=640, n_pages=20, n_slots=2), texts()
+    world.answer(old := text(500), max_tokens=1)
+    running = world.submit(text(300), max_tokens=300, ignore_eos=True)
+    for _ in range(100):
+        world.step()
+    assert world.cache.find(old)[0].depth == 7
+    other = world.submit(text(300), max_tokens=340, ignore_eos=True)
+    while not world.scheduler.stats()["checkpoints_dropped"]:
+        world.step()
+    assert world.cache.find(old)[0] is world.cache.root
+    assert all(sequence.decoded in world.cache.kept for sequence in world.scheduler.running)
+    world.finish(running, other)
+    assert tokens_of(running) == truth(running.request, 640)
+
+
+def test_what_runs_keeps_its_pages_when_its_checkpoints_go():
+    world, text = roomy(n_numbers=1), texts()
+    prompt = text(300)
+    world.answer(prompt, max_tokens=1)
+    running = world.submit([*prompt, *text(5)], max_tokens=30, ignore_eos=True)
+    world.step()
+    world.cache.clear()
+    world.finish(running)
+    assert tokens_of(running) == truth(running.request, 8192)
+
+
+# ---- who is served when ------------------------------------------------------------------------------------
+
+
+def test_a_running_answer_waits_for_one_chunk_at_most():
+    """A prompt of 4,096 tokens arrives: between two steps of the answer there is a chunk of 512 tokens, no more."""
+    world, text = roomy(chunk=2048), texts()
+    first = world.submit(text(4096), max_tokens=200, ignore_eos=True)
+    while not first.n_generated:
+        world.step()
+    assert [n for kind, n in world.pipeline.log if kind == "prefill"] == [2048, 2048]    # alone, whole chunks
+    del world.pipeline.log[:]
+    world.finish(world.submit(text(4096), max_tokens=1))
+    kinds = [kind for kind, _ in world.pipeline.log]
+    assert kinds.count("prefill") == 4096 // qengine.RUNNING_CHUNK
+    assert "prefill prefill" not in " ".join(kind for kind in kinds if kind != "start")
+    assert max(n for kind, n in world.pipeline.log if kind == "prefill") == qengine.RUNNING_CHUNK
+
+
+def test_nobody_is_overtaken_who_waits_for_pages():
+    world, text = roomy(n_ctx=640, n_pages=15), texts()
+    running = world.submit(text(100), max_tokens=400, ignore_eos=True)
+    world.step()
+    large, small = world.submit(text(500), max_tokens=100), world.submit(text(10), max_tokens=10)
+    for _ in range(20):
+        world.step()
+    assert len(world.scheduler.running) == 1 and len(world.scheduler.waiting) == 2
+    world.finish(running, large, small)
+    assert [request for kind, request in world.pipeline.log if kind == "start"] == [
+        running.request, large.request, small.request]
+
+
+def test_deadlines():
+    """While it waits, runs or is a prompt; the others notice nothing."""
+    world, text = roomy(n_slots=2), texts()
+    other = world.submit(text(10), max_tokens=300, ignore_eos=True)
+    late = [world.submit(text(n), timeout=5.0) for n in (10, 3000, 10)]
+    for _ in range(4):
+        world.step()
+    assert late[0].n_generated and not late[1].n_generated
+    for generation in late:
+        generation.deadline = 0.0
+    world.step()
+    for generation in late:
+        with pytest.raises(qengine.DeadlineExceeded, match="not finished after the 5 s that the request allows"):
+            list(generation)
+    world.finish(other)
+    assert tokens_of(other) == truth(other.request, 8192)
+    for timeout in 0, -1.0, float("nan"):
+        with pytest.raises(qengine.RequestError, match="timeout"):
+            qengine.Request([1], timeout=timeout).check(10, 10)
+
+
+# ---- with a model ------------------------------------------------------------------------------------------
+
+TINY = str(DATA / "tiny-Q8_0.gguf")
+CONTEXT, LONG_TEXT = 1024, "느린 카드에서도 문장은 한 글자씩 또박또박 이어진다. The quick brown fox counts its pipes. " * 8
+
+
+def load(card, **options):
+    return qengine.load(TINY, card=card, progress=False, **{"ctx": CONTEXT, "slots": 3, "chunk": 128} | options)
+
+
+@pytest.fixture(scope="module")
+def engine(card):
+    engine = load(card)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def empty(engine):
+    """The engine, which remembers nothing."""
+    engine.clear_cache()
+    return engine
+
+
+def drawn(ids, seed=5, **fields):
+    return qengine.Request(list(ids), **{"max_tokens": 12, "temperature": 1.0, "seed": seed, "ignore_eos": True} | fields)
+
+
+def anew(engine, request):
+    """The answer of an engine that remembers nothing."""
+    engine.clear_cache()
+    generation = engine.submit(request)
+    answer = read(generation)
+    assert generation.n_cached == 0
+    return answer
+
+
+def read(generation):
+    return [event.token_id for event in generation]
+
+
+def prompts(engine, n=4):
+    """Prompts of about 400 tokens that share their first half."""
+    shared = engine.tokenizer.encode(LONG_TEXT)[:230]
+    rng = np.random.default_rng(1)
+    return [shared + rng.integers(0, 4000, 150 + 20 * i).tolist() for i in range(n)]
+
+
+def test_reused_prompts_give_the_same_bits(empty):
+    """Prompts with a common beginning, once more, and cut: answers drawn from their logits."""
+    asked = [*prompts(empty), *prompts(empty)]
+    asked += [asked[0][:n] for n in (1, 64, 65, 128, 300)]
+    want = [anew(empty, drawn(ids)) for ids in asked]
+    empty.clear_cache()
+    generations = []
+    for ids in asked:
+        generations.append(empty.submit(drawn(ids)))
+        generations[-1].wait()
+    assert [read(g) for g in generations] == want
+    assert [g.n_cached for g in generations] == [0, 0, 192, 192, 320, 384, 384, 384, 0, 0, 0, 64, 192]
+
+
+def test_requests_that_run_together_share(empty):
+    asked = [drawn(ids, seed) for seed, ids in enumerate(prompts(empty, 8))]
+    want = [anew(empty, request) for request in asked]
+    empty.clear_cache()
+    assert [read(g) for g in [empty.submit(request) for request in asked]] == want
+    assert empty.stats()["cached_tokens"] > 5 * 192
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "as late as may be"])
+def test_checkpoints_in_host_memory(late):
+    """Two checkpoints on the card, many in host memory: eight texts come back one after the other."""
+    small = load(EmulatedCard(late=late), checkpoint_memory=0, slots=1)
+    asked = [drawn(np.random.default_rng(seed).integers(0, 4000, 100)) for seed in range(8)]
+    want = [read(small.submit(request)) for request in asked]
+    before = small.stats()
+    assert before["checkpoints_on_card"] == qengine.LEAST_CHECKPOINTS and before["checkpoints_spilled"] >= 6
+    again = [small.submit(request) for request in asked]
+    assert [read(generation) for generation in again] == want
+    assert [generation.n_cached for generation in again] == [64] * 8
+    assert small.stats()["checkpoints_fetched"] >= 6
+    small.close()
+
+
+def test_without_host_memory_for_checkpoints(card, monkeypatch):
+    """None is given, or none can be page-locked: what does not fit on the card is forgotten."""
+    for options in {"checkpoint_host_memory": 0}, {}:
+        small = load(card, checkpoint_memory=0, slots=1, **options)
+        monkeypatch.setattr(card, "pinned", lambda *arguments: (_ for _ in ()).throw(CardError("no more")))
+        asked = [drawn(np.random.default_rng(seed).integers(0, 4000, 100), max_tokens=2) for seed in range(4)]
+        for request in asked:
+            small.submit(request).wait()
+        again = [small.submit(request) for request in reversed(asked)]
+        assert [(generation.wait(), generation.n_cached)[1] for generation in again][:2] == [64, 64]
+        assert small.stats()["checkpoints_spilled"] == 0 and small.stats()["checkpoints_dropped"] >= 2
+        small.close()
+        monkeypatch.undo()
+
+
+def test_states_of_decoded_tokens(empty):
+    """The answer goes on from states that decode made: what it predicts is what it would predict without them, but for
+    the rounding by which prompts and decoded tokens differ."""
+    ids = prompts(empty)[0]
+    answer = anew(empty, drawn(ids, max_tokens=150))
+    longer = ids + answer + ids[:20]
+
+    def logits():
+        generation = empty.submit(drawn(longer, max_tokens=1))
+        generation.wait()
+        return empty.cards[0].download(empty.pipeline.last.model.logits[0]), generation.n_cached
+
+    reused, n_cached = logits()
+    assert n_cached == qengine.whole_pages(len(ids) + len(answer) - 1)
+    empty.clear_cache()
+    want, n_cached = logits()
+    assert n_cached == 0
+    difference = np.abs(reused - want).max()
+    assert 0 < difference < 0.05 * want.std()           # measured: 0.022
+    assert want.max() - want[reused.argmax()] < 2 * difference
+
+
+def test_what_load_refuses(card):
+    with pytest.raises(qengine.RequestError, match="kv_tokens must be at least the 1024 tokens of a context, not 1000"):
+        load(card, kv_tokens=1000)
+
+
+# ---- a conversation ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("thinking", [False, True], ids=["plain", "thinking"])
+def test_a_conversation(card, thinking):
+    """With the model that comes along: a system prompt, four turns, the last one edited and asked once more. Each
+    processes its new tokens and 64 others at most, and each answer is that of an engine that remembers nothing."""
+    talker = qengine.load(card=card, ctx=2048, slots=2, progress=False)
+    messages = [{"role": "system", "content": "You are a patient helper. " * 12}]
+    known, asked = [], []
+
+    def ask(question):
+        history = [*messages, {"role": "user", "content": question}]
+        ids = talker.encode(talker.template.render(history, enable_thinking=thinking))
+        request = qengine.Request(ids, max_tokens=90)
+        generation = talker.submit(request)
+        answer = read(generation)
+        new = len(ids) - common(ids, known)
+        assert 1 <= len(ids) - generation.n_cached <= new + PAGE_TOKENS, (question, new, generation.n_cached)
+        is_of_prompts = generation.n_cached <= common(ids, [a.prompt_ids for a, *_ in asked])
+        known.extend([ids, ids + answer[:-1]])
+        asked.append((request, answer, is_of_prompts))
+        return [*history, {"role": "assistant", "content": talker.tokenizer.decode(answer)}]
+
+    for question in ("What is 12 + 7?", "And 3 more? " * 10, "Which word did I repeat?", "What is 5 + 5?"):
+        before, messages = messages, ask(question)
+    messages = before
+    ask("What is 5 + 6?")
+    ask("What is 5 + 6?")
+    assert sum(is_of_prompts for *_, is_of_prompts in asked) >= 3
+    for request, answer, is_of_prompts in asked:
+        if is_of_prompts:
+            assert anew(talker, request) == answer
+    talker.close()
