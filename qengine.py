@@ -37,6 +37,7 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import ipaddress
 import itertools
 import json
 import logging
@@ -78,7 +79,8 @@ from kernels import (advance, attend_decode, attention, checkpoint, conv, embedd
 from kernels.bench import operation_seconds
 from kernels.card import Array, Card, CardError, open_cards, show_bytes
 from kernels.compile import CompileError
-from kernels.emulated.cards import CARDS
+from kernels.emulated.cards import CARDS, CardModel
+from kernels.emulated.estimate import PIPES, SECTOR, Counts
 from kernels.formats import FORMATS, dequantize
 from kernels.nvidia import find_assembler
 from kernels.upload import PIECE, Feeder
@@ -2378,6 +2380,8 @@ class Generation:
         self.n_prompt, self.n_generated = len(request.prompt_ids), 0
         self.n_cached = 0           # tokens of the prompt that were not processed, for an earlier one began with them
         self.cancelled = False
+        self.finish_reason: str | None = None   # of the last event; None when cancelled or failed
+        self.error: Exception | None = None     # what it failed with
         self.started = time.perf_counter()
         self.deadline = self.started + (math.inf if request.timeout is None else request.timeout)
         self.token_times: list[float] = []      # of the engine's tokens; readers may get several at once
@@ -2388,7 +2392,18 @@ class Generation:
     def __iter__(self):
         """Events as they come. Ends without a finish reason when cancelled, raises what the generation failed with:
         EngineStopped with the engine."""
-        while isinstance(event := self._events.get(), Event):
+        return filter(None, self.listen())
+
+    def listen(self, patience: float | None = None):
+        """What iteration gives, and None whenever nothing has come for `patience` seconds."""
+        while True:
+            try:
+                event = self._events.get(timeout=patience)
+            except queue.Empty:
+                yield None
+                continue
+            if not isinstance(event, Event):
+                break
             yield event
         self._events.put(event)         # the end, for whoever reads on
         if event is not None:
@@ -2421,6 +2436,7 @@ class Generation:
             text += self._scan(self._decoder.flush()) + self._scanner.flush()
         if self._scanner.stopped:
             finish_reason = "stop"
+        self.finish_reason = finish_reason
         self._scans = self._scans or token == self.request.stop_after
         self._events.put(Event(token, text, finish_reason, logprob, top_logprobs))
         return finish_reason
@@ -2430,6 +2446,7 @@ class Generation:
 
     def close(self, error: Exception | None = None):
         """No more events; `error` is raised where they are read."""
+        self.error = error
         self._events.put(error)
         self._done.set()
 
@@ -3006,6 +3023,8 @@ class Service:
         self.open = {}                              # id -> (Generation, function: has its client hung up?)
         self.n_entering = 0                         # requests on their way into it
         self.closing = False
+        self.pipes = PipeMeter()
+        self.log = self.metrics = None              # of api/, set by create_app
         threading.Thread(target=self.watch, name="client watcher", daemon=True).start()
 
     def ready(self):
@@ -3033,6 +3052,10 @@ class Service:
             return flask.jsonify(answer.whole(generations))
         finally:
             self.release(generations)
+
+    def text_of(self, ids) -> str:
+        """The text of token ids, special ones included."""
+        return self.engine.tokenizer.decode(ids, special=True)
 
     # ---- open requests ------------------------------------------------------------------------------------
 
@@ -3063,6 +3086,7 @@ class Service:
             if self.closing:
                 self.release(generations)
             self.changed.notify_all()
+        flask.g.exchange.generations += generations     # for the log
         return generations
 
     def release(self, generations):
@@ -3117,17 +3141,21 @@ def explain(error: Exception) -> Failure:
         if error.code in (404, 405):
             message = f"{flask.request.method} {flask.request.path[:80]} is not served; /openapi.json says what is"
         return Failure(error.code, message, None, {
-            name: value for name, value in error.get_headers() if name in ("Allow", "Retry-After")})
+            name: value for name, value in error.get_headers() if name in ("Allow", "Retry-After", "WWW-Authenticate")})
     logging.getLogger("qengine").error("a request failed", exc_info=error)
     return Failure(500, "internal error")
 
 
-def create_app(engine=None, sampling=None, thinking=None, max_requests=MAX_WAITING) -> flask.Flask:
+def create_app(engine=None, sampling=None, thinking=None, max_requests=MAX_WAITING, keys=(), origins=(),
+               log_prompts=False) -> flask.Flask:
     """The Flask app over `engine`; app.extensions["qengine"] is its Service.
 
     Without an engine it answers 503 until the service is given one: it may listen before the model is there.
+    keys: API keys, of which one is wanted where there are any. origins: of web pages that may ask, "*" for all.
+    log_prompts: put the text of prompts into the log of requests.
     """
-    from api import anthropic, openai, openapi      # here, because they import this file
+    from api import anthropic, log, metrics, openai, openapi        # here, because they import this file
+    from api.access import Access
 
     defaults = {"temperature": 1.0} | (sampling or {})      # what both protocols say; Request's own is greedy
     service = Service(engine, defaults, thinking, max_requests)
@@ -3136,6 +3164,10 @@ def create_app(engine=None, sampling=None, thinking=None, max_requests=MAX_WAITI
     app.config["MAX_CONTENT_LENGTH"] = MAX_BODY
     app.json.sort_keys = False
 
+    service.metrics = metrics.Metrics(service)
+    service.log = log.RequestLog([service.metrics.observe], service.text_of if log_prompts else None)
+    service.log.install(app)
+    Access(keys, origins).install(app)
     for endpoint in openapi.ENDPOINTS:
         app.add_url_rule(endpoint.path, f"{endpoint.method} {endpoint.path}",
                          functools.partial(endpoint.answer, service), methods=[endpoint.method])
@@ -3239,6 +3271,7 @@ def hang_up(watched: dict):
 PROMPT_LENGTHS, CONTEXTS, REPEATS = (297, 1160, 4620, 18400), (297, 4620, 18400), 3
 EMULATED_LENGTH = 297       # prompt and context on the emulated card, once
 DECODE_STEPS = 32           # of one timed run
+PIPES_SECONDS = 1           # at least, from one counted step of a server to the next
 
 
 @dataclass(frozen=True)
@@ -3385,16 +3418,83 @@ class Bench:
 
     def estimated_seconds(self, work) -> dict:
         """Name -> seconds that what work() launches would take on each card of the table."""
-        own, found = self.card.n_sms, {}
-        try:
-            for model in CARDS:
-                self.card.n_sms = model.n_sms       # grids are made for so many
-                with self.card.counting() as log:
-                    work()
-                found[model.name] = sum(launch.estimate(model).seconds for launch in log)
-        finally:
-            self.card.n_sms = own
+        found = {}
+        for model in CARDS:
+            with launching_as(self.card, model), self.card.counting() as log:
+                work()
+            found[model.name] = sum(launch.estimate(model).seconds for launch in log)
         return found
+
+
+@contextlib.contextmanager
+def launching_as(card: Card, model: CardModel):
+    """What is launched on an emulated card meanwhile is what the other would have: grids are made for its SMs."""
+    own, card.n_sms = card.n_sms, model.n_sms
+    try:
+        yield
+    finally:
+        card.n_sms = own
+
+
+class PipeMeter:
+    """Counts what decode steps of a running engine do on an emulated card, launched as MODEL would have them.
+
+    A step takes a hundred times as long while it is counted: so that is done when somebody asks, at most once in
+    PIPES_SECONDS. The code that counts is compiled before the first time; what runs need not wait for it.
+    """
+
+    MODEL = CARDS[0]
+
+    def __init__(self):
+        self.busy = threading.Lock()                # held by who counts; others get what was counted last
+        self.last, self.at = None, -math.inf
+        self.recordings = {}                        # of the steps as MODEL has them
+
+    def can_count(self, engine) -> bool:
+        return [card.kind for card in engine.cards] == ["emulated"]
+
+    def count(self, engine) -> dict | None:
+        """Of a decode step, the next one or one before: its tokens, launches, pipes (instructions of warps by pipe),
+        megabytes (that memory must move), and on MODEL, by its name, estimated seconds; None until there was one."""
+        if self.busy.acquire(blocking=False):
+            try:
+                if time.monotonic() - self.at > PIPES_SECONDS:
+                    self.last = self._count(engine) or self.last
+                    self.at = time.monotonic()
+            finally:
+                self.busy.release()
+        return self.last
+
+    def _count(self, engine) -> dict | None:
+        stage, scheduler = engine.pipeline.last, engine.scheduler
+        with scheduler.between_steps(), self._as_model(stage):
+            n = len(scheduler._answering())
+            what = [(stage.launch_layers, n), (stage.launch_choice, n, False)] if n else []
+            recordings = [stage.recording(*launch) for launch in what]
+        for recording in recordings:
+            stage.card.prepare_counting(recording)
+        with scheduler.between_steps(), self._as_model(stage), stage.card.counting() as log:
+            n = len(scheduler._answering())
+            scheduler._decode()
+        return summary(log, n, self.MODEL) if n else None
+
+    @contextlib.contextmanager
+    def _as_model(self, stage: Stage):
+        own, stage.recordings = stage.recordings, self.recordings
+        try:
+            with launching_as(stage.card, self.MODEL):
+                yield
+        finally:
+            stage.recordings = own
+
+
+def summary(log: list, n_tokens: int, model: CardModel) -> dict:
+    """What a counted step did, as PipeMeter tells it."""
+    counts = sum((launch.counts for launch in log), Counts())
+    pipes = {name.rstrip("_"): n for name in PIPES if name != "move" and (n := getattr(counts, name))}
+    seconds = sum(launch.estimate(model).seconds for launch in log) if find_assembler() else None
+    return {"tokens": n_tokens, "launches": len(log), "pipes": pipes, "card": model.name, "estimated_seconds": seconds,
+            "megabytes": SECTOR * counts.distinct_sectors / 1e6}
 
 
 def bench_table(title: str, speeds: list[Speed], of_what: str) -> str:
@@ -3439,8 +3539,8 @@ examples:
 TASKS = "prompt", "chat", "serve", "perplexity", "bench", "probe", "print_config"
 
 # Options that mean nothing without one of others. Whoever says them expects something.
-GOES_WITH = {"raw": ["prompt"], "slots": ["serve", "print_config"], "host": ["serve"],
-             "kv_tokens": ["serve"],
+GOES_WITH = {"raw": ["prompt"], "slots": ["serve", "print_config"],
+             **dict.fromkeys(["host", "kv_tokens", "api_key", "api_key_file", "cors", "log_prompts"], ["serve"]),
              **dict.fromkeys(["checkpoint_memory", "checkpoint_host_memory"], ["serve", "chat"]),
              "against": ["perplexity"], "json": ["bench", "probe"],
              **dict.fromkeys(["prompt_lengths", "contexts", "repeats", "batch"], ["bench"]),
@@ -3535,6 +3635,19 @@ def build_parser() -> Parser:
                        help="answers decoded at the same time (default: 1)")
     bench.add_argument("--json", metavar="FILE", help="write everything there, too; also with --probe")
 
+    server = parser.add_argument_group("with --serve")
+    server.add_argument("--host", metavar="ADDRESS", default="127.0.0.1",
+                        help="address to listen on (default: 127.0.0.1, this machine only)")
+    server.add_argument("--slots", metavar="N", type=within(int, 1, 256), default=1,
+                        help="answers generated at the same time (default: 1)")
+    server.add_argument("--api-key", metavar="KEY", action="append", default=[],
+                        help="answer only who sends this key, or another of several; other users of this machine can "
+                             "read a command line")
+    server.add_argument("--api-key-file", metavar="FILE", help="the same for each line of a file")
+    server.add_argument("--cors", metavar="ORIGIN", action="append", default=[],
+                        help="let web pages of this origin ask, https://chat.example say; * for all; several are allowed")
+    server.add_argument("--log-prompts", action="store_true", help="write the text of prompts into the log of requests")
+
     machine = parser.add_argument_group("the machine")
     machine.add_argument("--card", metavar="CARD",
                          help="cuda:0, cuda:1, ... or emulated "
@@ -3542,8 +3655,6 @@ def build_parser() -> Parser:
     machine.add_argument("--ctx", metavar="N", type=within(int, 1, 2**31 - 1),
                          help="tokens a conversation may have, prompt and answer together "
                               f"(default: {DEFAULT_CTX}, or the model's own where that is less)")
-    machine.add_argument("--slots", metavar="N", type=within(int, 1, 256), default=1,
-                         help="answers generated at the same time by --serve (default: 1)")
     machine.add_argument("--kv-tokens", metavar="N", type=within(int, 1, 2**31 - 1),
                          help="tokens of all conversations together, running ones and those kept for their "
                               "next turn (default: slots x ctx, or what fits the card)")
@@ -3551,8 +3662,6 @@ def build_parser() -> Parser:
         machine.add_argument(f"--checkpoint-{where}memory", metavar="MB", type=within(int, 0, 2**31 - 1),
                              help=f"{'host' if where else 'card'} memory for the states that spare later prompts "
                                   f"what they have in common with earlier ones (default: {default})")
-    machine.add_argument("--host", metavar="ADDRESS", default="127.0.0.1",
-                         help="address --serve listens on (default: 127.0.0.1, this machine only)")
     return parser
 
 
@@ -3671,9 +3780,16 @@ def chat(engine, sampling: dict, thinking) -> int:
 
 def run_server(options, sampling: dict, thinking) -> int:
     """Listens, loads, serves until Ctrl-C or SIGTERM; then cancels what is open and tells its clients."""
+    from api.access import read_keys
+    from api.log import on_stderr
+
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    app = create_app(None, sampling, thinking, max_requests=options.slots + MAX_WAITING)
+    keys = read_keys(options.api_key, options.api_key_file)
+    app = create_app(None, sampling, thinking, options.slots + MAX_WAITING, keys, options.cors, options.log_prompts)
+    if not keys and not is_loopback(options.host):
+        note(f"warning: whoever reaches {options.host} can use this server: --api-key asks for a key")
     with contextlib.ExitStack() as stack:
+        stack.enter_context(on_stderr(app.extensions["qengine"].log))
         try:
             port = stack.enter_context(serving(app, options.host, options.serve))
         except (OSError, ValueError) as error:
@@ -3682,7 +3798,8 @@ def run_server(options, sampling: dict, thinking) -> int:
             return 2
         engine = app.extensions["qengine"].engine = load_engine(options.model, options)
         try:
-            note(f"serving {engine.name} on http://{options.host}:{port}/v1 (Ctrl-C stops)")
+            note(f"serving {engine.name} on http://{options.host}:{port}/ (a page to talk with it, and /v1 for programs; "
+                 "Ctrl-C stops)")
             engine.scheduler.thread.join()              # ends by a failure only, of which /health goes on to tell
             note(f"qengine: {engine.error}")
             while True:
@@ -3690,6 +3807,14 @@ def run_server(options, sampling: dict, thinking) -> int:
         finally:
             stack.close()
             engine.close()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens on it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,10 @@ knows of the protocols only which endpoints they have.
     anthropic.py   /v1/messages, /v1/messages/count_tokens
     plain.py       /tokenize, /detokenize, /apply-template: what is behind the two
     openapi.py     /openapi.json: all of them described
+    page.py        /, a chat page (page.html), and /pipes, what its live bar shows
+    metrics.py     /metrics
+    access.py      API keys, and pages of other origins
+    log.py         a line for each request
     chat.py        a conversation, whatever its protocol: prompt, grammar, and how to read the answer
     reply.py       an answer's tokens, as they come, cut into thoughts, text and tool calls
     tools.py       the forms in which models call tools: reading them, and grammars for them

@@ -161,7 +161,10 @@ class Answer:
         try:
             start = self.message([], {"input_tokens": generation.n_prompt, "output_tokens": 0})
             yield event("message_start", message=start | {"stop_reason": None, "stop_sequence": None})
-            for one in whole(generation):
+            for one in whole(generation, is_stream=True):
+                if one is None:
+                    yield event("ping")
+                    continue
                 reason = one.finish_reason
                 for part in self.parts(one):
                     yield from blocks.write(part)

@@ -310,8 +310,8 @@ class Answer:
                 for piece in choice.opening:
                     yield self._chunk(i, piece)
             for i, generation in enumerate(generations):
-                for event in whole(generation):
-                    yield from self._pieces(i, event)
+                for event in whole(generation, is_stream=True):
+                    yield from self._pieces(i, event) if event else [": keep-alive\n\n"]
             if self.with_usage:
                 yield self._event(choices=[], usage=self.usage(generations))
             yield "data: [DONE]\n\n"

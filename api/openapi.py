@@ -1,6 +1,6 @@
 """The OpenAPI document of the server, made of what checks its requests."""
 
-from . import anthropic, openai, plain
+from . import anthropic, metrics, openai, page, plain
 from .fields import Endpoint
 
 
@@ -34,5 +34,5 @@ def published(description: dict) -> dict:
     return said
 
 
-ENDPOINTS = [*openai.ENDPOINTS, *anthropic.ENDPOINTS, *plain.ENDPOINTS,
+ENDPOINTS = [*openai.ENDPOINTS, *anthropic.ENDPOINTS, *plain.ENDPOINTS, *page.ENDPOINTS, *metrics.ENDPOINTS,
              Endpoint("GET", "/openapi.json", "This document", document)]

@@ -44,7 +44,8 @@ def health(service):
         return {"status": "loading"}, 503
     if engine.error is not None:
         return {"status": "error", "error": engine.error}, 503
-    return {"status": "ok", "model": engine.name, "cards": [card.describe() for card in engine.cards]}
+    return {"status": "ok", "model": engine.name, "cards": [card.describe() for card in engine.cards],
+            "counts_pipes": service.pipes.can_count(engine)}
 
 
 CONVERSATION = {name: openai.CHAT["properties"][name]

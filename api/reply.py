@@ -201,11 +201,15 @@ class Reply:
         return parts
 
 
-def whole(generation):
-    """The events of a generation. ServiceUnavailable when they end before their time."""
+SILENCE_SECONDS = 15        # proxies take a stream for dead that is silent for long, as it is while a prompt is read
+
+
+def whole(generation, is_stream=False):
+    """The events of a generation; in a stream also None, whenever SILENCE_SECONDS have brought none.
+    ServiceUnavailable when they end before their time."""
     reason = None
-    for event in generation:
-        reason = event.finish_reason
+    for event in generation.listen(SILENCE_SECONDS if is_stream else None):
+        reason = event and event.finish_reason
         yield event
     if reason is None:
         raise ServiceUnavailable("the answer was cancelled")

@@ -488,11 +488,16 @@ def test_a_client_that_hangs_up_cancels_its_generation(engine, monkeypatch, stre
             wait_until(lambda: not service.open)
 
 
-class Broken:
-    """A generation whose card fails after the first token."""
+class Unreal:
+    """What the log asks of a generation."""
     n_prompt = n_generated = 1
+    n_cached, started, token_times, finish_reason, error = 0, 0.0, (), None, None
 
-    def __iter__(self):
+
+class Broken(Unreal):
+    """A generation whose card fails after the first token."""
+
+    def listen(self, patience):
         yield qengine.Event(1, "a", None)
         raise qengine.EngineStopped("the card fell off the bus")
 
@@ -538,11 +543,11 @@ def test_closing_tells_the_clients(engine):
             complete(client)
 
 
-class Endless:
+class Endless(Unreal):
     """A generation of more text than connections hold."""
-    n_prompt, n_generated, cancelled = 1, 0, False
+    n_generated, cancelled = 0, False
 
-    def __iter__(self):
+    def listen(self, patience):
         while not self.cancelled:
             self.n_generated += 1
             yield qengine.Event(1, "a" * 10_000, None)

@@ -239,6 +239,13 @@ class EmulatedCard(Card):
         finally:
             self._log = None
 
+    def prepare_counting(self, recording):
+        """Compiles what counting its replay takes: seconds at the first time, in which the card may do other things."""
+        from kernels.emulated import counting
+        for program in recording.programs:
+            for launch in native.in_order(program):
+                counting.code_of(launch)
+
     def raise_error(self):
         """Raises what broke the card, if something did: a CardError that names the kernel."""
         if self.error is not None:
@@ -389,14 +396,15 @@ def _work(stream_reference, signals):
 class EmulatedRecording(Recording):
     def __init__(self, card):
         super().__init__(card, _RecordingStream(card, "recording"))
-        self.operations = []
+        self.operations, self.programs = [], []
 
     def finish(self):
         """Turns each row of launches into one native program: a replay costs one call for all of them."""
         for is_launch, group in groupby(self.stream.recorded, lambda operation: type(operation) is Launch):
             group = list(group)
             if is_launch:
-                self.operations.append(partial(self.card.execute, native.Program([x.native for x in group])))
+                self.programs.append(native.Program([x.native for x in group]))
+                self.operations.append(partial(self.card.execute, self.programs[-1]))
             else:
                 self.operations += group
 

@@ -189,9 +189,14 @@ class Counted:
 _lock = threading.Lock()                                 # a kernel's @watch belongs to one launch at a time
 
 
+def code_of(launch):
+    """The code that counts, of a native.Launch's kernel; compiled, which may take seconds, when it is first asked for."""
+    return launch.code.kernel.translated_by(Counting).code(launch.code.facts.block)
+
+
 def run(launch, allocations):
     """Executes a native.Launch, counting; its Counted. allocations: start -> (bytes, name) of the card."""
-    code = launch.code.kernel.translated_by(Counting).code(launch.code.facts.block)
+    code = code_of(launch)
     totals = np.zeros(N_TOTALS + len(code.facts.notes), np.int64)
     rows = [(start, start + nbytes) for start, (nbytes, _) in sorted(allocations.items())] or [(0, 0)]
     starts = np.cumsum([0] + [(end - start) // SECTOR for start, end in rows])

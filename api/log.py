@@ -1,0 +1,172 @@
+"""A line per request in the log, and on a terminal a line for each that runs, with its speed.
+
+    id=5c0e... method=POST path=/v1/chat/completions status=200 seconds=0.942 prompt=160 cached=128 generated=42
+    first_token=0.031 tokens_per_s=46.1 finish=stop
+
+The line comes when the last byte of the answer is written, or its client has gone. The id is that of the request's
+X-Request-Id, where it has a sensible one, and comes back in the answer's. Of several answers to one request the counts
+are those of all together, and tokens_per_s is, too. No text of a prompt is logged unless that is asked for.
+"""
+
+import contextlib
+import json
+import logging
+import re
+import sys
+import threading
+import time
+import urllib.parse
+import uuid
+
+import flask
+import tqdm
+
+REFRESH_SECONDS = 0.25
+MAX_LINES = 8               # of running requests
+SANE_ID = re.compile(r"[\w.:-]{1,100}", re.ASCII)
+POLLED = {"/health", "/metrics", "/pipes"}      # asked every few seconds: what went well there is no news
+
+logger = logging.getLogger("qengine.requests")
+
+
+class Exchange:
+    """An HTTP request, from its arrival to the last byte of its answer."""
+
+    def __init__(self, request: flask.Request):
+        given = request.headers.get("X-Request-Id", "")
+        self.id = given if SANE_ID.fullmatch(given) else uuid.uuid4().hex
+        self.method, self.path = request.method, request.path
+        self.status, self.started, self.ended = None, time.perf_counter(), None
+        self.generations = []               # what the engine was given; filled by the server
+
+    def __str__(self):
+        fields = {"id": self.id, "method": self.method, "path": urllib.parse.quote(self.path[:200]),
+                  "status": self.status, "seconds": f"{self.ended - self.started:.3f}"}
+        if self.generations:
+            fields |= self.counts()
+        return " ".join(f"{name}={value}" for name, value in fields.items())
+
+    def counts(self) -> dict:
+        """Tokens and their times, of all generations together."""
+        generations = self.generations
+        counts = {"prompt": sum(g.n_prompt for g in generations), "cached": sum(g.n_cached for g in generations),
+                  "generated": sum(g.n_generated for g in generations)}
+        if first := min((g.token_times[0] for g in generations if g.token_times), default=None):
+            counts["first_token"] = f"{first - self.started:.3f}"
+        if (speed := self.tokens_per_s()) is not None:
+            counts["tokens_per_s"] = f"{speed:.1f}"
+        return counts | {"finish": ",".join(dict.fromkeys(map(finish_of, generations)))}
+
+    def tokens_per_s(self) -> float | None:
+        """After the first token, which the prompt gives; None before there are two."""
+        times = sorted(time for g in self.generations for time in g.token_times[:1] + g.token_times[-1:])
+        n = sum(len(g.token_times) - 1 for g in self.generations if g.token_times)
+        return n / (times[-1] - times[0]) if n > 0 else None
+
+
+def finish_of(generation) -> str:
+    """How a generation ended: "stop", "length", "error", or "abort" when its client or the server left."""
+    return generation.finish_reason or ("error" if generation.error else "abort")
+
+
+class RequestLog:
+    """Follows the requests of an app.
+
+    observers: called with each Exchange when it has ended. text_of: the text of token ids, where prompts are to be
+    logged, too.
+    """
+
+    def __init__(self, observers=(), text_of=None):
+        self.observers, self.text_of = observers, text_of
+        self.running = {}                   # id(exchange) -> Exchange, in the order of their arrival
+
+    def install(self, app: flask.Flask):
+        app.before_request(self.begin)
+        app.after_request(self.answered)
+
+    def begin(self):
+        flask.g.exchange = Exchange(flask.request)
+
+    def answered(self, response: flask.Response) -> flask.Response:
+        """The head of the answer is known; a stream's body is yet to come."""
+        exchange = flask.g.exchange
+        exchange.status = response.status_code
+        response.headers["X-Request-Id"] = exchange.id
+        self.running[id(exchange)] = exchange
+        response.call_on_close(lambda: self.end(exchange))
+        return response
+
+    def end(self, exchange: Exchange):
+        del self.running[id(exchange)]
+        exchange.ended = time.perf_counter()
+        quiet = exchange.path in POLLED and exchange.status == 200
+        line = str(exchange)
+        if self.text_of:
+            prompts = dict.fromkeys(tuple(g.request.prompt_ids) for g in exchange.generations)
+            line += "".join(f" text={json.dumps(self.text_of(ids))}" for ids in prompts)
+        logger.log(logging.DEBUG if quiet else logging.INFO, line)
+        for observe in self.observers:
+            observe(exchange)
+
+
+# ---- on a terminal -----------------------------------------------------------------------------------------
+
+
+class Console(logging.Handler):
+    """Log lines on stderr, above the lines of what runs."""
+
+    def emit(self, record):
+        tqdm.tqdm.write(self.format(record), file=sys.stderr)
+
+
+class Progress:
+    """While the `with` body runs, a line for each running request, at the end of what the terminal shows."""
+
+    def __init__(self, log: RequestLog):
+        self.log, self.lines, self.over = log, {}, threading.Event()
+        self.thread = threading.Thread(target=self._run, name="progress", daemon=True)
+
+    def __enter__(self):
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.over.set()
+        self.thread.join()
+
+    def _run(self):
+        while not self.over.wait(REFRESH_SECONDS):
+            self.show([exchange for exchange in self.log.running.copy().values() if exchange.generations][:MAX_LINES])
+        self.show([])
+
+    def show(self, exchanges):
+        """Brings the lines up to these."""
+        for exchange in self.lines.keys() - set(exchanges):
+            self.lines.pop(exchange).close()
+        for exchange in exchanges:
+            if exchange not in self.lines:
+                self.lines[exchange] = tqdm.tqdm(bar_format="{desc}", leave=False, file=sys.stderr)
+            self.lines[exchange].set_description_str(progress_line(exchange))
+
+
+def progress_line(exchange: Exchange) -> str:
+    generations = exchange.generations
+    n, speed = sum(g.n_generated for g in generations), exchange.tokens_per_s()
+    said = f"{n} tokens" + (f", {speed:.1f} tokens/s" if speed else "") if n else \
+        f"prompt of {sum(g.n_prompt for g in generations)} tokens"
+    return f"  {exchange.id[:8]}  {said}"
+
+
+@contextlib.contextmanager
+def on_stderr(log: RequestLog):
+    """While the `with` body runs, the log goes to stderr, with the time; at a terminal what runs is shown below it."""
+    console = Console()
+    console.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    logger.addHandler(console)
+    logger.setLevel(logging.INFO)
+    try:
+        with Progress(log) if sys.stderr.isatty() else contextlib.nullcontext():
+            yield
+    finally:
+        logger.removeHandler(console)
+        logger.setLevel(logging.NOTSET)

@@ -1,0 +1,86 @@
+"""GET /metrics, for Prometheus: vLLM's names with the prefix "qengine:", so that dashboards made for vLLM need only that.
+
+As there, every series has the label model_name. Beside vLLM's names there are those of the checkpoints, which it has not.
+What the engine counts is read when somebody asks; the times of a request are taken when it has ended.
+"""
+
+import flask
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+
+from .fields import Endpoint
+from .log import Exchange, finish_of
+
+# name, what it is, the count of Engine.stats()
+GAUGES = [
+    ("num_requests_running", "Requests that are being answered", "requests_running"),
+    ("num_requests_waiting", "Requests that wait for a slot", "requests_waiting"),
+    ("checkpoints", "Kept states of prompts and answers, to resume from", "checkpoints"),
+    ("checkpoints_on_card", "Those of them in the memory of the card", "checkpoints_on_card"),
+]
+COUNTERS = [
+    ("prompt_tokens", "Tokens of prompts", "prompt_tokens"),
+    ("prefix_cache_queries", "Tokens of prompts, as they are looked up in the cache", "prompt_tokens"),
+    ("prefix_cache_hits", "Tokens of prompts that the cache had, and that were not processed", "cached_tokens"),
+    ("generation_tokens", "Tokens of answers", "generated_tokens"),
+    ("checkpoints_spilled", "Checkpoints moved from the card to the host's memory", "checkpoints_spilled"),
+    ("checkpoints_fetched", "Checkpoints moved back", "checkpoints_fetched"),
+    ("checkpoints_dropped", "Checkpoints forgotten for want of memory", "checkpoints_dropped"),
+]
+FIRST_TOKEN = [.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640]
+NEXT_TOKEN = [.001, .0025, .005, .01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 10, 20, 40, 80]
+WHOLE = [.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680]
+
+
+class Metrics:
+    """What is told of a service; `observe` takes each request that has ended."""
+
+    def __init__(self, service):
+        self.service = service
+        self.registry = CollectorRegistry()         # not the global one, in which names would be taken at a second app
+        self.registry.register(self)
+        own = {"labelnames": ["model_name"], "registry": self.registry}
+        self.finished = Counter("qengine:request_success", "Requests that ended, by how they did",
+                                ["model_name", "finished_reason"], registry=self.registry)
+        self.first_token = Histogram("qengine:time_to_first_token_seconds", "From a request's arrival to its first token",
+                                     buckets=FIRST_TOKEN, **own)
+        self.next_token = Histogram("qengine:inter_token_latency_seconds", "From a token of an answer to the next",
+                                    buckets=NEXT_TOKEN, **own)
+        self.whole = Histogram("qengine:e2e_request_latency_seconds", "From a request's arrival to its end",
+                               buckets=WHOLE, **own)
+
+    def collect(self):
+        """What the engine counts: called at each look."""
+        engine = self.service.engine
+        if engine is None:
+            return
+        stats = engine.stats()
+        stats["kv_used"] = stats["kv_pages_used"] / stats["kv_pages"]
+        usage = "kv_cache_usage_perc", "Share of the KV pages that running requests hold, 1 is all", "kv_used"
+        for family, metrics in (GaugeMetricFamily, [*GAUGES, usage]), (CounterMetricFamily, COUNTERS):
+            for name, meaning, count in metrics:
+                metric = family(f"qengine:{name}", meaning, labels=["model_name"])
+                metric.add_metric([engine.name], stats[count])
+                yield metric
+
+    def observe(self, exchange: Exchange):
+        if not exchange.generations:
+            return
+        name = self.service.engine.name
+        next_token = self.next_token.labels(name)
+        for generation in exchange.generations:
+            times = generation.token_times
+            self.finished.labels(name, finish_of(generation)).inc()
+            if times:
+                self.first_token.labels(name).observe(times[0] - generation.started)
+            for before, after in zip(times, times[1:]):
+                next_token.observe(after - before)
+            self.whole.labels(name).observe(exchange.ended - generation.started)
+
+
+def metrics(service):
+    return flask.Response(generate_latest(service.metrics.registry), content_type=CONTENT_TYPE_LATEST)
+
+
+ENDPOINTS = [Endpoint("GET", "/metrics", "Counts and times, for Prometheus", metrics)]

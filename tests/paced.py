@@ -1,0 +1,49 @@
+"""A scripted engine that takes its time, as a real one does: streams can be watched, stopped and left."""
+
+import threading
+import time
+
+import qengine
+from tests.scripted import END, ScriptedEngine
+
+
+class PacedEngine(ScriptedEngine):
+    """Writes a token every `pace` seconds until it is cancelled; the first one comes after `delay`."""
+
+    def __init__(self, script="", pace=0.0, delay=0.0):
+        super().__init__(script)
+        self.pace, self.delay, self.generations = pace, delay, []
+
+    def submit(self, request):
+        request.check(self.tokenizer.n_vocab, self.n_ctx)
+        self.requests.append(request)
+        generation = qengine.Generation(request, self.tokenizer)
+        generation.n_cached = generation.n_prompt // 64 * 64
+        self.generations.append(generation)
+        threading.Thread(target=self._write, args=(generation,), daemon=True).start()
+        return generation
+
+    def _write(self, generation):
+        request = generation.request
+        prompt = self.tokenizer.decode(request.prompt_ids, special=True)
+        end, error = time.monotonic() + self.delay, None
+        try:
+            text = self.script(prompt) if callable(self.script) else self.script
+            for n, token in enumerate([*self.tokenizer.encode(text), END], start=1):
+                while time.monotonic() < end and not generation.cancelled:
+                    time.sleep(0.002)
+                end += self.pace
+                reason = "stop" if token == END else "length" if n == request.max_tokens else None
+                if generation.cancelled or generation.push(token, reason):
+                    break
+        except qengine.EngineStopped as failure:        # raised by a script
+            error = failure
+        generation.close(error)
+
+    def stats(self):
+        running = sum(not g._done.is_set() for g in self.generations)
+        counts = {"prompt_tokens": "n_prompt", "cached_tokens": "n_cached", "generated_tokens": "n_generated"}
+        return {name: sum(getattr(g, field) for g in self.generations) for name, field in counts.items()} | {
+            "requests_running": running, "requests_waiting": 0, "kv_pages": 64, "kv_pages_used": 16 * running,
+            "checkpoints": 3, "checkpoints_on_card": 2, "checkpoints_spilled": 1, "checkpoints_fetched": 0,
+            "checkpoints_dropped": 0}

@@ -1,0 +1,400 @@
+"""Running the server for others: keys, CORS, the log of requests, silence in streams, /metrics, the page's headers."""
+
+import base64
+import hashlib
+import http.client
+import json
+import logging
+import re
+import threading
+import time
+
+import anthropic
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import qengine
+from api import access, log, page, reply
+from tests.paced import PacedEngine
+from tests.test_server import CHAT, HI, TEXT, assert_error, official_client, send, serving, wait_until
+from tests.tiny import tiny_engine
+
+ANSWER = "Two SMs, and nothing more."
+BODY = {"messages": [HI], "temperature": 0}
+STREAM = BODY | {"stream": True, "stream_options": {"include_usage": True}}
+
+
+def web(engine=None, **arguments):
+    """A client of an app, without sockets."""
+    return qengine.create_app(engine or PacedEngine(ANSWER), **arguments).test_client()
+
+
+def refusal(answer) -> str:
+    """The message of a refused request, which is in OpenAI's shape."""
+    assert_error((answer.status_code, answer.headers, answer.json), answer.status_code)
+    return answer.json["error"]["message"]
+
+
+# ---- keys --------------------------------------------------------------------------------------------------
+
+SENT = {"bearer": {"Authorization": "Bearer {}"}, "lower": {"authorization": "bearer {}"}, "x-api-key": {"x-api-key": "{}"}}
+
+
+def with_key(way, key):
+    return {name: value.format(key) for name, value in SENT[way].items()}
+
+
+@pytest.mark.parametrize("way", SENT)
+def test_one_of_the_keys_opens(way):
+    client = web(keys=["first", "second"])
+    for key in ("first", "second"):
+        assert client.post(CHAT, json=BODY, headers=with_key(way, key)).json["choices"][0]["message"]["content"] == ANSWER
+    for key in ("third", "", "firs", "first2", "FIRST", "ké"):
+        answer = client.post(CHAT, json=BODY, headers=with_key(way, key))
+        assert answer.status_code == 401 and refusal(answer)
+        assert answer.headers["WWW-Authenticate"] == "Bearer"
+
+
+def test_what_needs_a_key_and_what_does_not():
+    client = web(keys=["secret"])
+    for path in ("/", "/health"):
+        assert client.get(path).status_code == 200
+    for path in ("/v1/models", "/metrics", "/pipes", "/openapi.json", "/nothing"):
+        answer = client.get(path)
+        assert answer.status_code == 401 and "x-api-key" in refusal(answer)
+    assert client.get("/v1/models", headers={"x-api-key": "secret"}).status_code == 200
+    assert client.get("/v1/models", headers={"Authorization": "Basic secret"}).status_code == 401
+    assert client.post("/v1/messages", json={}).json["error"]["type"] == "authentication_error"     # Anthropic's word
+
+
+def test_every_key_is_compared_whichever_is_right(monkeypatch):
+    compared, compare = [], access.hmac.compare_digest
+    monkeypatch.setattr(access.hmac, "compare_digest", lambda a, b: compared.append((a, b)) or compare(a, b))
+    client = web(keys=["a", "b", "c"])
+    for key, status in (("a", 200), ("c", 200), ("d", 401)):
+        compared.clear()
+        assert client.get("/v1/models", headers={"x-api-key": key}).status_code == status
+        assert {a for a, _ in compared} == {b"a", b"b", b"c"}
+
+
+def test_the_official_clients_send_their_key():
+    with serving(qengine.create_app(PacedEngine(ANSWER), keys=["secret"])) as (port, _):
+        ours = {"api_key": "secret", "max_retries": 0}
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", **ours) as client:
+            assert client.chat.completions.create(model="m", messages=[HI]).choices[0].message.content == ANSWER
+        with anthropic.Anthropic(base_url=f"http://127.0.0.1:{port}", **ours) as client:
+            assert client.messages.create(model="m", messages=[HI], max_tokens=99).content[0].text == ANSWER
+        with official_client(port) as client, pytest.raises(openai.AuthenticationError):
+            client.models.list()
+        with (anthropic.Anthropic(base_url=f"http://127.0.0.1:{port}", api_key="none", max_retries=0) as client,
+              pytest.raises(anthropic.AuthenticationError)):
+            client.messages.create(model="m", messages=[HI], max_tokens=99)
+
+
+def test_a_file_of_keys(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("one\n\n  two  \r\n", encoding="utf-8")
+    assert access.read_keys(["zero"], str(path)) == ["zero", "one", "two"]
+    assert access.read_keys([], None) == []
+    path.write_text("\n\n", encoding="utf-8")
+    for keys, file, named in (([], str(path), "holds no key"), ([], str(tmp_path / "none"), "No such file"),
+                              ([""], None, "key"), (["two words"], None, "spaces"), (["ké"], None, "ASCII")):
+        with pytest.raises(qengine.RequestError, match=named):
+            access.read_keys(keys, file)
+
+
+@pytest.mark.parametrize("arguments, warned", [
+    ([], False), (["--host", "localhost"], False), (["--host", "0.0.0.0"], True),
+    (["--host", "0.0.0.0", "--api-key", "secret"], False)], ids=str)
+def test_a_server_open_to_all_says_so(monkeypatch, capsys, arguments, warned):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(qengine, "load_engine", interrupt)      # it listens by then
+    assert qengine.main(["--serve", "0", *arguments]) == 130
+    assert ("warning: whoever reaches 0.0.0.0" in capsys.readouterr().err) == warned
+
+
+# ---- web pages of other origins ----------------------------------------------------------------------------
+
+OURS, OTHERS = "https://chat.example", "https://other.example"
+PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,x-stainless-os"}
+
+
+@pytest.mark.parametrize("origins, origin, told", [
+    ([OURS], OURS, OURS), ([OTHERS, OURS], OURS, OURS), (["*"], OURS, "*"), ([OURS], OTHERS, None), ([], OURS, None),
+    ([OURS], None, None), (["*"], None, None)], ids=str)
+def test_pages_of_origins_that_were_named_may_read(origins, origin, told):
+    client, headers = web(origins=origins, keys=["secret"]), {"Origin": origin} if origin else {}
+    answers = [client.options(CHAT, headers=headers | PREFLIGHT), client.get("/v1/models", headers=headers),
+               client.get("/v1/models", headers=headers | {"x-api-key": "secret"})]
+    assert [answer.headers.get("Access-Control-Allow-Origin") for answer in answers] == [told] * 3      # 401s, too
+    assert [answer.status_code for answer in answers] == [204 if told else 401, 401, 200]
+    if told:
+        assert answers[0].headers["Access-Control-Allow-Headers"] == PREFLIGHT["Access-Control-Request-Headers"]
+        assert "POST" in answers[0].headers["Access-Control-Allow-Methods"]
+        assert "X-Request-Id" in answers[2].headers["Access-Control-Expose-Headers"]
+    if origins and "*" not in origins:                          # a cache must not give one origin's answer to another
+        assert "Origin" in answers[2].headers["Vary"]
+
+
+# ---- the log -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lines(caplog):
+    """The log lines of requests so far, each as its fields."""
+    caplog.set_level(logging.INFO, "qengine.requests")
+
+    def read(n=None):
+        wait_until(lambda: n is None or len(caplog.messages) >= n)
+        return [dict(field.split("=", 1) for field in message.split(" text=")[0].split(" ")) for message in caplog.messages]
+    return read
+
+
+def test_a_line_for_each_request(lines):
+    engine = PacedEngine(ANSWER, pace=0.01)
+    with serving(qengine.create_app(engine)) as (port, _):
+        for body in (BODY, STREAM):
+            connection_id = send_raw(port, body)
+            line = lines(1)[-1] if body is BODY else lines(2)[-1]
+            assert line["id"] == connection_id
+            assert (line["method"], line["path"], line["status"], line["finish"]) == ("POST", CHAT, "200", "stop")
+            generation = engine.generations[-1]
+            counts = generation.n_prompt, generation.n_cached, generation.n_generated
+            assert tuple(int(line[name]) for name in ("prompt", "cached", "generated")) == counts
+            times = generation.token_times
+            assert float(line["tokens_per_s"]) == pytest.approx((len(times) - 1) / (times[-1] - times[0]), abs=0.1)
+            assert 0 <= float(line["first_token"]) < float(line["seconds"])
+
+
+def send_raw(port, body):
+    """The X-Request-Id of an answer that is read to its end, whatever its type."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection.request("POST", CHAT, json.dumps(body))
+    answer = connection.getresponse()
+    answer.read()
+    connection.close()
+    return answer.headers["X-Request-Id"]
+
+
+def test_a_line_adds_up_several_answers(lines):
+    engine = PacedEngine(ANSWER, pace=0.002)
+    web(engine).post(CHAT, json=BODY | {"n": 3}).close()
+    [line] = lines()
+    assert int(line["generated"]) == sum(g.n_generated for g in engine.generations) and len(engine.generations) == 3
+    times = sorted(time for g in engine.generations for time in g.token_times)
+    speed = (sum(len(g.token_times) for g in engine.generations) - 3) / (times[-1] - times[0])
+    assert float(line["tokens_per_s"]) == pytest.approx(speed, abs=0.1)
+
+
+def test_request_ids_are_the_clients_where_they_are_sane(lines):
+    client = web()
+    for given, kept in (("job-7:a_b.c", True), ("x" * 100, True), ("x" * 101, False), ("a b", False), ("", False),
+                        ("id=1", False), ("é", False)):
+        answer = client.get("/v1/models", headers={"X-Request-Id": given})
+        answer.close()
+        said = answer.headers["X-Request-Id"]
+        assert (said == given) == kept and re.fullmatch(r"[\w.:-]{1,100}", said)
+        assert lines()[-1]["id"] == said
+    assert len({line["id"] for line in lines()}) == len(lines())
+
+
+def test_a_line_is_one_line_whatever_the_path(lines):
+    web().get("/a b%0Aid=forged%20status=200/%EA%B0%80").close()
+    [line] = lines()
+    assert line["status"] == "404" and line["path"] == "/a%20b%0Aid%3Dforged%20status%3D200/%EA%B0%80"
+
+
+def test_prompts_are_logged_only_when_asked(caplog, lines):
+    secret = {"messages": [{"role": "user", "content": "my secret\nplan"}], "n": 2}
+    web().post(CHAT, json=secret).close()
+    assert "secret" not in caplog.text
+    web(log_prompts=True).post(CHAT, json=secret).close()
+    assert caplog.messages[-1].count("my secret\\nplan") == 1       # JSON: one line, and the prompt is the same for both
+
+
+def test_polls_that_go_well_are_no_news(lines):
+    client = web()
+    for path in ("/health", "/metrics"):
+        client.get(path).close()
+    assert lines() == []
+    web(keys=["secret"]).get("/metrics").close()
+    assert [line["status"] for line in lines()] == ["401"]
+
+
+def test_how_an_answer_ended(lines):
+    def failing(prompt):
+        raise qengine.EngineStopped("the card fell off the bus")
+
+    with serving(qengine.create_app(PacedEngine(ANSWER * 99, pace=0.01))) as (port, service):
+        with official_client(port) as client:
+            stream = client.chat.completions.create(model="m", messages=[HI], stream=True)
+            next(stream)
+            stream.close()
+        assert lines(1)[-1]["finish"] == "abort"
+        send(port, "POST", CHAT, BODY | {"max_tokens": 3})
+        assert lines(2)[-1]["finish"] == "length"
+        service.engine = PacedEngine(failing)
+        send_raw(port, STREAM)
+        assert (lines(3)[-1]["status"], lines(3)[-1]["finish"]) == ("200", "error")     # the status was out already
+        assert send(port, "POST", CHAT, BODY)[0] == 503
+        assert (lines(4)[-1]["status"], lines(4)[-1]["finish"]) == ("503", "error")
+        assert not service.log.running
+
+
+def test_what_runs_is_shown_with_its_speed(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr(log, "REFRESH_SECONDS", 0.01)
+    engine = PacedEngine(ANSWER * 9, pace=0.01, delay=0.1)
+    with serving(qengine.create_app(engine)) as (port, service), log.on_stderr(service.log):
+        request_id = send_raw(port, STREAM)
+        wait_until(lambda: not service.log.running)
+    shown = capsys.readouterr().err
+    n_prompt = engine.generations[0].n_prompt
+    assert f"{request_id[:8]}  prompt of {n_prompt} tokens" in shown
+    speeds = [float(speed) for speed in re.findall(rf"{request_id[:8]}  \d+ tokens, ([\d.]+) tokens/s", shown)]
+    assert speeds and 20 < speeds[-1] <= 110
+    assert re.search(rf"id={request_id} .* finish=stop\n", shown)
+
+
+# ---- silence in streams ------------------------------------------------------------------------------------
+
+
+def test_a_silent_stream_says_that_it_lives(monkeypatch):
+    monkeypatch.setattr(reply, "SILENCE_SECONDS", 0.02)
+    with serving(qengine.create_app(PacedEngine(ANSWER, delay=0.3))) as (port, _):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        connection.request("POST", TEXT, json.dumps({"prompt": "hi", "stream": True}))
+        events = connection.getresponse().read().decode().split("\n\n")
+        connection.close()
+        assert events[0] == ": keep-alive" and 3 < events.count(": keep-alive") < 20
+        assert events[-2:] == ["data: [DONE]", ""]
+        with official_client(port) as client:
+            chunks = client.chat.completions.create(model="m", messages=[HI], stream=True)
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ANSWER
+        with anthropic.Anthropic(base_url=f"http://127.0.0.1:{port}", api_key="none") as client:
+            with client.messages.stream(model="m", messages=[HI], max_tokens=99) as stream:
+                assert stream.get_final_text() == ANSWER
+
+
+def test_streams_that_have_said_nothing_yet_end_cleanly_with_the_server():
+    with serving(qengine.create_app(PacedEngine(ANSWER, delay=60))) as (port, service), official_client(port) as client:
+        streams = [client.chat.completions.create(model="m", messages=[HI], stream=True) for _ in range(3)]
+        seen = []
+
+        def read(stream):
+            try:
+                list(stream)
+            except openai.APIError as error:
+                seen.append(str(error))
+
+        threads = [threading.Thread(target=read, args=(stream,)) for stream in streams]
+        for thread in threads:
+            thread.start()
+        assert service.close()
+        for thread in threads:
+            thread.join(10)
+        assert seen == ["the answer was cancelled"] * 3
+
+
+# ---- metrics -----------------------------------------------------------------------------------------------
+
+
+def samples(client, **headers):
+    answer = client.get("/metrics", headers=headers)
+    assert answer.status_code == 200 and answer.content_type.startswith("text/plain; version=")
+    return {(sample.name, *(value for name, value in sorted(sample.labels.items()) if name != "model_name")): sample.value
+            for family in text_string_to_metric_families(answer.text) for sample in family.samples
+            if sample.labels["model_name"] == "scripted"}
+
+
+def test_metrics_have_the_names_of_vllm():
+    engine = PacedEngine(ANSWER, pace=0.001)
+    client = web(engine)
+    for body in (BODY, BODY | {"n": 2}, BODY | {"max_tokens": 2}):
+        client.post(CHAT, json=body).close()
+    found, generations = samples(client), engine.generations
+    assert found["qengine:num_requests_running",] == 0 == found["qengine:kv_cache_usage_perc",]
+    assert found["qengine:prompt_tokens_total",] == sum(g.n_prompt for g in generations)
+    assert found["qengine:prefix_cache_queries_total",] == found["qengine:prompt_tokens_total",]
+    assert found["qengine:prefix_cache_hits_total",] == sum(g.n_cached for g in generations)
+    assert found["qengine:generation_tokens_total",] == sum(g.n_generated for g in generations)
+    assert found["qengine:request_success_total", "stop"] == 3 and found["qengine:request_success_total", "length"] == 1
+    assert found["qengine:checkpoints",] == 3 and found["qengine:checkpoints_spilled_total",] == 1
+    first = [g.token_times[0] - g.started for g in generations]
+    assert found["qengine:time_to_first_token_seconds_count",] == 4
+    assert found["qengine:time_to_first_token_seconds_sum",] == pytest.approx(sum(first))
+    assert found["qengine:inter_token_latency_seconds_count",] == sum(g.n_generated - 1 for g in generations)
+    gaps = sum(g.token_times[-1] - g.token_times[0] for g in generations)
+    assert found["qengine:inter_token_latency_seconds_sum",] == pytest.approx(gaps)
+    assert found["qengine:e2e_request_latency_seconds_count",] == 4
+
+
+def test_metrics_of_what_runs_and_of_what_was_left():
+    engine = PacedEngine(ANSWER * 99, pace=0.01)
+    with serving(qengine.create_app(engine)) as (port, service), official_client(port) as client:
+        web = service_client(service)
+        stream = client.chat.completions.create(model="m", messages=[HI], stream=True)
+        assert not next(stream).choices[0].delta.content and next(stream).choices[0].delta.content
+        found = samples(web)
+        assert found["qengine:num_requests_running",] == 1 and found["qengine:kv_cache_usage_perc",] == 0.25
+        assert found["qengine:generation_tokens_total",] >= 1
+        stream.close()
+        wait_until(lambda: samples(web).get(("qengine:request_success_total", "abort")) == 1)
+        assert samples(web)["qengine:num_requests_running",] == 0
+
+
+def service_client(service):
+    """A client of a second app over the same engine and counts: two apps in one process do not get into each other's way."""
+    app = qengine.create_app(service.engine)
+    app.extensions["qengine"].metrics = service.metrics
+    return app.test_client()
+
+
+def test_metrics_are_there_before_the_model():
+    answer = qengine.create_app().test_client().get("/metrics")
+    assert answer.status_code == 200 and b"qengine:num_requests_running{" not in answer.data
+
+
+# ---- the page's headers, and the pipes ---------------------------------------------------------------------
+
+
+def test_the_page_asks_nobody_else_and_runs_only_what_is_in_it():
+    answer = web().get("/")
+    source, policy = answer.text, answer.headers["Content-Security-Policy"]
+    assert answer.content_type.startswith("text/html") and source == page.source()
+    for tag in ("script", "style"):
+        [text] = re.findall(f"<{tag}[^>]*>(.*?)</{tag}>", source, re.DOTALL)
+        assert f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" in policy
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    urls = set(re.findall(r"""https?://[^\s"'`<>)]+""", source))
+    assert urls == {"http://www.w3.org/2000/svg"}           # a name, which nobody fetches
+    assert "innerHTML" not in source and "insertAdjacent" not in source and "document.write" not in source
+
+
+def test_pipes_of_a_running_engine():
+    """What is counted is a step of an answer that somebody waits for: its tokens stay what they are."""
+    engine = tiny_engine()
+    client, request = web(engine), qengine.Request([1, 2, 3], max_tokens=500, ignore_eos=True)
+    assert client.get("/health").json["counts_pipes"] is True
+    assert client.get("/pipes").status_code == 204          # no answer is being written
+    alone, counted = [event.token_id for event in engine.submit(request)], None
+    while not counted:                                      # an answer may end while what counts is compiled
+        time.sleep(qengine.PIPES_SECONDS)
+        generation = engine.submit(request)
+        tokens = [next(iter(generation)).token_id]
+        counted = client.get("/pipes").get_json(silent=True)
+        assert tokens + [event.token_id for event in generation] == alone
+    assert counted["tokens"] == 1 and counted["launches"] > 10 and counted["pipes"]["dp4a"] > 0
+    assert "move" not in counted["pipes"] and counted["megabytes"] > 0
+    assert counted["card"] == "CMP 100-210" and (counted["estimated_seconds"] or 1e-4) > 1e-5
+    time.sleep(qengine.PIPES_SECONDS)
+    assert client.get("/pipes").json == counted             # the last one, until there is another
+
+
+def test_pipes_only_where_they_can_be_counted():
+    client = web()
+    assert client.get("/health").json["counts_pipes"] is False
+    assert client.get("/pipes").status_code == 404

@@ -1,0 +1,452 @@
+"""The chat page in a headless Chromium, over a scripted engine: elements are found as screen readers name them."""
+
+import contextlib
+import json
+import re
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import expect, sync_playwright
+
+import qengine
+from tests.paced import PacedEngine
+from tests.test_server import serving, wait_until
+
+MARKDOWN = """\
+# Title
+
+A **bold** word, an *italic* one and `code_of_it`, 2 * 3 * 4.
+
+- one
+- two, which
+  goes on
+
+3. three
+
+```python
+print("<b>not bold</b>", "%s")
+```
+""" % ("long " * 40)
+EVIL = """<img src=x onerror="window.hacked=1"> <script>window.hacked=1</script> **<b>bold</b>**
+```
+<img src=x onerror="window.hacked=1">
+```
+[link](javascript:window.hacked=1)"""
+CALL = "<tool_call>\n<function=get_weather>\n<parameter=city>\nSeoul\n</parameter>\n</function>\n</tool_call>"
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {
+    "type": "object", "properties": {"city": {"type": "string"}}}}}]
+ANSWERS = {"markdown": MARKDOWN, "evil": EVIL, "long": "word " * 2000, "weather": CALL}
+STORED = "JSON.parse(localStorage.getItem('qengine'))"
+
+
+def script(prompt):
+    """What the scripted engine answers: ANSWERS by the last word of the conversation, else an echo."""
+    said = prompt.rsplit("<|im_end|>\n<|im_start|>assistant", 1)[0].rsplit("\n", 1)[-1]
+    if "</tool_response>" in prompt.rsplit("<|im_start|>user", 1)[-1]:
+        return "It is raining."
+    if said == "broken":
+        raise qengine.EngineStopped("the card fell off the bus")
+    thoughts = "The reader wants something.\n</think>\n\n" if prompt.rstrip().endswith("<think>") else ""
+    return thoughts + ANSWERS.get(said, f"You said {said}.")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_playwright() as playwright:
+        path = shutil.which("chromium") or shutil.which("google-chrome") or playwright.chromium.executable_path
+        if not Path(path).exists():
+            pytest.skip("no Chromium is installed: the README says how, under Tests")
+        with playwright.chromium.launch(executable_path=path) as browser:
+            yield browser
+
+
+@pytest.fixture
+def engine():
+    return PacedEngine(script, pace=0.002)
+
+
+@pytest.fixture
+def open_page(browser, engine):
+    """Opens the page of a server of its own: open_page(width, app=None, **options of the browser)."""
+    with contextlib.ExitStack() as stack:
+        def open(width=1000, app=None, **options):
+            port, _ = stack.enter_context(serving(app or qengine.create_app(engine)))
+            context = stack.enter_context(browser.new_context(viewport={"width": width, "height": 800}, **options))
+            context.set_default_timeout(10_000)
+            page = context.new_page()
+            page.mistakes = []
+            page.on("pageerror", lambda error: page.mistakes.append(str(error)))
+            page.on("console", lambda said: "Content Security" in said.text and page.mistakes.append(said.text))
+            page.goto(f"http://127.0.0.1:{port}/")
+            opened.append(page)
+            return page
+
+        opened = []
+        yield open
+        for page in opened:
+            assert page.mistakes == []
+
+
+@pytest.fixture
+def page(open_page):
+    return open_page()
+
+
+def button(page, name):
+    return page.get_by_role("button", name=name, exact=True)
+
+
+def answers(page):
+    return page.get_by_role("article", name="Answer")
+
+
+def say(page, text, wait=True):
+    """Sends a message; waits for the end of its answer."""
+    page.get_by_label("Message").fill(text)
+    button(page, "Send").click()
+    if wait:
+        expect(button(page, "Send")).to_be_visible()
+
+
+def change_settings(page, **values):
+    """Fills in fields of the settings, by their labels."""
+    button(page, "Settings").click()
+    for label, value in values.items():
+        field = page.get_by_role("dialog").get_by_label(label.replace("_", " "))
+        field.select_option(value) if label == "Thinking" else field.fill(value)
+    button(page, "Done").click()
+
+
+def prompts(engine):
+    return [engine.tokenizer.decode(request.prompt_ids, special=True) for request in engine.requests]
+
+
+# ---- a conversation ----------------------------------------------------------------------------------------
+
+
+def test_an_answer_streams(page, engine):
+    engine.pace = 0.02
+    say(page, "long", wait=False)
+    expect(answers(page)).to_contain_text("word word word word")
+    assert not engine.generations[0].finish_reason          # it is shown while it is written
+    expect(button(page, "Send")).not_to_be_visible()
+    button(page, "Stop").click()
+
+
+def test_what_is_told_of_an_answer(page, engine):
+    page.get_by_label("Message").fill("hello " * 60)
+    page.get_by_label("Message").press("Enter")
+    expect(answers(page)).to_contain_text(re.compile("You said .* tokens/s · first after"))
+    generation = engine.generations[0]
+    for figure in (f"{generation.n_generated} tokens", f"prompt {generation.n_prompt}, {generation.n_cached} cached"):
+        expect(answers(page)).to_contain_text(figure)
+    assert generation.n_cached > 0
+    expect(page.get_by_label("Message")).to_have_value("")
+    expect(page.get_by_label("Message")).to_be_focused()
+
+
+def test_stop_keeps_what_was_written_and_ends_the_generation(page, engine):
+    say(page, "long", wait=False)
+    expect(answers(page)).to_contain_text("word word")
+    button(page, "Stop").click()
+    expect(answers(page)).to_contain_text("stopped")
+    wait_until(lambda: engine.generations[0]._done.is_set())
+    assert engine.generations[0].finish_reason is None and engine.generations[0].n_generated < 2000
+    say(page, "and on")
+    assert "word word" in prompts(engine)[-1]
+    expect(answers(page).last).to_contain_text("You said and on.")
+
+
+def test_escape_stops(page, engine):
+    say(page, "long", wait=False)
+    expect(answers(page)).to_contain_text("word")
+    page.keyboard.press("Escape")
+    expect(answers(page)).to_contain_text("stopped")
+
+
+def test_regenerate_asks_the_same_again(page, engine):
+    say(page, "one")
+    say(page, "two")
+    expect(button(page, "Regenerate")).to_have_count(1)         # only of the last answer
+    button(page, "Regenerate").click()
+    wait_until(lambda: len(engine.requests) == 3)
+    expect(button(page, "Regenerate")).to_be_visible()
+    assert prompts(engine)[2] == prompts(engine)[1]
+    expect(answers(page)).to_have_count(2)
+
+
+def test_the_last_message_can_be_changed(page, engine):
+    say(page, "one")
+    say(page, "two")
+    button(page, "Edit").click()
+    field = page.get_by_label("Message")
+    expect(field).to_have_value("two")
+    page.keyboard.press("Escape")                               # thought better of it
+    expect(field).to_have_value("")
+    button(page, "Edit").click()
+    field.fill("three")
+    field.press("Enter")
+    expect(answers(page).last).to_contain_text("You said three.")
+    expect(page.get_by_role("article", name="You")).to_have_count(2)
+    assert "one" in prompts(engine)[-1] and "two" not in prompts(engine)[-1]
+
+
+def test_a_reload_keeps_the_conversation_and_new_chat_forgets_it(page):
+    change_settings(page, Temperature="0.5")
+    say(page, "remember me")
+    page.reload()
+    expect(answers(page)).to_contain_text("You said remember me.")
+    expect(answers(page)).to_contain_text("tokens/s")
+    button(page, "Settings").click()
+    expect(page.get_by_label("Temperature")).to_have_value("0.5")
+    button(page, "Done").click()
+    page.on("dialog", lambda dialog: dialog.accept())
+    button(page, "New chat").click()
+    expect(answers(page)).to_have_count(0)
+    page.reload()
+    expect(page.get_by_text("Ask something.")).to_be_visible()
+    assert page.evaluate(STORED)["messages"] == []
+
+
+def test_leaving_in_the_middle_keeps_what_had_arrived(page):
+    say(page, "long", wait=False)
+    expect(answers(page)).to_contain_text("word word")
+    page.reload()
+    expect(answers(page)).to_contain_text("word word")
+    expect(button(page, "Regenerate")).to_be_visible()
+
+
+def test_enter_within_a_syllable_sends_nothing(page, engine):
+    """While Hangul is composed, Enter belongs to the input method; with shift it makes a line."""
+    field = page.get_by_label("Message")
+    field.fill("안녕")
+    field.evaluate("""field => field.dispatchEvent(
+        new KeyboardEvent("keydown", {key: "Enter", isComposing: true, bubbles: true, cancelable: true}))""")
+    field.press("Shift+Enter")
+    expect(field).to_have_value("안녕\n")
+    assert engine.requests == []
+    field.press("Enter")
+    expect(answers(page)).to_contain_text("You said 안녕.")
+
+
+# ---- how answers look --------------------------------------------------------------------------------------
+
+
+def test_markdown(page):
+    say(page, "markdown")
+    answer = answers(page)
+    expect(answer.get_by_role("heading", name="Title")).to_be_visible()
+    assert answer.locator("strong").all_inner_texts() == ["bold"] and answer.locator("em").all_inner_texts() == ["italic"]
+    assert answer.locator("p").first.inner_text() == "A bold word, an italic one and code_of_it, 2 * 3 * 4."
+    assert answer.locator("ul li").all_inner_texts() == ["one", "two, which\ngoes on"]
+    assert answer.locator("ol").get_attribute("start") == "3"
+    assert answer.locator("pre").inner_text() == f'print("<b>not bold</b>", "{"long " * 40}")'
+
+
+def test_text_of_a_model_stays_text(page):
+    say(page, "evil")
+    say(page, '<img src=x onerror="window.hacked=1">')
+    page.reload()
+    expect(answers(page).first.locator("p").first).to_contain_text('<img src=x onerror="window.hacked=1"> <script>')
+    expect(answers(page).first.locator("strong")).to_have_text("<b>bold</b>")
+    assert page.locator("img, article script, article b, article a").count() == 0
+    assert page.evaluate("window.hacked") is None
+
+
+def test_not_even_markup_that_slipped_in_would_run(page):
+    page.evaluate("""document.body.insertAdjacentHTML("beforeend", "<img src=x onerror='window.hacked=1'>")""")
+    page.wait_for_timeout(300)
+    assert page.evaluate("window.hacked") is None
+    assert any("Content Security Policy" in mistake for mistake in page.mistakes)
+    page.mistakes.clear()
+
+
+def test_thoughts_are_folded(page, engine):
+    change_settings(page, Thinking="on")
+    say(page, "deep")
+    fold = answers(page).get_by_text("Thought for")
+    thoughts = answers(page).get_by_text("The reader wants something.")
+    expect(fold).to_be_visible()
+    expect(thoughts).not_to_be_visible()
+    fold.click()
+    expect(thoughts).to_be_visible()
+    change_settings(page, Thinking="off")
+    say(page, "shallow")
+    assert "wants something" not in prompts(engine)[-1]         # thoughts are not told to the model again
+    expect(answers(page).last.get_by_text("Thought for")).not_to_be_visible()
+
+
+def test_a_tool_call_is_shown_and_answered(page, engine):
+    change_settings(page, Tools=json.dumps(TOOLS))
+    say(page, "weather")
+    call = answers(page).get_by_role("region", name="Call of get_weather")
+    expect(call).to_contain_text('"city": "Seoul"')
+    page.get_by_label("Result of get_weather").fill("rain, 12 degrees")
+    button(page, "Send result").click()
+    expect(answers(page).last).to_contain_text("It is raining.")
+    assert "rain, 12 degrees" in prompts(engine)[-1] and "<parameter=city>\nSeoul" in prompts(engine)[-1]
+    expect(call).to_contain_text("rain, 12 degrees")
+    button(page, "Regenerate").click()
+    wait_until(lambda: len(engine.requests) == 3)
+    assert prompts(engine)[2] == prompts(engine)[1]             # the result was kept
+
+
+def test_settings_are_sent(page, engine):
+    say(page, "plain")
+    plain = engine.requests[-1]
+    assert plain.seed is None and (plain.temperature, plain.top_p, plain.top_k, plain.min_p) == (1, 1, 0, 0)
+    change_settings(page, System_prompt="Be brief.", Temperature="0.3", Top_p="0.9", Top_k="40", Min_p="0.05",
+                    Longest_answer="7", Seed="11")
+    say(page, "with all of it")
+    request = engine.requests[-1]
+    assert (request.temperature, request.top_p, request.top_k, request.min_p) == (0.3, 0.9, 40, 0.05)
+    assert (request.max_tokens, request.seed) == (7, 11)
+    assert prompts(engine)[-1].startswith("<|im_start|>system\nBe brief.")
+    expect(answers(page).last).to_contain_text("cut at its limit")
+
+
+def test_settings_that_cannot_be_are_not_sent(page, engine):
+    button(page, "Settings").click()
+    for label, value in (("Temperature", "3"), ("Top k", "1.5"), ("Tools", "{"), ("Tools", '{"a": 1}')):
+        page.get_by_label(label).fill(value)
+        expect(page.get_by_label(label)).to_have_attribute("aria-invalid", "true")
+    page.keyboard.press("Escape")
+    say(page, "hello")
+    expect(answers(page)).to_contain_text("You said hello.")
+    assert engine.requests[-1].temperature == 1
+
+
+# ---- what goes wrong ---------------------------------------------------------------------------------------
+
+
+def test_a_busy_server(open_page, engine):
+    app = qengine.create_app(engine, max_requests=0)
+    page = open_page(app=app)
+    say(page, "hello")
+    expect(page.get_by_role("alert")).to_contain_text(re.compile(r"The server is busy .* Try again in 1 s\."))
+    app.extensions["qengine"].max_requests = 9
+    button(page, "Try again").click()
+    expect(answers(page)).to_contain_text("You said hello.")
+    expect(page.get_by_role("alert")).to_have_count(0)
+
+
+def test_a_model_that_is_still_loading(open_page, engine):
+    app = qengine.create_app()
+    page = open_page(app=app)
+    expect(page.get_by_text("loading the model")).to_be_visible()
+    say(page, "hello")
+    expect(page.get_by_role("alert")).to_contain_text("The server says: the model is still loading.")
+    app.extensions["qengine"].engine = engine
+    expect(page.get_by_role("heading", name="qengine")).to_contain_text(engine.name)       # seen without a reload
+    button(page, "Try again").click()
+    expect(answers(page)).to_contain_text("You said hello.")
+
+
+def test_an_engine_that_fails(page):
+    say(page, "broken")
+    expect(page.get_by_role("alert")).to_contain_text("The answer broke off: the card fell off the bus.")
+
+
+def test_no_server(page):
+    page.context.set_offline(True)
+    say(page, "hello")
+    expect(page.get_by_role("alert")).to_contain_text("The server cannot be reached.")
+    page.context.set_offline(False)
+    button(page, "Try again").click()
+    expect(answers(page)).to_contain_text("You said hello.")
+
+
+def test_a_connection_that_is_lost(page):
+    half = 'data: {"choices": [{"index": 0, "delta": {"content": "Half an ans"}, "finish_reason": null}]}\n\n'
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=half, content_type="text/event-stream"))
+    say(page, "hello")
+    expect(page.get_by_role("alert")).to_contain_text("The connection was lost. What had arrived is kept.")
+    expect(answers(page)).to_contain_text("Half an ans")
+
+
+def test_a_conversation_longer_than_the_context(page, engine):
+    say(page, "x " * engine.n_ctx)
+    expect(page.get_by_role("alert")).to_contain_text("the context holds")
+
+
+def test_a_server_that_asks_for_a_key(open_page, engine):
+    page = open_page(app=qengine.create_app(engine, keys=["secret"]))
+    say(page, "hello")
+    expect(page.get_by_label("API key")).to_be_focused()
+    page.keyboard.type("secret")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("dialog")).to_have_count(0)
+    expect(page.get_by_role("alert")).to_contain_text("wants an API key")
+    button(page, "Try again").click()
+    expect(answers(page)).to_contain_text("You said hello.")
+    page.reload()
+    say(page, "again")
+    expect(answers(page).last).to_contain_text("You said again.")
+
+
+# ---- where it is shown -------------------------------------------------------------------------------------
+
+
+def test_a_phone_needs_no_scrolling_sideways(open_page, engine):
+    page = open_page(width=390, is_mobile=True, has_touch=True)
+    change_settings(page, Thinking="on", Tools=json.dumps(TOOLS))
+    for text in ("markdown", "w" * 300, "weather", "broken"):
+        say(page, text)
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+        assert page.locator("main").evaluate("main => main.scrollWidth <= main.clientWidth")
+    button(page, "Settings").click()
+    box = page.get_by_role("dialog").bounding_box()
+    assert box["x"] >= 0 and box["x"] + box["width"] <= 390
+    for name in ("Settings", "New chat", "Send"):
+        box = page.get_by_role("button", name=name, exact=True, include_hidden=True).bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= 390
+
+
+def test_light_and_dark(open_page):
+    def brightness(page):
+        return sum(map(int, re.findall(r"\d+", page.locator("body").evaluate("e => getComputedStyle(e).backgroundColor"))))
+
+    assert brightness(open_page(color_scheme="light")) > 600 > 300 > brightness(open_page(color_scheme="dark"))
+
+
+def test_the_view_follows_unless_the_reader_scrolled_up(page, engine):
+    def below():
+        return page.locator("main").evaluate("main => main.scrollHeight - main.scrollTop - main.clientHeight")
+
+    say(page, "long", wait=False)
+    wait_until(lambda: page.locator("main").evaluate("main => main.scrollHeight > main.clientHeight + 600"))
+    assert below() < 60
+    page.locator("main").hover()
+    page.mouse.wheel(0, -400)
+    page.wait_for_timeout(300)
+    assert below() > 200
+    button(page, "Stop").click()
+
+
+PIPES = {"tokens": 1, "launches": 46, "pipes": {"dp4a": 300, "integer": 600, "barrier": 100}, "megabytes": 12.9,
+         "card": "CMP 100-210", "estimated_seconds": 85e-6}
+
+
+def test_the_bar_of_pipes_asks_only_while_it_is_shown_and_something_runs(page, engine):
+    asked = []
+    expect(button(page, "Pipes")).not_to_be_visible()           # the card of this engine counts nothing
+    page.route("**/health", lambda route: route.fulfill(json={"status": "ok", "model": "m", "counts_pipes": True}))
+    page.route("**/pipes", lambda route: asked.append(1) or route.fulfill(json=PIPES))
+    page.reload()
+    say(page, "hello")
+    assert not asked
+    button(page, "Pipes").click()
+    time.sleep(0.3)
+    assert not asked
+    say(page, "long", wait=False)
+    bar = page.get_by_role("img", name="integer 60 %, dp4a 30 %, barrier 10 %")
+    expect(bar).to_be_visible()
+    widths = [part.bounding_box()["width"] for part in bar.locator("div").all()]
+    assert widths[0] == pytest.approx(2 * widths[1], rel=0.05)
+    expect(page.get_by_role("region", name="Pipes of the card")).to_contain_text(
+        "46 launches, 0.001 million instructions of warps, 12.9 MB moved. A CMP 100-210 would take 85 µs, by estimate.")
+    button(page, "Stop").click()
+    button(page, "Pipes").click()
+    expect(bar).not_to_be_visible()
