@@ -1301,6 +1301,7 @@ class Model:
             self.head = self.embeddings if config.tied_embeddings else weights.matrix(card, "output.weight")
         self.inv_freq = card.upload(rope.inverse_frequencies(config.rope_base), "rotary frequencies")
         self.stride = max(stack.stride for layer in self.layers for stack in (layer.inputs, layer.mlp.gate_up))
+        self.gemv = self.gemm = None    # of a reader: for the engine's products of Q8_0, see `Engine.use`
 
     def row_bytes(self) -> int:
         """Bytes that `allocate` takes for a row."""
@@ -1418,10 +1419,10 @@ class Model:
 
     # ---- the steps of a layer ----
 
-    @staticmethod
-    def is_fused(stack: Stack) -> bool:
+    def is_fused(self, stack: Stack) -> bool:
         """Whether one decode kernel serves the whole stack, the norm before it included."""
-        return len(stack.parts) == 1 and stack.parts[0][1].is_quantized
+        (_, matrix), *others = stack.parts
+        return matrix.is_quantized and not others and not (self.gemv and matrix.format == "Q8_0")
 
     def project_norm(self, rows: Rows, stack: Stack, weight: Array, x: Array | None = None, y: Array | None = None):
         """y = RMSNorm(x) W^T, column by column as the stack has them; of the residual stream, to `projected`."""
@@ -1447,7 +1448,10 @@ class Model:
         card, n, k, stride = self.card, matrix.n, matrix.k, stride or matrix.n
         if matrix.is_quantized:
             arguments = y, stride, matrix.values, matrix.scales, u.q, u.d, n, k, rows.n, add
-            if rows.is_decode:
+            own = self.gemv if rows.is_decode else self.gemm
+            if own and matrix.format == "Q8_0":
+                own(card, *arguments)
+            elif rows.is_decode:
                 q8_gemv.gemv(card, matrix.decoder, *arguments)
             else:
                 q8_gemm.gemm(card, FORMATS[matrix.format], *arguments)
@@ -1821,6 +1825,9 @@ def checkpoint_positions(tokens: list[int], turn: int | None, start: int, known:
 # ======================================================================================================
 
 
+CHECKED_WEIGHTS = 1 << 22   # of one matrix that is compared with NumPy's product, see `Engine.use`
+
+
 class Stage:
     """A range of layers on one card: weights, caches, scratch, and the launches that repeat, recorded.
 
@@ -1918,6 +1925,18 @@ class Stage:
             self.recordings[key] = recording
         return self.recordings[key]
 
+    def use(self, gemv, gemm):
+        """See `Engine.use`. What was recorded is forgotten."""
+        model = self.model
+        weights = [matrix for part in (*model.layers, model.head) if part for matrix in matrices(part)]
+        shapes = {(matrix.n, matrix.k) for matrix in weights if matrix.format == "Q8_0"}
+        for product, rows in (gemv, {1, self.n_slots, HEAD_ROWS}), (gemm, {1, PAGE_TOKENS + 1}):
+            for (n, k), n_rows, add in itertools.product(shapes if product else (), rows, (False, True)):
+                check_product(self.card, product, min(n, CHECKED_WEIGHTS // k), k, n_rows, add)
+        self.card.synchronize()                     # nothing replays what goes now
+        self.recordings.clear()
+        model.gemv, model.gemm = gemv, gemm
+
     def launch_all(self):
         """Launch every kernel that a prompt or an answer of any length may need; what they compute is of no use."""
         few = min(self.chunk, CHUNK)    # beyond, what is run depends on the number of pages alone
@@ -1948,6 +1967,16 @@ class Stage:
             rows = rows_of(self.batch, n, is_decode=True)
             self.sampler.launch(self.model.logits, rows, log_probs)
             advance.advance(self.card, rows.ids, rows.positions, rows.rope, self.sampler.tokens, n)
+
+
+def check_product(card: Card, product, n: int, k: int, rows: int, add: bool):
+    """Compare a product of Q8_0 with its reference on random numbers. ValueError where they differ."""
+    try:
+        q8_gemm.check(card, n, k, rows, add, product)
+    except AssertionError as error:
+        what = str(error) or "other numbers than the reference"
+        where = f"a matrix of {n} x {k}, {rows} row{'s' * (rows > 1)} of x{', added to y' * add}"
+        raise ValueError(f"{product.__name__}, {where}: {what}") from error
 
 
 def rows_of(inputs: Array, n: int, is_decode: bool) -> Rows:
@@ -2891,6 +2920,19 @@ class Engine:
         """Forget all prompts and answers but those that run. Raises EngineStopped."""
         with self.scheduler.between_steps():
             self.scheduler.cache.clear()
+
+    def use(self, gemv=None, gemm=None):
+        """Put functions of yours in the place of the products of Q8_0 matrices; without any, the engine's own again.
+
+        They are called as `gemv_q8_q8` (kernels/q8_gemv.py, generated tokens) and `gemm_q8_q8` (kernels/q8_gemm.py,
+        prompts) are. Before anything changes, each is compared with the reference at every shape of the model, of a
+        large matrix at its first rows; ValueError says where it is wrong. Answers that run go on with them.
+        """
+        with self.scheduler.between_steps():
+            for stage in self.pipeline.stages:
+                stage.use(gemv, gemm)
+            self.pipeline.load_kernels(progress=False)
+            self.scheduler.cache.clear()            # what is kept comes from other kernels
 
     def close(self, grace: float = 0.0):
         """End what runs, after so many seconds if that has not ended by then; new requests are refused."""

@@ -4,6 +4,7 @@
     card = open_cards("emulated")[0]                     # or open_cards(): real cards when there are any
     x = card.upload(host, name="x")                      # Array: typed, C-contiguous memory of this card
     card.launch(kernel, grid, block, x, 5, 0.5)          # kernel: a lazy @cuda.jit function
+    kernel[grid, block](x, 5, 0.5)                       # the same, as Numba writes it
     y = card.download(x)
 
 Order. Operations given to one stream run in the order given; operations of two streams are ordered by events
@@ -29,6 +30,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 
 import numpy as np
+from numba.cuda.dispatcher import CUDADispatcher
 
 from kernels import compile as compiler
 from kernels import workers
@@ -480,6 +482,25 @@ class Card:
     def _check_host(array, host):
         if host.shape != array.shape or host.dtype != array.dtype:
             raise CardError(f"host array {host.dtype.name}{list(host.shape)} does not match {array!r}")
+
+
+class Configured:
+    """`kernel[grid, block]`, which Numba's users write; a stream and bytes of shared memory may follow. Called with
+    an Array it is `launch` on that array's card, emulated or not; without one it is Numba's own."""
+
+    def __init__(self, kernel, grid, block, stream=0, shared=0):
+        self.kernel, self.grid, self.block, self.stream, self.shared = kernel, grid, block, stream, shared
+
+    def __call__(self, *args):
+        array = next((value for value in args if type(value) is Array), None)
+        if array is None:
+            return self.kernel.configure(self.grid, self.block, self.stream, self.shared)(*args)
+        if array.card is None:
+            raise LaunchError(f"{self.kernel.__name__}: {array!r}")
+        array.card.launch(self.kernel, self.grid, self.block, *args, shared=self.shared, stream=self.stream or None)
+
+
+CUDADispatcher.__getitem__ = lambda kernel, configuration: Configured(kernel, *configuration)
 
 
 def _source(kernel, types, cc, cache_dir, replaced, compile):

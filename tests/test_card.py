@@ -199,6 +199,21 @@ def test_launch(card):
     np.testing.assert_array_equal(card.download(card_y), after_add_scaled(x, y, 0.1))
 
 
+def test_launch_as_numba_writes_it(card):
+    """The same launch, on the card of the arrays; dynamic shared memory and a stream may be said too."""
+    x, y = numbers(), numbers(seed=1)
+    card_y, stream = card.upload(y), card.stream()
+    add_scaled[-(-N // 128), 128](card.upload(x), card_y, N, 0.1)
+    np.testing.assert_array_equal(card.download(card_y), after_add_scaled(x, y, 0.1))
+    add_scaled[-(-N // 128), (128,), stream, 64](card.upload(x), card_y, N, 0.1)
+    np.testing.assert_array_equal(card.download(card_y, stream), after_add_scaled(x, y, 0.1, times=2))
+    with pytest.raises(LaunchError, match="add_scaled, grid .*dynamic shared memory"):
+        add_scaled[1, 32, None, 1 << 20](card_y, card_y, N, 0.1)
+    card.free(card_y)
+    with pytest.raises(LaunchError, match="add_scaled.*freed"):
+        add_scaled[1, 32](card_y, card_y, N, 0.1)
+
+
 def test_arguments_of_every_kind(card):
     out = card.zeros(6, "float64")
     half = card.upload(np.array([1.5], np.float16))

@@ -13,6 +13,7 @@ import pytest
 from llguidance import LLMatcher
 
 import qengine
+from kernels import q8_gemm, q8_gemv
 from kernels.card import Array, CardError, OutOfMemory
 from kernels.emulated import native
 from kernels.emulated.card import EmulatedCard
@@ -417,6 +418,60 @@ def test_evaluate_needs_a_free_slot(engine):
         generation.wait()
     assert engine.evaluate([1, 2]).shape == (2, 4096)
     assert_idle(engine)
+
+
+# ---- a reader's kernels ------------------------------------------------------------------------------------
+
+
+def test_products_of_a_reader(own_engine):
+    """They are checked at every shape, then launched in the place of the engine's, recordings included."""
+    gemv, gemm, asked = Counting(q8_gemv.gemv_q8_q8), Counting(q8_gemm.gemm_q8_q8), request(n_prompt=70)
+    before = alone(own_engine, asked)
+    model = own_engine.pipeline.last.model
+    shapes = {(m.n, m.k) for part in (*model.layers, model.head) for m in qengine.matrices(part)}
+    own_engine.use(gemv=gemv)
+    assert set(gemv.shapes) == shapes and gemm.shapes == []
+    checked = len(gemv.shapes)
+    assert alone(own_engine, asked) == before       # the norm and SwiGLU apart from the products: the same bits
+    assert len(gemv.shapes) > checked               # of the first token, and of recordings
+    own_engine.use(gemv, gemm)
+    assert set(gemm.shapes) == shapes
+    assert alone(own_engine, asked) == before
+    own_engine.use()
+    calls = len(gemv.shapes), len(gemm.shapes)
+    assert alone(own_engine, asked) == before and calls == (len(gemv.shapes), len(gemm.shapes))
+
+
+class Counting:
+    """A product of Q8_0 that keeps the shapes which it was called with."""
+
+    def __init__(self, product):
+        self.product, self.shapes = product, []
+
+    def __call__(self, *arguments):
+        self.product(*arguments)
+        self.shapes.append(arguments[7:9])
+
+
+def forgets_scales(card, y, stride, wq, wd, xq, xd, *sizes):
+    q8_gemv.gemv_q8_q8(card, y, stride, wq, card.upload(np.ones(wd.shape, wd.dtype)), xq, xd, *sizes)
+
+
+def writes_too_much(card, y, stride, wq, wd, xq, xd, n, k, columns, add):
+    q8_gemv.gemv_q8_q8(card, y, stride, wq, wd, xq, xd, n, k, columns, add)
+    card.fill(y.reshape(-1)[n:n + 1], 0)
+
+
+@pytest.mark.parametrize("product, message", [(forgets_scales, "forgets_scales, a matrix of .*: other numbers"),
+                                              (writes_too_much, "writes_too_much, .*: wrote elsewhere")])
+def test_wrong_products_are_refused(own_engine, product, message):
+    """Nothing changes then."""
+    before = alone(own_engine, request())
+    for name in ("gemv", "gemm"):
+        with pytest.raises(ValueError, match=message):
+            own_engine.use(**{name: product})
+    assert alone(own_engine, request()) == before
+    assert_idle(own_engine, n_slots=1)
 
 
 # ---- requests that are refused -----------------------------------------------------------------------------

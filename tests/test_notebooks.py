@@ -1,59 +1,119 @@
 """Runs the notebooks and compares what they print with what they keep.
 
-`python tests/test_notebooks.py` runs them all and keeps the new outputs: after a change that they should show.
+`python tests/test_notebooks.py` runs them all and keeps the new outputs, or those named: after a change that they
+should show. Cells have tags:
+
+    varies      their text depends on the machine or the compiler
+    exercise    for the reader; as they are kept, they say that nothing is solved
+    solution    folded; their checks must pass, and refuse something wrong
 """
 
+import base64
+import importlib.util
+import sys
 from pathlib import Path
 
 import nbclient
+import nbconvert
 import nbformat
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+LESSONS = [path for path in NOTEBOOKS if path.stem != "00_tour"]
 SECONDS = 300                           # for one cell: the first use of a kernel compiles it
-VARIES = "varies"                       # tag of the cells whose text depends on the machine or the compiler
+PICTURE_BYTES = 120_000                 # of a lesson
+
+notebooks = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+lessons = pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
+
+
+def read(path):
+    return nbformat.read(path, as_version=4)
 
 
 def execute(path):
     """The notebook with fresh outputs. Raises CellExecutionError where a cell fails."""
-    notebook = nbformat.read(path, as_version=4)
+    notebook = read(path)
     nbclient.NotebookClient(notebook, timeout=SECONDS, record_timing=False,
                             resources={"metadata": {"path": str(path.parent)}}).execute()
     return notebook
 
 
-def code_cells(notebook):
-    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+def code_cells(notebook, tag=None):
+    return [cell for cell in notebook.cells if cell.cell_type == "code" and (not tag or has(cell, tag))]
+
+
+def has(cell, tag):
+    return tag in cell.metadata.get("tags", ())
 
 
 def printed(cell):
-    """What the cell prints; None where that may differ."""
-    if VARIES in cell.metadata.get("tags", ()):
-        return None
     return "".join(output.text for output in cell.outputs if output.output_type == "stream")
 
 
-def n_pictures(cell):
-    return sum("image/png" in output.get("data", ()) for output in cell.outputs)
+def pictures(cell):
+    return [base64.b64decode(output.data["image/png"]) for output in cell.outputs if "image/png" in output.get("data", ())]
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@notebooks
 def test_outputs_are_kept(path):
-    cells = code_cells(nbformat.read(path, as_version=4))
+    cells = code_cells(read(path))
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1)), "not run from top to bottom"
-    assert sum(map(n_pictures, cells)), "no plot is kept"
+    assert sum(len(pictures(cell)) for cell in cells), "no plot is kept"
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@notebooks
 def test_runs_as_kept(path):
-    kept, fresh = code_cells(nbformat.read(path, as_version=4)), code_cells(execute(path))
+    kept, fresh = code_cells(read(path)), code_cells(execute(path))
     for before, now in zip(kept, fresh, strict=True):
-        assert printed(now) == printed(before), f"stale (see the top of {Path(__file__).name}): {now.source}"
-        assert n_pictures(now) == n_pictures(before)
+        assert [output.get("name") for output in now.outputs if output.get("name") == "stderr"] == [], printed(now)
+        if not has(now, "varies"):
+            assert printed(now) == printed(before), f"stale (see the top of {Path(__file__).name}): {now.source}"
+        assert len(pictures(now)) == len(pictures(before))
+
+
+@lessons
+def test_exercises_and_their_solutions(path):
+    """Two of each, by turns, the solution folded."""
+    cells = [cell for cell in code_cells(read(path)) if has(cell, "exercise") or has(cell, "solution")]
+    assert [cell.metadata.tags[0] for cell in cells] == ["exercise", "solution"] * 2
+    for exercise, solution in zip(cells[::2], cells[1::2]):
+        assert "lab.attempt(check_" in exercise.source and printed(exercise) == "not solved yet\n"
+        assert "lab.refuses(check_" in solution.source and solution.metadata.jupyter.source_hidden
+
+
+@lessons
+def test_pictures_are_small(path):
+    assert sum(len(picture) for cell in code_cells(read(path)) for picture in pictures(cell)) < PICTURE_BYTES
+
+
+@notebooks
+def test_becomes_a_page(path):
+    page, _ = nbconvert.HTMLExporter().from_filename(str(path))
+    assert page.count("data:image/png") == sum(len(pictures(cell)) for cell in code_cells(read(path)))
+
+
+def test_attempts(capsys):
+    """None is no answer; what a check asserts is told, and any other error is the reader's to see."""
+    spec = importlib.util.spec_from_file_location("lab", FOLDER / "lab.py")
+    lab = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(lab)
+
+    def check(answer):
+        assert answer() == 4, f"{answer()} is not 4"
+
+    for answer in (None, lambda: 5, lambda: 4):
+        lab.attempt(check, answer)
+    assert capsys.readouterr().out == "not solved yet\nnot right yet: 5 is not 4\nsolved\n"
+    with pytest.raises(ZeroDivisionError):
+        lab.attempt(check, lambda: 1 / 0)
+    lab.refuses(check, lambda: 5)
+    with pytest.raises(RuntimeError):
+        lab.refuses(check, lambda: 4)
 
 
 if __name__ == "__main__":
-    for path in NOTEBOOKS:
+    for path in [FOLDER / f"{name}.ipynb" for name in sys.argv[1:]] or NOTEBOOKS:
         nbformat.write(execute(path), path)
         print(path)

@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from itertools import count, groupby
 from pathlib import Path
@@ -63,6 +63,7 @@ class EmulatedCard(Card):
                          MAX_SHARED.get(cc, 96 << 10), Path(cache_dir))
         self._used = 0
         self._log = None                                 # of the launches, while they are counted
+        self._checking = checked                         # whether launches are checked at the moment
         self._links = {"in": threading.Lock(), "out": threading.Lock()}
         self.streams = []
         self.error = None                                # the first failure; as under CUDA it stays
@@ -221,7 +222,7 @@ class EmulatedCard(Card):
         if self._log is not None:
             from kernels.emulated import counting        # here: it takes seconds
             self._log += [counting.run(launch, self.allocations) for launch in native.in_order(launches)]
-        elif self.checked:
+        elif self._checking:
             from kernels.emulated import checking
             for launch in native.in_order(launches):
                 checking.run(launch, self)
@@ -245,6 +246,22 @@ class EmulatedCard(Card):
         for program in recording.programs:
             for launch in native.in_order(program):
                 counting.code_of(launch)
+
+    @contextmanager
+    def checking(self):
+        """Checks the launches inside as a checked card does, but for arrays that lie side by side. What is wrong is
+        raised as LaunchError at the end; the access was not made, so the card goes on working."""
+        self.synchronize()
+        self._checking = True
+        try:
+            yield
+            with suppress(LaunchError):
+                self.synchronize()
+            if self.error is not None:
+                raise LaunchError(str(self.error)) from self.error
+        finally:
+            self._checking = self.checked
+            self.error = None
 
     def raise_error(self):
         """Raises what broke the card, if something did: a CardError that names the kernel."""

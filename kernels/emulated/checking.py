@@ -1,9 +1,11 @@
 """The checking mode: memory errors and races of kernels, found without a GPU.
 
-    card = open_cards("emulated", checked=True)[0]
+    card = open_cards("emulated", checked=True)[0]       # all launches, or of any emulated card those in
+    with card.checking():
+        ...
 
-Every access is checked before it happens. The first error breaks the card, with a message that tells kernel,
-source line, block, thread, address and instruction.
+Every access is checked before it happens. The first error breaks the card (until the end of the `with`), with a
+message that tells kernel, source line, block, thread, address and instruction.
 
 Global and local memory: an access lies within one live array and is aligned to its size. Freed memory is not
 used again for a while, and arrays lie far apart, so that a wrong address is most likely in no array; one that
@@ -22,6 +24,7 @@ and local memory start as 0xFF bytes.
 """
 
 import ctypes
+import linecache
 import re
 import struct
 import threading
@@ -259,8 +262,7 @@ _lock = threading.Lock()                        # a kernel's @watch belongs to o
 
 
 def run(launch, card):
-    """Executes a native.Launch of a `Checking` translation on an EmulatedCard. Raises KernelFault, which says
-    what is wrong where."""
+    """Executes a native.Launch on an EmulatedCard, checking. Raises KernelFault, which says what is wrong where."""
     with _lock:
         _Run(launch, card).run()
 
@@ -269,7 +271,9 @@ class _Run:
     """One launch."""
 
     def __init__(self, launch, card):
-        self.launch, self.card, self.code = launch, card, launch.code
+        code = launch.code.kernel.translated_by(Checking).code(launch.code.facts.block)
+        launch = launch.with_code(code)
+        self.launch, self.card, self.code = launch, card, code
         (self.file,), (granule_bits,), sizes, barriers, *self.accesses = self.code.facts.notes
         self.barriers = dict(barriers)
         form = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32)
@@ -360,7 +364,7 @@ class _Run:
             what += f": a race with thread {self.thread(other)}, "
             what += "at the same instruction" if other_access == access and "st." in text else \
                 f"line {other_line} (`{other_text}`)"
-        return f"{head}: {what} (`{text}`)"
+        return f"{head}: {what} (`{text}`)\n    line {line}: {source_line(self.file, line)}"
 
     def explain_barriers(self, at):
         waiting = ", ".join(f"warp {warp} in line {self.barriers[at[warp]]}" for warp in sorted(at))
@@ -387,6 +391,12 @@ class _Run:
         start = min(self.arrays, key=lambda s: max(s - address, address - s - self.arrays[s][0]))
         nbytes, name = self.arrays[start]
         return f"byte {address - start} of {name or 'an array'} ({nbytes} bytes)"
+
+
+def source_line(file, number):
+    """The text of a line. A notebook's cell is a file of a folder that the PTX does not name (kernels/compile.py)."""
+    names = (name for name in linecache.cache if name.rpartition("/")[2] == file)
+    return linecache.getline(next(names, file), number).strip()
 
 
 def _verb(text):

@@ -16,12 +16,12 @@ class Dots(Conversions):
         if id(instr) in self.inner_dots:            # its chain is computed at its end
             return
         chain = self.dot_chains.get(id(instr), [instr])
-        a, b, c = instr.operands[1:]
         varying = not self.uniform(*(o for i in chain for o in i.operands[1:]))
         if self.vnni and kinds == ("s32", "s32") and varying:
             return self.put(instr.operands[0], "i32", WARP, self._dot_chain(chain))
-        self.lift(instr, "i32", [(a, "i32"), (b, "i32"), (c, "i32")],
-                  lambda w, a, b, c: self.dot4(w, kinds[0] == "s32", kinds[1] == "s32", a, b, c))
+        for link in chain:
+            self.lift(link, "i32", [(o, "i32") for o in link.operands[1:]],
+                      lambda w, a, b, c: self.dot4(w, kinds[0] == "s32", kinds[1] == "s32", a, b, c))
 
     def dot4(self, w, signed_a, signed_b, a, b, c):
         """c + sum over the 4 bytes of a * b."""

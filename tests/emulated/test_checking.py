@@ -357,6 +357,27 @@ def test_threads_that_have_returned_are_not_missed(checked):
         passes(checked, early, 1, 64, checked.zeros(64, np.float32), n)
 
 
+# ---- a card that checks for a while ------------------------------------------------------------------------
+
+def test_checking_for_a_while():
+    """What is found is told with the text of its line, and the card works afterwards."""
+    card = open_cards("emulated")[0]
+    x, y = card.upload(np.ones(100, np.float32), "x"), card.zeros(100, np.float32, "y")
+    with card.checking():
+        passes(card, shifted_write, 2, 64, y, x, 99)
+    with pytest.raises(LaunchError) as caught, card.checking():
+        card.launch(shifted_write, 2, 64, y, x, 100)
+    message = str(caught.value)
+    assert message.startswith("shifted_write (") and "byte 400 of y (400 bytes)" in message
+    assert message.endswith(f"line {line_of(shifted_write)}: y[uint32(i + uint32(1))] = x[i]  # fault")
+    passes(card, shifted_write, 2, 64, y, x, 99)
+    assert card.download(y).sum() == 99
+    checked = open_cards("emulated", checked=True)[0]
+    with checked.checking():
+        pass
+    fault(checked, shifted_write, 1, 64, checked.zeros(4, np.float32), checked.zeros(64, np.float32), 64)
+
+
 # ---- the engine --------------------------------------------------------------------------------------------
 
 def test_the_kernels_of_the_engine_are_clean(monkeypatch):

@@ -235,6 +235,19 @@ def test_dot_products_of_registers_that_are_written_again(target):
 
 
 @TARGETS
+def test_a_chain_of_dot_products_that_are_the_same_for_all_lanes(target):
+    """One that varies may hang on it."""
+    data = np.random.default_rng(0).integers(0, 2**32, 96, np.uint32)
+    got = warp("""ld.global.u32 %r2, [%rd2]; ld.global.u32 %r3, [%rd2+128]; dp4a.s32.s32 %r20, %r2, %r3, 7;
+    dp4a.s32.s32 %r21, %r2, %r2, %r20; dp4a.s32.s32 %r22, %r3, %r3, %r21; dp4a.s32.s32 %r23, %r3, %r2, %r22;
+    mad.wide.u32 %rd3, %r1, 4, %rd2; ld.global.u32 %r4, [%rd3+256]; xor.b32 %r24, %r23, %r4;
+    dp4a.s32.s32 %r9, %r4, %r2, %r24;""", target=target, inputs=data)
+    x, y, z = (data[i:i + n].view(np.int8).reshape(n, 4).astype(int) for i, n in ((0, 1), (32, 1), (64, 32)))
+    same = 7 + (2 * x * y + x * x + y * y).sum(-1)
+    assert (got.view(np.int32) == (same ^ data[64:].view(np.int32)) + (z * x).sum(-1)).all()
+
+
+@TARGETS
 @pytest.mark.parametrize("kind, widen", [("u8", "cvt.u32.u16"), ("s8", "cvt.s32.s16"), ("u16", "cvt.u32.u16"),
                                          ("s16", "cvt.s32.s16"), ("u32", "")])
 def test_values_that_lanes_share(kind, widen, target):
