@@ -38,7 +38,7 @@ from numba.types import float32, int64, uint32, uint64
 
 from kernels.bench import Case, main
 from kernels.card import Array
-from kernels.intrinsics import exp, float_as_word, log, warp_sum, word_as_float
+from kernels.intrinsics import exp, float_as_word, log, warp_sum
 from kernels.sample import (CHUNK, EVERY_LANE, MAX_CHUNKS, PER_THREAD, THREADS, WARPS, key_value, order_key,
                             token_of)
 
