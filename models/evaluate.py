@@ -7,9 +7,9 @@
 
 Answers are greedy; tasks.score judges them. The table has a column for each language, and JSON that fits its
 schema has a row of its own beside JSON that is right. "new words" and "new fields" are tools and fields that
-training never names; "later" are facts asked for in the midst of a conversation. Facts asked in words that are all those of a trained question, and facts asked in
-others, are told apart as well. In PyTorch the first drafts that greedy decoding accepts are counted for each
-section, and the perplexity of held-out text is taken.
+training never names; "later" are facts asked for in the midst of a conversation. Facts asked in words that are
+all those of a trained question, and facts asked in others, are told apart as well. In PyTorch the first drafts
+that greedy decoding accepts are counted for each section, and the perplexity of held-out text is taken.
 """
 
 import argparse
@@ -36,7 +36,8 @@ LANGUAGES = {"en": "English", "ko": "Korean"}
 N_WRONG = 20             # wrong answers of a section that are kept
 TEXT_TOKENS = 16_000     # of held-out text, for perplexity
 WINDOW = 2048            # of which are scored at a time
-SECTIONS = {name: make for name, (_, make) in tasks.TASKS.items() if name != "text"} | tasks.LATER | tasks.NEW_WORDS
+SECTIONS = ({name: make for name, (_, make) in tasks.TASKS.items() if name != "text"}
+            | tasks.LATER | tasks.NEW_WORDS)
 
 
 def sections(names=None) -> dict[str, tuple]:

@@ -161,7 +161,8 @@ def load_checkpoint(folder: str | Path) -> Checkpoint:
     network.load_parameters(_starting(tensors, "network."))
     optimizer = _starting(tensors, "optimizer.")
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    return Checkpoint(network, tokenizer, state["seed"], state["step"], state["minutes"], state["history"], optimizer)
+    return Checkpoint(network, tokenizer, state["seed"], state["step"], state["minutes"], state["history"],
+                      optimizer)
 
 
 def _starting(tensors: dict, prefix: str) -> dict:
@@ -296,7 +297,7 @@ def new_checkpoint(seed: int, workers: int, n_texts: int = TOKENIZER_TEXTS) -> C
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--minutes", type=float, help="train for so long, what was done before --resume included")
+    parser.add_argument("--minutes", type=float, help="train for so long, with what was done before --resume")
     parser.add_argument("--steps", type=int, help="or for so many steps")
     parser.add_argument("--part", type=float, default=math.inf,
                         help="stop after so many of these minutes or steps, to --resume")
@@ -310,7 +311,8 @@ def main():
     parser.add_argument("--trial", action="store_true",
                         help=f"{TRIAL_ROWS} rows of {TRIAL_TOKENS} tokens per step, a tokenizer of "
                              f"{TRIAL_TEXTS} texts, to try it on a CPU")
-    parser.add_argument("--scores", type=int, default=0, help="held-out examples per task to score at last")
+    parser.add_argument("--scores", type=int, default=0,
+                        help="held-out examples per task to score at last, none unless given")
     options = parser.parse_args()
     if (options.minutes is None) == (options.steps is None):
         parser.error("give --minutes or --steps")

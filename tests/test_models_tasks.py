@@ -369,7 +369,8 @@ def test_a_garbled_answer_to_something_else_is_wrong():
     expect = facts.expect_of(known["card-dp4a-why"], "en")
     keys = " ".join(key.split("|")[0] for key in expect["keys"])
     assert judge._keys(expect, asked.replace("in the time", "within the time"))
-    assert judge._keys({"keys": expect["keys"]}, f"{other} {keys}") and not judge._keys(expect, f"{other} {keys}")
+    garbled = f"{other} {keys}"
+    assert judge._keys({"keys": expect["keys"]}, garbled) and not judge._keys(expect, garbled)
 
 
 def test_contractions():

@@ -23,8 +23,8 @@ from .facts import asks_in_trained_words
 from .judge import json_is_valid, parse_tool_calls, score
 from .words import is_held
 
-__all__ = ["LATER", "NEW_WORDS", "TASKS", "Example", "asks_in_trained_words", "estimate_tokens", "heldout_text",
-           "is_held", "json_is_valid", "own_answer", "parse_tool_calls", "render", "sample", "score"]
+__all__ = ["LATER", "NEW_WORDS", "TASKS", "Example", "asks_in_trained_words", "estimate_tokens",
+           "heldout_text", "is_held", "json_is_valid", "own_answer", "parse_tool_calls", "render", "sample", "score"]
 
 # name: (how often, generator)
 TASKS = {

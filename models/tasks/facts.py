@@ -296,7 +296,7 @@ def make_self(rng, held: bool = False, length: int | None = None, lang: str | No
 
 
 def make_later(rng, held: bool = True, length: int | None = None, lang: str | None = None) -> Example:
-    """To judge with: a held-out question after other turns, every other one a follow-up to the turn before."""
+    """To judge with: a held-out question after other turns, half of the time a follow-up to the last."""
     lang, before = pick_lang(rng, lang), []
     draw = Draw(rng, held=False)  # what was said before is not what is asked for
     for _ in range(rng.randint(0, 2)):

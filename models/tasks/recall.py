@@ -116,7 +116,8 @@ def _length(rng, length: int | None) -> float:
 
 def _expect(asked: Needle, others: list[Needle], side: int) -> dict:
     about = [asked.kind[side], asked.key] if asked.key else [asked.kind[side]]
-    return {"kind": "value", "about": about, "value": asked.value, "others": [other.value for other in others]}
+    return {"kind": "value", "about": about, "value": asked.value,
+            "others": [other.value for other in others]}
 
 
 def _expect_unsaid(side: int) -> dict:
