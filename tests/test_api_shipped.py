@@ -60,8 +60,9 @@ def test_a_tool_is_called_and_its_result_told(chat, thinks):
     message, reason, _ = chat(ASK_WEATHER, THINK if thinks else None, tools=TOOLS)
     assert (called(message), reason, message.content) == ([("get_weather", {"city": "Paris", "days": 3})], "tool_calls", None)
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": '{"weather": "sunny"}'}
-    message, reason, _ = chat([*ASK_WEATHER, message.model_dump(exclude_none=True), result], tools=TOOLS)
+    message, reason, usage = chat([*ASK_WEATHER, message.model_dump(exclude_none=True), result], tools=TOOLS)
     assert (message.content, reason) == ("The weather is sunny.", "stop")
+    assert usage.prompt_tokens - usage.prompt_tokens_details.cached_tokens < 128       # of the tools, nothing
 
 
 @pytest.mark.parametrize("extra", [None, THINK])
@@ -155,4 +156,4 @@ def test_anthropics_client(port):
         assert [block.type for block in message.content] == ["thinking", "text"]
         assert message.content[0].thinking == "17 + 25 = 42" and message.content[1].text == "The answer is 42."
         forced = client.messages.create(messages=WHAT, tools=tools, tool_choice={"type": "any"}, **arguments)
-        assert forced.content[0].type == "tool_use"
+        assert forced.content[0].type == "tool_use" and forced.usage.cache_read_input_tokens > 0
