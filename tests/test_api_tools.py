@@ -13,7 +13,7 @@ from api.tools import EVERY_TYPE, JSONCall, Tool, XMLCall, form_of, read_value, 
 from qengine import Request, RequestError
 from tests.oracle import oracle_path
 from tests.scripted import ScriptedEngine, obeys, shipped, vocabulary
-from tests.test_api_reply import CALL, JSON, WEATHER, XML
+from tests.test_api_reply import JSON, WEATHER, XML
 
 NUMBER, TEXT, NULL = {"type": "number"}, {"type": "string"}, {"type": "null"}
 POINT = {"$ref": "#/$defs/point", "$defs": {"point": {"type": "object", "properties": {"x": NUMBER}}}}
