@@ -65,11 +65,11 @@ MESSAGES = object_of({
 
 def messages(service, body: dict):
     turn, stops = prepare(service, body), body.get("stop_sequences", [])
-    sampling = service.sampling | {name: body[name] for name in SAMPLING if name in body}
-    request = Request(turn.prompt_ids, stop=stops, timeout=body.get("timeout"), **sampling, **turn.rules)
+    request = service.sampling | {name: body[name] for name in SAMPLING if name in body} | {
+        "prompt_ids": turn.prompt_ids, "stop": stops, "timeout": body.get("timeout")} | turn.rules
     shows_thoughts = body.get("thinking", {}).get("display") != "omitted"
     answer = Answer(service.engine.name, turn.reader(), stops, shows_thoughts)
-    return chat.respond(service, [request], answer, body.get("stream", False))
+    return chat.respond(service, [Request(**request)], answer, body.get("stream", False))
 
 
 def count_tokens(service, body: dict):

@@ -51,15 +51,17 @@ def render(service, messages: list[dict], thinking: bool | None, toolbox: Toolbo
 
 def prepare(service, messages: list[dict], thinking: bool | None, toolbox: Toolbox | None = None,
             schema: dict | None = None, schema_field: str | None = None) -> Turn:
-    """A turn of a conversation. schema: what the text must be; schema_field: what says so. RequestError names fields."""
+    """A turn of a conversation. schema: what the text must be; schema_field: what says so. RequestError names it."""
     engine = service.ready()
     prompt, opening = render(service, messages, thinking, toolbox)
     tokenizer, form = engine.tokenizer, form_of(engine.template.source)
     rules = rules_of(Rules(tokenizer.tags, opening), form, toolbox, schema, schema_field)
     stop_after = tokenizer.tags.get("</think>") if opening == "thought" else None
+    if toolbox and toolbox.must:
+        rules["stop"] = ()              # stop strings are for text, of which there is none
     tools = {tool.name: tool for tool in toolbox.tools} if toolbox else None
     return Turn(engine.encode(prompt), rules | {"stop_after": stop_after},
-                functools.partial(Reply, tokenizer, opening, form, tools, ruled=bool(rules)))
+                functools.partial(Reply, tokenizer, opening, form, tools, ruled="grammar" in rules))
 
 
 def rules_of(rules: Rules, form, toolbox: Toolbox | None, schema: dict | None, schema_field: str | None) -> dict:

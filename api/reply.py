@@ -95,8 +95,8 @@ def opening_of(prompt: str, template: str, thinking: bool | None) -> str:
 class Reply:
     """Reads one answer.
 
-    opening: see `opening_of`. form, tools: how calls are written, and the tools on offer by name; None: `<tool_call>` is
-    text. ruled: whether a grammar sees to it that calls are well-formed, so that they may go out as they come.
+    opening: see `opening_of`. form, tools: how calls are written, and the tools on offer by name; None: `<tool_call>`
+    is text. ruled: whether a grammar sees to it that calls are well-formed, so that they may go out as they come.
 
     n_calls, n_thinking: calls and tokens of thoughts so far. in_content: whether the last token was of the text.
     stopped_by(strings): which of the stop strings ended the answer, if one did.

@@ -23,8 +23,9 @@ SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"
 def scripted():
     """(engine, client, what makes an asynchronous one)"""
     engine = ScriptedEngine()
-    with serving_app(qengine.create_app(engine)) as port, official_clients(openai.OpenAI, openai.AsyncOpenAI, port) as both:
-        yield engine, *both
+    with (serving_app(qengine.create_app(engine)) as port,
+          official_clients(openai.OpenAI, openai.AsyncOpenAI, port) as clients):
+        yield engine, *clients
 
 
 @pytest.fixture
@@ -96,7 +97,8 @@ def test_text(ask):
     assert choices == [(None, "Hello, \ub300\ud55c.\n", [], "stop")]
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(request.prompt_ids), n_answer)
     assert usage["total_tokens"] == len(request.prompt_ids) + n_answer
-    assert usage["prompt_tokens_details"]["cached_tokens"] == usage["completion_tokens_details"]["reasoning_tokens"] == 0
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == 0
 
 
 def test_thoughts(ask):
@@ -118,7 +120,8 @@ def test_the_switch_in_a_message(ask, text, thinks):
         assert prompt.endswith("<think>\n") == thinks
         assert ("think " in prompt or "/thinking" in prompt) == (text in ("What does /think do?", "/thinking Hi"))
     said = {"role": "assistant", "content": "b"}
-    _, request = ask("a</think>b", [{"role": "user", "content": "/think a"}, said, {"role": "user", "content": "c /no_think"}])
+    messages = [{"role": "user", "content": "/think a"}, said, {"role": "user", "content": "c /no_think"}]
+    _, request = ask("a</think>b", messages)
     assert shipped().tokenizer.decode(request.prompt_ids).endswith("</think>\n\n")
     _, request = ask("a</think>b", [{"role": "user", "content": "a /no_think"}], **THINK)
     assert shipped().tokenizer.decode(request.prompt_ids).endswith("<think>\n")
@@ -164,7 +167,7 @@ def test_log_probabilities(scripted):
     arguments = {"model": "m", "messages": HI, "tools": TOOLS, "logprobs": True, "top_logprobs": 2} | THINK
     entries = client.chat.completions.create(**arguments).choices[0].logprobs.content
     assert b"".join(bytes(entry.bytes) for entry in entries).decode() == "\n\nHello, \ub300\ud55c.\n\n"
-    assert all((entry.logprob, [one.logprob for one in entry.top_logprobs]) == (-0.5, [-0.5, -1.5]) for entry in entries)
+    assert all(entry.logprob == -0.5 and [one.logprob for one in entry.top_logprobs] == [-0.5, -1.5] for entry in entries)
     assert entries[0].top_logprobs[0].token == entries[0].token == "\n\n"
     chunks = client.chat.completions.create(**arguments, stream=True)
     streamed = [chunk.choices[0].logprobs.content for chunk in chunks if chunk.choices[0].logprobs]
@@ -199,12 +202,13 @@ def test_a_call(ask):
 def test_several_calls_after_thoughts(ask):
     (choices, _), _ = ask(f"Look.\n</think>\n\n{XML}\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
                           tools=TOOLS, **THINK)
-    assert choices == [("Look.", "", [("get_weather", {"city": 'S\u00e3o "Paulo"', "days": 3}), ("now", {})], "tool_calls")]
+    calls = [("get_weather", {"city": 'S\u00e3o "Paulo"', "days": 3}), ("now", {})]
+    assert choices == [("Look.", "", calls, "tool_calls")]
 
 
 def test_the_json_form(ask, scripted, monkeypatch):
     """A model whose template has the other form."""
-    source = ("{{ messages[-1].content }}{% if tools %}<tool_call>{\"name\": ..., \"arguments\": ...}</tool_call>{% endif %}")
+    source = '{{ messages[-1].content }}{% if tools %}<tool_call>{"name": ..., "arguments": ...}</tool_call>{% endif %}'
     monkeypatch.setattr(scripted[0], "template", qengine.ChatTemplate(source))
     (choices, _), _ = ask(f"{JSON}\n{JSON}", tools=TOOLS)
     assert choices == [(None, "", [("get_weather", {"city": 'S\u00e3o "Paulo"', "days": 3})] * 2, "tool_calls")]
@@ -225,6 +229,11 @@ def test_what_may_be_called(ask, choice, parallel, good, bad):
         rules = {"grammar": request.grammar, "grammar_after": request.grammar_after}
         assert all(obeys(rules, thoughts + text) for text in good)
         assert not any(obeys(rules, thoughts + text) for text in bad)
+
+
+def test_stop_strings_do_not_cut_a_required_call(ask):
+    (choices, _), _ = ask(XML, tools=TOOLS, tool_choice="required", stop=["Paulo", "<"])
+    assert choices == [(None, "", [("get_weather", {"city": 'S\u00e3o "Paulo"', "days": 3})], "tool_calls")]
 
 
 def test_no_call(ask):
@@ -356,9 +365,11 @@ def test_tokens_and_templates(scripted):
     assert [one["id"] for one in plain] == engine.tokenizer.encode(text, allow_special=False)
     pieces = [one["piece"] for one in plain]
     assert b"".join(bytes(one) if isinstance(one, list) else one.encode() for one in pieces).decode() == text
-    prompt = web.post("/apply-template", json={"messages": [{"role": "user", "content": text}], "tools": TOOLS}).json["prompt"]
+    conversation = {"messages": [{"role": "user", "content": text}], "tools": TOOLS}
+    prompt = web.post("/apply-template", json=conversation).json["prompt"]
     assert text in prompt and "get_weather" in prompt
     for path, body, field in (("/tokenize", {}, "content"), ("/detokenize", {"tokens": [-1]}, "tokens"),
-                              ("/detokenize", {"tokens": [1.5]}, "tokens[0]"), ("/apply-template", {"messages": []}, "messages")):
+                              ("/detokenize", {"tokens": [1.5]}, "tokens[0]"),
+                              ("/apply-template", {"messages": []}, "messages")):
         answer = web.post(path, json=body)
         assert (answer.status_code, answer.json["error"]["param"]) == (400, field)

@@ -6,7 +6,7 @@ import random
 import pytest
 
 import qengine
-from api.reply import Call, CallArguments, CallStart, Content, Cutter, Message, Reply, Thought, opening_of
+from api.reply import TAGS, Call, CallArguments, CallStart, Content, Cutter, Message, Reply, Thought, opening_of
 from api.tools import JSONCall, Tool, XMLCall
 from tests.scripted import shipped
 
@@ -166,9 +166,8 @@ def test_calls_come_in_pieces_under_a_grammar():
 
 
 def test_a_tag_is_a_token_where_the_vocabulary_has_it():
-    tags = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-    spelt = ["hm </thi", "nk> ", "</think>", "\n\n", "<tool", "_call> ", "<tool_call>", "\n<function=now>\n</function>\n"]
-    blocks, reply = read([*spelt, "</tool_call>"], tags, "thought")
+    said = ["hm </thi", "nk> ", "</think>", "\n\n", "<tool", "_call> ", "<tool_call>", "\n<function=now>\n</function>\n"]
+    blocks, reply = read([*said, "</tool_call>"], TAGS, "thought")
     assert blocks == [Thought("hm </think> "), Content("<tool_call> "), ("now", {})]
     assert reply.n_thinking == 3
 
@@ -178,7 +177,8 @@ def test_without_tools_calls_are_text():
 
 
 def test_an_unknown_tool_is_called_as_it_is_written():
-    text = "<tool_call>\n<function=other>\n<parameter=n>\n3\n</parameter>\n<parameter=s>\nx y\n</parameter>\n</function>\n</tool_call>"
+    text = ("<tool_call>\n<function=other>\n<parameter=n>\n3\n</parameter>\n"
+            "<parameter=s>\nx y\n</parameter>\n</function>\n</tool_call>")
     assert read([text])[0] == [("other", {"n": 3, "s": "x y"})]
 
 
@@ -194,8 +194,8 @@ def test_stop_strings_that_hold_tags_back(tags):
 def test_cutter_gives_back_every_letter():
     rng = random.Random(3)
     for _ in range(300):
-        tags = rng.sample(["<think>", "</think>", "<tool_call>", "</tool_call>"], rng.randrange(5))
-        pieces = rng.choices(["<think>", "</think>", "<tool_call>", "</tool_call>", "<", "th", "ink>", "\u00e9", "x\n", "/"], k=12)
+        tags = rng.sample(TAGS, rng.randrange(5))
+        pieces = rng.choices([*TAGS, "<", "th", "ink>", "\u00e9", "x\n", "/"], k=12)
         cutter = Cutter(tokenizer := Letters(tags))
         stops = ["<tool_call>x", "\u00e9\u00e9"]
         shown = events(tokenizer, pieces, stops)
@@ -203,7 +203,7 @@ def test_cutter_gives_back_every_letter():
         said = "".join(pieces)
         ends = [at for at in map(said.find, stops) if at >= 0]
         assert "".join(text for text, _ in cut) == (said[:min(ends)] if ends else said)
-        assert all(not is_tag or text in ("<think>", "</think>", "<tool_call>", "</tool_call>") for text, is_tag in cut)
+        assert all(text in TAGS for text, is_tag in cut if is_tag)
 
 
 @pytest.mark.parametrize("thinking, opening", [(True, "thought"), (False, "content"), (None, "content")])

@@ -11,8 +11,10 @@ import pytest
 import qengine
 from tests.scripted import official_clients, serving_app, shipped
 
-WEATHER = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}
-MAIL = {"type": "object", "properties": {"to": {"type": "string"}, "urgent": {"type": "boolean"}}, "required": ["to", "urgent"]}
+WEATHER = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+           "required": ["city"]}
+MAIL = {"type": "object", "properties": {"to": {"type": "string"}, "urgent": {"type": "boolean"}},
+        "required": ["to", "urgent"]}
 TOOLS = [{"type": "function", "function": {"name": name, "description": text, "parameters": parameters}}
          for name, text, parameters in (("get_weather", "Get the weather.", WEATHER), ("send_mail", "Send a mail.", MAIL))]
 ASK_WEATHER = [{"role": "user", "content": "Please get the weather with city Paris and days 3."}]
@@ -44,8 +46,8 @@ def clients(port):
 def chat(clients):
     """The message and the finish reason of an answer, and its usage."""
     def chat(messages, extra=None, **arguments):
-        arguments = {"model": "m", "messages": messages, "temperature": 0, "max_tokens": 150, "extra_body": extra} | arguments
-        answer = clients[0].chat.completions.create(**arguments)
+        arguments = {"model": "m", "messages": messages, "temperature": 0, "max_tokens": 150} | arguments
+        answer = clients[0].chat.completions.create(**arguments, extra_body=extra)
         return answer.choices[0].message, answer.choices[0].finish_reason, answer.usage
 
     return chat
@@ -58,10 +60,12 @@ def called(message):
 @pytest.mark.parametrize("thinks", [False, True])
 def test_a_tool_is_called_and_its_result_told(chat, thinks):
     message, reason, _ = chat(ASK_WEATHER, THINK if thinks else None, tools=TOOLS)
-    assert (called(message), reason, message.content) == ([("get_weather", {"city": "Paris", "days": 3})], "tool_calls", None)
+    assert called(message) == [("get_weather", {"city": "Paris", "days": 3})]
+    assert (reason, message.content) == ("tool_calls", None)
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": '{"weather": "sunny"}'}
-    message, reason, _ = chat([*ASK_WEATHER, message.model_dump(exclude_none=True), result], tools=TOOLS)
+    message, reason, usage = chat([*ASK_WEATHER, message.model_dump(exclude_none=True), result], tools=TOOLS)
     assert (message.content, reason) == ("The weather is sunny.", "stop")
+    assert usage.prompt_tokens - usage.prompt_tokens_details.cached_tokens < 128       # of the tools, nothing
 
 
 @pytest.mark.parametrize("extra", [None, THINK])
@@ -124,7 +128,8 @@ def test_thoughts_and_stop_strings(chat):
 
 
 def test_log_probabilities(clients):
-    answer = clients[0].chat.completions.create(model="m", messages=WHAT, temperature=0, max_tokens=5, logprobs=True, top_logprobs=3)
+    answer = clients[0].chat.completions.create(
+        model="m", messages=WHAT, temperature=0, max_tokens=5, logprobs=True, top_logprobs=3)
     entries = answer.choices[0].logprobs.content
     assert "".join(entry.token for entry in entries) == answer.choices[0].message.content
     for entry in entries:
@@ -155,4 +160,4 @@ def test_anthropics_client(port):
         assert [block.type for block in message.content] == ["thinking", "text"]
         assert message.content[0].thinking == "17 + 25 = 42" and message.content[1].text == "The answer is 42."
         forced = client.messages.create(messages=WHAT, tools=tools, tool_choice={"type": "any"}, **arguments)
-        assert forced.content[0].type == "tool_use"
+        assert forced.content[0].type == "tool_use" and forced.usage.cache_read_input_tokens > 0

@@ -77,7 +77,8 @@ MADE = {"city": ["Seoul", "", 'a "b"\n</par', "x\n\ny", "\ub300\ud55c"], "days":
 def random_tool(rng, name):
     keys = rng.sample(list(LEAVES), rng.randrange(6))
     required = [key for key in keys if rng.random() < 0.6]
-    parameters = {"type": "object", "properties": {key: LEAVES[key] for key in keys}, "required": required, "$defs": DEFS}
+    parameters = {"type": "object", "properties": {key: LEAVES[key] for key in keys}, "required": required,
+                  "$defs": DEFS}
     return Tool(name, parameters, strict=rng.random() < 0.5)
 
 
@@ -153,7 +154,8 @@ def test_a_required_call_in_the_json_form(text, fits):
 
 def test_rules_follow_the_thoughts():
     tags = shipped().tokenizer.tags
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"],
+              "additionalProperties": False}
     for opening, good, bad in (
             ("content", ['{"a": 1}', '{"a":1}'], ['{"a": 1}\n', '{"a": "1"}', '{"b": 1}', "hm</think>\n\n{\"a\": 1}"]),
             ("thought", ['hm {\n</think>\n\n{"a": 1}'], ['hm</think>{"a": 1}', 'hm\n</think>\n\n{"a": x}']),
@@ -235,7 +237,8 @@ def test_no_schema_breaks_the_server():
         parameters = {"properties": junk(3), "required": junk(1)} | (one if isinstance(one := junk(4), dict) else {})
         tool = Tool("f", parameters, strict=i % 2 == 0)
         try:
-            rules = rules_of(Rules({}, "content"), rng.choice([XMLCall, JSONCall]), Toolbox([], [tool], True), None, None)
+            form = rng.choice([XMLCall, JSONCall])
+            rules = rules_of(Rules({}, "content"), form, Toolbox([], [tool], True), None, None)
             outcomes.add("grammar" in rules)
         except RequestError as error:
             outcomes.add(error.field)
