@@ -2961,6 +2961,7 @@ class Service:
         self.started = int(time.time())
         self.changed = threading.Condition()        # guards what follows
         self.open = {}                              # id -> (Generation, function: has its client hung up?)
+        self.n_entering = 0                         # requests on their way into it
         self.closing = False
         self.pipes = PipeMeter()
         self.log = self.metrics = None              # of api/, set by create_app
@@ -2999,22 +3000,31 @@ class Service:
     # ---- open requests ------------------------------------------------------------------------------------
 
     def submit(self, requests) -> list:
-        """Hands requests to the engine, all or none; their generations are open from now on, and their client watched."""
+        """Hands requests to the engine, all or none; their generations are open from now on, their client watched."""
         gone = flask.request.environ.get("waitress.client_disconnected", lambda: False)
-        generations = []
         with self.changed:
             if self.closing:
                 raise ServiceUnavailable("the server is shutting down")
-            if len(self.open) + len(requests) > self.max_requests:
-                raise TooManyRequests(f"too many requests: {len(self.open)} of {self.max_requests} are open already",
+            n_open = len(self.open) + self.n_entering
+            if n_open + len(requests) > self.max_requests:
+                raise TooManyRequests(f"too many requests: {n_open} of {self.max_requests} are open already",
                                       retry_after=1)
-            try:
-                for request in requests:
-                    generations.append(generation := self.ready().submit(request))
-                    self.open[id(generation)] = generation, gone
-            except Exception:
+            self.n_entering += len(requests)
+        generations = []
+        try:
+            for request in requests:            # without the lock: a grammar may take long to prepare
+                generations.append(self.ready().submit(request))
+        except Exception:
+            self.release(generations)
+            raise
+        finally:
+            with self.changed:
+                self.n_entering -= len(requests)
+                self.changed.notify_all()
+        with self.changed:
+            self.open |= {id(generation): (generation, gone) for generation in generations}
+            if self.closing:
                 self.release(generations)
-                raise
             self.changed.notify_all()
         flask.g.exchange.generations += generations     # for the log
         return generations
@@ -3047,7 +3057,7 @@ class Service:
             self.changed.notify_all()
             for generation, _ in self.open.values():
                 generation.cancel()
-            return self.changed.wait_for(lambda: not self.open, timeout)
+            return self.changed.wait_for(lambda: not (self.open or self.n_entering), timeout)
 
 
 class Failure(NamedTuple):
@@ -3061,10 +3071,9 @@ class Failure(NamedTuple):
 
 def explain(error: Exception) -> Failure:
     """What a client hears of an error; the unforeseen is logged, and its text kept."""
-    if isinstance(error, EngineStopped):
-        error = ServiceUnavailable(str(error))
-    if isinstance(error, DeadlineExceeded):
-        error = GatewayTimeout(str(error))
+    for kind, told_as in (EngineStopped, ServiceUnavailable), (DeadlineExceeded, GatewayTimeout):
+        if isinstance(error, kind):
+            error = told_as(str(error))
     if isinstance(error, RequestError):
         return Failure(400, str(error), error.field)
     if isinstance(error, HTTPException):
@@ -3100,8 +3109,8 @@ def create_app(engine=None, sampling=None, thinking=None, max_requests=MAX_WAITI
     service.log.install(app)
     Access(keys, origins).install(app)
     for endpoint in openapi.ENDPOINTS:
-        app.add_url_rule(endpoint.path, f"{endpoint.method} {endpoint.path}", functools.partial(endpoint.answer, service),
-                         methods=[endpoint.method])
+        app.add_url_rule(endpoint.path, f"{endpoint.method} {endpoint.path}",
+                         functools.partial(endpoint.answer, service), methods=[endpoint.method])
 
     @app.errorhandler(Exception)
     def failed(error):

@@ -1,7 +1,8 @@
 """Anthropic's messages.
 
-Beyond Anthropic's own fields: min_p, seed and the penalties of SAMPLING. Thoughts come where `thinking` asks for them;
-budget_tokens and effort are hints, of which the models know nothing. A field that is not described here is refused.
+Beyond Anthropic's own fields: min_p, seed and the penalties of SAMPLING, and timeout (seconds in which the answer has
+to be there). Thoughts come where `thinking` asks for them; budget_tokens and effort are hints, of which the models know
+nothing. A field that is not described here is refused.
 """
 
 import json
@@ -10,7 +11,7 @@ import uuid
 from qengine import SAMPLING, Request, RequestError, explain
 
 from . import chat
-from .fields import ANYTHING, BOOL, SOME_TEXT, TEXT, Endpoint, either, list_of, number, object_of, one_of
+from .fields import ANYTHING, BOOL, SECONDS, SOME_TEXT, TEXT, Endpoint, either, list_of, number, object_of, one_of
 from .openai import MAX_STOPS, NAME, OBJECT
 from .reply import CallArguments, CallStart, Content, Message, Thought, sse, whole
 from .tools import Tool
@@ -31,31 +32,33 @@ BLOCKS = either(
     block("tool_result", {"tool_use_id": TEXT}, content=TEXTS, is_error=BOOL))
 MESSAGE = object_of({"role": one_of("user", "assistant", "system"), "content": either(TEXT, list_of(BLOCKS))},
                     ["role", "content"])
-TOOL = object_of({"type": one_of("custom"), "name": NAME, "description": TEXT, "input_schema": OBJECT, "strict": BOOL,
-                  "cache_control": ANYTHING, "input_examples": ANYTHING, "eager_input_streaming": ANYTHING},
-                 ["name", "input_schema"])
+TOOL = object_of({"type": one_of("custom"), "name": NAME, "description": TEXT, "input_schema": OBJECT,
+                  "strict": BOOL, "cache_control": ANYTHING, "input_examples": ANYTHING,
+                  "eager_input_streaming": ANYTHING}, ["name", "input_schema"])
 
 
 def choice(type: str, **others) -> dict:
     return object_of({"type": one_of(type), **others}, ["type", *(["name"] if "name" in others else [])])
 
 
-CHOICE = either(choice("auto", disable_parallel_tool_use=BOOL), choice("any", disable_parallel_tool_use=BOOL),
+CHOICE = either(choice("auto", disable_parallel_tool_use=BOOL),
+                choice("any", disable_parallel_tool_use=BOOL),
                 choice("tool", name=TEXT, disable_parallel_tool_use=BOOL), choice("none"))
 DISPLAY = one_of("summarized", "omitted")
-THINKING = either(choice("enabled", budget_tokens={"type": "integer", "minimum": 1, "maximum": 2**31 - 1}, display=DISPLAY),
+THINKING = either(choice("enabled", budget_tokens=number("max_tokens"), display=DISPLAY),
                   choice("adaptive", display=DISPLAY), choice("disabled"))
 OUTPUT = object_of({"effort": one_of("low", "medium", "high", "xhigh", "max"),
                     "format": object_of({"type": one_of("json_schema"), "schema": OBJECT}, ["type", "schema"])})
 
-CONVERSATION = {"model": TEXT, "messages": list_of(MESSAGE, 1), "system": TEXTS, "tools": list_of(TOOL),
-                "tool_choice": CHOICE, "thinking": THINKING, "output_config": OUTPUT, "cache_control": ANYTHING}
+CONVERSATION = {
+    "model": TEXT, "messages": list_of(MESSAGE, 1), "system": TEXTS, "tools": list_of(TOOL), "tool_choice": CHOICE,
+    "thinking": THINKING, "output_config": OUTPUT, "cache_control": ANYTHING}
 MESSAGES = object_of({
-    **CONVERSATION, **{name: number(name) for name in SAMPLING}, "stream": BOOL,
+    **CONVERSATION, **{name: number(name) for name in SAMPLING}, "stream": BOOL, "timeout": SECONDS,
     "stop_sequences": list_of(SOME_TEXT, 0, MAX_STOPS),
     # what changes no answer
-    **dict.fromkeys(["metadata", "service_tier", "inference_geo", "speed", "user_profile_id", "workspace_id"], ANYTHING)},
-    ["messages", "max_tokens"])
+    **dict.fromkeys(["metadata", "service_tier", "inference_geo", "speed", "user_profile_id", "workspace_id"],
+                    ANYTHING)}, ["messages", "max_tokens"])
 
 # ---- endpoints -------------------------------------------------------------------------------------------
 
@@ -63,7 +66,7 @@ MESSAGES = object_of({
 def messages(service, body: dict):
     turn, stops = prepare(service, body), body.get("stop_sequences", [])
     sampling = service.sampling | {name: body[name] for name in SAMPLING if name in body}
-    request = Request(turn.prompt_ids, stop=stops, **sampling, **turn.rules)
+    request = Request(turn.prompt_ids, stop=stops, timeout=body.get("timeout"), **sampling, **turn.rules)
     shows_thoughts = body.get("thinking", {}).get("display") != "omitted"
     answer = Answer(service.engine.name, turn.reader(), stops, shows_thoughts)
     return chat.respond(service, [request], answer, body.get("stream", False))
@@ -92,8 +95,9 @@ def prepare(service, body: dict) -> chat.Turn:
 def read_tools(body: dict) -> chat.Toolbox | None:
     """The tools of a request, None where there are none to call."""
     tools = [Tool(tool["name"], tool["input_schema"], bool(tool.get("strict"))) for tool in body.get("tools", [])]
-    offered = [{"type": "function", "function": {"name": tool["name"], "description": tool.get("description", ""),
-                                                 "parameters": tool["input_schema"]}} for tool in body.get("tools", [])]
+    offered = [{"type": "function", "function": {
+        "name": tool["name"], "description": tool.get("description", ""), "parameters": tool["input_schema"]}}
+        for tool in body.get("tools", [])]
     choice = body.get("tool_choice", {"type": "auto"})
     if choice["type"] == "tool":
         tools = [tool for tool in tools if tool.name == choice["name"]]
@@ -116,7 +120,8 @@ def read_message(message: dict) -> list[dict]:
         return [{"role": role, "content": content}]
     results = [{"role": "tool", "tool_call_id": block["tool_use_id"], "content": result_of(block)}
                for block in content if block["type"] == "tool_result"]
-    calls = [{"id": block["id"], "type": "function", "function": {"name": block["name"], "arguments": block["input"]}}
+    calls = [{"id": block["id"], "type": "function",
+              "function": {"name": block["name"], "arguments": block["input"]}}
              for block in content if block["type"] == "tool_use"]
     thoughts = [block["thinking"] for block in content if block["type"] == "thinking"]
     said = {"role": role, "content": text_of([block for block in content if block["type"] == "text"])}
@@ -154,8 +159,8 @@ class Answer:
         [generation] = generations
         blocks, reason = BlockWriter(), None
         try:
-            start = {"input_tokens": generation.n_prompt, "output_tokens": 0}
-            yield event("message_start", message=self.message([], start) | {"stop_reason": None, "stop_sequence": None})
+            start = self.message([], {"input_tokens": generation.n_prompt, "output_tokens": 0})
+            yield event("message_start", message=start | {"stop_reason": None, "stop_sequence": None})
             for one in whole(generation, is_stream=True):
                 if one is None:
                     yield event("ping")
@@ -171,19 +176,23 @@ class Answer:
 
     def parts(self, one) -> list:
         """What is to be told of an event of the engine."""
-        return [part for part in self.reply.push(one) if self.shows_thoughts or not isinstance(part, Thought)]
+        parts = self.reply.push(one)
+        return parts if self.shows_thoughts else [part for part in parts if not isinstance(part, Thought)]
 
     def message(self, blocks: list, usage: dict) -> dict:
-        return {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": blocks,
-                "usage": usage}
+        return {"id": self.id, "type": "message", "role": "assistant", "model": self.model,
+                "content": blocks, "usage": usage}
 
     def end(self, generation, reason: str) -> dict:
         """Why the answer ended, and at which stop sequence."""
-        stop = self.reply.stopped_by(self.stops) if reason == "stop" else None
+        stop = None
         if reason == "length":
             is_asked = generation.n_generated == generation.request.max_tokens
-            return {"stop_reason": "max_tokens" if is_asked else "model_context_window_exceeded", "stop_sequence": None}
-        name = "stop_sequence" if stop else "tool_use" if self.reply.n_calls else "end_turn"
+            name = "max_tokens" if is_asked else "model_context_window_exceeded"
+        elif stop := self.reply.stopped_by(self.stops):
+            name = "stop_sequence"
+        else:
+            name = "tool_use" if self.reply.n_calls else "end_turn"
         return {"stop_reason": name, "stop_sequence": stop}
 
     def usage(self, generation) -> dict:

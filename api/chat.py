@@ -17,8 +17,8 @@ SWITCH = re.compile(r"\A\s*/(?:no_)?think(?!\S)\s*|\s*(?<!\S)/(?:no_)?think\s*\Z
 
 @dataclass(frozen=True)
 class Toolbox:
-    """The tools of a request. offered: as the chat template takes them. must: one has to be called, at least one where
-    several may be."""
+    """The tools of a request. offered: as the chat template takes them. must: one has to be called, or more where
+    `several` may be."""
 
     offered: list[dict]
     tools: list[Tool]
@@ -51,7 +51,7 @@ def render(service, messages: list[dict], thinking: bool | None, toolbox: Toolbo
 
 def prepare(service, messages: list[dict], thinking: bool | None, toolbox: Toolbox | None = None,
             schema: dict | None = None, schema_field: str | None = None) -> Turn:
-    """A turn of a conversation. schema: what the text must be, and the field that says so; RequestError names fields."""
+    """A turn of a conversation. schema: what the text must be; schema_field: what says so. RequestError names fields."""
     engine = service.ready()
     prompt, opening = render(service, messages, thinking, toolbox)
     tokenizer, form = engine.tokenizer, form_of(engine.template.source)
@@ -74,8 +74,8 @@ def rules_of(rules: Rules, form, toolbox: Toolbox | None, schema: dict | None, s
         if schema is not None:
             raise RequestError(schema_field, f"'{schema_field}' cannot be enforced: {error}") from None
         if toolbox.must or any(tool.strict for tool in toolbox.tools):
-            raise RequestError("tools", f"a schema of 'tools' cannot be enforced: {error}") from None
-        return {}                       # calls may be made, and are read as they come
+            raise RequestError("tools", f"a schema in 'tools' cannot be enforced: {error}") from None
+        return {}                       # calls may be made all the same, and are read when they are whole
 
 
 def respond(service, requests, answer, stream: bool):
@@ -84,7 +84,7 @@ def respond(service, requests, answer, stream: bool):
         return service.respond(requests, answer, stream)
     except RequestError as error:
         if error.field == "grammar":
-            raise RequestError("response_format", f"what the answer must obey cannot be enforced: {error}") from None
+            raise RequestError("response_format", f"the form of the answer cannot be enforced: {error}") from None
         raise
 
 
@@ -98,10 +98,9 @@ def take_switches(messages: list[dict]) -> tuple[list[dict], bool | None]:
 
     def without(content):
         if isinstance(content, list):
-            return [part | {"text": SWITCH.sub(take, part["text"])} if isinstance(part.get("text"), str) else part
-                    for part in content]
+            return [part | {"text": SWITCH.sub(take, part["text"])} for part in content]
         return SWITCH.sub(take, content) if isinstance(content, str) else content
 
-    taken = [message | {"content": without(message.get("content"))} if message["role"] in ("user", "system") else message
-             for message in messages]
-    return taken, said[-1] if said else None
+    messages = [message | {"content": without(message.get("content"))}
+                if message["role"] in ("user", "system") else message for message in messages]
+    return messages, said[-1] if said else None

@@ -39,6 +39,7 @@ class Endpoint:
 
 ANYTHING, BOOL, TEXT = {}, {"type": "boolean"}, {"type": "string"}
 SOME_TEXT = {"type": "string", "minLength": 1}
+SECONDS = {"type": "number", "minimum": 0.001, "maximum": 86_400}
 
 
 def one_of(*values) -> dict:
@@ -67,9 +68,13 @@ def object_of(properties: dict, required=(), others: bool | dict = False) -> dic
 
 # ---- checking ------------------------------------------------------------------------------------------
 
-TYPES = {"boolean": bool, "string": str, "array": list, "object": dict, "integer": int, "number": int | float}
+TYPES = {"boolean": bool, "string": str, "array": list, "object": dict, "integer": int,
+         "number": int | float}
 NOUNS = {"boolean": "true or false", "string": "a string", "array": "a list", "object": "an object",
          "integer": "a whole number", "number": "a number"}
+
+
+MAX_DEPTH = 100             # of a body's nesting
 
 
 def parse_body(data: bytes) -> dict:
@@ -81,6 +86,8 @@ def parse_body(data: bytes) -> dict:
         body = json.loads(data, parse_constant=refuse)
         if not isinstance(body, dict):
             raise RequestError(None, "the request body must be a JSON object")
+        if _is_deep(body):
+            raise RequestError(None, f"the request body is nested more than {MAX_DEPTH} deep")
         for name, value in body.items():
             json.dumps([name, value], ensure_ascii=False).encode()
     except UnicodeEncodeError:      # "\ud800" is legal JSON, yet no text: the tokenizer cannot take it
@@ -89,6 +96,15 @@ def parse_body(data: bytes) -> dict:
     except (ValueError, RecursionError) as error:
         raise RequestError(None, f"the request body is not JSON: {error}") from None
     return body
+
+
+def _is_deep(value) -> bool:
+    """Whether lists and objects lie in one another deeper than what walks through them can go."""
+    layer = [value]
+    for _ in range(MAX_DEPTH):
+        layer = [one for outer in layer for one in (outer.values() if isinstance(outer, dict) else outer)
+                 if isinstance(one, dict | list)]
+    return bool(layer)
 
 
 def check(value, description: dict, path: str = ""):
@@ -110,7 +126,8 @@ def _check_properties(value: dict, description: dict, path: str):
     where = f"{path}." if path else ""
     for name, item in value.items():
         if "propertyNames" in description and not _within(name, description["propertyNames"]):
-            raise RequestError(path, f"'{path}' has a name that is not like {description['propertyNames']['pattern']}")
+            pattern = description["propertyNames"]["pattern"]
+            raise RequestError(path, f"'{path}' has a name that is not like {pattern}")
         known = properties.get(name, others)
         if known is False:
             raise RequestError(where + name, f"unknown field '{where}{name}'")
@@ -144,7 +161,8 @@ def _is(value, kind: str | None) -> bool:
 def _within(value, description: dict) -> bool:
     """Whether a value of the right type keeps to its limits."""
     if "enum" in description:
-        return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in description["enum"])
+        is_bool = isinstance(value, bool)           # true is not 1, here
+        return any(value == one and is_bool == isinstance(one, bool) for one in description["enum"])
     if isinstance(value, str):
         pattern = description.get("pattern", "^(?s:.*)$").strip("^$")       # ours are of the whole text
         return len(value) >= description.get("minLength", 0) and re.fullmatch(pattern, value) is not None

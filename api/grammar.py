@@ -16,11 +16,15 @@ from .tools import Tool, XMLCall, choices, types_of
 STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 
+# What says nothing of a value, and would make two values of one kind differ.
+ANNOTATIONS = {"title", "description", "examples", "default"}
+
+
 class GrammarError(Exception):
     """A schema that cannot be enforced. The text names the keyword."""
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=16)        # one request may bring megabytes of schemas
 def compile_grammar(lark: str) -> str:
     """What Request.grammar takes. GrammarError: llguidance cannot use it."""
     grammar = LLMatcher.grammar_from_lark(lark)
@@ -58,9 +62,10 @@ class Rules:
         fits the schema instead, or where there is no schema any text before them."""
         write = xml_call if form is XMLCall else json_call
         names = [f"call_{i}" for i in range(len(tools))]
-        rules = [write(name, tool, self._tag("</tool_call>")) for name, tool in zip(names, tools)]
+        values = Values()
+        rules = [write(name, tool, values, self._tag("</tool_call>")) for name, tool in zip(names, tools)]
         again = f'("\\n" {self._tag("<tool_call>")} call)*' if several else ""
-        rules = [f"call: {' | '.join(names)}", *rules, TEXT_VALUE]
+        rules = [f"call: {' | '.join(names)}", *rules, *values.rules()]
         calls = f"{self._tag('<tool_call>')} call {again}"
         if must or schema is not None:
             return self._after_thoughts(calls if must else f"({json_value(schema)} | {calls})", rules)
@@ -87,37 +92,49 @@ class Rules:
 
 # ---- calls, from behind <tool_call> on ---------------------------------------------------------------------
 
-TEXT_VALUE = r"text[lazy]: /(?s:.*)\n<\/parameter>\n/"
+
+class Values:
+    """Rules for values, each written once: arguments are of few kinds, and a long grammar takes long to prepare."""
+
+    def __init__(self):
+        self.names = {}                 # of the rules, by what they say
+
+    def name(self, lark: str) -> str:
+        return self.names.setdefault(lark, f"value_{len(self.names)}")
+
+    def rules(self) -> list[str]:
+        return [r"text[lazy]: /(?s:.*)\n<\/parameter>\n/"] + [f"{name}: {lark}" for lark, name in self.names.items()]
 
 
-def json_call(name: str, tool: Tool, end: str) -> str:
+def json_call(name: str, tool: Tool, values: Values, end: str) -> str:
     """The rule of this name for a call in the JSON form."""
     head = f'\n{{"name": {json.dumps(tool.name)}, "arguments": '
-    return f'{name}: {literal(head)} {json_value(_closed(tool.parameters), tool.strict)} "}}\\n" {end}'
+    arguments = values.name(json_value(_closed(tool.parameters), tool.strict))
+    return f'{name}: {literal(head)} {arguments} "}}\\n" {end}'
 
 
-def xml_call(name: str, tool: Tool, end: str) -> str:
-    """The rules for a call in the XML form, its arguments in the order of the schema."""
+def xml_call(name: str, tool: Tool, values: Values, end: str) -> str:
+    """The rule for a call in the XML form, its arguments in the order of the schema."""
     parameters = _closed(tool.parameters)
-    required = parameters.get("required", [])
-    rules = {f"{name}_{i}": key for i, key in enumerate(parameters["properties"])}
-    arguments = " ".join(rule if key in required else rule + "?" for rule, key in rules.items())
-    head, tail = literal(f"\n<function={tool.name}>\n"), literal("</function>\n")
-    return "\n".join([f"{name}: {head} {arguments} {tail} {end}"] + [
-        f"{rule}: " + literal(f"<parameter={key}>\n") + _xml_value(tool, key) for rule, key in rules.items()])
+    rule = f"{name}: " + literal(f"\n<function={tool.name}>\n")
+    for key in parameters["properties"]:
+        tag, often = literal(f"<parameter={key}>\n"), "" if key in parameters["required"] else "?"
+        rule += f" ({tag} {_xml_value(tool, key, values)}){often}"
+    return f'{rule} "</function>\\n" {end}'
 
 
-def _xml_value(tool: Tool, key: str) -> str:
+def _xml_value(tool: Tool, key: str, values: Values) -> str:
     """Lark for a value and the tag behind it. What may be a string may be any text, unless it is one of a few."""
-    schema, end = tool.schema_of(key), literal("\n</parameter>\n")
+    schema = {name: value for name, value in tool.schema_of(key).items() if name not in ANNOTATIONS}
+    end = literal("\n</parameter>\n")
     strings = choices(schema)
     if strings and all(isinstance(value, str) for value in strings):
-        return f" ({' | '.join(map(literal, strings))}) {end}"
-    return " text" if "string" in types_of(schema) else f" {json_value(schema, tool.strict)} {end}"
+        return f"({' | '.join(map(literal, strings))}) {end}"
+    return "text" if "string" in types_of(schema) else f"{values.name(json_value(schema, tool.strict))} {end}"
 
 
 def _closed(parameters: dict) -> dict:
     """The parameters without what the schema does not name, unless it says that there may be more."""
-    if not isinstance(parameters.get("properties"), dict):
-        parameters = parameters | {"properties": {}}
-    return {"type": "object", "additionalProperties": False} | parameters
+    sound = {name: parameters[name] for name, kind in (("properties", dict), ("required", list))
+             if isinstance(parameters.get(name), kind)}
+    return {"type": "object", "additionalProperties": False} | parameters | {"properties": {}, "required": []} | sound

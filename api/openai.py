@@ -1,8 +1,8 @@
 """OpenAI's chat completions and completions.
 
-Beyond OpenAI's own fields: those of SAMPLING, ignore_eos, return_token_ids (token_ids beside each piece of an answer) and
-chat_template_kwargs.enable_thinking; an answer's thoughts come as reasoning_content. A field that is not described here
-is refused: whoever misspells one should hear of it.
+Beyond OpenAI's own fields: those of SAMPLING, ignore_eos, return_token_ids (token_ids beside each piece of an answer),
+timeout (seconds in which the answer has to be there) and chat_template_kwargs.enable_thinking; an answer's thoughts
+come as reasoning_content. A field that is not described here is refused: whoever misspells one should hear of it.
 """
 
 import time
@@ -11,7 +11,7 @@ import uuid
 from qengine import SAMPLING, Request, RequestError, explain
 
 from . import chat
-from .fields import ANYTHING, BOOL, SOME_TEXT, TEXT, Endpoint, either, list_of, number, object_of, one_of
+from .fields import ANYTHING, BOOL, SECONDS, SOME_TEXT, TEXT, Endpoint, either, list_of, number, object_of, one_of
 from .reply import CallArguments, CallStart, Content, Message, Thought, sse, whole
 from .tools import Tool
 
@@ -21,7 +21,7 @@ MAX_STOPS = 16              # stop strings of one request
 
 # ---- what may be sent ------------------------------------------------------------------------------------
 
-NAME = {"type": "string", "pattern": r"^[^\s<>\"\\]{1,128}$"}       # of a tool: both forms of calls can write it
+NAME = {"type": "string", "pattern": r'^[^\u0000-\u0020<>"\\]{1,128}$'}       # of a tool, as both forms write it
 OBJECT = {"type": "object"}
 ID = {"type": "integer"}
 
@@ -48,9 +48,9 @@ BIAS = object_of({}, others={"type": "number", "minimum": -100, "maximum": 100})
     "propertyNames": {"pattern": "^[0-9]{1,9}$"}}                   # token ids, which JSON has as strings
 SHARED = {
     "model": TEXT, "stream": BOOL, "stream_options": object_of({"include_usage": BOOL, "include_obfuscation": BOOL}),
-    **{name: number(name) for name in SAMPLING}, "stop": either(SOME_TEXT, list_of(SOME_TEXT, 0, MAX_STOPS)),
-    "n": {"type": "integer", "minimum": 1, "maximum": MAX_CHOICES}, "logit_bias": BIAS,
-    "ignore_eos": BOOL, "return_token_ids": BOOL,
+    "n": {"type": "integer", "minimum": 1, "maximum": MAX_CHOICES}, **{name: number(name) for name in SAMPLING},
+    "logit_bias": BIAS, "stop": either(SOME_TEXT, list_of(SOME_TEXT, 0, MAX_STOPS)),
+    "ignore_eos": BOOL, "return_token_ids": BOOL, "timeout": SECONDS,
     # what changes no answer
     **dict.fromkeys(["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
                      "prompt_cache_retention", "prediction"], ANYTHING)}
@@ -63,7 +63,8 @@ CHAT = object_of({
     # only what asks for nothing
     "modalities": one_of(["text"]), "functions": one_of([]), "function_call": one_of("none", "auto")}, ["messages"])
 COMPLETION = object_of({
-    **SHARED, "prompt": either(TEXT, list_of(either(TEXT, ID, list_of(ID, 1)), 1)), "logprobs": {"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS},
+    **SHARED, "prompt": either(TEXT, list_of(either(TEXT, ID, list_of(ID, 1)), 1)),
+    "logprobs": {"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS},
     "best_of": one_of(1), "echo": one_of(False), "suffix": one_of("")}, ["prompt"])
 
 
@@ -73,6 +74,7 @@ def read_sampling(service, body: dict) -> dict:
     stop = body.get("stop", [])
     return service.sampling | said | {
         "stop": [stop] if isinstance(stop, str) else stop, "ignore_eos": body.get("ignore_eos", False),
+        "timeout": body.get("timeout"),
         "logit_bias": {int(token): float(bias) for token, bias in body.get("logit_bias", {}).items()}}
 
 
@@ -108,7 +110,8 @@ def completions(service, body: dict):
     request = {"max_tokens": 16} | read_sampling(service, body) | {"top_logprobs": body.get("logprobs")}
     requests = [one for prompt in read_prompts(body["prompt"], engine)         # 16: OpenAI's default, here only
                 for one in seeded(request | {"prompt_ids": prompt}, n)]
-    answer = Answer(service, body, [TextChoice(engine.tokenizer) for _ in requests], "cmpl-", *["text_completion"] * 2)
+    choices = [TextChoice(engine.tokenizer) for _ in requests]
+    answer = Answer(service, body, choices, "cmpl-", "text_completion", "text_completion")
     return service.respond(requests, answer, body.get("stream", False))
 
 
@@ -310,7 +313,7 @@ class Answer:
                 for event in whole(generation, is_stream=True):
                     yield from self._pieces(i, event) if event else [": keep-alive\n\n"]
             if self.with_usage:
-                yield sse(self.head | {"object": self.names["chunk"], "choices": [], "usage": self.usage(generations)})
+                yield self._event(choices=[], usage=self.usage(generations))
             yield "data: [DONE]\n\n"
         except Exception as error:      # the status is out already: clients raise from this event instead
             yield sse(error_body(explain(error)))
@@ -329,8 +332,10 @@ class Answer:
     def _chunk(self, index, piece, ids=(), logprobs=None, finish_reason=None) -> str:
         choice = {"index": index, **piece, **({"token_ids": list(ids)} if self.with_ids else {}),
                   "logprobs": logprobs, "finish_reason": finish_reason}
-        return sse(self.head | {"object": self.names["chunk"], "choices": [choice]}
-                   | ({"usage": None} if self.with_usage else {}))
+        return self._event(choices=[choice], **({"usage": None} if self.with_usage else {}))
+
+    def _event(self, **data) -> str:
+        return sse(self.head | {"object": self.names["chunk"]} | data)
 
     def usage(self, generations) -> dict:
         """Tokens: of each prompt once, however many answers it has."""

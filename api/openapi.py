@@ -13,9 +13,10 @@ def document(service):
 
 def operation(endpoint: Endpoint) -> dict:
     said = {"summary": endpoint.summary, "responses": {
-        "200": {"description": "The answer"}, "default": {"description": "An error, in the shape of its protocol"}}}
+        "200": {"description": "The answer"}, "default": {"description": "An error, in the shape of the protocol"}}}
     if endpoint.body is not None:
-        said["requestBody"] = {"required": True, "content": {"application/json": {"schema": published(endpoint.body)}}}
+        content = {"application/json": {"schema": published(endpoint.body)}}
+        said["requestBody"] = {"required": True, "content": content}
     return said
 
 

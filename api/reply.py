@@ -109,7 +109,8 @@ class Reply:
         self.n_calls = self.n_thinking = 0
         self.in_content = False
         self._cutter = Cutter(tokenizer)
-        self._call, self._written, self._started = None, "", False      # the call being read, all of it, and is it out?
+        self._call, self._written = None, ""    # the call that is being read, and all of its text
+        self._started = False                   # whether it is out
         self._gap = ""                  # line breaks that count only if text follows
         self._skips = self.thinking     # whether line breaks that come next belong to a tag
         self._silent = True             # nothing was said yet

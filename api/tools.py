@@ -11,6 +11,7 @@ import json
 import re
 from dataclasses import dataclass, field
 
+MAX_REFERENCES = 100        # that are followed to learn what one value may be
 EVERY_TYPE = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 
 
@@ -30,31 +31,38 @@ class Tool:
         """The schema of one argument, self-contained; {} where there is none."""
         properties = self.parameters.get("properties")
         schema = properties.get(key, {}) if isinstance(properties, dict) else {}
-        shared = {name: self.parameters[name] for name in ("$defs", "definitions") if name in self.parameters}
-        return shared | schema if isinstance(schema, dict) else {}
+        if not isinstance(schema, dict):
+            return {}
+        shared = ("$defs", "definitions") if "$ref" in json.dumps(schema) else ()
+        return {name: self.parameters[name] for name in shared if name in self.parameters} | schema
 
 
 # ---- values by their schema ------------------------------------------------------------------------------
 
 
-def types_of(schema, root: dict | None = None, seen=frozenset()) -> frozenset:
-    """The JSON types that a schema admits, "integer" also where it says "number"; references are looked up in root."""
+def types_of(schema, root: dict | None = None, known: dict | None = None) -> frozenset:
+    """The JSON types that a schema admits, "integer" also where it says "number".
+
+    root: where references point. known: what those seen so far admit; anything, while that is being found out.
+    """
     if not isinstance(schema, dict):
         return EVERY_TYPE
-    root, types = schema if root is None else root, EVERY_TYPE
+    root, known, types = schema if root is None else root, {} if known is None else known, EVERY_TYPE
     if "type" in schema:
         said = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-        types &= {"integer", *said} if "number" in said else set(said)
+        types &= {one for one in [*said, *(["integer"] if "number" in said else [])] if isinstance(one, str)}
     if values := choices(schema):
         types &= set(map(type_of, values))
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference not in seen:
-        types &= types_of(_resolve(reference, root), root, seen | {reference})
+    if isinstance(reference := schema.get("$ref"), str):
+        if reference not in known and len(known) < MAX_REFERENCES:
+            known[reference] = EVERY_TYPE
+            known[reference] = types_of(_resolve(reference, root), root, known)
+        types &= known.get(reference, EVERY_TYPE)
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
-            types &= frozenset().union(*(types_of(one, root, seen) for one in schema[key]))
+            types &= frozenset().union(*(types_of(one, root, known) for one in schema[key]))
     if isinstance(schema.get("allOf"), list):
-        types = types.intersection(*(types_of(one, root, seen) for one in schema["allOf"]))
+        types = types.intersection(*(types_of(one, root, known) for one in schema["allOf"]))
     return frozenset(types)
 
 

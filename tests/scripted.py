@@ -18,7 +18,7 @@ def shipped():
 class ScriptedEngine:
     """What api/ knows of an Engine. script: a text, or what makes one of the prompt; an answer is all of it, then the end.
 
-    requests: those submitted so far.
+    requests: those submitted so far. Every token has the log-probability -0.5, and token 5 -1.5.
     """
 
     name, n_ctx, error, cards = "scripted", 4096, None, ()
@@ -38,7 +38,8 @@ class ScriptedEngine:
         generation = qengine.Generation(request, self.tokenizer)
         for n, token in enumerate(itertools.chain(self.tokenizer.encode(text), [END]), start=1):
             reason = "stop" if token == END else "length" if n == request.max_tokens else None
-            if generation.push(token, reason):
+            likeliest = ((token, -0.5), (5, -1.5))[:request.top_logprobs or 0]
+            if generation.push(token, reason, None if request.top_logprobs is None else -0.5, likeliest):
                 break
         generation.close()
         return generation

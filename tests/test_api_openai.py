@@ -1,10 +1,8 @@
-"""OpenAI's protocol: the official client, at once and asynchronously, whole and streamed, against a scripted engine and
-against the model that ships."""
+"""OpenAI's protocol: the official client, at once and asynchronously, whole and streamed, against a scripted engine."""
 
 import asyncio
 import json
 
-import jsonschema
 import openai
 import pytest
 
@@ -12,7 +10,6 @@ import qengine
 from api.openai import MAX_CHOICES
 from tests.scripted import ScriptedEngine, obeys, official_clients, serving_app, shipped
 from tests.test_api_reply import JSON, WEATHER, XML
-from tests.test_api_tools import DEFS, LEAVES
 
 HI = [{"role": "user", "content": "Hi"}]
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": WEATHER.parameters}},
@@ -158,6 +155,35 @@ def test_sampling_reaches_the_engine(ask):
         assert getattr(request, name) == ({5: -100, 7: 1.5} if name == "logit_bias" else value)
     _, request = ask("Hello.")
     assert (request.temperature, request.grammar, request.stop_after, request.top_logprobs) == (1, None, None, None)
+
+
+def test_log_probabilities(scripted):
+    """Of the tokens of the text, but not of thoughts, calls and the end; the same streamed."""
+    engine, client, _ = scripted
+    engine.script = f"hm\n</think>\n\nHello, \ub300\ud55c.\n\n{XML}"
+    arguments = {"model": "m", "messages": HI, "tools": TOOLS, "logprobs": True, "top_logprobs": 2} | THINK
+    entries = client.chat.completions.create(**arguments).choices[0].logprobs.content
+    assert b"".join(bytes(entry.bytes) for entry in entries).decode() == "\n\nHello, \ub300\ud55c.\n\n"
+    assert all((entry.logprob, [one.logprob for one in entry.top_logprobs]) == (-0.5, [-0.5, -1.5]) for entry in entries)
+    assert entries[0].top_logprobs[0].token == entries[0].token == "\n\n"
+    chunks = client.chat.completions.create(**arguments, stream=True)
+    streamed = [chunk.choices[0].logprobs.content for chunk in chunks if chunk.choices[0].logprobs]
+    assert [entry for entries in streamed for entry in entries] == entries
+    arguments["top_logprobs"] = 0
+    assert client.chat.completions.create(**arguments).choices[0].logprobs.content[0].top_logprobs == []
+
+
+def test_log_probabilities_of_a_completion(scripted):
+    engine, client, _ = scripted
+    engine.script = "Hello there."
+    arguments = {"model": "m", "prompt": "a", "logprobs": 1}
+    told = client.completions.create(**arguments).choices[0].logprobs
+    assert "".join(told.tokens) == "Hello there." and told.text_offset[:2] == [0, len(told.tokens[0])]
+    assert told.token_logprobs == [-0.5] * len(told.tokens)
+    assert told.top_logprobs == [{token: -0.5} for token in told.tokens]
+    chunks = [chunk.choices[0].logprobs for chunk in client.completions.create(**arguments, stream=True)]
+    for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
+        assert [one for chunk in chunks for one in getattr(chunk, name)] == getattr(told, name)
 
 
 # ---- tools -------------------------------------------------------------------------------------------------

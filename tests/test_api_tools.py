@@ -214,3 +214,39 @@ def test_tools_that_cannot_be_enforced():
         with pytest.raises(RequestError, match="tools") as caught:
             rules(tool, must)
         assert caught.value.field == "tools"
+
+
+def test_no_schema_breaks_the_server():
+    """Schemas of random junk are ruled, overlooked or refused in words."""
+    rng = random.Random(5)
+    names = ["type", "properties", "required", "anyOf", "allOf", "oneOf", "enum", "const", "$ref", "$defs", "items",
+             "additionalProperties", "title", "a"]
+    leaves = [None, True, 5, 0.5, "string", "integer", "object", "#", "#/$defs/a", "#/properties/a", "\n</x>\"", []]
+
+    def junk(depth):
+        if depth == 0 or rng.random() < 0.2:
+            return rng.choice(leaves)
+        if rng.random() < 0.2:
+            return [junk(depth - 1) for _ in range(rng.randrange(3))]
+        return {rng.choice(names): junk(depth - 1) for _ in range(rng.randrange(5))}
+
+    outcomes = set()
+    for i in range(600):
+        parameters = {"properties": junk(3), "required": junk(1)} | (one if isinstance(one := junk(4), dict) else {})
+        tool = Tool("f", parameters, strict=i % 2 == 0)
+        try:
+            rules = rules_of(Rules({}, "content"), rng.choice([XMLCall, JSONCall]), Toolbox([], [tool], True), None, None)
+            outcomes.add("grammar" in rules)
+        except RequestError as error:
+            outcomes.add(error.field)
+        for key in (*parameters, "a"):
+            read_value("5", tool.schema_of(key))
+    assert outcomes == {True, "tools"}
+
+
+def test_references_that_multiply():
+    """Each of a chain of definitions refers twice to the next."""
+    defs = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(300)}
+    assert types_of({"$ref": "#/$defs/d0", "$defs": defs}) == EVERY_TYPE
+    few = {f"d{i}": defs[f"d{i}"] for i in range(50)} | {"d50": TEXT}
+    assert types_of({"$ref": "#/$defs/d0", "$defs": few}) == {"string"}

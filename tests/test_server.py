@@ -253,9 +253,9 @@ BAD = [     # endpoint, body, the field to be named
     (CHAT, {"messages": [HI], "chat_template_kwargs": {"other": 1}}, "chat_template_kwargs.other"),
     (CHAT, {"messages": [HI], "chat_template_kwargs": True}, "chat_template_kwargs"),
     (CHAT, {"messages": [HI], "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-    (CHAT, {"messages": [HI], "logit_bias": {"5": 101}}, "logit_bias"),
+    (CHAT, {"messages": [HI], "logit_bias": {"5": 101}}, "logit_bias.5"),
     (CHAT, {"messages": [HI], "logit_bias": {"five": 1}}, "logit_bias"),
-    (CHAT, {"messages": [HI], "logit_bias": {"5": True}}, "logit_bias"),
+    (CHAT, {"messages": [HI], "logit_bias": {"5": True}}, "logit_bias.5"),
     (CHAT, {"messages": [HI], "presence_penalty": 2.5}, "presence_penalty"),
     (CHAT, {"messages": [HI], "prompt": "hi"}, "prompt"),
     (CHAT, {"messages": [HI], "temprature": 1}, "temprature"),
@@ -320,7 +320,7 @@ def test_bad_fields_are_named(port, path, body, param, stream):
 
 
 @pytest.mark.parametrize("data", [
-    b"", b"{", b"[]", b'"text"', b"null", b"5", b"\xff\xfe", b"prompt=hi", b"[" * 100_000, b'{"a":' * 100_000,
+    b'{"prompt": "hi", "messages": ' + b"[" * 200 + b"]" * 200 + b"}", b"", b"{", b"[]", b'"text"', b"null", b"5", b"\xff\xfe", b"prompt=hi", b"[" * 100_000, b'{"a":' * 100_000,
     b'{"prompt": "hi", "temperature": NaN}', b'{"prompt": "hi", "temperature": Infinity}',
     b'{"prompt": "hi", "temperature": 1e999}', b'{"prompt": "hi", "seed": ' + b"9" * 5000 + b"}",
     b'{"prompt": "hi", "\\ud800": 1}', b'{"prompt": "\xff"}',
