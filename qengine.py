@@ -1239,6 +1239,15 @@ def load_layer(weights, card: Card, config: Config, index: int) -> LinearLayer |
                        vector("ssm_norm.weight"), matrix("ssm_out"), mlp)
 
 
+def matrices(part) -> list[Matrix]:
+    """The matrices of a layer, by what its fields hold."""
+    if isinstance(part, Matrix):
+        return [part]
+    fields = dataclasses.fields(part) if dataclasses.is_dataclass(part) else ()
+    inner = part if isinstance(part, tuple) else [getattr(part, field.name) for field in fields]
+    return [matrix for item in inner for matrix in matrices(item)]
+
+
 @dataclass(frozen=True)
 class Rows:
     """The tokens of one pass through the layers and where each belongs; int32 arrays on the card.
@@ -1280,8 +1289,7 @@ class Model:
     Every float operation is a kernel of kernels/ on `card`; here is only their order.
     """
 
-    def __init__(self, card: Card, config: Config, weights, layers: range, max_rows: int, n_slots: int,
-                 progress=iter):
+    def __init__(self, card: Card, config: Config, weights, layers: range, progress=iter):
         self.card, self.config, self.first_layer = card, config, layers.start
         is_last = layers.stop == config.n_layers
         self.layers = [load_layer(weights, card, config, index) for index in progress(layers)]
@@ -1292,18 +1300,25 @@ class Model:
             self.head_norm = weights.vector(card, "output_norm.weight")
             self.head = self.embeddings if config.tied_embeddings else weights.matrix(card, "output.weight")
         self.inv_freq = card.upload(rope.inverse_frequencies(config.rope_base), "rotary frequencies")
-        self._allocate(max_rows, n_slots)
+        self.stride = max(stack.stride for layer in self.layers for stack in (layer.inputs, layer.mlp.gate_up))
 
-    def _allocate(self, rows: int, n_slots: int):
-        """Scratch memory. A name says what the array holds in the course of a layer."""
+    def row_bytes(self) -> int:
+        """Bytes that `allocate` takes for a row."""
+        c, page = self.config, gdn.factors_shape(PAGE_TOKENS, self.config.n_value_heads)
+        floats = c.hidden_dim + self.stride + c.conv_dim + c.value_dim + c.query_dim + math.prod(page) // PAGE_TOKENS
+        halves = c.query_dim                                        # rotated query
+        activations = sum({c.hidden_dim, c.value_dim, c.query_dim}) + c.ffn_dim
+        return 4 * floats + 2 * halves + activations * 41 // 8      # of each a float, an int8 and 1 / 32 scale
+
+    def allocate(self, rows: int, n_slots: int):
+        """Scratch memory for passes of up to `rows` rows. A name says what an array holds in the course of a layer."""
         c, card = self.config, self.card
 
         def floats(name, width):
             return card.alloc((rows, width), np.float32, name)
 
         self.x = floats("residual stream", c.hidden_dim)
-        stacks = [stack for layer in self.layers for stack in (layer.inputs, layer.mlp.gate_up)]
-        self.projected = card.alloc(rows * max(stack.stride for stack in stacks), np.float32, "products of a stack")
+        self.projected = card.alloc(rows * self.stride, np.float32, "products of a stack")
         self.mixed, self.o = floats("qkv after convolution", c.conv_dim), floats("delta rule output", c.value_dim)
         self.factors = card.alloc(gdn.factors_shape(rows, c.n_value_heads), np.float32, "delta rule factors")
         self.q = card.alloc((rows, c.n_heads, c.head_dim), np.float16, "rotated query")
@@ -1813,11 +1828,14 @@ class Stage:
     hands on is `model.x`.
     """
 
-    def __init__(self, card: Card, config: Config, weights, layers: range, n_slots: int, chunk: int, progress=iter):
-        self.card, self.config, self.layers, self.n_slots, self.chunk = card, config, layers, n_slots, chunk
-        max_rows = max(chunk, n_slots, HEAD_ROWS)
+    def __init__(self, card: Card, config: Config, weights, layers: range, n_slots: int, n_ctx: int, chunk: int | None,
+                 progress=iter):
+        self.card, self.config, self.layers, self.n_slots = card, config, layers, n_slots
         with weights.loading(card):
-            self.model = Model(card, config, weights, layers, max_rows, n_slots, progress)
+            self.model = Model(card, config, weights, layers, progress)
+        self.chunk = min(chunk or self.fitting_chunk(), pages_for(n_ctx) * PAGE_TOKENS)
+        max_rows = max(self.chunk, n_slots, HEAD_ROWS)
+        self.model.allocate(max_rows, n_slots)
         self.sampler = Sampler(card, n_slots, config.n_vocab) if self.model.head else None
         # A prompt's pass must not disturb the batch, whose inputs stay from one step to the next.
         self.inputs = card.alloc(6 * max_rows, np.int32, "ids, slots and positions of a prompt's pass")
@@ -1828,6 +1846,27 @@ class Stage:
             config.conv_width * config.conv_dim + config.value_dim * config.linear_head_dim)    # of a slot
         self.cache = None       # see `allocate`
         self.recordings = {}    # (name of what was recorded, *its arguments) -> Recording
+        self.products = collections.Counter(
+            (matrix.n, matrix.k) for layer in self.model.layers for matrix in matrices(layer) if matrix.is_quantized)
+        self.pass_time = functools.cache(self.pass_time)
+
+    def fitting_chunk(self) -> int:
+        """Tokens of a pass that suit the card: on a real one as many as its free memory allows."""
+        if self.card.kind == "emulated":
+            return CHUNK
+        rows = self.card.free_bytes // CHUNK_SHARE // self.model.row_bytes()
+        return min(max(rows // PAGE_TOKENS * PAGE_TOKENS, CHUNK), LARGEST_CHUNK)
+
+    def pass_time(self, rows: int) -> int:
+        """How long the products of a pass take, to compare with others (0 rows: nothing)."""
+        return sum(count * q8_gemm.relative_time(self.card, n, k, rows) for (n, k), count in self.products.items()
+                   ) if rows else 0
+
+    def pass_rows(self, n: int, limit: int) -> int:
+        """Tokens of the next pass over a prompt that has n left, at most `limit`: all, or passes of the multiple of 64
+        whose blocks of threads fill the card best, as the last round of a product takes as long as a full one."""
+        sizes = [*([n] if n <= limit else []), *range(min(limit, n) // PAGE_TOKENS * PAGE_TOKENS, 0, -PAGE_TOKENS)]
+        return min(sizes, key=lambda rows: n // rows * self.pass_time(rows) + self.pass_time(n % rows))
 
     def allocate(self, sizes: CacheSizes):
         """Take the memory of the cache: after the weights, so that its size can depend on what those leave."""
@@ -1858,8 +1897,12 @@ class Stage:
         """The inputs of the next decode step."""
         set_rows(self.batch, ids, slots, positions)
 
+    def step(self, n: int, log_probs: bool):
+        """Queue a decode step of the n rows placed last, or of what followed them: `forward` and `choose` in one."""
+        self.recording(self.launch_step, n, log_probs).replay()
+
     def forward(self, n: int):
-        """Queue the layers of a decode step: of the n rows placed last, or of what followed them."""
+        """Queue the layers of a decode step."""
         self.recording(self.launch_layers, n).replay()
 
     def choose(self, n: int, log_probs: bool):
@@ -1877,11 +1920,11 @@ class Stage:
 
     def launch_all(self):
         """Launch every kernel that a prompt or an answer of any length may need; what they compute is of no use."""
-        for n in (*range(1, min(self.chunk, 64)), *range(64, self.chunk + 1, 8)):   # few and many rows differ
+        few = min(self.chunk, CHUNK)    # beyond, what is run depends on the number of pages alone
+        for n in (*range(1, min(few, 64)), *range(64, few + 1, 8), *range(CHUNK, self.chunk + 1, PAGE_TOKENS)):
             self.launch_prompt(n)
         for n in range(1, self.n_slots + 1):
-            self.launch_layers(n)
-            self.launch_choice(n, log_probs=True)
+            self.launch_step(n, log_probs=True)
         if self.sampler:
             for n in range(1, HEAD_ROWS + 1):
                 self.model.compute_logits(self.model.x, n)
@@ -1890,6 +1933,10 @@ class Stage:
     def launch_prompt(self, n: int, marks=(), tap=None):
         rows = dataclasses.replace(rows_of(self.inputs, n, is_decode=False), marks=marks)
         self.model.forward(rows, self.cache, tap)
+
+    def launch_step(self, n: int, log_probs: bool):
+        self.launch_layers(n)
+        self.launch_choice(n, log_probs)
 
     def launch_layers(self, n: int):
         self.model.forward(rows_of(self.batch, n, is_decode=True), self.cache)
@@ -1938,8 +1985,7 @@ class Pipeline:
                 stage.card.load_kernels(needed, lambda name: (bar.set_postfix_str(name), bar.update()))
             stage.recording(stage.launch_prompt, stage.chunk)
             for n in (n for n in (1, 2, 4, 8) if n <= stage.n_slots):       # others are recorded when they come
-                stage.recording(stage.launch_layers, n)
-                stage.recording(stage.launch_choice, n, False)
+                stage.recording(stage.launch_step, n, False)
 
     def start(self, slot: int, request: "Request", number: int | None = None):
         """Make a slot ready for a new sequence, whose states begin as those of checkpoint `number`, or as zeros."""
@@ -1983,6 +2029,10 @@ class Pipeline:
         if len(self.queued) > 1:        # or a whole prompt is queued at once, and no cancellation stops the cards
             self.queued.popleft().synchronize()
 
+    def pass_rows(self, n: int, limit: int) -> int:
+        """Tokens of the next pass over a prompt that has n left, a multiple of 64 or all of them, at most `limit`."""
+        return self.last.pass_rows(n, limit)
+
     def sample_row(self, row: int, slot: int, log_probs: bool = False) -> "Tokens":
         return self.last.sample_row(row, slot, log_probs)
 
@@ -1993,11 +2043,12 @@ class Pipeline:
 
     def step(self, n: int, log_probs: bool = False) -> "Tokens":
         """Queue a decode step of the n rows of the batch. The tokens that it finds are what enters the next one."""
-        self.forward(n)
-        return self.choose(n, log_probs)
+        for stage in self.stages:
+            stage.step(n, log_probs)
+        return self.last.sampler.fetch(n, log_probs)
 
     def forward(self, n: int):
-        """The first part of a step: all that needs to know no more than the tokens of the step before."""
+        """The first part of such a step: all that needs no more than the tokens of the step before."""
         for stage in self.stages:
             stage.forward(n)
 
@@ -2007,7 +2058,8 @@ class Pipeline:
 
     def choose(self, n: int, log_probs: bool) -> "Tokens":
         """The second part, which heeds what `constrain` was told in between."""
-        self.last.choose(n, log_probs)
+        for stage in self.stages:
+            stage.choose(n, log_probs)
         return self.last.sampler.fetch(n, log_probs)
 
 
@@ -2042,7 +2094,7 @@ class Sampler:
         self.state = sample.SamplingState.allocate(card, n_slots, n_slots, n_vocab)
         self.log_probs = logprobs.LogprobState.allocate(card, n_slots, n_vocab)
         self.tokens = card.alloc(n_slots, np.int32, "sampled tokens")
-        self.masks = card.pinned(self.state.mask.shape, np.uint32)
+        self.masks, self.copies = card.pinned(self.state.mask.shape, np.uint32), card.stream()
         self.executor = llguidance.LLExecutor()
         # One is read while the other is filled.
         self.hosts = itertools.cycle([(card.pinned(n_slots, np.int32),
@@ -2061,15 +2113,17 @@ class Sampler:
             history = np.zeros(self.n_vocab, np.uint16)
             history[r.prompt_ids] = sample.IN_PROMPT
             self.card.copy_in(state.history[slot], history)
-        if r.grammar is not None:
-            self.card.fill(state.mask[slot], 0xFF)      # all tokens, until the grammar rules
+        if r.grammar_after is not None:
+            self.card.fill(state.mask[slot], 0xFF, self.copies)         # all tokens, until the grammar rules
+            self.card.default_stream.wait(self.copies.record())
         if r.logit_bias:
             bias = np.zeros(self.n_vocab, np.float32)
             bias[list(r.logit_bias)] = list(r.logit_bias.values())
             self.card.copy_in(state.bias[slot], bias)
 
     def constrain(self, constraints: "dict[int, Constraint]"):
-        """Queue the masks of slots. Those of the last call must have been used: the tokens chosen were read."""
+        """Make the masks of slots and queue them for what `launch` does next. They travel beside what runs (all that
+        writes masks is in `copies`), so the tokens chosen under those of the last call must have been read."""
         free = []
         for slot, constraint in constraints.items():
             if constraint.forced:
@@ -2081,7 +2135,8 @@ class Sampler:
         if free:
             llguidance.numpy.fill_next_token_bitmask_par(self.executor, free, self.masks.view(np.int32))
         for slot in constraints:
-            self.card.copy_in(self.state.mask[slot], self.masks[slot])
+            self.card.copy_in(self.state.mask[slot], self.masks[slot], self.copies)
+        self.card.default_stream.wait(self.copies.record())
 
     def launch(self, logits: Array, rows: Rows, log_probs: bool):
         """Queue the choice of the next token of each row; it can be recorded."""
@@ -2174,7 +2229,9 @@ class Vocabulary:
 # 8  Scheduler and engine
 # ======================================================================================================
 
-CHUNK = 512                 # tokens of a prompt that run in one pass; a multiple of 64
+CHUNK = 512                 # tokens of a prompt that run in one pass, at most; a multiple of 64
+LARGEST_CHUNK = 4096        # the same on a real card, whose multipliers more rows keep busier (GEMM: 64 or 72 % of peak),
+CHUNK_SHARE = 8             # if they take no more than 1 / 8 of the memory that the weights leave
 RUNNING_CHUNK = 512         # at most while answers are running, which wait for it
 TURN = "<|im_start|>"       # the control token at which a turn of a conversation begins
 NAN_LOGITS = "the logits hold a NaN: the model file is damaged, or a kernel is wrong"
@@ -2444,7 +2501,8 @@ class Scheduler:
 
     A decode step is queued before the tokens of the one before it are looked at, since the cards hand those on
     themselves: so they never wait for the host. Where such a token ends its sequence, the step has computed a row
-    for nothing: it wrote into the sequence's own slot and pages, before whoever has them next.
+    for nothing: it wrote into the sequence's own slot and pages, before whoever has them next. Where a grammar rules
+    an answer, the tokens are looked at while the layers of the next step run, and its choice is queued after that.
     """
 
     def __init__(self, pipeline: Pipeline, cache: PrefixCache, tokenizer: Tokenizer, n_slots: int, n_ctx: int,
@@ -2599,8 +2657,9 @@ class Scheduler:
         """The next chunk of a prompt. Chunks start at multiples of 64, so no result depends on their size."""
         if not sequence.has_begun:
             self._begin(sequence)
-        chunk = min(self.chunk, RUNNING_CHUNK) if self._answering() else self.chunk
-        start, end = sequence.n_cached, min(sequence.n_cached + chunk, sequence.generation.n_prompt)
+        limit = min(self.chunk, RUNNING_CHUNK) if self._answering() else self.chunk
+        start = sequence.n_cached
+        end = start + self.pipeline.pass_rows(sequence.generation.n_prompt - start, limit)
         self._reserve(sequence, end)
         marks = [at for at in sequence.marks if start < at <= end]
         numbers = [number for _ in marks if (number := self.cache.take_number()) is not None]
@@ -2709,7 +2768,8 @@ class Scheduler:
         """Tell the cards what the next tokens may be; a sequence whose grammar cannot say so has ended."""
         constrained = [s for s in sequences if s in self.running and s.generation.constraint
                        and s.generation.constraint.after is None]
-        self.pipeline.constrain({s.slot: s.generation.constraint for s in constrained})
+        if constrained:
+            self.pipeline.constrain({s.slot: s.generation.constraint for s in constrained})
         for sequence in constrained:
             if error := sequence.generation.constraint.error:
                 self._finish(sequence, error)
@@ -2879,7 +2939,7 @@ def open_model(model: str | Path) -> OpenModel:
 
 
 def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | None = None,
-         ctx: int | None = None, slots: int = 1, chunk: int = CHUNK, progress: bool = True,
+         ctx: int | None = None, slots: int = 1, chunk: int | None = None, progress: bool = True,
          kv_tokens: int | None = None, checkpoint_memory: int | None = None,
          checkpoint_host_memory: int | None = None) -> Engine:
     """Load a GGUF file, or random weights by the name "synthetic:0.8b", "synthetic:9b:q4_k", ..., ready to generate.
@@ -2887,21 +2947,21 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | None 
     model: its path or name, or what `open_model` made of that; by default the model that comes with qengine.
     card: a Card, or the name of one as kernels.card.open_cards takes it; by default the first NVIDIA card, or else an
     emulated one. ctx: tokens of a slot, prompt and answer together. slots: answers that are generated at the same time.
-    chunk: tokens of a prompt per pass, a multiple of 64. progress: show on stderr what is used and how far it is.
+    chunk: tokens of a prompt per pass at most, a multiple of 64; by default what suits card and model.
+    progress: show on stderr what is used and how far it is.
     kv_tokens: tokens whose keys and values fit, of all slots and of what is kept for later prompts; at least ctx.
     checkpoint_memory, checkpoint_host_memory: bytes for the states from which later prompts go on, on the card and in
     the host's memory. `choose_sizes` has the defaults of the three.
     Raises ModelError, RequestError, CardError (OutOfMemory names what did not fit).
     """
-    limits = ("ctx", 1 if ctx is None else ctx, 1), ("slots", slots, 1), ("chunk", chunk, PAGE_TOKENS)
+    limits = ("ctx", ctx, 1), ("slots", slots, 1), ("chunk", chunk, PAGE_TOKENS)
     for name, value, unit in limits:
-        if value < 1 or value % unit:
+        if value is not None and (value < 1 or value % unit):
             raise RequestError(name, f"{name} must be {unit}, {2 * unit}, ..., not {value}")
     opened = model if isinstance(model, OpenModel) else open_model(model)
     config, n_ctx = opened.config, opened.n_ctx(ctx)
     if kv_tokens is not None and kv_tokens < n_ctx:
         raise RequestError("kv_tokens", f"kv_tokens must be at least the {n_ctx} tokens of a context, not {kv_tokens}")
-    chunk = min(chunk, pages_for(n_ctx) * PAGE_TOKENS)
     used = card if isinstance(card, Card) else _open_card(card)
     free = used.free_bytes
     used.replace(probe.saved_replacements(used))
@@ -2912,16 +2972,16 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | None 
                  "what comes after those may make no sense")
     loading = functools.partial(tqdm.tqdm, desc="loading layers", unit="layer", leave=False, disable=not progress)
     layers = range(config.n_layers)
-    stages = [Stage(used, config, opened.weights, layers, slots, chunk, loading)]
-    sizes = choose_sizes(stages, slots, n_ctx, kv_tokens, checkpoint_memory, checkpoint_host_memory)
-    pipeline = Pipeline(stages, sizes)
+    stage = Stage(used, config, opened.weights, layers, slots, n_ctx, chunk, loading)
+    sizes = choose_sizes([stage], slots, n_ctx, kv_tokens, checkpoint_memory, checkpoint_host_memory)
+    pipeline = Pipeline([stage], sizes)
     pipeline.load_kernels(progress)
     if progress:
         note(f"model: {config.name}, {config.n_parameters / 1e6:,.1f} million parameters; "
              f"{show_bytes(free - used.free_bytes)} on the card, {slots} x {n_ctx} tokens of context included")
         note(f"cache: {sizes.n_pages * PAGE_TOKENS:,} tokens of context in all, {sizes.n_checkpoints} checkpoints of "
-             f"{show_bytes(stages[0].state_bytes)} on the card, up to {sizes.n_host_checkpoints} in host memory")
-    return Engine(config, opened.tokenizer, opened.template, pipeline, sizes, n_ctx, chunk)
+             f"{show_bytes(stage.state_bytes)} on the card, up to {sizes.n_host_checkpoints} in host memory")
+    return Engine(config, opened.tokenizer, opened.template, pipeline, sizes, n_ctx, stage.chunk)
 
 
 def _open_card(name: str | None) -> Card:
@@ -3236,15 +3296,6 @@ class Speed:
     operations: list[Operation]
 
 
-def matrices(part) -> list[Matrix]:
-    """The matrices of a layer, by what its fields hold."""
-    if isinstance(part, Matrix):
-        return [part]
-    fields = dataclasses.fields(part) if dataclasses.is_dataclass(part) else ()
-    inner = part if isinstance(part, tuple) else [getattr(part, field.name) for field in fields]
-    return [matrix for item in inner for matrix in matrices(item)]
-
-
 class Bench:
     """Times an engine that does nothing else; `batch` of its slots decode together. Close it afterwards."""
 
@@ -3260,8 +3311,12 @@ class Bench:
 
     def chunks(self, n: int):
         """(start, token ids) of the passes of a random prompt of n tokens."""
-        ids = self.random.integers(0, self.engine.config.n_vocab, n).tolist()
-        return [(start, ids[start:start + self.engine.chunk]) for start in range(0, n, self.engine.chunk)]
+        ids, start, chunks = self.random.integers(0, self.engine.config.n_vocab, n).tolist(), 0, []
+        while start < n:
+            end = start + self.pipeline.pass_rows(n - start, self.engine.chunk)
+            chunks.append((start, ids[start:end]))
+            start = end
+        return chunks
 
     def prompt(self, n: int, slot: int = 0) -> float:
         """Seconds of a prompt of n tokens with its first answer token."""
@@ -3321,9 +3376,8 @@ class Bench:
         self.pipeline.place([0] * self.batch, range(self.batch), [context] * self.batch)
 
     def step(self):
-        """Queue the launches of a decode step, which the stage replays from recordings."""
-        self.stage.launch_layers(self.batch)
-        self.stage.launch_choice(self.batch, log_probs=False)
+        """Queue the launches of a decode step, which `Stage.step` replays from a recording."""
+        self.stage.launch_step(self.batch, log_probs=False)
 
     # ---- what it must move and compute ----
 

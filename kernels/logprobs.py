@@ -14,8 +14,8 @@ A rank is a word that orders as x does above the complement of the id, so the la
 largest x with the lowest id; 0 is no token. A vocabulary of fewer than 20 leaves l = -inf and the id -1. Where
 the largest x is not finite, a NaN counting as the largest, every l of the row is NaN; so is that of token -1.
 
-Two launches, of blocks of 256 threads with 8 tokens each: `rank_chunks` for every chunk of 2,048 tokens of
-every row, `merge_chunks` for every row. Both find the 20 largest one after the other, in rounds over the
+Two launches: `rank_chunks` of a block per row and chunk of 2,048 tokens, 256 threads with 8 tokens each, and
+`merge_chunks` of a block per row, a thread per chunk. Both find the 20 largest one after the other, in rounds over the
 block: every thread offers its largest rank, and whoever offered the winner replaces it, in merge_chunks by the
 next of the chunk that the thread stands for. Chunks are absolute ranges of the vocabulary and sums have one
 order, 8 tokens of a thread, a butterfly over its warp, the warps one after the other, the same over chunks: the
@@ -35,7 +35,8 @@ from numba.types import float32, int64, uint32, uint64
 from kernels.bench import Case, main
 from kernels.card import Array
 from kernels.intrinsics import exp, float_as_word, log, warp_sum, word_as_float
-from kernels.sample import CHUNK, EVERY_LANE, MAX_CHUNKS, PER_THREAD, THREADS, WARPS, key_value, order_key, token_of
+from kernels.sample import (CHUNK, EVERY_LANE, MAX_CHUNKS, PER_THREAD, THREADS, WARPS, key_value, order_key,
+                            token_of)
 
 TOP = 20                          # likeliest tokens of a row
 REPORT = 1 + 2 * TOP
@@ -90,15 +91,15 @@ def rank_value(rank):
 
 @cuda.jit(device=True, inline="always")
 def block_max(x, maxima, turn, thread):
-    """The largest uint64 of all threads, in every thread. maxima: shared uint64 [MAXIMA], of which calls
-    with turn 0 and 1 use one half each: one barrier does, if turns alternate."""
+    """The largest uint64 of all threads, in every thread. maxima: shared uint64 [MAXIMA], of which calls with
+    turn 0 and 1 use one half each: one barrier does, if turns alternate."""
     for offset in (16, 8, 4, 2, 1):
         x = max(x, uint64(cuda.shfl_xor_sync(EVERY_LANE, int64(x), offset)))
     start = uint32(turn * uint32(WARPS))
     if thread & uint32(31) == uint32(0):
         maxima[uint32(start + uint32(thread >> uint32(5)))] = x
     cuda.syncthreads()
-    for warp in range(uint32(WARPS)):
+    for warp in range(uint32(uint32(cuda.blockDim.x) >> uint32(5))):
         x = max(x, maxima[uint32(start + uint32(warp))])
     return x
 
@@ -111,7 +112,7 @@ def block_sum(x, sums, thread):
         sums[uint32(thread >> uint32(5))] = x
     cuda.syncthreads()
     total = sums[0]
-    for warp in range(uint32(1), uint32(WARPS)):
+    for warp in range(uint32(1), uint32(uint32(cuda.blockDim.x) >> uint32(5))):
         total = total + sums[warp]
     return total
 
@@ -192,7 +193,8 @@ def logprobs(card, logits, tokens, state, rows, n_vocab, stream=None):
     best, sums, report = state.best.reshape(-1), state.sums.reshape(-1), state.report.reshape(-1)
     n_chunks, logits = -(-n_vocab // CHUNK), logits.reshape(-1)
     card.launch(rank_chunks, (n_chunks, rows), THREADS, best, sums, logits, n_vocab, stream=stream)
-    card.launch(merge_chunks, rows, THREADS, report, best, sums, logits, tokens, n_chunks, n_vocab, stream=stream)
+    card.launch(merge_chunks, rows, -(-n_chunks // 32) * 32, report, best, sums, logits, tokens, n_chunks, n_vocab,
+                stream=stream)
 
 
 def unpack_report(report):

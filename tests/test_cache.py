@@ -65,6 +65,9 @@ class FakePipeline:
     def fetch(self, host, number):
         self.saved[number], self.hosts[host] = self.hosts[host], None
 
+    def pass_rows(self, n, limit):
+        return min(n, limit)
+
     def prefill(self, ids, slot, start, marks=(), tap=None):
         assert start % PAGE_TOKENS == 0 and len(self.states[slot]) == start
         self.n_processed += len(ids)
