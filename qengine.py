@@ -3828,8 +3828,6 @@ def run_server(options, sampling: dict, thinking) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     keys = read_keys(options.api_key, options.api_key_file)
     app = create_app(None, sampling, thinking, options.slots + MAX_WAITING, keys, options.cors, options.log_prompts)
-    if not keys and not is_loopback(options.host):
-        note(f"warning: whoever reaches {options.host} can use this server: --api-key asks for a key")
     with contextlib.ExitStack() as stack:
         stack.enter_context(on_stderr(app.extensions["qengine"].log))
         try:
@@ -3838,6 +3836,8 @@ def run_server(options, sampling: dict, thinking) -> int:
             reason = getattr(error, "strerror", None) or error
             note(f"qengine: cannot listen on {options.host} port {options.serve}: {reason}")
             return 2
+        if not keys and not is_loopback(options.host):
+            note(f"warning: whoever reaches {options.host} can use this server: --api-key asks for a key")
         engine = app.extensions["qengine"].engine = load_engine(options.model, options)
         try:
             note(f"serving {engine.name} on http://{options.host}:{port}/ (a page to talk with it, and /v1 for programs; "

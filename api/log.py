@@ -24,7 +24,8 @@ import tqdm
 REFRESH_SECONDS = 0.25
 MAX_LINES = 8               # of running requests
 SANE_ID = re.compile(r"[\w.:-]{1,100}", re.ASCII)
-POLLED = {"/health", "/metrics", "/pipes"}      # asked every few seconds: what went well there is no news
+POLLED = {"/health", "/metrics", "/pipes"}      # asked every few seconds
+NO_NEWS = {200, 204, 503}                       # there: it goes well, or the model is still loading
 
 logger = logging.getLogger("qengine.requests")
 
@@ -99,7 +100,7 @@ class RequestLog:
     def end(self, exchange: Exchange):
         del self.running[id(exchange)]
         exchange.ended = time.perf_counter()
-        quiet = exchange.path in POLLED and exchange.status == 200
+        quiet = exchange.path in POLLED and exchange.status in NO_NEWS
         line = str(exchange)
         if self.text_of:
             prompts = dict.fromkeys(tuple(g.request.prompt_ids) for g in exchange.generations)

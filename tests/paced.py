@@ -12,7 +12,7 @@ class PacedEngine(ScriptedEngine):
 
     def __init__(self, script="", pace=0.0, delay=0.0):
         super().__init__(script)
-        self.pace, self.delay, self.generations = pace, delay, []
+        self.pace, self.delay = pace, delay
 
     def submit(self, request):
         request.check(self.tokenizer.n_vocab, self.n_ctx)
@@ -39,11 +39,3 @@ class PacedEngine(ScriptedEngine):
         except qengine.EngineStopped as failure:        # raised by a script
             error = failure
         generation.close(error)
-
-    def stats(self):
-        running = sum(not g._done.is_set() for g in self.generations)
-        counts = {"prompt_tokens": "n_prompt", "cached_tokens": "n_cached", "generated_tokens": "n_generated"}
-        return {name: sum(getattr(g, field) for g in self.generations) for name, field in counts.items()} | {
-            "requests_running": running, "requests_waiting": 0, "kv_pages": 64, "kv_pages_used": 16 * running,
-            "checkpoints": 3, "checkpoints_on_card": 2, "checkpoints_spilled": 1, "checkpoints_fetched": 0,
-            "checkpoints_dropped": 0}

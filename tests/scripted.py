@@ -18,14 +18,14 @@ def shipped():
 class ScriptedEngine:
     """What api/ knows of an Engine. script: a text, or what makes one of the prompt; an answer is all of it, then the end.
 
-    requests: those submitted so far. Every token has the log-probability -0.5, and token 5 -1.5.
+    requests, generations: those so far. Every token has the log-probability -0.5, and token 5 -1.5.
     """
 
     name, n_ctx, error, cards = "scripted", 4096, None, ()
 
     def __init__(self, script="", template=None):
         self.tokenizer, self.template = shipped().tokenizer, template or shipped().template
-        self.script, self.requests = script, []
+        self.script, self.requests, self.generations = script, [], []
 
     def encode(self, text):
         return qengine.encode_prompt(self.tokenizer, text, self.n_ctx)
@@ -36,6 +36,7 @@ class ScriptedEngine:
         prompt = self.tokenizer.decode(request.prompt_ids, special=True)
         text = self.script(prompt) if callable(self.script) else self.script
         generation = qengine.Generation(request, self.tokenizer)
+        self.generations.append(generation)
         for n, token in enumerate(itertools.chain(self.tokenizer.encode(text), [END]), start=1):
             reason = "stop" if token == END else "length" if n == request.max_tokens else None
             likeliest = ((token, -0.5), (5, -1.5))[:request.top_logprobs or 0]
@@ -43,6 +44,24 @@ class ScriptedEngine:
                 break
         generation.close()
         return generation
+
+    def stats(self):
+        running = sum(not g._done.is_set() for g in self.generations)
+        counts = {"prompt_tokens": "n_prompt", "cached_tokens": "n_cached", "generated_tokens": "n_generated"}
+        return {name: sum(getattr(g, field) for g in self.generations) for name, field in counts.items()} | {
+            "requests_running": running, "requests_waiting": 0, "kv_pages": 64, "kv_pages_used": 16 * running,
+            "checkpoints": 3, "checkpoints_on_card": 2, "checkpoints_spilled": 1, "checkpoints_fetched": 0,
+            "checkpoints_dropped": 0}
+
+
+class Unreal:
+    """What the log asks of a generation, for those that tests make up."""
+
+    n_prompt = n_generated = 1
+    n_cached, started, token_times, finish_reason, error = 0, 0.0, (), None, None
+
+    def cancel(self):
+        pass
 
 
 END = 6120                  # <|im_end|>

@@ -6,7 +6,7 @@ import anthropic
 import pytest
 
 import qengine
-from tests.scripted import ScriptedEngine, obeys, official_clients, serving_app, shipped
+from tests.scripted import ScriptedEngine, Unreal, obeys, official_clients, serving_app, shipped
 from tests.test_api_reply import WEATHER, XML
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -202,17 +202,12 @@ def test_errors_have_anthropics_shape(scripted, monkeypatch):
     assert web.get("/v1/messages/batches").json["error"]["type"] == "not_found_error"
 
 
-class Broken:
+class Broken(Unreal):
     """A generation whose card fails after the first token."""
-    n_prompt = n_generated = 1
-    n_cached = 0
 
-    def __iter__(self):
+    def listen(self, patience):
         yield qengine.Event(shipped().tokenizer.encode("a")[0], "a", None)
         raise qengine.EngineStopped("the card fell off the bus")
-
-    def cancel(self):
-        pass
 
 
 def test_a_failure_in_mid_stream_is_told(scripted, monkeypatch):

@@ -13,6 +13,7 @@ import pytest
 
 import qengine
 from api import openai as openai_api
+from tests.scripted import Unreal
 from tests.tiny import CONTEXT, tiny_engine
 
 PROMPT = "The quick brown fox"
@@ -488,21 +489,12 @@ def test_a_client_that_hangs_up_cancels_its_generation(engine, monkeypatch, stre
             wait_until(lambda: not service.open)
 
 
-class Unreal:
-    """What the log asks of a generation."""
-    n_prompt = n_generated = 1
-    n_cached, started, token_times, finish_reason, error = 0, 0.0, (), None, None
-
-
 class Broken(Unreal):
     """A generation whose card fails after the first token."""
 
     def listen(self, patience):
         yield qengine.Event(1, "a", None)
         raise qengine.EngineStopped("the card fell off the bus")
-
-    def cancel(self):
-        pass
 
 
 def test_a_card_that_fails(engine, client, port, monkeypatch):
