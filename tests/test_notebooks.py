@@ -21,7 +21,7 @@ import pytest
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 LESSONS = [path for path in NOTEBOOKS if path.stem != "00_tour"]
-SECONDS = 300                           # for one cell: the first use of a kernel compiles it
+SECONDS = 600                           # for one cell: the first use of a kernel compiles it
 PICTURE_BYTES = 120_000                 # of a lesson
 
 notebooks = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
