@@ -21,7 +21,7 @@ import pytest
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 LESSONS = [path for path in NOTEBOOKS if path.stem != "00_tour"]
-SECONDS = 300                           # for one cell: the first use of a kernel compiles it
+SECONDS = 600                           # for one cell: the first use of a kernel compiles it
 PICTURE_BYTES = 120_000                 # of a lesson
 
 notebooks = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -53,7 +53,9 @@ def printed(cell):
 
 
 def pictures(cell):
-    return [base64.b64decode(output.data["image/png"]) for output in cell.outputs if "image/png" in output.get("data", ())]
+    """In base64."""
+    found = [output.data["image/png"] for output in cell.outputs if "image/png" in output.get("data", ())]
+    return ["".join(picture.split()) for picture in found]
 
 
 @notebooks
@@ -85,13 +87,14 @@ def test_exercises_and_their_solutions(path):
 
 @lessons
 def test_pictures_are_small(path):
-    assert sum(len(picture) for cell in code_cells(read(path)) for picture in pictures(cell)) < PICTURE_BYTES
+    kept = [base64.b64decode(picture) for cell in code_cells(read(path)) for picture in pictures(cell)]
+    assert sum(map(len, kept)) < PICTURE_BYTES
 
 
 @notebooks
 def test_becomes_a_page(path):
-    page, _ = nbconvert.HTMLExporter().from_filename(str(path))
-    assert page.count("data:image/png") == sum(len(pictures(cell)) for cell in code_cells(read(path)))
+    page = "".join(nbconvert.HTMLExporter().from_filename(str(path))[0].split())
+    assert all(picture in page for cell in code_cells(read(path)) for picture in pictures(cell))
 
 
 def test_attempts(capsys):
@@ -101,7 +104,8 @@ def test_attempts(capsys):
     spec.loader.exec_module(lab)
 
     def check(answer):
-        assert answer() == 4, f"{answer()} is not 4"
+        if answer() != 4:
+            raise AssertionError(f"{answer()} is not 4")
 
     for answer in (None, lambda: 5, lambda: 4):
         lab.attempt(check, answer)
