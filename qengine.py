@@ -1513,24 +1513,28 @@ class CacheSizes:
 
 
 LEAST_CHECKPOINTS = 2           # on the card, however little memory there is
+KEPT_CONTEXTS = 4               # of every slot, whose pages are there if memory is: the one that runs, and earlier ones
 
 
 def choose_sizes(stages: list["Stage"], n_slots: int, n_ctx: int, kv_tokens: int | None, checkpoint_memory: int | None,
                  checkpoint_host_memory: int | None) -> CacheSizes:
     """What to do with the memory that the weights have left.
 
-    kv_tokens: tokens that the pages of all slots hold together; by default n_slots times n_ctx, or fewer where 90 % of
-    the memory do not suffice for that, but n_ctx at least. checkpoint_memory: bytes on each card, by default a quarter
-    of what the pages leave; checkpoint_host_memory: bytes, by default an eighth of the machine's. There are not more
-    checkpoints than pages: a page has one at most.
+    kv_tokens: tokens whose keys and values all pages hold together. By default n_slots times n_ctx, or fewer where 90 %
+    of the memory do not suffice for that, but n_ctx at least; and KEPT_CONTEXTS times as many, or what a quarter of the
+    memory holds, where later prompts can make use of them: none can without memory for checkpoints.
+    checkpoint_memory: bytes on each card, by default a quarter of what the pages leave. checkpoint_host_memory: bytes,
+    by default an eighth of the machine's. There are not more checkpoints than pages: a page has one at most.
     """
     max_pages = pages_for(n_ctx)
-    n_pages = n_slots * max_pages if kv_tokens is None else pages_for(kv_tokens)
     if kv_tokens is None:
-        for stage in stages:
-            free = stage.card.free_bytes - (n_slots + LEAST_CHECKPOINTS) * stage.state_bytes
-            n_pages = min(n_pages, int(0.9 * free) // max(stage.page_bytes, 1))
-        n_pages = max(n_pages, max_pages)
+        fitting = min((stage.card.free_bytes - (n_slots + LEAST_CHECKPOINTS) * stage.state_bytes)
+                      // max(stage.page_bytes, 1) for stage in stages)
+        n_pages = max(min(n_slots * max_pages, int(0.9 * fitting)), max_pages)
+        if checkpoint_memory != 0 or checkpoint_host_memory != 0:
+            n_pages = max(n_pages, min(KEPT_CONTEXTS * n_slots * max_pages, fitting // 4))
+    else:
+        n_pages = pages_for(kv_tokens)
     n_checkpoints = n_pages
     for stage in stages:
         free = stage.card.free_bytes - n_slots * stage.state_bytes - n_pages * stage.page_bytes
@@ -1650,7 +1654,7 @@ class PrefixCache:
             list(reversed(range(n))) for n in (n_pages, n_checkpoints, n_host))
         self.root = Node(None, (), -1, 0)
         self.kept: dict[Node, None] = {}    # the nodes with a checkpoint, oldest first
-        self.n_nodes = self.n_idle = 0      # nodes; those without users
+        self.n_idle = 0                     # nodes without users
         self.clock = 0
         self.n_spilled = self.n_fetched = self.n_dropped = 0
 
@@ -1710,7 +1714,6 @@ class PrefixCache:
         child = node.children.get(tokens)
         if child is None:
             child = node.children[tokens] = Node(node, tokens, page, node.depth + 1)
-            self.n_nodes += 1
             self.n_idle += 1
         elif child.n_users:
             self.free_pages.append(page)
@@ -1729,7 +1732,6 @@ class PrefixCache:
         while node is not self.root and not (node.children or node.n_users or node in self.kept):
             del node.parent.children[node.tokens]
             self.free_pages.append(node.page)
-            self.n_nodes -= 1
             self.n_idle -= 1
             node = node.parent
 
@@ -2663,6 +2665,7 @@ class Scheduler:
                 generation.close(generation.overdue())
 
     def _admit(self):
+        """Give slots to the oldest that wait, as far as there are slots and pages for them."""
         while self.free_slots:
             with self.changed:
                 if not self.waiting:
@@ -2670,8 +2673,7 @@ class Scheduler:
                 n_pages = self._pages_wanted(self.waiting[0].request)
                 if n_pages > self._unpromised_pages():
                     return
-                generation = self.waiting.popleft()
-            self.running.append(Sequence(generation, self.free_slots.pop(), n_pages, self.cache.root))
+                self.running.append(Sequence(self.waiting.popleft(), self.free_slots.pop(), n_pages, self.cache.root))
             self.totals["requests"] += 1
 
     def _pages_wanted(self, request: Request) -> int:
@@ -3699,7 +3701,8 @@ def build_parser() -> Parser:
                               f"(default: {DEFAULT_CTX}, or the model's own where that is less)")
     machine.add_argument("--kv-tokens", metavar="N", type=within(int, 1, 2**31 - 1),
                          help="tokens of all conversations together, running ones and those kept for their "
-                              "next turn (default: slots x ctx, or what fits the card)")
+                              f"next turn (default: slots x ctx, and {KEPT_CONTEXTS} times as many where there "
+                              "is memory)")
     for where, default in ("", "a quarter of what is free"), ("host-", "an eighth of the machine's"):
         machine.add_argument(f"--checkpoint-{where}memory", metavar="MB", type=within(int, 0, 2**31 - 1),
                              help=f"{'host' if where else 'card'} memory for the states that spare later prompts "

@@ -187,7 +187,7 @@ class World:
         cache, running, nodes = self.cache, self.scheduler.running, self.nodes()
         own = [page for s in running for page in s.pages[s.node.depth:]]
         assert sorted(cache.free_pages + [node.page for node, *_ in nodes] + own) == list(range(self.n_pages))
-        assert cache.n_nodes == len(nodes) and cache.n_idle == sum(not node.n_users for node, *_ in nodes)
+        assert cache.n_idle == sum(not node.n_users for node, *_ in nodes)
         paths = [set(s.node.path()) for s in running]
         numbers, hosts = list(cache.free_numbers), list(cache.free_hosts)
         for node, tokens, known in nodes:

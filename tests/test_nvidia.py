@@ -210,7 +210,7 @@ def test_small_copies_are_read_when_they_are_given(fake_card, monkeypatch):
 
 
 def test_what_the_host_asks_of_the_driver_for_a_token(fake_card, monkeypatch):
-    """One replay, one copy of the tokens, no waiting but for that copy; each 64 tokens, another page."""
+    """One replay, one copy of the tokens, no waiting but for that copy; each 64 tokens a checkpoint and a page."""
     fake_card.cc = compiler.supported_ccs()[0]          # of kernels that are compiled for other tests; they do nothing
     monkeypatch.setattr(nvidia, "assemble", lambda *arguments: None)
     for name, result in {"cuModuleLoadDataEx": "", "cuModuleGetFunction": "", "cuFuncGetAttribute": 0}.items():
@@ -226,7 +226,7 @@ def test_what_the_host_asks_of_the_driver_for_a_token(fake_card, monkeypatch):
     engine.submit(qengine.Request([1, 2], max_tokens=100, ignore_eos=True)).wait()
     steps = " ".join(calls).split("cuGraphLaunch ")[2:-1]
     once = "cuMemcpyDtoHAsync cuEventCreate cuEventRecord cuEventSynchronize "
-    assert len(steps) == 97 and steps.count(once) == 96 and steps.count(once + "cuMemcpyHtoDAsync ") == 1
+    assert len(steps) == 97 and steps.count(once) == 96 and steps.count(once + "cuLaunchKernel cuMemcpyHtoDAsync ") == 1
     engine.close()
 
 
