@@ -1226,6 +1226,15 @@ def load_layer(weights, card: Card, config: Config, index: int) -> LinearLayer |
                        vector("ssm_norm.weight"), matrix("ssm_out"), mlp)
 
 
+def matrices(part) -> list[Matrix]:
+    """The matrices of a layer, by what its fields hold."""
+    if isinstance(part, Matrix):
+        return [part]
+    fields = dataclasses.fields(part) if dataclasses.is_dataclass(part) else ()
+    inner = part if isinstance(part, tuple) else [getattr(part, field.name) for field in fields]
+    return [matrix for item in inner for matrix in matrices(item)]
+
+
 @dataclass(frozen=True)
 class Rows:
     """The tokens of one pass through the layers and where each belongs; int32 arrays on the card.
@@ -1258,8 +1267,7 @@ class Model:
     Every float operation is a kernel of kernels/ on `card`; here is only their order.
     """
 
-    def __init__(self, card: Card, config: Config, weights, layers: range, cache: "Cache", max_rows: int, n_slots: int,
-                 progress=iter):
+    def __init__(self, card: Card, config: Config, weights, layers: range, cache: "Cache", progress=iter):
         self.card, self.config, self.cache, self.first_layer = card, config, cache, layers.start
         is_last = layers.stop == config.n_layers
         self.layers = [load_layer(weights, card, config, index) for index in progress(layers)]
@@ -1270,18 +1278,25 @@ class Model:
             self.head_norm = weights.vector(card, "output_norm.weight")
             self.head = self.embeddings if config.tied_embeddings else weights.matrix(card, "output.weight")
         self.inv_freq = card.upload(rope.inverse_frequencies(config.rope_base), "rotary frequencies")
-        self._allocate(max_rows, n_slots)
+        self.stride = max(stack.stride for layer in self.layers for stack in (layer.inputs, layer.mlp.gate_up))
 
-    def _allocate(self, rows: int, n_slots: int):
-        """Scratch memory. A name says what the array holds in the course of a layer."""
+    def row_bytes(self) -> int:
+        """Bytes that `allocate` takes for a row."""
+        c, page = self.config, gdn.factors_shape(PAGE_TOKENS, self.config.n_value_heads)
+        floats = c.hidden_dim + self.stride + c.conv_dim + c.value_dim + c.query_dim + math.prod(page) // PAGE_TOKENS
+        halves = c.query_dim                                        # rotated query
+        activations = sum({c.hidden_dim, c.value_dim, c.query_dim}) + c.ffn_dim
+        return 4 * floats + 2 * halves + activations * 41 // 8      # of each a float, an int8 and 1 / 32 scale
+
+    def allocate(self, rows: int, n_slots: int):
+        """Scratch memory, for passes of up to `rows` rows. A name says what the array holds in the course of a layer."""
         c, card = self.config, self.card
 
         def floats(name, width):
             return card.alloc((rows, width), np.float32, name)
 
         self.x = floats("residual stream", c.hidden_dim)
-        stacks = [stack for layer in self.layers for stack in (layer.inputs, layer.mlp.gate_up)]
-        self.projected = card.alloc(rows * max(stack.stride for stack in stacks), np.float32, "products of a stack")
+        self.projected = card.alloc(rows * self.stride, np.float32, "products of a stack")
         self.mixed, self.o = floats("qkv after convolution", c.conv_dim), floats("delta rule output", c.value_dim)
         self.factors = card.alloc(gdn.factors_shape(rows, c.n_value_heads), np.float32, "delta rule factors")
         self.q = card.alloc((rows, c.n_heads, c.head_dim), np.float16, "rotated query")
@@ -1500,18 +1515,41 @@ class Stage:
     hands on is `model.x`.
     """
 
-    def __init__(self, card: Card, config: Config, weights, layers: range, n_slots: int, n_ctx: int, chunk: int,
+    def __init__(self, card: Card, config: Config, weights, layers: range, n_slots: int, n_ctx: int, chunk: int | None,
                  progress=iter):
-        self.card, self.n_slots, self.chunk = card, n_slots, chunk
+        self.card, self.n_slots = card, n_slots
         self.cache = Cache(card, config, layers, n_slots, n_ctx)
-        max_rows = max(chunk, n_slots, HEAD_ROWS)
         with weights.loading(card):
-            self.model = Model(card, config, weights, layers, self.cache, max_rows, n_slots, progress)
+            self.model = Model(card, config, weights, layers, self.cache, progress)
+        self.chunk = min(chunk or self.fitting_chunk(), pages_for(n_ctx) * PAGE_TOKENS)
+        max_rows = max(self.chunk, n_slots, HEAD_ROWS)
+        self.model.allocate(max_rows, n_slots)
         self.sampler = Sampler(card, n_slots, config.n_vocab) if self.model.head else None
         # A prompt's pass must not disturb the batch, whose inputs stay from one step to the next.
         self.inputs = card.alloc(6 * max_rows, np.int32, "ids, slots and positions of a prompt's pass")
         self.batch = card.alloc(6 * n_slots, np.int32, "ids, slots and positions of a decode step")
         self.recordings = {}    # (rows, is_decode) -> Recording
+        self.products = collections.Counter(
+            (matrix.n, matrix.k) for layer in self.model.layers for matrix in matrices(layer) if matrix.is_quantized)
+        self.pass_time = functools.cache(self.pass_time)
+
+    def fitting_chunk(self) -> int:
+        """Tokens of a pass that suit the card: on a real one as many as its free memory allows."""
+        if self.card.kind == "emulated":
+            return CHUNK
+        rows = self.card.free_bytes // CHUNK_SHARE // self.model.row_bytes()
+        return min(max(rows // PAGE_TOKENS * PAGE_TOKENS, CHUNK), LARGEST_CHUNK)
+
+    def pass_time(self, rows: int) -> int:
+        """How long the products of a pass take, to compare with others (0 rows: nothing)."""
+        return sum(count * q8_gemm.relative_time(self.card, n, k, rows) for (n, k), count in self.products.items()
+                   ) if rows else 0
+
+    def pass_rows(self, n: int, limit: int) -> int:
+        """Tokens of the next pass over a prompt that has n left, at most `limit`: all, or passes of the multiple of 64
+        whose blocks of threads fill the card best, as the last round of a product takes as long as a full one."""
+        sizes = [*([n] if n <= limit else []), *range(min(limit, n) // PAGE_TOKENS * PAGE_TOKENS, 0, -PAGE_TOKENS)]
+        return min(sizes, key=lambda rows: n // rows * self.pass_time(rows) + self.pass_time(n % rows))
 
     def prefill(self, ids, slot: int, start: int, tap=None):
         """Queue a pass over consecutive tokens of a slot; their hidden states stay in model.x until the next one."""
@@ -1551,7 +1589,8 @@ class Stage:
 
     def launch_all(self):
         """Launch every kernel that a prompt or an answer of any length may need; what they compute is of no use."""
-        for n in (*range(1, min(self.chunk, 64)), *range(64, self.chunk + 1, 8)):   # few and many rows differ
+        few = min(self.chunk, CHUNK)    # beyond, what is run depends on the number of pages alone
+        for n in (*range(1, min(few, 64)), *range(64, few + 1, 8), *range(CHUNK, self.chunk + 1, PAGE_TOKENS)):
             self.model.forward(rows_of(self.inputs, n, is_decode=False))
         for n in range(1, self.n_slots + 1):
             self.launch_step(n)
@@ -1628,6 +1667,10 @@ class Pipeline:
         if len(self.queued) > 1:        # or a whole prompt is queued at once, and no cancellation stops the cards
             self.queued.popleft().synchronize()
 
+    def pass_rows(self, n: int, limit: int) -> int:
+        """Tokens of the next pass over a prompt that has n left, a multiple of 64 or all of them, at most `limit`."""
+        return self.last.pass_rows(n, limit)
+
     def sample_row(self, row: int, slot: int) -> int:
         return self.last.sample_row(row, slot)
 
@@ -1692,7 +1735,9 @@ class Sampler:
 # 8  Scheduler and engine
 # ======================================================================================================
 
-CHUNK = 512                 # tokens of a prompt that run in one pass; a multiple of 64
+CHUNK = 512                 # tokens of a prompt that run in one pass, at most; a multiple of 64
+LARGEST_CHUNK = 4096        # the same on a real card, whose multipliers more rows keep busier (GEMM: 64 or 72 % of peak),
+CHUNK_SHARE = 8             # if they take no more than 1 / 8 of the memory that the weights leave
 NAN_LOGITS = "the logits hold a NaN: the model file is damaged, or a kernel is wrong"
 DEFAULT_CTX = 4096          # tokens of a slot, where neither the caller nor the model asks for fewer
 
@@ -1988,7 +2033,8 @@ class Scheduler:
 
     def _prefill(self, sequence: Sequence):
         """The next chunk of a prompt. Chunks start at multiples of 64, so no result depends on their size."""
-        start, end = sequence.n_cached, min(sequence.n_cached + self.chunk, sequence.generation.n_prompt)
+        start = sequence.n_cached
+        end = start + self.pipeline.pass_rows(sequence.generation.n_prompt - start, self.chunk)
         self.reserve(sequence, end)
         self.pipeline.prefill(sequence.tokens[start:end], sequence.slot, start)
         sequence.n_cached = end
@@ -2168,22 +2214,21 @@ def open_model(model: str | Path) -> OpenModel:
 
 
 def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | None = None,
-         ctx: int | None = None, slots: int = 1, chunk: int = CHUNK, progress: bool = True) -> Engine:
+         ctx: int | None = None, slots: int = 1, chunk: int | None = None, progress: bool = True) -> Engine:
     """Load a GGUF file, or random weights by the name "synthetic:0.8b", "synthetic:9b:q4_k", ..., ready to generate.
 
     model: its path or name, or what `open_model` made of that; by default the model that comes with qengine.
     card: a Card, or the name of one as kernels.card.open_cards takes it; by default the first NVIDIA card, or else an
     emulated one. ctx: tokens of a slot, prompt and answer together. slots: answers that are generated at the same time.
-    chunk: tokens of a prompt per pass, a multiple of 64. progress: show on stderr what is used and how far it is.
+    chunk: tokens of a prompt per pass at most, a multiple of 64; by default what suits card and model. progress: show on stderr what is used and how far it is.
     Raises ModelError, RequestError, CardError (OutOfMemory names what did not fit).
     """
-    limits = ("ctx", 1 if ctx is None else ctx, 1), ("slots", slots, 1), ("chunk", chunk, PAGE_TOKENS)
+    limits = ("ctx", 1 if ctx is None else ctx, 1), ("slots", slots, 1), ("chunk", PAGE_TOKENS if chunk is None else chunk, PAGE_TOKENS)
     for name, value, unit in limits:
         if value < 1 or value % unit:
             raise RequestError(name, f"{name} must be {unit}, {2 * unit}, ..., not {value}")
     opened = model if isinstance(model, OpenModel) else open_model(model)
     config, n_ctx = opened.config, opened.n_ctx(ctx)
-    chunk = min(chunk, pages_for(n_ctx) * PAGE_TOKENS)
     used = card if isinstance(card, Card) else _open_card(card)
     free = used.free_bytes
     used.replace(probe.saved_replacements(used))
@@ -2194,12 +2239,13 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | None 
                  "what comes after those may make no sense")
     loading = functools.partial(tqdm.tqdm, desc="loading layers", unit="layer", leave=False, disable=not progress)
     layers = range(config.n_layers)
-    pipeline = Pipeline([Stage(used, config, opened.weights, layers, slots, n_ctx, chunk, loading)])
+    stage = Stage(used, config, opened.weights, layers, slots, n_ctx, chunk, loading)
+    pipeline = Pipeline([stage])
     pipeline.load_kernels(progress)
     if progress:
         note(f"model: {config.name}, {config.n_parameters / 1e6:,.1f} million parameters; "
              f"{show_bytes(free - used.free_bytes)} on the card, {slots} x {n_ctx} tokens of context included")
-    return Engine(config, opened.tokenizer, opened.template, pipeline, slots, n_ctx, chunk)
+    return Engine(config, opened.tokenizer, opened.template, pipeline, slots, n_ctx, stage.chunk)
 
 
 def _open_card(name: str | None) -> Card:
@@ -2676,15 +2722,6 @@ class Speed:
     operations: list[Operation]
 
 
-def matrices(part) -> list[Matrix]:
-    """The matrices of a layer, by what its fields hold."""
-    if isinstance(part, Matrix):
-        return [part]
-    fields = dataclasses.fields(part) if dataclasses.is_dataclass(part) else ()
-    inner = part if isinstance(part, tuple) else [getattr(part, field.name) for field in fields]
-    return [matrix for item in inner for matrix in matrices(item)]
-
-
 class Bench:
     """Times an engine that does nothing else; `batch` of its slots decode together. Close it afterwards."""
 
@@ -2700,8 +2737,12 @@ class Bench:
 
     def chunks(self, n: int):
         """(start, token ids) of the passes of a random prompt of n tokens."""
-        ids = self.random.integers(0, self.engine.config.n_vocab, n).tolist()
-        return [(start, ids[start:start + self.engine.chunk]) for start in range(0, n, self.engine.chunk)]
+        ids, start, chunks = self.random.integers(0, self.engine.config.n_vocab, n).tolist(), 0, []
+        while start < n:
+            end = start + self.pipeline.pass_rows(n - start, self.engine.chunk)
+            chunks.append((start, ids[start:end]))
+            start = end
+        return chunks
 
     def prompt(self, n: int, slot: int = 0) -> float:
         """Seconds of a prompt of n tokens with its first answer token."""
@@ -2804,12 +2845,14 @@ class Bench:
     def estimated_seconds(self, work) -> dict:
         """Name -> seconds that what work() launches would take on each card of the table."""
         own, found = self.card.n_sms, {}
-        for model in CARDS:
-            self.card.n_sms = model.n_sms           # grids are made for so many
-            with self.card.counting() as log:
-                work()
-            found[model.name] = sum(launch.estimate(model).seconds for launch in log)
-        self.card.n_sms = own
+        try:
+            for model in CARDS:
+                self.card.n_sms = model.n_sms       # grids are made for so many
+                with self.card.counting() as log:
+                    work()
+                found[model.name] = sum(launch.estimate(model).seconds for launch in log)
+        finally:
+            self.card.n_sms = own
         return found
 
 

@@ -52,10 +52,9 @@ from numba import cuda
 from numba.types import float16, float32, uint32, uint64
 
 from kernels.intrinsics import (arrive, div_rn, exp, float_as_word, float_max, half2_high, half2_low, hfma2,
-                                hmul2,
-                                load_floats4, load_shared, load_shared4, pack_half2, shared_address, sigmoid,
-                                store_floats4, store_shared, store_shared4, store_word, warp_max, warp_sum,
-                                word_as_float)
+                                hmul2, let_next_begin, load_floats4, load_shared, load_shared4, pack_half2, shared_address, sigmoid,
+                                store_floats4, store_shared, store_shared4, store_word, wait_for_previous, warp_max,
+                                warp_sum, word_as_float)
 from kernels.attention import TOLERANCE_ALL, attention_reference, gates, head_error, load_part
 from kernels.bench import Case, main
 from kernels.kv_cache import PAGE, page_offset, read_pages, store_row
@@ -197,6 +196,8 @@ def attend_kernel(group, quantized):
     def attend(out, scales, partial, arrived, projected, q_norm, k_norm, rope_pos, inv_freq, k_pages, v_pages,
                block_table, row_slot, row_pos, stride, k_column, v_column, n_positions, max_pages, n_kv,
                height_section, width_section, eps):
+        let_next_begin()
+        wait_for_previous()
         query = cuda.shared.array(n_query, float16)        # [head of the group][256]
         scores = cuda.shared.array(n_scores, uint32)       # [head][64 keys]: float32, then half p, doubled
         chains = cuda.shared.array(n_chains, uint32)       # [warp][head][128 words]

@@ -54,7 +54,8 @@ from kernels.bench import Case, main
 from kernels.conv import convolve, ring_index
 from kernels.gdn import (HEAD, NORM_EPS, QUERY_SCALE, TOLERANCE, error_by_largest, random_inputs, reference,
                          split)
-from kernels.intrinsics import exp, load_floats4, rsqrt, sigmoid, silu, softplus, store_floats4, warp_sum
+from kernels.intrinsics import (exp, let_next_begin, load_floats4, rsqrt, sigmoid, silu, softplus, store_floats4,
+                                wait_for_previous, warp_sum)
 from kernels.norm import gate_head, gated_norm_reference, store_quantized
 from kernels.quantize import quantize_reference
 
@@ -92,10 +93,11 @@ def decode_kernel(store):
     @cuda.jit(launch_bounds=(THREADS, BLOCKS))
     def gdn_decode_kernel(q_out, d_out, state, ring, projected, stride, conv_w, ssm_a, dt_bias, norm_w,
                           row_slot, row_pos, n_k, n_v, eps):
+        let_next_begin()
         thread = uint32(cuda.threadIdx.x)
         lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
         head, row = uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y)
-        slot, position, key_head = uint32(row_slot[row]), uint32(row_pos[row]), uint32(head % n_k)
+        key_head = uint32(head % n_k)
         width = uint32((n_k + n_k + n_v) * uint32(HEAD))
         row_at = uint32(row * stride)
 
@@ -104,11 +106,14 @@ def decode_kernel(store):
         start = key_head if kind == uint32(0) else (n_k + key_head if kind == uint32(1) else n_k + n_k + head)
         channel = uint32(uint32(start) * uint32(HEAD) + element)
         column = channel if kind < uint32(3) else uint32(width + head * uint32(HEAD) + element)
-        newest, weight = projected[uint32(row_at + column)], norm_w[element]
+        weight = norm_w[element]
         w0, w1, w2, w3 = load_floats4(conv_w, uint32(channel * uint32(4)))
+        rate_of_decay, bias = ssm_a[head], dt_bias[head]
+        wait_for_previous()
+        newest = projected[uint32(row_at + column)]
         gate_at = uint32(row_at + width + n_v * uint32(HEAD) + head)
         gate = projected[gate_at if warp == uint32(KEEP) else uint32(gate_at + n_v)]
-        rate_of_decay, bias = ssm_a[head], dt_bias[head]
+        slot, position = uint32(row_slot[row]), uint32(row_pos[row])
         x0 = ring[ring_index(slot, uint32(position + uint32(1)), channel, width)]
         x1 = ring[ring_index(slot, uint32(position + uint32(2)), channel, width)]
         x2 = ring[ring_index(slot, uint32(position + uint32(3)), channel, width)]

@@ -248,6 +248,27 @@ def arrive(context, array, index):
     return uint32(array, uint32), codegen
 
 
+# ---- launches that overlap ---------------------------------------------------------------------------------
+# From Hopper on, a kernel that calls `wait_for_previous` is launched while the kernel before it in its stream is
+# still running, as soon as all blocks of that one have called `let_next_begin` or ended, wherever an SM has room.
+# What it does before the wait costs no time then; there it may read only what no kernel still running writes:
+# weights, and what was complete before the kernel that it overlaps with began. Older cards: neither is there.
+
+def _dependency(word):
+    def typing(context):
+        def codegen(context, builder, signature, values):
+            function = ir.FunctionType(ir.VoidType(), [])
+            builder.asm(function, f"griddepcontrol.{word};", "~{memory}", [], True)
+            return context.get_dummy_value()
+        return types.void(), codegen
+
+    return typing
+
+
+let_next_begin = intrinsic(_dependency("launch_dependents"))
+wait_for_previous = intrinsic(_dependency("wait"))  # until it has ended; what it wrote is seen
+
+
 # ---- shared memory by address ------------------------------------------------------------------------------
 # A loop that keeps addresses, and steps them, needs no instruction to make one: what is added to an address
 # here is part of the load. An index costs a shift and an addition at each array that it is used in.

@@ -36,8 +36,8 @@ import numpy as np
 from numba import cuda, float32, uint32
 
 from kernels.bench import Case, main
-from kernels.intrinsics import (div_rn, float_as_word, load_floats4, rsqrt, silu, store_floats4, store_word,
-                                warp_sum)
+from kernels.intrinsics import (div_rn, float_as_word, let_next_begin, load_floats4, rsqrt, silu, store_floats4,
+                                store_word, wait_for_previous, warp_sum)
 from kernels.quantize import block_scale, check_with_twin, quantize_word
 
 GROUP = 128               # values that a warp touches at once, and the width of a gated head
@@ -169,6 +169,8 @@ def quantize_norm(q, d, x, at, w, k, eps, partial, lane, warp, n_warps):
 
 @cuda.jit
 def rms_norm_quantize_kernel(q, d, x, w, k, eps):
+    let_next_begin()
+    wait_for_previous()
     row, lane, warp = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x & 31), uint32(cuda.threadIdx.x >> 5)
     partial = cuda.shared.array(MAX_WARPS, float32)
     quantize_norm(q, d, x, uint32(row * k), w, k, eps, partial, lane, warp, uint32(cuda.blockDim.x >> 5))

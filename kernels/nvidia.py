@@ -287,8 +287,12 @@ class NvidiaCard(Card):
         driver.cuCtxSetCurrent(self._context)
         with loaded.lock:                                # the driver copies the parameters during the call
             loaded.params[:] = params
-            status, = driver.cuLaunchKernel(loaded.function, *grid, *block, shared, stream.handle,
-                                            loaded.pointers, 0)
+            if loaded.overlaps:
+                config = _overlapping_launch(grid, block, shared, stream)
+                status, = driver.cuLaunchKernelEx(config, loaded.function, loaded.pointers, 0)
+            else:
+                status, = driver.cuLaunchKernel(loaded.function, *grid, *block, shared, stream.handle,
+                                                loaded.pointers, 0)
         if status != SUCCESS:
             raise LaunchError(f"{function.name}, grid {grid}, block {block}, dynamic shared memory {shared} "
                               f"bytes: {_explain(status)}")
@@ -314,11 +318,25 @@ class NvidiaCard(Card):
         recording.finish()
 
 
+def _overlapping_launch(grid, block, shared, stream):
+    """The CUlaunchConfig of a kernel that waits by itself for the one before it (kernels/intrinsics.py)."""
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = block
+    config.sharedMemBytes, config.hStream = shared, stream.handle
+    config.attrs, config.numAttrs = [attribute], 1
+    return config
+
+
 class _Loaded:
-    """A kernel in a card: the module, the function, and where cuLaunchKernel finds its parameters."""
+    """A kernel in a card: the module, the function, and where the launch finds its parameters."""
 
     def __init__(self, module, function, compiled):
         self.module, self.function, self.lock = module, function, threading.Lock()
+        self.overlaps = "griddepcontrol.wait" in compiled.ptx
         offsets, nbytes = compiler.parameter_layout(compiled.signature)
         buffer = (ctypes.c_uint64 * (nbytes // 8 + 1))()
         self.params = memoryview(buffer).cast("B")[:nbytes]

@@ -68,8 +68,9 @@ from numba import cuda
 from numba.types import float32, int8, int32, uint16, uint32
 
 from kernels.bench import Case, main
-from kernels.intrinsics import (BIAS_WORD, dp4a, float_as_word, half_to_float, load_words2, load_words4, silu,
-                                store_word, stream_words2, stream_words4, unbias)
+from kernels.intrinsics import (BIAS_WORD, dp4a, float_as_word, half_to_float, let_next_begin, load_words2,
+                                load_words4, silu, store_word, stream_words2, stream_words4, unbias,
+                                wait_for_previous)
 from kernels.norm import MAX_WARPS, quantize_norm, rms_norm_quantize
 from kernels.quantize import block_scale, quantize_word
 from kernels.swiglu import swiglu_quantize
@@ -281,16 +282,17 @@ Shape = namedtuple("Shape", "rows slots warps")
 
 
 def shape_for(card, fmt, columns, k, in_pairs=False):
-    """The Shape for warps of `columns` columns; in_pairs: for SwiGLU or after the norm. As many turns are under way
+    """The Shape for warps of `columns` columns of k values; in_pairs: for SwiGLU. As many turns are under way
     as a row has and the registers of a thread hold. A processor fetches ahead by itself."""
     if card.kind == "emulated":
         return Shape(2 if columns <= 2 else 4, 0, 16)
     if fmt is Q8:
         if columns > 2:
             return Shape(4, 2 if columns == 4 else 1, 16)
-        return Shape(2, 2, 32) if in_pairs or columns == 2 else Shape(1, 4, 32)
-    slots = 2 if k >= 2 * BLOCK * fmt.turn and fmt.words <= 6 and columns == 1 else 1
-    return Shape(2, slots, 32) if columns <= 2 else Shape(4, slots, 16)
+        by_twos = k // BLOCK // fmt.turn % 4 == 2
+        return Shape(2, 2, 32) if in_pairs or columns == 2 or by_twos else Shape(1, 4, 32)
+    slots = 2 if k >= 2 * BLOCK * fmt.turn and (fmt.words <= 6 or columns == 2) else 1
+    return Shape(2, slots, 32 if columns == 1 else 16)
 
 
 def x_starts_of(columns):
@@ -360,8 +362,9 @@ def gemv_kernel(fmt, columns, shape, fused):
             if stores:
                 y[at] = before + total if add else total
 
-    @cuda.jit(launch_bounds=threads)
+    @cuda.jit(launch_bounds=(threads, 1))
     def gemv_kernel(y, stride, wq, wd, xq, xd, n, k, n_columns, set_bits, each, extra, add):
+        let_next_begin()
         lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
         raw, w_rows = cuda.local.array(raw_shape, uint32), cuda.local.array(rows, uint32)
         task = uint32(warp >> set_bits)
@@ -369,11 +372,13 @@ def gemv_kernel(fmt, columns, shape, fused):
         set_rows(w_rows, group, n)
         if group < last:
             start(raw, w_rows, k, lane, wq, wd)
+        wait_for_previous()
         first_column = uint32(uint32(warp - uint32(task << set_bits)) * uint32(columns))
         work(raw, y, stride, wq, wd, xq, xd, n, k, add, lane, group, last, first_column, n_columns)
 
-    @cuda.jit(launch_bounds=threads)
+    @cuda.jit(launch_bounds=(threads, 1))
     def norm_gemv_kernel(y, stride, wq, wd, x, norm_w, eps, n, k, each, extra):
+        let_next_begin()
         xq, xd = cuda.shared.array(MAX_FUSED, int8), cuda.shared.array(MAX_FUSED_BLOCKS, float32)
         partial = cuda.shared.array(MAX_WARPS, float32)
         lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
@@ -382,6 +387,7 @@ def gemv_kernel(fmt, columns, shape, fused):
         set_rows(w_rows, group, n)
         if group < last:
             start(raw, w_rows, k, lane, wq, wd)
+        wait_for_previous()
         quantize_norm(xq, xd, x, uint32(0), norm_w, k, eps, partial, lane, warp, uint32(warps))
         cuda.syncthreads()
         work(raw, y, stride, wq, wd, xq, xd, n, k, False, lane, group, last, uint32(0), uint32(1))
@@ -448,20 +454,23 @@ def swiglu_kernel(fmt, columns, shape, fused):
                 side = uint32(side ^ uint32(1))
             unit, inside = next_unit, next_inside
 
-    @cuda.jit(launch_bounds=threads)
+    @cuda.jit(launch_bounds=(threads, 1))
     def gemv_swiglu_kernel(q, d, wq, wd, xq, xd, n, k, n_columns, set_bits):
+        let_next_begin()
         h = cuda.shared.array(h_shape, float32)
         lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
         raw, w_rows = cuda.local.array(raw_shape, uint32), cuda.local.array(rows, uint32)
         task = uint32(warp >> set_bits)
         set_rows(w_rows, uint32(uint32(cuda.blockIdx.x << uint32(5)) + task * uint32(pairs)), n)
         start(raw, w_rows, k, lane, wq, wd)
+        wait_for_previous()
         first_column = uint32(uint32(warp - uint32(task << set_bits)) * uint32(columns))
         tasks = uint32(uint32(warps) >> set_bits)
         work(raw, h, q, d, wq, wd, xq, xd, n, k, lane, warp, task, tasks, first_column, n_columns)
 
-    @cuda.jit(launch_bounds=threads)
+    @cuda.jit(launch_bounds=(threads, 1))
     def norm_gemv_swiglu_kernel(q, d, wq, wd, x, norm_w, eps, n, k):
+        let_next_begin()
         xq, xd = cuda.shared.array(MAX_FUSED, int8), cuda.shared.array(MAX_FUSED_BLOCKS, float32)
         partial = cuda.shared.array(MAX_WARPS, float32)
         h = cuda.shared.array(h_shape, float32)
@@ -469,6 +478,7 @@ def swiglu_kernel(fmt, columns, shape, fused):
         raw, w_rows = cuda.local.array(raw_shape, uint32), cuda.local.array(rows, uint32)
         set_rows(w_rows, uint32(uint32(cuda.blockIdx.x << uint32(5)) + warp * uint32(pairs)), n)
         start(raw, w_rows, k, lane, wq, wd)
+        wait_for_previous()
         quantize_norm(xq, xd, x, uint32(0), norm_w, k, eps, partial, lane, warp, uint32(warps))
         cuda.syncthreads()
         work(raw, h, q, d, wq, wd, xq, xd, n, k, lane, warp, warp, uint32(warps), uint32(0), uint32(1))
@@ -513,7 +523,7 @@ def norm_gemv(card, fmt, y, stride, wq, wd, x, norm_w, eps, n, k, columns, xq, x
     if columns > 1 or k > MAX_FUSED:
         rms_norm_quantize(card, xq, xd, x, norm_w, columns, k, eps, stream)
         return gemv(card, fmt, y, stride, wq, wd, xq, xd, n, k, columns, stream=stream)
-    shape = shape_for(card, fmt, 1, k, in_pairs=True)
+    shape = shape_for(card, fmt, 1, k)
     grid, shares = _shares(card, n, shape)
     card.launch(gemv_kernel(fmt, 1, shape, True), grid, (32, shape.warps), y.reshape(-1), stride,
                 *_flat(wq, wd), x.reshape(-1), norm_w, float(eps), n, k, *shares, stream=stream)

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import numpy as np
 from cuda.bindings import driver
 from cuda.bindings.driver import (CU_MEMHOSTALLOC_PORTABLE, CUdevice_attribute, CUevent_flags,
-                                  CUfunction_attribute, CUjit_option, CUresult, CUstream_flags,
-                                  CUstreamCaptureMode)
+                                  CUfunction_attribute, CUjit_option, CUlaunchAttributeID, CUresult,
+                                  CUstream_flags, CUstreamCaptureMode)
 
 from kernels.emulated import native
 
@@ -222,7 +222,8 @@ def cuModuleLoadDataEx(image, n_options, options, values):
 def cuModuleGetFunction(ptx, name):
     assert f".entry {name.decode()}(" in ptx
     sizes = [int(bits) // 8 for bits in re.findall(rf"\.param \.[a-z](\d+) {name.decode()}_param", ptx)]
-    return OK, SimpleNamespace(kernel=native.load(ptx), sizes=sizes, attributes={})
+    one_by_one = re.sub(r"griddepcontrol\.\w+;", "", ptx)  # as launches run here
+    return OK, SimpleNamespace(kernel=native.load(one_by_one), sizes=sizes, attributes={})
 
 
 def cuFuncGetAttribute(attribute, function):
@@ -245,6 +246,23 @@ def cuLaunchKernel(function, gx, gy, gz, bx, by, bz, shared, stream, params, ext
         packed += bytes(-len(packed) % size) + ctypes.string_at(address, size)
     launch = function.kernel.prepare((gx, gy, gz), (bx, by, bz), packed, shared)
     return _queue(stream, lambda: native.execute([launch]), True)
+
+
+class CUlaunchAttribute(SimpleNamespace):
+    def __init__(self):
+        super().__init__(value=SimpleNamespace())
+
+
+CUlaunchConfig = SimpleNamespace
+
+
+def cuLaunchKernelEx(config, function, params, extra):
+    """A launch with attributes, of which the driver knows one."""
+    attribute, = config.attrs
+    assert config.numAttrs == 1 and attribute.value.programmaticStreamSerializationAllowed == 1
+    assert attribute.id == CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    grid, block = ([getattr(config, f"{of}Dim{axis}") for axis in "XYZ"] for of in ("grid", "block"))
+    return cuLaunchKernel(function, *grid, *block, config.sharedMemBytes, config.hStream, params, extra)
 
 
 def cuStreamBeginCapture(stream, mode):

@@ -1,4 +1,4 @@
-"""Copies of model files with their tensors in another type."""
+"""Copies of model files with their tensors in another type, and what a model says."""
 
 import itertools
 
@@ -31,6 +31,18 @@ def rewrite(source, path, convert):
 def write_as_float32(source, path):
     """The same model with every tensor dequantised."""
     rewrite(source, path, lambda tensor, values: values)
+
+
+PROMPT = [5, 300, 77, 1024, 9, 2048, 31] * 6
+
+
+def results(path, card):
+    """(logits of PROMPT, float32 [42, n_vocab]; the 6 greedy tokens after it) of a model file."""
+    engine = qengine.load(str(path), card=card, ctx=128, progress=False)
+    tokens = [event.token_id for event in engine.submit(qengine.Request(PROMPT, max_tokens=6, ignore_eos=True))]
+    logits = engine.evaluate(PROMPT)
+    engine.close()
+    return logits, tokens
 
 
 # ---- quantised, simply ---------------------------------------------------------------------------------

@@ -77,6 +77,15 @@ def test_main_reports_by_exit_code(monkeypatch, capsys):
         assert end.value.code == code or code in end.value.code
 
 
+def test_main_can_check_alone(monkeypatch, capsys):
+    """--check launches nothing to time it, and leaves out what has no check."""
+    monkeypatch.setattr("sys.argv", ["x", "--card", "emulated", "--check"])
+    with pytest.raises(SystemExit):
+        bench.main("title", lambda card: [Case("checked", lambda: 0.25, launch=failing), Case("timed", launch=failing)])
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split() == ["checked", "2.50e-01"] for line in lines) and not any("timed" in line for line in lines)
+
+
 def test_numbers():
     shown = [bench.show_time(t) for t in (2.0, 0.5, 1.23e-5, 1e-8)]
     assert shown == ["  2.00 s ", "500.00 ms", " 12.30 µs", "  0.01 µs"]

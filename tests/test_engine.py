@@ -6,6 +6,7 @@ import gc
 import itertools
 import logging
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -165,6 +166,40 @@ def test_no_request_waits_for_a_compilation(monkeypatch):
     engine.evaluate(requests[5].prompt_ids)
     assert not met
     engine.close()
+
+
+def stage_of(n_sms, n, k, **card):
+    """A Stage that knows its card and the shape of its one product, and no more."""
+    stage = qengine.Stage.__new__(qengine.Stage)
+    stage.card = SimpleNamespace(n_sms=n_sms, kind="cuda", **card)
+    stage.products = {(n, k): 1}
+    return stage
+
+
+@pytest.mark.parametrize("n_sms", [2, 80, 132])
+@pytest.mark.parametrize("limit", [64, 512, 4096])
+def test_passes_fill_the_card(n_sms, limit):
+    """Passes over a prompt are whole pages but for the last, and take no longer than those of the largest size."""
+    stage = stage_of(n_sms, 4096, 4096)
+    for n in (1, 63, 512, 4620, 10_000):
+        passes = []
+        while sum(passes) < n:
+            passes.append(stage.pass_rows(n - sum(passes), limit))
+        assert sum(passes) == n and max(passes) <= limit and not any(rows % 64 for rows in passes[:-1])
+        largest = [min(limit, n - start) for start in range(0, n, limit)]
+        assert sum(map(stage.pass_time, passes)) <= sum(map(stage.pass_time, largest))
+
+
+def test_passes_avoid_a_last_round_of_few_blocks():
+    """1,600 rows are 800 blocks of threads: 8 more than six for each SM."""
+    assert stage_of(132, 4096, 4096).pass_rows(4608, 1600) == 1536
+
+
+@pytest.mark.parametrize("gigabytes, chunk", [(0, 512), (2, 832), (16, 4096), (64, 4096)])
+def test_chunk_fits_the_memory(gigabytes, chunk):
+    stage = stage_of(132, 4096, 4096, free_bytes=gigabytes << 30)
+    stage.model = SimpleNamespace(row_bytes=lambda: 310_000)
+    assert stage.fitting_chunk() == chunk
 
 
 # ---- ends --------------------------------------------------------------------------------------------------
@@ -455,10 +490,10 @@ def test_closing_ends_what_runs_and_waits(card):
 
 
 @pytest.mark.parametrize("megabytes, name", [(3, "layer 2 values"), (8, "token_embd.weight"),
-                                             (10, "attention partials")])
+                                             (14, "qkv after convolution")])
 def test_memory_that_does_not_suffice_is_named(megabytes, name):
     with pytest.raises(OutOfMemory, match=rf"{name}.* needs .* free on emulated card 0"):
-        load(EmulatedCard(memory_bytes=megabytes << 20))
+        load(EmulatedCard(memory_bytes=megabytes << 20), chunk=CONTEXT)
 
 
 def test_a_context_larger_than_the_memory(card):

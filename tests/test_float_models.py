@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 import qengine
-from tests.models import rewrite, write_as_float32
+from tests.models import results, rewrite, write_as_float32
 from tests.oracle import DATA
 
 SOURCE = DATA / "tiny-Q8_0.gguf"
-PROMPT = [5, 300, 77, 1024, 9, 2048, 31] * 6
 
 
 def bfloat16(values):
@@ -22,14 +21,6 @@ def as_half_width(kind):
     """For `rewrite`: matrices as `kind`, the rest as it is."""
     narrow = bfloat16 if kind == "BF16" else lambda values: values.astype(np.float16)
     return lambda tensor, values: narrow(values) if tensor.type == "Q8_0" else values
-
-
-def results(path, card):
-    engine = qengine.load(str(path), card=card, ctx=128, progress=False)
-    tokens = [event.token_id for event in engine.submit(qengine.Request(PROMPT, max_tokens=6, ignore_eos=True))]
-    logits = engine.evaluate(PROMPT)
-    engine.close()
-    return logits, tokens
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16"])

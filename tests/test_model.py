@@ -5,6 +5,8 @@ the float kernels here and must agree closely, which settles the formulas; the f
 activations, and must be no further from the reference than llama.cpp, which quantises the same way.
 """
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -159,3 +161,16 @@ def test_greedy_tokens_of_float_weights(float_engine, reference, prompt):
     different = np.flatnonzero(got != want)
     if different.size:
         assert margin[different[0]] <= 2e-2, f"token {different[0]} differs at a margin of {margin[different[0]]:.3f}"
+
+
+def test_scratch_memory_of_a_row():
+    """What row_bytes says is what more rows take."""
+    engine, taken = qengine.load("synthetic:tiny", card="emulated", ctx=128, progress=False), []
+    model, card = engine.pipeline.last.model, engine.cards[0]
+    model.card = SimpleNamespace(alloc=lambda *array: taken.append(card.alloc(*array)) or taken[-1], zeros=card.zeros)
+    for rows in (64, 192):
+        model.allocate(rows, 1)
+        taken.append(None)
+    few, more = ([array.nbytes for array in arrays] for arrays in (taken[:len(taken) // 2 - 1], taken[len(taken) // 2:-1]))
+    assert sum(more) - sum(few) == 128 * model.row_bytes()
+    engine.close()

@@ -6,13 +6,25 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from numba import cuda
+from numba.types import uint32
 
 import qengine
 from kernels import compile as compiler
 from kernels import nvidia
 from kernels.card import CardError, LaunchError, open_cards
+from kernels.intrinsics import let_next_begin, wait_for_previous
 from tests import fake_driver, test_card
 from tests.test_card import add_scaled
+
+
+@cuda.jit
+def double_after_previous(x, n):
+    let_next_begin()
+    i = uint32(uint32(cuda.blockIdx.x) * uint32(cuda.blockDim.x) + uint32(cuda.threadIdx.x))
+    wait_for_previous()
+    if i < n:
+        x[i] = x[i] + x[i]
 
 
 class FakeCard(nvidia.NvidiaCard):
@@ -199,7 +211,7 @@ def test_small_copies_are_read_when_they_are_given(fake_card, monkeypatch):
 
 def test_what_the_host_asks_of_the_driver_for_a_token(fake_card, monkeypatch):
     """One replay, one copy of the tokens, no waiting but for that copy; each 64 tokens, another page."""
-    fake_card.cc = 7, 0                                 # of kernels that are compiled for other tests; they do nothing
+    fake_card.cc = compiler.supported_ccs()[0]          # of kernels that are compiled for other tests; they do nothing
     monkeypatch.setattr(nvidia, "assemble", lambda *arguments: None)
     for name, result in {"cuModuleLoadDataEx": "", "cuModuleGetFunction": "", "cuFuncGetAttribute": 0}.items():
         monkeypatch.setattr(fake_driver, name, lambda *arguments, result=result: (fake_driver.OK, result))
@@ -216,6 +228,17 @@ def test_what_the_host_asks_of_the_driver_for_a_token(fake_card, monkeypatch):
     once = "cuMemcpyDtoHAsync cuEventCreate cuEventRecord cuEventSynchronize "
     assert len(steps) == 97 and steps.count(once) == 96 and steps.count(once + "cuMemcpyHtoDAsync ") == 1
     engine.close()
+
+
+@pytest.mark.parametrize("cc, launch", [((8, 0), "cuLaunchKernel"), ((9, 0), "cuLaunchKernelEx")])
+def test_a_kernel_that_waits_by_itself_is_launched_early_where_a_card_can(fake_card, monkeypatch, cc, launch):
+    fake_card.cc, launches = cc, []
+    for name in "cuLaunchKernel", "cuLaunchKernelEx":
+        function = getattr(fake_driver, name)
+        monkeypatch.setattr(fake_driver, name, lambda *a, name=name, f=function: launches.append(name) or f(*a))
+    x = fake_card.upload(np.arange(33, dtype=np.float32))
+    fake_card.launch(double_after_previous, (2, 1, 1), (32, 1, 1), x, 33)
+    assert launches[0] == launch and (fake_card.download(x) == 2 * np.arange(33)).all()
 
 
 def test_errors_of_launch_and_of_waiting(fake_card, monkeypatch):

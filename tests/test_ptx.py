@@ -9,6 +9,8 @@ import pytest
 import qengine
 from kernels import compile as compiler
 from kernels import nvidia, q8_gemv
+from kernels.formats import FORMATS
+from kernels.quant_gemv import PACKED, decoder
 from tests.models import write_as_float32
 from tests.oracle import DATA
 from tests.tiny import tiny_engine
@@ -20,6 +22,7 @@ FORBIDDEN = {
     "contracted by the assembler": r"\b(add|sub|mul)(\.sat)?\.f(16|32)(x2)?\b",  # without .rn ptxas may fuse them
 }
 TARGET = (7, 0)
+Q8_0 = FORMATS["Q8_0"]
 
 
 def engine_kernels(directory):
@@ -40,30 +43,30 @@ def engine_kernels(directory):
     return sorted(used, key=lambda key: (key[0].__name__, key[1:]))
 
 
-def products_of_real_cards():
-    """The decode products in the shapes that the emulated card does not use."""
-    card = SimpleNamespace(kind="cuda")
-    w, x, y = ("int8[1]", "uint16[1]"), ("int8[1]", "float32[1]"), ("float32[1]", "uint32")
-    norm = "float32[1]", "float32[1]", "float32"
-
-    def shape(*arguments):
-        return q8_gemv.shape_for(card, q8_gemv.Q8, *arguments)
-
-    for columns in range(1, 5):
-        kernel = q8_gemv.gemv_kernel(q8_gemv.Q8, columns, shape(columns, 4096), False)
+def products_of_real_cards(format, columns, widths):
+    """The decode products of a format in the shapes that the emulated card does not use: of 1, 2, .. `columns` columns
+    for a warp and, after the norm, of rows of these widths."""
+    card, fmt = SimpleNamespace(kind="cuda"), decoder(format)
+    w = "int8[1]" if format.bits == 8 else "uint8[1]", "uint16[1]"
+    x, y, norm = ("int8[1]", "float32[1]"), ("float32[1]", "uint32"), ("float32[1]", "float32[1]", "float32")
+    for n in range(1, columns + 1):
+        kernel = q8_gemv.gemv_kernel(fmt, n, q8_gemv.shape_for(card, fmt, n, 4096), False)
         yield kernel, *y, *w, *x, *["uint32"] * 6, "bool"
-        kernel = q8_gemv.swiglu_kernel(q8_gemv.Q8, columns, shape(columns, 4096, True), False)
+        kernel = q8_gemv.swiglu_kernel(fmt, n, q8_gemv.shape_for(card, fmt, n, 4096, True), False)
         yield kernel, *x, *w, *x, *["uint32"] * 4
-    alone = shape(1, 4096, True)
-    yield q8_gemv.gemv_kernel(q8_gemv.Q8, 1, alone, True), *y, *w, *norm, *["uint32"] * 4
-    yield q8_gemv.swiglu_kernel(q8_gemv.Q8, 1, alone, True), *x, *w, *norm, *["uint32"] * 2
+    for k in widths:
+        kernel = q8_gemv.gemv_kernel(fmt, 1, q8_gemv.shape_for(card, fmt, 1, k), True)
+        yield kernel, *y, *w, *norm, *["uint32"] * 4
+    kernel = q8_gemv.swiglu_kernel(fmt, 1, q8_gemv.shape_for(card, fmt, 1, 4096, True), True)
+    yield kernel, *x, *w, *norm, *["uint32"] * 2
 
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     if TARGET not in compiler.supported_ccs():
         pytest.skip("the installed CUDA toolkit cannot compile for sm_70")
-    return [*engine_kernels(tmp_path_factory.mktemp("models")), *products_of_real_cards()]
+    packed = [kernel for format in PACKED for kernel in products_of_real_cards(format, 2, [4096])]
+    return [*engine_kernels(tmp_path_factory.mktemp("models")), *products_of_real_cards(Q8_0, 4, [4096, 5120]), *packed]
 
 
 def test_the_pipes_of_the_engine(kernels):

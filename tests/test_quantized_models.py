@@ -3,20 +3,11 @@
 import numpy as np
 
 import qengine
-from tests.models import as_types, rewrite, write_as_float32
+from tests.models import as_types, results, rewrite, write_as_float32
 from tests.oracle import DATA
 
 SOURCE = DATA / "tiny-Q8_0.gguf"
 KINDS = "Q4_K", "Q6_K", "Q5_K", "Q4_0", "Q5_0"
-PROMPT = [5, 300, 77, 1024, 9, 2048, 31] * 6
-
-
-def results(path, card):
-    engine = qengine.load(str(path), card=card, ctx=128, progress=False)
-    tokens = [event.token_id for event in engine.submit(qengine.Request(PROMPT, max_tokens=6, ignore_eos=True))]
-    logits = engine.evaluate(PROMPT)
-    engine.close()
-    return logits, tokens
 
 
 def test_all_formats_in_one_model(card, tmp_path):
