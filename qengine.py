@@ -1842,28 +1842,30 @@ class Stage:
         self.card, self.config, self.layers, self.n_slots = card, config, layers, n_slots
         with weights.loading(card):
             self.model = Model(card, config, weights, layers, progress)
-        self.chunk = min(chunk or self.fitting_chunk(), pages_for(n_ctx) * PAGE_TOKENS)
+        kinds = [config.layer_kinds[index] for index in layers]
+        self.page_bytes = kinds.count("attention") * 2 * PAGE_TOKENS * config.kv_dim * 2    # k and v, float16
+        self.state_bytes = kinds.count("linear") * 4 * (
+            config.conv_width * config.conv_dim + config.value_dim * config.linear_head_dim)    # of a slot
+        self.chunk = min(chunk or self.fitting_chunk(n_ctx), pages_for(n_ctx) * PAGE_TOKENS)
         max_rows = max(self.chunk, n_slots, HEAD_ROWS)
         self.model.allocate(max_rows, n_slots)
         self.sampler = Sampler(card, n_slots, config.n_vocab) if self.model.head else None
         # A prompt's pass must not disturb the batch, whose inputs stay from one step to the next.
         self.inputs = card.alloc(6 * max_rows, np.int32, "ids, slots and positions of a prompt's pass")
         self.batch = card.alloc(6 * n_slots, np.int32, "ids, slots and positions of a decode step")
-        kinds = [config.layer_kinds[index] for index in layers]
-        self.page_bytes = kinds.count("attention") * 2 * PAGE_TOKENS * config.kv_dim * 2    # k and v, float16
-        self.state_bytes = kinds.count("linear") * 4 * (
-            config.conv_width * config.conv_dim + config.value_dim * config.linear_head_dim)    # of a slot
         self.cache = None       # see `allocate`
         self.recordings = {}    # (name of what was recorded, *its arguments) -> Recording
         self.products = collections.Counter(
             (matrix.n, matrix.k) for layer in self.model.layers for matrix in matrices(layer) if matrix.is_quantized)
         self.pass_time = functools.cache(self.pass_time)
 
-    def fitting_chunk(self) -> int:
-        """Tokens of a pass that suit the card: on a real one as many as its free memory allows."""
+    def fitting_chunk(self, n_ctx: int) -> int:
+        """Tokens of a pass that suit the card: on a real one as many as the memory allows that weights, one context
+        and the states of all slots leave."""
         if self.card.kind == "emulated":
             return CHUNK
-        rows = self.card.free_bytes // CHUNK_SHARE // self.model.row_bytes()
+        asked = pages_for(n_ctx) * self.page_bytes + (self.n_slots + LEAST_CHECKPOINTS) * self.state_bytes
+        rows = max(self.card.free_bytes - asked, 0) // CHUNK_SHARE // self.model.row_bytes()
         return min(max(rows // PAGE_TOKENS * PAGE_TOKENS, CHUNK), LARGEST_CHUNK)
 
     def pass_time(self, rows: int) -> int:
@@ -1873,9 +1875,12 @@ class Stage:
 
     def pass_rows(self, n: int, limit: int) -> int:
         """Tokens of the next pass over a prompt that has n left, at most `limit`: all, or passes of the multiple of 64
-        whose blocks of threads fill the card best, as the last round of a product takes as long as a full one."""
+        whose blocks of threads fill the card best, as the last round of a product takes as long as a full one. A pass
+        takes time of its own, too: that of PASS_ROWS more rows."""
         sizes = [*([n] if n <= limit else []), *range(min(limit, n) // PAGE_TOKENS * PAGE_TOKENS, 0, -PAGE_TOKENS)]
-        return min(sizes, key=lambda rows: n // rows * self.pass_time(rows) + self.pass_time(n % rows))
+        own = PASS_ROWS * self.pass_time(LARGEST_CHUNK) / LARGEST_CHUNK
+        return min(sizes, key=lambda rows: n // rows * (own + self.pass_time(rows))
+                   + (n % rows and own + self.pass_time(n % rows)))
 
     def allocate(self, sizes: CacheSizes):
         """Take the memory of the cache: after the weights, so that its size can depend on what those leave."""
@@ -2262,7 +2267,8 @@ class Vocabulary:
 
 CHUNK = 512                 # tokens of a prompt that run in one pass, at most; a multiple of 64
 LARGEST_CHUNK = 4096        # the same on a real card, which more rows fill better (9B at 4,620 tokens: 10 % faster),
-CHUNK_SHARE = 8             # if they take no more than 1 / 8 of the memory that the weights leave
+CHUNK_SHARE = 8             # if they take no more than 1 / 8 of the memory that weights and a context leave
+PASS_ROWS = 32              # rows of 9B in the time that one more pass costs: 5.5 ms on an H200
 RUNNING_CHUNK = 512         # at most while answers are running, which wait for it
 TURN = "<|im_start|>"       # the control token at which a turn of a conversation begins
 NAN_LOGITS = "the logits hold a NaN: the model file is damaged, or a kernel is wrong"
@@ -2991,7 +2997,7 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | None 
     model: its path or name, or what `open_model` made of that; by default the model that comes with qengine.
     card: a Card, or the name of one as kernels.card.open_cards takes it; by default the first NVIDIA card, or else an
     emulated one. ctx: tokens of a slot, prompt and answer together. slots: answers that are generated at the same time.
-    chunk: tokens of a prompt per pass at most, a multiple of 64; by default what suits card and model.
+    chunk: tokens of a prompt per pass at most, a multiple of 64 to 4,096; by default what suits card and model.
     progress: show on stderr what is used and how far it is.
     kv_tokens: tokens whose keys and values fit, of all slots and of what is kept for later prompts; at least ctx.
     checkpoint_memory, checkpoint_host_memory: bytes for the states from which later prompts go on, on the card and in
@@ -3002,6 +3008,8 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | None 
     for name, value, unit in limits:
         if value is not None and (value < 1 or value % unit):
             raise RequestError(name, f"{name} must be {unit}, {2 * unit}, ..., not {value}")
+    if chunk is not None and chunk > LARGEST_CHUNK:     # kernels count the numbers of a pass in 32 bits
+        raise RequestError("chunk", f"chunk must be at most {LARGEST_CHUNK}, not {chunk}")
     opened = model if isinstance(model, OpenModel) else open_model(model)
     config, n_ctx = opened.config, opened.n_ctx(ctx)
     if kv_tokens is not None and kv_tokens < n_ctx:

@@ -567,6 +567,7 @@ def on_card(card, format, raw, n, k):
     """(wq, wd) of the matrix [n, k] with these bytes in a file."""
     wq, wd = (card.alloc(*array) for array in format.arrays(n, k))
     repack(card, format, wq, wd, card.upload(raw), card.zeros(1, np.uint32), 0, k)
+    card.synchronize()      # a product may read its weights before the launch in front of it has ended
     return wq, wd
 
 

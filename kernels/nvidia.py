@@ -30,7 +30,7 @@ from kernels.card import Card, CardError, Event, LaunchError, Pinned, Recording,
 OLDEST = (7, 0)                                          # half2 arithmetic and dp4a at full rate
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 SUCCESS = driver.CUresult.CUDA_SUCCESS
-STAGED = 64 << 10                                        # bytes of pageable memory that a copy does not wait for
+STAGED = 128 << 10                                       # bytes of pageable memory that a copy does not wait for
 
 
 def open_nvidia_cards(numbers=None, cache_dir=compiler.CACHE_DIR, required=True):

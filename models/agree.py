@@ -4,8 +4,8 @@
 
 transformers runs the file's dequantised weights in float32 and is the reference. The two others multiply by
 activations of 8 bits, so they may choose otherwise where the reference's two best tokens are nearly equal.
-How near is measured: on the reference's own text, the largest error of the difference of these two logits
-is the noise. With --checkpoint the perplexity is also that of the weights as they were trained.
+How near is measured: the rms error of the difference of these two logits, at all positions before an answer
+departs, is the noise, and a departure at a margin above three times that is one too many (exit code 1). With --checkpoint the perplexity is also that of the weights as they were trained.
 """
 
 import argparse
