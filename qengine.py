@@ -1017,7 +1017,7 @@ def _parsed_calls(calls, where: str) -> list[dict]:
         arguments = call["function"].get("arguments") or {}
         try:
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
             raise RequestError(f"{field}.arguments", f"{field}.arguments is not a JSON object")
@@ -2333,6 +2333,7 @@ class Request:
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()          # strings that end the text and are not part of it; one may stand alone
     stop_after: int | None = None       # token id: stop strings count in what follows it
+    stop_before: int | None = None      # token id: no stop string counts from there on
     grammar: str | None = None          # what the answer obeys, as llguidance.LLMatcher.grammar_from_... write it
     grammar_after: int | None = None    # token id: only what follows it obeys the grammar
     timeout: float | None = None        # seconds from `submit` on, after which it ends with DeadlineExceeded
@@ -2353,7 +2354,7 @@ class Request:
             raise RequestError("stop", "a stop string is empty")
         if self.timeout is not None and not 0 < self.timeout < math.inf:
             raise RequestError("timeout", "'timeout' must be a number of seconds above 0")
-        for name in ("stop_after", "grammar_after"):
+        for name in ("stop_after", "stop_before", "grammar_after"):
             if (token := getattr(self, name)) is not None and not is_within(int, token, 0, n_vocab - 1):
                 raise RequestError(name, f"'{name}' must be a token id from 0 to {n_vocab - 1}")
         if self.top_logprobs is not None and not is_within(int, self.top_logprobs, 0, logprobs.TOP):
@@ -2468,7 +2469,10 @@ class Generation:
         """Take the next token from the scheduler; returns the finish reason, which a stop string may have supplied."""
         self.n_generated += 1
         self.token_times.append(time.perf_counter())
-        text = self._scan(self._decoder.push(token))
+        text = ""
+        if token == self.request.stop_before:
+            text, self._scans = self._scanner.flush(), False
+        text += self._scan(self._decoder.push(token))
         if finish_reason and not self._scanner.stopped:
             text += self._scan(self._decoder.flush()) + self._scanner.flush()
         if self._scanner.stopped:
@@ -2631,7 +2635,7 @@ class Scheduler:
                     self.step()
         except (CardError, CompileError) as error:      # every request hears of it, and later ones are refused
             self.error = f"the engine has stopped: {error}"
-        except Exception as error:
+        except BaseException as error:      # a panic of a library in Rust is no Exception
             logging.getLogger("qengine").error("the engine has stopped", exc_info=error)
             self.error = "the engine has stopped after an internal error"
         for stage in self.pipeline.stages:              # what is queued uses memory that may go now

@@ -1,7 +1,6 @@
 """A conversation to be answered, whatever its protocol: its prompt, what the answer must obey, how to read it."""
 
 import functools
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ from .reply import Reply, opening_of
 from .tools import Tool, form_of
 
 # What a message of a user or the system begins or ends with to switch thinking on or off from there on.
-SWITCH = re.compile(r"\A\s*/(?:no_)?think(?!\S)\s*|\s*(?<!\S)/(?:no_)?think\s*\Z")
+SWITCHES = {"/think": True, "/no_think": False}
 
 
 @dataclass(frozen=True)
@@ -54,13 +53,15 @@ def prepare(service, messages: list[dict], thinking: bool | None, toolbox: Toolb
     """A turn of a conversation. schema: what the text must be; schema_field: what says so. RequestError names it."""
     engine = service.ready()
     prompt, opening = render(service, messages, thinking, toolbox)
+    prompt_ids = engine.encode(prompt)          # first: a prompt too long needs no grammar
     tokenizer, form = engine.tokenizer, form_of(engine.template.source)
     rules = rules_of(Rules(tokenizer.tags, opening), form, toolbox, schema, schema_field)
     stop_after = tokenizer.tags.get("</think>") if opening == "thought" else None
     if toolbox and toolbox.must:
         rules["stop"] = ()              # stop strings are for text, of which there is none
     tools = {tool.name: tool for tool in toolbox.tools} if toolbox else None
-    return Turn(engine.encode(prompt), rules | {"stop_after": stop_after},
+    stop_before = tokenizer.tags.get("<tool_call>") if toolbox else None
+    return Turn(prompt_ids, rules | {"stop_after": stop_after, "stop_before": stop_before},
                 functools.partial(Reply, tokenizer, opening, form, tools, ruled="grammar" in rules))
 
 
@@ -94,15 +95,23 @@ def take_switches(messages: list[dict]) -> tuple[list[dict], bool | None]:
     """The messages without /think and /no_think, and what the last of these says."""
     said = []
 
-    def take(match) -> str:
-        said.append(match[0].strip() == "/think")
-        return ""
+    def without(text):      # no regular expression: those look at a row of blanks again and again
+        for word, value in SWITCHES.items():
+            if (begun := text.lstrip()).startswith(word) and not begun[len(word):][:1].strip():
+                said.append(value)
+                text = begun[len(word):].lstrip()
+                break
+        for word, value in SWITCHES.items():
+            if (ended := text.rstrip()).endswith(word) and not ended[:-len(word)][-1:].strip():
+                said.append(value)
+                return ended[:-len(word)].rstrip()
+        return text
 
-    def without(content):
+    def cleaned(content):
         if isinstance(content, list):
-            return [part | {"text": SWITCH.sub(take, part["text"])} for part in content]
-        return SWITCH.sub(take, content) if isinstance(content, str) else content
+            return [part | {"text": without(part["text"])} for part in content]
+        return without(content) if isinstance(content, str) else content
 
-    messages = [message | {"content": without(message.get("content"))}
+    messages = [message | {"content": cleaned(message.get("content"))}
                 if message["role"] in ("user", "system") else message for message in messages]
     return messages, said[-1] if said else None

@@ -108,7 +108,8 @@ def chat_completions(service, body: dict):
 def completions(service, body: dict):
     engine, n = service.ready(), body.get("n", 1)
     request = {"max_tokens": 16} | read_sampling(service, body) | {"top_logprobs": body.get("logprobs")}
-    requests = [one for prompt in read_prompts(body["prompt"], engine)         # 16: OpenAI's default, here only
+    prompts = read_prompts(body["prompt"], engine, service.max_requests // n)
+    requests = [one for prompt in prompts                                      # 16: OpenAI's default, here only
                 for one in seeded(request | {"prompt_ids": prompt}, n)]
     choices = [TextChoice(engine.tokenizer) for _ in requests]
     answer = Answer(service, body, choices, "cmpl-", "text_completion", "text_completion")
@@ -159,9 +160,11 @@ def read_format(format: dict) -> tuple[dict | None, str]:
     return ({"type": "object"} if format.get("type") == "json_object" else None), "response_format"
 
 
-def read_prompts(prompt, engine) -> list[list[int]]:
-    """The prompts of a completion request, as token ids: one or several strings or lists of ids."""
+def read_prompts(prompt, engine, most: int) -> list[list[int]]:
+    """The prompts of a completion request, as token ids: one or several strings or lists of ids, at most so many."""
     several = isinstance(prompt, list) and prompt and all(isinstance(one, str | list) for one in prompt)
+    if several and len(prompt) > most:
+        raise RequestError("prompt", f"'prompt' holds {len(prompt)} prompts, and the server takes {most} of this kind at once")
     prompts = [engine.encode(one) if isinstance(one, str) else one for one in (prompt if several else [prompt])]
     for ids in prompts:
         if not (isinstance(ids, list) and all(type(token) is int for token in ids)):

@@ -7,9 +7,10 @@ import openai
 import pytest
 
 import qengine
+from api.chat import take_switches
 from api.openai import MAX_CHOICES
 from tests.scripted import ScriptedEngine, obeys, official_clients, serving_app, shipped
-from tests.test_api_reply import JSON, WEATHER, XML
+from tests.test_api_reply import CALL, JSON, WEATHER, XML
 
 HI = [{"role": "user", "content": "Hi"}]
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": WEATHER.parameters}},
@@ -108,6 +109,12 @@ def test_thoughts(ask):
     assert usage["completion_tokens_details"]["reasoning_tokens"] == len(tokenizer.encode("I think.\n</think>"))
     assert request.stop_after == tokenizer.tags["</think>"]
     assert ask("I think.\n</think>\n\nHello.")[0][0] == [(None, "I think.\n</think>\n\nHello.", [], "stop")]
+
+
+def test_a_message_of_blanks():
+    """Each blank before what might be a switch is looked at once; again and again would take hours."""
+    messages = [{"role": "user", "content": "a" + 2_000_000 * " " + "b"}]
+    assert take_switches(messages) == (messages, None)
 
 
 @pytest.mark.parametrize("text, thinks", [
@@ -231,7 +238,12 @@ def test_what_may_be_called(ask, choice, parallel, good, bad):
         assert not any(obeys(rules, thoughts + text) for text in bad)
 
 
-def test_stop_strings_do_not_cut_a_required_call(ask):
+def test_stop_strings_do_not_cut_a_call(ask):
+    for stop in "\n", "Paulo", "<":           # also where a call is the model's choice
+        (choices, _), _ = ask(f"I look.{XML}", tools=TOOLS, stop=stop)
+        assert choices == [(None, "I look.", [CALL], "tool_calls")]
+    (choices, _), _ = ask(f"I look.{XML}", tools=TOOLS, stop="look")
+    assert choices == [(None, "I ", [], "stop")]
     (choices, _), _ = ask(XML, tools=TOOLS, tool_choice="required", stop=["Paulo", "<"])
     assert choices == [(None, "", [("get_weather", {"city": 'S\u00e3o "Paulo"', "days": 3})], "tool_calls")]
 
