@@ -2,10 +2,10 @@
 
 A deck of conversations is asked first, each alone, without streaming and with empty caches. Then clients, in a process
 of their own, ask them over HTTP, drawn at random, streamed or whole, all at the same time; at a third of the turns they
-hang up at a random point. The cache is too small for all, so that checkpoints are spilled and dropped. What has to hold:
+hang up at a random point. The caches are too small for all: checkpoints are spilled and dropped. What has to hold:
 
 - no error, and no answer later than --patience;
-- every answer is the one given alone: text, thoughts, calls, finish reason, log-probabilities to the last digit. The one
+- every answer is the one given alone: text, thoughts, calls, finish reason, log-probabilities to the last digit. The
   exception is a later turn of a conversation that was spared more tokens than its first prompt has: its states may come
   from tokens that were decoded, which round differently. Such an answer may leave the one given alone where that was
   close: at a token whose log-probability is within MARGIN of the one chosen there (these turns are greedy);
@@ -36,7 +36,7 @@ import qengine
 PATH = "/v1/chat/completions"
 CONTEXT = 2048
 CHECKPOINT_MEMORY = 32 << 20    # bytes, on the card and in the host's memory each
-LEAVING = 1 / 3             # of all turns end with the client hanging up
+LEAVING = 1 / 3             # of all turns the client hangs up on, unless the answer is there before
 END = "<|im_end|>"          # the token that ends an answer, and is not listed with those of its text
 MARGIN = 0.25               # nats; the logits of tiny models differ by less, between reused decoded states and none
 GROWTH = 0.05               # of the memory, or LEAST_GROWTH where that is more
@@ -53,9 +53,10 @@ WEATHER = {"type": "object", "properties": {"city": {"type": "string"}, "days": 
 MAIL = {"type": "object", "properties": {"to": {"enum": ["Ann", "Bob"]}, "urgent": {"type": "boolean"}},
         "required": ["to", "urgent"]}
 TOOLS = [{"type": "function", "function": {"name": name, "description": text, "parameters": parameters}}
-         for name, text, parameters in (("get_weather", "Get the weather.", WEATHER), ("send_mail", "Send a mail.", MAIL))]
-WORDS = ("What is qengine?", "Tell me of cards without tensor cores.", "Why is a checkpoint taken?", "Write a short poem.",
-         "How many pages has a context?", "Which is faster, dp4a or fp32?", "Name three colours.", "Who reads this?")
+         for name, text, parameters in (("get_weather", "Get the weather.", WEATHER),
+                                        ("send_mail", "Send a mail.", MAIL))]
+WORDS = ("What is qengine?", "Tell me of cards without tensor cores.", "Why is a checkpoint taken?", "Who reads this?",
+         "How many pages has a context?", "Which is faster, dp4a or fp32?", "Name three colours.", "Write a poem.")
 
 
 @dataclass
@@ -122,10 +123,10 @@ def thoughts(rng):
 
 def conversation(rng):
     """Turns that get their history, the answers included, from `ask_alone`."""
-    system = {"role": "system", "content": f"You are patient helper number {rng.randrange(1000)}. " * rng.randint(2, 12)}
+    system = f"You are patient helper number {rng.randrange(1000)}. " * rng.randint(2, 12)
     turns = [Turn("conversation", {"messages": [user(question(rng))], "temperature": 0, "logprobs": True,
                                    "top_logprobs": 5, "max_tokens": rng.randint(8, 70)}) for _ in range(3)]
-    turns[0].body["messages"].insert(0, system)
+    turns[0].body["messages"].insert(0, {"role": "system", "content": system})
     return turns
 
 
@@ -139,6 +140,7 @@ class Answer:
     choices: list
     n_prompt: int
     n_cached: int
+    n_generated: int
     first: float            # seconds until something was said
     seconds: float          # until the end
 
@@ -151,14 +153,29 @@ class Left(Exception):
     """The client has hung up, as it was to."""
 
 
-def ask(port: int, body: dict, patience: float, leave: random.Random | None = None) -> Answer:
-    """The answer to a chat request; `leave` has it hang up at a random point: Left. Failed, OSError."""
+@dataclass(frozen=True)
+class Leave:
+    """When a client hangs up: after so many seconds without having read anything, or after so many chunks."""
+
+    seconds: float | None = None
+    chunks: int | None = None
+
+
+def random_leave(rng, turn: Turn, stream: bool) -> Leave:
+    """The request may wait still, or its prompt run, or its answer, or that may be there."""
+    if stream and rng.random() < 0.7:
+        return Leave(chunks=rng.randint(0, turn.answer.n_generated))
+    return Leave(seconds=rng.random() ** 2)
+
+
+def ask(port: int, body: dict, patience: float, leave: Leave = Leave()) -> Answer:
+    """The answer to a chat request. Left, if it was told to leave; Failed, OSError."""
     started = time.perf_counter()
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=patience)
     try:
         connection.request("POST", PATH, json.dumps(body), {"Content-Type": "application/json"})
-        if leave and (not body.get("stream") or leave.random() < 0.3):
-            time.sleep(leave.random() ** 2)         # it may wait still, or run, or have been answered
+        if leave.seconds is not None:
+            time.sleep(leave.seconds)
             raise Left
         with connection.getresponse() as response:
             if response.status != 200:
@@ -168,7 +185,7 @@ def ask(port: int, body: dict, patience: float, leave: random.Random | None = No
                 seconds = time.perf_counter() - started
                 choices = [choice_of(one["message"], one) for one in whole["choices"]]
                 return answer_of(choices, whole["usage"], seconds, seconds)
-            return read_stream(response, body.get("n", 1), started, leave and leave.randint(1, 40))
+            return read_stream(response, body.get("n", 1), started, leave.chunks)
     finally:
         connection.close()
 
@@ -222,7 +239,8 @@ def choice_of(message: dict, end: dict) -> dict:
 
 
 def answer_of(choices, usage, first, seconds) -> Answer:
-    return Answer(choices, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"], first, seconds)
+    return Answer(choices, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"],
+                  usage["completion_tokens"], first, seconds)
 
 
 def verdict(turn: Turn, answer: Answer) -> str:
@@ -283,7 +301,7 @@ def run_client(port, cards, number, end, patience, outcomes):
     while time.monotonic() < end:
         for turn in rng.choice(cards):
             stream = {"stream": True, "stream_options": {"include_usage": True}} if rng.random() < 0.6 else {}
-            leave = rng if rng.random() < LEAVING else None
+            leave = random_leave(rng, turn, bool(stream)) if rng.random() < LEAVING else Leave()
             try:
                 answer = ask(port, turn.body | stream, patience, leave)
                 outcome = Outcome(number, turn.kind, verdict(turn, answer), answer.first if stream else None,
@@ -394,7 +412,7 @@ def print_table(outcomes: list[Outcome]):
 
 
 def main(arguments=None) -> int:
-    parser = argparse.ArgumentParser(description="A server under many clients, whose answers have to be those given alone.")
+    parser = argparse.ArgumentParser(description="A server under many clients: each gets what it gets alone.")
     parser.add_argument("model", nargs="?", default=qengine.DEFAULT_MODEL, help="a GGUF file (default: qengine's own)")
     parser.add_argument("--card", help="cuda:0, emulated, ... (default: a real card, else the emulated one)")
     parser.add_argument("--clients", type=int, default=32, help="at the same time (default: 32)")

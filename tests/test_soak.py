@@ -14,7 +14,8 @@ def entries(*said):
 
 def answer(logprobs, n_cached=0, **choice):
     text = "".join(entry["token"] for entry in logprobs)
-    return Answer([{"content": text, "finish_reason": "stop", "logprobs": logprobs} | choice], 200, n_cached, 0.1, 0.2)
+    choice = {"content": text, "finish_reason": "stop", "logprobs": logprobs} | choice
+    return Answer([choice], 200, n_cached, len(logprobs), first=0.1, seconds=0.2)
 
 
 NEAR, FAR = MARGIN / 2, MARGIN * 2
