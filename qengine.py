@@ -2206,8 +2206,7 @@ class Constraint:
     def __init__(self, vocabulary: "Vocabulary", grammar: str, after: int | None = None):
         self.vocabulary = vocabulary        # for as long as the matcher may call it
         self.after = after                  # None once the grammar rules
-        limits = llguidance.LLParserLimits(verbose_errors=False)        # its errors go to clients
-        self.matcher = llguidance.LLMatcher(vocabulary.prepared, grammar, log_level=0, limits=limits)
+        self.matcher = vocabulary.compile(grammar).deep_copy()
         self.forced = collections.deque()   # tokens that follow for certain; the matcher has taken them already
         self._look_ahead()
         self.matcher.compute_bitmask()      # the first one takes long: here nobody else waits for it
@@ -2242,8 +2241,19 @@ class Constraint:
             self.forced.extend(tokens)
 
 
+KEPT_GRAMMARS = 32          # compiled, for the next answer under the same schema or tools
+
+
+def compile_grammar(prepared: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
+    """A matcher at the start of an answer. It takes milliseconds, a copy of it microseconds."""
+    limits = llguidance.LLParserLimits(verbose_errors=False)        # its errors go to clients
+    return llguidance.LLMatcher(prepared, grammar, log_level=0, limits=limits)
+
+
 class Vocabulary:
-    """A tokenizer as llguidance wants it. Tags are special tokens: a grammar names them, and no text spells them."""
+    """A tokenizer as llguidance wants it. Tags are special tokens: a grammar names them, and no text spells them.
+
+    compile(grammar): a matcher that others may get, too, so that it is to be copied and not moved."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer, self.tokens = tokenizer, tokenizer.pieces
@@ -2252,6 +2262,7 @@ class Vocabulary:
         # It calls us back: a true reference would keep both for ever, which the garbage collector cannot see.
         wrapper = llguidance.TokenizerWrapper(weakref.proxy(self))
         self.prepared = llguidance.LLTokenizer(wrapper, eos_token=sorted(tokenizer.eos_ids))
+        self.compile = functools.lru_cache(KEPT_GRAMMARS)(functools.partial(compile_grammar, self.prepared))
 
     def __call__(self, text: str) -> list[int]:
         """Tokens that spell a text, which llguidance asks for where a grammar leaves no choice: the tokenizer's, unless
@@ -2426,6 +2437,7 @@ class Generation:
         self._decoder, self._scanner = tokenizer.stream_decoder(), StopScanner(request.stop)
         self._scans = request.stop_after is None
         self._events, self._done = queue.SimpleQueue(), threading.Event()
+        self.wake = threading.Event()           # set whenever there is something to `take`
 
     def __iter__(self):
         """Events as they come. Ends without a finish reason when cancelled, raises what the generation failed with:
@@ -2434,18 +2446,18 @@ class Generation:
 
     def listen(self, patience: float | None = None):
         """What iteration gives, and None whenever nothing has come for `patience` seconds."""
-        while True:
-            try:
-                event = self._events.get(timeout=patience)
-            except queue.Empty:
-                yield None
-                continue
-            if not isinstance(event, Event):
-                break
-            yield event
-        self._events.put(event)         # the end, for whoever reads on
-        if event is not None:
-            raise event
+        return (said and said[1] for said in events_of([self], patience))
+
+    def take(self) -> Event | Exception | None:
+        """The next event, if one is there (queue.Empty: not yet); at the end None, or what the generation failed with."""
+        event = self._events.get_nowait()
+        if not isinstance(event, Event):
+            self._put(event)                    # for whoever reads on
+        return event
+
+    def _put(self, event: Event | Exception | None):
+        self._events.put(event)
+        self.wake.set()
 
     def cancel(self):
         """End the generation within one step of the engine, whether it waits or runs."""
@@ -2479,7 +2491,7 @@ class Generation:
             finish_reason = "stop"
         self.finish_reason = finish_reason
         self._scans = self._scans or token == self.request.stop_after
-        self._events.put(Event(token, text, finish_reason, logprob, top_logprobs))
+        self._put(Event(token, text, finish_reason, logprob, top_logprobs))
         return finish_reason
 
     def _scan(self, piece: str) -> str:
@@ -2488,8 +2500,33 @@ class Generation:
     def close(self, error: Exception | None = None):
         """No more events; `error` is raised where they are read."""
         self.error = error
-        self._events.put(error)
+        self._put(error)
         self._done.set()
+
+
+def events_of(generations: list[Generation], patience: float | None = None):
+    """The events of generations as they come, each as (index, event), and None whenever nothing has come for `patience`
+    seconds. Raises what the first of them failed with."""
+    wake, reading = generations[0].wake, dict(enumerate(generations))
+    for generation in generations:
+        generation.wake = wake                  # what came before is there at the first look
+    while reading:
+        wake.clear()
+        is_silent = True
+        for index, generation in list(reading.items()):
+            try:
+                event = generation.take()
+            except queue.Empty:
+                continue
+            is_silent = False
+            if isinstance(event, Event):
+                yield index, event
+            elif event is None:
+                del reading[index]
+            else:
+                raise event
+        if is_silent and not wake.wait(patience):
+            yield None
 
 
 class Sequence:

@@ -12,7 +12,7 @@ from qengine import SAMPLING, Request, RequestError, explain
 
 from . import chat
 from .fields import ANYTHING, BOOL, SECONDS, SOME_TEXT, TEXT, Endpoint, either, list_of, number, object_of, one_of
-from .reply import CallArguments, CallStart, Content, Message, Thought, sse, whole
+from .reply import CallArguments, CallStart, Content, Message, Thought, sse, together, whole
 from .tools import Tool
 
 MAX_CHOICES = 16            # answers of one request
@@ -306,15 +306,13 @@ class Answer:
                 "logprobs": logprobs, "finish_reason": choice.finish_reason(reason)}
 
     def events(self, generations):
-        """Server-sent events: a chunk per piece of an answer, usage if asked for, then [DONE]. Several answers are
-        generated at the same time, and told one after the other."""
+        """Server-sent events: a chunk per piece of an answer, as they come, usage if asked for, then [DONE]."""
         try:
             for i, choice in enumerate(self.choices):
                 for piece in choice.opening:
                     yield self._chunk(i, piece)
-            for i, generation in enumerate(generations):
-                for event in whole(generation, is_stream=True):
-                    yield from self._pieces(i, event) if event else [": keep-alive\n\n"]
+            for said in together(generations, is_stream=True):
+                yield from self._pieces(*said) if said else [": keep-alive\n\n"]
             if self.with_usage:
                 yield self._event(choices=[], usage=self.usage(generations))
             yield "data: [DONE]\n\n"

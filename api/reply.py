@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from werkzeug.exceptions import ServiceUnavailable
 
-from qengine import Event, Tokenizer
+from qengine import Event, Tokenizer, events_of
 
 from .tools import NotACall, Tool, overlap
 
@@ -204,15 +204,21 @@ class Reply:
 SILENCE_SECONDS = 15        # proxies take a stream for dead that is silent for long, as it is while a prompt is read
 
 
-def whole(generation, is_stream=False):
-    """The events of a generation; in a stream also None, whenever SILENCE_SECONDS have brought none.
-    ServiceUnavailable when they end before their time."""
-    reason = None
-    for event in generation.listen(SILENCE_SECONDS if is_stream else None):
-        reason = event and event.finish_reason
-        yield event
-    if reason is None:
+def together(generations, is_stream=False):
+    """The events of generations as they come, each as (index, event); in a stream also None, whenever SILENCE_SECONDS
+    have brought none. ServiceUnavailable when one ends before its time."""
+    finished = set()
+    for said in events_of(generations, SILENCE_SECONDS if is_stream else None):
+        if said and said[1].finish_reason:
+            finished.add(said[0])
+        yield said
+    if len(finished) < len(generations):
         raise ServiceUnavailable("the answer was cancelled")
+
+
+def whole(generation, is_stream=False):
+    """The same of one generation, without its index."""
+    return (said and said[1] for said in together([generation], is_stream))
 
 
 def sse(data: dict, name: str | None = None) -> str:

@@ -32,7 +32,7 @@ class PacedEngine(ScriptedEngine):
             for n, token in enumerate([*self.tokenizer.encode(text), END], start=1):
                 while time.monotonic() < end and not generation.cancelled:
                     time.sleep(0.002)
-                end += self.pace
+                end = max(end + self.pace, time.monotonic())        # after a stall it does not catch up
                 reason = "stop" if token == END else "length" if n == request.max_tokens else None
                 if generation.cancelled or generation.push(token, reason):
                     break

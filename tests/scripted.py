@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import threading
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
@@ -59,6 +60,9 @@ class Unreal:
 
     n_prompt = n_generated = 1
     n_cached, started, token_times, finish_reason, error = 0, 0.0, (), None, None
+
+    def __init__(self):
+        self.wake = threading.Event()
 
     def cancel(self):
         pass

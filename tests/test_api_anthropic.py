@@ -205,9 +205,13 @@ def test_errors_have_anthropics_shape(scripted, monkeypatch):
 class Broken(Unreal):
     """A generation whose card fails after the first token."""
 
-    def listen(self, patience):
-        yield qengine.Event(shipped().tokenizer.encode("a")[0], "a", None)
-        raise qengine.EngineStopped("the card fell off the bus")
+    def __init__(self):
+        super().__init__()
+        self.said = [qengine.Event(shipped().tokenizer.encode("a")[0], "a", None),
+                     qengine.EngineStopped("the card fell off the bus")]
+
+    def take(self):
+        return self.said.pop(0)
 
 
 def test_a_failure_in_mid_stream_is_told(scripted, monkeypatch):

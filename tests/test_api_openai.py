@@ -9,6 +9,7 @@ import pytest
 import qengine
 from api.chat import take_switches
 from api.openai import MAX_CHOICES
+from tests.paced import PacedEngine
 from tests.scripted import ScriptedEngine, obeys, official_clients, serving_app, shipped
 from tests.test_api_reply import CALL, JSON, WEATHER, XML
 
@@ -155,6 +156,23 @@ def test_several_answers(ask, scripted):
     assert usage["completion_tokens"] == 3 * (len(shipped().tokenizer.encode("Hello.")) + 1)
     with pytest.raises(openai.BadRequestError, match="'n'"):
         ask("Hello.", n=MAX_CHOICES + 1)
+
+
+def test_several_answers_stream_side_by_side():
+    """Each as its tokens come: none waits for another's end.."""
+    texts = iter(["one two three four five six", "a b"])
+    engine = PacedEngine(lambda prompt: next(texts), pace=0.05)
+    with (serving_app(qengine.create_app(engine)) as port,
+          official_clients(openai.OpenAI, openai.AsyncOpenAI, port) as (client, _)):
+        stream = client.chat.completions.create(model="m", messages=HI, n=2, stream=True)
+        told = [(choice.index, choice.delta.content or "", choice.finish_reason)
+                for chunk in stream for choice in chunk.choices]
+    said = {i: "".join(text for index, text, _ in told if index == i) for i in (0, 1)}
+    assert set(said.values()) == {"one two three four five six", "a b"}
+    order = [index for index, text, _ in told if text]
+    [short] = [i for i, text in said.items() if text == "a b"]
+    assert short in order[:4] and order[-1] != short        # it begins and ends while the other goes on
+    assert [index for index, _, reason in told if reason] == [short, 1 - short]
 
 
 def test_sampling_reaches_the_engine(ask):

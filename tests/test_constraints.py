@@ -214,6 +214,30 @@ def test_an_answer_that_is_too_long_is_cut(engine):
     assert len(answer) == 7 and answer[-1].finish_reason == "length"
 
 
+# ---- the same grammar again --------------------------------------------------------------------------------
+
+
+def test_a_grammar_is_compiled_once_and_every_answer_follows_it_from_the_start(engine, monkeypatch):
+    compiled, compile_grammar = [], qengine.compile_grammar
+    monkeypatch.setattr(qengine, "compile_grammar", lambda prepared, grammar: (
+        compiled.append(grammar), compile_grammar(prepared, grammar))[1])
+    fresh = load(engine.cards[0])
+    requests = [request(seed, grammar=json_grammar(PERSON)) for seed in range(4)]
+    want = [list(engine.submit(r)) for r in requests]
+    assert [list(fresh.submit(r)) for r in requests] == want                       # one after the other
+    assert [list(g) for g in [fresh.submit(r) for r in requests]] == want          # side by side
+    assert compiled == [json_grammar(PERSON)]
+    for _ in range(2):                          # what is refused is refused again
+        with pytest.raises(qengine.RequestError, match="Expected token"):
+            fresh.submit(request(grammar="nonsense"))
+    assert len(compiled) == 2
+    for i in range(qengine.KEPT_GRAMMARS):      # and the first of so many is forgotten
+        fresh.vocabulary.compile(LLMatcher.grammar_from_regex(str(i)))
+    list(fresh.submit(requests[0]))
+    assert len(compiled) == 3 + qengine.KEPT_GRAMMARS
+    fresh.close()
+
+
 # ---- what goes wrong ---------------------------------------------------------------------------------------
 
 

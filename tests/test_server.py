@@ -495,9 +495,12 @@ def test_a_client_that_hangs_up_cancels_its_generation(engine, monkeypatch, stre
 class Broken(Unreal):
     """A generation whose card fails after the first token."""
 
-    def listen(self, patience):
-        yield qengine.Event(1, "a", None)
-        raise qengine.EngineStopped("the card fell off the bus")
+    def __init__(self):
+        super().__init__()
+        self.said = [qengine.Event(1, "a", None), qengine.EngineStopped("the card fell off the bus")]
+
+    def take(self):
+        return self.said.pop(0)
 
 
 def test_a_card_that_fails(engine, client, port, monkeypatch):
@@ -542,10 +545,9 @@ class Endless(Unreal):
     """A generation of more text than connections hold."""
     n_generated, cancelled = 0, False
 
-    def listen(self, patience):
-        while not self.cancelled:
-            self.n_generated += 1
-            yield qengine.Event(1, "a" * 10_000, None)
+    def take(self):
+        self.n_generated += 1
+        return None if self.cancelled else qengine.Event(1, "a" * 10_000, None)
 
     def cancel(self):
         self.cancelled = True
