@@ -1831,7 +1831,7 @@ CHECKED_WEIGHTS = 1 << 22   # of one matrix that is compared with NumPy's produc
 
 
 class Stage:
-    """A range of layers on one card: weights, caches, scratch, and the launches that repeat, recorded.
+    """A range of layers on one card: weights, caches, scratch, and the launches of decode steps, recorded.
 
     Token ids enter the first stage, and its last one's sampler turns logits into token ids; what a stage in between
     hands on is `model.x`.
@@ -1894,10 +1894,7 @@ class Stage:
         n = len(ids)
         set_rows(self.inputs, ids, [slot] * n, range(start, start + n))
         inside = tuple((end, slot, self.n_slots + number) for end, number in marks if end < n)
-        if n == self.chunk and tap is None and not inside:
-            self.recording(self.launch_prompt, n).replay()
-        else:
-            self.launch_prompt(n, inside, tap)
+        self.launch_prompt(n, inside, tap)
         for end, number in marks:
             if end == n:
                 self.cache.save(slot, number)
@@ -2021,7 +2018,6 @@ class Pipeline:
             with tqdm.tqdm(desc="compiling kernels", total=len(needed), unit="kernel", leave=False,
                            disable=not progress) as bar:
                 stage.card.load_kernels(needed, lambda name: (bar.set_postfix_str(name), bar.update()))
-            stage.recording(stage.launch_prompt, stage.chunk)
             for n in (n for n in (1, 2, 4, 8) if n <= stage.n_slots):       # others are recorded when they come
                 stage.recording(stage.launch_step, n, False)
 
