@@ -160,7 +160,8 @@ def overlapping(kernels):
     products = [product for format in (Q8_0, FORMATS["Q4_K"]) for product in products_of_real_cards(format, 1, [4096])]
     names = {kernel.__name__ for kernel, *_ in products}
     others = [launch for launch in kernels if launch[0].__name__ not in names]
-    waiting = [launch for launch in (*products, *others) if "wait_for_previous" in launch[0].py_func.__code__.co_names]
+    waiting = [launch for launch in dict.fromkeys((*products, *others))
+               if "wait_for_previous" in launch[0].py_func.__code__.co_names]
     assert {kernel.__name__ for kernel, *_ in waiting} == set(CONSTANTS)
     return [(kernel, types, compiler.compile_kernel(kernel, tuple(types), OVERLAPPING).ptx) for kernel, *types in waiting]
 
