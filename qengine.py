@@ -1831,7 +1831,7 @@ CHECKED_WEIGHTS = 1 << 22   # of one matrix that is compared with NumPy's produc
 
 
 class Stage:
-    """A range of layers on one card: weights, caches, scratch, and the launches that repeat, recorded.
+    """A range of layers on one card: weights, caches, scratch, and the launches of decode steps, recorded.
 
     Token ids enter the first stage, and its last one's sampler turns logits into token ids; what a stage in between
     hands on is `model.x`.
@@ -1846,6 +1846,9 @@ class Stage:
         self.page_bytes = kinds.count("attention") * 2 * PAGE_TOKENS * config.kv_dim * 2    # k and v, float16
         self.state_bytes = kinds.count("linear") * 4 * (
             config.conv_width * config.conv_dim + config.value_dim * config.linear_head_dim)    # of a slot
+        multiplied = [matrix for layer in self.model.layers for matrix in matrices(layer)]
+        self.products = collections.Counter((matrix.n, matrix.k) for matrix in multiplied if matrix.is_quantized)
+        self.row_operations = 2 * sum(matrix.n * matrix.k for matrix in multiplied)
         self.chunk = min(chunk or self.fitting_chunk(n_ctx), pages_for(n_ctx) * PAGE_TOKENS)
         max_rows = max(self.chunk, n_slots, HEAD_ROWS)
         self.model.allocate(max_rows, n_slots)
@@ -1855,18 +1858,17 @@ class Stage:
         self.batch = card.alloc(6 * n_slots, np.int32, "ids, slots and positions of a decode step")
         self.cache = None       # see `allocate`
         self.recordings = {}    # (name of what was recorded, *its arguments) -> Recording
-        self.products = collections.Counter(
-            (matrix.n, matrix.k) for layer in self.model.layers for matrix in matrices(layer) if matrix.is_quantized)
         self.pass_time = functools.cache(self.pass_time)
 
     def fitting_chunk(self, n_ctx: int) -> int:
         """Tokens of a pass that suit the card: on a real one as many as the memory allows that weights, one context
-        and the states of all slots leave."""
+        and the states of all slots leave, and as do not keep cancellations and running answers waiting too long."""
         if self.card.kind == "emulated":
             return CHUNK
         asked = pages_for(n_ctx) * self.page_bytes + (self.n_slots + LEAST_CHECKPOINTS) * self.state_bytes
-        rows = max(self.card.free_bytes - asked, 0) // CHUNK_SHARE // self.model.row_bytes()
-        return min(max(rows // PAGE_TOKENS * PAGE_TOKENS, CHUNK), LARGEST_CHUNK)
+        fitting = max(self.card.free_bytes - asked, 0) // CHUNK_SHARE // self.model.row_bytes()
+        in_time = max(int(PASS_SECONDS * probe.dot_speed(self.card) / self.row_operations), PAGE_TOKENS)
+        return min(max(fitting, CHUNK), in_time, LARGEST_CHUNK) // PAGE_TOKENS * PAGE_TOKENS
 
     def pass_time(self, rows: int) -> int:
         """How long the products of a pass take, to compare with others (0 rows: nothing)."""
@@ -1892,10 +1894,7 @@ class Stage:
         n = len(ids)
         set_rows(self.inputs, ids, [slot] * n, range(start, start + n))
         inside = tuple((end, slot, self.n_slots + number) for end, number in marks if end < n)
-        if n == self.chunk and tap is None and not inside:
-            self.recording(self.launch_prompt, n).replay()
-        else:
-            self.launch_prompt(n, inside, tap)
+        self.launch_prompt(n, inside, tap)
         for end, number in marks:
             if end == n:
                 self.cache.save(slot, number)
@@ -2019,7 +2018,6 @@ class Pipeline:
             with tqdm.tqdm(desc="compiling kernels", total=len(needed), unit="kernel", leave=False,
                            disable=not progress) as bar:
                 stage.card.load_kernels(needed, lambda name: (bar.set_postfix_str(name), bar.update()))
-            stage.recording(stage.launch_prompt, stage.chunk)
             for n in (n for n in (1, 2, 4, 8) if n <= stage.n_slots):       # others are recorded when they come
                 stage.recording(stage.launch_step, n, False)
 
@@ -2279,6 +2277,7 @@ class Vocabulary:
 CHUNK = 512                 # tokens of a prompt that run in one pass, at most; a multiple of 64
 LARGEST_CHUNK = 4096        # the same on a real card, which more rows fill better (9B at 4,620 tokens: 10 % faster),
 CHUNK_SHARE = 8             # if they take no more than 1 / 8 of the memory that weights and a context leave
+PASS_SECONDS = 0.5          # and if their products take no longer at the peak of the card; 1.4 times that is usual
 PASS_ROWS = 32              # rows of 9B in the time that one more pass costs: 5.5 ms on an H200
 RUNNING_CHUNK = 512         # at most while answers are running, which wait for it
 TURN = "<|im_start|>"       # the control token at which a turn of a conversation begins

@@ -162,6 +162,7 @@ class NvidiaCard(Card):
         super().__init__(f"cuda:{number}", cc, _attribute(self.device, "MULTIPROCESSOR_COUNT"),
                          _call(driver.cuDeviceTotalMem, self.device),
                          _attribute(self.device, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"), Path(cache_dir))
+        self.clock = 1e3 * _attribute(self.device, "CLOCK_RATE")         # Hz of the SMs, the highest
         self._context = _call(driver.cuDevicePrimaryCtxRetain, self.device)
         self.streams = []
         self.default_stream = self.stream("default")

@@ -471,8 +471,14 @@ def fastest_dot(report):
     """
     if report.row("dp4a") not in report.throttled():
         return "dp4a"
-    rates = {key: report.value(key) / (OPS_PER_LANE[key] * n) for key, n in DOT_INSTRUCTIONS.items()}
+    rates = dot_rates(report)
     return max(rates, key=rates.get)
+
+
+def dot_rates(report):
+    """TOPS of products of int8, multiplication and addition apart, by each of DOT_INSTRUCTIONS."""
+    return {key: OPS_PER_LANE["dp4a"] * report.value(key) / (OPS_PER_LANE[key] * n)
+            for key, n in DOT_INSTRUCTIONS.items()}
 
 
 def replacements(report):
@@ -489,6 +495,14 @@ def saved_replacements(card):
     """The same by the card's saved report; none where it was never probed."""
     report = load(card)
     return replacements(report) if report else ()
+
+
+def dot_speed(card):
+    """Operations per second of products of int8 that a real card can do: by its saved report, or else by the lanes that
+    its kind has for dp4a (64 where that is unknown) at its highest clock, which a throttled card does not reach."""
+    if report := load(card):
+        return 1e12 * dot_rates(report)[fastest_dot(report)]
+    return (expected_lanes(card.cc, "dp4a") or 64) * card.n_sms * card.clock * OPS_PER_LANE["dp4a"]
 
 
 # ---- measurement -------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from kernels.emulated import native
 TOTAL = 1 << 32                                          # bytes of memory
 OK = CUresult.CUDA_SUCCESS
 ATTRIBUTES = {"COMPUTE_CAPABILITY_MAJOR": 8, "COMPUTE_CAPABILITY_MINOR": 6, "MULTIPROCESSOR_COUNT": 68,
-              "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": 99 << 10, "MEMORY_CLOCK_RATE": 810_000,
+              "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": 99 << 10, "MEMORY_CLOCK_RATE": 810_000, "CLOCK_RATE": 1_500_000,
               "GLOBAL_MEMORY_BUS_WIDTH": 4096}
 
 memory = {}                                              # address -> buffer

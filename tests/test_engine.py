@@ -210,13 +210,16 @@ def test_passes_avoid_a_last_round_of_few_blocks():
     assert stage_of(132, 4096, 4096).pass_rows(4608, 1600) == 1536
 
 
-@pytest.mark.parametrize("gigabytes, n_ctx, chunk", [(0, 64, 512), (2, 64, 896), (16, 4096, 4096), (6, 65_536, 1856),
-                                                     (6, 180_000, 512)])
-def test_chunk_fits_the_memory(gigabytes, n_ctx, chunk):
-    """That of a 9B: what weights leave, less the context that was asked for and the states."""
+@pytest.mark.parametrize("gigabytes, n_ctx, tops, chunk", [
+    (0, 64, 133.8, 512), (2, 64, 133.8, 896), (16, 4096, 133.8, 4096), (6, 65_536, 133.8, 1856), (6, 180_000, 133.8, 512),
+    (16, 4096, 32.6, 1152), (16, 4096, 17, 576), (16, 4096, 0.1, 64)])
+def test_chunk_fits_memory_and_time(gigabytes, n_ctx, tops, chunk, monkeypatch):
+    """That of a 9B: what weights leave, less the context that was asked for and the states; and half a second of an
+    H200, a T4, a throttled card and one that is slow beyond help."""
     stage = stage_of(132, 4096, 4096, free_bytes=gigabytes << 30)
     stage.n_slots, stage.page_bytes, stage.state_bytes = 1, 64 * 32_768, 53_477_376
-    stage.model = SimpleNamespace(row_bytes=lambda: 273_920)
+    stage.model, stage.row_operations = SimpleNamespace(row_bytes=lambda: 273_920), 13_836_992_512
+    monkeypatch.setattr(qengine.probe, "dot_speed", lambda card: 1e12 * tops)
     assert stage.fitting_chunk(n_ctx) == chunk
 
 

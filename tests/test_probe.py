@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -120,6 +121,20 @@ def test_reports_are_kept(emulated):
 
 
 # ---- what follows ------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("shares, tops", [({}, 0.99 * 5.12), ({"dp4a": 1 / 16}, 0.99 * 2.56)])
+def test_speed_of_products(emulated, shares, tops):
+    """By the saved report: of dp4a, or two dp2a for each."""
+    probe.save(emulated, report_of(**shares))
+    assert probe.dot_speed(emulated) == pytest.approx(1e12 * tops)
+
+
+@pytest.mark.parametrize("cc", [(7, 0), (99, 0)])
+def test_speed_of_products_without_a_report(tmp_path, cc):
+    """64 lanes of dp4a per SM and clock, on cards that are not known too."""
+    card = SimpleNamespace(facts=dict, name="none", cache_dir=tmp_path, cc=cc, n_sms=80, clock=1.5e9)
+    assert probe.dot_speed(card) == pytest.approx(61.44e12)
+
 
 @pytest.mark.parametrize("shares, instruction", [
     ({}, "dp4a"), ({"dp4a": 1 / 16}, "dp2a"), ({"dp4a": 1 / 16, "dp2a": 1 / 16}, "imad"),

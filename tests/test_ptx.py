@@ -1,6 +1,8 @@
 """What every kernel of the engine must be on the target hardware: no instruction that throttled cards lack the pipe for
-(tensor, fp64), none that differs between cards (approximate), and no register spilled on sm_70."""
+(tensor, fp64), none that differs between cards (approximate), no register spilled on sm_70, and where launches overlap,
+nothing before its time."""
 
+import inspect
 import re
 from types import SimpleNamespace
 
@@ -45,13 +47,14 @@ def engine_kernels(directory):
 
 def products_of_real_cards(format, columns, widths):
     """The decode products of a format in the shapes that the emulated card does not use: of 1, 2, .. `columns` columns
-    for a warp and, after the norm, of rows of these widths."""
+    for a warp, of 17,408 numbers too (27B's down) and, after the norm, of rows of these widths."""
     card, fmt = SimpleNamespace(kind="cuda"), decoder(format)
     w = "int8[1]" if format.bits == 8 else "uint8[1]", "uint16[1]"
     x, y, norm = ("int8[1]", "float32[1]"), ("float32[1]", "uint32"), ("float32[1]", "float32[1]", "float32")
-    for n in range(1, columns + 1):
-        kernel = q8_gemv.gemv_kernel(fmt, n, q8_gemv.shape_for(card, fmt, n, 4096), False)
+    for n, k in [*((n, 4096) for n in range(1, columns + 1)), (1, 17_408)]:
+        kernel = q8_gemv.gemv_kernel(fmt, n, q8_gemv.shape_for(card, fmt, n, k), False)
         yield kernel, *y, *w, *x, *["uint32"] * 6, "bool"
+    for n in range(1, columns + 1):
         kernel = q8_gemv.swiglu_kernel(fmt, n, q8_gemv.shape_for(card, fmt, n, 4096, True), False)
         yield kernel, *x, *w, *x, *["uint32"] * 4
     for k in widths:
@@ -67,7 +70,8 @@ def kernels(tmp_path_factory):
         pytest.skip("the installed CUDA toolkit cannot compile for sm_70")
     k_quants = [format for format in PACKED if format.file_block > 32]  # Q4_0 and Q5_0 need fewer registers
     packed = [kernel for format in k_quants for kernel in products_of_real_cards(format, 2, [4096])]
-    return [*engine_kernels(tmp_path_factory.mktemp("models")), *products_of_real_cards(Q8_0, 4, [4096, 5120]), *packed]
+    launches = *engine_kernels(tmp_path_factory.mktemp("models")), *products_of_real_cards(Q8_0, 4, [4096, 5120]), *packed
+    return list(dict.fromkeys(launches))
 
 
 def test_the_pipes_of_the_engine(kernels):
@@ -91,3 +95,94 @@ def test_no_register_is_spilled_on_sm_70(kernels):
         _, words = nvidia.run_assembler(program, compiled, TARGET)
         spills = [int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", words)]
         assert spills and not any(spills), f"{kernel.__name__}{types}: {words}"
+
+
+# ---- launches that overlap ---------------------------------------------------------------------------------
+
+OVERLAPPING = (9, 0)        # the first that can
+WAIT = "griddepcontrol.wait;"
+# The arguments that a kernel may read before it waits: weights, which no kernel writes.
+CONSTANTS = {
+    "gemv_kernel": {"wq", "wd"}, "norm_gemv_kernel": {"wq", "wd"},
+    "gemv_swiglu_kernel": {"wq", "wd"}, "norm_gemv_swiglu_kernel": {"wq", "wd"},
+    "gdn_decode_kernel": {"conv_w", "ssm_a", "dt_bias", "norm_w"},
+    "attend": set(), "rms_norm_quantize_kernel": set(),
+}
+
+
+def before_the_wait(ptx):
+    """The lines that may run before WAIT: from the start of the kernel along every branch."""
+    lines = [line.strip() for line in ptx[ptx.index(".entry"):].splitlines()]
+    labels = {line[:-1]: at for at, line in enumerate(lines) if re.fullmatch(r"\$\w+:", line)}
+    reached, todo = set(), [0]
+    while todo:
+        at = todo.pop()
+        if at not in reached and lines[at] != WAIT:
+            reached.add(at)
+            todo += [labels[label] for label in re.findall(r"\bbra\S*\s+(\$\w+)", lines[at])]
+            todo += [at + 1] if not re.match(r"bra|ret|exit", lines[at]) else []
+    return [lines[at] for at in sorted(reached)]
+
+
+def origins(register, made_of):
+    """The parameters of the kernel that the value of a register comes from."""
+    found, todo = set(), [register]
+    while todo:
+        if (name := todo.pop()) not in found:
+            found.add(name)
+            todo += made_of.get(name, [])
+    return {int(name.rpartition("_")[2]) for name in found if "_param_" in name}
+
+
+def too_early(kernel, types, ptx):
+    """What a kernel does before WAIT and may not: the lines that write or end it, and the arguments that it reads."""
+    owners = []             # of each parameter: the array that it is a part of, of 5 and 2 for each dimension
+    for name, kind in zip(inspect.signature(kernel.py_func).parameters, types, strict=True):
+        owners += [name] * (5 + 2 * int(kind[-2])) if kind.endswith("]") else [None]
+    lines, made_of = before_the_wait(ptx), {}
+    for line in lines:
+        if step := re.match(r"(?:@!?%p\d+\s+)?[a-z][\w.:]*\s+(\{.*?\}|[^,;]*),(.*);", line):
+            for result in re.findall(r"%\w+", step[1]):
+                made_of.setdefault(result, []).extend(re.findall(r"%\w+|\w+_param_\d+", step[2]))
+    wrong = [line for line in lines if re.match(
+        r"(@!?%p\d+\s+)?(st\.(?!shared|local)|atom|red\b|ret|exit|call|brx)", line)]
+    for line in lines:
+        if load := re.search(r"\bld\.(?!param|shared|local).*\[(%\w+)", line):
+            read = {owners[n] for n in origins(load[1], made_of)} - {None}
+            wrong += sorted(read - CONSTANTS[kernel.__name__])
+    return wrong
+
+
+@pytest.fixture(scope="module")
+def overlapping(kernels):
+    """(kernel, argument types, PTX) of those that wait: the products as real cards have them, with and without a
+    minimum in their format, and the others."""
+    products = [product for format in (Q8_0, FORMATS["Q4_K"]) for product in products_of_real_cards(format, 1, [4096])]
+    names = {kernel.__name__ for kernel, *_ in products}
+    others = [launch for launch in kernels if launch[0].__name__ not in names]
+    waiting = [launch for launch in dict.fromkeys((*products, *others))
+               if "wait_for_previous" in launch[0].py_func.__code__.co_names]
+    assert {kernel.__name__ for kernel, *_ in waiting} == set(CONSTANTS)
+    return [(kernel, types, compiler.compile_kernel(kernel, tuple(types), OVERLAPPING).ptx) for kernel, *types in waiting]
+
+
+def test_nothing_is_done_before_the_kernel_before_has_ended(overlapping):
+    """Several kernels before it may be running still: what they read must stay and what they write is not there yet. One
+    that ended without having waited would let the next begin before them, too."""
+    for kernel, types, ptx in overlapping:
+        assert ptx.count(WAIT) == 1 and not too_early(kernel, types, ptx), f"{kernel.__name__}{types}"
+
+
+@pytest.mark.parametrize("early", ["st.global.u32 [%rd1], %r1;", "@%p1 red.global.add.u32 [%rd1], 1;", "@!%p1 ret;",
+                                   "atom.acq_rel.gpu.add.u32 %r0, [%rd1], 1;"])
+def test_what_is_done_too_early_is_found(overlapping, early):
+    for kernel, types, ptx in overlapping:
+        assert too_early(kernel, types, ptx.replace(WAIT, f"{early}\n{WAIT}")) == [early]
+
+
+def test_what_is_read_too_early_is_found(overlapping):
+    """Without WAIT all is too early."""
+    read = {"gemv_kernel": "xq", "norm_gemv_kernel": "x", "gemv_swiglu_kernel": "xd", "norm_gemv_swiglu_kernel": "norm_w",
+            "gdn_decode_kernel": "projected", "attend": "row_pos", "rms_norm_quantize_kernel": "x"}
+    for kernel, types, ptx in overlapping:
+        assert read[kernel.__name__] in too_early(kernel, types, ptx.replace(WAIT, ""))
