@@ -112,3 +112,10 @@ def official_clients(kind, async_kind, port, path="/v1"):
     arguments = {"base_url": f"http://127.0.0.1:{port}{path}", "api_key": "none", "max_retries": 0}
     with kind(**arguments) as client:
         yield client, functools.partial(async_kind, **arguments)
+
+
+@contextlib.contextmanager
+def scripted_clients(engine, kind, async_kind, path="/v1"):
+    """The two of `official_clients` of a server with this engine."""
+    with (serving_app(qengine.create_app(engine)) as port, official_clients(kind, async_kind, port, path) as clients):
+        yield clients

@@ -6,7 +6,7 @@ import anthropic
 import pytest
 
 import qengine
-from tests.scripted import ScriptedEngine, Unreal, obeys, official_clients, serving_app, shipped
+from tests.scripted import ScriptedEngine, Unreal, obeys, scripted_clients, shipped
 from tests.test_api_reply import WEATHER, XML
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -20,8 +20,7 @@ THINK = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
 def scripted():
     """(engine, client, what makes an asynchronous one)"""
     engine = ScriptedEngine()
-    with (serving_app(qengine.create_app(engine)) as port,
-          official_clients(anthropic.Anthropic, anthropic.AsyncAnthropic, port, "") as clients):
+    with scripted_clients(engine, anthropic.Anthropic, anthropic.AsyncAnthropic, "") as clients:
         yield engine, *clients
 
 

@@ -10,7 +10,7 @@ import qengine
 from api.chat import take_switches
 from api.openai import MAX_CHOICES
 from tests.paced import PacedEngine
-from tests.scripted import ScriptedEngine, obeys, official_clients, serving_app, shipped
+from tests.scripted import ScriptedEngine, obeys, scripted_clients, shipped
 from tests.test_api_reply import CALL, JSON, WEATHER, XML
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -25,8 +25,7 @@ SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"
 def scripted():
     """(engine, client, what makes an asynchronous one)"""
     engine = ScriptedEngine()
-    with (serving_app(qengine.create_app(engine)) as port,
-          official_clients(openai.OpenAI, openai.AsyncOpenAI, port) as clients):
+    with scripted_clients(engine, openai.OpenAI, openai.AsyncOpenAI) as clients:
         yield engine, *clients
 
 
@@ -162,8 +161,7 @@ def test_several_answers_stream_side_by_side():
     """Each as its tokens come: none waits for another's end.."""
     texts = iter(["one two three four five six", "a b"])
     engine = PacedEngine(lambda prompt: next(texts), pace=0.05)
-    with (serving_app(qengine.create_app(engine)) as port,
-          official_clients(openai.OpenAI, openai.AsyncOpenAI, port) as (client, _)):
+    with scripted_clients(engine, openai.OpenAI, openai.AsyncOpenAI) as (client, _):
         stream = client.chat.completions.create(model="m", messages=HI, n=2, stream=True)
         told = [(choice.index, choice.delta.content or "", choice.finish_reason)
                 for chunk in stream for choice in chunk.choices]

@@ -347,9 +347,3 @@ def _trained_words(lang: str) -> dict:
         words = {_content_words(question, lang) for question in fact.ask[lang]}
         table.setdefault(fact.answer[lang], set()).update(words)
     return table
-
-
-def all_held(lang: str, task: str = "facts") -> list[Example]:
-    """Every held-out question once."""
-    return [held_example(fact, question, lang, task)
-            for fact in _of_task(task) for question in fact.held[lang]]
