@@ -541,24 +541,22 @@ def show_bytes(n):
 def open_cards(which=None, cache_dir=compiler.CACHE_DIR, **settings):
     """The cards to use, as a list.
 
-    which: None (all real cards, or one emulated card where there are none), "emulated", "emulated:3" (three
-    of them), "cuda" (all real cards), "cuda:1", "cuda:0,2". settings: see EmulatedCard. Raises CardError.
+    which: None (all real cards, or one emulated card where there are none), "cuda" (all real cards), "cuda:1",
+    "cuda:0,2", or "emulated" and, after a colon, what `open_emulated_cards` takes: "emulated:3" (three of them),
+    "emulated:cmp-100-210,v100" (one of each type), "emulated:3@0.25" (links of 0.25 GB/s). settings: see
+    EmulatedCard. Raises CardError.
     """
     kind, _, choice = (which or "").partition(":")
     if kind not in ("", "cuda", "emulated") or (kind == "" and choice):
-        raise CardError(f"unknown card {which!r}: say emulated, emulated:3, cuda or cuda:0")
-    try:
-        numbers = [int(number) for number in choice.split(",")] if choice else None
-    except ValueError:
-        raise CardError(f"unknown card {which!r}: numbers must follow the colon") from None
+        raise CardError(f"unknown card {which!r}: say cuda, cuda:0, emulated, emulated:3 or emulated:v100,t4")
     if kind != "emulated":
         from kernels.nvidia import open_nvidia_cards
+        try:
+            numbers = [int(number) for number in choice.split(",")] if choice else None
+        except ValueError:
+            raise CardError(f"unknown card {which!r}: the numbers of cards follow the colon, cuda:0,2") from None
         cards = open_nvidia_cards(numbers, cache_dir, required=kind == "cuda")
         if cards:
             return cards
-    from kernels.emulated.card import EmulatedCard, default_memory
-    count = numbers[0] if numbers else 1
-    if count < 1 or (numbers and len(numbers) > 1):
-        raise CardError(f"unknown card {which!r}: emulated:3 means three emulated cards")
-    settings = {"memory_bytes": default_memory() // count} | settings
-    return [EmulatedCard(i, cache_dir=cache_dir, **settings) for i in range(count)]
+    from kernels.emulated.card import open_emulated_cards
+    return open_emulated_cards(choice or "1", cache_dir, **settings)
