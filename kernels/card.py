@@ -233,6 +233,7 @@ class Card:
     """
 
     kind = "cuda"                                        # what `open_cards` calls its kind
+    granule = ALIGNMENT                                  # bytes: memory is taken in multiples of it
 
     def __init__(self, name, cc, n_sms, memory_bytes, max_shared, cache_dir):
         self.name, self.cc, self.n_sms, self.memory_bytes = name, cc, n_sms, memory_bytes
@@ -482,6 +483,74 @@ class Card:
     def _check_host(array, host):
         if host.shape != array.shape or host.dtype != array.dtype:
             raise CardError(f"host array {host.dtype.name}{list(host.shape)} does not match {array!r}")
+
+
+class PlannedCard(Card):
+    """Stands for a card in a plan: adds up what is allocated, from what is free there now, and does nothing else.
+
+    `free_bytes` falls below 0 where more is asked for than there is. Whatever runs on a card runs here, too, as
+    long as it looks at no result. Attributes that Card does not have are those of the card.
+    """
+
+    def __init__(self, card):
+        super().__init__(card.name, card.cc, card.n_sms, card.memory_bytes, card.max_shared, card.cache_dir)
+        self.card, self.kind, self.granule = card, card.kind, card.granule
+        self.facts, self.describe = card.facts, card.describe
+        self.default_stream = self.stream()
+        self._free, self._end = card.free_bytes, ALIGNMENT
+        self._small = 0                                  # bytes left of the granule that small arrays share
+
+    def __getattr__(self, name):
+        return getattr(self.__dict__["card"], name)
+
+    @property
+    def free_bytes(self):
+        return self._free
+
+    def _take(self, nbytes):
+        if nbytes < self.granule // 2:                   # as drivers do it: several small ones in one granule
+            if nbytes > self._small:
+                self._free -= self.granule
+                self._small = self.granule
+            self._small -= nbytes
+        else:
+            self._free -= nbytes + -nbytes % self.granule
+        ptr, self._end = self._end, self._end + nbytes
+        return ptr, None
+
+    def _give(self, memory):
+        pass                                             # what a plan lists stays
+
+    def pinned(self, shape, dtype):
+        return np.empty(shape, dtype)
+
+    def stream(self, name=""):
+        return _PlannedStream(self)
+
+    def launch(self, *_, **__):
+        pass
+
+    def synchronize(self):
+        pass
+
+    _upload_now = _fill_now = _copy_in = _copy_out = _copy = _fill = launch
+
+
+class _PlannedStream(Stream):
+    """Where nothing is ever queued, so that everything is done."""
+
+    def __init__(self, card):
+        self.card = card
+
+    done = True                                          # it is its own event
+
+    def record(self):
+        return self
+
+    def wait(self, event=None):
+        pass
+
+    synchronize = wait
 
 
 class Configured:
