@@ -83,6 +83,7 @@ from kernels.emulated.cards import CARDS, CardModel
 from kernels.emulated.estimate import PIPES, SECTOR, Counts
 from kernels.formats import FORMATS, dequantize
 from kernels.nvidia import find_assembler
+from kernels.trace import tracing
 from kernels.upload import PIECE, Feeder
 
 # ======================================================================================================
@@ -1927,7 +1928,8 @@ class Stage:
         n = len(ids)
         set_rows(self.inputs, ids, [slot] * n, range(start, start + n))
         inside = tuple((end, slot, self.n_slots + number) for end, number in marks if end < n)
-        self.launch_prompt(n, inside, tap)
+        with self.card.span(f"slot {slot}, {n} tokens from {start} on"):
+            self.launch_prompt(n, inside, tap)
         for end, number in marks:
             if end == n:
                 self.cache.save(slot, number)
@@ -1959,7 +1961,7 @@ class Stage:
         """What launch(*arguments), one of the methods below, launches; made when it is first asked for."""
         key = launch.__name__, *arguments
         if key not in self.recordings:
-            with self.card.record() as recording:
+            with self.card.record(" ".join(map(str, key))) as recording:
                 launch(*arguments)
             self.recordings[key] = recording
         return self.recordings[key]
@@ -2504,8 +2506,9 @@ class Planner:
     def check(self):
         """Raises OutOfMemory, with the table and what would do, where the plan does not fit."""
         if not self.plan.fits:
-            changes = " or ".join(self.changes()) or "nothing that qengine can change"
-            raise OutOfMemory(f"{self.config.name} does not fit:\n{self.plan.table()}\nIt would with {changes}.")
+            changes = " or ".join(self.changes())
+            way_out = f"it would with {changes}" if changes else "nothing else of its size would: take a smaller model"
+            raise OutOfMemory(f"{self.config.name} does not fit:\n{self.plan.table()}\n{way_out}")
 
 
 # ======================================================================================================
@@ -4045,7 +4048,7 @@ TASKS = "prompt", "chat", "serve", "perplexity", "bench", "probe", "plan", "prin
 GOES_WITH = {"raw": ["prompt"], "slots": ["serve", "plan", "print_config"], "kv_tokens": ["serve", "plan"],
              **dict.fromkeys(["host", "api_key", "api_key_file", "cors", "log_prompts"], ["serve"]),
              **dict.fromkeys(["checkpoint_memory", "checkpoint_host_memory"], ["serve", "chat", "plan"]),
-             "against": ["perplexity"], "json": ["bench", "probe"],
+             "trace": ["prompt", "chat", "serve", "perplexity", "bench"], "against": ["perplexity"], "json": ["bench", "probe"],
              **dict.fromkeys(["prompt_lengths", "contexts", "repeats", "batch"], ["bench"]),
              **dict.fromkeys([*SAMPLING, "thinking"], ["prompt", "chat", "serve"])}
 
@@ -4155,6 +4158,9 @@ def build_parser() -> Parser:
     server.add_argument("--log-prompts", action="store_true", help="write the text of prompts into the log of requests")
 
     machine = parser.add_argument_group("the machine")
+    machine.add_argument("--trace", metavar="FILE",
+                         help="write what cards and threads did when, for ui.perfetto.dev or chrome://tracing: kernels, "
+                              "copies and waits; slower than without")
     machine.add_argument("--card", metavar="CARD",
                          help="cuda:0 for one, cuda:0,2 or cuda (all) for several that share the layers, or emulated, "
                               "emulated:3, emulated:3@0.25 (links of 0.25 GB/s), emulated:cmp-100-210,v100 (like cards "
@@ -4241,7 +4247,7 @@ def run_prompt(model: OpenModel, options, sampling: dict, thinking) -> int:
         text = model.template.render([{"role": "user", "content": text}], enable_thinking=thinking)
     ids = encode_prompt(model.tokenizer, text, n_ctx)
     Request(ids, **sampling).check(model.config.n_vocab, n_ctx)
-    with contextlib.closing(load_engine(model, options)) as engine:
+    with contextlib.closing(load_engine(model, options)) as engine, traced(engine, options):
         _, interrupted = print_answer(engine, ids, sampling)
     return 130 if interrupted else 0
 
@@ -4250,7 +4256,7 @@ def run_chat(model: OpenModel, options, sampling: dict, thinking) -> int:
     """A conversation on the terminal, or with the lines of stdin; returns the exit code."""
     if model.template is None:
         raise ModelError("this model has no chat template: use -p TEXT --raw")
-    with contextlib.closing(load_engine(model, options)) as engine:
+    with contextlib.closing(load_engine(model, options)) as engine, traced(engine, options):
         return chat(engine, sampling, thinking)
 
 
@@ -4310,6 +4316,7 @@ def run_server(options, sampling: dict, thinking) -> int:
         if not keys and not is_loopback(options.host):
             note(f"warning: whoever reaches {options.host} can use this server: --api-key asks for a key")
         engine = app.extensions["qengine"].engine = load_engine(options.model, options)
+        stack.enter_context(traced(engine, options))
         try:
             note(f"serving {engine.name} on http://{options.host}:{port}/ (a page to talk with it, and /v1 for programs; "
                  "Ctrl-C stops)")
@@ -4420,6 +4427,7 @@ def run_perplexity(model: OpenModel, options) -> int:
                              "nothing to compare")
     with contextlib.ExitStack() as stack:
         engine = stack.enter_context(contextlib.closing(load_engine(model, options)))
+        stack.enter_context(traced(engine, options))
         against = None
         if other:
             against = load(other, card=engine.cards[0], ctx=engine.n_ctx)
@@ -4508,6 +4516,20 @@ def asked(options) -> dict:
 def load_engine(model: str | OpenModel, options) -> Engine:
     """The engine for what is to be done."""
     return load(model, card=options.card, **asked(options))
+
+
+@contextlib.contextmanager
+def traced(engine: Engine, options):
+    """What --trace asks for, of what the engine's cards do inside."""
+    if not options.trace:
+        yield
+        return
+    write_json(options.trace, {})       # now: what is recorded should not be lost for a mistyped folder
+    try:
+        with tracing(engine.cards) as trace:
+            yield
+    finally:
+        trace.write(options.trace)
 
 
 def run_plan(model: OpenModel, options) -> int:

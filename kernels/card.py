@@ -25,7 +25,7 @@ instead of run, arguments frozen; `recording.replay()` runs them all for the pri
 import math
 import struct
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 
@@ -174,33 +174,52 @@ class Stream:
     """An in-order queue of one card. `synchronize()` waits for all of it and raises what went wrong in it.
 
     `record()` returns an Event at its present end; `wait(event)` holds what follows until `event` is done, an
-    event of another card included. Cards implement it.
+    event of another card included. Cards implement it. Attributes: card, name.
     """
 
-    def keep(self, values):
-        """Called with what each launch or copy within the card uses; a recording keeps its arrays."""
+    def wait(self, event):
+        self.card.target(self, "a wait")
+        self.card._hold(self, event)
+
+    def keep(self, name, values):
+        """Called with each launch or copy within the card, and what it uses; a recording keeps both."""
 
 
 class Event:
     """A point in a stream. `synchronize()` waits for it; `done` tells without waiting.
 
-    `seconds_since(earlier)`: the time between two events, both done. Cards implement it.
+    `seconds_since(earlier)`: the time between two events, both done. Cards implement it. Attribute: card.
     """
+
+    def synchronize(self):
+        self.card._await(self)
 
 
 class Recording:
     """A recorded sequence. `replay(stream=None)` runs it; the arrays it uses live as long as it does.
 
-    A replay after `Card.free` of one of them raises CardError.
+    A replay after `Card.free` of one of them raises CardError. Attributes: card, name, operations (the names of
+    the kernels and copies in it, in order).
     """
 
     def __init__(self, card, stream):
-        self.card = card
+        self.card, self.name, self.operations = card, "", []
         self.stream = stream                             # keeps operations instead of running them
         self.thread = threading.get_ident()
         self.used = used = {}                            # allocation -> an Array of it
         self.n_freed = card.n_freed
-        stream.keep = lambda values: used.update((x.memory, x) for x in values if type(x) is Array)
+        operations = self.operations                     # no reference to self: it should end with its last user
+
+        def keep(name, values):
+            operations.append(name)
+            used.update((x.memory, x) for x in values if type(x) is Array)
+
+        stream.keep = keep
+
+    def replay(self, stream=None):
+        stream = self.card.target(stream, "a replay")
+        self.check()
+        self.card._replay(self, stream)
 
     def check(self):
         """Raises unless everything that a replay uses is there."""
@@ -227,8 +246,8 @@ class Card:
     """A card. Attributes: name, cc (compute capability), n_sms, memory_bytes, free_bytes, default_stream.
 
     The kinds of card implement `_take` and `_give` (memory), `_upload_now`, `_fill_now`, `_copy_in`,
-    `_copy_out`, `_copy`, `_fill`, `_load`, `_enqueue`, `_begin_recording`, `_end_recording`, `stream`,
-    `pinned`, `synchronize` and `describe`; of machine code, `_is_cached(compiled, block)`, `_cache_filler()`, which
+    `_copy_out`, `_copy`, `_fill`, `_load`, `_enqueue`, `_begin_recording`, `_end_recording`, `_replay`, `_hold`
+    (a stream until an event), `_await` (an event), `stream`, `pinned`, `synchronize` and `describe`; of machine code, `_is_cached(compiled, block)`, `_cache_filler()`, which
     gives a function of the same that can be pickled and needs no card, and `_make_ready(function, block)`.
     """
 
@@ -339,7 +358,7 @@ class Card:
         if dst.nbytes != src.nbytes:
             raise CardError(f"cannot copy {src!r} into {dst!r}: {src.nbytes} and {dst.nbytes} bytes")
         stream = self.target(stream)
-        stream.keep((dst, src))
+        stream.keep("copy", (dst, src))
         if dst.nbytes:
             self._copy(dst, src, stream)
 
@@ -349,7 +368,7 @@ class Card:
         if not 0 <= byte <= 255:
             raise CardError(f"{array!r}: {byte} is no byte to fill with")
         stream = self.target(stream)
-        stream.keep((array,))
+        stream.keep("fill", (array,))
         if array.nbytes:
             self._fill(array, byte, stream)
 
@@ -388,7 +407,7 @@ class Card:
         except (CardError, TypeError, OverflowError, ValueError, struct.error) as error:
             raise LaunchError(f"{kernel.__name__}, grid {grid}, block {block}: {error}") from error
         stream = self.target(stream)
-        stream.keep(args)
+        stream.keep(function.name, args)
         self._enqueue(stream, function, blocks, threads, shared, params, args)
 
     def _function(self, types):
@@ -447,16 +466,21 @@ class Card:
     # -- record and replay --
 
     @contextmanager
-    def record(self):
+    def record(self, name=""):
         """Collects the launches and copies within the card that this thread makes instead of running them."""
         if self._recording is not None:
             raise CardError("a recording is being made on this card already")
         recording = self._recording = self._begin_recording()
+        recording.name = name
         try:
             yield recording
         finally:
             self._recording = None
             self._end_recording(recording)
+
+    def span(self, name):
+        """Surrounds what belongs together on the default stream; a trace shows it (kernels/trace.py)."""
+        return nullcontext()
 
     def target(self, stream, outside=None):
         """The stream that an operation goes to; `outside` names an operation that cannot be recorded."""

@@ -314,6 +314,16 @@ class NvidiaCard(Card):
         for stream in list(self.streams):
             stream.synchronize()
 
+    def _hold(self, stream, event):
+        self.call(driver.cuStreamWaitEvent, stream.handle, event.handle, 0)
+
+    def _await(self, event):
+        self.call(driver.cuEventSynchronize, event.handle)
+
+    def _replay(self, recording, stream):
+        self.call(driver.cuGraphLaunch, recording.graph, stream.handle)
+        stream.recent.append("a recording")
+
     def _begin_recording(self):
         return NvidiaRecording(self)
 
@@ -376,10 +386,6 @@ class NvidiaStream(Stream):
         self.card.target(self, "an event")
         return NvidiaEvent(self)
 
-    def wait(self, event):
-        self.card.target(self, "a wait")
-        self.card.call(driver.cuStreamWaitEvent, self.handle, event.handle, 0)
-
     def synchronize(self):
         driver.cuCtxSetCurrent(self.card._context)
         status, = driver.cuStreamSynchronize(self.handle)
@@ -404,9 +410,6 @@ class NvidiaEvent(Event):
         driver.cuCtxSetCurrent(self.card._context)
         return driver.cuEventQuery(self.handle)[0] != driver.CUresult.CUDA_ERROR_NOT_READY
 
-    def synchronize(self):
-        self.card.call(driver.cuEventSynchronize, self.handle)
-
     def seconds_since(self, earlier):
         return self.card.call(driver.cuEventElapsedTime, earlier.handle, self.handle) * 1e-3
 
@@ -428,12 +431,6 @@ class NvidiaRecording(Recording):
         captured = self.card.call(driver.cuStreamEndCapture, self.stream.handle)
         self.graph = self.card.call(driver.cuGraphInstantiate, captured, 0)
         self.card.call(driver.cuGraphDestroy, captured)
-
-    def replay(self, stream=None):
-        stream = self.card.target(stream, "a replay")
-        self.check()
-        self.card.call(driver.cuGraphLaunch, self.graph, stream.handle)
-        stream.recent.append("a recording")
 
     def __del__(self):
         if getattr(self, "graph", None) is not None:

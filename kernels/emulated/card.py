@@ -275,6 +275,17 @@ class EmulatedCard(Card):
         if self.error is not None:
             raise LaunchError(f"{self.name} is broken: {self.error}") from self.error
 
+    def _hold(self, stream, event):
+        stream.push(lambda: event.stream.run_until(event.position))
+
+    def _await(self, event):
+        event.stream.run_until(event.position)
+        self.raise_error()
+
+    def _replay(self, recording, stream):
+        for operation in recording.parts:
+            stream.push(partial(recording.run, operation))       # holds the recording, and so its arrays
+
     def _begin_recording(self):
         return EmulatedRecording(self)
 
@@ -284,7 +295,7 @@ class EmulatedCard(Card):
 
 class EmulatedEvent(Event):
     def __init__(self, stream):
-        self.stream, self.time = stream, None
+        self.card, self.stream, self.time = stream.card, stream, None
         self.position = stream.push(self._mark)
 
     def _mark(self):
@@ -293,10 +304,6 @@ class EmulatedEvent(Event):
     @property
     def done(self):
         return self.stream.done >= self.position
-
-    def synchronize(self):
-        self.stream.run_until(self.position)
-        self.stream.card.raise_error()
 
     def seconds_since(self, earlier):
         if self.time is None or earlier.time is None:
@@ -341,10 +348,6 @@ class EmulatedStream(Stream):
     def record(self):
         self.card.target(self, "an event")
         return EmulatedEvent(self)
-
-    def wait(self, event):
-        self.card.target(self, "a wait")
-        self.push(lambda: event.stream.run_until(event.position))
 
     def synchronize(self):
         self.run_until(self.pushed)
@@ -420,7 +423,7 @@ def _work(stream_reference, signals):
 class EmulatedRecording(Recording):
     def __init__(self, card):
         super().__init__(card, _RecordingStream(card, "recording"))
-        self.operations, self.programs = [], []
+        self.parts, self.programs = [], []
 
     def finish(self):
         """Turns each row of launches into one native program: a replay costs one call for all of them."""
@@ -428,18 +431,12 @@ class EmulatedRecording(Recording):
             group = list(group)
             if is_launch:
                 self.programs.append(native.Program([x.native for x in group]))
-                self.operations.append(partial(self.card.execute, self.programs[-1]))
+                self.parts.append(partial(self.card.execute, self.programs[-1]))
             else:
-                self.operations += group
+                self.parts += group
 
-    def replay(self, stream=None):
-        stream = self.card.target(stream, "a replay")
-        self.check()
-        for operation in self.operations:
-            stream.push(partial(self._run, operation))   # holds the recording, and so its arrays
-
-    def _run(self, operation):
-        operation()
+    def run(self, part):
+        part()
 
 
 class _RecordingStream(EmulatedStream):
