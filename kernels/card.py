@@ -53,6 +53,10 @@ class LaunchError(CardError):
     """A kernel could not be launched or failed while it ran; the message names kernel, grid and block."""
 
 
+class NoAnswer(CardError):
+    """A card has not done in time what somebody waited for."""
+
+
 # ---- memory ------------------------------------------------------------------------------------------------
 
 class Memory:
@@ -182,10 +186,15 @@ class Stream:
 
 
 class Event:
-    """A point in a stream. `synchronize()` waits for it; `done` tells without waiting.
+    """A point in a stream of `card`. `done` tells without waiting whether that has come there.
 
     `seconds_since(earlier)`: the time between two events, both done. Cards implement it.
     """
+
+    def synchronize(self, timeout=None):
+        """Waits for it. Raises what went wrong, and NoAnswer after `timeout` seconds."""
+        if not self.card._await(self, timeout):
+            raise NoAnswer(f"{self.card.name} has not answered for {timeout:g} s")
 
 
 class Recording:
@@ -227,7 +236,7 @@ class Card:
     """A card. Attributes: name, cc (compute capability), n_sms, memory_bytes, free_bytes, default_stream.
 
     The kinds of card implement `_take` and `_give` (memory), `_upload_now`, `_fill_now`, `_copy_in`,
-    `_copy_out`, `_copy`, `_fill`, `_load`, `_enqueue`, `_begin_recording`, `_end_recording`, `stream`,
+    `_copy_out`, `_copy`, `_fill`, `_load`, `_enqueue`, `_await`, `_begin_recording`, `_end_recording`, `stream`,
     `pinned`, `synchronize` and `describe`; of machine code, `_is_cached(compiled, block)`, `_cache_filler()`, which
     gives a function of the same that can be pickled and needs no card, and `_make_ready(function, block)`.
     """

@@ -268,6 +268,15 @@ class EmulatedCard(Card):
         if self.error is not None:
             raise LaunchError(f"{self.name} is broken: {self.error}") from self.error
 
+    def _await(self, event, timeout):
+        """Whether `event` is done, after `timeout` seconds at most."""
+        if timeout is None or self.late:                 # without a worker nobody else would run the queue
+            event.stream.run_until(event.position)
+        elif not event.stream.is_at(event.position, timeout):
+            return False
+        self.raise_error()
+        return True
+
     def _begin_recording(self):
         return EmulatedRecording(self)
 
@@ -277,7 +286,7 @@ class EmulatedCard(Card):
 
 class EmulatedEvent(Event):
     def __init__(self, stream):
-        self.stream, self.time = stream, None
+        self.card, self.stream, self.time = stream.card, stream, None
         self.position = stream.push(self._mark)
 
     def _mark(self):
@@ -286,10 +295,6 @@ class EmulatedEvent(Event):
     @property
     def done(self):
         return self.stream.done >= self.position
-
-    def synchronize(self):
-        self.stream.run_until(self.position)
-        self.stream.card.raise_error()
 
     def seconds_since(self, earlier):
         if self.time is None or earlier.time is None:
@@ -361,6 +366,11 @@ class EmulatedStream(Stream):
             else:
                 with self._progress:
                     self._progress.wait_for(lambda: self.done >= position or not self._running.locked())
+
+    def is_at(self, position, timeout):
+        """Whether the worker has done `position` operations, after `timeout` seconds at most."""
+        with self._progress:
+            return self._progress.wait_for(lambda: self.done >= position, timeout)
 
     def next_given(self):
         """On a late card: the number of the next operation, in the order that all were given; -1: none."""
