@@ -77,7 +77,7 @@ from kernels import (advance, attend_decode, attention, checkpoint, conv, embedd
                      gdn_decode, kv_cache, logprobs, norm, probe, q8_gemm, q8_gemv, quant_gemv, quantize, rope, sample,
                      swiglu, synthetic)
 from kernels.bench import operation_seconds
-from kernels.card import Array, Card, CardError, open_cards, show_bytes
+from kernels.card import Array, Card, CardError, OutOfMemory, PlannedCard, open_cards, show_bytes
 from kernels.compile import CompileError
 from kernels.emulated.cards import CARDS, CardModel
 from kernels.emulated.estimate import PIPES, SECTOR, Counts
@@ -1158,6 +1158,28 @@ class SyntheticWeights:
         return array
 
 
+class PlannedWeights:
+    """The tensors of a model without their values, for a plan of what cards are to hold; all of `format`, if given."""
+
+    def __init__(self, config: Config, weights: "FileWeights | SyntheticWeights", format: str | None = None):
+        self.shapes, self.weights, self.format = config.tensor_shapes(), weights, format
+
+    def loading(self, card: Card):
+        return contextlib.nullcontext()
+
+    def type_of(self, name: str) -> str:
+        if self.format and self.shapes[name][1] % FORMATS[self.format].file_block == 0:
+            return self.format
+        return self.weights.type_of(name)
+
+    def matrix(self, card: Card, *names: str) -> Matrix:
+        n, k = sum(self.shapes[name][0] for name in names), self.shapes[names[0]][1]
+        return alloc_matrix(card, self.type_of(names[0]), n, k, " + ".join(names))
+
+    def vector(self, card: Card, name: str) -> Array:
+        return card.alloc(self.shapes[name], np.float32, name)
+
+
 # ======================================================================================================
 # 4  Model
 # ======================================================================================================
@@ -1501,6 +1523,17 @@ def whole_pages(n_tokens: int) -> int:
     return n_tokens // PAGE_TOKENS * PAGE_TOKENS
 
 
+def page_bytes(config: Config, kinds) -> int:
+    """Bytes of a page in layers of these kinds: keys and values, float16."""
+    return list(kinds).count("attention") * 2 * PAGE_TOKENS * config.kv_dim * 2
+
+
+def state_bytes(config: Config, kinds) -> int:
+    """Bytes of a slot's recurrent states in layers of these kinds, float32."""
+    return list(kinds).count("linear") * 4 * (
+        config.conv_width * config.conv_dim + config.value_dim * config.linear_head_dim)
+
+
 @dataclass(frozen=True)
 class CacheSizes:
     """How much the caches of all stages hold."""
@@ -1840,12 +1873,12 @@ class Stage:
     def __init__(self, card: Card, config: Config, weights, layers: range, n_slots: int, n_ctx: int, chunk: int | None,
                  progress=iter):
         self.card, self.config, self.layers, self.n_slots = card, config, layers, n_slots
+        free = card.free_bytes
         with weights.loading(card):
             self.model = Model(card, config, weights, layers, progress)
+        self.weight_bytes = free - card.free_bytes
         kinds = [config.layer_kinds[index] for index in layers]
-        self.page_bytes = kinds.count("attention") * 2 * PAGE_TOKENS * config.kv_dim * 2    # k and v, float16
-        self.state_bytes = kinds.count("linear") * 4 * (
-            config.conv_width * config.conv_dim + config.value_dim * config.linear_head_dim)    # of a slot
+        self.page_bytes, self.state_bytes = page_bytes(config, kinds), state_bytes(config, kinds)
         multiplied = [matrix for layer in self.model.layers for matrix in matrices(layer)]
         self.products = collections.Counter((matrix.n, matrix.k) for matrix in multiplied if matrix.is_quantized)
         self.row_operations = 2 * sum(matrix.n * matrix.k for matrix in multiplied)
@@ -2095,6 +2128,384 @@ class Pipeline:
         for stage in self.stages:
             stage.choose(n, log_probs)
         return self.last.sampler.fetch(n, log_probs)
+
+
+# Placement: neighbouring layers on each card, so that the slowest card takes as little time as the memory of all allows.
+# A plan builds the stages on cards that only count (PlannedCard), so its figures are those of what `load` allocates.
+
+@dataclass(frozen=True)
+class Schedule:
+    """When each stage works on each pass of a prompt, in seconds from the start of the first."""
+
+    spans: list[list[tuple[float, float]]]      # [stage][pass]: start and end
+
+    @property
+    def seconds(self) -> float:
+        return self.spans[-1][-1][1]
+
+    @property
+    def busy(self) -> list[float]:
+        """The share of the time that each stage works."""
+        return [sum(end - start for start, end in stage) / self.seconds for stage in self.spans]
+
+
+def schedule(passes: list, hops: list, depth: int) -> Schedule:
+    """What `Pipeline.prefill` does with passes that take passes[stage][pass] seconds, at most `depth` of them at a time,
+    and hops[edge][pass] = (out, in) seconds of the copies to the host and from it."""
+    n_stages, n_passes = len(passes), len(passes[0])
+    starts, ends, outs, ins = ([[0.0] * n_passes for _ in range(n_stages)] for _ in range(4))
+
+    def at(times, i, default=0.0):
+        return times[i] if i >= 0 else default
+
+    for i in range(n_passes):
+        for stage in range(n_stages):
+            start = max(ins[stage][i], at(ends[stage], i - 1))
+            if stage == 0:                              # back-pressure
+                start = max(start, at(ends[-1], i - depth))
+            starts[stage][i], ends[stage][i] = start, start + passes[stage][i]
+            if stage == n_stages - 1:
+                continue
+            out, into = hops[stage][i]                  # two buffers on each side, and two in host memory between them
+            begin = max(ends[stage][i], at(outs[stage], i - 1), at(ins[stage + 1], i - 2))
+            outs[stage][i] = begin + out
+            begin = max(outs[stage][i], at(ins[stage + 1], i - 1), at(starts[stage + 1], i - 2))
+            ins[stage + 1][i] = begin + into
+    return Schedule([list(zip(*times)) for times in zip(starts, ends)])
+
+
+PEAK_SHARE = 0.7            # of a card's peak in the times of a plan, which only tell what is slower than what
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a model is to be loaded for; the fields are arguments of `load`."""
+
+    n_ctx: int
+    slots: int = 1
+    chunk: int | None = None
+    kv_tokens: int | None = None
+    checkpoint_memory: int | None = None
+    checkpoint_host_memory: int | None = None
+    split: tuple[int, ...] | None = None
+
+    def __post_init__(self):
+        """Raises RequestError."""
+        limits = ("ctx", self.n_ctx, 1), ("slots", self.slots, 1), ("chunk", self.chunk, PAGE_TOKENS)
+        for name, value, unit in limits:
+            if value is not None and (value < 1 or value % unit):
+                raise RequestError(name, f"{name} must be {unit}, {2 * unit}, ..., not {value}")
+        if self.chunk is not None and self.chunk > LARGEST_CHUNK:   # kernels count the numbers of a pass in 32 bits
+            raise RequestError("chunk", f"chunk must be at most {LARGEST_CHUNK}, not {self.chunk}")
+        if self.kv_tokens is not None and self.kv_tokens < self.n_ctx:
+            raise RequestError("kv_tokens", f"kv_tokens must be at least the {self.n_ctx} tokens of a context, not "
+                                            f"{self.kv_tokens}")
+
+
+def check_split(split, n_layers: int, n_cards: int) -> list[range]:
+    """The layers of each card, of which there are split[i] on card i. Raises RequestError."""
+    if len(split) != n_cards or sum(split) != n_layers or min(split) < 1:
+        raise RequestError("split", f"split must be {n_cards} number{'s' * (n_cards > 1)} from 1 on, one per card, with "
+                                    f"the sum {n_layers}, not {listed(split)}")
+    stops = list(itertools.accumulate(split))
+    return [range(stop - n, stop) for n, stop in zip(split, stops)]
+
+
+def best_split(n_layers: int, costs: list) -> list[range] | None:
+    """The layers of each stage, one at least, whose largest costs[stage](start, stop) is least; None where no split
+    has finite costs. Of several, that with more layers on the earlier stages."""
+    best = {n_layers: (0.0, ())}                # from this layer on, on the stages behind: (largest cost, stops)
+    for behind, cost in enumerate(reversed(costs)):
+        found = {}
+        for start in range(len(costs) - 1 - behind, n_layers):
+            for stop in sorted(best, reverse=True):
+                if stop > start:
+                    worst = max(cost(start, stop), best[stop][0])
+                    if worst < found.get(start, (math.inf,))[0]:
+                        found[start] = worst, (stop, *best[stop][1])
+        best = found
+    if 0 not in best:
+        return None
+    stops = best[0][1]
+    return [range(start, stop) for start, stop in zip((0, *stops), stops)]
+
+
+class LayerCosts:
+    """What neighbouring layers cost on each card of a plan: memory and time."""
+
+    def __init__(self, config: Config, weights, cards: list[Card]):
+        self.config, self.speeds = config, [probe.speed_of(card) for card in cards]
+        counting, sizes = PlannedCard(cards[0]), []
+        for index in range(config.n_layers):
+            before = counting.free_bytes
+            load_layer(weights, counting, config, index)
+            sizes.append(before - counting.free_bytes)
+        before = counting.free_bytes
+        weights.matrix(counting, "token_embd.weight" if config.tied_embeddings else "output.weight")
+        self.head_bytes = before - counting.free_bytes
+        operations = [0] * config.n_layers      # of a token of a prompt
+        for name, shape in config.tensor_shapes().items():
+            if (block := re.match(r"blk\.(\d+)\.", name)) and int(block[1]) < config.n_layers:
+                operations[int(block[1])] += 2 * math.prod(shape)
+
+        def sums(values):                       # of the layers before each: a difference of two is that of a range
+            return list(itertools.accumulate(values, initial=0))
+
+        self.weights, self.operations = sums(sizes), sums(operations)
+        self.pages, self.states = (sums(each(config, [kind]) for kind in config.layer_kinds)
+                                   for each in (page_bytes, state_bytes))
+        self.n_attention = sums(kind == "attention" for kind in config.layer_kinds)
+
+    def prefill_seconds(self, stage: int, start: int, stop: int, context: int) -> float:
+        """Seconds of a token of a prompt that has `context` tokens before it."""
+        speed, products = self.speeds[stage], self.operations[stop] - self.operations[start]
+        attention = (self.n_attention[stop] - self.n_attention[start]) * 4 * self.config.query_dim * context
+        return (products / speed.dot + attention / speed.half2) / PEAK_SHARE
+
+    def decode_seconds(self, stage: int, start: int, stop: int, context: int) -> float:
+        """Seconds of a decode step of one answer."""
+        head = self.head_bytes * (stop == self.config.n_layers)
+        n_bytes = self.memory(start, stop, pages_for(context), 2) + head        # states are read and written
+        return n_bytes / self.speeds[stage].read / PEAK_SHARE
+
+    def memory(self, start: int, stop: int, n_pages: int, n_states: int) -> int:
+        """Bytes of weights, pages and states."""
+        return (self.weights[stop] - self.weights[start] + n_pages * (self.pages[stop] - self.pages[start])
+                + n_states * (self.states[stop] - self.states[start]))
+
+
+def place_layers(config: Config, weights, cards: list[Card], demand: Demand, costs: LayerCosts) -> list[range]:
+    """The layers of each of several cards: the slowest takes the least time for a pass of a prompt, and of such splits for a decode
+    step, where the memory suffices. Room for the contexts of all slots is made if it can be; for one, there must be.
+    Where even that does not fit, the split as if it did: the plan shows what is missing where."""
+    n_layers, n_cards, n_states = config.n_layers, len(cards), demand.slots + LEAST_CHECKPOINTS
+    context, least = demand.n_ctx // 2, pages_for(demand.kv_tokens or demand.n_ctx)
+    # What a stage needs beside its layers does not depend on how many they are: a few of both kinds tell.
+    few = next(n for n in range(1, n_layers + 1) if set(config.layer_kinds[:n]) == set(config.layer_kinds))
+    few = min(few, n_layers // n_cards)
+    samples = [range(few), *[range(1, 1 + few)] * (n_cards - 2), range(n_layers - few, n_layers)]
+    sampled = plan_stages(config, weights, cards, dataclasses.replace(
+        demand, chunk=demand.chunk or CHUNK, kv_tokens=least * PAGE_TOKENS, checkpoint_memory=0), samples)
+    left = [stage.free - stage.total + costs.memory(stage.layers.start, stage.layers.stop, least, n_states)
+            for stage in sampled.stages]
+
+    def split(n_pages, slowest, seconds):
+        """The best split by seconds(stage, start, stop, context) of those that fit and have no pass beyond `slowest`."""
+        def cost(stage, start, stop):
+            if n_pages is not None and costs.memory(start, stop, n_pages, n_states) > left[stage]:
+                return math.inf
+            within = costs.prefill_seconds(stage, start, stop, context) <= slowest * (1 + 1e-9)
+            return seconds(stage, start, stop, context) if within else math.inf
+
+        return best_split(n_layers, [functools.partial(cost, stage) for stage in range(n_cards)])
+
+    for n_pages in demand.slots * pages_for(demand.n_ctx), least, None:
+        if found := split(n_pages, math.inf, costs.prefill_seconds):
+            slowest = max(costs.prefill_seconds(stage, layers.start, layers.stop, context)
+                          for stage, layers in enumerate(found))
+            return split(n_pages, slowest, costs.decode_seconds)
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What a stage takes of the memory of its card, in bytes."""
+
+    card: str
+    layers: range
+    free: int                   # before
+    weights: int
+    kv: int                     # pages of keys and values
+    states: int                 # recurrent, of the slots
+    checkpoints: int
+    scratch: int                # of passes, hops and sampling, and what is lost to the driver's pages
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv + self.states + self.checkpoints + self.scratch
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where a model goes, what that takes, and what hops between the cards will cost."""
+
+    stages: list[StagePlan]
+    demand: Demand
+    sizes: CacheSizes
+    chunk: int                  # tokens of a pass, the same for all stages
+    hidden_dim: int
+
+    @property
+    def fits(self) -> bool:
+        return all(stage.total <= stage.free for stage in self.stages)
+
+    @property
+    def layers(self) -> list[range]:
+        return [stage.layers for stage in self.stages]
+
+    def hop_bytes(self, rows: int) -> int:
+        """Of the residual stream of so many tokens, float32 as it is on the cards: fewer bits would be other numbers."""
+        return rows * self.hidden_dim * 4
+
+    def table(self) -> str:
+        """For people: a line for each card."""
+        names = "weights", "kv", "states", "checkpoints", "scratch", "total", "free"
+        heads = "weights", "KV pages", "states", "checkpoints", "scratch", "together", "free before"
+        width = max(len(stage.card) for stage in self.stages)
+        lines = [f"{'card':{width}}  {'layers':>9}" + "".join(f"{head:>12}" for head in heads)]
+        for stage in self.stages:
+            layers = f"{stage.layers.start} - {stage.layers.stop - 1}"
+            sizes = "".join(f"{show_bytes(getattr(stage, name)):>12}" for name in names)
+            missing = f"  {show_bytes(stage.total - stage.free)} too much" if stage.total > stage.free else ""
+            lines.append(f"{stage.card:{width}}  {layers:>9}{sizes}{missing}")
+        return "\n".join(lines)
+
+
+def plan_stages(config: Config, weights, cards: list[Card], demand: Demand, layers: list[range]) -> Plan:
+    """The Plan of these layers on each card, whether they fit or not. weights: PlannedWeights."""
+    chunk = demand.chunk
+    while True:                                 # once more where the stages would have chosen different chunks
+        counting = [PlannedCard(card) for card in cards]
+        stages = [Stage(card, config, weights, each, demand.slots, demand.n_ctx, chunk)
+                  for card, each in zip(counting, layers)]
+        if len({stage.chunk for stage in stages}) == 1:
+            break
+        chunk = min(stage.chunk for stage in stages)
+    sizes = choose_sizes(stages, demand.slots, demand.n_ctx, demand.kv_tokens, demand.checkpoint_memory,
+                         demand.checkpoint_host_memory)
+    planned = []
+    for card, stage in zip(cards, stages):
+        free = stage.card.card.free_bytes
+        stage.allocate(sizes)
+        kv, states = sizes.n_pages * stage.page_bytes, sizes.n_slots * stage.state_bytes
+        checkpoints, used = sizes.n_checkpoints * stage.state_bytes, free - stage.card.free_bytes
+        scratch = used - stage.weight_bytes - kv - states - checkpoints
+        planned.append(StagePlan(card.name, stage.layers, free, stage.weight_bytes, kv, states, checkpoints, scratch))
+    return Plan(planned, demand, sizes, stages[0].chunk, config.hidden_dim)
+
+
+def most(low: int, high: int, fits) -> int | None:
+    """The largest n from low to high for which fits(n), which is false from some n on; None where it always is."""
+    if low > high or not fits(low):
+        return None
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+MOST_CARDS = 16             # of which a plan looks whether one more would do
+
+
+class Planner:
+    """The plan of a model on some cards, and what could be different about it."""
+
+    def __init__(self, config: Config, weights, cards: list[Card], demand: Demand):
+        """Raises RequestError."""
+        if len(cards) > config.n_layers:
+            raise RequestError("card", f"{config.name} has {config.n_layers} layers: {len(cards)} cards are too many")
+        self.config, self.demand, self.cards = config, demand, cards
+        self.weights = weights if isinstance(weights, PlannedWeights) else PlannedWeights(config, weights)
+        self.plan = self.planned()
+
+    @functools.cached_property
+    def costs(self) -> LayerCosts:
+        return LayerCosts(self.config, self.weights, self.cards)
+
+    def planned(self, **changes) -> Plan:
+        """The Plan, whether it fits or not, with other fields of the demand."""
+        demand = dataclasses.replace(self.demand, **changes)
+        if demand.split:
+            layers = check_split(demand.split, self.config.n_layers, len(self.cards))
+        elif len(self.cards) == 1:
+            layers = [range(self.config.n_layers)]
+        else:
+            layers = place_layers(self.config, self.weights, self.cards, demand, self.costs)
+        return plan_stages(self.config, self.weights, self.cards, demand, layers)
+
+    def longest_context(self) -> int | None:
+        """The most tokens of a context that fit, in whole pages; what the model was made for, at most."""
+        longest = pages_for(max(self.config.context_length, self.demand.n_ctx))
+        if self.demand.kv_tokens:
+            longest = min(longest, self.demand.kv_tokens // PAGE_TOKENS)
+        n = most(1, longest, lambda n: self.planned(n_ctx=n * PAGE_TOKENS).fits)
+        return n and n * PAGE_TOKENS
+
+    def hops(self, rows: int) -> list[tuple[float, float]]:
+        """Seconds of the copies (to the host, from it) of each hop of so many tokens."""
+        links, n = [speed.link for speed in self.costs.speeds], self.plan.hop_bytes(rows)
+        return [(n / out, n / into) for out, into in zip(links, links[1:])]
+
+    def prompt_schedule(self, n: int, rows: int, with_hops: bool = True) -> Schedule:
+        """What is expected of a prompt of n tokens in passes of so many rows."""
+        starts, stages, depth = range(0, n, rows), self.plan.layers, len(self.cards) + 1
+        counts = [min(rows, n - start) for start in starts]
+        passes = [[(count + PASS_ROWS) * self.costs.prefill_seconds(i, layers.start, layers.stop, start + count / 2)
+                   for start, count in zip(starts, counts)] for i, layers in enumerate(stages)]
+        hops = zip(*map(self.hops, counts)) if with_hops else [[(0.0, 0.0)] * len(counts)] * len(stages)
+        return schedule(passes, list(hops), depth)
+
+    def expected_hops(self) -> tuple[int, float, float, float]:
+        """Of a prompt that fills the context: rows of its passes, the share of its time that hops add to it, the share
+        that the least busy card works; and the share of hops in a decode step of one answer."""
+        n, stages = self.demand.n_ctx, self.plan.layers
+        rows = min(range(PAGE_TOKENS, self.plan.chunk + 1, PAGE_TOKENS),
+                   key=lambda rows: self.prompt_schedule(n, rows).seconds)
+        found = self.prompt_schedule(n, rows)
+        added = 1 - self.prompt_schedule(n, rows, with_hops=False).seconds / found.seconds
+        step = sum(self.costs.decode_seconds(i, layers.start, layers.stop, n // 2) for i, layers in enumerate(stages))
+        hops = sum(map(sum, self.hops(1)))
+        return rows, added, min(found.busy), hops / (step + hops)
+
+    def report(self) -> str:
+        """The plan for people: the table, the longest context, and what is expected of hops."""
+        plan, d, longest = self.plan, self.demand, self.longest_context()
+        lines = [plan.table(), "",
+                 f"context: {d.slots} x {d.n_ctx:,} tokens, pages for {plan.sizes.n_pages * PAGE_TOKENS:,}; "
+                 + (f"the longest that fits has {longest:,}" if longest else "none fits")]
+        if len(self.cards) > 1:
+            rows, added, busy, decode = self.expected_hops()
+            links = ", ".join(f"{speed.link / 1e9:g}" for speed in self.costs.speeds)
+            lines += [f"a hop: {show_bytes(plan.hop_bytes(plan.chunk))} for a pass of {plan.chunk} tokens, "
+                      f"{show_bytes(plan.hop_bytes(1))} for one token, over links of {links} GB/s",
+                      f"expected share of time in hops: {added:.1%} of a prompt of {d.n_ctx:,} tokens in passes of {rows} "
+                      f"(each card busy {busy:.0%} of it or more), {decode:.1%} of a step of one answer"]
+            if any(card.kind == "emulated" and not card.like for card in self.cards):
+                lines.append(f"(emulated cards of no type count as {CARDS[0].name})")
+        return "\n".join(lines)
+
+    def changes(self) -> list[str]:
+        """What would make it fit, each by itself: the least of every kind, for people."""
+        d, found = self.demand, []
+        if n := most(1, d.slots - 1, lambda n: self.planned(slots=n).fits):
+            found.append(f"--slots {n}")
+        if (n := self.longest_context()) and n < d.n_ctx:
+            found.append(f"--ctx {n}")
+        for name in "kv_tokens", "checkpoint_memory":
+            if getattr(d, name) is not None and self.planned(**{name: None}).fits:
+                found.append(f"no {option_name(name)}")
+        if d.split and self.planned(split=None).fits:
+            found.append("no --split")
+        largest = max(self.cards, key=lambda card: card.free_bytes)
+        for n in range(len(self.cards) + 1, min(MOST_CARDS, self.config.n_layers) + 1):
+            more = n - len(self.cards)
+            if self.other([*self.cards, *[largest] * more], self.weights).fits:
+                found.append(f"{more} more card{'s' * (more > 1)} like {largest.name}")
+                break
+        for name in sorted(FORMATS, key=lambda name: -FORMATS[name].file_bytes / FORMATS[name].file_block):
+            if self.other(self.cards, PlannedWeights(self.config, self.weights, name)).fits:
+                found.append(f"a file in {name}")
+                break
+        return found
+
+    def other(self, cards: list[Card], weights) -> Plan:
+        """The Plan on other cards or of other weights."""
+        return Planner(self.config, weights, cards, dataclasses.replace(self.demand, split=None)).plan
+
+    def check(self):
+        """Raises OutOfMemory, with the table and what would do, where the plan does not fit."""
+        if not self.plan.fits:
+            changes = " or ".join(self.changes()) or "nothing that qengine can change"
+            raise OutOfMemory(f"{self.config.name} does not fit:\n{self.plan.table()}\nIt would with {changes}.")
 
 
 # ======================================================================================================
@@ -3006,7 +3417,7 @@ class OpenModel:
 
     def n_ctx(self, ctx: int | None) -> int:
         """Tokens of a slot: `ctx` where given, else DEFAULT_CTX, or the model's own where that is less."""
-        return ctx or min(self.config.context_length, DEFAULT_CTX)
+        return min(self.config.context_length, DEFAULT_CTX) if ctx is None else ctx
 
 
 def open_model(model: str | Path) -> OpenModel:
@@ -3028,33 +3439,29 @@ def open_model(model: str | Path) -> OpenModel:
     return OpenModel(config, tokenizer, ChatTemplate.from_gguf(gguf, tokenizer), FileWeights(gguf))
 
 
-def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | None = None,
+def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[Card] | None = None,
          ctx: int | None = None, slots: int = 1, chunk: int | None = None, progress: bool = True,
          kv_tokens: int | None = None, checkpoint_memory: int | None = None,
-         checkpoint_host_memory: int | None = None) -> Engine:
+         checkpoint_host_memory: int | None = None, split: tuple[int, ...] | None = None) -> Engine:
     """Load a GGUF file, or random weights by the name "synthetic:0.8b", "synthetic:9b:q4_k", ..., ready to generate.
 
     model: its path or name, or what `open_model` made of that; by default the model that comes with qengine.
-    card: a Card, or the name of one as kernels.card.open_cards takes it; by default the first NVIDIA card, or else an
-    emulated one. ctx: tokens of a slot, prompt and answer together. slots: answers that are generated at the same time.
+    card: a Card or several, or the name of some as kernels.card.open_cards takes it, which share the layers; by default
+    the first NVIDIA card if the model fits there, or else all, and where there is none an emulated one. split: layers
+    on each card, (22, 21, 21); by default what `place_layers` finds. ctx: tokens of a slot, prompt and answer together. slots: answers that are generated at the same time.
     chunk: tokens of a prompt per pass at most, a multiple of 64 to 4,096; by default what suits card and model.
     progress: show on stderr what is used and how far it is.
     kv_tokens: tokens whose keys and values fit, of all slots and of what is kept for later prompts; at least ctx.
     checkpoint_memory, checkpoint_host_memory: bytes for the states from which later prompts go on, on the card and in
     the host's memory. `choose_sizes` has the defaults of the three.
-    Raises ModelError, RequestError, CardError (OutOfMemory names what did not fit).
+    Raises ModelError, RequestError, CardError (OutOfMemory shows what did not fit, and what would).
     """
-    limits = ("ctx", ctx, 1), ("slots", slots, 1), ("chunk", chunk, PAGE_TOKENS)
-    for name, value, unit in limits:
-        if value is not None and (value < 1 or value % unit):
-            raise RequestError(name, f"{name} must be {unit}, {2 * unit}, ..., not {value}")
-    if chunk is not None and chunk > LARGEST_CHUNK:     # kernels count the numbers of a pass in 32 bits
-        raise RequestError("chunk", f"chunk must be at most {LARGEST_CHUNK}, not {chunk}")
     opened = model if isinstance(model, OpenModel) else open_model(model)
-    config, n_ctx = opened.config, opened.n_ctx(ctx)
-    if kv_tokens is not None and kv_tokens < n_ctx:
-        raise RequestError("kv_tokens", f"kv_tokens must be at least the {n_ctx} tokens of a context, not {kv_tokens}")
-    used = card if isinstance(card, Card) else _open_card(card)
+    demand = Demand(opened.n_ctx(ctx), slots, chunk, kv_tokens, checkpoint_memory, checkpoint_host_memory, split)
+    planner = make_planner(opened, card, demand)
+    planner.check()
+    config, n_ctx, (used,), (layers,), chunk = (
+        opened.config, demand.n_ctx, planner.cards, planner.plan.layers, planner.plan.chunk)
     free = used.free_bytes
     used.replace(probe.saved_replacements(used))
     if progress:
@@ -3063,7 +3470,6 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | None 
             note(f"warning: the model was made for {config.context_length} tokens of context, not {n_ctx}; "
                  "what comes after those may make no sense")
     loading = functools.partial(tqdm.tqdm, desc="loading layers", unit="layer", leave=False, disable=not progress)
-    layers = range(config.n_layers)
     stage = Stage(used, config, opened.weights, layers, slots, n_ctx, chunk, loading)
     sizes = choose_sizes([stage], slots, n_ctx, kv_tokens, checkpoint_memory, checkpoint_host_memory)
     pipeline = Pipeline([stage], sizes)
@@ -3076,12 +3482,16 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | None 
     return Engine(config, opened.tokenizer, opened.template, pipeline, sizes, n_ctx, stage.chunk)
 
 
-def _open_card(name: str | None) -> Card:
-    """The card of that name. Several are refused: sharing a model between cards would be meant, and is not built."""
-    cards = open_cards(name)
-    if name is not None and len(cards) > 1:
-        raise CardError(f"{name} means {len(cards)} cards, and a model runs on one for now: say emulated, or cuda:0")
-    return cards[0]
+def make_planner(opened: OpenModel, card: str | Card | list[Card] | None, demand: Demand) -> Planner:
+    """Who plans a model on the cards that `load` would take. Raises RequestError, CardError."""
+    cards = [card] if isinstance(card, Card) else card if isinstance(card, list) else open_cards(card)
+    if card is None and demand.split:
+        cards = cards[:len(demand.split)]
+    elif card is None and len(cards) > 1:
+        first = Planner(opened.config, opened.weights, cards[:1], demand)
+        if first.plan.fits:
+            return first
+    return Planner(opened.config, opened.weights, cards, demand)
 
 
 def note(text: str):
@@ -3626,14 +4036,15 @@ examples:
   python qengine.py -m model.gguf --perplexity text.txt             how well the model predicts a text
   python qengine.py --probe                                         what this card's pipes and memory can do
   python qengine.py -m model.gguf --bench                           how fast the model runs on it
+  python qengine.py -m model.gguf --plan --card cuda                what it would take of all cards together
 """
 
-TASKS = "prompt", "chat", "serve", "perplexity", "bench", "probe", "print_config"
+TASKS = "prompt", "chat", "serve", "perplexity", "bench", "probe", "plan", "print_config"
 
 # Options that mean nothing without one of others. Whoever says them expects something.
-GOES_WITH = {"raw": ["prompt"], "slots": ["serve", "print_config"],
-             **dict.fromkeys(["host", "kv_tokens", "api_key", "api_key_file", "cors", "log_prompts"], ["serve"]),
-             **dict.fromkeys(["checkpoint_memory", "checkpoint_host_memory"], ["serve", "chat"]),
+GOES_WITH = {"raw": ["prompt"], "slots": ["serve", "plan", "print_config"], "kv_tokens": ["serve", "plan"],
+             **dict.fromkeys(["host", "api_key", "api_key_file", "cors", "log_prompts"], ["serve"]),
+             **dict.fromkeys(["checkpoint_memory", "checkpoint_host_memory"], ["serve", "chat", "plan"]),
              "against": ["perplexity"], "json": ["bench", "probe"],
              **dict.fromkeys(["prompt_lengths", "contexts", "repeats", "batch"], ["bench"]),
              **dict.fromkeys([*SAMPLING, "thinking"], ["prompt", "chat", "serve"])}
@@ -3674,7 +4085,7 @@ def listed(numbers) -> str:
 def build_parser() -> Parser:
     parser = Parser(
         usage="python qengine.py [-m MODEL] [-p TEXT | --chat | --serve [PORT] | --perplexity FILE |\n"
-              "                         --bench | --probe] [options]",
+              "                         --bench | --probe | --plan] [options]",
         description="Runs a Qwen3.5 or Qwen3.6 model on NVIDIA cards or, without one, on an emulated card.",
         epilog=EXAMPLES, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", metavar="MODEL", default=DEFAULT_MODEL,
@@ -3699,6 +4110,9 @@ def build_parser() -> Parser:
     what.add_argument("--probe", action="store_true",
                       help="measure what the card's instructions, memory and launches can do, name what is "
                            "throttled, and keep the result; uses no model")
+    what.add_argument("--plan", action="store_true",
+                      help="show what the model would take of each card's memory, the longest context that fits, and "
+                           "what passing from card to card costs; loads nothing")
     what.add_argument("--print-config", action="store_true",
                       help="show the model's configuration, and what --ctx, --slots and --card make of it")
 
@@ -3742,8 +4156,12 @@ def build_parser() -> Parser:
 
     machine = parser.add_argument_group("the machine")
     machine.add_argument("--card", metavar="CARD",
-                         help="cuda:0, cuda:1, ... or emulated "
-                              "(default: the first NVIDIA card, or else an emulated card)")
+                         help="cuda:0 for one, cuda:0,2 or cuda (all) for several that share the layers, or emulated, "
+                              "emulated:3, emulated:3@0.25 (links of 0.25 GB/s), emulated:cmp-100-210,v100 (like cards "
+                              "of these types) (default: the first NVIDIA card if the model fits there, or else all of "
+                              "them; without any an emulated card)")
+    machine.add_argument("--split", metavar="N,N", type=whole_numbers,
+                         help="layers on each card (default: so that the slowest card is as fast as memory allows)")
     machine.add_argument("--ctx", metavar="N", type=within(int, 1, 2**31 - 1),
                          help="tokens a conversation may have, prompt and answer together "
                               f"(default: {DEFAULT_CTX}, or the model's own where that is less)")
@@ -3776,6 +4194,8 @@ def check_options(parser: Parser, options):
             parser.error(f"{option_name(name)} goes with {' or '.join(map(option_name, partners))}")
     if options.bench and options.ctx is not None:
         parser.error("--ctx is not for --bench, which takes what --prompt-lengths and --contexts need")
+    if options.split and (options.probe or options.print_config):
+        parser.error("--split is for what loads a model, and for --plan")
     if options.probe and options.model != DEFAULT_MODEL:
         parser.error("-m is not for --probe, which uses no model")
     if options.raw and options.thinking:
@@ -4029,7 +4449,7 @@ def run_probe(options) -> int:
 
 def run_bench(model: OpenModel, options) -> int:
     """Prints how fast a model is; returns the exit code."""
-    card = _open_card(options.card)
+    card = open_cards(options.card)[0]
     emulated = card.kind == "emulated"
     lengths = sorted(options.prompt_lengths or ([EMULATED_LENGTH] if emulated else PROMPT_LENGTHS))
     contexts = sorted(options.contexts or ([EMULATED_LENGTH] if emulated else CONTEXTS))
@@ -4076,13 +4496,27 @@ def print_config(options) -> int:
     return 0
 
 
-def load_engine(model: str | OpenModel, options) -> Engine:
-    """The engine for what is to be done; where that is a single text, hardly any memory goes to checkpoints."""
-    is_single = not options.chat and options.serve is None
+def asked(options) -> dict:
+    """What the command line asks of `load`; where a single text is to be done, hardly any memory goes to checkpoints."""
+    is_single = not (options.chat or options.plan or options.serve is not None)
     on_card, on_host = (0 if is_single else size and size << 20
                         for size in (options.checkpoint_memory, options.checkpoint_host_memory))
-    return load(model, card=options.card, ctx=options.ctx, slots=options.slots, kv_tokens=options.kv_tokens,
-                checkpoint_memory=on_card, checkpoint_host_memory=on_host)
+    return {"ctx": options.ctx, "slots": options.slots, "kv_tokens": options.kv_tokens, "checkpoint_memory": on_card,
+            "checkpoint_host_memory": on_host, "split": options.split}
+
+
+def load_engine(model: str | OpenModel, options) -> Engine:
+    """The engine for what is to be done."""
+    return load(model, card=options.card, **asked(options))
+
+
+def run_plan(model: OpenModel, options) -> int:
+    """Prints where the model goes and what that takes; returns the exit code. Raises OutOfMemory where it does not fit."""
+    wishes = asked(options)
+    planner = make_planner(model, options.card, Demand(model.n_ctx(wishes.pop("ctx")), **wishes))
+    planner.check()
+    print(planner.report())
+    return 0
 
 
 def run(options) -> int:
@@ -4096,6 +4530,8 @@ def run(options) -> int:
     if options.probe:
         return run_probe(options)
     model = open_model(options.model)
+    if options.plan:
+        return run_plan(model, options)
     if options.bench:
         return run_bench(model, options)
     if options.perplexity is not None:

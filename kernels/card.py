@@ -242,6 +242,7 @@ class Card:
     """
 
     kind = "cuda"                                        # what `open_cards` calls its kind
+    granule = ALIGNMENT                                  # bytes: memory is taken in multiples of it
 
     def __init__(self, name, cc, n_sms, memory_bytes, max_shared, cache_dir):
         self.name, self.cc, self.n_sms, self.memory_bytes = name, cc, n_sms, memory_bytes
@@ -493,6 +494,74 @@ class Card:
             raise CardError(f"host array {host.dtype.name}{list(host.shape)} does not match {array!r}")
 
 
+class PlannedCard(Card):
+    """Stands for a card in a plan: adds up what is allocated, from what is free there now, and does nothing else.
+
+    `free_bytes` falls below 0 where more is asked for than there is. Whatever runs on a card runs here, too, as
+    long as it looks at no result. Attributes that Card does not have are those of the card.
+    """
+
+    def __init__(self, card):
+        super().__init__(card.name, card.cc, card.n_sms, card.memory_bytes, card.max_shared, card.cache_dir)
+        self.card, self.kind, self.granule = card, card.kind, card.granule
+        self.facts, self.describe = card.facts, card.describe
+        self.default_stream = self.stream()
+        self._free, self._end = card.free_bytes, ALIGNMENT
+        self._small = 0                                  # bytes left of the granule that small arrays share
+
+    def __getattr__(self, name):
+        return getattr(self.__dict__["card"], name)
+
+    @property
+    def free_bytes(self):
+        return self._free
+
+    def _take(self, nbytes):
+        if nbytes < self.granule // 2:                   # as drivers do it: several small ones in one granule
+            if nbytes > self._small:
+                self._free -= self.granule
+                self._small = self.granule
+            self._small -= nbytes
+        else:
+            self._free -= nbytes + -nbytes % self.granule
+        ptr, self._end = self._end, self._end + nbytes
+        return ptr, None
+
+    def _give(self, memory):
+        pass                                             # what a plan lists stays
+
+    def pinned(self, shape, dtype):
+        return np.empty(shape, dtype)
+
+    def stream(self, name=""):
+        return _PlannedStream(self)
+
+    def launch(self, *_, **__):
+        pass
+
+    def synchronize(self):
+        pass
+
+    _upload_now = _fill_now = _copy_in = _copy_out = _copy = _fill = launch
+
+
+class _PlannedStream(Stream):
+    """Where nothing is ever queued, so that everything is done."""
+
+    def __init__(self, card):
+        self.card = card
+
+    done = True                                          # it is its own event
+
+    def record(self):
+        return self
+
+    def wait(self, event=None):
+        pass
+
+    synchronize = wait
+
+
 class Configured:
     """`kernel[grid, block]`, which Numba's users write; a stream and bytes of shared memory may follow. Called with
     an Array it is `launch` on that array's card, emulated or not; without one it is Numba's own."""
@@ -550,24 +619,22 @@ def show_bytes(n):
 def open_cards(which=None, cache_dir=compiler.CACHE_DIR, **settings):
     """The cards to use, as a list.
 
-    which: None (all real cards, or one emulated card where there are none), "emulated", "emulated:3" (three
-    of them), "cuda" (all real cards), "cuda:1", "cuda:0,2". settings: see EmulatedCard. Raises CardError.
+    which: None (all real cards, or one emulated card where there are none), "cuda" (all real cards), "cuda:1",
+    "cuda:0,2", or "emulated" and, after a colon, what `open_emulated_cards` takes: "emulated:3" (three of them),
+    "emulated:cmp-100-210,v100" (one of each type), "emulated:3@0.25" (links of 0.25 GB/s). settings: see
+    EmulatedCard. Raises CardError.
     """
     kind, _, choice = (which or "").partition(":")
     if kind not in ("", "cuda", "emulated") or (kind == "" and choice):
-        raise CardError(f"unknown card {which!r}: say emulated, emulated:3, cuda or cuda:0")
-    try:
-        numbers = [int(number) for number in choice.split(",")] if choice else None
-    except ValueError:
-        raise CardError(f"unknown card {which!r}: numbers must follow the colon") from None
+        raise CardError(f"unknown card {which!r}: say cuda, cuda:0, emulated, emulated:3 or emulated:v100,t4")
     if kind != "emulated":
         from kernels.nvidia import open_nvidia_cards
+        try:
+            numbers = [int(number) for number in choice.split(",")] if choice else None
+        except ValueError:
+            raise CardError(f"unknown card {which!r}: the numbers of cards follow the colon, cuda:0,2") from None
         cards = open_nvidia_cards(numbers, cache_dir, required=kind == "cuda")
         if cards:
             return cards
-    from kernels.emulated.card import EmulatedCard, default_memory
-    count = numbers[0] if numbers else 1
-    if count < 1 or (numbers and len(numbers) > 1):
-        raise CardError(f"unknown card {which!r}: emulated:3 means three emulated cards")
-    settings = {"memory_bytes": default_memory() // count} | settings
-    return [EmulatedCard(i, cache_dir=cache_dir, **settings) for i in range(count)]
+    from kernels.emulated.card import open_emulated_cards
+    return open_emulated_cards(choice or "1", cache_dir, **settings)

@@ -152,6 +152,8 @@ def run_assembler(program, compiled, cc):
 class NvidiaCard(Card):
     """The NVIDIA card with device number `number`."""
 
+    granule = 2 << 20                                    # the driver's pages
+
     def __init__(self, number=0, cache_dir=compiler.CACHE_DIR):
         _call(driver.cuInit, 0)
         self.device = _call(driver.cuDeviceGet, number)

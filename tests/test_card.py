@@ -497,9 +497,17 @@ def test_choice_of_cards():
     assert sum(c.memory_bytes for c in open_cards("emulated:3")) <= open_cards("emulated")[0].memory_bytes
     assert open_cards("emulated", memory_bytes=1 << 20)[0].free_bytes == 1 << 20
     assert len(open_cards()) >= 1
-    for wrong in ("cpu", "emulated:0", "emulated:x", "emulated:1,2", ":1", "cuda:99"):
+    for wrong in ("cpu", "emulated:0", "emulated:x", "emulated:1,2", "emulated:1,v100", "emulated:3@", "emulated:3@0",
+                  "emulated:3@nan", "emulated:v1000", ":1", "cuda:99", "cuda:x"):
         with pytest.raises(CardError):
             open_cards(wrong)
+
+
+def test_cards_of_a_type():
+    cmp_card, v100, t4 = open_cards("emulated:cmp-100-210,v100@4,t4")
+    assert (cmp_card.memory_bytes, cmp_card.link_gbs, cmp_card.n_sms) == (16 << 30, 0.25, 68)
+    assert (v100.link_gbs, v100.n_sms, t4.max_shared) == (4, 80, 64 << 10)
+    assert "like a CMP 100-210" in cmp_card.describe() and [card.link_gbs for card in open_cards("emulated:2@0.25")] == [0.25] * 2
 
 
 def test_description(card):
