@@ -53,6 +53,10 @@ class LaunchError(CardError):
     """A kernel could not be launched or failed while it ran; the message names kernel, grid and block."""
 
 
+class NoAnswer(CardError):
+    """A card has not done in time what somebody waited for."""
+
+
 # ---- memory ------------------------------------------------------------------------------------------------
 
 class Memory:
@@ -186,13 +190,15 @@ class Stream:
 
 
 class Event:
-    """A point in a stream. `synchronize()` waits for it; `done` tells without waiting.
+    """A point in a stream of `card`. `done` tells without waiting whether that has come there.
 
-    `seconds_since(earlier)`: the time between two events, both done. Cards implement it. Attribute: card.
+    `seconds_since(earlier)`: the time between two events, both done. Cards implement it.
     """
 
-    def synchronize(self):
-        self.card._await(self)
+    def synchronize(self, timeout=None):
+        """Waits for it. Raises what went wrong, and NoAnswer after `timeout` seconds."""
+        if not self.card._await(self, timeout):
+            raise NoAnswer(f"{self.card.name} has not answered for {timeout:g} s")
 
 
 class Recording:
@@ -247,8 +253,9 @@ class Card:
 
     The kinds of card implement `_take` and `_give` (memory), `_upload_now`, `_fill_now`, `_copy_in`,
     `_copy_out`, `_copy`, `_fill`, `_load`, `_enqueue`, `_begin_recording`, `_end_recording`, `_replay`, `_hold`
-    (a stream until an event), `_await` (an event), `stream`, `pinned`, `synchronize` and `describe`; of machine code, `_is_cached(compiled, block)`, `_cache_filler()`, which
-    gives a function of the same that can be pickled and needs no card, and `_make_ready(function, block)`.
+    (a stream until an event), `_await` (an event, with a limit), `stream`, `pinned`, `synchronize` and `describe`;
+    of machine code, `_is_cached(compiled, block)`, `_cache_filler()`, which gives a function of the same that can
+    be pickled and needs no card, and `_make_ready(function, block)`.
     """
 
     kind = "cuda"                                        # what `open_cards` calls its kind

@@ -16,6 +16,7 @@ import re
 import subprocess
 import tempfile
 import threading
+import time
 from collections import deque
 from functools import cache, partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from kernels.card import Card, CardError, Event, LaunchError, Pinned, Recording,
 OLDEST = (7, 0)                                          # half2 arithmetic and dp4a at full rate
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 SUCCESS = driver.CUresult.CUDA_SUCCESS
+POLL_SECONDS = 20e-6                                     # between two looks at an event; the system makes it 70e-6
 STAGED = 128 << 10                                       # bytes of pageable memory that a copy does not wait for
 
 
@@ -317,12 +319,22 @@ class NvidiaCard(Card):
     def _hold(self, stream, event):
         self.call(driver.cuStreamWaitEvent, stream.handle, event.handle, 0)
 
-    def _await(self, event):
-        self.call(driver.cuEventSynchronize, event.handle)
-
     def _replay(self, recording, stream):
         self.call(driver.cuGraphLaunch, recording.graph, stream.handle)
         stream.recent.append("a recording")
+
+    def _await(self, event, timeout):
+        """Whether `event` is done, after `timeout` seconds at most. The driver knows no limit, so it is asked."""
+        if timeout is None:
+            self.call(driver.cuEventSynchronize, event.handle)
+            return True
+        end = time.monotonic() + timeout
+        while not event.done:
+            if time.monotonic() > end:
+                return False
+            time.sleep(POLL_SECONDS)
+        self.call(driver.cuEventQuery, event.handle)     # says what went wrong
+        return True
 
     def _begin_recording(self):
         return NvidiaRecording(self)

@@ -63,8 +63,8 @@ class Trace:
     def to_dict(self):
         """The trace as viewers read it. Times begin at the first span."""
         first = min((span.start for span in self.spans), default=0.0)
-        processes = {name: i for i, name in enumerate(dict.fromkeys(span.process for span in self.spans))}
-        rows = {row: i for i, row in enumerate(dict.fromkeys((span.process, span.row) for span in self.spans))}
+        processes = _numbered(span.process for span in self.spans)
+        rows = _numbered((span.process, span.row) for span in self.spans)
         events = [_metadata("process_name", pid, 0, name=name) for name, pid in processes.items()]
         events += [_metadata("process_sort_index", pid, 0, sort_index=pid) for pid in processes.values()]
         for (process, row), tid in rows.items():
@@ -75,6 +75,11 @@ class Trace:
                            "dur": round(1e6 * (span.end - span.start), 3), "pid": processes[span.process],
                            "tid": rows[span.process, span.row], "args": span.facts})
         return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": self.facts}
+
+
+def _numbered(things):
+    """A number for each of the different things, from 1: 0 is the idle process of viewers."""
+    return {thing: i for i, thing in enumerate(dict.fromkeys(things), 1)}
 
 
 def _metadata(what, pid, tid, **args):
@@ -160,10 +165,10 @@ def _traced(card, trace):
                 return method(*args)
         return traced
 
-    def awaited(event):
+    def awaited(event, timeout):
         start = time.perf_counter()
         try:
-            return wait(event)
+            return wait(event, timeout)
         finally:
             end = time.perf_counter()
             if end - start > SHOWN_WAIT and len(trace.waits) < MOST:

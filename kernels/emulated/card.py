@@ -278,13 +278,18 @@ class EmulatedCard(Card):
     def _hold(self, stream, event):
         stream.push(lambda: event.stream.run_until(event.position))
 
-    def _await(self, event):
-        event.stream.run_until(event.position)
-        self.raise_error()
-
     def _replay(self, recording, stream):
         for operation in recording.parts:
             stream.push(partial(recording.run, operation))       # holds the recording, and so its arrays
+
+    def _await(self, event, timeout):
+        """Whether `event` is done, after `timeout` seconds at most."""
+        if timeout is None or self.late:                 # without a worker nobody else would run the queue
+            event.stream.run_until(event.position)
+        elif not event.stream.is_at(event.position, timeout):
+            return False
+        self.raise_error()
+        return True
 
     def _begin_recording(self):
         return EmulatedRecording(self)
@@ -371,6 +376,11 @@ class EmulatedStream(Stream):
             else:
                 with self._progress:
                     self._progress.wait_for(lambda: self.done >= position or not self._running.locked())
+
+    def is_at(self, position, timeout):
+        """Whether the worker has done `position` operations, after `timeout` seconds at most."""
+        with self._progress:
+            return self._progress.wait_for(lambda: self.done >= position, timeout)
 
     def next_given(self):
         """On a late card: the number of the next operation, in the order that all were given; -1: none."""
