@@ -214,7 +214,7 @@ def draw(trace, picture):
     bars = [event for event in events if event["ph"] == "X"]
     rows = list(dict.fromkeys((bar["pid"], bar["tid"]) for bar in bars))
     width = max(bar["ts"] + bar["dur"] for bar in bars)
-    figure, axes = plt.subplots(figsize=(9, 0.5 + 0.32 * len(rows)), facecolor=BACKGROUND, layout="constrained")
+    figure, axes = plt.subplots(figsize=(9, 1 + 0.32 * len(rows)), facecolor=BACKGROUND, layout="constrained")
     axes.set_facecolor(BACKGROUND)
     for place, (pid, tid) in enumerate(rows):
         for kind, colour in COLOURS.items():

@@ -14,7 +14,7 @@ from kernels import compile as compiler
 from kernels import nvidia
 from kernels.card import CardError, LaunchError, open_cards
 from kernels.intrinsics import let_next_begin, wait_for_previous
-from tests import fake_driver, test_card
+from tests import fake_driver, test_card, test_trace
 from tests.test_card import add_scaled
 
 
@@ -45,7 +45,7 @@ def fake_card(monkeypatch):
 
 # The stand-in has one thread.
 OTHERS = {"test_launches_from_several_threads", "test_other_threads_are_not_recorded"}
-SHARED_TESTS = [test for name, test in vars(test_card).items() if name.startswith("test_")
+SHARED_TESTS = [test for name, test in (vars(test_card) | vars(test_trace)).items() if name.startswith("test_")
                 and name not in OTHERS and list(inspect.signature(test).parameters) == ["card"]]
 
 
