@@ -33,6 +33,7 @@ if __name__ == "__main__":      # the imports take seconds: Ctrl-C meanwhile is 
 import argparse
 import codecs
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
@@ -77,7 +78,7 @@ from kernels import (advance, attend_decode, attention, checkpoint, conv, embedd
                      gdn_decode, kv_cache, logprobs, norm, probe, q8_gemm, q8_gemv, quant_gemv, quantize, rope, sample,
                      swiglu, synthetic)
 from kernels.bench import operation_seconds
-from kernels.card import Array, Card, CardError, OutOfMemory, PlannedCard, open_cards, show_bytes
+from kernels.card import Array, Card, CardError, Event as CardEvent, NoAnswer, OutOfMemory, PlannedCard, open_cards, show_bytes
 from kernels.compile import CompileError
 from kernels.emulated.cards import CARDS, CardModel
 from kernels.emulated.estimate import PIPES, SECTOR, Counts
@@ -1076,16 +1077,17 @@ class FileWeights:
 
     @contextlib.contextmanager
     def loading(self, card: Card):
-        """Surrounds all calls of `matrix` and `vector` for a card; the values are good when it ends. ModelError."""
+        """Gives weights whose `matrix` and `vector` fill that card, from one thread; the values are good when it ends.
+        ModelError."""
         names, largest = list(self.gguf.tensors), max(tensor.nbytes for tensor in self.gguf.tensors.values())
-        self.feeder = Feeder(card, min(PIECE, largest))
-        bad = card.zeros(len(names), np.uint32, "flags of damaged tensors")
-        self.bad = {name: bad[i:i + 1] for i, name in enumerate(names)}
+        weights, bad = FileWeights(self.gguf), card.zeros(len(names), np.uint32, "flags of damaged tensors")
+        weights.feeder = Feeder(card, min(PIECE, largest))
+        weights.bad = {name: bad[i:i + 1] for i, name in enumerate(names)}
         try:
-            yield
+            yield weights
             damaged = np.flatnonzero(card.download(bad))
         finally:
-            self.feeder = self.bad = None
+            weights.feeder = weights.bad = None
         if damaged.size:
             tensor = self.gguf.tensors[names[damaged[0]]]
             what = "block scale" if tensor.type in FORMATS else "value"
@@ -1138,7 +1140,7 @@ class SyntheticWeights:
         self.shapes, self.format = config.tensor_shapes(), format
 
     def loading(self, card: Card):
-        return contextlib.nullcontext()
+        return contextlib.nullcontext(self)
 
     def type_of(self, name: str) -> str:
         return "Q8_0" if self.shapes[name][1] % FORMATS[self.format].file_block else self.format
@@ -1166,7 +1168,7 @@ class PlannedWeights:
         self.shapes, self.weights, self.format = config.tensor_shapes(), weights, format
 
     def loading(self, card: Card):
-        return contextlib.nullcontext()
+        return contextlib.nullcontext(self)
 
     def type_of(self, name: str) -> str:
         if self.format and self.shapes[name][1] % FORMATS[self.format].file_block == 0:
@@ -1861,21 +1863,148 @@ def checkpoint_positions(tokens: list[int], turn: int | None, start: int, known:
 # ======================================================================================================
 
 
+# Every card has a thread, its worker, that alone gives it work: whoever wants something of a stage posts a task. A task
+# may wait for tasks that were posted before it, to other workers, too, and thus for none that waits for it.
+
 CHECKED_WEIGHTS = 1 << 22   # of one matrix that is compared with NumPy's product, see `Engine.use`
+DEADLINE = 120.0            # seconds after which a card counts as broken that has not done what somebody waits for
+
+
+class Fault(NamedTuple):
+    """What ended the work of a pipeline."""
+
+    card: str               # its name
+    what: str
+    since: float            # Unix time
+
+
+class Task:
+    """Something that a worker is to do, and what came of it."""
+
+    def __init__(self, worker: "Worker", work, is_vital: bool):
+        self.worker, self.work, self.is_vital = worker, work, is_vital
+        self.value = self.error = None
+        self.over = threading.Event()
+
+    def end(self, value=None, error: BaseException | None = None):
+        if not self.over.is_set():
+            self.value, self.error, self.work = value, error, None
+            self.over.set()
+
+    def wait(self, limit: float | None = DEADLINE):
+        """Return when it is over. Raises NoAnswer after `limit` seconds."""
+        with self.worker.awaited():
+            if not self.over.wait(limit):
+                self.worker.blame()
+
+    def result(self, limit: float | None = DEADLINE):
+        """What the work returned. Raises what it raised, or why it was never done."""
+        self.wait(limit)
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+class Worker(threading.Thread):
+    """The thread that gives a card its work: tasks, in the order in which they are posted."""
+
+    def __init__(self, card: Card):
+        super().__init__(name=f"worker of {card.name}", daemon=True)    # a card that hangs must not hold the process
+        self.card = card
+        self.on_fault = lambda worker, error: None      # of a Pipeline
+        self.tasks, self.task = queue.SimpleQueue(), None
+        self.error: BaseException | None = None         # why there is no more to do
+        self.lock = threading.Lock()                    # held while `error` is decided on
+        self.waits_for: Worker | None = None
+
+    def post(self, work, *arguments) -> Task:
+        """Have work(*arguments) done after all that was posted before. An error there ends the pipeline, since it may
+        be that nobody looks at the task again."""
+        return self._give(Task(self, functools.partial(work, *arguments), True))
+
+    def ask(self, work, *arguments) -> Task:
+        """The same for somebody who does look: only an error of the card ends the pipeline."""
+        return self._give(Task(self, functools.partial(work, *arguments), False))
+
+    def _give(self, task: Task) -> Task:
+        with self.lock:
+            if self.error is not None:
+                task.end(error=self.error)
+            else:
+                if self.ident is None:
+                    self.start()
+                self.tasks.put(task)
+        return task
+
+    def run(self):
+        while (task := self.tasks.get()) is not None:
+            self.task = task
+            try:
+                task.end(task.work())
+            except BaseException as error:              # a panic of a library in Rust is no Exception
+                if task.is_vital or isinstance(error, CardError):
+                    self.on_fault(self, error)
+                task.end(error=error)
+            self.task = task = None
+
+    def wait(self, event):
+        """Return when an event of this worker's card is done; for any thread. Raises CardError."""
+        with self.awaited():
+            try:
+                event.synchronize(DEADLINE)
+            except CardError as error:
+                self.on_fault(self, error)
+                raise
+
+    @contextlib.contextmanager
+    def awaited(self):
+        """Surrounds where a thread waits for this worker or its card."""
+        waiter = threading.current_thread()
+        if isinstance(waiter, Worker):
+            waiter.waits_for = self
+        try:
+            yield
+        finally:
+            if isinstance(waiter, Worker):
+                waiter.waits_for = None
+
+    def blame(self):
+        """Raise NoAnswer on account of the card that this worker waits for, or that one's for, and so on."""
+        worker = self
+        while worker.waits_for is not None:
+            worker = worker.waits_for
+        error = NoAnswer(f"{worker.card.name} has not answered for {DEADLINE:g} s")
+        self.on_fault(worker, error)
+        raise error
+
+    def stop(self, error: BaseException):
+        """End with `error` all that is still to do, and that it does at the moment, and the thread."""
+        with self.lock:
+            if self.error is None:
+                self.error = error
+                self.tasks.put(None)
+            task = self.task
+            with contextlib.suppress(queue.Empty):
+                while waiting := self.tasks.get_nowait():
+                    waiting.end(error=error)
+                self.tasks.put(None)
+        if task is not None:
+            task.end(error=error)
 
 
 class Stage:
     """A range of layers on one card: weights, caches, scratch, and the launches of decode steps, recorded.
 
-    Token ids enter the first stage, and its last one's sampler turns logits into token ids; what a stage in between
-    hands on is `model.x`.
+    Token ids enter the first stage, hidden states go from each to the next, and the last one's sampler turns logits into
+    token ids. What queues work on the card is done by its worker.
     """
 
     def __init__(self, card: Card, config: Config, weights, layers: range, n_slots: int, n_ctx: int, chunk: int | None,
                  progress=iter):
         self.card, self.config, self.layers, self.n_slots = card, config, layers, n_slots
+        self.worker = Worker(card)
         free = card.free_bytes
-        with weights.loading(card):
+        with weights.loading(card) as weights:
             self.model = Model(card, config, weights, layers, progress)
         self.weight_bytes = free - card.free_bytes
         kinds = [config.layer_kinds[index] for index in layers]
@@ -1884,15 +2013,23 @@ class Stage:
         self.products = collections.Counter((matrix.n, matrix.k) for matrix in multiplied if matrix.is_quantized)
         self.row_operations = 2 * sum(matrix.n * matrix.k for matrix in multiplied)
         self.chunk = min(chunk or self.fitting_chunk(n_ctx), pages_for(n_ctx) * PAGE_TOKENS)
-        max_rows = max(self.chunk, n_slots, HEAD_ROWS)
-        self.model.allocate(max_rows, n_slots)
+        self.max_rows = max(self.chunk, n_slots, HEAD_ROWS)
+        self.model.allocate(self.max_rows, n_slots)
         self.sampler = Sampler(card, n_slots, config.n_vocab) if self.model.head else None
-        # A prompt's pass must not disturb the batch, whose inputs stay from one step to the next.
-        self.inputs = card.alloc(6 * max_rows, np.int32, "ids, slots and positions of a prompt's pass")
-        self.batch = card.alloc(6 * n_slots, np.int32, "ids, slots and positions of a decode step")
+        # A prompt's pass must not disturb the batches, whose inputs stay from one step to the next.
+        self.inputs = card.alloc(6 * self.max_rows, np.int32, "ids, slots and positions of a prompt's pass")
+        self.incoming, self.outgoing = ([card.alloc((self.max_rows, config.hidden_dim), np.float32, f"{name} hidden states")
+                                         for _ in range(2 * is_there)]
+                                        for name, is_there in (("incoming", layers.start > 0), ("outgoing", self.hands_on)))
+        self.entry = self.exit = None   # the Edges to the stages beside, see `Pipeline`
         self.cache = None       # see `allocate`
         self.recordings = {}    # (name of what was recorded, *its arguments) -> Recording
         self.pass_time = functools.cache(self.pass_time)
+
+    @property
+    def hands_on(self) -> bool:
+        """Whether there are stages behind."""
+        return self.layers.stop < self.config.n_layers
 
     def fitting_chunk(self, n_ctx: int) -> int:
         """Tokens of a pass that suit the card: on a real one as many as the memory allows that weights, one context
@@ -1900,31 +2037,53 @@ class Stage:
         if self.card.kind == "emulated":
             return CHUNK
         asked = pages_for(n_ctx) * self.page_bytes + (self.n_slots + LEAST_CHECKPOINTS) * self.state_bytes
-        fitting = max(self.card.free_bytes - asked, 0) // CHUNK_SHARE // self.model.row_bytes()
+        row_bytes = self.model.row_bytes() + 2 * 4 * self.config.hidden_dim * ((self.layers.start > 0) + self.hands_on)
+        fitting = max(self.card.free_bytes - asked, 0) // CHUNK_SHARE // row_bytes
         in_time = max(int(PASS_SECONDS * probe.dot_speed(self.card) / self.row_operations), PAGE_TOKENS)
         return min(max(fitting, CHUNK), in_time, LARGEST_CHUNK) // PAGE_TOKENS * PAGE_TOKENS
 
     def pass_time(self, rows: int) -> int:
-        """How long the products of a pass take, to compare with others (0 rows: nothing)."""
+        """How long the products of a pass take, to compare with others on the card (0 rows: nothing)."""
         return sum(count * q8_gemm.relative_time(self.card, n, k, rows) for (n, k), count in self.products.items()
                    ) if rows else 0
 
-    def pass_rows(self, n: int, limit: int) -> int:
-        """Tokens of the next pass over a prompt that has n left, at most `limit`: all, or passes of the multiple of 64
-        whose blocks of threads fill the card best, as the last round of a product takes as long as a full one. A pass
-        takes time of its own, too: that of PASS_ROWS more rows."""
-        sizes = [*([n] if n <= limit else []), *range(min(limit, n) // PAGE_TOKENS * PAGE_TOKENS, 0, -PAGE_TOKENS)]
-        own = PASS_ROWS * self.pass_time(LARGEST_CHUNK) / LARGEST_CHUNK
-        return min(sizes, key=lambda rows: n // rows * (own + self.pass_time(rows))
-                   + (n % rows and own + self.pass_time(n % rows)))
+    def pass_seconds(self, rows: int) -> float:
+        """About how long a pass takes. It takes time of its own, too: that of PASS_ROWS more rows."""
+        largest = max(self.pass_time(LARGEST_CHUNK), 1)
+        as_rows = PASS_ROWS + self.pass_time(rows) * LARGEST_CHUNK / largest
+        return as_rows * self.row_operations / self.speed.dot / PEAK_SHARE
 
-    def allocate(self, sizes: CacheSizes):
-        """Take the memory of the cache: after the weights, so that its size can depend on what those leave."""
+    def hop_seconds(self, rows: int) -> float:
+        """How long the hidden states of a pass take to the host, or from it."""
+        return 4 * self.config.hidden_dim * rows / self.speed.link
+
+    @functools.cached_property
+    def speed(self) -> probe.Speed:
+        return probe.speed_of(self.card)
+
+    def allocate(self, sizes: CacheSizes, n_groups: int = 1):
+        """Take the memory of the cache, after the weights, so that its size can depend on what those leave; and that of
+        the inputs of each group of answers, see `Pipeline`."""
         self.cache = Cache(self.card, self.config, self.layers, sizes)
+        self.batches = [self.card.alloc(6 * self.n_slots, np.int32, "ids, slots and positions of a decode step")
+                        for _ in range(n_groups)]
+        self.placed = [None] * n_groups     # the same on the host, where the tokens come from another card
+        if self.sampler:
+            self.sampler.pin(n_groups)
 
-    def prefill(self, ids, slot: int, start: int, marks=(), tap=None):
+    # ---- what the worker does ----
+
+    def run_pass(self, before: Task | None, freed: Task | None, n: int, work, *arguments):
+        """Queue this stage's part of a pass of n rows. before: what the stage before did for it; freed: what the one
+        behind did for the last pass but one."""
+        if self.entry:
+            self.entry.receive(n, before.result())
+        found = work(self, *arguments)
+        return self.exit.send(n, freed) if self.exit else found
+
+    def prefill(self, ids, slot: int, start: int, marks, tap):
         """Queue a pass over consecutive tokens of a slot; their hidden states stay in model.x until the next one.
-        marks: (tokens of the pass, number of a checkpoint) where the slot's states are kept."""
+        marks: (tokens of the pass, number of a checkpoint) where the slot's states are kept. Returns the pass's end."""
         n = len(ids)
         set_rows(self.inputs, ids, [slot] * n, range(start, start + n))
         inside = tuple((end, slot, self.n_slots + number) for end, number in marks if end < n)
@@ -1933,29 +2092,49 @@ class Stage:
         for end, number in marks:
             if end == n:
                 self.cache.save(slot, number)
+        return self.card.default_stream.record()
 
-    def sample_row(self, row: int, slot: int, log_probs: bool) -> "Tokens":
-        """The next token of a slot from row `row` of the hidden states of the prefill pass queued last."""
+    def sample_row(self, row: int, slot: int, log_probs: bool):
+        """Queue the choice of the next token of a slot from row `row` of the hidden states of the prefill pass queued
+        last; as `Sampler.fetch`."""
         set_rows(self.inputs, [0], [slot], [0])
         self.model.compute_logits(self.model.x[row:row + 1], 1)
         self.sampler.launch(self.model.logits, rows_of(self.inputs, 1, is_decode=True), log_probs)
-        return self.sampler.read(log_probs)
+        return self.sampler.fetch(-1, 1, log_probs)
 
-    def place(self, ids, slots, positions):
-        """The inputs of the next decode step."""
-        set_rows(self.batch, ids, slots, positions)
+    def logits(self, row: int, n: int) -> np.ndarray:
+        """Those of n rows of that pass from `row` on."""
+        self.model.compute_logits(self.model.x[row:row + n], n)
+        return self.card.download(self.model.logits[:n])
 
-    def step(self, n: int, log_probs: bool):
+    def place(self, group: int, ids, slots, positions):
+        """The inputs of a group's next decode step."""
+        self.placed[group] = np.array(ids), slots, np.array(positions)
+        set_rows(self.batches[group], ids, slots, positions)
+
+    def follow(self, group: int, tokens: "Tokens | None"):
+        """Make the tokens of a group's last step, which the last stage found, the inputs of the next; there
+        `launch_choice` does so, by the same rule (kernels/advance.py)."""
+        if self.hands_on and tokens is not None:
+            ids, slots, positions = self.placed[group]
+            chosen = tokens.read()
+            self.place(group, np.where(chosen >= 0, chosen, ids), slots, positions + (chosen >= 0))
+
+    def step(self, group: int, tokens: "Tokens | None", n: int, log_probs: bool):
         """Queue a decode step of the n rows placed last, or of what followed them: `forward` and `choose` in one."""
-        self.recording(self.launch_step, n, log_probs).replay()
+        self.follow(group, tokens)
+        self.recording(self.launch_step, group, n, log_probs).replay()
+        return self.sampler and self.sampler.fetch(group, n, log_probs)
 
-    def forward(self, n: int):
+    def forward(self, group: int, tokens: "Tokens | None", n: int):
         """Queue the layers of a decode step."""
-        self.recording(self.launch_layers, n).replay()
+        self.follow(group, tokens)
+        self.recording(self.launch_layers, group, n).replay()
 
-    def choose(self, n: int, log_probs: bool):
+    def choose(self, group: int, n: int, log_probs: bool):
         """Queue the choice of the tokens that follow the n rows of `forward`; they are what enters the next step."""
-        self.recording(self.launch_choice, n, log_probs).replay()
+        self.recording(self.launch_choice, group, n, log_probs).replay()
+        return self.sampler.fetch(group, n, log_probs)
 
     def recording(self, launch, *arguments):
         """What launch(*arguments), one of the methods below, launches; made when it is first asked for."""
@@ -1978,13 +2157,24 @@ class Stage:
         self.recordings.clear()
         model.gemv, model.gemm = gemv, gemm
 
+    def load_kernels(self, progress: bool):
+        """Load what any prompt and any answer will run, and record what repeats, so that no request waits for it."""
+        with self.card.collecting() as needed:
+            self.launch_all()
+        with tqdm.tqdm(desc="compiling kernels", total=len(needed), unit="kernel", leave=False,
+                       disable=not progress) as bar:
+            self.card.load_kernels(needed, lambda name: (bar.set_postfix_str(name), bar.update()))
+        for group in range(len(self.batches)):
+            for n in (n for n in (1, 2, 4, 8) if n <= self.n_slots):        # others are recorded when they come
+                self.recording(self.launch_step, group, n, False)
+
     def launch_all(self):
         """Launch every kernel that a prompt or an answer of any length may need; what they compute is of no use."""
         few = min(self.chunk, CHUNK)    # beyond, what is run depends on the number of pages alone
         for n in (*range(1, min(few, 64)), *range(64, few + 1, 8), *range(CHUNK, self.chunk + 1, PAGE_TOKENS)):
             self.launch_prompt(n)
         for n in range(1, self.n_slots + 1):
-            self.launch_step(n, log_probs=True)
+            self.launch_step(0, n, log_probs=True)
         if self.sampler:
             for n in range(1, HEAD_ROWS + 1):
                 self.model.compute_logits(self.model.x, n)
@@ -1994,18 +2184,18 @@ class Stage:
         rows = dataclasses.replace(rows_of(self.inputs, n, is_decode=False), marks=marks)
         self.model.forward(rows, self.cache, tap)
 
-    def launch_step(self, n: int, log_probs: bool):
-        self.launch_layers(n)
-        self.launch_choice(n, log_probs)
+    def launch_step(self, group: int, n: int, log_probs: bool):
+        self.launch_layers(group, n)
+        self.launch_choice(group, n, log_probs)
 
-    def launch_layers(self, n: int):
-        self.model.forward(rows_of(self.batch, n, is_decode=True), self.cache)
+    def launch_layers(self, group: int, n: int):
+        self.model.forward(rows_of(self.batches[group], n, is_decode=True), self.cache)
         if self.sampler:
             self.model.compute_logits(self.model.x, n)
 
-    def launch_choice(self, n: int, log_probs: bool):
+    def launch_choice(self, group: int, n: int, log_probs: bool):
         if self.sampler:
-            rows = rows_of(self.batch, n, is_decode=True)
+            rows = rows_of(self.batches[group], n, is_decode=True)
             self.sampler.launch(self.model.logits, rows, log_probs)
             advance.advance(self.card, rows.ids, rows.positions, rows.rope, self.sampler.tokens, n)
 
@@ -2032,8 +2222,64 @@ def set_rows(inputs: Array, ids, slots, positions):
     inputs.card.copy_in(inputs[:packed.size], packed)
 
 
+class Edge:
+    """The way of hidden states from a stage to the next one's card: a hop.
+
+        model.x → outgoing ──copies out──→ pinned host memory ──copies in──→ incoming → model.x
+
+    The memory in between exists twice: while one hop is on its way, the layers go on, and the next may follow. They
+    cross as the float32 that the residual stream is made of: in fewer bits, a split would be seen in the answers.
+    Between the two copies the host waits for the first: on the hardware this is for, cards that wait for each other's
+    events have read stale data.
+    """
+
+    def __init__(self, upstream: Stage, downstream: Stage):
+        self.upstream, self.downstream = upstream, downstream
+        upstream.exit = downstream.entry = self
+        shape = upstream.max_rows, upstream.config.hidden_dim
+        self.pinned = [upstream.card.pinned(shape, np.float32) for _ in range(2)]
+        self.copies_out, self.copies_in = upstream.card.stream("copies out"), downstream.card.stream("copies in")
+        self.n_sent = self.n_received = 0
+        # Per half: the events after which outgoing, pinned and incoming memory may be written again.
+        self.has_left, self.has_come, self.was_read = [None] * 2, [None] * 2, [None] * 2
+        self.receipts = collections.deque([None] * 2, maxlen=2)     # the tasks that received the last two hops
+
+    def send(self, n: int, freed: Task | None) -> CardEvent:
+        """Queue what upstream's card does for n rows of its model.x. Returns the event after which they are on the host.
+        freed: the task that received the last hop of this half."""
+        card, half = self.upstream.card, self.n_sent % 2
+        self.n_sent += 1
+        outgoing = self.upstream.outgoing[half][:n]
+        if self.has_left[half]:
+            card.default_stream.wait(self.has_left[half])
+        card.copy(outgoing, self.upstream.model.x[:n])
+        self.copies_out.wait(card.default_stream.record())
+        if freed:
+            freed.wait()
+        if self.has_come[half]:
+            self.downstream.worker.wait(self.has_come[half])
+        card.copy_out(self.pinned[half][:n], outgoing, self.copies_out)
+        self.has_left[half] = self.copies_out.record()
+        return self.has_left[half]
+
+    def receive(self, n: int, on_host: CardEvent):
+        """Queue what downstream's card does for n rows of its model.x, once they are on the host."""
+        card, half = self.downstream.card, self.n_received % 2
+        self.n_received += 1
+        incoming = self.downstream.incoming[half][:n]
+        self.upstream.worker.wait(on_host)
+        if self.was_read[half]:
+            self.copies_in.wait(self.was_read[half])
+        card.copy_in(incoming, self.pinned[half][:n], self.copies_in)
+        self.has_come[half] = self.copies_in.record()
+        card.default_stream.wait(self.has_come[half])
+        card.copy(self.downstream.model.x[:n], incoming)
+        self.was_read[half] = card.default_stream.record()
+
+
 class Pipeline:
-    """The stages in order: one card, one stage for now. What crosses from card to card belongs here, nowhere else.
+    """The stages in order, and what crosses from card to card. Passes over prompts follow each other through them, so
+    that all cards work at the same time; so do decode steps of groups of answers.
 
     Everything is queued and happens in the order of the calls, also where two requests share memory one after the
     other: a slot or a page may be given to the next as soon as no further work of the last is queued.
@@ -2041,38 +2287,73 @@ class Pipeline:
 
     def __init__(self, stages: list[Stage], sizes: CacheSizes):
         self.stages, self.last = stages, stages[-1]
+        self.n_groups = min(len(stages), sizes.n_slots)
+        self.fault: Fault | None = None
+        self.failing = threading.Lock()         # held while it is decided whose fault it is
         for stage in stages:
-            stage.allocate(sizes)
-        self.queued = collections.deque()       # the ends of the prefill passes that nobody has waited for
+            stage.allocate(sizes, self.n_groups)
+            stage.worker.on_fault = self.fail
+        for upstream, downstream in itertools.pairwise(stages):
+            Edge(upstream, downstream)
+        self.queued = collections.deque()       # the prefill passes that nobody has waited for
+        self.chosen = [None] * self.n_groups    # what the last step of each group found, where the next follows it
+        self.slowest = functools.cache(self.slowest)
 
     def load_kernels(self, progress: bool):
-        """Load what any prompt and any answer will run, and record what repeats, so that no request waits for it."""
+        """Load what any prompt and any answer will run: one card after the other, as a kernel that the first one needed
+        compiled is there for all."""
         for stage in self.stages:
-            with stage.card.collecting() as needed:
-                stage.launch_all()
-            with tqdm.tqdm(desc="compiling kernels", total=len(needed), unit="kernel", leave=False,
-                           disable=not progress) as bar:
-                stage.card.load_kernels(needed, lambda name: (bar.set_postfix_str(name), bar.update()))
-            for n in (n for n in (1, 2, 4, 8) if n <= stage.n_slots):       # others are recorded when they come
-                stage.recording(stage.launch_step, n, False)
+            stage.worker.ask(stage.load_kernels, progress).result(None)
+
+    def use(self, gemv, gemm):
+        """See `Engine.use`."""
+        for stage in self.stages:
+            stage.worker.ask(stage.use, gemv, gemm).result(None)
+
+    def fail(self, worker: Worker, error: BaseException):
+        """Nothing more is done after the first failure; whoever waits for something hears of it."""
+        with self.failing:
+            if self.fault is None:
+                name = worker.card.name
+                what = str(error) or type(error).__name__
+                self.fault = Fault(name, what if name in what else f"{name}: {what}", time.time())
+                for stage in self.stages:
+                    stage.worker.stop(error)
+
+    def settle(self):
+        """Wait for all that is queued. Raises CardError."""
+        for task in [stage.worker.ask(stage.card.synchronize) for stage in self.stages]:
+            task.result()
+
+    def close(self):
+        """End the workers, after what is queued."""
+        with contextlib.suppress(Exception):    # of what has failed
+            self.settle()
+        for stage in self.stages:
+            stage.worker.stop(CardError("the engine was closed"))
+
+    # ---- slots, pages, checkpoints ----
+
+    def on_all(self, work):
+        """Have work(stage) done by every stage's worker."""
+        for stage in self.stages:
+            stage.worker.post(work, stage)
 
     def start(self, slot: int, request: "Request", number: int | None = None):
         """Make a slot ready for a new sequence, whose states begin as those of checkpoint `number`, or as zeros."""
-        for stage in self.stages:
-            if number is None:
-                stage.cache.reset(slot)
-            else:
-                stage.cache.restore(number, slot)
-        self.last.sampler.start(slot, request)
+        if number is None:
+            self.on_all(lambda stage: stage.cache.reset(slot))
+        else:
+            self.on_all(lambda stage: stage.cache.restore(number, slot))
+        self.last.worker.post(self.last.sampler.start, slot, request)
 
     def set_pages(self, slot: int, pages: list[int]):
-        for stage in self.stages:
-            stage.cache.set_pages(slot, pages)
+        pages = list(pages)                     # as they are now
+        self.on_all(lambda stage: stage.cache.set_pages(slot, pages))
 
     def save(self, slot: int, number: int):
         """Keep a slot's states as checkpoint `number`."""
-        for stage in self.stages:
-            stage.cache.save(slot, number)
+        self.on_all(lambda stage: stage.cache.save(slot, number))
 
     def spill(self, number: int, host: int) -> bool:
         """Copy checkpoint `number` to number `host` in host memory; False where no more of that can be page-locked."""
@@ -2081,55 +2362,84 @@ class Pipeline:
                 stage.cache.pin(host)
         except CardError:
             return False
-        for stage in self.stages:
-            stage.cache.spill(number, host)
+        self.on_all(lambda stage: stage.cache.spill(number, host))
         return True
 
     def fetch(self, host: int, number: int):
+        self.on_all(lambda stage: stage.cache.fetch(host, number))
+
+    # ---- passes ----
+
+    def run(self, n: int, work, *arguments, post=Worker.post) -> Task:
+        """Have work(stage, *arguments) done by every stage for its part of a pass of n rows. Returns the last one's."""
+        task = None
         for stage in self.stages:
-            stage.cache.fetch(host, number)
+            freed = stage.exit and stage.exit.receipts[0]
+            task = post(stage.worker, stage.run_pass, task, freed, n, work, *arguments)
+            if stage.entry:
+                stage.entry.receipts.append(task)
+        return task
 
     def prefill(self, ids, slot: int, start: int, marks=(), tap=None):
         """A chunk of a prompt: tokens of `slot` at positions start, start + 1, ...; start is a multiple of 64.
-        marks: (tokens of the chunk, a multiple of 64, number of the checkpoint to take after them), ascending."""
-        for stage in self.stages:
-            stage.prefill(ids, slot, start, marks, tap)
-        self.queued.append(self.last.card.default_stream.record())
-        if len(self.queued) > 1:        # or a whole prompt is queued at once, and no cancellation stops the cards
-            self.queued.popleft().synchronize()
+        marks: (tokens of the chunk, a multiple of 64, number of the checkpoint to take after them), ascending.
+        With a tap this returns, or raises what the tap has raised, when all is queued."""
+        if tap:
+            self.run(len(ids), Stage.prefill, ids, slot, start, marks, tap, post=Worker.ask).result()
+            return
+        self.queued.append(self.run(len(ids), Stage.prefill, ids, slot, start, marks, None))
+        if len(self.queued) > len(self.stages):     # or all of a prompt is queued, and no cancellation stops the cards
+            self.last.worker.wait(self.queued.popleft().result())
 
     def pass_rows(self, n: int, limit: int) -> int:
-        """Tokens of the next pass over a prompt that has n left, a multiple of 64 or all of them, at most `limit`."""
-        return self.last.pass_rows(n, limit)
+        """Tokens of the next pass over a prompt that has n left, at most `limit`: all, or passes of the multiple of 64
+        that takes the least time. Larger ones have fewer beginnings and fill a card better, as the last round of blocks of
+        threads takes as long as a full one; of smaller ones the next stage need not wait so long for its first."""
+        sizes = [*([n] if n <= limit else []), *range(min(limit, n) // PAGE_TOKENS * PAGE_TOKENS, 0, -PAGE_TOKENS)]
+        n_behind = len(self.stages) - 1
+        return min(sizes, key=lambda rows: (n // rows + n_behind) * self.slowest(rows)
+                   + (self.slowest(n % rows) if n % rows else 0))
+
+    def slowest(self, rows: int) -> float:
+        """Seconds of a pass of so many rows where it takes longest: on a card, or between two."""
+        hops = [stage.hop_seconds(rows) for edge in itertools.pairwise(self.stages) for stage in edge]
+        return max([stage.pass_seconds(rows) for stage in self.stages] + hops)
 
     def sample_row(self, row: int, slot: int, log_probs: bool = False) -> "Tokens":
-        return self.last.sample_row(row, slot, log_probs)
+        """The next token of a slot, from row `row` of the chunk queued last."""
+        return Tokens(self.last.worker.post(self.last.sample_row, row, slot, log_probs))
 
-    def place(self, ids, slots, positions):
+    def logits(self, row: int, n: int) -> np.ndarray:
+        """The logits after n tokens of the chunk queued last from `row` on."""
+        return self.last.worker.ask(self.last.logits, row, n).result()
+
+    # ---- decode steps of a group of answers ----
+
+    def place(self, ids, slots, positions, group: int = 0):
         """The batch of the decode steps that follow: for each row a token, its slot and its position."""
-        for stage in self.stages:
-            stage.place(ids, slots, positions)
+        ids, slots, positions = list(ids), list(slots), list(positions)
+        self.on_all(lambda stage: stage.place(group, ids, slots, positions))
+        self.chosen[group] = None
 
-    def step(self, n: int, log_probs: bool = False) -> "Tokens":
+    def step(self, n: int, log_probs: bool = False, group: int = 0) -> "Tokens":
         """Queue a decode step of the n rows of the batch. The tokens that it finds are what enters the next one."""
-        for stage in self.stages:
-            stage.step(n, log_probs)
-        return self.last.sampler.fetch(n, log_probs)
+        tokens = Tokens(self.run(n, Stage.step, group, self.chosen[group], n, log_probs))
+        self.chosen[group] = tokens
+        return tokens
 
-    def forward(self, n: int):
+    def forward(self, n: int, group: int = 0):
         """The first part of such a step: all that needs no more than the tokens of the step before."""
-        for stage in self.stages:
-            stage.forward(n)
+        self.run(n, Stage.forward, group, self.chosen[group], n)
 
     def constrain(self, constraints: "dict[int, Constraint]"):
         """Slots choose their next tokens from what their constraints allow."""
-        self.last.sampler.constrain(constraints)
+        self.last.sampler.make_masks(constraints)
+        self.last.worker.post(self.last.sampler.send_masks, list(constraints))
 
-    def choose(self, n: int, log_probs: bool) -> "Tokens":
+    def choose(self, n: int, log_probs: bool, group: int = 0) -> "Tokens":
         """The second part, which heeds what `constrain` was told in between."""
-        for stage in self.stages:
-            stage.choose(n, log_probs)
-        return self.last.sampler.fetch(n, log_probs)
+        tokens = self.chosen[group] = Tokens(self.last.worker.post(self.last.choose, group, n, log_probs))
+        return tokens
 
 
 # Placement: neighbouring layers on each card, so that the slowest card takes as little time as the memory of all allows.
@@ -2517,16 +2827,18 @@ class Planner:
 
 
 class Tokens:
-    """Tokens on their way from a card to the host, and their log-probabilities where these were asked for."""
+    """Tokens on their way from a card to the host, and their log-probabilities where these were asked for.
+    fetched: the task that returns what `Sampler.fetch` does."""
 
-    def __init__(self, tokens: np.ndarray, report: np.ndarray | None, arrived=None):
-        self.tokens, self.report, self.arrived = tokens, report, arrived
+    def __init__(self, fetched: Task):
+        self.fetched, self.report = fetched, None
 
     def read(self) -> np.ndarray:
-        """Waits for them: int32, -1 where the logits of a row held a NaN. Good until the second `fetch` after."""
-        if self.arrived:
-            self.arrived.synchronize()
-        return self.tokens
+        """Waits for them: int32, -1 where the logits of a row held a NaN. Good until the second `fetch` after, of the
+        same group."""
+        tokens, self.report, arrived = self.fetched.result()
+        self.fetched.worker.wait(arrived)
+        return tokens
 
     def log_probs(self, row: int, top: int) -> tuple[float, tuple[tuple[int, float], ...]]:
         """Of what was read: the log-probability of a row's token, and the `top` likeliest tokens with theirs."""
@@ -2544,9 +2856,14 @@ class Sampler:
         self.tokens = card.alloc(n_slots, np.int32, "sampled tokens")
         self.masks, self.copies = card.pinned(self.state.mask.shape, np.uint32), card.stream()
         self.executor = llguidance.LLExecutor()
-        # One is read while the other is filled.
-        self.hosts = itertools.cycle([(card.pinned(n_slots, np.int32),
-                                       card.pinned((n_slots, logprobs.REPORT), np.uint32)) for _ in range(2)])
+
+    def pin(self, n_groups: int):
+        """Take the host memory that tokens are fetched to, for each group of answers and for first tokens. Of a group's
+        one is read while the next is filled; as many first tokens as groups may wait to be read."""
+        n_slots = len(self.tokens)
+        self.hosts = [itertools.cycle([(self.card.pinned(n_slots, np.int32),
+                                        self.card.pinned((n_slots, logprobs.REPORT), np.uint32))
+                                       for _ in range(n_groups + 1)]) for _ in range(n_groups + 1)]
 
     def start(self, slot: int, request: "Request"):
         """Set a slot's parameters for a request and forget what it generated before."""
@@ -2569,9 +2886,9 @@ class Sampler:
             bias[list(r.logit_bias)] = list(r.logit_bias.values())
             self.card.copy_in(state.bias[slot], bias)
 
-    def constrain(self, constraints: "dict[int, Constraint]"):
-        """Make the masks of slots and queue them for what `launch` does next. They travel beside what runs (all that
-        writes masks is in `copies`), so the tokens chosen under those of the last call must have been read."""
+    def make_masks(self, constraints: "dict[int, Constraint]"):
+        """Write down on the host what slots may choose next. The tokens chosen under their last masks must have been
+        read."""
         free = []
         for slot, constraint in constraints.items():
             if constraint.forced:
@@ -2582,7 +2899,11 @@ class Sampler:
                 free.append((constraint.matcher, slot))
         if free:
             llguidance.numpy.fill_next_token_bitmask_par(self.executor, free, self.masks.view(np.int32))
-        for slot in constraints:
+
+    def send_masks(self, slots: list[int]):
+        """Queue the masks of slots for what `launch` does next. They travel beside what runs: all that writes masks is
+        in `copies`."""
+        for slot in slots:
             self.card.copy_in(self.state.mask[slot], self.masks[slot], self.copies)
         self.card.default_stream.wait(self.copies.record())
 
@@ -2592,18 +2913,14 @@ class Sampler:
         if log_probs:
             logprobs.logprobs(self.card, logits, self.tokens, self.log_probs, rows.n, self.n_vocab)
 
-    def fetch(self, n: int, log_probs: bool) -> Tokens:
-        """Queue the copy to the host of what `launch` found for n rows."""
-        tokens, report = (host[:n] for host in next(self.hosts))
+    def fetch(self, group: int, n: int, log_probs: bool) -> tuple[np.ndarray, np.ndarray | None, CardEvent]:
+        """Queue the copy to the host of what `launch` found for n rows of a group, -1: for a first token. Returns tokens,
+        report of log-probabilities or None, and the event after which they are good."""
+        tokens, report = (host[:n] for host in next(self.hosts[group]))
         self.card.copy_out(tokens, self.tokens[:n])
         if log_probs:
             self.card.copy_out(report, self.log_probs.report[:n])
-        return Tokens(tokens, report if log_probs else None, self.card.default_stream.record())
-
-    def read(self, log_probs: bool) -> Tokens:
-        """What `launch` found for one row, when it is there; what was fetched before stays good."""
-        report = self.card.download(self.log_probs.report[:1]) if log_probs else None
-        return Tokens(self.card.download(self.tokens[:1]), report)
+        return tokens, report if log_probs else None, self.card.default_stream.record()
 
 
 # Constraints: llguidance says, token by token, what may follow. Its masks are made while a card runs the layers of
@@ -3084,13 +3401,13 @@ class Scheduler:
                 with self.stepping:
                     self.step()
         except (CardError, CompileError) as error:      # every request hears of it, and later ones are refused
-            self.error = f"the engine has stopped: {error}"
+            fault = self.pipeline.fault
+            self.error = f"the engine has stopped: {fault.what if fault else error}"
         except BaseException as error:      # a panic of a library in Rust is no Exception
             logging.getLogger("qengine").error("the engine has stopped", exc_info=error)
             self.error = "the engine has stopped after an internal error"
-        for stage in self.pipeline.stages:              # what is queued uses memory that may go now
-            with contextlib.suppress(CardError):
-                stage.card.synchronize()
+        with contextlib.suppress(Exception):            # what is queued uses memory that may go now
+            self.pipeline.settle()
         with self.changed:
             self.closing = True
             for generation in [s.generation for s in self.running] + list(self.waiting):
@@ -3317,6 +3634,11 @@ class Engine:
         """What the engine failed with, a sentence; None while it works."""
         return self.scheduler.error
 
+    @property
+    def fault(self) -> Fault | None:
+        """Which card failed, where it was one."""
+        return self.pipeline.fault
+
     def submit(self, request: Request) -> Generation:
         """Start a request. Raises RequestError or EngineStopped."""
         request.check(self.config.n_vocab, self.n_ctx)
@@ -3360,16 +3682,13 @@ class Engine:
         A slot is taken, and the engine does nothing else, until the last rows are out.
         """
         Request(list(ids)).check(self.config.n_vocab, self.n_ctx + 1)
-        model = self.pipeline.last.model
         with self.scheduler.borrow_slot(len(ids)) as sequence:
             self.pipeline.start(sequence.slot, sequence.generation.request)
             for start in range(0, len(ids), self.chunk):
                 chunk = ids[start:start + self.chunk]
                 self.pipeline.prefill(chunk, sequence.slot, start, tap=tap)
                 for row in range(0, len(chunk), HEAD_ROWS):
-                    n = min(HEAD_ROWS, len(chunk) - row)
-                    model.compute_logits(model.x[row:row + n], n)
-                    yield model.card.download(model.logits[:n])
+                    yield self.pipeline.logits(row, min(HEAD_ROWS, len(chunk) - row))
 
     def stats(self) -> dict:
         """Counts of this moment: requests_running, requests_waiting, slots; kv_pages = _used (by running requests) +
@@ -3391,14 +3710,14 @@ class Engine:
         large matrix at its first rows; ValueError says where it is wrong. Answers that run go on with them.
         """
         with self.scheduler.between_steps():
-            for stage in self.pipeline.stages:
-                stage.use(gemv, gemm)
+            self.pipeline.use(gemv, gemm)
             self.pipeline.load_kernels(progress=False)
             self.scheduler.cache.clear()            # what is kept comes from other kernels
 
     def close(self, grace: float = 0.0):
         """End what runs, after so many seconds if that has not ended by then; new requests are refused."""
         self.scheduler.close(grace)
+        self.pipeline.close()
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str, n_ctx: int) -> list[int]:
@@ -3463,26 +3782,64 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
     demand = Demand(opened.n_ctx(ctx), slots, chunk, kv_tokens, checkpoint_memory, checkpoint_host_memory, split)
     planner = make_planner(opened, card, demand)
     planner.check()
-    config, n_ctx, (used,), (layers,), chunk = (
-        opened.config, demand.n_ctx, planner.cards, planner.plan.layers, planner.plan.chunk)
-    free = used.free_bytes
-    used.replace(probe.saved_replacements(used))
+    config, cards, n_ctx = opened.config, planner.cards, demand.n_ctx
+    free = sum(card.free_bytes for card in cards)
+    for card in cards:
+        card.replace(probe.saved_replacements(card))
     if progress:
-        note(f"card: {used.describe()}")
+        for card, layers in zip(cards, planner.plan.layers):
+            note(f"card: {card.describe()}" + f", layers {layers.start} - {layers.stop - 1}" * (len(cards) > 1))
         if n_ctx > config.context_length:
             note(f"warning: the model was made for {config.context_length} tokens of context, not {n_ctx}; "
                  "what comes after those may make no sense")
-    loading = functools.partial(tqdm.tqdm, desc="loading layers", unit="layer", leave=False, disable=not progress)
-    stage = Stage(used, config, opened.weights, layers, slots, n_ctx, chunk, loading)
-    sizes = choose_sizes([stage], slots, n_ctx, kv_tokens, checkpoint_memory, checkpoint_host_memory)
-    pipeline = Pipeline([stage], sizes)
-    pipeline.load_kernels(progress)
+    stages = load_stages(opened, planner, progress)
+    sizes = choose_sizes(stages, slots, n_ctx, kv_tokens, checkpoint_memory, checkpoint_host_memory)
+    pipeline = Pipeline(stages, sizes)
+    try:
+        pipeline.load_kernels(progress)
+    except BaseException:
+        pipeline.close()
+        raise
     if progress:
+        taken, where = free - sum(card.free_bytes for card in cards), f"the card{'s' * (len(cards) > 1)}"
         note(f"model: {config.name}, {config.n_parameters / 1e6:,.1f} million parameters; "
-             f"{show_bytes(free - used.free_bytes)} on the card, {slots} x {n_ctx} tokens of context included")
+             f"{show_bytes(taken)} on {where}, {slots} x {n_ctx} tokens of context included")
         note(f"cache: {sizes.n_pages * PAGE_TOKENS:,} tokens of context in all, {sizes.n_checkpoints} checkpoints of "
-             f"{show_bytes(stage.state_bytes)} on the card, up to {sizes.n_host_checkpoints} in host memory")
-    return Engine(config, opened.tokenizer, opened.template, pipeline, sizes, n_ctx, stage.chunk)
+             f"{show_bytes(sum(stage.state_bytes for stage in stages))} on {where}, "
+             f"up to {sizes.n_host_checkpoints} in host memory")
+    return Engine(config, opened.tokenizer, opened.template, pipeline, sizes, n_ctx, planner.plan.chunk)
+
+
+def load_stages(opened: OpenModel, planner: Planner, progress: bool) -> list[Stage]:
+    """The stages as planned, their weights on the cards, which are filled at the same time. Where one fails the others
+    stop at their next layer."""
+    plan, demand, failures = planner.plan, planner.demand, []
+
+    def load_stage(card, layers):
+        try:
+            return Stage(card, opened.config, opened.weights, layers, demand.slots, demand.n_ctx, plan.chunk, counted)
+        except BaseException as error:
+            failures.append(error)
+
+    def counted(layers):
+        for index in layers:
+            if failures:
+                raise failures[0]
+            yield index
+            bar.update()
+
+    with (tqdm.tqdm(desc="loading layers", total=opened.config.n_layers, unit="layer", leave=False,
+                    disable=not progress) as bar,
+          concurrent.futures.ThreadPoolExecutor(len(plan.layers), "loader") as loaders):
+        loading = [loaders.submit(load_stage, *each) for each in zip(planner.cards, plan.layers)]
+        try:
+            stages = [future.result() for future in loading]
+        except BaseException as error:          # Ctrl-C
+            failures.append(error)
+            raise
+    if failures:
+        raise failures[0]
+    return stages
 
 
 def make_planner(opened: OpenModel, card: str | Card | list[Card] | None, demand: Demand) -> Planner:
@@ -3882,7 +4239,7 @@ class Bench:
 
     def step(self):
         """Queue the launches of a decode step, which `Stage.step` replays from a recording."""
-        self.stage.launch_step(self.batch, log_probs=False)
+        self.stage.launch_step(0, self.batch, log_probs=False)
 
     # ---- what it must move and compute ----
 
@@ -3972,19 +4329,22 @@ class PipeMeter:
 
     def _count(self, engine) -> dict | None:
         stage, scheduler = engine.pipeline.last, engine.scheduler
-        with scheduler.between_steps(), self._as_model(stage):
+        with scheduler.between_steps(), self._as_model(engine):
             n = len(scheduler._answering())
-            what = [(stage.launch_layers, n), (stage.launch_choice, n, False)] if n else []
+            what = [(stage.launch_layers, 0, n), (stage.launch_choice, 0, n, False)] if n else []
             recordings = [stage.recording(*launch) for launch in what]
         for recording in recordings:
             stage.card.prepare_counting(recording)
-        with scheduler.between_steps(), self._as_model(stage), stage.card.counting() as log:
+        with scheduler.between_steps(), self._as_model(engine), stage.card.counting() as log:
             n = len(scheduler._answering())
             scheduler._decode()
+            engine.pipeline.settle()
         return summary(log, n, self.MODEL) if n else None
 
     @contextlib.contextmanager
-    def _as_model(self, stage: Stage):
+    def _as_model(self, engine: Engine):
+        stage = engine.pipeline.last
+        engine.pipeline.settle()
         own, stage.recordings = stage.recordings, self.recordings
         try:
             with launching_as(stage.card, self.MODEL):
