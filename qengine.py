@@ -2055,7 +2055,7 @@ class Stage:
 
     def hop_seconds(self, rows: int) -> float:
         """How long the hidden states of a pass take to the host, or from it."""
-        return 4 * self.config.hidden_dim * rows / self.speed.link
+        return hop_bytes(self.config, rows) / self.speed.link
 
     @functools.cached_property
     def speed(self) -> probe.Speed:
@@ -2277,6 +2277,31 @@ class Edge:
         self.was_read[half] = card.default_stream.record()
 
 
+def choose_rows(n: int, limit: int, n_stages: int, slowest) -> int:
+    """Tokens of the next pass over a prompt that has n left, at most `limit`: all, or passes of the multiple of 64 that
+    takes the least time, where slowest(rows) is that of a pass where it takes longest. Larger ones have fewer beginnings
+    and fill a card better, as the last round of blocks of threads takes as long as a full one; of smaller ones the next
+    stage need not wait so long for its first."""
+    sizes = [*([n] if n <= limit else []), *range(min(limit, n) // PAGE_TOKENS * PAGE_TOKENS, 0, -PAGE_TOKENS)]
+    return min(sizes, key=lambda rows: (n // rows + n_stages - 1) * slowest(rows) + (slowest(n % rows) if n % rows else 0))
+
+
+def hop_bytes(config: Config, rows: int) -> int:
+    """Of the residual stream of so many tokens, see `Edge`."""
+    return 4 * config.hidden_dim * rows
+
+
+def group_count(n_stages: int, n_slots: int) -> int:
+    """Of answers whose decode steps follow each other through the stages."""
+    return min(n_stages, n_slots)
+
+
+def slowest_seconds(stages: list[Stage], rows: int) -> float:
+    """Seconds of a pass of so many rows where it takes longest: on a card, or between two."""
+    hops = [stage.hop_seconds(rows) for edge in itertools.pairwise(stages) for stage in edge]
+    return max([stage.pass_seconds(rows) for stage in stages] + hops)
+
+
 class Pipeline:
     """The stages in order, and what crosses from card to card. Passes over prompts follow each other through them, so
     that all cards work at the same time; so do decode steps of groups of answers.
@@ -2287,7 +2312,7 @@ class Pipeline:
 
     def __init__(self, stages: list[Stage], sizes: CacheSizes):
         self.stages, self.last = stages, stages[-1]
-        self.n_groups = min(len(stages), sizes.n_slots)
+        self.n_groups = group_count(len(stages), sizes.n_slots)
         self.fault: Fault | None = None
         self.failing = threading.Lock()         # held while it is decided whose fault it is
         for stage in stages:
@@ -2297,7 +2322,7 @@ class Pipeline:
             Edge(upstream, downstream)
         self.queued = collections.deque()       # the prefill passes that nobody has waited for
         self.chosen = [None] * self.n_groups    # what the last step of each group found, where the next follows it
-        self.slowest = functools.cache(self.slowest)
+        self.slowest = functools.cache(functools.partial(slowest_seconds, stages))
 
     def load_kernels(self, progress: bool):
         """Load what any prompt and any answer will run: one card after the other, as a kernel that the first one needed
@@ -2392,18 +2417,8 @@ class Pipeline:
             self.last.worker.wait(self.queued.popleft().result())
 
     def pass_rows(self, n: int, limit: int) -> int:
-        """Tokens of the next pass over a prompt that has n left, at most `limit`: all, or passes of the multiple of 64
-        that takes the least time. Larger ones have fewer beginnings and fill a card better, as the last round of blocks of
-        threads takes as long as a full one; of smaller ones the next stage need not wait so long for its first."""
-        sizes = [*([n] if n <= limit else []), *range(min(limit, n) // PAGE_TOKENS * PAGE_TOKENS, 0, -PAGE_TOKENS)]
-        n_behind = len(self.stages) - 1
-        return min(sizes, key=lambda rows: (n // rows + n_behind) * self.slowest(rows)
-                   + (self.slowest(n % rows) if n % rows else 0))
-
-    def slowest(self, rows: int) -> float:
-        """Seconds of a pass of so many rows where it takes longest: on a card, or between two."""
-        hops = [stage.hop_seconds(rows) for edge in itertools.pairwise(self.stages) for stage in edge]
-        return max([stage.pass_seconds(rows) for stage in self.stages] + hops)
+        """Tokens of the next pass over a prompt that has n left, a multiple of 64 or all of them, at most `limit`."""
+        return choose_rows(n, limit, len(self.stages), self.slowest)
 
     def sample_row(self, row: int, slot: int, log_probs: bool = False) -> "Tokens":
         """The next token of a slot, from row `row` of the chunk queued last."""
@@ -2461,20 +2476,20 @@ class Schedule:
         return [sum(end - start for start, end in stage) / self.seconds for stage in self.spans]
 
 
-def schedule(passes: list, hops: list, depth: int) -> Schedule:
-    """What `Pipeline.prefill` does with passes that take passes[stage][pass] seconds, at most `depth` of them at a time,
-    and hops[edge][pass] = (out, in) seconds of the copies to the host and from it."""
+def schedule(passes: list, hops: list) -> Schedule:
+    """What `Pipeline.prefill` makes of passes that take passes[stage][pass] seconds, and hops that take
+    hops[edge][pass] = (out, in) seconds for the copies to the host and from it."""
     n_stages, n_passes = len(passes), len(passes[0])
     starts, ends, outs, ins = ([[0.0] * n_passes for _ in range(n_stages)] for _ in range(4))
 
-    def at(times, i, default=0.0):
-        return times[i] if i >= 0 else default
+    def at(times, i):
+        return times[i] if i >= 0 else 0.0
 
     for i in range(n_passes):
         for stage in range(n_stages):
-            start = max(ins[stage][i], at(ends[stage], i - 1))
+            start = max(ins[stage][i], at(ends[stage], i - 1), at(outs[stage], i - 3))
             if stage == 0:                              # back-pressure
-                start = max(start, at(ends[-1], i - depth))
+                start = max(start, at(ends[-1], i - n_stages - 1))
             starts[stage][i], ends[stage][i] = start, start + passes[stage][i]
             if stage == n_stages - 1:
                 continue
@@ -2568,11 +2583,15 @@ class LayerCosts:
                                    for each in (page_bytes, state_bytes))
         self.n_attention = sums(kind == "attention" for kind in config.layer_kinds)
 
-    def prefill_seconds(self, stage: int, start: int, stop: int, context: int) -> float:
+    def prefill_seconds(self, stage: int, start: int, stop: int, context: float) -> float:
         """Seconds of a token of a prompt that has `context` tokens before it."""
-        speed, products = self.speeds[stage], self.operations[stop] - self.operations[start]
-        attention = (self.n_attention[stop] - self.n_attention[start]) * 4 * self.config.query_dim * context
-        return (products / speed.dot + attention / speed.half2) / PEAK_SHARE
+        products = (self.operations[stop] - self.operations[start]) / self.speeds[stage].dot / PEAK_SHARE
+        return products + self.attention_seconds(stage, start, stop, context)
+
+    def attention_seconds(self, stage: int, start: int, stop: int, context: float) -> float:
+        """Those of its attention."""
+        operations = (self.n_attention[stop] - self.n_attention[start]) * 4 * self.config.query_dim * context
+        return operations / self.speeds[stage].half2 / PEAK_SHARE
 
     def decode_seconds(self, stage: int, start: int, stop: int, context: int) -> float:
         """Seconds of a decode step of one answer."""
@@ -2641,10 +2660,10 @@ class Plan:
     """Where a model goes, what that takes, and what hops between the cards will cost."""
 
     stages: list[StagePlan]
+    on_paper: list[Stage]       # on cards that only count
     demand: Demand
     sizes: CacheSizes
     chunk: int                  # tokens of a pass, the same for all stages
-    hidden_dim: int
 
     @property
     def fits(self) -> bool:
@@ -2653,10 +2672,6 @@ class Plan:
     @property
     def layers(self) -> list[range]:
         return [stage.layers for stage in self.stages]
-
-    def hop_bytes(self, rows: int) -> int:
-        """Of the residual stream of so many tokens, float32 as it is on the cards: fewer bits would be other numbers."""
-        return rows * self.hidden_dim * 4
 
     def table(self) -> str:
         """For people: a line for each card."""
@@ -2687,12 +2702,12 @@ def plan_stages(config: Config, weights, cards: list[Card], demand: Demand, laye
     planned = []
     for card, stage in zip(cards, stages):
         free = stage.card.card.free_bytes
-        stage.allocate(sizes)
+        stage.allocate(sizes, group_count(len(stages), sizes.n_slots))
         kv, states = sizes.n_pages * stage.page_bytes, sizes.n_slots * stage.state_bytes
         checkpoints, used = sizes.n_checkpoints * stage.state_bytes, free - stage.card.free_bytes
         scratch = used - stage.weight_bytes - kv - states - checkpoints
         planned.append(StagePlan(card.name, stage.layers, free, stage.weight_bytes, kv, states, checkpoints, scratch))
-    return Plan(planned, demand, sizes, stages[0].chunk, config.hidden_dim)
+    return Plan(planned, stages, demand, sizes, stages[0].chunk)
 
 
 def most(low: int, high: int, fits) -> int | None:
@@ -2742,31 +2757,34 @@ class Planner:
         n = most(1, longest, lambda n: self.planned(n_ctx=n * PAGE_TOKENS).fits)
         return n and n * PAGE_TOKENS
 
-    def hops(self, rows: int) -> list[tuple[float, float]]:
-        """Seconds of the copies (to the host, from it) of each hop of so many tokens."""
-        links, n = [speed.link for speed in self.costs.speeds], self.plan.hop_bytes(rows)
-        return [(n / out, n / into) for out, into in zip(links, links[1:])]
+    def passes(self, n: int) -> list[tuple[int, int]]:
+        """(start, tokens) of the passes over a prompt of n tokens, as the engine makes them."""
+        slowest, start, found = functools.cache(functools.partial(slowest_seconds, self.plan.on_paper)), 0, []
+        while start < n:
+            found.append((start, choose_rows(n - start, self.plan.chunk, len(self.cards), slowest)))
+            start += found[-1][1]
+        return found
 
-    def prompt_schedule(self, n: int, rows: int, with_hops: bool = True) -> Schedule:
-        """What is expected of a prompt of n tokens in passes of so many rows."""
-        starts, stages, depth = range(0, n, rows), self.plan.layers, len(self.cards) + 1
-        counts = [min(rows, n - start) for start in starts]
-        passes = [[(count + PASS_ROWS) * self.costs.prefill_seconds(i, layers.start, layers.stop, start + count / 2)
-                   for start, count in zip(starts, counts)] for i, layers in enumerate(stages)]
-        hops = zip(*map(self.hops, counts)) if with_hops else [[(0.0, 0.0)] * len(counts)] * len(stages)
-        return schedule(passes, list(hops), depth)
+    def prompt_schedule(self, n: int, with_hops: bool = True) -> Schedule:
+        """What is expected of a prompt of n tokens; of its hops as if links were infinitely fast, if they are left out."""
+        passes, stages, costs = self.passes(n), self.plan.on_paper, self.costs
+        seconds = [[stage.pass_seconds(rows) + rows * costs.attention_seconds(
+            i, stage.layers.start, stage.layers.stop, start + rows / 2) for start, rows in passes]
+            for i, stage in enumerate(stages)]
+        hops = [[(a.hop_seconds(rows) * with_hops, b.hop_seconds(rows) * with_hops) for _, rows in passes]
+                for a, b in itertools.pairwise(stages)]
+        return schedule(seconds, hops)
 
-    def expected_hops(self) -> tuple[int, float, float, float]:
-        """Of a prompt that fills the context: rows of its passes, the share of its time that hops add to it, the share
-        that the least busy card works; and the share of hops in a decode step of one answer."""
-        n, stages = self.demand.n_ctx, self.plan.layers
-        rows = min(range(PAGE_TOKENS, self.plan.chunk + 1, PAGE_TOKENS),
-                   key=lambda rows: self.prompt_schedule(n, rows).seconds)
-        found = self.prompt_schedule(n, rows)
-        added = 1 - self.prompt_schedule(n, rows, with_hops=False).seconds / found.seconds
-        step = sum(self.costs.decode_seconds(i, layers.start, layers.stop, n // 2) for i, layers in enumerate(stages))
-        hops = sum(map(sum, self.hops(1)))
-        return rows, added, min(found.busy), hops / (step + hops)
+    def expected_hops(self) -> tuple[float, float, float]:
+        """Of a prompt that fills the context: the share of its time that hops add to it, and the share that the least
+        busy card works; and the share of hops in a decode step of one answer."""
+        n, stages = self.demand.n_ctx, self.plan.on_paper
+        found = self.prompt_schedule(n)
+        added = 1 - self.prompt_schedule(n, with_hops=False).seconds / found.seconds
+        step = sum(self.costs.decode_seconds(i, stage.layers.start, stage.layers.stop, n // 2)
+                   for i, stage in enumerate(stages))
+        hops = sum(a.hop_seconds(1) + b.hop_seconds(1) for a, b in itertools.pairwise(stages))
+        return added, min(found.busy), hops / (step + hops)
 
     def report(self) -> str:
         """The plan for people: the table, the longest context, and what is expected of hops."""
@@ -2775,11 +2793,12 @@ class Planner:
                  f"context: {d.slots} x {d.n_ctx:,} tokens, pages for {plan.sizes.n_pages * PAGE_TOKENS:,}; "
                  + (f"the longest that fits has {longest:,}" if longest else "none fits")]
         if len(self.cards) > 1:
-            rows, added, busy, decode = self.expected_hops()
+            added, busy, decode = self.expected_hops()
+            n_passes = len(self.passes(d.n_ctx))
             links = ", ".join(f"{speed.link / 1e9:g}" for speed in self.costs.speeds)
-            lines += [f"a hop: {show_bytes(plan.hop_bytes(plan.chunk))} for a pass of {plan.chunk} tokens, "
-                      f"{show_bytes(plan.hop_bytes(1))} for one token, over links of {links} GB/s",
-                      f"expected share of time in hops: {added:.1%} of a prompt of {d.n_ctx:,} tokens in passes of {rows} "
+            lines += [f"a hop: {show_bytes(hop_bytes(self.config, plan.chunk))} for a pass of {plan.chunk} tokens, "
+                      f"{show_bytes(hop_bytes(self.config, 1))} for one token, over links of {links} GB/s",
+                      f"expected share of time in hops: {added:.1%} of a prompt of {d.n_ctx:,} tokens in {n_passes} passes "
                       f"(each card busy {busy:.0%} of it or more), {decode:.1%} of a step of one answer"]
             if any(card.kind == "emulated" and not card.like for card in self.cards):
                 lines.append(f"(emulated cards of no type count as {CARDS[0].name})")
