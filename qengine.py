@@ -3288,6 +3288,7 @@ class Sequence:
         self.has_begun = False          # its slot is ready for it
         self.n_cached = 0
         self.in_flight = 0              # tokens that a queued decode step will find: 0 or 1
+        self.group: int | None = None   # of answers, whose steps it takes part in
         self.pages: list[int] = []
         self.node = root                # of the prefix tree: the last that stands for tokens of this
         self.marks: list[int] = []      # positions in the prompt where checkpoints are taken
@@ -3297,6 +3298,11 @@ class Sequence:
     def in_prompt(self) -> bool:
         return self.n_cached < self.generation.n_prompt
 
+    @property
+    def is_answer(self) -> bool:
+        """Whether its first token is there."""
+        return len(self.tokens) > self.generation.n_prompt
+
     def is_full(self, more: int, n_ctx: int) -> bool:
         """Whether so many more tokens end it by its length."""
         return (self.generation.n_generated + more == self.generation.request.max_tokens
@@ -3305,7 +3311,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Flight:
-    """A decode step that is queued: the sequences of its rows, and the tokens that it will find."""
+    """A decode step that is queued, or the end of a prompt: the sequences of its rows, and the tokens it will find."""
 
     sequences: list[Sequence]
     tokens: Tokens
@@ -3330,6 +3336,11 @@ class Scheduler:
     themselves: so they never wait for the host. Where such a token ends its sequence, the step has computed a row
     for nothing: it wrote into the sequence's own slot and pages, before whoever has them next. Where a grammar rules
     an answer, the tokens are looked at while the layers of the next step run, and its choice is queued after that.
+
+    Several cards work at the same time on several things. So the answers are in groups, as many as there are cards, and
+    while one group's step is on the first card, another's is on the second; in between prompts the groups take turns,
+    since a step comes back only after the passes before it. And the next prompt begins before the last one's first
+    token is there. One card has one group. No token depends on the grouping.
     """
 
     def __init__(self, pipeline: Pipeline, cache: PrefixCache, tokenizer: Tokenizer, n_slots: int, n_ctx: int,
@@ -3338,7 +3349,9 @@ class Scheduler:
         self.n_slots, self.n_ctx, self.chunk = n_slots, n_ctx, chunk
         self.free_slots = list(reversed(range(n_slots)))
         self.waiting, self.running = collections.deque(), []
-        self.flight: Flight | None = None           # while there is one, the cards know its batch
+        self.flights: list[Flight | None] = [None] * pipeline.n_groups      # while there is one, the cards know its batch
+        self.first_tokens = collections.deque()     # Flights that end prompts
+        self.turns = itertools.cycle(range(pipeline.n_groups))
         self.totals = dict.fromkeys(("requests", "cache_hits", "prompt_tokens", "cached_tokens", "generated_tokens"), 0)
         self.changed = threading.Condition()        # guards waiting, guests, draining, closing and error
         self.draining = self.closing = False        # no more requests are taken; no more steps are made
@@ -3443,13 +3456,21 @@ class Scheduler:
             return not self.closing
 
     def step(self):
-        """Admit what fits; run a chunk of the oldest unfinished prompt, then a decode step of all running answers."""
+        """Admit what fits; run a chunk of the oldest unfinished prompt, then a decode step of a group of answers, or of
+        all where there is no prompt."""
         self._drop_ended()
         self._admit()
-        prompt = next((s for s in self.running if s.in_prompt), None)
+        prompt = self._prompt()
         if prompt is not None:
             self._prefill(prompt)
-        self._decode()
+        self._land_first_tokens(len(self.flights) - 1 if self._prompt() else 0)
+        self._form_groups()
+        for group in range(len(self.flights)) if prompt is None else [next(self.turns)]:
+            self._decode(group)
+
+    def _prompt(self) -> Sequence | None:
+        """The oldest that is unfinished."""
+        return next((s for s in self.running if s.in_prompt), None)
 
     def _drop_ended(self):
         """End what was cancelled, and what has taken longer than it may."""
@@ -3484,7 +3505,7 @@ class Scheduler:
         """The next chunk of a prompt. Chunks start at multiples of 64, so no result depends on their size."""
         if not sequence.has_begun:
             self._begin(sequence)
-        limit = min(self.chunk, RUNNING_CHUNK) if self._answering() else self.chunk
+        limit = min(self.chunk, RUNNING_CHUNK) if any(s.is_answer for s in self.running) else self.chunk
         start = sequence.n_cached
         end = start + self.pipeline.pass_rows(sequence.generation.n_prompt - start, limit)
         self._reserve(sequence, end)
@@ -3501,7 +3522,7 @@ class Scheduler:
         self._constrain([sequence])
         if sequence in self.running:
             tokens = self.pipeline.sample_row(end - start - 1, sequence.slot, wants_log_probs([sequence]))
-            self._take(sequence, tokens, 0, int(tokens.read()[0]))
+            self.first_tokens.append(Flight([sequence], tokens))
 
     def _begin(self, sequence: Sequence):
         """Make the slot ready, with what the caches know of the prompt; its last token is always processed."""
@@ -3544,38 +3565,63 @@ class Scheduler:
             self.pipeline.save(sequence.slot, number)
             self.cache.keep(sequence.decoded, number)
 
-    def _decode(self):
-        """Queue a step of all answers, and then take the tokens of the one before."""
-        if self.flight and self.flight.sequences != self._answering():
-            self._land()                            # who stays needs its token to be placed anew
-        batch = self._answering()
+    def _land_first_tokens(self, n_left: int):
+        """Take the tokens that follow prompts, but for the last n_left: the cards are still at those."""
+        while len(self.first_tokens) > n_left:
+            flight = self.first_tokens.popleft()
+            sequence, = flight.sequences
+            token, = flight.tokens.read().tolist()
+            if sequence in self.running:
+                self._take(sequence, flight.tokens, 0, token)
+
+    def _form_groups(self):
+        """Put new answers into the smallest group, and one of a group's answers into another where that evens them."""
+        members = {group: [s for s in self.running if s.group == group] for group in range(len(self.flights))}
+
+        def size(group):
+            return len(members[group])
+
+        for sequence in self.running:
+            if sequence.is_answer and sequence.group is None:
+                sequence.group = min(members, key=size)
+                members[sequence.group].append(sequence)
+        smallest, largest = min(members, key=size), max(members, key=size)
+        if size(largest) - size(smallest) > 1:
+            self._land(largest)
+            members[largest][-1].group = smallest
+
+    def _decode(self, group: int):
+        """Queue a step of a group of answers, and then take the tokens of the one before."""
+        if self.flights[group] and self.flights[group].sequences != self._answering(group):
+            self._land(group)                       # who stays needs its token to be placed anew
+        batch = self._answering(group)
         if not batch:
             return
-        if self.flight is None:
-            self.pipeline.place([s.tokens[-1] for s in batch], [s.slot for s in batch], [s.n_cached for s in batch])
+        if self.flights[group] is None:
+            self.pipeline.place([s.tokens[-1] for s in batch], [s.slot for s in batch], [s.n_cached for s in batch], group)
         for sequence in batch:
             self._reserve(sequence, sequence.n_cached + sequence.in_flight + 1)
         if any(s.generation.constraint for s in batch):
-            self.pipeline.forward(len(batch))
-            self._land()                            # the masks follow from its tokens
+            self.pipeline.forward(len(batch), group)
+            self._land(group)                       # the masks follow from its tokens
             self._constrain(batch)
-            tokens = self.pipeline.choose(len(batch), wants_log_probs(batch))
+            tokens = self.pipeline.choose(len(batch), wants_log_probs(batch), group)
         else:
-            tokens = self.pipeline.step(len(batch), wants_log_probs(batch))
-            self._land()
+            tokens = self.pipeline.step(len(batch), wants_log_probs(batch), group)
+            self._land(group)
         for sequence in batch:
             sequence.in_flight = 1
             if sequence in self.running:
                 self._keep_decoded(sequence)
-        self.flight = Flight(batch, tokens)
+        self.flights[group] = Flight(batch, tokens)
 
-    def _answering(self) -> list[Sequence]:
-        """Who takes part in the next step: all answers, but those that the step in flight brings to their end."""
-        return [s for s in self.running if not s.in_prompt and not (s.in_flight and s.is_full(1, self.n_ctx))]
+    def _answering(self, group: int) -> list[Sequence]:
+        """Who takes part in the group's next step: all but those that the step in flight brings to their end."""
+        return [s for s in self.running if s.group == group and not (s.in_flight and s.is_full(1, self.n_ctx))]
 
-    def _land(self):
-        """Take the tokens of the step in flight, but for sequences that have ended meanwhile."""
-        flight, self.flight = self.flight, None
+    def _land(self, group: int):
+        """Take the tokens of the group's step in flight, but for sequences that have ended meanwhile."""
+        flight, self.flights[group] = self.flights[group], None
         if flight is None:
             return
         for row, (sequence, token) in enumerate(zip(flight.sequences, flight.tokens.read().tolist())):
@@ -4349,14 +4395,14 @@ class PipeMeter:
     def _count(self, engine) -> dict | None:
         stage, scheduler = engine.pipeline.last, engine.scheduler
         with scheduler.between_steps(), self._as_model(engine):
-            n = len(scheduler._answering())
+            n = len(scheduler._answering(0))
             what = [(stage.launch_layers, 0, n), (stage.launch_choice, 0, n, False)] if n else []
             recordings = [stage.recording(*launch) for launch in what]
         for recording in recordings:
             stage.card.prepare_counting(recording)
         with scheduler.between_steps(), self._as_model(engine), stage.card.counting() as log:
-            n = len(scheduler._answering())
-            scheduler._decode()
+            n = len(scheduler._answering(0))
+            scheduler._decode(0)
             engine.pipeline.settle()
         return summary(log, n, self.MODEL) if n else None
 

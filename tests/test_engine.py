@@ -117,7 +117,7 @@ def test_a_card_that_is_far_ahead(card, engine, monkeypatch):
     """Each step is over before the host looks at the tokens of the one before; prompts come and end meanwhile."""
     wide, step = load(card, slots=2), qengine.Pipeline.step
     monkeypatch.setattr(qengine.Pipeline, "step", lambda pipeline, *arguments: (step(pipeline, *arguments),
-                                                                                pipeline.last.card.synchronize())[0])
+                                                                                pipeline.settle())[0])
     requests = [request(0, max_tokens=60), *(request(seed, max_tokens=1) for seed in range(1, 9))]
     assert [tokens(g) for g in [wide.submit(r) for r in requests]] == [alone(engine, r) for r in requests]
     wide.close()
@@ -131,7 +131,7 @@ def test_a_long_prompt_and_running_answers_take_turns(engine):
     for answer in answers:
         next(iter(answer))
     with observed(engine, prefill=lambda n, ids, slot, start, marks: order.append(f"prompt {start}"),
-                  step=lambda n, n_rows, log_probs: order.append(n_rows)):
+                  step=lambda n, n_rows, log_probs, group: order.append(n_rows)):
         late = engine.submit(request(3, n_prompt=LONG))
         assert tokens(late) == want
     first, last = order.index("prompt 0"), order.index("prompt 576")
@@ -146,7 +146,7 @@ def test_a_long_prompt_and_running_answers_take_turns(engine):
 def test_a_step_is_queued_before_the_tokens_of_the_last_are_read(own_engine, monkeypatch):
     order, read = [], qengine.Tokens.read
     monkeypatch.setattr(qengine.Tokens, "read", lambda tokens: order.append("read") or read(tokens))
-    with observed(own_engine, step=lambda n, n_rows, log_probs: order.append(n)):
+    with observed(own_engine, step=lambda n, n_rows, log_probs, group: order.append(n)):
         alone(own_engine, request(max_tokens=6))
     assert order == ["read", 1, 2, "read", 3, "read", 4, "read", 5, "read", "read"]     # and no step for nothing
 
@@ -180,8 +180,16 @@ def stage_of(n_sms, n, k, **card):
     """A Stage that knows its card and the shape of its one product, and no more."""
     stage = qengine.Stage.__new__(qengine.Stage)
     stage.card = SimpleNamespace(n_sms=n_sms, kind="cuda", **card)
-    stage.products = {(n, k): 1}
+    stage.products, stage.row_operations = {(n, k): 1}, 2 * n * k
+    stage.speed = SimpleNamespace(dot=1e14, link=1e9)
     return stage
+
+
+def pipeline_of(*stages):
+    """A Pipeline that can say how long passes take, and no more."""
+    pipeline = qengine.Pipeline.__new__(qengine.Pipeline)
+    pipeline.stages = stages
+    return pipeline
 
 
 @pytest.mark.parametrize("n_sms", [2, 80, 132])
@@ -189,10 +197,11 @@ def stage_of(n_sms, n, k, **card):
 def test_passes_fill_the_card(n_sms, limit):
     """Passes over a prompt are whole pages but for the last, and take no longer than those of the largest size."""
     stage = stage_of(n_sms, 4096, 4096)
+    pipeline = pipeline_of(stage)
     for n in (1, 63, 512, 4620, 10_000):
         passes = []
         while sum(passes) < n:
-            passes.append(stage.pass_rows(n - sum(passes), limit))
+            passes.append(pipeline.pass_rows(n - sum(passes), limit))
         assert sum(passes) == n and max(passes) <= limit and not any(rows % 64 for rows in passes[:-1])
         largest = [min(limit, n - start) for start in range(0, n, limit)]
         assert sum(map(stage.pass_time, passes)) <= sum(map(stage.pass_time, largest))
@@ -202,12 +211,12 @@ def test_a_short_prompt_of_9b_is_one_pass():
     """1,024 and 136 rows fill an H200's rounds better and took 2.8 % longer: a pass has a price of its own."""
     stage = stage_of(132, 4096, 4096)
     stage.products = {(12_352, 4096): 24, (10_240, 4096): 8, (4096, 4096): 32, (24_576, 4096): 32, (4096, 12_288): 32}
-    assert stage.pass_rows(1160, 4096) == 1160
+    assert pipeline_of(stage).pass_rows(1160, 4096) == 1160
 
 
 def test_passes_avoid_a_last_round_of_few_blocks():
     """1,600 rows are 800 blocks of threads: 8 more than six for each SM."""
-    assert stage_of(132, 4096, 4096).pass_rows(4608, 1600) == 1536
+    assert pipeline_of(stage_of(132, 4096, 4096)).pass_rows(4608, 1600) == 1536
 
 
 @pytest.mark.parametrize("gigabytes, n_ctx, tops, chunk", [
@@ -218,6 +227,7 @@ def test_chunk_fits_memory_and_time(gigabytes, n_ctx, tops, chunk, monkeypatch):
     H200, a T4, a throttled card and one that is slow beyond help."""
     stage = stage_of(132, 4096, 4096, free_bytes=gigabytes << 30)
     stage.n_slots, stage.page_bytes, stage.state_bytes = 1, 64 * 32_768, 53_477_376
+    stage.layers, stage.config = range(32), SimpleNamespace(n_layers=32, hidden_dim=4096)
     stage.model, stage.row_operations = SimpleNamespace(row_bytes=lambda: 273_920), 13_836_992_512
     monkeypatch.setattr(qengine.probe, "dot_speed", lambda card: 1e12 * tops)
     assert stage.fitting_chunk(n_ctx) == chunk
