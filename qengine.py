@@ -4224,12 +4224,17 @@ class Speed:
 
 
 class Bench:
-    """Times an engine that does nothing else; `batch` of its slots decode together. Close it afterwards."""
+    """Times an engine that does nothing else; `batch` of its slots decode together. Close it afterwards.
 
-    def __init__(self, engine: Engine, report: probe.Report, repeats: int, batch: int):
-        self.engine, self.report, self.repeats, self.batch = engine, report, repeats, batch
-        self.pipeline, self.stage, self.card = engine.pipeline, engine.pipeline.last, engine.cards[0]
+    reports: of its cards, whose speeds add up to what percentages are of.
+    """
+
+    def __init__(self, engine: Engine, reports: list[probe.Report], repeats: int, batch: int):
+        self.engine, self.reports, self.repeats, self.batch = engine, reports, repeats, batch
+        self.pipeline, self.stages = engine.pipeline, engine.pipeline.stages
         self.random = np.random.default_rng(1)
+        n_groups = min(self.pipeline.n_groups, batch)
+        self.groups = [range(group, batch, n_groups) for group in range(n_groups)]     # their slots
         pages = pages_for(engine.n_ctx)
         for slot in range(batch):
             self.pipeline.set_pages(slot, list(range(slot * pages, (slot + 1) * pages)))
@@ -4256,14 +4261,17 @@ class Bench:
         return time.perf_counter() - started
 
     def steps(self, context: int) -> float:
-        """Seconds of DECODE_STEPS steps of the batch from a context on."""
+        """Seconds of DECODE_STEPS steps of the batch from a context on, its groups in turn."""
         self.place_step(context)
+        before = [None] * len(self.groups)
         started = time.perf_counter()
-        tokens = self.pipeline.step(self.batch)
-        for _ in range(DECODE_STEPS - 1):               # one ahead, as the scheduler does
-            tokens, before = self.pipeline.step(self.batch), tokens
-            before.read()
-        tokens.read()
+        for _ in range(DECODE_STEPS):                   # one ahead, as the scheduler does
+            for group, slots in enumerate(self.groups):
+                tokens, before[group] = before[group], self.pipeline.step(len(slots), group=group)
+                if tokens:
+                    tokens.read()
+        for tokens in before:
+            tokens.read()
         return time.perf_counter() - started
 
     def prefill(self, n: int) -> Speed:
@@ -4271,15 +4279,17 @@ class Bench:
         self.prompt(n)
         speeds = [n / self.prompt(n) for _ in range(self.repeats)]
         times = {}
+        self.pipeline.settle()                          # from here on the cards are ours, not their workers'
         for start, ids in self.chunks(n):
-            operation_seconds(self.card, self.chunk(start, ids), times)
-        share = self.prompt_operations(n) / n * np.median(speeds) / self.report.dp4a_peak
-        return self.speed(n, 1, speeds, share, times)
+            for stage in self.stages:
+                operation_seconds(stage.card, self.chunk(stage, start, ids), times)
+        peak = sum(report.dp4a_peak for report in self.reports)
+        return self.speed(n, 1, speeds, self.prompt_operations(n) / n * np.median(speeds) / peak, times)
 
-    def chunk(self, start: int, ids: list[int]):
-        """A function that queues the launches of a pass over `ids`, whose inputs are on the card."""
-        set_rows(self.stage.inputs, ids, [0] * len(ids), range(start, start + len(ids)))
-        return functools.partial(self.stage.launch_prompt, len(ids))
+    def chunk(self, stage: Stage, start: int, ids: list[int]):
+        """A function that queues the launches of a stage's pass over `ids`, whose inputs are on the card."""
+        set_rows(stage.inputs, ids, [0] * len(ids), range(start, start + len(ids)))
+        return functools.partial(stage.launch_prompt, len(ids))
 
     def decode(self, context: int) -> Speed:
         """The Speed of the batch from a context on."""
@@ -4288,8 +4298,12 @@ class Bench:
         self.steps(context)
         speeds = [self.batch * DECODE_STEPS / self.steps(context) for _ in range(self.repeats)]
         self.place_step(context)
-        times = operation_seconds(self.card, self.step)
-        share = self.step_bytes(context) / self.batch * np.median(speeds) / self.report.read_bandwidth
+        self.pipeline.settle()
+        times = {}
+        for stage in self.stages:
+            operation_seconds(stage.card, functools.partial(self.step, stage), times)
+        bandwidth = sum(report.read_bandwidth for report in self.reports)
+        share = self.step_bytes(context) / self.batch * np.median(speeds) / bandwidth
         return self.speed(context, self.batch, speeds, share, times)
 
     def speed(self, context, batch, speeds, share, times) -> Speed:
@@ -4299,19 +4313,21 @@ class Bench:
                      sum(operation.launches for operation in operations), operations)
 
     def place_step(self, context: int):
-        """Tell the card the inputs of a decode step."""
-        self.pipeline.place([0] * self.batch, range(self.batch), [context] * self.batch)
+        """Tell the cards the inputs of a decode step."""
+        for group, slots in enumerate(self.groups):
+            self.pipeline.place([0] * len(slots), slots, [context] * len(slots), group)
 
-    def step(self):
-        """Queue the launches of a decode step, which `Stage.step` replays from a recording."""
-        self.stage.launch_step(0, self.batch, log_probs=False)
+    def step(self, stage: Stage):
+        """Queue the launches of a stage's part of a decode step, which `Stage.step` replays from recordings."""
+        for group, slots in enumerate(self.groups):
+            stage.launch_step(group, len(slots), log_probs=False)
 
     # ---- what it must move and compute ----
 
     def weights(self) -> list[Matrix]:
         """The matrices of the layers and the head: what every decode step reads whole."""
-        model = self.stage.model
-        return [matrix for layer in model.layers for matrix in matrices(layer)] + [model.head]
+        layers = [layer for stage in self.stages for layer in stage.model.layers]
+        return [matrix for layer in layers for matrix in matrices(layer)] + [self.pipeline.last.model.head]
 
     def prompt_operations(self, n: int) -> int:
         """Multiplications and additions of a prompt's matrix products, the head's of its last row alone."""
@@ -4319,35 +4335,38 @@ class Bench:
         return 2 * (n * sum(matrix.n * matrix.k for matrix in layers) + head.n * head.k)
 
     def step_bytes(self, context: int) -> int:
-        """Bytes of a decode step in the middle of DECODE_STEPS: weights once, and of every slot the recurrent
-        states, read and written, and the keys and values up to its position."""
-        c, cache = self.engine.config, self.stage.cache
+        """Bytes of a decode step in the middle of DECODE_STEPS: weights once for each group, and of every slot the
+        recurrent states, read and written, and the keys and values up to its position."""
+        c, caches = self.engine.config, [stage.cache for stage in self.stages]
         weights = sum(m.values.nbytes + (m.scales.nbytes if m.is_quantized else 0) for m in self.weights())
-        states = sum(2 * s.memory[0].nbytes + s.conv[0].nbytes for s in cache.recurrent.values())
-        kept = (context + DECODE_STEPS // 2) * len(cache.pages) * 2 * c.kv_dim * 2     # k and v, float16
-        return weights + self.batch * (states + kept)
+        states = sum(2 * s.memory[0].nbytes + s.conv[0].nbytes for cache in caches for s in cache.recurrent.values())
+        n_attention = sum(len(cache.pages) for cache in caches)
+        kept = (context + DECODE_STEPS // 2) * n_attention * 2 * c.kv_dim * 2          # k and v, float16
+        return len(self.groups) * weights + self.batch * (states + kept)
 
     # ---- estimates for cards that are not here ----
 
     def estimates(self, n: int, context: int) -> dict:
-        """Tokens/s of other cards as estimated by the emulated one, which launches for each of them what that card
+        """Tokens/s of other cards as estimated by one emulated card, which launches for each of them what that card
         would have: {"prefill": {name: ..}, "decode": ..}."""
-        chunks = self.chunks(n)
+        (stage,), chunks = self.stages, self.chunks(n)
         self.pipeline.start(0, Request([0]))
         self.place_step(context)
+        self.pipeline.settle()
 
         def prefill():
             for start, ids in chunks:
-                self.chunk(start, ids)()
+                self.chunk(stage, start, ids)()
 
-        return {"prefill": {name: n / seconds for name, seconds in self.estimated_seconds(prefill).items()},
-                "decode": {name: self.batch / seconds for name, seconds in self.estimated_seconds(self.step).items()}}
+        work = {"prefill": (n, prefill), "decode": (self.batch, functools.partial(self.step, stage))}
+        return {name: {card: count / seconds for card, seconds in self.estimated_seconds(stage.card, each).items()}
+                for name, (count, each) in work.items()}
 
-    def estimated_seconds(self, work) -> dict:
+    def estimated_seconds(self, card: Card, work) -> dict:
         """Name -> seconds that what work() launches would take on each card of the table."""
         found = {}
         for model in CARDS:
-            with launching_as(self.card, model), self.card.counting() as log:
+            with launching_as(card, model), card.counting() as log:
                 work()
             found[model.name] = sum(launch.estimate(model).seconds for launch in log)
         return found
@@ -4474,7 +4493,7 @@ GOES_WITH = {"raw": ["prompt"], "slots": ["serve", "plan", "print_config"], "kv_
              **dict.fromkeys(["host", "api_key", "api_key_file", "cors", "log_prompts"], ["serve"]),
              **dict.fromkeys(["checkpoint_memory", "checkpoint_host_memory"], ["serve", "chat", "plan"]),
              "trace": ["prompt", "chat", "serve", "perplexity", "bench"], "against": ["perplexity"], "json": ["bench", "probe"],
-             **dict.fromkeys(["prompt_lengths", "contexts", "repeats", "batch"], ["bench"]),
+             **dict.fromkeys(["prompt_lengths", "contexts", "repeats", "batch", "cards"], ["bench"]),
              **dict.fromkeys([*SAMPLING, "thinking"], ["prompt", "chat", "serve"])}
 
 
@@ -4567,6 +4586,9 @@ def build_parser() -> Parser:
                        help=f"the median of so many counts (default: {REPEATS} [1])")
     bench.add_argument("--batch", metavar="N", type=within(int, 1, 256), default=1,
                        help="answers decoded at the same time (default: 1)")
+    bench.add_argument("--cards", metavar="N,N", type=whole_numbers,
+                       help="on so many of the cards, one after the other, and then side by side: 1,2 (default: on all "
+                            "that --card names, or else those that it takes without)")
     bench.add_argument("--json", metavar="FILE", help="write everything there, too; also with --probe")
 
     server = parser.add_argument_group("with --serve")
@@ -4625,6 +4647,8 @@ def check_options(parser: Parser, options):
             parser.error(f"{option_name(name)} goes with {' or '.join(map(option_name, partners))}")
     if options.bench and options.ctx is not None:
         parser.error("--ctx is not for --bench, which takes what --prompt-lengths and --contexts need")
+    if options.trace and len(options.cards or ()) > 1:
+        parser.error("--trace holds one run: name one number of --cards")
     if options.split and (options.probe or options.print_config):
         parser.error("--split is for what loads a model, and for --plan")
     if options.probe and options.model != DEFAULT_MODEL:
@@ -4881,38 +4905,63 @@ def run_probe(options) -> int:
 
 
 def run_bench(model: OpenModel, options) -> int:
-    """Prints how fast a model is; returns the exit code."""
-    card = open_cards(options.card)[0]
-    emulated = card.kind == "emulated"
+    """Prints how fast a model is, perhaps on several numbers of cards; returns the exit code."""
+    cards, counts = open_cards(options.card), options.cards or [None]
+    if options.cards and max(counts) > len(cards):
+        raise RequestError("cards", f"--cards {listed(counts)}: there are {len(cards)} to take them from")
+    if options.json:
+        write_json(options.json, {})    # now: what is measured should not be lost for a mistyped folder
+    chosen = [cards[:n] if options.card or n else None for n in counts]
+    runs = [bench_cards(model, each, cards[0].kind == "emulated", options) for each in chosen]
+    if len(runs) > 1:
+        print(f"\n{side_by_side(runs)}")
+    if options.json:
+        write_json(options.json, {"runs": runs} if len(runs) > 1 else runs[0])
+    return 0
+
+
+def bench_cards(model: OpenModel, cards: list[Card] | None, emulated: bool, options) -> dict:
+    """Prints how fast a model is on these cards, or on those that `load` would take; returns that as JSON has it."""
     lengths = sorted(options.prompt_lengths or ([EMULATED_LENGTH] if emulated else PROMPT_LENGTHS))
     contexts = sorted(options.contexts or ([EMULATED_LENGTH] if emulated else CONTEXTS))
     repeats = options.repeats or (1 if emulated else REPEATS)
-    if options.json:
-        write_json(options.json, {})    # now: what is measured should not be lost for a mistyped folder
-    report, free = probe.saved_or_measured(card), card.free_bytes
     n_ctx = max(*lengths, *contexts) + DECODE_STEPS + 1
-    n_tokens = options.batch * pages_for(n_ctx) * PAGE_TOKENS       # every slot has pages of its own
-    with contextlib.closing(load(model, card=card, ctx=n_ctx, slots=options.batch, kv_tokens=n_tokens,
-                                 checkpoint_memory=0)) as engine:
-        bench = Bench(engine, report, repeats, options.batch)
+    wishes = {"slots": options.batch, "kv_tokens": options.batch * pages_for(n_ctx) * PAGE_TOKENS,
+              "checkpoint_memory": 0, "split": options.split}       # every slot has pages of its own
+    cards = make_planner(model, cards, Demand(n_ctx, **wishes)).cards
+    reports, free = [probe.saved_or_measured(card) for card in cards], sum(card.free_bytes for card in cards)
+    with (contextlib.closing(load(model, card=cards, ctx=n_ctx, **wishes)) as engine, traced(engine, options)):
+        bench = Bench(engine, reports, repeats, options.batch)
         peaks = ("dp4a measured", "read measured") if emulated else ("dp4a peak", "read bandwidth")
         prefill = [bench.prefill(n) for n in lengths]
         print(bench_table("prefill", prefill, peaks[0]), flush=True)
         decode = [bench.decode(n) for n in contexts]
         print(f"\n{bench_table('decode', decode, peaks[1])}")
-        used = free - card.free_bytes
-        print(f"\n{engine.name} on {card.describe()}; peak memory {show_bytes(used)}")
-        estimates = bench.estimates(lengths[0], contexts[0]) if emulated and find_assembler() else None
+        used = free - sum(card.free_bytes for card in cards)
+        print(f"\n{engine.name} on {', '.join(card.describe() for card in cards)}; peak memory {show_bytes(used)}")
+        estimates = bench.estimates(lengths[0], contexts[0]) if emulated and len(cards) == 1 and find_assembler() else None
         if estimates:
             print(f"\n{estimate_table(estimates)}")
-    if options.json:
-        write_json(options.json, {
-            "model": engine.name, "date": probe.now(), "card": card.facts(), "versions": probe.versions(),
-            "probe": report.to_dict(), "peak_memory_bytes": used,
+    layers = [[stage.layers.start, stage.layers.stop - 1] for stage in engine.pipeline.stages]
+    return {"model": engine.name, "date": probe.now(), "cards": [card.facts() for card in cards], "layers": layers,
+            "versions": probe.versions(), "probes": [report.to_dict() for report in reports], "peak_memory_bytes": used,
             "prefill": [dataclasses.asdict(speed) for speed in prefill],
-            "decode": [dataclasses.asdict(speed) for speed in decode]}
-            | ({"estimates": estimates} if estimates else {}))
-    return 0
+            "decode": [dataclasses.asdict(speed) for speed in decode]} | ({"estimates": estimates} if estimates else {})
+
+
+def side_by_side(runs: list[dict]) -> str:
+    """A table of tokens/s with a column for each run, and how many times the first one's each is."""
+    heads = [f"{len(run['cards'])} card{'s' * (len(run['cards']) > 1)}" for run in runs]
+    lines = [f"{'tokens/s':<26}" + "".join(f"{head:>20}" for head in heads)]
+    for what in "prefill", "decode":
+        for speeds in zip(*(run[what] for run in runs)):
+            name = f"{what} {'at ' * (what == 'decode')}{speeds[0]['context']:,}"
+            name += f", batch {speeds[0]['batch']}" * (what == "decode")
+            first = speeds[0]["tokens_per_s"]
+            columns = [f"{speed['tokens_per_s']:,.1f}" + (f"  {speed['tokens_per_s'] / first:.2f} x" if i else "")
+                       for i, speed in enumerate(speeds)]
+            lines.append(f"{name:<26}" + "".join(f"{column:>20}" for column in columns))
+    return "\n".join(lines)
 
 
 def write_json(path: str, data):
