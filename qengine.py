@@ -3690,6 +3690,7 @@ class Engine:
         self.name, self.config, self.tokenizer, self.template = config.name, config, tokenizer, template
         self.pipeline, self.n_ctx, self.chunk = pipeline, n_ctx, chunk
         self.cards = [stage.card for stage in pipeline.stages]
+        self.layers = [stage.layers for stage in pipeline.stages]      # of each card
         cache = PrefixCache(pipeline, sizes.n_pages, sizes.n_checkpoints, sizes.n_host_checkpoints)
         self.scheduler = Scheduler(pipeline, cache, tokenizer, sizes.n_slots, n_ctx, chunk)
         self.scheduler.thread.start()

@@ -24,6 +24,7 @@ from kernels.emulated import counting, native
 from kernels.emulated.card import EmulatedCard, Launch
 from kernels.emulated.cards import CARDS
 from kernels.emulated.estimate import SECTOR, Counts, estimate
+from kernels.trace import HOST
 
 ROWS = 64, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1280
 CONTEXT = 1024                                           # at which attention is counted, besides at 0
@@ -123,28 +124,35 @@ def simulate(options):
 def measured_times(trace):
     """(passes, hops, seconds) of the first prompt in a timeline: what `qengine.schedule` takes, and how long it took."""
     names = {event["pid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"}
-    bars = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    by_card = [[bar for bar in bars if bar["pid"] == pid] for pid in names if names[pid] != "host"]
-    passes = [first_prompt([bar for bar in card if bar["cat"] == "span"]) for card in by_card]
-    rows = [int(re.search(r"(\d+) tokens", bar["name"])[1]) for bar in passes[0]]
-
-    def hop(card, what):
-        """Seconds of the copies of each pass, the only ones of their size and name in their order."""
-        copies = iter([bar for bar in card if bar["cat"] == "copy" and what in bar["name"] and bar["name"][:2] in ("in", "ou")])
-        width = max(bar["args"]["bytes"] for bar in card if what in bar["name"]) // max(rows)
-        return [next(bar["dur"] for bar in copies if bar["args"]["bytes"] == n * width) / 1e6 for n in rows]
-
-    hops = [list(zip(hop(a, "outgoing"), hop(b, "incoming"))) for a, b in itertools.pairwise(by_card)]
-    ends = [bar["ts"] + bar["dur"] for card in passes for bar in card]
-    seconds = (max(ends) - min(bar["ts"] for card in passes for bar in card)) / 1e6
-    return [[bar["dur"] / 1e6 for bar in card] for card in passes], hops, seconds
+    by_card = [[bar for bar in trace["traceEvents"] if bar["ph"] == "X" and bar["pid"] == pid]
+               for pid in names if names[pid] != HOST]
+    passes = [first_prompt(card) for card in by_card]
+    rows = [n for n, _ in passes[0]]
+    hops = [list(zip(copies_of(rows, a, "out: outgoing hidden states"), copies_of(rows, b, "in: incoming hidden states")))
+            for a, b in itertools.pairwise(by_card)]
+    bars = [bar for card in passes for _, bar in card]
+    seconds = (max(bar["ts"] + bar["dur"] for bar in bars) - min(bar["ts"] for bar in bars)) / 1e6
+    return [[bar["dur"] / 1e6 for _, bar in card] for card in passes], hops, seconds
 
 
-def first_prompt(spans):
-    """The passes of a slot from 0 on, up to the next that begins there."""
-    spans = sorted((bar for bar in spans if " tokens from " in bar["name"]), key=lambda bar: bar["ts"])
-    begin = [i for i, bar in enumerate(spans) if "from 0 on" in bar["name"]] + [len(spans)]
-    return spans[begin[0]:begin[1]]
+def first_prompt(bars):
+    """(tokens, bar) of the passes over the first prompt that begins at 0: each goes on where the last has ended."""
+    found, end = [], 0
+    for bar in bars:
+        if numbers := re.fullmatch(r"slot \d+, (\d+) tokens from (\d+) on", bar["name"]):
+            n, start = map(int, numbers.groups())
+            if start == end:
+                found.append((n, bar))
+                end += n
+    return found
+
+
+def copies_of(rows, bars, name):
+    """Seconds of the copy of each pass: in their order, and of their sizes, which those of decode steps do not have."""
+    copies = [bar for bar in bars if bar["name"] == name]
+    row_bytes = max(bar["args"]["bytes"] for bar in copies) // max(rows)
+    copies = iter(copies)
+    return [next(bar["dur"] for bar in copies if bar["args"]["bytes"] == n * row_bytes) / 1e6 for n in rows]
 
 
 def compare(path):
