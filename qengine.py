@@ -2048,10 +2048,10 @@ class Stage:
                    ) if rows else 0
 
     def pass_seconds(self, rows: int) -> float:
-        """About how long a pass takes. It takes time of its own, too: that of PASS_ROWS more rows."""
-        largest = max(self.pass_time(LARGEST_CHUNK), 1)
-        as_rows = PASS_ROWS + self.pass_time(rows) * LARGEST_CHUNK / largest
-        return as_rows * self.row_operations / self.speed.dot / PEAK_SHARE
+        """About how long a pass takes. It takes time of its own, too, however few its rows are."""
+        as_rows = self.pass_time(rows) * LARGEST_CHUNK / max(self.pass_time(LARGEST_CHUNK), 1)
+        own = PRODUCT_SECONDS * self.products.total()
+        return own + as_rows * self.row_operations / self.speed.dot / PEAK_SHARE
 
     def hop_seconds(self, rows: int) -> float:
         """How long the hidden states of a pass take to the host, or from it."""
@@ -2676,12 +2676,13 @@ class Plan:
     def table(self) -> str:
         """For people: a line for each card."""
         names = "weights", "kv", "states", "checkpoints", "scratch", "total", "free"
-        heads = "weights", "KV pages", "states", "checkpoints", "scratch", "together", "free before"
+        heads = "weights", "KV pages", "states", "checkpoints", "scratch", "together", "free"
+        widths = [max(len(head), 9) + 2 for head in heads]
         width = max(len(stage.card) for stage in self.stages)
-        lines = [f"{'card':{width}}  {'layers':>9}" + "".join(f"{head:>12}" for head in heads)]
+        lines = [f"{'card':{width}}  {'layers':>9}" + "".join(f"{head:>{n}}" for head, n in zip(heads, widths))]
         for stage in self.stages:
             layers = f"{stage.layers.start} - {stage.layers.stop - 1}"
-            sizes = "".join(f"{show_bytes(getattr(stage, name)):>12}" for name in names)
+            sizes = "".join(f"{show_bytes(getattr(stage, name)):>{n}}" for name, n in zip(names, widths))
             missing = f"  {show_bytes(stage.total - stage.free)} too much" if stage.total > stage.free else ""
             lines.append(f"{stage.card:{width}}  {layers:>9}{sizes}{missing}")
         return "\n".join(lines)
@@ -2798,8 +2799,9 @@ class Planner:
             links = ", ".join(f"{speed.link / 1e9:g}" for speed in self.costs.speeds)
             lines += [f"a hop: {show_bytes(hop_bytes(self.config, plan.chunk))} for a pass of {plan.chunk} tokens, "
                       f"{show_bytes(hop_bytes(self.config, 1))} for one token, over links of {links} GB/s",
-                      f"expected share of time in hops: {added:.1%} of a prompt of {d.n_ctx:,} tokens in {n_passes} passes "
-                      f"(each card busy {busy:.0%} of it or more), {decode:.1%} of a step of one answer"]
+                      f"expected share of time in hops: {added:.1%} of a prompt of {d.n_ctx:,} tokens in {n_passes} passes, "
+                      f"{decode:.1%} of a step of one answer", f"expected share of that prompt's time that each card works: "
+                      f"{busy:.0%} or more"]
             if any(card.kind == "emulated" and not card.like for card in self.cards):
                 lines.append(f"(emulated cards of no type count as {CARDS[0].name})")
         return "\n".join(lines)
@@ -3028,7 +3030,7 @@ CHUNK = 512                 # tokens of a prompt that run in one pass, at most; 
 LARGEST_CHUNK = 4096        # the same on a real card, which more rows fill better (9B at 4,620 tokens: 10 % faster),
 CHUNK_SHARE = 8             # if they take no more than 1 / 8 of the memory that weights and a context leave
 PASS_SECONDS = 0.5          # and if their products take no longer at the peak of the card; 1.4 times that is usual
-PASS_ROWS = 32              # rows of 9B in the time that one more pass costs: 5.5 ms on an H200
+PRODUCT_SECONDS = 43e-6     # that one more pass costs for each of its products: 5.5 ms for the 128 of 9B on an H200
 RUNNING_CHUNK = 512         # at most while answers are running, which wait for it
 TURN = "<|im_start|>"       # the control token at which a turn of a conversation begins
 NAN_LOGITS = "the logits hold a NaN: the model file is damaged, or a kernel is wrong"
@@ -3836,7 +3838,8 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
     model: its path or name, or what `open_model` made of that; by default the model that comes with qengine.
     card: a Card or several, or the name of some as kernels.card.open_cards takes it, which share the layers; by default
     the first NVIDIA card if the model fits there, or else all, and where there is none an emulated one. split: layers
-    on each card, (22, 21, 21); by default what `place_layers` finds. ctx: tokens of a slot, prompt and answer together. slots: answers that are generated at the same time.
+    on each card, (22, 21, 21); by default what `place_layers` finds.
+    ctx: tokens of a slot, prompt and answer together. slots: answers that are generated at the same time.
     chunk: tokens of a prompt per pass at most, a multiple of 64 to 4,096; by default what suits card and model.
     progress: show on stderr what is used and how far it is.
     kv_tokens: tokens whose keys and values fit, of all slots and of what is kept for later prompts; at least ctx.

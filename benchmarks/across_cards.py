@@ -90,14 +90,13 @@ def equal_passes(n, rows):
 
 
 def line(what, n, times, hops):
-    """Of a table: tokens per second, how busy each card is, and what hops add."""
+    """Prints tokens per second, how busy each card is, and what hops add."""
     found = qengine.schedule(times, hops)
     without = qengine.schedule(times, [[(0.0, 0.0)] * len(edge) for edge in hops]).seconds
     busy = ", ".join(f"{100 * share:.1f}" for share in found.busy)
     longest = max((sum(hop) for edge in hops for hop in edge), default=0.0)
     print(f"{what:<12}{len(times[0]):>7}{n / found.seconds:>10.1f}{found.seconds:>9.2f}   {busy:<22}"
           f"{100 * (1 - without / found.seconds):>6.2f} %{1e3 * longest:>9.1f}{1e3 * max(map(max, times)):>9.1f}", flush=True)
-    return found.seconds
 
 
 def simulate(options):
@@ -110,12 +109,11 @@ def simulate(options):
     print(f"{opened.config.name}, a prompt of {options.tokens:,} tokens, estimated\n\n{planner.plan.table()}\n")
     layers = {model: Layers(opened.config, model) for model in dict.fromkeys(card.like for card in cards)}
     print(f"{'passes of':<12}{'passes':>7}{'tokens/s':>10}{'seconds':>9}   {'busy %':<22}{'hops add':>8}{'hop ms':>9}{'pass ms':>9}")
-    found = {}
-    for rows in ROWS:
-        passes = equal_passes(options.tokens, rows)
-        found[rows] = line(f"{rows}", options.tokens, *estimated_times(planner, layers, passes))
-    best = min(found, key=found.get)
-    print(f"\nfastest: passes of {best}")
+    for rows in options.rows:
+        line(f"{rows}", options.tokens, *estimated_times(planner, layers, equal_passes(options.tokens, rows)))
+    passes = planner.passes(options.tokens)
+    print(f"as the engine chooses, passes of {', '.join(str(rows) for rows in dict.fromkeys(rows for _, rows in passes))}:")
+    line("", options.tokens, *estimated_times(planner, layers, passes))
     return 0
 
 
@@ -173,6 +171,8 @@ def main():
     parser.add_argument("--cards", default="cmp-100-210,cmp-100-210,cmp-100-210", help="types with commas, as in --card emulated:")
     parser.add_argument("--link-gbs", type=float, help="of all links (default: what the types have)")
     parser.add_argument("--tokens", type=int, default=18400, help="of the prompt (default: 18400)")
+    parser.add_argument("--rows", type=qengine.whole_numbers, default=ROWS,
+                        help=f"of the passes, multiples of 64 (default: {qengine.listed(ROWS)})")
     parser.add_argument("--split", type=qengine.whole_numbers, help="layers on each card")
     parser.add_argument("--trace", metavar="FILE", help="a timeline to compare with, instead of estimates")
     options = parser.parse_args()
