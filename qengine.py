@@ -2048,14 +2048,14 @@ class Stage:
                    ) if rows else 0
 
     def pass_seconds(self, rows: int) -> float:
-        """About how long a pass takes. It takes time of its own, too: that of PASS_ROWS more rows."""
-        largest = max(self.pass_time(LARGEST_CHUNK), 1)
-        as_rows = PASS_ROWS + self.pass_time(rows) * LARGEST_CHUNK / largest
-        return as_rows * self.row_operations / self.speed.dot / PEAK_SHARE
+        """About how long a pass takes. It takes time of its own, too, however few its rows are."""
+        as_rows = self.pass_time(rows) * LARGEST_CHUNK / max(self.pass_time(LARGEST_CHUNK), 1)
+        own = PRODUCT_SECONDS * self.products.total()
+        return own + as_rows * self.row_operations / self.speed.dot / PEAK_SHARE
 
     def hop_seconds(self, rows: int) -> float:
         """How long the hidden states of a pass take to the host, or from it."""
-        return 4 * self.config.hidden_dim * rows / self.speed.link
+        return hop_bytes(self.config, rows) / self.speed.link
 
     @functools.cached_property
     def speed(self) -> probe.Speed:
@@ -2277,6 +2277,31 @@ class Edge:
         self.was_read[half] = card.default_stream.record()
 
 
+def choose_rows(n: int, limit: int, n_stages: int, slowest) -> int:
+    """Tokens of the next pass over a prompt that has n left, at most `limit`: all, or passes of the multiple of 64 that
+    takes the least time, where slowest(rows) is that of a pass where it takes longest. Larger ones have fewer beginnings
+    and fill a card better, as the last round of blocks of threads takes as long as a full one; of smaller ones the next
+    stage need not wait so long for its first."""
+    sizes = [*([n] if n <= limit else []), *range(min(limit, n) // PAGE_TOKENS * PAGE_TOKENS, 0, -PAGE_TOKENS)]
+    return min(sizes, key=lambda rows: (n // rows + n_stages - 1) * slowest(rows) + (slowest(n % rows) if n % rows else 0))
+
+
+def hop_bytes(config: Config, rows: int) -> int:
+    """Of the residual stream of so many tokens, see `Edge`."""
+    return 4 * config.hidden_dim * rows
+
+
+def group_count(n_stages: int, n_slots: int) -> int:
+    """Of answers whose decode steps follow each other through the stages."""
+    return min(n_stages, n_slots)
+
+
+def slowest_seconds(stages: list[Stage], rows: int) -> float:
+    """Seconds of a pass of so many rows where it takes longest: on a card, or between two."""
+    hops = [stage.hop_seconds(rows) for edge in itertools.pairwise(stages) for stage in edge]
+    return max([stage.pass_seconds(rows) for stage in stages] + hops)
+
+
 class Pipeline:
     """The stages in order, and what crosses from card to card. Passes over prompts follow each other through them, so
     that all cards work at the same time; so do decode steps of groups of answers.
@@ -2287,7 +2312,7 @@ class Pipeline:
 
     def __init__(self, stages: list[Stage], sizes: CacheSizes):
         self.stages, self.last = stages, stages[-1]
-        self.n_groups = min(len(stages), sizes.n_slots)
+        self.n_groups = group_count(len(stages), sizes.n_slots)
         self.fault: Fault | None = None
         self.failing = threading.Lock()         # held while it is decided whose fault it is
         for stage in stages:
@@ -2297,7 +2322,7 @@ class Pipeline:
             Edge(upstream, downstream)
         self.queued = collections.deque()       # the prefill passes that nobody has waited for
         self.chosen = [None] * self.n_groups    # what the last step of each group found, where the next follows it
-        self.slowest = functools.cache(self.slowest)
+        self.slowest = functools.cache(functools.partial(slowest_seconds, stages))
 
     def load_kernels(self, progress: bool):
         """Load what any prompt and any answer will run: one card after the other, as a kernel that the first one needed
@@ -2392,18 +2417,8 @@ class Pipeline:
             self.last.worker.wait(self.queued.popleft().result())
 
     def pass_rows(self, n: int, limit: int) -> int:
-        """Tokens of the next pass over a prompt that has n left, at most `limit`: all, or passes of the multiple of 64
-        that takes the least time. Larger ones have fewer beginnings and fill a card better, as the last round of blocks of
-        threads takes as long as a full one; of smaller ones the next stage need not wait so long for its first."""
-        sizes = [*([n] if n <= limit else []), *range(min(limit, n) // PAGE_TOKENS * PAGE_TOKENS, 0, -PAGE_TOKENS)]
-        n_behind = len(self.stages) - 1
-        return min(sizes, key=lambda rows: (n // rows + n_behind) * self.slowest(rows)
-                   + (self.slowest(n % rows) if n % rows else 0))
-
-    def slowest(self, rows: int) -> float:
-        """Seconds of a pass of so many rows where it takes longest: on a card, or between two."""
-        hops = [stage.hop_seconds(rows) for edge in itertools.pairwise(self.stages) for stage in edge]
-        return max([stage.pass_seconds(rows) for stage in self.stages] + hops)
+        """Tokens of the next pass over a prompt that has n left, a multiple of 64 or all of them, at most `limit`."""
+        return choose_rows(n, limit, len(self.stages), self.slowest)
 
     def sample_row(self, row: int, slot: int, log_probs: bool = False) -> "Tokens":
         """The next token of a slot, from row `row` of the chunk queued last."""
@@ -2461,20 +2476,20 @@ class Schedule:
         return [sum(end - start for start, end in stage) / self.seconds for stage in self.spans]
 
 
-def schedule(passes: list, hops: list, depth: int) -> Schedule:
-    """What `Pipeline.prefill` does with passes that take passes[stage][pass] seconds, at most `depth` of them at a time,
-    and hops[edge][pass] = (out, in) seconds of the copies to the host and from it."""
+def schedule(passes: list, hops: list) -> Schedule:
+    """What `Pipeline.prefill` makes of passes that take passes[stage][pass] seconds, and hops that take
+    hops[edge][pass] = (out, in) seconds for the copies to the host and from it."""
     n_stages, n_passes = len(passes), len(passes[0])
     starts, ends, outs, ins = ([[0.0] * n_passes for _ in range(n_stages)] for _ in range(4))
 
-    def at(times, i, default=0.0):
-        return times[i] if i >= 0 else default
+    def at(times, i):
+        return times[i] if i >= 0 else 0.0
 
     for i in range(n_passes):
         for stage in range(n_stages):
-            start = max(ins[stage][i], at(ends[stage], i - 1))
+            start = max(ins[stage][i], at(ends[stage], i - 1), at(outs[stage], i - 3))
             if stage == 0:                              # back-pressure
-                start = max(start, at(ends[-1], i - depth))
+                start = max(start, at(ends[-1], i - n_stages - 1))
             starts[stage][i], ends[stage][i] = start, start + passes[stage][i]
             if stage == n_stages - 1:
                 continue
@@ -2568,11 +2583,15 @@ class LayerCosts:
                                    for each in (page_bytes, state_bytes))
         self.n_attention = sums(kind == "attention" for kind in config.layer_kinds)
 
-    def prefill_seconds(self, stage: int, start: int, stop: int, context: int) -> float:
+    def prefill_seconds(self, stage: int, start: int, stop: int, context: float) -> float:
         """Seconds of a token of a prompt that has `context` tokens before it."""
-        speed, products = self.speeds[stage], self.operations[stop] - self.operations[start]
-        attention = (self.n_attention[stop] - self.n_attention[start]) * 4 * self.config.query_dim * context
-        return (products / speed.dot + attention / speed.half2) / PEAK_SHARE
+        products = (self.operations[stop] - self.operations[start]) / self.speeds[stage].dot / PEAK_SHARE
+        return products + self.attention_seconds(stage, start, stop, context)
+
+    def attention_seconds(self, stage: int, start: int, stop: int, context: float) -> float:
+        """Those of its attention."""
+        operations = (self.n_attention[stop] - self.n_attention[start]) * 4 * self.config.query_dim * context
+        return operations / self.speeds[stage].half2 / PEAK_SHARE
 
     def decode_seconds(self, stage: int, start: int, stop: int, context: int) -> float:
         """Seconds of a decode step of one answer."""
@@ -2641,10 +2660,10 @@ class Plan:
     """Where a model goes, what that takes, and what hops between the cards will cost."""
 
     stages: list[StagePlan]
+    on_paper: list[Stage]       # on cards that only count
     demand: Demand
     sizes: CacheSizes
     chunk: int                  # tokens of a pass, the same for all stages
-    hidden_dim: int
 
     @property
     def fits(self) -> bool:
@@ -2654,19 +2673,16 @@ class Plan:
     def layers(self) -> list[range]:
         return [stage.layers for stage in self.stages]
 
-    def hop_bytes(self, rows: int) -> int:
-        """Of the residual stream of so many tokens, float32 as it is on the cards: fewer bits would be other numbers."""
-        return rows * self.hidden_dim * 4
-
     def table(self) -> str:
         """For people: a line for each card."""
         names = "weights", "kv", "states", "checkpoints", "scratch", "total", "free"
-        heads = "weights", "KV pages", "states", "checkpoints", "scratch", "together", "free before"
+        heads = "weights", "KV pages", "states", "checkpoints", "scratch", "together", "free"
+        widths = [max(len(head), 9) + 2 for head in heads]
         width = max(len(stage.card) for stage in self.stages)
-        lines = [f"{'card':{width}}  {'layers':>9}" + "".join(f"{head:>12}" for head in heads)]
+        lines = [f"{'card':{width}}  {'layers':>9}" + "".join(f"{head:>{n}}" for head, n in zip(heads, widths))]
         for stage in self.stages:
             layers = f"{stage.layers.start} - {stage.layers.stop - 1}"
-            sizes = "".join(f"{show_bytes(getattr(stage, name)):>12}" for name in names)
+            sizes = "".join(f"{show_bytes(getattr(stage, name)):>{n}}" for name, n in zip(names, widths))
             missing = f"  {show_bytes(stage.total - stage.free)} too much" if stage.total > stage.free else ""
             lines.append(f"{stage.card:{width}}  {layers:>9}{sizes}{missing}")
         return "\n".join(lines)
@@ -2687,12 +2703,12 @@ def plan_stages(config: Config, weights, cards: list[Card], demand: Demand, laye
     planned = []
     for card, stage in zip(cards, stages):
         free = stage.card.card.free_bytes
-        stage.allocate(sizes)
+        stage.allocate(sizes, group_count(len(stages), sizes.n_slots))
         kv, states = sizes.n_pages * stage.page_bytes, sizes.n_slots * stage.state_bytes
         checkpoints, used = sizes.n_checkpoints * stage.state_bytes, free - stage.card.free_bytes
         scratch = used - stage.weight_bytes - kv - states - checkpoints
         planned.append(StagePlan(card.name, stage.layers, free, stage.weight_bytes, kv, states, checkpoints, scratch))
-    return Plan(planned, demand, sizes, stages[0].chunk, config.hidden_dim)
+    return Plan(planned, stages, demand, sizes, stages[0].chunk)
 
 
 def most(low: int, high: int, fits) -> int | None:
@@ -2742,31 +2758,34 @@ class Planner:
         n = most(1, longest, lambda n: self.planned(n_ctx=n * PAGE_TOKENS).fits)
         return n and n * PAGE_TOKENS
 
-    def hops(self, rows: int) -> list[tuple[float, float]]:
-        """Seconds of the copies (to the host, from it) of each hop of so many tokens."""
-        links, n = [speed.link for speed in self.costs.speeds], self.plan.hop_bytes(rows)
-        return [(n / out, n / into) for out, into in zip(links, links[1:])]
+    def passes(self, n: int) -> list[tuple[int, int]]:
+        """(start, tokens) of the passes over a prompt of n tokens, as the engine makes them."""
+        slowest, start, found = functools.cache(functools.partial(slowest_seconds, self.plan.on_paper)), 0, []
+        while start < n:
+            found.append((start, choose_rows(n - start, self.plan.chunk, len(self.cards), slowest)))
+            start += found[-1][1]
+        return found
 
-    def prompt_schedule(self, n: int, rows: int, with_hops: bool = True) -> Schedule:
-        """What is expected of a prompt of n tokens in passes of so many rows."""
-        starts, stages, depth = range(0, n, rows), self.plan.layers, len(self.cards) + 1
-        counts = [min(rows, n - start) for start in starts]
-        passes = [[(count + PASS_ROWS) * self.costs.prefill_seconds(i, layers.start, layers.stop, start + count / 2)
-                   for start, count in zip(starts, counts)] for i, layers in enumerate(stages)]
-        hops = zip(*map(self.hops, counts)) if with_hops else [[(0.0, 0.0)] * len(counts)] * len(stages)
-        return schedule(passes, list(hops), depth)
+    def prompt_schedule(self, n: int, with_hops: bool = True) -> Schedule:
+        """What is expected of a prompt of n tokens; of its hops as if links were infinitely fast, if they are left out."""
+        passes, stages, costs = self.passes(n), self.plan.on_paper, self.costs
+        seconds = [[stage.pass_seconds(rows) + rows * costs.attention_seconds(
+            i, stage.layers.start, stage.layers.stop, start + rows / 2) for start, rows in passes]
+            for i, stage in enumerate(stages)]
+        hops = [[(a.hop_seconds(rows) * with_hops, b.hop_seconds(rows) * with_hops) for _, rows in passes]
+                for a, b in itertools.pairwise(stages)]
+        return schedule(seconds, hops)
 
-    def expected_hops(self) -> tuple[int, float, float, float]:
-        """Of a prompt that fills the context: rows of its passes, the share of its time that hops add to it, the share
-        that the least busy card works; and the share of hops in a decode step of one answer."""
-        n, stages = self.demand.n_ctx, self.plan.layers
-        rows = min(range(PAGE_TOKENS, self.plan.chunk + 1, PAGE_TOKENS),
-                   key=lambda rows: self.prompt_schedule(n, rows).seconds)
-        found = self.prompt_schedule(n, rows)
-        added = 1 - self.prompt_schedule(n, rows, with_hops=False).seconds / found.seconds
-        step = sum(self.costs.decode_seconds(i, layers.start, layers.stop, n // 2) for i, layers in enumerate(stages))
-        hops = sum(map(sum, self.hops(1)))
-        return rows, added, min(found.busy), hops / (step + hops)
+    def expected_hops(self) -> tuple[float, float, float]:
+        """Of a prompt that fills the context: the share of its time that hops add to it, and the share that the least
+        busy card works; and the share of hops in a decode step of one answer."""
+        n, stages = self.demand.n_ctx, self.plan.on_paper
+        found = self.prompt_schedule(n)
+        added = 1 - self.prompt_schedule(n, with_hops=False).seconds / found.seconds
+        step = sum(self.costs.decode_seconds(i, stage.layers.start, stage.layers.stop, n // 2)
+                   for i, stage in enumerate(stages))
+        hops = sum(a.hop_seconds(1) + b.hop_seconds(1) for a, b in itertools.pairwise(stages))
+        return added, min(found.busy), hops / (step + hops)
 
     def report(self) -> str:
         """The plan for people: the table, the longest context, and what is expected of hops."""
@@ -2775,12 +2794,14 @@ class Planner:
                  f"context: {d.slots} x {d.n_ctx:,} tokens, pages for {plan.sizes.n_pages * PAGE_TOKENS:,}; "
                  + (f"the longest that fits has {longest:,}" if longest else "none fits")]
         if len(self.cards) > 1:
-            rows, added, busy, decode = self.expected_hops()
+            added, busy, decode = self.expected_hops()
+            n_passes = len(self.passes(d.n_ctx))
             links = ", ".join(f"{speed.link / 1e9:g}" for speed in self.costs.speeds)
-            lines += [f"a hop: {show_bytes(plan.hop_bytes(plan.chunk))} for a pass of {plan.chunk} tokens, "
-                      f"{show_bytes(plan.hop_bytes(1))} for one token, over links of {links} GB/s",
-                      f"expected share of time in hops: {added:.1%} of a prompt of {d.n_ctx:,} tokens in passes of {rows} "
-                      f"(each card busy {busy:.0%} of it or more), {decode:.1%} of a step of one answer"]
+            lines += [f"a hop: {show_bytes(hop_bytes(self.config, plan.chunk))} for a pass of {plan.chunk} tokens, "
+                      f"{show_bytes(hop_bytes(self.config, 1))} for one token, over links of {links} GB/s",
+                      f"expected share of time in hops: {added:.1%} of a prompt of {d.n_ctx:,} tokens in {n_passes} passes, "
+                      f"{decode:.1%} of a step of one answer", f"expected share of that prompt's time that each card works: "
+                      f"{busy:.0%} or more"]
             if any(card.kind == "emulated" and not card.like for card in self.cards):
                 lines.append(f"(emulated cards of no type count as {CARDS[0].name})")
         return "\n".join(lines)
@@ -3009,7 +3030,7 @@ CHUNK = 512                 # tokens of a prompt that run in one pass, at most; 
 LARGEST_CHUNK = 4096        # the same on a real card, which more rows fill better (9B at 4,620 tokens: 10 % faster),
 CHUNK_SHARE = 8             # if they take no more than 1 / 8 of the memory that weights and a context leave
 PASS_SECONDS = 0.5          # and if their products take no longer at the peak of the card; 1.4 times that is usual
-PASS_ROWS = 32              # rows of 9B in the time that one more pass costs: 5.5 ms on an H200
+PRODUCT_SECONDS = 43e-6     # that one more pass costs for each of its products: 5.5 ms for the 128 of 9B on an H200
 RUNNING_CHUNK = 512         # at most while answers are running, which wait for it
 TURN = "<|im_start|>"       # the control token at which a turn of a conversation begins
 NAN_LOGITS = "the logits hold a NaN: the model file is damaged, or a kernel is wrong"
@@ -3671,6 +3692,7 @@ class Engine:
         self.name, self.config, self.tokenizer, self.template = config.name, config, tokenizer, template
         self.pipeline, self.n_ctx, self.chunk = pipeline, n_ctx, chunk
         self.cards = [stage.card for stage in pipeline.stages]
+        self.layers = [stage.layers for stage in pipeline.stages]      # of each card
         cache = PrefixCache(pipeline, sizes.n_pages, sizes.n_checkpoints, sizes.n_host_checkpoints)
         self.scheduler = Scheduler(pipeline, cache, tokenizer, sizes.n_slots, n_ctx, chunk)
         self.scheduler.thread.start()
@@ -3816,7 +3838,8 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
     model: its path or name, or what `open_model` made of that; by default the model that comes with qengine.
     card: a Card or several, or the name of some as kernels.card.open_cards takes it, which share the layers; by default
     the first NVIDIA card if the model fits there, or else all, and where there is none an emulated one. split: layers
-    on each card, (22, 21, 21); by default what `place_layers` finds. ctx: tokens of a slot, prompt and answer together. slots: answers that are generated at the same time.
+    on each card, (22, 21, 21); by default what `place_layers` finds.
+    ctx: tokens of a slot, prompt and answer together. slots: answers that are generated at the same time.
     chunk: tokens of a prompt per pass at most, a multiple of 64 to 4,096; by default what suits card and model.
     progress: show on stderr what is used and how far it is.
     kv_tokens: tokens whose keys and values fit, of all slots and of what is kept for later prompts; at least ctx.
@@ -4205,12 +4228,17 @@ class Speed:
 
 
 class Bench:
-    """Times an engine that does nothing else; `batch` of its slots decode together. Close it afterwards."""
+    """Times an engine that does nothing else; `batch` of its slots decode together. Close it afterwards.
 
-    def __init__(self, engine: Engine, report: probe.Report, repeats: int, batch: int):
-        self.engine, self.report, self.repeats, self.batch = engine, report, repeats, batch
-        self.pipeline, self.stage, self.card = engine.pipeline, engine.pipeline.last, engine.cards[0]
+    reports: of its cards, whose speeds add up to what percentages are of.
+    """
+
+    def __init__(self, engine: Engine, reports: list[probe.Report], repeats: int, batch: int):
+        self.engine, self.reports, self.repeats, self.batch = engine, reports, repeats, batch
+        self.pipeline, self.stages = engine.pipeline, engine.pipeline.stages
         self.random = np.random.default_rng(1)
+        n_groups = min(self.pipeline.n_groups, batch)
+        self.groups = [range(group, batch, n_groups) for group in range(n_groups)]     # their slots
         pages = pages_for(engine.n_ctx)
         for slot in range(batch):
             self.pipeline.set_pages(slot, list(range(slot * pages, (slot + 1) * pages)))
@@ -4237,14 +4265,17 @@ class Bench:
         return time.perf_counter() - started
 
     def steps(self, context: int) -> float:
-        """Seconds of DECODE_STEPS steps of the batch from a context on."""
+        """Seconds of DECODE_STEPS steps of the batch from a context on, its groups in turn."""
         self.place_step(context)
+        before = [None] * len(self.groups)
         started = time.perf_counter()
-        tokens = self.pipeline.step(self.batch)
-        for _ in range(DECODE_STEPS - 1):               # one ahead, as the scheduler does
-            tokens, before = self.pipeline.step(self.batch), tokens
-            before.read()
-        tokens.read()
+        for _ in range(DECODE_STEPS):                   # one ahead, as the scheduler does
+            for group, slots in enumerate(self.groups):
+                tokens, before[group] = before[group], self.pipeline.step(len(slots), group=group)
+                if tokens:
+                    tokens.read()
+        for tokens in before:
+            tokens.read()
         return time.perf_counter() - started
 
     def prefill(self, n: int) -> Speed:
@@ -4252,15 +4283,17 @@ class Bench:
         self.prompt(n)
         speeds = [n / self.prompt(n) for _ in range(self.repeats)]
         times = {}
+        self.pipeline.settle()                          # from here on the cards are ours, not their workers'
         for start, ids in self.chunks(n):
-            operation_seconds(self.card, self.chunk(start, ids), times)
-        share = self.prompt_operations(n) / n * np.median(speeds) / self.report.dp4a_peak
-        return self.speed(n, 1, speeds, share, times)
+            for stage in self.stages:
+                operation_seconds(stage.card, self.chunk(stage, start, ids), times)
+        peak = sum(report.dp4a_peak for report in self.reports)
+        return self.speed(n, 1, speeds, self.prompt_operations(n) / n * np.median(speeds) / peak, times)
 
-    def chunk(self, start: int, ids: list[int]):
-        """A function that queues the launches of a pass over `ids`, whose inputs are on the card."""
-        set_rows(self.stage.inputs, ids, [0] * len(ids), range(start, start + len(ids)))
-        return functools.partial(self.stage.launch_prompt, len(ids))
+    def chunk(self, stage: Stage, start: int, ids: list[int]):
+        """A function that queues the launches of a stage's pass over `ids`, whose inputs are on the card."""
+        set_rows(stage.inputs, ids, [0] * len(ids), range(start, start + len(ids)))
+        return functools.partial(stage.launch_prompt, len(ids))
 
     def decode(self, context: int) -> Speed:
         """The Speed of the batch from a context on."""
@@ -4269,8 +4302,12 @@ class Bench:
         self.steps(context)
         speeds = [self.batch * DECODE_STEPS / self.steps(context) for _ in range(self.repeats)]
         self.place_step(context)
-        times = operation_seconds(self.card, self.step)
-        share = self.step_bytes(context) / self.batch * np.median(speeds) / self.report.read_bandwidth
+        self.pipeline.settle()
+        times = {}
+        for stage in self.stages:
+            operation_seconds(stage.card, functools.partial(self.step, stage), times)
+        bandwidth = sum(report.read_bandwidth for report in self.reports)
+        share = self.step_bytes(context) / self.batch * np.median(speeds) / bandwidth
         return self.speed(context, self.batch, speeds, share, times)
 
     def speed(self, context, batch, speeds, share, times) -> Speed:
@@ -4280,19 +4317,21 @@ class Bench:
                      sum(operation.launches for operation in operations), operations)
 
     def place_step(self, context: int):
-        """Tell the card the inputs of a decode step."""
-        self.pipeline.place([0] * self.batch, range(self.batch), [context] * self.batch)
+        """Tell the cards the inputs of a decode step."""
+        for group, slots in enumerate(self.groups):
+            self.pipeline.place([0] * len(slots), slots, [context] * len(slots), group)
 
-    def step(self):
-        """Queue the launches of a decode step, which `Stage.step` replays from a recording."""
-        self.stage.launch_step(0, self.batch, log_probs=False)
+    def step(self, stage: Stage):
+        """Queue the launches of a stage's part of a decode step, which `Stage.step` replays from recordings."""
+        for group, slots in enumerate(self.groups):
+            stage.launch_step(group, len(slots), log_probs=False)
 
     # ---- what it must move and compute ----
 
     def weights(self) -> list[Matrix]:
         """The matrices of the layers and the head: what every decode step reads whole."""
-        model = self.stage.model
-        return [matrix for layer in model.layers for matrix in matrices(layer)] + [model.head]
+        layers = [layer for stage in self.stages for layer in stage.model.layers]
+        return [matrix for layer in layers for matrix in matrices(layer)] + [self.pipeline.last.model.head]
 
     def prompt_operations(self, n: int) -> int:
         """Multiplications and additions of a prompt's matrix products, the head's of its last row alone."""
@@ -4300,35 +4339,38 @@ class Bench:
         return 2 * (n * sum(matrix.n * matrix.k for matrix in layers) + head.n * head.k)
 
     def step_bytes(self, context: int) -> int:
-        """Bytes of a decode step in the middle of DECODE_STEPS: weights once, and of every slot the recurrent
-        states, read and written, and the keys and values up to its position."""
-        c, cache = self.engine.config, self.stage.cache
+        """Bytes of a decode step in the middle of DECODE_STEPS: weights once for each group, and of every slot the
+        recurrent states, read and written, and the keys and values up to its position."""
+        c, caches = self.engine.config, [stage.cache for stage in self.stages]
         weights = sum(m.values.nbytes + (m.scales.nbytes if m.is_quantized else 0) for m in self.weights())
-        states = sum(2 * s.memory[0].nbytes + s.conv[0].nbytes for s in cache.recurrent.values())
-        kept = (context + DECODE_STEPS // 2) * len(cache.pages) * 2 * c.kv_dim * 2     # k and v, float16
-        return weights + self.batch * (states + kept)
+        states = sum(2 * s.memory[0].nbytes + s.conv[0].nbytes for cache in caches for s in cache.recurrent.values())
+        n_attention = sum(len(cache.pages) for cache in caches)
+        kept = (context + DECODE_STEPS // 2) * n_attention * 2 * c.kv_dim * 2          # k and v, float16
+        return len(self.groups) * weights + self.batch * (states + kept)
 
     # ---- estimates for cards that are not here ----
 
     def estimates(self, n: int, context: int) -> dict:
-        """Tokens/s of other cards as estimated by the emulated one, which launches for each of them what that card
+        """Tokens/s of other cards as estimated by one emulated card, which launches for each of them what that card
         would have: {"prefill": {name: ..}, "decode": ..}."""
-        chunks = self.chunks(n)
+        (stage,), chunks = self.stages, self.chunks(n)
         self.pipeline.start(0, Request([0]))
         self.place_step(context)
+        self.pipeline.settle()
 
         def prefill():
             for start, ids in chunks:
-                self.chunk(start, ids)()
+                self.chunk(stage, start, ids)()
 
-        return {"prefill": {name: n / seconds for name, seconds in self.estimated_seconds(prefill).items()},
-                "decode": {name: self.batch / seconds for name, seconds in self.estimated_seconds(self.step).items()}}
+        work = {"prefill": (n, prefill), "decode": (self.batch, functools.partial(self.step, stage))}
+        return {name: {card: count / seconds for card, seconds in self.estimated_seconds(stage.card, each).items()}
+                for name, (count, each) in work.items()}
 
-    def estimated_seconds(self, work) -> dict:
+    def estimated_seconds(self, card: Card, work) -> dict:
         """Name -> seconds that what work() launches would take on each card of the table."""
         found = {}
         for model in CARDS:
-            with launching_as(self.card, model), self.card.counting() as log:
+            with launching_as(card, model), card.counting() as log:
                 work()
             found[model.name] = sum(launch.estimate(model).seconds for launch in log)
         return found
@@ -4455,7 +4497,7 @@ GOES_WITH = {"raw": ["prompt"], "slots": ["serve", "plan", "print_config"], "kv_
              **dict.fromkeys(["host", "api_key", "api_key_file", "cors", "log_prompts"], ["serve"]),
              **dict.fromkeys(["checkpoint_memory", "checkpoint_host_memory"], ["serve", "chat", "plan"]),
              "trace": ["prompt", "chat", "serve", "perplexity", "bench"], "against": ["perplexity"], "json": ["bench", "probe"],
-             **dict.fromkeys(["prompt_lengths", "contexts", "repeats", "batch"], ["bench"]),
+             **dict.fromkeys(["prompt_lengths", "contexts", "repeats", "batch", "cards"], ["bench"]),
              **dict.fromkeys([*SAMPLING, "thinking"], ["prompt", "chat", "serve"])}
 
 
@@ -4548,6 +4590,9 @@ def build_parser() -> Parser:
                        help=f"the median of so many counts (default: {REPEATS} [1])")
     bench.add_argument("--batch", metavar="N", type=within(int, 1, 256), default=1,
                        help="answers decoded at the same time (default: 1)")
+    bench.add_argument("--cards", metavar="N,N", type=whole_numbers,
+                       help="on so many of the cards, one after the other, and then side by side: 1,2 (default: on all "
+                            "that --card names, or else those that it takes without)")
     bench.add_argument("--json", metavar="FILE", help="write everything there, too; also with --probe")
 
     server = parser.add_argument_group("with --serve")
@@ -4606,6 +4651,8 @@ def check_options(parser: Parser, options):
             parser.error(f"{option_name(name)} goes with {' or '.join(map(option_name, partners))}")
     if options.bench and options.ctx is not None:
         parser.error("--ctx is not for --bench, which takes what --prompt-lengths and --contexts need")
+    if options.trace and len(options.cards or ()) > 1:
+        parser.error("--trace holds one run: name one number of --cards")
     if options.split and (options.probe or options.print_config):
         parser.error("--split is for what loads a model, and for --plan")
     if options.probe and options.model != DEFAULT_MODEL:
@@ -4862,38 +4909,63 @@ def run_probe(options) -> int:
 
 
 def run_bench(model: OpenModel, options) -> int:
-    """Prints how fast a model is; returns the exit code."""
-    card = open_cards(options.card)[0]
-    emulated = card.kind == "emulated"
+    """Prints how fast a model is, perhaps on several numbers of cards; returns the exit code."""
+    cards, counts = open_cards(options.card), options.cards or [None]
+    if options.cards and max(counts) > len(cards):
+        raise RequestError("cards", f"--cards {listed(counts)}: there are {len(cards)} to take them from")
+    if options.json:
+        write_json(options.json, {})    # now: what is measured should not be lost for a mistyped folder
+    chosen = [cards[:n] if options.card or n else None for n in counts]
+    runs = [bench_cards(model, each, cards[0].kind == "emulated", options) for each in chosen]
+    if len(runs) > 1:
+        print(f"\n{side_by_side(runs)}")
+    if options.json:
+        write_json(options.json, {"runs": runs} if len(runs) > 1 else runs[0])
+    return 0
+
+
+def bench_cards(model: OpenModel, cards: list[Card] | None, emulated: bool, options) -> dict:
+    """Prints how fast a model is on these cards, or on those that `load` would take; returns that as JSON has it."""
     lengths = sorted(options.prompt_lengths or ([EMULATED_LENGTH] if emulated else PROMPT_LENGTHS))
     contexts = sorted(options.contexts or ([EMULATED_LENGTH] if emulated else CONTEXTS))
     repeats = options.repeats or (1 if emulated else REPEATS)
-    if options.json:
-        write_json(options.json, {})    # now: what is measured should not be lost for a mistyped folder
-    report, free = probe.saved_or_measured(card), card.free_bytes
     n_ctx = max(*lengths, *contexts) + DECODE_STEPS + 1
-    n_tokens = options.batch * pages_for(n_ctx) * PAGE_TOKENS       # every slot has pages of its own
-    with contextlib.closing(load(model, card=card, ctx=n_ctx, slots=options.batch, kv_tokens=n_tokens,
-                                 checkpoint_memory=0)) as engine:
-        bench = Bench(engine, report, repeats, options.batch)
+    wishes = {"slots": options.batch, "kv_tokens": options.batch * pages_for(n_ctx) * PAGE_TOKENS,
+              "checkpoint_memory": 0, "split": options.split}       # every slot has pages of its own
+    cards = make_planner(model, cards, Demand(n_ctx, **wishes)).cards
+    reports, free = [probe.saved_or_measured(card) for card in cards], sum(card.free_bytes for card in cards)
+    with (contextlib.closing(load(model, card=cards, ctx=n_ctx, **wishes)) as engine, traced(engine, options)):
+        bench = Bench(engine, reports, repeats, options.batch)
         peaks = ("dp4a measured", "read measured") if emulated else ("dp4a peak", "read bandwidth")
         prefill = [bench.prefill(n) for n in lengths]
         print(bench_table("prefill", prefill, peaks[0]), flush=True)
         decode = [bench.decode(n) for n in contexts]
         print(f"\n{bench_table('decode', decode, peaks[1])}")
-        used = free - card.free_bytes
-        print(f"\n{engine.name} on {card.describe()}; peak memory {show_bytes(used)}")
-        estimates = bench.estimates(lengths[0], contexts[0]) if emulated and find_assembler() else None
+        used = free - sum(card.free_bytes for card in cards)
+        print(f"\n{engine.name} on {', '.join(card.describe() for card in cards)}; peak memory {show_bytes(used)}")
+        estimates = bench.estimates(lengths[0], contexts[0]) if emulated and len(cards) == 1 and find_assembler() else None
         if estimates:
             print(f"\n{estimate_table(estimates)}")
-    if options.json:
-        write_json(options.json, {
-            "model": engine.name, "date": probe.now(), "card": card.facts(), "versions": probe.versions(),
-            "probe": report.to_dict(), "peak_memory_bytes": used,
+    layers = [[stage.layers.start, stage.layers.stop - 1] for stage in engine.pipeline.stages]
+    return {"model": engine.name, "date": probe.now(), "cards": [card.facts() for card in cards], "layers": layers,
+            "versions": probe.versions(), "probes": [report.to_dict() for report in reports], "peak_memory_bytes": used,
             "prefill": [dataclasses.asdict(speed) for speed in prefill],
-            "decode": [dataclasses.asdict(speed) for speed in decode]}
-            | ({"estimates": estimates} if estimates else {}))
-    return 0
+            "decode": [dataclasses.asdict(speed) for speed in decode]} | ({"estimates": estimates} if estimates else {})
+
+
+def side_by_side(runs: list[dict]) -> str:
+    """A table of tokens/s with a column for each run, and how many times the first one's each is."""
+    heads = [f"{len(run['cards'])} card{'s' * (len(run['cards']) > 1)}" for run in runs]
+    lines = [f"{'tokens/s':<26}" + "".join(f"{head:>20}" for head in heads)]
+    for what in "prefill", "decode":
+        for speeds in zip(*(run[what] for run in runs)):
+            name = f"{what} {'at ' * (what == 'decode')}{speeds[0]['context']:,}"
+            name += f", batch {speeds[0]['batch']}" * (what == "decode")
+            first = speeds[0]["tokens_per_s"]
+            columns = [f"{speed['tokens_per_s']:,.1f}" + (f"  {speed['tokens_per_s'] / first:.2f} x" if i else "")
+                       for i, speed in enumerate(speeds)]
+            lines.append(f"{name:<26}" + "".join(f"{column:>20}" for column in columns))
+    return "\n".join(lines)
 
 
 def write_json(path: str, data):

@@ -1,6 +1,8 @@
 """What lies behind both protocols, by the names and fields of llama.cpp's server: the tokenizer, the chat template, and
 whether the server is well."""
 
+import datetime
+
 from qengine import GUARD, RequestError
 
 from . import chat, openai
@@ -43,9 +45,12 @@ def health(service):
     if engine is None:
         return {"status": "loading"}, 503
     if engine.error is not None:
-        return {"status": "error", "error": engine.error}, 503
-    return {"status": "ok", "model": engine.name, "cards": [card.describe() for card in engine.cards],
-            "counts_pipes": service.pipes.can_count(engine)}
+        fault = engine.fault                    # None where it was no card's
+        since = fault and datetime.datetime.fromtimestamp(fault.since, datetime.timezone.utc).isoformat(timespec="seconds")
+        return {"status": "error", "error": engine.error} | ({"card": fault.card, "since": since} if fault else {}), 503
+    cards = [{"name": card.describe(), "layers": [layers.start, layers.stop - 1]}      # the first and the last
+             for card, layers in zip(engine.cards, engine.layers)]
+    return {"status": "ok", "model": engine.name, "cards": cards, "counts_pipes": service.pipes.can_count(engine)}
 
 
 CONVERSATION = {name: openai.CHAT["properties"][name]

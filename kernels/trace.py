@@ -3,7 +3,7 @@
     with tracing(cards) as trace:
         ...                                              # what cards and threads do meanwhile
     trace.write("trace.json")                            # open it in ui.perfetto.dev or chrome://tracing
-    python -m kernels.trace trace.json overlap.svg       # or draw it
+    python -m kernels.trace trace.json overlap.svg span,copy     # or draw it, or some kinds of spans
 
 While tracing, events are recorded around each operation of a stream; without it nothing here costs anything. A replayed
 recording is one operation, whose kernels are in its arguments. `card.span(name)` makes a row above the streams that tells
@@ -38,8 +38,8 @@ HOST = "host"
 
 @dataclass(frozen=True)
 class Span:
-    """One bar. process, row: card and stream, or HOST and thread. kind: kernel, copy, wait, replay or span. start, end:
-    seconds of the host's time.perf_counter. facts: what else is known."""
+    """One bar. process, row: card and stream, or HOST and thread. kind: kernel (copies within the card, too), replay, copy
+    (over the link), wait or span. start, end: seconds of the host's time.perf_counter. facts: what else is known."""
     process: str
     row: str
     name: str
@@ -135,7 +135,7 @@ def _spans_of(card, clock, marks):
         if "bytes" in facts and end > start:
             facts = facts | {"GB/s": round(facts["bytes"] / (end - start) / 1e9, 3)}
         spans.append(Span(process, row, name, kind, start, end, facts))
-    return sorted(spans, key=lambda span: (span.kind != "span", span.row))
+    return sorted(spans, key=lambda span: (span.kind != "span", span.row != "default", span.row))
 
 
 @contextmanager
@@ -182,8 +182,8 @@ def _traced(card, trace):
             stream, function.name, "kernel", {"grid": grid, "block": block, "shared bytes": shared}),
         "_copy_in": lambda dst, host, pinned, stream: (stream, f"in: {dst.name}", "copy", {"bytes": dst.nbytes}),
         "_copy_out": lambda host, src, pinned, stream: (stream, f"out: {src.name}", "copy", {"bytes": src.nbytes}),
-        "_copy": lambda dst, src, stream: (stream, f"copy: {src.name}", "copy", {"bytes": 2 * src.nbytes}),
-        "_fill": lambda array, byte, stream: (stream, f"fill: {array.name}", "copy", {"bytes": array.nbytes}),
+        "_copy": lambda dst, src, stream: (stream, f"copy: {src.name}", "kernel", {"bytes": 2 * src.nbytes}),
+        "_fill": lambda array, byte, stream: (stream, f"fill: {array.name}", "kernel", {"bytes": array.nbytes}),
         "_hold": lambda stream, event: (stream, f"for {event.card.name}", "wait", {}),
         "_replay": lambda recording, stream: (
             stream, recording.name or "recording", "replay", {"kernels": dict(Counter(recording.operations))}),
@@ -205,13 +205,14 @@ BACKGROUND = "#fbfbf9"                                   # opaque and light: rea
 SHARPNESS = 2000                                         # bars closer than this part of the width are one bar
 
 
-def draw(trace, picture):
-    """Draws what `Trace.to_dict` gave into a file, SVG by its name or PNG: a row per card and stream."""
+def draw(trace, picture, kinds=tuple(COLOURS)):
+    """Draws the spans of these kinds, of what `Trace.to_dict` gave, into a file, SVG by its name or PNG: a row per card
+    and stream."""
     import matplotlib.pyplot as plt                      # here: only a picture needs it
 
     events = trace["traceEvents"]
     named = {(event["name"], event["pid"], event["tid"]): event["args"].get("name") for event in events if event["ph"] == "M"}
-    bars = [event for event in events if event["ph"] == "X"]
+    bars = [event for event in events if event["ph"] == "X" and event["cat"] in kinds]
     rows = list(dict.fromkeys((bar["pid"], bar["tid"]) for bar in bars))
     width = max(bar["ts"] + bar["dur"] for bar in bars)
     figure, axes = plt.subplots(figsize=(9, 1 + 0.32 * len(rows)), facecolor=BACKGROUND, layout="constrained")
@@ -228,9 +229,9 @@ def draw(trace, picture):
     axes.set_xlim(0, width / 1e3)
     axes.set_xlabel("ms")
     axes.spines[["top", "right"]].set_visible(False)
-    kinds = {"span": "a pass or step", "kernel": "kernels", "copy": "copies", "wait": "waits"}
-    handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[kind]) for kind in kinds]
-    figure.legend(handles, kinds.values(), loc="outside upper right", ncols=len(kinds), frameon=False)
+    meanings = {"span": "a pass", "kernel": "kernels", "copy": "copies over the link", "wait": "waits"}
+    handles = {meanings[kind]: plt.Rectangle((0, 0), 1, 1, color=COLOURS[kind]) for kind in meanings if kind in kinds}
+    figure.legend(handles.values(), handles, loc="outside upper right", ncols=len(handles), frameon=False)
     figure.savefig(picture, dpi=160)
     plt.close(figure)
 
@@ -247,6 +248,6 @@ def joined(spans, gap):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.exit("usage: python -m kernels.trace trace.json picture.svg")
-    draw(json.loads(Path(sys.argv[1]).read_text()), sys.argv[2])
+    if len(sys.argv) not in (3, 4):
+        sys.exit(f"usage: python -m kernels.trace trace.json picture.svg [{','.join(COLOURS)}]")
+    draw(json.loads(Path(sys.argv[1]).read_text()), sys.argv[2], *(kinds.split(",") for kinds in sys.argv[3:]))

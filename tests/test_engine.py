@@ -1,7 +1,9 @@
 """The scheduler and the engine's life: requests that wait, run, end, are cancelled; what is left of them; failures."""
 
+import collections
 import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
 import logging
@@ -180,7 +182,7 @@ def stage_of(n_sms, n, k, **card):
     """A Stage that knows its card and the shape of its one product, and no more."""
     stage = qengine.Stage.__new__(qengine.Stage)
     stage.card = SimpleNamespace(n_sms=n_sms, kind="cuda", **card)
-    stage.products, stage.row_operations = {(n, k): 1}, 2 * n * k
+    stage.products, stage.row_operations = collections.Counter({(n, k): 1}), 2 * n * k
     stage.speed = SimpleNamespace(dot=1e14, link=1e9)
     return stage
 
@@ -188,7 +190,7 @@ def stage_of(n_sms, n, k, **card):
 def pipeline_of(*stages):
     """A Pipeline that can say how long passes take, and no more."""
     pipeline = qengine.Pipeline.__new__(qengine.Pipeline)
-    pipeline.stages = stages
+    pipeline.stages, pipeline.slowest = stages, functools.partial(qengine.slowest_seconds, stages)
     return pipeline
 
 
@@ -210,7 +212,9 @@ def test_passes_fill_the_card(n_sms, limit):
 def test_a_short_prompt_of_9b_is_one_pass():
     """1,024 and 136 rows fill an H200's rounds better and took 2.8 % longer: a pass has a price of its own."""
     stage = stage_of(132, 4096, 4096)
-    stage.products = {(12_352, 4096): 24, (10_240, 4096): 8, (4096, 4096): 32, (24_576, 4096): 32, (4096, 12_288): 32}
+    stage.products = collections.Counter({(12_352, 4096): 24, (10_240, 4096): 8, (4096, 4096): 32, (24_576, 4096): 32,
+                                          (4096, 12_288): 32})
+    stage.row_operations = 2 * sum(count * n * k for (n, k), count in stage.products.items())
     assert pipeline_of(stage).pass_rows(1160, 4096) == 1160
 
 

@@ -94,6 +94,8 @@ def test_default_is_one_card_where_that_suffices(monkeypatch):
 @pytest.mark.parametrize("model, n_cards, options", [
     (str(ROOT / "tests" / "data" / "tiny-Q8_0.gguf"), 1, {}),
     ("synthetic:tiny", 1, {"slots": 5, "ctx": 1000, "chunk": 128}),
+    ("synthetic:tiny", 3, {"slots": 2}),
+    ("synthetic:tiny", 2, {"slots": 3, "chunk": 128, "split": (3, 1)}),
     ("synthetic:tiny", 1, {"kv_tokens": 20000, "checkpoint_memory": 10 * MB, "ctx": 64}),
 ], ids=str)
 def test_plan_says_what_is_allocated(model, n_cards, options):
@@ -124,16 +126,16 @@ def test_longest_context_is_the_longest():
 
 def test_what_would_make_it_fit_does_and_no_less():
     card = EmulatedCard(like=CMP_100_210, memory_bytes=11 << 30)
-    plans = planner("synthetic:9b", [card], n_ctx=65536, slots=32)
+    plans = planner("synthetic:9b", [card], n_ctx=32768, slots=32)
     assert not plans.plan.fits
     slots, ctx, more, smaller = plans.changes()
     n = int(slots.removeprefix("--slots "))
     assert plans.planned(slots=n).fits and not plans.planned(slots=n + 1).fits
     n = int(ctx.removeprefix("--ctx "))
     assert plans.planned(n_ctx=n).fits and not plans.planned(n_ctx=n + 64).fits
-    assert more == "1 more card like emulated card 0" and planner("synthetic:9b", [card, card], n_ctx=65536, slots=32).plan.fits
+    assert more == "1 more card like emulated card 0" and planner("synthetic:9b", [card, card], n_ctx=32768, slots=32).plan.fits
     name = smaller.removeprefix("a file in ").lower()
-    assert planner(f"synthetic:9b:{name}", [card], n_ctx=65536, slots=32).plan.fits
+    assert planner(f"synthetic:9b:{name}", [card], n_ctx=32768, slots=32).plan.fits
     with pytest.raises(qengine.OutOfMemory, match=rf"too much\nit would with {slots} or {ctx} or {more} or {smaller}$"):
         plans.check()
 
@@ -154,7 +156,7 @@ def test_report_for_people():
 # ---- how passes flow ---------------------------------------------------------------------------------------
 
 def flow(n_stages, n_passes, seconds=1.0, hop=(0.0, 0.0)):
-    return schedule([[seconds] * n_passes] * n_stages, [[hop] * n_passes] * (n_stages - 1), n_stages + 1)
+    return schedule([[seconds] * n_passes] * n_stages, [[hop] * n_passes] * (n_stages - 1))
 
 
 def test_passes_flow_through_equal_stages():
@@ -171,7 +173,7 @@ def test_no_pass_begins_before_it_can():
         depth = n_stages + 1
         passes = [[rng.random() for _ in range(n_passes)] for _ in range(n_stages)]
         hops = [[(rng.random(), rng.random()) for _ in range(n_passes)] for _ in range(n_stages - 1)]
-        found = schedule(passes, hops, depth)
+        found = schedule(passes, hops)
         for stage, i in itertools.product(range(n_stages), range(n_passes)):
             start, end = found.spans[stage][i]
             assert end == pytest.approx(start + passes[stage][i])
@@ -182,4 +184,4 @@ def test_no_pass_begins_before_it_can():
             if i >= depth:
                 assert found.spans[0][i][0] >= found.spans[-1][i - depth][1]
         assert found.seconds >= max(sum(stage) for stage in passes)
-        assert found.seconds >= schedule(passes, [[(0.0, 0.0)] * n_passes] * (n_stages - 1), depth).seconds - 1e-9
+        assert found.seconds >= schedule(passes, [[(0.0, 0.0)] * n_passes] * (n_stages - 1)).seconds - 1e-9

@@ -74,6 +74,8 @@ class EmulatedCard(Card):
         self.streams = []
         self.error = None                                # the first failure; as under CUDA it stays
         self.default_stream = self.stream("default")
+        with _starting:                                  # one pool of threads, also where two cards launch at once
+            native._pool()
         _cards.add(self)
 
     def describe(self):
@@ -504,6 +506,7 @@ def default_memory():
 
 
 _cards = weakref.WeakSet()
+_starting = threading.Lock()
 _numbers = count()                                       # of the operations given to late cards
 
 
