@@ -46,8 +46,9 @@ def health(service):
         return {"status": "loading"}, 503
     if engine.error is not None:
         fault = engine.fault                    # None where it was no card's
-        since = fault and datetime.datetime.fromtimestamp(fault.since, datetime.timezone.utc).isoformat(timespec="seconds")
-        return {"status": "error", "error": engine.error} | ({"card": fault.card, "since": since} if fault else {}), 503
+        since = fault and datetime.datetime.fromtimestamp(fault.since, datetime.timezone.utc)
+        where = {"card": fault.card, "since": since.isoformat(timespec="seconds")} if fault else {}
+        return {"status": "error", "error": engine.error} | where, 503
     cards = [{"name": card.describe(), "layers": [layers.start, layers.stop - 1]}      # the first and the last
              for card, layers in zip(engine.cards, engine.layers)]
     return {"status": "ok", "model": engine.name, "cards": cards, "counts_pipes": service.pipes.can_count(engine)}
