@@ -2285,11 +2285,16 @@ class Edge:
 
 def choose_rows(n: int, limit: int, n_stages: int, slowest) -> int:
     """Tokens of the next pass over a prompt that has n left, at most `limit`: all, or passes of the multiple of 64 that
-    takes the least time, where slowest(rows) is that of a pass where it takes longest. Larger ones have fewer beginnings
-    and fill a card better, as the last round of blocks of threads takes as long as a full one; of smaller ones the next
-    stage need not wait so long for its first."""
+    takes the least time, where slowest(rows) is that of a pass where it takes longest. Larger ones have fewer
+    beginnings and fill a card better, as the last round of blocks of threads takes as long as a full one; of smaller
+    ones the next stage need not wait so long for its first. So stages get the smallest of those that are about as fast.
+    """
     sizes = [*([n] if n <= limit else []), *range(min(limit, n) // PAGE_TOKENS * PAGE_TOKENS, 0, -PAGE_TOKENS)]
-    return min(sizes, key=lambda rows: (n // rows + n_stages - 1) * slowest(rows) + (slowest(n % rows) if n % rows else 0))
+    seconds = {rows: (n // rows + n_stages - 1) * slowest(rows) + (slowest(n % rows) if n % rows else 0)
+               for rows in sizes}
+    if n_stages == 1:
+        return min(seconds, key=seconds.get)
+    return min(rows for rows in sizes if seconds[rows] <= PASS_TOLERANCE * min(seconds.values()))
 
 
 def hop_bytes(config: Config, rows: int) -> int:
@@ -2463,7 +2468,7 @@ class Pipeline:
         return tokens
 
 
-# Placement: neighbouring layers on each card, so that the slowest card takes as little time as the memory of all allows.
+# Placement: neighbouring layers on each card, so that the slowest one takes as little time as the memory of all allows.
 # A plan builds the stages on cards that only count (PlannedCard), so its figures are those of what `load` allocates.
 
 @dataclass(frozen=True)
@@ -2538,8 +2543,8 @@ class Demand:
 def check_split(split, n_layers: int, n_cards: int) -> list[range]:
     """The layers of each card, of which there are split[i] on card i. Raises RequestError."""
     if len(split) != n_cards or sum(split) != n_layers or min(split) < 1:
-        raise RequestError("split", f"split must be {n_cards} number{'s' * (n_cards > 1)} from 1 on, one per card, with "
-                                    f"the sum {n_layers}, not {listed(split)}")
+        raise RequestError("split", f"split must be {n_cards} number{'s' * (n_cards > 1)} from 1 on, one per card, "
+                                    f"with the sum {n_layers}, not {listed(split)}")
     stops = list(itertools.accumulate(split))
     return [range(stop - n, stop) for n, stop in zip(split, stops)]
 
@@ -2612,9 +2617,9 @@ class LayerCosts:
 
 
 def place_layers(config: Config, weights, cards: list[Card], demand: Demand, costs: LayerCosts) -> list[range]:
-    """The layers of each of several cards: the slowest takes the least time for a pass of a prompt, and of such splits for a decode
-    step, where the memory suffices. Room for the contexts of all slots is made if it can be; for one, there must be.
-    Where even that does not fit, the split as if it did: the plan shows what is missing where."""
+    """The layers of each of several cards: the slowest takes the least time for a pass of a prompt, and of such splits
+    for a decode step, where the memory suffices. Room for the contexts of all slots is made if it can be; for one, there
+    must be. Where even that does not fit, the split as if it did: the plan shows what is missing where."""
     n_layers, n_cards, n_states = config.n_layers, len(cards), demand.slots + LEAST_CHECKPOINTS
     context, least = demand.n_ctx // 2, pages_for(demand.kv_tokens or demand.n_ctx)
     # What a stage needs beside its layers does not depend on how many they are: a few of both kinds tell.
@@ -2627,7 +2632,7 @@ def place_layers(config: Config, weights, cards: list[Card], demand: Demand, cos
             for stage in sampled.stages]
 
     def split(n_pages, slowest, seconds):
-        """The best split by seconds(stage, start, stop, context) of those that fit and have no pass beyond `slowest`."""
+        """The best split by seconds(stage, start, stop, context) of those that fit, with no pass beyond `slowest`."""
         def cost(stage, start, stop):
             if n_pages is not None and costs.memory(start, stop, n_pages, n_states) > left[stage]:
                 return math.inf
@@ -2773,7 +2778,7 @@ class Planner:
         return found
 
     def prompt_schedule(self, n: int, with_hops: bool = True) -> Schedule:
-        """What is expected of a prompt of n tokens; of its hops as if links were infinitely fast, if they are left out."""
+        """What is expected of a prompt of n tokens; without hops: as if links were infinitely fast."""
         passes, stages, costs = self.passes(n), self.plan.on_paper, self.costs
         seconds = [[stage.pass_seconds(rows) + rows * costs.attention_seconds(
             i, stage.layers.start, stage.layers.stop, start + rows / 2) for start, rows in passes]
@@ -2805,9 +2810,9 @@ class Planner:
             links = ", ".join(f"{speed.link / 1e9:g}" for speed in self.costs.speeds)
             lines += [f"a hop: {show_bytes(hop_bytes(self.config, plan.chunk))} for a pass of {plan.chunk} tokens, "
                       f"{show_bytes(hop_bytes(self.config, 1))} for one token, over links of {links} GB/s",
-                      f"expected share of time in hops: {added:.1%} of a prompt of {d.n_ctx:,} tokens in {n_passes} passes, "
-                      f"{decode:.1%} of a step of one answer", f"expected share of that prompt's time that each card works: "
-                      f"{busy:.0%} or more"]
+                      f"expected share of time in hops: {added:.1%} of a prompt of {d.n_ctx:,} tokens in {n_passes} "
+                      f"passes, {decode:.1%} of a step of one answer",
+                      f"expected share of that prompt's time that each card works: {busy:.0%} or more"]
             if any(card.kind == "emulated" and not card.like for card in self.cards):
                 lines.append(f"(emulated cards of no type count as {CARDS[0].name})")
         return "\n".join(lines)
@@ -3036,6 +3041,7 @@ CHUNK = 512                 # tokens of a prompt that run in one pass, at most; 
 LARGEST_CHUNK = 4096        # the same on a real card, which more rows fill better (9B at 4,620 tokens: 10 % faster),
 CHUNK_SHARE = 8             # if they take no more than 1 / 8 of the memory that weights and a context leave
 PASS_SECONDS = 0.5          # and if their products take no longer at the peak of the card; 1.4 times that is usual
+PASS_TOLERANCE = 1.02       # what is known of the times of passes is no more exact
 PRODUCT_SECONDS = 43e-6     # that one more pass costs for each of its products: 5.5 ms for the 128 of 9B on an H200
 RUNNING_CHUNK = 512         # at most while answers are running, which wait for it
 TURN = "<|im_start|>"       # the control token at which a turn of a conversation begins
@@ -4503,7 +4509,8 @@ TASKS = "prompt", "chat", "serve", "perplexity", "bench", "probe", "plan", "prin
 GOES_WITH = {"raw": ["prompt"], "slots": ["serve", "plan", "print_config"], "kv_tokens": ["serve", "plan"],
              **dict.fromkeys(["host", "api_key", "api_key_file", "cors", "log_prompts", "go_on"], ["serve"]),
              **dict.fromkeys(["checkpoint_memory", "checkpoint_host_memory"], ["serve", "chat", "plan"]),
-             "trace": ["prompt", "chat", "serve", "perplexity", "bench"], "against": ["perplexity"], "json": ["bench", "probe"],
+             "trace": ["prompt", "chat", "serve", "perplexity", "bench"],
+             "against": ["perplexity"], "json": ["bench", "probe"],
              **dict.fromkeys(["prompt_lengths", "contexts", "repeats", "batch", "cards"], ["bench"]),
              **dict.fromkeys([*SAMPLING, "thinking"], ["prompt", "chat", "serve"])}
 
@@ -4620,8 +4627,8 @@ def build_parser() -> Parser:
 
     machine = parser.add_argument_group("the machine")
     machine.add_argument("--trace", metavar="FILE",
-                         help="write what cards and threads did when, for ui.perfetto.dev or chrome://tracing: kernels, "
-                              "copies and waits; slower than without")
+                         help="write what cards and threads did when, for ui.perfetto.dev or chrome://tracing: "
+                              "kernels, copies and waits; slower than without")
     machine.add_argument("--card", metavar="CARD",
                          help="cuda:0 for one, cuda:0,2 or cuda (all) for several that share the layers, or emulated, "
                               "emulated:3, emulated:3@0.25 (links of 0.25 GB/s), emulated:cmp-100-210,v100 (like cards "
@@ -4977,8 +4984,9 @@ def bench_cards(model: OpenModel, cards: list[Card] | None, emulated: bool, opti
         print(f"\n{bench_table('decode', decode, peaks[1])}")
         used = free - sum(card.free_bytes for card in cards)
         print(f"\n{engine.name} on {', '.join(card.describe() for card in cards)}; peak memory {show_bytes(used)}")
-        estimates = bench.estimates(lengths[0], contexts[0]) if emulated and len(cards) == 1 and find_assembler() else None
-        if estimates:
+        estimates = None
+        if emulated and len(cards) == 1 and find_assembler():
+            estimates = bench.estimates(lengths[0], contexts[0])
             print(f"\n{estimate_table(estimates)}")
     layers = [[stage.layers.start, stage.layers.stop - 1] for stage in engine.pipeline.stages]
     return {"model": engine.name, "date": probe.now(), "cards": [card.facts() for card in cards], "layers": layers,
@@ -5017,7 +5025,7 @@ def print_config(options) -> int:
 
 
 def asked(options) -> dict:
-    """What the command line asks of `load`; where a single text is to be done, hardly any memory goes to checkpoints."""
+    """What the command line asks of `load`; for a single text, hardly any memory goes to checkpoints."""
     is_single = not (options.chat or options.plan or options.serve is not None)
     on_card, on_host = (0 if is_single else size and size << 20
                         for size in (options.checkpoint_memory, options.checkpoint_host_memory))
@@ -5045,7 +5053,7 @@ def traced(engine: Engine, options):
 
 
 def run_plan(model: OpenModel, options) -> int:
-    """Prints where the model goes and what that takes; returns the exit code. Raises OutOfMemory where it does not fit."""
+    """Prints where the model goes and what that takes; returns the exit code. Raises OutOfMemory."""
     wishes = asked(options)
     planner = make_planner(model, options.card, Demand(model.n_ctx(wishes.pop("ctx")), **wishes))
     planner.check()

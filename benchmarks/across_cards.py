@@ -2,12 +2,13 @@
 
     3 CMP 100-210 at 0.25 GB/s, synthetic:27b, 18,400 tokens, unless the options say otherwise.
 
-The time of a pass is the sum of its kernels' estimates (kernels/emulated/estimate.py), which are floors: of each launch a
-block is run by an emulated card and counted, and counts for the whole grid. Per layer that is T(rows) for a linear layer and
-T(rows) + context · U(rows) for an attention layer. The passes then flow as in the engine (`qengine.schedule`).
+The time of a pass is the sum of its kernels' estimates (kernels/emulated/estimate.py), which are floors: of each
+launch a block is run by an emulated card and counted, and counts for the whole grid. Per layer that is T(rows) for a
+linear layer and T(rows) + context · U(rows) for an attention layer. The passes then flow as in the engine
+(`qengine.schedule`).
 
-`--trace FILE` takes the times of passes and hops from a timeline of a real run (--trace of qengine.py) instead, and compares
-the time of the whole that follows from them with the measured one.
+`--trace FILE` takes the times of passes and hops from a timeline of a real run (--trace of qengine.py) instead, and
+compares the time of the whole that follows from them with the measured one.
 """
 
 import argparse
@@ -20,9 +21,9 @@ import re
 from pathlib import Path
 
 import qengine
+from kernels.card import open_cards
 from kernels.emulated import counting, native
 from kernels.emulated.card import EmulatedCard, Launch
-from kernels.emulated.cards import CARDS
 from kernels.emulated.estimate import SECTOR, Counts, estimate
 from kernels.trace import HOST
 
@@ -94,25 +95,26 @@ def line(what, n, times, hops):
     found = qengine.schedule(times, hops)
     without = qengine.schedule(times, [[(0.0, 0.0)] * len(edge) for edge in hops]).seconds
     busy = ", ".join(f"{100 * share:.1f}" for share in found.busy)
-    longest = max((sum(hop) for edge in hops for hop in edge), default=0.0)
+    hop, longest = max((sum(hop) for edge in hops for hop in edge), default=0.0), max(map(max, times))
     print(f"{what:<12}{len(times[0]):>7}{n / found.seconds:>10.1f}{found.seconds:>9.2f}   {busy:<22}"
-          f"{100 * (1 - without / found.seconds):>6.2f} %{1e3 * longest:>9.1f}{1e3 * max(map(max, times)):>9.1f}", flush=True)
+          f"{100 * (1 - without / found.seconds):>6.2f} %{1e3 * hop:>9.1f}{1e3 * longest:>9.1f}", flush=True)
 
 
 def simulate(options):
     opened = qengine.open_model(options.model)
-    models = {model.key: model for model in CARDS}
-    cards = [EmulatedCard(i, like=models[name], link_gbs=options.link_gbs) for i, name in enumerate(options.cards.split(","))]
-    demand = qengine.Demand(qengine.pages_for(options.tokens) * qengine.PAGE_TOKENS, chunk=max(ROWS), split=options.split)
+    cards = open_cards(f"emulated:{options.cards}")
+    n_ctx = qengine.pages_for(options.tokens) * qengine.PAGE_TOKENS
+    demand = qengine.Demand(n_ctx, chunk=max(ROWS), split=options.split)
     planner = qengine.Planner(opened.config, opened.weights, cards, demand)
     planner.check()
     print(f"{opened.config.name}, a prompt of {options.tokens:,} tokens, estimated\n\n{planner.plan.table()}\n")
     layers = {model: Layers(opened.config, model) for model in dict.fromkeys(card.like for card in cards)}
-    print(f"{'passes of':<12}{'passes':>7}{'tokens/s':>10}{'seconds':>9}   {'busy %':<22}{'hops add':>8}{'hop ms':>9}{'pass ms':>9}")
+    print(f"{'passes of':<12}{'passes':>7}{'tokens/s':>10}{'seconds':>9}   {'busy %':<22}{'hops add':>8}{'hop ms':>9}"
+          f"{'pass ms':>9}")
     for rows in options.rows:
         line(f"{rows}", options.tokens, *estimated_times(planner, layers, equal_passes(options.tokens, rows)))
     passes = planner.passes(options.tokens)
-    print(f"as the engine chooses, passes of {', '.join(str(rows) for rows in dict.fromkeys(rows for _, rows in passes))}:")
+    print(f"as the engine chooses, passes of {qengine.listed(dict.fromkeys(rows for _, rows in passes))}:")
     line("", options.tokens, *estimated_times(planner, layers, passes))
     return 0
 
@@ -120,14 +122,14 @@ def simulate(options):
 # ---- a measured timeline -----------------------------------------------------------------------------------
 
 def measured_times(trace):
-    """(passes, hops, seconds) of the first prompt in a timeline: what `qengine.schedule` takes, and how long it took."""
+    """(passes, hops, seconds) of the first prompt in a timeline: what `qengine.schedule` takes, and how long it was."""
     names = {event["pid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"}
     by_card = [[bar for bar in trace["traceEvents"] if bar["ph"] == "X" and bar["pid"] == pid]
                for pid in names if names[pid] != HOST]
     passes = [first_prompt(card) for card in by_card]
     rows = [n for n, _ in passes[0]]
-    hops = [list(zip(copies_of(rows, a, "out: outgoing hidden states"), copies_of(rows, b, "in: incoming hidden states")))
-            for a, b in itertools.pairwise(by_card)]
+    hops = [list(zip(copies_of(rows, a, "out: outgoing hidden states"),
+                     copies_of(rows, b, "in: incoming hidden states"))) for a, b in itertools.pairwise(by_card)]
     bars = [bar for card in passes for _, bar in card]
     seconds = (max(bar["ts"] + bar["dur"] for bar in bars) - min(bar["ts"] for bar in bars)) / 1e6
     return [[bar["dur"] / 1e6 for _, bar in card] for card in passes], hops, seconds
@@ -156,10 +158,10 @@ def copies_of(rows, bars, name):
 def compare(path):
     passes, hops, seconds = measured_times(json.loads(Path(path).read_text()))
     found = qengine.schedule(passes, hops)
-    print(f"{len(passes[0])} passes over {len(passes)} cards: measured {seconds:.4f} s, by the simulation {found.seconds:.4f} s "
-          f"({100 * (found.seconds / seconds - 1):+.1f} %)")
-    for i, (stage, simulated) in enumerate(zip(passes, found.busy)):
-        print(f"card {i}: busy {100 * sum(stage) / seconds:.1f} % of the time, by the simulation {100 * simulated:.1f} %")
+    print(f"{len(passes[0])} passes over {len(passes)} cards: measured {seconds:.4f} s, by the simulation "
+          f"{found.seconds:.4f} s ({100 * (found.seconds / seconds - 1):+.1f} %)")
+    for i, (stage, share) in enumerate(zip(passes, found.busy)):
+        print(f"card {i}: busy {100 * sum(stage) / seconds:.1f} % of the time, by the simulation {100 * share:.1f} %")
     without = qengine.schedule(passes, [[(0.0, 0.0)] * len(edge) for edge in hops]).seconds
     print(f"hops add {100 * (1 - without / found.seconds):.2f} %")
     return 0
@@ -168,8 +170,8 @@ def compare(path):
 def main():
     parser = argparse.ArgumentParser(description="How a prompt flows through several cards.")
     parser.add_argument("--model", default="synthetic:27b", help="synthetic:NAME (default: synthetic:27b)")
-    parser.add_argument("--cards", default="cmp-100-210,cmp-100-210,cmp-100-210", help="types with commas, as in --card emulated:")
-    parser.add_argument("--link-gbs", type=float, help="of all links (default: what the types have)")
+    parser.add_argument("--cards", default="cmp-100-210,cmp-100-210,cmp-100-210",
+                        help="types with commas, as --card emulated: has them, v100@4,t4 (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=18400, help="of the prompt (default: 18400)")
     parser.add_argument("--rows", type=qengine.whole_numbers, default=ROWS,
                         help=f"of the passes, multiples of 64 (default: {qengine.listed(ROWS)})")

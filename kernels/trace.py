@@ -5,19 +5,19 @@
     trace.write("trace.json")                            # open it in ui.perfetto.dev or chrome://tracing
     python -m kernels.trace trace.json overlap.svg span,copy     # or draw it, or some kinds of spans
 
-While tracing, events are recorded around each operation of a stream; without it nothing here costs anything. A replayed
-recording is one operation, whose kernels are in its arguments. `card.span(name)` makes a row above the streams that tells
-what they are at. Waits of host threads for events are rows of their own.
+While tracing, events are recorded around each operation of a stream; without it nothing here costs anything. A
+replayed recording is one operation, whose kernels are in its arguments. `card.span(name)` makes a row above the
+streams that tells what they are at. Waits of host threads for events are rows of their own.
 
-Clocks. The events of a card tell seconds since the card's first one, which the host waited for and read its own clock at:
-so the rows of different cards agree to some 10 µs, and drift apart as their clocks do (some 10 µs per second).
+Clocks. The events of a card tell seconds since the card's first one, which the host waited for and then read its own
+clock: so the rows of different cards are as exact to each other as that wait, and drift apart as the clocks do.
 
-What it costs: two events per operation, so kernels no longer overlap with the one before them, and short ones take longer
-than they do without.
+What it costs: two events per operation, so kernels no longer overlap with the one before them, and short ones take
+longer than they do without.
 
-The file has the object form of the Trace Event Format: complete events ("X": ts and dur in µs), metadata ("M") that names a
-process per card and a thread per stream. Threads have numbers of their own in the whole file, since viewers mix up equal
-ones of different processes.
+The file has the object form of the Trace Event Format: complete events ("X": ts and dur in µs), metadata ("M") that
+names a process per card and a thread per stream. Threads have numbers of their own in the whole file, since viewers
+mix up equal ones of different processes.
 """
 
 import json
@@ -38,8 +38,9 @@ HOST = "host"
 
 @dataclass(frozen=True)
 class Span:
-    """One bar. process, row: card and stream, or HOST and thread. kind: kernel (copies within the card, too), replay, copy
-    (over the link), wait or span. start, end: seconds of the host's time.perf_counter. facts: what else is known."""
+    """One bar. process, row: card and stream, or HOST and thread. kind: kernel (copies within the card, too), replay,
+    copy (over the link), wait or span. start, end: seconds of the host's time.perf_counter. facts: what else there is.
+    """
     process: str
     row: str
     name: str
@@ -211,7 +212,8 @@ def draw(trace, picture, kinds=tuple(COLOURS)):
     import matplotlib.pyplot as plt                      # here: only a picture needs it
 
     events = trace["traceEvents"]
-    named = {(event["name"], event["pid"], event["tid"]): event["args"].get("name") for event in events if event["ph"] == "M"}
+    named = {(event["name"], event["pid"], event["tid"]): event["args"].get("name")
+             for event in events if event["ph"] == "M"}
     bars = [event for event in events if event["ph"] == "X" and event["cat"] in kinds]
     rows = list(dict.fromkeys((bar["pid"], bar["tid"]) for bar in bars))
     width = max(bar["ts"] + bar["dur"] for bar in bars)
@@ -224,7 +226,8 @@ def draw(trace, picture, kinds=tuple(COLOURS)):
             spans = [((start / 1e3), (end - start) / 1e3) for start, end in joined(mine, gap)]
             axes.broken_barh(spans, (place - 0.4, 0.8), facecolors=colour, linewidth=0.3 if kind == "span" else 0,
                              edgecolor=BACKGROUND)
-    axes.set_yticks(range(len(rows)), [f"{named['process_name', pid, 0]}: {named['thread_name', pid, tid]}" for pid, tid in rows])
+    axes.set_yticks(range(len(rows)), [f"{named['process_name', pid, 0]}: {named['thread_name', pid, tid]}"
+                                       for pid, tid in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(0, width / 1e3)
     axes.set_xlabel("ms")

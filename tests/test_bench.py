@@ -132,10 +132,11 @@ def test_bench_of_an_engine(bench_of_tiny, capsys, tmp_path, monkeypatch):
 
 def test_bench_of_one_card_and_of_two_side_by_side(bench_of_tiny, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(qengine, "DECODE_STEPS", 3)
-    monkeypatch.setattr(qengine.Bench, "estimates", lambda *arguments: None)
+    monkeypatch.setattr(qengine.Bench, "estimates", lambda *arguments: {"prefill": {}, "decode": {}})
     file, trace = tmp_path / "bench.json", tmp_path / "trace.json"
     lengths = "--prompt-lengths", "70", "--contexts", "9", "--batch", "2", "--split", "3,1"
-    assert bench_of_tiny(*lengths, "--card", "emulated:3", "--cards", "2", "--trace", str(trace), "--json", str(file)) == 0
+    two = *lengths, "--card", "emulated:3", "--cards", "2"
+    assert bench_of_tiny(*two, "--trace", str(trace), "--json", str(file)) == 0
     alone = json.loads(file.read_text())
     assert alone["layers"] == [[0, 2], [3, 3]] and len(alone["cards"]) == len(alone["probes"]) == 2
     decode = {operation["name"]: operation["launches"] for operation in alone["decode"][0]["operations"]}

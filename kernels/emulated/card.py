@@ -64,9 +64,9 @@ class EmulatedCard(Card):
         self.link_gbs, self.late, self.checked = link_gbs, late, checked
         self.random = random.Random(0)                   # the order of warps on a checked card
         self._freed = deque()                            # memory that a checked card does not use again yet
+        shared = min(MAX_SHARED.get(cc, 96 << 10), like.shared_per_block if like else 96 << 10)
         super().__init__(f"emulated card {number}", cc, like.n_sms if like else self.threads,
-                         memory_bytes or default_memory(),
-                         min(MAX_SHARED.get(cc, 96 << 10), like.shared_per_block if like else 96 << 10), Path(cache_dir))
+                         memory_bytes or default_memory(), shared, Path(cache_dir))
         self._used = 0
         self._log = None                                 # of the launches, while they are counted
         self._checking = checked                         # whether launches are checked at the moment
