@@ -1891,15 +1891,15 @@ class Task:
             self.value, self.error, self.work = value, error, None
             self.over.set()
 
-    def wait(self, limit: float | None = DEADLINE):
-        """Return when it is over. Raises NoAnswer after `limit` seconds."""
+    def wait(self, has_deadline: bool = True):
+        """Return when it is over. Raises NoAnswer after the deadline."""
         with self.worker.awaited():
-            if not self.over.wait(limit):
+            if not self.over.wait(DEADLINE if has_deadline else None):
                 self.worker.blame()
 
-    def result(self, limit: float | None = DEADLINE):
+    def result(self, has_deadline: bool = True):
         """What the work returned. Raises what it raised, or why it was never done."""
-        self.wait(limit)
+        self.wait(has_deadline)
         if self.error is not None:
             raise self.error
         return self.value
@@ -1971,8 +1971,8 @@ class Worker(threading.Thread):
     def blame(self):
         """Raise NoAnswer on account of the card that this worker waits for, or that one's for, and so on."""
         worker = self
-        while worker.waits_for is not None:
-            worker = worker.waits_for
+        while (other := worker.waits_for) is not None:
+            worker = other
         error = NoAnswer(f"{worker.card.name} has not answered for {DEADLINE:g} s")
         self.on_fault(worker, error)
         raise error
@@ -2333,12 +2333,12 @@ class Pipeline:
         """Load what any prompt and any answer will run: one card after the other, as a kernel that the first one needed
         compiled is there for all."""
         for stage in self.stages:
-            stage.worker.ask(stage.load_kernels, progress).result(None)
+            stage.worker.ask(stage.load_kernels, progress).result(has_deadline=False)
 
     def use(self, gemv, gemm):
         """See `Engine.use`."""
         for stage in self.stages:
-            stage.worker.ask(stage.use, gemv, gemm).result(None)
+            stage.worker.ask(stage.use, gemv, gemm).result(has_deadline=False)
 
     def fail(self, worker: Worker, error: BaseException):
         """Nothing more is done after the first failure; whoever waits for something hears of it."""
