@@ -2061,6 +2061,12 @@ class Stage:
     def speed(self) -> probe.Speed:
         return probe.speed_of(self.card)
 
+    def release(self):
+        """Give the card's memory back, though a thread that hangs may know the stage for ever."""
+        self.model = self.sampler = self.cache = self.inputs = None
+        for held in self.incoming, self.outgoing, self.batches, self.recordings:
+            held.clear()
+
     def allocate(self, sizes: CacheSizes, n_groups: int = 1):
         """Take the memory of the cache, after the weights, so that its size can depend on what those leave; and that of
         the inputs of each group of answers, see `Pipeline`."""
@@ -3960,6 +3966,7 @@ class Service:
         self.open = {}                              # id -> (Generation, function: has its client hung up?)
         self.n_entering = 0                         # requests on their way into it
         self.closing = False
+        self.lost = []                              # engines that failed before, see `go_on`
         self.pipes = PipeMeter()
         self.log = self.metrics = None              # of api/, set by create_app
         threading.Thread(target=self.watch, name="client watcher", daemon=True).start()
@@ -4500,7 +4507,7 @@ TASKS = "prompt", "chat", "serve", "perplexity", "bench", "probe", "plan", "prin
 
 # Options that mean nothing without one of others. Whoever says them expects something.
 GOES_WITH = {"raw": ["prompt"], "slots": ["serve", "plan", "print_config"], "kv_tokens": ["serve", "plan"],
-             **dict.fromkeys(["host", "api_key", "api_key_file", "cors", "log_prompts"], ["serve"]),
+             **dict.fromkeys(["host", "api_key", "api_key_file", "cors", "log_prompts", "go_on"], ["serve"]),
              **dict.fromkeys(["checkpoint_memory", "checkpoint_host_memory"], ["serve", "chat", "plan"]),
              "trace": ["prompt", "chat", "serve", "perplexity", "bench"],
              "against": ["perplexity"], "json": ["bench", "probe"],
@@ -4614,6 +4621,9 @@ def build_parser() -> Parser:
     server.add_argument("--cors", metavar="ORIGIN", action="append", default=[],
                         help="let web pages of this origin ask, https://chat.example say; * for all; several are allowed")
     server.add_argument("--log-prompts", action="store_true", help="write the text of prompts into the log of requests")
+
+    server.add_argument("--go-on", action="store_true",
+                        help="when a card fails, load the model anew onto the others if it fits there, and serve on")
 
     machine = parser.add_argument_group("the machine")
     machine.add_argument("--trace", metavar="FILE",
@@ -4775,18 +4785,42 @@ def run_server(options, sampling: dict, thinking) -> int:
             return 2
         if not keys and not is_loopback(options.host):
             note(f"warning: whoever reaches {options.host} can use this server: --api-key asks for a key")
-        engine = app.extensions["qengine"].engine = load_engine(options.model, options)
-        stack.enter_context(traced(engine, options))
+        service = app.extensions["qengine"]
+        service.engine = load_engine(options.model, options)
+        stack.enter_context(traced(service.engine, options))
         try:
-            note(f"serving {engine.name} on http://{options.host}:{port}/ (a page to talk with it, and /v1 for programs; "
-                 "Ctrl-C stops)")
-            engine.scheduler.thread.join()              # ends by a failure only, of which /health goes on to tell
-            note(f"qengine: {engine.error}")
+            note(f"serving {service.engine.name} on http://{options.host}:{port}/ (a page to talk with it, and /v1 for "
+                 "programs; Ctrl-C stops)")
+            is_working = True
+            while is_working:
+                service.engine.scheduler.thread.join()  # ends by a failure only, of which /health goes on to tell
+                note(f"qengine: {service.engine.error}")
+                is_working = options.go_on and go_on(service, options)
             while True:
                 time.sleep(3600)
         finally:
             stack.close()
-            engine.close()
+            service.engine.close()
+
+
+def go_on(service: Service, options) -> bool:
+    """Gives the service, whose engine has failed, another one on the cards that are left. False: that cannot be."""
+    failed, fault = service.engine, service.engine.fault
+    left = [card for card in failed.cards if fault and card.name != fault.card]
+    failed.close()
+    for stage in failed.pipeline.stages:
+        if stage.card in left:
+            stage.release()
+    try:
+        if not left:
+            raise CardError("no card is left")
+        service.engine = load(options.model, left, **asked(options) | {"split": None})
+    except (CardError, CompileError, ModelError, RequestError) as error:
+        note(f"qengine: cannot go on: {error}")
+        return False
+    service.lost.append(failed)         # as a whole: to free memory of a card that hangs would take for ever
+    note(f"going on without {fault.card}")
+    return True
 
 
 def is_loopback(host: str) -> bool:

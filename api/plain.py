@@ -45,13 +45,18 @@ def health(service):
     if engine is None:
         return {"status": "loading"}, 503
     if engine.error is not None:
-        fault = engine.fault                    # None where it was no card's
-        since = fault and datetime.datetime.fromtimestamp(fault.since, datetime.timezone.utc)
-        where = {"card": fault.card, "since": since.isoformat(timespec="seconds")} if fault else {}
-        return {"status": "error", "error": engine.error} | where, 503
+        return {"status": "error", "error": engine.error} | (failure(engine.fault) if engine.fault else {}), 503
     cards = [{"name": card.describe(), "layers": [layers.start, layers.stop - 1]}      # the first and the last
              for card, layers in zip(engine.cards, engine.layers)]
-    return {"status": "ok", "model": engine.name, "cards": cards, "counts_pipes": service.pipes.can_count(engine)}
+    lost = {"lost": [failure(failed.fault) for failed in service.lost]} if service.lost else {}
+    return {"status": "ok", "model": engine.name, "cards": cards, **lost,
+            "counts_pipes": service.pipes.can_count(engine)}
+
+
+def failure(fault) -> dict:
+    """Which card has failed, and since when."""
+    since = datetime.datetime.fromtimestamp(fault.since, datetime.timezone.utc)
+    return {"card": fault.card, "since": since.isoformat(timespec="seconds")}
 
 
 CONVERSATION = {name: openai.CHAT["properties"][name]

@@ -262,6 +262,41 @@ def test_a_card_that_fails_is_named(n, fault, monkeypatch):
         GATE.set()
 
 
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_server_goes_on_with_the_cards_that_are_left(fault, alone, monkeypatch, capsys):
+    """Until there are none; a card without room is no help."""
+    monkeypatch.setattr(qengine, "DEADLINE", 2.0)
+    GATE.clear()
+    options = qengine.build_parser().parse_args(
+        ["-m", MODEL, "--serve", "0", "--go-on", "--ctx", str(CONTEXT), "--slots", str(SLOTS), "--split", "1,2,1"])
+    app = qengine.create_app(load((1, 2, 1)))
+    service, lost = app.extensions["qengine"], []
+    for bad in (1, 0):
+        engine, health = service.engine, app.test_client().get("/health")
+        assert [card["card"] for card in health.json.get("lost", [])] == lost
+        generation = engine.submit(request(0, 100, 300))
+        next(iter(generation))
+        fault(engine.cards[bad])
+        with pytest.raises(qengine.EngineStopped):
+            list(generation)
+        lost.append(engine.cards[bad].name)
+        health = app.test_client().get("/health")
+        assert health.status_code == 503 and health.json["card"] == lost[-1] and "since" in health.json
+        left = [card for card in engine.cards if card.name != lost[-1]]
+        assert qengine.go_on(service, options)
+        assert service.engine.cards == left and answers(service.engine) == alone[0]
+        assert f"going on without {lost[-1]}" in capsys.readouterr().err
+    fresh = load((4,))
+    assert left[0].free_bytes == fresh.cards[0].free_bytes      # of the old engines nothing is left
+    fresh.close()
+    fault(left[0])
+    with pytest.raises(qengine.EngineStopped):
+        list(service.engine.submit(request(0, 100, 300)))
+    assert not qengine.go_on(service, options)
+    assert "cannot go on: no card is left" in capsys.readouterr().err
+    GATE.set()
+
+
 def test_an_error_of_a_tap_is_only_its_callers(alone):
     engine, names = load((2, 2)), []
     for name in "layer 0", "layer 3":
