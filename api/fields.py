@@ -1,8 +1,8 @@
 """What the body of a request may hold: one description of it, which `check` enforces and openapi.py publishes.
 
-A description is JSON Schema, of which `check` knows: type, enum, minimum, maximum, minLength, pattern, items, minItems,
-maxItems, properties, required, additionalProperties, and anyOf. A property that is not required may be null, too,
-which says no more than leaving it out.
+A description is JSON Schema, of which `check` knows: type, enum, minimum, maximum, minLength, maxLength, pattern, items,
+minItems, maxItems, properties, required, additionalProperties, and anyOf. A property that is not required may be null,
+too, which says no more than leaving it out.
 """
 
 import json
@@ -38,7 +38,6 @@ class Endpoint:
 # ---- descriptions --------------------------------------------------------------------------------------
 
 ANYTHING, BOOL, TEXT = {}, {"type": "boolean"}, {"type": "string"}
-SOME_TEXT = {"type": "string", "minLength": 1}
 SECONDS = {"type": "number", "minimum": 0.001, "maximum": 86_400}
 
 
@@ -165,7 +164,8 @@ def _within(value, description: dict) -> bool:
         return any(value == one and is_bool == isinstance(one, bool) for one in description["enum"])
     if isinstance(value, str):
         pattern = description.get("pattern", "^(?s:.*)$").strip("^$")       # ours are of the whole text
-        return len(value) >= description.get("minLength", 0) and re.fullmatch(pattern, value) is not None
+        is_fit = description.get("minLength", 0) <= len(value) <= description.get("maxLength", len(value))
+        return is_fit and re.fullmatch(pattern, value) is not None
     if isinstance(value, list):
         return description.get("minItems", 0) <= len(value) <= description.get("maxItems", len(value))
     if isinstance(value, int | float):              # a NaN is within no limits
@@ -183,6 +183,8 @@ def _noun(description: dict) -> str:
         noun += f" from {description['minimum']} to {description['maximum']}"
     if description.get("minLength"):
         noun = "a non-empty string"
+    if "maxLength" in description:
+        noun += f" of at most {description['maxLength']} letters"
     if "pattern" in description:
         noun += f" like {description['pattern']}"
     if "maxItems" in description:

@@ -9,7 +9,8 @@ import json
 
 from llguidance import LLMatcher
 
-from .tools import Tool, XMLCall, choices, types_of
+from .strings import GrammarError, between_slashes, expressions_of
+from .tools import DEFINITIONS, PARAMETER_END, Tool, XMLCall, choices, resolve, types_of
 
 # The separators that models write (json.dumps), with and without the blank. Free white space would let small models
 # write nothing else, and every character of it is one that the grammar could have forced.
@@ -20,13 +21,16 @@ STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator":
 ANNOTATIONS = {"title", "description", "examples", "default"}
 
 
-class GrammarError(Exception):
-    """A schema that cannot be enforced. The text names the keyword."""
+MAX_GRAMMAR = 1 << 18       # letters; a second's work
+MAX_SCHEMAS = 8 * MAX_GRAMMAR       # letters of schemas of arguments, of which many may have one rule
+TOO_LONG = f"it takes a grammar of more than {MAX_GRAMMAR} letters"
 
 
 @functools.lru_cache(maxsize=16)        # one request may bring megabytes of schemas
 def compile_grammar(lark: str) -> str:
     """What Request.grammar takes. GrammarError: llguidance cannot use it."""
+    if len(lark) > MAX_GRAMMAR:
+        raise GrammarError(TOO_LONG)
     grammar = LLMatcher.grammar_from_lark(lark)
     failed, messages = LLMatcher.validate_grammar_with_warnings(grammar)
     if failed:
@@ -98,12 +102,25 @@ class Values:
 
     def __init__(self):
         self.names = {}                 # of the rules, by what they say
+        self.size = 0                   # of the schemas that went into them
 
-    def name(self, lark: str) -> str:
-        return self.names.setdefault(lark, f"value_{len(self.names)}")
+    def name(self, lark: str, how: str = "") -> str:
+        return self.names.setdefault(f"{how}: {lark}", f"value_{len(self.names)}")
+
+    def text(self, expressions=()) -> str:
+        """Any text that fits all of these regular expressions, and the tag behind it."""
+        fit = [between_slashes(f"(?:{one})\n{PARAMETER_END}\n") for one in expressions or ["(?s:.*)"]]
+        end_within = between_slashes(f"(?s:.*){PARAMETER_END}(?s:.*){PARAMETER_END}\n")
+        return self.name(" & ".join([*fit, f"~{end_within}"]), "[lazy]")
+
+    def charge(self, schema: dict):
+        """Takes note of a schema; GrammarError when all of them are too much. Definitions count wherever they are used."""
+        self.size += len(json.dumps(schema))
+        if self.size > MAX_SCHEMAS:
+            raise GrammarError(TOO_LONG)
 
     def rules(self) -> list[str]:
-        return [r"text[lazy]: /(?s:.*)\n<\/parameter>\n/"] + [f"{name}: {lark}" for lark, name in self.names.items()]
+        return [name + what for what, name in self.names.items()]
 
 
 def json_call(name: str, tool: Tool, values: Values, end: str) -> str:
@@ -124,13 +141,46 @@ def xml_call(name: str, tool: Tool, values: Values, end: str) -> str:
 
 
 def _xml_value(tool: Tool, key: str, values: Values) -> str:
-    """Lark for a value and the tag behind it. What may be a string may be any text, unless it is one of a few."""
-    schema = {name: value for name, value in tool.schema_of(key).items() if name not in ANNOTATIONS}
-    end = literal("\n</parameter>\n")
-    strings = choices(schema)
-    if strings and all(isinstance(value, str) for value in strings):
-        return f"({' | '.join(map(literal, strings))}) {end}"
-    return "text" if "string" in types_of(schema) else f"{values.name(json_value(schema, tool.strict))} {end}"
+    """Lark for a value and the tag behind it."""
+    schema = tool.schema_of(key)
+    values.charge(schema)
+    shared = {name: schema[name] for name in DEFINITIONS if name in schema}
+    rules = {}                          # each once, in their order
+    for one in alternatives(schema, schema):
+        rules |= dict.fromkeys(_value_rules(one, shared, tool.strict, values))
+    return values.text() if values.text() in rules else f"({' | '.join(rules)})"
+
+
+def alternatives(schema: dict, root: dict, seen=frozenset()):
+    """The schemas of which a value has to fit one, without what says nothing of it."""
+    schema = {name: one for name, one in schema.items() if name not in ANNOTATIONS and name not in DEFINITIONS}
+    reference, several, types = schema.get("$ref"), schema.get("anyOf"), schema.get("type")
+    if schema.keys() == {"$ref"} and isinstance(reference, str) and reference not in seen:
+        target = resolve(reference, root)
+        yield from alternatives(target, root, seen | {reference}) if isinstance(target, dict) else [schema]
+    elif schema.keys() == {"anyOf"} and isinstance(several, list) and several and all(isinstance(one, dict) for one in several):
+        for one in several:
+            yield from alternatives(one, root, seen)
+    elif isinstance(types, list) and types:
+        yield from (schema | {"type": one} for one in types)
+    else:
+        yield schema
+
+
+def _value_rules(schema: dict, shared: dict, strict: bool, values: Values):
+    """Lark for values that fit a schema, strings as they are and all else as JSON, each with the tag behind it."""
+    end, listed = literal("\n</parameter>\n"), choices(schema)
+    if listed and any(isinstance(value, str) for value in listed):
+        yield from (f"{literal(value)} {end}" for value in listed if isinstance(value, str))
+        listed = [value for value in listed if not isinstance(value, str)]
+        schema = {"enum": listed}
+    types = types_of(schema, shared | schema)
+    if types == {"string"} and not listed:
+        yield values.text(expressions_of(schema, strict))
+    elif "string" in types and not listed:
+        yield values.text()
+    elif "enum" not in schema or listed:
+        yield f"{values.name(json_value(shared | schema, strict))} {end}"
 
 
 def _closed(parameters: dict) -> dict:

@@ -6,7 +6,7 @@ import random
 import pytest
 from llguidance import LLMatcher
 
-from api.chat import Toolbox, rules_of
+from api.chat import Conversation, Toolbox, rules_of
 from api.grammar import GrammarError, Rules
 from api.reply import Call, Message, Reply
 from api.tools import EVERY_TYPE, JSONCall, Tool, XMLCall, form_of, read_value, types_of
@@ -206,7 +206,7 @@ def test_what_cannot_be_enforced_is_named(schema, named):
 def test_tools_that_cannot_be_enforced():
     """Whoever demands that a call fits hears of it; otherwise calls are free, or free of that keyword."""
     def rules(tool, must):
-        return rules_of(Rules(shipped().tokenizer.tags, "content"), XMLCall, Toolbox([], [tool], must), None, None)
+        return rules_of(Rules(shipped().tokenizer.tags, "content"), XMLCall, Conversation([], None, Toolbox([], [tool], must)))
 
     unique = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     assert rules(Tool("f", unique), must=True) and rules(Tool("f", unique), must=False)
@@ -238,7 +238,7 @@ def test_no_schema_breaks_the_server():
         tool = Tool("f", parameters, strict=i % 2 == 0)
         try:
             form = rng.choice([XMLCall, JSONCall])
-            rules = rules_of(Rules({}, "content"), form, Toolbox([], [tool], True), None, None)
+            rules = rules_of(Rules({}, "content"), form, Conversation([], None, Toolbox([], [tool], True)))
             outcomes.add("grammar" in rules)
         except RequestError as error:
             outcomes.add(error.field)
