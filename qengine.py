@@ -3131,9 +3131,9 @@ class Service:
     def respond(self, n: int, prepare, stream: bool):
         """Submits n requests and returns the HTTP response to them.
 
-        prepare: makes (requests, answer), which may take long: they have their places by then. answer: what a protocol
-        makes of their generations: whole(generations) gives a JSON object, events(generations) the server-sent events of
-        a stream, which tells of its errors itself.
+        prepare: makes (requests, answer), which may take long; they have their places by then. answer: what a
+        protocol makes of their generations: whole(generations) gives a JSON object, events(generations) the
+        server-sent events of a stream, which tells of its errors itself.
         """
         generations, answer = self.submit(n, prepare)
         if stream:
@@ -3154,8 +3154,8 @@ class Service:
     # ---- open requests ------------------------------------------------------------------------------------
 
     def submit(self, n: int, prepare) -> tuple:
-        """Hands n requests to the engine, all or none; their generations are open from now on, their client watched.
-        prepare: see `respond`. Returns (generations, answer)."""
+        """Hands n requests to the engine, all or none; their generations are open from now on, their client
+        watched. prepare: see `respond`. Returns (generations, answer)."""
         gone = flask.request.environ.get("waitress.client_disconnected", lambda: False)
         with self.changed:
             if self.closing:
@@ -3247,8 +3247,8 @@ def create_app(engine=None, sampling=None, thinking=None, max_requests=MAX_WAITI
     """The Flask app over `engine`; app.extensions["qengine"] is its Service.
 
     Without an engine it answers 503 until the service is given one: it may listen before the model is there.
-    keys: API keys, of which one is wanted where there are any. origins: of web pages that may ask, "*" for all. host: the
-    address that the server is going to listen on.
+    keys: API keys, of which one is wanted where there are any. origins: of web pages that may ask, "*" for all.
+    host: the address that the server is going to listen on.
     log_prompts: put the text of prompts into the log of requests.
     """
     from api import anthropic, log, metrics, openai, openapi        # here, because they import this file
@@ -3753,8 +3753,8 @@ def build_parser() -> Parser:
                              "read a command line")
     server.add_argument("--api-key-file", metavar="FILE", help="the same for each line of a file")
     server.add_argument("--cors", metavar="ORIGIN", action="append", default=[],
-                        help="let web pages of this origin ask, https://chat.example say; * for all; several are allowed; "
-                             "without a key also needed for the page here when it is seen through a proxy by that name")
+                        help="let web pages of this origin ask, https://chat.example say; * for all; several are "
+                             "allowed; behind a proxy without keys this server's own page needs it, too")
     server.add_argument("--log-prompts", action="store_true", help="write the text of prompts into the log of requests")
 
     machine = parser.add_argument_group("the machine")

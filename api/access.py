@@ -1,13 +1,12 @@
 """Who may ask: API keys, and web pages of other origins (CORS).
 
 A key comes as `Authorization: Bearer KEY` or as `x-api-key: KEY`, whichever the client's library sends. Without keys
-every program is let in, yet no foreign web page, which would act through the browser of somebody who may. Browsers name
-the page's origin in `Origin`, and let it read answers only if the server names that origin, too; before most requests they
-ask by a preflight, which carries no key. A page whose host's name leads to this machine (DNS rebinding) is of no other
-origin for them: it is known by the name that it calls the server by.
+every program is let in, but no foreign web page: it would act through the browser of somebody who may.
 
-An SSH tunnel changes nothing of that, since its end is a port of localhost; behind a proxy the page's origin is one to be
-named by --cors, or there are keys.
+Browsers name a page's origin in `Origin`, and let it read answers only if the server names that origin, too; before most
+requests they ask by a preflight, which carries no key. A page whose own name leads to this machine (DNS rebinding) is of
+no other origin to them: it is known by what it calls the server. Through an SSH tunnel the server is a port of localhost,
+as it is without; behind a proxy the page has an origin of its own, to be named by --cors, unless there are keys.
 """
 
 import hmac
@@ -52,16 +51,17 @@ class Access:
             check_key(self.keys, request.headers)
 
     def check_page(self, origin: str | None, host: str | None):
-        """Forbidden, if a page may be asking that is neither the server's own nor of an origin that may. host: what the
-        server is called in the request; None: no browser asks."""
+        """Forbidden, if a page may be asking that is neither the server's own nor of an origin that may.
+        host: what the server is called in the request; None: no browser asks."""
         own = {f"{scheme}://{host}" for scheme in ("http", "https")}
         if origin and origin not in own and not self.allowed_origin():
-            raise Forbidden(f"pages of {origin[:80]} may not ask this server: --cors lets them, and --api-key those with a key")
+            raise Forbidden(f"pages of {origin[:80]} may not ask this server: --cors lets them, "
+                            "and --api-key whoever has a key")
         if not host or not is_loopback(self.host) or "*" in self.origins:
             return
         if not is_loopback(name := name_of("//" + host)) and name not in map(name_of, self.origins):
-            raise Forbidden(f"this server listens on {self.host} and not as {host[:80]}: if that is its name behind a proxy, "
-                            "--cors ORIGIN with that name lets pages there ask, or --api-key whoever has a key")
+            raise Forbidden(f"this server listens on {self.host} and not as {host[:80]}: if that is its name behind "
+                            "a proxy, --cors lets pages of that origin ask, and --api-key whoever has a key")
 
     def name_origin(self, response: flask.Response) -> flask.Response:
         """Tells the browser that the page may read this answer, if it may."""

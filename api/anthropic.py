@@ -2,8 +2,8 @@
 
 Beyond Anthropic's own fields: min_p, seed and the penalties of SAMPLING, and timeout (seconds in which the answer has
 to be there). Thoughts come where `thinking` asks for them; budget_tokens and effort are hints, of which the models know
-nothing. A field that is not described here is refused, also one of a beta; betas are known by their fields, and what the
-header anthropic-beta lists is not looked at.
+nothing. A field that is not described here is refused, also one of a beta: what a request asks of betas is in its
+fields, and the header anthropic-beta is not looked at.
 """
 
 import json
@@ -52,12 +52,12 @@ OUTPUT = object_of({"effort": one_of("low", "medium", "high", "xhigh", "max"),
                     "format": object_of({"type": one_of("json_schema"), "schema": OBJECT}, ["type", "schema"])})
 
 # What the templates do by themselves: of earlier turns the model is shown no thoughts, whatever `keep` says.
-EDITS = object_of({"edits": list_of(object_of({"type": one_of("clear_thinking_20251015"), "keep": ANYTHING}, ["type"]))})
+EDIT = object_of({"type": one_of("clear_thinking_20251015"), "keep": ANYTHING}, ["type"])
 
 CONVERSATION = {
     "model": TEXT, "messages": list_of(MESSAGE, 1), "system": TEXTS, "tools": list_of(TOOL), "tool_choice": CHOICE,
     "thinking": THINKING, "output_config": OUTPUT, "cache_control": ANYTHING,
-    "context_management": EDITS}
+    "context_management": object_of({"edits": list_of(EDIT)})}
 MESSAGES = object_of({
     **CONVERSATION, **{name: number(name) for name in SAMPLING}, "stream": BOOL, "timeout": SECONDS,
     "stop_sequences": list_of(STOP, 0, MAX_STOPS),
@@ -98,7 +98,8 @@ def read_conversation(body: dict) -> chat.Conversation:
     format = body.get("output_config", {}).get("format") or {}
     system = [{"role": "system", "content": text_of(body["system"])}] if body.get("system") else []
     conversation = system + [one for message in body["messages"] for one in read_message(message)]
-    return chat.Conversation(conversation, thinking, read_tools(body), format.get("schema"), "output_config.format.schema")
+    return chat.Conversation(conversation, thinking, read_tools(body), format.get("schema"),
+                             "output_config.format.schema")
 
 
 def read_tools(body: dict) -> chat.Toolbox | None:

@@ -74,8 +74,8 @@ def check_tools(tools: list[Tool], form):
     for tool in tools:
         for key in tool.properties:
             if not form.can_write(key):
-                raise RequestError("tools", f"the model cannot name the argument {key[:80]!r} of the tool {tool.name!r}: "
-                                            "its calls have no place for '>', '<' or a line break there")
+                raise RequestError("tools", f"the model cannot name the argument {key[:80]!r} of the tool "
+                                            f"{tool.name!r}: it is empty, or has '>', '<' or a line break")
 
 
 def count(service, conversation: Conversation) -> int:
@@ -96,8 +96,8 @@ def prepare(service, conversation: Conversation) -> Turn:
 
 
 def rules_of(rules: Rules, form, conversation: Conversation) -> dict:
-    """What an answer must obey, as arguments of Request. A schema that cannot be enforced, or only by a grammar that would
-    be too long, is refused where somebody demands it: as the form of the text, of a required call, of a strict tool."""
+    """What an answer must obey, as arguments of Request. A schema that cannot be enforced, or only by a grammar too
+    long, is refused where somebody demands it: as the form of the text, of a required call, of a strict tool."""
     toolbox, schema, field = conversation.toolbox, conversation.schema, conversation.schema_field
     ruled = {}
     if schema is not None:
@@ -116,8 +116,8 @@ def rules_of(rules: Rules, form, conversation: Conversation) -> dict:
 
 
 def where_stop_strings_count(tags: dict[str, int], opening: str, toolbox: Toolbox | None) -> dict:
-    """Arguments of Request: stop strings are for text, so behind the thoughts and before the calls. Where nothing but calls
-    may come, there is none of it."""
+    """Arguments of Request: stop strings are for text, so behind the thoughts and before the calls. Where only calls
+    may come, there is none."""
     if toolbox and toolbox.must:
         return {"stop": ()}
     return {"stop_after": tags.get("</think>") if opening == "thought" else None,

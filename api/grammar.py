@@ -9,7 +9,7 @@ import json
 
 from llguidance import LLMatcher
 
-from .strings import GrammarError, between_slashes, expressions_of
+from .strings import BY_SCHEMAS, GrammarError, between_slashes, expressions_of, verbatim
 from .tools import DEFINITIONS, PARAMETER_END, Tool, XMLCall, choices, resolve, types_of
 
 # The separators that models write (json.dumps), with and without the blank. Free white space would let small models
@@ -18,11 +18,12 @@ STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator":
 
 
 # What says nothing of a value, and would make two values of one kind differ.
-ANNOTATIONS = {"title", "description", "examples", "default"}
+ANNOTATIONS = "title", "description", "examples", "default"
 
 
 MAX_GRAMMAR = 1 << 18       # letters; a second's work
 MAX_SCHEMAS = 8 * MAX_GRAMMAR       # letters of schemas of arguments, of which many may have one rule
+PATTERN_COST = 10_000               # in such letters: each is tried on its own
 TOO_LONG = f"it takes a grammar of more than {MAX_GRAMMAR} letters"
 
 
@@ -102,20 +103,21 @@ class Values:
 
     def __init__(self):
         self.names = {}                 # of the rules, by what they say
-        self.size = 0                   # of the schemas that went into them
+        self.size = 0                   # of the schemas, definitions wherever they are used
 
     def name(self, lark: str, how: str = "") -> str:
         return self.names.setdefault(f"{how}: {lark}", f"value_{len(self.names)}")
 
-    def text(self, expressions=()) -> str:
-        """Any text that fits all of these regular expressions, and the tag behind it."""
-        fit = [between_slashes(f"(?:{one})\n{PARAMETER_END}\n") for one in expressions or ["(?s:.*)"]]
+    def text(self, options) -> str:
+        """A text that fits all regular expressions of one of these lists, and the tag behind it."""
+        fitting = [" & ".join(between_slashes(f"(?:{one})\n{PARAMETER_END}\n") for one in option or ["(?s:.*)"])
+                   for option in options]
         end_within = between_slashes(f"(?s:.*){PARAMETER_END}(?s:.*){PARAMETER_END}\n")
-        return self.name(" & ".join([*fit, f"~{end_within}"]), "[lazy]")
+        return self.name(f"({' | '.join(f'({one})' for one in fitting)}) & ~{end_within}", "[lazy]")
 
-    def charge(self, schema: dict):
-        """Takes note of a schema; GrammarError when all of them are too much. Definitions count wherever they are used."""
-        self.size += len(json.dumps(schema))
+    def charge(self, size: int):
+        """Takes note of so many letters of schemas; GrammarError when all of them are too many."""
+        self.size += size
         if self.size > MAX_SCHEMAS:
             raise GrammarError(TOO_LONG)
 
@@ -132,55 +134,77 @@ def json_call(name: str, tool: Tool, values: Values, end: str) -> str:
 
 def xml_call(name: str, tool: Tool, values: Values, end: str) -> str:
     """The rule for a call in the XML form, its arguments in the order of the schema."""
-    parameters = _closed(tool.parameters)
+    required = {key for key in _closed(tool.parameters)["required"] if isinstance(key, str)}
     rule = f"{name}: " + literal(f"\n<function={tool.name}>\n")
-    for key in parameters["properties"]:
-        tag, often = literal(f"<parameter={key}>\n"), "" if key in parameters["required"] else "?"
+    for key in tool.properties:
+        tag, often = literal(f"<parameter={key}>\n"), "" if key in required else "?"
         rule += f" ({tag} {_xml_value(tool, key, values)}){often}"
     return f'{rule} "</function>\\n" {end}'
 
 
 def _xml_value(tool: Tool, key: str, values: Values) -> str:
-    """Lark for a value and the tag behind it."""
+    """Lark for a value and the tag behind it: strings as they are, all else as JSON.
+
+    Where strings have to fit something, they and all that may stand in their place are one regular expression: a lexer
+    cannot tell how either goes on. Beside what is none, a string may be any text, and a strict tool is refused."""
     schema = tool.schema_of(key)
-    values.charge(schema)
-    shared = {name: schema[name] for name in DEFINITIONS if name in schema}
-    rules = {}                          # each once, in their order
-    for one in alternatives(schema, schema):
-        rules |= dict.fromkeys(_value_rules(one, shared, tool.strict, values))
-    return values.text() if values.text() in rules else f"({' | '.join(rules)})"
+    values.charge(len(json.dumps(schema)))
+    known, texts, others, spelt = {}, [], [], []
+    for one in alternatives(schema):
+        types = types_of(one, schema, known)
+        if "string" in types and not choices(one):
+            values.charge(PATTERN_COST if "pattern" in one else 0)
+            texts.append(expressions_of(one, tool.strict))
+            types = types - {"string"}
+            one = one | {"type": sorted(types)}
+        if types:
+            others.append(one)
+            spelt.append(spelling_of(one, types))
+    if texts and all(texts) and None in spelt:
+        if tool.strict:
+            raise GrammarError(f"limits of a string that may be something else, too, in the argument {key[:80]!r}")
+        texts.append([])
+    if texts:
+        return values.text([*texts, *([one] for one in spelt if one)]) if all(texts) else values.text([[]])
+    shared, end = {name: schema[name] for name in DEFINITIONS if name in schema}, literal(f"\n{PARAMETER_END}\n")
+    rules = [values.text([[spelling]]) if choices(one) else
+             f"{values.name(json_value(shared | one, tool.strict))} {end}"
+             for one, spelling in zip(others, spelt)]
+    return f"({' | '.join(dict.fromkeys(rules))})"
 
 
-def alternatives(schema: dict, root: dict, seen=frozenset()):
-    """The schemas of which a value has to fit one, without what says nothing of it."""
-    schema = {name: one for name, one in schema.items() if name not in ANNOTATIONS and name not in DEFINITIONS}
-    reference, several, types = schema.get("$ref"), schema.get("anyOf"), schema.get("type")
-    if schema.keys() == {"$ref"} and isinstance(reference, str) and reference not in seen:
-        target = resolve(reference, root)
-        yield from alternatives(target, root, seen | {reference}) if isinstance(target, dict) else [schema]
-    elif schema.keys() == {"anyOf"} and isinstance(several, list) and several and all(isinstance(one, dict) for one in several):
-        for one in several:
-            yield from alternatives(one, root, seen)
-    elif isinstance(types, list) and types:
-        yield from (schema | {"type": one} for one in types)
-    else:
-        yield schema
+def alternatives(root: dict):
+    """The schemas of which a value has to fit one, each once and without what says nothing of it."""
+    seen, waiting = set(), [root]
+    while waiting:
+        schema = {name: one for name, one in waiting.pop().items() if name not in ANNOTATIONS + DEFINITIONS}
+        reference, several, types = schema.get("$ref"), schema.get("anyOf"), schema.get("type")
+        if schema.keys() == {"$ref"} and isinstance(reference, str):
+            target = resolve(reference, root)
+            if reference not in seen:
+                waiting.append(target if isinstance(target, dict) else {})
+            seen.add(reference)
+        elif schema.keys() == {"anyOf"} and isinstance(several, list) and set(map(type, several)) == {dict}:
+            waiting += reversed(several)
+        elif isinstance(types, list) and types:
+            yield from (schema | {"type": one} for one in types)
+        else:
+            yield schema
 
 
-def _value_rules(schema: dict, shared: dict, strict: bool, values: Values):
-    """Lark for values that fit a schema, strings as they are and all else as JSON, each with the tag behind it."""
-    end, listed = literal("\n</parameter>\n"), choices(schema)
-    if listed and any(isinstance(value, str) for value in listed):
-        yield from (f"{literal(value)} {end}" for value in listed if isinstance(value, str))
-        listed = [value for value in listed if not isinstance(value, str)]
-        schema = {"enum": listed}
-    types = types_of(schema, shared | schema)
-    if types == {"string"} and not listed:
-        yield values.text(expressions_of(schema, strict))
-    elif "string" in types and not listed:
-        yield values.text()
-    elif "enum" not in schema or listed:
-        yield f"{values.name(json_value(shared | schema, strict))} {end}"
+# Regular expressions for JSON of these types.
+SPELLINGS = {"null": "null", "boolean": "true|false", "integer": "-?(?:0|[1-9][0-9]*)",
+             "number": r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"}
+LIMITS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+
+
+def spelling_of(schema: dict, types) -> str | None:
+    """A regular expression of the values of these types that fit a schema, strings without quotes; None: there is none
+    so simple."""
+    if listed := choices(schema):
+        return "|".join(verbatim(value if isinstance(value, str) else json.dumps(value)) for value in listed)
+    is_simple = types <= SPELLINGS.keys() and not (LIMITS | BY_SCHEMAS) & schema.keys()
+    return "|".join(SPELLINGS[one] for one in sorted(types)) if is_simple else None
 
 
 def _closed(parameters: dict) -> dict:

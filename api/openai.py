@@ -2,7 +2,8 @@
 
 Beyond OpenAI's own fields: those of SAMPLING, ignore_eos, return_token_ids (token_ids beside each piece of an answer),
 timeout (seconds in which the answer has to be there) and chat_template_kwargs.enable_thinking, which goes before
-reasoning_effort; an answer's thoughts come as reasoning_content. A field that is not described here is refused: whoever misspells one should hear of it.
+reasoning_effort; an answer's thoughts come as reasoning_content. A field that is not described here is refused: whoever
+misspells one should hear of it.
 """
 
 import time

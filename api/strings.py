@@ -1,10 +1,10 @@
-"""What a JSON schema demands of a string, as regular expressions of the whole string: for values that are written as they
-are, without quotes, where a grammar's own JSON Schema does not reach.
+"""What a JSON schema demands of a string, as regular expressions of the whole string: for values that are written as
+they are, without quotes, where llguidance's own JSON Schema does not reach.
 
-minLength, maxLength, pattern and format are enforced, each as far as llguidance takes it as a regular expression (it knows
-no look-around, back-references, or anchors within a group) and FORMATS has the format. What is not is overlooked, or refused
-for strict tools; so are keywords that say by other schemas what a string must be: allOf, oneOf, not, if, and anyOf or $ref
-beside others.
+minLength, maxLength, pattern and format are enforced, as far as llguidance takes the pattern (no look-around, no
+back-references, no anchors within a group) and FORMATS has the format. What is not enforced is overlooked, or refused
+for strict tools; so are keywords that say by other schemas what a string must be: allOf, oneOf, not, if, and anyOf or
+$ref beside others.
 """
 
 import functools
@@ -13,14 +13,21 @@ import re
 
 from llguidance import LLMatcher
 
-DATE = r"[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|[12][0-9]))"
+from qengine import is_within
+
+MONTH_AND_DAY = (r"(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|"
+                 r"02-(?:0[1-9]|[12][0-9]))")
+DATE = f"[0-9]{{4}}-{MONTH_AND_DAY}"
 TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
-FORMATS = {             # RFC 3339 (but for leap seconds, and leap days of other years), 9562, 791, 3986, simply 5322
+WORD = "[A-Za-z0-9!#$%&'*+/=?^_{|}~-]+"
+FORMATS = {         # RFC 3339 (without leap seconds, with a leap day each year), 9562, 791, 3986; 5322 without quotes
     "date": DATE, "time": TIME, "date-time": f"{DATE}T{TIME}",
     "uuid": "[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}", "ipv4": rf"{BYTE}(?:\.{BYTE}){{3}}",
     "uri": r"[A-Za-z][A-Za-z0-9+.-]*:[!#-;=?-Z_a-z~\[\]]+",
-    "email": r"[A-Za-z0-9!#$%&'*+/=?^_{|}~-]+(?:\.[A-Za-z0-9!#$%&'*+/=?^_{|}~-]+)*@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)*"}
+    "email": rf"{WORD}(?:\.{WORD})*@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)*"}
+MAX_PATTERN = 10_000        # letters
+MAX_LENGTH = 10**9          # llguidance counts so far
 BY_SCHEMAS = {"allOf", "oneOf", "not", "if", "anyOf", "$ref"}
 
 
@@ -33,10 +40,10 @@ def expressions_of(schema: dict, strict: bool) -> list[str]:
     GrammarError: strict, and something would be overlooked."""
     found, failed = {}, sorted(BY_SCHEMAS & schema.keys())      # found: each once
     for keyword, expression in _expressions(schema):
-        if expression is not None and is_regular(expression):
-            found[expression] = keyword
-        else:
+        if expression is None:
             failed.append(keyword)
+        else:
+            found[expression] = keyword
     if strict and failed:
         raise GrammarError(f"{failed[0]} of a string: {json.dumps(schema[failed[0]])[:80]}")
     return list(found)
@@ -48,24 +55,30 @@ def _expressions(schema: dict):
         if keyword in schema:
             yield keyword, length_between(schema.get("minLength", 0), schema.get("maxLength", ""))
     if "pattern" in schema:
-        yield "pattern", whole(schema["pattern"]) if isinstance(schema["pattern"], str) else None
+        is_sane = isinstance(schema["pattern"], str) and len(schema["pattern"]) <= MAX_PATTERN
+        yield "pattern", whole(schema["pattern"]) if is_sane else None
     if "format" in schema:
         yield "format", FORMATS.get(schema["format"]) if isinstance(schema["format"], str) else None
 
 
 def length_between(least, most) -> str | None:
-    is_count = type(least) is int and least >= 0 and (most == "" or type(most) is int and most >= least)
-    return f"(?s:.{{{least},{most}}})" if is_count else None
+    """most: "" where there is no end."""
+    is_range = is_within(int, least, 0, MAX_LENGTH) and (most == "" or is_within(int, most, least, MAX_LENGTH))
+    return f"(?s:.{{{least},{most}}})" if is_range else None
 
 
-def whole(pattern: str) -> str:
-    """What is looked for anywhere in a string, as a regular expression of the whole string."""
+@functools.lru_cache(maxsize=256)
+def whole(pattern: str) -> str | None:
+    """What is looked for anywhere in a string, as a regular expression of the whole string; None where llguidance takes
+    no such one."""
     parts = []
     for one in top_level(pattern):
         end = one.endswith("$") and (len(one) - len(one[:-1].rstrip("\\"))) % 2 == 1
         inner = one[one.startswith("^"):len(one) - end]
         parts.append(("" if one.startswith("^") else "(?s:.*)") + f"(?:{inner})" + ("" if end else "(?s:.*)"))
-    return "|".join(parts)
+    expression = "|".join(parts)
+    grammar = LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {between_slashes(expression)}")
+    return None if LLMatcher.validate_grammar(grammar) else expression
 
 
 def top_level(pattern: str) -> list[str]:
@@ -81,13 +94,12 @@ def top_level(pattern: str) -> list[str]:
     return parts
 
 
-@functools.lru_cache(maxsize=256)
-def is_regular(expression: str) -> bool:
-    """Whether llguidance takes it."""
-    grammar = LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {between_slashes(expression)}")
-    return not LLMatcher.validate_grammar(grammar)
+def verbatim(text: str) -> str:
+    """The regular expression of this text alone."""
+    return re.sub(r"[][.^$*+?{}()|\\]", r"\\\g<0>", text)
 
 
 def between_slashes(expression: str) -> str:
     """A regular expression as Lark has it."""
-    return "/" + re.sub(r"\\.|[/\n]", lambda piece: {"/": r"\/", "\n": r"\n"}.get(piece[0], piece[0]), expression, flags=re.DOTALL) + "/"
+    written = {"/": r"\/", "\n": r"\n"}
+    return "/" + re.sub(r"\\.|[/\n]", lambda piece: written.get(piece[0], piece[0]), expression, flags=re.DOTALL) + "/"

@@ -64,7 +64,8 @@ def definitions_for(schema: dict, root: dict) -> dict:
 def definition_named(reference) -> tuple:
     """("$defs", "a") of "#/$defs/a", or of what points into that; (None, None) of any other."""
     steps = reference.split("/") if isinstance(reference, str) else []
-    return (steps[1], unescaped(steps[2])) if len(steps) > 2 and steps[0] == "#" and steps[1] in DEFINITIONS else (None, None)
+    is_one = len(steps) > 2 and steps[0] == "#" and steps[1] in DEFINITIONS
+    return (steps[1], unescaped(steps[2])) if is_one else (None, None)
 
 
 def unescaped(step: str) -> str:
