@@ -155,11 +155,11 @@ def _xml_value(tool: Tool, key: str, values: Values) -> str:
         if "string" in types and not choices(one):
             values.charge(PATTERN_COST if "pattern" in one else 0)
             texts.append(expressions_of(one, tool.strict))
-            types = types - {"string"}
+            if not (types := types - {"string"}):
+                continue
             one = one | {"type": sorted(types)}
-        if types:
-            others.append(one)
-            spelt.append(spelling_of(one, types))
+        others.append(one)
+        spelt.append(spelling_of(one, types))
     if texts and all(texts) and None in spelt:
         if tool.strict:
             raise GrammarError(f"limits of a string that may be something else, too, in the argument {key[:80]!r}")
@@ -181,8 +181,10 @@ def alternatives(root: dict):
         reference, several, types = schema.get("$ref"), schema.get("anyOf"), schema.get("type")
         if schema.keys() == {"$ref"} and isinstance(reference, str):
             target = resolve(reference, root)
-            if reference not in seen:
-                waiting.append(target if isinstance(target, dict) else {})
+            if not isinstance(target, dict):
+                yield schema
+            elif reference not in seen:
+                waiting.append(target)
             seen.add(reference)
         elif schema.keys() == {"anyOf"} and isinstance(several, list) and set(map(type, several)) == {dict}:
             waiting += reversed(several)
@@ -203,7 +205,7 @@ def spelling_of(schema: dict, types) -> str | None:
     so simple."""
     if listed := choices(schema):
         return "|".join(verbatim(value if isinstance(value, str) else json.dumps(value)) for value in listed)
-    is_simple = types <= SPELLINGS.keys() and not (LIMITS | BY_SCHEMAS) & schema.keys()
+    is_simple = types and types <= SPELLINGS.keys() and not (LIMITS | BY_SCHEMAS) & schema.keys()
     return "|".join(SPELLINGS[one] for one in sorted(types)) if is_simple else None
 
 

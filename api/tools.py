@@ -11,7 +11,7 @@ import json
 import re
 from dataclasses import dataclass, field
 
-MAX_REFERENCES = 100        # that are followed to learn what one value may be
+MAX_DEPTH = 200             # of schemas that are followed to learn what one value may be
 EVERY_TYPE = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 
 
@@ -73,12 +73,13 @@ def unescaped(step: str) -> str:
     return step.replace("~1", "/").replace("~0", "~")
 
 
-def types_of(schema, root: dict | None = None, known: dict | None = None) -> frozenset:
+def types_of(schema, root: dict | None = None, known: dict | None = None, depth: int = 0) -> frozenset:
     """The JSON types that a schema admits, "integer" also where it says "number".
 
-    root: where references point. known: what those seen so far admit; anything, while that is being found out.
+    root: where references point. known: what those seen so far admit; anything, while that is being found out. depth:
+    of the schemas that were followed to this one.
     """
-    if not isinstance(schema, dict):
+    if not isinstance(schema, dict) or depth > MAX_DEPTH:
         return EVERY_TYPE
     root, known, types = schema if root is None else root, {} if known is None else known, EVERY_TYPE
     if "type" in schema:
@@ -87,24 +88,24 @@ def types_of(schema, root: dict | None = None, known: dict | None = None) -> fro
     if values := choices(schema):
         types &= set(map(type_of, values))
     if isinstance(reference := schema.get("$ref"), str):
-        if reference not in known and len(known) < MAX_REFERENCES:
+        if reference not in known:
             known[reference] = EVERY_TYPE
-            known[reference] = types_of(resolve(reference, root), root, known)
-        types &= known.get(reference, EVERY_TYPE)
+            known[reference] = types_of(resolve(reference, root), root, known, depth + 1)
+        types &= known[reference]
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
-            types &= frozenset().union(*(types_of(one, root, known) for one in schema[key]))
+            types &= frozenset().union(*(types_of(one, root, known, depth + 1) for one in schema[key]))
     if isinstance(schema.get("allOf"), list):
-        types = types.intersection(*(types_of(one, root, known) for one in schema["allOf"]))
+        types = types.intersection(*(types_of(one, root, known, depth + 1) for one in schema["allOf"]))
     return frozenset(types)
 
 
 def resolve(reference: str, root: dict):
-    """What "#/$defs/name" points at, or {} for what cannot be found here."""
+    """What "#/$defs/name" points at, None for what cannot be found here."""
     at = root
     for name in map(unescaped, reference.removeprefix("#").strip("/").split("/")):
         at = at.get(name) if isinstance(at, dict) and name else at
-    return at if at is not None else {}
+    return at
 
 
 def choices(schema: dict) -> list:

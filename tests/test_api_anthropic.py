@@ -6,6 +6,7 @@ import anthropic
 import pytest
 
 import qengine
+from api import grammar
 from tests.scripted import ScriptedEngine, Unreal, obeys, scripted_clients, shipped
 from tests.test_api_reply import WEATHER, XML
 
@@ -150,11 +151,51 @@ def test_a_schema_rules_the_answer(ask):
     assert obeys({"grammar": request.grammar}, '{"age": 3}') and not obeys({"grammar": request.grammar}, '{"age": "3"}')
 
 
-def test_count_tokens(scripted, ask):
-    _, client, _ = scripted
+def test_count_tokens(scripted, ask, monkeypatch):
+    _, client, new_async_client = scripted
     arguments = {"messages": HI, "tools": TOOLS, "system": "Be brief."}
-    count = client.messages.count_tokens(model="m", **arguments).input_tokens
-    assert count == len(ask("Hello.", **arguments)[2].prompt_ids)
+    n_prompt = len(ask("Hello.", **arguments)[2].prompt_ids)
+    monkeypatch.setattr(grammar, "compile_grammar", lambda lark: pytest.fail("counting needs no grammar"))
+
+    async def asynchronously():
+        async with new_async_client() as client:
+            return await client.messages.count_tokens(model="m", **arguments)
+
+    counts = client.messages.count_tokens(model="m", **arguments), asyncio.run(asynchronously())
+    assert [count.input_tokens for count in counts] == [n_prompt] * 2
+    with pytest.raises(anthropic.BadRequestError, match="4096"):
+        client.messages.count_tokens(model="m", messages=[{"role": "user", "content": "long " * 500_000}])
+
+
+def test_request_ids(scripted):
+    """Where the client looks for them."""
+    engine, client, _ = scripted
+    engine.script = "Hello."
+    arguments = {"model": "m", "messages": HI, "max_tokens": 9, "extra_headers": {"X-Request-Id": "job-7"}}
+    assert client.messages.create(**arguments)._request_id == "job-7"
+    with client.messages.stream(**arguments) as stream:
+        stream.until_done()
+        assert stream.request_id == "job-7"
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        client.messages.create(**arguments | {"messages": []})
+    assert caught.value.request_id == "job-7"
+
+
+def test_betas(scripted):
+    """What templates do anyway is accepted, and what nothing here does is refused by the name of its field."""
+    engine, client, _ = scripted
+    engine.script = "I think.\n</think>\n\nHello."
+    arguments = {"model": "m", "messages": HI, "max_tokens": 99, "betas": ["context-management-2025-06-27"]} | THINK
+    for edits in [], [{"type": "clear_thinking_20251015"}], [{"type": "clear_thinking_20251015", "keep": "all"}]:
+        message = client.beta.messages.create(**arguments, context_management={"edits": edits})
+        assert blocks_of(message) == [("thinking", "I think."), ("text", "Hello.")]
+    for refused, field in (({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+                            "context_management.edits[0].type"),
+                           ({"mcp_servers": [{"type": "url", "name": "a", "url": "https://a.example"}]}, "mcp_servers"),
+                           ({"container": "c"}, "container")):
+        with pytest.raises(anthropic.BadRequestError) as caught:
+            client.beta.messages.create(**arguments | refused)
+        assert field in caught.value.body["error"]["message"]
 
 
 def test_a_call_that_the_length_cuts(scripted):
@@ -176,7 +217,8 @@ def test_a_call_that_the_length_cuts(scripted):
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "then"}}, "tool_choice"),
     ({"thinking": {"type": "enabled", "budget_tokens": "long"}}, "thinking.budget_tokens"),
-    ({"stop_sequences": [""]}, "stop_sequences[0]"),
+    ({"stop_sequences": [""]}, "stop_sequences[0]"), ({"stop_sequences": ["a" * 1001]}, "stop_sequences[0]"),
+    ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "output_config.format.schema"),
 ])
 def test_what_is_wrong_is_named(scripted, arguments, said):

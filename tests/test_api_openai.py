@@ -134,6 +134,19 @@ def test_the_switch_in_a_message(ask, text, thinks):
     assert shipped().tokenizer.decode(request.prompt_ids).endswith("<think>\n")
 
 
+@pytest.mark.parametrize("effort, thinks", [("none", False), ("minimal", False), ("low", True), ("medium", True),
+                                            ("high", True), ("xhigh", True), (None, False)])
+def test_reasoning_effort_switches_thinking(ask, effort, thinks):
+    _, request = ask("a</think>b", reasoning_effort=effort)
+    assert shipped().tokenizer.decode(request.prompt_ids).endswith("<think>\n") == thinks
+    _, request = ask("a</think>b", [{"role": "user", "content": "Hi /think"}], reasoning_effort=effort)
+    assert shipped().tokenizer.decode(request.prompt_ids).endswith("<think>\n") == (thinks or effort is None)
+    for said in True, False:        # what is said outright goes before it
+        _, request = ask("a</think>b", reasoning_effort=effort,
+                         extra_body={"chat_template_kwargs": {"enable_thinking": said}})
+        assert shipped().tokenizer.decode(request.prompt_ids).endswith("<think>\n") == said
+
+
 def test_stop_strings(ask):
     (choices, usage), request = ask("one two three", stop=[" th", "four"])
     assert choices == [(None, "one two", [], "stop")] and request.stop == (" th", "four")
@@ -334,6 +347,10 @@ def test_a_schema_from_a_class(scripted):
     assert obeys({"grammar": engine.requests[-1].grammar}, engine.script)
 
 
+BROKEN = {"type": "function", "function": {"name": "f", "parameters": {"properties": {
+    "a": {"type": "array", "items": {"$ref": "#/nowhere"}}}}}}
+
+
 @pytest.mark.parametrize("arguments, field, said", [
     ({"response_format": json_format({"type": "array", "uniqueItems": True})}, "response_format.json_schema.schema",
      "uniqueItems"),
@@ -349,6 +366,16 @@ def test_a_schema_from_a_class(scripted):
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
     ({"logit_bias": {"6144": 1}}, "logit_bias", "6143"),
     ({"extra_body": {"temprature": 1}}, "temprature", "unknown"),
+    ({"stop": "a" * 1001}, "stop", "1000 letters"), ({"stop": ["a", "a" * 1001]}, "stop[1]", "1000 letters"),
+    ({"stop": list("abcdefghijklmnopq")}, "stop", "0 to 16"), ({"reasoning_effort": "very"}, "reasoning_effort", "minimal"),
+    ({"messages": [{"role": "user", "content": "long " * 4096}]}, "messages", "4096"),
+    ({"messages": [{"role": "user", "content": "long " * 500_000}]}, "messages", "4096"),
+    ({"tools": TOOLS[:1] + [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a>b": {}}}}}]},
+     "tools", "'a>b'"),
+    ({"tools": [BROKEN], "response_format": json_format(SCHEMA)}, "tools", "cannot be enforced"),
+    ({"tools": [BROKEN], "tool_choice": "required"}, "tools", "cannot be enforced"),
+    ({"tools": TOOLS, "response_format": json_format({"not": {}})}, "response_format.json_schema.schema", "not"),
+    ({"response_format": json_format({"enum": ["a" * 300_000]})}, "response_format.json_schema.schema", "letters"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
      "messages[0].content[0].type", "text"),
     ({"messages": [HI[0], {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
@@ -360,6 +387,22 @@ def test_what_is_wrong_is_named(scripted, arguments, field, said):
         with pytest.raises(openai.BadRequestError) as caught:
             client.chat.completions.create(**({"model": "m", "messages": HI, "stream": stream} | arguments))
         assert caught.value.param == field and said in caught.value.body["message"]
+
+
+@pytest.mark.parametrize("arguments, field", [
+    ({"response_format": json_format(SCHEMA)}, "response_format.json_schema.schema"),
+    ({"response_format": {"type": "json_object"}}, "response_format"), ({"tools": TOOLS}, "tools")])
+def test_a_grammar_that_only_the_engine_refuses(scripted, monkeypatch, arguments, field):
+    """It is named by what the client asked for."""
+    engine, client, _ = scripted
+
+    def refuse(request):
+        raise qengine.RequestError("grammar", "the grammar cannot be followed: too complex")
+
+    monkeypatch.setattr(engine, "submit", refuse)
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="m", messages=HI, **arguments)
+    assert caught.value.param == field and "too complex" in caught.value.body["message"]
 
 
 # ---- completions and the endpoints behind ------------------------------------------------------------------

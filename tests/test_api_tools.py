@@ -1,5 +1,6 @@
 """Calls of tools: values typed by their schemas, and grammars that let well-formed calls through and nothing else."""
 
+import functools
 import json
 import random
 import time
@@ -195,7 +196,7 @@ def test_strings_of_the_xml_form_obey_their_schemas(schema, good, bad):
 
 
 UNENFORCED = [TEXT | {"pattern": "(?=a)b"}, TEXT | {"pattern": "("}, TEXT | {"pattern": ["a"]}, TEXT | {"minLength": 5, "maxLength": 3},
-              TEXT | {"maxLength": "3"}, TEXT | {"maxLength": 10**30}, TEXT | {"format": "postcode"}, {"oneOf": [TEXT, NULL]},
+              TEXT | {"maxLength": "3"}, TEXT | {"maxLength": 10**30}, TEXT | {"format": "postcode"}, {"oneOf": [TEXT, NULL]}, {"$ref": "#/nowhere"},
               TEXT | {"not": {"const": "a"}}, TEXT | {"pattern": "a" * 10_001}, {"minLength": 20},
               {"anyOf": [TEXT | {"maxLength": 2}, {"type": "array"}]}]
 
@@ -340,6 +341,17 @@ def test_no_schema_breaks_the_server():
         for key in (*parameters, "a"):
             read_value("5", tool.schema_of(key))
     assert outcomes == {True, "tools"}
+
+
+def test_references_through_deep_schemas():
+    """Each definition hides the next one as deep as a body may be nested."""
+    defs = {f"d{i}": functools.reduce(lambda inner, _: {"anyOf": [inner]}, range(40), {"$ref": f"#/$defs/d{i + 1}"})
+            for i in range(300)}
+    tool = Tool("f", {"$defs": defs, "properties": {"a": {"$ref": "#/$defs/d0"}, "b": {"allOf": [{"$ref": "#/$defs/d0"}]}}})
+    assert types_of(tool.schema_of("b")) == EVERY_TYPE
+    assert read_value("5", tool.schema_of("b")) == 5
+    conversation = Conversation([], None, Toolbox([], [tool], must=True))
+    assert "grammar" in rules_of(Rules({}, "content"), XMLCall, conversation)
 
 
 def test_references_that_multiply():
