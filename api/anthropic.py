@@ -29,8 +29,8 @@ TEXT_BLOCK = block("text", {"text": TEXT}, citations=ANYTHING)
 TEXTS = either(TEXT, list_of(TEXT_BLOCK))
 BLOCKS = either(
     TEXT_BLOCK, block("thinking", {"thinking": TEXT}, signature=TEXT), block("redacted_thinking", {"data": TEXT}),
-    block("tool_use", {"id": TEXT, "name": TEXT, "input": OBJECT}, caller=ANYTHING),
-    block("tool_result", {"tool_use_id": TEXT}, content=TEXTS, is_error=BOOL))
+    block("tool_use", {"id": TEXT, "name": TEXT, "input": OBJECT}, caller=ANYTHING, toolset_name=ANYTHING),
+    block("tool_result", {"tool_use_id": TEXT}, content=TEXTS, is_error=BOOL, toolset_name=ANYTHING))
 MESSAGE = object_of({"role": one_of("user", "assistant", "system"), "content": either(TEXT, list_of(BLOCKS))},
                     ["role", "content"])
 TOOL = object_of({"type": one_of("custom"), "name": NAME, "description": TEXT, "input_schema": OBJECT,

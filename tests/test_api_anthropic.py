@@ -27,31 +27,38 @@ def scripted():
 
 @pytest.fixture
 def ask(scripted):
-    """ask(script, **arguments) in each of four ways, which have to agree; gives (blocks, message, request)."""
-    engine, client, new_async_client = scripted
+    """ask(script, **arguments); gives (blocks, message, request)."""
+    engine, *clients = scripted
 
     def ask(script, messages=HI, **arguments):
         engine.script = script
         engine.requests.clear()
-        arguments = {"model": "m", "messages": messages, "max_tokens": 500} | arguments
-
-        async def asynchronously():
-            async with new_async_client() as client:
-                whole = await client.messages.create(**arguments)
-                async with client.messages.stream(**arguments) as stream:
-                    return whole, await stream.get_final_message()
-
-        with client.messages.stream(**arguments) as stream:
-            events = [event.type for event in stream]
-            streamed = stream.get_final_message()
-        assert events[0] == "message_start" and events[-1] == "message_stop"
-        messages = [client.messages.create(**arguments), streamed, *asyncio.run(asynchronously())]
-        told = [(blocks_of(message), message.stop_reason, message.stop_sequence, message.usage.model_dump())
-                for message in messages]
-        assert told[1:] == told[:1] * 3
-        return told[0][0], messages[0], engine.requests[0]
+        message = message_in_four_ways(*clients, messages=messages, **arguments)
+        return blocks_of(message), message, engine.requests[0]
 
     return ask
+
+
+def message_in_four_ways(client, new_async_client, **arguments):
+    """An answer, at once and asynchronously, whole and streamed, which have to agree but for what the cache had."""
+    arguments = {"model": "m", "max_tokens": 500} | arguments
+
+    async def asynchronously():
+        async with new_async_client() as client:
+            whole = await client.messages.create(**arguments)
+            async with client.messages.stream(**arguments) as stream:
+                return whole, await stream.get_final_message()
+
+    whole = client.messages.create(**arguments)
+    with client.messages.stream(**arguments) as stream:
+        events = [event.type for event in stream]
+        streamed = stream.get_final_message()
+    assert events[0] == "message_start" and events[-1] == "message_stop"
+    said = [(blocks_of(message), message.stop_reason, message.stop_sequence, message.usage.output_tokens,
+             message.usage.output_tokens_details, message.usage.input_tokens + message.usage.cache_read_input_tokens)
+            for message in (whole, streamed, *asyncio.run(asynchronously()))]
+    assert said[1:] == said[:1] * 3
+    return whole
 
 
 def blocks_of(message):

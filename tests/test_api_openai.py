@@ -31,27 +31,35 @@ def scripted():
 
 @pytest.fixture
 def ask(scripted):
-    """ask(script, **arguments) of a chat, in each of four ways, which have to agree; gives what one of them gave."""
-    engine, client, new_async_client = scripted
+    """ask(script, **arguments) of a chat; gives ((choices, usage), request)."""
+    engine, *clients = scripted
 
     def ask(script, messages=HI, **arguments):
         engine.script = script
         engine.requests.clear()
-        arguments = {"model": "m", "messages": messages} | arguments
-        streamed = arguments | {"stream": True, "stream_options": {"include_usage": True}}
-
-        async def asynchronously():
-            async with new_async_client() as client:
-                whole = await client.chat.completions.create(**arguments)
-                return whole, [chunk async for chunk in await client.chat.completions.create(**streamed)]
-
-        whole, chunks = asyncio.run(asynchronously())
-        answers = [told(whole), put_together(chunks), told(client.chat.completions.create(**arguments)),
-                   put_together(client.chat.completions.create(**streamed))]
-        assert answers[1:] == answers[:1] * 3
-        return answers[0], engine.requests[0]
+        return chat_in_four_ways(*clients, messages=messages, **arguments), engine.requests[0]
 
     return ask
+
+
+def chat_in_four_ways(client, new_async_client, **arguments):
+    """What an answer says, at once and asynchronously, whole and streamed, which have to agree but for what the cache
+    had: (choices, usage) as `told` gives them."""
+    arguments = {"model": "m"} | arguments
+    streamed = arguments | {"stream": True, "stream_options": {"include_usage": True}}
+
+    async def asynchronously():
+        async with new_async_client() as client:
+            whole = await client.chat.completions.create(**arguments)
+            return whole, [chunk async for chunk in await client.chat.completions.create(**streamed)]
+
+    answers = [told(client.chat.completions.create(**arguments)),
+               put_together(client.chat.completions.create(**streamed))]
+    whole, chunks = asyncio.run(asynchronously())
+    answers += [told(whole), put_together(chunks)]
+    said = [(choices, usage | {"prompt_tokens_details": None}) for choices, usage in answers]
+    assert said[1:] == said[:1] * 3
+    return answers[0]
 
 
 def told(whole):
