@@ -1,7 +1,5 @@
 """Anthropic's protocol: the official client, at once and asynchronously, whole and streamed, against a scripted engine."""
 
-import asyncio
-
 import anthropic
 import pytest
 
@@ -19,7 +17,7 @@ THINK = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
 
 @pytest.fixture(scope="module")
 def scripted():
-    """(engine, client, what makes an asynchronous one)"""
+    """(engine, client, what runs a function of an asynchronous one)"""
     engine = ScriptedEngine()
     with scripted_clients(engine, anthropic.Anthropic, anthropic.AsyncAnthropic, "") as clients:
         yield engine, *clients
@@ -39,15 +37,14 @@ def ask(scripted):
     return ask
 
 
-def message_in_four_ways(client, new_async_client, **arguments):
+def message_in_four_ways(client, run_async, **arguments):
     """An answer, at once and asynchronously, whole and streamed, which have to agree but for what the cache had."""
     arguments = {"model": "m", "max_tokens": 500} | arguments
 
-    async def asynchronously():
-        async with new_async_client() as client:
-            whole = await client.messages.create(**arguments)
-            async with client.messages.stream(**arguments) as stream:
-                return whole, await stream.get_final_message()
+    async def asynchronously(client):
+        whole = await client.messages.create(**arguments)
+        async with client.messages.stream(**arguments) as stream:
+            return whole, await stream.get_final_message()
 
     whole = client.messages.create(**arguments)
     with client.messages.stream(**arguments) as stream:
@@ -56,7 +53,7 @@ def message_in_four_ways(client, new_async_client, **arguments):
     assert events[0] == "message_start" and events[-1] == "message_stop"
     said = [(blocks_of(message), message.stop_reason, message.stop_sequence, message.usage.output_tokens,
              message.usage.output_tokens_details, message.usage.input_tokens + message.usage.cache_read_input_tokens)
-            for message in (whole, streamed, *asyncio.run(asynchronously()))]
+            for message in (whole, streamed, *run_async(asynchronously))]
     assert said[1:] == said[:1] * 3
     return whole
 
@@ -159,16 +156,12 @@ def test_a_schema_rules_the_answer(ask):
 
 
 def test_count_tokens(scripted, ask, monkeypatch):
-    _, client, new_async_client = scripted
+    _, client, run_async = scripted
     arguments = {"messages": HI, "tools": TOOLS, "system": "Be brief."}
     n_prompt = len(ask("Hello.", **arguments)[2].prompt_ids)
     monkeypatch.setattr(grammar, "compile_grammar", lambda lark: pytest.fail("counting needs no grammar"))
-
-    async def asynchronously():
-        async with new_async_client() as client:
-            return await client.messages.count_tokens(model="m", **arguments)
-
-    counts = client.messages.count_tokens(model="m", **arguments), asyncio.run(asynchronously())
+    counts = [client.messages.count_tokens(model="m", **arguments),
+              run_async(lambda client: client.messages.count_tokens(model="m", **arguments))]
     assert [count.input_tokens for count in counts] == [n_prompt] * 2
     with pytest.raises(anthropic.BadRequestError, match="4096"):
         client.messages.count_tokens(model="m", messages=[{"role": "user", "content": "long " * 500_000}])

@@ -1,6 +1,5 @@
 """OpenAI's protocol: the official client, at once and asynchronously, whole and streamed, against a scripted engine."""
 
-import asyncio
 import json
 
 import openai
@@ -23,7 +22,7 @@ SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"
 
 @pytest.fixture(scope="module")
 def scripted():
-    """(engine, client, what makes an asynchronous one)"""
+    """(engine, client, what runs a function of an asynchronous one)"""
     engine = ScriptedEngine()
     with scripted_clients(engine, openai.OpenAI, openai.AsyncOpenAI) as clients:
         yield engine, *clients
@@ -42,20 +41,19 @@ def ask(scripted):
     return ask
 
 
-def chat_in_four_ways(client, new_async_client, **arguments):
+def chat_in_four_ways(client, run_async, **arguments):
     """What an answer says, at once and asynchronously, whole and streamed, which have to agree but for what the cache
     had: (choices, usage) as `told` gives them."""
     arguments = {"model": "m"} | arguments
     streamed = arguments | {"stream": True, "stream_options": {"include_usage": True}}
 
-    async def asynchronously():
-        async with new_async_client() as client:
-            whole = await client.chat.completions.create(**arguments)
-            return whole, [chunk async for chunk in await client.chat.completions.create(**streamed)]
+    async def asynchronously(client):
+        whole = await client.chat.completions.create(**arguments)
+        return whole, [chunk async for chunk in await client.chat.completions.create(**streamed)]
 
     answers = [told(client.chat.completions.create(**arguments)),
                put_together(client.chat.completions.create(**streamed))]
-    whole, chunks = asyncio.run(asynchronously())
+    whole, chunks = run_async(asynchronously)
     answers += [told(whole), put_together(chunks)]
     said = [(choices, usage | {"prompt_tokens_details": None}) for choices, usage in answers]
     assert said[1:] == said[:1] * 3

@@ -222,38 +222,33 @@ def test_answers_under_a_schema_are_the_same_together_and_alone(clients):
         ruled = {"response_format": FORMAT} if seed % 3 else {}
         return {"model": "m", "messages": WHAT, "temperature": 1.2, "seed": seed, "max_tokens": 40, **ruled}
 
-    async def together():
-        async with clients[1]() as client:
-            async def ask(seed):
-                if seed % 2:
-                    return (await client.chat.completions.create(**arguments(seed))).choices[0].message.content
-                chunks = await client.chat.completions.create(**arguments(seed), stream=True)
-                return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+    async def together(client):
+        async def ask(seed):
+            if seed % 2:
+                return (await client.chat.completions.create(**arguments(seed))).choices[0].message.content
+            chunks = await client.chat.completions.create(**arguments(seed), stream=True)
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
 
-            return await asyncio.gather(*map(ask, range(8)))
+        return await asyncio.gather(*map(ask, range(8)))
 
     alone = [clients[0].chat.completions.create(**arguments(seed)).choices[0].message.content for seed in range(8)]
-    assert asyncio.run(together()) == alone
+    assert clients[1](together) == alone
 
 
-def asynchronously(new_client, ask):
-    """What `ask`, given an asynchronous client, comes to: an answer, or all chunks of a stream."""
-    async def run():
-        async with new_client() as client:
-            answer = await ask(client)
-            return [chunk async for chunk in answer] if hasattr(answer, "__aiter__") else answer
+def both(clients, ask):
+    """What `ask` gets from either of two clients: an answer, or all chunks of a stream."""
+    async def asynchronously(client):
+        answer = await ask(client)
+        return [chunk async for chunk in answer] if hasattr(answer, "__aiter__") else answer
 
-    return asyncio.run(run())
+    answer = ask(clients[0])
+    return [list(answer) if hasattr(answer, "__next__") else answer, clients[1](asynchronously)]
 
 
 def test_log_probabilities(clients):
-    client, new_client = clients
     arguments = {"model": "m", "messages": WHAT, "temperature": 0, "max_tokens": 5, "logprobs": True, "top_logprobs": 3}
-    whole = [client.chat.completions.create(**arguments),
-             asynchronously(new_client, lambda client: client.chat.completions.create(**arguments))]
-    arguments["stream"] = True
-    streams = [list(client.chat.completions.create(**arguments)),
-               asynchronously(new_client, lambda client: client.chat.completions.create(**arguments))]
+    whole, streams = (both(clients, lambda client: client.chat.completions.create(**arguments, stream=stream))
+                      for stream in (False, True))
     told = [answer.choices[0].logprobs.content for answer in whole]
     told += [[entry for chunk in chunks if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content]
              for chunks in streams]
@@ -267,12 +262,9 @@ def test_log_probabilities(clients):
 @pytest.mark.parametrize("more", [{}, {"n": 2, "seed": 4, "temperature": 1}, {"logprobs": 2}, {"stop": " "},
                                   {"prompt": ["One.", "Two."]}, {"prompt": [5, 300, 77]}], ids=str)
 def test_completions(clients, more):
-    client, new_client = clients
     arguments = {"model": "m", "prompt": "The GPU", "temperature": 0, "max_tokens": 8} | more
-    whole = [client.completions.create(**arguments),
-             asynchronously(new_client, lambda client: client.completions.create(**arguments))]
-    streams = [list(client.completions.create(**arguments, stream=True)),
-               asynchronously(new_client, lambda client: client.completions.create(**arguments, stream=True))]
+    whole, streams = (both(clients, lambda client: client.completions.create(**arguments, stream=stream))
+                      for stream in (False, True))
     told = [{choice.index: choice.text for choice in answer.choices} for answer in whole]
     told += [{i: "".join(choice.text for chunk in chunks for choice in chunk.choices if choice.index == i) for i in told[0]}
              for chunks in streams]
@@ -285,8 +277,7 @@ def test_completions(clients, more):
 
 
 def test_behind_the_protocols(port, clients):
-    client, new_client = clients
-    for models in list(client.models.list()), asynchronously(new_client, lambda client: client.models.list()):
+    for models in map(list, both(clients, lambda client: client.models.list())):
         assert [model.id for model in models] == [shipped().config.name] and models[0].created > 0
     text = "대한 <|im_end|>"
     ids = send(port, "POST", "/tokenize", {"content": text})[2]["tokens"]
@@ -295,7 +286,7 @@ def test_behind_the_protocols(port, clients):
     prompt = send(port, "POST", "/apply-template", {"messages": WHAT, "tools": TOOLS})[2]["prompt"]
     assert prompt == shipped().template.render(WHAT, tools=TOOLS)
     assert send(port, "GET", "/health")[2]["status"] == "ok"
-    metrics = client.with_options(base_url=f"http://127.0.0.1:{port}").get("/metrics", cast_to=str)
+    metrics = clients[0].with_options(base_url=f"http://127.0.0.1:{port}").get("/metrics", cast_to=str)
     assert "qengine:generation_tokens" in {family.name for family in text_string_to_metric_families(metrics)}
 
 
@@ -331,10 +322,9 @@ def test_a_message(message, chat, anthropics):
     assert (whole.role, whole.stop_reason, whole.stop_sequence) == ("assistant", "end_turn", None)
     _, again = message(WHAT, system=[{"type": "text", "text": system, "cache_control": {"type": "ephemeral"}}])
     assert again.usage.cache_read_input_tokens > 64 >= again.usage.input_tokens
-    count = anthropics[0].messages.count_tokens(model="m", messages=WHAT, system=system).input_tokens
-    assert count == again.usage.input_tokens + again.usage.cache_read_input_tokens
-    assert asynchronously(anthropics[1], lambda client: client.messages.count_tokens(
-        model="m", messages=WHAT, system=system)).input_tokens == count
+    counts = both(anthropics, lambda client: client.messages.count_tokens(model="m", messages=WHAT, system=system))
+    n_prompt = again.usage.input_tokens + again.usage.cache_read_input_tokens
+    assert [count.input_tokens for count in counts] == [n_prompt] * 2
     _, cut = message(WHAT, system=system, max_tokens=5)
     assert (cut.stop_reason, cut.usage.output_tokens) == ("max_tokens", 5)
     turns = [*WHAT, {"role": "assistant", "content": blocks[0][1]}, *ASK_SUM]
@@ -415,13 +405,13 @@ def test_errors(clients, anthropics, stream):
                          ({"tools": TOOLS, "tool_choice": NAMED | {"function": {"name": "f"}}}, "tool_choice")):
         arguments = {"model": "m", "messages": WHAT, "stream": stream} | wrong
         for ask in (lambda: clients[0].chat.completions.create(**arguments),
-                    lambda: asynchronously(clients[1], lambda client: client.chat.completions.create(**arguments))):
+                    lambda: clients[1](lambda client: client.chat.completions.create(**arguments))):
             with pytest.raises(openai.BadRequestError) as caught:
                 ask()
             assert caught.value.param == field and field in caught.value.body["message"] and caught.value.request_id
         arguments = {"model": "m", "messages": WHAT, "max_tokens": 5, "stream": stream, "extra_body": {"oops": 1}}
         for ask in (lambda: anthropics[0].messages.create(**arguments),
-                    lambda: asynchronously(anthropics[1], lambda client: client.messages.create(**arguments))):
+                    lambda: anthropics[1](lambda client: client.messages.create(**arguments))):
             with pytest.raises(anthropic.BadRequestError, match="oops") as caught:
                 ask()
             assert caught.value.request_id
