@@ -1,5 +1,6 @@
 """A conversation to be answered, whatever its protocol: its prompt, what the answer must obey, how to read it."""
 
+import collections
 import contextlib
 import functools
 from collections.abc import Callable
@@ -68,9 +69,12 @@ def render(service, conversation: Conversation) -> tuple[str, str]:
 
 
 def check_tools(tools: list[Tool], form):
-    """RequestError, where a form has no place for them."""
+    """RequestError, where a model that calls tools in this form could not tell them apart, or name what they take."""
     if form is None:
         raise RequestError("tools", "the chat template of this model knows no tools")
+    for name, n in collections.Counter(tool.name for tool in tools).items():
+        if n > 1:
+            raise RequestError("tools", f"{n} tools have the name {name!r}")
     for tool in tools:
         for key in tool.properties:
             if not form.can_write(key):

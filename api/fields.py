@@ -5,6 +5,7 @@ minItems, maxItems, properties, required, additionalProperties, and anyOf. A pro
 too, which says no more than leaving it out.
 """
 
+import difflib
 import json
 import re
 from collections.abc import Callable
@@ -129,12 +130,19 @@ def _check_properties(value: dict, description: dict, path: str):
             raise RequestError(path, f"'{path}' has a name that is not like {pattern}")
         known = properties.get(name, others)
         if known is False:
-            raise RequestError(where + name, f"unknown field '{where}{name}'")
+            raise unknown_field(where, name, properties)
         if known is not True and (item is not None or name not in properties):
             check(item, known, where + name)
     for name in description.get("required", ()):
         if value.get(name) is None:
             raise RequestError(where + name, f"'{where}{name}' is missing")
+
+
+def unknown_field(where: str, name: str, properties) -> RequestError:
+    name = name[:80]                # the rest of it would come back in the error
+    meant = difflib.get_close_matches(name.lower(), properties, 1, cutoff=0.8)
+    hint = f": did you mean '{where}{meant[0]}'?" if meant else ""
+    return RequestError(where + name, f"unknown field '{where}{name}'{hint}")
 
 
 def _alternative(value, description: dict, path: str) -> dict:
