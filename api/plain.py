@@ -48,7 +48,8 @@ def health(service):
 
 
 CONVERSATION = {name: openai.CHAT["properties"][name]
-                for name in ("messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "reasoning_effort")}
+                for name in ("messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs",
+                             "reasoning_effort")}
 ENDPOINTS = [
     Endpoint("POST", "/tokenize", "Token ids of a text", tokenize, object_of(
         {"content": TEXT, "add_special": BOOL, "parse_special": BOOL, "with_pieces": BOOL}, ["content"])),

@@ -4,7 +4,8 @@ they are, without quotes, where llguidance's own JSON Schema does not reach.
 minLength, maxLength, pattern and format are enforced, as far as llguidance takes the pattern (no look-around, no
 back-references, no anchors within a group) and FORMATS has the format. What is not enforced is overlooked, or refused
 for strict tools; so are keywords that say by other schemas what a string must be: allOf, oneOf, not, if, and anyOf or
-$ref beside others.
+$ref beside others. Lengths cost: a lexer that counts has another state at each letter, so that the mask of a token takes
+0.3 to 0.6 ms with a vocabulary of 6,144 (2 us in free text, 0.06 ms in a string of JSON with a length).
 """
 
 import functools

@@ -76,7 +76,8 @@ def clients(port):
 def chat(clients):
     """chat(messages, **arguments): (thought, text, calls, reason) of the answer, or answers, and the usage."""
     def chat(messages, **arguments):
-        choices, usage = chat_in_four_ways(*clients, messages=messages, **{"temperature": 0, "max_tokens": 150} | arguments)
+        arguments = {"messages": messages, "temperature": 0, "max_tokens": 150} | arguments
+        choices, usage = chat_in_four_ways(*clients, **arguments)
         return (*choices[0], usage) if len(choices) == 1 else (choices, usage)
 
     return chat
@@ -103,7 +104,8 @@ def test_a_conversation_goes_on(chat):
 
 
 @pytest.mark.parametrize("sampling", [
-    {"temperature": 1}, {"temperature": 1.5, "top_p": 0.9}, {"temperature": 1.2, "extra_body": {"top_k": 40, "min_p": 0.01}}])
+    {"temperature": 1}, {"temperature": 1.5, "top_p": 0.9},
+    {"temperature": 1.2, "extra_body": {"top_k": 40, "min_p": 0.01}}])
 def test_sampling(chat, sampling):
     _, greedy, _, _, _ = chat(WHAT, max_tokens=12)
     first, *_ = shipped().tokenizer.encode(greedy)      # without it the model does not know it all by heart
@@ -171,12 +173,13 @@ def test_forms_of_the_answer(chat, extra, sampling):
 
 @pytest.mark.parametrize("extra", [{}, THINK], ids=["plain", "thinks"])
 @pytest.mark.parametrize("choice, parallel, sampling", [
-    ("required", True, {}), ("required", False, {"temperature": 1, "seed": 2}), (NAMED, True, {"temperature": 1, "seed": 3})],
+    ("required", True, {}), ("required", False, {"temperature": 1, "seed": 2}),
+    (NAMED, True, {"temperature": 1, "seed": 3})],
     ids=["required", "one", "named"])
 def test_tools(chat, extra, choice, parallel, sampling):
     """Calls that the model would not make."""
-    _, text, calls, reason, _ = chat(WHAT, tools=TOOLS, tool_choice=choice, parallel_tool_calls=parallel, max_tokens=400,
-                                     stop=["\n", "<"], **sampling, **extra)
+    _, text, calls, reason, _ = chat(WHAT, tools=TOOLS, tool_choice=choice, parallel_tool_calls=parallel,
+                                     max_tokens=400, stop=["\n", "<"], **sampling, **extra)
     assert (text, reason) == ("", "tool_calls") and calls
     for name, arguments in calls:
         jsonschema.validate(arguments, SCHEMAS[name])
@@ -193,9 +196,10 @@ def test_a_call_and_its_result(chat, extra):
     _, _, calls, reason, _ = chat(ASK_WEATHER, tools=TOOLS, **extra)
     assert reason == "tool_calls" and [name for name, _ in calls] == ["get_weather"]
     jsonschema.validate(calls[0][1], WEATHER)
-    call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": json.dumps(calls[0][1])}}
-    result = {"role": "tool", "tool_call_id": "call_1", "content": '{"weather": "sunny"}'}
-    _, text, calls, reason, usage = chat([*ASK_WEATHER, {"role": "assistant", "tool_calls": [call]}, result], tools=TOOLS)
+    function = {"name": "get_weather", "arguments": json.dumps(calls[0][1])}
+    turns = [{"role": "assistant", "tool_calls": [{"id": "call_1", "type": "function", "function": function}]},
+             {"role": "tool", "tool_call_id": "call_1", "content": '{"weather": "sunny"}'}]
+    _, text, calls, reason, usage = chat([*ASK_WEATHER, *turns], tools=TOOLS)
     assert (calls, reason) == ([], "stop") and "sunny" in text
     assert usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"] < 128       # of the tools, nothing
 
@@ -266,9 +270,10 @@ def test_completions(clients, more):
     whole, streams = (both(clients, lambda client: client.completions.create(**arguments, stream=stream))
                       for stream in (False, True))
     told = [{choice.index: choice.text for choice in answer.choices} for answer in whole]
-    told += [{i: "".join(choice.text for chunk in chunks for choice in chunk.choices if choice.index == i) for i in told[0]}
-             for chunks in streams]
-    assert told[1:] == told[:1] * 3 and len(told[0]) == more.get("n", 1) * (2 if "Two." in more.get("prompt", ()) else 1)
+    told += [{i: "".join(choice.text for chunk in chunks for choice in chunk.choices if choice.index == i)
+              for i in told[0]} for chunks in streams]
+    n_prompts = 2 if "Two." in more.get("prompt", ()) else 1
+    assert told[1:] == told[:1] * 3 and len(told[0]) == n_prompts * more.get("n", 1)
     assert all(choice.finish_reason in ("stop", "length") for choice in whole[0].choices)
     if "logprobs" in more:
         [choice] = whole[0].choices

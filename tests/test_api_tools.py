@@ -159,7 +159,8 @@ def xml_call(value):
 
 
 def rules_of_argument(schema, strict=False):
-    tool = Tool("f", {"properties": {"a": schema}, "required": ["a"], "$defs": {"short": TEXT | {"maxLength": 2}}}, strict)
+    defs = {"short": TEXT | {"maxLength": 2}}
+    tool = Tool("f", {"properties": {"a": schema}, "required": ["a"], "$defs": defs}, strict)
     return Rules(shipped().tokenizer.tags, "content").calls(XMLCall, [tool], must=True, several=False)
 
 
@@ -184,7 +185,8 @@ STRINGS = [     # schema, values that fit, values that do not
     ({"anyOf": [TEXT | {"minLength": 5}, NUMBER, {"const": [1, 2]}]}, ["abcde", "-12", "1.5", "[1, 2]"], ["abc", "[1]"]),
     ({"enum": (texts := ["a b", "a.c", "a\nb", "\t<x>/#&~-", "\\d/\\/[x](y)|{2}^$*+?"])}, texts, ["abc", "", "5"]),
     ({"anyOf": [{"enum": ["a", 5]}, {"type": "array"}]}, ["a", "5", "[1]"], ["b", "6"]),
-    ({"$ref": "#/$defs/short", "title": "T"}, ["ab"], ["abc"]), ({"enum": ["a", None, 3]}, ["a", "null", "3"], ["b", '"a"']),
+    ({"$ref": "#/$defs/short", "title": "T"}, ["ab"], ["abc"]),
+    ({"enum": ["a", None, 3]}, ["a", "null", "3"], ["b", '"a"']),
 ]
 
 
@@ -195,9 +197,9 @@ def test_strings_of_the_xml_form_obey_their_schemas(schema, good, bad):
     assert [value for value in bad if obeys(rules, xml_call(value))] == []
 
 
-UNENFORCED = [TEXT | {"pattern": "(?=a)b"}, TEXT | {"pattern": "("}, TEXT | {"pattern": ["a"]}, TEXT | {"minLength": 5, "maxLength": 3},
-              TEXT | {"maxLength": "3"}, TEXT | {"maxLength": 10**30}, TEXT | {"format": "postcode"}, {"oneOf": [TEXT, NULL]}, {"$ref": "#/nowhere"},
-              TEXT | {"not": {"const": "a"}}, TEXT | {"pattern": "a" * 10_001}, {"minLength": 20},
+UNENFORCED = [TEXT | {"pattern": "(?=a)b"}, TEXT | {"pattern": "("}, TEXT | {"pattern": ["a"]},
+              TEXT | {"minLength": 5, "maxLength": 3}, TEXT | {"maxLength": "3"}, TEXT | {"maxLength": 10**30},
+              TEXT | {"format": "postcode"}, {"oneOf": [TEXT, NULL]}, {"$ref": "#/nowhere"}, TEXT | {"not": {"const": "a"}}, TEXT | {"pattern": "a" * 10_001}, {"minLength": 20},
               {"anyOf": [TEXT | {"maxLength": 2}, {"type": "array"}]}]
 
 
@@ -230,8 +232,8 @@ def big_tools(kind):
         return [Tool("f", {"$defs": defs, "properties": {f"p{i}": {"$ref": "#/$defs/d0"} for i in range(9)}})]
     if kind == "patterns":
         return [Tool("f", {"properties": {f"p{i}": TEXT | {"pattern": f"(?=a){i}"} for i in range(9000)}})]
-    return [Tool(f"f{i}", {"properties": {f"p{j}_{i}": {"type": "array", "items": {"const": [i, j]}} for j in range(10)}})
-            for i in range(900)]
+    lists = [{f"p{j}_{i}": {"type": "array", "items": {"const": [i, j]}} for j in range(10)} for i in range(900)]
+    return [Tool(f"f{i}", {"properties": properties}) for i, properties in enumerate(lists)]
 
 
 @pytest.mark.parametrize("form", [XMLCall, JSONCall])
@@ -302,7 +304,8 @@ def test_what_cannot_be_enforced_is_named(schema, named):
 def test_tools_that_cannot_be_enforced():
     """Whoever demands that a call fits hears of it; otherwise calls are free, or free of that keyword."""
     def rules(tool, must):
-        return rules_of(Rules(shipped().tokenizer.tags, "content"), XMLCall, Conversation([], None, Toolbox([], [tool], must)))
+        conversation = Conversation([], None, Toolbox([], [tool], must))
+        return rules_of(Rules(shipped().tokenizer.tags, "content"), XMLCall, conversation)
 
     unique = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     assert rules(Tool("f", unique), must=True) and rules(Tool("f", unique), must=False)
@@ -347,7 +350,8 @@ def test_references_through_deep_schemas():
     """Each definition hides the next one as deep as a body may be nested."""
     defs = {f"d{i}": functools.reduce(lambda inner, _: {"anyOf": [inner]}, range(40), {"$ref": f"#/$defs/d{i + 1}"})
             for i in range(300)}
-    tool = Tool("f", {"$defs": defs, "properties": {"a": {"$ref": "#/$defs/d0"}, "b": {"allOf": [{"$ref": "#/$defs/d0"}]}}})
+    first = {"$ref": "#/$defs/d0"}
+    tool = Tool("f", {"$defs": defs, "properties": {"a": first, "b": {"allOf": [first]}}})
     assert types_of(tool.schema_of("b")) == EVERY_TYPE
     assert read_value("5", tool.schema_of("b")) == 5
     conversation = Conversation([], None, Toolbox([], [tool], must=True))

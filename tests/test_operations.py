@@ -146,7 +146,8 @@ def ask_as(client, host, origin):
     return client.post(CHAT, json=BODY, headers={"Host": host} | ({"Origin": origin} if origin else {}))
 
 
-@pytest.mark.parametrize("host", ["localhost", "localhost:8080", "127.0.0.1:8080", "127.0.0.5", "[::1]:8080", "LOCALHOST.:1"])
+@pytest.mark.parametrize("host", ["localhost", "localhost:8080", "127.0.0.1:8080", "127.0.0.5", "[::1]:8080",
+                                  "LOCALHOST.:1"])
 @pytest.mark.parametrize("listens", ["127.0.0.1", "localhost", "::1", "127.0.0.5"])
 def test_on_loopback_the_server_has_the_names_of_this_machine(listens, host):
     """As an SSH tunnel has them, too: its own end is one of this machine."""
@@ -156,8 +157,9 @@ def test_on_loopback_the_server_has_the_names_of_this_machine(listens, host):
     assert client.get("/", headers={"Host": host}).status_code == 200
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:8080", "localhost.evil.example", "127.0.0.1.evil.example",
-                                  "[::1", "10.0.0.1:8080", "@", "localhost@evil.example"])
+@pytest.mark.parametrize("host", [
+    "evil.example", "evil.example:8080", "localhost.evil.example", "127.0.0.1.evil.example", "[::1", "10.0.0.1:8080", "@",
+    "localhost@evil.example"])
 def test_a_name_that_leads_here_is_not_enough(host):
     """DNS rebinding: to the browser, a page of that name and this server are one origin."""
     for origin in (None, f"http://{host}"):
