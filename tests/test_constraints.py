@@ -12,11 +12,9 @@ from llguidance import LLMatcher
 
 import qengine
 from kernels.emulated.card import EmulatedCard
-from tests.oracle import DATA
+from tests.models import SLOTS, TINY, load_tiny
 from tests.schemas import random_object, random_schema
 
-MODEL = str(DATA / "tiny-Q8_0.gguf")
-SLOTS = 4
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 PERSON = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 10}, "age": {"type": "integer"}},
           "required": ["name", "age"], "additionalProperties": False}
@@ -25,17 +23,6 @@ TOO_MANY = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i 
 
 def json_grammar(schema):
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=COMPACT)
-
-
-def load(card, **options):
-    return qengine.load(MODEL, card=card, progress=False, **{"ctx": 512, "slots": SLOTS, "chunk": 64} | options)
-
-
-@pytest.fixture(scope="module")
-def engine(card):
-    engine = load(card)
-    yield engine
-    engine.close()
 
 
 def request(seed=0, **fields):
@@ -52,7 +39,7 @@ def text(events):
 
 @pytest.fixture(scope="module", params=["byte pairs", "bytes"])
 def tokenizer(request):
-    return qengine.ByteTokenizer(300) if request.param == "bytes" else qengine.open_model(MODEL).tokenizer
+    return qengine.ByteTokenizer(300) if request.param == "bytes" else qengine.open_model(TINY).tokenizer
 
 
 def random_answer(constraint, tokenizer, rng):
@@ -134,7 +121,7 @@ def test_random_schemas_alone_and_side_by_side(engine):
 def test_on_a_card_that_does_everything_late(engine):
     requests = [request(seed, grammar=json_grammar(PERSON) if seed % 2 else None, max_tokens=60) for seed in range(5)]
     want = [list(engine.submit(r)) for r in requests]
-    late = load(EmulatedCard(late=True))
+    late = load_tiny(EmulatedCard(late=True))
     assert [list(g) for g in [late.submit(r) for r in requests]] == want
     late.close()
 
@@ -221,7 +208,7 @@ def test_a_grammar_is_compiled_once_and_every_answer_follows_it_from_the_start(e
     compiled, compile_grammar = [], qengine.compile_grammar
     monkeypatch.setattr(qengine, "compile_grammar", lambda prepared, grammar: (
         compiled.append(grammar), compile_grammar(prepared, grammar))[1])
-    fresh = load(engine.cards[0])
+    fresh = load_tiny(engine.cards[0])
     requests = [request(seed, grammar=json_grammar(PERSON)) for seed in range(4)]
     want = [list(engine.submit(r)) for r in requests]
     assert [list(fresh.submit(r)) for r in requests] == want                       # one after the other
@@ -275,7 +262,7 @@ def test_a_grammar_that_fails_on_the_way_ends_its_request_alone(engine):
 
 def test_requests_from_many_threads(engine):
     """The vocabulary is made once or twice, and every thread has its own matcher."""
-    fresh = load(engine.cards[0])
+    fresh = load_tiny(engine.cards[0])
     want, found = list(engine.submit(request(grammar=json_grammar(PERSON)))), []
     threads = [threading.Thread(target=lambda: found.append(list(fresh.submit(request(grammar=json_grammar(PERSON))))))
                for _ in range(6)]

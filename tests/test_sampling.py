@@ -7,17 +7,8 @@ import pytest
 
 import qengine
 from kernels import sample
-from tests.oracle import DATA
+from tests.models import SLOTS
 
-MODEL = str(DATA / "tiny-Q8_0.gguf")
-SLOTS = 3
-
-
-@pytest.fixture(scope="module")
-def engine(card):
-    engine = qengine.load(MODEL, card=card, ctx=256, slots=SLOTS, progress=False)
-    yield engine
-    engine.close()
 
 
 def request(seed=0, **fields):
