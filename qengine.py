@@ -2304,11 +2304,16 @@ class Constraint:
             self.forced.extend(tokens)
 
 
+FORCED_LETTERS = 1024       # that are looked ahead: the scheduler waits for that, 200,000 letters take it 0.2 s
 KEPT_GRAMMARS = 32          # compiled, for the next answer under the same schema or tools
 
 
 def compile_grammar(prepared: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
-    """A matcher at the start of an answer. It takes milliseconds, a copy of it microseconds."""
+    """A matcher at the start of an answer. It takes milliseconds, seconds at worst; a copy of it microseconds.
+
+    The limits of llguidance are right for a scheduler that waits for a mask: of grammars made to be slow (patterns that
+    need 2^60 states, 2,000 alternatives, ambiguous recursion) the worst mask took 33 ms of 248,000 tokens or 6,000, and
+    what would take longer is refused with the limit's name, at the start or on the way."""
     limits = llguidance.LLParserLimits(verbose_errors=False)        # its errors go to clients
     return llguidance.LLMatcher(prepared, grammar, log_level=0, limits=limits)
 
@@ -2328,8 +2333,9 @@ class Vocabulary:
         self.compile = functools.lru_cache(KEPT_GRAMMARS)(functools.partial(compile_grammar, self.prepared))
 
     def __call__(self, text: str) -> list[int]:
-        """Tokens that spell a text, which llguidance asks for where a grammar leaves no choice: the tokenizer's, unless
-        it would begin with a space or take a tag's name for the tag."""
+        """Tokens that spell the beginning of a text, which llguidance asks for where a grammar leaves no choice: the
+        tokenizer's, unless it would begin with a space or take a tag's name for the tag."""
+        text = text[:FORCED_LETTERS]
         ids = self.tokenizer.encode(text, allow_special=False)
         is_spelt = b"".join(self.tokens[i] for i in ids) == text.encode()
         return ids if is_spelt and not set(ids) & set(self.special_token_ids) else self.prepared.greedy_tokenize(text)
@@ -2347,6 +2353,8 @@ PASS_ROWS = 32              # rows of 9B in the time that one more pass costs: 5
 RUNNING_CHUNK = 512         # at most while answers are running, which wait for it
 TURN = "<|im_start|>"       # the control token at which a turn of a conversation begins
 NAN_LOGITS = "the logits hold a NaN: the model file is damaged, or a kernel is wrong"
+STOPS, STOP_LETTERS = 64, 1024      # of a request, at most
+GRAMMAR_LETTERS = 1 << 18   # at most: one that spells out as many is followed for 0.5 s before its first token
 DEFAULT_CTX = 4096          # tokens of a slot, where neither the caller nor the model asks for fewer
 
 # The small model that comes with qengine.
@@ -2425,8 +2433,8 @@ class Request:
                                          "prompt and answer together")
         if not all(0 <= token < n_vocab for token in self.prompt_ids):
             raise RequestError("prompt", f"a token id of the prompt is outside 0 .. {n_vocab - 1}")
-        if "" in self.stop:
-            raise RequestError("stop", "a stop string is empty")
+        if len(self.stop) > STOPS or not all(1 <= len(string) <= STOP_LETTERS for string in self.stop):
+            raise RequestError("stop", f"'stop' may hold {STOPS} strings, each of 1 to {STOP_LETTERS} letters")
         if self.timeout is not None and not 0 < self.timeout < math.inf:
             raise RequestError("timeout", "'timeout' must be a number of seconds above 0")
         for name in ("stop_after", "stop_before", "grammar_after"):
@@ -2436,6 +2444,8 @@ class Request:
             raise RequestError("top_logprobs", f"'top_logprobs' must be a whole number from 0 to {logprobs.TOP}")
         if self.grammar is not None and not isinstance(self.grammar, str):
             raise RequestError("grammar", "'grammar' must be a text")
+        if self.grammar is not None and len(self.grammar) > GRAMMAR_LETTERS:
+            raise RequestError("grammar", f"the grammar has {len(self.grammar)} letters, and may have {GRAMMAR_LETTERS}")
         for token, bias in self.logit_bias.items():
             if not is_within(int, token, 0, n_vocab - 1):
                 raise RequestError("logit_bias", f"{token!r} is no token id from 0 to {n_vocab - 1}")
@@ -2460,29 +2470,49 @@ class Event:
 
 
 class StopScanner:
-    """Ends a text that arrives in pieces before its first stop string, and holds back what may become one."""
+    """Ends a text that arrives in pieces before the first stop string that is complete in it, of several that end there
+    before the longest, and holds back what may become one. However it is cut, a letter takes the same steps for each
+    stop string, of all letters together two at most (Knuth, Morris and Pratt, "Fast pattern matching in strings")."""
 
     def __init__(self, stop):
-        self.stop = stop
+        self.stop = [(string, borders(string)) for string in stop]
+        self.begun = [0] * len(self.stop)       # letters of each that the text ends with
         self.held = ""
         self.stopped = False        # a stop string was found
 
     def push(self, piece: str) -> str:
         """The text that is certain after another piece."""
         text = self.held + piece
-        found = [at for at in (text.find(s) for s in self.stop) if at >= 0]
-        if found:
-            self.stopped, self.held = True, ""
-            return text[:min(found)]
-        held = max((n for s in self.stop for n in range(1, min(len(s), len(text) + 1)) if text.endswith(s[:n])),
-                   default=0)
-        self.held = text[len(text) - held:]
-        return text[:len(text) - held]
+        for end, letter in enumerate(piece if self.stop else "", len(self.held) + 1):
+            self.begun = [lengthened(n, letter, *stop) for n, stop in zip(self.begun, self.stop)]
+            found = [n for n, (string, _) in zip(self.begun, self.stop) if n == len(string)]
+            if found:
+                self.stopped, self.held = True, ""
+                return text[:end - max(found)]
+        shown = len(text) - max(self.begun, default=0)
+        self.held = text[shown:]
+        return text[:shown]
 
     def flush(self) -> str:
         """What was held back, when the text ends without a stop string."""
-        text, self.held = self.held, ""
+        text, self.held, self.begun = self.held, "", [0] * len(self.stop)
         return text
+
+
+def borders(string: str) -> list[int]:
+    """Of each of its beginnings the longest border: how many letters it both begins and ends with, but not all."""
+    found = [0]
+    for letter in string[1:]:
+        found.append(lengthened(found[-1], letter, string, found))
+    return found
+
+
+def lengthened(n: int, letter: str, string: str, borders: list[int]) -> int:
+    """How many of the string's first letters a text ends with, which ended with n of them, less than all, before this
+    letter."""
+    while n and string[n] != letter:
+        n = borders[n - 1]
+    return n + (string[n] == letter)
 
 
 class Generation:
