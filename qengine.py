@@ -2264,6 +2264,10 @@ class Sampler:
 class Constraint:
     """What a grammar still allows of one answer, or of what follows the token `after` in it.
 
+    Tokens that are certain are decoded like others, under a mask of one bit, since their keys, values and states are
+    needed. A prompt's pass would make those of a run at once, but starts at a multiple of 64, and the runs are short: of
+    128 tokens under the schema of benchmarks/constraints.py 47 are certain, 6 in a row at most.
+
     Look at `error` after each call, the first included."""
 
     def __init__(self, vocabulary: "Vocabulary", grammar: str, after: int | None = None):
