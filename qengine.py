@@ -2265,8 +2265,8 @@ class Constraint:
     """What a grammar still allows of one answer, or of what follows the token `after` in it.
 
     Tokens that are certain are decoded like others, under a mask of one bit, since their keys, values and states are
-    needed. A prompt's pass would make those of a run at once, but starts at a multiple of 64, and the runs are short: of
-    128 tokens under the schema of benchmarks/constraints.py 47 are certain, 6 in a row at most.
+    needed. A prompt's pass would make those of a run at once, but starts at a multiple of 64, and the runs are short:
+    of 128 tokens under the schema of benchmarks/constraints.py 47 are certain, 6 in a row at most.
 
     Look at `error` after each call, the first included."""
 
@@ -2308,12 +2308,13 @@ class Constraint:
             self.forced.extend(tokens)
 
 
-FORCED_LETTERS = 1024       # that are looked ahead: the scheduler waits for that, 200,000 letters take it 0.2 s
+FORCED_LETTERS = 1024       # that are looked ahead: the scheduler waits for their tokens, for 200,000 letters 0.2 s
 KEPT_GRAMMARS = 32          # compiled, for the next answer under the same schema or tools
 
 
 def compile_grammar(prepared: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
-    """A matcher at the start of an answer. It takes milliseconds, seconds at worst; a copy of it microseconds.
+    """A matcher at the start of an answer. It takes milliseconds, seconds at worst (an intersection of 16 patterns),
+    without the interpreter's lock; a copy of it takes microseconds.
 
     The limits of llguidance are right for a scheduler that waits for a mask: of grammars made to be slow (patterns that
     need 2^60 states, 2,000 alternatives, ambiguous recursion) the worst mask took 33 ms of 248,000 tokens or 6,000, and
@@ -2357,8 +2358,8 @@ PASS_ROWS = 32              # rows of 9B in the time that one more pass costs: 5
 RUNNING_CHUNK = 512         # at most while answers are running, which wait for it
 TURN = "<|im_start|>"       # the control token at which a turn of a conversation begins
 NAN_LOGITS = "the logits hold a NaN: the model file is damaged, or a kernel is wrong"
-STOPS, STOP_LETTERS = 64, 1024      # of a request, at most
-GRAMMAR_LETTERS = 1 << 18   # at most: one that spells out as many is followed for 0.5 s before its first token
+STOPS, STOP_LETTERS = 64, 1024      # stop strings of a request, and letters of each, at most
+GRAMMAR_LETTERS = 1 << 18   # of a grammar, at most: where it spells out as many, the scheduler waits 0.5 s for it
 DEFAULT_CTX = 4096          # tokens of a slot, where neither the caller nor the model asks for fewer
 
 # The small model that comes with qengine.
@@ -2449,7 +2450,8 @@ class Request:
         if self.grammar is not None and not isinstance(self.grammar, str):
             raise RequestError("grammar", "'grammar' must be a text")
         if self.grammar is not None and len(self.grammar) > GRAMMAR_LETTERS:
-            raise RequestError("grammar", f"the grammar has {len(self.grammar)} letters, and may have {GRAMMAR_LETTERS}")
+            raise RequestError("grammar", f"the grammar has {len(self.grammar)} letters, "
+                                          f"and may have {GRAMMAR_LETTERS}")
         for token, bias in self.logit_bias.items():
             if not is_within(int, token, 0, n_vocab - 1):
                 raise RequestError("logit_bias", f"{token!r} is no token id from 0 to {n_vocab - 1}")
@@ -2720,7 +2722,8 @@ class Scheduler:
             "requests_running": len(self.running), "requests_waiting": len(self.waiting), "slots": self.n_slots,
             "kv_pages": cache.n_pages, "kv_pages_free": len(cache.free_pages), "kv_pages_cached": cache.n_idle,
             "kv_pages_used": cache.n_pages - cache.n_available,
-            "checkpoints": len(cache.on_card) + len(cache.in_host), "checkpoints_on_card": cache.n_checkpoints - len(cache.free_numbers),
+            "checkpoints": len(cache.on_card) + len(cache.in_host),
+            "checkpoints_on_card": cache.n_checkpoints - len(cache.free_numbers),
             "checkpoints_spilled": cache.n_spilled, "checkpoints_fetched": cache.n_fetched,
             "checkpoints_dropped": cache.n_dropped}
 

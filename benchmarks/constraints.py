@@ -37,9 +37,10 @@ def main():
     engine = qengine.load(choice.model, card=choice.card, ctx=512, slots=choice.batch)
     app = qengine.create_app(engine)
     with qengine.serving(app, "127.0.0.1", 0) as port:
-        for how, speed in ("", of_engine), (", streamed", of_server):
+        for how, measure in ("", of_engine), (", streamed", of_server):
             for batch in dict.fromkeys((1, choice.batch)):
-                rounds = [[speed(engine, port, batch, choice.tokens, ruled) for ruled in (False, True)] for _ in range(5)]
+                rounds = [[measure(engine, port, batch, choice.tokens, ruled) for ruled in (False, True)]
+                          for _ in range(5)]
                 free, bound = map(max, zip(*rounds))
                 print(f"{engine.name}, batch of {batch}{how}: {free:.0f} tokens/s, with a JSON schema {bound:.0f}: "
                       f"{100 * bound / free:.0f} %")

@@ -369,6 +369,7 @@ def test_anything_that_may_happen(seed):
                 assert not world.scheduler.free_slots or world.scheduler._unpromised_pages() < fewest
             world.check()
         world.step()
+    generations += [world.submit([TURN, 3], grammar=grammar) for grammar in GRAMMARS]
     world.finish(*generations)
     for generation in generations:
         got, want = tokens_of(generation), truth(generation.request, n_ctx)
@@ -663,8 +664,8 @@ def test_reused_prompts_give_the_same_bits(empty):
 
 
 def test_an_answer_does_not_depend_on_who_brings_it_as_a_prompt(empty):
-    """Where prompt and answer of one are the prompt of another, pages of the same tokens hold other bits: the first one's
-    log-probabilities are those that it has alone."""
+    """Where prompt and answer of one are the prompt of another, pages of the same tokens hold other bits: the first
+    one's log-probabilities are those that it has alone."""
     ids = prompts(empty)[0][:100]
     asked = drawn(ids, max_tokens=120, temperature=0, top_logprobs=0)
     want = list(empty.submit(asked))

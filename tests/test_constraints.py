@@ -276,7 +276,8 @@ AMBIGUOUS = 'start: e\ne: e e | "a" | e "a" e | ""'
 MADE_TO_BE_SLOW = {
     "states": json_grammar({"type": "string", "pattern": "^(a|b)*a(a|b){500}$"}),
     "gaps": json_grammar({"type": "string", "pattern": "^" + ".*a" * 60 + "$"}),
-    "alternatives": json_grammar({"anyOf": [{"type": "string", "pattern": f"^[a-z ]*{i}[a-z0-9 ]*$"} for i in range(300)]}),
+    "alternatives": json_grammar({"anyOf": [{"type": "string", "pattern": f"^[a-z ]*{i}[a-z0-9 ]*$"}
+                                            for i in range(300)]}),
     "ambiguous": LLMatcher.grammar_from_lark(AMBIGUOUS),
     "certain": LLMatcher.grammar_from_lark(f'start: /[a-z]/ "{"hello world, " * 20_000}"')}
 

@@ -480,7 +480,8 @@ def test_wrong_products_are_refused(own_engine, product, message):
 
 @pytest.mark.parametrize("name, values", {
     "max_tokens": (0, -1, 1.5, True, 2**31), "temperature": (-0.1, 2.1, float("nan"), "hot", None),
-    "top_k": (-1, 0.5), "top_p": (1.1, -1), "min_p": (2,), "seed": (-1, 2**64, 0.5), "stop": ("", ["a", ""], "a" * 1025, ["a"] * 65),
+    "top_k": (-1, 0.5), "top_p": (1.1, -1), "min_p": (2,), "seed": (-1, 2**64, 0.5),
+    "stop": ("", ["a", ""], "a" * 1025, ["a"] * 65),
 }.items())
 def test_what_a_request_may_not_ask(engine, name, values):
     for value in values:

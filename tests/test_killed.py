@@ -19,7 +19,7 @@ PROMPT = {"prompt": "The quick brown fox", "max_tokens": 16, "temperature": 0}
 
 def start(cache):
     """The process of a server that keeps compiled kernels under `cache`."""
-    command = [sys.executable, str(ROOT / "qengine.py"), "-m", TINY, "--card", "emulated", "--ctx", "1024", "--serve", "0"]
+    command = [sys.executable, str(ROOT / "qengine.py"), "-m", TINY, "--card", "emulated", "--serve", "0"]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT,
                             env=os.environ | {"XDG_CACHE_HOME": str(cache)})
 
