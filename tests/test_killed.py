@@ -88,7 +88,7 @@ def kill_amid_an_answer(address, process):
 
 
 def test_a_server_that_is_killed(tmp_path):
-    """Amid an answer, and while it loads from damaged caches, and amid an answer again."""
+    """Amid an answer, and while it loads from damaged caches: from those it starts, and answers as before."""
     started = time.time() - 1
     with server(CACHE_DIR.parent) as (address, process):
         want = answer(address)
@@ -100,7 +100,5 @@ def test_a_server_that_is_killed(tmp_path):
     assert loading.stderr.readline().startswith("card:")
     time.sleep(0.5)
     kill(loading)
-    for _ in range(2):
-        with server(tmp_path) as (address, process):
-            assert answer(address) == want
-            kill_amid_an_answer(address, process)
+    with server(tmp_path) as (address, _):
+        assert answer(address) == want
