@@ -2266,7 +2266,7 @@ class Constraint:
 
     Tokens that are certain are decoded like others, under a mask of one bit, since their keys, values and states are
     needed. A prompt's pass would make those of a run at once, but starts at a multiple of 64, and the runs are short:
-    of 128 tokens under the schema of benchmarks/constraints.py 47 are certain, 6 in a row at most.
+    of 128 tokens under the schema of benchmarks/constraints.py 66 are certain, 6 in a row at most.
 
     Look at `error` after each call, the first included."""
 
