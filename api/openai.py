@@ -9,7 +9,7 @@ misspells one should hear of it.
 import time
 import uuid
 
-from qengine import SAMPLING, Request, RequestError, explain
+from qengine import SAMPLING, STOP_LETTERS, Request, RequestError, explain
 
 from . import chat
 from .fields import ANYTHING, BOOL, SECONDS, TEXT, Endpoint, either, list_of, number, object_of, one_of
@@ -19,7 +19,6 @@ from .tools import Tool
 MAX_CHOICES = 16            # answers of one request
 MAX_LOGPROBS = 20           # alternatives of one token
 MAX_STOPS = 16              # stop strings of one request
-MAX_STOP_LENGTH = 1000      # letters of one
 NO_EFFORT = "none", "minimal"       # of reasoning; the models can do without, and know of no degrees
 
 # ---- what may be sent ------------------------------------------------------------------------------------
@@ -27,7 +26,7 @@ NO_EFFORT = "none", "minimal"       # of reasoning; the models can do without, a
 NAME = {"type": "string", "pattern": r'^[^\u0000-\u0020<>"\\]{1,128}$'}       # of a tool, as both forms write it
 OBJECT = {"type": "object"}
 ID = {"type": "integer"}
-STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
+STOP = {"type": "string", "minLength": 1, "maxLength": STOP_LETTERS}
 
 PART = object_of({"type": one_of("text"), "text": TEXT}, ["type", "text"], others=True)
 CALL = object_of({"id": TEXT, "type": one_of("function"), "function": object_of(

@@ -217,7 +217,7 @@ def test_a_call_that_the_length_cuts(scripted):
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "then"}}, "tool_choice"),
     ({"thinking": {"type": "enabled", "budget_tokens": "long"}}, "thinking.budget_tokens"),
-    ({"stop_sequences": [""]}, "stop_sequences[0]"), ({"stop_sequences": ["a" * 1001]}, "stop_sequences[0]"),
+    ({"stop_sequences": [""]}, "stop_sequences[0]"), ({"stop_sequences": ["a" * 1025]}, "stop_sequences[0]"),
     ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "output_config.format.schema"),
 ])

@@ -375,7 +375,7 @@ BROKEN = {"type": "function", "function": {"name": "f", "parameters": {"properti
     ({"stream_options": {"include_Usage": True}}, "stream_options.include_Usage", "'stream_options.include_usage'?"),
     ({"extra_body": {"x" * 90: 1}}, "x" * 80, f"unknown field '{'x' * 80}'"),
     ({"tools": [TOOLS[0], TOOLS[1], TOOLS[0]]}, "tools", "2 tools have the name 'get_weather'"),
-    ({"stop": "a" * 1001}, "stop", "1000 letters"), ({"stop": ["a", "a" * 1001]}, "stop[1]", "1000 letters"),
+    ({"stop": "a" * 1025}, "stop", "1024 letters"), ({"stop": ["a", "a" * 1025]}, "stop[1]", "1024 letters"),
     ({"stop": list("abcdefghijklmnopq")}, "stop", "0 to 16"),
     ({"reasoning_effort": "very"}, "reasoning_effort", "minimal"),
     ({"messages": [{"role": "user", "content": "long " * 4096}]}, "messages", "4096"),

@@ -247,7 +247,7 @@ def test_schemas_far_too_large(form, kind):
         with pytest.raises(RequestError, match="letters") as caught:
             rules_of(rules, form, conversation[1])
         assert caught.value.field == "tools"
-    assert time.process_time() - start < 5
+    assert time.process_time() - start < 10         # with other work beside
 
 
 def test_rules_follow_the_thoughts():
