@@ -3184,7 +3184,7 @@ class Request:
     top_logprobs: int | None = None     # log-probabilities of the tokens, and of so many of the likeliest
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()          # strings that end the text and are not part of it; one may stand alone
-    stop_after: int | None = None       # token id: stop strings count in what follows it
+    stop_after: int | None = None       # token id: stop strings count in what follows it, line breaks at once aside
     stop_before: int | None = None      # token id: no stop string counts from there on
     grammar: str | None = None          # what the answer obeys, as llguidance.LLMatcher.grammar_from_... write it
     grammar_after: int | None = None    # token id: only what follows it obeys the grammar
@@ -3300,6 +3300,7 @@ class Generation:
         self.token_times: list[float] = []      # of the engine's tokens; readers may get several at once
         self._decoder, self._scanner = tokenizer.stream_decoder(), StopScanner(request.stop)
         self._scans = request.stop_after is None
+        self._at_start = not self._scans    # of what stop strings count in
         self._events, self._done = queue.SimpleQueue(), threading.Event()
         self.wake = threading.Event()           # set whenever there is something to `take`
 
@@ -3359,7 +3360,11 @@ class Generation:
         return finish_reason
 
     def _scan(self, piece: str) -> str:
-        return self._scanner.push(piece) if self._scans else piece
+        if not self._scans:
+            return piece
+        text = piece.lstrip("\n") if self._at_start else piece
+        self._at_start = self._at_start and not text
+        return piece[:len(piece) - len(text)] + self._scanner.push(text)
 
     def close(self, error: Exception | None = None):
         """No more events; `error` is raised where they are read."""
