@@ -1,23 +1,15 @@
 """What a request asks of sampling: penalties, biases, log-probabilities, stop strings after a token."""
 
 import dataclasses
+import time
 
 import numpy as np
 import pytest
 
 import qengine
 from kernels import sample
-from tests.oracle import DATA
+from tests.models import SLOTS
 
-MODEL = str(DATA / "tiny-Q8_0.gguf")
-SLOTS = 3
-
-
-@pytest.fixture(scope="module")
-def engine(card):
-    engine = qengine.load(MODEL, card=card, ctx=256, slots=SLOTS, progress=False)
-    yield engine
-    engine.close()
 
 
 def request(seed=0, **fields):
@@ -130,6 +122,16 @@ def test_requests_with_and_without_side_by_side(engine):
 
 
 # ---- stop strings ------------------------------------------------------------------------------------------
+
+
+def test_many_long_stop_strings_cost_little():
+    """However much of them the text has: minutes where each was compared with the text's end again at every letter."""
+    scanner = qengine.StopScanner(["a" * (qengine.STOP_LETTERS - 1) + chr(98 + i) for i in range(16)])
+    started = time.perf_counter()
+    shown = "".join(scanner.push("a") for _ in range(20_000))
+    assert len(shown) == 20_000 - qengine.STOP_LETTERS + 1 and not scanner.stopped
+    assert scanner.push("b") == "" and scanner.stopped
+    assert time.perf_counter() - started < 10       # 0.2 s
 
 
 def test_stop_strings_count_after_a_token(engine):
