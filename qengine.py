@@ -2420,7 +2420,7 @@ class Request:
     top_logprobs: int | None = None     # log-probabilities of the tokens, and of so many of the likeliest
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()          # strings that end the text and are not part of it; one may stand alone
-    stop_after: int | None = None       # token id: stop strings count in what follows it
+    stop_after: int | None = None       # token id: stop strings count in what follows it, line breaks at once aside
     stop_before: int | None = None      # token id: no stop string counts from there on
     grammar: str | None = None          # what the answer obeys, as llguidance.LLMatcher.grammar_from_... write it
     grammar_after: int | None = None    # token id: only what follows it obeys the grammar
@@ -2536,6 +2536,7 @@ class Generation:
         self.token_times: list[float] = []      # of the engine's tokens; readers may get several at once
         self._decoder, self._scanner = tokenizer.stream_decoder(), StopScanner(request.stop)
         self._scans = request.stop_after is None
+        self._at_start = not self._scans    # of what stop strings count in
         self._events, self._done = queue.SimpleQueue(), threading.Event()
         self.wake = threading.Event()           # set whenever there is something to `take`
 
@@ -2595,7 +2596,11 @@ class Generation:
         return finish_reason
 
     def _scan(self, piece: str) -> str:
-        return self._scanner.push(piece) if self._scans else piece
+        if not self._scans:
+            return piece
+        text = piece.lstrip("\n") if self._at_start else piece
+        self._at_start = self._at_start and not text
+        return piece[:len(piece) - len(text)] + self._scanner.push(text)
 
     def close(self, error: Exception | None = None):
         """No more events; `error` is raised where they are read."""
@@ -3207,6 +3212,7 @@ def note(text: str):
 MAX_WAITING = 64            # requests beyond those that have a slot; one more is answered 429
 MAX_BODY = 4 << 20          # bytes of one request: the longest context, as token ids or as escaped text
 POLL_SECONDS = 0.05         # between two looks for clients that hung up
+READ_SECONDS = 60           # a client that takes nothing of what is there for it in so long is hung up on
 
 
 class Service:
@@ -3222,7 +3228,7 @@ class Service:
         self.started = int(time.time())
         self.changed = threading.Condition()        # guards what follows
         self.open = {}                              # id -> (Generation, function: has its client hung up?)
-        self.n_entering = 0                         # requests on their way into it
+        self.n_entering = 0                         # requests that are being prepared for it
         self.closing = False
         self.pipes = PipeMeter()
         self.log = self.metrics = None              # of api/, set by create_app
@@ -3236,16 +3242,17 @@ class Service:
             raise EngineStopped(self.engine.error)
         return self.engine
 
-    def respond(self, requests, answer, stream: bool):
-        """Submits requests and returns the HTTP response to them.
+    def respond(self, n: int, prepare, stream: bool):
+        """Submits n requests and returns the HTTP response to them.
 
-        answer: what a protocol makes of their generations: whole(generations) gives a JSON object, events(generations)
-        the server-sent events of a stream, which tells of its errors itself.
+        prepare: makes (requests, answer), which may take long; they have their places by then. answer: what a
+        protocol makes of their generations: whole(generations) gives a JSON object, events(generations) the
+        server-sent events of a stream, which tells of its errors itself.
         """
-        generations = self.submit(requests)
+        generations, answer = self.submit(n, prepare)
         if stream:
-            response = flask.Response(answer.events(generations), mimetype="text/event-stream",
-                                      headers={"Cache-Control": "no-cache"})
+            response = flask.Response(answer.events(generations), mimetype="text/event-stream", headers={
+                "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})    # nginx passes it on as it comes
             # not a `finally` in events(): a generator that was never started does not run it
             response.call_on_close(lambda: self.release(generations))
             return response
@@ -3260,27 +3267,29 @@ class Service:
 
     # ---- open requests ------------------------------------------------------------------------------------
 
-    def submit(self, requests) -> list:
-        """Hands requests to the engine, all or none; their generations are open from now on, their client watched."""
+    def submit(self, n: int, prepare) -> tuple:
+        """Hands n requests to the engine, all or none; their generations are open from now on, their client
+        watched. prepare: see `respond`. Returns (generations, answer)."""
         gone = flask.request.environ.get("waitress.client_disconnected", lambda: False)
         with self.changed:
             if self.closing:
                 raise ServiceUnavailable("the server is shutting down")
             n_open = len(self.open) + self.n_entering
-            if n_open + len(requests) > self.max_requests:
+            if n_open + n > self.max_requests:
                 raise TooManyRequests(f"too many requests: {n_open} of {self.max_requests} are open already",
                                       retry_after=1)
-            self.n_entering += len(requests)
+            self.n_entering += n
         generations = []
         try:
-            for request in requests:            # without the lock: a grammar may take long to prepare
+            requests, answer = prepare()        # without the lock: a grammar takes long, here and in the engine
+            for request in requests:
                 generations.append(self.ready().submit(request))
         except Exception:
             self.release(generations)
             raise
         finally:
             with self.changed:
-                self.n_entering -= len(requests)
+                self.n_entering -= n
                 self.changed.notify_all()
         with self.changed:
             self.open |= {id(generation): (generation, gone) for generation in generations}
@@ -3288,7 +3297,7 @@ class Service:
                 self.release(generations)
             self.changed.notify_all()
         flask.g.exchange.generations += generations     # for the log
-        return generations
+        return generations, answer
 
     def release(self, generations):
         """Ends generations, finished or not."""
@@ -3348,11 +3357,12 @@ def explain(error: Exception) -> Failure:
 
 
 def create_app(engine=None, sampling=None, thinking=None, max_requests=MAX_WAITING, keys=(), origins=(),
-               log_prompts=False) -> flask.Flask:
+               host="127.0.0.1", log_prompts=False) -> flask.Flask:
     """The Flask app over `engine`; app.extensions["qengine"] is its Service.
 
     Without an engine it answers 503 until the service is given one: it may listen before the model is there.
     keys: API keys, of which one is wanted where there are any. origins: of web pages that may ask, "*" for all.
+    host: the address that the server is going to listen on.
     log_prompts: put the text of prompts into the log of requests.
     """
     from api import anthropic, log, metrics, openai, openapi        # here, because they import this file
@@ -3368,7 +3378,7 @@ def create_app(engine=None, sampling=None, thinking=None, max_requests=MAX_WAITI
     service.metrics = metrics.Metrics(service)
     service.log = log.RequestLog([service.metrics.observe], service.text_of if log_prompts else None)
     service.log.install(app)
-    Access(keys, origins).install(app)
+    Access(keys, origins, host).install(app)
     for endpoint in openapi.ENDPOINTS:
         app.add_url_rule(endpoint.path, f"{endpoint.method} {endpoint.path}",
                          functools.partial(endpoint.answer, service), methods=[endpoint.method])
@@ -3411,6 +3421,17 @@ class Connection(waitress.channel.HTTPChannel):
     """A client's connection."""
 
     error_task_class = HTTPError
+
+    def writable(self):
+        """Whether to poll for room to write; asked at each poll, once a second or more often."""
+        if self.total_outbufs_len and self.is_stuck():
+            self.hang_up()      # else its answer would hold a thread, and an open request its place, for ever
+        return super().writable()
+
+    def is_stuck(self) -> bool:
+        """Whether there is something to send, and nothing could be sent for too long."""
+        with self.outbuf_lock:      # nobody is about to send what he has just put there
+            return self.total_outbufs_len > 0 and time.time() - self.last_activity > READ_SECONDS
 
     def hang_up(self):
         """Closes it by way of the thread that polls it, which also wakes whoever waits to write to it."""
@@ -3846,7 +3867,8 @@ def build_parser() -> Parser:
                              "read a command line")
     server.add_argument("--api-key-file", metavar="FILE", help="the same for each line of a file")
     server.add_argument("--cors", metavar="ORIGIN", action="append", default=[],
-                        help="let web pages of this origin ask, https://chat.example say; * for all; several are allowed")
+                        help="let web pages of this origin ask, https://chat.example say; * for all; several are "
+                             "allowed; behind a proxy without keys this server's own page needs it, too")
     server.add_argument("--log-prompts", action="store_true", help="write the text of prompts into the log of requests")
 
     machine = parser.add_argument_group("the machine")
@@ -3987,7 +4009,8 @@ def run_server(options, sampling: dict, thinking) -> int:
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     keys = read_keys(options.api_key, options.api_key_file)
-    app = create_app(None, sampling, thinking, options.slots + MAX_WAITING, keys, options.cors, options.log_prompts)
+    app = create_app(None, sampling, thinking, options.slots + MAX_WAITING, keys, options.cors, options.host,
+                     options.log_prompts)
     with contextlib.ExitStack() as stack:
         stack.enter_context(on_stderr(app.extensions["qengine"].log))
         try:

@@ -142,3 +142,12 @@ def test_stop_strings_count_after_a_token(engine):
     assert [event.text for event in stopped] == [spaced, ""] and stopped[-1].finish_reason == "stop"
     never = answer(engine, request(max_tokens=6, logit_bias=bias, stop=spaced, stop_after=6))
     assert [event.text for event in never] == [spaced] * 6 and never[-1].finish_reason == "length"
+
+
+def test_line_breaks_before_what_stop_strings_count_in_are_none_of_it():
+    """Templates put them behind thoughts: a text that may have one line would be empty."""
+    generation = qengine.Generation(qengine.Request([1], stop="\n", stop_after=ord("!")), qengine.ByteTokenizer(256))
+    for letter in b"a\nb!\n\nline\n":
+        reason = generation.push(letter, None)
+    generation.close()
+    assert "".join(event.text for event in generation) == "a\nb!\n\nline" and reason == "stop"
