@@ -39,6 +39,7 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import gc
 import heapq
 import ipaddress
 import itertools
@@ -2433,6 +2434,9 @@ class Pipeline:
             self.settle()
         for stage in self.stages:
             stage.worker.stop(CardError("the engine was closed"))
+        for stage in self.stages:
+            if stage.worker.ident is not None:
+                stage.worker.join(timeout=1.0)  # of one whose card hangs there is no end
 
     # ---- slots, pages, checkpoints ----
 
@@ -4945,6 +4949,7 @@ def go_on(service: Service, options) -> bool:
     for stage in failed.pipeline.stages:
         if stage.card in left:
             stage.release()
+    gc.collect()                        # of what tracebacks hold
     try:
         if not left:
             raise CardError("no card is left")

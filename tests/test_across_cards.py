@@ -291,8 +291,8 @@ def test_a_server_goes_on_with_the_cards_that_are_left(fault, alone, patience, c
         assert qengine.go_on(service, options)
         assert service.engine.cards == left and answers(service.engine) == alone[0]
         assert f"going on without {lost[-1]}" in capsys.readouterr().err
-    fresh = load((4,))
-    assert left[0].free_bytes == fresh.cards[0].free_bytes      # of the old engines nothing is left
+    fresh = qengine.load(MODEL, cards(1), progress=False, **qengine.asked(options) | {"split": None})
+    assert left[0].free_bytes >= fresh.cards[0].free_bytes      # of the old engines nothing is left
     fresh.close()
     fault(left[0])
     with pytest.raises(qengine.EngineStopped):
