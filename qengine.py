@@ -39,6 +39,7 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import gc
 import heapq
 import ipaddress
 import itertools
@@ -2083,7 +2084,8 @@ class Stage:
         # A prompt's pass must not disturb the batches, whose inputs stay from one step to the next.
         self.inputs = card.alloc(6 * self.max_rows, np.int32, "ids, slots and positions of a prompt's pass")
         self.incoming, self.outgoing = (
-            [card.alloc((self.max_rows, config.hidden_dim), np.float32, f"{name} hidden states") for _ in range(2 * is_there)]
+            [card.alloc((self.max_rows, config.hidden_dim), np.float32, f"{name} hidden states")
+             for _ in range(2 * is_there)]
             for name, is_there in (("incoming", layers.start > 0), ("outgoing", self.hands_on)))
         self.entry = self.exit = None   # the Edges to the stages beside, see `Pipeline`
         self.cache = None       # see `allocate`
@@ -2433,6 +2435,9 @@ class Pipeline:
             self.settle()
         for stage in self.stages:
             stage.worker.stop(CardError("the engine was closed"))
+        for stage in self.stages:
+            if stage.worker.ident is not None:
+                stage.worker.join(timeout=1.0)  # of one whose card hangs there is no end
 
     # ---- slots, pages, checkpoints ----
 
@@ -4945,6 +4950,7 @@ def go_on(service: Service, options) -> bool:
     for stage in failed.pipeline.stages:
         if stage.card in left:
             stage.release()
+    gc.collect()                        # of what tracebacks hold
     try:
         if not left:
             raise CardError("no card is left")

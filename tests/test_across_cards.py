@@ -291,8 +291,8 @@ def test_a_server_goes_on_with_the_cards_that_are_left(fault, alone, patience, c
         assert qengine.go_on(service, options)
         assert service.engine.cards == left and answers(service.engine) == alone[0]
         assert f"going on without {lost[-1]}" in capsys.readouterr().err
-    fresh = load((4,))
-    assert left[0].free_bytes == fresh.cards[0].free_bytes      # of the old engines nothing is left
+    fresh = qengine.load(MODEL, cards(1), progress=False, **qengine.asked(options) | {"split": None})
+    assert left[0].free_bytes >= fresh.cards[0].free_bytes      # of the old engines nothing is left
     fresh.close()
     fault(left[0])
     with pytest.raises(qengine.EngineStopped):
@@ -327,7 +327,8 @@ def test_a_card_without_room_is_named_at_load():
     three[1].alloc = full
     with pytest.raises(OutOfMemory, match="does not fit on emulated card 1"):
         load((1, 2, 1), on=three)
-    assert not [thread for thread in threading.enumerate() if isinstance(thread, qengine.Worker) and thread.card in three]
+    workers = [thread for thread in threading.enumerate() if isinstance(thread, qengine.Worker)]
+    assert not [worker for worker in workers if worker.card in three]
 
 
 def test_an_engine_that_is_closed_leaves_no_thread():
