@@ -34,10 +34,12 @@ import argparse
 import bisect
 import codecs
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
 import functools
+import gc
 import heapq
 import ipaddress
 import itertools
@@ -80,12 +82,14 @@ from kernels import (advance, attend_decode, attention, checkpoint, conv, embedd
                      gdn_decode, kv_cache, logprobs, norm, probe, q8_gemm, q8_gemv, quant_gemv, quantize, rope, sample,
                      swiglu, synthetic)
 from kernels.bench import operation_seconds
-from kernels.card import Array, Card, CardError, open_cards, show_bytes
+from kernels.card import Array, Card, CardError, NoAnswer, OutOfMemory, PlannedCard, open_cards, show_bytes
+from kernels.card import Event as CardEvent
 from kernels.compile import CompileError
 from kernels.emulated.cards import CARDS, CardModel
 from kernels.emulated.estimate import PIPES, SECTOR, Counts
 from kernels.formats import FORMATS, dequantize
 from kernels.nvidia import find_assembler
+from kernels.trace import tracing
 from kernels.upload import PIECE, Feeder
 
 # ======================================================================================================
@@ -1078,16 +1082,17 @@ class FileWeights:
 
     @contextlib.contextmanager
     def loading(self, card: Card):
-        """Surrounds all calls of `matrix` and `vector` for a card; the values are good when it ends. ModelError."""
+        """Gives weights whose `matrix` and `vector` fill that card, from one thread; the values are good when it ends.
+        ModelError."""
         names, largest = list(self.gguf.tensors), max(tensor.nbytes for tensor in self.gguf.tensors.values())
-        self.feeder = Feeder(card, min(PIECE, largest))
-        bad = card.zeros(len(names), np.uint32, "flags of damaged tensors")
-        self.bad = {name: bad[i:i + 1] for i, name in enumerate(names)}
+        weights, bad = FileWeights(self.gguf), card.zeros(len(names), np.uint32, "flags of damaged tensors")
+        weights.feeder = Feeder(card, min(PIECE, largest))
+        weights.bad = {name: bad[i:i + 1] for i, name in enumerate(names)}
         try:
-            yield
+            yield weights
             damaged = np.flatnonzero(card.download(bad))
         finally:
-            self.feeder = self.bad = None
+            weights.feeder = weights.bad = None
         if damaged.size:
             tensor = self.gguf.tensors[names[damaged[0]]]
             what = "block scale" if tensor.type in FORMATS else "value"
@@ -1140,7 +1145,7 @@ class SyntheticWeights:
         self.shapes, self.format = config.tensor_shapes(), format
 
     def loading(self, card: Card):
-        return contextlib.nullcontext()
+        return contextlib.nullcontext(self)
 
     def type_of(self, name: str) -> str:
         return "Q8_0" if self.shapes[name][1] % FORMATS[self.format].file_block else self.format
@@ -1159,6 +1164,28 @@ class SyntheticWeights:
         low, high = SYNTHETIC_RANGES.get(re.sub(r"^blk\.\d+\.", "", name), (0.9, 1.1))
         synthetic.random_uniform(card, array, low, high, zlib.crc32(name.encode()))
         return array
+
+
+class PlannedWeights:
+    """The tensors of a model without their values, for a plan of what cards are to hold; all of `format`, if given."""
+
+    def __init__(self, config: Config, weights: "FileWeights | SyntheticWeights", format: str | None = None):
+        self.shapes, self.weights, self.format = config.tensor_shapes(), weights, format
+
+    def loading(self, card: Card):
+        return contextlib.nullcontext(self)
+
+    def type_of(self, name: str) -> str:
+        if self.format and self.shapes[name][1] % FORMATS[self.format].file_block == 0:
+            return self.format
+        return self.weights.type_of(name)
+
+    def matrix(self, card: Card, *names: str) -> Matrix:
+        n, k = sum(self.shapes[name][0] for name in names), self.shapes[names[0]][1]
+        return alloc_matrix(card, self.type_of(names[0]), n, k, " + ".join(names))
+
+    def vector(self, card: Card, name: str) -> Array:
+        return card.alloc(self.shapes[name], np.float32, name)
 
 
 # ======================================================================================================
@@ -1502,6 +1529,17 @@ def pages_for(n_tokens: int) -> int:
 def whole_pages(n_tokens: int) -> int:
     """The multiple of 64 at or below."""
     return n_tokens // PAGE_TOKENS * PAGE_TOKENS
+
+
+def page_bytes(config: Config, kinds) -> int:
+    """Bytes of a page in layers of these kinds: keys and values, float16."""
+    return list(kinds).count("attention") * 2 * PAGE_TOKENS * config.kv_dim * 2
+
+
+def state_bytes(config: Config, kinds) -> int:
+    """Bytes of a slot's recurrent states in layers of these kinds, float32."""
+    return list(kinds).count("linear") * 4 * (
+        config.conv_width * config.conv_dim + config.value_dim * config.linear_head_dim)
 
 
 @dataclass(frozen=True)
@@ -1892,38 +1930,171 @@ def checkpoint_positions(tokens: list[int], turn: int | None, start: int, known:
 # ======================================================================================================
 
 
+# Every card has a thread, its worker, that alone gives it work: whoever wants something of a stage posts a task. A task
+# may wait for tasks that were posted before it, to other workers, too, and thus for none that waits for it.
+
 CHECKED_WEIGHTS = 1 << 22   # of one matrix that is compared with NumPy's product, see `Engine.use`
+DEADLINE = 120.0            # seconds after which a card counts as broken that has not done what somebody waits for
+
+
+class Fault(NamedTuple):
+    """What ended the work of a pipeline."""
+
+    card: str               # its name
+    what: str
+    since: float            # Unix time
+
+
+class Task:
+    """Something that a worker is to do, and what came of it."""
+
+    def __init__(self, worker: "Worker", work, is_vital: bool):
+        self.worker, self.work, self.is_vital = worker, work, is_vital
+        self.value = self.error = None
+        self.over = threading.Event()
+
+    def end(self, value=None, error: BaseException | None = None):
+        if not self.over.is_set():
+            self.value, self.error, self.work = value, error, None
+            self.over.set()
+
+    def wait(self, has_deadline: bool = True):
+        """Return when it is over. Raises NoAnswer after the deadline."""
+        with self.worker.awaited():
+            if not self.over.wait(DEADLINE if has_deadline else None):
+                self.worker.blame()
+
+    def result(self, has_deadline: bool = True):
+        """What the work returned. Raises what it raised, or why it was never done."""
+        self.wait(has_deadline)
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+class Worker(threading.Thread):
+    """The thread that gives a card its work: tasks, in the order in which they are posted."""
+
+    def __init__(self, card: Card):
+        super().__init__(name=f"worker of {card.name}", daemon=True)    # a card that hangs must not hold the process
+        self.card = card
+        self.on_fault = lambda worker, error: None      # of a Pipeline
+        self.tasks, self.task = queue.SimpleQueue(), None
+        self.error: BaseException | None = None         # why there is no more to do
+        self.lock = threading.Lock()                    # held while `error` is decided on
+        self.waits_for: Worker | None = None
+
+    def post(self, work, *arguments) -> Task:
+        """Have work(*arguments) done after all that was posted before. An error there ends the pipeline, since it may
+        be that nobody looks at the task again."""
+        return self._give(Task(self, functools.partial(work, *arguments), True))
+
+    def ask(self, work, *arguments) -> Task:
+        """The same for somebody who does look: only an error of the card ends the pipeline."""
+        return self._give(Task(self, functools.partial(work, *arguments), False))
+
+    def _give(self, task: Task) -> Task:
+        with self.lock:
+            if self.error is not None:
+                task.end(error=self.error)
+            else:
+                if self.ident is None:
+                    self.start()
+                self.tasks.put(task)
+        return task
+
+    def run(self):
+        while (task := self.tasks.get()) is not None:
+            self.task = task
+            try:
+                task.end(task.work())
+            except BaseException as error:              # a panic of a library in Rust is no Exception
+                if task.is_vital or isinstance(error, CardError):
+                    self.on_fault(self, error)
+                task.end(error=error)
+            self.task = task = None
+
+    def wait(self, event):
+        """Return when an event of this worker's card is done; for any thread. Raises CardError."""
+        with self.awaited():
+            try:
+                event.synchronize(DEADLINE)
+            except CardError as error:
+                self.on_fault(self, error)
+                raise
+
+    @contextlib.contextmanager
+    def awaited(self):
+        """Surrounds where a thread waits for this worker or its card."""
+        waiter = threading.current_thread()
+        if isinstance(waiter, Worker):
+            waiter.waits_for = self
+        try:
+            yield
+        finally:
+            if isinstance(waiter, Worker):
+                waiter.waits_for = None
+
+    def blame(self):
+        """Raise NoAnswer on account of the card that this worker waits for, or that one's for, and so on."""
+        worker = self
+        while (other := worker.waits_for) is not None:
+            worker = other
+        error = NoAnswer(f"{worker.card.name} has not answered for {DEADLINE:g} s")
+        self.on_fault(worker, error)
+        raise error
+
+    def stop(self, error: BaseException):
+        """End with `error` all that is still to do, what is done at the moment, and the thread."""
+        with self.lock:
+            self.error = self.error or error
+            left = [self.task]
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    left.append(self.tasks.get_nowait())
+            self.tasks.put(None)
+        for task in filter(None, left):
+            task.end(error=self.error)
 
 
 class Stage:
     """A range of layers on one card: weights, caches, scratch, and the launches of decode steps, recorded.
 
-    Token ids enter the first stage, and its last one's sampler turns logits into token ids; what a stage in between
-    hands on is `model.x`.
+    Token ids enter the first stage, hidden states go from each to the next, and the last one's sampler turns logits
+    into token ids. What queues work on the card is done by its worker.
     """
 
     def __init__(self, card: Card, config: Config, weights, layers: range, n_slots: int, n_ctx: int, chunk: int | None,
                  progress=iter):
         self.card, self.config, self.layers, self.n_slots = card, config, layers, n_slots
-        with weights.loading(card):
+        self.worker = Worker(card)
+        free = card.free_bytes
+        with weights.loading(card) as weights:
             self.model = Model(card, config, weights, layers, progress)
+        self.weight_bytes = free - card.free_bytes
         kinds = [config.layer_kinds[index] for index in layers]
-        self.page_bytes = kinds.count("attention") * 2 * PAGE_TOKENS * config.kv_dim * 2    # k and v, float16
-        self.state_bytes = kinds.count("linear") * 4 * (
-            config.conv_width * config.conv_dim + config.value_dim * config.linear_head_dim)    # of a slot
+        self.page_bytes, self.state_bytes = page_bytes(config, kinds), state_bytes(config, kinds)
         multiplied = [matrix for layer in self.model.layers for matrix in matrices(layer)]
         self.products = collections.Counter((matrix.n, matrix.k) for matrix in multiplied if matrix.is_quantized)
         self.row_operations = 2 * sum(matrix.n * matrix.k for matrix in multiplied)
         self.chunk = min(chunk or self.fitting_chunk(n_ctx), pages_for(n_ctx) * PAGE_TOKENS)
-        max_rows = max(self.chunk, n_slots, HEAD_ROWS)
-        self.model.allocate(max_rows, n_slots)
+        self.max_rows = max(self.chunk, n_slots, HEAD_ROWS)
+        self.model.allocate(self.max_rows, n_slots)
         self.sampler = Sampler(card, n_slots, config.n_vocab) if self.model.head else None
-        # A prompt's pass must not disturb the batch, whose inputs stay from one step to the next.
-        self.inputs = card.alloc(6 * max_rows, np.int32, "ids, slots and positions of a prompt's pass")
-        self.batch = card.alloc(6 * n_slots, np.int32, "ids, slots and positions of a decode step")
+        # A prompt's pass must not disturb the batches, whose inputs stay from one step to the next.
+        self.inputs = card.alloc(6 * self.max_rows, np.int32, "ids, slots and positions of a prompt's pass")
+        self.incoming, self.outgoing = (
+            [card.alloc((self.max_rows, config.hidden_dim), np.float32, f"{name} hidden states") for _ in range(2 * is_there)]
+            for name, is_there in (("incoming", layers.start > 0), ("outgoing", self.hands_on)))
+        self.entry = self.exit = None   # the Edges to the stages beside, see `Pipeline`
         self.cache = None       # see `allocate`
         self.recordings = {}    # (name of what was recorded, *its arguments) -> Recording
         self.pass_time = functools.cache(self.pass_time)
+
+    @property
+    def hands_on(self) -> bool:
+        """Whether there are stages behind."""
+        return self.layers.stop < self.config.n_layers
 
     def fitting_chunk(self, n_ctx: int) -> int:
         """Tokens of a pass that suit the card: on a real one as many as the memory allows that weights, one context
@@ -1931,67 +2102,116 @@ class Stage:
         if self.card.kind == "emulated":
             return CHUNK
         asked = pages_for(n_ctx) * self.page_bytes + (self.n_slots + LEAST_CHECKPOINTS) * self.state_bytes
-        fitting = max(self.card.free_bytes - asked, 0) // CHUNK_SHARE // self.model.row_bytes()
+        row_bytes = self.model.row_bytes() + 2 * 4 * self.config.hidden_dim * ((self.layers.start > 0) + self.hands_on)
+        fitting = max(self.card.free_bytes - asked, 0) // CHUNK_SHARE // row_bytes
         in_time = max(int(PASS_SECONDS * probe.dot_speed(self.card) / self.row_operations), PAGE_TOKENS)
         return min(max(fitting, CHUNK), in_time, LARGEST_CHUNK) // PAGE_TOKENS * PAGE_TOKENS
 
     def pass_time(self, rows: int) -> int:
-        """How long the products of a pass take, to compare with others (0 rows: nothing)."""
+        """How long the products of a pass take, to compare with others on the card (0 rows: nothing)."""
         return sum(count * q8_gemm.relative_time(self.card, n, k, rows) for (n, k), count in self.products.items()
                    ) if rows else 0
 
-    def pass_rows(self, n: int, limit: int) -> int:
-        """Tokens of the next pass over a prompt that has n left, at most `limit`: all, or passes of the multiple of 64
-        whose blocks of threads fill the card best, as the last round of a product takes as long as a full one. A pass
-        takes time of its own, too: that of PASS_ROWS more rows."""
-        sizes = [*([n] if n <= limit else []), *range(min(limit, n) // PAGE_TOKENS * PAGE_TOKENS, 0, -PAGE_TOKENS)]
-        own = PASS_ROWS * self.pass_time(LARGEST_CHUNK) / LARGEST_CHUNK
-        return min(sizes, key=lambda rows: n // rows * (own + self.pass_time(rows))
-                   + (n % rows and own + self.pass_time(n % rows)))
+    def pass_seconds(self, rows: int) -> float:
+        """About how long a pass takes. It takes time of its own, too, however few its rows are."""
+        as_rows = self.pass_time(rows) * LARGEST_CHUNK / max(self.pass_time(LARGEST_CHUNK), 1)
+        own = PRODUCT_SECONDS * self.products.total()
+        return own + as_rows * self.row_operations / self.speed.dot / PEAK_SHARE
 
-    def allocate(self, sizes: CacheSizes):
-        """Take the memory of the cache: after the weights, so that its size can depend on what those leave."""
+    def hop_seconds(self, rows: int) -> float:
+        """How long the hidden states of a pass take to the host, or from it."""
+        return hop_bytes(self.config, rows) / self.speed.link
+
+    @functools.cached_property
+    def speed(self) -> probe.Speed:
+        return probe.speed_of(self.card)
+
+    def release(self):
+        """Give the card's memory back, though a thread that hangs may know the stage for ever."""
+        self.model = self.sampler = self.cache = self.inputs = None
+        for held in self.incoming, self.outgoing, self.batches, self.recordings:
+            held.clear()
+
+    def allocate(self, sizes: CacheSizes, n_groups: int = 1):
+        """Take the memory of the cache, after the weights, so that its size can depend on what those leave; and that of
+        the inputs of each group of answers, see `Pipeline`."""
         self.cache = Cache(self.card, self.config, self.layers, sizes)
+        self.batches = [self.card.alloc(6 * self.n_slots, np.int32, "ids, slots and positions of a decode step")
+                        for _ in range(n_groups)]
+        self.placed = [None] * n_groups     # the same on the host, where the tokens come from another card
+        if self.sampler:
+            self.sampler.pin(n_groups)
 
-    def prefill(self, ids, slot: int, start: int, marks=(), tap=None):
+    # ---- what the worker does ----
+
+    def run_pass(self, before: Task | None, freed: Task | None, n: int, work, *arguments):
+        """Queue this stage's part of a pass of n rows. before: what the stage before did for it; freed: what the one
+        behind did for the last pass but one."""
+        if self.entry:
+            self.entry.receive(n, before.result())
+        found = work(self, *arguments)
+        return self.exit.send(n, freed) if self.exit else found
+
+    def prefill(self, ids, slot: int, start: int, marks, tap):
         """Queue a pass over consecutive tokens of a slot; their hidden states stay in model.x until the next one.
-        marks: (tokens of the pass, number of a checkpoint) where the slot's states are kept."""
+        marks: (tokens of the pass, number of a checkpoint) where the slot's states are kept. Returns the pass's end."""
         n = len(ids)
         set_rows(self.inputs, ids, [slot] * n, range(start, start + n))
         inside = tuple((end, slot, self.n_slots + number) for end, number in marks if end < n)
-        self.launch_prompt(n, inside, tap)
+        with self.card.span(f"slot {slot}, {n} tokens from {start} on"):
+            self.launch_prompt(n, inside, tap)
         for end, number in marks:
             if end == n:
                 self.cache.save(slot, number)
+        return self.card.default_stream.record()
 
-    def sample_row(self, row: int, slot: int, log_probs: bool) -> "Tokens":
-        """The next token of a slot from row `row` of the hidden states of the prefill pass queued last."""
+    def sample_row(self, row: int, slot: int, log_probs: bool):
+        """Queue the choice of the next token of a slot from row `row` of the hidden states of the prefill pass queued
+        last; as `Sampler.fetch`."""
         set_rows(self.inputs, [0], [slot], [0])
         self.model.compute_logits(self.model.x[row:row + 1], 1)
         self.sampler.launch(self.model.logits, rows_of(self.inputs, 1, is_decode=True), log_probs)
-        return self.sampler.read(log_probs)
+        return self.sampler.fetch(-1, 1, log_probs)
 
-    def place(self, ids, slots, positions):
-        """The inputs of the next decode step."""
-        set_rows(self.batch, ids, slots, positions)
+    def logits(self, row: int, n: int) -> np.ndarray:
+        """Those of n rows of that pass from `row` on."""
+        self.model.compute_logits(self.model.x[row:row + n], n)
+        return self.card.download(self.model.logits[:n])
 
-    def step(self, n: int, log_probs: bool):
+    def place(self, group: int, ids, slots, positions):
+        """The inputs of a group's next decode step."""
+        self.placed[group] = np.array(ids), slots, np.array(positions)
+        set_rows(self.batches[group], ids, slots, positions)
+
+    def follow(self, group: int, tokens: "Tokens | None"):
+        """Make the tokens of a group's last step, which the last stage found, the inputs of the next; there
+        `launch_choice` does so, by the same rule (kernels/advance.py)."""
+        if self.hands_on and tokens is not None:
+            ids, slots, positions = self.placed[group]
+            chosen = tokens.read()
+            self.place(group, np.where(chosen >= 0, chosen, ids), slots, positions + (chosen >= 0))
+
+    def step(self, group: int, tokens: "Tokens | None", n: int, log_probs: bool):
         """Queue a decode step of the n rows placed last, or of what followed them: `forward` and `choose` in one."""
-        self.recording(self.launch_step, n, log_probs).replay()
+        self.follow(group, tokens)
+        self.recording(self.launch_step, group, n, log_probs).replay()
+        return self.sampler and self.sampler.fetch(group, n, log_probs)
 
-    def forward(self, n: int):
+    def forward(self, group: int, tokens: "Tokens | None", n: int):
         """Queue the layers of a decode step."""
-        self.recording(self.launch_layers, n).replay()
+        self.follow(group, tokens)
+        self.recording(self.launch_layers, group, n).replay()
 
-    def choose(self, n: int, log_probs: bool):
+    def choose(self, group: int, n: int, log_probs: bool):
         """Queue the choice of the tokens that follow the n rows of `forward`; they are what enters the next step."""
-        self.recording(self.launch_choice, n, log_probs).replay()
+        self.recording(self.launch_choice, group, n, log_probs).replay()
+        return self.sampler.fetch(group, n, log_probs)
 
     def recording(self, launch, *arguments):
         """What launch(*arguments), one of the methods below, launches; made when it is first asked for."""
         key = launch.__name__, *arguments
         if key not in self.recordings:
-            with self.card.record() as recording:
+            with self.card.record(" ".join(map(str, key))) as recording:
                 launch(*arguments)
             self.recordings[key] = recording
         return self.recordings[key]
@@ -2008,13 +2228,24 @@ class Stage:
         self.recordings.clear()
         model.gemv, model.gemm = gemv, gemm
 
+    def load_kernels(self, progress: bool):
+        """Load what any prompt and any answer will run, and record what repeats, so that no request waits for it."""
+        with self.card.collecting() as needed:
+            self.launch_all()
+        with tqdm.tqdm(desc="compiling kernels", total=len(needed), unit="kernel", leave=False,
+                       disable=not progress) as bar:
+            self.card.load_kernels(needed, lambda name: (bar.set_postfix_str(name), bar.update()))
+        for group in range(len(self.batches)):
+            for n in (n for n in (1, 2, 4, 8) if n <= self.n_slots):        # others are recorded when they come
+                self.recording(self.launch_step, group, n, False)
+
     def launch_all(self):
         """Launch every kernel that a prompt or an answer of any length may need; what they compute is of no use."""
         few = min(self.chunk, CHUNK)    # beyond, what is run depends on the number of pages alone
         for n in (*range(1, min(few, 64)), *range(64, few + 1, 8), *range(CHUNK, self.chunk + 1, PAGE_TOKENS)):
             self.launch_prompt(n)
         for n in range(1, self.n_slots + 1):
-            self.launch_step(n, log_probs=True)
+            self.launch_step(0, n, log_probs=True)
         if self.sampler:
             for n in range(1, HEAD_ROWS + 1):
                 self.model.compute_logits(self.model.x, n)
@@ -2024,18 +2255,18 @@ class Stage:
         rows = dataclasses.replace(rows_of(self.inputs, n, is_decode=False), marks=marks)
         self.model.forward(rows, self.cache, tap)
 
-    def launch_step(self, n: int, log_probs: bool):
-        self.launch_layers(n)
-        self.launch_choice(n, log_probs)
+    def launch_step(self, group: int, n: int, log_probs: bool):
+        self.launch_layers(group, n)
+        self.launch_choice(group, n, log_probs)
 
-    def launch_layers(self, n: int):
-        self.model.forward(rows_of(self.batch, n, is_decode=True), self.cache)
+    def launch_layers(self, group: int, n: int):
+        self.model.forward(rows_of(self.batches[group], n, is_decode=True), self.cache)
         if self.sampler:
             self.model.compute_logits(self.model.x, n)
 
-    def launch_choice(self, n: int, log_probs: bool):
+    def launch_choice(self, group: int, n: int, log_probs: bool):
         if self.sampler:
-            rows = rows_of(self.batch, n, is_decode=True)
+            rows = rows_of(self.batches[group], n, is_decode=True)
             self.sampler.launch(self.model.logits, rows, log_probs)
             advance.advance(self.card, rows.ids, rows.positions, rows.rope, self.sampler.tokens, n)
 
@@ -2062,8 +2293,96 @@ def set_rows(inputs: Array, ids, slots, positions):
     inputs.card.copy_in(inputs[:packed.size], packed)
 
 
+class Edge:
+    """The way of hidden states from a stage to the next one's card: a hop.
+
+        model.x → outgoing ──copies out──→ pinned host memory ──copies in──→ incoming → model.x
+
+    The memory in between exists twice: while one hop is on its way, the layers go on, and the next may follow. They
+    cross as the float32 that the residual stream is made of: in fewer bits, a split would be seen in the answers. That
+    is 20 KB for a token of a 27B, and for a pass of 256 over 0.25 GB/s 21 ms each way, while each of three CMP 100-210
+    computes for 130 ms (at PEAK_SHARE of its dp4a peak; not measured).
+    Between the two copies the host waits for the first: on the hardware this is for, cards that wait for each other's
+    events have read stale data.
+    """
+
+    def __init__(self, upstream: Stage, downstream: Stage):
+        self.upstream, self.downstream = upstream, downstream
+        upstream.exit = downstream.entry = self
+        shape = upstream.max_rows, upstream.config.hidden_dim
+        self.pinned = [upstream.card.pinned(shape, np.float32) for _ in range(2)]
+        self.copies_out, self.copies_in = upstream.card.stream("copies out"), downstream.card.stream("copies in")
+        self.n_sent = self.n_received = 0
+        # Per half: the events after which outgoing, pinned and incoming memory may be written again.
+        self.has_left, self.has_come, self.was_read = [None] * 2, [None] * 2, [None] * 2
+        self.receipts = collections.deque([None] * 2, maxlen=2)     # the tasks that received the last two hops
+
+    def send(self, n: int, freed: Task | None) -> CardEvent:
+        """Queue what upstream's card does for n rows of its model.x. Returns the event after which they are on the
+        host. freed: the task that received the last hop of this half."""
+        card, half = self.upstream.card, self.n_sent % 2
+        self.n_sent += 1
+        outgoing = self.upstream.outgoing[half][:n]
+        if self.has_left[half]:
+            card.default_stream.wait(self.has_left[half])
+        card.copy(outgoing, self.upstream.model.x[:n])
+        self.copies_out.wait(card.default_stream.record())
+        if freed:
+            freed.wait()
+        if self.has_come[half]:
+            self.downstream.worker.wait(self.has_come[half])
+        card.copy_out(self.pinned[half][:n], outgoing, self.copies_out)
+        self.has_left[half] = self.copies_out.record()
+        return self.has_left[half]
+
+    def receive(self, n: int, on_host: CardEvent):
+        """Queue what downstream's card does for n rows of its model.x, once they are on the host."""
+        card, half = self.downstream.card, self.n_received % 2
+        self.n_received += 1
+        incoming = self.downstream.incoming[half][:n]
+        self.upstream.worker.wait(on_host)
+        if self.was_read[half]:
+            self.copies_in.wait(self.was_read[half])
+        card.copy_in(incoming, self.pinned[half][:n], self.copies_in)
+        self.has_come[half] = self.copies_in.record()
+        card.default_stream.wait(self.has_come[half])
+        card.copy(self.downstream.model.x[:n], incoming)
+        self.was_read[half] = card.default_stream.record()
+
+
+def choose_rows(n: int, limit: int, n_stages: int, slowest) -> int:
+    """Tokens of the next pass over a prompt that has n left, at most `limit`: all, or passes of the multiple of 64 that
+    takes the least time, where slowest(rows) is that of a pass where it takes longest. Larger ones have fewer
+    beginnings and fill a card better, as the last round of blocks of threads takes as long as a full one; of smaller
+    ones the next stage need not wait so long for its first. So stages get the smallest of those that are about as fast.
+    """
+    sizes = [*([n] if n <= limit else []), *range(min(limit, n) // PAGE_TOKENS * PAGE_TOKENS, 0, -PAGE_TOKENS)]
+    seconds = {rows: (n // rows + n_stages - 1) * slowest(rows) + (slowest(n % rows) if n % rows else 0)
+               for rows in sizes}
+    if n_stages == 1:
+        return min(seconds, key=seconds.get)
+    return min(rows for rows in sizes if seconds[rows] <= PASS_TOLERANCE * min(seconds.values()))
+
+
+def hop_bytes(config: Config, rows: int) -> int:
+    """Of the residual stream of so many tokens, see `Edge`."""
+    return 4 * config.hidden_dim * rows
+
+
+def group_count(n_stages: int, n_slots: int) -> int:
+    """Of answers whose decode steps follow each other through the stages."""
+    return min(n_stages, n_slots)
+
+
+def slowest_seconds(stages: list[Stage], rows: int) -> float:
+    """Seconds of a pass of so many rows where it takes longest: on a card, or between two."""
+    hops = [stage.hop_seconds(rows) for edge in itertools.pairwise(stages) for stage in edge]
+    return max([stage.pass_seconds(rows) for stage in stages] + hops)
+
+
 class Pipeline:
-    """The stages in order: one card, one stage for now. What crosses from card to card belongs here, nowhere else.
+    """The stages in order, and what crosses from card to card. Passes over prompts follow each other through them, so
+    that all cards work at the same time; so do decode steps of groups of answers.
 
     Everything is queued and happens in the order of the calls, also where two requests share memory one after the
     other: a slot or a page may be given to the next as soon as no further work of the last is queued.
@@ -2071,38 +2390,76 @@ class Pipeline:
 
     def __init__(self, stages: list[Stage], sizes: CacheSizes):
         self.stages, self.last = stages, stages[-1]
+        self.n_groups = group_count(len(stages), sizes.n_slots)
+        self.fault: Fault | None = None
+        self.failing = threading.Lock()         # held while it is decided whose fault it is
         for stage in stages:
-            stage.allocate(sizes)
-        self.queued = collections.deque()       # the ends of the prefill passes that nobody has waited for
+            stage.allocate(sizes, self.n_groups)
+            stage.worker.on_fault = self.fail
+        for upstream, downstream in itertools.pairwise(stages):
+            Edge(upstream, downstream)
+        self.queued = collections.deque()       # the prefill passes that nobody has waited for
+        self.chosen = [None] * self.n_groups    # what the last step of each group found, where the next follows it
+        self.slowest = functools.cache(functools.partial(slowest_seconds, stages))
 
     def load_kernels(self, progress: bool):
-        """Load what any prompt and any answer will run, and record what repeats, so that no request waits for it."""
+        """Load what any prompt and any answer will run: one card after the other, as a kernel that the first one needed
+        compiled is there for all."""
         for stage in self.stages:
-            with stage.card.collecting() as needed:
-                stage.launch_all()
-            with tqdm.tqdm(desc="compiling kernels", total=len(needed), unit="kernel", leave=False,
-                           disable=not progress) as bar:
-                stage.card.load_kernels(needed, lambda name: (bar.set_postfix_str(name), bar.update()))
-            for n in (n for n in (1, 2, 4, 8) if n <= stage.n_slots):       # others are recorded when they come
-                stage.recording(stage.launch_step, n, False)
+            stage.worker.ask(stage.load_kernels, progress).result(has_deadline=False)
+
+    def use(self, gemv, gemm):
+        """See `Engine.use`."""
+        for stage in self.stages:
+            stage.worker.ask(stage.use, gemv, gemm).result(has_deadline=False)
+
+    def fail(self, worker: Worker, error: BaseException):
+        """Nothing more is done after the first failure; whoever waits for something hears of it."""
+        with self.failing:
+            if self.fault is None:
+                name = worker.card.name
+                what = str(error) or type(error).__name__
+                self.fault = Fault(name, what if name in what else f"{name}: {what}", time.time())
+                for stage in self.stages:
+                    stage.worker.stop(error)
+
+    def settle(self):
+        """Wait for all that is queued. Raises CardError."""
+        for task in [stage.worker.ask(stage.card.synchronize) for stage in self.stages]:
+            task.result()
+
+    def close(self):
+        """End the workers, after what is queued."""
+        with contextlib.suppress(Exception):    # of what has failed
+            self.settle()
+        for stage in self.stages:
+            stage.worker.stop(CardError("the engine was closed"))
+        for stage in self.stages:
+            if stage.worker.ident is not None:
+                stage.worker.join(timeout=1.0)  # of one whose card hangs there is no end
+
+    # ---- slots, pages, checkpoints ----
+
+    def on_all(self, work):
+        """Have work(stage) done by every stage's worker."""
+        for stage in self.stages:
+            stage.worker.post(work, stage)
 
     def start(self, slot: int, request: "Request", number: int | None = None):
         """Make a slot ready for a new sequence, whose states begin as those of checkpoint `number`, or as zeros."""
-        for stage in self.stages:
-            if number is None:
-                stage.cache.reset(slot)
-            else:
-                stage.cache.restore(number, slot)
-        self.last.sampler.start(slot, request)
+        if number is None:
+            self.on_all(lambda stage: stage.cache.reset(slot))
+        else:
+            self.on_all(lambda stage: stage.cache.restore(number, slot))
+        self.last.worker.post(self.last.sampler.start, slot, request)
 
     def set_pages(self, slot: int, pages: list[int]):
-        for stage in self.stages:
-            stage.cache.set_pages(slot, pages)
+        pages = list(pages)                     # as they are now
+        self.on_all(lambda stage: stage.cache.set_pages(slot, pages))
 
     def save(self, slot: int, number: int):
         """Keep a slot's states as checkpoint `number`."""
-        for stage in self.stages:
-            stage.cache.save(slot, number)
+        self.on_all(lambda stage: stage.cache.save(slot, number))
 
     def spill(self, number: int, host: int) -> bool:
         """Copy checkpoint `number` to number `host` in host memory; False where no more of that can be page-locked."""
@@ -2111,55 +2468,459 @@ class Pipeline:
                 stage.cache.pin(host)
         except CardError:
             return False
-        for stage in self.stages:
-            stage.cache.spill(number, host)
+        self.on_all(lambda stage: stage.cache.spill(number, host))
         return True
 
     def fetch(self, host: int, number: int):
+        self.on_all(lambda stage: stage.cache.fetch(host, number))
+
+    # ---- passes ----
+
+    def run(self, n: int, work, *arguments, post=Worker.post) -> Task:
+        """Have work(stage, *arguments) done by every stage for its part of a pass of n rows. Returns the last one's."""
+        task = None
         for stage in self.stages:
-            stage.cache.fetch(host, number)
+            freed = stage.exit and stage.exit.receipts[0]
+            task = post(stage.worker, stage.run_pass, task, freed, n, work, *arguments)
+            if stage.entry:
+                stage.entry.receipts.append(task)
+        return task
 
     def prefill(self, ids, slot: int, start: int, marks=(), tap=None):
         """A chunk of a prompt: tokens of `slot` at positions start, start + 1, ...; start is a multiple of 64.
-        marks: (tokens of the chunk, a multiple of 64, number of the checkpoint to take after them), ascending."""
-        for stage in self.stages:
-            stage.prefill(ids, slot, start, marks, tap)
-        self.queued.append(self.last.card.default_stream.record())
-        if len(self.queued) > 1:        # or a whole prompt is queued at once, and no cancellation stops the cards
-            self.queued.popleft().synchronize()
+        marks: (tokens of the chunk, a multiple of 64, number of the checkpoint to take after them), ascending.
+        With a tap this returns, or raises what the tap has raised, when all is queued."""
+        if tap:
+            self.run(len(ids), Stage.prefill, ids, slot, start, marks, tap, post=Worker.ask).result()
+            return
+        self.queued.append(self.run(len(ids), Stage.prefill, ids, slot, start, marks, None))
+        if len(self.queued) > len(self.stages):     # or all of a prompt is queued, and no cancellation stops the cards
+            self.last.worker.wait(self.queued.popleft().result())
 
     def pass_rows(self, n: int, limit: int) -> int:
         """Tokens of the next pass over a prompt that has n left, a multiple of 64 or all of them, at most `limit`."""
-        return self.last.pass_rows(n, limit)
+        return choose_rows(n, limit, len(self.stages), self.slowest)
 
     def sample_row(self, row: int, slot: int, log_probs: bool = False) -> "Tokens":
-        return self.last.sample_row(row, slot, log_probs)
+        """The next token of a slot, from row `row` of the chunk queued last."""
+        return Tokens(self.last.worker.post(self.last.sample_row, row, slot, log_probs))
 
-    def place(self, ids, slots, positions):
+    def logits(self, row: int, n: int) -> np.ndarray:
+        """The logits after n tokens of the chunk queued last from `row` on."""
+        return self.last.worker.ask(self.last.logits, row, n).result()
+
+    # ---- decode steps of a group of answers ----
+
+    def place(self, ids, slots, positions, group: int = 0):
         """The batch of the decode steps that follow: for each row a token, its slot and its position."""
-        for stage in self.stages:
-            stage.place(ids, slots, positions)
+        ids, slots, positions = list(ids), list(slots), list(positions)
+        self.on_all(lambda stage: stage.place(group, ids, slots, positions))
+        self.chosen[group] = None
 
-    def step(self, n: int, log_probs: bool = False) -> "Tokens":
+    def step(self, n: int, log_probs: bool = False, group: int = 0) -> "Tokens":
         """Queue a decode step of the n rows of the batch. The tokens that it finds are what enters the next one."""
-        for stage in self.stages:
-            stage.step(n, log_probs)
-        return self.last.sampler.fetch(n, log_probs)
+        tokens = Tokens(self.run(n, Stage.step, group, self.chosen[group], n, log_probs))
+        self.chosen[group] = tokens
+        return tokens
 
-    def forward(self, n: int):
+    def forward(self, n: int, group: int = 0):
         """The first part of such a step: all that needs no more than the tokens of the step before."""
-        for stage in self.stages:
-            stage.forward(n)
+        self.run(n, Stage.forward, group, self.chosen[group], n)
 
     def constrain(self, constraints: "dict[int, Constraint]"):
         """Slots choose their next tokens from what their constraints allow."""
-        self.last.sampler.constrain(constraints)
+        self.last.sampler.make_masks(constraints)
+        self.last.worker.post(self.last.sampler.send_masks, list(constraints))
 
-    def choose(self, n: int, log_probs: bool) -> "Tokens":
+    def choose(self, n: int, log_probs: bool, group: int = 0) -> "Tokens":
         """The second part, which heeds what `constrain` was told in between."""
+        tokens = self.chosen[group] = Tokens(self.last.worker.post(self.last.choose, group, n, log_probs))
+        return tokens
+
+
+# Placement: neighbouring layers on each card, so that the slowest one takes as little time as the memory of all allows.
+# A plan builds the stages on cards that only count (PlannedCard), so its figures are those of what `load` allocates.
+
+@dataclass(frozen=True)
+class Schedule:
+    """When each stage works on each pass of a prompt, in seconds from the start of the first."""
+
+    spans: list[list[tuple[float, float]]]      # [stage][pass]: start and end
+
+    @property
+    def seconds(self) -> float:
+        return self.spans[-1][-1][1]
+
+    @property
+    def busy(self) -> list[float]:
+        """The share of the time that each stage works."""
+        return [sum(end - start for start, end in stage) / self.seconds for stage in self.spans]
+
+
+def schedule(passes: list, hops: list) -> Schedule:
+    """What `Pipeline.prefill` makes of passes that take passes[stage][pass] seconds, and hops that take
+    hops[edge][pass] = (out, in) seconds for the copies to the host and from it."""
+    n_stages, n_passes = len(passes), len(passes[0])
+    starts, ends, outs, ins = ([[0.0] * n_passes for _ in range(n_stages)] for _ in range(4))
+
+    def at(times, i):
+        return times[i] if i >= 0 else 0.0
+
+    for i in range(n_passes):
+        for stage in range(n_stages):
+            start = max(ins[stage][i], at(ends[stage], i - 1), at(outs[stage], i - 3))
+            if stage == 0:                              # back-pressure
+                start = max(start, at(ends[-1], i - n_stages - 1))
+            starts[stage][i], ends[stage][i] = start, start + passes[stage][i]
+            if stage == n_stages - 1:
+                continue
+            out, into = hops[stage][i]                  # two buffers on each side, and two in host memory between them
+            begin = max(ends[stage][i], at(outs[stage], i - 1), at(ins[stage + 1], i - 2))
+            outs[stage][i] = begin + out
+            begin = max(outs[stage][i], at(ins[stage + 1], i - 1), at(starts[stage + 1], i - 2))
+            ins[stage + 1][i] = begin + into
+    return Schedule([list(zip(*times)) for times in zip(starts, ends)])
+
+
+PEAK_SHARE = 0.7            # of a card's peak in the times of a plan, which only tell what is slower than what
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a model is to be loaded for; the fields are arguments of `load`."""
+
+    n_ctx: int
+    slots: int = 1
+    chunk: int | None = None
+    kv_tokens: int | None = None
+    checkpoint_memory: int | None = None
+    checkpoint_host_memory: int | None = None
+    split: tuple[int, ...] | None = None
+
+    def __post_init__(self):
+        """Raises RequestError."""
+        limits = ("ctx", self.n_ctx, 1), ("slots", self.slots, 1), ("chunk", self.chunk, PAGE_TOKENS)
+        for name, value, unit in limits:
+            if value is not None and (value < 1 or value % unit):
+                raise RequestError(name, f"{name} must be {unit}, {2 * unit}, ..., not {value}")
+        if self.chunk is not None and self.chunk > LARGEST_CHUNK:   # kernels count the numbers of a pass in 32 bits
+            raise RequestError("chunk", f"chunk must be at most {LARGEST_CHUNK}, not {self.chunk}")
+        if self.kv_tokens is not None and self.kv_tokens < self.n_ctx:
+            raise RequestError("kv_tokens", f"kv_tokens must be at least the {self.n_ctx} tokens of a context, not "
+                                            f"{self.kv_tokens}")
+
+
+def check_split(split, n_layers: int, n_cards: int) -> list[range]:
+    """The layers of each card, of which there are split[i] on card i. Raises RequestError."""
+    if len(split) != n_cards or sum(split) != n_layers or min(split) < 1:
+        raise RequestError("split", f"split must be {n_cards} number{'s' * (n_cards > 1)} from 1 on, one per card, "
+                                    f"with the sum {n_layers}, not {listed(split)}")
+    stops = list(itertools.accumulate(split))
+    return [range(stop - n, stop) for n, stop in zip(split, stops)]
+
+
+def best_split(n_layers: int, costs: list) -> list[range] | None:
+    """The layers of each stage, one at least, whose largest costs[stage](start, stop) is least; None where no split
+    has finite costs. Of several, that with more layers on the earlier stages."""
+    best = {n_layers: (0.0, ())}                # from this layer on, on the stages behind: (largest cost, stops)
+    for behind, cost in enumerate(reversed(costs)):
+        found = {}
+        for start in range(len(costs) - 1 - behind, n_layers):
+            for stop in sorted(best, reverse=True):
+                if stop > start:
+                    worst = max(cost(start, stop), best[stop][0])
+                    if worst < found.get(start, (math.inf,))[0]:
+                        found[start] = worst, (stop, *best[stop][1])
+        best = found
+    if 0 not in best:
+        return None
+    stops = best[0][1]
+    return [range(start, stop) for start, stop in zip((0, *stops), stops)]
+
+
+class LayerCosts:
+    """What neighbouring layers cost on each card of a plan: memory and time."""
+
+    def __init__(self, config: Config, weights, cards: list[Card]):
+        self.config, self.speeds = config, [probe.speed_of(card) for card in cards]
+        counting, sizes = PlannedCard(cards[0]), []
+        for index in range(config.n_layers):
+            before = counting.free_bytes
+            load_layer(weights, counting, config, index)
+            sizes.append(before - counting.free_bytes)
+        before = counting.free_bytes
+        weights.matrix(counting, "token_embd.weight" if config.tied_embeddings else "output.weight")
+        self.head_bytes = before - counting.free_bytes
+        operations = [0] * config.n_layers      # of a token of a prompt
+        for name, shape in config.tensor_shapes().items():
+            if (block := re.match(r"blk\.(\d+)\.", name)) and int(block[1]) < config.n_layers:
+                operations[int(block[1])] += 2 * math.prod(shape)
+
+        def sums(values):                       # of the layers before each: a difference of two is that of a range
+            return list(itertools.accumulate(values, initial=0))
+
+        self.weights, self.operations = sums(sizes), sums(operations)
+        self.pages, self.states = (sums(each(config, [kind]) for kind in config.layer_kinds)
+                                   for each in (page_bytes, state_bytes))
+        self.n_attention = sums(kind == "attention" for kind in config.layer_kinds)
+
+    def prefill_seconds(self, stage: int, start: int, stop: int, context: float) -> float:
+        """Seconds of a token of a prompt that has `context` tokens before it."""
+        products = (self.operations[stop] - self.operations[start]) / self.speeds[stage].dot / PEAK_SHARE
+        return products + self.attention_seconds(stage, start, stop, context)
+
+    def attention_seconds(self, stage: int, start: int, stop: int, context: float) -> float:
+        """Those of its attention."""
+        operations = (self.n_attention[stop] - self.n_attention[start]) * 4 * self.config.query_dim * context
+        return operations / self.speeds[stage].half2 / PEAK_SHARE
+
+    def decode_seconds(self, stage: int, start: int, stop: int, context: int) -> float:
+        """Seconds of a decode step of one answer."""
+        head = self.head_bytes * (stop == self.config.n_layers)
+        n_bytes = self.memory(start, stop, pages_for(context), 2) + head        # states are read and written
+        return n_bytes / self.speeds[stage].read / PEAK_SHARE
+
+    def memory(self, start: int, stop: int, n_pages: int, n_states: int) -> int:
+        """Bytes of weights, pages and states."""
+        return (self.weights[stop] - self.weights[start] + n_pages * (self.pages[stop] - self.pages[start])
+                + n_states * (self.states[stop] - self.states[start]))
+
+
+def place_layers(config: Config, weights, cards: list[Card], demand: Demand, costs: LayerCosts) -> list[range]:
+    """The layers of each of several cards: the slowest takes the least time for a pass of a prompt, and of such splits
+    for a decode step, where the memory suffices. Room for the contexts of all slots is made if it can be; for one, there
+    must be. Where even that does not fit, the split as if it did: the plan shows what is missing where."""
+    n_layers, n_cards, n_states = config.n_layers, len(cards), demand.slots + LEAST_CHECKPOINTS
+    context, least = demand.n_ctx // 2, pages_for(demand.kv_tokens or demand.n_ctx)
+    # What a stage needs beside its layers does not depend on how many they are: a few of both kinds tell.
+    few = next(n for n in range(1, n_layers + 1) if set(config.layer_kinds[:n]) == set(config.layer_kinds))
+    few = min(few, n_layers // n_cards)
+    samples = [range(few), *[range(1, 1 + few)] * (n_cards - 2), range(n_layers - few, n_layers)]
+    sampled = plan_stages(config, weights, cards, dataclasses.replace(
+        demand, chunk=demand.chunk or CHUNK, kv_tokens=least * PAGE_TOKENS, checkpoint_memory=0), samples)
+    left = [stage.free - stage.total + costs.memory(stage.layers.start, stage.layers.stop, least, n_states)
+            for stage in sampled.stages]
+
+    def split(n_pages, slowest, seconds):
+        """The best split by seconds(stage, start, stop, context) of those that fit, with no pass beyond `slowest`."""
+        def cost(stage, start, stop):
+            if n_pages is not None and costs.memory(start, stop, n_pages, n_states) > left[stage]:
+                return math.inf
+            within = costs.prefill_seconds(stage, start, stop, context) <= slowest * (1 + 1e-9)
+            return seconds(stage, start, stop, context) if within else math.inf
+
+        return best_split(n_layers, [functools.partial(cost, stage) for stage in range(n_cards)])
+
+    for n_pages in demand.slots * pages_for(demand.n_ctx), least, None:
+        if found := split(n_pages, math.inf, costs.prefill_seconds):
+            slowest = max(costs.prefill_seconds(stage, layers.start, layers.stop, context)
+                          for stage, layers in enumerate(found))
+            return split(n_pages, slowest, costs.decode_seconds)
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What a stage takes of the memory of its card, in bytes."""
+
+    card: str
+    layers: range
+    free: int                   # before
+    weights: int
+    kv: int                     # pages of keys and values
+    states: int                 # recurrent, of the slots
+    checkpoints: int
+    scratch: int                # of passes, hops and sampling, and what is lost to the driver's pages
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv + self.states + self.checkpoints + self.scratch
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where a model goes, what that takes, and what hops between the cards will cost."""
+
+    stages: list[StagePlan]
+    on_paper: list[Stage]       # on cards that only count
+    demand: Demand
+    sizes: CacheSizes
+    chunk: int                  # tokens of a pass, the same for all stages
+
+    @property
+    def fits(self) -> bool:
+        return all(stage.total <= stage.free for stage in self.stages)
+
+    @property
+    def layers(self) -> list[range]:
+        return [stage.layers for stage in self.stages]
+
+    def table(self) -> str:
+        """For people: a line for each card."""
+        names = "weights", "kv", "states", "checkpoints", "scratch", "total", "free"
+        heads = "weights", "KV pages", "states", "checkpoints", "scratch", "together", "free"
+        widths = [max(len(head), 9) + 2 for head in heads]
+        width = max(len(stage.card) for stage in self.stages)
+        lines = [f"{'card':{width}}  {'layers':>9}" + "".join(f"{head:>{n}}" for head, n in zip(heads, widths))]
         for stage in self.stages:
-            stage.choose(n, log_probs)
-        return self.last.sampler.fetch(n, log_probs)
+            layers = f"{stage.layers.start} - {stage.layers.stop - 1}"
+            sizes = "".join(f"{show_bytes(getattr(stage, name)):>{n}}" for name, n in zip(names, widths))
+            missing = f"  {show_bytes(stage.total - stage.free)} too much" if stage.total > stage.free else ""
+            lines.append(f"{stage.card:{width}}  {layers:>9}{sizes}{missing}")
+        return "\n".join(lines)
+
+
+def plan_stages(config: Config, weights, cards: list[Card], demand: Demand, layers: list[range]) -> Plan:
+    """The Plan of these layers on each card, whether they fit or not. weights: PlannedWeights."""
+    chunk = demand.chunk
+    while True:                                 # once more where the stages would have chosen different chunks
+        counting = [PlannedCard(card) for card in cards]
+        stages = [Stage(card, config, weights, each, demand.slots, demand.n_ctx, chunk)
+                  for card, each in zip(counting, layers)]
+        if len({stage.chunk for stage in stages}) == 1:
+            break
+        chunk = min(stage.chunk for stage in stages)
+    sizes = choose_sizes(stages, demand.slots, demand.n_ctx, demand.kv_tokens, demand.checkpoint_memory,
+                         demand.checkpoint_host_memory)
+    planned = []
+    for card, stage in zip(cards, stages):
+        free = stage.card.card.free_bytes
+        stage.allocate(sizes, group_count(len(stages), sizes.n_slots))
+        kv, states = sizes.n_pages * stage.page_bytes, sizes.n_slots * stage.state_bytes
+        checkpoints, used = sizes.n_checkpoints * stage.state_bytes, free - stage.card.free_bytes
+        scratch = used - stage.weight_bytes - kv - states - checkpoints
+        planned.append(StagePlan(card.name, stage.layers, free, stage.weight_bytes, kv, states, checkpoints, scratch))
+    return Plan(planned, stages, demand, sizes, stages[0].chunk)
+
+
+def most(low: int, high: int, fits) -> int | None:
+    """The largest n from low to high for which fits(n), which is false from some n on; None where it always is."""
+    if low > high or not fits(low):
+        return None
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+MOST_CARDS = 16             # of which a plan looks whether one more would do
+
+
+class Planner:
+    """The plan of a model on some cards, and what could be different about it."""
+
+    def __init__(self, config: Config, weights, cards: list[Card], demand: Demand):
+        """Raises RequestError."""
+        if len(cards) > config.n_layers:
+            raise RequestError("card", f"{config.name} has {config.n_layers} layers: {len(cards)} cards are too many")
+        self.config, self.demand, self.cards = config, demand, cards
+        self.weights = weights if isinstance(weights, PlannedWeights) else PlannedWeights(config, weights)
+        self.plan = self.planned()
+
+    @functools.cached_property
+    def costs(self) -> LayerCosts:
+        return LayerCosts(self.config, self.weights, self.cards)
+
+    def planned(self, **changes) -> Plan:
+        """The Plan, whether it fits or not, with other fields of the demand."""
+        demand = dataclasses.replace(self.demand, **changes)
+        if demand.split:
+            layers = check_split(demand.split, self.config.n_layers, len(self.cards))
+        elif len(self.cards) == 1:
+            layers = [range(self.config.n_layers)]
+        else:
+            layers = place_layers(self.config, self.weights, self.cards, demand, self.costs)
+        return plan_stages(self.config, self.weights, self.cards, demand, layers)
+
+    def longest_context(self) -> int | None:
+        """The most tokens of a context that fit, in whole pages; what the model was made for, at most."""
+        longest = pages_for(max(self.config.context_length, self.demand.n_ctx))
+        if self.demand.kv_tokens:
+            longest = min(longest, self.demand.kv_tokens // PAGE_TOKENS)
+        n = most(1, longest, lambda n: self.planned(n_ctx=n * PAGE_TOKENS).fits)
+        return n and n * PAGE_TOKENS
+
+    def passes(self, n: int) -> list[tuple[int, int]]:
+        """(start, tokens) of the passes over a prompt of n tokens, as the engine makes them."""
+        slowest, start, found = functools.cache(functools.partial(slowest_seconds, self.plan.on_paper)), 0, []
+        while start < n:
+            found.append((start, choose_rows(n - start, self.plan.chunk, len(self.cards), slowest)))
+            start += found[-1][1]
+        return found
+
+    def prompt_schedule(self, n: int, with_hops: bool = True) -> Schedule:
+        """What is expected of a prompt of n tokens; without hops: as if links were infinitely fast."""
+        passes, stages, costs = self.passes(n), self.plan.on_paper, self.costs
+        seconds = [[stage.pass_seconds(rows) + rows * costs.attention_seconds(
+            i, stage.layers.start, stage.layers.stop, start + rows / 2) for start, rows in passes]
+            for i, stage in enumerate(stages)]
+        hops = [[(a.hop_seconds(rows) * with_hops, b.hop_seconds(rows) * with_hops) for _, rows in passes]
+                for a, b in itertools.pairwise(stages)]
+        return schedule(seconds, hops)
+
+    def expected_hops(self) -> tuple[float, float, float]:
+        """Of a prompt that fills the context: the share of its time that hops add to it, and the share that the least
+        busy card works; and the share of hops in a decode step of one answer."""
+        n, stages = self.demand.n_ctx, self.plan.on_paper
+        found = self.prompt_schedule(n)
+        added = 1 - self.prompt_schedule(n, with_hops=False).seconds / found.seconds
+        step = sum(self.costs.decode_seconds(i, stage.layers.start, stage.layers.stop, n // 2)
+                   for i, stage in enumerate(stages))
+        hops = sum(a.hop_seconds(1) + b.hop_seconds(1) for a, b in itertools.pairwise(stages))
+        return added, min(found.busy), hops / (step + hops)
+
+    def report(self) -> str:
+        """The plan for people: the table, the longest context, and what is expected of hops."""
+        plan, d, longest = self.plan, self.demand, self.longest_context()
+        lines = [plan.table(), "",
+                 f"context: {d.slots} x {d.n_ctx:,} tokens, pages for {plan.sizes.n_pages * PAGE_TOKENS:,}; "
+                 + (f"the longest that fits has {longest:,}" if longest else "none fits")]
+        if len(self.cards) > 1:
+            added, busy, decode = self.expected_hops()
+            n_passes = len(self.passes(d.n_ctx))
+            links = ", ".join(f"{speed.link / 1e9:g}" for speed in self.costs.speeds)
+            lines += [f"a hop: {show_bytes(hop_bytes(self.config, plan.chunk))} for a pass of {plan.chunk} tokens, "
+                      f"{show_bytes(hop_bytes(self.config, 1))} for one token, over links of {links} GB/s",
+                      f"expected share of time in hops: {added:.1%} of a prompt of {d.n_ctx:,} tokens in {n_passes} "
+                      f"passes, {decode:.1%} of a step of one answer",
+                      f"expected share of that prompt's time that each card works: {busy:.0%} or more"]
+            if any(card.kind == "emulated" and not card.like for card in self.cards):
+                lines.append(f"(emulated cards of no type count as {CARDS[0].name})")
+        return "\n".join(lines)
+
+    def changes(self) -> list[str]:
+        """What would make it fit, each by itself: the least of every kind, for people."""
+        d, found = self.demand, []
+        if n := most(1, d.slots - 1, lambda n: self.planned(slots=n).fits):
+            found.append(f"--slots {n}")
+        if (n := self.longest_context()) and n < d.n_ctx:
+            found.append(f"--ctx {n}")
+        for name in "kv_tokens", "checkpoint_memory":
+            if getattr(d, name) is not None and self.planned(**{name: None}).fits:
+                found.append(f"no {option_name(name)}")
+        if d.split and self.planned(split=None).fits:
+            found.append("no --split")
+        largest = max(self.cards, key=lambda card: card.free_bytes)
+        for n in range(len(self.cards) + 1, min(MOST_CARDS, self.config.n_layers) + 1):
+            more = n - len(self.cards)
+            if self.other([*self.cards, *[largest] * more], self.weights).fits:
+                found.append(f"{more} more card{'s' * (more > 1)} like {largest.name}")
+                break
+        for name in sorted(FORMATS, key=lambda name: -FORMATS[name].file_bytes / FORMATS[name].file_block):
+            if self.other(self.cards, PlannedWeights(self.config, self.weights, name)).fits:
+                found.append(f"a file in {name}")
+                break
+        return found
+
+    def other(self, cards: list[Card], weights) -> Plan:
+        """The Plan on other cards or of other weights."""
+        return Planner(self.config, weights, cards, dataclasses.replace(self.demand, split=None)).plan
+
+    def check(self):
+        """Raises OutOfMemory, with the table and what would do, where the plan does not fit."""
+        if not self.plan.fits:
+            changes = " or ".join(self.changes())
+            way_out = f"it would with {changes}" if changes else "nothing else of its size would: take a smaller model"
+            raise OutOfMemory(f"{self.config.name} does not fit:\n{self.plan.table()}\n{way_out}")
 
 
 # ======================================================================================================
@@ -2168,16 +2929,18 @@ class Pipeline:
 
 
 class Tokens:
-    """Tokens on their way from a card to the host, and their log-probabilities where these were asked for."""
+    """Tokens on their way from a card to the host, and their log-probabilities where these were asked for.
+    fetched: the task that returns what `Sampler.fetch` does."""
 
-    def __init__(self, tokens: np.ndarray, report: np.ndarray | None, arrived=None):
-        self.tokens, self.report, self.arrived = tokens, report, arrived
+    def __init__(self, fetched: Task):
+        self.fetched, self.report = fetched, None
 
     def read(self) -> np.ndarray:
-        """Waits for them: int32, -1 where the logits of a row held a NaN. Good until the second `fetch` after."""
-        if self.arrived:
-            self.arrived.synchronize()
-        return self.tokens
+        """Waits for them: int32, -1 where the logits of a row held a NaN. Good until the second `fetch` after, of the
+        same group."""
+        tokens, self.report, arrived = self.fetched.result()
+        self.fetched.worker.wait(arrived)
+        return tokens
 
     def log_probs(self, row: int, top: int) -> tuple[float, tuple[tuple[int, float], ...]]:
         """Of what was read: the log-probability of a row's token, and the `top` likeliest tokens with theirs."""
@@ -2195,9 +2958,14 @@ class Sampler:
         self.tokens = card.alloc(n_slots, np.int32, "sampled tokens")
         self.masks, self.copies = card.pinned(self.state.mask.shape, np.uint32), card.stream()
         self.executor = llguidance.LLExecutor()
-        # One is read while the other is filled.
-        self.hosts = itertools.cycle([(card.pinned(n_slots, np.int32),
-                                       card.pinned((n_slots, logprobs.REPORT), np.uint32)) for _ in range(2)])
+
+    def pin(self, n_groups: int):
+        """Take the host memory that tokens are fetched to, for each group of answers and for first tokens. Of a group's
+        one is read while the next is filled; as many first tokens as groups may wait to be read."""
+        n_slots = len(self.tokens)
+        self.hosts = [itertools.cycle([(self.card.pinned(n_slots, np.int32),
+                                        self.card.pinned((n_slots, logprobs.REPORT), np.uint32))
+                                       for _ in range(n_groups + 1)]) for _ in range(n_groups + 1)]
 
     def start(self, slot: int, request: "Request"):
         """Set a slot's parameters for a request and forget what it generated before."""
@@ -2220,9 +2988,9 @@ class Sampler:
             bias[list(r.logit_bias)] = list(r.logit_bias.values())
             self.card.copy_in(state.bias[slot], bias)
 
-    def constrain(self, constraints: "dict[int, Constraint]"):
-        """Make the masks of slots and queue them for what `launch` does next. They travel beside what runs (all that
-        writes masks is in `copies`), so the tokens chosen under those of the last call must have been read."""
+    def make_masks(self, constraints: "dict[int, Constraint]"):
+        """Write down on the host what slots may choose next. The tokens chosen under their last masks must have been
+        read."""
         free = []
         for slot, constraint in constraints.items():
             if constraint.forced:
@@ -2233,7 +3001,11 @@ class Sampler:
                 free.append((constraint.matcher, slot))
         if free:
             llguidance.numpy.fill_next_token_bitmask_par(self.executor, free, self.masks.view(np.int32))
-        for slot in constraints:
+
+    def send_masks(self, slots: list[int]):
+        """Queue the masks of slots for what `launch` does next. They travel beside what runs: all that writes masks is
+        in `copies`."""
+        for slot in slots:
             self.card.copy_in(self.state.mask[slot], self.masks[slot], self.copies)
         self.card.default_stream.wait(self.copies.record())
 
@@ -2243,18 +3015,14 @@ class Sampler:
         if log_probs:
             logprobs.logprobs(self.card, logits, self.tokens, self.log_probs, rows.n, self.n_vocab)
 
-    def fetch(self, n: int, log_probs: bool) -> Tokens:
-        """Queue the copy to the host of what `launch` found for n rows."""
-        tokens, report = (host[:n] for host in next(self.hosts))
+    def fetch(self, group: int, n: int, log_probs: bool) -> tuple[np.ndarray, np.ndarray | None, CardEvent]:
+        """Queue the copy to the host of what `launch` found for n rows of a group, -1: for a first token. Returns
+        tokens, report of log-probabilities or None, and the event after which they are good."""
+        tokens, report = (host[:n] for host in next(self.hosts[group]))
         self.card.copy_out(tokens, self.tokens[:n])
         if log_probs:
             self.card.copy_out(report, self.log_probs.report[:n])
-        return Tokens(tokens, report if log_probs else None, self.card.default_stream.record())
-
-    def read(self, log_probs: bool) -> Tokens:
-        """What `launch` found for one row, when it is there; what was fetched before stays good."""
-        report = self.card.download(self.log_probs.report[:1]) if log_probs else None
-        return Tokens(self.card.download(self.tokens[:1]), report)
+        return tokens, report if log_probs else None, self.card.default_stream.record()
 
 
 # Constraints: llguidance says, token by token, what may follow. Its masks are made while a card runs the layers of
@@ -2354,7 +3122,8 @@ CHUNK = 512                 # tokens of a prompt that run in one pass, at most; 
 LARGEST_CHUNK = 4096        # the same on a real card, which more rows fill better (9B at 4,620 tokens: 10 % faster),
 CHUNK_SHARE = 8             # if they take no more than 1 / 8 of the memory that weights and a context leave
 PASS_SECONDS = 0.5          # and if their products take no longer at the peak of the card; 1.4 times that is usual
-PASS_ROWS = 32              # rows of 9B in the time that one more pass costs: 5.5 ms on an H200
+PASS_TOLERANCE = 1.02       # what is known of the times of passes is no more exact
+PRODUCT_SECONDS = 43e-6     # that one more pass costs for each of its products: 5.5 ms for the 128 of 9B on an H200
 RUNNING_CHUNK = 512         # at most while answers are running, which wait for it
 TURN = "<|im_start|>"       # the control token at which a turn of a conversation begins
 NAN_LOGITS = "the logits hold a NaN: the model file is damaged, or a kernel is wrong"
@@ -2644,6 +3413,7 @@ class Sequence:
         self.has_begun = False          # its slot is ready for it
         self.n_cached = 0
         self.in_flight = 0              # tokens that a queued decode step will find: 0 or 1
+        self.group: int | None = None   # of answers, whose steps it takes part in
         self.pages: list[int] = []
         self.node = root                # of the prefix tree: the last that stands for tokens of this
         self.marks: list[int] = []      # positions in the prompt where checkpoints are taken
@@ -2653,6 +3423,11 @@ class Sequence:
     def in_prompt(self) -> bool:
         return self.n_cached < self.generation.n_prompt
 
+    @property
+    def is_answer(self) -> bool:
+        """Whether its first token is there."""
+        return len(self.tokens) > self.generation.n_prompt
+
     def is_full(self, more: int, n_ctx: int) -> bool:
         """Whether so many more tokens end it by its length."""
         return (self.generation.n_generated + more == self.generation.request.max_tokens
@@ -2661,7 +3436,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Flight:
-    """A decode step that is queued: the sequences of its rows, and the tokens that it will find."""
+    """A decode step that is queued, or the end of a prompt: the sequences of its rows, and the tokens it will find."""
 
     sequences: list[Sequence]
     tokens: Tokens
@@ -2686,6 +3461,11 @@ class Scheduler:
     themselves: so they never wait for the host. Where such a token ends its sequence, the step has computed a row
     for nothing: it wrote into the sequence's own slot and pages, before whoever has them next. Where a grammar rules
     an answer, the tokens are looked at while the layers of the next step run, and its choice is queued after that.
+
+    Several cards work at the same time on several things. So the answers are in groups, as many as there are cards, and
+    while one group's step is on the first card, another's is on the second; in between prompts the groups take turns,
+    since a step comes back only after the passes before it. And the next prompt begins before the last one's first
+    token is there. One card has one group. No token depends on the grouping.
     """
 
     def __init__(self, pipeline: Pipeline, cache: PrefixCache, tokenizer: Tokenizer, n_slots: int, n_ctx: int,
@@ -2694,7 +3474,9 @@ class Scheduler:
         self.n_slots, self.n_ctx, self.chunk = n_slots, n_ctx, chunk
         self.free_slots = list(reversed(range(n_slots)))
         self.waiting, self.running = collections.deque(), []
-        self.flight: Flight | None = None           # while there is one, the cards know its batch
+        self.flights: list[Flight | None] = [None] * pipeline.n_groups  # while there is one, the cards know its batch
+        self.first_tokens = collections.deque()     # Flights that end prompts
+        self.turns = itertools.cycle(range(pipeline.n_groups))
         self.totals = dict.fromkeys(("requests", "cache_hits", "prompt_tokens", "cached_tokens", "generated_tokens"), 0)
         self.changed = threading.Condition()        # guards waiting, guests, draining, closing and error
         self.draining = self.closing = False        # no more requests are taken; no more steps are made
@@ -2777,13 +3559,13 @@ class Scheduler:
                 with self.stepping:
                     self.step()
         except (CardError, CompileError) as error:      # every request hears of it, and later ones are refused
-            self.error = f"the engine has stopped: {error}"
+            fault = self.pipeline.fault
+            self.error = f"the engine has stopped: {fault.what if fault else error}"
         except BaseException as error:      # a panic of a library in Rust is no Exception
             logging.getLogger("qengine").error("the engine has stopped", exc_info=error)
             self.error = "the engine has stopped after an internal error"
-        for stage in self.pipeline.stages:              # what is queued uses memory that may go now
-            with contextlib.suppress(CardError):
-                stage.card.synchronize()
+        with contextlib.suppress(Exception):            # what is queued uses memory that may go now
+            self.pipeline.settle()
         with self.changed:
             self.closing = True
             for generation in [s.generation for s in self.running] + list(self.waiting):
@@ -2800,13 +3582,21 @@ class Scheduler:
             return not self.closing
 
     def step(self):
-        """Admit what fits; run a chunk of the oldest unfinished prompt, then a decode step of all running answers."""
+        """Admit what fits; run a chunk of the oldest unfinished prompt, then a decode step of a group of answers, or of
+        all where there is no prompt."""
         self._drop_ended()
         self._admit()
-        prompt = next((s for s in self.running if s.in_prompt), None)
+        prompt = self._prompt()
         if prompt is not None:
             self._prefill(prompt)
-        self.decode()
+        self._land_first_tokens(len(self.flights) - 1 if self._prompt() else 0)
+        self._form_groups()
+        for group in range(len(self.flights)) if prompt is None else [next(self.turns)]:
+            self.decode(group)
+
+    def _prompt(self) -> Sequence | None:
+        """The oldest that is unfinished."""
+        return next((s for s in self.running if s.in_prompt), None)
 
     def _drop_ended(self):
         """End what was cancelled, and what has taken longer than it may."""
@@ -2841,7 +3631,7 @@ class Scheduler:
         """The next chunk of a prompt. Chunks start at multiples of 64, so no result depends on their size."""
         if not sequence.has_begun:
             self._begin(sequence)
-        limit = min(self.chunk, RUNNING_CHUNK) if self.answering() else self.chunk
+        limit = min(self.chunk, RUNNING_CHUNK) if any(s.is_answer for s in self.running) else self.chunk
         start = sequence.n_cached
         end = start + self.pipeline.pass_rows(sequence.generation.n_prompt - start, limit)
         self._reserve(sequence, end)
@@ -2858,7 +3648,7 @@ class Scheduler:
         self._constrain([sequence])
         if sequence in self.running:
             tokens = self.pipeline.sample_row(end - start - 1, sequence.slot, wants_log_probs([sequence]))
-            self._take(sequence, tokens, 0, int(tokens.read()[0]))
+            self.first_tokens.append(Flight([sequence], tokens))
 
     def _begin(self, sequence: Sequence):
         """Make the slot ready, with what the caches know of the prompt; its last token is always processed."""
@@ -2908,38 +3698,64 @@ class Scheduler:
             self.cache.keep(node, number)
             sequence.decoded = node
 
-    def decode(self):
-        """Queue a step of all answers, and then take the tokens of the one before."""
-        if self.flight and self.flight.sequences != self.answering():
-            self._land()                            # who stays needs its token to be placed anew
-        batch = self.answering()
+    def _land_first_tokens(self, n_left: int):
+        """Take the tokens that follow prompts, but for the last n_left: the cards are still at those."""
+        while len(self.first_tokens) > n_left:
+            flight = self.first_tokens.popleft()
+            sequence, = flight.sequences
+            token, = flight.tokens.read().tolist()
+            if sequence in self.running:
+                self._take(sequence, flight.tokens, 0, token)
+
+    def _form_groups(self):
+        """Put new answers into the smallest group, and one of a group's answers into another where that evens them."""
+        members = {group: [s for s in self.running if s.group == group] for group in range(len(self.flights))}
+
+        def size(group):
+            return len(members[group])
+
+        for sequence in self.running:
+            if sequence.is_answer and sequence.group is None:
+                sequence.group = min(members, key=size)
+                members[sequence.group].append(sequence)
+        smallest, largest = min(members, key=size), max(members, key=size)
+        if size(largest) - size(smallest) > 1:
+            self._land(largest)
+            members[largest][-1].group = smallest
+
+    def decode(self, group: int):
+        """Queue a step of a group of answers, and then take the tokens of the one before."""
+        if self.flights[group] and self.flights[group].sequences != self.answering(group):
+            self._land(group)                       # who stays needs its token to be placed anew
+        batch = self.answering(group)
         if not batch:
             return
-        if self.flight is None:
-            self.pipeline.place([s.tokens[-1] for s in batch], [s.slot for s in batch], [s.n_cached for s in batch])
+        if self.flights[group] is None:
+            self.pipeline.place([s.tokens[-1] for s in batch], [s.slot for s in batch], [s.n_cached for s in batch],
+                                group)
         for sequence in batch:
             self._reserve(sequence, sequence.n_cached + sequence.in_flight + 1)
         if any(s.generation.constraint for s in batch):
-            self.pipeline.forward(len(batch))
-            self._land()                            # the masks follow from its tokens
+            self.pipeline.forward(len(batch), group)
+            self._land(group)                       # the masks follow from its tokens
             self._constrain(batch)
-            tokens = self.pipeline.choose(len(batch), wants_log_probs(batch))
+            tokens = self.pipeline.choose(len(batch), wants_log_probs(batch), group)
         else:
-            tokens = self.pipeline.step(len(batch), wants_log_probs(batch))
-            self._land()
+            tokens = self.pipeline.step(len(batch), wants_log_probs(batch), group)
+            self._land(group)
         for sequence in batch:
             sequence.in_flight = 1
             if sequence in self.running:
                 self._keep_decoded(sequence)
-        self.flight = Flight(batch, tokens)
+        self.flights[group] = Flight(batch, tokens)
 
-    def answering(self) -> list[Sequence]:
-        """Who takes part in the next step: all answers, but those that the step in flight brings to their end."""
-        return [s for s in self.running if not s.in_prompt and not (s.in_flight and s.is_full(1, self.n_ctx))]
+    def answering(self, group: int) -> list[Sequence]:
+        """Who takes part in the group's next step: all but those that the step in flight brings to their end."""
+        return [s for s in self.running if s.group == group and not (s.in_flight and s.is_full(1, self.n_ctx))]
 
-    def _land(self):
-        """Take the tokens of the step in flight, but for sequences that have ended meanwhile."""
-        flight, self.flight = self.flight, None
+    def _land(self, group: int):
+        """Take the tokens of the group's step in flight, but for sequences that have ended meanwhile."""
+        flight, self.flights[group] = self.flights[group], None
         if flight is None:
             return
         for row, (sequence, token) in enumerate(zip(flight.sequences, flight.tokens.read().tolist())):
@@ -3008,6 +3824,7 @@ class Engine:
         self.name, self.config, self.tokenizer, self.template = config.name, config, tokenizer, template
         self.pipeline, self.n_ctx, self.chunk = pipeline, n_ctx, chunk
         self.cards = [stage.card for stage in pipeline.stages]
+        self.layers = [stage.layers for stage in pipeline.stages]      # of each card
         cache = PrefixCache(pipeline, sizes.n_pages, sizes.n_checkpoints, sizes.n_host_checkpoints)
         self.scheduler = Scheduler(pipeline, cache, tokenizer, sizes.n_slots, n_ctx, chunk)
         self.scheduler.thread.start()
@@ -3016,6 +3833,11 @@ class Engine:
     def error(self) -> str | None:
         """What the engine failed with, a sentence; None while it works."""
         return self.scheduler.error
+
+    @property
+    def fault(self) -> Fault | None:
+        """Which card failed, where it was one."""
+        return self.pipeline.fault
 
     def submit(self, request: Request) -> Generation:
         """Start a request. Raises RequestError or EngineStopped."""
@@ -3060,16 +3882,13 @@ class Engine:
         A slot is taken, and the engine does nothing else, until the last rows are out.
         """
         Request(list(ids)).check(self.config.n_vocab, self.n_ctx + 1)
-        model = self.pipeline.last.model
         with self.scheduler.borrow_slot(len(ids)) as sequence:
             self.pipeline.start(sequence.slot, sequence.generation.request)
             for start in range(0, len(ids), self.chunk):
                 chunk = ids[start:start + self.chunk]
                 self.pipeline.prefill(chunk, sequence.slot, start, tap=tap)
                 for row in range(0, len(chunk), HEAD_ROWS):
-                    n = min(HEAD_ROWS, len(chunk) - row)
-                    model.compute_logits(model.x[row:row + n], n)
-                    yield model.card.download(model.logits[:n])
+                    yield self.pipeline.logits(row, min(HEAD_ROWS, len(chunk) - row))
 
     def stats(self) -> dict:
         """Counts of this moment: requests_running, requests_waiting, slots; kv_pages = _used (by running requests) +
@@ -3091,14 +3910,14 @@ class Engine:
         large matrix at its first rows; ValueError says where it is wrong. Answers that run go on with them.
         """
         with self.scheduler.between_steps():
-            for stage in self.pipeline.stages:
-                stage.use(gemv, gemm)
+            self.pipeline.use(gemv, gemm)
             self.pipeline.load_kernels(progress=False)
             self.scheduler.cache.clear()            # what is kept comes from other kernels
 
     def close(self, grace: float = 0.0):
         """End what runs, after so many seconds if that has not ended by then; new requests are refused."""
         self.scheduler.close(grace)
+        self.pipeline.close()
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str, n_ctx: int) -> list[int]:
@@ -3120,7 +3939,7 @@ class OpenModel:
 
     def n_ctx(self, ctx: int | None) -> int:
         """Tokens of a slot: `ctx` where given, else DEFAULT_CTX, or the model's own where that is less."""
-        return ctx or min(self.config.context_length, DEFAULT_CTX)
+        return min(self.config.context_length, DEFAULT_CTX) if ctx is None else ctx
 
 
 def open_model(model: str | Path) -> OpenModel:
@@ -3142,60 +3961,98 @@ def open_model(model: str | Path) -> OpenModel:
     return OpenModel(config, tokenizer, ChatTemplate.from_gguf(gguf, tokenizer), FileWeights(gguf))
 
 
-def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | None = None,
+def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[Card] | None = None,
          ctx: int | None = None, slots: int = 1, chunk: int | None = None, progress: bool = True,
          kv_tokens: int | None = None, checkpoint_memory: int | None = None,
-         checkpoint_host_memory: int | None = None) -> Engine:
+         checkpoint_host_memory: int | None = None, split: tuple[int, ...] | None = None) -> Engine:
     """Load a GGUF file, or random weights by the name "synthetic:0.8b", "synthetic:9b:q4_k", ..., ready to generate.
 
     model: its path or name, or what `open_model` made of that; by default the model that comes with qengine.
-    card: a Card, or the name of one as kernels.card.open_cards takes it; by default the first NVIDIA card, or else an
-    emulated one. ctx: tokens of a slot, prompt and answer together. slots: answers that are generated at the same time.
+    card: a Card or several, or the name of some as kernels.card.open_cards takes it, which share the layers; by default
+    the first NVIDIA card if the model fits there, or else all, and where there is none an emulated one. split: layers
+    on each card, (22, 21, 21); by default what `place_layers` finds.
+    ctx: tokens of a slot, prompt and answer together. slots: answers that are generated at the same time.
     chunk: tokens of a prompt per pass at most, a multiple of 64 to 4,096; by default what suits card and model.
     progress: show on stderr what is used and how far it is.
     kv_tokens: tokens whose keys and values fit, of all slots and of what is kept for later prompts; at least ctx.
     checkpoint_memory, checkpoint_host_memory: bytes for the states from which later prompts go on, on the card and in
     the host's memory. `choose_sizes` has the defaults of the three.
-    Raises ModelError, RequestError, CardError (OutOfMemory names what did not fit).
+    Raises ModelError, RequestError, CardError (OutOfMemory shows what did not fit, and what would).
     """
-    limits = ("ctx", ctx, 1), ("slots", slots, 1), ("chunk", chunk, PAGE_TOKENS)
-    for name, value, unit in limits:
-        if value is not None and (value < 1 or value % unit):
-            raise RequestError(name, f"{name} must be {unit}, {2 * unit}, ..., not {value}")
-    if chunk is not None and chunk > LARGEST_CHUNK:     # kernels count the numbers of a pass in 32 bits
-        raise RequestError("chunk", f"chunk must be at most {LARGEST_CHUNK}, not {chunk}")
     opened = model if isinstance(model, OpenModel) else open_model(model)
-    config, n_ctx = opened.config, opened.n_ctx(ctx)
-    if kv_tokens is not None and kv_tokens < n_ctx:
-        raise RequestError("kv_tokens", f"kv_tokens must be at least the {n_ctx} tokens of a context, not {kv_tokens}")
-    used = card if isinstance(card, Card) else _open_card(card)
-    free = used.free_bytes
-    used.replace(probe.saved_replacements(used))
+    demand = Demand(opened.n_ctx(ctx), slots, chunk, kv_tokens, checkpoint_memory, checkpoint_host_memory, split)
+    planner = make_planner(opened, card, demand)
+    planner.check()
+    config, cards, n_ctx = opened.config, planner.cards, demand.n_ctx
+    free = sum(card.free_bytes for card in cards)
+    for card in cards:
+        card.replace(probe.saved_replacements(card))
     if progress:
-        note(f"card: {used.describe()}")
+        for card, layers in zip(cards, planner.plan.layers):
+            note(f"card: {card.describe()}" + f", layers {layers.start} - {layers.stop - 1}" * (len(cards) > 1))
         if n_ctx > config.context_length:
             note(f"warning: the model was made for {config.context_length} tokens of context, not {n_ctx}; "
                  "what comes after those may make no sense")
-    loading = functools.partial(tqdm.tqdm, desc="loading layers", unit="layer", leave=False, disable=not progress)
-    layers = range(config.n_layers)
-    stage = Stage(used, config, opened.weights, layers, slots, n_ctx, chunk, loading)
-    sizes = choose_sizes([stage], slots, n_ctx, kv_tokens, checkpoint_memory, checkpoint_host_memory)
-    pipeline = Pipeline([stage], sizes)
-    pipeline.load_kernels(progress)
+    stages = load_stages(opened, planner, progress)
+    sizes = choose_sizes(stages, slots, n_ctx, kv_tokens, checkpoint_memory, checkpoint_host_memory)
+    pipeline = Pipeline(stages, sizes)
+    try:
+        pipeline.load_kernels(progress)
+    except BaseException:
+        pipeline.close()
+        raise
     if progress:
+        taken, where = free - sum(card.free_bytes for card in cards), f"the card{'s' * (len(cards) > 1)}"
         note(f"model: {config.name}, {config.n_parameters / 1e6:,.1f} million parameters; "
-             f"{show_bytes(free - used.free_bytes)} on the card, {slots} x {n_ctx} tokens of context included")
+             f"{show_bytes(taken)} on {where}, {slots} x {n_ctx} tokens of context included")
         note(f"cache: {sizes.n_pages * PAGE_TOKENS:,} tokens of context in all, {sizes.n_checkpoints} checkpoints of "
-             f"{show_bytes(stage.state_bytes)} on the card, up to {sizes.n_host_checkpoints} in host memory")
-    return Engine(config, opened.tokenizer, opened.template, pipeline, sizes, n_ctx, stage.chunk)
+             f"{show_bytes(sum(stage.state_bytes for stage in stages))} on {where}, "
+             f"up to {sizes.n_host_checkpoints} in host memory")
+    return Engine(config, opened.tokenizer, opened.template, pipeline, sizes, n_ctx, planner.plan.chunk)
 
 
-def _open_card(name: str | None) -> Card:
-    """The card of that name. Several are refused: sharing a model between cards would be meant, and is not built."""
-    cards = open_cards(name)
-    if name is not None and len(cards) > 1:
-        raise CardError(f"{name} means {len(cards)} cards, and a model runs on one for now: say emulated, or cuda:0")
-    return cards[0]
+def load_stages(opened: OpenModel, planner: Planner, progress: bool) -> list[Stage]:
+    """The stages as planned, their weights on the cards, which are filled at the same time. Where one fails the others
+    stop at their next layer."""
+    plan, demand, failures = planner.plan, planner.demand, []
+
+    def load_stage(card, layers):
+        try:
+            return Stage(card, opened.config, opened.weights, layers, demand.slots, demand.n_ctx, plan.chunk, counted)
+        except BaseException as error:
+            failures.append(error)
+
+    def counted(layers):
+        for index in layers:
+            if failures:
+                raise failures[0]
+            yield index
+            bar.update()
+
+    with (tqdm.tqdm(desc="loading layers", total=opened.config.n_layers, unit="layer", leave=False,
+                    disable=not progress) as bar,
+          concurrent.futures.ThreadPoolExecutor(len(plan.layers), "loader") as loaders):
+        loading = [loaders.submit(load_stage, *each) for each in zip(planner.cards, plan.layers)]
+        try:
+            stages = [future.result() for future in loading]
+        except BaseException as error:          # Ctrl-C
+            failures.append(error)
+            raise
+    if failures:
+        raise failures[0]
+    return stages
+
+
+def make_planner(opened: OpenModel, card: str | Card | list[Card] | None, demand: Demand) -> Planner:
+    """Who plans a model on the cards that `load` would take. Raises RequestError, CardError."""
+    cards = [card] if isinstance(card, Card) else card if isinstance(card, list) else open_cards(card)
+    if card is None and demand.split:
+        cards = cards[:len(demand.split)]
+    elif card is None and len(cards) > 1:
+        first = Planner(opened.config, opened.weights, cards[:1], demand)
+        if first.plan.fits:
+            return first
+    return Planner(opened.config, opened.weights, cards, demand)
 
 
 def note(text: str):
@@ -3230,6 +4087,7 @@ class Service:
         self.open = {}                              # id -> (Generation, function: has its client hung up?)
         self.n_entering = 0                         # requests that are being prepared for it
         self.closing = False
+        self.lost = []                              # engines that failed before, see `go_on`
         self.pipes = PipeMeter()
         self.log = self.metrics = None              # of api/, set by create_app
         threading.Thread(target=self.watch, name="client watcher", daemon=True).start()
@@ -3519,12 +4377,17 @@ class Speed:
 
 
 class Bench:
-    """Times an engine that does nothing else; `batch` of its slots decode together. Close it afterwards."""
+    """Times an engine that does nothing else; `batch` of its slots decode together. Close it afterwards.
 
-    def __init__(self, engine: Engine, report: probe.Report, repeats: int, batch: int):
-        self.engine, self.report, self.repeats, self.batch = engine, report, repeats, batch
-        self.pipeline, self.stage, self.card = engine.pipeline, engine.pipeline.last, engine.cards[0]
+    reports: of its cards, whose speeds add up to what percentages are of.
+    """
+
+    def __init__(self, engine: Engine, reports: list[probe.Report], repeats: int, batch: int):
+        self.engine, self.reports, self.repeats, self.batch = engine, reports, repeats, batch
+        self.pipeline, self.stages = engine.pipeline, engine.pipeline.stages
         self.random = np.random.default_rng(1)
+        n_groups = min(self.pipeline.n_groups, batch)
+        self.groups = [range(group, batch, n_groups) for group in range(n_groups)]     # their slots
         pages = pages_for(engine.n_ctx)
         for slot in range(batch):
             self.pipeline.set_pages(slot, list(range(slot * pages, (slot + 1) * pages)))
@@ -3551,14 +4414,17 @@ class Bench:
         return time.perf_counter() - started
 
     def steps(self, context: int) -> float:
-        """Seconds of DECODE_STEPS steps of the batch from a context on."""
+        """Seconds of DECODE_STEPS steps of the batch from a context on, its groups in turn."""
         self.place_step(context)
+        before = [None] * len(self.groups)
         started = time.perf_counter()
-        tokens = self.pipeline.step(self.batch)
-        for _ in range(DECODE_STEPS - 1):               # one ahead, as the scheduler does
-            tokens, before = self.pipeline.step(self.batch), tokens
-            before.read()
-        tokens.read()
+        for _ in range(DECODE_STEPS):                   # one ahead, as the scheduler does
+            for group, slots in enumerate(self.groups):
+                tokens, before[group] = before[group], self.pipeline.step(len(slots), group=group)
+                if tokens:
+                    tokens.read()
+        for tokens in before:
+            tokens.read()
         return time.perf_counter() - started
 
     def prefill(self, n: int) -> Speed:
@@ -3566,15 +4432,17 @@ class Bench:
         self.prompt(n)
         speeds = [n / self.prompt(n) for _ in range(self.repeats)]
         times = {}
+        self.pipeline.settle()                          # from here on the cards are ours, not their workers'
         for start, ids in self.chunks(n):
-            operation_seconds(self.card, self.chunk(start, ids), times)
-        share = self.prompt_operations(n) / n * np.median(speeds) / self.report.dp4a_peak
-        return self.speed(n, 1, speeds, share, times)
+            for stage in self.stages:
+                operation_seconds(stage.card, self.chunk(stage, start, ids), times)
+        peak = sum(report.dp4a_peak for report in self.reports)
+        return self.speed(n, 1, speeds, self.prompt_operations(n) / n * np.median(speeds) / peak, times)
 
-    def chunk(self, start: int, ids: list[int]):
-        """A function that queues the launches of a pass over `ids`, whose inputs are on the card."""
-        set_rows(self.stage.inputs, ids, [0] * len(ids), range(start, start + len(ids)))
-        return functools.partial(self.stage.launch_prompt, len(ids))
+    def chunk(self, stage: Stage, start: int, ids: list[int]):
+        """A function that queues the launches of a stage's pass over `ids`, whose inputs are on the card."""
+        set_rows(stage.inputs, ids, [0] * len(ids), range(start, start + len(ids)))
+        return functools.partial(stage.launch_prompt, len(ids))
 
     def decode(self, context: int) -> Speed:
         """The Speed of the batch from a context on."""
@@ -3583,8 +4451,12 @@ class Bench:
         self.steps(context)
         speeds = [self.batch * DECODE_STEPS / self.steps(context) for _ in range(self.repeats)]
         self.place_step(context)
-        times = operation_seconds(self.card, self.step)
-        share = self.step_bytes(context) / self.batch * np.median(speeds) / self.report.read_bandwidth
+        self.pipeline.settle()
+        times = {}
+        for stage in self.stages:
+            operation_seconds(stage.card, functools.partial(self.step, stage), times)
+        bandwidth = sum(report.read_bandwidth for report in self.reports)
+        share = self.step_bytes(context) / self.batch * np.median(speeds) / bandwidth
         return self.speed(context, self.batch, speeds, share, times)
 
     def speed(self, context, batch, speeds, share, times) -> Speed:
@@ -3594,19 +4466,21 @@ class Bench:
                      sum(operation.launches for operation in operations), operations)
 
     def place_step(self, context: int):
-        """Tell the card the inputs of a decode step."""
-        self.pipeline.place([0] * self.batch, range(self.batch), [context] * self.batch)
+        """Tell the cards the inputs of a decode step."""
+        for group, slots in enumerate(self.groups):
+            self.pipeline.place([0] * len(slots), slots, [context] * len(slots), group)
 
-    def step(self):
-        """Queue the launches of a decode step, which `Stage.step` replays from a recording."""
-        self.stage.launch_step(self.batch, log_probs=False)
+    def step(self, stage: Stage):
+        """Queue the launches of a stage's part of a decode step, which `Stage.step` replays from recordings."""
+        for group, slots in enumerate(self.groups):
+            stage.launch_step(group, len(slots), log_probs=False)
 
     # ---- what it must move and compute ----
 
     def weights(self) -> list[Matrix]:
         """The matrices of the layers and the head: what every decode step reads whole."""
-        model = self.stage.model
-        return [matrix for layer in model.layers for matrix in matrices(layer)] + [model.head]
+        layers = [layer for stage in self.stages for layer in stage.model.layers]
+        return [matrix for layer in layers for matrix in matrices(layer)] + [self.pipeline.last.model.head]
 
     def prompt_operations(self, n: int) -> int:
         """Multiplications and additions of a prompt's matrix products, the head's of its last row alone."""
@@ -3614,35 +4488,38 @@ class Bench:
         return 2 * (n * sum(matrix.n * matrix.k for matrix in layers) + head.n * head.k)
 
     def step_bytes(self, context: int) -> int:
-        """Bytes of a decode step in the middle of DECODE_STEPS: weights once, and of every slot the recurrent
-        states, read and written, and the keys and values up to its position."""
-        c, cache = self.engine.config, self.stage.cache
+        """Bytes of a decode step in the middle of DECODE_STEPS: weights once for each group, and of every slot the
+        recurrent states, read and written, and the keys and values up to its position."""
+        c, caches = self.engine.config, [stage.cache for stage in self.stages]
         weights = sum(m.values.nbytes + (m.scales.nbytes if m.is_quantized else 0) for m in self.weights())
-        states = sum(2 * s.memory[0].nbytes + s.conv[0].nbytes for s in cache.recurrent.values())
-        kept = (context + DECODE_STEPS // 2) * len(cache.pages) * 2 * c.kv_dim * 2     # k and v, float16
-        return weights + self.batch * (states + kept)
+        states = sum(2 * s.memory[0].nbytes + s.conv[0].nbytes for cache in caches for s in cache.recurrent.values())
+        n_attention = sum(len(cache.pages) for cache in caches)
+        kept = (context + DECODE_STEPS // 2) * n_attention * 2 * c.kv_dim * 2          # k and v, float16
+        return len(self.groups) * weights + self.batch * (states + kept)
 
     # ---- estimates for cards that are not here ----
 
     def estimates(self, n: int, context: int) -> dict:
-        """Tokens/s of other cards as estimated by the emulated one, which launches for each of them what that card
+        """Tokens/s of other cards as estimated by one emulated card, which launches for each of them what that card
         would have: {"prefill": {name: ..}, "decode": ..}."""
-        chunks = self.chunks(n)
+        (stage,), chunks = self.stages, self.chunks(n)
         self.pipeline.start(0, Request([0]))
         self.place_step(context)
+        self.pipeline.settle()
 
         def prefill():
             for start, ids in chunks:
-                self.chunk(start, ids)()
+                self.chunk(stage, start, ids)()
 
-        return {"prefill": {name: n / seconds for name, seconds in self.estimated_seconds(prefill).items()},
-                "decode": {name: self.batch / seconds for name, seconds in self.estimated_seconds(self.step).items()}}
+        work = {"prefill": (n, prefill), "decode": (self.batch, functools.partial(self.step, stage))}
+        return {name: {card: count / seconds for card, seconds in self.estimated_seconds(stage.card, each).items()}
+                for name, (count, each) in work.items()}
 
-    def estimated_seconds(self, work) -> dict:
+    def estimated_seconds(self, card: Card, work) -> dict:
         """Name -> seconds that what work() launches would take on each card of the table."""
         found = {}
         for model in CARDS:
-            with launching_as(self.card, model), self.card.counting() as log:
+            with launching_as(card, model), card.counting() as log:
                 work()
             found[model.name] = sum(launch.estimate(model).seconds for launch in log)
         return found
@@ -3689,19 +4566,22 @@ class PipeMeter:
 
     def _count(self, engine) -> dict | None:
         stage, scheduler = engine.pipeline.last, engine.scheduler
-        with scheduler.between_steps(), self._as_model(stage):
-            n = len(scheduler.answering())
-            what = [(stage.launch_layers, n), (stage.launch_choice, n, False)] if n else []
+        with scheduler.between_steps(), self._as_model(engine):
+            n = len(scheduler.answering(0))
+            what = [(stage.launch_layers, 0, n), (stage.launch_choice, 0, n, False)] if n else []
             recordings = [stage.recording(*launch) for launch in what]
         for recording in recordings:
             stage.card.prepare_counting(recording)
-        with scheduler.between_steps(), self._as_model(stage), stage.card.counting() as log:
-            n = len(scheduler.answering())
-            scheduler.decode()
+        with scheduler.between_steps(), self._as_model(engine), stage.card.counting() as log:
+            n = len(scheduler.answering(0))
+            scheduler.decode(0)
+            engine.pipeline.settle()
         return summary(log, n, self.MODEL) if n else None
 
     @contextlib.contextmanager
-    def _as_model(self, stage: Stage):
+    def _as_model(self, engine: Engine):
+        stage = engine.pipeline.last
+        engine.pipeline.settle()
         own, stage.recordings = stage.recordings, self.recordings
         try:
             with launching_as(stage.card, self.MODEL):
@@ -3756,16 +4636,18 @@ examples:
   python qengine.py -m model.gguf --perplexity text.txt             how well the model predicts a text
   python qengine.py --probe                                         what this card's pipes and memory can do
   python qengine.py -m model.gguf --bench                           how fast the model runs on it
+  python qengine.py -m model.gguf --plan --card cuda                what it would take of all cards together
 """
 
-TASKS = "prompt", "chat", "serve", "perplexity", "bench", "probe", "print_config"
+TASKS = "prompt", "chat", "serve", "perplexity", "bench", "probe", "plan", "print_config"
 
 # Options that mean nothing without one of others. Whoever says them expects something.
-GOES_WITH = {"raw": ["prompt"], "slots": ["serve", "print_config"],
-             **dict.fromkeys(["host", "kv_tokens", "api_key", "api_key_file", "cors", "log_prompts"], ["serve"]),
-             **dict.fromkeys(["checkpoint_memory", "checkpoint_host_memory"], ["serve", "chat"]),
+GOES_WITH = {"raw": ["prompt"], "slots": ["serve", "plan", "print_config"], "kv_tokens": ["serve", "plan"],
+             **dict.fromkeys(["host", "api_key", "api_key_file", "cors", "log_prompts", "go_on"], ["serve"]),
+             **dict.fromkeys(["checkpoint_memory", "checkpoint_host_memory"], ["serve", "chat", "plan"]),
+             "trace": ["prompt", "chat", "serve", "perplexity", "bench"],
              "against": ["perplexity"], "json": ["bench", "probe"],
-             **dict.fromkeys(["prompt_lengths", "contexts", "repeats", "batch"], ["bench"]),
+             **dict.fromkeys(["prompt_lengths", "contexts", "repeats", "batch", "cards"], ["bench"]),
              **dict.fromkeys([*SAMPLING, "thinking"], ["prompt", "chat", "serve"])}
 
 
@@ -3804,7 +4686,7 @@ def listed(numbers) -> str:
 def build_parser() -> Parser:
     parser = Parser(
         usage="python qengine.py [-m MODEL] [-p TEXT | --chat | --serve [PORT] | --perplexity FILE |\n"
-              "                         --bench | --probe] [options]",
+              "                         --bench | --probe | --plan] [options]",
         description="Runs a Qwen3.5 or Qwen3.6 model on NVIDIA cards or, without one, on an emulated card.",
         epilog=EXAMPLES, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", metavar="MODEL", default=DEFAULT_MODEL,
@@ -3829,6 +4711,9 @@ def build_parser() -> Parser:
     what.add_argument("--probe", action="store_true",
                       help="measure what the card's instructions, memory and launches can do, name what is "
                            "throttled, and keep the result; uses no model")
+    what.add_argument("--plan", action="store_true",
+                      help="show what the model would take of each card's memory, the longest context that fits, and "
+                           "what passing from card to card costs; loads nothing")
     what.add_argument("--print-config", action="store_true",
                       help="show the model's configuration, and what --ctx, --slots and --card make of it")
 
@@ -3855,6 +4740,9 @@ def build_parser() -> Parser:
                        help=f"the median of so many counts (default: {REPEATS} [1])")
     bench.add_argument("--batch", metavar="N", type=within(int, 1, 256), default=1,
                        help="answers decoded at the same time (default: 1)")
+    bench.add_argument("--cards", metavar="N,N", type=whole_numbers,
+                       help="on so many of the cards, one after the other, and then side by side: 1,2 (default: on all "
+                            "that --card names, or else those that it takes without)")
     bench.add_argument("--json", metavar="FILE", help="write everything there, too; also with --probe")
 
     server = parser.add_argument_group("with --serve")
@@ -3871,10 +4759,20 @@ def build_parser() -> Parser:
                              "allowed; behind a proxy without keys this server's own page needs it, too")
     server.add_argument("--log-prompts", action="store_true", help="write the text of prompts into the log of requests")
 
+    server.add_argument("--go-on", action="store_true",
+                        help="when a card fails, load the model anew onto the others if it fits there, and serve on")
+
     machine = parser.add_argument_group("the machine")
+    machine.add_argument("--trace", metavar="FILE",
+                         help="write what cards and threads did when, for ui.perfetto.dev or chrome://tracing: "
+                              "kernels, copies and waits; slower than without")
     machine.add_argument("--card", metavar="CARD",
-                         help="cuda:0, cuda:1, ... or emulated "
-                              "(default: the first NVIDIA card, or else an emulated card)")
+                         help="cuda:0 for one, cuda:0,2 or cuda (all) for several that share the layers, or emulated, "
+                              "emulated:3, emulated:3@0.25 (links of 0.25 GB/s), emulated:cmp-100-210,v100 (like cards "
+                              "of these types) (default: the first NVIDIA card if the model fits there, or else all of "
+                              "them; without any an emulated card)")
+    machine.add_argument("--split", metavar="N,N", type=whole_numbers,
+                         help="layers on each card (default: so that the slowest card is as fast as memory allows)")
     machine.add_argument("--ctx", metavar="N", type=within(int, 1, 2**31 - 1),
                          help="tokens a conversation may have, prompt and answer together "
                               f"(default: {DEFAULT_CTX}, or the model's own where that is less)")
@@ -3907,6 +4805,10 @@ def check_options(parser: Parser, options):
             parser.error(f"{option_name(name)} goes with {' or '.join(map(option_name, partners))}")
     if options.bench and options.ctx is not None:
         parser.error("--ctx is not for --bench, which takes what --prompt-lengths and --contexts need")
+    if options.trace and len(options.cards or ()) > 1:
+        parser.error("--trace holds one run: name one number of --cards")
+    if options.split and (options.probe or options.print_config):
+        parser.error("--split is for what loads a model, and for --plan")
     if options.probe and options.model != DEFAULT_MODEL:
         parser.error("-m is not for --probe, which uses no model")
     if options.raw and options.thinking:
@@ -3952,7 +4854,7 @@ def run_prompt(model: OpenModel, options, sampling: dict, thinking) -> int:
         text = model.template.render([{"role": "user", "content": text}], enable_thinking=thinking)
     ids = encode_prompt(model.tokenizer, text, n_ctx)
     Request(ids, **sampling).check(model.config.n_vocab, n_ctx)
-    with contextlib.closing(load_engine(model, options)) as engine:
+    with contextlib.closing(load_engine(model, options)) as engine, traced(engine, options):
         _, interrupted = print_answer(engine, ids, sampling)
     return 130 if interrupted else 0
 
@@ -3961,7 +4863,7 @@ def run_chat(model: OpenModel, options, sampling: dict, thinking) -> int:
     """A conversation on the terminal, or with the lines of stdin; returns the exit code."""
     if model.template is None:
         raise ModelError("this model has no chat template: use -p TEXT --raw")
-    with contextlib.closing(load_engine(model, options)) as engine:
+    with contextlib.closing(load_engine(model, options)) as engine, traced(engine, options):
         return chat(engine, sampling, thinking)
 
 
@@ -4021,17 +4923,43 @@ def run_server(options, sampling: dict, thinking) -> int:
             return 2
         if not keys and not is_loopback(options.host):
             note(f"warning: whoever reaches {options.host} can use this server: --api-key asks for a key")
-        engine = app.extensions["qengine"].engine = load_engine(options.model, options)
+        service = app.extensions["qengine"]
+        service.engine = load_engine(options.model, options)
+        stack.enter_context(traced(service.engine, options))
         try:
-            note(f"serving {engine.name} on http://{options.host}:{port}/ (a page to talk with it, and /v1 for programs; "
-                 "Ctrl-C stops)")
-            engine.scheduler.thread.join()              # ends by a failure only, of which /health goes on to tell
-            note(f"qengine: {engine.error}")
+            note(f"serving {service.engine.name} on http://{options.host}:{port}/ (a page to talk with it, and /v1 for "
+                 "programs; Ctrl-C stops)")
+            is_working = True
+            while is_working:
+                service.engine.scheduler.thread.join()  # ends by a failure only, of which /health goes on to tell
+                note(f"qengine: {service.engine.error}")
+                is_working = options.go_on and go_on(service, options)
             while True:
                 time.sleep(3600)
         finally:
             stack.close()
-            engine.close()
+            service.engine.close()
+
+
+def go_on(service: Service, options) -> bool:
+    """Gives the service, whose engine has failed, another one on the cards that are left. False: that cannot be."""
+    failed, fault = service.engine, service.engine.fault
+    left = [card for card in failed.cards if fault and card.name != fault.card]
+    failed.close()
+    for stage in failed.pipeline.stages:
+        if stage.card in left:
+            stage.release()
+    gc.collect()                        # of what tracebacks hold
+    try:
+        if not left:
+            raise CardError("no card is left")
+        service.engine = load(options.model, left, **asked(options) | {"split": None})
+    except (CardError, CompileError, ModelError, RequestError) as error:
+        note(f"qengine: cannot go on: {error}")
+        return False
+    service.lost.append(failed)         # as a whole: to free memory of a card that hangs would take for ever
+    note(f"going on without {fault.card}")
+    return True
 
 
 def is_loopback(host: str) -> bool:
@@ -4132,6 +5060,7 @@ def run_perplexity(model: OpenModel, options) -> int:
                              "nothing to compare")
     with contextlib.ExitStack() as stack:
         engine = stack.enter_context(contextlib.closing(load_engine(model, options)))
+        stack.enter_context(traced(engine, options))
         against = None
         if other:
             against = load(other, card=engine.cards[0], ctx=engine.n_ctx)
@@ -4160,38 +5089,64 @@ def run_probe(options) -> int:
 
 
 def run_bench(model: OpenModel, options) -> int:
-    """Prints how fast a model is; returns the exit code."""
-    card = _open_card(options.card)
-    emulated = card.kind == "emulated"
+    """Prints how fast a model is, perhaps on several numbers of cards; returns the exit code."""
+    cards, counts = open_cards(options.card), options.cards or [None]
+    if options.cards and max(counts) > len(cards):
+        raise RequestError("cards", f"--cards {listed(counts)}: there are {len(cards)} to take them from")
+    if options.json:
+        write_json(options.json, {})    # now: what is measured should not be lost for a mistyped folder
+    chosen = [cards[:n] if options.card or n else None for n in counts]
+    runs = [bench_cards(model, each, cards[0].kind == "emulated", options) for each in chosen]
+    if len(runs) > 1:
+        print(f"\n{side_by_side(runs)}")
+    if options.json:
+        write_json(options.json, {"runs": runs} if len(runs) > 1 else runs[0])
+    return 0
+
+
+def bench_cards(model: OpenModel, cards: list[Card] | None, emulated: bool, options) -> dict:
+    """Prints how fast a model is on these cards, or on those that `load` would take; returns that as JSON has it."""
     lengths = sorted(options.prompt_lengths or ([EMULATED_LENGTH] if emulated else PROMPT_LENGTHS))
     contexts = sorted(options.contexts or ([EMULATED_LENGTH] if emulated else CONTEXTS))
     repeats = options.repeats or (1 if emulated else REPEATS)
-    if options.json:
-        write_json(options.json, {})    # now: what is measured should not be lost for a mistyped folder
-    report, free = probe.saved_or_measured(card), card.free_bytes
     n_ctx = max(*lengths, *contexts) + DECODE_STEPS + 1
-    n_tokens = options.batch * pages_for(n_ctx) * PAGE_TOKENS       # every slot has pages of its own
-    with contextlib.closing(load(model, card=card, ctx=n_ctx, slots=options.batch, kv_tokens=n_tokens,
-                                 checkpoint_memory=0)) as engine:
-        bench = Bench(engine, report, repeats, options.batch)
+    wishes = {"slots": options.batch, "kv_tokens": options.batch * pages_for(n_ctx) * PAGE_TOKENS,
+              "checkpoint_memory": 0, "split": options.split}       # every slot has pages of its own
+    cards = make_planner(model, cards, Demand(n_ctx, **wishes)).cards
+    reports, free = [probe.saved_or_measured(card) for card in cards], sum(card.free_bytes for card in cards)
+    with (contextlib.closing(load(model, card=cards, ctx=n_ctx, **wishes)) as engine, traced(engine, options)):
+        bench = Bench(engine, reports, repeats, options.batch)
         peaks = ("dp4a measured", "read measured") if emulated else ("dp4a peak", "read bandwidth")
         prefill = [bench.prefill(n) for n in lengths]
         print(bench_table("prefill", prefill, peaks[0]), flush=True)
         decode = [bench.decode(n) for n in contexts]
         print(f"\n{bench_table('decode', decode, peaks[1])}")
-        used = free - card.free_bytes
-        print(f"\n{engine.name} on {card.describe()}; peak memory {show_bytes(used)}")
-        estimates = bench.estimates(lengths[0], contexts[0]) if emulated and find_assembler() else None
-        if estimates:
+        used = free - sum(card.free_bytes for card in cards)
+        print(f"\n{engine.name} on {', '.join(card.describe() for card in cards)}; peak memory {show_bytes(used)}")
+        estimates = None
+        if emulated and len(cards) == 1 and find_assembler():
+            estimates = bench.estimates(lengths[0], contexts[0])
             print(f"\n{estimate_table(estimates)}")
-    if options.json:
-        write_json(options.json, {
-            "model": engine.name, "date": probe.now(), "card": card.facts(), "versions": probe.versions(),
-            "probe": report.to_dict(), "peak_memory_bytes": used,
+    layers = [[stage.layers.start, stage.layers.stop - 1] for stage in engine.pipeline.stages]
+    return {"model": engine.name, "date": probe.now(), "cards": [card.facts() for card in cards], "layers": layers,
+            "versions": probe.versions(), "probes": [report.to_dict() for report in reports], "peak_memory_bytes": used,
             "prefill": [dataclasses.asdict(speed) for speed in prefill],
-            "decode": [dataclasses.asdict(speed) for speed in decode]}
-            | ({"estimates": estimates} if estimates else {}))
-    return 0
+            "decode": [dataclasses.asdict(speed) for speed in decode]} | ({"estimates": estimates} if estimates else {})
+
+
+def side_by_side(runs: list[dict]) -> str:
+    """A table of tokens/s with a column for each run, and how many times the first one's each is."""
+    heads = [f"{len(run['cards'])} card{'s' * (len(run['cards']) > 1)}" for run in runs]
+    lines = [f"{'tokens/s':<26}" + "".join(f"{head:>20}" for head in heads)]
+    for what in "prefill", "decode":
+        for speeds in zip(*(run[what] for run in runs)):
+            name = f"{what} {'at ' * (what == 'decode')}{speeds[0]['context']:,}"
+            name += f", batch {speeds[0]['batch']}" * (what == "decode")
+            first = speeds[0]["tokens_per_s"]
+            columns = [f"{speed['tokens_per_s']:,.1f}" + (f"  {speed['tokens_per_s'] / first:.2f} x" if i else "")
+                       for i, speed in enumerate(speeds)]
+            lines.append(f"{name:<26}" + "".join(f"{column:>20}" for column in columns))
+    return "\n".join(lines)
 
 
 def write_json(path: str, data):
@@ -4208,13 +5163,41 @@ def print_config(options) -> int:
     return 0
 
 
-def load_engine(model: str | OpenModel, options) -> Engine:
-    """The engine for what is to be done; where that is a single text, hardly any memory goes to checkpoints."""
-    is_single = not options.chat and options.serve is None
+def asked(options) -> dict:
+    """What the command line asks of `load`; for a single text, hardly any memory goes to checkpoints."""
+    is_single = not (options.chat or options.plan or options.serve is not None)
     on_card, on_host = (0 if is_single else size and size << 20
                         for size in (options.checkpoint_memory, options.checkpoint_host_memory))
-    return load(model, card=options.card, ctx=options.ctx, slots=options.slots, kv_tokens=options.kv_tokens,
-                checkpoint_memory=on_card, checkpoint_host_memory=on_host)
+    return {"ctx": options.ctx, "slots": options.slots, "kv_tokens": options.kv_tokens, "checkpoint_memory": on_card,
+            "checkpoint_host_memory": on_host, "split": options.split}
+
+
+def load_engine(model: str | OpenModel, options) -> Engine:
+    """The engine for what is to be done."""
+    return load(model, card=options.card, **asked(options))
+
+
+@contextlib.contextmanager
+def traced(engine: Engine, options):
+    """What --trace asks for, of what the engine's cards do inside."""
+    if not options.trace:
+        yield
+        return
+    write_json(options.trace, {})       # now: what is recorded should not be lost for a mistyped folder
+    try:
+        with tracing(engine.cards) as trace:
+            yield
+    finally:
+        trace.write(options.trace)
+
+
+def run_plan(model: OpenModel, options) -> int:
+    """Prints where the model goes and what that takes; returns the exit code. Raises OutOfMemory."""
+    wishes = asked(options)
+    planner = make_planner(model, options.card, Demand(model.n_ctx(wishes.pop("ctx")), **wishes))
+    planner.check()
+    print(planner.report())
+    return 0
 
 
 def run(options) -> int:
@@ -4228,6 +5211,8 @@ def run(options) -> int:
     if options.probe:
         return run_probe(options)
     model = open_model(options.model)
+    if options.plan:
+        return run_plan(model, options)
     if options.bench:
         return run_bench(model, options)
     if options.perplexity is not None:

@@ -1,6 +1,8 @@
 """What lies behind both protocols, by the names and fields of llama.cpp's server: the tokenizer, the chat template, and
 whether the server is well."""
 
+import datetime
+
 from qengine import GUARD, RequestError
 
 from . import chat, openai
@@ -42,9 +44,18 @@ def health(service):
     if engine is None:
         return {"status": "loading"}, 503
     if engine.error is not None:
-        return {"status": "error", "error": engine.error}, 503
-    return {"status": "ok", "model": engine.name, "cards": [card.describe() for card in engine.cards],
+        return {"status": "error", "error": engine.error} | (failure(engine.fault) if engine.fault else {}), 503
+    cards = [{"name": card.describe(), "layers": [layers.start, layers.stop - 1]}      # the first and the last
+             for card, layers in zip(engine.cards, engine.layers)]
+    lost = {"lost": [failure(failed.fault) for failed in service.lost]} if service.lost else {}
+    return {"status": "ok", "model": engine.name, "cards": cards, **lost,
             "counts_pipes": service.pipes.can_count(engine)}
+
+
+def failure(fault) -> dict:
+    """Which card has failed, and since when."""
+    since = datetime.datetime.fromtimestamp(fault.since, datetime.timezone.utc)
+    return {"card": fault.card, "since": since.isoformat(timespec="seconds")}
 
 
 CONVERSATION = {name: openai.CHAT["properties"][name]

@@ -25,7 +25,7 @@ instead of run, arguments frozen; `recording.replay()` runs them all for the pri
 import math
 import struct
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 
@@ -51,6 +51,10 @@ class OutOfMemory(CardError):
 
 class LaunchError(CardError):
     """A kernel could not be launched or failed while it ran; the message names kernel, grid and block."""
+
+
+class NoAnswer(CardError):
+    """A card has not done in time what somebody waited for."""
 
 
 # ---- memory ------------------------------------------------------------------------------------------------
@@ -174,33 +178,54 @@ class Stream:
     """An in-order queue of one card. `synchronize()` waits for all of it and raises what went wrong in it.
 
     `record()` returns an Event at its present end; `wait(event)` holds what follows until `event` is done, an
-    event of another card included. Cards implement it.
+    event of another card included. Cards implement it. Attributes: card, name.
     """
 
-    def keep(self, values):
-        """Called with what each launch or copy within the card uses; a recording keeps its arrays."""
+    def wait(self, event):
+        self.card.target(self, "a wait")
+        self.card._hold(self, event)
+
+    def keep(self, name, values):
+        """Called with each launch or copy within the card, and what it uses; a recording keeps both."""
 
 
 class Event:
-    """A point in a stream. `synchronize()` waits for it; `done` tells without waiting.
+    """A point in a stream of `card`. `done` tells without waiting whether that has come there.
 
     `seconds_since(earlier)`: the time between two events, both done. Cards implement it.
     """
+
+    def synchronize(self, timeout=None):
+        """Waits for it. Raises what went wrong, and NoAnswer after `timeout` seconds."""
+        if not self.card._await(self, timeout):
+            raise NoAnswer(f"{self.card.name} has not answered for {timeout:g} s")
 
 
 class Recording:
     """A recorded sequence. `replay(stream=None)` runs it; the arrays it uses live as long as it does.
 
-    A replay after `Card.free` of one of them raises CardError.
+    A replay after `Card.free` of one of them raises CardError. Attributes: card, name, operations (the names of
+    the kernels and copies in it, in order).
     """
 
     def __init__(self, card, stream):
-        self.card = card
+        self.card, self.name, self.operations = card, "", []
         self.stream = stream                             # keeps operations instead of running them
         self.thread = threading.get_ident()
         self.used = used = {}                            # allocation -> an Array of it
         self.n_freed = card.n_freed
-        stream.keep = lambda values: used.update((x.memory, x) for x in values if type(x) is Array)
+        operations = self.operations                     # no reference to self: it should end with its last user
+
+        def keep(name, values):
+            operations.append(name)
+            used.update((x.memory, x) for x in values if type(x) is Array)
+
+        stream.keep = keep
+
+    def replay(self, stream=None):
+        stream = self.card.target(stream, "a replay")
+        self.check()
+        self.card._replay(self, stream)
 
     def check(self):
         """Raises unless everything that a replay uses is there."""
@@ -227,12 +252,14 @@ class Card:
     """A card. Attributes: name, cc (compute capability), n_sms, memory_bytes, free_bytes, default_stream.
 
     The kinds of card implement `_take` and `_give` (memory), `_upload_now`, `_fill_now`, `_copy_in`,
-    `_copy_out`, `_copy`, `_fill`, `_load`, `_enqueue`, `_begin_recording`, `_end_recording`, `stream`,
-    `pinned`, `synchronize` and `describe`; of machine code, `_is_cached(compiled, block)`, `_cache_filler()`, which
-    gives a function of the same that can be pickled and needs no card, and `_make_ready(function, block)`.
+    `_copy_out`, `_copy`, `_fill`, `_load`, `_enqueue`, `_begin_recording`, `_end_recording`, `_replay`, `_hold`
+    (a stream until an event), `_await` (an event, with a limit), `stream`, `pinned`, `synchronize` and `describe`;
+    of machine code, `_is_cached(compiled, block)`, `_cache_filler()`, which gives a function of the same that can
+    be pickled and needs no card, and `_make_ready(function, block)`.
     """
 
     kind = "cuda"                                        # what `open_cards` calls its kind
+    granule = ALIGNMENT                                  # bytes: memory is taken in multiples of it
 
     def __init__(self, name, cc, n_sms, memory_bytes, max_shared, cache_dir):
         self.name, self.cc, self.n_sms, self.memory_bytes = name, cc, n_sms, memory_bytes
@@ -338,7 +365,7 @@ class Card:
         if dst.nbytes != src.nbytes:
             raise CardError(f"cannot copy {src!r} into {dst!r}: {src.nbytes} and {dst.nbytes} bytes")
         stream = self.target(stream)
-        stream.keep((dst, src))
+        stream.keep("copy", (dst, src))
         if dst.nbytes:
             self._copy(dst, src, stream)
 
@@ -348,7 +375,7 @@ class Card:
         if not 0 <= byte <= 255:
             raise CardError(f"{array!r}: {byte} is no byte to fill with")
         stream = self.target(stream)
-        stream.keep((array,))
+        stream.keep("fill", (array,))
         if array.nbytes:
             self._fill(array, byte, stream)
 
@@ -387,7 +414,7 @@ class Card:
         except (CardError, TypeError, OverflowError, ValueError, struct.error) as error:
             raise LaunchError(f"{kernel.__name__}, grid {grid}, block {block}: {error}") from error
         stream = self.target(stream)
-        stream.keep(args)
+        stream.keep(function.name, args)
         self._enqueue(stream, function, blocks, threads, shared, params, args)
 
     def _function(self, types):
@@ -446,16 +473,21 @@ class Card:
     # -- record and replay --
 
     @contextmanager
-    def record(self):
+    def record(self, name=""):
         """Collects the launches and copies within the card that this thread makes instead of running them."""
         if self._recording is not None:
             raise CardError("a recording is being made on this card already")
         recording = self._recording = self._begin_recording()
+        recording.name = name
         try:
             yield recording
         finally:
             self._recording = None
             self._end_recording(recording)
+
+    def span(self, name):
+        """Surrounds what belongs together on the default stream; a trace shows it (kernels/trace.py)."""
+        return nullcontext()
 
     def target(self, stream, outside=None):
         """The stream that an operation goes to; `outside` names an operation that cannot be recorded."""
@@ -482,6 +514,74 @@ class Card:
     def _check_host(array, host):
         if host.shape != array.shape or host.dtype != array.dtype:
             raise CardError(f"host array {host.dtype.name}{list(host.shape)} does not match {array!r}")
+
+
+class PlannedCard(Card):
+    """Stands for a card in a plan: adds up what is allocated, from what is free there now, and does nothing else.
+
+    `free_bytes` falls below 0 where more is asked for than there is. Whatever runs on a card runs here, too, as
+    long as it looks at no result. Attributes that Card does not have are those of the card.
+    """
+
+    def __init__(self, card):
+        super().__init__(card.name, card.cc, card.n_sms, card.memory_bytes, card.max_shared, card.cache_dir)
+        self.card, self.kind, self.granule = card, card.kind, card.granule
+        self.facts, self.describe = card.facts, card.describe
+        self.default_stream = self.stream()
+        self._free, self._end = card.free_bytes, ALIGNMENT
+        self._small = 0                                  # bytes left of the granule that small arrays share
+
+    def __getattr__(self, name):
+        return getattr(self.__dict__["card"], name)
+
+    @property
+    def free_bytes(self):
+        return self._free
+
+    def _take(self, nbytes):
+        if nbytes < self.granule // 2:                   # as drivers do it: several small ones in one granule
+            if nbytes > self._small:
+                self._free -= self.granule
+                self._small = self.granule
+            self._small -= nbytes
+        else:
+            self._free -= nbytes + -nbytes % self.granule
+        ptr, self._end = self._end, self._end + nbytes
+        return ptr, None
+
+    def _give(self, memory):
+        pass                                             # what a plan lists stays
+
+    def pinned(self, shape, dtype):
+        return np.empty(shape, dtype)
+
+    def stream(self, name=""):
+        return _PlannedStream(self)
+
+    def launch(self, *_, **__):
+        pass
+
+    def synchronize(self):
+        pass
+
+    _upload_now = _fill_now = _copy_in = _copy_out = _copy = _fill = launch
+
+
+class _PlannedStream(Stream):
+    """Where nothing is ever queued, so that everything is done."""
+
+    def __init__(self, card):
+        self.card = card
+
+    done = True                                          # it is its own event
+
+    def record(self):
+        return self
+
+    def wait(self, event=None):
+        pass
+
+    synchronize = wait
 
 
 class Configured:
@@ -541,24 +641,22 @@ def show_bytes(n):
 def open_cards(which=None, cache_dir=compiler.CACHE_DIR, **settings):
     """The cards to use, as a list.
 
-    which: None (all real cards, or one emulated card where there are none), "emulated", "emulated:3" (three
-    of them), "cuda" (all real cards), "cuda:1", "cuda:0,2". settings: see EmulatedCard. Raises CardError.
+    which: None (all real cards, or one emulated card where there are none), "cuda" (all real cards), "cuda:1",
+    "cuda:0,2", or "emulated" and, after a colon, what `open_emulated_cards` takes: "emulated:3" (three of them),
+    "emulated:cmp-100-210,v100" (one of each type), "emulated:3@0.25" (links of 0.25 GB/s). settings: see
+    EmulatedCard. Raises CardError.
     """
     kind, _, choice = (which or "").partition(":")
     if kind not in ("", "cuda", "emulated") or (kind == "" and choice):
-        raise CardError(f"unknown card {which!r}: say emulated, emulated:3, cuda or cuda:0")
-    try:
-        numbers = [int(number) for number in choice.split(",")] if choice else None
-    except ValueError:
-        raise CardError(f"unknown card {which!r}: numbers must follow the colon") from None
+        raise CardError(f"unknown card {which!r}: say cuda, cuda:0, emulated, emulated:3 or emulated:v100,t4")
     if kind != "emulated":
         from kernels.nvidia import open_nvidia_cards
+        try:
+            numbers = [int(number) for number in choice.split(",")] if choice else None
+        except ValueError:
+            raise CardError(f"unknown card {which!r}: the numbers of cards follow the colon, cuda:0,2") from None
         cards = open_nvidia_cards(numbers, cache_dir, required=kind == "cuda")
         if cards:
             return cards
-    from kernels.emulated.card import EmulatedCard, default_memory
-    count = numbers[0] if numbers else 1
-    if count < 1 or (numbers and len(numbers) > 1):
-        raise CardError(f"unknown card {which!r}: emulated:3 means three emulated cards")
-    settings = {"memory_bytes": default_memory() // count} | settings
-    return [EmulatedCard(i, cache_dir=cache_dir, **settings) for i in range(count)]
+    from kernels.emulated.card import open_emulated_cards
+    return open_emulated_cards(choice or "1", cache_dir, **settings)

@@ -16,6 +16,7 @@ import re
 import subprocess
 import tempfile
 import threading
+import time
 from collections import deque
 from functools import cache, partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from kernels.card import Card, CardError, Event, LaunchError, Pinned, Recording,
 OLDEST = (7, 0)                                          # half2 arithmetic and dp4a at full rate
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 SUCCESS = driver.CUresult.CUDA_SUCCESS
+POLL_SECONDS = 20e-6                                     # between two looks at an event; the system makes it 70e-6
 STAGED = 128 << 10                                       # bytes of pageable memory that a copy does not wait for
 
 
@@ -149,6 +151,8 @@ def run_assembler(program, compiled, cc):
 
 class NvidiaCard(Card):
     """The NVIDIA card with device number `number`."""
+
+    granule = 2 << 20                                    # the driver's pages
 
     def __init__(self, number=0, cache_dir=compiler.CACHE_DIR):
         _call(driver.cuInit, 0)
@@ -312,6 +316,26 @@ class NvidiaCard(Card):
         for stream in list(self.streams):
             stream.synchronize()
 
+    def _hold(self, stream, event):
+        self.call(driver.cuStreamWaitEvent, stream.handle, event.handle, 0)
+
+    def _replay(self, recording, stream):
+        self.call(driver.cuGraphLaunch, recording.graph, stream.handle)
+        stream.recent.append("a recording")
+
+    def _await(self, event, timeout):
+        """Whether `event` is done, after `timeout` seconds at most. The driver knows no limit, so it is asked."""
+        if timeout is None:
+            self.call(driver.cuEventSynchronize, event.handle)
+            return True
+        end = time.monotonic() + timeout
+        while not event.done:
+            if time.monotonic() > end:
+                return False
+            time.sleep(POLL_SECONDS)
+        self.call(driver.cuEventQuery, event.handle)     # says what went wrong
+        return True
+
     def _begin_recording(self):
         return NvidiaRecording(self)
 
@@ -374,10 +398,6 @@ class NvidiaStream(Stream):
         self.card.target(self, "an event")
         return NvidiaEvent(self)
 
-    def wait(self, event):
-        self.card.target(self, "a wait")
-        self.card.call(driver.cuStreamWaitEvent, self.handle, event.handle, 0)
-
     def synchronize(self):
         driver.cuCtxSetCurrent(self.card._context)
         status, = driver.cuStreamSynchronize(self.handle)
@@ -402,9 +422,6 @@ class NvidiaEvent(Event):
         driver.cuCtxSetCurrent(self.card._context)
         return driver.cuEventQuery(self.handle)[0] != driver.CUresult.CUDA_ERROR_NOT_READY
 
-    def synchronize(self):
-        self.card.call(driver.cuEventSynchronize, self.handle)
-
     def seconds_since(self, earlier):
         return self.card.call(driver.cuEventElapsedTime, earlier.handle, self.handle) * 1e-3
 
@@ -426,12 +443,6 @@ class NvidiaRecording(Recording):
         captured = self.card.call(driver.cuStreamEndCapture, self.stream.handle)
         self.graph = self.card.call(driver.cuGraphInstantiate, captured, 0)
         self.card.call(driver.cuGraphDestroy, captured)
-
-    def replay(self, stream=None):
-        stream = self.card.target(stream, "a replay")
-        self.check()
-        self.card.call(driver.cuGraphLaunch, self.graph, stream.handle)
-        stream.recent.append("a recording")
 
     def __del__(self):
         if getattr(self, "graph", None) is not None:

@@ -34,6 +34,7 @@ import time
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from cuda.bindings import nvrtc
@@ -43,9 +44,9 @@ from numba.core.types import UniTuple
 from numba.cuda.extending import intrinsic
 from numba.types import float32, uint32, uint64
 
-from kernels.bench import OPS_PER_LANE, replay_seconds, seconds_per_call
+from kernels.bench import OPS_PER_LANE, model_of, replay_seconds, seconds_per_call
 from kernels.card import CardError, open_cards
-from kernels.emulated.cards import UNITS
+from kernels.emulated.cards import CARDS, UNITS
 from kernels.intrinsics import load_words4
 
 UNROLLED = 512                                           # instructions of a round
@@ -503,6 +504,35 @@ def dot_speed(card):
     if report := load(card):
         return 1e12 * dot_rates(report)[fastest_dot(report)]
     return (expected_lanes(card.cc, "dp4a") or 64) * card.n_sms * card.clock * OPS_PER_LANE["dp4a"]
+
+
+class Speed(NamedTuple):
+    """What a card can do in a second."""
+    dot: float                      # operations of int8 products, multiplication and addition apart
+    half2: float                    # operations of half2
+    read: float                     # bytes read from its memory
+    link: float                     # bytes between host and card, in one direction
+
+
+def speed_of(card):
+    """The Speed of a card: of a real one by its saved report, else by the table of cards, else by its lanes at its
+    highest clock; of an emulated one that of the type it is like, or of the first in the table, its own link apart."""
+    if card.kind == "emulated":
+        link = card.link_gbs * 1e9 if card.link_gbs else math.inf
+        return _speed_of_model(card.like or CARDS[0])._replace(link=link)
+    if report := load(card):
+        link = min(report.value("to_card"), report.value("from_card"))
+        return Speed(dot_speed(card), 1e12 * report.value("half2"), report.read_bandwidth, 1e9 * link)
+    if model := model_of(card):
+        return _speed_of_model(model)
+    facts = card.facts()
+    half2 = (expected_lanes(card.cc, "half2") or 64) * card.n_sms * card.clock * OPS_PER_LANE["half2"]
+    return Speed(dot_speed(card), half2, 1e9 * facts.get("memory GB/s", 300), 1e9 * facts.get("link GB/s", 0.25))
+
+
+def _speed_of_model(model):
+    dot, half2 = (model.rate(pipe) * OPS_PER_LANE[pipe] for pipe in ("dp4a", "half2"))
+    return Speed(dot, half2, model.read_bandwidth, model.link_bandwidth)
 
 
 # ---- measurement -------------------------------------------------------------------------------------------

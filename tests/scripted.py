@@ -23,7 +23,7 @@ class ScriptedEngine:
     requests, generations: those so far. Every token has the log-probability -0.5, and token 5 -1.5.
     """
 
-    name, n_ctx, error, cards = "scripted", 4096, None, ()
+    name, n_ctx, error, fault, cards, layers = "scripted", 4096, None, None, (), ()
 
     def __init__(self, script="", template=None):
         self.tokenizer, self.template = shipped().tokenizer, template or shipped().template

@@ -120,13 +120,37 @@ def test_bench_of_an_engine(bench_of_tiny, capsys, tmp_path, monkeypatch):
     decode = {operation["name"]: operation["launches"] for operation in found["decode"][0]["operations"]}
     assert decode["gemv_kernel"] == 4 * 3 + 1 and decode["gemv_swiglu_kernel"] == 4
     assert decode["gdn_decode_kernel"] == 3 and decode["attend"] == 1
-    assert set(found) == {"model", "date", "card", "versions", "probe", "peak_memory_bytes", "prefill",
+    assert set(found) == {"model", "date", "cards", "layers", "versions", "probes", "peak_memory_bytes", "prefill",
                           "decode", "estimates"}
-    assert found["peak_memory_bytes"] > 4e6 and "numba" in found["versions"] and found["probe"]["format"]
+    assert found["peak_memory_bytes"] > 4e6 and "numba" in found["versions"] and found["probes"][0]["format"]
+    assert len(found["cards"]) == 1 and found["layers"] == [[0, 3]]
     out = capsys.readouterr().out
     assert "gemm_q8_q8_kernel" in out and "peak memory" in out and "of dp4a measured" in out
     assert re.search(r"^ESTIMATES .* not measured\na card of the table +1,234 +1,234$", out, re.M)
     assert found["estimates"] == estimates
+
+
+def test_bench_of_one_card_and_of_two_side_by_side(bench_of_tiny, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(qengine, "DECODE_STEPS", 3)
+    monkeypatch.setattr(qengine.Bench, "estimates", lambda *arguments: {"prefill": {}, "decode": {}})
+    file, trace = tmp_path / "bench.json", tmp_path / "trace.json"
+    lengths = "--prompt-lengths", "70", "--contexts", "9", "--batch", "2", "--split", "3,1"
+    two = *lengths, "--card", "emulated:3", "--cards", "2"
+    assert bench_of_tiny(*two, "--trace", str(trace), "--json", str(file)) == 0
+    alone = json.loads(file.read_text())
+    assert alone["layers"] == [[0, 2], [3, 3]] and len(alone["cards"]) == len(alone["probes"]) == 2
+    decode = {operation["name"]: operation["launches"] for operation in alone["decode"][0]["operations"]}
+    assert decode["gdn_decode_kernel"] == 2 * 3 and decode["attend"] == 2       # two groups of one answer
+    assert "outgoing hidden states" in trace.read_text()
+    assert bench_of_tiny(*lengths[:-2], "--card", "emulated:3", "--cards", "1,2", "--json", str(file)) == 0
+    runs = json.loads(file.read_text())["runs"]
+    assert [len(run["cards"]) for run in runs] == [1, 2]
+    first, second = (run["decode"][0]["tokens_per_s"] for run in runs)
+    out = capsys.readouterr().out
+    assert re.search(r"^tokens/s +1 card +2 cards$", out, re.M)
+    assert re.search(rf"^decode at 9, batch 2 +{first:,.1f} +{second:,.1f}  {second / first:.2f} x$", out, re.M)
+    assert bench_of_tiny("--card", "emulated:2", "--cards", "3") == 2
+    assert "--cards 3: there are 2 to take them from" in capsys.readouterr().err
 
 
 def test_estimates_of_other_cards():
@@ -138,9 +162,11 @@ def test_estimates_of_other_cards():
         card.launch(double, -(-N // 256), 256, x, N)
 
     engine = qengine.Bench.__new__(qengine.Bench)
-    engine.card, engine.batch, engine.place_step, engine.step = card, 2, lambda context: None, launch
+    engine.stages, engine.batch = [SimpleNamespace(card=card)], 2
+    engine.place_step, engine.step = lambda context: None, launch
     engine.chunks = lambda n: [(0, [0]), (1, [0])]
-    engine.pipeline, engine.chunk = SimpleNamespace(start=lambda *_: None), lambda start, ids: launch
+    engine.pipeline = SimpleNamespace(start=lambda *_: None, settle=lambda: None)
+    engine.chunk = lambda stage, start, ids: launch
     with card.counting() as log:
         launch()
     found = engine.estimates(10, 5)

@@ -86,12 +86,13 @@ def allowed_by(constraint):
 class FakePipeline:
     """Does at once what a Pipeline queues, and checks whatever it reads."""
 
-    def __init__(self, n_slots, n_pages, n_numbers, n_hosts, random):
+    def __init__(self, n_slots, n_pages, n_numbers, n_hosts, random, n_groups):
         self.pages = [[None] * PAGE_TOKENS for _ in range(n_pages)]
         self.tables, self.masks = [[] for _ in range(n_slots)], [None] * n_slots    # of slots: pages, allowed tokens,
         self.states, self.known = [None] * n_slots, [None] * n_slots    # steps seen, what was known after each
         self.saved, self.hosts = [None] * n_numbers, [None] * n_hosts
-        self.random, self.stages, self.n_processed = random, [], 0
+        self.n_groups, self.batches = n_groups, {}
+        self.random, self.fault, self.n_processed = random, None, 0
         self.log = []
 
     def start(self, slot, request, number):
@@ -158,33 +159,37 @@ class FakePipeline:
         token = self.answer(slot)
         return SimpleNamespace(read=lambda: np.array([token]))
 
-    def place(self, ids, slots, positions):
+    def place(self, ids, slots, positions, group):
         for slot, position in zip(slots, positions):
             assert len(self.states[slot]) == position
-        self.batch = list(zip(slots, ids))
+        self.batches[group] = list(zip(slots, ids))
 
-    def forward(self, n):
+    def settle(self):
+        pass
+
+    def forward(self, n, group):
         self.log.append(("step", n))
-        for slot, token in self.batch[:n]:
+        for slot, token in self.batches[group][:n]:
             self.see(slot, token, is_decoded=True)
             self.check_pages(slot)
 
-    def choose(self, n, log_probs):
-        tokens = [self.answer(slot) for slot, _ in self.batch[:n]]
-        self.batch = [(slot, token) for (slot, _), token in zip(self.batch, tokens)]
+    def choose(self, n, log_probs, group):
+        tokens = [self.answer(slot) for slot, _ in self.batches[group][:n]]
+        self.batches[group] = [(slot, token) for (slot, _), token in zip(self.batches[group], tokens)]
         return SimpleNamespace(read=lambda: np.array(tokens))
 
-    def step(self, n, log_probs):
-        self.forward(n)
-        return self.choose(n, log_probs)
+    def step(self, n, log_probs, group):
+        self.forward(n, group)
+        return self.choose(n, log_probs, group)
 
 
 class World:
     """A scheduler without its thread, on a fake pipeline."""
 
-    def __init__(self, seed, n_slots=2, n_ctx=640, n_pages=20, n_numbers=4, n_hosts=2, chunk=128):
+    def __init__(self, seed, n_slots=2, n_ctx=640, n_pages=20, n_numbers=4, n_hosts=2, chunk=128,
+                 n_groups=1):
         self.random = random.Random(seed)
-        self.pipeline = FakePipeline(n_slots, n_pages, n_numbers, n_hosts, self.random)
+        self.pipeline = FakePipeline(n_slots, n_pages, n_numbers, n_hosts, self.random, n_groups)
         self.cache = qengine.PrefixCache(self.pipeline, n_pages, n_numbers, n_hosts)
         self.scheduler = qengine.Scheduler(self.pipeline, self.cache, TOKENIZER, n_slots, n_ctx, chunk)
         self.n_ctx, self.n_slots, self.n_pages, self.n_numbers, self.n_hosts = (
@@ -348,7 +353,7 @@ def test_anything_that_may_happen(seed):
     n_slots, n_ctx = choice.randrange(1, 5), choice.choice((192, 640))
     fewest = qengine.pages_for(n_ctx)
     world = World(seed, n_slots, n_ctx, choice.randrange(fewest, 3 * fewest), choice.randrange(1, 7),
-                  choice.randrange(0, 5), choice.choice(CHUNKS))
+                  choice.randrange(0, 5), choice.choice(CHUNKS), choice.randint(1, n_slots))
     talkers, generations = Talkers(choice, n_ctx), []
     for _ in range(600):
         event = choice.random()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numba import cuda, float32, uint32
 
-from kernels.card import Array, CardError, LaunchError, OutOfMemory, is_pinned, open_cards, show_bytes
+from kernels.card import Array, CardError, LaunchError, OutOfMemory, PlannedCard, is_pinned, open_cards, show_bytes
 from kernels.compile import CompileError
 from kernels.emulated import native
 from kernels.emulated.card import EmulatedCard
@@ -497,9 +497,31 @@ def test_choice_of_cards():
     assert sum(c.memory_bytes for c in open_cards("emulated:3")) <= open_cards("emulated")[0].memory_bytes
     assert open_cards("emulated", memory_bytes=1 << 20)[0].free_bytes == 1 << 20
     assert len(open_cards()) >= 1
-    for wrong in ("cpu", "emulated:0", "emulated:x", "emulated:1,2", ":1", "cuda:99"):
+    for wrong in ("cpu", "emulated:0", "emulated:x", "emulated:1,2", "emulated:1,v100", "emulated:3@", "emulated:3@0",
+                  "emulated:3@nan", "emulated:v1000", ":1", "cuda:99", "cuda:x"):
         with pytest.raises(CardError):
             open_cards(wrong)
+
+
+def test_cards_of_a_type():
+    cmp_card, v100, t4 = open_cards("emulated:cmp-100-210,v100@4,t4")
+    assert (cmp_card.memory_bytes, cmp_card.link_gbs, cmp_card.n_sms) == (16 << 30, 0.25, 68)
+    assert (v100.link_gbs, v100.n_sms, t4.max_shared) == (4, 80, 64 << 10)
+    assert "like a CMP 100-210" in cmp_card.describe()
+    assert [card.link_gbs for card in open_cards("emulated:2@0.25")] == [0.25, 0.25]
+
+
+def test_a_planned_card_adds_up_and_does_nothing(card):
+    planned, free = PlannedCard(card), card.free_bytes
+    planned.granule = 2 << 20                           # as drivers have it: large arrays in whole ones,
+    large, small = planned.alloc((3 << 20) + 1, "int8", "large"), [planned.zeros(1000, "int8") for _ in range(3)]
+    planned.launch(add_scaled, 1, 32, large, small[0], 5, 1.0)
+    planned.copy_in(small[0], np.zeros(1000, np.int8), planned.stream("copies"))
+    planned.default_stream.wait(planned.default_stream.record())
+    planned.default_stream.record().synchronize()
+    assert planned.free_bytes == free - (6 << 20)       # and small ones in one
+    planned.alloc(1 << 50, "int8")
+    assert planned.free_bytes < 0 and planned.describe() == card.describe() and planned.n_sms == card.n_sms
 
 
 def test_description(card):

@@ -66,9 +66,9 @@ def test_help(capsys):
     for option in ("m", "p", "-chat", "-serve", "-print-config", "-max-tokens", "-temperature", "-top-k",
                    "-top-p", "-min-p", "-seed", "-repetition-penalty", "-frequency-penalty", "-presence-penalty",
                    "-thinking", "-raw", "-card", "-ctx", "-slots", "-host", "-perplexity", "-against", "-bench",
-                   "-probe", "-prompt-lengths", "-contexts", "-repeats", "-batch", "-json"):
+                   "-probe", "-plan", "-split", "-prompt-lengths", "-contexts", "-repeats", "-batch", "-json"):
         assert f" -{option} " in out
-    assert out.startswith("usage: python qengine.py [-m MODEL] ") and out.count("  python qengine.py") == 7
+    assert out.startswith("usage: python qengine.py [-m MODEL] ") and out.count("  python qengine.py") == 8
     assert max(map(len, out.splitlines())) <= 110
 
 
@@ -109,8 +109,10 @@ def test_examples_in_the_help_parse():
     (["-m", __file__, "-p", "hi"], "test_cli.py"),
     (["-m", __file__, "--serve", "0"], "test_cli.py"),
     (["-m", MODEL, "-p", "hi", "--card", "abacus"], "abacus"),
-    (["-m", MODEL, "-p", "hi", "--card", "emulated:3"], "3 cards"),
-    (["-m", MODEL, "-p", "hi", "--card", "emulated", "--ctx", "2147483647"], "free on emulated card 0"),
+    (["-m", MODEL, "-p", "hi", "--card", "emulated:5"], "5 cards are too many"),
+    (["-m", MODEL, "--plan", "--card", "emulated:2", "--split", "1,2"], "split must be 2 numbers"),
+    (["-m", MODEL, "-p", "hi", "--card", "emulated:v90"], "emulated:v90"),
+    (["--print-config", "--trace", "x"], "--trace goes with -p"),
     (["-m", MODEL, "-p", "\udcff"], "UTF-8"),
 ], ids=str)
 def test_a_mistake_is_one_sentence(capsys, arguments, words):
@@ -119,6 +121,17 @@ def test_a_mistake_is_one_sentence(capsys, arguments, words):
     *before, sentence = err.splitlines()
     assert sentence.startswith("qengine: ") and words in sentence
     assert "Traceback" not in err and not any("qengine: " in line for line in before)
+
+
+@pytest.mark.parametrize("task", [["--plan"], ["-p", "hi"]])
+def test_what_does_not_fit_is_shown_with_a_way_out(capsys, task):
+    code, out, err = run(capsys, "-m", MODEL, *task, "--card", "emulated", "--ctx", "2147483647")
+    assert (code, out) == (2, "")
+    first, head, card, way_out = err.splitlines()
+    assert first == f"qengine: {MODEL} does not fit:" and head.startswith("card") and card.endswith(" too much")
+    fitting = int(way_out.removeprefix("it would with --ctx "))
+    for n_ctx, expected in (fitting, 0), (fitting + 64, 2):
+        assert run(capsys, "-m", MODEL, "--plan", "--card", "emulated", "--ctx", str(n_ctx))[0] == expected
 
 
 @pytest.mark.parametrize("arguments, words", [

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +15,7 @@ from kernels import compile as compiler
 from kernels import nvidia
 from kernels.card import CardError, LaunchError, open_cards
 from kernels.intrinsics import let_next_begin, wait_for_previous
-from tests import fake_driver, test_card
+from tests import fake_driver, test_card, test_trace
 from tests.test_card import add_scaled
 
 
@@ -45,7 +46,7 @@ def fake_card(monkeypatch):
 
 # The stand-in has one thread.
 OTHERS = {"test_launches_from_several_threads", "test_other_threads_are_not_recorded"}
-SHARED_TESTS = [test for name, test in vars(test_card).items() if name.startswith("test_")
+SHARED_TESTS = [test for name, test in (vars(test_card) | vars(test_trace)).items() if name.startswith("test_")
                 and name not in OTHERS and list(inspect.signature(test).parameters) == ["card"]]
 
 
@@ -210,23 +211,27 @@ def test_small_copies_are_read_when_they_are_given(fake_card, monkeypatch):
 
 
 def test_what_the_host_asks_of_the_driver_for_a_token(fake_card, monkeypatch):
-    """One replay, one copy of the tokens, no waiting but for that copy; each 64 tokens a checkpoint and a page."""
+    """The worker: one replay and one copy of the tokens; each 64 tokens a checkpoint and a page. Others wait for the copy
+    alone."""
     fake_card.cc = compiler.supported_ccs()[0]          # of kernels that are compiled for other tests; they do nothing
     monkeypatch.setattr(nvidia, "assemble", lambda *arguments: None)
     for name, result in {"cuModuleLoadDataEx": "", "cuModuleGetFunction": "", "cuFuncGetAttribute": 0}.items():
         monkeypatch.setattr(fake_driver, name, lambda *arguments, result=result: (fake_driver.OK, result))
     for name in "cuFuncSetAttribute", "cuLaunchKernel":
         monkeypatch.setattr(fake_driver, name, lambda *arguments: (fake_driver.OK,))
-    engine, calls = qengine.load("synthetic:tiny", card=fake_card, ctx=256, progress=False), []
+    engine, calls = qengine.load("synthetic:tiny", card=fake_card, ctx=256, progress=False), {True: [], False: []}
     fake_card.fill(engine.pipeline.last.sampler.tokens, 0)
+    engine.submit(qengine.Request([3])).wait()          # what the first asks of the card is not asked again
     for name in dir(fake_driver):
         if name.startswith("cu") and not re.fullmatch("cuCtx.*|cuEventDestroy", name):
             function = getattr(fake_driver, name)
-            monkeypatch.setattr(fake_driver, name, lambda *a, name=name, f=function: calls.append(name) or f(*a))
+            monkeypatch.setattr(fake_driver, name, lambda *a, name=name, f=function: calls[
+                isinstance(threading.current_thread(), qengine.Worker)].append(name) or f(*a))
     engine.submit(qengine.Request([1, 2], max_tokens=100, ignore_eos=True)).wait()
-    steps = " ".join(calls).split("cuGraphLaunch ")[2:-1]
-    once = "cuMemcpyDtoHAsync cuEventCreate cuEventRecord cuEventSynchronize "
+    steps = " ".join(calls[True]).split("cuGraphLaunch ")[2:-1]
+    once = "cuMemcpyDtoHAsync cuEventCreate cuEventRecord "
     assert len(steps) == 97 and steps.count(once) == 96 and steps.count(once + "cuLaunchKernel cuMemcpyHtoDAsync ") == 1
+    assert set(calls[False]) == {"cuEventQuery"}
     engine.close()
 
 

@@ -1,6 +1,7 @@
 """The probe: its loops in PTX, its table on the emulated card, and what follows from a report."""
 
 import json
+import math
 import re
 from types import SimpleNamespace
 
@@ -134,6 +135,22 @@ def test_speed_of_products_without_a_report(tmp_path, cc):
     """64 lanes of dp4a per SM and clock, on cards that are not known too."""
     card = SimpleNamespace(facts=dict, name="none", cache_dir=tmp_path, cc=cc, n_sms=80, clock=1.5e9)
     assert probe.dot_speed(card) == pytest.approx(61.44e12)
+
+
+def test_speed_of_cards(tmp_path):
+    """Of emulated ones by their type, of real ones by the report, the table, or lanes and clock."""
+    plain, v100 = open_cards("emulated:1@0.5")[0], open_cards("emulated:v100")[0]
+    assert probe.speed_of(v100) == (80 * 1.38e9 * 64 * 8, 80 * 1.38e9 * 64 * 4, 830e9, 15.75e9)
+    assert probe.speed_of(plain) == (68 * 1.38e9 * 64 * 8, 68 * 1.38e9 * 64 * 4, 818e9, 0.5e9)
+    assert probe.speed_of(open_cards("emulated")[0]).link == math.inf
+    facts = {"memory GB/s": 300.0, "link GB/s": 8.0}
+    card = SimpleNamespace(kind="cuda", facts=lambda: facts, name="none", cache_dir=tmp_path, cc=(7, 5), n_sms=10, clock=1e9)
+    assert probe.speed_of(card) == (10e9 * 64 * 8, 10e9 * 64 * 4, 300e9, 8e9)
+    card.model = "Tesla V100-PCIE-16GB"
+    assert probe.speed_of(card) == probe.speed_of(v100)
+    rows = report_of(dp4a=0.5).rows + (Row("half2", "half2", 2.0, "TFLOPS"), Row("to_card", "", 3.0), Row("from_card", "", 2.5))
+    probe.save(card, Report({"name": "a card"}, {}, "2026-01-01T00:00:00+00:00", rows))
+    assert probe.speed_of(card) == (pytest.approx(10e9 * 64 * 8 * 0.5), 2e12, 800e9, 2.5e9)
 
 
 @pytest.mark.parametrize("shares, instruction", [

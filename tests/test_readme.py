@@ -88,6 +88,11 @@ def test_curl(address):
         assert "8-bit integers" in json.load(answer)["choices"][0]["message"]["content"]
 
 
+def test_plan(capsys):
+    assert qengine.main(qengine_arguments(BLOCKS["plan"])) == 0
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == BLOCKS["planned"].splitlines()
+
+
 def test_every_option_is_known():
     """The README mentions no option that --help does not."""
     text = qengine.build_parser().format_help()

@@ -419,7 +419,8 @@ def serving_on(engine, port):
 def test_health(port, engine):
     status, _, body = send(port, "GET", "/health")
     assert (status, body["status"]) == (200, "ok")
-    assert body["cards"] == [card.describe() for card in engine.cards] and body["cards"]
+    card, = engine.cards
+    assert body["cards"] == [{"name": card.describe(), "layers": [0, engine.config.n_layers - 1]}]
 
 
 def test_everything_is_503_until_the_model_is_there(engine):
@@ -537,6 +538,14 @@ def test_after_a_failure_everything_is_503_and_says_why(engine, port, monkeypatc
                    send(port, "POST", CHAT, {"messages": [HI]})):
         assert_error(answer, 503)
         assert answer[2]["error"]["message"] == "the card fell off the bus"
+
+
+def test_health_says_which_card_failed_and_since_when(engine, port, monkeypatch):
+    monkeypatch.setattr(engine.scheduler, "error", "the engine has stopped: cuda:1 fell off the bus")
+    monkeypatch.setattr(engine.pipeline, "fault", qengine.Fault("cuda:1", "cuda:1 fell off the bus", 86400.5))
+    status, _, body = send(port, "GET", "/health")
+    assert (status, body) == (503, {"status": "error", "error": "the engine has stopped: cuda:1 fell off the bus",
+                                    "card": "cuda:1", "since": "1970-01-02T00:00:00+00:00"})
 
 
 def test_an_error_of_our_own_shows_no_internals(engine, port, monkeypatch):

@@ -14,7 +14,7 @@ NAMES = [f"blk.0.{name}.weight" for name in ("ffn_up", "ffn_gate", "attn_gate", 
 
 def loaded(card, weights, *names):
     """The arrays of a matrix on the host, the flat bytes of each."""
-    with weights.loading(card):
+    with weights.loading(card) as weights:
         matrix = weights.matrix(card, *names)
     arrays = [matrix.values] if matrix.scales is None else [matrix.values, matrix.scales]
     return matrix, [card.download(array.view(np.uint8)).tobytes() for array in arrays]
@@ -53,7 +53,7 @@ def test_the_first_damaged_tensor_is_named(card, tmp_path):
         weights = qengine.FileWeights(qengine.GGUF(damaged))
         first = min(NAMES[1:3], key=list(weights.gguf.tensors).index)
         with pytest.raises(qengine.ModelError, match=f"'{first}' holds a {what} that is not a finite number"):
-            with weights.loading(card):
+            with weights.loading(card) as weights:
                 for name in NAMES:
                     weights.matrix(card, name)
 

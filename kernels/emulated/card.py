@@ -10,6 +10,7 @@ a month.
 
 import atexit
 import ctypes
+import math
 import os
 import platform
 import random
@@ -29,6 +30,7 @@ from kernels import compile as compiler
 from kernels.card import (ALIGNMENT, POISON, Card, CardError, Event, LaunchError, Pinned, Recording, Stream,
                           show_bytes)
 from kernels.emulated import native
+from kernels.emulated.cards import CARDS
 from kernels.emulated.ptx import Unsupported
 from kernels.emulated.translate import Translator
 from kernels.workers import usable_processors
@@ -47,20 +49,24 @@ class EmulatedCard(Card):
     copies between host and card in GB/s each way, as fast as memory if None. late: run everything as late as
     the events allow (tests). checked: run kernels slowly and look for memory errors and races in them, see
     checking.py. cc: the compute capability to compile for, the oldest from Volta on that the CUDA toolkit
-    offers if None.
+    offers if None. like: a CardModel, whose memory, link, number of SMs and shared memory the card has unless
+    said otherwise; it runs the same code, as fast as this processor can.
     """
 
     kind = "emulated"
 
     def __init__(self, number=0, memory_bytes=None, threads=None, link_gbs=None, late=False, checked=False,
-                 cc=None, cache_dir=compiler.CACHE_DIR):
+                 cc=None, like=None, cache_dir=compiler.CACHE_DIR):
         cc = cc or next(c for c in compiler.supported_ccs() if c >= (7, 0))
-        self.threads = threads or usable_processors()
+        self.threads, self.like = threads or usable_processors(), like
+        if like:
+            memory_bytes, link_gbs = memory_bytes or like.memory, link_gbs or like.link_bandwidth / 1e9
         self.link_gbs, self.late, self.checked = link_gbs, late, checked
         self.random = random.Random(0)                   # the order of warps on a checked card
         self._freed = deque()                            # memory that a checked card does not use again yet
-        super().__init__(f"emulated card {number}", cc, self.threads, memory_bytes or default_memory(),
-                         MAX_SHARED.get(cc, 96 << 10), Path(cache_dir))
+        shared = min(MAX_SHARED.get(cc, 96 << 10), like.shared_per_block if like else 96 << 10)
+        super().__init__(f"emulated card {number}", cc, like.n_sms if like else self.threads,
+                         memory_bytes or default_memory(), shared, Path(cache_dir))
         self._used = 0
         self._log = None                                 # of the launches, while they are counted
         self._checking = checked                         # whether launches are checked at the moment
@@ -68,12 +74,15 @@ class EmulatedCard(Card):
         self.streams = []
         self.error = None                                # the first failure; as under CUDA it stays
         self.default_stream = self.stream("default")
+        with _starting:                                  # one pool of threads, also where two cards launch at once
+            native._pool()
         _cards.add(self)
 
     def describe(self):
         processor, vectors = _processor()
         threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
-        return f"{self.name} on {processor} ({threads}, {vectors}), {show_bytes(self.memory_bytes)}"
+        name = f"{self.name} like a {self.like.name}" if self.like else self.name
+        return f"{name} on {processor} ({threads}, {vectors}), {show_bytes(self.memory_bytes)}"
 
     # -- memory --
 
@@ -268,6 +277,22 @@ class EmulatedCard(Card):
         if self.error is not None:
             raise LaunchError(f"{self.name} is broken: {self.error}") from self.error
 
+    def _hold(self, stream, event):
+        stream.push(lambda: event.stream.run_until(event.position))
+
+    def _replay(self, recording, stream):
+        for operation in recording.parts:
+            stream.push(partial(recording.run, operation))       # holds the recording, and so its arrays
+
+    def _await(self, event, timeout):
+        """Whether `event` is done, after `timeout` seconds at most."""
+        if timeout is None or self.late:                 # without a worker nobody else would run the queue
+            event.stream.run_until(event.position)
+        elif not event.stream.is_at(event.position, timeout):
+            return False
+        self.raise_error()
+        return True
+
     def _begin_recording(self):
         return EmulatedRecording(self)
 
@@ -277,7 +302,7 @@ class EmulatedCard(Card):
 
 class EmulatedEvent(Event):
     def __init__(self, stream):
-        self.stream, self.time = stream, None
+        self.card, self.stream, self.time = stream.card, stream, None
         self.position = stream.push(self._mark)
 
     def _mark(self):
@@ -286,10 +311,6 @@ class EmulatedEvent(Event):
     @property
     def done(self):
         return self.stream.done >= self.position
-
-    def synchronize(self):
-        self.stream.run_until(self.position)
-        self.stream.card.raise_error()
 
     def seconds_since(self, earlier):
         if self.time is None or earlier.time is None:
@@ -335,10 +356,6 @@ class EmulatedStream(Stream):
         self.card.target(self, "an event")
         return EmulatedEvent(self)
 
-    def wait(self, event):
-        self.card.target(self, "a wait")
-        self.push(lambda: event.stream.run_until(event.position))
-
     def synchronize(self):
         self.run_until(self.pushed)
         self.card.raise_error()
@@ -361,6 +378,11 @@ class EmulatedStream(Stream):
             else:
                 with self._progress:
                     self._progress.wait_for(lambda: self.done >= position or not self._running.locked())
+
+    def is_at(self, position, timeout):
+        """Whether the worker has done `position` operations, after `timeout` seconds at most."""
+        with self._progress:
+            return self._progress.wait_for(lambda: self.done >= position, timeout)
 
     def next_given(self):
         """On a late card: the number of the next operation, in the order that all were given; -1: none."""
@@ -413,7 +435,7 @@ def _work(stream_reference, signals):
 class EmulatedRecording(Recording):
     def __init__(self, card):
         super().__init__(card, _RecordingStream(card, "recording"))
-        self.operations, self.programs = [], []
+        self.parts, self.programs = [], []
 
     def finish(self):
         """Turns each row of launches into one native program: a replay costs one call for all of them."""
@@ -421,18 +443,12 @@ class EmulatedRecording(Recording):
             group = list(group)
             if is_launch:
                 self.programs.append(native.Program([x.native for x in group]))
-                self.operations.append(partial(self.card.execute, self.programs[-1]))
+                self.parts.append(partial(self.card.execute, self.programs[-1]))
             else:
-                self.operations += group
+                self.parts += group
 
-    def replay(self, stream=None):
-        stream = self.card.target(stream, "a replay")
-        self.check()
-        for operation in self.operations:
-            stream.push(partial(self._run, operation))   # holds the recording, and so its arrays
-
-    def _run(self, operation):
-        operation()
+    def run(self, part):
+        part()
 
 
 class _RecordingStream(EmulatedStream):
@@ -442,6 +458,28 @@ class _RecordingStream(EmulatedStream):
         super().__init__(card, name)
         self.recorded = []
         self.push = self.recorded.append
+
+
+def open_emulated_cards(choice, cache_dir=compiler.CACHE_DIR, **settings):
+    """Emulated cards, as a list. choice: how many, "3", which have half of the machine's memory together, or types of
+    cards (CardModel.key) with commas, "cmp-100-210,v100"; after an @ may follow the GB/s of links, "3@0.25",
+    "v100@4,t4". settings: of each EmulatedCard. Raises CardError."""
+    models, found = {model.key: model for model in CARDS}, []
+    parts = [part.partition("@") for part in choice.split(",")]
+    try:
+        count = 1 if parts[0][0] in models else int(parts[0][0])
+        speeds = [float(speed) if at else None for _, at, speed in parts]
+        if count < 1 or any(speed is not None and not 0 < speed < math.inf for speed in speeds):
+            raise ValueError
+        for (what, _, _), link_gbs in zip(parts, speeds):
+            if what not in models and len(parts) > 1:
+                raise ValueError
+            own = {"like": models[what]} if what in models else {"memory_bytes": default_memory() // count}
+            found += [own | ({"link_gbs": link_gbs} if link_gbs else {}) | settings] * count
+    except ValueError:
+        raise CardError(f"unknown cards emulated:{choice}: say how many, emulated:3, or of which types with commas, of "
+                        f"{', '.join(models)}; the GB/s of links may follow, emulated:3@0.25") from None
+    return [EmulatedCard(number, cache_dir=cache_dir, **each) for number, each in enumerate(found)]
 
 
 def _fill_native(compiled, block, cache_dir, translator):
@@ -468,6 +506,7 @@ def default_memory():
 
 
 _cards = weakref.WeakSet()
+_starting = threading.Lock()
 _numbers = count()                                       # of the operations given to late cards
 
 

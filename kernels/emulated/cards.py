@@ -115,6 +115,12 @@ class CardModel:
     registers: int = 65_536             # guide, per SM, all of these cards; 32 bits each
     throttle: Mapping = field(default_factory=dict, hash=False)   # pipe -> fraction of the lanes that is left
 
+    @property
+    def key(self):
+        """What a command line calls it: "cmp-100-210", "v100"."""
+        words = self.name.lower().split()
+        return "-".join(words if words[0] == "cmp" else words[:1])
+
     def rate(self, pipe):
         """Lane-instructions per second of one pipe alone on the whole card, throttle included."""
         lanes = min(u.lanes for u in self.units if pipe in u.pipes)

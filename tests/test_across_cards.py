@@ -1,0 +1,341 @@
+"""One model on several cards: the same tokens whatever the cards, their number, the split; hops that lose nothing;
+cards that fail."""
+
+import ctypes
+import itertools
+import random
+import threading
+import time
+import zlib
+
+import numpy as np
+import pytest
+from llguidance import LLMatcher
+
+import qengine
+from kernels.card import CardError, OutOfMemory
+from kernels.emulated.card import EmulatedCard
+from tests.oracle import DATA
+
+MODEL, TINY = "synthetic:tiny", str(DATA / "tiny-Q8_0.gguf")        # 4 layers, and 3
+CONTEXT, SLOTS, VOCABULARY = 512, 4, 256
+SPLITS = [(4,), (2, 2), (1, 3), (1, 2, 1), (1, 1, 1, 1)]
+
+
+def cards(n, **settings):
+    return [EmulatedCard(number, memory_bytes=256 << 20, **settings) for number in range(n)]
+
+
+def load(split, model=MODEL, on=None, **options):
+    options = {"ctx": CONTEXT, "slots": SLOTS, "chunk": 64, "progress": False} | options
+    return qengine.load(model, card=on or cards(len(split)), split=split, **options)
+
+
+def request(seed, n_prompt, max_tokens=12, **fields):
+    ids = np.random.default_rng(seed).integers(0, VOCABULARY, n_prompt).tolist()
+    drawn = {"temperature": float(seed % 2), "seed": seed, "ignore_eos": True}
+    return qengine.Request(ids, max_tokens=max_tokens, **drawn | fields)
+
+
+def requests():
+    """Of all kinds; prompts that end within a page and at its end, and one that goes on where another has ended."""
+    word = {"grammar": LLMatcher.grammar_from_regex("[a-z]{8}"), "ignore_eos": False}
+    kinds = {}, {"top_logprobs": 3}, {"presence_penalty": 1.0, "logit_bias": {5: 3.0}}, word, {"top_k": 20}
+    asked = [request(n, n, 5 + n % 9, **kinds[n % 5]) for n in (1, 63, 64, 130, 201, 300, 17)]
+    return asked + [request(7, 350, ignore_eos=True)]
+
+
+def told(generation):
+    """All that a reader gets but the text."""
+    return [(event.token_id, event.logprob, event.top_logprobs) for event in generation]
+
+
+def answers(engine):
+    """What an engine says to all requests at once, then to a prompt that goes on after one of the answers."""
+    asked = requests()
+    said = [told(generation) for generation in [engine.submit(r) for r in asked]]
+    tokens = asked[5].prompt_ids + [token for token, *_ in said[5]] + list(range(40))
+    later = engine.submit(qengine.Request(tokens, max_tokens=10, ignore_eos=True))
+    return [*said, told(later), later.n_cached > 0]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """What one card says: answers, and the logits of a text."""
+    engine = load((4,), chunk=512)
+    yield answers(engine), engine.evaluate(request(1, 300).prompt_ids)
+    engine.close()
+
+
+# ---- the same tokens ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["", "late"])
+@pytest.mark.parametrize("split", SPLITS[1:], ids=str)
+def test_any_split_gives_the_same_tokens(split, late, alone):
+    engine = load(split, on=cards(len(split), late=late), chunk=64 << len(split) % 3)
+    assert [len(stage.layers) for stage in engine.pipeline.stages] == list(split)
+    said, logits = alone
+    assert answers(engine) == said
+    np.testing.assert_array_equal(engine.evaluate(request(1, 300).prompt_ids), logits)
+    engine.close()
+
+
+def test_a_model_of_a_file_gives_the_same_tokens():
+    said = []
+    for split in (3,), (1, 1, 1), (2, 1):
+        engine = load(split, TINY)
+        said.append(answers(engine))
+        engine.close()
+    assert said[0] == said[1] == said[2]
+
+
+def test_cards_of_different_kinds_give_the_same_tokens(alone):
+    """Grids depend on the number of multiprocessors, and so does nothing else."""
+    mixed = cards(3)
+    for card, n_sms in zip(mixed, (68, 80, 40)):
+        card.n_sms = n_sms
+    engine = load((1, 2, 1), on=mixed)
+    assert answers(engine) == alone[0]
+    engine.close()
+
+
+# ---- hops --------------------------------------------------------------------------------------------------
+
+
+def checksum(array):
+    """Of what an emulated card's array holds at the moment."""
+    return zlib.crc32((ctypes.c_char * array.nbytes).from_address(array.ptr))
+
+
+class Checked:
+    """Has every hop of an engine checked on arrival: checksums of the hidden states as they leave and as they arrive,
+    each taken where the cards' own order has it. Meanwhile streams and workers are delayed at random."""
+
+    def __init__(self, monkeypatch, seed, longest):
+        self.sent, self.received, self.random, self.longest = {}, {}, random.Random(seed), longest
+        send, receive = qengine.Edge.send, qengine.Edge.receive
+
+        def checked_send(edge, n, freed):
+            self.note(self.sent, edge, edge.upstream, n)
+            self.delay(edge.upstream.card)
+            return send(edge, n, freed)
+
+        def checked_receive(edge, n, on_host):
+            self.delay(edge.downstream.card)
+            receive(edge, n, on_host)
+            self.note(self.received, edge, edge.downstream, n)
+
+        monkeypatch.setattr(qengine.Edge, "send", checked_send)
+        monkeypatch.setattr(qengine.Edge, "receive", checked_receive)
+
+    def note(self, found, edge, stage, n):
+        sums, x = found.setdefault(edge, []), stage.model.x[:n]
+        stage.card.default_stream.push(lambda: sums.append((n, checksum(x))))
+
+    def delay(self, card):
+        if self.random.random() < 0.2:
+            seconds = self.random.random() * self.longest
+            where = self.random.choice([None, *card.streams])
+            where.push(lambda: time.sleep(seconds)) if where else time.sleep(seconds)
+
+    def check(self, at_least):
+        assert list(self.sent.values()) == [self.received[edge] for edge in self.sent]
+        assert sum(map(len, self.sent.values())) >= at_least
+        assert len({s for sums in self.sent.values() for s in sums}) > at_least / 2     # not always the same
+
+
+@pytest.mark.parametrize("late, n_hops, longest", [
+    (False, 600, 0.002), (True, 600, 0.002), pytest.param(False, 20_000, 0.005, marks=pytest.mark.slow),
+    pytest.param(True, 20_000, 0.005, marks=pytest.mark.slow)])
+def test_hops_arrive_as_they_left(late, n_hops, longest, monkeypatch):
+    """Also where copies run as late as the events allow. pytest -m slow has thousands of hops."""
+    checked = Checked(monkeypatch, n_hops, longest)
+    engine = load((1, 1, 2), on=cards(3, late=late), slots=5, chunk=128)
+    choice = random.Random(n_hops)
+    monkeypatch.setattr(engine.pipeline, "pass_rows", lambda n, limit: min(n, 64 * choice.randint(1, limit // 64)))
+    asked = [request(seed, choice.randint(1, 400), choice.randint(1, 60)) for seed in range(n_hops // 40)]
+    for generation in [engine.submit(r) for r in asked]:
+        generation.wait()
+        assert generation.error is None
+    engine.pipeline.settle()
+    checked.check(n_hops)
+    engine.close()
+
+
+@pytest.mark.parametrize("asked, n_ahead", [
+    ([request(0, 500, 1)], 3), ([request(seed, 20, 1) for seed in range(6)], 2),
+    ([request(seed, 10, 50) for seed in range(4)], 2)], ids=["a long prompt", "short prompts", "answers"])
+def test_cards_work_at_the_same_time(asked, n_ahead, monkeypatch):
+    """While the last card does nothing, the first goes on: with passes over a prompt, as far as a cancellation may have
+    to wait for them; with those over the next prompt; with the step of another group of answers."""
+    engine, gate, sent, done = load((2, 2), slots=6), threading.Event(), [], []
+    send, run_pass = qengine.Edge.send, qengine.Stage.run_pass
+
+    def counted_pass(stage, *arguments):
+        found = run_pass(stage, *arguments)
+        if not stage.exit:
+            stage.card.default_stream.push(lambda: done.append(stage))
+        return found
+
+    monkeypatch.setattr(qengine.Edge, "send", lambda *arguments: (send(*arguments), sent.append(arguments))[0])
+    monkeypatch.setattr(qengine.Stage, "run_pass", counted_pass)
+    with engine.scheduler.borrow_slot(1):
+        generations = [engine.submit(r) for r in asked]
+        if asked[0].max_tokens == 1:
+            engine.cards[1].default_stream.push(gate.wait)
+    if asked[0].max_tokens > 1:                     # once all are answers
+        for generation in generations:
+            next(iter(generation))
+        engine.cards[1].default_stream.push(gate.wait)
+    until(lambda: len(sent) - len(done) == n_ahead)
+    time.sleep(0.1)
+    assert len(sent) - len(done) == n_ahead
+    gate.set()
+    for generation in generations:
+        generation.wait()
+        assert generation.n_generated == generation.request.max_tokens
+    engine.close()
+
+
+def until(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it does not come to that"
+        time.sleep(0.01)
+
+
+# ---- cards that fail ---------------------------------------------------------------------------------------
+
+
+def failures(engine, n=6):
+    """What n requests end with, started before the engine fails or after."""
+    said = []
+    for seed in range(n):
+        try:
+            list(engine.submit(request(seed, 100, 300)))
+        except qengine.EngineStopped as error:
+            said.append(str(error))
+    return said
+
+
+def breaks(card):
+    """The next launches fail, as after a fault of a kernel."""
+    card.execute = lambda launches: 1 / 0
+
+
+def hangs(card):
+    """What is queued from now on does not end."""
+    card.default_stream.push(GATE.wait)
+
+
+def hangs_at_once(card):
+    """The driver does not come back."""
+    card.launch = card._replay = lambda *arguments, **options: GATE.wait()
+
+
+GATE = threading.Event()
+FAULTS = {breaks: "is broken: division by zero", hangs: "has not answered for 3 s",
+          hangs_at_once: "has not answered for 3 s"}
+
+
+@pytest.fixture
+def patience(fault, monkeypatch):
+    """Little with cards that hang."""
+    GATE.clear()
+    if fault is not breaks:
+        monkeypatch.setattr(qengine, "DEADLINE", 3.0)
+    yield
+    GATE.set()
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_card_that_fails_is_named(n, fault, patience):
+    """Whichever it is, and in whatever way: all requests hear of it, and nothing hangs."""
+    for number in range(n):
+        engine = load((4,) if n == 1 else (1, 2, 1))
+        bad, before = engine.cards[number], time.time()
+        generations = [engine.submit(request(seed, 100, 300)) for seed in range(SLOTS + 2)]
+        next(iter(generations[0]))
+        fault(bad)
+        for generation in generations:
+            with pytest.raises(qengine.EngineStopped, match=f"{bad.name} {FAULTS[fault]}"):
+                list(generation)
+        assert failures(engine, 1) == [engine.error]
+        assert engine.fault.card == bad.name and before <= engine.fault.since <= time.time()
+        started = time.perf_counter()
+        engine.close()
+        assert time.perf_counter() - started < 5
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_server_goes_on_with_the_cards_that_are_left(fault, alone, patience, capsys):
+    """Until there are none."""
+    options = qengine.build_parser().parse_args(
+        ["-m", MODEL, "--serve", "0", "--go-on", "--ctx", str(CONTEXT), "--slots", str(SLOTS), "--split", "1,2,1"])
+    app = qengine.create_app(load((1, 2, 1)))
+    service, lost = app.extensions["qengine"], []
+    for bad in (1, 0):
+        engine, health = service.engine, app.test_client().get("/health")
+        assert [card["card"] for card in health.json.get("lost", [])] == lost
+        generation = engine.submit(request(0, 100, 300))
+        next(iter(generation))
+        fault(engine.cards[bad])
+        with pytest.raises(qengine.EngineStopped):
+            list(generation)
+        lost.append(engine.cards[bad].name)
+        health = app.test_client().get("/health")
+        assert health.status_code == 503 and health.json["card"] == lost[-1] and "since" in health.json
+        left = [card for card in engine.cards if card.name != lost[-1]]
+        assert qengine.go_on(service, options)
+        assert service.engine.cards == left and answers(service.engine) == alone[0]
+        assert f"going on without {lost[-1]}" in capsys.readouterr().err
+    fresh = qengine.load(MODEL, cards(1), progress=False, **qengine.asked(options) | {"split": None})
+    assert left[0].free_bytes >= fresh.cards[0].free_bytes      # of the old engines nothing is left
+    fresh.close()
+    fault(left[0])
+    with pytest.raises(qengine.EngineStopped):
+        list(service.engine.submit(request(0, 100, 300)))
+    assert not qengine.go_on(service, options)
+    assert "cannot go on: no card is left" in capsys.readouterr().err
+
+
+def test_an_error_of_a_tap_is_only_its_callers(alone):
+    engine, names = load((2, 2)), []
+    for name in "layer 0", "layer 3":
+        def tap(at, array):
+            names.append(at)
+            if at == name:
+                raise ZeroDivisionError
+        with pytest.raises(ZeroDivisionError):
+            engine.evaluate(list(range(200)), tap)
+    assert answers(engine) == alone[0] and engine.fault is None
+    engine.evaluate([1, 2], lambda name, array: names.append(name))
+    assert names[-5:] == ["embedding", *(f"layer {i}" for i in range(4))]
+    engine.close()
+
+
+def test_a_card_without_room_is_named_at_load():
+    """It is one that others have taken memory of since the plan was made."""
+    three = cards(3)
+    alloc, numbers = three[1].alloc, itertools.count()
+    def full(shape, dtype, name=""):
+        if next(numbers) == 5:
+            raise OutOfMemory(f"{name} does not fit on {three[1].name}")
+        return alloc(shape, dtype, name)
+    three[1].alloc = full
+    with pytest.raises(OutOfMemory, match="does not fit on emulated card 1"):
+        load((1, 2, 1), on=three)
+    assert not [thread for thread in threading.enumerate() if isinstance(thread, qengine.Worker) and thread.card in three]
+
+
+def test_an_engine_that_is_closed_leaves_no_thread():
+    engine = load((2, 2))
+    told(engine.submit(request(1, 10)))
+    engine.close()
+    for stage in engine.pipeline.stages:
+        stage.worker.join(5)
+        assert not stage.worker.is_alive()
+    with pytest.raises(CardError, match="was closed"):
+        engine.pipeline.settle()

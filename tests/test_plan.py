@@ -1,0 +1,188 @@
+"""Which layers go where, what that takes, and how passes flow: plans against brute force and against what is loaded."""
+
+import gc
+import itertools
+import math
+import random
+
+import pytest
+
+import qengine
+from kernels.card import open_cards
+from kernels.emulated.card import EmulatedCard
+from kernels.emulated.cards import CMP_100_210, T4, V100
+from qengine import Demand, Planner, best_split, make_planner, open_model, schedule
+from tests.tiny import ROOT
+
+MB = 1 << 20
+
+
+def planner(model, cards, **demand):
+    opened = open_model(model)
+    return Planner(opened.config, opened.weights, cards, Demand(**{"n_ctx": 4096} | demand))
+
+
+def typed(*models, **settings):
+    return [EmulatedCard(number, like=model, **settings) for number, model in enumerate(models)]
+
+
+def counts(plan):
+    return [len(layers) for layers in plan.layers]
+
+
+# ---- where layers go ---------------------------------------------------------------------------------------
+
+def test_best_split_is_that_of_brute_force():
+    rng = random.Random(1)
+    for _ in range(200):
+        n_layers, n_stages = rng.randint(1, 9), rng.randint(1, 4)
+        table = {(stage, i, j): rng.choice([rng.random(), math.inf]) if rng.random() < 0.2 else rng.random() * (j - i)
+                 for stage in range(n_stages) for i in range(n_layers) for j in range(i + 1, n_layers + 1)}
+        costs = [lambda i, j, stage=stage: table[stage, i, j] for stage in range(n_stages)]
+        worst = [max(table[stage, i, j] for stage, (i, j) in enumerate(zip((0, *cut), (*cut, n_layers))))
+                 for cut in itertools.combinations(range(1, n_layers), n_stages - 1)]
+        found = best_split(n_layers, costs)
+        if min(worst, default=math.inf) == math.inf:
+            assert found is None
+        else:
+            assert [found[0].start, *(r.stop for r in found)] == [0, *(r.start for r in found[1:]), n_layers]
+            assert max(table[stage, r.start, r.stop] for stage, r in enumerate(found)) == min(worst)
+
+
+def test_equal_cards_share_the_work_and_unlike_ones_by_their_speed():
+    assert counts(planner("synthetic:27b", typed(*[CMP_100_210] * 3)).plan) == [22, 21, 21]
+    cmp_card, v100, t4 = counts(planner("synthetic:27b", typed(CMP_100_210, V100, T4)).plan)
+    assert v100 > cmp_card > t4 > 0
+
+
+def test_head_counts_where_prompts_do_not_care():
+    """Of splits whose slowest pass is equal, that with the fewer layers beside the head."""
+    first, last = counts(planner("synthetic:9b", typed(V100, V100), n_ctx=64).plan)
+    assert first == last == 16
+    assert counts(planner("synthetic:27b", typed(*[V100] * 5), n_ctx=64).plan)[-1] == 12
+
+
+def test_a_card_with_less_memory_has_fewer_layers():
+    small = EmulatedCard(1, like=CMP_100_210, memory_bytes=5 << 30)
+    first, last = counts(planner("synthetic:9b", [*typed(CMP_100_210), small], n_ctx=131072).plan)
+    assert first > last
+
+
+def test_split_by_hand():
+    cards = typed(*[CMP_100_210] * 3)
+    assert counts(planner("synthetic:27b", cards, split=(20, 24, 20)).plan) == [20, 24, 20]
+    for wrong in (22, 22), (22, 22, 21), (64, 0, 0), (32, 16, 8, 8):
+        with pytest.raises(qengine.RequestError, match="must be 3 numbers from 1 on, one per card, with the sum 64"):
+            planner("synthetic:27b", cards, split=wrong)
+
+
+def test_default_is_one_card_where_that_suffices(monkeypatch):
+    cards = [EmulatedCard(number, memory_bytes=100 * MB) for number in range(3)]
+    monkeypatch.setattr(qengine, "open_cards", lambda name: cards)
+    opened = open_model("synthetic:tiny")
+    weights = planner("synthetic:tiny", cards[:1]).plan.stages[0].weights
+    for memory, used in (100 * MB, 1), (weights, 3):
+        for card in cards:
+            card.memory_bytes = memory
+        assert len(make_planner(opened, None, Demand(4096)).cards) == used
+        assert len(make_planner(opened, "cuda", Demand(4096)).cards) == 3
+    assert len(make_planner(opened, None, Demand(4096, split=(2, 2))).cards) == 2
+
+
+# ---- what that takes ---------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("model, n_cards, options", [
+    (str(ROOT / "tests" / "data" / "tiny-Q8_0.gguf"), 1, {}),
+    ("synthetic:tiny", 1, {"slots": 5, "ctx": 1000, "chunk": 128}),
+    ("synthetic:tiny", 3, {"slots": 2}),
+    ("synthetic:tiny", 2, {"slots": 3, "chunk": 128, "split": (3, 1)}),
+    ("synthetic:tiny", 1, {"kv_tokens": 20000, "checkpoint_memory": 10 * MB, "ctx": 64}),
+], ids=str)
+def test_plan_says_what_is_allocated(model, n_cards, options):
+    opened, cards = open_model(model), [EmulatedCard(n, memory_bytes=700 * MB) for n in range(n_cards)]
+    demand = options | {"n_ctx": opened.n_ctx(options.get("ctx"))}
+    demand.pop("ctx", None)
+    plan = make_planner(opened, cards, Demand(**demand)).plan
+    assert [card.free_bytes for card in cards] == [700 * MB] * n_cards     # a plan takes nothing
+    engine = qengine.load(opened, card=cards, progress=False, **options)
+    gc.collect()
+    for card, stage, loaded in zip(cards, plan.stages, engine.pipeline.stages):
+        assert stage.total == 700 * MB - card.free_bytes
+        assert stage.weights == loaded.weight_bytes and stage.layers == loaded.layers
+        n_states, state = plan.sizes.n_slots, loaded.state_bytes
+        assert (stage.kv, stage.states) == (plan.sizes.n_pages * loaded.page_bytes, n_states * state)
+        assert stage.checkpoints == plan.sizes.n_checkpoints * state and stage.scratch > 0
+    assert engine.stats()["kv_pages"] == plan.sizes.n_pages and engine.chunk == plan.chunk
+    engine.close()
+
+
+def test_longest_context_is_the_longest():
+    plans = planner("synthetic:9b", [EmulatedCard(like=CMP_100_210, memory_bytes=12 << 30)])
+    longest = plans.longest_context()
+    assert plans.planned(n_ctx=longest).fits and not plans.planned(n_ctx=longest + 64).fits
+    assert planner("synthetic:tiny", typed(CMP_100_210)).longest_context() == 262144
+    assert planner("synthetic:tiny", typed(CMP_100_210), kv_tokens=5000).longest_context() == 4992
+
+
+def test_what_would_make_it_fit_does_and_no_less():
+    card = EmulatedCard(like=CMP_100_210, memory_bytes=11 << 30)
+    plans = planner("synthetic:9b", [card], n_ctx=32768, slots=32)
+    assert not plans.plan.fits
+    slots, ctx, more, smaller = plans.changes()
+    n = int(slots.removeprefix("--slots "))
+    assert plans.planned(slots=n).fits and not plans.planned(slots=n + 1).fits
+    n = int(ctx.removeprefix("--ctx "))
+    assert plans.planned(n_ctx=n).fits and not plans.planned(n_ctx=n + 64).fits
+    assert more == "1 more card like emulated card 0"
+    assert planner("synthetic:9b", [card, card], n_ctx=32768, slots=32).plan.fits
+    name = smaller.removeprefix("a file in ").lower()
+    assert planner(f"synthetic:9b:{name}", [card], n_ctx=32768, slots=32).plan.fits
+    with pytest.raises(qengine.OutOfMemory, match=rf"too much\nit would with {slots} or {ctx} or {more} or {smaller}$"):
+        plans.check()
+
+
+def test_options_that_ask_for_too_much_are_named():
+    card = EmulatedCard(memory_bytes=64 * MB)
+    assert "no --checkpoint-memory" in planner("synthetic:tiny", [card], n_ctx=64, checkpoint_memory=60 * MB).changes()
+    assert "no --kv-tokens" in planner("synthetic:tiny", [card], n_ctx=64, kv_tokens=2 ** 20).changes()
+
+
+def test_report_for_people():
+    text = planner("synthetic:27b", open_cards("emulated:cmp-100-210,cmp-100-210,cmp-100-210"), n_ctx=18432).report()
+    assert "0 - 21" in text and "43 - 63" in text and "the longest that fits has 262,144" in text
+    assert "a hop: 10.0 MB for a pass of 512 tokens, 20.0 KB for one token, over links of 0.25, 0.25, 0.25 GB/s" in text
+    assert "hop" not in planner("synthetic:tiny", open_cards("emulated")).report()
+
+
+# ---- how passes flow ---------------------------------------------------------------------------------------
+
+def flow(n_stages, n_passes, seconds=1.0, hop=(0.0, 0.0)):
+    return schedule([[seconds] * n_passes] * n_stages, [[hop] * n_passes] * (n_stages - 1))
+
+
+def test_passes_flow_through_equal_stages():
+    assert flow(1, 5).seconds == 5 and flow(1, 5).busy == [1.0]
+    assert flow(3, 10).seconds == 12 and flow(3, 10).busy == pytest.approx([10 / 12] * 3)
+    assert flow(3, 10, hop=(0.25, 0.25)).seconds == pytest.approx(13)       # hidden but for the first two
+    assert flow(2, 10, hop=(3.0, 0.5)).seconds == pytest.approx(1 + 10 * 3.0 + 0.5 + 1)     # the link decides
+
+
+def test_no_pass_begins_before_it_can():
+    rng = random.Random(2)
+    for _ in range(100):
+        n_stages, n_passes = rng.randint(1, 4), rng.randint(1, 12)
+        depth = n_stages + 1
+        passes = [[rng.random() for _ in range(n_passes)] for _ in range(n_stages)]
+        hops = [[(rng.random(), rng.random()) for _ in range(n_passes)] for _ in range(n_stages - 1)]
+        found = schedule(passes, hops)
+        for stage, i in itertools.product(range(n_stages), range(n_passes)):
+            start, end = found.spans[stage][i]
+            assert end == pytest.approx(start + passes[stage][i])
+            if i:
+                assert start >= found.spans[stage][i - 1][1]
+            if stage:
+                assert start >= found.spans[stage - 1][i][1] + sum(hops[stage - 1][i]) - 1e-9
+            if i >= depth:
+                assert found.spans[0][i][0] >= found.spans[-1][i - depth][1]
+        assert found.seconds >= max(sum(stage) for stage in passes)
+        assert found.seconds >= schedule(passes, [[(0.0, 0.0)] * n_passes] * (n_stages - 1)).seconds - 1e-9

@@ -1,0 +1,116 @@
+"""The timeline: what is in it, in which order, and that nothing is left of it."""
+
+import json
+import threading
+
+import numpy as np
+import pytest
+from numba import cuda, uint32
+
+from kernels.card import CardError, open_cards
+from kernels.emulated.card import EmulatedCard
+from kernels.trace import HOST, draw, joined, tracing
+
+N = 1000
+
+
+@cuda.jit
+def double(x, n):
+    i = uint32(cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x)
+    if i < n:
+        x[i] = x[i] + x[i]
+
+
+def of_kind(trace, *kinds):
+    return [span for span in trace.spans if span.kind in kinds]
+
+
+def test_trace_of_every_operation(card):
+    before, copies = dict(vars(card)), card.stream("copies")
+    x, host = card.zeros(N, np.float32, "x"), card.pinned(N, np.float32)
+    host[:] = 1
+    with card.record("twice") as recording:
+        for _ in range(2):
+            card.launch(double, 4, 256, x, N)
+    with tracing([card]) as trace:
+        card.copy_in(x, host, copies)
+        card.default_stream.wait(copies.record())
+        with card.span("all"):
+            card.launch(double, 4, 256, x, N)
+            recording.replay()
+        with card.record():
+            card.launch(double, 4, 256, x, N)
+        copies.wait(card.default_stream.record())
+        card.copy_out(host, x, copies)
+        copies.record().synchronize()
+    assert (host == 8).all() and set(vars(card)) == set(before)
+    assert [(s.row, s.name) for s in of_kind(trace, "copy")] == [("copies", "in: x"), ("copies", "out: x")]
+    assert all(s.facts["bytes"] == 4 * N for s in of_kind(trace, "copy"))
+    kernel, = of_kind(trace, "kernel")
+    assert (kernel.name, kernel.row, kernel.facts["grid"]) == ("double", "default", (4, 1, 1))
+    replay, = of_kind(trace, "replay")
+    assert (replay.name, replay.facts) == ("twice", {"kernels": {"double": 2}})
+    everything, = of_kind(trace, "span")
+    assert everything.start <= kernel.start <= kernel.end <= replay.start <= replay.end <= everything.end
+    assert {s.row for s in of_kind(trace, "wait") if s.process == card.name} == {"default", "copies"}
+    card.launch(double, 4, 256, x, N)                   # no longer traced
+    card.synchronize()
+    assert len(of_kind(trace, "kernel")) == 1
+
+
+def test_trace_is_what_viewers_read(card, tmp_path):
+    x = card.zeros(N, np.float32, "x")
+    with tracing([card]) as trace:
+        for _ in range(3):
+            card.launch(double, 4, 256, x, N)
+            card.download(x)
+    trace.write(tmp_path / "trace.json")
+    data = json.loads((tmp_path / "trace.json").read_text())
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in data["traceEvents"] if e["name"] == "thread_name"}
+    processes = {e["pid"]: e["args"]["name"] for e in data["traceEvents"] if e["name"] == "process_name"}
+    bars = [e for e in data["traceEvents"] if e["ph"] == "X"]
+    assert len({tid for _, tid in names}) == len(names) and 0 not in {n for row in names for n in row}
+    assert min(bar["ts"] for bar in bars) == 0 and all(bar["dur"] >= 0 for bar in bars)
+    assert {(processes[b["pid"]], names[b["pid"], b["tid"]]) for b in bars} >= {(card.name, "default")}
+    for row in names:
+        mine = [bar for bar in bars if (bar["pid"], bar["tid"]) == row]
+        assert all(a["ts"] + a["dur"] <= b["ts"] + 2e-3 for a, b in zip(mine, mine[1:]))    # µs: both are rounded
+    assert data["otherData"][card.name] == card.describe()
+    draw(data, tmp_path / "trace.svg")
+    assert "default" in (tmp_path / "trace.svg").read_text()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_cards_on_one_clock(late):
+    """What waits for another card begins after it, and a slow link is seen as such."""
+    first, second = open_cards("emulated:2@0.05", late=late)
+    host, x, y = first.pinned(N, np.float32), first.zeros(N, np.float32, "x"), second.zeros(N, np.float32, "y")
+    with tracing([first, second]) as trace:
+        first.launch(double, 4, 256, x, N)
+        first.copy_out(host, x)
+        first.default_stream.record().synchronize()
+        second.copy_in(y, host)
+        second.launch(double, 4, 256, y, N)
+        second.synchronize()
+    out, into = sorted(of_kind(trace, "copy"), key=lambda span: span.start)
+    assert (out.process, into.process) == (first.name, second.name) and out.end <= into.start
+    assert min(out.end - out.start, into.end - into.start) >= 4 * N / 0.05e9
+    waited, = [span for span in trace.spans if span.process == HOST]
+    assert waited.row == threading.current_thread().name and waited.name == f"for {first.name}"
+
+
+def test_trace_of_a_card_that_breaks(tmp_path):
+    card = EmulatedCard(9)
+    x = card.zeros(N, np.float32, "x")
+    with pytest.raises(CardError), tracing([card]) as trace:
+        card.launch(double, 4, 256, x, N)
+        card.default_stream.synchronize()
+        card.default_stream.push(lambda: 1 / 0)
+        card.default_stream.synchronize()
+    assert [span.name for span in of_kind(trace, "kernel")] == ["double"]
+    trace.write(tmp_path / "trace.json")
+    assert "division" in json.loads((tmp_path / "trace.json").read_text())["otherData"][f"{card.name} failed"]
+
+
+def test_joined_bars():
+    assert joined([(4, 5), (0, 1), (1.5, 2)], 1) == [[0, 2], [4, 5]] and joined([], 1) == []
