@@ -2084,7 +2084,8 @@ class Stage:
         # A prompt's pass must not disturb the batches, whose inputs stay from one step to the next.
         self.inputs = card.alloc(6 * self.max_rows, np.int32, "ids, slots and positions of a prompt's pass")
         self.incoming, self.outgoing = (
-            [card.alloc((self.max_rows, config.hidden_dim), np.float32, f"{name} hidden states") for _ in range(2 * is_there)]
+            [card.alloc((self.max_rows, config.hidden_dim), np.float32, f"{name} hidden states")
+             for _ in range(2 * is_there)]
             for name, is_there in (("incoming", layers.start > 0), ("outgoing", self.hands_on)))
         self.entry = self.exit = None   # the Edges to the stages beside, see `Pipeline`
         self.cache = None       # see `allocate`

@@ -327,7 +327,8 @@ def test_a_card_without_room_is_named_at_load():
     three[1].alloc = full
     with pytest.raises(OutOfMemory, match="does not fit on emulated card 1"):
         load((1, 2, 1), on=three)
-    assert not [thread for thread in threading.enumerate() if isinstance(thread, qengine.Worker) and thread.card in three]
+    workers = [thread for thread in threading.enumerate() if isinstance(thread, qengine.Worker)]
+    assert not [worker for worker in workers if worker.card in three]
 
 
 def test_an_engine_that_is_closed_leaves_no_thread():
