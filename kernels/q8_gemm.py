@@ -283,9 +283,8 @@ def device_functions(format, second):
 
 
 def pipelined_kernel(format, rows, blocks_per_sm):
-    """Version 3 for a format of weights, whose warps make `rows` rows each, 4 to 16 and even; `blocks_per_sm` find
-    registers."""
-    put_row, sync_row = rows // 3, rows // 2
+    """Version 3 for a format of weights, whose warps make `rows` rows each, 4 to 16; `blocks_per_sm` find registers."""
+    put_row, sync_row, is_odd = rows // 3, rows // 2, rows % 2 == 1
     rest_row = (sync_row + rows) // 2  # the compiler unrolls no longer loops
     begin, fetch, place, second = carriers(format)
     put_column, put_x, load_x_scales, multiply_row = device_functions(format, second)
@@ -374,8 +373,11 @@ def pipelined_kernel(format, rows, blocks_per_sm):
             cuda.syncthreads()
             multiply_rows(acc, sync_row, rest_row, w, w_scales, x, x_now, x_scales)
             multiply_rows(acc, rest_row, rows - 1, w, w_scales, x, x_now, x_scales)
-            load_block(x[0], x_at + x_next)
-            multiply_row(acc, rows - 1, w, w_scales, x[1], x_scales)
+            load_block(x[rows & 1], x_at + x_next)
+            multiply_row(acc, rows - 1, w, w_scales, x[(rows - 1) & 1], x_scales)
+            if is_odd:
+                for i in range(WORDS):
+                    x[0, i] = x[1, i]
             for c in range(COLUMNS):
                 load_block(w[c], w_at + w_next + uint64(32 * PITCH * c))
             load_x_scales(x_scales, 0, x_at + x_next)
@@ -397,7 +399,7 @@ def pipelined_kernel(format, rows, blocks_per_sm):
 
 
 # Rows per warp -> registers for so many blocks of threads on an SM.
-TILES = {16: 3, 10: 3, 8: 3, 4: 4}
+TILES = {16: 3, 15: 3, 10: 3, 8: 3, 4: 4}
 
 
 @cache

@@ -89,7 +89,7 @@ from kernels.bench import Case, main
 from kernels.intrinsics import (BIAS_WORD, dp4a, float_as_word, half_to_float, let_next_begin, load_words2,
                                 load_words4, silu, store_word, stream_words2, stream_words4, unbias,
                                 wait_for_previous)
-from kernels.norm import MAX_WARPS, quantize_norm, rms_norm_quantize
+from kernels.norm import MAX_WARPS, hold_weights, quantize_norm, rms_norm_quantize
 from kernels.quantize import block_scale, quantize_word
 from kernels.swiglu import swiglu_quantize
 
@@ -97,6 +97,7 @@ BLOCK = 32  # weights per scale
 MAX_COLUMNS = 16  # of one launch
 MAX_FUSED = 16384  # values of a column whose norm is computed inside
 MAX_FUSED_BLOCKS = MAX_FUSED // BLOCK
+HELD = 2, 4  # weights of the norm that a lane holds: all of 8,192 values, where 32 warps share them
 H_SHAPE = 2, 2, MAX_COLUMNS * BLOCK  # sums of SwiGLU on their way to the quantisation: side, gate or up, output
 
 
@@ -403,12 +404,14 @@ def gemv_kernel(fmt, columns, shape, fused):
         partial = cuda.shared.array(MAX_WARPS, float32)
         lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
         raw, w_rows = cuda.local.array(raw_shape, uint32), cuda.local.array(rows, uint32)
+        held = cuda.local.array(HELD, float32)
+        hold_weights(held, norm_w, k, lane, warp, uint32(warps))  # ahead of the ring, for which they would queue
         group, last = share(warp, uint32(warp_bits), each, extra)
         set_rows(w_rows, group, n)
         if group < last:
             start(raw, w_rows, k, lane, wq, wd)
         wait_for_previous()
-        quantize_norm(xq, xd, x, uint32(0), norm_w, k, eps, partial, lane, warp, uint32(warps))
+        quantize_norm(xq, xd, x, uint32(0), norm_w, held, k, eps, partial, lane, warp, uint32(warps))
         cuda.syncthreads()
         work(raw, y, stride, wq, wd, xq, xd, n, k, False, lane, group, last, uint32(0), uint32(1))
 
@@ -494,10 +497,12 @@ def swiglu_kernel(fmt, columns, shape, fused):
         h = cuda.shared.array(H_SHAPE, float32)
         lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
         raw, w_rows = cuda.local.array(raw_shape, uint32), cuda.local.array(rows, uint32)
+        held = cuda.local.array(HELD, float32)
+        hold_weights(held, norm_w, k, lane, warp, uint32(warps))  # ahead of the ring, for which they would queue
         set_rows(w_rows, uint32(uint32(cuda.blockIdx.x << uint32(5)) + warp * uint32(pairs)), n)
         start(raw, w_rows, k, lane, wq, wd)
         wait_for_previous()
-        quantize_norm(xq, xd, x, uint32(0), norm_w, k, eps, partial, lane, warp, uint32(warps))
+        quantize_norm(xq, xd, x, uint32(0), norm_w, held, k, eps, partial, lane, warp, uint32(warps))
         cuda.syncthreads()
         work(raw, h, q, d, wq, wd, xq, xd, n, k, lane, warp, warp, uint32(warps), uint32(0), uint32(1))
 
