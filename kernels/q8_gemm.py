@@ -40,7 +40,8 @@ one below the other. It serves every format: a thread unpacks the block that it 
   * The loop has no branch: of 790 instructions for Q8_0 512 are dp4a, 192 the scaling, 60 memory, the rest 26.
     Q4_K adds 64 fma and 20 for unpacking; Q6_K 128 integer multiplications and 64 accumulators that start.
   * R = 16 takes 168 registers, so 12 warps fit an SM (with 64 KB of shared memory 8 for Q4_K, Q5_K and Q6_K).
-    R = 10, 8 and 4 are for few rows (see `rows_per_warp`).
+    R = 15, 10, 8 and 4 are for rows that fill the last round of blocks badly (see `rows_per_warp`). For
+    an odd R the first row of the next block arrives in the other registers, and is moved.
   * The dot becomes a float by the conversion instruction, which has a pipe of its own (16 lanes on Volta,
     half the time of the dp4a beside it), and not by `unbias`, whose addition is on the pipe of dp4a.
 
@@ -78,7 +79,22 @@ Measured on an H200 (2026-11-21, 1.98 GHz; per cent of the 133.8 TOPS of 64 lane
 
 The outer product is as fast for many rows, but slower for few, and half as fast on the emulated card. 297
 rows are 256 blocks of threads of 40 rows for 132 SMs: 90 % of the two rounds is work. A split of k would give
-other bits.
+other bits. R = 15 came after these measurements: by `tile_time` it takes 3.5 % off the products of a 9B at 297
+rows (12288 x 4096: 5 tiles of 60 rows, not of 64), 1.8 % at 1,160; not yet timed.
+
+What that allows a prompt of a 9B (Q8_0). On an H100 80GB HBM3 (2026-11-21) 297, 1,160, 4,620 and 18,400 tokens
+run at 56.1, 64.5, 67.3 and 61.0 % of the peak, all kernels included. The goal of 72 % at 1,160 and 4,620:
+
+    tokens   whole   work at the peak   all but products   72 % would leave     share of     registers alone,
+                                                           the products         the rounds   by that share
+     1,160   186 ms       120 ms             12 ms         155 ms: 77.6 %          92 %          76.0 %
+     4,620   711 ms       478 ms             68 ms         597 ms: 80.2 %          96 %          79.5 %
+
+"Registers alone" is 82.5 % times the share of work in the rounds of blocks (passes of 1,160 and of 2,368 and
+2,252 rows, by `tile_time`). So 1,160 tokens cannot reach 72 % even if the loop ran as on registers alone, and
+4,620 only if in fuller rounds nothing but the multipliers ever waited. "All but products" is the time by kernel
+at 18,400 tokens (attention 469 ms, delta rule 104, others 47), attention by the square of the length, the others
+in proportion.
 """
 
 from functools import cache, partial

@@ -65,8 +65,10 @@ rings before they wait for it (kernels/intrinsics.py, launches that overlap). On
          overlapping           1.9         5.9         3.4         6.5         5.6            26.2
 
 (Blocks that leave room for a second one gather on the SMs that are free first, and others stay idle.) The norm
-inside costs 1.2 us, a launch of its own 2.5. On a CMP 100-210, where nothing overlaps, 129 launches of 2.4 us are
-0.31 ms beside the 10.0 ms that the 8.3 GB of a 9B's token take at 829 GB/s: 3 %.
+inside cost 1.2 us, a launch of its own 2.5. Since then its weights are asked for before the wait and ahead of the
+ring (else they queue behind the 70 KB of each SM's ring, 3 us of the bandwidth); that has not been timed. On a CMP
+100-210, where nothing overlaps, 129 launches of 2.4 us are 0.31 ms beside the 10.0 ms that the 8.3 GB of a 9B's
+token take at 829 GB/s: 3 %.
 
 Tried and lost, on that H100: out, gate and up, down and inputs in one launch, with three barriers of the whole
 grid between them and the rings filled before each (89.0 us for 91.6; a barrier is 1.06 us, an empty launch 0.91,
@@ -74,6 +76,23 @@ and the emulated card would need blocks that wait for each other); prefetch.glob
 the ring (93.1), also before those barriers (94.0 and 95.6); x loaded before the ring is filled (91.9); the weights of
 out asked for by idle SMs during the delta rule (14.85 for both launches, with 4, 8 or 16 MB 14.85, 15.8, 17.4).
 On an H200: the next matrix's first 2 to 16 MB by prefetch at the end of a launch (0 to +1 us each).
+
+What a token loses, on an H100 with overlap (2026-11-21, each kind of kernel replayed by itself; bytes at 2,970 GB/s):
+
+    27B, 94.2 tokens/s: 10.62 ms, bytes 8.91      launches    us each    bytes    lost
+      gate and up, with norm and SwiGLU                 64       68.8     63.8     5.0     544 units of 32 outputs: 4
+      inputs and head, with norm                        65       39.2     35.8     3.4     for each SM, and 16
+      out, down                                        128       22.9     21.6     1.4
+      delta rule / attention                       48 / 16  6.3 / 9.4      2.1
+    9B: Q8_0 301 tokens/s, 3.32 ms, bytes 2.76; Q4_K 463 tokens/s, 2.16 ms, bytes 1.54        some 165 launches
+    0.8B: 1,538 tokens/s, 0.65 ms, bytes 0.27                                                 some 125 launches
+
+Q4_K is 1.6 times as fast as Q8_0 where both lose 0.50 ms: (2.76 + 0.50) / (1.54 + 0.50). They lose 0.56 and 0.62, 3.4
+and 3.8 us of a launch, of which an empty one that overlaps takes 0.9. Half of its bandwidth for a 0.8B leaves 2.2 us
+for each launch, which now loses 3.0. Eight columns are two sets of warps, so the weights pass from the second-level
+cache to the SMs twice: 16.6 GB in the 3.50 ms of a 9B's products, 4.7 TB/s, at 79 (`gemv`) and 84 % (SwiGLU) of the
+memory's bandwidth.
+
 `cuda.syncwarp` after the first loads of a ring is there for the assembler, which otherwise moves each load to
 where it is used, to save registers.
 """
