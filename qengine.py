@@ -31,12 +31,14 @@ if __name__ == "__main__":      # the imports take seconds: Ctrl-C meanwhile is 
             setattr(sys, _name, open(os.devnull, _mode))
 
 import argparse
+import bisect
 import codecs
 import collections
 import contextlib
 import dataclasses
 import datetime
 import functools
+import heapq
 import ipaddress
 import itertools
 import json
@@ -44,6 +46,7 @@ import logging
 import math
 import mmap
 import numbers
+import operator
 import queue
 import re
 import secrets
@@ -1612,14 +1615,22 @@ class Node:
     """A page of the prefix tree: 64 tokens that follow those of its parent, and what is kept of them."""
 
     parent: "Node | None"           # None: the root, which stands for no tokens at all
-    tokens: tuple[int, ...]         # its key among the parent's children
+    tokens: tuple[int, ...]
+    n_prompt: int                   # of these, the first n_prompt were computed as a prompt, the others decoded
     page: int
-    depth: int                      # pages from the root to the end of this one
-    children: dict = dataclasses.field(default_factory=dict)
+    depth: int = 0                  # pages from the root to the end of this one
+    n_decoded: int = 0              # of the tokens from there on, those that were decoded
+    children: dict = dataclasses.field(default_factory=dict)    # tokens -> n_prompt -> Node
     n_users: int = 0                # running sequences whose tokens begin with these
-    used: int = 0                   # when its checkpoint was of use, by the clock of PrefixCache
     number: int | None = None       # of its checkpoint on the card
     host: int | None = None         # or in host memory
+    floor: int = 0                  # that of PrefixCache when its checkpoint was made or of use
+    rank: tuple[int, int] = (0, 0)  # of its checkpoint: worth, then the order in which worths were set
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it has a checkpoint."""
+        return self.number is not None or self.host is not None
 
     def path(self):
         """This node and those above it but the root."""
@@ -1627,6 +1638,17 @@ class Node:
         while node.parent is not None:
             yield node
             node = node.parent
+
+    def kept_below(self):
+        """The nearest nodes below that have a checkpoint."""
+        ahead = [self]
+        while ahead:
+            below = [node for alike in ahead.pop().children.values() for node in alike.values()]
+            yield from (node for node in below if node.is_kept)
+            ahead += [node for node in below if not node.is_kept]
+
+
+by_rank = operator.attrgetter("rank")
 
 
 class PrefixCache:
@@ -1637,13 +1659,22 @@ class PrefixCache:
     is to go on from there without processing them anew. So a node stays as long as a running sequence's tokens begin
     with it or a checkpoint lies at or below it. The root's checkpoint are states of zeros.
 
+    Prompts and decoded tokens run through other kernels, which round otherwise. So a page's bits, and those of the
+    states after it, follow from the tokens up to there and from which of them were decoded: a node is known by both,
+    and the same tokens have a node for each way in which they were computed. A running sequence comes to share those
+    alone that hold what it has computed itself, so that no token depends on what runs beside; a prompt begins with the
+    longest beginning that has a checkpoint, of several the one with the fewest decoded tokens. That is the one place
+    where decoded tokens stand in for a prompt's.
+
     Where room is needed, what is worth least goes first. The worth of a checkpoint is
 
-        tokens between it and the next checkpoint above / (1 + sequences begun since it was made or used):
+        tokens between it and the next checkpoint above + the floor when it was made or last of use:
 
-    what would be processed again without it, times how recently it was of use. For a checkpoint the least worthy on the
-    card goes to host memory, and the least worthy there is dropped, whatever uses their nodes; for pages a leaf that no
-    running sequence uses is dropped with its checkpoint, and what lies above it as far as nothing else needs that.
+    what would be processed again without it, and the floor, which is the highest worth of all that went so far, ages
+    what is of no use (GreedyDual: P. Cao and S. Irani, "Cost-aware WWW proxy caching algorithms", 1997). For a
+    checkpoint the least worthy on the card goes to host memory, and the least worthy there is dropped, whatever uses
+    their nodes; for pages a leaf that no running sequence uses is dropped with its checkpoint, and what lies above it
+    as far as nothing else needs that.
 
     Here is the accounting alone; the bytes are moved by `store`, a Pipeline, in the order of the calls.
     """
@@ -1652,10 +1683,11 @@ class PrefixCache:
         self.store, self.n_pages, self.n_checkpoints = store, n_pages, n_checkpoints
         self.free_pages, self.free_numbers, self.free_hosts = (
             list(reversed(range(n))) for n in (n_pages, n_checkpoints, n_host))
-        self.root = Node(None, (), -1, 0)
-        self.kept: dict[Node, None] = {}    # the nodes with a checkpoint, oldest first
+        self.root = Node(None, (), 0, -1)
+        self.on_card: list[Node] = []       # the nodes whose checkpoint is on the card, in the order of their ranks
+        self.in_host: list[Node] = []       # or in host memory
+        self.floor, self.n_ranked = 0, 0
         self.n_idle = 0                     # nodes without users
-        self.clock = 0
         self.n_spilled = self.n_fetched = self.n_dropped = 0
 
     # ---- pages ----
@@ -1668,30 +1700,31 @@ class PrefixCache:
     def take_pages(self, count: int) -> list[int]:
         """Free pages, made so where there are too few. CardError: sequences have them."""
         while len(self.free_pages) < count:
-            leaves = [node for node in self.kept if not node.children and not node.n_users]
-            if not leaves:
+            kept = heapq.merge(self.on_card, self.in_host, key=by_rank)
+            leaf = next((node for node in kept if not node.children and not node.n_users), None)
+            if leaf is None:
                 raise CardError(f"{count} KV pages are needed and {len(self.free_pages)} are free")
-            self._evict(min(leaves, key=self.worth))
+            self._evict(leaf)
         return [self.free_pages.pop() for _ in range(count)]
 
     # ---- the tree ----
 
     def find(self, tokens: list[int]) -> tuple[Node, int]:
-        """Of the nodes that these tokens begin with, the last that has a checkpoint; and how many tokens all span."""
-        node = found = self.root
+        """Of the nodes that these tokens begin with, the one to go on from, which has a checkpoint; and how many tokens
+        all span."""
+        nodes, found = [self.root], self.root
         for at in range(0, whole_pages(len(tokens)), PAGE_TOKENS):
-            below = node.children.get(tuple(tokens[at:at + PAGE_TOKENS]))
-            if below is None:
+            key = tuple(tokens[at:at + PAGE_TOKENS])
+            below = [child for node in nodes for child in node.children.get(key, {}).values()]
+            if not below:
                 break
-            node = below
-            if node in self.kept:
-                found = node
-        return found, node.depth * PAGE_TOKENS
+            nodes = below
+            found = min((node for node in nodes if node.is_kept), key=lambda node: node.n_decoded, default=found)
+        return found, nodes[0].depth * PAGE_TOKENS
 
     def enter(self, node: Node) -> list[int]:
         """A sequence begins with the tokens of a node and uses its checkpoint: the pages of the path to there."""
-        self.clock += 1
-        node.used = self.clock
+        self.touch(node)
         path = list(node.path())
         for each in path:
             self._use(each)
@@ -1705,23 +1738,21 @@ class PrefixCache:
             self.n_idle += not each.n_users
         self._prune(node)
 
-    def grow(self, node: Node, tokens: tuple[int, ...], page: int) -> Node:
+    def grow(self, node: Node, tokens: tuple[int, ...], n_prompt: int, page: int) -> Node:
         """A page of a sequence whose path ends at `node` is full: the node that it is from now on.
 
-        Where the tree has these tokens already, one of the two pages is free afterwards: the other one, or `page`
-        where running sequences read the other.
+        The first n_prompt of the tokens were computed as a prompt. Where the tree has that already, its page holds the
+        same bits, and the sequence's is free.
         """
-        child = node.children.get(tokens)
-        if child is None:
-            child = node.children[tokens] = Node(node, tokens, page, node.depth + 1)
-            self.n_idle += 1
-        elif child.n_users:
+        alike = node.children.setdefault(tokens, {})
+        if n_prompt in alike:
             self.free_pages.append(page)
         else:
-            self.free_pages.append(child.page)
-            child.page = page
-        self._use(child)
-        return child
+            alike[n_prompt] = Node(node, tokens, n_prompt, page, node.depth + 1,
+                                   node.n_decoded + PAGE_TOKENS - n_prompt)
+            self.n_idle += 1
+        self._use(alike[n_prompt])
+        return alike[n_prompt]
 
     def _use(self, node: Node):
         self.n_idle -= not node.n_users
@@ -1729,39 +1760,43 @@ class PrefixCache:
 
     def _prune(self, node: Node):
         """Forget a node that is of no use any more, and those above it that were for its sake."""
-        while node is not self.root and not (node.children or node.n_users or node in self.kept):
-            del node.parent.children[node.tokens]
+        while node is not self.root and not (node.children or node.n_users or node.is_kept):
+            alike = node.parent.children[node.tokens]
+            del alike[node.n_prompt]
+            if not alike:
+                del node.parent.children[node.tokens]
             self.free_pages.append(node.page)
             self.n_idle -= 1
             node = node.parent
 
     # ---- checkpoints ----
 
-    def worth(self, node: Node) -> float:
-        """The formula above."""
-        above = next((each.depth for each in node.parent.path() if each in self.kept), 0)
-        return PAGE_TOKENS * (node.depth - above) / (1 + self.clock - node.used)
-
     def take_number(self) -> int | None:
         """A checkpoint on the card to be written, then `keep` it; None where all are being written."""
         if not self.free_numbers:
-            on_card = [node for node in self.kept if node.number is not None]
-            if not on_card:
+            if not self.on_card:
                 return None
-            self._make_room(min(on_card, key=self.worth))
+            self._make_room(self.on_card[0])
         return self.free_numbers.pop()
 
     def keep(self, node: Node, number: int):
         """Checkpoint `number` is that of a node, now that this was queued, instead of one that it had."""
         self._forget(node)
-        self.kept[node] = None
-        node.number, node.used = number, self.clock
+        node.number, node.floor = number, self.floor
+        self._insert(node)
+        self._rank_below(node)
+
+    def touch(self, node: Node):
+        """A node's checkpoint, if it has one, is of use."""
+        if node.is_kept:
+            node.floor = self.floor
+            self._rank(node)
 
     def fetch(self, node: Node) -> int | None:
         """The number of a node's checkpoint, which is on the card then; None for the root. The node is in use."""
         if node.host is not None:
+            self._remove(node)
             host, node.host = node.host, None
-            del self.kept[node]
             number = self.take_number()     # may drop checkpoints, so this one is out of its way
             self.store.fetch(host, number)
             self.free_hosts.append(host)
@@ -1776,33 +1811,63 @@ class PrefixCache:
 
     def clear(self):
         """Forget all that no running sequence uses."""
-        for node in list(self.kept):
+        for node in self.on_card + self.in_host:
             self.drop(node)
 
     def _forget(self, node: Node):
-        self.kept.pop(node, None)
+        if not node.is_kept:
+            return
+        self._remove(node)
         if node.number is not None:
             self.free_numbers.append(node.number)
-        if node.host is not None:
+        else:
             self.free_hosts.append(node.host)
         node.number = node.host = None
+        self._rank_below(node)
 
     def _make_room(self, node: Node):
         """Move a node's checkpoint to host memory, or drop it where that has no room or only more worthy ones."""
-        if not self.free_hosts:
-            there = [each for each in self.kept if each.host is not None]
-            if there and self.worth(least := min(there, key=self.worth)) < self.worth(node):
-                self._evict(least)
+        if not self.free_hosts and self.in_host and self.in_host[0].rank < node.rank:
+            self._evict(self.in_host[0])
         if self.free_hosts and self.store.spill(node.number, host := self.free_hosts.pop()):
+            self._remove(node)
             self.free_numbers.append(node.number)
             node.number, node.host = None, host
+            self.floor = max(self.floor, node.rank[0])
+            bisect.insort(self.in_host, node, key=by_rank)
             self.n_spilled += 1
         else:
             self._evict(node)
 
     def _evict(self, node: Node):
+        self.floor = max(self.floor, node.rank[0])
         self.n_dropped += 1
         self.drop(node)
+
+    # ---- their order ----
+
+    def _order(self, node: Node) -> list[Node]:
+        return self.in_host if node.number is None else self.on_card
+
+    def _insert(self, node: Node):
+        """Find a checkpoint's worth and its place."""
+        above = next((each.depth for each in node.parent.path() if each.is_kept), 0)
+        self.n_ranked += 1
+        node.rank = PAGE_TOKENS * (node.depth - above) + node.floor, self.n_ranked
+        bisect.insort(self._order(node), node, key=by_rank)
+
+    def _remove(self, node: Node):
+        order = self._order(node)
+        del order[bisect.bisect_left(order, node.rank, key=by_rank)]
+
+    def _rank(self, node: Node):
+        """Its worth may have changed."""
+        self._remove(node)
+        self._insert(node)
+
+    def _rank_below(self, node: Node):
+        for each in node.kept_below():
+            self._rank(each)
 
 
 def checkpoint_positions(tokens: list[int], turn: int | None, start: int, known: int) -> list[int]:
@@ -2199,6 +2264,10 @@ class Sampler:
 class Constraint:
     """What a grammar still allows of one answer, or of what follows the token `after` in it.
 
+    Tokens that are certain are decoded like others, under a mask of one bit, since their keys, values and states are
+    needed. A prompt's pass would make those of a run at once, but starts at a multiple of 64, and the runs are short:
+    of 128 tokens under the schema of benchmarks/constraints.py 66 are certain, 6 in a row at most.
+
     Look at `error` after each call, the first included."""
 
     def __init__(self, vocabulary: "Vocabulary", grammar: str, after: int | None = None):
@@ -2239,11 +2308,17 @@ class Constraint:
             self.forced.extend(tokens)
 
 
+FORCED_LETTERS = 1024       # that are looked ahead: the scheduler waits for their tokens, for 200,000 letters 0.2 s
 KEPT_GRAMMARS = 32          # compiled, for the next answer under the same schema or tools
 
 
 def compile_grammar(prepared: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
-    """A matcher at the start of an answer. It takes milliseconds, a copy of it microseconds."""
+    """A matcher at the start of an answer. It takes milliseconds, seconds at worst (an intersection of 16 patterns),
+    without the interpreter's lock; a copy of it takes microseconds.
+
+    The limits of llguidance are right for a scheduler that waits for a mask: of grammars made to be slow (patterns that
+    need 2^60 states, 2,000 alternatives, ambiguous recursion) the worst mask took 33 ms of 248,000 tokens or 6,000, and
+    what would take longer is refused with the limit's name, at the start or on the way."""
     limits = llguidance.LLParserLimits(verbose_errors=False)        # its errors go to clients
     return llguidance.LLMatcher(prepared, grammar, log_level=0, limits=limits)
 
@@ -2263,8 +2338,9 @@ class Vocabulary:
         self.compile = functools.lru_cache(KEPT_GRAMMARS)(functools.partial(compile_grammar, self.prepared))
 
     def __call__(self, text: str) -> list[int]:
-        """Tokens that spell a text, which llguidance asks for where a grammar leaves no choice: the tokenizer's, unless
-        it would begin with a space or take a tag's name for the tag."""
+        """Tokens that spell the beginning of a text, which llguidance asks for where a grammar leaves no choice: the
+        tokenizer's, unless it would begin with a space or take a tag's name for the tag."""
+        text = text[:FORCED_LETTERS]
         ids = self.tokenizer.encode(text, allow_special=False)
         is_spelt = b"".join(self.tokens[i] for i in ids) == text.encode()
         return ids if is_spelt and not set(ids) & set(self.special_token_ids) else self.prepared.greedy_tokenize(text)
@@ -2282,6 +2358,8 @@ PASS_ROWS = 32              # rows of 9B in the time that one more pass costs: 5
 RUNNING_CHUNK = 512         # at most while answers are running, which wait for it
 TURN = "<|im_start|>"       # the control token at which a turn of a conversation begins
 NAN_LOGITS = "the logits hold a NaN: the model file is damaged, or a kernel is wrong"
+STOPS, STOP_LETTERS = 64, 1024      # stop strings of a request, and letters of each, at most
+GRAMMAR_LETTERS = 1 << 18   # of a grammar, at most: where it spells out as many, the scheduler waits 0.5 s for it
 DEFAULT_CTX = 4096          # tokens of a slot, where neither the caller nor the model asks for fewer
 
 # The small model that comes with qengine.
@@ -2342,7 +2420,7 @@ class Request:
     top_logprobs: int | None = None     # log-probabilities of the tokens, and of so many of the likeliest
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()          # strings that end the text and are not part of it; one may stand alone
-    stop_after: int | None = None       # token id: stop strings count in what follows it
+    stop_after: int | None = None       # token id: stop strings count in what follows it, line breaks at once aside
     stop_before: int | None = None      # token id: no stop string counts from there on
     grammar: str | None = None          # what the answer obeys, as llguidance.LLMatcher.grammar_from_... write it
     grammar_after: int | None = None    # token id: only what follows it obeys the grammar
@@ -2360,8 +2438,8 @@ class Request:
                                          "prompt and answer together")
         if not all(0 <= token < n_vocab for token in self.prompt_ids):
             raise RequestError("prompt", f"a token id of the prompt is outside 0 .. {n_vocab - 1}")
-        if "" in self.stop:
-            raise RequestError("stop", "a stop string is empty")
+        if len(self.stop) > STOPS or not all(1 <= len(string) <= STOP_LETTERS for string in self.stop):
+            raise RequestError("stop", f"'stop' may hold {STOPS} strings, each of 1 to {STOP_LETTERS} letters")
         if self.timeout is not None and not 0 < self.timeout < math.inf:
             raise RequestError("timeout", "'timeout' must be a number of seconds above 0")
         for name in ("stop_after", "stop_before", "grammar_after"):
@@ -2371,6 +2449,9 @@ class Request:
             raise RequestError("top_logprobs", f"'top_logprobs' must be a whole number from 0 to {logprobs.TOP}")
         if self.grammar is not None and not isinstance(self.grammar, str):
             raise RequestError("grammar", "'grammar' must be a text")
+        if self.grammar is not None and len(self.grammar) > GRAMMAR_LETTERS:
+            raise RequestError("grammar", f"the grammar has {len(self.grammar)} letters, "
+                                          f"and may have {GRAMMAR_LETTERS}")
         for token, bias in self.logit_bias.items():
             if not is_within(int, token, 0, n_vocab - 1):
                 raise RequestError("logit_bias", f"{token!r} is no token id from 0 to {n_vocab - 1}")
@@ -2395,29 +2476,49 @@ class Event:
 
 
 class StopScanner:
-    """Ends a text that arrives in pieces before its first stop string, and holds back what may become one."""
+    """Ends a text that arrives in pieces before the first stop string that is complete in it, of several that end there
+    before the longest, and holds back what may become one. However it is cut, a letter takes the same steps for each
+    stop string, of all letters together two at most (Knuth, Morris and Pratt, "Fast pattern matching in strings")."""
 
     def __init__(self, stop):
-        self.stop = stop
+        self.stop = [(string, borders(string)) for string in stop]
+        self.begun = [0] * len(self.stop)       # letters of each that the text ends with
         self.held = ""
         self.stopped = False        # a stop string was found
 
     def push(self, piece: str) -> str:
         """The text that is certain after another piece."""
         text = self.held + piece
-        found = [at for at in (text.find(s) for s in self.stop) if at >= 0]
-        if found:
-            self.stopped, self.held = True, ""
-            return text[:min(found)]
-        held = max((n for s in self.stop for n in range(1, min(len(s), len(text) + 1)) if text.endswith(s[:n])),
-                   default=0)
-        self.held = text[len(text) - held:]
-        return text[:len(text) - held]
+        for end, letter in enumerate(piece if self.stop else "", len(self.held) + 1):
+            self.begun = [lengthened(n, letter, *stop) for n, stop in zip(self.begun, self.stop)]
+            found = [n for n, (string, _) in zip(self.begun, self.stop) if n == len(string)]
+            if found:
+                self.stopped, self.held = True, ""
+                return text[:end - max(found)]
+        shown = len(text) - max(self.begun, default=0)
+        self.held = text[shown:]
+        return text[:shown]
 
     def flush(self) -> str:
         """What was held back, when the text ends without a stop string."""
-        text, self.held = self.held, ""
+        text, self.held, self.begun = self.held, "", [0] * len(self.stop)
         return text
+
+
+def borders(string: str) -> list[int]:
+    """Of each of its beginnings the longest border: how many letters it both begins and ends with, but not all."""
+    found = [0]
+    for letter in string[1:]:
+        found.append(lengthened(found[-1], letter, string, found))
+    return found
+
+
+def lengthened(n: int, letter: str, string: str, borders: list[int]) -> int:
+    """How many of the string's first letters a text ends with, which ended with n of them, less than all, before this
+    letter."""
+    while n and string[n] != letter:
+        n = borders[n - 1]
+    return n + (string[n] == letter)
 
 
 class Generation:
@@ -2435,6 +2536,7 @@ class Generation:
         self.token_times: list[float] = []      # of the engine's tokens; readers may get several at once
         self._decoder, self._scanner = tokenizer.stream_decoder(), StopScanner(request.stop)
         self._scans = request.stop_after is None
+        self._at_start = not self._scans    # of what stop strings count in
         self._events, self._done = queue.SimpleQueue(), threading.Event()
         self.wake = threading.Event()           # set whenever there is something to `take`
 
@@ -2494,7 +2596,11 @@ class Generation:
         return finish_reason
 
     def _scan(self, piece: str) -> str:
-        return self._scanner.push(piece) if self._scans else piece
+        if not self._scans:
+            return piece
+        text = piece.lstrip("\n") if self._at_start else piece
+        self._at_start = self._at_start and not text
+        return piece[:len(piece) - len(text)] + self._scanner.push(text)
 
     def close(self, error: Exception | None = None):
         """No more events; `error` is raised where they are read."""
@@ -2541,7 +2647,7 @@ class Sequence:
         self.pages: list[int] = []
         self.node = root                # of the prefix tree: the last that stands for tokens of this
         self.marks: list[int] = []      # positions in the prompt where checkpoints are taken
-        self.decoded: Node | None = None    # whose checkpoint is of decoded tokens, the latest
+        self.decoded: Node | None = None    # whose checkpoint it made of decoded tokens, the latest
 
     @property
     def in_prompt(self) -> bool:
@@ -2621,7 +2727,8 @@ class Scheduler:
             "requests_running": len(self.running), "requests_waiting": len(self.waiting), "slots": self.n_slots,
             "kv_pages": cache.n_pages, "kv_pages_free": len(cache.free_pages), "kv_pages_cached": cache.n_idle,
             "kv_pages_used": cache.n_pages - cache.n_available,
-            "checkpoints": len(cache.kept), "checkpoints_on_card": cache.n_checkpoints - len(cache.free_numbers),
+            "checkpoints": len(cache.on_card) + len(cache.in_host),
+            "checkpoints_on_card": cache.n_checkpoints - len(cache.free_numbers),
             "checkpoints_spilled": cache.n_spilled, "checkpoints_fetched": cache.n_fetched,
             "checkpoints_dropped": cache.n_dropped}
 
@@ -2699,7 +2806,7 @@ class Scheduler:
         prompt = next((s for s in self.running if s.in_prompt), None)
         if prompt is not None:
             self._prefill(prompt)
-        self._decode()
+        self.decode()
 
     def _drop_ended(self):
         """End what was cancelled, and what has taken longer than it may."""
@@ -2734,7 +2841,7 @@ class Scheduler:
         """The next chunk of a prompt. Chunks start at multiples of 64, so no result depends on their size."""
         if not sequence.has_begun:
             self._begin(sequence)
-        limit = min(self.chunk, RUNNING_CHUNK) if self._answering() else self.chunk
+        limit = min(self.chunk, RUNNING_CHUNK) if self.answering() else self.chunk
         start = sequence.n_cached
         end = start + self.pipeline.pass_rows(sequence.generation.n_prompt - start, limit)
         self._reserve(sequence, end)
@@ -2773,8 +2880,10 @@ class Scheduler:
         that ends there} of those that had not joined yet."""
         joined, pages = {}, list(sequence.pages)
         for end in range((sequence.node.depth + 1) * PAGE_TOKENS, n_seen + 1, PAGE_TOKENS):
-            depth, tokens = sequence.node.depth, tuple(sequence.tokens[end - PAGE_TOKENS:end])
-            sequence.node = joined[end] = self.cache.grow(sequence.node, tokens, pages[depth])
+            start, depth = end - PAGE_TOKENS, sequence.node.depth
+            n_prompt = min(max(sequence.generation.n_prompt - start, 0), PAGE_TOKENS)
+            sequence.node = joined[end] = self.cache.grow(
+                sequence.node, tuple(sequence.tokens[start:end]), n_prompt, pages[depth])
             pages[depth] = sequence.node.page
         if pages != sequence.pages:
             sequence.pages = pages
@@ -2783,22 +2892,27 @@ class Scheduler:
 
     def _keep_decoded(self, sequence: Sequence):
         """Where the decode step queued last fills a page of a sequence, keep that and the states after it. An answer
-        has one such checkpoint, the latest, and those at multiples of CHECKPOINT_INTERVAL."""
+        has one such checkpoint, the latest, and those at multiples of CHECKPOINT_INTERVAL. Those of others, which were
+        there before or came beside it, are theirs to drop."""
         n_seen = sequence.n_cached + 1
         if n_seen % PAGE_TOKENS:
             return
-        last, sequence.decoded = sequence.decoded, self._join(sequence, n_seen)[n_seen]
+        node = self._join(sequence, n_seen)[n_seen]
+        last, sequence.decoded = sequence.decoded, None
         if last is not None and last.depth * PAGE_TOKENS % CHECKPOINT_INTERVAL:
             self.cache.drop(last)
-        if (number := self.cache.take_number()) is not None:
+        if node.is_kept:
+            self.cache.touch(node)
+        elif (number := self.cache.take_number()) is not None:
             self.pipeline.save(sequence.slot, number)
-            self.cache.keep(sequence.decoded, number)
+            self.cache.keep(node, number)
+            sequence.decoded = node
 
-    def _decode(self):
+    def decode(self):
         """Queue a step of all answers, and then take the tokens of the one before."""
-        if self.flight and self.flight.sequences != self._answering():
+        if self.flight and self.flight.sequences != self.answering():
             self._land()                            # who stays needs its token to be placed anew
-        batch = self._answering()
+        batch = self.answering()
         if not batch:
             return
         if self.flight is None:
@@ -2819,7 +2933,7 @@ class Scheduler:
                 self._keep_decoded(sequence)
         self.flight = Flight(batch, tokens)
 
-    def _answering(self) -> list[Sequence]:
+    def answering(self) -> list[Sequence]:
         """Who takes part in the next step: all answers, but those that the step in flight brings to their end."""
         return [s for s in self.running if not s.in_prompt and not (s.in_flight and s.is_full(1, self.n_ctx))]
 
@@ -3098,6 +3212,7 @@ def note(text: str):
 MAX_WAITING = 64            # requests beyond those that have a slot; one more is answered 429
 MAX_BODY = 4 << 20          # bytes of one request: the longest context, as token ids or as escaped text
 POLL_SECONDS = 0.05         # between two looks for clients that hung up
+READ_SECONDS = 60           # a client that takes nothing of what is there for it in so long is hung up on
 
 
 class Service:
@@ -3113,7 +3228,7 @@ class Service:
         self.started = int(time.time())
         self.changed = threading.Condition()        # guards what follows
         self.open = {}                              # id -> (Generation, function: has its client hung up?)
-        self.n_entering = 0                         # requests on their way into it
+        self.n_entering = 0                         # requests that are being prepared for it
         self.closing = False
         self.pipes = PipeMeter()
         self.log = self.metrics = None              # of api/, set by create_app
@@ -3127,16 +3242,17 @@ class Service:
             raise EngineStopped(self.engine.error)
         return self.engine
 
-    def respond(self, requests, answer, stream: bool):
-        """Submits requests and returns the HTTP response to them.
+    def respond(self, n: int, prepare, stream: bool):
+        """Submits n requests and returns the HTTP response to them.
 
-        answer: what a protocol makes of their generations: whole(generations) gives a JSON object, events(generations)
-        the server-sent events of a stream, which tells of its errors itself.
+        prepare: makes (requests, answer), which may take long; they have their places by then. answer: what a
+        protocol makes of their generations: whole(generations) gives a JSON object, events(generations) the
+        server-sent events of a stream, which tells of its errors itself.
         """
-        generations = self.submit(requests)
+        generations, answer = self.submit(n, prepare)
         if stream:
-            response = flask.Response(answer.events(generations), mimetype="text/event-stream",
-                                      headers={"Cache-Control": "no-cache"})
+            response = flask.Response(answer.events(generations), mimetype="text/event-stream", headers={
+                "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})    # nginx passes it on as it comes
             # not a `finally` in events(): a generator that was never started does not run it
             response.call_on_close(lambda: self.release(generations))
             return response
@@ -3151,27 +3267,29 @@ class Service:
 
     # ---- open requests ------------------------------------------------------------------------------------
 
-    def submit(self, requests) -> list:
-        """Hands requests to the engine, all or none; their generations are open from now on, their client watched."""
+    def submit(self, n: int, prepare) -> tuple:
+        """Hands n requests to the engine, all or none; their generations are open from now on, their client
+        watched. prepare: see `respond`. Returns (generations, answer)."""
         gone = flask.request.environ.get("waitress.client_disconnected", lambda: False)
         with self.changed:
             if self.closing:
                 raise ServiceUnavailable("the server is shutting down")
             n_open = len(self.open) + self.n_entering
-            if n_open + len(requests) > self.max_requests:
+            if n_open + n > self.max_requests:
                 raise TooManyRequests(f"too many requests: {n_open} of {self.max_requests} are open already",
                                       retry_after=1)
-            self.n_entering += len(requests)
+            self.n_entering += n
         generations = []
         try:
-            for request in requests:            # without the lock: a grammar may take long to prepare
+            requests, answer = prepare()        # without the lock: a grammar takes long, here and in the engine
+            for request in requests:
                 generations.append(self.ready().submit(request))
         except Exception:
             self.release(generations)
             raise
         finally:
             with self.changed:
-                self.n_entering -= len(requests)
+                self.n_entering -= n
                 self.changed.notify_all()
         with self.changed:
             self.open |= {id(generation): (generation, gone) for generation in generations}
@@ -3179,7 +3297,7 @@ class Service:
                 self.release(generations)
             self.changed.notify_all()
         flask.g.exchange.generations += generations     # for the log
-        return generations
+        return generations, answer
 
     def release(self, generations):
         """Ends generations, finished or not."""
@@ -3239,11 +3357,12 @@ def explain(error: Exception) -> Failure:
 
 
 def create_app(engine=None, sampling=None, thinking=None, max_requests=MAX_WAITING, keys=(), origins=(),
-               log_prompts=False) -> flask.Flask:
+               host="127.0.0.1", log_prompts=False) -> flask.Flask:
     """The Flask app over `engine`; app.extensions["qengine"] is its Service.
 
     Without an engine it answers 503 until the service is given one: it may listen before the model is there.
     keys: API keys, of which one is wanted where there are any. origins: of web pages that may ask, "*" for all.
+    host: the address that the server is going to listen on.
     log_prompts: put the text of prompts into the log of requests.
     """
     from api import anthropic, log, metrics, openai, openapi        # here, because they import this file
@@ -3259,7 +3378,7 @@ def create_app(engine=None, sampling=None, thinking=None, max_requests=MAX_WAITI
     service.metrics = metrics.Metrics(service)
     service.log = log.RequestLog([service.metrics.observe], service.text_of if log_prompts else None)
     service.log.install(app)
-    Access(keys, origins).install(app)
+    Access(keys, origins, host).install(app)
     for endpoint in openapi.ENDPOINTS:
         app.add_url_rule(endpoint.path, f"{endpoint.method} {endpoint.path}",
                          functools.partial(endpoint.answer, service), methods=[endpoint.method])
@@ -3302,6 +3421,17 @@ class Connection(waitress.channel.HTTPChannel):
     """A client's connection."""
 
     error_task_class = HTTPError
+
+    def writable(self):
+        """Whether to poll for room to write; asked at each poll, once a second or more often."""
+        if self.total_outbufs_len and self.is_stuck():
+            self.hang_up()      # else its answer would hold a thread, and an open request its place, for ever
+        return super().writable()
+
+    def is_stuck(self) -> bool:
+        """Whether there is something to send, and nothing could be sent for too long."""
+        with self.outbuf_lock:      # nobody is about to send what he has just put there
+            return self.total_outbufs_len > 0 and time.time() - self.last_activity > READ_SECONDS
 
     def hang_up(self):
         """Closes it by way of the thread that polls it, which also wakes whoever waits to write to it."""
@@ -3560,14 +3690,14 @@ class PipeMeter:
     def _count(self, engine) -> dict | None:
         stage, scheduler = engine.pipeline.last, engine.scheduler
         with scheduler.between_steps(), self._as_model(stage):
-            n = len(scheduler._answering())
+            n = len(scheduler.answering())
             what = [(stage.launch_layers, n), (stage.launch_choice, n, False)] if n else []
             recordings = [stage.recording(*launch) for launch in what]
         for recording in recordings:
             stage.card.prepare_counting(recording)
         with scheduler.between_steps(), self._as_model(stage), stage.card.counting() as log:
-            n = len(scheduler._answering())
-            scheduler._decode()
+            n = len(scheduler.answering())
+            scheduler.decode()
         return summary(log, n, self.MODEL) if n else None
 
     @contextlib.contextmanager
@@ -3737,7 +3867,8 @@ def build_parser() -> Parser:
                              "read a command line")
     server.add_argument("--api-key-file", metavar="FILE", help="the same for each line of a file")
     server.add_argument("--cors", metavar="ORIGIN", action="append", default=[],
-                        help="let web pages of this origin ask, https://chat.example say; * for all; several are allowed")
+                        help="let web pages of this origin ask, https://chat.example say; * for all; several are "
+                             "allowed; behind a proxy without keys this server's own page needs it, too")
     server.add_argument("--log-prompts", action="store_true", help="write the text of prompts into the log of requests")
 
     machine = parser.add_argument_group("the machine")
@@ -3878,7 +4009,8 @@ def run_server(options, sampling: dict, thinking) -> int:
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     keys = read_keys(options.api_key, options.api_key_file)
-    app = create_app(None, sampling, thinking, options.slots + MAX_WAITING, keys, options.cors, options.log_prompts)
+    app = create_app(None, sampling, thinking, options.slots + MAX_WAITING, keys, options.cors, options.host,
+                     options.log_prompts)
     with contextlib.ExitStack() as stack:
         stack.enter_context(on_stderr(app.extensions["qengine"].log))
         try:

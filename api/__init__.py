@@ -13,6 +13,8 @@ knows of the protocols only which endpoints they have.
     log.py         a line for each request
     chat.py        a conversation, whatever its protocol: prompt, grammar, and how to read the answer
     reply.py       an answer's tokens, as they come, cut into thoughts, text and tool calls
-    tools.py       the forms in which models call tools: reading them, and grammars for them
+    tools.py       the forms in which models call tools, and how they are read
+    grammar.py     grammars that answers must obey: calls of tools, JSON of a schema
+    strings.py     what a schema demands of a string, as regular expressions
     fields.py      what a request's body may hold: checked, and described for openapi.py
 """

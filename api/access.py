@@ -1,45 +1,67 @@
 """Who may ask: API keys, and web pages of other origins (CORS).
 
 A key comes as `Authorization: Bearer KEY` or as `x-api-key: KEY`, whichever the client's library sends. Without keys
-everybody is let in. Browsers let a page of another origin read answers only if the server names that origin; before most
-requests they ask by a preflight, which carries no key.
+every program is let in, but no foreign web page: it would act through the browser of somebody who may.
+
+Browsers name a page's origin in `Origin`, and let it read answers only if the server names that origin, too; before most
+requests they ask by a preflight, which carries no key. A page whose own name leads to this machine (DNS rebinding) is of
+no other origin to them: it is known by what it calls the server. Through an SSH tunnel the server is a port of localhost,
+as it is without; behind a proxy the page has an origin of its own, to be named by --cors, unless there are keys.
 """
 
 import hmac
+import urllib.parse
 from pathlib import Path
 
 import flask
 from werkzeug.datastructures import WWWAuthenticate
-from werkzeug.exceptions import Unauthorized
+from werkzeug.exceptions import Forbidden, Unauthorized
 
-from qengine import RequestError
+from qengine import RequestError, is_loopback
 
 OPEN = {"/", "/health"}             # what needs no key: the chat page, which asks for one, and whether the server lives
 PREFLIGHT_SECONDS = 600             # for so long a browser need not ask again
-READABLE = "Retry-After, X-Request-Id"      # headers of answers that pages of other origins may read
+READABLE = "Retry-After, X-Request-Id, Request-Id"      # headers of answers that pages of other origins may read
 
 
 class Access:
-    """keys: those that open everything, or none where all is open. origins: "https://chat.example", ..., or "*"."""
+    """keys: those that open everything, or none where all is open. origins: "https://chat.example", ..., or "*".
+    host: the address that the server listens on."""
 
-    def __init__(self, keys=(), origins=()):
+    def __init__(self, keys, origins, host):
         self.keys = [key.encode() for key in keys]
         self.origins = frozenset(origins)
+        self.host = host
 
     def install(self, app: flask.Flask):
         app.before_request(self.admit)
         app.after_request(self.name_origin)
 
     def admit(self):
-        """The answer to a preflight; else nothing, or Unauthorized."""
+        """The answer to a preflight; else nothing, or Unauthorized, or Forbidden."""
         request = flask.request
         asked = request.headers.get("Access-Control-Request-Method")
         if request.method == "OPTIONS" and asked and self.allowed_origin():
             return flask.Response(status=204, headers={
                 "Access-Control-Allow-Methods": "GET, POST", "Access-Control-Max-Age": PREFLIGHT_SECONDS,
                 "Access-Control-Allow-Headers": request.headers.get("Access-Control-Request-Headers", "")})
-        if self.keys and request.path not in OPEN:
+        if not self.keys:
+            self.check_page(request.headers.get("Origin"), request.headers.get("Host"))
+        elif request.path not in OPEN:
             check_key(self.keys, request.headers)
+
+    def check_page(self, origin: str | None, host: str | None):
+        """Forbidden, if a page may be asking that is neither the server's own nor of an origin that may.
+        host: what the server is called in the request; None: no browser asks."""
+        own = {f"{scheme}://{host}" for scheme in ("http", "https")}
+        if origin and origin not in own and not self.allowed_origin():
+            raise Forbidden(f"pages of {origin[:80]} may not ask this server: --cors lets them, "
+                            "and --api-key whoever has a key")
+        if not host or not is_loopback(self.host) or "*" in self.origins:
+            return
+        if not is_loopback(name := name_of("//" + host)) and name not in map(name_of, self.origins):
+            raise Forbidden(f"this server listens on {self.host} and not as {host[:80]}: if that is its name behind "
+                            "a proxy, --cors lets pages of that origin ask, and --api-key whoever has a key")
 
     def name_origin(self, response: flask.Response) -> flask.Response:
         """Tells the browser that the page may read this answer, if it may."""
@@ -54,6 +76,14 @@ class Access:
         """What a page of the request's origin is to be told."""
         origin = flask.request.headers.get("Origin")
         return "*" if origin and "*" in self.origins else origin if origin in self.origins else None
+
+
+def name_of(origin: str) -> str:
+    """The host of an origin, in small letters, or "" where it has none."""
+    try:
+        return (urllib.parse.urlsplit(origin).hostname or "").rstrip(".")
+    except ValueError:
+        return ""
 
 
 def check_key(keys: list[bytes], headers):

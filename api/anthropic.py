@@ -2,7 +2,8 @@
 
 Beyond Anthropic's own fields: min_p, seed and the penalties of SAMPLING, and timeout (seconds in which the answer has
 to be there). Thoughts come where `thinking` asks for them; budget_tokens and effort are hints, of which the models know
-nothing. A field that is not described here is refused.
+nothing. A field that is not described here is refused, also one of a beta: what a request asks of betas is in its
+fields, and the header anthropic-beta is not looked at.
 """
 
 import json
@@ -11,8 +12,8 @@ import uuid
 from qengine import SAMPLING, Request, RequestError, explain
 
 from . import chat
-from .fields import ANYTHING, BOOL, SECONDS, SOME_TEXT, TEXT, Endpoint, either, list_of, number, object_of, one_of
-from .openai import MAX_STOPS, NAME, OBJECT
+from .fields import ANYTHING, BOOL, SECONDS, TEXT, Endpoint, either, list_of, number, object_of, one_of
+from .openai import MAX_STOPS, NAME, OBJECT, STOP
 from .reply import CallArguments, CallStart, Content, Message, Thought, sse, whole
 from .tools import Tool
 
@@ -28,8 +29,8 @@ TEXT_BLOCK = block("text", {"text": TEXT}, citations=ANYTHING)
 TEXTS = either(TEXT, list_of(TEXT_BLOCK))
 BLOCKS = either(
     TEXT_BLOCK, block("thinking", {"thinking": TEXT}, signature=TEXT), block("redacted_thinking", {"data": TEXT}),
-    block("tool_use", {"id": TEXT, "name": TEXT, "input": OBJECT}, caller=ANYTHING),
-    block("tool_result", {"tool_use_id": TEXT}, content=TEXTS, is_error=BOOL))
+    block("tool_use", {"id": TEXT, "name": TEXT, "input": OBJECT}, caller=ANYTHING, toolset_name=ANYTHING),
+    block("tool_result", {"tool_use_id": TEXT}, content=TEXTS, is_error=BOOL, toolset_name=ANYTHING))
 MESSAGE = object_of({"role": one_of("user", "assistant", "system"), "content": either(TEXT, list_of(BLOCKS))},
                     ["role", "content"])
 TOOL = object_of({"type": one_of("custom"), "name": NAME, "description": TEXT, "input_schema": OBJECT,
@@ -50,12 +51,16 @@ THINKING = either(choice("enabled", budget_tokens=number("max_tokens"), display=
 OUTPUT = object_of({"effort": one_of("low", "medium", "high", "xhigh", "max"),
                     "format": object_of({"type": one_of("json_schema"), "schema": OBJECT}, ["type", "schema"])})
 
+# What the templates do by themselves: of earlier turns the model is shown no thoughts, whatever `keep` says.
+EDIT = object_of({"type": one_of("clear_thinking_20251015"), "keep": ANYTHING}, ["type"])
+
 CONVERSATION = {
     "model": TEXT, "messages": list_of(MESSAGE, 1), "system": TEXTS, "tools": list_of(TOOL), "tool_choice": CHOICE,
-    "thinking": THINKING, "output_config": OUTPUT, "cache_control": ANYTHING}
+    "thinking": THINKING, "output_config": OUTPUT, "cache_control": ANYTHING,
+    "context_management": object_of({"edits": list_of(EDIT)})}
 MESSAGES = object_of({
     **CONVERSATION, **{name: number(name) for name in SAMPLING}, "stream": BOOL, "timeout": SECONDS,
-    "stop_sequences": list_of(SOME_TEXT, 0, MAX_STOPS),
+    "stop_sequences": list_of(STOP, 0, MAX_STOPS),
     # what changes no answer
     **dict.fromkeys(["metadata", "service_tier", "inference_geo", "speed", "user_profile_id", "workspace_id"],
                     ANYTHING)}, ["messages", "max_tokens"])
@@ -64,16 +69,20 @@ MESSAGES = object_of({
 
 
 def messages(service, body: dict):
-    turn, stops = prepare(service, body), body.get("stop_sequences", [])
+    stops = body.get("stop_sequences", [])
     request = service.sampling | {name: body[name] for name in SAMPLING if name in body} | {
-        "prompt_ids": turn.prompt_ids, "stop": stops, "timeout": body.get("timeout")} | turn.rules
+        "stop": stops, "timeout": body.get("timeout")}
     shows_thoughts = body.get("thinking", {}).get("display") != "omitted"
-    answer = Answer(service.engine.name, turn.reader(), stops, shows_thoughts)
-    return chat.respond(service, [Request(**request)], answer, body.get("stream", False))
+
+    def make(turn):
+        answer = Answer(service.engine.name, turn.reader(), stops, shows_thoughts)
+        return [Request(**request | {"prompt_ids": turn.prompt_ids} | turn.rules)], answer
+
+    return chat.respond(service, read_conversation(body), 1, make, body.get("stream", False))
 
 
 def count_tokens(service, body: dict):
-    return {"input_tokens": len(prepare(service, body).prompt_ids)}
+    return {"input_tokens": chat.count(service, read_conversation(body))}
 
 
 ENDPOINTS = [Endpoint("POST", "/v1/messages", "Answer a conversation (Anthropic)", messages, MESSAGES),
@@ -81,15 +90,16 @@ ENDPOINTS = [Endpoint("POST", "/v1/messages", "Answer a conversation (Anthropic)
                       object_of(CONVERSATION, ["messages"]))]
 
 
-def prepare(service, body: dict) -> chat.Turn:
+def read_conversation(body: dict) -> chat.Conversation:
+    """What a request wants answered."""
     if body["messages"][-1]["role"] == "assistant":
         raise RequestError("messages", "the last message is the assistant's: an answer cannot be begun for the model")
     thinking = body.get("thinking", {"type": "disabled"})["type"] != "disabled"
     format = body.get("output_config", {}).get("format") or {}
     system = [{"role": "system", "content": text_of(body["system"])}] if body.get("system") else []
     conversation = system + [one for message in body["messages"] for one in read_message(message)]
-    return chat.prepare(service, conversation, thinking, read_tools(body), format.get("schema"),
-                        "output_config.format.schema")
+    return chat.Conversation(conversation, thinking, read_tools(body), format.get("schema"),
+                             "output_config.format.schema")
 
 
 def read_tools(body: dict) -> chat.Toolbox | None:

@@ -1,5 +1,7 @@
 """A conversation to be answered, whatever its protocol: its prompt, what the answer must obey, how to read it."""
 
+import collections
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +28,18 @@ class Toolbox:
 
 
 @dataclass(frozen=True)
+class Conversation:
+    """What a request wants answered. thinking: None leaves it to the messages, the command line and the template, in
+    this order. schema: what the text of the answer must be; schema_field: what says so."""
+
+    messages: list[dict]
+    thinking: bool | None
+    toolbox: Toolbox | None = None
+    schema: dict | None = None
+    schema_field: str | None = None
+
+
+@dataclass(frozen=True)
 class Turn:
     """prompt_ids and rules are arguments of Request; reader() makes a Reply for one answer."""
 
@@ -34,60 +48,97 @@ class Turn:
     reader: Callable[[], Reply]
 
 
-def render(service, messages: list[dict], thinking: bool | None, toolbox: Toolbox | None = None) -> tuple:
-    """The prompt of a conversation, and how its answer begins. thinking: None leaves it to the messages, the command
-    line and the template, in this order."""
-    template = service.ready().template
+def respond(service, conversation: Conversation, n: int, make, stream: bool):
+    """The HTTP response to n requests for an answer. make(turn): (requests, answer), as Service.respond takes them."""
+    with named_as_sent(conversation):
+        return service.respond(n, lambda: make(prepare(service, conversation)), stream)
+
+
+def render(service, conversation: Conversation) -> tuple[str, str]:
+    """The prompt of a conversation, and how its answer begins."""
+    template, toolbox = service.ready().template, conversation.toolbox
     if template is None:
         raise RequestError("messages", "this model has no chat template: use /v1/completions")
-    if toolbox and form_of(template.source) is None:
-        raise RequestError("tools", "the chat template of this model knows no tools")
-    messages, switch = take_switches(messages)
-    thinking = next((one for one in (thinking, switch, service.thinking) if one is not None), None)
+    if toolbox:
+        check_tools(toolbox.tools, form_of(template.source))
+    messages, switch = take_switches(conversation.messages)
+    asked = conversation.thinking, switch, service.thinking
+    thinking = next((one for one in asked if one is not None), None)
     prompt = template.render(messages, tools=toolbox.offered if toolbox else None, enable_thinking=thinking)
     return prompt, opening_of(prompt, template.source, thinking)
 
 
-def prepare(service, messages: list[dict], thinking: bool | None, toolbox: Toolbox | None = None,
-            schema: dict | None = None, schema_field: str | None = None) -> Turn:
-    """A turn of a conversation. schema: what the text must be; schema_field: what says so. RequestError names it."""
-    engine = service.ready()
-    prompt, opening = render(service, messages, thinking, toolbox)
+def check_tools(tools: list[Tool], form):
+    """RequestError, where a model that calls tools in this form could not tell them apart, or name what they take."""
+    if form is None:
+        raise RequestError("tools", "the chat template of this model knows no tools")
+    for name, n in collections.Counter(tool.name for tool in tools).items():
+        if n > 1:
+            raise RequestError("tools", f"{n} tools have the name {name!r}")
+    for tool in tools:
+        for key in tool.properties:
+            if not form.can_write(key):
+                raise RequestError("tools", f"the model cannot name the argument {key[:80]!r} of the tool "
+                                            f"{tool.name!r}: it is empty, or has '>', '<' or a line break")
+
+
+def count(service, conversation: Conversation) -> int:
+    """Tokens of the prompt of a conversation."""
+    with named_as_sent(conversation):
+        return len(service.ready().encode(render(service, conversation)[0]))
+
+
+def prepare(service, conversation: Conversation) -> Turn:
+    engine, toolbox = service.ready(), conversation.toolbox
+    prompt, opening = render(service, conversation)
     prompt_ids = engine.encode(prompt)          # first: a prompt too long needs no grammar
     tokenizer, form = engine.tokenizer, form_of(engine.template.source)
-    rules = rules_of(Rules(tokenizer.tags, opening), form, toolbox, schema, schema_field)
-    stop_after = tokenizer.tags.get("</think>") if opening == "thought" else None
-    if toolbox and toolbox.must:
-        rules["stop"] = ()              # stop strings are for text, of which there is none
+    rules = rules_of(Rules(tokenizer.tags, opening), form, conversation)
     tools = {tool.name: tool for tool in toolbox.tools} if toolbox else None
-    stop_before = tokenizer.tags.get("<tool_call>") if toolbox else None
-    return Turn(prompt_ids, rules | {"stop_after": stop_after, "stop_before": stop_before},
+    return Turn(prompt_ids, rules | where_stop_strings_count(tokenizer.tags, opening, toolbox),
                 functools.partial(Reply, tokenizer, opening, form, tools, ruled="grammar" in rules))
 
 
-def rules_of(rules: Rules, form, toolbox: Toolbox | None, schema: dict | None, schema_field: str | None) -> dict:
-    """What an answer must obey, as arguments of Request."""
+def rules_of(rules: Rules, form, conversation: Conversation) -> dict:
+    """What an answer must obey, as arguments of Request. A schema that cannot be enforced, or only by a grammar too
+    long, is refused where somebody demands it: as the form of the text, of a required call, of a strict tool."""
+    toolbox, schema, field = conversation.toolbox, conversation.schema, conversation.schema_field
+    ruled = {}
+    if schema is not None:
+        try:
+            ruled = rules.value(schema)
+        except GrammarError as error:
+            raise RequestError(field, f"'{field}' cannot be enforced: {error}") from None
+    if toolbox is None:
+        return ruled
     try:
-        if schema is not None and toolbox is None:
-            return rules.value(schema)
-        if toolbox is not None:
-            return rules.calls(form, toolbox.tools, toolbox.must, toolbox.several, schema)
-        return {}
+        return rules.calls(form, toolbox.tools, toolbox.must, toolbox.several, schema)
     except GrammarError as error:
-        if schema is not None:
-            raise RequestError(schema_field, f"'{schema_field}' cannot be enforced: {error}") from None
-        if toolbox.must or any(tool.strict for tool in toolbox.tools):
+        if ruled or toolbox.must or any(tool.strict for tool in toolbox.tools):
             raise RequestError("tools", f"a schema in 'tools' cannot be enforced: {error}") from None
         return {}                       # calls may be made all the same, and are read when they are whole
 
 
-def respond(service, requests, answer, stream: bool):
-    """The HTTP response to requests; the engine's word for a grammar that it refuses is the client's, too."""
+def where_stop_strings_count(tags: dict[str, int], opening: str, toolbox: Toolbox | None) -> dict:
+    """Arguments of Request: stop strings are for text, so behind the thoughts and before the calls. Where only calls
+    may come, there is none."""
+    if toolbox and toolbox.must:
+        return {"stop": ()}
+    return {"stop_after": tags.get("</think>") if opening == "thought" else None,
+            "stop_before": tags.get("<tool_call>") if toolbox else None}
+
+
+@contextlib.contextmanager
+def named_as_sent(conversation: Conversation):
+    """What the engine calls a prompt and a grammar has other names in a request."""
     try:
-        return service.respond(requests, answer, stream)
+        yield
     except RequestError as error:
+        if error.field == "prompt":
+            raise RequestError("messages", str(error)) from None
         if error.field == "grammar":
-            raise RequestError("response_format", f"the form of the answer cannot be enforced: {error}") from None
+            field = "tools" if conversation.schema is None else conversation.schema_field
+            raise RequestError(field, f"'{field}' cannot be enforced: {error}") from None
         raise
 
 

@@ -1,10 +1,11 @@
 """What the body of a request may hold: one description of it, which `check` enforces and openapi.py publishes.
 
-A description is JSON Schema, of which `check` knows: type, enum, minimum, maximum, minLength, pattern, items, minItems,
-maxItems, properties, required, additionalProperties, and anyOf. A property that is not required may be null, too,
-which says no more than leaving it out.
+A description is JSON Schema, of which `check` knows: type, enum, minimum, maximum, minLength, maxLength, pattern, items,
+minItems, maxItems, properties, required, additionalProperties, and anyOf. A property that is not required may be null,
+too, which says no more than leaving it out.
 """
 
+import difflib
 import json
 import re
 from collections.abc import Callable
@@ -38,7 +39,6 @@ class Endpoint:
 # ---- descriptions --------------------------------------------------------------------------------------
 
 ANYTHING, BOOL, TEXT = {}, {"type": "boolean"}, {"type": "string"}
-SOME_TEXT = {"type": "string", "minLength": 1}
 SECONDS = {"type": "number", "minimum": 0.001, "maximum": 86_400}
 
 
@@ -130,12 +130,19 @@ def _check_properties(value: dict, description: dict, path: str):
             raise RequestError(path, f"'{path}' has a name that is not like {pattern}")
         known = properties.get(name, others)
         if known is False:
-            raise RequestError(where + name, f"unknown field '{where}{name}'")
+            raise unknown_field(where, name, properties)
         if known is not True and (item is not None or name not in properties):
             check(item, known, where + name)
     for name in description.get("required", ()):
         if value.get(name) is None:
             raise RequestError(where + name, f"'{where}{name}' is missing")
+
+
+def unknown_field(where: str, name: str, properties) -> RequestError:
+    name = name[:80]                # the rest of it would come back in the error
+    meant = difflib.get_close_matches(name.lower(), properties, 1, cutoff=0.8)
+    hint = f": did you mean '{where}{meant[0]}'?" if meant else ""
+    return RequestError(where + name, f"unknown field '{where}{name}'{hint}")
 
 
 def _alternative(value, description: dict, path: str) -> dict:
@@ -165,7 +172,8 @@ def _within(value, description: dict) -> bool:
         return any(value == one and is_bool == isinstance(one, bool) for one in description["enum"])
     if isinstance(value, str):
         pattern = description.get("pattern", "^(?s:.*)$").strip("^$")       # ours are of the whole text
-        return len(value) >= description.get("minLength", 0) and re.fullmatch(pattern, value) is not None
+        is_fit = description.get("minLength", 0) <= len(value) <= description.get("maxLength", len(value))
+        return is_fit and re.fullmatch(pattern, value) is not None
     if isinstance(value, list):
         return description.get("minItems", 0) <= len(value) <= description.get("maxItems", len(value))
     if isinstance(value, int | float):              # a NaN is within no limits
@@ -183,6 +191,8 @@ def _noun(description: dict) -> str:
         noun += f" from {description['minimum']} to {description['maximum']}"
     if description.get("minLength"):
         noun = "a non-empty string"
+    if "maxLength" in description:
+        noun += f" of at most {description['maxLength']} letters"
     if "pattern" in description:
         noun += f" like {description['pattern']}"
     if "maxItems" in description:

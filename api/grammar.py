@@ -9,7 +9,8 @@ import json
 
 from llguidance import LLMatcher
 
-from .tools import Tool, XMLCall, choices, types_of
+from .strings import BY_SCHEMAS, GrammarError, between_slashes, expressions_of, verbatim
+from .tools import DEFINITIONS, PARAMETER_END, Tool, XMLCall, choices, resolve, types_of
 
 # The separators that models write (json.dumps), with and without the blank. Free white space would let small models
 # write nothing else, and every character of it is one that the grammar could have forced.
@@ -17,16 +18,20 @@ STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator":
 
 
 # What says nothing of a value, and would make two values of one kind differ.
-ANNOTATIONS = {"title", "description", "examples", "default"}
+ANNOTATIONS = "title", "description", "examples", "default"
 
 
-class GrammarError(Exception):
-    """A schema that cannot be enforced. The text names the keyword."""
+MAX_GRAMMAR = 1 << 18       # letters; a second's work
+MAX_SCHEMAS = 8 * MAX_GRAMMAR       # letters of schemas of arguments, of which many may have one rule
+PATTERN_COST = 10_000               # in such letters: each is tried on its own
+TOO_LONG = f"it takes a grammar of more than {MAX_GRAMMAR} letters"
 
 
 @functools.lru_cache(maxsize=16)        # one request may bring megabytes of schemas
 def compile_grammar(lark: str) -> str:
     """What Request.grammar takes. GrammarError: llguidance cannot use it."""
+    if len(lark) > MAX_GRAMMAR:
+        raise GrammarError(TOO_LONG)
     grammar = LLMatcher.grammar_from_lark(lark)
     failed, messages = LLMatcher.validate_grammar_with_warnings(grammar)
     if failed:
@@ -98,12 +103,26 @@ class Values:
 
     def __init__(self):
         self.names = {}                 # of the rules, by what they say
+        self.size = 0                   # of the schemas, definitions wherever they are used
 
-    def name(self, lark: str) -> str:
-        return self.names.setdefault(lark, f"value_{len(self.names)}")
+    def name(self, lark: str, how: str = "") -> str:
+        return self.names.setdefault(f"{how}: {lark}", f"value_{len(self.names)}")
+
+    def text(self, options) -> str:
+        """A text that fits all regular expressions of one of these lists, and the tag behind it."""
+        fitting = [" & ".join(between_slashes(f"(?:{one})\n{PARAMETER_END}\n") for one in option or ["(?s:.*)"])
+                   for option in options]
+        end_within = between_slashes(f"(?s:.*){PARAMETER_END}(?s:.*){PARAMETER_END}\n")
+        return self.name(f"({' | '.join(f'({one})' for one in fitting)}) & ~{end_within}", "[lazy]")
+
+    def charge(self, size: int):
+        """Takes note of so many letters of schemas; GrammarError when all of them are too many."""
+        self.size += size
+        if self.size > MAX_SCHEMAS:
+            raise GrammarError(TOO_LONG)
 
     def rules(self) -> list[str]:
-        return [r"text[lazy]: /(?s:.*)\n<\/parameter>\n/"] + [f"{name}: {lark}" for lark, name in self.names.items()]
+        return [name + what for what, name in self.names.items()]
 
 
 def json_call(name: str, tool: Tool, values: Values, end: str) -> str:
@@ -115,22 +134,79 @@ def json_call(name: str, tool: Tool, values: Values, end: str) -> str:
 
 def xml_call(name: str, tool: Tool, values: Values, end: str) -> str:
     """The rule for a call in the XML form, its arguments in the order of the schema."""
-    parameters = _closed(tool.parameters)
+    required = {key for key in _closed(tool.parameters)["required"] if isinstance(key, str)}
     rule = f"{name}: " + literal(f"\n<function={tool.name}>\n")
-    for key in parameters["properties"]:
-        tag, often = literal(f"<parameter={key}>\n"), "" if key in parameters["required"] else "?"
+    for key in tool.properties:
+        tag, often = literal(f"<parameter={key}>\n"), "" if key in required else "?"
         rule += f" ({tag} {_xml_value(tool, key, values)}){often}"
     return f'{rule} "</function>\\n" {end}'
 
 
 def _xml_value(tool: Tool, key: str, values: Values) -> str:
-    """Lark for a value and the tag behind it. What may be a string may be any text, unless it is one of a few."""
-    schema = {name: value for name, value in tool.schema_of(key).items() if name not in ANNOTATIONS}
-    end = literal("\n</parameter>\n")
-    strings = choices(schema)
-    if strings and all(isinstance(value, str) for value in strings):
-        return f"({' | '.join(map(literal, strings))}) {end}"
-    return "text" if "string" in types_of(schema) else f"{values.name(json_value(schema, tool.strict))} {end}"
+    """Lark for a value and the tag behind it: strings as they are, all else as JSON.
+
+    Where strings have to fit something, they and all that may stand in their place are one regular expression: a lexer
+    cannot tell how either goes on. Beside what is none, a string may be any text, and a strict tool is refused."""
+    schema = tool.schema_of(key)
+    values.charge(len(json.dumps(schema)))
+    known, texts, others, spelt = {}, [], [], []
+    for one in alternatives(schema):
+        types = types_of(one, schema, known)
+        if "string" in types and not choices(one):
+            values.charge(PATTERN_COST if "pattern" in one else 0)
+            texts.append(expressions_of(one, tool.strict))
+            if not (types := types - {"string"}):
+                continue
+            one = one | {"type": sorted(types)}
+        others.append(one)
+        spelt.append(spelling_of(one, types))
+    if texts and all(texts) and None in spelt:
+        if tool.strict:
+            raise GrammarError(f"limits of a string that may be something else, too, in the argument {key[:80]!r}")
+        texts.append([])
+    if texts:
+        return values.text([*texts, *([one] for one in spelt if one)]) if all(texts) else values.text([[]])
+    shared, end = {name: schema[name] for name in DEFINITIONS if name in schema}, literal(f"\n{PARAMETER_END}\n")
+    rules = [values.text([[spelling]]) if choices(one) else
+             f"{values.name(json_value(shared | one, tool.strict))} {end}"
+             for one, spelling in zip(others, spelt)]
+    return f"({' | '.join(dict.fromkeys(rules))})"
+
+
+def alternatives(root: dict):
+    """The schemas of which a value has to fit one, each once and without what says nothing of it."""
+    seen, waiting = set(), [root]
+    while waiting:
+        schema = {name: one for name, one in waiting.pop().items() if name not in ANNOTATIONS + DEFINITIONS}
+        reference, several, types = schema.get("$ref"), schema.get("anyOf"), schema.get("type")
+        if schema.keys() == {"$ref"} and isinstance(reference, str):
+            target = resolve(reference, root)
+            if not isinstance(target, dict):
+                yield schema
+            elif reference not in seen:
+                waiting.append(target)
+            seen.add(reference)
+        elif schema.keys() == {"anyOf"} and isinstance(several, list) and set(map(type, several)) == {dict}:
+            waiting += reversed(several)
+        elif isinstance(types, list) and types:
+            yield from (schema | {"type": one} for one in types)
+        else:
+            yield schema
+
+
+# Regular expressions for JSON of these types.
+SPELLINGS = {"null": "null", "boolean": "true|false", "integer": "-?(?:0|[1-9][0-9]*)",
+             "number": r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"}
+LIMITS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+
+
+def spelling_of(schema: dict, types) -> str | None:
+    """A regular expression of the values of these types that fit a schema, strings without quotes; None: there is none
+    so simple."""
+    if listed := choices(schema):
+        return "|".join(verbatim(value if isinstance(value, str) else json.dumps(value)) for value in listed)
+    is_simple = types and types <= SPELLINGS.keys() and not (LIMITS | BY_SCHEMAS) & schema.keys()
+    return "|".join(SPELLINGS[one] for one in sorted(types)) if is_simple else None
 
 
 def _closed(parameters: dict) -> dict:

@@ -92,7 +92,8 @@ class RequestLog:
         """The head of the answer is known; a stream's body is yet to come."""
         exchange = flask.g.exchange
         exchange.status = response.status_code
-        response.headers["X-Request-Id"] = exchange.id
+        for name in "X-Request-Id", "Request-Id":       # where OpenAI's clients look for it, and Anthropic's
+            response.headers[name] = exchange.id
         self.running[id(exchange)] = exchange
         response.call_on_close(lambda: self.end(exchange))
         return response

@@ -1,29 +1,32 @@
 """OpenAI's chat completions and completions.
 
 Beyond OpenAI's own fields: those of SAMPLING, ignore_eos, return_token_ids (token_ids beside each piece of an answer),
-timeout (seconds in which the answer has to be there) and chat_template_kwargs.enable_thinking; an answer's thoughts
-come as reasoning_content. A field that is not described here is refused: whoever misspells one should hear of it.
+timeout (seconds in which the answer has to be there) and chat_template_kwargs.enable_thinking, which goes before
+reasoning_effort; an answer's thoughts come as reasoning_content. A field that is not described here is refused: whoever
+misspells one should hear of it.
 """
 
 import time
 import uuid
 
-from qengine import SAMPLING, Request, RequestError, explain
+from qengine import SAMPLING, STOP_LETTERS, Request, RequestError, explain
 
 from . import chat
-from .fields import ANYTHING, BOOL, SECONDS, SOME_TEXT, TEXT, Endpoint, either, list_of, number, object_of, one_of
+from .fields import ANYTHING, BOOL, SECONDS, TEXT, Endpoint, either, list_of, number, object_of, one_of
 from .reply import CallArguments, CallStart, Content, Message, Thought, sse, together, whole
 from .tools import Tool
 
 MAX_CHOICES = 16            # answers of one request
 MAX_LOGPROBS = 20           # alternatives of one token
 MAX_STOPS = 16              # stop strings of one request
+NO_EFFORT = "none", "minimal"       # of reasoning; the models can do without, and know of no degrees
 
 # ---- what may be sent ------------------------------------------------------------------------------------
 
 NAME = {"type": "string", "pattern": r'^[^\u0000-\u0020<>"\\]{1,128}$'}       # of a tool, as both forms write it
 OBJECT = {"type": "object"}
 ID = {"type": "integer"}
+STOP = {"type": "string", "minLength": 1, "maxLength": STOP_LETTERS}
 
 PART = object_of({"type": one_of("text"), "text": TEXT}, ["type", "text"], others=True)
 CALL = object_of({"id": TEXT, "type": one_of("function"), "function": object_of(
@@ -49,17 +52,18 @@ BIAS = object_of({}, others={"type": "number", "minimum": -100, "maximum": 100})
 SHARED = {
     "model": TEXT, "stream": BOOL, "stream_options": object_of({"include_usage": BOOL, "include_obfuscation": BOOL}),
     "n": {"type": "integer", "minimum": 1, "maximum": MAX_CHOICES}, **{name: number(name) for name in SAMPLING},
-    "logit_bias": BIAS, "stop": either(SOME_TEXT, list_of(SOME_TEXT, 0, MAX_STOPS)),
+    "logit_bias": BIAS, "stop": either(STOP, list_of(STOP, 0, MAX_STOPS)),
     "ignore_eos": BOOL, "return_token_ids": BOOL, "timeout": SECONDS,
     # what changes no answer
     **dict.fromkeys(["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-                     "prompt_cache_retention", "prediction"], ANYTHING)}
+                     "prompt_cache_retention", "prompt_cache_options", "prediction"], ANYTHING)}
 CHAT = object_of({
     **SHARED, "messages": list_of(MESSAGE, 1), "max_completion_tokens": number("max_tokens"),
     "logprobs": BOOL, "top_logprobs": {"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS},
     "response_format": FORMAT, "tools": list_of(TOOL), "parallel_tool_calls": BOOL,
     "tool_choice": either(one_of("none", "auto", "required"), NAMED_TOOL),
     "chat_template_kwargs": object_of({"enable_thinking": BOOL}),
+    "reasoning_effort": one_of(*NO_EFFORT, "low", "medium", "high", "xhigh", "max"),
     # only what asks for nothing
     "modalities": one_of(["text"]), "functions": one_of([]), "function_call": one_of("none", "auto")}, ["messages"])
 COMPLETION = object_of({
@@ -88,21 +92,20 @@ def seeded(request: dict, n: int) -> list[Request]:
 
 
 def chat_completions(service, body: dict):
-    engine, toolbox = service.ready(), read_tools(body)
-    schema, field = read_format(body.get("response_format", {}))
-    thinking = body.get("chat_template_kwargs", {}).get("enable_thinking")
-    turn = chat.prepare(service, read_messages(body["messages"]), thinking, toolbox, schema, field)
-    request = read_sampling(service, body) | {"prompt_ids": turn.prompt_ids} | turn.rules
+    request, n = read_sampling(service, body), body.get("n", 1)
     if "max_completion_tokens" in body:
         request["max_tokens"] = body["max_completion_tokens"]
     if body.get("logprobs"):
         request["top_logprobs"] = body.get("top_logprobs", 0)
     elif "top_logprobs" in body:
         raise RequestError("top_logprobs", "'top_logprobs' needs 'logprobs' to be true")
-    requests = seeded(request, body.get("n", 1))
-    choices = [ChatChoice(engine.tokenizer, turn.reader()) for _ in requests]
-    answer = Answer(service, body, choices, "chatcmpl-", "chat.completion", "chat.completion.chunk")
-    return chat.respond(service, requests, answer, body.get("stream", False))
+
+    def make(turn):
+        requests = seeded(request | {"prompt_ids": turn.prompt_ids} | turn.rules, n)
+        choices = [ChatChoice(service.engine.tokenizer, turn.reader()) for _ in requests]
+        return requests, Answer(service, body, choices, "chatcmpl-", "chat.completion", "chat.completion.chunk")
+
+    return chat.respond(service, read_conversation(body), n, make, body.get("stream", False))
 
 
 def completions(service, body: dict):
@@ -113,7 +116,7 @@ def completions(service, body: dict):
                 for one in seeded(request | {"prompt_ids": prompt}, n)]
     choices = [TextChoice(engine.tokenizer) for _ in requests]
     answer = Answer(service, body, choices, "cmpl-", "text_completion", "text_completion")
-    return service.respond(requests, answer, body.get("stream", False))
+    return service.respond(len(requests), lambda: (requests, answer), body.get("stream", False))
 
 
 def models(service):
@@ -124,6 +127,15 @@ def models(service):
 ENDPOINTS = [Endpoint("POST", "/v1/chat/completions", "Answer a conversation", chat_completions, CHAT),
              Endpoint("POST", "/v1/completions", "Continue a text", completions, COMPLETION),
              Endpoint("GET", "/v1/models", "The model that is served", models)]
+
+
+def read_conversation(body: dict) -> chat.Conversation:
+    """What a chat request wants answered."""
+    thinking = body.get("chat_template_kwargs", {}).get("enable_thinking")
+    if thinking is None and "reasoning_effort" in body:
+        thinking = body["reasoning_effort"] not in NO_EFFORT
+    schema, field = read_format(body.get("response_format", {}))
+    return chat.Conversation(read_messages(body["messages"]), thinking, read_tools(body), schema, field)
 
 
 def read_messages(messages: list[dict]) -> list[dict]:

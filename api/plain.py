@@ -33,8 +33,7 @@ def detokenize(service, body: dict):
 
 def apply_template(service, body: dict):
     """The prompt that a chat request of the same fields has."""
-    thinking = body.get("chat_template_kwargs", {}).get("enable_thinking")
-    prompt, _ = chat.render(service, openai.read_messages(body["messages"]), thinking, openai.read_tools(body))
+    prompt, _ = chat.render(service, openai.read_conversation(body))
     return {"prompt": prompt.replace(GUARD, "")}
 
 
@@ -49,7 +48,8 @@ def health(service):
 
 
 CONVERSATION = {name: openai.CHAT["properties"][name]
-                for name in ("messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs")}
+                for name in ("messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs",
+                             "reasoning_effort")}
 ENDPOINTS = [
     Endpoint("POST", "/tokenize", "Token ids of a text", tokenize, object_of(
         {"content": TEXT, "add_special": BOOL, "parse_special": BOOL, "with_pieces": BOOL}, ["content"])),

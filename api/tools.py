@@ -11,7 +11,7 @@ import json
 import re
 from dataclasses import dataclass, field
 
-MAX_REFERENCES = 100        # that are followed to learn what one value may be
+MAX_DEPTH = 200             # of schemas that are followed to learn what one value may be
 EVERY_TYPE = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 
 
@@ -27,25 +27,59 @@ class Tool:
     parameters: dict = field(default_factory=dict)
     strict: bool = False
 
-    def schema_of(self, key: str):
-        """The schema of one argument, self-contained; {} where there is none."""
+    @property
+    def properties(self) -> dict:
+        """The schemas of the arguments, by their names; as the client wrote them, so that they may be anything."""
         properties = self.parameters.get("properties")
-        schema = properties.get(key, {}) if isinstance(properties, dict) else {}
-        if not isinstance(schema, dict):
-            return {}
-        shared = ("$defs", "definitions") if "$ref" in json.dumps(schema) else ()
-        return {name: self.parameters[name] for name in shared if name in self.parameters} | schema
+        return properties if isinstance(properties, dict) else {}
+
+    def schema_of(self, key: str) -> dict:
+        """The schema of one argument, self-contained; {} where there is none."""
+        schema = self.properties.get(key)
+        return definitions_for(schema, self.parameters) | schema if isinstance(schema, dict) else {}
 
 
 # ---- values by their schema ------------------------------------------------------------------------------
 
+DEFINITIONS = "$defs", "definitions"
 
-def types_of(schema, root: dict | None = None, known: dict | None = None) -> frozenset:
+
+def definitions_for(schema: dict, root: dict) -> dict:
+    """Of the definitions in `root` those that a schema refers to, itself or by way of others."""
+    found, waiting = {}, [schema]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, list):
+            waiting += one
+        elif isinstance(one, dict):
+            waiting += one.values()
+            place, name = definition_named(one.get("$ref"))
+            there = root.get(place)
+            if isinstance(there, dict) and name in there and name not in found.setdefault(place, {}):
+                found[place][name] = there[name]
+                waiting.append(there[name])
+    return found
+
+
+def definition_named(reference) -> tuple:
+    """("$defs", "a") of "#/$defs/a", or of what points into that; (None, None) of any other."""
+    steps = reference.split("/") if isinstance(reference, str) else []
+    is_one = len(steps) > 2 and steps[0] == "#" and steps[1] in DEFINITIONS
+    return (steps[1], unescaped(steps[2])) if is_one else (None, None)
+
+
+def unescaped(step: str) -> str:
+    """A step of a JSON pointer."""
+    return step.replace("~1", "/").replace("~0", "~")
+
+
+def types_of(schema, root: dict | None = None, known: dict | None = None, depth: int = 0) -> frozenset:
     """The JSON types that a schema admits, "integer" also where it says "number".
 
-    root: where references point. known: what those seen so far admit; anything, while that is being found out.
+    root: where references point. known: what those seen so far admit; anything, while that is being found out. depth:
+    of the schemas that were followed to this one.
     """
-    if not isinstance(schema, dict):
+    if not isinstance(schema, dict) or depth > MAX_DEPTH:
         return EVERY_TYPE
     root, known, types = schema if root is None else root, {} if known is None else known, EVERY_TYPE
     if "type" in schema:
@@ -54,25 +88,24 @@ def types_of(schema, root: dict | None = None, known: dict | None = None) -> fro
     if values := choices(schema):
         types &= set(map(type_of, values))
     if isinstance(reference := schema.get("$ref"), str):
-        if reference not in known and len(known) < MAX_REFERENCES:
+        if reference not in known:
             known[reference] = EVERY_TYPE
-            known[reference] = types_of(_resolve(reference, root), root, known)
-        types &= known.get(reference, EVERY_TYPE)
+            known[reference] = types_of(resolve(reference, root), root, known, depth + 1)
+        types &= known[reference]
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
-            types &= frozenset().union(*(types_of(one, root, known) for one in schema[key]))
+            types &= frozenset().union(*(types_of(one, root, known, depth + 1) for one in schema[key]))
     if isinstance(schema.get("allOf"), list):
-        types = types.intersection(*(types_of(one, root, known) for one in schema["allOf"]))
+        types = types.intersection(*(types_of(one, root, known, depth + 1) for one in schema["allOf"]))
     return frozenset(types)
 
 
-def _resolve(reference: str, root: dict):
-    """What "#/$defs/name" points at, or {} for what cannot be found here."""
+def resolve(reference: str, root: dict):
+    """What "#/$defs/name" points at, None for what cannot be found here."""
     at = root
-    for name in reference.removeprefix("#").strip("/").split("/"):
-        name = name.replace("~1", "/").replace("~0", "~")
+    for name in map(unescaped, reference.removeprefix("#").strip("/").split("/")):
         at = at.get(name) if isinstance(at, dict) and name else at
-    return at if at is not None else {}
+    return at
 
 
 def choices(schema: dict) -> list:
@@ -121,6 +154,11 @@ class XMLCall:
 
     name: the tool's, None until it is certain. arguments: the JSON text of the arguments so far.
     """
+
+    @staticmethod
+    def can_write(key: str) -> bool:
+        """Whether an argument may have this name."""
+        return bool(key) and not set("<>\n") & set(key)
 
     def __init__(self, tools: dict[str, Tool]):
         self.tools, self.name, self.arguments = tools, None, ""
@@ -214,7 +252,7 @@ class XMLCall:
         return name
 
 
-PARAMETER_END = "</parameter>"
+PARAMETER_END = "</parameter>"      # the first one, so that no value can hold it
 
 
 def overlap(text: str, marker: str) -> int:
@@ -229,6 +267,10 @@ def _escaped(text: str) -> str:
 
 class JSONCall:
     """A call in the JSON form; otherwise like XMLCall."""
+
+    @staticmethod
+    def can_write(key: str) -> bool:
+        return True
 
     HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"arguments"\s*:\s*(?=\{)')
 

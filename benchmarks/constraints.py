@@ -1,11 +1,17 @@
 """What a grammar costs: `python -m benchmarks.constraints [MODEL] [--card CARD] [--batch N] [--tokens N]`.
 
-The same requests with and without a JSON schema, alone and N at a time, as tokens per second after the first token of
-each, the best of five. The schema is an array of records without an end, so that both run to the same length.
+The same requests with and without a JSON schema, alone and N at a time, to the engine and streamed by the server, as
+tokens per second after the first token of each, the best of five. The schema is an array of records without an end, so
+that both run to the same length. Last, how many of the schema's tokens were certain, and in what runs.
 """
 
 import argparse
+import collections
+import concurrent.futures
+import itertools
 import json
+import time
+import urllib.request
 
 import llguidance
 
@@ -29,26 +35,70 @@ def main():
     parser.add_argument("--tokens", type=int, default=128, help="tokens of an answer (default: 128)")
     choice = parser.parse_args()
     engine = qengine.load(choice.model, card=choice.card, ctx=512, slots=choice.batch)
-    grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(SCHEMA), overrides=SPACING)
-    for batch in dict.fromkeys((1, choice.batch)):
-        rounds = [[speed(engine, batch, choice.tokens, g) for g in (None, grammar)] for _ in range(5)]
-        free, bound = map(max, zip(*rounds))
-        print(f"{engine.name}, batch of {batch}: {free:.0f} tokens/s, with a JSON schema {bound:.0f}: "
-              f"{100 * bound / free:.0f} %")
+    app = qengine.create_app(engine)
+    with qengine.serving(app, "127.0.0.1", 0) as port:
+        for how, measure in ("", of_engine), (", streamed", of_server):
+            for batch in dict.fromkeys((1, choice.batch)):
+                rounds = [[measure(engine, port, batch, choice.tokens, ruled) for ruled in (False, True)]
+                          for _ in range(5)]
+                free, bound = map(max, zip(*rounds))
+                print(f"{engine.name}, batch of {batch}{how}: {free:.0f} tokens/s, with a JSON schema {bound:.0f}: "
+                      f"{100 * bound / free:.0f} %")
+    print(f"of {choice.tokens} tokens, {certain(engine, choice.tokens)}")
     engine.close()
 
 
-def speed(engine, batch, n_tokens, grammar):
-    """Tokens per second of a batch after everyone's first token."""
-    prompt = engine.encode("People as JSON, one after the other:\n")
-    requests = [qengine.Request(prompt, max_tokens=n_tokens, ignore_eos=True, temperature=1.0, seed=seed,
-                                grammar=grammar) for seed in range(batch)]
-    generations = [engine.submit(request) for request in requests]
+MESSAGES = [{"role": "user", "content": "People as JSON, one after the other."}]
+PLAIN = {"enable_thinking": False}
+
+
+def requests(engine, batch, n_tokens, ruled):
+    grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(SCHEMA), overrides=SPACING) if ruled else None
+    prompt = engine.encode(engine.template.render(MESSAGES, **PLAIN))
+    return [qengine.Request(prompt, max_tokens=n_tokens, ignore_eos=True, temperature=1.0, seed=seed, grammar=grammar)
+            for seed in range(batch)]
+
+
+def of_engine(engine, port, batch, n_tokens, ruled):
+    generations = [engine.submit(request) for request in requests(engine, batch, n_tokens, ruled)]
     for generation in generations:
         generation.wait()
-    started, ended = (max(g.token_times[i] for g in generations) for i in (0, -1))
-    later = sum(time > started for g in generations for time in g.token_times)
-    return later / (ended - started)
+    return speed([generation.token_times for generation in generations])
+
+
+def of_server(engine, port, batch, n_tokens, ruled):
+    """Every token is a chunk here, for each has its log-probability."""
+    rules = {"response_format": {"type": "json_schema", "json_schema": {"name": "people", "schema": SCHEMA}}}
+    body = {"messages": MESSAGES, "chat_template_kwargs": PLAIN, "max_tokens": n_tokens, "ignore_eos": True,
+            "temperature": 1.0, "logprobs": True, "stream": True} | (rules if ruled else {})
+    with concurrent.futures.ThreadPoolExecutor(batch) as clients:
+        return speed(list(clients.map(lambda seed: arrivals(port, body | {"seed": seed}), range(batch))))
+
+
+def arrivals(port, body):
+    """When each token of a streamed answer came."""
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/chat/completions", json.dumps(body).encode(),
+                                     {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as stream:
+        return [time.perf_counter() for line in stream if b'"logprob"' in line]
+
+
+def speed(times):
+    """Tokens per second of a batch after everyone's first token."""
+    started, ended = (max(each[i] for each in times) for i in (0, -1))
+    return sum(time > started for each in times for time in each) / (ended - started)
+
+
+def certain(engine, n_tokens):
+    """What the schema left no choice of in a drawn answer."""
+    request, = requests(engine, 1, n_tokens, True)
+    tokens = [event.token_id for event in engine.submit(request)]
+    constraint, was_certain = qengine.Constraint(engine.vocabulary, request.grammar), []
+    for token in tokens:
+        was_certain.append(bool(constraint.forced))
+        constraint.take(token)
+    runs = collections.Counter(len(list(run)) for is_certain, run in itertools.groupby(was_certain) if is_certain)
+    return f"{sum(was_certain)} were certain, in runs of " + ", ".join(f"{n} ({runs[n]} times)" for n in sorted(runs))
 
 
 if __name__ == "__main__":

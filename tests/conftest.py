@@ -29,3 +29,12 @@ def pytest_generate_tests(metafunc):
 def card(request):
     """Each card in turn. It is shared by all tests: a test that breaks a card opens its own."""
     return _cards()[request.param]
+
+
+@pytest.fixture(scope="module")
+def engine(card):
+    """The small model of the tests on a card, for a module's tests to share; each leaves it as it was."""
+    from tests.models import load_tiny      # not where only kernels are tested
+    engine = load_tiny(card)
+    yield engine
+    engine.close()

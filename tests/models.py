@@ -1,4 +1,4 @@
-"""Copies of model files with their tensors in another type, and what a model says."""
+"""The small model of the tests; copies of model files with their tensors in another type, and what a model says."""
 
 import itertools
 
@@ -7,6 +7,15 @@ import numpy as np
 
 import qengine
 from kernels.formats import FORMATS
+from tests.oracle import DATA
+
+TINY = str(DATA / "tiny-Q8_0.gguf")
+SLOTS, CONTEXT, CHUNK = 3, 1024, 64
+
+
+def load_tiny(card, **options):
+    """An engine with the small model of random weights that the tests have."""
+    return qengine.load(TINY, card=card, progress=False, **{"ctx": CONTEXT, "slots": SLOTS, "chunk": CHUNK} | options)
 
 
 def rewrite(source, path, convert):

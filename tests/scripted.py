@@ -1,5 +1,6 @@
 """An engine that says what it is told to, with the tokenizer and the template of the model that ships; and clients."""
 
+import asyncio
 import contextlib
 import functools
 import itertools
@@ -108,10 +109,12 @@ def serving_app(app):
 
 @contextlib.contextmanager
 def official_clients(kind, async_kind, port, path="/v1"):
-    """A client, and what makes an asynchronous one: such a one lives no longer than its event loop."""
+    """A client, and what runs a coroutine function of an asynchronous one: such a one belongs to its event loop."""
     arguments = {"base_url": f"http://127.0.0.1:{port}{path}", "api_key": "none", "max_retries": 0}
-    with kind(**arguments) as client:
-        yield client, functools.partial(async_kind, **arguments)
+    with kind(**arguments) as client, asyncio.Runner() as runner:
+        async_client = async_kind(**arguments)
+        yield client, lambda ask: runner.run(ask(async_client))
+        runner.run(async_client.close())
 
 
 @contextlib.contextmanager

@@ -1,11 +1,10 @@
 """Anthropic's protocol: the official client, at once and asynchronously, whole and streamed, against a scripted engine."""
 
-import asyncio
-
 import anthropic
 import pytest
 
 import qengine
+from api import grammar
 from tests.scripted import ScriptedEngine, Unreal, obeys, scripted_clients, shipped
 from tests.test_api_reply import WEATHER, XML
 
@@ -18,7 +17,7 @@ THINK = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
 
 @pytest.fixture(scope="module")
 def scripted():
-    """(engine, client, what makes an asynchronous one)"""
+    """(engine, client, what runs a function of an asynchronous one)"""
     engine = ScriptedEngine()
     with scripted_clients(engine, anthropic.Anthropic, anthropic.AsyncAnthropic, "") as clients:
         yield engine, *clients
@@ -26,31 +25,37 @@ def scripted():
 
 @pytest.fixture
 def ask(scripted):
-    """ask(script, **arguments) in each of four ways, which have to agree; gives (blocks, message, request)."""
-    engine, client, new_async_client = scripted
+    """ask(script, **arguments); gives (blocks, message, request)."""
+    engine, *clients = scripted
 
     def ask(script, messages=HI, **arguments):
         engine.script = script
         engine.requests.clear()
-        arguments = {"model": "m", "messages": messages, "max_tokens": 500} | arguments
-
-        async def asynchronously():
-            async with new_async_client() as client:
-                whole = await client.messages.create(**arguments)
-                async with client.messages.stream(**arguments) as stream:
-                    return whole, await stream.get_final_message()
-
-        with client.messages.stream(**arguments) as stream:
-            events = [event.type for event in stream]
-            streamed = stream.get_final_message()
-        assert events[0] == "message_start" and events[-1] == "message_stop"
-        messages = [client.messages.create(**arguments), streamed, *asyncio.run(asynchronously())]
-        told = [(blocks_of(message), message.stop_reason, message.stop_sequence, message.usage.model_dump())
-                for message in messages]
-        assert told[1:] == told[:1] * 3
-        return told[0][0], messages[0], engine.requests[0]
+        message = message_in_four_ways(*clients, messages=messages, **arguments)
+        return blocks_of(message), message, engine.requests[0]
 
     return ask
+
+
+def message_in_four_ways(client, run_async, **arguments):
+    """An answer, at once and asynchronously, whole and streamed, which have to agree but for what the cache had."""
+    arguments = {"model": "m", "max_tokens": 500} | arguments
+
+    async def asynchronously(client):
+        whole = await client.messages.create(**arguments)
+        async with client.messages.stream(**arguments) as stream:
+            return whole, await stream.get_final_message()
+
+    whole = client.messages.create(**arguments)
+    with client.messages.stream(**arguments) as stream:
+        events = [event.type for event in stream]
+        streamed = stream.get_final_message()
+    assert events[0] == "message_start" and events[-1] == "message_stop"
+    said = [(blocks_of(message), message.stop_reason, message.stop_sequence, message.usage.output_tokens,
+             message.usage.output_tokens_details, message.usage.input_tokens + message.usage.cache_read_input_tokens)
+            for message in (whole, streamed, *run_async(asynchronously))]
+    assert said[1:] == said[:1] * 3
+    return whole
 
 
 def blocks_of(message):
@@ -150,11 +155,47 @@ def test_a_schema_rules_the_answer(ask):
     assert obeys({"grammar": request.grammar}, '{"age": 3}') and not obeys({"grammar": request.grammar}, '{"age": "3"}')
 
 
-def test_count_tokens(scripted, ask):
-    _, client, _ = scripted
+def test_count_tokens(scripted, ask, monkeypatch):
+    _, client, run_async = scripted
     arguments = {"messages": HI, "tools": TOOLS, "system": "Be brief."}
-    count = client.messages.count_tokens(model="m", **arguments).input_tokens
-    assert count == len(ask("Hello.", **arguments)[2].prompt_ids)
+    n_prompt = len(ask("Hello.", **arguments)[2].prompt_ids)
+    monkeypatch.setattr(grammar, "compile_grammar", lambda lark: pytest.fail("counting needs no grammar"))
+    counts = [client.messages.count_tokens(model="m", **arguments),
+              run_async(lambda client: client.messages.count_tokens(model="m", **arguments))]
+    assert [count.input_tokens for count in counts] == [n_prompt] * 2
+    with pytest.raises(anthropic.BadRequestError, match="4096"):
+        client.messages.count_tokens(model="m", messages=[{"role": "user", "content": "long " * 500_000}])
+
+
+def test_request_ids(scripted):
+    """Where the client looks for them."""
+    engine, client, _ = scripted
+    engine.script = "Hello."
+    arguments = {"model": "m", "messages": HI, "max_tokens": 9, "extra_headers": {"X-Request-Id": "job-7"}}
+    assert client.messages.create(**arguments)._request_id == "job-7"
+    with client.messages.stream(**arguments) as stream:
+        stream.until_done()
+        assert stream.request_id == "job-7"
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        client.messages.create(**arguments | {"messages": []})
+    assert caught.value.request_id == "job-7"
+
+
+def test_betas(scripted):
+    """What templates do anyway is accepted, and what nothing here does is refused by the name of its field."""
+    engine, client, _ = scripted
+    engine.script = "I think.\n</think>\n\nHello."
+    arguments = {"model": "m", "messages": HI, "max_tokens": 99, "betas": ["context-management-2025-06-27"]} | THINK
+    for edits in [], [{"type": "clear_thinking_20251015"}], [{"type": "clear_thinking_20251015", "keep": "all"}]:
+        message = client.beta.messages.create(**arguments, context_management={"edits": edits})
+        assert blocks_of(message) == [("thinking", "I think."), ("text", "Hello.")]
+    for refused, field in (({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+                            "context_management.edits[0].type"),
+                           ({"mcp_servers": [{"type": "url", "name": "a", "url": "https://a.example"}]}, "mcp_servers"),
+                           ({"container": "c"}, "container")):
+        with pytest.raises(anthropic.BadRequestError) as caught:
+            client.beta.messages.create(**arguments | refused)
+        assert field in caught.value.body["error"]["message"]
 
 
 def test_a_call_that_the_length_cuts(scripted):
@@ -176,7 +217,8 @@ def test_a_call_that_the_length_cuts(scripted):
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "then"}}, "tool_choice"),
     ({"thinking": {"type": "enabled", "budget_tokens": "long"}}, "thinking.budget_tokens"),
-    ({"stop_sequences": [""]}, "stop_sequences[0]"),
+    ({"stop_sequences": [""]}, "stop_sequences[0]"), ({"stop_sequences": ["a" * 1025]}, "stop_sequences[0]"),
+    ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "output_config.format.schema"),
 ])
 def test_what_is_wrong_is_named(scripted, arguments, said):

@@ -1,6 +1,5 @@
 """OpenAI's protocol: the official client, at once and asynchronously, whole and streamed, against a scripted engine."""
 
-import asyncio
 import json
 
 import openai
@@ -23,7 +22,7 @@ SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"
 
 @pytest.fixture(scope="module")
 def scripted():
-    """(engine, client, what makes an asynchronous one)"""
+    """(engine, client, what runs a function of an asynchronous one)"""
     engine = ScriptedEngine()
     with scripted_clients(engine, openai.OpenAI, openai.AsyncOpenAI) as clients:
         yield engine, *clients
@@ -31,27 +30,34 @@ def scripted():
 
 @pytest.fixture
 def ask(scripted):
-    """ask(script, **arguments) of a chat, in each of four ways, which have to agree; gives what one of them gave."""
-    engine, client, new_async_client = scripted
+    """ask(script, **arguments) of a chat; gives ((choices, usage), request)."""
+    engine, *clients = scripted
 
     def ask(script, messages=HI, **arguments):
         engine.script = script
         engine.requests.clear()
-        arguments = {"model": "m", "messages": messages} | arguments
-        streamed = arguments | {"stream": True, "stream_options": {"include_usage": True}}
-
-        async def asynchronously():
-            async with new_async_client() as client:
-                whole = await client.chat.completions.create(**arguments)
-                return whole, [chunk async for chunk in await client.chat.completions.create(**streamed)]
-
-        whole, chunks = asyncio.run(asynchronously())
-        answers = [told(whole), put_together(chunks), told(client.chat.completions.create(**arguments)),
-                   put_together(client.chat.completions.create(**streamed))]
-        assert answers[1:] == answers[:1] * 3
-        return answers[0], engine.requests[0]
+        return chat_in_four_ways(*clients, messages=messages, **arguments), engine.requests[0]
 
     return ask
+
+
+def chat_in_four_ways(client, run_async, **arguments):
+    """What an answer says, at once and asynchronously, whole and streamed, which have to agree but for what the cache
+    had: (choices, usage) as `told` gives them."""
+    arguments = {"model": "m"} | arguments
+    streamed = arguments | {"stream": True, "stream_options": {"include_usage": True}}
+
+    async def asynchronously(client):
+        whole = await client.chat.completions.create(**arguments)
+        return whole, [chunk async for chunk in await client.chat.completions.create(**streamed)]
+
+    answers = [told(client.chat.completions.create(**arguments)),
+               put_together(client.chat.completions.create(**streamed))]
+    whole, chunks = run_async(asynchronously)
+    answers += [told(whole), put_together(chunks)]
+    said = [(choices, usage | {"prompt_tokens_details": None}) for choices, usage in answers]
+    assert said[1:] == said[:1] * 3
+    return answers[0]
 
 
 def told(whole):
@@ -132,6 +138,19 @@ def test_the_switch_in_a_message(ask, text, thinks):
     assert shipped().tokenizer.decode(request.prompt_ids).endswith("</think>\n\n")
     _, request = ask("a</think>b", [{"role": "user", "content": "a /no_think"}], **THINK)
     assert shipped().tokenizer.decode(request.prompt_ids).endswith("<think>\n")
+
+
+@pytest.mark.parametrize("effort, thinks", [("none", False), ("minimal", False), ("low", True), ("medium", True),
+                                            ("high", True), ("xhigh", True), (None, False)])
+def test_reasoning_effort_switches_thinking(ask, effort, thinks):
+    _, request = ask("a</think>b", reasoning_effort=effort)
+    assert shipped().tokenizer.decode(request.prompt_ids).endswith("<think>\n") == thinks
+    _, request = ask("a</think>b", [{"role": "user", "content": "Hi /think"}], reasoning_effort=effort)
+    assert shipped().tokenizer.decode(request.prompt_ids).endswith("<think>\n") == (thinks or effort is None)
+    for said in True, False:        # what is said outright goes before it
+        _, request = ask("a</think>b", reasoning_effort=effort,
+                         extra_body={"chat_template_kwargs": {"enable_thinking": said}})
+        assert shipped().tokenizer.decode(request.prompt_ids).endswith("<think>\n") == said
 
 
 def test_stop_strings(ask):
@@ -334,6 +353,10 @@ def test_a_schema_from_a_class(scripted):
     assert obeys({"grammar": engine.requests[-1].grammar}, engine.script)
 
 
+BROKEN = {"type": "function", "function": {"name": "f", "parameters": {"properties": {
+    "a": {"type": "array", "items": {"$ref": "#/nowhere"}}}}}}
+
+
 @pytest.mark.parametrize("arguments, field, said", [
     ({"response_format": json_format({"type": "array", "uniqueItems": True})}, "response_format.json_schema.schema",
      "uniqueItems"),
@@ -348,7 +371,21 @@ def test_a_schema_from_a_class(scripted):
     ({"top_logprobs": 3}, "top_logprobs", "logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
     ({"logit_bias": {"6144": 1}}, "logit_bias", "6143"),
-    ({"extra_body": {"temprature": 1}}, "temprature", "unknown"),
+    ({"extra_body": {"temprature": 1}}, "temprature", "did you mean 'temperature'?"),
+    ({"stream_options": {"include_Usage": True}}, "stream_options.include_Usage", "'stream_options.include_usage'?"),
+    ({"extra_body": {"x" * 90: 1}}, "x" * 80, f"unknown field '{'x' * 80}'"),
+    ({"tools": [TOOLS[0], TOOLS[1], TOOLS[0]]}, "tools", "2 tools have the name 'get_weather'"),
+    ({"stop": "a" * 1025}, "stop", "1024 letters"), ({"stop": ["a", "a" * 1025]}, "stop[1]", "1024 letters"),
+    ({"stop": list("abcdefghijklmnopq")}, "stop", "0 to 16"),
+    ({"reasoning_effort": "very"}, "reasoning_effort", "minimal"),
+    ({"messages": [{"role": "user", "content": "long " * 4096}]}, "messages", "4096"),
+    ({"messages": [{"role": "user", "content": "long " * 500_000}]}, "messages", "4096"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a>b": {}}}}}]},
+     "tools", "'a>b'"),
+    ({"tools": [BROKEN], "response_format": json_format(SCHEMA)}, "tools", "cannot be enforced"),
+    ({"tools": [BROKEN], "tool_choice": "required"}, "tools", "cannot be enforced"),
+    ({"tools": TOOLS, "response_format": json_format({"not": {}})}, "response_format.json_schema.schema", "not"),
+    ({"response_format": json_format({"enum": ["a" * 300_000]})}, "response_format.json_schema.schema", "letters"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
      "messages[0].content[0].type", "text"),
     ({"messages": [HI[0], {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
@@ -360,6 +397,22 @@ def test_what_is_wrong_is_named(scripted, arguments, field, said):
         with pytest.raises(openai.BadRequestError) as caught:
             client.chat.completions.create(**({"model": "m", "messages": HI, "stream": stream} | arguments))
         assert caught.value.param == field and said in caught.value.body["message"]
+
+
+@pytest.mark.parametrize("arguments, field", [
+    ({"response_format": json_format(SCHEMA)}, "response_format.json_schema.schema"),
+    ({"response_format": {"type": "json_object"}}, "response_format"), ({"tools": TOOLS}, "tools")])
+def test_a_grammar_that_only_the_engine_refuses(scripted, monkeypatch, arguments, field):
+    """It is named by what the client asked for."""
+    engine, client, _ = scripted
+
+    def refuse(request):
+        raise qengine.RequestError("grammar", "the grammar cannot be followed: too complex")
+
+    monkeypatch.setattr(engine, "submit", refuse)
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="m", messages=HI, **arguments)
+    assert caught.value.param == field and "too complex" in caught.value.body["message"]
 
 
 # ---- completions and the endpoints behind ------------------------------------------------------------------

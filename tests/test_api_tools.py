@@ -1,12 +1,14 @@
 """Calls of tools: values typed by their schemas, and grammars that let well-formed calls through and nothing else."""
 
+import functools
 import json
 import random
+import time
 
 import pytest
 from llguidance import LLMatcher
 
-from api.chat import Toolbox, rules_of
+from api.chat import Conversation, Toolbox, rules_of
 from api.grammar import GrammarError, Rules
 from api.reply import Call, Message, Reply
 from api.tools import EVERY_TYPE, JSONCall, Tool, XMLCall, form_of, read_value, types_of
@@ -152,6 +154,102 @@ def test_a_required_call_in_the_json_form(text, fits):
     assert obeys(rules, text) == fits
 
 
+def xml_call(value):
+    return f"<tool_call>\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>"
+
+
+def rules_of_argument(schema, strict=False):
+    defs = {"short": TEXT | {"maxLength": 2}}
+    tool = Tool("f", {"properties": {"a": schema}, "required": ["a"], "$defs": defs}, strict)
+    return Rules(shipped().tokenizer.tags, "content").calls(XMLCall, [tool], must=True, several=False)
+
+
+STRINGS = [     # schema, values that fit, values that do not
+    (TEXT, ["", "a\n\nb", "a </param", "\n"], ["a</parameter>b", "</parameter>"]),
+    (TEXT | {"maxLength": 3}, ["", "abc", "\ub300\ud55c\n"], ["abcd"]),
+    (TEXT | {"minLength": 2, "maxLength": 3}, ["ab", "abc"], ["", "a", "abcd"]),
+    (TEXT | {"pattern": "^[a-z]+$"}, ["abc"], ["aBc", "", "abc "]),
+    (TEXT | {"pattern": "b"}, ["b", "abc", "a\nb\n"], ["", "ac"]),
+    (TEXT | {"pattern": "^a|b$"}, ["ac", "cb"], ["ca", "bc"]),
+    (TEXT | {"pattern": "^a\\$$"}, ["a$"], ["a"]), (TEXT | {"pattern": "^[|]/(x|y)$"}, ["|/x"], ["|/", "/x", "y"]),
+    (TEXT | {"pattern": "b", "maxLength": 3}, ["abc"], ["ac", "abcd"]),
+    (TEXT | {"pattern": "."}, ["a"], ["a</parameter>\n"]),
+    (TEXT | {"format": "date"}, ["2026-11-21"], ["2026-11-31", "tomorrow"]),
+    (TEXT | {"format": "date-time"}, ["2026-11-21T08:00:00Z"], ["2026-11-21", "2026-11-21T25:00:00Z"]),
+    (TEXT | {"format": "email"}, ["a.b@example.com"], ["a b@example.com", "a@"]),
+    (TEXT | {"format": "uri"}, ["https://example.com/a?b#c"], ["example", "a: b"]),
+    (TEXT | {"format": "ipv4"}, ["127.0.0.1"], ["127.0.0.256", "127.1"]),
+    ({"anyOf": [TEXT | {"maxLength": 3}, NULL]}, ["abc", "null", "nul"], ["abcd", "nullx"]),
+    ({"anyOf": [TEXT | {"pattern": "^[A-Z]+$"}, {"type": "integer"}]}, ["AB", "12"], ["ab", "1.5"]),
+    ({"type": ["string", "null"], "maxLength": 2}, ["ab", "null"], ["abc"]),
+    ({"anyOf": [TEXT | {"minLength": 5}, NUMBER, {"const": [1, 2]}]}, ["abcde", "-12", "1.5", "[1, 2]"], ["abc", "[1]"]),
+    ({"enum": (texts := ["a b", "a.c", "a\nb", "\t<x>/#&~-", "\\d/\\/[x](y)|{2}^$*+?"])}, texts, ["abc", "", "5"]),
+    ({"anyOf": [{"enum": ["a", 5]}, {"type": "array"}]}, ["a", "5", "[1]"], ["b", "6"]),
+    ({"$ref": "#/$defs/short", "title": "T"}, ["ab"], ["abc"]),
+    ({"enum": ["a", None, 3]}, ["a", "null", "3"], ["b", '"a"']),
+]
+
+
+@pytest.mark.parametrize("schema, good, bad", STRINGS, ids=[json.dumps(schema)[:50] for schema, _, _ in STRINGS])
+def test_strings_of_the_xml_form_obey_their_schemas(schema, good, bad):
+    rules = rules_of_argument(schema, strict=True)
+    assert [value for value in good if not obeys(rules, xml_call(value))] == []
+    assert [value for value in bad if obeys(rules, xml_call(value))] == []
+
+
+UNENFORCED = [TEXT | {"pattern": "(?=a)b"}, TEXT | {"pattern": "("}, TEXT | {"pattern": ["a"]},
+              TEXT | {"minLength": 5, "maxLength": 3}, TEXT | {"maxLength": "3"}, TEXT | {"maxLength": 10**30},
+              TEXT | {"format": "postcode"}, {"oneOf": [TEXT, NULL]}, {"$ref": "#/nowhere"}, TEXT | {"not": {"const": "a"}}, TEXT | {"pattern": "a" * 10_001}, {"minLength": 20},
+              {"anyOf": [TEXT | {"maxLength": 2}, {"type": "array"}]}]
+
+
+@pytest.mark.parametrize("schema", UNENFORCED, ids=lambda schema: json.dumps(schema)[:50])
+def test_strings_whose_schemas_cannot_be_enforced(schema):
+    """Overlooked, or refused by the keyword's name where the tool is strict."""
+    assert obeys(rules_of_argument(schema), xml_call("whatever"))
+    with pytest.raises(GrammarError) as caught:
+        rules_of_argument(schema, strict=True)
+    assert any(str(caught.value).startswith(word) for word in (*(schema.keys() - {"type"}), "limits of a string"))
+
+
+def test_arguments_bring_only_the_definitions_they_refer_to():
+    defs = {"a": {"items": {"$ref": "#/$defs/b/x"}}, "b": {"x": {"$ref": "#/$defs/a"}}, "c": TEXT, "d/e": NULL}
+    tool = Tool("f", {"$defs": defs, "properties": {
+        "a": {"$ref": "#/$defs/a"}, "c": {"anyOf": [{"$ref": "#/$defs/c"}, {"$ref": "#/$defs/none"}]}, "n": NUMBER,
+        "e": {"$ref": "#/$defs/d~1e"}, "other": {"$ref": "other.json#/$defs/c"}}})
+    brought = {key: set(tool.schema_of(key).get("$defs", ())) for key in tool.properties}
+    assert brought == {"a": {"a", "b"}, "c": {"c"}, "n": set(), "e": {"d/e"}, "other": set()}
+
+
+def big_tools(kind):
+    """Tools, 260,000 letters of them or more, whose grammars would be far larger or take minutes."""
+    if kind == "shared definitions":
+        defs = {f"d{i}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(3000)}
+        properties = {f"p{i}": {"anyOf": [{"$ref": "#/$defs/d0"}, {"const": i}]} for i in range(1500)}
+        return [Tool("f", {"$defs": defs, "properties": properties})]
+    if kind == "references that multiply":
+        defs = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(7000)}
+        return [Tool("f", {"$defs": defs, "properties": {f"p{i}": {"$ref": "#/$defs/d0"} for i in range(9)}})]
+    if kind == "patterns":
+        return [Tool("f", {"properties": {f"p{i}": TEXT | {"pattern": f"(?=a){i}"} for i in range(9000)}})]
+    lists = [{f"p{j}_{i}": {"type": "array", "items": {"const": [i, j]}} for j in range(10)} for i in range(900)]
+    return [Tool(f"f{i}", {"properties": properties}) for i, properties in enumerate(lists)]
+
+
+@pytest.mark.parametrize("form", [XMLCall, JSONCall])
+@pytest.mark.parametrize("kind", ["shared definitions", "references that multiply", "patterns", "many tools"])
+def test_schemas_far_too_large(form, kind):
+    """Free calls, or a refusal that says so, in the time that a request may take."""
+    tools, start = big_tools(kind), time.process_time()
+    conversation = [Conversation([], None, Toolbox([], tools, must)) for must in (False, True)]
+    rules = Rules(shipped().tokenizer.tags, "content")
+    if rules_of(rules, form, conversation[0]) == {}:
+        with pytest.raises(RequestError, match="letters") as caught:
+            rules_of(rules, form, conversation[1])
+        assert caught.value.field == "tools"
+    assert time.process_time() - start < 10         # with other work beside
+
+
 def test_rules_follow_the_thoughts():
     tags = shipped().tokenizer.tags
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"],
@@ -206,7 +304,8 @@ def test_what_cannot_be_enforced_is_named(schema, named):
 def test_tools_that_cannot_be_enforced():
     """Whoever demands that a call fits hears of it; otherwise calls are free, or free of that keyword."""
     def rules(tool, must):
-        return rules_of(Rules(shipped().tokenizer.tags, "content"), XMLCall, Toolbox([], [tool], must), None, None)
+        conversation = Conversation([], None, Toolbox([], [tool], must))
+        return rules_of(Rules(shipped().tokenizer.tags, "content"), XMLCall, conversation)
 
     unique = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     assert rules(Tool("f", unique), must=True) and rules(Tool("f", unique), must=False)
@@ -238,13 +337,25 @@ def test_no_schema_breaks_the_server():
         tool = Tool("f", parameters, strict=i % 2 == 0)
         try:
             form = rng.choice([XMLCall, JSONCall])
-            rules = rules_of(Rules({}, "content"), form, Toolbox([], [tool], True), None, None)
+            rules = rules_of(Rules({}, "content"), form, Conversation([], None, Toolbox([], [tool], True)))
             outcomes.add("grammar" in rules)
         except RequestError as error:
             outcomes.add(error.field)
         for key in (*parameters, "a"):
             read_value("5", tool.schema_of(key))
     assert outcomes == {True, "tools"}
+
+
+def test_references_through_deep_schemas():
+    """Each definition hides the next one as deep as a body may be nested."""
+    defs = {f"d{i}": functools.reduce(lambda inner, _: {"anyOf": [inner]}, range(40), {"$ref": f"#/$defs/d{i + 1}"})
+            for i in range(300)}
+    first = {"$ref": "#/$defs/d0"}
+    tool = Tool("f", {"$defs": defs, "properties": {"a": first, "b": {"allOf": [first]}}})
+    assert types_of(tool.schema_of("b")) == EVERY_TYPE
+    assert read_value("5", tool.schema_of("b")) == 5
+    conversation = Conversation([], None, Toolbox([], [tool], must=True))
+    assert "grammar" in rules_of(Rules({}, "content"), XMLCall, conversation)
 
 
 def test_references_that_multiply():

@@ -1,36 +1,86 @@
 """The prefix cache: who has which page, which states are kept, what a prompt is spared, and that nothing is ever wrong.
 
-First with a model that is none: its keys and values are hashes of all tokens up to a position, its states the tokens
-seen so far, so that whatever is reused wrongly is seen when it is read. Then with real ones."""
+First with a model that is none: its keys and values are hashes of all tokens up to a position and of how each of them
+was computed, its states these tokens themselves, so that whatever is reused wrongly is seen when it is read. Then with
+real ones."""
 
 import functools
 import itertools
+import json
 import random
+import re
 from types import SimpleNamespace
 
+import jsonschema
 import numpy as np
 import pytest
+from llguidance import LLMatcher
 
 import qengine
 from kernels.card import CardError
 from kernels.emulated.card import EmulatedCard
 from qengine import PAGE_TOKENS
-from tests.oracle import DATA
+from tests.models import load_tiny
 
 # ---- a model that remembers exactly what it was shown ------------------------------------------------------
 
-TURN, EOS, VOCABULARY = 1, 2, 50
+TURN, EOS = 1, 2
+PIECES = ["", qengine.TURN, "<|im_end|>", *'{}[]:," ', "true", *"0123456789abcdefghijklmnopqrstuvwxy", "10", "size"]
+VOCABULARY = len(PIECES)
 CHUNKS = 64, 128, 512
 
 
-def extended(known, token):
-    """The hash of a text that has one token more."""
-    return hash((known, token))
+class Speller(qengine.Tokenizer):
+    """The longest piece that fits, from left to right."""
+
+    def __init__(self):
+        super().__init__([piece.encode() for piece in PIECES], {qengine.TURN: TURN, "<|im_end|>": EOS}, {}, [EOS])
+        self.pattern = re.compile("|".join(sorted(map(re.escape, PIECES[3:]), key=len, reverse=True)))
+
+    def _encode_plain(self, texts):
+        return [[PIECES.index(piece) for piece in self.pattern.findall(text)] for text in texts]
 
 
-def hashes_of(tokens):
-    """Of the text up to each of its tokens."""
-    return list(itertools.accumulate(tokens, extended, initial=0))[1:]
+TOKENIZER = Speller()
+WORDS = qengine.Vocabulary(TOKENIZER)
+COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+SCHEMAS = [
+    {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "minItems": 3, "maxItems": 60},
+    {"type": "object", "properties": {"size": {"enum": ["large", "small"]}, "is it so": {"const": [True] * 40},
+                                      "more": {"type": "array", "items": {"type": "boolean"}, "maxItems": 0}},
+     "required": ["size", "is it so"], "additionalProperties": False}]
+CHOICE = "large|small|nothing of (that){30} which is here"
+GRAMMARS = {LLMatcher.grammar_from_regex(CHOICE): lambda text: bool(re.fullmatch(CHOICE, text))} | {
+    LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=COMPACT):
+        lambda text, schema=schema: jsonschema.validate(json.loads(text), schema) is None for schema in SCHEMAS}
+
+EMPTY = 0, 0        # what is known of a text: a hash of its tokens, and one of how they were computed, too
+
+
+def extended(known, token, is_decoded=False):
+    """What is known of a text that has one token more, a prompt's or one that was decoded."""
+    return hash((known[0], token)), hash((known[1], token, is_decoded))
+
+
+def after(steps, known=EMPTY):
+    """What is known after (token, whether it was decoded), ..."""
+    return functools.reduce(lambda known, step: extended(known, *step), steps, known)
+
+
+def following(known, allowed=None):
+    """The next token of a text, which depends on all of it, but not on how it was computed: rounding seldom shows."""
+    allowed = range(VOCABULARY) if allowed is None else allowed
+    return allowed[known[0] % len(allowed)]
+
+
+def allowed_by(constraint):
+    """The tokens that a constraint allows; None: all."""
+    if constraint.after is not None:
+        return None
+    if constraint.forced:
+        return [constraint.forced[0]]
+    mask = np.frombuffer(constraint.matcher.compute_bitmask(), np.uint8)
+    return np.flatnonzero(np.unpackbits(mask, bitorder="little")[:VOCABULARY]).tolist()
 
 
 class FakePipeline:
@@ -38,16 +88,18 @@ class FakePipeline:
 
     def __init__(self, n_slots, n_pages, n_numbers, n_hosts, random):
         self.pages = [[None] * PAGE_TOKENS for _ in range(n_pages)]
-        self.tables, self.states = [[] for _ in range(n_slots)], [None] * n_slots   # of slots: pages, tokens seen
-        self.hashes = [None] * n_slots                                              # and `hashes_of` those
+        self.tables, self.masks = [[] for _ in range(n_slots)], [None] * n_slots    # of slots: pages, allowed tokens,
+        self.states, self.known = [None] * n_slots, [None] * n_slots    # steps seen, what was known after each
         self.saved, self.hosts = [None] * n_numbers, [None] * n_hosts
         self.random, self.stages, self.n_processed = random, [], 0
         self.log = []
 
     def start(self, slot, request, number):
         self.states[slot] = [] if number is None else list(self.saved[number])
-        assert self.states[slot] == request.prompt_ids[:len(self.states[slot])]
-        self.hashes[slot] = hashes_of(self.states[slot])
+        assert [token for token, _ in self.states[slot]] == request.prompt_ids[:len(self.states[slot])]
+        self.known[slot] = list(itertools.accumulate(self.states[slot], lambda known, step: extended(known, *step),
+                                                     initial=EMPTY))[1:]
+        self.masks[slot] = None
         self.log.append(("start", request))
 
     def set_pages(self, slot, pages):
@@ -74,31 +126,33 @@ class FakePipeline:
         self.log.append(("prefill", len(ids)))
         marks = dict(marks)
         for n, token in enumerate(ids, 1):
-            self.see(slot, token)
+            self.see(slot, token, is_decoded=False)
             if n in marks:
                 assert n % PAGE_TOKENS == 0
                 self.save(slot, marks[n])
         self.check_pages(slot)
 
-    def see(self, slot, token):
+    def see(self, slot, token, is_decoded):
         """A token is processed: what its position holds is written."""
-        at = len(self.states[slot])
-        self.states[slot].append(token)
-        self.hashes[slot].append(extended(self.hashes[slot][-1] if at else 0, token))
-        self.pages[self.tables[slot][at // PAGE_TOKENS]][at % PAGE_TOKENS] = self.hashes[slot][at]
+        at, known = len(self.states[slot]), self.known[slot]
+        self.states[slot].append((token, is_decoded))
+        known.append(extended(known[-1] if at else EMPTY, token, is_decoded))
+        self.pages[self.tables[slot][at // PAGE_TOKENS]][at % PAGE_TOKENS] = known[at]
 
     def check_pages(self, slot):
-        """All that attention reads is of this very text. (Of each page the last position stands for all.)"""
-        hashes = self.hashes[slot]
-        for at in {*range(PAGE_TOKENS - 1, len(hashes), PAGE_TOKENS), len(hashes) - 1}:
+        """All that attention reads is what this very slot has computed, or would have, bit for bit. (Of each page the
+        last position stands for all.)"""
+        known = self.known[slot]
+        for at in {*range(PAGE_TOKENS - 1, len(known), PAGE_TOKENS), len(known) - 1}:
             page = self.pages[self.tables[slot][at // PAGE_TOKENS]]
-            assert page[at % PAGE_TOKENS] == hashes[at], f"slot {slot} reads a wrong page at {at}"
+            assert page[at % PAGE_TOKENS] == known[at], f"slot {slot} reads a wrong page at {at}"
 
     def answer(self, slot):
-        return following(self.hashes[slot][-1])
+        return following(self.known[slot][-1], self.masks[slot])
 
     def constrain(self, constraints):
-        assert not constraints
+        for slot, constraint in constraints.items():
+            self.masks[slot] = allowed_by(constraint)
 
     def sample_row(self, row, slot, log_probs):
         token = self.answer(slot)
@@ -112,7 +166,7 @@ class FakePipeline:
     def forward(self, n):
         self.log.append(("step", n))
         for slot, token in self.batch[:n]:
-            self.see(slot, token)
+            self.see(slot, token, is_decoded=True)
             self.check_pages(slot)
 
     def choose(self, n, log_probs):
@@ -123,16 +177,6 @@ class FakePipeline:
     def step(self, n, log_probs):
         self.forward(n)
         return self.choose(n, log_probs)
-
-
-def following(known):
-    """The next token of a text, which depends on all of it."""
-    return known % VOCABULARY
-
-
-TOKENIZER = SimpleNamespace(
-    control={qengine.TURN: TURN}, eos_ids={EOS},
-    stream_decoder=lambda: SimpleNamespace(push=lambda token: "", flush=lambda: ""))
 
 
 class World:
@@ -148,7 +192,8 @@ class World:
         self.checks_every_step = True
 
     def submit(self, tokens, **fields):
-        generation = qengine.Generation(qengine.Request(list(tokens), **fields), TOKENIZER)
+        request = qengine.Request(list(tokens), **fields)
+        generation = qengine.Generation(request, TOKENIZER, constraint_of(request))
         self.scheduler.submit(generation)
         return generation
 
@@ -173,14 +218,19 @@ class World:
     # ---- what must hold after every step ----
 
     def nodes(self):
-        """(node, its text, the hash of that) of the whole tree."""
-        found, ahead = [], [(self.cache.root, (), 0)]
+        """(node, its text as steps, what is known after it) of the whole tree."""
+        found, ahead = [], [(self.cache.root, (), EMPTY)]
         while ahead:
-            node, tokens, known = ahead.pop()
-            for key, child in node.children.items():
-                assert child.parent is node and child.tokens == key and child.depth == node.depth + 1
-                found.append((child, tokens + key, functools.reduce(extended, key, known)))
-                ahead.append(found[-1])
+            node, steps, known = ahead.pop()
+            for key, alike in node.children.items():
+                assert alike and len(key) == PAGE_TOKENS
+                for n_prompt, child in alike.items():
+                    assert (child.parent, child.tokens, child.n_prompt) == (node, key, n_prompt)
+                    assert child.depth == node.depth + 1
+                    own = tuple((token, at >= n_prompt) for at, token in enumerate(key))
+                    found.append((child, steps + own, after(own, known)))
+                    assert child.n_decoded == sum(is_decoded for _, is_decoded in found[-1][1])
+                    ahead.append(found[-1])
         return found
 
     def check(self):
@@ -190,18 +240,25 @@ class World:
         assert cache.n_idle == sum(not node.n_users for node, *_ in nodes)
         paths = [set(s.node.path()) for s in running]
         numbers, hosts = list(cache.free_numbers), list(cache.free_hosts)
-        for node, tokens, known in nodes:
+        for node, steps, known in nodes:
             assert node.n_users == sum(node in path for path in paths)
-            assert node.children or node.n_users or node in cache.kept, "a page that nobody can use"
+            assert node.children or node.n_users or node.is_kept, "a page that nobody can use"
             assert self.pipeline.pages[node.page][-1] == known
-            assert (node in cache.kept) == (node.number is not None or node.host is not None)
+            assert (node in cache.on_card) == (node.number is not None)
+            assert (node in cache.in_host) == (node.host is not None)
             if node.number is not None:
-                assert node.host is None and self.pipeline.saved[node.number] == tokens
+                assert node.host is None and self.pipeline.saved[node.number] == steps
                 numbers.append(node.number)
             elif node.host is not None:
-                assert self.pipeline.hosts[node.host] == tokens
+                assert self.pipeline.hosts[node.host] == steps
                 hosts.append(node.host)
-        assert set(cache.kept) <= {node for node, *_ in nodes}
+            if node.is_kept:
+                above = next((each.depth for each in node.parent.path() if each.is_kept), 0)
+                assert node.rank[0] == PAGE_TOKENS * (node.depth - above) + node.floor and node.floor <= cache.floor
+        assert {*cache.on_card, *cache.in_host} <= {node for node, *_ in nodes}
+        for order in cache.on_card, cache.in_host:
+            ranks = [node.rank for node in order]
+            assert ranks == sorted(set(ranks))
         assert sorted(numbers) == list(range(self.n_numbers))
         assert len(set(hosts)) == len(hosts) and set(hosts) <= set(range(self.n_hosts))
         for sequence in running:
@@ -212,32 +269,43 @@ class World:
         assert sorted(self.scheduler.free_slots + [s.slot for s in running]) == list(range(self.n_slots))
 
 
+def constraint_of(request):
+    return request.grammar and qengine.Constraint(WORDS, request.grammar, request.grammar_after)
+
+
 def truth(request, n_ctx):
     """The answer to a request made alone."""
-    known, answer = hashes_of(request.prompt_ids)[-1], []
+    known, answer = after((token, False) for token in request.prompt_ids), []
+    constraint = constraint_of(request)
     while True:
-        answer.append(following(known))
+        answer.append(following(known, constraint and allowed_by(constraint)))
         known = extended(known, answer[-1])
-        if (answer[-1] == EOS and not request.ignore_eos or len(answer) == request.max_tokens
-                or len(request.prompt_ids) + len(answer) >= n_ctx):
+        if constraint:
+            constraint.take(answer[-1])
+        if (constraint and constraint.ended or answer[-1] == EOS and not request.ignore_eos
+                or len(answer) == request.max_tokens or len(request.prompt_ids) + len(answer) >= n_ctx):
             return answer
 
 
+def events_of(generation):
+    """What has come of an answer when it is over; it can be asked for again."""
+    if "events" not in generation.__dict__:
+        generation.events = list(generation)
+    return generation.events
+
+
 def tokens_of(generation):
-    """What an answer is by now; it can be asked for again."""
-    known = generation.__dict__.setdefault("tokens", [])
-    if generation._done.is_set() and not known:
-        known.extend(event.token_id for event in generation)
-    return known
+    return [event.token_id for event in events_of(generation)]
 
 
 class Talkers:
-    """Makes prompts as people do: new ones, next turns, edited ones, the same again."""
+    """Makes prompts as people do: new ones, next turns, edited ones, the same again; and with answers in them that are
+    not yet given."""
 
     def __init__(self, random, n_ctx):
         self.random, self.n_ctx = random, n_ctx
         self.systems = [self.turn(random.choice((3, 64, 100, 200))) for _ in range(3)]
-        self.known = []
+        self.known = []                             # requests
 
     def turn(self, n):
         return [TURN, *(self.random.randrange(3, VOCABULARY) for _ in range(n))]
@@ -249,21 +317,33 @@ class Talkers:
         elif kind < 0.3:
             tokens = [self.random.randrange(3, VOCABULARY) for _ in range(self.random.randrange(1, 400))]
         else:
-            prompt, generation = self.random.choice(self.known)
-            answer = tokens_of(generation)
+            request = self.random.choice(self.known)
+            prompt, answer = request.prompt_ids, truth(request, self.n_ctx)
             if kind < 0.4:
                 tokens = prompt
             elif kind < 0.5:
                 tokens = prompt[:self.random.randrange(1, len(prompt) + 1)] + self.turn(5)
+            elif kind < 0.7:                         # the answer so far, or further, to be continued
+                tokens = prompt + answer[:self.random.randrange(len(answer) + 1)]
             else:                                    # the next turn, with all of the answer or what the template left
                 tokens = prompt + answer[self.random.choice((0, 0, 7)):] + self.turn(self.random.randrange(1, 100))
         return tokens[:self.n_ctx - 1]
+
+    def request(self):
+        """Some with a grammar, and some of those with one that begins to rule on the way."""
+        fields = {"max_tokens": self.random.choice((None, 1, 5, 80, 300))}
+        if self.random.random() < 0.3:
+            fields |= {"grammar": self.random.choice(list(GRAMMARS)),
+                       "grammar_after": self.random.choice((None, None, TURN))}
+        tokens = self.prompt()
+        self.known = [*self.known, qengine.Request(tokens, **fields)][-8:]
+        return tokens, fields
 
 
 @pytest.mark.parametrize("seed", [*range(12), *(pytest.param(n, marks=pytest.mark.slow) for n in range(12, 400))])
 def test_anything_that_may_happen(seed):
     """Random arrivals, ends, cancellations and guests, with next to no memory: every answer is that of the request
-    alone, nobody is overtaken, and after every step all is where it should be."""
+    alone and obeys its grammar, nobody is overtaken, and after every step all is where it should be."""
     choice = random.Random(seed)
     n_slots, n_ctx = choice.randrange(1, 5), choice.choice((192, 640))
     fewest = qengine.pages_for(n_ctx)
@@ -273,10 +353,8 @@ def test_anything_that_may_happen(seed):
     for _ in range(600):
         event = choice.random()
         if event < 0.15:
-            tokens = talkers.prompt()
-            limit = choice.choice((None, 1, 5, 80, 300))
-            generations.append(world.submit(tokens, max_tokens=limit, ignore_eos=False))
-            talkers.known = [*talkers.known, (tokens, generations[-1])][-8:]
+            tokens, fields = talkers.request()
+            generations.append(world.submit(tokens, **fields))
         elif event < 0.18 and generations:
             choice.choice(generations[-8:]).cancel()
         elif event < 0.185:
@@ -291,10 +369,15 @@ def test_anything_that_may_happen(seed):
                 assert not world.scheduler.free_slots or world.scheduler._unpromised_pages() < fewest
             world.check()
         world.step()
+    generations += [world.submit([TURN, 3], grammar=grammar) for grammar in GRAMMARS]
     world.finish(*generations)
     for generation in generations:
         got, want = tokens_of(generation), truth(generation.request, n_ctx)
         assert got == (want[:len(got)] if generation.cancelled else want)
+    ruled = [g for g in generations if g.request.grammar and not g.request.grammar_after and g.finish_reason == "stop"]
+    for generation in ruled:
+        assert GRAMMARS[generation.request.grammar]("".join(event.text for event in events_of(generation)))
+    assert ruled
     begun = [id(request) for kind, request in world.pipeline.log if kind == "start"]
     assert begun == [id(g.request) for g in generations if id(g.request) in begun], "somebody was overtaken"
     stats = world.scheduler.stats()
@@ -393,7 +476,18 @@ def test_an_answer_has_one_checkpoint_and_those_at_intervals():
     generation = world.submit(text(100), max_tokens=1500, ignore_eos=True)
     while not generation.n_generated == 1450:
         world.step()
-    assert [node.depth * PAGE_TOKENS for node in world.cache.kept] == [64, 1024, 1536]
+    assert sorted(node.depth * PAGE_TOKENS for node in world.cache.on_card) == [64, 1024, 1536]
+
+
+def test_an_answer_that_is_given_again_leaves_the_checkpoint_of_the_first():
+    """Although it is longer: the next turn after the first one processes what is new."""
+    world, text = roomy(), texts()
+    prompt = text(100)
+    first, _ = world.answer(prompt, max_tokens=170, ignore_eos=True)
+    again, _ = world.answer(prompt, max_tokens=300, ignore_eos=True)
+    assert again[:170] == first
+    for answer in first, again:
+        assert world.answer([*prompt, *answer, *text(20)], max_tokens=1)[1] <= 20 + PAGE_TOKENS
 
 
 def test_positions_of_checkpoints():
@@ -428,6 +522,18 @@ def test_the_least_worthy_goes_first():
     assert [is_known(i) for i in range(4)] == [True, True, False, True]
 
 
+def test_what_goes_is_found_at_once():
+    """However many checkpoints there are, few are looked at."""
+    cache = qengine.PrefixCache(SimpleNamespace(spill=lambda *_: True), 3000, 1000, 1000)
+    for text in range(2500):
+        page, = cache.take_pages(1)
+        node, before = cache.grow(cache.root, (text,), PAGE_TOKENS, page), cache.n_ranked
+        cache.keep(node, cache.take_number())
+        cache.leave(node, [page])
+        assert cache.n_ranked - before == 1
+    assert (len(cache.on_card), len(cache.in_host), cache.n_dropped) == (1000, 1000, 500)
+
+
 def test_pages_are_taken_from_what_nobody_uses():
     world, text = roomy(n_ctx=640, n_pages=20, n_slots=2), texts()
     world.answer(old := text(500), max_tokens=1)
@@ -439,7 +545,7 @@ def test_pages_are_taken_from_what_nobody_uses():
     while not world.scheduler.stats()["checkpoints_dropped"]:
         world.step()
     assert world.cache.find(old)[0] is world.cache.root
-    assert all(sequence.decoded in world.cache.kept for sequence in world.scheduler.running)
+    assert all(sequence.decoded.is_kept for sequence in world.scheduler.running)
     world.finish(running, other)
     assert tokens_of(running) == truth(running.request, 640)
 
@@ -509,19 +615,7 @@ def test_deadlines():
 
 # ---- with a model ------------------------------------------------------------------------------------------
 
-TINY = str(DATA / "tiny-Q8_0.gguf")
-CONTEXT, LONG_TEXT = 1024, "느린 카드에서도 문장은 한 글자씩 또박또박 이어진다. The quick brown fox counts its pipes. " * 8
-
-
-def load(card, **options):
-    return qengine.load(TINY, card=card, progress=False, **{"ctx": CONTEXT, "slots": 3, "chunk": 128} | options)
-
-
-@pytest.fixture(scope="module")
-def engine(card):
-    engine = load(card)
-    yield engine
-    engine.close()
+LONG_TEXT = "느린 카드에서도 문장은 한 글자씩 또박또박 이어진다. The quick brown fox counts its pipes. " * 8
 
 
 @pytest.fixture
@@ -569,6 +663,20 @@ def test_reused_prompts_give_the_same_bits(empty):
     assert [g.n_cached for g in generations] == [0, 0, 192, 192, 320, 384, 384, 384, 0, 0, 0, 64, 192]
 
 
+def test_an_answer_does_not_depend_on_who_brings_it_as_a_prompt(empty):
+    """Where prompt and answer of one are the prompt of another, pages of the same tokens hold other bits: the first
+    one's log-probabilities are those that it has alone."""
+    ids = prompts(empty)[0][:100]
+    asked = drawn(ids, max_tokens=120, temperature=0, top_logprobs=0)
+    want = list(empty.submit(asked))
+    answer = [event.token_id for event in want]
+    empty.clear_cache()
+    generations = [empty.submit(asked), empty.submit(drawn(ids + answer[:100], max_tokens=100))]
+    assert list(generations[0]) == want
+    read(generations[1])
+    assert read(empty.submit(generations[1].request)) == anew(empty, generations[1].request)
+
+
 def test_requests_that_run_together_share(empty):
     asked = [drawn(ids, seed) for seed, ids in enumerate(prompts(empty, 8))]
     want = [anew(empty, request) for request in asked]
@@ -580,7 +688,7 @@ def test_requests_that_run_together_share(empty):
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "as late as may be"])
 def test_checkpoints_in_host_memory(late):
     """Two checkpoints on the card, many in host memory: eight texts come back one after the other."""
-    small = load(EmulatedCard(late=late), checkpoint_memory=0, slots=1)
+    small = load_tiny(EmulatedCard(late=late), checkpoint_memory=0, slots=1)
     asked = [drawn(np.random.default_rng(seed).integers(0, 4000, 100)) for seed in range(8)]
     want = [read(small.submit(request)) for request in asked]
     before = small.stats()
@@ -595,7 +703,7 @@ def test_checkpoints_in_host_memory(late):
 def test_without_host_memory_for_checkpoints(card, monkeypatch):
     """None is given, or none can be page-locked: what does not fit on the card is forgotten."""
     for options in {"checkpoint_host_memory": 0}, {}:
-        small = load(card, checkpoint_memory=0, slots=1, **options)
+        small = load_tiny(card, checkpoint_memory=0, slots=1, **options)
         monkeypatch.setattr(card, "pinned", lambda *arguments: (_ for _ in ()).throw(CardError("no more")))
         asked = [drawn(np.random.default_rng(seed).integers(0, 4000, 100), max_tokens=2) for seed in range(4)]
         for request in asked:
@@ -631,7 +739,7 @@ def test_states_of_decoded_tokens(empty):
 
 def test_what_load_refuses(card):
     with pytest.raises(qengine.RequestError, match="kv_tokens must be at least the 1024 tokens of a context, not 1000"):
-        load(card, kv_tokens=1000)
+        load_tiny(card, kv_tokens=1000)
 
 
 # ---- a conversation ----------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import json
 import random
 import threading
+import time
 import weakref
 
 import jsonschema
@@ -12,11 +13,9 @@ from llguidance import LLMatcher
 
 import qengine
 from kernels.emulated.card import EmulatedCard
-from tests.oracle import DATA
+from tests.models import SLOTS, TINY, load_tiny
 from tests.schemas import random_object, random_schema
 
-MODEL = str(DATA / "tiny-Q8_0.gguf")
-SLOTS = 4
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 PERSON = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 10}, "age": {"type": "integer"}},
           "required": ["name", "age"], "additionalProperties": False}
@@ -25,17 +24,6 @@ TOO_MANY = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i 
 
 def json_grammar(schema):
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=COMPACT)
-
-
-def load(card, **options):
-    return qengine.load(MODEL, card=card, progress=False, **{"ctx": 512, "slots": SLOTS, "chunk": 64} | options)
-
-
-@pytest.fixture(scope="module")
-def engine(card):
-    engine = load(card)
-    yield engine
-    engine.close()
 
 
 def request(seed=0, **fields):
@@ -52,16 +40,19 @@ def text(events):
 
 @pytest.fixture(scope="module", params=["byte pairs", "bytes"])
 def tokenizer(request):
-    return qengine.ByteTokenizer(300) if request.param == "bytes" else qengine.open_model(MODEL).tokenizer
+    return qengine.ByteTokenizer(300) if request.param == "bytes" else qengine.open_model(TINY).tokenizer
 
 
 def random_answer(constraint, tokenizer, rng):
     """Tokens that a constraint allows, each with the same probability."""
     tokens = []
     while not constraint.ended:
-        mask = np.frombuffer(constraint.matcher.compute_bitmask(), np.uint8)
-        allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little")[:tokenizer.n_vocab]).tolist()
-        tokens.append(constraint.forced[0] if constraint.forced else rng.choice(allowed))
+        if constraint.forced:
+            tokens.append(constraint.forced[0])
+        else:
+            mask = np.frombuffer(constraint.matcher.compute_bitmask(), np.uint8)
+            allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little")[:tokenizer.n_vocab])
+            tokens.append(int(rng.choice(allowed)))
         if tokens[-1] in tokenizer.eos_ids:
             break
         constraint.take(tokens[-1])
@@ -88,6 +79,13 @@ def test_tokens_that_are_certain_are_those_of_the_tokenizer(tokenizer):
         assert not constraint.ended
         constraint.take(token)
     assert constraint.ended and constraint.error is None
+
+
+def test_a_long_text_that_is_certain_is_looked_at_piece_by_piece(tokenizer):
+    words = "the quick brown fox, " * 1000
+    constraint = qengine.Constraint(qengine.Vocabulary(tokenizer), LLMatcher.grammar_from_lark(f'start: "{words}"'))
+    assert 100 < len(constraint.forced) <= qengine.FORCED_LETTERS
+    assert tokenizer.decode(random_answer(constraint, tokenizer, random.Random(0))) == words
 
 
 def test_a_vocabulary_with_a_space_before_every_text(tmp_path):
@@ -134,7 +132,7 @@ def test_random_schemas_alone_and_side_by_side(engine):
 def test_on_a_card_that_does_everything_late(engine):
     requests = [request(seed, grammar=json_grammar(PERSON) if seed % 2 else None, max_tokens=60) for seed in range(5)]
     want = [list(engine.submit(r)) for r in requests]
-    late = load(EmulatedCard(late=True))
+    late = load_tiny(EmulatedCard(late=True))
     assert [list(g) for g in [late.submit(r) for r in requests]] == want
     late.close()
 
@@ -221,7 +219,7 @@ def test_a_grammar_is_compiled_once_and_every_answer_follows_it_from_the_start(e
     compiled, compile_grammar = [], qengine.compile_grammar
     monkeypatch.setattr(qengine, "compile_grammar", lambda prepared, grammar: (
         compiled.append(grammar), compile_grammar(prepared, grammar))[1])
-    fresh = load(engine.cards[0])
+    fresh = load_tiny(engine.cards[0])
     requests = [request(seed, grammar=json_grammar(PERSON)) for seed in range(4)]
     want = [list(engine.submit(r)) for r in requests]
     assert [list(fresh.submit(r)) for r in requests] == want                       # one after the other
@@ -245,6 +243,7 @@ def test_a_grammar_is_compiled_once_and_every_answer_follows_it_from_the_start(e
     ("", "Empty grammar"), ("nonsense", "Expected token"), ("start: <nope>", "unknown special token"),
     (LLMatcher.grammar_from_regex("a(?=b)"), "look-around"),
     (LLMatcher.grammar_from_json_schema("{"), "line 1"),
+    pytest.param(f'start: "{"a" * qengine.GRAMMAR_LETTERS}"', "has 262153 letters, and may have 262144", id="too long"),
     (json_grammar({"type": "integer", "minimum": 5, "maximum": 3}), "Unsatisfiable"),
     *((json_grammar(schema), keyword) for keyword, schema in {
         "not": {"not": {"type": "string"}}, "uniqueItems": {"type": "array", "uniqueItems": True},
@@ -273,9 +272,36 @@ def test_a_grammar_that_fails_on_the_way_ends_its_request_alone(engine):
     assert engine.error is None and len(engine.scheduler.free_slots) == SLOTS
 
 
+AMBIGUOUS = 'start: e\ne: e e | "a" | e "a" e | ""'
+MADE_TO_BE_SLOW = {
+    "states": json_grammar({"type": "string", "pattern": "^(a|b)*a(a|b){500}$"}),
+    "gaps": json_grammar({"type": "string", "pattern": "^" + ".*a" * 60 + "$"}),
+    "alternatives": json_grammar({"anyOf": [{"type": "string", "pattern": f"^[a-z ]*{i}[a-z0-9 ]*$"}
+                                            for i in range(300)]}),
+    "ambiguous": LLMatcher.grammar_from_lark(AMBIGUOUS),
+    "certain": LLMatcher.grammar_from_lark(f'start: /[a-z]/ "{"hello world, " * 20_000}"')}
+
+
+@pytest.mark.parametrize("name", MADE_TO_BE_SLOW)
+def test_no_grammar_holds_the_scheduler(name):
+    """Once a grammar is accepted, a token under it takes a fraction of a second at worst, or ends its answer."""
+    tokenizer, rng = qengine.open_model(qengine.DEFAULT_MODEL).tokenizer, random.Random(0)
+    constraint, longest, answer = qengine.Constraint(qengine.Vocabulary(tokenizer), MADE_TO_BE_SLOW[name]), 0, []
+    while len(answer) < 100 and not constraint.ended and constraint.error is None:
+        started = time.perf_counter()
+        mask = np.frombuffer(constraint.matcher.compute_bitmask(), np.uint8)
+        masked = time.perf_counter()
+        allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little")[:tokenizer.n_vocab])
+        answer.append(constraint.forced[0] if constraint.forced else rng.choice(allowed))
+        chosen = time.perf_counter()
+        constraint.take(int(answer[-1]))
+        longest = max(longest, masked - started + time.perf_counter() - chosen)
+    assert answer and longest < 2       # 0.03 s, of "certain" 0.5
+
+
 def test_requests_from_many_threads(engine):
     """The vocabulary is made once or twice, and every thread has its own matcher."""
-    fresh = load(engine.cards[0])
+    fresh = load_tiny(engine.cards[0])
     want, found = list(engine.submit(request(grammar=json_grammar(PERSON)))), []
     threads = [threading.Thread(target=lambda: found.append(list(fresh.submit(request(grammar=json_grammar(PERSON))))))
                for _ in range(6)]

@@ -6,6 +6,7 @@ import gc
 import itertools
 import logging
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,28 +18,15 @@ from kernels import q8_gemm, q8_gemv
 from kernels.card import Array, CardError, OutOfMemory
 from kernels.emulated import native
 from kernels.emulated.card import EmulatedCard
-from tests.oracle import DATA
+from tests.models import CHUNK, CONTEXT, SLOTS, TINY, load_tiny
 
-MODEL = str(DATA / "tiny-Q8_0.gguf")
-SLOTS, CHUNK, CONTEXT = 3, 64, 1024
 LONG = 600                  # a prompt of ten chunks
-
-
-def load(card, **options):
-    return qengine.load(MODEL, card=card, progress=False, **{"ctx": CONTEXT, "slots": SLOTS, "chunk": CHUNK} | options)
-
-
-@pytest.fixture(scope="module")
-def engine(card):
-    engine = load(card)
-    yield engine
-    engine.close()
 
 
 @pytest.fixture
 def own_engine(card):
     """An engine that a test may ruin."""
-    engine = load(card, slots=1)
+    engine = load_tiny(card, slots=1)
     yield engine
     engine.close()
 
@@ -100,7 +88,7 @@ def test_more_requests_than_slots(engine):
 
 def test_more_slots_than_columns_of_a_product(card, engine):
     requests = [request(seed) for seed in range(11)]
-    wide = load(card, slots=11)
+    wide = load_tiny(card, slots=11)
     assert [tokens(g) for g in [wide.submit(r) for r in requests]] == [alone(engine, r) for r in requests]
     wide.close()
 
@@ -108,14 +96,14 @@ def test_more_slots_than_columns_of_a_product(card, engine):
 def test_nothing_is_read_before_it_is_there(engine):
     """On a card that runs all as late as the order that was asked for allows: weights, inputs and tokens."""
     requests = [request(seed, n_prompt=50 * seed + 1) for seed in range(5)]
-    late = load(EmulatedCard(late=True))
+    late = load_tiny(EmulatedCard(late=True))
     assert [tokens(g) for g in [late.submit(r) for r in requests]] == [alone(engine, r) for r in requests]
     late.close()
 
 
 def test_a_card_that_is_far_ahead(card, engine, monkeypatch):
     """Each step is over before the host looks at the tokens of the one before; prompts come and end meanwhile."""
-    wide, step = load(card, slots=2), qengine.Pipeline.step
+    wide, step = load_tiny(card, slots=2), qengine.Pipeline.step
     monkeypatch.setattr(qengine.Pipeline, "step", lambda pipeline, *arguments: (step(pipeline, *arguments),
                                                                                 pipeline.last.card.synchronize())[0])
     requests = [request(0, max_tokens=60), *(request(seed, max_tokens=1) for seed in range(1, 9))]
@@ -163,7 +151,7 @@ def test_waiting_requests_are_admitted_in_their_order(engine):
 
 def test_no_request_waits_for_a_compilation(monkeypatch):
     """Loading has met every kernel that a request or `evaluate` runs, whatever their number of rows."""
-    engine, met = load(EmulatedCard(), chunk=512, slots=9), []
+    engine, met = load_tiny(EmulatedCard(), chunk=512, slots=9), []
     monkeypatch.setattr(engine.cards[0], "_load", met.append)
     monkeypatch.setattr(native, "_cached", lambda *arguments: met.append(arguments))     # code for blocks of a shape
     fields = {"top_logprobs": 3, "grammar": LLMatcher.grammar_from_regex("[a-z]{10}"), "presence_penalty": 1.0}
@@ -228,7 +216,7 @@ def test_chunk_fits_memory_and_time(gigabytes, n_ctx, tops, chunk, monkeypatch):
 
 @pytest.mark.parametrize("n_prompt", [90, 99])
 def test_a_full_context_ends_an_answer(card, n_prompt):
-    small = load(card, ctx=100, slots=1)
+    small = load_tiny(card, ctx=100, slots=1)
     events = list(small.submit(request(n_prompt=n_prompt, max_tokens=None)))
     assert len(events) == 100 - n_prompt
     assert [e.finish_reason for e in events] == [None] * (len(events) - 1) + ["length"]
@@ -492,7 +480,8 @@ def test_wrong_products_are_refused(own_engine, product, message):
 
 @pytest.mark.parametrize("name, values", {
     "max_tokens": (0, -1, 1.5, True, 2**31), "temperature": (-0.1, 2.1, float("nan"), "hot", None),
-    "top_k": (-1, 0.5), "top_p": (1.1, -1), "min_p": (2,), "seed": (-1, 2**64, 0.5), "stop": ("", ["a", ""]),
+    "top_k": (-1, 0.5), "top_p": (1.1, -1), "min_p": (2,), "seed": (-1, 2**64, 0.5),
+    "stop": ("", ["a", ""], "a" * 1025, ["a"] * 65),
 }.items())
 def test_what_a_request_may_not_ask(engine, name, values):
     for value in values:
@@ -548,7 +537,7 @@ def test_an_error_of_our_own_is_logged(own_engine, caplog):
 
 
 def test_closing_ends_what_runs_and_waits(card):
-    engine = load(card, slots=1)
+    engine = load_tiny(card, slots=1)
     generations = [engine.submit(request(seed, max_tokens=900)) for seed in range(2)]
     next(iter(generations[0]))
     engine.close()
@@ -564,7 +553,7 @@ def test_closing_ends_what_runs_and_waits(card):
 
 
 def test_closing_gives_what_runs_and_waits_some_time(card, engine):
-    closing = load(card, slots=1)
+    closing = load_tiny(card, slots=1)
     requests = [request(seed, max_tokens=30) for seed in range(2)]
     generations = [closing.submit(r) for r in requests]
     next(iter(generations[0]))
@@ -586,13 +575,13 @@ def test_closing_gives_what_runs_and_waits_some_time(card, engine):
                                              (23, "recurrent states")])
 def test_memory_that_does_not_suffice_is_named(megabytes, name):
     with pytest.raises(OutOfMemory, match=rf"{name}.* needs .* free on emulated card 0"):
-        load(EmulatedCard(memory_bytes=megabytes << 20), chunk=CONTEXT)
+        load_tiny(EmulatedCard(memory_bytes=megabytes << 20), chunk=CONTEXT)
 
 
 def test_memory_that_suffices_for_fewer_pages(engine):
     """Each request has the whole context, but not all at the same time."""
     requests = [request(seed, n_prompt=CONTEXT - 100, max_tokens=20 + seed) for seed in range(SLOTS)]
-    small = load(EmulatedCard(memory_bytes=8 << 20))
+    small = load_tiny(EmulatedCard(memory_bytes=8 << 20))
     n_pages = small.stats()["kv_pages"]
     assert qengine.pages_for(CONTEXT) <= n_pages < SLOTS * qengine.pages_for(CONTEXT)
     assert [tokens(g) for g in [small.submit(r) for r in requests]] == [alone(engine, r) for r in requests]
@@ -603,7 +592,7 @@ def test_a_context_larger_than_the_memory(card):
     gc.collect()
     before = dict(card.allocations)     # not free_bytes: the card has other users
     with pytest.raises(OutOfMemory, match=r"layer 2 keys .*needs .* free on"):
-        load(card, ctx=2**31 - 1)
+        load_tiny(card, ctx=2**31 - 1)
     gc.collect()
     assert card.allocations == before
 
@@ -611,17 +600,17 @@ def test_a_context_larger_than_the_memory(card):
 @pytest.mark.parametrize("name, value", [("ctx", 0), ("ctx", -5), ("slots", 0), ("chunk", 0), ("chunk", 100)])
 def test_options_of_load(name, value):
     with pytest.raises(qengine.RequestError, match=f"{name} must be .*not {value}"):
-        load("emulated", **{name: value})
+        load_tiny("emulated", **{name: value})
 
 
 def test_a_context_longer_than_the_models_own_is_warned_of(capsys):
     for ctx in 4096, 4097:
-        qengine.load(MODEL, card="emulated", ctx=ctx).close()
+        qengine.load(TINY, card="emulated", ctx=ctx).close()
         assert ("warning: the model was made for 4096 tokens" in capsys.readouterr().err) == (ctx > 4096)
 
 
 def test_an_open_model_is_loaded_as_it_is(card):
-    opened = qengine.open_model(MODEL)
+    opened = qengine.open_model(TINY)
     engine = qengine.load(opened, card=card, ctx=CONTEXT, progress=False)
     assert engine.config is opened.config and engine.tokenizer is opened.tokenizer
     engine.close()
@@ -629,13 +618,13 @@ def test_an_open_model_is_loaded_as_it_is(card):
 
 def test_several_cards_are_refused():
     with pytest.raises(CardError, match="emulated:3 means 3 cards"):
-        load("emulated:3")
+        load_tiny("emulated:3")
 
 
 def test_a_scale_that_is_no_number_is_refused(tmp_path):
-    gguf = qengine.GGUF(MODEL)
+    gguf = qengine.GGUF(TINY)
     name = "blk.1.ffn_up.weight"
-    data = bytearray((DATA / "tiny-Q8_0.gguf").read_bytes())
+    data = bytearray(Path(TINY).read_bytes())
     at = gguf.tensors[name].offset + 34 * 5
     data[at:at + 2] = np.float16(np.nan).tobytes()
     damaged = tmp_path / "damaged.gguf"

@@ -139,6 +139,62 @@ def test_pages_of_origins_that_were_named_may_read(origins, origin, told):
         assert "Origin" in answers[2].headers["Vary"]
 
 
+# ---- web pages, where there are no keys ---------------------------------------------------------------------
+
+
+def ask_as(client, host, origin):
+    return client.post(CHAT, json=BODY, headers={"Host": host} | ({"Origin": origin} if origin else {}))
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:8080", "127.0.0.1:8080", "127.0.0.5", "[::1]:8080",
+                                  "LOCALHOST.:1"])
+@pytest.mark.parametrize("listens", ["127.0.0.1", "localhost", "::1", "127.0.0.5"])
+def test_on_loopback_the_server_has_the_names_of_this_machine(listens, host):
+    """As an SSH tunnel has them, too: its own end is one of this machine."""
+    client = web(host=listens)
+    for origin in (None, f"http://{host}", f"https://{host}"):
+        assert ask_as(client, host, origin).status_code == 200
+    assert client.get("/", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("host", [
+    "evil.example", "evil.example:8080", "localhost.evil.example", "127.0.0.1.evil.example", "[::1", "10.0.0.1:8080", "@",
+    "localhost@evil.example"])
+def test_a_name_that_leads_here_is_not_enough(host):
+    """DNS rebinding: to the browser, a page of that name and this server are one origin."""
+    for origin in (None, f"http://{host}"):
+        answer = ask_as(web(), host, origin)
+        assert answer.status_code == 403 and "--cors" in refusal(answer)
+        assert ask_as(web(host="0.0.0.0"), host, origin).status_code == 200         # it may have any name
+        assert ask_as(web(origins=["*"]), host, origin).status_code == 200
+    assert web().get("/", headers={"Host": host}).status_code == 403
+    answer = web(keys=["secret"]).post(CHAT, json=BODY, headers={"Host": host, "x-api-key": "secret"})
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("listens", ["127.0.0.1", "0.0.0.0"])
+@pytest.mark.parametrize("origin", [OTHERS, "http://localhost:3000", "null", "http://localhost:8080.evil.example"])
+def test_pages_of_other_origins_cannot_act_without_reading(listens, origin):
+    """What a browser sends without asking first: text/plain, which may well be JSON."""
+    engine = PacedEngine(ANSWER)
+    client = web(engine, host=listens, origins=[OURS])
+    headers = {"Host": "localhost:8080", "Origin": origin, "Content-Type": "text/plain"}
+    answer = client.post(CHAT, data=json.dumps(BODY), headers=headers)
+    assert answer.status_code == 403 and "--cors" in refusal(answer) and not engine.requests
+    answer = client.post("/v1/messages", data=b"{}", headers=headers)
+    assert answer.status_code == 403 and answer.json["error"]["type"] == "permission_error"
+    assert client.post(CHAT, data=json.dumps(BODY), headers=headers | {"Origin": OURS}).status_code == 200
+
+
+def test_behind_a_proxy():
+    """By the name that --cors gives, whether or not the proxy passes it on."""
+    client = web(origins=[OURS])
+    for host in ("chat.example", "127.0.0.1:8080"):
+        assert ask_as(client, host, OURS).status_code == 200
+    assert client.get("/", headers={"Host": "chat.example"}).status_code == 200
+    assert ask_as(client, "127.0.0.1:8080", OTHERS).status_code == 403
+
+
 # ---- the log -----------------------------------------------------------------------------------------------
 
 
@@ -196,6 +252,7 @@ def test_request_ids_are_the_clients_where_they_are_sane(lines):
         answer = client.get("/v1/models", headers={"X-Request-Id": given})
         answer.close()
         said = answer.headers["X-Request-Id"]
+        assert said == answer.headers["Request-Id"]
         assert (said == given) == kept and re.fullmatch(r"[\w.:-]{1,100}", said)
         assert lines()[-1]["id"] == said
     assert len({line["id"] for line in lines()}) == len(lines())
@@ -267,7 +324,9 @@ def test_a_silent_stream_says_that_it_lives(monkeypatch):
     with serving(qengine.create_app(PacedEngine(ANSWER, delay=0.3))) as (port, _):
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
         connection.request("POST", TEXT, json.dumps({"prompt": "hi", "stream": True}))
-        events = connection.getresponse().read().decode().split("\n\n")
+        answer = connection.getresponse()
+        events = answer.read().decode().split("\n\n")
+        assert (answer.headers["Cache-Control"], answer.headers["X-Accel-Buffering"]) == ("no-cache", "no")
         connection.close()
         assert events[0] == ": keep-alive" and 3 < events.count(": keep-alive") < 20
         assert events[-2:] == ["data: [DONE]", ""]

@@ -1,23 +1,15 @@
 """What a request asks of sampling: penalties, biases, log-probabilities, stop strings after a token."""
 
 import dataclasses
+import time
 
 import numpy as np
 import pytest
 
 import qengine
 from kernels import sample
-from tests.oracle import DATA
+from tests.models import SLOTS
 
-MODEL = str(DATA / "tiny-Q8_0.gguf")
-SLOTS = 3
-
-
-@pytest.fixture(scope="module")
-def engine(card):
-    engine = qengine.load(MODEL, card=card, ctx=256, slots=SLOTS, progress=False)
-    yield engine
-    engine.close()
 
 
 def request(seed=0, **fields):
@@ -132,6 +124,16 @@ def test_requests_with_and_without_side_by_side(engine):
 # ---- stop strings ------------------------------------------------------------------------------------------
 
 
+def test_many_long_stop_strings_cost_little():
+    """However much of them the text has: minutes where each was compared with the text's end again at every letter."""
+    scanner = qengine.StopScanner(["a" * (qengine.STOP_LETTERS - 1) + chr(98 + i) for i in range(16)])
+    started = time.perf_counter()
+    shown = "".join(scanner.push("a") for _ in range(20_000))
+    assert len(shown) == 20_000 - qengine.STOP_LETTERS + 1 and not scanner.stopped
+    assert scanner.push("b") == "" and scanner.stopped
+    assert time.perf_counter() - started < 10       # 0.2 s
+
+
 def test_stop_strings_count_after_a_token(engine):
     bias, spaced = {5: 100.0}, engine.tokenizer.pieces[5].decode()
     whole = answer(engine, request(max_tokens=6, logit_bias=bias))
@@ -140,3 +142,12 @@ def test_stop_strings_count_after_a_token(engine):
     assert [event.text for event in stopped] == [spaced, ""] and stopped[-1].finish_reason == "stop"
     never = answer(engine, request(max_tokens=6, logit_bias=bias, stop=spaced, stop_after=6))
     assert [event.text for event in never] == [spaced] * 6 and never[-1].finish_reason == "length"
+
+
+def test_line_breaks_before_what_stop_strings_count_in_are_none_of_it():
+    """Templates put them behind thoughts: a text that may have one line would be empty."""
+    generation = qengine.Generation(qengine.Request([1], stop="\n", stop_after=ord("!")), qengine.ByteTokenizer(256))
+    for letter in b"a\nb!\n\nline\n":
+        reason = generation.push(letter, None)
+    generation.close()
+    assert "".join(event.text for event in generation) == "a\nb!\n\nline" and reason == "stop"

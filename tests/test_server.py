@@ -12,6 +12,7 @@ import openai
 import pytest
 
 import qengine
+from api import chat as chat_api
 from api import openai as openai_api
 from tests.scripted import Unreal
 from tests.tiny import CONTEXT, tiny_engine
@@ -227,9 +228,9 @@ def test_stop_scanner_shows_what_is_certain_and_nothing_more():
                 assert text[:at] == shown + held
                 assert all(not s.startswith(text[:at][i:]) for s in stops for i in range(len(shown)))
                 assert not held or any(s.startswith(held) for s in stops)
-        ends = [text[:at].find(s) for s in stops if s in text[:at]]
+        ends = sorted((text.find(s) + len(s), text.find(s)) for s in stops if s in text)
         assert scanner.stopped == bool(ends)
-        assert shown + scanner.flush() == (text[:min(ends)] if ends else text)
+        assert shown + scanner.flush() == (text[:ends[0][1]] if ends else text)     # however it was cut
 
 
 # ---- requests that are refused -----------------------------------------------------------------------------
@@ -447,6 +448,22 @@ def test_defaults_of_the_command_line_hold_where_a_request_is_silent(engine):
     assert n_tokens(CHAT, messages=[HI]) == (len(engine.tokenizer.encode(prompt)), 3)
 
 
+def test_what_is_being_prepared_is_open(engine, monkeypatch):
+    """A grammar may take seconds: others are told that all places are taken, and closing waits for it."""
+    preparing, go_on, prepare = threading.Event(), threading.Event(), chat_api.prepare
+    monkeypatch.setattr(chat_api, "prepare", lambda *arguments: (preparing.set(), go_on.wait(), prepare(*arguments))[2])
+    with serving(qengine.create_app(engine, max_requests=2)) as (port, service):
+        answers = []
+        thread = threading.Thread(target=lambda: answers.append(send(port, "POST", CHAT, {"messages": [HI], "n": 2})))
+        thread.start()
+        preparing.wait()
+        assert_error(send(port, "POST", TEXT, {"prompt": "hi"}), 429)
+        assert not service.close(timeout=0.1)
+        go_on.set()
+        thread.join()
+        assert service.close() and answers[0][0] == 503
+
+
 LONG = {"prompt": PROMPT, "max_tokens": CONTEXT - 100, "ignore_eos": True}
 
 
@@ -551,6 +568,52 @@ class Endless(Unreal):
 
     def cancel(self):
         self.cancelled = True
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_client_that_does_not_read_loses_its_place(engine, monkeypatch, stream):
+    monkeypatch.setattr(qengine, "READ_SECONDS", 1)
+    generation = Endless() if stream else Unhurried([qengine.Event(1, "a" * (20 << 20), "stop")])
+    monkeypatch.setattr(engine, "submit", lambda request: generation)
+    with serving(qengine.create_app(engine)) as (port, service):
+        connection = start(port, LONG | {"stream": stream})
+        wait_until(lambda: service.log.running)
+        wait_until(lambda: not (service.log.running or service.open))
+        assert generation.cancelled
+        connection.close()
+
+
+class Unhurried(Unreal):
+    """A generation that takes two seconds for each thing it says."""
+
+    n_generated, cancelled = 0, False
+
+    def __init__(self, said):
+        super().__init__()
+        self.said = said
+
+    def take(self):
+        if not self.said:
+            return None
+        time.sleep(2)
+        self.n_generated += 1
+        return self.said.pop(0)
+
+    def cancel(self):
+        self.cancelled = True
+
+
+def test_a_client_that_reads_slowly_keeps_its_place(engine, monkeypatch):
+    """Also while there is nothing to read."""
+    monkeypatch.setattr(qengine, "READ_SECONDS", 1)
+    generation = Unhurried([qengine.Event(1, "a" * (8 << 20)), qengine.Event(1, "b", "stop")])
+    monkeypatch.setattr(engine, "submit", lambda request: generation)
+    with serving(qengine.create_app(engine)) as (port, _):
+        answer, n = start(port, LONG | {"stream": True}).getresponse(), 0
+        while piece := answer.read(2 << 20):
+            n += len(piece)
+            time.sleep(0.4)
+        assert n > 8 << 20 and piece == b""
 
 
 def test_closing_does_not_wait_for_clients_that_do_not_read(engine, monkeypatch):
