@@ -44,10 +44,12 @@ probability is then 0): what a page holds there, NaN included, does not matter.
 Pipe: half2. Of 6,150 instructions per step and lane 4,096 are packed FMA, 67 %: the bound where the half2
 pipe takes one instruction per issue slot (H100); on Volta, with half as many lanes, it is 86 %, the
 conversions that share the pipe. Measured on an H200 (2026-11-21, 512 rows of 16/4 heads at the end of 4,608
-and 18,432 tokens): 41 and 44 TFLOPS, 32 and 34 % of 131: 1.7 warps per scheduler issue in 49 % of the cycles
-(ncu; fixed latencies 25 % of the samples, pipe contention 11 %, shared memory 40 % busy). 512 rows are 1,024
-warps, 1.9 per scheduler of that card, 3.8 of a CMP 100-210's. dp4a on quantised keys would halve the scores'
-instructions on Volta and none on H100, for scores seven times less exact.
+and 18,432 tokens): 41 and 44 TFLOPS, 32 and 34 % of 131: 1.7 warps per scheduler issue in 49 % of the
+cycles (ncu; fixed latencies 25 % of the samples, pipe contention 11 %, shared memory 40 % busy). 512 rows
+are 1,024 warps, 1.9 per scheduler of that card, 3.8 of a CMP 100-210's. In a prompt of 18,400 tokens of a
+9B (H100, passes of up to 4,096 rows) it is 34 % too, 15 % of the time: two blocks of an SM, for their
+registers, whatever the rows. dp4a on quantised keys would halve the scores' instructions on Volta and none
+on H100, for scores seven times less exact.
 """
 
 import math

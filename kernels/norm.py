@@ -45,6 +45,7 @@ GROUPS = 4                # groups that a warp keeps in registers
 PART = GROUP * GROUPS     # values of a row per warp
 VALUES = PART // 32       # of them per lane
 MAX_WARPS = 32            # of a block, hence rows of at most 16,384
+WEIGHTS = GROUPS, 4       # of a lane of rms_norm_quantize_kernel
 GATED_WARPS = 4           # heads of the gated norm per block
 
 
@@ -135,16 +136,25 @@ def _load4_or_zeros(array, index, inside):
 
 
 @cuda.jit(device=True, forceinline=True)
-def quantize_norm(q, d, x, at, w, k, eps, partial, lane, warp, n_warps):
+def hold_weights(held, w, k, lane, warp, n_warps):
+    """held, local float32 [any number, 4] <- the lane's weights of the first groups that `quantize_norm` gives the
+    warp. Before its launch waits for x: they come from memory."""
+    for g in range(len(held)):
+        i = uint32(uint32(uint32(warp + uint32(g) * n_warps) * uint32(GROUP)) + lane * uint32(4))
+        held[g, 0], held[g, 1], held[g, 2], held[g, 3] = _load4_or_zeros(w, i, i < k)
+
+
+@cuda.jit(device=True, forceinline=True)
+def quantize_norm(q, d, x, at, w, held, k, eps, partial, lane, warp, n_warps):
     """RMSNorm of the k values of x from `at` on, as int8 blocks, by a block of n_warps warps of any number.
 
-    q, d: where they go, from `at` and at / 32 on, arrays in global or shared memory. partial: shared float32
-    [MAX_WARPS], for this row alone. One barrier; what the warps write is not yet seen by each other.
+    q, d: where they go, from `at` and at / 32 on, arrays in global or shared memory. held: of `hold_weights`.
+    partial: shared float32 [MAX_WARPS], for this row alone. One barrier; what the warps write is not yet seen by
+    each other.
     """
     n_parts = uint32((k + uint32(PART - 1)) // uint32(PART))
     i = uint32(uint32(warp * uint32(GROUP)) + lane * uint32(4))
-    w0, w1, w2, w3 = _load4_or_zeros(w, i, i < k)  # under way during the sum, with the values they scale
-    x0, x1, x2, x3 = _load4_or_zeros(x, uint32(at + i), i < k)
+    x0, x1, x2, x3 = _load4_or_zeros(x, uint32(at + i), i < k)  # under way during the sum
     part = warp
     while part < n_parts:
         total = float32(0)
@@ -159,21 +169,30 @@ def quantize_norm(q, d, x, at, w, k, eps, partial, lane, warp, n_warps):
     cuda.syncthreads()
     total = warp_sum(partial[lane] if lane < n_parts else float32(0))
     scale = rsqrt(div_rn(total, float32(k)) + eps)
-    while uint32(i - lane * uint32(4)) < k:  # the same for all lanes, which meet in the shuffles
+    for g in range(len(held)):
+        if uint32(i - lane * uint32(4)) < k:  # the same for all lanes, which meet in the shuffles
+            store_quantized(q, d, uint32(at + i), i < k, x0 * scale * held[g, 0], x1 * scale * held[g, 1],
+                            x2 * scale * held[g, 2], x3 * scale * held[g, 3])
+        i = uint32(i + uint32(n_warps * uint32(GROUP)))
+        x0, x1, x2, x3 = _load4_or_zeros(x, uint32(at + i), i < k)
+    while uint32(i - lane * uint32(4)) < k:  # groups beyond those held
+        w0, w1, w2, w3 = _load4_or_zeros(w, i, i < k)
         store_quantized(q, d, uint32(at + i), i < k, x0 * scale * w0, x1 * scale * w1, x2 * scale * w2,
                         x3 * scale * w3)
         i = uint32(i + uint32(n_warps * uint32(GROUP)))
-        w0, w1, w2, w3 = _load4_or_zeros(w, i, i < k)
         x0, x1, x2, x3 = _load4_or_zeros(x, uint32(at + i), i < k)
 
 
 @cuda.jit
 def rms_norm_quantize_kernel(q, d, x, w, k, eps):
     let_next_begin()
-    wait_for_previous()
     row, lane, warp = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x & 31), uint32(cuda.threadIdx.x >> 5)
+    n_warps = uint32(cuda.blockDim.x >> 5)
     partial = cuda.shared.array(MAX_WARPS, float32)
-    quantize_norm(q, d, x, uint32(row * k), w, k, eps, partial, lane, warp, uint32(cuda.blockDim.x >> 5))
+    held = cuda.local.array(WEIGHTS, float32)
+    hold_weights(held, w, k, lane, warp, n_warps)
+    wait_for_previous()
+    quantize_norm(q, d, x, uint32(row * k), w, held, k, eps, partial, lane, warp, n_warps)
 
 
 @cuda.jit(device=True, inline="always")

@@ -40,7 +40,8 @@ one below the other. It serves every format: a thread unpacks the block that it 
   * The loop has no branch: of 790 instructions for Q8_0 512 are dp4a, 192 the scaling, 60 memory, the rest 26.
     Q4_K adds 64 fma and 20 for unpacking; Q6_K 128 integer multiplications and 64 accumulators that start.
   * R = 16 takes 168 registers, so 12 warps fit an SM (with 64 KB of shared memory 8 for Q4_K, Q5_K and Q6_K).
-    R = 10, 8 and 4 are for few rows (see `rows_per_warp`).
+    R = 15, 10, 8 and 4 are for rows that fill the last round of blocks badly (see `rows_per_warp`). For
+    an odd R the first row of the next block arrives in the other registers, and is moved.
   * The dot becomes a float by the conversion instruction, which has a pipe of its own (16 lanes on Volta,
     half the time of the dp4a beside it), and not by `unbias`, whose addition is on the pipe of dp4a.
 
@@ -78,7 +79,22 @@ Measured on an H200 (2026-11-21, 1.98 GHz; per cent of the 133.8 TOPS of 64 lane
 
 The outer product is as fast for many rows, but slower for few, and half as fast on the emulated card. 297
 rows are 256 blocks of threads of 40 rows for 132 SMs: 90 % of the two rounds is work. A split of k would give
-other bits.
+other bits. R = 15 came after these measurements: by `tile_time` it takes 3.5 % off the products of a 9B at 297
+rows (12288 x 4096: 5 tiles of 60 rows, not of 64), 1.8 % at 1,160; not yet timed.
+
+What that allows a prompt of a 9B (Q8_0). On an H100 80GB HBM3 (2026-11-21) 297, 1,160, 4,620 and 18,400 tokens
+run at 56.1, 64.5, 67.3 and 61.0 % of the peak, all kernels included. The goal of 72 % at 1,160 and 4,620:
+
+    tokens   whole   work at the peak   all but products   72 % would leave     share of     registers alone,
+                                                           the products         the rounds   by that share
+     1,160   186 ms       120 ms             12 ms         155 ms: 77.6 %          92 %          76.0 %
+     4,620   711 ms       478 ms             68 ms         597 ms: 80.2 %          96 %          79.5 %
+
+"Registers alone" is 82.5 % times the share of work in the rounds of blocks (passes of 1,160 and of 2,368 and
+2,252 rows, by `tile_time`). So 1,160 tokens cannot reach 72 % even if the loop ran as on registers alone, and
+4,620 only if in fuller rounds nothing but the multipliers ever waited. "All but products" is the time by kernel
+at 18,400 tokens (attention 469 ms, delta rule 104, others 47), attention by the square of the length, the others
+in proportion.
 """
 
 from functools import cache, partial
@@ -283,9 +299,8 @@ def device_functions(format, second):
 
 
 def pipelined_kernel(format, rows, blocks_per_sm):
-    """Version 3 for a format of weights, whose warps make `rows` rows each, 4 to 16 and even; `blocks_per_sm` find
-    registers."""
-    put_row, sync_row = rows // 3, rows // 2
+    """Version 3 for a format of weights, whose warps make `rows` rows each, 4 to 16; `blocks_per_sm` find registers."""
+    put_row, sync_row, is_odd = rows // 3, rows // 2, rows % 2 == 1
     rest_row = (sync_row + rows) // 2  # the compiler unrolls no longer loops
     begin, fetch, place, second = carriers(format)
     put_column, put_x, load_x_scales, multiply_row = device_functions(format, second)
@@ -374,8 +389,11 @@ def pipelined_kernel(format, rows, blocks_per_sm):
             cuda.syncthreads()
             multiply_rows(acc, sync_row, rest_row, w, w_scales, x, x_now, x_scales)
             multiply_rows(acc, rest_row, rows - 1, w, w_scales, x, x_now, x_scales)
-            load_block(x[0], x_at + x_next)
-            multiply_row(acc, rows - 1, w, w_scales, x[1], x_scales)
+            load_block(x[rows & 1], x_at + x_next)
+            multiply_row(acc, rows - 1, w, w_scales, x[(rows - 1) & 1], x_scales)
+            if is_odd:
+                for i in range(WORDS):
+                    x[0, i] = x[1, i]
             for c in range(COLUMNS):
                 load_block(w[c], w_at + w_next + uint64(32 * PITCH * c))
             load_x_scales(x_scales, 0, x_at + x_next)
@@ -397,7 +415,7 @@ def pipelined_kernel(format, rows, blocks_per_sm):
 
 
 # Rows per warp -> registers for so many blocks of threads on an SM.
-TILES = {16: 3, 10: 3, 8: 3, 4: 4}
+TILES = {16: 3, 15: 3, 10: 3, 8: 3, 4: 4}
 
 
 @cache

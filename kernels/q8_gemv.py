@@ -65,8 +65,10 @@ rings before they wait for it (kernels/intrinsics.py, launches that overlap). On
          overlapping           1.9         5.9         3.4         6.5         5.6            26.2
 
 (Blocks that leave room for a second one gather on the SMs that are free first, and others stay idle.) The norm
-inside costs 1.2 us, a launch of its own 2.5. On a CMP 100-210, where nothing overlaps, 129 launches of 2.4 us are
-0.31 ms beside the 10.0 ms that the 8.3 GB of a 9B's token take at 829 GB/s: 3 %.
+inside cost 1.2 us, a launch of its own 2.5. Since then its weights are asked for before the wait and ahead of the
+ring (else they queue behind the 70 KB of each SM's ring, 3 us of the bandwidth); that has not been timed. On a CMP
+100-210, where nothing overlaps, 129 launches of 2.4 us are 0.31 ms beside the 10.0 ms that the 8.3 GB of a 9B's
+token take at 829 GB/s: 3 %.
 
 Tried and lost, on that H100: out, gate and up, down and inputs in one launch, with three barriers of the whole
 grid between them and the rings filled before each (89.0 us for 91.6; a barrier is 1.06 us, an empty launch 0.91,
@@ -74,6 +76,23 @@ and the emulated card would need blocks that wait for each other); prefetch.glob
 the ring (93.1), also before those barriers (94.0 and 95.6); x loaded before the ring is filled (91.9); the weights of
 out asked for by idle SMs during the delta rule (14.85 for both launches, with 4, 8 or 16 MB 14.85, 15.8, 17.4).
 On an H200: the next matrix's first 2 to 16 MB by prefetch at the end of a launch (0 to +1 us each).
+
+What a token loses, on an H100 with overlap (2026-11-21, each kind of kernel replayed by itself; bytes at 2,970 GB/s):
+
+    27B, 94.2 tokens/s: 10.62 ms, bytes 8.91      launches    us each    bytes    lost
+      gate and up, with norm and SwiGLU                 64       68.8     63.8     5.0     544 units of 32 outputs: 4
+      inputs and head, with norm                        65       39.2     35.8     3.4     for each SM, and 16
+      out, down                                        128       22.9     21.6     1.4
+      delta rule / attention                       48 / 16  6.3 / 9.4      2.1
+    9B: Q8_0 301 tokens/s, 3.32 ms, bytes 2.76; Q4_K 463 tokens/s, 2.16 ms, bytes 1.54        some 165 launches
+    0.8B: 1,538 tokens/s, 0.65 ms, bytes 0.27                                                 some 125 launches
+
+Q4_K is 1.6 times as fast as Q8_0 where both lose 0.50 ms: (2.76 + 0.50) / (1.54 + 0.50). They lose 0.56 and 0.62, 3.4
+and 3.8 us of a launch, of which an empty one that overlaps takes 0.9. Half of its bandwidth for a 0.8B leaves 2.2 us
+for each launch, which now loses 3.0. Eight columns are two sets of warps, so the weights pass from the second-level
+cache to the SMs twice: 16.6 GB in the 3.50 ms of a 9B's products, 4.7 TB/s, at 79 (`gemv`) and 84 % (SwiGLU) of the
+memory's bandwidth.
+
 `cuda.syncwarp` after the first loads of a ring is there for the assembler, which otherwise moves each load to
 where it is used, to save registers.
 """
@@ -89,7 +108,7 @@ from kernels.bench import Case, main
 from kernels.intrinsics import (BIAS_WORD, dp4a, float_as_word, half_to_float, let_next_begin, load_words2,
                                 load_words4, silu, store_word, stream_words2, stream_words4, unbias,
                                 wait_for_previous)
-from kernels.norm import MAX_WARPS, quantize_norm, rms_norm_quantize
+from kernels.norm import MAX_WARPS, hold_weights, quantize_norm, rms_norm_quantize
 from kernels.quantize import block_scale, quantize_word
 from kernels.swiglu import swiglu_quantize
 
@@ -97,6 +116,7 @@ BLOCK = 32  # weights per scale
 MAX_COLUMNS = 16  # of one launch
 MAX_FUSED = 16384  # values of a column whose norm is computed inside
 MAX_FUSED_BLOCKS = MAX_FUSED // BLOCK
+HELD = 2, 4  # weights of the norm that a lane holds: all of 8,192 values, where 32 warps share them
 H_SHAPE = 2, 2, MAX_COLUMNS * BLOCK  # sums of SwiGLU on their way to the quantisation: side, gate or up, output
 
 
@@ -403,12 +423,14 @@ def gemv_kernel(fmt, columns, shape, fused):
         partial = cuda.shared.array(MAX_WARPS, float32)
         lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
         raw, w_rows = cuda.local.array(raw_shape, uint32), cuda.local.array(rows, uint32)
+        held = cuda.local.array(HELD, float32)
+        hold_weights(held, norm_w, k, lane, warp, uint32(warps))  # ahead of the ring, for which they would queue
         group, last = share(warp, uint32(warp_bits), each, extra)
         set_rows(w_rows, group, n)
         if group < last:
             start(raw, w_rows, k, lane, wq, wd)
         wait_for_previous()
-        quantize_norm(xq, xd, x, uint32(0), norm_w, k, eps, partial, lane, warp, uint32(warps))
+        quantize_norm(xq, xd, x, uint32(0), norm_w, held, k, eps, partial, lane, warp, uint32(warps))
         cuda.syncthreads()
         work(raw, y, stride, wq, wd, xq, xd, n, k, False, lane, group, last, uint32(0), uint32(1))
 
@@ -494,10 +516,12 @@ def swiglu_kernel(fmt, columns, shape, fused):
         h = cuda.shared.array(H_SHAPE, float32)
         lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
         raw, w_rows = cuda.local.array(raw_shape, uint32), cuda.local.array(rows, uint32)
+        held = cuda.local.array(HELD, float32)
+        hold_weights(held, norm_w, k, lane, warp, uint32(warps))  # ahead of the ring, for which they would queue
         set_rows(w_rows, uint32(uint32(cuda.blockIdx.x << uint32(5)) + warp * uint32(pairs)), n)
         start(raw, w_rows, k, lane, wq, wd)
         wait_for_previous()
-        quantize_norm(xq, xd, x, uint32(0), norm_w, k, eps, partial, lane, warp, uint32(warps))
+        quantize_norm(xq, xd, x, uint32(0), norm_w, held, k, eps, partial, lane, warp, uint32(warps))
         cuda.syncthreads()
         work(raw, h, q, d, wq, wd, xq, xd, n, k, lane, warp, warp, uint32(warps), uint32(0), uint32(1))
 

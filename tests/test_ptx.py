@@ -103,10 +103,10 @@ OVERLAPPING = (9, 0)        # the first that can
 WAIT = "griddepcontrol.wait;"
 # The arguments that a kernel may read before it waits: weights, which no kernel writes.
 CONSTANTS = {
-    "gemv_kernel": {"wq", "wd"}, "norm_gemv_kernel": {"wq", "wd"},
-    "gemv_swiglu_kernel": {"wq", "wd"}, "norm_gemv_swiglu_kernel": {"wq", "wd"},
+    "gemv_kernel": {"wq", "wd"}, "norm_gemv_kernel": {"wq", "wd", "norm_w"},
+    "gemv_swiglu_kernel": {"wq", "wd"}, "norm_gemv_swiglu_kernel": {"wq", "wd", "norm_w"},
     "gdn_decode_kernel": {"conv_w", "ssm_a", "dt_bias", "norm_w"},
-    "attend": set(), "rms_norm_quantize_kernel": set(),
+    "attend": set(), "rms_norm_quantize_kernel": {"w"},
 }
 
 
@@ -182,7 +182,7 @@ def test_what_is_done_too_early_is_found(overlapping, early):
 
 def test_what_is_read_too_early_is_found(overlapping):
     """Without WAIT all is too early."""
-    read = {"gemv_kernel": "xq", "norm_gemv_kernel": "x", "gemv_swiglu_kernel": "xd", "norm_gemv_swiglu_kernel": "norm_w",
+    read = {"gemv_kernel": "xq", "norm_gemv_kernel": "x", "gemv_swiglu_kernel": "xd", "norm_gemv_swiglu_kernel": "x",
             "gdn_decode_kernel": "projected", "attend": "row_pos", "rms_norm_quantize_kernel": "x"}
     for kernel, types, ptx in overlapping:
         assert read[kernel.__name__] in too_early(kernel, types, ptx.replace(WAIT, ""))

@@ -63,6 +63,7 @@ def test_tiles_fill_the_card():
     card = SimpleNamespace(n_sms=132)
     assert q8_gemm.rows_per_warp(card, 4096, 4096) == 16
     assert q8_gemm.rows_per_warp(card, 4096, 297) == 10    # 256 blocks: two for nearly every SM
+    assert q8_gemm.rows_per_warp(card, 24576, 297) == 15   # five tiles of 60 rows, not of 64
     assert q8_gemm.rows_per_warp(card, 4096, 128) == q8_gemm.rows_per_warp(card, 1024, 297) == 8
     assert q8_gemm.rows_per_warp(card, 4096, 64) == q8_gemm.rows_per_warp(card, 1024, 8) == 4
 
@@ -71,7 +72,7 @@ SIGNATURE = ("float32[1]", "int8[1]", "uint16[1]", "int8[1]", "float32[1]", *["u
 
 
 @pytest.mark.parametrize("name, rows", [
-    *((name, 16) for name in FORMATS), ("Q8_0", 10), ("Q8_0", 8), ("Q8_0", 4),
+    *((name, 16) for name in FORMATS), ("Q8_0", 15), ("Q8_0", 10), ("Q8_0", 8), ("Q8_0", 4),
     *((name, rows) for name in ("Q4_K", "Q5_K", "Q6_K") for rows in (10, 4))])
 def test_everything_stays_in_registers(name, rows):
     """On sm_70. Arrays in local memory would mean that a loop over rows has not been unrolled. 8 rows may have the
