@@ -3079,17 +3079,18 @@ class Constraint:
 
 FORCED_LETTERS = 1024       # that are looked ahead: the scheduler waits for their tokens, for 200,000 letters 0.2 s
 KEPT_GRAMMARS = 32          # compiled, for the next answer under the same schema or tools
+GRAMMAR_LIMITS = llguidance.LLParserLimits(verbose_errors=False)        # its errors go to clients
 
 
 def compile_grammar(prepared: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
-    """A matcher at the start of an answer. It takes milliseconds, seconds at worst (an intersection of 16 patterns),
-    without the interpreter's lock; a copy of it takes microseconds.
+    """A matcher at the start of an answer. It takes milliseconds, without the interpreter's lock; a copy of it takes
+    microseconds. Of a grammar in which many patterns meet it takes without limit: whoever has grammars of strangers
+    counts those first, as api/strings.py does.
 
     The limits of llguidance are right for a scheduler that waits for a mask: of grammars made to be slow (patterns that
     need 2^60 states, 2,000 alternatives, ambiguous recursion) the worst mask took 33 ms of 248,000 tokens or 6,000, and
     what would take longer is refused with the limit's name, at the start or on the way."""
-    limits = llguidance.LLParserLimits(verbose_errors=False)        # its errors go to clients
-    return llguidance.LLMatcher(prepared, grammar, log_level=0, limits=limits)
+    return llguidance.LLMatcher(prepared, grammar, log_level=0, limits=GRAMMAR_LIMITS)
 
 
 class Vocabulary:

@@ -9,7 +9,9 @@ import json
 
 from llguidance import LLMatcher
 
-from .strings import BY_SCHEMAS, GrammarError, between_slashes, expressions_of, verbatim
+from qengine import GRAMMAR_LIMITS
+
+from .strings import BY_SCHEMAS, GrammarError, between_slashes, check_meetings, expressions_of, verbatim
 from .tools import DEFINITIONS, PARAMETER_END, Tool, XMLCall, choices, resolve, types_of
 
 # The separators that models write (json.dumps), with and without the blank. Free white space would let small models
@@ -33,7 +35,7 @@ def compile_grammar(lark: str) -> str:
     if len(lark) > MAX_GRAMMAR:
         raise GrammarError(TOO_LONG)
     grammar = LLMatcher.grammar_from_lark(lark)
-    failed, messages = LLMatcher.validate_grammar_with_warnings(grammar)
+    failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=GRAMMAR_LIMITS)
     if failed:
         reason = messages[0].rpartition("failed to compile JSON schema: ")[2]
         raise GrammarError(" ".join(reason.partition("\n   1 |")[0].split()))
@@ -45,7 +47,9 @@ def literal(text: str) -> str:
 
 
 def json_value(schema: dict, strict: bool = True) -> str:
-    """Lark for a JSON value that fits a schema. Not strict: keywords that cannot be enforced are overlooked."""
+    """Lark for a JSON value that fits a schema. Not strict: keywords that cannot be enforced are overlooked.
+    GrammarError: too much meets in it."""
+    check_meetings(schema)
     return "%json " + json.dumps(schema | {"x-guidance": STYLE | {"lenient": not strict}})
 
 

@@ -250,6 +250,44 @@ def test_schemas_far_too_large(form, kind):
     assert time.process_time() - start < 10         # with other work beside
 
 
+def meeting(*patterns):
+    return {"allOf": [TEXT | {"pattern": one} for one in patterns]}
+
+
+FORTY = [f"[a-z]{{{i}}}" for i in range(2, 42)]
+ALTERNATIVES = "|".join(f"[a-{chr(98 + i % 25)}]x{i}" for i in range(3000))
+TOO_MUCH_MEETS = {
+    "patterns": meeting(*FORTY), "long patterns": meeting(ALTERNATIVES, ALTERNATIVES + "|y"),
+    "a list's": {"items": meeting(*FORTY)},
+    "of two objects": {"allOf": [{"properties": {"a": meeting(*FORTY[i:i + 10])}} for i in (0, 10)]},
+    "references": {"$defs": {"a": meeting(*FORTY[:10])}, "$ref": "#/$defs/a", "allOf": [meeting(*FORTY[10:20])]},
+    "alternatives": {"allOf": [{"anyOf": [TEXT | {"pattern": f"^(a|b{i}{j})*$"} for i in range(10)]} for j in range(5)]},
+    "names": {"type": "object", "patternProperties": {one: TEXT for one in (ALTERNATIVES, ALTERNATIVES + "|y")}},
+    "deep": {"$defs": {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}]} for i in range(300)} |
+             {"d300": meeting(*FORTY[:12])}, "allOf": [{"$ref": "#/$defs/d0"}, TEXT | {"pattern": "a{2}b"}]}}
+
+
+@pytest.mark.parametrize("name", TOO_MUCH_MEETS)
+def test_too_many_patterns_that_meet_are_refused_at_once(name):
+    """llguidance would take minutes and gigabytes for most of them."""
+    start = time.process_time()
+    with pytest.raises(GrammarError, match="too many"):
+        Rules({}, "content").value(TOO_MUCH_MEETS[name])
+    assert rules_of(Rules(shipped().tokenizer.tags, "content"), XMLCall, Conversation(
+        [], None, Toolbox([], [Tool("f", {"properties": {"a": TOO_MUCH_MEETS[name] | {"type": ["object", "array"]}}})],
+                          must=False))) == {}
+    assert time.process_time() - start < 1
+
+
+def test_patterns_that_meet():
+    """As far as they are few; and definitions that only follow on each other meet nobody."""
+    rules = Rules({}, "content").value(meeting("^[A-Z]{2}-", "[0-9]$", "^.{4,6}$") | {"format": "hostname"})
+    assert obeys(rules, '"AB-12"') and not obeys(rules, '"AB-1234567"') and not obeys(rules, '"AB-x"')
+    parts = [{"properties": {f"{name}{i}": TEXT | {"format": "date"} for i in range(30)}} for name in "ab"]
+    assert Rules({}, "content").value({"type": "object", "allOf": parts, "patternProperties": {"^x-": {}, "^y-": {}}})
+    assert Rules({}, "content").value(TEXT | {"pattern": ALTERNATIVES, "minLength": 3})
+
+
 def test_rules_follow_the_thoughts():
     tags = shipped().tokenizer.tags
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"],
