@@ -124,7 +124,9 @@ def where_stop_strings_count(tags: dict[str, int], opening: str, toolbox: Toolbo
     may come, there is none."""
     if toolbox and toolbox.must:
         return {"stop": ()}
-    return {"stop_after": tags.get("</think>") if opening == "thought" else None,
+    has_both = opening == "either" and {"<think>", "</think>"} <= tags.keys()
+    return {"stop_after": tags.get("</think>") if opening == "thought" or has_both else None,
+            "stop_pause": tags["<think>"] if has_both else None,
             "stop_before": tags.get("<tool_call>") if toolbox else None}
 
 

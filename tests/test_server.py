@@ -555,6 +555,26 @@ def test_an_error_of_our_own_shows_no_internals(engine, port, monkeypatch):
     assert "division" not in answer[2]["error"]["message"]
 
 
+def test_a_panic_of_a_library_is_an_error_like_others(engine, port, monkeypatch):
+    """pyo3's PanicException is no Exception."""
+    class Panic(BaseException):
+        pass
+
+    submitted, submit = [], engine.submit
+
+    def panic(request):
+        if submitted:
+            raise Panic("called `Option::unwrap()` on a `None` value")
+        submitted.append(submit(request))
+        return submitted[0]
+
+    monkeypatch.setattr(engine, "submit", panic)
+    answer = send(port, "POST", TEXT, LONG | {"n": 2})
+    assert_error(answer, 500)
+    assert "unwrap" not in answer[2]["error"]["message"]
+    assert submitted[0].cancelled
+
+
 def test_closing_tells_the_clients(engine):
     with serving(qengine.create_app(engine)) as (port, service), official_client(port) as client:
         stream = iter(complete(client, max_tokens=CONTEXT - 100, stream=True))
