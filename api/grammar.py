@@ -6,10 +6,11 @@ Where a vocabulary has no such token, the tag is its letters.
 
 import functools
 import json
+import math
 
 from llguidance import LLMatcher
 
-from qengine import GRAMMAR_LIMITS
+from qengine import GRAMMAR_LIMITS, is_within
 
 from .strings import BY_SCHEMAS, GrammarError, between_slashes, check_meetings, expressions_of, verbatim
 from .tools import DEFINITIONS, PARAMETER_END, Tool, XMLCall, choices, resolve, types_of
@@ -48,9 +49,27 @@ def literal(text: str) -> str:
 
 def json_value(schema: dict, strict: bool = True) -> str:
     """Lark for a JSON value that fits a schema. Not strict: keywords that cannot be enforced are overlooked.
-    GrammarError: too much meets in it."""
+    GrammarError: strict, and something would be; or too much meets in it."""
     check_meetings(schema)
+    if strict:
+        check_counts(schema)
     return "%json " + json.dumps(schema | {"x-guidance": STYLE | {"lenient": not strict}})
+
+
+def check_counts(schema: dict):
+    """GrammarError for minProperties of names that the schema leaves open: llguidance lets such a name come again, and
+    counts it again."""
+    waiting = [schema]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, list):
+            waiting += one
+        elif isinstance(one, dict):
+            waiting += [inner for name, inner in one.items() if name not in ("enum", "const", *ANNOTATIONS)]
+            required = one["required"] if isinstance(one.get("required"), list) else []
+            is_open = one.get("additionalProperties") is not False or one.get("patternProperties")
+            if is_open and is_within(int, one.get("minProperties"), len(required) + 1, math.inf):
+                raise GrammarError("minProperties, where an object may have names that the schema does not list")
 
 
 class Rules:

@@ -127,8 +127,8 @@ def check_meetings(schema: dict):
 
 
 def ways_of(schema, root: dict, known: dict, depth: int = 0) -> int:
-    """At most so many ways lead on within one value, in a string of it or in what it is made of; MAX_WAYS + 1 stands for
-    more. root: where references point; known: what those seen so far have; depth: as in `types_of`."""
+    """At most so many ways lead on within one value, in a string of it or in what it is made of; MAX_WAYS + 1 stands
+    for more. root: where references point; known: what those seen so far have; depth: as in `types_of`."""
     if not isinstance(schema, dict):
         return 1
     if depth > MAX_DEPTH:

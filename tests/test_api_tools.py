@@ -261,7 +261,8 @@ TOO_MUCH_MEETS = {
     "a list's": {"items": meeting(*FORTY)},
     "of two objects": {"allOf": [{"properties": {"a": meeting(*FORTY[i:i + 10])}} for i in (0, 10)]},
     "references": {"$defs": {"a": meeting(*FORTY[:10])}, "$ref": "#/$defs/a", "allOf": [meeting(*FORTY[10:20])]},
-    "alternatives": {"allOf": [{"anyOf": [TEXT | {"pattern": f"^(a|b{i}{j})*$"} for i in range(10)]} for j in range(5)]},
+    "alternatives": {"allOf": [{"anyOf": [TEXT | {"pattern": f"^(a|b{i}{j})*$"} for i in range(10)]}
+                               for j in range(5)]},
     "names": {"type": "object", "patternProperties": {one: TEXT for one in (ALTERNATIVES, ALTERNATIVES + "|y")}},
     "deep": {"$defs": {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}]} for i in range(300)} |
              {"d300": meeting(*FORTY[:12])}, "allOf": [{"$ref": "#/$defs/d0"}, TEXT | {"pattern": "a{2}b"}]}}
@@ -337,6 +338,18 @@ def test_what_cannot_be_enforced_is_named(schema, named):
     with pytest.raises(GrammarError, match=named.replace("$", r"\$")) as caught:
         Rules({}, "content").value(schema)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+def test_the_least_number_of_names():
+    """A name that the schema does not list may come again: {"a": 1, "a": 1} would pass for two."""
+    listed = {"type": "object", "properties": {name: {"const": 1} for name in "ab"}, "additionalProperties": False}
+    rules = Rules(shipped().tokenizer.tags, "content").value(listed | {"minProperties": 1})
+    assert obeys(rules, '{"b": 1}') and not obeys(rules, "{}") and not obeys(rules, '{"a": 1, "a": 1}')
+    for free in {"additionalProperties": {"const": 1}}, {"patternProperties": {"^x": {}}}, {"required": ["a"]}:
+        schema = listed | {"additionalProperties": free.get("additionalProperties", True)} | free
+        with pytest.raises(GrammarError, match="minProperties"):
+            Rules({}, "content").value({"items": schema | {"minProperties": 2}})
+        assert Rules({}, "content").value({"items": schema | {"minProperties": len(free.get("required", []))}})
 
 
 def test_tools_that_cannot_be_enforced():
