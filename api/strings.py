@@ -16,6 +16,8 @@ from llguidance import LLMatcher
 
 from qengine import is_within
 
+from .tools import BY_SCHEMAS
+
 MONTH_AND_DAY = (r"(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|"
                  r"02-(?:0[1-9]|[12][0-9]))")
 DATE = f"[0-9]{{4}}-{MONTH_AND_DAY}"
@@ -29,7 +31,6 @@ FORMATS = {         # RFC 3339 (without leap seconds, with a leap day each year)
     "email": rf"{WORD}(?:\.{WORD})*@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)*"}
 MAX_PATTERN = 10_000        # letters
 MAX_LENGTH = 10**9          # llguidance counts so far
-BY_SCHEMAS = {"allOf", "oneOf", "not", "if", "anyOf", "$ref"}
 
 
 class GrammarError(Exception):
