@@ -325,7 +325,8 @@ def test_bad_fields_are_named(port, path, body, param, stream):
 
 
 @pytest.mark.parametrize("data", [
-    b'{"prompt": "hi", "messages": ' + b"[" * 200 + b"]" * 200 + b"}", b"", b"{", b"[]", b'"text"', b"null", b"5", b"\xff\xfe", b"prompt=hi", b"[" * 100_000, b'{"a":' * 100_000,
+    b'{"prompt": "hi", "messages": ' + b"[" * 200 + b"]" * 200 + b"}", b"", b"{", b"[]", b'"text"', b"null", b"5",
+    b"\xff\xfe", b"prompt=hi", b"[" * 100_000, b'{"a":' * 100_000,
     b'{"prompt": "hi", "temperature": NaN}', b'{"prompt": "hi", "temperature": Infinity}',
     b'{"prompt": "hi", "temperature": 1e999}', b'{"prompt": "hi", "seed": ' + b"9" * 5000 + b"}",
     b'{"prompt": "hi", "\\ud800": 1}', b'{"prompt": "\xff"}',
@@ -563,8 +564,9 @@ def test_closing_tells_the_clients(engine):
         assert not service.open
         with pytest.raises(openai.APIError, match="cancelled"):
             list(stream)
-        with pytest.raises(openai.InternalServerError, match="shutting down"):
+        with pytest.raises(openai.InternalServerError, match="shutting down") as caught:
             complete(client)
+        assert caught.value.response.headers["Retry-After"] == "5"
 
 
 class Endless(Unreal):
