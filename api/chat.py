@@ -120,10 +120,7 @@ def rules_of(rules: Rules, form, conversation: Conversation) -> dict:
 
 
 def where_stop_strings_count(tags: dict[str, int], opening: str, toolbox: Toolbox | None) -> dict:
-    """Arguments of Request: stop strings are for text, so behind the thoughts and before the calls. Where only calls
-    may come, there is none."""
-    if toolbox and toolbox.must:
-        return {"stop": ()}
+    """Arguments of Request: stop strings are for text, so behind the thoughts and before the calls."""
     return {"stop_after": tags.get("</think>") if opening == "thought" else None,
             "stop_before": tags.get("<tool_call>") if toolbox else None}
 

@@ -53,7 +53,10 @@ def literal(text: str) -> str:
 
 def json_value(schema: dict, strict: bool = True) -> str:
     """Lark for a JSON value that fits a schema. Not strict: keywords that cannot be enforced are overlooked."""
-    return "%json " + json.dumps(schema | {"x-guidance": STYLE | {"lenient": not strict}})
+    try:
+        return "%json " + json.dumps(schema | {"x-guidance": STYLE | {"lenient": not strict}}, allow_nan=False)
+    except ValueError:                  # of 1e999, which Python reads
+        raise GrammarError("a number beyond all that computers take for finite") from None
 
 
 class Rules:
@@ -230,6 +233,8 @@ def spelling_of(schema: dict, types) -> str | None:
     """A regular expression of the values of these types that fit a schema, strings without quotes; None: there is none
     so simple."""
     if listed := choices(schema):
+        if any(isinstance(value, str) and PARAMETER_END in value for value in listed):
+            raise GrammarError(f"a value of enum or const holds {PARAMETER_END}, where the model's form ends it")
         return "|".join(verbatim(value if isinstance(value, str) else json.dumps(value)) for value in listed)
     is_simple = types and types <= SPELLINGS.keys() and not (LIMITS | BY_SCHEMAS) & schema.keys()
     return "|".join(SPELLINGS[one] for one in sorted(types)) if is_simple else None

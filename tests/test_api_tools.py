@@ -284,6 +284,11 @@ def test_strings_whose_schemas_cannot_be_enforced(schema):
     assert any(str(caught.value).startswith(word) for word in (*(schema.keys() - {"type"}), "limits of a string"))
 
 
+def test_values_that_the_xml_form_cannot_write_are_named():
+    with pytest.raises(GrammarError, match="enum or const holds </parameter>"):
+        rules_of_argument({"enum": ["x</parameter>y", "z"]})
+
+
 def test_arguments_bring_only_the_definitions_they_refer_to():
     defs = {"a": {"items": {"$ref": "#/$defs/b/x"}}, "b": {"x": {"$ref": "#/$defs/a"}}, "c": TEXT, "d/e": NULL}
     tool = Tool("f", {"$defs": defs, "properties": {
@@ -365,7 +370,7 @@ def test_an_answer_in_a_schema_or_a_call():
     ({"type": "array", "uniqueItems": True}, "uniqueItems"), ({"not": {"type": "string"}}, "not"),
     ({"type": "string", "format": "postcode"}, "postcode"), ({"type": "objekt"}, "objekt"),
     ({"type": "string", "pattern": "(?=a)b"}, "look"), ({"properties": {"a": {"$ref": "#/$defs/b"}}}, "$defs/b"),
-    ({"properties": {"a": {"if": {}}}}, "if"), ({"type": "string", "minLength": 5, "maxLength": 3}, "minLength"),
+    ({"minimum": float("inf")}, "finite"), ({"properties": {"a": {"if": {}}}}, "if"), ({"type": "string", "minLength": 5, "maxLength": 3}, "minLength"),
 ])
 def test_what_cannot_be_enforced_is_named(schema, named):
     with pytest.raises(GrammarError, match=named.replace("$", r"\$")) as caught:
