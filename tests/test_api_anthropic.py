@@ -93,9 +93,9 @@ def test_why_an_answer_ends(ask):
     assert ask("one two three", max_tokens=2)[1].stop_reason == "max_tokens"
     _, message, request = ask("one two three", stop_sequences=["four", " th"])
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", " th")
+    assert blocks_of(message) == [("text", "one two")] and request.stop == ("four", " th")
     _, message, _ = ask("one two three", stop_sequences=["two three", "two", "wo"])
     assert (message.content[0].text, message.stop_sequence) == ("one ", "two")          # as the engine cut it
-    assert blocks_of(message) == [("text", "one two")] and request.stop == ("four", " th")
     assert ask("")[1].content == []
 
 
