@@ -4141,7 +4141,7 @@ class Service:
         gone = flask.request.environ.get("waitress.client_disconnected", lambda: False)
         with self.changed:
             if self.closing:
-                raise ServiceUnavailable("the server is shutting down")
+                raise ServiceUnavailable("the server is shutting down", retry_after=5)
             n_open = len(self.open) + self.n_entering
             if n_open + n > self.max_requests:
                 raise TooManyRequests(f"too many requests: {n_open} of {self.max_requests} are open already",

@@ -17,7 +17,7 @@ from llguidance import LLMatcher
 
 from qengine import GRAMMAR_LIMITS, is_within
 
-from .tools import MAX_DEPTH, resolve
+from .tools import BY_SCHEMAS, MAX_DEPTH, resolve
 
 MONTH_AND_DAY = (r"(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|"
                  r"02-(?:0[1-9]|[12][0-9]))")
@@ -35,7 +35,6 @@ MAX_LENGTH = 10**9          # llguidance counts so far
 MAX_WAYS = 1 << 13          # in which patterns may meet: half a second's work
 MAX_NAME_PATTERNS = 512     # letters of patternProperties, each of which is compared with each
 FORMAT_WAYS = 16            # of a format of llguidance's
-BY_SCHEMAS = {"allOf", "oneOf", "not", "if", "anyOf", "$ref"}
 
 
 class GrammarError(Exception):

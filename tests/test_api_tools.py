@@ -197,9 +197,81 @@ def test_strings_of_the_xml_form_obey_their_schemas(schema, good, bad):
     assert [value for value in bad if obeys(rules, xml_call(value))] == []
 
 
+INT_A = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TEXT_B = {"properties": {"b": TEXT}, "required": ["b"]}
+A, AB, AC = [("a", 1)], [("a", 1), ("b", "x")], [("a", 1), ("c", 2)]
+ROOTS = [       # parameters, which of A, AB, AC and no arguments at all fit them
+    ({"$ref": "#/definitions/p", "definitions": {"p": INT_A}, "$schema": "http://json-schema.org/schema#"}, [A]),
+    (INT_A | {"$ref": "#", "title": "P"}, [A]),
+    ({"allOf": [INT_A, {"$ref": "#/$defs/b"}], "$defs": {"b": {"allOf": [TEXT_B]}}}, [AB]),
+    ({"allOf": [INT_A, {"properties": {"a": {"maximum": 0}}}]}, []),
+    ({"type": "object"}, [[]]), ({"type": "object", "additionalProperties": True}, [A, AB, AC, []]),
+    ({"additionalProperties": {"type": "integer"}}, [A, AC, []]),
+    (INT_A | {"additionalProperties": {"type": "integer"}}, [A, AC]),
+    ({"required": ["a"], "additionalProperties": True}, [A, AB, AC]), ({"required": ["a"]}, [A]),
+]
+
+
+def call_of(form, arguments):
+    """A call of f in this form; `write` takes no name twice."""
+    if form is JSONCall:
+        written = ", ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in arguments)
+        return f'<tool_call>\n{{"name": "f", "arguments": {{{written}}}}}\n</tool_call>'
+    written = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments)
+    return f"<tool_call>\n<function=f>\n{written}</function>\n</tool_call>"
+
+
+def rules_of_call(form, parameters, strict):
+    tool = Tool("f", parameters, strict)
+    return Rules(shipped().tokenizer.tags, "content").calls(form, [tool], must=True, several=False)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("form", [XMLCall, JSONCall])
+@pytest.mark.parametrize("parameters, fitting", ROOTS, ids=[json.dumps(root)[:50] for root, _ in ROOTS])
+def test_what_parameters_say_at_their_root(form, strict, parameters, fitting):
+    rules = rules_of_call(form, parameters, strict)
+    assert [one for one in (A, AB, AC, []) if obeys(rules, call_of(form, one))] == fitting
+    for arguments in fitting:
+        assert calls_in(form, [Tool("f", parameters, strict)], call_of(form, arguments)) == [("f", dict(arguments))]
+
+
+def test_arguments_of_any_name():
+    """A listed one is written as its schema says; one that is not may come again, and the last one counts."""
+    tool = Tool("f", INT_A | {"additionalProperties": TEXT})
+    rules = rules_of_call(XMLCall, tool.parameters, strict=True)
+    assert not obeys(rules, call_of(XMLCall, [("a", 1), ("a", 2)]))
+    assert obeys(rules, again := call_of(XMLCall, [("a", 1), ("b c/d-e", "5"), ("b c/d-e", "6")]))
+    assert calls_in(XMLCall, [tool], again) == [("f", {"a": 1, "b c/d-e": "6"})]
+
+
+@pytest.mark.parametrize("parameters, keyword, fitting", [
+    ({"anyOf": [INT_A, TEXT_B]}, "anyOf", [A, AB, AC, []]),
+    ({"$ref": "#/$defs/p", "$defs": {"p": INT_A}, "additionalProperties": False}, "$ref", [A, AB, AC, []]),
+    ({"patternProperties": {"^a": NUMBER}, "additionalProperties": False}, "patternProperties", [A, AB, AC, []]),
+    (INT_A | {"minProperties": 2}, "minProperties", [A]),
+    (INT_A | {"dependentRequired": {"a": ["b"]}}, "dependentRequired", [A]),
+])
+def test_what_the_xml_form_cannot_see_to(parameters, keyword, fitting):
+    """Overlooked, and then no call that fits is ruled out for it; or refused by its name where the tool is strict."""
+    rules = rules_of_call(XMLCall, parameters, strict=False)
+    assert [one for one in (A, AB, AC, []) if obeys(rules, call_of(XMLCall, one))] == fitting
+    with pytest.raises(GrammarError, match=f"^{keyword}".replace("$", r"\$")):
+        rules_of_call(XMLCall, parameters, strict=True)
+
+
+@pytest.mark.parametrize("form", [XMLCall, JSONCall])
+@pytest.mark.parametrize("parameters, named", [
+    (TEXT, "type: "), ({"required": ["a"], "additionalProperties": False}, "required: 'a' ")])
+def test_parameters_that_nothing_fits(form, parameters, named):
+    with pytest.raises(GrammarError, match=f"^{named}"):
+        rules_of_call(form, parameters, strict=False)
+
+
 UNENFORCED = [TEXT | {"pattern": "(?=a)b"}, TEXT | {"pattern": "("}, TEXT | {"pattern": ["a"]},
               TEXT | {"minLength": 5, "maxLength": 3}, TEXT | {"maxLength": "3"}, TEXT | {"maxLength": 10**30},
-              TEXT | {"format": "postcode"}, {"oneOf": [TEXT, NULL]}, {"$ref": "#/nowhere"}, TEXT | {"not": {"const": "a"}}, TEXT | {"pattern": "a" * 10_001}, {"minLength": 20},
+              TEXT | {"format": "postcode"}, {"oneOf": [TEXT, NULL]}, {"$ref": "#/nowhere"},
+              TEXT | {"not": {"const": "a"}}, TEXT | {"pattern": "a" * 10_001}, {"minLength": 20},
               {"anyOf": [TEXT | {"maxLength": 2}, {"type": "array"}]}]
 
 
@@ -210,6 +282,11 @@ def test_strings_whose_schemas_cannot_be_enforced(schema):
     with pytest.raises(GrammarError) as caught:
         rules_of_argument(schema, strict=True)
     assert any(str(caught.value).startswith(word) for word in (*(schema.keys() - {"type"}), "limits of a string"))
+
+
+def test_values_that_the_xml_form_cannot_write_are_named():
+    with pytest.raises(GrammarError, match="enum or const holds </parameter>"):
+        rules_of_argument({"enum": ["x</parameter>y", "z"]})
 
 
 def test_arguments_bring_only_the_definitions_they_refer_to():
@@ -332,7 +409,7 @@ def test_an_answer_in_a_schema_or_a_call():
     ({"type": "array", "uniqueItems": True}, "uniqueItems"), ({"not": {"type": "string"}}, "not"),
     ({"type": "string", "format": "postcode"}, "postcode"), ({"type": "objekt"}, "objekt"),
     ({"type": "string", "pattern": "(?=a)b"}, "look"), ({"properties": {"a": {"$ref": "#/$defs/b"}}}, "$defs/b"),
-    ({"properties": {"a": {"if": {}}}}, "if"), ({"type": "string", "minLength": 5, "maxLength": 3}, "minLength"),
+    ({"minimum": float("inf")}, "finite"), ({"properties": {"a": {"if": {}}}}, "if"), ({"type": "string", "minLength": 5, "maxLength": 3}, "minLength"),
 ])
 def test_what_cannot_be_enforced_is_named(schema, named):
     with pytest.raises(GrammarError, match=named.replace("$", r"\$")) as caught:
