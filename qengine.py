@@ -1662,6 +1662,7 @@ class Node:
     n_users: int = 0                # running sequences whose tokens begin with these
     number: int | None = None       # of its checkpoint on the card
     host: int | None = None         # or in host memory
+    n_answers: int = 0              # whose latest checkpoint this is, or was when they ended
     floor: int = 0                  # that of PrefixCache when its checkpoint was made or of use
     rank: tuple[int, int] = (0, 0)  # of its checkpoint: worth, then the order in which worths were set
 
@@ -3079,17 +3080,18 @@ class Constraint:
 
 FORCED_LETTERS = 1024       # that are looked ahead: the scheduler waits for their tokens, for 200,000 letters 0.2 s
 KEPT_GRAMMARS = 32          # compiled, for the next answer under the same schema or tools
+GRAMMAR_LIMITS = llguidance.LLParserLimits(verbose_errors=False)        # its errors go to clients
 
 
 def compile_grammar(prepared: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
-    """A matcher at the start of an answer. It takes milliseconds, seconds at worst (an intersection of 16 patterns),
-    without the interpreter's lock; a copy of it takes microseconds.
+    """A matcher at the start of an answer. It takes milliseconds, without the interpreter's lock; a copy of it takes
+    microseconds. Of a grammar in which many patterns meet it takes without limit: whoever has grammars of strangers
+    counts those first, as api/strings.py does.
 
     The limits of llguidance are right for a scheduler that waits for a mask: of grammars made to be slow (patterns that
     need 2^60 states, 2,000 alternatives, ambiguous recursion) the worst mask took 33 ms of 248,000 tokens or 6,000, and
     what would take longer is refused with the limit's name, at the start or on the way."""
-    limits = llguidance.LLParserLimits(verbose_errors=False)        # its errors go to clients
-    return llguidance.LLMatcher(prepared, grammar, log_level=0, limits=limits)
+    return llguidance.LLMatcher(prepared, grammar, log_level=0, limits=GRAMMAR_LIMITS)
 
 
 class Vocabulary:
@@ -3191,6 +3193,7 @@ class Request:
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()          # strings that end the text and are not part of it; one may stand alone
     stop_after: int | None = None       # token id: stop strings count in what follows it, line breaks at once aside
+    stop_pause: int | None = None       # token id: only where it begins the answer do they wait for stop_after
     stop_before: int | None = None      # token id: no stop string counts from there on
     grammar: str | None = None          # what the answer obeys, as llguidance.LLMatcher.grammar_from_... write it
     grammar_after: int | None = None    # token id: only what follows it obeys the grammar
@@ -3212,7 +3215,7 @@ class Request:
             raise RequestError("stop", f"'stop' may hold {STOPS} strings, each of 1 to {STOP_LETTERS} letters")
         if self.timeout is not None and not 0 < self.timeout < math.inf:
             raise RequestError("timeout", "'timeout' must be a number of seconds above 0")
-        for name in ("stop_after", "stop_before", "grammar_after"):
+        for name in ("stop_after", "stop_pause", "stop_before", "grammar_after"):
             if (token := getattr(self, name)) is not None and not is_within(int, token, 0, n_vocab - 1):
                 raise RequestError(name, f"'{name}' must be a token id from 0 to {n_vocab - 1}")
         if self.top_logprobs is not None and not is_within(int, self.top_logprobs, 0, logprobs.TOP):
@@ -3305,7 +3308,7 @@ class Generation:
         self.deadline = self.started + (math.inf if request.timeout is None else request.timeout)
         self.token_times: list[float] = []      # of the engine's tokens; readers may get several at once
         self._decoder, self._scanner = tokenizer.stream_decoder(), StopScanner(request.stop)
-        self._scans = request.stop_after is None
+        self._scans = request.stop_after is None or request.stop_pause is not None
         self._at_start = not self._scans    # of what stop strings count in
         self._events, self._done = queue.SimpleQueue(), threading.Event()
         self.wake = threading.Event()           # set whenever there is something to `take`
@@ -3353,7 +3356,9 @@ class Generation:
         self.n_generated += 1
         self.token_times.append(time.perf_counter())
         text = ""
-        if token == self.request.stop_before:
+        if token == self.request.stop_pause and self.n_generated == 1:
+            self._scans, self._at_start = False, True
+        elif token == self.request.stop_before:
             text, self._scans = self._scanner.flush(), False
         text += self._scan(self._decoder.push(token))
         if finish_reason and not self._scanner.stopped:
@@ -3418,7 +3423,7 @@ class Sequence:
         self.pages: list[int] = []
         self.node = root                # of the prefix tree: the last that stands for tokens of this
         self.marks: list[int] = []      # positions in the prompt where checkpoints are taken
-        self.decoded: Node | None = None    # whose checkpoint it made of decoded tokens, the latest
+        self.decoded: Node | None = None    # whose checkpoint is its latest of decoded tokens
 
     @property
     def in_prompt(self) -> bool:
@@ -3683,20 +3688,24 @@ class Scheduler:
 
     def _keep_decoded(self, sequence: Sequence):
         """Where the decode step queued last fills a page of a sequence, keep that and the states after it. An answer
-        has one such checkpoint, the latest, and those at multiples of CHECKPOINT_INTERVAL. Those of others, which were
-        there before or came beside it, are theirs to drop."""
+        has one such checkpoint, the latest, and those at multiples of CHECKPOINT_INTERVAL. Answers with the same tokens
+        share them, and the last that goes on drops it: where one of them ended, its next turn begins."""
         n_seen = sequence.n_cached + 1
         if n_seen % PAGE_TOKENS:
             return
         node = self._join(sequence, n_seen)[n_seen]
         last, sequence.decoded = sequence.decoded, None
-        if last is not None and last.depth * PAGE_TOKENS % CHECKPOINT_INTERVAL:
-            self.cache.drop(last)
+        if last is not None:
+            last.n_answers -= 1
+            if not last.n_answers and last.depth * PAGE_TOKENS % CHECKPOINT_INTERVAL:
+                self.cache.drop(last)
         if node.is_kept:
             self.cache.touch(node)
         elif (number := self.cache.take_number()) is not None:
             self.pipeline.save(sequence.slot, number)
             self.cache.keep(node, number)
+        if node.is_kept:
+            node.n_answers += 1
             sequence.decoded = node
 
     def _land_first_tokens(self, n_left: int):
@@ -4132,7 +4141,7 @@ class Service:
         gone = flask.request.environ.get("waitress.client_disconnected", lambda: False)
         with self.changed:
             if self.closing:
-                raise ServiceUnavailable("the server is shutting down")
+                raise ServiceUnavailable("the server is shutting down", retry_after=5)
             n_open = len(self.open) + self.n_entering
             if n_open + n > self.max_requests:
                 raise TooManyRequests(f"too many requests: {n_open} of {self.max_requests} are open already",
@@ -4143,9 +4152,11 @@ class Service:
             requests, answer = prepare()        # without the lock: a grammar takes long, here and in the engine
             for request in requests:
                 generations.append(self.ready().submit(request))
-        except Exception:
+        except BaseException as error:
             self.release(generations)
-            raise
+            if isinstance(error, Exception):
+                raise
+            raise RuntimeError(f"a library failed: {error!r}") from error   # a panic in Rust, which ends no handler
         finally:
             with self.changed:
                 self.n_entering -= n

@@ -5,8 +5,9 @@ every program is let in, but no foreign web page: it would act through the brows
 
 Browsers name a page's origin in `Origin`, and let it read answers only if the server names that origin, too; before most
 requests they ask by a preflight, which carries no key. A page whose own name leads to this machine (DNS rebinding) is of
-no other origin to them: it is known by what it calls the server. Through an SSH tunnel the server is a port of localhost,
-as it is without; behind a proxy the page has an origin of its own, to be named by --cors, unless there are keys.
+no other origin to them: a server on loopback knows it by what it calls the server, one on another address, which may have
+any name, does not, and wants keys. Through an SSH tunnel the server is a port of localhost, as it is without; behind a
+proxy the page has an origin of its own, to be named by --cors, unless there are keys.
 """
 
 import hmac
@@ -102,7 +103,8 @@ def read_keys(keys, path: str | None) -> list[str]:
         try:
             lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
         except (OSError, UnicodeDecodeError) as error:
-            raise RequestError("api_key_file", f"{path}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}") from None
+            reason = getattr(error, "strerror", None) or "not UTF-8 text"
+            raise RequestError("api_key_file", f"{path}: {reason}") from None
         if not any(lines):
             raise RequestError("api_key_file", f"{path}: holds no key")
         keys = [*keys, *filter(None, lines)]

@@ -14,7 +14,7 @@ from qengine import SAMPLING, Request, RequestError, explain
 from . import chat
 from .fields import ANYTHING, BOOL, SECONDS, TEXT, Endpoint, either, list_of, number, object_of, one_of
 from .openai import MAX_STOPS, NAME, OBJECT, STOP
-from .reply import CallArguments, CallStart, Content, Message, Thought, sse, whole
+from .reply import CallArguments, CallStart, Content, Message, Thought, kept_alive, sse, whole
 from .tools import Tool
 
 # ---- what may be sent ------------------------------------------------------------------------------------
@@ -166,14 +166,17 @@ class Answer:
 
     def events(self, generations):
         """The events of a stream: the message's start, its blocks one after the other, its end."""
+        return kept_alive(self._written(generations), event("ping"))
+
+    def _written(self, generations):
         [generation] = generations
         blocks, reason = BlockWriter(), None
         try:
             start = self.message([], {"input_tokens": generation.n_prompt, "output_tokens": 0})
             yield event("message_start", message=start | {"stop_reason": None, "stop_sequence": None})
             for one in whole(generation, is_stream=True):
+                yield ""
                 if one is None:
-                    yield event("ping")
                     continue
                 reason = one.finish_reason
                 for part in self.parts(one):

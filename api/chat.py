@@ -120,11 +120,10 @@ def rules_of(rules: Rules, form, conversation: Conversation) -> dict:
 
 
 def where_stop_strings_count(tags: dict[str, int], opening: str, toolbox: Toolbox | None) -> dict:
-    """Arguments of Request: stop strings are for text, so behind the thoughts and before the calls. Where only calls
-    may come, there is none."""
-    if toolbox and toolbox.must:
-        return {"stop": ()}
-    return {"stop_after": tags.get("</think>") if opening == "thought" else None,
+    """Arguments of Request: stop strings are for text, so behind the thoughts and before the calls."""
+    has_both = opening == "either" and {"<think>", "</think>"} <= tags.keys()
+    return {"stop_after": tags.get("</think>") if opening == "thought" or has_both else None,
+            "stop_pause": tags["<think>"] if has_both else None,
             "stop_before": tags.get("<tool_call>") if toolbox else None}
 
 

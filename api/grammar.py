@@ -6,11 +6,15 @@ Where a vocabulary has no such token, the tag is its letters.
 
 import functools
 import json
+import math
+import re
 
 from llguidance import LLMatcher
 
-from .strings import BY_SCHEMAS, GrammarError, between_slashes, expressions_of, verbatim
-from .tools import DEFINITIONS, PARAMETER_END, Tool, XMLCall, choices, resolve, types_of
+from qengine import GRAMMAR_LETTERS, GRAMMAR_LIMITS, is_within
+
+from .strings import GrammarError, between_slashes, check_meetings, expressions_of, verbatim
+from .tools import BY_SCHEMAS, DEFINITIONS, PARAMETER_END, Tool, XMLCall, choices, resolve, types_of
 
 # The separators that models write (json.dumps), with and without the blank. Free white space would let small models
 # write nothing else, and every character of it is one that the grammar could have forced.
@@ -21,22 +25,26 @@ STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator":
 ANNOTATIONS = "title", "description", "examples", "default"
 
 
-MAX_GRAMMAR = 1 << 18       # letters; a second's work
-MAX_SCHEMAS = 8 * MAX_GRAMMAR       # letters of schemas of arguments, of which many may have one rule
+# What says of all arguments together what the XML form cannot see to.
+OF_ALL_ARGUMENTS = BY_SCHEMAS | {
+    "patternProperties", "propertyNames", "minProperties", "maxProperties", "dependentRequired", "dependentSchemas",
+    "dependencies", "unevaluatedProperties", "enum", "const"}
+
+MAX_SCHEMAS = 8 * GRAMMAR_LETTERS   # letters of schemas of arguments, of which many may have one rule
 PATTERN_COST = 10_000               # in such letters: each is tried on its own
-TOO_LONG = f"it takes a grammar of more than {MAX_GRAMMAR} letters"
+TOO_LONG = f"it takes a grammar of more than {GRAMMAR_LETTERS} letters"
 
 
 @functools.lru_cache(maxsize=16)        # one request may bring megabytes of schemas
 def compile_grammar(lark: str) -> str:
     """What Request.grammar takes. GrammarError: llguidance cannot use it."""
-    if len(lark) > MAX_GRAMMAR:
+    if len(lark) > GRAMMAR_LETTERS:
         raise GrammarError(TOO_LONG)
     grammar = LLMatcher.grammar_from_lark(lark)
-    failed, messages = LLMatcher.validate_grammar_with_warnings(grammar)
+    failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=GRAMMAR_LIMITS)
     if failed:
         reason = messages[0].rpartition("failed to compile JSON schema: ")[2]
-        raise GrammarError(" ".join(reason.partition("\n   1 |")[0].split()))
+        raise GrammarError(" ".join(re.split(r"\n +\d+ \|", reason)[0].split()))
     return grammar
 
 
@@ -45,8 +53,31 @@ def literal(text: str) -> str:
 
 
 def json_value(schema: dict, strict: bool = True) -> str:
-    """Lark for a JSON value that fits a schema. Not strict: keywords that cannot be enforced are overlooked."""
-    return "%json " + json.dumps(schema | {"x-guidance": STYLE | {"lenient": not strict}})
+    """Lark for a JSON value that fits a schema. Not strict: keywords that cannot be enforced are overlooked.
+    GrammarError: strict, and something would be; or too much meets in it."""
+    check_meetings(schema)
+    if strict:
+        check_counts(schema)
+    try:
+        return "%json " + json.dumps(schema | {"x-guidance": STYLE | {"lenient": not strict}}, allow_nan=False)
+    except ValueError:                  # of 1e999, which Python reads
+        raise GrammarError("a number beyond all that computers take for finite") from None
+
+
+def check_counts(schema: dict):
+    """GrammarError for minProperties of names that the schema leaves open: llguidance lets such a name come again, and
+    counts it again."""
+    waiting = [schema]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, list):
+            waiting += one
+        elif isinstance(one, dict):
+            waiting += [inner for name, inner in one.items() if name not in ("enum", "const", *ANNOTATIONS)]
+            required = one["required"] if isinstance(one.get("required"), list) else []
+            is_open = one.get("additionalProperties") is not False or one.get("patternProperties")
+            if is_open and is_within(int, one.get("minProperties"), len(required) + 1, math.inf):
+                raise GrammarError("minProperties, where an object may have names that the schema does not list")
 
 
 class Rules:
@@ -115,6 +146,12 @@ class Values:
         end_within = between_slashes(f"(?s:.*){PARAMETER_END}(?s:.*){PARAMETER_END}\n")
         return self.name(f"({' | '.join(f'({one})' for one in fitting)}) & ~{end_within}", "[lazy]")
 
+    def other_tag(self, names) -> str:
+        """A tag of an argument that has none of these names."""
+        taken = "|".join(map(verbatim, names))
+        tag, other = (between_slashes(f"<parameter={name}>\n") for name in ("[^<>\n]+", f"(?:{taken})"))
+        return self.name(f"{tag} & ~{other}" if taken else tag, "[lazy]")
+
     def charge(self, size: int):
         """Takes note of so many letters of schemas; GrammarError when all of them are too many."""
         self.size += size
@@ -128,22 +165,35 @@ class Values:
 def json_call(name: str, tool: Tool, values: Values, end: str) -> str:
     """The rule of this name for a call in the JSON form."""
     head = f'\n{{"name": {json.dumps(tool.name)}, "arguments": '
-    arguments = values.name(json_value(_closed(tool.parameters), tool.strict))
+    check_arguments(tool)
+    arguments = values.name(json_value(closed(tool), tool.strict))
     return f'{name}: {literal(head)} {arguments} "}}\\n" {end}'
 
 
 def xml_call(name: str, tool: Tool, values: Values, end: str) -> str:
-    """The rule for a call in the XML form, its arguments in the order of the schema."""
-    required = {key for key in _closed(tool.parameters)["required"] if isinstance(key, str)}
+    """The rule for a call in the XML form, its arguments in the order of the schema, those that it does not name last."""
+    check_arguments(tool)
+    if tool.strict and (unseen := sorted(OF_ALL_ARGUMENTS & tool.schema.keys())):
+        raise GrammarError(f"{unseen[0]} of the arguments of {tool.name!r}")
     rule = f"{name}: " + literal(f"\n<function={tool.name}>\n")
     for key in tool.properties:
-        tag, often = literal(f"<parameter={key}>\n"), "" if key in required else "?"
+        tag, often = literal(f"<parameter={key}>\n"), "" if key in tool.required else "?"
         rule += f" ({tag} {_xml_value(tool, key, values)}){often}"
+    if tool.others is not None:
+        rule += f" ({values.other_tag(tool.properties)} {_xml_value(tool, None, values)})*"
     return f'{rule} "</function>\\n" {end}'
 
 
-def _xml_value(tool: Tool, key: str, values: Values) -> str:
-    """Lark for a value and the tag behind it: strings as they are, all else as JSON.
+def check_arguments(tool: Tool):
+    """GrammarError, where no arguments fit the parameters of a tool."""
+    if "object" not in types_of(tool.parameters):
+        raise GrammarError(f"type: the parameters of {tool.name!r} are no object")
+    if unlisted := set(tool.required) - tool.properties.keys():
+        raise GrammarError(f"required: {min(unlisted)[:80]!r} is no argument of {tool.name!r}")
+
+
+def _xml_value(tool: Tool, key: str | None, values: Values) -> str:
+    """Lark for a value and the tag behind it: strings as they are, all else as JSON. key: None for one that is not named.
 
     Where strings have to fit something, they and all that may stand in their place are one regular expression: a lexer
     cannot tell how either goes on. Beside what is none, a string may be any text, and a strict tool is refused."""
@@ -162,7 +212,7 @@ def _xml_value(tool: Tool, key: str, values: Values) -> str:
         spelt.append(spelling_of(one, types))
     if texts and all(texts) and None in spelt:
         if tool.strict:
-            raise GrammarError(f"limits of a string that may be something else, too, in the argument {key[:80]!r}")
+            raise GrammarError(f"limits of a string that may be something else, too, in the argument {(key or 'of any name')[:80]!r}")
         texts.append([])
     if texts:
         return values.text([*texts, *([one] for one in spelt if one)]) if all(texts) else values.text([[]])
@@ -204,13 +254,15 @@ def spelling_of(schema: dict, types) -> str | None:
     """A regular expression of the values of these types that fit a schema, strings without quotes; None: there is none
     so simple."""
     if listed := choices(schema):
+        if any(isinstance(value, str) and PARAMETER_END in value for value in listed):
+            raise GrammarError(f"a value of enum or const holds {PARAMETER_END}, where the model's form ends it")
         return "|".join(verbatim(value if isinstance(value, str) else json.dumps(value)) for value in listed)
     is_simple = types and types <= SPELLINGS.keys() and not (LIMITS | BY_SCHEMAS) & schema.keys()
     return "|".join(SPELLINGS[one] for one in sorted(types)) if is_simple else None
 
 
-def _closed(parameters: dict) -> dict:
-    """The parameters without what the schema does not name, unless it says that there may be more."""
-    sound = {name: parameters[name] for name, kind in (("properties", dict), ("required", list))
-             if isinstance(parameters.get(name), kind)}
-    return {"type": "object", "additionalProperties": False} | parameters | {"properties": {}, "required": []} | sound
+def closed(tool: Tool) -> dict:
+    """The schema of the arguments of a tool, without any that it does not name, unless it says that there may be more."""
+    is_open = bool(BY_SCHEMAS & tool.schema.keys())
+    return {"type": "object", "additionalProperties": is_open} | tool.schema | {
+        "properties": tool.properties, "required": tool.required}

@@ -13,7 +13,7 @@ from qengine import SAMPLING, STOP_LETTERS, Request, RequestError, explain
 
 from . import chat
 from .fields import ANYTHING, BOOL, SECONDS, TEXT, Endpoint, either, list_of, number, object_of, one_of
-from .reply import CallArguments, CallStart, Content, Message, Thought, sse, together, whole
+from .reply import CallArguments, CallStart, Content, Message, Thought, kept_alive, sse, together, whole
 from .tools import Tool
 
 MAX_CHOICES = 16            # answers of one request
@@ -176,7 +176,8 @@ def read_prompts(prompt, engine, most: int) -> list[list[int]]:
     """The prompts of a completion request, as token ids: one or several strings or lists of ids, at most so many."""
     several = isinstance(prompt, list) and prompt and all(isinstance(one, str | list) for one in prompt)
     if several and len(prompt) > most:
-        raise RequestError("prompt", f"'prompt' holds {len(prompt)} prompts, and the server takes {most} of this kind at once")
+        raise RequestError("prompt", f"'prompt' holds {len(prompt)} prompts, and the server takes {most} of this kind "
+                                     "at once")
     prompts = [engine.encode(one) if isinstance(one, str) else one for one in (prompt if several else [prompt])]
     for ids in prompts:
         if not (isinstance(ids, list) and all(type(token) is int for token in ids)):
@@ -319,12 +320,16 @@ class Answer:
 
     def events(self, generations):
         """Server-sent events: a chunk per piece of an answer, as they come, usage if asked for, then [DONE]."""
+        return kept_alive(self._written(generations), ": keep-alive\n\n")
+
+    def _written(self, generations):
         try:
             for i, choice in enumerate(self.choices):
                 for piece in choice.opening:
                     yield self._chunk(i, piece)
             for said in together(generations, is_stream=True):
-                yield from self._pieces(*said) if said else [": keep-alive\n\n"]
+                yield from self._pieces(*said) if said else ()
+                yield ""
             if self.with_usage:
                 yield self._event(choices=[], usage=self.usage(generations))
             yield "data: [DONE]\n\n"

@@ -11,6 +11,7 @@ Line breaks around thoughts and calls belong to the form, not to the text.
 
 import collections
 import json
+import time
 import uuid
 from dataclasses import dataclass
 
@@ -126,7 +127,8 @@ class Reply:
         return parts + self._end() if event.finish_reason else parts
 
     def stopped_by(self, strings) -> str | None:
-        return next((string for string in strings if self._cutter.unseen.startswith(string)), None)
+        """Where one is the beginning of another it was the shorter one, which was complete first."""
+        return min((string for string in strings if self._cutter.unseen.startswith(string)), key=len, default=None)
 
     def _read_tag(self, tag: str) -> list:
         if self._call is not None:
@@ -205,20 +207,31 @@ SILENCE_SECONDS = 15        # proxies take a stream for dead that is silent for 
 
 
 def together(generations, is_stream=False):
-    """The events of generations as they come, each as (index, event); in a stream also None, whenever SILENCE_SECONDS
-    have brought none. ServiceUnavailable when one ends before its time."""
+    """The events of generations as they come, each as (index, event); in a stream also None, now and then while none
+    come. ServiceUnavailable when one ends before its time, as it does with the server: a client that left reads on no
+    more."""
     finished = set()
-    for said in events_of(generations, SILENCE_SECONDS if is_stream else None):
+    for said in events_of(generations, SILENCE_SECONDS / 10 if is_stream else None):
         if said and said[1].finish_reason:
             finished.add(said[0])
         yield said
     if len(finished) < len(generations):
-        raise ServiceUnavailable("the answer was cancelled")
+        raise ServiceUnavailable("the answer was cancelled: the server is shutting down", retry_after=5)
 
 
 def whole(generation, is_stream=False):
     """The same of one generation, without its index."""
     return (said and said[1] for said in together([generation], is_stream))
+
+
+def kept_alive(texts, sign: str):
+    """What a stream writes, and `sign` wherever it wrote nothing for SILENCE_SECONDS. texts: with "" where there is
+    nothing to write, but time may have passed: many tokens may come before any of them is shown."""
+    written = time.monotonic()
+    for text in texts:
+        if text or time.monotonic() - written >= SILENCE_SECONDS:
+            yield text or sign
+            written = time.monotonic()
 
 
 def sse(data: dict, name: str | None = None) -> str:

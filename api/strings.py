@@ -10,11 +10,14 @@ $ref beside others. Lengths cost: a lexer that counts has another state at each 
 
 import functools
 import json
+import math
 import re
 
 from llguidance import LLMatcher
 
-from qengine import is_within
+from qengine import GRAMMAR_LIMITS, is_within
+
+from .tools import BY_SCHEMAS, MAX_DEPTH, resolve
 
 MONTH_AND_DAY = (r"(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|"
                  r"02-(?:0[1-9]|[12][0-9]))")
@@ -29,7 +32,9 @@ FORMATS = {         # RFC 3339 (without leap seconds, with a leap day each year)
     "email": rf"{WORD}(?:\.{WORD})*@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)*"}
 MAX_PATTERN = 10_000        # letters
 MAX_LENGTH = 10**9          # llguidance counts so far
-BY_SCHEMAS = {"allOf", "oneOf", "not", "if", "anyOf", "$ref"}
+MAX_WAYS = 1 << 13          # in which patterns may meet: half a second's work
+MAX_NAME_PATTERNS = 512     # letters of patternProperties, each of which is compared with each
+FORMAT_WAYS = 16            # of a format of llguidance's
 
 
 class GrammarError(Exception):
@@ -79,7 +84,7 @@ def whole(pattern: str) -> str | None:
         parts.append(("" if one.startswith("^") else "(?s:.*)") + f"(?:{inner})" + ("" if end else "(?s:.*)"))
     expression = "|".join(parts)
     grammar = LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {between_slashes(expression)}")
-    return None if LLMatcher.validate_grammar(grammar) else expression
+    return None if LLMatcher.validate_grammar(grammar, limits=GRAMMAR_LIMITS) else expression
 
 
 def top_level(pattern: str) -> list[str]:
@@ -104,3 +109,64 @@ def between_slashes(expression: str) -> str:
     """A regular expression as Lark has it."""
     written = {"/": r"\/", "\n": r"\n"}
     return "/" + re.sub(r"\\.|[/\n]", lambda piece: written.get(piece[0], piece[0]), expression, flags=re.DOTALL) + "/"
+
+
+# ---- patterns that meet --------------------------------------------------------------------------------------
+
+ATOM = re.compile(r"\{[0-9,]*\}|(\\.|\[(?:\\.|[^]])*\]|[^(){}|*+?^$])", re.DOTALL)
+
+
+def check_meetings(schema: dict):
+    """GrammarError where patterns meet in one string, through allOf or references, in more than MAX_WAYS.
+
+    llguidance looks for a string that fits them all, and for each letter of it tries every way to go on with the one
+    pattern beside every way to go on with the others: all of these before it looks at its limits. That bounds nothing
+    (20 patterns "[a-z]{n}" took 15 s and 400 MB, two of 1,000 alternatives 4 s), so it is counted here."""
+    ways_of(schema, schema, {})
+
+
+def ways_of(schema, root: dict, known: dict, depth: int = 0) -> int:
+    """At most so many ways lead on within one value, in a string of it or in what it is made of; MAX_WAYS + 1 stands
+    for more. root: where references point; known: what those seen so far have; depth: as in `types_of`."""
+    if not isinstance(schema, dict):
+        return 1
+    if depth > MAX_DEPTH:
+        return MAX_WAYS + 1
+    each = functools.partial(ways_of, root=root, known=known, depth=depth + 1)
+    factors = [each(one) for one in listed(schema, "allOf")]
+    factors += [sum(map(each, listed(schema, key))) for key in ("anyOf", "oneOf") if listed(schema, key)]
+    factors += [max(1, len(listed(schema, "enum"))), ways_of_pattern(schema.get("pattern")),
+                FORMAT_WAYS if "format" in schema else 1]
+    if isinstance(reference := schema.get("$ref"), str):
+        if reference not in known:
+            known[reference] = 1            # while that is being found out
+            known[reference] = each(resolve(reference, root))
+        factors.append(known[reference])
+    factors.append(max(ways_within(schema, each), default=1))
+    ways = math.prod(factors)
+    if ways > MAX_WAYS and sum(factor > 1 for factor in factors) > 1:
+        raise GrammarError("too many patterns or alternatives meet in one value, through 'allOf', 'anyOf' or '$ref'")
+    return min(ways, MAX_WAYS + 1)
+
+
+def ways_within(schema: dict, each):
+    """The ways of what is in an object or an array; `each` finds those of a schema."""
+    for key in ("items", "additionalItems", "additionalProperties"):
+        yield each(schema.get(key))
+    yield from map(each, listed(schema, "prefixItems") + listed(schema, "items"))
+    patterns = schema.get("patternProperties")
+    yield from map(each, patterns.values() if isinstance(patterns, dict) else ())
+    names = list(map(ways_of_pattern, patterns)) if isinstance(patterns, dict) else []
+    if len(names) > 1 and sum(names) > MAX_NAME_PATTERNS:
+        raise GrammarError("too many or too long 'patternProperties'")
+    properties = schema.get("properties")
+    yield from map(each, properties.values() if isinstance(properties, dict) else ())
+
+
+def ways_of_pattern(pattern) -> int:
+    """One for each letter or class of it, and one for the text before."""
+    return 1 + sum(map(bool, ATOM.findall(pattern))) if isinstance(pattern, str) else 1
+
+
+def listed(schema: dict, key: str) -> list:
+    return schema[key] if isinstance(schema.get(key), list) else []

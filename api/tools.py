@@ -7,6 +7,7 @@ The XML form (Qwen3-Coder, Qwen3.5) writes a string as it is and everything else
 tells "5" from 5. What a schema does not admit stays a string: a call is never lost for its values.
 """
 
+import functools
 import json
 import re
 from dataclasses import dataclass, field
@@ -21,27 +22,82 @@ class NotACall(Exception):
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool that a request offers. parameters: JSON schema of an object; strict: nothing of it may be overlooked."""
+    """A tool that a request offers. parameters: JSON schema of an object, as the client wrote it, so that it may hold
+    anything; strict: nothing of it may be overlooked."""
 
     name: str
     parameters: dict = field(default_factory=dict)
     strict: bool = False
 
-    @property
-    def properties(self) -> dict:
-        """The schemas of the arguments, by their names; as the client wrote them, so that they may be anything."""
-        properties = self.parameters.get("properties")
-        return properties if isinstance(properties, dict) else {}
+    @functools.cached_property
+    def schema(self) -> dict:
+        """The parameters, what they say by way of others written out."""
+        return written_out(self.parameters)
 
-    def schema_of(self, key: str) -> dict:
-        """The schema of one argument, self-contained; {} where there is none."""
-        schema = self.properties.get(key)
+    @functools.cached_property
+    def required(self) -> list[str]:
+        """The names of arguments that each call has."""
+        return names_in(self.schema)
+
+    @functools.cached_property
+    def properties(self) -> dict:
+        """The schemas of the arguments, by their names: of those that are listed or required."""
+        listed = self.schema.get("properties")
+        listed = listed if isinstance(listed, dict) else {}
+        is_open = self.others is not None or "additionalProperties" not in self.schema
+        return listed | {key: self.others or {} for key in self.required if is_open and key not in listed}
+
+    @property
+    def others(self) -> dict | None:
+        """What is known of the schema of every other argument; None where there may be none, which is so unless the
+        parameters say otherwise, or say by schemas within them what there may be."""
+        schemas = BY_SCHEMAS | {"patternProperties"}
+        others = {} if schemas & self.schema.keys() else self.schema.get("additionalProperties", False)
+        return others if isinstance(others, dict) else {} if others else None
+
+    def schema_of(self, key: str | None) -> dict:
+        """The schema of one argument, or (None) of every other, self-contained; {} where there is none."""
+        schema = self.properties.get(key, self.others)
         return definitions_for(schema, self.parameters) | schema if isinstance(schema, dict) else {}
 
 
 # ---- values by their schema ------------------------------------------------------------------------------
 
 DEFINITIONS = "$defs", "definitions"
+BY_SCHEMAS = {"allOf", "oneOf", "not", "if", "anyOf", "$ref"}       # keywords that say by other schemas what may be
+SILENT = {"title", "description", "examples", "default", "$schema", "$id", "$comment", *DEFINITIONS}
+
+
+def written_out(root: dict) -> dict:
+    """A schema of objects with what $ref and allOf bring at its root in their place. As it is where they bring more
+    than properties and names of required ones, so that something of it would be lost."""
+    waiting, seen, parts = [root], {id(root)}, []
+    for schema in waiting:              # which grows
+        more = schema.get("allOf", [])
+        more = [*more, resolve(schema["$ref"], root)] if isinstance(schema.get("$ref"), str) else more
+        if not isinstance(more, list) or not all(isinstance(one, dict) for one in more):
+            return root
+        waiting += [one for one in {id(one): one for one in more}.values() if id(one) not in seen]
+        seen |= set(map(id, more))      # what is said twice is said
+        parts.append({key: value for key, value in schema.items() if key not in SILENT | {"$ref", "allOf"}})
+    parts = list(filter(None, parts))
+    is_plain = all(part.keys() <= {"type", "properties", "required"} for part in parts) or len(parts) == 1
+    if not is_plain or not all(isinstance(part.get("properties", {}), dict) for part in parts):
+        return root
+    return {key: root[key] for key in DEFINITIONS if key in root} | functools.reduce(both, parts, {})
+
+
+def both(one: dict, other: dict) -> dict:
+    """What says what two schemas say, of which no more than properties, required names and a type may be in both."""
+    known, new = one.get("properties", {}), other.get("properties", {})
+    shared = {key: {"allOf": [known[key], new[key]]} for key in known.keys() & new.keys() if known[key] != new[key]}
+    return one | other | {"properties": known | new | shared, "required": names_in(one) + names_in(other)}
+
+
+def names_in(schema: dict) -> list[str]:
+    """The names that a schema says are required, each once."""
+    names = schema.get("required")
+    return list(dict.fromkeys(one for one in names if isinstance(one, str))) if isinstance(names, list) else []
 
 
 def definitions_for(schema: dict, root: dict) -> dict:
@@ -200,7 +256,8 @@ class XMLCall:
         key = self._take_tag("<parameter=")
         if key is None:
             return None
-        if key in self._keys:
+        is_free = self._tool.others is not None and key not in self._tool.properties
+        if key in self._keys and not is_free:       # no grammar can tell that a free one comes again
             raise NotACall
         comma = ", " if self._keys else ""
         self._keys.add(key)

@@ -94,6 +94,8 @@ def test_why_an_answer_ends(ask):
     _, message, request = ask("one two three", stop_sequences=["four", " th"])
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", " th")
     assert blocks_of(message) == [("text", "one two")] and request.stop == ("four", " th")
+    _, message, _ = ask("one two three", stop_sequences=["two three", "two", "wo"])
+    assert (message.content[0].text, message.stop_sequence) == ("one ", "two")          # as the engine cut it
     assert ask("")[1].content == []
 
 

@@ -117,6 +117,15 @@ def test_thoughts(ask):
     assert ask("I think.\n</think>\n\nHello.")[0][0] == [(None, "I think.\n</think>\n\nHello.", [], "stop")]
 
 
+def test_stop_strings_where_the_model_opens_its_thoughts_itself():
+    template = qengine.ChatTemplate("{{ messages[0].content }}{# what a template says of </think> #}")
+    for script, said in (("<think>\nAn apple.\n</think>\n\nHere is an apple.", ("An apple.", "Here is an ")),
+                         ("Here is an apple.", (None, "Here is an "))):
+        client = qengine.create_app(ScriptedEngine(script, template)).test_client()
+        answer = client.post("/v1/chat/completions", json={"messages": HI, "stop": "apple"}).json
+        assert told(openai.types.chat.ChatCompletion.model_validate(answer))[0] == [(*said, [], "stop")]
+
+
 def test_a_message_of_blanks():
     """Each blank before what might be a switch is looked at once; again and again would take hours."""
     messages = [{"role": "user", "content": "a" + 2_000_000 * " " + "b"}]

@@ -197,9 +197,81 @@ def test_strings_of_the_xml_form_obey_their_schemas(schema, good, bad):
     assert [value for value in bad if obeys(rules, xml_call(value))] == []
 
 
+INT_A = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TEXT_B = {"properties": {"b": TEXT}, "required": ["b"]}
+A, AB, AC = [("a", 1)], [("a", 1), ("b", "x")], [("a", 1), ("c", 2)]
+ROOTS = [       # parameters, which of A, AB, AC and no arguments at all fit them
+    ({"$ref": "#/definitions/p", "definitions": {"p": INT_A}, "$schema": "http://json-schema.org/schema#"}, [A]),
+    (INT_A | {"$ref": "#", "title": "P"}, [A]),
+    ({"allOf": [INT_A, {"$ref": "#/$defs/b"}], "$defs": {"b": {"allOf": [TEXT_B]}}}, [AB]),
+    ({"allOf": [INT_A, {"properties": {"a": {"maximum": 0}}}]}, []),
+    ({"type": "object"}, [[]]), ({"type": "object", "additionalProperties": True}, [A, AB, AC, []]),
+    ({"additionalProperties": {"type": "integer"}}, [A, AC, []]),
+    (INT_A | {"additionalProperties": {"type": "integer"}}, [A, AC]),
+    ({"required": ["a"], "additionalProperties": True}, [A, AB, AC]), ({"required": ["a"]}, [A]),
+]
+
+
+def call_of(form, arguments):
+    """A call of f in this form; `write` takes no name twice."""
+    if form is JSONCall:
+        written = ", ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in arguments)
+        return f'<tool_call>\n{{"name": "f", "arguments": {{{written}}}}}\n</tool_call>'
+    written = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments)
+    return f"<tool_call>\n<function=f>\n{written}</function>\n</tool_call>"
+
+
+def rules_of_call(form, parameters, strict):
+    tool = Tool("f", parameters, strict)
+    return Rules(shipped().tokenizer.tags, "content").calls(form, [tool], must=True, several=False)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("form", [XMLCall, JSONCall])
+@pytest.mark.parametrize("parameters, fitting", ROOTS, ids=[json.dumps(root)[:50] for root, _ in ROOTS])
+def test_what_parameters_say_at_their_root(form, strict, parameters, fitting):
+    rules = rules_of_call(form, parameters, strict)
+    assert [one for one in (A, AB, AC, []) if obeys(rules, call_of(form, one))] == fitting
+    for arguments in fitting:
+        assert calls_in(form, [Tool("f", parameters, strict)], call_of(form, arguments)) == [("f", dict(arguments))]
+
+
+def test_arguments_of_any_name():
+    """A listed one is written as its schema says; one that is not may come again, and the last one counts."""
+    tool = Tool("f", INT_A | {"additionalProperties": TEXT})
+    rules = rules_of_call(XMLCall, tool.parameters, strict=True)
+    assert not obeys(rules, call_of(XMLCall, [("a", 1), ("a", 2)]))
+    assert obeys(rules, again := call_of(XMLCall, [("a", 1), ("b c/d-e", "5"), ("b c/d-e", "6")]))
+    assert calls_in(XMLCall, [tool], again) == [("f", {"a": 1, "b c/d-e": "6"})]
+
+
+@pytest.mark.parametrize("parameters, keyword, fitting", [
+    ({"anyOf": [INT_A, TEXT_B]}, "anyOf", [A, AB, AC, []]),
+    ({"$ref": "#/$defs/p", "$defs": {"p": INT_A}, "additionalProperties": False}, "$ref", [A, AB, AC, []]),
+    ({"patternProperties": {"^a": NUMBER}, "additionalProperties": False}, "patternProperties", [A, AB, AC, []]),
+    (INT_A | {"minProperties": 2}, "minProperties", [A]),
+    (INT_A | {"dependentRequired": {"a": ["b"]}}, "dependentRequired", [A]),
+])
+def test_what_the_xml_form_cannot_see_to(parameters, keyword, fitting):
+    """Overlooked, and then no call that fits is ruled out for it; or refused by its name where the tool is strict."""
+    rules = rules_of_call(XMLCall, parameters, strict=False)
+    assert [one for one in (A, AB, AC, []) if obeys(rules, call_of(XMLCall, one))] == fitting
+    with pytest.raises(GrammarError, match=f"^{keyword}".replace("$", r"\$")):
+        rules_of_call(XMLCall, parameters, strict=True)
+
+
+@pytest.mark.parametrize("form", [XMLCall, JSONCall])
+@pytest.mark.parametrize("parameters, named", [
+    (TEXT, "type: "), ({"required": ["a"], "additionalProperties": False}, "required: 'a' ")])
+def test_parameters_that_nothing_fits(form, parameters, named):
+    with pytest.raises(GrammarError, match=f"^{named}"):
+        rules_of_call(form, parameters, strict=False)
+
+
 UNENFORCED = [TEXT | {"pattern": "(?=a)b"}, TEXT | {"pattern": "("}, TEXT | {"pattern": ["a"]},
               TEXT | {"minLength": 5, "maxLength": 3}, TEXT | {"maxLength": "3"}, TEXT | {"maxLength": 10**30},
-              TEXT | {"format": "postcode"}, {"oneOf": [TEXT, NULL]}, {"$ref": "#/nowhere"}, TEXT | {"not": {"const": "a"}}, TEXT | {"pattern": "a" * 10_001}, {"minLength": 20},
+              TEXT | {"format": "postcode"}, {"oneOf": [TEXT, NULL]}, {"$ref": "#/nowhere"},
+              TEXT | {"not": {"const": "a"}}, TEXT | {"pattern": "a" * 10_001}, {"minLength": 20},
               {"anyOf": [TEXT | {"maxLength": 2}, {"type": "array"}]}]
 
 
@@ -210,6 +282,11 @@ def test_strings_whose_schemas_cannot_be_enforced(schema):
     with pytest.raises(GrammarError) as caught:
         rules_of_argument(schema, strict=True)
     assert any(str(caught.value).startswith(word) for word in (*(schema.keys() - {"type"}), "limits of a string"))
+
+
+def test_values_that_the_xml_form_cannot_write_are_named():
+    with pytest.raises(GrammarError, match="enum or const holds </parameter>"):
+        rules_of_argument({"enum": ["x</parameter>y", "z"]})
 
 
 def test_arguments_bring_only_the_definitions_they_refer_to():
@@ -248,6 +325,45 @@ def test_schemas_far_too_large(form, kind):
             rules_of(rules, form, conversation[1])
         assert caught.value.field == "tools"
     assert time.process_time() - start < 10         # with other work beside
+
+
+def meeting(*patterns):
+    return {"allOf": [TEXT | {"pattern": one} for one in patterns]}
+
+
+FORTY = [f"[a-z]{{{i}}}" for i in range(2, 42)]
+ALTERNATIVES = "|".join(f"[a-{chr(98 + i % 25)}]x{i}" for i in range(3000))
+TOO_MUCH_MEETS = {
+    "patterns": meeting(*FORTY), "long patterns": meeting(ALTERNATIVES, ALTERNATIVES + "|y"),
+    "a list's": {"items": meeting(*FORTY)},
+    "of two objects": {"allOf": [{"properties": {"a": meeting(*FORTY[i:i + 10])}} for i in (0, 10)]},
+    "references": {"$defs": {"a": meeting(*FORTY[:10])}, "$ref": "#/$defs/a", "allOf": [meeting(*FORTY[10:20])]},
+    "alternatives": {"allOf": [{"anyOf": [TEXT | {"pattern": f"^(a|b{i}{j})*$"} for i in range(10)]}
+                               for j in range(5)]},
+    "names": {"type": "object", "patternProperties": {one: TEXT for one in (ALTERNATIVES, ALTERNATIVES + "|y")}},
+    "deep": {"$defs": {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}]} for i in range(300)} |
+             {"d300": meeting(*FORTY[:12])}, "allOf": [{"$ref": "#/$defs/d0"}, TEXT | {"pattern": "a{2}b"}]}}
+
+
+@pytest.mark.parametrize("name", TOO_MUCH_MEETS)
+def test_too_many_patterns_that_meet_are_refused_at_once(name):
+    """llguidance would take minutes and gigabytes for most of them."""
+    start = time.process_time()
+    with pytest.raises(GrammarError, match="too many"):
+        Rules({}, "content").value(TOO_MUCH_MEETS[name])
+    assert rules_of(Rules(shipped().tokenizer.tags, "content"), XMLCall, Conversation(
+        [], None, Toolbox([], [Tool("f", {"properties": {"a": TOO_MUCH_MEETS[name] | {"type": ["object", "array"]}}})],
+                          must=False))) == {}
+    assert time.process_time() - start < 1
+
+
+def test_patterns_that_meet():
+    """As far as they are few; and definitions that only follow on each other meet nobody."""
+    rules = Rules({}, "content").value(meeting("^[A-Z]{2}-", "[0-9]$", "^.{4,6}$") | {"format": "hostname"})
+    assert obeys(rules, '"AB-12"') and not obeys(rules, '"AB-1234567"') and not obeys(rules, '"AB-x"')
+    parts = [{"properties": {f"{name}{i}": TEXT | {"format": "date"} for i in range(30)}} for name in "ab"]
+    assert Rules({}, "content").value({"type": "object", "allOf": parts, "patternProperties": {"^x-": {}, "^y-": {}}})
+    assert Rules({}, "content").value(TEXT | {"pattern": ALTERNATIVES, "minLength": 3})
 
 
 def test_rules_follow_the_thoughts():
@@ -293,12 +409,24 @@ def test_an_answer_in_a_schema_or_a_call():
     ({"type": "array", "uniqueItems": True}, "uniqueItems"), ({"not": {"type": "string"}}, "not"),
     ({"type": "string", "format": "postcode"}, "postcode"), ({"type": "objekt"}, "objekt"),
     ({"type": "string", "pattern": "(?=a)b"}, "look"), ({"properties": {"a": {"$ref": "#/$defs/b"}}}, "$defs/b"),
-    ({"properties": {"a": {"if": {}}}}, "if"), ({"type": "string", "minLength": 5, "maxLength": 3}, "minLength"),
+    ({"minimum": float("inf")}, "finite"), ({"properties": {"a": {"if": {}}}}, "if"), ({"type": "string", "minLength": 5, "maxLength": 3}, "minLength"),
 ])
 def test_what_cannot_be_enforced_is_named(schema, named):
     with pytest.raises(GrammarError, match=named.replace("$", r"\$")) as caught:
         Rules({}, "content").value(schema)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+def test_the_least_number_of_names():
+    """A name that the schema does not list may come again: {"a": 1, "a": 1} would pass for two."""
+    listed = {"type": "object", "properties": {name: {"const": 1} for name in "ab"}, "additionalProperties": False}
+    rules = Rules(shipped().tokenizer.tags, "content").value(listed | {"minProperties": 1})
+    assert obeys(rules, '{"b": 1}') and not obeys(rules, "{}") and not obeys(rules, '{"a": 1, "a": 1}')
+    for free in {"additionalProperties": {"const": 1}}, {"patternProperties": {"^x": {}}}, {"required": ["a"]}:
+        schema = listed | {"additionalProperties": free.get("additionalProperties", True)} | free
+        with pytest.raises(GrammarError, match="minProperties"):
+            Rules({}, "content").value({"items": schema | {"minProperties": 2}})
+        assert Rules({}, "content").value({"items": schema | {"minProperties": len(free.get("required", []))}})
 
 
 def test_tools_that_cannot_be_enforced():

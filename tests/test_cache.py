@@ -495,6 +495,20 @@ def test_an_answer_that_is_given_again_leaves_the_checkpoint_of_the_first():
         assert world.answer([*prompt, *answer, *text(20)], max_tokens=1)[1] <= 20 + PAGE_TOKENS
 
 
+@pytest.mark.parametrize("lengths", [(300, 170), (170, 300), (1000, 900), (300, 290)])
+def test_answers_with_the_same_tokens_share_their_checkpoints(lengths):
+    """The next turn after each processes what is new, and what they had on the way is not kept twice."""
+    world, text = roomy(), texts()
+    prompt = text(100)
+    twins = [world.submit(prompt, max_tokens=n, ignore_eos=True) for n in lengths]
+    world.finish(*twins)
+    ends, intervals = [qengine.whole_pages(100 + n - 1) for n in lengths], qengine.CHECKPOINT_INTERVAL
+    assert {node.depth * PAGE_TOKENS for node in world.cache.on_card} == {
+        64, *ends, *range(intervals, max(ends), intervals)}
+    for twin in twins:
+        assert world.answer([*prompt, *tokens_of(twin), *text(20)], max_tokens=1)[1] <= 20 + PAGE_TOKENS
+
+
 def test_positions_of_checkpoints():
     turns = [0, 150, 300, 310, 700, 1000, 1040, 3000, 3200]      # the first is the system prompt
     tokens = [TURN if at in turns else 3 for at in range(3300)]

@@ -338,6 +338,23 @@ def test_a_silent_stream_says_that_it_lives(monkeypatch):
                 assert stream.get_final_text() == ANSWER
 
 
+LISTS = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "array"}}}}}
+
+
+@pytest.mark.parametrize("path, body, script", [
+    ("/v1/messages", {"max_tokens": 99, "thinking": {"type": "enabled", "budget_tokens": 99, "display": "omitted"}},
+     "thoughts " * 12 + "</think>\n\nDone."),
+    (CHAT, {"tools": [LISTS]}, f"<tool_call>\n<function=f>\n<parameter=a>\n{'word ' * 12}\n")])
+def test_a_stream_that_shows_nothing_of_many_tokens_says_that_it_lives(monkeypatch, path, body, script):
+    monkeypatch.setattr(reply, "SILENCE_SECONDS", 0.05)
+    with serving(qengine.create_app(PacedEngine(script, pace=0.02))) as (port, _):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        connection.request("POST", path, json.dumps(body | {"messages": [HI], "stream": True}))
+        said = connection.getresponse().read().decode()
+        connection.close()
+    assert said.count(": keep-alive") + said.count("event: ping") >= 3
+
+
 def test_streams_that_have_said_nothing_yet_end_cleanly_with_the_server():
     with serving(qengine.create_app(PacedEngine(ANSWER, delay=60))) as (port, service), official_client(port) as client:
         streams = [client.chat.completions.create(model="m", messages=[HI], stream=True) for _ in range(3)]
@@ -355,7 +372,7 @@ def test_streams_that_have_said_nothing_yet_end_cleanly_with_the_server():
         assert service.close()
         for thread in threads:
             thread.join(10)
-        assert seen == ["the answer was cancelled"] * 3
+        assert seen == ["the answer was cancelled: the server is shutting down"] * 3
 
 
 # ---- metrics -----------------------------------------------------------------------------------------------

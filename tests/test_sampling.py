@@ -71,7 +71,8 @@ def test_a_bias_allows_and_forbids(engine):
 
 @pytest.mark.parametrize("name, values", {
     "logit_bias": ({4096: 1.0}, {-1: 1.0}, {"7": 1.0}, {7: 100.5}, {7: float("nan")}, {7: "a"}, {True: 1.0}),
-    "top_logprobs": (-1, 21, 1.5, True), "stop_after": (4096, -1, "7"), "grammar_after": (4096,), "repetition_penalty": (0, 11, None),
+    "top_logprobs": (-1, 21, 1.5, True), "stop_after": (4096, -1, "7"), "stop_pause": (4096,),
+    "grammar_after": (4096,), "repetition_penalty": (0, 11, None),
     "frequency_penalty": (2.1, -3), "presence_penalty": (float("inf"),),
 }.items())
 def test_what_a_request_may_not_ask(engine, name, values):
@@ -151,3 +152,16 @@ def test_line_breaks_before_what_stop_strings_count_in_are_none_of_it():
         reason = generation.push(letter, None)
     generation.close()
     assert "".join(event.text for event in generation) == "a\nb!\n\nline" and reason == "stop"
+
+
+@pytest.mark.parametrize("text, shown", [
+    (b"<an apple>\n\nan apple", "<an apple>\n\nan "), (b"an apple>", "an "), (b"\n<an apple>", "\n<an "),
+    (b"<an <apple", "<an <apple")], ids=["thoughts", "none", "not at once", "thoughts alone"])
+def test_stop_strings_wait_where_the_answer_begins_with_a_token(text, shown):
+    asked = qengine.Request([1], stop="apple", stop_after=ord(">"), stop_pause=ord("<"))
+    generation = qengine.Generation(asked, qengine.ByteTokenizer(256))
+    for n, letter in enumerate(text, 1):
+        if generation.push(letter, "length" if n == len(text) else None) == "stop":
+            break
+    generation.close()
+    assert "".join(event.text for event in generation) == shown

@@ -13,6 +13,7 @@ import pytest
 
 import qengine
 from api import chat as chat_api
+from api import fields
 from api import openai as openai_api
 from tests.scripted import Unreal
 from tests.tiny import CONTEXT, tiny_engine
@@ -324,8 +325,25 @@ def test_bad_fields_are_named(port, path, body, param, stream):
     assert answer[2]["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("body, named", [
+    ({"prompt": [[5]] * 100_000}, "prompt"), ({"prompt": [5] * 100_000 + [True]}, "prompt[100000]"),
+    ({"prompt": [5, 6, []] * 2_000}, "prompt[2]")])
+def test_long_lists_are_refused_soon(body, named):
+    start = time.process_time()
+    with pytest.raises(qengine.RequestError) as caught:
+        fields.check(body, openai_api.COMPLETION)
+    assert caught.value.field == named and time.process_time() - start < 0.5
+
+
+def test_a_long_list_of_numbers_is_looked_at_in_one_step():
+    start = time.process_time()
+    fields.check({"prompt": [5] * 1_000_000}, openai_api.COMPLETION)
+    assert time.process_time() - start < 0.5        # one by one: 5
+
+
 @pytest.mark.parametrize("data", [
-    b'{"prompt": "hi", "messages": ' + b"[" * 200 + b"]" * 200 + b"}", b"", b"{", b"[]", b'"text"', b"null", b"5", b"\xff\xfe", b"prompt=hi", b"[" * 100_000, b'{"a":' * 100_000,
+    b'{"prompt": "hi", "messages": ' + b"[" * 200 + b"]" * 200 + b"}", b"", b"{", b"[]", b'"text"', b"null", b"5",
+    b"\xff\xfe", b"prompt=hi", b"[" * 100_000, b'{"a":' * 100_000,
     b'{"prompt": "hi", "temperature": NaN}', b'{"prompt": "hi", "temperature": Infinity}',
     b'{"prompt": "hi", "temperature": 1e999}', b'{"prompt": "hi", "seed": ' + b"9" * 5000 + b"}",
     b'{"prompt": "hi", "\\ud800": 1}', b'{"prompt": "\xff"}',
@@ -555,6 +573,26 @@ def test_an_error_of_our_own_shows_no_internals(engine, port, monkeypatch):
     assert "division" not in answer[2]["error"]["message"]
 
 
+def test_a_panic_of_a_library_is_an_error_like_others(engine, port, monkeypatch):
+    """pyo3's PanicException is no Exception."""
+    class Panic(BaseException):
+        pass
+
+    submitted, submit = [], engine.submit
+
+    def panic(request):
+        if submitted:
+            raise Panic("called `Option::unwrap()` on a `None` value")
+        submitted.append(submit(request))
+        return submitted[0]
+
+    monkeypatch.setattr(engine, "submit", panic)
+    answer = send(port, "POST", TEXT, LONG | {"n": 2})
+    assert_error(answer, 500)
+    assert "unwrap" not in answer[2]["error"]["message"]
+    assert submitted[0].cancelled
+
+
 def test_closing_tells_the_clients(engine):
     with serving(qengine.create_app(engine)) as (port, service), official_client(port) as client:
         stream = iter(complete(client, max_tokens=CONTEXT - 100, stream=True))
@@ -563,8 +601,9 @@ def test_closing_tells_the_clients(engine):
         assert not service.open
         with pytest.raises(openai.APIError, match="cancelled"):
             list(stream)
-        with pytest.raises(openai.InternalServerError, match="shutting down"):
+        with pytest.raises(openai.InternalServerError, match="shutting down") as caught:
             complete(client)
+        assert caught.value.response.headers["Retry-After"] == "5"
 
 
 class Endless(Unreal):
