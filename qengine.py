@@ -2041,7 +2041,7 @@ class Worker(threading.Thread):
         worker = self
         while (other := worker.waits_for) is not None:
             worker = other
-        error = NoAnswer(f"{worker.card.name} has not answered for {DEADLINE:g} s")
+        error = NoAnswer(worker.card, DEADLINE)
         self.on_fault(worker, error)
         raise error
 

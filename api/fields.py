@@ -1,8 +1,8 @@
 """What the body of a request may hold: one description of it, which `check` enforces and openapi.py publishes.
 
-A description is JSON Schema, of which `check` knows: type, enum, minimum, maximum, minLength, maxLength, pattern, items,
-minItems, maxItems, properties, propertyNames, required, additionalProperties, and anyOf. A property that is not required may be null,
-too, which says no more than leaving it out.
+A description is JSON Schema, of which `check` knows: type, enum, minimum, maximum, minLength, maxLength, pattern,
+items, minItems, maxItems, properties, propertyNames, required, additionalProperties, and anyOf. A property that is not
+required may be null, too, which says no more than leaving it out.
 """
 
 import difflib

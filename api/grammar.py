@@ -99,6 +99,8 @@ class Rules:
         write = xml_call if form is XMLCall else json_call
         names = [f"call_{i}" for i in range(len(tools))]
         values = Values()
+        for tool in tools:
+            check_arguments(tool)
         rules = [write(name, tool, values, self._tag("</tool_call>")) for name, tool in zip(names, tools)]
         again = f'("\\n" {self._tag("<tool_call>")} call)*' if several else ""
         rules = [f"call: {' | '.join(names)}", *rules, *values.rules()]
@@ -165,14 +167,12 @@ class Values:
 def json_call(name: str, tool: Tool, values: Values, end: str) -> str:
     """The rule of this name for a call in the JSON form."""
     head = f'\n{{"name": {json.dumps(tool.name)}, "arguments": '
-    check_arguments(tool)
     arguments = values.name(json_value(closed(tool), tool.strict))
     return f'{name}: {literal(head)} {arguments} "}}\\n" {end}'
 
 
 def xml_call(name: str, tool: Tool, values: Values, end: str) -> str:
     """The rule for a call in the XML form, its arguments in the order of the schema, those that it does not name last."""
-    check_arguments(tool)
     if tool.strict and (unseen := sorted(OF_ALL_ARGUMENTS & tool.schema.keys())):
         raise GrammarError(f"{unseen[0]} of the arguments of {tool.name!r}")
     rule = f"{name}: " + literal(f"\n<function={tool.name}>\n")
@@ -212,7 +212,8 @@ def _xml_value(tool: Tool, key: str | None, values: Values) -> str:
         spelt.append(spelling_of(one, types))
     if texts and all(texts) and None in spelt:
         if tool.strict:
-            raise GrammarError(f"limits of a string that may be something else, too, in the argument {(key or 'of any name')[:80]!r}")
+            raise GrammarError("limits of a string that may be something else, too, in the argument "
+                               f"{(key or 'of any name')[:80]!r}")
         texts.append([])
     if texts:
         return values.text([*texts, *([one] for one in spelt if one)]) if all(texts) else values.text([[]])

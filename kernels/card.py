@@ -56,6 +56,9 @@ class LaunchError(CardError):
 class NoAnswer(CardError):
     """A card has not done in time what somebody waited for."""
 
+    def __init__(self, card, seconds):
+        super().__init__(f"{card.name} has not answered for {seconds:g} s")
+
 
 # ---- memory ------------------------------------------------------------------------------------------------
 
@@ -198,7 +201,7 @@ class Event:
     def synchronize(self, timeout=None):
         """Waits for it. Raises what went wrong, and NoAnswer after `timeout` seconds."""
         if not self.card._await(self, timeout):
-            raise NoAnswer(f"{self.card.name} has not answered for {timeout:g} s")
+            raise NoAnswer(self.card, timeout)
 
 
 class Recording:

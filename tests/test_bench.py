@@ -5,22 +5,15 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from numba import cuda, uint32
 
 import qengine
 from kernels import bench, probe
 from kernels.bench import Case, Result
 from kernels.card import open_cards
 from kernels.emulated.cards import CARDS, CMP_100_210, H100, V100
+from tests.doubling import double
 
 N = 100_000
-
-
-@cuda.jit
-def double(x, n):
-    i = uint32(cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x)
-    if i < n:
-        x[i] = x[i] + x[i]
 
 
 def failing():

@@ -59,11 +59,6 @@ def spin(out, turns):
     out[uint32(0)] = value
 
 
-@cuda.jit
-def reads_beyond(x, i):
-    x[uint32(0)] = x[i]
-
-
 def numbers(n=N, seed=0):
     return np.random.default_rng(seed).standard_normal(n).astype(np.float32)
 

@@ -5,20 +5,13 @@ import threading
 
 import numpy as np
 import pytest
-from numba import cuda, uint32
 
 from kernels.card import CardError, open_cards
 from kernels.emulated.card import EmulatedCard
 from kernels.trace import HOST, draw, joined, tracing
+from tests.doubling import double
 
 N = 1000
-
-
-@cuda.jit
-def double(x, n):
-    i = uint32(cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x)
-    if i < n:
-        x[i] = x[i] + x[i]
 
 
 def of_kind(trace, *kinds):

@@ -1,0 +1,10 @@
+"""A kernel for tests to which it is all one what a kernel does."""
+
+from numba import cuda, uint32
+
+
+@cuda.jit
+def double(x, n):
+    i = uint32(cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x)
+    if i < n:
+        x[i] = x[i] + x[i]
