@@ -5,8 +5,8 @@
     python models/evaluate.py --torch                             # the same file in PyTorch, MTP drafts too
     python models/evaluate.py --torch CHECKPOINT                  # or a checkpoint
 
-Answers are greedy; tasks.score judges them. The table has a column for each language, and JSON that fits its
-schema has a row of its own beside JSON that is right. "new words" and "new fields" are tools and fields that
+Answers are greedy; tasks.score judges them. The table has a column for each language; answers that have to be
+calls, and JSON that fits its schema, have rows of their own beside the task's. "new words" and "new fields" are tools and fields that
 training never names; "later" are facts asked for in the midst of a conversation. Facts asked in words that are
 all those of a trained question, and facts asked in others, are told apart as well. In PyTorch the first drafts
 that greedy decoding accepts are counted for each section, and the perplexity of held-out text is taken.
@@ -39,6 +39,11 @@ WINDOW = 2048            # of which are scored at a time
 SECTIONS = ({name: make for name, (_, make) in tasks.TASKS.items() if name != "text"}
             | tasks.LATER | tasks.NEW_WORDS)
 
+# Rows of their own: which of a section's examples they are of.
+KINDS = {"facts": {"trained words": tasks.asks_in_trained_words,
+                   "other words": lambda example: not tasks.asks_in_trained_words(example)},
+         "tools": {"calls": lambda example: example.expect["kind"] == "calls"}}
+
 
 def sections(names=None) -> dict[str, tuple]:
     """What is scored: name -> (generator, length). Recall has two sections; plain text has no answers."""
@@ -58,16 +63,14 @@ def held_out(name: str, make, length: int, n: int, seed: int = 0) -> list:
 
 
 def score(name: str, examples: list, texts: list[str]) -> dict[str, dict]:
-    """Section -> its result, and some results of their own: JSON that fits its schema, facts by wording."""
+    """Section -> its result, and some results of their own: JSON that fits its schema, kinds of examples."""
     scores = {name: judged(tasks.score, examples, texts)}
     if name.startswith("json"):
         scores[f"{name}, valid"] = judged(tasks.json_is_valid, examples, texts)
-    if name == "facts":
-        for kind, wanted in (("trained words", True), ("other words", False)):
-            chosen = [(example, text) for example, text in zip(examples, texts, strict=True)
-                      if tasks.asks_in_trained_words(example) == wanted]
-            if chosen:
-                scores[f"facts, {kind}"] = judged(tasks.score, *zip(*chosen))
+    for kind, belongs in KINDS.get(name, {}).items():
+        chosen = [pair for pair in zip(examples, texts, strict=True) if belongs(pair[0])]
+        if chosen:
+            scores[f"{name}, {kind}"] = judged(tasks.score, *zip(*chosen))
     return scores
 
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import random
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -161,6 +162,10 @@ def test_scores_by_language_and_by_validity():
     scores = evaluate.score("json", examples, ['{"city": "Busan"}', '{"city": "Pusan"}', '{"town": "Busan"}'])
     assert scores["json"]["by_language"] == {"en": [1, 2], "ko": [0, 1]}
     assert scores["json, valid"]["by_language"] == {"en": [2, 2], "ko": [0, 1]}
+    calls = [replace(examples[0], expect={"kind": "calls", "calls": [], "tools": []}),
+             question("", kind="keys", keys=["none"])]
+    scores |= evaluate.score("tools", calls, ["a", "none"])
+    assert scores["tools"]["right"] == 1 and scores["tools, calls"]["n"] == 1
     assert evaluate.show_scores(scores).splitlines()[1].split() == "json 33.3 % 3 50.0 % 0.0 %".split()
 
 

@@ -1,10 +1,10 @@
 """Tool use: schemas of one to four tools in the prompt, and a request that needs one call, several, or none.
 
 A tool is a verb and a noun, such as book_team_room(date, party_size), half of both drawn for the example, or
-one of a few handwritten ones (models/text/tools.toml) with requests as people make them, half of them and
-those whose own name is on the other side of the held-out rule under other names. Names of tools and the
-values to pass are held out. After a tool's result the right answer tells
-what it says.
+one of a few handwritten ones (models/text/tools.toml) with requests as people make them, most of them and
+those whose own name is on the other side of the held-out rule under other names, so that the description has to
+be read. Names of tools and the values to pass are held out. After a tool's result the right answer tells what it
+says.
 """
 
 import tomllib
@@ -162,7 +162,7 @@ def _handwritten() -> tuple[dict, ...]:
 def natural(draw: Draw, lang: str) -> tuple[str, list, list]:
     """One call of a handwritten tool, others of both sorts beside it or none."""
     rng = draw.rng
-    chosen = [_Named(draw, tool) for tool in rng.sample(_handwritten(), rng.randint(1, 3))]
+    chosen = [_Named(draw, tool, lang) for tool in rng.sample(_handwritten(), rng.choice((1, 2, 2, 3, 3, 4)))]
     n_others = rng.randint(0, 4 - len(chosen))
     return _natural(draw, lang, chosen, _schemas(draw, _invent_several(draw, n_others)) if n_others else [])
 
@@ -179,12 +179,14 @@ def _natural(draw: Draw, lang: str, chosen: list["_Named"], others: list) -> tup
 
 
 class _Named:
-    """A handwritten tool and what it and its parameters are called here: names go from there to here."""
+    """A handwritten tool, what is said of it, and what it and its parameters are called here: names go from
+    there to here."""
 
-    def __init__(self, draw: Draw, tool: dict, rename: bool = True):
+    def __init__(self, draw: Draw, tool: dict, lang: str, rename: bool = True):
         self.tool, rng = tool, draw.rng
+        self.description = rng.choice(tool["description"] + tool.get(f"description_{lang}", []))
         self.names = {name: name for name in (tool["name"], *tool["parameters"])}
-        if rename and (rng.random() < 0.5 or is_held(tool["name"]) != draw.held):
+        if rename and (rng.random() < 0.7 or is_held(tool["name"]) != draw.held):
             self.names[tool["name"]] = draw.name_with(*rng.choice(([], tool["name"].split("_")[-1:])))
         for name in tool["parameters"]:
             if rename and rng.random() < 0.4:
@@ -198,12 +200,12 @@ class _Named:
             properties[self.names[name]] = {"type": type_of(kind)} | described
         parameters = {"type": "object", "properties": properties, "required": list(properties)}
         return {"type": "function", "function": {
-            "name": self.names[self.tool["name"]], "description": self.tool["description"],
+            "name": self.names[self.tool["name"]], "description": self.description,
             "parameters": parameters}}
 
 
 def _any_request(draw: Draw, lang: str) -> tuple[str, list, list]:
-    return draw.rng.choices((one, several, natural), (4, 3, 3))[0](draw, lang)
+    return draw.rng.choices((one, several, natural), (30, 22, 48))[0](draw, lang)
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -219,7 +221,7 @@ def to_call(draw: Draw, lang: str) -> Example:
 def make_new_words(rng, held: bool = True, length: int | None = None, lang: str | None = None) -> Example:
     """To judge with: a call of a tool that no training example has, others of these beside it."""
     lang, draw = pick_lang(rng, lang), Draw(rng, held)
-    chosen = [_Named(draw, tool, rename=False) for tool in rng.sample(apart()["tool"], rng.randint(1, 3))]
+    chosen = [_Named(draw, tool, lang, rename=False) for tool in rng.sample(apart()["tool"], rng.randint(1, 3))]
     return _to_call(draw, lang, *_natural(draw, lang, chosen, []))
 
 
