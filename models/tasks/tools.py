@@ -171,11 +171,8 @@ def _natural(draw: Draw, lang: str, chosen: list["_Named"], others: list) -> tup
     """A request for the first of the chosen tools, its call, and all schemas."""
     schemas = [named.schema() for named in chosen] + others
     draw.rng.shuffle(schemas)
-    tool, names = chosen[0].tool, chosen[0].names
-    values = {name: draw_kind(draw, kind, lang) for name, kind in tool["parameters"].items()}
-    request = draw.rng.choice(tool[lang]).format_map({name: Ko(value) for name, value in values.items()})
-    arguments = {names[name]: value for name, value in values.items()}
-    return request, [{"name": names[tool["name"]], "arguments": arguments}], schemas
+    request, call = chosen[0].ask_for(draw, lang)
+    return request, [call], schemas
 
 
 class _Named:
@@ -192,6 +189,13 @@ class _Named:
             if rename and rng.random() < 0.4:
                 self.names[name] = draw.word("en")
 
+    def ask_for(self, draw: Draw, lang: str) -> tuple[str, dict]:
+        """A request for one call, and the call."""
+        values = {name: draw_kind(draw, kind, lang) for name, kind in self.tool["parameters"].items()}
+        request = draw.rng.choice(self.tool[lang]).format_map({name: Ko(value) for name, value in values.items()})
+        arguments = {self.names[name]: value for name, value in values.items()}
+        return request, {"name": self.names[self.tool["name"]], "arguments": arguments}
+
     def schema(self) -> dict:
         """A parameter under another name is described by its own."""
         properties = {}
@@ -205,7 +209,7 @@ class _Named:
 
 
 def _any_request(draw: Draw, lang: str) -> tuple[str, list, list]:
-    return draw.rng.choices((one, several, natural), (30, 22, 48))[0](draw, lang)
+    return draw.rng.choices((one, several, natural), (35, 25, 40))[0](draw, lang)
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -271,6 +275,21 @@ def to_tell(draw: Draw, lang: str) -> Example:
     return chat(draw, lang, "tools", turns, expect, None, schemas)
 
 
+def to_call_again(draw: Draw, lang: str) -> Example:
+    """A request for one of several handwritten tools, after others of which the calls and results are told."""
+    rng, turns = draw.rng, []
+    chosen = [_Named(draw, tool, lang) for tool in rng.sample(_handwritten(), rng.randint(2, 4))]
+    for _ in range(rng.randint(1, 3)):
+        request, call = rng.choice(chosen).ask_for(draw, lang)
+        result, answer, _ = _result(draw, lang)
+        turns += [request, call_message([call]), {"role": "tool", "content": compact(result)}, answer]
+    request, call = rng.choice(chosen).ask_for(draw, lang)
+    schemas = [named.schema() for named in chosen]
+    expect = {"kind": "calls", "calls": [call], "tools": schemas}
+    return chat(draw, lang, "tools", [*turns, request, call_message([call])], expect, facts.system(rng, lang),
+                schemas)
+
+
 def _result(draw: Draw, lang: str) -> tuple[dict, str, list]:
     """What a tool returns, the sentence that tells it, and the (label, value) pairs that it has to tell."""
     rng = draw.rng
@@ -297,8 +316,8 @@ def _tell(fields: list[Field], told: dict, lang: str) -> str:
     return f"{text}입니다."
 
 
-FORMS = (to_call, no_call, to_tell)
-WEIGHTS = (70, 15, 15)
+FORMS = (to_call, no_call, to_tell, to_call_again)
+WEIGHTS = (55, 15, 12, 18)
 
 
 def make(rng, held: bool = False, length: int | None = None, lang: str | None = None) -> Example:
