@@ -28,9 +28,9 @@ __all__ = ["LATER", "NEW_WORDS", "TASKS", "Example", "asks_in_trained_words", "e
 
 # name: (how often, generator)
 TASKS = {
-    "facts": (30, facts.make),
+    "facts": (32, facts.make),
     "self": (9, facts.make_self),
-    "recall": (18, recall.make),
+    "recall": (16, recall.make),
     "tools": (28, tools.make),
     "json": (9, structured.make),
     "reasoning": (9, reasoning.make),
