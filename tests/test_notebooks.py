@@ -16,7 +16,12 @@ from pathlib import Path
 import nbclient
 import nbconvert
 import nbformat
+import numpy as np
 import pytest
+from numba import cuda, uint32
+
+from kernels.emulated.card import EmulatedCard
+from kernels.emulated.cards import CMP_100_210
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -97,12 +102,38 @@ def test_becomes_a_page(path):
     assert all(picture in page for cell in code_cells(read(path)) for picture in pictures(cell))
 
 
-def test_attempts(capsys):
-    """None is no answer; what a check asserts is told, and any other error is the reader's to see."""
+@pytest.fixture(scope="module")
+def lab():
     spec = importlib.util.spec_from_file_location("lab", FOLDER / "lab.py")
-    lab = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(lab)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
+
+@cuda.jit
+def copy_shifted(y, x, shift):
+    i = uint32(cuda.grid(1))
+    y[i] = x[uint32(i + shift)]
+
+
+def test_attempts_that_touch_what_they_must_not(lab, capsys):
+    """A kernel that would end this Python is told with its line."""
+    card = EmulatedCard(0)
+
+    def check(shift):
+        y, x = card.zeros(32, np.uint32, "y"), card.upload(np.arange(32, dtype=np.uint32), "x")
+        lab.count(card, lambda: copy_shifted[1, 32](y, x, shift), CMP_100_210)
+        assert card.download(y)[5] == 5, "shifted"
+
+    lab.attempt(check, 1 << 29)
+    told = capsys.readouterr().out
+    assert told.startswith("not right yet: copy_shifted") and "y[i] = x[uint32(i + shift)]" in told
+    lab.attempt(check, 0)
+    assert capsys.readouterr().out == "solved\n"
+
+
+def test_attempts(lab, capsys):
+    """None is no answer; what a check asserts is told, and any other error is the reader's to see."""
     def check(answer):
         if answer() != 4:
             raise AssertionError(f"{answer()} is not 4")
