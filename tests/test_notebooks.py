@@ -40,7 +40,7 @@ def read(path):
 def execute(path):
     """The notebook with fresh outputs. Raises CellExecutionError where a cell fails."""
     notebook = read(path)
-    nbclient.NotebookClient(notebook, timeout=SECONDS, record_timing=False,
+    nbclient.NotebookClient(notebook, timeout=SECONDS, record_timing=False, coalesce_streams=True,
                             resources={"metadata": {"path": str(path.parent)}}).execute()
     return notebook
 
