@@ -141,6 +141,7 @@ def test_attempts_that_touch_what_they_must_not(lab, capsys):
 
 def test_attempts(lab, capsys):
     """None is no answer; what a check asserts is told, and any other error is the reader's to see."""
+
     def check(answer):
         if answer() != 4:
             raise AssertionError(f"{answer()} is not 4")
