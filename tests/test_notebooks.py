@@ -1,6 +1,6 @@
 """Runs the notebooks and compares what they print with what they keep.
 
-`python tests/test_notebooks.py` runs them all and keeps the new outputs, or those named: after a change that they
+`python -m tests.test_notebooks` runs them all and keeps the new outputs, or those named: after a change that they
 should show. Cells have tags:
 
     varies      their text depends on the machine or the compiler
