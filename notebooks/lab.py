@@ -1,5 +1,6 @@
 """What the notebooks share: counting, tables, plots and the frame of an exercise. No kernel is here, no check either."""
 
+import re
 import sys
 import time
 from pathlib import Path
@@ -135,6 +136,8 @@ def attempt(check, answer):
         print("solved")
     except (AssertionError, LaunchError) as error:
         print(f"not right yet: {error}")
+        if re.search(r"\bnan\b", str(error)):              # what results are poisoned with
+            print("(nan: something was never written, or made of what was not)")
 
 
 def refuses(check, wrong):

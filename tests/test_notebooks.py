@@ -1,6 +1,6 @@
 """Runs the notebooks and compares what they print with what they keep.
 
-`python tests/test_notebooks.py` runs them all and keeps the new outputs, or those named: after a change that they
+`python -m tests.test_notebooks` runs them all and keeps the new outputs, or those named: after a change that they
 should show. Cells have tags:
 
     varies      their text depends on the machine or the compiler
@@ -117,23 +117,31 @@ def copy_shifted(y, x, shift):
 
 
 def test_attempts_that_touch_what_they_must_not(lab, capsys):
-    """A kernel that would end this Python is told with its line."""
-    card = EmulatedCard(0)
+    """A kernel that would end this Python is told with its line; what is not a number, why."""
+    card, n = EmulatedCard(0), 16                       # n: results that are looked at; 16 are written
 
     def check(shift):
-        y, x = card.zeros(32, np.uint32, "y"), card.upload(np.arange(32, dtype=np.uint32), "x")
-        lab.count(card, lambda: copy_shifted[1, 32](y, x, shift), CMP_100_210)
-        assert card.download(y)[5] == 5, "shifted"
+        y, x = card.zeros(32, np.float32, "y"), card.upload(np.arange(32, dtype=np.float32), "x")
+        card.poison(y)
+        lab.count(card, lambda: copy_shifted[1, 16](y, x, shift), CMP_100_210)
+        wrong = abs(card.download(y)[:n] - np.arange(n)).max()
+        if not wrong == 0:
+            raise AssertionError(f"wrong by {wrong}")
 
     lab.attempt(check, 1 << 29)
     told = capsys.readouterr().out
     assert told.startswith("not right yet: copy_shifted") and "y[i] = x[uint32(i + shift)]" in told
+    n = 32
+    lab.attempt(check, 0)
+    assert capsys.readouterr().out.startswith("not right yet: wrong by nan\n(nan: ")
+    n = 16
     lab.attempt(check, 0)
     assert capsys.readouterr().out == "solved\n"
 
 
 def test_attempts(lab, capsys):
     """None is no answer; what a check asserts is told, and any other error is the reader's to see."""
+
     def check(answer):
         if answer() != 4:
             raise AssertionError(f"{answer()} is not 4")
