@@ -105,8 +105,9 @@ from numba.types import float32, int32, uint32, uint64
 
 from kernels.bench import Case, main
 from kernels.formats import FORMATS, as_words, on_card, product_reference, random_raw
-from kernels.intrinsics import (dp4a, float_as_word, half_to_float, load_shared, load_shared4,
-                                load_word, load_words4, shared_address, store_shared, store_shared4, word_as_float)
+from kernels.intrinsics import (dp4a, float_as_word, half_to_float, let_next_begin, load_shared, load_shared4,
+                                load_word, load_words4, shared_address, store_shared, store_shared4,
+                                wait_for_previous, word_as_float)
 from kernels.q8_gemv import random_activations
 
 BLOCK = 32  # weights per scale, and the depth of a tile
@@ -325,6 +326,7 @@ def pipelined_kernel(format, rows, blocks_per_sm):
 
     @cuda.jit(launch_bounds=(THREADS, blocks_per_sm))
     def gemm_q8_q8_kernel(y, wq, wd, xq, xd, n, k, n_rows, stride, add):
+        let_next_begin()
         lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
         thread = uint32(warp * uint32(32) + lane)
         column0 = uint32(cuda.blockIdx.x * uint32(TILE_N))
@@ -361,6 +363,7 @@ def pipelined_kernel(format, rows, blocks_per_sm):
         w_scales = cuda.local.array((n_scales, COLUMNS), uint32)
         x_scales = cuda.local.array((2, per_row, 4), uint32)
         fetch(raw, wq, wd, start, blocks, uint32(0))
+        wait_for_previous()
         x_scale = fetch_x(x_words, xq, xd, x_from, xd_from, uint32(0))
         put_column(raw, w_to, wd_to)
         put_x(x_words, x_scale, x_to, xd_to)

@@ -114,6 +114,7 @@ from kernels.swiglu import swiglu_quantize
 
 BLOCK = 32  # weights per scale
 MAX_COLUMNS = 16  # of one launch
+WIDE_ROWS = 128  # of an SM from which on its warps take 8 columns: two groups of 4 rows for each of 16 warps
 MAX_FUSED = 16384  # values of a column whose norm is computed inside
 MAX_FUSED_BLOCKS = MAX_FUSED // BLOCK
 HELD = 2, 4  # weights of the norm that a lane holds: all of 8,192 values, where 32 warps share them
@@ -326,13 +327,13 @@ def shape_for(card, fmt, columns, k, in_pairs=False):
     processor fetches ahead by itself."""
     if card.kind == "emulated":
         return Shape(4 if in_pairs or columns > 2 else 2, 0, 16)
-    if fmt is Q8:
-        if columns > 2:
-            return Shape(4, 2 if columns == 4 else 1, 16)
-        by_twos = k // BLOCK // fmt.turn % 4 == 2
-        return Shape(2, 2, 32) if in_pairs or columns == 2 or by_twos else Shape(1, 4, 32)
-    slots = 2 if k >= 2 * BLOCK * fmt.turn and (fmt.words <= 6 or columns == 2) else 1
-    return Shape(2, slots, 32 if columns == 1 else 16)
+    turns = k // BLOCK // fmt.turn
+    if columns > 2:
+        return Shape(4, 2 if columns == 4 else 1, 16)
+    if columns == 1 and not in_pairs and fmt.words <= 6 and turns % 4 == 0:
+        return Shape(1, 4, 32)
+    slots = 2 if turns > 1 and (fmt.words <= 6 or columns == 2) else 1
+    return Shape(2, slots, 32 if columns == 1 or fmt is Q8 else 16)
 
 
 def x_starts_of(columns):
@@ -554,7 +555,7 @@ def gemv(card, fmt, y, stride, wq, wd, xq, xd, n, k, columns, add=False, stream=
     which is n or more where several products write side by side. One launch per sixteen columns."""
     y, weights, xq, xd = y.reshape(-1), _flat(wq, wd), xq.reshape(-1), xd.reshape(-1)
     for first in range(0, columns, MAX_COLUMNS):
-        here, set_bits, each = _split(fmt, columns - first)
+        here, set_bits, each = _split(card, fmt, n, columns - first)
         shape = shape_for(card, fmt, each, k)
         grid, shares = _shares(card, n, shape)
         card.launch(gemv_kernel(fmt, each, shape, False), grid, (32, shape.warps), y[first * stride:], stride,
@@ -591,7 +592,7 @@ def norm_gemv_swiglu(card, fmt, q, d, wq, wd, x, norm_w, eps, n, k, columns, xq,
     rms_norm_quantize(card, xq, xd, x, norm_w, columns, k, eps, stream)
     xq, xd = xq.reshape(-1), xd.reshape(-1)
     for first in range(0, columns, MAX_COLUMNS):
-        here, set_bits, each = _split(fmt, columns - first)
+        here, set_bits, each = _split(card, fmt, 2 * n, columns - first)
         shape = shape_for(card, fmt, each, k, in_pairs=True)
         card.launch(swiglu_kernel(fmt, each, shape, False), grid, (32, shape.warps), q[first * n:],
                     d[first * n // BLOCK:], *weights, xq[first * k:], xd[first * k // BLOCK:], n, k, here,
@@ -607,10 +608,13 @@ def _flat(wq, wd):
     return wq.reshape(-1), wd.view(np.uint16).reshape(-1)
 
 
-def _split(fmt, columns):
-    """(columns of the launch, log2 of the sets of warps, columns of each): up to 4 for a warp, evenly; up to 2 of a
-    packed format, whose unpacked weights need registers."""
-    here, most = min(columns, MAX_COLUMNS), 4 if fmt is Q8 else 2
+def _split(card, fmt, n, columns):
+    """(columns of the launch, log2 of the sets of warps, columns of each) for n rows: up to 8 for a warp, evenly, so that
+    the weights pass from the second-level cache to the SMs once; up to 4 where that would leave warps idle, and up to 2
+    of a packed format, whose unpacked weights need registers."""
+    here, most = min(columns, MAX_COLUMNS), 2
+    if fmt is Q8:
+        most = 8 if n >= WIDE_ROWS * card.n_sms and card.kind != "emulated" else 4
     set_bits = (-(-here // most) - 1).bit_length()
     return here, set_bits, -(-here // 2**set_bits)
 

@@ -69,8 +69,8 @@ def kernels(tmp_path_factory):
     if TARGET not in compiler.supported_ccs():
         pytest.skip("the installed CUDA toolkit cannot compile for sm_70")
     k_quants = [format for format in PACKED if format.file_block > 32]  # Q4_0 and Q5_0 need fewer registers
-    packed = [kernel for format in k_quants for kernel in products_of_real_cards(format, 2, [4096])]
-    launches = *engine_kernels(tmp_path_factory.mktemp("models")), *products_of_real_cards(Q8_0, 4, [4096, 5120]), *packed
+    packed = [kernel for format in k_quants for kernel in products_of_real_cards(format, 2, [4096, 5120])]
+    launches = *engine_kernels(tmp_path_factory.mktemp("models")), *products_of_real_cards(Q8_0, 8, [4096, 5120]), *packed
     return list(dict.fromkeys(launches))
 
 
@@ -101,11 +101,11 @@ def test_no_register_is_spilled_on_sm_70(kernels):
 
 OVERLAPPING = (9, 0)        # the first that can
 WAIT = "griddepcontrol.wait;"
-# The arguments that a kernel may read before it waits: weights, which no kernel writes.
+# The arguments that a kernel may read before it waits, which no kernel writes: weights, and the slots of a batch.
 CONSTANTS = {
     "gemv_kernel": {"wq", "wd"}, "norm_gemv_kernel": {"wq", "wd", "norm_w"},
     "gemv_swiglu_kernel": {"wq", "wd"}, "norm_gemv_swiglu_kernel": {"wq", "wd", "norm_w"},
-    "gdn_decode_kernel": {"conv_w", "ssm_a", "dt_bias", "norm_w"},
+    "gemm_q8_q8_kernel": {"wq", "wd"}, "gdn_decode_kernel": {"conv_w", "ssm_a", "dt_bias", "norm_w", "row_slot"},
     "attend": set(), "rms_norm_quantize_kernel": {"w"},
 }
 
@@ -183,6 +183,7 @@ def test_what_is_done_too_early_is_found(overlapping, early):
 def test_what_is_read_too_early_is_found(overlapping):
     """Without WAIT all is too early."""
     read = {"gemv_kernel": "xq", "norm_gemv_kernel": "x", "gemv_swiglu_kernel": "xd", "norm_gemv_swiglu_kernel": "x",
-            "gdn_decode_kernel": "projected", "attend": "row_pos", "rms_norm_quantize_kernel": "x"}
+            "gemm_q8_q8_kernel": "xq", "gdn_decode_kernel": "projected", "attend": "row_pos",
+            "rms_norm_quantize_kernel": "x"}
     for kernel, types, ptx in overlapping:
         assert read[kernel.__name__] in too_early(kernel, types, ptx.replace(WAIT, ""))
