@@ -32,7 +32,8 @@ What happens when:
     so the weights travel while it is computed, and goes on through sums, stores and barriers.
   * SwiGLU: a warp has the same rows of gate and of up; 32 outputs meet in shared memory as a block of the
     quantisation, on two sides by turns, so that one barrier per 32 outputs is enough.
-  * More than 4 columns: 2 or 4 warps take the same rows, each for its columns; they come from memory once.
+  * More than 4 columns: 2 or 4 warps take the same rows, each for its columns; they come from memory once. Where
+    rows are many (SwiGLU and the head of a 9B), a warp takes up to 8.
   * The weights pass the first-level cache by (`stream_words4`), x stays in it.
 
 Pipe: dp4a, but bound by memory: 1.06 n k bytes and n k columns / 4 dp4a per call. At its full bandwidth a
@@ -89,9 +90,17 @@ What a token loses, on an H100 with overlap (2026-11-21, each kind of kernel rep
 
 Q4_K is 1.6 times as fast as Q8_0 where both lose 0.50 ms: (2.76 + 0.50) / (1.54 + 0.50). They lose 0.56 and 0.62, 3.4
 and 3.8 us of a launch, of which an empty one that overlaps takes 0.9. Half of its bandwidth for a 0.8B leaves 2.2 us
-for each launch, which now loses 3.0. Eight columns are two sets of warps, so the weights pass from the second-level
-cache to the SMs twice: 16.6 GB in the 3.50 ms of a 9B's products, 4.7 TB/s, at 79 (`gemv`) and 84 % (SwiGLU) of the
-memory's bandwidth.
+for each launch, which now loses 3.0. In two sets of warps of 4 columns each the weights pass from the second-level
+cache to the SMs twice: 16.6 GB in the 3.50 ms of a 9B's products with 8 columns, 4.7 TB/s, at 79 (`gemv`) and 84 %
+(SwiGLU) of the memory's bandwidth. Such a step on an H200 (2026-11-21, ms):
+
+                                                    97 gemv     32 SwiGLU
+    2 sets of 4 columns, 4 rows, 2 turns under way     1.87       1.22
+    1 set of 8, 4 rows, 1 turn                         1.99       1.09     1,024 groups of rows for the 2,112 warps
+    1 set of 8, 2 rows, 4 turns                        3.20       2.07     x of 8 columns for only 2 rows: L1
+    2 sets of 4, 2 rows, 4 turns                       2.24       1.39
+
+4 rows and 2 turns of 8 columns do not find registers.
 
 `cuda.syncwarp` after the first loads of a ring is there for the assembler, which otherwise moves each load to
 where it is used, to save registers.
