@@ -618,9 +618,9 @@ def _flat(wq, wd):
 
 
 def _split(card, fmt, n, columns):
-    """(columns of the launch, log2 of the sets of warps, columns of each) for n rows: up to 8 for a warp, evenly, so that
-    the weights pass from the second-level cache to the SMs once; up to 4 where that would leave warps idle, and up to 2
-    of a packed format, whose unpacked weights need registers."""
+    """(columns of the launch, log2 of the sets of warps, columns of each) for n rows: up to 8 for a warp, evenly, so
+    that the weights pass from the second-level cache to the SMs once; up to 4 where that would leave warps idle, and
+    up to 2 of a packed format, whose unpacked weights need registers."""
     here, most = min(columns, MAX_COLUMNS), 2
     if fmt is Q8:
         most = 8 if n >= WIDE_ROWS * card.n_sms and card.kind != "emulated" else 4
