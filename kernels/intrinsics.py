@@ -249,10 +249,11 @@ def arrive(context, array, index):
 
 
 # ---- launches that overlap ---------------------------------------------------------------------------------
-# From Hopper on, a kernel that calls `wait_for_previous` is launched while the kernel before it in its stream is
-# still running, as soon as all blocks of that one have called `let_next_begin` or ended, wherever an SM has room.
-# What it does before the wait then takes no time of its own. There it may read only constants, as weights are:
-# several kernels before it may be running still. On older cards neither call is there (kernels/compile.py).
+# From Hopper on, a kernel is launched while the kernel before it in its stream is still running, as soon as all blocks
+# of that one have called `let_next_begin` or ended, wherever an SM has room. What it does before it calls
+# `wait_for_previous` then takes no time of its own. There it may read only constants, as weights are: several kernels
+# before it may be running still. A kernel that calls neither has both at its start: only its launch is hidden. On older
+# cards there is neither (kernels/compile.py).
 
 def _dependency(word):
     def typing(context):
@@ -267,6 +268,19 @@ def _dependency(word):
 
 let_next_begin = intrinsic(_dependency("launch_dependents"))
 wait_for_previous = intrinsic(_dependency("wait"))  # until it has ended; what it wrote is seen
+
+
+@intrinsic
+def prefetch(context, array, index):
+    """Asks the second-level cache for the 128 bytes around element `index`; nothing depends on it, so that it may come
+    before `wait_for_previous`. Nor is it there before Hopper."""
+    def codegen(context, builder, signature, values):
+        pointer = _word_pointer(context, builder, signature.args[0], values[0], values[1], 1)
+        pointer = builder.addrspacecast(pointer, ir.IntType(32).as_pointer(_GLOBAL))
+        function = ir.FunctionType(ir.VoidType(), [pointer.type])
+        builder.asm(function, "prefetch.global.L2 [$0];", "l", [pointer], True)
+        return context.get_dummy_value()
+    return types.void(array, uint32), codegen
 
 
 # ---- shared memory by address ------------------------------------------------------------------------------
