@@ -2115,10 +2115,16 @@ class Stage:
                    ) if rows else 0
 
     def pass_seconds(self, rows: int) -> float:
-        """About how long a pass takes. It takes time of its own, too, however few its rows are."""
+        """About how long a pass takes at the beginning of a prompt. It takes time of its own, too, however few its rows
+        are."""
         as_rows = self.pass_time(rows) * LARGEST_CHUNK / max(self.pass_time(LARGEST_CHUNK), 1)
         own = PRODUCT_SECONDS * self.products.total()
         return own + as_rows * self.row_operations / self.speed.dot / PEAK_SHARE
+
+    def attention_seconds(self) -> float:
+        """What each token before a row adds to that."""
+        kinds = [self.config.layer_kinds[index] for index in self.layers]
+        return attention_seconds(self.config, kinds.count("attention"), self.speed)
 
     def hop_seconds(self, rows: int) -> float:
         """How long the hidden states of a pass take to the host, or from it."""
@@ -2352,18 +2358,33 @@ class Edge:
         self.was_read[half] = card.default_stream.record()
 
 
-def choose_rows(n: int, limit: int, n_stages: int, slowest) -> int:
-    """Tokens of the next pass over a prompt that has n left, at most `limit`: all, or passes of the multiple of 64 that
-    takes the least time, where slowest(rows) is that of a pass where it takes longest. Larger ones have fewer
-    beginnings and fill a card better, as the last round of blocks of threads takes as long as a full one; of smaller
-    ones the next stage need not wait so long for its first. So stages get the smallest of those that are about as fast.
+def choose_rows(start: int, end: int, limit: int, n_stages: int, slowest, last: int = 0) -> int:
+    """Tokens of the next pass over a prompt that ends at `end` and is done up to `start`, at most `limit`: all that are
+    left, or a multiple of 64. slowest(rows, context): seconds of a pass where it takes longest (`slowest_seconds`).
+    last: tokens of the prompt's last pass.
+
+    n stages take as long as one of them for all passes, and n - 1 times the longest pass, in which most of them wait for
+    their first or have done their last. Larger passes have fewer beginnings and fill a card better, as the last round
+    of blocks of threads takes as long as a full one; of smaller ones the longest is shorter, but not behind one that was
+    as long. Of what is about as fast, several stages get the smallest.
     """
+    n = end - start
     sizes = [*([n] if n <= limit else []), *range(min(limit, n) // PAGE_TOKENS * PAGE_TOKENS, 0, -PAGE_TOKENS)]
-    seconds = {rows: (n // rows + n_stages - 1) * slowest(rows) + (slowest(n % rows) if n % rows else 0)
-               for rows in sizes}
+    so_far = slowest(last, start) if last else 0.0
+
+    def seconds(rows):              # but for attention, which takes the same in sum
+        rest = slowest(n % rows, 0) if n % rows else 0.0
+        return n // rows * slowest(rows, 0) + rest + (n_stages - 1) * max(slowest(rows, end), so_far)
+
+    found = {rows: seconds(rows) for rows in sizes}
     if n_stages == 1:
-        return min(seconds, key=seconds.get)
-    return min(rows for rows in sizes if seconds[rows] <= PASS_TOLERANCE * min(seconds.values()))
+        return min(found, key=found.get)
+    return min(rows for rows in sizes if found[rows] <= PASS_TOLERANCE * min(found.values()))
+
+
+def attention_seconds(config: Config, n_layers: int, speed: probe.Speed) -> float:
+    """What a token before it adds to the time of a token of a prompt, in so many layers of attention."""
+    return n_layers * 4 * config.query_dim / speed.half2 / ATTENTION_SHARE
 
 
 def hop_bytes(config: Config, rows: int) -> int:
@@ -2376,10 +2397,18 @@ def group_count(n_stages: int, n_slots: int) -> int:
     return min(n_stages, n_slots)
 
 
-def slowest_seconds(stages: list[Stage], rows: int) -> float:
-    """Seconds of a pass of so many rows where it takes longest: on a card, or between two."""
-    hops = [stage.hop_seconds(rows) for edge in itertools.pairwise(stages) for stage in edge]
-    return max([stage.pass_seconds(rows) for stage in stages] + hops)
+def slowest_seconds(stages: list[Stage]):
+    """A function of rows and context, tokens before them: seconds of such a pass where it takes longest, on a card or
+    between two."""
+    edges = list(itertools.pairwise(stages))
+    attention = max(stage.attention_seconds() for stage in stages)
+
+    @functools.cache
+    def first(rows):
+        hops = [stage.hop_seconds(rows) for edge in edges for stage in edge]
+        return max([stage.pass_seconds(rows) for stage in stages] + hops)
+
+    return lambda rows, context: first(rows) + attention * rows * context
 
 
 class Pipeline:
@@ -2402,7 +2431,7 @@ class Pipeline:
             Edge(upstream, downstream)
         self.queued = collections.deque()       # the prefill passes that nobody has waited for
         self.chosen = [None] * self.n_groups    # what the last step of each group found, where the next follows it
-        self.slowest = functools.cache(functools.partial(slowest_seconds, stages))
+        self.slowest = slowest_seconds(stages)
 
     def load_kernels(self, progress: bool):
         """Load what any prompt and any answer will run: one card after the other, as a kernel that the first one needed
@@ -2499,9 +2528,9 @@ class Pipeline:
         if len(self.queued) > len(self.stages):     # or all of a prompt is queued, and no cancellation stops the cards
             self.last.worker.wait(self.queued.popleft().result())
 
-    def pass_rows(self, n: int, limit: int) -> int:
-        """Tokens of the next pass over a prompt that has n left, a multiple of 64 or all of them, at most `limit`."""
-        return choose_rows(n, limit, len(self.stages), self.slowest)
+    def pass_rows(self, start: int, end: int, limit: int, last: int) -> int:
+        """Tokens of the next pass over a prompt, as `choose_rows`."""
+        return choose_rows(start, end, limit, len(self.stages), self.slowest, last)
 
     def sample_row(self, row: int, slot: int, log_probs: bool = False) -> "Tokens":
         """The next token of a slot, from row `row` of the chunk queued last."""
@@ -2585,6 +2614,7 @@ def schedule(passes: list, hops: list) -> Schedule:
 
 
 PEAK_SHARE = 0.7            # of a card's peak in the times of a plan, which only tell what is slower than what
+ATTENTION_SHARE = 0.32      # of the half2 peak: 27B on an H200, passes of 768
 
 
 @dataclass(frozen=True)
@@ -2669,12 +2699,8 @@ class LayerCosts:
     def prefill_seconds(self, stage: int, start: int, stop: int, context: float) -> float:
         """Seconds of a token of a prompt that has `context` tokens before it."""
         products = (self.operations[stop] - self.operations[start]) / self.speeds[stage].dot / PEAK_SHARE
-        return products + self.attention_seconds(stage, start, stop, context)
-
-    def attention_seconds(self, stage: int, start: int, stop: int, context: float) -> float:
-        """Those of its attention."""
-        operations = (self.n_attention[stop] - self.n_attention[start]) * 4 * self.config.query_dim * context
-        return operations / self.speeds[stage].half2 / PEAK_SHARE
+        n_layers = self.n_attention[stop] - self.n_attention[start]
+        return products + context * attention_seconds(self.config, n_layers, self.speeds[stage])
 
     def decode_seconds(self, stage: int, start: int, stop: int, context: int) -> float:
         """Seconds of a decode step of one answer."""
@@ -2843,18 +2869,18 @@ class Planner:
 
     def passes(self, n: int) -> list[tuple[int, int]]:
         """(start, tokens) of the passes over a prompt of n tokens, as the engine makes them."""
-        slowest, start, found = functools.cache(functools.partial(slowest_seconds, self.plan.on_paper)), 0, []
+        slowest, start, rows, found = slowest_seconds(self.plan.on_paper), 0, 0, []
         while start < n:
-            found.append((start, choose_rows(n - start, self.plan.chunk, len(self.cards), slowest)))
-            start += found[-1][1]
+            rows = choose_rows(start, n, self.plan.chunk, len(self.cards), slowest, rows)
+            found.append((start, rows))
+            start += rows
         return found
 
     def prompt_schedule(self, n: int, with_hops: bool = True) -> Schedule:
         """What is expected of a prompt of n tokens; without hops: as if links were infinitely fast."""
-        passes, stages, costs = self.passes(n), self.plan.on_paper, self.costs
-        seconds = [[stage.pass_seconds(rows) + rows * costs.attention_seconds(
-            i, stage.layers.start, stage.layers.stop, start + rows / 2) for start, rows in passes]
-            for i, stage in enumerate(stages)]
+        passes, stages = self.passes(n), self.plan.on_paper
+        seconds = [[stage.pass_seconds(rows) + rows * (start + rows / 2) * stage.attention_seconds()
+                    for start, rows in passes] for stage in stages]
         hops = [[(a.hop_seconds(rows) * with_hops, b.hop_seconds(rows) * with_hops) for _, rows in passes]
                 for a, b in itertools.pairwise(stages)]
         return schedule(seconds, hops)
@@ -3125,7 +3151,7 @@ CHUNK = 512                 # tokens of a prompt that run in one pass, at most; 
 LARGEST_CHUNK = 4096        # the same on a real card, which more rows fill better (9B at 4,620 tokens: 10 % faster),
 CHUNK_SHARE = 8             # if they take no more than 1 / 8 of the memory that weights and a context leave
 PASS_SECONDS = 0.5          # and if their products take no longer at the peak of the card; 1.4 times that is usual
-PASS_TOLERANCE = 1.02       # what is known of the times of passes is no more exact
+PASS_TOLERANCE = 1.005      # with 1.02, 27B on two H200 got passes of 384 where 512 were 2 % faster
 PRODUCT_SECONDS = 43e-6     # that one more pass costs for each of its products: 5.5 ms for the 128 of 9B on an H200
 RUNNING_CHUNK = 512         # at most while answers are running, which wait for it
 TURN = "<|im_start|>"       # the control token at which a turn of a conversation begins
@@ -3418,6 +3444,7 @@ class Sequence:
         self.tokens = list(generation.request.prompt_ids)
         self.has_begun = False          # its slot is ready for it
         self.n_cached = 0
+        self.n_pass = 0                 # tokens of its prompt's last pass
         self.in_flight = 0              # tokens that a queued decode step will find: 0 or 1
         self.group: int | None = None   # of answers, whose steps it takes part in
         self.pages: list[int] = []
@@ -3639,7 +3666,8 @@ class Scheduler:
             self._begin(sequence)
         limit = min(self.chunk, RUNNING_CHUNK) if any(s.is_answer for s in self.running) else self.chunk
         start = sequence.n_cached
-        end = start + self.pipeline.pass_rows(sequence.generation.n_prompt - start, limit)
+        sequence.n_pass = self.pipeline.pass_rows(start, sequence.generation.n_prompt, limit, sequence.n_pass)
+        end = start + sequence.n_pass
         self._reserve(sequence, end)
         marks = [at for at in sequence.marks if start < at <= end]
         numbers = [number for _ in marks if (number := self.cache.take_number()) is not None]
@@ -4408,11 +4436,11 @@ class Bench:
 
     def chunks(self, n: int):
         """(start, token ids) of the passes of a random prompt of n tokens."""
-        ids, start, chunks = self.random.integers(0, self.engine.config.n_vocab, n).tolist(), 0, []
+        ids, start, rows, chunks = self.random.integers(0, self.engine.config.n_vocab, n).tolist(), 0, 0, []
         while start < n:
-            end = start + self.pipeline.pass_rows(n - start, self.engine.chunk)
-            chunks.append((start, ids[start:end]))
-            start = end
+            rows = self.pipeline.pass_rows(start, n, self.engine.chunk, rows)
+            chunks.append((start, ids[start:start + rows]))
+            start += rows
         return chunks
 
     def prompt(self, n: int, slot: int = 0) -> float:
