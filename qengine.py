@@ -2083,7 +2083,7 @@ class Stage:
         self.model.allocate(self.max_rows, n_slots)
         self.sampler = Sampler(card, n_slots, config.n_vocab) if self.model.head else None
         # A prompt's pass must not disturb the batches, whose inputs stay from one step to the next.
-        self.inputs = card.alloc(6 * self.max_rows, np.int32, "ids, slots and positions of a prompt's pass")
+        self.inputs = card.alloc(INPUTS * self.max_rows, np.int32, "ids, slots and positions of a prompt's pass")
         self.incoming, self.outgoing = (
             [card.alloc((self.max_rows, config.hidden_dim), np.float32, f"{name} hidden states")
              for _ in range(2 * is_there)]
@@ -2144,9 +2144,8 @@ class Stage:
         """Take the memory of the cache, after the weights, so that its size can depend on what those leave; and that of
         the inputs of each group of answers, see `Pipeline`."""
         self.cache = Cache(self.card, self.config, self.layers, sizes)
-        self.batches = [self.card.alloc(6 * self.n_slots, np.int32, "ids, slots and positions of a decode step")
+        self.batches = [self.card.alloc(INPUTS * self.n_slots, np.int32, "ids, slots and positions of a decode step")
                         for _ in range(n_groups)]
-        self.placed = [None] * n_groups     # the same on the host, where the tokens come from another card
         if self.sampler:
             self.sampler.pin(n_groups)
 
@@ -2188,26 +2187,24 @@ class Stage:
 
     def place(self, group: int, ids, slots, positions):
         """The inputs of a group's next decode step."""
-        self.placed[group] = np.array(ids), slots, np.array(positions)
         set_rows(self.batches[group], ids, slots, positions)
 
-    def follow(self, group: int, tokens: "Tokens | None"):
-        """Make the tokens of a group's last step, which the last stage found, the inputs of the next; there
-        `launch_choice` does so, by the same rule (kernels/advance.py)."""
+    def follow(self, group: int, tokens: "Tokens | None", n: int):
+        """Queue the copy of the tokens of a group's last step, which the last stage found, to where `launch_layers` reads
+        them. Both cards wait until that is done and the step queued."""
         if self.hands_on and tokens is not None:
-            ids, slots, positions = self.placed[group]
-            chosen = tokens.read()
-            self.place(group, np.where(chosen >= 0, chosen, ids), slots, positions + (chosen >= 0))
+            chosen = chosen_of(self.batches[group], n)
+            self.card.copy_in(chosen, tokens.arrived())
 
     def step(self, group: int, tokens: "Tokens | None", n: int, log_probs: bool):
         """Queue a decode step of the n rows placed last, or of what followed them: `forward` and `choose` in one."""
-        self.follow(group, tokens)
+        self.follow(group, tokens, n)
         self.recording(self.launch_step, group, n, log_probs).replay()
         return self.sampler and self.sampler.fetch(group, n, log_probs)
 
     def forward(self, group: int, tokens: "Tokens | None", n: int):
         """Queue the layers of a decode step."""
-        self.follow(group, tokens)
+        self.follow(group, tokens, n)
         self.recording(self.launch_layers, group, n).replay()
 
     def choose(self, group: int, n: int, log_probs: bool):
@@ -2268,7 +2265,10 @@ class Stage:
         self.launch_choice(group, n, log_probs)
 
     def launch_layers(self, group: int, n: int):
-        self.model.forward(rows_of(self.batches[group], n, is_decode=True), self.cache)
+        rows = rows_of(self.batches[group], n, is_decode=True)
+        if self.hands_on:
+            self.advance(rows, chosen_of(self.batches[group], n))
+        self.model.forward(rows, self.cache)
         if self.sampler:
             self.model.compute_logits(self.model.x, n)
 
@@ -2276,7 +2276,10 @@ class Stage:
         if self.sampler:
             rows = rows_of(self.batches[group], n, is_decode=True)
             self.sampler.launch(self.model.logits, rows, log_probs)
-            advance.advance(self.card, rows.ids, rows.positions, rows.rope, self.sampler.tokens, n)
+            self.advance(rows, self.sampler.tokens)
+
+    def advance(self, rows: Rows, tokens: Array):
+        advance.advance(self.card, rows.ids, rows.positions, rows.rope, tokens, rows.n)
 
 
 def check_product(card: Card, product, n: int, k: int, rows: int, add: bool):
@@ -2289,15 +2292,23 @@ def check_product(card: Card, product, n: int, k: int, rows: int, add: bool):
         raise ValueError(f"{product.__name__}, {where}: {what}") from error
 
 
+INPUTS = 7                  # numbers of a row: id, slot, position, its three in space and time, and the token chosen last
+
+
 def rows_of(inputs: Array, n: int, is_decode: bool) -> Rows:
     """n rows whose ids, slots and positions lie side by side at the start of an array, so that one copy fills all."""
     i = inputs
     return Rows(n, is_decode, i[:n], i[n:2 * n], i[2 * n:3 * n], i[3 * n:6 * n].reshape(3, n))
 
 
+def chosen_of(inputs: Array, n: int) -> Array:
+    """The last of the numbers that lie there: where another card's tokens arrive that follow those of n rows."""
+    return inputs[6 * n:7 * n]
+
+
 def set_rows(inputs: Array, ids, slots, positions):
-    """Fill what `rows_of` reads (lists of the same length)."""
-    packed = np.array([ids, slots, positions, positions, positions, positions], np.int32).reshape(-1)
+    """Fill what `rows_of` reads (lists of the same length); no tokens are chosen yet."""
+    packed = np.array([ids, slots, positions, positions, positions, positions, [-1] * len(ids)], np.int32).reshape(-1)
     inputs.card.copy_in(inputs[:packed.size], packed)
 
 
@@ -2344,13 +2355,14 @@ class Edge:
         return self.has_left[half]
 
     def receive(self, n: int, on_host: CardEvent):
-        """Queue what downstream's card does for n rows of its model.x, once they are on the host."""
+        """Queue what downstream's card does for n rows of its model.x, once they are on the host. Both cards may wait for
+        what is done from then on, so there is little of it."""
         card, half = self.downstream.card, self.n_received % 2
         self.n_received += 1
-        incoming = self.downstream.incoming[half][:n]
-        self.upstream.worker.wait(on_host)
         if self.was_read[half]:
             self.copies_in.wait(self.was_read[half])
+        self.upstream.worker.wait(on_host)
+        incoming = self.downstream.incoming[half][:n]   # not before: it may be for ever that a thread waits
         card.copy_in(incoming, self.pinned[half][:n], self.copies_in)
         self.has_come[half] = self.copies_in.record()
         card.default_stream.wait(self.has_come[half])
@@ -2507,24 +2519,24 @@ class Pipeline:
 
     # ---- passes ----
 
-    def run(self, n: int, work, *arguments, post=Worker.post) -> Task:
-        """Have work(stage, *arguments) done by every stage for its part of a pass of n rows. Returns the last one's."""
-        task = None
+    def run(self, n: int, work, *arguments, post=Worker.post) -> list[Task]:
+        """Have work(stage, *arguments) done by every stage for its part of a pass of n rows."""
+        tasks = [None]
         for stage in self.stages:
             freed = stage.exit and stage.exit.receipts[0]
-            task = post(stage.worker, stage.run_pass, task, freed, n, work, *arguments)
+            tasks.append(post(stage.worker, stage.run_pass, tasks[-1], freed, n, work, *arguments))
             if stage.entry:
-                stage.entry.receipts.append(task)
-        return task
+                stage.entry.receipts.append(tasks[-1])
+        return tasks[1:]
 
     def prefill(self, ids, slot: int, start: int, marks=(), tap=None):
         """A chunk of a prompt: tokens of `slot` at positions start, start + 1, ...; start is a multiple of 64.
         marks: (tokens of the chunk, a multiple of 64, number of the checkpoint to take after them), ascending.
         With a tap this returns, or raises what the tap has raised, when all is queued."""
         if tap:
-            self.run(len(ids), Stage.prefill, ids, slot, start, marks, tap, post=Worker.ask).result()
+            self.run(len(ids), Stage.prefill, ids, slot, start, marks, tap, post=Worker.ask)[-1].result()
             return
-        self.queued.append(self.run(len(ids), Stage.prefill, ids, slot, start, marks, None))
+        self.queued.append(self.run(len(ids), Stage.prefill, ids, slot, start, marks, None)[-1])
         if len(self.queued) > len(self.stages):     # or all of a prompt is queued, and no cancellation stops the cards
             self.last.worker.wait(self.queued.popleft().result())
 
@@ -2550,13 +2562,21 @@ class Pipeline:
 
     def step(self, n: int, log_probs: bool = False, group: int = 0) -> "Tokens":
         """Queue a decode step of the n rows of the batch. The tokens that it finds are what enters the next one."""
-        tokens = Tokens(self.run(n, Stage.step, group, self.chosen[group], n, log_probs))
+        tokens = Tokens(self.follow(n, Stage.step, group, n, log_probs)[-1])
         self.chosen[group] = tokens
         return tokens
 
     def forward(self, n: int, group: int = 0):
         """The first part of such a step: all that needs no more than the tokens of the step before."""
-        self.run(n, Stage.forward, group, self.chosen[group], n)
+        self.follow(n, Stage.forward, group, n)
+
+    def follow(self, n: int, work, group: int, *arguments) -> list[Task]:
+        """`run` for a step with the tokens of the group's last one, which nobody reads before the first card has them."""
+        tokens = self.chosen[group]
+        tasks = self.run(n, work, group, tokens, *arguments)
+        if tokens is not None:
+            tokens.follower = tasks[0]
+        return tasks
 
     def constrain(self, constraints: "dict[int, Constraint]"):
         """Slots choose their next tokens from what their constraints allow."""
@@ -2962,13 +2982,21 @@ class Tokens:
 
     def __init__(self, fetched: Task):
         self.fetched, self.report = fetched, None
+        self.follower: Task | None = None   # what the first stage does with them
 
-    def read(self) -> np.ndarray:
+    def arrived(self) -> np.ndarray:
         """Waits for them: int32, -1 where the logits of a row held a NaN. Good until the second `fetch` after, of the
         same group."""
         tokens, self.report, arrived = self.fetched.result()
         self.fetched.worker.wait(arrived)
         return tokens
+
+    def read(self) -> np.ndarray:
+        """The same for whom the cards do not wait. They go first: of two threads that wake up at once, one waits until
+        the other is done with Python."""
+        if self.follower is not None:
+            self.follower.wait()
+        return self.arrived()
 
     def log_probs(self, row: int, top: int) -> tuple[float, tuple[tuple[int, float], ...]]:
         """Of what was read: the log-probability of a row's token, and the `top` likeliest tokens with theirs."""
