@@ -153,7 +153,8 @@ def test_hops_arrive_as_they_left(late, n_hops, longest, monkeypatch):
     checked = Checked(monkeypatch, n_hops, longest)
     engine = load((1, 1, 2), on=cards(3, late=late), slots=5, chunk=128)
     choice = random.Random(n_hops)
-    monkeypatch.setattr(engine.pipeline, "pass_rows", lambda n, limit: min(n, 64 * choice.randint(1, limit // 64)))
+    monkeypatch.setattr(engine.pipeline, "pass_rows", lambda start, end, limit, last: min(
+        end - start, 64 * choice.randint(1, limit // 64)))
     asked = [request(seed, choice.randint(1, 400), choice.randint(1, 60)) for seed in range(n_hops // 40)]
     for generation in [engine.submit(r) for r in asked]:
         generation.wait()
