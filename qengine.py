@@ -3053,6 +3053,7 @@ class Constraint:
         """Why the answer cannot go on. A matcher raises nothing, and allows something after an error, too."""
         if self.matcher.is_error():
             reason = self.matcher.get_error().removesuffix("<non-verbose/>").strip()
+            reason = "nothing that it allows can follow" if reason.startswith("NoExtension") else reason
             return RequestError("grammar", f"the grammar cannot be followed: {reason}")
         return None
 
@@ -4095,7 +4096,7 @@ class Service:
         self.started = int(time.time())
         self.changed = threading.Condition()        # guards what follows
         self.open = {}                              # id -> (Generation, function: has its client hung up?)
-        self.n_entering = 0                         # requests that are being prepared for it
+        self.n_entering = 0                         # places taken by what is not in it, or not yet
         self.closing = False
         self.lost = []                              # engines that failed before, see `go_on`
         self.pipes = PipeMeter()
@@ -4135,10 +4136,10 @@ class Service:
 
     # ---- open requests ------------------------------------------------------------------------------------
 
-    def submit(self, n: int, prepare) -> tuple:
-        """Hands n requests to the engine, all or none; their generations are open from now on, their client
-        watched. prepare: see `respond`. Returns (generations, answer)."""
-        gone = flask.request.environ.get("waitress.client_disconnected", lambda: False)
+    @contextlib.contextmanager
+    def places(self, n: int):
+        """Of the places of open requests n for the `with` body, which prepares such or does what takes long for others.
+        TooManyRequests: so many are not left; ServiceUnavailable: the server ends."""
         with self.changed:
             if self.closing:
                 raise ServiceUnavailable("the server is shutting down", retry_after=5)
@@ -4147,20 +4148,28 @@ class Service:
                 raise TooManyRequests(f"too many requests: {n_open} of {self.max_requests} are open already",
                                       retry_after=1)
             self.n_entering += n
+        try:
+            yield
+        finally:
+            with self.changed:
+                self.n_entering -= n
+                self.changed.notify_all()
+
+    def submit(self, n: int, prepare) -> tuple:
+        """Hands n requests to the engine, all or none; their generations are open from now on, their client
+        watched. prepare: see `respond`. Returns (generations, answer)."""
+        gone = flask.request.environ.get("waitress.client_disconnected", lambda: False)
         generations = []
         try:
-            requests, answer = prepare()        # without the lock: a grammar takes long, here and in the engine
-            for request in requests:
-                generations.append(self.ready().submit(request))
+            with self.places(n):
+                requests, answer = prepare()        # takes long with a grammar, here and in the engine
+                for request in requests:
+                    generations.append(self.ready().submit(request))
         except BaseException as error:
             self.release(generations)
             if isinstance(error, Exception):
                 raise
             raise RuntimeError(f"a library failed: {error!r}") from error   # a panic in Rust, which ends no handler
-        finally:
-            with self.changed:
-                self.n_entering -= n
-                self.changed.notify_all()
         with self.changed:
             self.open |= {id(generation): (generation, gone) for generation in generations}
             if self.closing:

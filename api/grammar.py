@@ -4,7 +4,9 @@ A tag that is one token of the vocabulary is named by its id, <[6139]>: text tha
 Where a vocabulary has no such token, the tag is its letters.
 """
 
+import collections
 import functools
+import itertools
 import json
 import math
 import re
@@ -32,6 +34,7 @@ OF_ALL_ARGUMENTS = BY_SCHEMAS | {
 
 MAX_SCHEMAS = 8 * GRAMMAR_LETTERS   # letters of schemas of arguments, of which many may have one rule
 PATTERN_COST = 10_000               # in such letters: each is tried on its own
+MAX_REASON = 250                    # letters of a refusal, which quotes the schema
 TOO_LONG = f"it takes a grammar of more than {GRAMMAR_LETTERS} letters"
 
 
@@ -44,7 +47,8 @@ def compile_grammar(lark: str) -> str:
     failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=GRAMMAR_LIMITS)
     if failed:
         reason = messages[0].rpartition("failed to compile JSON schema: ")[2]
-        raise GrammarError(" ".join(re.split(r"\n +\d+ \|", reason)[0].split()))
+        reason = re.sub("Regex is empty: .*", "no string fits it", reason, flags=re.DOTALL)     # that shows its own terms
+        raise GrammarError(" ".join(re.split(r"\n +\d+ \|", reason)[0].split())[:MAX_REASON])
     return grammar
 
 
@@ -229,7 +233,7 @@ def alternatives(root: dict):
     seen, waiting = set(), [root]
     while waiting:
         schema = {name: one for name, one in waiting.pop().items() if name not in ANNOTATIONS + DEFINITIONS}
-        reference, several, types = schema.get("$ref"), schema.get("anyOf"), schema.get("type")
+        reference, types = schema.get("$ref"), schema.get("type")
         if schema.keys() == {"$ref"} and isinstance(reference, str):
             target = resolve(reference, root)
             if not isinstance(target, dict):
@@ -237,12 +241,30 @@ def alternatives(root: dict):
             elif reference not in seen:
                 waiting.append(target)
             seen.add(reference)
-        elif schema.keys() == {"anyOf"} and isinstance(several, list) and set(map(type, several)) == {dict}:
+        elif several := separate(schema, root):
             waiting += reversed(several)
         elif isinstance(types, list) and types:
             yield from (schema | {"type": one} for one in types)
         else:
             yield schema
+
+
+def separate(schema: dict, root: dict) -> list[dict]:
+    """The schemas that the values of an anyOf fit one of; of a oneOf, where its types and listed values leave no doubt
+    that none fits two: those of a type that others admit, too, stay together. [] where there are none."""
+    [key] = schema.keys() if len(schema) == 1 else [None]
+    several = schema[key] if key in ("anyOf", "oneOf") else None
+    if not isinstance(several, list) or set(map(type, several)) != {dict}:
+        return []
+    values = [value for one in several for value in choices(one) or [[]]]       # []: of one that lists none
+    is_apart = all(isinstance(value, str | int | None) for value in values) and len(set(values)) == len(values)
+    if key == "anyOf" or is_apart:
+        return several
+    kinds = [{"number" if kind == "integer" else kind for kind in types_of(one, root)} for one in several]
+    often = collections.Counter(itertools.chain(*kinds))
+    alone = [one for one, each in zip(several, kinds) if all(often[kind] == 1 for kind in each)]
+    together = [one for one, each in zip(several, kinds) if any(often[kind] > 1 for kind in each)]
+    return [*alone, *([{"oneOf": together}] if together else [])] if alone else []
 
 
 # Regular expressions for JSON of these types.

@@ -245,6 +245,7 @@ def test_a_grammar_is_compiled_once_and_every_answer_follows_it_from_the_start(e
     (LLMatcher.grammar_from_json_schema("{"), "line 1"),
     pytest.param(f'start: "{"a" * qengine.GRAMMAR_LETTERS}"', "has 262153 letters, and may have 262144", id="too long"),
     (json_grammar({"type": "integer", "minimum": 5, "maximum": 3}), "Unsatisfiable"),
+    (json_grammar({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}), "nothing that it allows can follow"),
     *((json_grammar(schema), keyword) for keyword, schema in {
         "not": {"not": {"type": "string"}}, "uniqueItems": {"type": "array", "uniqueItems": True},
         "if": {"if": {"type": "string"}, "then": {"maxLength": 3}},

@@ -483,6 +483,17 @@ def test_what_is_being_prepared_is_open(engine, monkeypatch):
         assert service.close() and answers[0][0] == 503
 
 
+@pytest.mark.parametrize("path, body", [
+    ("/tokenize", {"content": "hi"}), ("/detokenize", {"tokens": [1]}), ("/apply-template", {"messages": [HI]}),
+    ("/v1/messages/count_tokens", {"messages": [HI]}), (TEXT, {"prompt": "hi", "max_tokens": 1}), (TEXT, {})])
+def test_every_body_has_a_place_while_it_is_looked_at(engine, path, body):
+    with serving(qengine.create_app(engine, max_requests=1)) as (port, service):
+        with service.places(1):
+            assert send(port, "POST", path, body)[0] == 429
+        assert send(port, "POST", path, body)[0] == (200 if body else 400)
+        assert service.n_entering == 0 and not service.open
+
+
 LONG = {"prompt": PROMPT, "max_tokens": CONTEXT - 100, "ignore_eos": True}
 
 
