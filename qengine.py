@@ -4229,6 +4229,8 @@ def explain(error: Exception) -> Failure:
         message = error.description
         if error.code in (404, 405):
             message = f"{flask.request.method} {flask.request.path[:80]} is not served; /openapi.json says what is"
+        if error.code == 413:
+            message = f"the request body is larger than {MAX_BODY} bytes"
         return Failure(error.code, message, None, {
             name: value for name, value in error.get_headers() if name in ("Allow", "Retry-After", "WWW-Authenticate")})
     logging.getLogger("qengine").error("a request failed", exc_info=error)

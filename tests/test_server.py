@@ -393,7 +393,9 @@ def test_unknown_paths_and_methods(port):
 
 def test_a_body_too_large(port):
     body = b'{"prompt": "' + b"a" * qengine.MAX_BODY + b'"}'
-    assert_error(send(port, "POST", TEXT, body), 413)
+    answer = send(port, "POST", TEXT, body)
+    assert_error(answer, 413)
+    assert f"larger than {qengine.MAX_BODY} bytes" in answer[2]["error"]["message"]
 
 
 @pytest.mark.parametrize("head, status", [
