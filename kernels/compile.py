@@ -200,8 +200,6 @@ def _compile(kernel, signature, cc, entry):
     ptx = re.sub(bare, r"\1.rn\2", ptx)
     if cc < (9, 0):
         ptx = FROM_HOPPER_ON.sub("", ptx)
-    elif "griddepcontrol.wait;" not in ptx:     # a kernel that does not say what may be done earlier: nothing
-        ptx = re.sub(r"\.entry[^{]*\{\n", r"\g<0>\tgriddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;\n", ptx)
     return ptx + "\n"
 
 

@@ -249,11 +249,10 @@ def arrive(context, array, index):
 
 
 # ---- launches that overlap ---------------------------------------------------------------------------------
-# From Hopper on, a kernel is launched while the kernel before it in its stream is still running, as soon as all blocks
-# of that one have called `let_next_begin` or ended, wherever an SM has room. What it does before it calls
-# `wait_for_previous` then takes no time of its own. There it may read only constants, as weights are: several kernels
-# before it may be running still. A kernel that calls neither has both at its start: only its launch is hidden. On older
-# cards there is neither (kernels/compile.py).
+# From Hopper on, a kernel that calls `wait_for_previous` is launched while the kernel before it in its stream is
+# still running, as soon as all blocks of that one have called `let_next_begin` or ended, wherever an SM has room.
+# What it does before the wait then takes no time of its own. There it may read only constants, as weights are:
+# several kernels before it may be running still. On older cards neither call is there (kernels/compile.py).
 
 def _dependency(word):
     def typing(context):

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -304,7 +304,7 @@ class NvidiaCard(Card):
         with loaded.lock:                                # the driver copies the parameters during the call
             loaded.params[:] = params
             if loaded.overlaps:
-                config = _overlapping_launch(grid, block, shared, stream.handle)
+                config = _overlapping_launch(grid, block, shared, stream)
                 status, = driver.cuLaunchKernelEx(config, loaded.function, loaded.pointers, 0)
             else:
                 status, = driver.cuLaunchKernel(loaded.function, *grid, *block, shared, stream.handle,
@@ -355,17 +355,15 @@ class NvidiaCard(Card):
         recording.finish()
 
 
-@lru_cache(maxsize=4096)
 def _overlapping_launch(grid, block, shared, stream):
-    """The CUlaunchConfig of a kernel that waits by itself for the one before it (kernels/intrinsics.py), kept: a prompt
-    has hundreds of launches, and to make one takes 6 us."""
+    """The CUlaunchConfig of a kernel that waits by itself for the one before it (kernels/intrinsics.py)."""
     attribute = driver.CUlaunchAttribute()
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid
     config.blockDimX, config.blockDimY, config.blockDimZ = block
-    config.sharedMemBytes, config.hStream = shared, stream
+    config.sharedMemBytes, config.hStream = shared, stream.handle
     config.attrs, config.numAttrs = [attribute], 1
     return config
 

@@ -81,6 +81,8 @@ The outer product is as fast for many rows, but slower for few, and half as fast
 rows are 256 blocks of threads of 40 rows for 132 SMs: 90 % of the two rounds is work. A split of k would give
 other bits. R = 15 came after these measurements: prompts of a 9B went from 55.9 to 57.7 % at 297 tokens (12288 x 4096:
 5 tiles of 60 rows, not of 64) and from 64.7 to 65.7 % at 1,160, all kernels included; R = 13 beside it added nothing.
+Launches that overlap (kernels/intrinsics.py) lost, with the first weights fetched before the wait: 50.8 for 56.1 % at
+297 tokens, 64.5 for 65.2 % at 1,160 (H100): the next product's blocks take the room of the one that still runs.
 
 What that allows a prompt of a 9B (Q8_0). On an H100 80GB HBM3 (2026-11-21) 297, 1,160, 4,620 and 18,400 tokens
 run at 56.1, 64.5, 67.3 and 61.0 % of the peak, all kernels included. The goal of 72 % at 1,160 and 4,620:
@@ -105,9 +107,8 @@ from numba.types import float32, int32, uint32, uint64
 
 from kernels.bench import Case, main
 from kernels.formats import FORMATS, as_words, on_card, product_reference, random_raw
-from kernels.intrinsics import (dp4a, float_as_word, half_to_float, let_next_begin, load_shared, load_shared4,
-                                load_word, load_words4, shared_address, store_shared, store_shared4,
-                                wait_for_previous, word_as_float)
+from kernels.intrinsics import (dp4a, float_as_word, half_to_float, load_shared, load_shared4,
+                                load_word, load_words4, shared_address, store_shared, store_shared4, word_as_float)
 from kernels.q8_gemv import random_activations
 
 BLOCK = 32  # weights per scale, and the depth of a tile
@@ -326,7 +327,6 @@ def pipelined_kernel(format, rows, blocks_per_sm):
 
     @cuda.jit(launch_bounds=(THREADS, blocks_per_sm))
     def gemm_q8_q8_kernel(y, wq, wd, xq, xd, n, k, n_rows, stride, add):
-        let_next_begin()
         lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
         thread = uint32(warp * uint32(32) + lane)
         column0 = uint32(cuda.blockIdx.x * uint32(TILE_N))
@@ -363,7 +363,6 @@ def pipelined_kernel(format, rows, blocks_per_sm):
         w_scales = cuda.local.array((n_scales, COLUMNS), uint32)
         x_scales = cuda.local.array((2, per_row, 4), uint32)
         fetch(raw, wq, wd, start, blocks, uint32(0))
-        wait_for_previous()
         x_scale = fetch_x(x_words, xq, xd, x_from, xd_from, uint32(0))
         put_column(raw, w_to, wd_to)
         put_x(x_words, x_scale, x_to, xd_to)

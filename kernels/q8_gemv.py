@@ -67,7 +67,8 @@ rings before they wait for it (kernels/intrinsics.py, launches that overlap). On
 
 (Blocks that leave room for a second one gather on the SMs that are free first, and others stay idle.) The norm
 inside cost 1.2 us, a launch of its own 2.5. Since then its weights are asked for before the wait and ahead of the
-ring (else they queue behind the 70 KB of each SM's ring, 3 us of the bandwidth); that has not been timed. On a CMP
+ring (else they queue behind the 70 KB of each SM's ring, 3 us of the bandwidth), and SwiGLU runs on as many SMs as
+share its units evenly: 27B 94.2, 95.0, 95.9 tokens/s (with the delta rule's prefetch, gdn_decode, 0.2). On a CMP
 100-210, where nothing overlaps, 129 launches of 2.4 us are 0.31 ms beside the 10.0 ms that the 8.3 GB of a 9B's
 token take at 829 GB/s: 3 %.
 
@@ -76,7 +77,8 @@ grid between them and the rings filled before each (89.0 us for 91.6; a barrier 
 and the emulated card would need blocks that wait for each other); prefetch.global.L2 of the 4 or 12 turns behind
 the ring (93.1), also before those barriers (94.0 and 95.6); x loaded before the ring is filled (91.9); the weights of
 out asked for by idle SMs during the delta rule (14.85 for both launches, with 4, 8 or 16 MB 14.85, 15.8, 17.4).
-On an H200: the next matrix's first 2 to 16 MB by prefetch at the end of a launch (0 to +1 us each).
+On an H200: the next matrix's first 2 to 16 MB by prefetch at the end of a launch (0 to +1 us each). The small kernels
+overlapping as well, each with both words at its start: 302.2 for 302.1 tokens/s of a 9B, 95.2 for 95.2 of a 27B.
 
 What a token loses, on an H100 with overlap (2026-11-21, each kind of kernel replayed by itself; bytes at 2,970 GB/s):
 
@@ -92,7 +94,8 @@ Q4_K is 1.6 times as fast as Q8_0 where both lose 0.50 ms: (2.76 + 0.50) / (1.54
 and 3.8 us of a launch, of which an empty one that overlaps takes 0.9. Half of its bandwidth for a 0.8B leaves 2.2 us
 for each launch, which now loses 3.0. In two sets of warps of 4 columns each the weights pass from the second-level
 cache to the SMs twice: 16.6 GB in the 3.50 ms of a 9B's products with 8 columns, 4.7 TB/s, at 79 (`gemv`) and 84 %
-(SwiGLU) of the memory's bandwidth. Such a step on an H200 (2026-11-21, ms):
+(SwiGLU) of the memory's bandwidth. Such a step on an H200 (2026-11-21, ms; all of it on an H100: 1,822 tokens/s, 1,838 with a set of 8 for SwiGLU and the
+head, 1,827 with one for the inputs, too):
 
                                                     97 gemv     32 SwiGLU
     2 sets of 4 columns, 4 rows, 2 turns under way     1.87       1.22
@@ -592,7 +595,9 @@ def norm_gemv_swiglu(card, fmt, q, d, wq, wd, x, norm_w, eps, n, k, columns, xq,
     after that of the norm."""
     if n % BLOCK:
         raise ValueError(f"SwiGLU takes rows of a multiple of {BLOCK} values, not {n}")
-    q, d, weights, grid = q.reshape(-1), d.reshape(-1), _flat(wq, wd), min(card.n_sms, n // BLOCK)
+    q, d, weights = q.reshape(-1), d.reshape(-1), _flat(wq, wd)
+    units = n // BLOCK
+    grid = -(-units // -(-units // card.n_sms))  # as many SMs as share them evenly: more would wait for the slowest
     if columns == 1 and k <= MAX_FUSED:
         shape = shape_for(card, fmt, 1, k, in_pairs=True)
         card.launch(swiglu_kernel(fmt, 1, shape, True), grid, (32, shape.warps), q, d, *weights,

@@ -133,14 +133,9 @@ def _queue(stream, work, may_be_captured):
     return (OK,)
 
 
-class Handle(SimpleNamespace):
-    """Of a stream, which can be a key."""
-    __hash__ = object.__hash__
-
-
 def cuStreamCreate(flags):
     assert CUstream_flags(flags) == CUstream_flags.CU_STREAM_NON_BLOCKING
-    return OK, Handle(captured=None)
+    return OK, SimpleNamespace(captured=None)
 
 
 def cuStreamSynchronize(stream):

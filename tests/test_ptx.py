@@ -105,7 +105,7 @@ WAIT = "griddepcontrol.wait;"
 CONSTANTS = {
     "gemv_kernel": {"wq", "wd"}, "norm_gemv_kernel": {"wq", "wd", "norm_w"},
     "gemv_swiglu_kernel": {"wq", "wd"}, "norm_gemv_swiglu_kernel": {"wq", "wd", "norm_w"},
-    "gemm_q8_q8_kernel": {"wq", "wd"}, "gdn_decode_kernel": {"conv_w", "ssm_a", "dt_bias", "norm_w", "row_slot"},
+    "gdn_decode_kernel": {"conv_w", "ssm_a", "dt_bias", "norm_w", "row_slot"},
     "attend": set(), "rms_norm_quantize_kernel": {"w"},
 }
 
@@ -173,12 +173,6 @@ def test_nothing_is_done_before_the_kernel_before_has_ended(overlapping):
         assert ptx.count(WAIT) == 1 and not too_early(kernel, types, ptx), f"{kernel.__name__}{types}"
 
 
-def test_a_kernel_that_does_not_say_when_waits_first(kernels):
-    kernel, *types = next(launch for launch in kernels if launch[0].__name__ == "advance_kernel")
-    ptx = compiler.compile_kernel(kernel, tuple(types), OVERLAPPING).ptx
-    assert ptx.count(WAIT) == 1 and not [line for line in before_the_wait(ptx) if re.search(r"\b(ld|st|bra)\b", line)]
-
-
 @pytest.mark.parametrize("early", ["st.global.u32 [%rd1], %r1;", "@%p1 red.global.add.u32 [%rd1], 1;", "@!%p1 ret;",
                                    "atom.acq_rel.gpu.add.u32 %r0, [%rd1], 1;"])
 def test_what_is_done_too_early_is_found(overlapping, early):
@@ -189,7 +183,6 @@ def test_what_is_done_too_early_is_found(overlapping, early):
 def test_what_is_read_too_early_is_found(overlapping):
     """Without WAIT all is too early."""
     read = {"gemv_kernel": "xq", "norm_gemv_kernel": "x", "gemv_swiglu_kernel": "xd", "norm_gemv_swiglu_kernel": "x",
-            "gemm_q8_q8_kernel": "xq", "gdn_decode_kernel": "projected", "attend": "row_pos",
-            "rms_norm_quantize_kernel": "x"}
+            "gdn_decode_kernel": "projected", "attend": "row_pos", "rms_norm_quantize_kernel": "x"}
     for kernel, types, ptx in overlapping:
         assert read[kernel.__name__] in too_early(kernel, types, ptx.replace(WAIT, ""))
