@@ -341,3 +341,21 @@ def test_an_engine_that_is_closed_leaves_no_thread():
         assert not stage.worker.is_alive()
     with pytest.raises(CardError, match="was closed"):
         engine.pipeline.settle()
+
+
+def test_tokens_are_read_after_the_first_card_goes_on_with_them():
+    """Or the thread that reads them would hold up the one that both cards wait for."""
+    engine, order, steps = load((2, 2)), [], []
+    card = engine.cards[0]
+    replay = card._replay
+    card._replay = lambda recording, stream: (order.append("card"), replay(recording, stream))
+    engine.pipeline.start(0, request(0, 1, 9))
+    engine.pipeline.set_pages(0, [0])
+    engine.pipeline.place([1], [0], [0])
+    for _ in range(9):
+        steps.append(engine.pipeline.step(1))
+        if len(steps) > 1:
+            steps[-2].read()
+            order.append("reader")
+    assert order == ["card"] + ["card", "reader"] * 8
+    engine.close()
