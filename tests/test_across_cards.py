@@ -165,7 +165,7 @@ def test_hops_arrive_as_they_left(late, n_hops, longest, monkeypatch):
 
 
 @pytest.mark.parametrize("asked, n_ahead", [
-    ([request(0, 500, 1)], 3), ([request(seed, 20, 1) for seed in range(6)], 2),
+    ([request(0, 500, 1)], 4), ([request(seed, 20, 1) for seed in range(6)], 2),
     ([request(seed, 10, 50) for seed in range(4)], 2)], ids=["a long prompt", "short prompts", "answers"])
 def test_cards_work_at_the_same_time(asked, n_ahead, monkeypatch):
     """While the last card does nothing, the first goes on: with passes over a prompt, as far as a cancellation may have
