@@ -2563,7 +2563,9 @@ class Pipeline:
             self.run(len(ids), Stage.prefill, ids, slot, start, marks, tap, post=Worker.ask)[-1].result()
             return
         self.queued.append(self.run(len(ids), Stage.prefill, ids, slot, start, marks, None)[-1])
-        if len(self.queued) > len(self.stages):     # or all of a prompt is queued, and no cancellation stops the cards
+        # Or all of a prompt is queued, and no cancellation stops the cards. Fewer would leave the cards idle between
+        # links that take as long as they do.
+        if len(self.queued) >= 2 * len(self.stages):
             self.last.worker.wait(self.queued.popleft().result())
 
     def pass_rows(self, start: int, end: int, limit: int, last: int) -> int:
@@ -2652,7 +2654,7 @@ def schedule(passes: list, hops: list) -> Schedule:
         for stage in range(n_stages):
             start = max(ins[stage][i], at(ends[stage], i - 1), at(outs[stage], i - 3))
             if stage == 0:                              # back-pressure
-                start = max(start, at(ends[-1], i - n_stages - 1))
+                start = max(start, at(ends[-1], i - 2 * n_stages))
             starts[stage][i], ends[stage][i] = start, start + passes[stage][i]
             if stage == n_stages - 1:
                 continue

@@ -168,7 +168,7 @@ def test_hops_arrive_as_they_left(late, n_hops, longest, monkeypatch):
 
 
 @pytest.mark.parametrize("asked, n_ahead", [
-    ([request(0, 500, 1)], 3), ([request(seed, 20, 1) for seed in range(6)], 2),
+    ([request(0, 500, 1)], 4), ([request(seed, 20, 1) for seed in range(6)], 2),
     ([request(seed, 10, 50) for seed in range(4)], 2)], ids=["a long prompt", "short prompts", "answers"])
 def test_cards_work_at_the_same_time(asked, n_ahead, monkeypatch):
     """While the last card does nothing, the first goes on: with passes over a prompt, as far as a cancellation may have
@@ -344,3 +344,21 @@ def test_an_engine_that_is_closed_leaves_no_thread():
         assert not stage.worker.is_alive()
     with pytest.raises(CardError, match="was closed"):
         engine.pipeline.settle()
+
+
+def test_tokens_are_read_after_the_first_card_goes_on_with_them():
+    """Or the thread that reads them would hold up the one that both cards wait for."""
+    engine, order, steps = load((2, 2)), [], []
+    card = engine.cards[0]
+    replay = card._replay
+    card._replay = lambda recording, stream: (order.append("card"), replay(recording, stream))
+    engine.pipeline.start(0, request(0, 1, 9))
+    engine.pipeline.set_pages(0, [0])
+    engine.pipeline.place([1], [0], [0])
+    for _ in range(9):
+        steps.append(engine.pipeline.step(1))
+        if len(steps) > 1:
+            steps[-2].read()
+            order.append("reader")
+    assert order == ["card"] + ["card", "reader"] * 8
+    engine.close()
