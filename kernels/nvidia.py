@@ -14,6 +14,7 @@ import ctypes
 import hashlib
 import re
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -31,7 +32,10 @@ from kernels.card import Card, CardError, Event, LaunchError, Pinned, Recording,
 OLDEST = (7, 0)                                          # half2 arithmetic and dp4a at full rate
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 SUCCESS = driver.CUresult.CUDA_SUCCESS
-POLL_SECONDS = 20e-6                                     # between two looks at an event; the system makes it 70e-6
+_prctl = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform == "linux" else None
+POLL_SECONDS, POLL_SHARE = 10e-6, 1e-3                   # between two looks at an event; of the time waited so far
+IDLE_EVENTS = 64                                         # that are kept for others
+PR_SET_TIMERSLACK, TIMER_SLACK = 29, 1000                # of Linux; ns by which it may let this thread sleep longer
 STAGED = 128 << 10                                       # bytes of pageable memory that a copy does not wait for
 
 
@@ -58,6 +62,13 @@ def _call(function, *args):
     if status != SUCCESS:
         raise CardError(f"{function.__name__}: {_explain(status)}")
     return values[0] if len(values) == 1 else values
+
+
+def _sleep(seconds):
+    """Sleeps for no more than that, where Linux would add its 50 µs."""
+    if _prctl:
+        _prctl(PR_SET_TIMERSLACK, TIMER_SLACK)
+    time.sleep(seconds)
 
 
 def _explain(status):
@@ -168,7 +179,7 @@ class NvidiaCard(Card):
                          _attribute(self.device, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"), Path(cache_dir))
         self.clock = 1e3 * _attribute(self.device, "CLOCK_RATE")         # Hz of the SMs, the highest
         self._context = _call(driver.cuDevicePrimaryCtxRetain, self.device)
-        self.streams = []
+        self.streams, self.idle_events = [], []
         self.default_stream = self.stream("default")
         self._transfers = self.stream("uploads")         # for what must be done when the call returns
 
@@ -328,11 +339,12 @@ class NvidiaCard(Card):
         if timeout is None:
             self.call(driver.cuEventSynchronize, event.handle)
             return True
-        end = time.monotonic() + timeout
+        start = time.monotonic()
         while not event.done:
-            if time.monotonic() > end:
+            waited = time.monotonic() - start
+            if waited > timeout:
                 return False
-            time.sleep(POLL_SECONDS)
+            _sleep(max(POLL_SECONDS, POLL_SHARE * waited))
         self.call(driver.cuEventQuery, event.handle)     # says what went wrong
         return True
 
@@ -412,9 +424,15 @@ class NvidiaStream(Stream):
 
 
 class NvidiaEvent(Event):
+    """Takes an event of the driver that another one left, if there is one: to make and destroy them are four calls, at a
+    time when cards wait."""
+
     def __init__(self, stream):
         self.card = stream.card
-        self.handle = self.card.call(driver.cuEventCreate, driver.CUevent_flags.CU_EVENT_DEFAULT)
+        try:
+            self.handle = self.card.idle_events.pop()
+        except IndexError:
+            self.handle = self.card.call(driver.cuEventCreate, driver.CUevent_flags.CU_EVENT_DEFAULT)
         self.card.call(driver.cuEventRecord, self.handle, stream.handle)
 
     @property
@@ -427,7 +445,10 @@ class NvidiaEvent(Event):
 
     def __del__(self):
         if hasattr(self, "handle"):
-            self.card.finalize("cuEventDestroy", self.handle)
+            if len(self.card.idle_events) < IDLE_EVENTS:
+                self.card.idle_events.append(self.handle)
+            else:
+                self.card.finalize("cuEventDestroy", self.handle)
 
 
 class NvidiaRecording(Recording):

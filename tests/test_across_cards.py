@@ -153,7 +153,8 @@ def test_hops_arrive_as_they_left(late, n_hops, longest, monkeypatch):
     checked = Checked(monkeypatch, n_hops, longest)
     engine = load((1, 1, 2), on=cards(3, late=late), slots=5, chunk=128)
     choice = random.Random(n_hops)
-    monkeypatch.setattr(engine.pipeline, "pass_rows", lambda n, limit: min(n, 64 * choice.randint(1, limit // 64)))
+    monkeypatch.setattr(engine.pipeline, "pass_rows", lambda start, end, limit, last: min(
+        end - start, 64 * choice.randint(1, limit // 64)))
     asked = [request(seed, choice.randint(1, 400), choice.randint(1, 60)) for seed in range(n_hops // 40)]
     for generation in [engine.submit(r) for r in asked]:
         generation.wait()
@@ -340,3 +341,21 @@ def test_an_engine_that_is_closed_leaves_no_thread():
         assert not stage.worker.is_alive()
     with pytest.raises(CardError, match="was closed"):
         engine.pipeline.settle()
+
+
+def test_tokens_are_read_after_the_first_card_goes_on_with_them():
+    """Or the thread that reads them would hold up the one that both cards wait for."""
+    engine, order, steps = load((2, 2)), [], []
+    card = engine.cards[0]
+    replay = card._replay
+    card._replay = lambda recording, stream: (order.append("card"), replay(recording, stream))
+    engine.pipeline.start(0, request(0, 1, 9))
+    engine.pipeline.set_pages(0, [0])
+    engine.pipeline.place([1], [0], [0])
+    for _ in range(9):
+        steps.append(engine.pipeline.step(1))
+        if len(steps) > 1:
+            steps[-2].read()
+            order.append("reader")
+    assert order == ["card"] + ["card", "reader"] * 8
+    engine.close()

@@ -118,8 +118,8 @@ class FakePipeline:
     def fetch(self, host, number):
         self.saved[number], self.hosts[host] = self.hosts[host], None
 
-    def pass_rows(self, n, limit):
-        return min(n, limit)
+    def pass_rows(self, start, end, limit, last):
+        return min(end - start, limit)
 
     def prefill(self, ids, slot, start, marks=(), tap=None):
         assert start % PAGE_TOKENS == 0 and len(self.states[slot]) == start

@@ -171,7 +171,7 @@ def test_no_pass_begins_before_it_can():
     rng = random.Random(2)
     for _ in range(100):
         n_stages, n_passes = rng.randint(1, 4), rng.randint(1, 12)
-        depth = n_stages + 1
+        depth = 2 * n_stages
         passes = [[rng.random() for _ in range(n_passes)] for _ in range(n_stages)]
         hops = [[(rng.random(), rng.random()) for _ in range(n_passes)] for _ in range(n_stages - 1)]
         found = schedule(passes, hops)
