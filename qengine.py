@@ -3125,11 +3125,11 @@ class Sampler:
 class Constraint:
     """What a grammar still allows of one answer, or of what follows the token `after` in it.
 
-    Of what it leaves no choice of, the keys, values and states are needed like those of other tokens: of one answer alone
-    the scheduler has them made by one pass for several (`Scheduler._append_certain`), else each in a step of its own under
-    a mask of one bit. They are many (benchmarks/constraints.py): of the calls that the model which comes with qengine
-    makes 62 to 72 %, in runs of up to 13; of a schema's values half, 6 in a row at most. A prompt's pass would start at
-    a multiple of 64 and round otherwise, so that the bits of an answer would depend on how its tokens came.
+    Of what it leaves no choice of, the keys, values and states are needed like those of other tokens: of one answer
+    alone the scheduler has them made by one pass for several (`Scheduler._append_certain`), else each in a step of its
+    own under a mask of one bit. They are many (benchmarks/constraints.py): of the calls that the model which comes with
+    qengine makes 62 to 72 %, in runs of up to 13; of a schema's values half, 6 in a row at most. A prompt's pass would
+    start at a multiple of 64 and round otherwise, so that the bits of an answer would depend on how its tokens came.
 
     Look at `error` after each call, the first included."""
 
@@ -3547,8 +3547,8 @@ class Sequence:
         return left if longest is None else min(left, longest - self.generation.n_generated)
 
     def n_certain(self, n_ctx: int) -> int:
-        """Tokens that follow for certain and can be appended by one pass, which ends at the end of a page at the latest.
-        None where something is to be known of each: its log-probability, or for penalties that it was there."""
+        """How many tokens follow for certain and can be appended by one pass, which does not go beyond a page. None
+        where something is to be known of each: its log-probability, or for penalties that it was there."""
         constraint, request = self.generation.constraint, self.generation.request
         if not constraint or constraint.after is not None or request.top_logprobs is not None or request.is_penalized:
             return 0

@@ -20,8 +20,8 @@ from qengine import SAMPLING, RequestError
 class Endpoint:
     """A path, what may be sent there, and the function that answers: view(service, body).
 
-    generates: whether the view asks for places itself, see Service.submit. Every other body has one until it is answered:
-    megabytes take seconds."""
+    generates: whether the view asks for places itself, see Service.submit. Every other body has one until it is
+    answered: megabytes take seconds."""
 
     method: str
     path: str

@@ -69,7 +69,8 @@ def json_value(schema: dict, strict: bool = True) -> str:
     if strict:
         check_counts(schema)
     try:
-        return "%json " + json.dumps(discriminated(schema) | {"x-guidance": STYLE | {"lenient": not strict}}, allow_nan=False)
+        options = {"x-guidance": STYLE | {"lenient": not strict}}
+        return "%json " + json.dumps(discriminated(schema) | options, allow_nan=False)
     except ValueError:                  # of 1e999, which Python reads
         raise GrammarError("a number beyond all that computers take for finite") from None
 

@@ -2,7 +2,8 @@
 
 The same requests with and without a JSON schema, alone and N at a time, to the engine and streamed by the server, as
 tokens per second after the first token of each, the best of five. The schema is an array of records without an end, so
-that both run to the same length. Last, how many tokens were certain, and in what runs: of the schema, and of calls of tools.
+that both run to the same length. Last, how many tokens were certain, and in what runs: of the schema, and of calls of
+tools.
 """
 
 import argparse

@@ -9,9 +9,9 @@ hang up at a random point. The caches are too small for all: checkpoints are spi
   exception is a later turn of a conversation that was spared more tokens than its first prompt has: its states may come
   from tokens that were decoded, which round differently. Such an answer may leave the one given alone where that was
   close: at a token whose log-probability is within MARGIN of the one chosen there (these turns are greedy);
-- the server's memory after half of the time, a minute at most, and at the end differ by GROWTH at most. What it may take
-  by its settings it has by then: a page and a checkpoint get their memory when they are first used, and before the
-  clients come all have been;
+- the server's memory after half of the time, a minute at most, and at the end differ by GROWTH at most. What it may
+  take by its settings it has by then: a page and a checkpoint get their memory when they are first used, and before
+  the clients come all have been;
 - at the end nothing runs, every slot is free, and every page is free or kept for later; after `clear_cache` free.
 
 A table at the end; the exit code is 1 if anything did not hold.
@@ -42,8 +42,8 @@ LEAVING = 1 / 3             # of all turns the client hangs up on, unless the an
 END = "<|im_end|>"          # the token that ends an answer, and is not listed with those of its text
 MARGIN = 0.25               # nats; states of decoded tokens move logits by about 2 % of their spread (tests/test_cache.py)
 GROWTH = 0.05               # of the memory, or LEAST_GROWTH where that is more
-# Bytes. The C library keeps what a thread has freed for that thread, and the server has 4 threads for each client: until
-# they all have enough, 1 KB more of each request stays, and nothing of it where that is off (GLIBC_TUNABLES).
+# Bytes. The C library keeps what a thread has freed for that thread, and the server has four for each client: until
+# all have enough, 1 KB of each request stays; with glibc.malloc.tcache_count=0 in GLIBC_TUNABLES nothing did.
 LEAST_GROWTH = 24 << 20
 
 # ---- what is asked -----------------------------------------------------------------------------------------

@@ -176,6 +176,8 @@ def test_what_is_certain_is_decoded_one_by_one_where_each_counts(engine, monkeyp
     next(iter(other))
     assert text(engine.submit(request(grammar=grammar))).startswith(WORDS)
     other.cancel()
+    other.wait()
+    engine.clear_cache()        # comes after the step that took note of it
 
 
 def test_masks_are_made_while_the_layers_run(engine, monkeypatch):
