@@ -1283,7 +1283,7 @@ class Rows:
     """The tokens of one pass through the layers and where each belongs; int32 arrays on the card.
 
     A prefill pass holds consecutive tokens of one slot and runs the prefill family of kernels; a decode pass holds
-    one token of each of several slots and runs the decode family.
+    one token of each of several slots, or consecutive ones of a single slot (`each`), and runs the decode family.
     """
 
     n: int
@@ -1293,6 +1293,11 @@ class Rows:
     positions: Array        # [n] index in the slot's sequence
     rope: Array             # [3, n] time, height, width
     marks: tuple = ()       # of a prefill pass: (n rows, slot, row of the states that keeps the slot's after them)
+    each: tuple = ()        # of a decode pass over one slot: its rows one by one, as a layer's states take them
+
+    def in_turn(self):
+        """(first row, rows) of a decode pass that the states of a layer take at once, in their order."""
+        return enumerate(self.each) if self.each else [(0, self)]
 
     def parts(self):
         """(first row, end, slot, row to keep its states in or None) of a prefill pass, cut at its marks."""
@@ -1383,12 +1388,13 @@ class Model:
         u = self.activations[c.value_dim]
         constants, heads = (layer.a, layer.dt_bias), (c.n_key_heads, c.n_value_heads)
         if rows.is_decode:
-            inputs = state.memory, state.conv, projected, stride, layer.conv, *constants, layer.out_norm, rows.slots, \
-                rows.positions, rows.n, *heads, c.norm_eps
-            if layer.out.is_quantized:
-                gdn_decode.gdn_decode_quantize(card, u.q, u.d, *inputs)
-            else:
-                gdn_decode.gdn_decode(card, u.x, *inputs)
+            for row, one in rows.in_turn():
+                inputs = state.memory, state.conv, projected[row * stride:], stride, layer.conv, *constants, \
+                    layer.out_norm, one.slots, one.positions, one.n, *heads, c.norm_eps
+                if layer.out.is_quantized:
+                    gdn_decode.gdn_decode_quantize(card, u.q[row:], u.d[row:], *inputs)
+                else:
+                    gdn_decode.gdn_decode(card, u.x[row:], *inputs)
         else:
             for start, end, slot, kept in rows.parts():
                 n, mixed, columns = end - start, self.mixed[start:], projected[start * stride:]
@@ -1412,10 +1418,12 @@ class Model:
         rotary, places = (rows.rope, self.inv_freq), (block_table, rows.slots, rows.positions)
         sizes = rows.n, c.n_heads, c.n_kv_heads
         if rows.is_decode:
-            out = (u.q, u.d) if layer.out.is_quantized else (u.x, None)
-            attend_decode.attend_decode(card, *out, projected, stride, *columns, layer.q_norm, layer.k_norm, *rotary,
-                                        pages.k, pages.v, *places, self.partials, self.arrived, *sizes,
-                                        c.rope_sections, c.norm_eps)
+            for row, one in rows.in_turn():
+                out = (u.q[row:], u.d[row:]) if layer.out.is_quantized else (u.x[row:], None)
+                attend_decode.attend_decode(card, *out, projected[row * stride:], stride, *columns, layer.q_norm,
+                                            layer.k_norm, one.rope, self.inv_freq, pages.k, pages.v, block_table,
+                                            one.slots, one.positions, self.partials, self.arrived, one.n, c.n_heads,
+                                            c.n_kv_heads, c.rope_sections, c.norm_eps)
         else:
             rope.norm_rope_q(card, self.q, projected, stride, layer.q_norm, *rotary, rows.n, c.n_heads,
                              c.rope_sections, c.norm_eps)
@@ -2208,6 +2216,14 @@ class Stage:
         self.follow(group, tokens, n)
         self.recording(self.launch_layers, group, n).replay()
 
+    def append(self, ids, slot: int, start: int, step: int):
+        """Queue a decode pass over consecutive tokens of a slot, without a choice; its sampler goes on at `step`."""
+        n = len(ids)
+        set_rows(self.inputs, ids, [slot] * n, range(start, start + n), in_turn=True)
+        self.recording(self.launch_in_turn, n).replay()
+        if self.sampler:
+            self.sampler.go_on(slot, step)
+
     def choose(self, group: int, n: int, log_probs: bool):
         """Queue the choice of the tokens that follow the n rows of `forward`; they are what enters the next step."""
         self.recording(self.launch_choice, group, n, log_probs).replay()
@@ -2252,6 +2268,8 @@ class Stage:
             self.launch_prompt(n)
         for n in range(1, self.n_slots + 1):
             self.launch_step(0, n, log_probs=True)
+        for n in range(2, CERTAIN_ROWS + 1):
+            self.launch_in_turn(n)
         if self.sampler:
             for n in range(1, HEAD_ROWS + 1):
                 self.model.compute_logits(self.model.x, n)
@@ -2260,6 +2278,11 @@ class Stage:
     def launch_prompt(self, n: int, marks=(), tap=None):
         rows = dataclasses.replace(rows_of(self.inputs, n, is_decode=False), marks=marks)
         self.model.forward(rows, self.cache, tap)
+
+    def launch_in_turn(self, n: int):
+        rows = rows_of(self.inputs, n, is_decode=True)
+        each = tuple(rows_of(self.inputs[6 * (n + i):], 1, is_decode=True) for i in range(n))
+        self.model.forward(dataclasses.replace(rows, each=each), self.cache)
 
     def launch_step(self, group: int, n: int, log_probs: bool):
         self.launch_layers(group, n)
@@ -2307,9 +2330,12 @@ def chosen_of(inputs: Array, n: int) -> Array:
     return inputs[6 * n:7 * n]
 
 
-def set_rows(inputs: Array, ids, slots, positions):
-    """Fill what `rows_of` reads (lists of the same length); no tokens are chosen yet."""
-    packed = np.array([ids, slots, positions, positions, positions, positions, [-1] * len(ids)], np.int32).reshape(-1)
+def set_rows(inputs: Array, ids, slots, positions, in_turn=False):
+    """Fill what `rows_of` reads (lists of the same length), and behind it what `chosen_of` does: no tokens are chosen
+    yet. in_turn: behind it the same for each row alone."""
+    table = np.array([ids, slots, positions, positions, positions, positions], np.int32)
+    behind = table.T.reshape(-1) if in_turn else np.full(len(ids), -1, np.int32)
+    packed = np.concatenate([table.reshape(-1), behind])
     inputs.card.copy_in(inputs[:packed.size], packed)
 
 
@@ -2595,6 +2621,11 @@ class Pipeline:
         """Slots choose their next tokens from what their constraints allow."""
         self.last.sampler.make_masks(constraints)
         self.last.worker.post(self.last.sampler.send_masks, list(constraints))
+
+    def append(self, ids, slot: int, start: int, step: int):
+        """A decode pass over consecutive tokens of `slot` at positions start, start + 1, ... that the host knows
+        already: the slot's states take them, and the next token drawn there is that of `step`."""
+        self.run(len(ids), Stage.append, ids, slot, start, step)
 
     def choose(self, n: int, log_probs: bool, group: int = 0) -> "Tokens":
         """The second part, which heeds what `constrain` was told in between."""
@@ -3057,6 +3088,10 @@ class Sampler:
             bias[list(r.logit_bias)] = list(r.logit_bias.values())
             self.card.copy_in(state.bias[slot], bias)
 
+    def go_on(self, slot: int, step: int):
+        """Number `step` is the next token that a slot draws."""
+        self.card.copy_in(self.state.parameters[slot][sample.STEP:sample.STEP + 1], np.array([step], np.uint32))
+
     def make_masks(self, constraints: "dict[int, Constraint]"):
         """Write down on the host what slots may choose next. The tokens chosen under their last masks must have been
         read."""
@@ -3101,9 +3136,11 @@ class Sampler:
 class Constraint:
     """What a grammar still allows of one answer, or of what follows the token `after` in it.
 
-    Tokens that are certain are decoded like others, under a mask of one bit, since their keys, values and states are
-    needed. A prompt's pass would make those of a run at once, but starts at a multiple of 64, and the runs are short:
-    of 128 tokens under the schema of benchmarks/constraints.py 66 are certain, 6 in a row at most.
+    Of what it leaves no choice of, the keys, values and states are needed like those of other tokens: of one answer
+    alone the scheduler has them made by one pass for several (`Scheduler._append_certain`), else each in a step of its
+    own under a mask of one bit. They are many (benchmarks/constraints.py): of the calls that the model which comes with
+    qengine makes 62 to 72 %, in runs of up to 13; of a schema's values half, 6 in a row at most. A prompt's pass would
+    start at a multiple of 64 and round otherwise, so that the bits of an answer would depend on how its tokens came.
 
     Look at `error` after each call, the first included."""
 
@@ -3120,6 +3157,7 @@ class Constraint:
         """Why the answer cannot go on. A matcher raises nothing, and allows something after an error, too."""
         if self.matcher.is_error():
             reason = self.matcher.get_error().removesuffix("<non-verbose/>").strip()
+            reason = "nothing that it allows can follow" if reason.startswith("NoExtension") else reason
             return RequestError("grammar", f"the grammar cannot be followed: {reason}")
         return None
 
@@ -3195,6 +3233,8 @@ PASS_SECONDS = 0.5          # and if their products take no longer at the peak o
 PASS_TOLERANCE = 1.005      # with 1.02, 27B on two H200 got passes of 384 where 512 were 2 % faster
 PRODUCT_SECONDS = 43e-6     # that one more pass costs for each of its products: 5.5 ms for the 128 of 9B on an H200
 RUNNING_CHUNK = 512         # at most while answers are running, which wait for it
+CERTAIN_ROWS = 8            # tokens that a grammar leaves no choice of, in one decode pass at most,
+LEAST_CERTAIN = 3           # and at least: the pass waits for what is in flight
 TURN = "<|im_start|>"       # the control token at which a turn of a conversation begins
 NAN_LOGITS = "the logits hold a NaN: the model file is damaged, or a kernel is wrong"
 STOPS, STOP_LETTERS = 64, 1024      # stop strings of a request, and letters of each, at most
@@ -3268,6 +3308,11 @@ class Request:
 
     def __post_init__(self):
         self.stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def is_penalized(self) -> bool:
+        """Whether the choice of a token depends on those before."""
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
 
     def check(self, n_vocab: int, n_ctx: int):
         """RequestError names the first field that cannot be served."""
@@ -3504,8 +3549,22 @@ class Sequence:
 
     def is_full(self, more: int, n_ctx: int) -> bool:
         """Whether so many more tokens end it by its length."""
-        return (self.generation.n_generated + more == self.generation.request.max_tokens
-                or len(self.tokens) + more >= n_ctx)
+        return more >= self.room(n_ctx)
+
+    def room(self, n_ctx: int) -> int:
+        """How many more tokens it may have."""
+        longest = self.generation.request.max_tokens
+        left = n_ctx - len(self.tokens)
+        return left if longest is None else min(left, longest - self.generation.n_generated)
+
+    def n_certain(self, n_ctx: int) -> int:
+        """How many tokens follow for certain and can be appended by one pass, which does not go beyond a page. None
+        where something is to be known of each: its log-probability, or for penalties that it was there."""
+        constraint, request = self.generation.constraint, self.generation.request
+        if not constraint or constraint.after is not None or request.top_logprobs is not None or request.is_penalized:
+            return 0
+        certain = min(len(constraint.forced), self.room(n_ctx)) - self.in_flight
+        return min(certain, CERTAIN_ROWS, PAGE_TOKENS - (self.n_cached + self.in_flight) % PAGE_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -3755,11 +3814,10 @@ class Scheduler:
             self.pipeline.set_pages(sequence.slot, pages)
         return joined
 
-    def _keep_decoded(self, sequence: Sequence):
-        """Where the decode step queued last fills a page of a sequence, keep that and the states after it. An answer
+    def _keep_decoded(self, sequence: Sequence, n_seen: int):
+        """Where what was queued last has filled a page of a sequence, keep that and the states after it. An answer
         has one such checkpoint, the latest, and those at multiples of CHECKPOINT_INTERVAL. Answers with the same tokens
         share them, and the last that goes on drops it: where one of them ended, its next turn begins."""
-        n_seen = sequence.n_cached + 1
         if n_seen % PAGE_TOKENS:
             return
         node = self._join(sequence, n_seen)[n_seen]
@@ -3804,6 +3862,7 @@ class Scheduler:
 
     def decode(self, group: int):
         """Queue a step of a group of answers, and then take the tokens of the one before."""
+        self._append_certain(group)
         if self.flights[group] and self.flights[group].sequences != self.answering(group):
             self._land(group)                       # who stays needs its token to be placed anew
         batch = self.answering(group)
@@ -3825,8 +3884,30 @@ class Scheduler:
         for sequence in batch:
             sequence.in_flight = 1
             if sequence in self.running:
-                self._keep_decoded(sequence)
+                self._keep_decoded(sequence, sequence.n_cached + 1)
         self.flights[group] = Flight(batch, tokens)
+
+    def _append_certain(self, group: int):
+        """One answer alone has the tokens that its grammar leaves no choice of appended, several by one decode pass,
+        which gives them the same bits as a step each. Among others it would make those wait, and save nothing: a step
+        reads the weights once for all of them."""
+        batch = self.answering(group)
+        if len(batch) != 1 or batch[0].n_certain(self.n_ctx) < LEAST_CERTAIN:
+            return
+        self._land(group)
+        sequence, = batch
+        if sequence not in self.running or not (n := sequence.n_certain(self.n_ctx)):
+            return
+        certain, start = list(sequence.generation.constraint.forced)[:n], sequence.n_cached
+        self._reserve(sequence, start + n)
+        self.pipeline.append([sequence.tokens[-1], *certain[:-1]], sequence.slot, start,
+                             sequence.generation.n_generated + n)
+        sequence.n_cached += n
+        for token in certain:
+            if sequence in self.running:
+                self._take(sequence, None, 0, token)
+        if sequence in self.running:
+            self._keep_decoded(sequence, sequence.n_cached)
 
     def answering(self, group: int) -> list[Sequence]:
         """Who takes part in the group's next step: all but those that the step in flight brings to their end."""
@@ -4164,7 +4245,7 @@ class Service:
         self.started = int(time.time())
         self.changed = threading.Condition()        # guards what follows
         self.open = {}                              # id -> (Generation, function: has its client hung up?)
-        self.n_entering = 0                         # requests that are being prepared for it
+        self.n_entering = 0                         # places taken by what is not in it, or not yet
         self.closing = False
         self.lost = []                              # engines that failed before, see `go_on`
         self.pipes = PipeMeter()
@@ -4204,10 +4285,10 @@ class Service:
 
     # ---- open requests ------------------------------------------------------------------------------------
 
-    def submit(self, n: int, prepare) -> tuple:
-        """Hands n requests to the engine, all or none; their generations are open from now on, their client
-        watched. prepare: see `respond`. Returns (generations, answer)."""
-        gone = flask.request.environ.get("waitress.client_disconnected", lambda: False)
+    @contextlib.contextmanager
+    def places(self, n: int):
+        """Of the places of open requests n for the `with` body, which prepares such or does what takes long for others.
+        TooManyRequests: so many are not left; ServiceUnavailable: the server ends."""
         with self.changed:
             if self.closing:
                 raise ServiceUnavailable("the server is shutting down", retry_after=5)
@@ -4216,20 +4297,28 @@ class Service:
                 raise TooManyRequests(f"too many requests: {n_open} of {self.max_requests} are open already",
                                       retry_after=1)
             self.n_entering += n
+        try:
+            yield
+        finally:
+            with self.changed:
+                self.n_entering -= n
+                self.changed.notify_all()
+
+    def submit(self, n: int, prepare) -> tuple:
+        """Hands n requests to the engine, all or none; their generations are open from now on, their client
+        watched. prepare: see `respond`. Returns (generations, answer)."""
+        gone = flask.request.environ.get("waitress.client_disconnected", lambda: False)
         generations = []
         try:
-            requests, answer = prepare()        # without the lock: a grammar takes long, here and in the engine
-            for request in requests:
-                generations.append(self.ready().submit(request))
+            with self.places(n):
+                requests, answer = prepare()        # takes long with a grammar, here and in the engine
+                for request in requests:
+                    generations.append(self.ready().submit(request))
         except BaseException as error:
             self.release(generations)
             if isinstance(error, Exception):
                 raise
             raise RuntimeError(f"a library failed: {error!r}") from error   # a panic in Rust, which ends no handler
-        finally:
-            with self.changed:
-                self.n_entering -= n
-                self.changed.notify_all()
         with self.changed:
             self.open |= {id(generation): (generation, gone) for generation in generations}
             if self.closing:
@@ -4289,6 +4378,8 @@ def explain(error: Exception) -> Failure:
         message = error.description
         if error.code in (404, 405):
             message = f"{flask.request.method} {flask.request.path[:80]} is not served; /openapi.json says what is"
+        if error.code == 413:
+            message = f"the request body is larger than {MAX_BODY} bytes"
         return Failure(error.code, message, None, {
             name: value for name, value in error.get_headers() if name in ("Allow", "Retry-After", "WWW-Authenticate")})
     logging.getLogger("qengine").error("a request failed", exc_info=error)

@@ -85,7 +85,8 @@ def count_tokens(service, body: dict):
     return {"input_tokens": chat.count(service, read_conversation(body))}
 
 
-ENDPOINTS = [Endpoint("POST", "/v1/messages", "Answer a conversation (Anthropic)", messages, MESSAGES),
+ENDPOINTS = [Endpoint("POST", "/v1/messages", "Answer a conversation (Anthropic)", messages, MESSAGES,
+                      generates=True),
              Endpoint("POST", "/v1/messages/count_tokens", "How long the prompt of a conversation is", count_tokens,
                       object_of(CONVERSATION, ["messages"]))]
 

@@ -4,7 +4,9 @@ A tag that is one token of the vocabulary is named by its id, <[6139]>: text tha
 Where a vocabulary has no such token, the tag is its letters.
 """
 
+import collections
 import functools
+import itertools
 import json
 import math
 import re
@@ -14,7 +16,7 @@ from llguidance import LLMatcher
 from qengine import GRAMMAR_LETTERS, GRAMMAR_LIMITS, is_within
 
 from .strings import GrammarError, between_slashes, check_meetings, expressions_of, verbatim
-from .tools import BY_SCHEMAS, DEFINITIONS, PARAMETER_END, Tool, XMLCall, choices, resolve, types_of
+from .tools import BY_SCHEMAS, DEFINITIONS, PARAMETER_END, Tool, XMLCall, choices, names_in, resolve, types_of
 
 # The separators that models write (json.dumps), with and without the blank. Free white space would let small models
 # write nothing else, and every character of it is one that the grammar could have forced.
@@ -23,6 +25,7 @@ STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator":
 
 # What says nothing of a value, and would make two values of one kind differ.
 ANNOTATIONS = "title", "description", "examples", "default"
+LITERAL = "enum", "const", *ANNOTATIONS         # whose values are no schemas
 
 
 # What says of all arguments together what the XML form cannot see to.
@@ -32,6 +35,11 @@ OF_ALL_ARGUMENTS = BY_SCHEMAS | {
 
 MAX_SCHEMAS = 8 * GRAMMAR_LETTERS   # letters of schemas of arguments, of which many may have one rule
 PATTERN_COST = 10_000               # in such letters: each is tried on its own
+SAID = {            # by llguidance in terms of its own: what it means
+    "Regex is empty: .*": "no string fits it",
+    "oneOf constraints are not supported.*": "oneOf, where a value may fit two of its schemas: they have to differ in "
+                                             "their types, or in the values of something that they require"}
+MAX_REASON = 250                    # letters of a refusal, which quotes the schema
 TOO_LONG = f"it takes a grammar of more than {GRAMMAR_LETTERS} letters"
 
 
@@ -44,7 +52,9 @@ def compile_grammar(lark: str) -> str:
     failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=GRAMMAR_LIMITS)
     if failed:
         reason = messages[0].rpartition("failed to compile JSON schema: ")[2]
-        raise GrammarError(" ".join(re.split(r"\n +\d+ \|", reason)[0].split()))
+        for told, meant in SAID.items():
+            reason = re.sub(told, meant, reason, flags=re.DOTALL)
+        raise GrammarError(" ".join(re.split(r"\n +\d+ \|", reason)[0].split())[:MAX_REASON])
     return grammar
 
 
@@ -59,9 +69,25 @@ def json_value(schema: dict, strict: bool = True) -> str:
     if strict:
         check_counts(schema)
     try:
-        return "%json " + json.dumps(schema | {"x-guidance": STYLE | {"lenient": not strict}}, allow_nan=False)
+        options = {"x-guidance": STYLE | {"lenient": not strict}}
+        return "%json " + json.dumps(discriminated(schema) | options, allow_nan=False)
     except ValueError:                  # of 1e999, which Python reads
         raise GrammarError("a number beyond all that computers take for finite") from None
+
+
+def discriminated(schema):
+    """A schema in which the alternatives of each oneOf require what its discriminator (OpenAPI) tells them apart by, as
+    that demands of whoever writes them: pydantic leaves out what has a default."""
+    if isinstance(schema, list):
+        return list(map(discriminated, schema))
+    if not isinstance(schema, dict):
+        return schema
+    schema = {name: one if name in LITERAL else discriminated(one) for name, one in schema.items()}
+    discriminator, several = schema.get("discriminator"), schema.get("oneOf")
+    name = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
+    if isinstance(name, str) and isinstance(several, list) and all(isinstance(one, dict) for one in several):
+        schema["oneOf"] = [one | {"required": [*names_in(one), name]} for one in several]
+    return schema
 
 
 def check_counts(schema: dict):
@@ -73,7 +99,7 @@ def check_counts(schema: dict):
         if isinstance(one, list):
             waiting += one
         elif isinstance(one, dict):
-            waiting += [inner for name, inner in one.items() if name not in ("enum", "const", *ANNOTATIONS)]
+            waiting += [inner for name, inner in one.items() if name not in LITERAL]
             required = one["required"] if isinstance(one.get("required"), list) else []
             is_open = one.get("additionalProperties") is not False or one.get("patternProperties")
             if is_open and is_within(int, one.get("minProperties"), len(required) + 1, math.inf):
@@ -229,7 +255,7 @@ def alternatives(root: dict):
     seen, waiting = set(), [root]
     while waiting:
         schema = {name: one for name, one in waiting.pop().items() if name not in ANNOTATIONS + DEFINITIONS}
-        reference, several, types = schema.get("$ref"), schema.get("anyOf"), schema.get("type")
+        reference, types = schema.get("$ref"), schema.get("type")
         if schema.keys() == {"$ref"} and isinstance(reference, str):
             target = resolve(reference, root)
             if not isinstance(target, dict):
@@ -237,12 +263,30 @@ def alternatives(root: dict):
             elif reference not in seen:
                 waiting.append(target)
             seen.add(reference)
-        elif schema.keys() == {"anyOf"} and isinstance(several, list) and set(map(type, several)) == {dict}:
+        elif several := separate(schema, root):
             waiting += reversed(several)
         elif isinstance(types, list) and types:
             yield from (schema | {"type": one} for one in types)
         else:
             yield schema
+
+
+def separate(schema: dict, root: dict) -> list[dict]:
+    """The schemas that the values of an anyOf fit one of; of a oneOf, where its types and listed values leave no doubt
+    that none fits two: those of a type that others admit, too, stay together. [] where there are none."""
+    [key] = schema.keys() if len(schema) == 1 else [None]
+    several = schema[key] if key in ("anyOf", "oneOf") else None
+    if not isinstance(several, list) or set(map(type, several)) != {dict}:
+        return []
+    values = [value for one in several for value in choices(one) or [[]]]       # []: of one that lists none
+    is_apart = all(isinstance(value, str | int | None) for value in values) and len(set(values)) == len(values)
+    if key == "anyOf" or is_apart:
+        return several
+    kinds = [{"number" if kind == "integer" else kind for kind in types_of(one, root)} for one in several]
+    often = collections.Counter(itertools.chain(*kinds))
+    alone = [one for one, each in zip(several, kinds) if all(often[kind] == 1 for kind in each)]
+    together = [one for one, each in zip(several, kinds) if any(often[kind] > 1 for kind in each)]
+    return [*alone, *([{"oneOf": together}] if together else [])] if alone else []
 
 
 # Regular expressions for JSON of these types.

@@ -124,8 +124,9 @@ def models(service):
     return {"object": "list", "data": [model]}
 
 
-ENDPOINTS = [Endpoint("POST", "/v1/chat/completions", "Answer a conversation", chat_completions, CHAT),
-             Endpoint("POST", "/v1/completions", "Continue a text", completions, COMPLETION),
+ENDPOINTS = [Endpoint("POST", "/v1/chat/completions", "Answer a conversation", chat_completions, CHAT,
+                      generates=True),
+             Endpoint("POST", "/v1/completions", "Continue a text", completions, COMPLETION, generates=True),
              Endpoint("GET", "/v1/models", "The model that is served", models)]
 
 

@@ -3,9 +3,10 @@ they are, without quotes, where llguidance's own JSON Schema does not reach.
 
 minLength, maxLength, pattern and format are enforced, as far as llguidance takes the pattern (no look-around, no
 back-references, no anchors within a group) and FORMATS has the format. What is not enforced is overlooked, or refused
-for strict tools; so are keywords that say by other schemas what a string must be: allOf, oneOf, not, if, and anyOf or
-$ref beside others. Lengths cost: a lexer that counts has another state at each letter, so that the mask of a token takes
-0.3 to 0.6 ms with a vocabulary of 6,144 (2 us in free text, 0.06 ms in a string of JSON with a length).
+for strict tools; so are keywords that say by other schemas what a string must be: allOf, not, if, a oneOf of more than
+one string that are not listed, and anyOf or $ref beside others. Lengths cost: a lexer that counts has another state at
+each letter, so that the mask of a token takes 0.3 to 0.6 ms with a vocabulary of 6,144 (2 us in free text, 0.06 ms in a
+string of JSON with a length).
 """
 
 import functools
@@ -78,7 +79,7 @@ def whole(pattern: str) -> str | None:
     """What is looked for anywhere in a string, as a regular expression of the whole string; None where llguidance takes
     no such one."""
     parts = []
-    for one in top_level(pattern):
+    for one in top_level(in_ascii(pattern)):
         end = one.endswith("$") and (len(one) - len(one[:-1].rstrip("\\"))) % 2 == 1
         inner = one[one.startswith("^"):len(one) - end]
         parts.append(("" if one.startswith("^") else "(?s:.*)") + f"(?:{inner})" + ("" if end else "(?s:.*)"))
@@ -87,15 +88,32 @@ def whole(pattern: str) -> str | None:
     return None if LLMatcher.validate_grammar(grammar, limits=GRAMMAR_LIMITS) else expression
 
 
+# What ECMA-262, whose regular expressions JSON Schema has, means by these: in Lark's they are of all Unicode.
+ASCII = {r"\d": "0-9", r"\D": r"\x00-/:-\x{10FFFF}", r"\w": "0-9A-Z_a-z", r"\W": r"\x00-/:-@\[-^`{-\x{10FFFF}"}
+
+
+def in_ascii(pattern: str) -> str:
+    """A regular expression with the classes of ASCII written out."""
+    return "".join(ASCII[piece] if is_class and piece in ASCII else f"[{ASCII[piece]}]" if piece in ASCII else piece
+                   for piece, is_class in pieces(pattern))
+
+
+def pieces(pattern: str):
+    """The letters of a regular expression, escaped ones as one, each with whether it stands within a class."""
+    is_class = False
+    for piece in re.findall(r"\\.|.", pattern, re.DOTALL):
+        yield piece, is_class
+        is_class = piece != "]" if is_class else piece == "["
+
+
 def top_level(pattern: str) -> list[str]:
     """The alternatives of a regular expression that are not within a group."""
-    parts, depth, is_class = [""], 0, False
-    for piece in re.findall(r"\\.|.", pattern, re.DOTALL):
+    parts, depth = [""], 0
+    for piece, is_class in pieces(pattern):
         if piece == "|" and depth == 0 and not is_class:
             parts.append("")
             continue
         depth += 0 if is_class else (piece == "(") - (piece == ")")
-        is_class = piece != "]" if is_class else piece == "["
         parts[-1] += piece
     return parts
 

@@ -2,7 +2,8 @@
 
 The same requests with and without a JSON schema, alone and N at a time, to the engine and streamed by the server, as
 tokens per second after the first token of each, the best of five. The schema is an array of records without an end, so
-that both run to the same length. Last, how many of the schema's tokens were certain, and in what runs.
+that both run to the same length. Last, how many tokens were certain, and in what runs: of the schema, and of calls of
+tools.
 """
 
 import argparse
@@ -12,10 +13,12 @@ import itertools
 import json
 import time
 import urllib.request
+from types import SimpleNamespace
 
 import llguidance
 
 import qengine
+from api import chat, openai
 
 RECORD = {"type": "object", "additionalProperties": False, "required": ["name", "age", "size", "tags", "home"],
           "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "minimum": 0},
@@ -44,7 +47,8 @@ def main():
                 free, bound = map(max, zip(*rounds))
                 print(f"{engine.name}, batch of {batch}{how}: {free:.0f} tokens/s, with a JSON schema {bound:.0f}: "
                       f"{100 * bound / free:.0f} %")
-    print(f"of {choice.tokens} tokens, {certain(engine, choice.tokens)}")
+    for name, asked in {"the schema": requests(engine, 1, choice.tokens, True), "calls": calls(engine)}.items():
+        print(f"{name}: of {certain(engine, asked)}")
     engine.close()
 
 
@@ -89,16 +93,33 @@ def speed(times):
     return sum(time > started for each in times for time in each) / (ended - started)
 
 
-def certain(engine, n_tokens):
-    """What the schema left no choice of in a drawn answer."""
-    request, = requests(engine, 1, n_tokens, True)
-    tokens = [event.token_id for event in engine.submit(request)]
-    constraint, was_certain = qengine.Constraint(engine.vocabulary, request.grammar), []
-    for token in tokens:
-        was_certain.append(bool(constraint.forced))
-        constraint.take(token)
-    runs = collections.Counter(len(list(run)) for is_certain, run in itertools.groupby(was_certain) if is_certain)
-    return f"{sum(was_certain)} were certain, in runs of " + ", ".join(f"{n} ({runs[n]} times)" for n in sorted(runs))
+TOOLS = [{"type": "function", "function": {"name": f"{verb}_file", "description": "A file.", "parameters": {
+    "type": "object", "required": ["path", "line_number", "at_once"], "properties": {
+        "path": {"type": "string", "maxLength": 20}, "line_number": {"type": "integer", "maximum": 999},
+        "at_once": {"type": "boolean"}}}}} for verb in ("read", "write")]
+
+
+def calls(engine):
+    """Drawn answers that have to be calls."""
+    service = SimpleNamespace(engine=engine, ready=lambda: engine, thinking=False)
+    conversation = openai.read_conversation({"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required"})
+    turn = chat.prepare(service, conversation)
+    return [qengine.Request(turn.prompt_ids, max_tokens=200, temperature=1.0, seed=seed, **turn.rules)
+            for seed in range(8)]
+
+
+def certain(engine, asked):
+    """What the grammars of these requests left no choice of in the answers."""
+    n_tokens, runs = 0, collections.Counter()
+    for request in asked:
+        constraint, was_certain = qengine.Constraint(engine.vocabulary, request.grammar, request.grammar_after), []
+        for event in engine.submit(request):
+            was_certain.append(bool(constraint.forced))
+            constraint.take(event.token_id)
+        n_tokens += len(was_certain)
+        runs.update(len(list(run)) for is_certain, run in itertools.groupby(was_certain) if is_certain)
+    listed = ", ".join(f"{n} ({runs[n]} times)" for n in sorted(runs))
+    return f"{n_tokens} tokens {sum(n * runs[n] for n in runs)} were certain, in runs of {listed}"
 
 
 if __name__ == "__main__":

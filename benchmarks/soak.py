@@ -9,7 +9,9 @@ hang up at a random point. The caches are too small for all: checkpoints are spi
   exception is a later turn of a conversation that was spared more tokens than its first prompt has: its states may come
   from tokens that were decoded, which round differently. Such an answer may leave the one given alone where that was
   close: at a token whose log-probability is within MARGIN of the one chosen there (these turns are greedy);
-- the server's memory after half of the time, a minute at most, and at the end differ by GROWTH at most;
+- the server's memory after half of the time, a minute at most, and at the end differ by GROWTH at most. What it may
+  take by its settings it has by then: a page and a checkpoint get their memory when they are first used, and before
+  the clients come all have been;
 - at the end nothing runs, every slot is free, and every page is free or kept for later; after `clear_cache` free.
 
 A table at the end; the exit code is 1 if anything did not hold.
@@ -40,7 +42,9 @@ LEAVING = 1 / 3             # of all turns the client hangs up on, unless the an
 END = "<|im_end|>"          # the token that ends an answer, and is not listed with those of its text
 MARGIN = 0.25               # nats; states of decoded tokens move logits by about 2 % of their spread (tests/test_cache.py)
 GROWTH = 0.05               # of the memory, or LEAST_GROWTH where that is more
-LEAST_GROWTH = 24 << 20     # bytes: threads, and the allocator's arenas
+# Bytes. The C library keeps what a thread has freed for that thread, and the server has four for each client: until
+# all have enough, 1 KB of each request stays; with glibc.malloc.tcache_count=0 in GLIBC_TUNABLES nothing did.
+LEAST_GROWTH = 24 << 20
 
 # ---- what is asked -----------------------------------------------------------------------------------------
 
@@ -332,6 +336,22 @@ def ask_alone(engine, port: int, cards: list[list[Turn]], patience: float):
     engine.clear_cache()
 
 
+def fill_caches(engine):
+    """Uses every page and every checkpoint once: as many short prompts as it takes until one is dropped for want of
+    room, which have few pages, then long ones, which have them all."""
+    rng, dropped = random.Random(8), engine.stats()["checkpoints_dropped"]
+
+    def ask_for(n_tokens):
+        ids = [rng.randrange(engine.tokenizer.n_vocab) for _ in range(n_tokens)]
+        engine.submit(qengine.Request(ids, max_tokens=1)).wait()
+
+    while engine.stats()["checkpoints_dropped"] == dropped:
+        ask_for(2 * qengine.PAGE_TOKENS + 1)
+    for _ in range(engine.stats()["kv_pages"] // qengine.pages_for(engine.n_ctx) + 2):
+        ask_for(engine.n_ctx - 1)
+    engine.clear_cache()
+
+
 def resident_bytes() -> int:
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -372,6 +392,7 @@ def soak(engine, n_clients: int, seconds: float, n_cards: int, patience: float) 
     with (qengine.serving(app, "127.0.0.1", 0) as port,
           concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as process):
         ask_alone(engine, int(port), cards, patience)
+        fill_caches(engine)
         before, started = engine.stats(), time.perf_counter()
         driven = process.submit(drive, int(port), cards, n_clients, seconds, patience)
         concurrent.futures.wait([driven], min(60, seconds / 2))

@@ -158,7 +158,7 @@ def product_reference(format, raw, xq, xd):
 
 # ---- a lane's part: from memory to int8 words and scales ---------------------------------------------------------
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True, forceinline=True)
 def shifted(word, left):
     """word << left, or >> -left for a negative one; `left` is a constant once loops are unrolled."""
     return uint32(uint32(word << uint32(max(left, 0))) >> uint32(max(-left, 0)))
@@ -169,13 +169,13 @@ def fetch_function(format, load4=load_words4):
     wd[d_from] and has `blocks` blocks. raw: uint32 [format.raw_words], local. load4: how 16 bytes are read."""
     high, scales_at, wd_words = format.bits - 4, format.bits, format.wd_words
 
-    @cuda.jit(device=True, inline="always")
+    @cuda.jit(device=True, forceinline=True)
     def fetch_bytes(raw, wq, q_from, blocks, b):
         at = uint32(q_from + uint32(b << uint32(5)))
         raw[0], raw[1], raw[2], raw[3] = load4(wq, at)
         raw[4], raw[5], raw[6], raw[7] = load4(wq, uint32(at + uint32(16)))
 
-    @cuda.jit(device=True, inline="always")
+    @cuda.jit(device=True, forceinline=True)
     def fetch_planes(raw, wq, q_from, blocks, b):
         raw[0], raw[1], raw[2], raw[3] = load4(wq, uint32(q_from + uint32(b << uint32(4))))
         plane = uint32(q_from + uint32(blocks << uint32(4)))
@@ -186,12 +186,12 @@ def fetch_function(format, load4=load_words4):
 
     fetch_q = fetch_bytes if format.bits == 8 else fetch_planes
 
-    @cuda.jit(device=True, inline="always")
+    @cuda.jit(device=True, forceinline=True)
     def fetch(raw, wq, wd, q_from, d_from, blocks, b):
         fetch_q(raw, wq, q_from, blocks, b)
         raw[scales_at] = uint32(wd[uint32(d_from + b)])
 
-    @cuda.jit(device=True, inline="always")
+    @cuda.jit(device=True, forceinline=True)
     def fetch_k(raw, wq, wd, q_from, d_from, blocks, b):
         fetch_q(raw, wq, q_from, blocks, b)
         header = uint32(d_from + uint32(uint32(b >> uint32(3)) * uint32(wd_words)))
@@ -208,7 +208,7 @@ def starts_function(format):
     """starts(row, blocks): where a row of `blocks` blocks starts, (byte of wq, uint16 of wd)."""
     bits, per_unit, wd_words = format.bits, format.file_block // BLOCK, format.wd_words
 
-    @cuda.jit(device=True, inline="always")
+    @cuda.jit(device=True, forceinline=True)
     def starts(row, blocks):
         q_row = uint32(uint32(uint32(blocks * uint32(4 * bits)) + uint32(15)) & uint32(0xFFFFFFF0))
         d_row = uint32(uint32(blocks // uint32(per_unit)) * uint32(wd_words))
@@ -226,12 +226,12 @@ def unpack_function(format):
     per_word = 8 // high if 0 < high < 4 else 8  # words of w that share a word of upper bits
     down = 2.0**-place
 
-    @cuda.jit(device=True, inline="always")
+    @cuda.jit(device=True, forceinline=True)
     def unpack_bytes(w, raw):
         for i in range(8):
             w[i] = raw[i]
 
-    @cuda.jit(device=True, inline="always")
+    @cuda.jit(device=True, forceinline=True)
     def unpack_planes(w, raw):
         for i in range(4):
             w[i] = shifted(raw[i], place) & uint32(low_mask)
@@ -243,19 +243,19 @@ def unpack_function(format):
 
     unpack_q = unpack_bytes if format.bits == 8 else unpack_planes
 
-    @cuda.jit(device=True, inline="always")
+    @cuda.jit(device=True, forceinline=True)
     def unpack(w, scales, raw):
         unpack_q(w, raw)
         scales[0] = float_as_word(half_to_float(uint16(raw[scales_at])) * float32(down))
 
-    @cuda.jit(device=True, inline="always")
+    @cuda.jit(device=True, forceinline=True)
     def unpack_minimum(w, scales, raw):
         unpack_q(w, raw)
         pair, d = raw[scales_at], raw[scales_at + 1]
         scales[0] = float_as_word(half2_low(d) * float32(uint32(pair & uint32(0xFF))))
         scales[1] = float_as_word(half2_high(d) * -float32(uint32(pair >> uint32(8))))
 
-    @cuda.jit(device=True, inline="always")
+    @cuda.jit(device=True, forceinline=True)
     def unpack_halves(w, scales, raw):
         unpack_q(w, raw)
         pair = raw[scales_at]
@@ -269,14 +269,14 @@ def unpack_function(format):
 def dot_function(format):
     """dot(w, scales, x): float32, the exact dot product of a block with 8 words of x, times 2**format.place."""
 
-    @cuda.jit(device=True, inline="always")
+    @cuda.jit(device=True, forceinline=True)
     def dot(w, scales, x):
         total = int32(BIAS_WORD)
         for i in range(8):
             total = dp4a(w[i], x[i], total)
         return unbias(total)
 
-    @cuda.jit(device=True, inline="always")
+    @cuda.jit(device=True, forceinline=True)
     def dot_halves(w, scales, x):
         first, second = int32(0), int32(0)
         for i in range(4):
@@ -291,19 +291,19 @@ def dot_function(format):
 # take(low, high, raw, at, j): from a file block at raw[at] (in 16-bit units), block j of its 32 weights: 8 words of the
 # low 4 bits of q, one per byte, and 8 of its upper bits, both as two's complement where q is signed.
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True, forceinline=True)
 def word_at(raw, at):
     """4 bytes from two 16-bit units: a file's blocks are not aligned to words."""
     return uint32(uint32(raw[at]) | uint32(uint32(raw[uint32(at + uint32(1))]) << uint32(16)))
 
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True, forceinline=True)
 def take_q8_0(low, high, raw, at, j):
     for i in range(8):
         low[i] = word_at(raw, uint32(at + uint32(1 + 2 * i)))
 
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True, forceinline=True)
 def take_q4_0(low, high, raw, at, j):
     for i in range(4):
         word = uint32(word_at(raw, uint32(at + uint32(1 + 2 * i))) ^ uint32(0x88888888))
@@ -311,7 +311,7 @@ def take_q4_0(low, high, raw, at, j):
         low[4 + i] = uint32(word >> uint32(4)) & uint32(0x0F0F0F0F)
 
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True, forceinline=True)
 def take_q5_0(low, high, raw, at, j):
     bits = uint32(~word_at(raw, uint32(at + uint32(1))))
     for i in range(4):
@@ -323,19 +323,19 @@ def take_q5_0(low, high, raw, at, j):
         high[i] = uint32(four * uint32(0x00204081)) & uint32(0x01010101)
 
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True, forceinline=True)
 def take_nibbles(low, raw, at, shift):
     for i in range(8):
         low[i] = uint32(word_at(raw, uint32(at + uint32(2 * i))) >> shift) & uint32(0x0F0F0F0F)
 
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True, forceinline=True)
 def take_q4_k(low, high, raw, at, j):
     chunk = uint32(uint32(j >> uint32(1)) << uint32(4))  # 32 bytes hold two blocks
     take_nibbles(low, raw, uint32(at + uint32(8) + chunk), uint32(uint32(j & uint32(1)) << uint32(2)))
 
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True, forceinline=True)
 def take_q5_k(low, high, raw, at, j):
     chunk = uint32(uint32(j >> uint32(1)) << uint32(4))
     take_nibbles(low, raw, uint32(at + uint32(24) + chunk), uint32(uint32(j & uint32(1)) << uint32(2)))
@@ -343,7 +343,7 @@ def take_q5_k(low, high, raw, at, j):
         high[i] = uint32(word_at(raw, uint32(at + uint32(8 + 2 * i))) >> j) & uint32(0x01010101)
 
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True, forceinline=True)
 def take_q6_k(low, high, raw, at, j):
     half, quarter = uint32(j >> uint32(2)), uint32(j & uint32(3))  # of 128 and of 32 weights
     chunk = uint32(uint32(half << uint32(5)) + uint32(uint32(quarter & uint32(1)) << uint32(4)))
@@ -357,25 +357,25 @@ def take_q6_k(low, high, raw, at, j):
 # take_scales(wd, raw, at, j, to, b): writes the scales of the same block, block b of the row whose scales start at
 # wd[to]; returns whether they are finite. Of eight blocks the first writes those that they share.
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True, forceinline=True)
 def is_finite(half):
     return uint32(uint32(half) & uint32(EXPONENT)) != uint32(EXPONENT)
 
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True, forceinline=True)
 def take_scale(wd, raw, at, j, to, b):
     wd[uint32(to + b)] = raw[at]
     return is_finite(raw[at])
 
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True, forceinline=True)
 def byte_at(raw, at, i):
     """Byte i after raw[at]."""
     pair = uint32(raw[uint32(at + uint32(i >> uint32(1)))])
     return uint32(pair >> uint32(uint32(i & uint32(1)) << uint32(3))) & uint32(0xFF)
 
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True, forceinline=True)
 def take_scales_minima(wd, raw, at, j, to, b):
     i, packed = uint32(j & uint32(3)), uint32(at + uint32(2))
     first, second = byte_at(raw, packed, i), byte_at(raw, packed, uint32(i + uint32(4)))
@@ -393,7 +393,7 @@ def take_scales_minima(wd, raw, at, j, to, b):
     return is_finite(d) and is_finite(dmin)
 
 
-@cuda.jit(device=True, inline="always")
+@cuda.jit(device=True, forceinline=True)
 def take_scales_halves(wd, raw, at, j, to, b):
     header = uint32(to + uint32(uint32(b >> uint32(3)) * uint32(9)))
     wd[uint32(header + j)] = raw[uint32(at + uint32(96) + j)]
@@ -407,13 +407,13 @@ def put_function(format):
     """put(wq, low, high, to, blocks, b): writes q of block b of a row of `blocks` blocks that starts at wq[to]."""
     high_bits = format.bits - 4
 
-    @cuda.jit(device=True, inline="always")
+    @cuda.jit(device=True, forceinline=True)
     def put_bytes(wq, low, high, to, blocks, b):
         at = uint32(to + uint32(b << uint32(5)))
         store_words4(wq, at, low[0], low[1], low[2], low[3])
         store_words4(wq, uint32(at + uint32(16)), low[4], low[5], low[6], low[7])
 
-    @cuda.jit(device=True, inline="always")
+    @cuda.jit(device=True, forceinline=True)
     def put_planes(wq, low, high, to, blocks, b):
         for i in range(4):
             low[i] = uint32(low[i] | uint32(low[4 + i] << uint32(4)))

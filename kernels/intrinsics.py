@@ -269,6 +269,19 @@ let_next_begin = intrinsic(_dependency("launch_dependents"))
 wait_for_previous = intrinsic(_dependency("wait"))  # until it has ended; what it wrote is seen
 
 
+@intrinsic
+def prefetch(context, array, index):
+    """Asks the second-level cache for the 128 bytes around element `index`; nothing depends on it, so that it may come
+    before `wait_for_previous`. Nor is it there before Hopper."""
+    def codegen(context, builder, signature, values):
+        pointer = _word_pointer(context, builder, signature.args[0], values[0], values[1], 1)
+        pointer = builder.addrspacecast(pointer, ir.IntType(32).as_pointer(_GLOBAL))
+        function = ir.FunctionType(ir.VoidType(), [pointer.type])
+        builder.asm(function, "prefetch.global.L2 [$0];", "l", [pointer], True)
+        return context.get_dummy_value()
+    return types.void(array, uint32), codegen
+
+
 # ---- shared memory by address ------------------------------------------------------------------------------
 # A loop that keeps addresses, and steps them, needs no instruction to make one: what is added to an address
 # here is part of the load. An index costs a shift and an addition at each array that it is used in.

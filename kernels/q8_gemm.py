@@ -79,8 +79,10 @@ Measured on an H200 (2026-11-21, 1.98 GHz; per cent of the 133.8 TOPS of 64 lane
 
 The outer product is as fast for many rows, but slower for few, and half as fast on the emulated card. 297
 rows are 256 blocks of threads of 40 rows for 132 SMs: 90 % of the two rounds is work. A split of k would give
-other bits. R = 15 came after these measurements: by `tile_time` it takes 3.5 % off the products of a 9B at 297
-rows (12288 x 4096: 5 tiles of 60 rows, not of 64), 1.8 % at 1,160; not yet timed.
+other bits. R = 15 came after these measurements: prompts of a 9B went from 55.9 to 57.7 % at 297 tokens (12288 x 4096:
+5 tiles of 60 rows, not of 64) and from 64.7 to 65.7 % at 1,160, all kernels included; R = 13 beside it added nothing.
+Launches that overlap (kernels/intrinsics.py) lost, with the first weights fetched before the wait: 50.8 for 56.1 % at
+297 tokens, 64.5 for 65.2 % at 1,160 (H100): the next product's blocks take the room of the one that still runs.
 
 What that allows a prompt of a 9B (Q8_0). On an H100 80GB HBM3 (2026-11-21) 297, 1,160, 4,620 and 18,400 tokens
 run at 56.1, 64.5, 67.3 and 61.0 % of the peak, all kernels included. The goal of 72 % at 1,160 and 4,620:

@@ -32,7 +32,8 @@ What happens when:
     so the weights travel while it is computed, and goes on through sums, stores and barriers.
   * SwiGLU: a warp has the same rows of gate and of up; 32 outputs meet in shared memory as a block of the
     quantisation, on two sides by turns, so that one barrier per 32 outputs is enough.
-  * More than 4 columns: 2 or 4 warps take the same rows, each for its columns; they come from memory once.
+  * More than 4 columns: 2 or 4 warps take the same rows, each for its columns; they come from memory once. Where
+    rows are many (SwiGLU and the head of a 9B), a warp takes up to 8.
   * The weights pass the first-level cache by (`stream_words4`), x stays in it.
 
 Pipe: dp4a, but bound by memory: 1.06 n k bytes and n k columns / 4 dp4a per call. At its full bandwidth a
@@ -66,7 +67,8 @@ rings before they wait for it (kernels/intrinsics.py, launches that overlap). On
 
 (Blocks that leave room for a second one gather on the SMs that are free first, and others stay idle.) The norm
 inside cost 1.2 us, a launch of its own 2.5. Since then its weights are asked for before the wait and ahead of the
-ring (else they queue behind the 70 KB of each SM's ring, 3 us of the bandwidth); that has not been timed. On a CMP
+ring (else they queue behind the 70 KB of each SM's ring, 3 us of the bandwidth), and SwiGLU runs on as many SMs as
+share its units evenly: 27B 94.2, 95.0, 95.9 tokens/s (with the delta rule's prefetch, gdn_decode, 0.2). On a CMP
 100-210, where nothing overlaps, 129 launches of 2.4 us are 0.31 ms beside the 10.0 ms that the 8.3 GB of a 9B's
 token take at 829 GB/s: 3 %.
 
@@ -75,7 +77,8 @@ grid between them and the rings filled before each (89.0 us for 91.6; a barrier 
 and the emulated card would need blocks that wait for each other); prefetch.global.L2 of the 4 or 12 turns behind
 the ring (93.1), also before those barriers (94.0 and 95.6); x loaded before the ring is filled (91.9); the weights of
 out asked for by idle SMs during the delta rule (14.85 for both launches, with 4, 8 or 16 MB 14.85, 15.8, 17.4).
-On an H200: the next matrix's first 2 to 16 MB by prefetch at the end of a launch (0 to +1 us each).
+On an H200: the next matrix's first 2 to 16 MB by prefetch at the end of a launch (0 to +1 us each). The small kernels
+overlapping as well, each with both words at its start: 302.2 for 302.1 tokens/s of a 9B, 95.2 for 95.2 of a 27B.
 
 What a token loses, on an H100 with overlap (2026-11-21, each kind of kernel replayed by itself; bytes at 2,970 GB/s):
 
@@ -89,9 +92,18 @@ What a token loses, on an H100 with overlap (2026-11-21, each kind of kernel rep
 
 Q4_K is 1.6 times as fast as Q8_0 where both lose 0.50 ms: (2.76 + 0.50) / (1.54 + 0.50). They lose 0.56 and 0.62, 3.4
 and 3.8 us of a launch, of which an empty one that overlaps takes 0.9. Half of its bandwidth for a 0.8B leaves 2.2 us
-for each launch, which now loses 3.0. Eight columns are two sets of warps, so the weights pass from the second-level
-cache to the SMs twice: 16.6 GB in the 3.50 ms of a 9B's products, 4.7 TB/s, at 79 (`gemv`) and 84 % (SwiGLU) of the
-memory's bandwidth.
+for each launch, which now loses 3.0. In two sets of warps of 4 columns each the weights pass from the second-level
+cache to the SMs twice: 16.6 GB in the 3.50 ms of a 9B's products with 8 columns, 4.7 TB/s, at 79 (`gemv`) and 84 %
+(SwiGLU) of the memory's bandwidth. Such a step on an H200 (2026-11-21, ms; all of it on an H100: 1,822 tokens/s, 1,838 with a set of 8 for SwiGLU and the
+head, 1,827 with one for the inputs, too):
+
+                                                    97 gemv     32 SwiGLU
+    2 sets of 4 columns, 4 rows, 2 turns under way     1.87       1.22
+    1 set of 8, 4 rows, 1 turn                         1.99       1.09     1,024 groups of rows for the 2,112 warps
+    1 set of 8, 2 rows, 4 turns                        3.20       2.07     x of 8 columns for only 2 rows: L1
+    2 sets of 4, 2 rows, 4 turns                       2.24       1.39
+
+4 rows and 2 turns of 8 columns do not find registers.
 
 `cuda.syncwarp` after the first loads of a ring is there for the assembler, which otherwise moves each load to
 where it is used, to save registers.
@@ -114,6 +126,7 @@ from kernels.swiglu import swiglu_quantize
 
 BLOCK = 32  # weights per scale
 MAX_COLUMNS = 16  # of one launch
+WIDE_ROWS = 128  # of an SM from which on its warps take 8 columns: two groups of 4 rows for each of 16 warps
 MAX_FUSED = 16384  # values of a column whose norm is computed inside
 MAX_FUSED_BLOCKS = MAX_FUSED // BLOCK
 HELD = 2, 4  # weights of the norm that a lane holds: all of 8,192 values, where 32 warps share them
@@ -326,13 +339,13 @@ def shape_for(card, fmt, columns, k, in_pairs=False):
     processor fetches ahead by itself."""
     if card.kind == "emulated":
         return Shape(4 if in_pairs or columns > 2 else 2, 0, 16)
-    if fmt is Q8:
-        if columns > 2:
-            return Shape(4, 2 if columns == 4 else 1, 16)
-        by_twos = k // BLOCK // fmt.turn % 4 == 2
-        return Shape(2, 2, 32) if in_pairs or columns == 2 or by_twos else Shape(1, 4, 32)
-    slots = 2 if k >= 2 * BLOCK * fmt.turn and (fmt.words <= 6 or columns == 2) else 1
-    return Shape(2, slots, 32 if columns == 1 else 16)
+    turns = k // BLOCK // fmt.turn
+    if columns > 2:
+        return Shape(4, 2 if columns == 4 else 1, 16)
+    if columns == 1 and not in_pairs and fmt.words <= 6 and turns % 4 == 0:
+        return Shape(1, 4, 32)
+    slots = 2 if turns > 1 and (fmt.words <= 6 or columns == 2) else 1
+    return Shape(2, slots, 32 if columns == 1 or fmt is Q8 else 16)
 
 
 def x_starts_of(columns):
@@ -554,7 +567,7 @@ def gemv(card, fmt, y, stride, wq, wd, xq, xd, n, k, columns, add=False, stream=
     which is n or more where several products write side by side. One launch per sixteen columns."""
     y, weights, xq, xd = y.reshape(-1), _flat(wq, wd), xq.reshape(-1), xd.reshape(-1)
     for first in range(0, columns, MAX_COLUMNS):
-        here, set_bits, each = _split(fmt, columns - first)
+        here, set_bits, each = _split(card, fmt, n, columns - first)
         shape = shape_for(card, fmt, each, k)
         grid, shares = _shares(card, n, shape)
         card.launch(gemv_kernel(fmt, each, shape, False), grid, (32, shape.warps), y[first * stride:], stride,
@@ -582,7 +595,9 @@ def norm_gemv_swiglu(card, fmt, q, d, wq, wd, x, norm_w, eps, n, k, columns, xq,
     after that of the norm."""
     if n % BLOCK:
         raise ValueError(f"SwiGLU takes rows of a multiple of {BLOCK} values, not {n}")
-    q, d, weights, grid = q.reshape(-1), d.reshape(-1), _flat(wq, wd), min(card.n_sms, n // BLOCK)
+    q, d, weights = q.reshape(-1), d.reshape(-1), _flat(wq, wd)
+    units = n // BLOCK
+    grid = -(-units // -(-units // card.n_sms))  # as many SMs as share them evenly: more would wait for the slowest
     if columns == 1 and k <= MAX_FUSED:
         shape = shape_for(card, fmt, 1, k, in_pairs=True)
         card.launch(swiglu_kernel(fmt, 1, shape, True), grid, (32, shape.warps), q, d, *weights,
@@ -591,7 +606,7 @@ def norm_gemv_swiglu(card, fmt, q, d, wq, wd, x, norm_w, eps, n, k, columns, xq,
     rms_norm_quantize(card, xq, xd, x, norm_w, columns, k, eps, stream)
     xq, xd = xq.reshape(-1), xd.reshape(-1)
     for first in range(0, columns, MAX_COLUMNS):
-        here, set_bits, each = _split(fmt, columns - first)
+        here, set_bits, each = _split(card, fmt, 2 * n, columns - first)
         shape = shape_for(card, fmt, each, k, in_pairs=True)
         card.launch(swiglu_kernel(fmt, each, shape, False), grid, (32, shape.warps), q[first * n:],
                     d[first * n // BLOCK:], *weights, xq[first * k:], xd[first * k // BLOCK:], n, k, here,
@@ -607,10 +622,13 @@ def _flat(wq, wd):
     return wq.reshape(-1), wd.view(np.uint16).reshape(-1)
 
 
-def _split(fmt, columns):
-    """(columns of the launch, log2 of the sets of warps, columns of each): up to 4 for a warp, evenly; up to 2 of a
-    packed format, whose unpacked weights need registers."""
-    here, most = min(columns, MAX_COLUMNS), 4 if fmt is Q8 else 2
+def _split(card, fmt, n, columns):
+    """(columns of the launch, log2 of the sets of warps, columns of each) for n rows: up to 8 for a warp, evenly, so
+    that the weights pass from the second-level cache to the SMs once; up to 4 where that would leave warps idle, and
+    up to 2 of a packed format, whose unpacked weights need registers."""
+    here, most = min(columns, MAX_COLUMNS), 2
+    if fmt is Q8:
+        most = 8 if n >= WIDE_ROWS * card.n_sms and card.kind != "emulated" else 4
     set_bits = (-(-here // most) - 1).bit_length()
     return here, set_bits, -(-here // 2**set_bits)
 

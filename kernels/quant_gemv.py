@@ -66,7 +66,7 @@ def multiply_function(format):
         each = min(rows, PAIR)
         w_shape, scales_shape = (each, 8), (each, n_scales)
 
-        @cuda.jit(device=True, inline="always")
+        @cuda.jit(device=True, forceinline=True)
         def multiply(acc, raw, piece, block, k, lane, x_starts, xq, xd):
             w, scales = cuda.local.array(w_shape, uint32), cuda.local.array(scales_shape, uint32)
             x = cuda.local.array(8, uint32)
@@ -102,7 +102,7 @@ def decoder(format):
     starts, load = format.starts, fetch_function(format, stream_words4)
     raw_words, multiply = format.raw_words, multiply_function(format)
 
-    @cuda.jit(device=True, inline="always")
+    @cuda.jit(device=True, forceinline=True)
     def fetch(raw, piece, row, block, k, lane, wq, wd):
         blocks = uint32(k >> uint32(5))
         q_from, d_from = starts(row, blocks)
@@ -111,7 +111,7 @@ def decoder(format):
     def rest(rows, columns):
         multiply_turn, raw_shape = multiply(rows, columns), (rows, raw_words)
 
-        @cuda.jit(device=True, inline="always")
+        @cuda.jit(device=True, forceinline=True)
         def rest(acc, w_rows, k, lane, wq, wd, x_starts, xq, xd):
             blocks = uint32(k >> uint32(5))
             block = uint32(blocks & uint32(2**32 - TURN))

@@ -1,8 +1,8 @@
 """Train qengine-10m from scratch: tokenizer, data, network, checkpoint, loss curve.
 
-    python models/train.py --minutes 21                        # all of it at once, on an H100 or H200
-    python models/train.py --minutes 21 --part 9               # or the first 9 minutes of it,
-    python models/train.py --minutes 21 --part 9 --resume checkpoint --out checkpoint-2    # and 9 more
+    python models/train.py --minutes 26                        # all of it at once, on an H100 or H200
+    python models/train.py --minutes 26 --part 9               # or the first 9 minutes of it,
+    python models/train.py --minutes 26 --part 9 --resume checkpoint --out checkpoint-2    # and 9 more
     python models/train.py --steps 2 --trial                   # whether it works, on a CPU
 
 Training text is made on the fly by models/tasks. A checkpoint is a folder of files of at most 16 MB; it knows

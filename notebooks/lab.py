@@ -1,5 +1,6 @@
 """What the notebooks share: counting, tables, plots and the frame of an exercise. No kernel is here, no check either."""
 
+import re
 import sys
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ import matplotlib.pyplot as plt
 
 import qengine
 from kernels.bench import seconds_per_call
+from kernels.card import LaunchError
 from kernels.emulated.estimate import PIPES, SECTOR
 
 BLUE, ORANGE, GREEN, RED, PURPLE, GREY = "#2f6fb5", "#e08214", "#2e9e6b", "#c8483d", "#8a63b8", "#8c8c8c"
@@ -25,6 +27,10 @@ plt.rcParams.update({"figure.facecolor": "#fbfbf9", "axes.facecolor": "#fbfbf9",
 def count(card, launch, model):
     """What one call of launch() does, counted on an emulated card that has as many SMs as `model` (a CardModel): its
     only kernel.Counted of kernels/emulated/counting.py."""
+    if _rehearsing:
+        with card.checking():
+            launch()
+        raise Rehearsed
     own, card.n_sms = card.n_sms, model.n_sms
     try:
         with card.counting() as log:
@@ -98,17 +104,40 @@ def plot_estimates(versions, model, title=""):
 
 # ---- exercises ---------------------------------------------------------------------------------------------
 
+class Rehearsed(Exception):
+    """Ends a rehearsal where something is counted: until there, nothing was touched that must not be."""
+
+
+_rehearsing = False
+
+
+def rehearse(check, answer):
+    """Runs a check up to its first count(), with every access of that launch checked. Raises LaunchError where one is
+    wrong: counted, it would end the reader's Python."""
+    global _rehearsing
+    _rehearsing = True
+    try:
+        check(answer)
+    except Rehearsed:
+        pass
+    finally:
+        _rehearsing = False
+
+
 def attempt(check, answer):
     """Runs the check of an exercise on the reader's answer, or says that there is none yet. What the check asserts
-    is told, and the notebook goes on."""
+    is told, and what a kernel must not touch, and the notebook goes on."""
     if answer is None:
         print("not solved yet")
         return
     try:
+        rehearse(check, answer)
         check(answer)
         print("solved")
-    except AssertionError as error:
+    except (AssertionError, LaunchError) as error:
         print(f"not right yet: {error}")
+        if re.search(r"\bnan\b", str(error)):              # what results are poisoned with
+            print("(nan: something was never written, or made of what was not)")
 
 
 def refuses(check, wrong):

@@ -15,6 +15,7 @@ from cuda.bindings.driver import (CU_MEMHOSTALLOC_PORTABLE, CUdevice_attribute, 
                                   CUfunction_attribute, CUjit_option, CUlaunchAttributeID, CUresult,
                                   CUstream_flags, CUstreamCaptureMode)
 
+from kernels.compile import FROM_HOPPER_ON
 from kernels.emulated import native
 
 TOTAL = 1 << 32                                          # bytes of memory
@@ -222,7 +223,7 @@ def cuModuleLoadDataEx(image, n_options, options, values):
 def cuModuleGetFunction(ptx, name):
     assert f".entry {name.decode()}(" in ptx
     sizes = [int(bits) // 8 for bits in re.findall(rf"\.param \.[a-z](\d+) {name.decode()}_param", ptx)]
-    one_by_one = re.sub(r"griddepcontrol\.\w+;", "", ptx)  # as launches run here
+    one_by_one = FROM_HOPPER_ON.sub("", ptx)  # as launches run here
     return OK, SimpleNamespace(kernel=native.load(one_by_one), sizes=sizes, attributes={})
 
 

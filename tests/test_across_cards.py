@@ -51,12 +51,15 @@ def told(generation):
 
 
 def answers(engine):
-    """What an engine says to all requests at once, then to a prompt that goes on after one of the answers."""
+    """What an engine says to all requests at once, then to a prompt that goes on after one of the answers, and to one
+    alone whose answer is certain for the most part, so that several tokens of it go through the stages at once."""
     asked = requests()
     said = [told(generation) for generation in [engine.submit(r) for r in asked]]
     tokens = asked[5].prompt_ids + [token for token, *_ in said[5]] + list(range(40))
     later = engine.submit(qengine.Request(tokens, max_tokens=10, ignore_eos=True))
-    return [*said, told(later), later.n_cached > 0]
+    said += [told(later), later.n_cached > 0]
+    grammar = LLMatcher.grammar_from_regex("(many hands ){4}[a-z]{8}")
+    return [*said, told(engine.submit(request(3, 50, 80, grammar=grammar, ignore_eos=False)))]
 
 
 @pytest.fixture(scope="module")

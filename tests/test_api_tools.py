@@ -164,6 +164,8 @@ def rules_of_argument(schema, strict=False):
     return Rules(shipped().tokenizer.tags, "content").calls(XMLCall, [tool], must=True, several=False)
 
 
+SHAPES = [{"type": "object", "properties": {"kind": {"const": kind}, "r": {"type": "integer"}}, "required": ["kind"]}
+          for kind in (1, "x")]
 STRINGS = [     # schema, values that fit, values that do not
     (TEXT, ["", "a\n\nb", "a </param", "\n"], ["a</parameter>b", "</parameter>"]),
     (TEXT | {"maxLength": 3}, ["", "abc", "\ub300\ud55c\n"], ["abcd"]),
@@ -174,6 +176,8 @@ STRINGS = [     # schema, values that fit, values that do not
     (TEXT | {"pattern": "^a\\$$"}, ["a$"], ["a"]), (TEXT | {"pattern": "^[|]/(x|y)$"}, ["|/x"], ["|/", "/x", "y"]),
     (TEXT | {"pattern": "b", "maxLength": 3}, ["abc"], ["ac", "abcd"]),
     (TEXT | {"pattern": "."}, ["a"], ["a</parameter>\n"]),
+    (TEXT | {"pattern": r"^\d+[\w-]\W$"}, ["12x-", "1_\u00e9", "1- "], ["\u0661\u0662x-", "1\u00e9-", "12xy"]),
+    (TEXT | {"pattern": r"^[^\d][^\W]\D[\d-x]$"}, ["xyz1", "\u0661_\u06611", "-a-x"], ["1yz1", "x\u00e9z1", "xy11"]),
     (TEXT | {"format": "date"}, ["2026-11-21"], ["2026-11-31", "tomorrow"]),
     (TEXT | {"format": "date-time"}, ["2026-11-21T08:00:00Z"], ["2026-11-21", "2026-11-21T25:00:00Z"]),
     (TEXT | {"format": "email"}, ["a.b@example.com"], ["a b@example.com", "a@"]),
@@ -187,6 +191,9 @@ STRINGS = [     # schema, values that fit, values that do not
     ({"anyOf": [{"enum": ["a", 5]}, {"type": "array"}]}, ["a", "5", "[1]"], ["b", "6"]),
     ({"$ref": "#/$defs/short", "title": "T"}, ["ab"], ["abc"]),
     ({"enum": ["a", None, 3]}, ["a", "null", "3"], ["b", '"a"']),
+    ({"oneOf": [TEXT | {"maxLength": 2}, NULL]}, ["ab", "null"], ["abc"]),
+    ({"oneOf": [{"const": "a", "title": "A"}, {"enum": ["b", 3]}, {"const": None}]}, ["a", "3", "null"], ["c", "1"]),
+    ({"oneOf": [{"enum": ["a", "b"]}, *SHAPES]}, ["b", '{"kind": 1}', '{"kind": "x", "r": 1}'], ["c", '{"kind": 2}']),
 ]
 
 
@@ -270,7 +277,7 @@ def test_parameters_that_nothing_fits(form, parameters, named):
 
 UNENFORCED = [TEXT | {"pattern": "(?=a)b"}, TEXT | {"pattern": "("}, TEXT | {"pattern": ["a"]},
               TEXT | {"minLength": 5, "maxLength": 3}, TEXT | {"maxLength": "3"}, TEXT | {"maxLength": 10**30},
-              TEXT | {"format": "postcode"}, {"oneOf": [TEXT, NULL]}, {"$ref": "#/nowhere"},
+              TEXT | {"format": "postcode"}, {"oneOf": [TEXT, {"const": "a"}]}, {"$ref": "#/nowhere"},
               TEXT | {"not": {"const": "a"}}, TEXT | {"pattern": "a" * 10_001}, {"minLength": 20},
               {"anyOf": [TEXT | {"maxLength": 2}, {"type": "array"}]}]
 
@@ -409,12 +416,29 @@ def test_an_answer_in_a_schema_or_a_call():
     ({"type": "array", "uniqueItems": True}, "uniqueItems"), ({"not": {"type": "string"}}, "not"),
     ({"type": "string", "format": "postcode"}, "postcode"), ({"type": "objekt"}, "objekt"),
     ({"type": "string", "pattern": "(?=a)b"}, "look"), ({"properties": {"a": {"$ref": "#/$defs/b"}}}, "$defs/b"),
-    ({"minimum": float("inf")}, "finite"), ({"properties": {"a": {"if": {}}}}, "if"), ({"type": "string", "minLength": 5, "maxLength": 3}, "minLength"),
+    ({"minimum": float("inf")}, "finite"), ({"properties": {"a": {"if": {}}}}, "if"),
+    ({"type": "string", "minLength": 5, "maxLength": 3}, "minLength"),
+    ({"type": "string", "pattern": "a", "maxLength": 0}, "no string fits it$"),
+    ({"type": "string", "pattern": "(" * 300}, "regex parse error"),
+    ({"oneOf": [NUMBER, {"type": "integer"}]}, "^oneOf, where a value may fit two"),
 ])
 def test_what_cannot_be_enforced_is_named(schema, named):
-    with pytest.raises(GrammarError, match=named.replace("$", r"\$")) as caught:
+    with pytest.raises(GrammarError, match=named.replace("$d", r"\$d")) as caught:
         Rules({}, "content").value(schema)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+def test_a_discriminator_tells_alternatives_apart():
+    """In pydantic's schemas it is not required where it has a default; without it, an answer might fit both."""
+    pets = {name: {"type": "object", "properties": {"kind": {"const": name, "default": name}, key: {"type": "integer"}},
+                   "required": [key], "additionalProperties": False} for name, key in (("cat", "age"), ("dog", "size"))}
+    union = {"oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}], "discriminator": {"propertyName": "kind"}}
+    schema = {"type": "array", "items": union, "$defs": pets}
+    rules = Rules(shipped().tokenizer.tags, "content").value(schema)
+    assert obeys(rules, '[{"kind": "cat", "age": 1}, {"kind": "dog", "size": 1}]') and obeys(rules, "[]")
+    assert not obeys(rules, '[{"kind": "cat", "size": 1}]') and not obeys(rules, '[{"age": 1}]')
+    as_data = {"const": [{"oneOf": [{}], "discriminator": {"propertyName": "a"}}]}
+    assert obeys(Rules({}, "content").value(as_data), json.dumps(as_data["const"]))
 
 
 def test_the_least_number_of_names():

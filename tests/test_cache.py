@@ -173,6 +173,13 @@ class FakePipeline:
             self.see(slot, token, is_decoded=True)
             self.check_pages(slot)
 
+    def append(self, ids, slot, start, step):
+        assert len(self.states[slot]) == start and start // PAGE_TOKENS == (start + len(ids) - 1) // PAGE_TOKENS
+        self.log.append(("append", len(ids)))
+        for token in ids:
+            self.see(slot, token, is_decoded=True)
+        self.check_pages(slot)
+
     def choose(self, n, log_probs, group):
         tokens = [self.answer(slot) for slot, _ in self.batches[group][:n]]
         self.batches[group] = [(slot, token) for (slot, _), token in zip(self.batches[group], tokens)]

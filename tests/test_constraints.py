@@ -134,7 +134,50 @@ def test_on_a_card_that_does_everything_late(engine):
     want = [list(engine.submit(r)) for r in requests]
     late = load_tiny(EmulatedCard(late=True))
     assert [list(g) for g in [late.submit(r) for r in requests]] == want
+    assert list(late.submit(requests[1])) == want[1]        # alone
     late.close()
+
+
+WORDS = "the quick brown fox jumps over the lazy dog, "
+
+
+@pytest.mark.parametrize("fields, is_cut", [
+    ({}, False), ({"temperature": 0}, False), ({"grammar_after": 7, "logit_bias": {7: 100.0}}, False),
+    ({"max_tokens": 21}, True), ({"stop": "lazy"}, True)], ids=str)
+def test_tokens_that_are_certain_have_the_bits_of_steps_of_their_own(engine, monkeypatch, fields, is_cut):
+    """Over the ends of pages, and what is drawn after them, too."""
+    grammar, passes, append = LLMatcher.grammar_from_regex(f"({WORDS}){{8}}[a-z ]{{30}}"), [], qengine.Pipeline.append
+    monkeypatch.setattr(qengine.Pipeline, "append", lambda pipeline, ids, *rest: (
+        passes.append(len(ids)), append(pipeline, ids, *rest))[1])
+
+    def answer():
+        """The events, and the logits after the last token."""
+        engine.clear_cache()
+        events = list(engine.submit(request(**{"grammar": grammar} | fields)))
+        with engine.scheduler.between_steps():
+            return events, engine.cards[0].download(engine.pipeline.last.model.logits[:1])
+
+    events, logits = answer()
+    assert sum(passes) > (10 if is_cut else 64) and max(passes) == qengine.CERTAIN_ROWS
+    monkeypatch.setattr(qengine, "LEAST_CERTAIN", 1000)
+    passes.clear()
+    want, want_logits = answer()
+    assert events == want and not passes
+    assert is_cut or np.array_equal(logits, want_logits)
+
+
+def test_what_is_certain_is_decoded_one_by_one_where_each_counts(engine, monkeypatch):
+    """Where its log-probability is asked for or a penalty has to know of it, and among other answers."""
+    monkeypatch.setattr(qengine.Pipeline, "append", None)       # so that it would fail
+    grammar = LLMatcher.grammar_from_regex(f"{WORDS}[a-z]{{5}}")
+    for fields in {"top_logprobs": 0}, {"presence_penalty": 0.5}, {"repetition_penalty": 1.1}:
+        assert text(engine.submit(request(grammar=grammar, **fields))).startswith(WORDS)
+    other = engine.submit(request(1, max_tokens=400, ignore_eos=True))
+    next(iter(other))
+    assert text(engine.submit(request(grammar=grammar))).startswith(WORDS)
+    other.cancel()
+    other.wait()
+    engine.clear_cache()        # comes after the step that took note of it
 
 
 def test_masks_are_made_while_the_layers_run(engine, monkeypatch):
@@ -245,6 +288,7 @@ def test_a_grammar_is_compiled_once_and_every_answer_follows_it_from_the_start(e
     (LLMatcher.grammar_from_json_schema("{"), "line 1"),
     pytest.param(f'start: "{"a" * qengine.GRAMMAR_LETTERS}"', "has 262153 letters, and may have 262144", id="too long"),
     (json_grammar({"type": "integer", "minimum": 5, "maximum": 3}), "Unsatisfiable"),
+    (json_grammar({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}), "nothing that it allows can follow"),
     *((json_grammar(schema), keyword) for keyword, schema in {
         "not": {"not": {"type": "string"}}, "uniqueItems": {"type": "array", "uniqueItems": True},
         "if": {"if": {"type": "string"}, "then": {"maxLength": 3}},

@@ -113,17 +113,28 @@ def steps_in(text: str) -> list[tuple]:
 def test_steps_are_found():
     assert steps_in("What is 12 + 5*3?") == [(12, "+", 5), (17, "*", 3)]
     assert steps_in("12 times 5 and 3 빼기 2") == [(12, "*", 5), (3, "-", 2)]
+    assert steps_in("38 * 7 = 210 + 56 = 266") == [(38, "*", 7), (210, "+", 56)]
 
 
 def sums_of(made: list) -> list[tuple]:
     """The steps that questions ask for and thoughts take, by the text: without thoughts a story's are not in it."""
-    return [step for example in made for message in example.messages[-2:]
-            for step in steps_in(message["content"] + "\n" + message.get("reasoning_content", ""))]
+    return [step for example in made for text in (example.messages[-2]["content"], thoughts_of(example))
+            for step in steps_in(text)]
+
+
+def thoughts_of(example) -> str:
+    return example.messages[-1].get("reasoning_content", "")
+
+
+def asked_for(example) -> list[tuple]:
+    """The steps of a question, by the text: those of its signs, and what each line of the thoughts begins with."""
+    lines = [line.split(" = ")[0] for line in thoughts_of(example).splitlines()]
+    return [step for text in (example.messages[-2]["content"], *lines) for step in steps_in(text)]
 
 
 def test_no_text_of_training_has_a_step_of_a_held_out_sum():
     trained = sums_of(examples("reasoning", 6000))
-    held = sums_of(examples("reasoning", 1000, held=True))
+    held = [step for example in examples("reasoning", 1000, held=True) for step in asked_for(example)]
     assert len(trained) > 5000 and len(held) > 800
 
     def pair(step):
@@ -131,10 +142,27 @@ def test_no_text_of_training_has_a_step_of_a_held_out_sum():
     assert not set(map(pair, trained)) & set(map(pair, held))
     assert not any(reasoning.step_is_held(*step) for step in trained)
     assert all(reasoning.step_is_held(*step) for step in held)
-    assert {(a, "*", b) for a in range(2, 11) for b in range(a, 10)} <= set(map(pair, trained))  # the table
-    solved = re.compile(r"(\d+) ([-+*]) (\d+) = \d")
+    assert {(a, "*", b) for a in range(2, 11) for b in range(a, 11)} <= set(map(pair, trained))  # the table
+    assert {(0, "+"), (1, "+"), (0, "*"), (1, "*")} <= {step[:2] for step in map(pair, trained)}
+    solved = re.compile(r"(?<!\d)(?<![-+*] )(\d+) ([-+*]) (\d+) = \d")
     anywhere = [(int(a), sign, int(b)) for text in training()[1] for a, sign, b in solved.findall(text)]
     assert len(anywhere) > 1000 and not any(reasoning.step_is_held(*step) for step in anywhere)
+
+
+def test_thoughts_work_products_out():
+    assert reasoning._written_out(137, "*", 7, 959) == "137 * 7 = 700 + 210 + 49 = 910 + 49 = 959"
+    assert reasoning._written_out(20, "*", 9, 180) == "20 * 9 = 180"
+    lines = [line for held in (False, True) for example in examples("reasoning", 1000, held)
+             for line in thoughts_of(example).splitlines()]
+    assert sum(line.count(" = ") > 1 for line in lines) > 100
+    for line in lines:
+        assert len({value_of(side) for side in line.split(" = ")}) == 1, line
+
+
+def value_of(side: str) -> int:
+    """Of a number, or of numbers with a sign between each two, from left to right."""
+    steps = steps_in(side)
+    return reasoning._APPLY[steps[-1][1]](steps[-1][0], steps[-1][2]) if steps else int(side)
 
 
 def names_in(example) -> set[str]:
@@ -157,6 +185,20 @@ def test_fields_and_tools_apart_are_never_named_in_training():
     assert not set(map(words.spelled, apart)) & set(map(words.spelled, listed | trained))
     invented = {name for example in examples("json", 300) for name in names_in(example)} - listed
     assert len(invented) > 200
+
+
+def test_handwritten_tools_are_told_by_descriptions():
+    """No two have one in common, and most have another name than their own, on either side."""
+    every = [text for tool in tools._handwritten() for text in tool["description"] + tool["description_ko"]]
+    assert len(set(every)) == len(every) >= 4 * len(tools._handwritten())
+    own = {tool["name"] for tool in tools._handwritten()}
+    for held in (False, True):
+        rng, called = random.Random(3), []
+        for _ in range(400):
+            _, (call,), schemas = tools.natural(words.Draw(rng, held), "ko")
+            called.append(call["name"] in own)
+            assert sum(tool["function"]["description"] in every for tool in schemas) >= 1
+        assert 0.02 < sum(called) / len(called) < 0.35
 
 
 def test_what_is_only_judged_by_is_answerable():
@@ -301,7 +343,7 @@ def test_an_echo_is_no_answer():
 
 
 def test_what_was_not_said():
-    made = examples("recall", 400)
+    made = examples("recall", 1500)
     unsaid = [example for example in made if example.expect["kind"] == "unsaid"]
     assert 0.05 < len(unsaid) / len(made) < 0.15
     for example in unsaid:

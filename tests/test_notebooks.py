@@ -1,6 +1,6 @@
 """Runs the notebooks and compares what they print with what they keep.
 
-`python tests/test_notebooks.py` runs them all and keeps the new outputs, or those named: after a change that they
+`python -m tests.test_notebooks` runs them all and keeps the new outputs, or those named: after a change that they
 should show. Cells have tags:
 
     varies      their text depends on the machine or the compiler
@@ -16,7 +16,12 @@ from pathlib import Path
 import nbclient
 import nbconvert
 import nbformat
+import numpy as np
 import pytest
+from numba import cuda, uint32
+
+from kernels.emulated.card import EmulatedCard
+from kernels.emulated.cards import CMP_100_210
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -35,7 +40,7 @@ def read(path):
 def execute(path):
     """The notebook with fresh outputs. Raises CellExecutionError where a cell fails."""
     notebook = read(path)
-    nbclient.NotebookClient(notebook, timeout=SECONDS, record_timing=False,
+    nbclient.NotebookClient(notebook, timeout=SECONDS, record_timing=False, coalesce_streams=True,
                             resources={"metadata": {"path": str(path.parent)}}).execute()
     return notebook
 
@@ -97,11 +102,45 @@ def test_becomes_a_page(path):
     assert all(picture in page for cell in code_cells(read(path)) for picture in pictures(cell))
 
 
-def test_attempts(capsys):
-    """None is no answer; what a check asserts is told, and any other error is the reader's to see."""
+@pytest.fixture(scope="module")
+def lab():
     spec = importlib.util.spec_from_file_location("lab", FOLDER / "lab.py")
-    lab = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(lab)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@cuda.jit
+def copy_shifted(y, x, shift):
+    i = uint32(cuda.grid(1))
+    y[i] = x[uint32(i + shift)]
+
+
+def test_attempts_that_touch_what_they_must_not(lab, capsys):
+    """A kernel that would end this Python is told with its line; what is not a number, why."""
+    card, n = EmulatedCard(0), 16                       # n: results that are looked at; 16 are written
+
+    def check(shift):
+        y, x = card.zeros(32, np.float32, "y"), card.upload(np.arange(32, dtype=np.float32), "x")
+        card.poison(y)
+        lab.count(card, lambda: copy_shifted[1, 16](y, x, shift), CMP_100_210)
+        wrong = abs(card.download(y)[:n] - np.arange(n)).max()
+        if not wrong == 0:
+            raise AssertionError(f"wrong by {wrong}")
+
+    lab.attempt(check, 1 << 29)
+    told = capsys.readouterr().out
+    assert told.startswith("not right yet: copy_shifted") and "y[i] = x[uint32(i + shift)]" in told
+    n = 32
+    lab.attempt(check, 0)
+    assert capsys.readouterr().out.startswith("not right yet: wrong by nan\n(nan: ")
+    n = 16
+    lab.attempt(check, 0)
+    assert capsys.readouterr().out == "solved\n"
+
+
+def test_attempts(lab, capsys):
+    """None is no answer; what a check asserts is told, and any other error is the reader's to see."""
 
     def check(answer):
         if answer() != 4:

@@ -393,7 +393,9 @@ def test_unknown_paths_and_methods(port):
 
 def test_a_body_too_large(port):
     body = b'{"prompt": "' + b"a" * qengine.MAX_BODY + b'"}'
-    assert_error(send(port, "POST", TEXT, body), 413)
+    answer = send(port, "POST", TEXT, body)
+    assert_error(answer, 413)
+    assert f"larger than {qengine.MAX_BODY} bytes" in answer[2]["error"]["message"]
 
 
 @pytest.mark.parametrize("head, status", [
@@ -481,6 +483,17 @@ def test_what_is_being_prepared_is_open(engine, monkeypatch):
         go_on.set()
         thread.join()
         assert service.close() and answers[0][0] == 503
+
+
+@pytest.mark.parametrize("path, body", [
+    ("/tokenize", {"content": "hi"}), ("/detokenize", {"tokens": [1]}), ("/apply-template", {"messages": [HI]}),
+    ("/v1/messages/count_tokens", {"messages": [HI]}), (TEXT, {"prompt": "hi", "max_tokens": 1}), (TEXT, {})])
+def test_every_body_has_a_place_while_it_is_looked_at(engine, path, body):
+    with serving(qengine.create_app(engine, max_requests=1)) as (port, service):
+        with service.places(1):
+            assert send(port, "POST", path, body)[0] == 429
+        assert send(port, "POST", path, body)[0] == (200 if body else 400)
+        assert service.n_entering == 0 and not service.open
 
 
 LONG = {"prompt": PROMPT, "max_tokens": CONTEXT - 100, "ignore_eos": True}

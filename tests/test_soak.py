@@ -2,8 +2,10 @@
 
 import pytest
 
+import qengine
 from benchmarks import soak
 from benchmarks.soak import END, MARGIN, Answer, Turn, is_close, verdict
+from tests.models import TINY, load_tiny
 
 
 def entries(*said):
@@ -39,6 +41,22 @@ def test_verdicts():
         assert verdict(turn, answer(parted, n_cached=128)).startswith("differs")
         assert verdict(turn, answer(ALONE, finish_reason="length")).startswith("differs")
     assert verdict(turn, answer(parted, n_cached=192)) == "close"
+
+
+def test_before_the_clients_come_every_page_and_checkpoint_was_used(monkeypatch):
+    """They take their memory when they are first used, which would look like a leak."""
+    config = qengine.open_model(TINY).config
+    four = 4 * qengine.state_bytes(config, config.layer_kinds)
+    engine, taken, take = load_tiny("emulated", ctx=512, kv_tokens=2048, checkpoint_memory=four,
+                                    checkpoint_host_memory=four), set(), qengine.PrefixCache.take_pages
+    monkeypatch.setattr(qengine.PrefixCache, "take_pages", lambda cache, count: (
+        pages := take(cache, count), taken.update(pages))[0])
+    soak.fill_caches(engine)
+    cache, [stage] = engine.scheduler.cache, engine.pipeline.stages
+    assert taken == set(range(cache.n_pages)) and len(taken) == 32
+    assert stage.cache.host.keys() == set(cache.free_hosts) == set(range(4))
+    assert engine.stats()["kv_pages_free"] == 32
+    engine.close()
 
 
 @pytest.mark.slow

@@ -28,13 +28,13 @@ __all__ = ["LATER", "NEW_WORDS", "TASKS", "Example", "asks_in_trained_words", "e
 
 # name: (how often, generator)
 TASKS = {
-    "facts": (33, facts.make),
+    "facts": (32, facts.make),
     "self": (9, facts.make_self),
-    "recall": (19, recall.make),
-    "tools": (19, tools.make),
+    "recall": (16, recall.make),
+    "tools": (28, tools.make),
     "json": (9, structured.make),
     "reasoning": (9, reasoning.make),
-    "lists": (8, lists.make),
+    "lists": (6, lists.make),
     "text": (3, documents.make),
 }
 

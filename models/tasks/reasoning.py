@@ -2,7 +2,8 @@
 
 The steps are thought first, or the answer is given at once. Each step is held out by its two numbers, whatever
 their order, and what is done with them; steps of two numbers up to ten are the tables, which have to be known:
-they are all trained on and never asked for in held-out examples.
+they are all trained on and never asked for in held-out examples. Thoughts work a product beyond the tables out of
+the places of its first number, 15 * 8 = 80 + 40 = 120; no sum in training's thoughts is held out either.
 """
 
 from functools import cache
@@ -48,15 +49,16 @@ _APPLY = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 TABLE = 10
 
 
-def _numbers(draw: Draw, operators: str) -> list[int]:
-    """Operands up to 100, small where something is multiplied; every step is on the right side, none below zero."""
+def _numbers(draw: Draw, operators: str, least: int) -> list[int]:
+    """Operands from `least` to 100, small where something is multiplied; every step is on the right side, none below
+    zero."""
     rng = draw.rng
     while True:
         limit = rng.choice((10, 30, 100))
-        numbers = [rng.randint(2, min(limit, 20) if operators[0] == "*" else limit)]
-        numbers += [rng.randint(2, 9 if operator == "*" else limit) for operator in operators]
+        numbers = [rng.randint(least, min(limit, 20) if operators[0] == "*" else limit)]
+        numbers += [rng.randint(least, TABLE if operator == "*" else limit) for operator in operators]
         steps = _steps(numbers, operators)
-        if all(0 <= step[-1] <= 1000 and step_is_held(*step[:3]) == draw.held for step in steps):
+        if all(0 <= step[-1] <= 1000 and _on_side(step, draw.held) for step in steps):
             draw.contents += [step_name(*step[:3]) for step in steps if not _in_table(*step[:3])]
             return numbers
 
@@ -67,6 +69,12 @@ def step_name(left: int, operator: str, right: int) -> str:
 
 def step_is_held(left: int, operator: str, right: int) -> bool:
     return not _in_table(left, operator, right) and is_held(step_name(left, operator, right))
+
+
+def _on_side(step: tuple, held: bool) -> bool:
+    """Whether an example of this side may have the step, and in training the sums that it is worked out by."""
+    sums = [] if held else _sums(_places(*step))
+    return step_is_held(*step[:3]) == held and not any(step_is_held(*one[:3]) for one in sums)
 
 
 def _in_table(left: int, operator: str, right: int) -> bool:
@@ -82,6 +90,27 @@ def _steps(numbers: list[int], operators: str) -> list[tuple]:
     return steps
 
 
+def _places(left: int, operator: str, right: int, result: int) -> list[int]:
+    """What adds up to the result: of a product beyond the tables the products of the places of `left`."""
+    if operator != "*" or _in_table(left, operator, right):
+        return [result]
+    return [int(digit) * 10 ** i * right for i, digit in list(enumerate(reversed(str(left))))[::-1] if digit != "0"]
+
+
+def _sums(numbers: list[int]) -> list[tuple]:
+    """The steps of adding up the numbers."""
+    return _steps(numbers, "+" * (len(numbers) - 1))
+
+
+def _written_out(left: int, operator: str, right: int, result: int) -> str:
+    """A step as it is thought: 7 + 5 = 12, or 137 * 7 = 700 + 210 + 49 = 910 + 49 = 959."""
+    sides, places = [f"{left} {operator} {right}"], _places(left, operator, right, result)
+    while len(places) > 1:
+        sides.append(" + ".join(map(str, places)))
+        places = [places[0] + places[1], *places[2:]]
+    return " = ".join([*sides, str(result)])
+
+
 @cache
 def _things() -> tuple:
     """Objects whose plural takes a plain s."""
@@ -90,7 +119,7 @@ def _things() -> tuple:
 
 def _story(draw: Draw, lang: str) -> tuple:
     operators, english, korean = draw.rng.choice(STORIES)
-    numbers = _numbers(draw, operators)
+    numbers = _numbers(draw, operators, least=2)
     thing, thing_ko = draw.rng.choice(_things())
     slots = dict(zip("abc", numbers), name=Ko(draw.given(lang)), things=thing + "s", thing=Ko(thing_ko))
     return (english if lang == "en" else korean).format(**slots), _steps(numbers, operators)
@@ -98,7 +127,7 @@ def _story(draw: Draw, lang: str) -> tuple:
 
 def _plain(draw: Draw, lang: str) -> tuple:
     operators = draw.rng.choice(PLAIN_OPERATORS)
-    numbers = _numbers(draw, operators)
+    numbers = _numbers(draw, operators, least=0)
     written = draw.rng.choice((SIGNS[0], *SIGNS, *[WORDS[lang == "ko"]] * 2))
     rest = "".join(f"{written[sign]}{number}" for sign, number in zip(operators, numbers[1:], strict=True))
     question = draw.rng.choice(PLAIN[lang == "ko"]).format(sum=Ko(f"{numbers[0]}{rest}"))
@@ -108,7 +137,7 @@ def _plain(draw: Draw, lang: str) -> tuple:
 def _problem(draw: Draw, lang: str) -> tuple:
     """Question, thoughts, answer, and what it is judged by."""
     question, steps = (_story if draw.rng.random() < 0.6 else _plain)(draw, lang)
-    thoughts = "\n".join(f"{left} {operator} {right} = {result}" for left, operator, right, result in steps)
+    thoughts = "\n".join(_written_out(*step) for step in steps)
     result = steps[-1][-1]
     answer = f"The answer is {result}." if lang == "en" else f"답은 {result}입니다."
     return question, thoughts, answer, {"kind": "number", "number": result}

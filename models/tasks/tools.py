@@ -1,10 +1,10 @@
 """Tool use: schemas of one to four tools in the prompt, and a request that needs one call, several, or none.
 
 A tool is a verb and a noun, such as book_team_room(date, party_size), half of both drawn for the example, or
-one of a few handwritten ones (models/text/tools.toml) with requests as people make them, half of them and
-those whose own name is on the other side of the held-out rule under other names. Names of tools and the
-values to pass are held out. After a tool's result the right answer tells
-what it says.
+one of a few handwritten ones (models/text/tools.toml) with requests as people make them, most of them and
+those whose own name is on the other side of the held-out rule under other names, so that the description has to
+be read. Names of tools and the values to pass are held out. After a tool's result the right answer tells what it
+says.
 """
 
 import tomllib
@@ -162,7 +162,7 @@ def _handwritten() -> tuple[dict, ...]:
 def natural(draw: Draw, lang: str) -> tuple[str, list, list]:
     """One call of a handwritten tool, others of both sorts beside it or none."""
     rng = draw.rng
-    chosen = [_Named(draw, tool) for tool in rng.sample(_handwritten(), rng.randint(1, 3))]
+    chosen = [_Named(draw, tool, lang) for tool in rng.sample(_handwritten(), rng.choice((1, 2, 2, 3, 3, 4)))]
     n_others = rng.randint(0, 4 - len(chosen))
     return _natural(draw, lang, chosen, _schemas(draw, _invent_several(draw, n_others)) if n_others else [])
 
@@ -171,24 +171,30 @@ def _natural(draw: Draw, lang: str, chosen: list["_Named"], others: list) -> tup
     """A request for the first of the chosen tools, its call, and all schemas."""
     schemas = [named.schema() for named in chosen] + others
     draw.rng.shuffle(schemas)
-    tool, names = chosen[0].tool, chosen[0].names
-    values = {name: draw_kind(draw, kind, lang) for name, kind in tool["parameters"].items()}
-    request = draw.rng.choice(tool[lang]).format_map({name: Ko(value) for name, value in values.items()})
-    arguments = {names[name]: value for name, value in values.items()}
-    return request, [{"name": names[tool["name"]], "arguments": arguments}], schemas
+    request, call = chosen[0].ask_for(draw, lang)
+    return request, [call], schemas
 
 
 class _Named:
-    """A handwritten tool and what it and its parameters are called here: names go from there to here."""
+    """A handwritten tool, what is said of it, and what it and its parameters are called here: names go from
+    there to here."""
 
-    def __init__(self, draw: Draw, tool: dict, rename: bool = True):
+    def __init__(self, draw: Draw, tool: dict, lang: str, rename: bool = True):
         self.tool, rng = tool, draw.rng
+        self.description = rng.choice(tool["description"] + tool.get(f"description_{lang}", []))
         self.names = {name: name for name in (tool["name"], *tool["parameters"])}
-        if rename and (rng.random() < 0.5 or is_held(tool["name"]) != draw.held):
+        if rename and (rng.random() < 0.7 or is_held(tool["name"]) != draw.held):
             self.names[tool["name"]] = draw.name_with(*rng.choice(([], tool["name"].split("_")[-1:])))
         for name in tool["parameters"]:
             if rename and rng.random() < 0.4:
                 self.names[name] = draw.word("en")
+
+    def ask_for(self, draw: Draw, lang: str) -> tuple[str, dict]:
+        """A request for one call, and the call."""
+        values = {name: draw_kind(draw, kind, lang) for name, kind in self.tool["parameters"].items()}
+        request = draw.rng.choice(self.tool[lang]).format_map({name: Ko(value) for name, value in values.items()})
+        arguments = {self.names[name]: value for name, value in values.items()}
+        return request, {"name": self.names[self.tool["name"]], "arguments": arguments}
 
     def schema(self) -> dict:
         """A parameter under another name is described by its own."""
@@ -198,12 +204,12 @@ class _Named:
             properties[self.names[name]] = {"type": type_of(kind)} | described
         parameters = {"type": "object", "properties": properties, "required": list(properties)}
         return {"type": "function", "function": {
-            "name": self.names[self.tool["name"]], "description": self.tool["description"],
+            "name": self.names[self.tool["name"]], "description": self.description,
             "parameters": parameters}}
 
 
 def _any_request(draw: Draw, lang: str) -> tuple[str, list, list]:
-    return draw.rng.choices((one, several, natural), (4, 3, 3))[0](draw, lang)
+    return draw.rng.choices((one, several, natural), (35, 25, 40))[0](draw, lang)
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -219,7 +225,7 @@ def to_call(draw: Draw, lang: str) -> Example:
 def make_new_words(rng, held: bool = True, length: int | None = None, lang: str | None = None) -> Example:
     """To judge with: a call of a tool that no training example has, others of these beside it."""
     lang, draw = pick_lang(rng, lang), Draw(rng, held)
-    chosen = [_Named(draw, tool, rename=False) for tool in rng.sample(apart()["tool"], rng.randint(1, 3))]
+    chosen = [_Named(draw, tool, lang, rename=False) for tool in rng.sample(apart()["tool"], rng.randint(1, 3))]
     return _to_call(draw, lang, *_natural(draw, lang, chosen, []))
 
 
@@ -269,6 +275,21 @@ def to_tell(draw: Draw, lang: str) -> Example:
     return chat(draw, lang, "tools", turns, expect, None, schemas)
 
 
+def to_call_again(draw: Draw, lang: str) -> Example:
+    """A request for one of several handwritten tools, after others of which the calls and results are told."""
+    rng, turns = draw.rng, []
+    chosen = [_Named(draw, tool, lang) for tool in rng.sample(_handwritten(), rng.randint(2, 4))]
+    for _ in range(rng.randint(1, 3)):
+        request, call = rng.choice(chosen).ask_for(draw, lang)
+        result, answer, _ = _result(draw, lang)
+        turns += [request, call_message([call]), {"role": "tool", "content": compact(result)}, answer]
+    request, call = rng.choice(chosen).ask_for(draw, lang)
+    schemas = [named.schema() for named in chosen]
+    expect = {"kind": "calls", "calls": [call], "tools": schemas}
+    return chat(draw, lang, "tools", [*turns, request, call_message([call])], expect, facts.system(rng, lang),
+                schemas)
+
+
 def _result(draw: Draw, lang: str) -> tuple[dict, str, list]:
     """What a tool returns, the sentence that tells it, and the (label, value) pairs that it has to tell."""
     rng = draw.rng
@@ -295,8 +316,8 @@ def _tell(fields: list[Field], told: dict, lang: str) -> str:
     return f"{text}입니다."
 
 
-FORMS = (to_call, no_call, to_tell)
-WEIGHTS = (70, 15, 15)
+FORMS = (to_call, no_call, to_tell, to_call_again)
+WEIGHTS = (55, 15, 12, 18)
 
 
 def make(rng, held: bool = False, length: int | None = None, lang: str | None = None) -> Example:

@@ -159,6 +159,10 @@ _CODAS = [""] * 9 + "n n r r l l s t m nd ck th rn x".split()
 _SYLLABLES_KO = ("가 거 고 구 그 기 나 너 노 누 니 다 더 도 두 디 라 러 로 루 리 마 머 모 무 미 바 버 보 부 비 사 서 소 수 시 아 어 오 우 이 "
                  "자 저 조 주 지 차 초 카 코 쿠 타 토 투 티 파 포 피 하 호 후 간 건 곤 단 달 돈 란 랑 론 림 만 멜 몬 반 벨 본 산 샬 손 "
                  "안 엘 온 잔 젤 준 탄 텔 톤 판 펠 폰 한 헬 혼").split()
+# One invented word in five is of any letters: whoever copies only what is common cannot copy "Kiel" or "삼척".
+RARE = 0.2
+_LETTERS = {"c": "bcdfghjklmnpqrstvwxz", "v": "aeiouy"}
+_PATTERNS = "cvvc cvcv vccvc cvccv cvvcv vcvcc cvcvc cvccvc cvvcvc ccvcvc cvcvcv cvcvccv".split()
 _CAPITALS = "ABCDEFGHJKLMNPQRSTUVWXYZ"
 
 
@@ -203,7 +207,8 @@ class Draw:
             return f"{given} {self.word('en').capitalize()}"
         syllables = pool("given_syllable_ko")
         surnames = pool("surname_ko")
-        return self.keep(lambda: rng.choice(surnames) + rng.choice(syllables) + rng.choice(syllables))
+        return self.keep(lambda: _unwritten(
+            lambda: rng.choice(surnames) + rng.choice(syllables) + rng.choice(syllables)))
 
     def given(self, lang: str) -> str:
         """A first name."""
@@ -211,7 +216,7 @@ class Draw:
         if lang == "en":
             return self.known("given", "en") if rng.random() < 0.5 else self.word("en").capitalize()
         syllables = pool("given_syllable_ko")
-        return self.keep(lambda: rng.choice(syllables) + rng.choice(syllables))
+        return self.keep(lambda: _unwritten(lambda: rng.choice(syllables) + rng.choice(syllables)))
 
     def city(self, lang: str) -> str:
         if self.rng.random() < 0.5:
@@ -276,21 +281,39 @@ class Draw:
 
     def _invented(self, lang: str) -> str:
         rng = self.rng
-        while True:
+        rare = rng.random() < RARE
+
+        def make():
             if lang == "ko":
-                word = "".join(rng.choice(_SYLLABLES_KO) for _ in range(rng.choice((2, 3, 3, 4))))
-            else:
-                word = "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS)
-                               for _ in range(rng.choice((2, 2, 3))))
-            if word not in _written():
-                return word
+                syllables = _every_syllable() if rare else _SYLLABLES_KO
+                return "".join(rng.choice(syllables) for _ in range(rng.choice((2, 3, 3, 4))))
+            if rare:
+                return "".join(rng.choice(_LETTERS[kind]) for kind in rng.choice(_PATTERNS))
+            return "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS)
+                           for _ in range(rng.choice((2, 2, 3))))
+        return _unwritten(make)
+
+
+@cache
+def _every_syllable() -> tuple[str, ...]:
+    """The 2,350 Korean syllables of the standard KS X 1001, which has nearly all that text is written with."""
+    every = map(chr, range(ord("가"), ord("힣") + 1))
+    return tuple(syllable for syllable in every if len(syllable.encode("euc_kr")) == 2)
 
 
 @cache
 def _written() -> frozenset:
-    """All words of the handwritten texts: an invented one that means something would be known already."""
-    texts = (path.read_text("utf-8") for path in TEXT.rglob("*.t*"))
+    """All words of the handwritten texts and the generators."""
+    files = [*TEXT.rglob("*.t*"), *Path(__file__).parent.glob("*.py")]
+    texts = (path.read_text("utf-8") for path in files)
     return frozenset(word for text in texts for word in _WORD.findall(text.lower()))
+
+
+def _unwritten(make) -> str:
+    """Calls make() until the word is in no handwritten text: an invented one that means something is known already."""
+    while (word := make()) in _written():
+        pass
+    return word
 
 
 _SLOT_PAIRS = {"object": "objects", "animal": "animals", "food": "foods", "job": "jobs", "place": "places",
