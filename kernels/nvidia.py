@@ -31,7 +31,7 @@ from kernels.card import Card, CardError, Event, LaunchError, Pinned, Recording,
 
 OLDEST = (7, 0)                                          # half2 arithmetic and dp4a at full rate
 PCI_DEVICES = Path("/sys/bus/pci/devices")
-SUCCESS = driver.CUresult.CUDA_SUCCESS
+SUCCESS, NOT_READY = driver.CUresult.CUDA_SUCCESS, driver.CUresult.CUDA_ERROR_NOT_READY
 _prctl = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform == "linux" else None
 POLL_SECONDS, POLL_SHARE = 10e-6, 1e-3                   # between two looks at an event; of the time waited so far
 IDLE_EVENTS = 64                                         # that are kept for others
@@ -339,13 +339,15 @@ class NvidiaCard(Card):
         if timeout is None:
             self.call(driver.cuEventSynchronize, event.handle)
             return True
+        driver.cuCtxSetCurrent(self._context)
         start = time.monotonic()
-        while not event.done:
+        while (status := driver.cuEventQuery(event.handle)[0]) == NOT_READY:
             waited = time.monotonic() - start
             if waited > timeout:
                 return False
             _sleep(max(POLL_SECONDS, POLL_SHARE * waited))
-        self.call(driver.cuEventQuery, event.handle)     # says what went wrong
+        if status != SUCCESS:
+            raise CardError(f"cuEventQuery: {_explain(status)}")
         return True
 
     def _begin_recording(self):
@@ -438,7 +440,7 @@ class NvidiaEvent(Event):
     @property
     def done(self):
         driver.cuCtxSetCurrent(self.card._context)
-        return driver.cuEventQuery(self.handle)[0] != driver.CUresult.CUDA_ERROR_NOT_READY
+        return driver.cuEventQuery(self.handle)[0] != NOT_READY
 
     def seconds_since(self, earlier):
         return self.card.call(driver.cuEventElapsedTime, earlier.handle, self.handle) * 1e-3
