@@ -85,18 +85,18 @@ Launches that overlap (kernels/intrinsics.py) lost, with the first weights fetch
 297 tokens, 64.5 for 65.2 % at 1,160 (H100): the next product's blocks take the room of the one that still runs.
 
 What that allows a prompt of a 9B (Q8_0). On an H100 80GB HBM3 (2026-11-21) 297, 1,160, 4,620 and 18,400 tokens
-run at 56.1, 64.5, 67.3 and 61.0 % of the peak, all kernels included. The goal of 72 % at 1,160 and 4,620:
+run at 56.5, 65.5, 68.2 and 61.4 % of the peak, all kernels included. The goal of 72 % at 1,160 and 4,620:
 
     tokens   whole   work at the peak   all but products   72 % would leave     share of     registers alone,
                                                            the products         the rounds   by that share
-     1,160   186 ms       120 ms             12 ms         155 ms: 77.6 %          92 %          76.0 %
-     4,620   711 ms       478 ms             68 ms         597 ms: 80.2 %          96 %          79.5 %
+     1,160   184 ms       120 ms             10 ms         157 ms: 76.8 %          94 %          77.5 %
+     4,620   703 ms       479 ms             63 ms         602 ms: 79.6 %          98 %          80.8 %
 
 "Registers alone" is 82.5 % times the share of work in the rounds of blocks (passes of 1,160 and of 2,368 and
-2,252 rows, by `tile_time`). So 1,160 tokens cannot reach 72 % even if the loop ran as on registers alone, and
-4,620 only if in fuller rounds nothing but the multipliers ever waited. "All but products" is the time by kernel
-at 18,400 tokens (attention 469 ms, delta rule 104, others 47), attention by the square of the length, the others
-in proportion.
+2,252 rows, by `tile_time`). So 72 % takes a loop that, with its loads, stores and barriers, is within 1.5 % of one
+on registers alone, where nothing but the multipliers ever waits; this one is at 93 % of it. "All but products" is the
+time by kernel at 18,400 tokens (attention 469 ms, delta rule 88, others 46), attention by the square of the length, the
+others in proportion.
 """
 
 from functools import cache, partial

@@ -89,6 +89,7 @@ What a token loses, on an H100 with overlap (2026-11-21, each kind of kernel rep
       delta rule / attention                       48 / 16  6.3 / 9.4      2.1
     9B: Q8_0 301 tokens/s, 3.32 ms, bytes 2.76; Q4_K 463 tokens/s, 2.16 ms, bytes 1.54        some 165 launches
     0.8B: 1,538 tokens/s, 0.65 ms, bytes 0.27                                                 some 125 launches
+    (by --bench, with the steps above since: 27B 95.9, 9B 301.9, Q4_K 467, 0.8B 1,503)
 
 Q4_K is 1.6 times as fast as Q8_0 where both lose 0.50 ms: (2.76 + 0.50) / (1.54 + 0.50). They lose 0.56 and 0.62, 3.4
 and 3.8 us of a launch, of which an empty one that overlaps takes 0.9. Half of its bandwidth for a 0.8B leaves 2.2 us

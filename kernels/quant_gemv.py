@@ -37,7 +37,7 @@ Measured on an H200 (2026-11-21; GB/s of weights, one column, matrices by turns 
 
 What limits one row of Q4_K is no instruction: on an H100 gate and up of a 9B issue in 44 % of the slots (ncu; Q6_K in
 40 %) and wait for memory otherwise, and a token loses as much time beside its bytes as one of Q8_0 does, 0.62 ms
-and 0.56 ms: what each launch loses. So 1.8 times fewer bytes make it 1.54 times as fast (463 against 301 tokens/s);
+and 0.56 ms: what each launch loses. So 1.8 times fewer bytes make it 1.55 times as fast (467 against 302 tokens/s);
 kernels/q8_gemv.py says what 1.6 would take.
 
 Two columns take 16 warps and twice the turns under way: 32 warps had to spill 8 to 32 bytes on sm_70.
