@@ -34,7 +34,6 @@ import argparse
 import bisect
 import codecs
 import collections
-import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
@@ -89,7 +88,7 @@ from kernels.emulated.cards import CARDS, CardModel
 from kernels.emulated.estimate import PIPES, SECTOR, Counts
 from kernels.formats import FORMATS, dequantize
 from kernels.nvidia import find_assembler
-from kernels.trace import tracing
+from kernels.trace import LEFT_OUT, tracing
 from kernels.upload import PIECE, Feeder
 
 # ======================================================================================================
@@ -1944,15 +1943,22 @@ def checkpoint_positions(tokens: list[int], turn: int | None, start: int, known:
 
 CHECKED_WEIGHTS = 1 << 22   # of one matrix that is compared with NumPy's product, see `Engine.use`
 QUEUEING = 100e-6           # seconds of the host for a hop beside the layers, about
-DEADLINE = 120.0            # seconds after which a card counts as broken that has not done what somebody waits for
+DEADLINE = 120.0            # seconds after which a card is broken that somebody waits for and that does nothing
+LOOKS = 20                  # at whether it does something, in that time
 
 
 class Fault(NamedTuple):
-    """What ended the work of a pipeline."""
+    """What ended the work of an engine."""
 
-    card: str               # its name
+    card: str | None        # its name, where a card is at fault
     what: str
     since: float            # Unix time
+
+    @classmethod
+    def of(cls, error: BaseException) -> "Fault":
+        card, what = getattr(error, "card", None), str(error) or type(error).__name__
+        name = card and card.name
+        return cls(name, what if card is None or name in what else f"{name}: {what}", time.time())
 
 
 class Task:
@@ -1963,20 +1969,22 @@ class Task:
         self.value = self.error = None
         self.over = threading.Event()
 
+    def do(self):
+        work, self.work = self.work, None       # which may hold much, and others may hold this
+        self.end(work())
+
     def end(self, value=None, error: BaseException | None = None):
         if not self.over.is_set():
-            self.value, self.error, self.work = value, error, None
+            self.value, self.error = value, error
             self.over.set()
 
-    def wait(self, has_deadline: bool = True):
-        """Return when it is over. Raises NoAnswer after the deadline."""
-        with self.worker.awaited():
-            if not self.over.wait(DEADLINE if has_deadline else None):
-                self.worker.blame()
+    def wait(self):
+        """Return when it is over. Raises NoAnswer."""
+        self.worker.expect(self.over.wait)
 
-    def result(self, has_deadline: bool = True):
+    def result(self):
         """What the work returned. Raises what it raised, or why it was never done."""
-        self.wait(has_deadline)
+        self.wait()
         if self.error is not None:
             raise self.error
         return self.value
@@ -1988,11 +1996,12 @@ class Worker(threading.Thread):
     def __init__(self, card: Card):
         super().__init__(name=f"worker of {card.name}", daemon=True)    # a card that hangs must not hold the process
         self.card = card
-        self.on_fault = lambda worker, error: None      # of a Pipeline
+        self.on_fault = lambda worker, error: None      # what is to be done about it
         self.tasks, self.task = queue.SimpleQueue(), None
+        self.n_done = 0                                 # tasks and parts of them; grows as `Card.n_done` does
         self.error: BaseException | None = None         # why there is no more to do
         self.lock = threading.Lock()                    # held while `error` is decided on
-        self.waits_for: Worker | None = None
+        self.waits_for: tuple[Worker, bool] | None = None   # as `expect` has it
 
     def post(self, work, *arguments) -> Task:
         """Have work(*arguments) done after all that was posted before. An error there ends the pipeline, since it may
@@ -2017,42 +2026,60 @@ class Worker(threading.Thread):
         while (task := self.tasks.get()) is not None:
             self.task = task
             try:
-                task.end(task.work())
+                task.do()
             except BaseException as error:              # a panic of a library in Rust is no Exception
                 if task.is_vital or isinstance(error, CardError):
-                    self.on_fault(self, error)
+                    self.fail(error)
                 task.end(error=error)
+            self.n_done += 1
             self.task = task = None
 
     def wait(self, event):
         """Return when an event of this worker's card is done; for any thread. Raises CardError."""
-        with self.awaited():
-            try:
-                event.synchronize(DEADLINE)
-            except CardError as error:
-                self.on_fault(self, error)
-                raise
+        try:
+            self.expect(event.wait, of_card=True)
+        except NoAnswer:
+            raise
+        except CardError as error:
+            self.fail(error)
+            raise
 
-    @contextlib.contextmanager
-    def awaited(self):
-        """Surrounds where a thread waits for this worker or its card."""
+    def expect(self, is_over, of_card: bool = False):
+        """Return when is_over(seconds), which waits so long at most for this worker, or for its card, says so. Raises
+        NoAnswer when the card, or the one that the worker waits for, has got on with nothing for DEADLINE.
+
+        Where the process is stopped or hardly gets to run, the card is, too: so it is looks that count, not time.
+        """
         waiter = threading.current_thread()
         if isinstance(waiter, Worker):
-            waiter.waits_for = self
+            waiter.waits_for = self, of_card
         try:
-            yield
+            seen, n_looks = None, 0
+            while not is_over(DEADLINE / LOOKS):
+                worker = self.awaited(of_card)
+                now = worker, worker.n_done, worker.card.n_done
+                seen, n_looks = now, n_looks + 1 if now == seen else 0
+                if n_looks == LOOKS:
+                    worker.card.hangs = True
+                    error = NoAnswer(worker.card, DEADLINE)
+                    worker.fail(error)
+                    raise error
         finally:
             if isinstance(waiter, Worker):
                 waiter.waits_for = None
 
-    def blame(self):
-        """Raise NoAnswer on account of the card that this worker waits for, or that one's for, and so on."""
+    def awaited(self, of_card: bool) -> "Worker":
+        """Whose card it is that whoever waits for this worker, or for its card, waits for in the end."""
         worker = self
-        while (other := worker.waits_for) is not None:
-            worker = other
-        error = NoAnswer(worker.card, DEADLINE)
-        self.on_fault(worker, error)
-        raise error
+        while not of_card and (other := worker.waits_for) is not None:
+            worker, of_card = other
+        return worker
+
+    def fail(self, error: BaseException):
+        """Tell of an error; of a card it is this worker's, unless it is known to be another's."""
+        if isinstance(error, CardError):
+            error.card = error.card or self.card
+        self.on_fault(self, error)
 
     def stop(self, error: BaseException):
         """End with `error` all that is still to do, what is done at the moment, and the thread."""
@@ -2067,6 +2094,15 @@ class Worker(threading.Thread):
             task.end(error=self.error)
 
 
+def stop(workers: list[Worker], error: BaseException):
+    """Stop them all, and wait for the ends of their threads."""
+    for worker in workers:
+        worker.stop(error)
+    for worker in workers:
+        if worker.ident is not None:
+            worker.join(timeout=1.0)            # of one whose card hangs there is no end
+
+
 class Stage:
     """A range of layers on one card: weights, caches, scratch, and the launches of decode steps, recorded.
 
@@ -2075,9 +2111,9 @@ class Stage:
     """
 
     def __init__(self, card: Card, config: Config, weights, layers: range, n_slots: int, n_ctx: int, chunk: int | None,
-                 progress=iter):
+                 progress=iter, worker: Worker | None = None):
         self.card, self.config, self.layers, self.n_slots = card, config, layers, n_slots
-        self.worker = Worker(card)
+        self.worker = worker or Worker(card)
         free = card.free_bytes
         with weights.loading(card) as weights:
             self.model = Model(card, config, weights, layers, progress)
@@ -2144,8 +2180,8 @@ class Stage:
         return probe.speed_of(self.card)
 
     def release(self):
-        """Give the card's memory back, though a thread that hangs may know the stage for ever."""
-        self.model = self.sampler = self.cache = self.inputs = None
+        """Give the memory back, though a thread that hangs may know the stage for ever."""
+        self.model = self.sampler = self.cache = self.inputs = self.entry = self.exit = None
         for held in self.incoming, self.outgoing, self.batches, self.recordings:
             held.clear()
 
@@ -2238,25 +2274,30 @@ class Stage:
             self.recordings[key] = recording
         return self.recordings[key]
 
-    def use(self, gemv, gemm):
-        """See `Engine.use`. What was recorded is forgotten."""
+    def checks(self, gemv, gemm) -> list:
+        """What `check_product` is to check for `Engine.use`, as its arguments."""
         model = self.model
         weights = [matrix for part in (*model.layers, model.head) if part for matrix in matrices(part)]
         shapes = {(matrix.n, matrix.k) for matrix in weights if matrix.format == "Q8_0"}
-        for product, rows in (gemv, {1, self.n_slots, HEAD_ROWS}), (gemm, {1, PAGE_TOKENS + 1}):
-            for (n, k), n_rows, add in itertools.product(shapes if product else (), rows, (False, True)):
-                check_product(self.card, product, min(n, CHECKED_WEIGHTS // k), k, n_rows, add)
+        products = (gemv, {1, self.n_slots, HEAD_ROWS}), (gemm, {1, PAGE_TOKENS + 1})
+        return [(self.card, product, min(n, CHECKED_WEIGHTS // k), k, n_rows, add)
+                for product, rows in products if product
+                for (n, k), n_rows, add in itertools.product(shapes, rows, (False, True))]
+
+    def use(self, gemv, gemm):
+        """See `Engine.use`. What was recorded is forgotten."""
         self.card.synchronize()                     # nothing replays what goes now
         self.recordings.clear()
-        model.gemv, model.gemm = gemv, gemm
+        self.model.gemv, self.model.gemm = gemv, gemm
 
-    def load_kernels(self, progress: bool):
-        """Load what any prompt and any answer will run, and record what repeats, so that no request waits for it."""
+    def needed_kernels(self) -> dict:
+        """What any prompt and any answer will run, as `Card.collecting` has it."""
         with self.card.collecting() as needed:
             self.launch_all()
-        with tqdm.tqdm(desc="compiling kernels", total=len(needed), unit="kernel", leave=False,
-                       disable=not progress) as bar:
-            self.card.load_kernels(needed, lambda name: (bar.set_postfix_str(name), bar.update()))
+        return needed
+
+    def record(self):
+        """Record what repeats, so that no request waits for it."""
         for group in range(len(self.batches)):
             for n in (n for n in (1, 2, 4, 8) if n <= self.n_slots):        # others are recorded when they come
                 self.recording(self.launch_step, group, n, False)
@@ -2472,10 +2513,12 @@ class Pipeline:
         self.stages, self.last = stages, stages[-1]
         self.n_groups = group_count(len(stages), sizes.n_slots)
         self.fault: Fault | None = None
+        self.error: BaseException | None = None     # what the fault was
+        self.on_fault = lambda: None            # of a Scheduler
         self.failing = threading.Lock()         # held while it is decided whose fault it is
         for stage in stages:
-            stage.allocate(sizes, self.n_groups)
             stage.worker.on_fault = self.fail
+            stage.worker.ask(stage.allocate, sizes, self.n_groups).result()
         for upstream, downstream in itertools.pairwise(stages):
             Edge(upstream, downstream)
         self.queued = collections.deque()       # the prefill passes that nobody has waited for
@@ -2484,24 +2527,33 @@ class Pipeline:
 
     def load_kernels(self, progress: bool):
         """Load what any prompt and any answer will run: one card after the other, as a kernel that the first one needed
-        compiled is there for all."""
+        compiled is there for all. It is this thread that compiles, since Ctrl-C ends what the main thread does."""
         for stage in self.stages:
-            stage.worker.ask(stage.load_kernels, progress).result(has_deadline=False)
+            worker, needed = stage.worker, stage.worker.ask(stage.needed_kernels).result()
+            with tqdm.tqdm(desc="compiling kernels", total=len(needed), unit="kernel", leave=False,
+                           disable=not progress) as bar:
+                stage.card.compile_kernels(needed, lambda name: (bar.set_postfix_str(name), bar.update()))
+            for kernel in needed:
+                worker.ask(stage.card.load_kernel, *kernel).result()
+            worker.ask(stage.record).result()
 
     def use(self, gemv, gemm):
         """See `Engine.use`."""
         for stage in self.stages:
-            stage.worker.ask(stage.use, gemv, gemm).result(has_deadline=False)
+            for check in stage.checks(gemv, gemm):
+                stage.worker.ask(check_product, *check).result()
+        for stage in self.stages:
+            stage.worker.ask(stage.use, gemv, gemm).result()
 
     def fail(self, worker: Worker, error: BaseException):
         """Nothing more is done after the first failure; whoever waits for something hears of it."""
         with self.failing:
-            if self.fault is None:
-                name = worker.card.name
-                what = str(error) or type(error).__name__
-                self.fault = Fault(name, what if name in what else f"{name}: {what}", time.time())
-                for stage in self.stages:
-                    stage.worker.stop(error)
+            if self.fault is not None:
+                return
+            self.fault, self.error = Fault.of(error), error
+            for stage in self.stages:
+                stage.worker.stop(error)
+        self.on_fault()
 
     def settle(self):
         """Wait for all that is queued. Raises CardError."""
@@ -2512,11 +2564,7 @@ class Pipeline:
         """End the workers, after what is queued."""
         with contextlib.suppress(Exception):    # of what has failed
             self.settle()
-        for stage in self.stages:
-            stage.worker.stop(CardError("the engine was closed"))
-        for stage in self.stages:
-            if stage.worker.ident is not None:
-                stage.worker.join(timeout=1.0)  # of one whose card hangs there is no end
+        stop([stage.worker for stage in self.stages], CardError("the engine was closed"))
 
     # ---- slots, pages, checkpoints ----
 
@@ -2778,10 +2826,12 @@ class LayerCosts:
                 + n_states * (self.states[stop] - self.states[start]))
 
 
-def place_layers(config: Config, weights, cards: list[Card], demand: Demand, costs: LayerCosts) -> list[range]:
+def place_layers(config: Config, weights, cards: list[Card], demand: Demand, costs: LayerCosts,
+                 wasted: list[int]) -> list[range]:
     """The layers of each of several cards: the slowest takes the least time for a pass of a prompt, and of such splits
     for a decode step, where the memory suffices. Room for the contexts of all slots is made if it can be; for one, there
-    must be. Where even that does not fit, the split as if it did: the plan shows what is missing where."""
+    must be. Where even that does not fit, the split as if it did: the plan shows what is missing where.
+    wasted: bytes of each card to leave."""
     n_layers, n_cards, n_states = config.n_layers, len(cards), demand.slots + LEAST_CHECKPOINTS
     context, least = demand.n_ctx // 2, pages_for(demand.kv_tokens or demand.n_ctx)
     # What a stage needs beside its layers does not depend on how many they are: a few of both kinds tell.
@@ -2790,8 +2840,8 @@ def place_layers(config: Config, weights, cards: list[Card], demand: Demand, cos
     samples = [range(few), *[range(1, 1 + few)] * (n_cards - 2), range(n_layers - few, n_layers)]
     sampled = plan_stages(config, weights, cards, dataclasses.replace(
         demand, chunk=demand.chunk or CHUNK, kv_tokens=least * PAGE_TOKENS, checkpoint_memory=0), samples)
-    left = [stage.free - stage.total + costs.memory(stage.layers.start, stage.layers.stop, least, n_states)
-            for stage in sampled.stages]
+    left = [stage.free - n - stage.total + costs.memory(stage.layers.start, stage.layers.stop, least, n_states)
+            for stage, n in zip(sampled.stages, wasted)]
 
     def split(n_pages, slowest, seconds):
         """The best split by seconds(stage, start, stop, context) of those that fit, with no pass beyond `slowest`."""
@@ -2803,7 +2853,8 @@ def place_layers(config: Config, weights, cards: list[Card], demand: Demand, cos
 
         return best_split(n_layers, [functools.partial(cost, stage) for stage in range(n_cards)])
 
-    for n_pages in demand.slots * pages_for(demand.n_ctx), least, None:
+    wished = least if demand.kv_tokens else demand.slots * pages_for(demand.n_ctx)
+    for n_pages in wished, least, None:
         if found := split(n_pages, math.inf, costs.prefill_seconds):
             slowest = max(costs.prefill_seconds(stage, layers.start, layers.stop, context)
                           for stage, layers in enumerate(found))
@@ -2900,11 +2951,11 @@ MOST_CARDS = 16             # of which a plan looks whether one more would do
 class Planner:
     """The plan of a model on some cards, and what could be different about it."""
 
-    def __init__(self, config: Config, weights, cards: list[Card], demand: Demand):
-        """Raises RequestError."""
+    def __init__(self, config: Config, weights, cards: list[Card], demand: Demand, spare: list[Card] = ()):
+        """spare: cards that were opened with the others and are not to be used. Raises RequestError."""
         if len(cards) > config.n_layers:
             raise RequestError("card", f"{config.name} has {config.n_layers} layers: {len(cards)} cards are too many")
-        self.config, self.demand, self.cards = config, demand, cards
+        self.config, self.demand, self.cards, self.spare = config, demand, cards, list(spare)
         self.weights = weights if isinstance(weights, PlannedWeights) else PlannedWeights(config, weights)
         self.plan = self.planned()
 
@@ -2920,8 +2971,22 @@ class Planner:
         elif len(self.cards) == 1:
             layers = [range(self.config.n_layers)]
         else:
-            layers = place_layers(self.config, self.weights, self.cards, demand, self.costs)
+            return self.placed(demand)
         return plan_stages(self.config, self.weights, self.cards, demand, layers)
+
+    def placed(self, demand: Demand) -> Plan:
+        """The Plan with the best split. How much the driver's pages waste depends on the split: where one does not fit
+        on that account, another may."""
+        before, wasted = None, [0] * len(self.cards)
+        while True:
+            layers = place_layers(self.config, self.weights, self.cards, demand, self.costs, wasted)
+            if layers == before:
+                return plan
+            plan = plan_stages(self.config, self.weights, self.cards, demand, layers)
+            if plan.fits:
+                return plan
+            before = layers
+            wasted = [n + max(stage.total - stage.free, 0) for n, stage in zip(wasted, plan.stages)]
 
     def longest_context(self) -> int | None:
         """The most tokens of a context that fit, in whole pages; what the model was made for, at most."""
@@ -3614,9 +3679,11 @@ class Scheduler:
         self.changed = threading.Condition()        # guards waiting, guests, draining, closing and error
         self.draining = self.closing = False        # no more requests are taken; no more steps are made
         self.error: str | None = None               # the sentence on what the engine failed with
+        self.fault: Fault | None = None
         self.stepping = threading.Lock()            # held while the pipeline is in use
         self.guests = 0                             # threads that want it; the scheduler lets them go first
         self.thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
+        pipeline.on_fault = self._wake
 
     def submit(self, generation: Generation):
         """Queue a generation. Raises EngineStopped."""
@@ -3691,12 +3758,13 @@ class Scheduler:
             while self._wait_for_work():
                 with self.stepping:
                     self.step()
-        except (CardError, CompileError) as error:      # every request hears of it, and later ones are refused
-            fault = self.pipeline.fault
-            self.error = f"the engine has stopped: {fault.what if fault else error}"
         except BaseException as error:      # a panic of a library in Rust is no Exception
-            logging.getLogger("qengine").error("the engine has stopped", exc_info=error)
-            self.error = "the engine has stopped after an internal error"
+            self.fault = self.pipeline.fault or Fault.of(error)
+            if isinstance(error, (CardError, CompileError)):    # every request hears of it, also later ones
+                self.error = f"the engine has stopped: {self.fault.what}"
+            else:
+                logging.getLogger("qengine").error("the engine has stopped", exc_info=error)
+                self.error = "the engine has stopped after an internal error"
         with contextlib.suppress(Exception):            # what is queued uses memory that may go now
             self.pipeline.settle()
         with self.changed:
@@ -3708,11 +3776,19 @@ class Scheduler:
             self.changed.notify_all()
 
     def _wait_for_work(self) -> bool:
+        """Whether there is some; raises what the pipeline failed with, also while nobody waits for it."""
         with self.changed:
             if self.draining and not (self.waiting or self.running):
                 self.changed.notify_all()
-            self.changed.wait_for(lambda: self.closing or ((self.waiting or self.running) and not self.guests))
+            self.changed.wait_for(lambda: self.closing or self.pipeline.error
+                                  or ((self.waiting or self.running) and not self.guests))
+            if self.pipeline.error and not self.closing:
+                raise self.pipeline.error
             return not self.closing
+
+    def _wake(self):
+        with self.changed:
+            self.changed.notify_all()
 
     def step(self):
         """Admit what fits; run a chunk of the oldest unfinished prompt, then a decode step of a group of answers, or of
@@ -3980,10 +4056,10 @@ class Engine:
     """
 
     def __init__(self, config: Config, tokenizer: Tokenizer, template: ChatTemplate | None, pipeline: Pipeline,
-                 sizes: CacheSizes, n_ctx: int, chunk: int):
+                 sizes: CacheSizes, n_ctx: int, chunk: int, spare: list[Card]):
         self.name, self.config, self.tokenizer, self.template = config.name, config, tokenizer, template
         self.pipeline, self.n_ctx, self.chunk = pipeline, n_ctx, chunk
-        self.cards = [stage.card for stage in pipeline.stages]
+        self.cards, self.spare = [stage.card for stage in pipeline.stages], spare     # spare: opened, not used
         self.layers = [stage.layers for stage in pipeline.stages]      # of each card
         cache = PrefixCache(pipeline, sizes.n_pages, sizes.n_checkpoints, sizes.n_host_checkpoints)
         self.scheduler = Scheduler(pipeline, cache, tokenizer, sizes.n_slots, n_ctx, chunk)
@@ -3996,8 +4072,8 @@ class Engine:
 
     @property
     def fault(self) -> Fault | None:
-        """Which card failed, where it was one."""
-        return self.pipeline.fault
+        """The same, with the card if it was one, and since when."""
+        return self.scheduler.fault
 
     def submit(self, request: Request) -> Generation:
         """Start a request. Raises RequestError or EngineStopped."""
@@ -4155,11 +4231,11 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
                  "what comes after those may make no sense")
     stages = load_stages(opened, planner, progress)
     sizes = choose_sizes(stages, slots, n_ctx, kv_tokens, checkpoint_memory, checkpoint_host_memory)
-    pipeline = Pipeline(stages, sizes)
     try:
+        pipeline = Pipeline(stages, sizes)
         pipeline.load_kernels(progress)
-    except BaseException:
-        pipeline.close()
+    except BaseException as error:
+        stop([stage.worker for stage in stages], error)
         raise
     if progress:
         taken, where = free - sum(card.free_bytes for card in cards), f"the card{'s' * (len(cards) > 1)}"
@@ -4168,48 +4244,56 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
         note(f"cache: {sizes.n_pages * PAGE_TOKENS:,} tokens of context in all, {sizes.n_checkpoints} checkpoints of "
              f"{show_bytes(sum(stage.state_bytes for stage in stages))} on {where}, "
              f"up to {sizes.n_host_checkpoints} in host memory")
-    return Engine(config, opened.tokenizer, opened.template, pipeline, sizes, n_ctx, planner.plan.chunk)
+    return Engine(config, opened.tokenizer, opened.template, pipeline, sizes, n_ctx, planner.plan.chunk,
+                  planner.spare)
 
 
 def load_stages(opened: OpenModel, planner: Planner, progress: bool) -> list[Stage]:
     """The stages as planned, their weights on the cards, which are filled at the same time. Where one fails the others
     stop at their next layer."""
     plan, demand, failures = planner.plan, planner.demand, []
+    workers = [Worker(card) for card in planner.cards]
 
-    def load_stage(card, layers):
-        try:
-            return Stage(card, opened.config, opened.weights, layers, demand.slots, demand.n_ctx, plan.chunk, counted)
-        except BaseException as error:
-            failures.append(error)
+    def load_stage(worker, layers):
+        return Stage(worker.card, opened.config, opened.weights, layers, demand.slots, demand.n_ctx,
+                     plan.chunk, functools.partial(counted, worker), worker)
 
-    def counted(layers):
+    def counted(worker, layers):
         for index in layers:
             if failures:
                 raise failures[0]
             yield index
+            worker.n_done += 1
             bar.update()
 
-    with (tqdm.tqdm(desc="loading layers", total=opened.config.n_layers, unit="layer", leave=False,
-                    disable=not progress) as bar,
-          concurrent.futures.ThreadPoolExecutor(len(plan.layers), "loader") as loaders):
-        loading = [loaders.submit(load_stage, *each) for each in zip(planner.cards, plan.layers)]
+    def fail(worker, error):
+        failures.append(error)
+        worker.stop(error)
+
+    for worker in workers:
+        worker.on_fault = fail
+    with tqdm.tqdm(desc="loading layers", total=opened.config.n_layers, unit="layer", leave=False,
+                   disable=not progress) as bar:
+        loading = [worker.post(load_stage, worker, layers) for worker, layers in zip(workers, plan.layers)]
         try:
-            stages = [future.result() for future in loading]
-        except BaseException as error:          # Ctrl-C
-            failures.append(error)
-            raise
-    if failures:
-        raise failures[0]
-    return stages
+            return [task.result() for task in loading]
+        except BaseException as error:
+            failures.append(error)              # Ctrl-C
+            for task in loading:                # its memory goes with it
+                with contextlib.suppress(CardError):
+                    task.wait()
+            stop(workers, failures[0])
+            raise failures[0] from None
 
 
 def make_planner(opened: OpenModel, card: str | Card | list[Card] | None, demand: Demand) -> Planner:
     """Who plans a model on the cards that `load` would take. Raises RequestError, CardError."""
     cards = [card] if isinstance(card, Card) else card if isinstance(card, list) else open_cards(card)
     if card is None and demand.split:
-        cards = cards[:len(demand.split)]
-    elif card is None and len(cards) > 1:
-        first = Planner(opened.config, opened.weights, cards[:1], demand)
+        n = len(demand.split)
+        return Planner(opened.config, opened.weights, cards[:n], demand, cards[n:])
+    if card is None and len(cards) > 1:
+        first = Planner(opened.config, opened.weights, cards[:1], demand, cards[1:])
         if first.plan.fits:
             return first
     return Planner(opened.config, opened.weights, cards, demand)
@@ -4247,14 +4331,15 @@ class Service:
         self.open = {}                              # id -> (Generation, function: has its client hung up?)
         self.n_entering = 0                         # places taken by what is not in it, or not yet
         self.closing = False
-        self.lost = []                              # engines that failed before, see `go_on`
+        self.is_loading = False                     # another engine, in the place of one that has failed
+        self.lost = []                              # the Faults of cards that it goes on without, see `go_on`
         self.pipes = PipeMeter()
         self.log = self.metrics = None              # of api/, set by create_app
         threading.Thread(target=self.watch, name="client watcher", daemon=True).start()
 
     def ready(self):
         """The engine, or the answer 503."""
-        if self.engine is None:
+        if self.engine is None or self.is_loading:
             raise ServiceUnavailable("the model is still loading", retry_after=5)
         if self.engine.error is not None:
             raise EngineStopped(self.engine.error)
@@ -4979,6 +5064,8 @@ def check_options(parser: Parser, options):
         parser.error("--ctx is not for --bench, which takes what --prompt-lengths and --contexts need")
     if options.trace and len(options.cards or ()) > 1:
         parser.error("--trace holds one run: name one number of --cards")
+    if options.split and set(options.cards or ()) - {len(options.split)}:
+        parser.error("--split names the layers of each card: give --cards that number of cards alone")
     if options.split and (options.probe or options.print_config):
         parser.error("--split is for what loads a model, and for --plan")
     if options.probe and options.model != DEFAULT_MODEL:
@@ -5114,24 +5201,37 @@ def run_server(options, sampling: dict, thinking) -> int:
 
 
 def go_on(service: Service, options) -> bool:
-    """Gives the service, whose engine has failed, another one on the cards that are left. False: that cannot be."""
+    """Gives the service, whose engine has failed, another one on the cards that are left of all that were opened, or of
+    those that do not fail meanwhile. False: that cannot be."""
     failed, fault = service.engine, service.engine.fault
-    left = [card for card in failed.cards if fault and card.name != fault.card]
+    left = failed.cards + failed.spare
+    service.is_loading = True
     failed.close()
     for stage in failed.pipeline.stages:
-        if stage.card in left:
-            stage.release()
-    gc.collect()                        # of what tracebacks hold
+        stage.release()
     try:
-        if not left:
-            raise CardError("no card is left")
-        service.engine = load(options.model, left, **asked(options) | {"split": None})
+        while fault.card is not None:
+            service.lost.append(fault)
+            left = [card for card in left if card.name != fault.card]
+            if not left:
+                raise CardError("no card is left")
+            gc.collect()                # of what tracebacks hold
+            try:
+                service.engine = load(options.model, left, **asked(options) | {"split": None})
+            except CardError as error:
+                if error.card is None:
+                    raise
+                note(f"qengine: {error}")
+                fault = Fault.of(error)
+            else:
+                note(f"going on with {', '.join(card.name for card in service.engine.cards)}")
+                return True
+        raise CardError("no card is known to be at fault")
     except (CardError, CompileError, ModelError, RequestError) as error:
         note(f"qengine: cannot go on: {error}")
         return False
-    service.lost.append(failed)         # as a whole: to free memory of a card that hangs would take for ever
-    note(f"going on without {fault.card}")
-    return True
+    finally:
+        service.is_loading = False
 
 
 def is_loopback(host: str) -> bool:
@@ -5329,7 +5429,8 @@ def write_json(path: str, data):
 def print_config(options) -> int:
     """What the model file and the command line say; returns the exit code."""
     model = open_model(options.model)
-    said = {"ctx": model.n_ctx(options.ctx), "slots": options.slots, "card": options.card or "the first one"}
+    said = {"ctx": model.n_ctx(options.ctx), "slots": options.slots,
+            "card": options.card or "the first if the model fits there, or else all"}
     for name, value in (dataclasses.asdict(model.config) | said).items():
         print(f"{name} = {value}")
     return 0
@@ -5355,12 +5456,13 @@ def traced(engine: Engine, options):
     if not options.trace:
         yield
         return
-    write_json(options.trace, {})       # now: what is recorded should not be lost for a mistyped folder
     try:
         with tracing(engine.cards) as trace:
             yield
     finally:
         trace.write(options.trace)
+        if LEFT_OUT in trace.facts:
+            note(f"qengine: {options.trace} lacks {trace.facts[LEFT_OUT]}")
 
 
 def run_plan(model: OpenModel, options) -> int:
@@ -5376,6 +5478,8 @@ def run(options) -> int:
     """Does what the parsed command line asks; returns the exit code."""
     sampling = {name: getattr(options, name) for name in SAMPLING if getattr(options, name) is not None}
     thinking = {None: None, "on": True, "off": False}[options.thinking]
+    if options.trace:
+        write_json(options.trace, {})       # now: what is recorded should not be lost for a mistyped folder
     if options.print_config:
         return print_config(options)
     if options.serve is not None:

@@ -41,21 +41,21 @@ def apply_template(service, body: dict):
 
 def health(service):
     engine = service.engine
-    if engine is None:
-        return {"status": "loading"}, 503
+    lost = {"lost": [failure(fault) for fault in service.lost]} if service.lost else {}
+    if engine is None or service.is_loading:
+        return {"status": "loading", **lost}, 503
     if engine.error is not None:
-        return {"status": "error", "error": engine.error} | (failure(engine.fault) if engine.fault else {}), 503
+        return {"status": "error", "error": engine.error, **failure(engine.fault)}, 503
     cards = [{"name": card.describe(), "layers": [layers.start, layers.stop - 1]}      # the first and the last
              for card, layers in zip(engine.cards, engine.layers)]
-    lost = {"lost": [failure(failed.fault) for failed in service.lost]} if service.lost else {}
     return {"status": "ok", "model": engine.name, "cards": cards, **lost,
             "counts_pipes": service.pipes.can_count(engine)}
 
 
 def failure(fault) -> dict:
-    """Which card has failed, and since when."""
+    """Which card has failed, if one has, and since when."""
     since = datetime.datetime.fromtimestamp(fault.since, datetime.timezone.utc)
-    return {"card": fault.card, "since": since.isoformat(timespec="seconds")}
+    return ({"card": fault.card} if fault.card else {}) | {"since": since.isoformat(timespec="seconds")}
 
 
 CONVERSATION = {name: openai.CHAT["properties"][name]

@@ -42,7 +42,9 @@ POISON = 0xFF                                            # a byte that makes NaN
 
 
 class CardError(Exception):
-    """An operation on a card failed or was used wrongly."""
+    """An operation on a card failed or was used wrongly. card: the Card that is at fault, where somebody knows it."""
+
+    card = None
 
 
 class OutOfMemory(CardError):
@@ -198,10 +200,13 @@ class Event:
     `seconds_since(earlier)`: the time between two events, both done. Cards implement it.
     """
 
-    def synchronize(self, timeout=None):
-        """Waits for it. Raises what went wrong, and NoAnswer after `timeout` seconds."""
-        if not self.card._await(self, timeout):
-            raise NoAnswer(self.card, timeout)
+    def synchronize(self):
+        """Waits for it. Raises what went wrong."""
+        self.card._await(self, None)
+
+    def wait(self, seconds):
+        """Whether it is done, after so many seconds at most. Raises what went wrong."""
+        return self.card._await(self, seconds)
 
 
 class Recording:
@@ -252,7 +257,8 @@ class Function:
 
 
 class Card:
-    """A card. Attributes: name, cc (compute capability), n_sms, memory_bytes, free_bytes, default_stream.
+    """A card. Attributes: name, cc (compute capability), n_sms, memory_bytes, free_bytes, default_stream; n_done, which
+    grows with what it is known to have done, so that a slow card differs from one that hangs.
 
     The kinds of card implement `_take` and `_give` (memory), `_upload_now`, `_fill_now`, `_copy_in`,
     `_copy_out`, `_copy`, `_fill`, `_load`, `_enqueue`, `_begin_recording`, `_end_recording`, `_replay`, `_hold`
@@ -270,6 +276,7 @@ class Card:
         self.cache_dir = cache_dir
         self.allocations = {}                            # start address -> (bytes, name) of everything alive
         self.n_freed = 0                                 # calls of `free`
+        self.hangs = False                               # nothing of such a card is freed: that would not end
         # Two locks: memory is freed by finalizers, which may interrupt a thread that waits for a compilation.
         self._memory_lock, self._loading = threading.RLock(), threading.Lock()
         self._functions = {}                             # (kernel, *argument types) -> Function
@@ -449,7 +456,7 @@ class Card:
     @contextmanager
     def collecting(self):
         """Launches that this thread makes inside are not run. Yields a dict that is filled with what they need, for
-        `load_kernels`."""
+        `compile_kernels` and `load_kernel`."""
         thread = threading.get_ident()
         needed = self._collecting[thread] = {}
         try:
@@ -457,21 +464,28 @@ class Card:
         finally:
             del self._collecting[thread]
 
-    def load_kernels(self, needed, on_done=lambda name: None):
-        """Loads the kernels in `needed`, from `collecting`, so that no launch waits for them. What is in no cache is
-        compiled by several processes at once. on_done(name) is called for each kernel. Raises CompileError."""
+    def compile_kernels(self, needed, on_done=lambda name: None):
+        """Compiles what no cache has of the kernels in `needed`, from `collecting`; many are compiled by several
+        processes at once. on_done(name) is called for each kernel. The card has no part in it."""
         jobs = {}
         for types, block in needed:
             source = self._source(*types)
             compiled = source(compiler.find_kernel)
             if compiled is None or not self._is_cached(compiled, block):
                 jobs[types, block] = partial(_fill_caches, source, self._cache_filler(), block)
+        for types, block in needed:
+            if (types, block) not in jobs:
+                on_done(types[0].__name__)
         if len(jobs) >= WORTH_WORKERS:
             workers.run(jobs, lambda need: on_done(need[0][0].__name__))
-        for types, block in needed:
-            self._make_ready(self._function(types), block)
-            if len(jobs) < WORTH_WORKERS or (types, block) not in jobs:
-                on_done(types[0].__name__)
+            return
+        for (types, _), job in jobs.items():
+            job()
+            on_done(types[0].__name__)
+
+    def load_kernel(self, types, block):
+        """Loads a kernel that `collecting` found, so that no launch waits for it. Raises CompileError."""
+        self._make_ready(self._function(types), block)
 
     # -- record and replay --
 
@@ -582,7 +596,7 @@ class _PlannedStream(Stream):
         return self
 
     def wait(self, event=None):
-        pass
+        return True
 
     synchronize = wait
 

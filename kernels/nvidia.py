@@ -46,6 +46,8 @@ def open_nvidia_cards(numbers=None, cache_dir=compiler.CACHE_DIR, required=True)
     except RuntimeError:                                 # cuda.bindings found no driver library
         count = 0
     wanted = range(count) if numbers is None else numbers
+    if len(set(wanted)) < len(wanted):
+        raise CardError(f"a card is named twice: cuda:{','.join(map(str, wanted))}")
     missing = [number for number in wanted if not 0 <= number < count]
     if missing or (required and not count):
         number = f" {missing[0]}" if missing else ""
@@ -179,7 +181,7 @@ class NvidiaCard(Card):
                          _attribute(self.device, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"), Path(cache_dir))
         self.clock = 1e3 * _attribute(self.device, "CLOCK_RATE")         # Hz of the SMs, the highest
         self._context = _call(driver.cuDevicePrimaryCtxRetain, self.device)
-        self.streams, self.idle_events = [], []
+        self.streams, self.idle_events, self.n_done = [], [], 0
         self.default_stream = self.stream("default")
         self._transfers = self.stream("uploads")         # for what must be done when the call returns
 
@@ -208,7 +210,7 @@ class NvidiaCard(Card):
 
     def finalize(self, name, *args):
         """Calls driver function `name` from a finalizer, which may interrupt any call: the context stays."""
-        if driver is not None and driver.cuCtxPushCurrent(self._context)[0] == SUCCESS:
+        if driver is not None and not self.hangs and driver.cuCtxPushCurrent(self._context)[0] == SUCCESS:
             getattr(driver, name)(*args)                 # an error at exit or on a broken card helps nobody
             driver.cuCtxPopCurrent()
 
@@ -348,6 +350,7 @@ class NvidiaCard(Card):
             _sleep(max(POLL_SECONDS, POLL_SHARE * waited))
         if status != SUCCESS:
             raise CardError(f"cuEventQuery: {_explain(status)}")
+        self.n_done += 1
         return True
 
     def _begin_recording(self):

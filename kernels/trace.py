@@ -24,14 +24,16 @@ import json
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kernels.card import CardError
+from kernels.card import CardError, NoAnswer
 
-MOST = 1_000_000                                         # operations; what comes later is not kept
+MOST = 300_000                                           # operations that are kept, the last ones; 45 MB of a file
+LEFT_OUT = "left out"                                    # the fact of how many were not
+LAST_WAIT = 10.0                                         # seconds that what is queued at the end may take
 SHOWN_WAIT = 2e-6                                        # seconds: shorter waits of the host are none
 HOST = "host"
 
@@ -54,9 +56,13 @@ class Trace:
     """What was recorded; `spans` is complete when `tracing` has ended."""
 
     def __init__(self):
-        self.spans, self.facts = [], {}
-        self.marks = []                                  # (row, name, kind, facts, start and end Event)
-        self.waits = []                                  # (thread, name, start, end)
+        self.spans, self.facts, self.n_marks = [], {}, 0
+        self.marks = deque(maxlen=MOST)                  # (row, name, kind, facts, start and end Event)
+        self.waits = deque(maxlen=MOST)                  # (thread, name, start, end)
+
+    def mark(self, *what):
+        self.marks.append(what)
+        self.n_marks += 1
 
     def write(self, path):
         Path(path).write_text(json.dumps(self.to_dict()) + "\n", encoding="utf-8")
@@ -100,15 +106,28 @@ def tracing(cards):
                 stack.enter_context(_traced(card, trace))
             yield trace
     finally:
+        kept, waits, n_marks = list(trace.marks), list(trace.waits), trace.n_marks     # a thread may still add some
         for card, clock in zip(cards, clocks):
             trace.facts[card.name] = card.describe()
+            marks = [mark for mark in kept if mark[0][0] == card.name]
             try:
-                card.synchronize()
+                _wait(card, marks)
             except CardError as error:                   # what was done before is what is wanted now
                 trace.facts[f"{card.name} failed"] = str(error)
-            trace.spans += _spans_of(card, clock, [mark for mark in trace.marks if mark[0][0] == card.name])
-        trace.spans += [Span(HOST, thread, name, "wait", start, end, {}) for thread, name, start, end in trace.waits]
-        trace.marks = trace.waits = ()
+            trace.spans += _spans_of(card, clock, marks)
+        if n_marks > len(kept):
+            trace.facts[LEFT_OUT] = f"the first {n_marks - len(kept):,} operations"
+        trace.spans += [Span(HOST, thread, name, "wait", start, end, {}) for thread, name, start, end in waits]
+        trace.marks.clear()
+        trace.waits.clear()
+
+
+def _wait(card, marks):
+    """Until what `marks` tell of is done. Raises what went wrong with it; a card that hangs must hold nobody."""
+    end = time.monotonic() + LAST_WAIT
+    for last in {row: mark[-1] for row, *mark in marks}.values():
+        if not last.wait(max(end - time.monotonic(), 0)):
+            raise NoAnswer(card, LAST_WAIT)
 
 
 class _Clock:
@@ -151,12 +170,12 @@ def _traced(card, trace):
     @contextmanager
     def between(stream, row, name, kind, **facts):
         is_recorded = card._recording is not None and stream is card._recording.stream
-        if is_recorded or len(trace.marks) >= MOST:
+        if is_recorded:
             yield
             return
         start = stream.record()
         yield
-        trace.marks.append((row, name, kind, facts, start, stream.record()))
+        trace.mark(row, name, kind, facts, start, stream.record())
 
     def around(method, describe):
         """`method`, whose operations are told of as describe(its arguments) says: stream, name, kind and facts."""
@@ -172,7 +191,7 @@ def _traced(card, trace):
             return wait(event, timeout)
         finally:
             end = time.perf_counter()
-            if end - start > SHOWN_WAIT and len(trace.waits) < MOST:
+            if end - start > SHOWN_WAIT:
                 trace.waits.append((threading.current_thread().name, f"for {event.card.name}", start, end))
 
     def span(name):

@@ -2,10 +2,14 @@
 cards that fail."""
 
 import ctypes
+import gc
 import itertools
 import random
+import subprocess
+import sys
 import threading
 import time
+import weakref
 import zlib
 
 import numpy as np
@@ -13,9 +17,12 @@ import pytest
 from llguidance import LLMatcher
 
 import qengine
-from kernels.card import CardError, OutOfMemory
+from kernels import q8_gemv
+from kernels.card import CardError, NoAnswer, OutOfMemory
+from kernels.emulated import card as emulated
 from kernels.emulated.card import EmulatedCard
 from tests.oracle import DATA
+from tests.tiny import ROOT
 
 MODEL, TINY = "synthetic:tiny", str(DATA / "tiny-Q8_0.gguf")        # 4 layers, and 3
 CONTEXT, SLOTS, VOCABULARY = 512, 4, 256
@@ -295,7 +302,7 @@ def test_a_server_goes_on_with_the_cards_that_are_left(fault, alone, patience, c
         left = [card for card in engine.cards if card.name != lost[-1]]
         assert qengine.go_on(service, options)
         assert service.engine.cards == left and answers(service.engine) == alone[0]
-        assert f"going on without {lost[-1]}" in capsys.readouterr().err
+        assert f"going on with {', '.join(card.name for card in left)}\n" in capsys.readouterr().err
     fresh = qengine.load(MODEL, cards(1), progress=False, **qengine.asked(options) | {"split": None})
     assert left[0].free_bytes >= fresh.cards[0].free_bytes      # of the old engines nothing is left
     fresh.close()
@@ -304,6 +311,179 @@ def test_a_server_goes_on_with_the_cards_that_are_left(fault, alone, patience, c
         list(service.engine.submit(request(0, 100, 300)))
     assert not qengine.go_on(service, options)
     assert "cannot go on: no card is left" in capsys.readouterr().err
+
+
+def test_a_slow_card_is_not_at_fault(monkeypatch, alone):
+    """Though what is queued on it takes longer than a card may do nothing."""
+    monkeypatch.setattr(qengine, "DEADLINE", 1.5)
+    monkeypatch.setattr(emulated, "MOST_LAUNCHES", 2)
+    engine = load((2, 2), chunk=512)
+    execute = engine.cards[0].execute
+    engine.cards[0].execute = lambda launches: (time.sleep(0.4), execute(launches))
+    started = time.perf_counter()
+    assert engine.evaluate(request(1, 300).prompt_ids).tolist() == alone[1].tolist()
+    assert time.perf_counter() - started > 2 * 1.5
+    engine.close()
+
+
+STOPPED = """
+import os, subprocess, time
+import qengine
+from kernels.emulated.card import EmulatedCard
+
+qengine.DEADLINE = 1.5
+worker = qengine.Worker(EmulatedCard())
+task = worker.post(lambda: [time.sleep(0.01) for _ in range(40)])
+subprocess.Popen(["sh", "-c", f"sleep 0.1; kill -STOP {os.getpid()}; sleep 2.5; kill -CONT {os.getpid()}"])
+started = time.monotonic()
+task.result()
+assert time.monotonic() - started > 2
+"""
+
+
+def test_a_process_that_was_stopped_blames_no_card():
+    """Ctrl-Z, a debugger, a paused machine."""
+    subprocess.run([sys.executable, "-c", STOPPED], cwd=ROOT, check=True, timeout=60, start_new_session=True)
+
+
+def test_a_fault_is_noticed_while_nobody_waits():
+    engine = load((2, 2))
+    breaks(engine.cards[1])
+    with pytest.raises(CardError):
+        engine.evaluate([1, 2, 3])
+    engine.scheduler.thread.join(10)
+    assert engine.fault.card == engine.cards[1].name and "division by zero" in engine.error
+
+
+def served(engine, *options):
+    """(options of a server, its app)"""
+    said = ["-m", MODEL, "--serve", "0", "--go-on", "--ctx", str(CONTEXT), *options]
+    return qengine.build_parser().parse_args(said), qengine.create_app(engine)
+
+
+def stop(engine):
+    """Wait for the end of an engine that has failed."""
+    assert failures(engine, 1) == [engine.error]
+    engine.scheduler.thread.join(10)
+
+
+def test_a_server_goes_on_with_cards_that_were_idle(monkeypatch, capsys):
+    two = cards(2)
+    monkeypatch.setattr(qengine, "open_cards", lambda name: two)
+    options, app = served(qengine.load(MODEL, ctx=CONTEXT, progress=False))
+    service = app.extensions["qengine"]
+    assert (service.engine.cards, service.engine.spare) == (two[:1], two[1:])
+    breaks(two[0])
+    stop(service.engine)
+    assert qengine.go_on(service, options) and service.engine.cards == two[1:]
+    assert len(service.engine.generate([1, 2, 3], max_tokens=4, ignore_eos=True))
+    service.engine.close()
+
+
+@pytest.mark.parametrize("second", ["fails", "hangs"])
+def test_a_server_goes_on_though_another_card_fails_meanwhile(second, monkeypatch, capsys):
+    """In between, clients and /health hear that it loads."""
+    GATE.clear()
+    monkeypatch.setattr(qengine, "DEADLINE", 1.5)
+    three, heard = cards(3), []
+    options, app = served(load((1, 2, 1), on=three))
+    service, client = app.extensions["qengine"], app.test_client()
+    breaks(three[0])
+    stop(service.engine)
+
+    def upload(array, host):
+        heard.extend([client.get("/health").json, client.post("/v1/completions", json={"prompt": "x"})])
+        if second == "fails":
+            raise CardError("gone")
+        GATE.wait()
+
+    three[1]._upload_now = upload
+    assert qengine.go_on(service, options) and service.engine.cards == three[2:]
+    GATE.set()
+    assert heard[0]["status"] == "loading" and heard[0]["lost"][0]["card"] == three[0].name
+    assert heard[1].status_code == 503 and "Retry-After" in heard[1].headers
+    assert [lost["card"] for lost in client.get("/health").json["lost"]] == [three[0].name, three[1].name]
+    assert f"going on with {three[2].name}\n" in capsys.readouterr().err
+    service.engine.close()
+
+
+def test_a_card_that_hangs_while_it_loads_is_named(monkeypatch):
+    GATE.clear()
+    monkeypatch.setattr(qengine, "DEADLINE", 1.0)
+    two = cards(2)
+    two[1]._upload_now = lambda *_: GATE.wait()
+    with pytest.raises(NoAnswer, match=f"^{two[1].name} has not answered for 1 s$") as raised:
+        load((2, 2), on=two)
+    assert raised.value.card is two[1] and two[1].hangs and not two[0].hangs
+    GATE.set()
+    until(lambda: not workers_of(two))
+
+
+def test_where_no_card_is_at_fault_none_is_given_up(capsys):
+    """Not for a NaN, nor for a mistake of ours."""
+    def nan(stage):
+        stage.card.poison(stage.model.head_norm)
+
+    def mistake(stage):
+        stage.worker.post(len, 5)
+
+    for wrong in nan, mistake:
+        options, app = served(load((2, 2)))
+        service = app.extensions["qengine"]
+        wrong(service.engine.pipeline.last)
+        stop(service.engine)
+        health = app.test_client().get("/health").json
+        assert health["status"] == "error" and "since" in health and "card" not in health
+        assert not qengine.go_on(service, options)
+        assert "cannot go on: no card is known to be at fault" in capsys.readouterr().err
+
+
+def test_what_has_failed_leaves_no_host_memory():
+    """Only its faults are remembered."""
+    options, app = served(load((1, 2, 1), checkpoint_memory=0, checkpoint_host_memory=8 << 20))
+    service = app.extensions["qengine"]
+    for seed in range(3):
+        service.engine.generate(request(seed, 300).prompt_ids, max_tokens=1)
+    pipeline = service.engine.pipeline
+    held = [weakref.ref(pinned) for stage in pipeline.stages[:2] for pinned in stage.exit.pinned]
+    held += [weakref.ref(copy) for stage in pipeline.stages for copies in stage.cache.host.values() for copy in copies]
+    assert len(held) > 4
+    breaks(service.engine.cards[0])
+    stop(service.engine)
+    del pipeline
+    assert qengine.go_on(service, options)
+    gc.collect()
+    assert not any(ref() is not None for ref in held)
+    service.engine.close()
+
+
+def test_functions_of_others_are_used_by_all_cards_or_by_none(alone):
+    engine = load((2, 2))
+    head = engine.pipeline.last.model.head
+
+    def gemv(card, y, stride, values, scales, q, d, n, k, rows, add):
+        assert n != head.n, "not for the head"
+        q8_gemv.gemv(card, head.decoder, y, stride, values, scales, q, d, n, k, rows, add)
+
+    with pytest.raises(ValueError, match="not for the head"):
+        engine.use(gemv=gemv)
+    assert not [stage for stage in engine.pipeline.stages if stage.model.gemv]
+    assert answers(engine) == alone[0]
+    engine.close()
+
+
+def test_ctrl_c_ends_a_first_start(monkeypatch):
+    """It reaches the main thread, so that must be the one that compiles."""
+    two = cards(2)
+
+    def interrupted(*_):
+        assert threading.current_thread() is threading.main_thread()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(EmulatedCard, "compile_kernels", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        load((2, 2), on=two)
+    assert not workers_of(two)
 
 
 def test_an_error_of_a_tap_is_only_its_callers(alone):
@@ -332,8 +512,12 @@ def test_a_card_without_room_is_named_at_load():
     three[1].alloc = full
     with pytest.raises(OutOfMemory, match="does not fit on emulated card 1"):
         load((1, 2, 1), on=three)
+    assert not workers_of(three)
+
+
+def workers_of(cards):
     workers = [thread for thread in threading.enumerate() if isinstance(thread, qengine.Worker)]
-    assert not [worker for worker in workers if worker.card in three]
+    return [worker for worker in workers if worker.card in cards]
 
 
 def test_an_engine_that_is_closed_leaves_no_thread():

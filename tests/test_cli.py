@@ -113,6 +113,7 @@ def test_examples_in_the_help_parse():
     (["-m", MODEL, "--plan", "--card", "emulated:2", "--split", "1,2"], "split must be 2 numbers"),
     (["-m", MODEL, "-p", "hi", "--card", "emulated:v90"], "emulated:v90"),
     (["--print-config", "--trace", "x"], "--trace goes with -p"),
+    (["-m", MODEL, "--bench", "--cards", "2,1", "--split", "2,2"], "--split names the layers of each card"),
     (["-m", MODEL, "-p", "\udcff"], "UTF-8"),
 ], ids=str)
 def test_a_mistake_is_one_sentence(capsys, arguments, words):
@@ -199,7 +200,8 @@ def test_print_config(capsys):
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert f"n_vocab = {tiny_engine().config.n_vocab}" in lines
-    assert lines[-3:] == [f"ctx = {qengine.DEFAULT_CTX}", "slots = 1", "card = the first one"]
+    assert lines[-3:] == [f"ctx = {qengine.DEFAULT_CTX}", "slots = 1",
+                          "card = the first if the model fits there, or else all"]
     said = ["--ctx", "5000", "--slots", "3", "--card", "emulated"]
     assert run(capsys, "-m", MODEL, "--print-config", *said) == (
         0, "\n".join(lines[:-3] + ["ctx = 5000", "slots = 3", "card = emulated", ""]), "")

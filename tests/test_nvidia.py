@@ -86,6 +86,8 @@ def test_choice(fake_card, monkeypatch):
     assert [card.name for card in open_cards()] == [card.name for card in open_cards("cuda:0")] == ["cuda:0"]
     with pytest.raises(CardError, match="no NVIDIA card 1: the driver knows of 1"):
         open_cards("cuda:0,1")
+    with pytest.raises(CardError, match="named twice: cuda:0,0"):
+        open_cards("cuda:0,0")
     monkeypatch.setitem(fake_driver.ATTRIBUTES, "COMPUTE_CAPABILITY_MAJOR", 6)
     assert open_cards()[0].name == "emulated card 0"
     with pytest.raises(CardError, match="7.0 or newer"):
@@ -131,7 +133,9 @@ def test_kernels_of_a_model_are_assembled_by_workers(fake_card, tmp_path, monkey
         for n in (4, np.int32(4), np.int64(4), np.uint8(4)):             # a kernel each
             fake_card.launch(add_scaled, 1, 32, x, x, n, 1.0)
     monkeypatch.setattr(nvidia, "run_assembler", None)                   # not by this process
-    fake_card.load_kernels(needed)
+    fake_card.compile_kernels(needed)
+    for kernel in needed:
+        fake_card.load_kernel(*kernel)
     assert len(fake_card._functions) == len(list((tmp_path / "cubin").iterdir())) == 4
     assert not any(fake_card.download(x))
 

@@ -10,7 +10,7 @@ import pytest
 import qengine
 from kernels.card import open_cards
 from kernels.emulated.card import EmulatedCard
-from kernels.emulated.cards import CMP_100_210, T4, V100
+from kernels.emulated.cards import CMP_100_210, H100, T4, V100
 from qengine import Demand, Planner, best_split, make_planner, open_model, schedule
 from tests.tiny import ROOT
 
@@ -122,6 +122,25 @@ def test_longest_context_is_the_longest():
     assert plans.planned(n_ctx=longest).fits and not plans.planned(n_ctx=longest + 64).fits
     assert planner("synthetic:tiny", typed(CMP_100_210)).longest_context() == 262144
     assert planner("synthetic:tiny", typed(CMP_100_210), kv_tokens=5000).longest_context() == 4992
+
+
+def test_room_for_kept_tokens_is_not_made_for_slots():
+    """Where --kv-tokens says how many there are to be, the placement counts no others."""
+    small = [EmulatedCard(number, like=CMP_100_210, memory_bytes=int(gb * 2**30))
+             for number, gb in enumerate((7, 5.5, 2.52))]
+    assert planner("synthetic:9b", small, n_ctx=20000, kv_tokens=40000).plan.fits
+
+
+def test_a_shorter_context_fits_where_a_longer_one_does(monkeypatch):
+    """Though the pages of drivers, of 2 MB, depend on the split."""
+    class Granular(EmulatedCard):
+        granule = 2 << 20
+
+    tight = [Granular(number, like=like, memory_bytes=n_bytes) for number, (like, n_bytes) in enumerate(
+        ((CMP_100_210, 530_062_945), (H100, 435_864_632), (H100, 582_749_447)))]
+    plans = planner("synthetic:0.8b", tight)
+    assert [plans.planned(n_ctx=n).fits for n in (2048, 2112, 2560, 4096, 4160)] == [True] * 4 + [False]
+    assert plans.longest_context() == 4096
 
 
 def test_what_would_make_it_fit_does_and_no_less():

@@ -6,6 +6,8 @@ import threading
 import numpy as np
 import pytest
 
+import qengine
+from kernels import trace as trace_module
 from kernels.card import CardError, open_cards
 from kernels.emulated.card import EmulatedCard
 from kernels.trace import HOST, draw, joined, tracing
@@ -103,6 +105,40 @@ def test_trace_of_a_card_that_breaks(tmp_path):
     assert [span.name for span in of_kind(trace, "kernel")] == ["double"]
     trace.write(tmp_path / "trace.json")
     assert "division" in json.loads((tmp_path / "trace.json").read_text())["otherData"][f"{card.name} failed"]
+
+
+def test_trace_of_a_card_that_hangs(monkeypatch):
+    """What was done before is there, and nobody waits for the rest."""
+    monkeypatch.setattr(trace_module, "LAST_WAIT", 0.5)
+    card, gate = EmulatedCard(9), threading.Event()
+    x = card.zeros(N, np.float32, "x")
+    with tracing([card]) as trace:
+        card.launch(double, 4, 256, x, N)
+        card.default_stream.synchronize()
+        card.default_stream.push(gate.wait)
+        card.launch(double, 4, 256, x, N)
+    gate.set()
+    assert [span.name for span in of_kind(trace, "kernel")] == ["double"]
+    assert trace.facts[f"{card.name} failed"] == f"{card.name} has not answered for 0.5 s"
+
+
+def test_a_long_trace_keeps_the_end_and_says_so(card, monkeypatch):
+    monkeypatch.setattr(trace_module, "MOST", 3)
+    x = card.zeros(N, np.float32, "x")
+    with tracing([card]) as trace:
+        for _ in range(4):
+            card.launch(double, 4, 256, x, N)
+        card.fill(x, 0)
+    assert [span.name for span in of_kind(trace, "kernel")] == ["double", "double", "fill: x"]
+    assert trace.facts[trace_module.LEFT_OUT] == "the first 2 operations"
+
+
+@pytest.mark.parametrize("task", [["-p", "hi"], ["--bench"], ["--serve", "0"]])
+def test_a_mistyped_folder_is_found_before_the_model_is_loaded(task, monkeypatch):
+    monkeypatch.setattr(qengine, "load", None)
+    said = ["-m", "synthetic:tiny", *task, "--trace", "/nowhere/trace.json"]
+    with pytest.raises(FileNotFoundError, match="/nowhere/trace.json"):
+        qengine.run(qengine.build_parser().parse_args(said))
 
 
 def test_joined_bars():

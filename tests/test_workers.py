@@ -73,6 +73,12 @@ def needs(card, *kernels):
     return needed
 
 
+def load(card, needed, on_done=lambda name: None):
+    card.compile_kernels(needed, on_done)
+    for each in needed:
+        card.load_kernel(*each)
+
+
 def test_collected_launches_do_not_run(tmp_path):
     card, double = EmulatedCard(cache_dir=tmp_path), kernel(2)
     x = card.upload(np.ones(4, np.float32))
@@ -98,7 +104,7 @@ def test_kernels_are_compiled_once_and_elsewhere_if_many(tmp_path, monkeypatch, 
     monkeypatch.setattr(workers, "run", lambda jobs, on_done: ran.append(len(jobs)) or run(jobs, on_done))
     for _ in range(2):
         card, kernels, done = EmulatedCard(cache_dir=tmp_path), [kernel(factor) for factor in range(count)], []
-        card.load_kernels(needs(card, *kernels), done.append)
+        load(card, needs(card, *kernels), done.append)
         assert done == ["multiply"] * count
         monkeypatch.setattr(cards.compiler, "_compile", None)           # all that follows finds them
         x, y = card.upload(np.arange(4, dtype=np.float32)), card.alloc(4, np.float32)
@@ -118,4 +124,4 @@ def test_a_kernel_that_cannot_be_compiled_says_so(tmp_path):
 
     card = EmulatedCard(cache_dir=tmp_path)
     with pytest.raises(CompileError, match="(?s)kernel wrong.*no_such_thing"):
-        card.load_kernels(needs(card, wrong, *[kernel(factor) for factor in range(cards.WORTH_WORKERS)]))
+        load(card, needs(card, wrong, *[kernel(factor) for factor in range(cards.WORTH_WORKERS)]))

@@ -37,6 +37,7 @@ from kernels.workers import usable_processors
 
 GAP = 64 << 10                                           # bytes around each array of a checked card
 QUARANTINE = 256 << 20                                   # bytes of freed memory that it keeps
+MOST_LAUNCHES = 64                                       # run as one list, so that a slow card's progress is seen
 MAX_STATIC_SHARED = 48 << 10                             # bytes per block, in shared arrays of fixed size
 MAX_SHARED = {(7, 0): 96 << 10, (7, 5): 64 << 10}        # bytes per block, as Volta and Turing allow
 
@@ -83,6 +84,10 @@ class EmulatedCard(Card):
         threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
         name = f"{self.name} like a {self.like.name}" if self.like else self.name
         return f"{name} on {processor} ({threads}, {vectors}), {show_bytes(self.memory_bytes)}"
+
+    @property
+    def n_done(self):
+        return sum(stream.done for stream in self.streams)
 
     # -- memory --
 
@@ -397,12 +402,12 @@ class EmulatedStream(Stream):
         self.run_until(self.pushed)
 
     def _run_some(self, most):
-        """Runs the next operation, or all launches up to the next of another kind, at most `most`."""
+        """Runs the next operation, or all launches up to the next of another kind, at most `most` and MOST_LAUNCHES."""
         operations = []
         try:
             operations.append(self._queue.popleft())
             if type(operations[0]) is Launch:
-                while len(operations) < most and type(self._queue[0]) is Launch:
+                while len(operations) < min(most, MOST_LAUNCHES) and type(self._queue[0]) is Launch:
                     operations.append(self._queue.popleft())
             self.card.run(operations)
         finally:                                         # Ctrl-C arrives here, too
