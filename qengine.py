@@ -2415,16 +2415,17 @@ class Edge:
         card, half, is_direct = self.upstream.card, self.n_sent % 2, n <= self.n_direct
         self.n_sent += 1
         stream = card.default_stream if is_direct else self.copies_out
-        leaving = (self.upstream.model.x if is_direct else self.upstream.outgoing[half])[:n]
         if not is_direct:
             if self.has_left[half]:
                 card.default_stream.wait(self.has_left[half])
-            card.copy(leaving, self.upstream.model.x[:n])
+            card.copy(self.upstream.outgoing[half][:n], self.upstream.model.x[:n])
             stream.wait(card.default_stream.record())
         if freed:
             freed.wait()
         if self.has_come[half]:
             self.downstream.worker.wait(self.has_come[half])
+        # Not before: it may be for ever that a thread waits, and keeps this.
+        leaving = (self.upstream.model.x if is_direct else self.upstream.outgoing[half])[:n]
         card.copy_out(self.pinned[half][:n], leaving, stream)
         self.has_left[half] = stream.record()
         return self.has_left[half]
@@ -2438,7 +2439,6 @@ class Edge:
         if self.was_read[half] and not is_direct:
             stream.wait(self.was_read[half])
         self.upstream.worker.wait(on_host)
-        # Not before: it may be for ever that a thread waits, and keeps this.
         coming = (self.downstream.model.x if is_direct else self.downstream.incoming[half])[:n]
         card.copy_in(coming, self.pinned[half][:n], stream)
         self.has_come[half] = stream.record()
@@ -2977,16 +2977,14 @@ class Planner:
     def placed(self, demand: Demand) -> Plan:
         """The Plan with the best split. How much the driver's pages waste depends on the split: where one does not fit
         on that account, another may."""
-        before, wasted = None, [0] * len(self.cards)
-        while True:
+        plan, before, wasted = None, None, [0] * len(self.cards)
+        while plan is None or not plan.fits:
             layers = place_layers(self.config, self.weights, self.cards, demand, self.costs, wasted)
             if layers == before:
-                return plan
-            plan = plan_stages(self.config, self.weights, self.cards, demand, layers)
-            if plan.fits:
-                return plan
-            before = layers
+                break
+            plan, before = plan_stages(self.config, self.weights, self.cards, demand, layers), layers
             wasted = [n + max(stage.total - stage.free, 0) for n, stage in zip(wasted, plan.stages)]
+        return plan
 
     def longest_context(self) -> int | None:
         """The most tokens of a context that fit, in whole pages; what the model was made for, at most."""
@@ -3964,7 +3962,7 @@ class Scheduler:
         self.flights[group] = Flight(batch, tokens)
 
     def _append_certain(self, group: int):
-        """One answer alone has the tokens that its grammar leaves no choice of appended, several by one decode pass,
+        """One answer alone in its group has the tokens that its grammar leaves no choice of appended, several by one decode pass,
         which gives them the same bits as a step each. Among others it would make those wait, and save nothing: a step
         reads the weights once for all of them."""
         batch = self.answering(group)
@@ -3979,11 +3977,11 @@ class Scheduler:
         self.pipeline.append([sequence.tokens[-1], *certain[:-1]], sequence.slot, start,
                              sequence.generation.n_generated + n)
         sequence.n_cached += n
-        for token in certain:
+        for i, token in enumerate(certain):
             if sequence in self.running:
+                if i == n - 1:                      # which may end the answer
+                    self._keep_decoded(sequence, sequence.n_cached)
                 self._take(sequence, None, 0, token)
-        if sequence in self.running:
-            self._keep_decoded(sequence, sequence.n_cached)
 
     def answering(self, group: int) -> list[Sequence]:
         """Who takes part in the group's next step: all but those that the step in flight brings to their end."""

@@ -75,6 +75,11 @@ def json_value(schema: dict, strict: bool = True) -> str:
         raise GrammarError("a number beyond all that computers take for finite") from None
 
 
+def is_named(keyword: str, schemas) -> bool:
+    """Whether this is a keyword whose value is schemas under names of the user's choice, `default` among them."""
+    return keyword in ("properties", "patternProperties", "$defs", "definitions") and isinstance(schemas, dict)
+
+
 def discriminated(schema):
     """A schema in which the alternatives of each oneOf require what its discriminator (OpenAPI) tells them apart by, as
     that demands of whoever writes them: pydantic leaves out what has a default."""
@@ -82,7 +87,8 @@ def discriminated(schema):
         return list(map(discriminated, schema))
     if not isinstance(schema, dict):
         return schema
-    schema = {name: one if name in LITERAL else discriminated(one) for name, one in schema.items()}
+    schema = {name: {each: discriminated(inner) for each, inner in one.items()} if is_named(name, one) else
+              one if name in LITERAL else discriminated(one) for name, one in schema.items()}
     discriminator, several = schema.get("discriminator"), schema.get("oneOf")
     name = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
     if isinstance(name, str) and isinstance(several, list) and all(isinstance(one, dict) for one in several):
@@ -99,7 +105,8 @@ def check_counts(schema: dict):
         if isinstance(one, list):
             waiting += one
         elif isinstance(one, dict):
-            waiting += [inner for name, inner in one.items() if name not in LITERAL]
+            for name, inner in one.items():
+                waiting += inner.values() if is_named(name, inner) else [] if name in LITERAL else [inner]
             required = one["required"] if isinstance(one.get("required"), list) else []
             is_open = one.get("additionalProperties") is not False or one.get("patternProperties")
             if is_open and is_within(int, one.get("minProperties"), len(required) + 1, math.inf):

@@ -94,8 +94,15 @@ ASCII = {r"\d": "0-9", r"\D": r"\x00-/:-\x{10FFFF}", r"\w": "0-9A-Z_a-z", r"\W":
 
 def in_ascii(pattern: str) -> str:
     """A regular expression with the classes of ASCII written out."""
-    return "".join(ASCII[piece] if is_class and piece in ASCII else f"[{ASCII[piece]}]" if piece in ASCII else piece
-                   for piece, is_class in pieces(pattern))
+    letters = list(pieces(pattern))
+    written = []
+    for i, (piece, is_class) in enumerate(letters):
+        if piece in ASCII:
+            piece = ASCII[piece] if is_class else f"[{ASCII[piece]}]"
+        elif piece == "-" and is_class and any(one in ASCII for one, _ in letters[max(i - 1, 0):i + 2]):
+            piece = r"\-"       # there is no range from or to a class: it stands for itself
+        written.append(piece)
+    return "".join(written)
 
 
 def pieces(pattern: str):

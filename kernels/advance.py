@@ -2,8 +2,8 @@
 
     token >= 0:  ids[row] = token, positions[row] += 1, rope[0 .. 2, row] += 1
 
-A token of -1, of a row whose logits hold a NaN, moves nothing: the row stays where it is, reads and writes memory of
-its own, and the host ends it when it sees the token.
+A token of -1 moves nothing: none has been chosen yet, or the row's logits hold a NaN. Such a row stays where it is, reads
+and writes memory of its own, and the host ends it when it sees the token.
 
     tokens, ids, positions  int32 [rows]        rope  int32 [3, rows]: time, height, width
 

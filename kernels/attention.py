@@ -49,8 +49,8 @@ cycles (ncu; fixed latencies 25 % of the samples, pipe contention 11 %, shared m
 are 1,024 warps, 1.9 per scheduler of that card, 3.8 of a CMP 100-210's. In a prompt of 18,400 tokens of a
 9B (H100, passes of up to 4,096 rows) it is 34 % too, 15 % of the time: two blocks of an SM, for their
 registers, whatever the rows. Three blocks, by 168 registers with no tile fetched ahead and half as many keys
-and rows in a product, took 525 ms of that prompt (H200) for 469 ms. dp4a on quantised keys would halve the scores' instructions on Volta and none
-on H100, for scores seven times less exact.
+and rows in a product, took 525 ms of that prompt (H200) for 469 ms. dp4a on quantised keys would halve the scores'
+instructions on Volta and none on H100, for scores seven times less exact.
 """
 
 import math

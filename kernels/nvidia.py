@@ -34,7 +34,6 @@ PCI_DEVICES = Path("/sys/bus/pci/devices")
 SUCCESS, NOT_READY = driver.CUresult.CUDA_SUCCESS, driver.CUresult.CUDA_ERROR_NOT_READY
 _prctl = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform == "linux" else None
 POLL_SECONDS, POLL_SHARE = 10e-6, 1e-3                   # between two looks at an event; of the time waited so far
-IDLE_EVENTS = 64                                         # that are kept for others
 PR_SET_TIMERSLACK, TIMER_SLACK = 29, 1000                # of Linux; ns by which it may let this thread sleep longer
 STAGED = 128 << 10                                       # bytes of pageable memory that a copy does not wait for
 
@@ -340,6 +339,7 @@ class NvidiaCard(Card):
         """Whether `event` is done, after `timeout` seconds at most. The driver knows no limit, so it is asked."""
         if timeout is None:
             self.call(driver.cuEventSynchronize, event.handle)
+            self.n_done += 1
             return True
         driver.cuCtxSetCurrent(self._context)
         start = time.monotonic()
@@ -432,6 +432,8 @@ class NvidiaEvent(Event):
     """Takes an event of the driver that another one left, if there is one: to make and destroy them are four calls, at a
     time when cards wait."""
 
+    MOST_IDLE = 64              # that are kept for others
+
     def __init__(self, stream):
         self.card = stream.card
         try:
@@ -450,7 +452,7 @@ class NvidiaEvent(Event):
 
     def __del__(self):
         if hasattr(self, "handle"):
-            if len(self.card.idle_events) < IDLE_EVENTS:
+            if len(self.card.idle_events) < self.MOST_IDLE:
                 self.card.idle_events.append(self.handle)
             else:
                 self.card.finalize("cuEventDestroy", self.handle)

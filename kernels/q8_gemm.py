@@ -93,7 +93,7 @@ run at 56.5, 65.5, 68.2 and 61.4 % of the peak, all kernels included. The goal o
      4,620   703 ms       479 ms             63 ms         602 ms: 79.6 %          98 %          80.8 %
 
 "Registers alone" is 82.5 % times the share of work in the rounds of blocks (passes of 1,160 and of 2,368 and
-2,252 rows, by `tile_time`). So 72 % takes a loop that, with its loads, stores and barriers, is within 1.5 % of one
+2,252 rows, by `tile_time`). So 72 % takes a loop that, with its loads, stores and barriers, is within 1 to 1.5 % of one
 on registers alone, where nothing but the multipliers ever waits; this one is at 93 % of it. "All but products" is the
 time by kernel at 18,400 tokens (attention 469 ms, delta rule 88, others 46), attention by the square of the length, the
 others in proportion.

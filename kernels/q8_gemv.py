@@ -68,9 +68,9 @@ rings before they wait for it (kernels/intrinsics.py, launches that overlap). On
 (Blocks that leave room for a second one gather on the SMs that are free first, and others stay idle.) The norm
 inside cost 1.2 us, a launch of its own 2.5. Since then its weights are asked for before the wait and ahead of the
 ring (else they queue behind the 70 KB of each SM's ring, 3 us of the bandwidth), and SwiGLU runs on as many SMs as
-share its units evenly: 27B 94.2, 95.0, 95.9 tokens/s (with the delta rule's prefetch, gdn_decode, 0.2). On a CMP
-100-210, where nothing overlaps, 129 launches of 2.4 us are 0.31 ms beside the 10.0 ms that the 8.3 GB of a 9B's
-token take at 829 GB/s: 3 %.
+share its units evenly: 27B 94.2, 95.0, 95.9 tokens/s (with the delta rule's prefetch, gdn_decode, 0.2); on an H200,
+whose memory may want more SMs, 128.4 became 126.5. On a CMP 100-210, where nothing overlaps, 129 launches of 2.4 us are
+0.31 ms beside the 10.0 ms that the 8.3 GB of a 9B's token take at 829 GB/s: 3 %.
 
 Tried and lost, on that H100: out, gate and up, down and inputs in one launch, with three barriers of the whole
 grid between them and the rings filled before each (89.0 us for 91.6; a barrier is 1.06 us, an empty launch 0.91,
@@ -95,8 +95,8 @@ Q4_K is 1.6 times as fast as Q8_0 where both lose 0.50 ms: (2.76 + 0.50) / (1.54
 and 3.8 us of a launch, of which an empty one that overlaps takes 0.9. Half of its bandwidth for a 0.8B leaves 2.2 us
 for each launch, which now loses 3.0. In two sets of warps of 4 columns each the weights pass from the second-level
 cache to the SMs twice: 16.6 GB in the 3.50 ms of a 9B's products with 8 columns, 4.7 TB/s, at 79 (`gemv`) and 84 %
-(SwiGLU) of the memory's bandwidth. Such a step on an H200 (2026-11-21, ms; all of it on an H100: 1,822 tokens/s, 1,838 with a set of 8 for SwiGLU and the
-head, 1,827 with one for the inputs, too):
+(SwiGLU) of the memory's bandwidth. Such a step on an H200 (2026-11-21, ms; all of it on an H100: 1,822 tokens/s, 1,838
+with a set of 8 for SwiGLU and the head, 1,827 with one for the inputs, too):
 
                                                     97 gemv     32 SwiGLU
     2 sets of 4 columns, 4 rows, 2 turns under way     1.87       1.22
@@ -336,14 +336,14 @@ Shape = namedtuple("Shape", "rows slots warps")
 
 def shape_for(card, fmt, columns, k, in_pairs=False):
     """The Shape for warps of `columns` columns of k values; in_pairs: for SwiGLU. As many turns are under way
-    as the registers of a thread hold and as divide a row: what they leave of it is not asked for ahead. A
-    processor fetches ahead by itself."""
+    as the registers of a thread hold: 4 of one row, or 2 where that leaves none of the row's turns over and 4
+    would, since what is left over is not asked for ahead. A processor fetches ahead by itself."""
     if card.kind == "emulated":
         return Shape(4 if in_pairs or columns > 2 else 2, 0, 16)
     turns = k // BLOCK // fmt.turn
     if columns > 2:
         return Shape(4, 2 if columns == 4 else 1, 16)
-    if columns == 1 and not in_pairs and fmt.words <= 6 and turns % 4 == 0:
+    if columns == 1 and not in_pairs and fmt.words <= 6 and turns % 4 != 2:
         return Shape(1, 4, 32)
     slots = 2 if turns > 1 and (fmt.words <= 6 or columns == 2) else 1
     return Shape(2, slots, 32 if columns == 1 or fmt is Q8 else 16)

@@ -178,6 +178,7 @@ STRINGS = [     # schema, values that fit, values that do not
     (TEXT | {"pattern": "."}, ["a"], ["a</parameter>\n"]),
     (TEXT | {"pattern": r"^\d+[\w-]\W$"}, ["12x-", "1_\u00e9", "1- "], ["\u0661\u0662x-", "1\u00e9-", "12xy"]),
     (TEXT | {"pattern": r"^[^\d][^\W]\D[\d-x]$"}, ["xyz1", "\u0661_\u06611", "-a-x"], ["1yz1", "x\u00e9z1", "xy11"]),
+    (TEXT | {"pattern": r"^[+-\d]+[\w-.]$"}, ["+5.", "-12-", "123"], ["/,.", "+5/"]),
     (TEXT | {"format": "date"}, ["2026-11-21"], ["2026-11-31", "tomorrow"]),
     (TEXT | {"format": "date-time"}, ["2026-11-21T08:00:00Z"], ["2026-11-21", "2026-11-21T25:00:00Z"]),
     (TEXT | {"format": "email"}, ["a.b@example.com"], ["a b@example.com", "a@"]),
@@ -437,6 +438,8 @@ def test_a_discriminator_tells_alternatives_apart():
     rules = Rules(shipped().tokenizer.tags, "content").value(schema)
     assert obeys(rules, '[{"kind": "cat", "age": 1}, {"kind": "dog", "size": 1}]') and obeys(rules, "[]")
     assert not obeys(rules, '[{"kind": "cat", "size": 1}]') and not obeys(rules, '[{"age": 1}]')
+    by_name = {"type": "object", "properties": {"default": union}, "required": ["default"], "$defs": pets}
+    assert not obeys(Rules(shipped().tokenizer.tags, "content").value(by_name), '{"default": {"age": 1}}')
     as_data = {"const": [{"oneOf": [{}], "discriminator": {"propertyName": "a"}}]}
     assert obeys(Rules({}, "content").value(as_data), json.dumps(as_data["const"]))
 
@@ -450,6 +453,8 @@ def test_the_least_number_of_names():
         schema = listed | {"additionalProperties": free.get("additionalProperties", True)} | free
         with pytest.raises(GrammarError, match="minProperties"):
             Rules({}, "content").value({"items": schema | {"minProperties": 2}})
+        with pytest.raises(GrammarError, match="minProperties"):
+            Rules({}, "content").value({"properties": {"title": schema | {"minProperties": 2}}})
         assert Rules({}, "content").value({"items": schema | {"minProperties": len(free.get("required", []))}})
 
 

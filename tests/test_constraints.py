@@ -166,6 +166,24 @@ def test_tokens_that_are_certain_have_the_bits_of_steps_of_their_own(engine, mon
     assert is_cut or np.array_equal(logits, want_logits)
 
 
+def test_a_page_that_is_full_with_the_last_certain_token_is_kept(engine, monkeypatch):
+    grammar = LLMatcher.grammar_from_regex(f"({WORDS}){{2}}")
+
+    def reused(n):
+        """Tokens that a next turn need not process, of a prompt of n."""
+        engine.clear_cache()
+        ids = list(range(5, 5 + n))
+        answer = [event.token_id for event in engine.submit(qengine.Request(ids, max_tokens=300, grammar=grammar))]
+        after = engine.submit(qengine.Request([*ids, *answer, 9, 9], max_tokens=1))
+        after.wait()
+        return len(answer), after.n_cached
+
+    n = 2 * qengine.PAGE_TOKENS + 1 - reused(5)[0]          # the last token of an answer is not processed
+    cached = [reused(n + i)[1] for i in range(2)]
+    monkeypatch.setattr(qengine, "LEAST_CERTAIN", 1000)
+    assert cached == [reused(n + i)[1] for i in range(2)] and cached[0] == 2 * qengine.PAGE_TOKENS
+
+
 def test_what_is_certain_is_decoded_one_by_one_where_each_counts(engine, monkeypatch):
     """Where its log-probability is asked for or a penalty has to know of it, and among other answers."""
     monkeypatch.setattr(qengine.Pipeline, "append", None)       # so that it would fail

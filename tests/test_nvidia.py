@@ -214,6 +214,13 @@ def test_small_copies_are_read_when_they_are_given(fake_card, monkeypatch):
         assert (fake_card.download(array) == i).all()
 
 
+@pytest.mark.parametrize("timeout", [None, 1])
+def test_what_was_waited_for_is_progress(fake_card, timeout):
+    before = fake_card.n_done
+    fake_card._await(fake_card.default_stream.record(), timeout)
+    assert fake_card.n_done == before + 1
+
+
 def test_what_the_host_asks_of_the_driver_for_a_token(fake_card, monkeypatch):
     """The worker: one replay and one copy of the tokens; each 64 tokens a checkpoint and a page. Others wait for the copy
     alone."""
