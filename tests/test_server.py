@@ -562,9 +562,11 @@ def test_a_card_that_fails(engine, client, port, monkeypatch):
 
 
 def test_after_a_failure_everything_is_503_and_says_why(engine, port, monkeypatch):
+    monkeypatch.setattr(engine.scheduler, "fault", qengine.Fault(None, "a mistake", 86400.5))
     monkeypatch.setattr(engine.scheduler, "error", "the card fell off the bus")
     status, _, body = send(port, "GET", "/health")
-    assert (status, body) == (503, {"status": "error", "error": "the card fell off the bus"})
+    assert (status, body) == (503, {"status": "error", "error": "the card fell off the bus",
+                                    "since": "1970-01-02T00:00:00+00:00"})
     for answer in (send(port, "GET", "/v1/models"), send(port, "POST", TEXT, {"prompt": "hi"}),
                    send(port, "POST", CHAT, {"messages": [HI]})):
         assert_error(answer, 503)
@@ -573,7 +575,7 @@ def test_after_a_failure_everything_is_503_and_says_why(engine, port, monkeypatc
 
 def test_health_says_which_card_failed_and_since_when(engine, port, monkeypatch):
     monkeypatch.setattr(engine.scheduler, "error", "the engine has stopped: cuda:1 fell off the bus")
-    monkeypatch.setattr(engine.pipeline, "fault", qengine.Fault("cuda:1", "cuda:1 fell off the bus", 86400.5))
+    monkeypatch.setattr(engine.scheduler, "fault", qengine.Fault("cuda:1", "cuda:1 fell off the bus", 86400.5))
     status, _, body = send(port, "GET", "/health")
     assert (status, body) == (503, {"status": "error", "error": "the engine has stopped: cuda:1 fell off the bus",
                                     "card": "cuda:1", "since": "1970-01-02T00:00:00+00:00"})
