@@ -2472,6 +2472,16 @@ def choose_rows(start: int, end: int, limit: int, n_stages: int, slowest, last: 
     return min(rows for rows in sizes if found[rows] <= PASS_TOLERANCE * min(found.values()))
 
 
+def passes_over(n: int, rows_of):
+    """(start, tokens) of the passes over a prompt of n tokens; rows_of(start, last): tokens of the one that begins there,
+    behind one of `last` tokens."""
+    start = rows = 0
+    while start < n:
+        rows = rows_of(start, rows)
+        yield start, rows
+        start += rows
+
+
 def attention_seconds(config: Config, n_layers: int, speed: probe.Speed) -> float:
     """What a token before it adds to the time of a token of a prompt, in so many layers of attention."""
     return n_layers * 4 * config.query_dim / speed.half2 / ATTENTION_SHARE
@@ -2996,12 +3006,9 @@ class Planner:
 
     def passes(self, n: int) -> list[tuple[int, int]]:
         """(start, tokens) of the passes over a prompt of n tokens, as the engine makes them."""
-        slowest, start, rows, found = slowest_seconds(self.plan.on_paper), 0, 0, []
-        while start < n:
-            rows = choose_rows(start, n, self.plan.chunk, len(self.cards), slowest, rows)
-            found.append((start, rows))
-            start += rows
-        return found
+        slowest = slowest_seconds(self.plan.on_paper)
+        return list(passes_over(n, lambda start, last: choose_rows(
+            start, n, self.plan.chunk, len(self.cards), slowest, last)))
 
     def prompt_schedule(self, n: int, with_hops: bool = True) -> Schedule:
         """What is expected of a prompt of n tokens; without hops: as if links were infinitely fast."""
@@ -3962,9 +3969,9 @@ class Scheduler:
         self.flights[group] = Flight(batch, tokens)
 
     def _append_certain(self, group: int):
-        """One answer alone in its group has the tokens that its grammar leaves no choice of appended, several by one decode pass,
-        which gives them the same bits as a step each. Among others it would make those wait, and save nothing: a step
-        reads the weights once for all of them."""
+        """One answer alone in its group has the tokens that its grammar leaves no choice of appended, several by one
+        decode pass, which gives them the same bits as a step each. Among others it would make those wait, and save
+        nothing: a step reads the weights once for all of them."""
         batch = self.answering(group)
         if len(batch) != 1 or batch[0].n_certain(self.n_ctx) < LEAST_CERTAIN:
             return
@@ -3977,11 +3984,12 @@ class Scheduler:
         self.pipeline.append([sequence.tokens[-1], *certain[:-1]], sequence.slot, start,
                              sequence.generation.n_generated + n)
         sequence.n_cached += n
-        for i, token in enumerate(certain):
+        for token in certain[:-1]:
             if sequence in self.running:
-                if i == n - 1:                      # which may end the answer
-                    self._keep_decoded(sequence, sequence.n_cached)
                 self._take(sequence, None, 0, token)
+        if sequence in self.running:
+            self._keep_decoded(sequence, sequence.n_cached)     # before the last one, which may end the answer
+            self._take(sequence, None, 0, certain[-1])
 
     def answering(self, group: int) -> list[Sequence]:
         """Who takes part in the group's next step: all but those that the step in flight brings to their end."""
@@ -4651,12 +4659,9 @@ class Bench:
 
     def chunks(self, n: int):
         """(start, token ids) of the passes of a random prompt of n tokens."""
-        ids, start, rows, chunks = self.random.integers(0, self.engine.config.n_vocab, n).tolist(), 0, 0, []
-        while start < n:
-            rows = self.pipeline.pass_rows(start, n, self.engine.chunk, rows)
-            chunks.append((start, ids[start:start + rows]))
-            start += rows
-        return chunks
+        ids = self.random.integers(0, self.engine.config.n_vocab, n).tolist()
+        return [(start, ids[start:start + rows]) for start, rows in passes_over(
+            n, lambda start, last: self.pipeline.pass_rows(start, n, self.engine.chunk, last))]
 
     def prompt(self, n: int, slot: int = 0) -> float:
         """Seconds of a prompt of n tokens with its first answer token."""

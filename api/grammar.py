@@ -26,7 +26,7 @@ STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator":
 # What says nothing of a value, and would make two values of one kind differ.
 ANNOTATIONS = "title", "description", "examples", "default"
 LITERAL = "enum", "const", *ANNOTATIONS         # whose values are no schemas
-
+NAMED = "properties", "patternProperties", *DEFINITIONS         # whose values are schemas by names, `default` among them
 
 # What says of all arguments together what the XML form cannot see to.
 OF_ALL_ARGUMENTS = BY_SCHEMAS | {
@@ -75,9 +75,14 @@ def json_value(schema: dict, strict: bool = True) -> str:
         raise GrammarError("a number beyond all that computers take for finite") from None
 
 
-def is_named(keyword: str, schemas) -> bool:
-    """Whether this is a keyword whose value is schemas under names of the user's choice, `default` among them."""
-    return keyword in ("properties", "patternProperties", "$defs", "definitions") and isinstance(schemas, dict)
+def mapped(schema: dict, change) -> dict:
+    """A schema with change(value) for each value that is or holds schemas."""
+    def changed(keyword, value):
+        if keyword in NAMED and isinstance(value, dict):
+            return {name: change(inner) for name, inner in value.items()}
+        return value if keyword in LITERAL else change(value)
+
+    return {keyword: changed(keyword, value) for keyword, value in schema.items()}
 
 
 def discriminated(schema):
@@ -87,8 +92,7 @@ def discriminated(schema):
         return list(map(discriminated, schema))
     if not isinstance(schema, dict):
         return schema
-    schema = {name: {each: discriminated(inner) for each, inner in one.items()} if is_named(name, one) else
-              one if name in LITERAL else discriminated(one) for name, one in schema.items()}
+    schema = mapped(schema, discriminated)
     discriminator, several = schema.get("discriminator"), schema.get("oneOf")
     name = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
     if isinstance(name, str) and isinstance(several, list) and all(isinstance(one, dict) for one in several):
@@ -105,8 +109,7 @@ def check_counts(schema: dict):
         if isinstance(one, list):
             waiting += one
         elif isinstance(one, dict):
-            for name, inner in one.items():
-                waiting += inner.values() if is_named(name, inner) else [] if name in LITERAL else [inner]
+            mapped(one, waiting.append)
             required = one["required"] if isinstance(one.get("required"), list) else []
             is_open = one.get("additionalProperties") is not False or one.get("patternProperties")
             if is_open and is_within(int, one.get("minProperties"), len(required) + 1, math.inf):
