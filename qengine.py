@@ -35,6 +35,7 @@ import bisect
 import codecs
 import collections
 import contextlib
+import copy
 import dataclasses
 import datetime
 import functools
@@ -1292,7 +1293,12 @@ class Rows:
     positions: Array        # [n] index in the slot's sequence
     rope: Array             # [3, n] time, height, width
     marks: tuple = ()       # of a prefill pass: (n rows, slot, row of the states that keeps the slot's after them)
+    lane: "Lane | None" = None      # of a part of a prefill pass that runs beside the others
     each: tuple = ()        # of a decode pass over one slot: its rows one by one, as a layer's states take them
+
+    def turn(self):
+        """Surrounds what reads and changes the states, or the keys and values, of a layer."""
+        return self.lane.turn() if self.lane else contextlib.nullcontext()
 
     def in_turn(self):
         """(first row, rows) of a decode pass that the states of a layer take at once, in their order."""
@@ -1307,14 +1313,59 @@ class Rows:
             start = end
 
 
+class Lane:
+    """A part of a prompt's pass, in a stream of its own. Where one of its kernels leaves the card partly idle, in the last
+    round of its blocks of threads or all the time, those of other parts run. In each layer a part waits for the states,
+    or the keys and values, that the part before leaves there; nothing else joins them.
+
+    On an H100 (2026-11-21, 9B in Q8_0, per cent of the dp4a peak) prompts of so many tokens ran at
+                                            256     297     384     512     768   1,024   1,160   2,048   4,620
+        in one lane                        57.8    56.5    60.3    64.3    66.2    67.0    65.4    68.7    68.2
+        in lanes of 128                    59.4    56.1    65.6    67.5
+        in lanes of 256 (1,160: 256 to     57.8            62.8    68.9    70.7    71.8    71.6            68.5
+            320, and the last 8)
+        in 4 lanes at most                                 60.1    68.2    70.7    71.8    71.3    73.0    71.6
+    so that lanes of 256 rows, and of more where there would be more than 4, lose little. Queued one part after the other
+    instead of layer by layer 1,024 tokens reached 70.0, as the first lane was ahead by what the host takes, though 4,620
+    in three lanes 72.0, not 71.2; with larger priorities for later lanes 1,160 reached 67 to 68, for earlier ones 66.
+    """
+
+    def __init__(self, stream, before: "Lane | None"):
+        self.stream, self.before = stream, before
+        self.left = []          # the events after which the layers are as the next part wants them
+
+    def queue(self, steps):
+        """Goes on with the generator `steps`, whose work goes to the lane's stream, at each step of its own."""
+        while True:
+            with self.stream.card.on(self.stream):
+                if next(steps, None) is None:
+                    return
+            yield
+
+    @contextlib.contextmanager
+    def turn(self):
+        """See `Rows.turn`. The part before must have come to the same layer."""
+        if self.before:
+            self.stream.wait(self.before.left[len(self.left)])
+        yield
+        self.left.append(self.stream.record())
+
+
 class Activation:
     """Rows on their way into projections of input size k, in the forms that the matrices read."""
 
-    def __init__(self, card: Card, rows: int, k: int):
-        self.k = k
-        self.x = card.alloc((rows, k), np.float32, f"activation {k}")
-        self.q = card.alloc((rows, k), np.int8, f"activation {k} quants")
-        self.d = card.alloc((rows, k // 32), np.float32, f"activation {k} scales")
+    def __init__(self, k: int, x: Array, q: Array, d: Array):
+        self.k, self.x, self.q, self.d = k, x, q, d
+
+    @classmethod
+    def allocate(cls, card: Card, rows: int, k: int) -> "Activation":
+        return cls(k, card.alloc((rows, k), np.float32, f"activation {k}"),
+                   card.alloc((rows, k), np.int8, f"activation {k} quants"),
+                   card.alloc((rows, k // 32), np.float32, f"activation {k} scales"))
+
+    def behind(self, start: int) -> "Activation":
+        """The memory of the rows from `start` on."""
+        return Activation(self.k, self.x[start:], self.q[start:], self.d[start:])
 
 
 class Model:
@@ -1358,28 +1409,53 @@ class Model:
         self.factors = card.alloc(gdn.factors_shape(rows, c.n_value_heads), np.float32, "delta rule factors")
         self.q = card.alloc((rows, c.n_heads, c.head_dim), np.float16, "rotated query")
         self.attended = floats("attention output", c.query_dim)
-        self.activations = {k: Activation(card, rows, k) for k in {c.hidden_dim, c.value_dim, c.query_dim}}
-        self.inner = Activation(card, rows, c.ffn_dim)  # of the MLP, whose kernel reads and writes activations
+        sizes = {c.hidden_dim, c.value_dim, c.query_dim}
+        self.activations = {k: Activation.allocate(card, rows, k) for k in sizes}
+        self.inner = Activation.allocate(card, rows, c.ffn_dim)     # of the MLP, whose kernel reads and writes activations
         self.partials = card.alloc(attend_decode.partials_shape(n_slots, c.n_heads), np.float32, "attention partials")
         self.arrived = card.zeros((n_slots, c.n_kv_heads), np.uint32, "attention blocks that have arrived")
         if self.head is not None:
             self.logits = card.alloc((max(n_slots, HEAD_ROWS), c.n_vocab), np.float32, "logits")
+        self.views = {}             # see `behind`; kept, since arrays know what launches ask of them
+
+    def behind(self, start: int) -> "Model":
+        """This model with the scratch memory of rows from `start` on, a multiple of 64: for a part of a pass."""
+        if start == 0:
+            return self
+        if start not in self.views:
+            self.views[start] = self._behind(start)
+        return self.views[start]
+
+    def _behind(self, start: int) -> "Model":
+        part = copy.copy(self)
+        part.views = None           # or they would hold each other
+        part.x, part.projected = self.x[start:], self.projected[start * self.stride:]
+        part.mixed, part.o = self.mixed[start:], self.o[start:]
+        part.factors = self.factors[start // gdn.GROUP:]
+        part.q, part.attended = self.q[start:], self.attended[start:]
+        part.activations = {k: activation.behind(start) for k, activation in self.activations.items()}
+        part.inner = self.inner.behind(start)
+        return part
 
     def forward(self, rows: Rows, cache: "Cache", tap=None):
         """Runs the layers over the rows; the result is in `x`. `tap(name, array)` is called after every layer."""
+        for name in self.steps(rows, cache):
+            if tap:
+                tap(name, self.x)
+
+    def steps(self, rows: Rows, cache: "Cache"):
+        """What `forward` does, layer by layer: yields the name of each when its work is queued."""
         if self.first_layer == 0:
             table = self.embeddings
             embedding.embed(self.card, table.format, self.x, rows.ids, table.values, table.scales, rows.n, table.k)
-            if tap:
-                tap("embedding", self.x)
+            yield "embedding"
         for index, layer in enumerate(self.layers, self.first_layer):
             if isinstance(layer, LinearLayer):
                 self.linear_attention(rows, layer, cache.recurrent[index])
             else:
                 self.attention(rows, layer, cache.pages[index], cache.block_table)
             self.mlp(rows, layer.mlp)
-            if tap:
-                tap(f"layer {index}", self.x)
+            yield f"layer {index}"
 
     def linear_attention(self, rows: Rows, layer: LinearLayer, state: "RecurrentState"):
         card, c, projected, stride = self.card, self.config, self.projected, layer.inputs.stride
@@ -1395,14 +1471,15 @@ class Model:
                 else:
                     gdn_decode.gdn_decode(card, u.x[row:], *inputs)
         else:
-            for start, end, slot, kept in rows.parts():
-                n, mixed, columns = end - start, self.mixed[start:], projected[start * stride:]
-                conv.conv_silu(card, mixed, columns, stride, state.conv, layer.conv, rows.slots[start:],
-                               rows.positions[start:], n, c.conv_dim)
-                gdn.gdn_prefill(card, self.o[start:], state.memory, self.factors, mixed, columns, stride, *constants,
-                                rows.slots[start:], n, *heads)
-                if kept is not None:
-                    state.copy(card, kept, slot)
+            with rows.turn():
+                for start, end, slot, kept in rows.parts():
+                    n, mixed, columns = end - start, self.mixed[start:], projected[start * stride:]
+                    conv.conv_silu(card, mixed, columns, stride, state.conv, layer.conv, rows.slots[start:],
+                                   rows.positions[start:], n, c.conv_dim)
+                    gdn.gdn_prefill(card, self.o[start:], state.memory, self.factors, mixed, columns, stride, *constants,
+                                    rows.slots[start:], n, *heads)
+                    if kept is not None:
+                        state.copy(card, kept, slot)
             inputs = self.o, projected[c.conv_dim:], stride, layer.out_norm, rows.n, c.n_value_heads, c.norm_eps
             if layer.out.is_quantized:
                 norm.gated_norm_quantize(card, u.q, u.d, *inputs)
@@ -1426,13 +1503,14 @@ class Model:
         else:
             rope.norm_rope_q(card, self.q, projected, stride, layer.q_norm, *rotary, rows.n, c.n_heads,
                              c.rope_sections, c.norm_eps)
-            kv_cache.store_kv(card, pages.k, pages.v, projected, stride, *columns, layer.k_norm, *rotary, *places,
-                              rows.n, c.n_kv_heads, c.rope_sections, c.norm_eps)
+            with rows.turn():
+                kv_cache.store_kv(card, pages.k, pages.v, projected, stride, *columns, layer.k_norm, *rotary, *places,
+                                  rows.n, c.n_kv_heads, c.rope_sections, c.norm_eps)
             attention.attend_prefill(card, self.attended, self.q, projected, stride, pages.k, pages.v, *places, *sizes)
             if layer.out.is_quantized:
                 quantize.quantize_q8(card, u.q, u.d, self.attended, rows.n, u.k)
             else:
-                card.copy(u.x, self.attended)
+                card.copy(u.x[:rows.n], self.attended[:rows.n])
         self.project(rows, self.x, layer.out, u, add=True)
 
     def mlp(self, rows: Rows, layer: MLP):
@@ -1491,7 +1569,7 @@ class Model:
             elif rows.is_decode:
                 q8_gemv.gemv(card, matrix.decoder, *arguments)
             else:
-                q8_gemm.gemm(card, FORMATS[matrix.format], *arguments)
+                q8_gemm.gemm(card, FORMATS[matrix.format], *arguments, beside=rows.lane is not None)
         else:
             product = float_matmul.gemv_float if rows.is_decode else float_matmul.gemm_float
             product(card, y, stride, matrix.values, u.x, n, k, rows.n, add)
@@ -1942,6 +2020,8 @@ def checkpoint_positions(tokens: list[int], turn: int | None, start: int, known:
 # may wait for tasks that were posted before it, to other workers, too, and thus for none that waits for it.
 
 CHECKED_WEIGHTS = 1 << 22   # of one matrix that is compared with NumPy's product, see `Engine.use`
+LANES = 4                   # parts of a prompt's pass that run beside each other, at most,
+LANE_ROWS = 256             # and of about so many rows at least: see `Lane`
 QUEUEING = 100e-6           # seconds of the host for a hop beside the layers, about
 DEADLINE = 120.0            # seconds after which a card is broken that somebody waits for and that does nothing
 LOOKS = 20                  # at whether it does something, in that time
@@ -2135,6 +2215,7 @@ class Stage:
             for name, is_there in (("incoming", layers.start > 0), ("outgoing", self.hands_on)))
         self.entry = self.exit = None   # the Edges to the stages beside, see `Pipeline`
         self.cache = None       # see `allocate`
+        self.lanes = [card.stream(f"lane {i}") for i in range(LANES + 1)]       # one for rows that fill no page
         self.recordings = {}    # (name of what was recorded, *its arguments) -> Recording
         self.pass_time = functools.cache(self.pass_time)
 
@@ -2154,9 +2235,20 @@ class Stage:
         in_time = max(int(PASS_SECONDS * probe.dot_speed(self.card) / self.row_operations), PAGE_TOKENS)
         return min(max(fitting, CHUNK), in_time, LARGEST_CHUNK) // PAGE_TOKENS * PAGE_TOKENS
 
+    def lane_rows(self, n: int) -> list[int]:
+        """The rows of each lane of a pass of n rows, see `Lane`. Rows that fill no page have a lane to themselves: in
+        smaller tiles they take less. The processors of an emulated card are never partly idle: one lane."""
+        n_lanes = 1 if self.card.kind == "emulated" else min((n + LANE_ROWS // 2) // LANE_ROWS, LANES)
+        if n_lanes < 2:
+            return [n]
+        pages, rest = divmod(n, PAGE_TOKENS)
+        sizes = [PAGE_TOKENS * (pages * (i + 1) // n_lanes - pages * i // n_lanes) for i in range(n_lanes)]
+        return sorted(sizes, reverse=True) + [rest] * (rest > 0)
+
     def pass_time(self, rows: int) -> int:
         """How long the products of a pass take, to compare with others on the card (0 rows: nothing)."""
-        return sum(count * q8_gemm.relative_time(self.card, n, k, rows) for (n, k), count in self.products.items()
+        lanes = self.lane_rows(rows)
+        return sum(count * q8_gemm.relative_time(self.card, n, k, lanes) for (n, k), count in self.products.items()
                    ) if rows else 0
 
     def pass_seconds(self, rows: int) -> float:
@@ -2317,8 +2409,31 @@ class Stage:
         self.cache.save(0, 0)
 
     def launch_prompt(self, n: int, marks=(), tap=None):
-        rows = dataclasses.replace(rows_of(self.inputs, n, is_decode=False), marks=marks)
-        self.model.forward(rows, self.cache, tap)
+        """A pass over the n rows of the inputs; with a tap, which sees all rows at once, in one lane."""
+        lanes = self.lane_rows(n)
+        if tap or len(lanes) == 1:
+            self.model.forward(self.rows_from(0, n, n, marks), self.cache, tap)
+            return
+        begin, lane, queued = self.card.default_stream.record(), None, []
+        for (start, rows), stream in zip(with_starts(lanes), self.lanes):
+            stream.wait(begin)
+            lane = Lane(stream, lane)
+            part = dataclasses.replace(self.rows_from(start, rows, n, marks), lane=lane)
+            queued.append(lane.queue(self.model.behind(start).steps(part, self.cache)))
+        for _ in zip(*queued):          # layer by layer: no lane waits until another's part is queued whole
+            pass
+        for stream in self.lanes[:len(lanes)]:
+            self.card.default_stream.wait(stream.record())
+
+    def launch_lanes_in_turn(self, n: int):
+        """The same, one lane after the other, for a recording, which knows one stream."""
+        for start, rows in with_starts(self.lane_rows(n)):
+            self.model.behind(start).forward(self.rows_from(start, rows, n), self.cache)
+
+    def rows_from(self, start: int, rows: int, n: int, marks=()) -> Rows:
+        """`rows` of the n rows of the inputs, from `start` on."""
+        inside = tuple((end - start, slot, kept) for end, slot, kept in marks if start < end <= start + rows)
+        return dataclasses.replace(rows_of(self.inputs[start:], n, is_decode=False), n=rows, marks=inside)
 
     def launch_in_turn(self, n: int):
         rows = rows_of(self.inputs, n, is_decode=True)
@@ -2357,6 +2472,11 @@ def check_product(card: Card, product, n: int, k: int, rows: int, add: bool):
         raise ValueError(f"{product.__name__}, {where}: {what}") from error
 
 
+def with_starts(sizes: list[int]):
+    """(start, size) of parts that lie one behind the other."""
+    return zip(itertools.accumulate(sizes, initial=0), sizes)
+
+
 INPUTS = 7                  # numbers of a row: id, slot, position, its three in space and time, and the token chosen last
 
 
@@ -2374,7 +2494,8 @@ def chosen_of(inputs: Array, n: int) -> Array:
 def set_rows(inputs: Array, ids, slots, positions, in_turn=False):
     """Fill what `rows_of` reads (lists of the same length), and behind it what `chosen_of` does: no tokens are chosen
     yet. in_turn: behind it the same for each row alone."""
-    table = np.array([ids, slots, positions, positions, positions, positions], np.int32)
+    table = np.empty((6, len(ids)), np.int32)
+    table[0], table[1], table[2:] = ids, slots, positions
     behind = table.T.reshape(-1) if in_turn else np.full(len(ids), -1, np.int32)
     packed = np.concatenate([table.reshape(-1), behind])
     inputs.card.copy_in(inputs[:packed.size], packed)
@@ -2735,7 +2856,7 @@ def schedule(passes: list, hops: list) -> Schedule:
     return Schedule([list(zip(*times)) for times in zip(starts, ends)])
 
 
-PEAK_SHARE = 0.7            # of a card's peak in the times of a plan, which only tell what is slower than what
+PEAK_SHARE = 0.75           # of a card's peak in the times of a plan, which only tell what is slower than what
 ATTENTION_SHARE = 0.32      # of the half2 peak: 27B on an H200, passes of 768
 
 
@@ -3301,7 +3422,7 @@ LARGEST_CHUNK = 4096        # the same on a real card, which more rows fill bett
 CHUNK_SHARE = 8             # if they take no more than 1 / 8 of the memory that weights and a context leave
 PASS_SECONDS = 0.5          # and if their products take no longer at the peak of the card; 1.4 times that is usual
 PASS_TOLERANCE = 1.005      # with 1.02, 27B on two H200 got passes of 384 where 512 were 2 % faster
-PRODUCT_SECONDS = 43e-6     # that one more pass costs for each of its products: 5.5 ms for the 128 of 9B on an H200
+PRODUCT_SECONDS = 100e-6    # that one more pass costs for each of its products: 27B on two H200, see `choose_rows`
 RUNNING_CHUNK = 512         # at most while answers are running, which wait for it
 CERTAIN_ROWS = 8            # tokens that a grammar leaves no choice of, in one decode pass at most,
 LEAST_CERTAIN = 3           # and at least: the pass waits for what is in flight
@@ -4702,7 +4823,7 @@ class Bench:
     def chunk(self, stage: Stage, start: int, ids: list[int]):
         """A function that queues the launches of a stage's pass over `ids`, whose inputs are on the card."""
         set_rows(stage.inputs, ids, [0] * len(ids), range(start, start + len(ids)))
-        return functools.partial(stage.launch_prompt, len(ids))
+        return functools.partial(stage.launch_lanes_in_turn, len(ids))
 
     def decode(self, context: int) -> Speed:
         """The Speed of the batch from a context on."""

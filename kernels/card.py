@@ -8,8 +8,8 @@
     y = card.download(x)
 
 Order. Operations given to one stream run in the order given; operations of two streams are ordered by events
-alone. `stream=None` means the card's default stream, a stream like any other. `upload` and `zeros` are done
-when they return, `download` waits for its stream; everything else is asynchronous. There is no current card:
+alone. `stream=None` means the card's default stream, a stream like any other; within `with card.on(stream):` it
+means that stream, for the thread that is there. `upload` and `zeros` are done when they return, `download` waits for its stream; everything else is asynchronous. There is no current card:
 every Array belongs to one Card, and two Cards in one process, used from any thread, do not know of each
 other.
 
@@ -146,6 +146,8 @@ memory.
             start, stop, step = index.indices(rows)
             if step != 1:
                 raise IndexError(f"slices of a card's array have step 1, not {step}")
+            if (start, stop) == (0, rows):
+                return self                              # and what is known of it
             shape = (max(stop - start, 0), *self.shape[1:])
         else:
             start, shape = range(rows)[index], self.shape[1:]
@@ -283,6 +285,7 @@ class Card:
         self._replaced = ()                              # instructions, see `replace`
         self._recording = None
         self._collecting = {}                            # thread -> what its launches need
+        self._streams = {}                               # thread -> the stream that it is `on`
 
     def __repr__(self):
         return f"<{self.describe()}>"
@@ -502,6 +505,20 @@ class Card:
             self._recording = None
             self._end_recording(recording)
 
+    @contextmanager
+    def on(self, stream):
+        """Whatever this thread gives the card inside, and does not name a stream for, goes to `stream`."""
+        thread = threading.get_ident()
+        before = self._streams.get(thread)
+        self._streams[thread] = stream
+        try:
+            yield
+        finally:
+            if before is None:
+                del self._streams[thread]
+            else:
+                self._streams[thread] = before
+
     def span(self, name):
         """Surrounds what belongs together on the default stream; a trace shows it (kernels/trace.py)."""
         return nullcontext()
@@ -512,6 +529,8 @@ class Card:
             raise CardError(f"{self.name} cannot use a stream of {stream.card.name}")
         recording = self._recording
         if recording is None or recording.thread != threading.get_ident():
+            if stream is None and self._streams:
+                stream = self._streams.get(threading.get_ident())
             return self.default_stream if stream is None else stream
         if outside:
             raise CardError(f"{outside} cannot be recorded")

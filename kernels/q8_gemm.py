@@ -418,6 +418,7 @@ def pipelined_kernel(format, rows, blocks_per_sm):
 
 # Rows per warp -> registers for so many blocks of threads on an SM.
 TILES = {16: 3, 15: 3, 10: 3, 8: 3, 4: 4}
+BESIDE = 0.93  # of a block's time where products of several parts fill an SM
 
 
 @cache
@@ -426,23 +427,36 @@ def pipelined(format, rows):
     return pipelined_kernel(format, rows, TILES[rows])
 
 
+def tile_work(card, n, rows, each):
+    """The time that the blocks of threads of a product take of each SM, with `each` rows per warp, per weight of a row, in
+    the time of one row of a warp: its rows and about two more, for the weights; 7 rows at least, since fewer do not
+    cover the latency of memory."""
+    n_blocks = -(-n // TILE_N) * -(-rows // (WARPS * each))
+    return n_blocks / card.n_sms * (max(each, 7) + 2)
+
+
 def tile_time(card, n, rows, each):
-    """How long a product takes with `each` rows per warp, per weight of a row, in the time of one row of a warp. Every SM
-    makes so many blocks of threads, and each takes as long as its rows and about two more, for the weights; 7 rows at
-    least: fewer do not cover the latency of memory. Until the first and after the last some 3 rows' time is lost."""
+    """How long the product takes by itself: every SM makes so many blocks, the last round of which takes as long as any.
+    Until the first and after the last some 3 rows' time is lost."""
     n_blocks = -(-n // TILE_N) * -(-rows // (WARPS * each))
     return -(-n_blocks // card.n_sms) * (max(each, 7) + 2) + 3
 
 
-def rows_per_warp(card, n, rows):
-    """The rows per warp that finish first."""
-    return min(TILES, key=lambda each: tile_time(card, n, rows, each))
+def rows_per_warp(card, n, rows, beside=False):
+    """The rows per warp that finish first or, `beside` other kernels, which take the SMs that the last round leaves idle,
+    leave them the most time."""
+    time = tile_work if beside else tile_time
+    return min(TILES, key=lambda each: time(card, n, rows, each))
 
 
-def relative_time(card, n, k, rows):
-    """How long a product of `rows` rows takes, to compare with others on the same card. A unit is 1.15 ns on an H200, for
-    4096 or 12288 columns and 297 to 4096 rows within 2 %."""
-    return k * tile_time(card, n, rows, rows_per_warp(card, n, rows))
+def relative_time(card, n, k, parts):
+    """How long a product takes of as many rows as the parts have together, one beside the other, to compare with others on
+    the same card. A unit is 1.15 ns on an H200, for 4096 or 12288 columns and 297 to 4096 rows within 2 %."""
+    if len(parts) == 1:
+        rows, = parts
+        return k * tile_time(card, n, rows, rows_per_warp(card, n, rows))
+    work = sum(tile_work(card, n, rows, rows_per_warp(card, n, rows, beside=True)) for rows in parts)
+    return k * (work * BESIDE + 3)
 
 
 def _launch(card, kernel, grid, block, y, stride, wq, wd, xq, xd, n, k, rows, add, stream):
@@ -463,11 +477,11 @@ def gemm_tiled(card, y, stride, wq, wd, xq, xd, n, k, rows, add=False, stream=No
     _launch(card, gemm_tiled_kernel, grid, (32, 8), y, stride, wq, wd, xq, xd, n, k, rows, add, stream)
 
 
-def gemm(card, format, y, stride, wq, wd, xq, xd, n, k, rows, add=False, stream=None):
+def gemm(card, format, y, stride, wq, wd, xq, xd, n, k, rows, add=False, stream=None, beside=False):
     """y <- (y +) x . w^T with weights (wq, wd) [n, k] of a format of kernels/formats.py and x = (xq int8 [rows, k],
     xd float32 [rows, k / 32]). y: float32, n numbers of a row, `stride` from one row to the next, which is n or
-    more where several products write side by side. Never allocates."""
-    each = rows_per_warp(card, n, rows)
+    more where several products write side by side. beside: as `rows_per_warp`. Never allocates."""
+    each = rows_per_warp(card, n, rows, beside)
     grid = (-(-n // TILE_N), -(-rows // (WARPS * each)))
     arrays = (a.reshape(-1) for a in (y, wq, as_words(wd), xq, xd))
     card.launch(pipelined(format, each), grid, (32, WARPS), *arrays, n, k, rows, stride, add, stream=stream)

@@ -304,6 +304,30 @@ def test_events_order_streams(card):
     np.testing.assert_array_equal(back, numbers() * 2)
 
 
+def test_what_names_no_stream_goes_to_the_one_that_the_thread_is_on(card):
+    streams, kept = [card.stream(name) for name in "ab"], []
+    for stream in streams:
+        stream.keep = lambda name, values, stream=stream: kept.append(stream)
+    x, y = card.zeros(N, "float32"), card.zeros(N, "float32")
+
+    def launch(**options):
+        card.launch(add_scaled, 4, 256, x, y, N, 1.0, **options)
+
+    with card.on(streams[0]):
+        launch()
+        with card.on(streams[1]):
+            launch()
+        launch(stream=streams[1])
+        card.copy(y, x)
+        other = threading.Thread(target=launch)     # which is on none
+        other.start()
+        other.join()
+    launch()
+    assert kept == [streams[0], streams[1], streams[1], streams[0]]
+    for stream in streams:
+        stream.synchronize()
+
+
 def test_streams_that_wait_for_each_other(card):
     """Double buffering: each stream waits for the other's last step, again and again."""
     a, b = card.stream("a"), card.stream("b")

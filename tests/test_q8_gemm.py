@@ -68,6 +68,16 @@ def test_tiles_fill_the_card():
     assert q8_gemm.rows_per_warp(card, 4096, 64) == q8_gemm.rows_per_warp(card, 1024, 8) == 4
 
 
+def test_tiles_beside_other_kernels_are_those_of_least_work():
+    """What the last round of blocks leaves idle is not lost then."""
+    card = SimpleNamespace(n_sms=132)
+    assert {q8_gemm.rows_per_warp(card, n, 64 * pages, beside=True) for n in (1024, 4096) for pages in (1, 3, 9)} == {16}
+    assert [q8_gemm.rows_per_warp(card, 4096, rows, beside=True) for rows in (8, 30, 40, 60)] == [4, 8, 10, 15]
+    for rows in 512, 1152, 4096:
+        lanes = [rows // 2] * 2
+        assert q8_gemm.relative_time(card, 4096, 4096, lanes) < q8_gemm.relative_time(card, 4096, 4096, [rows])
+
+
 SIGNATURE = ("float32[1]", "int8[1]", "uint16[1]", "int8[1]", "float32[1]", *["uint32"] * 4, "bool")
 
 
