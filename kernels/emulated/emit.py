@@ -103,6 +103,18 @@ class Code:
         text = f"call {result} @{name}({', '.join(f'{t} {v}' for t, v in args)})"
         return self.do(text) if result == "void" else self.let(text)
 
+    def outlined(self, name, result, body, *args, attributes="#2"):
+        """Call of a function of the module's own, which returns what body(*its parameters) computes; args are
+        (type, value)."""
+        if name not in self.declarations:
+            outside, self.lines = self.lines, []
+            value = body(*(f"%{i}" for i in range(len(args))))
+            types = ", ".join(t for t, _ in args)
+            self.declarations[name] = "\n".join([f"define internal {result} @{name}({types}) {attributes} {{",
+                                                 *self.lines, f"  ret {result} {value}", "}"])
+            self.lines = outside
+        return self.let(f"call {result} @{name}({', '.join(f'{t} {v}' for t, v in args)})")
+
     def intrinsic(self, name, t, w, *args):
         """llvm.<name> whose operands and result have one type."""
         return self.call(f"llvm.{name}.{suffix(t, w)}", ty(t, w), *((ty(t, w), a) for a in args))

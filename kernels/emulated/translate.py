@@ -69,7 +69,8 @@ class Translator(Printing):
         self.function = self.module.entry
         self.block, self.target = tuple(block), target
         self.x86 = target.triple.startswith(("x86", "i386"))
-        self.vnni, self.cpu_gathers, self.cpu_permutes = target.vnni, target.avx512, target.avx512
+        self.vnni = target.vnni
+        self.cpu_gathers = self.cpu_permutes = self.cpu_rounds = target.avx512
         self.parameters, self.params, self.params_bytes = self._layout_parameters()
         self.flow = Flow(self.function.body)
         variables, shapes = self._layout_variables()
@@ -156,7 +157,8 @@ class Translator(Printing):
         ir = "\n".join([f'target triple = "{self.target.triple}"', *self._global_lines(), "",
                         *self._head(), *self._entry(), *body, "}", "",
                         *self.declarations.values(), f"attributes #0 = {{ {attributes} }}",
-                        f"attributes #1 = {{ noinline strictfp {attributes} }}", "!0 = !{}"])
+                        f"attributes #1 = {{ noinline strictfp {attributes} }}",
+                        f"attributes #2 = {{ noinline {attributes} }}", "!0 = !{}"])
         return Translated(ir, self.function.name, self.block, self.params, self.params_bytes,
                           self.shared_bytes,
                           self.local_bytes, self.frame_bytes, bool(self.partial), tuple(self.spins))

@@ -268,6 +268,11 @@ def test_directed_rounding(name, kind, mode, uniform, target):
 def test_half2_fma_rounds_once(uniform, target):
     halves = [np.random.default_rng(i).permutation(np.concatenate([floats("f16", 5 * i + j, False) for j in (0, 1)]))
               for i in range(3)]
+    less, more = 1 - 2.0**-10, 1 + 2.0**-10         # their product is 1 - 2**-20
+    special = [(1, 1, -1), (-1, 1, 1), (2.0**-11 * less, more, more), (-2.0**-11 * less, more, -more),
+               (2.0**-11, 1, more), (2.0**-24, 0.5, 0), (2.0**-24, 0.5, 2.0**-24), (less, 2.0**-25, 2.0**-24)]
+    for half, values in zip(halves, zip(*special)):
+        half[:len(special)] = values
     out = run("fma.rn.f16x2 %out, %in0, %in1, %in2;", ("f16x2",) * 3, "f16x2", [h.view(np.uint32) for h in halves],
               uniform, target)
     expected = [exact(lambda a, b, c: a * b + c, "f16", "rn", v) for v in zip(*halves)]
