@@ -4730,7 +4730,8 @@ def hang_up(watched: dict):
 # batch of slots from a context on, each until its tokens are on the host. Per cent are of what the probe
 # found: of the int8 operations that its dp4a lanes do at the measured clock (prefill: those of the matrix
 # products), and of the bytes per second that it reads (decode: weights, recurrent states and KV pages).
-# What fits in a cache is read faster than memory: a small model's decode may go beyond 100 per cent.
+# What fits in a cache is read faster than memory: a small model's decode may go beyond 100 per cent. Operations are
+# timed by themselves: those of a prompt's lanes, which run side by side, add up to more than the prompt takes.
 
 PROMPT_LENGTHS, CONTEXTS, REPEATS = (297, 1160, 4620, 18400), (297, 4620, 18400), 3
 EMULATED_LENGTH = 297       # prompt and context on the emulated card, once

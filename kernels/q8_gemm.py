@@ -84,19 +84,22 @@ other bits. R = 15 came after these measurements: prompts of a 9B went from 55.9
 Launches that overlap (kernels/intrinsics.py) lost, with the first weights fetched before the wait: 50.8 for 56.1 % at
 297 tokens, 64.5 for 65.2 % at 1,160 (H100): the next product's blocks take the room of the one that still runs.
 
-What that allows a prompt of a 9B (Q8_0). On an H100 80GB HBM3 (2026-11-21) 297, 1,160, 4,620 and 18,400 tokens
-run at 56.5, 65.5, 68.2 and 61.4 % of the peak, all kernels included. The goal of 72 % at 1,160 and 4,620:
+What that allows a prompt of a 9B (Q8_0, H100 80GB HBM3, 2026-11-21, all kernels included, per cent of the peak): as one
+part after the other 297, 1,160, 4,620 and 18,400 tokens ran at 56.5, 65.5, 68.2 and 61.4. Then the last round of blocks
+leaves SMs idle, and what is no product leaves dp4a idle:
 
-    tokens   whole   work at the peak   all but products   72 % would leave     share of     registers alone,
-                                                           the products         the rounds   by that share
-     1,160   184 ms       120 ms             10 ms         157 ms: 76.8 %          94 %          77.5 %
-     4,620   703 ms       479 ms             63 ms         602 ms: 79.6 %          98 %          80.8 %
+    tokens   whole   work at the peak   all but products   the products    share of     registers alone,
+                                                           have left       the rounds   by that share
+     1,160   184 ms       120 ms             10 ms         174 ms: 69 %       94 %          77.5 %
+     4,620   703 ms       479 ms             63 ms         640 ms: 75 %       98 %          80.8 %
 
-"Registers alone" is 82.5 % times the share of work in the rounds of blocks (passes of 1,160 and of 2,368 and
-2,252 rows, by `tile_time`). So 72 % takes a loop that, with its loads, stores and barriers, is within 1 to 1.5 % of one
-on registers alone, where nothing but the multipliers ever waits; this one is at 93 % of it. "All but products" is the
-time by kernel at 18,400 tokens (attention 469 ms, delta rule 88, others 46), attention by the square of the length, the
-others in proportion.
+In lanes (`qengine.Lane`), parts of a prompt side by side, both find room beside another part's blocks, and the time is
+that of the blocks' work: 27 prompts of 640 to 4,096 tokens in 2 to 6 lanes took, within 1.1 %, 0.93 of the sum of
+`tile_work` at 1.15 ns, 11 ms for 1,000 tokens, 1.9 ms for the square of that, and 7 to 11 ms. Tiles are the larger ones then, whatever the
+rounds (1,160 tokens in lanes of 384, 384, 384 and 8 rows: 71.3 %, with the tiles that are best alone 69.2). 1,160, 4,620
+and 18,400 tokens run at 72.0, 71.5 and 63.6 %, at the card's limit of 700 W, where its clock begins to give way. 297
+tokens stay as they were, at 56.5: 93 % of their rounds is work, and of three lanes (128, 128 and 41 rows: 56.1) each has
+fewer blocks than there are SMs.
 """
 
 from functools import cache, partial
