@@ -1295,6 +1295,7 @@ class Rows:
     marks: tuple = ()       # of a prefill pass: (n rows, slot, row of the states that keeps the slot's after them)
     lane: "Lane | None" = None      # of a part of a prefill pass that runs beside the others
     each: tuple = ()        # of a decode pass over one slot: its rows one by one, as a layer's states take them
+    early: bool = False     # of a decode pass: what is kept of its slots may be read `early` (kernels/intrinsics.py)
 
     def turn(self):
         """Surrounds what reads and changes the states, or the keys and values, of a layer."""
@@ -1465,7 +1466,7 @@ class Model:
         if rows.is_decode:
             for row, one in rows.in_turn():
                 inputs = state.memory, state.conv, projected[row * stride:], stride, layer.conv, *constants, \
-                    layer.out_norm, one.slots, one.positions, one.n, *heads, c.norm_eps
+                    layer.out_norm, one.slots, one.positions, one.n, *heads, c.norm_eps, one.early
                 if layer.out.is_quantized:
                     gdn_decode.gdn_decode_quantize(card, u.q[row:], u.d[row:], *inputs)
                 else:
@@ -1499,7 +1500,7 @@ class Model:
                 attend_decode.attend_decode(card, *out, projected[row * stride:], stride, *columns, layer.q_norm,
                                             layer.k_norm, one.rope, self.inv_freq, pages.k, pages.v, block_table,
                                             one.slots, one.positions, self.partials, self.arrived, one.n, c.n_heads,
-                                            c.n_kv_heads, c.rope_sections, c.norm_eps)
+                                            c.n_kv_heads, c.rope_sections, c.norm_eps, one.early)
         else:
             rope.norm_rope_q(card, self.q, projected, stride, layer.q_norm, *rotary, rows.n, c.n_heads,
                              c.rope_sections, c.norm_eps)
@@ -2446,6 +2447,7 @@ class Stage:
 
     def launch_layers(self, group: int, n: int):
         rows = rows_of(self.batches[group], n, is_decode=True)
+        rows = dataclasses.replace(rows, early=self.layers.start == 0 or not self.hands_on)  # no `advance` just before
         if self.hands_on:
             self.advance(rows, chosen_of(self.batches[group], n))
         self.model.forward(rows, self.cache)

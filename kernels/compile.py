@@ -198,13 +198,18 @@ def _compile(kernel, signature, cc, entry):
     # Not to `atom.add.f32`, which has no such word.
     bare = r"(?<![.\w])(add|sub|mul)((?:\.ftz)?(?:\.sat)?\.(?:f16x2|f16|f32|f64))\b"
     ptx = re.sub(bare, r"\1.rn\2", ptx)
-    if cc < (9, 0):
+    if not launches_overlap(cc):
         ptx = FROM_HOPPER_ON.sub("", ptx)
     return ptx + "\n"
 
 
 # What only hides time: launches that overlap, and `prefetch` (kernels/intrinsics.py). Older cards do without.
 FROM_HOPPER_ON = re.compile(r"\b(griddepcontrol|prefetch)\.[^;]*;")
+
+
+def launches_overlap(cc):
+    """Whether they do on cards of this compute capability (kernels/intrinsics.py): from Hopper on."""
+    return cc >= (9, 0)
 
 
 @contextmanager

@@ -37,11 +37,12 @@ So 8 rows run at 86 to 90 % of what can be had; one row is a chain of latencies:
 the state is stored and y is made, whose shuffles queue behind the stores. (The times were taken with four
 lanes per column in the sums of a column: 447 clocks, where one thread per column, as it is now, takes 356.)
 
-From Hopper on the launch before it overlaps (kernels/intrinsics.py). On an H100, state by state in turn: 5.2 us
-without, 5.7 with it, as each then waits beside another, and 5.1 with the state loaded before the wait, which is
-left out: of two launches in a row for the same slot, the second would read the state before the first writes it.
-So before the wait state and ring are only asked of the second-level cache (`prefetch`): 24 launches of a 9B's
-token 0.114 ms for 0.119, 48 of a 27B's 0.274 for 0.298 (H100).
+From Hopper on the launch before it overlaps (kernels/intrinsics.py), and state, ring and position are loaded before
+the wait, where the caller knows that they may be (`early`). Two blocks would gather on an SM that is free first while
+others stay idle: as long as there is an SM for each, a block asks for half of an SM's shared memory, which it does not
+use. 48 launches of a 27B's token take 0.198 ms; with state and ring only asked of the second-level cache and two blocks
+on an SM, as before, 0.270 (H100, 2026-11-21). A token by either alone (us): 27B -34 and -59, 9B in Q4_K -18 and -28,
+0.8B -10 and -25.
 
 Lost, at 1 x 32 and before the other steps: 8 warps per block 6.7 to 7.2 us against 6.2, 32 warps 6.3; loads
 of the state ahead of what the convolution needs 5.5 against 5.1; registers for one block per SM 5.6 against
@@ -49,7 +50,7 @@ of the state ahead of what the convolution needs 5.5 against 5.1; registers for 
 columns made the others wait for 750 clocks; one warp for each scalar 350.
 """
 
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 from numba import cuda
@@ -57,11 +58,12 @@ from numba.types import float32, uint32, uint64
 
 from kernels import conv
 from kernels.bench import Case, main
+from kernels.compile import launches_overlap
 from kernels.conv import convolve, ring_index
-from kernels.gdn import (HEAD, LINE, NORM_EPS, QUERY_SCALE, TOLERANCE, error_by_largest, random_inputs, reference,
+from kernels.gdn import (HEAD, NORM_EPS, QUERY_SCALE, TOLERANCE, error_by_largest, random_inputs, reference,
                          split)
-from kernels.intrinsics import (exp, let_next_begin, load_floats4, prefetch, rsqrt, sigmoid, silu, softplus,
-                                store_floats4, wait_for_previous, warp_sum)
+from kernels.intrinsics import (exp, let_next_begin, load_floats4, rsqrt, sigmoid, silu, softplus, store_floats4,
+                                wait_for_previous, warp_sum)
 from kernels.norm import gate_head, gated_norm_reference, store_quantized
 from kernels.quantize import quantize_reference
 
@@ -71,7 +73,6 @@ BLOCKS = 2             # that find registers on an SM
 ROWS = HEAD // WARPS   # of the state, of a warp; a lane has 4 columns of each
 QKVZ = 4 * HEAD
 assert QKVZ == THREADS  # a thread makes one of these values
-assert LINE * THREADS == HEAD * HEAD  # and asks for one line of the state
 SUMS = 2 * WARPS * HEAD
 OUT = 2 * HEAD
 KEEP, RATE, K_NORM, Q_NORM, KQ = 15, 14, 13, 12, 11  # warps that make a scalar each, and where it is
@@ -94,8 +95,22 @@ def store_plain(y, unused, at, inside, y0, y1, y2, y3):
         store_floats4(y, at, y0, y1, y2, y3)
 
 
-def decode_kernel(store):
-    """The kernel that hands its results to `store`, of the form of `store_quantized`."""
+@cuda.jit(device=True, forceinline=True)
+def load_slot(s, state, state_at, ring, slot, position, channel, width):
+    """s [ROWS, 4] <- the lane's part of a state; returns the three inputs of a channel before this one."""
+    x0 = ring[ring_index(slot, uint32(position + uint32(1)), channel, width)]
+    x1 = ring[ring_index(slot, uint32(position + uint32(2)), channel, width)]
+    x2 = ring[ring_index(slot, uint32(position + uint32(3)), channel, width)]
+    cuda.syncwarp()  # lets no load of the state pass the others, which would then wait behind 64 KiB
+    for i in range(ROWS):
+        s[i, 0], s[i, 1], s[i, 2], s[i, 3] = load_floats4(state, state_at + uint64(HEAD * i))
+    return x0, x1, x2
+
+
+@cache
+def decode_kernel(quantized, early):
+    """The kernel with int8 or float32 output; early: see kernels/intrinsics.py."""
+    store = store_quantized if quantized else store_plain
 
     @cuda.jit(launch_bounds=(THREADS, BLOCKS))
     def gdn_decode_kernel(q_out, d_out, state, ring, projected, stride, conv_w, ssm_a, dt_bias, norm_w,
@@ -118,23 +133,18 @@ def decode_kernel(store):
         rate_of_decay, bias = ssm_a[head], dt_bias[head]
         slot = uint32(row_slot[row])
         home = uint32(uint32(slot * n_v + head) * uint32(HEAD * HEAD))
-        prefetch(state, uint32(home + thread * uint32(LINE)))
-        if lane < uint32(conv.WIDTH) and kind < uint32(3):
-            prefetch(ring, ring_index(slot, lane, uint32(channel - lane), width))
+        home = uint64(uint32(home + warp * uint32(ROWS * HEAD) + lane * uint32(4)))
+        s = cuda.local.array((ROWS, 4), float32)
+        if early:
+            position = uint32(row_pos[row])
+            x0, x1, x2 = load_slot(s, state, home, ring, slot, position, channel, width)
         wait_for_previous()
         newest = projected[uint32(row_at + column)]
         gate_at = uint32(row_at + width + n_v * uint32(HEAD) + head)
         gate = projected[gate_at if warp == uint32(KEEP) else uint32(gate_at + n_v)]
-        position = uint32(row_pos[row])
-        x0 = ring[ring_index(slot, uint32(position + uint32(1)), channel, width)]
-        x1 = ring[ring_index(slot, uint32(position + uint32(2)), channel, width)]
-        x2 = ring[ring_index(slot, uint32(position + uint32(3)), channel, width)]
-
-        cuda.syncwarp()  # lets no load of the state pass the others, which would then wait behind 64 KiB
-        home = uint64(uint32(home + warp * uint32(ROWS * HEAD) + lane * uint32(4)))
-        s = cuda.local.array((ROWS, 4), float32)
-        for i in range(ROWS):
-            s[i, 0], s[i, 1], s[i, 2], s[i, 3] = load_floats4(state, home + uint64(HEAD * i))
+        if not early:
+            position = uint32(row_pos[row])
+            x0, x1, x2 = load_slot(s, state, home, ring, slot, position, channel, width)
 
         qkvz, scalars = cuda.shared.array(QKVZ, float32, alignment=16), cuda.shared.array(WARPS, float32)
         weights = cuda.shared.array(HEAD, float32, alignment=16)
@@ -202,29 +212,33 @@ def decode_kernel(store):
     return gdn_decode_kernel
 
 
-to_floats, to_blocks = decode_kernel(store_plain), decode_kernel(store_quantized)
-
-
 # ---- launches ----------------------------------------------------------------------------------------------
 
 def gdn_decode(card, y, state, ring, projected, stride, conv_w, ssm_a, dt_bias, norm_w, row_slot, row_pos,
-               rows, n_k, n_v, eps, stream=None):
+               rows, n_k, n_v, eps, early=False, stream=None):
     """y float32 [rows, n_v 128] <- the gated outputs of one token of each slot in row_slot, at most one row
     per slot; their states and rings move on. Arrays as in the text above, projected flat; ssm_a, dt_bias
-    float32 [n_v], norm_w float32 [128], row_slot, row_pos int32 [rows]. Never allocates.
+    float32 [n_v], norm_w float32 [128], row_slot, row_pos int32 [rows]. early: state, ring, row_slot and row_pos
+    are as they were before the last launch that does not overlap (kernels/intrinsics.py). Never allocates.
     """
-    y = y.reshape(-1)
-    card.launch(to_floats, (n_v, rows), THREADS, y, y, state.reshape(-1), ring.reshape(-1), projected, stride,
-                conv_w.reshape(-1), ssm_a, dt_bias, norm_w, row_slot, row_pos, n_k, n_v, float(eps),
-                stream=stream)
+    _launch(card, False, early, y, y, state, ring, projected, stride, conv_w, ssm_a, dt_bias, norm_w, row_slot,
+            row_pos, rows, n_k, n_v, eps, stream)
 
 
 def gdn_decode_quantize(card, q, d, state, ring, projected, stride, conv_w, ssm_a, dt_bias, norm_w, row_slot,
-                        row_pos, rows, n_k, n_v, eps, stream=None):
+                        row_pos, rows, n_k, n_v, eps, early=False, stream=None):
     """q int8 [rows, n_v 128], d float32 [rows, n_v 4] <- the same, quantised."""
-    card.launch(to_blocks, (n_v, rows), THREADS, q.reshape(-1), d.reshape(-1), state.reshape(-1),
-                ring.reshape(-1), projected, stride, conv_w.reshape(-1), ssm_a, dt_bias, norm_w, row_slot,
-                row_pos, n_k, n_v, float(eps), stream=stream)
+    _launch(card, True, early, q, d, state, ring, projected, stride, conv_w, ssm_a, dt_bias, norm_w, row_slot,
+            row_pos, rows, n_k, n_v, eps, stream)
+
+
+def _launch(card, quantized, early, q, d, state, ring, projected, stride, conv_w, ssm_a, dt_bias, norm_w, row_slot,
+            row_pos, rows, n_k, n_v, eps, stream):
+    overlaps = launches_overlap(card.cc)
+    alone = overlaps and n_v * rows <= card.n_sms  # else two would gather on an SM that is free first
+    card.launch(decode_kernel(quantized, early and overlaps), (n_v, rows), THREADS, q.reshape(-1), d.reshape(-1),
+                state.reshape(-1), ring.reshape(-1), projected, stride, conv_w.reshape(-1), ssm_a, dt_bias, norm_w,
+                row_slot, row_pos, n_k, n_v, float(eps), stream=stream, shared=card.max_shared // 2 * alone)
 
 
 # ---- check and bench ---------------------------------------------------------------------------------------
@@ -234,8 +248,8 @@ CASES = [(1, 1, 1), (1, 2, 4), (3, 2, 6), (8, 1, 3)]  # rows, n_k, n_v
 
 def check(card, case):
     """case = (rows, n_k, n_v): one token each of slots out of order, beside an idle slot that must keep its
-    state and ring, and a row too many that must stay poisoned. The quantised form must give the bits of
-    quantize_q8. Returns the largest error by the largest value."""
+    state and ring, and a row too many that must stay poisoned. The quantised form, which is early, must give the bits
+    of quantize_q8. Returns the largest error by the largest value."""
     (rows, n_k, n_v), random, eps = case, np.random.default_rng(sum(case)), 1e-6
     projected, ssm_a, dt_bias = random_inputs(random, rows, n_k, n_v)
     channels, slots = (2 * n_k + n_v) * HEAD, np.arange(rows, 0, -1)  # slot 0 stays idle
@@ -247,17 +261,17 @@ def check(card, case):
     constants = [card.upload(a) for a in (projected.reshape(-1), conv_w, ssm_a, dt_bias, norm_w)]
     places = [card.upload(a.astype(np.int32)) for a in (slots, positions[slots])]
 
-    def run(decode, *widths_and_types):
+    def run(decode, early, *widths_and_types):
         """The outputs, with a row too many, and the states of all slots."""
         outputs = [card.alloc((rows + 1, width), dtype) for width, dtype in widths_and_types]
         for output in outputs:
             card.poison(output)
         states = card.upload(state), card.upload(ring)
         decode(card, *outputs, *states, constants[0], projected.shape[1], *constants[1:], *places, rows, n_k,
-               n_v, eps)
+               n_v, eps, early)
         return map(card.download, (*outputs, *states))
 
-    y, got_state, got_ring = run(gdn_decode, (n_v * HEAD, np.float32))
+    y, got_state, got_ring = run(gdn_decode, False, (n_v * HEAD, np.float32))
     worst = 0.0
     for row, slot in enumerate(slots):
         qkv, z, alpha, beta = split(projected[row:row + 1], n_k, n_v)
@@ -269,7 +283,9 @@ def check(card, case):
     assert worst <= TOLERANCE, f"error {worst:.2e} of the largest value, tolerance {TOLERANCE:.2e}"
     np.testing.assert_array_equal(got_ring, ring)
     np.testing.assert_array_equal(got_state[0], state[0])
-    q, d, *_ = run(gdn_decode_quantize, (n_v * HEAD, np.int8), (n_v * HEAD // 32, np.float32))
+    q, d, *others = run(gdn_decode_quantize, True, (n_v * HEAD, np.int8), (n_v * HEAD // 32, np.float32))
+    for got, want in zip(others, (got_state, got_ring)):
+        np.testing.assert_array_equal(got, want)
     for got, want in zip((q, d), quantize_reference(y[:rows])):
         np.testing.assert_array_equal(got[:rows], want)
     assert np.isnan(y[rows]).all() and (q[rows] == -1).all() and np.isnan(d[rows]).all(), "wrote past the end"
@@ -294,7 +310,7 @@ def _timed(card, rows, n_k, n_v):
     slots = card.upload(np.arange(rows, dtype=np.int32))
     launch = partial(gdn_decode_quantize, card, q, d, state, ring, card.upload(projected).reshape(-1),
                      projected.shape[1], conv_w, *map(card.upload, gates), norm_w, slots, slots, rows, n_k,
-                     n_v, 1e-6)
+                     n_v, 1e-6)  # not early: launches follow each other for the same slots
     return Case(f"{rows} rows, heads {n_k}/{n_v}", launch=launch, n_bytes=2 * state.nbytes,
                 n_ops=rows * n_v * HEAD * HEAD * 7, pipe="ffma")
 

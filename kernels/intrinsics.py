@@ -251,8 +251,10 @@ def arrive(context, array, index):
 # ---- launches that overlap ---------------------------------------------------------------------------------
 # From Hopper on, a kernel that calls `wait_for_previous` is launched while the kernel before it in its stream is
 # still running, as soon as all blocks of that one have called `let_next_begin` or ended, wherever an SM has room.
-# What it does before the wait then takes no time of its own. There it may read only constants, as weights are:
-# several kernels before it may be running still. On older cards neither call is there (kernels/compile.py).
+# What it does before the wait then takes no time of its own. Several kernels before it may be running still, back to
+# the last launch that does not overlap, which began when all before it had ended. So there it may read only what none
+# has written since that one began: constants, as weights are, and in a decode step the states, keys and positions that
+# earlier steps left (`early`, below). On older cards neither call is there (kernels/compile.py).
 
 def _dependency(word):
     def typing(context):
@@ -267,6 +269,20 @@ def _dependency(word):
 
 let_next_begin = intrinsic(_dependency("launch_dependents"))
 wait_for_previous = intrinsic(_dependency("wait"))  # until it has ended; what it wrote is seen
+
+
+# `early`, of the kernels that keep a sequence (kernels/gdn_decode.py, kernels/attend_decode.py): they read before the
+# wait what the slot's earlier tokens left, in states, rings and pages, and where it goes on. Right where no launch
+# from the last one on that does not overlap has written these:
+#   the step before, of any group of slots     between the layers of two steps are launches of the sampler, or a copy of
+#                                              hidden states; and a recording begins when all before it has ended
+#   prompts, resets, checkpoints, new slots    their kernels and copies do not overlap, and before the layers comes the
+#                                              embedding, a copy of hidden states or the start of a recording
+#   other layers of the pass                   have states and pages of their own
+# and wrong, hence not asked for, where
+#   a pass takes several tokens of one slot    each reads what the launch right before it wrote
+#   positions move on at the start of a step   and no embedding follows: on a card with neither the first nor the last
+#                                              layers
 
 
 @intrinsic

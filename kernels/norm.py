@@ -25,7 +25,7 @@ The sum of squares has one fixed tree for a given k: a lane adds its 16 squares 
 adds the lanes, and another one the warps. A gated head of 128 is one group, so it needs one warp and no
 barrier.
 
-Pipe: fp32, a few operations per value (about 12 per value when quantising, four divisions among them). Bytes
+Pipe: fp32, a few operations per value (about 15 per value when quantising). Bytes
 per value: 8, or 5.1 when quantising; the gated form reads 4 more. Rows of 5,120 values take a few
 microseconds in decode, bound by latency; on long prompts about 80 % of copy bandwidth is expected.
 """
@@ -144,43 +144,50 @@ def hold_weights(held, w, k, lane, warp, n_warps):
         held[g, 0], held[g, 1], held[g, 2], held[g, 3] = _load4_or_zeros(w, i, i < k)
 
 
-@cuda.jit(device=True, forceinline=True)
-def quantize_norm(q, d, x, at, w, held, k, eps, partial, lane, warp, n_warps):
-    """RMSNorm of the k values of x from `at` on, as int8 blocks, by a block of n_warps warps of any number.
+def norm_quantizer(store):
+    """`quantize_norm` that hands its values to `store`, a device function of the form of `store_quantized`."""
 
-    q, d: where they go, from `at` and at / 32 on, arrays in global or shared memory. held: of `hold_weights`.
-    partial: shared float32 [MAX_WARPS], for this row alone. One barrier; what the warps write is not yet seen by
-    each other.
-    """
-    n_parts = uint32((k + uint32(PART - 1)) // uint32(PART))
-    i = uint32(uint32(warp * uint32(GROUP)) + lane * uint32(4))
-    x0, x1, x2, x3 = _load4_or_zeros(x, uint32(at + i), i < k)  # under way during the sum
-    part = warp
-    while part < n_parts:
-        total = float32(0)
-        for j in range(GROUPS):
-            of = uint32(part * uint32(PART) + uint32(j * GROUP) + lane * uint32(4))
-            a, b, c, e = _load4_or_zeros(x, uint32(at + of), of < k)
-            total = cuda.fma(e, e, cuda.fma(c, c, cuda.fma(b, b, cuda.fma(a, a, total))))
-        total = warp_sum(total)
-        if lane == uint32(0):
-            partial[part] = total
-        part = uint32(part + n_warps)
-    cuda.syncthreads()
-    total = warp_sum(partial[lane] if lane < n_parts else float32(0))
-    scale = rsqrt(div_rn(total, float32(k)) + eps)
-    for g in range(len(held)):
-        if uint32(i - lane * uint32(4)) < k:  # the same for all lanes, which meet in the shuffles
-            store_quantized(q, d, uint32(at + i), i < k, x0 * scale * held[g, 0], x1 * scale * held[g, 1],
-                            x2 * scale * held[g, 2], x3 * scale * held[g, 3])
-        i = uint32(i + uint32(n_warps * uint32(GROUP)))
-        x0, x1, x2, x3 = _load4_or_zeros(x, uint32(at + i), i < k)
-    while uint32(i - lane * uint32(4)) < k:  # groups beyond those held
-        w0, w1, w2, w3 = _load4_or_zeros(w, i, i < k)
-        store_quantized(q, d, uint32(at + i), i < k, x0 * scale * w0, x1 * scale * w1, x2 * scale * w2,
-                        x3 * scale * w3)
-        i = uint32(i + uint32(n_warps * uint32(GROUP)))
-        x0, x1, x2, x3 = _load4_or_zeros(x, uint32(at + i), i < k)
+    @cuda.jit(device=True, forceinline=True)
+    def quantize_norm(q, d, x, at, w, held, k, eps, partial, lane, warp, n_warps):
+        """RMSNorm of the k values of x from `at` on, as int8 blocks, by a block of n_warps warps of any number.
+
+        q, d: where they go, from `at` and at / 32 on, arrays in global or shared memory. held: of `hold_weights`.
+        partial: shared float32 [MAX_WARPS], for this row alone. One barrier; what the warps write is not yet seen by
+        each other.
+        """
+        n_parts = uint32((k + uint32(PART - 1)) // uint32(PART))
+        i = uint32(uint32(warp * uint32(GROUP)) + lane * uint32(4))
+        x0, x1, x2, x3 = _load4_or_zeros(x, uint32(at + i), i < k)  # under way during the sum
+        part = warp
+        while part < n_parts:
+            total = float32(0)
+            for j in range(GROUPS):
+                of = uint32(part * uint32(PART) + uint32(j * GROUP) + lane * uint32(4))
+                a, b, c, e = _load4_or_zeros(x, uint32(at + of), of < k)
+                total = cuda.fma(e, e, cuda.fma(c, c, cuda.fma(b, b, cuda.fma(a, a, total))))
+            total = warp_sum(total)
+            if lane == uint32(0):
+                partial[part] = total
+            part = uint32(part + n_warps)
+        cuda.syncthreads()
+        total = warp_sum(partial[lane] if lane < n_parts else float32(0))
+        scale = rsqrt(div_rn(total, float32(k)) + eps)
+        for g in range(len(held)):
+            if uint32(i - lane * uint32(4)) < k:  # the same for all lanes, which meet in the shuffles
+                store(q, d, uint32(at + i), i < k, x0 * scale * held[g, 0], x1 * scale * held[g, 1],
+                      x2 * scale * held[g, 2], x3 * scale * held[g, 3])
+            i = uint32(i + uint32(n_warps * uint32(GROUP)))
+            x0, x1, x2, x3 = _load4_or_zeros(x, uint32(at + i), i < k)
+        while uint32(i - lane * uint32(4)) < k:  # groups beyond those held
+            w0, w1, w2, w3 = _load4_or_zeros(w, i, i < k)
+            store(q, d, uint32(at + i), i < k, x0 * scale * w0, x1 * scale * w1, x2 * scale * w2, x3 * scale * w3)
+            i = uint32(i + uint32(n_warps * uint32(GROUP)))
+            x0, x1, x2, x3 = _load4_or_zeros(x, uint32(at + i), i < k)
+
+    return quantize_norm
+
+
+quantize_norm = norm_quantizer(store_quantized)
 
 
 @cuda.jit

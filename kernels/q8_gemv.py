@@ -34,7 +34,8 @@ What happens when:
     quantisation, on two sides by turns, so that one barrier per 32 outputs is enough.
   * More than 4 columns: 2 or 4 warps take the same rows, each for its columns; they come from memory once. Where
     rows are many (SwiGLU and the head of a 9B), a warp takes up to 8.
-  * The weights pass the first-level cache by (`stream_words4`), x stays in it.
+  * The weights pass the first-level cache by (`stream_words4`), x stays in it; a single column of a packed format
+    goes into shared memory, in planes.
 
 Pipe: dp4a, but bound by memory: 1.06 n k bytes and n k columns / 4 dp4a per call. At its full bandwidth a
 CMP 100-210 has time for 27 dp4a per word of weights, and eight columns need 8 of them and 6 float operations.
@@ -67,10 +68,8 @@ rings before they wait for it (kernels/intrinsics.py, launches that overlap). On
 
 (Blocks that leave room for a second one gather on the SMs that are free first, and others stay idle.) The norm
 inside cost 1.2 us, a launch of its own 2.5. Since then its weights are asked for before the wait and ahead of the
-ring (else they queue behind the 70 KB of each SM's ring, 3 us of the bandwidth), and SwiGLU runs on as many SMs as
-share its units evenly: 27B 94.2, 95.0, 95.9 tokens/s (with the delta rule's prefetch, gdn_decode, 0.2); on an H200,
-whose memory may want more SMs, 128.4 became 126.5. On a CMP 100-210, where nothing overlaps, 129 launches of 2.4 us are
-0.31 ms beside the 10.0 ms that the 8.3 GB of a 9B's token take at 829 GB/s: 3 %.
+ring (else they queue behind the 70 KB of each SM's ring, 3 us of the bandwidth). On a CMP 100-210, where nothing
+overlaps, 129 launches of 2.4 us are 0.31 ms beside the 10.0 ms that the 8.3 GB of a 9B's token take at 829 GB/s: 3 %.
 
 Tried and lost, on that H100: out, gate and up, down and inputs in one launch, with three barriers of the whole
 grid between them and the rings filled before each (89.0 us for 91.6; a barrier is 1.06 us, an empty launch 0.91,
@@ -79,24 +78,35 @@ the ring (93.1), also before those barriers (94.0 and 95.6); x loaded before the
 out asked for by idle SMs during the delta rule (14.85 for both launches, with 4, 8 or 16 MB 14.85, 15.8, 17.4).
 On an H200: the next matrix's first 2 to 16 MB by prefetch at the end of a launch (0 to +1 us each). The small kernels
 overlapping as well, each with both words at its start: 302.2 for 302.1 tokens/s of a 9B, 95.2 for 95.2 of a 27B.
+SwiGLU on as many SMs as share its units evenly: 27B 95.46 for 95.94 tokens/s, on an H200 126.5 for 128.4. x of Q8_0
+in shared memory: a token of a 27B 27 us less, of a 9B some 20 more, of a 0.8B 1 more. Half of an SM's memory for the
+first-level cache in all kernels: no difference (96.64 for 96.60). 2 rows with 2 turns each, for down of a 0.8B, for
+its 7 turns: 1,498 for 1 row with 4 turns 1,541.
 
 What a token loses, on an H100 with overlap (2026-11-21, each kind of kernel replayed by itself; bytes at 2,970 GB/s):
 
-    27B, 94.2 tokens/s: 10.62 ms, bytes 8.91      launches    us each    bytes    lost
-      gate and up, with norm and SwiGLU                 64       68.8     63.8     5.0     544 units of 32 outputs: 4
-      inputs and head, with norm                        65       39.2     35.8     3.4     for each SM, and 16
-      out, down                                        128       22.9     21.6     1.4
-      delta rule / attention                       48 / 16  6.3 / 9.4      2.1
-    9B: Q8_0 301 tokens/s, 3.32 ms, bytes 2.76; Q4_K 463 tokens/s, 2.16 ms, bytes 1.54        some 165 launches
-    0.8B: 1,538 tokens/s, 0.65 ms, bytes 0.27                                                 some 125 launches
-    (by --bench, with the steps above since: 27B 95.9, 9B 301.9, Q4_K 467, 0.8B 1,503)
+    27B: bytes 8.91 ms                            launches    us each    bytes    lost
+      gate and up, with norm and SwiGLU                 64       68.3     63.8     4.5     544 units of 32 outputs: 4
+      inputs and head, with norm                        65       38.0     35.8     2.2     for each SM, and 16
+      out, down                                        128       22.9     21.6     1.3
+      delta rule / attention                       48 / 16  4.1 / 7.7      2.1
+    tokens/s, each step with those above it             27B       9B    9B in Q4_K     0.8B
+      before                                          95.46   302.97        467.78    1,541
+      x in planes (Q4_K; here of Q8_0 in rows, too),
+      one division (kernels/quantize.py), delta
+      rule and attention load before the wait         96.60   303.80        483.83    1,590
+      one block of the delta rule on an SM            97.00   306.78        491.17    1,645
+    and not with the last one: 27B's inputs, 10 turns of one row in a ring of 5, 96.88 for 96.60; 0.8B's down, 7 turns
+    in a ring of 7 (16 warps), 1,671 for 1,590
 
-Q4_K is 1.6 times as fast as Q8_0 where both lose 0.50 ms: (2.76 + 0.50) / (1.54 + 0.50). They lose 0.56 and 0.62, 3.4
-and 3.8 us of a launch, of which an empty one that overlaps takes 0.9. Half of its bandwidth for a 0.8B leaves 2.2 us
-for each launch, which now loses 3.0. In two sets of warps of 4 columns each the weights pass from the second-level
-cache to the SMs twice: 16.6 GB in the 3.50 ms of a 9B's products with 8 columns, 4.7 TB/s, at 79 (`gemv`) and 84 %
-(SwiGLU) of the memory's bandwidth. Such a step on an H200 (2026-11-21, ms; all of it on an H100: 1,822 tokens/s, 1,838
-with a set of 8 for SwiGLU and the head, 1,827 with one for the inputs, too):
+Q4_K is 1.6 times as fast as Q8_0 where both lose 0.50 ms: (2.76 + 0.50) / (1.54 + 0.50), which is where they are: 3.0
+us of each of some 165 launches, of which an empty one that overlaps takes 0.9. Half of its bandwidth for a 0.8B (bytes
+0.27 ms) leaves 2.2 us for each of some 125 launches, which lose 2.6.
+
+In two sets of warps of 4 columns each the weights pass from the second-level cache to the SMs twice: 16.6 GB in the
+3.50 ms of a 9B's products with 8 columns, 4.7 TB/s, at 79 (`gemv`) and 84 % (SwiGLU) of the memory's bandwidth. Such
+a step on an H200 (2026-11-21, ms; all of it on an H100: 1,822 tokens/s, 1,838 with a set of 8 for SwiGLU and the
+head, 1,827 with one for the inputs, too):
 
                                                     97 gemv     32 SwiGLU
     2 sets of 4 columns, 4 rows, 2 turns under way     1.87       1.22
@@ -119,9 +129,9 @@ from numba.types import float32, int8, int32, uint16, uint32
 
 from kernels.bench import Case, main
 from kernels.intrinsics import (BIAS_WORD, dp4a, float_as_word, half_to_float, let_next_begin, load_words2,
-                                load_words4, silu, store_word, stream_words2, stream_words4, unbias,
+                                load_words4, silu, store_word, store_words4, stream_words2, stream_words4, unbias,
                                 wait_for_previous)
-from kernels.norm import MAX_WARPS, hold_weights, quantize_norm, rms_norm_quantize
+from kernels.norm import MAX_WARPS, hold_weights, norm_quantizer, rms_norm_quantize, store_quantized
 from kernels.quantize import block_scale, quantize_word
 from kernels.swiglu import swiglu_quantize
 
@@ -129,7 +139,9 @@ BLOCK = 32  # weights per scale
 MAX_COLUMNS = 16  # of one launch
 WIDE_ROWS = 128  # of an SM from which on its warps take 8 columns: two groups of 4 rows for each of 16 warps
 MAX_FUSED = 16384  # values of a column whose norm is computed inside
-MAX_FUSED_BLOCKS = MAX_FUSED // BLOCK
+MAX_PLANES = 20480  # values of a column in planes; 17,408 for 27B's down
+PLANE, SUMS = MAX_PLANES // 2, MAX_PLANES // BLOCK  # where second halves start, and sums behind scales
+IN_PLANES = 2 * SUMS  # floats
 HELD = 2, 4  # weights of the norm that a lane holds: all of 8,192 values, where 32 warps share them
 H_SHAPE = 2, 2, MAX_COLUMNS * BLOCK  # sums of SwiGLU on their way to the quantisation: side, gate or up, output
 
@@ -144,19 +156,24 @@ def q8_reference(wq, wd, xq, xd):
 # ---- weight formats ----------------------------------------------------------------------------------------
 # The kernels below know of a format only this:
 #
+#   planes    whether it reads a single column in planes, see below
 #   turn      blocks of 32 weights that a warp takes from a row at once
 #   words     uint32 that each lane keeps of them: weights and scales
 #   fetch     device function (raw, piece, row, block, k, lane, wq, wd): raw[piece] <- the lane's words of the
 #             turn that starts at `block` of row `row`; it only loads
-#   multiply  (rows, columns) -> device function (acc, raw, piece, block, k, lane, x_starts, xq, xd):
+#   multiply  (rows, columns, planes) -> device function (acc, raw, piece, block, k, lane, x_starts, xq, xd):
 #             acc[r, c] += the lane's share of raw[piece + r] times the same turn of column c
-#   rest      (rows, columns) -> device function (acc, w_rows, k, lane, wq, wd, x_starts, xq, xd):
+#   rest      (rows, columns, planes) -> device function (acc, w_rows, k, lane, wq, wd, x_starts, xq, xd):
 #             acc[r, c] += what whole turns leave of row w_rows[r] times column c
 #
 # raw: local uint32 [pieces, words]. acc: local float32 [rows, columns]. w_rows: local uint32 [rows].
 # x_starts: local uint32 [columns], the block at which a column starts in xq and xd, global or shared memory.
 
-Format = namedtuple("Format", "turn words fetch multiply rest")
+# In planes, in shared memory: the first 16 bytes of all blocks of xq, from PLANE on the others; in xd, from SUMS on,
+# a block's scale times the sum of its 32 integers. So a lane that takes a whole block reads 16 bytes beside those of
+# its neighbours, and minima need no sums of their own.
+
+Format = namedtuple("Format", "planes turn words fetch multiply rest")
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -168,7 +185,7 @@ def fetch_q8(raw, piece, row, block, k, lane, wq, wd):
     raw[piece, 4] = uint32(wd[uint32(at + uint32(lane >> uint32(1)))])
 
 
-def multiply_q8(rows, columns):
+def multiply_q8(rows, columns, planes):
     @cuda.jit(device=True, forceinline=True)
     def multiply(acc, raw, piece, block, k, lane, x_starts, xq, xd):
         for c in range(columns):
@@ -185,7 +202,7 @@ def multiply_q8(rows, columns):
     return multiply
 
 
-def rest_q8(rows, columns):
+def rest_q8(rows, columns, planes):
     @cuda.jit(device=True, forceinline=True)
     def add_blocks(acc, w_rows, block, k, lane, wq, wd, x_starts, xq, xd):
         """A step of up to 8 blocks, 8 weights per lane."""
@@ -211,17 +228,87 @@ def rest_q8(rows, columns):
     return rest
 
 
-Q8 = Format(16, 5, fetch_q8, multiply_q8, rest_q8)
+Q8 = Format(False, 16, 5, fetch_q8, multiply_q8, rest_q8)
+
+
+# ---- x in planes -------------------------------------------------------------------------------------------
+
+@cuda.jit(device=True, forceinline=True)
+def in_plane(at):
+    """Where byte `at` of a column is."""
+    half = uint32(uint32(at >> uint32(4)) & uint32(1))
+    return uint32(uint32(uint32(at >> uint32(5)) << uint32(4)) + uint32(at & uint32(15)) + half * uint32(PLANE))
+
+
+@cuda.jit(device=True, forceinline=True)
+def word_sum(word, total):
+    """total + the four int8 of a word."""
+    return dp4a(word, uint32(0x01010101), total)
+
+
+@cuda.jit(device=True, forceinline=True)
+def store_scale(d, block, scale, total):
+    d[block], d[uint32(block + uint32(SUMS))] = scale, scale * float32(total)
+
+
+@cuda.jit(device=True, forceinline=True)
+def store_in_planes(q, d, at, inside, y0, y1, y2, y3):
+    """`store_quantized` (kernels/norm.py) into planes."""
+    w0, w1, w2, w3 = float_as_word(y0), float_as_word(y1), float_as_word(y2), float_as_word(y3)
+    scale = block_scale(w0, w1, w2, w3)
+    word = quantize_word(w0, w1, w2, w3, scale)
+    total = word_sum(word, int32(0))
+    total = int32(total + cuda.shfl_xor_sync(0xFFFFFFFF, total, 4))
+    total = int32(total + cuda.shfl_xor_sync(0xFFFFFFFF, total, 2))
+    total = int32(total + cuda.shfl_xor_sync(0xFFFFFFFF, total, 1))
+    if inside:
+        store_word(q, in_plane(at), word)
+        if at & uint32(31) == uint32(0):
+            store_scale(d, uint32(at >> uint32(5)), scale, total)
+
+
+@cuda.jit(device=True, forceinline=True)
+def load_half(xq, xd, i, inside):
+    """Half block i of a column and its scale, or zeros."""
+    w0, w1, w2, w3, scale = uint32(0), uint32(0), uint32(0), uint32(0), float32(0)
+    if inside:
+        w0, w1, w2, w3 = load_words4(xq, uint32(i << uint32(4)))
+        scale = xd[uint32(i >> uint32(1))]
+    return w0, w1, w2, w3, scale
+
+
+@cuda.jit(device=True, forceinline=True)
+def store_half(q, d, i, inside, w0, w1, w2, w3, scale):
+    """The same into planes; all lanes call."""
+    total = word_sum(w3, word_sum(w2, word_sum(w1, word_sum(w0, int32(0)))))
+    total = int32(total + cuda.shfl_xor_sync(0xFFFFFFFF, total, 1))
+    if inside:
+        store_words4(q, in_plane(uint32(i << uint32(4))), w0, w1, w2, w3)
+        if i & uint32(1) == uint32(0):
+            store_scale(d, uint32(i >> uint32(1)), scale, total)
+
+
+@cuda.jit(device=True, forceinline=True)
+def copy_into_planes(q, d, xq, xd, k, thread, threads):
+    """(q, d), shared <- a column, by a block of threads, for each two half blocks under way."""
+    halves, i, first = uint32(k >> uint32(4)), thread, uint32(thread & uint32(0xFFFFFFE0))  # of the warp
+    while first < halves:
+        j = uint32(i + threads)
+        a0, a1, a2, a3, a = load_half(xq, xd, i, i < halves)
+        b0, b1, b2, b3, b = load_half(xq, xd, j, j < halves)
+        store_half(q, d, i, i < halves, a0, a1, a2, a3, a)
+        store_half(q, d, j, j < halves, b0, b1, b2, b3, b)
+        i, first = uint32(j + threads), uint32(first + threads + threads)
 
 
 # ---- what the kernels are made of --------------------------------------------------------------------------
 
-def ring(fmt, rows, columns, slots):
+def ring(fmt, rows, columns, slots, planes):
     """Device functions (start, multiply_rows): `rows` rows of w times `columns` columns by a warp, the
     weights of the next `slots` turns always under way, in registers raw [rows slots, words]; or, without
     slots, asked for where they are used."""
     turn, stride, fetch = fmt.turn, fmt.turn * slots, fmt.fetch
-    multiply, rest = fmt.multiply(rows, columns), fmt.rest(rows, columns)
+    multiply, rest = fmt.multiply(rows, columns, planes), fmt.rest(rows, columns, planes)
     spare_shape = rows, fmt.words
 
     @cuda.jit(device=True, forceinline=True)
@@ -332,19 +419,24 @@ def lane_sums(count):
 # rows of w that a warp takes at once, turns of each that are under way, warps of a block of threads (a power of
 # two; half of the rows times the warps divides 32, the outputs of SwiGLU that make a block)
 Shape = namedtuple("Shape", "rows slots warps")
+RINGS = (4, 32), (5, 32), (7, 16)  # turns of one row and the warps whose registers hold them, the best first
 
 
 def shape_for(card, fmt, columns, k, in_pairs=False):
-    """The Shape for warps of `columns` columns of k values; in_pairs: for SwiGLU. As many turns are under way
-    as the registers of a thread hold: 4 of one row, or 2 where that leaves none of the row's turns over and 4
-    would, since what is left over is not asked for ahead. A processor fetches ahead by itself."""
+    """The Shape for warps of `columns` columns of k values; in_pairs: for SwiGLU. As many turns are under way as the
+    registers of a thread hold: of one row, where a ring of them goes evenly into it, since what it leaves over is not
+    asked for ahead; else 2 of each of two rows, or 4 of one where they are odd. A processor fetches ahead by itself."""
     if card.kind == "emulated":
         return Shape(4 if in_pairs or columns > 2 else 2, 0, 16)
     turns = k // BLOCK // fmt.turn
     if columns > 2:
         return Shape(4, 2 if columns == 4 else 1, 16)
-    if columns == 1 and not in_pairs and fmt.words <= 6 and turns % 4 != 2:
-        return Shape(1, 4, 32)
+    if columns == 1 and not in_pairs and fmt.words <= 6:
+        for slots, warps in RINGS if fmt is Q8 else RINGS[:1]:  # of a packed format, 4 turns take the registers
+            if turns % slots == 0:
+                return Shape(1, slots, warps)
+        if turns % 2:
+            return Shape(1, 4, 32)
     slots = 2 if turns > 1 and (fmt.words <= 6 or columns == 2) else 1
     return Shape(2, slots, 32 if columns == 1 or fmt is Q8 else 16)
 
@@ -362,12 +454,13 @@ def x_starts_of(columns):
 
 
 @cache
-def gemv_kernel(fmt, columns, shape, fused):
-    """The kernel of y <- (y +) w . x, or with `fused`, for one column, of y <- w . quantised RMSNorm of x.
-    2**set_bits warps share their rows and have `columns` columns each."""
+def gemv_kernel(fmt, columns, shape, fused, planes):
+    """The kernel of y <- (y +) w . x, or with `fused`, for one column, of y <- w . quantised RMSNorm of x; `planes`,
+    for one column: x is put into planes. 2**set_bits warps share their rows and have `columns` columns each."""
     rows, slots, warps = shape
     threads = 32 * warps
-    start, multiply_rows = ring(fmt, rows, columns, slots)
+    start, multiply_rows = ring(fmt, rows, columns, slots, planes)
+    quantize_norm = norm_quantizer(store_in_planes if planes else store_quantized)
     set_starts, count = x_starts_of(columns), rows * columns
     shift = 5 - (count - 1).bit_length()  # the sum of value v is on lane v << shift
     first_lane, warp_bits = (1 << shift) - 1, warps.bit_length() - 1
@@ -431,9 +524,24 @@ def gemv_kernel(fmt, columns, shape, fused):
         work(raw, y, stride, wq, wd, xq, xd, n, k, add, lane, group, last, first_column, n_columns)
 
     @cuda.jit(launch_bounds=(threads, 1))
+    def planes_gemv_kernel(y, stride, wq, wd, xq, xd, n, k, n_columns, set_bits, each, extra, add):
+        let_next_begin()
+        q, d = cuda.shared.array(MAX_PLANES, int8), cuda.shared.array(IN_PLANES, float32)
+        lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
+        raw, w_rows = cuda.local.array(raw_shape, uint32), cuda.local.array(rows, uint32)
+        group, last = share(warp, uint32(warp_bits), each, extra)
+        set_rows(w_rows, group, n)
+        if group < last:
+            start(raw, w_rows, k, lane, wq, wd)
+        wait_for_previous()
+        copy_into_planes(q, d, xq, xd, k, uint32(uint32(warp << uint32(5)) + lane), uint32(threads))
+        cuda.syncthreads()
+        work(raw, y, stride, wq, wd, q, d, n, k, add, lane, group, last, uint32(0), uint32(1))
+
+    @cuda.jit(launch_bounds=(threads, 1))
     def norm_gemv_kernel(y, stride, wq, wd, x, norm_w, eps, n, k, each, extra):
         let_next_begin()
-        xq, xd = cuda.shared.array(MAX_FUSED, int8), cuda.shared.array(MAX_FUSED_BLOCKS, float32)
+        xq, xd = cuda.shared.array(MAX_PLANES, int8), cuda.shared.array(IN_PLANES, float32)
         partial = cuda.shared.array(MAX_WARPS, float32)
         lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
         raw, w_rows = cuda.local.array(raw_shape, uint32), cuda.local.array(rows, uint32)
@@ -448,7 +556,7 @@ def gemv_kernel(fmt, columns, shape, fused):
         cuda.syncthreads()
         work(raw, y, stride, wq, wd, xq, xd, n, k, False, lane, group, last, uint32(0), uint32(1))
 
-    return norm_gemv_kernel if fused else gemv_kernel
+    return norm_gemv_kernel if fused else planes_gemv_kernel if planes else gemv_kernel
 
 
 @cache
@@ -459,7 +567,9 @@ def swiglu_kernel(fmt, columns, shape, fused):
     rows, slots, warps = shape
     threads = 32 * warps
     pairs = rows // 2
-    start, multiply_rows = ring(fmt, rows, columns, slots)
+    planes = fused and fmt.planes
+    start, multiply_rows = ring(fmt, rows, columns, slots, planes)
+    quantize_norm = norm_quantizer(store_in_planes if planes else store_quantized)
     set_starts, half = x_starts_of(columns), 1 << (pairs * columns - 1).bit_length()
     count = 2 * half  # values: gate's, as many as a power of two, and as many of up, in the other half warp
     shift = 5 - half.bit_length()
@@ -525,7 +635,7 @@ def swiglu_kernel(fmt, columns, shape, fused):
     @cuda.jit(launch_bounds=(threads, 1))
     def norm_gemv_swiglu_kernel(q, d, wq, wd, x, norm_w, eps, n, k):
         let_next_begin()
-        xq, xd = cuda.shared.array(MAX_FUSED, int8), cuda.shared.array(MAX_FUSED_BLOCKS, float32)
+        xq, xd = cuda.shared.array(MAX_PLANES, int8), cuda.shared.array(IN_PLANES, float32)
         partial = cuda.shared.array(MAX_WARPS, float32)
         h = cuda.shared.array(H_SHAPE, float32)
         lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
@@ -571,7 +681,8 @@ def gemv(card, fmt, y, stride, wq, wd, xq, xd, n, k, columns, add=False, stream=
         here, set_bits, each = _split(card, fmt, n, columns - first)
         shape = shape_for(card, fmt, each, k)
         grid, shares = _shares(card, n, shape)
-        card.launch(gemv_kernel(fmt, each, shape, False), grid, (32, shape.warps), y[first * stride:], stride,
+        planes = fmt.planes and columns == 1 and k <= MAX_PLANES
+        card.launch(gemv_kernel(fmt, each, shape, False, planes), grid, (32, shape.warps), y[first * stride:], stride,
                     *weights, xq[first * k:], xd[first * k // BLOCK:], n, k, here, set_bits, *shares, add,
                     stream=stream)
 
@@ -585,7 +696,7 @@ def norm_gemv(card, fmt, y, stride, wq, wd, x, norm_w, eps, n, k, columns, xq, x
         return gemv(card, fmt, y, stride, wq, wd, xq, xd, n, k, columns, stream=stream)
     shape = shape_for(card, fmt, 1, k)
     grid, shares = _shares(card, n, shape)
-    card.launch(gemv_kernel(fmt, 1, shape, True), grid, (32, shape.warps), y.reshape(-1), stride,
+    card.launch(gemv_kernel(fmt, 1, shape, True, fmt.planes), grid, (32, shape.warps), y.reshape(-1), stride,
                 *_flat(wq, wd), x.reshape(-1), norm_w, float(eps), n, k, *shares, stream=stream)
 
 
@@ -597,8 +708,7 @@ def norm_gemv_swiglu(card, fmt, q, d, wq, wd, x, norm_w, eps, n, k, columns, xq,
     if n % BLOCK:
         raise ValueError(f"SwiGLU takes rows of a multiple of {BLOCK} values, not {n}")
     q, d, weights = q.reshape(-1), d.reshape(-1), _flat(wq, wd)
-    units = n // BLOCK
-    grid = -(-units // -(-units // card.n_sms))  # as many SMs as share them evenly: more would wait for the slowest
+    grid = min(card.n_sms, n // BLOCK)
     if columns == 1 and k <= MAX_FUSED:
         shape = shape_for(card, fmt, 1, k, in_pairs=True)
         card.launch(swiglu_kernel(fmt, 1, shape, True), grid, (32, shape.warps), q, d, *weights,
@@ -686,11 +796,11 @@ def check(card, n, k, columns, add=False):
 FUSED_CASES = [(32, 1024, 1), (64, 32, 1), (96, 2080, 1), (160, 1056, 3), (96, 1536, 19)]
 
 
-def check_fused(card, n, k, columns):
+def check_fused(card, n, k, columns, fmt=Q8, w=None):
     """norm_gemv and norm_gemv_swiglu against the kernels that they stand for, bit for bit; returns 0, the
-    error."""
+    error. w: the 2 n rows of weights in format `fmt`, on the card, if not of Q8_0."""
     rng = np.random.default_rng((n, k, columns))
-    w = [card.upload(part) for part in random_q8(rng, 2 * n, k)]
+    w = w or [card.upload(part) for part in random_q8(rng, 2 * n, k)]
     x, norm_w = (card.upload(rng.standard_normal(shape, np.float32)) for shape in ((columns, k), k))
     xq, xd, want_xq, want_xd = (card.alloc(*like) for like in 2 * _quantised_like(columns, k))
     q, d, want_q, want_d = (card.alloc(*like) for like in 2 * _quantised_like(columns + 1, n))
@@ -699,10 +809,10 @@ def check_fused(card, n, k, columns):
         card.poison(array)
     norm = x, norm_w, 1e-6
     rms_norm_quantize(card, want_xq, want_xd, x, norm_w, columns, k, 1e-6)
-    gemv_q8_q8(card, want_y, 2 * n, *w, want_xq, want_xd, 2 * n, k, columns)
+    gemv(card, fmt, want_y, 2 * n, *w, want_xq, want_xd, 2 * n, k, columns)
     swiglu_quantize(card, want_q, want_d, want_y, columns, n)
-    norm_gemv(card, Q8, y, 2 * n, *w, *norm, 2 * n, k, columns, xq, xd)
-    norm_gemv_swiglu(card, Q8, q, d, *w, *norm, n, k, columns, xq, xd)
+    norm_gemv(card, fmt, y, 2 * n, *w, *norm, 2 * n, k, columns, xq, xd)
+    norm_gemv_swiglu(card, fmt, q, d, *w, *norm, n, k, columns, xq, xd)
     for got, want in ((y, want_y), (q, want_q), (d, want_d)):
         np.testing.assert_array_equal(card.download(got), card.download(want))
     return 0.0

@@ -9,15 +9,16 @@ The kernels are those of kernels/q8_gemv.py, for which each format here is a `Fo
         low bits    16 bytes  16 bytes  ... 16 bytes       of the row's first plane
         upper bits   4 or 8    4 or 8   ...  4 or 8        Q5 and Q6: of its second
         scales       2 bytes   2 bytes  ...  2 bytes       and d, dmin: the same word for eight lanes
-        x           32 bytes  32 bytes  ... 32 bytes       of each column, from L1 or shared memory
+        x           32 bytes  32 bytes  ... 32 bytes       of each column; of a single one, from shared memory,
+                                                           twice 16 bytes, each beside its neighbours'
 
 What whole turns leave of k is a turn whose last lanes are idle. The tree of additions is fixed:
 
     lane:  acc = fma(float(dot), ws * xd, acc); with a minimum, acc = fma(-minimum, xd * sum, acc)   block by block
     warp:  butterfly sum of the 32 acc; with `add`, one more rounded addition
 
-A block's sum of x is 8 dp4a with 0x01010101, once for all rows of the warp. Rows are unpacked by twos: more of them
-would not leave registers for the columns.
+A block's sum of x is 8 dp4a with 0x01010101, once for all rows of the warp or, of a single column, for all warps. Rows
+are unpacked by twos: more of them would not leave registers for the columns.
 
 Pipe: integer (dp4a and the unpacking, both 64 lanes per SM on Volta), but bound by memory. Per block of 32 weights
 and column 8 dp4a and 2 or 3 float operations; unpacking, once for all columns, takes 12 operations for 4 bits and 28
@@ -36,9 +37,13 @@ Measured on an H200 (2026-11-21; GB/s of weights, one column, matrices by turns 
     Q8_0 in such blocks                                  3716           2211          1918           4407
 
 What limits one row of Q4_K is no instruction: on an H100 gate and up of a 9B issue in 44 % of the slots (ncu; Q6_K in
-40 %) and wait for memory otherwise, and a token loses as much time beside its bytes as one of Q8_0 does, 0.62 ms
-and 0.56 ms: what each launch loses. So 1.8 times fewer bytes make it 1.55 times as fast (467 against 302 tokens/s);
-kernels/q8_gemv.py says what 1.6 would take.
+40 %) and wait for memory otherwise, and a token loses as much time beside its bytes as one of Q8_0 does, 0.50 ms:
+what each launch loses. So 1.8 times fewer bytes make it 1.60 times as fast (kernels/q8_gemv.py).
+
+A single column lies in shared memory in planes (kernels/q8_gemv.py), with its blocks' sums: read as rows from the
+first-level cache, a lane's 16 bytes are 32 from its neighbours', and what the cache does not have yet comes turn by
+turn after the wait. A token of a 9B in Q4_K (H100, 2026-11-21): 32 us less; in shared memory, but as rows, 16 us more.
+Lost there: 2 rows with 2 turns each for down (476.7 for 483.8 tokens/s).
 
 Two columns take 16 warps and twice the turns under way: 32 warps had to spill 8 to 32 bytes on sm_70.
 """
@@ -49,22 +54,51 @@ import numpy as np
 from numba import cuda
 from numba.types import float32, int32, uint32
 
+from kernels import q8_gemv
 from kernels.bench import Case, main
 from kernels.formats import BLOCK, FORMATS, fetch_function, on_card, product_reference, random_raw
-from kernels.intrinsics import dp4a, load_words4, stream_words4, word_as_float
-from kernels.q8_gemv import Q8, Format, gemv, random_activations
+from kernels.intrinsics import load_words4, stream_words4, word_as_float
+from kernels.q8_gemv import PLANE, Q8, SUMS, Format, gemv, random_activations, word_sum
 
 TURN = 32  # blocks
 PAIR = 2  # rows that are unpacked at once
+
+
+# A lane's block of x: its 8 words, and its scale times their sum; from rows as the quantisation leaves them, or planes.
+
+@cuda.jit(device=True, forceinline=True)
+def row_block(x, xq, at):
+    x[0], x[1], x[2], x[3] = load_words4(xq, uint32(at << uint32(5)))
+    x[4], x[5], x[6], x[7] = load_words4(xq, uint32(uint32(at << uint32(5)) + uint32(16)))
+
+
+@cuda.jit(device=True, forceinline=True)
+def plane_block(x, xq, at):
+    x[0], x[1], x[2], x[3] = load_words4(xq, uint32(at << uint32(4)))
+    x[4], x[5], x[6], x[7] = load_words4(xq, uint32(uint32(at << uint32(4)) + uint32(PLANE)))
+
+
+@cuda.jit(device=True, forceinline=True)
+def row_sum(x, x_scale, xd, at):
+    total = int32(0)
+    for i in range(8):
+        total = word_sum(x[i], total)
+    return x_scale * float32(total)
+
+
+@cuda.jit(device=True, forceinline=True)
+def plane_sum(x, x_scale, xd, at):
+    return xd[uint32(at + uint32(SUMS))]
 
 
 def multiply_function(format):
     """The `multiply` of a Format (kernels/q8_gemv.py)."""
     unpack, dot, minimum, n_scales = format.unpack, format.dot, format.minimum, format.n_scales
 
-    def multiply(rows, columns):
+    def multiply(rows, columns, planes):
         each = min(rows, PAIR)
         w_shape, scales_shape = (each, 8), (each, n_scales)
+        load_block, block_sum = (plane_block, plane_sum) if planes else (row_block, row_sum)
 
         @cuda.jit(device=True, forceinline=True)
         def multiply(acc, raw, piece, block, k, lane, x_starts, xq, xd):
@@ -75,14 +109,10 @@ def multiply_function(format):
                     unpack(w[r], scales[r], raw[piece + first + r])
                 for c in range(columns):
                     at = uint32(x_starts[c] + block + lane)
-                    x[0], x[1], x[2], x[3] = load_words4(xq, uint32(at << uint32(5)))
-                    x[4], x[5], x[6], x[7] = load_words4(xq, uint32(uint32(at << uint32(5)) + uint32(16)))
+                    load_block(x, xq, at)
                     x_scale = xd[at]
                     if minimum:
-                        total = int32(0)
-                        for i in range(8):
-                            total = dp4a(x[i], uint32(0x01010101), total)
-                        x_sum = x_scale * float32(total)
+                        x_sum = block_sum(x, x_scale, xd, at)
                     for r in range(each):
                         scale = word_as_float(scales[r, 0]) * x_scale
                         acc[first + r, c] = cuda.fma(dot(w[r], scales[r], x), scale, acc[first + r, c])
@@ -108,8 +138,8 @@ def decoder(format):
         q_from, d_from = starts(row, blocks)
         load(raw[piece], wq, wd, q_from, d_from, blocks, uint32(block + lane))
 
-    def rest(rows, columns):
-        multiply_turn, raw_shape = multiply(rows, columns), (rows, raw_words)
+    def rest(rows, columns, planes):
+        multiply_turn, raw_shape = multiply(rows, columns, planes), (rows, raw_words)
 
         @cuda.jit(device=True, forceinline=True)
         def rest(acc, w_rows, k, lane, wq, wd, x_starts, xq, xd):
@@ -123,7 +153,7 @@ def decoder(format):
 
         return rest
 
-    return Format(TURN, raw_words, fetch, multiply, rest)
+    return Format(True, TURN, raw_words, fetch, multiply, rest)
 
 
 # ---- check and time ----------------------------------------------------------------------------------------
@@ -156,6 +186,12 @@ def check(card, format, n, k, columns, add=False):
     return error
 
 
+def check_fused(card, format, n, k):
+    """`check_fused` of kernels/q8_gemv.py for one column; n a multiple of 32."""
+    w = on_card(card, format, random_raw(np.random.default_rng(n), format, 2 * n, k), 2 * n, k)
+    return q8_gemv.check_fused(card, n, k, 1, decoder(format), w)
+
+
 PACKED = [format for format in FORMATS.values() if format.bits < 8]
 TIMED = [(1024, 1024, 1), (4096, 4096, 1), (65536, 5120, 1), (4096, 4096, 8)]
 
@@ -165,6 +201,7 @@ def cases(card):
     for format in PACKED:
         for case in CASES:
             yield Case("{} x {}, {} columns, ".format(*case) + format.name, partial(check, card, format, *case))
+        yield Case(f"fused: {format.name}", partial(check_fused, card, format, 96, 1792))
     for format in PACKED:
         for n, k, columns in TIMED:
             w = [card.zeros(*array) for array in format.arrays(n, k)]

@@ -11,6 +11,12 @@ def test_decode_equals_the_reference(card, case):
     attend_decode.check(card, case)
 
 
+def test_early_it_equals_the_reference(card, monkeypatch):
+    """As on cards whose launches overlap; rows at the start, at the end and in the middle of a page."""
+    monkeypatch.setattr(attend_decode, "launches_overlap", lambda cc: True)
+    attend_decode.check(card, (4, 2, (0, 609, 63)))
+
+
 def decode(card, heads, n_kv, case):
     launch, _ = launcher(card, heads, n_kv, case)
     out = card.alloc((len(case["row_pos"]), heads * 256), np.float32)

@@ -108,7 +108,7 @@ def test_products_run_on_packed_half(card):
              *["uint32"] * 5)
     decode = ("int8[1]", *["float32[1]"] * 2, "uint32[1]", *["float32[1]"] * 3, "int32[1]", "float32[1]",
               *["float16[1]"] * 2, *["int32[1]"] * 3, *["uint32"] * 8, "float32")
-    for kernel, signature in ((attention.attend_tiles, tiles), (attend_decode.attend_kernel(2, True),
+    for kernel, signature in ((attention.attend_tiles, tiles), (attend_decode.attend_kernel(2, True, False),
                                                                 decode)):
         ptx = compile_kernel(kernel, signature, target_cc(card.cc), card.cache_dir).ptx
         assert ptx.count("fma.rn.f16x2") > 80

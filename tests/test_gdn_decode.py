@@ -9,6 +9,12 @@ def test_equals_the_reference(card, case):
     gdn_decode.check(card, case)
 
 
+def test_early_it_equals_the_reference(card, monkeypatch):
+    """As on cards whose launches overlap."""
+    monkeypatch.setattr(gdn_decode, "launches_overlap", lambda cc: True)
+    gdn_decode.check(card, (3, 2, 6))
+
+
 def test_a_decoded_row_has_the_same_bits_alone_and_in_a_batch(card):
     random, n_k, n_v = np.random.default_rng(1), 1, 2
     projected, ssm_a, dt_bias = gdn.random_inputs(random, 5, n_k, n_v)

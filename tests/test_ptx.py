@@ -3,14 +3,18 @@
 nothing before its time."""
 
 import inspect
+import itertools
 import re
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 import qengine
 from kernels import compile as compiler
-from kernels import nvidia, q8_gemv
+from kernels import attend_decode, gdn_decode, nvidia, q8_gemv
+from kernels.card import Array
+from kernels.emulated.card import EmulatedCard
 from kernels.formats import FORMATS
 from kernels.quant_gemv import PACKED, decoder
 from tests.models import write_as_float32
@@ -47,18 +51,18 @@ def engine_kernels(directory):
 
 def products_of_real_cards(format, columns, widths):
     """The decode products of a format in the shapes that the emulated card does not use: of these numbers of columns
-    for a warp, of 17,408 numbers too (27B's down) and, after the norm, of rows of these widths."""
+    for a warp, of 17,408 and 3,584 numbers too (down of 27B and 0.8B) and, after the norm, of rows of these widths."""
     card, fmt = SimpleNamespace(kind="cuda"), decoder(format)
     w = "int8[1]" if format.bits == 8 else "uint8[1]", "uint16[1]"
     x, y, norm = ("int8[1]", "float32[1]"), ("float32[1]", "uint32"), ("float32[1]", "float32[1]", "float32")
-    for n, k in [*((n, 4096) for n in columns), (1, 17_408)]:
-        kernel = q8_gemv.gemv_kernel(fmt, n, q8_gemv.shape_for(card, fmt, n, k), False)
+    for n, k in [*((n, 4096) for n in columns), (1, 17_408), (1, 3584)]:
+        kernel = q8_gemv.gemv_kernel(fmt, n, q8_gemv.shape_for(card, fmt, n, k), False, fmt.planes and n == 1)
         yield kernel, *y, *w, *x, *["uint32"] * 6, "bool"
     for n in columns:
         kernel = q8_gemv.swiglu_kernel(fmt, n, q8_gemv.shape_for(card, fmt, n, 4096, True), False)
         yield kernel, *x, *w, *x, *["uint32"] * 4
     for k in widths:
-        kernel = q8_gemv.gemv_kernel(fmt, 1, q8_gemv.shape_for(card, fmt, 1, k), True)
+        kernel = q8_gemv.gemv_kernel(fmt, 1, q8_gemv.shape_for(card, fmt, 1, k), True, fmt.planes)
         yield kernel, *y, *w, *norm, *["uint32"] * 4
     kernel = q8_gemv.swiglu_kernel(fmt, 1, q8_gemv.shape_for(card, fmt, 1, 4096, True), True)
     yield kernel, *x, *w, *norm, *["uint32"] * 2
@@ -103,11 +107,26 @@ OVERLAPPING = (9, 0)        # the first that can
 WAIT = "griddepcontrol.wait;"
 # The arguments that a kernel may read before it waits, which no kernel writes: weights, and the slots of a batch.
 CONSTANTS = {
-    "gemv_kernel": {"wq", "wd"}, "norm_gemv_kernel": {"wq", "wd", "norm_w"},
+    "gemv_kernel": {"wq", "wd"}, "planes_gemv_kernel": {"wq", "wd"}, "norm_gemv_kernel": {"wq", "wd", "norm_w"},
     "gemv_swiglu_kernel": {"wq", "wd"}, "norm_gemv_swiglu_kernel": {"wq", "wd", "norm_w"},
     "gdn_decode_kernel": {"conv_w", "ssm_a", "dt_bias", "norm_w", "row_slot"},
     "attend": set(), "rms_norm_quantize_kernel": {"w"},
 }
+# And what those that are `early` may read besides: constants and what earlier steps left. Blocks of `attend` beyond the
+# last unit may end: the others of the launch wait, so that it does not end before.
+EARLY = {"gdn_decode_kernel": {"state", "ring", "row_pos"},
+         "attend": {"q_norm", "inv_freq", "rope_pos", "row_slot", "row_pos", "block_table", "k_pages", "v_pages"}}
+
+
+def is_early(kernel):
+    return inspect.getclosurevars(kernel.py_func).nonlocals.get("early", False)
+
+
+def allowed(kernel):
+    """(arguments that it may read before it waits, lines that it may run)."""
+    name = kernel.__name__
+    return (CONSTANTS[name] | EARLY[name], {"ret;"} if name == "attend" else set()) if is_early(kernel) else (
+        CONSTANTS[name], set())
 
 
 def before_the_wait(ptx):
@@ -139,30 +158,39 @@ def too_early(kernel, types, ptx):
     owners = []             # of each parameter: the array that it is a part of, of 5 and 2 for each dimension
     for name, kind in zip(inspect.signature(kernel.py_func).parameters, types, strict=True):
         owners += [name] * (5 + 2 * int(kind[-2])) if kind.endswith("]") else [None]
+    readable, runnable = allowed(kernel)
     lines, made_of = before_the_wait(ptx), {}
     for line in lines:
         if step := re.match(r"(?:@!?%p\d+\s+)?[a-z][\w.:]*\s+(\{.*?\}|[^,;]*),(.*);", line):
             for result in re.findall(r"%\w+", step[1]):
                 made_of.setdefault(result, []).extend(re.findall(r"%\w+|\w+_param_\d+", step[2]))
-    wrong = [line for line in lines if re.match(
+    wrong = [line for line in lines if line not in runnable and re.match(
         r"(@!?%p\d+\s+)?(st\.(?!shared|local)|atom|red\b|ret|exit|call|brx)", line)]
     for line in lines:
         if load := re.search(r"\bld\.(?!param|shared|local).*\[(%\w+)", line):
             read = {owners[n] for n in origins(load[1], made_of)} - {None}
-            wrong += sorted(read - CONSTANTS[kernel.__name__])
+            wrong += sorted(read - readable)
     return wrong
+
+
+EARLY_TWINS = {     # by the types of the arguments, the first of which is the output's
+    "gdn_decode_kernel": lambda out, *_: gdn_decode.decode_kernel(out == "int8[1]", True),
+    "attend": lambda out, *_: attend_decode.attend_kernel(6, out == "int8[1]", True),
+}
 
 
 @pytest.fixture(scope="module")
 def overlapping(kernels):
     """(kernel, argument types, PTX) of those that wait: the products as real cards have them, with and without a
-    minimum in their format, and the others."""
+    minimum in their format, and the others, with their early forms."""
     products = [product for format in (Q8_0, FORMATS["Q4_K"]) for product in products_of_real_cards(format, [1], [4096])]
     names = {kernel.__name__ for kernel, *_ in products}
     others = [launch for launch in kernels if launch[0].__name__ not in names]
     waiting = [launch for launch in dict.fromkeys((*products, *others))
                if "wait_for_previous" in launch[0].py_func.__code__.co_names]
     assert {kernel.__name__ for kernel, *_ in waiting} == set(CONSTANTS)
+    waiting += [(EARLY_TWINS[kernel.__name__](*types), *types) for kernel, *types in waiting
+                if kernel.__name__ in EARLY]
     return [(kernel, types, compiler.compile_kernel(kernel, tuple(types), OVERLAPPING).ptx) for kernel, *types in waiting]
 
 
@@ -170,19 +198,65 @@ def test_nothing_is_done_before_the_kernel_before_has_ended(overlapping):
     """Several kernels before it may be running still: what they read must stay and what they write is not there yet. One
     that ended without having waited would let the next begin before them, too."""
     for kernel, types, ptx in overlapping:
-        assert ptx.count(WAIT) == 1 and not too_early(kernel, types, ptx), f"{kernel.__name__}{types}"
+        waits = 2 if is_early(kernel) and kernel.__name__ == "attend" else 1    # the new key's warp before the others
+        assert ptx.count(WAIT) == waits and not too_early(kernel, types, ptx), f"{kernel.__name__}{types}"
 
 
 @pytest.mark.parametrize("early", ["st.global.u32 [%rd1], %r1;", "@%p1 red.global.add.u32 [%rd1], 1;", "@!%p1 ret;",
                                    "atom.acq_rel.gpu.add.u32 %r0, [%rd1], 1;"])
 def test_what_is_done_too_early_is_found(overlapping, early):
     for kernel, types, ptx in overlapping:
-        assert too_early(kernel, types, ptx.replace(WAIT, f"{early}\n{WAIT}")) == [early]
+        assert too_early(kernel, types, ptx.replace(WAIT, f"{early}\n{WAIT}", 1)) == [early]
 
 
 def test_what_is_read_too_early_is_found(overlapping):
     """Without WAIT all is too early."""
     read = {"gemv_kernel": "xq", "norm_gemv_kernel": "x", "gemv_swiglu_kernel": "xd", "norm_gemv_swiglu_kernel": "x",
-            "gdn_decode_kernel": "projected", "attend": "row_pos", "rms_norm_quantize_kernel": "x"}
+            "planes_gemv_kernel": "xq", "gdn_decode_kernel": "projected", "attend": "projected",
+            "rms_norm_quantize_kernel": "x"}
     for kernel, types, ptx in overlapping:
         assert read[kernel.__name__] in too_early(kernel, types, ptx.replace(WAIT, ""))
+
+
+# What the kernels of decode passes write of that which others of them read early.
+WRITTEN = {"gdn_decode_kernel": {"state", "ring"}, "attend": {"k_pages", "v_pages"},
+           "advance_kernel": {"ids", "positions", "rope"}}
+
+
+def read_too_early(launches):
+    """(launches that are early, what they read too early) of (kernel, arguments) in the order in which they run: what
+    was written from the last launch on that does not overlap."""
+    n_early, wrong, written = 0, [], []
+    for kernel, args in launches:
+        name, parameters = kernel.__name__, inspect.signature(kernel.py_func).parameters
+        memory = {of: range(value.ptr, value.ptr + value.nbytes)
+                  for of, value in zip(parameters, args, strict=True) if isinstance(value, Array)}
+        if "wait_for_previous" not in kernel.py_func.__code__.co_names:
+            written.clear()
+        if is_early(kernel):
+            n_early += 1
+            wrong += [f"{name}: {of}" for of, other in itertools.product(EARLY[name], written)
+                      if max(memory[of].start, other.start) < min(memory[of].stop, other.stop)]
+        written += [memory[of] for of in WRITTEN.get(name, ())]
+    return n_early, wrong
+
+
+@pytest.mark.parametrize("split", [(4,), (1, 2, 1)], ids=str)
+def test_what_is_read_early_is_older_than_the_launches_that_overlap(split, monkeypatch):
+    """In the order of the launches, since on no card of these tests they overlap."""
+    for module in gdn_decode, attend_decode:
+        monkeypatch.setattr(module, "launches_overlap", lambda cc: True)
+    cards = [EmulatedCard(number, memory_bytes=256 << 20) for number in range(len(split))]
+    engine, found = qengine.load("synthetic:tiny", card=cards, split=split, ctx=256, slots=2, progress=False), []
+    for stage in engine.pipeline.stages:
+        for launch in partial(stage.launch_step, 0, 2, False), partial(stage.launch_in_turn, 3):
+            launches = []
+            with monkeypatch.context() as patch:
+                patch.setattr(stage.card, "launch", lambda kernel, _, __, *args, **___: launches.append((kernel, args)))
+                launch()
+            found.append(read_too_early(launches))
+    engine.close()
+    assert not any(wrong for _, wrong in found), found
+    steps = [n_early for n_early, _ in found[::2]]
+    assert steps == ([4] if len(split) == 1 else [1, 0, 1])  # not where positions have just moved on
+    assert not any(n_early for n_early, _ in found[1::2])

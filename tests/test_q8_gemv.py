@@ -15,7 +15,7 @@ def test_fused_kernels_have_the_bits_of_the_separate_ones(card, case):
     q8_gemv.check_fused(card, *case)
 
 
-@pytest.mark.parametrize("case", [(500, 1024, 8), (33, 2080, 1), (1, 32, 1)], ids=str)
+@pytest.mark.parametrize("case", [(500, 1024, 8), (33, 2080, 1), (1, 32, 1), (33, 2592, 1), (33, 3584, 1)], ids=str)
 def test_shapes_of_real_cards(card, case, monkeypatch):
     """The kernels with weights under way, on every card; for few SMs and for many."""
     monkeypatch.setattr(card, "kind", "cuda")

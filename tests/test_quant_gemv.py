@@ -38,6 +38,19 @@ def test_column_has_the_same_bits_in_any_company(card, name):
     np.testing.assert_array_equal(few, together[:, 5:12])
 
 
+def test_a_column_that_is_too_long_for_planes_has_the_same_bits(card, monkeypatch):
+    rng, format, n, k = np.random.default_rng(3), FORMATS["Q5_K"], 5, 1280
+    raw, x = formats.random_raw(rng, format, n, k), q8_gemv.random_activations(rng, 1, k)
+    in_planes = multiply(card, format, raw, n, *x)
+    monkeypatch.setattr(q8_gemv, "MAX_PLANES", k - 1)
+    np.testing.assert_array_equal(multiply(card, format, raw, n, *x), in_planes)
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
+def test_fused_kernels_have_the_bits_of_the_separate_ones(card, name):
+    quant_gemv.check_fused(card, FORMATS[name], 96, 1792)
+
+
 @pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
 def test_bits_of_the_tree(card, name):
     """Blocks dealt to 32 lanes, a lane a chain of fma; the butterfly: in NumPy."""
