@@ -82,9 +82,9 @@ def test_runs_as_kept(path):
 
 @lessons
 def test_exercises_and_their_solutions(path):
-    """Two of each, by turns, the solution folded."""
+    """Two of each or more, by turns, the solution folded."""
     cells = [cell for cell in code_cells(read(path)) if has(cell, "exercise") or has(cell, "solution")]
-    assert [cell.metadata.tags[0] for cell in cells] == ["exercise", "solution"] * 2
+    assert len(cells) >= 4 and [cell.metadata.tags[0] for cell in cells] == ["exercise", "solution"] * (len(cells) // 2)
     for exercise, solution in zip(cells[::2], cells[1::2]):
         assert "lab.attempt(check_" in exercise.source and printed(exercise) == "not solved yet\n"
         assert "lab.refuses(check_" in solution.source and solution.metadata.jupyter.source_hidden
