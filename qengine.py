@@ -2023,6 +2023,8 @@ def checkpoint_positions(tokens: list[int], turn: int | None, start: int, known:
 CHECKED_WEIGHTS = 1 << 22   # of one matrix that is compared with NumPy's product, see `Engine.use`
 LANES = 4                   # parts of a prompt's pass that run beside each other, at most,
 LANE_ROWS = 256             # and of about so many rows at least: see `Lane`
+HOST_SHARE = 0.5            # of a pass in which the host may queue its kernels: 0.8B in five lanes, where that took all of
+LAYER_SECONDS = 260e-6      # the time, was 25 % slower than in one; what it takes for a layer of a part, on an H100's host
 QUEUEING = 100e-6           # seconds of the host for a hop beside the layers, about
 DEADLINE = 120.0            # seconds after which a card is broken that somebody waits for and that does nothing
 LOOKS = 20                  # at whether it does something, in that time
@@ -2239,7 +2241,11 @@ class Stage:
     def lane_rows(self, n: int) -> list[int]:
         """The rows of each lane of a pass of n rows, see `Lane`. Rows that fill no page have a lane to themselves: in
         smaller tiles they take less. The processors of an emulated card are never partly idle: one lane."""
-        n_lanes = 1 if self.card.kind == "emulated" else min((n + LANE_ROWS // 2) // LANE_ROWS, LANES)
+        if self.card.kind == "emulated":
+            return [n]
+        seconds = n * self.row_operations / self.speed.dot / PEAK_SHARE
+        queued = int(HOST_SHARE * seconds / (LAYER_SECONDS * len(self.layers)))     # lanes, before the host is in the way
+        n_lanes = min((n + LANE_ROWS // 2) // LANE_ROWS, LANES, queued)
         if n_lanes < 2:
             return [n]
         pages, rest = divmod(n, PAGE_TOKENS)
