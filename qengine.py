@@ -1293,7 +1293,8 @@ class Rows:
     positions: Array        # [n] index in the slot's sequence
     rope: Array             # [3, n] time, height, width
     marks: tuple = ()       # of a prefill pass: (n rows, slot, row of the states that keeps the slot's after them)
-    lane: "Lane | None" = None      # of a part of a prefill pass that runs beside the others
+    beside: bool = False    # of a part of a prefill pass: others run beside it,
+    lane: "Lane | None" = None      # and it waits for those before it
     each: tuple = ()        # of a decode pass over one slot: its rows one by one, as a layer's states take them
     early: bool = False     # of a decode pass: what is kept of its slots may be read `early` (kernels/intrinsics.py)
 
@@ -1315,25 +1316,25 @@ class Rows:
 
 
 class Lane:
-    """A part of a prompt's pass, in a stream of its own. Where one of its kernels leaves the card partly idle, in the last
-    round of its blocks of threads or all the time, those of other parts run. In each layer a part waits for the states,
-    or the keys and values, that the part before leaves there; nothing else joins them.
+    """A part of a prompt's pass, in a stream of its own. Where one of its kernels leaves the card partly idle, in the
+    last round of its blocks of threads or all the time, those of other parts run. In each layer a part waits for the
+    states, or the keys and values, that the part before leaves there; nothing else joins them.
 
     On an H100 (2026-11-21, 9B in Q8_0, per cent of the dp4a peak) prompts of so many tokens ran at
-                                            256     297     384     512     768   1,024   1,160   2,048   4,620
-        in one lane                        57.8    56.5    60.3    64.3    66.2    67.0    65.4    68.7    68.2
-        in lanes of 128                    59.4    56.1    65.6    67.5
-        in lanes of 256 (1,160: 256 to     57.8            62.8    68.9    70.7    71.8    71.6            68.5
-            320, and the last 8)
-        in 4 lanes at most                                 60.1    68.2    70.7    71.8    71.3    73.0    71.6
-    so that lanes of 256 rows, and of more where there would be more than 4, lose little. Queued one part after the other
-    instead of layer by layer 1,024 tokens reached 70.0, as the first lane was ahead by what the host takes, though 4,620
-    in three lanes 72.0, not 71.2; with larger priorities for later lanes 1,160 reached 67 to 68, for earlier ones 66.
+
+                                     256    297    384    512    768   1,024   1,160   2,048   4,620
+        in one lane                 57.8   56.5   60.3   64.3   66.2    67.0    65.4    68.7    68.2
+        in lanes of 128             59.4   56.1   62.8   67.6
+        in lanes of 256                           62.8   69.2   70.7    71.8    71.5
+        as `Stage.lane_rows` says   57.8   56.4   62.7   69.2   70.7    71.8    72.0    73.0    71.2
+
+    Queued one part after the other, not layer by layer, 1,024 tokens reached 70.0, as the first lane was ahead by what
+    the host takes. With a larger priority for later lanes 1,160 reached 67 to 68, for earlier ones 66.
     """
 
     def __init__(self, stream, before: "Lane | None"):
         self.stream, self.before = stream, before
-        self.left = []          # the events after which the layers are as the next part wants them
+        self.left = collections.deque()     # the events after which the layers are as the next part wants them
 
     def queue(self, steps):
         """Goes on with the generator `steps`, whose work goes to the lane's stream, at each step of its own."""
@@ -1347,7 +1348,7 @@ class Lane:
     def turn(self):
         """See `Rows.turn`. The part before must have come to the same layer."""
         if self.before:
-            self.stream.wait(self.before.left[len(self.left)])
+            self.stream.wait(self.before.left.popleft())
         yield
         self.left.append(self.stream.record())
 
@@ -1412,7 +1413,7 @@ class Model:
         self.attended = floats("attention output", c.query_dim)
         sizes = {c.hidden_dim, c.value_dim, c.query_dim}
         self.activations = {k: Activation.allocate(card, rows, k) for k in sizes}
-        self.inner = Activation.allocate(card, rows, c.ffn_dim)     # of the MLP, whose kernel reads and writes activations
+        self.inner = Activation.allocate(card, rows, c.ffn_dim)     # of the MLP, whose kernel reads and writes these
         self.partials = card.alloc(attend_decode.partials_shape(n_slots, c.n_heads), np.float32, "attention partials")
         self.arrived = card.zeros((n_slots, c.n_kv_heads), np.uint32, "attention blocks that have arrived")
         if self.head is not None:
@@ -1477,8 +1478,8 @@ class Model:
                     n, mixed, columns = end - start, self.mixed[start:], projected[start * stride:]
                     conv.conv_silu(card, mixed, columns, stride, state.conv, layer.conv, rows.slots[start:],
                                    rows.positions[start:], n, c.conv_dim)
-                    gdn.gdn_prefill(card, self.o[start:], state.memory, self.factors, mixed, columns, stride, *constants,
-                                    rows.slots[start:], n, *heads)
+                    gdn.gdn_prefill(card, self.o[start:], state.memory, self.factors, mixed, columns, stride,
+                                    *constants, rows.slots[start:], n, *heads)
                     if kept is not None:
                         state.copy(card, kept, slot)
             inputs = self.o, projected[c.conv_dim:], stride, layer.out_norm, rows.n, c.n_value_heads, c.norm_eps
@@ -1570,7 +1571,7 @@ class Model:
             elif rows.is_decode:
                 q8_gemv.gemv(card, matrix.decoder, *arguments)
             else:
-                q8_gemm.gemm(card, FORMATS[matrix.format], *arguments, beside=rows.lane is not None)
+                q8_gemm.gemm(card, FORMATS[matrix.format], *arguments, beside=rows.beside)
         else:
             product = float_matmul.gemv_float if rows.is_decode else float_matmul.gemm_float
             product(card, y, stride, matrix.values, u.x, n, k, rows.n, add)
@@ -2239,13 +2240,15 @@ class Stage:
         return min(max(fitting, CHUNK), in_time, LARGEST_CHUNK) // PAGE_TOKENS * PAGE_TOKENS
 
     def lane_rows(self, n: int) -> list[int]:
-        """The rows of each lane of a pass of n rows, see `Lane`. Rows that fill no page have a lane to themselves: in
-        smaller tiles they take less. The processors of an emulated card are never partly idle: one lane."""
+        """The rows of each lane of a pass of n rows, see `Lane`: enough for the smallest product to fill the card, and no
+        more lanes than the host can feed. Rows that fill no page have a lane to themselves: in smaller tiles they take
+        less. The processors of an emulated card are never partly idle: one lane."""
         if self.card.kind == "emulated":
             return [n]
+        least = max(q8_gemm.filling_rows(self.card, min(columns for columns, _ in self.products)), LANE_ROWS)
         seconds = n * self.row_operations / self.speed.dot / PEAK_SHARE
-        queued = int(HOST_SHARE * seconds / (LAYER_SECONDS * len(self.layers)))     # lanes, before the host is in the way
-        n_lanes = min((n + LANE_ROWS // 2) // LANE_ROWS, LANES, queued)
+        queued = int(HOST_SHARE * seconds / (LAYER_SECONDS * len(self.layers)))
+        n_lanes = min((n + least // 2) // least, LANES, queued)
         if n_lanes < 2:
             return [n]
         pages, rest = divmod(n, PAGE_TOKENS)
@@ -2388,6 +2391,7 @@ class Stage:
         self.card.synchronize()                     # nothing replays what goes now
         self.recordings.clear()
         self.model.gemv, self.model.gemm = gemv, gemm
+        self.model.views.clear()                    # which know those of before
 
     def needed_kernels(self) -> dict:
         """What any prompt and any answer will run, as `Card.collecting` has it."""
@@ -2404,8 +2408,10 @@ class Stage:
     def launch_all(self):
         """Launch every kernel that a prompt or an answer of any length may need; what they compute is of no use."""
         few = min(self.chunk, CHUNK)    # beyond, what is run depends on the number of pages alone
-        for n in (*range(1, min(few, 64)), *range(64, few + 1, 8), *range(CHUNK, self.chunk + 1, PAGE_TOKENS)):
-            self.launch_prompt(n)
+        lengths = *range(1, min(few, 64)), *range(64, few + 1, 8), *range(CHUNK, self.chunk + 1, PAGE_TOKENS)
+        lanes = [self.lane_rows(n) for n in lengths]
+        for n, beside in sorted({(n, len(rows) > 1) for rows in lanes for n in rows}):
+            self.model.forward(dataclasses.replace(self.rows_from(0, n, n), beside=beside), self.cache)
         for n in range(1, self.n_slots + 1):
             self.launch_step(0, n, log_probs=True)
         for n in range(2, CERTAIN_ROWS + 1):
@@ -2427,7 +2433,7 @@ class Stage:
             lane = Lane(stream, lane)
             part = dataclasses.replace(self.rows_from(start, rows, n, marks), lane=lane)
             queued.append(lane.queue(self.model.behind(start).steps(part, self.cache)))
-        for _ in zip(*queued):          # layer by layer: no lane waits until another's part is queued whole
+        for _ in itertools.zip_longest(*queued):    # layer by layer: no lane waits until another's part is queued whole
             pass
         for stream in self.lanes[:len(lanes)]:
             self.card.default_stream.wait(stream.record())
@@ -2440,7 +2446,8 @@ class Stage:
     def rows_from(self, start: int, rows: int, n: int, marks=()) -> Rows:
         """`rows` of the n rows of the inputs, from `start` on."""
         inside = tuple((end - start, slot, kept) for end, slot, kept in marks if start < end <= start + rows)
-        return dataclasses.replace(rows_of(self.inputs[start:], n, is_decode=False), n=rows, marks=inside)
+        all_of_them = rows_of(self.inputs[start:], n, is_decode=False)
+        return dataclasses.replace(all_of_them, n=rows, marks=inside, beside=rows < n)
 
     def launch_in_turn(self, n: int):
         rows = rows_of(self.inputs, n, is_decode=True)
@@ -4277,8 +4284,9 @@ class Engine:
         """Put functions of yours in the place of the products of Q8_0 matrices; without any, the engine's own again.
 
         They are called as `gemv_q8_q8` (kernels/q8_gemv.py, generated tokens) and `gemm_q8_q8` (kernels/q8_gemm.py,
-        prompts) are. Before anything changes, each is compared with the reference at every shape of the model, of a
-        large matrix at its first rows; ValueError says where it is wrong. Answers that run go on with them.
+        prompts) are; the latter also for parts of a prompt that run side by side, in streams of their own. Before
+        anything changes, each is compared with the reference at every shape of the model, of a large matrix at its
+        first rows; ValueError says where it is wrong. Answers that run go on with them.
         """
         with self.scheduler.between_steps():
             self.pipeline.use(gemv, gemm)

@@ -4,8 +4,8 @@
 
 The time of a pass is the sum of its kernels' estimates (kernels/emulated/estimate.py), which are floors: of each
 launch a block is run by an emulated card and counted, and counts for the whole grid. Per layer that is T(rows) for a
-linear layer and T(rows) + context · U(rows) for an attention layer. The passes then flow as in the engine
-(`qengine.schedule`).
+linear layer and T(rows) + context · U(rows) for an attention layer; what runs side by side in lanes (`qengine.Lane`)
+counts one after the other. The passes then flow as in the engine (`qengine.schedule`).
 
 `--trace FILE` takes the times of passes and hops from a timeline of a real run (--trace of qengine.py) instead, and
 compares the time of the whole that follows from them with the measured one.

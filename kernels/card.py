@@ -9,9 +9,9 @@
 
 Order. Operations given to one stream run in the order given; operations of two streams are ordered by events
 alone. `stream=None` means the card's default stream, a stream like any other; within `with card.on(stream):` it
-means that stream, for the thread that is there. `upload` and `zeros` are done when they return, `download` waits for its stream; everything else is asynchronous. There is no current card:
-every Array belongs to one Card, and two Cards in one process, used from any thread, do not know of each
-other.
+means that stream, for the thread that is there. `upload` and `zeros` are done when they return, `download` waits
+for its stream; everything else is asynchronous. There is no current card: every Array belongs to one Card, and two
+Cards in one process, used from any thread, do not know of each other.
 
 Host memory. Pageable memory is read when `copy_in` is called; pinned memory (`card.pinned`) is read when the
 copy runs, so it must live and not change before. `copy_out` into pageable memory returns when the copy is
@@ -508,7 +508,7 @@ class Card:
     @contextmanager
     def on(self, stream):
         """Whatever this thread gives the card inside, and does not name a stream for, goes to `stream`."""
-        thread = threading.get_ident()
+        stream, thread = self.target(stream, "a change of streams"), threading.get_ident()
         before = self._streams.get(thread)
         self._streams[thread] = stream
         try:

@@ -419,9 +419,9 @@ class NvidiaStream(Stream):
         driver.cuCtxSetCurrent(self.card._context)
         status, = driver.cuStreamSynchronize(self.handle)
         if status != SUCCESS:
-            recent = ", ".join(self.recent) or "none"
+            recent = "; ".join(f"{s.name}: {', '.join(s.recent)}" for s in self.card.streams if s.recent)
             raise LaunchError(f"{self.card.name} is broken: {_explain(status)}; "
-                              f"last kernels of this stream: {recent}")
+                              f"last kernels of its streams: {recent or 'none'}")
 
     def __del__(self):
         if hasattr(self, "handle"):

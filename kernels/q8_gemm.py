@@ -95,11 +95,11 @@ leaves SMs idle, and what is no product leaves dp4a idle:
 
 In lanes (`qengine.Lane`), parts of a prompt side by side, both find room beside another part's blocks, and the time is
 that of the blocks' work: 27 prompts of 640 to 4,096 tokens in 2 to 6 lanes took, within 1.1 %, 0.93 of the sum of
-`tile_work` at 1.15 ns, 11 ms for 1,000 tokens, 1.9 ms for the square of that, and 7 to 11 ms. Tiles are the larger ones then, whatever the
-rounds (1,160 tokens in lanes of 384, 384, 384 and 8 rows: 71.3 %, with the tiles that are best alone 69.2). 1,160, 4,620
-and 18,400 tokens run at 72.0, 71.5 and 63.6 %, at the card's limit of 700 W, where its clock begins to give way. 297
-tokens stay as they were, at 56.5: 93 % of their rounds is work, and of three lanes (128, 128 and 41 rows: 56.1) each has
-fewer blocks than there are SMs.
+`tile_work` at 1.15 ns, 11 ms for 1,000 tokens, 1.9 ms for the square of that, and 7 to 11 ms. Tiles are the larger ones
+then, whatever the rounds (1,160 tokens in lanes of 384, 384, 384 and 8 rows: 71.3 %, with the tiles that are best alone
+69.2). 1,160, 4,620 and 18,400 tokens run at 72.0, 71.2 and 63.7 %, at the card's limit of 700 W, where its clock begins
+to give way. 297 tokens stay as they were, at 56.4: 93 % of their rounds is work, and of three lanes (128, 128 and 41
+rows: 56.1) each has fewer blocks than there are SMs.
 """
 
 from functools import cache, partial
@@ -431,34 +431,39 @@ def pipelined(format, rows):
 
 
 def tile_work(card, n, rows, each):
-    """The time that the blocks of threads of a product take of each SM, with `each` rows per warp, per weight of a row, in
-    the time of one row of a warp: its rows and about two more, for the weights; 7 rows at least, since fewer do not
+    """The time that the blocks of threads of a product take of each SM, with `each` rows per warp, per weight of a row,
+    in the time of one row of a warp: its rows and about two more, for the weights; 7 rows at least, since fewer do not
     cover the latency of memory."""
     n_blocks = -(-n // TILE_N) * -(-rows // (WARPS * each))
     return n_blocks / card.n_sms * (max(each, 7) + 2)
 
 
 def tile_time(card, n, rows, each):
-    """How long the product takes by itself: every SM makes so many blocks, the last round of which takes as long as any.
-    Until the first and after the last some 3 rows' time is lost."""
+    """How long the product takes by itself: every SM makes so many blocks, the last round of which takes as long as
+    any. Until the first and after the last some 3 rows' time is lost."""
     n_blocks = -(-n // TILE_N) * -(-rows // (WARPS * each))
     return -(-n_blocks // card.n_sms) * (max(each, 7) + 2) + 3
 
 
 def rows_per_warp(card, n, rows, beside=False):
-    """The rows per warp that finish first or, `beside` other kernels, which take the SMs that the last round leaves idle,
-    leave them the most time."""
+    """The rows per warp that finish first or, `beside` other kernels, which take the SMs that the last round leaves
+    idle, leave them the most time."""
     time = tile_work if beside else tile_time
     return min(TILES, key=lambda each: time(card, n, rows, each))
 
 
-def relative_time(card, n, k, parts):
-    """How long a product takes of as many rows as the parts have together, one beside the other, to compare with others on
-    the same card. A unit is 1.15 ns on an H200, for 4096 or 12288 columns and 297 to 4096 rows within 2 %."""
-    if len(parts) == 1:
-        rows, = parts
+def filling_rows(card, n):
+    """About the rows, a multiple of those of a block of threads, whose product has a block for each SM."""
+    return max(round(card.n_sms * TILE_N / n), 1) * WARPS * max(TILES)
+
+
+def relative_time(card, n, k, lanes):
+    """How long a product takes of the rows of all lanes, one beside the other, to compare with others on the same card.
+    A unit is 1.15 ns on an H200, for 4096 or 12288 columns and 297 to 4096 rows within 2 %."""
+    if len(lanes) == 1:
+        rows, = lanes
         return k * tile_time(card, n, rows, rows_per_warp(card, n, rows))
-    work = sum(tile_work(card, n, rows, rows_per_warp(card, n, rows, beside=True)) for rows in parts)
+    work = sum(tile_work(card, n, rows, rows_per_warp(card, n, rows, beside=True)) for rows in lanes)
     return k * (work * BESIDE + 3)
 
 

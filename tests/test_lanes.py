@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import qengine
+from kernels import q8_gemm
 from kernels.emulated.card import EmulatedCard
 from tests.models import TINY, load_tiny, write_as_float32
 
@@ -130,7 +131,8 @@ def stage_of(kind, row_operations=13_836_992_512):
     """A Stage that knows its card, and how many operations its 32 layers take for a row: those of a 9B."""
     stage = qengine.Stage.__new__(qengine.Stage)
     stage.card, stage.layers, stage.row_operations = SimpleNamespace(kind=kind), range(32), row_operations
-    stage.speed = SimpleNamespace(dot=133.8e12)
+    stage.speed, stage.products = SimpleNamespace(dot=133.8e12), {(24_576, 4096): 32, (4096, 12_288): 32}
+    stage.card.n_sms = 132
     return stage
 
 
@@ -155,6 +157,10 @@ def test_no_more_lanes_than_the_host_can_feed():
     small = stage_of("cuda", row_operations=992_000_000)
     small.layers = range(24)
     assert [len(small.lane_rows(n)) for n in (1160, 2048, 4096)] == [1, 1, 3]
+    slow = stage_of("cuda", row_operations=100_000_000_000)
+    assert len(slow.lane_rows(4096)) == 4
+    slow.products = {(1024, 1024): 1}       # a block for each SM from 1,024 rows on
+    assert [len(slow.lane_rows(n)) for n in (1024, 1536, 4096)] == [1, 2, 4]
 
 
 def test_the_operations_of_a_prompt_are_those_of_its_lanes(card):
@@ -172,3 +178,43 @@ def test_passes_of_a_prompt_follow_each_other(card):
         for stage in engine.pipeline.stages:
             stage.lane_rows = lambda n: [n] if n < 128 else [64, n - 64]
         np.testing.assert_array_equal(engine.evaluate(prompt(5)), want)
+
+
+def test_lanes_share_no_scratch_memory(card):
+    """What a lane is given of the memory of rows begins within its own: where another's is used instead, it is rarely
+    at the same time here."""
+    lanes, used = (192, 192, 316), []
+    with contextlib.closing(load(card, lanes=lanes)) as engine:
+        stage, model = engine.pipeline.last, engine.pipeline.last.model
+        activations = [array for u in (*model.activations.values(), model.inner) for array in (u.x, u.q, u.d)]
+        scratch = {array.memory: array.nbytes // stage.max_rows for array in (
+            model.x, model.projected, model.mixed, model.o, model.factors, model.q, model.attended, *activations)}
+        for lane, stream in enumerate(stage.lanes):
+            stream.keep = lambda name, values, lane=lane: used.extend(
+                (lane, name, x) for x in values if type(x) is qengine.Array and x.memory in scratch)
+        engine.evaluate(prompt(7))
+        for lane, name, array in used:
+            row = (array.ptr - array.memory.ptr) // scratch[array.memory]
+            first, behind = sum(lanes[:lane]), sum(lanes[:lane + 1])
+            assert first <= row < behind, f"lane {lane}: {name} is given row {row} of {array!r}"
+    assert {lane for lane, _, _ in used} == set(range(len(lanes)))
+
+
+def test_a_readers_product_serves_every_lane(card):
+    """Also one that comes after lanes have run, and no longer when it has gone."""
+    lanes, seen = (192, 192, 316), []
+
+    def gemm(card, y, stride, wq, wd, xq, xd, n, k, rows, add=False):
+        seen.append(rows)
+        q8_gemm.gemm_q8_q8(card, y, stride, wq, wd, xq, xd, n, k, rows, add)
+
+    with contextlib.closing(load(card, lanes=lanes)) as engine:
+        want = engine.evaluate(prompt(8))
+        engine.use(gemm=gemm)
+        seen.clear()
+        np.testing.assert_array_equal(engine.evaluate(prompt(8)), want)
+        assert set(seen) == set(lanes)
+        engine.use()
+        seen.clear()
+        engine.evaluate(prompt(8))
+        assert not seen
