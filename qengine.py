@@ -2240,12 +2240,12 @@ class Stage:
         return min(max(fitting, CHUNK), in_time, LARGEST_CHUNK) // PAGE_TOKENS * PAGE_TOKENS
 
     def lane_rows(self, n: int) -> list[int]:
-        """The rows of each lane of a pass of n rows, see `Lane`: enough for the smallest product to fill the card, and no
-        more lanes than the host can feed. Rows that fill no page have a lane to themselves: in smaller tiles they take
-        less. The processors of an emulated card are never partly idle: one lane."""
+        """The rows of each lane of a pass of n rows, see `Lane`: enough for the products that go into the residual
+        stream to fill the card, and no more lanes than the host can feed. Rows that fill no page have a lane to
+        themselves: in smaller tiles they take less. The processors of an emulated card are never partly idle: one."""
         if self.card.kind == "emulated":
             return [n]
-        least = max(q8_gemm.filling_rows(self.card, min(columns for columns, _ in self.products)), LANE_ROWS)
+        least = max(q8_gemm.filling_rows(self.card, self.config.hidden_dim), LANE_ROWS)     # of `out` and `down`
         seconds = n * self.row_operations / self.speed.dot / PEAK_SHARE
         queued = int(HOST_SHARE * seconds / (LAYER_SECONDS * len(self.layers)))
         n_lanes = min((n + least // 2) // least, LANES, queued)

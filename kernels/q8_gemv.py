@@ -426,7 +426,8 @@ RINGS = (4, 32), (5, 32), (7, 16)  # turns of one row and the warps whose regist
 def shape_for(card, fmt, columns, k, in_pairs=False):
     """The Shape for warps of `columns` columns of k values; in_pairs: for SwiGLU. As many turns are under way as the
     registers of a thread hold: of one row, where a ring of them goes evenly into it, since what it leaves over is not
-    asked for ahead; else 2 of each of two rows, or 4 of one where they are odd. A processor fetches ahead by itself."""
+    asked for ahead; else 2 of each of two rows, or of one 4 where they are odd, or all where they are fewer. A
+    processor fetches ahead by itself."""
     if card.kind == "emulated":
         return Shape(4 if in_pairs or columns > 2 else 2, 0, 16)
     turns = k // BLOCK // fmt.turn
@@ -437,7 +438,7 @@ def shape_for(card, fmt, columns, k, in_pairs=False):
             if turns % slots == 0:
                 return Shape(1, slots, warps)
         if turns % 2:
-            return Shape(1, 4, 32)
+            return Shape(1, min(turns, 4), 32)
     slots = 2 if turns > 1 and (fmt.words <= 6 or columns == 2) else 1
     return Shape(2, slots, 32 if columns == 1 or fmt is Q8 else 16)
 
@@ -527,7 +528,8 @@ def gemv_kernel(fmt, columns, shape, fused, planes):
     @cuda.jit(launch_bounds=(threads, 1))
     def planes_gemv_kernel(y, stride, wq, wd, xq, xd, n, k, n_columns, set_bits, each, extra, add):
         let_next_begin()
-        q, d = cuda.shared.array(MAX_PLANES, int8), cuda.shared.array(IN_PLANES, float32)
+        q = cuda.shared.array(MAX_PLANES, int8, alignment=16)
+        d = cuda.shared.array(IN_PLANES, float32)
         lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
         raw, w_rows = cuda.local.array(raw_shape, uint32), cuda.local.array(rows, uint32)
         group, last = share(warp, uint32(warp_bits), each, extra)
@@ -542,7 +544,8 @@ def gemv_kernel(fmt, columns, shape, fused, planes):
     @cuda.jit(launch_bounds=(threads, 1))
     def norm_gemv_kernel(y, stride, wq, wd, x, norm_w, eps, n, k, each, extra):
         let_next_begin()
-        xq, xd = cuda.shared.array(MAX_PLANES, int8), cuda.shared.array(IN_PLANES, float32)
+        xq = cuda.shared.array(MAX_PLANES, int8, alignment=16)
+        xd = cuda.shared.array(IN_PLANES, float32)
         partial = cuda.shared.array(MAX_WARPS, float32)
         lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
         raw, w_rows = cuda.local.array(raw_shape, uint32), cuda.local.array(rows, uint32)
@@ -636,7 +639,8 @@ def swiglu_kernel(fmt, columns, shape, fused):
     @cuda.jit(launch_bounds=(threads, 1))
     def norm_gemv_swiglu_kernel(q, d, wq, wd, x, norm_w, eps, n, k):
         let_next_begin()
-        xq, xd = cuda.shared.array(MAX_PLANES, int8), cuda.shared.array(IN_PLANES, float32)
+        xq = cuda.shared.array(MAX_PLANES, int8, alignment=16)
+        xd = cuda.shared.array(IN_PLANES, float32)
         partial = cuda.shared.array(MAX_WARPS, float32)
         h = cuda.shared.array(H_SHAPE, float32)
         lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)

@@ -37,8 +37,8 @@ Measured on an H200 (2026-11-21; GB/s of weights, one column, matrices by turns 
     Q8_0 in such blocks                                  3716           2211          1918           4407
 
 What limits one row of Q4_K is no instruction: on an H100 gate and up of a 9B issue in 44 % of the slots (ncu; Q6_K in
-40 %) and wait for memory otherwise, and a token loses as much time beside its bytes as one of Q8_0 does, 0.50 ms:
-what each launch loses. So 1.8 times fewer bytes make it 1.60 times as fast (kernels/q8_gemv.py).
+40 %) and wait for memory otherwise, and a token loses about as much time beside its bytes as one of Q8_0 does, 0.5
+ms: what each launch loses. So 1.8 times fewer bytes make it 1.58 times as fast (kernels/q8_gemv.py).
 
 A single column lies in shared memory in planes (kernels/q8_gemv.py), with its blocks' sums: read as rows from the
 first-level cache, a lane's 16 bytes are 32 from its neighbours', and what the cache does not have yet comes turn by

@@ -11,7 +11,8 @@ of its own. Where nothing is throttled, nothing is rewritten.
 
 The dot products stay exact, so with dp2a and imad every bit of every result is the same as with dp4a. Without
 the fused multiply-add the second rounding shows: results of such a card are as accurate (its kernels pass the
-same checks against their references) but not bit for bit those of others.
+same checks against float64) but not bit for bit those of others; a value halfway between two int8 may become
+the other one (kernels/quantize.py, whose check is of bits and fails there).
 
 Instructions per 4 products of int8: dp4a 1; dp2a 2 and 2 prmt; imad 4 and 8 extractions, both of which run
 beside the multiplications on another pipe (the ALU) of every generation from Volta on.

@@ -171,7 +171,7 @@ def stage_of(n_sms, n, k, **card):
     stage.card = SimpleNamespace(n_sms=n_sms, kind="cuda", **card)
     stage.products, stage.row_operations = collections.Counter({(n, k): 1}), 2 * n * k
     stage.speed, stage.attention_seconds = SimpleNamespace(dot=1e14, link=1e9), lambda: 0.0
-    stage.layers = range(1)
+    stage.layers, stage.config = range(1), SimpleNamespace(hidden_dim=n)
     return stage
 
 

@@ -131,7 +131,7 @@ def stage_of(kind, row_operations=13_836_992_512):
     """A Stage that knows its card, and how many operations its 32 layers take for a row: those of a 9B."""
     stage = qengine.Stage.__new__(qengine.Stage)
     stage.card, stage.layers, stage.row_operations = SimpleNamespace(kind=kind), range(32), row_operations
-    stage.speed, stage.products = SimpleNamespace(dot=133.8e12), {(24_576, 4096): 32, (4096, 12_288): 32}
+    stage.speed, stage.config = SimpleNamespace(dot=133.8e12), SimpleNamespace(hidden_dim=4096)
     stage.card.n_sms = 132
     return stage
 
@@ -159,7 +159,7 @@ def test_no_more_lanes_than_the_host_can_feed():
     assert [len(small.lane_rows(n)) for n in (1160, 2048, 4096)] == [1, 1, 3]
     slow = stage_of("cuda", row_operations=100_000_000_000)
     assert len(slow.lane_rows(4096)) == 4
-    slow.products = {(1024, 1024): 1}       # a block for each SM from 1,024 rows on
+    slow.config.hidden_dim = 1024           # a block for each SM from 1,024 rows on
     assert [len(slow.lane_rows(n)) for n in (1024, 1536, 4096)] == [1, 2, 4]
 
 
