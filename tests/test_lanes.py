@@ -144,6 +144,15 @@ def test_rows_of_lanes(kind, n, lanes):
     assert stage_of(kind).lane_rows(n) == lanes
 
 
+@pytest.mark.parametrize("products", [{}, {(48, 4096): 24, (4096, 4096): 32}])
+def test_lanes_of_other_files(products):
+    """Of float matrices alone, and with small ones of a type of their own beside the large."""
+    stage = stage_of("cuda")
+    stage.products = products
+    assert stage.lane_rows(1160) == [320, 320, 256, 256, 8]
+    assert stage.pass_time(1160) >= 0
+
+
 def test_lanes_leave_few_rows_out_of_whole_tiles():
     stage = stage_of("cuda")
     for n in range(1, 4097):
