@@ -59,12 +59,12 @@ from numba.types import float16, float32, uint32, uint64
 from kernels.compile import launches_overlap
 from kernels.intrinsics import (arrive, div_rn, exp, float_as_word, float_max, half2_high, half2_low, hfma2,
                                 hmul2, let_next_begin, load_floats4, load_shared, load_shared4, pack_half2,
-                                shared_address, sigmoid, store_floats4, store_shared, store_shared4,
+                                shared_address, sigmoid, store_shared, store_shared4,
                                 store_word, wait_for_previous, warp_max, warp_sum, word_as_float)
 from kernels.attention import TOLERANCE_ALL, attention_reference, gates, head_error, load_part
 from kernels.bench import Case, main
 from kernels.kv_cache import PAGE, page_offset, read_pages, store_row
-from kernels.norm import store_quantized
+from kernels.norm import store_plain, store_quantized
 from kernels.quantize import quantize_reference
 from kernels.rope import (EPS, HEAD_DIM, QUERY_SCALE, SECTIONS, inverse_frequencies, load_head,
                           norm_rope_reference,
@@ -146,13 +146,6 @@ def chain_values(p, v, w):
     return h
 
 
-@cuda.jit(device=True, forceinline=True)
-def store_values(out, scales, at, inside, y0, y1, y2, y3):
-    """The float32 form of `store_quantized`."""
-    if inside:
-        store_floats4(out, at, y0, y1, y2, y3)
-
-
 # ---- kernel ------------------------------------------------------------------------------------------------
 
 @cache
@@ -166,7 +159,7 @@ def attend_kernel(group, quantized, early):
     n_quads, most = -(-group // 4), uint32(group - 1)      # of heads
     n_rounds, n_fours = -(-group * HEAD_DIM // (4 * 32 * WARPS)), group * HEAD_DIM // 4
     n_merged = UNITS // 32
-    store = store_quantized if quantized else store_values
+    store = store_quantized if quantized else store_plain
 
     @cuda.jit(device=True, forceinline=True)
     def load_gates(gates, projected, at, dim):

@@ -64,7 +64,7 @@ from kernels.gdn import (HEAD, NORM_EPS, QUERY_SCALE, TOLERANCE, error_by_larges
                          split)
 from kernels.intrinsics import (exp, let_next_begin, load_floats4, rsqrt, sigmoid, silu, softplus, store_floats4,
                                 wait_for_previous, warp_sum)
-from kernels.norm import gate_head, gated_norm_reference, store_quantized
+from kernels.norm import gate_head, gated_norm_reference, store_plain, store_quantized
 from kernels.quantize import quantize_reference
 
 WARPS = 16
@@ -86,13 +86,6 @@ def dot(x, i, j, lane):
     a0, a1, a2, a3 = load_floats4(x, uint32(uint32(i) + lane * uint32(4)))
     b0, b1, b2, b3 = load_floats4(x, uint32(uint32(j) + lane * uint32(4)))
     return warp_sum(cuda.fma(a3, b3, cuda.fma(a2, b2, cuda.fma(a1, b1, a0 * b0))))
-
-
-@cuda.jit(device=True, forceinline=True)
-def store_plain(y, unused, at, inside, y0, y1, y2, y3):
-    """`store_quantized` for a result that stays float32."""
-    if inside:
-        store_floats4(y, at, y0, y1, y2, y3)
 
 
 @cuda.jit(device=True, forceinline=True)

@@ -30,7 +30,7 @@ per value: 8, or 5.1 when quantising; the gated form reads 4 more. Rows of 5,120
 microseconds in decode, bound by latency; on long prompts about 80 % of copy bandwidth is expected.
 """
 
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 from numba import cuda, float32, uint32
@@ -74,6 +74,13 @@ def store_quantized(q, d, at, inside, y0, y1, y2, y3):
         store_word(q, at, quantize_word(w0, w1, w2, w3, scale))
         if at & uint32(31) == uint32(0):
             d[uint32(at >> uint32(5))] = scale
+
+
+@cuda.jit(device=True, forceinline=True)
+def store_plain(y, unused, at, inside, y0, y1, y2, y3):
+    """`store_quantized` for a result that stays float32."""
+    if inside:
+        store_floats4(y, at, y0, y1, y2, y3)
 
 
 @cuda.jit(device=True, inline="always")
@@ -144,6 +151,7 @@ def hold_weights(held, w, k, lane, warp, n_warps):
         held[g, 0], held[g, 1], held[g, 2], held[g, 3] = _load4_or_zeros(w, i, i < k)
 
 
+@cache
 def norm_quantizer(store):
     """`quantize_norm` that hands its values to `store`, a device function of the form of `store_quantized`."""
 

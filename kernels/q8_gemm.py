@@ -430,19 +430,26 @@ def pipelined(format, rows):
     return pipelined_kernel(format, rows, TILES[rows])
 
 
+def block_count(n, rows, each):
+    """Blocks of threads of a product with `each` rows per warp."""
+    return -(-n // TILE_N) * -(-rows // (WARPS * each))
+
+
+def block_time(each):
+    """How long one takes, per weight of a row, in the time of one row of a warp: its rows and about two more, for the
+    weights; 7 rows at least, since fewer do not cover the latency of memory."""
+    return max(each, 7) + 2
+
+
 def tile_work(card, n, rows, each):
-    """The time that the blocks of threads of a product take of each SM, with `each` rows per warp, per weight of a row,
-    in the time of one row of a warp: its rows and about two more, for the weights; 7 rows at least, since fewer do not
-    cover the latency of memory."""
-    n_blocks = -(-n // TILE_N) * -(-rows // (WARPS * each))
-    return n_blocks / card.n_sms * (max(each, 7) + 2)
+    """The time that the blocks of a product take of each SM."""
+    return block_count(n, rows, each) / card.n_sms * block_time(each)
 
 
 def tile_time(card, n, rows, each):
     """How long the product takes by itself: every SM makes so many blocks, the last round of which takes as long as
     any. Until the first and after the last some 3 rows' time is lost."""
-    n_blocks = -(-n // TILE_N) * -(-rows // (WARPS * each))
-    return -(-n_blocks // card.n_sms) * (max(each, 7) + 2) + 3
+    return -(-block_count(n, rows, each) // card.n_sms) * block_time(each) + 3
 
 
 def rows_per_warp(card, n, rows, beside=False):

@@ -234,8 +234,8 @@ def test_passes_of_27b_on_two_cards():
     stage.hop_seconds = lambda rows: 0.0
     pipeline = pipeline_of(stage, stage)
     short, long = (passes_of(pipeline, n, 4096) for n in (4620, 18_400))
-    assert all(448 <= rows <= 704 for rows in short[:-1])
-    assert all(512 <= rows <= 832 for rows in long[:-1]) and sum(long[:6]) > 6 * 640
+    assert all(576 <= rows <= 704 for rows in short[:-1])
+    assert all(512 <= rows <= 768 for rows in long[:-1]) and sum(long[:6]) > 6 * 640
     large, small, least = (pipeline.slowest(rows, 0) * 18_400 / rows + pipeline.slowest(rows, 18_400) for rows in (768, 512, 256))
     assert large < small < least
 
