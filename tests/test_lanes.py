@@ -4,7 +4,6 @@ import collections
 import contextlib
 import random
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ import qengine
 from kernels import q8_gemm
 from kernels.emulated.card import EmulatedCard
 from tests.models import TINY, load_tiny, write_as_float32
+from tests.test_engine import stage_of
 
 N = 700
 SPLITS = [(64, 636), (256, 256, 188), (192, 64, 320, 124), (192, 192, 128, 128, 60)]
@@ -130,12 +130,11 @@ def test_a_tap_sees_all_rows(card):
         assert np.isfinite(one).all()
 
 
-def stage_of(kind, row_operations=13_836_992_512):
+def stage_of_9b(kind, row_operations=13_836_992_512):
     """A Stage that knows its card, and how many operations its 32 layers take for a row: those of a 9B."""
-    stage = qengine.Stage.__new__(qengine.Stage)
-    stage.card, stage.layers, stage.row_operations = SimpleNamespace(kind=kind), range(32), row_operations
-    stage.speed, stage.config = SimpleNamespace(dot=133.8e12), SimpleNamespace(hidden_dim=4096)
-    stage.card.n_sms = 132
+    stage = stage_of(132, 4096, 4096)
+    stage.card.kind, stage.speed.dot = kind, 133.8e12
+    stage.layers, stage.row_operations = range(32), row_operations
     return stage
 
 
@@ -144,20 +143,20 @@ def stage_of(kind, row_operations=13_836_992_512):
     ("cuda", 520, [256, 256, 8]), ("cuda", 1160, [320, 320, 256, 256, 8]), ("cuda", 4096, [1024] * 4),
     ("emulated", 4096, [4096])])
 def test_rows_of_lanes(kind, n, lanes):
-    assert stage_of(kind).lane_rows(n) == lanes
+    assert stage_of_9b(kind).lane_rows(n) == lanes
 
 
 @pytest.mark.parametrize("products", [{}, {(48, 4096): 24, (4096, 4096): 32}])
 def test_lanes_of_other_files(products):
     """Of float matrices alone, and with small ones of a type of their own beside the large."""
-    stage = stage_of("cuda")
+    stage = stage_of_9b("cuda")
     stage.products = products
     assert stage.lane_rows(1160) == [320, 320, 256, 256, 8]
     assert (stage.pass_time(1160) > 0) == bool(products)
 
 
 def test_lanes_leave_few_rows_out_of_whole_tiles():
-    stage = stage_of("cuda")
+    stage = stage_of_9b("cuda")
     for n in range(1, 4097):
         *whole, last = stage.lane_rows(n)
         assert sum(whole) + last == n and not any(rows % 64 for rows in whole) and len(whole) <= qengine.LANES
@@ -166,10 +165,10 @@ def test_lanes_leave_few_rows_out_of_whole_tiles():
 
 def test_no_more_lanes_than_the_host_can_feed():
     """1,160 tokens of a 0.8B run for 23 ms; queueing them in five lanes took 31."""
-    small = stage_of("cuda", row_operations=992_000_000)
+    small = stage_of_9b("cuda", row_operations=992_000_000)
     small.layers = range(24)
     assert [len(small.lane_rows(n)) for n in (1160, 2048, 4096)] == [1, 1, 3]
-    slow = stage_of("cuda", row_operations=100_000_000_000)
+    slow = stage_of_9b("cuda", row_operations=100_000_000_000)
     assert len(slow.lane_rows(4096)) == 4
     slow.config.hidden_dim = 1024           # a block for each SM from 1,024 rows on
     assert [len(slow.lane_rows(n)) for n in (1024, 1536, 4096)] == [1, 2, 4]

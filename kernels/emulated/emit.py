@@ -97,9 +97,9 @@ class Code:
                          source, target, w, a)
 
     def call(self, name, result, *args):
-        """Call of an external or intrinsic function; args are (type, value)."""
+        """Call of a function, an external or intrinsic one unless it is `outlined`; args are (type, value)."""
         types = [t for t, _ in args]
-        self.declarations[name] = f"declare {result} @{name}({', '.join(types)})"
+        self.declarations.setdefault(name, f"declare {result} @{name}({', '.join(types)})")
         text = f"call {result} @{name}({', '.join(f'{t} {v}' for t, v in args)})"
         return self.do(text) if result == "void" else self.let(text)
 
@@ -113,7 +113,7 @@ class Code:
             self.declarations[name] = "\n".join([f"define internal {result} @{name}({types}) {attributes} {{",
                                                  *self.lines, f"  ret {result} {value}", "}"])
             self.lines = outside
-        return self.let(f"call {result} @{name}({', '.join(f'{t} {v}' for t, v in args)})")
+        return self.call(name, result, *args)
 
     def intrinsic(self, name, t, w, *args):
         """llvm.<name> whose operands and result have one type."""
