@@ -7,7 +7,7 @@ and writes memory of its own, and the host ends it when it sees the token.
 
     tokens, ids, positions  int32 [rows]        rope  int32 [3, rows]: time, height, width
 
-A thread per row, 24 bytes each: nothing but a launch.
+A thread per row, 24 bytes each: nothing but a launch, and from Hopper on one that overlaps (kernels/intrinsics.py).
 """
 
 from functools import partial
@@ -17,6 +17,7 @@ from numba import cuda
 from numba.types import int32, uint32
 
 from kernels.bench import Case, main
+from kernels.intrinsics import let_next_begin, wait_for_previous
 
 THREADS = 32
 
@@ -29,7 +30,9 @@ def advance_reference(ids, positions, rope, tokens):
 
 @cuda.jit
 def advance_kernel(ids, positions, rope, tokens, rows):
+    let_next_begin()
     row = uint32(uint32(cuda.blockIdx.x) * uint32(THREADS) + uint32(cuda.threadIdx.x))
+    wait_for_previous()
     if row < rows:
         token = tokens[row]
         if token >= int32(0):

@@ -12,6 +12,10 @@
 One thread per element, or per block of 32 quantised weights, which it stores by 16 bytes; a block of threads stays
 within a row, so the id is uniform over it. 4 k bytes written and at most 4 k read per row: a few microseconds, bound
 by its launch when decoding. Pipe: none to speak of.
+
+It lets the next launch begin, but does not overlap itself: the kernels of the layers read `early`, before they wait,
+what only launches before this one have written (kernels/intrinsics.py). A decode step on one card begins with it, so
+that there is nothing to overlap with.
 """
 
 from functools import cache, partial
@@ -24,7 +28,7 @@ from kernels.bench import Case, main
 from kernels.float_matmul import WEIGHT_AT, random_weights
 from kernels.float_matmul import as_words as float_words
 from kernels.formats import BLOCK, FORMATS, as_words, dequantize, on_card, random_raw
-from kernels.intrinsics import store_floats4, word_as_float
+from kernels.intrinsics import let_next_begin, store_floats4, word_as_float
 
 THREADS = 128
 FLOATS = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}  # in what each is kept
@@ -35,6 +39,7 @@ def float_kernel(weight_at):
 
     @cuda.jit
     def embed_kernel(y, ids, table, k):
+        let_next_begin()
         row = uint32(cuda.blockIdx.x)
         column = uint32(cuda.blockIdx.y * uint32(THREADS) + cuda.threadIdx.x)
         if column < k:
@@ -55,6 +60,7 @@ def quantized_kernel(format):
 
     @cuda.jit
     def embed_kernel(y, ids, wq, wd, k):
+        let_next_begin()
         row = uint32(cuda.blockIdx.x)
         b, blocks = uint32(cuda.blockIdx.y * uint32(THREADS) + cuda.threadIdx.x), uint32(k >> uint32(5))
         if b >= blocks:

@@ -273,13 +273,13 @@ wait_for_previous = intrinsic(_dependency("wait"))  # until it has ended; what i
 
 # `early`, of the kernels that keep a sequence (kernels/gdn_decode.py, kernels/attend_decode.py): they read before the
 # wait what the slot's earlier tokens left, in states, rings and pages, and where it goes on. Right where no launch
-# from the last one on that does not overlap has written these:
-#   the step before, of any group of slots     between the layers of two steps are launches of the sampler, or a copy of
-#                                              hidden states; and a recording begins when all before it has ended
-#   prompts, resets, checkpoints, new slots    their kernels and copies do not overlap, and before the layers comes the
-#                                              embedding, a copy of hidden states or the start of a recording
-#   other layers of the pass                   have states and pages of their own
-# and wrong, hence not asked for, where
+# from the last one on that does not overlap has written these. One comes right before the layers:
+#   on the card with the first layers          the embedding, which lets the next begin but does not overlap itself: on
+#                                              one card nothing is lost by it, as the recording of a step begins there
+#   on one with the last layers alone          a copy of hidden states, and a recording begins when all before it ended
+# So the step before, of any group of slots, its sampler and `advance` have ended by then, and prompts, resets,
+# checkpoints and new slots. What comes after it are other layers of the pass: they have states and pages of their own.
+# It is wrong, hence not asked for, where
 #   a pass takes several tokens of one slot    each reads what the launch right before it wrote
 #   positions move on at the start of a step   and no embedding follows: on a card with neither the first nor the last
 #                                              layers

@@ -52,7 +52,9 @@ key, so count and sum of the low 18 bits of the keys tell it (`weight_of`); both
 the histogram in global memory. All of it is integer addition, in any order.
 
 Pipe: integer, and fp32 for the exponentials. Bytes: 4 V per row for greedy; a drawn row reads the logits
-again, and writes and reads the weights, 16 V in all, from the L2 cache: every launch is latency.
+again, and writes and reads the weights, 16 V in all, from the L2 cache: every launch is latency. From Hopper on
+they overlap (kernels/intrinsics.py), and the slot and what of its parameters is needed first are read before the
+wait (not timed yet; the table is of launches one by one).
 
 Microseconds on an H200, 2026-11-21, V = 248,320, normal logits of deviation 3:
 
@@ -81,7 +83,8 @@ from numba.types import float32, int32, int64, uint32, uint64
 
 from kernels.bench import Case, main
 from kernels.card import Array
-from kernels.intrinsics import div_rn, exp, float_as_word, round_to_int, word_as_float
+from kernels.intrinsics import (div_rn, exp, float_as_word, let_next_begin, round_to_int, wait_for_previous,
+                                word_as_float)
 
 TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED, SEED_HIGH, STEP, FLAGS, REPETITION, FREQUENCY, PRESENCE = range(11)
 N_PARAMETERS = 12
@@ -280,7 +283,7 @@ def token_of(chunk, j, thread):
 
 
 @cuda.jit(device=True, inline="always")
-def load_adjusted(x, seen, logits, history, bias, mask, parameters, row, slot, chunk, thread, n_vocab):
+def load_adjusted(x, seen, logits, history, bias, mask, parameters, flags, row, slot, chunk, thread, n_vocab):
     """x[j] <- the logit of a thread's j-th token after bias, penalties and mask; -inf past the vocabulary.
 
     x: local float32 [PER_THREAD]; seen: local scratch uint32, so that all loads are under way at once.
@@ -288,7 +291,6 @@ def load_adjusted(x, seen, logits, history, bias, mask, parameters, row, slot, c
     for j in range(uint32(PER_THREAD)):
         i = token_of(chunk, j, thread)
         x[j] = logits[uint32(row * n_vocab + i)] if i < n_vocab else float32(MINUS_INFINITY)
-    flags = parameter(parameters, slot, FLAGS)
     if flags & uint32(BIASED):
         for j in range(uint32(PER_THREAD)):
             i = token_of(chunk, j, thread)
@@ -341,9 +343,13 @@ def find_best(best, histogram, progress, logits, history, bias, mask, parameters
     """Grid (chunks, rows): the largest adjusted logit of each chunk; and a row's accumulators are cleared."""
     x, seen = cuda.local.array(PER_THREAD, float32), cuda.local.array(PER_THREAD, uint32)
     keys, ids = cuda.shared.array(WARPS, uint32), cuda.shared.array(WARPS, uint32)
+    let_next_begin()
     thread, chunk, row = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y)
     slot = uint32(row_slot[row])
-    load_adjusted(x, seen, logits, history, bias, mask, parameters, row, slot, chunk, thread, n_vocab)
+    flags = parameter(parameters, slot, FLAGS)      # before the wait: of parameters, kernels write the step alone
+    temperature = float_parameter(parameters, slot, TEMPERATURE)
+    wait_for_previous()
+    load_adjusted(x, seen, logits, history, bias, mask, parameters, flags, row, slot, chunk, thread, n_vocab)
     key, token = uint32(0), uint32(NAN_KEY)
     for j in range(uint32(PER_THREAD)):
         key, token = better(key, token, order_key(x[j]), token_of(chunk, j, thread))
@@ -351,7 +357,7 @@ def find_best(best, histogram, progress, logits, history, bias, mask, parameters
     if thread == uint32(0):
         at = uint32(uint32(row * uint32(cuda.gridDim.x) + chunk) * uint32(2))
         best[at], best[uint32(at + uint32(1))] = key, token
-    if chunk == uint32(0) and float_parameter(parameters, slot, TEMPERATURE) > float32(0.0):
+    if chunk == uint32(0) and temperature > float32(0.0):
         for j in range(uint32(BINS // THREADS)):
             histogram[uint32(row * uint32(BINS) + uint32(j) * uint32(THREADS) + thread)] = uint64(0)
         if thread < uint32(N_PROGRESS):
@@ -397,9 +403,12 @@ def weigh(weights, histogram, progress, best, logits, history, bias, mask, param
     x, seen = cuda.local.array(PER_THREAD, float32), cuda.local.array(PER_THREAD, uint32)
     keys, ids = cuda.shared.array(WARPS, uint32), cuda.shared.array(WARPS, uint32)
     counts, residues = cuda.shared.array(BINS, uint32), cuda.shared.array(BINS, uint32)
+    let_next_begin()
     thread, chunk, row = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y)
     slot = uint32(row_slot[row])
+    flags = parameter(parameters, slot, FLAGS)      # before the wait: as in `find_best`
     temperature = float_parameter(parameters, slot, TEMPERATURE)
+    wait_for_previous()
     if chunk == uint32(0) or temperature > float32(0.0):
         key, token, n_chunks = uint32(0), uint32(NAN_KEY), uint32(cuda.gridDim.x)
         if thread < n_chunks:
@@ -418,7 +427,8 @@ def weigh(weights, histogram, progress, best, logits, history, bias, mask, param
                     at = uint32(uint32(j) * uint32(THREADS) + thread)
                     counts[at], residues[at] = uint32(0), uint32(0)
                 cuda.syncthreads()
-            load_adjusted(x, seen, logits, history, bias, mask, parameters, row, slot, chunk, thread, n_vocab)
+            load_adjusted(x, seen, logits, history, bias, mask, parameters, flags, row, slot, chunk, thread,
+                          n_vocab)
             largest = key_value(key)
             for j in range(uint32(PER_THREAD)):
                 i = token_of(chunk, j, thread)
@@ -652,9 +662,11 @@ def choose(tokens, weights, histogram, candidates, sums, progress, history, para
     warp_sums, found = cuda.shared.array(WARPS, uint64), cuda.shared.array(4, uint64)
     counts, residues = cuda.shared.array(BINS, uint32), cuda.shared.array(BINS, uint32)
     chunk_sums, chunk_ties = cuda.shared.array(THREADS, uint64), cuda.shared.array(THREADS, uint32)
+    let_next_begin()
     thread, chunk, row = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y)
     n_chunks, row_start = uint32(cuda.gridDim.x), uint32(row * n_vocab)
     slot, state = uint32(row_slot[row]), uint32(row * uint32(N_PROGRESS))
+    wait_for_previous()
     decided = progress[uint32(state + uint32(DECIDED))]
     if decided != uint32(UNDECIDED):
         if chunk == uint32(0) and thread == uint32(0):
