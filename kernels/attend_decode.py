@@ -33,14 +33,18 @@ are rotated; those of the next page leave as soon as the registers of this one a
     sum       a thread owns 2 dims of every other head: the 8 chains in increasing order, float32;
               pages are merged into the unit's result in increasing order, rescaled to the running maximum
 
-The new key is written by the warp that reads it, before it reads it: no other warp of any block does. The
-last block of a (row, KV head) to finish merges the units in increasing order, applies the gate and writes the
-output; a counter on the card, which it sets back to zero, tells it that it is the last.
+The warp that a new key falls to makes it after the wait, writes it into its page for later tokens, and puts it
+through shared memory into its own registers, over the row that it loaded for it and those beyond. No other warp of
+any block reads it. The last block of a (row, KV head) to finish merges the units in increasing order, applies the
+gate and writes the output; a counter on the card, which it sets back to zero, tells it that it is the last. A thread
+has 4 dims of a head there: maxima, gates and the values of up to 16 units are under way at once, where one load would
+wait for the other.
 
 From Hopper on, where the launch before it overlaps (kernels/intrinsics.py) and the caller knows that they may be
-(`early`), the keys and values of the first page are loaded before the wait, but by the warp of the new key, and blocks
-beyond the last unit end at once: 16 launches of a 27B's token 0.123 ms for 0.136; the token 27 us less, of a 9B in Q4_K
-10, of a 0.8B 6 (H100, 2026-11-21).
+(`early`), the keys and values of the first page are loaded before the wait, and blocks beyond the last unit end at
+once: 16 launches of a 27B's token 0.123 ms for 0.136; the token 27 us less, of a 9B in Q4_K 10, of a 0.8B 6 (H100,
+2026-11-21). Then the new key was still written and read back, by a warp that loaded nothing early, and units merged 4
+at a time: without that a 9B's token takes 11 us less, a 0.8B's 6 (549.8 for 555.5; 2026-11-22).
 
 The live units come first in the grid and so spread over all SMs. (With the units in grid.x, half of an H200's
 SMs had two of them and half none: 37.6 us at 18,400 tokens.)
@@ -59,16 +63,15 @@ from numba.types import float16, float32, uint32, uint64
 from kernels.compile import launches_overlap
 from kernels.intrinsics import (arrive, div_rn, exp, float_as_word, float_max, half2_high, half2_low, hfma2,
                                 hmul2, let_next_begin, load_floats4, load_shared, load_shared4, pack_half2,
-                                shared_address, sigmoid, store_shared, store_shared4,
-                                store_word, wait_for_previous, warp_max, warp_sum, word_as_float)
+                                shared_address, sigmoid, store_shared, store_shared4, wait_for_previous, warp_max,
+                                warp_sum, word_as_float)
 from kernels.attention import TOLERANCE_ALL, attention_reference, gates, head_error, load_part
 from kernels.bench import Case, main
-from kernels.kv_cache import PAGE, page_offset, read_pages, store_row
+from kernels.kv_cache import PAGE, page_offset, read_pages
 from kernels.norm import store_plain, store_quantized
 from kernels.quantize import quantize_reference
 from kernels.rope import (EPS, HEAD_DIM, QUERY_SCALE, SECTIONS, inverse_frequencies, load_head,
-                          norm_rope_reference,
-                          rotation, store_query)
+                          norm_rope_reference, norm_rotate, rotation, store_head, store_query)
 
 WARPS = 8                # per block
 RESIDENT = 2             # blocks that an SM must hold: bounds the registers
@@ -77,6 +80,10 @@ UNITS = 64               # at most, of a sequence
 MAX_GROUP = WARPS        # query heads per KV head
 DIMS = HEAD_DIM // 32    # of a lane
 WORDS = HEAD_DIM // 2    # of a half-precision row
+MERGED = 16              # units whose results are under way at once, when they are merged
+MERGED_SHAPE = MERGED, 4  # dims of a thread
+UNITS_EACH = UNITS // 32  # of a lane
+NEWEST = 2 * HEAD_DIM
 RECORD = HEAD_DIM + 8    # floats of a unit's result: 256 values, maximum, sum, 6 unused
 LOADED = KEYS * DIMS // 2
 MINUS_INFINITY = float("-inf")
@@ -97,6 +104,30 @@ def load_keys(words, pages, page, first, last, lane):
         for j in range(uint32(KEYS)):
             key = uint32(min(j, uint32(last - first)))
             load_part(words, pages, uint64(at + uint64(uint32(key * uint32(HEAD_DIM)))), j)
+
+
+@cuda.jit(device=True, forceinline=True)
+def store_newest(newest, k_pages, v_pages, to, projected, k_from, v_from, lane, w, sin, cos, eps):
+    """One warp: the new key and value, from these elements of `projected`, to element `to` of the pages and into
+    `newest`, shared float16 [2, 256]."""
+    k, v = load_head(projected, k_from, lane), load_head(projected, v_from, lane)
+    k = norm_rotate(k, w, sin, cos, eps)
+    store_head(newest, uint32(0), lane, k)
+    store_head(newest, uint32(HEAD_DIM), lane, v)
+    store_head(k_pages, to, lane, k)
+    store_head(v_pages, to, lane, v)
+    cuda.syncwarp()
+
+
+@cuda.jit(device=True, forceinline=True)
+def put_newest(words, at, own):
+    """The row at a shared address becomes row `own` of the lane's 8, and those beyond it, which repeat it."""
+    w0, w1, w2, w3 = load_shared4(at)
+    for j in range(uint32(KEYS)):
+        if j >= own:
+            i = uint32(uint32(4) * j)
+            words[i], words[i + uint32(1)] = w0, w1
+            words[i + uint32(2)], words[i + uint32(3)] = w2, w3
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -146,6 +177,45 @@ def chain_values(p, v, w):
     return h
 
 
+@cuda.jit(device=True, forceinline=True)
+def weigh_units(factors, totals, partial, records, last_unit, head, lane):
+    """A warp: sums of a head's units and the factors that rescale them to the highest maximum; beyond the last 0."""
+    highs, sums = cuda.local.array(UNITS_EACH, float32), cuda.local.array(UNITS_EACH, float32)
+    at = uint32(uint32(records + head * uint32(UNITS)) * uint32(RECORD) + uint32(HEAD_DIM))
+    highest = float32(MINUS_INFINITY)
+    for i in range(uint32(UNITS_EACH)):
+        n = uint32(lane + uint32(32) * i)
+        highs[i], sums[i] = float32(MINUS_INFINITY), float32(0.0)
+        if n <= last_unit:
+            highs[i] = partial[uint32(at + n * uint32(RECORD))]
+            sums[i] = partial[uint32(at + n * uint32(RECORD) + uint32(1))]
+        highest = float_max(highest, highs[i])
+    highest = warp_max(highest)
+    at = uint32(head * uint32(UNITS) + lane)
+    for i in range(uint32(UNITS_EACH)):
+        factors[uint32(at + uint32(32) * i)] = exp(highs[i] - highest)
+        totals[uint32(at + uint32(32) * i)] = sums[i]
+
+@cuda.jit(device=True, forceinline=True)
+def load_units(values, partial, first, last, at):
+    """values [MERGED, 4] <- 4 dims, from element `at` of a unit's record on, of units from `first` on; beyond
+    `last` that one again."""
+    for i in range(uint32(MERGED)):
+        unit = uint32(min(uint32(first + i), last))
+        values[i, 0], values[i, 1], values[i, 2], values[i, 3] = load_floats4(
+            partial, uint32(at + unit * uint32(RECORD)))
+
+@cuda.jit(device=True, forceinline=True)
+def merge_units(acc, values, factors, totals, at):
+    """acc [5] += 4 dims and the sum of the units whose factors and sums begin at `at`, in increasing order."""
+    for i in range(uint32(MERGED)):
+        n = uint32(at + i)
+        f = factors[n]
+        for d in range(uint32(4)):
+            acc[d] = cuda.fma(values[i, d], f, acc[d])
+        acc[4] = cuda.fma(totals[n], f, acc[4])
+
+
 # ---- kernel ------------------------------------------------------------------------------------------------
 
 @cache
@@ -158,38 +228,7 @@ def attend_kernel(group, quantized, early):
     n_chains, n_units = WARPS * group * WORDS, group * UNITS
     n_quads, most = -(-group // 4), uint32(group - 1)      # of heads
     n_rounds, n_fours = -(-group * HEAD_DIM // (4 * 32 * WARPS)), group * HEAD_DIM // 4
-    n_merged = UNITS // 32
     store = store_quantized if quantized else store_plain
-
-    @cuda.jit(device=True, forceinline=True)
-    def load_gates(gates, projected, at, dim):
-        """The sigmoids of a dim's gates, per head."""
-        for g in range(uint32(group)):
-            gates[g] = projected[uint32(at + g * uint32(2 * HEAD_DIM) + uint32(HEAD_DIM) + dim)]
-        for g in range(uint32(group)):
-            gates[g] = sigmoid(gates[g])
-
-    @cuda.jit(device=True, forceinline=True)
-    def merge_units(merged, partial, factors, totals, gates, records, last_unit, dim):
-        """merged [head][256] float32 <- the units in increasing order, divided by their sum, gated; a thread
-        per dim. Four units at a time: beyond the last one, whose values are read again, factors and sums are
-        0."""
-        acc = cuda.local.array(group, float32)
-        sums = cuda.local.array(group, float32)
-        for g in range(uint32(group)):
-            acc[g], sums[g] = float32(0.0), float32(0.0)
-        for step in range(uint32(uint32(last_unit // uint32(4)) + uint32(1))):
-            for i in range(uint32(4)):
-                n = uint32(uint32(step) * uint32(4) + i)
-                source = n if n < last_unit else last_unit
-                for g in range(uint32(group)):
-                    at = uint32(uint32(records + g * uint32(UNITS) + source) * uint32(RECORD) + dim)
-                    f = factors[uint32(g * uint32(UNITS) + n)]
-                    sums[g] = cuda.fma(totals[uint32(g * uint32(UNITS) + n)], f, sums[g])
-                    acc[g] = cuda.fma(partial[at], f, acc[g])
-        for g in range(uint32(group)):
-            y = acc[g] * div_rn(float32(1.0), sums[g]) * gates[g]
-            store_word(merged, uint32(g * uint32(HEAD_DIM) + dim), float_as_word(y))
 
     @cuda.jit(launch_bounds=(32 * WARPS, RESIDENT))
     def attend(out, scales, partial, arrived, projected, q_norm, k_norm, rope_pos, inv_freq, k_pages, v_pages,
@@ -203,13 +242,15 @@ def attend_kernel(group, quantized, early):
         chains = cuda.shared.array(n_chains, uint32)       # [warp][head][128 words]
         factors = cuda.shared.array(n_units, float32)      # [head][..]: of this page and of the pages before,
         totals = cuda.shared.array(n_units, float32)       # or of the units at the end
+        newest = cuda.shared.array(NEWEST, float16, alignment=16)       # key, then value
         is_last = cuda.shared.array(1, uint32)
         kw = cuda.local.array(LOADED, uint32)
         vw = cuda.local.array(LOADED, uint32)
         pw = cuda.local.array(KEYS, uint32)
         o = cuda.local.array(n_o, float32)
-        highs = cuda.local.array(n_merged, float32)        # of the units that a lane merges
-        sums = cuda.local.array(n_merged, float32)
+        values = cuda.local.array(MERGED_SHAPE, float32)
+        acc = cuda.local.array(5, float32)
+        gates = cuda.local.array(4, float32)
 
         thread = uint32(cuda.threadIdx.x)
         lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
@@ -235,24 +276,24 @@ def attend_kernel(group, quantized, early):
         head = uint32(first_head + uint32(min(turn, most)))
         query_from = uint32(row_at + head * uint32(2 * HEAD_DIM))
         w = load_head(q_norm, uint32(0), lane)
+        has_newest = unit == last_unit and warp == new_warp
+        of_head = uint32(row_at + kv_head * uint32(HEAD_DIM))
+        k_from, v_from = uint32(of_head + k_column), uint32(of_head + v_column)
+        to = page_offset(block_table, max_pages, slot, last_page, kv_head, n_kv)
+        to = uint64(to + uint64(uint32(new_key * uint32(HEAD_DIM))))
+        k_w = load_head(k_norm, uint32(0), lane)
         if not early:
             x = load_head(projected, query_from, lane)
-        if unit == last_unit and warp == new_warp:
-            if early:
-                wait_for_previous()
-            to = page_offset(block_table, max_pages, slot, last_page, kv_head, n_kv)
-            to = uint64(to + uint64(uint32(new_key * uint32(HEAD_DIM))))
-            of_head = uint32(row_at + kv_head * uint32(HEAD_DIM))
-            store_row(k_pages, v_pages, to, projected, uint32(of_head + k_column),
-                      uint32(of_head + v_column), lane,
-                      k_norm, sin, cos, eps)
-            cuda.syncwarp()
+            if has_newest:
+                store_newest(newest, k_pages, v_pages, to, projected, k_from, v_from, lane, k_w, sin, cos, eps)
         if first_key <= last:
             load_keys(kw, k_pages, page, first_key, last, lane)
             load_keys(vw, v_pages, page, first_key, last, lane)
         if early:
             wait_for_previous()
             x = load_head(projected, query_from, lane)
+            if has_newest:
+                store_newest(newest, k_pages, v_pages, to, projected, k_from, v_from, lane, k_w, sin, cos, eps)
         if turn < uint32(group):
             store_query(query, uint32(turn * uint32(HEAD_DIM)), lane, x, w, sin, cos, eps)
         cuda.syncthreads()
@@ -263,6 +304,7 @@ def attend_kernel(group, quantized, early):
         lane_key = uint32(uint32(lane & uint32(3)) * uint32(KEYS) + uint32(lane >> uint32(2)))
         word, side = uint32(thread & uint32(WORDS - 1)), uint32(thread // uint32(WORDS))
         query_at = shared_address(query) + uint64(uint32(lane * uint32(16)))
+        newest_at = shared_address(newest) + uint64(uint32(lane * uint32(16)))
         p_at = shared_address(scores) + uint64(uint32(first_key * uint32(4)))
         score_at = p_at + uint64(uint32(uint32(lane >> uint32(2)) * uint32(4)))
         softmax_at = shared_address(scores) + uint64(
@@ -279,6 +321,8 @@ def attend_kernel(group, quantized, early):
                 next_last = uint32(min(uint32(position - number * uint32(PAGE)), uint32(PAGE - 1)))
             load_next = more and first_key <= next_last
             if first_key <= last:
+                if warp == new_warp and number > last_page:
+                    put_newest(kw, newest_at, uint32(new_key - first_key))
                 for quad in range(uint32(n_quads)):
                     g = uint32(uint32(4) * quad)
                     x = dot_heads(query_at + uint64(uint32(g * uint32(2 * HEAD_DIM))),
@@ -310,6 +354,8 @@ def attend_kernel(group, quantized, early):
             cuda.syncthreads()
 
             if first_key <= last:
+                if warp == new_warp and number > last_page:
+                    put_newest(vw, newest_at + uint64(2 * HEAD_DIM), uint32(new_key - first_key))
                 for g in range(uint32(group)):
                     at = p_at + uint64(uint32(g * uint32(4 * PAGE)))
                     pw[0], pw[1], pw[2], pw[3] = load_shared4(at)
@@ -358,32 +404,34 @@ def attend_kernel(group, quantized, early):
             return
         if thread == uint32(0):
             arrived[uint32(row * n_kv + kv_head)] = uint32(0)
-        if warp < uint32(group):
-            at = uint32(uint32(records + warp * uint32(UNITS)) * uint32(RECORD) + uint32(HEAD_DIM))
-            highest = float32(MINUS_INFINITY)
-            for i in range(uint32(UNITS // 32)):
-                n = uint32(lane + uint32(32) * i)
-                highs[i], sums[i] = float32(MINUS_INFINITY), float32(0.0)
-                if n <= last_unit:
-                    highs[i] = partial[uint32(at + n * uint32(RECORD))]
-                    sums[i] = partial[uint32(at + n * uint32(RECORD) + uint32(1))]
-                highest = float_max(highest, highs[i])
-            highest = warp_max(highest)
-            at = uint32(warp * uint32(UNITS) + lane)
-            for i in range(uint32(UNITS // 32)):
-                factors[uint32(at + uint32(32) * i)] = exp(highs[i] - highest)
-                totals[uint32(at + uint32(32) * i)] = sums[i]
-        load_gates(o, projected, uint32(row_at + first_head * uint32(2 * HEAD_DIM)), thread)
-        cuda.syncthreads()
-        merge_units(chains, partial, factors, totals, o, records, last_unit, thread)
-        cuda.syncthreads()
+        gate_at = uint32(row_at + first_head * uint32(2 * HEAD_DIM) + uint32(HEAD_DIM))
         to = uint32(uint32(row * n_kv * uint32(group) + first_head) * uint32(HEAD_DIM))
         for j in range(uint32(n_rounds)):
             four = uint32(thread + j * uint32(32 * WARPS))
-            y0, y1, y2, y3 = float32(0.0), float32(0.0), float32(0.0), float32(0.0)
-            if four < uint32(n_fours):
-                y0, y1, y2, y3 = load_floats4(chains, uint32(uint32(4) * four))
-            store(out, scales, uint32(to + uint32(4) * four), four < uint32(n_fours), y0, y1, y2, y3)
+            inside = four < uint32(n_fours)
+            g = uint32(min(uint32(four // uint32(HEAD_DIM // 4)), most))
+            dim = uint32(uint32(4) * four % uint32(HEAD_DIM))
+            of_units = uint32(uint32(records + g * uint32(UNITS)) * uint32(RECORD) + dim)
+            load_units(values, partial, uint32(0), last_unit, of_units)
+            for d in range(uint32(4)):
+                gates[d] = projected[uint32(gate_at + g * uint32(2 * HEAD_DIM) + dim + d)]
+            if j == uint32(0):
+                if warp < uint32(group):
+                    weigh_units(factors, totals, partial, records, last_unit, warp, lane)
+                cuda.syncthreads()
+            for d in range(uint32(5)):
+                acc[d] = float32(0.0)
+            merge_units(acc, values, factors, totals, uint32(g * uint32(UNITS)))
+            for step in range(uint32(1), uint32(uint32(last_unit // uint32(MERGED)) + uint32(1))):
+                first = uint32(uint32(step) * uint32(MERGED))
+                load_units(values, partial, first, last_unit, of_units)
+                merge_units(acc, values, factors, totals, uint32(g * uint32(UNITS) + first))
+            r = div_rn(float32(1.0), acc[4])
+            for d in range(uint32(4)):
+                acc[d] = acc[d] * r * sigmoid(gates[d])
+            store(out, scales, uint32(to + uint32(4) * four), inside, acc[0] if inside else float32(0.0),
+                  acc[1] if inside else float32(0.0), acc[2] if inside else float32(0.0),
+                  acc[3] if inside else float32(0.0))
 
     return attend
 

@@ -29,8 +29,8 @@ from numba import cuda
 from numba.types import uint32, uint64
 
 from kernels.bench import Case, main
-from kernels.rope import (EPS, HEAD_DIM, SECTIONS, TOLERANCE, inverse_frequencies, load_head, norm_head,
-                          norm_rope_reference, rotate, rotation, sample_positions, store_head)
+from kernels.rope import (EPS, HEAD_DIM, SECTIONS, TOLERANCE, inverse_frequencies, load_head, norm_rope_reference,
+                          norm_rotate, rotation, sample_positions, store_head)
 
 PAGE = 64  # tokens
 
@@ -59,18 +59,6 @@ def page_offset(block_table, max_pages, slot, page, kv_head, n_kv):
     return uint64(uint64(held) * uint64(n_kv) + uint64(kv_head)) * uint64(PAGE * HEAD_DIM)
 
 
-@cuda.jit(device=True, forceinline=True)
-def store_row(k_pages, v_pages, to, projected, k_at, v_at, lane, w, sin, cos, eps):
-    """One warp: key and value of a head, from elements k_at and v_at of `projected`, to element `to` (uint64)
-    of the pages."""
-    v0, v1, v2, v3, v4, v5, v6, v7 = load_head(projected, v_at, lane)
-    k = load_head(projected, k_at, lane)
-    x0, x1, x2, x3, x4, x5, x6, x7 = norm_head(k, load_head(w, uint32(0), lane), eps)
-    x0, x1 = rotate(x0, x1, sin, cos)
-    store_head(k_pages, to, lane, x0, x1, x2, x3, x4, x5, x6, x7)
-    store_head(v_pages, to, lane, v0, v1, v2, v3, v4, v5, v6, v7)
-
-
 @cuda.jit
 def store_kv_rows(k_pages, v_pages, projected, w, rope_pos, inv_freq, block_table, row_slot, row_pos, stride,
                   k_column, v_column, max_pages, n_positions, n_kv, height_section, width_section, eps):
@@ -82,8 +70,9 @@ def store_kv_rows(k_pages, v_pages, projected, w, rope_pos, inv_freq, block_tabl
     to = uint64(to + uint64(uint32(position % uint32(PAGE)) * uint32(HEAD_DIM)))
     at = uint32(uint32(row * stride) + head * uint32(HEAD_DIM))
     sin, cos = rotation(row, n_positions, lane, rope_pos, inv_freq, height_section, width_section)
-    store_row(k_pages, v_pages, to, projected, uint32(at + k_column), uint32(at + v_column), lane, w, sin,
-              cos, eps)
+    k, v = load_head(projected, uint32(at + k_column), lane), load_head(projected, uint32(at + v_column), lane)
+    store_head(k_pages, to, lane, norm_rotate(k, load_head(w, uint32(0), lane), sin, cos, eps))
+    store_head(v_pages, to, lane, v)
 
 
 def store_kv(card, k_pages, v_pages, projected, stride, k_column, v_column, w, rope_pos, inv_freq,

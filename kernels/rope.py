@@ -117,27 +117,34 @@ def rotate(x0, x1, sin, cos):
 
 
 @cuda.jit(device=True, forceinline=True)
-def store_query(q, at, lane, x, w, sin, cos, eps):
-    """The query at element `at` of q from the tuples of values and weights that `load_head` gave."""
+def norm_rotate(x, w, sin, cos, eps):
+    """The lane's 8 values of a normalised and rotated head; x and w: the tuples that `load_head` gave."""
     x0, x1, x2, x3, x4, x5, x6, x7 = norm_head(x, w, eps)
     x0, x1 = rotate(x0, x1, sin, cos)
-    s = float32(QUERY_SCALE)
-    store_head(q, at, lane, x0 * s, x1 * s, x2 * s, x3 * s, x4 * s, x5 * s, x6 * s, x7 * s)
+    return x0, x1, x2, x3, x4, x5, x6, x7
 
 
 @cuda.jit(device=True, forceinline=True)
-def store_head(out, at, lane, x0, x1, x2, x3, x4, x5, x6, x7):
+def store_query(q, at, lane, x, w, sin, cos, eps):
+    """The query at element `at` of q from the tuples of values and weights that `load_head` gave."""
+    x0, x1, x2, x3, x4, x5, x6, x7 = norm_rotate(x, w, sin, cos, eps)
+    s = float32(QUERY_SCALE)
+    store_head(q, at, lane, (x0 * s, x1 * s, x2 * s, x3 * s, x4 * s, x5 * s, x6 * s, x7 * s))
+
+
+@cuda.jit(device=True, forceinline=True)
+def store_head(out, at, lane, x):
     """Writes a lane's 8 values as float16 to dims lane + 32 j of the head at element `at` (uint32 or uint64)
     of `out`."""
     at = at + lane
-    out[at] = float16(x0)
-    out[at + uint32(32)] = float16(x1)
-    out[at + uint32(64)] = float16(x2)
-    out[at + uint32(96)] = float16(x3)
-    out[at + uint32(128)] = float16(x4)
-    out[at + uint32(160)] = float16(x5)
-    out[at + uint32(192)] = float16(x6)
-    out[at + uint32(224)] = float16(x7)
+    out[at] = float16(x[0])
+    out[at + uint32(32)] = float16(x[1])
+    out[at + uint32(64)] = float16(x[2])
+    out[at + uint32(96)] = float16(x[3])
+    out[at + uint32(128)] = float16(x[4])
+    out[at + uint32(160)] = float16(x[5])
+    out[at + uint32(192)] = float16(x[6])
+    out[at + uint32(224)] = float16(x[7])
 
 
 @cuda.jit
