@@ -1695,9 +1695,8 @@ class Cache:
 
     def reset(self, slot: int):
         """Forget what the recurrent layers remember of a slot. Pages need no reset: positions bound what is read."""
-        for state in self.recurrent.values():
-            self.card.fill(state.conv[slot], 0)
-            self.card.fill(state.memory[slot], 0)
+        if self.recurrent:
+            checkpoint.clear_states(self.card, self.memory, self.conv, slot)
 
     def set_pages(self, slot: int, pages: list[int]):
         """Tell the card which pages hold the slot's tokens, 64 each, in order."""
@@ -2419,6 +2418,7 @@ class Stage:
         if self.sampler:
             for n in range(1, HEAD_ROWS + 1):
                 self.model.compute_logits(self.model.x, n)
+        self.cache.reset(0)
         self.cache.save(0, 0)
 
     def launch_prompt(self, n: int, marks=(), tap=None):

@@ -1,21 +1,22 @@
-"""Copies what the linear-attention layers remember of a slot to a checkpoint, or back: all layers, one launch.
+"""Copies what the linear-attention layers remember of a slot to a checkpoint, or back, or clears it: one launch.
 
     memory  float32 [n_layers, n_rows, heads, 128, 128]     recurrent states
     ring    float32 [n_layers, n_rows, 4, channels]         the last inputs of the convolution
 
 A row is what one layer remembers of a slot or of a checkpoint: the first rows belong to slots, where the other
 kernels find them by the slot's number, and the rest are checkpoints. So in every layer row `to` becomes what
-row `source` is:
+row `source` is, or a row becomes zeros, where a new sequence begins:
 
     memory, layer 0   | row 0 | row 1 |  ..  | row `to` |  ..  | row `source` |  ..  |
             layer 1   | row 0 | row 1 |  ..  | row `to` |  ..  | row `source` |  ..  |
             ..                                     ^------------------'
 
-A block copies a tile of 4,096 floats of one layer; the first blocks of a layer's have the memory's tiles, the
-others the ring's. Element offsets are 64 bits wide: 48 layers, 48 heads and 100 rows hold 2^32 elements.
+A block copies or clears a tile of 4,096 floats of one layer; the first blocks of a layer's have the memory's tiles,
+the others the ring's. Element offsets are 64 bits wide: 48 layers, 48 heads and 100 rows hold 2^32 elements.
 
-Pipe: memory. Bytes: 8 per float, half read and half written; a 9B model's 24 layers have 52.7 MB a row, a
-0.8B model's 18 layers 20.6 MB. A warp has four loads of 512 bytes in flight before its first store.
+Pipe: memory. Bytes: to copy 8 per float, half read and half written, and to clear 4, all written; a 9B model's
+24 layers have 52.7 MB a row, a 0.8B model's 18 layers 20.6 MB. A warp that copies has four loads of 512 bytes in
+flight before its first store. Layer by layer, to clear would be 48 fills for the 9B model, before a prompt.
 """
 
 from functools import partial
@@ -36,21 +37,31 @@ WORDS = 4 * LOADS                   # of a thread
 
 # ---- reference ---------------------------------------------------------------------------------------------
 
-def reference(states, to, source):
-    """states [n_layers, n_rows, ...] afterwards."""
+def reference(states, to, source=None):
+    """states [n_layers, n_rows, ...] afterwards; row `to` is cleared where no source is named."""
     after = states.copy()
-    after[:, to] = states[:, source]
+    after[:, to] = 0 if source is None else states[:, source]
     return after
 
 
 # ---- kernel ------------------------------------------------------------------------------------------------
 
 @cuda.jit(device=True, forceinline=True)
+def row_start(n_floats, n_rows, row):
+    """Where a row begins, of the layer that the block belongs to."""
+    return uint64((uint64(uint64(cuda.blockIdx.y) * uint64(n_rows)) + uint64(row)) * n_floats)
+
+
+@cuda.jit(device=True, forceinline=True)
+def first_of_tile(tile):
+    """The first float of a row that the thread has in a tile."""
+    return uint32(tile * uint32(TILE) + uint32(cuda.threadIdx.x) * uint32(4))
+
+
+@cuda.jit(device=True, forceinline=True)
 def copy_tile(states, n_floats, n_rows, to, source, tile):
-    """A tile of the n_floats of a row, of the layer that the block belongs to."""
-    layer = uint64(uint64(cuda.blockIdx.y) * uint64(n_rows))
-    target, origin = uint64((layer + uint64(to)) * n_floats), uint64((layer + uint64(source)) * n_floats)
-    first = uint32(tile * uint32(TILE) + uint32(cuda.threadIdx.x) * uint32(4))
+    target, origin = row_start(n_floats, n_rows, to), row_start(n_floats, n_rows, source)
+    first = first_of_tile(tile)
     words = cuda.local.array(WORDS, uint32)     # constant indices, so registers
     for i in range(uint32(LOADS)):
         at, word = uint32(first + uint32(i * uint32(STEP))), uint32(i * uint32(4))
@@ -64,6 +75,15 @@ def copy_tile(states, n_floats, n_rows, to, source, tile):
                          words[word + 3])
 
 
+@cuda.jit(device=True, forceinline=True)
+def clear_tile(states, n_floats, n_rows, row, tile):
+    target, first, zero = row_start(n_floats, n_rows, row), first_of_tile(tile), uint32(0)
+    for i in range(uint32(LOADS)):
+        at = uint32(first + uint32(i * uint32(STEP)))
+        if at < n_floats:
+            store_words4(states, uint64(target + uint64(at)), zero, zero, zero, zero)
+
+
 @cuda.jit
 def copy_states_kernel(memory, ring, n_memory, n_ring, n_memory_tiles, n_rows, to, source):
     """Grid (tiles of both, n_layers)."""
@@ -74,14 +94,33 @@ def copy_states_kernel(memory, ring, n_memory, n_ring, n_memory_tiles, n_rows, t
         copy_tile(ring, n_ring, n_rows, to, source, uint32(tile - n_memory_tiles))
 
 
+@cuda.jit
+def clear_states_kernel(memory, ring, n_memory, n_ring, n_memory_tiles, n_rows, row):
+    """Grid (tiles of both, n_layers)."""
+    tile = uint32(cuda.blockIdx.x)
+    if tile < n_memory_tiles:
+        clear_tile(memory, n_memory, n_rows, row, tile)
+    else:
+        clear_tile(ring, n_ring, n_rows, row, uint32(tile - n_memory_tiles))
+
+
 def copy_states(card, memory, ring, to, source, stream=None):
     """Row `to` of every layer <- row `source`, of memory and ring, float32 [n_layers, n_rows, ...] whose rows are
     multiples of 4 floats. Never allocates."""
+    _launch(card, copy_states_kernel, memory, ring, to, source, stream=stream)
+
+
+def clear_states(card, memory, ring, row, stream=None):
+    """The row of every layer <- zeros, of arrays as above. Never allocates."""
+    _launch(card, clear_states_kernel, memory, ring, row, stream=stream)
+
+
+def _launch(card, kernel, memory, ring, *rows, stream):
     n_layers, n_rows = memory.shape[:2]
     n_memory, n_ring = (states[0].size // n_rows for states in (memory, ring))
     tiles = [-(-n // TILE) for n in (n_memory, n_ring)]
-    card.launch(copy_states_kernel, (sum(tiles), n_layers), THREADS, memory.reshape(-1), ring.reshape(-1),
-                n_memory, n_ring, tiles[0], n_rows, to, source, stream=stream)
+    card.launch(kernel, (sum(tiles), n_layers), THREADS, memory.reshape(-1), ring.reshape(-1),
+                n_memory, n_ring, tiles[0], n_rows, *rows, stream=stream)
 
 
 # ---- check and time ----------------------------------------------------------------------------------------
@@ -94,12 +133,13 @@ def check(card, case):
     n_layers, n_rows, *widths = case
     random = np.random.default_rng(sum(case))
     before = [random.standard_normal((n_layers + 1, n_rows, n)).astype(np.float32) for n in widths]
-    for to, source in (n_rows - 1, 0), (0, n_rows - 1):
+    copies = [(copy_states, n_rows - 1, 0), (copy_states, 0, n_rows - 1)]
+    for run, *rows in *copies, *((clear_states, row) for row in range(n_rows)):
         arrays = [card.upload(states) for states in before]
-        copy_states(card, *(array[:-1] for array in arrays), to, source)    # of all layers but the last
+        run(card, *(array[:-1] for array in arrays), *rows)                 # of all layers but the last
         for array, states in zip(arrays, before):
-            want = np.concatenate([reference(states[:-1], to, source), states[-1:]])
-            np.testing.assert_array_equal(card.download(array), want)
+            want = np.concatenate([reference(states[:-1], *rows), states[-1:]])
+            np.testing.assert_array_equal(card.download(array).view(np.uint32), want.view(np.uint32))
     return 0.0
 
 
@@ -110,8 +150,9 @@ def cases(card):
     for n_layers, n_heads in (18, 16), (24, 32), (48, 48):
         memory = card.zeros((n_layers, 2, n_heads * 128 * 128), np.float32)
         ring = card.zeros((n_layers, 2, 4 * (32 + n_heads) * 128), np.float32)
-        yield Case(f"{n_layers} layers of {n_heads} heads", launch=partial(copy_states, card, memory, ring, 1, 0),
-                   n_bytes=memory.nbytes + ring.nbytes)
+        n_bytes, name = memory.nbytes + ring.nbytes, f"{n_layers} layers of {n_heads} heads"
+        yield Case(name, launch=partial(copy_states, card, memory, ring, 1, 0), n_bytes=n_bytes)
+        yield Case(f"{name}, cleared", launch=partial(clear_states, card, memory, ring, 0), n_bytes=n_bytes // 2)
 
 
 if __name__ == "__main__":
