@@ -98,8 +98,11 @@ that of the blocks' work: 27 prompts of 640 to 4,096 tokens in 2 to 6 lanes took
 `tile_work` at 1.15 ns, 11 ms for 1,000 tokens, 1.9 ms for the square of that, and 7 to 11 ms. Tiles are the larger ones
 then, whatever the rounds (1,160 tokens in lanes of 384, 384, 384 and 8 rows: 71.3 %, with the tiles that are best alone
 69.2). 1,160, 4,620 and 18,400 tokens run at 72.0, 71.2 and 63.7 %, at the card's limit of 700 W, where its clock begins
-to give way. 297 tokens stay as they were, at 56.4: 93 % of their rounds is work, and of three lanes (128, 128 and 41
-rows: 56.1) each has fewer blocks than there are SMs.
+to give way. 297 tokens stay as they were, at 56.4: 93 % of their rounds is work, and of two or three lanes (128 and
+169 rows: 55.1, 192 and 105: 55.4, 64 and 233: 52.3, 128, 128 and 41: 55.8) each has fewer blocks than there are SMs.
+Of their 54.3 ms (2026-11-22) the products alone take 49.2, 62.4 % of the peak, the other kernels alone 3.05, and the
+head with the choice 0.39: without anything between launches they would run at 58.2 %. 4,620 tokens in one pass of
+1,152, 1,152, 1,152, 1,152 and 12 rows took as long as in two, 665.8 ms for 664.4 (71.8 and 71.9 %).
 """
 
 from functools import cache, partial

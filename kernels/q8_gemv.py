@@ -25,8 +25,8 @@ last lanes idle. (Real models have k a multiple of 512; the two last steps are f
     warp:  butterfly sum of the 32 acc; with `add`, one more rounded addition
 
 What happens when:
-  * One block of threads per SM does all the work of a launch; a warp has a stretch of rows. So the norm is
-    computed once per SM, and the stretches differ by one group of rows at most.
+  * One block of threads per SM, or for some of them (`_n_blocks`), does all the work of a launch; a warp has a
+    stretch of rows. So the norm is computed once per SM, and the stretches differ by one group of rows at most.
   * The weights of the next turns are under way in registers, a ring: behind each turn its place is asked for
     again, for the next turn of these rows or the first of the next ones. The ring is filled before the norm,
     so the weights travel while it is computed, and goes on through sums, stores and barriers.
@@ -117,10 +117,36 @@ head, 1,827 with one for the inputs, too):
 
 4 rows and 2 turns of 8 columns do not find registers.
 
+SMs that a product leaves to the launch after it, whose rings are filled there meanwhile (H100, 2026-11-22): us of a
+token more or less by the blocks of `out` or `down`, with 132 of each; in brackets warps' rounds with 132. The others are
+as they were, for `down` the best `out`:
+
+    blocks                             66     80     88    100    116    128
+    0.8B        out   1024 x 2048     -25    -29    -26    -21    -16     -7    (0.24) all weights under way
+                down  1024 x 3584     -23    -24    -22    -19     -9     -3    (0.48) the same
+    2B          out   2048 x 2048     -30    -35    -33    -25    -10     -5    (0.48) the same
+    4B          out   2560 x 4096     +48     +5     +2    -15    -13     -2    (0.61)
+                down  2560 x 9216     -19    -21    -17    -24    -10     -2    (0.61)
+       Q4_K     out                   -38    -73    -75    -71     +7     +6    (0.61) the same
+    9B          out   4096 x 4096     +29    +29    +31    +34    +46      0    (0.97)
+                down  4096 x 12288    +31    +38    +45    +57    +80     -1    (0.97)
+       Q4_K     out                   -12    -21    -15    -15     +2     +2    (0.97) the same
+    27B         out   5120 x 6144     +17    -22     -7    -12     -3     -1    (1.21)
+       Q4_K     out                  +107    -36   -120   -113    -92     -8    (0.61)
+
+As `_n_blocks` chooses, a token of a 0.8B takes 501 us for 547, of a 2B 920 for 961, of a 4B 1,927 for 1,976, of a 9B in
+Q4_K 1,997 for 2,017, of a 27B in Q4_K 6,495 for 6,617, 9B and 27B what they took. Products after a norm want all SMs, but
+those of attention (-4 us with 112 blocks for a 9B, -30 for a 27B), and so does SwiGLU (27B: 120 blocks -40, 112 -11,
+96 +131): the delta rule, which comes next, needs few SMs. Lost beside that: blocks of 16 warps of 64 registers, so that
+two launches' stand on every SM, the delta rule's grid filled up with blocks that only wait: half as many weights under
+way, 9B 3,874 us for 3,211, Q4_K 2,292 for 2,028, 0.8B 566 for 555. The norm computed on other numbers before the wait,
+for the cache of instructions: 0.8B 682 for 550.
+
 `cuda.syncwarp` after the first loads of a ring is there for the assembler, which otherwise moves each load to
 where it is used, to save registers.
 """
 
+import math
 from collections import namedtuple
 from functools import cache, partial
 
@@ -129,6 +155,7 @@ from numba import cuda
 from numba.types import float32, int8, int32, uint16, uint32
 
 from kernels.bench import Case, main
+from kernels.compile import launches_overlap
 from kernels.intrinsics import (BIAS_WORD, dp4a, float_as_word, half_to_float, let_next_begin, load_words2,
                                 load_words4, silu, store_word, store_words4, stream_words2, stream_words4, unbias,
                                 wait_for_previous)
@@ -144,6 +171,7 @@ MAX_PLANES = 20480  # values of a column in planes; 17,408 for 27B's down
 PLANE, SUMS = MAX_PLANES // 2, MAX_PLANES // BLOCK  # where second halves start, and sums behind scales
 IN_PLANES = 2 * SUMS  # floats
 HELD = 2, 4  # weights of the norm that a lane holds: all of 8,192 values, where 32 warps share them
+SPARE, LEAST = 0.2, 0.6  # of a round of warps, of the SMs: see `_n_blocks`
 H_SHAPE = 2, 2, MAX_COLUMNS * BLOCK  # sums of SwiGLU on their way to the quantisation: side, gate or up, output
 
 
@@ -685,7 +713,7 @@ def gemv(card, fmt, y, stride, wq, wd, xq, xd, n, k, columns, add=False, stream=
     for first in range(0, columns, MAX_COLUMNS):
         here, set_bits, each = _split(card, fmt, n, columns - first)
         shape = shape_for(card, fmt, each, k)
-        grid, shares = _shares(card, n, shape)
+        grid, shares = _shares(n, shape, _n_blocks(card, fmt, n, k, columns, shape))
         planes = fmt.planes and columns == 1 and k <= MAX_PLANES
         card.launch(gemv_kernel(fmt, each, shape, False, planes), grid, (32, shape.warps), y[first * stride:], stride,
                     *weights, xq[first * k:], xd[first * k // BLOCK:], n, k, here, set_bits, *shares, add,
@@ -700,7 +728,7 @@ def norm_gemv(card, fmt, y, stride, wq, wd, x, norm_w, eps, n, k, columns, xq, x
         rms_norm_quantize(card, xq, xd, x, norm_w, columns, k, eps, stream)
         return gemv(card, fmt, y, stride, wq, wd, xq, xd, n, k, columns, stream=stream)
     shape = shape_for(card, fmt, 1, k)
-    grid, shares = _shares(card, n, shape)
+    grid, shares = _shares(n, shape, card.n_sms)
     card.launch(gemv_kernel(fmt, 1, shape, True, fmt.planes), grid, (32, shape.warps), y.reshape(-1), stride,
                 *_flat(wq, wd), x.reshape(-1), norm_w, float(eps), n, k, *shares, stream=stream)
 
@@ -749,11 +777,23 @@ def _split(card, fmt, n, columns):
     return here, set_bits, -(-here // 2**set_bits)
 
 
-def _shares(card, n, shape):
-    """Blocks of threads, one per SM where there are so many groups of rows, and (groups for each of them,
-    blocks that take one more)."""
+def _n_blocks(card, fmt, n, k, columns, shape):
+    """Blocks of threads of `gemv`: one per SM. Where launches overlap, fewer for one column, as on an SM that it leaves
+    free the next launch fills its ring meanwhile: as few as need no further round of their warps, with SPARE of a round
+    to spare; and LEAST of the SMs where all weights are under way at once."""
+    if columns > 1 or not launches_overlap(card.cc):
+        return card.n_sms
     n_groups = -(-n // shape.rows)
-    grid = min(card.n_sms, n_groups)
+    rounds = -(-n_groups // (shape.warps * card.n_sms))
+    all_under_way = rounds == 1 and k // BLOCK // fmt.turn <= shape.slots
+    needed = 0 if all_under_way else math.ceil(n_groups / shape.warps / (rounds - SPARE))
+    return min(max(needed, math.ceil(LEAST * card.n_sms)), card.n_sms)
+
+
+def _shares(n, shape, n_blocks):
+    """The grid of up to n_blocks blocks of threads, and (groups of rows for each of them, blocks that take one more)."""
+    n_groups = -(-n // shape.rows)
+    grid = min(n_blocks, n_groups)
     return grid, divmod(n_groups, grid)
 
 

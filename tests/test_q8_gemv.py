@@ -1,7 +1,12 @@
+import itertools
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from kernels import q8_gemv
+from kernels.formats import FORMATS
+from kernels.quant_gemv import decoder
 
 
 @pytest.mark.parametrize("add", [False, True])
@@ -17,11 +22,33 @@ def test_fused_kernels_have_the_bits_of_the_separate_ones(card, case):
 
 @pytest.mark.parametrize("case", [(500, 1024, 8), (33, 2080, 1), (1, 32, 1), (33, 2592, 1), (33, 3584, 1)], ids=str)
 def test_shapes_of_real_cards(card, case, monkeypatch):
-    """The kernels with weights under way, on every card; for few SMs and for many."""
+    """The kernels with weights under way, on every card; for few SMs and for many, some of them left to the next launch
+    and none."""
     monkeypatch.setattr(card, "kind", "cuda")
-    for n_sms in (2, 132):
+    for n_sms, overlap in itertools.product((2, 132), (False, True)):
         monkeypatch.setattr(card, "n_sms", n_sms)
+        monkeypatch.setattr(q8_gemv, "launches_overlap", lambda cc: overlap)
         q8_gemv.check(card, *case)
+
+
+@pytest.mark.parametrize("format", ["Q8_0", "Q4_K"])
+@pytest.mark.parametrize("n, k", [(1024, 2048), (1024, 3584), (2560, 9216), (4096, 4096), (5120, 6144), (40_000, 4096)])
+def test_processors_are_left_to_the_next_launch_where_that_costs_no_round(format, n, k):
+    fmt, kind, n_sms = decoder(FORMATS[format]), "cuda", 132
+
+    def blocks(cc, columns=1):
+        card = SimpleNamespace(kind=kind, n_sms=n_sms, cc=cc)
+        return q8_gemv._n_blocks(card, fmt, n, k, columns, q8_gemv.shape_for(card, fmt, columns, k))
+
+    def rounds(n_blocks):
+        return -(-n // (shape.rows * shape.warps * n_blocks))
+
+    shape, found = q8_gemv.shape_for(SimpleNamespace(kind=kind), fmt, 1, k), blocks((9, 0))
+    if rounds(n_sms) == 1 and k // 32 // fmt.turn <= shape.slots:       # all weights under way at once
+        assert found == 80
+    else:
+        assert 80 <= found <= n_sms and rounds(found) == rounds(n_sms)
+    assert blocks((7, 0)) == blocks((9, 0), columns=2) == n_sms
 
 
 @pytest.mark.parametrize("case", [(96, 2080, 1)], ids=str)
