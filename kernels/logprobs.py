@@ -50,10 +50,9 @@ MINUS_INFINITY, NAN = float("-inf"), float("nan")
 
 @dataclass(frozen=True)
 class LogprobState:
-    """Scratch for some rows at a time, and what is found: see the shapes above."""
+    """Scratch for some rows at a time: see the shapes above."""
     best: Array
     sums: Array
-    report: Array
 
     @classmethod
     def allocate(cls, card, rows, n_vocab):
@@ -61,8 +60,7 @@ class LogprobState:
         if n_chunks > MAX_CHUNKS:
             raise ValueError(f"log-probabilities are of {CHUNK * MAX_CHUNKS} tokens at most, not {n_vocab}")
         return cls(card.alloc((rows, n_chunks, TOP), np.uint64, "likeliest tokens of each chunk"),
-                   card.alloc((rows, n_chunks), np.float32, "sum of each chunk"),
-                   card.alloc((rows, REPORT), np.uint32, "log-probabilities"))
+                   card.alloc((rows, n_chunks), np.float32, "sum of each chunk"))
 
 
 # ---- reference ---------------------------------------------------------------------------------------------
@@ -200,9 +198,9 @@ def merge_chunks(report, best, sums, logits, tokens, n_chunks, n_vocab):
 
 # ---- launches: written in place, none allocates ------------------------------------------------------------
 
-def logprobs(card, logits, tokens, state, rows, n_vocab, stream=None):
-    """state.report (LogprobState) <- logits float32 [rows, n_vocab], tokens int32 [rows], as shown above."""
-    best, sums, report = state.best.reshape(-1), state.sums.reshape(-1), state.report.reshape(-1)
+def logprobs(card, report, logits, tokens, state, rows, n_vocab, stream=None):
+    """report <- logits float32 [rows, n_vocab], tokens int32 [rows], as shown above. state: LogprobState."""
+    report, best, sums = report.reshape(-1), state.best.reshape(-1), state.sums.reshape(-1)
     n_chunks, logits = -(-n_vocab // CHUNK), logits.reshape(-1)
     card.launch(rank_chunks, (n_chunks, rows), THREADS, best, sums, logits, n_vocab, stream=stream)
     card.launch(merge_chunks, rows, -(-n_chunks // 32) * 32, report, best, sums, logits, tokens, n_chunks, n_vocab,
@@ -238,11 +236,11 @@ def random_logits(n_vocab, kind):
 def check(card, n_vocab, kind="normal"):
     """Two rows and two tokens, one of them -1; largest error of an l. Ids exactly."""
     x, tokens = random_logits(n_vocab, kind), np.array([n_vocab - 1, -1], np.int32)
-    state = LogprobState.allocate(card, 3, n_vocab)
-    for scratch in (state.best, state.sums, state.report):
-        card.poison(scratch)
-    logprobs(card, card.upload(x), card.upload(tokens), state, 2, n_vocab)
-    report = card.download(state.report)
+    state, report = LogprobState.allocate(card, 3, n_vocab), card.alloc((3, REPORT), np.uint32)
+    for array in (state.best, state.sums, report):
+        card.poison(array)
+    logprobs(card, report, card.upload(x), card.upload(tokens), state, 2, n_vocab)
+    report = card.download(report)
     assert (report[2] == 0xFFFFFFFF).all(), "wrote past its rows"
     error = 0.0
     for row in range(2):
@@ -277,7 +275,7 @@ def cases(card):
 def _timed(card, rows, n_vocab):
     state = LogprobState.allocate(card, rows, n_vocab)
     logits = np.random.default_rng(0).standard_normal((rows, n_vocab), np.float32) * 3
-    arrays = card.upload(logits), card.zeros(rows, np.int32)
+    arrays = card.alloc((rows, REPORT), np.uint32), card.upload(logits), card.zeros(rows, np.int32)
     return Case(f"{rows} x {n_vocab}", launch=lambda: logprobs(card, *arrays, state, rows, n_vocab),
                 n_bytes=logits.nbytes)
 

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import ctypes
 import dataclasses
 import gc
 import itertools
@@ -110,6 +111,77 @@ def test_a_card_that_is_far_ahead(card, engine, monkeypatch):
     requests = [request(0, max_tokens=60), *(request(seed, max_tokens=1) for seed in range(1, 9))]
     assert [tokens(g) for g in [wide.submit(r) for r in requests]] == [alone(engine, r) for r in requests]
     wide.close()
+
+
+@pytest.fixture
+def grouped(monkeypatch):
+    """A function that opens an engine on a card, with two groups of answers ready for decode steps, whose results are
+    copied to the host in a stream of their own, as those of a real card are."""
+    monkeypatch.setattr(qengine, "group_count", lambda n_stages, n_slots: 2)
+
+    def load(card):
+        engine = load_tiny(card)
+        engine.pipeline.last.sampler.reads = card.stream("reads")
+        for slot in range(3):
+            engine.pipeline.start(slot, request(slot))
+            engine.pipeline.set_pages(slot, [slot])
+        for group in range(2):
+            engine.pipeline.place([group], [group], [0], group)
+        return engine
+
+    return load
+
+
+@pytest.mark.parametrize("log_probs", [False, True])
+def test_results_stay_until_they_are_copied(grouped, log_probs):
+    """Of first tokens and of steps, read one by one, or queued far ahead on a card that copies as late as it may."""
+    def copied(card, n_ahead):
+        engine, found, transfer, queued = grouped(card), [], card._transfer, []
+
+        def noted(direction, host, *rest):
+            transfer(direction, host, *rest)
+            if direction == "out":
+                found.append(ctypes.string_at(host, rest[-1]))
+
+        card._transfer, pipeline = noted, engine.pipeline
+        pipeline.prefill(list(range(9)), 2, 0)
+        for work in [lambda row=row: pipeline.sample_row(row, 2, log_probs) for row in range(9)] + [
+                lambda step=step: pipeline.step(1, log_probs, step % 2) for step in range(12)]:
+            queued.append(work())
+            if len(queued) == n_ahead:
+                pipeline.settle()
+                queued.clear()
+        pipeline.settle()
+        engine.close()
+        return found
+
+    want = copied(EmulatedCard(), 1)
+    assert len(want) == 21 * (1 + log_probs) and len(set(want)) > 15
+    assert copied(EmulatedCard(late=True), 21) == want
+
+
+def test_steps_go_on_while_results_are_copied(card, grouped):
+    """One more of each group, and no further."""
+    engine, gate, ends = grouped(card), threading.Event(), []
+    pipeline = engine.pipeline
+    pipeline.last.sampler.reads.push(gate.wait)
+    for step in range(5):
+        pipeline.step(1, group=step % 2)
+        ends.append(pipeline.last.worker.ask(card.default_stream.record).result())
+    went_on = ends[3].wait(20), ends[4].wait(0.5)
+    gate.set()
+    engine.close()
+    assert went_on == (True, False)
+
+
+def test_a_copy_of_results_that_fails(grouped):
+    card = EmulatedCard()
+    engine = grouped(card)
+    engine.pipeline.last.sampler.reads.push(lambda: 1 / 0)
+    with pytest.raises(CardError, match="is broken: division by zero"):
+        engine.pipeline.step(1).read()
+    assert engine.pipeline.fault.card == card.name
+    engine.close()
 
 
 def test_a_long_prompt_and_running_answers_take_turns(engine):

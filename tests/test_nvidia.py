@@ -222,8 +222,8 @@ def test_what_was_waited_for_is_progress(fake_card, timeout):
 
 
 def test_what_the_host_asks_of_the_driver_for_a_token(fake_card, monkeypatch):
-    """The worker: one replay and one copy of the tokens; each 64 tokens a checkpoint and a page. Others wait for the copy
-    alone."""
+    """The worker: one replay and, beside the next, one copy of the tokens; each 64 tokens a checkpoint and a page. Others
+    wait for the copy alone."""
     fake_card.cc = compiler.supported_ccs()[0]          # of kernels that are compiled for other tests; they do nothing
     monkeypatch.setattr(nvidia, "assemble", lambda *arguments: None)
     for name, result in {"cuModuleLoadDataEx": "", "cuModuleGetFunction": "", "cuFuncGetAttribute": 0}.items():
@@ -240,8 +240,9 @@ def test_what_the_host_asks_of_the_driver_for_a_token(fake_card, monkeypatch):
                 isinstance(threading.current_thread(), qengine.Worker)].append(name) or f(*a))
     engine.submit(qengine.Request([1, 2], max_tokens=100, ignore_eos=True)).wait()
     steps = " ".join(calls[True]).split("cuGraphLaunch ")[2:-1]
-    once = "cuMemcpyDtoHAsync cuEventRecord "
-    assert len(steps) == 97 and steps.count(once) == 96 and steps.count(once + "cuLaunchKernel cuMemcpyHtoDAsync ") == 1
+    once = "cuEventRecord cuStreamWaitEvent cuMemcpyDtoHAsync cuEventRecord ", "cuStreamWaitEvent "
+    assert len(steps) == 97 and steps.count("".join(once)) == 96
+    assert steps.count("cuLaunchKernel cuMemcpyHtoDAsync ".join(once)) == 1
     assert set(calls[False]) == {"cuEventQuery"}
     engine.close()
 
