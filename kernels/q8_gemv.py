@@ -99,10 +99,13 @@ What a token loses, on an H100 with overlap (2026-11-21, each kind of kernel rep
     and not with the last one: 27B's inputs, 10 turns of one row in a ring of 5, 96.88 for 96.60; 0.8B's down, 7 turns
     in a ring of 7 (16 warps), 1,671 for 1,590
       all of these, Q8_0 not in rows (by --bench)                309.1        487.5     1,746
+      SMs left to the next launch (below), attention
+      and sampler, tokens copied beside the next step
+      (by --bench, 2026-11-22)                    97.3       312.6        496.7     1,971
 
-Q4_K was to be 1.6 times as fast as Q8_0; it is 1.58 times, as Q8_0 lost more of what it lost: 0.47 of its 3.24 ms, for
-which Q4_K loses 0.51 of 2.05, 3 us of each of some 165 launches, of which an empty one that overlaps takes 0.9. Half of
-its bandwidth for a 0.8B (bytes 0.27 ms) leaves 2.2 us for each of some 125 launches, which lose 2.4.
+Q4_K was to be 1.6 times as fast as Q8_0; it is 1.59 times, as Q8_0 lost more of what it lost: 0.43 of its 3.20 ms (bytes
+at 3,085 GB/s), for which Q4_K loses 0.49 of 2.01, 3 us of each of some 165 launches, of which an empty one that overlaps
+takes 0.9. With no more lost than Q8_0 loses it would be 1.64 times.
 
 In two sets of warps of 4 columns each the weights pass from the second-level cache to the SMs twice: 16.6 GB in the
 3.50 ms of a 9B's products with 8 columns, 4.7 TB/s, at 79 (`gemv`) and 84 % (SwiGLU) of the memory's bandwidth. Such
