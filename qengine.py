@@ -4960,7 +4960,8 @@ class Bench:
 
 @contextlib.contextmanager
 def launching_as(card: Card, model: CardModel):
-    """What is launched on an emulated card meanwhile is what the other would have: grids are made for its SMs."""
+    """What is launched on an emulated card meanwhile is what the other would have: grids are made for its SMs, if for
+    launches that do not overlap, of which estimates know nothing."""
     own, card.n_sms = card.n_sms, model.n_sms
     try:
         yield

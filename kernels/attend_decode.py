@@ -83,7 +83,7 @@ WORDS = HEAD_DIM // 2    # of a half-precision row
 MERGED = 16              # units whose results are under way at once, when they are merged
 MERGED_SHAPE = MERGED, 4  # dims of a thread
 UNITS_EACH = UNITS // 32  # of a lane
-NEWEST = 2 * HEAD_DIM
+NEWEST = 2 * HEAD_DIM    # numbers of the new key and value
 RECORD = HEAD_DIM + 8    # floats of a unit's result: 256 values, maximum, sum, 6 unused
 LOADED = KEYS * DIMS // 2
 MINUS_INFINITY = float("-inf")
@@ -116,7 +116,7 @@ def store_newest(newest, k_pages, v_pages, to, projected, k_from, v_from, lane, 
     store_head(newest, uint32(HEAD_DIM), lane, v)
     store_head(k_pages, to, lane, k)
     store_head(v_pages, to, lane, v)
-    cuda.syncwarp()
+    cuda.syncwarp()         # the warp may load that row of the page next, to put this one over it
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -196,6 +196,7 @@ def weigh_units(factors, totals, partial, records, last_unit, head, lane):
         factors[uint32(at + uint32(32) * i)] = exp(highs[i] - highest)
         totals[uint32(at + uint32(32) * i)] = sums[i]
 
+
 @cuda.jit(device=True, forceinline=True)
 def load_units(values, partial, first, last, at):
     """values [MERGED, 4] <- 4 dims, from element `at` of a unit's record on, of units from `first` on; beyond
@@ -204,6 +205,7 @@ def load_units(values, partial, first, last, at):
         unit = uint32(min(uint32(first + i), last))
         values[i, 0], values[i, 1], values[i, 2], values[i, 3] = load_floats4(
             partial, uint32(at + unit * uint32(RECORD)))
+
 
 @cuda.jit(device=True, forceinline=True)
 def merge_units(acc, values, factors, totals, at):

@@ -783,7 +783,7 @@ def _split(card, fmt, n, columns):
 def _n_blocks(card, fmt, n, k, columns, shape):
     """Blocks of threads of `gemv`: one per SM. Where launches overlap, fewer for one column, as on an SM that it leaves
     free the next launch fills its ring meanwhile: as few as need no further round of their warps, with SPARE of a round
-    to spare; and LEAST of the SMs where all weights are under way at once."""
+    to spare; and, as was measured, LEAST of the SMs where one block on each would have all weights under way at once."""
     if columns > 1 or not launches_overlap(card.cc):
         return card.n_sms
     n_groups = -(-n // shape.rows)

@@ -33,7 +33,7 @@ def test_shapes_of_real_cards(card, case, monkeypatch):
 
 @pytest.mark.parametrize("format", ["Q8_0", "Q4_K"])
 @pytest.mark.parametrize("n, k", [(1024, 2048), (1024, 3584), (2560, 9216), (4096, 4096), (5120, 6144), (40_000, 4096)])
-def test_processors_are_left_to_the_next_launch_where_that_costs_no_round(format, n, k):
+def test_processors_are_left_to_the_next_launch(format, n, k):
     fmt, kind, n_sms = decoder(FORMATS[format]), "cuda", 132
 
     def blocks(cc, columns=1):
@@ -46,8 +46,8 @@ def test_processors_are_left_to_the_next_launch_where_that_costs_no_round(format
     shape, found = q8_gemv.shape_for(SimpleNamespace(kind=kind), fmt, 1, k), blocks((9, 0))
     if rounds(n_sms) == 1 and k // 32 // fmt.turn <= shape.slots:       # all weights under way at once
         assert found == 80
-    else:
-        assert 80 <= found <= n_sms and rounds(found) == rounds(n_sms)
+    else:                                                               # no further round, and a fifth of one to spare
+        assert found == n_sms or 80 <= found and n / (shape.rows * shape.warps * found) <= rounds(n_sms) - 0.2
     assert blocks((7, 0)) == blocks((9, 0), columns=2) == n_sms
 
 
