@@ -87,7 +87,7 @@ from kernels.card import Event as CardEvent
 from kernels.compile import CompileError
 from kernels.emulated.cards import CARDS, CardModel
 from kernels.emulated.estimate import PIPES, SECTOR, Counts
-from kernels.formats import FORMATS, dequantize
+from kernels.formats import FLOATS, FORMATS, dequantize
 from kernels.nvidia import find_assembler
 from kernels.trace import LEFT_OUT, tracing
 from kernels.upload import PIECE, Feeder
@@ -1068,8 +1068,8 @@ class Matrix:
 
 def alloc_matrix(card: Card, format: str, n: int, k: int, name: str) -> Matrix:
     """A matrix of undefined values. Raises OutOfMemory."""
-    if format in embedding.FLOATS:
-        return Matrix(format, n, k, card.alloc((n, k), embedding.FLOATS[format], name))
+    if format in FLOATS:
+        return Matrix(format, n, k, card.alloc((n, k), FLOATS[format].dtype, name))
     values, scales = FORMATS[format].arrays(n, k)
     return Matrix(format, n, k, card.alloc(*values, name), card.alloc(*scales, f"{name} scales"))
 

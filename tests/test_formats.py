@@ -36,17 +36,17 @@ def test_is_hardly_larger_than_the_file(format):
     assert nbytes <= 1.04 * n * k // format.file_block * format.file_bytes
 
 
-def test_every_quant_has_its_place(format):
-    """One quant of a row at a time: its bits alone change, each bit of wq belongs to one quant."""
+def test_every_code_has_its_place(format):
+    """One code of a row at a time: its bits alone change, each bit of wq belongs to one code."""
     k = 2 * format.file_block
-    q = np.zeros((k // 32, 32), np.int8)
-    empty, used = formats.pack(format, q, 1).copy(), np.zeros((1, format.q_row(k)), np.uint8)
+    codes = np.zeros((k // 32, 32), np.uint8)
+    empty, used = formats.pack(format, codes, 1).copy(), np.zeros((1, format.q_row(k)), np.uint8)
     for i in range(k):
-        q.reshape(-1)[i] = -1
-        changed = formats.pack(format, q, 1) ^ empty
+        codes.reshape(-1)[i] = 2**format.bits - 1
+        changed = formats.pack(format, codes, 1) ^ empty
         assert np.bitwise_count(changed).sum() == format.bits and not (changed & used).any()
         used |= changed
-        q.reshape(-1)[i] = 0
+        codes.reshape(-1)[i] = 0
     assert (used[0, :k * format.bits // 8] == 255).all()
 
 
