@@ -313,7 +313,7 @@ def _check_tensors(config: Config, gguf: GGUF):
         if tensor.shape != shape:
             raise ModelError(f"{gguf.path}: tensor '{name}' (byte {tensor.offset}) has the shape "
                              f"{tensor.shape}, not {shape}")
-        allowed = SUPPORTED_TYPES if len(shape) == 2 else ("F32", "F16", "BF16")
+        allowed = SUPPORTED_TYPES if len(shape) == 2 else tuple(FLOATS)
         if tensor.type not in allowed:
             raise ModelError(f"{gguf.path}: tensor '{name}' (byte {tensor.offset}) is of type "
                              f"{tensor.type}, not {', '.join(allowed)}")

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from kernels import formats
-from kernels.formats import FORMATS
+from kernels.formats import FLOATS, FORMATS
 from tests.models import quantize
 
 
@@ -14,8 +14,16 @@ def format(request):
     return FORMATS[request.param]
 
 
-def test_numbers_are_those_of_the_gguf_package(format):
-    assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[format.name]] == (format.file_block, format.file_bytes)
+@pytest.mark.parametrize("name", [*FLOATS, *FORMATS])
+def test_numbers_are_those_of_the_gguf_package(name):
+    type, number = (FORMATS.get(name) or FLOATS[name]), gguf.GGMLQuantizationType[name]
+    assert type.name == name and type.number == number
+    assert gguf.GGML_QUANT_SIZES[number] == (type.file_block, type.file_bytes)
+
+
+def test_no_type_is_named_twice():
+    assert len(formats.GGML_TYPES) == len(FLOATS) + len(FORMATS) + len(formats.OTHER_TYPES)
+    assert len({name for name, _, _ in formats.GGML_TYPES.values()}) == len(formats.GGML_TYPES)
 
 
 def test_dequantises_as_the_gguf_package_does(format):
@@ -51,8 +59,9 @@ def test_every_code_has_its_place(format):
 
 
 def test_the_quantisers_of_the_tests(format):
-    """Every weight within a step and a half of its block."""
+    """Every weight within a step and a half of its block, as the gguf package reads it."""
     values = np.random.default_rng(2).standard_normal((5, 512)).astype(np.float32)
-    got = formats.dequantize(format, quantize(format.name, values)).reshape(-1, 32)
+    raw = quantize(format.name, values)
+    got = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[format.name]).reshape(-1, 32)
     step = np.ptp(values.reshape(-1, 32), axis=1, keepdims=True) / (2**format.bits - 2)
     assert (abs(got - values.reshape(-1, 32)) <= 1.5 * step).all()
