@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from kernels import compile as compiler
-from kernels import formats, nvidia, q8_gemm
-from kernels.card import open_cards
+from kernels import assembler, formats, q8_gemm
 from kernels.formats import FORMATS
+from kernels.open import open_cards
 from kernels.q8_gemv import random_activations, random_q8
 from tests.blocks import added, block_terms
 
@@ -87,12 +87,12 @@ SIGNATURE = ("float32[1]", "int8[1]", "uint16[1]", "int8[1]", "float32[1]", *["u
 def test_everything_stays_in_registers(name, rows):
     """On sm_70. Arrays in local memory would mean that a loop over rows has not been unrolled. 8 rows may have the
     registers of 10, and Q4_0 and Q5_0 need fewer than K-quants."""
-    if (7, 0) not in compiler.supported_ccs() or not nvidia.find_assembler():
+    if (7, 0) not in compiler.supported_ccs() or not assembler.find_assembler():
         pytest.skip("the installed CUDA toolkit cannot compile for sm_70")
     bits = "int8[1]" if name == "Q8_0" else "uint8[1]"
     signature = "float32[1]", bits, "uint16[1]", "int8[1]", "float32[1]", *["uint32"] * 4, "bool"
     compiled = compiler.compile_kernel(q8_gemm.pipelined(FORMATS[name], rows), signature, (7, 0))
-    _, words = nvidia.run_assembler(nvidia.find_assembler()[0], compiled, (7, 0))
+    _, words = assembler.run_assembler(assembler.find_assembler()[0], compiled, (7, 0))
     assert ".local" not in compiled.ptx and " 0 bytes spill stores" in words, words
 
 

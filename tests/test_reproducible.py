@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import qengine
-from kernels.card import open_cards
+from kernels.open import open_cards
 from tests.oracle import DATA
 
 MODEL = str(DATA / "tiny-Q8_0.gguf")
