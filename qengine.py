@@ -76,13 +76,14 @@ from engine.worker import Task, Worker, stop_all
 from kernels import (advance, attend_decode, attention, checkpoint, conv, embedding, finite, float_matmul, formats, gdn,
                      gdn_decode, kv_cache, logprobs, norm, probe, q8_gemm, q8_gemv, quant_gemv, quantize, rope, sample,
                      swiglu, synthetic)
+from kernels.assembler import find_assembler
 from kernels.bench import operation_seconds
-from kernels.card import Array, Card, CardError, Event, open_cards, show_bytes
+from kernels.card import Array, Card, CardError, Event, show_bytes
 from kernels.compile import CompileError
 from kernels.emulated.cards import CARDS, CardModel
 from kernels.emulated.estimate import PIPES, SECTOR, Counts
 from kernels.formats import FLOATS, FORMATS
-from kernels.nvidia import find_assembler
+from kernels.open import open_cards
 from kernels.records import Places, Projected, States
 from kernels.trace import LEFT_OUT, tracing
 from kernels.upload import PIECE, Feeder
@@ -2484,7 +2485,7 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
     """Load a GGUF file, or random weights by the name "synthetic:0.8b", "synthetic:9b:q4_k", ..., ready to generate.
 
     model: its path or name, or what `open_model` made of that; by default the model that comes with qengine.
-    card: a Card or several, or the name of some as kernels.card.open_cards takes it, which share the layers; by default
+    card: a Card or several, or the name of some as kernels.open.open_cards takes it, which share the layers; by default
     the first NVIDIA card if the model fits there, or else all, and where there is none an emulated one. split: layers
     on each card, (22, 21, 21); by default what `place_layers` finds.
     ctx: tokens of a slot, prompt and answer together. slots: answers that are generated at the same time.

@@ -22,10 +22,10 @@ from pathlib import Path
 
 import qengine
 from engine.prefix import PAGE_TOKENS, pages_for
-from kernels.card import open_cards
 from kernels.emulated import counting, native
 from kernels.emulated.card import EmulatedCard, Launch
 from kernels.emulated.estimate import SECTOR, Counts, estimate
+from kernels.open import open_cards
 from kernels.trace import HOST
 
 ROWS = 64, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1280

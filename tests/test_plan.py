@@ -10,9 +10,9 @@ import random
 import pytest
 
 import qengine
-from kernels.card import open_cards
 from kernels.emulated.card import EmulatedCard
 from kernels.emulated.cards import CMP_100_210, H100, T4, V100
+from kernels.open import open_cards
 from qengine import Demand, Planner, best_split, make_planner, open_model, schedule
 from tests.tiny import ROOT
 

@@ -12,7 +12,7 @@ import pytest
 
 import qengine
 from kernels import compile as compiler
-from kernels import attend_decode, gdn_decode, nvidia, q8_gemv
+from kernels import assembler, attend_decode, gdn_decode, q8_gemv
 from kernels.card import Array
 from kernels.emulated.card import EmulatedCard
 from kernels.formats import FORMATS
@@ -90,12 +90,12 @@ def test_the_pipes_of_the_engine(kernels):
 
 
 def test_no_register_is_spilled_on_sm_70(kernels):
-    if not nvidia.find_assembler():
+    if not assembler.find_assembler():
         pytest.skip("ptxas of the toolkit is not installed")
-    program, _ = nvidia.find_assembler()
+    program, _ = assembler.find_assembler()
     for kernel, *types in kernels:
         compiled = compiler.compile_kernel(kernel, tuple(types), TARGET)
-        _, words = nvidia.run_assembler(program, compiled, TARGET)
+        _, words = assembler.run_assembler(program, compiled, TARGET)
         spills = [int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", words)]
         assert spills and not any(spills), f"{kernel.__name__}{types}: {words}"
 

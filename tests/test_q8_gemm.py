@@ -3,10 +3,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from kernels import assembler
 from kernels import compile as compiler
-from kernels import formats, nvidia, q8_gemm
-from kernels.card import open_cards
+from kernels import formats, q8_gemm
 from kernels.formats import FORMATS
+from kernels.open import open_cards
 from kernels.q8_gemv import random_activations, random_q8
 from tests.blocks import added, block_terms
 
@@ -86,12 +87,12 @@ def test_everything_stays_in_registers(name, rows):
     if format.bits < 8 and rows not in (16, 4) and (rows != 10 or format.n_scales == 1):
         pytest.skip("a packed format needs no more registers for 15 rows than for 16, for 8 no more than for 10, and with "
                     "one scale for 10 no more than for 16")
-    if (7, 0) not in compiler.supported_ccs() or not nvidia.find_assembler():
+    if (7, 0) not in compiler.supported_ccs() or not assembler.find_assembler():
         pytest.skip("the installed CUDA toolkit cannot compile for sm_70")
     bits = "int8[1]" if format.bits == 8 else "uint8[1]"
     signature = "float32[1]", bits, "uint16[1]", "int8[1]", "float32[1]", *["uint32"] * 4, "bool"
     compiled = compiler.compile_kernel(q8_gemm.pipelined(format, rows), signature, (7, 0))
-    _, words = nvidia.run_assembler(nvidia.find_assembler()[0], compiled, (7, 0))
+    _, words = assembler.run_assembler(assembler.find_assembler()[0], compiled, (7, 0))
     assert ".local" not in compiled.ptx and " 0 bytes spill stores" in words, words
 
 
