@@ -89,6 +89,7 @@ from kernels.emulated.cards import CARDS, CardModel
 from kernels.emulated.estimate import PIPES, SECTOR, Counts
 from kernels.formats import FORMATS, dequantize
 from kernels.nvidia import find_assembler
+from kernels.records import Places, Projected, States
 from kernels.trace import LEFT_OUT, tracing
 from kernels.upload import PIECE, Feeder
 
@@ -1459,30 +1460,32 @@ class Model:
             self.mlp(rows, layer.mlp)
             yield f"layer {index}"
 
-    def linear_attention(self, rows: Rows, layer: LinearLayer, state: "RecurrentState"):
-        card, c, projected, stride = self.card, self.config, self.projected, layer.inputs.stride
+    def linear_attention(self, rows: Rows, layer: LinearLayer, states: States):
+        card, c, projected = self.card, self.config, Projected(self.projected, layer.inputs.stride)
         self.project_norm(rows, layer.inputs, layer.norm)
-        u = self.activations[c.value_dim]
-        constants, heads = (layer.a, layer.dt_bias), (c.n_key_heads, c.n_value_heads)
+        u, places = self.activations[c.value_dim], Places(rows.slots, rows.positions)
+        decay, heads = gdn.Decay(layer.a, layer.dt_bias), gdn.LinearHeads(c.n_key_heads, c.n_value_heads)
         if rows.is_decode:
+            weights = gdn_decode.LinearWeights(layer.conv, decay, layer.out_norm)
             for row, one in rows.in_turn():
-                inputs = state.memory, state.conv, projected[row * stride:], stride, layer.conv, *constants, \
-                    layer.out_norm, one.slots, one.positions, one.n, *heads, c.norm_eps, one.early
+                inputs = states, projected.rows_from(row), weights, Places(one.slots, one.positions), heads
+                sizes = {"rows": one.n, "eps": c.norm_eps, "early": one.early}
                 if layer.out.is_quantized:
-                    gdn_decode.gdn_decode_quantize(card, u.q[row:], u.d[row:], *inputs)
+                    gdn_decode.gdn_decode_quantize(card, u.q[row:], u.d[row:], *inputs, **sizes)
                 else:
-                    gdn_decode.gdn_decode(card, u.x[row:], *inputs)
+                    gdn_decode.gdn_decode(card, u.x[row:], *inputs, **sizes)
         else:
             with rows.turn():
                 for start, end, slot, kept in rows.parts():
-                    n, mixed, columns = end - start, self.mixed[start:], projected[start * stride:]
-                    conv.conv_silu(card, mixed, columns, stride, state.conv, layer.conv, rows.slots[start:],
-                                   rows.positions[start:], n, c.conv_dim)
-                    gdn.gdn_prefill(card, self.o[start:], state.memory, self.factors, mixed, columns, stride,
-                                    *constants, rows.slots[start:], n, *heads)
+                    n, mixed = end - start, self.mixed[start:]
+                    columns, where = projected.rows_from(start), places.rows_from(start)
+                    conv.conv_silu(card, mixed, columns, states.conv, layer.conv, where, n, c.conv_dim)
+                    gdn.gdn_prefill(card, self.o[start:], states.memory, mixed, columns, decay, where.slots, heads,
+                                    rows=n, factors=self.factors)
                     if kept is not None:
-                        state.copy(card, kept, slot)
-            inputs = self.o, projected[c.conv_dim:], stride, layer.out_norm, rows.n, c.n_value_heads, c.norm_eps
+                        states.copy(card, kept, slot)
+            inputs = (self.o, self.projected[c.conv_dim:], projected.stride, layer.out_norm, rows.n, c.n_value_heads,
+                      c.norm_eps)
             if layer.out.is_quantized:
                 norm.gated_norm_quantize(card, u.q, u.d, *inputs)
             else:
@@ -1590,18 +1593,6 @@ CHECKPOINT_SPACING = 256    # nor fewer, but where it is likely that the next pr
 
 
 @dataclass(frozen=True)
-class RecurrentState:
-    """What a linear-attention layer remembers: row s is that of slot s, the rows after the slots' are checkpoints."""
-
-    conv: Array             # [n_rows, conv_width, conv_dim] float32: inputs of position p in row p % conv_width
-    memory: Array           # [n_rows, n_value_heads, 128 key, 128 value] float32
-
-    def copy(self, card: Card, to: int, source: int):
-        card.copy(self.conv[to], self.conv[source])
-        card.copy(self.memory[to], self.memory[source])
-
-
-@dataclass(frozen=True)
 class Pages:
     """The keys and values of an attention layer, in pages of 64 tokens that belong to slots by the block table."""
 
@@ -1686,17 +1677,17 @@ class Cache:
             self.pages[index] = Pages(card.alloc(shape, np.float16, f"layer {index} keys"),
                                       card.alloc(shape, np.float16, f"layer {index} values"))
         rows = len(linear), sizes.n_slots + sizes.n_checkpoints     # of one layer lie together, as its kernels want it
-        self.conv = card.alloc((*rows, c.conv_width, c.conv_dim), np.float32, "convolution states")
-        self.memory = card.alloc((*rows, c.n_value_heads, c.linear_head_dim, c.linear_head_dim), np.float32,
-                                 "recurrent states")
-        self.recurrent = {index: RecurrentState(self.conv[i], self.memory[i]) for i, index in enumerate(linear)}
+        self.states = States(
+            card.alloc((*rows, c.conv_width, c.conv_dim), np.float32, "convolution states"),
+            card.alloc((*rows, c.n_value_heads, c.linear_head_dim, c.linear_head_dim), np.float32, "recurrent states"))
+        self.recurrent = {index: self.states.layer(i) for i, index in enumerate(linear)}
         self.block_table = card.zeros((sizes.n_slots, sizes.max_pages), np.int32, "block table")
         self.host = {}              # number of a checkpoint in host memory -> its two arrays, pinned
 
     def reset(self, slot: int):
         """Forget what the recurrent layers remember of a slot. Pages need no reset: positions bound what is read."""
         if self.recurrent:
-            checkpoint.clear_states(self.card, self.memory, self.conv, slot)
+            checkpoint.clear_states(self.card, self.states, slot)
 
     def set_pages(self, slot: int, pages: list[int]):
         """Tell the card which pages hold the slot's tokens, 64 each, in order."""
@@ -1713,23 +1704,23 @@ class Cache:
 
     def _copy(self, to: int, source: int):
         if self.recurrent:
-            checkpoint.copy_states(self.card, self.memory, self.conv, to, source)
+            checkpoint.copy_states(self.card, self.states, to, source)
 
     def pin(self, host: int):
         """Take page-locked host memory for a checkpoint, the first time that it is to be there. CardError."""
         if host not in self.host:
             self.host[host] = [self.card.pinned((states.shape[0], *states.shape[2:]), np.float32)
-                               for states in (self.conv, self.memory)]
+                               for states in self.states]
 
     def spill(self, number: int, host: int):
         """Copy a checkpoint to host memory."""
-        for there, states in zip(self.host[host], (self.conv, self.memory)):
+        for there, states in zip(self.host[host], self.states):
             for layer in range(len(there)):
                 self.card.copy_out(there[layer], states[layer][self.n_slots + number])
 
     def fetch(self, host: int, number: int):
         """Copy a checkpoint back from host memory."""
-        for there, states in zip(self.host[host], (self.conv, self.memory)):
+        for there, states in zip(self.host[host], self.states):
             for layer in range(len(there)):
                 self.card.copy_in(states[layer][self.n_slots + number], there[layer])
 
