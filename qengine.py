@@ -2311,12 +2311,12 @@ class Stage:
 
     def sample_row(self, row: int, slot: int, log_probs: bool):
         """Queue the choice of the next token of a slot from row `row` of the hidden states of the prefill pass queued
-        last; as `Sampler.fetch`."""
+        last; as `Sampler.read_back`."""
         set_rows(self.inputs, [0], [slot], [0])
         self.model.compute_logits(self.model.x[row:row + 1], 1)
-        turn = self.sampler.take_turn(-1)
-        self.sampler.launch(self.model.logits, rows_of(self.inputs, 1, is_decode=True), -1, turn, log_probs)
-        return self.sampler.fetch(-1, turn, 1, log_probs)
+        buffer = self.sampler.next_buffer(-1)
+        self.sampler.launch(self.model.logits, rows_of(self.inputs, 1, is_decode=True), -1, buffer, log_probs)
+        return self.sampler.read_back(-1, buffer, 1, log_probs)
 
     def logits(self, row: int, n: int) -> np.ndarray:
         """Those of n rows of that pass from `row` on."""
@@ -2337,28 +2337,28 @@ class Stage:
     def step(self, group: int, tokens: "Tokens | None", n: int, log_probs: bool):
         """Queue a decode step of the n rows placed last, or of what followed them: `forward` and `choose` in one."""
         self.follow(group, tokens, n)
-        turn = self.sampler.take_turn(group) if self.sampler else 0
-        self.recording(self.launch_step, group, n, log_probs, turn).replay()
-        return self.sampler and self.sampler.fetch(group, turn, n, log_probs)
+        buffer = self.sampler.next_buffer(group) if self.sampler else 0
+        self.recording(self.launch_step, group, n, log_probs, buffer).replay()
+        return self.sampler and self.sampler.read_back(group, buffer, n, log_probs)
 
     def forward(self, group: int, tokens: "Tokens | None", n: int):
         """Queue the layers of a decode step."""
         self.follow(group, tokens, n)
         self.recording(self.launch_layers, group, n).replay()
 
-    def append(self, ids, slot: int, start: int, step: int):
-        """Queue a decode pass over consecutive tokens of a slot, without a choice; its sampler goes on at `step`."""
+    def append(self, ids, slot: int, start: int, draw: int):
+        """Queue a decode pass over consecutive tokens of a slot, without a choice; its next token is draw `draw`."""
         n = len(ids)
         set_rows(self.inputs, ids, [slot] * n, range(start, start + n), in_turn=True)
         self.recording(self.launch_in_turn, n).replay()
         if self.sampler:
-            self.sampler.go_on(slot, step)
+            self.sampler.set_draw(slot, draw)
 
     def choose(self, group: int, n: int, log_probs: bool):
         """Queue the choice of the tokens that follow the n rows of `forward`; they are what enters the next step."""
-        turn = self.sampler.take_turn(group)
-        self.recording(self.launch_choice, group, n, log_probs, turn).replay()
-        return self.sampler.fetch(group, turn, n, log_probs)
+        buffer = self.sampler.next_buffer(group)
+        self.recording(self.launch_choice, group, n, log_probs, buffer).replay()
+        return self.sampler.read_back(group, buffer, n, log_probs)
 
     def recording(self, launch, *arguments):
         """What launch(*arguments), one of the methods below, launches; made when it is first asked for."""
@@ -2395,8 +2395,9 @@ class Stage:
     def record(self):
         """Record what repeats, so that no request waits for it."""
         sizes = [n for n in (1, 2, 4, 8) if n <= self.n_slots]              # others are recorded when they come
-        for group, n, turn in itertools.product(range(len(self.batches)), sizes, range(TURNS if self.sampler else 1)):
-            self.recording(self.launch_step, group, n, False, turn)
+        buffers = range(BUFFERS if self.sampler else 1)
+        for group, n, buffer in itertools.product(range(len(self.batches)), sizes, buffers):
+            self.recording(self.launch_step, group, n, False, buffer)
 
     def launch_all(self):
         """Launch every kernel that a prompt or an answer of any length may need; what they compute is of no use."""
@@ -2406,7 +2407,7 @@ class Stage:
         for n, beside in sorted({(n, len(rows) > 1) for rows in lanes for n in rows}):
             self.model.forward(dataclasses.replace(self.rows_from(0, n, n), beside=beside), self.cache)
         for n in range(1, self.n_slots + 1):
-            self.launch_step(0, n, log_probs=True, turn=0)
+            self.launch_step(0, n, log_probs=True, buffer=0)
         for n in range(2, CERTAIN_ROWS + 1):
             self.launch_in_turn(n)
         if self.sampler:
@@ -2448,9 +2449,9 @@ class Stage:
         each = tuple(rows_of(self.inputs[6 * (n + i):], 1, is_decode=True) for i in range(n))
         self.model.forward(dataclasses.replace(rows, each=each), self.cache)
 
-    def launch_step(self, group: int, n: int, log_probs: bool, turn: int):
+    def launch_step(self, group: int, n: int, log_probs: bool, buffer: int):
         self.launch_layers(group, n)
-        self.launch_choice(group, n, log_probs, turn)
+        self.launch_choice(group, n, log_probs, buffer)
 
     def launch_layers(self, group: int, n: int):
         rows = rows_of(self.batches[group], n, is_decode=True)
@@ -2461,11 +2462,11 @@ class Stage:
         if self.sampler:
             self.model.compute_logits(self.model.x, n)
 
-    def launch_choice(self, group: int, n: int, log_probs: bool, turn: int):
+    def launch_choice(self, group: int, n: int, log_probs: bool, buffer: int):
         if self.sampler:
             rows = rows_of(self.batches[group], n, is_decode=True)
-            self.sampler.launch(self.model.logits, rows, group, turn, log_probs)
-            self.advance(rows, self.sampler.results[group][turn].tokens)
+            self.sampler.launch(self.model.logits, rows, group, buffer, log_probs)
+            self.advance(rows, self.sampler.results[group][buffer].tokens)
 
     def advance(self, rows: Rows, tokens: Array):
         advance.advance(self.card, rows.ids, rows.positions, rows.rope, tokens, rows.n)
@@ -2719,7 +2720,7 @@ class Pipeline:
             self.on_all(lambda stage: stage.cache.reset(slot))
         else:
             self.on_all(lambda stage: stage.cache.restore(number, slot))
-        self.last.worker.post(self.last.sampler.start, slot, request)
+        self.last.worker.post(self.last.sampler.prepare_slot, slot, request)
 
     def set_pages(self, slot: int, pages: list[int]):
         pages = list(pages)                     # as they are now
@@ -2810,10 +2811,10 @@ class Pipeline:
         self.last.sampler.make_masks(constraints)
         self.last.worker.post(self.last.sampler.send_masks, list(constraints))
 
-    def append(self, ids, slot: int, start: int, step: int):
+    def append(self, ids, slot: int, start: int, draw: int):
         """A decode pass over consecutive tokens of `slot` at positions start, start + 1, ... that the host knows
-        already: the slot's states take them, and the next token drawn there is that of `step`."""
-        self.run(len(ids), Stage.append, ids, slot, start, step)
+        already: the slot's states take them, and the next token there is drawn with random number `draw`."""
+        self.run(len(ids), Stage.append, ids, slot, start, draw)
 
     def choose(self, n: int, log_probs: bool, group: int = 0) -> "Tokens":
         """The second part, which heeds what `constrain` was told in between."""
@@ -3222,17 +3223,17 @@ class Planner:
 
 class Tokens:
     """Tokens on their way from a card to the host, and their log-probabilities where these were asked for.
-    fetched: the task that returns what `Sampler.fetch` does."""
+    reading: the task that returns what `Sampler.read_back` does."""
 
-    def __init__(self, fetched: Task):
-        self.fetched, self.report = fetched, None
+    def __init__(self, reading: Task):
+        self.reading, self.report = reading, None
         self.follower: Task | None = None   # what the first stage does with them
 
     def arrived(self) -> np.ndarray:
-        """Waits for them: int32, -1 where the logits of a row held a NaN. Good until the second `fetch` after, of the
-        same group."""
-        tokens, self.report, arrived = self.fetched.result()
-        self.fetched.worker.wait(arrived)
+        """Wait until the tokens are on the host: int32, -1 where the logits of a row held a NaN. The array holds them
+        until the second `read_back` after this one, of the same group."""
+        tokens, self.report, arrived = self.reading.result()
+        self.reading.worker.wait(arrived)
         return tokens
 
     def read(self) -> np.ndarray:
@@ -3248,47 +3249,47 @@ class Tokens:
         return float(own[row]), tuple(zip(ids[row, :top].tolist(), likeliest[row, :top].tolist()))
 
 
-TURNS = 2                   # of a group's steps, as to where they leave their results
+BUFFERS = 2                 # of results of each group: while one step's are copied to the host, the next writes others
 
 
 @dataclass
 class Results:
-    """Where `Sampler.launch` leaves what it finds for some rows, and the host memory that this is copied to."""
+    """One buffer of results: where `Sampler.launch` writes them on the card, and the host memory they are copied to."""
 
     tokens: Array
     report: Array                               # of log-probabilities
     on_host: tuple[np.ndarray, np.ndarray]      # page-locked, the same two
-    copied: CardEvent | None = None             # after which they may be written again
+    copied: CardEvent | None = None             # the end of the last copy, after which a step may write them again
 
 
 class Sampler:
-    """The sampling kernels' memory on a card: parameters, step, token history, biases and mask of every slot; and their
-    results. These are copied to the host beside the next step, which writes others: a copy of four bytes in between
-    takes 9 µs, of 504 for a step of a 0.8B (H100)."""
+    """The memory of the sampling kernels on a card: parameters, token history, biases and mask of every slot, and
+    buffers of results. Results are copied to the host while the next step, which writes another buffer, is running: a
+    copy of four bytes between two steps would take 9 µs of the 504 of a 0.8B's step (H100)."""
 
     def __init__(self, card: Card, n_slots: int, n_vocab: int):
         self.card, self.n_vocab = card, n_vocab
         self.state = sample.SamplingState.allocate(card, n_slots, n_slots, n_vocab)
         self.log_probs = logprobs.LogprobState.allocate(card, n_slots, n_vocab)
         self.masks, self.copies = card.pinned(self.state.mask.shape, np.uint32), card.stream()
-        # To an emulated card a stream is one more thread to share the processors with: 0.1 ms a step.
+        # On an emulated card a stream is a thread more that shares the processors, which would cost 0.1 ms a step.
         self.reads = card.default_stream if card.kind == "emulated" else card.stream("reads")
         self.executor = llguidance.LLExecutor()
 
     def allocate(self, n_groups: int):
-        """Take the memory of results, for each group of answers and for first tokens. Of a group's some are copied and
-        read while the next are found; as many first tokens as groups may wait to be read."""
-        counts = [TURNS] * n_groups + [n_groups + 1]
+        """Take the memory of results: BUFFERS for each group of answers, and last, as group -1, one more than there are
+        groups for first tokens, since as many first tokens as groups may wait to be read."""
+        counts = [BUFFERS] * n_groups + [n_groups + 1]
         shape = sum(counts), len(self.masks)
         self.tokens = self.card.alloc(shape, np.int32, "sampled tokens")
         self.reports = self.card.alloc((*shape, logprobs.REPORT), np.uint32, "log-probabilities")
         on_host = zip(self.card.pinned(shape, np.int32), self.card.pinned(self.reports.shape, np.uint32))
         results = map(Results, self.tokens, self.reports, on_host)
         self.results = [list(itertools.islice(results, n)) for n in counts]
-        self.turns = [itertools.cycle(range(n)) for n in counts]
+        self.buffers = [itertools.cycle(range(n)) for n in counts]     # of each group, in the order of their use
 
-    def start(self, slot: int, request: "Request"):
-        """Set a slot's parameters for a request and forget what it generated before."""
+    def prepare_slot(self, slot: int, request: "Request"):
+        """Set the parameters of a slot for a request, and forget what the slot generated before."""
         r, state = request, self.state
         seed = secrets.randbits(64) if r.seed is None else r.seed
         packed = sample.pack_parameters(
@@ -3308,13 +3309,13 @@ class Sampler:
             bias[list(r.logit_bias)] = list(r.logit_bias.values())
             self.card.copy_in(state.bias[slot], bias)
 
-    def go_on(self, slot: int, step: int):
-        """Number `step` is the next token that a slot draws."""
-        self.card.copy_in(self.state.parameters[slot][sample.STEP:sample.STEP + 1], np.array([step], np.uint32))
+    def set_draw(self, slot: int, draw: int):
+        """The next token of a slot is drawn with random number `draw` of its seed."""
+        self.card.copy_in(self.state.parameters[slot][sample.DRAW:sample.DRAW + 1], np.array([draw], np.uint32))
 
     def make_masks(self, constraints: "dict[int, Constraint]"):
-        """Write down on the host what slots may choose next. The tokens chosen under their last masks must have been
-        read."""
+        """Make the masks of slots on the host: which tokens each may choose next. The tokens that were chosen under
+        their previous masks must have been read."""
         free = []
         for slot, constraint in constraints.items():
             if constraint.forced:
@@ -3327,31 +3328,32 @@ class Sampler:
             llguidance.numpy.fill_next_token_bitmask_par(self.executor, free, self.masks.view(np.int32))
 
     def send_masks(self, slots: list[int]):
-        """Queue the masks of slots for what `launch` does next. They travel beside what runs: all that writes masks is
-        in `copies`."""
+        """Queue the copies of masks of slots to the card, which the next `launch` waits for. They run beside what is
+        running: everything that writes masks is in the stream `copies`."""
         for slot in slots:
             self.card.copy_in(self.state.mask[slot], self.masks[slot], self.copies)
         self.card.default_stream.wait(self.copies.record())
 
-    def take_turn(self, group: int) -> int:
-        """Which of the results of a group, -1: of first tokens, are to be written next. What is queued from now on
-        waits until those that are there have been copied."""
-        turn = next(self.turns[group])
-        if copied := self.results[group][turn].copied:
+    def next_buffer(self, group: int) -> int:
+        """The number of the buffer that the next results of a group go to (-1: first tokens). Whatever is queued on the
+        card after this call waits until the last results in that buffer have been copied to the host."""
+        buffer = next(self.buffers[group])
+        if copied := self.results[group][buffer].copied:
             self.card.default_stream.wait(copied)
-        return turn
+        return buffer
 
-    def launch(self, logits: Array, rows: Rows, group: int, turn: int, log_probs: bool):
-        """Queue the choice of the next token of each row; it can be recorded."""
-        results = self.results[group][turn]
+    def launch(self, logits: Array, rows: Rows, group: int, buffer: int, log_probs: bool):
+        """Queue the choice of the next token of each row, into a buffer of the group. The launches can be recorded."""
+        results = self.results[group][buffer]
         sample.sample(self.card, results.tokens, logits, rows.slots, self.state, rows.n, self.n_vocab)
         if log_probs:
             logprobs.logprobs(self.card, results.report, logits, results.tokens, self.log_probs, rows.n, self.n_vocab)
 
-    def fetch(self, group: int, turn: int, n: int, log_probs: bool) -> tuple[np.ndarray, np.ndarray | None, CardEvent]:
-        """Queue the copy to the host of what `launch` found for n rows, beside what is queued next. Returns tokens,
-        report of log-probabilities or None, and the event after which they are good."""
-        results = self.results[group][turn]
+    def read_back(self, group: int, buffer: int, n: int, log_probs: bool
+                  ) -> tuple[np.ndarray, np.ndarray | None, CardEvent]:
+        """Queue the copy to the host of the results of n rows, beside whatever is queued next. Returns the host's
+        arrays of tokens and of the log-probability report (or None), and the event after which they are filled."""
+        results = self.results[group][buffer]
         tokens, report = (host[:n] for host in results.on_host)
         self.reads.wait(self.card.default_stream.record())
         self.card.copy_out(tokens, results.tokens[:n], self.reads)
@@ -4897,7 +4899,7 @@ class Bench:
     def step(self, stage: Stage):
         """Queue the launches of a stage's part of a decode step, which `Stage.step` replays from recordings."""
         for group, slots in enumerate(self.groups):
-            stage.launch_step(group, len(slots), log_probs=False, turn=0)
+            stage.launch_step(group, len(slots), log_probs=False, buffer=0)
 
     # ---- what it must move and compute ----
 

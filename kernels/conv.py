@@ -94,7 +94,8 @@ def conv_silu_kernel(y, x, stride, ring, w, row_slot, row_pos, rows, channels):
                 ring[to] = x[uint32(row * stride + channel)]
 
 
-def conv_silu(card, y, x: Projected, ring, w, places: Places, rows, channels, stream=None):
+def conv_silu(card, y, x: Projected, ring, w, places: Places, rows, channels, *,
+              stream=None):
     """y [rows, channels] <- silu(conv(x)); the ring of the slot then holds the last inputs.
 
     Shapes and types as above. All rows belong to slot places.slots[0] and follow position places.positions[0]. Writes y

@@ -175,9 +175,14 @@ def keep_of(alpha, ssm_a, dt_bias, head):
 
 
 @cuda.jit(device=True, forceinline=True)
-def dot_products(kk, qk, q_norms, k_norms, qkv, at, first, last, width, n_k, lane):
-    """kk[t, s] <- k^_t . k^_s and qk[t, s] <- q^_t . k^_s for s <= t of a group; q_norms, k_norms <- the factors that
-    turn q into q^ and k into k^. Every lane gets all of them. Returns the two factors of token (lane mod 4)."""
+def dot_products(products, norms, qkv, at, rows, width, n_k, lane):
+    """Of a group, for s <= t: kk[t, s] <- k^_t . k^_s and qk[t, s] <- q^_t . k^_s; q_norms, k_norms <- the factors that
+    turn q into q^ and k into k^. Every lane gets all of them. Returns the two factors of token (lane mod 4).
+
+    products: (kk, qk); norms: (q_norms, k_norms); rows: (first row of the group, last row of all); at: the lane's first
+    element of q in a row.
+    """
+    (kk, qk), (q_norms, k_norms), (first, last) = products, norms, rows
     q, k = cuda.local.array((GROUP, 4), float32), cuda.local.array((GROUP, 4), float32)
     for t in range(GROUP):
         i = uint32(uint32(min(uint32(first + uint32(t)), last)) * width + at)
@@ -214,7 +219,7 @@ def gdn_factors(factors, qkv, projected, stride, ssm_a, dt_bias, rows, n_k, n_v)
     kk, qk = cuda.local.array((GROUP, GROUP), float32), cuda.local.array((GROUP, GROUP), float32)
     q_norms, k_norms = cuda.local.array(GROUP, float32), cuda.local.array(GROUP, float32)
     at = uint32(key_head * uint32(HEAD) + lane * uint32(4))
-    q_norm, k_norm = dot_products(kk, qk, q_norms, k_norms, qkv, at, first, last, width, n_k, lane)
+    q_norm, k_norm = dot_products((kk, qk), (q_norms, k_norms), qkv, at, (first, last), width, n_k, lane)
 
     u, quad = uint32(lane & uint32(GROUP - 1)), uint32(lane & uint32(32 - GROUP))
     row = uint32(first + u)
@@ -224,7 +229,7 @@ def gdn_factors(factors, qkv, projected, stride, ssm_a, dt_bias, rows, n_k, n_v)
     for start in range(key_head, n_v, uint32(n_k * uint32(32 // GROUP))):
         head = uint32(uint32(start) + uint32(lane // uint32(GROUP)) * n_k)
         exists = head < n_v
-        known = head if exists else key_head
+        known = head if exists else key_head  # a lane without a head computes another's and writes nothing
         g = keep_of(projected[uint32(gates + known)], ssm_a, dt_bias, known)
         b = sigmoid(projected[uint32(gates + n_v + known)])
         g, b = (g, b) if row < rows else (float32(1), float32(0))  # past the end: no decay, no update
@@ -265,9 +270,14 @@ def halve(x, half, mask, lane):
 
 
 @cuda.jit(device=True, forceinline=True)
-def fetch(words, own, qkv, factors, warp_row, lane_row, last, width, q_at, k_at, v_at, f_at):
-    """words <- the 4 elements of q and the 4 of k that this thread copies to shared memory for a group; own <- the
-    factors and the v of the lane's token."""
+def load_group(words, own, qkv, factors, rows, width, columns, f_at):
+    """Of a group: words <- the 4 elements of q and the 4 of k that this thread copies to shared memory; own <- the
+    factors of the lane's token, then its v.
+
+    rows: (row that the warp copies, row of the lane's token, last row of all); columns: of q, k and v in a row; f_at:
+    the factors of the lane's token.
+    """
+    (warp_row, lane_row, last), (q_at, k_at, v_at) = rows, columns
     row = uint32(uint32(min(warp_row, last)) * width)
     words[0], words[1], words[2], words[3] = load_words4(qkv, uint32(row + q_at))
     words[4], words[5], words[6], words[7] = load_words4(qkv, uint32(row + k_at))
@@ -353,11 +363,11 @@ def gdn_recurrence(o, state, qkv, factors, row_slot, rows, n_k, n_v):
     shared = shared_address(cuda.shared.array(SHARED, float32, alignment=16))
     put_at = shared + uint64(uint32(warp * uint32(TOKEN) + lane * uint32(16)))
     get_at = shared + uint64(uint32(part * uint32(16)))
-    step = uint64(GROUP * TOKEN)  # from one half of the shared memory to the other, and then back
+    to_other = uint64(GROUP * TOKEN)  # from this half of the shared memory to the other; changes sign with the half
 
     words, sums = cuda.local.array(8, uint32), cuda.local.array(SUMS, float32)
-    own, ahead = cuda.local.array(OWN, float32), cuda.local.array(OWN, float32)
-    fetch(words, ahead, qkv, factors, warp, token, last, width, q_at, k_at, v_at, f_at)
+    own, ahead = cuda.local.array(OWN, float32), cuda.local.array(OWN, float32)  # this group's, the next one's
+    load_group(words, ahead, qkv, factors, (warp, token, last), width, (q_at, k_at, v_at), f_at)
     for first in range(uint32(0), rows, uint32(GROUP)):
         row, next_group = uint32(uint32(first) + token), uint32(uint32(first) + uint32(GROUP))
         store_shared4(put_at, words[0], words[1], words[2], words[3])
@@ -368,15 +378,15 @@ def gdn_recurrence(o, state, qkv, factors, row_slot, rows, n_k, n_v):
         prefetch_token(qkv, factors, min(uint32(uint32(first) + uint32(AHEAD) + warp), last), width, line_at, head, n_v,
                        lane)
         f_at = uint32(f_at + (n_v * uint32(GROUP * RECORD) if next_group < rows else uint32(0)))
-        fetch(words, ahead, qkv, factors, uint32(next_group + warp), uint32(next_group + token), last, width,
-              q_at, k_at, v_at, f_at)
+        rows_ahead = uint32(next_group + warp), uint32(next_group + token), last
+        load_group(words, ahead, qkv, factors, rows_ahead, width, (q_at, k_at, v_at), f_at)
 
         products(sums, s, get_at)
         halve(sums, 8, 4, lane)
         halve(sums, 4, 2, lane)
         halve(sums, 2, 1, lane)
-        x = cuda.fma(-own[8], sums[0], own[12])
-        y, write = own[9] * sums[1], float32(0)
+        x = cuda.fma(-own[8], sums[0], own[12])  # v - G_t S^T k^
+        y, write = own[9] * sums[1], float32(0)  # G_t S^T q^, to which B x is added; T x, decayed to the group's end
         for u in range(GROUP):
             x_u = cuda.shfl_sync(EVERY_LANE, x, uint32(lane & uint32(32 - GROUP)) | uint32(u))
             write = cuda.fma(own[u], x_u, write)
@@ -384,7 +394,7 @@ def gdn_recurrence(o, state, qkv, factors, row_slot, rows, n_k, n_v):
         if row < rows:
             o[uint32(uint32(row * n_v + head) * uint32(HEAD) + own_column)] = y
         update(s, own[10], write, get_at, lane)
-        put_at, get_at, step = put_at + step, get_at + step, uint64(0) - step
+        put_at, get_at, to_other = put_at + to_other, get_at + to_other, uint64(0) - to_other
 
     for i in range(ROWS):
         at = home + uint64(HEAD * (i % 4 + 4 * PARTS * (i // 4)))
