@@ -13,6 +13,9 @@ import numpy as np
 import pytest
 
 import qengine
+from engine.gguf import GGML_TYPES, SUPPORTED_TYPES
+from engine.template import ChatTemplate
+from engine.tokenizer import load_tokenizer
 from tests.oracle import DATA, oracle_path
 
 TINY = DATA / "tiny-Q8_0.gguf"
@@ -47,14 +50,14 @@ def compare_with_package(path):
         assert (info.type, info.offset, info.nbytes) == \
             (tensor.tensor_type.name, tensor.data_offset, tensor.n_bytes)
         assert bytes(ours.data(tensor.name)) == tensor.data.tobytes()
-        if info.type in qengine.SUPPORTED_TYPES:
+        if info.type in SUPPORTED_TYPES:
             values = reference.quants.dequantize(tensor.data, tensor.tensor_type).reshape(info.shape)
             np.testing.assert_array_equal(ours.floats(tensor.name), values)
 
 
 def test_table_of_types_is_that_of_the_gguf_package():
     sizes = reference.constants.GGML_QUANT_SIZES
-    assert qengine.GGML_TYPES == {int(kind): (kind.name, *size) for kind, size in sizes.items()}
+    assert GGML_TYPES == {int(kind): (kind.name, *size) for kind, size in sizes.items()}
 
 
 # ---- Config --------------------------------------------------------------------------------------------
@@ -376,7 +379,7 @@ def test_mutated_headers_end_in_one_kind_of_error(tmp_path):
             model = qengine.GGUF(path)
             qengine.Config.from_gguf(model)
             if case % 16 == 0:  # slower than the rest together
-                qengine.ChatTemplate.from_gguf(model, qengine.load_tokenizer(model))
+                ChatTemplate.from_gguf(model, load_tokenizer(model))
         except qengine.ModelError as error:
             assert str(error).startswith(str(path)) and "\n" not in str(error), (case, str(error))
             refused += 1
