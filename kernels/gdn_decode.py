@@ -89,7 +89,7 @@ def load_slot(s, state, state_at, ring, slot, position, channel, width):
     x0 = ring[ring_index(slot, uint32(position + uint32(1)), channel, width)]
     x1 = ring[ring_index(slot, uint32(position + uint32(2)), channel, width)]
     x2 = ring[ring_index(slot, uint32(position + uint32(3)), channel, width)]
-    cuda.syncwarp()  # keeps the compiler from moving loads of the state, 64 KiB, before these three
+    cuda.syncwarp()  # the compiler moves no load of the state before these three, which would wait behind 64 KiB
     for i in range(ROWS):
         s[i, 0], s[i, 1], s[i, 2], s[i, 3] = load_floats4(state, state_at + uint64(HEAD * i))
     return x0, x1, x2
@@ -112,7 +112,7 @@ def decode_kernel(quantized, early):
         width = uint32((n_k + n_k + n_v) * uint32(HEAD))
         row_at = uint32(row * stride)
 
-        # A thread makes one element of q, k, v or z: `kind` 0 to 3. `channel` is its column in qkv, of z any.
+        # A thread makes one element of q, k, v or z: `kind` 0 to 3. Only for q, k and v its `channel` is convolved.
         kind, element = uint32(thread >> uint32(7)), uint32(thread & uint32(HEAD - 1))
         start = key_head if kind == uint32(0) else (n_k + key_head if kind == uint32(1) else n_k + n_k + head)
         channel = uint32(uint32(start) * uint32(HEAD) + element)
