@@ -670,19 +670,19 @@ class DeltaNet:
         return c.value_dim
 
     def prefill(self, model: "Model", run: PromptPass, states: States):
-        card, c, s, rows = model.card, model.config, model.scratch, run.rows
+        card, c, s, n_rows = model.card, model.config, model.scratch, run.rows.n
         projected, u = model.project_norm(run, self.inputs, self.norm), s.activations[c.value_dim]
-        heads = c.n_key_heads, c.n_value_heads
+        decay, heads = gdn.Decay(self.a, self.dt_bias), gdn.LinearHeads(c.n_key_heads, c.n_value_heads)
         with run.in_order():
             for start, end, slot, kept in run.parts():
                 n, mixed = end - start, s.mixed[start:]
-                part, places = projected.rows_from(start), rows.places.rows_from(start)
-                conv.conv_silu(card, mixed, *part, states.conv, self.conv, *places, n, c.conv_dim)
-                gdn.gdn_prefill(card, s.delta[start:], states.memory, s.factors, mixed, *part, self.a, self.dt_bias,
-                                places.slots, n, *heads)
+                part, places = projected.rows_from(start), run.rows.places.rows_from(start)
+                conv.conv_silu(card, mixed, part, states.conv, self.conv, places, n, c.conv_dim)
+                gdn.gdn_prefill(card, s.delta[start:], states.memory, mixed, part, decay, places.slots, heads, rows=n,
+                                factors=s.factors)
                 if kept is not None:
                     states.copy(card, kept, slot)
-        inputs = (s.delta, projected.values[c.conv_dim:], projected.stride, self.out_norm, rows.n, c.n_value_heads,
+        inputs = (s.delta, projected.values[c.conv_dim:], projected.stride, self.out_norm, n_rows, c.n_value_heads,
                   c.norm_eps)
         if self.out.is_quantized:
             norm.gated_norm_quantize(card, u.q, u.d, *inputs)
@@ -693,13 +693,15 @@ class DeltaNet:
     def decode(self, model: "Model", run: DecodePass, states: States):
         card, c, s = model.card, model.config, model.scratch
         projected, u = model.project_norm(run, self.inputs, self.norm), s.activations[c.value_dim]
+        weights = gdn_decode.LinearWeights(self.conv, gdn.Decay(self.a, self.dt_bias), self.out_norm)
+        heads = gdn.LinearHeads(c.n_key_heads, c.n_value_heads)
         for first, rows in run.sequence:
-            inputs = (states.memory, states.conv, *projected.rows_from(first), self.conv, self.a, self.dt_bias,
-                      self.out_norm, *rows.places, rows.n, c.n_key_heads, c.n_value_heads, c.norm_eps, run.reads_early)
+            inputs = states, projected.rows_from(first), weights, rows.places, heads
+            sizes = {"rows": rows.n, "eps": c.norm_eps, "early": run.reads_early}
             if self.out.is_quantized:
-                gdn_decode.gdn_decode_quantize(card, u.q[first:], u.d[first:], *inputs)
+                gdn_decode.gdn_decode_quantize(card, u.q[first:], u.d[first:], *inputs, **sizes)
             else:
-                gdn_decode.gdn_decode(card, u.x[first:], *inputs)
+                gdn_decode.gdn_decode(card, u.x[first:], *inputs, **sizes)
         model.project(run, s.x, self.out, u, add=True)
 
 
@@ -1098,7 +1100,7 @@ class Cache:
     def reset(self, slot: int):
         """Clear the recurrent states of a slot. Pages need no reset: positions bound what is read of them."""
         if self.recurrent:
-            checkpoint.clear_states(self.card, self.states.memory, self.states.conv, slot)
+            checkpoint.clear_states(self.card, self.states, slot)
 
     def set_pages(self, slot: int, pages: list[int]):
         """Tell the card which pages hold the slot's tokens, 64 each, in order."""
@@ -1116,7 +1118,7 @@ class Cache:
 
     def _copy(self, to: int, source: int):
         if self.recurrent:
-            checkpoint.copy_states(self.card, self.states.memory, self.states.conv, to, source)
+            checkpoint.copy_states(self.card, self.states, to, source)
 
     def pin(self, host: int):
         """Take page-locked host memory for checkpoint `host`, when the checkpoint is there for the first time. Raises
@@ -1789,7 +1791,7 @@ class Sampler:
 
     def set_draw(self, slot: int, draw: int):
         """The next token that a slot draws is number `draw` of its answer."""
-        self.card.copy_in(self.state.parameters[slot][sample.STEP:sample.STEP + 1], np.array([draw], np.uint32))
+        self.card.copy_in(self.state.parameters[slot][sample.DRAW:sample.DRAW + 1], np.array([draw], np.uint32))
 
     def make_masks(self, constraints: dict[int, Constraint]):
         """Write the masks of slots on the host: what each slot may choose next. The tokens that were chosen under the

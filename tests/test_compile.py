@@ -422,7 +422,8 @@ CHECKOUT = """
 import sys
 import numpy as np
 from kernels import compile as compiler
-from kernels.card import LaunchError, open_cards
+from kernels.card import LaunchError
+from kernels.open import open_cards
 from kernels.nvidia import assemble
 from kernels.overrun import overrun
 

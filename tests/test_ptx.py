@@ -105,7 +105,7 @@ def test_no_register_is_spilled_on_sm_70(kernels):
 OVERLAPPING = (9, 0)        # the first that can
 WAIT = "griddepcontrol.wait;"
 # The arguments that a kernel may read before it waits, which no kernel writes: weights, and the slots of a batch. But
-# `choose` writes the step in `parameters`, which the sampler's two kernels before it do not read (and see WRITTEN).
+# `choose` counts the draws in `parameters`, which the sampler's two kernels before it do not read (and see WRITTEN).
 CONSTANTS = {
     "gemv_kernel": {"wq", "wd"}, "planes_gemv_kernel": {"wq", "wd"}, "norm_gemv_kernel": {"wq", "wd", "norm_w"},
     "gemv_swiglu_kernel": {"wq", "wd"}, "norm_gemv_swiglu_kernel": {"wq", "wd", "norm_w"},

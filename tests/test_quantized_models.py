@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import qengine
-from kernels.card import open_cards
 from kernels.formats import FORMATS
+from kernels.open import open_cards
 from tests.models import as_types, results, rewrite, write_as_float32
 from tests.oracle import DATA
 
