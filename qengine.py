@@ -346,13 +346,12 @@ class Loader:
 class FileLoader(Loader):
     """Puts the tensors of a GGUF file on a card. `check` says whether the file was sound, once all are there."""
 
-    def __init__(self, card: Card, gguf: GGUF):
-        super().__init__(card, {name: tensor.shape for name, tensor in gguf.tensors.items()},
-                         lambda name: gguf.tensors[name].type)
-        self.gguf = gguf
-        self.feeder = Feeder(card, min(PIECE, max(tensor.nbytes for tensor in gguf.tensors.values())))
-        self.flags = card.zeros(len(gguf.tensors), np.uint32, "flags of damaged tensors")
-        self.flag_of = {name: self.flags[i:i + 1] for i, name in enumerate(gguf.tensors)}
+    def __init__(self, card: Card, weights: "FileWeights"):
+        super().__init__(card, weights.shapes, weights.type_of)
+        self.gguf, tensors = weights.gguf, weights.gguf.tensors
+        self.feeder = Feeder(card, min(PIECE, max(tensor.nbytes for tensor in tensors.values())))
+        self.flags = card.zeros(len(tensors), np.uint32, "flags of damaged tensors")
+        self.flag_of = {name: self.flags[i:i + 1] for i, name in enumerate(tensors)}
 
     def fill(self, rows: Matrix, name: str):
         """Sends the bytes of a tensor to the card, where a kernel takes them apart and looks for damage."""
@@ -396,53 +395,50 @@ class SyntheticLoader(Loader):
         return array
 
 
-class FileWeights:
+class Weights:
+    """The tensors of a model, on no card yet. These have no values, which suffices for plans; subclasses have some.
+
+    shapes: name -> row-major shape of every tensor. type_of(name): the tensor's type, as GGUF has it.
+    """
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], type_of):
+        self.shapes, self.type_of = shapes, type_of
+
+    def loading(self, card: Card):
+        """Context manager: gives a Loader for one thread. The tensors are good once the `with` body has ended. Raises
+        ModelError."""
+        return contextlib.nullcontext(Loader(card, self.shapes, self.type_of))
+
+
+class FileWeights(Weights):
     """The tensors of a GGUF file."""
 
     def __init__(self, gguf: GGUF):
         self.gguf = gguf
-
-    def type_of(self, name: str) -> str:
-        return self.gguf.tensors[name].type
+        super().__init__({name: tensor.shape for name, tensor in gguf.tensors.items()},
+                         lambda name: gguf.tensors[name].type)
 
     @contextlib.contextmanager
     def loading(self, card: Card):
-        """Gives a Loader for one thread. The tensors are good once the `with` body has ended. Raises ModelError."""
-        loader = FileLoader(card, self.gguf)
+        loader = FileLoader(card, self)
         yield loader
         loader.check()
 
 
-class SyntheticWeights:
-    """Random weights of a model's real shapes, made on the card: no file, nothing over the bus.
-
-    Matrices are of `format`, or Q8_0 where their rows are no whole number of the format's blocks.
-    """
+class SyntheticWeights(Weights):
+    """Random weights of a model's real shapes, made on the card: no file, nothing over the bus. Matrices are of
+    `format`, or Q8_0 where their rows are no whole number of the format's blocks."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], format: str = "Q8_0"):
-        self.shapes, self.format = shapes, format
-
-    def type_of(self, name: str) -> str:
-        return "Q8_0" if self.shapes[name][1] % FORMATS[self.format].file_block else self.format
+        super().__init__(shapes, lambda name: format if fits_blocks(shapes[name], format) else "Q8_0")
 
     def loading(self, card: Card):
         return contextlib.nullcontext(SyntheticLoader(card, self.shapes, self.type_of))
 
 
-class PlannedWeights:
-    """The tensors of other weights without their values, for plans. format: where given, matrices are of this one."""
-
-    def __init__(self, shapes: dict[str, tuple[int, ...]], weights: FileWeights | SyntheticWeights,
-                 format: str | None = None):
-        self.shapes, self.weights, self.format = shapes, weights, format
-
-    def type_of(self, name: str) -> str:
-        if self.format and self.shapes[name][1] % FORMATS[self.format].file_block == 0:
-            return self.format
-        return self.weights.type_of(name)
-
-    def loading(self, card: Card):
-        return contextlib.nullcontext(Loader(card, self.shapes, self.type_of))
+def fits_blocks(shape: tuple[int, ...], format: str) -> bool:
+    """Whether the rows of a matrix are a whole number of a format's blocks."""
+    return shape[1] % FORMATS[format].file_block == 0
 
 
 # ======================================================================================================
@@ -2453,7 +2449,7 @@ class OpenModel:
     config: Config
     tokenizer: Tokenizer
     template: ChatTemplate | None
-    weights: FileWeights | SyntheticWeights
+    weights: Weights
 
     def n_ctx(self, ctx: int | None) -> int:
         """Tokens of a slot: `ctx` if given, else DEFAULT_CTX, or the model's own context length if that is less."""
@@ -2570,29 +2566,32 @@ def load_stages(opened: OpenModel, planner: Planner, progress: bool) -> list[Sta
 
 
 class PlannedModel:
-    """A model on paper: the Blueprint of engine/plan.py."""
+    """A model on paper: the Blueprint of engine/plan.py. format: where given, matrices are of this one if they can
+    be."""
 
-    def __init__(self, config: Config, weights: FileWeights | SyntheticWeights, format: str | None = None):
-        self.config, self.real_weights = config, weights
-        self.weights = PlannedWeights(tensor_shapes(config), weights, format)
+    def __init__(self, config: Config, weights: Weights, format: str | None = None):
+        def type_of(name):
+            return format if format and fits_blocks(weights.shapes[name], format) else weights.type_of(name)
+
+        self.config, self.weights, self.on_paper = config, weights, Weights(weights.shapes, type_of)
         self.name, self.n_layers, self.hidden_dim = config.name, config.n_layers, config.hidden_dim
         self.context_length = config.context_length
 
     def stage(self, card: Card, layers: range, demand: Demand, chunk: int | None) -> Stage:
-        return Stage(Worker(card), self.config, self.weights, layers, demand, chunk)
+        return Stage(Worker(card), self.config, self.on_paper, layers, demand, chunk)
 
     def layer(self, card: Card, index: int) -> Work:
-        with self.weights.loading(card) as loader:
+        with self.on_paper.loading(card) as loader:
             return Layer.load(loader, self.config, index).work(self.config)
 
     def head_bytes(self, card: Card) -> int:
         before = card.free_bytes
-        with self.weights.loading(card) as loader:
+        with self.on_paper.loading(card) as loader:
             loader.matrix("token_embd.weight" if self.config.tied_embeddings else "output.weight")
         return before - card.free_bytes
 
     def in_format(self, format: str) -> "PlannedModel":
-        return PlannedModel(self.config, self.real_weights, format)
+        return PlannedModel(self.config, self.weights, format)
 
 
 def make_planner(opened: OpenModel, card: str | Card | list[Card] | None, demand: Demand) -> Planner:
