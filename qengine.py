@@ -81,6 +81,7 @@ from kernels.emulated.cards import CARDS, CardModel
 from kernels.emulated.estimate import PIPES, SECTOR, Counts
 from kernels.formats import FORMATS
 from kernels.nvidia import find_assembler
+from kernels.operands import Matrix, Quantized
 from kernels.trace import LEFT_OUT, tracing
 from kernels.upload import PIECE, Feeder
 
@@ -330,33 +331,9 @@ def _check_tensors(config: Config, gguf: GGUF):
 # ======================================================================================================
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """A weight matrix [n, k] on a card.
-
-    A format of kernels/formats.py: values are the bits of the quants and scales those of the scales, two arrays with a
-    line for each row. Otherwise values float32, float16 or uint16 (the bits of bfloat16) [n, k] and scales None.
-    """
-
-    format: str             # as GGUF has it: "Q8_0", "F16", ...
-    n: int
-    k: int
-    values: Array
-    scales: Array | None = None
-
-    @property
-    def is_quantized(self) -> bool:
-        return self.scales is not None
-
-    @property
-    def decoder(self):
-        """How the decode kernels read the format."""
-        return quant_gemv.decoder(FORMATS[self.format])
-
-    def rows(self, start: int, stop: int) -> "Matrix":
-        """Rows start .. stop - 1, in the same memory."""
-        scales = None if self.scales is None else self.scales[start:stop]
-        return Matrix(self.format, stop - start, self.k, self.values[start:stop], scales)
+def decoder_of(matrix: Matrix):
+    """How the decode kernels read the format of a quantised matrix."""
+    return quant_gemv.decoder(FORMATS[matrix.format])
 
 
 def alloc_matrix(card: Card, format: str, n: int, k: int, name: str) -> Matrix:
@@ -658,6 +635,11 @@ class Activation:
                    card.alloc((rows, k), np.int8, f"activation {k} quants"),
                    card.alloc((rows, k // 32), np.float32, f"activation {k} scales"))
 
+    @property
+    def quantized(self) -> Quantized:
+        """The form that products with quantised matrices read."""
+        return Quantized(self.q, self.d)
+
     def behind(self, start: int) -> "Activation":
         """The memory of the rows from `start` on."""
         return Activation(self.k, self.x[start:], self.q[start:], self.d[start:])
@@ -775,11 +757,11 @@ class Model:
                                     *constants, rows.slots[start:], n, *heads)
                     if kept is not None:
                         state.copy(card, kept, slot)
-            inputs = self.o, projected[c.conv_dim:], stride, layer.out_norm, rows.n, c.n_value_heads, c.norm_eps
+            given = norm.GatedInput(self.o, projected[c.conv_dim:], stride, c.n_value_heads, layer.out_norm, c.norm_eps)
             if layer.out.is_quantized:
-                norm.gated_norm_quantize(card, u.q, u.d, *inputs)
+                norm.gated_norm_quantize(card, u.quantized, given, rows.n)
             else:
-                norm.gated_norm(card, u.x, *inputs)
+                norm.gated_norm(card, u.x, given, rows.n)
         self.project(rows, self.x, layer.out, u, add=True)
 
     def attention(self, rows: Rows, layer: AttentionLayer, pages: "Pages", block_table: Array):
@@ -803,7 +785,7 @@ class Model:
                                   rows.n, c.n_kv_heads, c.rope_sections, c.norm_eps)
             attention.attend_prefill(card, self.attended, self.q, projected, stride, pages.k, pages.v, *places, *sizes)
             if layer.out.is_quantized:
-                quantize.quantize_q8(card, u.q, u.d, self.attended, rows.n, u.k)
+                quantize.quantize_q8(card, u.quantized, self.attended, rows.n, u.k)
             else:
                 card.copy(u.x[:rows.n], self.attended[:rows.n])
         self.project(rows, self.x, layer.out, u, add=True)
@@ -812,62 +794,62 @@ class Model:
         card, stack, h = self.card, layer.gate_up, self.inner
         if rows.is_decode and layer.down.is_quantized and self.is_fused(stack):
             (_, matrix), u = stack.parts[0], self.activations[self.config.hidden_dim]
-            q8_gemv.norm_gemv_swiglu(card, matrix.decoder, h.q, h.d, matrix.values, matrix.scales, self.x, layer.norm,
-                                     self.config.norm_eps, h.k, u.k, rows.n, u.q, u.d)
+            given = norm.NormInput(self.x, layer.norm, self.config.norm_eps)
+            q8_gemv.norm_gemv_swiglu(card, decoder_of(matrix), h.quantized, matrix, given, u.quantized, rows.n)
         else:
             self.project_norm(rows, stack, layer.norm)
             if layer.down.is_quantized:
-                swiglu.swiglu_quantize(card, h.q, h.d, self.projected, rows.n, h.k)
+                swiglu.swiglu_quantize(card, h.quantized, self.projected, rows.n, h.k)
             else:
                 swiglu.swiglu(card, h.x, self.projected, rows.n, h.k)
         self.project(rows, self.x, layer.down, h, add=True)
 
     def compute_logits(self, x: Array, n: int):
-        """logits[:n] = head(norm(x[:n])), always through the decode family, so that a row has one answer."""
+        """logits[:n] = head(norm(x[:n])), always by the decode family: a row has the same logits in any pass."""
         rows = Rows(n, True, None, None, None, None)
         self.project_norm(rows, Stack(((0, self.head),), self.head.n), self.head_norm, x, self.logits)
 
     # ---- the steps of a layer ----
 
     def is_fused(self, stack: Stack) -> bool:
-        """Whether one decode kernel serves the whole stack, the norm before it included."""
+        """Whether one decode kernel computes the whole stack and the norm before it."""
         (_, matrix), *others = stack.parts
         return matrix.is_quantized and not others and not (self.gemv and matrix.format == "Q8_0")
 
     def project_norm(self, rows: Rows, stack: Stack, weight: Array, x: Array | None = None, y: Array | None = None):
-        """y = RMSNorm(x) W^T, column by column as the stack has them; of the residual stream, to `projected`."""
-        card, eps = self.card, self.config.norm_eps
-        x, y = self.x if x is None else x, self.projected if y is None else y
+        """y = RMSNorm(x) W^T, each matrix of the stack to its own columns of y. x is the residual stream and y
+        `projected`, unless they are given."""
+        card, y = self.card, self.projected if y is None else y
+        given = norm.NormInput(self.x if x is None else x, weight, self.config.norm_eps)
         matrices = [matrix for _, matrix in stack.parts]
         u = self.activations[matrices[0].k]
         if rows.is_decode and self.is_fused(stack):
             matrix, = matrices
-            q8_gemv.norm_gemv(card, matrix.decoder, y, stack.stride, matrix.values, matrix.scales, x, weight, eps,
-                              matrix.n, u.k, rows.n, u.q, u.d)
+            q8_gemv.norm_gemv(card, decoder_of(matrix), y, stack.stride, matrix, given, u.quantized, rows.n)
             return
         if any(matrix.is_quantized for matrix in matrices):
-            norm.rms_norm_quantize(card, u.q, u.d, x, weight, rows.n, u.k, eps)
+            norm.rms_norm_quantize(card, u.quantized, given, rows.n, u.k)
         if not all(matrix.is_quantized for matrix in matrices):
-            norm.rms_norm(card, u.x, x, weight, rows.n, u.k, eps)
+            norm.rms_norm(card, u.x, given, rows.n, u.k)
         for column, matrix in stack.parts:
             self.project(rows, y.reshape(-1)[column:], matrix, u, stride=stack.stride)
 
     def project(self, rows: Rows, y: Array, matrix: Matrix, u: Activation, add: bool = False, stride: int = 0):
-        """y = u W^T (y += with `add`) through the kernel of the rows' family; rows of y are `stride` numbers
-        apart, where they hold more than the n of this product."""
-        card, n, k, stride = self.card, matrix.n, matrix.k, stride or matrix.n
+        """y = u W^T (y += with `add`) by a kernel of the rows' family, decode or prefill. Rows of y are `stride`
+        numbers apart, by default the n of this product."""
+        card, stride = self.card, stride or matrix.n
         if matrix.is_quantized:
-            arguments = y, stride, matrix.values, matrix.scales, u.q, u.d, n, k, rows.n, add
+            arguments = y, stride, matrix, u.quantized, rows.n, add
             own = self.gemv if rows.is_decode else self.gemm
             if own and matrix.format == "Q8_0":
                 own(card, *arguments)
             elif rows.is_decode:
-                q8_gemv.gemv(card, matrix.decoder, *arguments)
+                q8_gemv.gemv(card, decoder_of(matrix), *arguments)
             else:
-                q8_gemm.gemm(card, FORMATS[matrix.format], *arguments, beside=rows.beside)
+                q8_gemm.gemm(card, *arguments, concurrent=rows.beside)
         else:
             product = float_matmul.gemv_float if rows.is_decode else float_matmul.gemm_float
-            product(card, y, stride, matrix.values, u.x, n, k, rows.n, add)
+            product(card, y, stride, matrix, u.x, rows.n, add)
 
 
 # ======================================================================================================
@@ -2788,12 +2770,13 @@ class Engine:
             self.scheduler.cache.clear()
 
     def use(self, gemv=None, gemm=None):
-        """Put functions of yours in the place of the products of Q8_0 matrices; without any, the engine's own again.
+        """Replace the products of Q8_0 matrices by functions of yours; without any, by the engine's own again.
 
-        They are called as `gemv_q8_q8` (kernels/q8_gemv.py, generated tokens) and `gemm_q8_q8` (kernels/q8_gemm.py,
-        prompts) are; the latter also for parts of a prompt that run side by side, in streams of their own. Before
-        anything changes, each is compared with the reference at every shape of the model, of a large matrix at its
-        first rows; ValueError says where it is wrong. Answers that run go on with them.
+        `gemv` serves generated tokens and is called as `gemv_q8_q8` (kernels/q8_gemv.py) is: (card, y, stride, w, x,
+        columns, add). `gemm` serves prompts and is called as `gemm_q8_q8` (kernels/q8_gemm.py) is, also for
+        micro-batches of a prompt, which run concurrently in streams of their own. Before anything changes, each function
+        is compared with the reference at every shape of the model (of a large matrix, at its first rows). Raises
+        ValueError, which says where a function is wrong. Answers that run go on with the new functions.
         """
         with self.scheduler.between_steps():
             self.pipeline.use(gemv, gemm)

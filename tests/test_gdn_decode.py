@@ -54,7 +54,7 @@ def test_an_answer_goes_on_where_its_prompt_ended(card, prompt):
     slots, positions = card.upload(np.ones(rows, np.int32)), card.upload(np.arange(rows, dtype=np.int32))
     conv.conv_silu(card, mixed, flat, stride, ring, constants[0], slots, positions, prompt, channels)
     gdn.gdn_prefill(card, o, state, factors, mixed, flat, stride, *constants[1:3], slots, prompt, n_k, n_v)
-    norm.gated_norm(card, y, o, flat[channels:], stride, constants[3], prompt, n_v, eps)
+    norm.gated_norm(card, y, norm.GatedInput(o, flat[channels:], stride, n_v, constants[3], eps), prompt)
     for row in range(prompt, rows):
         gdn_decode.gdn_decode(card, y[row], state, ring, flat[row * stride:], stride, *constants, slots,
                        positions[row:], 1, n_k, n_v, eps)
