@@ -79,7 +79,7 @@ from kernels.card import Array, Card, CardError, Event, OutOfMemory, PlannedCard
 from kernels.compile import CompileError
 from kernels.emulated.cards import CARDS, CardModel
 from kernels.emulated.estimate import PIPES, SECTOR, Counts
-from kernels.formats import FORMATS
+from kernels.formats import FLOATS, FORMATS
 from kernels.nvidia import find_assembler
 from kernels.operands import Matrix, Quantized
 from kernels.trace import LEFT_OUT, tracing
@@ -314,7 +314,7 @@ def _check_tensors(config: Config, gguf: GGUF):
         if tensor.shape != shape:
             raise ModelError(f"{gguf.path}: tensor '{name}' (byte {tensor.offset}) has the shape "
                              f"{tensor.shape}, not {shape}")
-        allowed = SUPPORTED_TYPES if len(shape) == 2 else ("F32", "F16", "BF16")
+        allowed = SUPPORTED_TYPES if len(shape) == 2 else tuple(FLOATS)
         if tensor.type not in allowed:
             raise ModelError(f"{gguf.path}: tensor '{name}' (byte {tensor.offset}) is of type "
                              f"{tensor.type}, not {', '.join(allowed)}")
@@ -338,8 +338,8 @@ def decoder_of(matrix: Matrix):
 
 def alloc_matrix(card: Card, format: str, n: int, k: int, name: str) -> Matrix:
     """A matrix of undefined values. Raises OutOfMemory."""
-    if format in embedding.FLOATS:
-        return Matrix(format, n, k, card.alloc((n, k), embedding.FLOATS[format], name))
+    if format in FLOATS:
+        return Matrix(format, n, k, card.alloc((n, k), FLOATS[format].dtype, name))
     values, scales = FORMATS[format].arrays(n, k)
     return Matrix(format, n, k, card.alloc(*values, name), card.alloc(*scales, f"{name} scales"))
 
