@@ -84,6 +84,7 @@ from kernels.emulated.cards import CARDS, CardModel
 from kernels.emulated.estimate import PIPES, SECTOR, Counts
 from kernels.formats import FLOATS, FORMATS
 from kernels.open import open_cards
+from kernels.operands import Matrix, Quantized
 from kernels.records import Places, Projected, States
 from kernels.trace import LEFT_OUT, tracing
 from kernels.upload import PIECE, Feeder
@@ -262,33 +263,9 @@ def _check_config(config: Config, path: str):
 # A Loader puts the tensors of a model on one card. There are three kinds: from a file, random, and for plans empty.
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """A weight matrix [n, k] on a card.
-
-    A format of kernels/formats.py: values are the bits of the quants and scales those of the scales, two arrays with a
-    line for each row. Otherwise values float32, float16 or uint16 (the bits of bfloat16) [n, k] and scales None.
-    """
-
-    format: str             # as GGUF has it: "Q8_0", "F16", ...
-    n: int
-    k: int
-    values: Array
-    scales: Array | None = None
-
-    @property
-    def is_quantized(self) -> bool:
-        return self.scales is not None
-
-    @property
-    def decoder(self):
-        """How the decode kernels read the format."""
-        return quant_gemv.decoder(FORMATS[self.format])
-
-    def rows(self, start: int, stop: int) -> "Matrix":
-        """Rows start .. stop - 1, in the same memory."""
-        scales = None if self.scales is None else self.scales[start:stop]
-        return Matrix(self.format, stop - start, self.k, self.values[start:stop], scales)
+def decoder_of(matrix: Matrix):
+    """How the decode kernels read the format of a quantised matrix."""
+    return quant_gemv.decoder(FORMATS[matrix.format])
 
 
 def alloc_matrix(card: Card, format: str, n: int, k: int, name: str) -> Matrix:
@@ -548,6 +525,11 @@ class Activation:
     def __init__(self, k: int, x: Array, q: Array, d: Array):
         self.k, self.x, self.q, self.d = k, x, q, d
 
+    @property
+    def quantized(self) -> Quantized:
+        """The form that products with quantised matrices read."""
+        return Quantized(self.q, self.d)
+
     @staticmethod
     def layout(name: str, k: int, rows: int) -> dict[str, ScratchArray]:
         """The three arrays, by the names "NAME x", "NAME q" and "NAME d"."""
@@ -678,12 +660,12 @@ class DeltaNet:
                                 factors=s.factors)
                 if kept is not None:
                     states.copy(card, kept, slot)
-        inputs = (s.delta, projected.values[c.conv_dim:], projected.stride, self.out_norm, n_rows, c.n_value_heads,
-                  c.norm_eps)
+        gated = norm.GatedInput(s.delta, projected.values[c.conv_dim:], projected.stride, c.n_value_heads,
+                                self.out_norm, c.norm_eps)
         if self.out.is_quantized:
-            norm.gated_norm_quantize(card, u.q, u.d, *inputs)
+            norm.gated_norm_quantize(card, u.quantized, gated, n_rows)
         else:
-            norm.gated_norm(card, u.x, *inputs)
+            norm.gated_norm(card, u.x, gated, n_rows)
         model.project(run, s.x, self.out, u, add=True)
 
     def decode(self, model: "Model", run: DecodePass, states: States):
@@ -768,7 +750,7 @@ class Attention:
         attention.attend_prefill(card, s.attended, s.q, *projected, pages.k, pages.v, *places, rows.n, c.n_heads,
                                  c.n_kv_heads)
         if self.out.is_quantized:
-            quantize.quantize_q8(card, u.q, u.d, s.attended, rows.n, u.k)
+            quantize.quantize_q8(card, u.quantized, s.attended, rows.n, u.k)
         else:
             card.copy(u.x[:rows.n], s.attended[:rows.n])
         model.project(run, s.x, self.out, u, add=True)
@@ -816,12 +798,12 @@ class DenseMLP:
         card, s, h, n = model.card, model.scratch, model.scratch.inner, run.rows.n
         if isinstance(run, DecodePass) and self.down.is_quantized and model.is_fused(self.gate_up):
             (_, matrix), u = self.gate_up.parts[0], s.activations[model.config.hidden_dim]
-            q8_gemv.norm_gemv_swiglu(card, matrix.decoder, h.q, h.d, matrix.values, matrix.scales, s.x, self.norm,
-                                     model.config.norm_eps, h.k, u.k, n, u.q, u.d)
+            normed = norm.NormInput(s.x, self.norm, model.config.norm_eps)
+            q8_gemv.norm_gemv_swiglu(card, decoder_of(matrix), h.quantized, matrix, normed, u.quantized, n)
         else:
             projected = model.project_norm(run, self.gate_up, self.norm)
             if self.down.is_quantized:
-                swiglu.swiglu_quantize(card, h.q, h.d, projected.values, n, h.k)
+                swiglu.swiglu_quantize(card, h.quantized, projected.values, n, h.k)
             else:
                 swiglu.swiglu(card, h.x, projected.values, n, h.k)
         model.project(run, s.x, self.down, h, add=True)
@@ -1042,40 +1024,38 @@ class Model:
         return Projected(s.projected, stack.stride)
 
     def multiply_normed(self, run: PromptPass | DecodePass, stack: Stack, weight: Array, x: Array, y: Array):
-        """y = RMSNorm(x) W^T, column by column as the stack has them."""
-        card, eps, n = self.card, self.config.norm_eps, run.rows.n
+        """y = RMSNorm(x) W^T, each matrix of the stack into its own columns of y."""
+        card, n, normed = self.card, run.rows.n, norm.NormInput(x, weight, self.config.norm_eps)
         matrices = [matrix for _, matrix in stack.parts]
         u = self.scratch.activations[matrices[0].k]
         if isinstance(run, DecodePass) and self.is_fused(stack):
             matrix, = matrices
-            q8_gemv.norm_gemv(card, matrix.decoder, y, stack.stride, matrix.values, matrix.scales, x, weight, eps,
-                              matrix.n, u.k, n, u.q, u.d)
+            q8_gemv.norm_gemv(card, decoder_of(matrix), y, stack.stride, matrix, normed, u.quantized, n)
             return
         if any(matrix.is_quantized for matrix in matrices):
-            norm.rms_norm_quantize(card, u.q, u.d, x, weight, n, u.k, eps)
+            norm.rms_norm_quantize(card, u.quantized, normed, n, u.k)
         if not all(matrix.is_quantized for matrix in matrices):
-            norm.rms_norm(card, u.x, x, weight, n, u.k, eps)
+            norm.rms_norm(card, u.x, normed, n, u.k)
         for column, matrix in stack.parts:
             self.project(run, y.reshape(-1)[column:], matrix, u, stride=stack.stride)
 
     def project(self, run: PromptPass | DecodePass, y: Array, matrix: Matrix, u: Activation, add: bool = False,
                 stride: int = 0):
-        """y = u W^T (y += with `add`) through the kernel of the pass's family. Rows of y are `stride` numbers apart,
-        where they hold more than this product's n."""
-        card, n, k, rows, stride = self.card, matrix.n, matrix.k, run.rows.n, stride or matrix.n
-        decodes = isinstance(run, DecodePass)
+        """y = u W^T (y += with `add`) by a kernel of the pass's family. Rows of y are `stride` numbers apart, by
+        default the n of this product."""
+        card, n_rows, stride, decodes = self.card, run.rows.n, stride or matrix.n, isinstance(run, DecodePass)
         if matrix.is_quantized:
-            arguments = y, stride, matrix.values, matrix.scales, u.q, u.d, n, k, rows, add
+            arguments = y, stride, matrix, u.quantized, n_rows, add
             own = self.gemv if decodes else self.gemm
             if own and matrix.format == "Q8_0":
                 own(card, *arguments)
             elif decodes:
-                q8_gemv.gemv(card, matrix.decoder, *arguments)
+                q8_gemv.gemv(card, decoder_of(matrix), *arguments)
             else:
-                q8_gemm.gemm(card, FORMATS[matrix.format], *arguments, beside=run.shares_card)
+                q8_gemm.gemm(card, *arguments, concurrent=run.shares_card)
         else:
             product = float_matmul.gemv_float if decodes else float_matmul.gemm_float
-            product(card, y, stride, matrix.values, u.x, n, k, rows, add)
+            product(card, y, stride, matrix, u.x, n_rows, add)
 
 
 class Cache:

@@ -2,7 +2,7 @@
 
     y[c, n] = sum over blocks b of 32:  as in kernels/formats.py, "What a block adds"          (+ y[c, n] with `add`)
 
-The kernels are those of kernels/q8_gemv.py, for which each format here is a `Format`: a turn of a warp is 32 blocks,
+The kernels are those of kernels/q8_gemv.py, for which each format here is a `Decoder`: a tile of a warp is 32 blocks,
 1024 weights of a row, a whole block for each lane.
 
         lane           0         1      ...    31
@@ -58,7 +58,8 @@ from kernels import q8_gemv
 from kernels.bench import Case, main
 from kernels.formats import BLOCK, FORMATS, fetch_function, on_card, product_reference, random_raw
 from kernels.intrinsics import load_words4, stream_words4, word_as_float
-from kernels.q8_gemv import PLANE, Q8, SUMS, Format, gemv, random_activations, word_sum
+from kernels.operands import Matrix, Quantized
+from kernels.q8_gemv import PLANE, Q8, SUMS, Decoder, gemv, random_activations, word_sum
 
 TURN = 32  # blocks
 PAIR = 2  # rows that are unpacked at once
@@ -92,7 +93,7 @@ def plane_sum(x, x_scale, xd, at):
 
 
 def multiply_function(format):
-    """The `multiply` of a Format (kernels/q8_gemv.py)."""
+    """The `multiply` of a Decoder (kernels/q8_gemv.py)."""
     unpack, dot, minimum, n_scales = format.unpack, format.dot, format.minimum, format.n_scales
 
     def multiply(rows, columns, planes):
@@ -153,7 +154,7 @@ def decoder(format):
 
         return rest
 
-    return Format(True, TURN, raw_words, fetch, multiply, rest)
+    return Decoder(True, TURN, raw_words, fetch, multiply, rest)
 
 
 # ---- check and time ----------------------------------------------------------------------------------------
@@ -173,8 +174,8 @@ def check(card, format, n, k, columns, add=False):
     card.poison(y)
     if add:
         card.copy_in(y[:columns], np.pad(before, ((0, 0), (1, 2)), constant_values=np.nan))
-    w = on_card(card, format, raw, n, k)
-    gemv(card, decoder(format), y.reshape(-1)[1:], n + 3, *w, card.upload(xq), card.upload(xd), n, k, columns, add)
+    w, x = Matrix(format.name, n, k, *on_card(card, format, raw, n, k)), Quantized(card.upload(xq), card.upload(xd))
+    gemv(card, decoder(format), y.reshape(-1)[1:], n + 3, w, x, columns, add)
     y = card.download(y)
     got = y[:columns, 1:n + 1].copy()
     y[:columns, 1:n + 1] = np.nan
@@ -188,7 +189,8 @@ def check(card, format, n, k, columns, add=False):
 
 def check_fused(card, format, n, k):
     """`check_fused` of kernels/q8_gemv.py for one column; n a multiple of 32."""
-    w = on_card(card, format, random_raw(np.random.default_rng(n), format, 2 * n, k), 2 * n, k)
+    raw = random_raw(np.random.default_rng(n), format, 2 * n, k)
+    w = Matrix(format.name, 2 * n, k, *on_card(card, format, raw, 2 * n, k))
     return q8_gemv.check_fused(card, n, k, 1, decoder(format), w)
 
 
@@ -204,12 +206,13 @@ def cases(card):
         yield Case(f"fused: {format.name}", partial(check_fused, card, format, 96, 1792))
     for format in PACKED:
         for n, k, columns in TIMED:
-            w = [card.zeros(*array) for array in format.arrays(n, k)]
-            xq, xd = card.zeros((columns, k), np.int8), card.zeros((columns, k // BLOCK), np.float32)
+            w = Matrix(format.name, n, k, *(card.zeros(*array) for array in format.arrays(n, k)))
+            x = Quantized(card.zeros((columns, k), np.int8), card.zeros((columns, k // BLOCK), np.float32))
             y = card.alloc((columns, n), np.float32)
             yield Case(f"{format.name} {n} x {k}, {columns} columns",
-                       launch=partial(gemv, card, decoder(format), y, n, *w, xq, xd, n, k, columns),
-                       n_bytes=sum(a.nbytes for a in (*w, xq, xd, y)), n_ops=2 * n * k * columns, pipe="dp4a")
+                       launch=partial(gemv, card, decoder(format), y, n, w, x, columns),
+                       n_bytes=sum(a.nbytes for a in (w.values, w.scales, *x, y)), n_ops=2 * n * k * columns,
+                       pipe="dp4a")
 
 
 if __name__ == "__main__":

@@ -462,9 +462,9 @@ def test_functions_of_others_are_used_by_all_cards_or_by_none(alone):
     engine = load((2, 2))
     head = engine.pipeline.last.model.head
 
-    def gemv(card, y, stride, values, scales, q, d, n, k, rows, add):
-        assert n != head.n, "not for the head"
-        q8_gemv.gemv(card, head.decoder, y, stride, values, scales, q, d, n, k, rows, add)
+    def gemv(card, y, stride, w, x, rows, add):
+        assert w.n != head.n, "not for the head"
+        q8_gemv.gemv_q8_q8(card, y, stride, w, x, rows, add)
 
     with pytest.raises(ValueError, match="not for the head"):
         engine.use(gemv=gemv)

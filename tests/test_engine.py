@@ -568,16 +568,18 @@ class Counting:
 
     def __call__(self, *arguments):
         self.product(*arguments)
-        self.shapes.append(arguments[7:9])
+        w = arguments[3]
+        self.shapes.append((w.n, w.k))
 
 
-def forgets_scales(card, y, stride, wq, wd, xq, xd, *sizes):
-    q8_gemv.gemv_q8_q8(card, y, stride, wq, card.upload(np.ones(wd.shape, wd.dtype)), xq, xd, *sizes)
+def forgets_scales(card, y, stride, w, x, columns, add):
+    ones = dataclasses.replace(w, scales=card.upload(np.ones(w.scales.shape, w.scales.dtype)))
+    q8_gemv.gemv_q8_q8(card, y, stride, ones, x, columns, add)
 
 
-def writes_too_much(card, y, stride, wq, wd, xq, xd, n, k, columns, add):
-    q8_gemv.gemv_q8_q8(card, y, stride, wq, wd, xq, xd, n, k, columns, add)
-    card.fill(y.reshape(-1)[n:n + 1], 0)
+def writes_too_much(card, y, stride, w, x, columns, add):
+    q8_gemv.gemv_q8_q8(card, y, stride, w, x, columns, add)
+    card.fill(y.reshape(-1)[w.n:w.n + 1], 0)
 
 
 @pytest.mark.parametrize("product, message", [(forgets_scales, "forgets_scales, a matrix of .*: other numbers"),

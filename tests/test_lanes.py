@@ -215,9 +215,9 @@ def test_a_readers_product_serves_every_lane(card):
     """Also one that comes after lanes have run, and no longer when it has gone."""
     lanes, seen = (192, 192, 316), []
 
-    def gemm(card, y, stride, wq, wd, xq, xd, n, k, rows, add=False):
+    def gemm(card, y, stride, w, x, rows, add=False):
         seen.append(rows)
-        q8_gemm.gemm_q8_q8(card, y, stride, wq, wd, xq, xd, n, k, rows, add)
+        q8_gemm.gemm_q8_q8(card, y, stride, w, x, rows, add)
 
     with contextlib.closing(load(card, lanes=lanes)) as engine:
         want = engine.evaluate(prompt(8))
