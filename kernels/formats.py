@@ -13,8 +13,7 @@ q = format.values[code]. A *block* is 32 consecutive weights of a row; d and dmi
     Q4_K    4               0..15    d * (0..63)          dmin * (0..63)     144 of 256                 18.5
     Q5_K    5               0..31    d * (0..63)          dmin * (0..63)     176 of 256                 22.5
 
-The code of a signed q is its two's complement; of IQ4_NL it is an index into IQ4_VALUES. The products of scales are
-exact in float32 (11 + 8 bits).
+A signed q has its two's complement as code; the code of IQ4_NL indexes IQ4_VALUES. Products of scales are exact.
 
 On the card a matrix [n, k] is two arrays with a line for each of its rows. `wq` holds a row's codes in planes, so that
 neighbouring lanes load neighbouring blocks, 16 bytes each:
@@ -37,8 +36,7 @@ A block adds this to a product with int8 activations xq of scale xd (kernels/qua
     acc    = fma(float(dot), ws * xd, acc)           ws = d, d * scale, or Q6_K: d
     acc    = fma(-minimum, xd * float(sum of xq), acc)                              Q4_K and Q5_K
 
-Pipe: none; repacking moves 2.1 bytes per byte of the file, far faster than any bus brings them.
-Source of the file's layout: github.com/ggml-org/ggml, src/ggml-common.h and src/ggml-quants.c.
+Pipe: none; the bus that brings the file is the bound. Its layout: github.com/ggml-org/ggml, src/ggml-quants.c.
 """
 
 from collections.abc import Callable
