@@ -1,51 +1,31 @@
 """Matrix x vector for decoding with the packed formats of kernels/formats.py: how a warp reads them.
 
-    y[c, n] = sum over blocks b of 32:  as in kernels/formats.py, "What a block adds"          (+ y[c, n] with `add`)
+    y[c, n] = sum over blocks b of 32:  as in kernels/formats.py, "A block adds this"          (+ y[c, n] with `add`)
 
-The kernels are those of kernels/q8_gemv.py, for which each format here is a `Decoder`: a tile of a warp is 32 blocks,
-1024 weights of a row, a whole block for each lane.
+The kernels are those of kernels/q8_gemv.py. `decoder` tells them what they need to know of a format. A tile of a warp is 32
+blocks of a row (1,024 weights), a whole block for each lane.
 
         lane           0         1      ...    31
         low bits    16 bytes  16 bytes  ... 16 bytes       of the row's first plane
-        upper bits   4 or 8    4 or 8   ...  4 or 8        Q5 and Q6: of its second
+        upper bits   4 or 8    4 or 8   ...  4 or 8        of its second plane, where codes have 5 or 6 bits
         scales       2 bytes   2 bytes  ...  2 bytes       and d, dmin: the same word for eight lanes
-        x           32 bytes  32 bytes  ... 32 bytes       of each column; of a single one, from shared memory,
-                                                           twice 16 bytes, each beside its neighbours'
+        x           32 bytes  32 bytes  ... 32 bytes       of each column; a single column lies in shared memory in
+                                                           planes, so that neighbours read 16 bytes side by side
 
-What whole turns leave of k is a turn whose last lanes are idle. The tree of additions is fixed:
+The last blocks of a row may be fewer than 32; the last lanes are idle then. The tree of additions is fixed:
 
     lane:  acc = fma(float(dot), ws * xd, acc); with a minimum, acc = fma(-minimum, xd * sum, acc)   block by block
     warp:  butterfly sum of the 32 acc; with `add`, one more rounded addition
 
-A block's sum of x is 8 dp4a with 0x01010101, once for all rows of the warp or, of a single column, for all warps. Rows
-are unpacked by twos: more of them would not leave registers for the columns.
+The sum of a block of x takes 8 dp4a with 0x01010101, which serve all rows of a warp; of a single column it is computed
+once for all warps. A warp unpacks two rows at once: more would not leave registers for the columns.
 
-Pipe: integer (dp4a and the unpacking, both 64 lanes per SM on Volta), but bound by memory. Per block of 32 weights
-and column 8 dp4a and 2 or 3 float operations; unpacking, once for all columns, takes 12 operations for 4 bits and 28
-for 5 and 6, the scales about 8. A Q4_K block is 18.5 bytes: at its full bandwidth a CMP 100-210 has time for 170 lane
-operations per block, and an H200 for 67, of which one column takes about 40.
+Pipe: integer (dp4a and the unpacking, both 64 lanes per SM on Volta), but memory is the bound. A block of 32 weights
+takes 8 dp4a and 2 or 3 float operations for each column. Unpacking it, once for all columns, takes 12 operations for 4
+bits, 28 for 5 and 6 bits and 52 for a table; its scales take about 8. A block of Q4_K has 18.5 bytes: at full bandwidth
+a CMP 100-210 has time for 170 lane operations per block, and an H200 for 67, of which one column takes about 40.
 
-Measured on an H200 (2026-11-21; GB/s of weights, one column, matrices by turns from beyond the caches; n x k):
-
-                                                    24576 x 4096   4096 x 12288   4096 x 4096   248320 x 4096
-    Q4_K, one turn under way (32 warps of an SM)         3211           2384          1731           3916
-    Q5_K, the same                                       3427           2568          1900           3900
-    Q6_K, the same                                       3569           2841          2138           4027
-    Q4_K, 4 warps of a block that make 2 rows and end,   3455           2828          2021           4354
-      two turns at once
-    Q6_K, the same                                       3634           2969          2412           4395
-    Q8_0 in such blocks                                  3716           2211          1918           4407
-
-What limits one row of Q4_K is no instruction: on an H100 gate and up of a 9B issue in 44 % of the slots (ncu; Q6_K in
-40 %) and wait for memory otherwise, and a token loses about as much time beside its bytes as one of Q8_0 does, 0.5
-ms: what each launch loses. So 1.8 times fewer bytes make it 1.58 times as fast (kernels/q8_gemv.py).
-
-A single column lies in shared memory in planes (kernels/q8_gemv.py), with its blocks' sums: read as rows from the
-first-level cache, a lane's 16 bytes are 32 from its neighbours', and what the cache does not have yet comes turn by
-turn after the wait. A token of a 9B in Q4_K (H100, 2026-11-21): 32 us less; in shared memory, but as rows, 16 us more.
-Lost there: 2 rows with 2 turns each for down (476.7 for 483.8 tokens/s).
-
-Two columns take 16 warps and twice the turns under way: 32 warps had to spill 8 to 32 bytes on sm_70.
+Measurements and what was tried: benchmarks/results.md.
 """
 
 from functools import cache, partial
@@ -65,7 +45,8 @@ TURN = 32  # blocks
 PAIR = 2  # rows that are unpacked at once
 
 
-# A lane's block of x: its 8 words, and its scale times their sum; from rows as the quantisation leaves them, or planes.
+# How a lane loads its block of x (8 words), and the scale of the block times the sum of its 32 integers: from rows, as
+# the quantisation leaves them, or from planes.
 
 @cuda.jit(device=True, forceinline=True)
 def row_block(x, xq, at):

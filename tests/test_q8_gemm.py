@@ -86,8 +86,8 @@ def test_everything_stays_in_registers(name, rows):
     """On sm_70. Arrays in local memory would mean that a loop over rows has not been unrolled."""
     format = FORMATS[name]
     if format.bits < 8 and rows not in (16, 4) and (rows != 10 or format.n_scales == 1):
-        pytest.skip("a packed format needs no more registers for 15 rows than for 16, for 8 no more than for 10, and with "
-                    "one scale for 10 no more than for 16")
+        pytest.skip("a packed format has the registers of 16 rows for 15, those of 10 for 8 and, with one scale, needs "
+                    "fewer for 10 than for 16")
     if (7, 0) not in compiler.supported_ccs() or not assembler.find_assembler():
         pytest.skip("the installed CUDA toolkit cannot compile for sm_70")
     bits = "int8[1]" if format.bits == 8 else "uint8[1]"
