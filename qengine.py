@@ -79,8 +79,8 @@ import waitress.task
 from werkzeug.exceptions import GatewayTimeout, HTTPException, ServiceUnavailable, TooManyRequests
 
 from kernels import (advance, attend_decode, attention, checkpoint, conv, embedding, finite, float_matmul, formats, gdn,
-                     gdn_decode, kv_cache, logprobs, norm, probe, q8_gemm, q8_gemv, quant_gemv, quantize, rope, sample,
-                     swiglu, synthetic)
+                     gdn_decode, kv_cache, kv_formats, logprobs, norm, probe, q8_gemm, q8_gemv, quant_gemv, quantize, rope,
+                     sample, swiglu, synthetic)
 from kernels.bench import operation_seconds
 from kernels.card import Array, Card, CardError, NoAnswer, OutOfMemory, PlannedCard, open_cards, show_bytes
 from kernels.card import Event as CardEvent
@@ -88,7 +88,11 @@ from kernels.compile import CompileError
 from kernels.emulated.cards import CARDS, CardModel
 from kernels.emulated.estimate import PIPES, SECTOR, Counts
 from kernels.formats import FORMATS, dequantize
+from kernels.kv_cache import Pages
+from kernels.kv_formats import KV_FORMATS
 from kernels.nvidia import find_assembler
+from kernels.records import Places, Projected
+from kernels.rope import QKV, Heads, Rotary
 from kernels.trace import LEFT_OUT, tracing
 from kernels.upload import PIECE, Feeder
 
@@ -571,7 +575,7 @@ def _check_config(config: Config, path: str):
          f"{c.n_value_heads} value heads do not share {c.n_key_heads} key heads evenly"),
         (c.hidden_dim % 32 == 0, f"the hidden size {c.hidden_dim} is not a multiple of 32"),
         (c.ffn_dim % 32 == 0, f"the feed-forward size {c.ffn_dim} is not a multiple of 32"),
-        (c.rope_dim == rope.ROTARY, f"{c.rope_dim} rotary dimensions of a head turn, not {rope.ROTARY}"),
+        (c.rope_dim == 64, f"{c.rope_dim} rotary dimensions of a head turn, not 64"),
         (min(c.rope_sections) >= 0 and sum(c.rope_sections) == c.rope_dim // 2,
          f"the rotary sections {c.rope_sections} do not add up to {c.rope_dim // 2}"),
         (1 < c.rope_base < float("inf"), f"the rotary base is {c.rope_base}"),
@@ -1386,7 +1390,9 @@ class Model:
         if is_last:
             self.head_norm = weights.vector(card, "output_norm.weight")
             self.head = self.embeddings if config.tied_embeddings else weights.matrix(card, "output.weight")
-        self.inv_freq = card.upload(rope.inverse_frequencies(config.rope_base), "rotary frequencies")
+        self.heads = Heads(config.n_heads, config.n_kv_heads, config.head_dim, config.rope_dim, gated=True,
+                           eps=config.norm_eps)
+        self.inv_freq = card.upload(rope.inverse_frequencies(config.rope_base, config.rope_dim), "rotary frequencies")
         self.stride = max(stack.stride for layer in self.layers for stack in (layer.inputs, layer.mlp.gate_up))
         self.gemv = self.gemm = None    # of a reader: for the engine's products of Q8_0, see `Engine.use`
 
@@ -1414,8 +1420,10 @@ class Model:
         sizes = {c.hidden_dim, c.value_dim, c.query_dim}
         self.activations = {k: Activation.allocate(card, rows, k) for k in sizes}
         self.inner = Activation.allocate(card, rows, c.ffn_dim)     # of the MLP, whose kernel reads and writes these
-        self.partials = card.alloc(attend_decode.partials_shape(n_slots, c.n_heads), np.float32, "attention partials")
-        self.arrived = card.zeros((n_slots, c.n_kv_heads), np.uint32, "attention blocks that have arrived")
+        partials = attend_decode.partials_shape(n_slots, c.n_heads, c.head_dim)
+        self.attention_scratch = attend_decode.Scratch(
+            card.alloc(partials, np.float32, "attention partials"),
+            card.zeros((n_slots, c.n_kv_heads), np.uint32, "attention blocks that have arrived"))
         if self.head is not None:
             self.logits = card.alloc((max(n_slots, HEAD_ROWS), c.n_vocab), np.float32, "logits")
         self.views = {}             # see `behind`; kept, since arrays know what launches ask of them
@@ -1455,7 +1463,7 @@ class Model:
             if isinstance(layer, LinearLayer):
                 self.linear_attention(rows, layer, cache.recurrent[index])
             else:
-                self.attention(rows, layer, cache.pages[index], cache.block_table)
+                self.attention(rows, layer, cache.pages[index])
             self.mlp(rows, layer.mlp)
             yield f"layer {index}"
 
@@ -1489,31 +1497,32 @@ class Model:
                 norm.gated_norm(card, u.x, *inputs)
         self.project(rows, self.x, layer.out, u, add=True)
 
-    def attention(self, rows: Rows, layer: AttentionLayer, pages: "Pages", block_table: Array):
-        card, c, projected, stride = self.card, self.config, self.projected, layer.inputs.stride
+    def attention(self, rows: Rows, layer: AttentionLayer, pages: Pages):
+        card, u = self.card, self.activations[self.config.query_dim]
         self.project_norm(rows, layer.inputs, layer.norm)
-        u, columns = self.activations[c.query_dim], (2 * c.query_dim, 2 * c.query_dim + c.kv_dim)  # of keys, values
-        rotary, places = (rows.rope, self.inv_freq), (block_table, rows.slots, rows.positions)
-        sizes = rows.n, c.n_heads, c.n_kv_heads
         if rows.is_decode:
             for row, one in rows.in_turn():
                 out = (u.q[row:], u.d[row:]) if layer.out.is_quantized else (u.x[row:], None)
-                attend_decode.attend_decode(card, *out, projected[row * stride:], stride, *columns, layer.q_norm,
-                                            layer.k_norm, one.rope, self.inv_freq, pages.k, pages.v, block_table,
-                                            one.slots, one.positions, self.partials, self.arrived, one.n, c.n_heads,
-                                            c.n_kv_heads, c.rope_sections, c.norm_eps, one.early)
+                attend_decode.attend_decode(card, out, self.qkv(one, layer, row), pages, Places(one.slots, one.positions),
+                                            self.attention_scratch, one.n, early=one.early)
         else:
-            rope.norm_rope_q(card, self.q, projected, stride, layer.q_norm, *rotary, rows.n, c.n_heads,
-                             c.rope_sections, c.norm_eps)
+            qkv, places = self.qkv(rows, layer), Places(rows.slots, rows.positions)
+            rope.norm_rope_q(card, self.q, qkv, rows.n)
             with rows.turn():
-                kv_cache.store_kv(card, pages.k, pages.v, projected, stride, *columns, layer.k_norm, *rotary, *places,
-                                  rows.n, c.n_kv_heads, c.rope_sections, c.norm_eps)
-            attention.attend_prefill(card, self.attended, self.q, projected, stride, pages.k, pages.v, *places, *sizes)
+                kv_cache.store_kv(card, pages, qkv, places, rows.n)
+            attention.attend_prefill(card, self.attended, self.q, qkv, pages, places, rows.n)
             if layer.out.is_quantized:
                 quantize.quantize_q8(card, u.q, u.d, self.attended, rows.n, u.k)
             else:
                 card.copy(u.x[:rows.n], self.attended[:rows.n])
         self.project(rows, self.x, layer.out, u, add=True)
+
+    def qkv(self, rows: Rows, layer: AttentionLayer, first: int = 0) -> QKV:
+        """What `project_norm` made for a layer, of its rows from `first` on, and how it is to be normalised and
+        rotated."""
+        products = Projected(self.projected, layer.inputs.stride).rows_from(first)
+        rotary = Rotary(rows.rope, self.inv_freq, self.config.rope_sections)
+        return QKV(products, self.heads, layer.q_norm, layer.k_norm, rotary)
 
     def mlp(self, rows: Rows, layer: MLP):
         card, stack, h = self.card, layer.gate_up, self.inner
@@ -1584,7 +1593,8 @@ class Model:
 # A page holds the keys and values of 64 tokens, and sequences that begin with the same tokens share pages. A recurrent
 # state cannot be cut back: to go on after a prefix needs the states that were there, a checkpoint.
 
-PAGE_TOKENS = kv_cache.PAGE
+KV_FORMAT = KV_FORMATS["float16"]
+PAGE_TOKENS = kv_formats.PAGE
 CHECKPOINT_INTERVAL = 1024  # tokens: between two checkpoints of a prompt there are not more
 CHECKPOINT_SPACING = 256    # nor fewer, but where it is likely that the next prompt leaves this one
 
@@ -1601,14 +1611,6 @@ class RecurrentState:
         card.copy(self.memory[to], self.memory[source])
 
 
-@dataclass(frozen=True)
-class Pages:
-    """The keys and values of an attention layer, in pages of 64 tokens that belong to slots by the block table."""
-
-    k: Array                # [n_pages, n_kv_heads, 64, 256] float16
-    v: Array                # the same
-
-
 def pages_for(n_tokens: int) -> int:
     return -(-n_tokens // PAGE_TOKENS)
 
@@ -1619,8 +1621,8 @@ def whole_pages(n_tokens: int) -> int:
 
 
 def page_bytes(config: Config, kinds) -> int:
-    """Bytes of a page in layers of these kinds: keys and values, float16."""
-    return list(kinds).count("attention") * 2 * PAGE_TOKENS * config.kv_dim * 2
+    """Bytes of a page in layers of these kinds: keys and values."""
+    return list(kinds).count("attention") * KV_FORMAT.page_bytes(config.n_kv_heads, config.head_dim)
 
 
 def state_bytes(config: Config, kinds) -> int:
@@ -1681,16 +1683,16 @@ class Cache:
         c, self.card, self.n_slots, self.max_pages = config, card, sizes.n_slots, sizes.max_pages
         attention, linear = ([index for index in layers if c.layer_kinds[index] == kind]
                              for kind in ("attention", "linear"))
-        shape, self.pages = (sizes.n_pages, c.n_kv_heads, PAGE_TOKENS, c.head_dim), {}
-        for index in attention:
-            self.pages[index] = Pages(card.alloc(shape, np.float16, f"layer {index} keys"),
-                                      card.alloc(shape, np.float16, f"layer {index} values"))
+        self.block_table = card.zeros((sizes.n_slots, sizes.max_pages), np.int32, "block table")
+        arrays = KV_FORMAT.arrays(sizes.n_pages, c.n_kv_heads, c.head_dim)
+        self.pages = {index: Pages(KV_FORMAT, *(card.alloc(*array, f"layer {index} {name}")
+                                                for name, array in arrays.items()), self.block_table)
+                      for index in attention}
         rows = len(linear), sizes.n_slots + sizes.n_checkpoints     # of one layer lie together, as its kernels want it
         self.conv = card.alloc((*rows, c.conv_width, c.conv_dim), np.float32, "convolution states")
         self.memory = card.alloc((*rows, c.n_value_heads, c.linear_head_dim, c.linear_head_dim), np.float32,
                                  "recurrent states")
         self.recurrent = {index: RecurrentState(self.conv[i], self.memory[i]) for i, index in enumerate(linear)}
-        self.block_table = card.zeros((sizes.n_slots, sizes.max_pages), np.int32, "block table")
         self.host = {}              # number of a checkpoint in host memory -> its two arrays, pinned
 
     def reset(self, slot: int):
@@ -4926,8 +4928,9 @@ class Bench:
         c, caches = self.engine.config, [stage.cache for stage in self.stages]
         weights = sum(m.values.nbytes + (m.scales.nbytes if m.is_quantized else 0) for m in self.weights())
         states = sum(2 * s.memory[0].nbytes + s.conv[0].nbytes for cache in caches for s in cache.recurrent.values())
-        n_attention = sum(len(cache.pages) for cache in caches)
-        kept = (context + DECODE_STEPS // 2) * n_attention * 2 * c.kv_dim * 2          # k and v, float16
+        token = sum(pages.format.token_bytes(c.n_kv_heads, c.head_dim) for cache in caches
+                    for pages in cache.pages.values())
+        kept = (context + DECODE_STEPS // 2) * token
         return len(self.groups) * weights + self.batch * (states + kept)
 
     # ---- estimates for cards that are not here ----
