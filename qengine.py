@@ -83,9 +83,12 @@ from kernels.compile import CompileError
 from kernels.emulated.cards import CARDS, CardModel
 from kernels.emulated.estimate import PIPES, SECTOR, Counts
 from kernels.formats import FLOATS, FORMATS
+from kernels.kv_cache import Pages
+from kernels.kv_formats import KV_FORMATS
 from kernels.open import open_cards
 from kernels.operands import Matrix, Quantized
 from kernels.records import Places, Projected, States
+from kernels.rope import QKV, Heads, Rotary
 from kernels.trace import LEFT_OUT, tracing
 from kernels.upload import PIECE, Feeder
 
@@ -538,15 +541,6 @@ class Activation:
                 f"{name} d": ScratchArray((rows, k // 32), np.float32, f"activation {k} scales")}
 
 
-@dataclass(frozen=True)
-class Pages:
-    """The keys and values of an attention layer, in pages of 64 tokens that belong to slots by the block table."""
-
-    k: Array                # [n_pages, n_kv_heads, 64, head_dim] float16
-    v: Array                # the same
-    block_table: Array      # [n_slots, max_pages] int32: the pages of each slot, in the order of its tokens
-
-
 # ======================================================================================================
 # 4  Layers
 # ======================================================================================================
@@ -554,6 +548,9 @@ class Pages:
 # mixer
 # or MLP is a class that owns all facts of its kind: the names and shapes of its tensors, what it demands of a model,
 # its passes over rows, its scratch memory, and what it computes and keeps (`Work`).
+
+
+KV_FORMAT = KV_FORMATS["float16"]       # how keys and values are kept
 
 
 class Tensors:
@@ -592,12 +589,12 @@ def product_work(part) -> Work:
 class DeltaNet:
     """Gated DeltaNet: a recurrence whose state is 128 x 128 per value head, whatever the length of the text."""
 
+    heads: gdn.LinearHeads
     norm: Array             # [hidden]
     inputs: Stack           # conv_dim columns of q, k, v; value_dim of z, the output's gate; n_value_heads of alpha,
                             # how fast the state decays; and as many of beta, how strongly it is written
     conv: Array             # [conv_dim, conv_width]
-    a: Array                # [n_value_heads], -exp(A_log)
-    dt_bias: Array          # [n_value_heads]
+    decay: gdn.Decay        # [n_value_heads] twice: -exp(A_log), and the bias of the time step
     out_norm: Array         # [128]
     out: Matrix             # [hidden, value_dim]
 
@@ -620,10 +617,12 @@ class DeltaNet:
                  f"{c.n_value_heads} value heads do not share {c.n_key_heads} key heads evenly")]
 
     @classmethod
-    def load(cls, tensors: Tensors) -> "DeltaNet":
-        return cls(tensors.vector("attn_norm.weight"), tensors.stack("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta"),
-                   tensors.vector("ssm_conv1d.weight"), tensors.vector("ssm_a"), tensors.vector("ssm_dt.bias"),
-                   tensors.vector("ssm_norm.weight"), tensors.matrix("ssm_out"))
+    def load(cls, tensors: Tensors, c: Config) -> "DeltaNet":
+        inputs = tensors.stack("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta")
+        decay = gdn.Decay(tensors.vector("ssm_a"), tensors.vector("ssm_dt.bias"))
+        return cls(gdn.LinearHeads(c.n_key_heads, c.n_value_heads), tensors.vector("attn_norm.weight"), inputs,
+                   tensors.vector("ssm_conv1d.weight"), decay, tensors.vector("ssm_norm.weight"),
+                   tensors.matrix("ssm_out"))
 
     def work(self, c: Config) -> Work:
         states = 4 * (c.conv_width * c.conv_dim + c.value_dim * c.linear_head_dim)
@@ -650,14 +649,13 @@ class DeltaNet:
     def prefill(self, model: "Model", run: PromptPass, states: States):
         card, c, s, n_rows = model.card, model.config, model.scratch, run.rows.n
         projected, u = model.project_norm(run, self.inputs, self.norm), s.activations[c.value_dim]
-        decay, heads = gdn.Decay(self.a, self.dt_bias), gdn.LinearHeads(c.n_key_heads, c.n_value_heads)
         with run.in_order():
             for start, end, slot, kept in run.parts():
                 n, mixed = end - start, s.mixed[start:]
                 part, places = projected.rows_from(start), run.rows.places.rows_from(start)
                 conv.conv_silu(card, mixed, part, states.conv, self.conv, places, n, c.conv_dim)
-                gdn.gdn_prefill(card, s.delta[start:], states.memory, mixed, part, decay, places.slots, heads, rows=n,
-                                factors=s.factors)
+                gdn.gdn_prefill(card, s.delta[start:], states.memory, mixed, part, self.decay, places.slots, self.heads,
+                                rows=n, factors=s.factors)
                 if kept is not None:
                     states.copy(card, kept, slot)
         gated = norm.GatedInput(s.delta, projected.values[c.conv_dim:], projected.stride, c.n_value_heads,
@@ -671,10 +669,9 @@ class DeltaNet:
     def decode(self, model: "Model", run: DecodePass, states: States):
         card, c, s = model.card, model.config, model.scratch
         projected, u = model.project_norm(run, self.inputs, self.norm), s.activations[c.value_dim]
-        weights = gdn_decode.LinearWeights(self.conv, gdn.Decay(self.a, self.dt_bias), self.out_norm)
-        heads = gdn.LinearHeads(c.n_key_heads, c.n_value_heads)
+        weights = gdn_decode.LinearWeights(self.conv, self.decay, self.out_norm)
         for first, rows in run.sequence:
-            inputs = states, projected.rows_from(first), weights, rows.places, heads
+            inputs = states, projected.rows_from(first), weights, rows.places, self.heads
             sizes = {"rows": rows.n, "eps": c.norm_eps, "early": run.reads_early}
             if self.out.is_quantized:
                 gdn_decode.gdn_decode_quantize(card, u.q[first:], u.d[first:], *inputs, **sizes)
@@ -685,12 +682,13 @@ class DeltaNet:
 
 @dataclass(frozen=True)
 class Attention:
-    """Full attention: grouped heads of 256, a quarter of each rotated, a sigmoid gate on the output."""
+    """Full attention: grouped heads, a part of each rotated, a sigmoid gate on the output."""
 
+    heads: Heads
     norm: Array             # [hidden]
-    inputs: Stack           # per head 256 columns of query and 256 of gate; then kv_dim of keys, kv_dim of values
-    q_norm: Array           # [256]
-    k_norm: Array           # [256]
+    inputs: Stack           # per head head_dim columns of query and as many of gate; kv_dim of keys, kv_dim of values
+    q_norm: Array           # [head_dim]
+    k_norm: Array           # [head_dim]
     out: Matrix             # [hidden, query_dim]
 
     keeps: ClassVar = Pages
@@ -708,19 +706,21 @@ class Attention:
         return [(c.head_dim == 256, f"attention heads are {c.head_dim} wide, not 256"),
                 (c.n_heads % c.n_kv_heads == 0,
                  f"{c.n_heads} query heads do not share {c.n_kv_heads} KV heads evenly"),
-                (c.rope_dim == rope.ROTARY, f"{c.rope_dim} rotary dimensions of a head turn, not {rope.ROTARY}"),
+                (c.rope_dim == 64, f"{c.rope_dim} rotary dimensions of a head turn, not 64"),
                 (min(c.rope_sections) >= 0 and sum(c.rope_sections) == c.rope_dim // 2,
                  f"the rotary sections {c.rope_sections} do not add up to {c.rope_dim // 2}"),
                 (1 < c.rope_base < float("inf"), f"the rotary base is {c.rope_base}")]
 
     @classmethod
-    def load(cls, tensors: Tensors) -> "Attention":
-        return cls(tensors.vector("attn_norm.weight"), tensors.stack("attn_q", "attn_k", "attn_v"),
+    def load(cls, tensors: Tensors, c: Config) -> "Attention":
+        heads = Heads(c.n_heads, c.n_kv_heads, c.head_dim, c.rope_dim, gated=True, eps=c.norm_eps)
+        return cls(heads, tensors.vector("attn_norm.weight"), tensors.stack("attn_q", "attn_k", "attn_v"),
                    tensors.vector("attn_q_norm.weight"), tensors.vector("attn_k_norm.weight"),
                    tensors.matrix("attn_output"))
 
     def work(self, c: Config) -> Work:
-        return product_work(self) + Work(context_operations=4 * c.query_dim, page_bytes=2 * PAGE_TOKENS * c.kv_dim * 2)
+        return product_work(self) + Work(context_operations=4 * c.query_dim,
+                                         page_bytes=KV_FORMAT.page_bytes(c.n_kv_heads, c.head_dim))
 
     @staticmethod
     def scratch(c: Config, rows: int) -> dict[str, ScratchArray]:
@@ -730,41 +730,38 @@ class Attention:
     @staticmethod
     def alloc(card: Card, c: Config, n_pages: int, block_table: Array, name: str) -> Pages:
         """What such a layer keeps."""
-        shape = n_pages, c.n_kv_heads, PAGE_TOKENS, c.head_dim
-        return Pages(card.alloc(shape, np.float16, f"{name} keys"), card.alloc(shape, np.float16, f"{name} values"),
-                     block_table)
+        arrays = KV_FORMAT.arrays(n_pages, c.n_kv_heads, c.head_dim)
+        return Pages(KV_FORMAT, *(card.alloc(*array, f"{name} {kind}") for kind, array in arrays.items()), block_table)
 
     @staticmethod
     def out_width(c: Config) -> int:
         return c.query_dim
 
+    def project_qkv(self, model: "Model", run: PromptPass | DecodePass) -> QKV:
+        rotary = Rotary(run.rows.rope, model.inv_freq, model.config.rope_sections)
+        return QKV(model.project_norm(run, self.inputs, self.norm), self.heads, self.q_norm, self.k_norm, rotary)
+
     def prefill(self, model: "Model", run: PromptPass, pages: Pages):
-        card, c, s, rows = model.card, model.config, model.scratch, run.rows
-        projected, u = model.project_norm(run, self.inputs, self.norm), s.activations[c.query_dim]
-        rotary, places = (rows.rope, model.inv_freq), (pages.block_table, *rows.places)
-        columns = 2 * c.query_dim, 2 * c.query_dim + c.kv_dim
-        rope.norm_rope_q(card, s.q, *projected, self.q_norm, *rotary, rows.n, c.n_heads, c.rope_sections, c.norm_eps)
+        card, s, n, places = model.card, model.scratch, run.rows.n, run.rows.places
+        qkv, u = self.project_qkv(model, run), s.activations[self.out.k]
+        rope.norm_rope_q(card, s.q, qkv, n)
         with run.in_order():
-            kv_cache.store_kv(card, pages.k, pages.v, *projected, *columns, self.k_norm, *rotary, *places, rows.n,
-                              c.n_kv_heads, c.rope_sections, c.norm_eps)
-        attention.attend_prefill(card, s.attended, s.q, *projected, pages.k, pages.v, *places, rows.n, c.n_heads,
-                                 c.n_kv_heads)
+            kv_cache.store_kv(card, pages, qkv, places, n)
+        attention.attend_prefill(card, s.attended, s.q, qkv, pages, places, n)
         if self.out.is_quantized:
-            quantize.quantize_q8(card, u.quantized, s.attended, rows.n, u.k)
+            quantize.quantize_q8(card, u.quantized, s.attended, n, u.k)
         else:
-            card.copy(u.x[:rows.n], s.attended[:rows.n])
+            card.copy(u.x[:n], s.attended[:n])
         model.project(run, s.x, self.out, u, add=True)
 
     def decode(self, model: "Model", run: DecodePass, pages: Pages):
-        card, c, s = model.card, model.config, model.scratch
-        projected, u = model.project_norm(run, self.inputs, self.norm), s.activations[c.query_dim]
-        columns = 2 * c.query_dim, 2 * c.query_dim + c.kv_dim
+        card, s, u = model.card, model.scratch, model.scratch.activations[self.out.k]
+        qkv = self.project_qkv(model, run)
         for first, rows in run.sequence:
             out = (u.q[first:], u.d[first:]) if self.out.is_quantized else (u.x[first:], None)
-            attend_decode.attend_decode(card, *out, *projected.rows_from(first), *columns, self.q_norm, self.k_norm,
-                                        rows.rope, model.inv_freq, pages.k, pages.v, pages.block_table, *rows.places,
-                                        model.partials, model.arrived, rows.n, c.n_heads, c.n_kv_heads,
-                                        c.rope_sections, c.norm_eps, run.reads_early)
+            part = qkv._replace(products=qkv.products.rows_from(first), rotary=qkv.rotary._replace(positions=rows.rope))
+            attend_decode.attend_decode(card, out, part, pages, rows.places, model.attention_scratch, rows.n,
+                                        early=run.reads_early)
         model.project(run, s.x, self.out, u, add=True)
 
 
@@ -841,7 +838,7 @@ class Layer:
     def load(cls, loader: Loader, config: Config, index: int) -> "Layer":
         """The weights of block `index`, put on the loader's card."""
         tensors = Tensors(loader, index)
-        return cls(mixer_kind(config, index).load(tensors), DenseMLP.load(tensors))
+        return cls(mixer_kind(config, index).load(tensors, config), DenseMLP.load(tensors))
 
     def stacks(self) -> list[Stack]:
         return [value for part in (self.mixer, self.mlp) for value in vars(part).values() if isinstance(value, Stack)]
@@ -947,7 +944,8 @@ class Model:
         if is_last:
             self.head_norm = loader.vector("output_norm.weight")
             self.head = self.embeddings if config.tied_embeddings else loader.matrix("output.weight")
-        self.inv_freq = self.card.upload(rope.inverse_frequencies(config.rope_base), "rotary frequencies")
+        frequencies = rope.inverse_frequencies(config.rope_base, config.rope_dim)
+        self.inv_freq = self.card.upload(frequencies, "rotary frequencies")
         self.stride = max(stack.stride for layer in self.layers for stack in layer.stacks())
         self.gemv = self.gemm = None    # a reader's own products of Q8_0 matrices, see `Engine.use`
 
@@ -973,8 +971,10 @@ class Model:
         c, card = self.config, self.card
         self.scratch = Scratch(self.scratch_layout, {
             name: card.alloc(*each) for name, each in self.scratch_layout(rows).items()})
-        self.partials = card.alloc(attend_decode.partials_shape(n_slots, c.n_heads), np.float32, "attention partials")
-        self.arrived = card.zeros((n_slots, c.n_kv_heads), np.uint32, "attention blocks that have arrived")
+        partials = attend_decode.partials_shape(n_slots, c.n_heads, c.head_dim)
+        self.attention_scratch = attend_decode.Scratch(
+            card.alloc(partials, np.float32, "attention partials"),
+            card.zeros((n_slots, c.n_kv_heads), np.uint32, "attention blocks that have arrived"))
         if self.head is not None:
             self.logits = card.alloc((max(n_slots, HEAD_ROWS), c.n_vocab), np.float32, "logits")
         self.views = {0: self}      # see `behind`; kept, since arrays know what launches ask of them

@@ -484,8 +484,9 @@ def poison(engine):
     engine.clear_cache()
     stage = engine.pipeline.last
     model, cache = stage.model, stage.cache
-    arrays = [value for name, value in vars(model).items() if name not in ("inv_freq", "head_norm", "arrived")]
-    parts = (*model.activations.values(), model.inner, *cache.pages.values(), cache,
+    arrays = [value for name, value in vars(model).items() if name not in ("inv_freq", "head_norm")]
+    arrays += [model.attention_scratch.partials, *(array for pages in cache.pages.values() for array in pages)]
+    parts = (*model.activations.values(), model.inner, cache,
              stage.sampler, stage.sampler.state, stage.sampler.log_probs)
     arrays += [value for part in parts for value in vars(part).values()]
     arrays = [value for value in [*arrays, cache.block_table, stage.inputs] if isinstance(value, Array)]
