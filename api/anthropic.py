@@ -9,11 +9,12 @@ fields, and the header anthropic-beta is not looked at.
 import json
 import uuid
 
-from engine.request import SAMPLING, Request, RequestError
-from qengine import explain
+from engine.request import SAMPLING, Delta, Request, RequestError
 
 from . import chat
-from .fields import ANYTHING, BOOL, SECONDS, TEXT, Endpoint, either, list_of, number, object_of, one_of
+from .endpoint import Endpoint, WireProtocol
+from .errors import ErrorAnswer, explain
+from .fields import ANYTHING, BOOL, SECONDS, TEXT, either, list_of, number, object_of, one_of
 from .openai import MAX_STOPS, NAME, OBJECT, STOP
 from .reply import CallArguments, CallStart, Content, Message, Thought, kept_alive, sse, whole
 from .tools import Tool
@@ -66,6 +67,19 @@ MESSAGES = object_of({
     **dict.fromkeys(["metadata", "service_tier", "inference_geo", "speed", "user_profile_id", "workspace_id"],
                     ANYTHING)}, ["messages", "max_tokens"])
 
+# ---- errors ----------------------------------------------------------------------------------------------
+
+ERRORS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+          413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
+
+
+def error_body(answer: ErrorAnswer) -> dict:
+    kind = ERRORS.get(answer.status, "api_error" if answer.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": answer.message}}
+
+
+PROTOCOL = WireProtocol("Anthropic", "/v1/messages", error_body)
+
 # ---- endpoints -------------------------------------------------------------------------------------------
 
 
@@ -86,10 +100,10 @@ def count_tokens(service, body: dict):
     return {"input_tokens": chat.count(service, read_conversation(body))}
 
 
-ENDPOINTS = [Endpoint("POST", "/v1/messages", "Answer a conversation (Anthropic)", messages, MESSAGES,
+ENDPOINTS = [Endpoint("POST", "/v1/messages", "Answer a conversation (Anthropic)", messages, PROTOCOL, MESSAGES,
                       generates=True),
              Endpoint("POST", "/v1/messages/count_tokens", "How long the prompt of a conversation is", count_tokens,
-                      object_of(CONVERSATION, ["messages"]))]
+                      PROTOCOL, object_of(CONVERSATION, ["messages"]))]
 
 
 def read_conversation(body: dict) -> chat.Conversation:
@@ -151,7 +165,7 @@ def result_of(block: dict) -> str:
 
 
 class Answer:
-    """The answer to one HTTP request, whole or as a stream of events."""
+    """The answer to one HTTP request, whole or as a stream of server-sent events."""
 
     def __init__(self, model: str, reply, stops, shows_thoughts: bool):
         self.id, self.model, self.reply, self.stops = f"msg_{uuid.uuid4().hex[:24]}", model, reply, stops
@@ -160,9 +174,9 @@ class Answer:
     def whole(self, generations) -> dict:
         [generation] = generations
         message, reason = Message(), None
-        for event in whole(generation):
-            reason = event.finish_reason
-            for part in self.parts(event):
+        for delta in whole(generation):
+            reason = delta.finish_reason
+            for part in self.parts(delta):
                 message.add(part)
         return self.message(list(map(written, message.blocks)), self.usage(generation)) | self.end(generation, reason)
 
@@ -176,12 +190,12 @@ class Answer:
         try:
             start = self.message([], {"input_tokens": generation.n_prompt, "output_tokens": 0})
             yield event("message_start", message=start | {"stop_reason": None, "stop_sequence": None})
-            for one in whole(generation, is_stream=True):
+            for delta in whole(generation, is_stream=True):
                 yield ""
-                if one is None:
+                if delta is None:
                     continue
-                reason = one.finish_reason
-                for part in self.parts(one):
+                reason = delta.finish_reason
+                for part in self.parts(delta):
                     yield from blocks.write(part)
             yield from blocks.close()
             yield event("message_delta", delta=self.end(generation, reason), usage=self.usage(generation))
@@ -189,9 +203,9 @@ class Answer:
         except Exception as error:      # the status is out already: clients raise from this event instead
             yield sse(error_body(explain(error)), "error")
 
-    def parts(self, one) -> list:
-        """What is to be told of an event of the engine."""
-        parts = self.reply.push(one)
+    def parts(self, delta: Delta) -> list:
+        """The parts of the answer that a token completes and the client is to see."""
+        parts = self.reply.push(delta)
         return parts if self.shows_thoughts else [part for part in parts if not isinstance(part, Thought)]
 
     def message(self, blocks: list, usage: dict) -> dict:
@@ -240,8 +254,8 @@ def opened(part) -> dict:
             return {"type": "tool_use", "id": id.replace("call_", "toolu_"), "name": name, "input": {}}
 
 
-def delta(part) -> dict | None:
-    """What a part adds to its block."""
+def change_of(part) -> dict | None:
+    """What a part adds to its block; Anthropic's streams call it a delta."""
     match part:
         case Thought(text):
             return {"type": "thinking_delta", "thinking": text}
@@ -252,7 +266,7 @@ def delta(part) -> dict | None:
 
 
 class BlockWriter:
-    """Writes the parts of an answer as events: a block for each run of parts of one kind, and for each call."""
+    """Writes the parts of an answer as server-sent events. A block holds a run of parts of one kind, or one call."""
 
     def __init__(self):
         self.n_blocks, self.kind = 0, None      # kind: of the parts of the open block, None where none is open
@@ -262,7 +276,7 @@ class BlockWriter:
             yield from self.close()
             yield event("content_block_start", index=self.n_blocks, content_block=opened(part))
             self.kind, self.n_blocks = type(part), self.n_blocks + 1
-        if (change := delta(part)) is not None:
+        if (change := change_of(part)) is not None:
             yield event("content_block_delta", index=self.n_blocks - 1, delta=change)
 
     def close(self):
@@ -275,13 +289,5 @@ class BlockWriter:
 
 
 def event(type: str, **data) -> str:
+    """A server-sent event as Anthropic's streams have it."""
     return sse({"type": type} | data, type)
-
-
-ERRORS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-          413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
-
-
-def error_body(failure) -> dict:
-    kind = ERRORS.get(failure.status, "api_error" if failure.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": failure.message}}

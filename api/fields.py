@@ -8,41 +8,8 @@ required may be null, too, which says no more than leaving it out.
 import difflib
 import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
-
-import flask
 
 from engine.request import SAMPLING, RequestError
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """A path, what may be sent there, and the function that answers: view(service, body).
-
-    generates: whether the view asks for places itself, see Service.submit. Every other body has one until it is
-    answered: megabytes take seconds."""
-
-    method: str
-    path: str
-    summary: str
-    view: Callable
-    body: dict | None = None        # the description of the body; None: there is none
-    generates: bool = False
-
-    def answer(self, service):
-        """The response to the current HTTP request. RequestError names what is wrong with its body."""
-        if self.body is None:
-            return self.view(service)
-        service.ready()
-        with service.places(1):
-            body = parse_body(flask.request.get_data())
-            check(body, self.body)
-            body = {name: value for name, value in body.items() if value is not None}
-            if not self.generates:
-                return flask.jsonify(self.view(service, body))
-        return self.view(service, body)
-
 
 # ---- descriptions --------------------------------------------------------------------------------------
 

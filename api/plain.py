@@ -3,11 +3,13 @@ whether the server is well."""
 
 import datetime
 
-from engine.request import RequestError
+from engine.request import Fault, RequestError
 from engine.tokenizer import GUARD
 
 from . import chat, openai
-from .fields import BOOL, TEXT, Endpoint, list_of, object_of
+from .endpoint import Endpoint
+from .fields import BOOL, TEXT, list_of, object_of
+from .openai import PROTOCOL
 
 
 def tokenize(service, body: dict):
@@ -42,18 +44,18 @@ def apply_template(service, body: dict):
 
 def health(service):
     engine = service.engine
-    lost = {"lost": [failure(fault) for fault in service.lost]} if service.lost else {}
+    lost = {"lost": [told_of(fault) for fault in service.lost]} if service.lost else {}
     if engine is None or service.is_loading:
         return {"status": "loading", **lost}, 503
-    if engine.error is not None:
-        return {"status": "error", "error": engine.error, **failure(engine.fault)}, 503
+    if engine.reason is not None:
+        return {"status": "error", "error": engine.reason, **told_of(engine.fault)}, 503
     cards = [{"name": card.describe(), "layers": [layers.start, layers.stop - 1]}      # the first and the last
              for card, layers in zip(engine.cards, engine.layers)]
     return {"status": "ok", "model": engine.name, "cards": cards, **lost,
-            "counts_pipes": service.pipes.can_count(engine)}
+            "counts_pipes": engine.counts_pipes}
 
 
-def failure(fault) -> dict:
+def told_of(fault: Fault) -> dict:
     """Which card has failed, if one has, and since when."""
     since = datetime.datetime.fromtimestamp(fault.since, datetime.timezone.utc)
     return ({"card": fault.card} if fault.card else {}) | {"since": since.isoformat(timespec="seconds")}
@@ -63,10 +65,10 @@ CONVERSATION = {name: openai.CHAT["properties"][name]
                 for name in ("messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs",
                              "reasoning_effort")}
 ENDPOINTS = [
-    Endpoint("POST", "/tokenize", "Token ids of a text", tokenize, object_of(
+    Endpoint("POST", "/tokenize", "Token ids of a text", tokenize, PROTOCOL, object_of(
         {"content": TEXT, "add_special": BOOL, "parse_special": BOOL, "with_pieces": BOOL}, ["content"])),
-    Endpoint("POST", "/detokenize", "The text of token ids", detokenize, object_of(
+    Endpoint("POST", "/detokenize", "The text of token ids", detokenize, PROTOCOL, object_of(
         {"tokens": list_of({"type": "integer"})}, ["tokens"])),
-    Endpoint("POST", "/apply-template", "The prompt of a conversation", apply_template, object_of(
+    Endpoint("POST", "/apply-template", "The prompt of a conversation", apply_template, PROTOCOL, object_of(
         CONVERSATION, ["messages"])),
-    Endpoint("GET", "/health", "Whether the server can answer", health)]
+    Endpoint("GET", "/health", "Whether the server can answer", health, PROTOCOL)]

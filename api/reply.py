@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from werkzeug.exceptions import ServiceUnavailable
 
-from engine.request import Event, events_of
+from engine.request import Delta, deltas_of
 from engine.tokenizer import Tokenizer
 
 from .tools import NotACall, Tool, overlap
@@ -117,15 +117,15 @@ class Reply:
         self._skips = self.thinking     # whether line breaks that come next belong to a tag
         self._silent = True             # nothing was said yet
 
-    def push(self, event: Event) -> list:
-        """The parts that are certain after another event."""
+    def push(self, delta: Delta) -> list:
+        """The parts that are certain after another token."""
         was_content = not self.thinking and self._call is None
         self.n_thinking += self.thinking
         parts = []
-        for piece, is_tag in self._cutter.push(event):
+        for piece, is_tag in self._cutter.push(delta):
             parts += self._read_tag(piece) if is_tag else self._read_text(piece)
         self.in_content = was_content and self._call is None
-        return parts + self._end() if event.finish_reason else parts
+        return parts + self._end() if delta.finish_reason else parts
 
     def stopped_by(self, strings) -> str | None:
         """Where one is the beginning of another it was the shorter one, which was complete first."""
@@ -208,11 +208,11 @@ SILENCE_SECONDS = 15        # proxies take a stream for dead that is silent for 
 
 
 def together(generations, is_stream=False):
-    """The events of generations as they come, each as (index, event); in a stream also None, now and then while none
-    come. ServiceUnavailable when one ends before its time, as it does with the server: a client that left reads on no
-    more."""
+    """The Deltas of generations as they come, each as (index, Delta); in a stream also None, now and then while none
+    comes. Raises ServiceUnavailable when a generation ends without a finish reason: it was cancelled because the server
+    is closing, since a client that has left does not read on."""
     finished = set()
-    for said in events_of(generations, SILENCE_SECONDS / 10 if is_stream else None):
+    for said in deltas_of(generations, SILENCE_SECONDS / 10 if is_stream else None):
         if said and said[1].finish_reason:
             finished.add(said[0])
         yield said
@@ -221,13 +221,15 @@ def together(generations, is_stream=False):
 
 
 def whole(generation, is_stream=False):
-    """The same of one generation, without its index."""
+    """What `together` gives of one generation, without the index."""
     return (said and said[1] for said in together([generation], is_stream))
 
 
 def kept_alive(texts, sign: str):
-    """What a stream writes, and `sign` wherever it wrote nothing for SILENCE_SECONDS. texts: with "" where there is
-    nothing to write, but time may have passed: many tokens may come before any of them is shown."""
+    """The texts that a stream writes, and `sign` wherever it has written nothing for SILENCE_SECONDS.
+
+    texts: some may be "", which says that there is nothing to write but time may have passed. Many tokens may come
+    before any of them is shown."""
     written = time.monotonic()
     for text in texts:
         if text or time.monotonic() - written >= SILENCE_SECONDS:
@@ -236,14 +238,14 @@ def kept_alive(texts, sign: str):
 
 
 def sse(data: dict, name: str | None = None) -> str:
-    """A server-sent event. ASCII only: some clients also break lines at U+0085 and U+2028."""
+    """A server-sent event. It is ASCII, because some clients also break lines at U+0085 and U+2028."""
     return (f"event: {name}\n" if name else "") + f"data: {json.dumps(data)}\n\n"
 
 
 class Cutter:
-    """Cuts the text of an answer, as far as events show it, at its tags.
+    """Cuts the text of an answer at its tags, as far as Deltas show the text.
 
-    unseen: what tokens said that no event has shown: a stop string and what follows it, or what may become one.
+    unseen: text of tokens that no Delta has shown: a stop string and what follows it, or what may become one.
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -253,14 +255,14 @@ class Cutter:
         self._text, self._start = "", 0         # what is shown and not cut yet, and where in the answer it starts
         self._marks = collections.deque()       # where in the answer tokens are tags: (start, tag)
 
-    def push(self, event: Event):
+    def push(self, delta: Delta):
         """Pieces of text and tags: (letters, is it a tag?)."""
-        self.unseen += self._decoder.push(event.token_id)
-        tag = self._names.get(event.token_id)
+        self.unseen += self._decoder.push(delta.token_id)
+        tag = self._names.get(delta.token_id)
         if tag is not None:
             self._marks.append((self._start + len(self._text) + len(self.unseen) - len(tag), tag))
-        self._text += event.text
-        self.unseen = self.unseen[len(event.text):]
+        self._text += delta.text
+        self.unseen = self.unseen[len(delta.text):]
         while True:
             at, tag = self._next_tag()
             if at:

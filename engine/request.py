@@ -151,10 +151,9 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Event:
-    """A generated token, and the text that is certain by now. The last one has a finish reason: "stop" or "length".
-
-    Log-probabilities are those of the model, before anything that a request asks of sampling."""
+class Delta:
+    """A generated token, and the text that its token makes certain. The last Delta of an answer has a finish reason,
+    "stop" or "length". Log-probabilities are those of the model, before anything that a request asks of sampling."""
 
     token_id: int
     text: str
@@ -210,14 +209,14 @@ def lengthened(n: int, letter: str, string: str, borders: list[int]) -> int:
 
 
 class Generation:
-    """A request on its way through the engine. Iterate over it for its events."""
+    """A request on its way through the engine. Iterating over it gives its Deltas."""
 
     def __init__(self, request: Request, tokenizer, constraint=None):
         self.request, self.constraint = request, constraint
         self.n_prompt, self.n_generated = len(request.prompt_ids), 0
         self.n_cached = 0           # tokens of the prompt that were not processed, for an earlier one began with them
         self.cancelled = False
-        self.finish_reason: str | None = None   # of the last event; None when cancelled or failed
+        self.finish_reason: str | None = None   # of the last Delta; None when cancelled or failed
         self.error: Exception | None = None     # what it failed with
         self.started = time.perf_counter()
         self.deadline = self.started + (math.inf if request.timeout is None else request.timeout)
@@ -225,27 +224,28 @@ class Generation:
         self._decoder, self._scanner = tokenizer.stream_decoder(), StopScanner(request.stop)
         self._scans = request.stop_after is None or request.stop_pause is not None
         self._at_start = not self._scans    # of what stop strings count in
-        self._events, self._done = queue.SimpleQueue(), threading.Event()
+        self._deltas, self._done = queue.SimpleQueue(), threading.Event()
         self.wake = threading.Event()           # set whenever there is something to `take`
 
     def __iter__(self):
-        """Events as they come. Ends without a finish reason when cancelled, raises what the generation failed with:
-        EngineStopped with the engine."""
+        """Deltas as they come. Ends without a finish reason when the generation was cancelled. Raises what the
+        generation failed with, EngineStopped where the engine failed."""
         return filter(None, self.listen())
 
     def listen(self, patience: float | None = None):
         """What iteration gives, and None whenever nothing has come for `patience` seconds."""
-        return (said and said[1] for said in events_of([self], patience))
+        return (said and said[1] for said in deltas_of([self], patience))
 
-    def take(self) -> Event | Exception | None:
-        """The next event, if one is there (queue.Empty: not yet); at the end None, or what the generation failed with."""
-        event = self._events.get_nowait()
-        if not isinstance(event, Event):
-            self._put(event)                    # for whoever reads on
-        return event
+    def take(self) -> Delta | Exception | None:
+        """The next Delta; at the end None, or what the generation failed with. Raises queue.Empty where nothing has
+        come yet."""
+        said = self._deltas.get_nowait()
+        if not isinstance(said, Delta):
+            self._put(said)                     # the end stays there for whoever reads on
+        return said
 
-    def _put(self, event: Event | Exception | None):
-        self._events.put(event)
+    def _put(self, said: Delta | Exception | None):
+        self._deltas.put(said)
         self.wake.set()
 
     def cancel(self):
@@ -282,7 +282,7 @@ class Generation:
             finish_reason = "stop"
         self.finish_reason = finish_reason
         self._scans = self._scans or token == self.request.stop_after
-        self._put(Event(token, text, finish_reason, logprob, top_logprobs))
+        self._put(Delta(token, text, finish_reason, logprob, top_logprobs))
         return finish_reason
 
     def _scan(self, piece: str) -> str:
@@ -293,32 +293,32 @@ class Generation:
         return piece[:len(piece) - len(text)] + self._scanner.push(text)
 
     def close(self, error: Exception | None = None):
-        """No more events; `error` is raised where they are read."""
+        """No more Deltas come; `error` is raised where the Deltas are read."""
         self.error = error
         self._put(error)
         self._done.set()
 
 
-def events_of(generations: list[Generation], patience: float | None = None):
-    """The events of generations as they come, each as (index, event), and None whenever nothing has come for `patience`
-    seconds. Raises what the first of them failed with."""
+def deltas_of(generations: list[Generation], patience: float | None = None):
+    """The Deltas of generations as they come, each as (index, Delta), and None whenever nothing has come for `patience`
+    seconds. Raises what the first of the failed generations failed with."""
     wake, reading = generations[0].wake, dict(enumerate(generations))
     for generation in generations:
-        generation.wake = wake                  # what came before is there at the first look
+        generation.wake = wake                  # a Delta that came before this line is found at the first look
     while reading:
         wake.clear()
         is_silent = True
         for index, generation in list(reading.items()):
             try:
-                event = generation.take()
+                said = generation.take()
             except queue.Empty:
                 continue
             is_silent = False
-            if isinstance(event, Event):
-                yield index, event
-            elif event is None:
+            if isinstance(said, Delta):
+                yield index, said
+            elif said is None:
                 del reading[index]
             else:
-                raise event
+                raise said
         if is_silent and not wake.wait(patience):
             yield None

@@ -7,6 +7,8 @@ import pytest
 from kernels.card import open_cards
 from kernels.nvidia import open_nvidia_cards
 
+pytest.register_assert_rewrite("tests.clients", "tests.four_ways")     # what test files share
+
 
 @cache
 def _cards():
