@@ -68,7 +68,7 @@ from kernels import (advance, attend_decode, attention, checkpoint, conv, embedd
 from kernels.card import Array, Card, CardError, Event, OutOfMemory, PlannedCard, open_cards, show_bytes
 from kernels.compile import CompileError
 from kernels.emulated.cards import CARDS
-from kernels.formats import FORMATS
+from kernels.formats import FLOATS, FORMATS
 from kernels.upload import PIECE, Feeder
 
 # What a user of this module may rely on; the second half are parts that the notebooks take out and look at.
@@ -307,7 +307,7 @@ def _check_tensors(config: Config, gguf: GGUF):
         if tensor.shape != shape:
             raise ModelError(f"{gguf.path}: tensor '{name}' (byte {tensor.offset}) has the shape "
                              f"{tensor.shape}, not {shape}")
-        allowed = SUPPORTED_TYPES if len(shape) == 2 else ("F32", "F16", "BF16")
+        allowed = SUPPORTED_TYPES if len(shape) == 2 else tuple(FLOATS)
         if tensor.type not in allowed:
             raise ModelError(f"{gguf.path}: tensor '{name}' (byte {tensor.offset}) is of type "
                              f"{tensor.type}, not {', '.join(allowed)}")
@@ -355,8 +355,8 @@ class Matrix:
 
 def alloc_matrix(card: Card, format: str, n: int, k: int, name: str) -> Matrix:
     """A matrix of undefined values. Raises OutOfMemory."""
-    if format in embedding.FLOATS:
-        return Matrix(format, n, k, card.alloc((n, k), embedding.FLOATS[format], name))
+    if format in FLOATS:
+        return Matrix(format, n, k, card.alloc((n, k), FLOATS[format].dtype, name))
     values, scales = FORMATS[format].arrays(n, k)
     return Matrix(format, n, k, card.alloc(*values, name), card.alloc(*scales, f"{name} scales"))
 
