@@ -1,9 +1,9 @@
 """Anthropic's messages.
 
-Beyond Anthropic's own fields: min_p, seed and the penalties of SAMPLING, and timeout (seconds in which the answer has
-to be there). Thoughts come where `thinking` asks for them; budget_tokens and effort are hints, of which the models know
-nothing. A field that is not described here is refused, also one of a beta: what a request asks of betas is in its
-fields, and the header anthropic-beta is not looked at.
+Beyond Anthropic's own fields there are min_p, seed and the penalties of SAMPLING, and timeout (the answer has to be
+complete within so many seconds). Thoughts come where `thinking` asks for them. budget_tokens and effort are accepted as
+hints, and have no effect on these models. A field that is not described here is refused, also a field of a beta. The
+header anthropic-beta is not looked at, because a request that uses a beta shows it in its fields.
 """
 
 import json
@@ -23,7 +23,7 @@ from .tools import Tool
 
 
 def block(type: str, required: dict, **optional) -> dict:
-    """A block of a content; where a prompt may be cached is for the engine to find."""
+    """A block of a message's content. cache_control is accepted and ignored: the engine itself finds what to keep."""
     return object_of({"type": one_of(type), "cache_control": ANYTHING, **required, **optional}, ["type", *required])
 
 
@@ -53,7 +53,7 @@ THINKING = either(choice("enabled", budget_tokens=number("max_tokens"), display=
 OUTPUT = object_of({"effort": one_of("low", "medium", "high", "xhigh", "max"),
                     "format": object_of({"type": one_of("json_schema"), "schema": OBJECT}, ["type", "schema"])})
 
-# What the templates do by themselves: of earlier turns the model is shown no thoughts, whatever `keep` says.
+# The templates do this by themselves: they show the model no thoughts of earlier turns, whatever `keep` says.
 EDIT = object_of({"type": one_of("clear_thinking_20251015"), "keep": ANYTHING}, ["type"])
 
 CONVERSATION = {
@@ -119,7 +119,7 @@ def read_conversation(body: dict) -> chat.Conversation:
 
 
 def read_tools(body: dict) -> chat.Toolbox | None:
-    """The tools of a request, None where there are none to call."""
+    """The tools of a request; None where it offers none, or forbids calls."""
     tools = [Tool(tool["name"], tool["input_schema"], bool(tool.get("strict"))) for tool in body.get("tools", [])]
     offered = [{"type": "function", "function": {
         "name": tool["name"], "description": tool.get("description", ""), "parameters": tool["input_schema"]}}
@@ -140,7 +140,7 @@ def text_of(content) -> str:
 
 
 def read_message(message: dict) -> list[dict]:
-    """The messages that one of Anthropic's is for a chat template, to which the results of tools are messages, too."""
+    """One of Anthropic's messages as chat templates take it: there, the result of a tool is a message of its own."""
     role, content = message["role"], message["content"]
     if isinstance(content, str):
         return [{"role": role, "content": content}]
@@ -157,7 +157,7 @@ def read_message(message: dict) -> list[dict]:
 
 
 def result_of(block: dict) -> str:
-    """What a tool said; the templates have no place for its failure but the text."""
+    """The text of a tool's result. The templates have no field for a failure, so the text says so."""
     return ("Error: " if block.get("is_error") else "") + text_of(block.get("content") or "")
 
 
@@ -213,7 +213,7 @@ class Answer:
                 "content": blocks, "usage": usage}
 
     def end(self, generation, reason: str) -> dict:
-        """Why the answer ended, and at which stop sequence."""
+        """Why the answer ended, and at which stop sequence, if it ended at one."""
         stop = None
         if reason == "length":
             is_asked = generation.n_generated == generation.request.max_tokens
@@ -231,7 +231,7 @@ class Answer:
 
 
 def written(block) -> dict:
-    """A block of an answer; a call as text where the answer ended within its arguments, which then are no object."""
+    """A block of an answer. Where the end of the answer has cut a call, its arguments are no JSON: it becomes text."""
     match block:
         case Thought(text):
             return opened(block) | {"thinking": text}
@@ -244,7 +244,7 @@ def written(block) -> dict:
 
 
 def opened(part) -> dict:
-    """The block that a part begins, still empty."""
+    """The block that begins with this part, without the part's content."""
     match part:
         case Thought():
             return {"type": "thinking", "thinking": "", "signature": ""}

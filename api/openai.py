@@ -1,9 +1,9 @@
 """OpenAI's chat completions and completions.
 
-Beyond OpenAI's own fields: those of SAMPLING, ignore_eos, return_token_ids (token_ids beside each piece of an answer),
-timeout (seconds in which the answer has to be there) and chat_template_kwargs.enable_thinking, which goes before
-reasoning_effort; an answer's thoughts come as reasoning_content. A field that is not described here is refused: whoever
-misspells one should hear of it.
+Beyond OpenAI's own fields there are those of SAMPLING, ignore_eos, return_token_ids (token_ids beside each piece of an
+answer), timeout (the answer has to be complete within so many seconds) and chat_template_kwargs.enable_thinking, which
+overrules reasoning_effort. An answer's thoughts come as reasoning_content. A field that is not described here is
+refused, so that a client hears of a misspelt name.
 """
 
 import time
@@ -21,7 +21,7 @@ from .tools import Tool
 MAX_CHOICES = 16            # answers of one request
 MAX_LOGPROBS = 20           # alternatives of one token
 MAX_STOPS = 16              # stop strings of one request
-NO_EFFORT = "none", "minimal"       # of reasoning; the models can do without, and know of no degrees
+NO_EFFORT = "none", "minimal"       # values of reasoning_effort that turn thoughts off; the models know no degrees
 
 # ---- what may be sent ------------------------------------------------------------------------------------
 
@@ -75,7 +75,7 @@ COMPLETION = object_of({
 
 
 def read_sampling(service, body: dict) -> dict:
-    """Arguments of Request that both endpoints take: the command line's, overruled by what the body says."""
+    """Arguments of Request that both endpoints take. The body overrules the command line."""
     said = {name: body[name] for name in SAMPLING if name in body}
     stop = body.get("stop", [])
     return service.sampling | said | {
@@ -85,7 +85,7 @@ def read_sampling(service, body: dict) -> dict:
 
 
 def seeded(request: dict, n: int) -> list[Request]:
-    """n requests for the same, which differ in their seed."""
+    """n requests that differ only in their seeds."""
     seed = request.get("seed")
     return [Request(**request | ({} if seed is None else {"seed": (seed + i) % 2**64})) for i in range(n)]
 
@@ -154,16 +154,16 @@ def read_conversation(body: dict) -> chat.Conversation:
 
 
 def read_messages(messages: list[dict]) -> list[dict]:
-    """The conversation as chat templates take it."""
+    """The messages as chat templates take them."""
     for i, message in enumerate(messages):
         if message.get("content") is None and not message.get("tool_calls"):       # the assistant's
             raise RequestError(f"messages[{i}].content", f"messages[{i}].content is missing")
-    names = {"developer": "system"}         # a newer name, which the templates do not know
+    names = {"developer": "system"}         # OpenAI's newer name for the same role; the templates do not know it
     return [message | {"role": names.get(message["role"], message["role"])} for message in messages]
 
 
 def read_tools(body: dict) -> chat.Toolbox | None:
-    """The tools of a chat request, None where there are none to call."""
+    """The tools of a chat request; None where it offers none, or forbids calls."""
     offered, choice = body.get("tools", []), body.get("tool_choice", "auto")
     tools = [Tool(tool["function"]["name"], tool["function"].get("parameters") or {},
                   bool(tool["function"].get("strict"))) for tool in offered]
@@ -181,14 +181,15 @@ def read_tools(body: dict) -> chat.Toolbox | None:
 
 
 def read_format(format: dict) -> tuple[dict | None, str]:
-    """The schema that the answer must fit, and the field that says so."""
+    """The schema that the answer must fit, None without one; and the field of the request that holds it."""
     if format.get("type") == "json_schema":
         return format["json_schema"]["schema"], "response_format.json_schema.schema"
     return ({"type": "object"} if format.get("type") == "json_object" else None), "response_format"
 
 
 def read_prompts(prompt, engine, most: int) -> list[list[int]]:
-    """The prompts of a completion request, as token ids: one or several strings or lists of ids, at most so many."""
+    """The prompts of a completion request as token ids, `most` at most. prompt: a string, a list of ids, or a list of
+    such."""
     several = isinstance(prompt, list) and prompt and all(isinstance(one, str | list) for one in prompt)
     if several and len(prompt) > most:
         raise RequestError("prompt", f"'prompt' holds {len(prompt)} prompts, and the server takes {most} of this kind "
@@ -204,7 +205,7 @@ def read_prompts(prompt, engine, most: int) -> list[list[int]]:
 
 
 class ChatChoice:
-    """One answer of a conversation as it is written. reply: what reads it."""
+    """One answer of a conversation as it is written. reply: the Reply that reads its tokens."""
 
     def __init__(self, tokenizer, reply):
         self.tokenizer, self.reply, self.message, self.n_thinking = tokenizer, reply, Message(), 0

@@ -1,5 +1,5 @@
-"""What lies behind both protocols, by the names and fields of llama.cpp's server: the tokenizer, the chat template, and
-whether the server is well."""
+"""Endpoints with the names and fields of llama.cpp's server: the tokenizer, the chat template, and the server's
+health."""
 
 import datetime
 
@@ -22,7 +22,7 @@ def tokenize(service, body: dict):
 
 
 def text_or_bytes(piece: bytes) -> str | list[int]:
-    """What a token stands for; part of a character as the numbers of its bytes."""
+    """The text of a token, or the values of its bytes where they are part of a character."""
     try:
         return piece.decode()
     except UnicodeDecodeError:
@@ -37,12 +37,13 @@ def detokenize(service, body: dict):
 
 
 def apply_template(service, body: dict):
-    """The prompt that a chat request of the same fields has."""
+    """The prompt that the engine is given for a chat request with these fields."""
     prompt, _ = chat.render(service, openai.read_conversation(body))
     return {"prompt": prompt.replace(GUARD, "")}
 
 
 def health(service):
+    """Whether the server can answer, and why not. Of each card: its name, and its first and last layer."""
     engine = service.engine
     lost = {"lost": [told_of(fault) for fault in service.lost]} if service.lost else {}
     if engine is None or service.is_loading:
@@ -56,7 +57,7 @@ def health(service):
 
 
 def told_of(fault: Fault) -> dict:
-    """Which card has failed, if one has, and since when."""
+    """The card at fault, if there is one, and since when, as /health has them."""
     since = datetime.datetime.fromtimestamp(fault.since, datetime.timezone.utc)
     return ({"card": fault.card} if fault.card else {}) | {"since": since.isoformat(timespec="seconds")}
 
