@@ -129,8 +129,8 @@ class Reply:
         return parts + self._end() if delta.finish_reason else parts
 
     def stopped_by(self, strings) -> str | None:
-        """The stop string that ended the answer, None where none did. Of two that begin alike it is the shorter one: that
-        was complete first."""
+        """The stop string that ended the answer, None where none did. Of two that begin alike it is the shorter,
+        which was complete first."""
         return min((string for string in strings if self._cutter.unseen.startswith(string)), key=len, default=None)
 
     def _read_tag(self, tag: str) -> list:

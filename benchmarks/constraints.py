@@ -116,9 +116,9 @@ def certain(engine, asked):
     n_tokens, runs = 0, collections.Counter()
     for request in asked:
         constraint, was_certain = Constraint(engine.vocabulary, request.grammar, request.grammar_after), []
-        for event in engine.submit(request):
+        for delta in engine.submit(request):
             was_certain.append(bool(constraint.forced))
-            constraint.take(event.token_id)
+            constraint.take(delta.token_id)
         n_tokens += len(was_certain)
         runs.update(len(list(run)) for is_certain, run in itertools.groupby(was_certain) if is_certain)
     listed = ", ".join(f"{n} ({runs[n]} times)" for n in sorted(runs))
