@@ -78,7 +78,7 @@ def error_body(answer: ErrorAnswer) -> dict:
     return {"type": "error", "error": {"type": kind, "message": answer.message}}
 
 
-PROTOCOL = WireProtocol("Anthropic", "/v1/messages", error_body)
+PROTOCOL = WireProtocol("/v1/messages", error_body)
 
 # ---- endpoints -------------------------------------------------------------------------------------------
 

@@ -13,11 +13,10 @@ from .fields import check, parse_body
 class WireProtocol:
     """A protocol, as far as the server itself speaks it: in errors.
 
-    error_body: the JSON object that tells of an error. prefix: how the paths begin where this protocol is meant; an
-    unknown path has its errors in the protocol with the longest fitting prefix.
+    prefix: how the paths of this protocol begin. An error at an unknown path has the shape of the protocol with the
+    longest fitting prefix. error_body: makes the JSON object that tells of an error.
     """
 
-    name: str
     prefix: str
     error_body: Callable[[ErrorAnswer], dict]
 

@@ -99,7 +99,7 @@ def error_body(answer: ErrorAnswer) -> dict:
     return {"error": {"message": answer.message, "type": kind, "param": answer.field, "code": None}}
 
 
-PROTOCOL = WireProtocol("OpenAI", "/", error_body)
+PROTOCOL = WireProtocol("/", error_body)
 
 # ---- endpoints -------------------------------------------------------------------------------------------
 

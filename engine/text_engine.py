@@ -1,4 +1,4 @@
-"""What an engine offers a server, so that api/ knows one class of names and nothing behind them."""
+"""What an engine offers a server: api/ uses these names of an engine and no others."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
