@@ -49,7 +49,7 @@ PROMPT = [5, 300, 77, 1024, 9, 2048, 31] * 6
 def results(path, card):
     """(logits of PROMPT, float32 [42, n_vocab]; the 6 greedy tokens after it) of a model file."""
     engine = qengine.load(str(path), card=card, ctx=128, progress=False)
-    tokens = [event.token_id for event in engine.submit(qengine.Request(PROMPT, max_tokens=6, ignore_eos=True))]
+    tokens = [delta.token_id for delta in engine.submit(qengine.Request(PROMPT, max_tokens=6, ignore_eos=True))]
     logits = engine.evaluate(PROMPT)
     engine.close()
     return logits, tokens

@@ -633,7 +633,7 @@ def test_nan_in_the_logits_ends_the_engine(card, own_engine):
     for generation in generations:
         with pytest.raises(qengine.EngineStopped, match="the engine has stopped: the logits hold a NaN"):
             list(generation)
-    assert "NaN" in own_engine.error
+    assert "NaN" in own_engine.reason
     for refused in (lambda: own_engine.submit(request()), lambda: own_engine.evaluate([1])):
         with pytest.raises(qengine.EngineStopped, match="NaN"):
             refused()
@@ -664,7 +664,7 @@ def test_closing_ends_what_runs_and_waits(card):
     for generation in generations:
         generation.wait()
         assert all(e.finish_reason is None for e in generation)
-    assert engine.error is None
+    assert engine.reason is None
     with pytest.raises(qengine.EngineStopped, match="was closed"):
         engine.submit(request())
     with pytest.raises(qengine.EngineStopped, match="was closed"):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import qengine
+from cli.bench import Bench
 from kernels import q8_gemm
 from kernels.emulated.card import EmulatedCard
 from tests.models import TINY, load_tiny, write_as_float32
@@ -177,7 +178,7 @@ def test_no_more_lanes_than_the_host_can_feed():
 def test_the_operations_of_a_prompt_are_those_of_its_lanes(card):
     """`--bench` tells of the launches of all parts, though a recording knows one stream."""
     with contextlib.closing(load(card, lanes=(256, 256, 188))) as engine:
-        bench = qengine.Bench(engine, [collections.namedtuple("Report", "dp4a_peak")(1e12)], 1, 1)
+        bench = Bench(engine, [collections.namedtuple("Report", "dp4a_peak")(1e12)], 1, 1)
         operations = {operation.name: operation.launches for operation in bench.prefill(N).operations}
     assert operations["gdn_recurrence"] == 2 * 3 and operations["attend_tiles"] == 3
 
