@@ -2887,7 +2887,7 @@ def hang_up(watched: dict):
 # found: of the int8 operations that its dp4a lanes do at the measured clock (prefill: those of the matrix
 # products), and of the bytes per second that it reads (decode: weights, recurrent states and KV pages).
 # What fits in a cache is read faster than memory: a small model's decode may go beyond 100 per cent. Operations are
-# timed by themselves: those of a prompt's lanes, which run side by side, add up to more than the prompt takes.
+# timed by themselves: those of a prompt's micro-batches, which run side by side, add up to more than the prompt takes.
 
 PROMPT_LENGTHS, CONTEXTS, REPEATS = (297, 1160, 4620, 18400), (297, 4620, 18400), 3
 EMULATED_LENGTH = 297       # prompt and context on the emulated card, once
@@ -2980,7 +2980,7 @@ class Bench:
     def chunk(self, stage: Stage, start: int, ids: list[int]):
         """A function that queues the launches of a stage's pass over `ids`, whose inputs are on the card."""
         set_rows(stage.inputs, ids, [0] * len(ids), range(start, start + len(ids)))
-        return functools.partial(stage.launch_lanes_in_turn, len(ids))
+        return functools.partial(stage.launch_micro_batches_in_sequence, len(ids))
 
     def decode(self, context: int) -> Speed:
         """The Speed of the batch from a context on."""
@@ -3011,7 +3011,7 @@ class Bench:
     def step(self, stage: Stage):
         """Queue the launches of a stage's part of a decode step, which `Stage.step` replays from recordings."""
         for group, slots in enumerate(self.groups):
-            stage.launch_step(group, len(slots), log_probs=False, turn=0)
+            stage.launch_step(len(slots), False, group, 0)
 
     # ---- what it must move and compute ----
 
@@ -3107,7 +3107,7 @@ class PipeMeter:
         stage, scheduler = engine.pipeline.last, engine.scheduler
         with scheduler.between_steps(), self._as_model(engine):
             n = len(scheduler.answering(0))
-            what = [(stage.launch_layers, 0, n), (stage.launch_choice, 0, n, False, 0)] if n else []
+            what = [(stage.launch_layers, n, 0), (stage.launch_choice, n, False, 0, 0)] if n else []
             recordings = [stage.recording(*launch) for launch in what]
         for recording in recordings:
             stage.card.prepare_counting(recording)
