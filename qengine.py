@@ -76,13 +76,14 @@ from engine.worker import Task, Worker, stop_all
 from kernels import (advance, attend_decode, attention, checkpoint, conv, embedding, finite, float_matmul, formats, gdn,
                      gdn_decode, kv_cache, logprobs, norm, probe, q8_gemm, q8_gemv, quant_gemv, quantize, rope, sample,
                      swiglu, synthetic)
+from kernels.assembler import find_assembler
 from kernels.bench import operation_seconds
-from kernels.card import Array, Card, CardError, Event, open_cards, show_bytes
+from kernels.card import Array, Card, CardError, Event, show_bytes
 from kernels.compile import CompileError
 from kernels.emulated.cards import CARDS, CardModel
 from kernels.emulated.estimate import PIPES, SECTOR, Counts
-from kernels.formats import FORMATS
-from kernels.nvidia import find_assembler
+from kernels.formats import FLOATS, FORMATS
+from kernels.open import open_cards
 from kernels.records import Places, Projected, States
 from kernels.trace import LEFT_OUT, tracing
 from kernels.upload import PIECE, Feeder
@@ -292,8 +293,8 @@ class Matrix:
 
 def alloc_matrix(card: Card, format: str, n: int, k: int, name: str) -> Matrix:
     """A matrix of undefined values. Raises OutOfMemory."""
-    if format in embedding.FLOATS:
-        return Matrix(format, n, k, card.alloc((n, k), embedding.FLOATS[format], name))
+    if format in FLOATS:
+        return Matrix(format, n, k, card.alloc((n, k), FLOATS[format].dtype, name))
     values, scales = FORMATS[format].arrays(n, k)
     return Matrix(format, n, k, card.alloc(*values, name), card.alloc(*scales, f"{name} scales"))
 
@@ -345,13 +346,12 @@ class Loader:
 class FileLoader(Loader):
     """Puts the tensors of a GGUF file on a card. `check` says whether the file was sound, once all are there."""
 
-    def __init__(self, card: Card, gguf: GGUF):
-        super().__init__(card, {name: tensor.shape for name, tensor in gguf.tensors.items()},
-                         lambda name: gguf.tensors[name].type)
-        self.gguf = gguf
-        self.feeder = Feeder(card, min(PIECE, max(tensor.nbytes for tensor in gguf.tensors.values())))
-        self.flags = card.zeros(len(gguf.tensors), np.uint32, "flags of damaged tensors")
-        self.flag_of = {name: self.flags[i:i + 1] for i, name in enumerate(gguf.tensors)}
+    def __init__(self, card: Card, weights: "FileWeights"):
+        super().__init__(card, weights.shapes, weights.type_of)
+        self.gguf, tensors = weights.gguf, weights.gguf.tensors
+        self.feeder = Feeder(card, min(PIECE, max(tensor.nbytes for tensor in tensors.values())))
+        self.flags = card.zeros(len(tensors), np.uint32, "flags of damaged tensors")
+        self.flag_of = {name: self.flags[i:i + 1] for i, name in enumerate(tensors)}
 
     def fill(self, rows: Matrix, name: str):
         """Sends the bytes of a tensor to the card, where a kernel takes them apart and looks for damage."""
@@ -395,60 +395,59 @@ class SyntheticLoader(Loader):
         return array
 
 
-class FileWeights:
+class Weights:
+    """The tensors of a model, on no card yet. These have no values, which suffices for plans; subclasses have some.
+
+    shapes: name -> row-major shape of every tensor. type_of(name): the tensor's type, as GGUF has it.
+    """
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], type_of):
+        self.shapes, self.type_of = shapes, type_of
+
+    def loading(self, card: Card):
+        """Context manager: gives a Loader for one thread. The tensors are good once the `with` body has ended. Raises
+        ModelError."""
+        return contextlib.nullcontext(Loader(card, self.shapes, self.type_of))
+
+
+class FileWeights(Weights):
     """The tensors of a GGUF file."""
 
     def __init__(self, gguf: GGUF):
         self.gguf = gguf
-
-    def type_of(self, name: str) -> str:
-        return self.gguf.tensors[name].type
+        super().__init__({name: tensor.shape for name, tensor in gguf.tensors.items()},
+                         lambda name: gguf.tensors[name].type)
 
     @contextlib.contextmanager
     def loading(self, card: Card):
-        """Gives a Loader for one thread. The tensors are good once the `with` body has ended. Raises ModelError."""
-        loader = FileLoader(card, self.gguf)
+        loader = FileLoader(card, self)
         yield loader
         loader.check()
 
 
-class SyntheticWeights:
-    """Random weights of a model's real shapes, made on the card: no file, nothing over the bus.
-
-    Matrices are of `format`, or Q8_0 where their rows are no whole number of the format's blocks.
-    """
+class SyntheticWeights(Weights):
+    """Random weights of a model's real shapes, made on the card: no file, nothing over the bus. Matrices are of
+    `format`, or Q8_0 where their rows are no whole number of the format's blocks."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], format: str = "Q8_0"):
-        self.shapes, self.format = shapes, format
-
-    def type_of(self, name: str) -> str:
-        return "Q8_0" if self.shapes[name][1] % FORMATS[self.format].file_block else self.format
+        super().__init__(shapes, lambda name: format if fits_blocks(shapes[name], format) else "Q8_0")
 
     def loading(self, card: Card):
         return contextlib.nullcontext(SyntheticLoader(card, self.shapes, self.type_of))
 
 
-class PlannedWeights:
-    """The tensors of other weights without their values, for plans. format: where given, matrices are of this one."""
-
-    def __init__(self, shapes: dict[str, tuple[int, ...]], weights: FileWeights | SyntheticWeights,
-                 format: str | None = None):
-        self.shapes, self.weights, self.format = shapes, weights, format
-
-    def type_of(self, name: str) -> str:
-        if self.format and self.shapes[name][1] % FORMATS[self.format].file_block == 0:
-            return self.format
-        return self.weights.type_of(name)
-
-    def loading(self, card: Card):
-        return contextlib.nullcontext(Loader(card, self.shapes, self.type_of))
+def fits_blocks(shape: tuple[int, ...], format: str) -> bool:
+    """Whether the rows of a matrix are a whole number of a format's blocks."""
+    return shape[1] % FORMATS[format].file_block == 0
 
 
 # ======================================================================================================
 # 3  Passes
 # ======================================================================================================
-# What runs through the layers is a pass: consecutive tokens of one prompt, or one decode step of several answers. Passes
-# over prompts use the prefill family of kernels, decode steps the decode family: a row's bits depend on its family alone.
+# What runs through the layers is a pass: consecutive tokens of one prompt, or one decode step of several answers.
+# Passes
+# over prompts use the prefill family of kernels, decode steps the decode family: a row's bits depend on its family
+# alone.
 
 
 @dataclass(frozen=True)
@@ -543,8 +542,8 @@ class ScratchArray(NamedTuple):
 
 
 class Activation:
-    """Rows on their way into projections of input size k, in the forms that the matrices read: int8 with a float32 scale
-    for each 32 values (q, d) for quantised matrices, float32 (x) for all others."""
+    """Rows on their way into projections of input size k, in the forms that the matrices read: int8 with a float32
+    scale for each 32 values (q, d) for quantised matrices, float32 (x) for all others."""
 
     def __init__(self, k: int, x: Array, q: Array, d: Array):
         self.k, self.x, self.q, self.d = k, x, q, d
@@ -569,9 +568,10 @@ class Pages:
 # ======================================================================================================
 # 4  Layers
 # ======================================================================================================
-# A layer is x += mixer(norm(x)); x += mlp(norm(x)), where x is the residual stream, float32 [rows, hidden]. A kind of mixer
-# or MLP is a class that owns all facts of its kind: the names and shapes of its tensors, what it demands of a model, its
-# passes over rows, its scratch memory, and what it computes and keeps (`Work`).
+# A layer is x += mixer(norm(x)); x += mlp(norm(x)), where x is the residual stream, float32 [rows, hidden]. A kind of
+# mixer
+# or MLP is a class that owns all facts of its kind: the names and shapes of its tensors, what it demands of a model,
+# its passes over rows, its scratch memory, and what it computes and keeps (`Work`).
 
 
 class Tensors:
@@ -666,18 +666,19 @@ class DeltaNet:
         return c.value_dim
 
     def prefill(self, model: "Model", run: PromptPass, states: States):
-        card, c, s, rows = model.card, model.config, model.scratch, run.rows
+        card, c, s, n_rows = model.card, model.config, model.scratch, run.rows.n
         projected, u = model.project_norm(run, self.inputs, self.norm), s.activations[c.value_dim]
-        heads = c.n_key_heads, c.n_value_heads
+        decay, heads = gdn.Decay(self.a, self.dt_bias), gdn.LinearHeads(c.n_key_heads, c.n_value_heads)
         with run.in_order():
             for start, end, slot, kept in run.parts():
-                n, mixed, part, places = end - start, s.mixed[start:], projected.rows_from(start), rows.places.rows_from(start)
-                conv.conv_silu(card, mixed, *part, states.conv, self.conv, *places, n, c.conv_dim)
-                gdn.gdn_prefill(card, s.delta[start:], states.memory, s.factors, mixed, *part, self.a, self.dt_bias,
-                                places.slots, n, *heads)
+                n, mixed = end - start, s.mixed[start:]
+                part, places = projected.rows_from(start), run.rows.places.rows_from(start)
+                conv.conv_silu(card, mixed, part, states.conv, self.conv, places, n, c.conv_dim)
+                gdn.gdn_prefill(card, s.delta[start:], states.memory, mixed, part, decay, places.slots, heads, rows=n,
+                                factors=s.factors)
                 if kept is not None:
                     states.copy(card, kept, slot)
-        inputs = (s.delta, projected.values[c.conv_dim:], projected.stride, self.out_norm, rows.n, c.n_value_heads,
+        inputs = (s.delta, projected.values[c.conv_dim:], projected.stride, self.out_norm, n_rows, c.n_value_heads,
                   c.norm_eps)
         if self.out.is_quantized:
             norm.gated_norm_quantize(card, u.q, u.d, *inputs)
@@ -688,13 +689,15 @@ class DeltaNet:
     def decode(self, model: "Model", run: DecodePass, states: States):
         card, c, s = model.card, model.config, model.scratch
         projected, u = model.project_norm(run, self.inputs, self.norm), s.activations[c.value_dim]
+        weights = gdn_decode.LinearWeights(self.conv, gdn.Decay(self.a, self.dt_bias), self.out_norm)
+        heads = gdn.LinearHeads(c.n_key_heads, c.n_value_heads)
         for first, rows in run.sequence:
-            inputs = (states.memory, states.conv, *projected.rows_from(first), self.conv, self.a, self.dt_bias,
-                      self.out_norm, *rows.places, rows.n, c.n_key_heads, c.n_value_heads, c.norm_eps, run.reads_early)
+            inputs = states, projected.rows_from(first), weights, rows.places, heads
+            sizes = {"rows": rows.n, "eps": c.norm_eps, "early": run.reads_early}
             if self.out.is_quantized:
-                gdn_decode.gdn_decode_quantize(card, u.q[first:], u.d[first:], *inputs)
+                gdn_decode.gdn_decode_quantize(card, u.q[first:], u.d[first:], *inputs, **sizes)
             else:
-                gdn_decode.gdn_decode(card, u.x[first:], *inputs)
+                gdn_decode.gdn_decode(card, u.x[first:], *inputs, **sizes)
         model.project(run, s.x, self.out, u, add=True)
 
 
@@ -883,8 +886,8 @@ def n_parameters(config: Config) -> int:
 
 
 def check_model(config: Config, gguf: GGUF):
-    """Raises ModelError unless the kernels can run the model, and each tensor is in the file, in the right shape and in a
-    type that the engine runs. A tensor that would be ignored is an error, too."""
+    """Raises ModelError unless the kernels can run the model, and each tensor is in the file, in the right shape and in
+    a type that the engine runs. A tensor that would be ignored is an error, too."""
     c = config
     for kind in (*MIXERS.values(), DenseMLP):
         for is_met, rule in kind.rules(c):
@@ -898,7 +901,7 @@ def check_model(config: Config, gguf: GGUF):
         if tensor.shape != shape:
             raise ModelError(f"{gguf.path}: tensor '{name}' (byte {tensor.offset}) has the shape "
                              f"{tensor.shape}, not {shape}")
-        allowed = SUPPORTED_TYPES if len(shape) == 2 else ("F32", "F16", "BF16")
+        allowed = SUPPORTED_TYPES if len(shape) == 2 else tuple(FLOATS)
         if tensor.type not in allowed:
             raise ModelError(f"{gguf.path}: tensor '{name}' (byte {tensor.offset}) is of type "
                              f"{tensor.type}, not {', '.join(allowed)}")
@@ -1093,7 +1096,7 @@ class Cache:
     def reset(self, slot: int):
         """Clear the recurrent states of a slot. Pages need no reset: positions bound what is read of them."""
         if self.recurrent:
-            checkpoint.clear_states(self.card, self.states.memory, self.states.conv, slot)
+            checkpoint.clear_states(self.card, self.states, slot)
 
     def set_pages(self, slot: int, pages: list[int]):
         """Tell the card which pages hold the slot's tokens, 64 each, in order."""
@@ -1111,7 +1114,7 @@ class Cache:
 
     def _copy(self, to: int, source: int):
         if self.recurrent:
-            checkpoint.copy_states(self.card, self.states.memory, self.states.conv, to, source)
+            checkpoint.copy_states(self.card, self.states, to, source)
 
     def pin(self, host: int):
         """Take page-locked host memory for checkpoint `host`, when the checkpoint is there for the first time. Raises
@@ -1136,7 +1139,8 @@ class Cache:
 # ======================================================================================================
 # 6  Stages
 # ======================================================================================================
-# A stage is a range of layers on one card. Every card has a worker (engine/worker.py), the only thread that gives the card
+# A stage is a range of layers on one card. Every card has a worker (engine/worker.py), the only thread that gives the
+# card
 # work: whoever wants something of a stage posts a task to its worker. Methods of Stage named queue_... run there.
 
 CHECKED_WEIGHTS = 1 << 22   # weights of one matrix that are compared with NumPy's product, see `Engine.use`
@@ -1193,8 +1197,8 @@ class Stage:
             held.clear()
 
     def allocate(self, sizes: CacheSizes, n_groups: int = 1):
-        """Take the memory of the cache, whose size depends on what the weights leave, and of the inputs of each group of
-        answers, see `Pipeline`."""
+        """Take the memory of the cache, whose size depends on what the weights leave, and of the inputs of each group
+        of answers, see `Pipeline`."""
         self.cache = Cache(self.card, self.config, self.layers, sizes)
         self.batches = [self.card.alloc(INPUTS * self.n_slots, np.int32, "ids, slots and positions of a decode step")
                         for _ in range(n_groups)]
@@ -1213,9 +1217,9 @@ class Stage:
         return self.exit.send(n, freed) if self.exit else found
 
     def queue_prompt(self, ids, slot: int, start: int, marks, tap):
-        """Queue a pass over consecutive tokens of a slot. The hidden states stay in the model's scratch.x until the next
-        pass. marks: (tokens of the pass, number of a checkpoint) where the slot's states are kept. Returns the event at
-        the end of the pass."""
+        """Queue a pass over consecutive tokens of a slot. The hidden states stay in the model's scratch.x until the
+        next pass. marks: (tokens of the pass, number of a checkpoint) where the slot's states are kept. Returns the
+        event at the end of the pass."""
         n = len(ids)
         set_rows(self.inputs, ids, [slot] * n, range(start, start + n))
         inside = tuple(Mark(end, slot, self.n_slots + number) for end, number in marks if end < n)
@@ -1227,8 +1231,8 @@ class Stage:
         return self.card.default_stream.record()
 
     def queue_first_choice(self, row: int, slot: int, log_probs: bool):
-        """Queue the choice of the next token of a slot from row `row` of the prompt's pass that was queued last. Returns
-        what `Sampler.read_back` does."""
+        """Queue the choice of the next token of a slot from row `row` of the prompt's pass that was queued last.
+        Returns what `Sampler.read_back` does."""
         set_rows(self.inputs, [0], [slot], [0])
         rows, buffer = rows_of(self.inputs, 1), self.sampler.next_buffer(-1)
         self.model.compute_logits(rows, self.model.scratch.x[row:row + 1])
@@ -1269,8 +1273,8 @@ class Stage:
         return self.sampler.read_back(group, buffer, n, log_probs)
 
     def queue_forced(self, ids, slot: int, start: int, draw: int):
-        """Queue a decode pass over consecutive tokens of a slot, without a choice. The next token that is drawn there is
-        number `draw` of its answer."""
+        """Queue a decode pass over consecutive tokens of a slot, without a choice. The next token that is drawn there
+        is number `draw` of its answer."""
         n = len(ids)
         set_rows(self.inputs, ids, [slot] * n, range(start, start + n), one_by_one=True)
         self.recording(self.launch_forced, n).replay()
@@ -1410,7 +1414,7 @@ def with_starts(sizes: list[int]):
     return zip(itertools.accumulate(sizes, initial=0), sizes)
 
 
-INPUTS = 7                  # numbers of a row: id, slot, position, its three in space and time, and the token chosen last
+INPUTS = 7                  # numbers of a row: id, slot, position, three positions for rotations, token chosen last
 
 
 def rows_of(inputs: Array, n: int) -> Rows:
@@ -1502,8 +1506,8 @@ class Edge:
 
 
 class Pipeline:
-    """The stages in order, and what crosses from card to card. Passes over prompts follow each other through the stages,
-    so that all cards work at the same time. So do the decode steps of groups of answers.
+    """The stages in order, and what crosses from card to card. Passes over prompts follow each other through the
+    stages, so that all cards work at the same time. So do the decode steps of groups of answers.
 
     Everything is queued and happens in the order of the calls. That holds where two requests use the same memory one
     after the other, too: a slot or a page may be given to the next request as soon as no further work of the last one
@@ -1624,8 +1628,8 @@ class Pipeline:
             self.run(len(ids), Stage.queue_prompt, ids, slot, start, marks, tap, post=Worker.ask)[-1].result()
             return
         self.queued.append(self.run(len(ids), Stage.queue_prompt, ids, slot, start, marks, None)[-1])
-        # The host stays few passes ahead, so that a cancellation stops the cards soon. With fewer passes the cards would
-        # be idle where links take as long as the cards do.
+        # The host stays few passes ahead, so that a cancellation stops the cards soon. With fewer passes the cards
+        # would be idle where links take as long as the cards do.
         if len(self.queued) >= 2 * len(self.stages):
             self.last.worker.wait(self.queued.popleft().result())
 
@@ -1674,8 +1678,9 @@ class Pipeline:
         self.last.worker.post(self.last.sampler.send_masks, list(constraints))
 
     def append(self, ids, slot: int, start: int, draw: int):
-        """A decode pass over consecutive tokens of `slot` at positions start, start + 1, ... that the host knows already.
-        The slot's states take the tokens, and the next token that is drawn there is number `draw` of the answer."""
+        """A decode pass over consecutive tokens of `slot` at positions start, start + 1, ... that the host knows
+        already. The slot's states take the tokens, and the next token that is drawn there is number `draw` of the
+        answer."""
         self.run(len(ids), Stage.queue_forced, ids, slot, start, draw)
 
     def choose(self, n: int, log_probs: bool, group: int = 0) -> "Tokens":
@@ -1690,63 +1695,66 @@ class Pipeline:
 
 
 class Tokens:
-    """Tokens on their way from a card to the host, and their log-probabilities where these were asked for.
-    found: the task that returns what `Sampler.read_back` does."""
+    """Tokens on their way from a card to the host, with their log-probabilities if a request asks for them.
+    found: the task that returns what `Sampler.read_back` returns."""
 
     def __init__(self, found: Task):
         self.found, self.report = found, None
         self.taken: Task | None = None      # the first stage's task that takes them
 
     def arrived(self) -> np.ndarray:
-        """Waits for them: int32, -1 where the logits of a row held a NaN. Good until the second `fetch` after, of the
-        same group."""
+        """Waits for the tokens and returns them: int32, -1 where the logits of a row held a NaN. The second following
+        `Sampler.read_back` of the same group overwrites the array."""
         tokens, self.report, arrived = self.found.result()
         self.found.worker.wait(arrived)
         return tokens
 
     def read(self) -> np.ndarray:
-        """The same for whom the cards do not wait. They go first: of two threads that wake up at once, one waits until
-        the other is done with Python."""
+        """Like `arrived`, for a reader that no card depends on. The worker that hands the tokens to the first card goes
+        first: if both threads woke up at once, one would wait for the interpreter's lock."""
         if self.taken is not None:
             self.taken.wait()
         return self.arrived()
 
     def log_probs(self, row: int, top: int) -> tuple[float, tuple[tuple[int, float], ...]]:
-        """Of what was read: the log-probability of a row's token, and the `top` likeliest tokens with theirs."""
+        """The log-probability of a row's token, and the `top` likeliest tokens with theirs. The tokens were read."""
         own, likeliest, ids = logprobs.unpack_report(self.report)
         return float(own[row]), tuple(zip(ids[row, :top].tolist(), likeliest[row, :top].tolist()))
 
 
-BUFFERS = 2                   # of a group's steps, as to where they leave their results
+BUFFERS = 2                 # result buffers of a group: one is read while the next step writes the other
 
 
 @dataclass
 class Results:
-    """Where `Sampler.launch` leaves what it finds for some rows, and the host memory that this is copied to."""
+    """A buffer for what `Sampler.launch` finds for some rows, and the host memory that the buffer is copied to."""
 
     tokens: Array
     report: Array                               # of log-probabilities
     on_host: tuple[np.ndarray, np.ndarray]      # page-locked, the same two
-    copied: Event | None = None             # after which they may be written again
+    copied: Event | None = None                 # after this event the buffer may be written again
 
 
 class Sampler:
-    """The sampling kernels' memory on a card: parameters, step, token history, biases and mask of every slot; and their
-    results. These are copied to the host beside the next step, which writes others: a copy of four bytes in between
-    takes 9 µs, of 504 for a step of a 0.8B (H100)."""
+    """The memory of the sampling kernels on a card: parameters, number of the next draw, token history, biases and mask
+    of every slot; and buffers for their results.
+
+    Results are copied to the host while the next step runs, which writes to another buffer. A copy between two steps
+    would make the card wait.
+    """
 
     def __init__(self, card: Card, n_slots: int, n_vocab: int):
         self.card, self.n_vocab = card, n_vocab
         self.state = sample.SamplingState.allocate(card, n_slots, n_slots, n_vocab)
         self.log_probs = logprobs.LogprobState.allocate(card, n_slots, n_vocab)
         self.masks, self.copies = card.pinned(self.state.mask.shape, np.uint32), card.stream()
-        # To an emulated card a stream is one more thread to share the processors with: 0.1 ms a step.
+        # On an emulated card a stream is a thread that shares the processors with the kernels: one is enough.
         self.reads = card.default_stream if card.kind == "emulated" else card.stream("reads")
         self.executor = llguidance.LLExecutor()
 
     def allocate(self, n_groups: int):
-        """Take the memory of results, for each group of answers and for first tokens. Of a group's some are copied and
-        read while the next are found; as many first tokens as groups may wait to be read."""
+        """Take the memory of the result buffers. Each group of answers has BUFFERS of them. First tokens of prompts
+        have n_groups + 1, as up to n_groups first tokens may be unread."""
         counts = [BUFFERS] * n_groups + [n_groups + 1]
         shape = sum(counts), len(self.masks)
         self.tokens = self.card.alloc(shape, np.int32, "sampled tokens")
@@ -1757,7 +1765,7 @@ class Sampler:
         self.buffers = [itertools.cycle(range(n)) for n in counts]
 
     def prepare_slot(self, slot: int, request: Request):
-        """Set a slot's parameters for a request and forget what it generated before."""
+        """Set a slot's parameters for a request and forget what the slot generated before."""
         r, state = request, self.state
         seed = secrets.randbits(64) if r.seed is None else r.seed
         packed = sample.pack_parameters(
@@ -1779,11 +1787,11 @@ class Sampler:
 
     def set_draw(self, slot: int, draw: int):
         """The next token that a slot draws is number `draw` of its answer."""
-        self.card.copy_in(self.state.parameters[slot][sample.STEP:sample.STEP + 1], np.array([draw], np.uint32))
+        self.card.copy_in(self.state.parameters[slot][sample.DRAW:sample.DRAW + 1], np.array([draw], np.uint32))
 
     def make_masks(self, constraints: dict[int, Constraint]):
-        """Write down on the host what slots may choose next. The tokens chosen under their last masks must have been
-        read."""
+        """Write the masks of slots on the host: what each slot may choose next. The tokens that were chosen under the
+        slots' last masks must have been read."""
         free = []
         for slot, constraint in constraints.items():
             if constraint.forced:
@@ -1796,30 +1804,31 @@ class Sampler:
             llguidance.numpy.fill_next_token_bitmask_par(self.executor, free, self.masks.view(np.int32))
 
     def send_masks(self, slots: list[int]):
-        """Queue the masks of slots for what `launch` does next. They travel beside what runs: all that writes masks is
-        in `copies`."""
+        """Queue the copy of masks to the card, for the next `launch`. The copies run beside the kernels of the default
+        stream. Everything that writes masks is in the stream `copies`."""
         for slot in slots:
             self.card.copy_in(self.state.mask[slot], self.masks[slot], self.copies)
         self.card.default_stream.wait(self.copies.record())
 
     def next_buffer(self, group: int) -> int:
-        """Which of the results of a group, -1: of first tokens, are to be written next. What is queued from now on
-        waits until those that are there have been copied."""
+        """The index of the next result buffer of a group; group -1 has the buffers of first tokens. What is queued
+        after this call waits until the buffer's earlier results have been copied."""
         buffer = next(self.buffers[group])
         if copied := self.results[group][buffer].copied:
             self.card.default_stream.wait(copied)
         return buffer
 
     def launch(self, logits: Array, rows: Rows, group: int, buffer: int, log_probs: bool):
-        """Queue the choice of the next token of each row; it can be recorded."""
+        """Queue the choice of the next token of each row. The launches can be recorded."""
         results = self.results[group][buffer]
         sample.sample(self.card, results.tokens, logits, rows.places.slots, self.state, rows.n, self.n_vocab)
         if log_probs:
             logprobs.logprobs(self.card, results.report, logits, results.tokens, self.log_probs, rows.n, self.n_vocab)
 
-    def read_back(self, group: int, buffer: int, n: int, log_probs: bool) -> tuple[np.ndarray, np.ndarray | None, Event]:
-        """Queue the copy to the host of what `launch` found for n rows, beside what is queued next. Returns tokens,
-        report of log-probabilities or None, and the event after which they are good."""
+    def read_back(self, group: int, buffer: int, n: int,
+                  log_probs: bool) -> tuple[np.ndarray, np.ndarray | None, Event]:
+        """Queue the copy of a buffer's results for n rows to the host, beside what is queued next. Returns the tokens,
+        the report of log-probabilities or None, and the event after which both are there."""
         results = self.results[group][buffer]
         tokens, report = (host[:n] for host in results.on_host)
         self.reads.wait(self.card.default_stream.record())
@@ -1834,31 +1843,27 @@ class Sampler:
 # ======================================================================================================
 
 RUNNING_CHUNK = 512         # most tokens of a pass over a prompt while answers run, which wait for the pass
-LEAST_FORCED = 3            # fewer forced tokens are not worth a pass of their own: the pass waits for what is in flight
+LEAST_FORCED = 3            # fewer forced tokens do not pay: their pass waits for the step in flight
 TURN = "<|im_start|>"       # the control token at which a turn of a conversation begins
 NAN_LOGITS = "the logits hold a NaN: the model file is damaged, or a kernel is wrong"
-DEFAULT_CTX = 4096          # tokens of a slot, where neither the caller nor the model asks for fewer
-
-# The small model that comes with qengine.
-DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "qengine-10m-Q8_0.gguf"
 
 
 class Sequence:
-    """A generation that holds a slot: its tokens, and how many of them the caches have seen."""
+    """A generation that holds a slot: its tokens, and how many of them have been computed."""
 
     def __init__(self, generation: Generation, slot: int, n_pages: int, root: Node):
         self.generation, self.slot = generation, slot
-        self.n_pages = n_pages          # that it may come to need, and so can rely on
+        self.n_pages = n_pages          # pages that are promised to the sequence: the most it can need
         self.tokens = list(generation.request.prompt_ids)
-        self.has_begun = False          # its slot is ready for it
-        self.n_computed = 0         # tokens that the caches have seen
-        self.n_pass = 0                 # tokens of its prompt's last pass
-        self.in_flight = 0              # tokens that a queued decode step will find: 0 or 1
-        self.group: int | None = None   # of answers, whose steps it takes part in
+        self.has_begun = False          # whether its slot was prepared
+        self.n_computed = 0             # tokens that have gone through the layers, here or in an earlier request
+        self.last_pass = 0              # tokens of its prompt's latest pass
+        self.in_flight = 0              # tokens that a queued decode step will choose: 0 or 1
+        self.group: int | None = None   # the group of answers in whose decode steps it takes part
         self.pages: list[int] = []
-        self.node = root                # of the prefix tree: the last that stands for tokens of this
+        self.node = root                # the deepest node of the prefix tree that holds one of its pages
         self.marks: list[int] = []      # positions in the prompt where checkpoints are taken
-        self.decoded: Node | None = None    # whose checkpoint is its latest of decoded tokens
+        self.decoded: Node | None = None    # the node with its latest checkpoint that was taken while decoding
 
     @property
     def in_prompt(self) -> bool:
@@ -1866,22 +1871,23 @@ class Sequence:
 
     @property
     def is_answer(self) -> bool:
-        """Whether its first token is there."""
+        """Whether the first token of the answer is there."""
         return len(self.tokens) > self.generation.n_prompt
 
     def is_full(self, more: int, n_ctx: int) -> bool:
-        """Whether so many more tokens end it by its length."""
+        """Whether the sequence reaches its length limit with so many more tokens."""
         return more >= self.room(n_ctx)
 
     def room(self, n_ctx: int) -> int:
-        """How many more tokens it may have."""
+        """How many more tokens the sequence may have."""
         longest = self.generation.request.max_tokens
         left = n_ctx - len(self.tokens)
         return left if longest is None else min(left, longest - self.generation.n_generated)
 
     def n_forced(self, n_ctx: int) -> int:
-        """How many tokens follow for certain and can be appended by one pass, which does not go beyond a page. None
-        where something is to be known of each: its log-probability, or for penalties that it was there."""
+        """How many forced tokens one pass can append. A pass stays within a page. The result is 0 where the sampler
+        must
+        see each token: for its log-probability, or for penalties."""
         constraint, request = self.generation.constraint, self.generation.request
         if not constraint or constraint.after is not None or request.top_logprobs is not None or request.is_penalized:
             return 0
@@ -1891,7 +1897,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Flight:
-    """A decode step that is queued, or the end of a prompt: the sequences of its rows, and the tokens it will find."""
+    """A queued decode step, or the end of a prompt: the sequences of its rows, and the tokens that it will choose."""
 
     sequences: list[Sequence]
     tokens: Tokens
@@ -1902,25 +1908,27 @@ def wants_log_probs(sequences: list[Sequence]) -> bool:
 
 
 class Scheduler:
-    """Decides what the cards do next. Its thread repeats `step`: admit, one chunk of one prompt, one decode step.
+    """Decides what the cards do next. Its thread repeats `run_round`: admit requests, queue one pass of one prompt,
+    queue one decode step.
 
-    So prompts and running answers take turns, and a cancellation is seen at every step. The queue has no limit:
-    the server, which strangers may reach, has one. Who waits is admitted in the order of arrival, when there is a slot
-    and all pages that prompt and answer may come to need are there: free, or kept for later and promised to nobody. So
-    nobody who runs ever lacks a page, and nobody is overtaken for ever.
+    So prompts and running answers alternate, and each round sees cancellations. The queue has no limit of its own: the
+    server, which strangers may reach, has one. Requests are admitted in the order of arrival. A request is admitted
+    when
+    there are a slot and all pages that its prompt and answer can need: free pages, or pages that are kept for later
+    prompts and promised to nobody. So a running sequence never lacks a page, and no request waits for ever.
 
-    What a prompt has in common with earlier ones is looked up when its first chunk is due: of several that arrive
-    together, the first is processed by then, and the others find what they share with it.
+    The scheduler looks up what a prompt has in common with earlier ones when the prompt's first pass is due. Of several
+    prompts that arrive together, the first one is computed by then, and the others share its beginning.
 
-    A decode step is queued before the tokens of the one before it are looked at, since the cards hand those on
-    themselves: so they never wait for the host. Where such a token ends its sequence, the step has computed a row
-    for nothing: it wrote into the sequence's own slot and pages, before whoever has them next. Where a grammar rules
-    an answer, the tokens are looked at while the layers of the next step run, and its choice is queued after that.
+    A decode step is queued before the host has read the tokens of the step before: the cards pass those tokens on
+    themselves and never wait for the host. If such a token ends its sequence, the queued step computes one row in vain.
+    That row writes only into the sequence's own slot and pages, before their next owner does. If a grammar rules an
+    answer, the host reads the tokens while the layers of the next step run, and queues the choice after that.
 
-    Several cards work at the same time on several things. So the answers are in groups, as many as there are cards, and
-    while one group's step is on the first card, another's is on the second; in between prompts the groups take turns,
-    since a step comes back only after the passes before it. And the next prompt begins before the last one's first
-    token is there. One card has one group. No token depends on the grouping.
+    Several cards work on several things at the same time. The answers form as many groups as there are stages: while
+    one group's step is on the first card, another group's step is on the second. While prompts run, too, each round
+    steps one group only, since a step that is queued behind a pass comes back only after the pass. The next prompt
+    begins before the first token of the last one is there. One card has one group. No token depends on the grouping.
     """
 
     def __init__(self, pipeline: Pipeline, cache: PrefixCache, tokenizer: Tokenizer, n_slots: int, n_ctx: int,
@@ -1929,16 +1937,16 @@ class Scheduler:
         self.n_slots, self.n_ctx, self.chunk = n_slots, n_ctx, chunk
         self.free_slots = list(reversed(range(n_slots)))
         self.waiting, self.running = collections.deque(), []
-        self.flights: list[Flight | None] = [None] * pipeline.n_groups  # while there is one, the cards know its batch
-        self.first_tokens = collections.deque()     # Flights that end prompts
-        self.turns = itertools.cycle(range(pipeline.n_groups))
+        self.flights: list[Flight | None] = [None] * pipeline.n_groups  # the step in flight of each group
+        self.first_tokens = collections.deque()     # the Flights that end prompts
+        self.next_groups = itertools.cycle(range(pipeline.n_groups))
         self.totals = dict.fromkeys(("requests", "cache_hits", "prompt_tokens", "cached_tokens", "generated_tokens"), 0)
         self.changed = threading.Condition()        # guards waiting, guests, draining, closing and error
-        self.draining = self.closing = False        # no more requests are taken; no more steps are made
+        self.draining = self.closing = False        # draining: no more requests are taken; closing: no more rounds
         self.error: str | None = None               # the sentence on what the engine failed with
         self.fault: Fault | None = None
         self.stepping = threading.Lock()            # held while the pipeline is in use
-        self.guests = 0                             # threads that want it; the scheduler lets them go first
+        self.guests = 0                             # threads that want the pipeline; the scheduler lets them go first
         self.thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
         pipeline.on_fault = self._wake
 
@@ -1951,7 +1959,7 @@ class Scheduler:
             self.changed.notify_all()
 
     def close(self, grace: float = 0.0):
-        """Take no more requests, give those there are `grace` seconds, and end what is left of them, and the thread."""
+        """Take no more requests. Give those that are there `grace` seconds, then end them, and end the thread."""
         with self.changed:
             self.draining = True
             self.changed.wait_for(lambda: self.closing or not (self.waiting or self.running), grace)
@@ -1973,7 +1981,8 @@ class Scheduler:
 
     @contextlib.contextmanager
     def between_steps(self):
-        """The pipeline and the cache to oneself. Raises EngineStopped after a failure or the end."""
+        """Context manager: the caller has the pipeline and the cache to itself. Raises EngineStopped after a failure or
+        the end."""
         with self._as_guest(), self.stepping:
             if self.closing or self.error is not None:
                 raise EngineStopped(self.error or "the engine was closed")
@@ -1981,10 +1990,9 @@ class Scheduler:
 
     @contextlib.contextmanager
     def borrow_slot(self, n_tokens: int):
-        """A free slot with pages for so many tokens, and the pipeline to oneself, for work outside the queue.
-
-        Raises RequestError where every slot is taken, or too many pages, and EngineStopped after a failure or the end.
-        """
+        """Context manager for work outside the queue: gives a Sequence with a free slot and pages for so many tokens,
+        and the caller has the pipeline to itself. Raises RequestError if every slot is taken or too few pages are left,
+        and EngineStopped after a failure or the end."""
         with self.between_steps():
             if not self.free_slots:
                 raise RequestError("slots", "every slot is taken by a running request")
@@ -2000,7 +2008,8 @@ class Scheduler:
 
     @contextlib.contextmanager
     def _as_guest(self):
-        """Holds the next step back. The lock alone would not do: a thread that frees one and takes it again wins."""
+        """Holds the next round back. The lock alone is not fair: the scheduler's thread, which frees the lock and takes
+        it again at once, would nearly always get it before a guest that waits."""
         with self.changed:
             self.guests += 1
         try:
@@ -2014,15 +2023,15 @@ class Scheduler:
         try:
             while self._wait_for_work():
                 with self.stepping:
-                    self.step()
+                    self.run_round()
         except BaseException as error:      # a panic of a library in Rust is no Exception
             self.fault = self.pipeline.fault or Fault.of(error)
-            if isinstance(error, (CardError, CompileError)):    # every request hears of it, also later ones
+            if isinstance(error, (CardError, CompileError)):    # every request gets this reason, later ones too
                 self.error = f"the engine has stopped: {self.fault.what}"
             else:
                 logging.getLogger("qengine").error("the engine has stopped", exc_info=error)
                 self.error = "the engine has stopped after an internal error"
-        with contextlib.suppress(Exception):            # what is queued uses memory that may go now
+        with contextlib.suppress(Exception):            # queued work must end before its memory is freed
             self.pipeline.settle()
         with self.changed:
             self.closing = True
@@ -2033,7 +2042,8 @@ class Scheduler:
             self.changed.notify_all()
 
     def _wait_for_work(self) -> bool:
-        """Whether there is some; raises what the pipeline failed with, also while nobody waits for it."""
+        """Waits for work. Returns False when the engine closes. Raises what the pipeline failed with, even if no
+        request runs."""
         with self.changed:
             if self.draining and not (self.waiting or self.running):
                 self.changed.notify_all()
@@ -2047,9 +2057,9 @@ class Scheduler:
         with self.changed:
             self.changed.notify_all()
 
-    def step(self):
-        """Admit what fits; run a chunk of the oldest unfinished prompt, then a decode step of a group of answers, or of
-        all where there is no prompt."""
+    def run_round(self):
+        """Admit what fits. Queue a pass of the oldest unfinished prompt and a decode step of one group of answers;
+        without such a prompt, a decode step of every group."""
         self._drop_ended()
         self._admit()
         prompt = self._prompt()
@@ -2057,15 +2067,15 @@ class Scheduler:
             self._prefill(prompt)
         self._land_first_tokens(len(self.flights) - 1 if self._prompt() else 0)
         self._form_groups()
-        for group in range(len(self.flights)) if prompt is None else [next(self.turns)]:
+        for group in range(len(self.flights)) if prompt is None else [next(self.next_groups)]:
             self.decode(group)
 
     def _prompt(self) -> Sequence | None:
-        """The oldest that is unfinished."""
+        """The oldest running sequence whose prompt is not computed yet."""
         return next((s for s in self.running if s.in_prompt), None)
 
     def _drop_ended(self):
-        """End what was cancelled, and what has taken longer than it may."""
+        """End the requests that were cancelled or have taken longer than they may."""
         for sequence in [s for s in self.running if s.generation.is_over()]:
             self._finish(sequence, sequence.generation.overdue())
         with self.changed:
@@ -2074,7 +2084,7 @@ class Scheduler:
                 generation.close(generation.overdue())
 
     def _admit(self):
-        """Give slots to the oldest that wait, as far as there are slots and pages for them."""
+        """Give slots to the requests that have waited longest, as far as there are slots and pages for them."""
         while self.free_slots:
             with self.changed:
                 if not self.waiting:
@@ -2086,7 +2096,7 @@ class Scheduler:
             self.totals["requests"] += 1
 
     def _pages_wanted(self, request: Request) -> int:
-        """Pages of prompt and answer, if that becomes as long as it may."""
+        """Pages of the prompt and of the longest answer that the request allows."""
         longest = self.n_ctx if request.max_tokens is None else len(request.prompt_ids) + request.max_tokens
         return pages_for(min(longest, self.n_ctx))
 
@@ -2094,13 +2104,13 @@ class Scheduler:
         return self.cache.n_available - sum(s.n_pages - len(s.pages) for s in self.running)
 
     def _prefill(self, sequence: Sequence):
-        """The next chunk of a prompt. Chunks start at multiples of 64, so no result depends on their size."""
+        """Queue the next pass of a prompt. Passes start at multiples of 64, so no result depends on their size."""
         if not sequence.has_begun:
             self._begin(sequence)
         limit = min(self.chunk, RUNNING_CHUNK) if any(s.is_answer for s in self.running) else self.chunk
         start = sequence.n_computed
-        sequence.n_pass = self.pipeline.pass_rows(start, sequence.generation.n_prompt, limit, sequence.n_pass)
-        end = start + sequence.n_pass
+        sequence.last_pass = self.pipeline.pass_rows(start, sequence.generation.n_prompt, limit, sequence.last_pass)
+        end = start + sequence.last_pass
         self._reserve(sequence, end)
         marks = [at for at in sequence.marks if start < at <= end]
         numbers = [number for _ in marks if (number := self.cache.take_number()) is not None]
@@ -2118,7 +2128,8 @@ class Scheduler:
             self.first_tokens.append(Flight([sequence], tokens))
 
     def _begin(self, sequence: Sequence):
-        """Make the slot ready, with what the caches know of the prompt; its last token is always processed."""
+        """Make the slot ready. The prompt begins behind the longest beginning that is cached, but its last token is
+        always computed."""
         generation, tokens = sequence.generation, sequence.tokens
         sequence.node, known = self.cache.find(tokens[:-1])
         sequence.pages = self.cache.enter(sequence.node)
@@ -2133,8 +2144,8 @@ class Scheduler:
         self.totals["prompt_tokens"] += generation.n_prompt
 
     def _join(self, sequence: Sequence, n_seen: int) -> dict[int, Node]:
-        """The full pages of the first n_seen tokens, whose passes are queued, join the tree. Returns {position: node
-        that ends there} of those that had not joined yet."""
+        """Put the full pages of the first n_seen tokens, whose passes are queued, into the prefix tree. Returns
+        {position: node that ends there} for the pages that were not in the tree yet."""
         joined, pages = {}, list(sequence.pages)
         for end in range((sequence.node.depth + 1) * PAGE_TOKENS, n_seen + 1, PAGE_TOKENS):
             start, depth = end - PAGE_TOKENS, sequence.node.depth
@@ -2148,9 +2159,11 @@ class Scheduler:
         return joined
 
     def _keep_decoded(self, sequence: Sequence, n_seen: int):
-        """Where what was queued last has filled a page of a sequence, keep that and the states after it. An answer
-        has one such checkpoint, the latest, and those at multiples of CHECKPOINT_INTERVAL. Answers with the same tokens
-        share them, and the last that goes on drops it: where one of them ended, its next turn begins."""
+        """If the step queued last fills a page of a sequence, put the page into the prefix tree and take a checkpoint.
+
+        An answer keeps its latest checkpoint and those at multiples of CHECKPOINT_INTERVAL. Answers with the same
+        tokens share checkpoints. The last of them that takes a newer checkpoint drops the old one, unless an answer
+        ended there: the next turn of its conversation will begin at that checkpoint."""
         if n_seen % PAGE_TOKENS:
             return
         node = self._join(sequence, n_seen)[n_seen]
@@ -2169,7 +2182,7 @@ class Scheduler:
             sequence.decoded = node
 
     def _land_first_tokens(self, n_left: int):
-        """Take the tokens that follow prompts, but for the last n_left: the cards are still at those."""
+        """Take the first tokens of answers, except the last n_left: the cards still compute those."""
         while len(self.first_tokens) > n_left:
             flight = self.first_tokens.popleft()
             sequence, = flight.sequences
@@ -2178,7 +2191,8 @@ class Scheduler:
                 self._take(sequence, flight.tokens, 0, token)
 
     def _form_groups(self):
-        """Put new answers into the smallest group, and one of a group's answers into another where that evens them."""
+        """Put new answers into the smallest group. If the sizes differ by more than one, move an answer from the
+        largest group to the smallest."""
         members = {group: [s for s in self.running if s.group == group] for group in range(len(self.flights))}
 
         def size(group):
@@ -2194,10 +2208,10 @@ class Scheduler:
             members[largest][-1].group = smallest
 
     def decode(self, group: int):
-        """Queue a step of a group of answers, and then take the tokens of the one before."""
+        """Queue a decode step of a group of answers, then take the tokens of the group's step before."""
         self._append_forced(group)
         if self.flights[group] and self.flights[group].sequences != self.answering(group):
-            self._land(group)                       # who stays needs its token to be placed anew
+            self._land(group)                       # the batch changes: the host must place the tokens of the others
         batch = self.answering(group)
         if not batch:
             return
@@ -2208,7 +2222,7 @@ class Scheduler:
             self._reserve(sequence, sequence.n_computed + sequence.in_flight + 1)
         if any(s.generation.constraint for s in batch):
             self.pipeline.forward(len(batch), group)
-            self._land(group)                       # the masks follow from its tokens
+            self._land(group)                       # the masks depend on the tokens of the step before
             self._constrain(batch)
             tokens = self.pipeline.choose(len(batch), wants_log_probs(batch), group)
         else:
@@ -2221,9 +2235,9 @@ class Scheduler:
         self.flights[group] = Flight(batch, tokens)
 
     def _append_forced(self, group: int):
-        """One answer alone in its group has the tokens that its grammar leaves no choice of appended, several by one
-        decode pass, which gives them the same bits as a step each. Among others it would make those wait, and save
-        nothing: a step reads the weights once for all of them."""
+        """If a group has one answer, append the tokens that its grammar forces, several in one decode pass. The bits
+        are the same as with one step per token. With several answers in the group, the pass would delay the others and
+        save nothing, since one step reads the weights for all of them."""
         batch = self.answering(group)
         if len(batch) != 1 or batch[0].n_forced(self.n_ctx) < LEAST_FORCED:
             return
@@ -2240,15 +2254,15 @@ class Scheduler:
             if sequence in self.running:
                 self._take(sequence, None, 0, token)
         if sequence in self.running:
-            self._keep_decoded(sequence, sequence.n_computed)     # before the last one, which may end the answer
+            self._keep_decoded(sequence, sequence.n_computed)   # before the last token, which may end the answer
             self._take(sequence, None, 0, certain[-1])
 
     def answering(self, group: int) -> list[Sequence]:
-        """Who takes part in the group's next step: all but those that the step in flight brings to their end."""
+        """The sequences of the group's next step: all except those that the step in flight brings to their limit."""
         return [s for s in self.running if s.group == group and not (s.in_flight and s.is_full(1, self.n_ctx))]
 
     def _land(self, group: int):
-        """Take the tokens of the group's step in flight, but for sequences that have ended meanwhile."""
+        """Take the tokens of the group's step in flight, except those of sequences that have ended meanwhile."""
         flight, self.flights[group] = self.flights[group], None
         if flight is None:
             return
@@ -2259,14 +2273,14 @@ class Scheduler:
                 self._take(sequence, flight.tokens, row, token)
 
     def _reserve(self, sequence: Sequence, n_tokens: int):
-        """Pages for the first n_tokens of a sequence, of those that it can rely on."""
+        """Give a sequence pages for its first n_tokens, out of the pages that were promised to it."""
         missing = pages_for(n_tokens) - len(sequence.pages)
         if missing > 0:
             sequence.pages += self.cache.take_pages(missing)
             self.pipeline.set_pages(sequence.slot, sequence.pages)
 
     def _constrain(self, sequences: list[Sequence]):
-        """Tell the cards what the next tokens may be; a sequence whose grammar cannot say so has ended."""
+        """Tell the cards what the next tokens may be. A sequence whose grammar has failed ends."""
         constrained = [s for s in sequences if s in self.running and s.generation.constraint
                        and s.generation.constraint.after is None]
         if constrained:
@@ -2276,7 +2290,8 @@ class Scheduler:
                 self._finish(sequence, error)
 
     def _take(self, sequence: Sequence, tokens: Tokens, row: int, token: int):
-        """Hand a new token of a sequence, of row `row`, to its reader; after the last one the slot is free."""
+        """Hand a new token of a sequence, from row `row` of `tokens`, to its reader. After the last token the slot is
+        free."""
         generation, request = sequence.generation, sequence.generation.request
         if token < 0:
             raise CardError(NAN_LOGITS)
@@ -2304,6 +2319,16 @@ class Scheduler:
     def _release(self, sequence: Sequence):
         self.cache.leave(sequence.node, sequence.pages)
         self.free_slots.append(sequence.slot)
+
+
+# ======================================================================================================
+# 9  Engine
+# ======================================================================================================
+
+DEFAULT_CTX = 4096          # tokens of a slot, if neither the caller nor the model asks for fewer
+
+# The small model that comes with qengine.
+DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "qengine-10m-Q8_0.gguf"
 
 
 class Engine:
@@ -2347,7 +2372,7 @@ class Engine:
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary:
-        """The tokenizer as grammars need it, made for the first of them: the largest take a second."""
+        """The tokenizer as grammars need it. It is made for the first grammar, as large ones take a second."""
         return Vocabulary(self.tokenizer)
 
     def encode(self, text: str) -> list[int]:
@@ -2360,9 +2385,10 @@ class Engine:
         return "".join(event.text for event in self.submit(Request(ids, **sampling)))
 
     def evaluate(self, ids: list[int], tap=None) -> np.ndarray:
-        """Logits float32 [len(ids), n_vocab] after each token of a text, which runs as a prompt does.
+        """Logits float32 [len(ids), n_vocab] after each token of a text. The text runs through the layers as prompts
+        do.
 
-        `tap(name, array)` sees the hidden states of each chunk on the card: "embedding", "layer 0", ...
+        `tap(name, array)` sees the hidden states of each pass on the card: "embedding", "layer 0", ...
         """
         logits, start = np.empty((len(ids), self.config.n_vocab), np.float32), 0
         for rows in self.logit_rows(ids, tap):
@@ -2371,9 +2397,9 @@ class Engine:
         return logits
 
     def logit_rows(self, ids: list[int], tap=None):
-        """What `evaluate` gives, up to HEAD_ROWS rows at a time: all of a long text's would take gigabytes.
+        """Yields what `evaluate` returns, up to HEAD_ROWS rows at a time: the logits of a long text take gigabytes.
 
-        A slot is taken, and the engine does nothing else, until the last rows are out.
+        The text takes a slot, and the engine does nothing else, until the last rows are out.
         """
         Request(list(ids)).check(self.config.n_vocab, self.n_ctx + 1)
         with self.scheduler.borrow_slot(len(ids)) as sequence:
@@ -2397,41 +2423,42 @@ class Engine:
             self.scheduler.cache.clear()
 
     def use(self, gemv=None, gemm=None):
-        """Put functions of yours in the place of the products of Q8_0 matrices; without any, the engine's own again.
+        """Use functions of yours for the products of Q8_0 matrices. Without arguments the engine uses its own again.
 
-        They are called as `gemv_q8_q8` (kernels/q8_gemv.py, generated tokens) and `gemm_q8_q8` (kernels/q8_gemm.py,
-        prompts) are; the latter also for parts of a prompt that run side by side, in streams of their own. Before
-        anything changes, each is compared with the reference at every shape of the model, of a large matrix at its
-        first rows; ValueError says where it is wrong. Answers that run go on with them.
+        gemv is called as `gemv_q8_q8` (kernels/q8_gemv.py) is, for generated tokens. gemm is called as `gemm_q8_q8`
+        (kernels/q8_gemm.py) is, for prompts, also for micro-batches that run side by side in streams of their own.
+        Before anything changes, each function is compared with the reference at every shape of the model; of a large
+        matrix the first rows are compared. ValueError says where a function is wrong. Running answers go on with the
+        new functions.
         """
         with self.scheduler.between_steps():
             self.pipeline.use(gemv, gemm)
             self.pipeline.load_kernels(progress=False)
-            self.scheduler.cache.clear()            # what is kept comes from other kernels
+            self.scheduler.cache.clear()            # what is kept was computed by other kernels
 
     def close(self, grace: float = 0.0):
-        """End what runs, after so many seconds if that has not ended by then; new requests are refused."""
+        """Close the engine. New requests are refused, and running ones get `grace` seconds to finish."""
         self.scheduler.close(grace)
         self.pipeline.close()
 
 
 @dataclass(frozen=True)
 class OpenModel:
-    """A model whose description is read and checked, and whose weights are still where they were."""
+    """A model whose metadata is read and checked, and whose weights are not loaded yet."""
 
     config: Config
     tokenizer: Tokenizer
     template: ChatTemplate | None
-    weights: FileWeights | SyntheticWeights
+    weights: Weights
 
     def n_ctx(self, ctx: int | None) -> int:
-        """Tokens of a slot: `ctx` where given, else DEFAULT_CTX, or the model's own where that is less."""
+        """Tokens of a slot: `ctx` if given, else DEFAULT_CTX, or the model's own context length if that is less."""
         return min(self.config.context_length, DEFAULT_CTX) if ctx is None else ctx
 
 
 def open_model(model: str | Path) -> OpenModel:
-    """A GGUF file, or random weights by the name "synthetic:NAME" or "synthetic:NAME:FORMAT", on no card yet.
-    Raises ModelError."""
+    """Open a GGUF file, or random weights by the name "synthetic:NAME" or "synthetic:NAME:FORMAT". Nothing is put on a
+    card yet. Raises ModelError."""
     if model == DEFAULT_MODEL and not DEFAULT_MODEL.exists():
         raise ModelError(f"{model}: the model that comes with qengine is not there; name another (-m MODEL)")
     kind, _, name = str(model).partition(":")
@@ -2440,8 +2467,8 @@ def open_model(model: str | Path) -> OpenModel:
         if (format := format.upper() or "Q8_0") not in FORMATS:
             raise ModelError(f"{model}: there is no such format, only {', '.join(FORMATS).lower()}")
         config = dataclasses.replace(Config.synthetic(name), name=str(model))
-        template = ChatTemplate(SYNTHETIC_TEMPLATE)
-        return OpenModel(config, ByteTokenizer(config.n_vocab), template, SyntheticWeights(tensor_shapes(config), format))
+        weights = SyntheticWeights(tensor_shapes(config), format)
+        return OpenModel(config, ByteTokenizer(config.n_vocab), ChatTemplate(SYNTHETIC_TEMPLATE), weights)
     gguf = GGUF(model)
     config = Config.from_gguf(gguf)
     check_model(config, gguf)
@@ -2456,15 +2483,15 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
     """Load a GGUF file, or random weights by the name "synthetic:0.8b", "synthetic:9b:q4_k", ..., ready to generate.
 
     model: its path or name, or what `open_model` made of that; by default the model that comes with qengine.
-    card: a Card or several, or the name of some as kernels.card.open_cards takes it, which share the layers; by default
+    card: a Card or several, or the name of some as kernels.open.open_cards takes it, which share the layers; by default
     the first NVIDIA card if the model fits there, or else all, and where there is none an emulated one. split: layers
     on each card, (22, 21, 21); by default what `place_layers` finds.
     ctx: tokens of a slot, prompt and answer together. slots: answers that are generated at the same time.
     chunk: tokens of a prompt per pass at most, a multiple of 64 to 4,096; by default what suits card and model.
-    progress: show on stderr what is used and how far it is.
+    progress: print the cards and a progress bar on stderr.
     kv_tokens: tokens whose keys and values fit, of all slots and of what is kept for later prompts; at least ctx.
     checkpoint_memory, checkpoint_host_memory: bytes for the states from which later prompts go on, on the card and in
-    the host's memory. `choose_sizes` has the defaults of the three.
+    the host's memory. `engine.plan.choose_sizes` has the defaults of these three.
     Raises ModelError, RequestError, CardError (OutOfMemory shows what did not fit, and what would).
     """
     opened = model if isinstance(model, OpenModel) else open_model(model)
@@ -2501,8 +2528,8 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
 
 
 def load_stages(opened: OpenModel, planner: Planner, progress: bool) -> list[Stage]:
-    """The stages as planned, their weights on the cards, which are filled at the same time. Where one fails the others
-    stop at their next layer."""
+    """The stages as planned, with their weights on the cards. All cards are filled at the same time. If one fails, the
+    others stop at their next layer."""
     plan, demand, failures = planner.plan, planner.demand, []
     workers = [Worker(card) for card in planner.cards]
 
@@ -2531,7 +2558,7 @@ def load_stages(opened: OpenModel, planner: Planner, progress: bool) -> list[Sta
             return [task.result() for task in loading]
         except BaseException as error:
             failures.append(error)              # Ctrl-C
-            for task in loading:                # its memory goes with it
+            for task in loading:                # the memory of a stage is freed when its task has ended
                 with contextlib.suppress(CardError):
                     task.wait()
             stop_all(workers, failures[0])
@@ -2539,29 +2566,32 @@ def load_stages(opened: OpenModel, planner: Planner, progress: bool) -> list[Sta
 
 
 class PlannedModel:
-    """A model on paper: the Blueprint of engine/plan.py."""
+    """A model on paper: the Blueprint of engine/plan.py. format: where given, matrices are of this one if they can
+    be."""
 
-    def __init__(self, config: Config, weights: FileWeights | SyntheticWeights, format: str | None = None):
-        self.config, self.real_weights = config, weights
-        self.weights = PlannedWeights(tensor_shapes(config), weights, format)
+    def __init__(self, config: Config, weights: Weights, format: str | None = None):
+        def type_of(name):
+            return format if format and fits_blocks(weights.shapes[name], format) else weights.type_of(name)
+
+        self.config, self.weights, self.on_paper = config, weights, Weights(weights.shapes, type_of)
         self.name, self.n_layers, self.hidden_dim = config.name, config.n_layers, config.hidden_dim
         self.context_length = config.context_length
 
     def stage(self, card: Card, layers: range, demand: Demand, chunk: int | None) -> Stage:
-        return Stage(Worker(card), self.config, self.weights, layers, demand, chunk)
+        return Stage(Worker(card), self.config, self.on_paper, layers, demand, chunk)
 
     def layer(self, card: Card, index: int) -> Work:
-        with self.weights.loading(card) as loader:
+        with self.on_paper.loading(card) as loader:
             return Layer.load(loader, self.config, index).work(self.config)
 
     def head_bytes(self, card: Card) -> int:
         before = card.free_bytes
-        with self.weights.loading(card) as loader:
+        with self.on_paper.loading(card) as loader:
             loader.matrix("token_embd.weight" if self.config.tied_embeddings else "output.weight")
         return before - card.free_bytes
 
     def in_format(self, format: str) -> "PlannedModel":
-        return PlannedModel(self.config, self.real_weights, format)
+        return PlannedModel(self.config, self.weights, format)
 
 
 def make_planner(opened: OpenModel, card: str | Card | list[Card] | None, demand: Demand) -> Planner:

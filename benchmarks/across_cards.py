@@ -23,11 +23,11 @@ from pathlib import Path
 import qengine
 from engine.plan import CacheSizes, Demand, Planner, schedule
 from engine.prefix import PAGE_TOKENS, pages_for
-from engine.worker import Worker
-from kernels.card import Array, open_cards
+from kernels.card import Array
 from kernels.emulated import counting, native
 from kernels.emulated.card import EmulatedCard, Launch
 from kernels.emulated.estimate import SECTOR, Counts, estimate
+from kernels.open import open_cards
 from kernels.trace import HOST
 
 ROWS = 64, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1280
@@ -42,9 +42,8 @@ class Layers:
     def __init__(self, config, model):
         self.model, self.card = model, EmulatedCard(like=model)
         config = dataclasses.replace(config, n_layers=2, layer_kinds=("linear", "attention"))
-        shapes = qengine.tensor_shapes(config)
-        weights = qengine.PlannedWeights(shapes, qengine.SyntheticWeights(shapes))
-        self.stage = qengine.Stage(Worker(self.card), config, weights, range(2), Demand(max(ROWS)), max(ROWS))
+        blueprint = qengine.PlannedModel(config, qengine.SyntheticWeights(qengine.tensor_shapes(config)))
+        self.stage = blueprint.stage(self.card, range(2), Demand(max(ROWS)), max(ROWS))
         self.stage.allocate(CacheSizes(1, pages_for(CONTEXT + max(ROWS)), 1, 2, 0))
         self.layers = self.stage.model.layers
         self.of = functools.cache(self.of)

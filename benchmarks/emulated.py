@@ -11,8 +11,8 @@ from numba import cuda
 from numba.types import uint32
 
 from kernels import q8_gemm, q8_gemv
-from kernels.card import open_cards
 from kernels.emulated import native
+from kernels.open import open_cards
 
 
 REPEATS = 10                                         # of a product within a list: the processor's vector units wake slowly

@@ -10,21 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from engine.request import ModelError
-from kernels.formats import FORMATS, dequantize
+from kernels.formats import FLOATS, FORMATS, GGML_TYPES, dequantize
 
-# GGML tensor types: number -> (name, weights per block, bytes per block). All of them, so that a file in
-# a format that the engine does not run is refused by the format's name.
-GGML_TYPES = {
-    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
-    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84),
-    11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210),
-    15: ("Q8_K", 256, 292), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98),
-    19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82),
-    23: ("IQ4_XS", 256, 136), 24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8),
-    28: ("F64", 1, 8), 29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54),
-    35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
-}
-SUPPORTED_TYPES = (*FORMATS, "F16", "BF16", "F32")
+# The types that a matrix may have, as messages list them; a vector is of one of FLOATS.
+SUPPORTED_TYPES = (*FORMATS, *sorted(FLOATS, key=lambda name: FLOATS[name].file_bytes))
 
 # GGUF metadata: type number -> struct format. 7 is bool, 8 string, 9 array.
 GGUF_NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 10: "<Q", 11: "<q", 12: "<d"}
@@ -243,13 +232,12 @@ class GGUF:
         return array
 
     def data(self, name: str) -> np.ndarray:
-        """The tensor as stored, a read-only view: F32 and F16 in their own type, BF16 as uint16, all in the
-        tensor's shape; the types of kernels/formats.py as uint8 [rows, bytes of a row]; any other as flat uint8."""
+        """The tensor as stored, a read-only view: one of FLOATS in its dtype and the tensor's shape (BF16 as uint16),
+        one of FORMATS as uint8 [rows, bytes of a row], any other type as flat uint8."""
         tensor = self.tensors[name]
         raw = np.frombuffer(self._bytes[tensor.offset:tensor.offset + tensor.nbytes], np.uint8)
-        plain = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
-        if tensor.type in plain:
-            return raw.view(plain[tensor.type]).reshape(tensor.shape)
+        if tensor.type in FLOATS:
+            return raw.view(FLOATS[tensor.type].dtype).reshape(tensor.shape)
         return raw.reshape(*tensor.shape[:-1], -1) if tensor.type in FORMATS else raw
 
     def floats(self, name: str) -> np.ndarray:
@@ -258,10 +246,8 @@ class GGUF:
         if tensor.type in FORMATS:
             with np.errstate(invalid="ignore"):  # infinite times zero
                 values = dequantize(FORMATS[tensor.type], data).reshape(tensor.shape)
-        elif tensor.type == "BF16":  # the upper half of a float32
-            values = (data.astype(np.uint32) << 16).view(np.float32)
-        elif tensor.type in ("F16", "F32"):
-            values = data.astype(np.float32)
+        elif tensor.type in FLOATS:
+            values = FLOATS[tensor.type].widen(data)
         else:
             raise ModelError(f"{self.path}: tensor '{name}' is of the unsupported type {tensor.type}")
         if not np.isfinite(values).all():

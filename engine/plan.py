@@ -158,15 +158,15 @@ def slowest_seconds(costs: list[StageCosts]):
 
 
 def choose_rows(start: int, end: int, limit: int, n_stages: int, slowest, last: int = 0) -> int:
-    """Tokens of the next pass over a prompt that ends at `end` and is done up to `start`, at most `limit`. The result is
-    a multiple of PAGE_TOKENS, or all tokens that are left.
+    """Tokens of the next pass over a prompt that ends at `end` and is done up to `start`, at most `limit`. The result
+    is a multiple of PAGE_TOKENS, or all tokens that are left.
 
     slowest: as `slowest_seconds` gives it. last: tokens of the prompt's pass before this one, 0 for none.
 
-    n stages need the time of one stage for all passes, and n - 1 times the time of the longest pass: so long most stages
-    wait for the first pass or have done the last. Larger passes use a card better and cost their fixed price less often.
-    Smaller passes make the longest one shorter, unless a pass before them was as long. Among sizes that are about
-    equally fast, several stages get the smallest.
+    n stages need the time of one stage for all passes, and n - 1 times the time of the longest pass: so long most
+    stages wait for the first pass or have done the last. Larger passes use a card better and cost their fixed price
+    less often. Smaller passes make the longest one shorter, unless a pass before them was as long. Among sizes that are
+    about equally fast, several stages get the smallest.
     """
     n = end - start
     sizes = [*([n] if n <= limit else []), *range(min(limit, n) // PAGE_TOKENS * PAGE_TOKENS, 0, -PAGE_TOKENS)]
@@ -570,8 +570,8 @@ class Planner:
         return plan_stages(self.blueprint, self.cards, demand, layers)
 
     def placed(self, demand: Demand) -> Plan:
-        """The Plan with the best split. How much the granules of drivers waste depends on the split: where one split does
-        not fit for that reason, another one may."""
+        """The Plan with the best split. How much the granules of drivers waste depends on the split: where one split
+        does not fit for that reason, another one may."""
         plan, before, wasted = None, None, [0] * len(self.cards)
         while plan is None or not plan.fits:
             layers = place_layers(self.blueprint, self.cards, demand, self.costs, wasted)

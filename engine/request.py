@@ -238,7 +238,8 @@ class Generation:
         return (said and said[1] for said in events_of([self], patience))
 
     def take(self) -> Event | Exception | None:
-        """The next event, if one is there (queue.Empty: not yet); at the end None, or what the generation failed with."""
+        """The next event, if one is there (queue.Empty: not yet); at the end None, or what the generation failed
+        with."""
         event = self._events.get_nowait()
         if not isinstance(event, Event):
             self._put(event)                    # for whoever reads on

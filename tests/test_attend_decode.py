@@ -3,7 +3,7 @@ import pytest
 
 from kernels import attend_decode, attention, kv_cache, rope
 from kernels.attend_decode import launcher, sample_case
-from kernels.card import open_cards
+from kernels.open import open_cards
 
 
 @pytest.mark.parametrize("case", attend_decode.CASES, ids=str)

@@ -9,8 +9,8 @@ import pytest
 import qengine
 from kernels import bench, probe
 from kernels.bench import Case, Result
-from kernels.card import open_cards
 from kernels.emulated.cards import CARDS, CMP_100_210, H100, V100
+from kernels.open import open_cards
 from tests.doubling import double
 
 N = 100_000

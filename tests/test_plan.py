@@ -11,9 +11,10 @@ import pytest
 
 import qengine
 from engine.plan import Demand, Planner, best_split, schedule
-from kernels.card import OutOfMemory, open_cards
+from kernels.card import OutOfMemory
 from kernels.emulated.card import EmulatedCard
 from kernels.emulated.cards import CMP_100_210, H100, T4, V100
+from kernels.open import open_cards
 from qengine import PlannedModel, make_planner, open_model
 from tests.tiny import ROOT
 

@@ -12,7 +12,7 @@ import pytest
 
 import qengine
 from kernels import compile as compiler
-from kernels import attend_decode, gdn_decode, nvidia, q8_gemv
+from kernels import assembler, attend_decode, gdn_decode, q8_gemv
 from kernels.card import Array
 from kernels.emulated.card import EmulatedCard
 from kernels.formats import FORMATS
@@ -72,8 +72,7 @@ def products_of_real_cards(format, columns, widths):
 def kernels(tmp_path_factory):
     if TARGET not in compiler.supported_ccs():
         pytest.skip("the installed CUDA toolkit cannot compile for sm_70")
-    k_quants = [format for format in PACKED if format.file_block > 32]  # Q4_0 and Q5_0 need fewer registers
-    packed = [kernel for format in k_quants for kernel in products_of_real_cards(format, [1, 2], [4096, 5120])]
+    packed = [kernel for format in PACKED for kernel in products_of_real_cards(format, [1, 2], [4096, 5120])]
     products = [*products_of_real_cards(Q8_0, [1, 2, 4, 8], [4096, 5120]), *packed]  # the columns in between need less
     return list(dict.fromkeys([*engine_kernels(tmp_path_factory.mktemp("models")), *products]))
 
@@ -91,12 +90,12 @@ def test_the_pipes_of_the_engine(kernels):
 
 
 def test_no_register_is_spilled_on_sm_70(kernels):
-    if not nvidia.find_assembler():
+    if not assembler.find_assembler():
         pytest.skip("ptxas of the toolkit is not installed")
-    program, _ = nvidia.find_assembler()
+    program, _ = assembler.find_assembler()
     for kernel, *types in kernels:
         compiled = compiler.compile_kernel(kernel, tuple(types), TARGET)
-        _, words = nvidia.run_assembler(program, compiled, TARGET)
+        _, words = assembler.run_assembler(program, compiled, TARGET)
         spills = [int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", words)]
         assert spills and not any(spills), f"{kernel.__name__}{types}: {words}"
 
@@ -106,7 +105,7 @@ def test_no_register_is_spilled_on_sm_70(kernels):
 OVERLAPPING = (9, 0)        # the first that can
 WAIT = "griddepcontrol.wait;"
 # The arguments that a kernel may read before it waits, which no kernel writes: weights, and the slots of a batch. But
-# `choose` writes the step in `parameters`, which the sampler's two kernels before it do not read (and see WRITTEN).
+# `choose` counts the draws in `parameters`, which the sampler's two kernels before it do not read (and see WRITTEN).
 CONSTANTS = {
     "gemv_kernel": {"wq", "wd"}, "planes_gemv_kernel": {"wq", "wd"}, "norm_gemv_kernel": {"wq", "wd", "norm_w"},
     "gemv_swiglu_kernel": {"wq", "wd"}, "norm_gemv_swiglu_kernel": {"wq", "wd", "norm_w"},
@@ -187,7 +186,8 @@ EARLY_TWINS = {     # by the types of the arguments, the first of which is the o
 def overlapping(kernels):
     """(kernel, argument types, PTX) of those that wait: the products as real cards have them, with and without a
     minimum in their format, and the others, with their early forms."""
-    products = [product for format in (Q8_0, FORMATS["Q4_K"]) for product in products_of_real_cards(format, [1], [4096])]
+    with_minimum = next(format for format in PACKED if format.minimum)
+    products = [product for format in (Q8_0, with_minimum) for product in products_of_real_cards(format, [1], [4096])]
     names = {kernel.__name__ for kernel, *_ in products}
     others = [launch for launch in kernels if launch[0].__name__ not in names]
     waiting = [launch for launch in dict.fromkeys((*products, *others))

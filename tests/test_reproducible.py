@@ -13,7 +13,7 @@ import pytest
 
 import qengine
 from engine.prefix import pages_for
-from kernels.card import open_cards
+from kernels.open import open_cards
 from tests.oracle import DATA
 
 MODEL = str(DATA / "tiny-Q8_0.gguf")

@@ -7,7 +7,7 @@ import pytest
 
 from kernels import compile as compiler
 from kernels import q8_gemv, throttled
-from kernels.card import open_cards
+from kernels.open import open_cards
 
 
 @pytest.fixture
