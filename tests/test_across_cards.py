@@ -146,7 +146,7 @@ class Checked:
         monkeypatch.setattr(qengine.Edge, "receive", checked_receive)
 
     def note(self, found, edge, stage, n):
-        sums, x = found.setdefault(edge, []), stage.model.x[:n]
+        sums, x = found.setdefault(edge, []), stage.model.scratch.x[:n]
         stage.card.default_stream.push(lambda: sums.append((n, checksum(x))))
 
     def delay(self, card):
@@ -542,7 +542,7 @@ def test_tokens_are_read_after_the_first_card_goes_on_with_them():
     card = engine.cards[0]
     replay = card._replay
     card._replay = lambda recording, stream: (order.append("card"), replay(recording, stream))
-    engine.pipeline.start(0, request(0, 1, 9))
+    engine.pipeline.prepare_slot(0, request(0, 1, 9))
     engine.pipeline.set_pages(0, [0])
     engine.pipeline.place([1], [0], [0])
     for _ in range(9):

@@ -273,7 +273,7 @@ def test_what_is_read_early_is_older_than_the_launches_that_overlap(split, monke
     cards = [EmulatedCard(number, memory_bytes=256 << 20) for number in range(len(split))]
     engine, found = qengine.load("synthetic:tiny", card=cards, split=split, ctx=256, slots=2, progress=False), []
     for stage in engine.pipeline.stages:
-        for launch in partial(stage.launch_step, 0, 2, False, 0), partial(stage.launch_in_turn, 3):
+        for launch in partial(stage.launch_step, 2, False, 0, 0), partial(stage.launch_forced, 3):
             launches = []
             with monkeypatch.context() as patch:
                 patch.setattr(stage.card, "launch", lambda kernel, _, __, *args, **___: launches.append((kernel, args)))
