@@ -17,9 +17,9 @@ the sum and the product:
     value of the part    0..3    4..7    ...  124..127   |  128..131  ...          4 groups of 128
     lane                  0       1              31      |     0                   16-byte accesses
 
-The quantising form of rms_norm computes the same sum. For the product it reads the values again, and the warps take
-groups of 128 in turn. Hence every warp has a share of the divisions, also where kernels/q8_gemv.py computes the norm
-inside a product, with more warps than the row has parts.
+The quantising form of rms_norm computes the same sum. For the product it reads the values again, and warp w of W takes
+groups w, w + W, ... of 128. So all warps share the divisions, also where kernels/q8_gemv.py computes the norm inside a
+product, with more warps than the row has parts.
 
 The sum of squares has one fixed tree for a given k: a lane adds its 16 squares one after another, a butterfly adds the
 lanes, another butterfly the warps. A head of the gated norm is one group, so it takes one warp and no barrier.

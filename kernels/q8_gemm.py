@@ -283,7 +283,7 @@ def pipelined_kernel(format, rows, blocks_per_sm):
         last, last_row = uint32(blocks - uint32(1)), uint32(n_rows - uint32(1))
 
         # What this thread carries from global to shared memory. Lanes 2 r and 2 r + 1 carry the halves of row r of x.
-        # In place of rows past the end they take the last row; its results are not stored. So do lanes without a row.
+        # In place of rows past the end of x they take its last row, and lanes without a row the last of the warp.
         start = begin(column0, uint32(n - uint32(1)), thread, blocks)
         row, half = uint32(min(uint32(lane >> uint32(1)), uint32(rows - 1))), uint32(lane & uint32(1))
         xd_from = uint32(min(uint32(row0 + row), last_row) * blocks)
