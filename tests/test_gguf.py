@@ -174,7 +174,10 @@ def test_matrices_of_every_supported_type(tmp_path, kind):
     model = rewritten(tmp_path / "m.gguf", tensors={"blk.0.ffn_up.weight": (values, kind)})
     checked_config(model)
     assert model.tensors["blk.0.ffn_up.weight"].type == kind
-    assert np.abs(model.floats("blk.0.ffn_up.weight") - values).max() <= largest_error(kind)
+    read = model.floats("blk.0.ffn_up.weight")
+    raw = model.data("blk.0.ffn_up.weight").reshape(256, -1).view(np.uint8)
+    np.testing.assert_array_equal(read, reference.quants.dequantize(raw, reference.GGMLQuantizationType[kind]))
+    assert np.abs(read - values).max() <= largest_error(kind)
 
 
 @pytest.mark.parametrize("changes, words", [
