@@ -25,6 +25,7 @@ EXIT = -1
 NO_RESULT = {"st", "bra", "bar", "barrier", "membar", "fence", "ret", "exit", "red", "trap", "brkpt",
              "nanosleep", "prefetch", "prefetchu", "discard", "pragma"}
 WRITES = {"st", "atom", "red"}
+ENDS_BLOCK = {"bra", "ret", "exit", "trap"}         # and barriers, see is_barrier
 
 
 def split_operands(instr):
@@ -107,7 +108,7 @@ class Flow:
             opened = may_lock and synchronizes(item) and any(i.name in WRITES for i in block.instrs)
             if block.end or opened:                 # between a lock and a barrier lanes may have to meet
                 blocks.append(block := Block(len(blocks)))
-            if item.name in ("bra", "ret", "exit", "trap") or is_barrier(item):
+            if item.name in ENDS_BLOCK or is_barrier(item):
                 block.end = item
             else:
                 block.instrs.append(item)
