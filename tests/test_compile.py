@@ -16,51 +16,15 @@ import numpy as np
 import pytest
 from numba import cuda, float32, uint32
 from numba.cuda.extending import intrinsic
-from numba.types import float16
 
 from kernels import compile as compiler
-from kernels import intrinsics
 from kernels.compile import CompileError, cache_key, compile_kernel
 from kernels.nvidia import assemble
+from tests.kernels_to_compile import (HALF_SIGNATURE, OLDEST, SIGNATURE, calls_device_function, half_sum,
+                                      multiply_add)
 
 ROOT = Path(__file__).parents[1]
-OLDEST = next(cc for cc in compiler.supported_ccs() if cc >= (7, 0))
 SM = "sm_%d%d" % OLDEST
-FACTOR = 3.0
-TABLE = (1.0, 2.0)
-
-
-@cuda.jit
-def multiply_add(x, y, n, s):
-    i = uint32(cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x)
-    if i < n:
-        y[i] = x[i] * s + y[i]
-
-
-SIGNATURE = ("float32[1]", "float32[1]", "uint32", "float32")
-
-
-@cuda.jit
-def half_sum(x, y, out):
-    i = uint32(cuda.threadIdx.x)
-    h = float16(x[i]) * y[i] + y[i]
-    out[i] = float32(cuda.fp16.hfma(h, y[i], h))
-
-
-HALF_SIGNATURE = ("float32[1]", "float16[1]", "float32[1]")
-
-
-@cuda.jit(device=True)
-def polynomial(x, turns):
-    total = float32(0)
-    for _ in range(turns):                              # a loop of unknown length is not inlined away
-        total = total * x + float32(FACTOR)
-    return total
-
-
-@cuda.jit
-def calls_device_function(x, n):
-    x[uint32(0)] = polynomial(x[uint32(0)], n) + float32(TABLE[1]) + intrinsics.exp(x[uint32(1)])
 
 
 # ---- the PTX -----------------------------------------------------------------------------------------------
@@ -102,7 +66,8 @@ def test_entry_name_and_line_numbers(tmp_path):
     compiled = compile_kernel(multiply_add, SIGNATURE, OLDEST, tmp_path)
     assert (compiled.name, compiled.entry) == ("multiply_add", "kernel_multiply_add")
     assert re.findall(r"\.entry (\w+)\(", compiled.ptx) == [compiled.entry] and "NumbaEnv" not in compiled.ptx
-    assert f".target {SM}" in compiled.ptx and ".loc" in compiled.ptx and "test_compile.py" in compiled.ptx
+    assert f".target {SM}" in compiled.ptx and ".loc" in compiled.ptx \
+        and '"tests/kernels_to_compile.py"' in compiled.ptx
 
 
 def test_device_functions_need_no_card(tmp_path):
@@ -377,7 +342,10 @@ def test_key_refuses_what_it_cannot_see_through(tmp_path):
 PROCESS = """
 import sys
 from kernels import compile as compiler
-from tests.test_compile import *
+from kernels.compile import compile_kernel
+from tests.kernels_to_compile import (HALF_SIGNATURE, OLDEST, SIGNATURE, calls_device_function, half_sum,
+                                      multiply_add)
+
 folder = sys.argv[1]
 for kernel, signature in ((multiply_add, SIGNATURE), (half_sum, HALF_SIGNATURE),
                           (calls_device_function, ("float32[1]", "uint32"))):
