@@ -1,14 +1,13 @@
-"""From a Python kernel to PTX text, once: compilation without a GPU, and a cache on disk.
+"""Compiles Python kernels to PTX text, without a GPU, and keeps the PTX on disk.
 
-    kernel (lazy @cuda.jit) + argument types + compute capability  →  Compiled, PTX text
+    kernel (lazy @cuda.jit) + argument types + compute capability  →  Compiled, with PTX text
 
-Kernels are compiled by Numba and libNVVM with contraction of a·b + c switched off, so every float operation
-in the PTX carries `.rn` and rounds as the Python source says, on every card. `cuda.fp16` scalars call
-functions that numba-cuda keeps in CUDA C: NVRTC compiles those into the same PTX text, so that the text is
-complete.
+Numba and libNVVM compile each kernel. Contraction of a·b + c is switched off, so every float operation in the PTX
+carries `.rn` and rounds as the Python source says, on every card. Arithmetic on `cuda.fp16` scalars calls functions
+that numba-cuda keeps in CUDA C. NVRTC compiles these functions, and their PTX is put into the kernel's PTX text.
 
 Argument types are short strings, e.g. ``"float32[2]"`` for a C-contiguous array of two dimensions and
-``"uint32"`` for a scalar. A Python int travels as uint32, a Python float as float32, a bool as boolean; NumPy
+``"uint32"`` for a scalar. A Python int is passed as uint32, a Python float as float32, a bool as boolean; NumPy
 scalars keep their type.
 
 The cache key covers everything that can change the PTX: the kernel's bytecode, constants, line numbers,
@@ -40,14 +39,18 @@ from pathlib import Path
 import numba
 import numba.cuda
 import numpy as np
+from cuda import pathfinder
 from cuda.bindings import nvrtc
-from numba.cuda import types
+from llvmlite import ir
+from numba.cuda import dispatcher, types
+from numba.cuda.compiler import compile_cuda, kernel_fixup
 from numba.cuda.core.errors import NumbaDebugInfoWarning
+from numba.cuda.cudadrv import nvvm
 from numba.cuda.np.numpy_support import from_dtype
 
 CACHE_DIR = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qengine"
 
-n_compiled = 0                                  # kernels compiled by this process, not found in a cache
+n_compiled = 0                                  # kernels that this process has compiled; those found do not count
 _lock = threading.RLock()                       # Numba compiles one kernel at a time
 _memory = {}                                    # (kernel, types, cc, folder) -> Compiled
 
@@ -59,7 +62,7 @@ class CompileError(Exception):
 @dataclass(frozen=True)
 class Compiled:
     """PTX of one kernel for one set of argument types."""
-    name: str                                   # the Python function's name
+    name: str                                   # of the Python function
     signature: tuple                            # type strings of the arguments
     entry: str                                  # the .entry symbol in the PTX
     ptx: str
@@ -75,16 +78,16 @@ _SCALARS |= {bool: "bool", float: "float32", int: "uint32"}
 
 @cache
 def array_type(dtype, ndim):
-    """The type string of a C-contiguous array, e.g. ``float16[3]``. TypeError: a card has no such items."""
+    """The type string of a C-contiguous array, e.g. ``float16[3]``. TypeError: a card cannot hold such items."""
     if dtype.kind not in "biufc" or not dtype.isnative:
         raise TypeError(f"the items of a card's array are numbers in native byte order, not {dtype}")
     return f"{dtype.name}[{ndim}]"
 
 
 def array_words(pointer, shape, itemsize):
-    """The bytes that stand for an array in a kernel's parameters: 5 + 2·ndim words of 8 bytes, as Numba has.
+    """The bytes that stand for an array in a kernel's parameters: 5 + 2·ndim words of 8 bytes, laid out as by Numba.
 
-    meminfo, parent (both null), number of items, item size, data pointer, shape, strides in bytes.
+    The words are: meminfo, parent (both null), number of items, item size, data pointer, shape, strides in bytes.
     """
     strides, step = [], itemsize
     for extent in reversed(shape):
@@ -94,7 +97,10 @@ def array_words(pointer, shape, itemsize):
 
 
 def scalar_type(value):
-    """The type string of a scalar argument. TypeError: not an argument; OverflowError: int beyond uint32."""
+    """The type string of a scalar argument.
+
+    TypeError: a kernel cannot take such a value. OverflowError: a Python int that does not fit uint32.
+    """
     name = _SCALARS.get(type(value))
     if name is None:
         raise TypeError(f"a kernel argument cannot be a {type(value).__name__}")
@@ -104,13 +110,19 @@ def scalar_type(value):
 
 
 def packer(signature):
-    """A function that packs parameters of these types, naturally aligned; arrays given as `array_words`."""
+    """A function that packs a kernel's arguments of these types, naturally aligned, into the bytes of its parameters.
+
+    An array is given as its `array_words`.
+    """
     fields = [f"0q{8 * _n_words(t)}s" if t.endswith("]") else _SCALAR_CODES[t] for t in signature]
     return struct.Struct("".join(fields)).pack
 
 
 def parameter_layout(signature):
-    """Offsets of the kernel's parameters (one per word of an array) and the bytes that they take together."""
+    """(offsets, size) in bytes: where each of a kernel's parameters begins, and how many bytes all of them take.
+
+    Each word of an array is a parameter of its own.
+    """
     fields = "".join("q" * _n_words(t) if t.endswith("]") else _SCALAR_CODES[t] for t in signature)
     ends = [struct.calcsize(fields[:i + 1]) for i in range(len(fields))]
     return [end - struct.calcsize("=" + code) for end, code in zip(ends, fields)], struct.calcsize(fields)
@@ -130,17 +142,17 @@ def _numba_type(name):
 # ---- compilation -------------------------------------------------------------------------------------------
 
 def compile_kernel(kernel, signature, cc, cache_dir=CACHE_DIR):
-    """PTX of `kernel` for argument types `signature` (tuple of strings) and compute capability `cc` = (major,
-minor).
+    """The Compiled of `kernel` for argument types `signature` (tuple of strings) and compute capability `cc` =
+    (major, minor).
 
-    Looks in this process, then in `cache_dir` / "ptx", then compiles. Safe from several threads and
-    processes. Raises CompileError.
+    It is looked for in this process, then in `cache_dir` / "ptx"; where it is in neither, the kernel is compiled.
+    Several threads and processes may call this at once. Raises CompileError.
     """
     return _find(kernel, signature, cc, cache_dir, _compile)
 
 
 def find_kernel(kernel, signature, cc, cache_dir=CACHE_DIR):
-    """What `compile_kernel` gives, or None where it would have to compile."""
+    """What `compile_kernel` returns, or None where the kernel would have to be compiled."""
     return _find(kernel, signature, cc, cache_dir, None)
 
 
@@ -175,9 +187,10 @@ def _load_or_compile(kernel, signature, cc, folder, compile):
 
 
 def _compile(kernel, signature, cc, entry):
-    """Complete PTX text. The one place that uses Numba's inner interfaces; the public ones contract."""
-    from numba.cuda.compiler import compile_cuda, kernel_fixup
-    from numba.cuda.cudadrv import nvvm
+    """The complete PTX text of a kernel.
+
+    Only this function uses Numba's inner interfaces: its public ones cannot switch contraction off.
+    """
     with warnings.catch_warnings(), _device_of(cc):
         warnings.simplefilter("ignore", NumbaDebugInfoWarning)
         result = compile_cuda(kernel.py_func, types.void, tuple(_numba_type(t) for t in signature),
@@ -187,19 +200,19 @@ def _compile(kernel, signature, cc, entry):
         library._entry_name = symbol
         kernel_fixup(function, False)
         nvvm.set_launch_bounds(function, kernel.targetoptions.get("launch_bounds"))
-        # Where a debugger would find variables: of no use here, and libNVVM 12.9 fails over some of it.
+        # These calls tell a debugger where variables are. Nobody needs them here, and libNVVM 12.9 fails on some.
         variable = r'(?m)^.*call void @"llvm\.dbg\..*$'
         library._llvm_strs = [re.sub(variable, "", text) for text in library.llvm_strs]
         ptx = library.get_asm_str(cc=cc)
     ptx = _portable_line_table(ptx)
-    # Environment objects of the host: declared, never used. Their names depend on what was compiled before.
+    # Numba declares environment objects that kernels never use. Their names depend on what was compiled before.
     ptx = re.sub(r"\.common \.global \.align 8 \.u64 _ZN08NumbaEnv\w*;\n", "", ptx).replace(symbol, entry)
     if any(getattr(file, "kind", None) != "cu" for file in library._linking_files):
         raise ValueError("a kernel can be linked with functions in CUDA C only")
     for file in sorted(library._linking_files, key=lambda f: f.data):
         ptx = _link(ptx, _compile_cuda_c(file.data, cc))
-    # A bare `add.f16`, as NVIDIA's headers write it, leaves the assembler free to contract: say `.rn`.
-    # Not to `atom.add.f32`, which has no such word.
+    # The assembler may contract a bare `add.f16`, as NVIDIA's headers write it: it becomes `add.rn.f16`.
+    # `atom.add.f32` stays as it is, because PTX knows no rounding for it.
     bare = r"(?<![.\w])(add|sub|mul)((?:\.ftz)?(?:\.sat)?\.(?:f16x2|f16|f32|f64))\b"
     ptx = re.sub(bare, r"\1.rn\2", ptx)
     if not launches_overlap(cc):
@@ -207,19 +220,19 @@ def _compile(kernel, signature, cc, entry):
     return ptx + "\n"
 
 
-# What only hides time: launches that overlap, and `prefetch` (kernels/intrinsics.py). Older cards do without.
+# Instructions that only hide time: overlapping launches and `prefetch` (kernels/intrinsics.py). Cards older than
+# Hopper get PTX without them.
 FROM_HOPPER_ON = re.compile(r"\b(griddepcontrol|prefetch)\.[^;]*;")
 
 
 def launches_overlap(cc):
-    """Whether they do on cards of this compute capability (kernels/intrinsics.py): from Hopper on."""
+    """Whether a launch may begin while the one before it still runs (kernels/intrinsics.py): from Hopper on."""
     return cc >= (9, 0)
 
 
 @contextmanager
 def _device_of(cc):
-    """Answers Numba's question which device a device function is for, which it would put to the driver."""
-    from numba.cuda import dispatcher
+    """Tells Numba the compute capability for which device functions are compiled. Numba would ask the driver for it."""
     question = dispatcher.get_current_device
     dispatcher.get_current_device = lambda: python_types.SimpleNamespace(compute_capability=cc)
     try:
@@ -229,8 +242,7 @@ def _device_of(cc):
 
 
 def _compile_cuda_c(source, cc):
-    """PTX of the CUDA C functions that stand behind `cuda.fp16` scalars."""
-    from cuda import pathfinder
+    """PTX of the CUDA C functions that compute with `cuda.fp16` scalars."""
     code = source.encode() if isinstance(source, str) else source
     ours = Path(numba.cuda.__file__).parent / "include" / str(_check(nvrtc.nvrtcVersion())[0])
     toolkit = [pathfinder.locate_nvidia_header_directory(part) for part in ("cudart", "cccl")]
@@ -265,7 +277,7 @@ def _link(ptx, library):
 
 
 def _check(result):
-    """The values of an NVRTC call without the status; ValueError where the status is not success."""
+    """The values that an NVRTC call returns, without its status. ValueError: the status is not success."""
     status, *values = result
     if status:
         raise ValueError(f"NVRTC: {status.name}")
@@ -279,7 +291,7 @@ def supported_ccs():
 
 
 def target_cc(cc):
-    """The highest compute capability that the toolkit knows and a card of `cc` runs, else CompileError."""
+    """The highest compute capability that the toolkit knows and a card of `cc` runs. CompileError: there is none."""
     known = [c for c in supported_ccs() if c <= tuple(cc)]
     if not known:
         lowest = "sm_%d%d" % supported_ccs()[0]
@@ -295,9 +307,10 @@ _VERSIONED = {"builtins", "llvmlite", "math", "numba", "numpy", "operator"}
 
 
 def cache_key(kernel, signature, cc):
-    """Hexadecimal name of the PTX of `kernel`, equal in every process exactly when what makes the PTX is.
+    """A hexadecimal name for the PTX of `kernel`. Two processes get the same name if, and only if, everything that
+    makes the PTX is the same.
 
-    TypeError: the kernel refers to an object whose contents cannot be pinned down.
+    TypeError: the kernel refers to an object whose contents cannot be known.
     ValueError: the kernel or a device function has an option that changes its arithmetic or what is linked.
     """
     digest = hashlib.sha256(repr((_versions(), signature, tuple(cc))).encode())
@@ -307,9 +320,8 @@ def cache_key(kernel, signature, cc):
 
 @cache
 def _versions():
-    from numba.cuda.cudadrv.nvvm import NVVM
     packages = [f"{p} {importlib.metadata.version(p)}" for p in ("numba", "numba-cuda", "llvmlite", "numpy")]
-    return (sys.version, *packages, NVVM().get_ir_version(), _libnvvm(), _check(nvrtc.nvrtcVersion()),
+    return (sys.version, *packages, nvvm.NVVM().get_ir_version(), _libnvvm(), _check(nvrtc.nvrtcVersion()),
             Path(__file__).read_bytes())
 
 
@@ -318,19 +330,19 @@ def _libnvvm():
 
     Its version number, 2.0, never changes. Its path and date differ between Python environments.
     """
-    from llvmlite import ir
-    from numba.cuda.cudadrv import nvvm
     module = ir.Module()
     module.triple, module.data_layout = "nvptx64-nvidia-cuda", nvvm.NVVM().data_layout
     nvvm.add_ir_version(module)
     return nvvm.compile_ir(str(module)).decode()
 
 
-# Options of @cuda.jit. The others change the arithmetic (fastmath) or what is linked, or would be ignored.
+# The options of @cuda.jit that are allowed. The others change the arithmetic (fastmath) or what is linked, or would
+# be ignored.
 _OPTIONS = {"device", "forceinline", "inline", "launch_bounds", "lineinfo", "lto", "opt"}
-# Where notebooks keep their cells: a folder new at every start, or in older ones a name with the cell's number.
+# The "files" of notebook cells: they lie in a folder that is new at every start, or, in older notebooks, have a name
+# with the number of the cell.
 _NOTEBOOK = re.compile(r'[^"\n]*(?:/ipykernel_\d+/|<ipython-input-\d+-)')
-# The folders of a machine, and what stands for each in keys and PTX.
+# Folders whose files have the same name on every machine, and the beginning of that name in keys and PTX.
 ROOT = Path(os.path.abspath(__file__)).parents[1]
 _FOLDERS = {f"{Path(numba.__file__).parent}/": "numba/", f"{Path(numba.cuda.__file__).parents[1]}/": "numba/",
             f"{ROOT}/": ""}
@@ -338,9 +350,9 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic, np.dtyp
 
 
 def _feed(digest, value, seen):
-    """Adds to `digest` all of `value` that can change the code compiled from a function that refers to it.
+    """Adds `value` to `digest`: everything in it that can change the PTX of a function that refers to it.
 
-    seen: the functions fed so far, id -> number; they may refer to each other in circles.
+    seen: the functions added so far, id -> number; functions may refer to each other in circles.
     """
     if isinstance(value, _PLAIN):
         digest.update(f"{type(value).__name__} {value!r};".encode())
@@ -361,7 +373,7 @@ def _feed(digest, value, seen):
 
 
 def _feed_code(digest, value, seen):
-    if hasattr(value, "_defn"):                 # an intrinsic: its text may come from anywhere in its file
+    if hasattr(value, "_defn"):                 # an intrinsic: it may take PTX text from anywhere in its file
         _feed(digest, _source(value._defn), seen)
         _feed_function(digest, value._defn, seen)
     elif hasattr(value, "py_func"):             # a kernel or a device function
@@ -382,7 +394,7 @@ def _feed_code(digest, value, seen):
 
 
 def _feed_function(digest, function, seen):
-    digest.update(marshal.dumps(_portable(function.__code__), 2))      # version 2 holds no reference counts
+    digest.update(marshal.dumps(_portable(function.__code__), 2))      # version 2: later ones depend on refcounts
     _feed(digest, function.__defaults__, seen)
     _feed(digest, [cell.cell_contents for cell in function.__closure__ or ()], seen)
 
@@ -467,23 +479,24 @@ def _source(function):
 
 # ---- files -------------------------------------------------------------------------------------------------
 
-MOST_BYTES = 256 << 20                          # of one kind of file; what was used longest ago goes
+MOST_BYTES = 256 << 20                          # in a folder of the cache; files used longest ago are deleted
 
 
 def load(path):
-    """The bytes that `store` put under `path`; None when there are none or they are damaged."""
+    """The bytes that `store` wrote to `path`. None: there is no such file, or it is damaged."""
     try:
         content = Path(path).read_bytes()
     except OSError:
         return None
     with suppress(OSError):
-        os.utime(path)                          # used now
+        os.utime(path)                          # `_make_room` keeps what was used last
     digest, data = content[:32], content[32:]
     return data if hashlib.sha256(data).digest() == digest else None
 
 
 def store(path, data):
-    """Writes `data` with a checksum; other processes see all of it or nothing. A full disk only warns."""
+    """Writes `data` and a checksum to `path`. Other processes see the whole file or none. A full disk is only a
+    warning."""
     path = Path(path)
     temporary = None
     try:
@@ -500,7 +513,8 @@ def store(path, data):
 
 
 def _make_room(folder):
-    """Deletes the files of a folder beyond MOST_BYTES, last used first kept. Other processes may do the same."""
+    """Deletes the files of a folder that were used longest ago, until at most MOST_BYTES are left. Other processes may
+    do the same at the same time."""
     total = 0
     with suppress(OSError):
         for file, facts in sorted(((Path(f), f.stat()) for f in os.scandir(folder)), key=lambda f: -f[1].st_mtime_ns):

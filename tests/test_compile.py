@@ -16,51 +16,15 @@ import numpy as np
 import pytest
 from numba import cuda, float32, uint32
 from numba.cuda.extending import intrinsic
-from numba.types import float16
 
 from kernels import compile as compiler
-from kernels import intrinsics
-from kernels.assembler import assemble
 from kernels.compile import CompileError, cache_key, compile_kernel
+from kernels.assembler import assemble
+from tests.kernels_to_compile import (HALF_SIGNATURE, OLDEST, SIGNATURE, calls_device_function, half_sum,
+                                      multiply_add)
 
 ROOT = Path(__file__).parents[1]
-OLDEST = next(cc for cc in compiler.supported_ccs() if cc >= (7, 0))
 SM = "sm_%d%d" % OLDEST
-FACTOR = 3.0
-TABLE = (1.0, 2.0)
-
-
-@cuda.jit
-def multiply_add(x, y, n, s):
-    i = uint32(cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x)
-    if i < n:
-        y[i] = x[i] * s + y[i]
-
-
-SIGNATURE = ("float32[1]", "float32[1]", "uint32", "float32")
-
-
-@cuda.jit
-def half_sum(x, y, out):
-    i = uint32(cuda.threadIdx.x)
-    h = float16(x[i]) * y[i] + y[i]
-    out[i] = float32(cuda.fp16.hfma(h, y[i], h))
-
-
-HALF_SIGNATURE = ("float32[1]", "float16[1]", "float32[1]")
-
-
-@cuda.jit(device=True)
-def polynomial(x, turns):
-    total = float32(0)
-    for _ in range(turns):                              # a loop of unknown length is not inlined away
-        total = total * x + float32(FACTOR)
-    return total
-
-
-@cuda.jit
-def calls_device_function(x, n):
-    x[uint32(0)] = polynomial(x[uint32(0)], n) + float32(TABLE[1]) + intrinsics.exp(x[uint32(1)])
 
 
 # ---- the PTX -----------------------------------------------------------------------------------------------
@@ -102,7 +66,8 @@ def test_entry_name_and_line_numbers(tmp_path):
     compiled = compile_kernel(multiply_add, SIGNATURE, OLDEST, tmp_path)
     assert (compiled.name, compiled.entry) == ("multiply_add", "kernel_multiply_add")
     assert re.findall(r"\.entry (\w+)\(", compiled.ptx) == [compiled.entry] and "NumbaEnv" not in compiled.ptx
-    assert f".target {SM}" in compiled.ptx and ".loc" in compiled.ptx and "test_compile.py" in compiled.ptx
+    assert f".target {SM}" in compiled.ptx and ".loc" in compiled.ptx \
+        and '"tests/kernels_to_compile.py"' in compiled.ptx
 
 
 def test_device_functions_need_no_card(tmp_path):
@@ -377,7 +342,10 @@ def test_key_refuses_what_it_cannot_see_through(tmp_path):
 PROCESS = """
 import sys
 from kernels import compile as compiler
-from tests.test_compile import *
+from kernels.compile import compile_kernel
+from tests.kernels_to_compile import (HALF_SIGNATURE, OLDEST, SIGNATURE, calls_device_function, half_sum,
+                                      multiply_add)
+
 folder = sys.argv[1]
 for kernel, signature in ((multiply_add, SIGNATURE), (half_sum, HALF_SIGNATURE),
                           (calls_device_function, ("float32[1]", "uint32"))):
@@ -421,66 +389,54 @@ def overrun(y):
 CHECKOUT = """
 import sys
 import numpy as np
-from kernels import compile as compiler
+from kernels import changed, compile as compiler, overrun
 from kernels.card import LaunchError
 from kernels.open import open_cards
-from kernels.nvidia import assemble
-from kernels.overrun import overrun
+from kernels.assembler import assemble
 
 folder = sys.argv[1]
 card = open_cards("emulated", cache_dir=folder)[0]
 with card.checking():
-    card.launch(overrun, 1, 8, card.upload(np.ones(8, np.float32), "y"))
+    card.launch(overrun.overrun, 1, 8, card.upload(np.ones(8, np.float32), "y"))
 try:
     with card.checking():
-        card.launch(overrun, 1, 8, card.zeros(7, np.float32, "y"))
+        card.launch(overrun.overrun, 1, 8, card.zeros(7, np.float32, "y"))
 except LaunchError as error:
     print(error)
-card.launch(overrun, 1, 8, card.zeros(8, np.float32))
+card.launch(overrun.overrun, 1, 8, card.zeros(8, np.float32))
 card.synchronize()
-compiled = compiler.compile_kernel(overrun, ("float32[1]",), card.cc, folder)
+compiled = compiler.compile_kernel(overrun.overrun, ("float32[1]",), card.cc, folder)
 assemble(compiled, compiler.supported_ccs()[-1], folder)
+print(compiler.n_compiled)
+compiler.compile_kernel(changed.overrun, ("float32[1]",), card.cc, folder)
 print(compiler.n_compiled, str(compiler.ROOT) in compiled.ptx, compiler.ROOT)
 """
 
 
-def run_checkout(root, python, cache):
-    """Runs CHECKOUT in `root` with the interpreter `python`; the checked launch's message, and the number of kernels
-    that were compiled."""
-    run = subprocess.run([python, "-c", CHECKOUT, str(cache)], cwd=root, text=True, capture_output=True, timeout=120)
-    assert run.returncode == 0, run.stderr
-    *message, last = run.stdout.splitlines()
-    n_compiled, names_root, found = last.split(" ", 2)
-    assert found == str(root) and names_root == "False"
-    return "\n".join(message), int(n_compiled)
-
-
 def test_checkouts_share_one_cache(tmp_path):
-    """A second checkout, run in a Python environment with another path, finds all that the first one compiled."""
+    """A second checkout, run in a Python environment with another path, finds all that the first one compiled. It
+    compiles only changed.py, the one file whose text differs."""
     cache, link = tmp_path / "cache", tmp_path / "environment"
     link.symlink_to(sys.prefix)
     pythons = sys.executable, str(link / Path(sys.executable).relative_to(sys.prefix))
-    roots = tmp_path / "größer", tmp_path / "second"
-    for root in roots:
+    roots, found = (tmp_path / "größer", tmp_path / "second"), []
+    for root, python, factor in zip(roots, pythons, "23"):
         shutil.copytree(ROOT / "kernels", root / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
         (root / "kernels" / "overrun.py").write_text(OVERRUN)
-
-    def files():
-        return {file for file in cache.rglob("*") if file.is_file()}
-
-    for root, python, n_compiled in zip(roots, pythons, (1, 0)):
-        before = files()
-        message, n = run_checkout(root, python, cache)
-        assert n == n_compiled and bool(files() - before) == bool(n_compiled)
-        assert f"overrun ({root / 'kernels' / 'overrun.py'}, line 14), block (0, 0, 0), thread (7, 0, 0)" in message
-        assert message.endswith("line 14: y[i] = float32(scaled(y[i]))")
-    kinds = {file.parent.name for file in files()}
-    assert {"ptx", "native"} <= kinds <= {"ptx", "native", "cubin"}
-
-    before = files()
-    (root / "kernels" / "overrun.py").write_text(OVERRUN.replace("float16(2)", "float16(3)"))
-    assert run_checkout(root, python, cache)[1] == 1
-    assert {file.parent.name for file in files() - before} == kinds
+        (root / "kernels" / "changed.py").write_text(OVERRUN.replace("float16(2)", f"float16({factor})"))
+        before = set(cache.rglob("*.*"))
+        run = subprocess.run([python, "-c", CHECKOUT, str(cache)], cwd=root, text=True, capture_output=True,
+                             timeout=120)
+        assert run.returncode == 0, run.stderr
+        *message, n_compiled, last = run.stdout.splitlines()
+        assert f"overrun ({root / 'kernels' / 'overrun.py'}, line 14), block (0, 0, 0), thread (7, 0, 0)" in message[0]
+        assert message[-1].endswith("line 14: y[i] = float32(scaled(y[i]))")
+        n_all, names_root, at = last.split(" ", 2)
+        assert (names_root, at) == ("False", str(root))
+        new = [file.parent.name for file in set(cache.rglob("*.*")) - before]
+        found.append((int(n_compiled), int(n_all), len(new), set(new) - {"cubin"}))
+    assert found[0][:2] == (1, 2) and found[0][3] == {"ptx", "native"}
+    assert found[1] == (0, 1, 1, {"ptx"})
 
 
 def test_files_outside_the_project_keep_their_path(tmp_path, monkeypatch):

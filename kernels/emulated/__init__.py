@@ -1,22 +1,40 @@
-"""The emulated card: PTX kernels on the CPU, one warp as 32 SIMD lanes.
+"""The emulated card: PTX kernels on the CPU. One warp is one LLVM function, its 32 lanes are SIMD lanes.
 
-    ptx.py        PTX text -> dataclasses
-    flow.py       control flow: blocks, order, where lanes wait for each other
+From PTX to machine code, in this order:
+
+    ptx.py        PTX text -> dataclasses; calls become copies of what they call
+    flow.py       control flow: blocks, their order, where lanes wait for each other
     lanes.py      which registers are one scalar for the warp, or a scalar plus a constant per lane
-    emit.py       LLVM IR text: values of 1, some or 32 lanes
+    emit.py       writes LLVM IR for values of 1, some or 32 lanes
     nans.py       which results must have the card's NaN
-    floats.py, integers.py, bits.py, conversions.py, dots.py, special.py
-                  instructions that compute registers from registers, each on top of the one before
-    memory.py     loads, stores, atomics, shuffles
-    printing.py   print
-    translate.py  a kernel -> LLVM IR
-    native.py     LLVM IR -> machine code, cached; launches on CPU threads
+    translate.py  a kernel -> LLVM IR, with the instructions of the table below
+    native.py     LLVM IR -> machine code, kept on disk; launches on CPU threads
+    runtime.ll    LLVM IR of these threads: they take blocks, and run a block's warps between barriers
 
-Warps of a block take turns where they poll memory, so locks and flags work within a block, and locks also
-between the lanes of a warp if one that has taken it opens it before the warp synchronizes. Blocks run to
-their end one after the other, as many at a time as there are workers: one that waits for a later one is given
-up after 10 seconds with an error, and so is whatever else polls memory in vain. Atomics, volatile loads and
-loads in a loop with a fence, a nanosleep or a syncwarp poll; a loop that waits without any of them runs for
-ever, as it does on a card. Refused: synchronization of the grid, recursion, barriers that reduce over a part
-of a block.
+Around it: card.py (the Card), cards.py (figures of real cards), watching.py with counting.py and checking.py
+(translations that report each access), estimate.py (what a launch would cost on a real card).
+
+Which file translates which PTX instruction. Each file's class extends the class of the file before it, and the
+method for `add` is `op_add`. Instructions of integers and of floats that share a name are found in integers.py,
+which takes what floats need from floats.py. tests/emulated/test_opcode_table.py compares the table with the code.
+
+    file            opcodes
+    floats.py       fma rcp sqrt rsqrt ex2 lg2 sin cos tanh copysign testp
+    integers.py     mov cvta add sub mul mad div rem sad neg abs min max addc subc madc
+    bits.py         and or xor not cnot shl shr shf popc clz brev bfind bfe bfi prmt lop3
+    conversions.py  setp set selp slct cvt
+    dots.py         dp4a dp2a
+    special.py      (reads of special registers: %tid, %ctaid, %laneid, %clock ...)
+    memory.py       ld st atom red shfl vote match activemask membar fence nanosleep prefetch bar.warp
+    printing.py     vprintf
+    translate.py    bra ret exit trap bar barrier barrier_result (bar.red becomes bar and barrier_result)
+    ptx.py          call brx (replaced by the function's body, and by comparisons with bra)
+
+Warps of a block take turns where they poll memory, so locks and flags work within a block, and locks also between
+the lanes of a warp if the lane that has taken the lock opens it before the warp synchronizes. Each block runs to
+its end before its CPU thread takes another one; as many run at a time as there are workers. A block that waits for
+a later block is given up after 10 seconds with an error, and so is every other warp that polls memory in vain. A
+loop polls if it contains an atomic, a volatile load, or a load beside a fence, a nanosleep or a syncwarp. A loop
+that waits without any of them runs for ever, as it does on a card. Refused: synchronization of the grid,
+recursion, barriers that reduce over a part of a block.
 """

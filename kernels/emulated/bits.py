@@ -42,7 +42,7 @@ class Bits(Integers):
                   lambda w, a: self.resize("i1", t, w, self.compare("eq", t, w, a, const(t, w, 0))))
 
     def _shift(self, instr, name):
-        """Shifts by the register's whole value: by 32 or more (64, 16) all bits leave."""
+        """Shifts by the whole value of a register: a shift by the type's size or more moves all bits out."""
         t = llvm_type(instr.mods[-1])
         bits = bits_of(t)
         value, by = instr.operands[1:]
@@ -111,8 +111,8 @@ class Bits(Integers):
         self._counted(instr, compute)
 
     def op_bfe(self, instr):
-        """`length` bits from bit `start`; for signed types extended by the field's last bit (clamped to the
-        top bit)."""
+        """`length` bits from bit `start` on. For signed types the result is extended with the field's last bit
+        (clamped to the top bit)."""
         kind = instr.mods[-1]
         t = llvm_type(kind)
         bits = bits_of(t)
@@ -138,7 +138,7 @@ class Bits(Integers):
         self.lift(instr, t, [(a, t), (start, "i32"), (length, "i32")], compute)
 
     def _ones(self, t, w, length):
-        """`length` low bits set; all for lengths from the width on."""
+        """A word whose `length` lowest bits are set; all bits, for lengths from the width on."""
         inside = self.compare("ult", t, w, length, const(t, w, bits_of(t)))
         n = self.select(t, w, inside, length, const(t, w, 0))
         ones = self.op("sub", t, w, self.op("shl", t, w, const(t, w, 1), n), const(t, w, 1))
@@ -179,8 +179,8 @@ class Bits(Integers):
         self.lift(instr, "i32", [(a, "i32"), (b, "i32"), (selector, "i32")], compute)
 
     def _chosen_byte(self, w, both, a, b, s, i, known):
-        """Byte i of prmt: three bits of the selector choose one of 8 bytes, the fourth replicates its
-        sign."""
+        """One byte of prmt. Three bits of the selector choose one of 8 bytes; with the fourth bit the result is the
+        chosen byte's sign in every bit."""
         if known.const is not None and known.uniform:
             nibble = known.const >> 4 * i & 15
             word = self.op("lshr", "i32", w, (a, b)[nibble >> 2 & 1], const("i32", w, 8 * (nibble & 3)))

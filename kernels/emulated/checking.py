@@ -44,24 +44,27 @@ from .ptx import SIZES, Mem, Pack
 from .translate import BARRIERS_BYTES, CONTEXT, CONTEXT_BYTES, GIVES_WAY
 from .watching import ATOMIC, LOCAL, OBSERVER, SHARED, WRITE, Watch, Watching, find_row
 
-# The arrays of @watch: addresses of the lanes; STATE; live arrays as (start, end, 0); what the lanes store,
-# each as many bytes as the access has; how often each warp has executed `syncwarp`; a row of SHADOW numbers
-# for each granule of shared memory, which is as large as the kernel's smallest access.
+# The arrays of @watch: the addresses of the lanes; STATE; the live arrays as (start, end, 0); the values that the lanes
+# store, each as many bytes as the access has; how often each warp has executed `syncwarp`; and a row of SHADOW numbers
+# for each granule of shared memory. A granule is as large as the kernel's smallest access.
 LANES, STATE, ARRAYS, VALUES, PHASES, SHADOWS = range(6)
 (N_ARRAYS, SHARED_BYTES, GRANULE_BITS, LOCAL_START, LOCAL_BYTES, WARP_NUMBER, EPOCH, CLOCK,
  ERROR, ACCESS, LANE, ADDRESS, OTHER_THREAD, OTHER_ACCESS, N_STATE) = range(15)
-# In a row: the granule's last write and two reads, each as thread + 1, epoch (a number for each stretch
-# between barriers of a block), phase of the warp, access; of the write also when it was, and whether atomic.
+# In a row: the granule's last write and two reads. Each of them is thread + 1, the epoch (a number for each stretch
+# between barriers of a block), the warp's phase, and the access. The write also has its time and whether it was atomic.
 WRITER, READER, OTHER_READER, TIME_OF_WRITE, ATOMIC_WRITE, SHADOW = 0, 4, 8, 12, 13, 14
 MISALIGNED, OUTSIDE, RACE, DIVERGENT = 1, 2, 3, 4
-BARRIER = 32                                    # beside the kinds of watching.py; its mask: the lanes missing
+BARRIER = 32                                    # a kind beside those of watching.py; its mask: the missing lanes
 
 
 # ---- the code that checks ----------------------------------------------------------------------------------
 
 class Checking(Watching):
-    """Its notes: (source file,), (bits of a granule,), the sizes of the kernel's constants in bytes, the
-    numbers and lines of its barriers, and then (line, instruction, bytes) of each access."""
+    """A translation that calls `check_access` before each access.
+
+    Its notes: (source file,), (bits of a granule,), the sizes of the kernel's constants in bytes, the numbers and
+    lines of its barriers, and then (line, instruction, bytes) of each access.
+    """
 
     observer = "qengine_check_access"
 
@@ -113,7 +116,7 @@ class Checking(Watching):
         self.do(f"store i64 {count}, ptr {phase}")
 
     def note_partial_barrier(self, complete):
-        """Orders all accesses before it and after it, those of warps that have no part in it too."""
+        """Such a barrier orders all accesses before it and after it, also those of warps that have no part in it."""
         epoch = self.let(f"getelementptr i64, ptr {self.watched(STATE)}, i64 {EPOCH}")
         count = self.op("add", "i64", 1, self.let(f"load i64, ptr {epoch}"),
                         self.resize("i1", "i64", 1, complete))
@@ -143,7 +146,7 @@ class Checking(Watching):
 
 
 def access_bytes(instr):
-    """What one lane reads or writes."""
+    """The bytes that one lane reads or writes."""
     return SIZES.get(instr.mods[-1], 1) * (4 if "v4" in instr.mods else 2 if "v2" in instr.mods else 1)
 
 
@@ -155,7 +158,8 @@ def fail(state, error, access, lane, address):
 
 @njit
 def unordered(shadow, at, state, phases, thread):
-    """Whether the access at shadow[at:] and one of `thread` now are of different threads and unordered."""
+    """Whether the access at shadow[at:] was by a thread other than `thread`, and nothing orders an access by
+    `thread` now after it."""
     other = shadow[at] - 1
     if other < 0 or other == thread or shadow[at + 1] != state[EPOCH]:
         return False
@@ -170,8 +174,8 @@ def record(shadow, at, state, phases, thread, access):
 
 @njit
 def record_read(shadow, row, state, phases, thread, access):
-    """Keeps the last reader and another one, of another warp if there was any: two warps' reads, and every
-    write is a race with one of them."""
+    """Keeps the last read, and one by another warp if there was any. Two reads are enough: of reads by two warps,
+    every later write races with at least one."""
     last, other = row + READER, row + OTHER_READER
     last_warp = (shadow[last] - 1) // WARP
     if shadow[last + 1] == state[EPOCH] and shadow[last] - 1 != thread:
@@ -195,7 +199,8 @@ def same_value(values, size, start, end, lane, address, other, other_address):
 
 @njit
 def check_shared(watch, access, size, kind, lane, thread, shared):
-    """Whether a lane's access is ordered after those recorded that conflict with it; then it is recorded."""
+    """Whether a lane's access is ordered after all recorded accesses that conflict with it. If it is, it is
+    recorded."""
     lanes, state, phases, shadow = watch[LANES], watch[STATE], watch[PHASES], watch[SHADOWS]
     bits, address = state[GRANULE_BITS], lanes[lane] - shared
     for granule in range(address >> bits, (address + size - 1 >> bits) + 1):
@@ -226,7 +231,7 @@ def check_shared(watch, access, size, kind, lane, thread, shared):
 
 @cfunc(OBSERVER, cache=True)
 def check_access(watch, access, size, kind, mask, shared):
-    """Checks one warp instruction; the first error goes to STATE."""
+    """Checks one instruction of a warp; the first error is written to STATE."""
     lanes, state, arrays = watch[LANES], watch[STATE], watch[ARRAYS]
     state[CLOCK] += 1
     row = -1
@@ -313,7 +318,7 @@ class _Run:
             self.block(number)
 
     def block(self, number):
-        """Every warp until its next barrier, in random order, until all have returned."""
+        """Runs every warp until its next barrier, in random order, and so on until all warps have returned."""
         x, y, _ = self.launch.grid
         self.number = (number % x, number // x % y, number // (x * y))
         self._tell("ctaid", "3i", *self.number)
@@ -330,7 +335,7 @@ class _Run:
                 raise KernelFault(self.explain_barriers(at))
 
     def step(self, warp, resume):
-        """What a warp returns that goes on from `resume`."""
+        """Runs a warp on from `resume`; what the warp returns."""
         self.state[WARP_NUMBER] = warp
         result = self.warp(self.context, warp, resume & ~GIVES_WAY)
         if result < 0:
@@ -338,7 +343,7 @@ class _Run:
         return result
 
     def finish_spinning(self, at):
-        """Lets warps that have given way go on, in turn, until all are at a barrier or have returned."""
+        """Runs the warps that have given way on, in turns, until all are at a barrier or have returned."""
         moved = time.monotonic()
         while spinning := [warp for warp, resume in at.items() if resume & GIVES_WAY]:
             for warp in self.card.random.sample(spinning, len(spinning)):
@@ -380,7 +385,7 @@ class _Run:
         return number % x, number // x % y, number // (x * y)
 
     def where(self, address, text):
-        """What lies at an address, or nearest to it."""
+        """What lies at an address, or nearest to it, in words."""
         offset = address - self.shared.ctypes.data
         if ".shared" in text or 0 <= offset < len(self.shared):
             return f"byte {offset} of the block's {len(self.shared)} bytes of shared memory"
@@ -397,7 +402,8 @@ class _Run:
 
 
 def source_line(file, number):
-    """The text of a line. A notebook's cell is a file of a folder that the PTX does not name (kernels/compile.py)."""
+    """The text of a line of a file. PTX names a notebook's cell without its folder (kernels/compile.py), so it is
+    looked up among the files that Python knows."""
     names = (name for name in linecache.cache if name.rpartition("/")[2] == file)
     return linecache.getline(next(names, file), number).strip()
 

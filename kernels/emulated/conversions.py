@@ -79,7 +79,7 @@ class Conversions(Bits):
     # ---- conversion ----
 
     def op_cvt(self, instr):
-        """Conversion by the kinds of both types; an integer result fills a wider register by extension."""
+        """Converts by the kinds of both types. An integer result is extended to a wider register."""
         to, of = instr.mods[-2:]
         mods = instr.mods[:-2]
         allowed = {*_ROUND, "sat", "ftz"} if to == of == "f32" else {*_ROUND, "sat"}
@@ -135,9 +135,9 @@ class Conversions(Bits):
         return self._saturate(t, w, a) if "sat" in mods else a
 
     def _narrowed(self, instr, t, s, mode, w, a):
-        """A float rounded to a smaller type. From double to half by way of float32, rounded there in the same
-        direction, or to odd if the half is to be the nearest: then the second rounding acts as the only
-        one."""
+        """A float rounded to a smaller type. From double to half the way leads over float32. It is rounded to
+        float32 in the direction of the whole conversion, or to odd if the half is rounded to nearest: so the two
+        roundings act as one."""
         if mode not in ("rn", *DIRECTED):
             raise instr.unsupported("no rounding mode")
         if (s, t) == ("double", "half"):
@@ -148,7 +148,7 @@ class Conversions(Bits):
             self.directed(mode, "fptrunc", s, t, w, a)
 
     def _rounded_to_odd(self, w, a):
-        """A double as float32: cut off, and where that lost something with the last bit set."""
+        """A double as float32: truncated, with the last bit set if the truncation lost something."""
         cut = self.directed("rz", "fptrunc", "double", "float", w, a)
         lost = self.compare("one", "double", w, a, self.cast("fpext", "float", "double", w, cut))
         bits = self.cast("bitcast", "float", "i32", w, cut)
@@ -156,8 +156,8 @@ class Conversions(Bits):
         return self.cast("bitcast", "i32", "float", w, odd)
 
     def _int_to_float(self, instr, t, s, of, mods, w, a):
-        """At once, or by way of double: 32 bits fit; of 64 the halves do, and their sum is rounded in the
-        same direction."""
+        """An integer as a float, converted directly or by way of double. A double holds 32 bits; of 64 bits it holds
+        either half, and the sum of the halves is rounded in the same direction."""
         mode = next((m for m in mods if m in _ROUND), None)
         if mode is None:
             raise instr.unsupported("no rounding mode")
@@ -179,7 +179,7 @@ class Conversions(Bits):
         return self.directed(mode, "fma", "double", "double", w, high, self.number("double", w, 2.0**32), low)
 
     def _float_to_int(self, instr, t, s, to, mods, w, a):
-        """Rounds, then saturates. NaN becomes 0, but where 64 bits are on either side the top bit alone."""
+        """Rounds, then saturates. NaN becomes 0; but if either type has 64 bits, NaN becomes the top bit alone."""
         mode = next((m for m in mods if m in _ROUND), None)
         if mode is None:
             raise instr.unsupported("no rounding mode")

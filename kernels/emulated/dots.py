@@ -13,7 +13,7 @@ class Dots(Conversions):
         kinds = instr.mods
         if len(kinds) != 2 or not set(kinds) <= {"u32", "s32"}:
             raise instr.unsupported()
-        if id(instr) in self.inner_dots:            # its chain is computed at its end
+        if id(instr) in self.inner_dots:            # computed where its chain ends
             return
         chain = self.dot_chains.get(id(instr), [instr])
         varying = not self.uniform(*(o for i in chain for o in i.operands[1:]))
@@ -33,8 +33,8 @@ class Dots(Conversions):
         return c
 
     def find_dot_chains(self, instrs):
-        """Finds, in a block, signed dp4a whose sum only goes on into the next: dot_chains (last -> all),
-        inner_dots."""
+        """Finds chains in a block: signed dp4a, each of whose sum only the next one reads. Sets dot_chains (last of
+        a chain -> all of it) and inner_dots."""
         dots = {i.operands[0].name: i for i in instrs if i.name == "dp4a" and i.mods == ("s32", "s32")}
         self.dot_chains, self.inner_dots = {}, set()
         places, written = {id(i): place for place, i in enumerate(instrs)}, {}
@@ -43,8 +43,8 @@ class Dots(Conversions):
                 written.setdefault(register, []).append(place)
 
         def waits(instr, end):
-            """Whether `instr` may be computed at the place `end` instead: nobody else sees its sum, and its
-            operands are still there."""
+            """Whether `instr` may be computed at the place of `end` instead: no other instruction reads its sum, and
+            its operands still have their values there."""
             name, start = instr.operands[0].name, places[id(instr)]
             return start < end and self.n_uses[name] == self.n_definitions[name] == 1 and not any(
                 start <= place < end for o in instr.operands[1:] if isinstance(o, Reg)
@@ -61,16 +61,16 @@ class Dots(Conversions):
         self._plan_dots()
 
     def _plan_dots(self):
-        """swap_dots: there are fewer first operands than second ones. sort_dots: it is cheaper to sort words
-        by lane; per 4 words and 16 lanes that takes 8 shuffles for each operand, `_sum_fours` 9 instructions
-        for each pair."""
+        """Decides two things. swap_dots: there are fewer first operands than second ones. sort_dots: it is cheaper
+        to sort words by lane; for 4 words and 16 lanes, sorting takes 8 shuffles for each operand, and `_sum_fours`
+        takes 9 instructions for each pair."""
         chains = [chain for chain in self.dot_chains.values() if len(chain) >= 4]
         firsts, seconds = (len({chain[0].operands[i] for chain in chains}) for i in (1, 2))
         self.swap_dots = firsts < seconds
         self.sort_dots = 9 * len(chains) > 8 * (firsts + seconds)
 
     def _dot_chain(self, chain):
-        """The start of a chain + the sum of all its dot products."""
+        """The value that a chain starts with plus the sum of all its dot products."""
         start = chain[0].operands[3]
         quads, pairs = self._quads([self._unsigned_first(*instr.operands[1:3]) for instr in chain])
         total = None
@@ -86,16 +86,16 @@ class Dots(Conversions):
         return total
 
     def _unsigned_first(self, a, b):
-        """The operands of a dot product in the order of `_multiply_add`: it needs a correction for each
-        second one, so that is the one of which there are fewer. A uniform operand goes first: the other may
-        then stay in memory."""
+        """The operands of a dot product in the order in which `_multiply_add` takes them. Each second operand needs
+        a correction, so the operands of which there are fewer go second. A uniform operand goes first: then the
+        other one may stay in memory."""
         swap = self.uniform(b) or self.swap_dots and not self.uniform(a)
         return (b, a) if swap else (a, b)
 
     def _multiply_add(self, n, total, pairs):
-        """total + dot products of the bytes of pairs of vectors (a, b), of n words. The CPU multiplies
-        unsigned by signed bytes, so a goes in as (a + 128) * b - 128 * sum(b); the last sum is the same for
-        all chains with these b, and computed once."""
+        """total + the dot products of the bytes of pairs of vectors (a, b), of n words. The CPU multiplies unsigned
+        by signed bytes, so it is given a + 128, and 128 * sum(b) is subtracted. That sum is the same for all chains
+        with these b, and computed once."""
         correction, flip = const("i32", n, 0), const("i32", n, 0x80808080)
         for _, b in pairs:
             correction = self.dpbusd(n, correction, flip, b)
@@ -105,8 +105,8 @@ class Dots(Conversions):
         return total
 
     def _quads(self, pairs):
-        """(quads, the other pairs): a quad multiplies all 4 words of two 16-byte loads, the vectors as
-        loaded."""
+        """(quads, the other pairs). A quad multiplies all 4 words of two 16-byte loads, in the order in which they
+        were loaded."""
         groups, quads = {}, []
         for pair in pairs if not self.sort_dots else ():
             a, b = (self.quads.get(getattr(o, "name", None)) for o in pair)
@@ -131,8 +131,9 @@ class Dots(Conversions):
         return self.shuffle("i32", 4, first, [i % 4 for i in range(4 * WARP)])
 
     def _sum_fours(self, words):
-        """Sums over the 4 words of each lane, side by side: in few chains cheaper than to sort words by lane.
-        The first step stays within the quarters of a CPU's registers, the second puts lanes in order."""
+        """The sums over the 4 words of each lane, which lie side by side. For few chains this is cheaper than
+        sorting words by lane. The first step stays within the quarters of a CPU's registers, the second one puts the
+        lanes in order."""
         quarters = [32 * (i // 16) + 16 * (i // 2 % 2) + 4 * (i // 4 % 4) + i % 2 * 2
                     for i in range(2 * WARP)]
         in_order = [16 * (lane // 8) + 4 * (lane % 4) + 2 * (lane % 8 // 4) for lane in range(WARP)]

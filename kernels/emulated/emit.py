@@ -1,5 +1,4 @@
-"""LLVM IR as text: values, types and small operations that work on one scalar or on the 32 lanes of a warp
-alike.
+"""Writes LLVM IR as text: values, types and small operations, on one scalar or on the 32 lanes of a warp.
 
 `w` is the width of an operation, 1 or 32: `ty("i32", 32)` is `<32 x i32>`. Values are LLVM names or constants
 as text.
@@ -13,15 +12,15 @@ from .nans import Results
 from .ptx import SIZES, Imm, Symbol
 
 WARP = 32
-# Of a float type: floats in a register, the integer as large as one, the bits of infinity, and of the card's
-# NaN, which are also those of the size. A new NaN of a double is the processor's: 0xFFF8000000000000, as
-# CUDA's math_constants.h has it.
+# For a float type: the number of floats in a register, the integer type as large as one float, the bits of infinity,
+# and the bits of the card's NaN, which are also a mask of all bits but the sign. For a double, a new NaN is left as the
+# processor makes it: 0xFFF8000000000000, the NaN of CUDA's math_constants.h.
 _NAN = {"f32": (1, "i32", 0x7F800000, 0x7FFFFFFF), "f16": (1, "i16", 0x7C00, 0x7FFF),
         "f16x2": (2, "i16", 0x7C00, 0x7FFF)}
 
 
 def llvm_type(ptx_type):
-    """The LLVM type of a PTX type; half precision is kept as its 16 bits."""
+    """The LLVM type of a PTX type. A half is kept as an integer of 16 bits."""
     if ptx_type == "pred":
         return "i1"
     if ptx_type in ("f32", "f64"):
@@ -44,7 +43,7 @@ def suffix(t, w):
 
 
 def const(t, w, value):
-    """An integer constant, on all lanes."""
+    """An integer constant; for w = 32 it is on all lanes."""
     return str(value) if w == 1 else f"splat ({t} {value})"
 
 
@@ -53,7 +52,7 @@ def vector_const(t, values):
 
 
 class Code:
-    """Growing text of one function body, and the declarations it needs."""
+    """The growing text of one function's body, and the declarations that it needs."""
 
     def __init__(self):
         self.lines, self.declarations, self.n = [], {}, 0
@@ -90,22 +89,23 @@ class Code:
         return a if source == target else self.let(f"{how} {ty(source, w)} {a} to {ty(target, w)}")
 
     def resize(self, source, target, w, a, signed=False):
-        """Between integer types: truncates or extends."""
+        """A value of one integer type as another integer type, truncated or extended."""
         if source == target:
             return a
         return self.cast("trunc" if bits_of(target) < bits_of(source) else "sext" if signed else "zext",
                          source, target, w, a)
 
     def call(self, name, result, *args):
-        """Call of a function, an external or intrinsic one unless it is `outlined`; args are (type, value)."""
+        """Calls a function and returns its result. The function is external or an intrinsic, unless it is
+        `outlined`; args are (type, value)."""
         types = [t for t, _ in args]
         self.declarations.setdefault(name, f"declare {result} @{name}({', '.join(types)})")
         text = f"call {result} @{name}({', '.join(f'{t} {v}' for t, v in args)})"
         return self.do(text) if result == "void" else self.let(text)
 
     def outlined(self, name, result, body, *args, attributes="#2"):
-        """Call of a function of the module's own, which returns what body(*its parameters) computes; args are
-        (type, value)."""
+        """Calls a function that this module defines. The function returns what body(*its parameters) computes; args
+        are (type, value)."""
         if name not in self.declarations:
             outside, self.lines = self.lines, []
             value = body(*(f"%{i}" for i in range(len(args))))
@@ -116,7 +116,7 @@ class Code:
         return self.call(name, result, *args)
 
     def intrinsic(self, name, t, w, *args):
-        """llvm.<name> whose operands and result have one type."""
+        """Calls llvm.<name>, whose operands and result have one type."""
         return self.call(f"llvm.{name}.{suffix(t, w)}", ty(t, w), *((ty(t, w), a) for a in args))
 
     def splat(self, t, value, n=WARP):
@@ -124,13 +124,14 @@ class Code:
         return self.let(f"shufflevector <{n} x {t}> {first}, <{n} x {t}> poison, <{n} x i32> zeroinitializer")
 
     def shuffle(self, t, n, a, indices, b=None):
-        """Elements of a (and b, both n long) by constant index; None where any will do."""
+        """Elements of the vector a (and of b, both n long), chosen by constant indices. An index None takes any
+        element."""
         mask = ", ".join("i32 poison" if i is None else f"i32 {i}" for i in indices)
         return self.let(f"shufflevector <{n} x {t}> {a}, <{n} x {t}> {b or 'poison'}, "
                         f"<{len(indices)} x i32> <{mask}>")
 
     def concatenate(self, t, length, parts):
-        """One vector of many, of equal length; their number is a power of two."""
+        """One vector made of several vectors of equal length; their number is a power of two."""
         while len(parts) > 1:
             parts = [self.shuffle(t, length, a, range(2 * length), b)
                      for a, b in zip(parts[::2], parts[1::2])]
@@ -138,7 +139,7 @@ class Code:
         return parts[0]
 
     def spread(self, t, value, pattern):
-        """scalar + pattern as a vector."""
+        """The vector scalar + pattern."""
         whole = self.splat(t, value)
         return self.op("add", t, WARP, whole, vector_const(t, pattern)) if any(pattern) else whole
 
@@ -224,12 +225,13 @@ class Operands(Code):
         return self._convert(whole, own, t, WARP)
 
     def _settled(self, operand, own, w, value):
-        """A register's value, with the card's NaN if its bits become visible."""
+        """A register's value. It has the card's NaN if the current instruction makes its bits visible (nans.py)."""
         kind = self.leaving.get(operand.name)
         return value if kind is None else self.canonical(own, w, value, kind)
 
     def canonical(self, t, w, value, kind):
-        """A float of PTX type `kind`, or two of them, in type t: any NaN becomes the card's."""
+        """A float of PTX type `kind`, or two of them, given and returned in LLVM type t, with every NaN replaced by
+        the card's."""
         n, part, infinity, nan = _NAN[kind]
         bits = self.cast("bitcast", ty(t, w), ty(part, w * n), 1, value)
         size = self.op("and", part, w * n, bits, const(part, w * n, nan))
@@ -264,7 +266,7 @@ class Operands(Code):
     # ---- results ----
 
     def put(self, register, t, w, value, signed=False):
-        """Writes a value of width w; smaller integers are extended to the register."""
+        """Writes a value of width w to a register; a smaller integer is extended to the register's size."""
         name = register.name
         if name == "_":
             return
@@ -298,9 +300,9 @@ class Operands(Code):
         self.do(f"store <{WARP} x {t}> {value}, ptr {slot}, align 64")
 
     def lift(self, instr, result, operands, compute):
-        """The common case: operands [(operand, type)] -> compute(w, *values) -> a result of type `result`: on
-        a scalar if all operands are uniform, on few values if all that are not repeat these over the lanes in
-        one way (as `x[lane // 2]` does), on vectors otherwise."""
+        """The common case of an instruction: takes operands [(operand, type)], and writes compute(w, *values), of
+        type `result`. It computes on scalars if all operands are uniform; on few values if all operands that are not
+        uniform repeat these values over the lanes in one way (as `x[lane // 2]` does); and else on vectors."""
         repeats = {o: self.repeats.get(getattr(o, "name", None)) for o, _ in operands if not self.uniform(o)}
         ways = {r and (r.n, r.lanes) for r in repeats.values()}
         if len(ways) == 1 and None not in ways:
@@ -317,7 +319,7 @@ class Operands(Code):
         return self._convert(self._settled(operand, repeat.t, repeat.n, repeat.value), repeat.t, t, repeat.n)
 
     def put_repeat(self, register, repeat, signed=False):
-        """Writes a Repeat, and remembers it for what is computed from it."""
+        """Writes a Repeat to a register, and remembers the Repeat for what is computed from the register."""
         value, name = self.shuffle(repeat.t, repeat.n, repeat.value, repeat.lanes), register.name
         self.put(register, repeat.t, WARP, value, signed)
         if self.n_definitions.get(name) == 1 and bits_of(self.type_of(name)) == bits_of(repeat.t):

@@ -24,11 +24,12 @@ class Floats(Operands):
     """fma, quotients, roots, approximations and the like."""
 
     def floating(self, instr, operands, compute):
-        """compute(t, w, mods, *values) on f32 or f64, on f16 as f32 rounded once, on f16x2 for each half.
+        """Writes compute(t, w, mods, *values). It computes f32 and f64 in their own type, f16 as f32 with one
+        rounding to half, and f16x2 likewise for each half.
 
-        Operations on halves are calls: an fma of a warp's words takes 45 instructions of a CPU with AVX-512,
-        and kernels/attention.py has 704. In line they took 8.3 s to translate instead of 3.7, for a launch
-        of 12.7 ms instead of 16.8."""
+        Operations on halves are calls of functions. In line they would make the machine code faster and its
+        translation much slower (benchmarks/results.md).
+        """
         kind = instr.mods[-1]
         mods = instr.mods[:-1]
         if "ftz" in mods and kind != "f32" and not (kind == "f64" and "approx" in mods):
@@ -54,8 +55,8 @@ class Floats(Operands):
         return self._saturate(t, w, result) if "sat" in mods else result
 
     def _flush(self, t, w, value):
-        """Denormal -> zero of the same sign. Of a float64, which only `.approx.ftz.f64` flushes, also the
-        lower half of the mantissa goes: these instructions read and write upper halves."""
+        """A denormal becomes zero of the same sign. Only `.approx.ftz.f64` flushes float64, and it also clears the
+        lower half of the mantissa: these instructions read and write upper halves."""
         i = f"i{bits_of(t)}"
         exponents, signs = {"float": (0x7F800000, 1 << 31), "double": (0x7FF << 52, 1 << 63)}[t]
         bits = self.cast("bitcast", t, i, w, value)
@@ -78,22 +79,22 @@ class Floats(Operands):
         return const(t, w, f"0x{bits:016X}")
 
     def _half(self, w, mods, compute, values):
-        """Half operands through float32. One operation of float32 on halves, rounded again to half, equals
-        one rounding (24 >= 2 * 11 + 2) for +, -, *, /, sqrt; fma, whose sum can be longer, rounds to odd
-        first (`_odd_fma`)."""
+        """Computes on halves through float32. For +, -, *, / and sqrt, one operation of float32 on halves that is
+        rounded again to half equals one rounding (24 >= 2 * 11 + 2). The sum of an fma can be longer, so fma rounds
+        to odd first (`_odd_fma`)."""
         wide = [self.cast("fpext", "half", "float", w, v) for v in values]
         result = self._finish("float", w, mods + ("half",), compute, wide)
         return self.cast("fptrunc", "float", "half", w, result)
 
     def _half2(self, w, mods, compute, values):
-        """Both halves of a word side by side, as they are in memory: twice as many values."""
+        """Computes on both halves of each word side by side, as they lie in memory: on twice as many values."""
         halves = [self.cast("bitcast", ty("i32", w), ty("half", 2 * w), 1, v) for v in values]
         result = self._half(2 * w, mods, compute, halves)
         return self.cast("bitcast", ty("half", 2 * w), ty("i32", w), 1, result)
 
     def _operation(self, name):
-        """The function (t, w, mods, *values) that does a floating-point operation, named as LLVM does, in the
-        rounding mode in mods."""
+        """The function (t, w, mods, *values) that does a floating-point operation of LLVM's name in the rounding
+        mode in mods."""
         def compute(t, w, mods, *values):
             mode = next((m for m in mods if m in DIRECTED), None)
             if mode and "half" in mods:
@@ -105,8 +106,8 @@ class Floats(Operands):
         return compute
 
     def directed(self, mode, name, t, result, w, *values):
-        """An operation of LLVM's constrained kind, from type t to type `result`, in a mode other than to
-        nearest: a function of its own, because the mode is a state of the processor."""
+        """An operation of LLVM's constrained kind, from type t to type `result`, in a rounding mode other than to
+        nearest. It is a function of its own, because the rounding mode is a state of the processor."""
         if result == "half" and w > 8:              # LLVM 20 cannot narrow more at a time
             parts = [self.directed(mode, name, t, result, 8,
                                    self.shuffle(t, w, values[0], [lane if lane < w else None
@@ -137,8 +138,9 @@ class Floats(Operands):
                       self._odd_fma(w, *values) if "half" in mods else fma(t, w, mods, *values))
 
     def _odd_fma(self, w, a, b, c):
-        """a * b + c of halves in float32, rounded to odd: the sum where it is exact, else the one of its two
-        neighbours whose last bit is set. Rounding it to half later is then a single rounding."""
+        """a * b + c of halves in float32, rounded to odd: the exact sum if float32 holds it, else that of its two
+        neighbours whose last bit is set. When the result is rounded to half later, the outcome is as after one
+        rounding."""
         if not self.cpu_rounds or w % 16:
             return self._odd_by_error(w, a, b, c)
         parts = [[self.shuffle("float", w, v, range(start, start + 16)) for v in (a, b, c)]
@@ -146,8 +148,9 @@ class Floats(Operands):
         return self.concatenate("float", 16, [self._odd_of_two(*part) for part in parts])
 
     def _odd_of_two(self, *values):
-        """16 sums rounded down and up, by the CPU's instructions that name their rounding: two alike are exact,
-        of two that differ one is odd. Of x - x it takes what was rounded up, +0 as it is to nearest."""
+        """16 sums, rounded to odd by rounding them both down and up, with the CPU's instructions that name their
+        rounding. Where both are alike, the sum is exact; where they differ, one of them is odd. For x - x it takes
+        the sum rounded up, which is +0 as in rounding to nearest."""
         values = [("<16 x float>", v) for v in values]
         down, up = (self.call("llvm.x86.avx512.vfmadd.ps.512", "<16 x float>", *values, ("i32", mode))
                     for mode in (_DOWN, _UP))
@@ -156,8 +159,8 @@ class Floats(Operands):
         return self.select("float", 16, even, up, down)
 
     def _odd_by_error(self, w, a, b, c):
-        """The exact product plus c, and where that sum was inexact and its last bit is even, one step towards
-        the exact value."""
+        """The exact product plus c, rounded to odd: where the sum is inexact and its last bit is even, it goes one
+        step towards the exact value."""
         product = self.op("fmul", "float", w, a, b)                    # 22 bits: exact
         total = self.op("fadd", "float", w, product, c)
         back = self.op("fsub", "float", w, total, product)             # TwoSum: error = product + c - total

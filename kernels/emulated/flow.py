@@ -25,6 +25,7 @@ EXIT = -1
 NO_RESULT = {"st", "bra", "bar", "barrier", "membar", "fence", "ret", "exit", "red", "trap", "brkpt",
              "nanosleep", "prefetch", "prefetchu", "discard", "pragma"}
 WRITES = {"st", "atom", "red"}
+ENDS_BLOCK = {"bra", "ret", "exit", "trap"}         # and barriers, see is_barrier
 
 
 def split_operands(instr):
@@ -42,7 +43,7 @@ def reads(instr):
 
 
 def computed_from(registers, instrs):
-    """These registers, and all that depend on them by way of registers."""
+    """The names of these registers and of all registers that are computed from them, directly or by way of others."""
     found, before = set(registers), 0
     while len(found) > before:
         before = len(found)
@@ -107,7 +108,7 @@ class Flow:
             opened = may_lock and synchronizes(item) and any(i.name in WRITES for i in block.instrs)
             if block.end or opened:                 # between a lock and a barrier lanes may have to meet
                 blocks.append(block := Block(len(blocks)))
-            if item.name in ("bra", "ret", "exit", "trap") or is_barrier(item):
+            if item.name in ENDS_BLOCK or is_barrier(item):
                 block.end = item
             else:
                 block.instrs.append(item)
@@ -170,8 +171,8 @@ class Flow:
                 for b in self.blocks}
 
     def _arrange(self, nodes, entry, headers):
-        """Appends `nodes` (entered at `entry`, whose incoming edges are cut) in topological order, loops in
-        one piece."""
+        """Appends `nodes` to the order: topologically, with every loop in one piece. They are entered at `entry`,
+        whose incoming edges are ignored."""
         for component in _components(nodes, entry, lambda i: [t for t in self.blocks[i].targets
                                                                if t in nodes and t not in headers]):
             looping = len(component) > 1 or any(i in self.blocks[i].targets for i in component) \
@@ -189,7 +190,7 @@ class Flow:
             self.order.append(LoopEnd(header))
 
     def _find_spins(self):
-        """Loops that ask again and again whether another thread has written something."""
+        """Finds the loops that poll: they ask again and again whether another thread has written something."""
         used = {r for b in self.blocks for i in self._all(b.index) for r in reads(i)}
         for header, loop in self.loops.items():
             instrs = [i for b in sorted(loop) for i in self._all(b)]
@@ -203,9 +204,9 @@ class Flow:
                     self.locks[header] = meeting
 
     def _meeting_after_lock(self, header, polls):
-        """Where lanes meet again that take a lock in this loop: the last place before any synchronization
-        that all come to, if on the way they write what the loop polls; else None, then it is no lock. The
-        lane that holds a lock must get on while others of its warp try."""
+        """If this loop takes a lock: where its lanes meet again, which is the last place that all of them come to
+        before any synchronization. It is a lock if lanes write, on the way there, what the loop polls; else the
+        result is None. The lane that holds a lock must go on while other lanes of its warp still try."""
         loop = self.loops[header]
         if any(synchronizes(i) for b in loop for i in self._all(b)):
             return None
@@ -222,8 +223,8 @@ class Flow:
         return found
 
     def diverge(self, branch):
-        """Tells that lanes may disagree at the end of block `branch`. Returns the registers that this
-        divides."""
+        """Notes that lanes may disagree at the end of block `branch`. Returns the registers that differ between
+        lanes because of it."""
         left = [place for header, place in self.locks.items() if branch in self.loops[header]
                 and not self.loops[header].issuperset(self.blocks[branch].targets)]
         meeting = left[0] if left else self.meeting[branch]
@@ -235,7 +236,7 @@ class Flow:
             self.waiting[block] |= places
         self.masked |= region
         if meeting != EXIT and self.position[meeting] <= self.position[branch]:
-            self.masked.add(meeting)                # a loop's head: its end must know that lanes go there
+            self.masked.add(meeting)                # a loop's head: the loop's end looks for lanes there
         return self._divided(sides, meeting)
 
     def _reach(self, start, meeting):
@@ -264,9 +265,9 @@ class Flow:
         return block.instrs + ([block.end] if block.end else [])
 
     def next_from(self, node, target=None):
-        """The next node that may have lanes to run after block or loop end `node`, or when `target` is given
-        the first stop on the way there; None when there is none. A backward target leads to its LoopEnd, or
-        straight to it."""
+        """The next node after `node`, a block or loop end, that may have lanes to run; None if there is none. With
+        `target`, the first such node on the way to it. The way to a target that lies before `node` leads to its
+        LoopEnd, or straight to the target."""
         if isinstance(node, LoopEnd):
             waiting = set().union(*(self.waiting[b] for b in self.loops[node.header]))
         else:
@@ -285,8 +286,8 @@ class Flow:
 
 
 def _plain_polls(instrs):
-    """Ordinary loads that decide where a loop of these instructions goes on, if it has what makes it load the
-    same again: a fence or a nap, or a meeting of the warp and nothing that it writes itself."""
+    """The ordinary loads that decide where a loop of these instructions goes on, if something makes the loop load
+    the same place again. That is a fence or a nanosleep, or a syncwarp in a loop that writes no memory."""
     names = {i.name for i in instrs}
     repeats = names & {"membar", "fence", "nanosleep"} or \
         not names & WRITES and any("warp" in i.mods and i.name in ("bar", "barrier") for i in instrs)

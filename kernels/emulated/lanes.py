@@ -24,10 +24,10 @@ _SPREAD = 1 << 24                                   # patterns wider than this a
 
 @dataclass(frozen=True)
 class Shape:
-    """The lanes' values: scalar + pattern[lane], modulo 2**bits. `pattern` None: varying.
+    """What the lanes of a register hold: scalar + pattern[lane], modulo 2**bits. A pattern None means varying.
 
-    const: the scalar, where known. tz: the scalar is a multiple of 2**tz. bound: all lanes are below it,
-    unsigned.
+    const: the scalar, where it is known. tz: the scalar is a multiple of 2**tz. bound: the values of all lanes,
+    unsigned, are below it.
     """
     pattern: tuple | None = FLAT
     exact: bool = True
@@ -91,7 +91,7 @@ def add(a, b, bits, sign=1):
 
 
 def multiply(a, b, bits):
-    """Modulo 2**bits."""
+    """The shape of a * b, modulo 2**bits."""
     if a.varying or b.varying:
         return VARYING
     if a.uniform and b.uniform:
@@ -216,13 +216,13 @@ def widen(a, source, target, signed):
 
 
 def _cannot_wrap(a):
-    """With all lanes bounded and the scalar itself a lane's value (pattern 0 somewhere), scalar + pattern
-    cannot wrap."""
+    """Whether scalar + pattern cannot wrap around: all lanes are bounded, and the scalar is itself the value of some
+    lane (its pattern is 0)."""
     return min(a.pattern) == 0
 
 
 def narrow(a, bits):
-    """The low `bits`; exact even for a loose 64-bit shape when bits <= 32."""
+    """The shape of the low `bits` of a value. It is exact even for a loose 64-bit shape when bits <= 32."""
     if a.varying:
         return VARYING
     if a.const is not None and a.uniform:
@@ -285,7 +285,7 @@ class Lanes:
                 self.divided |= self.flow.diverge(b.index)
 
     def _iterate(self):
-        """Rounds until nothing changes; after a few, a bound that still grows is dropped."""
+        """Goes over the instructions until nothing changes. After a few rounds it drops bounds that still grow."""
         for r in self.divided:
             self.shapes[r] = VARYING
         changed, rounds = True, 0
@@ -357,7 +357,8 @@ class Lanes:
         return [(r, self._fit(r, instr, shape)) for r in written]
 
     def _fit(self, register, instr, shape):
-        """Only integer registers keep patterns; a pattern of one width moved into another is dropped."""
+        """A shape as a register can have it: only integer registers have patterns, and a pattern is dropped where it
+        moves between registers of different widths."""
         integer = self.types.get(register, "pred")[0] in "bus" and "f" not in self.types[register]
         if integer or shape.uniform or shape.varying:
             return shape if integer or not shape.uniform else UNIFORM
@@ -461,8 +462,8 @@ class Lanes:
         return []
 
     def _vector_uses(self):
-        """Loose registers whose vector is needed: read other than as an address, or by one whose vector is
-        needed."""
+        """The loose registers whose vector is needed: instructions read them other than as an address, or compute
+        from them a register whose vector is needed."""
         loose = {r for r, s in self.shapes.items() if not s.varying and not s.exact}
         needed, changed = set(), True
         while changed:

@@ -26,7 +26,7 @@ class Memory(Special):
     # ---- addresses ----
 
     def _pattern(self, place):
-        """The lanes' constant offsets, or None if unknown."""
+        """The constant offsets of the lanes' addresses, or None if they are not known."""
         shape = self.lanes.of(place.base)
         return None if shape is None or shape.varying else shape.pattern
 
@@ -89,8 +89,8 @@ class Memory(Special):
             self.put(register, t, WARP, value, signed)
 
     def _unless_masked(self, types, whole, masked):
-        """Results of whole() if all lanes run, else of masked(); both are emitted where only the run can
-        tell."""
+        """The results of whole() if all lanes run, else those of masked(). Code for both is written where only the
+        run can tell."""
         if self.mask is None:
             return whole()
         self.n += 1
@@ -113,7 +113,7 @@ class Memory(Special):
         return self.let(f"load <{length} x {t}>, ptr {pointer}, align {size}")
 
     def _load_runs(self, t, size, n, place, runs):
-        """One load per run, then every lane picks its elements."""
+        """Loads each run once; then every lane picks its elements."""
         values = [None] * n
         for start, length, firsts in runs:
             run = self._load_run(t, size, length, place, start)
@@ -126,7 +126,7 @@ class Memory(Special):
         return values
 
     def _load_lanes(self, t, size, n, place):
-        """Lane by lane: a gather of single elements, or one load of n neighbours per lane."""
+        """Loads lane by lane: a gather of single elements, or one load of n neighbours for each lane."""
         if n == 1 or size * n > 16:
             return [self.gather(t, size, self._lane_pointers(place, i * size)) for i in range(n)]
         pointers = self._safe_pointers(place)
@@ -135,7 +135,7 @@ class Memory(Special):
         return self.deinterleave(t, self.concatenate(t, n, parts), n)
 
     def _safe_pointers(self, place):
-        """Pointers of all lanes; those of lanes at rest lead to a place where nothing matters."""
+        """Pointers for all lanes. Those of lanes that do not run lead to a place that nobody needs."""
         pointers = self._lane_pointers(place)
         if self.mask is None:
             return pointers
@@ -159,7 +159,8 @@ class Memory(Special):
         return all(p - pattern[0] == size * lane for lane, p in enumerate(pattern))
 
     def _load_neighbours(self, instr, t, size, n, place, first):
-        """n vectors of 32, from 32 * n elements in a row, n for each lane; `first`: lane 0's offset."""
+        """Loads 32 * n elements in a row, n for each lane, as n vectors of 32. `first`: the offset of lane 0's
+        elements."""
         pointer, whole = self.pointer(1, self._scalar_address(place, first)), f"<{WARP * n} x {t}>"
         if self.mask is None:
             loaded = self.let(f"load {whole}, ptr {pointer}, align {size}")
@@ -173,8 +174,9 @@ class Memory(Special):
         return self.deinterleave(t, loaded, n)
 
     def _fetch_ahead(self, place, pointer, nbytes):
-        """Asks for what comes later, where a warp reads many bytes in a row that other blocks have not read:
-        the CPU by itself follows rows poorly that several loads share, and no further than a page."""
+        """Prefetches what follows, where a warp reads many bytes in a row that other blocks have not read. The CPU
+        does not do it well by itself: it loses track of a row that several loads share, and stops at the end of a
+        page."""
         if nbytes >= 512 and place.base.name in self.block_dependent:
             for offset in range(0, nbytes, 64):
                 ahead = self.let(f"getelementptr i8, ptr {pointer}, i64 {_AHEAD * nbytes + offset}")
@@ -186,7 +188,7 @@ class Memory(Special):
         return lanes if n == 1 else self.shuffle("i1", WARP, lanes, [i // n for i in range(WARP * n)])
 
     def deinterleave(self, t, whole, n):
-        """Vectors of every n-th element. In two steps for 4: that takes fewer instructions than in one."""
+        """The vectors of every n-th element. For n = 4 it takes two steps, which need fewer instructions than one."""
         if n == 1:
             return [whole]
         even, odd = (self.shuffle(t, WARP * n, whole, range(i, WARP * n, 2)) for i in (0, 1))
@@ -203,7 +205,7 @@ class Memory(Special):
             if n > 1 else whole
 
     def gather(self, t, size, pointers):
-        """One element per running lane; lanes at rest read a dummy."""
+        """One element for each running lane. The other lanes read a dummy."""
         if self.cpu_gathers and size >= 4:
             whole = ty(t, WARP)
             return self.call(f"llvm.masked.gather.{suffix(t, WARP)}.{suffix('ptr', WARP)}", whole,
@@ -257,7 +259,7 @@ class Memory(Special):
             self.do(f"store <{length} x {t}> {run}, ptr {pointer}, align {size}")
 
     def _store_lanes(self, t, size, n, place, values):
-        """Lane by lane, in order: a scatter of single elements, or one store of n neighbours per lane."""
+        """Stores lane by lane, in order: a scatter of single elements, or one store of n neighbours for each lane."""
         if n == 1 or size * n > 16:
             for i, value in enumerate(values):
                 self.scatter(t, size, self._lane_pointers(place, i * size), value)
@@ -268,7 +270,7 @@ class Memory(Special):
             self.do(f"store <{n} x {t}> {part}, ptr {self._lane(pointers, lane)}, align {size}")
 
     def _last_lane(self, item, t):
-        """What remains when all running lanes store to one place: the value of the highest."""
+        """What a place holds after all running lanes have stored to it: the value of the highest lane."""
         if self.uniform(item):
             return self.scalar(item, t)
         lane = "31"
@@ -339,7 +341,7 @@ class Memory(Special):
         return self.let(f"bitcast half {old} to i16")
 
     def each_lane(self, t, body):
-        """A loop over the running lanes; body(lane) -> the lane's element of the result."""
+        """A loop over the running lanes: body(lane) computes the lane's element of the result."""
         self.n += 1
         tag = f"lanes{self.n}"
         mask = self.mask or "-1"
@@ -432,7 +434,7 @@ class Memory(Special):
         return self.select(t, w, inside, source, lane), inside
 
     def permute(self, t, value, lanes):
-        """value[lanes[i]] for each lane i, lanes below 32."""
+        """The vector value[lanes[i]] over the lanes i; all of `lanes` are below 32."""
         if self.cpu_permutes:
             low, high = (self.shuffle(t, WARP, value, part) for part in (range(16), range(16, 32)))
             halves = [self.call("llvm.x86.avx512.vpermi2var.d.512", "<16 x i32>", ("<16 x i32>", low),
@@ -447,7 +449,7 @@ class Memory(Special):
         return result
 
     def _ballot(self, operand):
-        """Bits of the running lanes whose predicate holds."""
+        """The running lanes whose predicate holds, as bits."""
         mask = self.mask or "-1"
         if self.uniform(operand):
             return self.select("i32", 1, self.scalar(operand, "i1"), mask, "0")
@@ -455,7 +457,7 @@ class Memory(Special):
         return self.op("and", "i32", 1, bits, mask)
 
     def op_vote(self, instr):
-        """Among the running lanes of a member mask; lanes may name different ones."""
+        """A vote among the running lanes of a member mask. Lanes may name different masks."""
         how, (target, condition, mask) = instr.mods[1], instr.operands
         if "sync" not in instr.mods or how not in ("ballot", "any", "all", "uni"):
             raise instr.unsupported()
@@ -478,8 +480,8 @@ class Memory(Special):
                        running if w == 1 else self.splat("i32", running))
 
     def op_match(self, instr):
-        """any: for each lane the members with the same bits; all: the members if they all have the same, else
-        0."""
+        """`any`: for each lane, the members that have the same bits as this lane. `all`: all members if their bits
+        are the same, else 0."""
         how, kind = instr.mods[0], instr.mods[-1]
         if "sync" not in instr.mods or how not in ("any", "all"):
             raise instr.unsupported()
@@ -527,9 +529,9 @@ _MOST_RUNS = 4
 
 
 def find_runs(pattern, size, n, once=False):
-    """[(offset, number of elements, each lane's first element in the run or None)]: stretches of memory
-    without holes that the lanes' accesses of n elements of `size` bytes fill, or None if there are many.
-    once: no two lanes overlap."""
+    """Stretches of memory without holes that the lanes' accesses, of n elements of `size` bytes each, fill:
+    [(offset, number of elements, each lane's first element in the stretch or None)]. None if there are many
+    stretches. once: no two lanes overlap."""
     low = min(pattern)
     if any((p - low) % size for p in pattern):
         return None
@@ -549,7 +551,7 @@ def find_runs(pattern, size, n, once=False):
 
 
 def _source_lane(how, lane, by, clamp):
-    """(source lane, inside) of shfl for one lane, from constants."""
+    """(lane that shfl reads from, whether that lane is within the segment) for one lane, from constants."""
     by, segment, limit = by & 31, clamp >> 8 & 31, clamp & 31
     low = lane & segment
     high = low | limit & ~segment

@@ -24,7 +24,7 @@ def _computes(instr):
 
 
 def _understands(instr):
-    """The type of float that an instruction takes its operands for."""
+    """The type of float as which an instruction reads its operands; None if it does not."""
     return ("", *instr.mods)[-1] if instr.name in _ARITHMETIC | _COMPARISONS | {"cvt"} else None
 
 
@@ -35,7 +35,7 @@ def _copied(instr):
 
 
 class Results:
-    """The registers of a function that hold results of float arithmetic only, copied or not: type ->
+    """The registers of a function that hold only results of float arithmetic, or copies of such results: type ->
     names."""
 
     def __init__(self, instrs, types):
@@ -48,7 +48,7 @@ class Results:
             self.of[kind] = names & {r for r, _ in written}
 
     def _fits(self, instr, kind, names):
-        """Whether an instruction writes a result of this kind, if `names` hold such."""
+        """Whether an instruction writes a result of this kind, given that the registers `names` hold such results."""
         copied = _copied(instr)
         if not copied:
             return _computes(instr) == kind
@@ -56,7 +56,7 @@ class Results:
                    for o in copied)
 
     def leaving(self, instr):
-        """The registers among them whose bits an instruction shows: name -> type."""
+        """The registers with such results whose bits become visible in an instruction: name -> type."""
         found = {}
         for kind, names in self.of.items():
             target = instr.operands[0] if instr.operands else None

@@ -1,11 +1,11 @@
-"""LLVM IR -> machine code, cached on disk; and launches, executed on CPU threads without Python in between.
+"""Compiles LLVM IR to machine code, keeps it on disk, and executes launches on CPU threads without Python in between.
 
     kernel = load(ptx, cache_dir)                       # nothing is compiled yet
     launch = kernel.prepare(grid, block, params, shared_bytes)
-    execute([launch, ...], n_workers)                   # in order, each after the one before; until all are done
+    execute([launch, ...], n_workers)                   # one launch after the other; returns when all are done
 
-A launch's blocks are taken from a counter by all workers: the calling thread, and helper threads that sleep
-on a semaphore between calls and hold no Python lock while they work.
+All workers take a launch's blocks from one counter. The workers are the calling thread and helper threads; helpers
+sleep on a semaphore between calls, and hold no Python lock while they work. runtime.ll is the code of the workers.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ from .translate import (BARRIERS_BYTES, CONTEXT, CONTEXT_BYTES, GIVES_WAY, Targe
 llvm.initialize_native_target()
 llvm.initialize_native_asmprinter()
 
-# Byte offsets in the structs that Python and the worker share.
+# Byte offsets in the structs that Python and the workers (runtime.ll) share.
 LAUNCH = {"warp": 0, "params": 8, "grid": 16, "n_warps": 28, "n_blocks": 32, "next": 40, "done": 48,
           "share": 56, "dynamic": 64, "patience": 68, "partial": 72}
 LAUNCH_BYTES = 80
@@ -40,12 +40,12 @@ POOL = {"semaphore": 0, "program": 64, "attached": 72, "n_helpers": 76}
 _VECTORS = {"grid", "ctaid", "nctaid"}          # fields of three 32-bit numbers, x, y, z
 
 
-# Seconds in which all warps of a block do nothing but give way to each other until the launch is given up.
+# Seconds after which a launch is given up, if the warps of a block do nothing but give way to each other.
 PATIENCE = 10
 
 
 class KernelFault(RuntimeError):
-    """A kernel executed `trap`, or waits for ever. The message names the kernel."""
+    """A kernel has executed `trap`, or waits for ever. The message names the kernel."""
 
 
 @functools.cache
@@ -71,7 +71,7 @@ def target_machine(target, level=2):
 
 
 def compile_object(ir, target, level=2):
-    """Optimises LLVM IR text, 0 not at all to 2, and returns the machine code as an object file's bytes."""
+    """Optimises LLVM IR text, level 0 (not at all) to 2, and returns the machine code: the bytes of an object file."""
     module = llvm.parse_assembly(ir)
     machine = target_machine(target, level)
     options = llvm.create_pipeline_tuning_options(speed_level=level)
@@ -82,7 +82,7 @@ def compile_object(ir, target, level=2):
 
 
 def _loaded(data, target):
-    """An engine that holds an object file's code; it must outlive every use of its addresses."""
+    """An engine that holds an object file's code. It must live as long as anybody uses the addresses of the code."""
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine(target))
     engine.add_object_file(llvm.ObjectFileRef.from_data(data))
     engine.finalize_object()
@@ -91,13 +91,13 @@ def _loaded(data, target):
 
 # ---- the disk cache ----------------------------------------------------------------------------------------
 
-# Files that change nothing about the usual translation.
+# Files of this package that do not take part in the usual translation.
 _WRITE_NO_CODE = ("card.py", "cards.py", "estimate.py", "watching.py", "counting.py", "checking.py")
 
 
 @functools.cache
 def _version(translator):
-    """Everything but the kernel and the target that decides the machine code: this package and LLVM."""
+    """A digest of what decides the machine code beside the kernel and the target: this package and LLVM."""
     digest = hashlib.sha256(f"{translator.__name__} {llvmlite.__version__} {llvm.llvm_version_info}".encode())
     own = {inspect.getfile(part) for part in translator.__mro__[:-1]}
     for source in sorted(f for f in Path(__file__).parent.iterdir() if f.suffix in (".py", ".ll")):
@@ -112,12 +112,12 @@ def _path(ptx, block, target, cache_dir, translator):
 
 
 def is_cached(ptx, block, cache_dir, translator):
-    """Whether the machine code of a kernel for this machine and blocks of three extents is on the disk."""
+    """Whether a kernel's machine code for this machine and for blocks of this shape (x, y, z) is on the disk."""
     return _path(ptx, block, host(), cache_dir, translator).exists()
 
 
 def _cached(ptx, block, target, cache_dir, translator):
-    """(Translated without its IR, object file) of a kernel, from the disk where possible."""
+    """(Translated without its IR, object file) of a kernel: from the disk, or else made and kept there."""
     path = _path(ptx, block, target, cache_dir, translator) if cache_dir else None
     content = compiler.load(path) if path else None
     if content is not None:
@@ -185,14 +185,14 @@ class Launch:
 
 
 class NativeKernel:
-    """A kernel of which code is made for each block shape on first use."""
+    """A kernel. Its code for a block shape is made when a launch first needs it."""
 
     def __init__(self, ptx, cache_dir=None, target=None, translator=Translator):
         self.ptx, self.cache_dir, self.target, self.translator = ptx, cache_dir, target or host(), translator
         self._codes = {}
 
     def translated_by(self, translator):
-        """The same kernel in another translation."""
+        """The same kernel, translated by another Translator."""
         return load(self.ptx, self.cache_dir, self.target, translator)
 
     @functools.cached_property
@@ -222,7 +222,7 @@ class Program:
     """A sequence of launches, executed in order."""
 
     def __init__(self, launches):
-        # Each place in the sequence counts its own blocks, also where one launch stands twice.
+        # A launch that is in the sequence twice becomes two: each counts its blocks.
         self.launches = [x if x not in launches[:i] else x.with_code(x.code)
                          for i, x in enumerate(launches)] \
             if len(set(launches)) < len(launches) else list(launches)
@@ -238,13 +238,13 @@ class Program:
 
 
 def in_order(launches):
-    """The launches of a Program or list, one by one."""
+    """The launches of a Program or of a list, in the order of their execution."""
     return launches.launches if isinstance(launches, Program) else launches
 
 
 def explain(launch, why):
-    """What a launch says whose block ended with `why`: -1, or what a warp returned that gave way too
-    often."""
+    """The message for a launch that failed because a block ended with `why`: -1, or the state of a warp that gave way
+    for too long."""
     if why < 0:
         return f"{launch.name} stopped at a trap"
     line, text = next(spin[1:] for spin in launch.code.facts.spins if spin[0] == why & ~GIVES_WAY)
@@ -253,8 +253,8 @@ def explain(launch, why):
 
 
 def execute(launches, n_workers=1):
-    """Runs a Program or a list of Launches to the end. Raises KernelFault if one traps; those after it do not
-    run."""
+    """Runs a Program or a list of Launches to the end. If a launch fails, those after it do not run, and KernelFault
+    is raised."""
     program = launches if isinstance(launches, Program) else Program(launches)
     _pool().execute(program, n_workers)
 
@@ -262,7 +262,7 @@ def execute(launches, n_workers=1):
 # ---- workers -----------------------------------------------------------------------------------------------
 
 class _Scratch:
-    """What one worker needs to run blocks: shared and local memory, frames and the states of warps."""
+    """The memory that one worker needs to run blocks: shared and local memory, frames and the states of warps."""
 
     def __init__(self):
         self.pointers = (ctypes.c_int64 * 4)()

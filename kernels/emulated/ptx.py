@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 
 class Unsupported(Exception):
-    """The PTX holds something that the emulated card does not know. The message names the instruction and its
+    """The PTX contains something that the emulated card does not know. The message names the instruction and its
     line."""
 
 
@@ -164,8 +164,8 @@ def _statements(text):
 
 
 def _source_line(directive):
-    """The line in the kernel's file of `.loc file line column[, function_name ..., inlined_at file line
-    column]`; 0 where it has none."""
+    """The line in the kernel's file of `.loc file line column[, function_name ..., inlined_at file line column]`; 0
+    if there is no such line."""
     words = directive.replace(",", " ").split()
     if words[1] != "1" and "inlined_at" in words:
         words = words[words.index("inlined_at"):]
@@ -216,7 +216,7 @@ def _number(text):
 
 @contextmanager
 def _known_forms(instr):
-    """Refuses an instruction whose operands are not what the code inside takes for granted."""
+    """Refuses an instruction if the code inside finds operands of another form than it expects."""
     try:
         yield
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -269,7 +269,7 @@ class _Reader:
             self.function.body += self.spelled_out(self.instruction(statement, line))
 
     def spelled_out(self, instr):
-        """The instructions that do what this one does, without side effects."""
+        """The instructions that do what this one does, all of whose effects are on their operands."""
         if "cc" in instr.mods or instr.name in _USE_CARRY:
             self.function.registers[CARRY] = "pred"
             result, *sources = instr.operands
@@ -293,7 +293,8 @@ class _Reader:
         return function
 
     def own_name(self, name):
-        """A name that no other scope has; they are numbered wherever one opens or is gone on with."""
+        """A name that no other scope has. Scopes are numbered; a scope gets a new number when it opens and when an
+        inner one closes."""
         return name if len(self.scopes) == 1 else f"{name}@{self.n_scopes}"
 
     def variable(self, variable):
@@ -374,7 +375,8 @@ def _renamed(operand, registers, symbols):
 
 
 def _inline_calls(module, function, active=()):
-    """Replaces each call by the body of its function; parameters become the caller's `.param` variables."""
+    """Replaces each call by the body of its function. The function's parameters become `.param` variables of the
+    caller."""
     body, n_calls = [], 0
     for item in function.body:
         if isinstance(item, Label) or item.name != "call":
@@ -457,8 +459,8 @@ def _branch_around_guards(function):
 
 
 def _params_to_registers(function):
-    """The `.param` variables of inlined calls become registers; what `st.param` put there `ld.param` moves
-    on."""
+    """The `.param` variables of inlined calls become registers, and `st.param` and `ld.param` become moves to and
+    from them."""
     own = {p.name for p in function.params}
     body = []
     for item in function.body:

@@ -1,3 +1,9 @@
+; The workers of emulated cards: functions that execute launches, blocks and warps on CPU threads, without Python.
+;
+; A template: native.py puts values in place of the $-words. A word such as launch.grid.x is a byte offset, here of
+; grid.x in the struct LAUNCH; native.py defines the structs LAUNCH, PROGRAM, SCRATCH and POOL, and translate.py
+; defines CONTEXT. Entry points: prepare_pool, help and run.
+
 target triple = "$triple"
 declare i32 @sem_init(ptr, i32, i32)
 declare i32 @sem_post(ptr)
@@ -8,9 +14,12 @@ declare i64 @llvm.umax.i64(i64, i64)
 declare i64 @time(ptr)
 $declare_cpu_pause
 
-; Runs one block: every warp until its first barrier, then every warp that waits, until none waits. Warps that
-; have given way run before those at a barrier. -1 after a trap, and where all only give way for too long what
-; the last of them returned.
+; Runs one block: first every warp until its first barrier, then in rounds every warp that has not ended. Each call of
+; a warp returns its state: 0 when the warp has ended, the number of the barrier where it waits, the number of a polling
+; loop plus $gives_way where it gives way to the other warps, or -1 after a trap (translate.py).
+; While any warp gives way, a round runs only those that do: warps at a barrier must wait for them.
+; Returns 0 when all warps have ended, and -1 after a trap. Where warps do nothing but give way for more seconds than
+; the launch's patience, returns the state of the last of them.
 define internal i32 @block(ptr %launch, i64 %number, ptr %scratch) {
 entry:
   %context = alloca [$context.bytes x i8], align 64
@@ -55,7 +64,7 @@ prepare:
   %gy64 = zext i32 %gy to i64
   %first.row = icmp ult i64 %number, %gx64
   br i1 %first.row, label %place.known, label %divide
-divide:                                             ; rare and slow: 64-bit divisions
+divide:                                             ; 64-bit divisions are slow; most grids have one row
   %rows = udiv i64 %number, %gx64
   %x.divided = urem i64 %number, %gx64
   %y.divided = urem i64 %rows, %gy64
@@ -82,7 +91,7 @@ place.known:
   %n = load i32, ptr %n.from
   %warp = load ptr, ptr %launch
   br label %start
-start:
+start:                                              ; every warp until its first barrier; %all: their states, or-ed
   %i = phi i32 [0, %place.known], [%i.next, %started]
   %all = phi i32 [0, %place.known], [%all.next, %started]
   %s = call i32 %warp(ptr %context, i32 %i, i32 0)
@@ -96,17 +105,17 @@ started:
   %i.next = add i32 %i, 1
   %more = icmp ult i32 %i.next, %n
   br i1 %more, label %start, label %again
-again:
+again:                                              ; %since: the time when all began to give way, or 0
   %seen = phi i32 [%all.next, %started], [%any.next, %rest], [%any.next, %patience]
   %since = phi i64 [0, %started], [0, %rest], [%waited, %patience]
   %over = icmp eq i32 %seen, 0
   br i1 %over, label %end, label %choose
-choose:                                             ; all that wait go on, or only those that gave way
+choose:                                             ; %which: the bits of a state that let its warp run
   %some.spin = and i32 %seen, $gives_way
   %none.spins = icmp eq i32 %some.spin, 0
   %which = select i1 %none.spins, i32 -1, i32 $gives_way
   br label %round
-round:
+round:                                              ; %moved: whether any warp has got to a barrier or its end
   %w = phi i32 [0, %choose], [%w.next, %stepped]
   %any = phi i32 [0, %choose], [%any.next, %stepped]
   %spinner = phi i32 [0, %choose], [%spinner.next, %stepped]
@@ -129,14 +138,14 @@ stepped:
   %still = and i32 %now, $gives_way
   %spins = icmp ne i32 %still, 0
   %spinner.next = select i1 %spins, i32 %now, i32 %spinner
-  %arrived = xor i1 %spins, %runs                    ; it ran, and does not give way
+  %arrived = xor i1 %spins, %runs                   ; in these rounds: it ran, and no longer gives way
   %moved.next = or i1 %moved, %arrived
   %w.next = add i32 %w, 1
   %w.last = icmp eq i32 %w.next, %n
   br i1 %w.last, label %rest, label %round
 rest:
   br i1 %moved.next, label %again, label %patience
-patience:
+patience:                                           ; every warp that ran gave way again
   %ignored = call i32 @sched_yield()
   %time = call i64 @time(ptr null)
   %first = icmp eq i64 %since, 0
@@ -155,8 +164,8 @@ fault:
   ret i32 -1
 }
 
-; Works on a program until all its launches are done. Blocks are taken in shares: neighbours often read memory
-; in a row, which the processor fetches ahead.
+; Works on a program until all its launches are done. Every worker calls it. A worker takes several neighbouring
+; blocks at a time, a share: neighbours often read memory in a row, which the processor fetches ahead.
 define internal void @work(ptr %program, ptr %scratch) {
 entry:
   %n = load i64, ptr %program
@@ -176,7 +185,7 @@ launch:
   %share.from = getelementptr i8, ptr %l, i64 $launch.share
   %share = load i64, ptr %share.from
   br label %take
-take:
+take:                                               ; blocks %first to %first + %share, if the launch has so many
   %first = atomicrmw add ptr %next, i64 %share seq_cst
   %some = icmp ult i64 %first, %blocks
   br i1 %some, label %mine, label %wait
@@ -185,7 +194,7 @@ mine:
   %last = icmp ult i64 %blocks, %beyond
   %stop = select i1 %last, i64 %blocks, i64 %beyond
   br label %check
-check:
+check:                                              ; after a failure, blocks are only counted
   %b = phi i64 [%first, %mine], [%b.next, %count]
   %bad = load atomic i64, ptr %failed monotonic, align 8
   %skip = icmp ne i64 %bad, 0
@@ -194,7 +203,7 @@ go:
   %r = call i32 @block(ptr %l, i64 %b, ptr %scratch)
   %fault = icmp ne i32 %r, 0
   br i1 %fault, label %note, label %count
-note:
+note:                                               ; the program's `failed`: number of the launch in it, from 1
   %why = getelementptr i8, ptr %program, i64 $program.why
   %r64 = sext i32 %r to i64
   store i64 %r64, ptr %why
@@ -209,7 +218,7 @@ counted:
   %mine.done = sub i64 %stop, %first
   %before = atomicrmw add ptr %done, i64 %mine.done seq_cst
   br label %take
-wait:
+wait:                                               ; until the other workers have finished their blocks
   %spins = phi i64 [0, %take], [%spins.next, %spin]
   %finished.blocks = load atomic i64, ptr %done seq_cst, align 8
   %all = icmp uge i64 %finished.blocks, %blocks
@@ -232,12 +241,13 @@ end:
   ret void
 }
 
+; Makes the semaphore of a pool on which its helpers sleep.
 define void @prepare_pool(ptr %pool) {
   %r = call i32 @sem_init(ptr %pool, i32 0, i32 0)
   ret void
 }
 
-; A helper's life: sleep, join the program that is open, if any, and leave it.
+; A helper's life: it sleeps until `run` wakes it, works on the program that is open, if any, and sleeps again.
 define void @help(ptr %pool, ptr %scratch) {
 entry:
   %open = getelementptr i8, ptr %pool, i64 $pool.program
@@ -257,7 +267,7 @@ leave:
   br label %sleep
 }
 
-; Runs a program with `helpers` helpers; returns when all is done and no helper looks at it any more.
+; Runs a program with `helpers` helpers. Returns when all launches are done and no helper reads the program any more.
 define void @run(ptr %pool, ptr %program, ptr %scratch, i32 %helpers) {
 entry:
   %open = getelementptr i8, ptr %pool, i64 $pool.program
@@ -266,10 +276,10 @@ entry:
   %list.from = getelementptr i8, ptr %program, i64 $program.launches
   %list = load ptr, ptr %list.from
   %leading = call i32 @llvm.ctlz.i32(i32 %helpers, i1 false)
-  %bits = sub i32 36, %leading                      ; at least 16 shares for each worker
+  %bits = sub i32 36, %leading                      ; a share is blocks >> bits: at least 16 shares for each worker
   %bits64 = zext i32 %bits to i64
   br label %reset
-reset:
+reset:                                              ; sets each launch's `next`, `done` and `share`
   %i = phi i64 [0, %entry], [%i.next, %clear]
   %some = icmp ult i64 %i, %n
   br i1 %some, label %clear, label %publish
@@ -307,7 +317,7 @@ self:
   call void @work(ptr %program, ptr %scratch)
   store atomic ptr null, ptr %open seq_cst, align 8
   br label %quiet
-quiet:
+quiet:                                              ; `attached`: helpers that may still read the program
   %busy = load atomic i32, ptr %attached seq_cst, align 4
   %still = icmp ne i32 %busy, 0
   br i1 %still, label %yield, label %end

@@ -22,11 +22,11 @@ from .ptx import Imm, Symbol, parse
 CONTEXT = {"params": 0, "shared": 8, "local": 16, "frames": 24, "ctaid": 32, "nctaid": 44, "dynamic": 56,
            "barriers": 64}
 CONTEXT_BYTES = 192
-# Of the block's 16 barriers that a part of it may use, at "barriers", zero when the block starts: how often
-# each was complete, and the threads that have arrived since.
+# A part of a block may use one of the block's 16 barriers. Two numbers for each of them lie at "barriers" in the
+# context, zero when the block starts: how often the barrier was complete, and the threads that have arrived since.
 BARRIERS_BYTES = 16 * 8
 
-GIVES_WAY = 1 << 30                                 # in what a warp returns: it has not reached a barrier
+GIVES_WAY = 1 << 30                                 # added to what a warp returns that has not reached a barrier
 _SPINS = 64                                         # rounds of polling loops after which a warp gives way
 
 _BALLOTS = 64                                       # bytes at the start of a frame, where barriers reduce
@@ -131,8 +131,9 @@ class Translator(Printing):
         return {name: f"%var{i}" for i, name in enumerate(values)}, shapes
 
     def _lay_out_frame(self):
-        """Places of the vectors that live where the warp may pause, register -> offset: they are in its frame
-        all the time. Sets frame_bytes, which grows with the scalars that are saved behind them."""
+        """Places in the warp's frame of the vectors that are needed where the warp may pause: register -> offset.
+        These vectors are in the frame all the time. Sets frame_bytes, which grows with the scalars that are saved
+        behind them."""
         self.frame_bytes, kept = _BALLOTS if self.reduces else 0, {}
         pauses = [(b, b.targets[0]) for b in self.flow.blocks if b.end is not None and is_barrier(b.end)]
         pauses += [(self.flow.blocks[header], header) for header in self.flow.spins]
@@ -145,7 +146,7 @@ class Translator(Printing):
         return kept
 
     def _live_after(self, block, target):
-        """Registers that a warp needs which pauses in a block and goes on at another."""
+        """The registers that a warp needs when it pauses in a block and goes on at another one."""
         return set().union(*(self.flow.blocks[i].live_in for i in (*self.flow.waiting[block.index], target)))
 
     # ---- the function ----
@@ -179,8 +180,8 @@ class Translator(Printing):
         return lines
 
     def _head(self):
-        """The first line of the function; where the warp may pause, of one that is given the warp's frame and
-        knows that no pointer of the kernel leads there."""
+        """The first lines of the function. If the warp may pause, the kernel's code is an inner function `resume`,
+        which is given the warp's frame, and LLVM is told that no pointer of the kernel leads to the frame."""
         if not self.resumes:
             return ["define i32 @warp(ptr %context, i32 %warp, i32 %resume) #0 {"]
         self.label("entry")
@@ -197,13 +198,13 @@ class Translator(Printing):
                 "ptr noalias align 64 %frame) noinline #0 {"]
 
     def _end(self):
-        """Where the warp ends, unless lanes still try to get a lock."""
+        """Ends the warp, unless lanes still try to get a lock."""
         self.label("finish")
         self._let_others_lock(EXIT)
         self.do("ret i32 0")
 
     def _let_others_lock(self, place):
-        """Where lanes meet after a lock: back to it while some of them still try."""
+        """Where lanes meet after a lock: goes back to the lock's loop while some lanes still try."""
         for header in sorted(h for h, meeting in self.flow.locks.items()
                              if meeting == place and h in self.flow.masked):
             self.n += 1
@@ -262,8 +263,7 @@ class Translator(Printing):
         return lines
 
     def _start_undefined(self):
-        """Registers that may be read before they are written start as zero: LLVM could make anything of
-        them."""
+        """Registers that may be read before they are written start as zero. LLVM may give them any value otherwise."""
         for register in sorted(self.flow.blocks[0].live_in & self.registers.keys()):
             t, slot = llvm_type(self.registers[register]), self.slots[register]
             if self.lanes.scalar(register):
@@ -410,7 +410,7 @@ class Translator(Printing):
         self._flush_done()
 
     def _nobody_waits_after(self, node):
-        """Whether no lanes that have left a lock's loop wait on the way to where they meet."""
+        """Whether no lanes wait that have left a lock's loop and are on the way to where all lanes meet."""
         loop, waiting = self.flow.loops[node.header], "0"
         places = set().union(*(self.flow.waiting[b] for b in loop)) - loop - {self.flow.locks[node.header]}
         for place in sorted(places & self.flow.masked):
@@ -420,8 +420,8 @@ class Translator(Printing):
     # ---- barriers, and where a warp gives way ----
 
     def _give_way(self, header):
-        """At the head of a loop that polls memory, every so often: other warps run, who may write what it
-        waits for."""
+        """At the head of a loop that polls memory: every few rounds the warp gives way to other warps, which may
+        write what the loop waits for."""
         count = self.op("add", "i32", 1, self.let("load i32, ptr %spins"), "1")
         self.do(f"store i32 {count}, ptr %spins")
         enough = self.compare("eq", "i32", 1, count, str(_SPINS))
@@ -452,13 +452,15 @@ class Translator(Printing):
         return end.mods[:1] in (("sync",), ("red",)) and isinstance(number, Imm) and rest in everyone
 
     def _partial_barriers(self):
-        """The numbers of the barriers at which parts of the block wait; all if they are not known."""
+        """The numbers of the barriers at which only a part of the block waits; all numbers, if some of them are not
+        known."""
         partial = [i for i in self.lanes.every if is_barrier(i) and not self._of_all(i)]
         numbers = {i.operands[0].value if isinstance(i.operands[0], Imm) else None for i in partial}
         return range(16) if None in numbers else numbers
 
     def _partial_barrier(self, end, saved):
-        """A warp that arrives adds its threads; the last one lets all on, the others give way until then."""
+        """A warp that arrives adds its threads. The last warp to arrive lets all go on; until then the others give
+        way."""
         number, *rest = end.operands
         needed = self._of_warp(rest[0]) if rest else str(-(-self.n_threads // WARP) * WARP)
         offset = self.op("mul", "i32", 1, self._of_warp(number), "8")
@@ -495,8 +497,8 @@ class Translator(Printing):
         return self.let(f"extractelement <{WARP} x i32> {self.vector(operand, 'i32')}, i32 {lane}")
 
     def _pause(self, saved, flag=0):
-        """Saves storage [(place, type)], returns from the function, and restores it; the number of the way
-        back."""
+        """Saves storage [(place, type)], returns from the function, and restores the storage when the function is
+        called again. Returns the number of this way back."""
         number = len(self.resumes) + 1
         moves = [(self.scalars_at + 8 * i, *storage) for i, storage in enumerate(saved)]
         self.frame_bytes = max(self.frame_bytes, -(-(self.scalars_at + 8 * len(moves)) // 64) * 64)
@@ -513,10 +515,10 @@ class Translator(Printing):
             self.do(f"store {t} {value}, ptr {place}")
         return number
 
-    # A barrier that reduces: every warp leaves a ballot (its number among such barriers, its lanes, those
-    # that vote yes) at the start of its frame, at even barriers in one place and at odd ones in another,
-    # because a warp may be at the next barrier while others still count. A warp that has returned has none
-    # with the number that is counted.
+    # A barrier that reduces: every warp leaves a ballot at the start of its frame. A ballot holds the number of this
+    # barrier among those that reduce, how many lanes vote, and how many of them vote yes. Even and odd barriers use
+    # different places, because a warp may be at the next barrier while others still count. A ballot with another
+    # number does not count: its warp has returned.
 
     def _start_reductions(self):
         self.do(f"store <{_BALLOTS // 4} x i32> zeroinitializer, ptr %ballots, align 64")
@@ -538,7 +540,7 @@ class Translator(Printing):
         return self.call("llvm.ctpop.i32", "i32", ("i32", lanes))
 
     def op_barrier_result(self, instr):
-        """What follows `bar.red`: counts the ballots of all warps."""
+        """The result of a `bar.red`, after the barrier: counts the ballots of all warps."""
         number, total = self.let("load i32, ptr %ballots"), "zeroinitializer"
         for frame in self._frames_of_warps():
             ballot = self.let(f"load <4 x i32>, ptr {self._ballot_place(frame, number)}, align 16")
@@ -566,13 +568,14 @@ class Translator(Printing):
     # ---- hooks for counters and checks ----
 
     def note_instruction(self, instr):
-        """Called before each instruction; counters go here."""
+        """Called before each instruction. Counters override it."""
 
     def note_partial_barrier(self, complete):
-        """Called where a warp arrives at a barrier of a part of the block, with whether it is the last."""
+        """Called where a warp arrives at a barrier of a part of the block. complete: whether this warp is the last
+        to arrive."""
 
     def note_access(self, instr, place, size):
-        """Called before each memory access of `size` bytes per lane; counters and checks go here."""
+        """Called before each memory access of `size` bytes per lane. Counters and checks override it."""
 
 
 def _symbols(operands):

@@ -24,7 +24,7 @@ OBSERVER = types.int32(types.CPointer(types.CPointer(types.int64)), types.int32,
 
 
 class Watching(Translator):
-    """Subclasses say `observer`, the name under which LLVM knows the function."""
+    """A translation that calls an observer. Subclasses set `observer`, the name under which LLVM knows the function."""
 
     observer = ""
     level = 0                                       # most of the time goes to compilation and to the observer
@@ -34,7 +34,8 @@ class Watching(Translator):
         self.accesses = []                          # the instructions that the observer is told of, by number
 
     def notes(self):
-        """What is known about the kernel when its translation is done: tuples of tuples of str and int."""
+        """What a launch needs to know about the kernel, as tuples of tuples of str and int. Called when the
+        translation is done."""
         return ()
 
     def translate(self):
@@ -58,7 +59,7 @@ class Watching(Translator):
         self.tell_observer(instr, size, access_kind(instr), self.mask or "-1")
 
     def tell_observer(self, instr, size, kind, mask):
-        """Calls the observer; its answer."""
+        """Calls the observer and returns its answer."""
         shared = self.let("ptrtoint ptr %shared to i64")
         self.accesses.append(instr)
         return self.call(self.observer, "i32", ("ptr", "@watch"), ("i32", str(len(self.accesses) - 1)),
@@ -73,8 +74,8 @@ def access_kind(instr):
 
 @njit
 def find_row(table, n, address):
-    """The place in `table`, n ascending rows (start, end, anything), of the row with start <= address < end;
-    -1 when there is none."""
+    """The place of a row in `table`, which holds n ascending rows (start, end, anything): the row with start <=
+    address < end, or -1 if there is none."""
     low, high = 0, n
     while high - low > 1:
         middle = (low + high) // 2
@@ -93,6 +94,6 @@ class Watch:
         self._arrays = {}
 
     def set(self, i, array):
-        """Makes the int64 `array` pointer number i."""
+        """Makes the int64 `array` pointer number i of the kernel's @watch."""
         assert array.dtype == np.int64 and array.flags.c_contiguous
         self._arrays[i], self._pointers[i] = array, array.ctypes.data

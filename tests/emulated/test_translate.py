@@ -1,6 +1,8 @@
 """What the opcode tests do not reach: memory, lanes, control flow, barriers, calls; what is refused; other machines."""
 
 import re
+import shutil
+from pathlib import Path
 
 import llvmlite.binding as llvm
 import numpy as np
@@ -529,6 +531,22 @@ def test_machine_code_is_kept_on_disk(tmp_path, monkeypatch):
     kernel = native.NativeKernel(ptx, tmp_path)
     native.execute([kernel.prepare((1,), (32,), out.ctypes.data.to_bytes(8, "little"))])
     assert (out == LANES).all()
+
+
+def test_machine_code_is_of_the_sources_that_made_it(tmp_path, monkeypatch):
+    """A change of the runtime's template or of a translating file gives the files on disk other names; one of a file
+    that writes no code does not."""
+    package = shutil.copytree(Path(native.__file__).parent, tmp_path / "emulated")
+    monkeypatch.setattr(native, "__file__", str(package / "native.py"))
+
+    def version():
+        return native._version.__wrapped__(native.Translator)
+
+    for name, counts in (("runtime.ll", True), ("memory.py", True), ("card.py", False)):
+        before = version()
+        assert version() == before
+        (package / name).write_text((package / name).read_text() + "\n")
+        assert (version() != before) == counts, name
 
 
 def test_every_pattern_of_a_large_warp_count_is_exact():
