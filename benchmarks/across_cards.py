@@ -4,8 +4,8 @@
 
 The time of a pass is the sum of its kernels' estimates (kernels/emulated/estimate.py), which are floors: of each
 launch a block is run by an emulated card and counted, and counts for the whole grid. Per layer that is T(rows) for a
-linear layer and T(rows) + context · U(rows) for an attention layer; what runs side by side in lanes (`qengine.Lane`)
-counts one after the other. The passes then flow as in the engine (`qengine.schedule`).
+linear layer and T(rows) + context · U(rows) for an attention layer; micro-batches, which run side by side
+(`qengine.MicroBatch`), count one after the other. The passes then flow as in the engine (`engine.plan.schedule`).
 
 `--trace FILE` takes the times of passes and hops from a timeline of a real run (--trace of qengine.py) instead, and
 compares the time of the whole that follows from them with the measured one.
@@ -21,11 +21,14 @@ import re
 from pathlib import Path
 
 import qengine
+from cli.options import listed, whole_numbers
+from engine.plan import CacheSizes, Demand, Planner, schedule
 from engine.prefix import PAGE_TOKENS, pages_for
-from kernels.card import open_cards
+from kernels.card import Array
 from kernels.emulated import counting, native
 from kernels.emulated.card import EmulatedCard, Launch
 from kernels.emulated.estimate import SECTOR, Counts, estimate
+from kernels.open import open_cards
 from kernels.trace import HOST
 
 ROWS = 64, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1280
@@ -40,9 +43,9 @@ class Layers:
     def __init__(self, config, model):
         self.model, self.card = model, EmulatedCard(like=model)
         config = dataclasses.replace(config, n_layers=2, layer_kinds=("linear", "attention"))
-        weights = qengine.PlannedWeights(config, qengine.SyntheticWeights(config))
-        self.stage = qengine.Stage(self.card, config, weights, range(2), 1, max(ROWS), max(ROWS))
-        self.stage.allocate(qengine.CacheSizes(1, pages_for(CONTEXT + max(ROWS)), 1, 2, 0))
+        blueprint = qengine.PlannedModel(config, qengine.SyntheticWeights(qengine.tensor_shapes(config)))
+        self.stage = blueprint.stage(self.card, range(2), Demand(max(ROWS)), max(ROWS))
+        self.stage.allocate(CacheSizes(1, pages_for(CONTEXT + max(ROWS)), 1, 2, 0))
         self.layers = self.stage.model.layers
         self.of = functools.cache(self.of)
 
@@ -71,19 +74,20 @@ class Layers:
         one = native.Launch(launch.native.code, (1, 1, 1), launch.native.params, launch.native.dynamic)
         counted, n_blocks = counting.run(one, self.card.allocations), math.prod(launch.native.grid)
         counts = Counts(*(n_blocks * n for n in dataclasses.astuple(counted.counts)))
-        given = sum(x.nbytes for x in launch.keep if isinstance(x, qengine.Array)) // SECTOR
+        given = sum(x.nbytes for x in launch.keep if isinstance(x, Array)) // SECTOR
         counts = dataclasses.replace(counts, distinct_sectors=min(counts.distinct_sectors, given))
         registers = counting._registers(counted.ptx, self.model.cc)
         return estimate(counts, launch.native.grid, counted.block, registers, counted.shared_bytes, self.model).seconds
 
 
 def estimated_times(planner, layers, passes):
-    """(passes, hops) as `qengine.schedule` takes them, of (start, rows) of each pass."""
+    """(passes, hops) as `schedule` takes them, of (start, rows) of each pass."""
     stages = planner.plan.on_paper
-    kinds = [[planner.config.layer_kinds[i] for i in stage.layers] for stage in stages]
+    kinds = [[planner.blueprint.config.layer_kinds[i] for i in stage.layers] for stage in stages]
     times = [[sum(kinds[i].count(kind) * layers[stage.card.like].seconds(kind, rows, start + rows / 2)
                   for kind in ("linear", "attention")) for start, rows in passes] for i, stage in enumerate(stages)]
-    hops = [[(a.hop_seconds(rows), b.hop_seconds(rows)) for _, rows in passes] for a, b in itertools.pairwise(stages)]
+    hops = [[(a.hop_seconds(rows), b.hop_seconds(rows)) for _, rows in passes]
+            for a, b in itertools.pairwise(planner.plan.costs)]
     return times, hops
 
 
@@ -93,8 +97,8 @@ def equal_passes(n, rows):
 
 def line(what, n, times, hops):
     """Prints tokens per second, how busy each card is, and what hops add."""
-    found = qengine.schedule(times, hops)
-    without = qengine.schedule(times, [[(0.0, 0.0)] * len(edge) for edge in hops]).seconds
+    found = schedule(times, hops)
+    without = schedule(times, [[(0.0, 0.0)] * len(edge) for edge in hops]).seconds
     busy = ", ".join(f"{100 * share:.1f}" for share in found.busy)
     hop, longest = max((sum(hop) for edge in hops for hop in edge), default=0.0), max(map(max, times))
     print(f"{what:<12}{len(times[0]):>7}{n / found.seconds:>10.1f}{found.seconds:>9.2f}   {busy:<22}"
@@ -105,8 +109,8 @@ def simulate(options):
     opened = qengine.open_model(options.model)
     cards = open_cards(f"emulated:{options.cards}")
     n_ctx = pages_for(options.tokens) * PAGE_TOKENS
-    demand = qengine.Demand(n_ctx, chunk=max(ROWS), split=options.split)
-    planner = qengine.Planner(opened.config, opened.weights, cards, demand)
+    demand = Demand(n_ctx, chunk=max(ROWS), split=options.split)
+    planner = Planner(qengine.PlannedModel(opened.config, opened.weights), cards, demand)
     planner.check()
     print(f"{opened.config.name}, a prompt of {options.tokens:,} tokens, estimated\n\n{planner.plan.table()}\n")
     layers = {model: Layers(opened.config, model) for model in dict.fromkeys(card.like for card in cards)}
@@ -115,7 +119,7 @@ def simulate(options):
     for rows in options.rows:
         line(f"{rows}", options.tokens, *estimated_times(planner, layers, equal_passes(options.tokens, rows)))
     passes = planner.passes(options.tokens)
-    print(f"as the engine chooses, passes of {qengine.listed(dict.fromkeys(rows for _, rows in passes))}:")
+    print(f"as the engine chooses, passes of {listed(dict.fromkeys(rows for _, rows in passes))}:")
     line("", options.tokens, *estimated_times(planner, layers, passes))
     return 0
 
@@ -123,7 +127,7 @@ def simulate(options):
 # ---- a measured timeline -----------------------------------------------------------------------------------
 
 def measured_times(trace):
-    """(passes, hops, seconds) of the first prompt in a timeline: what `qengine.schedule` takes, and how long it was."""
+    """(passes, hops, seconds) of the first prompt in a timeline: what `schedule` takes, and how long it was."""
     names = {event["pid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"}
     by_card = [[bar for bar in trace["traceEvents"] if bar["ph"] == "X" and bar["pid"] == pid]
                for pid in names if names[pid] != HOST]
@@ -158,12 +162,12 @@ def copies_of(rows, bars, name):
 
 def compare(path):
     passes, hops, seconds = measured_times(json.loads(Path(path).read_text()))
-    found = qengine.schedule(passes, hops)
+    found = schedule(passes, hops)
     print(f"{len(passes[0])} passes over {len(passes)} cards: measured {seconds:.4f} s, by the simulation "
           f"{found.seconds:.4f} s ({100 * (found.seconds / seconds - 1):+.1f} %)")
     for i, (stage, share) in enumerate(zip(passes, found.busy)):
         print(f"card {i}: busy {100 * sum(stage) / seconds:.1f} % of the time, by the simulation {100 * share:.1f} %")
-    without = qengine.schedule(passes, [[(0.0, 0.0)] * len(edge) for edge in hops]).seconds
+    without = schedule(passes, [[(0.0, 0.0)] * len(edge) for edge in hops]).seconds
     print(f"hops add {100 * (1 - without / found.seconds):.2f} %")
     return 0
 
@@ -174,9 +178,9 @@ def main():
     parser.add_argument("--cards", default="cmp-100-210,cmp-100-210,cmp-100-210",
                         help="types with commas, as --card emulated: has them, v100@4,t4 (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=18400, help="of the prompt (default: 18400)")
-    parser.add_argument("--rows", type=qengine.whole_numbers, default=ROWS,
-                        help=f"of the passes, multiples of 64 (default: {qengine.listed(ROWS)})")
-    parser.add_argument("--split", type=qengine.whole_numbers, help="layers on each card")
+    parser.add_argument("--rows", type=whole_numbers, default=ROWS,
+                        help=f"of the passes, multiples of 64 (default: {listed(ROWS)})")
+    parser.add_argument("--split", type=whole_numbers, help="layers on each card")
     parser.add_argument("--trace", metavar="FILE", help="a timeline to compare with, instead of estimates")
     options = parser.parse_args()
     return compare(options.trace) if options.trace else simulate(options)

@@ -13,27 +13,29 @@ from engine.tokenizer import Tokenizer
 
 
 class Constraint:
-    """What a grammar still allows of one answer, or of what follows the token `after` in it.
+    """What a grammar still allows in one answer, or in the part of the answer that follows the token `after`.
 
-    Of what it leaves no choice of, the keys, values and states are needed like those of other tokens: of one answer
-    alone the scheduler has them made by one pass for several (`Scheduler._append_certain`), else each in a step of its
-    own under a mask of one bit. They are many (benchmarks/constraints.py): of the calls that the model which comes with
-    qengine makes 62 to 72 %, in runs of up to 13; of a schema's values half, 6 in a row at most. A prompt's pass would
-    start at a multiple of 64 and round otherwise, so that the bits of an answer would depend on how its tokens came.
+    A grammar leaves no choice of some tokens: these are forced. The keys, values and states of forced tokens are needed
+    like those of other tokens. If one answer runs alone, the scheduler computes several forced tokens in one pass
+    (`Scheduler._append_forced`); otherwise each takes a decode step with a mask of one bit. Forced tokens are frequent:
+    benchmarks/constraints.py counts them. They are decoded, not run as a prompt: a prompt's pass rounds differently, so
+    the bits of an answer would depend on how its tokens came.
 
-    Look at `error` after each call, the first included."""
+    A matcher of llguidance does not raise errors, and its mask is not empty after one. So the caller asks for `error`
+    after each call, the first one included.
+    """
 
     def __init__(self, vocabulary: "Vocabulary", grammar: str, after: int | None = None):
         self.vocabulary = vocabulary        # for as long as the matcher may call it
-        self.after = after                  # None once the grammar rules
+        self.after = after                  # None as soon as the grammar rules
         self.matcher = vocabulary.compile(grammar).deep_copy()
-        self.forced = collections.deque()   # tokens that follow for certain; the matcher has taken them already
+        self.forced = collections.deque()   # forced tokens that come next; the matcher has taken them already
         self._look_ahead()
-        self.matcher.compute_bitmask()      # the first one takes long: here nobody else waits for it
+        self.matcher.compute_bitmask()      # the first mask takes long, and here no other answer waits for it
 
     @property
     def error(self) -> RequestError | None:
-        """Why the answer cannot go on. A matcher raises nothing, and allows something after an error, too."""
+        """Why the answer cannot go on; None while it can."""
         if self.matcher.is_error():
             reason = self.matcher.get_error().removesuffix("<non-verbose/>").strip()
             reason = "nothing that it allows can follow" if reason.startswith("NoExtension") else reason
@@ -56,45 +58,47 @@ class Constraint:
             self._look_ahead()
 
     def _look_ahead(self):
-        """Where the grammar spells out how the answer goes on, nothing has to be asked for a while."""
+        """Collect the tokens that the grammar forces from here on."""
         if not self.matcher.is_stopped() and (tokens := self.matcher.compute_ff_tokens()):
             self.matcher.consume_tokens(tokens)
             self.forced.extend(tokens)
 
 
-FORCED_LETTERS = 1024       # that are looked ahead: the scheduler waits for their tokens, for 200,000 letters 0.2 s
-KEPT_GRAMMARS = 32          # compiled, for the next answer under the same schema or tools
-GRAMMAR_LIMITS = llguidance.LLParserLimits(verbose_errors=False)        # its errors go to clients
+FORCED_LETTERS = 1024       # most letters of forced text that become tokens at once: the scheduler waits for that
+KEPT_GRAMMARS = 32          # compiled grammars that are kept for later answers under the same schema or tools
+GRAMMAR_LIMITS = llguidance.LLParserLimits(verbose_errors=False)        # its error messages go to clients
 
 
 def compile_grammar(prepared: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
-    """A matcher at the start of an answer. It takes milliseconds, without the interpreter's lock; a copy of it takes
-    microseconds. Of a grammar in which many patterns meet it takes without limit: whoever has grammars of strangers
-    counts those first, as api/strings.py does.
+    """A matcher at the start of an answer. Compiling takes milliseconds, without the interpreter's lock; copying a
+    compiled matcher takes microseconds.
 
-    The limits of llguidance are right for a scheduler that waits for a mask: of grammars made to be slow (patterns that
-    need 2^60 states, 2,000 alternatives, ambiguous recursion) the worst mask took 33 ms of 248,000 tokens or 6,000, and
-    what would take longer is refused with the limit's name, at the start or on the way."""
+    Some grammars, in which many patterns overlap, take unlimited time to compile. A caller with grammars of strangers
+    must count their patterns first, as api/strings.py does. Making a mask is limited: llguidance's limits suit a
+    scheduler that waits for masks. With grammars made to be slow, the slowest mask took 33 ms; slower grammars are
+    refused with the limit's name, at the start or later (benchmarks/results.md)."""
     return llguidance.LLMatcher(prepared, grammar, log_level=0, limits=GRAMMAR_LIMITS)
 
 
 class Vocabulary:
     """A tokenizer as llguidance wants it. Tags are special tokens: a grammar names them, and no text spells them.
 
-    compile(grammar): a matcher that others may get, too, so that it is to be copied and not moved."""
+    compile(grammar): a matcher from a cache. The caller must copy it before it takes tokens, since others get the
+    same."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer, self.tokens = tokenizer, tokenizer.pieces
         self.eos_token_id, self.bos_token_id = min(tokenizer.eos_ids), None
         self.special_token_ids = [*tokenizer.control.values(), *tokenizer.tags.values()]
-        # It calls us back: a true reference would keep both for ever, which the garbage collector cannot see.
+        # The library refers back to this object. With a strong reference the two would keep each other for ever, as the
+        # garbage collector does not see the library's side.
         wrapper = llguidance.TokenizerWrapper(weakref.proxy(self))
         self.prepared = llguidance.LLTokenizer(wrapper, eos_token=sorted(tokenizer.eos_ids))
         self.compile = functools.lru_cache(KEPT_GRAMMARS)(functools.partial(compile_grammar, self.prepared))
 
     def __call__(self, text: str) -> list[int]:
-        """Tokens that spell the beginning of a text, which llguidance asks for where a grammar leaves no choice: the
-        tokenizer's, unless it would begin with a space or take a tag's name for the tag."""
+        """Tokens that spell the beginning of a text. llguidance asks for them where a grammar forces the text. They are
+        the tokenizer's, unless the tokenizer would begin with a space or take a tag's name for the tag."""
         text = text[:FORCED_LETTERS]
         ids = self.tokenizer.encode(text, allow_special=False)
         is_spelt = b"".join(self.tokens[i] for i in ids) == text.encode()

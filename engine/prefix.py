@@ -1,7 +1,8 @@
 """The prefix tree: which sequences share which pages, and what is kept for later prompts.
 
 A page holds the keys and values of 64 tokens, and sequences that begin with the same tokens share pages. A recurrent
-state cannot be cut back: to go on after a prefix needs the states that were there, a checkpoint.
+state cannot be cut back to an earlier position. Whoever goes on after a shared beginning needs the states that were
+saved there: a checkpoint.
 """
 
 import bisect
@@ -14,8 +15,8 @@ from kernels.card import CardError
 from kernels.kv_formats import PAGE
 
 PAGE_TOKENS = PAGE
-CHECKPOINT_INTERVAL = 1024  # tokens: between two checkpoints of a prompt there are not more
-CHECKPOINT_SPACING = 256    # nor fewer, but where it is likely that the next prompt leaves this one
+CHECKPOINT_INTERVAL = 1024  # the largest distance between two checkpoints of a prompt, in tokens
+CHECKPOINT_SPACING = 256    # the smallest, except where the next prompt probably differs from this one
 
 
 def pages_for(n_tokens: int) -> int:
@@ -33,25 +34,25 @@ class Node:
 
     parent: "Node | None"           # None: the root, which stands for no tokens at all
     tokens: tuple[int, ...]
-    n_prompt: int                   # of these, the first n_prompt were computed as a prompt, the others decoded
+    n_prompt: int                   # the first n_prompt of the tokens were computed as a prompt, the others decoded
     page: int
     depth: int = 0                  # pages from the root to the end of this one
-    n_decoded: int = 0              # of the tokens from there on, those that were decoded
+    n_decoded: int = 0              # decoded tokens from the root to the end of this page
     children: dict = dataclasses.field(default_factory=dict)    # tokens -> n_prompt -> Node
     n_users: int = 0                # running sequences whose tokens begin with these
-    number: int | None = None       # of its checkpoint on the card
-    host: int | None = None         # or in host memory
-    n_answers: int = 0              # whose latest checkpoint this is, or was when they ended
-    floor: int = 0                  # that of PrefixCache when its checkpoint was made or of use
-    rank: tuple[int, int] = (0, 0)  # of its checkpoint: worth, then the order in which worths were set
+    number: int | None = None       # the number of its checkpoint, if the card has it
+    host: int | None = None         # the number of its checkpoint, if host memory has it
+    n_answers: int = 0              # how many answers have, or ended with, their latest checkpoint here
+    floor: int = 0                  # PrefixCache.floor when the checkpoint was made or last used
+    rank: tuple[int, int] = (0, 0)  # of the checkpoint: its worth, then the order in which worths were set
 
     @property
     def is_kept(self) -> bool:
-        """Whether it has a checkpoint."""
+        """Whether the node has a checkpoint."""
         return self.number is not None or self.host is not None
 
     def path(self):
-        """This node and those above it but the root."""
+        """This node and the nodes above it, without the root."""
         node = self
         while node.parent is not None:
             yield node
@@ -70,31 +71,33 @@ by_rank = operator.attrgetter("rank")
 
 
 class PrefixCache:
-    """Who has which page, and what the pages that no running sequence has are good for.
+    """Accounts for the pages: which sequence has which, and which are kept for later prompts.
 
-    A page is free, or a running sequence's own, or that of a node of the prefix tree, which is a full page of known
-    tokens: sequences that begin with them share it. What a node's checkpoint, the states after its tokens, is good for
-    is to go on from there without processing them anew. So a node stays as long as a running sequence's tokens begin
-    with it or a checkpoint lies at or below it. The root's checkpoint are states of zeros.
+    A page is free, or a running sequence owns it, or a node of the prefix tree does. A node is a full page of known
+    tokens, and sequences that begin with these tokens share it. A node's checkpoint, the states after its tokens, lets
+    a later sequence go on there without computing the tokens again. So a node stays as long as a running sequence
+    begins with its tokens, or a checkpoint lies at the node or below it. The root's checkpoint are states of zeros.
 
-    Prompts and decoded tokens run through other kernels, which round otherwise. So a page's bits, and those of the
-    states after it, follow from the tokens up to there and from which of them were decoded: a node is known by both,
-    and the same tokens have a node for each way in which they were computed. A running sequence comes to share those
-    alone that hold what it has computed itself, so that no token depends on what runs beside; a prompt begins with the
-    longest beginning that has a checkpoint, of several the one with the fewest decoded tokens. That is the one place
-    where decoded tokens stand in for a prompt's.
+    Prompts and decoded tokens run through different kernels, which round differently. So the bits of a page, and of the
+    states after it, follow from its tokens and from which of them were decoded. Both together name a node: the same
+    tokens have one node for each way in which they were computed. A running sequence shares only nodes whose bits it
+    would have computed itself, so no token depends on other requests. A new prompt begins behind its longest beginning
+    that has a checkpoint; if several nodes are equally long, behind the one with the fewest decoded tokens. That is the
+    only place where decoded tokens stand in for a prompt's.
 
     Where room is needed, what is worth least goes first. The worth of a checkpoint is
 
-        tokens between it and the next checkpoint above + the floor when it was made or last of use:
+        tokens between it and the next checkpoint above + the floor when it was made or last used
 
-    what would be processed again without it, and the floor, which is the highest worth of all that went so far, ages
-    what is of no use (GreedyDual: P. Cao and S. Irani, "Cost-aware WWW proxy caching algorithms", 1997). For a
-    checkpoint the least worthy on the card goes to host memory, and the least worthy there is dropped, whatever uses
-    their nodes; for pages a leaf that no running sequence uses is dropped with its checkpoint, and what lies above it
-    as far as nothing else needs that.
+    The first term is what would have to be computed again. The floor is the highest worth of all that went so far. New
+    checkpoints start from the floor, so checkpoints that nobody uses fall behind (GreedyDual: P. Cao and S. Irani,
+    "Cost-aware WWW proxy caching algorithms", 1997).
 
-    Here is the accounting alone; the bytes are moved by `store`, a Pipeline, in the order of the calls.
+    To make room for a checkpoint, the least worthy one on the card goes to host memory, and the least worthy one there
+    is dropped, whoever uses their nodes. To make room for pages, a leaf that no running sequence uses is dropped with
+    its checkpoint, and with the nodes above it that nothing else needs.
+
+    This class only keeps accounts. `store`, a Pipeline, moves the bytes, in the order of the calls.
     """
 
     def __init__(self, store, n_pages: int, n_checkpoints: int, n_host: int):
@@ -103,20 +106,21 @@ class PrefixCache:
             list(reversed(range(n))) for n in (n_pages, n_checkpoints, n_host))
         self.root = Node(None, (), 0, -1)
         self.on_card: list[Node] = []       # the nodes whose checkpoint is on the card, in the order of their ranks
-        self.in_host: list[Node] = []       # or in host memory
+        self.in_host: list[Node] = []       # the nodes whose checkpoint is in host memory, likewise
         self.floor, self.n_ranked = 0, 0
-        self.n_idle = 0                     # nodes without users
+        self.n_idle = 0                     # nodes that no running sequence uses
         self.n_spilled = self.n_fetched = self.n_dropped = 0
 
     # ---- pages ----
 
     @property
     def n_available(self) -> int:
-        """Pages that no running sequence has."""
+        """How many pages no running sequence has."""
         return len(self.free_pages) + self.n_idle
 
     def take_pages(self, count: int) -> list[int]:
-        """Free pages, made so where there are too few. CardError: sequences have them."""
+        """Takes `count` free pages. Nodes that nobody uses are dropped if too few are free. Raises CardError if running
+        sequences have the others."""
         while len(self.free_pages) < count:
             kept = heapq.merge(self.on_card, self.in_host, key=by_rank)
             leaf = next((node for node in kept if not node.children and not node.n_users), None)
@@ -128,8 +132,8 @@ class PrefixCache:
     # ---- the tree ----
 
     def find(self, tokens: list[int]) -> tuple[Node, int]:
-        """Of the nodes that these tokens begin with, the one to go on from, which has a checkpoint; and how many tokens
-        all span."""
+        """Returns the node to go on from, whose tokens these begin with and which has a checkpoint; and how many of the
+        tokens the tree knows at all."""
         nodes, found = [self.root], self.root
         for at in range(0, whole_pages(len(tokens)), PAGE_TOKENS):
             key = tuple(tokens[at:at + PAGE_TOKENS])
@@ -141,7 +145,7 @@ class PrefixCache:
         return found, nodes[0].depth * PAGE_TOKENS
 
     def enter(self, node: Node) -> list[int]:
-        """A sequence begins with the tokens of a node and uses its checkpoint: the pages of the path to there."""
+        """A sequence goes on from a node's checkpoint. Returns the pages from the root to the node."""
         self.touch(node)
         path = list(node.path())
         for each in path:
@@ -149,7 +153,7 @@ class PrefixCache:
         return [each.page for each in reversed(path)]
 
     def leave(self, node: Node, pages: list[int]):
-        """A sequence ends: it has used these pages, of which those up to `node` are the tree's."""
+        """A sequence ends. It has used these pages; the tree owns those up to `node`."""
         self.free_pages.extend(reversed(pages[node.depth:]))
         for each in node.path():
             each.n_users -= 1
@@ -157,10 +161,10 @@ class PrefixCache:
         self._prune(node)
 
     def grow(self, node: Node, tokens: tuple[int, ...], n_prompt: int, page: int) -> Node:
-        """A page of a sequence whose path ends at `node` is full: the node that it is from now on.
+        """A running sequence, whose path ends at `node`, has filled a page. Returns the page's node, new or known.
 
-        The first n_prompt of the tokens were computed as a prompt. Where the tree has that already, its page holds the
-        same bits, and the sequence's is free.
+        The first n_prompt of the tokens were computed as a prompt. If the tree has such a node already, the node's page
+        holds the same bits, and the sequence's own page becomes free.
         """
         alike = node.children.setdefault(tokens, {})
         if n_prompt in alike:
@@ -177,7 +181,7 @@ class PrefixCache:
         node.n_users += 1
 
     def _prune(self, node: Node):
-        """Forget a node that is of no use any more, and those above it that were for its sake."""
+        """Forget a node that nothing needs any more, and the nodes above it that only this one needed."""
         while node is not self.root and not (node.children or node.n_users or node.is_kept):
             alike = node.parent.children[node.tokens]
             del alike[node.n_prompt]
@@ -190,7 +194,8 @@ class PrefixCache:
     # ---- checkpoints ----
 
     def take_number(self) -> int | None:
-        """A checkpoint on the card to be written, then `keep` it; None where all are being written."""
+        """Takes the number of a checkpoint on the card. The caller writes the checkpoint and then calls `keep`. None if
+        all are being written."""
         if not self.free_numbers:
             if not self.on_card:
                 return None
@@ -198,24 +203,25 @@ class PrefixCache:
         return self.free_numbers.pop()
 
     def keep(self, node: Node, number: int):
-        """Checkpoint `number` is that of a node, now that this was queued, instead of one that it had."""
+        """Checkpoint `number`, whose writing is queued, now belongs to a node. An older one of the node is released."""
         self._forget(node)
         node.number, node.floor = number, self.floor
         self._insert(node)
         self._rank_below(node)
 
     def touch(self, node: Node):
-        """A node's checkpoint, if it has one, is of use."""
+        """A node's checkpoint, if it has one, is used now."""
         if node.is_kept:
             node.floor = self.floor
             self._rank(node)
 
     def fetch(self, node: Node) -> int | None:
-        """The number of a node's checkpoint, which is on the card then; None for the root. The node is in use."""
+        """Brings a node's checkpoint back to the card if it is in host memory. Returns its number; None for the root.
+        A running sequence must use the node."""
         if node.host is not None:
             self._remove(node)
             host, node.host = node.host, None
-            number = self.take_number()     # may drop checkpoints, so this one is out of its way
+            number = self.take_number()     # this may drop checkpoints, but not the one that was removed above
             self.store.fetch(host, number)
             self.free_hosts.append(host)
             self.keep(node, number)
@@ -223,12 +229,12 @@ class PrefixCache:
         return node.number
 
     def drop(self, node: Node):
-        """Forget a node's checkpoint, if it has one, and what was there for its sake alone."""
+        """Forget a node's checkpoint, if it has one, and the nodes that only the checkpoint needed."""
         self._forget(node)
         self._prune(node)
 
     def clear(self):
-        """Forget all that no running sequence uses."""
+        """Forget everything that no running sequence uses."""
         for node in self.on_card + self.in_host:
             self.drop(node)
 
@@ -244,7 +250,7 @@ class PrefixCache:
         self._rank_below(node)
 
     def _make_room(self, node: Node):
-        """Move a node's checkpoint to host memory, or drop it where that has no room or only more worthy ones."""
+        """Move a node's checkpoint to host memory. Drop it if host memory is full of more worthy ones."""
         if not self.free_hosts and self.in_host and self.in_host[0].rank < node.rank:
             self._evict(self.in_host[0])
         if self.free_hosts and self.store.spill(node.number, host := self.free_hosts.pop()):
@@ -268,7 +274,7 @@ class PrefixCache:
         return self.in_host if node.number is None else self.on_card
 
     def _insert(self, node: Node):
-        """Find a checkpoint's worth and its place."""
+        """Compute a checkpoint's worth and put its node in order."""
         above = next((each.depth for each in node.parent.path() if each.is_kept), 0)
         self.n_ranked += 1
         node.rank = PAGE_TOKENS * (node.depth - above) + node.floor, self.n_ranked
@@ -279,7 +285,7 @@ class PrefixCache:
         del order[bisect.bisect_left(order, node.rank, key=by_rank)]
 
     def _rank(self, node: Node):
-        """Its worth may have changed."""
+        """Compute a checkpoint's worth again."""
         self._remove(node)
         self._insert(node)
 
@@ -291,10 +297,11 @@ class PrefixCache:
 def checkpoint_positions(tokens: list[int], turn: int | None, start: int, known: int) -> list[int]:
     """Where a prompt, of which `start` tokens are cached, gets checkpoints: multiples of 64 below its length.
 
-    These are the likely ends of what it has in common with later prompts: where turns begin (at token `turn`), the
-    prompt's own end, and where it leaves the `known` tokens of an earlier one; and every CHECKPOINT_INTERVAL tokens.
-    Of all those the ones nearer than CHECKPOINT_SPACING to the one before are left out, but for the end of the system
-    prompt (the second turn's beginning), the last two turns' beginnings, the prompt's end and `known`.
+    Candidates are the positions where a later prompt probably differs from this one: the beginnings of turns (at token
+    `turn`), the end of the prompt, and `known`, where the prompt differs from an earlier one; and besides every
+    CHECKPOINT_INTERVAL tokens. A candidate less than CHECKPOINT_SPACING behind the checkpoint before it is left out,
+    except the end of the system prompt (where the second turn begins), the beginnings of the last two turns, the end of
+    the prompt, and `known`.
     """
     turns = [whole_pages(at) for at, token in enumerate(tokens) if token == turn]
     likely = {*turns[1:2], *turns[-2:], whole_pages(len(tokens) - 1), known}

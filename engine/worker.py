@@ -1,7 +1,8 @@
 """Workers: the threads that give cards their work.
 
-Every card has a thread, its worker, that alone gives it work: whoever wants something of a stage posts a task. A task
-may wait for tasks that were posted before it, to other workers, too, and thus for none that waits for it.
+Every card has a worker, the only thread that gives the card work. Whoever wants something of a stage posts a task to
+the stage's worker. A task may wait only for tasks that were posted earlier, to any worker. So no two tasks can wait for
+each other.
 """
 
 import contextlib
@@ -11,12 +12,12 @@ import threading
 
 from kernels.card import Card, CardError, NoAnswer
 
-DEADLINE = 120.0            # seconds after which a card is broken that somebody waits for and that does nothing
-LOOKS = 20                  # at whether it does something, in that time
+DEADLINE = 120.0            # seconds without progress after which a card that is waited for counts as broken
+LOOKS = 20                  # how often progress is looked for in that time
 
 
 class Task:
-    """Something that a worker is to do, and what came of it."""
+    """Work for a worker, and its result. is_vital: an error ends the pipeline."""
 
     def __init__(self, worker: "Worker", work, is_vital: bool):
         self.worker, self.work, self.is_vital = worker, work, is_vital
@@ -24,7 +25,7 @@ class Task:
         self.over = threading.Event()
 
     def do(self):
-        work, self.work = self.work, None       # which may hold much, and others may hold this
+        work, self.work = self.work, None       # a task may live on, and its work may refer to much memory
         self.end(work())
 
     def end(self, value=None, error: BaseException | None = None):
@@ -33,11 +34,11 @@ class Task:
             self.over.set()
 
     def wait(self):
-        """Return when it is over. Raises NoAnswer."""
+        """Return when the task is over. Raises NoAnswer."""
         self.worker.expect(self.over.wait)
 
     def result(self):
-        """What the work returned. Raises what it raised, or why it was never done."""
+        """What the work returned. Raises what the work raised, or why it was never done."""
         self.wait()
         if self.error is not None:
             raise self.error
@@ -50,20 +51,20 @@ class Worker(threading.Thread):
     def __init__(self, card: Card):
         super().__init__(name=f"worker of {card.name}", daemon=True)    # a card that hangs must not hold the process
         self.card = card
-        self.on_fault = lambda worker, error: None      # what is to be done about it
+        self.on_fault = lambda worker, error: None      # called when work has failed
         self.tasks, self.task = queue.SimpleQueue(), None
-        self.n_done = 0                                 # tasks and parts of them; grows as `Card.n_done` does
-        self.error: BaseException | None = None         # why there is no more to do
-        self.lock = threading.Lock()                    # held while `error` is decided on
-        self.waits_for: tuple[Worker, bool] | None = None   # as `expect` has it
+        self.n_done = 0                                 # grows with each task, and within long ones: signs of progress
+        self.error: BaseException | None = None         # why the worker has stopped
+        self.lock = threading.Lock()                    # held while `error` is set
+        self.waits_for: tuple[Worker, bool] | None = None   # the arguments of the `expect` that this thread is in
 
     def post(self, work, *arguments) -> Task:
-        """Have work(*arguments) done after all that was posted before. An error there ends the pipeline, since it may
-        be that nobody looks at the task again."""
+        """Have work(*arguments) done after all that was posted before. An error in it ends the pipeline, since perhaps
+        nobody looks at the task again."""
         return self._give(Task(self, functools.partial(work, *arguments), True))
 
     def ask(self, work, *arguments) -> Task:
-        """The same for somebody who does look: only an error of the card ends the pipeline."""
+        """Like `post`, for a caller that asks for the result: only an error of the card ends the pipeline."""
         return self._give(Task(self, functools.partial(work, *arguments), False))
 
     def _give(self, task: Task) -> Task:
@@ -99,10 +100,12 @@ class Worker(threading.Thread):
             raise
 
     def expect(self, is_over, of_card: bool = False):
-        """Return when is_over(seconds), which waits so long at most for this worker, or for its card, says so. Raises
-        NoAnswer when the card, or the one that the worker waits for, has got on with nothing for DEADLINE.
+        """Return when is_over(seconds) is true; each call waits for at most so many seconds. of_card: the caller waits
+        for this worker's card, else for the worker.
 
-        Where the process is stopped or hardly gets to run, the card is, too: so it is looks that count, not time.
+        Raises NoAnswer when the card makes no progress for DEADLINE, or, if the worker waits itself, the card at the
+        end of the chain of waits. While the process is suspended or gets no processor time, its cards stand still as
+        well. So looks without progress are counted instead of time.
         """
         waiter = threading.current_thread()
         if isinstance(waiter, Worker):
@@ -123,20 +126,20 @@ class Worker(threading.Thread):
                 waiter.waits_for = None
 
     def awaited(self, of_card: bool) -> "Worker":
-        """Whose card it is that whoever waits for this worker, or for its card, waits for in the end."""
+        """The worker at the end of the chain of waits that begins with this worker: the others wait for its card."""
         worker = self
         while not of_card and (other := worker.waits_for) is not None:
             worker, of_card = other
         return worker
 
     def fail(self, error: BaseException):
-        """Tell of an error; of a card it is this worker's, unless it is known to be another's."""
+        """Report an error. An error of a card counts as this worker's card's, unless it names another card."""
         if isinstance(error, CardError):
             error.card = error.card or self.card
         self.on_fault(self, error)
 
     def stop(self, error: BaseException):
-        """End with `error` all that is still to do, what is done at the moment, and the thread."""
+        """End all queued tasks and the running one with `error`, and end the thread."""
         with self.lock:
             self.error = self.error or error
             left = [self.task]
@@ -149,9 +152,9 @@ class Worker(threading.Thread):
 
 
 def stop_all(workers: list[Worker], error: BaseException):
-    """Stop them all, and wait for the ends of their threads."""
+    """Stop workers, and wait until their threads have ended."""
     for worker in workers:
         worker.stop(error)
     for worker in workers:
         if worker.ident is not None:
-            worker.join(timeout=1.0)            # of one whose card hangs there is no end
+            worker.join(timeout=1.0)            # the thread of a card that hangs never ends

@@ -1,13 +1,14 @@
-"""A decode step's tokens become the next one's inputs, so that steps follow each other without the host.
+"""Makes the tokens of a decode step the inputs of the next step, so that steps follow each other without the host.
 
     token >= 0:  ids[row] = token, positions[row] += 1, rope[0 .. 2, row] += 1
 
-A token of -1 moves nothing: none has been chosen yet, or the row's logits hold a NaN. Such a row stays where it is, reads
-and writes memory of its own, and the host ends it when it sees the token.
+A token of -1 changes nothing: no token has been chosen yet, or the logits of the row hold a NaN. The row then stays at
+its position, where it reads and writes only its own memory, until the host sees the token and ends the sequence.
 
     tokens, ids, positions  int32 [rows]        rope  int32 [3, rows]: time, height, width
 
-A thread per row, 24 bytes each: nothing but a launch, and from Hopper on one that overlaps (kernels/intrinsics.py).
+A thread has one row, 24 bytes. The time is that of an empty launch; from Hopper on launches overlap
+(kernels/intrinsics.py).
 """
 
 from functools import partial
@@ -23,7 +24,7 @@ THREADS = 32
 
 
 def advance_reference(ids, positions, rope, tokens):
-    """The three arrays afterwards."""
+    """ids, positions and rope after the step."""
     goes_on = tokens >= 0
     return np.where(goes_on, tokens, ids), positions + goes_on, rope + goes_on
 
@@ -43,8 +44,8 @@ def advance_kernel(ids, positions, rope, tokens, rows):
 
 
 def advance(card, ids, positions, rope, tokens, rows, stream=None):
-    """ids, positions int32 [rows] and rope int32 [3, rows] of the step after the one that gave tokens int32
-    [rows]."""
+    """ids, positions int32 [rows] and rope int32 [3, rows] <- the inputs of the next step, whose last step chose tokens
+    int32 [rows]."""
     card.launch(advance_kernel, -(-rows // THREADS), THREADS, ids, positions, rope.reshape(-1), tokens, rows,
                 stream=stream)
 
@@ -55,7 +56,7 @@ CASES = [1, 3, 32, 33]
 
 
 def check(card, rows):
-    """Random inputs, some tokens -1, and one row more that must not change."""
+    """Random inputs with some tokens of -1, and one row too many that must not change."""
     random = np.random.default_rng(rows)
     ids, positions, rope = (random.integers(0, 1000, (n, rows), np.int32) for n in (1, 1, 3))
     tokens = random.integers(-1, 2, rows, np.int32)
@@ -69,7 +70,7 @@ def check(card, rows):
 
 
 def cases(card):
-    """The checks, then the time of a step of one row."""
+    """The checks, then the time for one row."""
     for rows in CASES:
         yield Case(f"{rows} rows", partial(check, card, rows))
     arrays = [card.zeros(n, np.int32) for n in (1, 1, 3, 1)]

@@ -18,8 +18,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
-from kernels.card import CardError, open_cards
+from kernels.card import CardError
 from kernels.emulated.cards import CARDS
+from kernels.open import open_cards
 
 # Multiplication and addition apart; a warp instruction of the tensor path is 1,024 of both.
 OPS_PER_LANE = {"dp4a": 8, "dp2a": 4, "imad": 2, "half2": 4, "ffma": 2, "fp32": 1, "tensor": 64}

@@ -1,25 +1,28 @@
-"""The card: memory, streams, launches. One interface over the emulated card and over NVIDIA's driver.
+"""The card: memory, streams, launches. One interface for the emulated card and for NVIDIA's driver.
 
-    from kernels.card import open_cards
+    from kernels.open import open_cards
     card = open_cards("emulated")[0]                     # or open_cards(): real cards when there are any
     x = card.upload(host, name="x")                      # Array: typed, C-contiguous memory of this card
     card.launch(kernel, grid, block, x, 5, 0.5)          # kernel: a lazy @cuda.jit function
     kernel[grid, block](x, 5, 0.5)                       # the same, as Numba writes it
     y = card.download(x)
 
-Order. Operations given to one stream run in the order given; operations of two streams are ordered by events
-alone. `stream=None` means the card's default stream, a stream like any other; within `with card.on(stream):` it
-means that stream, for the thread that is there. `upload` and `zeros` are done when they return, `download` waits
-for its stream; everything else is asynchronous. There is no current card: every Array belongs to one Card, and two
-Cards in one process, used from any thread, do not know of each other.
+Order. The operations of one stream run in the order in which they were queued. Only events order the operations of
+two streams. `stream=None` means the card's default stream, which is a stream like any other. A thread that is inside
+`with card.on(stream):` gets `stream` instead of the default stream. `upload` and `zeros` are done when they return,
+and `download` waits for its stream; everything else is asynchronous. There is no current card: every Array belongs to
+one Card. A process may have several Cards and use each from any thread; Cards do not know of each other.
 
-Host memory. Pageable memory is read when `copy_in` is called; pinned memory (`card.pinned`) is read when the
-copy runs, so it must live and not change before. `copy_out` into pageable memory returns when the copy is
-done, into pinned memory at once.
+Host memory. `copy_in` reads pageable memory during the call. It reads pinned memory (`card.pinned`) when the copy
+runs, so pinned memory must live and must not change until then. `copy_out` into pageable memory returns when the copy
+is done; `copy_out` into pinned memory returns at once.
 
-Record and replay. Launches and copies within the card made inside `with card.record() as recording` are kept
-instead of run, arguments frozen; `recording.replay()` runs them all for the price of about one launch.
-`alloc`, `upload` and `zeros` act at once even there; copies to and from the host and events are refused.
+Record and replay. Inside `with card.record() as recording`, launches and copies within the card are kept instead of
+run, with the arguments they have at that moment. `recording.replay()` runs all of them, and costs the host about as
+much as one launch. `alloc`, `upload` and `zeros` act at once even inside `record()`; copies to and from the host and
+events are refused there.
+
+Observation. `with card.observed_by(observer)` tells an Observer of every operation. kernels/trace.py is built on it.
 """
 
 import math
@@ -30,19 +33,19 @@ from dataclasses import replace
 from functools import lru_cache, partial
 
 import numpy as np
-from numba.cuda.dispatcher import CUDADispatcher
 
 from kernels import compile as compiler
 from kernels import workers
 from kernels.throttled import rewrite
 
 ALIGNMENT = 256                                          # bytes; of every allocation, as on the real card
-WORTH_WORKERS = 4                                        # fewer missing kernels take less time than starting Python
-POISON = 0xFF                                            # a byte that makes NaN of floats and -1 of integers
+WORTH_WORKERS = 4                                        # missing kernels that are worth starting processes for
+POISON = 0xFF                                            # filled with this byte, floats are NaN and integers are -1
+UNOBSERVED = nullcontext()                               # what an operation is surrounded by when nobody observes
 
 
 class CardError(Exception):
-    """An operation on a card failed or was used wrongly. card: the Card that is at fault, where somebody knows it."""
+    """An operation on a card failed or was used wrongly. card: the Card at fault, None where that is unknown."""
 
     card = None
 
@@ -56,7 +59,7 @@ class LaunchError(CardError):
 
 
 class NoAnswer(CardError):
-    """A card has not done in time what somebody waited for."""
+    """A card did not finish within the time that the caller was ready to wait."""
 
     def __init__(self, card, seconds):
         super().__init__(f"{card.name} has not answered for {seconds:g} s")
@@ -65,13 +68,13 @@ class NoAnswer(CardError):
 # ---- memory ------------------------------------------------------------------------------------------------
 
 class Memory:
-    """One allocation, freed by `Card.free` or when the last Array or queued operation that uses it ends."""
+    """One allocation. `Card.free` frees it, and so does the end of the last Array or queued operation that uses it."""
 
     __slots__ = ("card", "ptr", "nbytes", "name", "backing", "__weakref__")
 
     def __init__(self, card, ptr, nbytes, name, backing):
         self.card, self.ptr, self.nbytes, self.name = card, ptr, nbytes, name
-        self.backing = backing                           # what holds the bytes of an emulated card
+        self.backing = backing                           # the NumPy array with the bytes, on an emulated card
 
     def release(self):
         card, self.card = self.card, None
@@ -82,9 +85,9 @@ class Memory:
 
 
 class Array:
-    """A C-contiguous array in the memory of one card. Indexing, slicing of axis 0, `view` and `reshape` share
-memory.
+    """A C-contiguous array in the memory of one card.
 
+    Indexing and slicing of axis 0, `view` and `reshape` give Arrays that share its memory.
     Attributes: card, name, shape (tuple of int), dtype (NumPy), ndim, size (items), nbytes, ptr (address,
     int), type (its type string for compilation), memory (the allocation).
     """
@@ -95,7 +98,7 @@ memory.
         self.memory, self.ptr, self.shape, self.dtype, self.name = memory, ptr, shape, dtype, name
         self.type = compiler.array_type(dtype, len(shape))
         self._words = None
-        self._forms = {}                                 # views and shapes of it: every launch asks for the same
+        self._forms = {}                                 # dtype or shape -> Array: launches ask for the same ones
 
     card = property(lambda self: self.memory.card)
     ndim = property(lambda self: len(self.shape))
@@ -104,13 +107,13 @@ memory.
 
     @property
     def words(self):
-        """The bytes that stand for this array among a kernel's parameters."""
+        """The bytes that a kernel receives for this array among its parameters."""
         if self._words is None:
             self._words = compiler.array_words(self.ptr, self.shape, self.dtype.itemsize)
         return self._words
 
     def view(self, dtype):
-        """The same bytes as items of `dtype`; the last axis changes its length."""
+        """An Array of the same bytes as items of `dtype`. The length of the last axis changes with the item size."""
         form = self._forms.get(dtype)
         if form is None:
             form = self._forms[dtype] = self._view(np.dtype(dtype))
@@ -123,7 +126,7 @@ memory.
         return Array(self.memory, self.ptr, (*self.shape[:-1], last // dtype.itemsize), dtype, self.name)
 
     def reshape(self, *shape):
-        """The same items in another shape; one extent may be -1."""
+        """An Array of the same items in another shape. One extent may be -1: it follows from the others."""
         shape = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
         form = self._forms.get(shape)
         if form is None:
@@ -147,7 +150,7 @@ memory.
             if step != 1:
                 raise IndexError(f"slices of a card's array have step 1, not {step}")
             if (start, stop) == (0, rows):
-                return self                              # and what is known of it
+                return self                              # with its words and forms, which are made already
             shape = (max(stop - start, 0), *self.shape[1:])
         else:
             start, shape = range(rows)[index], self.shape[1:]
@@ -162,7 +165,7 @@ memory.
 
 
 class Pinned:
-    """Page-locked host memory, the base of the arrays of `Card.pinned`. `release` is called at its end."""
+    """Page-locked host memory: the base of the arrays that `Card.pinned` gives. `release` is called when it ends."""
 
     def __init__(self, ptr, nbytes, release):
         self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (nbytes,), "data": (ptr, False)}
@@ -182,49 +185,52 @@ def is_pinned(host):
 # ---- order -------------------------------------------------------------------------------------------------
 
 class Stream:
-    """An in-order queue of one card. `synchronize()` waits for all of it and raises what went wrong in it.
+    """An in-order queue of one card. Attributes: card, name. Each kind of card implements `synchronize` and `record`.
 
-    `record()` returns an Event at its present end; `wait(event)` holds what follows until `event` is done, an
-    event of another card included. Cards implement it. Attributes: card, name.
+    `synchronize()` waits until the queue is empty and raises what went wrong in it. `record()` returns an Event at the
+    present end of the queue.
     """
 
     def wait(self, event):
+        """What is queued from now on runs only after `event`, which may belong to another card."""
         self.card.target(self, "a wait")
-        self.card._hold(self, event)
+        with self.card.observed("hold", self, event):
+            self.card._hold(self, event)
 
     def keep(self, name, values):
-        """Called with each launch or copy within the card, and what it uses; a recording keeps both."""
+        """Called with the name and the arguments of each launch or copy within the card. A recording keeps both."""
 
 
 class Event:
-    """A point in a stream of `card`. `done` tells without waiting whether that has come there.
+    """A point in a stream of `card`. Each kind of card implements `done` and `seconds_since`.
 
-    `seconds_since(earlier)`: the time between two events, both done. Cards implement it.
+    `done` tells, without waiting, whether the stream has reached this point. `seconds_since(earlier)` is the time
+    between two events, both of which must be done.
     """
 
     def synchronize(self):
-        """Waits for it. Raises what went wrong."""
-        self.card._await(self, None)
+        """Waits until the stream has reached this point. Raises what went wrong."""
+        self.wait(None)
 
     def wait(self, seconds):
-        """Whether it is done, after so many seconds at most. Raises what went wrong."""
-        return self.card._await(self, seconds)
+        """Waits for at most `seconds` (None: for ever). Whether the event is done then. Raises what went wrong."""
+        with self.card.observed("host_wait", self):
+            return self.card._await(self, seconds)
 
 
 class Recording:
-    """A recorded sequence. `replay(stream=None)` runs it; the arrays it uses live as long as it does.
+    """A recorded sequence of launches and copies. The arrays that it uses live as long as the recording does.
 
-    A replay after `Card.free` of one of them raises CardError. Attributes: card, name, operations (the names of
-    the kernels and copies in it, in order).
+    Attributes: card, name, operations (the names of the kernels and copies, in order).
     """
 
     def __init__(self, card, stream):
         self.card, self.name, self.operations = card, "", []
-        self.stream = stream                             # keeps operations instead of running them
+        self.stream = stream                             # a stream that keeps operations instead of running them
         self.thread = threading.get_ident()
         self.used = used = {}                            # allocation -> an Array of it
         self.n_freed = card.n_freed
-        operations = self.operations                     # no reference to self: it should end with its last user
+        operations = self.operations                     # `keep` holds no reference to self: no cycle is made
 
         def keep(name, values):
             operations.append(name)
@@ -233,13 +239,15 @@ class Recording:
         stream.keep = keep
 
     def replay(self, stream=None):
+        """Queues the whole sequence on `stream`. Raises CardError when an array that it uses was freed."""
         stream = self.card.target(stream, "a replay")
         self.check()
-        self.card._replay(self, stream)
+        with self.card.observed("replay", stream, self):
+            self.card._replay(self, stream)
 
     def check(self):
-        """Raises unless everything that a replay uses is there."""
-        if self.n_freed == self.card.n_freed:            # nothing was freed: a replay should cost no search
+        """Raises CardError when an array that a replay uses was freed."""
+        if self.n_freed == self.card.n_freed:            # nothing was freed since: no search, which costs time
             return
         for memory, array in self.used.items():
             if memory.card is None:
@@ -247,10 +255,56 @@ class Recording:
         self.n_freed = self.card.n_freed
 
 
+# ---- who looks on ------------------------------------------------------------------------------------------
+
+class Observer:
+    """Is told of the operations of a card, see `Card.observed_by`. This one takes no notice of anything.
+
+    Each method returns a context manager. The card enters it before the operation is queued and leaves it afterwards,
+    in the thread that asked for the operation. `stream` is the Stream that the operation goes to.
+    """
+
+    def launch(self, stream, function, grid, block, shared):
+        """A kernel. function: a Function; grid, block: tuples of 3; shared: bytes of dynamic shared memory."""
+        return UNOBSERVED
+
+    def copy_in(self, stream, dst):
+        """Host → Array `dst`."""
+        return UNOBSERVED
+
+    def copy_out(self, stream, src):
+        """Array `src` → host."""
+        return UNOBSERVED
+
+    def copy(self, stream, dst, src):
+        """Array `src` → Array `dst`, within the card."""
+        return UNOBSERVED
+
+    def fill(self, stream, array):
+        """Every byte of `array` is set."""
+        return UNOBSERVED
+
+    def replay(self, stream, recording):
+        """All operations of a Recording."""
+        return UNOBSERVED
+
+    def hold(self, stream, event):
+        """`stream` waits for `event`."""
+        return UNOBSERVED
+
+    def host_wait(self, event):
+        """The calling thread waits for `event`; the context manager is left when the wait is over."""
+        return UNOBSERVED
+
+    def span(self, name):
+        """A part of the program that its author named with `Card.span`."""
+        return UNOBSERVED
+
+
 # ---- the card ----------------------------------------------------------------------------------------------
 
 class Function:
-    """A kernel compiled and loaded for one set of argument types. `handle` belongs to the kind of card."""
+    """A kernel, compiled and loaded for one set of argument types. Only the kind of card knows what `handle` is."""
 
     __slots__ = ("name", "pack", "handle", "max_shared")
 
@@ -259,18 +313,24 @@ class Function:
 
 
 class Card:
-    """A card. Attributes: name, cc (compute capability), n_sms, memory_bytes, free_bytes, default_stream; n_done, which
-    grows with what it is known to have done, so that a slow card differs from one that hangs.
+    """A card. Attributes: name, cc (compute capability), n_sms, memory_bytes, free_bytes, default_stream, n_done.
 
-    The kinds of card implement `_take` and `_give` (memory), `_upload_now`, `_fill_now`, `_copy_in`,
-    `_copy_out`, `_copy`, `_fill`, `_load`, `_enqueue`, `_begin_recording`, `_end_recording`, `_replay`, `_hold`
-    (a stream until an event), `_await` (an event, with a limit), `stream`, `pinned`, `synchronize` and `describe`;
-    of machine code, `_is_cached(compiled, block)`, `_cache_filler()`, which gives a function of the same that can
-    be pickled and needs no card, and `_make_ready(function, block)`.
+    n_done grows with the operations that the card is known to have done, so that somebody who waits can tell a slow
+    card from one that hangs.
+
+    Each kind of card implements
+        memory         `_take`, `_give`, `pinned`
+        copies         `_upload_now`, `_fill_now`, `_copy_in`, `_copy_out`, `_copy`, `_fill`
+        launches       `_load`, `_enqueue`, `_begin_recording`, `_end_recording`, `_replay`
+        order          `stream`, `synchronize`, `_hold` (a stream waits for an event),
+                       `_await` (the host waits for an event, for a limited time)
+        machine code   `_is_cached(compiled, block)`; `_cache_filler()`, a function of (compiled, block) that fills the
+                       cache on the disk, needs no card and can be pickled; `_make_ready(function, block)`
+        words          `describe`
     """
 
-    kind = "cuda"                                        # what `open_cards` calls its kind
-    granule = ALIGNMENT                                  # bytes: memory is taken in multiples of it
+    kind = "cuda"                                        # as `open_cards` calls it
+    granule = ALIGNMENT                                  # bytes; memory is taken in multiples of it
 
     def __init__(self, name, cc, n_sms, memory_bytes, max_shared, cache_dir):
         self.name, self.cc, self.n_sms, self.memory_bytes = name, cc, n_sms, memory_bytes
@@ -278,20 +338,21 @@ class Card:
         self.cache_dir = cache_dir
         self.allocations = {}                            # start address -> (bytes, name) of everything alive
         self.n_freed = 0                                 # calls of `free`
-        self.hangs = False                               # nothing of such a card is freed: that would not end
-        # Two locks: memory is freed by finalizers, which may interrupt a thread that waits for a compilation.
+        self.hangs = False                               # such a card frees nothing: the driver would never return
+        self.observer = None                             # an Observer, see `observed_by`
+        # Two locks, because finalizers free memory and may interrupt a thread that waits for a compilation.
         self._memory_lock, self._loading = threading.RLock(), threading.Lock()
         self._functions = {}                             # (kernel, *argument types) -> Function
-        self._replaced = ()                              # instructions, see `replace`
+        self._replaced = ()                              # pairs of instructions, see `replace`
         self._recording = None
-        self._collecting = {}                            # thread -> what its launches need
-        self._streams = {}                               # thread -> the stream that it is `on`
+        self._collecting = {}                            # thread -> the dict that its `collecting` yielded
+        self._streams = {}                               # thread -> the stream of its `on`
 
     def __repr__(self):
         return f"<{self.describe()}>"
 
     def facts(self):
-        """What a report should say of this card: a dict of texts and numbers; "name" is always there."""
+        """What a report should say of this card: a dict of texts and numbers, "name" among them."""
         return {"name": self.describe()}
 
     # -- memory --
@@ -331,7 +392,7 @@ class Card:
         return array
 
     def free(self, array):
-        """Gives the allocation of `array` back, after waiting for the card; using it afterwards raises."""
+        """Waits for the card, then gives the allocation of `array` back. Using `array` afterwards raises CardError."""
         self._check(array)
         if array.ptr != array.memory.ptr:
             raise CardError(f"{array!r} is part of a larger array: free that one")
@@ -347,19 +408,20 @@ class Card:
     # -- copies --
 
     def download(self, array, stream=None):
-        """A new NumPy array with the contents of `array` after all that `stream` holds at the moment."""
+        """A new NumPy array with the contents that `array` has after everything that `stream` holds now."""
         host = np.empty(array.shape, array.dtype)
         self.copy_out(host, array, stream)
         return host
 
     def copy_in(self, dst, host, stream=None):
-        """Host → card. `host` has the shape and dtype of `dst`; see above for pageable and pinned memory."""
+        """Host → card. `host` has the shape and dtype of `dst`. When `host` is read: see the top of this file."""
         self._check(dst)
         self._check_host(dst, host)
         pinned = is_pinned(host) and host.flags.c_contiguous
         stream = self.target(stream, "copy_in")
         if dst.nbytes:
-            self._copy_in(dst, host, pinned, stream)
+            with self.observed("copy_in", stream, dst):
+                self._copy_in(dst, host, pinned, stream)
 
     def copy_out(self, host, src, stream=None):
         """Card → host. `host` is C-contiguous and has the shape and dtype of `src`."""
@@ -369,10 +431,11 @@ class Card:
             raise CardError(f"{src!r} needs contiguous and writeable host memory")
         stream = self.target(stream, "copy_out")
         if src.nbytes:
-            self._copy_out(host, src, is_pinned(host), stream)
+            with self.observed("copy_out", stream, src):
+                self._copy_out(host, src, is_pinned(host), stream)
 
     def copy(self, dst, src, stream=None):
-        """Within the card. Equal numbers of bytes and no overlap."""
+        """Card → card, within this card. The arrays have equally many bytes and do not overlap."""
         self._check(dst)
         self._check(src)
         if dst.nbytes != src.nbytes:
@@ -380,7 +443,8 @@ class Card:
         stream = self.target(stream)
         stream.keep("copy", (dst, src))
         if dst.nbytes:
-            self._copy(dst, src, stream)
+            with self.observed("copy", stream, dst, src):
+                self._copy(dst, src, stream)
 
     def fill(self, array, byte, stream=None):
         """Sets every byte of `array` to `byte` (0 to 255)."""
@@ -390,10 +454,11 @@ class Card:
         stream = self.target(stream)
         stream.keep("fill", (array,))
         if array.nbytes:
-            self._fill(array, byte, stream)
+            with self.observed("fill", stream, array):
+                self._fill(array, byte, stream)
 
     def poison(self, array, stream=None):
-        """Fills `array` with NaN or -1, so that a kernel that fails to write it is seen."""
+        """Fills `array` with NaN or -1, which shows where a kernel fails to write."""
         self.fill(array, POISON, stream)
 
     # -- launches --
@@ -401,9 +466,9 @@ class Card:
     def launch(self, kernel, grid, block, *args, shared=0, stream=None):
         """Queues `kernel` with `grid` blocks of `block` threads, each an int or a tuple of up to 3.
 
-        shared: bytes of dynamic shared memory.
-        Arguments: Array of this card; int (as uint32), float (as float32), bool; NumPy scalars, as what they
-        are. Raises LaunchError, or CompileError at the first use of a kernel with these types of arguments.
+        shared: bytes of dynamic shared memory. An argument is an Array of this card, an int (passed as uint32), a
+        float (as float32), a bool, or a NumPy scalar (as its own type). Raises LaunchError, and at the first launch
+        with these types of arguments CompileError.
         """
         types, values = [kernel], []
         try:
@@ -428,7 +493,11 @@ class Card:
             raise LaunchError(f"{kernel.__name__}, grid {grid}, block {block}: {error}") from error
         stream = self.target(stream)
         stream.keep(function.name, args)
-        self._enqueue(stream, function, blocks, threads, shared, params, args)
+        if self.observer is None:                        # not `observed`: launches sit in hot loops
+            self._enqueue(stream, function, blocks, threads, shared, params, args)
+            return
+        with self.observed("launch", stream, function, blocks, threads, shared):
+            self._enqueue(stream, function, blocks, threads, shared, params, args)
 
     def _function(self, types):
         """The Function of types = (kernel, *types of its arguments)."""
@@ -443,12 +512,17 @@ class Card:
         return function
 
     def _source(self, kernel, *types):
-        """What gives the PTX of a kernel for this card, by a function of kernels/compile.py; it can be pickled."""
+        """A function that can be pickled and gives the PTX of a kernel for this card.
+
+        Its argument is `compile_kernel` or `find_kernel` of kernels/compile.py.
+        """
         return partial(_source, kernel, types, compiler.target_cc(self.cc), self.cache_dir, self._replaced)
 
     def replace(self, instead):
-        """From now on load kernels with instructions replaced, pairs as `throttled.rewrite` takes them; returns
-        the pairs so far. What is recorded stays as it is."""
+        """Kernels loaded from now on have instructions replaced. What is recorded already stays as it is.
+
+        instead: pairs as `throttled.rewrite` takes them. Returns the pairs that held until now.
+        """
         with self._loading:
             before, self._replaced = self._replaced, tuple(instead)
             self._functions.clear()
@@ -458,8 +532,8 @@ class Card:
 
     @contextmanager
     def collecting(self):
-        """Launches that this thread makes inside are not run. Yields a dict that is filled with what they need, for
-        `compile_kernels` and `load_kernel`."""
+        """Launches that this thread makes inside are not run. Yields a dict whose keys become the kernels they need:
+        (types, block), for `compile_kernels` and `load_kernel`."""
         thread = threading.get_ident()
         needed = self._collecting[thread] = {}
         try:
@@ -468,8 +542,11 @@ class Card:
             del self._collecting[thread]
 
     def compile_kernels(self, needed, on_done=lambda name: None):
-        """Compiles what no cache has of the kernels in `needed`, from `collecting`; many are compiled by several
-        processes at once. on_done(name) is called for each kernel. The card has no part in it."""
+        """Compiles those of the kernels in `needed` (from `collecting`) that no cache has, and fills the caches.
+
+        Several processes share the work where many are missing. on_done(name) is called for each kernel. The card has
+        no part in it.
+        """
         jobs = {}
         for types, block in needed:
             source = self._source(*types)
@@ -487,14 +564,14 @@ class Card:
             on_done(types[0].__name__)
 
     def load_kernel(self, types, block):
-        """Loads a kernel that `collecting` found, so that no launch waits for it. Raises CompileError."""
+        """Loads a kernel that `collecting` found, so that its first launch need not. Raises CompileError."""
         self._make_ready(self._function(types), block)
 
     # -- record and replay --
 
     @contextmanager
     def record(self, name=""):
-        """Collects the launches and copies within the card that this thread makes instead of running them."""
+        """Yields a Recording, which keeps the launches and copies within the card that this thread makes inside."""
         if self._recording is not None:
             raise CardError("a recording is being made on this card already")
         recording = self._recording = self._begin_recording()
@@ -507,7 +584,7 @@ class Card:
 
     @contextmanager
     def on(self, stream):
-        """Whatever this thread gives the card inside, and does not name a stream for, goes to `stream`."""
+        """Operations that this thread queues inside without naming a stream go to `stream`."""
         stream, thread = self.target(stream, "a change of streams"), threading.get_ident()
         before = self._streams.get(thread)
         self._streams[thread] = stream
@@ -519,12 +596,11 @@ class Card:
             else:
                 self._streams[thread] = before
 
-    def span(self, name):
-        """Surrounds what belongs together on the default stream; a trace shows it (kernels/trace.py)."""
-        return nullcontext()
-
     def target(self, stream, outside=None):
-        """The stream that an operation goes to; `outside` names an operation that cannot be recorded."""
+        """The stream that an operation goes to when its caller named `stream`, which may be None.
+
+        outside: the name of the operation, if it cannot be recorded; it is then refused inside `record()`.
+        """
         if stream is not None and stream.card is not self:
             raise CardError(f"{self.name} cannot use a stream of {stream.card.name}")
         recording = self._recording
@@ -537,6 +613,29 @@ class Card:
         if stream is not None:
             raise CardError("inside record() everything goes to the recording: give no stream")
         return recording.stream
+
+    # -- observation --
+
+    @contextmanager
+    def observed_by(self, observer):
+        """`observer`, an Observer, is told of every operation that any thread gives this card inside."""
+        if self.observer is not None:
+            raise CardError(f"{self.name} is observed already")
+        self.observer = observer
+        try:
+            yield
+        finally:
+            self.observer = None
+
+    def observed(self, operation, *about):
+        """What surrounds an operation: the context manager of the observer's method `operation`, or one that does
+        nothing where nobody observes."""
+        observer = self.observer
+        return UNOBSERVED if observer is None else getattr(observer, operation)(*about)
+
+    def span(self, name):
+        """Surrounds operations of the default stream that belong together. A trace shows them under `name`."""
+        return self.observed("span", name)
 
     # -- checks --
 
@@ -553,10 +652,11 @@ class Card:
 
 
 class PlannedCard(Card):
-    """Stands for a card in a plan: adds up what is allocated, from what is free there now, and does nothing else.
+    """Stands for `card` in a plan. It adds up what is allocated, and does nothing else.
 
-    `free_bytes` falls below 0 where more is asked for than there is. Whatever runs on a card runs here, too, as
-    long as it looks at no result. Attributes that Card does not have are those of the card.
+    `free_bytes` starts at what is free on `card` now, and falls below 0 where more is allocated than that. Code that
+    runs on a card runs on a PlannedCard as well, as long as it looks at no result. Attributes that the class Card does
+    not have are those of `card`.
     """
 
     def __init__(self, card):
@@ -575,7 +675,7 @@ class PlannedCard(Card):
         return self._free
 
     def _take(self, nbytes):
-        if nbytes < self.granule // 2:                   # as drivers do it: several small ones in one granule
+        if nbytes < self.granule // 2:                   # as in drivers, small allocations share a granule
             if nbytes > self._small:
                 self._free -= self.granule
                 self._small = self.granule
@@ -586,7 +686,7 @@ class PlannedCard(Card):
         return ptr, None
 
     def _give(self, memory):
-        pass                                             # what a plan lists stays
+        pass                                             # a plan lists what was allocated, freed or not
 
     def pinned(self, shape, dtype):
         return np.empty(shape, dtype)
@@ -604,12 +704,12 @@ class PlannedCard(Card):
 
 
 class _PlannedStream(Stream):
-    """Where nothing is ever queued, so that everything is done."""
+    """A stream in which nothing is ever queued, so that everything is done. It serves as its own event."""
 
     def __init__(self, card):
         self.card = card
 
-    done = True                                          # it is its own event
+    done = True
 
     def record(self):
         return self
@@ -620,39 +720,23 @@ class _PlannedStream(Stream):
     synchronize = wait
 
 
-class Configured:
-    """`kernel[grid, block]`, which Numba's users write; a stream and bytes of shared memory may follow. Called with
-    an Array it is `launch` on that array's card, emulated or not; without one it is Numba's own."""
-
-    def __init__(self, kernel, grid, block, stream=0, shared=0):
-        self.kernel, self.grid, self.block, self.stream, self.shared = kernel, grid, block, stream, shared
-
-    def __call__(self, *args):
-        array = next((value for value in args if type(value) is Array), None)
-        if array is None:
-            return self.kernel.configure(self.grid, self.block, self.stream, self.shared)(*args)
-        if array.card is None:
-            raise LaunchError(f"{self.kernel.__name__}: {array!r}")
-        array.card.launch(self.kernel, self.grid, self.block, *args, shared=self.shared, stream=self.stream or None)
-
-
-CUDADispatcher.__getitem__ = lambda kernel, configuration: Configured(kernel, *configuration)
-
-
 def _source(kernel, types, cc, cache_dir, replaced, compile):
-    """A Compiled with throttled instructions replaced; None where `compile`, of kernels/compile.py, gives None."""
+    """The Compiled of a kernel with throttled instructions replaced.
+
+    compile: `compile_kernel` or `find_kernel` of kernels/compile.py. None where `compile` gives None.
+    """
     compiled = compile(kernel, types, cc, cache_dir)
     return compiled and replace(compiled, ptx=rewrite(compiled.ptx, replaced))
 
 
 def _fill_caches(source, fill, block):
-    """What a worker does: PTX and machine code of a kernel, into the caches on the disk."""
+    """The job of a worker: puts PTX and machine code of a kernel into the caches on the disk."""
     fill(source(compiler.compile_kernel), block)
 
 
 @lru_cache(maxsize=4096)
 def _geometry(grid, block):
-    """`grid` and `block`, int or tuple, as tuples of three. LaunchError when a card cannot have them."""
+    """`grid` and `block`, each an int or a tuple, as tuples of three. LaunchError: no card can launch them."""
     blocks, threads = _three(grid), _three(block)
     if not (len(blocks) == 3 and 0 < blocks[0] < 2**31 and 0 < blocks[1] < 2**16 and 0 < blocks[2] < 2**16):
         raise LaunchError("a grid is 1 to 2147483647 by 1 to 65535 by 1 to 65535 blocks")
@@ -672,27 +756,3 @@ def show_bytes(n):
         if n < 1024 or unit == "GB":
             return f"{n:.1f} {unit}" if unit != "bytes" else f"{n} bytes"
         n /= 1024
-
-
-def open_cards(which=None, cache_dir=compiler.CACHE_DIR, **settings):
-    """The cards to use, as a list.
-
-    which: None (all real cards, or one emulated card where there are none), "cuda" (all real cards), "cuda:1",
-    "cuda:0,2", or "emulated" and, after a colon, what `open_emulated_cards` takes: "emulated:3" (three of them),
-    "emulated:cmp-100-210,v100" (one of each type), "emulated:3@0.25" (links of 0.25 GB/s). settings: see
-    EmulatedCard. Raises CardError.
-    """
-    kind, _, choice = (which or "").partition(":")
-    if kind not in ("", "cuda", "emulated") or (kind == "" and choice):
-        raise CardError(f"unknown card {which!r}: say cuda, cuda:0, emulated, emulated:3 or emulated:v100,t4")
-    if kind != "emulated":
-        from kernels.nvidia import open_nvidia_cards
-        try:
-            numbers = [int(number) for number in choice.split(",")] if choice else None
-        except ValueError:
-            raise CardError(f"unknown card {which!r}: the numbers of cards follow the colon, cuda:0,2") from None
-        cards = open_nvidia_cards(numbers, cache_dir, required=kind == "cuda")
-        if cards:
-            return cards
-    from kernels.emulated.card import open_emulated_cards
-    return open_emulated_cards(choice or "1", cache_dir, **settings)

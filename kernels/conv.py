@@ -3,29 +3,28 @@
     s[t, c] = w[c, 0] x[t - 3, c] + w[c, 1] x[t - 2, c] + w[c, 2] x[t - 1, c] + w[c, 3] x[t, c]
     y[t, c] = s[t, c] / (1 + exp(-s[t, c]))
 
-    x        float32 [rows, >= channels], rows `stride` apart: the first columns of what a layer projects
+    x        float32 [rows, >= channels], rows `stride` apart: the first columns of a layer's projections
     y        float32 [rows, channels]
-    w        float32 [channels, 4], tap 3 on the current row: one 16-byte load gives a lane all it needs
+    w        float32 [channels, 4], tap 3 on the current row; a lane loads its four taps as 16 bytes
     ring     float32 [n_slots, 4, channels]: the input of position p is in row p mod 4; zeros at the start
     row_slot, row_pos  int32 [rows]
 
-The rows of a launch are consecutive positions of one slot. Only a ring lets the decode kernel of
-kernels/gdn.py convolve the same channel in several blocks at once: position p needs rows p - 3 .. p - 1 and
-is itself written to row p mod 4, which nobody reads.
+All rows of a launch are consecutive positions of one slot. The ring lets several blocks of the decode kernel
+(kernels/gdn_decode.py) convolve the same channel at once: position p reads the ring rows of p - 3 .. p - 1 and is
+itself written to row p mod 4, which no block reads.
 
-    ring row       0      1      2      3            before position 6:  4 is in row 0, 5 in row 1, 3 in row 3
-    position       4      5    (6)      3            position 6 reads them and replaces position 2
+    ring row       0      1      2      3
+    position       4      5     (2)     3       position 6 reads 3, 4 and 5, and replaces 2
 
-A block takes 4 rows of 128 channels, a thread a channel, whose last inputs stay in registers. Lanes hold
-neighbouring channels, so every access of a warp is 128 contiguous bytes. The block of the first rows also
-writes the ring, after it read it: a thread alone touches the ring of its channel.
+A block takes 4 rows of 128 channels. A thread takes one channel and keeps its last inputs in registers. Lanes have
+neighbouring channels, so every access of a warp is 128 contiguous bytes. The block of the first rows also writes the
+ring after it has read it; each thread touches the ring of its own channel only.
 
-The order of operations for a row is the same wherever the launch began, so the bits do not depend on the cut.
+A row is computed in the same order of operations wherever the launch began, so its bits do not depend on the cut.
 
-Pipe: fp32 (4 multiply-adds, then about 25 operations of SiLU per value). Bytes: 8 per value, one read and one
-write; three of seven rows are read twice, from L1 or L2. On an H200 (2026-11-21) 512 rows of 6,144 channels
-take 12.4 us, 2.0 TB/s, bound by the latency of SiLU: 16,384 warps that compute for as long as they load. With
-8 rows per block 13.1 us; 64 rows take 3.9 us instead of 4.8.
+Pipe: fp32 (4 multiply-adds, then about 25 operations of SiLU per value). Bytes: 8 per value, one read and one write;
+three of seven rows are read twice, from the first- or second-level cache. 512 rows of 6,144 channels take 12.4 us on an
+H200, 2.0 TB/s, bound by the latency of SiLU (benchmarks/results.md, section conv).
 """
 
 from functools import partial
@@ -35,12 +34,13 @@ from numba import cuda, float32, uint32
 
 from kernels.bench import Case, main
 from kernels.intrinsics import load_floats4, silu
+from kernels.records import Places, Projected
 
 THREADS = 128
 WIDTH = 4           # taps, and rows of the ring
-BEFORE = WIDTH - 1  # rows that a row looks back on
+BEFORE = WIDTH - 1  # earlier rows that a row needs
 TILE = 4            # rows of a block
-INPUTS = BEFORE + TILE  # that it reads
+INPUTS = BEFORE + TILE  # rows that a block reads
 
 
 def reference(x, before, w):
@@ -52,13 +52,13 @@ def reference(x, before, w):
 
 @cuda.jit(device=True, inline="always")
 def convolve(w0, w1, w2, w3, x0, x1, x2, x3):
-    """The four taps, oldest first."""
+    """s of one channel; weights and inputs from the oldest to the newest."""
     return cuda.fma(w3, x3, cuda.fma(w2, x2, cuda.fma(w1, x1, w0 * x0)))
 
 
 @cuda.jit(device=True, inline="always")
 def ring_index(slot, position, channel, channels):
-    """Where the input of this position is; position - i may wrap around 2**32."""
+    """Index in the ring of the input at `position`, which may be an earlier position that wrapped around 2**32."""
     return uint32(uint32(uint32(slot * uint32(WIDTH)) + (position & uint32(WIDTH - 1))) * channels + channel)
 
 
@@ -77,7 +77,7 @@ def conv_silu_kernel(y, x, stride, ring, w, row_slot, row_pos, rows, channels):
             inputs[i] = ring[ring_index(slot, uint32(position - back), channel, channels)]
         else:
             inputs[i] = x[uint32(uint32(first - back) * stride + channel)]
-    for i in range(uint32(TILE)):  # rows past the end are the last one once more
+    for i in range(uint32(TILE)):  # rows past the end repeat the last one
         row = uint32(min(uint32(first + i), last))
         inputs[uint32(i + uint32(BEFORE))] = x[uint32(row * stride + channel)]
     for i in range(uint32(TILE)):
@@ -94,14 +94,15 @@ def conv_silu_kernel(y, x, stride, ring, w, row_slot, row_pos, rows, channels):
                 ring[to] = x[uint32(row * stride + channel)]
 
 
-def conv_silu(card, y, x, stride, ring, w, row_slot, row_pos, rows, channels, stream=None):
-    """y [rows, channels] <- silu(conv(x)); the slot's ring then holds the last inputs.
+def conv_silu(card, y, x: Projected, ring, w, places: Places, rows, channels, *,
+              stream=None):
+    """y [rows, channels] <- silu(conv(x)); the ring of the slot then holds the last inputs.
 
-    Shapes and types as above, x flat; all rows belong to slot row_slot[0] and follow position row_pos[0].
-    Writes y and ring, never allocates.
+    Shapes and types as above. All rows belong to slot places.slots[0] and follow position places.positions[0]. Writes y
+    and ring, never allocates.
     """
-    card.launch(conv_silu_kernel, (-(-channels // THREADS), -(-rows // TILE)), THREADS, y.reshape(-1), x,
-                stride, ring.reshape(-1), w.reshape(-1), row_slot, row_pos, rows, channels, stream=stream)
+    card.launch(conv_silu_kernel, (-(-channels // THREADS), -(-rows // TILE)), THREADS, y.reshape(-1), *x,
+                ring.reshape(-1), w.reshape(-1), *places, rows, channels, stream=stream)
 
 
 # ---- check and bench ---------------------------------------------------------------------------------------
@@ -109,12 +110,12 @@ def conv_silu(card, y, x, stride, ring, w, row_slot, row_pos, rows, channels, st
 CASES = [(1, 0, 32), (1, 7, 1024), (2, 64, 63), (3, 5, 65), (8, 64, 1024), (9, 2, 500), (33, 128, 1024),
          (500, 64, 1024)]  # rows, position of the first, channels
 
-# s is four roundings on the sum of |w x|, and silu' < 1.1; silu itself is 4 roundings.
+# s has four roundings on the sum of |w x|, and silu' < 1.1; silu itself has 4 roundings.
 ROUNDING = 2.0 ** -24  # relative
 
 
 def ring_of(before, position):
-    """The ring rows [4, C] before `position`, given the three inputs before it [3, C]; the rest is NaN."""
+    """The ring [4, C] that holds the three inputs before `position`, [3, C]; its fourth row is NaN."""
     ring = np.full((WIDTH, before.shape[1]), np.nan, np.float32)
     for i, x in enumerate(before):
         ring[(position + i - BEFORE) % WIDTH] = x
@@ -122,8 +123,8 @@ def ring_of(before, position):
 
 
 def check(card, case):
-    """case = (rows, position, channels): random inputs of a slot between others, which must keep their rings,
-    and a row too many that must stay poisoned. Returns the largest error in units of the tolerance."""
+    """case = (rows, position, channels): random inputs of a slot between two others that must keep their rings, and a
+    row too many that must stay poisoned. Returns the largest error in units of the tolerance."""
     (rows, position, channels), random = case, np.random.default_rng(sum(case))
     stride = channels + 12
     x, before, w = (random.standard_normal(shape).astype(np.float32) for shape in
@@ -133,8 +134,8 @@ def check(card, case):
     card_ring, y = card.upload(rings), card.alloc((rows + 1, channels), np.float32)
     card.poison(y)
     positions = np.arange(position, position + rows, dtype=np.int32)
-    conv_silu(card, y, card.upload(x).reshape(-1), stride, card_ring, card.upload(w),
-              card.upload(np.ones(rows, np.int32)), card.upload(positions), rows, channels)
+    places = Places(card.upload(np.ones(rows, np.int32)), card.upload(positions))
+    conv_silu(card, y, Projected(card.upload(x).reshape(-1), stride), card_ring, card.upload(w), places, rows, channels)
     y, got_ring, x = card.download(y), card.download(card_ring), x[:, :channels]
     padded = np.concatenate([before, x])
     want, terms = reference(x, before, w), sum(np.abs(w[:, j] * padded[j:j + rows]) for j in range(WIDTH))
@@ -160,7 +161,8 @@ def _timed(card, rows, channels):
     ring, w = card.zeros((1, WIDTH, channels), np.float32), card.zeros((channels, WIDTH), np.float32)
     zeros = card.zeros(rows, np.int32)
     return Case(f"{rows} rows, {channels} channels",
-                launch=partial(conv_silu, card, y, x, channels, ring, w, zeros, zeros, rows, channels),
+                launch=partial(conv_silu, card, y, Projected(x, channels), ring, w, Places(zeros, zeros), rows,
+                               channels),
                 n_bytes=x.nbytes + y.nbytes)
 
 

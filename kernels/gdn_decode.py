@@ -1,56 +1,41 @@
-"""The gated delta rule of a linear-attention layer for one token per slot and all around it, in one launch.
+"""The gated delta rule of a linear-attention layer for one token per slot, with the convolution before it and the gated
+norm after it, in one launch.
 
-    q, k, v = silu(conv(projected qkv))     kernels/conv.py: four taps, earlier inputs from the slot's ring
-    o       = delta rule                    kernels/gdn.py, which has the formulas and the NumPy reference
-    y       = norm_w o / sqrt(mean(o^2) + eps) * silu(z)           as float32, or as int8 blocks
+    q, k, v   = silu(conv(projected qkv))       kernels/conv.py: 4 taps; the 3 inputs before come from the slot's ring
+    p         = g S^T k^                        decay and predict     kernels/gdn.py explains the rule and has the
+    d         = sigmoid(b) (v - p)                                    NumPy reference; S is [key rows, value columns]
+    o         = g S^T q^ + d (k^ . q^)          read, after the update
+    S         = g S + k^ d^T                    update
+    y         = norm_w o / sqrt(mean(o^2) + eps) * silu(z)            as float32, or as int8 with scales per 32
 
-    projected, rows `stride` floats apart:  | qkv  (2 n_k + n_v) 128 | z  n_v 128 | a  n_v | b  n_v | ...
-    ring   float32 [n_slots, 4, (2 n_k + n_v) 128]      conv_w  float32 [(2 n_k + n_v) 128, 4]
-    state  float32 [n_slots, n_v, 128 (key), 128 (value)]
-    y float32 [rows, n_v 128], or q int8 [rows, n_v 128] and d float32 [rows, n_v 4]
+The read is written with the state before the token, so one pass over S gives both S^T k and S^T q.
 
-A block takes a value head of a row, the whole state of 64 KiB in registers; a warp 8 key rows, a lane 4
-columns of each, so every access of a warp is a row of 512 bytes:
+    projected   float32, rows `stride` apart:   | qkv  (2 n_k + n_v) 128 | z  n_v 128 | a  n_v | b  n_v | ..
+    ring        float32 [n_slots, 4, (2 n_k + n_v) 128]       conv_w  float32 [(2 n_k + n_v) 128, 4]
+    state       float32 [n_slots, n_v, 128 key rows, 128 value columns]
+    y           float32 [rows, n_v 128], or q int8 [rows, n_v 128] and d float32 [rows, n_v 4]
+
+A block takes one value head of one row. It holds the whole state, 64 KiB, in registers: a warp has 8 key rows, a lane
+4 columns of each, so a warp reads 512 bytes in a row.
 
     thread            0 .. 127   128 .. 255   256 .. 383   384 .. 511
-    makes             q          k            v            silu(z)        of one element, to shared memory
-                      warp 0: key rows 0 .. 7, warp 1: rows 8 .. 15, ...
-    S^T k, S^T q      8 rows per warp, 128 columns; 16 partial sums of a column meet in shared memory
-    d, o              threads 0 .. 127, a column each
-    S = g S + k d^T   as loaded;  y: the last warp, while the others store
+    1. makes          q          k            v            silu(z)        one element, into shared memory
+    2. S^T k, S^T q   each warp over its 8 rows, for all columns; the 16 partial sums go to shared memory
+    3. d, o           threads 0 .. 127, a column each, which first add up the partial sums of 16 warps
+    4. y              the last warp, while the others store S
 
-The read uses the state before the token, so that both products are done at once: S^T q after the token is
-g S^T q + d (k^ . q^). Value heads share key heads, so several blocks make the same q and k; the ring makes
-that safe, for they write what no block reads, and only one of them writes it.
+Value heads share key heads, so several blocks compute the same q and k. Each of them reads the ring; only one writes
+the newest input, to the ring row that no block reads. All sums have one order: a row's bits depend neither on the batch
+nor on the card.
 
-Everything has one order: a row's bits depend neither on the batch nor on the card.
-
-Pipe: memory, 128 KiB of state read and written per head and row. On an H200 (2026-11-21), states of 24 layers
-in turn in a replayed graph; below, a kernel that only copies as many states, in the same blocks:
-
-    rows x value heads     1 x 16    1 x 32    1 x 48    8 x 32    8 x 48
-    this                  4.26 us   5.13 us   5.52 us  11.64 us  16.73 us    8 x 48: 3.0 TB/s
-    copy                  2.93 us   3.18 us   3.51 us  10.42 us  14.33 us    1 GiB: 4.1 TB/s
-
-So 8 rows run at 86 to 90 % of what can be had; one row is a chain of latencies: 0.8 us of an empty launch,
-1.8 until the first data are there (the slot's number, then ring and state), 0.9 for the sums, the rest until
-the state is stored and y is made, whose shuffles queue behind the stores. (The times were taken with four
-lanes per column in the sums of a column: 447 clocks, where one thread per column, as it is now, takes 356.)
-
-From Hopper on the launch before it overlaps (kernels/intrinsics.py), and state, ring and position are loaded before
-the wait, where the caller knows that they may be (`early`). Two blocks would gather on an SM that is free first while
-others stay idle: as long as there is an SM for each, a block asks for half of an SM's shared memory, which it does not
-use. 48 launches of a 27B's token take 0.198 ms; with state and ring only asked of the second-level cache and two blocks
-on an SM, as before, 0.270 (H100, 2026-11-21). A token by either alone (us): 27B -34 and -59, 9B in Q4_K -18 and -28,
-0.8B -10 and -25.
-
-Lost, at 1 x 32 and before the other steps: 8 warps per block 6.7 to 7.2 us against 6.2, 32 warps 6.3; loads
-of the state ahead of what the convolution needs 5.5 against 5.1; registers for one block per SM 5.6 against
-5.1, and 14.4 against 11.8 at 8 x 32. All three scalars of q and k in each of the four warps that sum the
-columns made the others wait for 750 clocks; one warp for each scalar 350.
+Pipe: memory, 128 KiB of state read and written per head and row. 8 rows run at 86 to 90 % of what a copy of the states
+reaches on an H200; one row is a chain of latencies, 5.1 us for 32 heads. On cards whose launches overlap, state, ring
+and position may be loaded while the previous launch is still running (`early`, see kernels/intrinsics.py).
+Measurements and lost attempts: benchmarks/results.md, section gdn_decode.
 """
 
 from functools import cache, partial
+from typing import NamedTuple
 
 import numpy as np
 from numba import cuda
@@ -58,31 +43,41 @@ from numba.types import float32, uint32, uint64
 
 from kernels import conv
 from kernels.bench import Case, main
+from kernels.card import Array
 from kernels.compile import launches_overlap
 from kernels.conv import convolve, ring_index
-from kernels.gdn import (HEAD, NORM_EPS, QUERY_SCALE, TOLERANCE, error_by_largest, random_inputs, reference,
-                         split)
+from kernels.gdn import (HEAD, NORM_EPS, QUERY_SCALE, TOLERANCE, Decay, LinearHeads, error_by_largest, random_inputs,
+                         reference, split)
 from kernels.intrinsics import (exp, let_next_begin, load_floats4, rsqrt, sigmoid, silu, softplus, store_floats4,
                                 wait_for_previous, warp_sum)
 from kernels.norm import gate_head, gated_norm_reference, store_plain, store_quantized
 from kernels.quantize import quantize_reference
+from kernels.records import Places, Projected, States
 
 WARPS = 16
 THREADS = 32 * WARPS
-BLOCKS = 2             # that find registers on an SM
-ROWS = HEAD // WARPS   # of the state, of a warp; a lane has 4 columns of each
+BLOCKS = 2             # that have room on an SM, by their registers
+ROWS = HEAD // WARPS   # key rows of a warp; a lane has 4 columns of each
 QKVZ = 4 * HEAD
-assert QKVZ == THREADS  # a thread makes one of these values
+assert QKVZ == THREADS  # each thread makes one of these values
 SUMS = 2 * WARPS * HEAD
 OUT = 2 * HEAD
-KEEP, RATE, K_NORM, Q_NORM, KQ = 15, 14, 13, 12, 11  # warps that make a scalar each, and where it is
+KEEP, RATE, K_NORM, Q_NORM, KQ = 15, 14, 13, 12, 11  # each is the warp that makes a scalar and the scalar's place
+
+
+class LinearWeights(NamedTuple):
+    """The weights of a linear-attention layer between its projections."""
+
+    conv: Array             # float32 [channels, 4]
+    decay: Decay            # float32 [n_v] each
+    norm: Array             # float32 [128]
 
 
 # ---- kernels -----------------------------------------------------------------------------------------------
 
 @cuda.jit(device=True, forceinline=True)
 def dot(x, i, j, lane):
-    """x[i : i + 128] . x[j : j + 128], on every lane."""
+    """x[i : i + 128] . x[j : j + 128], on every lane. x: shared memory."""
     a0, a1, a2, a3 = load_floats4(x, uint32(uint32(i) + lane * uint32(4)))
     b0, b1, b2, b3 = load_floats4(x, uint32(uint32(j) + lane * uint32(4)))
     return warp_sum(cuda.fma(a3, b3, cuda.fma(a2, b2, cuda.fma(a1, b1, a0 * b0))))
@@ -90,11 +85,11 @@ def dot(x, i, j, lane):
 
 @cuda.jit(device=True, forceinline=True)
 def load_slot(s, state, state_at, ring, slot, position, channel, width):
-    """s [ROWS, 4] <- the lane's part of a state; returns the three inputs of a channel before this one."""
+    """s [ROWS, 4] <- the lane's part of a state. Returns the inputs of a channel at the three positions before this."""
     x0 = ring[ring_index(slot, uint32(position + uint32(1)), channel, width)]
     x1 = ring[ring_index(slot, uint32(position + uint32(2)), channel, width)]
     x2 = ring[ring_index(slot, uint32(position + uint32(3)), channel, width)]
-    cuda.syncwarp()  # lets no load of the state pass the others, which would then wait behind 64 KiB
+    cuda.syncwarp()  # the compiler moves no load of the state before these three, which would wait behind 64 KiB
     for i in range(ROWS):
         s[i, 0], s[i, 1], s[i, 2], s[i, 3] = load_floats4(state, state_at + uint64(HEAD * i))
     return x0, x1, x2
@@ -102,7 +97,8 @@ def load_slot(s, state, state_at, ring, slot, position, channel, width):
 
 @cache
 def decode_kernel(quantized, early):
-    """The kernel with int8 or float32 output; early: see kernels/intrinsics.py."""
+    """The kernel with int8 or float32 output. early: state, ring and position are read before the wait for the previous
+    launch (kernels/intrinsics.py)."""
     store = store_quantized if quantized else store_plain
 
     @cuda.jit(launch_bounds=(THREADS, BLOCKS))
@@ -116,7 +112,7 @@ def decode_kernel(quantized, early):
         width = uint32((n_k + n_k + n_v) * uint32(HEAD))
         row_at = uint32(row * stride)
 
-        # What a thread needs for its element of q, k, v or z.
+        # A thread makes one element of q, k, v or z: `kind` 0 to 3. Only for q, k and v its `channel` is convolved.
         kind, element = uint32(thread >> uint32(7)), uint32(thread & uint32(HEAD - 1))
         start = key_head if kind == uint32(0) else (n_k + key_head if kind == uint32(1) else n_k + n_k + head)
         channel = uint32(uint32(start) * uint32(HEAD) + element)
@@ -145,7 +141,7 @@ def decode_kernel(quantized, early):
         qkvz[thread] = silu(convolved if kind < uint32(3) else newest)
         if kind == uint32(3):
             weights[element] = weight
-        if kind == uint32(2) or (kind < uint32(2) and head < n_k):  # one of the blocks that share a key head
+        if kind == uint32(2) or (kind < uint32(2) and head < n_k):  # of blocks that share a key head, one writes
             ring[ring_index(slot, position, channel, width)] = newest
         cuda.syncthreads()
 
@@ -188,7 +184,7 @@ def decode_kernel(quantized, early):
             out[uint32(uint32(HEAD) + thread)] = o
         cuda.syncthreads()
 
-        if warp == uint32(WARPS - 1):  # ahead of its part of the state, which waits for that of the others
+        if warp == uint32(WARPS - 1):  # y first: this warp's stores of the state would queue behind the others'
             at = uint32(lane * uint32(4))
             o0, o1, o2, o3 = load_floats4(out, uint32(uint32(HEAD) + at))
             g0, g1, g2, g3 = load_floats4(qkvz, uint32(uint32(3 * HEAD) + at))
@@ -207,31 +203,34 @@ def decode_kernel(quantized, early):
 
 # ---- launches ----------------------------------------------------------------------------------------------
 
-def gdn_decode(card, y, state, ring, projected, stride, conv_w, ssm_a, dt_bias, norm_w, row_slot, row_pos,
-               rows, n_k, n_v, eps, early=False, stream=None):
-    """y float32 [rows, n_v 128] <- the gated outputs of one token of each slot in row_slot, at most one row
-    per slot; their states and rings move on. Arrays as in the text above, projected flat; ssm_a, dt_bias
-    float32 [n_v], norm_w float32 [128], row_slot, row_pos int32 [rows]. early: state, ring, row_slot and row_pos
-    are as they were before the last launch that does not overlap (kernels/intrinsics.py). Never allocates.
+def gdn_decode(card, y, states: States, projected: Projected, weights: LinearWeights, places: Places,
+               heads: LinearHeads, *, rows, eps, early=False, stream=None):
+    """y float32 [rows, n_v 128] <- the gated outputs of one token of each slot in places.slots, at most one row per
+    slot; the states of these slots move on. states: of one layer.
+
+    early: states, slots and positions have not changed since the last launch that does not overlap
+    (kernels/intrinsics.py). Never allocates.
     """
-    _launch(card, False, early, y, y, state, ring, projected, stride, conv_w, ssm_a, dt_bias, norm_w, row_slot,
-            row_pos, rows, n_k, n_v, eps, stream)
+    _launch(card, False, (y, y), states, projected, weights, places, heads, rows=rows, eps=eps, early=early,
+            stream=stream)
 
 
-def gdn_decode_quantize(card, q, d, state, ring, projected, stride, conv_w, ssm_a, dt_bias, norm_w, row_slot,
-                        row_pos, rows, n_k, n_v, eps, early=False, stream=None):
-    """q int8 [rows, n_v 128], d float32 [rows, n_v 4] <- the same, quantised."""
-    _launch(card, True, early, q, d, state, ring, projected, stride, conv_w, ssm_a, dt_bias, norm_w, row_slot,
-            row_pos, rows, n_k, n_v, eps, stream)
+def gdn_decode_quantize(card, q, d, states: States, projected: Projected, weights: LinearWeights, places: Places,
+                        heads: LinearHeads, *, rows, eps, early=False, stream=None):
+    """The same outputs as q int8 [rows, n_v 128] with scales d float32 [rows, n_v 4]."""
+    _launch(card, True, (q, d), states, projected, weights, places, heads, rows=rows, eps=eps, early=early,
+            stream=stream)
 
 
-def _launch(card, quantized, early, q, d, state, ring, projected, stride, conv_w, ssm_a, dt_bias, norm_w, row_slot,
-            row_pos, rows, n_k, n_v, eps, stream):
-    overlaps = launches_overlap(card.cc)
-    alone = overlaps and n_v * rows <= card.n_sms  # else two would gather on an SM that is free first
-    card.launch(decode_kernel(quantized, early and overlaps), (n_v, rows), THREADS, q.reshape(-1), d.reshape(-1),
-                state.reshape(-1), ring.reshape(-1), projected, stride, conv_w.reshape(-1), ssm_a, dt_bias, norm_w,
-                row_slot, row_pos, n_k, n_v, float(eps), stream=stream, shared=card.max_shared // 2 * alone)
+def _launch(card, quantized, outputs, states, projected, weights, places, heads, *, rows, eps, early, stream):
+    (n_k, n_v), overlaps = heads, launches_overlap(card.cc)
+    # Two blocks would gather on an SM that is free first, while other SMs stay idle. So where there is an SM for every
+    # block, each asks for half of the shared memory of an SM, which it does not use.
+    alone = overlaps and n_v * rows <= card.n_sms
+    card.launch(decode_kernel(quantized, early and overlaps), (n_v, rows), THREADS,
+                *(output.reshape(-1) for output in outputs), states.memory.reshape(-1), states.conv.reshape(-1),
+                *projected, weights.conv.reshape(-1), *weights.decay, weights.norm, *places, n_k, n_v, float(eps),
+                stream=stream, shared=card.max_shared // 2 * alone)
 
 
 # ---- check and bench ---------------------------------------------------------------------------------------
@@ -240,29 +239,29 @@ CASES = [(1, 1, 1), (1, 2, 4), (3, 2, 6), (8, 1, 3)]  # rows, n_k, n_v
 
 
 def check(card, case):
-    """case = (rows, n_k, n_v): one token each of slots out of order, beside an idle slot that must keep its
-    state and ring, and a row too many that must stay poisoned. The quantised form, which is early, must give the bits
-    of quantize_q8. Returns the largest error by the largest value."""
+    """case = (rows, n_k, n_v): one token each of slots out of order, beside an idle slot whose state and ring must not
+    change, and a row too many that must stay poisoned. The quantised form, run early, must give the bits of
+    quantize_q8. Returns the largest error divided by the largest value."""
     (rows, n_k, n_v), random, eps = case, np.random.default_rng(sum(case)), 1e-6
     projected, ssm_a, dt_bias = random_inputs(random, rows, n_k, n_v)
-    channels, slots = (2 * n_k + n_v) * HEAD, np.arange(rows, 0, -1)  # slot 0 stays idle
+    heads, slots = LinearHeads(n_k, n_v), np.arange(rows, 0, -1)  # slot 0 stays idle
     state = random.standard_normal((rows + 1, n_v, HEAD, HEAD)).astype(np.float32) / 8
-    before = random.standard_normal((rows + 1, conv.BEFORE, channels)).astype(np.float32)
-    conv_w = random.standard_normal((channels, conv.WIDTH)).astype(np.float32)
+    before = random.standard_normal((rows + 1, conv.BEFORE, heads.channels)).astype(np.float32)
+    conv_w = random.standard_normal((heads.channels, conv.WIDTH)).astype(np.float32)
     norm_w, positions = random.uniform(0.5, 1.5, HEAD).astype(np.float32), random.integers(0, 1000, rows + 1)
     ring = np.stack([conv.ring_of(x, p) for x, p in zip(before, positions)])
-    constants = [card.upload(a) for a in (projected.reshape(-1), conv_w, ssm_a, dt_bias, norm_w)]
-    places = [card.upload(a.astype(np.int32)) for a in (slots, positions[slots])]
+    inputs = Projected(card.upload(projected.reshape(-1)), projected.shape[1])
+    weights = LinearWeights(card.upload(conv_w), Decay(card.upload(ssm_a), card.upload(dt_bias)), card.upload(norm_w))
+    places = Places(*(card.upload(a.astype(np.int32)) for a in (slots, positions[slots])))
 
     def run(decode, early, *widths_and_types):
-        """The outputs, with a row too many, and the states of all slots."""
+        """The outputs, with a row too many, then state and ring of all slots."""
         outputs = [card.alloc((rows + 1, width), dtype) for width, dtype in widths_and_types]
         for output in outputs:
             card.poison(output)
-        states = card.upload(state), card.upload(ring)
-        decode(card, *outputs, *states, constants[0], projected.shape[1], *constants[1:], *places, rows, n_k,
-               n_v, eps, early)
-        return map(card.download, (*outputs, *states))
+        states = States(conv=card.upload(ring), memory=card.upload(state))
+        decode(card, *outputs, states, inputs, weights, places, heads, rows=rows, eps=eps, early=early)
+        return map(card.download, (*outputs, states.memory, states.conv))
 
     y, got_state, got_ring = run(gdn_decode, False, (n_v * HEAD, np.float32))
     worst = 0.0
@@ -286,8 +285,8 @@ def check(card, case):
 
 
 def cases(card):
-    """The checks, then times at the shapes of a 0.8B, a 9B and a 27B model. Every call has the same state, so
-    that of one row stays in a large L2 cache."""
+    """The checks, then times at the shapes of a 0.8B, a 9B and a 27B model. Every call uses the same states; those of
+    one row stay in a large L2 cache."""
     for case in CASES:
         yield Case("check {} rows, heads {}/{}".format(*case), partial(check, card, case))
     for rows, n_v in (1, 16), (1, 32), (1, 48), (8, 32), (8, 48):
@@ -296,15 +295,16 @@ def cases(card):
 
 def _timed(card, rows, n_k, n_v):
     projected, *gates = random_inputs(np.random.default_rng(0), rows, n_k, n_v)
-    channels = (2 * n_k + n_v) * HEAD
+    heads = LinearHeads(n_k, n_v)
     q, d = card.alloc((rows, n_v * HEAD), np.int8), card.alloc((rows, n_v * 4), np.float32)
-    state, ring, conv_w, norm_w = (card.zeros(shape, np.float32) for shape in (
-        (rows, n_v, HEAD, HEAD), (rows, conv.WIDTH, channels), (channels, conv.WIDTH), HEAD))
+    memory, ring, conv_w, norm_w = (card.zeros(shape, np.float32) for shape in (
+        (rows, n_v, HEAD, HEAD), (rows, conv.WIDTH, heads.channels), (heads.channels, conv.WIDTH), HEAD))
     slots = card.upload(np.arange(rows, dtype=np.int32))
-    launch = partial(gdn_decode_quantize, card, q, d, state, ring, card.upload(projected).reshape(-1),
-                     projected.shape[1], conv_w, *map(card.upload, gates), norm_w, slots, slots, rows, n_k,
-                     n_v, 1e-6)  # not early: launches follow each other for the same slots
-    return Case(f"{rows} rows, heads {n_k}/{n_v}", launch=launch, n_bytes=2 * state.nbytes,
+    inputs = Projected(card.upload(projected).reshape(-1), projected.shape[1])
+    launch = partial(gdn_decode_quantize, card, q, d, States(ring, memory), inputs,
+                     LinearWeights(conv_w, Decay(*map(card.upload, gates)), norm_w), Places(slots, slots), heads,
+                     rows=rows, eps=1e-6)  # not early: launches for the same slots follow each other
+    return Case(f"{rows} rows, heads {n_k}/{n_v}", launch=launch, n_bytes=2 * memory.nbytes,
                 n_ops=rows * n_v * HEAD * HEAD * 7, pipe="ffma")
 
 

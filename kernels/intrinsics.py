@@ -1,18 +1,17 @@
-"""The instructions that Numba does not offer by name, and the float functions that every card computes alike.
+"""Instructions that Numba does not offer by name, and float functions that give the same bits on every card.
 
-Two kinds of function live here.
+This file has two kinds of functions, for use inside `@cuda.jit` code.
 
-*Instructions* are one line of inline PTX each (`dp4a`, `hfma2`, `prmt`, `div_rn`, ...) or one LLVM operation
-that becomes one instruction (16-byte loads, bit casts). They may be called only inside `@cuda.jit` code.
+*Instructions* are one line of inline PTX each (`dp4a`, `hfma2`, `prmt`, `div_rn`, ...) or one LLVM operation that
+becomes one instruction (16-byte loads, bit casts).
 
-*Float functions* (`exp`, `exp2`, `log`, `sigmoid`, `softplus`, `sincos`, ...) are device functions made of
-IEEE additions, multiplications, `fma` and correctly rounded divisions, and of nothing else. The approximate
-instructions of a card (`ex2.approx`, `rsqrt.approx`, ...) differ between generations; these do not, so a
-V100, an H100 and the emulated card compute the same bits. Errors stated below are against float64, in units
-of the last place (ulp).
+*Float functions* (`exp`, `exp2`, `log`, `sigmoid`, `softplus`, `sincos`, ...) are device functions made only of IEEE
+additions, multiplications, `fma` and correctly rounded divisions. The approximate instructions of a card
+(`ex2.approx`, `rsqrt.approx`, ...) differ between generations. The functions here do not use them, so a V100, an H100
+and the emulated card compute the same bits. Errors stated below are against float64, in units of the last place (ulp).
 
-Words. A *word* is a uint32. An int8x4 word holds bytes 0..3 from the lowest bits up, a half2 word holds
-element 0 in its low 16 bits and element 1 in its high 16 bits, which is the order of the elements in memory.
+A *word* is a uint32. An int8x4 word holds bytes 0 to 3 from the lowest bits up. A half2 word holds element 0 in its low
+16 bits and element 1 in its high 16 bits. In both this is the order of the elements in memory.
 """
 
 from llvmlite import ir
@@ -27,7 +26,7 @@ _CONSTRAINT = {float32: "f", int32: "r", uint32: "r", uint16: "h"}
 
 
 def _emit(text, result, arguments):
-    """Code generator of one PTX instruction."""
+    """The code generator of one PTX instruction, for an intrinsic."""
     function = ir.FunctionType(_IR[result], [_IR[a] for a in arguments])
     constraints = ",".join(["=" + _CONSTRAINT[result]] + [_CONSTRAINT[a] for a in arguments])
     return lambda _, builder, __, values: builder.asm(function, text, constraints, values, False)
@@ -36,8 +35,8 @@ def _emit(text, result, arguments):
 def _instruction(text, result, *arguments, doc):
     """An intrinsic for one PTX instruction; in `text`, $0 is the result and $1, $2, ... are the operands."""
 
-    # Numba reads the number of arguments from the Python signature, hence one spelling per arity. `text` is a
-    # free variable of each of them: the key of the compilation cache tells two instructions apart by it.
+    # Numba reads the number of arguments from the Python signature, hence one function per number of arguments. `text`
+    # is a free variable of each function, by which the key of the compilation cache tells two instructions apart.
     if len(arguments) == 1:
         def typing(context, a):
             return result(*arguments), _emit(text, result, arguments)
@@ -108,8 +107,8 @@ def word_as_float(context, x):
 
 
 # ---- wide memory accesses ----------------------------------------------------------------------------------
-# `index` counts elements of the array's own type from its first element (several dimensions are flat here).
-# The address must be a multiple of the access size: the checking mode and a real card both fault otherwise.
+# `index` counts elements of the type of the array from its first element; several dimensions count as one. The address
+# must be a multiple of the access size; otherwise the checking mode and a real card both fault.
 
 _GLOBAL, _SHARED = 1, 3                  # the numbers of these address spaces
 
@@ -181,7 +180,7 @@ def load_words4(context, array, index):
 
 
 def _stream_words(n_words):
-    """Reads past the first-level cache, which is for what is read again. For constant data, as weights are."""
+    """A load that leaves nothing in the first-level cache. For constant data that is read once, as weights are."""
     registers = ", ".join(f"${i}" for i in range(n_words))
     text = f"ld.global.nc.L1::no_allocate.v{n_words}.u32 {{{registers}}}, [${n_words}];"
 
@@ -236,9 +235,9 @@ def store_floats4(array, index, x0, x1, x2, x3):
 
 @intrinsic
 def arrive(context, array, index):
-    """Adds 1 to the uint32 at `index`; returns what was there. What the block wrote before its last barrier
-    is seen by whoever finds a later count and passes a barrier: release and acquire in one instruction, for
-    one thread of a block (`threadfence` would wait for an order that nobody needs)."""
+    """Adds 1 to the uint32 at `index`; returns the value before. For one thread of a block, between two barriers: what
+    a block wrote before it arrived is visible to every block that arrives later. One instruction releases and
+    acquires; `threadfence` would also wait for an order that is not needed."""
     def codegen(context, builder, signature, values):
         pointer = _word_pointer(context, builder, signature.args[0], values[0], values[1], 1)
         pointer = builder.ptrtoint(pointer, ir.IntType(64))
@@ -249,12 +248,13 @@ def arrive(context, array, index):
 
 
 # ---- launches that overlap ---------------------------------------------------------------------------------
-# From Hopper on, a kernel that calls `wait_for_previous` is launched while the kernel before it in its stream is
-# still running, as soon as all blocks of that one have called `let_next_begin` or ended, wherever an SM has room.
-# What it does before the wait then takes no time of its own. Several kernels before it may be running still, back to
-# the last launch that does not overlap, which began when all before it had ended. So there it may read only what none
-# has written since that one began: constants, as weights are, and in a decode step the states, keys and positions that
-# earlier steps left (`early`, below). On older cards neither call is there (kernels/compile.py).
+# From Hopper on, a kernel that calls `wait_for_previous` starts while the previous kernel of its stream is still
+# running: as soon as all blocks of the previous kernel have called `let_next_begin` or ended, wherever an SM has room.
+# What the kernel does before its wait then takes no time of its own. Several kernels before it may still be running,
+# back to the last launch that does not overlap; that launch itself began when all kernels before it had ended. So
+# before its wait a kernel may read only what no kernel has written since that launch began: constants, as weights are,
+# and in a decode step the states, keys and positions that earlier steps left (`early`, below). Code for older cards
+# contains neither call (kernels/compile.py).
 
 def _dependency(word):
     def typing(context):
@@ -268,27 +268,30 @@ def _dependency(word):
 
 
 let_next_begin = intrinsic(_dependency("launch_dependents"))
-wait_for_previous = intrinsic(_dependency("wait"))  # until it has ended; what it wrote is seen
+wait_for_previous = intrinsic(_dependency("wait"))  # waits until it has ended and its writes are visible
 
 
-# `early`, of the kernels that keep a sequence (kernels/gdn_decode.py, kernels/attend_decode.py): they read before the
-# wait what the slot's earlier tokens left, in states, rings and pages, and where it goes on. Right where no launch
-# from the last one on that does not overlap has written these. One comes right before the layers:
-#   on the card with the first layers          the embedding, which lets the next begin but does not overlap itself: on
-#                                              one card nothing is lost by it, as the recording of a step begins there
-#   on one with the last layers alone          a copy of hidden states, and a recording begins when all before it ended
-# So the step before, of any group of slots, its sampler and `advance` have ended by then, and prompts, resets,
-# checkpoints and new slots. What comes after it are other layers of the pass: they have states and pages of their own.
-# It is wrong, hence not asked for, where
-#   a pass takes several tokens of one slot    each reads what the launch right before it wrote
+# `early` is an option of the kernels that carry a sequence on (kernels/gdn_decode.py, kernels/attend_decode.py). With
+# it they read before the wait what earlier tokens of the slot left in states, rings and pages, and the slot's position.
+# That is right where these have not been written since the last launch that does not overlap. Such a launch comes right
+# before the layers:
+#   on the card with the first layers          the embedding, which lets the next launch begin but does not overlap
+#                                              itself. On one card this costs nothing: the recording of a step begins
+#                                              with the embedding
+#   on a card with the last layers only        a copy of hidden states; the recording that follows begins when all
+#                                              before it has ended
+# By then the step before, of any group of slots, its sampler and `advance` have ended, and so have prompts, resets,
+# checkpoints and new slots. Later launches of the pass belong to other layers, with their own states and pages.
+# `early` would be wrong, so it is not asked for, where
+#   a pass takes several tokens of one slot    each reads what the launch just before it wrote
 #   positions move on at the start of a step   and no embedding follows: on a card with neither the first nor the last
 #                                              layers
 
 
 @intrinsic
 def prefetch(context, array, index):
-    """Asks the second-level cache for the 128 bytes around element `index`; nothing depends on it, so that it may come
-    before `wait_for_previous`. Nor is it there before Hopper."""
+    """Loads the 128 bytes around element `index` into the second-level cache. No result depends on it, so it may come
+    before `wait_for_previous`. Code for cards before Hopper does not contain it."""
     def codegen(context, builder, signature, values):
         pointer = _word_pointer(context, builder, signature.args[0], values[0], values[1], 1)
         pointer = builder.addrspacecast(pointer, ir.IntType(32).as_pointer(_GLOBAL))
@@ -299,8 +302,8 @@ def prefetch(context, array, index):
 
 
 # ---- shared memory by address ------------------------------------------------------------------------------
-# A loop that keeps addresses, and steps them, needs no instruction to make one: what is added to an address
-# here is part of the load. An index costs a shift and an addition at each array that it is used in.
+# A loop that keeps an address and adds to it needs no instruction to compute addresses: a constant offset from an
+# address is part of the load. An index costs a shift and an addition for each array that it is used in.
 
 @intrinsic
 def shared_address(context, array):
@@ -341,9 +344,9 @@ def store_shared4(context, address, w0, w1, w2, w3):
 
 
 # ---- int32 -> float32 without a conversion instruction -----------------------------------------------------
-# int -> float conversion is a quarter-rate instruction on Volta. The bits of 1.5 * 2**23 are 0x4B400000 and
-# its ulp is 1, so a sum that starts there and stays within +-2**22 reads as the float 12582912.0 + sum.
-# A Q8_0 block product of 32 int8 pairs is at most 32 * 128 * 128 = 2**19.
+# Converting int to float runs at a quarter of the rate on Volta. The float 1.5 * 2**23 = 12582912.0 has the bits
+# 0x4B400000 and an ulp of 1. So an integer sum that starts at 0x4B400000 and stays within +-2**22 of it reads as the
+# float 12582912.0 + sum. The sum over a Q8_0 block, 32 products of int8, is at most 32 * 128 * 128 = 2**19.
 
 BIAS_WORD = 0x4B400000
 BIAS_FLOAT = 12582912.0
@@ -356,7 +359,7 @@ def unbias(total):
 
 
 # ---- reductions over a warp --------------------------------------------------------------------------------
-# The butterfly adds in the same order on every lane (IEEE addition commutes): all end with the same bits.
+# The butterfly adds the same pairs on every lane, and IEEE addition commutes, so all lanes end with the same bits.
 
 @cuda.jit(device=True, forceinline=True)
 def warp_sum(x):
@@ -382,7 +385,7 @@ def warp_max(x):
 
 @cuda.jit(device=True, forceinline=True)
 def _clamp(x, low, high):
-    """x within [low, high]; unlike `float_max` and `float_min` it lets a NaN through: errors stay visible."""
+    """x limited to [low, high]. A NaN stays a NaN, unlike with `float_max` and `float_min`: errors stay visible."""
     x = low if x < low else x
     return high if x > high else x
 

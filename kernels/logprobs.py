@@ -1,6 +1,6 @@
-"""Log-probabilities: those of the tokens chosen, and the 20 likeliest tokens of each row with theirs.
+"""Log-probabilities of the chosen tokens, and the 20 likeliest tokens of each row with their log-probabilities.
 
-For one row of logits x[0 .. V - 1], as the model gave them (no bias, penalty, mask or temperature):
+For one row of logits x[0 .. V - 1], as the model gave them, before bias, penalties, mask and temperature:
 
     l_i = (x_i - M) - ln S          M = max x          S = sum over i of exp(x_i - M)
 
@@ -10,23 +10,22 @@ For one row of logits x[0 .. V - 1], as the model gave them (no bias, penalty, m
     best    uint64  [rows, chunks, 20]       scratch: the 20 largest of each chunk, as ranks
     sums    float32 [rows, chunks]           scratch: sum of exp(x_i - largest x of the chunk)
 
-A rank is a word that orders as x does above the complement of the id, so the largest of some ranks is the
-largest x with the lowest id; 0 is no token. A vocabulary of fewer than 20 leaves l = -inf and the id -1. Where
-the largest x is not finite, a NaN counting as the largest, every l of the row is NaN; so is that of token -1.
+A rank is a 64-bit word that stands for a token and its logit: a key that orders as x does, above the complement of the
+id. So the largest of several ranks belongs to the largest x, and among equal x to the lowest id. Rank 0 is no token.
+A vocabulary of fewer than 20 tokens leaves places with l = -inf and the id -1. If the largest x of a row is not finite
+(a NaN counts as the largest), every l of the row is NaN. The l of token -1 is NaN too.
 
-Two launches: `rank_chunks` of a block per row and chunk of 2,048 tokens, 256 threads with 8 tokens each, and
-`merge_chunks` of a block per row, a thread per chunk. Both find the 20 largest one after the other, in rounds
-over the block: every thread offers its largest rank, and whoever offered the winner replaces it, in
-merge_chunks by the next of the chunk that the thread stands for. Chunks are absolute ranges of the vocabulary
-and sums have one order, 8 tokens of a thread, a butterfly over its warp, the warps one after the other, the
-same over chunks: the same bits for every card and whatever rows stand beside.
+There are two launches. `rank_chunks` has a block per row and chunk of 2,048 tokens, 256 threads with 8 tokens each.
+`merge_chunks` has a block per row and a thread per chunk. Both find the 20 largest ranks in 20 rounds. In each round
+every thread of the block offers its largest rank, and the thread that offered the largest of all replaces it by its
+next: in `rank_chunks` of its 8 tokens, in `merge_chunks` of the 20 of its chunk.
 
-Pipe: integer and shuffles, 20 rounds of about 50 instructions per warp. Bytes: 4 V per row, a hundredth of what
-the rounds take. The engine launches both only in steps in which a request wants log-probabilities.
+Chunks are fixed ranges of the vocabulary, and sums have one order: 8 tokens of a thread, a butterfly over its warp, one
+warp after the other; over the chunks likewise. So the bits depend neither on the card nor on the rows beside.
 
-Microseconds at V = 248,320 as the emulated card estimates them (2026-11-21; not measured on a card yet):
-24 for one row and 123 for eight on a V100, 11 and 55 on an H100. Tried: every thread looking through its 8 ranks
-in every round, 26 and 137 on the V100, and half as long again on the emulated card itself.
+Pipe: integer and shuffles, 20 rounds of about 50 instructions per warp. Bytes: 4 V per row, which take a hundredth of
+the time of the rounds: 24 us for a row of V = 248,320 on a V100, as the emulated card estimates. The engine runs both
+launches only in steps in which a request wants log-probabilities. More: benchmarks/results.md, section logprobs.
 """
 
 from dataclasses import dataclass
@@ -50,7 +49,7 @@ MINUS_INFINITY, NAN = float("-inf"), float("nan")
 
 @dataclass(frozen=True)
 class LogprobState:
-    """Scratch for some rows at a time: see the shapes above."""
+    """Scratch for a number of rows at a time, in the shapes above."""
     best: Array
     sums: Array
 
@@ -101,12 +100,12 @@ def largest_of(ranks):
 
 
 @cuda.jit(device=True, inline="always")
-def block_max(x, maxima, turn, thread):
-    """The largest uint64 of all threads, in every thread. maxima: shared uint64 [MAXIMA], of which calls with
-    turn 0 and 1 use one half each: one barrier does, if turns alternate."""
+def block_max(x, maxima, half, thread):
+    """The largest uint64 of all threads, in every thread. maxima: shared uint64 [MAXIMA], of which a call uses half 0
+    or half 1. Calls alternate between the halves, so that one barrier per call is enough."""
     for offset in (16, 8, 4, 2, 1):
         x = max(x, uint64(cuda.shfl_xor_sync(EVERY_LANE, int64(x), offset)))
-    start = uint32(turn * uint32(WARPS))
+    start = uint32(half * uint32(WARPS))
     if thread & uint32(31) == uint32(0):
         maxima[uint32(start + uint32(thread >> uint32(5)))] = x
     cuda.syncthreads()
@@ -132,7 +131,7 @@ def block_sum(x, sums, thread):
 
 @cuda.jit
 def rank_chunks(best, sums, logits, n_vocab):
-    """Grid (chunks, rows): the TOP largest of a chunk, and its sum."""
+    """Grid (chunks, rows): finds the TOP largest ranks of a chunk, and its sum of exp(x - largest x)."""
     x, ranks = cuda.local.array(PER_THREAD, float32), cuda.local.array(PER_THREAD, uint64)
     maxima, warp_sums = cuda.shared.array(MAXIMA, uint64), cuda.shared.array(WARPS, float32)
     thread, chunk, row = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y)
@@ -163,7 +162,7 @@ def rank_chunks(best, sums, logits, n_vocab):
 
 @cuda.jit
 def merge_chunks(report, best, sums, logits, tokens, n_chunks, n_vocab):
-    """Grid (rows): thread c stands for chunk c, whose ranks it offers in their order."""
+    """Grid (rows): thread c stands for chunk c and offers the ranks of this chunk in their order."""
     maxima, warp_sums = cuda.shared.array(MAXIMA, uint64), cuda.shared.array(WARPS, float32)
     thread, row = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x)
     at, end = uint32(0), uint32(0)
@@ -171,7 +170,7 @@ def merge_chunks(report, best, sums, logits, tokens, n_chunks, n_vocab):
         at = uint32(uint32(row * n_chunks + thread) * uint32(TOP))
         end = uint32(at + uint32(TOP))
     own = best[at] if at < end else uint64(0)
-    first, mine, largest = own, uint64(0), uint64(0)    # mine: the one that this thread reports
+    first, mine, largest = own, uint64(0), uint64(0)    # mine: the rank that this thread writes to the report
     for place in range(uint32(TOP)):
         winner = block_max(own, maxima, uint32(place & uint32(1)), thread)
         largest = max(largest, winner)
@@ -196,7 +195,7 @@ def merge_chunks(report, best, sums, logits, tokens, n_chunks, n_vocab):
         report[to] = float_as_word(value)
 
 
-# ---- launches: written in place, none allocates ------------------------------------------------------------
+# ---- launches: they write in place and never allocate -----------------------------------------------------
 
 def logprobs(card, report, logits, tokens, state, rows, n_vocab, stream=None):
     """report <- logits float32 [rows, n_vocab], tokens int32 [rows], as shown above. state: LogprobState."""
@@ -219,7 +218,7 @@ CASES = [1, 7, 20, 21, 255, 2048, 2049, 4096, 6145, 50_001]
 
 
 def random_logits(n_vocab, kind):
-    """Two rows: of normal logits, of few different ones, or with some that are not finite."""
+    """Two rows of logits: normal ones, ones with few different values, or some that are not finite."""
     x = (np.random.default_rng(n_vocab).standard_normal((2, n_vocab)) * 4).astype(np.float32)
     if kind == "ties":
         x = np.round(x / 4)
@@ -234,7 +233,7 @@ def random_logits(n_vocab, kind):
 
 
 def check(card, n_vocab, kind="normal"):
-    """Two rows and two tokens, one of them -1; largest error of an l. Ids exactly."""
+    """Two rows and two tokens, one of them -1. Ids must be exact. Returns the largest error of an l."""
     x, tokens = random_logits(n_vocab, kind), np.array([n_vocab - 1, -1], np.int32)
     state, report = LogprobState.allocate(card, 3, n_vocab), card.alloc((3, REPORT), np.uint32)
     for array in (state.best, state.sums, report):
@@ -252,8 +251,8 @@ def check(card, n_vocab, kind="normal"):
 
 
 def check_values(got, want):
-    """x - M and the subtraction of ln S round once each; the sum of at most 2^19 positive terms in 47 levels, its
-    terms and its logarithm are off by less than 64 units of 2^-24."""
+    """x - M and the subtraction of ln S round once each. S has at most 2^19 positive terms, added in 47 levels; its
+    terms, its sum and its logarithm together are off by less than 64 units of 2^-24."""
     known = np.isfinite(want)
     np.testing.assert_array_equal(got[~known], want[~known].astype(np.float32))
     error = np.abs(got[known].astype(np.float64) - want[known])
@@ -262,7 +261,7 @@ def check_values(got, want):
 
 
 def cases(card):
-    """The checks, then the vocabulary of the published models in time."""
+    """The checks, then times with the vocabulary of the published models."""
     for n_vocab in CASES:
         for kind in ("normal", "ties"):
             yield Case(f"{n_vocab} {kind}", lambda case=(n_vocab, kind): check(card, *case))

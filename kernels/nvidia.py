@@ -1,45 +1,41 @@
-"""The Card interface on NVIDIA's driver, through `cuda.bindings` alone (12.9 and 13.x).
+"""The Card interface on NVIDIA's driver, which is called through `cuda.bindings` (12.9 and 13.x) alone.
 
-Each card uses the primary context of its device and makes it current in the calling thread at each operation,
-so that several cards can be used from any thread. Streams are independent of CUDA's legacy default stream,
-which is never used.
+Each card uses the primary context of its device and makes that context current in the calling thread at each
+operation, so that any thread can use several cards. CUDA's legacy default stream is never used, and our streams do not
+synchronize with it.
 
-Kernels are assembled by the toolkit's ptxas and loaded as machine code: drivers take that from any toolkit of
-their own major version, PTX only from toolkits no newer than they are. nvJitLink would need no program, but it
-assembles every kernel as a part of something larger: a shuffle becomes a call (gemv_q8_q8 grows from 11 to 18
-KB on sm_70). Where ptxas is missing or older than the card, the driver is given the PTX.
+Kernels are loaded as machine code (kernels/assembler.py says why). Where ptxas is missing or older than the card,
+the driver is given the PTX.
 """
 
 import ctypes
-import hashlib
 import re
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-from cuda import pathfinder
-from cuda.bindings import driver, nvrtc
+from cuda.bindings import driver
 
+from kernels import assembler
 from kernels import compile as compiler
 from kernels.card import Card, CardError, Event, LaunchError, Pinned, Recording, Stream, show_bytes
+from kernels.configured import accept_configurations
 
-OLDEST = (7, 0)                                          # half2 arithmetic and dp4a at full rate
+OLDEST = (7, 0)                                          # the first with half2 arithmetic and dp4a at full rate
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 SUCCESS, NOT_READY = driver.CUresult.CUDA_SUCCESS, driver.CUresult.CUDA_ERROR_NOT_READY
 _prctl = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform == "linux" else None
-POLL_SECONDS, POLL_SHARE = 10e-6, 1e-3                   # between two looks at an event; of the time waited so far
-PR_SET_TIMERSLACK, TIMER_SLACK = 29, 1000                # of Linux; ns by which it may let this thread sleep longer
-STAGED = 128 << 10                                       # bytes of pageable memory that a copy does not wait for
+POLL_SECONDS, POLL_SHARE = 10e-6, 1e-3                   # least pause between two queries; its share of the wait so far
+PR_SET_TIMERSLACK, TIMER_SLACK = 29, 1000                # Linux's name for it; ns that a sleep may take longer
+STAGED = 128 << 10                                       # bytes: smaller pageable copies go through pinned memory
 
 
 def open_nvidia_cards(numbers=None, cache_dir=compiler.CACHE_DIR, required=True):
-    """The cards with these device numbers, or all from sm_70 on; none is a CardError if `required`."""
+    """The cards with these device numbers, or all from sm_70 on. CardError: `required`, and there is none."""
     try:
         count = _call(driver.cuDeviceGetCount) if driver.cuInit(0)[0] == SUCCESS else 0
     except RuntimeError:                                 # cuda.bindings found no driver library
@@ -58,7 +54,7 @@ def open_nvidia_cards(numbers=None, cache_dir=compiler.CACHE_DIR, required=True)
 
 
 def _call(function, *args):
-    """Calls a driver function; its value, or CardError with the driver's own words."""
+    """Calls a driver function and returns its value. Raises CardError with the driver's own words."""
     status, *values = function(*args)
     if status != SUCCESS:
         raise CardError(f"{function.__name__}: {_explain(status)}")
@@ -66,7 +62,7 @@ def _call(function, *args):
 
 
 def _sleep(seconds):
-    """Sleeps for no more than that, where Linux would add its 50 µs."""
+    """Sleeps without the 50 µs that Linux adds to every sleep unless it is told otherwise."""
     if _prctl:
         _prctl(PR_SET_TIMERSLACK, TIMER_SLACK)
     time.sleep(seconds)
@@ -88,7 +84,7 @@ def _attribute(device, name):
 
 
 def driver_version():
-    """The driver as people know it, "580.65.06, CUDA 13.0"; only CUDA where the system says no more."""
+    """The driver's version, "580.65.06, CUDA 13.0"; "CUDA 13.0" alone where the system does not tell the first."""
     cuda = "CUDA %d.%d" % divmod(_call(driver.cuDriverGetVersion) // 10, 100)
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
@@ -99,66 +95,20 @@ def driver_version():
 
 
 def _link(bus):
-    """The PCIe link of the device at address `bus`, as facts; none where the system says nothing."""
+    """Facts on the PCIe link of the device at address `bus`; {} where the system does not tell."""
     folder = PCI_DEVICES / bus.lower()[-12:]
     try:
-        speed, lanes = ((folder / f"current_link_{name}").read_text().strip() for name in ("speed", "width"))
+        speed, width = ((folder / f"current_link_{name}").read_text().strip() for name in ("speed", "width"))
         transfers = float(speed.split()[0])
-        lanes = int(lanes)
+        width = int(width)
     except (OSError, ValueError, IndexError):
         return {}
-    bits = 8 / 10 if transfers < 8 else 128 / 130        # of data in what is transferred, by generation
-    return {"link": f"{transfers:g} GT/s × {lanes} lanes", "link GB/s": transfers * lanes * bits / 8}
-
-
-@cache
-def find_assembler():
-    """(path of ptxas, what it says of its version); None unless it is there and of the toolkit that compiles."""
-    program = pathfinder.find_nvidia_binary_utility("ptxas")
-    version = subprocess.run([program, "--version"], capture_output=True, text=True).stdout if program else ""
-    _, *release = nvrtc.nvrtcVersion()
-    return (program, version) if "release %d.%d," % tuple(release) in version else None
-
-
-def cubin_path(compiled, cc, cache_dir):
-    """Where `assemble` keeps the machine code; None where the toolkit has no assembler or does not know `cc`."""
-    assembler = find_assembler()
-    if assembler is None or cc not in compiler.supported_ccs():
-        return None
-    key = hashlib.sha256(repr((assembler[1], cc, compiled.ptx)).encode()).hexdigest()[:40]
-    return Path(cache_dir) / "cubin" / f"{key}.cubin"
-
-
-def assemble(compiled, cc, cache_dir):
-    """Machine code (a cubin) of a compiled kernel for compute capability `cc`, kept in `cache_dir` / "cubin".
-
-    None where there is no `cubin_path`. Needs no card. CardError: the PTX is wrong.
-    """
-    path = cubin_path(compiled, cc, cache_dir)
-    if path is None:
-        return None
-    cubin = compiler.load(path)
-    if cubin is None:
-        cubin, _ = run_assembler(find_assembler()[0], compiled, cc)
-        compiler.store(path, cubin)
-    return cubin
+    bits = 8 / 10 if transfers < 8 else 128 / 130        # of data per bit transferred: the encoding of the generation
+    return {"link": f"{transfers:g} GT/s × {width} lanes", "link GB/s": transfers * width * bits / 8}
 
 
 def _fill_cubin(compiled, block, cc, cache_dir):
-    assemble(compiled, cc, cache_dir)
-
-
-def run_assembler(program, compiled, cc):
-    """(machine code, what ptxas says of registers and spills)."""
-    with tempfile.TemporaryDirectory() as folder:
-        source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
-        source.write_text(compiled.ptx, encoding="utf-8")
-        command = [program, f"-arch=sm_{cc[0]}{cc[1]}", "-v", "-lineinfo", source, "-o", cubin]
-        run = subprocess.run(command, capture_output=True, text=True, errors="replace")
-        if run.returncode:
-            words = re.sub(r"\S*kernel\.ptx", "PTX", run.stderr).strip()
-            raise CardError(f"{compiled.name} cannot be assembled for sm_{cc[0]}{cc[1]}: {words}")
-        return cubin.read_bytes(), run.stderr
+    assembler.assemble(compiled, cc, cache_dir)
 
 
 class NvidiaCard(Card):
@@ -178,17 +128,18 @@ class NvidiaCard(Card):
         super().__init__(f"cuda:{number}", cc, _attribute(self.device, "MULTIPROCESSOR_COUNT"),
                          _call(driver.cuDeviceTotalMem, self.device),
                          _attribute(self.device, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"), Path(cache_dir))
-        self.clock = 1e3 * _attribute(self.device, "CLOCK_RATE")         # Hz of the SMs, the highest
+        self.clock = 1e3 * _attribute(self.device, "CLOCK_RATE")         # Hz, the highest of the SMs
         self._context = _call(driver.cuDevicePrimaryCtxRetain, self.device)
         self.streams, self.idle_events, self.n_done = [], [], 0
         self.default_stream = self.stream("default")
-        self._transfers = self.stream("uploads")         # for what must be done when the call returns
+        self._transfers = self.stream("uploads")         # for `upload` and `zeros`, which wait for it
+        accept_configurations()
 
     def describe(self):
         return f"{self.model}, sm_{self.cc[0]}{self.cc[1]}, {self.n_sms} SMs, {show_bytes(self.memory_bytes)}"
 
     def facts(self):
-        """Adds the UUID, the driver, memory clock and bus width, and what the link runs at this moment."""
+        """Adds UUID, driver, memory clock and bus width, and the speed at which the link runs at this moment."""
         uuid = bytes(_call(driver.cuDeviceGetUuid, self.device).bytes)
         clock = _attribute(self.device, "MEMORY_CLOCK_RATE")             # kHz
         bits = _attribute(self.device, "GLOBAL_MEMORY_BUS_WIDTH")
@@ -208,9 +159,10 @@ class NvidiaCard(Card):
         return _call(function, *args)
 
     def finalize(self, name, *args):
-        """Calls driver function `name` from a finalizer, which may interrupt any call: the context stays."""
+        """Calls driver function `name` from a finalizer. A finalizer may interrupt a thread between any two calls, so
+        the thread's current context is put back."""
         if driver is not None and not self.hangs and driver.cuCtxPushCurrent(self._context)[0] == SUCCESS:
-            getattr(driver, name)(*args)                 # an error at exit or on a broken card helps nobody
+            getattr(driver, name)(*args)                 # an error now is of Python's exit or of a broken card
             driver.cuCtxPopCurrent()
 
     # -- memory --
@@ -232,7 +184,7 @@ class NvidiaCard(Card):
         self.finalize("cuMemFree", memory.ptr)
 
     def pinned(self, shape, dtype):
-        """A NumPy array in page-locked memory; copies access it when they run, see kernels/card.py."""
+        """A NumPy array in page-locked memory. Copies access it when they run, see kernels/card.py."""
         nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
         ptr = int(self.call(driver.cuMemHostAlloc, max(nbytes, 1), driver.CU_MEMHOSTALLOC_PORTABLE))
         memory = Pinned(ptr, nbytes, lambda: self.finalize("cuMemFreeHost", ptr))
@@ -241,11 +193,13 @@ class NvidiaCard(Card):
     # -- copies --
 
     def _fill_now(self, array, byte):
-        self._fill(array, byte, self._transfers)
+        with self.observed("fill", self._transfers, array):
+            self._fill(array, byte, self._transfers)
         self._transfers.synchronize()
 
     def _upload_now(self, array, host):
-        self._copy_in(array, host, False, self._transfers)
+        with self.observed("copy_in", self._transfers, array):
+            self._copy_in(array, host, False, self._transfers)
         self._transfers.synchronize()
 
     def _copy_in(self, dst, host, pinned, stream):
@@ -274,7 +228,7 @@ class NvidiaCard(Card):
         log = bytearray(8192)
         options = [driver.CUjit_option.CU_JIT_ERROR_LOG_BUFFER,
                    driver.CUjit_option.CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES]
-        image = assemble(compiled, self.cc, self.cache_dir) or compiled.ptx.encode() + b"\0"
+        image = assembler.assemble(compiled, self.cc, self.cache_dir) or compiled.ptx.encode() + b"\0"
         driver.cuCtxSetCurrent(self._context)
         status, module = driver.cuModuleLoadDataEx(image, 2, options, [log, len(log)])
         if status != SUCCESS:
@@ -290,14 +244,14 @@ class NvidiaCard(Card):
         return _Loaded(module, function, compiled), static
 
     def _is_cached(self, compiled, block):
-        path = cubin_path(compiled, self.cc, self.cache_dir)
+        path = assembler.cubin_path(compiled, self.cc, self.cache_dir)
         return path is None or path.exists()
 
     def _cache_filler(self):
         return partial(_fill_cubin, cc=self.cc, cache_dir=self.cache_dir)
 
     def _make_ready(self, function, block):
-        pass                                             # loaded is loaded, for blocks of any shape
+        pass                                             # a loaded kernel takes blocks of any shape
 
     def _enqueue(self, stream, function, grid, block, shared, params, args):
         loaded = function.handle
@@ -336,7 +290,10 @@ class NvidiaCard(Card):
         stream.recent.append("a recording")
 
     def _await(self, event, timeout):
-        """Whether `event` is done, after `timeout` seconds at most. The driver knows no limit, so it is asked."""
+        """Whether `event` is done, after waiting for at most `timeout` seconds.
+
+        The driver cannot wait for a limited time, so it is asked again and again.
+        """
         if timeout is None:
             self.call(driver.cuEventSynchronize, event.handle)
             self.n_done += 1
@@ -361,7 +318,8 @@ class NvidiaCard(Card):
 
 
 def _overlapping_launch(grid, block, shared, stream):
-    """The CUlaunchConfig of a kernel that waits by itself for the one before it (kernels/intrinsics.py)."""
+    """The CUlaunchConfig of a kernel that itself waits for the kernel before it (`wait_for_previous` of
+    kernels/intrinsics.py), so that the driver may start it before that one has ended."""
     attribute = driver.CUlaunchAttribute()
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1
@@ -374,7 +332,7 @@ def _overlapping_launch(grid, block, shared, stream):
 
 
 class _Loaded:
-    """A kernel in a card: the module, the function, and where the launch finds its parameters."""
+    """A kernel in a card: the module, the function, and the memory from which launches take the parameters."""
 
     def __init__(self, module, function, compiled):
         self.module, self.function, self.lock = module, function, threading.Lock()
@@ -393,15 +351,16 @@ class NvidiaStream(Stream):
         self.handle = card.call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
         self.recent = deque(maxlen=4)                    # names of the last kernels, for messages
         self._staging = None                             # pinned memory in two halves, made when first used
-        self._half, self._used, self._left = 0, 0, [None, None]      # _left: the events after which a half is free
+        self._half, self._used = 0, 0                    # the half that is being filled, and its bytes in use
+        self._left = [None, None]                        # for each half, the event after which it may be filled again
         self._staging_lock = threading.Lock()
 
     def copy_staged(self, dst, host):
-        """Queues a copy of `host`, of at most STAGED bytes, by way of pinned memory, so that nobody waits for it."""
+        """Queues a copy of `host`, which has at most STAGED bytes, through pinned memory, so that nobody waits."""
         with self._staging_lock:
             if self._staging is None:
                 self._staging = self.card.pinned((2, STAGED), np.uint8)
-            if self._used + host.nbytes > STAGED:        # on to the other half, once its last copy is done
+            if self._used + host.nbytes > STAGED:        # go on in the other half, once its last copy is done
                 self._left[self._half] = self.record()
                 self._half, self._used = 1 - self._half, 0
                 if self._left[self._half] is not None:
@@ -429,10 +388,10 @@ class NvidiaStream(Stream):
 
 
 class NvidiaEvent(Event):
-    """Takes an event of the driver that another one left, if there is one: to make and destroy them are four calls, at a
-    time when cards wait."""
+    """An event of the driver. Events are used again: making and destroying one takes four calls of the driver, at
+    moments when cards wait."""
 
-    MOST_IDLE = 64              # that are kept for others
+    MOST_IDLE = 64              # events that a card keeps for later use
 
     def __init__(self, stream):
         self.card = stream.card
@@ -459,7 +418,8 @@ class NvidiaEvent(Event):
 
 
 class NvidiaRecording(Recording):
-    """A CUDA graph. Captured in relaxed mode: allocation, loading and other streams go on meanwhile."""
+    """A CUDA graph. It is captured in relaxed mode, which allows allocating, loading kernels and other streams' work
+    meanwhile."""
 
     def __init__(self, card):
         super().__init__(card, NvidiaStream(card, "recording"))

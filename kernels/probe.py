@@ -45,9 +45,10 @@ from numba.cuda.extending import intrinsic
 from numba.types import float32, uint32, uint64
 
 from kernels.bench import OPS_PER_LANE, model_of, replay_seconds, seconds_per_call
-from kernels.card import CardError, open_cards
+from kernels.card import CardError
 from kernels.emulated.cards import CARDS, UNITS
 from kernels.intrinsics import load_words4
+from kernels.open import open_cards
 
 UNROLLED = 512                                           # instructions of a round
 EMULATED_UNROLLED = 32                                   # there: each becomes many, and the loop costs little

@@ -1,78 +1,38 @@
-"""The next token of every row, chosen on the card: greedy or drawn, with biases, penalties, a token mask and a
-seed per slot.
+"""The next token of every row of logits, chosen on the card: greedy or drawn, with biases, penalties, a token mask and
+a seed per slot.
 
 What is computed, for one row of logits x[0 .. V - 1] and the parameters of its slot:
 
- 1. Bias, where switched on: x = x + bias. Then penalties, where switched on. `history` counts how often the
-    slot generated each token (low 15 bits) and marks the tokens of its prompt (bit 15). Seen in either:
-    x = x / repetition if x > 0 else x * repetition. Generated n > 0 times: x = x - (n * frequency + presence).
- 2. Mask, where switched on: x = -inf for every token whose bit is 0 (bit i % 32 of word i // 32).
- 3. Temperature 0 or less: the token of the largest x, the lowest id where several are equal. Done.
- 4. Weights: W = round(exp((x - max x) / temperature) * 2^30), an integer from 0 to 2^30. From here on the
-    distribution *is* these integers: every sum is exact, so no order of additions, no card and no block size
-    can change a token. Tokens less likely than 2^-31 of the likeliest have W = 0 and are never drawn.
- 5. Tokens are ranked by W, largest first, equal ones by id, and a prefix of this ranking is kept:
+ 1. Bias, if switched on: x = x + bias. Then penalties, if switched on. `history` counts how often the slot generated
+    each token (low 15 bits) and marks the tokens of its prompt (bit 15). For a token in either, x = x / repetition if
+    x > 0 else x * repetition. For a token generated n > 0 times, x = x - (n * frequency + presence).
+ 2. Mask, if switched on: x = -inf for every token whose bit is 0 (bit i % 32 of word i // 32).
+ 3. Temperature 0 or less: the token with the largest x, the lowest id of equal ones. Done.
+ 4. Weights: W = round(exp((x - max x) / temperature) * 2^30), an integer from 0 to 2^30. From here on the distribution
+    *is* these integers. Their sums are exact, so no order of additions, no card and no block size changes a token.
+    Tokens less likely than 2^-31 of the likeliest have W = 0 and are never drawn.
+ 5. Tokens are ranked by W, the largest first, equal ones by id. A prefix of this ranking is kept:
     top_k: the first top_k tokens (0: off);
-    top_p: of what top_k left, the shortest prefix whose weight is at least top_p of it, so at least one token
-           (1 or more: off; top_p counts in steps of 2^-16);
+    top_p: the shortest prefix of those with at least top_p of their weight, so at least one token (1 or more: off;
+           top_p counts in steps of 2^-16);
     min_p: tokens with W >= min_p * 2^30 (0: off).
- 6. Draw: r = R * total // 2^64 with R the first 64 bits of Philox4x32-10 (Salmon et al., "Parallel random
-    numbers: as easy as 1, 2, 3", 2011) for key = seed and counter = step; the token is the first, in order of
+ 6. Draw: R is the first 64 bits of Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011)
+    for key = seed and counter = the number of the draw. r = R * total // 2^64. The token is the first, in order of
     id, at which the running sum of the kept weights exceeds r.
 
-Then the slot's step advances and its history counts the token, both on the card, so that a recorded launch
-sequence can be replayed token after token. The token is -1, and nothing advances, where no choice is
-defined: a logit is NaN, the largest is +inf, or none is allowed.
+Then the slot counts on to its next draw and its history counts the token. Both happen on the card, so a recorded
+sequence of launches can be replayed token after token. The token is -1, and nothing is counted, where no choice is
+defined: a logit is NaN, the largest is +inf, or no token is allowed.
 
     logits      float32 [rows, V]             tokens   int32 [rows]          row_slot  int32 [rows]
     parameters  uint32  [n_slots, 12]         one row as `pack_parameters` makes it
     history     uint16  [n_slots, V]          bias     float32 [n_slots, V]
     mask        uint32  [n_slots, ceil(V / 32)]
-    best, weights, histogram, ...             scratch, see SamplingState
+    best, weights, histogram, ...             scratch, see SamplingState; the three launches: see above `find_best`
 
-Three launches, the same for greedy and drawn rows, of one block of 256 threads per chunk of 2,048 tokens and
-row. Chunks are absolute ranges of the vocabulary, so nothing depends on the card or on the rows beside.
-
-    find_best   logits -> the best of each chunk; clears the row's histogram
-    weigh       the best of all chunks: a row that is not drawn is decided; else weights, and for top_k and
-                top_p their histogram: 1,024 bins of their rank key, the distance of their float32 bits to
-                those of the largest weight, so that a bin spans 1/32 of an octave
-    choose      every block finds, from counts and weights of the bins, those in which the prefix can end:
-                one, or with both limits those from the end of top_p, if the last bin of top_k is taken as
-                light as it can be, to the end of top_k. It sums the weights that are kept for certain, and
-                appends the ids in those bins to the row's list of candidates. The block that arrives last
-                finds the ends within the list by two more digits of the key, adds what is kept of it to the
-                chunks' sums, and walks: chunks, stretches of 8 tokens, tokens.
-
-            rank    0 ................ first_bin ..... last_bin ........... 960
-                    kept (min_p aside)    candidates       not kept
-
-A bin's weight needs no 64-bit sum in shared memory: within an octave a weight is a linear function of its
-key, so count and sum of the low 18 bits of the keys tell it (`weight_of`); both travel in one 64-bit word of
-the histogram in global memory. All of it is integer addition, in any order.
-
-Pipe: integer, and fp32 for the exponentials. Bytes: 4 V per row for greedy; a drawn row reads the logits
-again, and writes and reads the weights, 16 V in all, from the L2 cache: every launch is latency. From Hopper on
-they overlap (kernels/intrinsics.py), and the slot and what of its parameters is needed first are read before the
-wait: a token of a 0.8B takes 2 us less (547.7 for 549.8, H100, 2026-11-22; the table is of launches one by one).
-
-Microseconds on an H200, 2026-11-21, V = 248,320, normal logits of deviation 3:
-
-                                            1 row    8 rows    one block per row before
-    greedy                                    5.0       8.8                        12.0
-    greedy with penalties                     6.4      11.7                        14.6
-    temperature 1                            11.5      24.5                       159
-    temperature 1, min_p 0.05                11.6      24.4                       129
-    temperature 1, top_k 1000                18.4      36.7                       842
-    temperature 0.6, top_k 20, top_p 0.95    21.2      41.5                     2,091
-    temperature 1, top_p 0.95                23.5      44.1                     1,587
-    temperature 2, top_p 0.95                31.9      61.8                     1,872
-    everything at once                       26.4      53.3                     1,407
-
-Tried: blocks of 512 threads with 4 tokens each, 25.7 where this takes 21.2, and 68.4 where 41.5 with 8 rows;
-256 threads with 4 tokens each, 21.9 and 55.3. A loop of one candidate per thread at a time was 1.9 ms where
-all logits are equal, bound by the latency of its loads; they come eight at a time now (not measured yet, nor
-is the single fence per block; both came after the table).
+Pipe: integer, and fp32 for the exponentials. Bytes: 4 V per greedy row. A drawn row reads the logits twice and writes
+and reads the weights, 16 V in all, through the second-level cache. The bound is the latency of three launches: 5 us
+for a greedy row of V = 248,320 on an H200, 21 us with top_k 20 and top_p 0.95 (benchmarks/results.md, section sample).
 """
 
 from dataclasses import dataclass
@@ -86,8 +46,8 @@ from kernels.card import Array
 from kernels.intrinsics import (div_rn, exp, float_as_word, let_next_begin, round_to_int, wait_for_previous,
                                 word_as_float)
 
-TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED, SEED_HIGH, STEP, FLAGS, REPETITION, FREQUENCY, PRESENCE = range(11)
-N_PARAMETERS = 12
+TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED, SEED_HIGH, DRAW, FLAGS, REPETITION, FREQUENCY, PRESENCE = range(11)
+N_PARAMETERS = 12                    # DRAW is the number of the slot's next random draw
 PENALIZED, MASKED, BIASED = 1, 2, 4  # bits of FLAGS
 IN_PROMPT, COUNT = 0x8000, 0x7FFF  # bits of a history entry
 
@@ -114,8 +74,8 @@ EVERY_LANE = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class SamplingState:
-    """What sampling keeps on a card: see the shapes above. From `best` on it is scratch, for `rows` rows at a
-    time."""
+    """What sampling keeps on a card, in the shapes above. The arrays from `best` on are scratch for up to `rows` rows
+    at a time."""
     parameters: Array
     history: Array
     bias: Array
@@ -124,8 +84,8 @@ class SamplingState:
     weights: Array     # uint32 [rows, V]
     histogram: Array   # uint64 [rows, BINS]: of the weights' rank keys
     candidates: Array  # uint32 [rows, V]: ids of tokens that may be the last of the prefix
-    sums: Array        # uint64 [rows, chunks]: weight that is kept without doubt
-    progress: Array    # uint32 [rows, N_PROGRESS]: the token once decided, candidates, blocks arrived
+    sums: Array        # uint64 [rows, chunks]: weight that is kept in any case
+    progress: Array    # uint32 [rows, N_PROGRESS]: the token once decided, number of candidates, of blocks arrived
 
     @classmethod
     def allocate(cls, card, n_slots, rows, n_vocab):
@@ -145,16 +105,16 @@ class SamplingState:
                    card.alloc((rows, N_PROGRESS), np.uint32, "progress of sampling"))
 
 
-def pack_parameters(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, step=0, repetition=1.0,
+def pack_parameters(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, *, draw=0, repetition=1.0,
                     frequency=0.0, presence=0.0, masked=False, biased=False):
-    """One row of `parameters`, uint32 [12]. seed: 0 <= seed < 2**64. Penalties count as on when any differs
-    from 1, 0, 0; mask and bias of a slot are not looked at where they are off."""
+    """One row of `parameters`, uint32 [12]. seed: 0 <= seed < 2**64; draw: the number of the next draw. Penalties are
+    switched on when any differs from 1, 0, 0. The mask and the bias of a slot are not read where they are off."""
     row = np.zeros(N_PARAMETERS, np.uint32)
     floats = row.view(np.float32)
     floats[[TEMPERATURE, TOP_P, MIN_P]] = temperature, top_p, min_p
     floats[[REPETITION, FREQUENCY, PRESENCE]] = repetition, frequency, presence
     penalized = (repetition, frequency, presence) != (1.0, 0.0, 0.0)
-    row[[TOP_K, SEED, SEED_HIGH, STEP]] = top_k, seed & 0xFFFFFFFF, seed >> 32, step
+    row[[TOP_K, SEED, SEED_HIGH, DRAW]] = top_k, seed & 0xFFFFFFFF, seed >> 32, draw
     row[FLAGS] = PENALIZED * penalized + MASKED * bool(masked) + BIASED * bool(biased)
     return row
 
@@ -199,10 +159,10 @@ def keep_reference(weights, parameters):
     return keep
 
 
-def draw_reference(weights, keep, seed, step):
+def draw_reference(weights, keep, seed, draw):
     """Step 6: the token."""
     kept = [int(w) * int(k) for w, k in zip(weights, keep)]
-    low, high = philox_reference(seed, step)[:2]
+    low, high = philox_reference(seed, draw)[:2]
     r = ((high << 32 | low) * sum(kept)) >> 64
     for token, w in enumerate(kept):
         r -= w
@@ -210,9 +170,9 @@ def draw_reference(weights, keep, seed, step):
             return token
 
 
-def philox_reference(seed, step):
-    """Philox4x32-10 for the counter (step, 0, 0, 0): four words."""
-    c0, c1, c2, c3 = step, 0, 0, 0
+def philox_reference(seed, draw):
+    """Philox4x32-10 for the counter (draw, 0, 0, 0): four words."""
+    c0, c1, c2, c3 = draw, 0, 0, 0
     k0, k1 = seed & 0xFFFFFFFF, seed >> 32
     for _ in range(10):
         a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2
@@ -225,14 +185,14 @@ def philox_reference(seed, step):
 
 @cuda.jit(device=True, inline="always")
 def better(key, i, other_key, other_i):
-    """The larger key with its id, the lower id of equal keys."""
+    """The larger of two keys, with its id; of equal keys the one with the lower id."""
     wins = other_key > key or (other_key == key and other_i < i)
     return (other_key, other_i) if wins else (key, i)
 
 
 @cuda.jit(device=True, inline="always")
 def block_best(key, i, keys, ids, thread):
-    """The best of all threads, in every thread. keys, ids: shared uint32 [WARPS]."""
+    """The best key of all threads with its id, in every thread. keys, ids: shared uint32 [WARPS]."""
     for offset in (16, 8, 4, 2, 1):
         other_key = uint32(cuda.shfl_xor_sync(EVERY_LANE, int32(key), offset))
         other_i = uint32(cuda.shfl_xor_sync(EVERY_LANE, int32(i), offset))
@@ -247,12 +207,12 @@ def block_best(key, i, keys, ids, thread):
 
 @cuda.jit(device=True)
 def running_sum(x, warp_sums, thread):
-    """(sum of the uint64 x of the threads before this one, sum of all). warp_sums: shared uint64 [WARPS]."""
+    """(sum of the uint64 x of all threads before this one, sum of all threads). warp_sums: shared uint64 [WARPS]."""
     own, lane, warp = x, uint32(thread & uint32(31)), uint32(thread >> uint32(5))
     for offset in (1, 2, 4, 8, 16):
         other = uint64(cuda.shfl_up_sync(EVERY_LANE, int64(x), offset))
         x = uint64(x + (other if lane >= uint32(offset) else uint64(0)))
-    cuda.syncthreads()  # everyone has read the sums of the last call
+    cuda.syncthreads()  # all threads have read the sums of the last call
     if lane == uint32(31):
         warp_sums[warp] = x
     cuda.syncthreads()
@@ -265,6 +225,28 @@ def running_sum(x, warp_sums, thread):
 
 
 # ---- the adjusted logits and the best of them --------------------------------------------------------------
+# Three launches choose the tokens, the same three for greedy and drawn rows. Each has a block of 256 threads per row
+# and chunk of 2,048 tokens. Chunks are fixed ranges of the vocabulary, so the result depends neither on the card nor on
+# the rows beside.
+#
+#   find_best   finds the largest logit of each chunk, and clears the histogram of the row.
+#   weigh       finds the largest of all chunks. For a greedy row that is the token. For a drawn row it computes the
+#               weights and, for top_k and top_p, their histogram over the *rank key*: the distance of the float32 bits
+#               of a weight to those of the largest weight. 1,024 bins cover the keys; a bin spans 1/32 of an octave.
+#   choose      draws the token. Every block finds the bins in which the prefix may end. With one limit that is one
+#               bin. With both it is a range: its last bin is where top_k ends, its first where top_p would end if
+#               top_k left as little weight as it can. The block adds up the weights of its chunk that are kept in any
+#               case, and appends the ids in those bins to the row's list of candidates. The block that arrives last
+#               finds the exact end of the prefix among the candidates by two more digits of the key, and adds the kept
+#               candidates to the sums of their chunks. Then it looks for the token that the random number hits: first
+#               its chunk, then a stretch of 8 tokens, then the token.
+#
+#       rank key    0 ................ first_bin ..... last_bin ........... 960
+#                   kept (if min_p)       candidates       not kept
+#
+# The weight of a bin needs no 64-bit sum in shared memory. Within an octave a weight is a linear function of its key,
+# so the count of a bin and the sum of the low 18 bits of its keys give its weight (`weight_of`). Both travel in one
+# 64-bit word of the histogram. All of this is integer addition, so the order does not matter.
 
 @cuda.jit(device=True, inline="always")
 def parameter(parameters, slot, which):
@@ -278,16 +260,19 @@ def float_parameter(parameters, slot, which):
 
 @cuda.jit(device=True, inline="always")
 def token_of(chunk, j, thread):
-    """The j-th token of a thread: neighbours in memory belong to neighbours in the warp."""
+    """The j-th token of a thread. Neighbouring lanes have neighbouring tokens."""
     return uint32(chunk * uint32(CHUNK) + uint32(j) * uint32(THREADS) + thread)
 
 
 @cuda.jit(device=True, inline="always")
-def load_adjusted(x, seen, logits, history, bias, mask, parameters, flags, row, slot, chunk, thread, n_vocab):
-    """x[j] <- the logit of a thread's j-th token after bias, penalties and mask; -inf past the vocabulary.
+def load_adjusted(registers, logits, of_slot, flags, row, chunk, thread, n_vocab):
+    """x[j] <- the logit of the thread's j-th token after bias, penalties and mask; -inf past the vocabulary.
 
-    x: local float32 [PER_THREAD]; seen: local scratch uint32, so that all loads are under way at once.
+    registers: x, float32 [PER_THREAD], and scratch, uint32 [PER_THREAD], which lets all loads be under way at once.
+    of_slot: the slot's number, then history, bias, mask and parameters of all slots.
     """
+    x, seen = registers
+    slot, history, bias, mask, parameters = of_slot
     for j in range(uint32(PER_THREAD)):
         i = token_of(chunk, j, thread)
         x[j] = logits[uint32(row * n_vocab + i)] if i < n_vocab else float32(MINUS_INFINITY)
@@ -326,7 +311,7 @@ def penalized(x, seen, parameters, slot):
 
 @cuda.jit(device=True, inline="always")
 def order_key(x):
-    """A word that orders as the floats do; both zeros are equal and every NaN is above all else."""
+    """A word that orders as the floats do. Both zeros have the same key, and every NaN is above all numbers."""
     word = float_as_word(x + float32(0.0))
     key = uint32(~word) if word >> uint32(31) else uint32(word | uint32(0x80000000))
     return key if x == x else uint32(NAN_KEY)
@@ -340,16 +325,18 @@ def key_value(key):
 
 @cuda.jit
 def find_best(best, histogram, progress, logits, history, bias, mask, parameters, row_slot, n_vocab):
-    """Grid (chunks, rows): the largest adjusted logit of each chunk; and a row's accumulators are cleared."""
+    """Grid (chunks, rows): finds the largest adjusted logit of each chunk, and clears the sums of a drawn row."""
     x, seen = cuda.local.array(PER_THREAD, float32), cuda.local.array(PER_THREAD, uint32)
     keys, ids = cuda.shared.array(WARPS, uint32), cuda.shared.array(WARPS, uint32)
     let_next_begin()
     thread, chunk, row = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y)
     slot = uint32(row_slot[row])
-    flags = parameter(parameters, slot, FLAGS)      # before the wait: of parameters, kernels write the step alone
+    # Read before the wait, since of the parameters no kernel writes any but DRAW.
+    flags = parameter(parameters, slot, FLAGS)
     temperature = float_parameter(parameters, slot, TEMPERATURE)
     wait_for_previous()
-    load_adjusted(x, seen, logits, history, bias, mask, parameters, flags, row, slot, chunk, thread, n_vocab)
+    of_slot = slot, history, bias, mask, parameters
+    load_adjusted((x, seen), logits, of_slot, flags, row, chunk, thread, n_vocab)
     key, token = uint32(0), uint32(NAN_KEY)
     for j in range(uint32(PER_THREAD)):
         key, token = better(key, token, order_key(x[j]), token_of(chunk, j, thread))
@@ -368,8 +355,8 @@ def find_best(best, histogram, progress, logits, history, bias, mask, parameters
 
 @cuda.jit(device=True, inline="always")
 def rank_key(w):
-    """28 bits that order as the ranking does, 0 for the largest weight, spread evenly over the logarithm of
-    the weight; beyond them for weight 0."""
+    """The rank key of a weight: 28 bits, spread evenly over the logarithm of the weight. The largest weight has key 0;
+    weight 0 has a key of more bits."""
     return uint32(uint32(FIRST_WORD) - float_as_word(float32(int32(w))))
 
 
@@ -381,9 +368,9 @@ def key_weight(key):
 
 @cuda.jit(device=True)
 def weight_of(count, residues, start):
-    """The weight of `count` tokens whose rank keys are start + residue, with the sum of the residues.
+    """The total weight of `count` tokens whose rank keys are start + residue. residues: the sum of their residues.
 
-    A weight is (2^24 - (key mod 2^23)) 2^(6 - key div 2^23), so the sum is as exact as the weights are.
+    A weight is (2^24 - (key mod 2^23)) 2^(6 - key div 2^23), so this sum is as exact as the weights are.
     """
     largest = uint64((1 << 24) - uint64(start & uint32(0x7FFFFF)))
     units = uint64(uint64(uint64(count) * largest) - uint64(residues))
@@ -392,21 +379,21 @@ def weight_of(count, residues, start):
 
 @cuda.jit(device=True, inline="always")
 def is_ranked(parameters, slot):
-    """Whether a row needs the histogram: it has top_k or top_p."""
+    """Whether a row needs the histogram: whether top_k or top_p is on."""
     return (parameter(parameters, slot, TOP_K) != uint32(0)
             or float_parameter(parameters, slot, TOP_P) < float32(1.0))
 
 
 @cuda.jit
 def weigh(weights, histogram, progress, best, logits, history, bias, mask, parameters, row_slot, n_vocab):
-    """Grid (chunks, rows): the integer weights of rows that are drawn, the token of those that are not."""
+    """Grid (chunks, rows): decides the token of a greedy row; computes the integer weights of a drawn row."""
     x, seen = cuda.local.array(PER_THREAD, float32), cuda.local.array(PER_THREAD, uint32)
     keys, ids = cuda.shared.array(WARPS, uint32), cuda.shared.array(WARPS, uint32)
     counts, residues = cuda.shared.array(BINS, uint32), cuda.shared.array(BINS, uint32)
     let_next_begin()
     thread, chunk, row = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y)
     slot = uint32(row_slot[row])
-    flags = parameter(parameters, slot, FLAGS)      # before the wait: as in `find_best`
+    flags = parameter(parameters, slot, FLAGS)      # before the wait, as in `find_best`
     temperature = float_parameter(parameters, slot, TEMPERATURE)
     wait_for_previous()
     if chunk == uint32(0) or temperature > float32(0.0):
@@ -427,8 +414,8 @@ def weigh(weights, histogram, progress, best, logits, history, bias, mask, param
                     at = uint32(uint32(j) * uint32(THREADS) + thread)
                     counts[at], residues[at] = uint32(0), uint32(0)
                 cuda.syncthreads()
-            load_adjusted(x, seen, logits, history, bias, mask, parameters, flags, row, slot, chunk, thread,
-                          n_vocab)
+            of_slot = slot, history, bias, mask, parameters
+            load_adjusted((x, seen), logits, of_slot, flags, row, chunk, thread, n_vocab)
             largest = key_value(key)
             for j in range(uint32(PER_THREAD)):
                 i = token_of(chunk, j, thread)
@@ -454,11 +441,11 @@ def weigh(weights, histogram, progress, best, logits, history, bias, mask, param
 
 @cuda.jit(device=True)
 def reach(n, w, target, by_weight, found, warp_sums, thread):
-    """Of bins in the order of the ranking, the one with which `target` tokens are reached, or a weight of
-    `target` if `by_weight`. n, w: count and weight of this thread's BINS_EACH bins.
+    """Finds the bin, in the order of the ranking, with which `target` tokens are reached, or a weight of `target` if
+    `by_weight`. n, w: count and weight of this thread's BINS_EACH bins; found: shared uint64 [4].
 
-    -> bin, what of the target is left for it, weight of all bins before, its count; in every thread. BINS, 0,
-    all weight and 0 where all bins do not reach it. found: shared uint64 [4].
+    -> the bin, how much of the target remains for it, the weight of all bins before it, its count; in every thread.
+    (BINS, 0, all weight, 0) if all bins together do not reach the target.
     """
     own_n, own_w = uint64(0), uint64(0)
     for j in range(uint32(BINS_EACH)):
@@ -477,7 +464,7 @@ def reach(n, w, target, by_weight, found, warp_sums, thread):
         before_n, before_w = uint64(before_n + uint64(n[j])), uint64(before_w + w[j])
     cuda.syncthreads()
     bin_, left, above, count = uint32(found[0]), found[1], found[2], uint32(found[3])
-    cuda.syncthreads()  # everyone has read it
+    cuda.syncthreads()  # all threads have read `found`
     return bin_, left, above, count
 
 
@@ -491,7 +478,7 @@ def share_of(total, top_p):
 
 @cuda.jit(device=True)
 def load_bins(n, w, histogram, row, thread):
-    """n, w <- count and weight of this thread's bins of a row."""
+    """n, w <- count and weight of the thread's bins of a row."""
     for j in range(uint32(BINS_EACH)):
         at = uint32(thread * uint32(BINS_EACH) + uint32(j))
         entry = histogram[uint32(row * uint32(BINS) + at)]
@@ -501,8 +488,8 @@ def load_bins(n, w, histogram, row, thread):
 
 @cuda.jit(device=True, inline="always")
 def load_candidates(ids, x, candidates, weights, n_candidates, row_start, part, thread):
-    """ids, x <- token and weight of this thread's part of CHUNK candidates, all loads under way at once; the
-    weight is 0 past the last. ids, x: local uint32 [PER_THREAD]."""
+    """ids, x <- tokens and weights of this thread's share of CHUNK candidates; the weight is 0 past the last one. Their
+    loads are under way at once. ids, x: local uint32 [PER_THREAD]."""
     for j in range(uint32(PER_THREAD)):
         at = token_of(part, j, thread)
         ids[j] = candidates[uint32(row_start + at)] if at < n_candidates else uint32(0)
@@ -512,15 +499,18 @@ def load_candidates(ids, x, candidates, weights, n_candidates, row_start, part, 
 
 
 @cuda.jit(device=True)
-def select_prefix(n, w, ids, x, target, by_weight, weights, histogram, candidates, n_candidates, row,
-                  row_start, counts, residues, found, warp_sums, thread):
-    """The shortest prefix of the ranking that holds `target` tokens, or a weight of `target` if `by_weight`,
-    by radix selection: the row's bins, then 2 digits of the candidates, which its last token is among.
+def select_prefix(target, by_weight, of_row, registers, shared, thread):
+    """Finds the shortest prefix of the ranking that holds `target` tokens, or a weight of `target` if `by_weight`, by
+    radix selection: first among the bins of the row, then by two digits of the rank keys of the candidates, of which
+    its last token is one.
 
-    -> (W of its last token, how many tokens of that W it holds, weight of all larger ones); (0, 0, weight of
-    all) if there are fewer than `target` tokens. n, w, ids, x: local scratch; counts, residues, found,
-    warp_sums: shared.
+    of_row: see `kept_prefix`; registers, shared: scratch, see `choose`.
+    -> (W of the last token, how many tokens of that W the prefix holds, weight of all tokens with a larger W);
+    (0, 0, weight of all) if all tokens together do not reach the target.
     """
+    row, row_start, weights, histogram, candidates, n_candidates = of_row
+    n, w, ids, x = registers
+    counts, residues, found, warp_sums = shared
     prefix, above, ties = uint32(0), uint64(0), uint32(0)
     for level in range(uint32(3)):
         if level == uint32(0):
@@ -556,9 +546,9 @@ def select_prefix(n, w, ids, x, target, by_weight, weights, histogram, candidate
 # ---- the draw ----------------------------------------------------------------------------------------------
 
 @cuda.jit(device=True)
-def philox(seed, seed_high, step):
-    """The first 64 bits of Philox4x32-10 for the counter (step, 0, 0, 0)."""
-    c0, c1, c2, c3 = step, uint32(0), uint32(0), uint32(0)
+def philox(seed, seed_high, draw):
+    """The first 64 bits of Philox4x32-10 for the counter (draw, 0, 0, 0)."""
+    c0, c1, c2, c3 = draw, uint32(0), uint32(0), uint32(0)
     k0, k1 = seed, seed_high
     for _ in range(uint32(10)):
         a, b = uint64(uint64(0xD2511F53) * uint64(c0)), uint64(uint64(0xCD9E8D57) * uint64(c2))
@@ -586,10 +576,11 @@ def least_weight(parameters, slot):
 
 @cuda.jit(device=True)
 def kept_before(above, n_ties, threshold, ties, warp_sums, thread):
-    """What the prefix keeps, in order of id, when each thread stands for a stretch of the vocabulary.
+    """The weight that the prefix keeps in each stretch of the vocabulary; thread t has stretch t, in order of id.
 
-    above: weight of the thread's tokens with W > threshold; n_ties: how many have W = threshold, of which the
-    first `ties` of all are kept. -> weight kept by earlier threads, by this one, ties left to it, all weight.
+    above: weight of the stretch's tokens with W > threshold; n_ties: how many of its tokens have W = threshold. Of
+    these the first `ties` of the whole vocabulary are kept. -> weight kept in earlier stretches, in this one, how many
+    ties earlier stretches left to it, weight kept in all.
     """
     ties_before, _ = running_sum(uint64(n_ties), warp_sums, thread)
     left = uint32(uint64(ties) - min(uint64(ties), ties_before))
@@ -600,10 +591,10 @@ def kept_before(above, n_ties, threshold, ties, warp_sums, thread):
 
 @cuda.jit(device=True, inline="always")
 def take_token(tokens, row, slot, token, parameters, history, n_vocab):
-    """One thread: a row's token is decided (NO_TOKEN: there is none); its slot advances."""
+    """By one thread: writes the token of a row (NO_TOKEN: there is none); the slot counts it and the draw."""
     tokens[row] = int32(token)
     if token != uint32(NO_TOKEN):
-        at = uint32(slot * uint32(N_PARAMETERS) + uint32(STEP))
+        at = uint32(slot * uint32(N_PARAMETERS) + uint32(DRAW))
         parameters[at] = uint32(parameters[at] + uint32(1))
         if parameter(parameters, slot, FLAGS) & uint32(PENALIZED):
             seen = uint32(history[uint32(slot * n_vocab + token)])
@@ -612,9 +603,11 @@ def take_token(tokens, row, slot, token, parameters, history, n_vocab):
 
 
 @cuda.jit(device=True)
-def end_bins(n, w, histogram, parameters, row, slot, found, warp_sums, thread):
-    """The first and the last of the bins in which the prefix may end: of all larger weights every token is
-    kept, of all smaller ones none. BINS, BINS without top_k and top_p, or where they keep everything."""
+def end_bins(bins, histogram, parameters, row, slot, found, warp_sums, thread):
+    """The first and the last of the bins in which the prefix may end: every token of the bins before is kept, none of
+    the bins after. (BINS, BINS) without top_k and top_p, and where these keep all tokens. bins: scratch for count and
+    weight of the thread's bins."""
+    n, w = bins
     first_bin, last_bin = uint32(BINS), uint32(BINS)
     top_k, top_p = parameter(parameters, slot, TOP_K), float_parameter(parameters, slot, TOP_P)
     if is_ranked(parameters, slot):
@@ -623,8 +616,8 @@ def end_bins(n, w, histogram, parameters, row, slot, found, warp_sums, thread):
         last_bin, left, above, _ = reach(n, w, target, False, found, warp_sums, thread)
         first_bin = last_bin
         if top_p < float32(1.0):
-            # What top_k leaves weighs at least this: the bin's tokens count as its smallest weight. The end
-            # of the prefix is in the bin where this much reaches top_p, or after it.
+            # The least that the tokens kept by top_k can weigh, each of the last bin as little as the bin has. The
+            # prefix ends in the bin where top_p of this weight is reached, or after it.
             smallest = weight_of(uint32(left), uint64(0),
                                  uint32(uint32(last_bin + uint32(1)) << uint32(BIN_BITS)))
             first_bin, _, _, _ = reach(n, w, share_of(uint64(above + smallest), top_p), True, found,
@@ -634,9 +627,11 @@ def end_bins(n, w, histogram, parameters, row, slot, found, warp_sums, thread):
 
 
 @cuda.jit(device=True)
-def kept_prefix(n, w, ids, x, parameters, slot, weights, histogram, candidates, n_candidates, row, row_start,
-                counts, residues, found, warp_sums, thread):
-    """-> (threshold, ties): kept are all tokens of W > threshold, and the first `ties` of W = threshold."""
+def kept_prefix(parameters, slot, of_row, registers, shared, thread):
+    """-> (threshold, ties): all tokens with W > threshold are kept, and the first `ties` of those with W = threshold.
+
+    of_row: the row's number and first element, weights, histogram and candidates of all rows, the row's number of
+    candidates. registers, shared: scratch, see `choose`."""
     threshold, ties, above = uint32(0), uint32(0), uint64(0)
     top_k, top_p = parameter(parameters, slot, TOP_K), float_parameter(parameters, slot, TOP_P)
     for stage in range(uint32(2)):
@@ -645,9 +640,7 @@ def kept_prefix(n, w, ids, x, parameters, slot, weights, histogram, candidates, 
             target = uint64(top_k) if top_k != uint32(0) else uint64(NO_LIMIT)
             if by_top_p:
                 target = share_of(uint64(above + uint64(threshold) * uint64(ties)), top_p)
-            threshold, ties, above = select_prefix(n, w, ids, x, target, by_top_p, weights, histogram,
-                                                   candidates, n_candidates, row, row_start, counts, residues,
-                                                   found, warp_sums, thread)
+            threshold, ties, above = select_prefix(target, by_top_p, of_row, registers, shared, thread)
     least = least_weight(parameters, slot)
     if least > threshold:
         threshold, ties = uint32(least - uint32(1)), uint32(0)
@@ -656,7 +649,7 @@ def kept_prefix(n, w, ids, x, parameters, slot, weights, histogram, candidates, 
 
 @cuda.jit
 def choose(tokens, weights, histogram, candidates, sums, progress, history, parameters, row_slot, n_vocab):
-    """Grid (chunks, rows): the token of a row; then its slot advances."""
+    """Grid (chunks, rows): draws the token of a row where `weigh` has not decided it; the slot counts it."""
     w, ids = cuda.local.array(PER_THREAD, uint32), cuda.local.array(PER_THREAD, uint32)
     bin_n, bin_w = cuda.local.array(BINS_EACH, uint32), cuda.local.array(BINS_EACH, uint64)
     warp_sums, found = cuda.shared.array(WARPS, uint64), cuda.shared.array(4, uint64)
@@ -675,10 +668,9 @@ def choose(tokens, weights, histogram, candidates, sums, progress, history, para
         for j in range(uint32(PER_THREAD)):
             i = token_of(chunk, j, thread)
             w[j] = weights[uint32(row_start + i)] if i < n_vocab else uint32(0)
-        first_bin, last_bin = end_bins(bin_n, bin_w, histogram, parameters, row, slot, found, warp_sums,
-                                       thread)
+        first_bin, last_bin = end_bins((bin_n, bin_w), histogram, parameters, row, slot, found, warp_sums, thread)
 
-        # The weight that the chunk certainly keeps, and above it in the same word how many candidates it has.
+        # One word per thread: the weight that is kept in any case, and in the bits above it the number of candidates.
         least, own = least_weight(parameters, slot), uint64(0)
         for j in range(uint32(PER_THREAD)):
             at = uint32(rank_key(w[j]) >> uint32(BIN_BITS))
@@ -700,8 +692,8 @@ def choose(tokens, weights, histogram, candidates, sums, progress, history, para
                     candidates[uint32(row_start + to)] = token_of(chunk, j, thread)
                     to = uint32(to + uint32(1))
 
-        # The block that arrives last goes on. One fence before the counter and one behind it, between
-        # barriers: what all threads of all blocks have written is seen by all threads of this one.
+        # Only the block that arrives last goes on. The fences before and after its count, between barriers, make all
+        # that the threads of all blocks have written visible to all threads of this block.
         cuda.syncthreads()
         if thread == uint32(0):
             cuda.threadfence()
@@ -710,11 +702,11 @@ def choose(tokens, weights, histogram, candidates, sums, progress, history, para
         cuda.syncthreads()
         if uint32(found[1]) == uint32(n_chunks - uint32(1)):
             n_candidates = progress[uint32(state + uint32(N_CANDIDATES))]
-            threshold, ties = kept_prefix(bin_n, bin_w, ids, w, parameters, slot, weights, histogram,
-                                          candidates, n_candidates, row, row_start, counts, residues, found,
-                                          warp_sums, thread)
+            of_row = row, row_start, weights, histogram, candidates, n_candidates
+            registers, shared = (bin_n, bin_w, ids, w), (counts, residues, found, warp_sums)
+            threshold, ties = kept_prefix(parameters, slot, of_row, registers, shared, thread)
 
-            # Thread c stands for chunk c: what it keeps of the candidates joins its certain weight.
+            # Thread c stands for chunk c. The kept candidates of the chunk are added to its sum.
             chunk_sums[thread] = sums[uint32(row * n_chunks + thread)] if thread < n_chunks else uint64(0)
             chunk_ties[thread] = uint32(0)
             cuda.syncthreads()
@@ -730,13 +722,13 @@ def choose(tokens, weights, histogram, candidates, sums, progress, history, para
                                                     warp_sums, thread)
             r = multiply_high(philox(parameter(parameters, slot, SEED),
                                      parameter(parameters, slot, SEED_HIGH),
-                                     parameter(parameters, slot, STEP)), total)
+                                     parameter(parameters, slot, DRAW)), total)
             if before <= r and r < uint64(before + part):
                 found[0], found[1], found[2] = uint64(thread), uint64(r - before), uint64(left)
             cuda.syncthreads()
             start, r, ties = uint32(uint32(found[0]) * uint32(CHUNK)), found[1], uint32(found[2])
 
-            # Thread t stands for the tokens from PER_THREAD * t on of the chunk in which the sum passes r.
+            # In the chunk where the running sum exceeds r, thread t stands for the tokens from PER_THREAD * t on.
             above, n_ties = uint64(0), uint32(0)
             for j in range(uint32(PER_THREAD)):
                 i = uint32(start + thread * uint32(PER_THREAD) + uint32(j))
@@ -757,8 +749,8 @@ def choose(tokens, weights, histogram, candidates, sums, progress, history, para
 
 
 def sample(card, tokens, logits, row_slot, state, rows, n_vocab, stream=None):
-    """tokens int32 [rows] <- logits float32 [rows, n_vocab] of the slots row_slot int32 [rows] (each at most
-    once), under `state` (SamplingState). Writes tokens, and step and history of those slots; never
+    """tokens int32 [rows] <- choices from logits float32 [rows, n_vocab]. row_slot int32 [rows]: the slot of each row,
+    each at most once; state: SamplingState. The draw and the history of these slots are counted on. Never
     allocates."""
     grid, logits = (-(-n_vocab // CHUNK), rows), logits.reshape(-1)
     best, weights, histogram, candidates, sums, progress = (
@@ -783,15 +775,15 @@ CASES = [(4096, {}), (65, {}), (1, {"temperature": 1.0}), (33, {"temperature": 0
          (31, {"temperature": 1.0, "top_k": 1}), (4096, {"temperature": 1.0, "top_p": 1e-6}),
          (4096, {"temperature": 8.0, "top_k": 4000, "top_p": 0.999, "repetition": 0.8, "masked": True,
                  "biased": True}),
-         (9000, {"temperature": 1.0, "top_p": 0.5, "min_p": 1e-4, "seed": 2**64 - 1, "step": 7}),
+         (9000, {"temperature": 1.0, "top_p": 0.5, "min_p": 1e-4, "seed": 2**64 - 1, "draw": 7}),
          (2049, {"temperature": 0.3, "top_k": 2**31 - 1, "top_p": 0.0}),
          (2048, {"temperature": 1.0, "min_p": 1.0}),
          (9000, {"temperature": 50.0, "top_k": 8990, "top_p": 0.9, "masked": True})]
 
 
 def check(card, case):
-    """Three steps of two rows: weights against float64, then the token that follows from the card's own
-    integer weights, exactly. Returns the largest relative error of a weight above 2^10."""
+    """Three steps of two rows. Weights are compared with float64; tokens must be exactly those that follow from the
+    card's own integer weights. Returns the largest relative error of a weight above 2^10."""
     n_vocab, settings = case
     rng = np.random.default_rng(n_vocab)
     slots, state = np.array([2, 0], np.int32), SamplingState.allocate(card, 3, 2, n_vocab)
@@ -822,9 +814,9 @@ def check(card, case):
             if settings.get("temperature", 0) > 0:
                 error = max(error, check_weights(weights[row], x, settings["temperature"]))
                 want = draw_reference(weights[row], keep_reference(weights[row], parameters[slot]),
-                                      settings.get("seed", 0), int(parameters[slot, STEP]))
+                                      settings.get("seed", 0), int(parameters[slot, DRAW]))
             assert got[row] == want, f"token {got[row]}, not {want}"
-            parameters[slot, STEP] += 1
+            parameters[slot, DRAW] += 1
             history[slot, want] += bool(parameters[slot, FLAGS] & PENALIZED)
     np.testing.assert_array_equal(card.download(state.parameters), parameters)
     np.testing.assert_array_equal(card.download(state.history), history)
@@ -833,8 +825,8 @@ def check(card, case):
 
 
 def check_weights(weights, x, temperature):
-    """z = (x - max) / temperature has two roundings, exp one ulp: a relative error of 2^-23 (|z| + 2), and
-    1/2 of the last rounding."""
+    """z = (x - max) / temperature has two roundings and exp one ulp, together a relative error of 2^-23 (|z| + 2). The
+    last rounding adds 1/2."""
     with np.errstate(invalid="ignore"):
         z = np.maximum((x.astype(np.float64) - x.max()) / temperature, -1e3)
     want = weights_reference(x, temperature)
@@ -845,7 +837,7 @@ def check_weights(weights, x, temperature):
 
 
 def cases(card):
-    """The checked cases, and the vocabulary of the published models in time."""
+    """The checks, then times with the vocabulary of the published models."""
     for n_vocab, settings in CASES:
         yield Case(f"{n_vocab} {settings or 'greedy'}", lambda case=(n_vocab, settings): check(card, case))
     for settings in ({}, {"temperature": 0.6, "top_k": 20, "top_p": 0.95}, {"temperature": 1.0}):

@@ -1,23 +1,24 @@
 """A timeline of what cards do, for Chrome's and Perfetto's viewers: kernels, copies and waits by card and stream.
 
     with tracing(cards) as trace:
-        ...                                              # what cards and threads do meanwhile
+        ...                                              # work on the cards, by any thread
     trace.write("trace.json")                            # open it in ui.perfetto.dev or chrome://tracing
-    python -m kernels.trace trace.json overlap.svg span,copy     # or draw it, or some kinds of spans
+    python -m kernels.trace trace.json overlap.svg span,copy     # or draw it; the last word chooses kinds of spans
 
-While tracing, events are recorded around each operation of a stream; without it nothing here costs anything. A
-replayed recording is one operation, whose kernels are in its arguments. `card.span(name)` makes a row above the
-streams that tells what they are at. Waits of host threads for events are rows of their own.
+While tracing, an Observer (kernels/card.py) records an event before and after each operation of a stream. A replayed
+recording is one operation; the arguments of its bar list its kernels. `card.span(name)` makes a bar in a row of its
+own, "work", above the streams. Waits of host threads for events have a row for each thread.
 
-Clocks. The events of a card tell seconds since the card's first one, which the host waited for and then read its own
-clock: so the rows of different cards are as exact to each other as that wait, and drift apart as the clocks do.
+Clocks. When tracing begins, the host waits for a first event of each card and then reads its own clock. The card tells
+the time of later events in seconds since that first one. So the rows of two cards agree as exactly as the host noticed
+the first events, and drift apart as the clocks do.
 
-What it costs: two events per operation, so kernels no longer overlap with the one before them, and short ones take
-longer than they do without.
+What it costs: two events per operation. Kernels no longer overlap with the kernel before them, and short kernels take
+longer than untraced.
 
-The file has the object form of the Trace Event Format: complete events ("X": ts and dur in µs), metadata ("M") that
-names a process per card and a thread per stream. Threads have numbers of their own in the whole file, since viewers
-mix up equal ones of different processes.
+The file has the object form of the Trace Event Format: complete events ("X": ts and dur in µs), and metadata ("M") that
+names a process for each card and a thread for each stream. Every thread of the file has a number of its own, because
+viewers confuse threads of different processes that have the same number.
 """
 
 import json
@@ -29,19 +30,22 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kernels.card import CardError, NoAnswer
+from kernels.card import CardError, NoAnswer, Observer
 
-MOST = 300_000                                           # operations that are kept, the last ones; 45 MB of a file
-LEFT_OUT = "left out"                                    # the fact of how many were not
-LAST_WAIT = 10.0                                         # seconds that what is queued at the end may take
-SHOWN_WAIT = 2e-6                                        # seconds: shorter waits of the host are none
-HOST = "host"
+MOST = 300_000                                           # operations kept, the last ones: 45 MB of a file
+LEFT_OUT = "left out"                                    # the key in Trace.facts that tells how many are missing
+LAST_WAIT = 10.0                                         # seconds that the end of tracing waits for queued operations
+SHOWN_WAIT = 2e-6                                        # seconds; shorter waits of the host are not shown
+HOST = "host"                                            # the process of the rows of host threads
 
 
 @dataclass(frozen=True)
 class Span:
-    """One bar. process, row: card and stream, or HOST and thread. kind: kernel (copies within the card, too), replay,
-    copy (over the link), wait or span. start, end: seconds of the host's time.perf_counter. facts: what else there is.
+    """One bar of the timeline.
+
+    process, row: names of card and stream, or HOST and the name of a thread. kind: "kernel" (copies within the card
+    as well), "replay", "copy" (over the link), "wait" or "span". start, end: seconds of the host's time.perf_counter.
+    facts: further facts by name, which viewers show as the bar's arguments.
     """
     process: str
     row: str
@@ -53,12 +57,12 @@ class Span:
 
 
 class Trace:
-    """What was recorded; `spans` is complete when `tracing` has ended."""
+    """What `tracing` found: spans, a list of Span, and facts by name. Both are complete when `tracing` has ended."""
 
     def __init__(self):
         self.spans, self.facts, self.n_marks = [], {}, 0
-        self.marks = deque(maxlen=MOST)                  # (row, name, kind, facts, start and end Event)
-        self.waits = deque(maxlen=MOST)                  # (thread, name, start, end)
+        self.marks = deque(maxlen=MOST)                  # ((process, row), name, kind, facts, start Event, end Event)
+        self.waits = deque(maxlen=MOST)                  # of the host: (thread, name, start, end)
 
     def mark(self, *what):
         self.marks.append(what)
@@ -68,7 +72,7 @@ class Trace:
         Path(path).write_text(json.dumps(self.to_dict()) + "\n", encoding="utf-8")
 
     def to_dict(self):
-        """The trace as viewers read it. Times begin at the first span."""
+        """The trace in the form that viewers read. Time 0 is the start of the first span."""
         first = min((span.start for span in self.spans), default=0.0)
         processes = _numbered(span.process for span in self.spans)
         rows = _numbered((span.process, span.row) for span in self.spans)
@@ -85,7 +89,7 @@ class Trace:
 
 
 def _numbered(things):
-    """A number for each of the different things, from 1: 0 is the idle process of viewers."""
+    """{thing: number} for the different things, from 1 on, because viewers take process 0 for the idle one."""
     return {thing: i for i, thing in enumerate(dict.fromkeys(things), 1)}
 
 
@@ -97,13 +101,13 @@ def _metadata(what, pid, tid, **args):
 
 @contextmanager
 def tracing(cards):
-    """Records what `cards` do inside; yields the Trace, complete at the end."""
+    """Records what `cards` do inside. Yields the Trace, which is complete when the block has ended."""
     trace, cards = Trace(), list(cards)
     clocks = [_Clock(card) for card in cards]
     try:
         with ExitStack() as stack:
             for card in cards:
-                stack.enter_context(_traced(card, trace))
+                stack.enter_context(card.observed_by(_CardObserver(card, trace)))
             yield trace
     finally:
         kept, waits, n_marks = list(trace.marks), list(trace.waits), trace.n_marks     # a thread may still add some
@@ -112,7 +116,7 @@ def tracing(cards):
             marks = [mark for mark in kept if mark[0][0] == card.name]
             try:
                 _wait(card, marks)
-            except CardError as error:                   # what was done before is what is wanted now
+            except CardError as error:                   # the operations before the failure are still shown
                 trace.facts[f"{card.name} failed"] = str(error)
             trace.spans += _spans_of(card, clock, marks)
         if n_marks > len(kept):
@@ -123,7 +127,7 @@ def tracing(cards):
 
 
 def _wait(card, marks):
-    """Until what `marks` tell of is done. Raises what went wrong with it; a card that hangs must hold nobody."""
+    """Waits until the operations of `marks` are done. Raises what went wrong, NoAnswer after LAST_WAIT seconds."""
     end = time.monotonic() + LAST_WAIT
     for last in {row: mark[-1] for row, *mark in marks}.values():
         if not last.wait(max(end - time.monotonic(), 0)):
@@ -131,7 +135,7 @@ def _wait(card, marks):
 
 
 class _Clock:
-    """The host's time of a card's events."""
+    """Converts the times of a card's events to the host's time."""
 
     def __init__(self, card):
         self.event = card.default_stream.record()
@@ -143,12 +147,12 @@ class _Clock:
 
 
 def _spans_of(card, clock, marks):
-    """Of a row no span begins before the last has ended, as the rounding of times could have it."""
+    """The Spans of `marks`. In a row no span starts before the last one has ended, whatever rounded times say."""
     spans, ends = [], {}
     for (process, row), name, kind, facts, start, end in marks:
         try:
             start, end = clock.of(start), clock.of(end)
-        except CardError:                                # it never came to that
+        except CardError:                                # the operation was never done
             continue
         start = max(start, ends.get(row, start))
         end = ends[row] = max(start, end)
@@ -158,76 +162,76 @@ def _spans_of(card, clock, marks):
     return sorted(spans, key=lambda span: (span.kind != "span", span.row != "default", span.row))
 
 
-@contextmanager
-def _traced(card, trace):
-    """Puts something that records around the methods of `card` through which all its operations go."""
-    names = {}                                           # streams without a name get numbers
+class _CardObserver(Observer):
+    """Adds to `trace` what `card` does: events around every operation of a stream, and the host's times of waits."""
 
-    def row_of(stream):
-        number = names.setdefault(stream, len(names))
-        return card.name, getattr(stream, "name", "") or f"stream {number}"
+    def __init__(self, card, trace):
+        self.card, self.trace = card, trace
+        self.names = {}                                  # stream -> the number in the name of its row
+
+    def launch(self, stream, function, grid, block, shared):
+        return self._between(stream, function.name, "kernel", {"grid": grid, "block": block, "shared bytes": shared})
+
+    def copy_in(self, stream, dst):
+        return self._between(stream, f"in: {dst.name}", "copy", {"bytes": dst.nbytes})
+
+    def copy_out(self, stream, src):
+        return self._between(stream, f"out: {src.name}", "copy", {"bytes": src.nbytes})
+
+    def copy(self, stream, dst, src):
+        return self._between(stream, f"copy: {src.name}", "kernel", {"bytes": 2 * src.nbytes})
+
+    def fill(self, stream, array):
+        return self._between(stream, f"fill: {array.name}", "kernel", {"bytes": array.nbytes})
+
+    def replay(self, stream, recording):
+        kernels = dict(Counter(recording.operations))
+        return self._between(stream, recording.name or "recording", "replay", {"kernels": kernels})
+
+    def hold(self, stream, event):
+        return self._between(stream, f"for {event.card.name}", "wait", {})
 
     @contextmanager
-    def between(stream, row, name, kind, **facts):
-        is_recorded = card._recording is not None and stream is card._recording.stream
-        if is_recorded:
+    def host_wait(self, event):
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            end = time.perf_counter()
+            if end - start > SHOWN_WAIT:
+                self.trace.waits.append((threading.current_thread().name, f"for {event.card.name}", start, end))
+
+    def span(self, name):
+        return self._between(self.card.default_stream, name, "span", {}, "work")
+
+    @contextmanager
+    def _between(self, stream, name, kind, facts, row=None):
+        """Records an event before and one after the operation. row: by default that of the stream."""
+        row, recording = row or self._row_of(stream), self.card._recording
+        if recording is not None and stream is recording.stream:         # kept, not run
             yield
             return
         start = stream.record()
         yield
-        trace.mark(row, name, kind, facts, start, stream.record())
+        self.trace.mark((self.card.name, row), name, kind, facts, start, stream.record())
 
-    def around(method, describe):
-        """`method`, whose operations are told of as describe(its arguments) says: stream, name, kind and facts."""
-        def traced(*args):
-            stream, name, kind, facts = describe(*args)
-            with between(stream, row_of(stream), name, kind, **facts):
-                return method(*args)
-        return traced
-
-    def awaited(event, timeout):
-        start = time.perf_counter()
-        try:
-            return wait(event, timeout)
-        finally:
-            end = time.perf_counter()
-            if end - start > SHOWN_WAIT:
-                trace.waits.append((threading.current_thread().name, f"for {event.card.name}", start, end))
-
-    def span(name):
-        return between(card.default_stream, (card.name, "work"), name, "span")
-
-    described = {
-        "_enqueue": lambda stream, function, grid, block, shared, *_: (
-            stream, function.name, "kernel", {"grid": grid, "block": block, "shared bytes": shared}),
-        "_copy_in": lambda dst, host, pinned, stream: (stream, f"in: {dst.name}", "copy", {"bytes": dst.nbytes}),
-        "_copy_out": lambda host, src, pinned, stream: (stream, f"out: {src.name}", "copy", {"bytes": src.nbytes}),
-        "_copy": lambda dst, src, stream: (stream, f"copy: {src.name}", "kernel", {"bytes": 2 * src.nbytes}),
-        "_fill": lambda array, byte, stream: (stream, f"fill: {array.name}", "kernel", {"bytes": array.nbytes}),
-        "_hold": lambda stream, event: (stream, f"for {event.card.name}", "wait", {}),
-        "_replay": lambda recording, stream: (
-            stream, recording.name or "recording", "replay", {"kernels": dict(Counter(recording.operations))}),
-    }
-    wait = card._await
-    vars(card).update({name: around(getattr(card, name), describe) for name, describe in described.items()},
-                      _await=awaited, span=span)
-    try:
-        yield
-    finally:
-        for name in (*described, "_await", "span"):
-            delattr(card, name)
+    def _row_of(self, stream):
+        number = self.names.setdefault(stream, len(self.names))
+        return getattr(stream, "name", "") or f"stream {number}"
 
 
 # ---- a picture ---------------------------------------------------------------------------------------------
 
 COLOURS = {"span": "#8c8c8c", "kernel": "#2f6fb5", "replay": "#2f6fb5", "copy": "#e08214", "wait": "#c9c9c4"}
 BACKGROUND = "#fbfbf9"                                   # opaque and light: readable on a dark page, too
-SHARPNESS = 2000                                         # bars closer than this part of the width are one bar
+SHARPNESS = 2000                                         # bars with gaps below width / SHARPNESS are drawn as one bar
 
 
 def draw(trace, picture, kinds=tuple(COLOURS)):
-    """Draws the spans of these kinds, of what `Trace.to_dict` gave, into a file, SVG by its name or PNG: a row per card
-    and stream."""
+    """Draws the spans of these kinds into the file `picture`, SVG or PNG by its name: a row per card and stream.
+
+    trace: what `Trace.to_dict` gave.
+    """
     import matplotlib.pyplot as plt                      # here: only a picture needs it
 
     events = trace["traceEvents"]
@@ -259,7 +263,7 @@ def draw(trace, picture, kinds=tuple(COLOURS)):
 
 
 def joined(spans, gap):
-    """(start, end) pairs without those whose ends lie closer to the next start than `gap`, as one."""
+    """(start, end) pairs, sorted; pairs that are less than `gap` apart are joined into one."""
     result = []
     for start, end in sorted(spans):
         if result and start - result[-1][1] < gap:

@@ -4,8 +4,12 @@ from functools import cache
 
 import pytest
 
-from kernels.card import open_cards
+pytest.register_assert_rewrite("tests.card_cases")      # before anything imports it
+
 from kernels.nvidia import open_nvidia_cards
+from kernels.open import open_cards
+
+pytest.register_assert_rewrite("tests.clients", "tests.four_ways")     # what test files share
 
 
 @cache

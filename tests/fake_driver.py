@@ -198,7 +198,7 @@ def cuMemsetD8Async(dst, byte, n, stream):
 # ---- kernels and graphs ------------------------------------------------------------------------------------
 
 def assembled(assemble):
-    """`kernels.nvidia.assemble`, observed: what it made of which PTX, so that the native code can stand for it."""
+    """`kernels.assembler.assemble`, observed: what it made of which PTX, so that the native code can stand for it."""
     def assemble_and_note(compiled, *args):
         cubin = assemble(compiled, *args)
         if cubin is not None:

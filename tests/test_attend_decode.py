@@ -3,8 +3,8 @@ import pytest
 
 from kernels import attend_decode, attention, kv_cache, rope
 from kernels.attend_decode import Sample, launcher, sample_case, upload_case
-from kernels.card import open_cards
 from kernels.kv_formats import KV_FORMATS
+from kernels.open import open_cards
 from kernels.records import Places
 from kernels.rope import heads_of
 

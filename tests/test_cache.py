@@ -18,6 +18,7 @@ from llguidance import LLMatcher
 
 import qengine
 from engine.constraints import Constraint, Vocabulary
+from engine.plan import LEAST_CHECKPOINTS
 from engine.prefix import CHECKPOINT_INTERVAL, PAGE_TOKENS, PrefixCache, checkpoint_positions, pages_for, whole_pages
 from engine.tokenizer import Tokenizer
 from kernels.card import CardError
@@ -97,13 +98,13 @@ class FakePipeline:
         self.random, self.fault, self.n_processed = random, None, 0
         self.log = []
 
-    def start(self, slot, request, number):
+    def prepare_slot(self, slot, request, number):
         self.states[slot] = [] if number is None else list(self.saved[number])
         assert [token for token, _ in self.states[slot]] == request.prompt_ids[:len(self.states[slot])]
         self.known[slot] = list(itertools.accumulate(self.states[slot], lambda known, step: extended(known, *step),
                                                      initial=EMPTY))[1:]
         self.masks[slot] = None
-        self.log.append(("start", request))
+        self.log.append(("prepare", request))
 
     def set_pages(self, slot, pages):
         self.tables[slot] = list(pages)
@@ -392,7 +393,7 @@ def test_anything_that_may_happen(seed):
     for generation in ruled:
         assert GRAMMARS[generation.request.grammar]("".join(event.text for event in events_of(generation)))
     assert ruled
-    begun = [id(request) for kind, request in world.pipeline.log if kind == "start"]
+    begun = [id(request) for kind, request in world.pipeline.log if kind == "prepare"]
     assert begun == [id(g.request) for g in generations if id(g.request) in begun], "somebody was overtaken"
     stats = world.scheduler.stats()
     assert stats["requests_running"] == stats["requests_waiting"] == stats["kv_pages_used"] == 0
@@ -603,7 +604,7 @@ def test_a_running_answer_waits_for_one_chunk_at_most():
     world.finish(world.submit(text(4096), max_tokens=1))
     kinds = [kind for kind, _ in world.pipeline.log]
     assert kinds.count("prefill") == 4096 // qengine.RUNNING_CHUNK
-    assert "prefill prefill" not in " ".join(kind for kind in kinds if kind != "start")
+    assert "prefill prefill" not in " ".join(kind for kind in kinds if kind != "prepare")
     assert max(n for kind, n in world.pipeline.log if kind == "prefill") == qengine.RUNNING_CHUNK
 
 
@@ -616,7 +617,7 @@ def test_nobody_is_overtaken_who_waits_for_pages():
         world.step()
     assert len(world.scheduler.running) == 1 and len(world.scheduler.waiting) == 2
     world.finish(running, large, small)
-    assert [request for kind, request in world.pipeline.log if kind == "start"] == [
+    assert [request for kind, request in world.pipeline.log if kind == "prepare"] == [
         running.request, large.request, small.request]
 
 
@@ -720,7 +721,7 @@ def test_checkpoints_in_host_memory(late):
     asked = [drawn(np.random.default_rng(seed).integers(0, 4000, 100)) for seed in range(8)]
     want = [read(small.submit(request)) for request in asked]
     before = small.stats()
-    assert before["checkpoints_on_card"] == qengine.LEAST_CHECKPOINTS and before["checkpoints_spilled"] >= 6
+    assert before["checkpoints_on_card"] == LEAST_CHECKPOINTS and before["checkpoints_spilled"] >= 6
     again = [small.submit(request) for request in asked]
     assert [read(generation) for generation in again] == want
     assert [generation.n_cached for generation in again] == [64] * 8

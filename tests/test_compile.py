@@ -20,8 +20,8 @@ from numba.types import float16
 
 from kernels import compile as compiler
 from kernels import intrinsics
+from kernels.assembler import assemble
 from kernels.compile import CompileError, cache_key, compile_kernel
-from kernels.nvidia import assemble
 
 ROOT = Path(__file__).parents[1]
 OLDEST = next(cc for cc in compiler.supported_ccs() if cc >= (7, 0))
@@ -422,7 +422,8 @@ CHECKOUT = """
 import sys
 import numpy as np
 from kernels import compile as compiler
-from kernels.card import LaunchError, open_cards
+from kernels.card import LaunchError
+from kernels.open import open_cards
 from kernels.nvidia import assemble
 from kernels.overrun import overrun
 

@@ -163,8 +163,8 @@ def test_tokens_that_are_certain_have_the_bits_of_steps_of_their_own(engine, mon
             return events, engine.cards[0].download(engine.pipeline.last.model.logits[:1])
 
     events, logits = answer()
-    assert sum(passes) > (10 if is_cut else 64) and max(passes) == qengine.CERTAIN_ROWS
-    monkeypatch.setattr(qengine, "LEAST_CERTAIN", 1000)
+    assert sum(passes) > (10 if is_cut else 64) and max(passes) == qengine.FORCED_ROWS
+    monkeypatch.setattr(qengine, "LEAST_FORCED", 1000)
     passes.clear()
     want, want_logits = answer()
     assert events == want and not passes
@@ -185,7 +185,7 @@ def test_a_page_that_is_full_with_the_last_certain_token_is_kept(engine, monkeyp
 
     n = 2 * PAGE_TOKENS + 1 - reused(5)[0]          # the last token of an answer is not processed
     cached = [reused(n + i)[1] for i in range(2)]
-    monkeypatch.setattr(qengine, "LEAST_CERTAIN", 1000)
+    monkeypatch.setattr(qengine, "LEAST_FORCED", 1000)
     assert cached == [reused(n + i)[1] for i in range(2)] and cached[0] == 2 * PAGE_TOKENS
 
 
@@ -336,7 +336,7 @@ def test_a_grammar_that_fails_on_the_way_ends_its_request_alone(engine):
     assert caught.value.field == "grammar" and "verbose" not in str(caught.value)
     assert 0 < broken.n_generated < 10
     assert [list(g) for g in others] == want
-    assert engine.error is None and len(engine.scheduler.free_slots) == SLOTS
+    assert engine.reason is None and len(engine.scheduler.free_slots) == SLOTS
 
 
 AMBIGUOUS = 'start: e\ne: e e | "a" | e "a" e | ""'

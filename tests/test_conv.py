@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from kernels import conv
+from kernels.records import Places, Projected
 from tests.oracle import oracle_npz
 
 
@@ -23,8 +24,8 @@ def test_bits_do_not_depend_on_the_cut(card, cuts):
         start = 0
         for length in cuts:
             part = slice(start, start + length)
-            conv.conv_silu(card, y[part], x[part].reshape(-1), channels, ring, w, slot, positions[part],
-                           length, channels)
+            conv.conv_silu(card, y[part], Projected(x[part].reshape(-1), channels), ring, w,
+                           Places(slot, positions[part]), length, channels)
             start += length
         return card.download(y), card.download(ring)
 
@@ -39,6 +40,7 @@ def test_convolution_of_the_reference_model(card):
     y, ring = card.alloc(want.shape, np.float32), card.zeros((1, 4, 1024), np.float32)
     card.poison(y)
     zeros = card.zeros(40, np.int32)
-    conv.conv_silu(card, y, card.upload(x).reshape(-1), 1024, ring, card.upload(w), zeros, zeros, 40, 1024)
+    conv.conv_silu(card, y, Projected(card.upload(x).reshape(-1), 1024), ring, card.upload(w), Places(zeros, zeros),
+                   40, 1024)
     np.testing.assert_allclose(card.download(y), want, rtol=1e-5, atol=1e-6 * np.abs(want).max())
     np.testing.assert_array_equal(card.download(ring)[0], x[36:])

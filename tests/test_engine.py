@@ -1,6 +1,5 @@
 """The scheduler and the engine's life: requests that wait, run, end, are cancelled; what is left of them; failures."""
 
-import collections
 import contextlib
 import ctypes
 import dataclasses
@@ -9,18 +8,19 @@ import itertools
 import logging
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from llguidance import LLMatcher
 
 import qengine
+from engine.plan import LEAST_CHECKPOINTS, Work, choose_rows, slowest_seconds
 from engine.prefix import pages_for
-from kernels import q8_gemm, q8_gemv
+from kernels import probe, q8_gemm, q8_gemv
 from kernels.card import Array, CardError, OutOfMemory
 from kernels.emulated import native
 from kernels.emulated.card import EmulatedCard
+from tests.costs import costs_of, costs_of_27b, costs_of_square, passes_of, work_of
 from tests.models import CHUNK, CONTEXT, SLOTS, TINY, load_tiny
 
 LONG = 600                  # a prompt of ten chunks
@@ -124,7 +124,7 @@ def grouped(monkeypatch):
         engine = load_tiny(card)
         engine.pipeline.last.sampler.reads = card.stream("reads")
         for slot in range(3):
-            engine.pipeline.start(slot, request(slot))
+            engine.pipeline.prepare_slot(slot, request(slot))
             engine.pipeline.set_pages(slot, [slot])
         for group in range(2):
             engine.pipeline.place([group], [group], [0], group)
@@ -216,7 +216,7 @@ def test_a_step_is_queued_before_the_tokens_of_the_last_are_read(own_engine, mon
 
 def test_waiting_requests_are_admitted_in_their_order(engine):
     started = []
-    with observed(engine, start=lambda n, slot, request, number: started.append(request.seed)):
+    with observed(engine, prepare_slot=lambda n, slot, request, number: started.append(request.seed)):
         with engine.scheduler.borrow_slot(1):    # nothing starts before all wait
             waiting = [engine.submit(request(seed, max_tokens=2)) for seed in range(7)]
         for generation in waiting:
@@ -239,93 +239,54 @@ def test_no_request_waits_for_a_compilation(monkeypatch):
     engine.close()
 
 
-def stage_of(n_sms, n, k, **card):
-    """A Stage that knows its card and the shape of its one product, and no more."""
-    stage = qengine.Stage.__new__(qengine.Stage)
-    stage.card = SimpleNamespace(n_sms=n_sms, kind="cuda", **card)
-    stage.products, stage.row_operations = collections.Counter({(n, k): 1}), 2 * n * k
-    stage.speed, stage.attention_seconds = SimpleNamespace(dot=1e14, link=1e9), lambda: 0.0
-    stage.layers, stage.config = range(1), SimpleNamespace(hidden_dim=n)
-    return stage
-
-
-def pipeline_of(*stages):
-    """A Pipeline that can say how long passes take, and no more."""
-    pipeline = qengine.Pipeline.__new__(qengine.Pipeline)
-    pipeline.stages, pipeline.slowest = stages, qengine.slowest_seconds(stages)
-    return pipeline
-
-
-def passes_of(pipeline, n, limit):
-    """Tokens of the passes over a prompt of n tokens."""
-    passes = []
-    while sum(passes) < n:
-        passes.append(pipeline.pass_rows(sum(passes), n, limit, passes[-1] if passes else 0))
-    return passes
-
-
 @pytest.mark.parametrize("n_sms", [2, 80, 132])
 @pytest.mark.parametrize("limit", [64, 512, 4096])
 def test_passes_fill_the_card(n_sms, limit):
     """Passes over a prompt are whole pages but for the last, and take no longer than those of the largest size."""
-    stage = stage_of(n_sms, 4096, 4096)
-    pipeline = pipeline_of(stage)
+    costs = costs_of_square(n_sms)
     for n in (1, 63, 512, 4620, 10_000):
-        passes = passes_of(pipeline, n, limit)
+        passes = passes_of([costs], n, limit)
         assert sum(passes) == n and max(passes) <= limit and not any(rows % 64 for rows in passes[:-1])
         largest = [min(limit, n - start) for start in range(0, n, limit)]
-        assert sum(map(stage.pass_time, passes)) <= sum(map(stage.pass_time, largest))
+        assert sum(map(costs.product_time, passes)) <= sum(map(costs.product_time, largest))
 
 
 def test_a_short_prompt_of_9b_is_one_pass():
     """1,024 and 136 rows fill an H200's rounds better and took 2.8 % longer: a pass has a price of its own."""
-    stage = stage_of(132, 4096, 4096)
-    stage.products = collections.Counter({(12_352, 4096): 24, (10_240, 4096): 8, (4096, 4096): 32, (24_576, 4096): 32,
-                                          (4096, 12_288): 32})
-    stage.row_operations = 2 * sum(count * n * k for (n, k), count in stage.products.items())
-    assert passes_of(pipeline_of(stage), 1160, 4096) == [1160]
+    work = work_of({(12_352, 4096): 24, (10_240, 4096): 8, (4096, 4096): 32, (24_576, 4096): 32, (4096, 12_288): 32})
+    assert passes_of([costs_of(4096, work)], 1160, 4096) == [1160]
 
 
 def test_passes_avoid_a_last_round_of_few_blocks():
-    """1,600 rows are 800 blocks of threads: 8 more than six for each SM. In lanes others run in that round."""
-    stage = stage_of(132, 4096, 4096)
-    stage.row_operations *= 20
-    assert pipeline_of(stage).pass_rows(0, 4608, 1600, 0) == 1600
-    stage.card.kind = "emulated"
-    assert pipeline_of(stage).pass_rows(0, 4608, 1600, 0) == 1536
+    """1,600 rows are 800 blocks of threads: 8 more than six for each SM. In that round other micro-batches run, too."""
+    operations = 20 * 2 * 4096 * 4096
+    for kind, rows in ("cuda", 1600), ("emulated", 1536):
+        costs = costs_of_square(kind=kind, row_operations=operations)
+        assert choose_rows(0, 4608, 1600, 1, slowest_seconds([costs])) == rows
 
 
 def test_passes_of_27b_on_two_cards():
-    """On two H200 a prompt of 4,620 tokens ran at 3,385 tokens/s in passes of 512, 3,371 in 384 and 2,863 in 256; one of
-    18,400 at 3,378 in 768 and 3,296 in 512."""
-    stage = stage_of(132, 5120, 5120)
-    stage.products = collections.Counter({(34_816, 5120): 32, (5120, 17_408): 32, (5120, 6144): 32, (16_480, 5120): 24,
-                                          (14_336, 5120): 8})
-    stage.row_operations = 2 * sum(count * n * k for (n, k), count in stage.products.items())
-    stage.config, stage.speed = qengine.Config.synthetic("27b"), SimpleNamespace(dot=133.7e12, half2=131e12, link=5e10)
-    stage.layers = range(32)
-    del stage.attention_seconds                             # that of Stage
-    stage.hop_seconds = lambda rows: 0.0
-    pipeline = pipeline_of(stage, stage)
-    short, long = (passes_of(pipeline, n, 4096) for n in (4620, 18_400))
+    """On two H200 a prompt of 4,620 tokens ran at 3,385 tokens/s in passes of 512, at 3,371 in 384 and at 2,863 in 256;
+    one of 18,400 at 3,378 in 768 and at 3,296 in 512."""
+    stages = [costs_of_27b()] * 2
+    short, long = (passes_of(stages, n, 4096) for n in (4620, 18_400))
     assert all(576 <= rows <= 704 for rows in short[:-1])
     assert all(512 <= rows <= 768 for rows in long[:-1]) and sum(long[:6]) > 6 * 640
-    large, small, least = (pipeline.slowest(rows, 0) * 18_400 / rows + pipeline.slowest(rows, 18_400) for rows in (768, 512, 256))
+    slowest = slowest_seconds(stages)
+    large, small, least = (slowest(rows, 0) * 18_400 / rows + slowest(rows, 18_400) for rows in (768, 512, 256))
     assert large < small < least
 
 
 @pytest.mark.parametrize("gigabytes, n_ctx, tops, chunk", [
-    (0, 64, 133.8, 512), (2, 64, 133.8, 896), (16, 4096, 133.8, 4096), (6, 65_536, 133.8, 1856), (6, 180_000, 133.8, 512),
-    (16, 4096, 32.6, 1152), (16, 4096, 17, 576), (16, 4096, 0.1, 64)])
+    (0, 64, 133.8, 512), (2, 64, 133.8, 896), (16, 4096, 133.8, 4096), (6, 65_536, 133.8, 1856),
+    (6, 180_000, 133.8, 512), (16, 4096, 32.6, 1152), (16, 4096, 17, 576), (16, 4096, 0.1, 64)])
 def test_chunk_fits_memory_and_time(gigabytes, n_ctx, tops, chunk, monkeypatch):
     """That of a 9B: what weights leave, less the context that was asked for and the states; and half a second of an
     H200, a T4, a throttled card and one that is slow beyond help."""
-    stage = stage_of(132, 4096, 4096, free_bytes=gigabytes << 30)
-    stage.n_slots, stage.page_bytes, stage.state_bytes = 1, 64 * 32_768, 53_477_376
-    stage.layers, stage.config = range(32), SimpleNamespace(n_layers=32, hidden_dim=4096)
-    stage.model, stage.row_operations = SimpleNamespace(row_bytes=lambda: 273_920), 13_836_992_512
-    monkeypatch.setattr(qengine.probe, "dot_speed", lambda card: 1e12 * tops)
-    assert stage.fitting_chunk(n_ctx) == chunk
+    work = Work(32, row_operations=13_836_992_512, page_bytes=64 * 32_768, state_bytes=53_477_376)
+    costs = costs_of(4096, work, free_bytes=gigabytes << 30)
+    monkeypatch.setattr(probe, "dot_speed", lambda card: 1e12 * tops)
+    assert costs.chunk_that_fits(pages_for(n_ctx), 1 + LEAST_CHECKPOINTS, 273_920) == chunk
 
 
 # ---- ends --------------------------------------------------------------------------------------------------
@@ -485,11 +446,12 @@ def poison(engine):
     stage = engine.pipeline.last
     model, cache = stage.model, stage.cache
     arrays = [value for name, value in vars(model).items() if name not in ("inv_freq", "head_norm")]
-    arrays += [model.attention_scratch.partials, *(array for pages in cache.pages.values() for array in pages)]
-    parts = (*model.activations.values(), model.inner, cache,
-             stage.sampler, stage.sampler.state, stage.sampler.log_probs)
+    arrays += [*model.scratch.arrays.values(), model.attention_scratch.partials, *cache.states, cache.block_table,
+               stage.inputs, *(array for pages in cache.pages.values() for array in pages)]
+    parts = stage.sampler, stage.sampler.state, stage.sampler.log_probs
     arrays += [value for part in parts for value in vars(part).values()]
-    arrays = [value for value in [*arrays, cache.block_table, stage.inputs] if isinstance(value, Array)]
+    arrays = [value for value in arrays if isinstance(value, Array)]
+    arrays = list({array.ptr: array for array in arrays}.values())
     assert len(arrays) > 30
     for array in arrays:
         engine.cards[0].poison(array)
@@ -569,16 +531,18 @@ class Counting:
 
     def __call__(self, *arguments):
         self.product(*arguments)
-        self.shapes.append(arguments[7:9])
+        w = arguments[3]
+        self.shapes.append((w.n, w.k))
 
 
-def forgets_scales(card, y, stride, wq, wd, xq, xd, *sizes):
-    q8_gemv.gemv_q8_q8(card, y, stride, wq, card.upload(np.ones(wd.shape, wd.dtype)), xq, xd, *sizes)
+def forgets_scales(card, y, stride, w, x, columns, add):
+    ones = dataclasses.replace(w, scales=card.upload(np.ones(w.scales.shape, w.scales.dtype)))
+    q8_gemv.gemv_q8_q8(card, y, stride, ones, x, columns, add)
 
 
-def writes_too_much(card, y, stride, wq, wd, xq, xd, n, k, columns, add):
-    q8_gemv.gemv_q8_q8(card, y, stride, wq, wd, xq, xd, n, k, columns, add)
-    card.fill(y.reshape(-1)[n:n + 1], 0)
+def writes_too_much(card, y, stride, w, x, columns, add):
+    q8_gemv.gemv_q8_q8(card, y, stride, w, x, columns, add)
+    card.fill(y.reshape(-1)[w.n:w.n + 1], 0)
 
 
 @pytest.mark.parametrize("product, message", [(forgets_scales, "forgets_scales, a matrix of .*: other numbers"),
@@ -631,7 +595,7 @@ def test_nan_in_the_logits_ends_the_engine(card, own_engine):
     for generation in generations:
         with pytest.raises(qengine.EngineStopped, match="the engine has stopped: the logits hold a NaN"):
             list(generation)
-    assert "NaN" in own_engine.error
+    assert "NaN" in own_engine.reason
     for refused in (lambda: own_engine.submit(request()), lambda: own_engine.evaluate([1])):
         with pytest.raises(qengine.EngineStopped, match="NaN"):
             refused()
@@ -662,7 +626,7 @@ def test_closing_ends_what_runs_and_waits(card):
     for generation in generations:
         generation.wait()
         assert all(e.finish_reason is None for e in generation)
-    assert engine.error is None
+    assert engine.reason is None
     with pytest.raises(qengine.EngineStopped, match="was closed"):
         engine.submit(request())
     with pytest.raises(qengine.EngineStopped, match="was closed"):

@@ -2,6 +2,8 @@ import numpy as np
 import pytest
 
 from kernels import gdn
+from kernels.gdn import Decay, LinearHeads
+from kernels.records import Projected
 from tests.oracle import oracle_npz
 
 
@@ -24,15 +26,15 @@ def prefill(card, projected, ssm_a, dt_bias, n_k, n_v, cuts, state=None, qkv=Non
     """One sequence from `state` (zeros), in launches of the given lengths -> (o, state)."""
     rows, stride = projected.shape
     qkv = card.upload(np.ascontiguousarray(gdn.split(projected, n_k, n_v)[0] if qkv is None else qkv))
-    projected, ssm_a, dt_bias = map(card.upload, (projected, ssm_a, dt_bias))
+    projected, decay = card.upload(projected), Decay(card.upload(ssm_a), card.upload(dt_bias))
     o, factors = (card.alloc(shape, np.float32) for shape in ((rows, n_v, 128), gdn.factors_shape(rows, n_v)))
     card.poison(o), card.poison(factors)
     state = card.upload(np.zeros((1, n_v, 128, 128), np.float32) if state is None else state[None])
     slot, start = card.zeros(rows, np.int32), 0
     for length in cuts:
         part = slice(start, start + length)
-        gdn.gdn_prefill(card, o[part], state, factors, qkv[part], projected[part].reshape(-1), stride, ssm_a,
-                        dt_bias, slot, length, n_k, n_v)
+        gdn.gdn_prefill(card, o[part], state, qkv[part], Projected(projected[part].reshape(-1), stride), decay, slot,
+                        LinearHeads(n_k, n_v), rows=length, factors=factors)
         start += length
     return card.download(o), card.download(state)[0]
 

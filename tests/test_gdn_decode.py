@@ -2,6 +2,9 @@ import numpy as np
 import pytest
 
 from kernels import conv, gdn, gdn_decode, norm
+from kernels.gdn import Decay, LinearHeads
+from kernels.gdn_decode import LinearWeights
+from kernels.records import Places, Projected, States
 
 
 @pytest.mark.parametrize("case", gdn_decode.CASES, ids=str)
@@ -24,10 +27,11 @@ def test_a_decoded_row_has_the_same_bits_alone_and_in_a_batch(card):
     for rows in ([0, 1, 2, 3, 4], [3]):
         y = card.alloc((len(rows), n_v * 128), np.float32)
         state, ring, flat = map(card.upload, (states, rings, projected[rows].reshape(-1)))
-        constants = map(card.upload, (conv_w, ssm_a, dt_bias, norm_w))
-        places = (card.upload(np.asarray(a, np.int32)) for a in (rows, [7 + 3 * row for row in rows]))
-        gdn_decode.gdn_decode(card, y, state, ring, flat, projected.shape[1], *constants, *places, len(rows),
-                              n_k, n_v, 1e-6)
+        weights = LinearWeights(card.upload(conv_w), Decay(card.upload(ssm_a), card.upload(dt_bias)),
+                                card.upload(norm_w))
+        places = Places(*(card.upload(np.asarray(a, np.int32)) for a in (rows, [7 + 3 * row for row in rows])))
+        gdn_decode.gdn_decode(card, y, States(ring, state), Projected(flat, projected.shape[1]), weights, places,
+                              LinearHeads(n_k, n_v), rows=len(rows), eps=1e-6)
         results.append((card.download(y)[rows.index(3)], card.download(state)[3], card.download(ring)[3]))
     for together, alone in zip(*results):
         np.testing.assert_array_equal(together, alone)
@@ -50,13 +54,15 @@ def test_an_answer_goes_on_where_its_prompt_ended(card, prompt):
     factors = card.alloc(gdn.factors_shape(prompt, n_v), np.float32)
     for output in (mixed, y, o, factors):
         card.poison(output)
-    flat, *constants = map(card.upload, (projected.reshape(-1), conv_w, ssm_a, dt_bias, norm_w))
-    slots, positions = card.upload(np.ones(rows, np.int32)), card.upload(np.arange(rows, dtype=np.int32))
-    conv.conv_silu(card, mixed, flat, stride, ring, constants[0], slots, positions, prompt, channels)
-    gdn.gdn_prefill(card, o, state, factors, mixed, flat, stride, *constants[1:3], slots, prompt, n_k, n_v)
-    norm.gated_norm(card, y, o, flat[channels:], stride, constants[3], prompt, n_v, eps)
+    flat = card.upload(projected.reshape(-1))
+    weights = LinearWeights(card.upload(conv_w), Decay(card.upload(ssm_a), card.upload(dt_bias)), card.upload(norm_w))
+    places = Places(card.upload(np.ones(rows, np.int32)), card.upload(np.arange(rows, dtype=np.int32)))
+    inputs, heads, states = Projected(flat, stride), LinearHeads(n_k, n_v), States(ring, state)
+    conv.conv_silu(card, mixed, inputs, ring, weights.conv, places, prompt, channels)
+    gdn.gdn_prefill(card, o, state, mixed, inputs, weights.decay, places.slots, heads, rows=prompt, factors=factors)
+    norm.gated_norm(card, y, norm.GatedInput(o, flat[channels:], stride, n_v, weights.norm, eps), prompt)
     for row in range(prompt, rows):
-        gdn_decode.gdn_decode(card, y[row], state, ring, flat[row * stride:], stride, *constants, slots,
-                       positions[row:], 1, n_k, n_v, eps)
+        gdn_decode.gdn_decode(card, y[row], states, inputs.rows_from(row), weights, places.rows_from(row), heads,
+                              rows=1, eps=eps)
     for got, wanted in ((card.download(y), want), (card.download(state)[1], want_state)):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=gdn.TOLERANCE * np.abs(wanted).max())

@@ -63,8 +63,22 @@ def test_table_of_types_is_that_of_the_gguf_package():
 # ---- Config --------------------------------------------------------------------------------------------
 
 
+def checked_config(gguf):
+    """The Config of a file whose tensors have been compared with it. Raises ModelError."""
+    config = qengine.Config.from_gguf(gguf)
+    qengine.check_model(config, gguf)
+    return config
+
+
+def broken_rules(config):
+    """What the kernels demand of a model and this one does not keep to."""
+    qengine._check_config(config, config.name)
+    return [rule for kind in (*qengine.MIXERS.values(), qengine.DenseMLP) for is_met, rule in kind.rules(config)
+            if not is_met]
+
+
 def test_config_of_the_reference_model():
-    config = qengine.Config.from_gguf(qengine.GGUF(oracle_path("gguf/dense_mtp-Q8_0.gguf")))
+    config = checked_config(qengine.GGUF(oracle_path("gguf/dense_mtp-Q8_0.gguf")))
     layers = ("linear", "linear", "linear", "attention") * 2
     assert (config.n_layers, config.n_nextn, config.layer_kinds) == (8, 1, layers)
     assert (config.hidden_dim, config.ffn_dim, config.n_vocab) == (256, 320, 4096)
@@ -75,7 +89,7 @@ def test_config_of_the_reference_model():
 
 
 def test_config_of_the_small_model():
-    config = qengine.Config.from_gguf(qengine.GGUF(TINY))
+    config = checked_config(qengine.GGUF(TINY))
     assert (config.name, config.n_layers, config.n_nextn) == ("tiny", 3, 1)
     assert config.layer_kinds == ("linear", "linear", "attention") and config.tied_embeddings
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -87,12 +101,12 @@ def test_config_of_the_small_model():
 def test_published_sizes(name, millions):
     """Parameters of the language model, as llama-bench counts them for the published files."""
     config = qengine.Config.synthetic(name)
-    assert config.n_parameters / 1e6 == pytest.approx(millions, rel=1e-4)
-    qengine._check_config(config, name)
+    assert qengine.n_parameters(config) / 1e6 == pytest.approx(millions, rel=1e-4)
+    assert not broken_rules(config)
 
 
 def test_synthetic_names():
-    qengine._check_config(qengine.Config.synthetic("tiny"), "tiny")
+    assert not broken_rules(qengine.Config.synthetic("tiny"))
     with pytest.raises(qengine.ModelError, match="synthetic:7b: there is no such model, only tiny, 0.8b"):
         qengine.Config.synthetic("7b")
 
@@ -104,7 +118,7 @@ def test_synthetic_names():
 ])
 def test_other_models_are_refused_by_name(name, words):
     with pytest.raises(qengine.ModelError, match=words):
-        qengine.Config.from_gguf(qengine.GGUF(oracle_path(f"gguf/{name}.gguf")))
+        checked_config(qengine.GGUF(oracle_path(f"gguf/{name}.gguf")))
 
 
 @functools.cache
@@ -145,8 +159,8 @@ def ones(*shape):
 
 
 def largest_error(kind):
-    """What a type may do to a weight in [-1, 1]: half a step between two neighbours; of a packed format a whole step, as
-    q may end a step earlier on one side than on the other."""
+    """What a type may do to a weight in [-1, 1]: half a step between two neighbours. Of a packed format a whole step,
+    since q may end a step earlier on one side than on the other."""
     if kind in FLOATS:
         return {"F32": 0, "F16": 2**-12, "BF16": 2**-9}[kind]
     q = FORMATS[kind].values.astype(int)
@@ -158,7 +172,7 @@ def largest_error(kind):
 def test_matrices_of_every_supported_type(tmp_path, kind):
     values = np.linspace(-1, 1, 256 * 256, dtype=np.float32).reshape(256, 256)
     model = rewritten(tmp_path / "m.gguf", tensors={"blk.0.ffn_up.weight": (values, kind)})
-    qengine.Config.from_gguf(model)
+    checked_config(model)
     assert model.tensors["blk.0.ffn_up.weight"].type == kind
     assert np.abs(model.floats("blk.0.ffn_up.weight") - values).max() <= largest_error(kind)
 
@@ -193,12 +207,12 @@ def test_matrices_of_every_supported_type(tmp_path, kind):
 ])
 def test_a_wrong_model_is_named(tmp_path, changes, words):
     with pytest.raises(qengine.ModelError, match=words):
-        qengine.Config.from_gguf(rewritten(tmp_path / "m.gguf", **changes))
+        checked_config(rewritten(tmp_path / "m.gguf", **changes))
 
 
 def test_older_files_without_a_list_of_layers(tmp_path):
     model = rewritten(tmp_path / "m.gguf", drop=["qwen35.attention.recurrent_layers"])
-    assert qengine.Config.from_gguf(model) == qengine.Config.from_gguf(qengine.GGUF(TINY))
+    assert checked_config(model) == checked_config(qengine.GGUF(TINY))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -387,7 +401,7 @@ def test_mutated_headers_end_in_one_kind_of_error(tmp_path):
         start = time.perf_counter()
         try:
             model = qengine.GGUF(path)
-            qengine.Config.from_gguf(model)
+            checked_config(model)
             if case % 16 == 0:  # slower than the rest together
                 ChatTemplate.from_gguf(model, load_tokenizer(model))
         except qengine.ModelError as error:

@@ -120,7 +120,7 @@ def decode_logits(engine, ids):
     """Logits [T, vocabulary] of a text whose first token is a prompt and whose others go through decode one by one."""
     pipeline, logits = engine.pipeline, []
     with engine.scheduler.borrow_slot(len(ids)) as sequence:
-        pipeline.start(sequence.slot, sequence.generation.request)
+        pipeline.prepare_slot(sequence.slot, sequence.generation.request)
         pipeline.prefill(ids[:1], sequence.slot, 0)
         pipeline.sample_row(0, sequence.slot).read()
         logits.append(engine.cards[0].download(pipeline.last.model.logits[0]))

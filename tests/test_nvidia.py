@@ -1,6 +1,5 @@
 """kernels/nvidia.py without a GPU: the tests of every card over a stand-in for the driver, and its errors."""
 
-import inspect
 import re
 import threading
 from types import SimpleNamespace
@@ -12,12 +11,14 @@ from numba.types import uint32
 
 import qengine
 from engine.worker import Worker
+from kernels import assembler
 from kernels import compile as compiler
 from kernels import nvidia
-from kernels.card import CardError, LaunchError, open_cards
+from kernels.card import CardError, LaunchError
 from kernels.intrinsics import let_next_begin, wait_for_previous
-from tests import fake_driver, test_card, test_trace
-from tests.test_card import add_scaled
+from kernels.open import open_cards
+from tests import card_cases, fake_driver
+from tests.card_cases import CASES, add_scaled
 
 
 @cuda.jit
@@ -41,19 +42,17 @@ class FakeCard(nvidia.NvidiaCard):
 def fake_card(monkeypatch):
     monkeypatch.setattr(nvidia, "driver", fake_driver)
     monkeypatch.setattr(nvidia, "NvidiaCard", FakeCard)
-    monkeypatch.setattr(nvidia, "assemble", fake_driver.assembled(nvidia.assemble))
+    monkeypatch.setattr(assembler, "assemble", fake_driver.assembled(assembler.assemble))
     return FakeCard(0)
 
 
 # The stand-in has one thread.
-OTHERS = {"test_launches_from_several_threads", "test_other_threads_are_not_recorded"}
-SHARED_TESTS = [test for name, test in (vars(test_card) | vars(test_trace)).items() if name.startswith("test_")
-                and name not in OTHERS and list(inspect.signature(test).parameters) == ["card"]]
+OF_THREADS = card_cases.launches_from_several_threads, card_cases.other_threads_are_not_recorded
 
 
-@pytest.mark.parametrize("test", SHARED_TESTS, ids=lambda test: test.__name__[5:])
-def test_as_every_card(fake_card, test):
-    test(fake_card)
+@pytest.mark.parametrize("case", [case for case in CASES if case not in OF_THREADS], ids=lambda case: case.__name__)
+def test_as_every_card(fake_card, case):
+    case(fake_card)
 
 
 def test_description(fake_card):
@@ -103,7 +102,7 @@ def kernel_of(text):
     return SimpleNamespace(name="mine", ptx=text, entry="kernel_mine", signature=())
 
 
-needs_assembler = pytest.mark.skipif(not nvidia.find_assembler(), reason="ptxas of the toolkit is not installed")
+needs_assembler = pytest.mark.skipif(not assembler.find_assembler(), reason="ptxas of the toolkit is not installed")
 
 
 @needs_assembler
@@ -117,13 +116,13 @@ def test_kernels_are_loaded_as_machine_code_kept_on_disk(fake_card, tmp_path, mo
     assert cubin.startswith(b"\x7fELF")
     file, = (tmp_path / "cubin").iterdir()
     assert compiler.load(file) == cubin
-    monkeypatch.setattr(nvidia, "run_assembler", None)           # assembled once: the next one comes from the disk
-    assert nvidia.assemble(compiled, (8, 6), tmp_path) == cubin
+    monkeypatch.setattr(assembler, "run_assembler", None)           # assembled once: the next one comes from the disk
+    assert assembler.assemble(compiled, (8, 6), tmp_path) == cubin
     file.write_bytes(b"damaged")
     with pytest.raises(TypeError):
-        nvidia.assemble(compiled, (8, 6), tmp_path)
+        assembler.assemble(compiled, (8, 6), tmp_path)
     with pytest.raises(TypeError):                       # another architecture is another file
-        nvidia.assemble(compiled, (8, 0), tmp_path)
+        assembler.assemble(compiled, (8, 0), tmp_path)
 
 
 @needs_assembler
@@ -133,7 +132,7 @@ def test_kernels_of_a_model_are_assembled_by_workers(fake_card, tmp_path, monkey
     with fake_card.collecting() as needed:
         for n in (4, np.int32(4), np.int64(4), np.uint8(4)):             # a kernel each
             fake_card.launch(add_scaled, 1, 32, x, x, n, 1.0)
-    monkeypatch.setattr(nvidia, "run_assembler", None)                   # not by this process
+    monkeypatch.setattr(assembler, "run_assembler", None)                   # not by this process
     fake_card.compile_kernels(needed)
     for kernel in needed:
         fake_card.load_kernel(*kernel)
@@ -148,7 +147,7 @@ SUPPORTED = [cc for cc in compiler.supported_ccs() if cc >= nvidia.OLDEST]
 @pytest.mark.parametrize("cc", SUPPORTED, ids="{0[0]}.{0[1]}".format)
 def test_every_architecture_of_the_toolkit_is_assembled(cc, tmp_path):
     text = ".version 7.8\n.target sm_52\n.address_size 64\n.visible .entry kernel_mine() { ret; }\n"
-    assert nvidia.assemble(kernel_of(text), cc, tmp_path).startswith(b"\x7fELF")
+    assert assembler.assemble(kernel_of(text), cc, tmp_path).startswith(b"\x7fELF")
 
 
 def test_a_card_newer_than_the_toolkit_is_given_ptx(fake_card, monkeypatch):
@@ -159,13 +158,13 @@ def test_a_card_newer_than_the_toolkit_is_given_ptx(fake_card, monkeypatch):
 @pytest.mark.parametrize("version", ["", "ptxas: NVIDIA (R) Ptx optimizing assembler\nrelease 1.0, V1.0.0"],
                          ids=["none", "old"])
 def test_without_an_assembler_of_the_toolkit_the_driver_is_given_ptx(fake_card, monkeypatch, version):
-    monkeypatch.setattr(nvidia.pathfinder, "find_nvidia_binary_utility", lambda name: "ptxas" if version else None)
-    monkeypatch.setattr(nvidia.subprocess, "run", lambda *args, **options: SimpleNamespace(stdout=version))
-    nvidia.find_assembler.cache_clear()
+    monkeypatch.setattr(assembler.pathfinder, "find_nvidia_binary_utility", lambda name: "ptxas" if version else None)
+    monkeypatch.setattr(assembler.subprocess, "run", lambda *args, **options: SimpleNamespace(stdout=version))
+    assembler.find_assembler.cache_clear()
     try:
         assert_ptx_is_loaded(fake_card, monkeypatch)
     finally:
-        nvidia.find_assembler.cache_clear()
+        assembler.find_assembler.cache_clear()
 
 
 def assert_ptx_is_loaded(card, monkeypatch):
@@ -183,7 +182,7 @@ def test_ptx_that_cannot_be_assembled(fake_card):
 
 
 def test_an_image_that_the_driver_refuses(fake_card, monkeypatch):
-    monkeypatch.setattr(nvidia, "assemble", lambda *args: b"broken\0")
+    monkeypatch.setattr(assembler, "assemble", lambda *args: b"broken\0")
     message = "mine does not load on Fake Card, driver for CUDA 12.9: .*INVALID_PTX.* line"
     with pytest.raises(CardError, match=message):
         fake_card._load(kernel_of(""))
@@ -226,7 +225,7 @@ def test_what_the_host_asks_of_the_driver_for_a_token(fake_card, monkeypatch):
     """The worker: one replay and, beside the next, one copy of the tokens; each 64 tokens a checkpoint and a page. Others
     wait for the copy alone."""
     fake_card.cc = compiler.supported_ccs()[0]          # of kernels that are compiled for other tests; they do nothing
-    monkeypatch.setattr(nvidia, "assemble", lambda *arguments: None)
+    monkeypatch.setattr(assembler, "assemble", lambda *arguments: None)
     for name, result in {"cuModuleLoadDataEx": "", "cuModuleGetFunction": "", "cuFuncGetAttribute": 0}.items():
         monkeypatch.setattr(fake_driver, name, lambda *arguments, result=result: (fake_driver.OK, result))
     for name in "cuFuncSetAttribute", "cuLaunchKernel":

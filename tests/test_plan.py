@@ -10,10 +10,12 @@ import random
 import pytest
 
 import qengine
-from kernels.card import open_cards
+from engine.plan import Demand, Planner, best_split, schedule
+from kernels.card import OutOfMemory
 from kernels.emulated.card import EmulatedCard
 from kernels.emulated.cards import CMP_100_210, H100, T4, V100
-from qengine import Demand, Planner, best_split, make_planner, open_model, schedule
+from kernels.open import open_cards
+from qengine import PlannedModel, make_planner, open_model
 from tests.tiny import ROOT
 
 MB = 1 << 20
@@ -21,7 +23,7 @@ MB = 1 << 20
 
 def planner(model, cards, **demand):
     opened = open_model(model)
-    return Planner(opened.config, opened.weights, cards, Demand(**{"n_ctx": 4096} | demand))
+    return Planner(PlannedModel(opened.config, opened.weights), cards, Demand(**{"n_ctx": 4096} | demand))
 
 
 def typed(*models, **settings):
@@ -158,7 +160,7 @@ def test_what_would_make_it_fit_does_and_no_less():
     assert planner("synthetic:9b", [card, card], n_ctx=32768, slots=32).plan.fits
     name = smaller.removeprefix("a file in ").lower()
     assert planner(f"synthetic:9b:{name}", [card], n_ctx=32768, slots=32).plan.fits
-    with pytest.raises(qengine.OutOfMemory, match=rf"too much\nit would with {slots} or {ctx} or {more} or {smaller}$"):
+    with pytest.raises(OutOfMemory, match=rf"too much\nit would with {slots} or {ctx} or {more} or {smaller}$"):
         plans.check()
 
 

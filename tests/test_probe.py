@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from kernels import compile as compiler
-from kernels import nvidia, probe
+from kernels import assembler, probe
 from kernels.bench import OPS_PER_LANE
-from kernels.card import open_cards
+from kernels.open import open_cards
 from kernels.probe import PIPES, Report, Row, float32
 
 KEYS = ["dp4a", "dp2a", "imad", "half2", "ffma", "fp32", "tensor", "shared", "read", "copy", "launch",
@@ -42,7 +42,7 @@ def report_of(**shares):
 def test_loops_have_their_instructions_and_nothing_else(cc):
     if cc not in compiler.supported_ccs():
         pytest.skip("the installed CUDA toolkit cannot compile for this card")
-    assembler = nvidia.find_assembler()
+    found = assembler.find_assembler()
     for pipe in (*PIPES, probe.tensor_pipe(cc)):
         number = "float32" if pipe.kind == float32 else "uint32"
         types = f"{number}[1]", "uint64[1]", "uint32", number, number
@@ -54,8 +54,8 @@ def test_loops_have_their_instructions_and_nothing_else(cc):
         assert len(inside) <= probe.UNROLLED + 40       # counting the rounds, and moves that ptxas drops
         assert ("mma.sync" in compiled.ptx) == (pipe.key == "tensor")
         assert compiled.ptx.count("%clock64") == 2
-        if assembler:
-            _, words = nvidia.run_assembler(assembler[0], compiled, cc)
+        if found:
+            _, words = assembler.run_assembler(found[0], compiled, cc)
             assert re.findall(r"(\d+) bytes spill", words) == ["0", "0"]
             assert int(re.search(r"Used (\d+) registers", words)[1]) <= 64      # or 1,024 threads do not fit
 

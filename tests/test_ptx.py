@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import qengine
+from kernels import assembler, attend_decode, attention
 from kernels import compile as compiler
-from kernels import attend_decode, attention, gdn_decode, kv_cache, nvidia, q8_gemv, rope
+from kernels import gdn_decode, kv_cache, q8_gemv, rope
 from kernels.card import Array
 from kernels.emulated.card import EmulatedCard
 from kernels.formats import FORMATS
@@ -108,12 +109,12 @@ def test_the_pipes_of_the_engine(kernels):
 
 
 def test_no_register_is_spilled_on_sm_70(kernels):
-    if not nvidia.find_assembler():
+    if not assembler.find_assembler():
         pytest.skip("ptxas of the toolkit is not installed")
-    program, _ = nvidia.find_assembler()
+    program, _ = assembler.find_assembler()
     for kernel, *types in kernels:
         compiled = compiler.compile_kernel(kernel, tuple(types), TARGET)
-        _, words = nvidia.run_assembler(program, compiled, TARGET)
+        _, words = assembler.run_assembler(program, compiled, TARGET)
         spills = [int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", words)]
         assert spills and not any(spills), f"{kernel.__name__}{types}: {words}"
 
@@ -123,7 +124,7 @@ def test_no_register_is_spilled_on_sm_70(kernels):
 OVERLAPPING = (9, 0)        # the first that can
 WAIT = "griddepcontrol.wait;"
 # The arguments that a kernel may read before it waits, which no kernel writes: weights, and the slots of a batch. But
-# `choose` writes the step in `parameters`, which the sampler's two kernels before it do not read (and see WRITTEN).
+# `choose` counts the draws in `parameters`, which the sampler's two kernels before it do not read (and see WRITTEN).
 CONSTANTS = {
     "gemv_kernel": {"wq", "wd"}, "planes_gemv_kernel": {"wq", "wd"}, "norm_gemv_kernel": {"wq", "wd", "norm_w"},
     "gemv_swiglu_kernel": {"wq", "wd"}, "norm_gemv_swiglu_kernel": {"wq", "wd", "norm_w"},
@@ -272,7 +273,7 @@ def test_what_is_read_early_is_older_than_the_launches_that_overlap(split, monke
     cards = [EmulatedCard(number, memory_bytes=256 << 20) for number in range(len(split))]
     engine, found = qengine.load("synthetic:tiny", card=cards, split=split, ctx=256, slots=2, progress=False), []
     for stage in engine.pipeline.stages:
-        for launch in partial(stage.launch_step, 0, 2, False, 0), partial(stage.launch_in_turn, 3):
+        for launch in partial(stage.launch_step, 2, False, 0, 0), partial(stage.launch_forced, 3):
             launches = []
             with monkeypatch.context() as patch:
                 patch.setattr(stage.card, "launch", lambda kernel, _, __, *args, **___: launches.append((kernel, args)))

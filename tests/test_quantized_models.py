@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import qengine
-from kernels.card import open_cards
 from kernels.formats import FORMATS
+from kernels.open import open_cards
 from tests.models import as_types, results, rewrite, write_as_float32
 from tests.oracle import DATA
 
@@ -54,8 +54,8 @@ def fingerprint(name, card):
 @pytest.mark.parametrize("name", FORMATS)
 def test_recorded_bits(card, name):
     recorded = json.loads(RECORDED.read_text())
-    assert name in recorded, f"{RECORDED} has no hash of {name}: when the format's other tests pass, add the line that " \
-                             "`python -m tests.test_quantized_models emulated` prints for it"
+    assert name in recorded, f"{RECORDED} has no hash of {name}: when the format's other tests pass, add the line " \
+                             "that `python -m tests.test_quantized_models emulated` prints for it"
     assert fingerprint(name, card) == recorded[name]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import qengine
 from engine.prefix import pages_for
-from kernels.card import open_cards
+from kernels.open import open_cards
 from tests.oracle import DATA
 
 MODEL = str(DATA / "tiny-Q8_0.gguf")
@@ -41,7 +41,7 @@ def start(pipeline, scheduler, sequences):
     """Prefills a text into each slot; returns the first sampled tokens."""
     tokens = []
     for slot, ids in enumerate(sequences):
-        pipeline.start(slot, qengine.Request(ids))
+        pipeline.prepare_slot(slot, qengine.Request(ids))
         pages = pages_for(len(ids) + 8)
         pipeline.set_pages(slot, list(range(slot * 8, slot * 8 + pages)))
         for at in range(0, len(ids), scheduler.chunk):

@@ -86,7 +86,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(card):
 
 
 def test_a_recorded_sample_walks_on(card):
-    """Replays draw with the step that the card has counted up to, whichever rows run beside."""
+    """Each replay makes the next draw, as the card itself counts them, whichever rows run beside."""
     n_vocab, logits = 200, np.random.default_rng(0).standard_normal((1, 200)).astype(np.float32)
     state = SamplingState.allocate(card, 2, 1, n_vocab)
     card.copy_in(state.parameters, np.stack([pack_parameters(1.0, seed=5)] * 2))
@@ -99,8 +99,8 @@ def test_a_recorded_sample_walks_on(card):
         walked.append(int(card.download(tokens)[0]))
     weights = card.download(state.weights)[0]
     keep = sample.keep_reference(weights, pack_parameters(1.0))
-    assert walked == [sample.draw_reference(weights, keep, 5, step) for step in range(8)]
-    assert card.download(state.parameters)[:, sample.STEP].tolist() == [0, 8]
+    assert walked == [sample.draw_reference(weights, keep, 5, draw) for draw in range(8)]
+    assert card.download(state.parameters)[:, sample.DRAW].tolist() == [0, 8]
 
 
 def test_a_vocabulary_too_large_is_refused(card):

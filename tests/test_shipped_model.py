@@ -15,7 +15,7 @@ from dataclasses import replace
 import pytest
 
 import qengine
-from kernels.card import open_cards
+from kernels.open import open_cards
 from models import evaluate, tasks
 from models.tasks import facts, reasoning
 from tests.oracle import DATA

@@ -6,6 +6,7 @@ import pytest
 
 import qengine
 from benchmarks import across_cards
+from engine.plan import schedule
 from kernels.emulated.cards import CMP_100_210
 from kernels.trace import tracing
 
@@ -36,6 +37,6 @@ def test_a_timeline_is_told_again(tmp_path, capsys):
     assert len(passes) == 2 and len(passes[0]) == len(passes[1]) == len(hops[0]) >= 1000 / 128
     copies = 4 * engine.config.hidden_dim * 1000 / 0.02e9               # seconds, in each direction
     assert all(sum(direction) >= copies for direction in zip(*hops[0]))
-    assert qengine.schedule(passes, hops).seconds == pytest.approx(seconds, rel=0.3)
+    assert schedule(passes, hops).seconds == pytest.approx(seconds, rel=0.3)
     assert across_cards.compare(tmp_path / "trace.json") == 0
     assert "measured" in capsys.readouterr().out

@@ -5,7 +5,9 @@ import pytest
 import qengine
 from benchmarks import soak
 from benchmarks.soak import END, MARGIN, Answer, Turn, is_close, verdict
+from engine.plan import Demand
 from engine.prefix import PrefixCache
+from qengine import make_planner
 from tests.models import TINY, load_tiny
 
 
@@ -46,8 +48,8 @@ def test_verdicts():
 
 def test_before_the_clients_come_every_page_and_checkpoint_was_used(monkeypatch):
     """They take their memory when they are first used, which would look like a leak."""
-    config = qengine.open_model(TINY).config
-    four = 4 * qengine.state_bytes(config, config.layer_kinds)
+    opened = qengine.open_model(TINY)
+    four = 4 * make_planner(opened, "emulated", Demand(512)).plan.on_paper[0].state_bytes
     engine, taken, take = load_tiny("emulated", ctx=512, kv_tokens=2048, checkpoint_memory=four,
                                     checkpoint_host_memory=four), set(), PrefixCache.take_pages
     monkeypatch.setattr(PrefixCache, "take_pages", lambda cache, count: (

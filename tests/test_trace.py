@@ -7,50 +7,15 @@ import numpy as np
 import pytest
 
 import qengine
+from cli.main import run
+from cli.options import build_parser
 from kernels import trace as trace_module
-from kernels.card import CardError, open_cards
+from kernels.card import CardError
 from kernels.emulated.card import EmulatedCard
+from kernels.open import open_cards
 from kernels.trace import HOST, draw, joined, tracing
+from tests.card_cases import N, of_kind
 from tests.doubling import double
-
-N = 1000
-
-
-def of_kind(trace, *kinds):
-    return [span for span in trace.spans if span.kind in kinds]
-
-
-def test_trace_of_every_operation(card):
-    before, copies = dict(vars(card)), card.stream("copies")
-    x, host = card.zeros(N, np.float32, "x"), card.pinned(N, np.float32)
-    host[:] = 1
-    with card.record("twice") as recording:
-        for _ in range(2):
-            card.launch(double, 4, 256, x, N)
-    with tracing([card]) as trace:
-        card.copy_in(x, host, copies)
-        card.default_stream.wait(copies.record())
-        with card.span("all"):
-            card.launch(double, 4, 256, x, N)
-            recording.replay()
-        with card.record():
-            card.launch(double, 4, 256, x, N)
-        copies.wait(card.default_stream.record())
-        card.copy_out(host, x, copies)
-        copies.record().synchronize()
-    assert (host == 8).all() and set(vars(card)) == set(before)
-    assert [(s.row, s.name) for s in of_kind(trace, "copy")] == [("copies", "in: x"), ("copies", "out: x")]
-    assert all(s.facts["bytes"] == 4 * N for s in of_kind(trace, "copy"))
-    kernel, = of_kind(trace, "kernel")
-    assert (kernel.name, kernel.row, kernel.facts["grid"]) == ("double", "default", (4, 1, 1))
-    replay, = of_kind(trace, "replay")
-    assert (replay.name, replay.facts) == ("twice", {"kernels": {"double": 2}})
-    everything, = of_kind(trace, "span")
-    assert everything.start <= kernel.start <= kernel.end <= replay.start <= replay.end <= everything.end
-    assert {s.row for s in of_kind(trace, "wait") if s.process == card.name} == {"default", "copies"}
-    card.launch(double, 4, 256, x, N)                   # no longer traced
-    card.synchronize()
-    assert len(of_kind(trace, "kernel")) == 1
 
 
 def test_trace_is_what_viewers_read(card, tmp_path):
@@ -138,7 +103,7 @@ def test_a_mistyped_folder_is_found_before_the_model_is_loaded(task, monkeypatch
     monkeypatch.setattr(qengine, "load", None)
     said = ["-m", "synthetic:tiny", *task, "--trace", "/nowhere/trace.json"]
     with pytest.raises(FileNotFoundError, match="/nowhere/trace.json"):
-        qengine.run(qengine.build_parser().parse_args(said))
+        run(build_parser().parse_args(said))
 
 
 def test_joined_bars():

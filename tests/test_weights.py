@@ -14,8 +14,8 @@ NAMES = [f"blk.0.{name}.weight" for name in ("ffn_up", "ffn_gate", "attn_gate", 
 
 def loaded(card, weights, *names):
     """The arrays of a matrix on the host, the flat bytes of each."""
-    with weights.loading(card) as weights:
-        matrix = weights.matrix(card, *names)
+    with weights.loading(card) as loader:
+        matrix = loader.matrix(*names)
     arrays = [matrix.values] if matrix.scales is None else [matrix.values, matrix.scales]
     return matrix, [card.download(array.view(np.uint8)).tobytes() for array in arrays]
 
@@ -24,8 +24,10 @@ def loaded(card, weights, *names):
 def test_stacked_rows_are_those_of_the_tensors(card, kind, tmp_path):
     if kind == "F32":
         write_as_float32(FILE, tmp_path / "F32.gguf")
-    weights = qengine.SyntheticWeights(qengine.Config.synthetic("tiny")) if kind == "synthetic" else \
-        qengine.FileWeights(qengine.GGUF(FILE if kind == "Q8_0" else tmp_path / "F32.gguf"))
+    if kind == "synthetic":
+        weights = qengine.SyntheticWeights(qengine.tensor_shapes(qengine.Config.synthetic("tiny")))
+    else:
+        weights = qengine.FileWeights(qengine.GGUF(FILE if kind == "Q8_0" else tmp_path / "F32.gguf"))
     stacked, got = loaded(card, weights, *NAMES)
     alone = [loaded(card, weights, name) for name in NAMES]
     assert got == [b"".join(parts) for parts in zip(*(arrays for _, arrays in alone), strict=True)]
@@ -53,9 +55,9 @@ def test_the_first_damaged_tensor_is_named(card, tmp_path):
         weights = qengine.FileWeights(qengine.GGUF(damaged))
         first = min(NAMES[1:3], key=list(weights.gguf.tensors).index)
         with pytest.raises(qengine.ModelError, match=f"'{first}' holds a {what} that is not a finite number"):
-            with weights.loading(card) as weights:
+            with weights.loading(card) as loader:
                 for name in NAMES:
-                    weights.matrix(card, name)
+                    loader.matrix(name)
 
 
 def test_nothing_but_the_matrices_stays_on_the_card(card):

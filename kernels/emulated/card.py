@@ -29,6 +29,7 @@ import numpy as np
 from kernels import compile as compiler
 from kernels.card import (ALIGNMENT, POISON, Card, CardError, Event, LaunchError, Pinned, Recording, Stream,
                           show_bytes)
+from kernels.configured import accept_configurations
 from kernels.emulated import native
 from kernels.emulated.cards import CARDS
 from kernels.emulated.ptx import Unsupported
@@ -78,6 +79,7 @@ class EmulatedCard(Card):
         with _starting:                                  # one pool of threads, also where two cards launch at once
             native._pool()
         _cards.add(self)
+        accept_configurations()
 
     def describe(self):
         processor, vectors = _processor()

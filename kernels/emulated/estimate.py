@@ -23,6 +23,9 @@ from dataclasses import dataclass, fields
 from itertools import takewhile
 from math import prod
 
+from kernels.assembler import find_assembler, run_assembler
+from kernels.compile import Compiled, supported_ccs
+
 SECTOR = 32                       # bytes: the unit of traffic between L1, L2 and memory
 BANKS_WIDTH = 128                 # bytes per clock: 32 banks of 4 bytes, also the width of the path to L1
 
@@ -137,8 +140,6 @@ def registers_used(ptx, cc):
     """Registers per thread of a kernel's PTX as ptxas assembles it for `cc` = (7, 0), which is the code that
     a card loads, or for the oldest architecture that the toolkit knows; needs no GPU. RuntimeError: it has no
     ptxas."""
-    from ..compile import Compiled, supported_ccs
-    from ..nvidia import find_assembler, run_assembler
     assembler = find_assembler()
     if assembler is None:
         raise RuntimeError("registers cannot be counted: ptxas is missing; "

@@ -54,7 +54,7 @@ def main(source: str):
         rope_base=1e7, rope_sections=(11, 11, 10), n_key_heads=1, n_value_heads=2, linear_head_dim=128,
         conv_width=4, norm_eps=1e-6, n_vocab=4096, tied_embeddings=True, context_length=4096)
     rng = np.random.default_rng(20)
-    for name, shape in config.tensor_shapes().items():
+    for name, shape in qengine.tensor_shapes(config).items():
         values = random_weights(name, shape, rng).astype(np.float32)
         quantised = len(shape) == 2 and "conv1d" not in name
         type = gguf.GGMLQuantizationType.Q8_0 if quantised else gguf.GGMLQuantizationType.F32
@@ -63,7 +63,7 @@ def main(source: str):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    print(f"{target}: {target.stat().st_size / 1e6:.1f} MB, {config.n_parameters / 1e6:.2f} M parameters")
+    print(f"{target}: {target.stat().st_size / 1e6:.1f} MB, {qengine.n_parameters(config) / 1e6:.2f} M parameters")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from numba.cuda import libdevice
 from numba.types import float32, int32, uint32
 
 from kernels import intrinsics
-from kernels.card import open_cards
+from kernels.open import open_cards
 from tests.emulated.arithmetic import (count_bits, dot_bytes, dot_words, float_word, fma, half2, half_fma,
                                        halves, larger, leading_zeros, permute_bytes, reverse_bits,
                                        round_to_odd_sum, to_int, towards)

@@ -9,8 +9,9 @@ import pytest
 from numba import cuda, float32, int32, uint32
 
 import qengine
-from kernels.card import LaunchError, open_cards
+from kernels.card import LaunchError
 from kernels.intrinsics import load_words4, warp_sum
+from kernels.open import open_cards
 from tests.oracle import DATA
 
 

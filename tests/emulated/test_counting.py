@@ -5,11 +5,11 @@ import pytest
 from numba import cuda, float32, int32, uint32
 
 import qengine
-from kernels.card import open_cards
 from kernels.emulated.cards import CARDS, V100
 from kernels.emulated.counting import table, total
 from kernels.emulated.estimate import report
 from kernels.intrinsics import dp4a, hfma2, warp_sum
+from kernels.open import open_cards
 from tests.oracle import DATA
 
 

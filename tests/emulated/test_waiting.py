@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from numba import cuda, int32
 
-from kernels.card import LaunchError, open_cards
+from kernels.card import LaunchError
 from kernels.emulated import native
+from kernels.open import open_cards
 from tests.emulated.ptx_runner import launch, module
 
 

@@ -1,0 +1,670 @@
+"""Plans: what a model takes of each card's memory, which layers go where, and how long a pass over a prompt takes.
+
+    Work        what some layers compute for a token and keep of it: counts, no times
+    StageCosts  Work on one card: seconds of a pass, micro-batches of a pass, tokens of a pass
+    Demand      what a model is to be loaded for
+    Planner     the Plan of a model on some cards, and what would make it fit
+
+A plan builds the stages of the model on cards that only count (`PlannedCard`), so the figures of a plan are those of
+what `load` allocates. This room does not know how a stage is built: the model to be planned is a `Blueprint`.
+"""
+
+import collections
+import dataclasses
+import functools
+import itertools
+import math
+import os
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.prefix import PAGE_TOKENS, pages_for
+from engine.request import RequestError
+from kernels import probe, q8_gemm
+from kernels.card import OutOfMemory, PlannedCard, show_bytes
+from kernels.emulated.cards import CARDS
+from kernels.formats import FORMATS
+
+PEAK_SHARE = 0.75           # share of a card's peak that plans count with; they only compare cards and passes
+ATTENTION_SHARE = 0.32      # share of the half2 peak that attention of prompts reaches (benchmarks/results.md)
+
+# ---- what layers compute and keep ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Work:
+    """What some layers compute for a token of a prompt, and what they keep in memory. Works add up.
+
+    A multiplication and an addition are two operations. `products` counts the matrix products by their shape (n, k).
+    """
+
+    n_layers: int = 0
+    products: collections.Counter = dataclasses.field(default_factory=collections.Counter)  # of quantised matrices
+    row_operations: int = 0         # of all matrix products, for one token
+    context_operations: int = 0     # of attention, for one token and each token before it
+    page_bytes: int = 0             # keys and values of PAGE_TOKENS tokens
+    state_bytes: int = 0            # recurrent states of one slot
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(*(getattr(self, field.name) + getattr(other, field.name) for field in dataclasses.fields(self)))
+
+
+# ---- how long a stage takes ------------------------------------------------------------------------------------
+
+CHUNK = 512                 # most tokens of a pass over a prompt, where nothing speaks for more; a multiple of 64
+LARGEST_CHUNK = 4096        # most tokens of a pass on a real card, whose products more rows use better
+CHUNK_SHARE = 8             # scratch memory of a pass takes at most 1 / 8 of what weights and a context leave
+PASS_SECONDS = 0.5          # the products of a pass take no longer than this at the card's peak
+PASS_TOLERANCE = 1.005      # passes this close to the fastest count as equally fast
+PRODUCT_SECONDS = 100e-6    # what one more pass costs for each of its products
+MICRO_BATCHES = 4           # of a pass at most, beside the rows that fill no page
+MICRO_BATCH_ROWS = 256      # of a micro-batch, about, at least
+HOST_SHARE = 0.5            # share of a pass's time in which the host may queue the kernels of its micro-batches
+LAYER_SECONDS = 260e-6      # what the host takes to queue one layer of one micro-batch
+
+
+class StageCosts:
+    """How long a stage's passes take, by the work of its layers and the speed of its card."""
+
+    def __init__(self, card, hidden_dim: int, work: Work, speed: probe.Speed | None = None):
+        """speed: that of the card; by default what the probe or the table of cards says."""
+        self.card, self.hidden_dim, self.work = card, hidden_dim, work
+        self._speed = speed
+        self.product_time = functools.cache(self.product_time)
+
+    @functools.cached_property
+    def speed(self) -> probe.Speed:
+        return self._speed or probe.speed_of(self.card)
+
+    def chunk_that_fits(self, n_pages: int, n_states: int, row_bytes: int) -> int:
+        """Tokens of a pass that suit the card: a multiple of PAGE_TOKENS.
+
+        On a real card these are as many as two limits allow. The scratch memory of the pass, row_bytes per token, must
+        fit beside the weights, n_pages pages and n_states states. And the pass must not last so long that
+        cancellations and running answers wait for it. An emulated card gets CHUNK tokens.
+        """
+        if self.card.kind == "emulated":
+            return CHUNK
+        kept = n_pages * self.work.page_bytes + n_states * self.work.state_bytes
+        fitting = max(self.card.free_bytes - kept, 0) // CHUNK_SHARE // row_bytes
+        in_time = max(int(PASS_SECONDS * probe.dot_speed(self.card) / self.work.row_operations), PAGE_TOKENS)
+        return min(max(fitting, CHUNK), in_time, LARGEST_CHUNK) // PAGE_TOKENS * PAGE_TOKENS
+
+    def micro_batches(self, n: int) -> list[int]:
+        """The rows of each micro-batch of a pass of n rows.
+
+        A micro-batch has enough rows for the products that go into the residual stream to fill the card, and there are
+        no more micro-batches than the host can feed. Rows that fill no page are a micro-batch of their own, since
+        smaller tiles serve them faster. An emulated card gets one: its processors are never partly idle.
+        """
+        if self.card.kind == "emulated":
+            return [n]
+        least = max(q8_gemm.filling_rows(self.card, self.hidden_dim), MICRO_BATCH_ROWS)
+        seconds = n * self.work.row_operations / self.speed.dot / PEAK_SHARE
+        queued = int(HOST_SHARE * seconds / (LAYER_SECONDS * self.work.n_layers))
+        count = min((n + least // 2) // least, MICRO_BATCHES, queued)
+        if count < 2:
+            return [n]
+        pages, rest = divmod(n, PAGE_TOKENS)
+        sizes = [PAGE_TOKENS * (pages * (i + 1) // count - pages * i // count) for i in range(count)]
+        return sorted(sizes, reverse=True) + [rest] * (rest > 0)
+
+    def product_time(self, rows: int) -> int:
+        """How long the products of a pass take, in a unit that compares passes on this card; 0 for 0 rows."""
+        sizes = self.micro_batches(rows)
+        return sum(count * q8_gemm.relative_time(self.card, n, k, sizes)
+                   for (n, k), count in self.work.products.items()) if rows else 0
+
+    def pass_seconds(self, rows: int) -> float:
+        """About how long a pass takes at the beginning of a prompt. A pass costs some time however few its rows are."""
+        as_rows = self.product_time(rows) * LARGEST_CHUNK / max(self.product_time(LARGEST_CHUNK), 1)
+        own = PRODUCT_SECONDS * self.work.products.total()
+        return own + as_rows * self.work.row_operations / self.speed.dot / PEAK_SHARE
+
+    def context_seconds(self) -> float:
+        """How much longer a row takes for each token before it."""
+        return context_seconds(self.work.context_operations, self.speed)
+
+    def hop_seconds(self, rows: int) -> float:
+        """How long the hidden states of a pass take to the host, or from there to the card."""
+        return hop_bytes(self.hidden_dim, rows) / self.speed.link
+
+
+def context_seconds(operations: int, speed: probe.Speed) -> float:
+    """Seconds of so many operations of attention of prompts."""
+    return operations / speed.half2 / ATTENTION_SHARE
+
+
+def hop_bytes(hidden_dim: int, rows: int) -> int:
+    """Bytes of the residual stream of so many tokens: float32."""
+    return 4 * hidden_dim * rows
+
+
+# ---- passes over a prompt --------------------------------------------------------------------------------------
+
+
+def slowest_seconds(costs: list[StageCosts]):
+    """A function of (rows, context): the seconds of a pass of so many rows, with `context` tokens before it, where the
+    pass takes longest: on one of the stages or on a hop between two."""
+    edges = list(itertools.pairwise(costs))
+    attention = max(each.context_seconds() for each in costs)
+
+    @functools.cache
+    def without_context(rows):
+        hops = [each.hop_seconds(rows) for edge in edges for each in edge]
+        return max([each.pass_seconds(rows) for each in costs] + hops)
+
+    return lambda rows, context: without_context(rows) + attention * rows * context
+
+
+def choose_rows(start: int, end: int, limit: int, n_stages: int, slowest, last: int = 0) -> int:
+    """Tokens of the next pass over a prompt that ends at `end` and is done up to `start`, at most `limit`. The result
+    is a multiple of PAGE_TOKENS, or all tokens that are left.
+
+    slowest: as `slowest_seconds` gives it. last: tokens of the prompt's pass before this one, 0 for none.
+
+    n stages need the time of one stage for all passes, and n - 1 times the time of the longest pass: so long most
+    stages wait for the first pass or have done the last. Larger passes use a card better and cost their fixed price
+    less often. Smaller passes make the longest one shorter, unless a pass before them was as long. Among sizes that are
+    about equally fast, several stages get the smallest.
+    """
+    n = end - start
+    sizes = [*([n] if n <= limit else []), *range(min(limit, n) // PAGE_TOKENS * PAGE_TOKENS, 0, -PAGE_TOKENS)]
+    so_far = slowest(last, start) if last else 0.0
+
+    def seconds(rows):              # without attention, whose sum does not depend on the size
+        rest = slowest(n % rows, 0) if n % rows else 0.0
+        return n // rows * slowest(rows, 0) + rest + (n_stages - 1) * max(slowest(rows, end), so_far)
+
+    found = {rows: seconds(rows) for rows in sizes}
+    if n_stages == 1:
+        return min(found, key=found.get)
+    return min(rows for rows in sizes if found[rows] <= PASS_TOLERANCE * min(found.values()))
+
+
+def passes_over(n: int, next_rows):
+    """(start, tokens) of each pass over a prompt of n tokens. next_rows(start, last): tokens of the pass that begins at
+    `start`, behind a pass of `last` tokens."""
+    start = rows = 0
+    while start < n:
+        rows = next_rows(start, rows)
+        yield start, rows
+        start += rows
+
+
+def group_count(n_stages: int, n_slots: int) -> int:
+    """How many groups of answers there are, whose decode steps follow each other through the stages."""
+    return min(n_stages, n_slots)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When each stage works on each pass of a prompt, in seconds from the beginning of the first pass."""
+
+    spans: list[list[tuple[float, float]]]      # [stage][pass]: beginning and end
+
+    @property
+    def seconds(self) -> float:
+        return self.spans[-1][-1][1]
+
+    @property
+    def busy(self) -> list[float]:
+        """The share of the time that each stage works."""
+        return [sum(end - start for start, end in stage) / self.seconds for stage in self.spans]
+
+
+def schedule(passes: list, hops: list) -> Schedule:
+    """The Schedule of a prompt whose passes take passes[stage][pass] seconds and whose hops take
+    hops[edge][pass] = (out, in) seconds for the copies to the host and from the host. A model of `Pipeline.prefill`."""
+    n_stages, n_passes = len(passes), len(passes[0])
+    starts, ends, outs, ins = ([[0.0] * n_passes for _ in range(n_stages)] for _ in range(4))
+
+    def at(times, i):
+        return times[i] if i >= 0 else 0.0
+
+    for i in range(n_passes):
+        for stage in range(n_stages):
+            start = max(ins[stage][i], at(ends[stage], i - 1), at(outs[stage], i - 3))
+            if stage == 0:                              # the host queues no more than so many passes ahead
+                start = max(start, at(ends[-1], i - 2 * n_stages))
+            starts[stage][i], ends[stage][i] = start, start + passes[stage][i]
+            if stage == n_stages - 1:
+                continue
+            out, into = hops[stage][i]                  # each side has two buffers, and so has host memory between them
+            begin = max(ends[stage][i], at(outs[stage], i - 1), at(ins[stage + 1], i - 2))
+            outs[stage][i] = begin + out
+            begin = max(outs[stage][i], at(ins[stage + 1], i - 1), at(starts[stage + 1], i - 2))
+            ins[stage + 1][i] = begin + into
+    return Schedule([list(zip(*times)) for times in zip(starts, ends)])
+
+
+# ---- sizes of the caches ---------------------------------------------------------------------------------------
+
+LEAST_CHECKPOINTS = 2           # on the card, however little memory there is
+KEPT_CONTEXTS = 4               # contexts whose pages each slot gets, if memory suffices: the running one, earlier ones
+
+
+@dataclass(frozen=True)
+class CacheSizes:
+    """How much the caches of all stages hold."""
+
+    n_slots: int
+    max_pages: int              # of one slot
+    n_pages: int                # of all slots and of what is kept for later prompts
+    n_checkpoints: int          # on the card
+    n_host_checkpoints: int     # in host memory, at most
+
+
+def choose_sizes(stages: list, demand: "Demand") -> CacheSizes:
+    """How the memory that the weights have left is divided. stages: each has a card, page_bytes and state_bytes.
+
+    The pages hold demand.kv_tokens tokens. By default they hold the contexts of all slots, or fewer where 90 % of the
+    memory do not suffice for that, but one context at least. KEPT_CONTEXTS times as many tokens, or what a quarter of
+    the memory holds, is the default where later prompts can use them, which takes memory for checkpoints.
+    Checkpoints get demand.checkpoint_memory bytes of each card, by default a quarter of what the pages leave, and
+    demand.checkpoint_host_memory bytes of the host, by default an eighth of the machine's memory. There are never more
+    checkpoints than pages, since a page has one checkpoint at most.
+    """
+    d, max_pages = demand, pages_for(demand.n_ctx)
+    if d.kv_tokens is None:
+        fitting = min((stage.card.free_bytes - (d.slots + LEAST_CHECKPOINTS) * stage.state_bytes)
+                      // max(stage.page_bytes, 1) for stage in stages)
+        n_pages = max(min(d.slots * max_pages, int(0.9 * fitting)), max_pages)
+        if d.checkpoint_memory != 0 or d.checkpoint_host_memory != 0:
+            n_pages = max(n_pages, min(KEPT_CONTEXTS * d.slots * max_pages, fitting // 4))
+    else:
+        n_pages = pages_for(d.kv_tokens)
+    n_checkpoints = n_pages
+    for stage in stages:
+        free = stage.card.free_bytes - d.slots * stage.state_bytes - n_pages * stage.page_bytes
+        budget = free // 4 if d.checkpoint_memory is None else d.checkpoint_memory
+        n_checkpoints = min(n_checkpoints, budget // max(stage.state_bytes, 1))
+    host_memory = d.checkpoint_host_memory
+    if host_memory is None:
+        host_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8
+    n_host = host_memory // max(sum(stage.state_bytes for stage in stages), 1)
+    return CacheSizes(d.slots, max_pages, n_pages, max(n_checkpoints, LEAST_CHECKPOINTS), min(n_host, n_pages))
+
+
+# ---- which layers go where -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a model is to be loaded for; the fields are arguments of `load`."""
+
+    n_ctx: int
+    slots: int = 1
+    chunk: int | None = None
+    kv_tokens: int | None = None
+    checkpoint_memory: int | None = None
+    checkpoint_host_memory: int | None = None
+    split: tuple[int, ...] | None = None
+
+    def __post_init__(self):
+        """Raises RequestError."""
+        limits = ("ctx", self.n_ctx, 1), ("slots", self.slots, 1), ("chunk", self.chunk, PAGE_TOKENS)
+        for name, value, unit in limits:
+            if value is not None and (value < 1 or value % unit):
+                raise RequestError(name, f"{name} must be {unit}, {2 * unit}, ..., not {value}")
+        if self.chunk is not None and self.chunk > LARGEST_CHUNK:   # kernels count the numbers of a pass in 32 bits
+            raise RequestError("chunk", f"chunk must be at most {LARGEST_CHUNK}, not {self.chunk}")
+        if self.kv_tokens is not None and self.kv_tokens < self.n_ctx:
+            raise RequestError("kv_tokens", f"kv_tokens must be at least the {self.n_ctx} tokens of a context, not "
+                                            f"{self.kv_tokens}")
+
+
+class Blueprint(Protocol):
+    """A model that is to be planned. qengine.py implements this."""
+
+    name: str
+    n_layers: int
+    hidden_dim: int
+    context_length: int                 # tokens the model was made for
+
+    def stage(self, card: PlannedCard, layers: range, demand: Demand, chunk: int | None):
+        """A stage of these layers on a card that only counts. It has card, layers, chunk, costs (StageCosts),
+        weight_bytes, page_bytes, state_bytes, and allocate(sizes, n_groups)."""
+
+    def layer(self, card: PlannedCard, index: int) -> Work:
+        """The Work of a layer, whose weights are allocated on the card."""
+
+    def head_bytes(self, card: PlannedCard) -> int:
+        """Bytes of the output head's matrix."""
+
+    def in_format(self, format: str) -> "Blueprint":
+        """The same model with its matrices in another weight format."""
+
+
+def check_split(split, n_layers: int, n_cards: int) -> list[range]:
+    """The layers of each card, of which there are split[i] on card i. Raises RequestError."""
+    if len(split) != n_cards or sum(split) != n_layers or min(split) < 1:
+        raise RequestError("split", f"split must be {n_cards} number{'s' * (n_cards > 1)} from 1 on, one per card, "
+                                    f"with the sum {n_layers}, not {','.join(map(str, split))}")
+    ends = list(itertools.accumulate(split))
+    return [range(end - n, end) for n, end in zip(split, ends)]
+
+
+def best_split(n_layers: int, costs: list) -> list[range] | None:
+    """The layers of each stage, at least one each, such that the largest costs[stage](start, end) is as small as
+    possible. None where every split has an infinite cost. Among equals the earlier stages get more layers."""
+    best = {n_layers: (0.0, ())}                # from this layer on, on the stages behind: (largest cost, ends)
+    for behind, cost in enumerate(reversed(costs)):
+        found = {}
+        for start in range(len(costs) - 1 - behind, n_layers):
+            for end in sorted(best, reverse=True):
+                if end > start:
+                    worst = max(cost(start, end), best[end][0])
+                    if worst < found.get(start, (math.inf,))[0]:
+                        found[start] = worst, (end, *best[end][1])
+        best = found
+    if 0 not in best:
+        return None
+    ends = best[0][1]
+    return [range(start, end) for start, end in zip((0, *ends), ends)]
+
+
+class LayerCosts:
+    """What neighbouring layers cost on each card of a plan: memory and time. `end` is behind the last layer."""
+
+    def __init__(self, blueprint: Blueprint, cards: list):
+        self.n_layers, self.speeds = blueprint.n_layers, [probe.speed_of(card) for card in cards]
+        counting, sizes, works = PlannedCard(cards[0]), [0], [Work()]
+        for index in range(blueprint.n_layers):
+            before = counting.free_bytes
+            works.append(blueprint.layer(counting, index))
+            sizes.append(before - counting.free_bytes)
+        self.head_bytes = blueprint.head_bytes(counting)
+        self.n_weights = list(itertools.accumulate(sizes))      # bytes of the layers before each
+        self.works = list(itertools.accumulate(works))          # Work of the layers before each
+
+    def between(self, start: int, end: int, field: str) -> int:
+        """The sum of a field of Work over the layers start .. end - 1."""
+        return getattr(self.works[end], field) - getattr(self.works[start], field)
+
+    def prefill_seconds(self, stage: int, start: int, end: int, context: float) -> float:
+        """Seconds of a token of a prompt that has `context` tokens before it."""
+        speed = self.speeds[stage]
+        products = self.between(start, end, "row_operations") / speed.dot / PEAK_SHARE
+        return products + context * context_seconds(self.between(start, end, "context_operations"), speed)
+
+    def decode_seconds(self, stage: int, start: int, end: int, context: int) -> float:
+        """Seconds of a decode step of one answer."""
+        head = self.head_bytes * (end == self.n_layers)
+        n_bytes = self.memory(start, end, pages_for(context), 2) + head        # states are read and written
+        return n_bytes / self.speeds[stage].read / PEAK_SHARE
+
+    def memory(self, start: int, end: int, n_pages: int, n_states: int) -> int:
+        """Bytes of weights, pages and states."""
+        return (self.n_weights[end] - self.n_weights[start] + n_pages * self.between(start, end, "page_bytes")
+                + n_states * self.between(start, end, "state_bytes"))
+
+    def few_of_each_kind(self) -> int:
+        """The fewest first layers that keep whatever the layers of the model keep: pages, states."""
+        kept = ["page_bytes", "state_bytes"]
+        whole = [self.between(0, self.n_layers, field) > 0 for field in kept]
+        return next(n for n in range(1, self.n_layers + 1)
+                    if [self.between(0, n, field) > 0 for field in kept] == whole)
+
+
+def place_layers(blueprint: Blueprint, cards: list, demand: Demand, costs: LayerCosts,
+                 wasted: list[int]) -> list[range]:
+    """The layers of each of several cards.
+
+    Among the splits that fit into memory, the slowest card takes as little time as possible for a pass of a prompt, and
+    among those for a decode step. There is room for the contexts of all slots if that can be; there must be room for
+    one. Where not even one context fits, the split is chosen as if memory did not matter: the plan then shows what is
+    missing on which card. wasted: bytes of each card that must stay free.
+    """
+    n_layers, n_cards, n_states = blueprint.n_layers, len(cards), demand.slots + LEAST_CHECKPOINTS
+    context, least = demand.n_ctx // 2, pages_for(demand.kv_tokens or demand.n_ctx)
+    left = memory_for_layers(blueprint, cards, demand, costs)
+
+    def split(n_pages, slowest, seconds):
+        """The best split by seconds(stage, start, end, context) of those that fit, with no pass beyond `slowest`."""
+        def cost(stage, start, end):
+            if n_pages is not None and costs.memory(start, end, n_pages, n_states) > left[stage] - wasted[stage]:
+                return math.inf
+            within = costs.prefill_seconds(stage, start, end, context) <= slowest * (1 + 1e-9)
+            return seconds(stage, start, end, context) if within else math.inf
+
+        return best_split(n_layers, [functools.partial(cost, stage) for stage in range(n_cards)])
+
+    wished = least if demand.kv_tokens else demand.slots * pages_for(demand.n_ctx)
+    for n_pages in wished, least, None:
+        if found := split(n_pages, math.inf, costs.prefill_seconds):
+            slowest = max(costs.prefill_seconds(stage, layers.start, layers.stop, context)
+                          for stage, layers in enumerate(found))
+            return split(n_pages, slowest, costs.decode_seconds)
+
+
+def memory_for_layers(blueprint: Blueprint, cards: list, demand: Demand, costs: LayerCosts) -> list[int]:
+    """Bytes that each card has for weights, pages and states of layers. A stage needs more beside those, for scratch
+    memory and hops, which does not depend on the number of layers: a sample of a few layers of each kind tells."""
+    n_layers, n_cards = blueprint.n_layers, len(cards)
+    n_states, least = demand.slots + LEAST_CHECKPOINTS, pages_for(demand.kv_tokens or demand.n_ctx)
+    few = min(costs.few_of_each_kind(), n_layers // n_cards)
+    samples = [range(few), *[range(1, 1 + few)] * (n_cards - 2), range(n_layers - few, n_layers)]
+    sampled = plan_stages(blueprint, cards, dataclasses.replace(
+        demand, chunk=demand.chunk or CHUNK, kv_tokens=least * PAGE_TOKENS, checkpoint_memory=0), samples)
+    return [stage.free - stage.total + costs.memory(stage.layers.start, stage.layers.stop, least, n_states)
+            for stage in sampled.stages]
+
+
+# ---- the plan --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What a stage takes of the memory of its card, in bytes."""
+
+    card: str
+    layers: range
+    free: int                   # before
+    weights: int
+    kv: int                     # pages of keys and values
+    states: int                 # recurrent states of the slots
+    checkpoints: int
+    scratch: int                # for passes, hops and sampling, and what the granules of drivers waste
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv + self.states + self.checkpoints + self.scratch
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where a model goes, and what that takes."""
+
+    stages: list[StagePlan]
+    on_paper: list              # the stages on cards that only count
+    demand: Demand
+    sizes: CacheSizes
+    chunk: int                  # tokens of a pass, the same for all stages
+
+    @property
+    def fits(self) -> bool:
+        return all(stage.total <= stage.free for stage in self.stages)
+
+    @property
+    def layers(self) -> list[range]:
+        return [stage.layers for stage in self.stages]
+
+    @property
+    def costs(self) -> list[StageCosts]:
+        return [stage.costs for stage in self.on_paper]
+
+    def table(self) -> str:
+        """For people: a line for each card."""
+        names = "weights", "kv", "states", "checkpoints", "scratch", "total", "free"
+        heads = "weights", "KV pages", "states", "checkpoints", "scratch", "together", "free"
+        widths = [max(len(head), 9) + 2 for head in heads]
+        width = max(len(stage.card) for stage in self.stages)
+        lines = [f"{'card':{width}}  {'layers':>9}" + "".join(f"{head:>{n}}" for head, n in zip(heads, widths))]
+        for stage in self.stages:
+            layers = f"{stage.layers.start} - {stage.layers.stop - 1}"
+            sizes = "".join(f"{show_bytes(getattr(stage, name)):>{n}}" for name, n in zip(names, widths))
+            missing = f"  {show_bytes(stage.total - stage.free)} too much" if stage.total > stage.free else ""
+            lines.append(f"{stage.card:{width}}  {layers:>9}{sizes}{missing}")
+        return "\n".join(lines)
+
+
+def plan_stages(blueprint: Blueprint, cards: list, demand: Demand, layers: list[range]) -> Plan:
+    """The Plan of these layers on each card, whether they fit or not."""
+    chunk = demand.chunk
+    while True:                                 # a second time where the stages would have chosen different chunks
+        stages = [blueprint.stage(PlannedCard(card), each, demand, chunk) for card, each in zip(cards, layers)]
+        if len({stage.chunk for stage in stages}) == 1:
+            break
+        chunk = min(stage.chunk for stage in stages)
+    sizes = choose_sizes(stages, demand)
+    planned = []
+    for card, stage in zip(cards, stages):
+        free = stage.card.card.free_bytes
+        stage.allocate(sizes, group_count(len(stages), sizes.n_slots))
+        kv, states = sizes.n_pages * stage.page_bytes, sizes.n_slots * stage.state_bytes
+        checkpoints, used = sizes.n_checkpoints * stage.state_bytes, free - stage.card.free_bytes
+        scratch = used - stage.weight_bytes - kv - states - checkpoints
+        planned.append(StagePlan(card.name, stage.layers, free, stage.weight_bytes, kv, states, checkpoints, scratch))
+    return Plan(planned, stages, demand, sizes, stages[0].chunk)
+
+
+def most(low: int, high: int, fits) -> int | None:
+    """The largest n from low to high for which fits(n) is true; None where there is none. fits(n) is true up to some n
+    and false from there on."""
+    if low > high or not fits(low):
+        return None
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+MOST_CARDS = 16             # up to so many cards a plan looks whether one more would do
+
+
+class Planner:
+    """The plan of a model on some cards, and what could be different about it."""
+
+    def __init__(self, blueprint: Blueprint, cards: list, demand: Demand, spare: list = ()):
+        """spare: cards that were opened with the others and are not to be used. Raises RequestError."""
+        if len(cards) > blueprint.n_layers:
+            raise RequestError("card", f"{blueprint.name} has {blueprint.n_layers} layers: {len(cards)} cards are too "
+                                       "many")
+        self.blueprint, self.demand, self.cards, self.spare = blueprint, demand, cards, list(spare)
+        self.plan = self.planned()
+
+    @functools.cached_property
+    def costs(self) -> LayerCosts:
+        return LayerCosts(self.blueprint, self.cards)
+
+    def planned(self, **changes) -> Plan:
+        """The Plan, whether it fits or not, with other fields of the demand."""
+        demand = dataclasses.replace(self.demand, **changes)
+        if demand.split:
+            layers = check_split(demand.split, self.blueprint.n_layers, len(self.cards))
+        elif len(self.cards) == 1:
+            layers = [range(self.blueprint.n_layers)]
+        else:
+            return self.placed(demand)
+        return plan_stages(self.blueprint, self.cards, demand, layers)
+
+    def placed(self, demand: Demand) -> Plan:
+        """The Plan with the best split. How much the granules of drivers waste depends on the split: where one split
+        does not fit for that reason, another one may."""
+        plan, before, wasted = None, None, [0] * len(self.cards)
+        while plan is None or not plan.fits:
+            layers = place_layers(self.blueprint, self.cards, demand, self.costs, wasted)
+            if layers == before:
+                break
+            plan, before = plan_stages(self.blueprint, self.cards, demand, layers), layers
+            wasted = [n + max(stage.total - stage.free, 0) for n, stage in zip(wasted, plan.stages)]
+        return plan
+
+    def longest_context(self) -> int | None:
+        """The most tokens of a context that fit, in whole pages; at most what the model was made for."""
+        longest = pages_for(max(self.blueprint.context_length, self.demand.n_ctx))
+        if self.demand.kv_tokens:
+            longest = min(longest, self.demand.kv_tokens // PAGE_TOKENS)
+        n = most(1, longest, lambda n: self.planned(n_ctx=n * PAGE_TOKENS).fits)
+        return n and n * PAGE_TOKENS
+
+    def passes(self, n: int) -> list[tuple[int, int]]:
+        """(start, tokens) of the passes over a prompt of n tokens, as the engine makes them."""
+        slowest = slowest_seconds(self.plan.costs)
+        return list(passes_over(n, lambda start, last: choose_rows(
+            start, n, self.plan.chunk, len(self.cards), slowest, last)))
+
+    def prompt_schedule(self, n: int, with_hops: bool = True) -> Schedule:
+        """The expected Schedule of a prompt of n tokens; without hops, links count as infinitely fast."""
+        passes, costs = self.passes(n), self.plan.costs
+        seconds = [[each.pass_seconds(rows) + rows * (start + rows / 2) * each.context_seconds()
+                    for start, rows in passes] for each in costs]
+        hops = [[(a.hop_seconds(rows) * with_hops, b.hop_seconds(rows) * with_hops) for _, rows in passes]
+                for a, b in itertools.pairwise(costs)]
+        return schedule(seconds, hops)
+
+    def expected_hops(self) -> tuple[float, float, float]:
+        """Three shares: of the time of a prompt that fills the context, what hops add to it, and what the least busy
+        card works; and of a decode step of one answer, what hops take."""
+        n, stages = self.demand.n_ctx, self.plan.on_paper
+        found = self.prompt_schedule(n)
+        added = 1 - self.prompt_schedule(n, with_hops=False).seconds / found.seconds
+        step = sum(self.costs.decode_seconds(i, stage.layers.start, stage.layers.stop, n // 2)
+                   for i, stage in enumerate(stages))
+        hops = sum(a.hop_seconds(1) + b.hop_seconds(1) for a, b in itertools.pairwise(self.plan.costs))
+        return added, min(found.busy), hops / (step + hops)
+
+    def report(self) -> str:
+        """The plan for people: the table, the longest context, and what hops are expected to cost."""
+        plan, d, longest = self.plan, self.demand, self.longest_context()
+        lines = [plan.table(), "",
+                 f"context: {d.slots} x {d.n_ctx:,} tokens, pages for {plan.sizes.n_pages * PAGE_TOKENS:,}; "
+                 + (f"the longest that fits has {longest:,}" if longest else "none fits")]
+        if len(self.cards) > 1:
+            added, busy, decode = self.expected_hops()
+            n_passes, hidden_dim = len(self.passes(d.n_ctx)), self.blueprint.hidden_dim
+            links = ", ".join(f"{speed.link / 1e9:g}" for speed in self.costs.speeds)
+            lines += [f"a hop: {show_bytes(hop_bytes(hidden_dim, plan.chunk))} for a pass of {plan.chunk} tokens, "
+                      f"{show_bytes(hop_bytes(hidden_dim, 1))} for one token, over links of {links} GB/s",
+                      f"expected share of time in hops: {added:.1%} of a prompt of {d.n_ctx:,} tokens in {n_passes} "
+                      f"passes, {decode:.1%} of a step of one answer",
+                      f"expected share of that prompt's time that each card works: {busy:.0%} or more"]
+            if any(card.kind == "emulated" and not card.like for card in self.cards):
+                lines.append(f"(emulated cards of no type count as {CARDS[0].name})")
+        return "\n".join(lines)
+
+    def changes(self) -> list[str]:
+        """What would make the model fit, each change by itself and as small as possible, for people."""
+        d, found = self.demand, []
+        if n := most(1, d.slots - 1, lambda n: self.planned(slots=n).fits):
+            found.append(f"--slots {n}")
+        if (n := self.longest_context()) and n < d.n_ctx:
+            found.append(f"--ctx {n}")
+        for name in "kv_tokens", "checkpoint_memory":
+            if getattr(d, name) is not None and self.planned(**{name: None}).fits:
+                found.append(f"no --{name.replace('_', '-')}")
+        if d.split and self.planned(split=None).fits:
+            found.append("no --split")
+        largest = max(self.cards, key=lambda card: card.free_bytes)
+        for n in range(len(self.cards) + 1, min(MOST_CARDS, self.blueprint.n_layers) + 1):
+            more = n - len(self.cards)
+            if self.other(self.blueprint, [*self.cards, *[largest] * more]).fits:
+                found.append(f"{more} more card{'s' * (more > 1)} like {largest.name}")
+                break
+        for name in sorted(FORMATS, key=lambda name: -FORMATS[name].file_bytes / FORMATS[name].file_block):
+            if self.other(self.blueprint.in_format(name), self.cards).fits:
+                found.append(f"a file in {name}")
+                break
+        return found
+
+    def other(self, blueprint: Blueprint, cards: list) -> Plan:
+        """The Plan of another blueprint or on other cards."""
+        return Planner(blueprint, cards, dataclasses.replace(self.demand, split=None)).plan
+
+    def check(self):
+        """Raises OutOfMemory, with the table and what would help, where the plan does not fit."""
+        if not self.plan.fits:
+            changes = " or ".join(self.changes())
+            way_out = f"it would with {changes}" if changes else "nothing else of its size would: take a smaller model"
+            raise OutOfMemory(f"{self.blueprint.name} does not fit:\n{self.plan.table()}\n{way_out}")
