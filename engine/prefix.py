@@ -12,7 +12,7 @@ import operator
 from dataclasses import dataclass
 
 from kernels.card import CardError
-from kernels.kv_cache import PAGE
+from kernels.kv_formats import PAGE
 
 PAGE_TOKENS = PAGE
 CHECKPOINT_INTERVAL = 1024  # the largest distance between two checkpoints of a prompt, in tokens
