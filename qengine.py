@@ -31,46 +31,31 @@ if __name__ == "__main__":      # the imports take seconds: Ctrl-C meanwhile is 
             setattr(sys, _name, open(os.devnull, _mode))
 
 import argparse
-import bisect
-import codecs
 import collections
 import contextlib
 import copy
 import dataclasses
-import datetime
 import functools
 import gc
-import heapq
 import ipaddress
 import itertools
 import json
 import logging
 import math
-import mmap
-import numbers
-import operator
-import queue
 import re
 import secrets
 import socket
-import struct
 import threading
 import time
-import weakref
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import flask
-import jinja2
-import jinja2.ext
-import jinja2.sandbox
 import llguidance
 import llguidance.numpy
 import numpy as np
-import sentencepiece
-import tokenizers
 import tqdm
 import waitress
 import waitress.channel
@@ -78,294 +63,31 @@ import waitress.server
 import waitress.task
 from werkzeug.exceptions import GatewayTimeout, HTTPException, ServiceUnavailable, TooManyRequests
 
+from engine.constraints import Constraint, Vocabulary
+from engine.gguf import GGUF, REQUIRED, SUPPORTED_TYPES
+from engine.prefix import CHECKPOINT_INTERVAL, PAGE_TOKENS, Node, PrefixCache, checkpoint_positions, pages_for
+from engine.request import (SAMPLING, DeadlineExceeded, EngineStopped, Fault, Generation, ModelError, Request,
+                            RequestError)
+from engine.template import SYNTHETIC_TEMPLATE, ChatTemplate
+from engine.tokenizer import ByteTokenizer, Tokenizer, encode_prompt, load_tokenizer
+from engine.worker import Task, Worker, stop_all
 from kernels import (advance, attend_decode, attention, checkpoint, conv, embedding, finite, float_matmul, formats, gdn,
                      gdn_decode, kv_cache, logprobs, norm, probe, q8_gemm, q8_gemv, quant_gemv, quantize, rope, sample,
                      swiglu, synthetic)
 from kernels.assembler import find_assembler
 from kernels.bench import operation_seconds
-from kernels.card import Array, Card, CardError, NoAnswer, OutOfMemory, PlannedCard, show_bytes
-from kernels.card import Event as CardEvent
+from kernels.card import Array, Card, CardError, Event, OutOfMemory, PlannedCard, show_bytes
 from kernels.compile import CompileError
 from kernels.emulated.cards import CARDS, CardModel
 from kernels.emulated.estimate import PIPES, SECTOR, Counts
-from kernels.formats import FORMATS, dequantize
+from kernels.formats import FLOATS, FORMATS
 from kernels.open import open_cards
 from kernels.trace import LEFT_OUT, tracing
 from kernels.upload import PIECE, Feeder
 
 # ======================================================================================================
-# 1  Config and GGUF
+# 1  Config
 # ======================================================================================================
-
-
-class ModelError(Exception):
-    """A model file that cannot be used. The text is one sentence: file, key or tensor, byte position."""
-
-
-class RequestError(Exception):
-    """A request that cannot be answered. `field` names the part of the request that is at fault."""
-
-    def __init__(self, field: str, message: str):
-        super().__init__(message)
-        self.field = field
-
-
-# GGML tensor types: number -> (name, weights per block, bytes per block). All of them, so that a file in
-# a format that the engine does not run is refused by the format's name.
-GGML_TYPES = {
-    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
-    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84),
-    11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210),
-    15: ("Q8_K", 256, 292), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98),
-    19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82),
-    23: ("IQ4_XS", 256, 136), 24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8),
-    28: ("F64", 1, 8), 29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54),
-    35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
-}
-SUPPORTED_TYPES = (*FORMATS, "F16", "BF16", "F32")
-
-# GGUF metadata: type number -> struct format. 7 is bool, 8 string, 9 array.
-GGUF_NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 10: "<Q", 11: "<q", 12: "<d"}
-GGUF_BOOL, GGUF_STRING, GGUF_ARRAY = 7, 8, 9
-MAX_KEY_BYTES = 65535  # of the GGUF specification; also bounds what an error message repeats
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """One row of a GGUF tensor table."""
-
-    name: str
-    shape: tuple[int, ...]  # row-major: (rows, columns); GGUF stores the reverse
-    type: str               # "Q8_0", "F32", ...
-    offset: int             # bytes from the start of the file
-    nbytes: int
-
-
-class _Cursor:
-    """Reads little-endian values from `data` one after the other and never past its end."""
-
-    def __init__(self, data: memoryview, path: str):
-        self.data, self.path, self.at = data, path, 0
-
-    def fail(self, message: str, at: int | None = None):
-        raise ModelError(f"{self.path}: {message} (byte {self.at if at is None else at})")
-
-    def skip(self, n: int, what: str) -> int:
-        """Step over n bytes; returns where they start."""
-        start, left = self.at, len(self.data) - self.at
-        if n > left:
-            self.fail(f"the file ends early: {what} needs {n} bytes and {left} are left")
-        self.at += n
-        return start
-
-    def number(self, format: str, what: str):
-        return struct.unpack_from(format, self.data, self.skip(struct.calcsize(format), what))[0]
-
-    def string(self, what: str, limit: int | None = None) -> str:
-        length = self.number("<Q", f"the length of {what}")
-        if limit is not None and length > limit:
-            self.fail(f"{what} is {length} bytes long, more than {limit}")
-        start = self.skip(length, what)
-        try:
-            return str(self.data[start:self.at], "utf-8")
-        except UnicodeDecodeError:
-            self.fail(f"{what} is not UTF-8 text", start)
-
-    def value(self, kind: int, what: str):
-        """A metadata value: int, float, bool, str, list of str, or NumPy array (of numbers or bools)."""
-        if kind == GGUF_STRING:
-            return self.string(what)
-        if kind == GGUF_ARRAY:
-            return self.array(what)
-        if kind == GGUF_BOOL:
-            byte = self.number("<B", what)
-            if byte > 1:
-                self.fail(f"{what} is a truth value but holds {byte}", self.at - 1)
-            return byte == 1
-        if kind not in GGUF_NUMBERS:
-            self.fail(f"{what} has the unknown value type {kind}")
-        return self.number(GGUF_NUMBERS[kind], what)
-
-    def array(self, what: str):
-        kind = self.number("<I", f"the element type of {what}")
-        count = self.number("<Q", f"the length of {what}")
-        if kind == GGUF_STRING:
-            return self.strings(count, what)
-        if kind != GGUF_BOOL and kind not in GGUF_NUMBERS:
-            self.fail(f"{what} is an array of the unsupported value type {kind}")
-        dtype = np.dtype("u1" if kind == GGUF_BOOL else GGUF_NUMBERS[kind])
-        start = self.skip(count * dtype.itemsize, what)
-        array = np.frombuffer(self.data[start:self.at], dtype)
-        if kind != GGUF_BOOL:
-            return array
-        if array.size and array.max() > 1:
-            self.fail(f"{what} holds truth values other than 0 and 1", start)
-        return array.astype(bool)
-
-    def strings(self, count: int, what: str) -> list[str]:
-        """An array of strings. A vocabulary has 250,000 of them, so this loop is written for speed."""
-        if count * 8 > len(self.data) - self.at:
-            self.fail(f"the file ends early: {what} claims {count} strings")
-        data, at, end, found, length = self.data, self.at, len(self.data), [], struct.Struct("<Q")
-        try:
-            for _ in range(count):
-                stop = at + 8 + length.unpack_from(data, at)[0]
-                if stop > end:
-                    self.fail(f"the file ends early: string {len(found)} of {what} goes past the end", at)
-                found.append(str(data[at + 8:stop], "utf-8"))
-                at = stop
-        except struct.error:
-            self.fail(f"the file ends early: string {len(found)} of {what} has no length", at)
-        except UnicodeDecodeError:
-            self.fail(f"string {len(found)} of {what} is not UTF-8 text", at)
-        self.at = at
-        return found
-
-
-_REQUIRED = object()
-
-
-class GGUF:
-    """A GGUF model file (version 2 or 3, little-endian), mapped into memory and checked before use.
-
-    metadata   key -> int, float, bool, str, list of str, or NumPy array (of numbers or bools)
-    tensors    name -> TensorInfo
-    data(name) the tensor's bytes as stored, without a copy; floats(name) its values
-
-    Counts and lengths are compared with the bytes that are left before anything is allocated, so that a
-    damaged file ends in a `ModelError` at once. Format: github.com/ggml-org/ggml/blob/master/docs/gguf.md
-    """
-
-    def __init__(self, path: str | Path):
-        self.path = str(path)
-        self.metadata: dict = {}
-        self.tensors: dict[str, TensorInfo] = {}
-        self._bytes = self._map()
-        cursor = _Cursor(self._bytes, self.path)
-        n_tensors, n_keys = self._read_header(cursor)
-        for _ in range(n_keys):
-            self._read_key(cursor)
-        rows = [self._read_tensor(cursor) for _ in range(n_tensors)]
-        self._place(rows, cursor)
-
-    def _map(self) -> memoryview:
-        try:
-            with open(self.path, "rb") as file:
-                return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        except OSError as error:
-            raise ModelError(f"{self.path}: cannot be opened: {error.strerror}") from None
-        except ValueError:  # mmap's word for an empty file
-            raise ModelError(f"{self.path}: the file is empty") from None
-
-    def _read_header(self, cursor: _Cursor) -> tuple[int, int]:
-        start = cursor.skip(4, "the magic number")
-        if self._bytes[start:cursor.at] != b"GGUF":
-            cursor.fail("not a GGUF file: it does not begin with the letters GGUF", 0)
-        version = cursor.number("<I", "the version")
-        if version not in (2, 3):
-            big_endian = ", and seems to be byte-swapped (big-endian)" if version & 0xFFFF == 0 else ""
-            cursor.fail(f"GGUF version {version} is not 2 or 3{big_endian}", 4)
-        n_tensors = cursor.number("<Q", "the tensor count")
-        n_keys = cursor.number("<Q", "the key count")
-        least = n_tensors * 32 + n_keys * 13  # the smallest table rows there can be
-        if least > len(self._bytes) - cursor.at:
-            cursor.fail(f"the file ends early: it claims {n_tensors} tensors and {n_keys} keys", 8)
-        return n_tensors, n_keys
-
-    def _read_key(self, cursor: _Cursor):
-        at = cursor.at
-        key = cursor.string("a metadata key", MAX_KEY_BYTES)
-        if key in self.metadata:
-            cursor.fail(f"key {key[:80]!r} appears twice", at)
-        what = f"key {key[:80]!r}"
-        self.metadata[key] = cursor.value(cursor.number("<I", f"the type of {what}"), what)
-
-    def _read_tensor(self, cursor: _Cursor) -> tuple[TensorInfo, int]:
-        """A row of the tensor table, its offset still relative to the data; and where the row stands."""
-        at = cursor.at
-        name = cursor.string("a tensor name", MAX_KEY_BYTES)
-        what = f"tensor {name[:80]!r}"
-        n_dims = cursor.number("<I", f"the number of dimensions of {what}")
-        if not 1 <= n_dims <= 4:
-            cursor.fail(f"{what} has {n_dims} dimensions, not 1 to 4", at)
-        dims = [cursor.number("<Q", f"a dimension of {what}") for _ in range(n_dims)]
-        number = cursor.number("<I", f"the type of {what}")
-        offset = cursor.number("<Q", f"the offset of {what}")
-        if min(dims) < 1:
-            cursor.fail(f"{what} has a dimension of zero", at)
-        if number not in GGML_TYPES:
-            cursor.fail(f"{what} has the unknown type number {number}", at)
-        type, block, block_bytes = GGML_TYPES[number]
-        if dims[0] % block:
-            cursor.fail(f"{what} has rows of {dims[0]} weights, not a multiple of {type}'s {block}", at)
-        nbytes = math.prod(dims) // block * block_bytes  # Python integers: no product wraps
-        return TensorInfo(name, tuple(reversed(dims)), type, offset, nbytes), at
-
-    def _place(self, rows: list, cursor: _Cursor):
-        """Turn offsets into file positions; every tensor inside the file, aligned, overlapping no other."""
-        alignment = self.get("general.alignment", int, 32)
-        if alignment < 8 or alignment & (alignment - 1) or alignment > 1 << 20:
-            raise ModelError(f"{self.path}: key 'general.alignment' is {alignment}, not a power of two >= 8")
-        start = -(-cursor.at // alignment) * alignment
-        end = len(self._bytes)
-        used = start
-        for tensor, at in sorted(rows, key=lambda row: row[0].offset):
-            what, position = f"tensor {tensor.name[:80]!r}", start + tensor.offset
-            if tensor.name in self.tensors:
-                cursor.fail(f"{what} appears twice", at)
-            if tensor.offset % alignment:
-                cursor.fail(f"{what} starts at offset {tensor.offset}, not a multiple of {alignment}", at)
-            if position < used:
-                cursor.fail(f"{what} overlaps the tensor before it", at)
-            used = position + tensor.nbytes
-            if used > end:
-                cursor.fail(f"{what} ends at byte {used}, past the end of the file at {end}", at)
-            self.tensors[tensor.name] = dataclasses.replace(tensor, offset=position)
-
-    def get(self, key: str, kind: type, default=_REQUIRED):
-        """metadata[key], which must be of the Python type `kind` (NumPy arrays: np.ndarray)."""
-        if key not in self.metadata:
-            if default is _REQUIRED:
-                raise ModelError(f"{self.path}: key '{key}' is missing")
-            return default
-        value = self.metadata[key]
-        if type(value) is not kind:
-            raise ModelError(f"{self.path}: key '{key}' holds {type(value).__name__}, not {kind.__name__}")
-        return value
-
-    def get_array(self, key: str, kinds: str, default=_REQUIRED):
-        """metadata[key], an array of numbers whose NumPy kind is one of `kinds` ("iu" integers, "f", "b")."""
-        array = self.get(key, np.ndarray, default)
-        if array is not default and array.dtype.kind not in kinds:
-            raise ModelError(f"{self.path}: key '{key}' is an array of the wrong type, {array.dtype}")
-        return array
-
-    def data(self, name: str) -> np.ndarray:
-        """The tensor as stored, a read-only view: F32 and F16 in their own type, BF16 as uint16, all in the
-        tensor's shape; the types of kernels/formats.py as uint8 [rows, bytes of a row]; any other as flat uint8."""
-        tensor = self.tensors[name]
-        raw = np.frombuffer(self._bytes[tensor.offset:tensor.offset + tensor.nbytes], np.uint8)
-        plain = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
-        if tensor.type in plain:
-            return raw.view(plain[tensor.type]).reshape(tensor.shape)
-        return raw.reshape(*tensor.shape[:-1], -1) if tensor.type in FORMATS else raw
-
-    def floats(self, name: str) -> np.ndarray:
-        """The tensor's values as float32 in its shape, all of them finite."""
-        tensor, data = self.tensors[name], self.data(name)
-        if tensor.type in FORMATS:
-            with np.errstate(invalid="ignore"):  # infinite times zero
-                values = dequantize(FORMATS[tensor.type], data).reshape(tensor.shape)
-        elif tensor.type == "BF16":  # the upper half of a float32
-            values = (data.astype(np.uint32) << 16).view(np.float32)
-        elif tensor.type in ("F16", "F32"):
-            values = data.astype(np.float32)
-        else:
-            raise ModelError(f"{self.path}: tensor '{name}' is of the unsupported type {tensor.type}")
-        if not np.isfinite(values).all():
-            raise ModelError(f"{self.path}: tensor '{name}' holds a value that is not a finite number")
-        return values
-
 
 # Shapes of the published dense models, from config.json of huggingface.co/Qwen/Qwen3.5-{0.8B,2B,4B,9B,27B};
 # the parameter counts agree with those that llama-bench prints (752.39 M for 0.8B). "tiny" is ours.
@@ -495,7 +217,7 @@ def _kinds_by_interval(n_layers: int, interval: int) -> tuple[str, ...]:
 
 
 def _read_config(gguf: GGUF) -> Config:
-    def positive(key: str, default=_REQUIRED) -> int:
+    def positive(key: str, default=REQUIRED) -> int:
         value = gguf.get(f"qwen35.{key}", int, default)
         if not 0 < value < 2**31:
             raise ModelError(f"{gguf.path}: key 'qwen35.{key}' is {value}, not a sensible size")
@@ -592,7 +314,7 @@ def _check_tensors(config: Config, gguf: GGUF):
         if tensor.shape != shape:
             raise ModelError(f"{gguf.path}: tensor '{name}' (byte {tensor.offset}) has the shape "
                              f"{tensor.shape}, not {shape}")
-        allowed = SUPPORTED_TYPES if len(shape) == 2 else ("F32", "F16", "BF16")
+        allowed = SUPPORTED_TYPES if len(shape) == 2 else tuple(FLOATS)
         if tensor.type not in allowed:
             raise ModelError(f"{gguf.path}: tensor '{name}' (byte {tensor.offset}) is of type "
                              f"{tensor.type}, not {', '.join(allowed)}")
@@ -603,435 +325,6 @@ def _check_tensors(config: Config, gguf: GGUF):
     if n_tokens != config.n_vocab:
         raise ModelError(f"{gguf.path}: the vocabulary has {n_tokens} tokens and the embedding table "
                          f"{config.n_vocab} rows")
-
-
-# ======================================================================================================
-# 2  Tokenizer and chat template
-# ======================================================================================================
-
-# Token types of GGUF, the same numbers as SentencePiece's.
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-
-# How text is cut before byte pairs are merged; the two differ in whether combining marks belong to words.
-# From llama.cpp's src/llama-vocab.cpp. Text is taken as it comes: no Unicode normalisation (NFC), as there.
-_WORD = r"'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]|[^\r\n\p{L}\p{N}]?%s+|\p{N}"
-_REST = r" ?[^\s%s\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-PRE_TOKENIZERS = {
-    "qwen2": _WORD % r"\p{L}" + "|" + _REST % r"\p{L}",
-    "qwen35": _WORD % r"[\p{L}\p{M}]" + "|" + _REST % r"\p{L}\p{M}",
-}
-
-# Tokens that end a turn in every file that has them, whether or not its metadata says so.
-END_TOKENS = ("<|im_end|>", "<|endoftext|>")
-
-# Put inside what looks like a control token in a message, so that no message can end its own turn; taken out
-# again by `Tokenizer.encode`. A Unicode noncharacter, reserved for such use inside a program.
-GUARD = "\ufdd0"
-
-
-class Tokenizer:
-    """Text to token ids and back. Subclasses say how plain text is cut into tokens.
-
-    n_vocab       number of tokens
-    pieces        list of bytes: what each token stands for
-    control       name -> id of the control tokens
-    tags          name -> id of the tags that are one token each: <think>, </tool_call>, ...
-    eos_ids       the tokens that end an answer
-    max_token_bytes  no token stands for more of a text
-    prefix, suffix   tokens that the file wants around a text (`encode(ends=True)`), mostly none
-
-    Control tokens (<|im_end|>, ...) are matched in text only where `allow_special` is true, and are left out
-    of decoded text unless `special` is true. Tags such as <think> are ordinary tokens in both directions.
-    """
-
-    leading_space = False  # whether encoding puts a space before the text, which decoding takes away
-
-    def __init__(self, pieces: list[bytes], control: dict[str, int], tags: dict[str, int], eos_ids, prefix=(),
-                 suffix=()):
-        self.pieces, self.n_vocab = pieces, len(pieces)
-        self.eos_ids, self.prefix, self.suffix = frozenset(eos_ids), list(prefix), list(suffix)
-        self.control, self.tags = control, tags
-        self.max_token_bytes = max(len(piece) for piece in [*pieces, *map(str.encode, control)])
-        self._control_pattern = _any_of(control)
-        hidden = set(control.values())
-        self._shown = [b"" if i in hidden else piece for i, piece in enumerate(pieces)]
-
-    def _encode_plain(self, texts: list[str]) -> list[list[int]]:
-        raise NotImplementedError
-
-    def encode(self, text: str, allow_special: bool = True, ends: bool = False) -> list[int]:
-        """Token ids of a text. With allow_special=False a control token in it is spelt out as text."""
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise RequestError("prompt", "the prompt holds half of a surrogate pair") from None
-        parts = self._control_pattern.split(text) if allow_special else [text]
-        plain = self._encode_plain([part.replace(GUARD, "") for part in parts[::2]])
-        ids = plain[0]
-        for name, more in zip(parts[1::2], plain[1:], strict=True):
-            ids += [self.control[name], *more]
-        return self.prefix + ids + self.suffix if ends else ids
-
-    def decode(self, ids, special: bool = False) -> str:
-        """The text of a whole sequence of ids; bytes that are not UTF-8 become the replacement character."""
-        bad = next((i for i in ids if not 0 <= i < self.n_vocab), None)
-        if bad is not None:
-            raise RequestError("prompt", f"token id {bad} is outside 0 .. {self.n_vocab - 1}")
-        table = self.pieces if special else self._shown
-        text = b"".join(table[i] for i in ids).decode("utf-8", "replace")
-        return text.removeprefix(" ") if self.leading_space else text
-
-    def stream_decoder(self) -> "StreamDecoder":
-        return StreamDecoder(self._shown)
-
-
-class StreamDecoder:
-    """Text from one token after another: a character split over tokens comes with its last byte.
-
-    Unlike `Tokenizer.decode` it keeps a first space, which belongs between the prompt and its continuation.
-    """
-
-    def __init__(self, pieces: list[bytes]):
-        self._pieces = pieces
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, token: int) -> str:
-        return self._decoder.decode(self._pieces[token])
-
-    def flush(self) -> str:
-        """What is left at the end: the replacement character for a character that was begun, else nothing."""
-        return self._decoder.decode(b"", True)
-
-
-def _any_of(strings) -> re.Pattern:
-    """Matches any of the strings, as a group, the longest first; nothing when there are none."""
-    longest_first = sorted(strings, key=len, reverse=True)
-    return re.compile("(" + ("|".join(map(re.escape, longest_first)) or "(?!)") + ")")
-
-
-class BPETokenizer(Tokenizer):
-    """Byte-level byte-pair encoding (GGUF model "gpt2"), through the `tokenizers` library."""
-
-    def __init__(self, gguf: GGUF):
-        pattern = PRE_TOKENIZERS.get(pre := gguf.get("tokenizer.ggml.pre", str))
-        if pattern is None:
-            raise ModelError(f"{gguf.path}: pre-tokenizer {pre[:80]!r} is not supported, "
-                             f"{' and '.join(PRE_TOKENIZERS)} are")
-        tokens, types = _read_tokens(gguf)
-        ids = {token: i for i, token in enumerate(tokens)}
-        if len(ids) < len(tokens):
-            raise ModelError(f"{gguf.path}: key 'tokenizer.ggml.tokens' has the same token twice")
-        merges = _read_merges(gguf, ids)
-        self._tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=ids, merges=merges))
-        self._tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
-            tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"),
-            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-        self._tokenizer.add_tokens([tokenizers.AddedToken(token, normalized=False)
-                                    for token, type in zip(tokens, types) if type == USER_DEFINED and token])
-        to_byte = str.maketrans({char: chr(byte) for byte, char in enumerate(BYTE_ALPHABET)})
-        pieces = [_byte_level_piece(token, to_byte) if type == NORMAL else token.encode()
-                  for token, type in zip(tokens, types)]
-        super().__init__(pieces, **_special_tokens(gguf, tokens, types))
-
-    def _encode_plain(self, texts):
-        # The batch call, also for one text: it releases the interpreter lock, `encode` does not.
-        return [encoding.ids for encoding
-                in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
-
-
-def _byte_alphabet() -> list[str]:
-    """The printable character that stands for each byte in byte-level vocabularies (GPT-2's encoder.py)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("\xa1"), ord("\xac") + 1),
-                 *range(ord("\xae"), ord("\xff") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return [chr(256 + others.index(byte)) if byte in others else chr(byte) for byte in range(256)]
-
-
-BYTE_ALPHABET = _byte_alphabet()
-
-
-def _byte_level_piece(token: str, to_byte: dict) -> bytes:
-    try:
-        return token.translate(to_byte).encode("latin-1")
-    except UnicodeEncodeError:  # a token outside the byte alphabet, which no text reaches: padding
-        return token.encode()
-
-
-def _read_tokens(gguf: GGUF) -> tuple[list[str], list[int]]:
-    """The vocabulary and each token's type."""
-    tokens = gguf.get("tokenizer.ggml.tokens", list)
-    types = gguf.get_array("tokenizer.ggml.token_type", "iu")
-    if len(types) != len(tokens):
-        raise ModelError(f"{gguf.path}: there are {len(tokens)} tokens and {len(types)} token types")
-    return tokens, types.tolist()
-
-
-def _read_merges(gguf: GGUF, ids: dict[str, int]) -> list[tuple[str, str]]:
-    """The byte-pair merges, best first; all their tokens, and every byte, must be in the vocabulary."""
-    merges = []
-    for i, merge in enumerate(gguf.get("tokenizer.ggml.merges", list)):
-        left, _, right = merge.partition(" ")
-        if left not in ids or right not in ids or left + right not in ids:
-            raise ModelError(f"{gguf.path}: merge {i} of key 'tokenizer.ggml.merges' is of unknown tokens")
-        merges.append((left, right))
-    missing = next((byte for byte, char in enumerate(BYTE_ALPHABET) if char not in ids), None)
-    if missing is not None:
-        raise ModelError(f"{gguf.path}: the vocabulary has no token for byte {missing}")
-    return merges
-
-
-def _special_tokens(gguf: GGUF, tokens: list[str], types: list[int]) -> dict:
-    """The arguments of `Tokenizer` that the metadata decides: control, tags, eos_ids, prefix, suffix."""
-    def token_id(role: str):
-        key = f"tokenizer.ggml.{role}_token_id"
-        value = gguf.get(key, int, None)
-        if value is not None and not 0 <= value < len(tokens):
-            raise ModelError(f"{gguf.path}: key '{key}' is {value}, outside the vocabulary")
-        return value
-
-    control, tags = ({token: i for i, (token, type) in enumerate(zip(tokens, types)) if type == kind and token}
-                     for kind in (CONTROL, USER_DEFINED))
-    ends = {token_id("eos"), token_id("eot"), *(control.get(name) for name in END_TOKENS)} - {None}
-    if not ends:
-        raise ModelError(f"{gguf.path}: no token ends a text: key 'tokenizer.ggml.eos_token_id' is missing")
-    around = {}
-    for where, role in (("prefix", "bos"), ("suffix", "eos")):
-        token = token_id(role)
-        wanted = gguf.get(f"tokenizer.ggml.add_{role}_token", bool, False) and token is not None
-        around[where] = [token] if wanted else []
-    return {"control": control, "tags": tags, "eos_ids": ends, **around}
-
-
-class SPMTokenizer(Tokenizer):
-    """SentencePiece vocabulary (GGUF model "llama"): the library's own model file, written from the metadata.
-
-    Field numbers: github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto
-    """
-
-    def __init__(self, gguf: GGUF):
-        tokens, types = _read_tokens(gguf)
-        scores = gguf.get_array("tokenizer.ggml.scores", "f").astype(np.float32)
-        if len(scores) != len(tokens):
-            raise ModelError(f"{gguf.path}: there are {len(tokens)} tokens and {len(scores)} token scores")
-        self.leading_space = gguf.get("tokenizer.ggml.add_space_prefix", bool, True)
-        model = b"".join(
-            _proto_bytes(1, _proto_bytes(1, token.encode()) + _proto_float(2, score) + _proto_number(3, type))
-            for token, score, type in zip(tokens, scores.tolist(), types))
-        trainer = _proto_number(3, 2) + _proto_number(35, BYTE in types)  # model_type BPE, byte_fallback
-        normalizer = (_proto_bytes(1, b"identity") + _proto_number(3, self.leading_space)
-                      + _proto_number(4, False))  # name, add_dummy_prefix, remove_extra_whitespaces
-        try:
-            self._processor = sentencepiece.SentencePieceProcessor(
-                model_proto=model + _proto_bytes(2, trainer) + _proto_bytes(3, normalizer))
-        except RuntimeError as error:
-            raise ModelError(f"{gguf.path}: not a SentencePiece vocabulary: {error}") from None
-        pieces = [BYTE_PIECES[token] if type == BYTE else token.replace("\u2581", " ").encode()
-                  for token, type in zip(tokens, types)]
-        super().__init__(pieces, **_special_tokens(gguf, tokens, types))
-        if BYTE not in types:               # one unknown token stands for any number of unknown letters
-            self.max_token_bytes = math.inf
-
-    def _encode_plain(self, texts):
-        return self._processor.encode(texts)
-
-
-# The names of SentencePiece's byte tokens; the library accepts no others.
-BYTE_PIECES = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}
-
-
-def _varint(value: int) -> bytes:
-    """Protocol buffers' integer: seven bits a byte, the lowest first; negative ones as 64-bit."""
-    value &= (1 << 64) - 1
-    low = []
-    while value > 127:
-        low.append(value & 127 | 128)
-        value >>= 7
-    return bytes([*low, value])
-
-
-def _proto_number(field: int, value: int) -> bytes:
-    return _varint(field << 3) + _varint(int(value))
-
-
-def _proto_float(field: int, value: float) -> bytes:
-    return _varint(field << 3 | 5) + struct.pack("<f", value)
-
-
-def _proto_bytes(field: int, value: bytes) -> bytes:
-    return _varint(field << 3 | 2) + _varint(len(value)) + value
-
-
-class ByteTokenizer(Tokenizer):
-    """For models without a vocabulary: token i < 256 is byte i, 256 ends a text, and the rest up to n_vocab,
-    which a model of random weights mostly says, show their number."""
-
-    EOS = 256
-
-    def __init__(self, n_vocab: int):
-        pieces = [bytes([i]) for i in range(256)] + [b"<%d>" % i for i in range(256, n_vocab)]
-        super().__init__(pieces, {"<|endoftext|>": self.EOS}, {}, [self.EOS])
-
-    def _encode_plain(self, texts):
-        return [list(text.encode()) for text in texts]
-
-
-def load_tokenizer(gguf: GGUF) -> Tokenizer:
-    """The tokenizer that a model file describes."""
-    kinds = {"gpt2": BPETokenizer, "llama": SPMTokenizer}
-    model = gguf.get("tokenizer.ggml.model", str)
-    if model not in kinds:
-        raise ModelError(f"{gguf.path}: tokenizer {model[:80]!r} is not supported, "
-                         f"{' and '.join(kinds)} are")
-    return kinds[model](gguf)
-
-
-# The form in which random weights are talked to: the one of Qwen's models, with its switch for thinking.
-SYNTHETIC_TEMPLATE = """\
-{% for message in messages %}
-<|im_start|>{{ message.role }}
-{{ message.content }}<|im_end|>
-{% endfor %}
-{% if add_generation_prompt %}
-<|im_start|>assistant
-<think>
-{% if enable_thinking is defined and not enable_thinking %}
-
-</think>
-
-{% endif %}
-{% endif %}
-"""
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """{% generation %} ... {% endgeneration %} marks what to train on; here it only shows its content."""
-
-    tags = {"generation"}
-
-    def parse(self, parser):
-        next(parser.stream)
-        return parser.parse_statements(["name:endgeneration"], drop_needle=True)
-
-
-def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    """What templates expect of `tojson`; Jinja's own sorts keys and escapes <, &, ' and all but ASCII."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
-                      sort_keys=sort_keys)
-
-
-def _raise_exception(message):
-    raise jinja2.TemplateError(message)
-
-
-class ChatTemplate:
-    """A model's own Jinja template, which turns a list of messages into a prompt.
-
-    source: the template's text. control: the names of control tokens; where a message contains one, `render`
-    puts a `GUARD` inside, so that the text of a message is never taken for the structure around it.
-
-    The template runs in a sandbox that keeps it from the file system and the interpreter, yet does not limit
-    how long it runs: it comes from the operator's model file and must never come from a request.
-    """
-
-    def __init__(self, source: str, control=(), bos: str = "", eos: str = ""):
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=False,
-            extensions=["jinja2.ext.loopcontrols", _GenerationTag])
-        environment.filters["tojson"] = _to_json
-        environment.globals |= {
-            "raise_exception": _raise_exception, "bos_token": bos, "eos_token": eos,
-            "strftime_now": lambda format: datetime.datetime.now().strftime(format)}
-        try:
-            self._template = environment.from_string(source)
-        except Exception as error:  # Jinja compiles to Python, whose compiler has complaints of its own
-            raise ModelError(f"the chat template cannot be used: {error}") from None
-        self.source = source
-        self._control_pattern = _any_of(control)
-
-    @classmethod
-    def from_gguf(cls, gguf: GGUF, tokenizer: Tokenizer) -> "ChatTemplate | None":
-        """The file's own template, or None where it has none."""
-        source = gguf.get("tokenizer.chat_template", str, None)
-        if source is None:
-            return None
-        names = {}
-        for role in ("bos", "eos"):
-            token = gguf.get(f"tokenizer.ggml.{role}_token_id", int, None)
-            names[role] = "" if token is None else tokenizer.decode([token], special=True)
-        try:
-            return cls(source, tokenizer.control, **names)
-        except ModelError as error:
-            raise ModelError(f"{gguf.path}: {error}") from None
-
-    def render(self, messages: list[dict], tools: list | None = None, enable_thinking: bool | None = None,
-               add_generation_prompt: bool = True) -> str:
-        """The prompt for a conversation.
-
-        messages: {"role", "content"} with content a string, None, or a list of text parts; an assistant's may
-        have "tool_calls", whose arguments may be JSON text. enable_thinking: None leaves it to the template.
-        Raises RequestError, naming the field, for what the template does not take.
-        """
-        switches = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-        messages = [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-        try:
-            return self._template.render(messages=self._guard(messages), tools=self._guard(tools),
-                                         add_generation_prompt=add_generation_prompt, **switches)
-        except Exception as error:  # a template is foreign code: whatever it raises is about this request
-            raise RequestError("messages", f"the chat template refuses the messages: {error}") from None
-
-    def _guard(self, value):
-        """The value with every control token in its texts broken by a GUARD."""
-        if isinstance(value, str):
-            return self._control_pattern.sub(lambda match: match[0][0] + GUARD + match[0][1:], value)
-        if isinstance(value, list):
-            return [self._guard(item) for item in value]
-        if isinstance(value, dict):
-            return {key: self._guard(item) for key, item in value.items()}
-        return value
-
-
-def _template_message(message, where: str) -> dict:
-    """A message as every template takes it: content one string, arguments of tool calls parsed."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise RequestError(where, f"{where} is not an object with a role")
-    message = message | {"content": _flat_content(message.get("content"), f"{where}.content")}
-    if message.get("tool_calls") is not None:
-        message["tool_calls"] = _parsed_calls(message["tool_calls"], f"{where}.tool_calls")
-    return message
-
-
-def _flat_content(content, where: str) -> str:
-    """Content as one string: older templates know no lists of parts, and none knows null."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise RequestError(where, f"{where} is neither a string nor a list of parts")
-    for i, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise RequestError(f"{where}[{i}]", f"{where}[{i}] is not a part of type text, "
-                                                "the only type that is supported")
-    return "".join(part["text"] for part in content)
-
-
-def _parsed_calls(calls, where: str) -> list[dict]:
-    """Tool calls with their arguments as an object: clients send JSON text, templates walk through keys."""
-    parsed = []
-    for i, call in enumerate(calls if isinstance(calls, list) else [calls]):
-        field = f"{where}[{i}].function"
-        if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
-            raise RequestError(field, f"{field} is not an object")
-        arguments = call["function"].get("arguments") or {}
-        try:
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
-            raise RequestError(f"{field}.arguments", f"{field}.arguments is not a JSON object")
-        parsed.append(call | {"function": call["function"] | {"arguments": arguments}})
-    return parsed
-
 
 # ======================================================================================================
 # 3  Weights
@@ -1069,8 +362,8 @@ class Matrix:
 
 def alloc_matrix(card: Card, format: str, n: int, k: int, name: str) -> Matrix:
     """A matrix of undefined values. Raises OutOfMemory."""
-    if format in embedding.FLOATS:
-        return Matrix(format, n, k, card.alloc((n, k), embedding.FLOATS[format], name))
+    if format in FLOATS:
+        return Matrix(format, n, k, card.alloc((n, k), FLOATS[format].dtype, name))
     values, scales = FORMATS[format].arrays(n, k)
     return Matrix(format, n, k, card.alloc(*values, name), card.alloc(*scales, f"{name} scales"))
 
@@ -1585,10 +878,6 @@ class Model:
 # A page holds the keys and values of 64 tokens, and sequences that begin with the same tokens share pages. A recurrent
 # state cannot be cut back: to go on after a prefix needs the states that were there, a checkpoint.
 
-PAGE_TOKENS = kv_cache.PAGE
-CHECKPOINT_INTERVAL = 1024  # tokens: between two checkpoints of a prompt there are not more
-CHECKPOINT_SPACING = 256    # nor fewer, but where it is likely that the next prompt leaves this one
-
 
 @dataclass(frozen=True)
 class RecurrentState:
@@ -1608,15 +897,6 @@ class Pages:
 
     k: Array                # [n_pages, n_kv_heads, 64, 256] float16
     v: Array                # the same
-
-
-def pages_for(n_tokens: int) -> int:
-    return -(-n_tokens // PAGE_TOKENS)
-
-
-def whole_pages(n_tokens: int) -> int:
-    """The multiple of 64 at or below."""
-    return n_tokens // PAGE_TOKENS * PAGE_TOKENS
 
 
 def page_bytes(config: Config, kinds) -> int:
@@ -1735,284 +1015,6 @@ class Cache:
                 self.card.copy_in(states[layer][self.n_slots + number], there[layer])
 
 
-@dataclass(eq=False)
-class Node:
-    """A page of the prefix tree: 64 tokens that follow those of its parent, and what is kept of them."""
-
-    parent: "Node | None"           # None: the root, which stands for no tokens at all
-    tokens: tuple[int, ...]
-    n_prompt: int                   # of these, the first n_prompt were computed as a prompt, the others decoded
-    page: int
-    depth: int = 0                  # pages from the root to the end of this one
-    n_decoded: int = 0              # of the tokens from there on, those that were decoded
-    children: dict = dataclasses.field(default_factory=dict)    # tokens -> n_prompt -> Node
-    n_users: int = 0                # running sequences whose tokens begin with these
-    number: int | None = None       # of its checkpoint on the card
-    host: int | None = None         # or in host memory
-    n_answers: int = 0              # whose latest checkpoint this is, or was when they ended
-    floor: int = 0                  # that of PrefixCache when its checkpoint was made or of use
-    rank: tuple[int, int] = (0, 0)  # of its checkpoint: worth, then the order in which worths were set
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether it has a checkpoint."""
-        return self.number is not None or self.host is not None
-
-    def path(self):
-        """This node and those above it but the root."""
-        node = self
-        while node.parent is not None:
-            yield node
-            node = node.parent
-
-    def kept_below(self):
-        """The nearest nodes below that have a checkpoint."""
-        ahead = [self]
-        while ahead:
-            below = [node for alike in ahead.pop().children.values() for node in alike.values()]
-            yield from (node for node in below if node.is_kept)
-            ahead += [node for node in below if not node.is_kept]
-
-
-by_rank = operator.attrgetter("rank")
-
-
-class PrefixCache:
-    """Who has which page, and what the pages that no running sequence has are good for.
-
-    A page is free, or a running sequence's own, or that of a node of the prefix tree, which is a full page of known
-    tokens: sequences that begin with them share it. What a node's checkpoint, the states after its tokens, is good for
-    is to go on from there without processing them anew. So a node stays as long as a running sequence's tokens begin
-    with it or a checkpoint lies at or below it. The root's checkpoint are states of zeros.
-
-    Prompts and decoded tokens run through other kernels, which round otherwise. So a page's bits, and those of the
-    states after it, follow from the tokens up to there and from which of them were decoded: a node is known by both,
-    and the same tokens have a node for each way in which they were computed. A running sequence comes to share those
-    alone that hold what it has computed itself, so that no token depends on what runs beside; a prompt begins with the
-    longest beginning that has a checkpoint, of several the one with the fewest decoded tokens. That is the one place
-    where decoded tokens stand in for a prompt's.
-
-    Where room is needed, what is worth least goes first. The worth of a checkpoint is
-
-        tokens between it and the next checkpoint above + the floor when it was made or last of use:
-
-    what would be processed again without it, and the floor, which is the highest worth of all that went so far, ages
-    what is of no use (GreedyDual: P. Cao and S. Irani, "Cost-aware WWW proxy caching algorithms", 1997). For a
-    checkpoint the least worthy on the card goes to host memory, and the least worthy there is dropped, whatever uses
-    their nodes; for pages a leaf that no running sequence uses is dropped with its checkpoint, and what lies above it
-    as far as nothing else needs that.
-
-    Here is the accounting alone; the bytes are moved by `store`, a Pipeline, in the order of the calls.
-    """
-
-    def __init__(self, store, n_pages: int, n_checkpoints: int, n_host: int):
-        self.store, self.n_pages, self.n_checkpoints = store, n_pages, n_checkpoints
-        self.free_pages, self.free_numbers, self.free_hosts = (
-            list(reversed(range(n))) for n in (n_pages, n_checkpoints, n_host))
-        self.root = Node(None, (), 0, -1)
-        self.on_card: list[Node] = []       # the nodes whose checkpoint is on the card, in the order of their ranks
-        self.in_host: list[Node] = []       # or in host memory
-        self.floor, self.n_ranked = 0, 0
-        self.n_idle = 0                     # nodes without users
-        self.n_spilled = self.n_fetched = self.n_dropped = 0
-
-    # ---- pages ----
-
-    @property
-    def n_available(self) -> int:
-        """Pages that no running sequence has."""
-        return len(self.free_pages) + self.n_idle
-
-    def take_pages(self, count: int) -> list[int]:
-        """Free pages, made so where there are too few. CardError: sequences have them."""
-        while len(self.free_pages) < count:
-            kept = heapq.merge(self.on_card, self.in_host, key=by_rank)
-            leaf = next((node for node in kept if not node.children and not node.n_users), None)
-            if leaf is None:
-                raise CardError(f"{count} KV pages are needed and {len(self.free_pages)} are free")
-            self._evict(leaf)
-        return [self.free_pages.pop() for _ in range(count)]
-
-    # ---- the tree ----
-
-    def find(self, tokens: list[int]) -> tuple[Node, int]:
-        """Of the nodes that these tokens begin with, the one to go on from, which has a checkpoint; and how many tokens
-        all span."""
-        nodes, found = [self.root], self.root
-        for at in range(0, whole_pages(len(tokens)), PAGE_TOKENS):
-            key = tuple(tokens[at:at + PAGE_TOKENS])
-            below = [child for node in nodes for child in node.children.get(key, {}).values()]
-            if not below:
-                break
-            nodes = below
-            found = min((node for node in nodes if node.is_kept), key=lambda node: node.n_decoded, default=found)
-        return found, nodes[0].depth * PAGE_TOKENS
-
-    def enter(self, node: Node) -> list[int]:
-        """A sequence begins with the tokens of a node and uses its checkpoint: the pages of the path to there."""
-        self.touch(node)
-        path = list(node.path())
-        for each in path:
-            self._use(each)
-        return [each.page for each in reversed(path)]
-
-    def leave(self, node: Node, pages: list[int]):
-        """A sequence ends: it has used these pages, of which those up to `node` are the tree's."""
-        self.free_pages.extend(reversed(pages[node.depth:]))
-        for each in node.path():
-            each.n_users -= 1
-            self.n_idle += not each.n_users
-        self._prune(node)
-
-    def grow(self, node: Node, tokens: tuple[int, ...], n_prompt: int, page: int) -> Node:
-        """A page of a sequence whose path ends at `node` is full: the node that it is from now on.
-
-        The first n_prompt of the tokens were computed as a prompt. Where the tree has that already, its page holds the
-        same bits, and the sequence's is free.
-        """
-        alike = node.children.setdefault(tokens, {})
-        if n_prompt in alike:
-            self.free_pages.append(page)
-        else:
-            alike[n_prompt] = Node(node, tokens, n_prompt, page, node.depth + 1,
-                                   node.n_decoded + PAGE_TOKENS - n_prompt)
-            self.n_idle += 1
-        self._use(alike[n_prompt])
-        return alike[n_prompt]
-
-    def _use(self, node: Node):
-        self.n_idle -= not node.n_users
-        node.n_users += 1
-
-    def _prune(self, node: Node):
-        """Forget a node that is of no use any more, and those above it that were for its sake."""
-        while node is not self.root and not (node.children or node.n_users or node.is_kept):
-            alike = node.parent.children[node.tokens]
-            del alike[node.n_prompt]
-            if not alike:
-                del node.parent.children[node.tokens]
-            self.free_pages.append(node.page)
-            self.n_idle -= 1
-            node = node.parent
-
-    # ---- checkpoints ----
-
-    def take_number(self) -> int | None:
-        """A checkpoint on the card to be written, then `keep` it; None where all are being written."""
-        if not self.free_numbers:
-            if not self.on_card:
-                return None
-            self._make_room(self.on_card[0])
-        return self.free_numbers.pop()
-
-    def keep(self, node: Node, number: int):
-        """Checkpoint `number` is that of a node, now that this was queued, instead of one that it had."""
-        self._forget(node)
-        node.number, node.floor = number, self.floor
-        self._insert(node)
-        self._rank_below(node)
-
-    def touch(self, node: Node):
-        """A node's checkpoint, if it has one, is of use."""
-        if node.is_kept:
-            node.floor = self.floor
-            self._rank(node)
-
-    def fetch(self, node: Node) -> int | None:
-        """The number of a node's checkpoint, which is on the card then; None for the root. The node is in use."""
-        if node.host is not None:
-            self._remove(node)
-            host, node.host = node.host, None
-            number = self.take_number()     # may drop checkpoints, so this one is out of its way
-            self.store.fetch(host, number)
-            self.free_hosts.append(host)
-            self.keep(node, number)
-            self.n_fetched += 1
-        return node.number
-
-    def drop(self, node: Node):
-        """Forget a node's checkpoint, if it has one, and what was there for its sake alone."""
-        self._forget(node)
-        self._prune(node)
-
-    def clear(self):
-        """Forget all that no running sequence uses."""
-        for node in self.on_card + self.in_host:
-            self.drop(node)
-
-    def _forget(self, node: Node):
-        if not node.is_kept:
-            return
-        self._remove(node)
-        if node.number is not None:
-            self.free_numbers.append(node.number)
-        else:
-            self.free_hosts.append(node.host)
-        node.number = node.host = None
-        self._rank_below(node)
-
-    def _make_room(self, node: Node):
-        """Move a node's checkpoint to host memory, or drop it where that has no room or only more worthy ones."""
-        if not self.free_hosts and self.in_host and self.in_host[0].rank < node.rank:
-            self._evict(self.in_host[0])
-        if self.free_hosts and self.store.spill(node.number, host := self.free_hosts.pop()):
-            self._remove(node)
-            self.free_numbers.append(node.number)
-            node.number, node.host = None, host
-            self.floor = max(self.floor, node.rank[0])
-            bisect.insort(self.in_host, node, key=by_rank)
-            self.n_spilled += 1
-        else:
-            self._evict(node)
-
-    def _evict(self, node: Node):
-        self.floor = max(self.floor, node.rank[0])
-        self.n_dropped += 1
-        self.drop(node)
-
-    # ---- their order ----
-
-    def _order(self, node: Node) -> list[Node]:
-        return self.in_host if node.number is None else self.on_card
-
-    def _insert(self, node: Node):
-        """Find a checkpoint's worth and its place."""
-        above = next((each.depth for each in node.parent.path() if each.is_kept), 0)
-        self.n_ranked += 1
-        node.rank = PAGE_TOKENS * (node.depth - above) + node.floor, self.n_ranked
-        bisect.insort(self._order(node), node, key=by_rank)
-
-    def _remove(self, node: Node):
-        order = self._order(node)
-        del order[bisect.bisect_left(order, node.rank, key=by_rank)]
-
-    def _rank(self, node: Node):
-        """Its worth may have changed."""
-        self._remove(node)
-        self._insert(node)
-
-    def _rank_below(self, node: Node):
-        for each in node.kept_below():
-            self._rank(each)
-
-
-def checkpoint_positions(tokens: list[int], turn: int | None, start: int, known: int) -> list[int]:
-    """Where a prompt, of which `start` tokens are cached, gets checkpoints: multiples of 64 below its length.
-
-    These are the likely ends of what it has in common with later prompts: where turns begin (at token `turn`), the
-    prompt's own end, and where it leaves the `known` tokens of an earlier one; and every CHECKPOINT_INTERVAL tokens.
-    Of all those the ones nearer than CHECKPOINT_SPACING to the one before are left out, but for the end of the system
-    prompt (the second turn's beginning), the last two turns' beginnings, the prompt's end and `known`.
-    """
-    turns = [whole_pages(at) for at, token in enumerate(tokens) if token == turn]
-    likely = {*turns[1:2], *turns[-2:], whole_pages(len(tokens) - 1), known}
-    found = [start]
-    for at in sorted({*turns, *likely, *range(0, len(tokens), CHECKPOINT_INTERVAL)}):
-        if start < at < len(tokens) and (at in likely or at - found[-1] >= CHECKPOINT_SPACING):
-            found.append(at)
-    return found[1:]
-
-
 # ======================================================================================================
 # 6  Stages
 # ======================================================================================================
@@ -2027,164 +1029,6 @@ LANE_ROWS = 256             # and of about so many rows at least: see `Lane`
 HOST_SHARE = 0.5            # of a pass in which the host may queue its kernels: 0.8B in five lanes, where that took all of
 LAYER_SECONDS = 260e-6      # the time, was 25 % slower than in one; what it takes for a layer of a part, on an H100's host
 QUEUEING = 100e-6           # seconds of the host for a hop beside the layers, about
-DEADLINE = 120.0            # seconds after which a card is broken that somebody waits for and that does nothing
-LOOKS = 20                  # at whether it does something, in that time
-
-
-class Fault(NamedTuple):
-    """What ended the work of an engine."""
-
-    card: str | None        # its name, where a card is at fault
-    what: str
-    since: float            # Unix time
-
-    @classmethod
-    def of(cls, error: BaseException) -> "Fault":
-        card, what = getattr(error, "card", None), str(error) or type(error).__name__
-        name = card and card.name
-        return cls(name, what if card is None or name in what else f"{name}: {what}", time.time())
-
-
-class Task:
-    """Something that a worker is to do, and what came of it."""
-
-    def __init__(self, worker: "Worker", work, is_vital: bool):
-        self.worker, self.work, self.is_vital = worker, work, is_vital
-        self.value = self.error = None
-        self.over = threading.Event()
-
-    def do(self):
-        work, self.work = self.work, None       # which may hold much, and others may hold this
-        self.end(work())
-
-    def end(self, value=None, error: BaseException | None = None):
-        if not self.over.is_set():
-            self.value, self.error = value, error
-            self.over.set()
-
-    def wait(self):
-        """Return when it is over. Raises NoAnswer."""
-        self.worker.expect(self.over.wait)
-
-    def result(self):
-        """What the work returned. Raises what it raised, or why it was never done."""
-        self.wait()
-        if self.error is not None:
-            raise self.error
-        return self.value
-
-
-class Worker(threading.Thread):
-    """The thread that gives a card its work: tasks, in the order in which they are posted."""
-
-    def __init__(self, card: Card):
-        super().__init__(name=f"worker of {card.name}", daemon=True)    # a card that hangs must not hold the process
-        self.card = card
-        self.on_fault = lambda worker, error: None      # what is to be done about it
-        self.tasks, self.task = queue.SimpleQueue(), None
-        self.n_done = 0                                 # tasks and parts of them; grows as `Card.n_done` does
-        self.error: BaseException | None = None         # why there is no more to do
-        self.lock = threading.Lock()                    # held while `error` is decided on
-        self.waits_for: tuple[Worker, bool] | None = None   # as `expect` has it
-
-    def post(self, work, *arguments) -> Task:
-        """Have work(*arguments) done after all that was posted before. An error there ends the pipeline, since it may
-        be that nobody looks at the task again."""
-        return self._give(Task(self, functools.partial(work, *arguments), True))
-
-    def ask(self, work, *arguments) -> Task:
-        """The same for somebody who does look: only an error of the card ends the pipeline."""
-        return self._give(Task(self, functools.partial(work, *arguments), False))
-
-    def _give(self, task: Task) -> Task:
-        with self.lock:
-            if self.error is not None:
-                task.end(error=self.error)
-            else:
-                if self.ident is None:
-                    self.start()
-                self.tasks.put(task)
-        return task
-
-    def run(self):
-        while (task := self.tasks.get()) is not None:
-            self.task = task
-            try:
-                task.do()
-            except BaseException as error:              # a panic of a library in Rust is no Exception
-                if task.is_vital or isinstance(error, CardError):
-                    self.fail(error)
-                task.end(error=error)
-            self.n_done += 1
-            self.task = task = None
-
-    def wait(self, event):
-        """Return when an event of this worker's card is done; for any thread. Raises CardError."""
-        try:
-            self.expect(event.wait, of_card=True)
-        except NoAnswer:
-            raise
-        except CardError as error:
-            self.fail(error)
-            raise
-
-    def expect(self, is_over, of_card: bool = False):
-        """Return when is_over(seconds), which waits so long at most for this worker, or for its card, says so. Raises
-        NoAnswer when the card, or the one that the worker waits for, has got on with nothing for DEADLINE.
-
-        Where the process is stopped or hardly gets to run, the card is, too: so it is looks that count, not time.
-        """
-        waiter = threading.current_thread()
-        if isinstance(waiter, Worker):
-            waiter.waits_for = self, of_card
-        try:
-            seen, n_looks = None, 0
-            while not is_over(DEADLINE / LOOKS):
-                worker = self.awaited(of_card)
-                now = worker, worker.n_done, worker.card.n_done
-                seen, n_looks = now, n_looks + 1 if now == seen else 0
-                if n_looks == LOOKS:
-                    worker.card.hangs = True
-                    error = NoAnswer(worker.card, DEADLINE)
-                    worker.fail(error)
-                    raise error
-        finally:
-            if isinstance(waiter, Worker):
-                waiter.waits_for = None
-
-    def awaited(self, of_card: bool) -> "Worker":
-        """Whose card it is that whoever waits for this worker, or for its card, waits for in the end."""
-        worker = self
-        while not of_card and (other := worker.waits_for) is not None:
-            worker, of_card = other
-        return worker
-
-    def fail(self, error: BaseException):
-        """Tell of an error; of a card it is this worker's, unless it is known to be another's."""
-        if isinstance(error, CardError):
-            error.card = error.card or self.card
-        self.on_fault(self, error)
-
-    def stop(self, error: BaseException):
-        """End with `error` all that is still to do, what is done at the moment, and the thread."""
-        with self.lock:
-            self.error = self.error or error
-            left = [self.task]
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    left.append(self.tasks.get_nowait())
-            self.tasks.put(None)
-        for task in filter(None, left):
-            task.end(error=self.error)
-
-
-def stop(workers: list[Worker], error: BaseException):
-    """Stop them all, and wait for the ends of their threads."""
-    for worker in workers:
-        worker.stop(error)
-    for worker in workers:
-        if worker.ident is not None:
-            worker.join(timeout=1.0)            # of one whose card hangs there is no end
 
 
 class Stage:
@@ -2549,7 +1393,7 @@ class Edge:
         self.has_left, self.has_come, self.was_read = [None] * 2, [None] * 2, [None] * 2
         self.receipts = collections.deque([None] * 2, maxlen=2)     # the tasks that received the last two hops
 
-    def send(self, n: int, freed: Task | None) -> CardEvent:
+    def send(self, n: int, freed: Task | None) -> Event:
         """Queue what upstream's card does for n rows of its model.x. Returns the event after which they are on the
         host. freed: the task that received the last hop of this half."""
         card, half, is_direct = self.upstream.card, self.n_sent % 2, n <= self.n_direct
@@ -2570,7 +1414,7 @@ class Edge:
         self.has_left[half] = stream.record()
         return self.has_left[half]
 
-    def receive(self, n: int, on_host: CardEvent):
+    def receive(self, n: int, on_host: Event):
         """Queue what downstream's card does for n rows of its model.x, once they are on the host. Both cards may wait for
         what is done from then on, so there is little of it."""
         card, half, is_direct = self.downstream.card, self.n_received % 2, n <= self.n_direct
@@ -2714,7 +1558,7 @@ class Pipeline:
         """End the workers, after what is queued."""
         with contextlib.suppress(Exception):    # of what has failed
             self.settle()
-        stop([stage.worker for stage in self.stages], CardError("the engine was closed"))
+        stop_all([stage.worker for stage in self.stages], CardError("the engine was closed"))
 
     # ---- slots, pages, checkpoints ----
 
@@ -3268,7 +2112,7 @@ class Results:
     tokens: Array
     report: Array                               # of log-probabilities
     on_host: tuple[np.ndarray, np.ndarray]      # page-locked, the same two
-    copied: CardEvent | None = None             # after which they may be written again
+    copied: Event | None = None             # after which they may be written again
 
 
 class Sampler:
@@ -3358,7 +2202,7 @@ class Sampler:
         if log_probs:
             logprobs.logprobs(self.card, results.report, logits, results.tokens, self.log_probs, rows.n, self.n_vocab)
 
-    def fetch(self, group: int, turn: int, n: int, log_probs: bool) -> tuple[np.ndarray, np.ndarray | None, CardEvent]:
+    def fetch(self, group: int, turn: int, n: int, log_probs: bool) -> tuple[np.ndarray, np.ndarray | None, Event]:
         """Queue the copy to the host of what `launch` found for n rows, beside what is queued next. Returns tokens,
         report of log-probabilities or None, and the event after which they are good."""
         results = self.results[group][turn]
@@ -3369,100 +2213,6 @@ class Sampler:
             self.card.copy_out(report, results.report[:n], self.reads)
         results.copied = self.reads.record()
         return tokens, report if log_probs else None, results.copied
-
-
-# Constraints: llguidance says, token by token, what may follow. Its masks are made while a card runs the layers of
-# the token before, and the sampling kernels apply them there.
-
-
-class Constraint:
-    """What a grammar still allows of one answer, or of what follows the token `after` in it.
-
-    Of what it leaves no choice of, the keys, values and states are needed like those of other tokens: of one answer
-    alone the scheduler has them made by one pass for several (`Scheduler._append_certain`), else each in a step of its
-    own under a mask of one bit. They are many (benchmarks/constraints.py): of the calls that the model which comes with
-    qengine makes 62 to 72 %, in runs of up to 13; of a schema's values half, 6 in a row at most. A prompt's pass would
-    start at a multiple of 64 and round otherwise, so that the bits of an answer would depend on how its tokens came.
-
-    Look at `error` after each call, the first included."""
-
-    def __init__(self, vocabulary: "Vocabulary", grammar: str, after: int | None = None):
-        self.vocabulary = vocabulary        # for as long as the matcher may call it
-        self.after = after                  # None once the grammar rules
-        self.matcher = vocabulary.compile(grammar).deep_copy()
-        self.forced = collections.deque()   # tokens that follow for certain; the matcher has taken them already
-        self._look_ahead()
-        self.matcher.compute_bitmask()      # the first one takes long: here nobody else waits for it
-
-    @property
-    def error(self) -> RequestError | None:
-        """Why the answer cannot go on. A matcher raises nothing, and allows something after an error, too."""
-        if self.matcher.is_error():
-            reason = self.matcher.get_error().removesuffix("<non-verbose/>").strip()
-            reason = "nothing that it allows can follow" if reason.startswith("NoExtension") else reason
-            return RequestError("grammar", f"the grammar cannot be followed: {reason}")
-        return None
-
-    @property
-    def ended(self) -> bool:
-        """Whether the answer is complete and nothing may follow."""
-        return self.after is None and not self.forced and self.matcher.is_stopped()
-
-    def take(self, token: int):
-        """The answer goes on with `token`, which the mask has allowed."""
-        if self.after is not None:
-            self.after = None if token == self.after else self.after
-        elif self.forced:
-            self.forced.popleft()
-        else:
-            self.matcher.consume_token(token)
-            self._look_ahead()
-
-    def _look_ahead(self):
-        """Where the grammar spells out how the answer goes on, nothing has to be asked for a while."""
-        if not self.matcher.is_stopped() and (tokens := self.matcher.compute_ff_tokens()):
-            self.matcher.consume_tokens(tokens)
-            self.forced.extend(tokens)
-
-
-FORCED_LETTERS = 1024       # that are looked ahead: the scheduler waits for their tokens, for 200,000 letters 0.2 s
-KEPT_GRAMMARS = 32          # compiled, for the next answer under the same schema or tools
-GRAMMAR_LIMITS = llguidance.LLParserLimits(verbose_errors=False)        # its errors go to clients
-
-
-def compile_grammar(prepared: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
-    """A matcher at the start of an answer. It takes milliseconds, without the interpreter's lock; a copy of it takes
-    microseconds. Of a grammar in which many patterns meet it takes without limit: whoever has grammars of strangers
-    counts those first, as api/strings.py does.
-
-    The limits of llguidance are right for a scheduler that waits for a mask: of grammars made to be slow (patterns that
-    need 2^60 states, 2,000 alternatives, ambiguous recursion) the worst mask took 33 ms of 248,000 tokens or 6,000, and
-    what would take longer is refused with the limit's name, at the start or on the way."""
-    return llguidance.LLMatcher(prepared, grammar, log_level=0, limits=GRAMMAR_LIMITS)
-
-
-class Vocabulary:
-    """A tokenizer as llguidance wants it. Tags are special tokens: a grammar names them, and no text spells them.
-
-    compile(grammar): a matcher that others may get, too, so that it is to be copied and not moved."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        self.tokenizer, self.tokens = tokenizer, tokenizer.pieces
-        self.eos_token_id, self.bos_token_id = min(tokenizer.eos_ids), None
-        self.special_token_ids = [*tokenizer.control.values(), *tokenizer.tags.values()]
-        # It calls us back: a true reference would keep both for ever, which the garbage collector cannot see.
-        wrapper = llguidance.TokenizerWrapper(weakref.proxy(self))
-        self.prepared = llguidance.LLTokenizer(wrapper, eos_token=sorted(tokenizer.eos_ids))
-        self.compile = functools.lru_cache(KEPT_GRAMMARS)(functools.partial(compile_grammar, self.prepared))
-
-    def __call__(self, text: str) -> list[int]:
-        """Tokens that spell the beginning of a text, which llguidance asks for where a grammar leaves no choice: the
-        tokenizer's, unless it would begin with a space or take a tag's name for the tag."""
-        text = text[:FORCED_LETTERS]
-        ids = self.tokenizer.encode(text, allow_special=False)
-        is_spelt = b"".join(self.tokens[i] for i in ids) == text.encode()
-        return ids if is_spelt and not set(ids) & set(self.special_token_ids) else self.prepared.greedy_tokenize(text)
-
 
 # ======================================================================================================
 # 8  Scheduler and engine
@@ -3479,288 +2229,10 @@ CERTAIN_ROWS = 8            # tokens that a grammar leaves no choice of, in one 
 LEAST_CERTAIN = 3           # and at least: the pass waits for what is in flight
 TURN = "<|im_start|>"       # the control token at which a turn of a conversation begins
 NAN_LOGITS = "the logits hold a NaN: the model file is damaged, or a kernel is wrong"
-STOPS, STOP_LETTERS = 64, 1024      # stop strings of a request, and letters of each, at most
-GRAMMAR_LETTERS = 1 << 18   # of a grammar, at most: where it spells out as many, the scheduler waits 0.5 s for it
 DEFAULT_CTX = 4096          # tokens of a slot, where neither the caller nor the model asks for fewer
 
 # The small model that comes with qengine.
 DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "qengine-10m-Q8_0.gguf"
-
-# What a request may ask of sampling, anywhere: type, lowest, highest, meaning (for --help).
-SAMPLING = {
-    "max_tokens": (int, 1, 2**31 - 1, "longest answer, in tokens (default: what the context holds)"),
-    "temperature": (float, 0, 2, "0 takes the likeliest token, more is more varied (default: 0, --serve: 1)"),
-    "top_k": (int, 0, 2**31 - 1, "choose among the K likeliest tokens (0: all)"),
-    "top_p": (float, 0, 1, "choose among the likeliest tokens that together reach this probability (1: all)"),
-    "min_p": (float, 0, 1, "leave out tokens less likely than this share of the likeliest one (0: none)"),
-    "seed": (int, 0, 2**64 - 1, "the same seed and prompt give the same answer"),
-    "repetition_penalty": (float, 0.01, 10, "divide the logits of tokens seen in prompt or answer by this (1: off)"),
-    "frequency_penalty": (float, -2, 2, "take this from a token's logit for each time that the answer has it (0: off)"),
-    "presence_penalty": (float, -2, 2, "take this from the logits of tokens that the answer has (0: off)"),
-}
-
-
-class EngineStopped(Exception):
-    """The engine answers no more: it was closed, or it failed. The text says which."""
-
-
-class DeadlineExceeded(Exception):
-    """A generation took longer than its request allows."""
-
-
-def is_within(kind: type, value, low, high) -> bool:
-    """Whether `value` is a number from `low` to `high`, a whole one if `kind` is int. A NaN is not."""
-    is_number = isinstance(value, numbers.Integral if kind is int else numbers.Real) and not isinstance(value, bool)
-    return is_number and low <= value <= high
-
-
-def check_sampling(name: str, value, field: str | None = None):
-    """`value`, if it is what SAMPLING allows as `name`; RequestError names `field`, which is `name` by default."""
-    kind, low, high, _ = SAMPLING[name]
-    if not is_within(kind, value, low, high):
-        noun = "a whole number" if kind is int else "a number"
-        raise RequestError(field or name, f"'{field or name}' must be {noun} from {low} to {high}")
-    return value
-
-
-@dataclass
-class Request:
-    """What a caller wants generated; SAMPLING has the meaning and the limits of the numbers."""
-
-    prompt_ids: list[int]
-    max_tokens: int | None = None       # None: until the model ends or the context is full
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None             # None: another one for every request
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: dict[int, float] = dataclasses.field(default_factory=dict)  # token id -> what its logit gains
-    top_logprobs: int | None = None     # log-probabilities of the tokens, and of so many of the likeliest
-    ignore_eos: bool = False
-    stop: tuple[str, ...] = ()          # strings that end the text and are not part of it; one may stand alone
-    stop_after: int | None = None       # token id: stop strings count in what follows it, line breaks at once aside
-    stop_pause: int | None = None       # token id: only where it begins the answer do they wait for stop_after
-    stop_before: int | None = None      # token id: no stop string counts from there on
-    grammar: str | None = None          # what the answer obeys, as llguidance.LLMatcher.grammar_from_... write it
-    grammar_after: int | None = None    # token id: only what follows it obeys the grammar
-    timeout: float | None = None        # seconds from `submit` on, after which it ends with DeadlineExceeded
-
-    def __post_init__(self):
-        self.stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-    @property
-    def is_penalized(self) -> bool:
-        """Whether the choice of a token depends on those before."""
-        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
-
-    def check(self, n_vocab: int, n_ctx: int):
-        """RequestError names the first field that cannot be served."""
-        if not self.prompt_ids:
-            raise RequestError("prompt", "the prompt is empty")
-        if len(self.prompt_ids) >= n_ctx:
-            raise RequestError("prompt", f"the prompt has {len(self.prompt_ids)} tokens and the context holds {n_ctx}, "
-                                         "prompt and answer together")
-        if not all(0 <= token < n_vocab for token in self.prompt_ids):
-            raise RequestError("prompt", f"a token id of the prompt is outside 0 .. {n_vocab - 1}")
-        if len(self.stop) > STOPS or not all(1 <= len(string) <= STOP_LETTERS for string in self.stop):
-            raise RequestError("stop", f"'stop' may hold {STOPS} strings, each of 1 to {STOP_LETTERS} letters")
-        if self.timeout is not None and not 0 < self.timeout < math.inf:
-            raise RequestError("timeout", "'timeout' must be a number of seconds above 0")
-        for name in ("stop_after", "stop_pause", "stop_before", "grammar_after"):
-            if (token := getattr(self, name)) is not None and not is_within(int, token, 0, n_vocab - 1):
-                raise RequestError(name, f"'{name}' must be a token id from 0 to {n_vocab - 1}")
-        if self.top_logprobs is not None and not is_within(int, self.top_logprobs, 0, logprobs.TOP):
-            raise RequestError("top_logprobs", f"'top_logprobs' must be a whole number from 0 to {logprobs.TOP}")
-        if self.grammar is not None and not isinstance(self.grammar, str):
-            raise RequestError("grammar", "'grammar' must be a text")
-        if self.grammar is not None and len(self.grammar) > GRAMMAR_LETTERS:
-            raise RequestError("grammar", f"the grammar has {len(self.grammar)} letters, "
-                                          f"and may have {GRAMMAR_LETTERS}")
-        for token, bias in self.logit_bias.items():
-            if not is_within(int, token, 0, n_vocab - 1):
-                raise RequestError("logit_bias", f"{token!r} is no token id from 0 to {n_vocab - 1}")
-            if not is_within(float, bias, -100, 100):
-                raise RequestError("logit_bias", f"the bias of token {token} must be a number from -100 to 100")
-        for name in SAMPLING:
-            if (value := getattr(self, name)) is not getattr(Request, name):    # a default may be None
-                check_sampling(name, value)
-
-
-@dataclass(frozen=True)
-class Event:
-    """A generated token, and the text that is certain by now. The last one has a finish reason: "stop" or "length".
-
-    Log-probabilities are those of the model, before anything that a request asks of sampling."""
-
-    token_id: int
-    text: str
-    finish_reason: str | None = None
-    logprob: float | None = None        # where the request asks for log-probabilities
-    top_logprobs: tuple[tuple[int, float], ...] = ()        # of the likeliest tokens
-
-
-class StopScanner:
-    """Ends a text that arrives in pieces before the first stop string that is complete in it, of several that end there
-    before the longest, and holds back what may become one. However it is cut, a letter takes the same steps for each
-    stop string, of all letters together two at most (Knuth, Morris and Pratt, "Fast pattern matching in strings")."""
-
-    def __init__(self, stop):
-        self.stop = [(string, borders(string)) for string in stop]
-        self.begun = [0] * len(self.stop)       # letters of each that the text ends with
-        self.held = ""
-        self.stopped = False        # a stop string was found
-
-    def push(self, piece: str) -> str:
-        """The text that is certain after another piece."""
-        text = self.held + piece
-        for end, letter in enumerate(piece if self.stop else "", len(self.held) + 1):
-            self.begun = [lengthened(n, letter, *stop) for n, stop in zip(self.begun, self.stop)]
-            found = [n for n, (string, _) in zip(self.begun, self.stop) if n == len(string)]
-            if found:
-                self.stopped, self.held = True, ""
-                return text[:end - max(found)]
-        shown = len(text) - max(self.begun, default=0)
-        self.held = text[shown:]
-        return text[:shown]
-
-    def flush(self) -> str:
-        """What was held back, when the text ends without a stop string."""
-        text, self.held, self.begun = self.held, "", [0] * len(self.stop)
-        return text
-
-
-def borders(string: str) -> list[int]:
-    """Of each of its beginnings the longest border: how many letters it both begins and ends with, but not all."""
-    found = [0]
-    for letter in string[1:]:
-        found.append(lengthened(found[-1], letter, string, found))
-    return found
-
-
-def lengthened(n: int, letter: str, string: str, borders: list[int]) -> int:
-    """How many of the string's first letters a text ends with, which ended with n of them, less than all, before this
-    letter."""
-    while n and string[n] != letter:
-        n = borders[n - 1]
-    return n + (string[n] == letter)
-
-
-class Generation:
-    """A request on its way through the engine. Iterate over it for its events."""
-
-    def __init__(self, request: Request, tokenizer: Tokenizer, constraint: Constraint | None = None):
-        self.request, self.constraint = request, constraint
-        self.n_prompt, self.n_generated = len(request.prompt_ids), 0
-        self.n_cached = 0           # tokens of the prompt that were not processed, for an earlier one began with them
-        self.cancelled = False
-        self.finish_reason: str | None = None   # of the last event; None when cancelled or failed
-        self.error: Exception | None = None     # what it failed with
-        self.started = time.perf_counter()
-        self.deadline = self.started + (math.inf if request.timeout is None else request.timeout)
-        self.token_times: list[float] = []      # of the engine's tokens; readers may get several at once
-        self._decoder, self._scanner = tokenizer.stream_decoder(), StopScanner(request.stop)
-        self._scans = request.stop_after is None or request.stop_pause is not None
-        self._at_start = not self._scans    # of what stop strings count in
-        self._events, self._done = queue.SimpleQueue(), threading.Event()
-        self.wake = threading.Event()           # set whenever there is something to `take`
-
-    def __iter__(self):
-        """Events as they come. Ends without a finish reason when cancelled, raises what the generation failed with:
-        EngineStopped with the engine."""
-        return filter(None, self.listen())
-
-    def listen(self, patience: float | None = None):
-        """What iteration gives, and None whenever nothing has come for `patience` seconds."""
-        return (said and said[1] for said in events_of([self], patience))
-
-    def take(self) -> Event | Exception | None:
-        """The next event, if one is there (queue.Empty: not yet); at the end None, or what the generation failed with."""
-        event = self._events.get_nowait()
-        if not isinstance(event, Event):
-            self._put(event)                    # for whoever reads on
-        return event
-
-    def _put(self, event: Event | Exception | None):
-        self._events.put(event)
-        self.wake.set()
-
-    def cancel(self):
-        """End the generation within one step of the engine, whether it waits or runs."""
-        self.cancelled = True
-
-    def is_over(self) -> bool:
-        """Whether nobody waits for the rest: it was cancelled, or takes longer than its request allows."""
-        return self.cancelled or time.perf_counter() > self.deadline
-
-    def overdue(self) -> DeadlineExceeded | None:
-        """What a generation that is over ends with."""
-        if self.cancelled:
-            return None
-        return DeadlineExceeded(f"not finished after the {self.request.timeout:g} s that the request allows")
-
-    def wait(self):
-        """Return when it has finished, failed or been cancelled."""
-        self._done.wait()
-
-    def push(self, token: int, finish_reason: str | None, logprob: float | None = None, top_logprobs=()) -> str | None:
-        """Take the next token from the scheduler; returns the finish reason, which a stop string may have supplied."""
-        self.n_generated += 1
-        self.token_times.append(time.perf_counter())
-        text = ""
-        if token == self.request.stop_pause and self.n_generated == 1:
-            self._scans, self._at_start = False, True
-        elif token == self.request.stop_before:
-            text, self._scans = self._scanner.flush(), False
-        text += self._scan(self._decoder.push(token))
-        if finish_reason and not self._scanner.stopped:
-            text += self._scan(self._decoder.flush()) + self._scanner.flush()
-        if self._scanner.stopped:
-            finish_reason = "stop"
-        self.finish_reason = finish_reason
-        self._scans = self._scans or token == self.request.stop_after
-        self._put(Event(token, text, finish_reason, logprob, top_logprobs))
-        return finish_reason
-
-    def _scan(self, piece: str) -> str:
-        if not self._scans:
-            return piece
-        text = piece.lstrip("\n") if self._at_start else piece
-        self._at_start = self._at_start and not text
-        return piece[:len(piece) - len(text)] + self._scanner.push(text)
-
-    def close(self, error: Exception | None = None):
-        """No more events; `error` is raised where they are read."""
-        self.error = error
-        self._put(error)
-        self._done.set()
-
-
-def events_of(generations: list[Generation], patience: float | None = None):
-    """The events of generations as they come, each as (index, event), and None whenever nothing has come for `patience`
-    seconds. Raises what the first of them failed with."""
-    wake, reading = generations[0].wake, dict(enumerate(generations))
-    for generation in generations:
-        generation.wake = wake                  # what came before is there at the first look
-    while reading:
-        wake.clear()
-        is_silent = True
-        for index, generation in list(reading.items()):
-            try:
-                event = generation.take()
-            except queue.Empty:
-                continue
-            is_silent = False
-            if isinstance(event, Event):
-                yield index, event
-            elif event is None:
-                del reading[index]
-            else:
-                raise event
-        if is_silent and not wake.wait(patience):
-            yield None
 
 
 class Sequence:
@@ -4335,14 +2807,6 @@ class Engine:
         self.pipeline.close()
 
 
-def encode_prompt(tokenizer: Tokenizer, text: str, n_ctx: int) -> list[int]:
-    """Token ids of a prompt. RequestError, before any work, when its letters alone say that it cannot fit."""
-    if len(text) - text.count(GUARD) > n_ctx * tokenizer.max_token_bytes:
-        raise RequestError("prompt", f"the prompt of {len(text)} letters has more tokens than the context "
-                                     f"holds, {n_ctx}, prompt and answer together")
-    return tokenizer.encode(text)
-
-
 @dataclass(frozen=True)
 class OpenModel:
     """A model whose description is read and checked, and whose weights are still where they were."""
@@ -4414,7 +2878,7 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
         pipeline = Pipeline(stages, sizes)
         pipeline.load_kernels(progress)
     except BaseException as error:
-        stop([stage.worker for stage in stages], error)
+        stop_all([stage.worker for stage in stages], error)
         raise
     if progress:
         taken, where = free - sum(card.free_bytes for card in cards), f"the card{'s' * (len(cards) > 1)}"
@@ -4461,7 +2925,7 @@ def load_stages(opened: OpenModel, planner: Planner, progress: bool) -> list[Sta
             for task in loading:                # its memory goes with it
                 with contextlib.suppress(CardError):
                     task.wait()
-            stop(workers, failures[0])
+            stop_all(workers, failures[0])
             raise failures[0] from None
 
 
@@ -4659,7 +3123,7 @@ def create_app(engine=None, sampling=None, thinking=None, max_requests=MAX_WAITI
     host: the address that the server is going to listen on.
     log_prompts: put the text of prompts into the log of requests.
     """
-    from api import anthropic, log, metrics, openai, openapi        # here, because they import this file
+    from api import anthropic, log, metrics, openai, openapi  # here, because they import this file
     from api.access import Access
 
     defaults = {"temperature": 1.0} | (sampling or {})      # what both protocols say; Request's own is greedy
@@ -5309,7 +3773,7 @@ def chat(engine, sampling: dict, thinking) -> int:
     sys.stdin.reconfigure(errors="surrogateescape")     # what is no text is refused below, in a sentence
     if sys.stdin.isatty():
         try:
-            import readline     # noqa: F401  gives input() line editing; not on every system
+            import readline  # noqa: F401  gives input() line editing; not on every system
         except ImportError:
             pass
         note("Ctrl-C stops an answer, Ctrl-D leaves.")

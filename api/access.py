@@ -18,7 +18,8 @@ import flask
 from werkzeug.datastructures import WWWAuthenticate
 from werkzeug.exceptions import Forbidden, Unauthorized
 
-from qengine import RequestError, is_loopback
+from engine.request import RequestError
+from qengine import is_loopback
 
 OPEN = {"/", "/health"}             # what needs no key: the chat page, which asks for one, and whether the server lives
 PREFLIGHT_SECONDS = 600             # for so long a browser need not ask again

@@ -9,7 +9,8 @@ fields, and the header anthropic-beta is not looked at.
 import json
 import uuid
 
-from qengine import SAMPLING, Request, RequestError, explain
+from engine.request import SAMPLING, Request, RequestError
+from qengine import explain
 
 from . import chat
 from .fields import ANYTHING, BOOL, SECONDS, TEXT, Endpoint, either, list_of, number, object_of, one_of

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from qengine import RequestError
+from engine.request import RequestError
 
 from .grammar import GrammarError, Rules
 from .reply import Reply, opening_of

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import flask
 
-from qengine import SAMPLING, RequestError
+from engine.request import SAMPLING, RequestError
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ import re
 
 from llguidance import LLMatcher
 
-from qengine import GRAMMAR_LETTERS, GRAMMAR_LIMITS, is_within
+from engine.constraints import GRAMMAR_LIMITS
+from engine.request import GRAMMAR_LETTERS, is_within
 
 from .strings import GrammarError, between_slashes, check_meetings, expressions_of, verbatim
 from .tools import BY_SCHEMAS, DEFINITIONS, PARAMETER_END, Tool, XMLCall, choices, names_in, resolve, types_of

@@ -9,7 +9,8 @@ misspells one should hear of it.
 import time
 import uuid
 
-from qengine import SAMPLING, STOP_LETTERS, Request, RequestError, explain
+from engine.request import SAMPLING, STOP_LETTERS, Request, RequestError
+from qengine import explain
 
 from . import chat
 from .fields import ANYTHING, BOOL, SECONDS, TEXT, Endpoint, either, list_of, number, object_of, one_of

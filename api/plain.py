@@ -3,7 +3,8 @@ whether the server is well."""
 
 import datetime
 
-from qengine import GUARD, RequestError
+from engine.request import RequestError
+from engine.tokenizer import GUARD
 
 from . import chat, openai
 from .fields import BOOL, TEXT, Endpoint, list_of, object_of

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 from werkzeug.exceptions import ServiceUnavailable
 
-from qengine import Event, Tokenizer, events_of
+from engine.request import Event, events_of
+from engine.tokenizer import Tokenizer
 
 from .tools import NotACall, Tool, overlap
 

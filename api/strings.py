@@ -16,7 +16,8 @@ import re
 
 from llguidance import LLMatcher
 
-from qengine import GRAMMAR_LIMITS, is_within
+from engine.constraints import GRAMMAR_LIMITS
+from engine.request import is_within
 
 from .tools import BY_SCHEMAS, MAX_DEPTH, resolve
 

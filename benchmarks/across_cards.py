@@ -21,6 +21,7 @@ import re
 from pathlib import Path
 
 import qengine
+from engine.prefix import PAGE_TOKENS, pages_for
 from kernels.emulated import counting, native
 from kernels.emulated.card import EmulatedCard, Launch
 from kernels.emulated.estimate import SECTOR, Counts, estimate
@@ -41,7 +42,7 @@ class Layers:
         config = dataclasses.replace(config, n_layers=2, layer_kinds=("linear", "attention"))
         weights = qengine.PlannedWeights(config, qengine.SyntheticWeights(config))
         self.stage = qengine.Stage(self.card, config, weights, range(2), 1, max(ROWS), max(ROWS))
-        self.stage.allocate(qengine.CacheSizes(1, qengine.pages_for(CONTEXT + max(ROWS)), 1, 2, 0))
+        self.stage.allocate(qengine.CacheSizes(1, pages_for(CONTEXT + max(ROWS)), 1, 2, 0))
         self.layers = self.stage.model.layers
         self.of = functools.cache(self.of)
 
@@ -103,7 +104,7 @@ def line(what, n, times, hops):
 def simulate(options):
     opened = qengine.open_model(options.model)
     cards = open_cards(f"emulated:{options.cards}")
-    n_ctx = qengine.pages_for(options.tokens) * qengine.PAGE_TOKENS
+    n_ctx = pages_for(options.tokens) * PAGE_TOKENS
     demand = qengine.Demand(n_ctx, chunk=max(ROWS), split=options.split)
     planner = qengine.Planner(opened.config, opened.weights, cards, demand)
     planner.check()

@@ -19,6 +19,7 @@ import llguidance
 
 import qengine
 from api import chat, openai
+from engine.constraints import Constraint
 
 RECORD = {"type": "object", "additionalProperties": False, "required": ["name", "age", "size", "tags", "home"],
           "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "minimum": 0},
@@ -112,7 +113,7 @@ def certain(engine, asked):
     """What the grammars of these requests left no choice of in the answers."""
     n_tokens, runs = 0, collections.Counter()
     for request in asked:
-        constraint, was_certain = qengine.Constraint(engine.vocabulary, request.grammar, request.grammar_after), []
+        constraint, was_certain = Constraint(engine.vocabulary, request.grammar, request.grammar_after), []
         for event in engine.submit(request):
             was_certain.append(bool(constraint.forced))
             constraint.take(event.token_id)

@@ -34,6 +34,7 @@ import time
 from dataclasses import dataclass
 
 import qengine
+from engine.prefix import PAGE_TOKENS, pages_for
 
 PATH = "/v1/chat/completions"
 CONTEXT = 2048
@@ -346,8 +347,8 @@ def fill_caches(engine):
         engine.submit(qengine.Request(ids, max_tokens=1)).wait()
 
     while engine.stats()["checkpoints_dropped"] == dropped:
-        ask_for(2 * qengine.PAGE_TOKENS + 1)
-    for _ in range(engine.stats()["kv_pages"] // qengine.pages_for(engine.n_ctx) + 2):
+        ask_for(2 * PAGE_TOKENS + 1)
+    for _ in range(engine.stats()["kv_pages"] // pages_for(engine.n_ctx) + 2):
         ask_for(engine.n_ctx - 1)
     engine.clear_cache()
 

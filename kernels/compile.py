@@ -14,7 +14,9 @@ scalars keep their type.
 The cache key covers everything that can change the PTX: the kernel's bytecode, constants, line numbers,
 closure and the globals it names, device functions included (for an intrinsic its whole source file), the
 argument types, the compute capability, this file, and the versions of Python, numba, numba-cuda, llvmlite,
-libNVVM and NVRTC.
+libNVVM and NVRTC. Neither the key nor the PTX contains the folder of the project or of the Python environment:
+source files of the project are named relative to its root (`portable_file`), so that all checkouts and
+environments on a machine share one cache.
 """
 
 import dis
@@ -35,6 +37,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import numba
+import numba.cuda
 import numpy as np
 from cuda.bindings import nvrtc
 from numba.cuda import types
@@ -187,7 +191,7 @@ def _compile(kernel, signature, cc, entry):
         variable = r'(?m)^.*call void @"llvm\.dbg\..*$'
         library._llvm_strs = [re.sub(variable, "", text) for text in library.llvm_strs]
         ptx = library.get_asm_str(cc=cc)
-    ptx = _NOTEBOOK.sub("", ptx)                # in the line table
+    ptx = _portable_line_table(ptx)
     # Environment objects of the host: declared, never used. Their names depend on what was compiled before.
     ptx = re.sub(r"\.common \.global \.align 8 \.u64 _ZN08NumbaEnv\w*;\n", "", ptx).replace(symbol, entry)
     if any(getattr(file, "kind", None) != "cu" for file in library._linking_files):
@@ -227,7 +231,6 @@ def _device_of(cc):
 def _compile_cuda_c(source, cc):
     """PTX of the CUDA C functions that stand behind `cuda.fp16` scalars."""
     from cuda import pathfinder
-    import numba.cuda
     code = source.encode() if isinstance(source, str) else source
     ours = Path(numba.cuda.__file__).parent / "include" / str(_check(nvrtc.nvrtcVersion())[0])
     toolkit = [pathfinder.locate_nvidia_header_directory(part) for part in ("cudart", "cccl")]
@@ -311,16 +314,26 @@ def _versions():
 
 
 def _libnvvm():
-    """Size and date of libNVVM: its own version number, 2.0, has not moved for years."""
-    from cuda import pathfinder
-    file = pathfinder.load_nvidia_dynamic_lib("nvvm").abs_path
-    return file, os.stat(file).st_size, os.stat(file).st_mtime_ns
+    """The PTX text that libNVVM makes of an empty module: its head names the release and build of libNVVM.
+
+    Its version number, 2.0, never changes. Its path and date differ between Python environments.
+    """
+    from llvmlite import ir
+    from numba.cuda.cudadrv import nvvm
+    module = ir.Module()
+    module.triple, module.data_layout = "nvptx64-nvidia-cuda", nvvm.NVVM().data_layout
+    nvvm.add_ir_version(module)
+    return nvvm.compile_ir(str(module)).decode()
 
 
 # Options of @cuda.jit. The others change the arithmetic (fastmath) or what is linked, or would be ignored.
 _OPTIONS = {"device", "forceinline", "inline", "launch_bounds", "lineinfo", "lto", "opt"}
 # Where notebooks keep their cells: a folder new at every start, or in older ones a name with the cell's number.
 _NOTEBOOK = re.compile(r'[^"\n]*(?:/ipykernel_\d+/|<ipython-input-\d+-)')
+# The folders of a machine, and what stands for each in keys and PTX.
+ROOT = Path(os.path.abspath(__file__)).parents[1]
+_FOLDERS = {f"{Path(numba.__file__).parent}/": "numba/", f"{Path(numba.cuda.__file__).parents[1]}/": "numba/",
+            f"{ROOT}/": ""}
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic, np.dtype, types.Type)
 
 
@@ -384,9 +397,43 @@ def _feed_global(digest, name, value, attributes, seen):
 
 
 def _portable(code):
-    """`code` as another session of the same notebook has it."""
+    """`code` as another checkout, or another session of the same notebook, has it."""
     nested = [_portable(x) if isinstance(x, python_types.CodeType) else x for x in code.co_consts]
-    return code.replace(co_filename=_NOTEBOOK.sub("", code.co_filename), co_consts=tuple(nested))
+    return code.replace(co_filename=portable_file(code.co_filename), co_consts=tuple(nested))
+
+
+def portable_file(file):
+    """The name of a source file in keys and PTX.
+
+    Files of the project are named relative to its root, and cells of a notebook without their folder. Files of
+    other projects keep their absolute path.
+    """
+    if not file.startswith("<"):                # not a file: <stdin>, <string>
+        file = os.path.abspath(file)            # as Numba does; kernels run as a script have a relative path
+        for folder, name in _FOLDERS.items():
+            if file.startswith(folder):
+                file = name + file.removeprefix(folder)
+                break
+    return _NOTEBOOK.sub("", file)
+
+
+def _portable_line_table(ptx):
+    """`ptx` with its source files, `.file 1 "/home/ada/qengine/kernels/norm.py"`, named by `portable_file`."""
+    for folder, name in _FOLDERS.items():
+        ptx = ptx.replace(f'"{_quoted(folder)}', f'"{name}')
+    return _NOTEBOOK.sub("", ptx)
+
+
+def _quoted(path):
+    """A path between the quotes of a string in PTX."""
+    path = path.replace("\\", r"\\").replace('"', r'\"')
+    return "".join(chr(byte) if 32 <= byte < 127 else f"\\{byte:03o}" for byte in os.fsencode(path))
+
+
+def current_file(name):
+    """The path in this checkout of a file that PTX names, for messages; `name` where the checkout has no such file."""
+    path = ROOT / name
+    return str(path) if path.is_file() else name
 
 
 def _names(code):

@@ -4,18 +4,15 @@
 
     ids  int32 [rows], each 0 <= id < vocabulary: the host checks them as requests come in, not the kernel
     y    float32 [rows, k]
-    table, one of   F32   float32 [vocabulary, k]
-                    F16   float16 [vocabulary, k]
-                    BF16  uint16  [vocabulary, k], the bits of bfloat16
-                    the two arrays of a format of kernels/formats.py
+    table  [vocabulary, k] of a type of kernels/formats.py: one array of floats, or the two arrays of a format
 
-One thread per element, or per block of 32 quantised weights, which it stores by 16 bytes; a block of threads stays
-within a row, so the id is uniform over it. 4 k bytes written and at most 4 k read per row: a few microseconds, bound
-by its launch when decoding. Pipe: none to speak of.
+A thread looks up one element of a table of floats, or a block of 32 quantised weights, which it stores by 16 bytes. All
+threads of a block of threads belong to one row, so the id is uniform over the block. A row takes 4 k bytes written and
+at most 4 k read: a few microseconds. Pipe: none to speak of; when decoding, the launch itself is the bound.
 
-It lets the next launch begin, but does not overlap itself: the kernels of the layers read `early`, before they wait,
-what only launches before this one have written (kernels/intrinsics.py). A decode step on one card begins with it, so
-that there is nothing to overlap with.
+The embedding lets the next launch begin, but does not overlap with the launch before it. The kernels of the layers that
+are `early` read values before they wait, and only launches before the embedding have written these values
+(kernels/intrinsics.py). A decode step on one card begins with the embedding, so nothing is lost.
 """
 
 from functools import cache, partial
@@ -27,11 +24,10 @@ from numba.types import float32, int32, uint32
 from kernels.bench import Case, main
 from kernels.float_matmul import WEIGHT_AT, random_weights
 from kernels.float_matmul import as_words as float_words
-from kernels.formats import BLOCK, FORMATS, as_words, dequantize, on_card, random_raw
+from kernels.formats import BLOCK, FLOATS, FORMATS, as_words, dequantize, on_card, random_raw
 from kernels.intrinsics import let_next_begin, store_floats4, word_as_float
 
 THREADS = 128
-FLOATS = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}  # in what each is kept
 
 
 def float_kernel(weight_at):
@@ -85,7 +81,7 @@ def quantized_kernel(format):
 @cache
 def kernel(kind):
     """The kernel for a table of this type, by the name that GGUF has for it."""
-    return float_kernel(WEIGHT_AT[np.dtype(FLOATS[kind])]) if kind in FLOATS else quantized_kernel(FORMATS[kind])
+    return float_kernel(WEIGHT_AT[np.dtype(FLOATS[kind].dtype)]) if kind in FLOATS else quantized_kernel(FORMATS[kind])
 
 
 def embed(card, kind, y, ids, table, scales, rows, k, stream=None):
@@ -109,9 +105,9 @@ def check(card, rows, vocabulary, blocks, kind):
     scales = None
     if kind in FLOATS:
         k = blocks * BLOCK
-        values = random_weights(rng, np.dtype(FLOATS[kind]), vocabulary, k)
+        values = random_weights(rng, np.dtype(FLOATS[kind].dtype), vocabulary, k)
         table = card.upload(values)
-        want = (values.astype(np.uint32) << 16).view(np.float32) if kind == "BF16" else values.astype(np.float32)
+        want = FLOATS[kind].widen(values)
     else:
         k = blocks * FORMATS[kind].file_block
         raw = random_raw(rng, FORMATS[kind], vocabulary, k)

@@ -1,9 +1,9 @@
-"""A look at every number of a tensor of floats: one that is infinite or NaN means that the file is damaged, and somebody
-has to say so. (The scales of quantised tensors are looked at where they are repacked, kernels/formats.py.)
+"""Whether all numbers of a tensor of floats are finite: infinity or NaN means that the file is damaged.
 
     bad[0] = 1   where the exponent of a value is all ones
 
-Pipe: none; 2 or 4 bytes read per value, far beyond what the link brings.
+The scales of quantised tensors are checked where they are repacked (kernels/formats.py). Pipe: none; 2 or 4 bytes are
+read per value, far faster than the link brings them.
 """
 
 from functools import partial
@@ -13,10 +13,11 @@ from numba import cuda
 from numba.types import uint32
 
 from kernels.bench import Case, main
+from kernels.formats import FLOATS
 
 WARPS = 4
-EXPONENTS = {"float16": 0x7C00, "uint16": 0x7F80, "float32": 0x7F800000}    # all ones: infinite or NaN
 ITEMS = 8                                               # of a thread of find_nonfinite
+EXPONENTS = {np.dtype(kind.dtype).name: kind.exponent for kind in FLOATS.values()}
 
 
 @cuda.jit
@@ -32,8 +33,8 @@ def find_nonfinite_kernel(words, bad, n, exponent):
 # ---- launches: written in place, none allocates ------------------------------------------------------------
 
 def find_nonfinite(card, values, bad, stream=None):
-    """bad uint32 [1] becomes 1 where one of values is infinite or NaN: float16, float32 or uint16 (the bits of
-    bfloat16), any shape."""
+    """bad uint32 [1] becomes 1 where one of `values`, which have the dtype of one of FLOATS, is infinite or NaN; any
+    shape."""
     exponent = EXPONENTS[values.dtype.name]
     words = values.reshape(-1).view(np.uint32 if values.dtype == np.float32 else np.uint16)
     card.launch(find_nonfinite_kernel, -(-words.size // (32 * WARPS * ITEMS)), 32 * WARPS, words, bad, words.size,

@@ -1,45 +1,42 @@
-"""Quantised weights: how a GGUF file stores them, how they lie on a card, how a lane turns them into dp4a words.
+"""Types of weights: how a GGUF file stores them, how they lie on a card, how a lane turns them into dp4a words.
 
-A weight is  scale * q - minimum  with a small integer q; a *block* is 32 consecutive weights of a row.
+A quantised weight is  scale * q - minimum  with a small integer q. What is stored of q is its *code* of a few bits:
+q = format.values[code]. A *block* is 32 consecutive weights of a row; d and dmin are float16 of the file's block.
 
-    format  bits of q   scale of a block     minimum            file: bytes per block   bytes per 32 weights: file, card
-    Q8_0    8  signed   d                    -                  34  of  32 weights         34      34
-    Q4_0    4  signed   d                    -                  18  of  32                 18      18
-    Q5_0    5  signed   d                    -                  22  of  32                 22      22
-    Q6_K    6  signed   d * int8, one for    -                  210 of 256                 26.25   26.25
-                        each half block
-    Q4_K    4  0..15    d * (0..63)          dmin * (0..63)     144 of 256                 18      18.5
-    Q5_K    5  0..31    d * (0..63)          dmin * (0..63)     176 of 256                 22      22.5
+    format  bits of a code  q        scale of a block     minimum            bytes: file's block   32 weights on a card
+    Q8_0    8               signed   d                    -                  34  of  32 weights         34
+    Q4_0    4               signed   d                    -                  18  of  32                 18
+    Q5_0    5               signed   d                    -                  22  of  32                 22
+    Q6_K    6               signed   d * int8, one for    -                  210 of 256                 26.25
+                                     each half block
+    Q4_K    4               0..15    d * (0..63)          dmin * (0..63)     144 of 256                 18.5
+    Q5_K    5               0..31    d * (0..63)          dmin * (0..63)     176 of 256                 22.5
 
-d and dmin are float16, of the file's block. The products of scales are exact in float32 (11 + 8 bits).
+Signed q have two's complement as code. Products of scales are exact in float32 (11 + 8 bits).
 
-On the card a matrix [n, k] is two arrays with a line for each of its rows. `wq` holds the bits of q, a row's in planes,
-so that neighbouring lanes load neighbouring blocks, 16 bytes each:
+On the card a matrix [n, k] is two arrays with a line for each of its rows. `wq` holds a row's codes in planes, so that
+neighbouring lanes load neighbouring blocks, 16 bytes each:
 
-    Q8_0    [k / 32][32] bytes                int8 [n, k]
+    8 bits  [k / 32][32] bytes                int8 [n, k]
     others  [k / 32][16] bytes: low 4 bits    byte b of word i: weight 4 i + b, and in its upper half 16 + 4 i + b
-            Q5: then [k / 32][4] bytes        byte b, bit i: fifth bit of weight 4 i + b, i < 8
-            Q6: then [k / 32][8] bytes        word h, byte b, bits 2 i and 2 i + 1: those of 16 h + 4 i + b, i < 4
+            5: then [k / 32][4] bytes         byte b, bit i: fifth bit of weight 4 i + b, i < 8
+            6: then [k / 32][8] bytes         word h, byte b, bits 2 i and 2 i + 1: those of 16 h + 4 i + b, i < 4
             padding to 16 bytes               uint8 [n, bits k / 8, rounded up]
 
-so that word i of a block is a few shifts, masks by 0x0F0F0F0F and the like, and an `or`. Signed q are stored as two's
-complement and unpacked at the top of their byte, multiplied by 16, 8 or 4, which the scale takes back exactly: no
-sign is extended. `wd` holds the scales, float16 bits and pairs of bytes:
+`wd` holds the scales, float16 bits and pairs of bytes:
 
-    Q8_0, Q4_0, Q5_0   [k / 32]        d                                     float16 [n, k / 32]
-    Q4_K, Q5_K         [k / 256][10]   8 times (scale, minimum), d, dmin     uint16 [n, 10 k / 256]
-    Q6_K               [k / 256][9]    8 times (scale of the first half, of the second), d
+    one d          [k / 32]        d                                                           float16 [n, k / 32]
+    Q4_K, Q5_K     [k / 256][10]   8 times (scale, minimum), d, dmin                           uint16 [n, 10 k / 256]
+    Q6_K           [k / 256][9]    8 times (scale of the first half, of the second), d         uint16 [n, 9 k / 256]
 
-What a block adds to a product with int8 activations xq of scale xd (kernels/quantize.py), by all kernels:
+A block adds this to a product with int8 activations xq of scale xd (kernels/quantize.py), in all kernels:
 
     dot    = sum of q * xq over the block, exact;  Q6_K: scale0 * dot of the first half + scale1 * dot of the second
     acc    = fma(float(dot), ws * xd, acc)           ws = d, d * scale, or Q6_K: d
     acc    = fma(-minimum, xd * float(sum of xq), acc)                              Q4_K and Q5_K
 
-Repacking: a thread per block reads the file's bytes as they are (they are 2-byte aligned) and writes 16 aligned bytes.
-Pipe: none; 2.1 bytes moved per byte of the file, at a bandwidth far above that of any bus the bytes came over.
-
-Facts about the file's bytes: github.com/ggml-org/ggml, src/ggml-common.h and src/ggml-quants.c.
+Pipe: none; repacking moves 2.1 bytes per byte of the file, far faster than any bus brings them.
+Source of the file's layout: github.com/ggml-org/ggml, src/ggml-common.h and src/ggml-quants.c.
 """
 
 from collections.abc import Callable
@@ -54,12 +51,42 @@ from kernels.bench import Case, main
 from kernels.intrinsics import (BIAS_WORD, dp4a, float_as_word, half2_high, half2_low, half_to_float, load_word,
                                 load_words2, load_words4, store_word, store_words4, unbias)
 
-BLOCK = 32  # weights that share a scale
+BLOCK = 32  # weights, or activations, that share a scale
 THREADS = 128
-EXPONENT = 0x7C00  # of a float16; all ones: infinite, or not a number
 
 
-# ---- NumPy: from the file's bytes to quants, to the card's arrays, and to floats -------------------------------
+# ---- weights that are stored as floats ---------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Float:
+    """A type whose weights are stored as floats."""
+
+    name: str
+    number: int         # of the type in a GGUF file
+    dtype: type         # of the arrays that hold it; uint16 for the bits of bfloat16, which NumPy lacks
+    exponent: int       # the bits of the exponent: all of them are set in infinities and NaN
+    file_block: int = 1
+
+    @property
+    def file_bytes(self):
+        """Bytes of a weight."""
+        return np.dtype(self.dtype).itemsize
+
+    def widen(self, stored):
+        """An array of `dtype` -> the same numbers as float32."""
+        return (stored.astype(np.uint32) << 16).view(np.float32) if self.dtype == np.uint16 else \
+            stored.astype(np.float32)
+
+
+FLOATS = {kind.name: kind for kind in (
+    Float("F32", 0, np.float32, 0x7F800000),
+    Float("F16", 1, np.float16, 0x7C00),
+    Float("BF16", 30, np.uint16, 0x7F80),
+)}
+EXPONENT = FLOATS["F16"].exponent  # of a scale
+
+
+# ---- NumPy: from the file's bytes to codes, to the card's arrays, and to floats ----------------------------------
 
 def _nibbles(data):
     """uint8 [..., m] -> [..., 2, m]: low halves, high halves."""
@@ -67,16 +94,16 @@ def _nibbles(data):
 
 
 def _split_q8_0(blocks):
-    return blocks[:, 2:].view(np.int8), blocks[:, :2]
+    return blocks[:, 2:], blocks[:, :2]
 
 
 def _split_q4_0(blocks):
-    return _nibbles(blocks[:, 2:]).reshape(-1, 32).astype(np.int8) - np.int8(8), blocks[:, :2]
+    return _nibbles(blocks[:, 2:]).reshape(-1, 32) ^ 8, blocks[:, :2]
 
 
 def _split_q5_0(blocks):
     high = np.unpackbits(blocks[:, 2:6], axis=1, bitorder="little")
-    return (_nibbles(blocks[:, 6:]).reshape(-1, 32) | high << 4).astype(np.int8) - np.int8(16), blocks[:, :2]
+    return (_nibbles(blocks[:, 6:]).reshape(-1, 32) | high << 4) ^ 16, blocks[:, :2]
 
 
 def _k_scales(blocks):
@@ -88,36 +115,35 @@ def _k_scales(blocks):
 
 
 def _split_q4_k(blocks):
-    return _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 256).astype(np.int8), _k_scales(blocks)
+    return _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 256), _k_scales(blocks)
 
 
 def _split_q5_k(blocks):
     low = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
     high = blocks[:, 16:48].reshape(-1, 1, 32) >> np.arange(8, dtype=np.uint8)[:, None] & 1
-    return (low | high << 4).reshape(-1, 256).astype(np.int8), _k_scales(blocks)
+    return (low | high << 4).reshape(-1, 256), _k_scales(blocks)
 
 
 def _split_q6_k(blocks):
     low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
     high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
-    return (low | high << 4).reshape(-1, 256).astype(np.int8) - np.int8(32), blocks[:, 192:]
+    return (low | high << 4).reshape(-1, 256) ^ 32, blocks[:, 192:]
 
 
 def split(format, raw):
-    """The file's bytes of whole blocks -> q int8 [n_blocks, 32] and wd uint16, flat, as on the card."""
-    q, wd = format.split_blocks(raw.reshape(-1, format.file_bytes))
-    return np.ascontiguousarray(q).reshape(-1, BLOCK), np.ascontiguousarray(wd).view(np.uint16).reshape(-1)
+    """The file's bytes of whole blocks -> codes uint8 [n_blocks, 32], and wd uint16, flat, as on the card."""
+    codes, wd = format.split_blocks(raw.reshape(-1, format.file_bytes))
+    return np.ascontiguousarray(codes).reshape(-1, BLOCK), np.ascontiguousarray(wd).view(np.uint16).reshape(-1)
 
 
-def pack(format, q, n):
-    """q int8 [n_blocks, 32], the blocks of n rows -> wq as on the card, uint8 [n, bytes of a row]."""
+def pack(format, codes, n):
+    """Codes uint8 [n_blocks, 32], the blocks of n rows -> wq as on the card, uint8 [n, bytes of a row]."""
     if format.bits == 8:
-        return q.view(np.uint8).reshape(n, -1)
-    bits = q.view(np.uint8) & (1 << format.bits) - 1
-    planes = [bits[:, :16] & 15 | (bits[:, 16:] & 15) << 4]
+        return codes.reshape(n, -1)
+    planes = [codes[:, :16] & 15 | (codes[:, 16:] & 15) << 4]
     high = format.bits - 4
     if high:
-        words = (bits >> 4).reshape(len(q), high, 8 // high, 4)
+        words = (codes >> 4).reshape(len(codes), high, 8 // high, 4)
         shifts = np.arange(0, 8, high, dtype=np.uint8)[:, None]
         planes.append(np.bitwise_or.reduce(words << shifts, axis=2))
     rows = np.concatenate([plane.reshape(n, -1) for plane in planes], axis=1)
@@ -140,16 +166,16 @@ def scales(format, wd, dtype):
 def dequantize(format, raw, dtype=np.float32):
     """The file's bytes of whole blocks (uint8, any shape) -> their weights, flat; as float32 rounded once each, the
     bits of the gguf package's."""
-    q, wd = split(format, raw)
+    codes, wd = split(format, raw)
     scale, minimum = scales(format, wd, dtype)
-    return (q * scale - minimum).reshape(-1)
+    return (format.values[codes] * scale - minimum).reshape(-1)
 
 
 def product_reference(format, raw, xq, xd):
     """float64 y [rows, n] = x . w^T for the file's bytes of w [n, k] and quantised rows x (kernels/quantize.py), and
     the sum of the magnitudes that a kernel adds up for each."""
-    q, wd = split(format, raw)
-    scale, minimum = scales(format, wd, np.float64)
+    codes, wd = split(format, raw)
+    q, (scale, minimum) = format.values[codes], scales(format, wd, np.float64)
     x = xq * np.repeat(xd.astype(np.float64), BLOCK, axis=1)
     k = xq.shape[1]
     return (x @ (q * scale - minimum).reshape(-1, k).T,
@@ -219,7 +245,8 @@ def starts_function(format):
 
 def unpack_function(format):
     """unpack(w, scales, raw): w uint32 [8], the block's q as int8 in order of k, each 2**format.place times as
-    large; scales uint32 [format.n_scales], float32 bits but for Q6_K's two integers."""
+    large: signed codes are moved to the top of their byte, so that no sign has to be extended, and scales[0] takes
+    the factor back exactly. scales uint32 [format.n_scales], float32 bits except for Q6_K's two integers."""
     place, high, scales_at = format.place, format.bits - 4, format.bits
     low_mask = 0x0F0F0F0F << place
     high_mask = (2**high - 1 << 4 + place) * 0x01010101
@@ -288,8 +315,10 @@ def dot_function(format):
 
 
 # ---- repacking ----------------------------------------------------------------------------------------------------
-# take(low, high, raw, at, j): from a file block at raw[at] (in 16-bit units), block j of its 32 weights: 8 words of the
-# low 4 bits of q, one per byte, and 8 of its upper bits, both as two's complement where q is signed.
+# A thread repacks a block: it reads the file's bytes as they are (they are 2-byte aligned) and writes 16 aligned bytes.
+#
+# take(low, high, raw, at, j): the codes of block j (of 32 weights) of the file's block at raw[at] (raw in 16-bit units):
+# 8 words with the low 4 bits of a code in each byte (all 8 bits of Q8_0), and 8 words with its upper bits.
 
 @cuda.jit(device=True, forceinline=True)
 def word_at(raw, at):
@@ -354,8 +383,8 @@ def take_q6_k(low, high, raw, at, j):
         high[i] = uint32(bits & uint32(0x03030303)) ^ uint32(0x02020202)
 
 
-# take_scales(wd, raw, at, j, to, b): writes the scales of the same block, block b of the row whose scales start at
-# wd[to]; returns whether they are finite. Of eight blocks the first writes those that they share.
+# take_scales(wd, raw, at, j, to, b): writes the scales of the same block, which is block b of the row whose scales start
+# at wd[to]; returns whether they are finite. The first of the eight blocks of a K-quant writes the scales they share.
 
 @cuda.jit(device=True, forceinline=True)
 def is_finite(half):
@@ -404,7 +433,7 @@ def take_scales_halves(wd, raw, at, j, to, b):
 
 
 def put_function(format):
-    """put(wq, low, high, to, blocks, b): writes q of block b of a row of `blocks` blocks that starts at wq[to]."""
+    """put(wq, low, high, to, blocks, b): writes the codes of block b of a row of `blocks` blocks that starts at wq[to]."""
     high_bits = format.bits - 4
 
     @cuda.jit(device=True, forceinline=True)
@@ -455,17 +484,24 @@ def repack_kernel(format):
 
 @dataclass(frozen=True, eq=False)
 class Format:
-    """One format: its numbers, its NumPy functions and its device functions; see the top of this file."""
+    """A quantised type: its numbers, its NumPy functions and its device functions; see the top of this file."""
 
     name: str
-    bits: int  # of q
+    number: int  # of the type in a GGUF file
+    bits: int  # of a code
     file_block: int  # weights of a block in the file
     file_bytes: int  # its bytes there
-    split_blocks: Callable  # uint8 [rows, file_bytes] -> q, scales
+    split_blocks: Callable  # uint8 [rows, file_bytes] -> codes, scales
     take: Callable
     take_scales: Callable
     minimum: bool = False  # weights have one, and q no sign
     halves: bool = False  # each half of a block has an integer scale
+
+    @cached_property
+    def values(self):
+        """int8 [2**bits]: q of every code."""
+        codes = np.arange(2**self.bits)
+        return (codes if self.minimum else (codes ^ len(codes) // 2) - len(codes) // 2).astype(np.int8)
 
     @property
     def place(self):
@@ -522,13 +558,26 @@ class Format:
 
 
 FORMATS = {format.name: format for format in (
-    Format("Q8_0", 8, 32, 34, _split_q8_0, take_q8_0, take_scale),
-    Format("Q4_0", 4, 32, 18, _split_q4_0, take_q4_0, take_scale),
-    Format("Q5_0", 5, 32, 22, _split_q5_0, take_q5_0, take_scale),
-    Format("Q4_K", 4, 256, 144, _split_q4_k, take_q4_k, take_scales_minima, minimum=True),
-    Format("Q5_K", 5, 256, 176, _split_q5_k, take_q5_k, take_scales_minima, minimum=True),
-    Format("Q6_K", 6, 256, 210, _split_q6_k, take_q6_k, take_scales_halves, halves=True),
+    Format("Q8_0", 8, 8, 32, 34, _split_q8_0, take_q8_0, take_scale),
+    Format("Q4_0", 2, 4, 32, 18, _split_q4_0, take_q4_0, take_scale),
+    Format("Q5_0", 6, 5, 32, 22, _split_q5_0, take_q5_0, take_scale),
+    Format("Q4_K", 12, 4, 256, 144, _split_q4_k, take_q4_k, take_scales_minima, minimum=True),
+    Format("Q5_K", 13, 5, 256, 176, _split_q5_k, take_q5_k, take_scales_minima, minimum=True),
+    Format("Q6_K", 14, 6, 256, 210, _split_q6_k, take_q6_k, take_scales_halves, halves=True),
 )}
+
+# The other types of GGML, number -> (name, weights per block, bytes per block): the engine only names and measures them,
+# so that a file with one of them is refused by the type's name. A type that becomes a Format leaves this list.
+OTHER_TYPES = {
+    3: ("Q4_1", 32, 20), 7: ("Q5_1", 32, 24), 9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110),
+    15: ("Q8_K", 256, 292), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136), 24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8),
+    28: ("F64", 1, 8), 29: ("IQ1_M", 256, 56), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
+}
+GGML_TYPES = {type.number: (type.name, type.file_block, type.file_bytes)
+              for type in (*FLOATS.values(), *FORMATS.values())} | OTHER_TYPES
 
 
 def as_words(wd):
@@ -580,8 +629,8 @@ def check_repack(card, format, n, k):
     for first, part in ((cut, raw[cut:]), (0, raw[:cut])):
         if len(part):
             repack(card, format, wq[:n], wd[:n], card.upload(part), bad, first, k)
-    q, want_wd = split(format, raw)
-    want_wq, used = pack(format, q, n), k * format.bits // 8  # what follows in a row stays as it was
+    codes, want_wd = split(format, raw)
+    want_wq, used = pack(format, codes, n), k * format.bits // 8  # what follows in a row stays as it was
     got_wq, got_wd = card.download(wq).view(np.uint8), card.download(wd).view(np.uint16)
     np.testing.assert_array_equal(got_wq[:n, :used], want_wq[:, :used])
     np.testing.assert_array_equal(got_wd[:n].reshape(-1), want_wd)

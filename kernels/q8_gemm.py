@@ -112,12 +112,11 @@ from numba import cuda
 from numba.types import float32, int32, uint32, uint64
 
 from kernels.bench import Case, main
-from kernels.formats import FORMATS, as_words, on_card, product_reference, random_raw
+from kernels.formats import BLOCK, FORMATS, as_words, on_card, product_reference, random_raw
 from kernels.intrinsics import (dp4a, float_as_word, half_to_float, load_shared, load_shared4,
                                 load_word, load_words4, shared_address, store_shared, store_shared4, word_as_float)
 from kernels.q8_gemv import random_activations
 
-BLOCK = 32  # weights per scale, and the depth of a tile
 WORDS = 8  # of 4 int8 in a block
 WARPS = 4
 THREADS = 32 * WARPS

@@ -159,6 +159,7 @@ from numba.types import float32, int8, int32, uint16, uint32
 
 from kernels.bench import Case, main
 from kernels.compile import launches_overlap
+from kernels.formats import BLOCK
 from kernels.intrinsics import (BIAS_WORD, dp4a, float_as_word, half_to_float, let_next_begin, load_words2,
                                 load_words4, silu, store_word, store_words4, stream_words2, stream_words4, unbias,
                                 wait_for_previous)
@@ -166,7 +167,6 @@ from kernels.norm import MAX_WARPS, hold_weights, norm_quantizer, rms_norm_quant
 from kernels.quantize import block_scale, quantize_word
 from kernels.swiglu import swiglu_quantize
 
-BLOCK = 32  # weights per scale
 MAX_COLUMNS = 16  # of one launch
 WIDE_ROWS = 128  # of an SM from which on its warps take 8 columns: two groups of 4 rows for each of 16 warps
 MAX_FUSED = 16384  # values of a column whose norm is computed inside

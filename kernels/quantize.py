@@ -35,9 +35,9 @@ from numba import cuda
 from numba.types import float32, int32, uint32
 
 from kernels.bench import Case, main
+from kernels.formats import BLOCK
 from kernels.intrinsics import div_rn, load_words4, round_to_int, store_word, word_as_float
 
-BLOCK = 32  # values per scale
 THREADS = 128
 MIN_NORMAL = 2.0**-126
 LOW, LIFT = 2.0**-100, 2.0**60  # scales below LOW are lifted with their values, so that no remainder is lost

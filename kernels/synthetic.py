@@ -2,15 +2,15 @@
 
     bits(i, seed) = mix(i + mix(seed + 0x9E3779B9))     one uint32 per index, the 32-bit finaliser of MurmurHash3
     uniform       low + (high - low) * bits / 2**32
-    Q8_0 quants   4 bytes of bits(word index), each cut to 7 bits and sign-extended: uniform in [-64, 63]
-    other quants  all bits of wq as they come: any pattern is a weight, uniform over the format's range
-    scales d      (0.5 + bits / 2**32) / (deviation sqrt(k)): with `deviation` that of the quants, times their integer
-                  scales, a row product of unit inputs is of order 1, whatever k
-    integer scales of K-quants   32 + 5 bits; in Q4_K and Q5_K the minimum's is the same, and dmin is d times the mean
-                  of the quants, so that weights are around 0
+    8-bit codes   4 bytes of bits(word index), each cut to 7 bits and sign-extended: uniform in [-64, 63]
+    other codes   all bits of wq are random: every pattern is a code, so q is uniform over the format's values
+    scales d      (0.5 + bits / 2**32) / (deviation sqrt(k)), where `deviation` is that of q times its integer scale:
+                  so a row's product with unit inputs is of order 1, whatever k is
+    integer scales of K-quants   32 + 5 bits. In Q4_K and Q5_K the minimum has the same integer scale, and dmin is d
+                  times the mean of q, so that weights are around 0
 
-Layout: kernels/formats.py; thread i writes word i of the quants, scale i or value i, or the scales of 256 weights.
-Cost: 18 to 34 bytes written per 32 weights and about 12 integer instructions per word: writing bandwidth is the limit.
+Layout: kernels/formats.py. Thread i writes word i of the codes, scale i, the scales of 256 weights, or float i.
+Cost: 18 to 34 bytes written per 32 weights and about 12 integer instructions per word; bandwidth is the limit.
 """
 
 import math
@@ -44,10 +44,10 @@ def bits_reference(count, seed):
 
 
 def deviation(format):
-    """Of the quants of a format, as `random_matrix` draws them, times the mean of their integer scales."""
+    """Standard deviation of q as `random_matrix` draws it, times the mean of the integer scales, if there are any."""
     if format.bits == 8:
         return Q8_DEVIATION
-    return math.sqrt((4**format.bits - 1) / 12) * (1 if format.file_block == BLOCK else INTEGER_SCALE)
+    return math.sqrt(format.values.var()) * (1 if format.file_block == BLOCK else INTEGER_SCALE)
 
 
 def random_matrix_reference(format, n, k, seed):
@@ -65,15 +65,10 @@ def random_matrix_reference(format, n, k, seed):
     h = bits_reference(8 * count, seed + 2)
     first = np.uint32(32) + (h & np.uint32(31))
     second = first if format.minimum else np.uint32(32) + (h >> np.uint32(8) & np.uint32(31))
-    shared = [d, d * np.float32(mean(format))][:1 + format.minimum]
+    shared = [d, d * np.float32(format.values.mean())][:1 + format.minimum]
     wd = np.concatenate([(first | second << np.uint32(8)).astype(np.uint16).reshape(count, 8),
                          np.stack(shared, axis=1).astype(np.float16).view(np.uint16)], axis=1)
     return words.view(wq_type).reshape(wq_shape), wd.reshape(wd_shape)
-
-
-def mean(format):
-    """Of quants without a sign."""
-    return (2**format.bits - 1) / 2
 
 
 def random_uniform_reference(count, low, high, seed):
@@ -152,7 +147,7 @@ def random_matrix(card, format, wq, wd, n, k, seed):
     if format.file_block == BLOCK:
         card.launch(random_scales, blocks, THREADS, *arguments)
     else:
-        card.launch(random_k_scales, blocks, THREADS, *arguments, mean(format), format.minimum)
+        card.launch(random_k_scales, blocks, THREADS, *arguments, float(format.values.mean()), format.minimum)
 
 
 def random_uniform(card, out, low, high, seed):

@@ -1,4 +1,4 @@
-"""What each block adds to a product of K-quants, exact or rounded as the kernels round it, in NumPy."""
+"""What each block adds to a product of quantised weights, exact or rounded as the kernels round it, in NumPy."""
 
 import numpy as np
 
@@ -6,12 +6,14 @@ from kernels import formats
 
 
 def block_terms(format, raw, n, xq, xd):
-    """For each block of a row of w [n, k], a K-quant as in a file, and of quantised columns x: (dot int64 [columns, n],
+    """For each block of a row of w [n, k], as in a file, and of quantised columns x: (dot int64 [columns, n],
     scale float32 [columns, n], minimum float64 [n], scaled sum of x float32 [columns, 1])."""
-    q, wd = formats.split(format, raw)
+    codes, wd = formats.split(format, raw)
+    q = format.values[codes]
     exact = formats.scales(format, wd, np.float64)
     scale, minimum = (np.broadcast_to(part, q.shape).reshape(n, -1, 32) for part in exact)
-    d = wd.reshape(-1, format.wd_words)[:, 8].copy().view(np.float16).astype(np.float64).repeat(8).reshape(n, -1)
+    if format.halves:       # d of each block, beside the integer scales of its halves
+        d = wd.reshape(-1, format.wd_words)[:, 8].copy().view(np.float16).astype(np.float64).repeat(8).reshape(n, -1)
     for block in range(q.size // n // 32):
         x, w = xq[:, 32 * block:32 * block + 32].astype(np.int64), q.reshape(n, -1, 32)[:, block].astype(np.int64)
         w_scale = scale[:, block, 0]

@@ -6,7 +6,8 @@ import gguf
 import numpy as np
 
 import qengine
-from kernels.formats import FORMATS
+from kernels import formats
+from kernels.formats import BLOCK, FLOATS, FORMATS
 from tests.oracle import DATA
 
 TINY = str(DATA / "tiny-Q8_0.gguf")
@@ -54,16 +55,51 @@ def results(path, card):
     return logits, tokens
 
 
-# ---- quantised, simply ---------------------------------------------------------------------------------
-# The gguf package quantises no K-quants. These choose the scales that span each block, not the best ones.
+# ---- stored, simply ------------------------------------------------------------------------------------
+# The gguf package quantises to some types only. For the others these functions choose scales that span each block, which
+# are not the best ones.
+
+
+def stored(kind, values):
+    """float32 [n, k] as `rewrite` takes it in a type of kernels/formats.py: (uint8 [n, bytes of a row], its number)."""
+    number = gguf.GGMLQuantizationType[kind]
+    if kind in FORMATS:
+        return quantize(kind, values), number
+    if kind == "BF16":      # the upper halves: truncation is rounding enough here
+        values = (values.view(np.uint32) >> 16).astype(np.uint16)
+    return values.astype(FLOATS[kind].dtype).view(np.uint8), number
 
 
 def quantize(kind, values):
-    """float32 [n, k] as a GGUF file stores it in a type of kernels/formats.py: uint8 [n, bytes of a row]."""
-    quantizer = {"Q4_K": _with_minimum, "Q5_K": _with_minimum, "Q6_K": _with_halves}.get(kind)
-    if quantizer is None:
+    """float32 [n, k] as a GGUF file stores it in one of FORMATS: uint8 [n, bytes of a row]."""
+    format = FORMATS[kind]
+    try:
         return gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
-    return quantizer(values, 5 if kind == "Q5_K" else 4).reshape(len(values), -1)
+    except NotImplementedError:
+        quantizer = _with_scale if format.file_block == BLOCK else _with_halves if format.halves else _with_minimum
+        return quantizer(format, values).reshape(len(values), -1)
+
+
+def _with_scale(format, values):
+    """A format whose blocks of 32 have one scale each: the q that are nearest."""
+    blocks, q = values.reshape(-1, BLOCK), format.values.astype(np.float32)
+    step, step_bytes = _float16_steps(np.maximum(blocks.max(axis=1) / q.max(), blocks.min(axis=1) / q.min()), 1)
+    codes = abs(blocks[:, :, None] - step[:, :, None] * q).argmin(axis=2).astype(np.uint8)
+    raw = _with_codes(format, codes)
+    raw[:, formats.scale_places(format)] = step_bytes
+    return raw
+
+
+def _with_codes(format, codes):
+    """Blocks of a file, uint8 [blocks, bytes], that hold codes uint8 [blocks, 32]. `split` tells for each bit of a block,
+    set alone, which bit of which code it is."""
+    one_bit_each = np.packbits(np.eye(8 * format.file_bytes, dtype=np.uint8), axis=1, bitorder="little")
+    of_zeros, _ = formats.split(format, np.zeros(format.file_bytes, np.uint8))
+    changed, _ = formats.split(format, one_bit_each)
+    at, of_codes = np.nonzero(np.unpackbits(changed ^ of_zeros, axis=1))
+    bits = np.zeros((len(codes), 8 * format.file_bytes), np.uint8)
+    bits[:, at] = np.unpackbits(codes ^ of_zeros, axis=1)[:, of_codes]
+    return np.packbits(bits, axis=1, bitorder="little")
 
 
 def _float16_steps(largest, steps):
@@ -72,9 +108,9 @@ def _float16_steps(largest, steps):
     return step.astype(np.float32)[:, None], step[:, None].view(np.uint8)
 
 
-def _with_minimum(values, bits):
+def _with_minimum(format, values):
     """Q4_K and Q5_K: eight blocks of 32, each scale * q - minimum."""
-    blocks, top = values.reshape(-1, 8, 32), 2**bits - 1
+    blocks, top = values.reshape(-1, 8, 32), format.values.max()
     least = np.maximum(-blocks.min(axis=2), 0)
     span = (blocks.max(axis=2) + least) / top
     (d, d_bytes), (dmin, dmin_bytes) = _float16_steps(span.max(axis=1), 63), _float16_steps(least.max(axis=1), 63)
@@ -84,13 +120,13 @@ def _with_minimum(values, bits):
     q = np.clip(np.rint(q), 0, top).astype(np.uint8)
     first = scale[:, :4] | (scale[:, 4:] >> 4) << 6, minimum[:, :4] | (minimum[:, 4:] >> 4) << 6
     packed = [d_bytes, dmin_bytes, *first, scale[:, 4:] & 15 | (minimum[:, 4:] & 15) << 4]
-    if bits == 5:
+    if format.bits == 5:
         packed.append(np.bitwise_or.reduce((q >> 4) << np.arange(8, dtype=np.uint8)[:, None], axis=1))
     pairs = (q & 15).reshape(-1, 4, 2, 32)
     return np.concatenate([*packed, (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(-1, 128)], axis=1)
 
 
-def _with_halves(values, _):
+def _with_halves(_, values):
     """Q6_K: sixteen half blocks of 16, each scale * (q - 32)."""
     blocks = values.reshape(-1, 16, 16)
     span = abs(blocks).max(axis=2) / 31
@@ -112,6 +148,6 @@ def as_types(*kinds):
             return values
         fitting = [kind for kind in kinds if tensor.shape[1] % FORMATS[kind].file_block == 0] or ["Q8_0"]
         kind = fitting[next(turn) % len(fitting)]
-        return quantize(kind, values), gguf.GGMLQuantizationType[kind]
+        return stored(kind, values)
 
     return convert

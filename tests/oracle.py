@@ -18,6 +18,15 @@ def oracle_path(name: str) -> Path:
     return path
 
 
+def oracle_files():
+    """The GGUF files that the oracle's manifest lists, to parametrise a test, which is skipped where there are none."""
+    manifest = ORACLE / "manifest.json"
+    if not manifest.exists():
+        return [pytest.param(None, marks=pytest.mark.skip(reason=f"no reference data: {manifest} is not there"))]
+    models = json.loads(manifest.read_text())["models"].values()
+    return sorted({model[key] for model in models for key in ("file", "mmproj") if key in model})
+
+
 def oracle_npz(name: str):
     """The arrays of npz/<name>.npz."""
     return np.load(oracle_path(f"npz/{name}.npz"))

@@ -9,6 +9,7 @@ import threading
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 import qengine
+from engine.tokenizer import encode_prompt
 
 
 @functools.cache
@@ -30,7 +31,7 @@ class ScriptedEngine:
         self.script, self.requests, self.generations = script, [], []
 
     def encode(self, text):
-        return qengine.encode_prompt(self.tokenizer, text, self.n_ctx)
+        return encode_prompt(self.tokenizer, text, self.n_ctx)
 
     def submit(self, request):
         request.check(self.tokenizer.n_vocab, self.n_ctx)

@@ -17,6 +17,8 @@ import pytest
 from llguidance import LLMatcher
 
 import qengine
+from engine import worker
+from engine.worker import Worker
 from kernels import q8_gemv
 from kernels.card import CardError, NoAnswer, OutOfMemory
 from kernels.emulated import card as emulated
@@ -256,7 +258,7 @@ def patience(fault, monkeypatch):
     """Little with cards that hang."""
     GATE.clear()
     if fault is not breaks:
-        monkeypatch.setattr(qengine, "DEADLINE", 3.0)
+        monkeypatch.setattr(worker, "DEADLINE", 3.0)
     yield
     GATE.set()
 
@@ -315,7 +317,7 @@ def test_a_server_goes_on_with_the_cards_that_are_left(fault, alone, patience, c
 
 def test_a_slow_card_is_not_at_fault(monkeypatch, alone):
     """Though what is queued on it takes longer than a card may do nothing."""
-    monkeypatch.setattr(qengine, "DEADLINE", 1.5)
+    monkeypatch.setattr(worker, "DEADLINE", 1.5)
     monkeypatch.setattr(emulated, "MOST_LAUNCHES", 2)
     engine = load((2, 2), chunk=512)
     execute = engine.cards[0].execute
@@ -328,12 +330,11 @@ def test_a_slow_card_is_not_at_fault(monkeypatch, alone):
 
 STOPPED = """
 import os, subprocess, time
-import qengine
+from engine import worker
 from kernels.emulated.card import EmulatedCard
 
-qengine.DEADLINE = 1.5
-worker = qengine.Worker(EmulatedCard())
-task = worker.post(lambda: [time.sleep(0.01) for _ in range(40)])
+worker.DEADLINE = 1.5
+task = worker.Worker(EmulatedCard()).post(lambda: [time.sleep(0.01) for _ in range(40)])
 subprocess.Popen(["sh", "-c", f"sleep 0.1; kill -STOP {os.getpid()}; sleep 2.5; kill -CONT {os.getpid()}"])
 started = time.monotonic()
 task.result()
@@ -384,7 +385,7 @@ def test_a_server_goes_on_with_cards_that_were_idle(monkeypatch, capsys):
 def test_a_server_goes_on_though_another_card_fails_meanwhile(second, monkeypatch, capsys):
     """In between, clients and /health hear that it loads."""
     GATE.clear()
-    monkeypatch.setattr(qengine, "DEADLINE", 1.5)
+    monkeypatch.setattr(worker, "DEADLINE", 1.5)
     three, heard = cards(3), []
     options, app = served(load((1, 2, 1), on=three))
     service, client = app.extensions["qengine"], app.test_client()
@@ -409,7 +410,7 @@ def test_a_server_goes_on_though_another_card_fails_meanwhile(second, monkeypatc
 
 def test_a_card_that_hangs_while_it_loads_is_named(monkeypatch):
     GATE.clear()
-    monkeypatch.setattr(qengine, "DEADLINE", 1.0)
+    monkeypatch.setattr(worker, "DEADLINE", 1.0)
     two = cards(2)
     two[1]._upload_now = lambda *_: GATE.wait()
     with pytest.raises(NoAnswer, match=f"^{two[1].name} has not answered for 1 s$") as raised:
@@ -516,7 +517,7 @@ def test_a_card_without_room_is_named_at_load():
 
 
 def workers_of(cards):
-    workers = [thread for thread in threading.enumerate() if isinstance(thread, qengine.Worker)]
+    workers = [thread for thread in threading.enumerate() if isinstance(thread, Worker)]
     return [worker for worker in workers if worker.card in cards]
 
 

@@ -8,6 +8,7 @@ import pytest
 import qengine
 from api.chat import take_switches
 from api.openai import MAX_CHOICES
+from engine.template import ChatTemplate
 from tests.paced import PacedEngine
 from tests.scripted import ScriptedEngine, obeys, scripted_clients, shipped
 from tests.test_api_reply import CALL, JSON, WEATHER, XML
@@ -118,7 +119,7 @@ def test_thoughts(ask):
 
 
 def test_stop_strings_where_the_model_opens_its_thoughts_itself():
-    template = qengine.ChatTemplate("{{ messages[0].content }}{# what a template says of </think> #}")
+    template = ChatTemplate("{{ messages[0].content }}{# what a template says of </think> #}")
     for script, said in (("<think>\nAn apple.\n</think>\n\nHere is an apple.", ("An apple.", "Here is an ")),
                          ("Here is an apple.", (None, "Here is an "))):
         client = qengine.create_app(ScriptedEngine(script, template)).test_client()
@@ -260,7 +261,7 @@ def test_several_calls_after_thoughts(ask):
 def test_the_json_form(ask, scripted, monkeypatch):
     """A model whose template has the other form."""
     source = '{{ messages[-1].content }}{% if tools %}<tool_call>{"name": ..., "arguments": ...}</tool_call>{% endif %}'
-    monkeypatch.setattr(scripted[0], "template", qengine.ChatTemplate(source))
+    monkeypatch.setattr(scripted[0], "template", ChatTemplate(source))
     (choices, _), _ = ask(f"{JSON}\n{JSON}", tools=TOOLS)
     assert choices == [(None, "", [("get_weather", {"city": 'S\u00e3o "Paulo"', "days": 3})] * 2, "tool_calls")]
 

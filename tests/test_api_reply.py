@@ -8,6 +8,7 @@ import pytest
 import qengine
 from api.reply import TAGS, Call, CallArguments, CallStart, Content, Cutter, Message, Reply, Thought, opening_of
 from api.tools import JSONCall, Tool, XMLCall
+from engine.tokenizer import StreamDecoder, Tokenizer
 from tests.scripted import shipped
 
 WEATHER = Tool("get_weather", {"type": "object", "properties": {
@@ -19,7 +20,7 @@ JSON = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "S\u00e3o \\"
 CALL = ("get_weather", {"city": 'S\u00e3o "Paulo"', "days": 3})
 
 
-class Letters(qengine.Tokenizer):
+class Letters(Tokenizer):
     """A token is a letter, or any text that is asked for; tags are letters, too, unless they are named."""
 
     def __init__(self, tags=()):
@@ -32,7 +33,7 @@ class Letters(qengine.Tokenizer):
         return len(self.pieces) - 1
 
     def stream_decoder(self):
-        return qengine.StreamDecoder(self.pieces)
+        return StreamDecoder(self.pieces)
 
 
 def read(pieces, tags=(), opening="content", form=XMLCall, tools=TOOLS, ruled=False, stop=(), reason="stop"):

@@ -17,9 +17,11 @@ import pytest
 from llguidance import LLMatcher
 
 import qengine
+from engine.constraints import Constraint, Vocabulary
+from engine.prefix import CHECKPOINT_INTERVAL, PAGE_TOKENS, PrefixCache, checkpoint_positions, pages_for, whole_pages
+from engine.tokenizer import Tokenizer
 from kernels.card import CardError
 from kernels.emulated.card import EmulatedCard
-from qengine import PAGE_TOKENS
 from tests.models import load_tiny
 
 # ---- a model that remembers exactly what it was shown ------------------------------------------------------
@@ -30,7 +32,7 @@ VOCABULARY = len(PIECES)
 CHUNKS = 64, 128, 512
 
 
-class Speller(qengine.Tokenizer):
+class Speller(Tokenizer):
     """The longest piece that fits, from left to right."""
 
     def __init__(self):
@@ -42,7 +44,7 @@ class Speller(qengine.Tokenizer):
 
 
 TOKENIZER = Speller()
-WORDS = qengine.Vocabulary(TOKENIZER)
+WORDS = Vocabulary(TOKENIZER)
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 SCHEMAS = [
     {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "minItems": 3, "maxItems": 60},
@@ -197,7 +199,7 @@ class World:
                  n_groups=1):
         self.random = random.Random(seed)
         self.pipeline = FakePipeline(n_slots, n_pages, n_numbers, n_hosts, self.random, n_groups)
-        self.cache = qengine.PrefixCache(self.pipeline, n_pages, n_numbers, n_hosts)
+        self.cache = PrefixCache(self.pipeline, n_pages, n_numbers, n_hosts)
         self.scheduler = qengine.Scheduler(self.pipeline, self.cache, TOKENIZER, n_slots, n_ctx, chunk)
         self.n_ctx, self.n_slots, self.n_pages, self.n_numbers, self.n_hosts = (
             n_ctx, n_slots, n_pages, n_numbers, n_hosts)
@@ -282,7 +284,7 @@ class World:
 
 
 def constraint_of(request):
-    return request.grammar and qengine.Constraint(WORDS, request.grammar, request.grammar_after)
+    return request.grammar and Constraint(WORDS, request.grammar, request.grammar_after)
 
 
 def truth(request, n_ctx):
@@ -358,7 +360,7 @@ def test_anything_that_may_happen(seed):
     alone and obeys its grammar, nobody is overtaken, and after every step all is where it should be."""
     choice = random.Random(seed)
     n_slots, n_ctx = choice.randrange(1, 5), choice.choice((192, 640))
-    fewest = qengine.pages_for(n_ctx)
+    fewest = pages_for(n_ctx)
     world = World(seed, n_slots, n_ctx, choice.randrange(fewest, 3 * fewest), choice.randrange(1, 7),
                   choice.randrange(0, 5), choice.choice(CHUNKS), choice.randint(1, n_slots))
     talkers, generations = Talkers(choice, n_ctx), []
@@ -457,7 +459,7 @@ def test_a_long_text_is_processed_again_from_the_last_interval_on():
     world.answer(document, max_tokens=1)
     for n_shared in 4000, 1500, 60:
         other, again = [*document[:n_shared], *text(100)], [*document[:n_shared], *text(100)]
-        assert world.answer(other, max_tokens=1)[1] <= 100 + qengine.CHECKPOINT_INTERVAL
+        assert world.answer(other, max_tokens=1)[1] <= 100 + CHECKPOINT_INTERVAL
         assert world.answer(again, max_tokens=1)[1] <= 100 + PAGE_TOKENS
 
 
@@ -480,7 +482,7 @@ def test_a_cancelled_prompt_leaves_what_was_done():
     generation.cancel()
     world.finish(generation)
     assert world.pipeline.n_processed == 4 * 512
-    assert world.answer(prompt, max_tokens=1)[1] == 3000 - 2 * qengine.CHECKPOINT_INTERVAL
+    assert world.answer(prompt, max_tokens=1)[1] == 3000 - 2 * CHECKPOINT_INTERVAL
 
 
 def test_an_answer_has_one_checkpoint_and_those_at_intervals():
@@ -509,7 +511,7 @@ def test_answers_with_the_same_tokens_share_their_checkpoints(lengths):
     prompt = text(100)
     twins = [world.submit(prompt, max_tokens=n, ignore_eos=True) for n in lengths]
     world.finish(*twins)
-    ends, intervals = [qengine.whole_pages(100 + n - 1) for n in lengths], qengine.CHECKPOINT_INTERVAL
+    ends, intervals = [whole_pages(100 + n - 1) for n in lengths], CHECKPOINT_INTERVAL
     assert {node.depth * PAGE_TOKENS for node in world.cache.on_card} == {
         64, *ends, *range(intervals, max(ends), intervals)}
     for twin in twins:
@@ -520,10 +522,10 @@ def test_positions_of_checkpoints():
     turns = [0, 150, 300, 310, 700, 1000, 1040, 3000, 3200]      # the first is the system prompt
     tokens = [TURN if at in turns else 3 for at in range(3300)]
     every = [128, 640, 960, 1280 - 256, 2048, 2944, 3200, 3264]
-    assert qengine.checkpoint_positions(tokens, TURN, 0, 0) == sorted({*every} - {1024} | {128})
-    assert qengine.checkpoint_positions(tokens, TURN, 2048, 2112) == [2112, 2944, 3200, 3264]
-    assert qengine.checkpoint_positions(tokens, None, 0, 0) == [1024, 2048, 3072, 3264]
-    assert qengine.checkpoint_positions([3] * 64, None, 0, 0) == []
+    assert checkpoint_positions(tokens, TURN, 0, 0) == sorted({*every} - {1024} | {128})
+    assert checkpoint_positions(tokens, TURN, 2048, 2112) == [2112, 2944, 3200, 3264]
+    assert checkpoint_positions(tokens, None, 0, 0) == [1024, 2048, 3072, 3264]
+    assert checkpoint_positions([3] * 64, None, 0, 0) == []
 
 
 # ---- what goes first ---------------------------------------------------------------------------------------
@@ -550,7 +552,7 @@ def test_the_least_worthy_goes_first():
 
 def test_what_goes_is_found_at_once():
     """However many checkpoints there are, few are looked at."""
-    cache = qengine.PrefixCache(SimpleNamespace(spill=lambda *_: True), 3000, 1000, 1000)
+    cache = PrefixCache(SimpleNamespace(spill=lambda *_: True), 3000, 1000, 1000)
     for text in range(2500):
         page, = cache.take_pages(1)
         node, before = cache.grow(cache.root, (text,), PAGE_TOKENS, page), cache.n_ranked
@@ -754,7 +756,7 @@ def test_states_of_decoded_tokens(empty):
         return empty.cards[0].download(empty.pipeline.last.model.logits[0]), generation.n_cached
 
     reused, n_cached = logits()
-    assert n_cached == qengine.whole_pages(len(ids) + len(answer) - 1)
+    assert n_cached == whole_pages(len(ids) + len(answer) - 1)
     empty.clear_cache()
     want, n_cached = logits()
     assert n_cached == 0

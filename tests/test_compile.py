@@ -3,6 +3,7 @@
 import linecache
 import os
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -71,7 +72,7 @@ def test_nothing_is_contracted(tmp_path):
 
 def test_half_scalars_are_complete_and_rounded(tmp_path):
     ptx = compile_kernel(half_sum, HALF_SIGNATURE, OLDEST, tmp_path).ptx
-    assert ".extern .func" not in ptx
+    assert ".extern .func" not in ptx and sys.prefix not in ptx        # though its line table names a file of Numba
     called = set(re.findall(r"call\.uni \([^)]*\),\s*(\w+)", ptx))
     defined = set(re.findall(r"^\.func\s+\([^)]*\)\s*(\w+)\(", ptx, flags=re.M))
     assert called and called <= defined
@@ -400,6 +401,99 @@ def test_second_start_compiles_nothing(tmp_path):
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     assert in_processes(tmp_path, seeds=["3"], **ascii_only) == [0]       # whatever the locale
     assert len(list((tmp_path / "ptx").iterdir())) == 3
+
+
+OVERRUN = """
+from numba import cuda, float32, uint32
+from numba.types import float16
+
+
+@cuda.jit(device=True)
+def scaled(x):
+    return float16(x) * float16(2)
+
+
+@cuda.jit
+def overrun(y):
+    i = uint32(cuda.threadIdx.x)
+    y[i] = float32(scaled(y[i]))
+"""
+CHECKOUT = """
+import sys
+import numpy as np
+from kernels import compile as compiler
+from kernels.assembler import assemble
+from kernels.card import LaunchError
+from kernels.open import open_cards
+from kernels.overrun import overrun
+
+folder = sys.argv[1]
+card = open_cards("emulated", cache_dir=folder)[0]
+with card.checking():
+    card.launch(overrun, 1, 8, card.upload(np.ones(8, np.float32), "y"))
+try:
+    with card.checking():
+        card.launch(overrun, 1, 8, card.zeros(7, np.float32, "y"))
+except LaunchError as error:
+    print(error)
+card.launch(overrun, 1, 8, card.zeros(8, np.float32))
+card.synchronize()
+compiled = compiler.compile_kernel(overrun, ("float32[1]",), card.cc, folder)
+assemble(compiled, compiler.supported_ccs()[-1], folder)
+print(compiler.n_compiled, str(compiler.ROOT) in compiled.ptx, compiler.ROOT)
+"""
+
+
+def run_checkout(root, python, cache):
+    """Runs CHECKOUT in `root` with the interpreter `python`; the checked launch's message, and the number of kernels
+    that were compiled."""
+    run = subprocess.run([python, "-c", CHECKOUT, str(cache)], cwd=root, text=True, capture_output=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    *message, last = run.stdout.splitlines()
+    n_compiled, names_root, found = last.split(" ", 2)
+    assert found == str(root) and names_root == "False"
+    return "\n".join(message), int(n_compiled)
+
+
+def test_checkouts_share_one_cache(tmp_path):
+    """A second checkout, run in a Python environment with another path, finds all that the first one compiled."""
+    cache, link = tmp_path / "cache", tmp_path / "environment"
+    link.symlink_to(sys.prefix)
+    pythons = sys.executable, str(link / Path(sys.executable).relative_to(sys.prefix))
+    roots = tmp_path / "größer", tmp_path / "second"
+    for root in roots:
+        shutil.copytree(ROOT / "kernels", root / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
+        (root / "kernels" / "overrun.py").write_text(OVERRUN)
+
+    def files():
+        return {file for file in cache.rglob("*") if file.is_file()}
+
+    for root, python, n_compiled in zip(roots, pythons, (1, 0)):
+        before = files()
+        message, n = run_checkout(root, python, cache)
+        assert n == n_compiled and bool(files() - before) == bool(n_compiled)
+        assert f"overrun ({root / 'kernels' / 'overrun.py'}, line 14), block (0, 0, 0), thread (7, 0, 0)" in message
+        assert message.endswith("line 14: y[i] = float32(scaled(y[i]))")
+    kinds = {file.parent.name for file in files()}
+    assert {"ptx", "native"} <= kinds <= {"ptx", "native", "cubin"}
+
+    before = files()
+    (root / "kernels" / "overrun.py").write_text(OVERRUN.replace("float16(2)", "float16(3)"))
+    assert run_checkout(root, python, cache)[1] == 1
+    assert {file.parent.name for file in files() - before} == kinds
+
+
+def test_files_outside_the_project_keep_their_path(tmp_path, monkeypatch):
+    """Two files of one text are two kernels there: messages name the file."""
+    source = "@cuda.jit\ndef kernel(x):\n    x[0] = 1"
+    folders = tmp_path / "a", tmp_path / 'b "ß'
+    [folder.mkdir() for folder in folders]
+    assert len({cache_key(kernel_from(source, f), ("float32[1]",), OLDEST) for f in folders}) == 2
+    monkeypatch.chdir(tmp_path)
+    assert compiler.portable_file("kernels/norm.py") == str(tmp_path / "kernels" / "norm.py")
+    for name in ("/else/where.py", "<stdin>"):
+        assert compiler.portable_file(name) == name
+    assert compiler.current_file("/else/where.py") == "/else/where.py"
 
 
 def test_damaged_entries_are_made_again(tmp_path):

@@ -12,6 +12,11 @@ import pytest
 from llguidance import LLMatcher
 
 import qengine
+from engine import constraints
+from engine.constraints import FORCED_LETTERS, KEPT_GRAMMARS, Constraint, Vocabulary
+from engine.prefix import PAGE_TOKENS
+from engine.request import GRAMMAR_LETTERS
+from engine.tokenizer import ByteTokenizer, Tokenizer
 from kernels.emulated.card import EmulatedCard
 from tests.models import SLOTS, TINY, load_tiny
 from tests.schemas import random_object, random_schema
@@ -40,7 +45,7 @@ def text(events):
 
 @pytest.fixture(scope="module", params=["byte pairs", "bytes"])
 def tokenizer(request):
-    return qengine.ByteTokenizer(300) if request.param == "bytes" else qengine.open_model(TINY).tokenizer
+    return ByteTokenizer(300) if request.param == "bytes" else qengine.open_model(TINY).tokenizer
 
 
 def random_answer(constraint, tokenizer, rng):
@@ -64,7 +69,7 @@ def random_answer(constraint, tokenizer, rng):
 def test_whatever_a_schema_allows_parses_and_validates(tokenizer, seed):
     rng = random.Random(seed)
     schema = random_schema(rng)
-    constraint = qengine.Constraint(qengine.Vocabulary(tokenizer), json_grammar(schema))
+    constraint = Constraint(Vocabulary(tokenizer), json_grammar(schema))
     assert constraint.error is None, schema
     answer = tokenizer.decode(random_answer(constraint, tokenizer, rng))
     jsonschema.validate(json.loads(answer), schema, format_checker=jsonschema.FormatChecker())
@@ -72,8 +77,8 @@ def test_whatever_a_schema_allows_parses_and_validates(tokenizer, seed):
 
 def test_tokens_that_are_certain_are_those_of_the_tokenizer(tokenizer):
     words = 'He said: "the quick brown fox".'
-    vocabulary = qengine.Vocabulary(tokenizer)
-    constraint = qengine.Constraint(vocabulary, LLMatcher.grammar_from_lark(f"start: {json.dumps(words)}"))
+    vocabulary = Vocabulary(tokenizer)
+    constraint = Constraint(vocabulary, LLMatcher.grammar_from_lark(f"start: {json.dumps(words)}"))
     assert list(constraint.forced) == tokenizer.encode(words)
     for token in tokenizer.encode(words):
         assert not constraint.ended
@@ -83,26 +88,26 @@ def test_tokens_that_are_certain_are_those_of_the_tokenizer(tokenizer):
 
 def test_a_long_text_that_is_certain_is_looked_at_piece_by_piece(tokenizer):
     words = "the quick brown fox, " * 1000
-    constraint = qengine.Constraint(qengine.Vocabulary(tokenizer), LLMatcher.grammar_from_lark(f'start: "{words}"'))
-    assert 100 < len(constraint.forced) <= qengine.FORCED_LETTERS
+    constraint = Constraint(Vocabulary(tokenizer), LLMatcher.grammar_from_lark(f'start: "{words}"'))
+    assert 100 < len(constraint.forced) <= FORCED_LETTERS
     assert tokenizer.decode(random_answer(constraint, tokenizer, random.Random(0))) == words
 
 
 def test_a_vocabulary_with_a_space_before_every_text(tmp_path):
     """SentencePiece: what is certain may be cut otherwise than by the tokenizer, but spells the same."""
     pieces = [b"<unk>", b"</s>", *(bytes([i]) for i in range(256)), b" the", b"the", b" fox", b"fox"]
-    tokenizer = qengine.Tokenizer(pieces, {"<unk>": 0, "</s>": 1}, {}, [1])
+    tokenizer = Tokenizer(pieces, {"<unk>": 0, "</s>": 1}, {}, [1])
     words = {" the fox": [258, 260], "the fox": [258, 260], " fox": [260], "fox": [260]}   # encoding adds a space
     tokenizer._encode_plain = lambda texts: [words.get(text, [258]) for text in texts]
-    vocabulary = qengine.Vocabulary(tokenizer)
-    constraint = qengine.Constraint(vocabulary, LLMatcher.grammar_from_lark('start: "the fox"'))
+    vocabulary = Vocabulary(tokenizer)
+    constraint = Constraint(vocabulary, LLMatcher.grammar_from_lark('start: "the fox"'))
     assert constraint.error is None
     assert tokenizer.decode(random_answer(constraint, tokenizer, random.Random(0))) == "the fox"
 
 
 def test_a_vocabulary_is_freed(tokenizer):
-    vocabulary = qengine.Vocabulary(tokenizer)
-    constraint, gone = qengine.Constraint(vocabulary, json_grammar(PERSON)), weakref.ref(vocabulary)
+    vocabulary = Vocabulary(tokenizer)
+    constraint, gone = Constraint(vocabulary, json_grammar(PERSON)), weakref.ref(vocabulary)
     del vocabulary
     assert gone() and constraint.error is None
     del constraint
@@ -178,10 +183,10 @@ def test_a_page_that_is_full_with_the_last_certain_token_is_kept(engine, monkeyp
         after.wait()
         return len(answer), after.n_cached
 
-    n = 2 * qengine.PAGE_TOKENS + 1 - reused(5)[0]          # the last token of an answer is not processed
+    n = 2 * PAGE_TOKENS + 1 - reused(5)[0]          # the last token of an answer is not processed
     cached = [reused(n + i)[1] for i in range(2)]
     monkeypatch.setattr(qengine, "LEAST_CERTAIN", 1000)
-    assert cached == [reused(n + i)[1] for i in range(2)] and cached[0] == 2 * qengine.PAGE_TOKENS
+    assert cached == [reused(n + i)[1] for i in range(2)] and cached[0] == 2 * PAGE_TOKENS
 
 
 def test_what_is_certain_is_decoded_one_by_one_where_each_counts(engine, monkeypatch):
@@ -277,8 +282,8 @@ def test_an_answer_that_is_too_long_is_cut(engine):
 
 
 def test_a_grammar_is_compiled_once_and_every_answer_follows_it_from_the_start(engine, monkeypatch):
-    compiled, compile_grammar = [], qengine.compile_grammar
-    monkeypatch.setattr(qengine, "compile_grammar", lambda prepared, grammar: (
+    compiled, compile_grammar = [], constraints.compile_grammar
+    monkeypatch.setattr(constraints, "compile_grammar", lambda prepared, grammar: (
         compiled.append(grammar), compile_grammar(prepared, grammar))[1])
     fresh = load_tiny(engine.cards[0])
     requests = [request(seed, grammar=json_grammar(PERSON)) for seed in range(4)]
@@ -290,10 +295,10 @@ def test_a_grammar_is_compiled_once_and_every_answer_follows_it_from_the_start(e
         with pytest.raises(qengine.RequestError, match="Expected token"):
             fresh.submit(request(grammar="nonsense"))
     assert len(compiled) == 2
-    for i in range(qengine.KEPT_GRAMMARS):      # and the first of so many is forgotten
+    for i in range(KEPT_GRAMMARS):      # and the first of so many is forgotten
         fresh.vocabulary.compile(LLMatcher.grammar_from_regex(str(i)))
     list(fresh.submit(requests[0]))
-    assert len(compiled) == 3 + qengine.KEPT_GRAMMARS
+    assert len(compiled) == 3 + KEPT_GRAMMARS
     fresh.close()
 
 
@@ -304,7 +309,7 @@ def test_a_grammar_is_compiled_once_and_every_answer_follows_it_from_the_start(e
     ("", "Empty grammar"), ("nonsense", "Expected token"), ("start: <nope>", "unknown special token"),
     (LLMatcher.grammar_from_regex("a(?=b)"), "look-around"),
     (LLMatcher.grammar_from_json_schema("{"), "line 1"),
-    pytest.param(f'start: "{"a" * qengine.GRAMMAR_LETTERS}"', "has 262153 letters, and may have 262144", id="too long"),
+    pytest.param(f'start: "{"a" * GRAMMAR_LETTERS}"', "has 262153 letters, and may have 262144", id="too long"),
     (json_grammar({"type": "integer", "minimum": 5, "maximum": 3}), "Unsatisfiable"),
     (json_grammar({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}), "nothing that it allows can follow"),
     *((json_grammar(schema), keyword) for keyword, schema in {
@@ -348,7 +353,7 @@ MADE_TO_BE_SLOW = {
 def test_no_grammar_holds_the_scheduler(name):
     """Once a grammar is accepted, a token under it takes a fraction of a second at worst, or ends its answer."""
     tokenizer, rng = qengine.open_model(qengine.DEFAULT_MODEL).tokenizer, random.Random(0)
-    constraint, longest, answer = qengine.Constraint(qengine.Vocabulary(tokenizer), MADE_TO_BE_SLOW[name]), 0, []
+    constraint, longest, answer = Constraint(Vocabulary(tokenizer), MADE_TO_BE_SLOW[name]), 0, []
     while len(answer) < 100 and not constraint.ended and constraint.error is None:
         started = time.perf_counter()
         mask = np.frombuffer(constraint.matcher.compute_bitmask(), np.uint8)

@@ -16,6 +16,7 @@ import pytest
 from llguidance import LLMatcher
 
 import qengine
+from engine.prefix import pages_for
 from kernels import q8_gemm, q8_gemv
 from kernels.card import Array, CardError, OutOfMemory
 from kernels.emulated import native
@@ -53,7 +54,7 @@ def assert_idle(engine, n_slots=SLOTS, n_ctx=CONTEXT):
     assert not scheduler.running and not scheduler.waiting
     assert sorted(scheduler.free_slots) == list(range(n_slots))
     n_pages = engine.stats()["kv_pages"]
-    assert n_pages >= n_slots * qengine.pages_for(n_ctx) and scheduler.cache.n_available == n_pages
+    assert n_pages >= n_slots * pages_for(n_ctx) and scheduler.cache.n_available == n_pages
     engine.clear_cache()
     assert sorted(scheduler.cache.free_pages) == list(range(n_pages))
 
@@ -698,7 +699,7 @@ def test_memory_that_suffices_for_fewer_pages(engine):
     requests = [request(seed, n_prompt=CONTEXT - 100, max_tokens=20 + seed) for seed in range(SLOTS)]
     small = load_tiny(EmulatedCard(memory_bytes=8 << 20))
     n_pages = small.stats()["kv_pages"]
-    assert qengine.pages_for(CONTEXT) <= n_pages < SLOTS * qengine.pages_for(CONTEXT)
+    assert pages_for(CONTEXT) <= n_pages < SLOTS * pages_for(CONTEXT)
     assert [tokens(g) for g in [small.submit(r) for r in requests]] == [alone(engine, r) for r in requests]
     small.close()
 

@@ -13,7 +13,12 @@ import numpy as np
 import pytest
 
 import qengine
-from tests.oracle import DATA, oracle_path
+from engine.gguf import SUPPORTED_TYPES
+from engine.template import ChatTemplate
+from engine.tokenizer import load_tokenizer
+from kernels.formats import FLOATS, FORMATS, GGML_TYPES
+from tests.models import quantize
+from tests.oracle import DATA, oracle_files, oracle_path
 
 TINY = DATA / "tiny-Q8_0.gguf"
 STRING, ARRAY, U32, U8, BOOL = 8, 9, 4, 0, 7
@@ -22,11 +27,9 @@ STRING, ARRAY, U32, U8, BOOL = 8, 9, 4, 0, 7
 # ---- what the reader reads -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["dense_mtp-Q8_0", "dense_kq-Q4_K_M", "dense_kq-Q6_K", "moe_mtp-Q8_0",
-                                  "embed-Q8_0", "rerank-Q8_0", "dense_mtp-mmproj-F16"])
-def test_reads_what_the_gguf_package_reads(name):
-    path = oracle_path(f"gguf/{name}.gguf")
-    compare_with_package(path)
+@pytest.mark.parametrize("file", oracle_files())
+def test_reads_what_the_gguf_package_reads(file):
+    compare_with_package(oracle_path(f"gguf/{file}"))
 
 
 def test_reads_what_the_gguf_package_reads_without_the_oracle():
@@ -47,14 +50,14 @@ def compare_with_package(path):
         assert (info.type, info.offset, info.nbytes) == \
             (tensor.tensor_type.name, tensor.data_offset, tensor.n_bytes)
         assert bytes(ours.data(tensor.name)) == tensor.data.tobytes()
-        if info.type in qengine.SUPPORTED_TYPES:
+        if info.type in SUPPORTED_TYPES:
             values = reference.quants.dequantize(tensor.data, tensor.tensor_type).reshape(info.shape)
             np.testing.assert_array_equal(ours.floats(tensor.name), values)
 
 
 def test_table_of_types_is_that_of_the_gguf_package():
     sizes = reference.constants.GGML_QUANT_SIZES
-    assert qengine.GGML_TYPES == {int(kind): (kind.name, *size) for kind, size in sizes.items()}
+    assert GGML_TYPES == {int(kind): (kind.name, *size) for kind, size in sizes.items()}
 
 
 # ---- Config --------------------------------------------------------------------------------------------
@@ -128,8 +131,9 @@ def rewritten(path, keys=None, tensors=None, drop=()):
         if tensor.name not in drop and tensor.name not in (tensors or {}):
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
     for name, (values, kind) in (tensors or {}).items():
-        kind = reference.GGMLQuantizationType[kind]
-        writer.add_tensor(name, reference.quants.quantize(values, kind), raw_dtype=kind)
+        number = reference.GGMLQuantizationType[kind]
+        raw = quantize(kind, values) if kind in FORMATS else reference.quants.quantize(values, number)
+        writer.add_tensor(name, raw, raw_dtype=number)
     for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
         write()
     writer.close()
@@ -140,14 +144,23 @@ def ones(*shape):
     return np.ones(shape, np.float32)
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q5_0", "Q4_0"])
+def largest_error(kind):
+    """What a type may do to a weight in [-1, 1]: half a step between two neighbours; of a packed format a whole step, as
+    q may end a step earlier on one side than on the other."""
+    if kind in FLOATS:
+        return {"F32": 0, "F16": 2**-12, "BF16": 2**-9}[kind]
+    q = FORMATS[kind].values.astype(int)
+    step = np.diff(np.sort(q)).max() / abs(q).max()
+    return step / 2 if FORMATS[kind].bits == 8 else step
+
+
+@pytest.mark.parametrize("kind", SUPPORTED_TYPES)
 def test_matrices_of_every_supported_type(tmp_path, kind):
     values = np.linspace(-1, 1, 256 * 256, dtype=np.float32).reshape(256, 256)
     model = rewritten(tmp_path / "m.gguf", tensors={"blk.0.ffn_up.weight": (values, kind)})
     qengine.Config.from_gguf(model)
     assert model.tensors["blk.0.ffn_up.weight"].type == kind
-    error = np.abs(model.floats("blk.0.ffn_up.weight") - values).max()
-    assert error <= {"F32": 0, "F16": 2**-12, "BF16": 2**-9, "Q8_0": 2**-8, "Q5_0": 2**-4, "Q4_0": 2**-3}[kind]
+    assert np.abs(model.floats("blk.0.ffn_up.weight") - values).max() <= largest_error(kind)
 
 
 @pytest.mark.parametrize("changes, words", [
@@ -190,7 +203,7 @@ def test_older_files_without_a_list_of_layers(tmp_path):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_values_that_are_no_numbers(tmp_path, bad):
-    for kind in ("F32", "F16", "BF16"):
+    for kind in FLOATS:
         values = ones(256)
         values[77] = bad
         model = rewritten(tmp_path / "m.gguf", tensors={"output_norm.weight": (values, kind)})
@@ -376,7 +389,7 @@ def test_mutated_headers_end_in_one_kind_of_error(tmp_path):
             model = qengine.GGUF(path)
             qengine.Config.from_gguf(model)
             if case % 16 == 0:  # slower than the rest together
-                qengine.ChatTemplate.from_gguf(model, qengine.load_tokenizer(model))
+                ChatTemplate.from_gguf(model, load_tokenizer(model))
         except qengine.ModelError as error:
             assert str(error).startswith(str(path)) and "\n" not in str(error), (case, str(error))
             refused += 1

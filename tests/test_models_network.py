@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch", reason="models/requirements.txt is not inst
 pytest.importorskip("safetensors", reason="models/requirements.txt is not installed: no safetensors")
 
 import qengine  # noqa: E402
+from engine.tokenizer import load_tokenizer
 from models import data, evaluate, export, network, tasks, train  # noqa: E402
 from models.checkpoint import Checkpoint, load_checkpoint, save_checkpoint  # noqa: E402
 from tests.oracle import oracle_npz, oracle_path  # noqa: E402
@@ -359,7 +360,7 @@ def test_exported_tensors(exported):
 
 
 def test_exported_tokenizer(exported, tokenizer):
-    theirs = qengine.load_tokenizer(qengine.GGUF(exported[1]))
+    theirs = load_tokenizer(qengine.GGUF(exported[1]))
     rng = random.Random(4)
     letters = [chr(rng.choice([rng.randrange(32, 1000), rng.randrange(0xac00, 0xd7a4)])) for _ in range(500)]
     for text in [*data.sample_texts(2, 20), "".join(letters)]:

@@ -14,7 +14,7 @@ from functools import cache
 import jinja2
 import pytest
 
-import qengine
+from engine.template import ChatTemplate, raise_exception, to_json
 from models import tasks
 from models.tasks import facts, judge, reasoning, recall, tools, words
 from models.tasks.example import TEMPLATE
@@ -33,8 +33,8 @@ def examples(task: str, n: int, held: bool = False, length: int = 200, seed: int
 
 
 @cache
-def qengine_template() -> qengine.ChatTemplate:
-    return qengine.ChatTemplate(TEMPLATE.read_text("utf-8"), ("<|im_start|>", "<|im_end|>", "<|endoftext|>"))
+def qengine_template() -> ChatTemplate:
+    return ChatTemplate(TEMPLATE.read_text("utf-8"), ("<|im_start|>", "<|im_end|>", "<|endoftext|>"))
 
 
 def render(messages, **options) -> str:
@@ -665,8 +665,8 @@ def test_calls_and_results():
 def template() -> jinja2.Template:
     """The bare template: qengine itself takes only text."""
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
-    environment.globals["raise_exception"] = qengine._raise_exception
-    environment.filters["tojson"] = qengine._to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.filters["tojson"] = to_json
     return environment.from_string(TEMPLATE.read_text("utf-8"))
 
 
@@ -693,7 +693,7 @@ def test_what_the_template_refuses(messages, complaint):
 
 def test_the_template_behaves_as_the_familys():
     """The same structure, thinking aside: only the text about tools and how booleans are written differ."""
-    theirs = qengine.ChatTemplate(oracle_path("templates/Qwen3.5-4B.jinja").read_text("utf-8"))
+    theirs = ChatTemplate(oracle_path("templates/Qwen3.5-4B.jinja").read_text("utf-8"))
     for name in CHATS:
         for example in examples(name, 40):
             if not example.tools:

@@ -10,6 +10,7 @@ from numba import cuda
 from numba.types import uint32
 
 import qengine
+from engine.worker import Worker
 from kernels import assembler, nvidia
 from kernels import compile as compiler
 from kernels.card import CardError, LaunchError
@@ -235,7 +236,7 @@ def test_what_the_host_asks_of_the_driver_for_a_token(fake_card, monkeypatch):
         if name.startswith("cu") and not re.fullmatch("cuCtx.*|cuEventDestroy", name):
             function = getattr(fake_driver, name)
             monkeypatch.setattr(fake_driver, name, lambda *a, name=name, f=function: calls[
-                isinstance(threading.current_thread(), qengine.Worker)].append(name) or f(*a))
+                isinstance(threading.current_thread(), Worker)].append(name) or f(*a))
     engine.submit(qengine.Request([1, 2], max_tokens=100, ignore_eos=True)).wait()
     steps = " ".join(calls[True]).split("cuGraphLaunch ")[2:-1]
     once = "cuEventRecord cuStreamWaitEvent cuMemcpyDtoHAsync cuEventRecord ", "cuStreamWaitEvent "

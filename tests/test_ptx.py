@@ -72,8 +72,7 @@ def products_of_real_cards(format, columns, widths):
 def kernels(tmp_path_factory):
     if TARGET not in compiler.supported_ccs():
         pytest.skip("the installed CUDA toolkit cannot compile for sm_70")
-    k_quants = [format for format in PACKED if format.file_block > 32]  # Q4_0 and Q5_0 need fewer registers
-    packed = [kernel for format in k_quants for kernel in products_of_real_cards(format, [1, 2], [4096, 5120])]
+    packed = [kernel for format in PACKED for kernel in products_of_real_cards(format, [1, 2], [4096, 5120])]
     products = [*products_of_real_cards(Q8_0, [1, 2, 4, 8], [4096, 5120]), *packed]  # the columns in between need less
     return list(dict.fromkeys([*engine_kernels(tmp_path_factory.mktemp("models")), *products]))
 
@@ -187,7 +186,8 @@ EARLY_TWINS = {     # by the types of the arguments, the first of which is the o
 def overlapping(kernels):
     """(kernel, argument types, PTX) of those that wait: the products as real cards have them, with and without a
     minimum in their format, and the others, with their early forms."""
-    products = [product for format in (Q8_0, FORMATS["Q4_K"]) for product in products_of_real_cards(format, [1], [4096])]
+    with_minimum = next(format for format in PACKED if format.minimum)
+    products = [product for format in (Q8_0, with_minimum) for product in products_of_real_cards(format, [1], [4096])]
     names = {kernel.__name__ for kernel, *_ in products}
     others = [launch for launch in kernels if launch[0].__name__ not in names]
     waiting = [launch for launch in dict.fromkeys((*products, *others))

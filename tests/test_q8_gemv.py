@@ -31,10 +31,10 @@ def test_shapes_of_real_cards(card, case, monkeypatch):
         q8_gemv.check(card, *case)
 
 
-@pytest.mark.parametrize("format", ["Q8_0", "Q4_K"])
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("n, k", [(1024, 2048), (1024, 3584), (2560, 9216), (4096, 4096), (5120, 6144), (40_000, 4096)])
-def test_processors_are_left_to_the_next_launch(format, n, k):
-    fmt, kind, n_sms = decoder(FORMATS[format]), "cuda", 132
+def test_processors_are_left_to_the_next_launch(name, n, k):
+    fmt, kind, n_sms = decoder(FORMATS[name]), "cuda", 132
 
     def blocks(cc, columns=1):
         card = SimpleNamespace(kind=kind, n_sms=n_sms, cc=cc)

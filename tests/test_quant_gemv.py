@@ -2,13 +2,12 @@ import numpy as np
 import pytest
 
 from kernels import formats, q8_gemv, quant_gemv
-from kernels.formats import FORMATS
 from tests.blocks import added, block_terms
 
 
-@pytest.fixture(params=[format.name for format in quant_gemv.PACKED])
+@pytest.fixture(params=quant_gemv.PACKED, ids=lambda format: format.name)
 def format(request):
-    return FORMATS[request.param]
+    return request.param
 
 
 @pytest.mark.parametrize("case", quant_gemv.CASES, ids=str)
@@ -25,9 +24,8 @@ def multiply(card, format, raw, n, xq, xd):
     return card.download(y)
 
 
-@pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
-def test_column_has_the_same_bits_in_any_company(card, name):
-    rng, format, n, k = np.random.default_rng(1), FORMATS[name], 37, 1280
+def test_column_has_the_same_bits_in_any_company(card, format):
+    rng, n, k = np.random.default_rng(1), 37, 1280
     raw, (xq, xd) = formats.random_raw(rng, format, n, k), q8_gemv.random_activations(rng, 8, k)
     together = multiply(card, format, raw, n, xq, xd)
     for columns in (1, 2, 3):
@@ -38,23 +36,21 @@ def test_column_has_the_same_bits_in_any_company(card, name):
     np.testing.assert_array_equal(few, together[:, 5:12])
 
 
-def test_a_column_that_is_too_long_for_planes_has_the_same_bits(card, monkeypatch):
-    rng, format, n, k = np.random.default_rng(3), FORMATS["Q5_K"], 5, 1280
+def test_a_column_that_is_too_long_for_planes_has_the_same_bits(card, format, monkeypatch):
+    rng, n, k = np.random.default_rng(3), 5, 1280
     raw, x = formats.random_raw(rng, format, n, k), q8_gemv.random_activations(rng, 1, k)
     in_planes = multiply(card, format, raw, n, *x)
     monkeypatch.setattr(q8_gemv, "MAX_PLANES", k - 1)
     np.testing.assert_array_equal(multiply(card, format, raw, n, *x), in_planes)
 
 
-@pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
-def test_fused_kernels_have_the_bits_of_the_separate_ones(card, name):
-    quant_gemv.check_fused(card, FORMATS[name], 96, 1792)
+def test_fused_kernels_have_the_bits_of_the_separate_ones(card, format):
+    quant_gemv.check_fused(card, format, 96, 1792)
 
 
-@pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
-def test_bits_of_the_tree(card, name):
+def test_bits_of_the_tree(card, format):
     """Blocks dealt to 32 lanes, a lane a chain of fma; the butterfly: in NumPy."""
-    rng, format, n, k = np.random.default_rng(2), FORMATS[name], 20, 2304
+    rng, n, k = np.random.default_rng(2), 20, 2304
     raw, (xq, xd) = formats.random_raw(rng, format, n, k), q8_gemv.random_activations(rng, 2, k)
     lanes = np.zeros((2, n, 32), np.float32)
     for block, terms in enumerate(block_terms(format, raw, n, xq, xd)):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import qengine
+from engine.prefix import pages_for
 from kernels.open import open_cards
 from tests.oracle import DATA
 
@@ -41,7 +42,7 @@ def start(pipeline, scheduler, sequences):
     tokens = []
     for slot, ids in enumerate(sequences):
         pipeline.start(slot, qengine.Request(ids))
-        pages = qengine.pages_for(len(ids) + 8)
+        pages = pages_for(len(ids) + 8)
         pipeline.set_pages(slot, list(range(slot * 8, slot * 8 + pages)))
         for at in range(0, len(ids), scheduler.chunk):
             pipeline.prefill(ids[at:at + scheduler.chunk], slot, at)

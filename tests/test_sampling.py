@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 import qengine
+from engine.request import STOP_LETTERS, StopScanner
+from engine.tokenizer import ByteTokenizer
 from kernels import sample
 from tests.models import SLOTS
-
 
 
 def request(seed=0, **fields):
@@ -127,10 +128,10 @@ def test_requests_with_and_without_side_by_side(engine):
 
 def test_many_long_stop_strings_cost_little():
     """However much of them the text has: minutes where each was compared with the text's end again at every letter."""
-    scanner = qengine.StopScanner(["a" * (qengine.STOP_LETTERS - 1) + chr(98 + i) for i in range(16)])
+    scanner = StopScanner(["a" * (STOP_LETTERS - 1) + chr(98 + i) for i in range(16)])
     started = time.perf_counter()
     shown = "".join(scanner.push("a") for _ in range(20_000))
-    assert len(shown) == 20_000 - qengine.STOP_LETTERS + 1 and not scanner.stopped
+    assert len(shown) == 20_000 - STOP_LETTERS + 1 and not scanner.stopped
     assert scanner.push("b") == "" and scanner.stopped
     assert time.perf_counter() - started < 10       # 0.2 s
 
@@ -147,7 +148,7 @@ def test_stop_strings_count_after_a_token(engine):
 
 def test_line_breaks_before_what_stop_strings_count_in_are_none_of_it():
     """Templates put them behind thoughts: a text that may have one line would be empty."""
-    generation = qengine.Generation(qengine.Request([1], stop="\n", stop_after=ord("!")), qengine.ByteTokenizer(256))
+    generation = qengine.Generation(qengine.Request([1], stop="\n", stop_after=ord("!")), ByteTokenizer(256))
     for letter in b"a\nb!\n\nline\n":
         reason = generation.push(letter, None)
     generation.close()
@@ -159,7 +160,7 @@ def test_line_breaks_before_what_stop_strings_count_in_are_none_of_it():
     (b"<an <apple", "<an <apple")], ids=["thoughts", "none", "not at once", "thoughts alone"])
 def test_stop_strings_wait_where_the_answer_begins_with_a_token(text, shown):
     asked = qengine.Request([1], stop="apple", stop_after=ord(">"), stop_pause=ord("<"))
-    generation = qengine.Generation(asked, qengine.ByteTokenizer(256))
+    generation = qengine.Generation(asked, ByteTokenizer(256))
     for n, letter in enumerate(text, 1):
         if generation.push(letter, "length" if n == len(text) else None) == "stop":
             break

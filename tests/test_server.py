@@ -15,6 +15,7 @@ import qengine
 from api import chat as chat_api
 from api import fields
 from api import openai as openai_api
+from engine.request import Fault, StopScanner
 from tests.scripted import Unreal
 from tests.tiny import CONTEXT, tiny_engine
 
@@ -219,7 +220,7 @@ def test_stop_scanner_shows_what_is_certain_and_nothing_more():
     for _ in range(3000):
         text = "".join(rng.choices("ab", k=rng.randrange(12)))
         stops = ["".join(rng.choices("ab", k=rng.randrange(1, 5))) for _ in range(rng.randrange(4))]
-        scanner, shown, at = qengine.StopScanner(stops), "", 0
+        scanner, shown, at = StopScanner(stops), "", 0
         while at < len(text) and not scanner.stopped:
             size = rng.randrange(1, 4)
             shown += scanner.push(text[at:at + size])
@@ -557,7 +558,7 @@ def test_a_card_that_fails(engine, client, port, monkeypatch):
 
 
 def test_after_a_failure_everything_is_503_and_says_why(engine, port, monkeypatch):
-    monkeypatch.setattr(engine.scheduler, "fault", qengine.Fault(None, "a mistake", 86400.5))
+    monkeypatch.setattr(engine.scheduler, "fault", Fault(None, "a mistake", 86400.5))
     monkeypatch.setattr(engine.scheduler, "error", "the card fell off the bus")
     status, _, body = send(port, "GET", "/health")
     assert (status, body) == (503, {"status": "error", "error": "the card fell off the bus",
@@ -570,7 +571,7 @@ def test_after_a_failure_everything_is_503_and_says_why(engine, port, monkeypatc
 
 def test_health_says_which_card_failed_and_since_when(engine, port, monkeypatch):
     monkeypatch.setattr(engine.scheduler, "error", "the engine has stopped: cuda:1 fell off the bus")
-    monkeypatch.setattr(engine.scheduler, "fault", qengine.Fault("cuda:1", "cuda:1 fell off the bus", 86400.5))
+    monkeypatch.setattr(engine.scheduler, "fault", Fault("cuda:1", "cuda:1 fell off the bus", 86400.5))
     status, _, body = send(port, "GET", "/health")
     assert (status, body) == (503, {"status": "error", "error": "the engine has stopped: cuda:1 fell off the bus",
                                     "card": "cuda:1", "since": "1970-01-02T00:00:00+00:00"})

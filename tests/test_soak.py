@@ -5,6 +5,7 @@ import pytest
 import qengine
 from benchmarks import soak
 from benchmarks.soak import END, MARGIN, Answer, Turn, is_close, verdict
+from engine.prefix import PrefixCache
 from tests.models import TINY, load_tiny
 
 
@@ -48,8 +49,8 @@ def test_before_the_clients_come_every_page_and_checkpoint_was_used(monkeypatch)
     config = qengine.open_model(TINY).config
     four = 4 * qengine.state_bytes(config, config.layer_kinds)
     engine, taken, take = load_tiny("emulated", ctx=512, kv_tokens=2048, checkpoint_memory=four,
-                                    checkpoint_host_memory=four), set(), qengine.PrefixCache.take_pages
-    monkeypatch.setattr(qengine.PrefixCache, "take_pages", lambda cache, count: (
+                                    checkpoint_host_memory=four), set(), PrefixCache.take_pages
+    monkeypatch.setattr(PrefixCache, "take_pages", lambda cache, count: (
         pages := take(cache, count), taken.update(pages))[0])
     soak.fill_caches(engine)
     cache, [stage] = engine.scheduler.cache, engine.pipeline.stages

@@ -37,8 +37,8 @@ def test_values_of_a_file(card):
     gguf = qengine.GGUF(FILE)
     for name in NAMES:
         matrix, arrays = loaded(card, qengine.FileWeights(gguf), name)
-        quants, scales = split(FORMATS["Q8_0"], gguf.data(name))
-        assert arrays == [quants.tobytes(), scales.tobytes()] and (matrix.n, matrix.k) == gguf.tensors[name].shape
+        codes, scales = split(FORMATS["Q8_0"], gguf.data(name))
+        assert arrays == [codes.tobytes(), scales.tobytes()] and (matrix.n, matrix.k) == gguf.tensors[name].shape
 
 
 def test_the_first_damaged_tensor_is_named(card, tmp_path):

@@ -34,6 +34,8 @@ import llvmlite.binding as llvm
 import numpy as np
 from numba import cfunc, njit
 
+from kernels.compile import current_file
+
 from . import native
 from .emit import WARP, llvm_type
 from .flow import is_barrier
@@ -274,7 +276,8 @@ class _Run:
         code = launch.code.kernel.translated_by(Checking).code(launch.code.facts.block)
         launch = launch.with_code(code)
         self.launch, self.card, self.code = launch, card, code
-        (self.file,), (granule_bits,), sizes, barriers, *self.accesses = self.code.facts.notes
+        (file,), (granule_bits,), sizes, barriers, *self.accesses = self.code.facts.notes
+        self.file = current_file(file)          # the notes may come from another checkout
         self.barriers = dict(barriers)
         form = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32)
         self.warp = form(self.code.address)
