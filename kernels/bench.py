@@ -3,11 +3,13 @@
     if __name__ == "__main__":
         main("Q8_0 GEMV", cases)                         # cases(card) yields Case objects
 
-One line per case: the error that the check returned, the time of one call, and what that means in bytes and
-operations per second, and in per cent of the card's memory bandwidth or of the pipe's peak where these are
-known (kernels/emulated/cards.py has them, with their sources). The time is taken without Python: calls are
-recorded, and the recording is replayed between two events, the shortest of several replays counts. Data that
-fit in a cache stay there from call to call: choose sizes beyond it to measure memory.
+The table has one line per case: the error that the check returned, the time of one call, bytes and operations per
+second, and per cent of the card's memory bandwidth or of the pipe's peak. The last is empty where these are unknown;
+kernels/emulated/cards.py has them, with their sources.
+
+The time is that of the card, without Python: calls are recorded, the recording is replayed between two events, and the
+shortest of several replays counts. Data that fit in a cache stay there from call to call, so a case that measures
+memory needs more data than that.
 """
 
 import argparse
@@ -22,8 +24,9 @@ from kernels.card import CardError
 from kernels.emulated.cards import CARDS
 from kernels.open import open_cards
 
-# Multiplication and addition apart; a warp instruction of the tensor path is 1,024 of both.
-OPS_PER_LANE = {"dp4a": 8, "dp2a": 4, "imad": 2, "half2": 4, "ffma": 2, "fp32": 1, "tensor": 64}
+# Operations per result of a pipe; a warp instruction has 32 results (kernels/emulated/cards.py). A multiplication and
+# an addition are two operations. An instruction of the tensor path does 1,024 of each.
+OPS_PER_RESULT = {"dp4a": 8, "dp2a": 4, "imad": 2, "half2": 4, "ffma": 2, "fp32": 1, "tensor": 64}
 TARGET_SECONDS = 0.05                                    # length of one timed replay
 MAX_CALLS = 500                                          # in one recording
 REPLAYS = 3
@@ -32,12 +35,12 @@ NAME_WIDTH = 36
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table. What is left out is not shown.
+    """One line of the table. A column is empty where the case has nothing for it.
 
     name: the shape. check(): compares with the reference, returns the largest error, raises AssertionError.
-    launch(): queues one call on the default stream, any number of times. n_bytes: of global memory that one
-    call must move. n_ops: operations of one call, multiplication and addition apart, on `pipe` (a key of
-    OPS_PER_LANE).
+    launch(): queues one call on the default stream; it may be called any number of times. n_bytes: bytes of global
+    memory that one call must move. n_ops: operations of one call on `pipe`, a key of OPS_PER_RESULT; a multiplication
+    and an addition are two.
     """
     name: str
     check: Callable | None = None
@@ -49,7 +52,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """What a case gave: error and seconds per call, nan where not asked for; failure: the check's words."""
+    """What a case gave. error, seconds (per call): nan where not asked for; failure: the words of the failed check."""
     case: Case
     error: float = math.nan
     seconds: float = math.nan
@@ -57,7 +60,7 @@ class Result:
 
 
 def main(title, cases):
-    """Command line of a kernel's file: checks and times `cases(card)` on each card; exits 1 on failure."""
+    """The command line of a kernel's file: checks and times `cases(card)` on each card. Exits with 1 on failure."""
     parser = argparse.ArgumentParser(description=f"{title}: check against the reference, and time.")
     parser.add_argument("--card", help="emulated, cuda or cuda:0 (default: real cards, else emulated)")
     parser.add_argument("--check", action="store_true", help="check only, as under a tool that makes kernels slow")
@@ -74,7 +77,10 @@ def main(title, cases):
 
 
 def bench(card, title, cases):
-    """Checks, times and prints each Case of `cases`, best a generator of them; returns the Results."""
+    """Checks, times and prints each Case of `cases`, and returns the Results.
+
+    A generator of cases keeps the arrays of only one case at a time.
+    """
     print(f"{title} on {card.describe()}\n")
     print(f"{'case':{NAME_WIDTH}}  max error       time     GB/s     TOPS  of peak")
     results = []
@@ -86,7 +92,7 @@ def bench(card, title, cases):
 
 
 def run(card, case):
-    """Checks and times one case. The result lets go of the functions, and so of the arrays they use."""
+    """Checks and times one case. The Result does not hold the case's functions, nor the arrays that they use."""
     shown = replace(case, check=None, launch=None)
     try:
         error = case.check() if case.check else math.nan
@@ -96,7 +102,7 @@ def run(card, case):
 
 
 def seconds_per_call(card, launch):
-    """Seconds that one call of `launch` takes on the card, queued among others."""
+    """Seconds that one call of `launch` takes on the card when it is queued among other calls."""
     launch()                                             # compiles
     n_calls, seconds = 1, 0.0
     while True:
@@ -121,7 +127,8 @@ def replay_seconds(card, recording):
 
 @contextmanager
 def launches_of(card):
-    """Lists the launches and copies within the card made inside: (name, function that queues it again)."""
+    """Yields a list that is filled with the launches and copies within the card made inside: (name, function that
+    queues the operation again)."""
     found, launch, copy = [], card.launch, card.copy
 
     def listed_launch(kernel, *args, **options):
@@ -142,8 +149,9 @@ def launches_of(card):
 def operation_seconds(card, work, into=None):
     """{name: [launches, seconds]} of the operations that work() queues, added to `into`.
 
-    The launches of one kernel are recorded by themselves, in their order, and their recording is replayed:
-    each reads what it would read, but follows its own kind, so the sum is not exactly the whole's time.
+    For each kernel, a recording of its launches alone, in their order, is replayed and timed. A launch thus reads the
+    same data as in the whole, but comes after a launch of its own kind, so the sum differs a little from the time of
+    the whole.
     """
     with launches_of(card) as launches, card.record():
         work()
@@ -160,7 +168,7 @@ def operation_seconds(card, work, into=None):
 
 
 def line(result, model=None):
-    """The table line of a Result; `model` is the CardModel that per cent of peak refers to, or None."""
+    """The line of a Result in the table. model: the CardModel whose peaks are 100 %, or None."""
     case, seconds = result.case, result.seconds
     if result.failure:
         return f"{case.name:{NAME_WIDTH}}  FAILED: {result.failure}"
@@ -173,18 +181,18 @@ def line(result, model=None):
 
 
 def fraction_of_peak(case, seconds, model):
-    """The larger of the shares of memory bandwidth and of the pipe's peak, "91 % memory", or ""."""
+    """The share of memory bandwidth or of the pipe's peak, whichever is larger: "91 % memory"; "" where unknown."""
     if model is None or seconds != seconds:
         return ""
     shares = [(case.n_bytes / seconds / model.read_bandwidth, "memory")]
     if case.n_ops and case.pipe:
-        shares.append((case.n_ops / seconds / (OPS_PER_LANE[case.pipe] * model.rate(case.pipe)), case.pipe))
+        shares.append((case.n_ops / seconds / (OPS_PER_RESULT[case.pipe] * model.rate(case.pipe)), case.pipe))
     share, name = max(shares)
     return f"{share:.0%} {name}".replace("%", " %") if share else ""
 
 
 def model_of(card):
-    """The CardModel of a real card, None for one that is not in the table and for the emulated card."""
+    """The CardModel of a real card. None for a card that is not in the table, and for the emulated card."""
     words = getattr(card, "model", "").replace("-", " ").split()
     return next((model for model in CARDS if model.name.replace("-", " ").split()[0] in words
                  and (model.name[:3] != "CMP" or "CMP" in words)), None)

@@ -10,15 +10,15 @@ registers shows what one instruction really gives:
 
     instructions per second = rounds · 512 · threads / seconds          of the events around the launch
     clock                   = clocks by the SM's own counter / seconds
-    expected                = lanes per SM and clock · SMs · clock      lanes: kernels/emulated/cards.py
+    expected                = results per SM and clock (kernels/emulated/cards.py) · SMs · clock
 
-So the expected value follows the clock that the card really ran at, and a share below 100 % is not the
-clock's fault. Besides: memory, shared memory and link bandwidth, and what a launch, a replayed launch and a
-barrier of the whole grid cost. On the emulated card the figures are those of this machine's processor,
-nothing is expected of them, and what it cannot run is skipped with the reason.
+The expected value uses the clock at which the card really ran, so a low clock does not explain a share below 100 %.
+The probe also measures the bandwidth of memory, shared memory and link, and what a launch, a replayed launch and a
+barrier of the whole grid cost. On the emulated card the figures are those of this machine's processor: there are no
+expected values, and what the emulated card cannot run is skipped with the reason.
 
-The tensor path is measured with `mma.sync`, which no kernel of the engine uses, with fp16 accumulators, since
-some cards halve the rate of float32 ones.
+The tensor path is measured with `mma.sync`, which no kernel of the engine uses. Its accumulators are fp16, because
+some cards halve the rate of float32 accumulators.
 """
 
 import argparse
@@ -44,20 +44,20 @@ from numba.core.types import UniTuple
 from numba.cuda.extending import intrinsic
 from numba.types import float32, uint32, uint64
 
-from kernels.bench import OPS_PER_LANE, model_of, replay_seconds, seconds_per_call
+from kernels.bench import OPS_PER_RESULT, model_of, replay_seconds, seconds_per_call
 from kernels.card import CardError
 from kernels.emulated.cards import CARDS, UNITS
 from kernels.intrinsics import load_words4
 from kernels.open import open_cards
 
 UNROLLED = 512                                           # instructions of a round
-EMULATED_UNROLLED = 32                                   # there: each becomes many, and the loop costs little
+EMULATED_UNROLLED = 32                                   # on the emulated card, where one becomes many
 THREADS = 1024                                           # of a block; one block per SM
 TARGET_SECONDS = 0.02                                    # length of a timed loop
-REPEATS = 3                                              # the best counts
-THROTTLED = 0.6                                          # below this share of what is expected
+REPEATS = 3                                              # of a measurement; the best counts
+THROTTLED = 0.6                                          # a path below this share of its expected value is throttled
 READ_THREADS, READ_BLOCKS = 512, 4                       # of a block, and per SM
-FORMAT = 1                                               # of the saved reports; others are not read
+FORMAT = 1                                               # of saved reports; reports of other formats are ignored
 
 
 # ---- a block of inline PTX as a function of Numba ----------------------------------------------------------
@@ -109,7 +109,7 @@ def _spread(kind, n_words):
 
 
 def _reader(text):
-    """clock() -> uint64 by one instruction, in its place among the others."""
+    """clock() -> uint64 by the instruction `text`, which the compiler leaves in its place among the others."""
     def clock(context):
         def codegen(context, builder, signature, values):
             return builder.asm(ir.FunctionType(ir.IntType(64), []), text, "=l", [], True)
@@ -121,8 +121,8 @@ def _reader(text):
 
 @intrinsic
 def _one_less(context, n):
-    """n - 1, in a way that the compiler cannot count rounds by: it would repeat the body of the loop four
-    times, and caches of instructions are small."""
+    """n - 1, written so that the compiler cannot tell how many rounds a loop has. Otherwise it would repeat the body
+    of the loop four times, and instruction caches are small."""
     def codegen(context, builder, signature, values):
         function = ir.FunctionType(ir.IntType(32), [ir.IntType(32)])
         return builder.asm(function, "sub.u32 $0, $1, 1;", "=r,r", values, False)
@@ -144,7 +144,7 @@ def _loop(name, step, spread, clock):
         cuda.syncthreads()
         end = clock()
         for number in c:
-            out[i] = out[i] + number                     # or the assembler would drop a chain
+            out[i] = out[i] + number                     # otherwise the assembler would drop a chain
         if uint32(cuda.threadIdx.x) == uint32(0):
             clocks[uint32(cuda.blockIdx.x)] = end - start
 
@@ -156,10 +156,11 @@ def _loop(name, step, spread, clock):
 
 @dataclass(frozen=True)
 class Pipe:
-    """One instruction to measure: `lines` of PTX for a chain, its operands x and y, and how it is counted.
+    """One instruction to measure.
 
-    key: of UNITS and OPS_PER_LANE. lanes: results of one warp instruction as cards.py counts them, 32, or for
-    mma.sync 32 for each 1,024 multiply-adds.
+    key: as in UNITS and OPS_PER_RESULT. text: the n_lines instructions of a chain, see `_unrolled`; x, y: its operands,
+    of type `kind`; n_words: numbers of all chains together. results: of one warp instruction as cards.py counts them,
+    that is 32, or for mma.sync 32 for each 1,024 multiply-adds.
     """
     key: str
     name: str
@@ -170,7 +171,7 @@ class Pipe:
     y: object = 0x34023403
     n_words: int = 8
     n_lines: int = 1
-    lanes: int = 32
+    results: int = 32
 
 
 PIPES = (
@@ -187,21 +188,22 @@ PIPES = (
 def tensor_pipe(cc):
     """The Pipe of `mma.sync` on fp16 for compute capability `cc`, in its architecture's largest shape."""
     if cc >= (8, 0):
-        shape, c, a, b, lanes = "m16n8k16", "{c0}, {c1}", "{x}, {y}, {x}, {y}", "{x}, {y}", 64
+        shape, c, a, b, results = "m16n8k16", "{c0}, {c1}", "{x}, {y}, {x}, {y}", "{x}, {y}", 64
     elif cc >= (7, 5):
-        shape, c, a, b, lanes = "m16n8k8", "{c0}, {c1}", "{x}, {y}", "{x}", 32
+        shape, c, a, b, results = "m16n8k8", "{c0}, {c1}", "{x}, {y}", "{x}", 32
     else:
-        shape, c, a, b, lanes = "m8n8k4", "{c0}, {c1}, {c2}, {c3}", "{x}, {y}", "{x}, {y}", 32
+        shape, c, a, b, results = "m8n8k4", "{c0}, {c1}, {c2}, {c3}", "{x}, {y}", "{x}, {y}", 32
     operands = ", ".join("{{" + registers + "}}" for registers in (c, a, b, c))
     return Pipe("tensor", f"fp16 tensor, mma {shape}", "TFLOPS",
-                f"mma.sync.aligned.{shape}.row.col.f16.f16.f16.f16 {operands};", n_words=16, lanes=lanes)
+                f"mma.sync.aligned.{shape}.row.col.f16.f16.f16.f16 {operands};", n_words=16, results=results)
 
 
 @cache
 def loop_kernel(pipe, unrolled=UNROLLED, with_clock=True):
     """The kernel of a Pipe: (out kind[threads], clocks uint64[blocks], rounds, x, y).
 
-    The emulated card has no clock register."""
+    with_clock: whether the card has a clock register; the emulated card has none.
+    """
     clock = _reader("mov.u64 $0, %clock64;" if with_clock else "mov.u64 $0, 0;")
     step = _unrolled(pipe.text, pipe.kind, pipe.n_words, pipe.n_lines, unrolled)
     return _loop(f"probe_{pipe.key}", step, _spread(pipe.kind, pipe.n_words), clock)
@@ -215,8 +217,11 @@ N_SHARED_WORDS = N_SHARED_LOADS * 128                    # 32 lanes of 16 bytes 
 
 @intrinsic
 def _read_shared(context, array, lane):
-    """N_SHARED_LOADS loads of 16 bytes by each lane from as many times 512 bytes of a shared array, free of
-    bank conflicts -> all their words, by exclusive or. (ptxas drops unused loads, volatile ones too.)"""
+    """The exclusive or of all words that N_SHARED_LOADS loads of 16 bytes by each lane read from a shared array.
+
+    Each load of a warp reads 512 bytes without bank conflicts. All words enter the result because ptxas drops unused
+    loads, volatile ones too.
+    """
     def codegen(context, builder, signature, values):
         data = context.make_array(signature.args[0])(context, builder, values[0]).data
         loads = [f"ld.shared.v4.u32 {{a, b, c, d}}, [s+{512 * i}]; xor.b32 w, w, a; xor.b32 x, x, b; "
@@ -278,14 +283,14 @@ def probe_read(out, x, rounds):
 
 @cuda.jit
 def probe_nothing(x):
-    """What a launch costs by itself."""
+    """A kernel that does nothing, to measure what a launch costs by itself."""
     if uint32(cuda.threadIdx.x) == uint32(1 << 31):
         x[uint32(0)] = uint32(1)
 
 
 @intrinsic
 def _read_volatile(context, array):
-    """The first word of an array, read anew each time."""
+    """The first word of an array, read from memory at every call."""
     def codegen(context, builder, signature, values):
         data = context.make_array(signature.args[0])(context, builder, values[0]).data
         function = ir.FunctionType(ir.IntType(32), [ir.IntType(64)])
@@ -297,7 +302,7 @@ def _read_volatile(context, array):
 
 @cuda.jit
 def probe_grid_sync(arrived, rounds):
-    """`rounds` barriers of the whole grid, whose blocks must all run at once. arrived: [0] before."""
+    """`rounds` barriers of the whole grid, whose blocks must all run at once. arrived: uint32[1], 0 at the start."""
     target = uint32(0)
     for _ in range(uint32(rounds)):
         target = uint32(target + uint32(cuda.gridDim.x))
@@ -315,10 +320,10 @@ def probe_grid_sync(arrived, rounds):
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table. value: in `unit`, None where skipped; expected: the same unit, None where unknown.
+    """A line of the table. value: in `unit`, None where skipped; expected: in the same unit, None where unknown.
 
-    clock: Hz of the SMs meanwhile, where it was read. note: where the expected value is from, or why there
-    is none.
+    clock: Hz of the SMs during the measurement, None where it was not read. note: where the expected value comes from,
+    or why there is none.
     """
     key: str
     name: str
@@ -330,7 +335,7 @@ class Row:
 
     @property
     def share(self):
-        """What was measured as a part of what is expected, or None."""
+        """value / expected; None where one of them is missing."""
         return self.value / self.expected if self.value is not None and self.expected else None
 
     def cells(self):
@@ -351,7 +356,7 @@ HEAD = "what", "measured", "expected", "of it", "remarks"
 
 @dataclass(frozen=True)
 class Report:
-    """What `measure` found. card: what it says of itself; versions: of the software; date: ISO 8601, UTC."""
+    """What `measure` found. card: Card.facts(); versions: of the software; date: ISO 8601, UTC; rows: of Row."""
     card: dict
     versions: dict
     date: str
@@ -372,8 +377,8 @@ class Report:
 
     @property
     def dp4a_peak(self):
-        """int8 operations per second, multiplication and addition apart: what is expected of the lanes at the
-        measured clock, or where nothing is (the emulated card) what was measured."""
+        """int8 operations per second; a multiplication and an addition are two. The value that is expected at the
+        measured clock, or where none is expected (the emulated card) the measured one."""
         row = self.row("dp4a")
         return 1e12 * (row.expected or row.value)
 
@@ -383,11 +388,11 @@ class Report:
         return 1e9 * self.value("read")
 
     def throttled(self):
-        """The Rows that reach less than THROTTLED of what is expected of them."""
+        """The Rows whose value is less than THROTTLED of the expected one."""
         return [row for row in self.rows if row.share is not None and row.share < THROTTLED]
 
     def findings(self):
-        """A sentence for each throttled path, and one on what the engine makes of it."""
+        """A sentence for each throttled path, and sentences on what the engine uses instead."""
         lines = [f"throttled: {row.name} gives {show(row.value, row.unit)}, 1/{1 / row.share:.1f} of what "
                  "its units and clock allow" for row in self.throttled()]
         if not lines and any(row.expected for row in self.rows):
@@ -430,7 +435,7 @@ class Report:
 
 
 def path_of(card):
-    """Where the report on a card is kept: by its UUID, or by its name where it has none."""
+    """The file of a card's report. It is named by the card's UUID, or by the card's name where there is none."""
     name = card.facts().get("uuid") or card.name
     return Path(card.cache_dir) / "probe" / (re.sub(r"[^\w-]+", "-", name) + ".json")
 
@@ -451,7 +456,7 @@ def load(card):
 
 
 def saved_or_measured(card):
-    """The saved Report, or else a new one, which is then saved."""
+    """The saved Report on a card. Where there is none, the card is measured and the Report saved."""
     report = load(card)
     if report is None:
         report = measure(card)
@@ -459,17 +464,17 @@ def saved_or_measured(card):
     return report
 
 
-# ---- what follows from it ----------------------------------------------------------------------------------
+# ---- what follows from a report ----------------------------------------------------------------------------------
 
-DOT_INSTRUCTIONS = {"dp4a": 1, "dp2a": 2, "imad": 4}     # for 4 products of int8 with their sum
+DOT_INSTRUCTIONS = {"dp4a": 1, "dp2a": 2, "imad": 4}     # how many give the sum of 4 products of int8
 
 
 def fastest_dot(report):
-    """The instruction for products of int8 on the card of a Report: "dp4a", or where that is throttled the
-    one of "dp4a", "dp2a" and "imad" that multiplies most pairs per second.
+    """The instruction for products of int8 on the card of a Report: a key of DOT_INSTRUCTIONS.
 
-    4 pairs take one dp4a, two dp2a (whose first operand has 16-bit numbers) or four multiply-adds; unpacking
-    the bytes runs on another pipe and is not counted. Equals go to dp4a, which needs none.
+    That is "dp4a" unless it is throttled, else the one that multiplies most pairs per second. 4 pairs take one dp4a,
+    two dp2a (whose first operand has 16-bit numbers) or four multiply-adds. Unpacking the bytes for the latter two runs
+    on another pipe and is not counted. Among equals dp4a is chosen, which needs no unpacking.
     """
     if report.row("dp4a") not in report.throttled():
         return "dp4a"
@@ -478,13 +483,13 @@ def fastest_dot(report):
 
 
 def dot_rates(report):
-    """TOPS of products of int8, multiplication and addition apart, by each of DOT_INSTRUCTIONS."""
-    return {key: OPS_PER_LANE["dp4a"] * report.value(key) / (OPS_PER_LANE[key] * n)
+    """{instruction: TOPS of products of int8} for DOT_INSTRUCTIONS; a multiplication and an addition are two."""
+    return {key: OPS_PER_RESULT["dp4a"] * report.value(key) / (OPS_PER_RESULT[key] * n)
             for key, n in DOT_INSTRUCTIONS.items()}
 
 
 def replacements(report):
-    """What the card of a Report should do instead of what: pairs as `throttled.rewrite` takes them."""
+    """Pairs (throttled instruction, replacement) for the card of a Report, as `throttled.rewrite` takes them."""
     dot, pairs = fastest_dot(report), []
     if dot != "dp4a":
         pairs.append(("dp4a", dot))
@@ -494,30 +499,37 @@ def replacements(report):
 
 
 def saved_replacements(card):
-    """The same by the card's saved report; none where it was never probed."""
+    """The `replacements` that a card's saved report asks for; none where the card was never probed."""
     report = load(card)
     return replacements(report) if report else ()
 
 
 def dot_speed(card):
-    """Operations per second of products of int8 that a real card can do: by its saved report, or else by the lanes that
-    its kind has for dp4a (64 where that is unknown) at its highest clock, which a throttled card does not reach."""
+    """Operations per second of products of int8 that a real card can do, by its saved report.
+
+    Without a report: the dp4a results per clock of its architecture (64 where that is unknown) at the card's highest
+    clock, which a throttled card does not reach.
+    """
     if report := load(card):
         return 1e12 * dot_rates(report)[fastest_dot(report)]
-    return (expected_lanes(card.cc, "dp4a") or 64) * card.n_sms * card.clock * OPS_PER_LANE["dp4a"]
+    return (expected_per_clock(card.cc, "dp4a") or 64) * card.n_sms * card.clock * OPS_PER_RESULT["dp4a"]
 
 
 class Speed(NamedTuple):
     """What a card can do in a second."""
-    dot: float                      # operations of int8 products, multiplication and addition apart
+    dot: float                      # operations of int8 products; a multiplication and an addition are two
     half2: float                    # operations of half2
     read: float                     # bytes read from its memory
     link: float                     # bytes between host and card, in one direction
 
 
 def speed_of(card):
-    """The Speed of a card: of a real one by its saved report, else by the table of cards, else by its lanes at its
-    highest clock; of an emulated one that of the type it is like, or of the first in the table, its own link apart."""
+    """The Speed of a card.
+
+    Of a real card: by its saved report, else by the table of cards, else by the results per clock of its architecture
+    at the card's highest clock. Of an emulated card: that of the type which it is like, or of the first type in the
+    table, with the link that the emulated card itself has.
+    """
     if card.kind == "emulated":
         link = card.link_gbs * 1e9 if card.link_gbs else math.inf
         return _speed_of_model(card.like or CARDS[0])._replace(link=link)
@@ -527,20 +539,20 @@ def speed_of(card):
     if model := model_of(card):
         return _speed_of_model(model)
     facts = card.facts()
-    half2 = (expected_lanes(card.cc, "half2") or 64) * card.n_sms * card.clock * OPS_PER_LANE["half2"]
+    half2 = (expected_per_clock(card.cc, "half2") or 64) * card.n_sms * card.clock * OPS_PER_RESULT["half2"]
     return Speed(dot_speed(card), half2, 1e9 * facts.get("memory GB/s", 300), 1e9 * facts.get("link GB/s", 0.25))
 
 
 def _speed_of_model(model):
-    dot, half2 = (model.rate(pipe) * OPS_PER_LANE[pipe] for pipe in ("dp4a", "half2"))
+    dot, half2 = (model.rate(pipe) * OPS_PER_RESULT[pipe] for pipe in ("dp4a", "half2"))
     return Speed(dot, half2, model.read_bandwidth, model.link_bandwidth)
 
 
 # ---- measurement -------------------------------------------------------------------------------------------
 
 def measure(card):
-    """The Report on a card; takes some seconds, and the card should have nothing else to do."""
-    before = card.replace(())           # or the loops would measure what stands for an instruction
+    """The Report on a card. It takes some seconds, in which the card should have nothing else to do."""
+    before = card.replace(())           # otherwise the loops would measure the replacements of instructions
     try:
         rows = [measure_pipe(card, pipe) for pipe in PIPES]
         rows += [measure_tensor(card), measure_shared(card), *measure_memory(card), *measure_launches(card),
@@ -556,7 +568,7 @@ def now():
 
 
 def versions():
-    """Of what compiles the kernels."""
+    """{name: version} of the software that compiles the kernels."""
     toolkit = "%d.%d" % tuple(nvrtc.nvrtcVersion()[1:])
     names = "numba-cuda", "numba", "llvmlite", "numpy"
     return {"CUDA toolkit": toolkit, "Python": platform.python_version(),
@@ -573,7 +585,7 @@ def event_seconds(card, launch):
 
 
 def timed_rounds(card, launch):
-    """(rounds, seconds) of the fastest of REPEATS launches of about TARGET_SECONDS; launch(rounds) is one."""
+    """(rounds, seconds) of the fastest of REPEATS launches of about TARGET_SECONDS. launch(rounds) queues one."""
     rounds = 1
     event_seconds(card, partial(launch, rounds))         # compiles
     while (seconds := event_seconds(card, partial(launch, rounds))) < TARGET_SECONDS / 4:
@@ -582,7 +594,7 @@ def timed_rounds(card, launch):
 
 
 def has_clock(card):
-    """The emulated card refuses the clock register, and tensor instructions."""
+    """Whether a card has the clock register. The emulated card refuses it, and tensor instructions."""
     return card.kind != "emulated"
 
 
@@ -604,16 +616,16 @@ def measure_pipe(card, pipe):
     unrolled = UNROLLED if has_clock(card) else EMULATED_UNROLLED
     kernel = loop_kernel(pipe, unrolled, has_clock(card))
     per_second, clock = loop_seconds(card, kernel, out, pipe.x, pipe.y)
-    ops = pipe.lanes / 32 * OPS_PER_LANE[pipe.key] / 1e12
+    ops = pipe.results / 32 * OPS_PER_RESULT[pipe.key] / 1e12
     value = per_second * unrolled * card.n_sms * THREADS * ops
     if clock is None:
         return Row(pipe.key, pipe.name, value, pipe.unit)
-    lanes = expected_lanes(card.cc, pipe.key)
-    if lanes is None:
+    per_clock = expected_per_clock(card.cc, pipe.key)
+    if per_clock is None:
         note = f"no figure for sm_{card.cc[0]}{card.cc[1]} is known"
         return Row(pipe.key, pipe.name, value, pipe.unit, None, clock, note)
-    width = f"{lanes:g} lanes" if pipe.key != "tensor" else f"{32 * lanes:,.0f} FMA"
-    expected = lanes * card.n_sms * clock * OPS_PER_LANE[pipe.key] / 1e12
+    width = f"{per_clock:g} lanes" if pipe.key != "tensor" else f"{32 * per_clock:,.0f} FMA"
+    expected = per_clock * card.n_sms * clock * OPS_PER_RESULT[pipe.key] / 1e12
     return Row(pipe.key, pipe.name, value, pipe.unit, expected, clock,
                f"{width} per SM and clock, {clock / 1e9:.3f} GHz")
 
@@ -622,10 +634,10 @@ def measure_pipe(card, pipe):
 MMA_SYNC = {(9, 0): 0.62}
 
 
-def expected_lanes(cc, pipe):
-    """Lanes per SM and clock of a pipe by kernels/emulated/cards.py, where the sources are; None: unknown."""
-    lanes = [unit.lanes for unit in UNITS.get(tuple(cc), ()) if pipe in unit.pipes]
-    return min(lanes) * (MMA_SYNC.get(tuple(cc), 1) if pipe == "tensor" else 1) if lanes else None
+def expected_per_clock(cc, pipe):
+    """Results of a pipe per SM and clock by kernels/emulated/cards.py, which names the sources; None where unknown."""
+    widths = [unit.per_clock for unit in UNITS.get(tuple(cc), ()) if pipe in unit.pipes]
+    return min(widths) * (MMA_SYNC.get(tuple(cc), 1) if pipe == "tensor" else 1) if widths else None
 
 
 def measure_tensor(card):
@@ -664,7 +676,7 @@ def measure_memory(card):
 
 
 def measure_launches(card, n=500):
-    """The Rows of what a launch costs the host, and one in a replayed recording the card."""
+    """The Rows of a launch: what it costs the host, and in a replayed recording the card."""
     x = card.zeros(1, np.uint32)
     launch = partial(card.launch, probe_nothing, 1, 32, x)
     launch()
@@ -704,14 +716,14 @@ def measure_link(card, n_bytes=32 << 20):
     host[:] = 1
     into = min(event_seconds(card, partial(card.copy_in, array, host)) for _ in range(REPEATS))
     out = min(event_seconds(card, partial(card.copy_out, host, array)) for _ in range(REPEATS))
-    facts = card.facts()                                 # now: an idle link may be a slower one
+    facts = card.facts()                                 # read now, because an idle link may run slower
     expected, note = facts.get("link GB/s"), facts.get("link", "")
     return (Row("to_card", "pinned memory to card", n_bytes / into / 1e9, "GB/s", expected, note=note),
             Row("from_card", "card to pinned memory", n_bytes / out / 1e9, "GB/s", expected, note=note))
 
 
 def peer_access(card):
-    """A Row without a figure: which other cards this one reads directly."""
+    """A Row without a figure, whose note says which other cards this card can read directly."""
     others = [other for other in open_cards("cuda") if other.name != card.name] if has_clock(card) else []
     reached = [other.name for other in others if card.can_access(other)]
     missing = f"none, to {len(others)} other card{'s' * (len(others) != 1)}"
@@ -722,7 +734,7 @@ def peer_access(card):
 # ---- command line ------------------------------------------------------------------------------------------
 
 def probe_cards(which=None):
-    """Measures the cards that `open_cards(which)` names; prints each table, and the text to paste."""
+    """Measures the cards that `open_cards(which)` names. Prints for each its table and a text to paste."""
     reports = []
     for card in open_cards(which):
         reports.append(report := measure(card))

@@ -1,12 +1,12 @@
-"""Many kernels at once: jobs that fill the caches on the disk, shared out among processes of their own.
+"""Compiles many kernels at once: processes of their own share the jobs, which fill the caches on the disk.
 
     job = partial(make, kernel, ...)  ──pickled──→  a worker: python, waiting at its standard input
                                       ←──a byte───  done
 
-Numba holds its lock while it compiles, so threads would take turns. A process that has talked to an NVIDIA driver must
-not fork, so workers are started afresh; they open no card. Kernels travel by value, closures and notebook cells
-included, and have the same key in the cache on both sides. Workers only save time: a job that failed, or whose worker
-died, is left for whoever needs the kernel, and fails there with its own words.
+Numba holds a lock while it compiles, so threads would not compile side by side. A process that has talked to an NVIDIA
+driver must not fork, so workers are new processes; they open no card. Kernels are sent by value, closures and notebook
+cells included, and have the same key in the cache on both sides. Workers only save time: when a job fails or its worker
+dies, whoever needs the kernel compiles it, and reports what is wrong.
 """
 
 import os
@@ -28,24 +28,26 @@ def usable_processors():
 
 
 def work():
-    """The life of a worker: jobs from standard input until it ends, a byte to standard output after each."""
+    """What a worker does: it runs jobs from standard input until that ends, and writes a byte after each."""
     while True:
         try:
             job = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-        except Exception:       # an object that cannot be made here
+        except Exception:       # an object of the job cannot be made in this process
             job = None
         try:
             job()
-        except Exception:       # whoever needs the kernel hears of it
+        except Exception:       # whoever needs the kernel compiles it, and reports the failure
             pass
         os.write(1, b".")
 
 
 def run(jobs, on_done, n_workers=None):
-    """Runs jobs, a dict of name -> function without arguments, in other processes; all are done, or given up, when
-    it returns. on_done(name) is called for each as it ends, by this thread."""
+    """Runs jobs in other processes, and returns when each is done or given up.
+
+    jobs: name -> function without arguments. on_done(name) is called in this thread whenever a job has ended.
+    """
     todo, ended, workers = SimpleQueue(), SimpleQueue(), []
     for name, job in jobs.items():
         todo.put((name, cloudpickle.dumps(job)))
@@ -62,13 +64,13 @@ def run(jobs, on_done, n_workers=None):
             else:
                 on_done(name)
     finally:
-        for worker in workers:  # idle by now, unless Ctrl-C led here
+        for worker in workers:  # they are idle by now, unless this is Ctrl-C
             worker.kill()
             worker.communicate()
 
 
 def _start():
-    """A worker. It is not in the terminal's group: Ctrl-C is for us."""
+    """A new worker process. It is not in the terminal's process group, so that Ctrl-C reaches this process alone."""
     worker = subprocess.Popen([sys.executable, "-c", START], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                               stderr=subprocess.DEVNULL, start_new_session=True)
     worker.stdin.write(pickle.dumps(sys.path))
@@ -76,7 +78,8 @@ def _start():
 
 
 def _feed(worker, todo, ended):
-    """Gives a worker one job after the other; at the end, of the jobs or of the worker, None is put into `ended`."""
+    """Gives a worker one job after the other, and puts the names of jobs that have ended into `ended`. None follows
+    when no jobs are left or the worker has died."""
     try:
         while True:
             name, job = todo.get_nowait()
@@ -85,6 +88,6 @@ def _feed(worker, todo, ended):
             if not worker.stdout.read(1):
                 break
             ended.put(name)
-    except (Empty, OSError, ValueError):        # no more jobs; the worker died; it was killed and its pipes closed
+    except (Empty, OSError, ValueError):        # no jobs are left; the worker died; it was killed, its pipes are closed
         pass
     ended.put(None)

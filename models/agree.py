@@ -2,10 +2,14 @@
 
     python models/agree.py [FILE.gguf] [--checkpoint DIR]
 
-transformers runs the file's dequantised weights in float32 and is the reference. The two others multiply by
-activations of 8 bits, so they may choose otherwise where the reference's two best tokens are nearly equal.
-How near is measured: the rms error of the difference of these two logits, at all positions before an answer
-departs, is the noise, and a departure at a margin above three times that is one too many (exit code 1). With --checkpoint the perplexity is also that of the weights as they were trained.
+The reference is transformers, which runs the file's dequantised weights in float32. qengine and llama.cpp multiply by
+activations of 8 bits, so they may choose another token where the reference's two best tokens are nearly equal.
+
+How nearly is measured. The margin is the difference of the reference's two best logits, and the noise is the rms error
+of that difference in the other program, over all positions before its answer departs from the reference's. An answer
+that departs where the margin is above three times the noise is one too many, and the exit code is 1.
+
+With --checkpoint, perplexity is also taken with the weights as they were trained.
 """
 
 import argparse
@@ -135,7 +139,7 @@ def main():
     losses = {"qengine, Q8_0": mean_loss(ours.logits, ids),
               "transformers, the file's weights": mean_loss(transformers_logits(model), ids)}
     if options.checkpoint:
-        from models.train import load_checkpoint
+        from models.checkpoint import load_checkpoint
         trained = to_transformers(load_checkpoint(options.checkpoint).network)
         losses["transformers, weights as trained"] = mean_loss(transformers_logits(trained), ids)
     for name, loss in losses.items():

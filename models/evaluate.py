@@ -5,11 +5,13 @@
     python models/evaluate.py --torch                             # the same file in PyTorch, MTP drafts too
     python models/evaluate.py --torch CHECKPOINT                  # or a checkpoint
 
-Answers are greedy; tasks.score judges them. The table has a column for each language; answers that have to be
-calls, and JSON that fits its schema, have rows of their own beside the task's. "new words" and "new fields" are tools and fields that
-training never names; "later" are facts asked for in the midst of a conversation. Facts asked in words that are
-all those of a trained question, and facts asked in others, are told apart as well. In PyTorch the first drafts
-that greedy decoding accepts are counted for each section, and the perplexity of held-out text is taken.
+Answers are greedy, and tasks.score judges them. The table has a row for each section of tasks and a column for each
+language. Some examples of a section have a second row of their own: answers that have to be calls, JSON that fits its
+schema, facts asked in the words of a trained question, and facts asked in other words. The sections "new words" and
+"new fields" have tools and fields that training never names; "later" asks for facts in the midst of a conversation.
+
+In PyTorch, each section also tells how many first drafts greedy decoding accepts, and the last row is the perplexity of
+held-out text.
 """
 
 import argparse
@@ -238,7 +240,7 @@ def drafts_accepted(network, prompt: list[int], answer: list[int]) -> int:
 def load(path: str | Path) -> tuple:
     """(network, tokenizer) of a model file or a checkpoint."""
     if Path(path).is_dir():
-        from models.train import load_checkpoint
+        from models.checkpoint import load_checkpoint
         checkpoint = load_checkpoint(path)
         return checkpoint.network, checkpoint.tokenizer
     from models.export import read_gguf, read_tokenizer

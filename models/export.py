@@ -13,6 +13,7 @@ import tokenizers
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from models.checkpoint import load_checkpoint  # noqa: E402
 from models.data import byte_level_tokenizer  # noqa: E402
 from models.network import Network, Shape  # noqa: E402
 
@@ -233,8 +234,6 @@ def _reorder_heads(rows: torch.Tensor, shape: Shape) -> torch.Tensor:
 
 
 def main():
-    from models.train import load_checkpoint
-
     checkpoint = load_checkpoint(sys.argv[1])
     path = Path(sys.argv[2]) if len(sys.argv) > 2 else FILE
     template = (ROOT / "chat_template.jinja").read_text(encoding="utf-8")

@@ -19,15 +19,14 @@ import time
 from pathlib import Path
 
 import numpy as np
-import safetensors.torch
-import tokenizers
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from models import data, tasks  # noqa: E402
+from models.checkpoint import Checkpoint, load_checkpoint, save_checkpoint  # noqa: E402
+from models.evaluate import show_scores, torch_scores  # noqa: E402
 from models.network import Network, Shape  # noqa: E402
 
-PART_BYTES = 15_000_000      # of a checkpoint's file
 TOKENIZER_TEXTS = 40_000
 TEXT_WEIGHT = 0.1            # of a token outside the answers, in the loss
 MTP_WEIGHT = 0.3             # of the MTP block's loss
@@ -112,61 +111,6 @@ class Optimizer:
             state["state"][i] = {key: tensors[f"adam.{i}.{key}"].float() for key in ("exp_avg", "exp_avg_sq")}
             state["state"][i]["step"] = torch.tensor(float(step))
         self.adam.load_state_dict(state)
-
-
-# ---- checkpoints ---------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class Checkpoint:
-    network: Network
-    tokenizer: tokenizers.Tokenizer
-    seed: int
-    step: int = 0
-    minutes: float = 0.0                                       # of training
-    history: list = dataclasses.field(default_factory=list)    # points as `train` makes them
-    optimizer: dict = dataclasses.field(default_factory=dict)  # Optimizer.tensors()
-
-
-def save_checkpoint(folder: str | Path, checkpoint: Checkpoint):
-    """Weights are kept as float16 and the optimisers' averages as bfloat16: half the size, and far below what
-    a few steps change."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {f"network.{name}": p.detach().half() for name, p in checkpoint.network.named_parameters()}
-    tensors |= {f"optimizer.{name}": t.bfloat16() for name, t in checkpoint.optimizer.items()}
-    parts, size = [{}], 0
-    for name, tensor in tensors.items():
-        size += tensor.nbytes
-        if size > PART_BYTES:
-            parts.append({})
-            size = tensor.nbytes
-        parts[-1][name] = tensor.cpu().contiguous()
-    for i, part in enumerate(parts):
-        safetensors.torch.save_file(part, folder / f"part-{i}.safetensors")
-    checkpoint.tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
-    state = {"shape": dataclasses.asdict(checkpoint.network.shape), "parts": len(parts),
-             "seed": checkpoint.seed, "step": checkpoint.step, "minutes": checkpoint.minutes,
-             "history": checkpoint.history}
-    (folder / "state.json").write_text(json.dumps(state))
-
-
-def load_checkpoint(folder: str | Path) -> Checkpoint:
-    folder = Path(folder)
-    state = json.loads((folder / "state.json").read_text())
-    tensors = {}
-    for i in range(state["parts"]):
-        tensors |= safetensors.torch.load_file(folder / f"part-{i}.safetensors")
-    network = Network(Shape(**state["shape"]))
-    network.load_parameters(_starting(tensors, "network."))
-    optimizer = _starting(tensors, "optimizer.")
-    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    return Checkpoint(network, tokenizer, state["seed"], state["step"], state["minutes"], state["history"],
-                      optimizer)
-
-
-def _starting(tensors: dict, prefix: str) -> dict:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 # ---- training ------------------------------------------------------------------------------------------
@@ -338,7 +282,6 @@ def main():
         save_checkpoint(options.out, checkpoint)
     draw_history(checkpoint.history, Path(options.out) / "loss.png")
     if options.scores:
-        from models.evaluate import show_scores, torch_scores
         scores = torch_scores(checkpoint.network, checkpoint.tokenizer, options.scores)
         (Path(options.out) / "scores.json").write_text(json.dumps(scores, indent=1))
         print(show_scores(scores))

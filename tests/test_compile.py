@@ -18,10 +18,9 @@ from numba import cuda, float32, uint32
 from numba.cuda.extending import intrinsic
 
 from kernels import compile as compiler
-from kernels.compile import CompileError, cache_key, compile_kernel
 from kernels.assembler import assemble
-from tests.kernels_to_compile import (HALF_SIGNATURE, OLDEST, SIGNATURE, calls_device_function, half_sum,
-                                      multiply_add)
+from kernels.compile import CompileError, cache_key, compile_kernel
+from tests.kernels_to_compile import HALF_SIGNATURE, OLDEST, SIGNATURE, calls_device_function, half_sum, multiply_add
 
 ROOT = Path(__file__).parents[1]
 SM = "sm_%d%d" % OLDEST

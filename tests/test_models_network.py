@@ -15,6 +15,7 @@ pytest.importorskip("safetensors", reason="models/requirements.txt is not instal
 import qengine  # noqa: E402
 from engine.tokenizer import load_tokenizer
 from models import data, evaluate, export, network, tasks, train  # noqa: E402
+from models.checkpoint import Checkpoint, load_checkpoint, save_checkpoint  # noqa: E402
 from tests.oracle import oracle_npz, oracle_path  # noqa: E402
 
 # A process's first exp by several threads at once can be inexact: github.com/pytorch/pytorch/issues/188792.
@@ -252,7 +253,7 @@ def few_rows(monkeypatch, tokenizer):
 
 def new_checkpoint(tokenizer, seed=3):
     torch.manual_seed(seed)
-    return train.Checkpoint(network.Network(TINY), tokenizer, seed)
+    return Checkpoint(network.Network(TINY), tokenizer, seed)
 
 
 def run(checkpoint, part=math.inf):
@@ -269,13 +270,13 @@ def test_learns_and_resumes(few_rows, tokenizer, tmp_path):
     whole, part = new_checkpoint(tokenizer), new_checkpoint(tokenizer)
     run(whole)
     run(part, part=20)
-    train.save_checkpoint(tmp_path, part)
-    resumed = train.load_checkpoint(tmp_path)
+    save_checkpoint(tmp_path, part)
+    resumed = load_checkpoint(tmp_path)
     assert resumed.step == 20 and resumed.history == part.history and resumed.minutes == part.minutes > 0
     run(resumed)
     assert mean_losses(whole)[-1] < mean_losses(whole)[0] - 1
     np.testing.assert_allclose(mean_losses(resumed), mean_losses(whole), rtol=2e-3)
-    without = dataclasses.replace(train.load_checkpoint(tmp_path), optimizer={})
+    without = dataclasses.replace(load_checkpoint(tmp_path), optimizer={})
     run(without)
     assert not np.allclose(mean_losses(without), mean_losses(whole), rtol=2e-3)  # the check would notice
 

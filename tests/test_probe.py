@@ -10,7 +10,7 @@ import pytest
 
 from kernels import compile as compiler
 from kernels import assembler, probe
-from kernels.bench import OPS_PER_LANE
+from kernels.bench import OPS_PER_RESULT
 from kernels.open import open_cards
 from kernels.probe import PIPES, Report, Row, float32
 
@@ -30,7 +30,7 @@ def report_of(**shares):
     """A Report on a card of 10 SMs at 1 GHz, whose pipes reach these shares of what is expected."""
     rows = []
     for key in ("dp4a", "dp2a", "imad", "ffma", "fp32"):
-        expected = 64 * 10 * 1e9 * OPS_PER_LANE[key] / 1e12
+        expected = 64 * 10 * 1e9 * OPS_PER_RESULT[key] / 1e12
         rows.append(Row(key, key, expected * shares.get(key, 0.99), "TOPS", expected, 1e9, "64 lanes"))
     rows.append(Row("read", "memory, read", 800.0, "GB/s", 829.0))
     return Report({"name": "a card"}, {"numba": "1"}, "2026-01-01T00:00:00+00:00", tuple(rows))
@@ -203,7 +203,7 @@ def test_expected_follows_the_clock(emulated, monkeypatch):
 
 def test_lanes_of_the_tables():
     """Those that this project or the programming guide states, see kernels/emulated/cards.py."""
-    lanes = {cc: [probe.expected_lanes(cc, key) for key in ("dp4a", "half2", "ffma")]
+    lanes = {cc: [probe.expected_per_clock(cc, key) for key in ("dp4a", "half2", "ffma")]
              for cc in [(7, 0), (7, 5), (8, 0), (8, 6), (9, 0)]}
     assert lanes == {(7, 0): [64, 64, 64], (7, 5): [64, 64, 64], (8, 0): [64, 128, 64], (8, 6): [64, 64, 128],
                      (9, 0): [64, 128, 128]}

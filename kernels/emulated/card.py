@@ -1,11 +1,13 @@
 """The Card interface on the CPU: memory of the process, kernels as native code, streams as queues.
 
-A stream is a queue and a counter of what is done. Whoever needs an operation done runs the queue up to it, in
-the calling thread: `synchronize`, a dependent stream, a copy to pageable memory. Besides, each stream has a
-worker thread, started at the first operation, that runs what lies in the queue, so that host and card
-overlap. With `late=True` there is no worker, and every operation runs at the last moment that the events
-allow, of two streams first what was given last: a missing wait then reads stale data at once, instead of once
-a month.
+A stream is a queue, and a counter of the operations that are done. A thread that needs an operation done runs the
+queue up to that operation itself: in `synchronize`, for a dependent stream, or for a copy to pageable memory. Each stream also
+has a worker thread, started at the first operation, which runs the queue in the background, so that host and card
+overlap.
+
+With `late=True` there are no workers, and every operation runs at the last moment that the events allow. Among the
+streams, the operation that was queued last runs first. A program that lacks a wait then reads stale data every time,
+instead of once a month.
 """
 
 import atexit
@@ -38,7 +40,7 @@ from kernels.workers import usable_processors
 
 GAP = 64 << 10                                           # bytes around each array of a checked card
 QUARANTINE = 256 << 20                                   # bytes of freed memory that it keeps
-MOST_LAUNCHES = 64                                       # run as one list, so that a slow card's progress is seen
+MOST_LAUNCHES = 64                                       # run as one list; not more, so that progress can be seen
 MAX_STATIC_SHARED = 48 << 10                             # bytes per block, in shared arrays of fixed size
 MAX_SHARED = {(7, 0): 96 << 10, (7, 5): 64 << 10}        # bytes per block, as Volta and Turing allow
 
@@ -46,13 +48,13 @@ MAX_SHARED = {(7, 0): 96 << 10, (7, 5): 64 << 10}        # bytes per block, as V
 class EmulatedCard(Card):
     """A card that runs kernels on this machine's processor.
 
-    number: its place among the emulated cards. memory_bytes: size of its memory, half of the machine's if
-    None. threads: processor threads per launch, all that the process may use if None. link_gbs: speed of
-    copies between host and card in GB/s each way, as fast as memory if None. late: run everything as late as
-    the events allow (tests). checked: run kernels slowly and look for memory errors and races in them, see
-    checking.py. cc: the compute capability to compile for, the oldest from Volta on that the CUDA toolkit
-    offers if None. like: a CardModel, whose memory, link, number of SMs and shared memory the card has unless
-    said otherwise; it runs the same code, as fast as this processor can.
+    number: its place among the emulated cards. memory_bytes: size of its memory; None: half of the machine's.
+    threads: processor threads per launch; None: all that the process may use. link_gbs: speed of copies between host
+    and card in GB/s each way; None: as fast as memory. late: run everything as late as the events allow, for tests.
+    checked: run kernels slowly and look for memory errors and races in them, see checking.py. cc: the compute
+    capability to compile for; None: the oldest from Volta on that the CUDA toolkit offers. like: a CardModel; the card
+    has its memory, link, number of SMs and shared memory where no other argument says otherwise. It still runs as fast
+    as this processor can.
     """
 
     kind = "emulated"
@@ -65,18 +67,18 @@ class EmulatedCard(Card):
             memory_bytes, link_gbs = memory_bytes or like.memory, link_gbs or like.link_bandwidth / 1e9
         self.link_gbs, self.late, self.checked = link_gbs, late, checked
         self.random = random.Random(0)                   # the order of warps on a checked card
-        self._freed = deque()                            # memory that a checked card does not use again yet
+        self._freed = deque()                            # on a checked card: freed memory that is not used again yet
         shared = min(MAX_SHARED.get(cc, 96 << 10), like.shared_per_block if like else 96 << 10)
         super().__init__(f"emulated card {number}", cc, like.n_sms if like else self.threads,
                          memory_bytes or default_memory(), shared, Path(cache_dir))
         self._used = 0
-        self._log = None                                 # of the launches, while they are counted
-        self._checking = checked                         # whether launches are checked at the moment
+        self._log = None                                 # inside `counting`: the list of what was counted
+        self._checking = checked                         # whether launches are checked now
         self._links = {"in": threading.Lock(), "out": threading.Lock()}
         self.streams = []
-        self.error = None                                # the first failure; as under CUDA it stays
+        self.error = None                                # the first failure; as under CUDA, it stays
         self.default_stream = self.stream("default")
-        with _starting:                                  # one pool of threads, also where two cards launch at once
+        with _starting:                                  # two cards that are made at once start one pool of threads
             native._pool()
         _cards.add(self)
         accept_configurations()
@@ -116,11 +118,11 @@ class EmulatedCard(Card):
         memory.backing = None
 
     def freed(self):
-        """(start, bytes, name) of what was freed lately, the last first."""
+        """(start, bytes, name) of allocations that were freed lately, the last one first."""
         return [entry[:3] for entry in reversed(self._freed)]
 
     def pinned(self, shape, dtype):
-        """A NumPy array that copies read and write when they run, see kernels/card.py."""
+        """A NumPy array. Copies read and write it when they run, see kernels/card.py."""
         host = np.zeros(shape, dtype)
         keep = Pinned(host.ctypes.data, host.nbytes, lambda: None)
         keep.memory = host
@@ -150,7 +152,7 @@ class EmulatedCard(Card):
         stream.push(lambda: ctypes.memset(array.ptr, byte, array.nbytes))
 
     def _transfer(self, direction, dst, src, nbytes):
-        """A copy over the link: one at a time in each direction, and not faster than the link is."""
+        """A copy over the link: one at a time in each direction, and at most as fast as the link."""
         if not self.link_gbs:
             ctypes.memmove(dst, src, nbytes)
             return
@@ -164,7 +166,7 @@ class EmulatedCard(Card):
     @property
     def _translator(self):
         if self.checked:
-            from kernels.emulated.checking import Checking                   # here: it takes seconds
+            from kernels.emulated.checking import Checking                   # here, because it takes seconds
             return Checking
         return Translator
 
@@ -208,9 +210,9 @@ class EmulatedCard(Card):
         self.raise_error()
 
     def _run_latest_first(self):
-        """Runs the queues: of their next operations always the one that was given last.
+        """Empties the queues. Of their next operations, the one that was queued last always runs first.
 
-        Without an event that forces the other order, a result is thus used before it is made.
+        So a result is used before it is made, unless an event forces the right order.
         """
         while True:
             stream = max(list(self.streams), key=EmulatedStream.next_given)
@@ -219,9 +221,9 @@ class EmulatedCard(Card):
             stream.run_until(stream.done + 1)
 
     def run(self, operations):
-        """Runs launches as one native list, or one operation of another kind.
+        """Runs several launches as one native list, or one operation of another kind.
 
-        A broken card runs nothing, but its queues empty, so that nobody waits for ever.
+        A broken card runs nothing. Its queues become empty all the same, so that nobody waits for ever.
         """
         try:
             if self.error is not None:
@@ -236,7 +238,7 @@ class EmulatedCard(Card):
     def execute(self, launches):
         """Runs native launches in order, or a native.Program of them."""
         if self._log is not None:
-            from kernels.emulated import counting        # here: it takes seconds
+            from kernels.emulated import counting        # here, because importing it takes seconds
             self._log += [counting.run(launch, self.allocations) for launch in native.in_order(launches)]
         elif self._checking:
             from kernels.emulated import checking
@@ -247,7 +249,7 @@ class EmulatedCard(Card):
 
     @contextmanager
     def counting(self):
-        """Counts what the launches inside do; the log is a list of counting.Counted, complete at the end."""
+        """Counts what the launches inside do. Yields a list of counting.Counted, which is complete at the end."""
         self.synchronize()
         self._log = log = []
         try:
@@ -257,7 +259,7 @@ class EmulatedCard(Card):
             self._log = None
 
     def prepare_counting(self, recording):
-        """Compiles what counting its replay takes: seconds at the first time, in which the card may do other things."""
+        """Compiles the code that counts a replay of `recording`. That may take seconds; the card may work meanwhile."""
         from kernels.emulated import counting
         for program in recording.programs:
             for launch in native.in_order(program):
@@ -265,8 +267,10 @@ class EmulatedCard(Card):
 
     @contextmanager
     def checking(self):
-        """Checks the launches inside as a checked card does, but for arrays that lie side by side. What is wrong is
-        raised as LaunchError at the end; the access was not made, so the card goes on working."""
+        """Checks the launches inside as a checked card does, except that arrays may lie side by side in memory.
+
+        The first error is raised as LaunchError at the end. The wrong access is not made, so the card goes on working.
+        """
         self.synchronize()
         self._checking = True
         try:
@@ -280,7 +284,7 @@ class EmulatedCard(Card):
             self.error = None
 
     def raise_error(self):
-        """Raises what broke the card, if something did: a CardError that names the kernel."""
+        """Raises a CardError that names the kernel which broke the card, if the card is broken."""
         if self.error is not None:
             raise LaunchError(f"{self.name} is broken: {self.error}") from self.error
 
@@ -289,11 +293,11 @@ class EmulatedCard(Card):
 
     def _replay(self, recording, stream):
         for operation in recording.parts:
-            stream.push(partial(recording.run, operation))       # holds the recording, and so its arrays
+            stream.push(partial(recording.run, operation))       # the method holds the recording and its arrays
 
     def _await(self, event, timeout):
         """Whether `event` is done, after `timeout` seconds at most."""
-        if timeout is None or self.late:                 # without a worker nobody else would run the queue
+        if timeout is None or self.late:                 # a late card has no worker that would run the queue
             event.stream.run_until(event.position)
         elif not event.stream.is_at(event.position, timeout):
             return False
@@ -326,7 +330,7 @@ class EmulatedEvent(Event):
 
 
 class Launch:
-    """An operation of a stream: a native launch, and the arguments that must live until it has run."""
+    """An operation of a stream: a native launch, and the arguments, which must live until it has run."""
 
     __slots__ = ("native", "keep")
 
@@ -335,21 +339,21 @@ class Launch:
 
 
 class EmulatedStream(Stream):
-    """A queue of operations, each a Launch or a function, and how many were pushed and done."""
+    """A queue of operations, each a Launch or a function, with the numbers of operations pushed and done."""
 
     def __init__(self, card, name):
         self.card, self.name = card, name
         self.pushed = self.done = 0
         self._queue = deque()
-        self._given = deque()                            # on a late card: the numbers of what is in the queue
+        self._given = deque()                            # on a late card: the number of each operation in the queue
         self._pushing = threading.Lock()                 # guards `pushed` and the order of the queue
-        self._running = threading.Lock()                 # held by whoever runs the queue
-        self._progress = threading.Condition()           # told whenever `_running` is let go
+        self._running = threading.Lock()                 # held by the thread that runs the queue
+        self._progress = threading.Condition()           # notified whenever `_running` is released
         self._worker = self._signals = None
-        self._awake = False                              # the worker has a signal that it has to answer
+        self._awake = False                              # whether the worker has a signal that it has not answered
 
     def push(self, operation):
-        """Adds an operation; returns its position: the value of `done` once it has run."""
+        """Adds an operation. Returns its position, which is the value of `done` when the operation has just run."""
         with self._pushing:
             if self.card.late:
                 self._given.append(next(_numbers))
@@ -368,10 +372,10 @@ class EmulatedStream(Stream):
         self.card.raise_error()
 
     def run_until(self, position):
-        """Returns when `position` operations are done, running them in this thread if nobody else does.
+        """Returns when `position` operations are done. This thread runs them if no other thread does.
 
-        It returns at that moment even if somebody else goes on to run what follows: that may be a wait for
-        the stream that this thread is running.
+        If another thread runs them, this one does not wait for what that thread runs afterwards: it might be a wait
+        for the stream that this thread is running.
         """
         while self.done < position:
             if self._running.acquire(blocking=False):
@@ -392,19 +396,20 @@ class EmulatedStream(Stream):
             return self._progress.wait_for(lambda: self.done >= position, timeout)
 
     def next_given(self):
-        """On a late card: the number of the next operation, in the order that all were given; -1: none."""
+        """On a late card, the number of the next operation, counted over all late cards; -1: the queue is empty."""
         try:
             return self._given[0]
         except IndexError:
             return -1
 
     def answer(self):
-        """What the worker does at a signal."""
-        self._awake = False                              # before `pushed` is read: nothing is left behind
+        """The worker runs the queue. It calls this at each signal."""
+        self._awake = False                              # before `pushed` is read, so that no operation is missed
         self.run_until(self.pushed)
 
     def _run_some(self, most):
-        """Runs the next operation, or all launches up to the next of another kind, at most `most` and MOST_LAUNCHES."""
+        """Runs the next operation. If it is a launch, runs the launches that follow it as well, up to the next operation
+        of another kind, but not more than `most` or MOST_LAUNCHES in all."""
         operations = []
         try:
             operations.append(self._queue.popleft())
@@ -412,15 +417,15 @@ class EmulatedStream(Stream):
                 while len(operations) < min(most, MOST_LAUNCHES) and type(self._queue[0]) is Launch:
                     operations.append(self._queue.popleft())
             self.card.run(operations)
-        finally:                                         # Ctrl-C arrives here, too
-            self.done += len(operations)                 # not earlier: others take `done` as leave to go on
+        finally:                                         # also at Ctrl-C
+            self.done += len(operations)                 # not earlier, because others go on when `done` says so
             for _ in operations if self.card.late else ():
                 self._given.popleft()
 
     def _wake(self):
         self._awake = True
         if self._worker is None:
-            self._signals = SimpleQueue()                # may be used by finalizers
+            self._signals = SimpleQueue()                # finalizers may use it at any moment
             self._worker = threading.Thread(target=_work, args=(weakref.ref(self), self._signals),
                                             name=f"{self.card.name}, {self.name}", daemon=True)
             self._worker.start()
@@ -429,7 +434,7 @@ class EmulatedStream(Stream):
 
 
 def _work(stream_reference, signals):
-    """The worker thread of a stream; it ends with the stream."""
+    """What the worker thread of a stream does. The thread ends when the stream does."""
     while True:
         signals.get()
         stream = stream_reference()
@@ -445,7 +450,7 @@ class EmulatedRecording(Recording):
         self.parts, self.programs = [], []
 
     def finish(self):
-        """Turns each row of launches into one native program: a replay costs one call for all of them."""
+        """Turns each unbroken series of launches into one native program, which a replay runs by one call."""
         for is_launch, group in groupby(self.stream.recorded, lambda operation: type(operation) is Launch):
             group = list(group)
             if is_launch:
@@ -459,7 +464,7 @@ class EmulatedRecording(Recording):
 
 
 class _RecordingStream(EmulatedStream):
-    """Keeps what it is given, arguments included, instead of running it."""
+    """A stream that keeps operations, with their arguments, instead of running them."""
 
     def __init__(self, card, name):
         super().__init__(card, name)
@@ -468,9 +473,12 @@ class _RecordingStream(EmulatedStream):
 
 
 def open_emulated_cards(choice, cache_dir=compiler.CACHE_DIR, **settings):
-    """Emulated cards, as a list. choice: how many, "3", which have half of the machine's memory together, or types of
-    cards (CardModel.key) with commas, "cmp-100-210,v100"; after an @ may follow the GB/s of links, "3@0.25",
-    "v100@4,t4". settings: of each EmulatedCard. Raises CardError."""
+    """Emulated cards, as a list. Raises CardError.
+
+    choice: how many, "3" (together they have half of the machine's memory), or types of cards (CardModel.key) with
+    commas, "cmp-100-210,v100". The GB/s of a link may follow after an @: "3@0.25", "v100@4,t4". settings: arguments of
+    each EmulatedCard.
+    """
     models, found = {model.key: model for model in CARDS}, []
     parts = [part.partition("@") for part in choice.split(",")]
     try:
@@ -495,7 +503,7 @@ def _fill_native(compiled, block, cache_dir, translator):
 
 @cache
 def _processor():
-    """Name of the processor and the widest vector instructions that matter here."""
+    """(name of the processor, its widest vector instructions that the emulated card uses)."""
     try:
         lines = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
     except OSError:
@@ -514,12 +522,12 @@ def default_memory():
 
 _cards = weakref.WeakSet()
 _starting = threading.Lock()
-_numbers = count()                                       # of the operations given to late cards
+_numbers = count()                                       # of the operations queued on late cards, over all of them
 
 
 @atexit.register
 def _finish():
-    """Lets queued work end before the interpreter takes the memory away under it."""
+    """Lets queued work end before the interpreter frees the memory that it uses."""
     for card in list(_cards):
         if not card.late:
             for stream in card.streams:

@@ -1,8 +1,11 @@
 """The cards that estimates are made for: what each part can do per clock, and where the figure comes from.
 
-A *pipe* is a class of instructions (`PIPES` in estimate.py), a *unit* is a piece of hardware that one or more
-pipes pass through. Pipes that share a unit add up on it, and a pipe may pass through several units, each of
-which can be the limit. Per SM, in lanes (results) per clock; a warp instruction takes 32 / lanes clocks:
+A *pipe* is a class of instructions (`PIPES` in estimate.py). A *unit* is a piece of hardware that the instructions of
+one or more pipes pass through. The times of pipes that share a unit add up. A pipe may pass through several units, and
+each of them can be the limit.
+
+The table gives results per clock of one SM's unit. A warp instruction has 32 results, one per lane, so it takes
+32 / (results per clock) clocks:
 
     unit       GV100  TU104  GH100   pipes
     issue        128    128    128   all
@@ -14,13 +17,13 @@ which can be the limit. Per SM, in lanes (results) per clock; a warp instruction
     fp64          32      2     64   fp64
     lsu           32     32     32   shared global_ local shuffle atomic
 
-Where the figures come from, as the trailing comments say it:
+Trailing comments say where a figure comes from:
     measured     by this project on the card itself, or by the author named
     spec         NVIDIA's data sheet or white paper
     guide        CUDA C++ Programming Guide, table "Throughput of Native Arithmetic Instructions"
     Jia          Z. Jia et al., Dissecting the NVIDIA Volta GPU (arXiv 1804.06826), Turing T4 GPU (1903.07486)
     computed     from figures above
-    (recalled)   quoted from memory, not read again: the first to doubt
+    (recalled)   quoted from memory and not read again: doubt these first
 """
 
 from collections.abc import Mapping
@@ -29,19 +32,19 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Unit:
-    """A piece of an SM that the instructions of `pipes` pass through, `lanes` results per clock."""
+    """A piece of an SM that the instructions of `pipes` pass through."""
     name: str
-    lanes: int
+    per_clock: int                  # results
     pipes: frozenset
-    per_partition: bool = True      # a quarter of it in each of the SM's four partitions; a warp lives in one
+    per_partition: bool = True      # whether each of the SM's four partitions has a quarter; a warp stays in one
 
 
-def _unit(name, lanes, pipes, per_partition=True):
-    return Unit(name, lanes, frozenset(pipes.split()), per_partition)
+def _unit(name, per_clock, pipes, per_partition=True):
+    return Unit(name, per_clock, frozenset(pipes.split()), per_partition)
 
 
-# One instruction of 32 lanes per clock in each of 4 partitions: spec, all of these cards. The pipe `move` is
-# in no unit: the assembler turns almost all of it into nothing.
+# Each of the 4 partitions issues one instruction of 32 results per clock: spec, all of these cards. The pipe `move`
+# passes through no unit, because the assembler leaves almost nothing of it.
 _ISSUE = _unit("issue", 128, "dp4a dp2a imad fp32 ffma integer vote half2 half special conversion fp64 "
                              "tensor shuffle shared global_ local atomic barrier branch")
 _ALU = _unit("alu", 64, "integer vote")                    # guide; vote 64 (recalled)
@@ -113,21 +116,21 @@ class CardModel:
     launch_seconds: float               # from one kernel of a recorded sequence to the next
     shared_reserved: int = 0            # of each block's shared memory, taken by the system
     registers: int = 65_536             # guide, per SM, all of these cards; 32 bits each
-    throttle: Mapping = field(default_factory=dict, hash=False)   # pipe -> fraction of the lanes that is left
+    throttle: Mapping = field(default_factory=dict, hash=False)   # pipe -> fraction of its rate that is left
 
     @property
     def key(self):
-        """What a command line calls it: "cmp-100-210", "v100"."""
+        """Its name on a command line: "cmp-100-210", "v100"."""
         words = self.name.lower().split()
         return "-".join(words if words[0] == "cmp" else words[:1])
 
     def rate(self, pipe):
-        """Lane-instructions per second of one pipe alone on the whole card, throttle included."""
-        lanes = min(u.lanes for u in self.units if pipe in u.pipes)
-        return lanes * self.throttle.get(pipe, 1.0) * self.n_sms * self.clock
+        """Results per second of one pipe alone on the whole card, throttle included."""
+        per_clock = min(u.per_clock for u in self.units if pipe in u.pipes)
+        return per_clock * self.throttle.get(pipe, 1.0) * self.n_sms * self.clock
 
     def dp4a_tops(self):
-        """int8 peak in 1e12 operations per second: 4 multiplications and 4 additions per lane."""
+        """int8 peak in 1e12 operations per second: 4 multiplications and 4 additions per result."""
         return 8 * self.rate("dp4a") / 1e12
 
 
@@ -137,7 +140,7 @@ _GRAPH_LAUNCH = 1.4e-6                  # measured on the H100, graph replay; an
 CMP_100_210 = CardModel(
     name="CMP 100-210", cc=(7, 0), units=VOLTA,
     n_sms=68,                           # measured (seed project, issue "CMP vs V100?"); 80 elsewhere is wrong
-    clock=1380e6,                       # measured there: locked
+    clock=1380e6,                       # measured there; it is locked
     memory=16 * _GB,                    # spec
     read_bandwidth=818e9,               # measured there, copy 760; 829 computed from 810 MHz x 4096 bit
     l2=6 * _MB,                         # spec of the GV100; not verified on this card
@@ -148,7 +151,7 @@ CMP_100_210 = CardModel(
     throttle={
         "tensor": 1 / 16,               # measured there: 5.7 to 6.4 TFLOPS of 96
         "fp64": 1 / 16,                 # measured there: 0.38 TFLOPS of 6.0
-        "dp4a": 1.0,                    # disputed: "no throttle" is 48 TOPS; the author's bench has 17
+        "dp4a": 1.0,                    # disputed: without throttle 48 TOPS, but that author's bench shows 17
         "ffma": 1.0,                    # measured there: 9.9 of 12.0 TFLOPS
     },
 )

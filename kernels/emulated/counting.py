@@ -1,13 +1,14 @@
-"""Counters: what each launch did, by pipe, with the traffic of its memory accesses.
+"""Counters: what each launch did, by pipe, and the traffic of its memory accesses.
 
     with card.counting() as log:                         # of an EmulatedCard
         ...                                              # launches and replays
     print(table(log, CARDS))                             # estimated times: kernels/emulated/cards.py
 
-A kernel's code for counting adds one to a counter of each basic block that a warp runs, and tells
-`count_access` the addresses of every access; how many instructions of which pipe a block has is known from
-its translation. The branch that the parser puts around a predicated instruction does not count, and when no
-lane would run it, neither does that instruction. Called functions are part of their callers.
+A kernel is translated a second time, with code that counts. That code adds one to the counter of a basic block
+whenever a warp runs the block, and calls `count_access` with the addresses of every access. How many instructions of
+which pipe a block has is known from its translation. The parser puts a branch around a predicated instruction; that
+branch does not count, and the instruction does not count when no lane runs it. A called function is part of its
+caller.
 """
 
 import functools
@@ -25,10 +26,13 @@ from .emit import WARP
 from .estimate import SECTOR, Counts, estimate, pipe_of, registers_used
 from .watching import OBSERVER, READ, SHARED, WRITE, Watch, Watching, find_row
 
-# The arrays of @watch: addresses of the lanes and room to work; totals, then block counters; the allocations
-# as (start, end, first bit in the map); a bit for each sector of them that was touched.
+# The arrays of @watch.
+#   LANES        the addresses of the lanes, and room to work
+#   TOTALS       sums, then the counters of blocks
+#   ALLOCATIONS  (start, end, first bit in TOUCHED) of each allocation
+#   TOUCHED      a bit for each sector of the allocations: whether the launch touched it
 LANES, TOTALS, ALLOCATIONS, TOUCHED = range(4)
-# Places in TOTALS: sums with the names that Counts has, then what count_access must know.
+# Places in TOTALS: sums under the names of Counts' fields, then two numbers that count_access must know.
 SUMS = ("lane_dp4a", "read_sectors", "written_sectors", "distinct_sectors", "read_bytes", "written_bytes",
         "shared_passes", "shared_replays")
 (_READ_SECTORS, _WRITTEN_SECTORS, _DISTINCT, _READ_BYTES, _WRITTEN_BYTES, _PASSES,
@@ -40,7 +44,7 @@ BANKS = 32
 # ---- the code that counts ----------------------------------------------------------------------------------
 
 class Counting(Watching):
-    """Block counters beside the accesses. Its notes: for each block ((opcode, instructions), ...)."""
+    """Adds block counters to the watching of accesses. Its notes: for each block ((opcode, instructions), ...)."""
 
     observer = "qengine_count_access"
 
@@ -49,7 +53,7 @@ class Counting(Watching):
 
     def _opcodes(self, block):
         for instr in block.instrs + ([block.end] if block.end else []):
-            if instr.name != "bra" or re.search(r"\bbra\b", instr.text):   # not one that the parser put in
+            if instr.name != "bra" or re.search(r"\bbra\b", instr.text):   # no branch that the parser put in
                 yield ".".join((instr.name, *instr.mods))
 
     def note_access(self, instr, place, size):
@@ -57,7 +61,7 @@ class Counting(Watching):
             super().note_access(instr, place, size)
 
     def _terminate(self, block):
-        """Counts the block; the mask is still the one that it ran with."""
+        """Counts the block. The mask is still the one with which the block ran."""
         self._add(N_TOTALS + block.index, "1")
         n_dp4a = sum(instr.name == "dp4a" for instr in block.instrs)
         if n_dp4a:
@@ -74,9 +78,9 @@ class Counting(Watching):
 
 @njit
 def bank_passes(lanes, first, n, size):
-    """Turns at the banks for lanes[first : first + n], `size` bytes each: the most different words in one
-    bank."""
-    words, n_words = WARP, 0                            # found words: behind the lanes, as pairs (word, rank)
+    """Passes over the banks that accesses of `size` bytes at lanes[first : first + n] take: as many as the most
+    different words in one bank."""
+    words, n_words = WARP, 0                            # words found so far lie behind the lanes, as (word, rank)
     most = 0
     for i in range(first, first + n):
         for word in range(lanes[i] // 4, (lanes[i] + size - 1) // 4 + 1):
@@ -97,7 +101,7 @@ def bank_passes(lanes, first, n, size):
 
 @njit
 def distinct_sectors(lanes, n, size):
-    """Replaces the addresses lanes[:n] by the numbers of the sectors that they touch, each once; how many.
+    """Replaces the addresses lanes[:n] by the numbers of the different sectors that they touch. Returns how many.
 
     An aligned access lies in one sector."""
     found = 0
@@ -115,8 +119,8 @@ def distinct_sectors(lanes, n, size):
 
 @njit
 def touch(table, totals, bits, sectors, n):
-    """Counts those of sectors[:n] that the launch touches for the first time. Constants of the code have no
-    place in the table and are not counted."""
+    """Counts those of sectors[:n] that the launch touches for the first time. Constants of a kernel's code are not in
+    the table of allocations and are not counted."""
     row = 0
     for i in range(n):
         address = sectors[i] * SECTOR
@@ -135,24 +139,24 @@ def touch(table, totals, bits, sectors, n):
 def count_access(watch, access, size, kind, mask, shared):
     """Adds one warp instruction's traffic to TOTALS."""
     lanes, totals = watch[LANES], watch[TOTALS]
-    n = 0                                                # moves the running lanes' addresses to the front
+    n = 0                                                # the addresses of active lanes move to the front
     for lane in range(WARP):
         if mask >> lane & 1:
             lanes[n] = lanes[lane]
             n += 1
     if kind & SHARED or 0 <= lanes[0] - shared < totals[SHARED_BYTES]:
-        per_turn = max(WARP * 4 // max(size, 4), 1)      # lanes: the banks serve 128 bytes at a time
+        per_pass = max(WARP * 4 // max(size, 4), 1)      # lanes that 128 bytes serve, all banks at once
         lane, before = 0, 0
         while lane < WARP:
             here = 0
-            for i in range(lane, lane + per_turn):
+            for i in range(lane, lane + per_pass):
                 here += mask >> i & 1
             if here:
                 passes = bank_passes(lanes, before, here, size)
                 totals[_PASSES] += passes
                 totals[_REPLAYS] += passes - 1
             before += here
-            lane += per_turn
+            lane += per_pass
         return 0
     sectors = distinct_sectors(lanes, n, size)
     if kind & READ:
@@ -172,7 +176,7 @@ llvm.add_symbol(Counting.observer, count_access.address)
 
 @dataclass(frozen=True)
 class Counted:
-    """One launch: kernel (its name), grid, block, counts, shared_bytes per block, and ptx, its text."""
+    """One launch. kernel: its name; shared_bytes: per block; ptx: the text of the kernel."""
     kernel: str
     grid: tuple
     block: tuple
@@ -186,16 +190,16 @@ class Counted:
         return estimate(self.counts, self.grid, self.block, registers, self.shared_bytes, card)
 
 
-_lock = threading.Lock()                                 # a kernel's @watch belongs to one launch at a time
+_lock = threading.Lock()                                 # one launch at a time may use a kernel's @watch
 
 
 def code_of(launch):
-    """The code that counts, of a native.Launch's kernel; compiled, which may take seconds, when it is first asked for."""
+    """The counting code of a native.Launch's kernel. The first call compiles it, which may take seconds."""
     return launch.code.kernel.translated_by(Counting).code(launch.code.facts.block)
 
 
 def run(launch, allocations):
-    """Executes a native.Launch, counting; its Counted. allocations: start -> (bytes, name) of the card."""
+    """Executes a native.Launch and returns its Counted. allocations: those of the card, start -> (bytes, name)."""
     code = code_of(launch)
     totals = np.zeros(N_TOTALS + len(code.facts.notes), np.int64)
     rows = [(start, start + nbytes) for start, (nbytes, _) in sorted(allocations.items())] or [(0, 0)]
@@ -228,8 +232,11 @@ def total(log):
 
 
 def table(log, cards):
-    """Text: a line per kernel with its launches, dp4a lane instructions and traffic, and its estimated time
-    on each card (a CardModel) with the part that limits most of it; then the sum."""
+    """Text: a line per kernel, then their sum. cards: CardModels.
+
+    A line has the kernel's launches, dp4a instructions of single lanes and traffic, then for each card the estimated
+    time and the part of the card that limits most of it.
+    """
     head = f"{'kernel':<32}{'launches':>9}{'dp4a lanes':>15}{'MB moved':>10}"
     lines = [head + "".join(f"{'µs, ' + card.name:>26}" for card in cards)]
     sums = [0.0] * len(cards)

@@ -2,20 +2,21 @@
 
     Counts (exact, by the emulated card) + grid, block, registers, shared memory + CardModel  →  Estimate
 
-    t(unit)   = Σ over its pipes of  warp instructions · 32 / (lanes · throttle)  · share / clock
+    t(unit)   = Σ over its pipes of  warp instructions · 32 / (results per clock · throttle)  · share / clock
     share     = the part of the launch that the busiest SM gets = ceil(blocks / SMs) / blocks
                 (· 4 / resident warps when fewer than 4 warps leave some of the SM's four partitions idle)
     t(L2)     = 32 bytes · (sectors read + sectors written) / L2 bandwidth
     t(memory) = 32 bytes · distinct sectors / read bandwidth
     t         = launch overhead + the largest of all t(unit), t(L2), t(memory)
 
-The largest t names the limiting part. It is a floor, not a forecast, and it is wrong by construction where
+The part with the largest t limits the launch. t is a floor, not a forecast. It is wrong by construction where
  - latency is not hidden: few warps with long chains of dependent instructions or loads (see `occupancy`);
  - one PTX instruction becomes several machine instructions: 64-bit integers (2), division and square root
-   (about 10), fp64 functions; or the assembler merges some: three-input adds and logic, address arithmetic;
- - data comes from L1, which is not modelled: then t(L2) is too long;
- - data is read again after it has left L2: then t(memory) is too short;
- - atomics meet at one address, or the clock sags under power limits.
+   (about 10), fp64 functions;
+ - the assembler merges several PTX instructions into one: three-input adds and logic, address arithmetic;
+ - data comes from L1, which is not modelled: t(L2) is then too long;
+ - data is read again after it has left L2: t(memory) is then too short;
+ - several atomics go to one address, or the clock falls under power limits.
 """
 
 import re
@@ -27,14 +28,14 @@ from kernels.assembler import find_assembler, run_assembler
 from kernels.compile import Compiled, supported_ccs
 
 SECTOR = 32                       # bytes: the unit of traffic between L1, L2 and memory
-BANKS_WIDTH = 128                 # bytes per clock: 32 banks of 4 bytes, also the width of the path to L1
+BANKS_WIDTH = 128                 # bytes per clock: 32 banks of 4 bytes; the path to L1 is as wide
 
 
 # ---- counts ------------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Counts:
-    """What one launch did. Pipes count warp instructions: one, however many of the 32 lanes take part."""
+    """What one launch did. Pipes count warp instructions: each counts 1, however many of its 32 lanes are active."""
     dp4a: int = 0
     dp2a: int = 0
     imad: int = 0                 # 32-bit integer multiply and multiply-add
@@ -57,17 +58,17 @@ class Counts:
     branch: int = 0
     move: int = 0                 # register moves, parameters, constants: mostly gone in machine code
 
-    lane_dp4a: int = 0            # active lanes of all dp4a: a matrix-vector product has N · K / 4
+    lane_dp4a: int = 0            # dp4a times active lanes, summed: N · K / 4 for a matrix-vector product
     read_sectors: int = 0         # 32-byte sectors, summed over the warp instructions of global memory
     written_sectors: int = 0
-    distinct_sectors: int = 0     # different sectors of the launch, each once: what memory must move
-    read_bytes: int = 0           # asked for by the active lanes: / (32 · read_sectors) is the efficiency
+    distinct_sectors: int = 0     # each sector that the launch touches counts once: what memory must move
+    read_bytes: int = 0           # asked for by active lanes; read_bytes / (32 · read_sectors) is the efficiency
     written_bytes: int = 0
-    shared_passes: int = 0        # turns at the 32 banks: lanes in one turn use different banks or one word
-    shared_replays: int = 0       # passes beyond 1 per instruction (2 for 8-byte, 4 for 16-byte accesses)
+    shared_passes: int = 0        # over the 32 banks; the lanes served in one pass use different banks or one word
+    shared_replays: int = 0       # passes beyond the least: 1 per instruction (8-byte accesses 2, 16-byte ones 4)
 
     def __add__(self, other):
-        """Counts of two launches, one after the other."""
+        """The Counts of two launches together."""
         return Counts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
@@ -77,7 +78,7 @@ PIPES = tuple(takewhile(lambda name: name != "lane_dp4a", (f.name for f in field
 
 # ---- PTX instruction -> pipe -------------------------------------------------------------------------------
 
-# The arithmetic instructions: pipe by type of the operands, integers first, then _FLOATS.
+# The pipe of an arithmetic instruction depends on the type of its operands: integers first, then _FLOATS.
 _FLOATS = ("f32", "f16", "f16x2", "f64")
 _BY_TYPE = {
     "add sub": ("integer", "fp32", "half", "half2", "fp64"),
@@ -137,9 +138,11 @@ def _pipe_of_cvt(to, of):
 # ---- occupancy ---------------------------------------------------------------------------------------------
 
 def registers_used(ptx, cc):
-    """Registers per thread of a kernel's PTX as ptxas assembles it for `cc` = (7, 0), which is the code that
-    a card loads, or for the oldest architecture that the toolkit knows; needs no GPU. RuntimeError: it has no
-    ptxas."""
+    """Registers per thread that a kernel takes when ptxas assembles its PTX for compute capability `cc`.
+
+    That is the code which a card loads. Where the toolkit no longer knows `cc`, the oldest architecture that it knows
+    stands for it. Needs no GPU. RuntimeError: there is no ptxas.
+    """
     assembler = find_assembler()
     if assembler is None:
         raise RuntimeError("registers cannot be counted: ptxas is missing; "
@@ -149,10 +152,10 @@ def registers_used(ptx, cc):
 
 
 def blocks_per_sm(block_size, registers, shared_bytes, card):
-    """How many blocks one SM holds at a time; `registers` per thread, `shared_bytes` per block.
+    """How many blocks one SM of a CardModel holds at a time; `registers` per thread, `shared_bytes` per block.
 
-    Registers are given out to warps in portions of 256, that is 8 per thread, and each of the SM's partitions
-    has a quarter of them; shared memory in portions of 256 bytes. ValueError: not even one block fits.
+    A warp gets registers in portions of 256, that is 8 per thread, and each of the SM's partitions has a quarter of the
+    SM's registers. A block gets shared memory in portions of 256 bytes. ValueError: not even one block fits.
     """
     warps = -(-block_size // 32)
     per_warp = 32 * (-(-max(registers, 1) // 8) * 8)
@@ -174,15 +177,14 @@ def blocks_per_sm(block_size, registers, shared_bytes, card):
 
 @dataclass(frozen=True, repr=False)
 class Estimate:
-    """An estimated time in seconds; `per_pipe_seconds`: what each unit, "L2" and "memory" alone would
-    take."""
+    """An estimated time. per_pipe_seconds: the seconds that each unit, "L2" and "memory" would take alone."""
     card: object
     seconds: float
     limiting: str
     per_pipe_seconds: dict
     blocks_per_sm: int
     occupancy: float              # resident warps / the most an SM holds
-    waves: float                  # blocks / blocks that are resident at once
+    waves: float                  # all blocks / the blocks that the card holds at once
 
     def __repr__(self):
         return (f"estimate for {self.card.name}: {1e6 * self.seconds:.2f} µs, limited by {self.limiting} "
@@ -201,7 +203,7 @@ def estimate(counts, grid, block, registers, shared_bytes, card):
         raise ValueError(f"an empty launch: grid {grid}, block {block}")
     warps = -(-block_size // 32)
     resident = blocks_per_sm(block_size, registers, shared_bytes, card)
-    busiest = -(-n_blocks // card.n_sms)  # blocks that the busiest SM runs in all
+    busiest = -(-n_blocks // card.n_sms)  # how many blocks the busiest SM runs in all
     partitions = min(4, warps * min(resident, busiest))
 
     seconds = {}
@@ -219,13 +221,13 @@ def estimate(counts, grid, block, registers, shared_bytes, card):
 
 
 def _clocks(unit, counts, card):
-    """Clocks of one SM's `unit` for the whole launch."""
-    return sum(_turns(unit, pipe, counts) * 32 / (unit.lanes * card.throttle.get(pipe, 1.0))
+    """Clocks that the whole launch would keep one SM's `unit` busy."""
+    return sum(_passes(unit, pipe, counts) * 32 / (unit.per_clock * card.throttle.get(pipe, 1.0))
                for pipe in unit.pipes)
 
 
-def _turns(unit, pipe, counts):
-    """Warp instructions of `pipe`, or the turns that the load/store unit takes for them if that is more."""
+def _passes(unit, pipe, counts):
+    """Warp instructions of `pipe`, or the passes that the load/store unit needs for them if these are more."""
     instructions = getattr(counts, pipe)
     if unit.name == "lsu" and pipe == "shared":
         return max(instructions, counts.shared_passes)

@@ -1,0 +1,246 @@
+"""The house: which room imports which, and that no imports go round in a circle.
+
+An arrow goes from a file to every file of the product that it imports. The arrows are drawn from the text of the files:
+an import counts wherever it stands, inside a function and under TYPE_CHECKING as well, because a late import that only
+dodges a circle is still part of that circle.
+"""
+
+import ast
+from collections import deque
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+HEART = "qengine"
+ROOMS = "kernels", "engine", "api", "cli", "models", "benchmarks"
+
+# Which rooms a room must never import. The heart is a room of one file.
+NEVER = {
+    "kernels": {"engine", "api", "cli", HEART, "models", "benchmarks"},
+    "engine": {"api", "cli", HEART, "models", "benchmarks"},
+    "api": {"cli", HEART, "models", "benchmarks"},
+    HEART: {"api", "cli", "models", "benchmarks"},
+    "cli": {"models", "benchmarks"},
+    "models": {"benchmarks"},
+}
+# The one arrow upwards: what qengine.py imports where it is run as a program, to hand over to the command line.
+HANDS_OVER_TO = {"cli"}
+
+
+# ---- drawing -----------------------------------------------------------------------------------------------
+
+def module_files(root):
+    """{name of a module: its file} of the product that lies in the folder `root`."""
+    files = [file for room in ROOMS for file in sorted((root / room).rglob("*.py"))]
+    files += [file for file in [root / f"{HEART}.py"] if file.exists()]
+    named = [(".".join(file.relative_to(root).with_suffix("").parts), file) for file in files]
+    return {name.removesuffix(".__init__"): file for name, file in named}
+
+
+def arrows_of(root):
+    """(arrows, handed over): {module: {imported module: line of the import}}, and the same of the one arrow upwards."""
+    modules, arrows, handed_over = module_files(root), {}, {}
+    for name, file in modules.items():
+        tree = ast.parse(file.read_text(encoding="utf-8"), str(file))
+        if name == HEART:
+            programs = [node for node in tree.body if is_main_block(node)]
+            tree.body = [node for node in tree.body if node not in programs]
+            handed_over = imports_in(ast.Module(programs, []), name, file, modules)
+        arrows[name] = imports_in(tree, name, file, modules)
+    return arrows, handed_over
+
+
+def is_main_block(node):
+    """Whether a statement is `if __name__ == "__main__":`, without an else."""
+    return isinstance(node, ast.If) and not node.orelse and ast.unparse(node.test) == "__name__ == '__main__'"
+
+
+def imports_in(tree, name, file, modules):
+    """{module of the product: line} that the text of module `name` imports, in the order of the lines."""
+    found = {}
+    package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = package[:len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            targets = [f"{base}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Call) and name_of(node.func) in ("import_module", "__import__"):
+            targets = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
+        else:
+            continue
+        for target in targets:
+            while target not in modules and "." in target:       # a name in a module is imported from that module
+                target = target.rpartition(".")[0]
+            if target in modules and target != name:
+                found.setdefault(target, node.lineno)
+    return dict(sorted(found.items(), key=lambda item: item[1]))
+
+
+def name_of(function):
+    """The last name of what is called: "f" of f() and of a.f()."""
+    return getattr(function, "attr", getattr(function, "id", ""))
+
+
+def room_of(module):
+    return module.partition(".")[0]
+
+
+def arrows_of_rooms(arrows):
+    """{room: {imported room: "module:line → module" of one such import}}."""
+    rooms = {}
+    for name, imported in arrows.items():
+        for target, line in imported.items():
+            if room_of(target) != room_of(name):
+                rooms.setdefault(room_of(name), {}).setdefault(room_of(target), f"{name}:{line} → {target}")
+    return rooms
+
+
+def shortest_circle(arrows):
+    """The nodes of a shortest circle, [a, b, ..., a]; None where there is no circle. arrows: {node: nodes}."""
+    circles = []
+    for start in arrows:
+        came_from, queue = {}, deque([start])
+        while queue and start not in came_from:
+            node = queue.popleft()
+            for target in arrows.get(node, ()):
+                if target not in came_from:
+                    came_from[target] = node
+                    queue.append(target)
+        if start in came_from:
+            circle = [start]
+            while len(circle) == 1 or circle[-1] != start:
+                circle.append(came_from[circle[-1]])
+            circles.append(circle[::-1])
+    return min(circles, key=len, default=None)
+
+
+def reachable(arrows, start):
+    """Every module that importing `start` may import."""
+    found, queue = set(), [start]
+    while queue:
+        for target in arrows.get(queue.pop(), ()):
+            if target not in found:
+                found.add(target)
+                queue.append(target)
+    return found
+
+
+def forbidden(arrows):
+    """The arrows that NEVER forbids, as texts."""
+    return [f"{name}:{line} → {target}" for name, imported in arrows.items() for target, line in imported.items()
+            if room_of(target) in NEVER.get(room_of(name), ())]
+
+
+# ---- the house ---------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def house():
+    return arrows_of(ROOT)
+
+
+def test_every_room_is_there():
+    assert [room for room in ROOMS if not list((ROOT / room).rglob("*.py"))] == []
+
+
+def test_no_circle_of_modules(house):
+    arrows, _ = house
+    circle = shortest_circle(arrows)
+    assert circle is None, "imports in a circle: " + " → ".join(
+        f"{name}:{arrows[name][target]}" for name, target in zip(circle, circle[1:])) + f" → {circle[-1]}"
+
+
+def test_no_circle_of_rooms(house):
+    rooms = arrows_of_rooms(house[0])
+    circle = shortest_circle(rooms)
+    assert circle is None, "rooms in a circle: " + ", ".join(
+        rooms[name][target] for name, target in zip(circle, circle[1:]))
+
+
+def test_arrows_point_downwards(house):
+    assert forbidden(house[0]) == []
+
+
+def test_the_heart_hands_over_to_the_command_line_alone(house):
+    assert {room_of(target) for target in house[1]} <= HANDS_OVER_TO
+
+
+def test_an_emulated_card_needs_no_driver(house):
+    arrows, _ = house
+    assert "kernels.nvidia" in reachable(arrows, "kernels.open")
+    assert [name for name in arrows if name.startswith("kernels.emulated") and
+            "kernels.nvidia" in reachable(arrows, name)] == []
+
+
+# ---- the drawing itself ------------------------------------------------------------------------------------
+
+def drawn(folder, texts):
+    """The arrows of a product in `folder` whose files (without .py) have these texts."""
+    for name, text in texts.items():
+        file = folder / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return arrows_of(folder)
+
+
+LATE = "def f():\n    {}\n"
+TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {}\n"
+MAIN = "if __name__ == '__main__':\n    {}\n"
+
+
+@pytest.mark.parametrize("place", ["{}\n", LATE, TYPES, MAIN, "class A:\n    def f(self):\n        {}\n"])
+@pytest.mark.parametrize("statement", ["import kernels.a", "import kernels.a as other", "from kernels import a, c",
+                                       "from kernels.a import name", "from . import a", "from .a import name",
+                                       "importlib.import_module('kernels.a')"])
+def test_every_import_is_an_arrow(tmp_path, place, statement):
+    texts = {"kernels/a": "import numpy\nfrom .c import name\n", "kernels/c": "from kernels import b\n"}
+    arrows, _ = drawn(tmp_path, texts | {"kernels/b": place.format(statement)})
+    assert "kernels.a" in arrows["kernels.b"] and set(arrows["kernels.b"]) <= {"kernels.a", "kernels.c"}
+    assert shortest_circle(arrows) is not None
+    assert shortest_circle(drawn(tmp_path, {"kernels/b": ""})[0]) is None
+
+
+def test_a_circle_is_shown_as_it_goes():
+    circle = shortest_circle({"a": ["b"], "b": ["c", "d"], "c": ["e"], "d": ["e"], "e": ["b", "f"], "f": []})
+    assert circle in (["b", "c", "e", "b"], ["b", "d", "e", "b"])
+    assert shortest_circle({"a": ["b", "c"], "b": ["c"], "c": []}) is None
+
+
+def test_a_package_and_what_is_in_it_are_different_modules(tmp_path):
+    arrows, _ = drawn(tmp_path, {
+        "kernels/__init__": "", "kernels/card": "", "kernels/emulated/__init__": "from .. import card\n",
+        "kernels/emulated/card": "from ..card import Card\nfrom . import ptx\n",
+        "kernels/emulated/ptx": "import kernels.emulated.nothing\n"})
+    assert {name: list(imported) for name, imported in arrows.items()} == {
+        "kernels": [], "kernels.card": [], "kernels.emulated": ["kernels.card"],
+        "kernels.emulated.card": ["kernels.card", "kernels.emulated.ptx"],
+        "kernels.emulated.ptx": ["kernels.emulated"]}
+
+
+def test_rooms_may_not_go_round_even_where_modules_do_not(tmp_path):
+    arrows, _ = drawn(tmp_path, {"engine/a": "from kernels import b\n", "kernels/b": "", "engine/d": "",
+                                 "kernels/c": "from engine import d\n"})
+    assert shortest_circle(arrows) is None
+    assert set(shortest_circle(arrows_of_rooms(arrows))) == {"engine", "kernels"}
+    assert forbidden(arrows) == ["kernels.c:1 → engine.d"]
+
+
+@pytest.mark.parametrize("room, wrong", [(room, wrong) for room, others in NEVER.items() for wrong in sorted(others)])
+def test_arrows_that_are_never_drawn(tmp_path, room, wrong):
+    file, target = (name if name == HEART else f"{name}/a" for name in (room, wrong))
+    texts = {file: LATE.format(f"import {target.replace('/', '.')}"), target: ""}
+    assert len(forbidden(drawn(tmp_path, texts)[0])) == 1
+
+
+def test_the_one_arrow_upwards(tmp_path):
+    """It is no part of a circle, but only where qengine.py is run as a program, and only in that file."""
+    cli = {"cli/main": "import qengine\n"}
+    arrows, handed_over = drawn(tmp_path, cli | {HEART: MAIN.format("from cli.main import main")})
+    assert handed_over == {"cli.main": 2} and shortest_circle(arrows) is None and forbidden(arrows) == []
+    for text in LATE.format("import cli.main"), MAIN.format("pass") + "else:\n    import cli.main\n":
+        arrows, handed_over = drawn(tmp_path, {HEART: text})
+        assert not handed_over and shortest_circle(arrows) and forbidden(arrows)
+    arrows, handed_over = drawn(tmp_path, {HEART: "", "engine/a": MAIN.format("import cli.main")})
+    assert not handed_over and forbidden(arrows) == ["engine.a:2 → cli.main"]
