@@ -21,72 +21,68 @@ import os
 import signal
 import sys
 
-if __name__ == "__main__":      # the imports take seconds: Ctrl-C meanwhile is no reason for a traceback
-    sys.modules["qengine"] = sys.modules["__main__"]    # what api/ imports is this, not a second copy
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-    for _name, _mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):   # Python's None: closed by who started us
+if __name__ == "__main__":      # cli/ takes over, and imports this file once more as the module `qengine`
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))      # imports take seconds: Ctrl-C meanwhile is quiet
+    for _name, _mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):   # None: whoever started Python closed it
         if getattr(sys, _name) is None:
             setattr(sys, _name, open(os.devnull, _mode))
+    from cli.main import run_process
 
-import argparse
+    run_process()
+
 import collections
 import contextlib
 import copy
 import dataclasses
 import functools
-import gc
-import ipaddress
 import itertools
-import json
 import logging
 import math
 import re
 import secrets
-import socket
 import threading
-import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
-import flask
 import llguidance
 import llguidance.numpy
 import numpy as np
 import tqdm
-import waitress
-import waitress.channel
-import waitress.server
-import waitress.task
-from werkzeug.exceptions import GatewayTimeout, HTTPException, ServiceUnavailable, TooManyRequests
 
 from engine.constraints import Constraint, Vocabulary
 from engine.gguf import GGUF, REQUIRED, SUPPORTED_TYPES
-from engine.plan import (CHUNK, KEPT_CONTEXTS, LEAST_CHECKPOINTS, MICRO_BATCHES, CacheSizes, Demand, Planner,
-                         StageCosts, Work, choose_rows, choose_sizes, group_count, hop_bytes, passes_over,
-                         slowest_seconds)
+from engine.pipes import PipeMeter
+from engine.plan import (CHUNK, LEAST_CHECKPOINTS, MICRO_BATCHES, CacheSizes, Demand, Planner, StageCosts, Work,
+                         choose_rows, choose_sizes, group_count, hop_bytes, slowest_seconds)
 from engine.prefix import CHECKPOINT_INTERVAL, PAGE_TOKENS, Node, PrefixCache, checkpoint_positions, pages_for
-from engine.request import (SAMPLING, DeadlineExceeded, EngineStopped, Fault, Generation, ModelError, Request,
+from engine.request import (SAMPLING, DeadlineExceeded, Delta, EngineStopped, Fault, Generation, ModelError, Request,
                             RequestError)
 from engine.template import SYNTHETIC_TEMPLATE, ChatTemplate
+from engine.text_engine import TextEngine
 from engine.tokenizer import ByteTokenizer, Tokenizer, encode_prompt, load_tokenizer
 from engine.worker import Task, Worker, stop_all
 from kernels import (advance, attend_decode, attention, checkpoint, conv, embedding, finite, float_matmul, formats, gdn,
                      gdn_decode, kv_cache, logprobs, norm, probe, q8_gemm, q8_gemv, quant_gemv, quantize, rope, sample,
                      swiglu, synthetic)
-from kernels.assembler import find_assembler
-from kernels.bench import operation_seconds
 from kernels.card import Array, Card, CardError, Event, show_bytes
 from kernels.compile import CompileError
-from kernels.emulated.cards import CARDS, CardModel
-from kernels.emulated.estimate import PIPES, SECTOR, Counts
 from kernels.formats import FLOATS, FORMATS
+from kernels.kv_cache import Pages
+from kernels.kv_formats import KV_FORMATS
 from kernels.open import open_cards
+from kernels.operands import Matrix, Quantized
 from kernels.records import Places, Projected, States
-from kernels.trace import LEFT_OUT, tracing
+from kernels.rope import QKV, Heads, Rotary
 from kernels.upload import PIECE, Feeder
+
+# What a user of this module may rely on; the second half are parts that the notebooks take out and look at.
+__all__ = [
+    "load", "open_model", "OpenModel", "DEFAULT_MODEL", "Config", "Engine", "Request", "Generation", "Delta", "SAMPLING",
+    "ModelError", "RequestError", "DeadlineExceeded", "EngineStopped", "CardError",
+    "TURN", "Stage", "Model", "Stack", "PromptPass", "DecodePass", "matrices", "rows_of", "set_rows"]
 
 # ======================================================================================================
 # 1  Config
@@ -262,33 +258,9 @@ def _check_config(config: Config, path: str):
 # A Loader puts the tensors of a model on one card. There are three kinds: from a file, random, and for plans empty.
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """A weight matrix [n, k] on a card.
-
-    A format of kernels/formats.py: values are the bits of the quants and scales those of the scales, two arrays with a
-    line for each row. Otherwise values float32, float16 or uint16 (the bits of bfloat16) [n, k] and scales None.
-    """
-
-    format: str             # as GGUF has it: "Q8_0", "F16", ...
-    n: int
-    k: int
-    values: Array
-    scales: Array | None = None
-
-    @property
-    def is_quantized(self) -> bool:
-        return self.scales is not None
-
-    @property
-    def decoder(self):
-        """How the decode kernels read the format."""
-        return quant_gemv.decoder(FORMATS[self.format])
-
-    def rows(self, start: int, stop: int) -> "Matrix":
-        """Rows start .. stop - 1, in the same memory."""
-        scales = None if self.scales is None else self.scales[start:stop]
-        return Matrix(self.format, stop - start, self.k, self.values[start:stop], scales)
+def decoder_of(matrix: Matrix):
+    """How the decode kernels read the format of a quantised matrix."""
+    return quant_gemv.decoder(FORMATS[matrix.format])
 
 
 def alloc_matrix(card: Card, format: str, n: int, k: int, name: str) -> Matrix:
@@ -548,21 +520,17 @@ class Activation:
     def __init__(self, k: int, x: Array, q: Array, d: Array):
         self.k, self.x, self.q, self.d = k, x, q, d
 
+    @property
+    def quantized(self) -> Quantized:
+        """The form that products with quantised matrices read."""
+        return Quantized(self.q, self.d)
+
     @staticmethod
     def layout(name: str, k: int, rows: int) -> dict[str, ScratchArray]:
         """The three arrays, by the names "NAME x", "NAME q" and "NAME d"."""
         return {f"{name} x": ScratchArray((rows, k), np.float32, f"activation {k}"),
                 f"{name} q": ScratchArray((rows, k), np.int8, f"activation {k} quants"),
                 f"{name} d": ScratchArray((rows, k // 32), np.float32, f"activation {k} scales")}
-
-
-@dataclass(frozen=True)
-class Pages:
-    """The keys and values of an attention layer, in pages of 64 tokens that belong to slots by the block table."""
-
-    k: Array                # [n_pages, n_kv_heads, 64, head_dim] float16
-    v: Array                # the same
-    block_table: Array      # [n_slots, max_pages] int32: the pages of each slot, in the order of its tokens
 
 
 # ======================================================================================================
@@ -572,6 +540,9 @@ class Pages:
 # mixer
 # or MLP is a class that owns all facts of its kind: the names and shapes of its tensors, what it demands of a model,
 # its passes over rows, its scratch memory, and what it computes and keeps (`Work`).
+
+
+KV_FORMAT = KV_FORMATS["float16"]       # how keys and values are kept
 
 
 class Tensors:
@@ -610,12 +581,12 @@ def product_work(part) -> Work:
 class DeltaNet:
     """Gated DeltaNet: a recurrence whose state is 128 x 128 per value head, whatever the length of the text."""
 
+    heads: gdn.LinearHeads
     norm: Array             # [hidden]
     inputs: Stack           # conv_dim columns of q, k, v; value_dim of z, the output's gate; n_value_heads of alpha,
                             # how fast the state decays; and as many of beta, how strongly it is written
     conv: Array             # [conv_dim, conv_width]
-    a: Array                # [n_value_heads], -exp(A_log)
-    dt_bias: Array          # [n_value_heads]
+    decay: gdn.Decay        # [n_value_heads] twice: -exp(A_log), and the bias of the time step
     out_norm: Array         # [128]
     out: Matrix             # [hidden, value_dim]
 
@@ -638,10 +609,12 @@ class DeltaNet:
                  f"{c.n_value_heads} value heads do not share {c.n_key_heads} key heads evenly")]
 
     @classmethod
-    def load(cls, tensors: Tensors) -> "DeltaNet":
-        return cls(tensors.vector("attn_norm.weight"), tensors.stack("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta"),
-                   tensors.vector("ssm_conv1d.weight"), tensors.vector("ssm_a"), tensors.vector("ssm_dt.bias"),
-                   tensors.vector("ssm_norm.weight"), tensors.matrix("ssm_out"))
+    def load(cls, tensors: Tensors, c: Config) -> "DeltaNet":
+        inputs = tensors.stack("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta")
+        decay = gdn.Decay(tensors.vector("ssm_a"), tensors.vector("ssm_dt.bias"))
+        return cls(gdn.LinearHeads(c.n_key_heads, c.n_value_heads), tensors.vector("attn_norm.weight"), inputs,
+                   tensors.vector("ssm_conv1d.weight"), decay, tensors.vector("ssm_norm.weight"),
+                   tensors.matrix("ssm_out"))
 
     def work(self, c: Config) -> Work:
         states = 4 * (c.conv_width * c.conv_dim + c.value_dim * c.linear_head_dim)
@@ -668,31 +641,29 @@ class DeltaNet:
     def prefill(self, model: "Model", run: PromptPass, states: States):
         card, c, s, n_rows = model.card, model.config, model.scratch, run.rows.n
         projected, u = model.project_norm(run, self.inputs, self.norm), s.activations[c.value_dim]
-        decay, heads = gdn.Decay(self.a, self.dt_bias), gdn.LinearHeads(c.n_key_heads, c.n_value_heads)
         with run.in_order():
             for start, end, slot, kept in run.parts():
                 n, mixed = end - start, s.mixed[start:]
                 part, places = projected.rows_from(start), run.rows.places.rows_from(start)
                 conv.conv_silu(card, mixed, part, states.conv, self.conv, places, n, c.conv_dim)
-                gdn.gdn_prefill(card, s.delta[start:], states.memory, mixed, part, decay, places.slots, heads, rows=n,
-                                factors=s.factors)
+                gdn.gdn_prefill(card, s.delta[start:], states.memory, mixed, part, self.decay, places.slots, self.heads,
+                                rows=n, factors=s.factors)
                 if kept is not None:
                     states.copy(card, kept, slot)
-        inputs = (s.delta, projected.values[c.conv_dim:], projected.stride, self.out_norm, n_rows, c.n_value_heads,
-                  c.norm_eps)
+        gated = norm.GatedInput(s.delta, projected.values[c.conv_dim:], projected.stride, c.n_value_heads,
+                                self.out_norm, c.norm_eps)
         if self.out.is_quantized:
-            norm.gated_norm_quantize(card, u.q, u.d, *inputs)
+            norm.gated_norm_quantize(card, u.quantized, gated, n_rows)
         else:
-            norm.gated_norm(card, u.x, *inputs)
+            norm.gated_norm(card, u.x, gated, n_rows)
         model.project(run, s.x, self.out, u, add=True)
 
     def decode(self, model: "Model", run: DecodePass, states: States):
         card, c, s = model.card, model.config, model.scratch
         projected, u = model.project_norm(run, self.inputs, self.norm), s.activations[c.value_dim]
-        weights = gdn_decode.LinearWeights(self.conv, gdn.Decay(self.a, self.dt_bias), self.out_norm)
-        heads = gdn.LinearHeads(c.n_key_heads, c.n_value_heads)
+        weights = gdn_decode.LinearWeights(self.conv, self.decay, self.out_norm)
         for first, rows in run.sequence:
-            inputs = states, projected.rows_from(first), weights, rows.places, heads
+            inputs = states, projected.rows_from(first), weights, rows.places, self.heads
             sizes = {"rows": rows.n, "eps": c.norm_eps, "early": run.reads_early}
             if self.out.is_quantized:
                 gdn_decode.gdn_decode_quantize(card, u.q[first:], u.d[first:], *inputs, **sizes)
@@ -703,12 +674,13 @@ class DeltaNet:
 
 @dataclass(frozen=True)
 class Attention:
-    """Full attention: grouped heads of 256, a quarter of each rotated, a sigmoid gate on the output."""
+    """Full attention: grouped heads, a part of each rotated, a sigmoid gate on the output."""
 
+    heads: Heads
     norm: Array             # [hidden]
-    inputs: Stack           # per head 256 columns of query and 256 of gate; then kv_dim of keys, kv_dim of values
-    q_norm: Array           # [256]
-    k_norm: Array           # [256]
+    inputs: Stack           # per head head_dim columns of query and as many of gate; kv_dim of keys, kv_dim of values
+    q_norm: Array           # [head_dim]
+    k_norm: Array           # [head_dim]
     out: Matrix             # [hidden, query_dim]
 
     keeps: ClassVar = Pages
@@ -726,19 +698,21 @@ class Attention:
         return [(c.head_dim == 256, f"attention heads are {c.head_dim} wide, not 256"),
                 (c.n_heads % c.n_kv_heads == 0,
                  f"{c.n_heads} query heads do not share {c.n_kv_heads} KV heads evenly"),
-                (c.rope_dim == rope.ROTARY, f"{c.rope_dim} rotary dimensions of a head turn, not {rope.ROTARY}"),
+                (c.rope_dim == 64, f"{c.rope_dim} rotary dimensions of a head turn, not 64"),
                 (min(c.rope_sections) >= 0 and sum(c.rope_sections) == c.rope_dim // 2,
                  f"the rotary sections {c.rope_sections} do not add up to {c.rope_dim // 2}"),
                 (1 < c.rope_base < float("inf"), f"the rotary base is {c.rope_base}")]
 
     @classmethod
-    def load(cls, tensors: Tensors) -> "Attention":
-        return cls(tensors.vector("attn_norm.weight"), tensors.stack("attn_q", "attn_k", "attn_v"),
+    def load(cls, tensors: Tensors, c: Config) -> "Attention":
+        heads = Heads(c.n_heads, c.n_kv_heads, c.head_dim, c.rope_dim, gated=True, eps=c.norm_eps)
+        return cls(heads, tensors.vector("attn_norm.weight"), tensors.stack("attn_q", "attn_k", "attn_v"),
                    tensors.vector("attn_q_norm.weight"), tensors.vector("attn_k_norm.weight"),
                    tensors.matrix("attn_output"))
 
     def work(self, c: Config) -> Work:
-        return product_work(self) + Work(context_operations=4 * c.query_dim, page_bytes=2 * PAGE_TOKENS * c.kv_dim * 2)
+        return product_work(self) + Work(context_operations=4 * c.query_dim,
+                                         page_bytes=KV_FORMAT.page_bytes(c.n_kv_heads, c.head_dim))
 
     @staticmethod
     def scratch(c: Config, rows: int) -> dict[str, ScratchArray]:
@@ -748,41 +722,38 @@ class Attention:
     @staticmethod
     def alloc(card: Card, c: Config, n_pages: int, block_table: Array, name: str) -> Pages:
         """What such a layer keeps."""
-        shape = n_pages, c.n_kv_heads, PAGE_TOKENS, c.head_dim
-        return Pages(card.alloc(shape, np.float16, f"{name} keys"), card.alloc(shape, np.float16, f"{name} values"),
-                     block_table)
+        arrays = KV_FORMAT.arrays(n_pages, c.n_kv_heads, c.head_dim)
+        return Pages(KV_FORMAT, *(card.alloc(*array, f"{name} {kind}") for kind, array in arrays.items()), block_table)
 
     @staticmethod
     def out_width(c: Config) -> int:
         return c.query_dim
 
+    def project_qkv(self, model: "Model", run: PromptPass | DecodePass) -> QKV:
+        rotary = Rotary(run.rows.rope, model.inv_freq, model.config.rope_sections)
+        return QKV(model.project_norm(run, self.inputs, self.norm), self.heads, self.q_norm, self.k_norm, rotary)
+
     def prefill(self, model: "Model", run: PromptPass, pages: Pages):
-        card, c, s, rows = model.card, model.config, model.scratch, run.rows
-        projected, u = model.project_norm(run, self.inputs, self.norm), s.activations[c.query_dim]
-        rotary, places = (rows.rope, model.inv_freq), (pages.block_table, *rows.places)
-        columns = 2 * c.query_dim, 2 * c.query_dim + c.kv_dim
-        rope.norm_rope_q(card, s.q, *projected, self.q_norm, *rotary, rows.n, c.n_heads, c.rope_sections, c.norm_eps)
+        card, s, n, places = model.card, model.scratch, run.rows.n, run.rows.places
+        qkv, u = self.project_qkv(model, run), s.activations[self.out.k]
+        rope.norm_rope_q(card, s.q, qkv, n)
         with run.in_order():
-            kv_cache.store_kv(card, pages.k, pages.v, *projected, *columns, self.k_norm, *rotary, *places, rows.n,
-                              c.n_kv_heads, c.rope_sections, c.norm_eps)
-        attention.attend_prefill(card, s.attended, s.q, *projected, pages.k, pages.v, *places, rows.n, c.n_heads,
-                                 c.n_kv_heads)
+            kv_cache.store_kv(card, pages, qkv, places, n)
+        attention.attend_prefill(card, s.attended, s.q, qkv, pages, places, n)
         if self.out.is_quantized:
-            quantize.quantize_q8(card, u.q, u.d, s.attended, rows.n, u.k)
+            quantize.quantize_q8(card, u.quantized, s.attended, n, u.k)
         else:
-            card.copy(u.x[:rows.n], s.attended[:rows.n])
+            card.copy(u.x[:n], s.attended[:n])
         model.project(run, s.x, self.out, u, add=True)
 
     def decode(self, model: "Model", run: DecodePass, pages: Pages):
-        card, c, s = model.card, model.config, model.scratch
-        projected, u = model.project_norm(run, self.inputs, self.norm), s.activations[c.query_dim]
-        columns = 2 * c.query_dim, 2 * c.query_dim + c.kv_dim
+        card, s, u = model.card, model.scratch, model.scratch.activations[self.out.k]
+        qkv = self.project_qkv(model, run)
         for first, rows in run.sequence:
             out = (u.q[first:], u.d[first:]) if self.out.is_quantized else (u.x[first:], None)
-            attend_decode.attend_decode(card, *out, *projected.rows_from(first), *columns, self.q_norm, self.k_norm,
-                                        rows.rope, model.inv_freq, pages.k, pages.v, pages.block_table, *rows.places,
-                                        model.partials, model.arrived, rows.n, c.n_heads, c.n_kv_heads,
-                                        c.rope_sections, c.norm_eps, run.reads_early)
+            part = qkv._replace(products=qkv.products.rows_from(first), rotary=qkv.rotary._replace(positions=rows.rope))
+            attend_decode.attend_decode(card, out, part, pages, rows.places, model.attention_scratch, rows.n,
+                                        early=run.reads_early)
         model.project(run, s.x, self.out, u, add=True)
 
 
@@ -816,12 +787,12 @@ class DenseMLP:
         card, s, h, n = model.card, model.scratch, model.scratch.inner, run.rows.n
         if isinstance(run, DecodePass) and self.down.is_quantized and model.is_fused(self.gate_up):
             (_, matrix), u = self.gate_up.parts[0], s.activations[model.config.hidden_dim]
-            q8_gemv.norm_gemv_swiglu(card, matrix.decoder, h.q, h.d, matrix.values, matrix.scales, s.x, self.norm,
-                                     model.config.norm_eps, h.k, u.k, n, u.q, u.d)
+            normed = norm.NormInput(s.x, self.norm, model.config.norm_eps)
+            q8_gemv.norm_gemv_swiglu(card, decoder_of(matrix), h.quantized, matrix, normed, u.quantized, n)
         else:
             projected = model.project_norm(run, self.gate_up, self.norm)
             if self.down.is_quantized:
-                swiglu.swiglu_quantize(card, h.q, h.d, projected.values, n, h.k)
+                swiglu.swiglu_quantize(card, h.quantized, projected.values, n, h.k)
             else:
                 swiglu.swiglu(card, h.x, projected.values, n, h.k)
         model.project(run, s.x, self.down, h, add=True)
@@ -859,7 +830,7 @@ class Layer:
     def load(cls, loader: Loader, config: Config, index: int) -> "Layer":
         """The weights of block `index`, put on the loader's card."""
         tensors = Tensors(loader, index)
-        return cls(mixer_kind(config, index).load(tensors), DenseMLP.load(tensors))
+        return cls(mixer_kind(config, index).load(tensors, config), DenseMLP.load(tensors))
 
     def stacks(self) -> list[Stack]:
         return [value for part in (self.mixer, self.mlp) for value in vars(part).values() if isinstance(value, Stack)]
@@ -965,7 +936,8 @@ class Model:
         if is_last:
             self.head_norm = loader.vector("output_norm.weight")
             self.head = self.embeddings if config.tied_embeddings else loader.matrix("output.weight")
-        self.inv_freq = self.card.upload(rope.inverse_frequencies(config.rope_base), "rotary frequencies")
+        frequencies = rope.inverse_frequencies(config.rope_base, config.rope_dim)
+        self.inv_freq = self.card.upload(frequencies, "rotary frequencies")
         self.stride = max(stack.stride for layer in self.layers for stack in layer.stacks())
         self.gemv = self.gemm = None    # a reader's own products of Q8_0 matrices, see `Engine.use`
 
@@ -991,8 +963,10 @@ class Model:
         c, card = self.config, self.card
         self.scratch = Scratch(self.scratch_layout, {
             name: card.alloc(*each) for name, each in self.scratch_layout(rows).items()})
-        self.partials = card.alloc(attend_decode.partials_shape(n_slots, c.n_heads), np.float32, "attention partials")
-        self.arrived = card.zeros((n_slots, c.n_kv_heads), np.uint32, "attention blocks that have arrived")
+        partials = attend_decode.partials_shape(n_slots, c.n_heads, c.head_dim)
+        self.attention_scratch = attend_decode.Scratch(
+            card.alloc(partials, np.float32, "attention partials"),
+            card.zeros((n_slots, c.n_kv_heads), np.uint32, "attention blocks that have arrived"))
         if self.head is not None:
             self.logits = card.alloc((max(n_slots, HEAD_ROWS), c.n_vocab), np.float32, "logits")
         self.views = {0: self}      # see `behind`; kept, since arrays know what launches ask of them
@@ -1042,40 +1016,38 @@ class Model:
         return Projected(s.projected, stack.stride)
 
     def multiply_normed(self, run: PromptPass | DecodePass, stack: Stack, weight: Array, x: Array, y: Array):
-        """y = RMSNorm(x) W^T, column by column as the stack has them."""
-        card, eps, n = self.card, self.config.norm_eps, run.rows.n
+        """y = RMSNorm(x) W^T, each matrix of the stack into its own columns of y."""
+        card, n, normed = self.card, run.rows.n, norm.NormInput(x, weight, self.config.norm_eps)
         matrices = [matrix for _, matrix in stack.parts]
         u = self.scratch.activations[matrices[0].k]
         if isinstance(run, DecodePass) and self.is_fused(stack):
             matrix, = matrices
-            q8_gemv.norm_gemv(card, matrix.decoder, y, stack.stride, matrix.values, matrix.scales, x, weight, eps,
-                              matrix.n, u.k, n, u.q, u.d)
+            q8_gemv.norm_gemv(card, decoder_of(matrix), y, stack.stride, matrix, normed, u.quantized, n)
             return
         if any(matrix.is_quantized for matrix in matrices):
-            norm.rms_norm_quantize(card, u.q, u.d, x, weight, n, u.k, eps)
+            norm.rms_norm_quantize(card, u.quantized, normed, n, u.k)
         if not all(matrix.is_quantized for matrix in matrices):
-            norm.rms_norm(card, u.x, x, weight, n, u.k, eps)
+            norm.rms_norm(card, u.x, normed, n, u.k)
         for column, matrix in stack.parts:
             self.project(run, y.reshape(-1)[column:], matrix, u, stride=stack.stride)
 
     def project(self, run: PromptPass | DecodePass, y: Array, matrix: Matrix, u: Activation, add: bool = False,
                 stride: int = 0):
-        """y = u W^T (y += with `add`) through the kernel of the pass's family. Rows of y are `stride` numbers apart,
-        where they hold more than this product's n."""
-        card, n, k, rows, stride = self.card, matrix.n, matrix.k, run.rows.n, stride or matrix.n
-        decodes = isinstance(run, DecodePass)
+        """y = u W^T (y += with `add`) by a kernel of the pass's family. Rows of y are `stride` numbers apart, by
+        default the n of this product."""
+        card, n_rows, stride, decodes = self.card, run.rows.n, stride or matrix.n, isinstance(run, DecodePass)
         if matrix.is_quantized:
-            arguments = y, stride, matrix.values, matrix.scales, u.q, u.d, n, k, rows, add
+            arguments = y, stride, matrix, u.quantized, n_rows, add
             own = self.gemv if decodes else self.gemm
             if own and matrix.format == "Q8_0":
                 own(card, *arguments)
             elif decodes:
-                q8_gemv.gemv(card, matrix.decoder, *arguments)
+                q8_gemv.gemv(card, decoder_of(matrix), *arguments)
             else:
-                q8_gemm.gemm(card, FORMATS[matrix.format], *arguments, beside=run.shares_card)
+                q8_gemm.gemm(card, *arguments, concurrent=run.shares_card)
         else:
             product = float_matmul.gemv_float if decodes else float_matmul.gemm_float
-            product(card, y, stride, matrix.values, u.x, n, k, rows, add)
+            product(card, y, stride, matrix, u.x, n_rows, add)
 
 
 class Cache:
@@ -1941,9 +1913,9 @@ class Scheduler:
         self.first_tokens = collections.deque()     # the Flights that end prompts
         self.next_groups = itertools.cycle(range(pipeline.n_groups))
         self.totals = dict.fromkeys(("requests", "cache_hits", "prompt_tokens", "cached_tokens", "generated_tokens"), 0)
-        self.changed = threading.Condition()        # guards waiting, guests, draining, closing and error
+        self.changed = threading.Condition()        # guards waiting, guests, draining, closing and reason
         self.draining = self.closing = False        # draining: no more requests are taken; closing: no more rounds
-        self.error: str | None = None               # the sentence on what the engine failed with
+        self.reason: str | None = None              # why the engine has stopped, a sentence
         self.fault: Fault | None = None
         self.stepping = threading.Lock()            # held while the pipeline is in use
         self.guests = 0                             # threads that want the pipeline; the scheduler lets them go first
@@ -1954,7 +1926,7 @@ class Scheduler:
         """Queue a generation. Raises EngineStopped."""
         with self.changed:
             if self.draining or self.closing:
-                raise EngineStopped(self.error or "the engine was closed")
+                raise EngineStopped(self.reason or "the engine was closed")
             self.waiting.append(generation)
             self.changed.notify_all()
 
@@ -1984,8 +1956,8 @@ class Scheduler:
         """Context manager: the caller has the pipeline and the cache to itself. Raises EngineStopped after a failure or
         the end."""
         with self._as_guest(), self.stepping:
-            if self.closing or self.error is not None:
-                raise EngineStopped(self.error or "the engine was closed")
+            if self.closing or self.reason is not None:
+                raise EngineStopped(self.reason or "the engine was closed")
             yield
 
     @contextlib.contextmanager
@@ -2027,16 +1999,16 @@ class Scheduler:
         except BaseException as error:      # a panic of a library in Rust is no Exception
             self.fault = self.pipeline.fault or Fault.of(error)
             if isinstance(error, (CardError, CompileError)):    # every request gets this reason, later ones too
-                self.error = f"the engine has stopped: {self.fault.what}"
+                self.reason = f"the engine has stopped: {self.fault.what}"
             else:
                 logging.getLogger("qengine").error("the engine has stopped", exc_info=error)
-                self.error = "the engine has stopped after an internal error"
+                self.reason = "the engine has stopped after an internal error"
         with contextlib.suppress(Exception):            # queued work must end before its memory is freed
             self.pipeline.settle()
         with self.changed:
             self.closing = True
             for generation in [s.generation for s in self.running] + list(self.waiting):
-                generation.close(self.error and EngineStopped(self.error))
+                generation.close(self.reason and EngineStopped(self.reason))
             self.running.clear()
             self.waiting.clear()
             self.changed.notify_all()
@@ -2331,7 +2303,7 @@ DEFAULT_CTX = 4096          # tokens of a slot, if neither the caller nor the mo
 DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "qengine-10m-Q8_0.gguf"
 
 
-class Engine:
+class Engine(TextEngine):
     """A loaded model, for notebooks, the command line and the server.
 
         engine = qengine.load()             # the small model that comes with qengine, or name a file
@@ -2346,17 +2318,27 @@ class Engine:
         self.layers = [stage.layers for stage in pipeline.stages]      # of each card
         cache = PrefixCache(pipeline, sizes.n_pages, sizes.n_checkpoints, sizes.n_host_checkpoints)
         self.scheduler = Scheduler(pipeline, cache, tokenizer, sizes.n_slots, n_ctx, chunk)
+        self.pipe_meter = PipeMeter(pipeline, self.scheduler)
         self.scheduler.thread.start()
 
     @property
-    def error(self) -> str | None:
-        """What the engine failed with, a sentence; None while it works."""
-        return self.scheduler.error
+    def reason(self) -> str | None:
+        """Why the engine has stopped, a sentence; None while it works."""
+        return self.scheduler.reason
 
     @property
     def fault(self) -> Fault | None:
-        """The same, with the card if it was one, and since when."""
+        """The same with the card at fault, if there is one, and since when."""
         return self.scheduler.fault
+
+    @property
+    def counts_pipes(self) -> bool:
+        """Whether `count_pipes` can count, which is so where all layers are on one emulated card."""
+        return self.pipe_meter.can_count()
+
+    def count_pipes(self) -> dict | None:
+        """What a decode step of running answers does, as `engine.pipes.PipeMeter.count` has it."""
+        return self.pipe_meter.count()
 
     def submit(self, request: Request) -> Generation:
         """Start a request. Raises RequestError or EngineStopped."""
@@ -2382,7 +2364,7 @@ class Engine:
     def generate(self, prompt: str | list[int], **sampling) -> str:
         """The text that follows a prompt, given as text or token ids. `sampling`: the other fields of Request."""
         ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        return "".join(event.text for event in self.submit(Request(ids, **sampling)))
+        return "".join(delta.text for delta in self.submit(Request(ids, **sampling)))
 
     def evaluate(self, ids: list[int], tap=None) -> np.ndarray:
         """Logits float32 [len(ids), n_vocab] after each token of a text. The text runs through the layers as prompts
@@ -2615,1253 +2597,3 @@ def open_named(card: str | Card | list[Card] | None) -> list[Card]:
 def note(text: str):
     """A line for the person at the terminal; stdout is for answers."""
     print(text, file=sys.stderr, flush=True)
-
-
-# ======================================================================================================
-# 9  Server
-# ======================================================================================================
-# Open requests, their clients, errors, and the sockets under them. What clients say and hear is in api/, which makes a
-# Request of it; the engine does all the work.
-
-MAX_WAITING = 64            # requests beyond those that have a slot; one more is answered 429
-MAX_BODY = 4 << 20          # bytes of one request: the longest context, as token ids or as escaped text
-POLL_SECONDS = 0.05         # between two looks for clients that hung up
-READ_SECONDS = 60           # a client that takes nothing of what is there for it in so long is hung up on
-
-
-class Service:
-    """The HTTP endpoints and what they share.
-
-    engine: None while it loads (the answer is 503). sampling: arguments of Request where the HTTP request is
-    silent; thinking: likewise of the template. max_requests: how many may be open at once.
-    """
-
-    def __init__(self, engine, sampling, thinking, max_requests):
-        self.engine, self.max_requests = engine, max_requests
-        self.sampling, self.thinking = sampling, thinking
-        self.started = int(time.time())
-        self.changed = threading.Condition()        # guards what follows
-        self.open = {}                              # id -> (Generation, function: has its client hung up?)
-        self.n_entering = 0                         # places taken by what is not in it, or not yet
-        self.closing = False
-        self.is_loading = False                     # another engine, in the place of one that has failed
-        self.lost = []                              # the Faults of cards that it goes on without, see `go_on`
-        self.pipes = PipeMeter()
-        self.log = self.metrics = None              # of api/, set by create_app
-        threading.Thread(target=self.watch, name="client watcher", daemon=True).start()
-
-    def ready(self):
-        """The engine, or the answer 503."""
-        if self.engine is None or self.is_loading:
-            raise ServiceUnavailable("the model is still loading", retry_after=5)
-        if self.engine.error is not None:
-            raise EngineStopped(self.engine.error)
-        return self.engine
-
-    def respond(self, n: int, prepare, stream: bool):
-        """Submits n requests and returns the HTTP response to them.
-
-        prepare: makes (requests, answer), which may take long; they have their places by then. answer: what a
-        protocol makes of their generations: whole(generations) gives a JSON object, events(generations) the
-        server-sent events of a stream, which tells of its errors itself.
-        """
-        generations, answer = self.submit(n, prepare)
-        if stream:
-            response = flask.Response(answer.events(generations), mimetype="text/event-stream", headers={
-                "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})    # nginx passes it on as it comes
-            # not a `finally` in events(): a generator that was never started does not run it
-            response.call_on_close(lambda: self.release(generations))
-            return response
-        try:
-            return flask.jsonify(answer.whole(generations))
-        finally:
-            self.release(generations)
-
-    def text_of(self, ids) -> str:
-        """The text of token ids, special ones included."""
-        return self.engine.tokenizer.decode(ids, special=True)
-
-    # ---- open requests ------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def places(self, n: int):
-        """Of the places of open requests n for the `with` body, which prepares such or does what takes long for others.
-        TooManyRequests: so many are not left; ServiceUnavailable: the server ends."""
-        with self.changed:
-            if self.closing:
-                raise ServiceUnavailable("the server is shutting down", retry_after=5)
-            n_open = len(self.open) + self.n_entering
-            if n_open + n > self.max_requests:
-                raise TooManyRequests(f"too many requests: {n_open} of {self.max_requests} are open already",
-                                      retry_after=1)
-            self.n_entering += n
-        try:
-            yield
-        finally:
-            with self.changed:
-                self.n_entering -= n
-                self.changed.notify_all()
-
-    def submit(self, n: int, prepare) -> tuple:
-        """Hands n requests to the engine, all or none; their generations are open from now on, their client
-        watched. prepare: see `respond`. Returns (generations, answer)."""
-        gone = flask.request.environ.get("waitress.client_disconnected", lambda: False)
-        generations = []
-        try:
-            with self.places(n):
-                requests, answer = prepare()        # takes long with a grammar, here and in the engine
-                for request in requests:
-                    generations.append(self.ready().submit(request))
-        except BaseException as error:
-            self.release(generations)
-            if isinstance(error, Exception):
-                raise
-            raise RuntimeError(f"a library failed: {error!r}") from error   # a panic in Rust, which ends no handler
-        with self.changed:
-            self.open |= {id(generation): (generation, gone) for generation in generations}
-            if self.closing:
-                self.release(generations)
-            self.changed.notify_all()
-        flask.g.exchange.generations += generations     # for the log
-        return generations, answer
-
-    def release(self, generations):
-        """Ends generations, finished or not."""
-        with self.changed:
-            for generation in generations:
-                generation.cancel()
-                self.open.pop(id(generation), None)
-            self.changed.notify_all()
-
-    def watch(self):
-        """Cancels generations whose clients hung up: their handlers wait for a token and cannot notice."""
-        while not self.closing:
-            with self.changed:
-                self.changed.wait_for(lambda: self.open or self.closing)
-                gone = [generation for generation, is_gone in self.open.values() if is_gone()]
-            for generation in gone:
-                generation.cancel()
-            time.sleep(POLL_SECONDS)
-
-    def close(self, timeout=5.0) -> bool:
-        """Refuses new requests, cancels the open ones and waits for their end, `timeout` seconds at most.
-
-        Returns whether all have ended.
-        """
-        with self.changed:
-            self.closing = True
-            self.changed.notify_all()
-            for generation, _ in self.open.values():
-                generation.cancel()
-            return self.changed.wait_for(lambda: not (self.open or self.n_entering), timeout)
-
-
-class Failure(NamedTuple):
-    """An error as HTTP knows it; each protocol has a shape of its own for it."""
-
-    status: int
-    message: str
-    field: str | None = None                # of the request, where one is at fault
-    headers: dict = {}
-
-
-def explain(error: Exception) -> Failure:
-    """What a client hears of an error; the unforeseen is logged, and its text kept."""
-    for kind, told_as in (EngineStopped, ServiceUnavailable), (DeadlineExceeded, GatewayTimeout):
-        if isinstance(error, kind):
-            error = told_as(str(error))
-    if isinstance(error, RequestError):
-        return Failure(400, str(error), error.field)
-    if isinstance(error, HTTPException):
-        message = error.description
-        if error.code in (404, 405):
-            message = f"{flask.request.method} {flask.request.path[:80]} is not served; /openapi.json says what is"
-        if error.code == 413:
-            message = f"the request body is larger than {MAX_BODY} bytes"
-        return Failure(error.code, message, None, {
-            name: value for name, value in error.get_headers() if name in ("Allow", "Retry-After", "WWW-Authenticate")})
-    logging.getLogger("qengine").error("a request failed", exc_info=error)
-    return Failure(500, "internal error")
-
-
-def create_app(engine=None, sampling=None, thinking=None, max_requests=MAX_WAITING, keys=(), origins=(),
-               host="127.0.0.1", log_prompts=False) -> flask.Flask:
-    """The Flask app over `engine`; app.extensions["qengine"] is its Service.
-
-    Without an engine it answers 503 until the service is given one: it may listen before the model is there.
-    keys: API keys, of which one is wanted where there are any. origins: of web pages that may ask, "*" for all.
-    host: the address that the server is going to listen on.
-    log_prompts: put the text of prompts into the log of requests.
-    """
-    from api import anthropic, log, metrics, openai, openapi  # here, because they import this file
-    from api.access import Access
-
-    defaults = {"temperature": 1.0} | (sampling or {})      # what both protocols say; Request's own is greedy
-    service = Service(engine, defaults, thinking, max_requests)
-    app = flask.Flask("qengine", static_folder=None)
-    app.extensions["qengine"] = service
-    app.config["MAX_CONTENT_LENGTH"] = MAX_BODY
-    app.json.sort_keys = False
-
-    service.metrics = metrics.Metrics(service)
-    service.log = log.RequestLog([service.metrics.observe], service.text_of if log_prompts else None)
-    service.log.install(app)
-    Access(keys, origins, host).install(app)
-    for endpoint in openapi.ENDPOINTS:
-        app.add_url_rule(endpoint.path, f"{endpoint.method} {endpoint.path}",
-                         functools.partial(endpoint.answer, service), methods=[endpoint.method])
-
-    @app.errorhandler(Exception)
-    def failed(error):
-        failure = explain(error)
-        protocol = anthropic if flask.request.path.startswith("/v1/messages") else openai
-        return protocol.error_body(failure), failure.status, failure.headers
-
-    return app
-
-
-def listen(host: str, port: int) -> list:
-    """A listening socket for each address of `host`. OSError: one of them cannot listen, and so none does."""
-    with contextlib.ExitStack() as opened:
-        sockets = [opened.enter_context(socket.create_server(address[:2], family=family)) for family, _, _, _, address
-                   in dict.fromkeys(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))]
-        opened.pop_all()        # from here on they are the caller's
-    return sockets
-
-
-class HTTPError(waitress.task.ErrorTask):
-    """Waitress's own answer to what is no HTTP request, or too large a one, in OpenAI's shape."""
-
-    def execute(self):
-        from api import openai
-
-        error = self.request.error
-        refusal = HTTPException(f"{error.reason}: {error.body}")
-        refusal.code = error.code
-        body = json.dumps(openai.error_body(explain(refusal))).encode()
-        self.status, self.content_length = f"{error.code} {error.reason}", len(body)
-        self.response_headers.append(("Content-Type", "application/json"))
-        self.set_close_on_finish()
-        self.write(body)
-
-
-class Connection(waitress.channel.HTTPChannel):
-    """A client's connection."""
-
-    error_task_class = HTTPError
-
-    def writable(self):
-        """Whether to poll for room to write; asked at each poll, once a second or more often."""
-        if self.total_outbufs_len and self.is_stuck():
-            self.hang_up()      # else its answer would hold a thread, and an open request its place, for ever
-        return super().writable()
-
-    def is_stuck(self) -> bool:
-        """Whether there is something to send, and nothing could be sent for too long."""
-        with self.outbuf_lock:      # nobody is about to send what he has just put there
-            return self.total_outbufs_len > 0 and time.time() - self.last_activity > READ_SECONDS
-
-    def hang_up(self):
-        """Closes it by way of the thread that polls it, which also wakes whoever waits to write to it."""
-        with contextlib.suppress(OSError, AttributeError):      # it was closed meanwhile
-            self.socket.shutdown(socket.SHUT_RDWR)
-
-
-@contextlib.contextmanager
-def serving(app: flask.Flask, host: str, port: int):
-    """Answers HTTP on other threads while the `with` body runs; gives the port. OSError: it cannot listen."""
-    service = app.extensions["qengine"]
-    try:
-        sockets = listen(host, port)        # first: waitress starts its threads before it tries to
-    except OSError:
-        service.close()
-        raise
-    logging.getLogger("waitress.queue").setLevel(logging.ERROR)     # that requests wait is no news
-    watched = {}                                # waitress keeps here what it polls: sockets by their number
-    server = waitress.create_server(
-        app, watched, sockets=sockets, ident="qengine",
-        threads=service.max_requests + 8,       # an open request holds a thread: some are left for /health
-        connection_limit=1000,                  # above the threads, or streams wait for a connection
-        asyncore_use_poll=True,                 # select() cannot watch that many
-        channel_request_lookahead=1,            # without it a client that hangs up is not noticed
-        outbuf_high_watermark=100_000,          # bytes: further than that no answer runs ahead of its reader
-        max_request_body_size=4 * MAX_BODY)     # up to there Flask refuses, with an error in the right shape
-    listeners = [item for item in watched.values() if isinstance(item, waitress.server.BaseWSGIServer)]
-    for listener in listeners:
-        listener.channel_class = Connection
-    thread = threading.Thread(target=server.run, name="http server", daemon=True)
-    thread.start()
-    try:
-        yield getattr(server, "effective_port", port)       # a host of several addresses has no such thing
-    finally:
-        if not service.close():                 # somebody does not read what is written
-            hang_up(watched)
-        server.task_dispatcher.shutdown()       # waits for the threads that write the last answers
-        for listener in listeners:
-            listener.close()
-        thread.join(1.0)                        # what is written leaves
-        hang_up(watched)                        # on the idle, and on those that do not read
-        thread.join()
-
-
-def hang_up(watched: dict):
-    for connection in [item for item in list(watched.values()) if isinstance(item, Connection)]:
-        connection.hang_up()
-
-
-# ======================================================================================================
-# 10  Bench
-# ======================================================================================================
-# Prefill: a whole prompt of random tokens until its first answer token is on the host. Decode: steps of a
-# batch of slots from a context on, each until its tokens are on the host. Per cent are of what the probe
-# found: of the int8 operations that its dp4a lanes do at the measured clock (prefill: those of the matrix
-# products), and of the bytes per second that it reads (decode: weights, recurrent states and KV pages).
-# What fits in a cache is read faster than memory: a small model's decode may go beyond 100 per cent. Operations are
-# timed by themselves: those of a prompt's micro-batches, which run side by side, add up to more than the prompt takes.
-
-PROMPT_LENGTHS, CONTEXTS, REPEATS = (297, 1160, 4620, 18400), (297, 4620, 18400), 3
-EMULATED_LENGTH = 297       # prompt and context on the emulated card, once
-DECODE_STEPS = 32           # of one timed run
-PIPES_SECONDS = 1           # at least, from one counted step of a server to the next
-
-
-@dataclass(frozen=True)
-class Operation:
-    """What the launches of one kernel take, recorded and replayed by themselves."""
-
-    name: str
-    launches: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Speed:
-    """How fast prefill or decode is at a context; `operations` are those of the prompt, or of one step."""
-
-    context: int
-    batch: int
-    tokens_per_s: float             # the median of the repeats
-    repeats: list[float]
-    percent_of_peak: float
-    launches: int                   # of the prompt, or of a step
-    operations: list[Operation]
-
-
-class Bench:
-    """Times an engine that does nothing else; `batch` of its slots decode together. Close it afterwards.
-
-    reports: of its cards, whose speeds add up to what percentages are of.
-    """
-
-    def __init__(self, engine: Engine, reports: list[probe.Report], repeats: int, batch: int):
-        self.engine, self.reports, self.repeats, self.batch = engine, reports, repeats, batch
-        self.pipeline, self.stages = engine.pipeline, engine.pipeline.stages
-        self.random = np.random.default_rng(1)
-        n_groups = min(self.pipeline.n_groups, batch)
-        self.groups = [range(group, batch, n_groups) for group in range(n_groups)]     # their slots
-        pages = pages_for(engine.n_ctx)
-        for slot in range(batch):
-            self.pipeline.set_pages(slot, list(range(slot * pages, (slot + 1) * pages)))
-
-    # ---- what is timed ----
-
-    def chunks(self, n: int):
-        """(start, token ids) of the passes of a random prompt of n tokens."""
-        ids = self.random.integers(0, self.engine.config.n_vocab, n).tolist()
-        return [(start, ids[start:start + rows]) for start, rows in passes_over(
-            n, lambda start, last: self.pipeline.pass_rows(start, n, self.engine.chunk, last))]
-
-    def prompt(self, n: int, slot: int = 0) -> float:
-        """Seconds of a prompt of n tokens with its first answer token."""
-        chunks = self.chunks(n)
-        self.pipeline.prepare_slot(slot, Request([0]))
-        started = time.perf_counter()
-        for start, ids in chunks:
-            self.pipeline.prefill(ids, slot, start)
-        self.pipeline.sample_row(len(chunks[-1][1]) - 1, slot).read()
-        return time.perf_counter() - started
-
-    def steps(self, context: int) -> float:
-        """Seconds of DECODE_STEPS steps of the batch from a context on, its groups in turn."""
-        self.place_step(context)
-        before = [None] * len(self.groups)
-        started = time.perf_counter()
-        for _ in range(DECODE_STEPS):                   # one ahead, as the scheduler does
-            for group, slots in enumerate(self.groups):
-                tokens, before[group] = before[group], self.pipeline.step(len(slots), group=group)
-                if tokens:
-                    tokens.read()
-        for tokens in before:
-            tokens.read()
-        return time.perf_counter() - started
-
-    def prefill(self, n: int) -> Speed:
-        """The Speed of a prompt of n tokens."""
-        self.prompt(n)
-        speeds = [n / self.prompt(n) for _ in range(self.repeats)]
-        times = {}
-        self.pipeline.settle()                          # from here on the cards are ours, not their workers'
-        for start, ids in self.chunks(n):
-            for stage in self.stages:
-                operation_seconds(stage.card, self.chunk(stage, start, ids), times)
-        peak = sum(report.dp4a_peak for report in self.reports)
-        return self.speed(n, 1, speeds, self.prompt_operations(n) / n * np.median(speeds) / peak, times)
-
-    def chunk(self, stage: Stage, start: int, ids: list[int]):
-        """A function that queues the launches of a stage's pass over `ids`, whose inputs are on the card."""
-        set_rows(stage.inputs, ids, [0] * len(ids), range(start, start + len(ids)))
-        return functools.partial(stage.launch_micro_batches_in_sequence, len(ids))
-
-    def decode(self, context: int) -> Speed:
-        """The Speed of the batch from a context on."""
-        for slot in range(self.batch):
-            self.prompt(context, slot)
-        self.steps(context)
-        speeds = [self.batch * DECODE_STEPS / self.steps(context) for _ in range(self.repeats)]
-        self.place_step(context)
-        self.pipeline.settle()
-        times = {}
-        for stage in self.stages:
-            operation_seconds(stage.card, functools.partial(self.step, stage), times)
-        bandwidth = sum(report.read_bandwidth for report in self.reports)
-        share = self.step_bytes(context) / self.batch * np.median(speeds) / bandwidth
-        return self.speed(context, self.batch, speeds, share, times)
-
-    def speed(self, context, batch, speeds, share, times) -> Speed:
-        operations = [Operation(name, n, seconds) for name, (n, seconds) in times.items()]
-        operations.sort(key=lambda operation: -operation.seconds)
-        return Speed(context, batch, float(np.median(speeds)), speeds, float(100 * share),
-                     sum(operation.launches for operation in operations), operations)
-
-    def place_step(self, context: int):
-        """Tell the cards the inputs of a decode step."""
-        for group, slots in enumerate(self.groups):
-            self.pipeline.place([0] * len(slots), slots, [context] * len(slots), group)
-
-    def step(self, stage: Stage):
-        """Queue the launches of a stage's part of a decode step, which `Stage.step` replays from recordings."""
-        for group, slots in enumerate(self.groups):
-            stage.launch_step(len(slots), False, group, 0)
-
-    # ---- what it must move and compute ----
-
-    def weights(self) -> list[Matrix]:
-        """The matrices of the layers and the head: what every decode step reads whole."""
-        layers = [layer for stage in self.stages for layer in stage.model.layers]
-        return [matrix for layer in layers for matrix in matrices(layer)] + [self.pipeline.last.model.head]
-
-    def prompt_operations(self, n: int) -> int:
-        """Multiplications and additions of a prompt's matrix products, the head's of its last row alone."""
-        *layers, head = self.weights()
-        return 2 * (n * sum(matrix.n * matrix.k for matrix in layers) + head.n * head.k)
-
-    def step_bytes(self, context: int) -> int:
-        """Bytes of a decode step in the middle of DECODE_STEPS: weights once for each group, and of every slot the
-        recurrent states, read and written, and the keys and values up to its position."""
-        c, caches = self.engine.config, [stage.cache for stage in self.stages]
-        weights = sum(m.values.nbytes + (m.scales.nbytes if m.is_quantized else 0) for m in self.weights())
-        states = sum(2 * s.memory[0].nbytes + s.conv[0].nbytes for cache in caches for s in cache.recurrent.values())
-        n_attention = sum(len(cache.pages) for cache in caches)
-        kept = (context + DECODE_STEPS // 2) * n_attention * 2 * c.kv_dim * 2          # k and v, float16
-        return len(self.groups) * weights + self.batch * (states + kept)
-
-    # ---- estimates for cards that are not here ----
-
-    def estimates(self, n: int, context: int) -> dict:
-        """Tokens/s of other cards as estimated by one emulated card, which launches for each of them what that card
-        would have: {"prefill": {name: ..}, "decode": ..}."""
-        (stage,), chunks = self.stages, self.chunks(n)
-        self.pipeline.prepare_slot(0, Request([0]))
-        self.place_step(context)
-        self.pipeline.settle()
-
-        def prefill():
-            for start, ids in chunks:
-                self.chunk(stage, start, ids)()
-
-        work = {"prefill": (n, prefill), "decode": (self.batch, functools.partial(self.step, stage))}
-        return {name: {card: count / seconds for card, seconds in self.estimated_seconds(stage.card, each).items()}
-                for name, (count, each) in work.items()}
-
-    def estimated_seconds(self, card: Card, work) -> dict:
-        """Name -> seconds that what work() launches would take on each card of the table."""
-        found = {}
-        for model in CARDS:
-            with launching_as(card, model), card.counting() as log:
-                work()
-            found[model.name] = sum(launch.estimate(model).seconds for launch in log)
-        return found
-
-
-@contextlib.contextmanager
-def launching_as(card: Card, model: CardModel):
-    """What is launched on an emulated card meanwhile is what the other would have: grids are made for its SMs, if for
-    launches that do not overlap, of which estimates know nothing."""
-    own, card.n_sms = card.n_sms, model.n_sms
-    try:
-        yield
-    finally:
-        card.n_sms = own
-
-
-class PipeMeter:
-    """Counts what decode steps of a running engine do on an emulated card, launched as MODEL would have them.
-
-    A step takes a hundred times as long while it is counted: so that is done when somebody asks, at most once in
-    PIPES_SECONDS. The code that counts is compiled before the first time; what runs need not wait for it.
-    """
-
-    MODEL = CARDS[0]
-
-    def __init__(self):
-        self.busy = threading.Lock()                # held by who counts; others get what was counted last
-        self.last, self.at = None, -math.inf
-        self.recordings = {}                        # of the steps as MODEL has them
-
-    def can_count(self, engine) -> bool:
-        return [card.kind for card in engine.cards] == ["emulated"]
-
-    def count(self, engine) -> dict | None:
-        """Of a decode step, the next one or one before: its tokens, launches, pipes (instructions of warps by pipe),
-        megabytes (that memory must move), and on MODEL, by its name, estimated seconds; None until there was one."""
-        if self.busy.acquire(blocking=False):
-            try:
-                if time.monotonic() - self.at > PIPES_SECONDS:
-                    self.last = self._count(engine) or self.last
-                    self.at = time.monotonic()
-            finally:
-                self.busy.release()
-        return self.last
-
-    def _count(self, engine) -> dict | None:
-        stage, scheduler = engine.pipeline.last, engine.scheduler
-        with scheduler.between_steps(), self._as_model(engine):
-            n = len(scheduler.answering(0))
-            what = [(stage.launch_layers, n, 0), (stage.launch_choice, n, False, 0, 0)] if n else []
-            recordings = [stage.recording(*launch) for launch in what]
-        for recording in recordings:
-            stage.card.prepare_counting(recording)
-        with scheduler.between_steps(), self._as_model(engine), stage.card.counting() as log:
-            n = len(scheduler.answering(0))
-            scheduler.decode(0)
-            engine.pipeline.settle()
-        return summary(log, n, self.MODEL) if n else None
-
-    @contextlib.contextmanager
-    def _as_model(self, engine: Engine):
-        stage = engine.pipeline.last
-        engine.pipeline.settle()
-        own, stage.recordings = stage.recordings, self.recordings
-        try:
-            with launching_as(stage.card, self.MODEL):
-                yield
-        finally:
-            stage.recordings = own
-
-
-def summary(log: list, n_tokens: int, model: CardModel) -> dict:
-    """What a counted step did, as PipeMeter tells it."""
-    counts = sum((launch.counts for launch in log), Counts())
-    pipes = {name.rstrip("_"): n for name in PIPES if name != "move" and (n := getattr(counts, name))}
-    seconds = sum(launch.estimate(model).seconds for launch in log) if find_assembler() else None
-    return {"tokens": n_tokens, "launches": len(log), "pipes": pipes, "card": model.name, "estimated_seconds": seconds,
-            "megabytes": SECTOR * counts.distinct_sectors / 1e6}
-
-
-def bench_table(title: str, speeds: list[Speed], of_what: str) -> str:
-    """For people: a line for each Speed, then where the time of the last one goes."""
-    lines = [f"{title:<10}{'batch':>6}{'tokens/s':>12}   of {of_what:<16}{'launches':>9}"]
-    lines += [f"{speed.context:<10,}{speed.batch:>6}{speed.tokens_per_s:>12,.1f}   "
-              f"{f'{speed.percent_of_peak:.1f} %':<19}{speed.launches:>9,}" for speed in speeds]
-    operations = speeds[-1].operations
-    total = sum(operation.seconds for operation in operations)
-    lines += ["", f"  at {speeds[-1].context:,}, each kernel's launches replayed by themselves:"]
-    lines += [f"  {o.name:<28}{o.launches:>7,}{o.seconds * 1e3:>12.3f} ms{100 * o.seconds / total:>7.1f} %"
-              for o in operations]
-    return "\n".join(lines)
-
-
-def estimate_table(estimates: dict) -> str:
-    """The estimates, under their name."""
-    names = list(estimates["prefill"])
-    lines = [f"{'ESTIMATES':<18}{'prefill':>10}{'decode':>10}   tokens/s at most, from counted instructions "
-             "and sectors; not measured"]
-    for name in names:
-        lines.append(f"{name:<18}{estimates['prefill'][name]:>10,.0f}{estimates['decode'][name]:>10,.0f}")
-    return "\n".join(lines)
-
-
-# ======================================================================================================
-# 11  Command line
-# ======================================================================================================
-# One answer, a chat, a server or a measurement. Answers go to stdout, all else to stderr.
-
-EXAMPLES = """\
-examples:
-  python qengine.py                                                 talk with the small model that comes along
-  python qengine.py -m synthetic:tiny -p "Hello" --max-tokens 32    random weights: a first run without a file
-  python qengine.py -m model.gguf --chat                            talk with a model
-  python qengine.py -m model.gguf --serve                           OpenAI-compatible server on port 8080
-  python qengine.py -m model.gguf --perplexity text.txt             how well the model predicts a text
-  python qengine.py --probe                                         what this card's pipes and memory can do
-  python qengine.py -m model.gguf --bench                           how fast the model runs on it
-  python qengine.py -m model.gguf --plan --card cuda                what it would take of all cards together
-"""
-
-TASKS = "prompt", "chat", "serve", "perplexity", "bench", "probe", "plan", "print_config"
-
-# Options that mean nothing without one of others. Whoever says them expects something.
-GOES_WITH = {"raw": ["prompt"], "slots": ["serve", "plan", "print_config"], "kv_tokens": ["serve", "plan"],
-             **dict.fromkeys(["host", "api_key", "api_key_file", "cors", "log_prompts", "go_on"], ["serve"]),
-             **dict.fromkeys(["checkpoint_memory", "checkpoint_host_memory"], ["serve", "chat", "plan"]),
-             "trace": ["prompt", "chat", "serve", "perplexity", "bench"],
-             "against": ["perplexity"], "json": ["bench", "probe"],
-             **dict.fromkeys(["prompt_lengths", "contexts", "repeats", "batch", "cards"], ["bench"]),
-             **dict.fromkeys([*SAMPLING, "thinking"], ["prompt", "chat", "serve"])}
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        self.exit(2, f"qengine: {message} (see --help)\n")
-
-
-def within(kind: type, low, high):
-    """An argparse type: an int or a float from `low` to `high`, as a row of SAMPLING says."""
-    def convert(text):
-        value = kind(text)
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be from {low} to {high}, not {text}")
-        return value
-
-    convert.__name__ = "whole number" if kind is int else "number"      # for "invalid number value: 'x'"
-    return convert
-
-
-def whole_numbers(text: str) -> tuple[int, ...]:
-    """An argparse type: "297,4620"."""
-    try:
-        numbers = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        numbers = ()
-    if not numbers or min(numbers) < 1 or max(numbers) >= 2**31 - DECODE_STEPS - 1:
-        raise argparse.ArgumentTypeError(f"must be whole numbers from 1 on with commas, not {text!r}")
-    return numbers
-
-
-def listed(numbers) -> str:
-    return ",".join(map(str, numbers))
-
-
-def build_parser() -> Parser:
-    parser = Parser(
-        usage="python qengine.py [-m MODEL] [-p TEXT | --chat | --serve [PORT] | --perplexity FILE |\n"
-              "                         --bench | --probe | --plan] [options]",
-        description="Runs a Qwen3.5 or Qwen3.6 model on NVIDIA cards or, without one, on an emulated card.",
-        epilog=EXAMPLES, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-m", "--model", metavar="MODEL", default=DEFAULT_MODEL,
-                        help="a GGUF file, or random weights: synthetic:0.8b, synthetic:9b:q4_k, ... "
-                             "(default: the small model that comes with qengine)")
-
-    what = parser.add_argument_group("what to do (one of these; at a terminal a chat, if none is named)")
-    what = what.add_mutually_exclusive_group()
-    what.add_argument("-p", "--prompt", metavar="TEXT", help="answer this text and leave")
-    what.add_argument("--chat", action="store_true",
-                      help="a conversation in the terminal (Ctrl-C stops an answer, Ctrl-D leaves)")
-    what.add_argument("--serve", metavar="PORT", nargs="?", type=within(int, 0, 65535), const=8080,
-                      help="an OpenAI-compatible HTTP server (default port: 8080)")
-    what.add_argument("--perplexity", metavar="FILE",
-                      help="how well the model predicts a UTF-8 text, taken as -p --raw takes it: the text "
-                           "is cut into windows of --ctx tokens that know nothing of each other, and each "
-                           "token is predicted once, from those before it in its window (the first of a "
-                           "window from the whole window before)")
-    what.add_argument("--bench", action="store_true",
-                      help="tokens/s of prompts and of answers, how much of the card they use and where the "
-                           "time goes; needs a card that does nothing else, and probes it if nobody did")
-    what.add_argument("--probe", action="store_true",
-                      help="measure what the card's instructions, memory and launches can do, name what is "
-                           "throttled, and keep the result; uses no model")
-    what.add_argument("--plan", action="store_true",
-                      help="show what the model would take of each card's memory, the longest context that fits, and "
-                           "what passing from card to card costs; loads nothing")
-    what.add_argument("--print-config", action="store_true",
-                      help="show the model's configuration, and what --ctx, --slots and --card make of it")
-
-    answer = parser.add_argument_group("the answer")
-    for name, (kind, low, high, meaning) in SAMPLING.items():
-        answer.add_argument("--" + name.replace("_", "-"), metavar="N" if kind is int else "X",
-                            type=within(kind, low, high), help=meaning)
-    answer.add_argument("--thinking", choices=("on", "off"),
-                        help="let the model reason before it answers (default: as its chat template says)")
-    answer.add_argument("--raw", action="store_true", help="continue the -p text as it stands")
-
-    compare = parser.add_argument_group("with --perplexity")
-    compare.add_argument("--against", metavar="OTHER",
-                         help="also OTHER's figures, and how far MODEL's predictions are from its own (KL "
-                              "divergence, likeliest tokens); the vocabulary is the same, and both are "
-                              "loaded at once")
-
-    bench = parser.add_argument_group("with --bench (in brackets: on the emulated card)")
-    lengths = functools.partial(bench.add_argument, type=whole_numbers, metavar="N,N")
-    lengths("--prompt-lengths",
-            help=f"tokens of the prompts (default: {listed(PROMPT_LENGTHS)} [{EMULATED_LENGTH}])")
-    lengths("--contexts", help=f"tokens before the answers (default: {listed(CONTEXTS)} [{EMULATED_LENGTH}])")
-    bench.add_argument("--repeats", metavar="N", type=within(int, 1, 1000),
-                       help=f"the median of so many counts (default: {REPEATS} [1])")
-    bench.add_argument("--batch", metavar="N", type=within(int, 1, 256), default=1,
-                       help="answers decoded at the same time (default: 1)")
-    bench.add_argument("--cards", metavar="N,N", type=whole_numbers,
-                       help="on so many of the cards, one after the other, and then side by side: 1,2 (default: on all "
-                            "that --card names, or else those that it takes without)")
-    bench.add_argument("--json", metavar="FILE", help="write everything there, too; also with --probe")
-
-    server = parser.add_argument_group("with --serve")
-    server.add_argument("--host", metavar="ADDRESS", default="127.0.0.1",
-                        help="address to listen on (default: 127.0.0.1, this machine only)")
-    server.add_argument("--slots", metavar="N", type=within(int, 1, 256), default=1,
-                        help="answers generated at the same time (default: 1)")
-    server.add_argument("--api-key", metavar="KEY", action="append", default=[],
-                        help="answer only who sends this key, or another of several; other users of this machine can "
-                             "read a command line")
-    server.add_argument("--api-key-file", metavar="FILE", help="the same for each line of a file")
-    server.add_argument("--cors", metavar="ORIGIN", action="append", default=[],
-                        help="let web pages of this origin ask, https://chat.example say; * for all; several are "
-                             "allowed; behind a proxy without keys this server's own page needs it, too")
-    server.add_argument("--log-prompts", action="store_true", help="write the text of prompts into the log of requests")
-
-    server.add_argument("--go-on", action="store_true",
-                        help="when a card fails, load the model anew onto the others if it fits there, and serve on")
-
-    machine = parser.add_argument_group("the machine")
-    machine.add_argument("--trace", metavar="FILE",
-                         help="write what cards and threads did when, for ui.perfetto.dev or chrome://tracing: "
-                              "kernels, copies and waits; slower than without")
-    machine.add_argument("--card", metavar="CARD",
-                         help="cuda:0 for one, cuda:0,2 or cuda (all) for several that share the layers, or emulated, "
-                              "emulated:3, emulated:3@0.25 (links of 0.25 GB/s), emulated:cmp-100-210,v100 (like cards "
-                              "of these types) (default: the first NVIDIA card if the model fits there, or else all of "
-                              "them; without any an emulated card)")
-    machine.add_argument("--split", metavar="N,N", type=whole_numbers,
-                         help="layers on each card (default: so that the slowest card is as fast as memory allows)")
-    machine.add_argument("--ctx", metavar="N", type=within(int, 1, 2**31 - 1),
-                         help="tokens a conversation may have, prompt and answer together "
-                              f"(default: {DEFAULT_CTX}, or the model's own where that is less)")
-    machine.add_argument("--kv-tokens", metavar="N", type=within(int, 1, 2**31 - 1),
-                         help="tokens of all conversations together, running ones and those kept for their "
-                              f"next turn (default: slots x ctx, and {KEPT_CONTEXTS} times as many where there "
-                              "is memory)")
-    for where, default in ("", "a quarter of what is free"), ("host-", "an eighth of the machine's"):
-        machine.add_argument(f"--checkpoint-{where}memory", metavar="MB", type=within(int, 0, 2**31 - 1),
-                             help=f"{'host' if where else 'card'} memory for the states that spare later prompts "
-                                  f"what they have in common with earlier ones (default: {default})")
-    return parser
-
-
-def option_name(name: str) -> str:
-    return "-p" if name == "prompt" else "--" + name.replace("_", "-")
-
-
-def given(parser: Parser, options) -> list[str]:
-    """The names of the options that the command line set."""
-    return [name for name, value in vars(options).items() if value != parser.get_default(name)]
-
-
-def check_options(parser: Parser, options):
-    """Leaves with a sentence when an option would do nothing."""
-    names = given(parser, options)
-    for name in names:
-        partners = GOES_WITH.get(name)
-        if partners and not set(partners) & set(names):
-            parser.error(f"{option_name(name)} goes with {' or '.join(map(option_name, partners))}")
-    if options.bench and options.ctx is not None:
-        parser.error("--ctx is not for --bench, which takes what --prompt-lengths and --contexts need")
-    if options.trace and len(options.cards or ()) > 1:
-        parser.error("--trace holds one run: name one number of --cards")
-    if options.split and set(options.cards or ()) - {len(options.split)}:
-        parser.error("--split names the layers of each card: give --cards that number of cards alone")
-    if options.split and (options.probe or options.print_config):
-        parser.error("--split is for what loads a model, and for --plan")
-    if options.probe and options.model != DEFAULT_MODEL:
-        parser.error("-m is not for --probe, which uses no model")
-    if options.raw and options.thinking:
-        parser.error("--thinking is for chat templates, and --raw uses none")
-    if not options.model:
-        parser.error("-m names no model: a GGUF file, or synthetic:tiny")
-
-
-def print_answer(engine, prompt_ids: list, sampling: dict) -> tuple:
-    """Generates and prints text as it comes, then the speed; returns (text, was it stopped by Ctrl-C?)."""
-    generation = engine.submit(Request(prompt_ids, **sampling))
-    pieces, interrupted = [], False
-    try:
-        for event in generation:
-            pieces.append(event.text)
-            print(event.text, end="", flush=True)
-    except KeyboardInterrupt:
-        interrupted = True
-    finally:
-        generation.cancel()
-        print()
-    if pieces:      # the prompt's last step gives the first token: the answer's speed is that of the others
-        n_prompt, times = generation.n_prompt, generation.token_times
-        speeds = [f"prompt {n_prompt} tokens, {n_prompt / (times[0] - generation.started):.1f} tokens/s",
-                  f"answer {len(times)} tokens"]
-        if len(times) > 1:
-            speeds[1] += f", {(len(times) - 1) / (times[-1] - times[0]):.1f} tokens/s"
-        note("; ".join(speeds))
-    return "".join(pieces), interrupted
-
-
-def check_text(text: str):
-    """RequestError when text from the command line or the terminal was not valid UTF-8."""
-    if any("\ud800" <= c <= "\udfff" for c in text):     # how Python passes on bytes that it cannot decode
-        raise RequestError("prompt", "the prompt is not valid UTF-8")
-
-
-def run_prompt(model: OpenModel, options, sampling: dict, thinking) -> int:
-    """Answers one text; returns the exit code. What cannot be answered is refused before the load."""
-    check_text(text := options.prompt)
-    n_ctx = model.n_ctx(options.ctx)
-    if model.template is not None and not options.raw:
-        text = model.template.render([{"role": "user", "content": text}], enable_thinking=thinking)
-    ids = encode_prompt(model.tokenizer, text, n_ctx)
-    Request(ids, **sampling).check(model.config.n_vocab, n_ctx)
-    with contextlib.closing(load_engine(model, options)) as engine, traced(engine, options):
-        _, interrupted = print_answer(engine, ids, sampling)
-    return 130 if interrupted else 0
-
-
-def run_chat(model: OpenModel, options, sampling: dict, thinking) -> int:
-    """A conversation on the terminal, or with the lines of stdin; returns the exit code."""
-    if model.template is None:
-        raise ModelError("this model has no chat template: use -p TEXT --raw")
-    with contextlib.closing(load_engine(model, options)) as engine, traced(engine, options):
-        return chat(engine, sampling, thinking)
-
-
-def chat(engine, sampling: dict, thinking) -> int:
-    """The conversation itself; Ctrl-C ends what is being answered and nothing else."""
-    sys.stdin.reconfigure(errors="surrogateescape")     # what is no text is refused below, in a sentence
-    if sys.stdin.isatty():
-        try:
-            import readline  # noqa: F401  gives input() line editing; not on every system
-        except ImportError:
-            pass
-        note("Ctrl-C stops an answer, Ctrl-D leaves.")
-    messages = []
-    while True:
-        interruptible()
-        try:
-            text = input("> " if sys.stdin.isatty() else "")
-        except EOFError:
-            return 0
-        except KeyboardInterrupt:               # meant for the answer that ended just before
-            if not sys.stdin.isatty():
-                raise
-            note("\nCtrl-D leaves.")
-            continue
-        if not text.strip():
-            continue
-        messages.append({"role": "user", "content": text})
-        try:
-            check_text(text)
-            ids = engine.encode(engine.template.render(messages, enable_thinking=thinking))
-            answer, _ = print_answer(engine, ids, sampling)
-        except RequestError as error:           # the conversation has outgrown the context, say
-            note(f"qengine: {error}")
-            messages.pop()
-        except KeyboardInterrupt:               # before the answer began
-            messages.pop()
-        else:
-            messages.append({"role": "assistant", "content": answer})
-
-
-def run_server(options, sampling: dict, thinking) -> int:
-    """Listens, loads, serves until Ctrl-C or SIGTERM; then cancels what is open and tells its clients."""
-    from api.access import read_keys
-    from api.log import on_stderr
-
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    keys = read_keys(options.api_key, options.api_key_file)
-    app = create_app(None, sampling, thinking, options.slots + MAX_WAITING, keys, options.cors, options.host,
-                     options.log_prompts)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(on_stderr(app.extensions["qengine"].log))
-        try:
-            port = stack.enter_context(serving(app, options.host, options.serve))
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            note(f"qengine: cannot listen on {options.host} port {options.serve}: {reason}")
-            return 2
-        if not keys and not is_loopback(options.host):
-            note(f"warning: whoever reaches {options.host} can use this server: --api-key asks for a key")
-        service = app.extensions["qengine"]
-        service.engine = load_engine(options.model, options)
-        stack.enter_context(traced(service.engine, options))
-        try:
-            note(f"serving {service.engine.name} on http://{options.host}:{port}/ (a page to talk with it, and /v1 for "
-                 "programs; Ctrl-C stops)")
-            is_working = True
-            while is_working:
-                service.engine.scheduler.thread.join()  # ends by a failure only, of which /health goes on to tell
-                note(f"qengine: {service.engine.error}")
-                is_working = options.go_on and go_on(service, options)
-            while True:
-                time.sleep(3600)
-        finally:
-            stack.close()
-            service.engine.close()
-
-
-def go_on(service: Service, options) -> bool:
-    """Gives the service, whose engine has failed, another one on the cards that are left of all that were opened, or of
-    those that do not fail meanwhile. False: that cannot be."""
-    failed, fault = service.engine, service.engine.fault
-    left = failed.cards + failed.spare
-    service.is_loading = True
-    failed.close()
-    for stage in failed.pipeline.stages:
-        stage.release()
-    try:
-        while fault.card is not None:
-            service.lost.append(fault)
-            left = [card for card in left if card.name != fault.card]
-            if not left:
-                raise CardError("no card is left")
-            gc.collect()                # of what tracebacks hold
-            try:
-                service.engine = load(options.model, left, **asked(options) | {"split": None})
-            except CardError as error:
-                if error.card is None:
-                    raise
-                note(f"qengine: {error}")
-                fault = Fault.of(error)
-            else:
-                note(f"going on with {', '.join(card.name for card in service.engine.cards)}")
-                return True
-        raise CardError("no card is known to be at fault")
-    except (CardError, CompileError, ModelError, RequestError) as error:
-        note(f"qengine: cannot go on: {error}")
-        return False
-    finally:
-        service.is_loading = False
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens on it."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-@dataclass(frozen=True)
-class Perplexity:
-    """How well a model predicts a text of n + 1 tokens: arrays [n], one entry for each token after the first.
-
-    losses        float64, nats: negative log-likelihood of the token
-    other_losses  the same of another model with the probabilities p', or None, as below
-    divergences   float64, nats: sum of p' log(p' / p), the KL divergence of the model from the other
-    same_top      bool: both find the same token likeliest
-    """
-
-    losses: np.ndarray
-    other_losses: np.ndarray | None = None
-    divergences: np.ndarray | None = None
-    same_top: np.ndarray | None = None
-
-    def table(self, names: list[str]) -> str:
-        """For people, with the names of the one or two models at the heads of the columns."""
-        columns = [losses for losses in (self.losses, self.other_losses) if losses is not None]
-        rows = [("", names),
-                ("tokens predicted", [f"{len(losses):,}" for losses in columns]),
-                ("nats per token", [f"{losses.mean():.4f}" for losses in columns]),
-                ("  standard error", [f"{losses.std() / math.sqrt(len(losses)):.4f}" for losses in columns]),
-                ("perplexity", [f"{np.exp(losses.mean()):.4f}" for losses in columns])]
-        if self.divergences is not None:
-            middle, high = np.percentile(self.divergences, [50, 99])
-            rows += [("", []),
-                     ("KL divergence, mean", [f"{self.divergences.mean():.6f} nats"]),
-                     ("  median", [f"{middle:.6f} nats"]),
-                     ("  99 %", [f"{high:.6f} nats"]),
-                     ("  max", [f"{self.divergences.max():.6f} nats"]),
-                     ("same likeliest token", [f"{100 * self.same_top.mean():.2f} %"])]
-        width = max(16, *map(len, names))
-        return "\n".join("  ".join([f"{label:<20}", *(f"{cell:>{width}}" for cell in cells)]).rstrip()
-                         for label, cells in rows)
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Natural logarithms of the probabilities, float64, of each row of logits. CardError: they hold a NaN."""
-    shifted = logits - logits.max(axis=-1, keepdims=True).astype(np.float64)
-    if np.isnan(shifted).any():
-        raise CardError(NAN_LOGITS)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-
-
-def measure_perplexity(engine: Engine, ids: list[int], against: Engine | None = None,
-                       progress: bool = False) -> Perplexity:
-    """Predict each token of a text but the first, once; at least two tokens.
-
-    The text is cut into windows of the context's length, which know nothing of each other: a token is
-    predicted from those before it in its window, and the first of a window from the whole window before.
-    against: another engine, to compare with. Of logits, HEAD_ROWS rows of each engine are held at a time.
-    """
-    engines = [engine] if against is None else [engine, against]
-    n_ctx, found = min(each.n_ctx for each in engines), []
-    last = len(ids) - 1
-    with tqdm.tqdm(desc="perplexity", total=last, unit="token", leave=False, disable=not progress) as bar:
-        for start in range(0, last, n_ctx):
-            window, at = ids[start:min(start + n_ctx, last)], start + 1
-            for logits, *other in zip(*(each.logit_rows(window) for each in engines), strict=True):
-                found.append(score_rows(ids[at:at + len(logits)], logits, *other))
-                at += len(logits)
-                bar.update(len(logits))
-    return Perplexity(*map(np.concatenate, zip(*found)))
-
-
-def score_rows(tokens: list[int], logits: np.ndarray, other_logits: np.ndarray | None = None) -> tuple:
-    """The fields of Perplexity for rows of logits float32 [rows, n_vocab] and the tokens that came."""
-    rows, predicted = np.arange(len(tokens)), log_softmax(logits)
-    losses = -predicted[rows, tokens]
-    if other_logits is None:
-        return losses,
-    other = log_softmax(other_logits)
-    divergences = (np.exp(other) * (other - predicted)).sum(axis=-1)
-    same_top = logits.argmax(axis=-1) == other_logits.argmax(axis=-1)
-    return losses, -other[rows, tokens], np.maximum(divergences, 0), same_top      # below 0 is rounding
-
-
-def run_perplexity(model: OpenModel, options) -> int:
-    """Prints how well a model predicts a text, perhaps beside another model; returns the exit code."""
-    ids = model.tokenizer.encode(read_text(options.perplexity))
-    if len(ids) < 2:
-        raise RequestError("perplexity", f"{options.perplexity}: fewer than 2 tokens, so none to predict")
-    names, other = [options.model], None
-    if options.against is not None:
-        names, other = [options.model, options.against], open_model(options.against)
-        if other.tokenizer.pieces != model.tokenizer.pieces:
-            raise ModelError(f"{options.against}: its vocabulary is not that of {options.model}, so there is "
-                             "nothing to compare")
-    with contextlib.ExitStack() as stack:
-        engine = stack.enter_context(contextlib.closing(load_engine(model, options)))
-        stack.enter_context(traced(engine, options))
-        against = None
-        if other:
-            against = load(other, card=engine.cards[0], ctx=engine.n_ctx)
-            stack.callback(against.close)
-        measured = measure_perplexity(engine, ids, against, progress=True)
-    print(measured.table([Path(name).name.removesuffix(".gguf") for name in names]))
-    return 0
-
-
-def read_text(path: str) -> str:
-    """A text file as it stands, whatever ends its lines. RequestError: there is none, or it is not UTF-8."""
-    try:
-        return Path(path).read_bytes().decode()
-    except OSError as error:
-        raise RequestError("perplexity", f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise RequestError("perplexity", f"{path}: not UTF-8 text (byte {error.start})") from None
-
-
-def run_probe(options) -> int:
-    """Measures the chosen cards; returns the exit code."""
-    reports = probe.probe_cards(options.card)
-    if options.json:
-        write_json(options.json, [report.to_dict() for report in reports])
-    return 0
-
-
-def run_bench(model: OpenModel, options) -> int:
-    """Prints how fast a model is, perhaps on several numbers of cards; returns the exit code."""
-    cards, counts = open_cards(options.card), options.cards or [None]
-    if options.cards and max(counts) > len(cards):
-        raise RequestError("cards", f"--cards {listed(counts)}: there are {len(cards)} to take them from")
-    if options.json:
-        write_json(options.json, {})    # now: what is measured should not be lost for a mistyped folder
-    chosen = [cards[:n] if options.card or n else None for n in counts]
-    runs = [bench_cards(model, each, cards[0].kind == "emulated", options) for each in chosen]
-    if len(runs) > 1:
-        print(f"\n{side_by_side(runs)}")
-    if options.json:
-        write_json(options.json, {"runs": runs} if len(runs) > 1 else runs[0])
-    return 0
-
-
-def bench_cards(model: OpenModel, cards: list[Card] | None, emulated: bool, options) -> dict:
-    """Prints how fast a model is on these cards, or on those that `load` would take; returns that as JSON has it."""
-    lengths = sorted(options.prompt_lengths or ([EMULATED_LENGTH] if emulated else PROMPT_LENGTHS))
-    contexts = sorted(options.contexts or ([EMULATED_LENGTH] if emulated else CONTEXTS))
-    repeats = options.repeats or (1 if emulated else REPEATS)
-    n_ctx = max(*lengths, *contexts) + DECODE_STEPS + 1
-    wishes = {"slots": options.batch, "kv_tokens": options.batch * pages_for(n_ctx) * PAGE_TOKENS,
-              "checkpoint_memory": 0, "split": options.split}       # every slot has pages of its own
-    cards = make_planner(model, cards, Demand(n_ctx, **wishes)).cards
-    reports, free = [probe.saved_or_measured(card) for card in cards], sum(card.free_bytes for card in cards)
-    with (contextlib.closing(load(model, card=cards, ctx=n_ctx, **wishes)) as engine, traced(engine, options)):
-        bench = Bench(engine, reports, repeats, options.batch)
-        peaks = ("dp4a measured", "read measured") if emulated else ("dp4a peak", "read bandwidth")
-        prefill = [bench.prefill(n) for n in lengths]
-        print(bench_table("prefill", prefill, peaks[0]), flush=True)
-        decode = [bench.decode(n) for n in contexts]
-        print(f"\n{bench_table('decode', decode, peaks[1])}")
-        used = free - sum(card.free_bytes for card in cards)
-        print(f"\n{engine.name} on {', '.join(card.describe() for card in cards)}; peak memory {show_bytes(used)}")
-        estimates = None
-        if emulated and len(cards) == 1 and find_assembler():
-            estimates = bench.estimates(lengths[0], contexts[0])
-            print(f"\n{estimate_table(estimates)}")
-    layers = [[stage.layers.start, stage.layers.stop - 1] for stage in engine.pipeline.stages]
-    return {"model": engine.name, "date": probe.now(), "cards": [card.facts() for card in cards], "layers": layers,
-            "versions": probe.versions(), "probes": [report.to_dict() for report in reports], "peak_memory_bytes": used,
-            "prefill": [dataclasses.asdict(speed) for speed in prefill],
-            "decode": [dataclasses.asdict(speed) for speed in decode]} | ({"estimates": estimates} if estimates else {})
-
-
-def side_by_side(runs: list[dict]) -> str:
-    """A table of tokens/s with a column for each run, and how many times the first one's each is."""
-    heads = [f"{len(run['cards'])} card{'s' * (len(run['cards']) > 1)}" for run in runs]
-    lines = [f"{'tokens/s':<26}" + "".join(f"{head:>20}" for head in heads)]
-    for what in "prefill", "decode":
-        for speeds in zip(*(run[what] for run in runs)):
-            name = f"{what} {'at ' * (what == 'decode')}{speeds[0]['context']:,}"
-            name += f", batch {speeds[0]['batch']}" * (what == "decode")
-            first = speeds[0]["tokens_per_s"]
-            columns = [f"{speed['tokens_per_s']:,.1f}" + (f"  {speed['tokens_per_s'] / first:.2f} x" if i else "")
-                       for i, speed in enumerate(speeds)]
-            lines.append(f"{name:<26}" + "".join(f"{column:>20}" for column in columns))
-    return "\n".join(lines)
-
-
-def write_json(path: str, data):
-    """OSError, which `main` puts into a sentence, where the file cannot be written."""
-    Path(path).write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def print_config(options) -> int:
-    """What the model file and the command line say; returns the exit code."""
-    model = open_model(options.model)
-    said = {"ctx": model.n_ctx(options.ctx), "slots": options.slots,
-            "card": options.card or "the first if the model fits there, or else all"}
-    for name, value in (dataclasses.asdict(model.config) | said).items():
-        print(f"{name} = {value}")
-    return 0
-
-
-def asked(options) -> dict:
-    """What the command line asks of `load`; for a single text, hardly any memory goes to checkpoints."""
-    is_single = not (options.chat or options.plan or options.serve is not None)
-    on_card, on_host = (0 if is_single else size and size << 20
-                        for size in (options.checkpoint_memory, options.checkpoint_host_memory))
-    return {"ctx": options.ctx, "slots": options.slots, "kv_tokens": options.kv_tokens, "checkpoint_memory": on_card,
-            "checkpoint_host_memory": on_host, "split": options.split}
-
-
-def load_engine(model: str | OpenModel, options) -> Engine:
-    """The engine for what is to be done."""
-    return load(model, card=options.card, **asked(options))
-
-
-@contextlib.contextmanager
-def traced(engine: Engine, options):
-    """What --trace asks for, of what the engine's cards do inside."""
-    if not options.trace:
-        yield
-        return
-    try:
-        with tracing(engine.cards) as trace:
-            yield
-    finally:
-        trace.write(options.trace)
-        if LEFT_OUT in trace.facts:
-            note(f"qengine: {options.trace} lacks {trace.facts[LEFT_OUT]}")
-
-
-def run_plan(model: OpenModel, options) -> int:
-    """Prints where the model goes and what that takes; returns the exit code. Raises OutOfMemory."""
-    wishes = asked(options)
-    planner = make_planner(model, options.card, Demand(model.n_ctx(wishes.pop("ctx")), **wishes))
-    planner.check()
-    print(planner.report())
-    return 0
-
-
-def run(options) -> int:
-    """Does what the parsed command line asks; returns the exit code."""
-    sampling = {name: getattr(options, name) for name in SAMPLING if getattr(options, name) is not None}
-    thinking = {None: None, "on": True, "off": False}[options.thinking]
-    if options.trace:
-        write_json(options.trace, {})       # now: what is recorded should not be lost for a mistyped folder
-    if options.print_config:
-        return print_config(options)
-    if options.serve is not None:
-        return run_server(options, sampling, thinking)
-    if options.probe:
-        return run_probe(options)
-    model = open_model(options.model)
-    if options.plan:
-        return run_plan(model, options)
-    if options.bench:
-        return run_bench(model, options)
-    if options.perplexity is not None:
-        return run_perplexity(model, options)
-    if options.chat:
-        return run_chat(model, options, sampling, thinking)
-    return run_prompt(model, options, sampling, thinking)
-
-
-def interruptible():
-    """From now on Ctrl-C raises KeyboardInterrupt, once. Pressed again before the next call of this it leaves
-    at once: all that it could interrupt then is the clean-up."""
-    signal.signal(signal.SIGINT, interrupt)
-
-
-def interrupt(*_):
-    signal.signal(signal.SIGINT, leave)
-    raise KeyboardInterrupt
-
-
-def leave(*_):
-    os._exit(130)
-
-
-def main(arguments=None) -> int:
-    """The command line. Returns the exit code: 0 done, 1 a card failed or nobody takes the answer, 2 the user can
-    put it right, 130 stopped by Ctrl-C."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    parser = build_parser()
-    options = parser.parse_args(arguments)
-    if not set(TASKS) & set(given(parser, options)):
-        if not sys.stdin.isatty():
-            parser.error(f"say what to do: {', '.join(map(option_name, TASKS))}")
-        options.chat = True
-    check_options(parser, options)
-    before = signal.getsignal(signal.SIGINT)
-    interruptible()
-    try:
-        code = run(options)
-        sys.stdout.flush()
-        return code
-    except (ModelError, RequestError, CardError, CompileError) as error:
-        note(f"qengine: {error}")
-        return 2
-    except EngineStopped as error:
-        note(f"qengine: {error}")
-        return 1
-    except KeyboardInterrupt:
-        note("")
-        return 130
-    except OSError as error:        # the reader of our output left, as `head` does; a disk is full
-        if not isinstance(error, BrokenPipeError):
-            note(f"qengine: {error}")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")        # a terminal that lacks a letter shows a question mark
-    exit_code = main()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)    # nothing is left to interrupt but Python's own end
-    sys.exit(exit_code)

@@ -1,14 +1,18 @@
-"""The wire formats: what clients send and receive over HTTP, one protocol per file.
+"""The wire formats, what clients send and receive over HTTP, one protocol per file; and the server around them.
 
-Each translates to and from qengine's Request, Event and messages, and knows nothing of cards or caches; qengine.py
-knows of the protocols only which endpoints they have.
+A protocol translates to and from Request, Delta and messages, and knows nothing of cards or caches. No file here
+imports qengine or cli: a server is handed an engine, of which it uses what engine/text_engine.py names.
 
     openai.py      /v1/chat/completions, /v1/completions, /v1/models
     anthropic.py   /v1/messages, /v1/messages/count_tokens
-    plain.py       /tokenize, /detokenize, /apply-template: what is behind the two
-    openapi.py     /openapi.json: all of them described
+    plain.py       /tokenize, /detokenize, /apply-template, /health
+    openapi.py     /openapi.json: all endpoints described; which protocol an error is told in
     page.py        /, a chat page (page.html), and /pipes, what its live bar shows
     metrics.py     /metrics
+    endpoint.py    what an endpoint is, and what a protocol is to the server
+    errors.py      what a client hears of an error
+    service.py     open requests and their clients, and the Flask app over them
+    http.py        the sockets under that app
     access.py      API keys, and pages of other origins
     log.py         a line for each request
     chat.py        a conversation, whatever its protocol: prompt, grammar, and how to read the answer

@@ -1,16 +1,21 @@
 """Who may ask: API keys, and web pages of other origins (CORS).
 
-A key comes as `Authorization: Bearer KEY` or as `x-api-key: KEY`, whichever the client's library sends. Without keys
-every program is let in, but no foreign web page: it would act through the browser of somebody who may.
+A key comes as `Authorization: Bearer KEY` or as `x-api-key: KEY`, whichever the client's library sends. A server
+without keys lets every program in, but no foreign web page: such a page would act through the browser of somebody who
+may ask.
 
-Browsers name a page's origin in `Origin`, and let it read answers only if the server names that origin, too; before most
-requests they ask by a preflight, which carries no key. A page whose own name leads to this machine (DNS rebinding) is of
-no other origin to them: a server on loopback knows it by what it calls the server, one on another address, which may have
-any name, does not, and wants keys. Through an SSH tunnel the server is a port of localhost, as it is without; behind a
-proxy the page has an origin of its own, to be named by --cors, unless there are keys.
+A browser names the origin of a page in the header `Origin`. It lets the page read an answer only if the answer names
+that origin, too. Before most requests of a foreign page it sends a preflight, which carries no key.
+
+DNS rebinding: an attacker's page may give its own name the address 127.0.0.1. To the browser that page and this server
+then have the same origin. A server on loopback sees it in the header `Host`, which holds the page's name, and refuses.
+A server on another address may have any name, so it cannot tell, and should have keys. Through an SSH tunnel the server
+is a port of localhost, as it is without the tunnel. Behind a proxy the server's own page has the origin of the proxy:
+--cors has to name that origin, unless there are keys.
 """
 
 import hmac
+import ipaddress
 import urllib.parse
 from pathlib import Path
 
@@ -19,9 +24,8 @@ from werkzeug.datastructures import WWWAuthenticate
 from werkzeug.exceptions import Forbidden, Unauthorized
 
 from engine.request import RequestError
-from qengine import is_loopback
 
-OPEN = {"/", "/health"}             # what needs no key: the chat page, which asks for one, and whether the server lives
+OPEN = {"/", "/health"}             # paths that need no key: the chat page, which asks for one, and /health
 PREFLIGHT_SECONDS = 600             # for so long a browser need not ask again
 READABLE = "Retry-After, X-Request-Id, Request-Id"      # headers of answers that pages of other origins may read
 
@@ -40,7 +44,7 @@ class Access:
         app.after_request(self.name_origin)
 
     def admit(self):
-        """The answer to a preflight; else nothing, or Unauthorized, or Forbidden."""
+        """The answer to a preflight; None for every other request that is let in. Raises Unauthorized or Forbidden."""
         request = flask.request
         asked = request.headers.get("Access-Control-Request-Method")
         if request.method == "OPTIONS" and asked and self.allowed_origin():
@@ -53,8 +57,8 @@ class Access:
             check_key(self.keys, request.headers)
 
     def check_page(self, origin: str | None, host: str | None):
-        """Forbidden, if a page may be asking that is neither the server's own nor of an origin that may.
-        host: what the server is called in the request; None: no browser asks."""
+        """Raises Forbidden where a web page may be asking that is neither the server's own page nor of an origin that
+        may ask. host: the name of the server in the request; None: no browser asks."""
         own = {f"{scheme}://{host}" for scheme in ("http", "https")}
         if origin and origin not in own and not self.allowed_origin():
             raise Forbidden(f"pages of {origin[:80]} may not ask this server: --cors lets them, "
@@ -75,23 +79,33 @@ class Access:
         return response
 
     def allowed_origin(self) -> str | None:
-        """What a page of the request's origin is to be told."""
+        """The origin that the answer names, so that a page of the request's origin may read it; None: it may not."""
         origin = flask.request.headers.get("Origin")
         return "*" if origin and "*" in self.origins else origin if origin in self.origins else None
 
 
 def name_of(origin: str) -> str:
-    """The host of an origin, in small letters, or "" where it has none."""
+    """The host of an origin, in small letters, or "" where the origin has none."""
     try:
         return (urllib.parse.urlsplit(origin).hostname or "").rstrip(".")
     except ValueError:
         return ""
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens on this address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def check_key(keys: list[bytes], headers):
-    """Unauthorized, unless one of the keys was sent. Each is compared, in a time that says nothing of what was right."""
+    """Raises Unauthorized unless one of the keys was sent. Every key is compared, in a time that does not depend on how
+    much of it was right."""
     scheme, _, bearer = headers.get("Authorization", "").partition(" ")
-    sent = [key.strip().encode() for key in (bearer if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))]
+    bearer = bearer if scheme.lower() == "bearer" else ""
+    sent = [key.strip().encode() for key in (bearer, headers.get("x-api-key", ""))]
     if not any([hmac.compare_digest(key, one) for key in keys for one in sent]):        # a list: no early end
         what = "the API key is not one of this server's" if any(sent) else \
             "this server wants an API key, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
@@ -99,7 +113,7 @@ def check_key(keys: list[bytes], headers):
 
 
 def read_keys(keys, path: str | None) -> list[str]:
-    """The keys of the command line and those of a file, one per line. RequestError when one can be no key."""
+    """The keys of the command line and those of a file, one per line. Raises RequestError where one cannot be a key."""
     if path:
         try:
             lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]

@@ -1,19 +1,20 @@
 """Anthropic's messages.
 
-Beyond Anthropic's own fields: min_p, seed and the penalties of SAMPLING, and timeout (seconds in which the answer has
-to be there). Thoughts come where `thinking` asks for them; budget_tokens and effort are hints, of which the models know
-nothing. A field that is not described here is refused, also one of a beta: what a request asks of betas is in its
-fields, and the header anthropic-beta is not looked at.
+Beyond Anthropic's own fields there are min_p, seed and the penalties of SAMPLING, and timeout (the answer has to be
+complete within so many seconds). Thoughts come where `thinking` asks for them. budget_tokens and effort are accepted as
+hints, and have no effect on these models. A field that is not described here is refused, also a field of a beta. The
+header anthropic-beta is not looked at, because a request that uses a beta shows it in its fields.
 """
 
 import json
 import uuid
 
-from engine.request import SAMPLING, Request, RequestError
-from qengine import explain
+from engine.request import SAMPLING, Delta, Request, RequestError
 
 from . import chat
-from .fields import ANYTHING, BOOL, SECONDS, TEXT, Endpoint, either, list_of, number, object_of, one_of
+from .endpoint import Endpoint, WireProtocol
+from .errors import ErrorAnswer, explain
+from .fields import ANYTHING, BOOL, SECONDS, TEXT, either, list_of, number, object_of, one_of
 from .openai import MAX_STOPS, NAME, OBJECT, STOP
 from .reply import CallArguments, CallStart, Content, Message, Thought, kept_alive, sse, whole
 from .tools import Tool
@@ -22,7 +23,7 @@ from .tools import Tool
 
 
 def block(type: str, required: dict, **optional) -> dict:
-    """A block of a content; where a prompt may be cached is for the engine to find."""
+    """A block of a message's content. cache_control is accepted and ignored: the engine itself finds what to keep."""
     return object_of({"type": one_of(type), "cache_control": ANYTHING, **required, **optional}, ["type", *required])
 
 
@@ -52,7 +53,7 @@ THINKING = either(choice("enabled", budget_tokens=number("max_tokens"), display=
 OUTPUT = object_of({"effort": one_of("low", "medium", "high", "xhigh", "max"),
                     "format": object_of({"type": one_of("json_schema"), "schema": OBJECT}, ["type", "schema"])})
 
-# What the templates do by themselves: of earlier turns the model is shown no thoughts, whatever `keep` says.
+# The templates do this by themselves: they show the model no thoughts of earlier turns, whatever `keep` says.
 EDIT = object_of({"type": one_of("clear_thinking_20251015"), "keep": ANYTHING}, ["type"])
 
 CONVERSATION = {
@@ -65,6 +66,19 @@ MESSAGES = object_of({
     # what changes no answer
     **dict.fromkeys(["metadata", "service_tier", "inference_geo", "speed", "user_profile_id", "workspace_id"],
                     ANYTHING)}, ["messages", "max_tokens"])
+
+# ---- errors ----------------------------------------------------------------------------------------------
+
+ERRORS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+          413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
+
+
+def error_body(answer: ErrorAnswer) -> dict:
+    kind = ERRORS.get(answer.status, "api_error" if answer.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": answer.message}}
+
+
+PROTOCOL = WireProtocol("/v1/messages", error_body)
 
 # ---- endpoints -------------------------------------------------------------------------------------------
 
@@ -86,10 +100,10 @@ def count_tokens(service, body: dict):
     return {"input_tokens": chat.count(service, read_conversation(body))}
 
 
-ENDPOINTS = [Endpoint("POST", "/v1/messages", "Answer a conversation (Anthropic)", messages, MESSAGES,
+ENDPOINTS = [Endpoint("POST", "/v1/messages", "Answer a conversation (Anthropic)", messages, PROTOCOL, MESSAGES,
                       generates=True),
              Endpoint("POST", "/v1/messages/count_tokens", "How long the prompt of a conversation is", count_tokens,
-                      object_of(CONVERSATION, ["messages"]))]
+                      PROTOCOL, object_of(CONVERSATION, ["messages"]))]
 
 
 def read_conversation(body: dict) -> chat.Conversation:
@@ -105,7 +119,7 @@ def read_conversation(body: dict) -> chat.Conversation:
 
 
 def read_tools(body: dict) -> chat.Toolbox | None:
-    """The tools of a request, None where there are none to call."""
+    """The tools of a request; None where it offers none, or forbids calls."""
     tools = [Tool(tool["name"], tool["input_schema"], bool(tool.get("strict"))) for tool in body.get("tools", [])]
     offered = [{"type": "function", "function": {
         "name": tool["name"], "description": tool.get("description", ""), "parameters": tool["input_schema"]}}
@@ -126,7 +140,7 @@ def text_of(content) -> str:
 
 
 def read_message(message: dict) -> list[dict]:
-    """The messages that one of Anthropic's is for a chat template, to which the results of tools are messages, too."""
+    """One of Anthropic's messages as chat templates take it: there, the result of a tool is a message of its own."""
     role, content = message["role"], message["content"]
     if isinstance(content, str):
         return [{"role": role, "content": content}]
@@ -143,7 +157,7 @@ def read_message(message: dict) -> list[dict]:
 
 
 def result_of(block: dict) -> str:
-    """What a tool said; the templates have no place for its failure but the text."""
+    """The text of a tool's result. The templates have no field for a failure, so the text says so."""
     return ("Error: " if block.get("is_error") else "") + text_of(block.get("content") or "")
 
 
@@ -151,7 +165,7 @@ def result_of(block: dict) -> str:
 
 
 class Answer:
-    """The answer to one HTTP request, whole or as a stream of events."""
+    """The answer to one HTTP request, whole or as a stream of server-sent events."""
 
     def __init__(self, model: str, reply, stops, shows_thoughts: bool):
         self.id, self.model, self.reply, self.stops = f"msg_{uuid.uuid4().hex[:24]}", model, reply, stops
@@ -160,9 +174,9 @@ class Answer:
     def whole(self, generations) -> dict:
         [generation] = generations
         message, reason = Message(), None
-        for event in whole(generation):
-            reason = event.finish_reason
-            for part in self.parts(event):
+        for delta in whole(generation):
+            reason = delta.finish_reason
+            for part in self.parts(delta):
                 message.add(part)
         return self.message(list(map(written, message.blocks)), self.usage(generation)) | self.end(generation, reason)
 
@@ -176,12 +190,12 @@ class Answer:
         try:
             start = self.message([], {"input_tokens": generation.n_prompt, "output_tokens": 0})
             yield event("message_start", message=start | {"stop_reason": None, "stop_sequence": None})
-            for one in whole(generation, is_stream=True):
+            for delta in whole(generation, is_stream=True):
                 yield ""
-                if one is None:
+                if delta is None:
                     continue
-                reason = one.finish_reason
-                for part in self.parts(one):
+                reason = delta.finish_reason
+                for part in self.parts(delta):
                     yield from blocks.write(part)
             yield from blocks.close()
             yield event("message_delta", delta=self.end(generation, reason), usage=self.usage(generation))
@@ -189,9 +203,9 @@ class Answer:
         except Exception as error:      # the status is out already: clients raise from this event instead
             yield sse(error_body(explain(error)), "error")
 
-    def parts(self, one) -> list:
-        """What is to be told of an event of the engine."""
-        parts = self.reply.push(one)
+    def parts(self, delta: Delta) -> list:
+        """The parts of the answer that a token completes and the client is to see."""
+        parts = self.reply.push(delta)
         return parts if self.shows_thoughts else [part for part in parts if not isinstance(part, Thought)]
 
     def message(self, blocks: list, usage: dict) -> dict:
@@ -199,7 +213,7 @@ class Answer:
                 "content": blocks, "usage": usage}
 
     def end(self, generation, reason: str) -> dict:
-        """Why the answer ended, and at which stop sequence."""
+        """Why the answer ended, and at which stop sequence, if it ended at one."""
         stop = None
         if reason == "length":
             is_asked = generation.n_generated == generation.request.max_tokens
@@ -217,7 +231,7 @@ class Answer:
 
 
 def written(block) -> dict:
-    """A block of an answer; a call as text where the answer ended within its arguments, which then are no object."""
+    """A block of an answer. Where the end of the answer has cut a call, its arguments are no JSON: it becomes text."""
     match block:
         case Thought(text):
             return opened(block) | {"thinking": text}
@@ -230,7 +244,7 @@ def written(block) -> dict:
 
 
 def opened(part) -> dict:
-    """The block that a part begins, still empty."""
+    """The block that begins with this part, without the part's content."""
     match part:
         case Thought():
             return {"type": "thinking", "thinking": "", "signature": ""}
@@ -240,8 +254,8 @@ def opened(part) -> dict:
             return {"type": "tool_use", "id": id.replace("call_", "toolu_"), "name": name, "input": {}}
 
 
-def delta(part) -> dict | None:
-    """What a part adds to its block."""
+def change_of(part) -> dict | None:
+    """What a part adds to its block; Anthropic's streams call it a delta."""
     match part:
         case Thought(text):
             return {"type": "thinking_delta", "thinking": text}
@@ -252,7 +266,7 @@ def delta(part) -> dict | None:
 
 
 class BlockWriter:
-    """Writes the parts of an answer as events: a block for each run of parts of one kind, and for each call."""
+    """Writes the parts of an answer as server-sent events. A block holds a run of parts of one kind, or one call."""
 
     def __init__(self):
         self.n_blocks, self.kind = 0, None      # kind: of the parts of the open block, None where none is open
@@ -262,7 +276,7 @@ class BlockWriter:
             yield from self.close()
             yield event("content_block_start", index=self.n_blocks, content_block=opened(part))
             self.kind, self.n_blocks = type(part), self.n_blocks + 1
-        if (change := delta(part)) is not None:
+        if (change := change_of(part)) is not None:
             yield event("content_block_delta", index=self.n_blocks - 1, delta=change)
 
     def close(self):
@@ -275,13 +289,5 @@ class BlockWriter:
 
 
 def event(type: str, **data) -> str:
+    """A server-sent event as Anthropic's streams have it."""
     return sse({"type": type} | data, type)
-
-
-ERRORS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-          413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
-
-
-def error_body(failure) -> dict:
-    kind = ERRORS.get(failure.status, "api_error" if failure.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": failure.message}}

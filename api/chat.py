@@ -12,7 +12,7 @@ from .grammar import GrammarError, Rules
 from .reply import Reply, opening_of
 from .tools import Tool, form_of
 
-# What a message of a user or the system begins or ends with to switch thinking on or off from there on.
+# A message of the user or the system that begins or ends with one of these switches thinking on or off from there on.
 SWITCHES = {"/think": True, "/no_think": False}
 
 
@@ -30,7 +30,7 @@ class Toolbox:
 @dataclass(frozen=True)
 class Conversation:
     """What a request wants answered. thinking: None leaves it to the messages, the command line and the template, in
-    this order. schema: what the text of the answer must be; schema_field: what says so."""
+    this order. schema: of the JSON value that the answer's text must be. schema_field: the request's field with it."""
 
     messages: list[dict]
     thinking: bool | None
@@ -69,7 +69,8 @@ def render(service, conversation: Conversation) -> tuple[str, str]:
 
 
 def check_tools(tools: list[Tool], form):
-    """RequestError, where a model that calls tools in this form could not tell them apart, or name what they take."""
+    """Raises RequestError where a model that calls tools in this form could not tell two tools apart, or not write the
+    name of an argument."""
     if form is None:
         raise RequestError("tools", "the chat template of this model knows no tools")
     for name, n in collections.Counter(tool.name for tool in tools).items():
@@ -89,9 +90,10 @@ def count(service, conversation: Conversation) -> int:
 
 
 def prepare(service, conversation: Conversation) -> Turn:
+    """What the engine is asked for, and how its answers are read."""
     engine, toolbox = service.ready(), conversation.toolbox
     prompt, opening = render(service, conversation)
-    prompt_ids = engine.encode(prompt)          # first: a prompt too long needs no grammar
+    prompt_ids = engine.encode(prompt)          # first, because a prompt too long needs no grammar
     tokenizer, form = engine.tokenizer, form_of(engine.template.source)
     rules = rules_of(Rules(tokenizer.tags, opening), form, conversation)
     tools = {tool.name: tool for tool in toolbox.tools} if toolbox else None
@@ -100,8 +102,9 @@ def prepare(service, conversation: Conversation) -> Turn:
 
 
 def rules_of(rules: Rules, form, conversation: Conversation) -> dict:
-    """What an answer must obey, as arguments of Request. A schema that cannot be enforced, or only by a grammar too
-    long, is refused where somebody demands it: as the form of the text, of a required call, of a strict tool."""
+    """What an answer must obey, as arguments of Request. Raises RequestError for a schema that cannot be enforced, or
+    only by too long a grammar, where the request demands it: as the form of the text, of a required call, or of a
+    strict tool."""
     toolbox, schema, field = conversation.toolbox, conversation.schema, conversation.schema_field
     ruled = {}
     if schema is not None:
@@ -116,11 +119,11 @@ def rules_of(rules: Rules, form, conversation: Conversation) -> dict:
     except GrammarError as error:
         if ruled or toolbox.must or any(tool.strict for tool in toolbox.tools):
             raise RequestError("tools", f"a schema in 'tools' cannot be enforced: {error}") from None
-        return {}                       # calls may be made all the same, and are read when they are whole
+        return {}                       # the model may still call tools; a call is then read when it is whole
 
 
 def where_stop_strings_count(tags: dict[str, int], opening: str, toolbox: Toolbox | None) -> dict:
-    """Arguments of Request: stop strings are for text, so behind the thoughts and before the calls."""
+    """Arguments of Request. Stop strings count in text alone, which is behind the thoughts and before the calls."""
     has_both = opening == "either" and {"<think>", "</think>"} <= tags.keys()
     return {"stop_after": tags.get("</think>") if opening == "thought" or has_both else None,
             "stop_pause": tags["<think>"] if has_both else None,
@@ -129,7 +132,8 @@ def where_stop_strings_count(tags: dict[str, int], opening: str, toolbox: Toolbo
 
 @contextlib.contextmanager
 def named_as_sent(conversation: Conversation):
-    """What the engine calls a prompt and a grammar has other names in a request."""
+    """Gives RequestErrors of the engine, about its prompt and its grammar, the names that these have in the client's
+    request."""
     try:
         yield
     except RequestError as error:
@@ -142,10 +146,10 @@ def named_as_sent(conversation: Conversation):
 
 
 def take_switches(messages: list[dict]) -> tuple[list[dict], bool | None]:
-    """The messages without /think and /no_think, and what the last of these says."""
+    """The messages without the switches /think and /no_think, and what the last switch says; None without one."""
     said = []
 
-    def without(text):      # no regular expression: those look at a row of blanks again and again
+    def without(text):      # without regular expressions, which take quadratic time over a row of blanks
         for word, value in SWITCHES.items():
             if (begun := text.lstrip()).startswith(word) and not begun[len(word):][:1].strip():
                 said.append(value)

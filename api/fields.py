@@ -2,47 +2,14 @@
 
 A description is JSON Schema, of which `check` knows: type, enum, minimum, maximum, minLength, maxLength, pattern,
 items, minItems, maxItems, properties, propertyNames, required, additionalProperties, and anyOf. A property that is not
-required may be null, too, which says no more than leaving it out.
+required may also be null, which means the same as leaving it out.
 """
 
 import difflib
 import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
-
-import flask
 
 from engine.request import SAMPLING, RequestError
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """A path, what may be sent there, and the function that answers: view(service, body).
-
-    generates: whether the view asks for places itself, see Service.submit. Every other body has one until it is
-    answered: megabytes take seconds."""
-
-    method: str
-    path: str
-    summary: str
-    view: Callable
-    body: dict | None = None        # the description of the body; None: there is none
-    generates: bool = False
-
-    def answer(self, service):
-        """The response to the current HTTP request. RequestError names what is wrong with its body."""
-        if self.body is None:
-            return self.view(service)
-        service.ready()
-        with service.places(1):
-            body = parse_body(flask.request.get_data())
-            check(body, self.body)
-            body = {name: value for name, value in body.items() if value is not None}
-            if not self.generates:
-                return flask.jsonify(self.view(service, body))
-        return self.view(service, body)
-
 
 # ---- descriptions --------------------------------------------------------------------------------------
 
@@ -65,12 +32,12 @@ def list_of(items: dict, least: int = 0, most: int | None = None) -> dict:
 
 
 def either(*descriptions: dict) -> dict:
-    """Any of these, which differ in their type, or are objects whose first property says which one it is."""
+    """Any of these descriptions. They differ in their type, or are objects whose first property tells them apart."""
     return {"anyOf": list(descriptions)}
 
 
 def object_of(properties: dict, required=(), others: bool | dict = False) -> dict:
-    """An object; `others` says whether it may hold more than these, or what."""
+    """An object. others: whether it may hold more properties than these, or the description of such properties."""
     return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": others}
 
 
@@ -83,11 +50,11 @@ NOUNS = {"boolean": "true or false", "string": "a string", "array": "a list", "o
 
 
 MAX_DEPTH = 100             # of a body's nesting
-MAX_LOOKED_AT = 10_000      # items of one list that are checked one by one
+MAX_LOOKED_AT = 10_000      # items of one list that are checked one by one, at most
 
 
 def parse_body(data: bytes) -> dict:
-    """The JSON object in a request body; RequestError when it holds none, or text that is not Unicode."""
+    """The JSON object in a request body. Raises RequestError where there is none, or text is not Unicode."""
     def refuse(constant):
         raise ValueError(f"{constant} is no JSON number")
 
@@ -99,7 +66,7 @@ def parse_body(data: bytes) -> dict:
             raise RequestError(None, f"the request body is nested more than {MAX_DEPTH} deep")
         for name, value in body.items():
             json.dumps([name, value], ensure_ascii=False).encode()
-    except UnicodeEncodeError:      # "\ud800" is legal JSON, yet no text: the tokenizer cannot take it
+    except UnicodeEncodeError:      # "\ud800" is legal JSON but no text, so the tokenizer cannot take it
         name = name.encode(errors="replace").decode()
         raise RequestError(name, f"'{name}' holds half of a surrogate pair") from None
     except (ValueError, RecursionError) as error:
@@ -108,7 +75,7 @@ def parse_body(data: bytes) -> dict:
 
 
 def _is_deep(value) -> bool:
-    """Whether lists and objects lie in one another deeper than what walks through them can go."""
+    """Whether lists and objects are nested deeper than MAX_DEPTH, which functions that call themselves can follow."""
     layer = [value]
     for _ in range(MAX_DEPTH):
         layer = [one for outer in layer for one in (outer.values() if isinstance(outer, dict) else outer)
@@ -117,7 +84,8 @@ def _is_deep(value) -> bool:
 
 
 def check(value, description: dict, path: str = ""):
-    """RequestError, naming the path of the first part of the value that its description does not allow."""
+    """Raises RequestError where a part of the value is not what its description allows; the error names the path of the
+    first such part."""
     if "anyOf" in description:
         description = _alternative(value, description, path)
     kind = description.get("type")
@@ -130,7 +98,7 @@ def check(value, description: dict, path: str = ""):
 
 
 def _check_items(values: list, description: dict, path: str):
-    """Numbers and texts by the million are told by their types alone, where these are all that is asked of them."""
+    """Items that are described by their type alone are not looked at one by one: there may be millions."""
     kinds = [one["type"] for one in description.get("anyOf", [description]) if one.keys() == {"type"}]
     plain = {TYPES[kind] for kind in kinds if kind not in ("number", "array")}
     others = [(i, item) for i, item in enumerate(values) if type(item) not in plain]
@@ -158,14 +126,14 @@ def _check_properties(value: dict, description: dict, path: str):
 
 
 def unknown_field(where: str, name: str, properties) -> RequestError:
-    name = name[:80]                # the rest of it would come back in the error
+    name = name[:80]                # the error repeats the name to the client
     meant = difflib.get_close_matches(name.lower(), properties, 1, cutoff=0.8)
     hint = f": did you mean '{where}{meant[0]}'?" if meant else ""
     return RequestError(where + name, f"unknown field '{where}{name}'{hint}")
 
 
 def _alternative(value, description: dict, path: str) -> dict:
-    """The one of several descriptions that a value means to follow."""
+    """The one of several descriptions that the value is meant to fit."""
     fitting = [one for one in description["anyOf"] if _is(value, one.get("type")) and _within(value, one)]
     if len(fitting) > 1 and isinstance(value, dict):
         key = next(iter(fitting[0]["properties"]))
@@ -180,17 +148,17 @@ def _alternative(value, description: dict, path: str) -> dict:
 def _is(value, kind: str | None) -> bool:
     if kind is None:
         return True
-    is_bool = isinstance(value, bool)               # which Python takes for a number
+    is_bool = isinstance(value, bool)               # Python counts True and False among the numbers
     return isinstance(value, TYPES[kind]) and is_bool == (kind == "boolean")
 
 
 def _within(value, description: dict) -> bool:
     """Whether a value of the right type keeps to its limits."""
     if "enum" in description:
-        is_bool = isinstance(value, bool)           # true is not 1, here
+        is_bool = isinstance(value, bool)           # in JSON, true is not 1
         return any(value == one and is_bool == isinstance(one, bool) for one in description["enum"])
     if isinstance(value, str):
-        pattern = description.get("pattern", "^(?s:.*)$").strip("^$")       # ours are of the whole text
+        pattern = description.get("pattern", "^(?s:.*)$").strip("^$")       # our patterns describe the whole text
         is_fit = description.get("minLength", 0) <= len(value) <= description.get("maxLength", len(value))
         return is_fit and re.fullmatch(pattern, value) is not None
     if isinstance(value, list):

@@ -24,19 +24,19 @@ from .tools import BY_SCHEMAS, DEFINITIONS, PARAMETER_END, Tool, XMLCall, choice
 STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 
-# What says nothing of a value, and would make two values of one kind differ.
+# Keywords that say nothing of a value. Two schemas that differ only in these have the same values.
 ANNOTATIONS = "title", "description", "examples", "default"
-LITERAL = "enum", "const", *ANNOTATIONS         # whose values are no schemas
-NAMED = "properties", "patternProperties", *DEFINITIONS         # whose values are schemas by names, `default` among them
+LITERAL = "enum", "const", *ANNOTATIONS     # their values are no schemas
+NAMED = "properties", "patternProperties", *DEFINITIONS     # their values are schemas by names, one maybe `default`
 
-# What says of all arguments together what the XML form cannot see to.
+# Keywords about all arguments together, which a grammar of the XML form cannot enforce.
 OF_ALL_ARGUMENTS = BY_SCHEMAS | {
     "patternProperties", "propertyNames", "minProperties", "maxProperties", "dependentRequired", "dependentSchemas",
     "dependencies", "unevaluatedProperties", "enum", "const"}
 
-MAX_SCHEMAS = 8 * GRAMMAR_LETTERS   # letters of schemas of arguments, of which many may have one rule
-PATTERN_COST = 10_000               # in such letters: each is tried on its own
-SAID = {            # by llguidance in terms of its own: what it means
+MAX_SCHEMAS = 8 * GRAMMAR_LETTERS   # letters of schemas of arguments; the grammar is shorter where they share rules
+PATTERN_COST = 10_000               # of a pattern, in such letters: each pattern is tried on its own
+SAID = {            # what llguidance says in its own terms -> what that means
     "Regex is empty: .*": "no string fits it",
     "oneOf constraints are not supported.*": "oneOf, where a value may fit two of its schemas: they have to differ in "
                                              "their types, or in the values of something that they require"}
@@ -45,8 +45,8 @@ TOO_LONG = f"it takes a grammar of more than {GRAMMAR_LETTERS} letters"
 
 
 @functools.lru_cache(maxsize=16)        # one request may bring megabytes of schemas
-def compile_grammar(lark: str) -> str:
-    """What Request.grammar takes. GrammarError: llguidance cannot use it."""
+def checked_grammar(lark: str) -> str:
+    """A grammar in Lark's syntax as Request.grammar takes it. Raises GrammarError where llguidance cannot use it."""
     if len(lark) > GRAMMAR_LETTERS:
         raise GrammarError(TOO_LONG)
     grammar = LLMatcher.grammar_from_lark(lark)
@@ -64,20 +64,20 @@ def literal(text: str) -> str:
 
 
 def json_value(schema: dict, strict: bool = True) -> str:
-    """Lark for a JSON value that fits a schema. Not strict: keywords that cannot be enforced are overlooked.
-    GrammarError: strict, and something would be; or too much meets in it."""
+    """Lark for a JSON value that fits a schema. Where strict is false, keywords that cannot be enforced are overlooked.
+    Raises GrammarError where strict is true and there are such keywords, or where too many patterns meet."""
     check_meetings(schema)
     if strict:
         check_counts(schema)
     try:
         options = {"x-guidance": STYLE | {"lenient": not strict}}
         return "%json " + json.dumps(discriminated(schema) | options, allow_nan=False)
-    except ValueError:                  # of 1e999, which Python reads
+    except ValueError:                  # 1e999, which json.loads took for infinity
         raise GrammarError("a number beyond all that computers take for finite") from None
 
 
 def mapped(schema: dict, change) -> dict:
-    """A schema with change(value) for each value that is or holds schemas."""
+    """The schema with change(value) in the place of each value that is a schema or holds schemas."""
     def changed(keyword, value):
         if keyword in NAMED and isinstance(value, dict):
             return {name: change(inner) for name, inner in value.items()}
@@ -87,8 +87,8 @@ def mapped(schema: dict, change) -> dict:
 
 
 def discriminated(schema):
-    """A schema in which the alternatives of each oneOf require what its discriminator (OpenAPI) tells them apart by, as
-    that demands of whoever writes them: pydantic leaves out what has a default."""
+    """The schema, in which every alternative of a oneOf requires the property that its discriminator names. OpenAPI
+    demands that of whoever writes a discriminator, but pydantic does not require a property that has a default."""
     if isinstance(schema, list):
         return list(map(discriminated, schema))
     if not isinstance(schema, dict):
@@ -102,8 +102,8 @@ def discriminated(schema):
 
 
 def check_counts(schema: dict):
-    """GrammarError for minProperties of names that the schema leaves open: llguidance lets such a name come again, and
-    counts it again."""
+    """Raises GrammarError for minProperties where an object may have names that the schema does not list: llguidance
+    allows such a name twice, and counts it twice."""
     waiting = [schema]
     while waiting:
         one = waiting.pop()
@@ -118,9 +118,9 @@ def check_counts(schema: dict):
 
 
 class Rules:
-    """What an answer must obey, as arguments of Request: {} where nothing can be asked of it.
+    """What an answer must obey, as arguments of Request; {} where no rule is possible.
 
-    tags: ids of the model's tags, by name. opening: how the answer begins, see reply.py.
+    tags: token ids of the model's tags, by name. opening: how the answer begins, see `reply.opening_of`.
     """
 
     def __init__(self, tags: dict[str, int], opening: str):
@@ -131,8 +131,8 @@ class Rules:
         return self._after_thoughts(json_value(schema), [])
 
     def calls(self, form, tools: list[Tool], must: bool, several: bool, schema: dict | None = None) -> dict:
-        """Well-formed calls of these tools. must: nothing else is an answer; otherwise there may be a JSON value that
-        fits the schema instead, or where there is no schema any text before them."""
+        """Well-formed calls of these tools. must: the answer is one or more calls and nothing else. Otherwise it may be
+        a JSON value that fits the schema instead, or (schema None) any text may precede the calls."""
         write = xml_call if form is XMLCall else json_call
         names = [f"call_{i}" for i in range(len(tools))]
         values = Values()
@@ -144,13 +144,13 @@ class Rules:
         calls = f"{self._tag('<tool_call>')} call {again}"
         if must or schema is not None:
             return self._after_thoughts(calls if must else f"({json_value(schema)} | {calls})", rules)
-        if "<tool_call>" not in self.tags:          # nobody could say where the grammar begins
+        if "<tool_call>" not in self.tags:          # no token marks where the grammar begins
             return {}
-        return {"grammar": compile_grammar("\n".join([f"start: call {again}", *rules])),
+        return {"grammar": checked_grammar("\n".join([f"start: call {again}", *rules])),
                 "grammar_after": self.tags["<tool_call>"]}
 
     def _after_thoughts(self, answer: str, rules: list[str]) -> dict:
-        """The rules for an answer that follows the thoughts, where there are any."""
+        """The rules for an answer that follows the thoughts, if the model thinks."""
         end, before, after = self._tag("</think>"), "", None
         if self.opening == "thought" and "</think>" in self.tags:
             before, after = '"\\n\\n"', self.tags["</think>"]
@@ -158,7 +158,7 @@ class Rules:
             before, rules = 'thoughts "\\n\\n"', [*rules, r"thoughts[lazy]: /(?s:.*)<\/think>/"]
         elif self.opening == "either" and "</think>" in self.tags:
             before = f'({self._tag("<think>")} /(?s:.*)/ {end} "\\n\\n")?'
-        grammar = compile_grammar("\n".join([f"start: {before} {answer}", *rules]))
+        grammar = checked_grammar("\n".join([f"start: {before} {answer}", *rules]))
         return {"grammar": grammar, "grammar_after": after}
 
     def _tag(self, name: str) -> str:
@@ -169,30 +169,30 @@ class Rules:
 
 
 class Values:
-    """Rules for values, each written once: arguments are of few kinds, and a long grammar takes long to prepare."""
+    """Rules for values. Equal values share one rule, because a long grammar takes long to prepare."""
 
     def __init__(self):
-        self.names = {}                 # of the rules, by what they say
-        self.size = 0                   # of the schemas, definitions wherever they are used
+        self.names = {}                 # text of a rule -> its name
+        self.size = 0                   # letters of the schemas so far; definitions count wherever they are used
 
     def name(self, lark: str, how: str = "") -> str:
         return self.names.setdefault(f"{how}: {lark}", f"value_{len(self.names)}")
 
     def text(self, options) -> str:
-        """A text that fits all regular expressions of one of these lists, and the tag behind it."""
+        """A text and the tag behind it. options: lists of regular expressions; the text fits all those of one list."""
         fitting = [" & ".join(between_slashes(f"(?:{one})\n{PARAMETER_END}\n") for one in option or ["(?s:.*)"])
                    for option in options]
         end_within = between_slashes(f"(?s:.*){PARAMETER_END}(?s:.*){PARAMETER_END}\n")
         return self.name(f"({' | '.join(f'({one})' for one in fitting)}) & ~{end_within}", "[lazy]")
 
     def other_tag(self, names) -> str:
-        """A tag of an argument that has none of these names."""
+        """The tag of an argument that has none of these names."""
         taken = "|".join(map(verbatim, names))
         tag, other = (between_slashes(f"<parameter={name}>\n") for name in ("[^<>\n]+", f"(?:{taken})"))
         return self.name(f"{tag} & ~{other}" if taken else tag, "[lazy]")
 
     def charge(self, size: int):
-        """Takes note of so many letters of schemas; GrammarError when all of them are too many."""
+        """Adds so many letters of schemas. Raises GrammarError when all together are too many."""
         self.size += size
         if self.size > MAX_SCHEMAS:
             raise GrammarError(TOO_LONG)
@@ -209,7 +209,8 @@ def json_call(name: str, tool: Tool, values: Values, end: str) -> str:
 
 
 def xml_call(name: str, tool: Tool, values: Values, end: str) -> str:
-    """The rule for a call in the XML form, its arguments in the order of the schema, those that it does not name last."""
+    """The rule for a call in the XML form: arguments in the order of the schema, then those that the schema does not
+    name."""
     if tool.strict and (unseen := sorted(OF_ALL_ARGUMENTS & tool.schema.keys())):
         raise GrammarError(f"{unseen[0]} of the arguments of {tool.name!r}")
     rule = f"{name}: " + literal(f"\n<function={tool.name}>\n")
@@ -222,7 +223,7 @@ def xml_call(name: str, tool: Tool, values: Values, end: str) -> str:
 
 
 def check_arguments(tool: Tool):
-    """GrammarError, where no arguments fit the parameters of a tool."""
+    """Raises GrammarError where no arguments can fit the parameters of a tool."""
     if "object" not in types_of(tool.parameters):
         raise GrammarError(f"type: the parameters of {tool.name!r} are no object")
     if unlisted := set(tool.required) - tool.properties.keys():
@@ -230,10 +231,12 @@ def check_arguments(tool: Tool):
 
 
 def _xml_value(tool: Tool, key: str | None, values: Values) -> str:
-    """Lark for a value and the tag behind it: strings as they are, all else as JSON. key: None for one that is not named.
+    """Lark for a value and the tag behind it: strings as they are, all else as JSON. key: None for an argument that the
+    schema does not name.
 
-    Where strings have to fit something, they and all that may stand in their place are one regular expression: a lexer
-    cannot tell how either goes on. Beside what is none, a string may be any text, and a strict tool is refused."""
+    Where a string has to fit something, one regular expression covers the string and everything that may stand in its
+    place, because a lexer cannot tell from the first letters which of them it reads. Where one of the others has no
+    regular expression, the string may be any text, and a strict tool is refused."""
     schema = tool.schema_of(key)
     values.charge(len(json.dumps(schema)))
     known, texts, others, spelt = {}, [], [], []
@@ -262,7 +265,7 @@ def _xml_value(tool: Tool, key: str | None, values: Values) -> str:
 
 
 def alternatives(root: dict):
-    """The schemas of which a value has to fit one, each once and without what says nothing of it."""
+    """The schemas of which a value has to fit one, each once and without ANNOTATIONS and DEFINITIONS."""
     seen, waiting = set(), [root]
     while waiting:
         schema = {name: one for name, one in waiting.pop().items() if name not in ANNOTATIONS + DEFINITIONS}
@@ -283,13 +286,15 @@ def alternatives(root: dict):
 
 
 def separate(schema: dict, root: dict) -> list[dict]:
-    """The schemas that the values of an anyOf fit one of; of a oneOf, where its types and listed values leave no doubt
-    that none fits two: those of a type that others admit, too, stay together. [] where there are none."""
+    """The alternatives of a schema that is nothing but an anyOf or a oneOf; [] for any other schema.
+
+    The alternatives of a oneOf are separate only where their types or listed values make sure that no value fits two of
+    them. Alternatives that share a type stay together as one smaller oneOf."""
     [key] = schema.keys() if len(schema) == 1 else [None]
     several = schema[key] if key in ("anyOf", "oneOf") else None
     if not isinstance(several, list) or set(map(type, several)) != {dict}:
         return []
-    values = [value for one in several for value in choices(one) or [[]]]       # []: of one that lists none
+    values = [value for one in several for value in choices(one) or [[]]]       # []: one that lists no values
     is_apart = all(isinstance(value, str | int | None) for value in values) and len(set(values)) == len(values)
     if key == "anyOf" or is_apart:
         return several
@@ -307,8 +312,8 @@ LIMITS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipl
 
 
 def spelling_of(schema: dict, types) -> str | None:
-    """A regular expression of the values of these types that fit a schema, strings without quotes; None: there is none
-    so simple."""
+    """A regular expression of the values of these types that fit a schema, strings without quotes; None where no simple
+    one exists."""
     if listed := choices(schema):
         if any(isinstance(value, str) and PARAMETER_END in value for value in listed):
             raise GrammarError(f"a value of enum or const holds {PARAMETER_END}, where the model's form ends it")
@@ -318,7 +323,7 @@ def spelling_of(schema: dict, types) -> str | None:
 
 
 def closed(tool: Tool) -> dict:
-    """The schema of the arguments of a tool, without any that it does not name, unless it says that there may be more."""
+    """The schema of the arguments of a tool. Arguments that it does not name are excluded, unless it allows them."""
     is_open = bool(BY_SCHEMAS & tool.schema.keys())
     return {"type": "object", "additionalProperties": is_open} | tool.schema | {
         "properties": tool.properties, "required": tool.required}

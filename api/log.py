@@ -3,9 +3,9 @@
     id=5c0e... method=POST path=/v1/chat/completions status=200 seconds=0.942 prompt=160 cached=128 generated=42
     first_token=0.031 tokens_per_s=46.1 finish=stop
 
-The line comes when the last byte of the answer is written, or its client has gone. The id is that of the request's
-X-Request-Id, where it has a sensible one, and comes back in the answer's. Of several answers to one request the counts
-are those of all together, and tokens_per_s is, too. No text of a prompt is logged unless that is asked for.
+The line is written when the last byte of the answer is written, or when the client has gone. The id is taken from the
+request's header X-Request-Id, if that is a sensible one, and sent back in the same header. Where a request has several
+answers, the counts and tokens_per_s are of all answers together. Text of prompts is logged only with --log-prompts.
 """
 
 import contextlib
@@ -24,8 +24,8 @@ import tqdm
 REFRESH_SECONDS = 0.25
 MAX_LINES = 8               # of running requests
 SANE_ID = re.compile(r"[\w.:-]{1,100}", re.ASCII)
-POLLED = {"/health", "/metrics", "/pipes"}      # asked every few seconds
-NO_NEWS = {200, 204, 503}                       # there: it goes well, or the model is still loading
+POLLED = {"/health", "/metrics", "/pipes"}      # asked every few seconds, so not logged
+NO_NEWS = {200, 204, 503}                       # when answered so: all is well, or the model is still loading
 
 logger = logging.getLogger("qengine.requests")
 
@@ -38,7 +38,7 @@ class Exchange:
         self.id = given if SANE_ID.fullmatch(given) else uuid.uuid4().hex
         self.method, self.path = request.method, request.path
         self.status, self.started, self.ended = None, time.perf_counter(), None
-        self.generations = []               # what the engine was given; filled by the server
+        self.generations = []               # of the engine; Service.submit puts them here
 
     def __str__(self):
         fields = {"id": self.id, "method": self.method, "path": urllib.parse.quote(self.path[:200]),
@@ -48,7 +48,7 @@ class Exchange:
         return " ".join(f"{name}={value}" for name, value in fields.items())
 
     def counts(self) -> dict:
-        """Tokens and their times, of all generations together."""
+        """The fields of the line that are about tokens, of all generations together."""
         generations = self.generations
         counts = {"prompt": sum(g.n_prompt for g in generations), "cached": sum(g.n_cached for g in generations),
                   "generated": sum(g.n_generated for g in generations)}
@@ -59,22 +59,22 @@ class Exchange:
         return counts | {"finish": ",".join(dict.fromkeys(map(finish_of, generations)))}
 
     def tokens_per_s(self) -> float | None:
-        """After the first token, which the prompt gives; None before there are two."""
+        """Tokens per second after the first token, which the prompt gives; None before there are two tokens."""
         times = sorted(time for g in self.generations for time in g.token_times[:1] + g.token_times[-1:])
         n = sum(len(g.token_times) - 1 for g in self.generations if g.token_times)
         return n / (times[-1] - times[0]) if n > 0 else None
 
 
 def finish_of(generation) -> str:
-    """How a generation ended: "stop", "length", "error", or "abort" when its client or the server left."""
+    """How a generation ended: "stop", "length", "error", or "abort" where the client left or the server closed."""
     return generation.finish_reason or ("error" if generation.error else "abort")
 
 
 class RequestLog:
     """Follows the requests of an app.
 
-    observers: called with each Exchange when it has ended. text_of: the text of token ids, where prompts are to be
-    logged, too.
+    observers: functions that are called with each Exchange when it has ended. text_of: gives the text of token ids;
+    None: the text of prompts is not logged.
     """
 
     def __init__(self, observers=(), text_of=None):
@@ -89,7 +89,7 @@ class RequestLog:
         flask.g.exchange = Exchange(flask.request)
 
     def answered(self, response: flask.Response) -> flask.Response:
-        """The head of the answer is known; a stream's body is yet to come."""
+        """Called when the head of the answer is known. The body of a stream is written later."""
         exchange = flask.g.exchange
         exchange.status = response.status_code
         for name in "X-Request-Id", "Request-Id":       # where OpenAI's clients look for it, and Anthropic's
@@ -115,14 +115,14 @@ class RequestLog:
 
 
 class Console(logging.Handler):
-    """Log lines on stderr, above the lines of what runs."""
+    """Log lines on stderr, above the lines of running requests."""
 
     def emit(self, record):
         tqdm.tqdm.write(self.format(record), file=sys.stderr)
 
 
 class Progress:
-    """While the `with` body runs, a line for each running request, at the end of what the terminal shows."""
+    """While the `with` body runs, the terminal shows a line for each running request below everything else."""
 
     def __init__(self, log: RequestLog):
         self.log, self.lines, self.over = log, {}, threading.Event()
@@ -142,7 +142,7 @@ class Progress:
         self.show([])
 
     def show(self, exchanges):
-        """Brings the lines up to these."""
+        """Shows a line for each of these exchanges and for no other."""
         for exchange in self.lines.keys() - set(exchanges):
             self.lines.pop(exchange).close()
         for exchange in exchanges:
@@ -161,7 +161,8 @@ def progress_line(exchange: Exchange) -> str:
 
 @contextlib.contextmanager
 def on_stderr(log: RequestLog):
-    """While the `with` body runs, the log goes to stderr, with the time; at a terminal what runs is shown below it."""
+    """While the `with` body runs, the log goes to stderr, with the time. On a terminal, running requests are shown
+    below it."""
     console = Console()
     console.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     logger.addHandler(console)

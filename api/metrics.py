@@ -1,7 +1,8 @@
-"""GET /metrics, for Prometheus: vLLM's names with the prefix "qengine:", so that dashboards made for vLLM need only that.
+"""GET /metrics, for Prometheus: vLLM's names with the prefix "qengine:", so that dashboards
+made for vLLM need to change nothing else.
 
-As there, every series has the label model_name. Beside vLLM's names there are those of the checkpoints, which it has not.
-What the engine counts is read when somebody asks; the times of a request are taken when it has ended.
+As in vLLM, every series has the label model_name. The series about checkpoints have no counterpart in vLLM.
+The engine's counts are read when somebody asks; the times of a request are taken when it has ended.
 """
 
 import flask
@@ -9,10 +10,11 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 
-from .fields import Endpoint
+from .endpoint import Endpoint
 from .log import Exchange, finish_of
+from .openai import PROTOCOL
 
-# name, what it is, the count of Engine.stats()
+# name, meaning, name of the count in TextEngine.stats()
 GAUGES = [
     ("num_requests_running", "Requests that are being answered", "requests_running"),
     ("num_requests_waiting", "Requests that wait for a slot", "requests_waiting"),
@@ -34,7 +36,7 @@ WHOLE = [.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 48
 
 
 class Metrics:
-    """What is told of a service; `observe` takes each request that has ended."""
+    """The series of a service; `observe` takes each request that has ended."""
 
     def __init__(self, service):
         self.service = service
@@ -43,15 +45,15 @@ class Metrics:
         own = {"labelnames": ["model_name"], "registry": self.registry}
         self.finished = Counter("qengine:request_success", "Requests that ended, by how they did",
                                 ["model_name", "finished_reason"], registry=self.registry)
-        self.first_token = Histogram("qengine:time_to_first_token_seconds", "From a request's arrival to its first token",
-                                     buckets=FIRST_TOKEN, **own)
+        self.first_token = Histogram("qengine:time_to_first_token_seconds",
+                                     "From a request's arrival to its first token", buckets=FIRST_TOKEN, **own)
         self.next_token = Histogram("qengine:inter_token_latency_seconds", "From a token of an answer to the next",
                                     buckets=NEXT_TOKEN, **own)
         self.whole = Histogram("qengine:e2e_request_latency_seconds", "From a request's arrival to its end",
                                buckets=WHOLE, **own)
 
     def collect(self):
-        """What the engine counts: called at each look."""
+        """The engine's counts. prometheus_client calls this whenever somebody asks."""
         engine = self.service.engine
         if engine is None:
             return
@@ -83,4 +85,4 @@ def metrics(service):
     return flask.Response(generate_latest(service.metrics.registry), content_type=CONTENT_TYPE_LATEST)
 
 
-ENDPOINTS = [Endpoint("GET", "/metrics", "Counts and times, for Prometheus", metrics)]
+ENDPOINTS = [Endpoint("GET", "/metrics", "Counts and times, for Prometheus", metrics, PROTOCOL)]

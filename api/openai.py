@@ -1,26 +1,27 @@
 """OpenAI's chat completions and completions.
 
-Beyond OpenAI's own fields: those of SAMPLING, ignore_eos, return_token_ids (token_ids beside each piece of an answer),
-timeout (seconds in which the answer has to be there) and chat_template_kwargs.enable_thinking, which goes before
-reasoning_effort; an answer's thoughts come as reasoning_content. A field that is not described here is refused: whoever
-misspells one should hear of it.
+Beyond OpenAI's own fields there are those of SAMPLING, ignore_eos, return_token_ids (token_ids beside each piece of an
+answer), timeout (the answer has to be complete within so many seconds) and chat_template_kwargs.enable_thinking, which
+overrules reasoning_effort. An answer's thoughts come as reasoning_content. A field that is not described here is
+refused, so that a client hears of a misspelt name.
 """
 
 import time
 import uuid
 
-from engine.request import SAMPLING, STOP_LETTERS, Request, RequestError
-from qengine import explain
+from engine.request import SAMPLING, STOP_LETTERS, Delta, Request, RequestError
 
 from . import chat
-from .fields import ANYTHING, BOOL, SECONDS, TEXT, Endpoint, either, list_of, number, object_of, one_of
+from .endpoint import Endpoint, WireProtocol
+from .errors import ErrorAnswer, explain
+from .fields import ANYTHING, BOOL, SECONDS, TEXT, either, list_of, number, object_of, one_of
 from .reply import CallArguments, CallStart, Content, Message, Thought, kept_alive, sse, together, whole
 from .tools import Tool
 
 MAX_CHOICES = 16            # answers of one request
 MAX_LOGPROBS = 20           # alternatives of one token
 MAX_STOPS = 16              # stop strings of one request
-NO_EFFORT = "none", "minimal"       # of reasoning; the models can do without, and know of no degrees
+NO_EFFORT = "none", "minimal"       # values of reasoning_effort that turn thoughts off; the models know no degrees
 
 # ---- what may be sent ------------------------------------------------------------------------------------
 
@@ -74,7 +75,7 @@ COMPLETION = object_of({
 
 
 def read_sampling(service, body: dict) -> dict:
-    """Arguments of Request that both endpoints take: the command line's, overruled by what the body says."""
+    """Arguments of Request that both endpoints take. The body overrules the command line."""
     said = {name: body[name] for name in SAMPLING if name in body}
     stop = body.get("stop", [])
     return service.sampling | said | {
@@ -84,10 +85,21 @@ def read_sampling(service, body: dict) -> dict:
 
 
 def seeded(request: dict, n: int) -> list[Request]:
-    """n requests for the same, which differ in their seed."""
+    """n requests that differ only in their seeds."""
     seed = request.get("seed")
     return [Request(**request | ({} if seed is None else {"seed": (seed + i) % 2**64})) for i in range(n)]
 
+
+# ---- errors ----------------------------------------------------------------------------------------------
+
+
+def error_body(answer: ErrorAnswer) -> dict:
+    kind = "server_error" if answer.status >= 500 else "invalid_request_error"
+    kind = "rate_limit_error" if answer.status == 429 else kind
+    return {"error": {"message": answer.message, "type": kind, "param": answer.field, "code": None}}
+
+
+PROTOCOL = WireProtocol("/", error_body)
 
 # ---- endpoints -------------------------------------------------------------------------------------------
 
@@ -125,10 +137,11 @@ def models(service):
     return {"object": "list", "data": [model]}
 
 
-ENDPOINTS = [Endpoint("POST", "/v1/chat/completions", "Answer a conversation", chat_completions, CHAT,
+ENDPOINTS = [Endpoint("POST", "/v1/chat/completions", "Answer a conversation", chat_completions, PROTOCOL, CHAT,
                       generates=True),
-             Endpoint("POST", "/v1/completions", "Continue a text", completions, COMPLETION, generates=True),
-             Endpoint("GET", "/v1/models", "The model that is served", models)]
+             Endpoint("POST", "/v1/completions", "Continue a text", completions, PROTOCOL, COMPLETION,
+                      generates=True),
+             Endpoint("GET", "/v1/models", "The model that is served", models, PROTOCOL)]
 
 
 def read_conversation(body: dict) -> chat.Conversation:
@@ -141,16 +154,16 @@ def read_conversation(body: dict) -> chat.Conversation:
 
 
 def read_messages(messages: list[dict]) -> list[dict]:
-    """The conversation as chat templates take it."""
+    """The messages as chat templates take them."""
     for i, message in enumerate(messages):
         if message.get("content") is None and not message.get("tool_calls"):       # the assistant's
             raise RequestError(f"messages[{i}].content", f"messages[{i}].content is missing")
-    names = {"developer": "system"}         # a newer name, which the templates do not know
+    names = {"developer": "system"}         # OpenAI's newer name for the same role; the templates do not know it
     return [message | {"role": names.get(message["role"], message["role"])} for message in messages]
 
 
 def read_tools(body: dict) -> chat.Toolbox | None:
-    """The tools of a chat request, None where there are none to call."""
+    """The tools of a chat request; None where it offers none, or forbids calls."""
     offered, choice = body.get("tools", []), body.get("tool_choice", "auto")
     tools = [Tool(tool["function"]["name"], tool["function"].get("parameters") or {},
                   bool(tool["function"].get("strict"))) for tool in offered]
@@ -168,14 +181,15 @@ def read_tools(body: dict) -> chat.Toolbox | None:
 
 
 def read_format(format: dict) -> tuple[dict | None, str]:
-    """The schema that the answer must fit, and the field that says so."""
+    """The schema that the answer must fit, None without one; and the field of the request that holds it."""
     if format.get("type") == "json_schema":
         return format["json_schema"]["schema"], "response_format.json_schema.schema"
     return ({"type": "object"} if format.get("type") == "json_object" else None), "response_format"
 
 
 def read_prompts(prompt, engine, most: int) -> list[list[int]]:
-    """The prompts of a completion request, as token ids: one or several strings or lists of ids, at most so many."""
+    """The prompts of a completion request as token ids, `most` at most. prompt: a string, a list of ids, or a list of
+    such."""
     several = isinstance(prompt, list) and prompt and all(isinstance(one, str | list) for one in prompt)
     if several and len(prompt) > most:
         raise RequestError("prompt", f"'prompt' holds {len(prompt)} prompts, and the server takes {most} of this kind "
@@ -191,7 +205,7 @@ def read_prompts(prompt, engine, most: int) -> list[list[int]]:
 
 
 class ChatChoice:
-    """One answer of a conversation as it is written. reply: what reads it."""
+    """One answer of a conversation as it is written. reply: the Reply that reads its tokens."""
 
     def __init__(self, tokenizer, reply):
         self.tokenizer, self.reply, self.message, self.n_thinking = tokenizer, reply, Message(), 0
@@ -200,21 +214,21 @@ class ChatChoice:
     opening = [{"delta": {"role": "assistant", "content": ""}}]
     closing = {"delta": {}}
 
-    def push(self, event) -> list[dict]:
-        """What an event adds to a stream."""
-        parts = self.reply.push(event)
+    def push(self, delta: Delta) -> list[dict]:
+        """What a token adds to a stream."""
+        parts = self.reply.push(delta)
         for part in parts:
             self.message.add(part)
         self.n_thinking = self.reply.n_thinking
-        return [{"delta": delta(part)} for part in parts]
+        return [{"delta": delta_of(part)} for part in parts]
 
-    def logprobs_of(self, event) -> dict | None:
-        """The log-probabilities of the token of the last event, if it is of the text."""
-        if event.logprob is None:
+    def logprobs_of(self, delta: Delta) -> dict | None:
+        """The log-probabilities of the token that was pushed last, if it is of the text."""
+        if delta.logprob is None:
             return None
-        listed = self.reply.in_content and not is_end(event, self.tokenizer)
-        content = [self._entry(event.token_id, event.logprob) | {
-            "top_logprobs": [self._entry(*one) for one in event.top_logprobs]}] if listed else []
+        listed = self.reply.in_content and not is_end(delta, self.tokenizer)
+        content = [self._entry(delta.token_id, delta.logprob) | {
+            "top_logprobs": [self._entry(*one) for one in delta.top_logprobs]}] if listed else []
         self.logprobs["content"] += content
         return {"content": content, "refusal": None}
 
@@ -236,8 +250,8 @@ class ChatChoice:
         return {"message": message}
 
 
-def delta(part) -> dict:
-    """A part of an answer as streams have it. Clients join what fragments say: a name must come only once."""
+def delta_of(part) -> dict:
+    """A part of an answer as OpenAI's streams have it. Clients join the fragments, so a name must come only once."""
     match part:
         case Thought(text):
             return {"reasoning_content": text}
@@ -261,18 +275,18 @@ class TextChoice:
     opening = []
     closing = {"text": ""}
 
-    def push(self, event) -> list[dict]:
-        self.text += event.text
-        return [{"text": event.text}] if event.text else []
+    def push(self, delta: Delta) -> list[dict]:
+        self.text += delta.text
+        return [{"text": delta.text}] if delta.text else []
 
-    def logprobs_of(self, event) -> dict | None:
-        if event.logprob is None:
+    def logprobs_of(self, delta: Delta) -> dict | None:
+        if delta.logprob is None:
             return None
-        if is_end(event, self.tokenizer):
+        if is_end(delta, self.tokenizer):
             return {name: [] for name in self.logprobs}
-        token = self._text_of(event.token_id)
-        new = {"tokens": [token], "token_logprobs": [event.logprob], "text_offset": [self.offset],
-               "top_logprobs": [{self._text_of(one): logprob for one, logprob in event.top_logprobs}]}
+        token = self._text_of(delta.token_id)
+        new = {"tokens": [token], "token_logprobs": [delta.logprob], "text_offset": [self.offset],
+               "top_logprobs": [{self._text_of(one): logprob for one, logprob in delta.top_logprobs}]}
         self.offset += len(token)
         for name, values in new.items():
             self.logprobs[name] += values
@@ -288,13 +302,13 @@ class TextChoice:
         return {"text": self.text}
 
 
-def is_end(event, tokenizer) -> bool:
-    """Whether the token of an event ended the answer, and is not part of it."""
-    return event.finish_reason == "stop" and event.token_id in tokenizer.eos_ids
+def is_end(delta: Delta, tokenizer) -> bool:
+    """Whether the token ended the answer and is not part of it."""
+    return delta.finish_reason == "stop" and delta.token_id in tokenizer.eos_ids
 
 
 class Answer:
-    """The answer to one HTTP request, whole or as a stream of events.
+    """The answer to one HTTP request, whole or as a stream of server-sent events.
 
     choices: a ChatChoice or TextChoice for each generation, the same number for every prompt.
     """
@@ -312,11 +326,11 @@ class Answer:
 
     def _choice(self, index, choice, generation) -> dict:
         ids, logprobs, reason = [], None, None
-        for event in whole(generation):
-            choice.push(event)
-            ids.append(event.token_id)
-            logprobs = choice.logprobs if choice.logprobs_of(event) is not None else None
-            reason = event.finish_reason
+        for delta in whole(generation):
+            choice.push(delta)
+            ids.append(delta.token_id)
+            logprobs = choice.logprobs if choice.logprobs_of(delta) is not None else None
+            reason = delta.finish_reason
         return {"index": index, **choice.whole(), **({"token_ids": ids} if self.with_ids else {}),
                 "logprobs": logprobs, "finish_reason": choice.finish_reason(reason)}
 
@@ -338,16 +352,17 @@ class Answer:
         except Exception as error:      # the status is out already: clients raise from this event instead
             yield sse(error_body(explain(error)))
 
-    def _pieces(self, index, event):
+    def _pieces(self, index: int, delta: Delta):
+        """The chunks that a token of one answer adds to the stream."""
         choice = self.choices[index]
-        pieces = choice.push(event)
-        logprobs, ids = choice.logprobs_of(event), [event.token_id]
-        if event.finish_reason or (not pieces and (logprobs or self.with_ids)):
+        pieces = choice.push(delta)
+        logprobs, ids = choice.logprobs_of(delta), [delta.token_id]
+        if delta.finish_reason or (not pieces and (logprobs or self.with_ids)):
             pieces.append(choice.closing)
         for piece in pieces:
-            reason = event.finish_reason if piece is pieces[-1] else None
+            reason = delta.finish_reason if piece is pieces[-1] else None
             yield self._chunk(index, piece, ids, logprobs, choice.finish_reason(reason) if reason else None)
-            logprobs, ids = None, []    # the token is told of once
+            logprobs, ids = None, []    # only the first piece of a token carries its id and log-probabilities
 
     def _chunk(self, index, piece, ids=(), logprobs=None, finish_reason=None) -> str:
         choice = {"index": index, **piece, **({"token_ids": list(ids)} if self.with_ids else {}),
@@ -364,9 +379,3 @@ class Answer:
         return {"prompt_tokens": n_prompt, "completion_tokens": n_generated, "total_tokens": n_prompt + n_generated,
                 "prompt_tokens_details": {"cached_tokens": sum(g.n_cached for g in firsts)},
                 "completion_tokens_details": {"reasoning_tokens": sum(choice.n_thinking for choice in self.choices)}}
-
-
-def error_body(failure) -> dict:
-    kind = "server_error" if failure.status >= 500 else "invalid_request_error"
-    kind = "rate_limit_error" if failure.status == 429 else kind
-    return {"error": {"message": failure.message, "type": kind, "param": failure.field, "code": None}}

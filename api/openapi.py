@@ -1,10 +1,11 @@
 """The OpenAPI document of the server, made of what checks its requests."""
 
 from . import anthropic, metrics, openai, page, plain
-from .fields import Endpoint
+from .endpoint import Endpoint, WireProtocol
 
 
 def document(service):
+    """The whole document."""
     paths = {}
     for endpoint in ENDPOINTS:
         paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = operation(endpoint)
@@ -12,6 +13,7 @@ def document(service):
 
 
 def operation(endpoint: Endpoint) -> dict:
+    """What the document says of one endpoint."""
     said = {"summary": endpoint.summary, "responses": {
         "200": {"description": "The answer"}, "default": {"description": "An error, in the shape of the protocol"}}}
     if endpoint.body is not None:
@@ -34,5 +36,16 @@ def published(description: dict) -> dict:
     return said
 
 
+PROTOCOLS = [openai.PROTOCOL, anthropic.PROTOCOL]
 ENDPOINTS = [*openai.ENDPOINTS, *anthropic.ENDPOINTS, *plain.ENDPOINTS, *page.ENDPOINTS, *metrics.ENDPOINTS,
-             Endpoint("GET", "/openapi.json", "This document", document)]
+             Endpoint("GET", "/openapi.json", "This document", document, openai.PROTOCOL)]
+BY_NAME = {endpoint.name: endpoint for endpoint in ENDPOINTS}
+
+
+def protocol_of(name: str | None, path: str) -> WireProtocol:
+    """The protocol of a request's errors: the endpoint's where one has this name (None: nothing is served there), or
+    else the one that declares the longest prefix of the path."""
+    if name in BY_NAME:
+        return BY_NAME[name].protocol
+    fitting = [protocol for protocol in PROTOCOLS if path.startswith(protocol.prefix)]
+    return max(fitting, key=lambda protocol: len(protocol.prefix))

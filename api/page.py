@@ -9,7 +9,8 @@ from pathlib import Path
 import flask
 from werkzeug.exceptions import NotFound
 
-from .fields import Endpoint
+from .endpoint import Endpoint
+from .openai import PROTOCOL
 
 
 def page(service):
@@ -35,13 +36,14 @@ def policy() -> str:
 
 
 def pipes(service):
-    """What a decode step of an emulated card did, counted now if there is one to count; 204 before the first."""
+    """What a decode step did on an emulated card: the next step, or the one that was counted last. 204 before the first
+    counted step, 404 where steps cannot be counted."""
     engine = service.ready()
-    if not service.pipes.can_count(engine):
+    if not engine.counts_pipes:
         raise NotFound()
-    counted = service.pipes.count(engine)
+    counted = engine.count_pipes()
     return flask.Response(status=204) if counted is None else counted
 
 
-ENDPOINTS = [Endpoint("GET", "/", "The chat page", page),
-             Endpoint("GET", "/pipes", "What each pipe of an emulated card did in a step", pipes)]
+ENDPOINTS = [Endpoint("GET", "/", "The chat page", page, PROTOCOL),
+             Endpoint("GET", "/pipes", "What each pipe of an emulated card did in a step", pipes, PROTOCOL)]

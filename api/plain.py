@@ -1,13 +1,15 @@
-"""What lies behind both protocols, by the names and fields of llama.cpp's server: the tokenizer, the chat template, and
-whether the server is well."""
+"""Endpoints with the names and fields of llama.cpp's server: the tokenizer, the chat template, and the server's
+health."""
 
 import datetime
 
-from engine.request import RequestError
+from engine.request import Fault, RequestError
 from engine.tokenizer import GUARD
 
 from . import chat, openai
-from .fields import BOOL, TEXT, Endpoint, list_of, object_of
+from .endpoint import Endpoint
+from .fields import BOOL, TEXT, list_of, object_of
+from .openai import PROTOCOL
 
 
 def tokenize(service, body: dict):
@@ -20,7 +22,7 @@ def tokenize(service, body: dict):
 
 
 def text_or_bytes(piece: bytes) -> str | list[int]:
-    """What a token stands for; part of a character as the numbers of its bytes."""
+    """The text of a token, or the values of its bytes where they are part of a character."""
     try:
         return piece.decode()
     except UnicodeDecodeError:
@@ -35,26 +37,27 @@ def detokenize(service, body: dict):
 
 
 def apply_template(service, body: dict):
-    """The prompt that a chat request of the same fields has."""
+    """The prompt that the engine is given for a chat request with these fields."""
     prompt, _ = chat.render(service, openai.read_conversation(body))
     return {"prompt": prompt.replace(GUARD, "")}
 
 
 def health(service):
+    """Whether the server can answer, and why not. Of each card: its name, and its first and last layer."""
     engine = service.engine
-    lost = {"lost": [failure(fault) for fault in service.lost]} if service.lost else {}
+    lost = {"lost": [told_of(fault) for fault in service.lost]} if service.lost else {}
     if engine is None or service.is_loading:
         return {"status": "loading", **lost}, 503
-    if engine.error is not None:
-        return {"status": "error", "error": engine.error, **failure(engine.fault)}, 503
+    if engine.reason is not None:
+        return {"status": "error", "error": engine.reason, **told_of(engine.fault)}, 503
     cards = [{"name": card.describe(), "layers": [layers.start, layers.stop - 1]}      # the first and the last
              for card, layers in zip(engine.cards, engine.layers)]
     return {"status": "ok", "model": engine.name, "cards": cards, **lost,
-            "counts_pipes": service.pipes.can_count(engine)}
+            "counts_pipes": engine.counts_pipes}
 
 
-def failure(fault) -> dict:
-    """Which card has failed, if one has, and since when."""
+def told_of(fault: Fault) -> dict:
+    """The card at fault, if there is one, and since when, as /health has them."""
     since = datetime.datetime.fromtimestamp(fault.since, datetime.timezone.utc)
     return ({"card": fault.card} if fault.card else {}) | {"since": since.isoformat(timespec="seconds")}
 
@@ -63,10 +66,10 @@ CONVERSATION = {name: openai.CHAT["properties"][name]
                 for name in ("messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs",
                              "reasoning_effort")}
 ENDPOINTS = [
-    Endpoint("POST", "/tokenize", "Token ids of a text", tokenize, object_of(
+    Endpoint("POST", "/tokenize", "Token ids of a text", tokenize, PROTOCOL, object_of(
         {"content": TEXT, "add_special": BOOL, "parse_special": BOOL, "with_pieces": BOOL}, ["content"])),
-    Endpoint("POST", "/detokenize", "The text of token ids", detokenize, object_of(
+    Endpoint("POST", "/detokenize", "The text of token ids", detokenize, PROTOCOL, object_of(
         {"tokens": list_of({"type": "integer"})}, ["tokens"])),
-    Endpoint("POST", "/apply-template", "The prompt of a conversation", apply_template, object_of(
+    Endpoint("POST", "/apply-template", "The prompt of a conversation", apply_template, PROTOCOL, object_of(
         CONVERSATION, ["messages"])),
-    Endpoint("GET", "/health", "Whether the server can answer", health)]
+    Endpoint("GET", "/health", "Whether the server can answer", health, PROTOCOL)]

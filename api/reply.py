@@ -1,12 +1,12 @@
 """An answer's tokens, as they come, cut into thoughts, text and calls of tools.
 
-An answer is [<think>] thoughts </think> text <tool_call>call</tool_call> ..., of which the prompt may hold the first
-tag already, or both tags of thoughts. Where the vocabulary has a tag as one token, only that token is the tag, and the
-same letters spelt out are text; otherwise the letters are the tag.
+An answer is [<think>] thoughts </think> text <tool_call>call</tool_call> ... The prompt may already hold the first tag,
+or both tags of thoughts. Where the vocabulary has a tag as one token, only that token is the tag, and the same letters
+spelt out are text. Otherwise the letters are the tag.
 
-Nothing is lost: what cannot be read as a call comes out as text, with its tags. Nothing is held back longer than it
-takes to see what it is, but for a call that no grammar vouches for: such a call comes when it is whole.
-Line breaks around thoughts and calls belong to the form, not to the text.
+Nothing is lost: text that cannot be read as a call comes out as text, with its tags. Text is held back only until it is
+clear what it is. A call that obeys a grammar comes piece by piece; any other call comes when it is whole. Line breaks
+around thoughts and calls belong to the form, not to the text.
 """
 
 import collections
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from werkzeug.exceptions import ServiceUnavailable
 
-from engine.request import Event, events_of
+from engine.request import Delta, deltas_of
 from engine.tokenizer import Tokenizer
 
 from .tools import NotACall, Tool, overlap
@@ -77,7 +77,7 @@ class Message:
                 self.blocks.append(part)
 
     def text(self, kind) -> str:
-        """All that is Thought, or Content."""
+        """The text of all blocks of one kind, Thought or Content."""
         return "".join(block.text for block in self.blocks if isinstance(block, kind))
 
     @property
@@ -97,8 +97,9 @@ def opening_of(prompt: str, template: str, thinking: bool | None) -> str:
 class Reply:
     """Reads one answer.
 
-    opening: see `opening_of`. form, tools: how calls are written, and the tools on offer by name; None: `<tool_call>`
-    is text. ruled: whether a grammar sees to it that calls are well-formed, so that they may go out as they come.
+    opening: how the answer begins, see `opening_of`. form: XMLCall or JSONCall. tools: those on offer, by name; None:
+    `<tool_call>` is text. ruled: whether a grammar makes sure that calls are well-formed, so that they may go out piece
+    by piece.
 
     n_calls, n_thinking: calls and tokens of thoughts so far. in_content: whether the last token was of the text.
     stopped_by(strings): which of the stop strings ended the answer, if one did.
@@ -111,24 +112,25 @@ class Reply:
         self.n_calls = self.n_thinking = 0
         self.in_content = False
         self._cutter = Cutter(tokenizer)
-        self._call, self._written = None, ""    # the call that is being read, and all of its text
-        self._started = False                   # whether it is out
-        self._gap = ""                  # line breaks that count only if text follows
-        self._skips = self.thinking     # whether line breaks that come next belong to a tag
+        self._call, self._written = None, ""    # the call that is being read, and its whole text so far
+        self._started = False                   # whether the start of that call is out
+        self._gap = ""                  # line breaks that are part of the text only if more text follows
+        self._skips = self.thinking     # whether the next line breaks belong to a tag
         self._silent = True             # nothing was said yet
 
-    def push(self, event: Event) -> list:
-        """The parts that are certain after another event."""
+    def push(self, delta: Delta) -> list:
+        """The parts that are certain after another token."""
         was_content = not self.thinking and self._call is None
         self.n_thinking += self.thinking
         parts = []
-        for piece, is_tag in self._cutter.push(event):
+        for piece, is_tag in self._cutter.push(delta):
             parts += self._read_tag(piece) if is_tag else self._read_text(piece)
         self.in_content = was_content and self._call is None
-        return parts + self._end() if event.finish_reason else parts
+        return parts + self._end() if delta.finish_reason else parts
 
     def stopped_by(self, strings) -> str | None:
-        """Where one is the beginning of another it was the shorter one, which was complete first."""
+        """The stop string that ended the answer, None where none did. Of two that begin alike it is the shorter,
+        which was complete first."""
         return min((string for string in strings if self._cutter.unseen.startswith(string)), key=len, default=None)
 
     def _read_tag(self, tag: str) -> list:
@@ -159,7 +161,7 @@ class Reply:
         return self._go_on(arguments) if self.ruled and self._call.name else []
 
     def _go_on(self, arguments: str) -> list:
-        """The next piece of the arguments of a call, and its start where that is not out yet."""
+        """The next piece of the arguments of a call, after the call's start if that is not out yet."""
         parts = []
         if not self._started:
             self._leave_thoughts()      # a call among thoughts ends them
@@ -179,7 +181,7 @@ class Reply:
         return parts
 
     def _no_call(self, last: str) -> list:
-        """What was taken for a call, as text; but for the part of it that is out."""
+        """Text that was taken for a call, as text, without the part that is out already."""
         self._call = None
         return self._say(last if self._started else self._written)
 
@@ -208,11 +210,11 @@ SILENCE_SECONDS = 15        # proxies take a stream for dead that is silent for 
 
 
 def together(generations, is_stream=False):
-    """The events of generations as they come, each as (index, event); in a stream also None, now and then while none
-    come. ServiceUnavailable when one ends before its time, as it does with the server: a client that left reads on no
-    more."""
+    """The Deltas of generations as they come, each as (index, Delta); in a stream also None, now and then while none
+    comes. Raises ServiceUnavailable when a generation ends without a finish reason: it was cancelled because the server
+    is closing, since a client that has left does not read on."""
     finished = set()
-    for said in events_of(generations, SILENCE_SECONDS / 10 if is_stream else None):
+    for said in deltas_of(generations, SILENCE_SECONDS / 10 if is_stream else None):
         if said and said[1].finish_reason:
             finished.add(said[0])
         yield said
@@ -221,13 +223,15 @@ def together(generations, is_stream=False):
 
 
 def whole(generation, is_stream=False):
-    """The same of one generation, without its index."""
+    """What `together` gives of one generation, without the index."""
     return (said and said[1] for said in together([generation], is_stream))
 
 
 def kept_alive(texts, sign: str):
-    """What a stream writes, and `sign` wherever it wrote nothing for SILENCE_SECONDS. texts: with "" where there is
-    nothing to write, but time may have passed: many tokens may come before any of them is shown."""
+    """The texts that a stream writes, and `sign` wherever it has written nothing for SILENCE_SECONDS.
+
+    texts: some may be "", which says that there is nothing to write but time may have passed. Many tokens may come
+    before any of them is shown."""
     written = time.monotonic()
     for text in texts:
         if text or time.monotonic() - written >= SILENCE_SECONDS:
@@ -236,31 +240,31 @@ def kept_alive(texts, sign: str):
 
 
 def sse(data: dict, name: str | None = None) -> str:
-    """A server-sent event. ASCII only: some clients also break lines at U+0085 and U+2028."""
+    """A server-sent event. It is ASCII, because some clients also break lines at U+0085 and U+2028."""
     return (f"event: {name}\n" if name else "") + f"data: {json.dumps(data)}\n\n"
 
 
 class Cutter:
-    """Cuts the text of an answer, as far as events show it, at its tags.
+    """Cuts the text of an answer at its tags, as far as Deltas show the text.
 
-    unseen: what tokens said that no event has shown: a stop string and what follows it, or what may become one.
+    unseen: text of tokens that no Delta has shown: a stop string and what follows it, or what may become one.
     """
 
     def __init__(self, tokenizer: Tokenizer):
         self._names = {tokenizer.tags[tag]: tag for tag in TAGS if tag in tokenizer.tags}
         self._spelt = [tag for tag in TAGS if tag not in tokenizer.tags]
         self._decoder, self.unseen = tokenizer.stream_decoder(), ""
-        self._text, self._start = "", 0         # what is shown and not cut yet, and where in the answer it starts
-        self._marks = collections.deque()       # where in the answer tokens are tags: (start, tag)
+        self._text, self._start = "", 0         # text that is shown and not cut yet, and where in the answer it starts
+        self._marks = collections.deque()       # (start in the answer, tag) of tokens that are tags
 
-    def push(self, event: Event):
+    def push(self, delta: Delta):
         """Pieces of text and tags: (letters, is it a tag?)."""
-        self.unseen += self._decoder.push(event.token_id)
-        tag = self._names.get(event.token_id)
+        self.unseen += self._decoder.push(delta.token_id)
+        tag = self._names.get(delta.token_id)
         if tag is not None:
             self._marks.append((self._start + len(self._text) + len(self.unseen) - len(tag), tag))
-        self._text += event.text
-        self.unseen = self.unseen[len(event.text):]
+        self._text += delta.text
+        self.unseen = self.unseen[len(delta.text):]
         while True:
             at, tag = self._next_tag()
             if at:

@@ -1,12 +1,15 @@
-"""What a JSON schema demands of a string, as regular expressions of the whole string: for values that are written as
-they are, without quotes, where llguidance's own JSON Schema does not reach.
+"""What a JSON schema demands of a string, as regular expressions of the whole string.
 
-minLength, maxLength, pattern and format are enforced, as far as llguidance takes the pattern (no look-around, no
-back-references, no anchors within a group) and FORMATS has the format. What is not enforced is overlooked, or refused
-for strict tools; so are keywords that say by other schemas what a string must be: allOf, not, if, a oneOf of more than
-one string that are not listed, and anyOf or $ref beside others. Lengths cost: a lexer that counts has another state at
-each letter, so that the mask of a token takes 0.3 to 0.6 ms with a vocabulary of 6,144 (2 us in free text, 0.06 ms in a
-string of JSON with a length).
+They are for strings that models write without quotes, as in the XML form of calls: llguidance's own JSON Schema knows
+only strings in quotes.
+
+minLength, maxLength, pattern and format are enforced where llguidance takes the pattern (no look-around, no
+back-references, no anchors within a group) and STRING_FORMATS has the format. Not enforced are keywords that describe a
+string by other schemas: allOf, not, if, a oneOf of more than one string that are not listed, and anyOf or $ref beside
+others. Where a keyword cannot be enforced, it is overlooked; for a strict tool it is refused.
+
+Lengths cost time: a lexer that counts has another state at each letter. The mask of a token then takes 0.3 to 0.6 ms
+with a vocabulary of 6,144; it takes 2 us in free text, and 0.06 ms in a string of JSON with a length.
 """
 
 import functools
@@ -27,16 +30,16 @@ DATE = f"[0-9]{{4}}-{MONTH_AND_DAY}"
 TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 WORD = "[A-Za-z0-9!#$%&'*+/=?^_{|}~-]+"
-FORMATS = {         # RFC 3339 (without leap seconds, with a leap day each year), 9562, 791, 3986; 5322 without quotes
+STRING_FORMATS = {  # RFC 3339 (without leap seconds, with a leap day each year), 9562, 791, 3986; 5322 without quotes
     "date": DATE, "time": TIME, "date-time": f"{DATE}T{TIME}",
     "uuid": "[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}", "ipv4": rf"{BYTE}(?:\.{BYTE}){{3}}",
     "uri": r"[A-Za-z][A-Za-z0-9+.-]*:[!#-;=?-Z_a-z~\[\]]+",
     "email": rf"{WORD}(?:\.{WORD})*@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)*"}
 MAX_PATTERN = 10_000        # letters
 MAX_LENGTH = 10**9          # llguidance counts so far
-MAX_WAYS = 1 << 13          # in which patterns may meet: half a second's work
-MAX_NAME_PATTERNS = 512     # letters of patternProperties, each of which is compared with each
-FORMAT_WAYS = 16            # of a format of llguidance's
+MAX_WAYS = 1 << 13          # of patterns to meet in a value (see `check_meetings`): half a second's work
+MAX_NAME_PATTERNS = 512     # letters of all patternProperties, which llguidance compares pair by pair
+FORMAT_WAYS = 16            # the ways of one of llguidance's formats
 
 
 class GrammarError(Exception):
@@ -44,8 +47,8 @@ class GrammarError(Exception):
 
 
 def expressions_of(schema: dict, strict: bool) -> list[str]:
-    """Regular expressions, in llguidance's syntax, that all have to fit the strings of a schema.
-    GrammarError: strict, and something would be overlooked."""
+    """Regular expressions in llguidance's syntax; a string of the schema has to fit all of them. Raises GrammarError
+    where strict is true and a keyword would be overlooked."""
     found, failed = {}, sorted(BY_SCHEMAS & schema.keys())      # found: each once
     for keyword, expression in _expressions(schema):
         if expression is None:
@@ -58,7 +61,7 @@ def expressions_of(schema: dict, strict: bool) -> list[str]:
 
 
 def _expressions(schema: dict):
-    """(keyword, its regular expression, or None where there can be none)"""
+    """Pairs (keyword, its regular expression); None where the keyword has no regular expression."""
     for keyword in ("minLength", "maxLength"):
         if keyword in schema:
             yield keyword, length_between(schema.get("minLength", 0), schema.get("maxLength", ""))
@@ -66,19 +69,20 @@ def _expressions(schema: dict):
         is_sane = isinstance(schema["pattern"], str) and len(schema["pattern"]) <= MAX_PATTERN
         yield "pattern", whole(schema["pattern"]) if is_sane else None
     if "format" in schema:
-        yield "format", FORMATS.get(schema["format"]) if isinstance(schema["format"], str) else None
+        yield "format", STRING_FORMATS.get(schema["format"]) if isinstance(schema["format"], str) else None
 
 
 def length_between(least, most) -> str | None:
-    """most: "" where there is no end."""
+    """A regular expression of strings of `least` to `most` letters, most: "" for any number; None where these are no
+    lengths."""
     is_range = is_within(int, least, 0, MAX_LENGTH) and (most == "" or is_within(int, most, least, MAX_LENGTH))
     return f"(?s:.{{{least},{most}}})" if is_range else None
 
 
 @functools.lru_cache(maxsize=256)
 def whole(pattern: str) -> str | None:
-    """What is looked for anywhere in a string, as a regular expression of the whole string; None where llguidance takes
-    no such one."""
+    """A regular expression of the whole string, of a pattern that may fit anywhere in a string, as JSON Schema has it.
+    None where llguidance does not take it."""
     parts = []
     for one in top_level(in_ascii(pattern)):
         end = one.endswith("$") and (len(one) - len(one[:-1].rstrip("\\"))) % 2 == 1
@@ -89,25 +93,25 @@ def whole(pattern: str) -> str | None:
     return None if LLMatcher.validate_grammar(grammar, limits=GRAMMAR_LIMITS) else expression
 
 
-# What ECMA-262, whose regular expressions JSON Schema has, means by these: in Lark's they are of all Unicode.
+# What these mean in ECMA-262, whose regular expressions JSON Schema uses. In Lark they stand for all of Unicode.
 ASCII = {r"\d": "0-9", r"\D": r"\x00-/:-\x{10FFFF}", r"\w": "0-9A-Z_a-z", r"\W": r"\x00-/:-@\[-^`{-\x{10FFFF}"}
 
 
 def in_ascii(pattern: str) -> str:
-    """A regular expression with the classes of ASCII written out."""
+    """A regular expression with the classes in ASCII written out, so that they do not stand for all of Unicode."""
     letters = list(pieces(pattern))
     written = []
     for i, (piece, is_class) in enumerate(letters):
         if piece in ASCII:
             piece = ASCII[piece] if is_class else f"[{ASCII[piece]}]"
         elif piece == "-" and is_class and any(one in ASCII for one, _ in letters[max(i - 1, 0):i + 2]):
-            piece = r"\-"       # there is no range from or to a class: it stands for itself
+            piece = r"\-"       # a range cannot begin or end with a class, so the hyphen stands for itself
         written.append(piece)
     return "".join(written)
 
 
 def pieces(pattern: str):
-    """The letters of a regular expression, escaped ones as one, each with whether it stands within a class."""
+    """The letters of a regular expression, an escaped letter with its backslash, each with whether it is in a class."""
     is_class = False
     for piece in re.findall(r"\\.|.", pattern, re.DOTALL):
         yield piece, is_class
@@ -143,17 +147,18 @@ ATOM = re.compile(r"\{[0-9,]*\}|(\\.|\[(?:\\.|[^]])*\]|[^(){}|*+?^$])", re.DOTAL
 
 
 def check_meetings(schema: dict):
-    """GrammarError where patterns meet in one string, through allOf or references, in more than MAX_WAYS.
+    """Raises GrammarError where patterns meet in one string, through allOf or references, in more than MAX_WAYS ways.
 
-    llguidance looks for a string that fits them all, and for each letter of it tries every way to go on with the one
-    pattern beside every way to go on with the others: all of these before it looks at its limits. That bounds nothing
-    (20 patterns "[a-z]{n}" took 15 s and 400 MB, two of 1,000 alternatives 4 s), so it is counted here."""
+    llguidance looks for a string that fits all the patterns. For each letter it tries every way to go on in one pattern
+    with every way to go on in the others, and looks at its limits only afterwards. So its limits do not bound the work
+    (20 patterns "[a-z]{n}" took 15 s and 400 MB, two of 1,000 alternatives 4 s), and the ways are counted here."""
     ways_of(schema, schema, {})
 
 
 def ways_of(schema, root: dict, known: dict, depth: int = 0) -> int:
-    """At most so many ways lead on within one value, in a string of it or in what it is made of; MAX_WAYS + 1 stands
-    for more. root: where references point; known: what those seen so far have; depth: as in `types_of`."""
+    """An upper bound of the ways in which patterns and alternatives meet in one value, in a string or a part of it;
+    MAX_WAYS + 1 stands for any larger number. root: the schema that references point into. known: the ways of the
+    references seen so far. depth: as in `types_of`."""
     if not isinstance(schema, dict):
         return 1
     if depth > MAX_DEPTH:
@@ -165,7 +170,7 @@ def ways_of(schema, root: dict, known: dict, depth: int = 0) -> int:
                 FORMAT_WAYS if "format" in schema else 1]
     if isinstance(reference := schema.get("$ref"), str):
         if reference not in known:
-            known[reference] = 1            # while that is being found out
+            known[reference] = 1            # until the next line has found it, should it refer to itself
             known[reference] = each(resolve(reference, root))
         factors.append(known[reference])
     factors.append(max(ways_within(schema, each), default=1))
@@ -176,7 +181,7 @@ def ways_of(schema, root: dict, known: dict, depth: int = 0) -> int:
 
 
 def ways_within(schema: dict, each):
-    """The ways of what is in an object or an array; `each` finds those of a schema."""
+    """The ways of the parts of an object or an array; each(schema) gives the ways of one part."""
     for key in ("items", "additionalItems", "additionalProperties"):
         yield each(schema.get(key))
     yield from map(each, listed(schema, "prefixItems") + listed(schema, "items"))
@@ -190,7 +195,7 @@ def ways_within(schema: dict, each):
 
 
 def ways_of_pattern(pattern) -> int:
-    """One for each letter or class of it, and one for the text before."""
+    """The ways of one pattern: one for each letter or class, and one for the text before."""
     return 1 + sum(map(bool, ATOM.findall(pattern))) if isinstance(pattern, str) else 1
 
 

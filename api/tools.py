@@ -22,8 +22,8 @@ class NotACall(Exception):
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool that a request offers. parameters: JSON schema of an object, as the client wrote it, so that it may hold
-    anything; strict: nothing of it may be overlooked."""
+    """A tool that a request offers. parameters: the JSON schema of an object as the client wrote it, so it may hold
+    anything. strict: no keyword of it may be overlooked."""
 
     name: str
     parameters: dict = field(default_factory=dict)
@@ -31,7 +31,7 @@ class Tool:
 
     @functools.cached_property
     def schema(self) -> dict:
-        """The parameters, what they say by way of others written out."""
+        """The parameters, with `$ref` and `allOf` at their root written out."""
         return written_out(self.parameters)
 
     @functools.cached_property
@@ -41,7 +41,7 @@ class Tool:
 
     @functools.cached_property
     def properties(self) -> dict:
-        """The schemas of the arguments, by their names: of those that are listed or required."""
+        """The schemas of the arguments that are listed or required, by the names of the arguments."""
         listed = self.schema.get("properties")
         listed = listed if isinstance(listed, dict) else {}
         is_open = self.others is not None or "additionalProperties" not in self.schema
@@ -49,14 +49,14 @@ class Tool:
 
     @property
     def others(self) -> dict | None:
-        """What is known of the schema of every other argument; None where there may be none, which is so unless the
-        parameters say otherwise, or say by schemas within them what there may be."""
+        """The schema of every argument that is not listed; None where no such argument is allowed. None are allowed
+        unless the parameters say so, or describe their arguments by schemas within them."""
         schemas = BY_SCHEMAS | {"patternProperties"}
         others = {} if schemas & self.schema.keys() else self.schema.get("additionalProperties", False)
         return others if isinstance(others, dict) else {} if others else None
 
     def schema_of(self, key: str | None) -> dict:
-        """The schema of one argument, or (None) of every other, self-contained; {} where there is none."""
+        """The schema of one argument, or (None) of those not listed, with its definitions; {} where there is none."""
         schema = self.properties.get(key, self.others)
         return definitions_for(schema, self.parameters) | schema if isinstance(schema, dict) else {}
 
@@ -69,16 +69,16 @@ SILENT = {"title", "description", "examples", "default", "$schema", "$id", "$com
 
 
 def written_out(root: dict) -> dict:
-    """A schema of objects with what $ref and allOf bring at its root in their place. As it is where they bring more
-    than properties and names of required ones, so that something of it would be lost."""
+    """A schema of objects in which $ref and allOf at the root are replaced by what they refer to. The schema comes back
+    as it is where these hold more than properties and required names, because merging would then lose something."""
     waiting, seen, parts = [root], {id(root)}, []
-    for schema in waiting:              # which grows
+    for schema in waiting:              # `waiting` grows meanwhile
         more = schema.get("allOf", [])
         more = [*more, resolve(schema["$ref"], root)] if isinstance(schema.get("$ref"), str) else more
         if not isinstance(more, list) or not all(isinstance(one, dict) for one in more):
             return root
         waiting += [one for one in {id(one): one for one in more}.values() if id(one) not in seen]
-        seen |= set(map(id, more))      # what is said twice is said
+        seen |= set(map(id, more))      # a schema that is referred to twice counts once
         parts.append({key: value for key, value in schema.items() if key not in SILENT | {"$ref", "allOf"}})
     parts = list(filter(None, parts))
     is_plain = all(part.keys() <= {"type", "properties", "required"} for part in parts) or len(parts) == 1
@@ -88,7 +88,7 @@ def written_out(root: dict) -> dict:
 
 
 def both(one: dict, other: dict) -> dict:
-    """What says what two schemas say, of which no more than properties, required names and a type may be in both."""
+    """One schema that says what two schemas say. Both may have only properties, required names and a type."""
     known, new = one.get("properties", {}), other.get("properties", {})
     shared = {key: {"allOf": [known[key], new[key]]} for key in known.keys() & new.keys() if known[key] != new[key]}
     return one | other | {"properties": known | new | shared, "required": names_in(one) + names_in(other)}
@@ -101,7 +101,7 @@ def names_in(schema: dict) -> list[str]:
 
 
 def definitions_for(schema: dict, root: dict) -> dict:
-    """Of the definitions in `root` those that a schema refers to, itself or by way of others."""
+    """The definitions in `root` that a schema refers to, directly or through other definitions."""
     found, waiting = {}, [schema]
     while waiting:
         one = waiting.pop()
@@ -118,7 +118,7 @@ def definitions_for(schema: dict, root: dict) -> dict:
 
 
 def definition_named(reference) -> tuple:
-    """("$defs", "a") of "#/$defs/a", or of what points into that; (None, None) of any other."""
+    """("$defs", "a") for "#/$defs/a" and for references into that; (None, None) for any other reference."""
     steps = reference.split("/") if isinstance(reference, str) else []
     is_one = len(steps) > 2 and steps[0] == "#" and steps[1] in DEFINITIONS
     return (steps[1], unescaped(steps[2])) if is_one else (None, None)
@@ -130,10 +130,10 @@ def unescaped(step: str) -> str:
 
 
 def types_of(schema, root: dict | None = None, known: dict | None = None, depth: int = 0) -> frozenset:
-    """The JSON types that a schema admits, "integer" also where it says "number".
+    """The JSON types that a schema admits; where it says "number", it also admits "integer".
 
-    root: where references point. known: what those seen so far admit; anything, while that is being found out. depth:
-    of the schemas that were followed to this one.
+    root: the schema that references point into. known: the types that the references seen so far admit; every type for
+    a reference whose types are still being found. depth: how many schemas were followed to this one.
     """
     if not isinstance(schema, dict) or depth > MAX_DEPTH:
         return EVERY_TYPE
@@ -157,7 +157,7 @@ def types_of(schema, root: dict | None = None, known: dict | None = None, depth:
 
 
 def resolve(reference: str, root: dict):
-    """What "#/$defs/name" points at, None for what cannot be found here."""
+    """The schema that "#/$defs/name" points at, None where it is not in `root`."""
     at = root
     for name in map(unescaped, reference.removeprefix("#").strip("/").split("/")):
         at = at.get(name) if isinstance(at, dict) and name else at
@@ -179,11 +179,11 @@ def type_of(value) -> str:
 
 
 def read_value(text: str, schema: dict):
-    """The value that a text stands for: what the schema admits if it can be read so, else the text itself."""
+    """The value that a text stands for: the one that the schema admits, or the text itself where it admits none."""
     for value in choices(schema):
         if text == (value if isinstance(value, str) else json.dumps(value)):
             return value
-    python = {"True": True, "False": False, "None": None}          # as models trained on Python write them
+    python = {"True": True, "False": False, "None": None}          # models trained on Python write these
     try:
         value = python[text] if text in python else json.loads(text, parse_constant=float)
     except (ValueError, RecursionError):
@@ -199,7 +199,7 @@ def read_value(text: str, schema: dict):
 
 
 def form_of(template: str):
-    """The class that reads the calls of a model with this chat template; None: it does not know tools."""
+    """The class that reads the calls of a model with this chat template; None where the template knows no tools."""
     if "<function=" in template:
         return XMLCall
     return JSONCall if "<tool_call>" in template else None
@@ -222,7 +222,7 @@ class XMLCall:
         self._keys, self._schema = set(), {}
 
     def push(self, text: str) -> str:
-        """What another piece of text adds to the arguments. NotACall: this is none."""
+        """What another piece of text adds to the arguments. Raises NotACall where the text is no call."""
         self._text += text
         before = len(self.arguments)
         while (piece := self._read()) is not None:
@@ -230,12 +230,13 @@ class XMLCall:
         return self.arguments[before:]
 
     def close(self) -> str:
-        """All the arguments, at the end of the call. NotACall when it is not whole."""
+        """All the arguments, at the end of the call. Raises NotACall where the call is not whole."""
         if self._read != self._read_tail:
             raise NotACall
         return self.arguments
 
-    # Each reads one thing off the text and says what the arguments gain by it, or None where it needs more text.
+    # Each _read function takes one thing off the text and returns what it adds to the arguments, or None where it needs
+    # more text.
 
     def _read_head(self):
         name = self._take_tag("<function=")
@@ -257,7 +258,7 @@ class XMLCall:
         if key is None:
             return None
         is_free = self._tool.others is not None and key not in self._tool.properties
-        if key in self._keys and not is_free:       # no grammar can tell that a free one comes again
+        if key in self._keys and not is_free:       # a grammar cannot forbid that a name not listed comes twice
             raise NotACall
         comma = ", " if self._keys else ""
         self._keys.add(key)
@@ -274,7 +275,7 @@ class XMLCall:
         return '"' if is_string else ""
 
     def _read_string(self):
-        """The letters of a string go out at once, but for what may belong to its end."""
+        """Passes the letters of a string on at once, except letters that may belong to the tag at its end."""
         text, end, rest = self._text.partition(PARAMETER_END)
         if end:
             self._text, self._read = rest, self._read_between
@@ -296,7 +297,7 @@ class XMLCall:
         return None
 
     def _take_tag(self, opening: str) -> str | None:
-        """The name in a tag <function=NAME> at the start of the text, which is taken off; None: more text is needed."""
+        """Takes a tag such as <function=NAME> off the start of the text; returns NAME, or None: more text is needed."""
         text = self._text.lstrip()
         if not text.startswith(opening[:len(text)]):
             raise NotACall
@@ -309,7 +310,7 @@ class XMLCall:
         return name
 
 
-PARAMETER_END = "</parameter>"      # the first one, so that no value can hold it
+PARAMETER_END = "</parameter>"      # the first one ends a value, so no value can hold it
 
 
 def overlap(text: str, marker: str) -> int:
@@ -333,7 +334,7 @@ class JSONCall:
 
     def __init__(self, tools: dict[str, Tool]):
         self.tools, self.name, self.arguments = tools, None, ""
-        self._text, self._at = "", 0                # all of the text, and how much of it is read
+        self._text, self._at = "", 0                # the whole text, and how many letters of it are read
         self._depth, self._in_string, self._escape = 0, False, False
 
     def push(self, text: str) -> str:
@@ -342,10 +343,10 @@ class JSONCall:
             if not self._text.lstrip().startswith("{") and self._text.strip():
                 raise NotACall
             head = self.HEAD.match(self._text)
-            if head is None:                        # not yet, or in another order, which only close() can read
+            if head is None:                        # incomplete, or in an order that only close() can read
                 return ""
             self.name, self._at = _loads(head[1]), head.end()
-        if self.arguments and self._depth == 0:     # they are whole
+        if self.arguments and self._depth == 0:     # the arguments are whole
             return ""
         start = self._at
         for char in self._text[start:]:
@@ -358,7 +359,7 @@ class JSONCall:
         return piece
 
     def _step(self, char: str):
-        """Follows how deep a letter of JSON lies."""
+        """Follows how deep the next letter of JSON is nested."""
         if self._in_string:
             self._in_string = self._escape or char != '"'
             self._escape = char == "\\" and not self._escape
@@ -390,5 +391,5 @@ def _loads(text: str):
 
 
 def _mended(value, schema: dict):
-    """A string where the schema admits none, as what it stands for."""
+    """The value that a string stands for where the schema admits no string; any other value as it is."""
     return read_value(value, schema) if isinstance(value, str) and "string" not in types_of(schema) else value

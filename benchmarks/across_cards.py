@@ -21,6 +21,7 @@ import re
 from pathlib import Path
 
 import qengine
+from cli.options import listed, whole_numbers
 from engine.plan import CacheSizes, Demand, Planner, schedule
 from engine.prefix import PAGE_TOKENS, pages_for
 from kernels.card import Array
@@ -118,7 +119,7 @@ def simulate(options):
     for rows in options.rows:
         line(f"{rows}", options.tokens, *estimated_times(planner, layers, equal_passes(options.tokens, rows)))
     passes = planner.passes(options.tokens)
-    print(f"as the engine chooses, passes of {qengine.listed(dict.fromkeys(rows for _, rows in passes))}:")
+    print(f"as the engine chooses, passes of {listed(dict.fromkeys(rows for _, rows in passes))}:")
     line("", options.tokens, *estimated_times(planner, layers, passes))
     return 0
 
@@ -177,9 +178,9 @@ def main():
     parser.add_argument("--cards", default="cmp-100-210,cmp-100-210,cmp-100-210",
                         help="types with commas, as --card emulated: has them, v100@4,t4 (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=18400, help="of the prompt (default: 18400)")
-    parser.add_argument("--rows", type=qengine.whole_numbers, default=ROWS,
-                        help=f"of the passes, multiples of 64 (default: {qengine.listed(ROWS)})")
-    parser.add_argument("--split", type=qengine.whole_numbers, help="layers on each card")
+    parser.add_argument("--rows", type=whole_numbers, default=ROWS,
+                        help=f"of the passes, multiples of 64 (default: {listed(ROWS)})")
+    parser.add_argument("--split", type=whole_numbers, help="layers on each card")
     parser.add_argument("--trace", metavar="FILE", help="a timeline to compare with, instead of estimates")
     options = parser.parse_args()
     return compare(options.trace) if options.trace else simulate(options)

@@ -19,6 +19,8 @@ import llguidance
 
 import qengine
 from api import chat, openai
+from api.http import serving
+from api.service import create_app
 from engine.constraints import Constraint
 
 RECORD = {"type": "object", "additionalProperties": False, "required": ["name", "age", "size", "tags", "home"],
@@ -39,8 +41,8 @@ def main():
     parser.add_argument("--tokens", type=int, default=128, help="tokens of an answer (default: 128)")
     choice = parser.parse_args()
     engine = qengine.load(choice.model, card=choice.card, ctx=512, slots=choice.batch)
-    app = qengine.create_app(engine)
-    with qengine.serving(app, "127.0.0.1", 0) as port:
+    app = create_app(engine)
+    with serving(app, "127.0.0.1", 0) as port:
         for how, measure in ("", of_engine), (", streamed", of_server):
             for batch in dict.fromkeys((1, choice.batch)):
                 rounds = [[measure(engine, port, batch, choice.tokens, ruled) for ruled in (False, True)]
@@ -114,9 +116,9 @@ def certain(engine, asked):
     n_tokens, runs = 0, collections.Counter()
     for request in asked:
         constraint, was_certain = Constraint(engine.vocabulary, request.grammar, request.grammar_after), []
-        for event in engine.submit(request):
+        for delta in engine.submit(request):
             was_certain.append(bool(constraint.forced))
-            constraint.take(event.token_id)
+            constraint.take(delta.token_id)
         n_tokens += len(was_certain)
         runs.update(len(list(run)) for is_certain, run in itertools.groupby(was_certain) if is_certain)
     listed = ", ".join(f"{n} ({runs[n]} times)" for n in sorted(runs))

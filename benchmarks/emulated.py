@@ -49,9 +49,9 @@ def product(card, multiply, n, k, rows):
     """(program, multiply-accumulates) of a Q8_0 matrix product of random operands."""
     random = np.random.default_rng(0)
     w, x = q8_gemv.random_q8(random, n, k), q8_gemv.random_activations(random, rows, k)
-    arrays = [card.upload(a) for a in (*w, *x)]
+    operands = q8_gemv.upload_q8(card, w, x)
     y = card.zeros((rows, n), np.float32)
-    return programs(card, lambda: multiply(card, y, n, *arrays, n, k, rows)), n * k * rows
+    return programs(card, lambda: multiply(card, y, n, *operands, rows)), n * k * rows
 
 
 def main(workers=1):

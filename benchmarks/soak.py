@@ -34,6 +34,8 @@ import time
 from dataclasses import dataclass
 
 import qengine
+from api.http import serving
+from api.service import create_app
 from engine.prefix import PAGE_TOKENS, pages_for
 
 PATH = "/v1/chat/completions"
@@ -387,10 +389,10 @@ def load(model=qengine.DEFAULT_MODEL, card=None, slots=8):
 
 def soak(engine, n_clients: int, seconds: float, n_cards: int, patience: float) -> tuple[list[Outcome], list[str]]:
     """What came of every turn, and all that was wrong; prints the table."""
-    app = qengine.create_app(engine, max_requests=4 * n_clients)       # who left is open until that is noticed
+    app = create_app(engine, max_requests=4 * n_clients)       # who left is open until that is noticed
     cards, service = deck(n_cards), app.extensions["qengine"]
     context = multiprocessing.get_context("spawn")                      # the engine has threads
-    with (qengine.serving(app, "127.0.0.1", 0) as port,
+    with (serving(app, "127.0.0.1", 0) as port,
           concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as process):
         ask_alone(engine, int(port), cards, patience)
         fill_caches(engine)

@@ -52,10 +52,10 @@ class Fault(NamedTuple):
         return cls(name, what if card is None or name in what else f"{name}: {what}", time.time())
 
 
-STOPS, STOP_LETTERS = 64, 1024      # stop strings of a request, and letters of each, at most
-GRAMMAR_LETTERS = 1 << 18   # of a grammar, at most: where it spells out as many, the scheduler waits 0.5 s for it
+STOPS, STOP_LETTERS = 64, 1024      # the most stop strings of a request, and the most letters of each
+GRAMMAR_LETTERS = 1 << 18   # the most letters of a grammar: the scheduler waits 0.5 s for one that spells out as many
 
-# What a request may ask of sampling, anywhere: type, lowest, highest, meaning (for --help).
+# The numbers by which a request controls sampling: type, lowest, highest, meaning (for --help).
 SAMPLING = {
     "max_tokens": (int, 1, 2**31 - 1, "longest answer, in tokens (default: what the context holds)"),
     "temperature": (float, 0, 2, "0 takes the likeliest token, more is more varied (default: 0, --serve: 1)"),
@@ -76,7 +76,7 @@ def is_within(kind: type, value, low, high) -> bool:
 
 
 def check_sampling(name: str, value, field: str | None = None):
-    """`value`, if it is what SAMPLING allows as `name`; RequestError names `field`, which is `name` by default."""
+    """Returns `value` if SAMPLING allows it as `name`. Otherwise raises RequestError for `field`, by default `name`."""
     kind, low, high, _ = SAMPLING[name]
     if not is_within(kind, value, low, high):
         noun = "a whole number" if kind is int else "a number"
@@ -101,12 +101,12 @@ class Request:
     logit_bias: dict[int, float] = dataclasses.field(default_factory=dict)  # token id -> what its logit gains
     top_logprobs: int | None = None     # log-probabilities of the tokens, and of so many of the likeliest
     ignore_eos: bool = False
-    stop: tuple[str, ...] = ()          # strings that end the text and are not part of it; one may stand alone
-    stop_after: int | None = None       # token id: stop strings count in what follows it, line breaks at once aside
-    stop_pause: int | None = None       # token id: only where it begins the answer do they wait for stop_after
-    stop_before: int | None = None      # token id: no stop string counts from there on
-    grammar: str | None = None          # what the answer obeys, as llguidance.LLMatcher.grammar_from_... write it
-    grammar_after: int | None = None    # token id: only what follows it obeys the grammar
+    stop: tuple[str, ...] = ()          # strings that end the text and are not part of it; a single str is one string
+    stop_after: int | None = None       # token id: stop strings count only after it and the line breaks behind it
+    stop_pause: int | None = None       # token id: stop_after applies only to an answer that begins with this token
+    stop_before: int | None = None      # token id: from this token on no stop string counts
+    grammar: str | None = None          # that the answer obeys, as llguidance.LLMatcher.grammar_from_... writes it
+    grammar_after: int | None = None    # token id: only the text after it obeys the grammar
     timeout: float | None = None        # seconds from `submit` on, after which it ends with DeadlineExceeded
 
     def __post_init__(self):
@@ -118,7 +118,7 @@ class Request:
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
 
     def check(self, n_vocab: int, n_ctx: int):
-        """RequestError names the first field that cannot be served."""
+        """Raises RequestError for the first field that cannot be served."""
         if not self.prompt_ids:
             raise RequestError("prompt", "the prompt is empty")
         if len(self.prompt_ids) >= n_ctx:
@@ -151,10 +151,9 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Event:
-    """A generated token, and the text that is certain by now. The last one has a finish reason: "stop" or "length".
-
-    Log-probabilities are those of the model, before anything that a request asks of sampling."""
+class Delta:
+    """A generated token, and the text that its token makes certain. The last Delta of an answer has a finish reason,
+    "stop" or "length". Log-probabilities are those of the model, before anything that a request asks of sampling."""
 
     token_id: int
     text: str
@@ -164,18 +163,20 @@ class Event:
 
 
 class StopScanner:
-    """Ends a text that arrives in pieces before the first stop string that is complete in it, of several that end there
-    before the longest, and holds back what may become one. However it is cut, a letter takes the same steps for each
-    stop string, of all letters together two at most (Knuth, Morris and Pratt, "Fast pattern matching in strings")."""
+    """Ends a text, which arrives in pieces, before the first stop string that is complete in it. Of several that end at
+    the same letter, the longest counts. Letters that may become a stop string are held back.
+
+    The result does not depend on how the text is cut. For each stop string a letter costs two comparisons on average at
+    most (Knuth, Morris and Pratt, "Fast pattern matching in strings")."""
 
     def __init__(self, stop):
         self.stop = [(string, borders(string)) for string in stop]
-        self.begun = [0] * len(self.stop)       # letters of each that the text ends with
+        self.begun = [0] * len(self.stop)       # for each stop string: with how many of its first letters the text ends
         self.held = ""
         self.stopped = False        # a stop string was found
 
     def push(self, piece: str) -> str:
-        """The text that is certain after another piece."""
+        """The text that has become certain with another piece."""
         text = self.held + piece
         for end, letter in enumerate(piece if self.stop else "", len(self.held) + 1):
             self.begun = [lengthened(n, letter, *stop) for n, stop in zip(self.begun, self.stop)]
@@ -188,13 +189,14 @@ class StopScanner:
         return text[:shown]
 
     def flush(self) -> str:
-        """What was held back, when the text ends without a stop string."""
+        """The letters that were held back, when the text ends without a stop string."""
         text, self.held, self.begun = self.held, "", [0] * len(self.stop)
         return text
 
 
 def borders(string: str) -> list[int]:
-    """Of each of its beginnings the longest border: how many letters it both begins and ends with, but not all."""
+    """For each beginning of the string the length of its longest border: the letters that it both begins and ends with,
+    fewer than all."""
     found = [0]
     for letter in string[1:]:
         found.append(lengthened(found[-1], letter, string, found))
@@ -202,73 +204,73 @@ def borders(string: str) -> list[int]:
 
 
 def lengthened(n: int, letter: str, string: str, borders: list[int]) -> int:
-    """How many of the string's first letters a text ends with, which ended with n of them, less than all, before this
-    letter."""
+    """With how many of the string's first letters a text ends after this letter. Before the letter it ended with n of
+    them, fewer than all."""
     while n and string[n] != letter:
         n = borders[n - 1]
     return n + (string[n] == letter)
 
 
 class Generation:
-    """A request on its way through the engine. Iterate over it for its events."""
+    """A request on its way through the engine. Iterating over it gives its Deltas."""
 
     def __init__(self, request: Request, tokenizer, constraint=None):
         self.request, self.constraint = request, constraint
         self.n_prompt, self.n_generated = len(request.prompt_ids), 0
-        self.n_cached = 0           # tokens of the prompt that were not processed, for an earlier one began with them
+        self.n_cached = 0           # tokens of the prompt that were not processed, because an earlier prompt had them
         self.cancelled = False
-        self.finish_reason: str | None = None   # of the last event; None when cancelled or failed
-        self.error: Exception | None = None     # what it failed with
+        self.finish_reason: str | None = None   # of the last Delta; None when cancelled or failed
+        self.error: Exception | None = None     # that the generation failed with
         self.started = time.perf_counter()
         self.deadline = self.started + (math.inf if request.timeout is None else request.timeout)
-        self.token_times: list[float] = []      # of the engine's tokens; readers may get several at once
+        self.token_times: list[float] = []      # when the engine gave each token; a reader may get several at once
         self._decoder, self._scanner = tokenizer.stream_decoder(), StopScanner(request.stop)
         self._scans = request.stop_after is None or request.stop_pause is not None
-        self._at_start = not self._scans    # of what stop strings count in
-        self._events, self._done = queue.SimpleQueue(), threading.Event()
-        self.wake = threading.Event()           # set whenever there is something to `take`
+        self._at_start = not self._scans    # whether the text in which stop strings count has not begun yet
+        self._deltas, self._done = queue.SimpleQueue(), threading.Event()
+        self.wake = threading.Event()           # set whenever `take` has something to give
 
     def __iter__(self):
-        """Events as they come. Ends without a finish reason when cancelled, raises what the generation failed with:
-        EngineStopped with the engine."""
+        """Deltas as they come. Ends without a finish reason when the generation was cancelled. Raises what the
+        generation failed with, EngineStopped where the engine failed."""
         return filter(None, self.listen())
 
     def listen(self, patience: float | None = None):
-        """What iteration gives, and None whenever nothing has come for `patience` seconds."""
-        return (said and said[1] for said in events_of([self], patience))
+        """The Deltas that iteration gives, and None whenever nothing has come for `patience` seconds."""
+        return (said and said[1] for said in deltas_of([self], patience))
 
-    def take(self) -> Event | Exception | None:
-        """The next event, if one is there (queue.Empty: not yet); at the end None, or what the generation failed
-        with."""
-        event = self._events.get_nowait()
-        if not isinstance(event, Event):
-            self._put(event)                    # for whoever reads on
-        return event
+    def take(self) -> Delta | Exception | None:
+        """The next Delta; at the end None, or what the generation failed with. Raises queue.Empty where nothing has
+        come yet."""
+        said = self._deltas.get_nowait()
+        if not isinstance(said, Delta):
+            self._put(said)                     # the end stays there for whoever reads on
+        return said
 
-    def _put(self, event: Event | Exception | None):
-        self._events.put(event)
+    def _put(self, said: Delta | Exception | None):
+        self._deltas.put(said)
         self.wake.set()
 
     def cancel(self):
-        """End the generation within one step of the engine, whether it waits or runs."""
+        """End the generation within one step of the engine, whether it waits for a slot or runs."""
         self.cancelled = True
 
     def is_over(self) -> bool:
-        """Whether nobody waits for the rest: it was cancelled, or takes longer than its request allows."""
+        """Whether the rest is not wanted: it was cancelled, or takes longer than its request allows."""
         return self.cancelled or time.perf_counter() > self.deadline
 
     def overdue(self) -> DeadlineExceeded | None:
-        """What a generation that is over ends with."""
+        """The error that a generation ends with when `is_over`; None where it was cancelled."""
         if self.cancelled:
             return None
         return DeadlineExceeded(f"not finished after the {self.request.timeout:g} s that the request allows")
 
     def wait(self):
-        """Return when it has finished, failed or been cancelled."""
+        """Return when the generation has finished, failed or been cancelled."""
         self._done.wait()
 
     def push(self, token: int, finish_reason: str | None, logprob: float | None = None, top_logprobs=()) -> str | None:
-        """Take the next token from the scheduler; returns the finish reason, which a stop string may have supplied."""
+        """Take the next token from the scheduler. Returns the finish reason, which may be that of a stop string."""
         self.n_generated += 1
         self.token_times.append(time.perf_counter())
         text = ""
@@ -283,7 +285,7 @@ class Generation:
             finish_reason = "stop"
         self.finish_reason = finish_reason
         self._scans = self._scans or token == self.request.stop_after
-        self._put(Event(token, text, finish_reason, logprob, top_logprobs))
+        self._put(Delta(token, text, finish_reason, logprob, top_logprobs))
         return finish_reason
 
     def _scan(self, piece: str) -> str:
@@ -294,32 +296,32 @@ class Generation:
         return piece[:len(piece) - len(text)] + self._scanner.push(text)
 
     def close(self, error: Exception | None = None):
-        """No more events; `error` is raised where they are read."""
+        """No more Deltas come; `error` is raised where the Deltas are read."""
         self.error = error
         self._put(error)
         self._done.set()
 
 
-def events_of(generations: list[Generation], patience: float | None = None):
-    """The events of generations as they come, each as (index, event), and None whenever nothing has come for `patience`
-    seconds. Raises what the first of them failed with."""
+def deltas_of(generations: list[Generation], patience: float | None = None):
+    """The Deltas of generations as they come, each as (index, Delta), and None whenever nothing has come for `patience`
+    seconds. Raises what the first of the failed generations failed with."""
     wake, reading = generations[0].wake, dict(enumerate(generations))
     for generation in generations:
-        generation.wake = wake                  # what came before is there at the first look
+        generation.wake = wake                  # a Delta that came before this line is found at the first look
     while reading:
         wake.clear()
         is_silent = True
         for index, generation in list(reading.items()):
             try:
-                event = generation.take()
+                said = generation.take()
             except queue.Empty:
                 continue
             is_silent = False
-            if isinstance(event, Event):
-                yield index, event
-            elif event is None:
+            if isinstance(said, Delta):
+                yield index, said
+            elif said is None:
                 del reading[index]
             else:
-                raise event
+                raise said
         if is_silent and not wake.wait(patience):
             yield None

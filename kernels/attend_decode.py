@@ -1,133 +1,138 @@
-"""Attention of decoded tokens, one row per slot, in one launch: from the projections of query, gate, key and
-value to the input of the output projection.
+"""Attention of decoded tokens, one row per slot, in one launch: from the projections of query, gate, key and value to
+the input of the output projection.
 
-    q = rope(rms_norm(query)) / 16,   k = rope(rms_norm(key))    as float16; k and v go into the cache
-    out = sum_j softmax(q . k)_j v_j * sigmoid(gate)               over the keys j = 0 .. position
+    q = rope(rms_norm(query)) D^-1/2,   k = rope(rms_norm(key))    q as float16; k and v go into the cache
+    out = sum_j softmax(q . k)_j v_j * sigmoid(gate)               over the keys j = 0 .. position, D = head_dim
 
-The mathematics is that of kernels/rope.py, kernels/kv_cache.py and kernels/attention.py, which do the same
-for prompts in three launches. Query head h reads KV head h // group, group = heads / n_kv.
+The mathematics is that of kernels/rope.py, kernels/kv_cache.py and kernels/attention.py, which do the same for prompts
+in three launches. Query head h reads KV head h // group, group = heads / n_kv; heads without gates skip the sigmoid.
 
-    projected     float32 [rows, stride]       per head 256 query, 256 gate; from k_column on n_kv 256 keys;
-                                               from v_column on n_kv 256 values
-    k, v          float16 [n_pages, n_kv, 64, 256], found through block_table int32 [n_slots, max_pages]
-    out           int8 [rows, heads 256] and scales float32 [rows, heads 8] (kernels/quantize.py), or float32
-    row_slot, row_pos  int32 [rows],  rope_pos  int32 [3, >= rows]
+    projected  float32 [rows, stride]     queries with gates, keys, values: the columns of kernels/rope.py's Heads
+    k, v       pages in a KV format (kernels/kv_formats.py), found through block_table int32 [n_slots, max_pages]
+    out        int8 [rows, heads D] and scales float32 [rows, heads D / 32] (kernels/quantize.py), or float32
 
-**How a sequence is cut.** Pages of 64 keys are the leaves. A *unit* is 1, 2, 4, .. pages, the least power of
-two that makes at most 64 units of the live pages: it follows from the row's position alone, so the bits
-depend neither on the batch nor on the card, and one recorded launch serves every length, its blocks beyond
-the last unit ending at once.
+**How a sequence is cut.** A *unit* is 1, 2, 4, .. pages of 64 keys, the least power of two that makes at most 64 units
+of the live pages. It follows from the row's position alone, so the bits depend neither on the batch nor on the card,
+and one recorded launch serves every length: its blocks beyond the last unit end at once.
 
     grid (n_kv, rows, 64 units), a block of 8 warps per unit:     300 tokens:    5 units of  1 page
                                                                 4,620 tokens:   37 units of  2 pages
     page   | 8 keys | 8 keys | .. | 8 keys |                   18,400 tokens:   36 units of  8 pages
     warp       0        1      ..     7                       262,144 tokens:   64 units of 64 pages
 
-A warp takes 8 keys of a page for all query heads of the KV head at once, so the cache is read once; a lane
-holds 8 dims of 8 keys and 8 values, 64 words. All loads of the first page are on their way before the queries
-are rotated; those of the next page leave as soon as the registers of this one are free. Per page:
+A warp takes 8 keys of a page for all query heads of the KV head at once, so the cache is read once. A *span* is the
+lanes that hold a row together, 8 dims each: a warp where D = 256, and each of its lanes holds all 8 keys and values;
+half a warp where D = 128, with 4 of them. Per page:
 
     scores    q . k by a chain of 4 products per half and a butterfly over the lanes; into shared memory
     softmax   a warp per head: maximum and sum of the 64 scores, probabilities rounded to half
-    values    p v by chains of 8 products per half, into shared memory
-    sum       a thread owns 2 dims of every other head: the 8 chains in increasing order, float32;
+    values    p v by a chain of 8 or 4 products per half, into shared memory
+    sum       a thread owns 2 dims of some heads and adds the chains of all spans in increasing order, float32;
               pages are merged into the unit's result in increasing order, rescaled to the running maximum
 
-The warp that a new key falls to makes it after the wait, writes it into its page for later tokens, and puts it
-through shared memory into its own registers, over the row that it loaded for it and those beyond. No other warp of
-any block reads it. The last block of a (row, KV head) to finish merges the units in increasing order, applies the
-gate and writes the output; a counter on the card, which it sets back to zero, tells it that it is the last. A thread
-has 4 dims of a head there: maxima, gates and the values of up to 16 units are under way at once, where one load would
-wait for the other.
-
-From Hopper on, where the launch before it overlaps (kernels/intrinsics.py) and the caller knows that they may be
-(`early`), the keys and values of the first page are loaded before the wait, and blocks beyond the last unit end at
-once: 16 launches of a 27B's token 0.123 ms for 0.136; the token 27 us less, of a 9B in Q4_K 10, of a 0.8B 6 (H100,
-2026-11-21). Then the new key was still written and read back, by a warp that loaded nothing early, and units merged 4
-at a time: without that a 9B's token takes 11 us less, a 0.8B's 6 (549.8 for 555.5; 2026-11-22).
-
-The live units come first in the grid and so spread over all SMs. (With the units in grid.x, half of an H200's
-SMs had two of them and half none: 37.6 us at 18,400 tokens.)
-
-Accuracy as of kernels/attention.py, by the same chains. Pipe: half2 and fp32, about 600 instructions per lane
-for 64 keys and 4 heads. Bytes: 1,024 per key and KV head, read once; 1,040 written and read per unit and
-head.
+The warp that a new key falls to makes the key, writes it into its page for later tokens, and puts it through shared
+memory into its own registers, over the row that it loaded. No other warp of any block reads that row. The last block of
+a (row, KV head) to finish merges the units in increasing order, applies the gate and writes the output; it knows that
+it is the last from a counter on the card, which it sets back to zero. Accuracy as of kernels/attention.py. Pipe: half2
+and fp32, about 600 instructions per lane for 64 keys and 4 heads. Bytes: 4 D per key and KV head in float16, read once;
+4 (D + 4) written and read per unit and head. Measurements: benchmarks/results.md, attend_decode.
 """
 
 from functools import cache, partial as bind
+from typing import NamedTuple
 
 import numpy as np
 from numba import cuda
 from numba.types import float16, float32, uint32, uint64
 
-from kernels.compile import launches_overlap
-from kernels.intrinsics import (arrive, div_rn, exp, float_as_word, float_max, half2_high, half2_low, hfma2,
-                                hmul2, let_next_begin, load_floats4, load_shared, load_shared4, pack_half2,
-                                shared_address, sigmoid, store_shared, store_shared4, wait_for_previous, warp_max,
-                                warp_sum, word_as_float)
-from kernels.attention import TOLERANCE_ALL, attention_reference, gates, head_error, load_part
+from kernels.attention import TOLERANCE_ALL, attention_reference, gates, head_error
 from kernels.bench import Case, main
-from kernels.kv_cache import PAGE, page_offset, read_pages
+from kernels.card import Array
+from kernels.compile import launches_overlap
+from kernels.intrinsics import (arrive, div_rn, exp, float_as_word, float_max, half2_high, half2_low, hfma2, hmul2,
+                                let_next_begin, load_floats4, load_shared, load_shared4, pack_half2, shared_address,
+                                sigmoid, store_shared, store_shared4, wait_for_previous, warp_max, warp_sum,
+                                word_as_float)
+from kernels.kv_cache import Pages, page_offset_function, read_pages
+from kernels.kv_formats import KV_FORMATS, PAGE
 from kernels.norm import store_plain, store_quantized
 from kernels.quantize import quantize_reference
-from kernels.rope import (EPS, HEAD_DIM, QUERY_SCALE, SECTIONS, inverse_frequencies, load_head,
-                          norm_rope_reference, norm_rotate, rotation, store_head, store_query)
+from kernels.records import Places
+from kernels.rope import (QKV, QWEN3, QWEN35, angles_function, heads_of, load_function, norm_rotate_function,
+                          query_reference, sample_qkv, store_query_function, upload_qkv)
 
 WARPS = 8                # per block
 RESIDENT = 2             # blocks that an SM must hold: bounds the registers
 KEYS = PAGE // WARPS     # of a page, per warp
 UNITS = 64               # at most, of a sequence
 MAX_GROUP = WARPS        # query heads per KV head
-DIMS = HEAD_DIM // 32    # of a lane
-WORDS = HEAD_DIM // 2    # of a half-precision row
+DIMS = 8                 # of a lane, 4 words
 MERGED = 16              # units whose results are under way at once, when they are merged
 MERGED_SHAPE = MERGED, 4  # dims of a thread
 UNITS_EACH = UNITS // 32  # of a lane
-NEWEST = 2 * HEAD_DIM    # numbers of the new key and value
-RECORD = HEAD_DIM + 8    # floats of a unit's result: 256 values, maximum, sum, 6 unused
-LOADED = KEYS * DIMS // 2
+RECORD = 8               # floats of a unit's result beside its values: maximum, sum, 6 unused
 MINUS_INFINITY = float("-inf")
 EVERY_LANE = 0xFFFFFFFF
 
 
+class Scratch(NamedTuple):
+    """What the blocks of a launch leave for each other, on the card."""
+
+    partials: Array         # float32 of `partials_shape`
+    arrived: Array          # uint32, rows * n_kv elements or more: zero before the first launch and after each
+
+
 # ---- parts -------------------------------------------------------------------------------------------------
+# own_keys: how many of a warp's 8 keys a lane holds, 8 where the span is a warp and 4 where it is half of one.
 
-@cuda.jit(device=True, forceinline=True)
-def load_keys(words, pages, page, first, last, lane):
-    """Dims of a lane of 8 rows of a page, from `first` on, in 4 words each; rows beyond `last` repeat that
-    one."""
-    at = uint64(page + uint64(uint32(first * uint32(HEAD_DIM) + lane * uint32(DIMS))))
-    if uint32(first + uint32(KEYS - 1)) <= last:
-        for j in range(uint32(KEYS)):
-            load_part(words, pages, uint64(at + uint64(uint32(j * uint32(HEAD_DIM)))), j)
-    else:
-        for j in range(uint32(KEYS)):
-            key = uint32(min(j, uint32(last - first)))
-            load_part(words, pages, uint64(at + uint64(uint32(key * uint32(HEAD_DIM)))), j)
+def newest_functions(format, head_dim, rotary, own_keys):
+    """load_keys, store_newest and put_newest."""
+    load, store, row, eight = format.load, format.store_function(head_dim), format.row(head_dim), format.eight
+    load_head, norm_rotate, load_shared_row = load_function(head_dim), norm_rotate_function(head_dim, rotary), \
+        format.load_shared
 
+    @cuda.jit(device=True, forceinline=True)
+    def load_keys(words, pages, page, first, last, lane):
+        """The lane's dims of its keys, of the 8 from `first` on, in 4 words each. Keys beyond `last`, the last live
+        one, are replaced by it."""
+        own, row_lane = uint32(0), lane
+        if own_keys != KEYS:
+            own, row_lane = uint32(uint32(lane >> uint32(4)) * uint32(own_keys)), uint32(lane & uint32(15))
+        at = uint64(page + uint64(uint32(first * uint32(row) + row_lane * uint32(eight))))
+        if uint32(first + uint32(KEYS - 1)) <= last:
+            for j in range(uint32(own_keys)):
+                load(words, pages, uint64(at + uint64(uint32((j + own) * uint32(row)))), j)
+        else:
+            for j in range(uint32(own_keys)):
+                key = uint32(min(j + own, uint32(last - first)))
+                load(words, pages, uint64(at + uint64(uint32(key * uint32(row)))), j)
 
-@cuda.jit(device=True, forceinline=True)
-def store_newest(newest, k_pages, v_pages, to, projected, k_from, v_from, lane, w, sin, cos, eps):
-    """One warp: the new key and value, from these elements of `projected`, to element `to` of the pages and into
-    `newest`, shared float16 [2, 256]."""
-    k, v = load_head(projected, k_from, lane), load_head(projected, v_from, lane)
-    k = norm_rotate(k, w, sin, cos, eps)
-    store_head(newest, uint32(0), lane, k)
-    store_head(newest, uint32(HEAD_DIM), lane, v)
-    store_head(k_pages, to, lane, k)
-    store_head(v_pages, to, lane, v)
-    cuda.syncwarp()         # the warp may load that row of the page next, to put this one over it
+    @cuda.jit(device=True, forceinline=True)
+    def store_newest(newest, k_pages, v_pages, to, projected, k_from, v_from, lane, w, angles, eps):
+        """One warp: the new key and value, from these elements of `projected`, to element `to` of the pages and into
+        `newest`, two rows in shared memory."""
+        k, v = load_head(projected, k_from, lane), load_head(projected, v_from, lane)
+        k = norm_rotate(k, w, angles, eps)
+        store(newest, uint32(0), lane, k)
+        store(newest, uint32(row), lane, v)
+        store(k_pages, to, lane, k)
+        store(v_pages, to, lane, v)
+        cuda.syncwarp()     # the warp may load that row of the page next, to put this one over it
 
+    @cuda.jit(device=True, forceinline=True)
+    def put_newest(words, at, new, lane):
+        """The row at a shared address replaces key `new` of the warp's 8, and the keys beyond it, which repeat it."""
+        w0, w1, w2, w3 = load_shared_row(at)
+        own = uint32(0)
+        if own_keys != KEYS:
+            own = uint32(uint32(lane >> uint32(4)) * uint32(own_keys))
+        for j in range(uint32(own_keys)):
+            if j + own >= new:
+                i = uint32(uint32(4) * j)
+                words[i], words[i + uint32(1)] = w0, w1
+                words[i + uint32(2)], words[i + uint32(3)] = w2, w3
 
-@cuda.jit(device=True, forceinline=True)
-def put_newest(words, at, own):
-    """The row at a shared address becomes row `own` of the lane's 8, and those beyond it, which repeat it."""
-    w0, w1, w2, w3 = load_shared4(at)
-    for j in range(uint32(KEYS)):
-        if j >= own:
-            i = uint32(uint32(4) * j)
-            words[i], words[i + uint32(1)] = w0, w1
-            words[i + uint32(2)], words[i + uint32(3)] = w2, w3
+    return load_keys, store_newest, put_newest
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -137,74 +142,51 @@ def exchange(x, y, upper, offset):
     return keep + cuda.shfl_xor_sync(EVERY_LANE, send, offset)
 
 
-@cuda.jit(device=True, forceinline=True)
-def dot_keys(query_at, k, lane):
-    """q . k for the query at a shared address and 8 keys, of which each lane holds 8 dims (k: 4 words per
-    key), summed over lanes of the same l % 4: lane l gets that of key l // 4."""
-    x = cuda.local.array(KEYS, float32)
-    q0, q1, q2, q3 = load_shared4(query_at)
-    for j in range(uint32(KEYS)):
-        i = uint32(uint32(4) * j)
-        h = hmul2(q0, k[i])
-        h = hfma2(q1, k[i + uint32(1)], h)
-        h = hfma2(q2, k[i + uint32(2)], h)
-        h = hfma2(q3, k[i + uint32(3)], h)
-        x[j] = half2_low(h) + half2_high(h)
-    upper = (lane & uint32(16)) != uint32(0)
-    x0, x1 = exchange(x[0], x[4], upper, 16), exchange(x[1], x[5], upper, 16)
-    x2, x3 = exchange(x[2], x[6], upper, 16), exchange(x[3], x[7], upper, 16)
-    upper = (lane & uint32(8)) != uint32(0)
-    x0, x1 = exchange(x0, x2, upper, 8), exchange(x1, x3, upper, 8)
-    return exchange(x0, x1, (lane & uint32(4)) != uint32(0), 4)
+def product_functions(own_keys):
+    """dot_heads and chain_values."""
 
+    @cuda.jit(device=True, forceinline=True)
+    def dot_keys(query_at, k, lane):
+        """q . k for the query at a shared address and the warp's 8 keys (k: 4 words for each of the lane's keys), still
+        to be summed over the 4 lanes of a quad: lane l gets that of key l // 4."""
+        x = cuda.local.array(own_keys, float32)
+        q0, q1, q2, q3 = load_shared4(query_at)
+        for j in range(uint32(own_keys)):
+            i = uint32(uint32(4) * j)
+            h = hmul2(q0, k[i])
+            h = hfma2(q1, k[i + uint32(1)], h)
+            h = hfma2(q2, k[i + uint32(2)], h)
+            h = hfma2(q3, k[i + uint32(3)], h)
+            x[j] = half2_low(h) + half2_high(h)
+        if own_keys == KEYS:            # otherwise the halves of the warp hold different keys already
+            upper = (lane & uint32(16)) != uint32(0)
+            x0, x1 = exchange(x[0], x[4], upper, 16), exchange(x[1], x[5], upper, 16)
+            x2, x3 = exchange(x[2], x[6], upper, 16), exchange(x[3], x[7], upper, 16)
+        else:
+            x0, x1, x2, x3 = x[0], x[1], x[2], x[3]
+        upper = (lane & uint32(8)) != uint32(0)
+        x0, x1 = exchange(x0, x2, upper, 8), exchange(x1, x3, upper, 8)
+        return exchange(x0, x1, (lane & uint32(4)) != uint32(0), 4)
 
-@cuda.jit(device=True, forceinline=True)
-def dot_heads(at0, at1, at2, at3, k, lane):
-    """q . k for four queries: lane l gets that of query l % 4 and key l // 4."""
-    x0, x1 = dot_keys(at0, k, lane), dot_keys(at1, k, lane)
-    x2, x3 = dot_keys(at2, k, lane), dot_keys(at3, k, lane)
-    upper = (lane & uint32(2)) != uint32(0)
-    x0, x1 = exchange(x0, x2, upper, 2), exchange(x1, x3, upper, 2)
-    return exchange(x0, x1, (lane & uint32(1)) != uint32(0), 1)
+    @cuda.jit(device=True, forceinline=True)
+    def dot_heads(at0, at1, at2, at3, k, lane):
+        """q . k for four queries: lane l gets that of query l % 4 and key l // 4."""
+        x0, x1 = dot_keys(at0, k, lane), dot_keys(at1, k, lane)
+        x2, x3 = dot_keys(at2, k, lane), dot_keys(at3, k, lane)
+        upper = (lane & uint32(2)) != uint32(0)
+        x0, x1 = exchange(x0, x2, upper, 2), exchange(x1, x3, upper, 2)
+        return exchange(x0, x1, (lane & uint32(1)) != uint32(0), 1)
 
+    @cuda.jit(device=True, forceinline=True)
+    def chain_values(p, v, w):
+        """Word w of the sum of p v over the lane's keys, in half precision: p doubled probabilities, v 4 words per
+        key."""
+        h = hmul2(p[uint32(0)], v[w])
+        for j in range(uint32(1), uint32(own_keys)):
+            h = hfma2(p[j], v[uint32(uint32(4) * j + w)], h)
+        return h
 
-@cuda.jit(device=True, forceinline=True)
-def chain_values(p, v, w):
-    """Word w of sum over 8 keys of p v, in half precision: p 8 doubled probabilities, v 4 words per key."""
-    h = hmul2(p[uint32(0)], v[w])
-    for j in range(uint32(1), uint32(KEYS)):
-        h = hfma2(p[j], v[uint32(uint32(4) * j + w)], h)
-    return h
-
-
-@cuda.jit(device=True, forceinline=True)
-def weigh_units(factors, totals, partial, records, last_unit, head, lane):
-    """A warp: sums of a head's units and the factors that rescale them to the highest maximum; beyond the last 0."""
-    highs, sums = cuda.local.array(UNITS_EACH, float32), cuda.local.array(UNITS_EACH, float32)
-    at = uint32(uint32(records + head * uint32(UNITS)) * uint32(RECORD) + uint32(HEAD_DIM))
-    highest = float32(MINUS_INFINITY)
-    for i in range(uint32(UNITS_EACH)):
-        n = uint32(lane + uint32(32) * i)
-        highs[i], sums[i] = float32(MINUS_INFINITY), float32(0.0)
-        if n <= last_unit:
-            highs[i] = partial[uint32(at + n * uint32(RECORD))]
-            sums[i] = partial[uint32(at + n * uint32(RECORD) + uint32(1))]
-        highest = float_max(highest, highs[i])
-    highest = warp_max(highest)
-    at = uint32(head * uint32(UNITS) + lane)
-    for i in range(uint32(UNITS_EACH)):
-        factors[uint32(at + uint32(32) * i)] = exp(highs[i] - highest)
-        totals[uint32(at + uint32(32) * i)] = sums[i]
-
-
-@cuda.jit(device=True, forceinline=True)
-def load_units(values, partial, first, last, at):
-    """values [MERGED, 4] <- 4 dims, from element `at` of a unit's record on, of units from `first` on; beyond
-    `last` that one again."""
-    for i in range(uint32(MERGED)):
-        unit = uint32(min(uint32(first + i), last))
-        values[i, 0], values[i, 1], values[i, 2], values[i, 3] = load_floats4(
-            partial, uint32(at + unit * uint32(RECORD)))
+    return dot_heads, chain_values
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -218,19 +200,66 @@ def merge_units(acc, values, factors, totals, at):
         acc[4] = cuda.fma(totals[n], f, acc[4])
 
 
+def unit_functions(head_dim):
+    """weigh_units and load_units."""
+    record = head_dim + RECORD
+
+    @cuda.jit(device=True, forceinline=True)
+    def weigh_units(factors, totals, partial, records, last_unit, head, lane):
+        """A warp: sums of a head's units and the factors that rescale them to the highest maximum; 0 beyond the last
+        unit."""
+        highs, sums = cuda.local.array(UNITS_EACH, float32), cuda.local.array(UNITS_EACH, float32)
+        at = uint32(uint32(records + head * uint32(UNITS)) * uint32(record) + uint32(head_dim))
+        highest = float32(MINUS_INFINITY)
+        for i in range(uint32(UNITS_EACH)):
+            n = uint32(lane + uint32(32) * i)
+            highs[i], sums[i] = float32(MINUS_INFINITY), float32(0.0)
+            if n <= last_unit:
+                highs[i] = partial[uint32(at + n * uint32(record))]
+                sums[i] = partial[uint32(at + n * uint32(record) + uint32(1))]
+            highest = float_max(highest, highs[i])
+        highest = warp_max(highest)
+        at = uint32(head * uint32(UNITS) + lane)
+        for i in range(uint32(UNITS_EACH)):
+            factors[uint32(at + uint32(32) * i)] = exp(highs[i] - highest)
+            totals[uint32(at + uint32(32) * i)] = sums[i]
+
+    @cuda.jit(device=True, forceinline=True)
+    def load_units(values, partial, first, last, at):
+        """values [MERGED, 4] <- 4 dims, from element `at` of a unit's record on, of units from `first` on; beyond
+        `last` that one again."""
+        for i in range(uint32(MERGED)):
+            unit = uint32(min(uint32(first + i), last))
+            values[i, 0], values[i, 1], values[i, 2], values[i, 3] = load_floats4(
+                partial, uint32(at + unit * uint32(record)))
+
+    return weigh_units, load_units
+
+
 # ---- kernel ------------------------------------------------------------------------------------------------
 
 @cache
-def attend_kernel(group, quantized, early):
-    """The kernel for `group` query heads per KV head (a constant, so that what is held per head are
-    registers), with int8 or float32 output; early: see kernels/intrinsics.py."""
-    n_own, is_even = (group + 1) // 2, group % 2 == 0      # heads of a thread, 2 dims of each
-    n_o = 2 * n_own
-    n_query, n_scores = group * HEAD_DIM, group * PAGE
-    n_chains, n_units = WARPS * group * WORDS, group * UNITS
-    n_quads, most = -(-group // 4), uint32(group - 1)      # of heads
-    n_rounds, n_fours = -(-group * HEAD_DIM // (4 * 32 * WARPS)), group * HEAD_DIM // 4
-    store = store_quantized if quantized else store_plain
+def attend_kernel(format, group, head_dim, rotary, gated, quantized, early):
+    """The kernel for a KV format and heads of this shape, with `group` query heads per KV head: a constant, so that a
+    lane's values of each head are registers. quantized: int8 output or float32; early: see kernels/intrinsics.py."""
+    words, record, row_elements = head_dim // 2, head_dim + RECORD, format.row(head_dim)
+    spans = 32 * DIMS // head_dim                           # of a warp
+    own_keys, n_spans = KEYS // spans, WARPS * spans        # keys of a lane; spans of the block
+    sides = 32 * WARPS // words                             # threads that own the same 2 dims, of different heads
+    n_own, is_even = -(-group // sides), group % sides == 0     # heads of a thread, 2 dims of each
+    n_o, n_loaded, n_newest = 2 * n_own, own_keys * DIMS // 2, 2 * row_elements
+    n_query, n_scores = group * head_dim, group * PAGE
+    n_chains, n_units = n_spans * group * words, group * UNITS
+    n_quads, most = -(-group // 4), uint32(group - 1)       # of heads
+    n_rounds, n_fours = -(-group * head_dim // (4 * 32 * WARPS)), group * head_dim // 4
+    query_width = 2 * head_dim if gated else head_dim
+    row_bytes, eight_bytes = (n * np.dtype(format.dtype).itemsize for n in (row_elements, format.eight))
+    element, store = format.element, store_quantized if quantized else store_plain
+    load_head, angles_of = load_function(head_dim), angles_function(rotary)
+    store_query, page_offset = store_query_function(head_dim, rotary), page_offset_function(row_elements)
+    load_keys, store_newest, put_newest = newest_functions(format, head_dim, rotary, own_keys)
+    dot_heads, chain_values = product_functions(own_keys)
+    weigh_units, load_units = unit_functions(head_dim)
 
     @cuda.jit(launch_bounds=(32 * WARPS, RESIDENT))
     def attend(out, scales, partial, arrived, projected, q_norm, k_norm, rope_pos, inv_freq, k_pages, v_pages,
@@ -239,16 +268,16 @@ def attend_kernel(group, quantized, early):
         let_next_begin()
         if not early:
             wait_for_previous()
-        query = cuda.shared.array(n_query, float16)        # [head of the group][256]
+        query = cuda.shared.array(n_query, float16)        # [head of the group][head_dim]
         scores = cuda.shared.array(n_scores, uint32)       # [head][64 keys]: float32, then half p, doubled
-        chains = cuda.shared.array(n_chains, uint32)       # [warp][head][128 words]
+        chains = cuda.shared.array(n_chains, uint32)       # [span][head][words]
         factors = cuda.shared.array(n_units, float32)      # [head][..]: of this page and of the pages before,
         totals = cuda.shared.array(n_units, float32)       # or of the units at the end
-        newest = cuda.shared.array(NEWEST, float16, alignment=16)       # key, then value
+        newest = cuda.shared.array(n_newest, element, alignment=16)     # rows of key and value
         is_last = cuda.shared.array(1, uint32)
-        kw = cuda.local.array(LOADED, uint32)
-        vw = cuda.local.array(LOADED, uint32)
-        pw = cuda.local.array(KEYS, uint32)
+        kw = cuda.local.array(n_loaded, uint32)
+        vw = cuda.local.array(n_loaded, uint32)
+        pw = cuda.local.array(own_keys, uint32)
         o = cuda.local.array(n_o, float32)
         values = cuda.local.array(MERGED_SHAPE, float32)
         acc = cuda.local.array(5, float32)
@@ -258,7 +287,7 @@ def attend_kernel(group, quantized, early):
         lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
         kv_head, row, unit = uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y), uint32(cuda.blockIdx.z)
         position, slot = uint32(row_pos[row]), uint32(row_slot[row])
-        sin, cos = rotation(row, n_positions, lane, rope_pos, inv_freq, height_section, width_section)
+        angles = angles_of(row, n_positions, lane, rope_pos, inv_freq, height_section, width_section)
         last_page = uint32(position // uint32(PAGE))
         shift = uint32(uint32(32) - uint32(cuda.clz(uint32(last_page // uint32(UNITS)))))
         last_unit = uint32(last_page >> shift)
@@ -274,20 +303,20 @@ def attend_kernel(group, quantized, early):
         new_warp = uint32(new_key // uint32(KEYS))
         page = page_offset(block_table, max_pages, slot, first_page, kv_head, n_kv)
         last = uint32(min(uint32(position - first_page * uint32(PAGE)), uint32(PAGE - 1)))  # live key
-        turn = uint32(uint32(warp + uint32(WARPS - 1) - new_warp) & uint32(WARPS - 1))  # the busy warp last
-        head = uint32(first_head + uint32(min(turn, most)))
-        query_from = uint32(row_at + head * uint32(2 * HEAD_DIM))
+        own_head = uint32(uint32(warp + uint32(WARPS - 1) - new_warp) & uint32(WARPS - 1))  # the busy warp last
+        head = uint32(first_head + uint32(min(own_head, most)))
+        query_from = uint32(row_at + head * uint32(query_width))
         w = load_head(q_norm, uint32(0), lane)
         has_newest = unit == last_unit and warp == new_warp
-        of_head = uint32(row_at + kv_head * uint32(HEAD_DIM))
+        of_head = uint32(row_at + kv_head * uint32(head_dim))
         k_from, v_from = uint32(of_head + k_column), uint32(of_head + v_column)
         to = page_offset(block_table, max_pages, slot, last_page, kv_head, n_kv)
-        to = uint64(to + uint64(uint32(new_key * uint32(HEAD_DIM))))
+        to = uint64(to + uint64(uint32(new_key * uint32(row_elements))))
         k_w = load_head(k_norm, uint32(0), lane)
         if not early:
             x = load_head(projected, query_from, lane)
             if has_newest:
-                store_newest(newest, k_pages, v_pages, to, projected, k_from, v_from, lane, k_w, sin, cos, eps)
+                store_newest(newest, k_pages, v_pages, to, projected, k_from, v_from, lane, k_w, angles, eps)
         if first_key <= last:
             load_keys(kw, k_pages, page, first_key, last, lane)
             load_keys(vw, v_pages, page, first_key, last, lane)
@@ -295,27 +324,32 @@ def attend_kernel(group, quantized, early):
             wait_for_previous()
             x = load_head(projected, query_from, lane)
             if has_newest:
-                store_newest(newest, k_pages, v_pages, to, projected, k_from, v_from, lane, k_w, sin, cos, eps)
-        if turn < uint32(group):
-            store_query(query, uint32(turn * uint32(HEAD_DIM)), lane, x, w, sin, cos, eps)
+                store_newest(newest, k_pages, v_pages, to, projected, k_from, v_from, lane, k_w, angles, eps)
+        if own_head < uint32(group):
+            store_query(query, uint32(own_head * uint32(head_dim)), lane, x, w, angles, eps)
         cuda.syncthreads()
 
         high, total = float32(MINUS_INFINITY), float32(0.0)  # of the pages so far; warp g: of head g
         for i in range(uint32(n_o)):
             o[i] = float32(0.0)
         lane_key = uint32(uint32(lane & uint32(3)) * uint32(KEYS) + uint32(lane >> uint32(2)))
-        word, side = uint32(thread & uint32(WORDS - 1)), uint32(thread // uint32(WORDS))
-        query_at = shared_address(query) + uint64(uint32(lane * uint32(16)))
-        newest_at = shared_address(newest) + uint64(uint32(lane * uint32(16)))
+        word, side = uint32(thread & uint32(words - 1)), uint32(thread // uint32(words))
+        span, row_lane = warp, lane                     # the lane's span and its place there
+        if spans == 2:
+            span, row_lane = uint32(thread >> uint32(4)), uint32(lane & uint32(15))
+        query_at = shared_address(query) + uint64(uint32(row_lane * uint32(16)))
+        newest_at = shared_address(newest) + uint64(uint32(row_lane * uint32(eight_bytes)))
         p_at = shared_address(scores) + uint64(uint32(first_key * uint32(4)))
         score_at = p_at + uint64(uint32(uint32(lane >> uint32(2)) * uint32(4)))
         softmax_at = shared_address(scores) + uint64(
             uint32(uint32(warp * uint32(PAGE) + lane_key) * uint32(4)))
         chain_at = shared_address(chains) + uint64(
-            uint32(uint32(warp * uint32(group * WORDS) + lane * uint32(4)) * uint32(4)))
-        sum_at = shared_address(chains) + uint64(uint32(uint32(side * uint32(WORDS) + word) * uint32(4)))
-        for step in range(uint32(end_page - first_page)):
-            number = uint32(first_page + uint32(step) + uint32(1))
+            uint32(uint32(span * uint32(group * words) + row_lane * uint32(4)) * uint32(4)))
+        sum_at = shared_address(chains) + uint64(uint32(uint32(side * uint32(words) + word) * uint32(4)))
+        if spans == 2:
+            p_at = p_at + uint64(uint32(uint32(lane >> uint32(4)) * uint32(4 * own_keys)))
+        for done in range(uint32(end_page - first_page)):
+            number = uint32(first_page + uint32(done) + uint32(1))
             next_last, next_page = uint32(0), page
             more = number < end_page
             if more:
@@ -324,13 +358,13 @@ def attend_kernel(group, quantized, early):
             load_next = more and first_key <= next_last
             if first_key <= last:
                 if warp == new_warp and number > last_page:
-                    put_newest(kw, newest_at, uint32(new_key - first_key))
+                    put_newest(kw, newest_at, uint32(new_key - first_key), lane)
                 for quad in range(uint32(n_quads)):
                     g = uint32(uint32(4) * quad)
-                    x = dot_heads(query_at + uint64(uint32(g * uint32(2 * HEAD_DIM))),
-                                  query_at + uint64(uint32(min(g + uint32(1), most) * uint32(2 * HEAD_DIM))),
-                                  query_at + uint64(uint32(min(g + uint32(2), most) * uint32(2 * HEAD_DIM))),
-                                  query_at + uint64(uint32(min(g + uint32(3), most) * uint32(2 * HEAD_DIM))),
+                    x = dot_heads(query_at + uint64(uint32(g * uint32(2 * head_dim))),
+                                  query_at + uint64(uint32(min(g + uint32(1), most) * uint32(2 * head_dim))),
+                                  query_at + uint64(uint32(min(g + uint32(2), most) * uint32(2 * head_dim))),
+                                  query_at + uint64(uint32(min(g + uint32(3), most) * uint32(2 * head_dim))),
                                   kw, lane)
                     g = uint32(min(uint32(g + uint32(lane & uint32(3))), most))  # the last head again
                     store_shared(score_at + uint64(uint32(g * uint32(4 * PAGE))), float_as_word(x))
@@ -357,30 +391,30 @@ def attend_kernel(group, quantized, early):
 
             if first_key <= last:
                 if warp == new_warp and number > last_page:
-                    put_newest(vw, newest_at + uint64(2 * HEAD_DIM), uint32(new_key - first_key))
+                    put_newest(vw, newest_at + uint64(row_bytes), uint32(new_key - first_key), lane)
                 for g in range(uint32(group)):
                     at = p_at + uint64(uint32(g * uint32(4 * PAGE)))
                     pw[0], pw[1], pw[2], pw[3] = load_shared4(at)
-                    pw[4], pw[5], pw[6], pw[7] = load_shared4(at + uint64(16))
-                    store_shared4(chain_at + uint64(uint32(g * uint32(4 * WORDS))),
+                    if own_keys == KEYS:
+                        pw[4], pw[5], pw[6], pw[7] = load_shared4(at + uint64(16))
+                    store_shared4(chain_at + uint64(uint32(g * uint32(4 * words))),
                                   chain_values(pw, vw, uint32(0)), chain_values(pw, vw, uint32(1)),
                                   chain_values(pw, vw, uint32(2)), chain_values(pw, vw, uint32(3)))
             else:
                 for g in range(uint32(group)):
-                    store_shared4(chain_at + uint64(uint32(g * uint32(4 * WORDS))), uint32(0), uint32(0),
-                                  uint32(0),
+                    store_shared4(chain_at + uint64(uint32(g * uint32(4 * words))), uint32(0), uint32(0), uint32(0),
                                   uint32(0))
             if load_next:
                 load_keys(vw, v_pages, next_page, first_key, next_last, lane)
             cuda.syncthreads()
 
             for j in range(uint32(n_own)):
-                g = uint32(uint32(2) * j + side)
+                g = uint32(uint32(sides) * j + side)
                 if is_even or g < uint32(group):
                     x, y = float32(0.0), float32(0.0)
-                    for w in range(uint32(WARPS)):
-                        of_head = uint32(w * uint32(group) + uint32(2) * j)
-                        h = load_shared(sum_at + uint64(uint32(of_head * uint32(4 * WORDS))))
+                    for w in range(uint32(n_spans)):
+                        of_head = uint32(w * uint32(group) + uint32(sides) * j)
+                        h = load_shared(sum_at + uint64(uint32(of_head * uint32(4 * words))))
                         x, y = x + half2_low(h), y + half2_high(h)
                     i = uint32(uint32(2) * j)
                     o[i] = cuda.fma(x, factors[g], o[i] * totals[g])
@@ -389,13 +423,13 @@ def attend_kernel(group, quantized, early):
 
         records = uint32(uint32(uint32(row * n_kv + kv_head) * uint32(group)) * uint32(UNITS))
         for j in range(uint32(n_own)):
-            g = uint32(uint32(2) * j + side)
+            g = uint32(uint32(sides) * j + side)
             if g < uint32(group):
-                to = uint32(uint32(records + g * uint32(UNITS) + unit) * uint32(RECORD) + uint32(2) * word)
+                to = uint32(uint32(records + g * uint32(UNITS) + unit) * uint32(record) + uint32(2) * word)
                 i = uint32(uint32(2) * j)
                 partial[to], partial[uint32(to + uint32(1))] = o[i], o[i + uint32(1)]
         if warp < uint32(group) and lane == uint32(0):
-            to = uint32(uint32(records + warp * uint32(UNITS) + unit) * uint32(RECORD) + uint32(HEAD_DIM))
+            to = uint32(uint32(records + warp * uint32(UNITS) + unit) * uint32(record) + uint32(head_dim))
             partial[to], partial[uint32(to + uint32(1))] = high, total
 
         cuda.syncthreads()
@@ -406,17 +440,18 @@ def attend_kernel(group, quantized, early):
             return
         if thread == uint32(0):
             arrived[uint32(row * n_kv + kv_head)] = uint32(0)
-        gate_at = uint32(row_at + first_head * uint32(2 * HEAD_DIM) + uint32(HEAD_DIM))
-        to = uint32(uint32(row * n_kv * uint32(group) + first_head) * uint32(HEAD_DIM))
+        gate_at = uint32(row_at + first_head * uint32(2 * head_dim) + uint32(head_dim))
+        to = uint32(uint32(row * n_kv * uint32(group) + first_head) * uint32(head_dim))
         for j in range(uint32(n_rounds)):
             four = uint32(thread + j * uint32(32 * WARPS))
             inside = four < uint32(n_fours)
-            g = uint32(min(uint32(four // uint32(HEAD_DIM // 4)), most))
-            dim = uint32(uint32(4) * four % uint32(HEAD_DIM))
-            of_units = uint32(uint32(records + g * uint32(UNITS)) * uint32(RECORD) + dim)
+            g = uint32(min(uint32(four // uint32(head_dim // 4)), most))
+            dim = uint32(uint32(4) * four % uint32(head_dim))
+            of_units = uint32(uint32(records + g * uint32(UNITS)) * uint32(record) + dim)
             load_units(values, partial, uint32(0), last_unit, of_units)
-            for d in range(uint32(4)):
-                gates[d] = projected[uint32(gate_at + g * uint32(2 * HEAD_DIM) + dim + d)]
+            if gated:
+                for d in range(uint32(4)):
+                    gates[d] = projected[uint32(gate_at + g * uint32(2 * head_dim) + dim + d)]
             if j == uint32(0):
                 if warp < uint32(group):
                     weigh_units(factors, totals, partial, records, last_unit, warp, lane)
@@ -424,13 +459,13 @@ def attend_kernel(group, quantized, early):
             for d in range(uint32(5)):
                 acc[d] = float32(0.0)
             merge_units(acc, values, factors, totals, uint32(g * uint32(UNITS)))
-            for step in range(uint32(1), uint32(uint32(last_unit // uint32(MERGED)) + uint32(1))):
-                first = uint32(uint32(step) * uint32(MERGED))
+            for part in range(uint32(1), uint32(uint32(last_unit // uint32(MERGED)) + uint32(1))):
+                first = uint32(uint32(part) * uint32(MERGED))
                 load_units(values, partial, first, last_unit, of_units)
                 merge_units(acc, values, factors, totals, uint32(g * uint32(UNITS) + first))
             r = div_rn(float32(1.0), acc[4])
             for d in range(uint32(4)):
-                acc[d] = acc[d] * r * sigmoid(gates[d])
+                acc[d] = acc[d] * r * sigmoid(gates[d]) if gated else acc[d] * r
             store(out, scales, uint32(to + uint32(4) * four), inside, acc[0] if inside else float32(0.0),
                   acc[1] if inside else float32(0.0), acc[2] if inside else float32(0.0),
                   acc[3] if inside else float32(0.0))
@@ -440,136 +475,135 @@ def attend_kernel(group, quantized, early):
 
 # ---- launch ------------------------------------------------------------------------------------------------
 
-def partials_shape(rows, heads):
-    """Shape of the float32 scratch array of `attend_decode`, whatever the context: 66 KiB per row and
-    head."""
-    return rows, heads, UNITS, RECORD
+def partials_shape(rows, n_heads, head_dim):
+    """Shape of the float32 array `Scratch.partials`, whatever the context: 66 KiB per row and head of 256."""
+    return rows, n_heads, UNITS, head_dim + RECORD
 
 
-def attend_decode(card, out, scales, projected, stride, k_column, v_column, q_norm, k_norm, rope_pos,
-                  inv_freq,
-                  k_pages, v_pages, block_table, row_slot, row_pos, partials, arrived, rows, heads, n_kv,
-                  sections,
-                  eps, early=False, stream=None):
-    """out int8 [rows, heads 256] and scales float32 [rows, heads 8], or out float32 and scales None: row b is
-    one token of slot row_slot[b] at position row_pos[b]; its key and value are written into the pages, those
-    before must be there.
+def attend_decode(card, out, qkv, pages, places, scratch, rows, *, early=False, stream=None):
+    """out: (int8 [rows, heads D], scales float32 [rows, heads D / 32]), or (float32 [rows, heads D], None). Row b is
+    one token of slot places.slots[b] at places.positions[b]. A slot has one row at most. The key and value of a row are
+    written into the pages; those of the tokens before it must be there.
 
-    projected float32 [rows, stride] as in the text above, q_norm and k_norm float32 [256], rope_pos int32 [3,
-    >= rows], inv_freq float32 [32], pages float16 [n_pages, n_kv, 64, 256], block_table int32 [n_slots,
-    max_pages], row_slot and row_pos int32 [rows], one row per slot; partials float32 of `partials_shape`
-    (these rows or more), arrived uint32 of rows n_kv elements or more, zero before the first launch and after
-    each. early: pages, block_table, rope_pos, row_slot and row_pos are as they were before the last launch that does
-    not overlap (kernels/intrinsics.py). Writes out, scales, the new rows of the pages and the scratch arrays; never
-    allocates. ValueError: more than 8 query heads per KV head.
+    early: pages, block table, rotary positions and places are as they were before the last launch that does not overlap
+    (kernels/intrinsics.py). Writes out, the new rows of the pages and the scratch arrays; never allocates. ValueError:
+    more than 8 query heads per KV head.
     """
-    group = heads // n_kv
-    if group > MAX_GROUP:
-        raise ValueError(f"attention takes up to {MAX_GROUP} query heads per KV head, not {group}")
-    is_quantized = scales is not None
-    early = early and launches_overlap(card.cc)
-    card.launch(attend_kernel(group, is_quantized, early), (n_kv, rows, min(UNITS, block_table.shape[1])),
-                32 * WARPS,
-                out.reshape(-1), (scales if is_quantized else out).reshape(-1), partials.reshape(-1),
-                arrived.reshape(-1), projected.reshape(-1), q_norm, k_norm, rope_pos.reshape(-1), inv_freq,
-                k_pages.reshape(-1), v_pages.reshape(-1), block_table.reshape(-1), row_slot, row_pos, stride,
-                k_column,
-                v_column, rope_pos.shape[1], block_table.shape[1], n_kv, sections[1], sections[2], float(eps),
-                stream=stream)
+    heads, rotary, (values, scales) = qkv.heads, qkv.rotary, out
+    if heads.group > MAX_GROUP:
+        raise ValueError(f"attention takes up to {MAX_GROUP} query heads per KV head, not {heads.group}")
+    kernel = attend_kernel(pages.format, heads.group, heads.head_dim, heads.rotary, heads.gated, scales is not None,
+                           early and launches_overlap(card.cc))
+    card.launch(kernel, (heads.n_kv_heads, rows, min(UNITS, pages.block_table.shape[1])), 32 * WARPS,
+                values.reshape(-1), (values if scales is None else scales).reshape(-1), scratch.partials.reshape(-1),
+                scratch.arrived.reshape(-1), qkv.products.values.reshape(-1), qkv.q_norm, qkv.k_norm,
+                rotary.positions.reshape(-1), rotary.frequencies, pages.k.reshape(-1), pages.v.reshape(-1),
+                pages.block_table.reshape(-1), places.slots, places.positions, qkv.products.stride, heads.k_column,
+                heads.v_column, rotary.positions.shape[1], pages.block_table.shape[1], heads.n_kv_heads,
+                *rotary.sections[1:], float(heads.eps), stream=stream)
 
 
 # ---- check -------------------------------------------------------------------------------------------------
 
-# heads, n_kv, positions: a row each. Beyond 4,096 tokens a unit is two pages, then four.
-CASES = [(4, 2, (0, 609, 63)), (16, 4, (64, 1)), (24, 4, (65, 255, 256, 31)), (8, 2, (4095, 4096, 8320))]
+# (heads, n_kv, positions: a row each), shape of the heads. Beyond 4,096 tokens a unit is two pages, then four.
+CASES = [((4, 2, (0, 609, 63)), QWEN35), ((16, 4, (64, 1)), QWEN35), ((24, 4, (65, 255, 256, 31)), QWEN35),
+         ((8, 2, (4095, 4096, 8320)), QWEN35), ((4, 2, (0, 609, 63)), QWEN3), ((5, 1, (66, 4, 133)), QWEN3),
+         ((16, 2, (65, 31, 4097)), QWEN3), ((3, 3, (70,)), QWEN3), ((4, 2, (62, 131)), (128, 64, True)),
+         ((4, 2, (62, 131)), (256, 128, False))]
 TIMED = [(16, 4, 300, 1), (16, 4, 4620, 1), (16, 4, 18400, 1), (16, 4, 300, 8)]    # heads, n_kv, tokens, rows
 
 
-def sample_case(heads, n_kv, positions, seed=0, max_pages=None):
-    """Inputs of a launch on the host, by argument name; pages hold NaN from each row's position on."""
+class Sample(NamedTuple):
+    """Inputs of a launch on the host."""
+
+    qkv: QKV
+    pages: Pages            # every byte is 255 (NaN, in floats) from each row's position on
+    places: Places
+
+
+def sample_case(format, heads, positions, seed=0, max_pages=None):
+    """A Sample of a row at each of these positions, with a slot of its own."""
     rng, rows = np.random.default_rng(seed), len(positions)
     max_pages = max_pages or max(positions) // PAGE + 2
-    stride = heads * 2 * HEAD_DIM + 2 * n_kv * HEAD_DIM + 12
-    case = {"projected": rng.standard_normal((rows, stride), np.float32),
-            "q_norm": rng.uniform(0.5, 1.5, HEAD_DIM).astype(np.float32),
-            "k_norm": rng.uniform(0.5, 1.5, HEAD_DIM).astype(np.float32),
-            "rope_pos": np.array([positions] * 3, np.int32), "inv_freq": inverse_frequencies(1e7)}
+    qkv = sample_qkv(rng, heads, np.array([positions] * 3, np.int32), scale=1)
     held = [position // PAGE + 1 for position in positions]
-    numbers = rng.permutation(sum(held))
-    for name in ("k_pages", "v_pages"):
-        case[name] = rng.standard_normal((sum(held), n_kv, PAGE, HEAD_DIM), np.float32).astype(np.float16)
-    case["block_table"] = np.full((rows, max_pages), -1, np.int32)
+    numbers, table = rng.permutation(sum(held)), np.full((rows, max_pages), -1, np.int32)
+    shape = sum(held), heads.n_kv_heads, PAGE, heads.head_dim
+    k, v = (format.encode(rng.standard_normal(shape, np.float32)) for _ in "kv")
     for row, position in enumerate(positions):
-        case["block_table"][row, :held[row]], numbers = numbers[:held[row]], numbers[held[row]:]
-        page = case["block_table"][row, position // PAGE]
-        for name in ("k_pages", "v_pages"):
-            case[name][page, :, position % PAGE:] = np.nan
-    case["row_slot"], case["row_pos"] = np.arange(rows, dtype=np.int32), np.array(positions, np.int32)
-    return case
+        table[row, :held[row]], numbers = numbers[:held[row]], numbers[held[row]:]
+        for pages in k, v:
+            pages[table[row, position // PAGE], :, position % PAGE:].view(np.uint8)[...] = 255
+    return Sample(qkv, Pages(format, k, v, table),
+                  Places(np.arange(rows, dtype=np.int32), np.array(positions, np.int32)))
 
 
-def launcher(card, heads, n_kv, case):
-    """(a function of out and scales that queues a launch, the arrays on the card by name)."""
-    rows, stride = case["projected"].shape
-    arrays = {name: card.upload(array) for name, array in case.items()}
-    partials = card.alloc(partials_shape(rows, heads), np.float32)
-    arrived = card.zeros((rows, n_kv), np.uint32)
-    card.poison(partials)
-    arrays["arrived"], k_column = arrived, heads * 2 * HEAD_DIM
-    inputs = [arrays[name] for name in case]
-    v_column = k_column + n_kv * HEAD_DIM
-    return lambda out, scales, early=False: attend_decode(card, out, scales, inputs[0], stride, k_column, v_column,
-                                                          *inputs[1:], partials, arrived, rows, heads, n_kv,
-                                                          SECTIONS, EPS, early), arrays
+def upload_case(card, case):
+    """The same with its arrays on a card."""
+    pages = case.pages._replace(k=card.upload(case.pages.k), v=card.upload(case.pages.v),
+                                block_table=card.upload(case.pages.block_table))
+    return Sample(upload_qkv(card, case.qkv), pages, Places(*map(card.upload, case.places)))
 
 
-def expected(heads, n_kv, case, k_pages, v_pages):
-    """float64 [rows, heads 256] from the pages as they are after the launch."""
-    queries = case["projected"][:, :heads * 2 * HEAD_DIM].reshape(-1, heads, 2, HEAD_DIM)[:, :, 0]
-    norms_and_angles = (case[name] for name in ("q_norm", "rope_pos", "inv_freq"))
-    q = norm_rope_reference(queries, *norms_and_angles, SECTIONS, EPS, QUERY_SCALE)
-    found = []
-    for row, position in enumerate(case["row_pos"]):
-        k, v = (read_pages(pages, case["block_table"], row, position + 1) for pages in (k_pages, v_pages))
-        gate = gates(case["projected"][row:row + 1], heads)
-        found.append(attention_reference(q[row:row + 1].astype(np.float16), k, v, gate, [position]))
+def launcher(card, case):
+    """(a function of out that queues a launch, the Sample on the card, its Scratch)."""
+    heads, rows = case.qkv.heads, len(case.places.slots)
+    there = upload_case(card, case)
+    scratch = Scratch(card.alloc(partials_shape(rows, heads.n_heads, heads.head_dim), np.float32),
+                      card.zeros((rows, heads.n_kv_heads), np.uint32))
+    card.poison(scratch.partials)
+    return lambda out, early=False: attend_decode(card, out, *there, scratch, rows, early=early), there, scratch
+
+
+def expected(case, k_pages, v_pages):
+    """float64 [rows, heads D] from the pages as they are after the launch."""
+    heads, format, found = case.qkv.heads, case.pages.format, []
+    q = query_reference(case.qkv).astype(np.float16)
+    gate = gates(case.qkv.products.values, heads)
+    for row, position in enumerate(case.places.positions):
+        k, v = (read_pages(format, pages, case.pages.block_table, row, position + 1) for pages in (k_pages, v_pages))
+        one = slice(row, row + 1)
+        found.append(attention_reference(q[one], k, v, gate if gate is None else gate[one], [position]))
     return np.concatenate(found)
 
 
-def check(card, shape):
+def check(card, format, case):
     """Compares an early launch with float64, a second one, which is not and quantises, with the first; outputs and
     scratch are poisoned. Returns the largest relative L2 error of a row of a head."""
-    heads, n_kv, positions = shape
-    case, rows = sample_case(*shape), len(positions)
-    launch, arrays = launcher(card, heads, n_kv, case)
-    out = card.alloc((rows + 1, heads * HEAD_DIM), np.float32)
-    q, d = card.alloc((rows + 1, heads * HEAD_DIM), np.int8), card.alloc((rows + 1, heads * 8), np.float32)
+    (n_heads, n_kv, positions), shape = case
+    heads, rows = heads_of(n_heads, n_kv, shape), len(positions)
+    case, width = sample_case(format, heads, positions), n_heads * heads.head_dim
+    launch, there, scratch = launcher(card, case)
+    out = card.alloc((rows + 1, width), np.float32)
+    q, d = card.alloc((rows + 1, width), np.int8), card.alloc((rows + 1, width // 32), np.float32)
     for array in (out, q, d):
         card.poison(array)
-    launch(out[:rows], None, early=True)  # the first one: until it stores the new key, the page holds NaN there
-    launch(q[:rows], d[:rows])
+    launch((out[:rows], None), early=True)  # the first one: until it stores the new key, the page holds NaN there
+    launch((q[:rows], d[:rows]))
     got, q, d = card.download(out), card.download(q), card.download(d)
-    pages = [card.download(arrays[name]) for name in ("k_pages", "v_pages")]
-    want = expected(heads, n_kv, case, *pages)
-    error = head_error(got[:rows], want, heads)
+    want = expected(case, card.download(there.pages.k), card.download(there.pages.v))
+    error = head_error(got[:rows], want, n_heads)
     assert np.linalg.norm(got[:rows] - want) <= TOLERANCE_ALL * np.linalg.norm(want)
     for quantized, reference in zip((q, d), quantize_reference(got[:rows])):
         np.testing.assert_array_equal(quantized[:rows], reference)
     assert np.isnan(got[rows]).all() and (q[rows] == -1).all() and np.isnan(d[rows]).all(), "wrote on"
-    assert not card.download(arrays["arrived"]).any(), "counters must be zero again"
+    assert not card.download(scratch.arrived).any(), "counters must be zero again"
     return error
 
 
 def cases(card):
     """The checked cases, then times of a step."""
-    for case in CASES:
-        yield Case("{}/{} heads, {}".format(*case), bind(check, card, case))
-    for heads, n_kv, tokens, rows in TIMED:
-        case = sample_case(heads, n_kv, (tokens - 1,) * rows)
-        q, d = card.alloc((rows, heads * HEAD_DIM), np.int8), card.alloc((rows, heads * 8), np.float32)
-        yield Case(f"{tokens} tokens, {heads}/{n_kv} heads, {rows} rows",
-                   launch=bind(launcher(card, heads, n_kv, case)[0], q, d),
-                   n_bytes=4 * HEAD_DIM * n_kv * tokens * rows)
+    for format in KV_FORMATS.values():
+        for case in CASES:
+            (n_heads, n_kv, positions), shape = case
+            yield Case(f"{n_heads}/{n_kv} heads {shape}, {positions}, {format.name}", bind(check, card, format, case))
+        for n_heads, n_kv, tokens, rows in TIMED:
+            heads = heads_of(n_heads, n_kv)
+            case, width = sample_case(format, heads, (tokens - 1,) * rows), n_heads * heads.head_dim
+            out = card.alloc((rows, width), np.int8), card.alloc((rows, width // 32), np.float32)
+            yield Case(f"{tokens} tokens, {n_heads}/{n_kv} heads, {rows} rows, {format.name}",
+                       launch=bind(launcher(card, case)[0], out),
+                       n_bytes=format.token_bytes(n_kv, heads.head_dim) * tokens * rows)
 
 
 if __name__ == "__main__":

@@ -5,22 +5,22 @@
     w  float32, float16 or uint16 (the bits of bfloat16) [n, k]; a weight becomes a float32 exactly
     x  float32 [rows, k]     y  float32 [rows, n]     rows, n and k any, n k < 2**32
 
-Every product is one fma in float32, in one fixed order per family, so a row of y has the same bits whatever
-the other rows, the tile and the card are; the two families round differently.
+Every product is one fma in float32. Each of the two families below adds in one fixed order, so a row of y has the same
+bits whatever the other rows, the tile and the card are. The two families round differently.
 
-Decode, `gemv_float`: a warp takes ROWS rows of w; lane l sums j = l, l + 32, ... in that order, then a
-butterfly over the lanes. Up to eight rows of x share one reading of w. Pipe: fp32, bound by memory: 2 or 4
-bytes per weight. Loads are one element per lane, 64 or 128 bytes per warp: about 80 % of read bandwidth is
-expected, less than with 16-byte loads, which k of any size forbids.
+Decode, `gemv_float`: a warp takes ROWS rows of w. Lane l sums j = l, l + 32, ... in that order, then a butterfly adds
+the lanes. Up to eight rows of x share one reading of w. Pipe: fp32; bound by memory, 2 or 4 bytes per weight. A lane
+loads one element at a time, a warp 64 or 128 bytes: about 80 % of read bandwidth is expected. Loads of 16 bytes per
+lane would be faster, but k may be of any size.
 
-Prefill, `gemm_float`: one fma chain per output, j increasing. A block of 8 warps makes 64 rows x 64 columns
-of y; tiles of depth 32 pass through shared memory, the end of k filled with zeros:
+Prefill, `gemm_float`: one fma chain per output, j increasing. A block of 8 warps makes 64 rows x 64 columns of y. Tiles
+of depth 32 pass through shared memory, with zeros past the end of k:
 
         w  [32 j][64 + 1]  lane l reads columns l and l + 32
         x  [64 rows][32 j]  the same for the whole warp
 
-A warp makes 8 rows, a thread 8 x 2 outputs: 16 shared loads per 64 fma. Pipe: fp32, expected 40 % of its
-peak. It serves small projections and unquantised models; a half2 version would be twice as fast and would
+A warp makes 8 rows, a thread 8 x 2 outputs: 16 loads from shared memory per 64 fma. Pipe: fp32, expected 40 % of its
+peak. It serves small projections and models that are not quantised. A half2 version would be twice as fast and would
 round differently.
 """
 
@@ -32,20 +32,21 @@ from numba.types import float32, uint32
 
 from kernels.bench import Case, main
 from kernels.intrinsics import half_to_float, load_floats4, warp_sum, word_as_float
+from kernels.operands import Matrix
 
 WARPS = 4  # of gemv
 ROWS = 2  # of w per warp of gemv
-COLUMNS = (1, 2, 4, 8)  # rows of x a gemv kernel can hold
+COLUMNS = (1, 2, 4, 8)  # rows of x that a gemv kernel can take
 TILE_WARPS = 8  # of gemm
 TILE_ROWS = 8  # of x per warp
 TILE_COLUMNS = 2  # per thread
 DEPTH = 32  # of a tile
 TILE_M, TILE_N = TILE_WARPS * TILE_ROWS, 32 * TILE_COLUMNS
-PITCH = TILE_N + 1  # odd: 32 lanes that store one column of the tile hit 32 banks
+PITCH = TILE_N + 1  # odd: 32 lanes that store one column of the tile use 32 banks
 
 
 def matmul_reference(w, x):
-    """float64 y [rows, n]; w as stored."""
+    """float64 y [rows, n]; w and x are NumPy arrays, w as it is stored."""
     if w.dtype == np.uint16:
         w = (w.astype(np.uint32) << 16).view(np.float32)
     return x.astype(np.float64) @ w.astype(np.float64).T
@@ -73,18 +74,18 @@ WEIGHT_AT = {np.dtype(kind): at for kind, at in
 
 
 def as_words(w):
-    """The flat array a kernel reads: float16 goes in as its 16-bit words."""
+    """The flat array that a kernel reads: float16 weights as uint16."""
     return (w.view(np.uint16) if w.dtype == np.float16 else w).reshape(-1)
 
 
 # ---- decode ------------------------------------------------------------------------------------------------
 
 def gemv_kernel(weight_at, columns):
-    """The decode kernel for one kind of weight and up to `columns` rows of x."""
+    """The decode kernel for one type of weights and up to `columns` rows of x."""
 
     @cuda.jit(device=True, inline="always")
     def accumulate(acc, w_starts, x_starts, j, w, x):
-        """acc[r, c] += element j of row r of w times that of row c of x."""
+        """acc[r, c] += element j of row r of w times element j of row c of x."""
         weight = cuda.local.array(ROWS, float32)
         for r in range(ROWS):
             weight[r] = weight_at(w, uint32(w_starts[r] + j))
@@ -102,15 +103,15 @@ def gemv_kernel(weight_at, columns):
         w_starts = cuda.local.array(ROWS, uint32)
         x_starts = cuda.local.array(columns, uint32)
         acc = cuda.local.array((ROWS, columns), float32)
-        for r in range(ROWS):  # past the last row or column: the last one once more, not stored
+        for r in range(ROWS):  # in place of rows of w or x past the last one the last one again, not stored
             w_starts[r] = uint32(min(uint32(row + uint32(r)), uint32(n - uint32(1))) * k)
             for c in range(columns):
                 acc[r, c] = float32(0.0)
         for c in range(columns):
             x_starts[c] = uint32(min(uint32(c), uint32(n_columns - uint32(1))) * k)
 
-        for step in range(uint32(k >> uint32(5))):
-            accumulate(acc, w_starts, x_starts, uint32(uint32(step) * uint32(32) + lane), w, x)
+        for i in range(uint32(k >> uint32(5))):
+            accumulate(acc, w_starts, x_starts, uint32(uint32(i) * uint32(32) + lane), w, x)
         rest = uint32(k & uint32(31))
         if lane < rest:
             accumulate(acc, w_starts, x_starts, uint32(k - rest + lane), w, x)
@@ -128,7 +129,7 @@ def gemv_kernel(weight_at, columns):
 # ---- prefill -----------------------------------------------------------------------------------------------
 
 def gemm_kernel(weight_at):
-    """The prefill kernel for one kind of weight."""
+    """The prefill kernel for one type of weights."""
 
     @cuda.jit
     def gemm_float_kernel(y, w, x, n, k, n_rows, stride, add):
@@ -146,9 +147,9 @@ def gemm_kernel(weight_at):
             for c in range(TILE_COLUMNS):
                 acc[r, c] = float32(0.0)
 
-        for step in range(uint32(uint32(k + uint32(DEPTH - 1)) // uint32(DEPTH))):
-            j = uint32(uint32(step) * uint32(DEPTH) + lane)
-            for i in range(TILE_N // TILE_WARPS):  # a warp brings 32 elements of one row at a time
+        for tile in range(uint32(uint32(k + uint32(DEPTH - 1)) // uint32(DEPTH))):
+            j = uint32(uint32(tile) * uint32(DEPTH) + lane)
+            for i in range(TILE_N // TILE_WARPS):  # a warp loads 32 elements of one row at a time
                 line = uint32(warp + uint32(i * TILE_WARPS))
                 start = uint32(min(uint32(column0 + line), last_column) * k)
                 w_tile[lane, line] = weight_at(w, uint32(start + j)) if j < k else float32(0.0)
@@ -185,23 +186,27 @@ GEMV = {(kind, columns): gemv_kernel(at, columns) for kind, at in WEIGHT_AT.item
 GEMM = {kind: gemm_kernel(at) for kind, at in WEIGHT_AT.items()}
 
 
-def gemv_float(card, y, stride, w, x, n, k, rows, add=False, stream=None):
-    """Decode family: y <- (y +) x float32 [rows, k] . w^T, w [n, k] of float32, float16 or uint16 (bfloat16
-    bits). y: float32, n numbers of a row, `stride` from one row to the next, which is n or more where several
-    products write side by side. One launch for every eight rows; never allocates."""
-    y = y.reshape(-1)
+# ---- launches: they write in place and never allocate -----------------------------------------------------
+
+def gemv_float(card, y, stride, w, x, rows, add=False, *, stream=None):
+    """Decode family: y <- (y +) x . w^T.
+
+    w: Matrix [n, k] whose values are float32, float16 or uint16 (bfloat16 bits). x: float32 [rows, k]. y: float32, n
+    numbers of each row, `stride` from one row to the next; stride is larger than n where several products write next to
+    each other. One launch per eight rows."""
+    y, values = y.reshape(-1), as_words(w.values)
     for first in range(0, rows, COLUMNS[-1]):
         here = min(rows - first, COLUMNS[-1])
-        kernel = GEMV[np.dtype(w.dtype), min(c for c in COLUMNS if c >= here)]
-        card.launch(kernel, -(-n // (WARPS * ROWS)), (32, WARPS), y[first * stride:], as_words(w),
-                    x[first:first + here].reshape(-1), n, k, here, stride, add, stream=stream)
+        kernel = GEMV[np.dtype(w.values.dtype), min(c for c in COLUMNS if c >= here)]
+        card.launch(kernel, -(-w.n // (WARPS * ROWS)), (32, WARPS), y[first * stride:], values,
+                    x[first:first + here].reshape(-1), w.n, w.k, here, stride, add, stream=stream)
 
 
-def gemm_float(card, y, stride, w, x, n, k, rows, add=False, stream=None):
-    """Prefill family: arguments as `gemv_float`. One launch; never allocates."""
-    grid = (-(-n // TILE_N), -(-rows // TILE_M))
-    card.launch(GEMM[np.dtype(w.dtype)], grid, (32, TILE_WARPS), y.reshape(-1), as_words(w), x.reshape(-1), n,
-                k, rows, stride, add, stream=stream)
+def gemm_float(card, y, stride, w, x, rows, add=False, *, stream=None):
+    """Prefill family: arguments as `gemv_float`. One launch."""
+    grid = (-(-w.n // TILE_N), -(-rows // TILE_M))
+    card.launch(GEMM[np.dtype(w.values.dtype)], grid, (32, TILE_WARPS), y.reshape(-1), as_words(w.values),
+                x.reshape(-1), w.n, w.k, rows, stride, add, stream=stream)
 
 
 # ---- check and time ----------------------------------------------------------------------------------------
@@ -211,23 +216,28 @@ CASES = [(1, 1, 1), (4, 31, 3), (33, 257, 2), (65, 100, 65), (500, 512, 9), (130
 
 
 def random_weights(rng, kind, n, k):
-    """Weights [n, k] as stored: `kind` is np.float32, np.float16 or np.uint16 (bfloat16)."""
+    """Weights [n, k] as they are stored; `kind` is np.float32, np.float16 or np.uint16 (bfloat16)."""
     w = rng.standard_normal((n, k), np.float32)
     return (w.view(np.uint32) >> 16).astype(np.uint16) if kind == np.uint16 else w.astype(kind)
 
 
+def upload_matrix(card, w):
+    """Weights as `random_weights` gives them -> the Matrix on the card."""
+    return Matrix(KIND_NAMES[w.dtype.name], *w.shape, card.upload(w))
+
+
 def check(card, n, k, rows, kind, multiply, add=False):
-    """Multiplies random matrices by `multiply`, gemv_float or gemm_float, and returns the largest error as a
-    fraction of what rounding may do: k fma (fewer in a row for gemv) and the addition to y, 2**-24 of the sum
-    of magnitudes each."""
+    """Multiplies random matrices by `multiply`, gemv_float or gemm_float, and returns the largest error as a fraction
+    of what rounding may do: 2**-24 of the sum of magnitudes for every fma of a chain (k of them, fewer in gemv) and for
+    the addition to y."""
     rng = np.random.default_rng((n, k, rows))
     w, x = random_weights(rng, kind, n, k), rng.standard_normal((rows, k), np.float32)
     before = rng.standard_normal((rows, n), np.float32)
-    y = card.alloc((rows + 1, n + 3), np.float32)      # columns before and behind, and a row too many
+    y = card.alloc((rows + 1, n + 3), np.float32)      # with columns before and after, and a row too many
     card.poison(y)
     if add:
         card.copy_in(y[:rows], np.pad(before, ((0, 0), (1, 2)), constant_values=np.nan))
-    multiply(card, y.reshape(-1)[1:], n + 3, card.upload(w), card.upload(x), n, k, rows, add)
+    multiply(card, y.reshape(-1)[1:], n + 3, upload_matrix(card, w), card.upload(x), rows, add)
     y = card.download(y)
     got = y[:rows, 1:n + 1].copy()
     y[:rows, 1:n + 1] = np.nan
@@ -253,11 +263,12 @@ def cases(card):
                            partial(check, card, *case, kind, multiply))
     for multiply, n, k, rows in TIMED:
         for kind in WEIGHT_AT:
-            w, x = card.zeros((n, k), kind), card.zeros((rows, k), np.float32)
+            w = Matrix(KIND_NAMES[kind.name], n, k, card.zeros((n, k), kind))
+            x = card.zeros((rows, k), np.float32)
             y = card.alloc((rows, n), np.float32)
             yield Case(f"time of {multiply.__name__} {KIND_NAMES[kind.name]}, {n} x {k}, {rows} rows",
-                       launch=partial(multiply, card, y, n, w, x, n, k, rows),
-                       n_bytes=w.nbytes + x.nbytes + y.nbytes, n_ops=2 * n * k * rows, pipe="ffma")
+                       launch=partial(multiply, card, y, n, w, x, rows),
+                       n_bytes=w.values.nbytes + x.nbytes + y.nbytes, n_ops=2 * n * k * rows, pipe="ffma")
 
 
 if __name__ == "__main__":

@@ -7,12 +7,13 @@ q = format.values[code]. A *block* is 32 consecutive weights of a row; d and dmi
     Q8_0    8               signed   d                    -                  34  of  32 weights         34
     Q4_0    4               signed   d                    -                  18  of  32                 18
     Q5_0    5               signed   d                    -                  22  of  32                 22
+    IQ4_NL  4               table    d                    -                  18  of  32                 18
     Q6_K    6               signed   d * int8, one for    -                  210 of 256                 26.25
                                      each half block
     Q4_K    4               0..15    d * (0..63)          dmin * (0..63)     144 of 256                 18.5
     Q5_K    5               0..31    d * (0..63)          dmin * (0..63)     176 of 256                 22.5
 
-Signed q have two's complement as code. Products of scales are exact in float32 (11 + 8 bits).
+A signed q has its two's complement as code; the code of IQ4_NL indexes IQ4_VALUES. Products of scales are exact.
 
 On the card a matrix [n, k] is two arrays with a line for each of its rows. `wq` holds a row's codes in planes, so that
 neighbouring lanes load neighbouring blocks, 16 bytes each:
@@ -35,8 +36,7 @@ A block adds this to a product with int8 activations xq of scale xd (kernels/qua
     acc    = fma(float(dot), ws * xd, acc)           ws = d, d * scale, or Q6_K: d
     acc    = fma(-minimum, xd * float(sum of xq), acc)                              Q4_K and Q5_K
 
-Pipe: none; repacking moves 2.1 bytes per byte of the file, far faster than any bus brings them.
-Source of the file's layout: github.com/ggml-org/ggml, src/ggml-common.h and src/ggml-quants.c.
+Pipe: none; the bus that brings the file is the bound. Its layout: github.com/ggml-org/ggml, src/ggml-quants.c.
 """
 
 from collections.abc import Callable
@@ -49,7 +49,7 @@ from numba.types import float32, int32, uint16, uint32
 
 from kernels.bench import Case, main
 from kernels.intrinsics import (BIAS_WORD, dp4a, float_as_word, half2_high, half2_low, half_to_float, load_word,
-                                load_words2, load_words4, store_word, store_words4, unbias)
+                                load_words2, load_words4, prmt, store_word, store_words4, unbias)
 
 BLOCK = 32  # weights, or activations, that share a scale
 THREADS = 128
@@ -99,6 +99,10 @@ def _split_q8_0(blocks):
 
 def _split_q4_0(blocks):
     return _nibbles(blocks[:, 2:]).reshape(-1, 32) ^ 8, blocks[:, :2]
+
+
+def _split_iq4_nl(blocks):
+    return _nibbles(blocks[:, 2:]).reshape(-1, 32), blocks[:, :2]
 
 
 def _split_q5_0(blocks):
@@ -243,6 +247,31 @@ def starts_function(format):
     return starts
 
 
+def lookup_function(table):
+    """lookup(word): q of the 8 codes in a word, from a table of 16 int8, as two words: q of the codes in the lower
+    halves of the bytes, and q of those in the upper halves. One prmt looks up four bytes among 8 by three bits each (a
+    fourth bit would replicate a sign). So both halves of the table are asked by the lower three bits of a code, and the
+    highest bit of the code chooses between the answers. 13 integer instructions, where shifts and masks take 3."""
+    t0, t1, t2, t3 = (int(word) for word in np.array(table, np.int8).view(np.uint32))
+
+    @cuda.jit(device=True, forceinline=True)
+    def four(indices, choice):
+        """Of the four codes in 16 bits of `indices`, each without its highest bit."""
+        lower = prmt(uint32(t0), uint32(t1), indices)
+        upper = prmt(uint32(t2), uint32(t3), indices)
+        return prmt(lower, upper, choice)
+
+    @cuda.jit(device=True, forceinline=True)
+    def lookup(word):
+        indices = uint32(word & uint32(0x77777777))
+        choice = uint32(uint32(uint32(word >> uint32(1)) & uint32(0x44444444)) | uint32(0x32103210))
+        first = four(indices, choice)
+        second = four(uint32(indices >> uint32(16)), uint32(choice >> uint32(16)))
+        return prmt(first, second, uint32(0x6420)), prmt(first, second, uint32(0x7531))
+
+    return lookup
+
+
 def unpack_function(format):
     """unpack(w, scales, raw): w uint32 [8], the block's q as int8 in order of k, each 2**format.place times as
     large: signed codes are moved to the top of their byte, so that no sign has to be extended, and scales[0] takes
@@ -268,7 +297,13 @@ def unpack_function(format):
                 upper = shifted(raw[4 + i // per_word], place + 4 - high * (i % per_word))
                 w[i] = uint32(w[i] | uint32(upper & uint32(high_mask)))
 
-    unpack_q = unpack_bytes if format.bits == 8 else unpack_planes
+    @cuda.jit(device=True, forceinline=True)
+    def unpack_indices(w, raw):
+        for i in range(4):
+            w[i], w[4 + i] = lookup(raw[i])
+
+    lookup = lookup_function(format.table) if format.table else None
+    unpack_q = unpack_bytes if format.bits == 8 else unpack_indices if format.table else unpack_planes
 
     @cuda.jit(device=True, forceinline=True)
     def unpack(w, scales, raw):
@@ -317,8 +352,8 @@ def dot_function(format):
 # ---- repacking ----------------------------------------------------------------------------------------------------
 # A thread repacks a block: it reads the file's bytes as they are (they are 2-byte aligned) and writes 16 aligned bytes.
 #
-# take(low, high, raw, at, j): the codes of block j (of 32 weights) of the file's block at raw[at] (raw in 16-bit units):
-# 8 words with the low 4 bits of a code in each byte (all 8 bits of Q8_0), and 8 words with its upper bits.
+# take(low, high, raw, at, j): the codes of block j (of 32 weights) of the file's block at raw[at], in 16-bit units: 8
+# words with the low 4 bits of a code in each byte (all 8 bits of Q8_0), and 8 words with its upper bits.
 
 @cuda.jit(device=True, forceinline=True)
 def word_at(raw, at):
@@ -341,12 +376,17 @@ def take_q4_0(low, high, raw, at, j):
 
 
 @cuda.jit(device=True, forceinline=True)
-def take_q5_0(low, high, raw, at, j):
-    bits = uint32(~word_at(raw, uint32(at + uint32(1))))
+def take_iq4_nl(low, high, raw, at, j):
     for i in range(4):
-        word = word_at(raw, uint32(at + uint32(3 + 2 * i)))
+        word = word_at(raw, uint32(at + uint32(1 + 2 * i)))
         low[i] = word & uint32(0x0F0F0F0F)
         low[4 + i] = uint32(word >> uint32(4)) & uint32(0x0F0F0F0F)
+
+
+@cuda.jit(device=True, forceinline=True)
+def take_q5_0(low, high, raw, at, j):
+    bits = uint32(~word_at(raw, uint32(at + uint32(1))))
+    take_iq4_nl(low, high, raw, uint32(at + uint32(2)), j)
     for i in range(8):  # the multiplication puts four neighbouring bits into four bytes
         four = uint32(bits >> uint32(4 * i)) & uint32(15)
         high[i] = uint32(four * uint32(0x00204081)) & uint32(0x01010101)
@@ -383,8 +423,8 @@ def take_q6_k(low, high, raw, at, j):
         high[i] = uint32(bits & uint32(0x03030303)) ^ uint32(0x02020202)
 
 
-# take_scales(wd, raw, at, j, to, b): writes the scales of the same block, which is block b of the row whose scales start
-# at wd[to]; returns whether they are finite. The first of the eight blocks of a K-quant writes the scales they share.
+# take_scales(wd, raw, at, j, to, b): writes the scales of the same block, which is block b of the row whose scales
+# start at wd[to]; returns whether they are finite. The first of the eight blocks of a K-quant writes what they share.
 
 @cuda.jit(device=True, forceinline=True)
 def is_finite(half):
@@ -433,7 +473,8 @@ def take_scales_halves(wd, raw, at, j, to, b):
 
 
 def put_function(format):
-    """put(wq, low, high, to, blocks, b): writes the codes of block b of a row of `blocks` blocks that starts at wq[to]."""
+    """put(wq, low, high, to, blocks, b): writes the codes of block b of a row of `blocks` blocks, which starts at
+    wq[to]."""
     high_bits = format.bits - 4
 
     @cuda.jit(device=True, forceinline=True)
@@ -496,17 +537,20 @@ class Format:
     take_scales: Callable
     minimum: bool = False  # weights have one, and q no sign
     halves: bool = False  # each half of a block has an integer scale
+    table: tuple[int, ...] | None = None  # q of each of the 16 codes, where a code is no number itself
 
     @cached_property
     def values(self):
         """int8 [2**bits]: q of every code."""
+        if self.table:
+            return np.array(self.table, np.int8)
         codes = np.arange(2**self.bits)
         return (codes if self.minimum else (codes ^ len(codes) // 2) - len(codes) // 2).astype(np.int8)
 
     @property
     def place(self):
         """q is unpacked 2**place times as large: at the top of its byte, where it is signed."""
-        return 0 if self.minimum else 8 - self.bits
+        return 0 if self.minimum or self.table else 8 - self.bits
 
     @property
     def raw_words(self):
@@ -557,23 +601,26 @@ class Format:
             ((n, self.d_row(k)), np.float16 if self.file_block == BLOCK else np.uint16)
 
 
+IQ4_VALUES = -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113  # q of IQ4_NL, by code
+
 FORMATS = {format.name: format for format in (
     Format("Q8_0", 8, 8, 32, 34, _split_q8_0, take_q8_0, take_scale),
     Format("Q4_0", 2, 4, 32, 18, _split_q4_0, take_q4_0, take_scale),
+    Format("IQ4_NL", 20, 4, 32, 18, _split_iq4_nl, take_iq4_nl, take_scale, table=IQ4_VALUES),
     Format("Q5_0", 6, 5, 32, 22, _split_q5_0, take_q5_0, take_scale),
     Format("Q4_K", 12, 4, 256, 144, _split_q4_k, take_q4_k, take_scales_minima, minimum=True),
     Format("Q5_K", 13, 5, 256, 176, _split_q5_k, take_q5_k, take_scales_minima, minimum=True),
     Format("Q6_K", 14, 6, 256, 210, _split_q6_k, take_q6_k, take_scales_halves, halves=True),
 )}
 
-# The other types of GGML, number -> (name, weights per block, bytes per block): the engine only names and measures them,
-# so that a file with one of them is refused by the type's name. A type that becomes a Format leaves this list.
+# The other types of GGML, number -> (name, weights per block, bytes per block). The engine does not run them, but it
+# refuses a file that has one by the type's name. A type that becomes a Format leaves this list.
 OTHER_TYPES = {
     3: ("Q4_1", 32, 20), 7: ("Q5_1", 32, 24), 9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110),
     15: ("Q8_K", 256, 292), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98),
-    19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82),
-    23: ("IQ4_XS", 256, 136), 24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8),
-    28: ("F64", 1, 8), 29: ("IQ1_M", 256, 56), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
+    19: ("IQ1_S", 256, 50), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136),
+    24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
     40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
 }
 GGML_TYPES = {type.number: (type.name, type.file_block, type.file_bytes)

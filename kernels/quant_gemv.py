@@ -1,51 +1,31 @@
 """Matrix x vector for decoding with the packed formats of kernels/formats.py: how a warp reads them.
 
-    y[c, n] = sum over blocks b of 32:  as in kernels/formats.py, "What a block adds"          (+ y[c, n] with `add`)
+    y[c, n] = sum over blocks b of 32:  as in kernels/formats.py, "A block adds this"          (+ y[c, n] with `add`)
 
-The kernels are those of kernels/q8_gemv.py, for which each format here is a `Format`: a turn of a warp is 32 blocks,
-1024 weights of a row, a whole block for each lane.
+The kernels are those of kernels/q8_gemv.py. `decoder` tells them what they need to know of a format. A tile of a warp is 32
+blocks of a row (1,024 weights), a whole block for each lane.
 
         lane           0         1      ...    31
         low bits    16 bytes  16 bytes  ... 16 bytes       of the row's first plane
-        upper bits   4 or 8    4 or 8   ...  4 or 8        Q5 and Q6: of its second
+        upper bits   4 or 8    4 or 8   ...  4 or 8        of its second plane, where codes have 5 or 6 bits
         scales       2 bytes   2 bytes  ...  2 bytes       and d, dmin: the same word for eight lanes
-        x           32 bytes  32 bytes  ... 32 bytes       of each column; of a single one, from shared memory,
-                                                           twice 16 bytes, each beside its neighbours'
+        x           32 bytes  32 bytes  ... 32 bytes       of each column; a single column lies in shared memory in
+                                                           planes, so that neighbours read 16 bytes side by side
 
-What whole turns leave of k is a turn whose last lanes are idle. The tree of additions is fixed:
+The last blocks of a row may be fewer than 32; the last lanes are idle then. The tree of additions is fixed:
 
     lane:  acc = fma(float(dot), ws * xd, acc); with a minimum, acc = fma(-minimum, xd * sum, acc)   block by block
     warp:  butterfly sum of the 32 acc; with `add`, one more rounded addition
 
-A block's sum of x is 8 dp4a with 0x01010101, once for all rows of the warp or, of a single column, for all warps. Rows
-are unpacked by twos: more of them would not leave registers for the columns.
+The sum of a block of x takes 8 dp4a with 0x01010101, which serve all rows of a warp; of a single column it is computed
+once for all warps. A warp unpacks two rows at once: more would not leave registers for the columns.
 
-Pipe: integer (dp4a and the unpacking, both 64 lanes per SM on Volta), but bound by memory. Per block of 32 weights
-and column 8 dp4a and 2 or 3 float operations; unpacking, once for all columns, takes 12 operations for 4 bits and 28
-for 5 and 6, the scales about 8. A Q4_K block is 18.5 bytes: at its full bandwidth a CMP 100-210 has time for 170 lane
-operations per block, and an H200 for 67, of which one column takes about 40.
+Pipe: integer (dp4a and the unpacking, both 64 lanes per SM on Volta), but memory is the bound. A block of 32 weights
+takes 8 dp4a and 2 or 3 float operations for each column. Unpacking it, once for all columns, takes 12 operations for 4
+bits, 28 for 5 and 6 bits and 52 for a table; its scales take about 8. A block of Q4_K has 18.5 bytes: at full bandwidth
+a CMP 100-210 has time for 170 lane operations per block, and an H200 for 67, of which one column takes about 40.
 
-Measured on an H200 (2026-11-21; GB/s of weights, one column, matrices by turns from beyond the caches; n x k):
-
-                                                    24576 x 4096   4096 x 12288   4096 x 4096   248320 x 4096
-    Q4_K, one turn under way (32 warps of an SM)         3211           2384          1731           3916
-    Q5_K, the same                                       3427           2568          1900           3900
-    Q6_K, the same                                       3569           2841          2138           4027
-    Q4_K, 4 warps of a block that make 2 rows and end,   3455           2828          2021           4354
-      two turns at once
-    Q6_K, the same                                       3634           2969          2412           4395
-    Q8_0 in such blocks                                  3716           2211          1918           4407
-
-What limits one row of Q4_K is no instruction: on an H100 gate and up of a 9B issue in 44 % of the slots (ncu; Q6_K in
-40 %) and wait for memory otherwise, and a token loses about as much time beside its bytes as one of Q8_0 does, 0.5
-ms: what each launch loses. So 1.8 times fewer bytes make it 1.58 times as fast (kernels/q8_gemv.py).
-
-A single column lies in shared memory in planes (kernels/q8_gemv.py), with its blocks' sums: read as rows from the
-first-level cache, a lane's 16 bytes are 32 from its neighbours', and what the cache does not have yet comes turn by
-turn after the wait. A token of a 9B in Q4_K (H100, 2026-11-21): 32 us less; in shared memory, but as rows, 16 us more.
-Lost there: 2 rows with 2 turns each for down (476.7 for 483.8 tokens/s).
-
-Two columns take 16 warps and twice the turns under way: 32 warps had to spill 8 to 32 bytes on sm_70.
+Measurements and what was tried: benchmarks/results.md.
 """
 
 from functools import cache, partial
@@ -58,13 +38,15 @@ from kernels import q8_gemv
 from kernels.bench import Case, main
 from kernels.formats import BLOCK, FORMATS, fetch_function, on_card, product_reference, random_raw
 from kernels.intrinsics import load_words4, stream_words4, word_as_float
-from kernels.q8_gemv import PLANE, Q8, SUMS, Format, gemv, random_activations, word_sum
+from kernels.operands import Matrix, Quantized
+from kernels.q8_gemv import PLANE, Q8, SUMS, Decoder, gemv, random_activations, word_sum
 
 TURN = 32  # blocks
 PAIR = 2  # rows that are unpacked at once
 
 
-# A lane's block of x: its 8 words, and its scale times their sum; from rows as the quantisation leaves them, or planes.
+# How a lane loads its block of x (8 words), and the scale of the block times the sum of its 32 integers: from rows, as
+# the quantisation leaves them, or from planes.
 
 @cuda.jit(device=True, forceinline=True)
 def row_block(x, xq, at):
@@ -92,7 +74,7 @@ def plane_sum(x, x_scale, xd, at):
 
 
 def multiply_function(format):
-    """The `multiply` of a Format (kernels/q8_gemv.py)."""
+    """The `multiply` of a Decoder (kernels/q8_gemv.py)."""
     unpack, dot, minimum, n_scales = format.unpack, format.dot, format.minimum, format.n_scales
 
     def multiply(rows, columns, planes):
@@ -153,7 +135,7 @@ def decoder(format):
 
         return rest
 
-    return Format(True, TURN, raw_words, fetch, multiply, rest)
+    return Decoder(True, TURN, raw_words, fetch, multiply, rest)
 
 
 # ---- check and time ----------------------------------------------------------------------------------------
@@ -173,8 +155,8 @@ def check(card, format, n, k, columns, add=False):
     card.poison(y)
     if add:
         card.copy_in(y[:columns], np.pad(before, ((0, 0), (1, 2)), constant_values=np.nan))
-    w = on_card(card, format, raw, n, k)
-    gemv(card, decoder(format), y.reshape(-1)[1:], n + 3, *w, card.upload(xq), card.upload(xd), n, k, columns, add)
+    w, x = Matrix(format.name, n, k, *on_card(card, format, raw, n, k)), Quantized(card.upload(xq), card.upload(xd))
+    gemv(card, decoder(format), y.reshape(-1)[1:], n + 3, w, x, columns, add)
     y = card.download(y)
     got = y[:columns, 1:n + 1].copy()
     y[:columns, 1:n + 1] = np.nan
@@ -188,7 +170,8 @@ def check(card, format, n, k, columns, add=False):
 
 def check_fused(card, format, n, k):
     """`check_fused` of kernels/q8_gemv.py for one column; n a multiple of 32."""
-    w = on_card(card, format, random_raw(np.random.default_rng(n), format, 2 * n, k), 2 * n, k)
+    raw = random_raw(np.random.default_rng(n), format, 2 * n, k)
+    w = Matrix(format.name, 2 * n, k, *on_card(card, format, raw, 2 * n, k))
     return q8_gemv.check_fused(card, n, k, 1, decoder(format), w)
 
 
@@ -204,12 +187,13 @@ def cases(card):
         yield Case(f"fused: {format.name}", partial(check_fused, card, format, 96, 1792))
     for format in PACKED:
         for n, k, columns in TIMED:
-            w = [card.zeros(*array) for array in format.arrays(n, k)]
-            xq, xd = card.zeros((columns, k), np.int8), card.zeros((columns, k // BLOCK), np.float32)
+            w = Matrix(format.name, n, k, *(card.zeros(*array) for array in format.arrays(n, k)))
+            x = Quantized(card.zeros((columns, k), np.int8), card.zeros((columns, k // BLOCK), np.float32))
             y = card.alloc((columns, n), np.float32)
             yield Case(f"{format.name} {n} x {k}, {columns} columns",
-                       launch=partial(gemv, card, decoder(format), y, n, *w, xq, xd, n, k, columns),
-                       n_bytes=sum(a.nbytes for a in (*w, xq, xd, y)), n_ops=2 * n * k * columns, pipe="dp4a")
+                       launch=partial(gemv, card, decoder(format), y, n, w, x, columns),
+                       n_bytes=sum(a.nbytes for a in (w.values, w.scales, *x, y)), n_ops=2 * n * k * columns,
+                       pipe="dp4a")
 
 
 if __name__ == "__main__":

@@ -3,16 +3,16 @@
     d = max|x| / 127                          over a block of 32 consecutive values of a row
     q = round_half_even(x / d)                -127 .. 127,  x ~ q * d,  |x - q d| <= d / 2
 
-Both quotients are correctly rounded (x * (127 / max|x|) would give other integers). The four of a lane take one
-division, r = 1 / d: from q = x r, each step q + r (x - q d), its remainder exact by fma, leads to a neighbour of
-x / d and then to the nearest float (P. Markstein, Computation of elementary functions on the IBM RISC System/6000
-processor, IBM J. Res. Dev. 34, 1990). With four divisions a token of a 27B took 33 us longer on an H100, of a 9B 15,
-of a 0.8B 7 (2026-11-21). (Without fma, kernels/throttled.py, a value beside a tie may go to the other side.)
+Both quotients are correctly rounded; x * (127 / max|x|) would give other integers. A lane divides once for its four
+values, r = 1 / d. Then it refines q = x r twice by q + r (x - q d), whose remainder is exact by fma: the first gives a
+neighbour of x / d, the second the nearest float (P. Markstein, Computation of elementary functions on the IBM RISC
+System/6000 processor, IBM J. Res. Dev. 34, 1990). Without fma (kernels/throttled.py) a value next to a tie may be
+rounded to the other side.
 
-A block whose scale would not be a normal float32, max|x| < 1.5e-36, becomes all zeros. A NaN or an infinity makes
-the scale of its block NaN or infinite, so that it stays visible in whatever is computed from the block.
+A block whose scale would not be a normal float32, max|x| < 1.5e-36, becomes all zeros. A NaN or an infinity makes the
+scale of its block NaN or infinite, so that it shows in whatever is computed from the block.
 
-    x  float32 [rows, k]         k a multiple of 32: no block leaves its row, the rows are one long row
+    x  float32 [rows, k]         k a multiple of 32, so no block crosses rows, and the rows are one long row
     q  int8    [rows, k]
     d  float32 [rows, k / 32]
 
@@ -21,10 +21,10 @@ the scale of its block NaN or infinite, so that it stays visible in whatever is 
         q        1 word    1 word  ...  1 word  |  1 word       4-byte stores
         d       |<----------- 1 float --------->|
 
-Eight lanes own a block; its maximum travels by three shuffles. Pipe: fp32 (two correctly rounded divisions
-per lane, about ten fma each, and five operations for each value). Bytes: 4 + 1 + 1/8 per value, of which the 4
-are usually still in L2: in the engine the kernel is a few microseconds long and bound by its launch; on long
-prompts 80 % of copy bandwidth is expected.
+Eight lanes hold a block and find its maximum by three shuffles. Pipe: fp32; per lane two correctly rounded divisions,
+of about ten fma each, and five operations for each value. Bytes: 4 + 1 + 1/8 per value, of which the 4 are usually
+still in L2. In the engine the kernel takes a few microseconds and is bound by its launch; on long prompts 80 % of copy
+bandwidth is expected.
 """
 
 import itertools
@@ -37,33 +37,35 @@ from numba.types import float32, int32, uint32
 from kernels.bench import Case, main
 from kernels.formats import BLOCK
 from kernels.intrinsics import div_rn, load_words4, round_to_int, store_word, word_as_float
+from kernels.operands import Quantized
 
 THREADS = 128
 MIN_NORMAL = 2.0**-126
-LOW, LIFT = 2.0**-100, 2.0**60  # scales below LOW are lifted with their values, so that no remainder is lost
+LOW, LIFT = 2.0**-100, 2.0**60  # scales below LOW, and their values, are multiplied by LIFT to keep remainders exact
 NO_SIGN = 0x7FFFFFFF
 
 
 def quantize_reference(x):
-    """x float32 [rows, k] -> (q int8 [rows, k], d float32 [rows, k / 32]), the same bits as the kernel."""
+    """x float32 [rows, k] -> (q int8 [rows, k], d float32 [rows, k / 32]), bit for bit what the kernel gives."""
     blocks = x.reshape(-1, BLOCK).astype(np.float32)
     d = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
     tiny = d < np.float32(MIN_NORMAL)
     with np.errstate(invalid="ignore"):
         q = np.rint(blocks / np.where(tiny, np.float32(1), d))
-    q = np.nan_to_num(q, nan=0.0).astype(np.int8)  # NaN / NaN and inf / inf: the scale already says it
+    q = np.nan_to_num(q, nan=0.0).astype(np.int8)  # NaN / NaN and inf / inf: the scale shows them
     return q.reshape(x.shape), np.where(tiny, np.float32(0), d).reshape(x.shape[0], -1)
 
 
 @cuda.jit(device=True, inline="always")
 def word_max(a, b):
-    """Maximum of two words. Floats without a sign order as their bits do, infinity and then NaN on top."""
+    """The larger of two words. Floats without a sign are ordered as their bits are; infinity is above them, NaN above
+    infinity."""
     return uint32(a if a > b else b)
 
 
 @cuda.jit(device=True, inline="always")
 def block_scale(w0, w1, w2, w3):
-    """The scale d of the block that 8 neighbouring lanes hold, 4 floats (as words) each; all lanes call."""
+    """The scale d of a block that 8 neighbouring lanes hold, each 4 floats as words; all lanes call."""
     high = word_max(word_max(w0 & uint32(NO_SIGN), w1 & uint32(NO_SIGN)),
                     word_max(w2 & uint32(NO_SIGN), w3 & uint32(NO_SIGN)))
     high = word_max(high, uint32(cuda.shfl_xor_sync(0xFFFFFFFF, int32(high), 4)))
@@ -75,7 +77,7 @@ def block_scale(w0, w1, w2, w3):
 
 @cuda.jit(device=True, inline="always")
 def quotient_byte(x, divisor, inverse):
-    """round(x / divisor) as a byte; inverse: 1 / divisor, correctly rounded."""
+    """round(x / divisor) as a byte; inverse is the correctly rounded 1 / divisor."""
     q = x * inverse
     q = cuda.fma(cuda.fma(-q, divisor, x), inverse, q)
     q = cuda.fma(cuda.fma(-q, divisor, x), inverse, q)
@@ -84,7 +86,7 @@ def quotient_byte(x, divisor, inverse):
 
 @cuda.jit(device=True, inline="always")
 def quantize_word(w0, w1, w2, w3, d):
-    """Four floats (as words) and the scale of their block -> one word of four int8."""
+    """One word of four int8 from four floats, given as words, and the scale of their block."""
     up = float32(LIFT) if d < float32(LOW) else float32(1.0)
     divisor = float32(1.0) if d == float32(0.0) else d * up  # |x| < 1.5e-36 there, so x LIFT / 1 rounds to 0
     inverse = div_rn(float32(1.0), divisor)
@@ -109,11 +111,11 @@ def quantize_kernel(q, d, x, n_words):
             d[uint32(word >> uint32(3))] = scale
 
 
-def quantize_q8(card, q, d, x, rows, k, stream=None):
-    """q int8 [rows, k], d float32 [rows, k / 32] <- x float32 [rows, k]; 32 divides k. Never allocates."""
+def quantize_q8(card, out, x, rows, k, *, stream=None):
+    """out, Quantized [rows, k] <- x float32 [rows, k]; k a multiple of 32. Never allocates."""
     n_words = rows * k // 4
-    card.launch(quantize_kernel, -(-n_words // THREADS), THREADS, q.reshape(-1), d.reshape(-1), x.reshape(-1),
-                n_words, stream=stream)
+    card.launch(quantize_kernel, -(-n_words // THREADS), THREADS, out.q.reshape(-1), out.d.reshape(-1),
+                x.reshape(-1), n_words, stream=stream)
 
 
 # ---- check and time ----------------------------------------------------------------------------------------
@@ -122,14 +124,14 @@ CASES = [(1, 32), (3, 96), (1, 320), (31, 160), (65, 1024), (500, 256), (1, 4096
 
 
 def near_ties(high):
-    """A block whose largest value is `high` and whose others are the floats around 15.5, 22.5, 29.5, ... times d."""
+    """A block whose largest value is `high`; the others are the floats next to 15.5 d, 22.5 d, 29.5 d, ..."""
     high, up = np.float32(high), np.float32(np.inf)
     ties = high / np.float32(127) * (np.arange(10, dtype=np.float32) * 7 + np.float32(15.5))
     return np.r_[high, ties, -np.nextafter(ties, -up), np.nextafter(ties, up), ties[0]]
 
 
 def check(card, rows, k):
-    """Quantises random rows and awkward blocks; the bits must be the reference's. Returns 0, the error."""
+    """Quantises random rows and awkward blocks; asserts the bits of the reference. Returns 0, the error."""
     rng = np.random.default_rng(rows * k)
     x = rng.standard_normal((rows, k), np.float32) * np.exp2(rng.integers(-30, 30, (rows, 1))).astype("f4")
     blocks = x.reshape(-1, BLOCK)
@@ -140,7 +142,7 @@ def check(card, rows, k):
         blocks[block] = values
     q, d = card.alloc((rows + 1, k), np.int8), card.alloc((rows + 1, k // BLOCK), np.float32)
     card.poison(q), card.poison(d)
-    quantize_q8(card, q[:rows], d[:rows], card.upload(x), rows, k)
+    quantize_q8(card, Quantized(q[:rows], d[:rows]), card.upload(x), rows, k)
     q, d = card.download(q), card.download(d)
     want_q, want_d = quantize_reference(x)
     np.testing.assert_array_equal(q[:rows], want_q)
@@ -150,17 +152,17 @@ def check(card, rows, k):
 
 
 def check_with_twin(card, want, tolerance, plain, quantized):
-    """Checks a kernel that writes float32 rows, `plain(y)`, against `want`, float64 [rows, k], and its twin
-    that writes them as int8 blocks, `quantized(q, d)`, against quantize_q8 of y, bit for bit; one row too many
-    must stay poisoned. Returns the largest relative error."""
+    """Checks a kernel in its two forms. plain(y) writes float32 rows, which are compared with `want`, float64
+    [rows, k]. quantized(out) writes them as int8 blocks, which must have the bits of quantize_q8 of y. A row after the
+    last one must stay as it was. Returns the largest relative error."""
     rows, k = want.shape
     shapes = ((rows + 1, k), np.float32), ((rows + 1, k), np.int8), ((rows + 1, k // BLOCK), np.float32)
     y, q, d, want_q, want_d = (card.alloc(*shape) for shape in (*shapes, *shapes[1:]))
     for output in (y, q, d, want_q, want_d):
         card.poison(output)
     plain(y)
-    quantized(q, d)
-    quantize_q8(card, want_q, want_d, y, rows, k)
+    quantized(Quantized(q, d))
+    quantize_q8(card, Quantized(want_q, want_d), y, rows, k)
     y, q, d, want_q, want_d = map(card.download, (y, q, d, want_q, want_d))
     np.testing.assert_allclose(y[:rows], want, rtol=tolerance, atol=1e-36)
     np.testing.assert_array_equal(q, want_q)
@@ -174,10 +176,10 @@ def cases(card):
     for case in CASES:
         yield Case("{} x {}".format(*case), partial(check, card, *case))
     for rows, k in ((1, 256), (1, 5120), (512, 5120)):
-        x, q = card.zeros((rows, k), np.float32), card.alloc((rows, k), np.int8)
-        d = card.alloc((rows, k // BLOCK), np.float32)
-        yield Case(f"time of {rows} x {k}", launch=partial(quantize_q8, card, q, d, x, rows, k),
-                   n_bytes=x.nbytes + q.nbytes + d.nbytes)
+        x = card.zeros((rows, k), np.float32)
+        out = Quantized(card.alloc((rows, k), np.int8), card.alloc((rows, k // BLOCK), np.float32))
+        yield Case(f"time of {rows} x {k}", launch=partial(quantize_q8, card, out, x, rows, k),
+                   n_bytes=x.nbytes + out.q.nbytes + out.d.nbytes)
 
 
 if __name__ == "__main__":

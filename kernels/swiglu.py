@@ -2,18 +2,17 @@
 
     y = gate / (1 + exp(-gate)) * up
 
-`swiglu_quantize` writes int8 blocks instead of y: the bits of `swiglu` followed by `quantize_q8`
+`swiglu_quantize` writes int8 blocks in place of y: the bits of `swiglu` followed by `quantize_q8`
 (kernels/quantize.py).
 
     gate_up  float32 [rows, 2 k]     a row: | gate 0 .. k - 1 | up 0 .. k - 1 |, as one matrix product writes it
     y        float32 [rows, k]       q  int8 [rows, k]      d  float32 [rows, k / 32]
 
-A block of threads takes 512 values of a row, a thread 4 neighbouring ones with 16-byte accesses, and eight
-lanes hold a block of the quantisation.
+A block of threads takes 512 values of a row. A thread takes 4 neighbouring values with 16-byte accesses; eight lanes
+hold one block of the quantisation.
 
-Pipe: fp32, about 30 operations per value (exp and a division), 15 more when quantising. Bytes per
-value: 12, or 9.1 when quantising. In decode bound by the launch; on long prompts 80 % of copy bandwidth is
-expected.
+Pipe: fp32, about 30 operations per value (exp and a division), 15 more when quantising. Bytes per value: 12, or 9.1
+when quantising. In decode bound by the launch; on long prompts 80 % of copy bandwidth is expected.
 """
 
 from functools import partial
@@ -23,6 +22,7 @@ from numba import cuda, float32, uint32
 
 from kernels.bench import Case, main
 from kernels.intrinsics import float_as_word, load_floats4, silu, store_floats4, store_word
+from kernels.operands import Quantized
 from kernels.quantize import block_scale, check_with_twin, quantize_word
 
 THREADS = 128
@@ -59,7 +59,7 @@ def swiglu_quantize_kernel(q, d, gate_up, k):
     if column < k:
         y0, y1, y2, y3 = _swiglu4(gate_up, row, column, k)
     w0, w1, w2, w3 = float_as_word(y0), float_as_word(y1), float_as_word(y2), float_as_word(y3)
-    scale = block_scale(w0, w1, w2, w3)  # shuffles: every lane takes part
+    scale = block_scale(w0, w1, w2, w3)  # it shuffles, so every lane calls
     if column < k:
         at = uint32(row * k + column)
         store_word(q, at, quantize_word(w0, w1, w2, w3, scale))
@@ -67,7 +67,7 @@ def swiglu_quantize_kernel(q, d, gate_up, k):
             d[uint32(at >> uint32(5))] = scale
 
 
-# ---- launches: written in place, none allocates ------------------------------------------------------------
+# ---- launches: they write in place and never allocate -----------------------------------------------------
 
 def _grid(rows, k):
     if k % 32:
@@ -75,14 +75,14 @@ def _grid(rows, k):
     return rows, -(-k // (4 * THREADS))
 
 
-def swiglu(card, y, gate_up, rows, k, stream=None):
+def swiglu(card, y, gate_up, rows, k, *, stream=None):
     """y float32 [rows, k] <- silu(gate) * up, both in gate_up float32 [rows, 2 k]; k a multiple of 32."""
     card.launch(swiglu_kernel, _grid(rows, k), THREADS, y.reshape(-1), gate_up.reshape(-1), k, stream=stream)
 
 
-def swiglu_quantize(card, q, d, gate_up, rows, k, stream=None):
-    """q int8 [rows, k], d float32 [rows, k / 32] <- the same, quantised."""
-    card.launch(swiglu_quantize_kernel, _grid(rows, k), THREADS, q.reshape(-1), d.reshape(-1),
+def swiglu_quantize(card, out, gate_up, rows, k, *, stream=None):
+    """out, Quantized [rows, k] <- what `swiglu` gives, quantised."""
+    card.launch(swiglu_quantize_kernel, _grid(rows, k), THREADS, out.q.reshape(-1), out.d.reshape(-1),
                 gate_up.reshape(-1), k, stream=stream)
 
 
@@ -94,13 +94,13 @@ TOLERANCE = 5 * 2.0 ** -24  # exp 2 roundings, the sum, the division, the produc
 
 
 def check(card, rows, k):
-    """Both kernels on random values; returns the largest relative error."""
+    """Checks both kernels on random values; returns the largest relative error."""
     random = np.random.default_rng(k + rows)
     gate, up = (random.standard_normal((rows, k)).astype(np.float32) * scale for scale in (8, 3))
     gate_up = card.upload(np.concatenate([gate, up], axis=1))
     return check_with_twin(card, swiglu_reference(gate, up), TOLERANCE,
                            lambda y: swiglu(card, y, gate_up, rows, k),
-                           lambda q, d: swiglu_quantize(card, q, d, gate_up, rows, k))
+                           lambda out: swiglu_quantize(card, out, gate_up, rows, k))
 
 
 def cases(card):
@@ -113,10 +113,9 @@ def cases(card):
 
 def _timed(card, rows, k):
     gate_up = card.zeros((rows, 2 * k), np.float32)
-    q, d = card.alloc((rows, k), np.int8), card.alloc((rows, k // 32), np.float32)
-    launch = partial(swiglu_quantize, card, q, d, gate_up, rows, k)
-    return Case(f"to int8 {rows} x {k}", launch=launch,
-                n_bytes=gate_up.nbytes + q.nbytes + d.nbytes)
+    out = Quantized(card.alloc((rows, k), np.int8), card.alloc((rows, k // 32), np.float32))
+    return Case(f"to int8 {rows} x {k}", launch=partial(swiglu_quantize, card, out, gate_up, rows, k),
+                n_bytes=gate_up.nbytes + out.q.nbytes + out.d.nbytes)
 
 
 if __name__ == "__main__":

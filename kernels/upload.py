@@ -3,10 +3,10 @@
     file (mapped) ──threads──→ pinned buffer ──copy──→ raw bytes on the card ──kernel──→ where they belong
                                two of each: one piece is copied while threads fill the next
 
-The processor only moves bytes: what a tensor's format asks for is done on the card (kernels/formats.py), out of the
-raw buffer. Pages of the file that are not mapped yet cost as much as the copy itself, so several threads share it.
+The host only moves bytes: a kernel on the card repacks the raw bytes into what the tensor's format asks for
+(kernels/formats.py). To map a page of the file costs as much as to copy it, so several threads share this work.
 
-Bound by the link: PCIe 4 x16 takes 25 GB/s, PCIe 1 x1 0.2 GB/s.
+The link is the bound: PCIe 4 x16 takes 25 GB/s, PCIe 1 x1 0.2 GB/s. Measurements: benchmarks/results.md.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +18,7 @@ from kernels.workers import usable_processors
 
 PIECE = 16 << 20            # bytes of a buffer
 SHARE = 1 << 20             # bytes that one thread copies at a time
-MOST_THREADS = 4            # measured on an H200, GB/s of a mapped file: 1 thread 6.7, 2 12.9, 4 20.3, 8 17.7, 16 11.0
+MOST_THREADS = 4            # more copy no faster
 
 
 class _Buffer:

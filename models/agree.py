@@ -50,7 +50,7 @@ class QEngine:
 
     def answer(self, prompt):
         request = qengine.Request(prompt, max_tokens=N_TOKENS, ignore_eos=True)
-        return [event.token_id for event in self.engine.submit(request)]
+        return [delta.token_id for delta in self.engine.submit(request)]
 
     def logits(self, ids):
         return self.engine.evaluate(ids)

@@ -121,7 +121,7 @@ def engine_scores(model: str | Path, n: int, names=None, card: str | None = None
             example.messages[:-1], example.tools, enable_thinking=example.thinking)), max_tokens=MAX_ANSWER)
             for example in examples]
         generations = [engine.submit(request) for request in requests]
-        texts = ["".join(event.text for event in generation) for generation in generations]
+        texts = ["".join(delta.text for delta in generation) for generation in generations]
         scores |= score(name, examples, texts)
         note(name, started)
     engine.close()

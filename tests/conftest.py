@@ -9,6 +9,8 @@ pytest.register_assert_rewrite("tests.card_cases")      # before anything import
 from kernels.nvidia import open_nvidia_cards
 from kernels.open import open_cards
 
+pytest.register_assert_rewrite("tests.clients", "tests.four_ways")     # what test files share
+
 
 @cache
 def _cards():

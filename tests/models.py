@@ -49,15 +49,15 @@ PROMPT = [5, 300, 77, 1024, 9, 2048, 31] * 6
 def results(path, card):
     """(logits of PROMPT, float32 [42, n_vocab]; the 6 greedy tokens after it) of a model file."""
     engine = qengine.load(str(path), card=card, ctx=128, progress=False)
-    tokens = [event.token_id for event in engine.submit(qengine.Request(PROMPT, max_tokens=6, ignore_eos=True))]
+    tokens = [delta.token_id for delta in engine.submit(qengine.Request(PROMPT, max_tokens=6, ignore_eos=True))]
     logits = engine.evaluate(PROMPT)
     engine.close()
     return logits, tokens
 
 
 # ---- stored, simply ------------------------------------------------------------------------------------
-# The gguf package quantises to some types only. For the others these functions choose scales that span each block, which
-# are not the best ones.
+# The gguf package quantises to some types only. For the others these functions choose scales that span each block,
+# which are not the best ones.
 
 
 def stored(kind, values):
@@ -91,8 +91,8 @@ def _with_scale(format, values):
 
 
 def _with_codes(format, codes):
-    """Blocks of a file, uint8 [blocks, bytes], that hold codes uint8 [blocks, 32]. `split` tells for each bit of a block,
-    set alone, which bit of which code it is."""
+    """Blocks of a file, uint8 [blocks, bytes], that hold codes uint8 [blocks, 32]. `split` tells of each bit of a block
+    which bit of which code it is."""
     one_bit_each = np.packbits(np.eye(8 * format.file_bytes, dtype=np.uint8), axis=1, bitorder="little")
     of_zeros, _ = formats.split(format, np.zeros(format.file_bytes, np.uint8))
     changed, _ = formats.split(format, one_bit_each)

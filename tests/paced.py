@@ -3,7 +3,7 @@
 import threading
 import time
 
-import qengine
+from engine.request import EngineStopped, Generation
 from tests.scripted import END, ScriptedEngine
 
 
@@ -17,7 +17,7 @@ class PacedEngine(ScriptedEngine):
     def submit(self, request):
         request.check(self.tokenizer.n_vocab, self.n_ctx)
         self.requests.append(request)
-        generation = qengine.Generation(request, self.tokenizer)
+        generation = Generation(request, self.tokenizer)
         generation.n_cached = generation.n_prompt // 64 * 64
         self.generations.append(generation)
         threading.Thread(target=self._write, args=(generation,), daemon=True).start()
@@ -36,6 +36,6 @@ class PacedEngine(ScriptedEngine):
                 reason = "stop" if token == END else "length" if n == request.max_tokens else None
                 if generation.cancelled or generation.push(token, reason):
                     break
-        except qengine.EngineStopped as failure:        # raised by a script
+        except EngineStopped as failure:        # raised by a script
             error = failure
         generation.close(error)

@@ -1,7 +1,5 @@
-"""An engine that says what it is told to, with the tokenizer and the template of the model that ships; and clients."""
+"""An engine that says what it is told to, with the tokenizer and the template of the model that ships."""
 
-import asyncio
-import contextlib
 import functools
 import itertools
 import threading
@@ -9,6 +7,8 @@ import threading
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 import qengine
+from engine.request import Generation
+from engine.text_engine import TextEngine
 from engine.tokenizer import encode_prompt
 
 
@@ -18,13 +18,14 @@ def shipped():
     return qengine.open_model(qengine.DEFAULT_MODEL)
 
 
-class ScriptedEngine:
-    """What api/ knows of an Engine. script: a text, or what makes one of the prompt; an answer is all of it, then the end.
+class ScriptedEngine(TextEngine):
+    """An engine without a model. script: a text, or a function that makes a text of the prompt. An answer is the whole
+    text, then the end.
 
-    requests, generations: those so far. Every token has the log-probability -0.5, and token 5 -1.5.
+    requests, generations: those so far. Every token has the log-probability -0.5, and token 5 has -1.5.
     """
 
-    name, n_ctx, error, fault, cards, layers = "scripted", 4096, None, None, (), ()
+    name, n_ctx, reason, fault, cards, layers, counts_pipes = "scripted", 4096, None, None, (), (), False
 
     def __init__(self, script="", template=None):
         self.tokenizer, self.template = shipped().tokenizer, template or shipped().template
@@ -38,7 +39,7 @@ class ScriptedEngine:
         self.requests.append(request)
         prompt = self.tokenizer.decode(request.prompt_ids, special=True)
         text = self.script(prompt) if callable(self.script) else self.script
-        generation = qengine.Generation(request, self.tokenizer)
+        generation = Generation(request, self.tokenizer)
         self.generations.append(generation)
         for n, token in enumerate(itertools.chain(self.tokenizer.encode(text), [END]), start=1):
             reason = "stop" if token == END else "length" if n == request.max_tokens else None
@@ -47,6 +48,9 @@ class ScriptedEngine:
                 break
         generation.close()
         return generation
+
+    def count_pipes(self):
+        return None
 
     def stats(self):
         running = sum(not g._done.is_set() for g in self.generations)
@@ -99,27 +103,3 @@ def obeys(rules: dict, text: str) -> bool:
         if matcher.is_stopped() or not matcher.consume_token(token):
             return False
     return matcher.is_accepting()
-
-
-@contextlib.contextmanager
-def serving_app(app):
-    """A real server on a free loopback port, which it gives."""
-    with qengine.serving(app, "127.0.0.1", 0) as port:
-        yield int(port)
-
-
-@contextlib.contextmanager
-def official_clients(kind, async_kind, port, path="/v1"):
-    """A client, and what runs a coroutine function of an asynchronous one: such a one belongs to its event loop."""
-    arguments = {"base_url": f"http://127.0.0.1:{port}{path}", "api_key": "none", "max_retries": 0}
-    with kind(**arguments) as client, asyncio.Runner() as runner:
-        async_client = async_kind(**arguments)
-        yield client, lambda ask: runner.run(ask(async_client))
-        runner.run(async_client.close())
-
-
-@contextlib.contextmanager
-def scripted_clients(engine, kind, async_kind, path="/v1"):
-    """The two of `official_clients` of a server with this engine."""
-    with (serving_app(qengine.create_app(engine)) as port, official_clients(kind, async_kind, port, path) as clients):
-        yield clients

@@ -17,6 +17,10 @@ import pytest
 from llguidance import LLMatcher
 
 import qengine
+from api.service import create_app
+from cli.engines import asked
+from cli.options import build_parser
+from cli.serve import go_on
 from engine import worker
 from engine.worker import Worker
 from kernels import q8_gemv
@@ -276,7 +280,7 @@ def test_a_card_that_fails_is_named(n, fault, patience):
         for generation in generations:
             with pytest.raises(qengine.EngineStopped, match=f"{bad.name} {FAULTS[fault]}"):
                 list(generation)
-        assert failures(engine, 1) == [engine.error]
+        assert failures(engine, 1) == [engine.reason]
         assert engine.fault.card == bad.name and before <= engine.fault.since <= time.time()
         started = time.perf_counter()
         engine.close()
@@ -286,9 +290,9 @@ def test_a_card_that_fails_is_named(n, fault, patience):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_server_goes_on_with_the_cards_that_are_left(fault, alone, patience, capsys):
     """Until there are none."""
-    options = qengine.build_parser().parse_args(
+    options = build_parser().parse_args(
         ["-m", MODEL, "--serve", "0", "--go-on", "--ctx", str(CONTEXT), "--slots", str(SLOTS), "--split", "1,2,1"])
-    app = qengine.create_app(load((1, 2, 1)))
+    app = create_app(load((1, 2, 1)))
     service, lost = app.extensions["qengine"], []
     for bad in (1, 0):
         engine, health = service.engine, app.test_client().get("/health")
@@ -302,16 +306,16 @@ def test_a_server_goes_on_with_the_cards_that_are_left(fault, alone, patience, c
         health = app.test_client().get("/health")
         assert health.status_code == 503 and health.json["card"] == lost[-1] and "since" in health.json
         left = [card for card in engine.cards if card.name != lost[-1]]
-        assert qengine.go_on(service, options)
+        assert go_on(service, options)
         assert service.engine.cards == left and answers(service.engine) == alone[0]
         assert f"going on with {', '.join(card.name for card in left)}\n" in capsys.readouterr().err
-    fresh = qengine.load(MODEL, cards(1), progress=False, **qengine.asked(options) | {"split": None})
+    fresh = qengine.load(MODEL, cards(1), progress=False, **asked(options) | {"split": None})
     assert left[0].free_bytes >= fresh.cards[0].free_bytes      # of the old engines nothing is left
     fresh.close()
     fault(left[0])
     with pytest.raises(qengine.EngineStopped):
         list(service.engine.submit(request(0, 100, 300)))
-    assert not qengine.go_on(service, options)
+    assert not go_on(service, options)
     assert "cannot go on: no card is left" in capsys.readouterr().err
 
 
@@ -353,18 +357,18 @@ def test_a_fault_is_noticed_while_nobody_waits():
     with pytest.raises(CardError):
         engine.evaluate([1, 2, 3])
     engine.scheduler.thread.join(10)
-    assert engine.fault.card == engine.cards[1].name and "division by zero" in engine.error
+    assert engine.fault.card == engine.cards[1].name and "division by zero" in engine.reason
 
 
 def served(engine, *options):
     """(options of a server, its app)"""
     said = ["-m", MODEL, "--serve", "0", "--go-on", "--ctx", str(CONTEXT), *options]
-    return qengine.build_parser().parse_args(said), qengine.create_app(engine)
+    return build_parser().parse_args(said), create_app(engine)
 
 
 def stop(engine):
     """Wait for the end of an engine that has failed."""
-    assert failures(engine, 1) == [engine.error]
+    assert failures(engine, 1) == [engine.reason]
     engine.scheduler.thread.join(10)
 
 
@@ -376,7 +380,7 @@ def test_a_server_goes_on_with_cards_that_were_idle(monkeypatch, capsys):
     assert (service.engine.cards, service.engine.spare) == (two[:1], two[1:])
     breaks(two[0])
     stop(service.engine)
-    assert qengine.go_on(service, options) and service.engine.cards == two[1:]
+    assert go_on(service, options) and service.engine.cards == two[1:]
     assert len(service.engine.generate([1, 2, 3], max_tokens=4, ignore_eos=True))
     service.engine.close()
 
@@ -399,7 +403,7 @@ def test_a_server_goes_on_though_another_card_fails_meanwhile(second, monkeypatc
         GATE.wait()
 
     three[1]._upload_now = upload
-    assert qengine.go_on(service, options) and service.engine.cards == three[2:]
+    assert go_on(service, options) and service.engine.cards == three[2:]
     GATE.set()
     assert heard[0]["status"] == "loading" and heard[0]["lost"][0]["card"] == three[0].name
     assert heard[1].status_code == 503 and "Retry-After" in heard[1].headers
@@ -435,7 +439,7 @@ def test_where_no_card_is_at_fault_none_is_given_up(capsys):
         stop(service.engine)
         health = app.test_client().get("/health").json
         assert health["status"] == "error" and "since" in health and "card" not in health
-        assert not qengine.go_on(service, options)
+        assert not go_on(service, options)
         assert "cannot go on: no card is known to be at fault" in capsys.readouterr().err
 
 
@@ -452,7 +456,7 @@ def test_what_has_failed_leaves_no_host_memory():
     breaks(service.engine.cards[0])
     stop(service.engine)
     del pipeline
-    assert qengine.go_on(service, options)
+    assert go_on(service, options)
     gc.collect()
     assert not any(ref() is not None for ref in held)
     service.engine.close()
@@ -462,9 +466,9 @@ def test_functions_of_others_are_used_by_all_cards_or_by_none(alone):
     engine = load((2, 2))
     head = engine.pipeline.last.model.head
 
-    def gemv(card, y, stride, values, scales, q, d, n, k, rows, add):
-        assert n != head.n, "not for the head"
-        q8_gemv.gemv(card, head.decoder, y, stride, values, scales, q, d, n, k, rows, add)
+    def gemv(card, y, stride, w, x, rows, add):
+        assert w.n != head.n, "not for the head"
+        q8_gemv.gemv_q8_q8(card, y, stride, w, x, rows, add)
 
     with pytest.raises(ValueError, match="not for the head"):
         engine.use(gemv=gemv)

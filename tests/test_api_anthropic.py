@@ -3,10 +3,12 @@
 import anthropic
 import pytest
 
-import qengine
 from api import grammar
-from tests.scripted import ScriptedEngine, Unreal, obeys, scripted_clients, shipped
-from tests.test_api_reply import WEATHER, XML
+from engine.request import Delta, EngineStopped
+from tests.calls import WEATHER, XML
+from tests.clients import app_of, scripted_clients
+from tests.four_ways import blocks_of, message_in_four_ways
+from tests.scripted import ScriptedEngine, Unreal, obeys, shipped
 
 HI = [{"role": "user", "content": "Hi"}]
 TOOLS = [{"name": "get_weather", "description": "The weather.", "input_schema": WEATHER.parameters},
@@ -35,34 +37,6 @@ def ask(scripted):
         return blocks_of(message), message, engine.requests[0]
 
     return ask
-
-
-def message_in_four_ways(client, run_async, **arguments):
-    """An answer, at once and asynchronously, whole and streamed, which have to agree but for what the cache had."""
-    arguments = {"model": "m", "max_tokens": 500} | arguments
-
-    async def asynchronously(client):
-        whole = await client.messages.create(**arguments)
-        async with client.messages.stream(**arguments) as stream:
-            return whole, await stream.get_final_message()
-
-    whole = client.messages.create(**arguments)
-    with client.messages.stream(**arguments) as stream:
-        events = [event.type for event in stream]
-        streamed = stream.get_final_message()
-    assert events[0] == "message_start" and events[-1] == "message_stop"
-    said = [(blocks_of(message), message.stop_reason, message.stop_sequence, message.usage.output_tokens,
-             message.usage.output_tokens_details, message.usage.input_tokens + message.usage.cache_read_input_tokens)
-            for message in (whole, streamed, *run_async(asynchronously))]
-    assert said[1:] == said[:1] * 3
-    return whole
-
-
-def blocks_of(message):
-    """What a message says, but for the ids of calls."""
-    kinds = {"text": lambda block: block.text, "thinking": lambda block: block.thinking,
-             "tool_use": lambda block: (block.name, block.input)}
-    return [(block.type, kinds[block.type](block)) for block in message.content]
 
 
 def prompt_of(request):
@@ -161,7 +135,7 @@ def test_count_tokens(scripted, ask, monkeypatch):
     _, client, run_async = scripted
     arguments = {"messages": HI, "tools": TOOLS, "system": "Be brief."}
     n_prompt = len(ask("Hello.", **arguments)[2].prompt_ids)
-    monkeypatch.setattr(grammar, "compile_grammar", lambda lark: pytest.fail("counting needs no grammar"))
+    monkeypatch.setattr(grammar, "checked_grammar", lambda lark: pytest.fail("counting needs no grammar"))
     counts = [client.messages.count_tokens(model="m", **arguments),
               run_async(lambda client: client.messages.count_tokens(model="m", **arguments))]
     assert [count.input_tokens for count in counts] == [n_prompt] * 2
@@ -234,11 +208,11 @@ def test_what_is_wrong_is_named(scripted, arguments, said):
 
 def test_errors_have_anthropics_shape(scripted, monkeypatch):
     engine, client, _ = scripted
-    monkeypatch.setattr(engine, "error", "the card fell off the bus")
+    monkeypatch.setattr(engine, "reason", "the card fell off the bus")
     with pytest.raises(anthropic.APIStatusError) as caught:
         client.messages.create(model="m", messages=HI, max_tokens=5)
     assert (caught.value.status_code, caught.value.body["error"]["type"]) == (503, "overloaded_error")
-    web = qengine.create_app(engine).test_client()
+    web = app_of(engine).test_client()
     answer = web.get("/v1/messages")
     assert (answer.status_code, answer.json["type"]) == (405, "error")
     assert answer.json["error"]["type"] == "invalid_request_error"
@@ -250,8 +224,8 @@ class Broken(Unreal):
 
     def __init__(self):
         super().__init__()
-        self.said = [qengine.Event(shipped().tokenizer.encode("a")[0], "a", None),
-                     qengine.EngineStopped("the card fell off the bus")]
+        self.said = [Delta(shipped().tokenizer.encode("a")[0], "a", None),
+                     EngineStopped("the card fell off the bus")]
 
     def take(self):
         return self.said.pop(0)

@@ -1,17 +1,17 @@
 """OpenAI's protocol: the official client, at once and asynchronously, whole and streamed, against a scripted engine."""
 
-import json
-
 import openai
 import pytest
 
-import qengine
 from api.chat import take_switches
 from api.openai import MAX_CHOICES
+from engine.request import RequestError
 from engine.template import ChatTemplate
+from tests.calls import CALL, JSON, WEATHER, XML
+from tests.clients import app_of, scripted_clients
+from tests.four_ways import chat_in_four_ways, told
 from tests.paced import PacedEngine
-from tests.scripted import ScriptedEngine, obeys, scripted_clients, shipped
-from tests.test_api_reply import CALL, JSON, WEATHER, XML
+from tests.scripted import ScriptedEngine, obeys, shipped
 
 HI = [{"role": "user", "content": "Hi"}]
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": WEATHER.parameters}},
@@ -42,60 +42,6 @@ def ask(scripted):
     return ask
 
 
-def chat_in_four_ways(client, run_async, **arguments):
-    """What an answer says, at once and asynchronously, whole and streamed, which have to agree but for what the cache
-    had: (choices, usage) as `told` gives them."""
-    arguments = {"model": "m"} | arguments
-    streamed = arguments | {"stream": True, "stream_options": {"include_usage": True}}
-
-    async def asynchronously(client):
-        whole = await client.chat.completions.create(**arguments)
-        return whole, [chunk async for chunk in await client.chat.completions.create(**streamed)]
-
-    answers = [told(client.chat.completions.create(**arguments)),
-               put_together(client.chat.completions.create(**streamed))]
-    whole, chunks = run_async(asynchronously)
-    answers += [told(whole), put_together(chunks)]
-    said = [(choices, usage | {"prompt_tokens_details": None}) for choices, usage in answers]
-    assert said[1:] == said[:1] * 3
-    return answers[0]
-
-
-def told(whole):
-    """What a whole answer says, but for the ids."""
-    choices = []
-    for choice in whole.choices:
-        calls = [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls or []]
-        assert all(call.id and call.type == "function" for call in choice.message.tool_calls or [])
-        choices.append((getattr(choice.message, "reasoning_content", None), choice.message.content or "", calls,
-                        choice.finish_reason))
-    return choices, whole.usage.model_dump()
-
-
-def put_together(chunks):
-    """What a stream says, in the same form."""
-    said, ids, usage = {}, set(), None
-    for chunk in chunks:
-        ids.add(chunk.id)
-        usage = chunk.usage or usage
-        for choice in chunk.choices:
-            thought, text, calls, reason = said.get(choice.index, (None, "", [], None))
-            assert reason is None               # nothing comes after the end
-            if piece := getattr(choice.delta, "reasoning_content", None):
-                thought = (thought or "") + piece
-            for call in choice.delta.tool_calls or []:
-                if call.index == len(calls):
-                    assert call.id and call.type == "function" and call.function.name
-                    calls.append([call.function.name, ""])
-                else:
-                    assert call.index == len(calls) - 1 and call.id is call.type is call.function.name is None
-                calls[-1][1] += call.function.arguments
-            said[choice.index] = thought, text + (choice.delta.content or ""), calls, choice.finish_reason
-    assert len(ids) == 1
-    return [(thought, text, [(name, json.loads(arguments)) for name, arguments in calls], reason)
-            for thought, text, calls, reason in (said[i] for i in range(len(said)))], usage.model_dump()
-
-
 # ---- what is said ------------------------------------------------------------------------------------------
 
 
@@ -122,7 +68,7 @@ def test_stop_strings_where_the_model_opens_its_thoughts_itself():
     template = ChatTemplate("{{ messages[0].content }}{# what a template says of </think> #}")
     for script, said in (("<think>\nAn apple.\n</think>\n\nHere is an apple.", ("An apple.", "Here is an ")),
                          ("Here is an apple.", (None, "Here is an "))):
-        client = qengine.create_app(ScriptedEngine(script, template)).test_client()
+        client = app_of(ScriptedEngine(script, template)).test_client()
         answer = client.post("/v1/chat/completions", json={"messages": HI, "stop": "apple"}).json
         assert told(openai.types.chat.ChatCompletion.model_validate(answer))[0] == [(*said, [], "stop")]
 
@@ -417,7 +363,7 @@ def test_a_grammar_that_only_the_engine_refuses(scripted, monkeypatch, arguments
     engine, client, _ = scripted
 
     def refuse(request):
-        raise qengine.RequestError("grammar", "the grammar cannot be followed: too complex")
+        raise RequestError("grammar", "the grammar cannot be followed: too complex")
 
     monkeypatch.setattr(engine, "submit", refuse)
     with pytest.raises(openai.BadRequestError) as caught:
@@ -447,7 +393,7 @@ def test_models(scripted):
 
 def test_tokens_and_templates(scripted):
     engine, client, _ = scripted
-    web = qengine.create_app(engine).test_client()
+    web = app_of(engine).test_client()
     text = "Hi <|im_end|> <think> \ub300\ud55c \U0001f600"
     ids = web.post("/tokenize", json={"content": text}).json["tokens"]
     assert ids == engine.tokenizer.encode(text)

@@ -8,15 +8,15 @@ import pytest
 import schemathesis
 from schemathesis.checks import positive_data_acceptance
 
-import qengine
 from api.fields import check
 from api.openapi import ENDPOINTS, document, published
+from tests.clients import app_of
 from tests.scripted import ScriptedEngine
 
 
 @functools.cache
 def app():
-    return qengine.create_app(ScriptedEngine("Hello."))
+    return app_of(ScriptedEngine("Hello."))
 
 
 schema = schemathesis.openapi.from_wsgi("/openapi.json", app())

@@ -5,19 +5,14 @@ import random
 
 import pytest
 
-import qengine
 from api.reply import TAGS, Call, CallArguments, CallStart, Content, Cutter, Message, Reply, Thought, opening_of
-from api.tools import JSONCall, Tool, XMLCall
+from api.tools import JSONCall, XMLCall
+from engine.request import Generation, Request
 from engine.tokenizer import StreamDecoder, Tokenizer
+from tests.calls import CALL, JSON, WEATHER, XML
 from tests.scripted import shipped
 
-WEATHER = Tool("get_weather", {"type": "object", "properties": {
-    "city": {"type": "string"}, "days": {"type": "integer"}, "exact": {"type": "boolean"}}})
 TOOLS = {"get_weather": WEATHER}
-XML = ("<tool_call>\n<function=get_weather>\n<parameter=city>\nS\u00e3o \"Paulo\"\n</parameter>\n"
-       "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>")
-JSON = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "S\u00e3o \\"Paulo\\"", "days": 3}}\n</tool_call>'
-CALL = ("get_weather", {"city": 'S\u00e3o "Paulo"', "days": 3})
 
 
 class Letters(Tokenizer):
@@ -40,16 +35,16 @@ def read(pieces, tags=(), opening="content", form=XMLCall, tools=TOOLS, ruled=Fa
     """(blocks of the answer, Reply) when the text comes in these pieces; a piece that is named as a tag is its token."""
     tokenizer = Letters(tags)
     reply, message = Reply(tokenizer, opening, form, tools, ruled), Message()
-    for event in events(tokenizer, pieces, stop, reason):
-        for part in reply.push(event):
+    for delta in generated(tokenizer, pieces, stop, reason):
+        for part in reply.push(delta):
             message.add(part)
     return [(block.name, json.loads(block.arguments)) if isinstance(block, Call) else block
             for block in message.blocks], reply
 
 
-def events(tokenizer, pieces, stop=(), reason="stop"):
+def generated(tokenizer, pieces, stop=(), reason="stop"):
     """What a generation makes of them."""
-    generation = qengine.Generation(qengine.Request([0], stop=stop), tokenizer)
+    generation = Generation(Request([0], stop=stop), tokenizer)
     for i, piece in enumerate(pieces):
         token = tokenizer.tags[piece] if piece in tokenizer.tags else tokenizer.token(piece)
         if generation.push(token, reason if i == len(pieces) - 1 else None):
@@ -134,7 +129,7 @@ def test_an_answer_that_ends_anywhere_loses_nothing(form, text, ruled):
     for end in range(1, len(text)):
         said = "Look: " + text[:end]
         reply = Reply(tokenizer := Letters(), "content", form, TOOLS, ruled)
-        parts = [part for event in events(tokenizer, list(said), reason="length") for part in reply.push(event)]
+        parts = [part for delta in generated(tokenizer, list(said), reason="length") for part in reply.push(delta)]
         if not any(isinstance(part, CallStart) for part in parts):
             assert "".join(part.text for part in parts) == said
         else:
@@ -150,7 +145,7 @@ def test_what_only_looks_like_a_call_is_not_held_back():
                        ("a <tool_call>\n<function=f>\n<pa", "a "),
                        ("a <tool_call>\n<function=f>\nx", "a <tool_call>\n<function=f>\nx")):
         reply = Reply(tokenizer := Letters(), "content", XMLCall, TOOLS)
-        parts = [part for event in events(tokenizer, list(said), reason=None) for part in reply.push(event)]
+        parts = [part for delta in generated(tokenizer, list(said), reason=None) for part in reply.push(delta)]
         assert "".join(part.text for part in parts) == seen
 
 
@@ -158,7 +153,7 @@ def test_calls_come_in_pieces_under_a_grammar():
     """Letters of strings as they come, other values when they are whole; together what the whole call is."""
     for form, text in (XMLCall, XML), (JSONCall, JSON):
         reply = Reply(tokenizer := Letters(), "content", form, TOOLS, ruled=True)
-        parts = [part for event in events(tokenizer, list(text)) for part in reply.push(event)]
+        parts = [part for delta in generated(tokenizer, list(text)) for part in reply.push(delta)]
         start, *rest = parts
         assert isinstance(start, CallStart) and (start.index, start.name) == (0, "get_weather")
         assert all(isinstance(part, CallArguments) for part in rest) and len(rest) > 12
@@ -199,8 +194,8 @@ def test_cutter_gives_back_every_letter():
         pieces = rng.choices([*TAGS, "<", "th", "ink>", "\u00e9", "x\n", "/"], k=12)
         cutter = Cutter(tokenizer := Letters(tags))
         stops = ["<tool_call>x", "\u00e9\u00e9"]
-        shown = events(tokenizer, pieces, stops)
-        cut = [one for event in shown for one in cutter.push(event)] + [(cutter.flush(), False)]
+        shown = generated(tokenizer, pieces, stops)
+        cut = [one for delta in shown for one in cutter.push(delta)] + [(cutter.flush(), False)]
         said = "".join(pieces)
         ends = [at for at in map(said.find, stops) if at >= 0]
         assert "".join(text for text, _ in cut) == (said[:min(ends)] if ends else said)

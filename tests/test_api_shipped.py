@@ -27,10 +27,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import qengine
-from tests.scripted import official_clients, serving_app, shipped
-from tests.test_api_anthropic import blocks_of, message_in_four_ways
-from tests.test_api_openai import chat_in_four_ways
-from tests.test_server import send
+from tests.clients import app_of, official_clients, send, serving
+from tests.four_ways import blocks_of, chat_in_four_ways, message_in_four_ways
+from tests.scripted import shipped
 
 WEATHER = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 30}, "days": {"type": "integer"}},
            "required": ["city", "days"]}
@@ -54,7 +53,7 @@ NAMED = {"type": "function", "function": {"name": "send_mail"}}
 @pytest.fixture(scope="module")
 def port():
     engine = qengine.load(card="emulated", slots=4, progress=False)
-    with serving_app(qengine.create_app(engine)) as port:
+    with serving(app_of(engine)) as (port, _):
         yield port
     engine.close()
 

@@ -12,10 +12,10 @@ from api.chat import Conversation, Toolbox, rules_of
 from api.grammar import GrammarError, Rules
 from api.reply import Call, Message, Reply
 from api.tools import EVERY_TYPE, JSONCall, Tool, XMLCall, form_of, read_value, types_of
-from qengine import Request, RequestError
+from engine.request import Request, RequestError
+from tests.calls import JSON, WEATHER, XML
 from tests.oracle import oracle_path
 from tests.scripted import ScriptedEngine, obeys, shipped, vocabulary
-from tests.test_api_reply import JSON, WEATHER, XML
 
 NUMBER, TEXT, NULL = {"type": "number"}, {"type": "string"}, {"type": "null"}
 POINT = {"$ref": "#/$defs/point", "$defs": {"point": {"type": "object", "properties": {"x": NUMBER}}}}

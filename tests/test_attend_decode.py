@@ -2,125 +2,138 @@ import numpy as np
 import pytest
 
 from kernels import attend_decode, attention, kv_cache, rope
-from kernels.attend_decode import launcher, sample_case
+from kernels.attend_decode import Sample, launcher, sample_case, upload_case
+from kernels.kv_formats import KV_FORMATS
 from kernels.open import open_cards
+from kernels.records import Places
+from kernels.rope import heads_of
+
+FLOAT16 = KV_FORMATS["float16"]
+SHAPES = [rope.QWEN35, rope.QWEN3]
 
 
 @pytest.mark.parametrize("case", attend_decode.CASES, ids=str)
-def test_decode_equals_the_reference(card, case):
-    attend_decode.check(card, case)
+@pytest.mark.parametrize("format", KV_FORMATS.values(), ids=KV_FORMATS)
+def test_decode_equals_the_reference(card, format, case):
+    attend_decode.check(card, format, case)
 
 
-def test_early_it_equals_the_reference(card, monkeypatch):
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("format", KV_FORMATS.values(), ids=KV_FORMATS)
+def test_early_it_equals_the_reference(card, monkeypatch, format, shape):
     """As on cards whose launches overlap; rows at the start, at the end and in the middle of a page."""
     monkeypatch.setattr(attend_decode, "launches_overlap", lambda cc: True)
-    attend_decode.check(card, (4, 2, (0, 609, 63)))
+    attend_decode.check(card, format, ((4, 2, (0, 609, 63)), shape))
 
 
-def decode(card, heads, n_kv, case):
-    launch, _ = launcher(card, heads, n_kv, case)
-    out = card.alloc((len(case["row_pos"]), heads * 256), np.float32)
+def decode(card, case):
+    launch, *_ = launcher(card, case)
+    heads = case.qkv.heads
+    out = card.alloc((len(case.places.positions), heads.n_heads * heads.head_dim), np.float32)
     card.poison(out)
-    launch(out, None)
+    launch((out, None))
     return card.download(out)
 
 
 def one_row(case, row, max_pages):
     """A row of a case, alone in slot 0 of a cache with another context size."""
-    table = np.full((1, max_pages), -1, np.int32)
-    held = case["row_pos"][row] // 64 + 1
-    table[0, :held] = case["block_table"][row, :held]
-    return case | {"projected": case["projected"][row:row + 1], "rope_pos": case["rope_pos"][:, row:row + 1],
-                   "block_table": table, "row_slot": np.zeros(1, np.int32),
-                   "row_pos": case["row_pos"][row:row + 1]}
+    table, one = np.full((1, max_pages), -1, np.int32), slice(row, row + 1)
+    held = case.places.positions[row] // 64 + 1
+    table[0, :held] = case.pages.block_table[row, :held]
+    qkv, positions = case.qkv, case.qkv.rotary.positions[:, one]
+    qkv = qkv._replace(products=qkv.products._replace(values=qkv.products.values[one]),
+                       rotary=qkv.rotary._replace(positions=positions))
+    return Sample(qkv, case.pages._replace(block_table=table),
+                  Places(np.zeros(1, np.int32), case.places.positions[one]))
 
 
-def test_decode_depends_neither_on_the_batch_nor_on_the_context_size(card):
-    case = sample_case(4, 2, (300, 5, 64))
-    together = decode(card, 4, 2, case)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_decode_depends_neither_on_the_batch_nor_on_the_context_size(card, shape):
+    case = sample_case(FLOAT16, heads_of(4, 2, shape), (300, 5, 64))
+    together = decode(card, case)
     for row in range(3):
-        np.testing.assert_array_equal(together[row:row + 1], decode(card, 4, 2, one_row(case, row, 400)))
+        np.testing.assert_array_equal(together[row:row + 1], decode(card, one_row(case, row, 400)))
 
 
 def test_a_second_launch_changes_nothing(card):
-    case = sample_case(4, 2, (200,))
-    launch, arrays = launcher(card, 4, 2, case)
+    launch, *_ = launcher(card, sample_case(FLOAT16, heads_of(4, 2), (200,)))
     out = card.alloc((1, 1024), np.float32)
-    launch(out, None)
+    launch((out, None))
     first = card.download(out)
-    launch(out, None)                                     # the key is there already, and written again
+    launch((out, None))                                   # the key is there already, and written again
     np.testing.assert_array_equal(card.download(out), first)
 
 
-def test_the_new_row_is_stored_as_store_kv_does(card):
-    case = sample_case(4, 2, (70, 64))
-    launch, arrays = launcher(card, 4, 2, case)
-    launch(card.alloc((2, 1024), np.float32), None)
-    pages = [card.upload(case[name]) for name in ("k_pages", "v_pages")]
-    names = "k_norm", "rope_pos", "inv_freq", "block_table", "row_slot", "row_pos"
-    projected = arrays["projected"]
-    kv_cache.store_kv(card, *pages, projected, projected.shape[1], 2048, 2048 + 512,
-                      *(arrays[n] for n in names), 2, 2,
-                      rope.SECTIONS, rope.EPS)
-    for name, want in zip(("k_pages", "v_pages"), pages):
-        np.testing.assert_array_equal(card.download(arrays[name]), card.download(want))
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("format", KV_FORMATS.values(), ids=KV_FORMATS)
+def test_the_new_row_is_stored_as_store_kv_does(card, format, shape):
+    case = sample_case(format, heads_of(4, 2, shape), (70, 64))
+    launch, there, _ = launcher(card, case)
+    launch((card.alloc((2, 4 * case.qkv.heads.head_dim), np.float32), None))
+    qkv, want, places = upload_case(card, case)
+    kv_cache.store_kv(card, want, qkv, places, 2)
+    for name in "k", "v":
+        got, expected = (card.download(getattr(pages, name)) for pages in (there.pages, want))
+        np.testing.assert_array_equal(got, expected)
 
 
 def test_a_replayed_launch_serves_every_length(card):
-    case = sample_case(4, 2, (0,), max_pages=10) | {"block_table": np.arange(10, dtype=np.int32)[None]}
-    for name in ("k_pages", "v_pages"):
-        case[name] = np.full((10, 2, 64, 256), np.nan, np.float16)
-    launch, arrays = launcher(card, 4, 2, case)
+    case = sample_case(FLOAT16, heads_of(4, 2), (0,), max_pages=10)
+    nothing = np.full((10, 2, 64, 256), np.nan, np.float16)
+    case = case._replace(pages=case.pages._replace(k=nothing, v=nothing,
+                                                   block_table=np.arange(10, dtype=np.int32)[None]))
+    launch, (qkv, pages, places), scratch = launcher(card, case)
     out, rng = card.alloc((1, 1024), np.float32), np.random.default_rng(1)
-    launch(out, None)
+    launch((out, None))
     with card.record() as recording:
-        launch(out, None)
+        launch((out, None))
     for position in range(130):
-        card.copy_in(arrays["row_pos"], np.array([position], np.int32))
-        card.copy_in(arrays["projected"], rng.standard_normal(case["projected"].shape, np.float32))
-        card.copy_in(arrays["rope_pos"], np.full((3, 1), position, np.int32))
+        card.copy_in(places.positions, np.array([position], np.int32))
+        card.copy_in(qkv.products.values, rng.standard_normal(qkv.products.values.shape, np.float32))
+        card.copy_in(qkv.rotary.positions, np.full((3, 1), position, np.int32))
         recording.replay()
     card.synchronize()
-    assert np.isfinite(card.download(out)).all() and not card.download(arrays["arrived"]).any()
-    pages = card.download(arrays["k_pages"])
-    assert np.isfinite(pages[:2]).all() and np.isfinite(pages[2, :, :2]).all() and np.isnan(pages[2, :,
-                                                                                                  2:]).all()
+    assert np.isfinite(card.download(out)).all() and not card.download(scratch.arrived).any()
+    k = card.download(pages.k)
+    assert np.isfinite(k[:2]).all() and np.isfinite(k[2, :, :2]).all() and np.isnan(k[2, :, 2:]).all()
 
 
 def test_a_large_score_takes_it_all(card):
-    case = sample_case(2, 1, (70,))
-    projected, table = case["projected"], case["block_table"]
+    case = sample_case(FLOAT16, heads_of(2, 1), (70,))
+    projected, (_, k, v, table) = case.qkv.products.values, case.pages
     projected[0, :1024] = 0
     projected[0, 200], projected[0, 512 + 200] = 1, 1  # q: the norm's weight there, no rotation
-    case["k_pages"][..., :] = np.where(np.isnan(case["k_pages"]), np.nan, 0)
-    case["k_pages"][table[0, 0], 0, 40, 200] = 480
+    k[...] = np.where(np.isnan(k), np.nan, 0)
+    k[table[0, 0], 0, 40, 200] = 480
     projected[0, 1024:1280] = 1                              # the new key scores at most 1.5
-    got = decode(card, 2, 1, case)
-    np.testing.assert_allclose(got[0], np.tile(case["v_pages"][table[0, 0], 0, 40], 2) / 2, rtol=1e-6)
+    np.testing.assert_allclose(decode(card, case)[0], np.tile(v[table[0, 0], 0, 40], 2) / 2, rtol=1e-6)
 
 
 def test_too_many_heads_per_kv_head_are_refused(card):
     with pytest.raises(ValueError, match="up to 8 query heads"):
-        decode(card, 18, 2, sample_case(18, 2, (3,)))
+        decode(card, sample_case(FLOAT16, heads_of(18, 2), (3,)))
 
 
-def test_neither_memory_error_nor_race():
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_neither_memory_error_nor_race(shape):
     card = open_cards("emulated", checked=True)[0]
-    attend_decode.check(card, (4, 2, (0, 65)))
+    attend_decode.check(card, FLOAT16, ((4, 2, (0, 65)), shape))
 
 
 def test_262_144_tokens(card):
     """64 units of 64 pages; all keys but those of the last page lie in 64 pages, so that the cache fits
     anywhere."""
     position = 262143
-    case = sample_case(1, 1, (64 * 64 + 63,))
-    table = case["block_table"][0]
-    case["block_table"] = np.append(np.resize(table[:64], 4095), table[64]).astype(np.int32)[None]
-    case["row_pos"], case["rope_pos"] = np.array([position], np.int32), np.full((3, 1), position, np.int32)
-    launch, arrays = launcher(card, 1, 1, case)
+    case = sample_case(FLOAT16, heads_of(1, 1), (64 * 64 + 63,))
+    table = case.pages.block_table[0]
+    table = np.append(np.resize(table[:64], 4095), table[64]).astype(np.int32)[None]
+    rotary = case.qkv.rotary._replace(positions=np.full((3, 1), position, np.int32))
+    case = Sample(case.qkv._replace(rotary=rotary), case.pages._replace(block_table=table),
+                  case.places._replace(positions=np.array([position], np.int32)))
+    launch, there, _ = launcher(card, case)
     out = card.alloc((1, 256), np.float32)
-    launch(out, None)
-    rounded = np.float32(position) * case["inv_freq"]         # the angle, see kernels/rope.py
-    want = attend_decode.expected(1, 1, case | {"inv_freq": rounded.astype(np.float64) / position},
-                                  *(card.download(arrays[name]) for name in ("k_pages", "v_pages")))
+    launch((out, None))
+    angle = (np.float32(position) * rotary.frequencies).astype(np.float64)        # rounded, see kernels/rope.py
+    rounded = case._replace(qkv=case.qkv._replace(rotary=rotary._replace(frequencies=angle / position)))
+    want = attend_decode.expected(rounded, card.download(there.pages.k), card.download(there.pages.v))
     attention.head_error(card.download(out), want, 1)

@@ -7,6 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 import qengine
+from cli import bench as engine_bench
+from cli.bench import Bench, estimated_rates
+from cli.main import main
 from kernels import bench, probe
 from kernels.bench import Case, Result
 from kernels.emulated.cards import CARDS, CMP_100_210, H100, V100
@@ -93,13 +96,13 @@ def bench_of_tiny(monkeypatch):
     rows = probe.Row("dp4a", "dp4a", 0.1, "TOPS"), probe.Row("read", "memory, read", 10.0, "GB/s")
     report = probe.Report({"name": "a card"}, {}, "2026-01-01", rows)
     monkeypatch.setattr(probe, "saved_or_measured", lambda card: report)
-    return lambda *options: qengine.main(["-m", "synthetic:tiny", "--card", "emulated", "--bench", *options])
+    return lambda *options: main(["-m", "synthetic:tiny", "--card", "emulated", "--bench", *options])
 
 
 def test_bench_of_an_engine(bench_of_tiny, capsys, tmp_path, monkeypatch):
     estimates = dict.fromkeys(("prefill", "decode"), {"a card of the table": 1234.0})
-    monkeypatch.setattr(qengine, "DECODE_STEPS", 3)
-    monkeypatch.setattr(qengine.Bench, "estimates", lambda *arguments: estimates)
+    monkeypatch.setattr(engine_bench, "DECODE_STEPS", 3)
+    monkeypatch.setattr(Bench, "estimates", lambda *arguments: estimates)
     file = tmp_path / "bench.json"
     lengths = "--prompt-lengths", "70,5", "--contexts", "9"
     assert bench_of_tiny(*lengths, "--batch", "2", "--json", str(file)) == 0
@@ -124,8 +127,8 @@ def test_bench_of_an_engine(bench_of_tiny, capsys, tmp_path, monkeypatch):
 
 
 def test_bench_of_one_card_and_of_two_side_by_side(bench_of_tiny, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(qengine, "DECODE_STEPS", 3)
-    monkeypatch.setattr(qengine.Bench, "estimates", lambda *arguments: {"prefill": {}, "decode": {}})
+    monkeypatch.setattr(engine_bench, "DECODE_STEPS", 3)
+    monkeypatch.setattr(Bench, "estimates", lambda *arguments: {"prefill": {}, "decode": {}})
     file, trace = tmp_path / "bench.json", tmp_path / "trace.json"
     lengths = "--prompt-lengths", "70", "--contexts", "9", "--batch", "2", "--split", "3,1"
     two = *lengths, "--card", "emulated:3", "--cards", "2"
@@ -151,18 +154,12 @@ def test_estimates_of_other_cards():
     card = open_cards("emulated")[0]
     x = card.zeros(N, "float32")
 
-    def launch(*_):
+    def launch():
         card.launch(double, -(-N // 256), 256, x, N)
 
-    engine = qengine.Bench.__new__(qengine.Bench)
-    engine.stages, engine.batch = [SimpleNamespace(card=card)], 2
-    engine.place_step, engine.step = lambda context: None, launch
-    engine.chunks = lambda n: [(0, [0]), (1, [0])]
-    engine.pipeline = SimpleNamespace(start=lambda *_: None, settle=lambda: None)
-    engine.chunk = lambda stage, start, ids: launch
     with card.counting() as log:
         launch()
-    found = engine.estimates(10, 5)
+    found = estimated_rates(card, {"prefill": (10, lambda: [launch(), launch()]), "decode": (2, launch)})
     for model in CARDS:
         seconds = log[0].estimate(model).seconds
         assert found["prefill"][model.name] == pytest.approx(10 / (2 * seconds))
@@ -171,12 +168,12 @@ def test_estimates_of_other_cards():
 
 def test_what_a_step_moves_and_a_prompt_computes():
     engine = qengine.load("synthetic:tiny", card="emulated", ctx=128, slots=2, progress=False)
-    c, b = engine.config, qengine.Bench(engine, None, 1, 2)
+    c, b = engine.config, Bench(engine, None, 1, 2)
     products = [m for m in b.weights() if m.is_quantized]
     n_weights = sum(m.n * m.k for m in products)
     states = sum(kind == "linear" for kind in c.layer_kinds) * 4 * (
         2 * c.n_value_heads * 128 * 128 + c.conv_width * c.conv_dim)
-    positions = 64 + qengine.DECODE_STEPS // 2
+    positions = 64 + engine_bench.DECODE_STEPS // 2
     kept = sum(kind == "attention" for kind in c.layer_kinds) * 2 * c.kv_dim * 2 * positions
     assert b.step_bytes(64) == n_weights * 34 // 32 + 2 * (states + kept)
     head = c.n_vocab * c.hidden_dim
@@ -212,7 +209,7 @@ def test_operations_are_timed_alone(card):
     (["--probe", "--batch", "2"], "--batch goes with --bench")])
 def test_options_that_make_no_sense(capsys, arguments, words):
     with pytest.raises(SystemExit) as end:
-        qengine.main(arguments)
+        main(arguments)
     assert end.value.code == 2 and words in capsys.readouterr().err
 
 
@@ -222,7 +219,7 @@ def test_probe_on_the_command_line(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(probe, "measure", lambda card: report)
     monkeypatch.setattr(probe, "path_of", lambda card: tmp_path / "probe" / "card.json")
     file = tmp_path / "report.json"
-    assert qengine.main(["--probe", "--card", "emulated", "--json", str(file)]) == 0
+    assert main(["--probe", "--card", "emulated", "--json", str(file)]) == 0
     out = capsys.readouterr().out
     assert "probe of a card" in out and "### qengine probe" in out
     assert str(tmp_path / "probe" / "card.json") in out

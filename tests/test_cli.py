@@ -16,6 +16,9 @@ from pathlib import Path
 import pytest
 
 import qengine
+from cli.main import main
+from cli.options import EXAMPLES, build_parser
+from engine.request import Delta, EngineStopped, Generation
 from tests.tiny import CONTEXT, MODEL, ROOT, tiny_engine
 
 GREEDY = ["--temperature", "0"]
@@ -43,7 +46,7 @@ def run(capsys, *arguments):
     """main() with these arguments; gives (exit code, stdout, stderr)."""
     capsys.readouterr()
     try:
-        code = qengine.main(list(arguments))
+        code = main(list(arguments))
     except SystemExit as leave:         # argparse leaves by this
         code = leave.code
     out, err = capsys.readouterr()
@@ -73,9 +76,9 @@ def test_help(capsys):
 
 
 def test_examples_in_the_help_parse():
-    for line in qengine.EXAMPLES.splitlines()[1:]:
+    for line in EXAMPLES.splitlines()[1:]:
         command = line.split("qengine.py ")[1].partition("   ")[0]
-        qengine.build_parser().parse_args(command.replace('"', "").split())
+        build_parser().parse_args(command.replace('"', "").split())
 
 
 @pytest.mark.parametrize("arguments, words", [
@@ -235,10 +238,10 @@ def test_penalties(capsys, loaded):
 
 @pytest.mark.parametrize("arguments", [("-p", "hi"), ("--chat",)], ids=str)
 def test_a_card_that_fails_while_it_answers(capsys, loaded, monkeypatch, arguments):
-    class Failing(qengine.Generation):
+    class Failing(Generation):
         def __iter__(self):
-            yield qengine.Event(1, "text so far")
-            raise qengine.EngineStopped("the engine has stopped: the card fell off the bus")
+            yield Delta(1, "text so far")
+            raise EngineStopped("the engine has stopped: the card fell off the bus")
 
     monkeypatch.setattr(loaded, "submit", lambda request: Failing(request, loaded.tokenizer))
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello\nagain\n"), encoding="utf-8"))

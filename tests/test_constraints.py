@@ -336,7 +336,7 @@ def test_a_grammar_that_fails_on_the_way_ends_its_request_alone(engine):
     assert caught.value.field == "grammar" and "verbose" not in str(caught.value)
     assert 0 < broken.n_generated < 10
     assert [list(g) for g in others] == want
-    assert engine.error is None and len(engine.scheduler.free_slots) == SLOTS
+    assert engine.reason is None and len(engine.scheduler.free_slots) == SLOTS
 
 
 AMBIGUOUS = 'start: e\ne: e e | "a" | e "a" e | ""'

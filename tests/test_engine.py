@@ -445,9 +445,10 @@ def poison(engine):
     engine.clear_cache()
     stage = engine.pipeline.last
     model, cache = stage.model, stage.cache
-    arrays = [value for name, value in vars(model).items() if name not in ("inv_freq", "head_norm", "arrived")]
-    arrays += [*model.scratch.arrays.values(), *cache.states, cache.block_table, stage.inputs]
-    parts = (*cache.pages.values(), stage.sampler, stage.sampler.state, stage.sampler.log_probs)
+    arrays = [value for name, value in vars(model).items() if name not in ("inv_freq", "head_norm")]
+    arrays += [*model.scratch.arrays.values(), model.attention_scratch.partials, *cache.states, cache.block_table,
+               stage.inputs, *(array for pages in cache.pages.values() for array in pages)]
+    parts = stage.sampler, stage.sampler.state, stage.sampler.log_probs
     arrays += [value for part in parts for value in vars(part).values()]
     arrays = [value for value in arrays if isinstance(value, Array)]
     arrays = list({array.ptr: array for array in arrays}.values())
@@ -530,16 +531,18 @@ class Counting:
 
     def __call__(self, *arguments):
         self.product(*arguments)
-        self.shapes.append(arguments[7:9])
+        w = arguments[3]
+        self.shapes.append((w.n, w.k))
 
 
-def forgets_scales(card, y, stride, wq, wd, xq, xd, *sizes):
-    q8_gemv.gemv_q8_q8(card, y, stride, wq, card.upload(np.ones(wd.shape, wd.dtype)), xq, xd, *sizes)
+def forgets_scales(card, y, stride, w, x, columns, add):
+    ones = dataclasses.replace(w, scales=card.upload(np.ones(w.scales.shape, w.scales.dtype)))
+    q8_gemv.gemv_q8_q8(card, y, stride, ones, x, columns, add)
 
 
-def writes_too_much(card, y, stride, wq, wd, xq, xd, n, k, columns, add):
-    q8_gemv.gemv_q8_q8(card, y, stride, wq, wd, xq, xd, n, k, columns, add)
-    card.fill(y.reshape(-1)[n:n + 1], 0)
+def writes_too_much(card, y, stride, w, x, columns, add):
+    q8_gemv.gemv_q8_q8(card, y, stride, w, x, columns, add)
+    card.fill(y.reshape(-1)[w.n:w.n + 1], 0)
 
 
 @pytest.mark.parametrize("product, message", [(forgets_scales, "forgets_scales, a matrix of .*: other numbers"),
@@ -592,7 +595,7 @@ def test_nan_in_the_logits_ends_the_engine(card, own_engine):
     for generation in generations:
         with pytest.raises(qengine.EngineStopped, match="the engine has stopped: the logits hold a NaN"):
             list(generation)
-    assert "NaN" in own_engine.error
+    assert "NaN" in own_engine.reason
     for refused in (lambda: own_engine.submit(request()), lambda: own_engine.evaluate([1])):
         with pytest.raises(qengine.EngineStopped, match="NaN"):
             refused()
@@ -623,7 +626,7 @@ def test_closing_ends_what_runs_and_waits(card):
     for generation in generations:
         generation.wait()
         assert all(e.finish_reason is None for e in generation)
-    assert engine.error is None
+    assert engine.reason is None
     with pytest.raises(qengine.EngineStopped, match="was closed"):
         engine.submit(request())
     with pytest.raises(qengine.EngineStopped, match="was closed"):

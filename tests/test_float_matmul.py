@@ -18,7 +18,7 @@ def test_within_the_rounding_bound(card, case, kind, multiply):
 def product(card, w, x, multiply):
     y = card.alloc((len(x), len(w)), np.float32)
     card.poison(y)
-    multiply(card, y, len(w), card.upload(w), card.upload(x), *w.shape, len(x))
+    multiply(card, y, len(w), float_matmul.upload_matrix(card, w), card.upload(x), len(x))
     return card.download(y)
 
 

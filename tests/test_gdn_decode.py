@@ -60,7 +60,7 @@ def test_an_answer_goes_on_where_its_prompt_ended(card, prompt):
     inputs, heads, states = Projected(flat, stride), LinearHeads(n_k, n_v), States(ring, state)
     conv.conv_silu(card, mixed, inputs, ring, weights.conv, places, prompt, channels)
     gdn.gdn_prefill(card, o, state, mixed, inputs, weights.decay, places.slots, heads, rows=prompt, factors=factors)
-    norm.gated_norm(card, y, o, flat[channels:], stride, weights.norm, prompt, n_v, eps)
+    norm.gated_norm(card, y, norm.GatedInput(o, flat[channels:], stride, n_v, weights.norm, eps), prompt)
     for row in range(prompt, rows):
         gdn_decode.gdn_decode(card, y[row], states, inputs.rows_from(row), weights, places.rows_from(row), heads,
                               rows=1, eps=eps)

@@ -159,8 +159,8 @@ def ones(*shape):
 
 
 def largest_error(kind):
-    """What a type may do to a weight in [-1, 1]: half a step between two neighbours; of a packed format a whole step, as
-    q may end a step earlier on one side than on the other."""
+    """What a type may do to a weight in [-1, 1]: half a step between two neighbours. Of a packed format a whole step,
+    since q may end a step earlier on one side than on the other."""
     if kind in FLOATS:
         return {"F32": 0, "F16": 2**-12, "BF16": 2**-9}[kind]
     q = FORMATS[kind].values.astype(int)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import qengine
+from cli.bench import Bench
 from engine.plan import MICRO_BATCHES
 from kernels import q8_gemm
 from kernels.card import Array
@@ -177,7 +178,7 @@ def test_no_more_micro_batches_than_the_host_can_feed():
 def test_the_operations_of_a_prompt_are_those_of_its_micro_batches(card):
     """`--bench` tells of the launches of all parts, though a recording knows one stream."""
     with contextlib.closing(load(card, sizes=(256, 256, 188))) as engine:
-        bench = qengine.Bench(engine, [collections.namedtuple("Report", "dp4a_peak")(1e12)], 1, 1)
+        bench = Bench(engine, [collections.namedtuple("Report", "dp4a_peak")(1e12)], 1, 1)
         operations = {operation.name: operation.launches for operation in bench.prefill(N).operations}
     assert operations["gdn_recurrence"] == 2 * 3 and operations["attend_tiles"] == 3
 
@@ -214,9 +215,9 @@ def test_a_readers_product_serves_every_micro_batch(card):
     """Also one that comes after micro-batches have run, and no longer when it has gone."""
     sizes, seen = (192, 192, 316), []
 
-    def gemm(card, y, stride, wq, wd, xq, xd, n, k, rows, add=False):
+    def gemm(card, y, stride, w, x, rows, add=False):
         seen.append(rows)
-        q8_gemm.gemm_q8_q8(card, y, stride, wq, wd, xq, xd, n, k, rows, add)
+        q8_gemm.gemm_q8_q8(card, y, stride, w, x, rows, add)
 
     with contextlib.closing(load(card, sizes=sizes)) as engine:
         want = engine.evaluate(prompt(8))

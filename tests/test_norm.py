@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from kernels import norm
+from kernels.operands import Quantized
 from tests.oracle import oracle_npz
 
 
@@ -14,8 +15,8 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(card):
     x, w = np.random.default_rng(0).standard_normal((9, 1056)).astype(np.float32), np.ones(1056, np.float32)
     y, alone = card.alloc(x.shape, x.dtype), card.alloc((1, 1056), x.dtype)
     x, w = card.upload(x), card.upload(w)
-    norm.rms_norm(card, y, x, w, 9, 1056, 1e-6)
-    norm.rms_norm(card, alone, x[7:8], w, 1, 1056, 1e-6)
+    norm.rms_norm(card, y, norm.NormInput(x, w, 1e-6), 9, 1056)
+    norm.rms_norm(card, alone, norm.NormInput(x[7:8], w, 1e-6), 1, 1056)
     np.testing.assert_array_equal(card.download(y)[7:8], card.download(alone))
 
 
@@ -24,14 +25,15 @@ def test_zeros_stay_zeros_and_nan_stays_visible(card):
     x[1, 5] = np.nan
     q, d = card.alloc((2, 64), np.int8), card.alloc((2, 2), np.float32)
     card.poison(q), card.poison(d)
-    norm.rms_norm_quantize(card, q, d, card.upload(x), card.upload(np.ones(64, np.float32)), 2, 64, 1e-6)
+    given = norm.NormInput(card.upload(x), card.upload(np.ones(64, np.float32)), 1e-6)
+    norm.rms_norm_quantize(card, Quantized(q, d), given, 2, 64)
     q, d = card.download(q), card.download(d)
     assert not q[0].any() and not d[0].any() and np.isnan(d[1]).all()
 
 
 def test_rows_too_long_are_refused(card):
     with pytest.raises(ValueError, match="16384"):
-        norm.rms_norm(card, None, None, None, 1, 16388, 1e-6)
+        norm.rms_norm(card, None, norm.NormInput(None, None, 1e-6), 1, 16388)
 
 
 def test_gated_norm_of_the_reference_model(card):
@@ -40,5 +42,5 @@ def test_gated_norm_of_the_reference_model(card):
     y = card.alloc(want.shape, np.float32)
     card.poison(y)
     o, gate, w = map(card.upload, inputs)
-    norm.gated_norm(card, y, o, gate, 512, w, 40, 4, 1e-6)
+    norm.gated_norm(card, y, norm.GatedInput(o, gate, 512, 4, w, 1e-6), 40)
     np.testing.assert_allclose(card.download(y), want, rtol=1e-5, atol=1e-6 * np.abs(want).max())

@@ -16,8 +16,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import qengine
 from api import access, log, page, reply
+from cli.main import main
+from engine.pipes import PIPES_SECONDS
+from engine.request import EngineStopped, Request, RequestError
+from tests.clients import CHAT, HI, TEXT, app_of, assert_error, official_client, send, serving, wait_until
 from tests.paced import PacedEngine
-from tests.test_server import CHAT, HI, TEXT, assert_error, official_client, send, serving, wait_until
 from tests.tiny import tiny_engine
 
 ANSWER = "Two SMs, and nothing more."
@@ -27,7 +30,7 @@ STREAM = BODY | {"stream": True, "stream_options": {"include_usage": True}}
 
 def web(engine=None, **arguments):
     """A client of an app, without sockets."""
-    return qengine.create_app(engine or PacedEngine(ANSWER), **arguments).test_client()
+    return app_of(engine or PacedEngine(ANSWER), **arguments).test_client()
 
 
 def refusal(answer) -> str:
@@ -79,7 +82,7 @@ def test_every_key_is_compared_whichever_is_right(monkeypatch):
 
 
 def test_the_official_clients_send_their_key():
-    with serving(qengine.create_app(PacedEngine(ANSWER), keys=["secret"])) as (port, _):
+    with serving(app_of(PacedEngine(ANSWER), keys=["secret"])) as (port, _):
         ours = {"api_key": "secret", "max_retries": 0}
         with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", **ours) as client:
             assert client.chat.completions.create(model="m", messages=[HI]).choices[0].message.content == ANSWER
@@ -100,7 +103,7 @@ def test_a_file_of_keys(tmp_path):
     path.write_text("\n\n", encoding="utf-8")
     for keys, file, named in (([], str(path), "holds no key"), ([], str(tmp_path / "none"), "No such file"),
                               ([""], None, "key"), (["two words"], None, "spaces"), (["ké"], None, "ASCII")):
-        with pytest.raises(qengine.RequestError, match=named):
+        with pytest.raises(RequestError, match=named):
             access.read_keys(keys, file)
 
 
@@ -108,11 +111,11 @@ def test_a_file_of_keys(tmp_path):
     ([], False), (["--host", "localhost"], False), (["--host", "0.0.0.0"], True),
     (["--host", "0.0.0.0", "--api-key", "secret"], False)], ids=str)
 def test_a_server_open_to_all_says_so(monkeypatch, capsys, arguments, warned):
-    def interrupt(*_):
+    def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(qengine, "load_engine", interrupt)      # it listens by then
-    assert qengine.main(["--serve", "0", *arguments]) == 130
+    monkeypatch.setattr(qengine, "load", interrupt)      # it listens by then
+    assert main(["--serve", "0", *arguments]) == 130
     assert ("warning: whoever reaches 0.0.0.0" in capsys.readouterr().err) == warned
 
 
@@ -211,7 +214,7 @@ def lines(caplog):
 
 def test_a_line_for_each_request(lines):
     engine = PacedEngine(ANSWER, pace=0.01)
-    with serving(qengine.create_app(engine)) as (port, _):
+    with serving(app_of(engine)) as (port, _):
         for body in (BODY, STREAM):
             connection_id = send_raw(port, body)
             line = lines(1)[-1] if body is BODY else lines(2)[-1]
@@ -283,9 +286,9 @@ def test_polls_that_go_well_are_no_news(lines):
 
 def test_how_an_answer_ended(lines):
     def failing(prompt):
-        raise qengine.EngineStopped("the card fell off the bus")
+        raise EngineStopped("the card fell off the bus")
 
-    with serving(qengine.create_app(PacedEngine(ANSWER * 99, pace=0.01))) as (port, service):
+    with serving(app_of(PacedEngine(ANSWER * 99, pace=0.01))) as (port, service):
         with official_client(port) as client:
             stream = client.chat.completions.create(model="m", messages=[HI], stream=True)
             next(stream)
@@ -305,7 +308,7 @@ def test_what_runs_is_shown_with_its_speed(capsys, monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setattr(log, "REFRESH_SECONDS", 0.01)
     engine = PacedEngine(ANSWER * 9, pace=0.01, delay=0.1)
-    with serving(qengine.create_app(engine)) as (port, service), log.on_stderr(service.log):
+    with serving(app_of(engine)) as (port, service), log.on_stderr(service.log):
         request_id = send_raw(port, STREAM)
         wait_until(lambda: not service.log.running)
     shown = capsys.readouterr().err
@@ -321,7 +324,7 @@ def test_what_runs_is_shown_with_its_speed(capsys, monkeypatch):
 
 def test_a_silent_stream_says_that_it_lives(monkeypatch):
     monkeypatch.setattr(reply, "SILENCE_SECONDS", 0.02)
-    with serving(qengine.create_app(PacedEngine(ANSWER, delay=0.3))) as (port, _):
+    with serving(app_of(PacedEngine(ANSWER, delay=0.3))) as (port, _):
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
         connection.request("POST", TEXT, json.dumps({"prompt": "hi", "stream": True}))
         answer = connection.getresponse()
@@ -347,7 +350,7 @@ LISTS = {"type": "function", "function": {"name": "f", "parameters": {"propertie
     (CHAT, {"tools": [LISTS]}, f"<tool_call>\n<function=f>\n<parameter=a>\n{'word ' * 12}\n")])
 def test_a_stream_that_shows_nothing_of_many_tokens_says_that_it_lives(monkeypatch, path, body, script):
     monkeypatch.setattr(reply, "SILENCE_SECONDS", 0.05)
-    with serving(qengine.create_app(PacedEngine(script, pace=0.02))) as (port, _):
+    with serving(app_of(PacedEngine(script, pace=0.02))) as (port, _):
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
         connection.request("POST", path, json.dumps(body | {"messages": [HI], "stream": True}))
         said = connection.getresponse().read().decode()
@@ -356,7 +359,7 @@ def test_a_stream_that_shows_nothing_of_many_tokens_says_that_it_lives(monkeypat
 
 
 def test_streams_that_have_said_nothing_yet_end_cleanly_with_the_server():
-    with serving(qengine.create_app(PacedEngine(ANSWER, delay=60))) as (port, service), official_client(port) as client:
+    with serving(app_of(PacedEngine(ANSWER, delay=60))) as (port, service), official_client(port) as client:
         streams = [client.chat.completions.create(model="m", messages=[HI], stream=True) for _ in range(3)]
         seen = []
 
@@ -410,7 +413,7 @@ def test_metrics_have_the_names_of_vllm():
 
 def test_metrics_of_what_runs_and_of_what_was_left():
     engine = PacedEngine(ANSWER * 99, pace=0.01)
-    with serving(qengine.create_app(engine)) as (port, service), official_client(port) as client:
+    with serving(app_of(engine)) as (port, service), official_client(port) as client:
         web = service_client(service)
         stream = client.chat.completions.create(model="m", messages=[HI], stream=True)
         assert not next(stream).choices[0].delta.content and next(stream).choices[0].delta.content
@@ -424,13 +427,13 @@ def test_metrics_of_what_runs_and_of_what_was_left():
 
 def service_client(service):
     """A client of a second app over the same engine and counts: two apps in one process do not get into each other's way."""
-    app = qengine.create_app(service.engine)
+    app = app_of(service.engine)
     app.extensions["qengine"].metrics = service.metrics
     return app.test_client()
 
 
 def test_metrics_are_there_before_the_model():
-    answer = qengine.create_app().test_client().get("/metrics")
+    answer = app_of().test_client().get("/metrics")
     assert answer.status_code == 200 and b"qengine:num_requests_running{" not in answer.data
 
 
@@ -453,20 +456,20 @@ def test_the_page_asks_nobody_else_and_runs_only_what_is_in_it():
 def test_pipes_of_a_running_engine():
     """What is counted is a step of an answer that somebody waits for: its tokens stay what they are."""
     engine = tiny_engine()
-    client, request = web(engine), qengine.Request([1, 2, 3], max_tokens=500, ignore_eos=True)
+    client, request = web(engine), Request([1, 2, 3], max_tokens=500, ignore_eos=True)
     assert client.get("/health").json["counts_pipes"] is True
     assert client.get("/pipes").status_code == 204          # no answer is being written
-    alone, counted = [event.token_id for event in engine.submit(request)], None
+    alone, counted = [delta.token_id for delta in engine.submit(request)], None
     while not counted:                                      # an answer may end while what counts is compiled
-        time.sleep(qengine.PIPES_SECONDS)
+        time.sleep(PIPES_SECONDS)
         generation = engine.submit(request)
         tokens = [next(iter(generation)).token_id]
         counted = client.get("/pipes").get_json(silent=True)
-        assert tokens + [event.token_id for event in generation] == alone
+        assert tokens + [delta.token_id for delta in generation] == alone
     assert counted["tokens"] == 1 and counted["launches"] > 10 and counted["pipes"]["dp4a"] > 0
     assert "move" not in counted["pipes"] and counted["megabytes"] > 0
     assert counted["card"] == "CMP 100-210" and (counted["estimated_seconds"] or 1e-4) > 1e-5
-    time.sleep(qengine.PIPES_SECONDS)
+    time.sleep(PIPES_SECONDS)
     assert client.get("/pipes").json == counted             # the last one, until there is another
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect, sync_playwright
 
-import qengine
+from engine.request import EngineStopped
+from tests.clients import app_of, serving, wait_until
 from tests.paced import PacedEngine
-from tests.test_server import serving, wait_until
 
 MARKDOWN = """\
 # Title
@@ -47,7 +47,7 @@ def script(prompt):
     if "</tool_response>" in prompt.rsplit("<|im_start|>user", 1)[-1]:
         return "It is raining."
     if said == "broken":
-        raise qengine.EngineStopped("the card fell off the bus")
+        raise EngineStopped("the card fell off the bus")
     thoughts = "The reader wants something.\n</think>\n\n" if prompt.rstrip().endswith("<think>") else ""
     return thoughts + ANSWERS.get(said, f"You said {said}.")
 
@@ -72,7 +72,7 @@ def open_page(browser, engine):
     """Opens the page of a server of its own: open_page(width, app=None, **options of the browser)."""
     with contextlib.ExitStack() as stack:
         def open(width=1000, app=None, **options):
-            port, _ = stack.enter_context(serving(app or qengine.create_app(engine)))
+            port, _ = stack.enter_context(serving(app or app_of(engine)))
             context = stack.enter_context(browser.new_context(viewport={"width": width, "height": 800}, **options))
             context.set_default_timeout(10_000)
             page = context.new_page()
@@ -322,7 +322,7 @@ def test_settings_that_cannot_be_are_not_sent(page, engine):
 
 
 def test_a_busy_server(open_page, engine):
-    app = qengine.create_app(engine, max_requests=0)
+    app = app_of(engine, max_requests=0)
     page = open_page(app=app)
     say(page, "hello")
     expect(page.get_by_role("alert")).to_contain_text(re.compile(r"The server is busy .* Try again in 1 s\."))
@@ -333,7 +333,7 @@ def test_a_busy_server(open_page, engine):
 
 
 def test_a_model_that_is_still_loading(open_page, engine):
-    app = qengine.create_app()
+    app = app_of()
     page = open_page(app=app)
     expect(page.get_by_text("loading the model")).to_be_visible()
     say(page, "hello")
@@ -372,7 +372,7 @@ def test_a_conversation_longer_than_the_context(page, engine):
 
 
 def test_a_server_that_asks_for_a_key(open_page, engine):
-    page = open_page(app=qengine.create_app(engine, keys=["secret"]))
+    page = open_page(app=app_of(engine, keys=["secret"]))
     say(page, "hello")
     expect(page.get_by_label("API key")).to_be_focused()
     page.keyboard.type("secret")

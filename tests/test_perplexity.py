@@ -4,6 +4,9 @@ import numpy as np
 import pytest
 
 import qengine
+from cli.main import main
+from cli.perplexity import measure_perplexity, score_rows
+from kernels.card import CardError
 from tests.models import write_as_float32
 from tests.oracle import DATA, oracle_npz, oracle_path
 
@@ -40,14 +43,14 @@ def log_probabilities(engine, ids):
 @pytest.mark.parametrize("n_tokens", [2, 3, CONTEXT, CONTEXT + 1, CONTEXT + 2, 250])
 def test_losses_are_those_of_the_logits(engine, n_tokens):
     ids = IDS[:n_tokens]
-    measured = qengine.measure_perplexity(engine, ids)
+    measured = measure_perplexity(engine, ids)
     want = -log_probabilities(engine, ids)[np.arange(n_tokens - 1), ids[1:]]
     np.testing.assert_allclose(measured.losses, want, rtol=0, atol=1e-12)
     assert measured.other_losses is measured.divergences is measured.same_top is None
 
 
 def test_against_another_model(engine, float_engine):
-    measured = qengine.measure_perplexity(engine, IDS, against=float_engine)
+    measured = measure_perplexity(engine, IDS, against=float_engine)
     ours, theirs = log_probabilities(engine, IDS), log_probabilities(float_engine, IDS)
     rows = np.arange(len(IDS) - 1)
     np.testing.assert_allclose(measured.losses, -ours[rows, IDS[1:]], rtol=0, atol=1e-12)
@@ -60,7 +63,7 @@ def test_against_another_model(engine, float_engine):
 
 
 def test_against_itself(engine):
-    measured = qengine.measure_perplexity(engine, IDS, against=engine_of(engine))
+    measured = measure_perplexity(engine, IDS, against=engine_of(engine))
     np.testing.assert_array_equal(measured.losses, measured.other_losses)
     assert not measured.divergences.any() and measured.same_top.all()
 
@@ -72,13 +75,13 @@ def engine_of(engine):
 
 def test_a_text_of_certain_and_of_impossible_tokens():
     logits = np.array([[0, 0, 0, 0], [800, 0, 0, 0], [800, 0, 0, -800], [1e30, 0, 0, 0]], np.float32)
-    losses, = qengine.score_rows([2, 0, 3, 1], logits)
+    losses, = score_rows([2, 0, 3, 1], logits)
     np.testing.assert_array_equal(losses, [np.log(4), 0, 1600, np.float64(np.float32(1e30))])
 
 
 def test_a_nan_is_no_perplexity():
-    with pytest.raises(qengine.CardError, match="NaN"):
-        qengine.score_rows([0], np.array([[0, np.nan]], np.float32))
+    with pytest.raises(CardError, match="NaN"):
+        score_rows([0], np.array([[0, np.nan]], np.float32))
 
 
 # ---- the reference model -----------------------------------------------------------------------------------
@@ -128,7 +131,7 @@ def test_losses_of_the_reference_model(reference_engine, reference):
     found = []
     for prompt, at_least in (("short", 49), ("long", 25)):
         ids = reference[f"{prompt}_ids"].tolist()
-        losses = qengine.measure_perplexity(reference_engine, ids).losses
+        losses = measure_perplexity(reference_engine, ids).losses
         found.append(distances(losses, reference, prompt, ids[1:], at_least))
     assert_as_near_as_llama_cpp(found)
 
@@ -138,7 +141,7 @@ def test_losses_of_the_likeliest_tokens(reference_engine, reference):
     found = []
     for prompt, at_least in (("short", 50), ("long", 550)):
         ids, likeliest = reference[f"{prompt}_ids"].tolist(), reference[f"{prompt}_hf_top_ids"][:, 0]
-        losses, = qengine.score_rows(likeliest, reference_engine.evaluate(ids))
+        losses, = score_rows(likeliest, reference_engine.evaluate(ids))
         found.append(distances(losses, reference, prompt, likeliest, at_least))
     assert_as_near_as_llama_cpp(found)
 
@@ -148,7 +151,7 @@ def test_losses_of_the_likeliest_tokens(reference_engine, reference):
 
 def run(capsys, *arguments):
     """main() with these arguments on the emulated card; gives (exit code, stdout, last line of stderr)."""
-    code = qengine.main(["--card", "emulated", "--ctx", str(CONTEXT), *map(str, arguments)])
+    code = main(["--card", "emulated", "--ctx", str(CONTEXT), *map(str, arguments)])
     out, err = capsys.readouterr()
     return code, out, err.splitlines()[-1]
 
@@ -163,7 +166,7 @@ def text(tmp_path):
 def test_the_table(capsys, engine, text):
     code, out, _ = run(capsys, "-m", MODEL, "--perplexity", text)
     ids = engine.tokenizer.encode(text.read_bytes().decode())
-    losses = qengine.measure_perplexity(engine, ids).losses
+    losses = measure_perplexity(engine, ids).losses
     assert code == 0 and len(losses) == len(ids) - 1 > 2 * CONTEXT
     cells = dict(line.rsplit(maxsplit=1) for line in out.splitlines()[1:])
     assert cells == {"tokens predicted": f"{len(losses):,}", "nats per token": f"{losses.mean():.4f}",

@@ -8,15 +8,19 @@ import re
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import qengine
+from kernels import assembler, attend_decode, attention
 from kernels import compile as compiler
-from kernels import assembler, attend_decode, gdn_decode, q8_gemv
+from kernels import gdn_decode, kv_cache, q8_gemv, rope
 from kernels.card import Array
 from kernels.emulated.card import EmulatedCard
 from kernels.formats import FORMATS
+from kernels.kv_formats import KV_FORMATS
 from kernels.quant_gemv import PACKED, decoder
+from kernels.rope import QWEN3, QWEN35
 from tests.models import write_as_float32
 from tests.oracle import DATA
 from tests.tiny import tiny_engine
@@ -68,13 +72,28 @@ def products_of_real_cards(format, columns, widths):
     yield kernel, *x, *w, *norm, *["uint32"] * 2
 
 
+def attention_of_other_heads(format):
+    """The kernels of attention for heads that no model of these tests has, and for the most and the fewest heads that
+    share a KV head."""
+    page, i = (f"{np.dtype(format.dtype).name}[1]",) * 2, ("int32[1]",) * 3
+    x, rotary = "float32[1]", ("int32[1]", "float32[1]")
+    head_dim, n_rotary, gated = QWEN3
+    yield rope.query_kernel(*QWEN3), "float16[1]", x, x, *rotary, *["uint32"] * 5, "float32"
+    yield kv_cache.store_kernel(format, head_dim, n_rotary), *page, x, x, *rotary, *i, *["uint32"] * 8, "float32"
+    yield attention.tiles_kernel(format, head_dim, gated), x, "float16[1]", x, *page, *i, *["uint32"] * 5
+    for group, shape, early in (1, QWEN3, False), (8, QWEN3, True), (8, QWEN35, False):
+        yield (attend_decode.attend_kernel(format, group, *shape, True, early), "int8[1]", x, x, "uint32[1]", x, x, x,
+               *rotary, *page, *i, *["uint32"] * 8, "float32")
+
+
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     if TARGET not in compiler.supported_ccs():
         pytest.skip("the installed CUDA toolkit cannot compile for sm_70")
     packed = [kernel for format in PACKED for kernel in products_of_real_cards(format, [1, 2], [4096, 5120])]
     products = [*products_of_real_cards(Q8_0, [1, 2, 4, 8], [4096, 5120]), *packed]  # the columns in between need less
-    return list(dict.fromkeys([*engine_kernels(tmp_path_factory.mktemp("models")), *products]))
+    attentions = [kernel for format in KV_FORMATS.values() for kernel in attention_of_other_heads(format)]
+    return list(dict.fromkeys([*engine_kernels(tmp_path_factory.mktemp("models")), *products, *attentions]))
 
 
 def test_the_pipes_of_the_engine(kernels):
@@ -178,7 +197,7 @@ def too_early(kernel, types, ptx):
 
 EARLY_TWINS = {     # by the types of the arguments, the first of which is the output's
     "gdn_decode_kernel": lambda out, *_: gdn_decode.decode_kernel(out == "int8[1]", True),
-    "attend": lambda out, *_: attend_decode.attend_kernel(6, out == "int8[1]", True),
+    "attend": lambda out, *_: attend_decode.attend_kernel(KV_FORMATS["float16"], 6, *QWEN35, out == "int8[1]", True),
 }
 
 

@@ -8,7 +8,8 @@ from kernels import compile as compiler
 from kernels import formats, q8_gemm
 from kernels.formats import FORMATS
 from kernels.open import open_cards
-from kernels.q8_gemv import random_activations, random_q8
+from kernels.operands import Matrix, Quantized
+from kernels.q8_gemv import random_activations, random_q8, upload_q8
 from tests.blocks import added, block_terms
 
 
@@ -24,21 +25,20 @@ def test_every_format_is_within_the_rounding_bound(card, name, monkeypatch):
     monkeypatch.setattr(q8_gemm, "TILES", {8: q8_gemm.TILES[8]})    # one kernel to compile for each
     format = FORMATS[name]
     for n, blocks, rows in q8_gemm.FORMAT_CASES:
-        q8_gemm.check(card, n, blocks * format.file_block, rows, rows > 1, q8_gemm.multiplier(format), format)
+        q8_gemm.check(card, n, blocks * format.file_block, rows, rows > 1, format=format)
 
 
 def product(card, w, x, multiply=q8_gemm.gemm_q8_q8):
-    wq, wd = w
-    xq, xd = x
-    y = card.alloc((len(xq), len(wq)), np.float32)
+    n, rows = len(w[0]), len(x[0])
+    y = card.alloc((rows, n), np.float32)
     card.poison(y)
-    multiply(card, y, len(wq), *map(card.upload, (wq, wd, xq, xd)), *wq.shape, len(xq))
+    multiply(card, y, n, *upload_q8(card, w, x), rows)
     return card.download(y)
 
 
 @pytest.fixture(params=q8_gemm.TILES, ids="rows per warp: {}".format)
 def one_tile(request, monkeypatch):
-    """gemm_q8_q8 has no other tile to choose."""
+    """gemm_q8_q8 has no other tile to choose from."""
     monkeypatch.setattr(q8_gemm, "TILES", {request.param: q8_gemm.TILES[request.param]})
 
 
@@ -48,7 +48,7 @@ def test_every_tile_is_within_the_bound(card, case, one_tile):
 
 
 def test_row_has_the_same_bits_in_any_tile(card, one_tile):
-    """However many rows and columns are multiplied together, with a tile or none."""
+    """And for any number of rows and columns, with tiles or without."""
     rng = np.random.default_rng(1)
     w, (xq, xd) = random_q8(rng, 150, 416), random_activations(rng, 130, 416)
     together = product(card, w, (xq, xd), q8_gemm.gemm_naive)
@@ -69,14 +69,15 @@ def test_tiles_fill_the_card():
     assert q8_gemm.rows_per_warp(card, 4096, 64) == q8_gemm.rows_per_warp(card, 1024, 8) == 4
 
 
-def test_tiles_beside_other_kernels_are_those_of_least_work():
-    """What the last round of blocks leaves idle is not lost then."""
+def test_tiles_of_concurrent_products_are_those_of_least_work():
+    """Other kernels use the SMs that the last round of blocks leaves idle."""
     card = SimpleNamespace(n_sms=132)
-    assert {q8_gemm.rows_per_warp(card, n, 64 * pages, beside=True) for n in (1024, 4096) for pages in (1, 3, 9)} == {16}
-    assert [q8_gemm.rows_per_warp(card, 4096, rows, beside=True) for rows in (8, 30, 40, 60)] == [4, 8, 10, 15]
+    pages = 1, 3, 9
+    assert {q8_gemm.rows_per_warp(card, n, 64 * p, concurrent=True) for n in (1024, 4096) for p in pages} == {16}
+    assert [q8_gemm.rows_per_warp(card, 4096, rows, concurrent=True) for rows in (8, 30, 40, 60)] == [4, 8, 10, 15]
     for rows in 512, 1152, 4096:
-        lanes = [rows // 2] * 2
-        assert q8_gemm.relative_time(card, 4096, 4096, lanes) < q8_gemm.relative_time(card, 4096, 4096, [rows])
+        halves = [rows // 2] * 2
+        assert q8_gemm.relative_time(card, 4096, 4096, halves) < q8_gemm.relative_time(card, 4096, 4096, [rows])
 
 
 @pytest.mark.parametrize("rows", q8_gemm.TILES)
@@ -85,8 +86,8 @@ def test_everything_stays_in_registers(name, rows):
     """On sm_70. Arrays in local memory would mean that a loop over rows has not been unrolled."""
     format = FORMATS[name]
     if format.bits < 8 and rows not in (16, 4) and (rows != 10 or format.n_scales == 1):
-        pytest.skip("a packed format needs no more registers for 15 rows than for 16, for 8 no more than for 10, and with "
-                    "one scale for 10 no more than for 16")
+        pytest.skip("a packed format has the registers of 16 rows for 15, those of 10 for 8 and, with one scale, needs "
+                    "fewer for 10 than for 16")
     if (7, 0) not in compiler.supported_ccs() or not assembler.find_assembler():
         pytest.skip("the installed CUDA toolkit cannot compile for sm_70")
     bits = "int8[1]" if format.bits == 8 else "uint8[1]"
@@ -105,14 +106,14 @@ def test_bits_of_the_chain_of_every_format(card, name, monkeypatch):
     y = np.zeros((rows, n), np.float32)
     for terms in block_terms(format, raw, n, xq, xd):
         y = added(y, format, *terms)
-    w = formats.on_card(card, format, raw, n, k)
+    w = Matrix(name, n, k, *formats.on_card(card, format, raw, n, k))
     got = card.alloc((rows, n), np.float32)
-    q8_gemm.gemm(card, format, got, n, *w, card.upload(xq), card.upload(xd), n, k, rows)
+    q8_gemm.gemm(card, got, n, w, Quantized(card.upload(xq), card.upload(xd)), rows)
     np.testing.assert_array_equal(card.download(got), y)
 
 
 def test_bits_of_the_chain(card):
-    """One fma per block of 32 in increasing k: step by step in NumPy."""
+    """One fma per block of 32 in increasing k, in NumPy."""
     rng = np.random.default_rng(2)
     k = 416
     (wq, wd), (xq, xd) = random_q8(rng, 70, k), random_activations(rng, 40, k)
@@ -128,8 +129,7 @@ def test_bits_of_the_chain(card):
 
 @pytest.mark.parametrize("name, rows", [("Q8_0", 16), ("Q4_K", 10)])
 def test_neither_memory_error_nor_race(name, rows, monkeypatch):
-    """Five blocks of k or more: all sides of shared memory are used again. The last warps have no rows of their own."""
+    """Five blocks of k or more, so all buffers in shared memory are used again. The last warps have no rows."""
     monkeypatch.setattr(q8_gemm, "TILES", {rows: q8_gemm.TILES[rows]})
     card, format = open_cards("emulated", checked=True)[0], FORMATS[name]
-    multiply = q8_gemm.multiplier(format)
-    q8_gemm.check(card, 130, max(160, format.file_block), 4 * rows + 1, multiply=multiply, format=format)
+    q8_gemm.check(card, 130, max(160, format.file_block), 4 * rows + 1, format=format)

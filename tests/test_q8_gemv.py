@@ -22,8 +22,8 @@ def test_fused_kernels_have_the_bits_of_the_separate_ones(card, case):
 
 @pytest.mark.parametrize("case", [(500, 1024, 8), (33, 2080, 1), (1, 32, 1), (33, 2592, 1), (33, 3584, 1)], ids=str)
 def test_shapes_of_real_cards(card, case, monkeypatch):
-    """The kernels with weights under way, on every card; for few SMs and for many, some of them left to the next launch
-    and none."""
+    """The kernels that keep weights in flight, on every card: for few SMs and for many, with some of them left to the
+    next launch and with none."""
     monkeypatch.setattr(card, "kind", "cuda")
     for n_sms, overlap in itertools.product((2, 132), (False, True)):
         monkeypatch.setattr(card, "n_sms", n_sms)
@@ -34,19 +34,19 @@ def test_shapes_of_real_cards(card, case, monkeypatch):
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("n, k", [(1024, 2048), (1024, 3584), (2560, 9216), (4096, 4096), (5120, 6144), (40_000, 4096)])
 def test_processors_are_left_to_the_next_launch(name, n, k):
-    fmt, kind, n_sms = decoder(FORMATS[name]), "cuda", 132
+    w_decoder, kind, n_sms = decoder(FORMATS[name]), "cuda", 132
 
     def blocks(cc, columns=1):
         card = SimpleNamespace(kind=kind, n_sms=n_sms, cc=cc)
-        return q8_gemv._n_blocks(card, fmt, n, k, columns, q8_gemv.shape_for(card, fmt, columns, k))
+        return q8_gemv._n_blocks(card, w_decoder, n, k, columns, q8_gemv.shape_for(card, w_decoder, columns, k))
 
     def rounds(n_blocks):
         return -(-n // (shape.rows * shape.warps * n_blocks))
 
-    shape, found = q8_gemv.shape_for(SimpleNamespace(kind=kind), fmt, 1, k), blocks((9, 0))
-    if rounds(n_sms) == 1 and k // 32 // fmt.turn <= shape.slots:       # all weights under way at once
+    shape, found = q8_gemv.shape_for(SimpleNamespace(kind=kind), w_decoder, 1, k), blocks((9, 0))
+    if rounds(n_sms) == 1 and k // 32 // w_decoder.tile <= shape.depth:     # all weights in flight at once
         assert found == 80
-    else:                                                               # no further round, and a fifth of one to spare
+    else:                                                           # no further round, and a fifth of one to spare
         assert found == n_sms or 80 <= found and n / (shape.rows * shape.warps * found) <= rounds(n_sms) - 0.2
     assert blocks((7, 0)) == blocks((9, 0), columns=2) == n_sms
 
@@ -58,11 +58,10 @@ def test_fused_shapes_of_real_cards(card, case, monkeypatch):
 
 
 def multiply(card, w, x):
-    wq, wd = w
-    xq, xd = x
-    y = card.alloc((len(xq), len(wq)), np.float32)
+    n, columns = len(w[0]), len(x[0])
+    y = card.alloc((columns, n), np.float32)
     card.poison(y)
-    q8_gemv.gemv_q8_q8(card, y, len(wq), *map(card.upload, (wq, wd, xq, xd)), *wq.shape, len(xq))
+    q8_gemv.gemv_q8_q8(card, y, n, *q8_gemv.upload_q8(card, w, x), columns)
     return card.download(y)
 
 

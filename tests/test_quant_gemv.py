@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from kernels import formats, q8_gemv, quant_gemv
+from kernels.operands import Matrix, Quantized
 from tests.blocks import added, block_terms
 
 
@@ -19,8 +20,8 @@ def multiply(card, format, raw, n, xq, xd):
     columns, k = xq.shape
     y = card.alloc((columns, n), np.float32)
     card.poison(y)
-    w = formats.on_card(card, format, raw, n, k)
-    q8_gemv.gemv(card, quant_gemv.decoder(format), y, n, *w, card.upload(xq), card.upload(xd), n, k, columns)
+    w, x = Matrix(format.name, n, k, *formats.on_card(card, format, raw, n, k)), Quantized(*map(card.upload, (xq, xd)))
+    q8_gemv.gemv(card, quant_gemv.decoder(format), y, n, w, x, columns)
     return card.download(y)
 
 

@@ -54,8 +54,8 @@ def fingerprint(name, card):
 @pytest.mark.parametrize("name", FORMATS)
 def test_recorded_bits(card, name):
     recorded = json.loads(RECORDED.read_text())
-    assert name in recorded, f"{RECORDED} has no hash of {name}: when the format's other tests pass, add the line that " \
-                             "`python -m tests.test_quantized_models emulated` prints for it"
+    assert name in recorded, f"{RECORDED} has no hash of {name}: when the format's other tests pass, add the line " \
+                             "that `python -m tests.test_quantized_models emulated` prints for it"
     assert fingerprint(name, card) == recorded[name]
 
 

@@ -12,6 +12,10 @@ from pathlib import Path
 import pytest
 
 import qengine
+from api.http import serving
+from api.service import create_app
+from cli.main import main
+from cli.options import build_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -28,10 +32,10 @@ def qengine_arguments(command):
 def address():
     """A server of the README's model on a free port."""
     arguments = qengine_arguments(BLOCKS["serve"])
-    options = qengine.build_parser().parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     engine = qengine.load(options.model, card="emulated", ctx=512, progress=False)
     assert f":{options.serve}/v1" in BLOCKS["openai"] and f":{options.serve}/v1" in BLOCKS["curl"]
-    with qengine.serving(qengine.create_app(engine), options.host, 0) as port:
+    with serving(create_app(engine), options.host, 0) as port:
         yield f"http://{options.host}:{port}/v1"
     engine.close()
 
@@ -62,7 +66,7 @@ def test_conversation(capsys, monkeypatch):
     questions = [line.removeprefix("> ") for line in lines if line.startswith("> ")]
     typed = io.TextIOWrapper(io.BytesIO("\n".join(questions).encode()), encoding="utf-8")
     monkeypatch.setattr(sys, "stdin", typed)
-    assert qengine.main(qengine_arguments(BLOCKS["generate"])) == 0
+    assert main(qengine_arguments(BLOCKS["generate"])) == 0
     assert capsys.readouterr().out.splitlines() == [line for line in lines if not line.startswith("> ")]
 
 
@@ -89,12 +93,12 @@ def test_curl(address):
 
 
 def test_plan(capsys):
-    assert qengine.main(qengine_arguments(BLOCKS["plan"])) == 0
+    assert main(qengine_arguments(BLOCKS["plan"])) == 0
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == BLOCKS["planned"].splitlines()
 
 
 def test_every_option_is_known():
     """The README mentions no option that --help does not."""
-    text = qengine.build_parser().format_help()
+    text = build_parser().format_help()
     mentioned = set(re.findall(r"`(--[\w-]+)", README))
     assert mentioned and [option for option in mentioned if option not in text] == []

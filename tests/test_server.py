@@ -11,11 +11,14 @@ import time
 import openai
 import pytest
 
-import qengine
 from api import chat as chat_api
 from api import fields
+from api import http as http_api
 from api import openai as openai_api
-from engine.request import Fault, StopScanner
+from api.errors import MAX_BODY
+from api.service import Service
+from engine.request import Delta, EngineStopped, Fault, RequestError, StopScanner
+from tests.clients import CHAT, HI, TEXT, app_of, assert_error, official_client, send, serving, wait_until
 from tests.scripted import Unreal
 from tests.tiny import CONTEXT, tiny_engine
 
@@ -30,38 +33,16 @@ def engine():
     return tiny_engine()
 
 
-@contextlib.contextmanager
-def serving(app):
-    """A real server on a free loopback port; gives (port, Service)."""
-    with qengine.serving(app, "127.0.0.1", 0) as port:
-        yield int(port), app.extensions["qengine"]
-
-
 @pytest.fixture(scope="session")
 def port(engine):
-    with serving(qengine.create_app(engine, thinking=False)) as (port, _):
+    with serving(app_of(engine, thinking=False)) as (port, _):
         yield port
-
-
-def official_client(port):
-    return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
 
 
 @pytest.fixture(scope="session")
 def client(port):
     with official_client(port) as client:
         yield client
-
-
-def send(port, method, path, body=None):
-    """One HTTP request, its body an object or raw bytes; gives (status, headers, decoded answer)."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-    data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-    connection.request(method, path, data, {"Content-Type": "application/json"})
-    answer = connection.getresponse()
-    text = answer.read()
-    connection.close()
-    return answer.status, answer.headers, json.loads(text)
 
 
 def complete(client, prompt=PROMPT, max_tokens=24, **arguments):
@@ -237,9 +218,6 @@ def test_stop_scanner_shows_what_is_certain_and_nothing_more():
 
 # ---- requests that are refused -----------------------------------------------------------------------------
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-HI = {"role": "user", "content": "hi"}
-
 BAD = [     # endpoint, body, the field to be named
     (CHAT, {}, "messages"),
     (CHAT, {"messages": []}, "messages"),
@@ -309,15 +287,6 @@ BAD = [     # endpoint, body, the field to be named
 ]
 
 
-def assert_error(answer, status, param=None):
-    got, headers, body = answer
-    error = body["error"]
-    assert (got, set(error)) == (status, {"message", "type", "param", "code"})
-    assert param is None or error["param"].split("[")[0] == param       # "messages[0].content", say
-    assert error["message"] and "\n" not in error["message"]
-    assert headers["Content-Type"] == "application/json"
-
-
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("path, body, param", BAD, ids=[f"{i}-{bad[2]}" for i, bad in enumerate(BAD)])
 def test_bad_fields_are_named(port, path, body, param, stream):
@@ -332,7 +301,7 @@ def test_bad_fields_are_named(port, path, body, param, stream):
 def test_long_lists_are_not_looked_at_one_by_one(body, named, monkeypatch):
     check, looked_at = fields.check, []
     monkeypatch.setattr(fields, "check", lambda value, *rest: [looked_at.append(value), check(value, *rest)])
-    with pytest.raises(qengine.RequestError) if named else contextlib.nullcontext() as caught:
+    with pytest.raises(RequestError) if named else contextlib.nullcontext() as caught:
         fields.check(body, openai_api.COMPLETION)
     assert len(looked_at) <= 3 and (not named or caught.value.field == named)
 
@@ -358,7 +327,7 @@ def test_no_body_is_an_internal_error(engine):
               [HI, said | {"tool_calls": [1]}], [HI, said | {"tool_calls": {"a": 1}}],
               [HI | {"role": "tool"}], [HI | {"role": "system"}], [HI, HI | {"role": "assistant", "name": 5}]]
     fields = sorted(openai_api.CHAT["properties"].keys() | openai_api.COMPLETION["properties"].keys())
-    web = qengine.create_app(engine).test_client()
+    web = app_of(engine).test_client()
     seen = set()
     for _ in range(500):
         path, body = rng.choice([(CHAT, {"messages": [HI]}), (TEXT, {"prompt": "hi"})])
@@ -388,10 +357,10 @@ def test_unknown_paths_and_methods(port):
 
 
 def test_a_body_too_large(port):
-    body = b'{"prompt": "' + b"a" * qengine.MAX_BODY + b'"}'
+    body = b'{"prompt": "' + b"a" * MAX_BODY + b'"}'
     answer = send(port, "POST", TEXT, body)
     assert_error(answer, 413)
-    assert f"larger than {qengine.MAX_BODY} bytes" in answer[2]["error"]["message"]
+    assert f"larger than {MAX_BODY} bytes" in answer[2]["error"]["message"]
 
 
 @pytest.mark.parametrize("head, status", [
@@ -414,7 +383,7 @@ def test_what_is_no_http_request(port, head, status):
     (TEXT, {"prompt": "a" * 1_000_000}), (CHAT, {"messages": [{"role": "user", "content": "a" * 1_000_000}]})])
 def test_a_prompt_far_too_long_is_not_tokenized(engine, monkeypatch, path, body):
     monkeypatch.setattr(engine.tokenizer, "_encode_plain", lambda texts: pytest.fail("was tokenized"))
-    answer = qengine.create_app(engine).test_client().post(path, json=body)
+    answer = app_of(engine).test_client().post(path, json=body)
     assert answer.status_code == 400 and str(CONTEXT) in answer.json["error"]["message"]
 
 
@@ -426,7 +395,7 @@ def test_a_port_that_is_taken_leaves_no_threads(engine, port):
 
 
 def serving_on(engine, port):
-    return qengine.serving(qengine.create_app(engine), "127.0.0.1", port)
+    return http_api.serving(app_of(engine), "127.0.0.1", port)
 
 
 # ---- health, load, disconnects, failures -------------------------------------------------------------------
@@ -440,7 +409,7 @@ def test_health(port, engine):
 
 
 def test_everything_is_503_until_the_model_is_there(engine):
-    app = qengine.create_app()
+    app = app_of()
     web = app.test_client()
     assert web.get("/health").status_code == 503 and web.get("/health").json == {"status": "loading"}
     for answer in (web.get("/v1/models"), web.post(TEXT, json={"prompt": "hi"}), web.post(CHAT, json={})):
@@ -452,7 +421,7 @@ def test_everything_is_503_until_the_model_is_there(engine):
 
 
 def test_defaults_of_the_command_line_hold_where_a_request_is_silent(engine):
-    app = qengine.create_app(engine, sampling={"max_tokens": 3, "temperature": 0.0}, thinking=False)
+    app = app_of(engine, sampling={"max_tokens": 3, "temperature": 0.0}, thinking=False)
     web = app.test_client()
 
     def n_tokens(path, **body):
@@ -469,7 +438,7 @@ def test_what_is_being_prepared_is_open(engine, monkeypatch):
     """A grammar may take seconds: others are told that all places are taken, and closing waits for it."""
     preparing, go_on, prepare = threading.Event(), threading.Event(), chat_api.prepare
     monkeypatch.setattr(chat_api, "prepare", lambda *arguments: (preparing.set(), go_on.wait(), prepare(*arguments))[2])
-    with serving(qengine.create_app(engine, max_requests=2)) as (port, service):
+    with serving(app_of(engine, max_requests=2)) as (port, service):
         answers = []
         thread = threading.Thread(target=lambda: answers.append(send(port, "POST", CHAT, {"messages": [HI], "n": 2})))
         thread.start()
@@ -485,7 +454,7 @@ def test_what_is_being_prepared_is_open(engine, monkeypatch):
     ("/tokenize", {"content": "hi"}), ("/detokenize", {"tokens": [1]}), ("/apply-template", {"messages": [HI]}),
     ("/v1/messages/count_tokens", {"messages": [HI]}), (TEXT, {"prompt": "hi", "max_tokens": 1}), (TEXT, {})])
 def test_every_body_has_a_place_while_it_is_looked_at(engine, path, body):
-    with serving(qengine.create_app(engine, max_requests=1)) as (port, service):
+    with serving(app_of(engine, max_requests=1)) as (port, service):
         with service.places(1):
             assert send(port, "POST", path, body)[0] == 429
         assert send(port, "POST", path, body)[0] == (200 if body else 400)
@@ -496,7 +465,7 @@ LONG = {"prompt": PROMPT, "max_tokens": CONTEXT - 100, "ignore_eos": True}
 
 
 def test_too_many_requests(engine):
-    with serving(qengine.create_app(engine, max_requests=1)) as (port, service):
+    with serving(app_of(engine, max_requests=1)) as (port, service):
         connection = start(port, LONG | {"stream": True})
         wait_until(lambda: service.open)
         answer = send(port, "POST", TEXT, {"prompt": "hi"})
@@ -515,19 +484,12 @@ def start(port, body):
     return connection
 
 
-def wait_until(condition, seconds=10):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_a_client_that_hangs_up_cancels_its_generation(engine, monkeypatch, stream):
     submitted = []
     submit = engine.submit
     monkeypatch.setattr(engine, "submit", lambda request: submitted.append(submit(request)) or submitted[-1])
-    with serving(qengine.create_app(engine)) as (port, service):
+    with serving(app_of(engine)) as (port, service):
         for i in range(2):      # the second one finds a watcher that had nothing to watch
             connection = start(port, LONG | {"stream": stream})
             wait_until(lambda: len(submitted) > i and submitted[i].n_generated > 0)
@@ -542,7 +504,7 @@ class Broken(Unreal):
 
     def __init__(self):
         super().__init__()
-        self.said = [qengine.Event(1, "a", None), qengine.EngineStopped("the card fell off the bus")]
+        self.said = [Delta(1, "a", None), EngineStopped("the card fell off the bus")]
 
     def take(self):
         return self.said.pop(0)
@@ -559,7 +521,7 @@ def test_a_card_that_fails(engine, client, port, monkeypatch):
 
 def test_after_a_failure_everything_is_503_and_says_why(engine, port, monkeypatch):
     monkeypatch.setattr(engine.scheduler, "fault", Fault(None, "a mistake", 86400.5))
-    monkeypatch.setattr(engine.scheduler, "error", "the card fell off the bus")
+    monkeypatch.setattr(engine.scheduler, "reason", "the card fell off the bus")
     status, _, body = send(port, "GET", "/health")
     assert (status, body) == (503, {"status": "error", "error": "the card fell off the bus",
                                     "since": "1970-01-02T00:00:00+00:00"})
@@ -570,7 +532,7 @@ def test_after_a_failure_everything_is_503_and_says_why(engine, port, monkeypatc
 
 
 def test_health_says_which_card_failed_and_since_when(engine, port, monkeypatch):
-    monkeypatch.setattr(engine.scheduler, "error", "the engine has stopped: cuda:1 fell off the bus")
+    monkeypatch.setattr(engine.scheduler, "reason", "the engine has stopped: cuda:1 fell off the bus")
     monkeypatch.setattr(engine.scheduler, "fault", Fault("cuda:1", "cuda:1 fell off the bus", 86400.5))
     status, _, body = send(port, "GET", "/health")
     assert (status, body) == (503, {"status": "error", "error": "the engine has stopped: cuda:1 fell off the bus",
@@ -605,7 +567,7 @@ def test_a_panic_of_a_library_is_an_error_like_others(engine, port, monkeypatch)
 
 
 def test_closing_tells_the_clients(engine):
-    with serving(qengine.create_app(engine)) as (port, service), official_client(port) as client:
+    with serving(app_of(engine)) as (port, service), official_client(port) as client:
         stream = iter(complete(client, max_tokens=CONTEXT - 100, stream=True))
         next(stream)
         service.close()
@@ -623,7 +585,7 @@ class Endless(Unreal):
 
     def take(self):
         self.n_generated += 1
-        return None if self.cancelled else qengine.Event(1, "a" * 10_000, None)
+        return None if self.cancelled else Delta(1, "a" * 10_000, None)
 
     def cancel(self):
         self.cancelled = True
@@ -631,10 +593,10 @@ class Endless(Unreal):
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_a_client_that_does_not_read_loses_its_place(engine, monkeypatch, stream):
-    monkeypatch.setattr(qengine, "READ_SECONDS", 1)
-    generation = Endless() if stream else Unhurried([qengine.Event(1, "a" * (20 << 20), "stop")])
+    monkeypatch.setattr(http_api, "READ_SECONDS", 1)
+    generation = Endless() if stream else Unhurried([Delta(1, "a" * (20 << 20), "stop")])
     monkeypatch.setattr(engine, "submit", lambda request: generation)
-    with serving(qengine.create_app(engine)) as (port, service):
+    with serving(app_of(engine)) as (port, service):
         connection = start(port, LONG | {"stream": stream})
         wait_until(lambda: service.log.running)
         wait_until(lambda: not (service.log.running or service.open))
@@ -664,10 +626,10 @@ class Unhurried(Unreal):
 
 def test_a_client_that_reads_slowly_keeps_its_place(engine, monkeypatch):
     """Also while there is nothing to read."""
-    monkeypatch.setattr(qengine, "READ_SECONDS", 1)
-    generation = Unhurried([qengine.Event(1, "a" * (8 << 20)), qengine.Event(1, "b", "stop")])
+    monkeypatch.setattr(http_api, "READ_SECONDS", 1)
+    generation = Unhurried([Delta(1, "a" * (8 << 20)), Delta(1, "b", "stop")])
     monkeypatch.setattr(engine, "submit", lambda request: generation)
-    with serving(qengine.create_app(engine)) as (port, _):
+    with serving(app_of(engine)) as (port, _):
         answer, n = start(port, LONG | {"stream": True}).getresponse(), 0
         while piece := answer.read(2 << 20):
             n += len(piece)
@@ -678,8 +640,8 @@ def test_a_client_that_reads_slowly_keeps_its_place(engine, monkeypatch):
 def test_closing_does_not_wait_for_clients_that_do_not_read(engine, monkeypatch):
     generation, before = Endless(), set(threading.enumerate())
     monkeypatch.setattr(engine, "submit", lambda request: generation)
-    monkeypatch.setattr(qengine.Service.close, "__defaults__", (0.5,))      # seconds; so long it does wait
-    with serving(qengine.create_app(engine)) as (port, service):
+    monkeypatch.setattr(Service.close, "__defaults__", (0.5,))      # seconds; so long it does wait
+    with serving(app_of(engine)) as (port, service):
         unread, idle = start(port, LONG | {"stream": True}), http.client.HTTPConnection("127.0.0.1", port)
         idle.connect()
         wait_until(lambda: generation.n_generated)

@@ -21,7 +21,7 @@ def product(card):
     (wq, wd), (xq, xd) = q8_gemv.random_q8(random, 33, 544), q8_gemv.random_activations(random, 3, 544)
     wq[:4, :32], xq[:, :32] = -128, -127                    # the corner of int8
     y = card.alloc((3, 33), np.float32)
-    q8_gemv.gemv_q8_q8(card, y, 33, *map(card.upload, (wq, wd, xq, xd)), 33, 544, 3)
+    q8_gemv.gemv_q8_q8(card, y, 33, *q8_gemv.upload_q8(card, (wq, wd), (xq, xd)), 3)
     return card.download(y)
 
 

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 import qengine
+from cli.main import run
+from cli.options import build_parser
 from kernels import trace as trace_module
 from kernels.card import CardError
 from kernels.emulated.card import EmulatedCard
@@ -101,7 +103,7 @@ def test_a_mistyped_folder_is_found_before_the_model_is_loaded(task, monkeypatch
     monkeypatch.setattr(qengine, "load", None)
     said = ["-m", "synthetic:tiny", *task, "--trace", "/nowhere/trace.json"]
     with pytest.raises(FileNotFoundError, match="/nowhere/trace.json"):
-        qengine.run(qengine.build_parser().parse_args(said))
+        run(build_parser().parse_args(said))
 
 
 def test_joined_bars():

@@ -1,0 +1,182 @@
+"""The server without its sockets: open requests, their clients, and the Flask app over them.
+
+What clients say and hear is in the protocols' files, which make a Request of it; the engine does all the work.
+"""
+
+import contextlib
+import functools
+import threading
+import time
+
+import flask
+from werkzeug.exceptions import ServiceUnavailable, TooManyRequests
+
+from engine.request import EngineStopped
+from engine.text_engine import TextEngine
+
+from . import log, metrics, openapi
+from .access import Access
+from .errors import MAX_BODY, explain
+
+MAX_WAITING = 64            # requests beyond those that have a slot; one more is answered 429
+POLL_SECONDS = 0.05         # between two looks for clients that hung up
+
+
+class Service:
+    """What the HTTP endpoints share.
+
+    engine: None while the model loads; the answer is then 503. sampling: arguments of Request where the HTTP request
+    says nothing of them; thinking: the same for the template. max_requests: how many requests may be open at once.
+    """
+
+    def __init__(self, engine: TextEngine | None, sampling: dict, thinking: bool | None, max_requests: int):
+        self.engine, self.max_requests = engine, max_requests
+        self.sampling, self.thinking = sampling, thinking
+        self.started = int(time.time())
+        self.changed = threading.Condition()        # guards what follows
+        self.open = {}                              # id -> (Generation, function: has its client hung up?)
+        self.n_entering = 0                         # places of requests that are not in `open`, or not yet
+        self.closing = False
+        self.is_loading = False                     # another engine is being loaded, because `engine` has failed
+        self.lost = []                              # the Faults of the cards that the server goes on without
+        self.log = self.metrics = None              # a RequestLog and Metrics, set by create_app
+        threading.Thread(target=self.watch, name="client watcher", daemon=True).start()
+
+    def ready(self) -> TextEngine:
+        """The engine. Raises ServiceUnavailable or EngineStopped, both of which are answered 503."""
+        if self.engine is None or self.is_loading:
+            raise ServiceUnavailable("the model is still loading", retry_after=5)
+        if self.engine.reason is not None:
+            raise EngineStopped(self.engine.reason)
+        return self.engine
+
+    def respond(self, n: int, prepare, stream: bool):
+        """Submits n requests and returns the HTTP response to them.
+
+        prepare() gives (requests, answer). It may take long, and is called when the n requests have their places.
+        answer writes what a protocol says of the generations: answer.whole(generations) gives a JSON object,
+        answer.events(generations) the server-sent events of a stream, errors included.
+        """
+        generations, answer = self.submit(n, prepare)
+        if stream:
+            response = flask.Response(answer.events(generations), mimetype="text/event-stream", headers={
+                "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})    # nginx passes each event on at once
+            # A `finally` in events() would not do: a generator that was never started does not run its `finally`.
+            response.call_on_close(lambda: self.release(generations))
+            return response
+        try:
+            return flask.jsonify(answer.whole(generations))
+        finally:
+            self.release(generations)
+
+    def text_of(self, ids) -> str:
+        """The text of token ids, special ones included."""
+        return self.engine.tokenizer.decode(ids, special=True)
+
+    # ---- open requests ------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def places(self, n: int):
+        """Takes n places of open requests while the `with` body runs, which prepares n requests or takes long itself.
+        Raises TooManyRequests where fewer places are left, and ServiceUnavailable where the server is closing."""
+        with self.changed:
+            if self.closing:
+                raise ServiceUnavailable("the server is shutting down", retry_after=5)
+            n_open = len(self.open) + self.n_entering
+            if n_open + n > self.max_requests:
+                raise TooManyRequests(f"too many requests: {n_open} of {self.max_requests} are open already",
+                                      retry_after=1)
+            self.n_entering += n
+        try:
+            yield
+        finally:
+            with self.changed:
+                self.n_entering -= n
+                self.changed.notify_all()
+
+    def submit(self, n: int, prepare) -> tuple:
+        """Hands n requests to the engine, all of them or none; returns (generations, answer). From then on their
+        generations are open, and their client is watched. prepare: see `respond`."""
+        gone = flask.request.environ.get("waitress.client_disconnected", lambda: False)
+        generations = []
+        try:
+            with self.places(n):
+                requests, answer = prepare()        # a grammar takes long, here and in the engine
+                for request in requests:
+                    generations.append(self.ready().submit(request))
+        except BaseException as error:
+            self.release(generations)
+            if isinstance(error, Exception):
+                raise
+            raise RuntimeError(f"a library failed: {error!r}") from error   # a panic in Rust
+        with self.changed:
+            self.open |= {id(generation): (generation, gone) for generation in generations}
+            if self.closing:
+                self.release(generations)
+            self.changed.notify_all()
+        flask.g.exchange.generations += generations     # for the log
+        return generations, answer
+
+    def release(self, generations):
+        """Ends generations, whether they have finished or not, and gives their places back."""
+        with self.changed:
+            for generation in generations:
+                generation.cancel()
+                self.open.pop(id(generation), None)
+            self.changed.notify_all()
+
+    def watch(self):
+        """Cancels generations whose clients hung up. Their handlers cannot notice that: they wait for a token."""
+        while not self.closing:
+            with self.changed:
+                self.changed.wait_for(lambda: self.open or self.closing)
+                gone = [generation for generation, is_gone in self.open.values() if is_gone()]
+            for generation in gone:
+                generation.cancel()
+            time.sleep(POLL_SECONDS)
+
+    def close(self, timeout=5.0) -> bool:
+        """Refuses new requests, cancels the open ones and waits for their end, `timeout` seconds at most.
+
+        Returns whether all have ended.
+        """
+        with self.changed:
+            self.closing = True
+            self.changed.notify_all()
+            for generation, _ in self.open.values():
+                generation.cancel()
+            return self.changed.wait_for(lambda: not (self.open or self.n_entering), timeout)
+
+
+def create_app(engine: TextEngine | None = None, *, sampling: dict | None = None, thinking: bool | None = None,
+               max_requests: int = MAX_WAITING, keys=(), origins=(), host: str = "127.0.0.1",
+               log_prompts: bool = False) -> flask.Flask:
+    """The Flask app over `engine`; app.extensions["qengine"] is its Service.
+
+    Without an engine the app answers 503 until its service is given one, so it may listen while the model loads.
+    sampling, thinking, max_requests: see `Service`. keys: API keys; where there are any, a request must bring one.
+    origins: of web pages that may ask, "*" for all. host: the address that the server is going to listen on.
+    log_prompts: put the text of prompts into the log of requests.
+    """
+    defaults = {"temperature": 1.0} | (sampling or {})      # both protocols say so; Request's own default is greedy
+    service = Service(engine, defaults, thinking, max_requests)
+    app = flask.Flask("qengine", static_folder=None)
+    app.extensions["qengine"] = service
+    app.config["MAX_CONTENT_LENGTH"] = MAX_BODY
+    app.json.sort_keys = False
+
+    service.metrics = metrics.Metrics(service)
+    service.log = log.RequestLog([service.metrics.observe], service.text_of if log_prompts else None)
+    service.log.install(app)
+    Access(keys, origins, host).install(app)
+    for endpoint in openapi.ENDPOINTS:
+        app.add_url_rule(endpoint.path, endpoint.name, functools.partial(endpoint.answer, service),
+                         methods=[endpoint.method])
+
+    @app.errorhandler(Exception)
+    def failed(error):
+        answer = explain(error)
+        protocol = openapi.protocol_of(flask.request.endpoint, flask.request.path)
+        return protocol.error_body(answer), answer.status, answer.headers
+
+    return app

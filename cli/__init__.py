@@ -1,0 +1,14 @@
+"""What `python qengine.py` does: cli/main.py reads the options, the other files do what they ask for.
+
+    main.py         what is to be done, exit codes, the process around it
+    options.py      the options, which go together, the help
+    engines.py      what the options ask of the engine, and the files that they name
+    interrupts.py   Ctrl-C
+    chat.py         one answer, or a conversation, on the terminal
+    serve.py        the server
+    perplexity.py   how well a model predicts a text
+    bench.py        how fast a model runs
+
+cli hands an engine to api/, and is the only room that imports qengine: as a module, whose names are looked up when they
+are used.
+"""

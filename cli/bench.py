@@ -1,0 +1,299 @@
+"""How fast a model runs, and how much of the cards it uses.
+
+Prefill is a whole prompt of random tokens, until its first answer token is on the host. Decode is steps of a batch of
+slots from a context on, each step until its tokens are on the host. Percentages are of what the probe found. Prefill:
+of the int8 operations that the dp4a lanes do at the measured clock, for the matrix products alone. Decode: of the bytes
+per second that the card reads, for weights, recurrent states and KV pages.
+
+A small model's decode may go beyond 100 per cent, because what fits into a cache is read faster than memory. Operations
+are timed by themselves. So the operations of a prompt's parts, which run side by side, add up to more than the prompt
+takes.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+import qengine
+from engine.pipes import launching_as
+from engine.prefix import PAGE_TOKENS, pages_for
+from engine.request import Request, RequestError
+from kernels import probe
+from kernels.bench import operation_seconds
+from kernels.card import Card, open_cards, show_bytes
+from kernels.emulated.cards import CARDS
+from kernels.nvidia import find_assembler
+
+from .engines import traced, write_json
+
+PROMPT_LENGTHS, CONTEXTS, REPEATS = (297, 1160, 4620, 18400), (297, 4620, 18400), 3
+EMULATED_LENGTH = 297       # the only prompt and context on the emulated card, unless others are named
+DECODE_STEPS = 32           # of one timed run
+
+
+@dataclass(frozen=True)
+class Operation:
+    """The launches of one kernel, recorded and replayed by themselves: how many, and their seconds together."""
+
+    name: str
+    launches: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """How fast prefill or decode is at a context. launches, operations: of the prompt, or of one decode step."""
+
+    context: int
+    batch: int
+    tokens_per_s: float             # the median of the repeats
+    repeats: list[float]
+    percent_of_peak: float
+    launches: int
+    operations: list[Operation]
+
+
+class Bench:
+    """Times an engine that does nothing else. `batch` of its slots decode together. Close the engine afterwards.
+
+    reports: of the engine's cards; percentages are of their peaks added up.
+    """
+
+    def __init__(self, engine: qengine.Engine, reports: list[probe.Report], repeats: int, batch: int):
+        self.engine, self.reports, self.repeats, self.batch = engine, reports, repeats, batch
+        self.pipeline, self.stages = engine.pipeline, engine.pipeline.stages
+        self.random = np.random.default_rng(1)
+        n_groups = min(self.pipeline.n_groups, batch)
+        self.groups = [range(group, batch, n_groups) for group in range(n_groups)]     # their slots
+        pages = pages_for(engine.n_ctx)
+        for slot in range(batch):
+            self.pipeline.set_pages(slot, list(range(slot * pages, (slot + 1) * pages)))
+
+    # ---- what is timed ----
+
+    def chunks(self, n: int):
+        """(start, token ids) of the passes of a random prompt of n tokens."""
+        ids = self.random.integers(0, self.engine.config.n_vocab, n).tolist()
+        return [(start, ids[start:start + rows]) for start, rows in qengine.passes_over(
+            n, lambda start, last: self.pipeline.pass_rows(start, n, self.engine.chunk, last))]
+
+    def prompt(self, n: int, slot: int = 0) -> float:
+        """Seconds of a prompt of n tokens with its first answer token."""
+        chunks = self.chunks(n)
+        self.pipeline.start(slot, Request([0]))
+        started = time.perf_counter()
+        for start, ids in chunks:
+            self.pipeline.prefill(ids, slot, start)
+        self.pipeline.sample_row(len(chunks[-1][1]) - 1, slot).read()
+        return time.perf_counter() - started
+
+    def steps(self, context: int) -> float:
+        """Seconds of DECODE_STEPS steps of the batch from a context on, one group of slots after the other."""
+        self.place_step(context)
+        before = [None] * len(self.groups)
+        started = time.perf_counter()
+        for _ in range(DECODE_STEPS):       # a step is queued before the last one is read, as the scheduler does
+            for group, slots in enumerate(self.groups):
+                tokens, before[group] = before[group], self.pipeline.step(len(slots), group=group)
+                if tokens:
+                    tokens.read()
+        for tokens in before:
+            tokens.read()
+        return time.perf_counter() - started
+
+    def prefill(self, n: int) -> Throughput:
+        """The Throughput of a prompt of n tokens."""
+        self.prompt(n)
+        speeds = [n / self.prompt(n) for _ in range(self.repeats)]
+        times = {}
+        self.pipeline.settle()                          # from here on this thread launches, not the workers
+        for start, ids in self.chunks(n):
+            for stage in self.stages:
+                operation_seconds(stage.card, self.chunk(stage, start, ids), times)
+        peak = sum(report.dp4a_peak for report in self.reports)
+        return self.throughput(n, 1, speeds, self.prompt_operations(n) / n * np.median(speeds) / peak, times)
+
+    def chunk(self, stage: qengine.Stage, start: int, ids: list[int]):
+        """Puts the inputs of a stage's pass over `ids` on the card; returns the function that queues its launches."""
+        qengine.set_rows(stage.inputs, ids, [0] * len(ids), range(start, start + len(ids)))
+        return functools.partial(stage.launch_lanes_in_turn, len(ids))
+
+    def decode(self, context: int) -> Throughput:
+        """The Throughput of the batch from a context on."""
+        for slot in range(self.batch):
+            self.prompt(context, slot)
+        self.steps(context)
+        speeds = [self.batch * DECODE_STEPS / self.steps(context) for _ in range(self.repeats)]
+        self.place_step(context)
+        self.pipeline.settle()
+        times = {}
+        for stage in self.stages:
+            operation_seconds(stage.card, functools.partial(self.step, stage), times)
+        bandwidth = sum(report.read_bandwidth for report in self.reports)
+        share = self.step_bytes(context) / self.batch * np.median(speeds) / bandwidth
+        return self.throughput(context, self.batch, speeds, share, times)
+
+    def throughput(self, context: int, batch: int, speeds: list[float], share: float, times: dict) -> Throughput:
+        """speeds: tokens/s of the repeats. share: of the peak. times: kernel -> (launches, seconds)."""
+        operations = [Operation(name, n, seconds) for name, (n, seconds) in times.items()]
+        operations.sort(key=lambda operation: -operation.seconds)
+        return Throughput(context, batch, float(np.median(speeds)), speeds, float(100 * share),
+                     sum(operation.launches for operation in operations), operations)
+
+    def place_step(self, context: int):
+        """Tells the cards the inputs of a decode step."""
+        for group, slots in enumerate(self.groups):
+            self.pipeline.place([0] * len(slots), slots, [context] * len(slots), group)
+
+    def step(self, stage: qengine.Stage):
+        """Queues the launches of a stage's part of a decode step. The engine replays them from recordings."""
+        for group, slots in enumerate(self.groups):
+            stage.launch_step(group, len(slots), log_probs=False, turn=0)
+
+    # ---- what it must move and compute ----
+
+    def weights(self) -> list[qengine.Matrix]:
+        """The matrices of the layers and the head, which every decode step reads whole."""
+        layers = [layer for stage in self.stages for layer in stage.model.layers]
+        return [matrix for layer in layers for matrix in qengine.matrices(layer)] + [self.pipeline.last.model.head]
+
+    def prompt_operations(self, n: int) -> int:
+        """Multiplications and additions of a prompt's matrix products. The head's product is of the last row alone."""
+        *layers, head = self.weights()
+        return 2 * (n * sum(matrix.n * matrix.k for matrix in layers) + head.n * head.k)
+
+    def step_bytes(self, context: int) -> int:
+        """Bytes that a decode step reads and writes, in the middle of DECODE_STEPS: the weights once for each group of
+        slots; for every slot the recurrent states, read and written, and the keys and values up to its position."""
+        c, caches = self.engine.config, [stage.cache for stage in self.stages]
+        weights = sum(m.values.nbytes + (m.scales.nbytes if m.is_quantized else 0) for m in self.weights())
+        states = sum(2 * s.memory[0].nbytes + s.conv[0].nbytes for cache in caches for s in cache.recurrent.values())
+        n_attention = sum(len(cache.pages) for cache in caches)
+        kept = (context + DECODE_STEPS // 2) * n_attention * 2 * c.kv_dim * 2          # k and v, float16
+        return len(self.groups) * weights + self.batch * (states + kept)
+
+    # ---- estimates for cards that are not here ----
+
+    def estimates(self, n: int, context: int) -> dict:
+        """Estimated tokens/s of a prompt of n tokens and of decode at a context, as `estimated_rates` has them."""
+        (stage,), chunks = self.stages, self.chunks(n)
+        self.pipeline.start(0, Request([0]))
+        self.place_step(context)
+        self.pipeline.settle()
+
+        def prefill():
+            for start, ids in chunks:
+                self.chunk(stage, start, ids)()
+
+        work = {"prefill": (n, prefill), "decode": (self.batch, functools.partial(self.step, stage))}
+        return estimated_rates(stage.card, work)
+
+
+def estimated_rates(card: Card, work: dict) -> dict:
+    """Tokens/s of other cards as estimated by one emulated card: {name of the work: {name of a card: tokens/s}}.
+
+    work: name -> (tokens, function that launches the work). The work is launched anew for each card of the table, as
+    that card would be launched.
+    """
+    return {name: {other: count / seconds for other, seconds in estimated_seconds(card, launch).items()}
+            for name, (count, launch) in work.items()}
+
+
+def estimated_seconds(card: Card, launch) -> dict:
+    """Name of a card -> seconds that the launches of launch() are estimated to take on it."""
+    found = {}
+    for model in CARDS:
+        with launching_as(card, model), card.counting() as log:
+            launch()
+        found[model.name] = sum(one.estimate(model).seconds for one in log)
+    return found
+
+
+def bench_table(title: str, speeds: list[Throughput], of_what: str) -> str:
+    """For people: a line for each Throughput, then where the time of the last one goes. of_what: what percentages are
+    of."""
+    lines = [f"{title:<10}{'batch':>6}{'tokens/s':>12}   of {of_what:<16}{'launches':>9}"]
+    lines += [f"{speed.context:<10,}{speed.batch:>6}{speed.tokens_per_s:>12,.1f}   "
+              f"{f'{speed.percent_of_peak:.1f} %':<19}{speed.launches:>9,}" for speed in speeds]
+    operations = speeds[-1].operations
+    total = sum(operation.seconds for operation in operations)
+    lines += ["", f"  at {speeds[-1].context:,}, each kernel's launches replayed by themselves:"]
+    lines += [f"  {o.name:<28}{o.launches:>7,}{o.seconds * 1e3:>12.3f} ms{100 * o.seconds / total:>7.1f} %"
+              for o in operations]
+    return "\n".join(lines)
+
+
+def estimate_table(estimates: dict) -> str:
+    """For people: the estimates of `Bench.estimates`, a line for each card."""
+    names = list(estimates["prefill"])
+    lines = [f"{'ESTIMATES':<18}{'prefill':>10}{'decode':>10}   tokens/s at most, from counted instructions "
+             "and sectors; not measured"]
+    for name in names:
+        lines.append(f"{name:<18}{estimates['prefill'][name]:>10,.0f}{estimates['decode'][name]:>10,.0f}")
+    return "\n".join(lines)
+
+
+def run_bench(model: qengine.OpenModel, options) -> int:
+    """Prints how fast a model is, perhaps on several numbers of cards; returns the exit code."""
+    cards, counts = open_cards(options.card), options.cards or [None]
+    if options.cards and max(counts) > len(cards):
+        raise RequestError("cards", f"--cards {','.join(map(str, counts))}: there are {len(cards)} to take them from")
+    if options.json:
+        write_json(options.json, {})    # now, so that results are not lost because of a mistyped folder
+    chosen = [cards[:n] if options.card or n else None for n in counts]
+    runs = [bench_cards(model, each, cards[0].kind == "emulated", options) for each in chosen]
+    if len(runs) > 1:
+        print(f"\n{side_by_side(runs)}")
+    if options.json:
+        write_json(options.json, {"runs": runs} if len(runs) > 1 else runs[0])
+    return 0
+
+
+def bench_cards(model: qengine.OpenModel, cards: list[Card] | None, emulated: bool, options) -> dict:
+    """Prints how fast a model is on these cards, or (None) on those that `qengine.load` would take; returns what
+    --json has of it."""
+    lengths = sorted(options.prompt_lengths or ([EMULATED_LENGTH] if emulated else PROMPT_LENGTHS))
+    contexts = sorted(options.contexts or ([EMULATED_LENGTH] if emulated else CONTEXTS))
+    repeats = options.repeats or (1 if emulated else REPEATS)
+    n_ctx = max(*lengths, *contexts) + DECODE_STEPS + 1
+    wishes = {"slots": options.batch, "kv_tokens": options.batch * pages_for(n_ctx) * PAGE_TOKENS,
+              "checkpoint_memory": 0, "split": options.split}       # every slot has pages of its own
+    cards = qengine.make_planner(model, cards, qengine.Demand(n_ctx, **wishes)).cards
+    reports, free = [probe.saved_or_measured(card) for card in cards], sum(card.free_bytes for card in cards)
+    with contextlib.closing(qengine.load(model, card=cards, ctx=n_ctx, **wishes)) as engine, traced(engine, options):
+        bench = Bench(engine, reports, repeats, options.batch)
+        peaks = ("dp4a measured", "read measured") if emulated else ("dp4a peak", "read bandwidth")
+        prefill = [bench.prefill(n) for n in lengths]
+        print(bench_table("prefill", prefill, peaks[0]), flush=True)
+        decode = [bench.decode(n) for n in contexts]
+        print(f"\n{bench_table('decode', decode, peaks[1])}")
+        used = free - sum(card.free_bytes for card in cards)
+        print(f"\n{engine.name} on {', '.join(card.describe() for card in cards)}; peak memory {show_bytes(used)}")
+        estimates = None
+        if emulated and len(cards) == 1 and find_assembler():
+            estimates = bench.estimates(lengths[0], contexts[0])
+            print(f"\n{estimate_table(estimates)}")
+    layers = [[stage.layers.start, stage.layers.stop - 1] for stage in engine.pipeline.stages]
+    return {"model": engine.name, "date": probe.now(), "cards": [card.facts() for card in cards], "layers": layers,
+            "versions": probe.versions(), "probes": [report.to_dict() for report in reports], "peak_memory_bytes": used,
+            "prefill": [dataclasses.asdict(speed) for speed in prefill],
+            "decode": [dataclasses.asdict(speed) for speed in decode]} | ({"estimates": estimates} if estimates else {})
+
+
+def side_by_side(runs: list[dict]) -> str:
+    """For people: tokens/s with a column for each run, and from the second run on how many times the first run's."""
+    heads = [f"{len(run['cards'])} card{'s' * (len(run['cards']) > 1)}" for run in runs]
+    lines = [f"{'tokens/s':<26}" + "".join(f"{head:>20}" for head in heads)]
+    for what in "prefill", "decode":
+        for speeds in zip(*(run[what] for run in runs)):
+            name = f"{what} {'at ' * (what == 'decode')}{speeds[0]['context']:,}"
+            name += f", batch {speeds[0]['batch']}" * (what == "decode")
+            first = speeds[0]["tokens_per_s"]
+            columns = [f"{speed['tokens_per_s']:,.1f}" + (f"  {speed['tokens_per_s'] / first:.2f} x" if i else "")
+                       for i, speed in enumerate(speeds)]
+            lines.append(f"{name:<26}" + "".join(f"{column:>20}" for column in columns))
+    return "\n".join(lines)

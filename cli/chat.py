@@ -1,0 +1,98 @@
+"""One answer, or a conversation, on the terminal. Answers go to stdout, all else to stderr."""
+
+import contextlib
+import sys
+
+import qengine
+from engine.request import ModelError, Request, RequestError
+from engine.tokenizer import encode_prompt
+
+from .engines import load_engine, traced
+from .interrupts import interruptible
+
+
+def print_answer(engine, prompt_ids: list, sampling: dict) -> tuple[str, bool]:
+    """Generates and prints text as it comes, then the speed; returns (text, was it stopped by Ctrl-C?)."""
+    generation = engine.submit(Request(prompt_ids, **sampling))
+    pieces, interrupted = [], False
+    try:
+        for delta in generation:
+            pieces.append(delta.text)
+            print(delta.text, end="", flush=True)
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        generation.cancel()
+        print()
+    if pieces:      # the prompt gives the first token, so the answer's speed is that of the other tokens
+        n_prompt, times = generation.n_prompt, generation.token_times
+        speeds = [f"prompt {n_prompt} tokens, {n_prompt / (times[0] - generation.started):.1f} tokens/s",
+                  f"answer {len(times)} tokens"]
+        if len(times) > 1:
+            speeds[1] += f", {(len(times) - 1) / (times[-1] - times[0]):.1f} tokens/s"
+        qengine.note("; ".join(speeds))
+    return "".join(pieces), interrupted
+
+
+def check_text(text: str):
+    """Raises RequestError where text from the command line or the terminal was not valid UTF-8."""
+    if any("\ud800" <= c <= "\udfff" for c in text):     # Python makes these of bytes that it cannot decode
+        raise RequestError("prompt", "the prompt is not valid UTF-8")
+
+
+def run_prompt(model: qengine.OpenModel, options, sampling: dict, thinking) -> int:
+    """Answers one text; returns the exit code. A text that cannot be answered is refused before the model is loaded."""
+    check_text(text := options.prompt)
+    n_ctx = model.n_ctx(options.ctx)
+    if model.template is not None and not options.raw:
+        text = model.template.render([{"role": "user", "content": text}], enable_thinking=thinking)
+    ids = encode_prompt(model.tokenizer, text, n_ctx)
+    Request(ids, **sampling).check(model.config.n_vocab, n_ctx)
+    with contextlib.closing(load_engine(model, options)) as engine, traced(engine, options):
+        _, interrupted = print_answer(engine, ids, sampling)
+    return 130 if interrupted else 0
+
+
+def run_chat(model: qengine.OpenModel, options, sampling: dict, thinking) -> int:
+    """A conversation on the terminal, or with the lines of stdin; returns the exit code."""
+    if model.template is None:
+        raise ModelError("this model has no chat template: use -p TEXT --raw")
+    with contextlib.closing(load_engine(model, options)) as engine, traced(engine, options):
+        return chat(engine, sampling, thinking)
+
+
+def chat(engine, sampling: dict, thinking) -> int:
+    """The conversation itself; Ctrl-C ends the answer that is being written and nothing else."""
+    sys.stdin.reconfigure(errors="surrogateescape")     # bytes that are no text are refused below, in a sentence
+    if sys.stdin.isatty():
+        try:
+            import readline  # noqa: F401  gives input() line editing; not on every system
+        except ImportError:
+            pass
+        qengine.note("Ctrl-C stops an answer, Ctrl-D leaves.")
+    messages = []
+    while True:
+        interruptible()
+        try:
+            text = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return 0
+        except KeyboardInterrupt:               # it was meant for the answer, which ended just before
+            if not sys.stdin.isatty():
+                raise
+            qengine.note("\nCtrl-D leaves.")
+            continue
+        if not text.strip():
+            continue
+        messages.append({"role": "user", "content": text})
+        try:
+            check_text(text)
+            ids = engine.encode(engine.template.render(messages, enable_thinking=thinking))
+            answer, _ = print_answer(engine, ids, sampling)
+        except RequestError as error:           # for example, the conversation has outgrown the context
+            qengine.note(f"qengine: {error}")
+            messages.pop()
+        except KeyboardInterrupt:               # before the answer began
+            messages.pop()
+        else:
+            messages.append({"role": "assistant", "content": answer})

@@ -1,0 +1,114 @@
+"""The command line: what is to be done, the exit code, and the process around it."""
+
+import dataclasses
+import os
+import signal
+import sys
+
+import qengine
+from engine.request import SAMPLING, EngineStopped, ModelError, RequestError
+from kernels import probe
+from kernels.card import CardError
+from kernels.compile import CompileError
+
+from .bench import run_bench
+from .chat import run_chat, run_prompt
+from .engines import asked, write_json
+from .interrupts import interruptible
+from .options import TASKS, build_parser, check_options, given, option_name
+from .perplexity import run_perplexity
+
+
+def run_probe(options) -> int:
+    """Measures the chosen cards; returns the exit code."""
+    reports = probe.probe_cards(options.card)
+    if options.json:
+        write_json(options.json, [report.to_dict() for report in reports])
+    return 0
+
+
+def print_config(options) -> int:
+    """Prints what the model file and the command line say; returns the exit code."""
+    model = qengine.open_model(options.model)
+    said = {"ctx": model.n_ctx(options.ctx), "slots": options.slots,
+            "card": options.card or "the first if the model fits there, or else all"}
+    for name, value in (dataclasses.asdict(model.config) | said).items():
+        print(f"{name} = {value}")
+    return 0
+
+
+def run_plan(model: qengine.OpenModel, options) -> int:
+    """Prints where the model goes and what that takes; returns the exit code. Raises OutOfMemory."""
+    wishes = asked(options)
+    planner = qengine.make_planner(model, options.card, qengine.Demand(model.n_ctx(wishes.pop("ctx")), **wishes))
+    planner.check()
+    print(planner.report())
+    return 0
+
+
+def run(options) -> int:
+    """Does what the parsed command line asks; returns the exit code."""
+    sampling = {name: getattr(options, name) for name in SAMPLING if getattr(options, name) is not None}
+    thinking = {None: None, "on": True, "off": False}[options.thinking]
+    if options.trace:
+        write_json(options.trace, {})       # now, so that a recording is not lost because of a mistyped folder
+    if options.print_config:
+        return print_config(options)
+    if options.serve is not None:
+        from .serve import run_server       # here: a tenth of a second of imports that nothing else needs
+        return run_server(options, sampling, thinking)
+    if options.probe:
+        return run_probe(options)
+    model = qengine.open_model(options.model)
+    if options.plan:
+        return run_plan(model, options)
+    if options.bench:
+        return run_bench(model, options)
+    if options.perplexity is not None:
+        return run_perplexity(model, options)
+    if options.chat:
+        return run_chat(model, options, sampling, thinking)
+    return run_prompt(model, options, sampling, thinking)
+
+
+def main(arguments=None) -> int:
+    """The command line. Returns the exit code: 0 done, 1 a card failed or nobody takes the output, 2 the user can
+    put it right, 130 stopped by Ctrl-C. Help and mistakes in options leave by SystemExit."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    if not set(TASKS) & set(given(parser, options)):
+        if not sys.stdin.isatty():
+            parser.error(f"say what to do: {', '.join(map(option_name, TASKS))}")
+        options.chat = True
+    check_options(parser, options)
+    before = signal.getsignal(signal.SIGINT)
+    interruptible()
+    try:
+        code = run(options)
+        sys.stdout.flush()
+        return code
+    except (ModelError, RequestError, CardError, CompileError) as error:
+        qengine.note(f"qengine: {error}")
+        return 2
+    except EngineStopped as error:
+        qengine.note(f"qengine: {error}")
+        return 1
+    except KeyboardInterrupt:
+        qengine.note("")
+        return 130
+    except OSError as error:        # whoever read our output has left, as `head` does; or a disk is full
+        if not isinstance(error, BrokenPipeError):
+            qengine.note(f"qengine: {error}")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def run_process():
+    """The command line as a process of its own, which it ends."""
+    sys.stdout.reconfigure(errors="replace")        # a terminal that lacks a letter shows a question mark
+    code = main()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)    # nothing is left to interrupt but Python's own end
+    sys.exit(code)

@@ -1,0 +1,214 @@
+"""The options of the command line: what they mean, which go together, and the help."""
+
+import argparse
+import functools
+
+import qengine
+from engine.request import SAMPLING
+
+from .bench import CONTEXTS, DECODE_STEPS, EMULATED_LENGTH, PROMPT_LENGTHS, REPEATS
+
+EXAMPLES = """\
+examples:
+  python qengine.py                                                 talk with the small model that comes along
+  python qengine.py -m synthetic:tiny -p "Hello" --max-tokens 32    random weights: a first run without a file
+  python qengine.py -m model.gguf --chat                            talk with a model
+  python qengine.py -m model.gguf --serve                           OpenAI-compatible server on port 8080
+  python qengine.py -m model.gguf --perplexity text.txt             how well the model predicts a text
+  python qengine.py --probe                                         what this card's pipes and memory can do
+  python qengine.py -m model.gguf --bench                           how fast the model runs on it
+  python qengine.py -m model.gguf --plan --card cuda                what it would take of all cards together
+"""
+
+TASKS = "prompt", "chat", "serve", "perplexity", "bench", "probe", "plan", "print_config"
+
+# Options that do nothing unless one of the options beside them is there, too.
+GOES_WITH = {"raw": ["prompt"], "slots": ["serve", "plan", "print_config"], "kv_tokens": ["serve", "plan"],
+             **dict.fromkeys(["host", "api_key", "api_key_file", "cors", "log_prompts", "go_on"], ["serve"]),
+             **dict.fromkeys(["checkpoint_memory", "checkpoint_host_memory"], ["serve", "chat", "plan"]),
+             "trace": ["prompt", "chat", "serve", "perplexity", "bench"],
+             "against": ["perplexity"], "json": ["bench", "probe"],
+             **dict.fromkeys(["prompt_lengths", "contexts", "repeats", "batch", "cards"], ["bench"]),
+             **dict.fromkeys([*SAMPLING, "thinking"], ["prompt", "chat", "serve"])}
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        self.exit(2, f"qengine: {message} (see --help)\n")
+
+
+def within(kind: type, low, high):
+    """An argparse type: an int or a float from `low` to `high`, as a row of SAMPLING says."""
+    def convert(text):
+        value = kind(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"must be from {low} to {high}, not {text}")
+        return value
+
+    convert.__name__ = "whole number" if kind is int else "number"      # for "invalid number value: 'x'"
+    return convert
+
+
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """An argparse type: "297,4620"."""
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1 or max(numbers) >= 2**31 - DECODE_STEPS - 1:
+        raise argparse.ArgumentTypeError(f"must be whole numbers from 1 on with commas, not {text!r}")
+    return numbers
+
+
+def listed(numbers) -> str:
+    return ",".join(map(str, numbers))
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        usage="python qengine.py [-m MODEL] [-p TEXT | --chat | --serve [PORT] | --perplexity FILE |\n"
+              "                         --bench | --probe | --plan] [options]",
+        description="Runs a Qwen3.5 or Qwen3.6 model on NVIDIA cards or, without one, on an emulated card.",
+        epilog=EXAMPLES, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-m", "--model", metavar="MODEL", default=qengine.DEFAULT_MODEL,
+                        help="a GGUF file, or random weights: synthetic:0.8b, synthetic:9b:q4_k, ... "
+                             "(default: the small model that comes with qengine)")
+    for add in add_tasks, add_answer, add_comparison, add_bench, add_server, add_machine:
+        add(parser)
+    return parser
+
+
+def add_tasks(parser: Parser):
+    what = parser.add_argument_group("what to do (one of these; at a terminal a chat, if none is named)")
+    what = what.add_mutually_exclusive_group()
+    what.add_argument("-p", "--prompt", metavar="TEXT", help="answer this text and leave")
+    what.add_argument("--chat", action="store_true",
+                      help="a conversation in the terminal (Ctrl-C stops an answer, Ctrl-D leaves)")
+    what.add_argument("--serve", metavar="PORT", nargs="?", type=within(int, 0, 65535), const=8080,
+                      help="an OpenAI-compatible HTTP server (default port: 8080)")
+    what.add_argument("--perplexity", metavar="FILE",
+                      help="how well the model predicts a UTF-8 text, taken as -p --raw takes it: the text "
+                           "is cut into windows of --ctx tokens that know nothing of each other, and each "
+                           "token is predicted once, from those before it in its window (the first of a "
+                           "window from the whole window before)")
+    what.add_argument("--bench", action="store_true",
+                      help="tokens/s of prompts and of answers, how much of the card they use and where the "
+                           "time goes; needs a card that does nothing else, and probes it if nobody did")
+    what.add_argument("--probe", action="store_true",
+                      help="measure what the card's instructions, memory and launches can do, name what is "
+                           "throttled, and keep the result; uses no model")
+    what.add_argument("--plan", action="store_true",
+                      help="show what the model would take of each card's memory, the longest context that fits, and "
+                           "what passing from card to card costs; loads nothing")
+    what.add_argument("--print-config", action="store_true",
+                      help="show the model's configuration, and what --ctx, --slots and --card make of it")
+
+
+def add_answer(parser: Parser):
+    answer = parser.add_argument_group("the answer")
+    for name, (kind, low, high, meaning) in SAMPLING.items():
+        answer.add_argument("--" + name.replace("_", "-"), metavar="N" if kind is int else "X",
+                            type=within(kind, low, high), help=meaning)
+    answer.add_argument("--thinking", choices=("on", "off"),
+                        help="let the model reason before it answers (default: as its chat template says)")
+    answer.add_argument("--raw", action="store_true", help="continue the -p text as it stands")
+
+
+def add_comparison(parser: Parser):
+    compare = parser.add_argument_group("with --perplexity")
+    compare.add_argument("--against", metavar="OTHER",
+                         help="also OTHER's figures, and how far MODEL's predictions are from its own (KL "
+                              "divergence, likeliest tokens); the vocabulary is the same, and both are "
+                              "loaded at once")
+
+
+def add_bench(parser: Parser):
+    bench = parser.add_argument_group("with --bench (in brackets: on the emulated card)")
+    lengths = functools.partial(bench.add_argument, type=whole_numbers, metavar="N,N")
+    lengths("--prompt-lengths",
+            help=f"tokens of the prompts (default: {listed(PROMPT_LENGTHS)} [{EMULATED_LENGTH}])")
+    lengths("--contexts", help=f"tokens before the answers (default: {listed(CONTEXTS)} [{EMULATED_LENGTH}])")
+    bench.add_argument("--repeats", metavar="N", type=within(int, 1, 1000),
+                       help=f"the median of so many counts (default: {REPEATS} [1])")
+    bench.add_argument("--batch", metavar="N", type=within(int, 1, 256), default=1,
+                       help="answers decoded at the same time (default: 1)")
+    bench.add_argument("--cards", metavar="N,N", type=whole_numbers,
+                       help="on so many of the cards, one after the other, and then side by side: 1,2 (default: on all "
+                            "that --card names, or else those that it takes without)")
+    bench.add_argument("--json", metavar="FILE", help="write everything there, too; also with --probe")
+
+
+def add_server(parser: Parser):
+    server = parser.add_argument_group("with --serve")
+    server.add_argument("--host", metavar="ADDRESS", default="127.0.0.1",
+                        help="address to listen on (default: 127.0.0.1, this machine only)")
+    server.add_argument("--slots", metavar="N", type=within(int, 1, 256), default=1,
+                        help="answers generated at the same time (default: 1)")
+    server.add_argument("--api-key", metavar="KEY", action="append", default=[],
+                        help="answer only who sends this key, or another of several; other users of this machine can "
+                             "read a command line")
+    server.add_argument("--api-key-file", metavar="FILE", help="the same for each line of a file")
+    server.add_argument("--cors", metavar="ORIGIN", action="append", default=[],
+                        help="let web pages of this origin ask, https://chat.example say; * for all; several are "
+                             "allowed; behind a proxy without keys this server's own page needs it, too")
+    server.add_argument("--log-prompts", action="store_true", help="write the text of prompts into the log of requests")
+
+    server.add_argument("--go-on", action="store_true",
+                        help="when a card fails, load the model anew onto the others if it fits there, and serve on")
+
+
+def add_machine(parser: Parser):
+    machine = parser.add_argument_group("the machine")
+    machine.add_argument("--trace", metavar="FILE",
+                         help="write what cards and threads did when, for ui.perfetto.dev or chrome://tracing: "
+                              "kernels, copies and waits; slower than without")
+    machine.add_argument("--card", metavar="CARD",
+                         help="cuda:0 for one, cuda:0,2 or cuda (all) for several that share the layers, or emulated, "
+                              "emulated:3, emulated:3@0.25 (links of 0.25 GB/s), emulated:cmp-100-210,v100 (like cards "
+                              "of these types) (default: the first NVIDIA card if the model fits there, or else all of "
+                              "them; without any an emulated card)")
+    machine.add_argument("--split", metavar="N,N", type=whole_numbers,
+                         help="layers on each card (default: so that the slowest card is as fast as memory allows)")
+    machine.add_argument("--ctx", metavar="N", type=within(int, 1, 2**31 - 1),
+                         help="tokens a conversation may have, prompt and answer together "
+                              f"(default: {qengine.DEFAULT_CTX}, or the model's own where that is less)")
+    machine.add_argument("--kv-tokens", metavar="N", type=within(int, 1, 2**31 - 1),
+                         help="tokens of all conversations together, running ones and those kept for their "
+                              f"next turn (default: slots x ctx, and {qengine.KEPT_CONTEXTS} times as many where there "
+                              "is memory)")
+    for where, default in ("", "a quarter of what is free"), ("host-", "an eighth of the machine's"):
+        machine.add_argument(f"--checkpoint-{where}memory", metavar="MB", type=within(int, 0, 2**31 - 1),
+                             help=f"{'host' if where else 'card'} memory for the states that spare later prompts "
+                                  f"what they have in common with earlier ones (default: {default})")
+
+
+def option_name(name: str) -> str:
+    return "-p" if name == "prompt" else "--" + name.replace("_", "-")
+
+
+def given(parser: Parser, options) -> list[str]:
+    """The names of the options that the command line set."""
+    return [name for name, value in vars(options).items() if value != parser.get_default(name)]
+
+
+def check_options(parser: Parser, options):
+    """Leaves with a sentence where an option would do nothing."""
+    names = given(parser, options)
+    for name in names:
+        partners = GOES_WITH.get(name)
+        if partners and not set(partners) & set(names):
+            parser.error(f"{option_name(name)} goes with {' or '.join(map(option_name, partners))}")
+    if options.bench and options.ctx is not None:
+        parser.error("--ctx is not for --bench, which takes what --prompt-lengths and --contexts need")
+    if options.trace and len(options.cards or ()) > 1:
+        parser.error("--trace holds one run: name one number of --cards")
+    if options.split and set(options.cards or ()) - {len(options.split)}:
+        parser.error("--split names the layers of each card: give --cards that number of cards alone")
+    if options.split and (options.probe or options.print_config):
+        parser.error("--split is for what loads a model, and for --plan")
+    if options.probe and options.model != qengine.DEFAULT_MODEL:
+        parser.error("-m is not for --probe, which uses no model")
+    if options.raw and options.thinking:
+        parser.error("--thinking is for chat templates, and --raw uses none")
+    if not options.model:
+        parser.error("-m names no model: a GGUF file, or synthetic:tiny")

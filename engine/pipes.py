@@ -1,0 +1,95 @@
+"""What the pipes of a card do in a decode step, counted on an emulated card while the engine runs."""
+
+import contextlib
+import math
+import threading
+import time
+
+from kernels.card import Card
+from kernels.emulated.cards import CARDS, CardModel
+from kernels.emulated.estimate import PIPES, SECTOR, Counts
+from kernels.nvidia import find_assembler
+
+PIPES_SECONDS = 1           # at least, from one counted step to the next
+
+
+@contextlib.contextmanager
+def launching_as(card: Card, model: CardModel):
+    """While the `with` body runs, an emulated card is launched as another card would be: grids are made for the SMs of
+    `model`. Launches do not overlap, because estimates know nothing of overlaps."""
+    own, card.n_sms = card.n_sms, model.n_sms
+    try:
+        yield
+    finally:
+        card.n_sms = own
+
+
+class PipeMeter:
+    """Counts what a decode step of a running engine does on an emulated card, launched as MODEL would be.
+
+    A counted step takes a hundred times as long as others. So a step is counted only when somebody asks, and at most
+    once in PIPES_SECONDS. The code that counts is compiled before the first counted step; answers go on meanwhile.
+
+    pipeline, scheduler: of the engine, whose layers are all on one card. The meter takes steps of the scheduler's first
+    group of slots.
+    """
+
+    MODEL = CARDS[0]
+
+    def __init__(self, pipeline, scheduler):
+        self.pipeline, self.scheduler, self.stage = pipeline, scheduler, pipeline.last
+        self.busy = threading.Lock()                # held by the thread that counts; other threads get `last`
+        self.last, self.at = None, -math.inf        # the step that was counted last, and when
+        self.recordings = {}                        # of the stage's steps, launched as MODEL would be
+
+    def can_count(self) -> bool:
+        return [stage.card.kind for stage in self.pipeline.stages] == ["emulated"]
+
+    def count(self) -> dict | None:
+        """What the next decode step does, or what the last counted one did; None before the first counted step.
+
+        tokens, launches; pipes: instructions of warps by pipe; megabytes that memory must move; card: the name of
+        MODEL; estimated_seconds on that card, None where there is no ptxas.
+        """
+        if self.busy.acquire(blocking=False):
+            try:
+                if time.monotonic() - self.at > PIPES_SECONDS:
+                    self.last = self._count() or self.last
+                    self.at = time.monotonic()
+            finally:
+                self.busy.release()
+        return self.last
+
+    def _count(self) -> dict | None:
+        stage, scheduler = self.stage, self.scheduler
+        with scheduler.between_steps(), self._as_model():
+            n = len(scheduler.answering(0))
+            what = [(stage.launch_layers, 0, n), (stage.launch_choice, 0, n, False, 0)] if n else []
+            recordings = [stage.recording(*launch) for launch in what]
+        for recording in recordings:
+            stage.card.prepare_counting(recording)
+        with scheduler.between_steps(), self._as_model(), stage.card.counting() as log:
+            n = len(scheduler.answering(0))
+            scheduler.decode(0)
+            self.pipeline.settle()
+        return summary(log, n, self.MODEL) if n else None
+
+    @contextlib.contextmanager
+    def _as_model(self):
+        """While the `with` body runs, the stage launches as MODEL would be launched, from recordings of its own."""
+        self.pipeline.settle()
+        own, self.stage.recordings = self.stage.recordings, self.recordings
+        try:
+            with launching_as(self.stage.card, self.MODEL):
+                yield
+        finally:
+            self.stage.recordings = own
+
+
+def summary(log: list, n_tokens: int, model: CardModel) -> dict:
+    """What a counted step did, as `PipeMeter.count` returns it. log: the launches of the step."""
+    counts = sum((launch.counts for launch in log), Counts())
+    pipes = {name.rstrip("_"): n for name in PIPES if name != "move" and (n := getattr(counts, name))}
+    seconds = sum(launch.estimate(model).seconds for launch in log) if find_assembler() else None
+    return {"tokens": n_tokens, "launches": len(log), "pipes": pipes, "card": model.name, "estimated_seconds": seconds,
+            "megabytes": SECTOR * counts.distinct_sectors / 1e6}

@@ -1,0 +1,43 @@
+"""What an engine offers a server: api/ uses these names of an engine and no others."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+from engine.request import Fault, Generation, Request
+from engine.template import ChatTemplate
+from engine.tokenizer import Tokenizer
+
+
+class TextEngine(Protocol):
+    """What an engine offers a server: all that api/ uses of one. `qengine.Engine` is such an engine, and so are the
+    engines of the tests that say what they are told to."""
+
+    name: str                           # of the model, as clients see it
+    n_ctx: int                          # tokens of a context, prompt and answer together
+    tokenizer: Tokenizer
+    template: ChatTemplate | None       # None: the model knows no conversations
+    cards: Sequence                     # in the order of their layers; each has describe(), a line for people
+    layers: Sequence[range]             # the layers of each card
+    reason: str | None                  # why the engine has stopped, a sentence; None while it works
+    fault: Fault | None                 # the same with the card at fault, if there is one, and since when
+    counts_pipes: bool                  # whether `count_pipes` can count
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt. Raises RequestError where the prompt cannot fit into the context."""
+
+    @abstractmethod
+    def submit(self, request: Request) -> Generation:
+        """Start a request; return at once. Raises RequestError or EngineStopped."""
+
+    @abstractmethod
+    def stats(self) -> dict[str, int]:
+        """Counts for /metrics. Of this moment: requests_running, requests_waiting, kv_pages, kv_pages_used,
+        checkpoints, checkpoints_on_card. Since the start: prompt_tokens, of those cached_tokens, generated_tokens,
+        checkpoints_spilled, checkpoints_fetched, checkpoints_dropped."""
+
+    @abstractmethod
+    def count_pipes(self) -> dict | None:
+        """What a decode step did on an emulated card, as `engine.pipes.PipeMeter.count` has it; None before the first
+        step that was counted."""

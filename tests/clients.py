@@ -1,0 +1,90 @@
+"""Servers under test, their clients, and what a refusal looks like."""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import time
+
+import openai
+
+from api.http import serving as http_server
+from api.service import create_app
+from engine.text_engine import TextEngine
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HI = {"role": "user", "content": "hi"}
+
+# What a server may use of an engine.
+OFFERED = set(TextEngine.__annotations__) | {name for name in vars(TextEngine) if not name.startswith("_")}
+
+
+class Offered:
+    """An engine as a server may see it: whoever asks for more than TextEngine names is told so."""
+
+    def __init__(self, engine: TextEngine):
+        self._engine = engine
+
+    def __getattr__(self, name):
+        assert name in OFFERED, f"a server used {name!r} of an engine, which TextEngine does not offer"
+        return getattr(self._engine, name)
+
+
+def app_of(engine: TextEngine | None = None, **arguments):
+    """The app over what a server may see of an engine. arguments: of `create_app`."""
+    return create_app(engine and Offered(engine), **arguments)
+
+
+@contextlib.contextmanager
+def serving(app):
+    """A real server on a free loopback port; gives (port, Service)."""
+    with http_server(app, "127.0.0.1", 0) as port:
+        yield int(port), app.extensions["qengine"]
+
+
+def official_client(port):
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+
+
+@contextlib.contextmanager
+def official_clients(kind, async_kind, port, path="/v1"):
+    """A client, and what runs a coroutine function of an asynchronous one: such a one belongs to its event loop."""
+    arguments = {"base_url": f"http://127.0.0.1:{port}{path}", "api_key": "none", "max_retries": 0}
+    with kind(**arguments) as client, asyncio.Runner() as runner:
+        async_client = async_kind(**arguments)
+        yield client, lambda ask: runner.run(ask(async_client))
+        runner.run(async_client.close())
+
+
+@contextlib.contextmanager
+def scripted_clients(engine, kind, async_kind, path="/v1"):
+    """The two of `official_clients` of a server with this engine."""
+    with serving(app_of(engine)) as (port, _), official_clients(kind, async_kind, port, path) as clients:
+        yield clients
+
+
+def send(port, method, path, body=None):
+    """One HTTP request, its body an object or raw bytes; gives (status, headers, decoded answer)."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    connection.request(method, path, data, {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    text = answer.read()
+    connection.close()
+    return answer.status, answer.headers, json.loads(text)
+
+
+def assert_error(answer, status, param=None):
+    got, headers, body = answer
+    error = body["error"]
+    assert (got, set(error)) == (status, {"message", "type", "param", "code"})
+    assert param is None or error["param"].split("[")[0] == param       # "messages[0].content", say
+    assert error["message"] and "\n" not in error["message"]
+    assert headers["Content-Type"] == "application/json"
+
+
+def wait_until(condition, seconds=10):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
