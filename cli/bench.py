@@ -20,13 +20,16 @@ import numpy as np
 
 import qengine
 from engine.pipes import launching_as
+from engine.plan import Demand, passes_over
 from engine.prefix import PAGE_TOKENS, pages_for
 from engine.request import Request, RequestError
 from kernels import probe
+from kernels.assembler import find_assembler
 from kernels.bench import operation_seconds
-from kernels.card import Card, open_cards, show_bytes
+from kernels.card import Card, show_bytes
 from kernels.emulated.cards import CARDS
-from kernels.nvidia import find_assembler
+from kernels.open import open_cards
+from kernels.operands import Matrix
 
 from .engines import traced, write_json
 
@@ -78,13 +81,13 @@ class Bench:
     def chunks(self, n: int):
         """(start, token ids) of the passes of a random prompt of n tokens."""
         ids = self.random.integers(0, self.engine.config.n_vocab, n).tolist()
-        return [(start, ids[start:start + rows]) for start, rows in qengine.passes_over(
+        return [(start, ids[start:start + rows]) for start, rows in passes_over(
             n, lambda start, last: self.pipeline.pass_rows(start, n, self.engine.chunk, last))]
 
     def prompt(self, n: int, slot: int = 0) -> float:
         """Seconds of a prompt of n tokens with its first answer token."""
         chunks = self.chunks(n)
-        self.pipeline.start(slot, Request([0]))
+        self.pipeline.prepare_slot(slot, Request([0]))
         started = time.perf_counter()
         for start, ids in chunks:
             self.pipeline.prefill(ids, slot, start)
@@ -120,7 +123,7 @@ class Bench:
     def chunk(self, stage: qengine.Stage, start: int, ids: list[int]):
         """Puts the inputs of a stage's pass over `ids` on the card; returns the function that queues its launches."""
         qengine.set_rows(stage.inputs, ids, [0] * len(ids), range(start, start + len(ids)))
-        return functools.partial(stage.launch_lanes_in_turn, len(ids))
+        return functools.partial(stage.launch_micro_batches_in_sequence, len(ids))
 
     def decode(self, context: int) -> Throughput:
         """The Throughput of the batch from a context on."""
@@ -152,11 +155,11 @@ class Bench:
     def step(self, stage: qengine.Stage):
         """Queues the launches of a stage's part of a decode step. The engine replays them from recordings."""
         for group, slots in enumerate(self.groups):
-            stage.launch_step(group, len(slots), log_probs=False, turn=0)
+            stage.launch_step(len(slots), False, group, 0)
 
     # ---- what it must move and compute ----
 
-    def weights(self) -> list[qengine.Matrix]:
+    def weights(self) -> list[Matrix]:
         """The matrices of the layers and the head, which every decode step reads whole."""
         layers = [layer for stage in self.stages for layer in stage.model.layers]
         return [matrix for layer in layers for matrix in qengine.matrices(layer)] + [self.pipeline.last.model.head]
@@ -172,16 +175,16 @@ class Bench:
         c, caches = self.engine.config, [stage.cache for stage in self.stages]
         weights = sum(m.values.nbytes + (m.scales.nbytes if m.is_quantized else 0) for m in self.weights())
         states = sum(2 * s.memory[0].nbytes + s.conv[0].nbytes for cache in caches for s in cache.recurrent.values())
-        n_attention = sum(len(cache.pages) for cache in caches)
-        kept = (context + DECODE_STEPS // 2) * n_attention * 2 * c.kv_dim * 2          # k and v, float16
-        return len(self.groups) * weights + self.batch * (states + kept)
+        token = sum(pages.format.token_bytes(c.n_kv_heads, c.head_dim) for cache in caches
+                    for pages in cache.pages.values())
+        return len(self.groups) * weights + self.batch * (states + (context + DECODE_STEPS // 2) * token)
 
     # ---- estimates for cards that are not here ----
 
     def estimates(self, n: int, context: int) -> dict:
         """Estimated tokens/s of a prompt of n tokens and of decode at a context, as `estimated_rates` has them."""
         (stage,), chunks = self.stages, self.chunks(n)
-        self.pipeline.start(0, Request([0]))
+        self.pipeline.prepare_slot(0, Request([0]))
         self.place_step(context)
         self.pipeline.settle()
 
@@ -262,7 +265,7 @@ def bench_cards(model: qengine.OpenModel, cards: list[Card] | None, emulated: bo
     n_ctx = max(*lengths, *contexts) + DECODE_STEPS + 1
     wishes = {"slots": options.batch, "kv_tokens": options.batch * pages_for(n_ctx) * PAGE_TOKENS,
               "checkpoint_memory": 0, "split": options.split}       # every slot has pages of its own
-    cards = qengine.make_planner(model, cards, qengine.Demand(n_ctx, **wishes)).cards
+    cards = qengine.make_planner(model, cards, Demand(n_ctx, **wishes)).cards
     reports, free = [probe.saved_or_measured(card) for card in cards], sum(card.free_bytes for card in cards)
     with contextlib.closing(qengine.load(model, card=cards, ctx=n_ctx, **wishes)) as engine, traced(engine, options):
         bench = Bench(engine, reports, repeats, options.batch)

@@ -6,6 +6,7 @@ import signal
 import sys
 
 import qengine
+from engine.plan import Demand
 from engine.request import SAMPLING, EngineStopped, ModelError, RequestError
 from kernels import probe
 from kernels.card import CardError
@@ -40,7 +41,7 @@ def print_config(options) -> int:
 def run_plan(model: qengine.OpenModel, options) -> int:
     """Prints where the model goes and what that takes; returns the exit code. Raises OutOfMemory."""
     wishes = asked(options)
-    planner = qengine.make_planner(model, options.card, qengine.Demand(model.n_ctx(wishes.pop("ctx")), **wishes))
+    planner = qengine.make_planner(model, options.card, Demand(model.n_ctx(wishes.pop("ctx")), **wishes))
     planner.check()
     print(planner.report())
     return 0
@@ -55,7 +56,7 @@ def run(options) -> int:
     if options.print_config:
         return print_config(options)
     if options.serve is not None:
-        from .serve import run_server       # here: a tenth of a second of imports that nothing else needs
+        from .serve import run_server  # here: a tenth of a second of imports that nothing else needs
         return run_server(options, sampling, thinking)
     if options.probe:
         return run_probe(options)

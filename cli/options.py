@@ -4,6 +4,7 @@ import argparse
 import functools
 
 import qengine
+from engine.plan import KEPT_CONTEXTS
 from engine.request import SAMPLING
 
 from .bench import CONTEXTS, DECODE_STEPS, EMULATED_LENGTH, PROMPT_LENGTHS, REPEATS
@@ -174,7 +175,7 @@ def add_machine(parser: Parser):
                               f"(default: {qengine.DEFAULT_CTX}, or the model's own where that is less)")
     machine.add_argument("--kv-tokens", metavar="N", type=within(int, 1, 2**31 - 1),
                          help="tokens of all conversations together, running ones and those kept for their "
-                              f"next turn (default: slots x ctx, and {qengine.KEPT_CONTEXTS} times as many where there "
+                              f"next turn (default: slots x ctx, and {KEPT_CONTEXTS} times as many where there "
                               "is memory)")
     for where, default in ("", "a quarter of what is free"), ("host-", "an eighth of the machine's"):
         machine.add_argument(f"--checkpoint-{where}memory", metavar="MB", type=within(int, 0, 2**31 - 1),

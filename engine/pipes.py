@@ -5,10 +5,10 @@ import math
 import threading
 import time
 
+from kernels.assembler import find_assembler
 from kernels.card import Card
 from kernels.emulated.cards import CARDS, CardModel
 from kernels.emulated.estimate import PIPES, SECTOR, Counts
-from kernels.nvidia import find_assembler
 
 PIPES_SECONDS = 1           # at least, from one counted step to the next
 
@@ -64,7 +64,7 @@ class PipeMeter:
         stage, scheduler = self.stage, self.scheduler
         with scheduler.between_steps(), self._as_model():
             n = len(scheduler.answering(0))
-            what = [(stage.launch_layers, 0, n), (stage.launch_choice, 0, n, False, 0)] if n else []
+            what = [(stage.launch_layers, n, 0), (stage.launch_choice, n, False, 0, 0)] if n else []
             recordings = [stage.recording(*launch) for launch in what]
         for recording in recordings:
             stage.card.prepare_counting(recording)
