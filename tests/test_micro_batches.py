@@ -28,7 +28,7 @@ def prompt(seed, n=N):
 
 
 def load(card, model=TINY, sizes=None, **options):
-    """An engine whose passes of N rows run in micro-batches of these sizes, and those of other lengths in random ones."""
+    """An engine whose passes of N rows run in micro-batches of these sizes, and other passes in random ones."""
     options = {"ctx": 1024, "slots": 2, "chunk": 704, "progress": False} | options
     engine = qengine.load(str(model), card=card, **options)
     draw = random.Random(0)
