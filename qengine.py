@@ -395,6 +395,7 @@ class FileWeights(Weights):
         loader = FileLoader(card, self)
         yield loader
         loader.check()
+        loader.feeder = loader.flags = loader.flag_of = None    # what follows has their memory
 
 
 class SyntheticWeights(Weights):
