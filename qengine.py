@@ -393,9 +393,11 @@ class FileWeights(Weights):
     @contextlib.contextmanager
     def loading(self, card: Card):
         loader = FileLoader(card, self)
-        yield loader
-        loader.check()
-        loader.feeder = loader.flags = loader.flag_of = None    # what follows has their memory
+        try:
+            yield loader
+            loader.check()
+        finally:
+            loader.feeder = loader.flags = loader.flag_of = None    # what follows has their memory
 
 
 class SyntheticWeights(Weights):
