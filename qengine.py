@@ -393,8 +393,11 @@ class FileWeights(Weights):
     @contextlib.contextmanager
     def loading(self, card: Card):
         loader = FileLoader(card, self)
-        yield loader
-        loader.check()
+        try:
+            yield loader
+            loader.check()
+        finally:
+            loader.feeder = loader.flags = loader.flag_of = None    # what follows has their memory
 
 
 class SyntheticWeights(Weights):
@@ -902,9 +905,9 @@ class Scratch:
     and the arrays that kinds of mixers name in their `scratch`.
     """
 
-    def __init__(self, layout, arrays: dict[str, Array]):
-        """layout: `Model.scratch_layout`. arrays: by the names of the layout."""
-        self.layout, self.arrays, self.activations = layout, arrays, {}
+    def __init__(self, arrays: dict[str, Array]):
+        """arrays: by the names of `Model.scratch_layout`."""
+        self.arrays, self.activations = arrays, {}
         for name, array in arrays.items():
             kind, _, form = name.partition(" ")
             if form == "x":
@@ -916,10 +919,9 @@ class Scratch:
             elif not form:
                 setattr(self, name, array)
 
-    def behind(self, row: int) -> "Scratch":
-        """The memory of the rows from `row` on, a multiple of 64."""
-        skipped = self.layout(row)
-        return Scratch(self.layout, {name: array[skipped[name].shape[0]:] for name, array in self.arrays.items()})
+    def behind(self, skipped: dict[str, ScratchArray]) -> "Scratch":
+        """The memory behind the first rows. skipped: `Model.scratch_layout` of those rows, a multiple of 64."""
+        return Scratch({name: array[skipped[name].shape[0]:] for name, array in self.arrays.items()})
 
 
 class Model:
@@ -961,21 +963,23 @@ class Model:
     def allocate(self, rows: int, n_slots: int):
         """Takes scratch memory for passes of up to `rows` rows and for decode steps of n_slots slots."""
         c, card = self.config, self.card
-        self.scratch = Scratch(self.scratch_layout, {
-            name: card.alloc(*each) for name, each in self.scratch_layout(rows).items()})
+        self.scratch = Scratch({name: card.alloc(*each) for name, each in self.scratch_layout(rows).items()})
         partials = attend_decode.partials_shape(n_slots, c.n_heads, c.head_dim)
         self.attention_scratch = attend_decode.Scratch(
             card.alloc(partials, np.float32, "attention partials"),
             card.zeros((n_slots, c.n_kv_heads), np.uint32, "attention blocks that have arrived"))
         if self.head is not None:
             self.logits = card.alloc((max(n_slots, HEAD_ROWS), c.n_vocab), np.float32, "logits")
-        self.views = {0: self}      # see `behind`; kept, since arrays know what launches ask of them
+        self.views = {}             # see `behind`; kept, since arrays know what launches ask of them
 
     def behind(self, row: int) -> "Model":
         """This model with the scratch memory of the rows from `row` on, a multiple of 64: for a micro-batch."""
+        if row == 0:
+            return self
         if row not in self.views:
             self.views[row] = view = copy.copy(self)
-            view.scratch, view.views = self.scratch.behind(row), None       # or the two would hold each other
+            # Without views of its own: in a circle of references the memory would stay until Python looks for circles.
+            view.scratch, view.views = self.scratch.behind(self.scratch_layout(row)), None
         return self.views[row]
 
     def forward(self, run: PromptPass | DecodePass, cache: "Cache", tap=None):
@@ -1368,7 +1372,7 @@ class Stage:
         self.card.synchronize()                     # after this, nothing replays the recordings any more
         self.recordings.clear()
         self.model.gemv, self.model.gemm = gemv, gemm
-        self.model.views = {0: self.model}          # the other views have the products of before
+        self.model.views.clear()                    # which have the products of before
 
 
 def check_product(card: Card, product, n: int, k: int, rows: int, add: bool):

@@ -3,6 +3,7 @@ whichever of them is late."""
 
 import collections
 import contextlib
+import gc
 import random
 import time
 
@@ -27,7 +28,7 @@ def prompt(seed, n=N):
 
 
 def load(card, model=TINY, sizes=None, **options):
-    """An engine whose passes of N rows run in micro-batches of these sizes, and those of other lengths in random ones."""
+    """An engine whose passes of N rows run in micro-batches of these sizes, and other passes in random ones."""
     options = {"ctx": 1024, "slots": 2, "chunk": 704, "progress": False} | options
     engine = qengine.load(str(model), card=card, **options)
     draw = random.Random(0)
@@ -181,6 +182,24 @@ def test_the_operations_of_a_prompt_are_those_of_its_micro_batches(card):
         bench = Bench(engine, [collections.namedtuple("Report", "dp4a_peak")(1e12)], 1, 1)
         operations = {operation.name: operation.launches for operation in bench.prefill(N).operations}
     assert operations["gdn_recurrence"] == 2 * 3 and operations["attend_tiles"] == 3
+
+
+def test_what_a_stage_releases_is_free_at_once(card):
+    """Its memory does not wait until Python looks for circles of references, also after micro-batches have run."""
+    engine = load(card, sizes=(192, 192, 316))
+    engine.evaluate(prompt(9))
+    stage, taken = engine.pipeline.last, dict(card.allocations)
+    engine.close()
+    gc.collect()
+    gc.disable()
+    try:
+        stage.release()
+        assert sum(taken[ptr][0] for ptr in taken.keys() - card.allocations.keys()) > stage.weight_bytes
+        left = set(card.allocations)
+    finally:
+        gc.enable()
+    gc.collect()
+    assert set(card.allocations) == left
 
 
 def test_passes_of_a_prompt_follow_each_other(card):

@@ -61,6 +61,8 @@ def test_the_first_damaged_tensor_is_named(card, tmp_path):
 
 
 def test_nothing_but_the_matrices_stays_on_the_card(card):
+    """Also while somebody holds the loader."""
     before = set(card.allocations)
-    matrix, _ = loaded(card, qengine.FileWeights(qengine.GGUF(FILE)), NAMES[0])
+    with qengine.FileWeights(qengine.GGUF(FILE)).loading(card) as loader:
+        matrix = loader.matrix(NAMES[0])
     assert set(card.allocations) - before == {matrix.values.ptr, matrix.scales.ptr}
