@@ -861,8 +861,8 @@ class Model:
             yield f"layer {index}"
 
     def compute_logits(self, rows: Rows, x: Array):
-        """logits[:n] = head(norm(x[:n])) for the n of `rows`. The decode family computes them in every pass, so that a
-        row has one answer."""
+        """logits[:n] = head(norm(x[:n])) for the n of `rows`, of which only n counts. The decode family computes them
+        in every pass, so that a row has one answer."""
         self.multiply_normed(DecodePass.of(rows), Stack(((0, self.head),), self.head.n), self.head_norm, x, self.logits)
 
     # ---- what the layers share ----
@@ -1068,11 +1068,11 @@ class Stage:
     def queue_first_choice(self, row: int, slot: int, log_probs: bool):
         """Queue the choice of the next token of a slot from row `row` of the prompt's pass that was queued last.
         Returns what `Sampler.read_back` does."""
-        set_rows(self.inputs, [0], [slot], [0])
-        rows, buffer = rows_of(self.inputs, 1), self.sampler.next_buffer(-1)
+        set_rows(self.inputs, [0], [slot], [0])     # of this row, the sampler reads the slot alone
+        rows, buffer = rows_of(self.inputs, 1), self.sampler.next_buffer(FIRST_TOKENS)
         self.model.compute_logits(rows, self.model.scratch.x[row:row + 1])
-        self.sampler.launch(self.model.logits, rows, -1, buffer, log_probs)
-        return self.sampler.read_back(-1, buffer, 1, log_probs)
+        self.sampler.launch(self.model.logits, rows, FIRST_TOKENS, buffer, log_probs)
+        return self.sampler.read_back(FIRST_TOKENS, buffer, 1, log_probs)
 
     def read_logits(self, row: int, n: int) -> np.ndarray:
         """The logits of n rows of that pass from `row` on."""
@@ -1180,7 +1180,9 @@ class Stage:
             self.advance(rows, self.sampler.results[group][buffer].tokens)
 
     def advance(self, rows: Rows, tokens: Array):
-        """The inputs of a step become those of the next one: the tokens chosen, at the next positions."""
+        """The inputs of a step become those of the next one: the tokens chosen, at the next positions. The last stage
+        does this at the end of a step, the others at the beginning of the next one, when the tokens have come to their
+        card."""
         advance.advance(self.card, rows.ids, rows.places.positions, rows.rope, tokens, rows.n)
 
     # ---- kernels ----
@@ -1249,6 +1251,7 @@ def with_starts(sizes: list[int]):
     return zip(itertools.accumulate(sizes, initial=0), sizes)
 
 
+FIRST_TOKENS = -1           # stands for a group of answers where first tokens of prompts are chosen
 INPUTS = 7                  # numbers of a row: id, slot, position, three positions for rotations, token chosen last
 
 
@@ -1360,7 +1363,7 @@ class Pipeline:
             stage.worker.on_fault = self.fail
             stage.worker.ask(stage.allocate, sizes, self.n_groups).result()
         for upstream, downstream in itertools.pairwise(stages):
-            Edge(upstream, downstream)
+            Edge(upstream, downstream)          # sets upstream.exit and downstream.entry
         self.queued = collections.deque()       # the prompt passes that nobody has waited for
         self.chosen = [None] * self.n_groups    # the tokens of each group's last step, where the next step takes them
         self.slowest = slowest_seconds([stage.costs for stage in stages])
@@ -1590,7 +1593,7 @@ class Sampler:
     def allocate(self, n_groups: int):
         """Take the memory of the result buffers. Each group of answers has BUFFERS of them. First tokens of prompts
         have n_groups + 1, as up to n_groups first tokens may be unread."""
-        counts = [BUFFERS] * n_groups + [n_groups + 1]
+        counts = [BUFFERS] * n_groups + [n_groups + 1]      # those of FIRST_TOKENS stand last
         shape = sum(counts), len(self.masks)
         self.tokens = self.card.alloc(shape, np.int32, "sampled tokens")
         self.reports = self.card.alloc((*shape, logprobs.REPORT), np.uint32, "log-probabilities")
@@ -1646,7 +1649,7 @@ class Sampler:
         self.card.default_stream.wait(self.copies.record())
 
     def next_buffer(self, group: int) -> int:
-        """The index of the next result buffer of a group; group -1 has the buffers of first tokens. What is queued
+        """The index of the next result buffer of a group; group FIRST_TOKENS has those of first tokens. What is queued
         after this call waits until the buffer's earlier results have been copied."""
         buffer = next(self.buffers[group])
         if copied := self.results[group][buffer].copied:
@@ -2060,7 +2063,7 @@ class Scheduler:
             tokens = self.pipeline.choose(len(batch), wants_log_probs(batch), group)
         else:
             tokens = self.pipeline.step(len(batch), wants_log_probs(batch), group)
-            self._land(group)
+            self._land(group)                       # the step before: this one's flight is not noted yet
         for sequence in batch:
             sequence.in_flight = 1
             if sequence in self.running:
