@@ -59,7 +59,7 @@ class EmulatedCard(Card):
 
     kind = "emulated"
 
-    def __init__(self, number=0, memory_bytes=None, threads=None, link_gbs=None, late=False, checked=False,
+    def __init__(self, number=0, memory_bytes=None, threads=None, *, link_gbs=None, late=False, checked=False,
                  cc=None, like=None, cache_dir=compiler.CACHE_DIR):
         cc = cc or next(c for c in compiler.supported_ccs() if c >= (7, 0))
         self.threads, self.like = threads or usable_processors(), like
