@@ -468,12 +468,12 @@ class DeltaNet:
 
     heads: gdn.LinearHeads
     norm: Array             # [hidden]
-    inputs: Stack           # conv_dim columns of q, k, v; value_dim of z, the output's gate; n_value_heads of alpha,
+    in_proj: Stack          # conv_dim columns of q, k, v; value_dim of z, the output's gate; n_value_heads of alpha,
                             # how fast the state decays; and as many of beta, how strongly it is written
     conv: Array             # [conv_dim, conv_width]
     decay: gdn.Decay        # [n_value_heads] twice: -exp(A_log), and the bias of the time step
     out_norm: Array         # [128]
-    out: Matrix             # [hidden, value_dim]
+    out_proj: Matrix        # [hidden, value_dim]
 
     keeps: ClassVar = States
 
@@ -495,9 +495,9 @@ class DeltaNet:
 
     @classmethod
     def load(cls, tensors: Tensors, c: Config) -> "DeltaNet":
-        inputs = tensors.stack("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta")
+        in_proj = tensors.stack("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta")
         decay = gdn.Decay(tensors.vector("ssm_a"), tensors.vector("ssm_dt.bias"))
-        return cls(gdn.LinearHeads(c.n_key_heads, c.n_value_heads), tensors.vector("attn_norm.weight"), inputs,
+        return cls(gdn.LinearHeads(c.n_key_heads, c.n_value_heads), tensors.vector("attn_norm.weight"), in_proj,
                    tensors.vector("ssm_conv1d.weight"), decay, tensors.vector("ssm_norm.weight"),
                    tensors.matrix("ssm_out"))
 
@@ -520,12 +520,12 @@ class DeltaNet:
 
     @staticmethod
     def out_width(c: Config) -> int:
-        """The width of what enters `out`."""
+        """The width of what enters `out_proj`."""
         return c.value_dim
 
     def prefill(self, model: "Model", run: PromptPass, states: States):
         card, c, s, n_rows = model.card, model.config, model.scratch, run.rows.n
-        projected, u = model.project_norm(run, self.inputs, self.norm), s.activations[c.value_dim]
+        projected, u = model.project_norm(run, self.in_proj, self.norm), s.activations[c.value_dim]
         with run.in_order():
             for start, end, slot, kept in run.parts():
                 n, mixed = end - start, s.mixed[start:]
@@ -537,24 +537,24 @@ class DeltaNet:
                     states.copy(card, kept, slot)
         gated = norm.GatedInput(s.delta, projected.values[c.conv_dim:], projected.stride, c.n_value_heads,
                                 self.out_norm, c.norm_eps)
-        if self.out.is_quantized:
+        if self.out_proj.is_quantized:
             norm.gated_norm_quantize(card, u.quantized, gated, n_rows)
         else:
             norm.gated_norm(card, u.x, gated, n_rows)
-        model.project(run, s.x, self.out, u, add=True)
+        model.project(run, s.x, self.out_proj, u, add=True)
 
     def decode(self, model: "Model", run: DecodePass, states: States):
         card, c, s = model.card, model.config, model.scratch
-        projected, u = model.project_norm(run, self.inputs, self.norm), s.activations[c.value_dim]
+        projected, u = model.project_norm(run, self.in_proj, self.norm), s.activations[c.value_dim]
         weights = gdn_decode.LinearWeights(self.conv, self.decay, self.out_norm)
         for first, rows in run.sequence:
             inputs = states, projected.rows_from(first), weights, rows.places, self.heads
             sizes = {"rows": rows.n, "eps": c.norm_eps, "early": run.reads_early}
-            if self.out.is_quantized:
+            if self.out_proj.is_quantized:
                 gdn_decode.gdn_decode_quantize(card, u.q[first:], u.d[first:], *inputs, **sizes)
             else:
                 gdn_decode.gdn_decode(card, u.x[first:], *inputs, **sizes)
-        model.project(run, s.x, self.out, u, add=True)
+        model.project(run, s.x, self.out_proj, u, add=True)
 
 
 @dataclass(frozen=True)
@@ -563,10 +563,10 @@ class Attention:
 
     heads: Heads
     norm: Array             # [hidden]
-    inputs: Stack           # per head head_dim columns of query and as many of gate; kv_dim of keys, kv_dim of values
+    in_proj: Stack          # per head head_dim columns of query and as many of gate; kv_dim of keys, kv_dim of values
     q_norm: Array           # [head_dim]
     k_norm: Array           # [head_dim]
-    out: Matrix             # [hidden, query_dim]
+    out_proj: Matrix        # [hidden, query_dim]
 
     keeps: ClassVar = Pages
 
@@ -616,30 +616,30 @@ class Attention:
 
     def project_qkv(self, model: "Model", run: PromptPass | DecodePass) -> QKV:
         rotary = Rotary(run.rows.rope, model.inv_freq, model.config.rope_sections)
-        return QKV(model.project_norm(run, self.inputs, self.norm), self.heads, self.q_norm, self.k_norm, rotary)
+        return QKV(model.project_norm(run, self.in_proj, self.norm), self.heads, self.q_norm, self.k_norm, rotary)
 
     def prefill(self, model: "Model", run: PromptPass, pages: Pages):
         card, s, n, places = model.card, model.scratch, run.rows.n, run.rows.places
-        qkv, u = self.project_qkv(model, run), s.activations[self.out.k]
+        qkv, u = self.project_qkv(model, run), s.activations[self.out_proj.k]
         rope.norm_rope_q(card, s.q, qkv, n)
         with run.in_order():
             kv_cache.store_kv(card, pages, qkv, places, n)
         attention.attend_prefill(card, s.attended, s.q, qkv, pages, places, n)
-        if self.out.is_quantized:
+        if self.out_proj.is_quantized:
             quantize.quantize_q8(card, u.quantized, s.attended, n, u.k)
         else:
             card.copy(u.x[:n], s.attended[:n])
-        model.project(run, s.x, self.out, u, add=True)
+        model.project(run, s.x, self.out_proj, u, add=True)
 
     def decode(self, model: "Model", run: DecodePass, pages: Pages):
-        card, s, u = model.card, model.scratch, model.scratch.activations[self.out.k]
+        card, s, u = model.card, model.scratch, model.scratch.activations[self.out_proj.k]
         qkv = self.project_qkv(model, run)
         for first, rows in run.sequence:
-            out = (u.q[first:], u.d[first:]) if self.out.is_quantized else (u.x[first:], None)
+            out = (u.q[first:], u.d[first:]) if self.out_proj.is_quantized else (u.x[first:], None)
             part = qkv._replace(products=qkv.products.rows_from(first), rotary=qkv.rotary._replace(positions=rows.rope))
             attend_decode.attend_decode(card, out, part, pages, rows.places, model.attention_scratch, rows.n,
                                         early=run.reads_early)
-        model.project(run, s.x, self.out, u, add=True)
+        model.project(run, s.x, self.out_proj, u, add=True)
 
 
 @dataclass(frozen=True)
@@ -861,8 +861,8 @@ class Model:
             yield f"layer {index}"
 
     def compute_logits(self, rows: Rows, x: Array):
-        """logits[:n] = head(norm(x[:n])) for the n of `rows`. The decode family computes them in every pass, so that a
-        row has one answer."""
+        """logits[:n] = head(norm(x[:n])) for the n of `rows`, of which only n counts. The decode family computes them
+        in every pass, so that a row has one answer."""
         self.multiply_normed(DecodePass.of(rows), Stack(((0, self.head),), self.head.n), self.head_norm, x, self.logits)
 
     # ---- what the layers share ----
@@ -1068,11 +1068,11 @@ class Stage:
     def queue_first_choice(self, row: int, slot: int, log_probs: bool):
         """Queue the choice of the next token of a slot from row `row` of the prompt's pass that was queued last.
         Returns what `Sampler.read_back` does."""
-        set_rows(self.inputs, [0], [slot], [0])
-        rows, buffer = rows_of(self.inputs, 1), self.sampler.next_buffer(-1)
+        set_rows(self.inputs, [0], [slot], [0])     # of this row, the sampler reads the slot alone
+        rows, buffer = rows_of(self.inputs, 1), self.sampler.next_buffer(FIRST_TOKENS)
         self.model.compute_logits(rows, self.model.scratch.x[row:row + 1])
-        self.sampler.launch(self.model.logits, rows, -1, buffer, log_probs)
-        return self.sampler.read_back(-1, buffer, 1, log_probs)
+        self.sampler.launch(self.model.logits, rows, FIRST_TOKENS, buffer, log_probs)
+        return self.sampler.read_back(FIRST_TOKENS, buffer, 1, log_probs)
 
     def read_logits(self, row: int, n: int) -> np.ndarray:
         """The logits of n rows of that pass from `row` on."""
@@ -1180,7 +1180,9 @@ class Stage:
             self.advance(rows, self.sampler.results[group][buffer].tokens)
 
     def advance(self, rows: Rows, tokens: Array):
-        """The inputs of a step become those of the next one: the tokens chosen, at the next positions."""
+        """The inputs of a step become those of the next one: the tokens chosen, at the next positions. The last stage
+        does this at the end of a step, the others at the beginning of the next one, when the tokens have come to their
+        card."""
         advance.advance(self.card, rows.ids, rows.places.positions, rows.rope, tokens, rows.n)
 
     # ---- kernels ----
@@ -1249,6 +1251,7 @@ def with_starts(sizes: list[int]):
     return zip(itertools.accumulate(sizes, initial=0), sizes)
 
 
+FIRST_TOKENS = -1           # stands for a group of answers where first tokens of prompts are chosen
 INPUTS = 7                  # numbers of a row: id, slot, position, three positions for rotations, token chosen last
 
 
@@ -1276,7 +1279,7 @@ def set_rows(inputs: Array, ids, slots, positions, one_by_one=False):
 class Edge:
     """The way of hidden states from a stage to the next stage's card: a hop.
 
-        scratch.x → outgoing ──copies out──→ pinned host memory ──copies in──→ incoming → scratch.x
+        x → outgoing ──copies out──→ pinned host memory ──copies in──→ incoming → x
 
     All memory between the two ends exists twice: while one hop is on its way, the layers go on, and the next hop may
     follow. Hidden states cross as the float32 of the residual stream: in fewer bits, answers would depend on the split.
@@ -1360,7 +1363,7 @@ class Pipeline:
             stage.worker.on_fault = self.fail
             stage.worker.ask(stage.allocate, sizes, self.n_groups).result()
         for upstream, downstream in itertools.pairwise(stages):
-            Edge(upstream, downstream)
+            Edge(upstream, downstream)          # sets upstream.exit and downstream.entry
         self.queued = collections.deque()       # the prompt passes that nobody has waited for
         self.chosen = [None] * self.n_groups    # the tokens of each group's last step, where the next step takes them
         self.slowest = slowest_seconds([stage.costs for stage in stages])
@@ -1590,7 +1593,7 @@ class Sampler:
     def allocate(self, n_groups: int):
         """Take the memory of the result buffers. Each group of answers has BUFFERS of them. First tokens of prompts
         have n_groups + 1, as up to n_groups first tokens may be unread."""
-        counts = [BUFFERS] * n_groups + [n_groups + 1]
+        counts = [BUFFERS] * n_groups + [n_groups + 1]      # those of FIRST_TOKENS stand last
         shape = sum(counts), len(self.masks)
         self.tokens = self.card.alloc(shape, np.int32, "sampled tokens")
         self.reports = self.card.alloc((*shape, logprobs.REPORT), np.uint32, "log-probabilities")
@@ -1646,7 +1649,7 @@ class Sampler:
         self.card.default_stream.wait(self.copies.record())
 
     def next_buffer(self, group: int) -> int:
-        """The index of the next result buffer of a group; group -1 has the buffers of first tokens. What is queued
+        """The index of the next result buffer of a group; group FIRST_TOKENS has those of first tokens. What is queued
         after this call waits until the buffer's earlier results have been copied."""
         buffer = next(self.buffers[group])
         if copied := self.results[group][buffer].copied:
@@ -2060,7 +2063,7 @@ class Scheduler:
             tokens = self.pipeline.choose(len(batch), wants_log_probs(batch), group)
         else:
             tokens = self.pipeline.step(len(batch), wants_log_probs(batch), group)
-            self._land(group)
+            self._land(group)                       # the step before: this one's flight is not noted yet
         for sequence in batch:
             sequence.in_flight = 1
             if sequence in self.running:

@@ -41,7 +41,7 @@ class Scratch:
 
     x           the residual stream, float32 [rows, hidden]
     projected   products of a stack, float32, flat: rows as far apart as the stack says
-    activations width -> Activation: what enters a stack (hidden), or the `out` of a mixer
+    activations width -> Activation: what enters a stack (hidden), or the `out_proj` of a mixer
     inner       Activation: what enters the `down` of an MLP
     and the arrays that kinds of mixers name in their `scratch`.
     """
