@@ -213,7 +213,7 @@ class World:
         return generation
 
     def step(self):
-        self.scheduler.step()
+        self.scheduler.run_round()
         if self.checks_every_step:
             self.check()
 
