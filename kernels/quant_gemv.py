@@ -2,8 +2,8 @@
 
     y[c, n] = sum over blocks b of 32:  as in kernels/formats.py, "A block adds this"          (+ y[c, n] with `add`)
 
-The kernels are those of kernels/q8_gemv.py. `decoder` tells them what they need to know of a format. A tile of a warp is 32
-blocks of a row (1,024 weights), a whole block for each lane.
+The kernels are those of kernels/q8_gemv.py. `decoder` tells them what they need to know of a format. A tile of a warp is
+32 blocks of a row (1,024 weights), a whole block for each lane.
 
         lane           0         1      ...    31
         low bits    16 bytes  16 bytes  ... 16 bytes       of the row's first plane

@@ -102,3 +102,16 @@ def test_every_option_is_known():
     text = build_parser().format_help()
     mentioned = set(re.findall(r"`(--[\w-]+)", README))
     assert mentioned and [option for option in mentioned if option not in text] == []
+
+
+def test_names_that_the_readme_and_the_notebooks_use_are_offered():
+    """`__all__` says what a user of the module may rely on."""
+    used = set()
+    for file in (ROOT / "README.md", ROOT / "notebooks" / "lab.py"):
+        used |= set(re.findall(r"\bqengine\.([A-Za-z_]\w*)", file.read_text()))
+    for file in (ROOT / "notebooks").glob("*.ipynb"):
+        for cell in json.loads(file.read_text())["cells"]:
+            used |= set(re.findall(r"\bqengine\.([A-Za-z_]\w*)", "".join(cell["source"])))
+    assert used - {"py"} <= set(qengine.__all__)
+    assert len(set(qengine.__all__)) == len(qengine.__all__)
+    assert all(hasattr(qengine, name) for name in qengine.__all__)
