@@ -11,10 +11,22 @@ Table of contents
     8  Scheduler           requests, slots, prompts and answers side by side
     9  Engine              a loaded model; load()
 
-Four kinds of error leave this file on purpose: `ModelError` for a file that cannot be used, `RequestError` for a
-request that cannot be answered, `DeadlineExceeded` for one that was not answered in the time it allows,
-`EngineStopped` once there is no engine to answer it. Each carries one sentence that a person can act on. kernels/
-adds `CardError`, of a card.
+How a token travels. Three kinds of threads take part: the caller's, the scheduler's, and one worker for each card.
+
+    Engine.submit           a Request becomes a Generation, which waits in the scheduler's queue
+    Scheduler.run_round     a Generation that gets a slot becomes a Sequence; then, in each round, one pass of a prompt
+                            and one decode step of each group of answers are queued
+    Pipeline.prefill, step  posts the pass or step to the worker of every stage, in the order of the layers
+    Stage.queue_...         launches kernels on the stage's card; decode steps replay a recording
+    Model.layer_by_layer    embedding, then for each layer mixer (DeltaNet or Attention) and MLP, on rows of x
+    Edge                    carries the rows of x to the next stage's card
+    Model.compute_logits    at the last stage: norm and output head
+    Sampler                 chooses a token for each row on the card; `Stage.advance` makes it the input of the next
+                            step, and a copy of it goes to the host
+    Scheduler._take         the host reads the token: Generation.push makes it a Delta with text, for the caller
+
+The next step is queued before the host has read the tokens of this one, so the cards never wait for the host.
+engine/request.py lists the errors that leave this file on purpose. README.md ends with a glossary.
 """
 
 import os
@@ -53,13 +65,15 @@ import numpy as np
 import tqdm
 
 from engine.constraints import Constraint, Vocabulary
-from engine.gguf import GGUF, REQUIRED, SUPPORTED_TYPES
+from engine.gguf import GGUF, SUPPORTED_TYPES
+from engine.hyperparameters import read_hyperparameters, synthetic_hyperparameters
 from engine.pipes import PipeMeter
 from engine.plan import (CHUNK, LEAST_CHECKPOINTS, MICRO_BATCHES, CacheSizes, Demand, Planner, StageCosts, Work,
                          choose_rows, choose_sizes, group_count, hop_bytes, slowest_seconds)
 from engine.prefix import CHECKPOINT_INTERVAL, PAGE_TOKENS, Node, PrefixCache, checkpoint_positions, pages_for
 from engine.request import (SAMPLING, DeadlineExceeded, Delta, EngineStopped, Fault, Generation, ModelError, Request,
                             RequestError)
+from engine.scratch import Activation, Scratch, ScratchArray
 from engine.template import SYNTHETIC_TEMPLATE, ChatTemplate
 from engine.text_engine import TextEngine
 from engine.tokenizer import ByteTokenizer, Tokenizer, encode_prompt, load_tokenizer
@@ -73,41 +87,27 @@ from kernels.formats import FLOATS, FORMATS
 from kernels.kv_cache import Pages
 from kernels.kv_formats import KV_FORMATS
 from kernels.open import open_cards
-from kernels.operands import Matrix, Quantized
+from kernels.operands import Matrix
 from kernels.records import Places, Projected, States
 from kernels.rope import QKV, Heads, Rotary
 from kernels.upload import PIECE, Feeder
 
 # What a user of this module may rely on; the second half are parts that the notebooks take out and look at.
 __all__ = [
-    "load", "open_model", "OpenModel", "DEFAULT_MODEL", "Config", "Engine", "Request", "Generation", "Delta", "SAMPLING",
-    "ModelError", "RequestError", "DeadlineExceeded", "EngineStopped", "CardError",
+    "load", "open_model", "OpenModel", "DEFAULT_MODEL", "Config", "Engine", "Request", "Generation", "Delta",
+    "SAMPLING", "ModelError", "RequestError", "DeadlineExceeded", "EngineStopped", "CardError",
     "TURN", "Stage", "Model", "Stack", "PromptPass", "DecodePass", "matrices", "rows_of", "set_rows"]
 
 # ======================================================================================================
 # 1  Config
 # ======================================================================================================
 
-# Shapes of the published dense models, from config.json of huggingface.co/Qwen/Qwen3.5-{0.8B,2B,4B,9B,27B};
-# the parameter counts agree with those that llama-bench prints (752.39 M for 0.8B). "tiny" is ours.
-SYNTHETIC_FIELDS = ("hidden_dim", "ffn_dim", "n_layers", "n_heads", "n_kv_heads", "n_key_heads",
-                    "n_value_heads", "n_vocab", "tied_embeddings")
-SYNTHETIC = {
-    "tiny": (256, 320, 4, 4, 2, 2, 4, 1024, True),
-    "0.8b": (1024, 3584, 24, 8, 2, 16, 16, 248320, True),
-    "2b": (2048, 6144, 24, 8, 2, 16, 16, 248320, True),
-    "4b": (2560, 9216, 32, 16, 4, 16, 32, 248320, True),
-    "9b": (4096, 12288, 32, 16, 4, 16, 32, 248320, False),
-    "27b": (5120, 17408, 64, 24, 4, 16, 48, 248320, False),
-}
-
-
 @dataclass(frozen=True)
 class Config:
     """What a model is: every number that the code below needs, from the file's metadata.
 
-    Layers are counted without the next-token-prediction (nextn, MTP) blocks that may follow them. A layer's
-    kind is "linear" (Gated DeltaNet) or "attention" (full attention with an output gate).
+    Layers are counted without the next-token-prediction (nextn, MTP) blocks that may follow them. A layer's kind is
+    "linear" (Gated DeltaNet) or "attention" (full attention with an output gate).
     """
 
     name: str
@@ -155,101 +155,13 @@ class Config:
 
     @classmethod
     def from_gguf(cls, gguf: GGUF) -> "Config":
-        """Read the metadata of a `qwen35` file. `check_model` compares its tensors with them. Raises ModelError."""
-        architecture = gguf.get("general.architecture", str)
-        if architecture != "qwen35":
-            raise ModelError(f"{gguf.path}: architecture {architecture[:80]!r} is not supported, 'qwen35' is")
-        config = _read_config(gguf)
-        _check_config(config, gguf.path)
-        return config
+        """The metadata of a file. `check_model` says whether the engine can run the model. Raises ModelError."""
+        return cls(**read_hyperparameters(gguf))
 
     @classmethod
     def synthetic(cls, name: str) -> "Config":
-        """The shapes of a published model, for random weights: "tiny", "0.8b", "2b", "4b", "9b" or "27b"."""
-        if name not in SYNTHETIC:
-            raise ModelError(f"synthetic:{name}: there is no such model, only {', '.join(SYNTHETIC)}")
-        sizes = dict(zip(SYNTHETIC_FIELDS, SYNTHETIC[name], strict=True))
-        return cls(name=f"synthetic:{name}", n_nextn=0, layer_kinds=_kinds_by_interval(sizes["n_layers"], 4),
-                   head_dim=256, rope_dim=64, rope_base=1e7, rope_sections=(11, 11, 10), linear_head_dim=128,
-                   conv_width=4, norm_eps=1e-6, context_length=262144, **sizes)
-
-
-def _kinds_by_interval(n_layers: int, interval: int) -> tuple[str, ...]:
-    return tuple("linear" if (i + 1) % interval else "attention" for i in range(n_layers))
-
-
-def _read_config(gguf: GGUF) -> Config:
-    def positive(key: str, default=REQUIRED) -> int:
-        value = gguf.get(f"qwen35.{key}", int, default)
-        if not 0 < value < 2**31:
-            raise ModelError(f"{gguf.path}: key 'qwen35.{key}' is {value}, not a sensible size")
-        return value
-
-    n_blocks = positive("block_count")
-    if n_blocks > len(gguf.tensors):  # before anything is made of this length
-        raise ModelError(f"{gguf.path}: key 'qwen35.block_count' is {n_blocks}, more than the tensors")
-    n_nextn = gguf.get("qwen35.nextn_predict_layers", int, 0)
-    if not 0 <= n_nextn < n_blocks:
-        raise ModelError(f"{gguf.path}: key 'qwen35.nextn_predict_layers' is {n_nextn} of {n_blocks} blocks")
-    factor = gguf.get("qwen35.rope.scaling.factor", float, 1.0)
-    implied = "none" if factor in (0.0, 1.0) else "linear"      # as llama.cpp reads a factor without a type
-    scaling = gguf.get("qwen35.rope.scaling.type", str, implied)
-    if scaling != "none":
-        raise ModelError(f"{gguf.path}: rotary scaling {scaling[:80]!r} is not supported")
-    sections = gguf.get_array("qwen35.rope.dimension_sections", "iu")
-    if len(sections) < 3 or any(sections[3:]):
-        raise ModelError(f"{gguf.path}: key 'qwen35.rope.dimension_sections' is {sections.tolist()[:8]}, "
-                         "not time, height, width and 0")
-    embedding = gguf.tensors.get("token_embd.weight")
-    head_dim = positive("attention.key_length")
-    if positive("attention.value_length") != head_dim:
-        raise ModelError(f"{gguf.path}: keys and values of attention heads differ in length")
-    config = Config(
-        name=gguf.get("general.name", str, Path(gguf.path).stem),
-        hidden_dim=positive("embedding_length"),
-        ffn_dim=positive("feed_forward_length"),
-        n_layers=n_blocks - n_nextn,
-        n_nextn=n_nextn,
-        layer_kinds=_layer_kinds(gguf, n_blocks, n_nextn, positive("full_attention_interval", 4)),
-        n_heads=positive("attention.head_count"),
-        n_kv_heads=positive("attention.head_count_kv"),
-        head_dim=head_dim,
-        rope_dim=positive("rope.dimension_count"),
-        rope_base=gguf.get("qwen35.rope.freq_base", float),
-        rope_sections=tuple(int(s) for s in sections[:3]),
-        n_key_heads=positive("ssm.group_count"),
-        n_value_heads=positive("ssm.time_step_rank"),
-        linear_head_dim=positive("ssm.state_size"),
-        conv_width=positive("ssm.conv_kernel"),
-        norm_eps=gguf.get("qwen35.attention.layer_norm_rms_epsilon", float),
-        n_vocab=embedding.shape[0] if embedding else 1,
-        tied_embeddings="output.weight" not in gguf.tensors,
-        context_length=positive("context_length"),
-    )
-    if positive("ssm.inner_size") != config.value_dim:
-        raise ModelError(f"{gguf.path}: key 'qwen35.ssm.inner_size' is not time_step_rank * state_size, "
-                         f"{config.value_dim}")
-    return config
-
-
-def _layer_kinds(gguf: GGUF, n_blocks: int, n_nextn: int, interval: int) -> tuple[str, ...]:
-    """From the explicit list where there is one, else (older files) every interval-th layer is attention."""
-    key = "qwen35.attention.recurrent_layers"
-    recurrent = gguf.get_array(key, "b", None)
-    if recurrent is None:
-        return _kinds_by_interval(n_blocks - n_nextn, interval)
-    if len(recurrent) != n_blocks:
-        raise ModelError(f"{gguf.path}: key '{key}' is not {n_blocks} truth values")
-    return tuple("linear" if r else "attention" for r in recurrent[:n_blocks - n_nextn])
-
-
-def _check_config(config: Config, path: str):
-    for is_met, rule in (
-        (config.hidden_dim % 32 == 0, f"the hidden size {config.hidden_dim} is not a multiple of 32"),
-        (0 < config.norm_eps < 1, f"the epsilon of the norms is {config.norm_eps}"),
-    ):
-        if not is_met:
-            raise ModelError(f"{path}: {rule}")
+        """The shapes of a published model, for random weights. Raises ModelError for unknown names."""
+        return cls(**synthetic_hyperparameters(name))
 
 
 # ======================================================================================================
@@ -420,9 +332,8 @@ def fits_blocks(shape: tuple[int, ...], format: str) -> bool:
 # 3  Passes
 # ======================================================================================================
 # What runs through the layers is a pass: consecutive tokens of one prompt, or one decode step of several answers.
-# Passes
-# over prompts use the prefill family of kernels, decode steps the decode family: a row's bits depend on its family
-# alone.
+# Passes over prompts use the prefill family of kernels, decode steps the decode family. Given the tokens before it, a
+# row's bits depend on its family alone.
 
 
 @dataclass(frozen=True)
@@ -508,41 +419,12 @@ class MicroBatch:
         self.done.append(self.stream.record())
 
 
-class ScratchArray(NamedTuple):
-    """An array of a pass's scratch memory. Its first extent grows with the rows of the pass."""
-
-    shape: tuple[int, ...]
-    dtype: type
-    title: str              # for people
-
-
-class Activation:
-    """Rows on their way into projections of input size k, in the forms that the matrices read: int8 with a float32
-    scale for each 32 values (q, d) for quantised matrices, float32 (x) for all others."""
-
-    def __init__(self, k: int, x: Array, q: Array, d: Array):
-        self.k, self.x, self.q, self.d = k, x, q, d
-
-    @property
-    def quantized(self) -> Quantized:
-        """The form that products with quantised matrices read."""
-        return Quantized(self.q, self.d)
-
-    @staticmethod
-    def layout(name: str, k: int, rows: int) -> dict[str, ScratchArray]:
-        """The three arrays, by the names "NAME x", "NAME q" and "NAME d"."""
-        return {f"{name} x": ScratchArray((rows, k), np.float32, f"activation {k}"),
-                f"{name} q": ScratchArray((rows, k), np.int8, f"activation {k} quants"),
-                f"{name} d": ScratchArray((rows, k // 32), np.float32, f"activation {k} scales")}
-
-
 # ======================================================================================================
 # 4  Layers
 # ======================================================================================================
 # A layer is x += mixer(norm(x)); x += mlp(norm(x)), where x is the residual stream, float32 [rows, hidden]. A kind of
-# mixer
-# or MLP is a class that owns all facts of its kind: the names and shapes of its tensors, what it demands of a model,
-# its passes over rows, its scratch memory, and what it computes and keeps (`Work`).
+# mixer or MLP is a class that owns all facts of its kind: the names and shapes of its tensors, what it demands of a
+# model, its passes over rows, its scratch memory, and what it computes and keeps (`Work`).
 
 
 KV_FORMAT = KV_FORMATS["float16"]       # how keys and values are kept
@@ -586,12 +468,12 @@ class DeltaNet:
 
     heads: gdn.LinearHeads
     norm: Array             # [hidden]
-    inputs: Stack           # conv_dim columns of q, k, v; value_dim of z, the output's gate; n_value_heads of alpha,
+    in_proj: Stack          # conv_dim columns of q, k, v; value_dim of z, the output's gate; n_value_heads of alpha,
                             # how fast the state decays; and as many of beta, how strongly it is written
     conv: Array             # [conv_dim, conv_width]
     decay: gdn.Decay        # [n_value_heads] twice: -exp(A_log), and the bias of the time step
     out_norm: Array         # [128]
-    out: Matrix             # [hidden, value_dim]
+    out_proj: Matrix        # [hidden, value_dim]
 
     keeps: ClassVar = States
 
@@ -613,9 +495,9 @@ class DeltaNet:
 
     @classmethod
     def load(cls, tensors: Tensors, c: Config) -> "DeltaNet":
-        inputs = tensors.stack("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta")
+        in_proj = tensors.stack("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta")
         decay = gdn.Decay(tensors.vector("ssm_a"), tensors.vector("ssm_dt.bias"))
-        return cls(gdn.LinearHeads(c.n_key_heads, c.n_value_heads), tensors.vector("attn_norm.weight"), inputs,
+        return cls(gdn.LinearHeads(c.n_key_heads, c.n_value_heads), tensors.vector("attn_norm.weight"), in_proj,
                    tensors.vector("ssm_conv1d.weight"), decay, tensors.vector("ssm_norm.weight"),
                    tensors.matrix("ssm_out"))
 
@@ -638,12 +520,12 @@ class DeltaNet:
 
     @staticmethod
     def out_width(c: Config) -> int:
-        """The width of what enters `out`."""
+        """The width of what enters `out_proj`."""
         return c.value_dim
 
     def prefill(self, model: "Model", run: PromptPass, states: States):
         card, c, s, n_rows = model.card, model.config, model.scratch, run.rows.n
-        projected, u = model.project_norm(run, self.inputs, self.norm), s.activations[c.value_dim]
+        projected, u = model.project_norm(run, self.in_proj, self.norm), s.activations[c.value_dim]
         with run.in_order():
             for start, end, slot, kept in run.parts():
                 n, mixed = end - start, s.mixed[start:]
@@ -655,24 +537,24 @@ class DeltaNet:
                     states.copy(card, kept, slot)
         gated = norm.GatedInput(s.delta, projected.values[c.conv_dim:], projected.stride, c.n_value_heads,
                                 self.out_norm, c.norm_eps)
-        if self.out.is_quantized:
+        if self.out_proj.is_quantized:
             norm.gated_norm_quantize(card, u.quantized, gated, n_rows)
         else:
             norm.gated_norm(card, u.x, gated, n_rows)
-        model.project(run, s.x, self.out, u, add=True)
+        model.project(run, s.x, self.out_proj, u, add=True)
 
     def decode(self, model: "Model", run: DecodePass, states: States):
         card, c, s = model.card, model.config, model.scratch
-        projected, u = model.project_norm(run, self.inputs, self.norm), s.activations[c.value_dim]
+        projected, u = model.project_norm(run, self.in_proj, self.norm), s.activations[c.value_dim]
         weights = gdn_decode.LinearWeights(self.conv, self.decay, self.out_norm)
         for first, rows in run.sequence:
             inputs = states, projected.rows_from(first), weights, rows.places, self.heads
             sizes = {"rows": rows.n, "eps": c.norm_eps, "early": run.reads_early}
-            if self.out.is_quantized:
+            if self.out_proj.is_quantized:
                 gdn_decode.gdn_decode_quantize(card, u.q[first:], u.d[first:], *inputs, **sizes)
             else:
                 gdn_decode.gdn_decode(card, u.x[first:], *inputs, **sizes)
-        model.project(run, s.x, self.out, u, add=True)
+        model.project(run, s.x, self.out_proj, u, add=True)
 
 
 @dataclass(frozen=True)
@@ -681,10 +563,10 @@ class Attention:
 
     heads: Heads
     norm: Array             # [hidden]
-    inputs: Stack           # per head head_dim columns of query and as many of gate; kv_dim of keys, kv_dim of values
+    in_proj: Stack          # per head head_dim columns of query and as many of gate; kv_dim of keys, kv_dim of values
     q_norm: Array           # [head_dim]
     k_norm: Array           # [head_dim]
-    out: Matrix             # [hidden, query_dim]
+    out_proj: Matrix        # [hidden, query_dim]
 
     keeps: ClassVar = Pages
 
@@ -734,30 +616,30 @@ class Attention:
 
     def project_qkv(self, model: "Model", run: PromptPass | DecodePass) -> QKV:
         rotary = Rotary(run.rows.rope, model.inv_freq, model.config.rope_sections)
-        return QKV(model.project_norm(run, self.inputs, self.norm), self.heads, self.q_norm, self.k_norm, rotary)
+        return QKV(model.project_norm(run, self.in_proj, self.norm), self.heads, self.q_norm, self.k_norm, rotary)
 
     def prefill(self, model: "Model", run: PromptPass, pages: Pages):
         card, s, n, places = model.card, model.scratch, run.rows.n, run.rows.places
-        qkv, u = self.project_qkv(model, run), s.activations[self.out.k]
+        qkv, u = self.project_qkv(model, run), s.activations[self.out_proj.k]
         rope.norm_rope_q(card, s.q, qkv, n)
         with run.in_order():
             kv_cache.store_kv(card, pages, qkv, places, n)
         attention.attend_prefill(card, s.attended, s.q, qkv, pages, places, n)
-        if self.out.is_quantized:
+        if self.out_proj.is_quantized:
             quantize.quantize_q8(card, u.quantized, s.attended, n, u.k)
         else:
             card.copy(u.x[:n], s.attended[:n])
-        model.project(run, s.x, self.out, u, add=True)
+        model.project(run, s.x, self.out_proj, u, add=True)
 
     def decode(self, model: "Model", run: DecodePass, pages: Pages):
-        card, s, u = model.card, model.scratch, model.scratch.activations[self.out.k]
+        card, s, u = model.card, model.scratch, model.scratch.activations[self.out_proj.k]
         qkv = self.project_qkv(model, run)
         for first, rows in run.sequence:
-            out = (u.q[first:], u.d[first:]) if self.out.is_quantized else (u.x[first:], None)
+            out = (u.q[first:], u.d[first:]) if self.out_proj.is_quantized else (u.x[first:], None)
             part = qkv._replace(products=qkv.products.rows_from(first), rotary=qkv.rotary._replace(positions=rows.rope))
             attend_decode.attend_decode(card, out, part, pages, rows.places, model.attention_scratch, rows.n,
                                         early=run.reads_early)
-        model.project(run, s.x, self.out, u, add=True)
+        model.project(run, s.x, self.out_proj, u, add=True)
 
 
 @dataclass(frozen=True)
@@ -859,15 +741,21 @@ def n_parameters(config: Config) -> int:
     return sum(math.prod(shape) for shape in tensor_shapes(config).values())
 
 
+def check_config(config: Config, path: str):
+    """Raises ModelError unless the kernels can run the model."""
+    rules = [rule for kind in (*MIXERS.values(), DenseMLP) for rule in kind.rules(config)]
+    rules += [(config.hidden_dim % 32 == 0, f"the hidden size {config.hidden_dim} is not a multiple of 32"),
+              (0 < config.norm_eps < 1, f"the epsilon of the norms is {config.norm_eps}")]
+    for is_met, rule in rules:
+        if not is_met:
+            raise ModelError(f"{path}: {rule}")
+
+
 def check_model(config: Config, gguf: GGUF):
     """Raises ModelError unless the kernels can run the model, and each tensor is in the file, in the right shape and in
     a type that the engine runs. A tensor that would be ignored is an error, too."""
-    c = config
-    for kind in (*MIXERS.values(), DenseMLP):
-        for is_met, rule in kind.rules(c):
-            if not is_met:
-                raise ModelError(f"{gguf.path}: {rule}")
-    shapes = tensor_shapes(c)
+    check_config(config, gguf.path)
+    shapes = tensor_shapes(config)
     for name, shape in shapes.items():
         tensor = gguf.tensors.get(name)
         if tensor is None:
@@ -883,9 +771,9 @@ def check_model(config: Config, gguf: GGUF):
     if unknown is not None:
         raise ModelError(f"{gguf.path}: tensor {unknown[:80]!r} is not part of the qwen35 architecture")
     n_tokens = len(gguf.get("tokenizer.ggml.tokens", list))
-    if n_tokens != c.n_vocab:
+    if n_tokens != config.n_vocab:
         raise ModelError(f"{gguf.path}: the vocabulary has {n_tokens} tokens and the embedding table "
-                         f"{c.n_vocab} rows")
+                         f"{config.n_vocab} rows")
 
 
 # ======================================================================================================
@@ -893,35 +781,6 @@ def check_model(config: Config, gguf: GGUF):
 # ======================================================================================================
 
 HEAD_ROWS = 8               # rows of logits computed at once where a text's are all wanted
-
-
-class Scratch:
-    """The memory of a pass: an attribute for each array, named for what the array holds in the course of a layer.
-
-    x           the residual stream, float32 [rows, hidden]
-    projected   products of a stack, float32, flat: rows as far apart as the stack says
-    activations width -> Activation: what enters a stack (hidden), or the `out` of a mixer
-    inner       Activation: what enters the `down` of an MLP
-    and the arrays that kinds of mixers name in their `scratch`.
-    """
-
-    def __init__(self, arrays: dict[str, Array]):
-        """arrays: by the names of `Model.scratch_layout`."""
-        self.arrays, self.activations = arrays, {}
-        for name, array in arrays.items():
-            kind, _, form = name.partition(" ")
-            if form == "x":
-                activation = Activation(array.shape[1], array, arrays[f"{kind} q"], arrays[f"{kind} d"])
-                if kind == "inner":
-                    self.inner = activation
-                else:
-                    self.activations[activation.k] = activation
-            elif not form:
-                setattr(self, name, array)
-
-    def behind(self, skipped: dict[str, ScratchArray]) -> "Scratch":
-        """The memory behind the first rows. skipped: `Model.scratch_layout` of those rows, a multiple of 64."""
-        return Scratch({name: array[skipped[name].shape[0]:] for name, array in self.arrays.items()})
 
 
 class Model:
@@ -1002,8 +861,8 @@ class Model:
             yield f"layer {index}"
 
     def compute_logits(self, rows: Rows, x: Array):
-        """logits[:n] = head(norm(x[:n])) for the n of `rows`. The decode family computes them in every pass, so that a
-        row has one answer."""
+        """logits[:n] = head(norm(x[:n])) for the n of `rows`, of which only n counts. The decode family computes them
+        in every pass, so that a row has one answer."""
         self.multiply_normed(DecodePass.of(rows), Stack(((0, self.head),), self.head.n), self.head_norm, x, self.logits)
 
     # ---- what the layers share ----
@@ -1209,11 +1068,11 @@ class Stage:
     def queue_first_choice(self, row: int, slot: int, log_probs: bool):
         """Queue the choice of the next token of a slot from row `row` of the prompt's pass that was queued last.
         Returns what `Sampler.read_back` does."""
-        set_rows(self.inputs, [0], [slot], [0])
-        rows, buffer = rows_of(self.inputs, 1), self.sampler.next_buffer(-1)
+        set_rows(self.inputs, [0], [slot], [0])     # of this row, the sampler reads the slot alone
+        rows, buffer = rows_of(self.inputs, 1), self.sampler.next_buffer(FIRST_TOKENS)
         self.model.compute_logits(rows, self.model.scratch.x[row:row + 1])
-        self.sampler.launch(self.model.logits, rows, -1, buffer, log_probs)
-        return self.sampler.read_back(-1, buffer, 1, log_probs)
+        self.sampler.launch(self.model.logits, rows, FIRST_TOKENS, buffer, log_probs)
+        return self.sampler.read_back(FIRST_TOKENS, buffer, 1, log_probs)
 
     def read_logits(self, row: int, n: int) -> np.ndarray:
         """The logits of n rows of that pass from `row` on."""
@@ -1321,7 +1180,9 @@ class Stage:
             self.advance(rows, self.sampler.results[group][buffer].tokens)
 
     def advance(self, rows: Rows, tokens: Array):
-        """The inputs of a step become those of the next one: the tokens chosen, at the next positions."""
+        """The inputs of a step become those of the next one: the tokens chosen, at the next positions. The last stage
+        does this at the end of a step, the others at the beginning of the next one, when the tokens have come to their
+        card."""
         advance.advance(self.card, rows.ids, rows.places.positions, rows.rope, tokens, rows.n)
 
     # ---- kernels ----
@@ -1390,6 +1251,7 @@ def with_starts(sizes: list[int]):
     return zip(itertools.accumulate(sizes, initial=0), sizes)
 
 
+FIRST_TOKENS = -1           # stands for a group of answers where first tokens of prompts are chosen
 INPUTS = 7                  # numbers of a row: id, slot, position, three positions for rotations, token chosen last
 
 
@@ -1417,7 +1279,7 @@ def set_rows(inputs: Array, ids, slots, positions, one_by_one=False):
 class Edge:
     """The way of hidden states from a stage to the next stage's card: a hop.
 
-        scratch.x → outgoing ──copies out──→ pinned host memory ──copies in──→ incoming → scratch.x
+        x → outgoing ──copies out──→ pinned host memory ──copies in──→ incoming → x
 
     All memory between the two ends exists twice: while one hop is on its way, the layers go on, and the next hop may
     follow. Hidden states cross as the float32 of the residual stream: in fewer bits, answers would depend on the split.
@@ -1501,7 +1363,7 @@ class Pipeline:
             stage.worker.on_fault = self.fail
             stage.worker.ask(stage.allocate, sizes, self.n_groups).result()
         for upstream, downstream in itertools.pairwise(stages):
-            Edge(upstream, downstream)
+            Edge(upstream, downstream)          # sets upstream.exit and downstream.entry
         self.queued = collections.deque()       # the prompt passes that nobody has waited for
         self.chosen = [None] * self.n_groups    # the tokens of each group's last step, where the next step takes them
         self.slowest = slowest_seconds([stage.costs for stage in stages])
@@ -1731,7 +1593,7 @@ class Sampler:
     def allocate(self, n_groups: int):
         """Take the memory of the result buffers. Each group of answers has BUFFERS of them. First tokens of prompts
         have n_groups + 1, as up to n_groups first tokens may be unread."""
-        counts = [BUFFERS] * n_groups + [n_groups + 1]
+        counts = [BUFFERS] * n_groups + [n_groups + 1]      # those of FIRST_TOKENS stand last
         shape = sum(counts), len(self.masks)
         self.tokens = self.card.alloc(shape, np.int32, "sampled tokens")
         self.reports = self.card.alloc((*shape, logprobs.REPORT), np.uint32, "log-probabilities")
@@ -1787,7 +1649,7 @@ class Sampler:
         self.card.default_stream.wait(self.copies.record())
 
     def next_buffer(self, group: int) -> int:
-        """The index of the next result buffer of a group; group -1 has the buffers of first tokens. What is queued
+        """The index of the next result buffer of a group; group FIRST_TOKENS has those of first tokens. What is queued
         after this call waits until the buffer's earlier results have been copied."""
         buffer = next(self.buffers[group])
         if copied := self.results[group][buffer].copied:
@@ -1862,8 +1724,7 @@ class Sequence:
 
     def n_forced(self, n_ctx: int) -> int:
         """How many forced tokens one pass can append. A pass stays within a page. The result is 0 where the sampler
-        must
-        see each token: for its log-probability, or for penalties."""
+        must see each token: for its log-probability, or for penalties."""
         constraint, request = self.generation.constraint, self.generation.request
         if not constraint or constraint.after is not None or request.top_logprobs is not None or request.is_penalized:
             return 0
@@ -1889,9 +1750,8 @@ class Scheduler:
 
     So prompts and running answers alternate, and each round sees cancellations. The queue has no limit of its own: the
     server, which strangers may reach, has one. Requests are admitted in the order of arrival. A request is admitted
-    when
-    there are a slot and all pages that its prompt and answer can need: free pages, or pages that are kept for later
-    prompts and promised to nobody. So a running sequence never lacks a page, and no request waits for ever.
+    when there are a slot and all pages that its prompt and answer can need: free pages, or pages that are kept for
+    later prompts and promised to nobody. So a running sequence never lacks a page, and no request waits for ever.
 
     The scheduler looks up what a prompt has in common with earlier ones when the prompt's first pass is due. Of several
     prompts that arrive together, the first one is computed by then, and the others share its beginning.
@@ -2203,7 +2063,7 @@ class Scheduler:
             tokens = self.pipeline.choose(len(batch), wants_log_probs(batch), group)
         else:
             tokens = self.pipeline.step(len(batch), wants_log_probs(batch), group)
-            self._land(group)
+            self._land(group)                       # the step before: this one's flight is not noted yet
         for sequence in batch:
             sequence.in_flight = 1
             if sequence in self.running:
@@ -2462,7 +2322,7 @@ def open_model(model: str | Path) -> OpenModel:
     return OpenModel(config, tokenizer, ChatTemplate.from_gguf(gguf, tokenizer), FileWeights(gguf))
 
 
-def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[Card] | None = None,
+def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[Card] | None = None, *,
          ctx: int | None = None, slots: int = 1, chunk: int | None = None, progress: bool = True,
          kv_tokens: int | None = None, checkpoint_memory: int | None = None,
          checkpoint_host_memory: int | None = None, split: tuple[int, ...] | None = None) -> Engine:

@@ -80,8 +80,8 @@ class StageCosts:
         """Tokens of a pass that suit the card: a multiple of PAGE_TOKENS.
 
         On a real card these are as many as two limits allow. The scratch memory of the pass, row_bytes per token, must
-        fit beside the weights, n_pages pages and n_states states. And the pass must not last so long that
-        cancellations and running answers wait for it. An emulated card gets CHUNK tokens.
+        fit beside the weights, n_pages pages and n_states states. And the pass must not last so long that cancellations
+        and running answers wait for it. An emulated card gets CHUNK tokens.
         """
         if self.card.kind == "emulated":
             return CHUNK
@@ -260,8 +260,8 @@ def choose_sizes(stages: list, demand: "Demand") -> CacheSizes:
 
     The pages hold demand.kv_tokens tokens. By default they hold the contexts of all slots, or fewer where 90 % of the
     memory do not suffice for that, but one context at least. KEPT_CONTEXTS times as many tokens, or what a quarter of
-    the memory holds, is the default where later prompts can use them, which takes memory for checkpoints.
-    Checkpoints get demand.checkpoint_memory bytes of each card, by default a quarter of what the pages leave, and
+    the memory holds, is the default where later prompts can use them, which takes memory for checkpoints. Checkpoints
+    get demand.checkpoint_memory bytes of each card, by default a quarter of what the pages leave, and
     demand.checkpoint_host_memory bytes of the host, by default an eighth of the machine's memory. There are never more
     checkpoints than pages, since a page has one checkpoint at most.
     """

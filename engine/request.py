@@ -1,9 +1,9 @@
 """A request for text, and the answer on its way: what a caller of an engine says and hears.
 
 Four kinds of error leave an engine on purpose: `ModelError` for a file that cannot be used, `RequestError` for a
-request that cannot be answered, `DeadlineExceeded` for one that was not answered in the time it allows,
-`EngineStopped` once there is no engine to answer it. Each carries one sentence that a person can act on. kernels/
-adds `CardError`, of a card.
+request that cannot be answered, `DeadlineExceeded` for one that was not answered in the time it allows, `EngineStopped`
+once there is no engine to answer it. Each carries one sentence that a person can act on. kernels/ adds `CardError`, of
+a card.
 """
 
 import dataclasses

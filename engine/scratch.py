@@ -1,0 +1,65 @@
+"""The scratch memory of a pass through the layers of a card, and the activations that enter projections."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from kernels.card import Array
+from kernels.operands import Quantized
+
+
+class ScratchArray(NamedTuple):
+    """An array of a pass's scratch memory. Its first extent grows with the rows of the pass."""
+
+    shape: tuple[int, ...]
+    dtype: type
+    title: str              # for people
+
+
+class Activation:
+    """Rows on their way into projections of input size k, in the forms that the matrices read: int8 with a float32
+    scale for each 32 values (q, d) for quantised matrices, float32 (x) for all others."""
+
+    def __init__(self, k: int, x: Array, q: Array, d: Array):
+        self.k, self.x, self.q, self.d = k, x, q, d
+
+    @property
+    def quantized(self) -> Quantized:
+        """The form that products with quantised matrices read."""
+        return Quantized(self.q, self.d)
+
+    @staticmethod
+    def layout(name: str, k: int, rows: int) -> dict[str, ScratchArray]:
+        """The three arrays, by the names "NAME x", "NAME q" and "NAME d"."""
+        return {f"{name} x": ScratchArray((rows, k), np.float32, f"activation {k}"),
+                f"{name} q": ScratchArray((rows, k), np.int8, f"activation {k} quants"),
+                f"{name} d": ScratchArray((rows, k // 32), np.float32, f"activation {k} scales")}
+
+
+class Scratch:
+    """The memory of a pass: an attribute for each array, named for what the array holds in the course of a layer.
+
+    x           the residual stream, float32 [rows, hidden]
+    projected   products of a stack, float32, flat: rows as far apart as the stack says
+    activations width -> Activation: what enters a stack (hidden), or the `out_proj` of a mixer
+    inner       Activation: what enters the `down` of an MLP
+    and the arrays that kinds of mixers name in their `scratch`.
+    """
+
+    def __init__(self, arrays: dict[str, Array]):
+        """arrays: by the names of `Model.scratch_layout`."""
+        self.arrays, self.activations = arrays, {}
+        for name, array in arrays.items():
+            kind, _, form = name.partition(" ")
+            if form == "x":
+                activation = Activation(array.shape[1], array, arrays[f"{kind} q"], arrays[f"{kind} d"])
+                if kind == "inner":
+                    self.inner = activation
+                else:
+                    self.activations[activation.k] = activation
+            elif not form:
+                setattr(self, name, array)
+
+    def behind(self, skipped: dict[str, ScratchArray]) -> "Scratch":
+        """The memory behind the first rows. skipped: `Model.scratch_layout` of those rows, a multiple of 64."""
+        return Scratch({name: array[skipped[name].shape[0]:] for name, array in self.arrays.items()})
