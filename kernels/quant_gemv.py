@@ -25,7 +25,7 @@ takes 8 dp4a and 2 or 3 float operations for each column. Unpacking it, once for
 bits, 28 for 5 and 6 bits and 52 for a table; its scales take about 8. A block of Q4_K has 18.5 bytes: at full bandwidth
 a CMP 100-210 has time for 170 lane operations per block, and an H200 for 67, of which one column takes about 40.
 
-Measurements and what was tried: benchmarks/results.md.
+Measurements and what was tried: benchmarks/results.md, section quant_gemv.
 """
 
 from functools import cache, partial

@@ -48,6 +48,30 @@ def test_links(path, at_least):
     assert [target for target in targets if not (page.parent / target.partition("#")[0]).exists()] == []
 
 
+def anchors(text):
+    """The names by which GitHub's pages link to headings: of each heading, but for blocks of code."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path, at_least", [("README.md", 4), ("benchmarks/results.md", 30)])
+def test_links_to_headings(path, at_least):
+    page = ROOT / path
+    found = re.findall(r"\]\(([^)]*#[^)]*)\)", page.read_text())
+    targets = [target.split("#") for target in found if "://" not in target]
+    assert len(targets) >= at_least
+    assert [[file, name] for file, name in targets
+            if name not in anchors((page.parent / file if file else page).read_text())] == []
+
+
+def test_sections_of_the_results_that_are_named_exist():
+    """Docstrings refer to sections of benchmarks/results.md by their names."""
+    sections = anchors((ROOT / "benchmarks" / "results.md").read_text())
+    named = {name for folder in ("kernels", "engine") for file in (ROOT / folder).rglob("*.py")
+             for name in re.findall(r"results\.md, (?:section )?(\w+)", file.read_text())}
+    assert len(named) >= 6 and named <= sections
+
+
 def test_files_named_in_text_exist():
     named = re.findall(r"`((?:kernels|models|tests|notebooks)/[\w./]+)`", README)
     modules = [f"{module.replace('.', '/')}.py" for module in re.findall(r"python -m (kernels\.\w+)", README)]
