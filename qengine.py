@@ -92,11 +92,12 @@ from kernels.records import Places, Projected, States
 from kernels.rope import QKV, Heads, Rotary
 from kernels.upload import PIECE, Feeder
 
-# What a user of this module may rely on. The names of the last line are parts that the notebooks look at.
+# What a user of this module may rely on. The names of the last two lines are parts that the notebooks look at.
 __all__ = [
-    "load", "open_model", "OpenModel", "DEFAULT_MODEL", "Config", "Engine", "Request", "Generation", "Delta",
-    "SAMPLING", "ModelError", "RequestError", "DeadlineExceeded", "EngineStopped", "CardError",
-    "TURN", "Stage", "Model", "Stack", "PromptPass", "DecodePass", "matrices", "rows_of", "set_rows"]
+    "load", "open_model", "DEFAULT_MODEL", "Config", "Engine", "Request", "Generation", "Delta", "SAMPLING",
+    "ModelError", "RequestError", "DeadlineExceeded", "EngineStopped",
+    "HEAD_ROWS", "TURN", "MicroBatch", "PlannedModel", "Stack", "Stage",
+    "matrices", "n_parameters", "rows_of", "set_rows", "tensor_shapes"]
 
 # ======================================================================================================
 # 1  Config

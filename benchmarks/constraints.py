@@ -2,7 +2,7 @@
 
 The same requests with and without a JSON schema, alone and N at a time, to the engine and streamed by the server, as
 tokens per second after the first token of each, the best of five. The schema is an array of records without an end, so
-that both run to the same length. Last, how many tokens were certain, and in what runs: of the schema, and of calls of
+that both run to the same length. Last, how many tokens were forced, and in what runs: of the schema, and of calls of
 tools.
 """
 
@@ -51,7 +51,7 @@ def main():
                 print(f"{engine.name}, batch of {batch}{how}: {free:.0f} tokens/s, with a JSON schema {bound:.0f}: "
                       f"{100 * bound / free:.0f} %")
     for name, asked in {"the schema": requests(engine, 1, choice.tokens, True), "calls": calls(engine)}.items():
-        print(f"{name}: of {certain(engine, asked)}")
+        print(f"{name}: of {forced(engine, asked)}")
     engine.close()
 
 
@@ -111,18 +111,18 @@ def calls(engine):
             for seed in range(8)]
 
 
-def certain(engine, asked):
+def forced(engine, asked):
     """What the grammars of these requests left no choice of in the answers."""
     n_tokens, runs = 0, collections.Counter()
     for request in asked:
-        constraint, was_certain = Constraint(engine.vocabulary, request.grammar, request.grammar_after), []
+        constraint, was_forced = Constraint(engine.vocabulary, request.grammar, request.grammar_after), []
         for delta in engine.submit(request):
-            was_certain.append(bool(constraint.forced))
+            was_forced.append(bool(constraint.forced))
             constraint.take(delta.token_id)
-        n_tokens += len(was_certain)
-        runs.update(len(list(run)) for is_certain, run in itertools.groupby(was_certain) if is_certain)
+        n_tokens += len(was_forced)
+        runs.update(len(list(run)) for is_forced, run in itertools.groupby(was_forced) if is_forced)
     listed = ", ".join(f"{n} ({runs[n]} times)" for n in sorted(runs))
-    return f"{n_tokens} tokens {sum(n * runs[n] for n in runs)} were certain, in runs of {listed}"
+    return f"{n_tokens} tokens {sum(n * runs[n] for n in runs)} were forced, in runs of {listed}"
 
 
 if __name__ == "__main__":

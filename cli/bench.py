@@ -2,7 +2,7 @@
 
 Prefill is a whole prompt of random tokens, until its first answer token is on the host. Decode is steps of a batch of
 slots from a context on, each step until its tokens are on the host. Percentages are of what the probe found. Prefill:
-of the int8 operations that the dp4a lanes do at the measured clock, for the matrix products alone. Decode: of the bytes
+of the int8 operations that the dp4a units do at the measured clock, for the matrix products alone. Decode: of the bytes
 per second that the card reads, for weights, recurrent states and KV pages.
 
 A small model's decode may go beyond 100 per cent, because what fits into a cache is read faster than memory. Operations

@@ -1,1 +1,15 @@
-"""Parts of the engine that the heart, qengine.py, uses and that know nothing of it: no file here imports qengine."""
+"""Parts of the engine that the heart, qengine.py, uses and that know nothing of it: no file here imports qengine.
+
+    request.py          a request and the answer on its way; the errors that leave an engine
+    gguf.py             model files, checked before use
+    hyperparameters.py  what the metadata of a model file says
+    tokenizer.py        text to token ids and back
+    template.py         messages to a prompt
+    constraints.py      grammars that answers obey
+    prefix.py           the prefix tree: pages and checkpoints that later prompts may share
+    scratch.py          the scratch memory of a pass
+    worker.py           the thread of each card, and its tasks
+    plan.py             what a model takes of the cards, which layers go where, how long passes take
+    pipes.py            what the pipes of an emulated card do in a decode step
+    text_engine.py      what an engine offers a server
+"""

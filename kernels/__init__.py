@@ -1,1 +1,32 @@
-"""Everything that runs on a card, one operation per file, and the card itself, real or emulated."""
+"""Everything that runs on a card, one operation per file, and the card itself, real or emulated.
+
+Each file of an operation stands alone: mathematics, a NumPy reference, the kernel, its launch, a check. In the order in
+which a token meets them:
+
+    embedding.py                        rows of the token table
+    norm.py, quantize.py                RMSNorm; activations to int8
+    q8_gemm.py                          matrix products of prompts
+    q8_gemv.py, quant_gemv.py           matrix-vector products of decode steps, Q8_0 and packed formats
+    float_matmul.py                     both, for weights that are stored as floats
+    conv.py, gdn.py, gdn_decode.py      Gated DeltaNet: convolution, delta rule of prompts, of a decode step
+    rope.py, attention.py               attention of prompts
+    attend_decode.py                    attention of a decode step
+    kv_cache.py, kv_formats.py          keys and values in pages
+    checkpoint.py                       copies of recurrent states
+    swiglu.py                           the activation of the MLP
+    sample.py, logprobs.py              the next token, log-probabilities
+    advance.py                          tokens of a step as inputs of the next step
+    formats.py                          types of weights, on disk and on a card
+    upload.py, finite.py, synthetic.py  loading: bytes of a file, a check for NaN, random weights
+    operands.py, records.py             what kernels take
+
+The machinery under them:
+
+    card.py, open.py                    the Card interface; opening cards
+    nvidia.py, emulated/                its two implementations
+    intrinsics.py                       instructions that Numba does not offer
+    compile.py, assembler.py, workers.py    Python to PTX to machine code, kept on disk
+    configured.py                       launches as Numba's users write them
+    throttled.py                        replacements of throttled instructions
+    probe.py, bench.py, trace.py        what a card can do; the table of a kernel's check; timelines
+"""

@@ -35,7 +35,7 @@ memory into its own registers, over the row that it loaded. No other warp of any
 a (row, KV head) to finish merges the units in increasing order, applies the gate and writes the output; it knows that
 it is the last from a counter on the card, which it sets back to zero. Accuracy as of kernels/attention.py. Pipe: half2
 and fp32, about 600 instructions per lane for 64 keys and 4 heads. Bytes: 4 D per key and KV head in float16, read once;
-4 (D + 4) written and read per unit and head. Measurements: benchmarks/results.md, attend_decode.
+4 (D + 4) written and read per unit and head. Measurements: benchmarks/results.md, section attend_decode.
 """
 
 from functools import cache, partial as bind

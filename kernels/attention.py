@@ -37,7 +37,7 @@ Where no score of the warp exceeds its row's maximum so far, nothing is rescaled
 and no maximum is exchanged. The sum of the probabilities stays with each lane's own keys until the end. Keys and values
 beyond the live length are never read: the index is clamped to the last live key, whose probability is then 0.
 
-Pipe: half2, 67 % of the instructions. Measured at 34 % of its peak: benchmarks/results.md, attention.
+Pipe: half2, 67 % of the instructions. Measured at 34 % of its peak: benchmarks/results.md, section attention.
 """
 
 import math

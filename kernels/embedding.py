@@ -84,7 +84,7 @@ def kernel(kind):
     return float_kernel(WEIGHT_AT[np.dtype(FLOATS[kind].dtype)]) if kind in FLOATS else quantized_kernel(FORMATS[kind])
 
 
-def embed(card, kind, y, ids, table, scales, rows, k, stream=None):
+def embed(card, kind, y, ids, table, scales, rows, k, *, stream=None):
     """y float32 [rows, k] <- rows `ids` (int32 [rows], unchecked) of a table of type `kind` ("F16", "Q8_0", ...): one
     array, `scales` being None, or the two of a quantised format. Writes only y, never allocates."""
     if kind in FLOATS:

@@ -31,6 +31,7 @@ from numba import cuda
 from numba.types import float32, uint32
 
 from kernels.bench import Case, main
+from kernels.formats import FLOATS
 from kernels.intrinsics import half_to_float, load_floats4, warp_sum, word_as_float
 from kernels.operands import Matrix
 
@@ -43,13 +44,12 @@ TILE_COLUMNS = 2  # per thread
 DEPTH = 32  # of a tile
 TILE_M, TILE_N = TILE_WARPS * TILE_ROWS, 32 * TILE_COLUMNS
 PITCH = TILE_N + 1  # odd: 32 lanes that store one column of the tile use 32 banks
+TYPES = {np.dtype(kind.dtype): kind for kind in FLOATS.values()}  # what weights are stored as -> formats.Float
 
 
 def matmul_reference(w, x):
     """float64 y [rows, n]; w and x are NumPy arrays, w as it is stored."""
-    if w.dtype == np.uint16:
-        w = (w.astype(np.uint32) << 16).view(np.float32)
-    return x.astype(np.float64) @ w.astype(np.float64).T
+    return x.astype(np.float64) @ TYPES[w.dtype].widen(w).astype(np.float64).T
 
 
 # ---- weights as stored -> float32 --------------------------------------------------------------------------
@@ -211,7 +211,6 @@ def gemm_float(card, y, stride, w, x, rows, add=False, *, stream=None):
 
 # ---- check and time ----------------------------------------------------------------------------------------
 
-KIND_NAMES = {"float32": "F32", "float16": "F16", "uint16": "BF16"}
 CASES = [(1, 1, 1), (4, 31, 3), (33, 257, 2), (65, 100, 65), (500, 512, 9), (130, 1024, 130)]  # n, k, rows
 
 
@@ -223,7 +222,7 @@ def random_weights(rng, kind, n, k):
 
 def upload_matrix(card, w):
     """Weights as `random_weights` gives them -> the Matrix on the card."""
-    return Matrix(KIND_NAMES[w.dtype.name], *w.shape, card.upload(w))
+    return Matrix(TYPES[w.dtype].name, *w.shape, card.upload(w))
 
 
 def check(card, n, k, rows, kind, multiply, add=False):
@@ -259,14 +258,14 @@ def cases(card):
     for case in CASES:
         for kind in WEIGHT_AT:
             for multiply in (gemv_float, gemm_float):
-                yield Case(f"{multiply.__name__} {KIND_NAMES[kind.name]}, {'{} x {}, {} rows'.format(*case)}",
+                yield Case(f"{multiply.__name__} {TYPES[kind].name}, {'{} x {}, {} rows'.format(*case)}",
                            partial(check, card, *case, kind, multiply))
     for multiply, n, k, rows in TIMED:
         for kind in WEIGHT_AT:
-            w = Matrix(KIND_NAMES[kind.name], n, k, card.zeros((n, k), kind))
+            w = Matrix(TYPES[kind].name, n, k, card.zeros((n, k), kind))
             x = card.zeros((rows, k), np.float32)
             y = card.alloc((rows, n), np.float32)
-            yield Case(f"time of {multiply.__name__} {KIND_NAMES[kind.name]}, {n} x {k}, {rows} rows",
+            yield Case(f"time of {multiply.__name__} {TYPES[kind].name}, {n} x {k}, {rows} rows",
                        launch=partial(multiply, card, y, n, w, x, rows),
                        n_bytes=w.values.nbytes + x.nbytes + y.nbytes, n_ops=2 * n * k * rows, pipe="ffma")
 

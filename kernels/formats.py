@@ -632,7 +632,7 @@ def as_words(wd):
     return wd.view(np.uint16).reshape(-1)
 
 
-def repack(card, format, wq, wd, raw, bad, first, k, stream=None):
+def repack(card, format, wq, wd, raw, bad, first, k, *, stream=None):
     """Blocks first, first + 1, ... (of the file's size) of the matrix (wq, wd) of rows of k <- raw, uint8, whole blocks
     as in the file. bad uint32 [1] becomes 1 where a float16 scale is not finite. Never allocates."""
     per_unit = format.file_block // BLOCK

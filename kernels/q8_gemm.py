@@ -32,7 +32,7 @@ other. It serves every format; a thread unpacks the block of w that it brings to
 
 Pipe: dp4a, n k rows / 4 of them. 2 float32 operations per block and output share the issue slots with 8 dp4a: the bound
 is 80 % of the dp4a peak on Volta and 89 % on Hopper, whose float32 pipe is twice as wide. On registers alone an H200
-reaches 82.5 %. Per cent of its 133.8 TOPS (2026-11-21; benchmarks/results.md has the other forms that were tried):
+reaches 82.5 %. Per cent of its 133.8 TOPS (2026-11-21; benchmarks/results.md, section q8_gemm, has the other forms):
 
     n x k x rows              4096 x 4096 x 4096    12288 x 4096 x 4096    4096 x 4096 x 297
     version 3                        74.8                   76.7                  58.4

@@ -704,7 +704,7 @@ def _n_blocks(card, decoder, n, k, columns, shape):
 
     In a round each warp of the launch multiplies one group of rows. The blocks are as few as need no further round and
     leave SPARE of the last one unused, but at least LEAST of the SMs. Where one block per SM would have all weights in
-    flight at once, LEAST of the SMs are enough. Measurements: benchmarks/results.md."""
+    flight at once, LEAST of the SMs are enough. Measurements: benchmarks/results.md, section q8_gemv."""
     if columns > 1 or not launches_overlap(card.cc):
         return card.n_sms
     n_groups = -(-n // shape.rows)

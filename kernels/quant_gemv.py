@@ -2,8 +2,8 @@
 
     y[c, n] = sum over blocks b of 32:  as in kernels/formats.py, "A block adds this"          (+ y[c, n] with `add`)
 
-The kernels are those of kernels/q8_gemv.py. `decoder` tells them what they need to know of a format. A tile of a warp is 32
-blocks of a row (1,024 weights), a whole block for each lane.
+The kernels are those of kernels/q8_gemv.py. `decoder` tells them what they need to know of a format. A tile of a warp is
+32 blocks of a row (1,024 weights), a whole block for each lane.
 
         lane           0         1      ...    31
         low bits    16 bytes  16 bytes  ... 16 bytes       of the row's first plane
@@ -25,7 +25,7 @@ takes 8 dp4a and 2 or 3 float operations for each column. Unpacking it, once for
 bits, 28 for 5 and 6 bits and 52 for a table; its scales take about 8. A block of Q4_K has 18.5 bytes: at full bandwidth
 a CMP 100-210 has time for 170 lane operations per block, and an H200 for 67, of which one column takes about 40.
 
-Measurements and what was tried: benchmarks/results.md.
+Measurements and what was tried: benchmarks/results.md, section quant_gemv.
 """
 
 from functools import cache, partial

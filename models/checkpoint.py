@@ -31,8 +31,8 @@ class Checkpoint:
 def save_checkpoint(folder: str | Path, checkpoint: Checkpoint):
     """Writes a checkpoint into `folder`.
 
-    Weights are kept as float16 and the optimisers' averages as bfloat16, which halves the size. Rounding changes them by
-    far less than a few steps of training do.
+    Weights are kept as float16 and the optimisers' averages as bfloat16, which halves the size. Rounding changes them
+    by far less than a few steps of training do.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -143,7 +143,7 @@ def rate_factor(done: float, cooldown: float) -> float:
     return min(1.0, max(0.0, 1 - done) / cooldown) if cooldown else 1.0
 
 
-def train(checkpoint: Checkpoint, steps: int | None, minutes: float | None, cooldown: float = COOLDOWN,
+def train(checkpoint: Checkpoint, steps: int | None, minutes: float | None, *, cooldown: float = COOLDOWN,
           batch_rows: int = 32, rate: float = 3e-3, workers: int = 1, device: str = "cpu", log=print,
           row_tokens: int = data.ROW_TOKENS, part: float = math.inf):
     """Train the checkpoint's network, in place, on to so many steps or minutes in all, or for a part of them."""
@@ -276,8 +276,9 @@ def main():
     if device == "cuda":
         checkpoint.network.compile_blocks()
     try:
-        train(checkpoint, options.steps, options.minutes, options.cooldown, rows, options.rate,
-              workers, device, lambda line: print(line, flush=True), row_tokens, options.part)
+        train(checkpoint, options.steps, options.minutes, cooldown=options.cooldown, batch_rows=rows, rate=options.rate,
+              workers=workers, device=device, log=lambda line: print(line, flush=True), row_tokens=row_tokens,
+              part=options.part)
     finally:
         save_checkpoint(options.out, checkpoint)
     draw_history(checkpoint.history, Path(options.out) / "loss.png")

@@ -483,6 +483,7 @@ def other_threads_are_not_recorded(card):
         thread = threading.Thread(target=lambda: card.fill(x, 1, card.default_stream))
         thread.start()
         thread.join()
+    assert recording.operations == []
     card.synchronize()
     assert (card.download(x) == 0x01010101).all()
 

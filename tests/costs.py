@@ -27,8 +27,8 @@ def costs_of_square(n_sms=132, n=4096, kind="cuda", **fields):
 
 
 def costs_of_27b():
-    """The StageCosts of half of a 27B on an H200 whose link takes no time: 24 layers of DeltaNet and 8 of attention, whose
-    queries have 24 heads of 256."""
+    """The StageCosts of half of a 27B on an H200 whose link takes no time: 24 layers of DeltaNet and 8 of attention,
+    whose queries have 24 heads of 256."""
     products = {(34_816, 5120): 32, (5120, 17_408): 32, (5120, 6144): 32, (16_480, 5120): 24, (14_336, 5120): 8}
     work = work_of(products, n_layers=32, context_operations=8 * 4 * 24 * 256)
     return costs_of(5120, work, speed=Speed(dot=133.7e12, half2=131e12, read=4.8e12, link=math.inf))

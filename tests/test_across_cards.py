@@ -60,12 +60,12 @@ def requests():
 
 def told(generation):
     """All that a reader gets but the text."""
-    return [(event.token_id, event.logprob, event.top_logprobs) for event in generation]
+    return [(delta.token_id, delta.logprob, delta.top_logprobs) for delta in generation]
 
 
 def answers(engine):
     """What an engine says to all requests at once, then to a prompt that goes on after one of the answers, and to one
-    alone whose answer is certain for the most part, so that several tokens of it go through the stages at once."""
+    alone whose answer is forced for the most part, so that several tokens of it go through the stages at once."""
     asked = requests()
     said = [told(generation) for generation in [engine.submit(r) for r in asked]]
     tokens = asked[5].prompt_ids + [token for token, *_ in said[5]] + list(range(40))

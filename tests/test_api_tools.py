@@ -104,8 +104,8 @@ def calls_in(form, tools, text):
     message = Message()
     engine = ScriptedEngine(text)
     reply = Reply(engine.tokenizer, "content", form, {tool.name: tool for tool in tools}, ruled=True)
-    for event in engine.submit(Request([0])):
-        for part in reply.push(event):
+    for delta in engine.submit(Request([0])):
+        for part in reply.push(delta):
             message.add(part)
     assert all(isinstance(block, Call) for block in message.blocks), message.blocks
     return [(call.name, json.loads(call.arguments)) for call in message.calls]

@@ -213,7 +213,7 @@ class World:
         return generation
 
     def step(self):
-        self.scheduler.step()
+        self.scheduler.run_round()
         if self.checks_every_step:
             self.check()
 
@@ -302,15 +302,15 @@ def truth(request, n_ctx):
             return answer
 
 
-def events_of(generation):
+def deltas_of(generation):
     """What has come of an answer when it is over; it can be asked for again."""
-    if "events" not in generation.__dict__:
-        generation.events = list(generation)
-    return generation.events
+    if "deltas" not in generation.__dict__:
+        generation.deltas = list(generation)
+    return generation.deltas
 
 
 def tokens_of(generation):
-    return [event.token_id for event in events_of(generation)]
+    return [delta.token_id for delta in deltas_of(generation)]
 
 
 class Talkers:
@@ -366,16 +366,16 @@ def test_anything_that_may_happen(seed):
                   choice.randrange(0, 5), choice.choice(CHUNKS), choice.randint(1, n_slots))
     talkers, generations = Talkers(choice, n_ctx), []
     for _ in range(600):
-        event = choice.random()
-        if event < 0.15:
+        draw = choice.random()
+        if draw < 0.15:
             tokens, fields = talkers.request()
             generations.append(world.submit(tokens, **fields))
-        elif event < 0.18 and generations:
+        elif draw < 0.18 and generations:
             choice.choice(generations[-8:]).cancel()
-        elif event < 0.185:
+        elif draw < 0.185:
             world.cache.clear()
             world.check()
-        elif event < 0.2:
+        elif draw < 0.2:
             n_tokens = choice.randrange(1, n_ctx)
             try:
                 with world.scheduler.borrow_slot(n_tokens):
@@ -391,7 +391,7 @@ def test_anything_that_may_happen(seed):
         assert got == (want[:len(got)] if generation.cancelled else want)
     ruled = [g for g in generations if g.request.grammar and not g.request.grammar_after and g.finish_reason == "stop"]
     for generation in ruled:
-        assert GRAMMARS[generation.request.grammar]("".join(event.text for event in events_of(generation)))
+        assert GRAMMARS[generation.request.grammar]("".join(delta.text for delta in deltas_of(generation)))
     assert ruled
     begun = [id(request) for kind, request in world.pipeline.log if kind == "prepare"]
     assert begun == [id(g.request) for g in generations if id(g.request) in begun], "somebody was overtaken"
@@ -668,7 +668,7 @@ def anew(engine, request):
 
 
 def read(generation):
-    return [event.token_id for event in generation]
+    return [delta.token_id for delta in generation]
 
 
 def prompts(engine, n=4):
@@ -698,7 +698,7 @@ def test_an_answer_does_not_depend_on_who_brings_it_as_a_prompt(empty):
     ids = prompts(empty)[0][:100]
     asked = drawn(ids, max_tokens=120, temperature=0, top_logprobs=0)
     want = list(empty.submit(asked))
-    answer = [event.token_id for event in want]
+    answer = [delta.token_id for delta in want]
     empty.clear_cache()
     generations = [empty.submit(asked), empty.submit(drawn(ids + answer[:100], max_tokens=100))]
     assert list(generations[0]) == want

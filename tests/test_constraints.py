@@ -36,8 +36,8 @@ def request(seed=0, **fields):
     return qengine.Request(ids, **{"temperature": 1.0, "seed": seed, "max_tokens": 300} | fields)
 
 
-def text(events):
-    return "".join(event.text for event in events)
+def text(deltas):
+    return "".join(delta.text for delta in deltas)
 
 
 # ---- without a model ---------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def test_whatever_a_schema_allows_parses_and_validates(tokenizer, seed):
     jsonschema.validate(json.loads(answer), schema, format_checker=jsonschema.FormatChecker())
 
 
-def test_tokens_that_are_certain_are_those_of_the_tokenizer(tokenizer):
+def test_forced_tokens_are_those_of_the_tokenizer(tokenizer):
     words = 'He said: "the quick brown fox".'
     vocabulary = Vocabulary(tokenizer)
     constraint = Constraint(vocabulary, LLMatcher.grammar_from_lark(f"start: {json.dumps(words)}"))
@@ -86,7 +86,7 @@ def test_tokens_that_are_certain_are_those_of_the_tokenizer(tokenizer):
     assert constraint.ended and constraint.error is None
 
 
-def test_a_long_text_that_is_certain_is_looked_at_piece_by_piece(tokenizer):
+def test_a_long_forced_text_is_looked_at_piece_by_piece(tokenizer):
     words = "the quick brown fox, " * 1000
     constraint = Constraint(Vocabulary(tokenizer), LLMatcher.grammar_from_lark(f'start: "{words}"'))
     assert 100 < len(constraint.forced) <= FORCED_LETTERS
@@ -94,7 +94,7 @@ def test_a_long_text_that_is_certain_is_looked_at_piece_by_piece(tokenizer):
 
 
 def test_a_vocabulary_with_a_space_before_every_text(tmp_path):
-    """SentencePiece: what is certain may be cut otherwise than by the tokenizer, but spells the same."""
+    """SentencePiece: forced text may be cut otherwise than by the tokenizer, but spells the same."""
     pieces = [b"<unk>", b"</s>", *(bytes([i]) for i in range(256)), b" the", b"the", b" fox", b"fox"]
     tokenizer = Tokenizer(pieces, {"<unk>": 0, "</s>": 1}, {}, [1])
     words = {" the fox": [258, 260], "the fox": [258, 260], " fox": [260], "fox": [260]}   # encoding adds a space
@@ -118,7 +118,7 @@ def test_a_vocabulary_is_freed(tokenizer):
 
 
 def test_random_schemas_alone_and_side_by_side(engine):
-    """Some unconstrained, greedy and drawn: the same events alone and together, and every whole answer validates."""
+    """Some unconstrained, greedy and drawn: the same deltas alone and together, and every whole answer validates."""
     rng, requests, schemas = random.Random(3), [], []
     for seed in range(10):
         schemas.append(random_object(rng) if seed % 3 else None)
@@ -149,36 +149,36 @@ WORDS = "the quick brown fox jumps over the lazy dog, "
 @pytest.mark.parametrize("fields, is_cut", [
     ({}, False), ({"temperature": 0}, False), ({"grammar_after": 7, "logit_bias": {7: 100.0}}, False),
     ({"max_tokens": 21}, True), ({"stop": "lazy"}, True)], ids=str)
-def test_tokens_that_are_certain_have_the_bits_of_steps_of_their_own(engine, monkeypatch, fields, is_cut):
+def test_forced_tokens_have_the_bits_of_steps_of_their_own(engine, monkeypatch, fields, is_cut):
     """Over the ends of pages, and what is drawn after them, too."""
     grammar, passes, append = LLMatcher.grammar_from_regex(f"({WORDS}){{8}}[a-z ]{{30}}"), [], qengine.Pipeline.append
     monkeypatch.setattr(qengine.Pipeline, "append", lambda pipeline, ids, *rest: (
         passes.append(len(ids)), append(pipeline, ids, *rest))[1])
 
     def answer():
-        """The events, and the logits after the last token."""
+        """The deltas, and the logits after the last token."""
         engine.clear_cache()
-        events = list(engine.submit(request(**{"grammar": grammar} | fields)))
+        deltas = list(engine.submit(request(**{"grammar": grammar} | fields)))
         with engine.scheduler.between_steps():
-            return events, engine.cards[0].download(engine.pipeline.last.model.logits[:1])
+            return deltas, engine.cards[0].download(engine.pipeline.last.model.logits[:1])
 
-    events, logits = answer()
+    deltas, logits = answer()
     assert sum(passes) > (10 if is_cut else 64) and max(passes) == qengine.FORCED_ROWS
     monkeypatch.setattr(qengine, "LEAST_FORCED", 1000)
     passes.clear()
     want, want_logits = answer()
-    assert events == want and not passes
+    assert deltas == want and not passes
     assert is_cut or np.array_equal(logits, want_logits)
 
 
-def test_a_page_that_is_full_with_the_last_certain_token_is_kept(engine, monkeypatch):
+def test_a_page_that_is_full_with_the_last_forced_token_is_kept(engine, monkeypatch):
     grammar = LLMatcher.grammar_from_regex(f"({WORDS}){{2}}")
 
     def reused(n):
         """Tokens that a next turn need not process, of a prompt of n."""
         engine.clear_cache()
         ids = list(range(5, 5 + n))
-        answer = [event.token_id for event in engine.submit(qengine.Request(ids, max_tokens=300, grammar=grammar))]
+        answer = [delta.token_id for delta in engine.submit(qengine.Request(ids, max_tokens=300, grammar=grammar))]
         after = engine.submit(qengine.Request([*ids, *answer, 9, 9], max_tokens=1))
         after.wait()
         return len(answer), after.n_cached
@@ -189,7 +189,7 @@ def test_a_page_that_is_full_with_the_last_certain_token_is_kept(engine, monkeyp
     assert cached == [reused(n + i)[1] for i in range(2)] and cached[0] == 2 * PAGE_TOKENS
 
 
-def test_what_is_certain_is_decoded_one_by_one_where_each_counts(engine, monkeypatch):
+def test_forced_text_is_decoded_one_by_one_where_each_counts(engine, monkeypatch):
     """Where its log-probability is asked for or a penalty has to know of it, and among other answers."""
     monkeypatch.setattr(qengine.Pipeline, "append", None)       # so that it would fail
     grammar = LLMatcher.grammar_from_regex(f"{WORDS}[a-z]{{5}}")
@@ -221,7 +221,7 @@ def test_tags_are_tokens_and_text_never_spells_them(engine):
     grammar = LLMatcher.grammar_from_lark(
         'start: <think> /[a-z ]{1,20}/ </think> "\\n" ARGUMENTS\nARGUMENTS: /<think>[ab]{2}<\\/think>/')
     answer = list(engine.submit(request(grammar=grammar)))
-    tokens = [event.token_id for event in answer]
+    tokens = [delta.token_id for delta in answer]
     assert [tokens.count(tags[name]) for name in ("<think>", "</think>")] == [1, 1]
     assert text(answer).count("<think>") == 2 and answer[-1].finish_reason == "stop"
 
@@ -229,12 +229,12 @@ def test_tags_are_tokens_and_text_never_spells_them(engine):
 def test_a_grammar_that_rules_what_follows_a_token(engine):
     """The same tokens up to it as without a grammar, alone and beside others, and nothing where it does not come."""
     free = list(engine.submit(request(max_tokens=40, ignore_eos=True)))
-    tokens = [event.token_id for event in free]
+    tokens = [delta.token_id for delta in free]
     at = next(i for i in range(5, 40) if tokens[i] not in tokens[:i])
     grammar = json_grammar(PERSON)
     ruled = request(max_tokens=200, ignore_eos=True, grammar=grammar, grammar_after=tokens[at])
     answer = list(engine.submit(ruled))
-    assert [event.token_id for event in answer[:at + 1]] == tokens[:at + 1]
+    assert [delta.token_id for delta in answer[:at + 1]] == tokens[:at + 1]
     jsonschema.validate(json.loads(text(answer[at + 1:])), PERSON)
     assert answer[-1].finish_reason == "stop"
     others = [request(1, max_tokens=30), request(2, max_tokens=50, grammar=grammar)]
@@ -346,7 +346,7 @@ MADE_TO_BE_SLOW = {
     "alternatives": json_grammar({"anyOf": [{"type": "string", "pattern": f"^[a-z ]*{i}[a-z0-9 ]*$"}
                                             for i in range(300)]}),
     "ambiguous": LLMatcher.grammar_from_lark(AMBIGUOUS),
-    "certain": LLMatcher.grammar_from_lark(f'start: /[a-z]/ "{"hello world, " * 20_000}"')}
+    "forced": LLMatcher.grammar_from_lark(f'start: /[a-z]/ "{"hello world, " * 20_000}"')}
 
 
 @pytest.mark.parametrize("name", MADE_TO_BE_SLOW)
@@ -363,7 +363,7 @@ def test_no_grammar_holds_the_scheduler(name):
         chosen = time.perf_counter()
         constraint.take(int(answer[-1]))
         longest = max(longest, masked - started + time.perf_counter() - chosen)
-    assert answer and longest < 2       # 0.03 s, of "certain" 0.5
+    assert answer and longest < 2       # 0.03 s, of "forced" 0.5
 
 
 def test_requests_from_many_threads(engine):

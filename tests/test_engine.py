@@ -41,7 +41,7 @@ def request(seed=0, n_prompt=20, max_tokens=10, **fields):
 
 
 def tokens(generation):
-    return [event.token_id for event in generation]
+    return [delta.token_id for delta in generation]
 
 
 def alone(engine, request):
@@ -295,9 +295,9 @@ def test_chunk_fits_memory_and_time(gigabytes, n_ctx, tops, chunk, monkeypatch):
 @pytest.mark.parametrize("n_prompt", [90, 99])
 def test_a_full_context_ends_an_answer(card, n_prompt):
     small = load_tiny(card, ctx=100, slots=1)
-    events = list(small.submit(request(n_prompt=n_prompt, max_tokens=None)))
-    assert len(events) == 100 - n_prompt
-    assert [e.finish_reason for e in events] == [None] * (len(events) - 1) + ["length"]
+    deltas = list(small.submit(request(n_prompt=n_prompt, max_tokens=None)))
+    assert len(deltas) == 100 - n_prompt
+    assert [e.finish_reason for e in deltas] == [None] * (len(deltas) - 1) + ["length"]
     with pytest.raises(qengine.RequestError, match="100 tokens and the context holds 100"):
         small.submit(request(n_prompt=100))
     assert_idle(small, 1, 100)
@@ -305,8 +305,8 @@ def test_a_full_context_ends_an_answer(card, n_prompt):
 
 
 def test_max_tokens_ends_an_answer(engine):
-    events = list(engine.submit(request(max_tokens=4)))
-    assert [e.finish_reason for e in events] == [None, None, None, "length"]
+    deltas = list(engine.submit(request(max_tokens=4)))
+    assert [e.finish_reason for e in deltas] == [None, None, None, "length"]
 
 
 def test_who_reads_on_after_the_end_finds_the_end(engine):
@@ -318,8 +318,8 @@ def test_an_end_token_ends_an_answer_unless_ignored(engine, monkeypatch):
     want = alone(engine, request(max_tokens=8))
     end = next(i for i in range(2, 8) if want[i] not in want[:i])
     monkeypatch.setattr(engine.tokenizer, "eos_ids", frozenset({want[end]}))
-    events = list(engine.submit(request(max_tokens=8, ignore_eos=False)))
-    assert [e.token_id for e in events] == want[:end + 1] and events[-1].finish_reason == "stop"
+    deltas = list(engine.submit(request(max_tokens=8, ignore_eos=False)))
+    assert [e.token_id for e in deltas] == want[:end + 1] and deltas[-1].finish_reason == "stop"
     assert alone(engine, request(max_tokens=8)) == want
     assert_idle(engine)
 
@@ -337,15 +337,15 @@ def test_answers_that_end_unforeseen_disturb_no_other(engine, monkeypatch):
 
 
 def test_stop_strings_across_tokens(engine):
-    events = list(engine.submit(request(max_tokens=30)))
-    text = "".join(e.text for e in events)
-    cuts = np.cumsum([len(e.text) for e in events])
+    deltas = list(engine.submit(request(max_tokens=30)))
+    text = "".join(e.text for e in deltas)
+    cuts = np.cumsum([len(e.text) for e in deltas])
     at = next(int(c) for c in cuts[5:] if text.count(text[c - 2:c + 2]) == 1)
     stop = text[at - 2:at + 2]                  # two letters of one token and two of the next
     for stops in (stop, (stop,), ["never", stop]):
         stopped = list(engine.submit(request(max_tokens=30, stop=stops)))
         assert "".join(e.text for e in stopped) == text[:at - 2]
-        assert stopped[-1].finish_reason == "stop" and len(stopped) < len(events)
+        assert stopped[-1].finish_reason == "stop" and len(stopped) < len(deltas)
     assert_idle(engine)
 
 

@@ -3,8 +3,9 @@ import pytest
 
 from kernels import float_matmul
 from kernels.float_matmul import gemm_float, gemv_float
+from kernels.formats import FLOATS
 
-KINDS = [np.float16, np.uint16, np.float32]
+KINDS = [kind.dtype for kind in FLOATS.values()]
 
 
 @pytest.mark.parametrize("multiply", [gemv_float, gemm_float])

@@ -1,5 +1,5 @@
-"""Models whose matrices are floats: the kernels widen a weight exactly, so a file of half-width weights and the F32 file
-of the same values must give the same bits."""
+"""Models whose matrices are floats: the kernels widen a weight exactly, so a file of half-width weights and the F32
+file of the same values must give the same bits."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,5 @@
-"""The house: which room imports which, and that no imports go round in a circle.
+"""The house: which room imports which, that no imports go round in a circle, how large functions and the heart may be,
+and that the heart reads in its stated order.
 
 An arrow goes from a file to every file of the product that it imports. The arrows are drawn from the text of the files:
 an import counts wherever it stands, inside a function and under TYPE_CHECKING as well, because a late import that only
@@ -6,6 +7,9 @@ dodges a circle is still part of that circle.
 """
 
 import ast
+import dis
+import functools
+import re
 from collections import deque
 from pathlib import Path
 
@@ -15,17 +19,20 @@ ROOT = Path(__file__).parents[1]
 HEART = "qengine"
 ROOMS = "kernels", "engine", "api", "cli", "models", "benchmarks"
 
-# Which rooms a room must never import. The heart is a room of one file.
-NEVER = {
-    "kernels": {"engine", "api", "cli", HEART, "models", "benchmarks"},
-    "engine": {"api", "cli", HEART, "models", "benchmarks"},
-    "api": {"cli", HEART, "models", "benchmarks"},
-    HEART: {"api", "cli", "models", "benchmarks"},
-    "cli": {"models", "benchmarks"},
-    "models": {"benchmarks"},
+# The plan: the rooms right below each room. A room imports those, and what lies below them; the heart is a room of one
+# file.
+BELOW = {
+    "benchmarks": {"cli", "models"},
+    "models": {HEART},
+    "cli": {"api", HEART},
+    "api": {"engine"},
+    HEART: {"engine"},
+    "engine": {"kernels"},
+    "kernels": set(),
 }
 # The one arrow upwards: what qengine.py imports where it is run as a program, to hand over to the command line.
 HANDS_OVER_TO = {"cli"}
+
 
 
 # ---- drawing -----------------------------------------------------------------------------------------------
@@ -38,14 +45,24 @@ def module_files(root):
     return {name.removesuffix(".__init__"): file for name, file in named}
 
 
+@functools.cache
+def parsed(text):
+    return ast.parse(text)
+
+
+def tree_of(file):
+    """The syntax tree of a file, which nobody changes."""
+    return parsed(file.read_text(encoding="utf-8"))
+
+
 def arrows_of(root):
     """(arrows, handed over): {module: {imported module: line of the import}}, and the same of the one arrow upwards."""
     modules, arrows, handed_over = module_files(root), {}, {}
     for name, file in modules.items():
-        tree = ast.parse(file.read_text(encoding="utf-8"), str(file))
+        tree = tree_of(file)
         if name == HEART:
             programs = [node for node in tree.body if is_main_block(node)]
-            tree.body = [node for node in tree.body if node not in programs]
+            tree = ast.Module([node for node in tree.body if node not in programs], [])
             handed_over = imports_in(ast.Module(programs, []), name, file, modules)
         arrows[name] = imports_in(tree, name, file, modules)
     return arrows, handed_over
@@ -129,9 +146,9 @@ def reachable(arrows, start):
 
 
 def forbidden(arrows):
-    """The arrows that NEVER forbids, as texts."""
+    """The arrows that do not point downwards in the plan, as texts."""
     return [f"{name}:{line} → {target}" for name, imported in arrows.items() for target, line in imported.items()
-            if room_of(target) in NEVER.get(room_of(name), ())]
+            if room_of(target) not in {room_of(name)} | reachable(BELOW, room_of(name))]
 
 
 # ---- the house ---------------------------------------------------------------------------------------------
@@ -164,7 +181,21 @@ def test_arrows_point_downwards(house):
 
 
 def test_the_heart_hands_over_to_the_command_line_alone(house):
-    assert {room_of(target) for target in house[1]} <= HANDS_OVER_TO
+    """Under `if __name__ == "__main__"`, before anything else is imported but modules of Python that this needs."""
+    assert {room_of(target) for target in house[1]} == HANDS_OVER_TO
+    body = tree_of(ROOT / f"{HEART}.py").body
+    first = next(i for i, node in enumerate(body) if isinstance(node, ast.If))
+    assert is_main_block(body[first]) and "cli.main" in ast.unparse(body[first])
+    assert not any("cli" in ast.unparse(node) for i, node in enumerate(body)
+                   if i != first and isinstance(node, ast.Import | ast.ImportFrom))
+    assert [ast.unparse(node) for node in body[:first] if not isinstance(node, ast.Expr)] == [
+        "import os", "import signal", "import sys"]
+
+
+def test_a_card_knows_no_operation(house):
+    operations = {name for name, file in module_files(ROOT).items() if room_of(name) == "kernels"
+                  and "cases" in (node.name for node in tree_of(file).body if hasattr(node, "name"))}
+    assert len(operations) >= 20 and operations & reachable(house[0], "kernels.card") == set()
 
 
 def test_an_emulated_card_needs_no_driver(house):
@@ -227,7 +258,8 @@ def test_rooms_may_not_go_round_even_where_modules_do_not(tmp_path):
     assert forbidden(arrows) == ["kernels.c:1 → engine.d"]
 
 
-@pytest.mark.parametrize("room, wrong", [(room, wrong) for room, others in NEVER.items() for wrong in sorted(others)])
+@pytest.mark.parametrize("room, wrong", [(room, wrong) for room in BELOW
+                                         for wrong in sorted(BELOW.keys() - {room} - reachable(BELOW, room))])
 def test_arrows_that_are_never_drawn(tmp_path, room, wrong):
     file, target = (name if name == HEART else f"{name}/a" for name in (room, wrong))
     texts = {file: LATE.format(f"import {target.replace('/', '.')}"), target: ""}
@@ -244,3 +276,133 @@ def test_the_one_arrow_upwards(tmp_path):
         assert not handed_over and shortest_circle(arrows) and forbidden(arrows)
     arrows, handed_over = drawn(tmp_path, {HEART: "", "engine/a": MAIN.format("import cli.main")})
     assert not handed_over and forbidden(arrows) == ["engine.a:2 → cli.main"]
+
+
+# ---- sizes -------------------------------------------------------------------------------------------------
+
+HEART_LINES, FUNCTION_LINES, POSITIONAL = 2500, 60, 8
+
+
+def too_large(tree, kernels=False):
+    """["line name: what is too large"] of the functions in a tree. kernels: in the room of kernels, where a function
+    that is compiled for the card, or in which such a function is defined, may be as large as it likes."""
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        n_lines = node.end_lineno - node.lineno + 1
+        n_positional = sum(each.arg not in ("self", "cls") for each in node.args.posonlyargs + node.args.args)
+        large = [f"{node.lineno} {node.name}: {n} {what}, {most} at most" for n, what, most in (
+            (n_lines, "lines", FUNCTION_LINES), (n_positional, "positional parameters", POSITIONAL)) if n > most]
+        if large and not (kernels and any(is_compiled(inner) for inner in ast.walk(node))):
+            found += large
+    return found
+
+
+def is_compiled(node):
+    """Whether a function is decorated with `cuda.jit`."""
+    return isinstance(node, ast.FunctionDef) and any(
+        re.match(r"cuda\.jit\b", ast.unparse(decorator)) for decorator in node.decorator_list)
+
+
+def test_the_heart_is_read_in_an_evening():
+    assert len((ROOT / f"{HEART}.py").read_text().splitlines()) <= HEART_LINES
+
+
+def test_no_function_is_too_large():
+    found = [f"{file.relative_to(ROOT)}:{what}" for name, file in module_files(ROOT).items()
+             for what in too_large(tree_of(file), room_of(name) == "kernels")]
+    assert found == []
+
+
+def function(n_lines, arguments, before=""):
+    return ast.parse(f"{before}def f({arguments}):" + "\n  x = 1" * (n_lines - 1))
+
+
+def test_functions_that_are_too_large():
+    eight = "a, b, c, d, e, f, g, h=0"
+    assert too_large(function(60, eight)) == too_large(function(60, f"self, {eight}, *i, j, k")) == []
+    assert too_large(function(61, f"cls, {eight}")) == ["1 f: 61 lines, 60 at most"]
+    assert too_large(function(60, f"i, /, {eight}")) == ["1 f: 9 positional parameters, 8 at most"]
+    assert too_large(function(61, "", "async ")) == ["1 f: 61 lines, 60 at most"]
+    for made in "@cuda.jit(device=True)\n", "@cuda.jit\n":
+        compiled = function(61, f"i, {eight}", made)
+        assert too_large(compiled, kernels=True) == [] and len(too_large(compiled)) == 2
+    maker = ast.parse("def make():\n  @cuda.jit\n  def kernel(): pass" + "\n  x = 1" * 60)
+    assert too_large(maker, kernels=True) == [] and len(too_large(maker)) == 1
+    assert len(too_large(function(61, eight, "@cache\n"), kernels=True)) == 1
+
+
+# ---- the order of the heart --------------------------------------------------------------------------------
+
+# Names of the heart that a section before their own may use, and why.
+AHEAD = {}
+
+
+def sections(text):
+    """[(line of the title, title)] of the banners in a text: section n's is "n  Its title" between two rules."""
+    lines = text.splitlines()
+    titles = [(at, re.fullmatch(r"# (\d+)  (\S.*)", line)) for at, line in enumerate(lines, 1)
+              if 1 < at < len(lines) and lines[at - 2] == lines[at] and re.fullmatch("# =+", lines[at])]
+    assert [int(title[1]) for _, title in titles] == list(range(1, len(titles) + 1))
+    return [(at, title[2]) for at, title in titles]
+
+
+def used_ahead(text):
+    """["line name: what section uses what of which"] where a section uses a name that a later one defines. What stands
+    before the first section is section 0. Annotations that are strings use nothing."""
+    starts = [at for at, _ in sections(text)]
+
+    def section(line):
+        return sum(at <= line for at in starts)
+
+    tree = ast.parse(text)
+    defined = {}
+    for node in tree.body:
+        names = [node.name] if hasattr(node, "name") else [
+            inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)]
+        for name in names:
+            defined.setdefault(name, node.lineno)
+    return [f"{line} {name}: section {section(line)} uses what section {section(defined[name])} defines"
+            for line, name in sorted(set(globals_of(compile(tree, "heart", "exec"))))
+            if name in defined and name not in AHEAD and section(defined[name]) > section(line)]
+
+
+def globals_of(code, is_class=False):
+    """(line, name) of each use of a name of the module in a code object of it, and in those within."""
+    instructions = list(dis.get_instructions(code))
+    own = {each.argval for each in instructions if is_class and each.opname == "STORE_NAME"}
+    for each in instructions:
+        if each.opname in ("LOAD_GLOBAL", "LOAD_NAME") and each.argval not in own:
+            yield each.positions.lineno, each.argval
+    for inner in code.co_consts:
+        if hasattr(inner, "co_code"):
+            yield from globals_of(inner, is_class="__module__" in inner.co_names)
+
+
+def test_the_table_of_contents_lists_the_sections():
+    text = (ROOT / f"{HEART}.py").read_text()
+    titles = [title for _, title in sections(text)]
+    listed = re.findall(r"^    (\d+)  (.+?)   ", text.partition('"""\n\n')[0], re.M)
+    assert listed == [(str(n), title) for n, title in enumerate(titles, 1)]
+
+
+def test_the_heart_uses_nothing_before_its_section_says_so():
+    text = (ROOT / f"{HEART}.py").read_text()
+    assert used_ahead(text) == []
+    assert all(re.search(rf"^(class |def )?{name}\b", text, re.M) and why for name, why in AHEAD.items())
+
+
+RULE = "# " + "=" * 20
+
+
+@pytest.mark.parametrize("use, is_ahead", [
+    ("x = Later", True), ("def f(): return [Later for _ in []]", True), ("def f(a: Later): pass", True),
+    ("class A(Later): pass", True), ("class A:\n  def f(self): return lambda: Later.x", True),
+    ("@Later\ndef f(): pass", True), ("def f(a=Later): pass", True), ("def f():\n  def g(): return Later", True),
+    ("def f(a: 'Later'): pass", False), ("def f(Later): return Later", False), ("def f(a): return a.Later", False),
+    ("class A:\n  Later = 1\n  x = Later", False), ("x = Earlier", False)])
+def test_names_that_are_used_ahead(use, is_ahead):
+    parts = "Earlier = 1", f"{RULE}\n# 1  One\n{RULE}\nsame = 1", use, f"{RULE}\n# 2  Two\n{RULE}\nLater = Earlier"
+    found = used_ahead("\n".join(parts))
+    assert [what.partition(" ")[2] for what in found] == ["Later: section 1 uses what section 2 defines"] * is_ahead

@@ -48,7 +48,7 @@ def said(engine):
     logits, text, turns = engine.evaluate(prompt(1)), prompt(2), []
     for n in 30, 90, 200:
         generation = engine.submit(qengine.Request(text, max_tokens=8, ignore_eos=True))
-        turns.append([event.token_id for event in generation])
+        turns.append([delta.token_id for delta in generation])
         text = text + turns[-1] + prompt(n, n)
     return logits, turns, generation.n_cached
 

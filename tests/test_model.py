@@ -155,7 +155,7 @@ def test_greedy_tokens_of_float_weights(float_engine, reference, prompt):
     """Decode, 64 tokens: the first difference, if any, is at a margin below the arithmetic's noise."""
     ids = reference[f"{prompt}_ids"].tolist()
     request = qengine.Request(ids, max_tokens=64, ignore_eos=True)
-    got = np.array([event.token_id for event in float_engine.submit(request)])
+    got = np.array([delta.token_id for delta in float_engine.submit(request)])
     want, margin = reference[f"{prompt}_hf_greedy"], reference[f"{prompt}_hf_greedy_margin"]
     different = np.flatnonzero(got != want)
     if different.size:

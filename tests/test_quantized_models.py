@@ -44,7 +44,7 @@ def fingerprint(name, card):
     log-probabilities. Its table of tokens, the matrices of prompts and those of decoding are all in the format."""
     engine = qengine.load(f"synthetic:tiny:{name.lower()}", card=card, ctx=128, progress=False)
     request = qengine.Request(IDS, max_tokens=6, ignore_eos=True, top_logprobs=20)
-    decoded = [(event.token_id, event.logprob, *event.top_logprobs) for event in engine.submit(request)]
+    decoded = [(delta.token_id, delta.logprob, *delta.top_logprobs) for delta in engine.submit(request)]
     logits = engine.evaluate(IDS)
     engine.close()
     assert np.isfinite(logits).all() and logits.std() > 0.1

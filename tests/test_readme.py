@@ -48,6 +48,30 @@ def test_links(path, at_least):
     assert [target for target in targets if not (page.parent / target.partition("#")[0]).exists()] == []
 
 
+def anchors(text):
+    """The names by which GitHub's pages link to headings: of each heading, but for blocks of code."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path, at_least", [("README.md", 4), ("benchmarks/results.md", 30)])
+def test_links_to_headings(path, at_least):
+    page = ROOT / path
+    found = re.findall(r"\]\(([^)]*#[^)]*)\)", page.read_text())
+    targets = [target.split("#") for target in found if "://" not in target]
+    assert len(targets) >= at_least
+    assert [[file, name] for file, name in targets
+            if name not in anchors((page.parent / file if file else page).read_text())] == []
+
+
+def test_sections_of_the_results_that_are_named_exist():
+    """Docstrings refer to sections of benchmarks/results.md by their names."""
+    sections = anchors((ROOT / "benchmarks" / "results.md").read_text())
+    named = {name for folder in ("kernels", "engine") for file in (ROOT / folder).rglob("*.py")
+             for name in re.findall(r"results\.md, (?:section )?(\w+)", file.read_text())}
+    assert len(named) >= 6 and named <= sections
+
+
 def test_files_named_in_text_exist():
     named = re.findall(r"`((?:kernels|models|tests|notebooks)/[\w./]+)`", README)
     modules = [f"{module.replace('.', '/')}.py" for module in re.findall(r"python -m (kernels\.\w+)", README)]
@@ -102,3 +126,16 @@ def test_every_option_is_known():
     text = build_parser().format_help()
     mentioned = set(re.findall(r"`(--[\w-]+)", README))
     assert mentioned and [option for option in mentioned if option not in text] == []
+
+
+def test_names_that_the_readme_and_the_notebooks_use_are_offered():
+    """`__all__` says what a user of the module may rely on."""
+    used = set()
+    for file in (ROOT / "README.md", ROOT / "notebooks" / "lab.py"):
+        used |= set(re.findall(r"\bqengine\.([A-Za-z_]\w*)", file.read_text()))
+    for file in (ROOT / "notebooks").glob("*.ipynb"):
+        for cell in json.loads(file.read_text())["cells"]:
+            used |= set(re.findall(r"\bqengine\.([A-Za-z_]\w*)", "".join(cell["source"])))
+    assert used - {"py"} <= set(qengine.__all__)
+    assert len(set(qengine.__all__)) == len(qengine.__all__)
+    assert all(hasattr(qengine, name) for name in qengine.__all__)

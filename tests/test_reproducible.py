@@ -99,9 +99,9 @@ def test_companions_change_no_token(engine):
     """Requests of several clients at once give the tokens that each gives alone, drawn ones too."""
     requests = [qengine.Request(ids, max_tokens=12, temperature=t, top_k=40, seed=5, ignore_eos=True)
                 for ids in prompts(engine) for t in (0.0, 1.0)]
-    alone = [[event.token_id for event in engine.submit(request)] for request in requests]
+    alone = [[delta.token_id for delta in engine.submit(request)] for request in requests]
     together = [engine.submit(request) for request in requests]
-    assert [[event.token_id for event in generation] for generation in together] == alone
+    assert [[delta.token_id for delta in generation] for generation in together] == alone
 
 
 if __name__ == "__main__":

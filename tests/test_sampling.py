@@ -22,8 +22,8 @@ def answer(engine, request):
     return list(engine.submit(request))
 
 
-def tokens(events):
-    return [event.token_id for event in events]
+def tokens(deltas):
+    return [delta.token_id for delta in deltas]
 
 
 # ---- penalties and biases ----------------------------------------------------------------------------------
@@ -88,30 +88,30 @@ def test_what_a_request_may_not_ask(engine, name, values):
 
 def test_log_probabilities_are_those_of_the_logits(engine):
     """Of the first token exactly; of the later ones, which `evaluate` sees as a prompt, nearly."""
-    events = answer(engine, request(top_logprobs=20, temperature=1.0))
+    deltas = answer(engine, request(top_logprobs=20, temperature=1.0))
     ids = request().prompt_ids
-    logits = engine.evaluate(ids + tokens(events)[:-1])[len(ids) - 1:].astype(np.float64)
-    for at, (event, row) in enumerate(zip(events, logits, strict=True)):
+    logits = engine.evaluate(ids + tokens(deltas)[:-1])[len(ids) - 1:].astype(np.float64)
+    for at, (delta, row) in enumerate(zip(deltas, logits, strict=True)):
         log_probs = row - row.max() - np.log(np.exp(row - row.max()).sum())
         tolerance = 1e-5 if at == 0 else 0.05
-        assert abs(event.logprob - log_probs[event.token_id]) < tolerance
-        assert [value for _, value in event.top_logprobs] == sorted((v for _, v in event.top_logprobs), reverse=True)
-        assert np.abs(np.array([v - log_probs[i] for i, v in event.top_logprobs])).max() < tolerance
-        if event.token_id in dict(event.top_logprobs):
-            assert dict(event.top_logprobs)[event.token_id] == event.logprob
-    assert [i for i, _ in events[0].top_logprobs] == np.argsort(-logits[0], kind="stable")[:20].tolist()
+        assert abs(delta.logprob - log_probs[delta.token_id]) < tolerance
+        assert [value for _, value in delta.top_logprobs] == sorted((v for _, v in delta.top_logprobs), reverse=True)
+        assert np.abs(np.array([v - log_probs[i] for i, v in delta.top_logprobs])).max() < tolerance
+        if delta.token_id in dict(delta.top_logprobs):
+            assert dict(delta.top_logprobs)[delta.token_id] == delta.logprob
+    assert [i for i, _ in deltas[0].top_logprobs] == np.argsort(-logits[0], kind="stable")[:20].tolist()
 
 
 @pytest.mark.parametrize("top", [0, 3])
 def test_as_many_as_are_asked_for(engine, top):
-    events = answer(engine, request(top_logprobs=top, logit_bias={5: 100.0}, repetition_penalty=2.0))
+    deltas = answer(engine, request(top_logprobs=top, logit_bias={5: 100.0}, repetition_penalty=2.0))
     plain = answer(engine, request(top_logprobs=20))
-    assert all(len(event.top_logprobs) == top and event.logprob <= 0 for event in events)
-    assert events[0].token_id == 5 and events[0].top_logprobs == plain[0].top_logprobs[:top]      # raw logits
+    assert all(len(delta.top_logprobs) == top and delta.logprob <= 0 for delta in deltas)
+    assert deltas[0].token_id == 5 and deltas[0].top_logprobs == plain[0].top_logprobs[:top]      # raw logits
 
 
 def test_requests_with_and_without_side_by_side(engine):
-    """The same events as alone, bit for bit, and none where none were asked for; tokens do not change."""
+    """The same deltas as alone, bit for bit, and none where none were asked for; tokens do not change."""
     requests = [request(seed, top_logprobs=wanted, temperature=seed % 2, presence_penalty=seed / 4,
                         logit_bias={seed: 2.0}, max_tokens=8 + 3 * seed)
                 for seed, wanted in enumerate((None, 2, 0, None, 20, None))]
@@ -119,8 +119,8 @@ def test_requests_with_and_without_side_by_side(engine):
     assert [list(g) for g in [engine.submit(r) for r in requests]] == alone
     plain = [answer(engine, dataclasses.replace(r, top_logprobs=None)) for r in requests]
     assert [tokens(p) for p in plain] == [tokens(a) for a in alone]
-    for events in plain + [alone[0], alone[3], alone[5]]:
-        assert all(event.logprob is None and event.top_logprobs == () for event in events)
+    for deltas in plain + [alone[0], alone[3], alone[5]]:
+        assert all(delta.logprob is None and delta.top_logprobs == () for delta in deltas)
 
 
 # ---- stop strings ------------------------------------------------------------------------------------------
@@ -139,11 +139,11 @@ def test_many_long_stop_strings_cost_little():
 def test_stop_strings_count_after_a_token(engine):
     bias, spaced = {5: 100.0}, engine.tokenizer.pieces[5].decode()
     whole = answer(engine, request(max_tokens=6, logit_bias=bias))
-    assert [event.text for event in whole] == [spaced] * 6
+    assert [delta.text for delta in whole] == [spaced] * 6
     stopped = answer(engine, request(max_tokens=6, logit_bias=bias, stop=spaced, stop_after=5))
-    assert [event.text for event in stopped] == [spaced, ""] and stopped[-1].finish_reason == "stop"
+    assert [delta.text for delta in stopped] == [spaced, ""] and stopped[-1].finish_reason == "stop"
     never = answer(engine, request(max_tokens=6, logit_bias=bias, stop=spaced, stop_after=6))
-    assert [event.text for event in never] == [spaced] * 6 and never[-1].finish_reason == "length"
+    assert [delta.text for delta in never] == [spaced] * 6 and never[-1].finish_reason == "length"
 
 
 def test_line_breaks_before_what_stop_strings_count_in_are_none_of_it():
@@ -152,7 +152,7 @@ def test_line_breaks_before_what_stop_strings_count_in_are_none_of_it():
     for letter in b"a\nb!\n\nline\n":
         reason = generation.push(letter, None)
     generation.close()
-    assert "".join(event.text for event in generation) == "a\nb!\n\nline" and reason == "stop"
+    assert "".join(delta.text for delta in generation) == "a\nb!\n\nline" and reason == "stop"
 
 
 @pytest.mark.parametrize("text, shown", [
@@ -165,4 +165,4 @@ def test_stop_strings_wait_where_the_answer_begins_with_a_token(text, shown):
         if generation.push(letter, "length" if n == len(text) else None) == "stop":
             break
     generation.close()
-    assert "".join(event.text for event in generation) == shown
+    assert "".join(delta.text for delta in generation) == shown

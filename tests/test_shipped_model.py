@@ -48,7 +48,7 @@ def answers(engine, examples):
     """The greedy answers to examples, several at a time."""
     generations = [engine.submit(qengine.Request(prompt(engine, example), max_tokens=160))
                    for example in examples]
-    return ["".join(event.text for event in generation) for generation in generations]
+    return ["".join(delta.text for delta in generation) for generation in generations]
 
 
 def question(text, lang="en", tools=None, thinking=False, **expect):
@@ -155,7 +155,7 @@ def record(engine):
     ids = {name: prompt(engine, example) for name, example in recorded_examples().items()}
     generations = [engine.submit(qengine.Request(prompt, max_tokens=N_RECORDED, ignore_eos=True))
                    for prompt in ids.values()]
-    tokens = [[event.token_id for event in generation] for generation in generations]
+    tokens = [[delta.token_id for delta in generation] for generation in generations]
     return {name: [new, hashlib.sha256(engine.evaluate(ids[name] + new).tobytes()).hexdigest()]
             for name, new in zip(ids, tokens)}
 

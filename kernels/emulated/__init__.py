@@ -30,7 +30,7 @@ which takes what floats need from floats.py. tests/emulated/test_opcode_table.py
     translate.py    bra ret exit trap bar barrier barrier_result (bar.red becomes bar and barrier_result)
     ptx.py          call brx (replaced by the function's body, and by comparisons with bra)
 
-Warps of a block take turns where they poll memory, so locks and flags work within a block, and locks also between
+Warps of a block alternate where they poll memory, so locks and flags work within a block, and locks also between
 the lanes of a warp if the lane that has taken the lock opens it before the warp synchronizes. Each block runs to
 its end before its CPU thread takes another one; as many run at a time as there are workers. A block that waits for
 a later block is given up after 10 seconds with an error, and so is every other warp that polls memory in vain. A

@@ -1,9 +1,9 @@
 """The Card interface on the CPU: memory of the process, kernels as native code, streams as queues.
 
 A stream is a queue, and a counter of the operations that are done. A thread that needs an operation done runs the
-queue up to that operation itself: in `synchronize`, for a dependent stream, or for a copy to pageable memory. Each stream also
-has a worker thread, started at the first operation, which runs the queue in the background, so that host and card
-overlap.
+queue up to that operation itself: in `synchronize`, for a dependent stream, or for a copy to pageable memory. Each
+stream also has a worker thread, started at the first operation, which runs the queue in the background, so that host
+and card overlap.
 
 With `late=True` there are no workers, and every operation runs at the last moment that the events allow. Among the
 streams, the operation that was queued last runs first. A program that lacks a wait then reads stale data every time,
@@ -59,7 +59,7 @@ class EmulatedCard(Card):
 
     kind = "emulated"
 
-    def __init__(self, number=0, memory_bytes=None, threads=None, link_gbs=None, late=False, checked=False,
+    def __init__(self, number=0, memory_bytes=None, threads=None, *, link_gbs=None, late=False, checked=False,
                  cc=None, like=None, cache_dir=compiler.CACHE_DIR):
         cc = cc or next(c for c in compiler.supported_ccs() if c >= (7, 0))
         self.threads, self.like = threads or usable_processors(), like
@@ -408,8 +408,8 @@ class EmulatedStream(Stream):
         self.run_until(self.pushed)
 
     def _run_some(self, most):
-        """Runs the next operation. If it is a launch, runs the launches that follow it as well, up to the next operation
-        of another kind, but not more than `most` or MOST_LAUNCHES in all."""
+        """Runs the next operation. If it is a launch, runs the launches that follow it as well, up to the next
+        operation of another kind, but not more than `most` or MOST_LAUNCHES in all."""
         operations = []
         try:
             operations.append(self._queue.popleft())

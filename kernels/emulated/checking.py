@@ -343,7 +343,7 @@ class _Run:
         return result
 
     def finish_spinning(self, at):
-        """Runs the warps that have given way on, in turns, until all are at a barrier or have returned."""
+        """Runs the warps that have given way on, one after another, until all are at a barrier or have returned."""
         moved = time.monotonic()
         while spinning := [warp for warp, resume in at.items() if resume & GIVES_WAY]:
             for warp in self.card.random.sample(spinning, len(spinning)):

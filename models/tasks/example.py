@@ -39,7 +39,7 @@ class Example:
 
 
 def chat(draw, lang: str, task: str, turns: list, expect: dict, system: str | None = None, tools=None,
-         thought: str = "", thinking: bool | None = None) -> Example:
+         *, thought: str = "", thinking: bool | None = None) -> Example:
     """An example from turns: strings, the user's and the assistant's in alternation, or whole messages.
 
     thought: what the assistant thinks first when it is told to think, nothing mostly.
