@@ -6,8 +6,8 @@ Table of contents
     3  Passes              what runs through the layers, and what layers keep
     4  Layers              each kind of mixer and MLP, with all of its facts
     5  Model and cache     the forward pass of a range of layers
-    6  Stages              layers on cards, one after the other
-    7  Sampling            tokens chosen on the card
+    6  Sampling            tokens chosen on the card
+    7  Stages              layers on cards, one after the other
     8  Scheduler           requests, slots, prompts and answers side by side
     9  Engine              a loaded model; load()
 
@@ -122,7 +122,7 @@ class Config:
     head_dim: int
     rope_dim: int                         # leading dimensions of a head that are rotated
     rope_base: float
-    rope_sections: tuple[int, int, int]   # rotary frequencies of time, height, width
+    rope_sections: tuple[int, int, int]   # how many rotary frequencies belong to time, height, width
     n_key_heads: int                      # of a linear layer
     n_value_heads: int                    # value head h reads key head h % n_key_heads
     linear_head_dim: int
@@ -134,7 +134,7 @@ class Config:
 
     @property
     def query_dim(self) -> int:
-        """Width of the attention heads side by side. attn_q gives twice this: query and gate per head."""
+        """Columns of all query heads together. attn_q has twice as many rows: each head has a query and a gate."""
         return self.n_heads * self.head_dim
 
     @property
@@ -186,14 +186,16 @@ def alloc_matrix(card: Card, format: str, n: int, k: int, name: str) -> Matrix:
 
 @dataclass(frozen=True)
 class Stack:
-    """Matrices that read the same input. Their products lie side by side, as columns of rows `stride` apart."""
+    """Matrices that read the same input. Their products of one input row lie side by side, those of the next row begin
+    `stride` numbers later."""
 
-    parts: tuple[tuple[int, Matrix], ...]   # (first column, matrix); neighbours of one type are one matrix
-    stride: int                             # the columns of all, rounded up to a multiple of 4
+    parts: tuple[tuple[int, Matrix], ...]   # (first column, Matrix); successive tensors of one type are one Matrix
+    stride: int                             # all columns together, rounded up to a multiple of 4
 
 
 class Loader:
-    """Puts tensors on a card. This one leaves their values undefined, which suffices for plans; subclasses fill them.
+    """Puts tensors on a card. This class only allocates them, which suffices for plans of memory (engine/plan.py);
+    subclasses fill in values.
 
     shapes: name -> row-major shape of every tensor. type_of(name): the tensor's type, as GGUF has it.
     """
@@ -202,7 +204,8 @@ class Loader:
         self.card, self.shapes, self.type_of = card, shapes, type_of
 
     def matrix(self, *names: str) -> Matrix:
-        """The rows of one tensor, or of several of one type and width one after the other. Raises OutOfMemory."""
+        """A Matrix of one tensor, or of several tensors of one type and width, stacked row after row. Raises
+        OutOfMemory."""
         format, k = self.type_of(names[0]), self.shapes[names[0]][1]
         assert all((self.type_of(name), self.shapes[name][1]) == (format, k) for name in names)
         ends = list(itertools.accumulate(self.shapes[name][0] for name in names))
@@ -212,7 +215,7 @@ class Loader:
         return matrix
 
     def stack(self, *names: str) -> Stack:
-        """Tensors of one width that read the same input, in this order."""
+        """A Stack of tensors of one width that read the same input, in this order."""
         parts, column = [], 0
         for _, group in itertools.groupby(names, self.type_of):
             matrix = self.matrix(*group)
@@ -229,7 +232,7 @@ class Loader:
 
 
 class FileLoader(Loader):
-    """Puts the tensors of a GGUF file on a card. `check` says whether the file was sound, once all are there."""
+    """Puts the tensors of a GGUF file on a card. Once all are there, `check` raises an error if the file is damaged."""
 
     def __init__(self, card: Card, weights: "FileWeights"):
         super().__init__(card, weights.shapes, weights.type_of)
@@ -281,7 +284,7 @@ class SyntheticLoader(Loader):
 
 
 class Weights:
-    """The tensors of a model, on no card yet. These have no values, which suffices for plans; subclasses have some.
+    """The tensors of a model, on no card yet. This class has no values, which suffices for plans; subclasses have some.
 
     shapes: name -> row-major shape of every tensor. type_of(name): the tensor's type, as GGUF has it.
     """
@@ -290,8 +293,8 @@ class Weights:
         self.shapes, self.type_of = shapes, type_of
 
     def loading(self, card: Card):
-        """Context manager: gives a Loader for one thread. The tensors are good once the `with` body has ended. Raises
-        ModelError."""
+        """Context manager: gives a Loader for use by one thread. Damaged tensors raise ModelError when the `with` body
+        ends."""
         return contextlib.nullcontext(Loader(card, self.shapes, self.type_of))
 
 
@@ -310,12 +313,12 @@ class FileWeights(Weights):
             yield loader
             loader.check()
         finally:
-            loader.feeder = loader.flags = loader.flag_of = None    # what follows has their memory
+            loader.feeder = loader.flags = loader.flag_of = None    # their memory is free again
 
 
 class SyntheticWeights(Weights):
-    """Random weights of a model's real shapes, made on the card: no file, nothing over the bus. Matrices are of
-    `format`, or Q8_0 where their rows are no whole number of the format's blocks."""
+    """Random weights of a model's real shapes, made on the card: no file, nothing over the bus. A matrix is in
+    `format`, or in Q8_0 if the length of its rows is not a multiple of the format's block."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], format: str = "Q8_0"):
         super().__init__(shapes, lambda name: format if fits_blocks(shapes[name], format) else "Q8_0")
@@ -333,8 +336,9 @@ def fits_blocks(shape: tuple[int, ...], format: str) -> bool:
 # 3  Passes
 # ======================================================================================================
 # What runs through the layers is a pass: consecutive tokens of one prompt, or one decode step of several answers.
-# Passes over prompts use the prefill family of kernels, decode steps the decode family. Given the tokens before it, a
-# row's bits depend on its family alone.
+# Passes over prompts use the prefill family of kernels, decode steps the decode family. The two round differently.
+# Within a family, the bits of a row depend neither on the other rows of the pass nor on how a prompt is cut into
+# passes.
 
 
 @dataclass(frozen=True)
@@ -347,22 +351,46 @@ class Rows:
     rope: Array             # [3, n] positions for the rotation of heads: time, height, width
 
 
-class Mark(NamedTuple):
-    """A place in a prompt's pass where the states of its slot are kept."""
+INPUTS = 7                  # int32 of a row: id, slot, position, three rotary positions, and what `chosen_of` reads
 
-    end: int                # rows of the pass before the place
+
+def rows_of(inputs: Array, n: int) -> Rows:
+    """n rows whose ids, slots and positions lie side by side at the start of an array, so that one copy fills all."""
+    i = inputs
+    return Rows(n, i[:n], Places(i[n:2 * n], i[2 * n:3 * n]), i[3 * n:6 * n].reshape(3, n))
+
+
+def chosen_of(inputs: Array, n: int) -> Array:
+    """The part of the inputs behind that of `rows_of`: the tokens that follow the n rows, sent by another card."""
+    return inputs[6 * n:7 * n]
+
+
+def set_rows(inputs: Array, ids, slots, positions, one_by_one=False):
+    """Fill what `rows_of` reads, from lists of the same length, and what `chosen_of` reads with -1: no token is chosen
+    yet. one_by_one: in place of the -1, append each row i once more by itself, for rows_of(inputs[6 * (n + i):], 1)."""
+    table = np.empty((6, len(ids)), np.int32)
+    table[0], table[1], table[2:] = ids, slots, positions
+    behind = table.T.reshape(-1) if one_by_one else np.full(len(ids), -1, np.int32)
+    packed = np.concatenate([table.reshape(-1), behind])
+    inputs.card.copy_in(inputs[:packed.size], packed)
+
+
+class Mark(NamedTuple):
+    """A position in a prompt's pass at which the recurrent states of its slot are copied into a checkpoint."""
+
+    end: int                # rows of the pass before the position
     slot: int
-    kept: int               # row of the state arrays that receives a copy
+    kept: int               # row of the state arrays that receives the copy
 
 
 @dataclass(frozen=True)
 class PromptPass:
-    """Consecutive tokens of one slot, or a micro-batch of such a pass: some of its rows."""
+    """A pass over consecutive prompt tokens of one slot, or a part of its rows (see `MicroBatch`)."""
 
     rows: Rows
     marks: tuple[Mark, ...]         # in ascending order
     shares_card: bool               # whether other micro-batches run at the same time
-    in_order: Callable              # gives a context manager around what a layer does with states, or keys and values
+    in_order: Callable              # gives a context manager in which a layer uses states or pages, see `MicroBatch`
 
     def parts(self):
         """(first row, end, slot, kept) of the parts between the marks. After a part, the states of the slot are copied
@@ -376,15 +404,16 @@ class PromptPass:
 
 @dataclass(frozen=True)
 class DecodePass:
-    """A decode step: one token of each of several slots. Or consecutive tokens of one slot that are known already.
+    """One token of each of several slots: a decode step. Or consecutive tokens of one slot that a grammar forces, see
+    `Stage.launch_forced`.
 
-    The states of a slot take one token at a time. `sequence` has the parts that a layer's states take one after the
-    other: (first row, rows). For a decode step it is one part, all rows.
+    The recurrent state of a slot is updated token by token, so rows of the same slot need a launch each. `sequence`
+    lists the launches that use what a layer keeps: (first row, Rows). A decode step has one, for all rows.
     """
 
     rows: Rows
     sequence: tuple[tuple[int, Rows], ...]
-    reads_early: bool               # whether kernels may read states before the launch before them has ended
+    reads_early: bool               # whether kernels may read `early` what earlier steps left (kernels/intrinsics.py)
 
     @classmethod
     def of(cls, rows: Rows, reads_early: bool = False) -> "DecodePass":
@@ -392,16 +421,16 @@ class DecodePass:
 
 
 class MicroBatch:
-    """A part of a prompt's pass, in a stream of its own. While one micro-batch leaves the card partly idle, as each
-    kernel does in its last round of thread blocks, kernels of the others run there.
+    """A part of a prompt's pass, in a stream of its own. Each kernel leaves SMs idle in its last round of thread
+    blocks; kernels of other micro-batches use these SMs.
 
-    In each layer a micro-batch waits for the one before it, which leaves there the states, or the keys and values, that
-    it needs. Nothing else orders the micro-batches. What this gains is in benchmarks/results.md.
+    In each layer a micro-batch waits until the one before has written the layer's states, or keys and values. Nothing
+    else orders the micro-batches. benchmarks/results.md says what they gain.
     """
 
     def __init__(self, stream, before: "MicroBatch | None"):
         self.stream, self.before = stream, before
-        self.done = collections.deque()     # an event for each layer that the next micro-batch has not come to
+        self.done = collections.deque()     # an event per layer that is queued here and not yet in the next micro-batch
 
     def queue(self, layers):
         """Runs the generator `layers` with this micro-batch's stream; yields after each layer."""
@@ -448,7 +477,7 @@ class Tensors:
 
 
 def matrices(part) -> list[Matrix]:
-    """The matrices of a mixer, an MLP or a layer, by what its fields hold."""
+    """All Matrix objects in the fields of a mixer, an MLP or a layer, those in Stacks included."""
     if isinstance(part, Matrix):
         return [part]
     fields = dataclasses.fields(part) if dataclasses.is_dataclass(part) else ()
@@ -469,10 +498,10 @@ class DeltaNet:
 
     heads: gdn.LinearHeads
     norm: Array             # [hidden]
-    in_proj: Stack          # conv_dim columns of q, k, v; value_dim of z, the output's gate; n_value_heads of alpha,
-                            # how fast the state decays; and as many of beta, how strongly it is written
+    in_proj: Stack          # columns: conv_dim of q, k, v; value_dim of z (gate of the output); n_value_heads of alpha
+                            # (decay of the state); n_value_heads of beta (strength of its update)
     conv: Array             # [conv_dim, conv_width]
-    decay: gdn.Decay        # [n_value_heads] twice: -exp(A_log), and the bias of the time step
+    decay: gdn.Decay        # -exp(A_log) and dt_bias, [n_value_heads] each, see kernels/gdn.py
     out_norm: Array         # [128]
     out_proj: Matrix        # [hidden, value_dim]
 
@@ -560,11 +589,12 @@ class DeltaNet:
 
 @dataclass(frozen=True)
 class Attention:
-    """Full attention: grouped heads, a part of each rotated, a sigmoid gate on the output."""
+    """Full attention with grouped query heads. The first rope_dim values of a head are rotated; a sigmoid gate scales
+    the output."""
 
     heads: Heads
     norm: Array             # [hidden]
-    in_proj: Stack          # per head head_dim columns of query and as many of gate; kv_dim of keys, kv_dim of values
+    in_proj: Stack          # columns: head_dim of query and head_dim of gate per head; kv_dim of keys; kv_dim of values
     q_norm: Array           # [head_dim]
     k_norm: Array           # [head_dim]
     out_proj: Matrix        # [hidden, query_dim]
@@ -648,7 +678,7 @@ class DenseMLP:
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
     norm: Array             # [hidden]
-    gate_up: Stack          # ffn columns of gate, ffn of up
+    gate_up: Stack          # columns: ffn_dim of gate; ffn_dim of up
     down: Matrix            # [hidden, ffn]
 
     @staticmethod
@@ -698,8 +728,8 @@ def mixer_kinds(config: Config) -> list[type]:
     return [kind for name, kind in MIXERS.items() if name in config.layer_kinds]
 
 
-
-# Of a next-token-prediction (nextn, MTP) block beside an attention layer's. The engine does not run these blocks yet.
+# A next-token-prediction (nextn, MTP) block: the kind of its layer, and the shapes of the tensors that it has besides.
+# The engine does not run these blocks yet.
 NEXTN = ("attention", lambda c: {
     "nextn.eh_proj.weight": (c.hidden_dim, 2 * c.hidden_dim), "nextn.enorm.weight": (c.hidden_dim,),
     "nextn.hnorm.weight": (c.hidden_dim,), "nextn.shared_head_norm.weight": (c.hidden_dim,)})
@@ -801,7 +831,7 @@ class Model:
         frequencies = rope.inverse_frequencies(config.rope_base, config.rope_dim)
         self.inv_freq = self.card.upload(frequencies, "rotary frequencies")
         self.stride = max(stack.stride for layer in self.layers for stack in layer.stacks())
-        self.gemv = self.gemm = None    # a reader's own products of Q8_0 matrices, see `Engine.use`
+        self.gemv = self.gemm = None    # a user's own products of Q8_0 matrices, see `Engine.use`
 
     def scratch_layout(self, rows: int) -> dict[str, ScratchArray]:
         """What a pass of so many rows needs: name -> shape, type and title of an array."""
@@ -830,7 +860,7 @@ class Model:
             card.zeros((n_slots, c.n_kv_heads), np.uint32, "attention blocks that have arrived"))
         if self.head is not None:
             self.logits = card.alloc((max(n_slots, HEAD_ROWS), c.n_vocab), np.float32, "logits")
-        self.views = {}             # see `behind`; kept, since arrays know what launches ask of them
+        self.views = {}             # row -> Model, see `behind`; kept, since Arrays cache what launches need
 
     def behind(self, row: int) -> "Model":
         """This model with the scratch memory of the rows from `row` on, a multiple of 64: for a micro-batch."""
@@ -838,7 +868,7 @@ class Model:
             return self
         if row not in self.views:
             self.views[row] = view = copy.copy(self)
-            # Without views of its own: in a circle of references the memory would stay until Python looks for circles.
+            # No `views`: that dict refers to the view, and a circle of references would keep its memory too long.
             view.scratch, view.views = self.scratch.behind(self.scratch_layout(row)), None
         return self.views[row]
 
@@ -862,14 +892,14 @@ class Model:
             yield f"layer {index}"
 
     def compute_logits(self, rows: Rows, x: Array):
-        """logits[:n] = head(norm(x[:n])) for the n of `rows`, of which only n counts. The decode family computes them
-        in every pass, so that a row has one answer."""
+        """logits[:n] = head(norm(x[:n])); n = rows.n, and nothing else of `rows` counts. The decode family computes
+        them after a prompt's pass, too, so that the head always rounds in the same way."""
         self.multiply_normed(DecodePass.of(rows), Stack(((0, self.head),), self.head.n), self.head_norm, x, self.logits)
 
     # ---- what the layers share ----
 
     def is_fused(self, stack: Stack) -> bool:
-        """Whether one decode kernel serves the whole stack, the norm before it included."""
+        """Whether one decode kernel computes the whole stack, which must be one Matrix, and the norm before it."""
         (_, matrix), *others = stack.parts
         return matrix.is_quantized and not others and not (self.gemv and matrix.format == "Q8_0")
 
@@ -897,8 +927,8 @@ class Model:
 
     def project(self, run: PromptPass | DecodePass, y: Array, matrix: Matrix, u: Activation, add: bool = False,
                 stride: int = 0):
-        """y = u W^T (y += with `add`) by a kernel of the pass's family. Rows of y are `stride` numbers apart, by
-        default the n of this product."""
+        """y = u W^T, or y += u W^T with `add`, by a kernel of the pass's family. Rows of y begin `stride` numbers
+        apart, by default matrix.n."""
         card, n_rows, stride, decodes = self.card, run.rows.n, stride or matrix.n, isinstance(run, DecodePass)
         if matrix.is_quantized:
             arguments = y, stride, matrix, u.quantized, n_rows, add
@@ -930,7 +960,8 @@ class Cache:
         self.host = {}              # number of a checkpoint in host memory -> its two arrays, pinned
 
     def reset(self, slot: int):
-        """Clear the recurrent states of a slot. Pages need no reset: positions bound what is read of them."""
+        """Clear the recurrent states of a slot. Pages need none: a row reads keys and values only up to its own
+        position."""
         if self.recurrent:
             checkpoint.clear_states(self.card, self.states, slot)
 
@@ -953,7 +984,7 @@ class Cache:
             checkpoint.copy_states(self.card, self.states, to, source)
 
     def pin(self, host: int):
-        """Take page-locked host memory for checkpoint `host`, when the checkpoint is there for the first time. Raises
+        """Take page-locked host memory for checkpoint number `host`, if the number is used for the first time. Raises
         CardError."""
         if host not in self.host:
             self.host[host] = [self.card.pinned((states.shape[0], *states.shape[2:]), np.float32)
@@ -973,15 +1004,165 @@ class Cache:
 
 
 # ======================================================================================================
-# 6  Stages
+# 6  Sampling
+# ======================================================================================================
+
+
+class Tokens:
+    """Tokens on their way from a card to the host, with their log-probabilities if a request asks for them.
+    found: the task that returns what `Sampler.read_back` returns."""
+
+    def __init__(self, found: Task):
+        self.found, self.report = found, None
+        self.taken: Task | None = None      # the first stage's task that takes them for the next step
+
+    def arrived(self) -> np.ndarray:
+        """Waits for the tokens and returns them: int32, -1 where the logits of a row held a NaN. The array is
+        used again: the second `read_back` of the group after this one may overwrite it."""
+        tokens, self.report, arrived = self.found.result()
+        self.found.worker.wait(arrived)
+        return tokens
+
+    def read(self) -> np.ndarray:
+        """Like `arrived`, for a reader that no card waits for. First waits until the first stage's worker has taken the
+        tokens: a card waits for that thread, which must not lose the interpreter's lock to this one."""
+        if self.taken is not None:
+            self.taken.wait()
+        return self.arrived()
+
+    def log_probs(self, row: int, top: int) -> tuple[float, tuple[tuple[int, float], ...]]:
+        """The log-probability of a row's token, and the `top` likeliest tokens with theirs. The tokens were read."""
+        own, likeliest, ids = logprobs.unpack_report(self.report)
+        return float(own[row]), tuple(zip(ids[row, :top].tolist(), likeliest[row, :top].tolist()))
+
+
+BUFFERS = 2                 # result buffers of a group: one is read while the next step writes the other
+FIRST_TOKENS = -1           # stands for the number of a group where the first token after a prompt is chosen
+
+
+@dataclass
+class Results:
+    """A buffer for what `Sampler.launch` finds for some rows, and the host memory that the buffer is copied to."""
+
+    tokens: Array
+    report: Array                               # of log-probabilities
+    on_host: tuple[np.ndarray, np.ndarray]      # page-locked, the same two
+    copied: Event | None = None                 # after this event the buffer may be written again
+
+
+class Sampler:
+    """The memory of the sampling kernels on a card: parameters, number of the next draw, token history, biases and mask
+    of every slot; and buffers for their results.
+
+    Each step writes its results to another buffer than the step before, so that their copy to the host runs beside the
+    next step. Between two steps the copy would make the card wait.
+    """
+
+    def __init__(self, card: Card, n_slots: int, n_vocab: int):
+        self.card, self.n_vocab = card, n_vocab
+        self.state = sample.SamplingState.allocate(card, n_slots, n_slots, n_vocab)
+        self.log_probs = logprobs.LogprobState.allocate(card, n_slots, n_vocab)
+        self.masks, self.copies = card.pinned(self.state.mask.shape, np.uint32), card.stream()
+        # On an emulated card a stream is a thread that shares the processors with the kernels: one is enough.
+        self.reads = card.default_stream if card.kind == "emulated" else card.stream("reads")
+        self.executor = llguidance.LLExecutor()
+
+    def allocate(self, n_groups: int):
+        """Take the memory of the result buffers. Each group of answers has BUFFERS of them. First tokens of prompts
+        have n_groups + 1, as up to n_groups first tokens may be unread."""
+        counts = [BUFFERS] * n_groups + [n_groups + 1]      # those of FIRST_TOKENS stand last
+        shape = sum(counts), len(self.masks)
+        self.tokens = self.card.alloc(shape, np.int32, "sampled tokens")
+        self.reports = self.card.alloc((*shape, logprobs.REPORT), np.uint32, "log-probabilities")
+        on_host = zip(self.card.pinned(shape, np.int32), self.card.pinned(self.reports.shape, np.uint32))
+        results = map(Results, self.tokens, self.reports, on_host)
+        self.results = [list(itertools.islice(results, n)) for n in counts]
+        self.buffers = [itertools.cycle(range(n)) for n in counts]
+
+    def prepare_slot(self, slot: int, request: Request):
+        """Set a slot's parameters for a request and forget what the slot generated before."""
+        r, state = request, self.state
+        seed = secrets.randbits(64) if r.seed is None else r.seed
+        packed = sample.pack_parameters(
+            r.temperature, r.top_k, r.top_p, r.min_p, seed, repetition=r.repetition_penalty,
+            frequency=r.frequency_penalty, presence=r.presence_penalty, masked=r.grammar is not None,
+            biased=bool(r.logit_bias))
+        self.card.copy_in(state.parameters[slot], packed)
+        if packed[sample.FLAGS] & sample.PENALIZED:
+            history = np.zeros(self.n_vocab, np.uint16)
+            history[r.prompt_ids] = sample.IN_PROMPT
+            self.card.copy_in(state.history[slot], history)
+        if r.grammar_after is not None:
+            self.card.fill(state.mask[slot], 0xFF, self.copies)         # all tokens, until the grammar applies
+            self.card.default_stream.wait(self.copies.record())
+        if r.logit_bias:
+            bias = np.zeros(self.n_vocab, np.float32)
+            bias[list(r.logit_bias)] = list(r.logit_bias.values())
+            self.card.copy_in(state.bias[slot], bias)
+
+    def set_draw(self, slot: int, draw: int):
+        """Set the number of a slot's next random draw."""
+        self.card.copy_in(self.state.parameters[slot][sample.DRAW:sample.DRAW + 1], np.array([draw], np.uint32))
+
+    def make_masks(self, constraints: dict[int, Constraint]):
+        """Write the masks of slots on the host: what each slot may choose next. The tokens that were chosen under the
+        last masks must have been read, since their masks on the host are overwritten."""
+        free = []
+        for slot, constraint in constraints.items():
+            if constraint.forced:
+                token = constraint.forced[0]
+                self.masks[slot] = 0
+                self.masks[slot, token // 32] = 1 << token % 32
+            else:
+                free.append((constraint.matcher, slot))
+        if free:
+            llguidance.numpy.fill_next_token_bitmask_par(self.executor, free, self.masks.view(np.int32))
+
+    def send_masks(self, slots: list[int]):
+        """Queue the copy of masks to the card, for the next `launch`. The copies run beside the kernels of the default
+        stream. All writes of masks go to the stream `copies`, which keeps their order."""
+        for slot in slots:
+            self.card.copy_in(self.state.mask[slot], self.masks[slot], self.copies)
+        self.card.default_stream.wait(self.copies.record())
+
+    def next_buffer(self, group: int) -> int:
+        """The index of the next result buffer of a group, or of FIRST_TOKENS. On the card, what is queued after this
+        call runs once the buffer's earlier results have been copied to the host."""
+        buffer = next(self.buffers[group])
+        if copied := self.results[group][buffer].copied:
+            self.card.default_stream.wait(copied)
+        return buffer
+
+    def launch(self, logits: Array, rows: Rows, group: int, buffer: int, log_probs: bool):
+        """Queue the choice of the next token of each row. The launches can be recorded."""
+        results = self.results[group][buffer]
+        sample.sample(self.card, results.tokens, logits, rows.places.slots, self.state, rows.n, self.n_vocab)
+        if log_probs:
+            logprobs.logprobs(self.card, results.report, logits, results.tokens, self.log_probs, rows.n, self.n_vocab)
+
+    def read_back(self, group: int, buffer: int, n: int,
+                  log_probs: bool) -> tuple[np.ndarray, np.ndarray | None, Event]:
+        """Queue the copy of a buffer's results for n rows to the host, beside what is queued next. Returns the tokens,
+        the report of log-probabilities or None, and the event after which both are there."""
+        results = self.results[group][buffer]
+        tokens, report = (host[:n] for host in results.on_host)
+        self.reads.wait(self.card.default_stream.record())
+        self.card.copy_out(tokens, results.tokens[:n], self.reads)
+        if log_probs:
+            self.card.copy_out(report, results.report[:n], self.reads)
+        results.copied = self.reads.record()
+        return tokens, report if log_probs else None, results.copied
+
+
+# ======================================================================================================
+# 7  Stages
 # ======================================================================================================
 # A stage is a range of layers on one card. Every card has a worker (engine/worker.py), the only thread that gives the
-# card
-# work: whoever wants something of a stage posts a task to its worker. Methods of Stage named queue_... run there.
+# card work: a Pipeline posts the methods of its stages to their workers as tasks.
 
-CHECKED_WEIGHTS = 1 << 22   # weights of one matrix that are compared with NumPy's product, see `Engine.use`
-QUEUEING = 100e-6           # about how long the host takes to queue a hop beside the layers, in seconds
-FORCED_ROWS = 8             # tokens that a grammar leaves no choice of, in one decode pass at most
+CHECKED_WEIGHTS = 1 << 22   # `Engine.use` compares products on random matrices of at most so many weights
+QUEUEING = 100e-6           # seconds, about, that the host needs to queue the copies of a hop in streams of their own
+FORCED_ROWS = 8             # most tokens in one decode pass over tokens that a grammar forces
 
 
 class Stage:
@@ -993,7 +1174,7 @@ class Stage:
 
     def __init__(self, worker: Worker, config: Config, weights, layers: range, demand: Demand, chunk: int | None = None,
                  progress=iter):
-        """chunk: tokens of a pass, where they are decided already."""
+        """chunk: the most tokens of a prompt's pass; by default what fits."""
         card = worker.card
         self.worker, self.card, self.config, self.layers, self.n_slots = worker, card, config, layers, demand.slots
         free = card.free_bytes
@@ -1018,7 +1199,8 @@ class Stage:
             for name, is_there in (("incoming", layers.start > 0), ("outgoing", self.hands_on)))
         self.entry = self.exit = None   # the Edges to the stages beside this one, see `Pipeline`
         self.cache = None               # see `allocate`
-        self.streams = [card.stream(f"micro-batch {i}") for i in range(MICRO_BATCHES + 1)]   # the last for a rest
+        # Rows that fill no page are one more micro-batch.
+        self.streams = [card.stream(f"micro-batch {i}") for i in range(MICRO_BATCHES + 1)]
         self.recordings = {}            # (name of what was recorded, *its arguments) -> Recording
 
     @property
@@ -1027,14 +1209,14 @@ class Stage:
         return self.layers.stop < self.config.n_layers
 
     def release(self):
-        """Give the memory back, although a thread that hangs may hold the stage for ever."""
+        """Drop what refers to memory of the card, so that it is freed even if a thread that hangs holds the stage."""
         self.model = self.sampler = self.cache = self.inputs = self.entry = self.exit = None
         for held in self.incoming, self.outgoing, self.batches, self.recordings:
             held.clear()
 
     def allocate(self, sizes: CacheSizes, n_groups: int = 1):
-        """Take the memory of the cache, whose size depends on what the weights leave, and of the inputs of each group
-        of answers, see `Pipeline`."""
+        """Take the memory of the cache, whose size depends on what the weights leave, and of the inputs of the decode
+        steps of each group of answers."""
         self.cache = Cache(self.card, self.config, self.layers, sizes)
         self.batches = [self.card.alloc(INPUTS * self.n_slots, np.int32, "ids, slots and positions of a decode step")
                         for _ in range(n_groups)]
@@ -1044,9 +1226,9 @@ class Stage:
     # ---- what the worker queues ----
 
     def run_pass(self, before: Task | None, freed: Task | None, n: int, work, *arguments):
-        """Queue this stage's part of a pass of n rows: work(stage, *arguments), and the hops before and after it.
-        before: the task of the stage before for the same pass. freed: the task of the next stage that frees the buffer
-        for this hop."""
+        """Queue this stage's part of a pass of n rows: the hop in, work(stage, *arguments), the hop out. Returns the
+        event of the hop out; on the last stage, what work returns. before: the previous stage's task for this pass.
+        freed: see `Edge.send`."""
         if self.entry:
             self.entry.receive(n, before.result())
         found = work(self, *arguments)
@@ -1076,7 +1258,7 @@ class Stage:
         return self.sampler.read_back(FIRST_TOKENS, buffer, 1, log_probs)
 
     def read_logits(self, row: int, n: int) -> np.ndarray:
-        """The logits of n rows of that pass from `row` on."""
+        """The logits of n rows, from `row` on, of the prompt's pass that was queued last."""
         self.model.compute_logits(rows_of(self.inputs, n), self.model.scratch.x[row:row + n])
         return self.card.download(self.model.logits[:n])
 
@@ -1085,8 +1267,8 @@ class Stage:
         set_rows(self.batches[group], ids, slots, positions)
 
     def receive_tokens(self, tokens: "Tokens | None", n: int, group: int):
-        """Queue the copy of a group's last tokens, which the last stage has chosen, to where `launch_layers` reads
-        them. Both cards wait until the copy is done and the step is queued."""
+        """On all cards but the last: wait for the tokens that the last stage chose in the group's previous step, and
+        queue their copy to where `launch_layers` reads them. This card and the last one may be idle meanwhile."""
         if self.hands_on and tokens is not None:
             self.card.copy_in(chosen_of(self.batches[group], n), tokens.arrived())
 
@@ -1098,7 +1280,8 @@ class Stage:
         return self.sampler and self.sampler.read_back(group, buffer, n, log_probs)
 
     def queue_layers(self, tokens: "Tokens | None", n: int, group: int):
-        """Queue the layers of a decode step of the n rows that were set last, or of the tokens that followed them."""
+        """Queue the layers of a group's next decode step: of the n rows of `set_batch`, or of the tokens chosen
+        since."""
         self.receive_tokens(tokens, n, group)
         self.recording(self.launch_layers, n, group).replay()
 
@@ -1109,8 +1292,8 @@ class Stage:
         return self.sampler.read_back(group, buffer, n, log_probs)
 
     def queue_forced(self, ids, slot: int, start: int, draw: int):
-        """Queue a decode pass over consecutive tokens of a slot, without a choice. The next token that is drawn there
-        is number `draw` of its answer."""
+        """Queue a decode pass over consecutive tokens of a slot, without a choice. draw: the number of the slot's next
+        random draw, as if every token had been chosen singly."""
         n = len(ids)
         set_rows(self.inputs, ids, [slot] * n, range(start, start + n), one_by_one=True)
         self.recording(self.launch_forced, n).replay()
@@ -1129,7 +1312,8 @@ class Stage:
     # ---- launches ----
 
     def launch_prompt(self, n: int, marks=(), tap=None):
-        """A pass over the n rows of the inputs, in micro-batches. With a tap, which sees all rows at once, in one."""
+        """A pass over the n rows of the inputs, in micro-batches. A tap sees all rows at once, so with a tap there is
+        one micro-batch."""
         sizes = self.costs.micro_batches(n)
         if tap or len(sizes) == 1:
             self.model.forward(self.prompt_pass(0, n, n, marks), self.cache, tap)
@@ -1140,13 +1324,14 @@ class Stage:
             batch = MicroBatch(stream, batch)
             run = self.prompt_pass(start, rows, n, marks, batch.in_order)
             queued.append(batch.queue(self.model.behind(start).layer_by_layer(run, self.cache)))
-        for _ in itertools.zip_longest(*queued):    # layer by layer: else the last one would begin when all are queued
+        # Layer by layer: otherwise the last micro-batch could begin only when all layers of the others are queued.
+        for _ in itertools.zip_longest(*queued):
             pass
         for stream in self.streams[:len(sizes)]:
             self.card.default_stream.wait(stream.record())
 
     def launch_micro_batches_in_sequence(self, n: int):
-        """The micro-batches of such a pass one after the other, for a recording, which knows one stream."""
+        """Like `launch_prompt`, in one stream, because a recording has one: the micro-batches follow each other."""
         for start, rows in with_starts(self.costs.micro_batches(n)):
             self.model.behind(start).forward(self.prompt_pass(start, rows, n), self.cache)
 
@@ -1169,7 +1354,8 @@ class Stage:
         rows = rows_of(self.batches[group], n)
         if self.hands_on:
             self.advance(rows, chosen_of(self.batches[group], n))
-        reads_early = self.layers.start == 0 or not self.hands_on       # where no `advance` comes just before
+        # Not on a card with neither the first nor the last layers: there, `advance` alone precedes the layers.
+        reads_early = self.layers.start == 0 or not self.hands_on
         self.model.forward(DecodePass.of(rows, reads_early), self.cache)
         if self.sampler:
             self.model.compute_logits(rows, self.model.scratch.x)
@@ -1203,7 +1389,7 @@ class Stage:
 
     def launch_all(self):
         """Launch every kernel that a prompt or an answer of any length may need. The results are of no use."""
-        few = min(self.chunk, CHUNK)    # which kernels larger passes run depends on their number of pages alone
+        few = min(self.chunk, CHUNK)    # beyond CHUNK rows, the kernels depend on the number of pages alone
         lengths = *range(1, min(few, 64)), *range(64, few + 1, 8), *range(CHUNK, self.chunk + 1, PAGE_TOKENS)
         batches = [self.costs.micro_batches(n) for n in lengths]
         for n, shares_card in sorted({(n, len(sizes) > 1) for sizes in batches for n in sizes}):
@@ -1252,43 +1438,18 @@ def with_starts(sizes: list[int]):
     return zip(itertools.accumulate(sizes, initial=0), sizes)
 
 
-FIRST_TOKENS = -1           # stands for a group of answers where first tokens of prompts are chosen
-INPUTS = 7                  # numbers of a row: id, slot, position, three positions for rotations, token chosen last
-
-
-def rows_of(inputs: Array, n: int) -> Rows:
-    """n rows whose ids, slots and positions lie side by side at the start of an array, so that one copy fills all."""
-    i = inputs
-    return Rows(n, i[:n], Places(i[n:2 * n], i[2 * n:3 * n]), i[3 * n:6 * n].reshape(3, n))
-
-
-def chosen_of(inputs: Array, n: int) -> Array:
-    """What lies behind those: where the tokens that follow the n rows arrive from another card."""
-    return inputs[6 * n:7 * n]
-
-
-def set_rows(inputs: Array, ids, slots, positions, one_by_one=False):
-    """Fill what `rows_of` reads, from lists of the same length, and -1 for what `chosen_of` reads: no token is chosen
-    yet. one_by_one: instead of the latter, fill what `rows_of` reads for each row alone."""
-    table = np.empty((6, len(ids)), np.int32)
-    table[0], table[1], table[2:] = ids, slots, positions
-    behind = table.T.reshape(-1) if one_by_one else np.full(len(ids), -1, np.int32)
-    packed = np.concatenate([table.reshape(-1), behind])
-    inputs.card.copy_in(inputs[:packed.size], packed)
-
-
 class Edge:
     """The way of hidden states from a stage to the next stage's card: a hop.
 
         x → outgoing ──copies out──→ pinned host memory ──copies in──→ incoming → x
 
-    All memory between the two ends exists twice: while one hop is on its way, the layers go on, and the next hop may
-    follow. Hidden states cross as the float32 of the residual stream: in fewer bits, answers would depend on the split.
-    Between the two copies the host waits for the first one. On the hardware this is for, cards that waited for each
-    other's events have read stale data.
+    The memory between the two ends exists twice, so the layers go on and the next hop may follow while one hop is on
+    its way. Hidden states cross as the float32 of the residual stream: in fewer bits, answers would depend on the
+    split. Between the two copies the host waits for the first one. The cards do not wait for each other's events: on
+    the hardware that this is made for, they then read stale data.
 
-    The few rows of a decode step go straight from scratch.x to scratch.x. They cross sooner than the host can queue a
-    hop beside the layers, and both cards would wait for the host.
+    The few rows of a decode step go straight from scratch.x to scratch.x. Their copies take less time than queueing
+    copies in other streams, and both cards would wait for the queueing.
     """
 
     def __init__(self, upstream: Stage, downstream: Stage):
@@ -1300,13 +1461,13 @@ class Edge:
         self.n_sent = self.n_received = 0
         self.n_direct = sum(max(stage.costs.hop_seconds(n) for stage in (upstream, downstream)) <= QUEUEING
                             for n in range(1, upstream.n_slots + 1))        # hops of up to so many rows go straight
-        # For each half of the memory: the event after which outgoing, pinned and incoming memory may be written again.
+        # By half: outgoing may be written again after event has_left, pinned after has_come, incoming after was_read.
         self.has_left, self.has_come, self.was_read = [None] * 2, [None] * 2, [None] * 2
         self.receipts = collections.deque([None] * 2, maxlen=2)     # the tasks that received the last two hops
 
     def send(self, n: int, freed: Task | None) -> Event:
         """Queue what upstream's card does for n rows of its scratch.x. Returns the event after which they are on the
-        host. freed: the task that received the last hop of this half."""
+        host. freed: the task that received the last hop of this half; it must be over before the half is written."""
         card, half, is_direct = self.upstream.card, self.n_sent % 2, n <= self.n_direct
         self.n_sent += 1
         stream = card.default_stream if is_direct else self.copies_out
@@ -1319,15 +1480,15 @@ class Edge:
             freed.wait()
         if self.has_come[half]:
             self.downstream.worker.wait(self.has_come[half])
-        # The array is looked up after the waits: a thread that waits for ever must not hold it.
+        # Looked up after the waits: a thread that waits for ever must not keep memory of the card alive.
         leaving = (self.upstream.model.scratch.x if is_direct else self.upstream.outgoing[half])[:n]
         card.copy_out(self.pinned[half][:n], leaving, stream)
         self.has_left[half] = stream.record()
         return self.has_left[half]
 
     def receive(self, n: int, on_host: Event):
-        """Queue what downstream's card does for n rows of its scratch.x, once they are on the host. Both cards may wait
-        for what is done after that, so there is little of it."""
+        """Queue what downstream's card does for n rows of its scratch.x, once they are on the host. While this thread
+        works after that wait, both cards may be idle, so it does little."""
         card, half, is_direct = self.downstream.card, self.n_received % 2, n <= self.n_direct
         self.n_received += 1
         stream = card.default_stream if is_direct else self.copies_in
@@ -1345,12 +1506,11 @@ class Edge:
 
 
 class Pipeline:
-    """The stages in order, and what crosses from card to card. Passes over prompts follow each other through the
-    stages, so that all cards work at the same time. So do the decode steps of groups of answers.
+    """The stages in order, and what crosses from card to card. Several passes over prompts, or decode steps of several
+    groups of answers, are in the stages at once, so that all cards work at the same time.
 
-    Everything is queued and happens in the order of the calls. That holds where two requests use the same memory one
-    after the other, too: a slot or a page may be given to the next request as soon as no further work of the last one
-    is going to be queued.
+    Everything is queued and happens in the order of the calls. So a slot or a page may go to the next request as soon
+    as all work of the request before is queued; it need not have run.
     """
 
     def __init__(self, stages: list[Stage], sizes: CacheSizes):
@@ -1359,19 +1519,19 @@ class Pipeline:
         self.fault: Fault | None = None
         self.error: BaseException | None = None     # the exception behind the fault
         self.on_fault = lambda: None            # set by the Scheduler
-        self.failing = threading.Lock()         # held while it is decided whose fault it is
+        self.failing = threading.Lock()         # guards fault and error: only the first failure counts
         for stage in stages:
             stage.worker.on_fault = self.fail
             stage.worker.ask(stage.allocate, sizes, self.n_groups).result()
         for upstream, downstream in itertools.pairwise(stages):
             Edge(upstream, downstream)          # sets upstream.exit and downstream.entry
-        self.queued = collections.deque()       # the prompt passes that nobody has waited for
-        self.chosen = [None] * self.n_groups    # the tokens of each group's last step, where the next step takes them
+        self.queued = collections.deque()       # the prompt passes that `prefill` has not waited for, oldest first
+        self.chosen = [None] * self.n_groups    # each group's last Tokens; None if the next step begins from `place`
         self.slowest = slowest_seconds([stage.costs for stage in stages])
 
     def load_kernels(self, progress: bool):
-        """Load the kernels that any prompt and any answer will run. One card does so after the other: what was compiled
-        for the first card is there for all. This thread compiles, since Ctrl-C ends what the main thread does."""
+        """Load the kernels that any prompt and any answer will run. Card by card: what was compiled for the first card
+        is there for all. The calling thread compiles, not a worker, so that Ctrl-C can end it."""
         for stage in self.stages:
             worker, needed = stage.worker, stage.worker.ask(stage.needed_kernels).result()
             with tqdm.tqdm(desc="compiling kernels", total=len(needed), unit="kernel", leave=False,
@@ -1406,7 +1566,7 @@ class Pipeline:
 
     def close(self):
         """End the workers, after what is queued."""
-        with contextlib.suppress(Exception):    # of what has failed
+        with contextlib.suppress(Exception):    # a card that has failed raises its error again
             self.settle()
         stop_all([stage.worker for stage in self.stages], CardError("the engine was closed"))
 
@@ -1461,14 +1621,14 @@ class Pipeline:
 
     def prefill(self, ids, slot: int, start: int, marks=(), tap=None):
         """A pass over a prompt: tokens of `slot` at positions start, start + 1, ...; start is a multiple of 64.
-        marks: (tokens of the pass, a multiple of 64, number of the checkpoint to take after them), ascending.
-        With a tap this returns when all is queued, or raises what the tap has raised."""
+        marks: (tokens of the pass, number of the checkpoint to take after them), ascending; the tokens are a multiple
+        of 64. With a tap this returns when all is queued, or raises what the tap has raised."""
         if tap:
             self.run(len(ids), Stage.queue_prompt, ids, slot, start, marks, tap, post=Worker.ask)[-1].result()
             return
         self.queued.append(self.run(len(ids), Stage.queue_prompt, ids, slot, start, marks, None)[-1])
-        # The host stays few passes ahead, so that a cancellation stops the cards soon. With fewer passes the cards
-        # would be idle where links take as long as the cards do.
+        # The host stays few passes ahead, so that a cancellation stops the cards soon. Two for each stage: while a card
+        # computes one, another one crosses a link, which may take as long.
         if len(self.queued) >= 2 * len(self.stages):
             self.last.worker.wait(self.queued.popleft().result())
 
@@ -1481,7 +1641,7 @@ class Pipeline:
         return Tokens(self.last.worker.post(self.last.queue_first_choice, row, slot, log_probs))
 
     def logits(self, row: int, n: int) -> np.ndarray:
-        """The logits after n tokens of the pass queued last, from `row` on."""
+        """The logits [n, n_vocab] after rows `row`, `row` + 1, ... of the pass queued last."""
         return self.last.worker.ask(self.last.read_logits, row, n).result()
 
     # ---- decode steps of a group of answers ----
@@ -1493,18 +1653,19 @@ class Pipeline:
         self.chosen[group] = None
 
     def step(self, n: int, log_probs: bool = False, group: int = 0) -> "Tokens":
-        """Queue a decode step of the n rows of the batch. The tokens that it chooses enter the next step."""
+        """Queue a decode step of the n rows of the batch. The tokens that it chooses are the batch of the next step,
+        see `Stage.advance`."""
         tokens = Tokens(self.run_step(group, n, Stage.queue_step, n, log_probs)[-1])
         self.chosen[group] = tokens
         return tokens
 
     def forward(self, n: int, group: int = 0):
-        """The first part of a step: all that needs only the tokens of the step before."""
+        """The first part of a step, which needs only the tokens of the step before: the layers."""
         self.run_step(group, n, Stage.queue_layers, n)
 
     def run_step(self, group: int, n: int, work, *arguments) -> list[Task]:
-        """`run` for a step that takes the tokens of the group's last step. Nobody reads those before the first card has
-        them."""
+        """`run` for a step that goes on from the tokens of the group's last step. `Tokens.read` waits until the first
+        stage has taken these tokens."""
         tokens = self.chosen[group]
         tasks = self.run(n, work, tokens, *arguments, group)
         if tokens is not None:
@@ -1517,172 +1678,22 @@ class Pipeline:
         self.last.worker.post(self.last.sampler.send_masks, list(constraints))
 
     def append(self, ids, slot: int, start: int, draw: int):
-        """A decode pass over consecutive tokens of `slot` at positions start, start + 1, ... that the host knows
-        already. The slot's states take the tokens, and the next token that is drawn there is number `draw` of the
-        answer."""
+        """A decode pass over consecutive tokens of `slot` that the host knows already, at positions start, start + 1,
+        ... draw: as `Stage.queue_forced`."""
         self.run(len(ids), Stage.queue_forced, ids, slot, start, draw)
 
     def choose(self, n: int, log_probs: bool, group: int = 0) -> "Tokens":
-        """The second part of a step, which heeds what `constrain` was told in between."""
+        """The second part of a step: its tokens are chosen, under the masks that `constrain` has sent."""
         tokens = self.chosen[group] = Tokens(self.last.worker.post(self.last.queue_choice, n, log_probs, group))
         return tokens
 
 
 # ======================================================================================================
-# 7  Sampling
-# ======================================================================================================
-
-
-class Tokens:
-    """Tokens on their way from a card to the host, with their log-probabilities if a request asks for them.
-    found: the task that returns what `Sampler.read_back` returns."""
-
-    def __init__(self, found: Task):
-        self.found, self.report = found, None
-        self.taken: Task | None = None      # the first stage's task that takes them
-
-    def arrived(self) -> np.ndarray:
-        """Waits for the tokens and returns them: int32, -1 where the logits of a row held a NaN. The second following
-        `Sampler.read_back` of the same group overwrites the array."""
-        tokens, self.report, arrived = self.found.result()
-        self.found.worker.wait(arrived)
-        return tokens
-
-    def read(self) -> np.ndarray:
-        """Like `arrived`, for a reader that no card depends on. The worker that hands the tokens to the first card goes
-        first: if both threads woke up at once, one would wait for the interpreter's lock."""
-        if self.taken is not None:
-            self.taken.wait()
-        return self.arrived()
-
-    def log_probs(self, row: int, top: int) -> tuple[float, tuple[tuple[int, float], ...]]:
-        """The log-probability of a row's token, and the `top` likeliest tokens with theirs. The tokens were read."""
-        own, likeliest, ids = logprobs.unpack_report(self.report)
-        return float(own[row]), tuple(zip(ids[row, :top].tolist(), likeliest[row, :top].tolist()))
-
-
-BUFFERS = 2                 # result buffers of a group: one is read while the next step writes the other
-
-
-@dataclass
-class Results:
-    """A buffer for what `Sampler.launch` finds for some rows, and the host memory that the buffer is copied to."""
-
-    tokens: Array
-    report: Array                               # of log-probabilities
-    on_host: tuple[np.ndarray, np.ndarray]      # page-locked, the same two
-    copied: Event | None = None                 # after this event the buffer may be written again
-
-
-class Sampler:
-    """The memory of the sampling kernels on a card: parameters, number of the next draw, token history, biases and mask
-    of every slot; and buffers for their results.
-
-    Results are copied to the host while the next step runs, which writes to another buffer. A copy between two steps
-    would make the card wait.
-    """
-
-    def __init__(self, card: Card, n_slots: int, n_vocab: int):
-        self.card, self.n_vocab = card, n_vocab
-        self.state = sample.SamplingState.allocate(card, n_slots, n_slots, n_vocab)
-        self.log_probs = logprobs.LogprobState.allocate(card, n_slots, n_vocab)
-        self.masks, self.copies = card.pinned(self.state.mask.shape, np.uint32), card.stream()
-        # On an emulated card a stream is a thread that shares the processors with the kernels: one is enough.
-        self.reads = card.default_stream if card.kind == "emulated" else card.stream("reads")
-        self.executor = llguidance.LLExecutor()
-
-    def allocate(self, n_groups: int):
-        """Take the memory of the result buffers. Each group of answers has BUFFERS of them. First tokens of prompts
-        have n_groups + 1, as up to n_groups first tokens may be unread."""
-        counts = [BUFFERS] * n_groups + [n_groups + 1]      # those of FIRST_TOKENS stand last
-        shape = sum(counts), len(self.masks)
-        self.tokens = self.card.alloc(shape, np.int32, "sampled tokens")
-        self.reports = self.card.alloc((*shape, logprobs.REPORT), np.uint32, "log-probabilities")
-        on_host = zip(self.card.pinned(shape, np.int32), self.card.pinned(self.reports.shape, np.uint32))
-        results = map(Results, self.tokens, self.reports, on_host)
-        self.results = [list(itertools.islice(results, n)) for n in counts]
-        self.buffers = [itertools.cycle(range(n)) for n in counts]
-
-    def prepare_slot(self, slot: int, request: Request):
-        """Set a slot's parameters for a request and forget what the slot generated before."""
-        r, state = request, self.state
-        seed = secrets.randbits(64) if r.seed is None else r.seed
-        packed = sample.pack_parameters(
-            r.temperature, r.top_k, r.top_p, r.min_p, seed, repetition=r.repetition_penalty,
-            frequency=r.frequency_penalty, presence=r.presence_penalty, masked=r.grammar is not None,
-            biased=bool(r.logit_bias))
-        self.card.copy_in(state.parameters[slot], packed)
-        if packed[sample.FLAGS] & sample.PENALIZED:
-            history = np.zeros(self.n_vocab, np.uint16)
-            history[r.prompt_ids] = sample.IN_PROMPT
-            self.card.copy_in(state.history[slot], history)
-        if r.grammar_after is not None:
-            self.card.fill(state.mask[slot], 0xFF, self.copies)         # all tokens, until the grammar rules
-            self.card.default_stream.wait(self.copies.record())
-        if r.logit_bias:
-            bias = np.zeros(self.n_vocab, np.float32)
-            bias[list(r.logit_bias)] = list(r.logit_bias.values())
-            self.card.copy_in(state.bias[slot], bias)
-
-    def set_draw(self, slot: int, draw: int):
-        """The next token that a slot draws is number `draw` of its answer."""
-        self.card.copy_in(self.state.parameters[slot][sample.DRAW:sample.DRAW + 1], np.array([draw], np.uint32))
-
-    def make_masks(self, constraints: dict[int, Constraint]):
-        """Write the masks of slots on the host: what each slot may choose next. The tokens that were chosen under the
-        slots' last masks must have been read."""
-        free = []
-        for slot, constraint in constraints.items():
-            if constraint.forced:
-                token = constraint.forced[0]
-                self.masks[slot] = 0
-                self.masks[slot, token // 32] = 1 << token % 32
-            else:
-                free.append((constraint.matcher, slot))
-        if free:
-            llguidance.numpy.fill_next_token_bitmask_par(self.executor, free, self.masks.view(np.int32))
-
-    def send_masks(self, slots: list[int]):
-        """Queue the copy of masks to the card, for the next `launch`. The copies run beside the kernels of the default
-        stream. Everything that writes masks is in the stream `copies`."""
-        for slot in slots:
-            self.card.copy_in(self.state.mask[slot], self.masks[slot], self.copies)
-        self.card.default_stream.wait(self.copies.record())
-
-    def next_buffer(self, group: int) -> int:
-        """The index of the next result buffer of a group; group FIRST_TOKENS has those of first tokens. What is queued
-        after this call waits until the buffer's earlier results have been copied."""
-        buffer = next(self.buffers[group])
-        if copied := self.results[group][buffer].copied:
-            self.card.default_stream.wait(copied)
-        return buffer
-
-    def launch(self, logits: Array, rows: Rows, group: int, buffer: int, log_probs: bool):
-        """Queue the choice of the next token of each row. The launches can be recorded."""
-        results = self.results[group][buffer]
-        sample.sample(self.card, results.tokens, logits, rows.places.slots, self.state, rows.n, self.n_vocab)
-        if log_probs:
-            logprobs.logprobs(self.card, results.report, logits, results.tokens, self.log_probs, rows.n, self.n_vocab)
-
-    def read_back(self, group: int, buffer: int, n: int,
-                  log_probs: bool) -> tuple[np.ndarray, np.ndarray | None, Event]:
-        """Queue the copy of a buffer's results for n rows to the host, beside what is queued next. Returns the tokens,
-        the report of log-probabilities or None, and the event after which both are there."""
-        results = self.results[group][buffer]
-        tokens, report = (host[:n] for host in results.on_host)
-        self.reads.wait(self.card.default_stream.record())
-        self.card.copy_out(tokens, results.tokens[:n], self.reads)
-        if log_probs:
-            self.card.copy_out(report, results.report[:n], self.reads)
-        results.copied = self.reads.record()
-        return tokens, report if log_probs else None, results.copied
-
-# ======================================================================================================
 # 8  Scheduler
 # ======================================================================================================
 
-RUNNING_CHUNK = 512         # most tokens of a pass over a prompt while answers run, which wait for the pass
-LEAST_FORCED = 3            # fewer forced tokens do not pay: their pass waits for the step in flight
+RUNNING_CHUNK = 512         # most tokens of a pass over a prompt while answers run, since their steps wait for the pass
+LEAST_FORCED = 3            # fewer forced tokens get no pass of their own: it would wait for the step in flight
 TURN = "<|im_start|>"       # the control token at which a turn of a conversation begins
 NAN_LOGITS = "the logits hold a NaN: the model file is damaged, or a kernel is wrong"
 
@@ -1702,7 +1713,7 @@ class Sequence:
         self.pages: list[int] = []
         self.node = root                # the deepest node of the prefix tree that holds one of its pages
         self.marks: list[int] = []      # positions in the prompt where checkpoints are taken
-        self.decoded: Node | None = None    # the node with its latest checkpoint that was taken while decoding
+        self.decoded: Node | None = None    # the node of the latest checkpoint that was taken while decoding
 
     @property
     def in_prompt(self) -> bool:
@@ -1729,8 +1740,8 @@ class Sequence:
         constraint, request = self.generation.constraint, self.generation.request
         if not constraint or constraint.after is not None or request.top_logprobs is not None or request.is_penalized:
             return 0
-        certain = min(len(constraint.forced), self.room(n_ctx)) - self.in_flight
-        return min(certain, FORCED_ROWS, PAGE_TOKENS - (self.n_computed + self.in_flight) % PAGE_TOKENS)
+        n = min(len(constraint.forced), self.room(n_ctx)) - self.in_flight
+        return min(n, FORCED_ROWS, PAGE_TOKENS - (self.n_computed + self.in_flight) % PAGE_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -1747,25 +1758,26 @@ def wants_log_probs(sequences: list[Sequence]) -> bool:
 
 class Scheduler:
     """Decides what the cards do next. Its thread repeats `run_round`: admit requests, queue one pass of one prompt,
-    queue one decode step.
+    queue decode steps.
 
-    So prompts and running answers alternate, and each round sees cancellations. The queue has no limit of its own: the
-    server, which strangers may reach, has one. Requests are admitted in the order of arrival. A request is admitted
-    when there are a slot and all pages that its prompt and answer can need: free pages, or pages that are kept for
-    later prompts and promised to nobody. So a running sequence never lacks a page, and no request waits for ever.
+    So prompts and running answers alternate, and each round sees cancellations. The queue has no limit; the HTTP server
+    limits its open requests. Requests are admitted in the order of arrival, each when a slot and all pages that its
+    prompt and answer can need are available. Available pages are free or only kept for later prompts, less those that
+    are promised to running sequences. So a running sequence never lacks a page, and no request waits for ever.
 
-    The scheduler looks up what a prompt has in common with earlier ones when the prompt's first pass is due. Of several
-    prompts that arrive together, the first one is computed by then, and the others share its beginning.
+    The prefix tree is searched only when a prompt's first pass is due, not when the prompt arrives. So of several
+    similar prompts that arrive together, the later ones find the beginning that the first one has computed.
 
     A decode step is queued before the host has read the tokens of the step before: the cards pass those tokens on
     themselves and never wait for the host. If such a token ends its sequence, the queued step computes one row in vain.
-    That row writes only into the sequence's own slot and pages, before their next owner does. If a grammar rules an
-    answer, the host reads the tokens while the layers of the next step run, and queues the choice after that.
+    That does no harm: the row writes only into the slot and pages of the ended sequence, and all work of their next
+    owner is queued later. If an answer has a grammar, the host reads the tokens while the layers of the next step run,
+    and queues the choice after that.
 
     Several cards work on several things at the same time. The answers form as many groups as there are stages: while
-    one group's step is on the first card, another group's step is on the second. While prompts run, too, each round
-    steps one group only, since a step that is queued behind a pass comes back only after the pass. The next prompt
-    begins before the first token of the last one is there. One card has one group. No token depends on the grouping.
+    one group's step is on the first card, another group's step is on the second. While a prompt runs, each round steps
+    only one group, since a step that is queued after a pass waits for the pass. The next prompt begins before the first
+    token of the previous one has arrived. One card has one group. No token depends on the grouping.
     """
 
     def __init__(self, pipeline: Pipeline, cache: PrefixCache, tokenizer: Tokenizer, n_slots: int, n_ctx: int,
@@ -1783,7 +1795,7 @@ class Scheduler:
         self.reason: str | None = None              # why the engine has stopped, a sentence
         self.fault: Fault | None = None
         self.stepping = threading.Lock()            # held while the pipeline is in use
-        self.guests = 0                             # threads that want the pipeline; the scheduler lets them go first
+        self.guests = 0                             # threads that want or have the pipeline: no round begins meanwhile
         self.thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
         pipeline.on_fault = self._wake
 
@@ -1796,7 +1808,8 @@ class Scheduler:
             self.changed.notify_all()
 
     def close(self, grace: float = 0.0):
-        """Take no more requests. Give those that are there `grace` seconds, then end them, and end the thread."""
+        """Take no more requests. Let those that were submitted go on for up to `grace` seconds, then end them and the
+        thread."""
         with self.changed:
             self.draining = True
             self.changed.wait_for(lambda: self.closing or not (self.waiting or self.running), grace)
@@ -1895,8 +1908,8 @@ class Scheduler:
             self.changed.notify_all()
 
     def run_round(self):
-        """Admit what fits. Queue a pass of the oldest unfinished prompt and a decode step of one group of answers;
-        without such a prompt, a decode step of every group."""
+        """Admit what fits. Queue a pass of the oldest unfinished prompt and a decode step of one group of answers. If
+        no prompt is unfinished, queue a decode step of every group."""
         self._drop_ended()
         self._admit()
         prompt = self._prompt()
@@ -1965,8 +1978,8 @@ class Scheduler:
             self.first_tokens.append(Flight([sequence], tokens))
 
     def _begin(self, sequence: Sequence):
-        """Make the slot ready. The prompt begins behind the longest beginning that is cached, but its last token is
-        always computed."""
+        """Make the slot ready. The prompt goes on after its longest beginning that has a checkpoint. Its last token is
+        always computed, for its logits."""
         generation, tokens = sequence.generation, sequence.tokens
         sequence.node, known = self.cache.find(tokens[:-1])
         sequence.pages = self.cache.enter(sequence.node)
@@ -1981,8 +1994,8 @@ class Scheduler:
         self.totals["prompt_tokens"] += generation.n_prompt
 
     def _join(self, sequence: Sequence, n_seen: int) -> dict[int, Node]:
-        """Put the full pages of the first n_seen tokens, whose passes are queued, into the prefix tree. Returns
-        {position: node that ends there} for the pages that were not in the tree yet."""
+        """Put the full pages of the first n_seen tokens, whose passes are queued, into the prefix tree, as far as they
+        are not on the sequence's path yet. Returns {position: node that ends there} for these pages."""
         joined, pages = {}, list(sequence.pages)
         for end in range((sequence.node.depth + 1) * PAGE_TOKENS, n_seen + 1, PAGE_TOKENS):
             start, depth = end - PAGE_TOKENS, sequence.node.depth
@@ -1996,11 +2009,12 @@ class Scheduler:
         return joined
 
     def _keep_decoded(self, sequence: Sequence, n_seen: int):
-        """If the step queued last fills a page of a sequence, put the page into the prefix tree and take a checkpoint.
+        """If the first n_seen tokens of a sequence end with a full page, put it into the prefix tree and take a
+        checkpoint after it.
 
         An answer keeps its latest checkpoint and those at multiples of CHECKPOINT_INTERVAL. Answers with the same
-        tokens share checkpoints. The last of them that takes a newer checkpoint drops the old one, unless an answer
-        ended there: the next turn of its conversation will begin at that checkpoint."""
+        tokens share checkpoints: the old one is dropped when all of them have taken a newer one. It stays if it was the
+        latest one of an answer that has ended, because the next turn of that conversation begins there."""
         if n_seen % PAGE_TOKENS:
             return
         node = self._join(sequence, n_seen)[n_seen]
@@ -2019,7 +2033,7 @@ class Scheduler:
             sequence.decoded = node
 
     def _land_first_tokens(self, n_left: int):
-        """Take the first tokens of answers, except the last n_left: the cards still compute those."""
+        """Take the first tokens of answers, except the n_left queued last, which the cards still compute."""
         while len(self.first_tokens) > n_left:
             flight = self.first_tokens.popleft()
             sequence, = flight.sequences
@@ -2048,7 +2062,7 @@ class Scheduler:
         """Queue a decode step of a group of answers, then take the tokens of the group's step before."""
         self._append_forced(group)
         if self.flights[group] and self.flights[group].sequences != self.answering(group):
-            self._land(group)                       # the batch changes: the host must place the tokens of the others
+            self._land(group)                       # the batch changes: `place` needs the tokens in flight
         batch = self.answering(group)
         if not batch:
             return
@@ -2073,8 +2087,8 @@ class Scheduler:
 
     def _append_forced(self, group: int):
         """If a group has one answer, append the tokens that its grammar forces, several in one decode pass. The bits
-        are the same as with one step per token. With several answers in the group, the pass would delay the others and
-        save nothing, since one step reads the weights for all of them."""
+        are the same as with one step per token. With several answers this would save nothing: a step reads the weights
+        once for all of them, and the pass would delay the others."""
         batch = self.answering(group)
         if len(batch) != 1 or batch[0].n_forced(self.n_ctx) < LEAST_FORCED:
             return
@@ -2082,20 +2096,20 @@ class Scheduler:
         sequence, = batch
         if sequence not in self.running or not (n := sequence.n_forced(self.n_ctx)):
             return
-        certain, start = list(sequence.generation.constraint.forced)[:n], sequence.n_computed
+        forced, start = list(sequence.generation.constraint.forced)[:n], sequence.n_computed
         self._reserve(sequence, start + n)
-        self.pipeline.append([sequence.tokens[-1], *certain[:-1]], sequence.slot, start,
+        self.pipeline.append([sequence.tokens[-1], *forced[:-1]], sequence.slot, start,
                              sequence.generation.n_generated + n)
         sequence.n_computed += n
-        for token in certain[:-1]:
+        for token in forced[:-1]:
             if sequence in self.running:
                 self._take(sequence, None, 0, token)
         if sequence in self.running:
             self._keep_decoded(sequence, sequence.n_computed)   # before the last token, which may end the answer
-            self._take(sequence, None, 0, certain[-1])
+            self._take(sequence, None, 0, forced[-1])
 
     def answering(self, group: int) -> list[Sequence]:
-        """The sequences of the group's next step: all except those that the step in flight brings to their limit."""
+        """The running sequences of the group, except those whose last allowed token is already in flight."""
         return [s for s in self.running if s.group == group and not (s.in_flight and s.is_full(1, self.n_ctx))]
 
     def _land(self, group: int):
@@ -2193,16 +2207,16 @@ class Engine(TextEngine):
 
     @property
     def fault(self) -> Fault | None:
-        """The same with the card at fault, if there is one, and since when."""
+        """What has stopped the engine, the card at fault if there is one, and when; None while it works."""
         return self.scheduler.fault
 
     @property
     def counts_pipes(self) -> bool:
-        """Whether `count_pipes` can count, which is so where all layers are on one emulated card."""
+        """Whether `count_pipes` works: only if all layers are on one emulated card."""
         return self.pipe_meter.can_count()
 
     def count_pipes(self) -> dict | None:
-        """What a decode step of running answers does, as `engine.pipes.PipeMeter.count` has it."""
+        """The work of a decode step of running answers by execution pipe, as `engine.pipes.PipeMeter.count` has it."""
         return self.pipe_meter.count()
 
     def submit(self, request: Request) -> Generation:
@@ -2258,10 +2272,11 @@ class Engine(TextEngine):
                     yield self.pipeline.logits(row, min(HEAD_ROWS, len(chunk) - row))
 
     def stats(self) -> dict:
-        """Counts of this moment: requests_running, requests_waiting, slots; kv_pages = _used (by running requests) +
-        _cached + _free; checkpoints (kept), checkpoints_on_card. And since the start: requests, prompt_tokens, of those
-        cached_tokens (not processed), cache_hits (requests with such), generated_tokens, checkpoints_spilled (to host
-        memory), _fetched (back from it), _dropped (for want of room)."""
+        """Counts of this moment: requests_running, requests_waiting, slots; kv_pages, which are kv_pages_used (by
+        running requests), kv_pages_cached (for later prompts) or kv_pages_free; checkpoints, and how many of them are
+        checkpoints_on_card. Counts since the start: requests, prompt_tokens, cached_tokens (those of prompts that were
+        not computed), cache_hits (requests with cached tokens), generated_tokens, checkpoints_spilled (to host memory),
+        checkpoints_fetched (back from it), checkpoints_dropped (for want of room)."""
         return self.scheduler.stats()
 
     def clear_cache(self):
@@ -2274,8 +2289,8 @@ class Engine(TextEngine):
 
         gemv is called as `gemv_q8_q8` (kernels/q8_gemv.py) is, for generated tokens. gemm is called as `gemm_q8_q8`
         (kernels/q8_gemm.py) is, for prompts, also for micro-batches that run side by side in streams of their own.
-        Before anything changes, each function is compared with the reference at every shape of the model; of a large
-        matrix the first rows are compared. ValueError says where a function is wrong. Running answers go on with the
+        Before anything changes, each function is compared with the reference on random matrices of the model's shapes;
+        those of large shapes have fewer rows. ValueError says where a function is wrong. Running answers go on with the
         new functions.
         """
         with self.scheduler.between_steps():
@@ -2330,16 +2345,16 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
     """Load a GGUF file, or random weights by the name "synthetic:0.8b", "synthetic:9b:q4_k", ..., ready to generate.
 
     model: its path or name, or what `open_model` made of that; by default the model that comes with qengine.
-    card: a Card or several, or the name of some as kernels.open.open_cards takes it, which share the layers; by default
-    the first NVIDIA card if the model fits there, or else all, and where there is none an emulated one. split: layers
-    on each card, (22, 21, 21); by default what `place_layers` finds.
+    card: a Card, a list of Cards that share the layers, or a name for `kernels.open.open_cards`. By default the first
+    NVIDIA card if the model fits on it, else all NVIDIA cards; an emulated card if there is none. split: layers on each
+    card, (22, 21, 21); by default what `place_layers` finds.
     ctx: tokens of a slot, prompt and answer together. slots: answers that are generated at the same time.
     chunk: tokens of a prompt per pass at most, a multiple of 64 to 4,096; by default what suits card and model.
     progress: print the cards and a progress bar on stderr.
-    kv_tokens: tokens whose keys and values fit, of all slots and of what is kept for later prompts; at least ctx.
+    kv_tokens: room for keys and values, in tokens, of all slots and of what is kept for later prompts; at least ctx.
     checkpoint_memory, checkpoint_host_memory: bytes for the states from which later prompts go on, on the card and in
     the host's memory. `engine.plan.choose_sizes` has the defaults of these three.
-    Raises ModelError, RequestError, CardError (OutOfMemory shows what did not fit, and what would).
+    Raises ModelError, RequestError, CompileError, CardError (OutOfMemory shows what did not fit, and what would).
     """
     opened = model if isinstance(model, OpenModel) else open_model(model)
     demand = Demand(opened.n_ctx(ctx), slots, chunk, kv_tokens, checkpoint_memory, checkpoint_host_memory, split)
@@ -2405,7 +2420,7 @@ def load_stages(opened: OpenModel, planner: Planner, progress: bool) -> list[Sta
             return [task.result() for task in loading]
         except BaseException as error:
             failures.append(error)              # Ctrl-C
-            for task in loading:                # the memory of a stage is freed when its task has ended
+            for task in loading:                # until all are over, and the memory of their stages is free
                 with contextlib.suppress(CardError):
                     task.wait()
             stop_all(workers, failures[0])
@@ -2413,8 +2428,8 @@ def load_stages(opened: OpenModel, planner: Planner, progress: bool) -> list[Sta
 
 
 class PlannedModel:
-    """A model on paper: the Blueprint of engine/plan.py. format: where given, matrices are of this one if they can
-    be."""
+    """A model on paper: the Blueprint of engine/plan.py. format: if given, every matrix whose row length is a multiple
+    of the format's block counts as being in it."""
 
     def __init__(self, config: Config, weights: Weights, format: str | None = None):
         def type_of(name):

@@ -9,7 +9,7 @@ from kernels.operands import Quantized
 
 
 class ScratchArray(NamedTuple):
-    """An array of a pass's scratch memory. Its first extent grows with the rows of the pass."""
+    """An array of a pass's scratch memory. Its first extent is proportional to the rows that a pass may have."""
 
     shape: tuple[int, ...]
     dtype: type
@@ -17,8 +17,8 @@ class ScratchArray(NamedTuple):
 
 
 class Activation:
-    """Rows on their way into projections of input size k, in the forms that the matrices read: int8 with a float32
-    scale for each 32 values (q, d) for quantised matrices, float32 (x) for all others."""
+    """Input rows of products, k values each. Quantised matrices read (q, d): int8, and a float32 scale for each 32
+    values. Other matrices read x: float32."""
 
     def __init__(self, k: int, x: Array, q: Array, d: Array):
         self.k, self.x, self.q, self.d = k, x, q, d
@@ -37,10 +37,11 @@ class Activation:
 
 
 class Scratch:
-    """The memory of a pass: an attribute for each array, named for what the array holds in the course of a layer.
+    """The scratch memory of a pass. Each array is an attribute, whose name says what the array holds while a layer
+    runs.
 
     x           the residual stream, float32 [rows, hidden]
-    projected   products of a stack, float32, flat: rows as far apart as the stack says
+    projected   products of a stack, float32, flat: rows are `Stack.stride` apart
     activations width -> Activation: what enters a stack (hidden), or the `out_proj` of a mixer
     inner       Activation: what enters the `down` of an MLP
     and the arrays that kinds of mixers name in their `scratch`.
@@ -61,5 +62,6 @@ class Scratch:
                 setattr(self, name, array)
 
     def behind(self, skipped: dict[str, ScratchArray]) -> "Scratch":
-        """The memory behind the first rows. skipped: `Model.scratch_layout` of those rows, a multiple of 64."""
+        """The same memory from a later row on. skipped: `Model.scratch_layout` of the rows before it, a multiple of 64
+        rows."""
         return Scratch({name: array[skipped[name].shape[0]:] for name, array in self.arrays.items()})
