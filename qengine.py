@@ -370,8 +370,8 @@ def set_rows(inputs: Array, ids, slots, positions, one_by_one=False):
     yet. one_by_one: in place of the -1, append each row i once more by itself, for rows_of(inputs[6 * (n + i):], 1)."""
     table = np.empty((6, len(ids)), np.int32)
     table[0], table[1], table[2:] = ids, slots, positions
-    behind = table.T.reshape(-1) if one_by_one else np.full(len(ids), -1, np.int32)
-    packed = np.concatenate([table.reshape(-1), behind])
+    rest = table.T.reshape(-1) if one_by_one else np.full(len(ids), -1, np.int32)
+    packed = np.concatenate([table.reshape(-1), rest])
     inputs.card.copy_in(inputs[:packed.size], packed)
 
 
@@ -455,6 +455,7 @@ class MicroBatch:
 # A layer is x += mixer(norm(x)); x += mlp(norm(x)), where x is the residual stream, float32 [rows, hidden]. A kind of
 # mixer or MLP is a class that owns all facts of its kind: the names and shapes of its tensors, what it demands of a
 # model, its passes over rows, its scratch memory, and what it computes and keeps (`Work`).
+# Passes call `Model.project_norm` (products of a Stack with norm(x)) and `Model.project` (one product), see section 5.
 
 
 KV_FORMAT = KV_FORMATS["float16"]       # how keys and values are kept
@@ -1448,8 +1449,8 @@ class Edge:
     split. Between the two copies the host waits for the first one. The cards do not wait for each other's events: on
     the hardware that this is made for, they then read stale data.
 
-    The few rows of a decode step go straight from scratch.x to scratch.x. Their copies take less time than queueing
-    copies in other streams, and both cards would wait for the queueing.
+    Few rows, as those of a decode step, go straight from scratch.x to scratch.x. Their copies take less time than
+    queueing copies in other streams, and both cards would wait for the queueing.
     """
 
     def __init__(self, upstream: Stage, downstream: Stage):

@@ -1,5 +1,5 @@
-"""Constraints: grammars that answers obey. llguidance says, token by token, what may follow. Its masks are made while a
-card runs the layers of the token before, and the sampling kernels apply them there.
+"""Constraints: grammars that answers obey. llguidance says, token by token, what may follow. While a card runs the
+layers of a token, the host makes the mask for the next one; the sampling kernels apply the mask on the card.
 """
 
 import collections
@@ -15,19 +15,19 @@ from engine.tokenizer import Tokenizer
 class Constraint:
     """What a grammar still allows in one answer, or in the part of the answer that follows the token `after`.
 
-    A grammar leaves no choice of some tokens: these are forced. The keys, values and states of forced tokens are needed
-    like those of other tokens. If one answer runs alone, the scheduler computes several forced tokens in one pass
-    (`Scheduler._append_forced`); otherwise each takes a decode step with a mask of one bit. Forced tokens are frequent:
-    benchmarks/constraints.py counts them. They are decoded, not run as a prompt: a prompt's pass rounds differently, so
-    the bits of an answer would depend on how its tokens came.
+    If a grammar allows only one next token, that token is forced. The keys, values and states of forced tokens are
+    needed like those of other tokens. If one answer runs alone, the scheduler computes several forced tokens in one
+    pass (`Scheduler._append_forced`); otherwise each takes a decode step with a mask of one bit. Forced tokens are
+    frequent: benchmarks/constraints.py counts them. They are decoded, not run as a prompt: a prompt's pass rounds
+    differently, so the bits of an answer would depend on how its tokens came.
 
-    A matcher of llguidance does not raise errors, and its mask is not empty after one. So the caller asks for `error`
-    after each call, the first one included.
+    A matcher of llguidance never raises an error. After an error its mask is not empty either, so nothing would show
+    the error. So the caller asks for `error` after each call, the first one included.
     """
 
     def __init__(self, vocabulary: "Vocabulary", grammar: str, after: int | None = None):
-        self.vocabulary = vocabulary        # for as long as the matcher may call it
-        self.after = after                  # None as soon as the grammar rules
+        self.vocabulary = vocabulary        # kept for as long as the matcher may call it
+        self.after = after                  # None once the grammar applies
         self.matcher = vocabulary.compile(grammar).deep_copy()
         self.forced = collections.deque()   # forced tokens that come next; the matcher has taken them already
         self._look_ahead()
@@ -64,13 +64,13 @@ class Constraint:
             self.forced.extend(tokens)
 
 
-FORCED_LETTERS = 1024       # most letters of forced text that become tokens at once: the scheduler waits for that
+FORCED_LETTERS = 1024       # most letters of forced text that are tokenised at once, while the scheduler waits
 KEPT_GRAMMARS = 32          # compiled grammars that are kept for later answers under the same schema or tools
 GRAMMAR_LIMITS = llguidance.LLParserLimits(verbose_errors=False)        # its error messages go to clients
 
 
 def compile_grammar(prepared: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
-    """A matcher at the start of an answer. Compiling takes milliseconds, without the interpreter's lock; copying a
+    """A matcher at the start of an answer. Compiling takes milliseconds and releases the interpreter's lock; copying a
     compiled matcher takes microseconds.
 
     Some grammars, in which many patterns overlap, take unlimited time to compile. A caller with grammars of strangers
@@ -81,10 +81,10 @@ def compile_grammar(prepared: llguidance.LLTokenizer, grammar: str) -> llguidanc
 
 
 class Vocabulary:
-    """A tokenizer as llguidance wants it. Tags are special tokens: a grammar names them, and no text spells them.
+    """A tokenizer as llguidance wants it. Tags (<think>, ...) are special tokens here, unlike in engine/tokenizer.py: a
+    grammar must name them, and plain text never gives them.
 
-    compile(grammar): a matcher from a cache. The caller must copy it before it takes tokens, since others get the
-    same."""
+    compile(grammar): a matcher from a cache, which all callers share: deep_copy it before it takes tokens."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer, self.tokens = tokenizer, tokenizer.pieces
@@ -97,8 +97,9 @@ class Vocabulary:
         self.compile = functools.lru_cache(KEPT_GRAMMARS)(functools.partial(compile_grammar, self.prepared))
 
     def __call__(self, text: str) -> list[int]:
-        """Tokens that spell the beginning of a text. llguidance asks for them where a grammar forces the text. They are
-        the tokenizer's, unless the tokenizer would begin with a space or take a tag's name for the tag."""
+        """Tokens that spell the beginning of a text. llguidance asks for them where a grammar forces the text. The
+        tokenizer cuts the text, unless it would add a space in front or turn a tag's name into the tag; then llguidance
+        does."""
         text = text[:FORCED_LETTERS]
         ids = self.tokenizer.encode(text, allow_special=False)
         is_spelt = b"".join(self.tokens[i] for i in ids) == text.encode()

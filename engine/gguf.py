@@ -18,7 +18,7 @@ SUPPORTED_TYPES = (*FORMATS, *sorted(FLOATS, key=lambda name: FLOATS[name].file_
 # GGUF metadata: type number -> struct format. 7 is bool, 8 string, 9 array.
 GGUF_NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 10: "<Q", 11: "<q", 12: "<d"}
 GGUF_BOOL, GGUF_STRING, GGUF_ARRAY = 7, 8, 9
-MAX_KEY_BYTES = 65535  # of the GGUF specification; also bounds what an error message repeats
+MAX_KEY_BYTES = 65535  # the longest key that the GGUF specification allows
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class GGUF:
         self.metadata[key] = cursor.value(cursor.number("<I", f"the type of {what}"), what)
 
     def _read_tensor(self, cursor: _Cursor) -> tuple[TensorInfo, int]:
-        """A row of the tensor table, its offset still relative to the data; and where the row stands."""
+        """Returns (a row of the tensor table, whose offset is still relative to the data; the row's own position)."""
         at = cursor.at
         name = cursor.string("a tensor name", MAX_KEY_BYTES)
         what = f"tensor {name[:80]!r}"
@@ -193,7 +193,8 @@ class GGUF:
         return TensorInfo(name, tuple(reversed(dims)), type, offset, nbytes), at
 
     def _place(self, rows: list, cursor: _Cursor):
-        """Turn offsets into file positions; every tensor inside the file, aligned, overlapping no other."""
+        """Turn offsets into file positions. Checks that every tensor is aligned, inside the file and overlaps no
+        other."""
         alignment = self.get("general.alignment", int, 32)
         if alignment < 8 or alignment & (alignment - 1) or alignment > 1 << 20:
             raise ModelError(f"{self.path}: key 'general.alignment' is {alignment}, not a power of two >= 8")

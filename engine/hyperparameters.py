@@ -23,7 +23,7 @@ SYNTHETIC = {
 
 
 def synthetic_hyperparameters(name: str) -> dict:
-    """Those of a published model: "tiny", "0.8b", "2b", "4b", "9b" or "27b". Raises ModelError."""
+    """The hyperparameters of a model by its name: "tiny", "0.8b", "2b", "4b", "9b" or "27b". Raises ModelError."""
     if name not in SYNTHETIC:
         raise ModelError(f"synthetic:{name}: there is no such model, only {', '.join(SYNTHETIC)}")
     sizes = dict(zip(SYNTHETIC_FIELDS, SYNTHETIC[name], strict=True))
@@ -50,7 +50,7 @@ class Metadata:
         return self.gguf.get(self.key(name), kind, default)
 
     def size(self, name: str, default=REQUIRED) -> int:
-        """A number from 1 on that fits 32 bits."""
+        """A number from 1 to 2**31 - 1."""
         value = self.get(name, int, default)
         if not 0 < value < 2**31:
             raise self.error(name, f"is {value}, not a sensible size")
@@ -61,7 +61,7 @@ class Metadata:
 
 
 def read_hyperparameters(gguf: GGUF) -> dict:
-    """Those of a `qwen35` file. Raises ModelError."""
+    """The hyperparameters of a `qwen35` file. Raises ModelError."""
     architecture = gguf.get("general.architecture", str)
     if architecture != "qwen35":
         raise ModelError(f"{gguf.path}: architecture {architecture[:80]!r} is not supported, 'qwen35' is")

@@ -1,4 +1,5 @@
-"""What the pipes of a card do in a decode step, counted on an emulated card while the engine runs."""
+"""How many instructions a decode step gives each execution pipe of a card (dp4a, half2, ...), counted on an emulated
+card while the engine runs."""
 
 import contextlib
 import math
@@ -10,13 +11,13 @@ from kernels.card import Card
 from kernels.emulated.cards import CARDS, CardModel
 from kernels.emulated.estimate import PIPES, SECTOR, Counts
 
-PIPES_SECONDS = 1           # at least, from one counted step to the next
+PIPES_SECONDS = 1           # at least so long from one counted step to the next
 
 
 @contextlib.contextmanager
 def launching_as(card: Card, model: CardModel):
-    """While the `with` body runs, an emulated card is launched as another card would be: grids are made for the SMs of
-    `model`. Launches do not overlap, because estimates know nothing of overlaps."""
+    """While the `with` body runs, the grids of launches on an emulated card are made for the SMs of `model`. The code
+    remains that of the emulated card's own compute capability."""
     own, card.n_sms = card.n_sms, model.n_sms
     try:
         yield
@@ -25,13 +26,13 @@ def launching_as(card: Card, model: CardModel):
 
 
 class PipeMeter:
-    """Counts what a decode step of a running engine does on an emulated card, launched as MODEL would be.
+    """Counts what a decode step of a running engine does on an emulated card, with the grids that the card MODEL would
+    get.
 
     A counted step takes a hundred times as long as others. So a step is counted only when somebody asks, and at most
     once in PIPES_SECONDS. The code that counts is compiled before the first counted step; answers go on meanwhile.
 
-    pipeline, scheduler: of the engine, whose layers are all on one card. The meter takes steps of the scheduler's first
-    group of slots.
+    pipeline, scheduler: those of an engine on one card. Such an engine has one group of answers.
     """
 
     MODEL = CARDS[0]
@@ -40,7 +41,7 @@ class PipeMeter:
         self.pipeline, self.scheduler, self.stage = pipeline, scheduler, pipeline.last
         self.busy = threading.Lock()                # held by the thread that counts; other threads get `last`
         self.last, self.at = None, -math.inf        # the step that was counted last, and when
-        self.recordings = {}                        # of the stage's steps, launched as MODEL would be
+        self.recordings = {}                        # of the stage's steps, with the grids of MODEL
 
     def can_count(self) -> bool:
         return [stage.card.kind for stage in self.pipeline.stages] == ["emulated"]
@@ -76,7 +77,7 @@ class PipeMeter:
 
     @contextlib.contextmanager
     def _as_model(self):
-        """While the `with` body runs, the stage launches as MODEL would be launched, from recordings of its own."""
+        """While the `with` body runs, the stage launches with the grids of MODEL, from the meter's own recordings."""
         self.pipeline.settle()
         own, self.stage.recordings = self.stage.recordings, self.recordings
         try:

@@ -6,7 +6,8 @@
     Planner     the Plan of a model on some cards, and what would make it fit
 
 A plan builds the stages of the model on cards that only count (`PlannedCard`), so the figures of a plan are those of
-what `load` allocates. This room does not know how a stage is built: the model to be planned is a `Blueprint`.
+what `load` allocates. This module does not know how a stage is built: it sees the model through the Protocol
+`Blueprint`.
 """
 
 import collections
@@ -25,7 +26,7 @@ from kernels.card import OutOfMemory, PlannedCard, show_bytes
 from kernels.emulated.cards import CARDS
 from kernels.formats import FORMATS
 
-PEAK_SHARE = 0.75           # share of a card's peak that plans count with; they only compare cards and passes
+PEAK_SHARE = 0.75           # plans assume this share of a card's peak; only ratios of the resulting times matter
 ATTENTION_SHARE = 0.32      # share of the half2 peak that attention of prompts reaches (benchmarks/results.md)
 
 # ---- what layers compute and keep ------------------------------------------------------------------------------
@@ -33,7 +34,7 @@ ATTENTION_SHARE = 0.32      # share of the half2 peak that attention of prompts 
 
 @dataclass(frozen=True)
 class Work:
-    """What some layers compute for a token of a prompt, and what they keep in memory. Works add up.
+    """What some layers compute for a token of a prompt, and what they keep in memory. Two Work objects can be added.
 
     A multiplication and an addition are two operations. `products` counts the matrix products by their shape (n, k).
     """
@@ -41,7 +42,7 @@ class Work:
     n_layers: int = 0
     products: collections.Counter = dataclasses.field(default_factory=collections.Counter)  # of quantised matrices
     row_operations: int = 0         # of all matrix products, for one token
-    context_operations: int = 0     # of attention, for one token and each token before it
+    context_operations: int = 0     # of attention, for one token and per token before it
     page_bytes: int = 0             # keys and values of PAGE_TOKENS tokens
     state_bytes: int = 0            # recurrent states of one slot
 
@@ -51,15 +52,15 @@ class Work:
 
 # ---- how long a stage takes ------------------------------------------------------------------------------------
 
-CHUNK = 512                 # most tokens of a pass over a prompt, where nothing speaks for more; a multiple of 64
-LARGEST_CHUNK = 4096        # most tokens of a pass on a real card, whose products more rows use better
-CHUNK_SHARE = 8             # scratch memory of a pass takes at most 1 / 8 of what weights and a context leave
+CHUNK = 512                 # most tokens of a pass on an emulated card, or where memory is short; a multiple of 64
+LARGEST_CHUNK = 4096        # most tokens of a pass on a real card, where more rows make products faster per row
+CHUNK_SHARE = 8             # scratch memory of a pass takes 1 / 8 of what weights, a context and its states leave
 PASS_SECONDS = 0.5          # the products of a pass take no longer than this at the card's peak
 PASS_TOLERANCE = 1.005      # passes this close to the fastest count as equally fast
 PRODUCT_SECONDS = 100e-6    # what one more pass costs for each of its products
-MICRO_BATCHES = 4           # of a pass at most, beside the rows that fill no page
-MICRO_BATCH_ROWS = 256      # of a micro-batch, about, at least
-HOST_SHARE = 0.5            # share of a pass's time in which the host may queue the kernels of its micro-batches
+MICRO_BATCHES = 4           # most micro-batches of a pass; rows that fill no page are one more
+MICRO_BATCH_ROWS = 256      # about the fewest rows of a micro-batch
+HOST_SHARE = 0.5            # most of a pass's time, as a share, that queueing its micro-batches may take the host
 LAYER_SECONDS = 260e-6      # what the host takes to queue one layer of one micro-batch
 
 
@@ -79,9 +80,10 @@ class StageCosts:
     def chunk_that_fits(self, n_pages: int, n_states: int, row_bytes: int) -> int:
         """Tokens of a pass that suit the card: a multiple of PAGE_TOKENS.
 
-        On a real card these are as many as two limits allow. The scratch memory of the pass, row_bytes per token, must
-        fit beside the weights, n_pages pages and n_states states. And the pass must not last so long that cancellations
-        and running answers wait for it. An emulated card gets CHUNK tokens.
+        On a real card two limits decide. The scratch memory of the pass, row_bytes per token, gets 1 / CHUNK_SHARE of
+        what the weights, n_pages pages and n_states states leave, or room for CHUNK tokens if that is more. And the
+        products of the pass take at most PASS_SECONDS, since cancellations and running answers wait for the pass. An
+        emulated card gets CHUNK tokens.
         """
         if self.card.kind == "emulated":
             return CHUNK
@@ -93,9 +95,10 @@ class StageCosts:
     def micro_batches(self, n: int) -> list[int]:
         """The rows of each micro-batch of a pass of n rows.
 
-        A micro-batch has enough rows for the products that go into the residual stream to fill the card, and there are
-        no more micro-batches than the host can feed. Rows that fill no page are a micro-batch of their own, since
-        smaller tiles serve them faster. An emulated card gets one: its processors are never partly idle.
+        A micro-batch has so many rows that even the narrowest products, those with hidden_dim columns, occupy every SM.
+        There are no more micro-batches than the host can queue in time. Rows that fill no page are a micro-batch of
+        their own, since smaller tiles serve them faster. An emulated card gets one: its processors are never partly
+        idle.
         """
         if self.card.kind == "emulated":
             return [n]
@@ -144,8 +147,8 @@ def hop_bytes(hidden_dim: int, rows: int) -> int:
 
 
 def slowest_seconds(costs: list[StageCosts]):
-    """A function of (rows, context): the seconds of a pass of so many rows, with `context` tokens before it, where the
-    pass takes longest: on one of the stages or on a hop between two."""
+    """A function (rows, context) -> seconds: the time of a pass of so many rows, with `context` tokens before it, on
+    the slowest stage or hop."""
     edges = list(itertools.pairwise(costs))
     attention = max(each.context_seconds() for each in costs)
 
@@ -163,10 +166,10 @@ def choose_rows(start: int, end: int, limit: int, n_stages: int, slowest, last: 
 
     slowest: as `slowest_seconds` gives it. last: tokens of the prompt's pass before this one, 0 for none.
 
-    n stages need the time of one stage for all passes, and n - 1 times the time of the longest pass: so long most
-    stages wait for the first pass or have done the last. Larger passes use a card better and cost their fixed price
-    less often. Smaller passes make the longest one shorter, unless a pass before them was as long. Among sizes that are
-    about equally fast, several stages get the smallest.
+    The time of a prompt on n stages is the sum of all passes on one stage, plus n - 1 times the longest pass, while the
+    pipeline fills and drains. Larger passes use a card better and cost their fixed price less often. Smaller passes
+    shorten the second term, unless an earlier pass of the prompt was longer. Among sizes that are about equally fast,
+    several stages get the smallest.
     """
     n = end - start
     sizes = [*([n] if n <= limit else []), *range(min(limit, n) // PAGE_TOKENS * PAGE_TOKENS, 0, -PAGE_TOKENS)]
@@ -193,7 +196,7 @@ def passes_over(n: int, next_rows):
 
 
 def group_count(n_stages: int, n_slots: int) -> int:
-    """How many groups of answers there are, whose decode steps follow each other through the stages."""
+    """How many groups the answers form. Each stage can then work on the decode step of another group."""
     return min(n_stages, n_slots)
 
 
@@ -241,7 +244,7 @@ def schedule(passes: list, hops: list) -> Schedule:
 # ---- sizes of the caches ---------------------------------------------------------------------------------------
 
 LEAST_CHECKPOINTS = 2           # on the card, however little memory there is
-KEPT_CONTEXTS = 4               # contexts whose pages each slot gets, if memory suffices: the running one, earlier ones
+KEPT_CONTEXTS = 4               # contexts per slot that get pages, if memory suffices: the running one and earlier ones
 
 
 @dataclass(frozen=True)
@@ -258,12 +261,13 @@ class CacheSizes:
 def choose_sizes(stages: list, demand: "Demand") -> CacheSizes:
     """How the memory that the weights have left is divided. stages: each has a card, page_bytes and state_bytes.
 
-    The pages hold demand.kv_tokens tokens. By default they hold the contexts of all slots, or fewer where 90 % of the
-    memory do not suffice for that, but one context at least. KEPT_CONTEXTS times as many tokens, or what a quarter of
-    the memory holds, is the default where later prompts can use them, which takes memory for checkpoints. Checkpoints
-    get demand.checkpoint_memory bytes of each card, by default a quarter of what the pages leave, and
-    demand.checkpoint_host_memory bytes of the host, by default an eighth of the machine's memory. There are never more
-    checkpoints than pages, since a page has one checkpoint at most.
+    The pages hold demand.kv_tokens tokens. By default they hold the contexts of all slots, but no more than fits into
+    90 % of the free memory, and one context at least. Unless checkpoints are switched off (both memories 0), later
+    prompts can use more pages: the default is raised to KEPT_CONTEXTS contexts per slot, but no more than fits into a
+    quarter of the free memory. Checkpoints get demand.checkpoint_memory bytes of each card, by default a quarter of
+    what the pages leave, and demand.checkpoint_host_memory bytes of the host, by default an eighth of the machine's
+    memory. Each card has at least LEAST_CHECKPOINTS. More checkpoints than pages are of no use, since a page has one at
+    most.
     """
     d, max_pages = demand, pages_for(demand.n_ctx)
     if d.kv_tokens is None:
@@ -307,7 +311,7 @@ class Demand:
         for name, value, unit in limits:
             if value is not None and (value < 1 or value % unit):
                 raise RequestError(name, f"{name} must be {unit}, {2 * unit}, ..., not {value}")
-        if self.chunk is not None and self.chunk > LARGEST_CHUNK:   # kernels count the numbers of a pass in 32 bits
+        if self.chunk is not None and self.chunk > LARGEST_CHUNK:   # kernels index a pass's arrays with 32 bits
             raise RequestError("chunk", f"chunk must be at most {LARGEST_CHUNK}, not {self.chunk}")
         if self.kv_tokens is not None and self.kv_tokens < self.n_ctx:
             raise RequestError("kv_tokens", f"kv_tokens must be at least the {self.n_ctx} tokens of a context, not "
@@ -327,7 +331,7 @@ class Blueprint(Protocol):
         weight_bytes, page_bytes, state_bytes, and allocate(sizes, n_groups)."""
 
     def layer(self, card: PlannedCard, index: int) -> Work:
-        """The Work of a layer, whose weights are allocated on the card."""
+        """Allocates the weights of a layer on the card and returns its Work."""
 
     def head_bytes(self, card: PlannedCard) -> int:
         """Bytes of the output head's matrix."""
@@ -337,7 +341,7 @@ class Blueprint(Protocol):
 
 
 def check_split(split, n_layers: int, n_cards: int) -> list[range]:
-    """The layers of each card, of which there are split[i] on card i. Raises RequestError."""
+    """The range of layers of each card: split[i] layers on card i. Raises RequestError."""
     if len(split) != n_cards or sum(split) != n_layers or min(split) < 1:
         raise RequestError("split", f"split must be {n_cards} number{'s' * (n_cards > 1)} from 1 on, one per card, "
                                     f"with the sum {n_layers}, not {','.join(map(str, split))}")
@@ -348,7 +352,8 @@ def check_split(split, n_layers: int, n_cards: int) -> list[range]:
 def best_split(n_layers: int, costs: list) -> list[range] | None:
     """The layers of each stage, at least one each, such that the largest costs[stage](start, end) is as small as
     possible. None where every split has an infinite cost. Among equals the earlier stages get more layers."""
-    best = {n_layers: (0.0, ())}                # from this layer on, on the stages behind: (largest cost, ends)
+    # first layer -> (largest cost, ends) of the best split of the layers from there on over the stages done so far
+    best = {n_layers: (0.0, ())}
     for behind, cost in enumerate(reversed(costs)):
         found = {}
         for start in range(len(costs) - 1 - behind, n_layers):
@@ -365,7 +370,7 @@ def best_split(n_layers: int, costs: list) -> list[range] | None:
 
 
 class LayerCosts:
-    """What neighbouring layers cost on each card of a plan: memory and time. `end` is behind the last layer."""
+    """What the layers start .. end - 1 cost on each card of a plan: memory and time."""
 
     def __init__(self, blueprint: Blueprint, cards: list):
         self.n_layers, self.speeds = blueprint.n_layers, [probe.speed_of(card) for card in cards]
@@ -375,7 +380,7 @@ class LayerCosts:
             works.append(blueprint.layer(counting, index))
             sizes.append(before - counting.free_bytes)
         self.head_bytes = blueprint.head_bytes(counting)
-        self.n_weights = list(itertools.accumulate(sizes))      # bytes of the layers before each
+        self.weight_bytes = list(itertools.accumulate(sizes))   # of the layers before each
         self.works = list(itertools.accumulate(works))          # Work of the layers before each
 
     def between(self, start: int, end: int, field: str) -> int:
@@ -396,11 +401,12 @@ class LayerCosts:
 
     def memory(self, start: int, end: int, n_pages: int, n_states: int) -> int:
         """Bytes of weights, pages and states."""
-        return (self.n_weights[end] - self.n_weights[start] + n_pages * self.between(start, end, "page_bytes")
+        return (self.weight_bytes[end] - self.weight_bytes[start] + n_pages * self.between(start, end, "page_bytes")
                 + n_states * self.between(start, end, "state_bytes"))
 
     def few_of_each_kind(self) -> int:
-        """The fewest first layers that keep whatever the layers of the model keep: pages, states."""
+        """How many layers, from the first one on, it takes until each kind of memory that the model keeps has occurred:
+        pages, states."""
         kept = ["page_bytes", "state_bytes"]
         whole = [self.between(0, self.n_layers, field) > 0 for field in kept]
         return next(n for n in range(1, self.n_layers + 1)
@@ -411,10 +417,10 @@ def place_layers(blueprint: Blueprint, cards: list, demand: Demand, costs: Layer
                  wasted: list[int]) -> list[range]:
     """The layers of each of several cards.
 
-    Among the splits that fit into memory, the slowest card takes as little time as possible for a pass of a prompt, and
-    among those for a decode step. There is room for the contexts of all slots if that can be; there must be room for
-    one. Where not even one context fits, the split is chosen as if memory did not matter: the plan then shows what is
-    missing on which card. wasted: bytes of each card that must stay free.
+    Of the splits that fit into memory, those count whose slowest card is fastest with a prompt; of these, the one whose
+    slowest card is fastest in a decode step is chosen. There is room for the contexts of all slots if that can be;
+    there must be room for one. If not even one context fits, the split is chosen as if memory did not matter: the plan
+    then shows what is missing on which card. wasted: bytes of each card that must stay free.
     """
     n_layers, n_cards, n_states = blueprint.n_layers, len(cards), demand.slots + LEAST_CHECKPOINTS
     context, least = demand.n_ctx // 2, pages_for(demand.kv_tokens or demand.n_ctx)
@@ -439,8 +445,9 @@ def place_layers(blueprint: Blueprint, cards: list, demand: Demand, costs: Layer
 
 
 def memory_for_layers(blueprint: Blueprint, cards: list, demand: Demand, costs: LayerCosts) -> list[int]:
-    """Bytes that each card has for weights, pages and states of layers. A stage needs more beside those, for scratch
-    memory and hops, which does not depend on the number of layers: a sample of a few layers of each kind tells."""
+    """Bytes that each card has for weights, pages and states of layers. A stage also needs scratch memory and buffers
+    for hops. Their size does not depend on the number of layers, so it is measured on a plan of stages of a few
+    layers."""
     n_layers, n_cards = blueprint.n_layers, len(cards)
     n_states, least = demand.slots + LEAST_CHECKPOINTS, pages_for(demand.kv_tokens or demand.n_ctx)
     few = min(costs.few_of_each_kind(), n_layers // n_cards)
@@ -465,7 +472,7 @@ class StagePlan:
     kv: int                     # pages of keys and values
     states: int                 # recurrent states of the slots
     checkpoints: int
-    scratch: int                # for passes, hops and sampling, and what the granules of drivers waste
+    scratch: int                # for passes, hops and sampling, and what is lost to rounding (Card.granule)
 
     @property
     def total(self) -> int:
@@ -512,7 +519,7 @@ class Plan:
 def plan_stages(blueprint: Blueprint, cards: list, demand: Demand, layers: list[range]) -> Plan:
     """The Plan of these layers on each card, whether they fit or not."""
     chunk = demand.chunk
-    while True:                                 # a second time where the stages would have chosen different chunks
+    while True:                                 # a second round if the stages have chosen different chunks
         stages = [blueprint.stage(PlannedCard(card), each, demand, chunk) for card, each in zip(cards, layers)]
         if len({stage.chunk for stage in stages}) == 1:
             break
@@ -530,8 +537,8 @@ def plan_stages(blueprint: Blueprint, cards: list, demand: Demand, layers: list[
 
 
 def most(low: int, high: int, fits) -> int | None:
-    """The largest n from low to high for which fits(n) is true; None where there is none. fits(n) is true up to some n
-    and false from there on."""
+    """The largest n from low to high for which fits(n) is true; None if there is none. fits(n) must be true up to some
+    n and false from there on."""
     if low > high or not fits(low):
         return None
     while low < high:
@@ -540,7 +547,7 @@ def most(low: int, high: int, fits) -> int | None:
     return low
 
 
-MOST_CARDS = 16             # up to so many cards a plan looks whether one more would do
+MOST_CARDS = 16             # `Planner.changes` proposes up to so many cards
 
 
 class Planner:
@@ -570,8 +577,9 @@ class Planner:
         return plan_stages(self.blueprint, self.cards, demand, layers)
 
     def placed(self, demand: Demand) -> Plan:
-        """The Plan with the best split. How much the granules of drivers waste depends on the split: where one split
-        does not fit for that reason, another one may."""
+        """The Plan with the best split. How much memory is lost to rounding (Card.granule) depends on the split. If a
+        card lacks memory for that reason, the split is chosen again with so much less memory on the card, until it fits
+        or does not change any more."""
         plan, before, wasted = None, None, [0] * len(self.cards)
         while plan is None or not plan.fits:
             layers = place_layers(self.blueprint, self.cards, demand, self.costs, wasted)
@@ -605,8 +613,8 @@ class Planner:
         return schedule(seconds, hops)
 
     def expected_hops(self) -> tuple[float, float, float]:
-        """Three shares: of the time of a prompt that fills the context, what hops add to it, and what the least busy
-        card works; and of a decode step of one answer, what hops take."""
+        """Three shares: of the time of a prompt that fills the context, the part that hops add and the part in which
+        the least busy card works; and of the time of a decode step of one answer, the part that hops take."""
         n, stages = self.demand.n_ctx, self.plan.on_paper
         found = self.prompt_schedule(n)
         added = 1 - self.prompt_schedule(n, with_hops=False).seconds / found.seconds

@@ -1,8 +1,8 @@
 """The prefix tree: which sequences share which pages, and what is kept for later prompts.
 
 A page holds the keys and values of 64 tokens, and sequences that begin with the same tokens share pages. A recurrent
-state cannot be cut back to an earlier position. Whoever goes on after a shared beginning needs the states that were
-saved there: a checkpoint.
+state cannot be cut back to an earlier position. A sequence that goes on after a shared beginning needs the states that
+were saved there: a checkpoint.
 """
 
 import bisect
@@ -16,7 +16,7 @@ from kernels.kv_formats import PAGE
 
 PAGE_TOKENS = PAGE
 CHECKPOINT_INTERVAL = 1024  # the largest distance between two checkpoints of a prompt, in tokens
-CHECKPOINT_SPACING = 256    # the smallest, except where the next prompt probably differs from this one
+CHECKPOINT_SPACING = 256    # the smallest distance, except where the next prompt probably differs from this one
 
 
 def pages_for(n_tokens: int) -> int:
@@ -24,7 +24,7 @@ def pages_for(n_tokens: int) -> int:
 
 
 def whole_pages(n_tokens: int) -> int:
-    """The multiple of 64 at or below."""
+    """The largest multiple of 64 that is not above n_tokens."""
     return n_tokens // PAGE_TOKENS * PAGE_TOKENS
 
 
@@ -39,11 +39,11 @@ class Node:
     depth: int = 0                  # pages from the root to the end of this one
     n_decoded: int = 0              # decoded tokens from the root to the end of this page
     children: dict = dataclasses.field(default_factory=dict)    # tokens -> n_prompt -> Node
-    n_users: int = 0                # running sequences whose tokens begin with these
+    n_users: int = 0                # running sequences whose tokens begin with the node's path
     number: int | None = None       # the number of its checkpoint, if the card has it
     host: int | None = None         # the number of its checkpoint, if host memory has it
-    n_answers: int = 0              # how many answers have, or ended with, their latest checkpoint here
-    floor: int = 0                  # PrefixCache.floor when the checkpoint was made or last used
+    n_answers: int = 0              # answers, running or ended, whose latest checkpoint is this one
+    floor: int = 0                  # of the PrefixCache, when the checkpoint was made or last used
     rank: tuple[int, int] = (0, 0)  # of the checkpoint: its worth, then the order in which worths were set
 
     @property
@@ -59,7 +59,7 @@ class Node:
             node = node.parent
 
     def kept_below(self):
-        """The nearest nodes below that have a checkpoint."""
+        """On every path down from here, the first node that has a checkpoint."""
         ahead = [self]
         while ahead:
             below = [node for alike in ahead.pop().children.values() for node in alike.values()]
@@ -76,26 +76,29 @@ class PrefixCache:
     A page is free, or a running sequence owns it, or a node of the prefix tree does. A node is a full page of known
     tokens, and sequences that begin with these tokens share it. A node's checkpoint, the states after its tokens, lets
     a later sequence go on there without computing the tokens again. So a node stays as long as a running sequence
-    begins with its tokens, or a checkpoint lies at the node or below it. The root's checkpoint are states of zeros.
+    begins with its tokens, or a checkpoint lies at the node or below it. The root needs no checkpoint: it stands for
+    states of zeros.
 
     Prompts and decoded tokens run through different kernels, which round differently. So the bits of a page, and of the
-    states after it, follow from its tokens and from which of them were decoded. Both together name a node: the same
-    tokens have one node for each way in which they were computed. A running sequence shares only nodes whose bits it
-    would have computed itself, so no token depends on other requests. A new prompt begins behind its longest beginning
-    that has a checkpoint; if several nodes are equally long, behind the one with the fewest decoded tokens. That is the
-    only place where decoded tokens stand in for a prompt's.
+    states after it, follow from all tokens up to its end and from which of these were decoded. Both together name a
+    node: the same tokens have one node for each way in which they were computed. A running sequence shares only nodes
+    whose bits it would have computed itself. There is one exception: a new prompt goes on after its longest beginning
+    that has a checkpoint, even if an answer has decoded a part of it. So its bits can depend on what is cached, but not
+    on the requests that run beside it. If several nodes are equally long, the one with the fewest decoded tokens
+    counts.
 
-    Where room is needed, what is worth least goes first. The worth of a checkpoint is
+    When room is needed, what is worth least goes first. The worth of a checkpoint is
 
         tokens between it and the next checkpoint above + the floor when it was made or last used
 
-    The first term is what would have to be computed again. The floor is the highest worth of all that went so far. New
-    checkpoints start from the floor, so checkpoints that nobody uses fall behind (GreedyDual: P. Cao and S. Irani,
-    "Cost-aware WWW proxy caching algorithms", 1997).
+    The first term is what would have to be computed again. The floor is the highest worth of any checkpoint that had to
+    make room so far. New checkpoints start from the floor, so checkpoints that nobody uses fall behind (GreedyDual: P.
+    Cao and S. Irani, "Cost-aware WWW proxy caching algorithms", 1997).
 
-    To make room for a checkpoint, the least worthy one on the card goes to host memory, and the least worthy one there
-    is dropped, whoever uses their nodes. To make room for pages, a leaf that no running sequence uses is dropped with
-    its checkpoint, and with the nodes above it that nothing else needs.
+    To make room for a checkpoint, the least worthy one on the card goes to host memory. If host memory is full, the
+    less worthy of this one and the least worthy one there is dropped. Running sequences that use the nodes do not
+    matter: they need the pages, not the checkpoints. To make room for pages, a leaf that no running sequence uses is
+    dropped with its checkpoint, and with the nodes above it that nothing else needs.
 
     This class only keeps accounts. `store`, a Pipeline, moves the bytes, in the order of the calls.
     """
@@ -120,7 +123,7 @@ class PrefixCache:
 
     def take_pages(self, count: int) -> list[int]:
         """Takes `count` free pages. Nodes that nobody uses are dropped if too few are free. Raises CardError if running
-        sequences have the others."""
+        sequences have too many."""
         while len(self.free_pages) < count:
             kept = heapq.merge(self.on_card, self.in_host, key=by_rank)
             leaf = next((node for node in kept if not node.children and not node.n_users), None)
@@ -132,8 +135,8 @@ class PrefixCache:
     # ---- the tree ----
 
     def find(self, tokens: list[int]) -> tuple[Node, int]:
-        """Returns the node to go on from, whose tokens these begin with and which has a checkpoint; and how many of the
-        tokens the tree knows at all."""
+        """Returns (node, n). The node is the one to go on from: it has a checkpoint, and its path spells the longest
+        such beginning of `tokens`. n: how many of the tokens, from the first one on, are in the tree at all."""
         nodes, found = [self.root], self.root
         for at in range(0, whole_pages(len(tokens)), PAGE_TOKENS):
             key = tuple(tokens[at:at + PAGE_TOKENS])
@@ -195,7 +198,7 @@ class PrefixCache:
 
     def take_number(self) -> int | None:
         """Takes the number of a checkpoint on the card. The caller writes the checkpoint and then calls `keep`. None if
-        all are being written."""
+        all numbers belong to checkpoints that are being written."""
         if not self.free_numbers:
             if not self.on_card:
                 return None
@@ -221,7 +224,7 @@ class PrefixCache:
         if node.host is not None:
             self._remove(node)
             host, node.host = node.host, None
-            number = self.take_number()     # this may drop checkpoints, but not the one that was removed above
+            number = self.take_number()     # may drop other checkpoints, but not this one: it is in no order now
             self.store.fetch(host, number)
             self.free_hosts.append(host)
             self.keep(node, number)
@@ -297,11 +300,11 @@ class PrefixCache:
 def checkpoint_positions(tokens: list[int], turn: int | None, start: int, known: int) -> list[int]:
     """Where a prompt, of which `start` tokens are cached, gets checkpoints: multiples of 64 below its length.
 
-    Candidates are the positions where a later prompt probably differs from this one: the beginnings of turns (at token
-    `turn`), the end of the prompt, and `known`, where the prompt differs from an earlier one; and besides every
-    CHECKPOINT_INTERVAL tokens. A candidate less than CHECKPOINT_SPACING behind the checkpoint before it is left out,
-    except the end of the system prompt (where the second turn begins), the beginnings of the last two turns, the end of
-    the prompt, and `known`.
+    Candidates are the positions where a later prompt probably differs from this one, and every multiple of
+    CHECKPOINT_INTERVAL. A later prompt probably differs at the beginnings of turns (at token `turn`), at the end of the
+    prompt, and at `known`, where this prompt differs from an earlier one. A candidate less than CHECKPOINT_SPACING
+    behind the checkpoint before it is left out, except the end of the system prompt (where the second turn begins), the
+    beginnings of the last two turns, the end of the prompt, and `known`.
     """
     turns = [whole_pages(at) for at, token in enumerate(tokens) if token == turn]
     likely = {*turns[1:2], *turns[-2:], whole_pages(len(tokens) - 1), known}

@@ -3,7 +3,7 @@
 Four kinds of error leave an engine on purpose: `ModelError` for a file that cannot be used, `RequestError` for a
 request that cannot be answered, `DeadlineExceeded` for one that was not answered in the time it allows, `EngineStopped`
 once there is no engine to answer it. Each carries one sentence that a person can act on. kernels/ adds `CardError`, of
-a card.
+a card, and `CompileError`, for a kernel that cannot be compiled.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ class DeadlineExceeded(Exception):
 class Fault(NamedTuple):
     """What ended the work of an engine."""
 
-    card: str | None        # its name, where a card is at fault
+    card: str | None        # its name, if a card is at fault
     what: str
     since: float            # Unix time
 
@@ -53,7 +53,7 @@ class Fault(NamedTuple):
 
 
 STOPS, STOP_LETTERS = 64, 1024      # the most stop strings of a request, and the most letters of each
-GRAMMAR_LETTERS = 1 << 18   # the most letters of a grammar: the scheduler waits 0.5 s for one that spells out as many
+GRAMMAR_LETTERS = 1 << 18   # the most letters of a grammar; one that spells out so much text delays the scheduler 0.5 s
 
 # The numbers by which a request controls sampling: type, lowest, highest, meaning (for --help).
 SAMPLING = {
@@ -98,14 +98,15 @@ class Request:
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
-    logit_bias: dict[int, float] = dataclasses.field(default_factory=dict)  # token id -> what its logit gains
+    logit_bias: dict[int, float] = dataclasses.field(default_factory=dict)  # token id -> number added to its logit
     top_logprobs: int | None = None     # log-probabilities of the tokens, and of so many of the likeliest
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()          # strings that end the text and are not part of it; a single str is one string
-    stop_after: int | None = None       # token id: stop strings count only after it and the line breaks behind it
-    stop_pause: int | None = None       # token id: stop_after applies only to an answer that begins with this token
-    stop_before: int | None = None      # token id: from this token on no stop string counts
-    grammar: str | None = None          # that the answer obeys, as llguidance.LLMatcher.grammar_from_... writes it
+    # Three token ids say where stop strings count, for answers with thoughts and tool calls (api/chat.py).
+    stop_after: int | None = None       # they count only after this token and the line breaks that follow it
+    stop_pause: int | None = None       # if given, stop_after holds only for an answer that begins with this token
+    stop_before: int | None = None      # they do not count from this token on
+    grammar: str | None = None          # a grammar for the answer, as llguidance.LLMatcher.grammar_from_... gives it
     grammar_after: int | None = None    # token id: only the text after it obeys the grammar
     timeout: float | None = None        # seconds from `submit` on, after which it ends with DeadlineExceeded
 
@@ -114,7 +115,7 @@ class Request:
 
     @property
     def is_penalized(self) -> bool:
-        """Whether the choice of a token depends on those before."""
+        """Whether the choice of a token depends on the tokens before it."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
 
     def check(self, n_vocab: int, n_ctx: int):
@@ -152,31 +153,32 @@ class Request:
 
 @dataclass(frozen=True)
 class Delta:
-    """A generated token, and the text that its token makes certain. The last Delta of an answer has a finish reason,
-    "stop" or "length". Log-probabilities are those of the model, before anything that a request asks of sampling."""
+    """A generated token, and the text that can be shown since: letters that may belong to a stop string or to an
+    unfinished character are held back. The last Delta of an answer has a finish reason, "stop" or "length".
+    Log-probabilities are those of the model, before anything that a request asks of sampling."""
 
     token_id: int
     text: str
     finish_reason: str | None = None
-    logprob: float | None = None        # where the request asks for log-probabilities
+    logprob: float | None = None        # if the request asks for log-probabilities
     top_logprobs: tuple[tuple[int, float], ...] = ()        # of the likeliest tokens
 
 
 class StopScanner:
-    """Ends a text, which arrives in pieces, before the first stop string that is complete in it. Of several that end at
-    the same letter, the longest counts. Letters that may become a stop string are held back.
+    """Cuts a text, which arrives in pieces, just before the stop string that ends first. Of several that end at the
+    same letter, the longest counts. Letters that may become a stop string are held back.
 
-    The result does not depend on how the text is cut. For each stop string a letter costs two comparisons on average at
-    most (Knuth, Morris and Pratt, "Fast pattern matching in strings")."""
+    The result does not depend on how the text is cut. Over a whole text, a letter costs at most two comparisons per
+    stop string on average (Knuth, Morris and Pratt, "Fast pattern matching in strings")."""
 
     def __init__(self, stop):
         self.stop = [(string, borders(string)) for string in stop]
-        self.begun = [0] * len(self.stop)       # for each stop string: with how many of its first letters the text ends
+        self.begun = [0] * len(self.stop)       # for each stop string: how many of its first letters the text ends with
         self.held = ""
         self.stopped = False        # a stop string was found
 
     def push(self, piece: str) -> str:
-        """The text that has become certain with another piece."""
+        """Take another piece and return the text that can be shown now."""
         text = self.held + piece
         for end, letter in enumerate(piece if self.stop else "", len(self.held) + 1):
             self.begun = [lengthened(n, letter, *stop) for n, stop in zip(self.begun, self.stop)]
@@ -195,8 +197,8 @@ class StopScanner:
 
 
 def borders(string: str) -> list[int]:
-    """For each beginning of the string the length of its longest border: the letters that it both begins and ends with,
-    fewer than all."""
+    """For each beginning of the string, the length of its longest border: of the longest shorter string with which it
+    both begins and ends."""
     found = [0]
     for letter in string[1:]:
         found.append(lengthened(found[-1], letter, string, found))
@@ -204,8 +206,8 @@ def borders(string: str) -> list[int]:
 
 
 def lengthened(n: int, letter: str, string: str, borders: list[int]) -> int:
-    """With how many of the string's first letters a text ends after this letter. Before the letter it ended with n of
-    them, fewer than all."""
+    """How many of the string's first letters a text ends with after this letter. Before the letter, the text ended with
+    n of them, fewer than all."""
     while n and string[n] != letter:
         n = borders[n - 1]
     return n + (string[n] == letter)
@@ -217,22 +219,22 @@ class Generation:
     def __init__(self, request: Request, tokenizer, constraint=None):
         self.request, self.constraint = request, constraint
         self.n_prompt, self.n_generated = len(request.prompt_ids), 0
-        self.n_cached = 0           # tokens of the prompt that were not processed, because an earlier prompt had them
+        self.n_cached = 0           # tokens of the prompt that were not computed, because they were cached
         self.cancelled = False
         self.finish_reason: str | None = None   # of the last Delta; None when cancelled or failed
-        self.error: Exception | None = None     # that the generation failed with
+        self.error: Exception | None = None     # what the generation failed with
         self.started = time.perf_counter()
         self.deadline = self.started + (math.inf if request.timeout is None else request.timeout)
         self.token_times: list[float] = []      # when the engine gave each token; a reader may get several at once
         self._decoder, self._scanner = tokenizer.stream_decoder(), StopScanner(request.stop)
         self._scans = request.stop_after is None or request.stop_pause is not None
-        self._at_start = not self._scans    # whether the text in which stop strings count has not begun yet
+        self._at_start = not self._scans    # whether line breaks are skipped: stop strings count in what follows
         self._deltas, self._done = queue.SimpleQueue(), threading.Event()
         self.wake = threading.Event()           # set whenever `take` has something to give
 
     def __iter__(self):
         """Deltas as they come. Ends without a finish reason when the generation was cancelled. Raises what the
-        generation failed with, EngineStopped where the engine failed."""
+        generation failed with; EngineStopped if the engine failed."""
         return filter(None, self.listen())
 
     def listen(self, patience: float | None = None):
@@ -240,11 +242,11 @@ class Generation:
         return (said and said[1] for said in deltas_of([self], patience))
 
     def take(self) -> Delta | Exception | None:
-        """The next Delta; at the end None, or what the generation failed with. Raises queue.Empty where nothing has
-        come yet."""
+        """The next Delta; at the end None, or what the generation failed with. Raises queue.Empty if nothing has come
+        yet."""
         said = self._deltas.get_nowait()
         if not isinstance(said, Delta):
-            self._put(said)                     # the end stays there for whoever reads on
+            self._put(said)                     # the end stays in the queue for further calls
         return said
 
     def _put(self, said: Delta | Exception | None):
@@ -260,7 +262,7 @@ class Generation:
         return self.cancelled or time.perf_counter() > self.deadline
 
     def overdue(self) -> DeadlineExceeded | None:
-        """The error that a generation ends with when `is_over`; None where it was cancelled."""
+        """The error that a generation ends with when `is_over`; None if it was cancelled."""
         if self.cancelled:
             return None
         return DeadlineExceeded(f"not finished after the {self.request.timeout:g} s that the request allows")
@@ -307,7 +309,7 @@ def deltas_of(generations: list[Generation], patience: float | None = None):
     seconds. Raises what the first of the failed generations failed with."""
     wake, reading = generations[0].wake, dict(enumerate(generations))
     for generation in generations:
-        generation.wake = wake                  # a Delta that came before this line is found at the first look
+        generation.wake = wake                  # one event for all; Deltas from before are found in the first round
     while reading:
         wake.clear()
         is_silent = True

@@ -40,7 +40,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    """What templates expect of `tojson`; Jinja's own sorts keys and escapes <, &, ' and all but ASCII."""
+    """`tojson` as chat templates expect it. Jinja's own sorts keys and escapes <, >, &, ' and all non-ASCII letters."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
                       sort_keys=sort_keys)
 
@@ -142,7 +142,7 @@ def _flat_content(content, where: str) -> str:
 
 
 def _parsed_calls(calls, where: str) -> list[dict]:
-    """Tool calls with their arguments as an object: clients send JSON text, templates walk through keys."""
+    """Tool calls with their arguments parsed: clients send them as JSON text, templates expect an object."""
     parsed = []
     for i, call in enumerate(calls if isinstance(calls, list) else [calls]):
         field = f"{where}[{i}].function"

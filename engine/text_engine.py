@@ -10,8 +10,8 @@ from engine.tokenizer import Tokenizer
 
 
 class TextEngine(Protocol):
-    """What an engine offers a server: all that api/ uses of one. `qengine.Engine` is such an engine, and so are the
-    engines of the tests that say what they are told to."""
+    """What an engine offers a server: all that api/ uses of one. `qengine.Engine` implements it, and so do engines of
+    the tests that answer with given texts."""
 
     name: str                           # of the model, as clients see it
     n_ctx: int                          # tokens of a context, prompt and answer together
@@ -20,12 +20,12 @@ class TextEngine(Protocol):
     cards: Sequence                     # in the order of their layers; each has describe(), a line for people
     layers: Sequence[range]             # the layers of each card
     reason: str | None                  # why the engine has stopped, a sentence; None while it works
-    fault: Fault | None                 # the same with the card at fault, if there is one, and since when
-    counts_pipes: bool                  # whether `count_pipes` can count
+    fault: Fault | None                 # what stopped it: card, text and time; None while it works
+    counts_pipes: bool                  # whether `count_pipes` works
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt. Raises RequestError where the prompt cannot fit into the context."""
+        """Token ids of a prompt. Raises RequestError if the prompt cannot fit into the context."""
 
     @abstractmethod
     def submit(self, request: Request) -> Generation:
@@ -39,5 +39,5 @@ class TextEngine(Protocol):
 
     @abstractmethod
     def count_pipes(self) -> dict | None:
-        """What a decode step did on an emulated card, as `engine.pipes.PipeMeter.count` has it; None before the first
-        step that was counted."""
+        """The work of a decode step by execution pipe, on an emulated card, as `engine.pipes.PipeMeter.count` has it;
+        None before the first step that was counted."""

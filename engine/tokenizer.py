@@ -40,14 +40,15 @@ class Tokenizer:
     control       name -> id of the control tokens
     tags          name -> id of the tags that are one token each: <think>, </tool_call>, ...
     eos_ids       the tokens that end an answer
-    max_token_bytes  no token stands for more of a text
+    max_token_bytes  the most bytes of text that one token stands for
     prefix, suffix   tokens that the file wants around a text (`encode(ends=True)`), mostly none
 
-    Control tokens (<|im_end|>, ...) are matched in text only where `allow_special` is true, and are left out
-    of decoded text unless `special` is true. Tags such as <think> are ordinary tokens in both directions.
+    Control tokens (<|im_end|>, ...) are matched in text only where `allow_special` is true, and are left out of decoded
+    text unless `special` is true. Tags such as <think> are ordinary tokens in both directions (not for grammars:
+    engine/constraints.py).
     """
 
-    leading_space = False  # whether encoding puts a space before the text, which decoding takes away
+    leading_space = False  # whether encoding adds a space in front of the text, and decoding removes it
 
     def __init__(self, pieces: list[bytes], control: dict[str, int], tags: dict[str, int], eos_ids, prefix=(),
                  suffix=()):
@@ -91,7 +92,7 @@ class Tokenizer:
 class StreamDecoder:
     """Text from one token after another: a character split over tokens comes with its last byte.
 
-    Unlike `Tokenizer.decode` it keeps a first space, which belongs between the prompt and its continuation.
+    Unlike `Tokenizer.decode` it keeps a leading space, which separates the prompt from its continuation.
     """
 
     def __init__(self, pieces: list[bytes]):
@@ -265,8 +266,8 @@ def _proto_bytes(field: int, value: bytes) -> bytes:
 
 
 class ByteTokenizer(Tokenizer):
-    """For models without a vocabulary: token i < 256 is byte i, 256 ends a text, and the rest up to n_vocab,
-    which a model of random weights mostly says, show their number."""
+    """For models without a vocabulary: token i < 256 is byte i, 256 ends a text. The tokens after 256, which are most
+    of what random weights produce, are shown as <number>."""
 
     EOS = 256
 
@@ -289,7 +290,7 @@ def load_tokenizer(gguf: GGUF) -> Tokenizer:
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str, n_ctx: int) -> list[int]:
-    """Token ids of a prompt. RequestError, before any work, when its letters alone say that it cannot fit."""
+    """Token ids of a prompt. Raises RequestError before tokenising if the text has too many letters to fit."""
     if len(text) - text.count(GUARD) > n_ctx * tokenizer.max_token_bytes:
         raise RequestError("prompt", f"the prompt of {len(text)} letters has more tokens than the context "
                                      f"holds, {n_ctx}, prompt and answer together")

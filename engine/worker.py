@@ -1,8 +1,8 @@
 """Workers: the threads that give cards their work.
 
-Every card has a worker, the only thread that gives the card work. Whoever wants something of a stage posts a task to
-the stage's worker. A task may wait only for tasks that were posted earlier, to any worker. So no two tasks can wait for
-each other.
+Every card has a worker, the only thread that gives the card work. Other threads that want something of a stage post a
+task to the stage's worker. A task may wait only for tasks that were posted earlier, to any worker. So no two tasks can
+wait for each other.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ LOOKS = 20                  # how often progress is looked for in that time
 
 
 class Task:
-    """Work for a worker, and its result. is_vital: an error ends the pipeline."""
+    """Work for a worker, and its result. is_vital: any error in it ends the pipeline, not only a CardError."""
 
     def __init__(self, worker: "Worker", work, is_vital: bool):
         self.worker, self.work, self.is_vital = worker, work, is_vital
@@ -53,10 +53,10 @@ class Worker(threading.Thread):
         self.card = card
         self.on_fault = lambda worker, error: None      # called when work has failed
         self.tasks, self.task = queue.SimpleQueue(), None
-        self.n_done = 0                                 # grows with each task, and within long ones: signs of progress
+        self.n_done = 0                                 # tasks done, and steps within long tasks: a sign of progress
         self.error: BaseException | None = None         # why the worker has stopped
         self.lock = threading.Lock()                    # held while `error` is set
-        self.waits_for: tuple[Worker, bool] | None = None   # the arguments of the `expect` that this thread is in
+        self.waits_for: tuple[Worker, bool] | None = None   # what this thread waits for in `expect`: (worker, of_card)
 
     def post(self, work, *arguments) -> Task:
         """Have work(*arguments) done after all that was posted before. An error in it ends the pipeline, since perhaps
@@ -64,7 +64,8 @@ class Worker(threading.Thread):
         return self._give(Task(self, functools.partial(work, *arguments), True))
 
     def ask(self, work, *arguments) -> Task:
-        """Like `post`, for a caller that asks for the result: only an error of the card ends the pipeline."""
+        """Like `post`, for a caller that will call `Task.result`, which raises errors there. Only a CardError ends the
+        pipeline."""
         return self._give(Task(self, functools.partial(work, *arguments), False))
 
     def _give(self, task: Task) -> Task:
@@ -100,12 +101,12 @@ class Worker(threading.Thread):
             raise
 
     def expect(self, is_over, of_card: bool = False):
-        """Return when is_over(seconds) is true; each call waits for at most so many seconds. of_card: the caller waits
-        for this worker's card, else for the worker.
+        """Call is_over(seconds), which waits for up to so many seconds, until it is true. of_card: the caller waits for
+        this worker's card, else for the worker.
 
-        Raises NoAnswer when the card makes no progress for DEADLINE, or, if the worker waits itself, the card at the
-        end of the chain of waits. While the process is suspended or gets no processor time, its cards stand still as
-        well. So looks without progress are counted instead of time.
+        Raises NoAnswer when the card makes no progress for DEADLINE. If the worker itself waits for another one, the
+        card at the end of this chain of waits counts. Looks without progress are counted, not seconds: time in which
+        the process is suspended must not count against a card.
         """
         waiter = threading.current_thread()
         if isinstance(waiter, Worker):
@@ -126,14 +127,15 @@ class Worker(threading.Thread):
                 waiter.waits_for = None
 
     def awaited(self, of_card: bool) -> "Worker":
-        """The worker at the end of the chain of waits that begins with this worker: the others wait for its card."""
+        """The last worker of the chain of waits that begins with this worker: all others wait for the last one's
+        card."""
         worker = self
         while not of_card and (other := worker.waits_for) is not None:
             worker, of_card = other
         return worker
 
     def fail(self, error: BaseException):
-        """Report an error. An error of a card counts as this worker's card's, unless it names another card."""
+        """Report an error. A CardError that names no card is taken for one of this worker's card."""
         if isinstance(error, CardError):
             error.card = error.card or self.card
         self.on_fault(self, error)
