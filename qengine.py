@@ -6,8 +6,8 @@ Table of contents
     3  Passes              what runs through the layers, and what layers keep
     4  Layers              each kind of mixer and MLP, with all of its facts
     5  Model and cache     the forward pass of a range of layers
-    6  Stages              layers on cards, one after the other
-    7  Sampling            tokens chosen on the card
+    6  Sampling            tokens chosen on the card
+    7  Stages              layers on cards, one after the other
     8  Scheduler           requests, slots, prompts and answers side by side
     9  Engine              a loaded model; load()
 
@@ -349,6 +349,30 @@ class Rows:
     ids: Array              # [n] token ids
     places: Places          # [n] the slot of each token, and its position in the slot's sequence
     rope: Array             # [3, n] positions for the rotation of heads: time, height, width
+
+
+INPUTS = 7                  # int32 of a row: id, slot, position, three rotary positions, and what `chosen_of` reads
+
+
+def rows_of(inputs: Array, n: int) -> Rows:
+    """n rows whose ids, slots and positions lie side by side at the start of an array, so that one copy fills all."""
+    i = inputs
+    return Rows(n, i[:n], Places(i[n:2 * n], i[2 * n:3 * n]), i[3 * n:6 * n].reshape(3, n))
+
+
+def chosen_of(inputs: Array, n: int) -> Array:
+    """The part of the inputs behind that of `rows_of`: the tokens that follow the n rows, sent by another card."""
+    return inputs[6 * n:7 * n]
+
+
+def set_rows(inputs: Array, ids, slots, positions, one_by_one=False):
+    """Fill what `rows_of` reads, from lists of the same length, and what `chosen_of` reads with -1: no token is chosen
+    yet. one_by_one: in place of the -1, append each row i once more by itself, for rows_of(inputs[6 * (n + i):], 1)."""
+    table = np.empty((6, len(ids)), np.int32)
+    table[0], table[1], table[2:] = ids, slots, positions
+    rest = table.T.reshape(-1) if one_by_one else np.full(len(ids), -1, np.int32)
+    packed = np.concatenate([table.reshape(-1), rest])
+    inputs.card.copy_in(inputs[:packed.size], packed)
 
 
 class Mark(NamedTuple):
@@ -981,7 +1005,158 @@ class Cache:
 
 
 # ======================================================================================================
-# 6  Stages
+# 6  Sampling
+# ======================================================================================================
+
+
+class Tokens:
+    """Tokens on their way from a card to the host, with their log-probabilities if a request asks for them.
+    found: the task that returns what `Sampler.read_back` returns."""
+
+    def __init__(self, found: Task):
+        self.found, self.report = found, None
+        self.taken: Task | None = None      # the first stage's task that takes them for the next step
+
+    def arrived(self) -> np.ndarray:
+        """Waits for the tokens and returns them: int32, -1 for a row whose logits held a NaN. The array is
+        used again: the second `read_back` of the group after this one may overwrite it."""
+        tokens, self.report, arrived = self.found.result()
+        self.found.worker.wait(arrived)
+        return tokens
+
+    def read(self) -> np.ndarray:
+        """Like `arrived`, for a reader that no card waits for. First waits until the first stage's worker has taken the
+        tokens: a card waits for that thread, which must not lose the interpreter's lock to this one."""
+        if self.taken is not None:
+            self.taken.wait()
+        return self.arrived()
+
+    def log_probs(self, row: int, top: int) -> tuple[float, tuple[tuple[int, float], ...]]:
+        """The log-probability of a row's token, and the `top` likeliest tokens with theirs. The tokens were read."""
+        own, likeliest, ids = logprobs.unpack_report(self.report)
+        return float(own[row]), tuple(zip(ids[row, :top].tolist(), likeliest[row, :top].tolist()))
+
+
+BUFFERS = 2                 # result buffers of a group: one is read while the next step writes the other
+FIRST_TOKENS = -1           # stands for the number of a group where the first token after a prompt is chosen
+
+
+@dataclass
+class Results:
+    """A buffer for what `Sampler.launch` finds for some rows, and the host memory that the buffer is copied to."""
+
+    tokens: Array
+    report: Array                               # of log-probabilities
+    on_host: tuple[np.ndarray, np.ndarray]      # page-locked, the same two
+    copied: Event | None = None                 # after this event the buffer may be written again
+
+
+class Sampler:
+    """The memory of the sampling kernels on a card: parameters, number of the next draw, token history, biases and mask
+    of every slot; and buffers for their results.
+
+    Each step writes its results to another buffer than the step before, so that their copy to the host runs beside the
+    next step. Between two steps the copy would make the card wait.
+    """
+
+    def __init__(self, card: Card, n_slots: int, n_vocab: int):
+        self.card, self.n_vocab = card, n_vocab
+        self.state = sample.SamplingState.allocate(card, n_slots, n_slots, n_vocab)
+        self.log_probs = logprobs.LogprobState.allocate(card, n_slots, n_vocab)
+        self.masks, self.copies = card.pinned(self.state.mask.shape, np.uint32), card.stream()
+        # On an emulated card a stream is a thread that shares the processors with the kernels: one is enough.
+        self.reads = card.default_stream if card.kind == "emulated" else card.stream("reads")
+        self.executor = llguidance.LLExecutor()
+
+    def allocate(self, n_groups: int):
+        """Take the memory of the result buffers. Each group of answers has BUFFERS of them. First tokens of prompts
+        have n_groups + 1, as up to n_groups first tokens may be unread."""
+        counts = [BUFFERS] * n_groups + [n_groups + 1]      # those of FIRST_TOKENS stand last
+        shape = sum(counts), len(self.masks)
+        self.tokens = self.card.alloc(shape, np.int32, "sampled tokens")
+        self.reports = self.card.alloc((*shape, logprobs.REPORT), np.uint32, "log-probabilities")
+        on_host = zip(self.card.pinned(shape, np.int32), self.card.pinned(self.reports.shape, np.uint32))
+        results = map(Results, self.tokens, self.reports, on_host)
+        self.results = [list(itertools.islice(results, n)) for n in counts]
+        self.buffers = [itertools.cycle(range(n)) for n in counts]
+
+    def prepare_slot(self, slot: int, request: Request):
+        """Set a slot's parameters for a request and forget what the slot generated before."""
+        r, state = request, self.state
+        seed = secrets.randbits(64) if r.seed is None else r.seed
+        packed = sample.pack_parameters(
+            r.temperature, r.top_k, r.top_p, r.min_p, seed, repetition=r.repetition_penalty,
+            frequency=r.frequency_penalty, presence=r.presence_penalty, masked=r.grammar is not None,
+            biased=bool(r.logit_bias))
+        self.card.copy_in(state.parameters[slot], packed)
+        if packed[sample.FLAGS] & sample.PENALIZED:
+            history = np.zeros(self.n_vocab, np.uint16)
+            history[r.prompt_ids] = sample.IN_PROMPT
+            self.card.copy_in(state.history[slot], history)
+        if r.grammar_after is not None:
+            self.card.fill(state.mask[slot], 0xFF, self.copies)         # all tokens, until the grammar applies
+            self.card.default_stream.wait(self.copies.record())
+        if r.logit_bias:
+            bias = np.zeros(self.n_vocab, np.float32)
+            bias[list(r.logit_bias)] = list(r.logit_bias.values())
+            self.card.copy_in(state.bias[slot], bias)
+
+    def set_draw(self, slot: int, draw: int):
+        """Set the number of a slot's next random draw."""
+        self.card.copy_in(self.state.parameters[slot][sample.DRAW:sample.DRAW + 1], np.array([draw], np.uint32))
+
+    def make_masks(self, constraints: dict[int, Constraint]):
+        """Write the masks of slots on the host: what each slot may choose next. The tokens that were chosen under the
+        last masks must have been read, since their masks on the host are overwritten."""
+        free = []
+        for slot, constraint in constraints.items():
+            if constraint.forced:
+                token = constraint.forced[0]
+                self.masks[slot] = 0
+                self.masks[slot, token // 32] = 1 << token % 32
+            else:
+                free.append((constraint.matcher, slot))
+        if free:
+            llguidance.numpy.fill_next_token_bitmask_par(self.executor, free, self.masks.view(np.int32))
+
+    def send_masks(self, slots: list[int]):
+        """Queue the copy of masks to the card, for the next `launch`. The copies run beside the kernels of the default
+        stream. All writes of masks go to the stream `copies`, which keeps their order."""
+        for slot in slots:
+            self.card.copy_in(self.state.mask[slot], self.masks[slot], self.copies)
+        self.card.default_stream.wait(self.copies.record())
+
+    def next_buffer(self, group: int) -> int:
+        """The index of the next result buffer of a group, or of FIRST_TOKENS. On the card, what is queued after this
+        call runs once the buffer's earlier results have been copied to the host."""
+        buffer = next(self.buffers[group])
+        if copied := self.results[group][buffer].copied:
+            self.card.default_stream.wait(copied)
+        return buffer
+
+    def launch(self, logits: Array, rows: Rows, group: int, buffer: int, log_probs: bool):
+        """Queue the choice of the next token of each row. The launches can be recorded."""
+        results = self.results[group][buffer]
+        sample.sample(self.card, results.tokens, logits, rows.places.slots, self.state, rows.n, self.n_vocab)
+        if log_probs:
+            logprobs.logprobs(self.card, results.report, logits, results.tokens, self.log_probs, rows.n, self.n_vocab)
+
+    def read_back(self, group: int, buffer: int, n: int,
+                  log_probs: bool) -> tuple[np.ndarray, np.ndarray | None, Event]:
+        """Queue the copy of a buffer's results for n rows to the host, beside what is queued next. Returns the tokens,
+        the report of log-probabilities or None, and the event after which both are there."""
+        results = self.results[group][buffer]
+        tokens, report = (host[:n] for host in results.on_host)
+        self.reads.wait(self.card.default_stream.record())
+        self.card.copy_out(tokens, results.tokens[:n], self.reads)
+        if log_probs:
+            self.card.copy_out(report, results.report[:n], self.reads)
+        results.copied = self.reads.record()
+        return tokens, report if log_probs else None, results.copied
+
+
+# ======================================================================================================
+# 7  Stages
 # ======================================================================================================
 # A stage is a range of layers on one card. Every card has a worker (engine/worker.py), the only thread that gives the
 # card work: a Pipeline posts the methods of its stages to their workers as tasks.
@@ -1264,31 +1439,6 @@ def with_starts(sizes: list[int]):
     return zip(itertools.accumulate(sizes, initial=0), sizes)
 
 
-FIRST_TOKENS = -1           # stands for the number of a group where the first token after a prompt is chosen
-INPUTS = 7                  # int32 of a row: id, slot, position, three rotary positions, and what `chosen_of` reads
-
-
-def rows_of(inputs: Array, n: int) -> Rows:
-    """n rows whose ids, slots and positions lie side by side at the start of an array, so that one copy fills all."""
-    i = inputs
-    return Rows(n, i[:n], Places(i[n:2 * n], i[2 * n:3 * n]), i[3 * n:6 * n].reshape(3, n))
-
-
-def chosen_of(inputs: Array, n: int) -> Array:
-    """The part of the inputs behind that of `rows_of`: the tokens that follow the n rows, sent by another card."""
-    return inputs[6 * n:7 * n]
-
-
-def set_rows(inputs: Array, ids, slots, positions, one_by_one=False):
-    """Fill what `rows_of` reads, from lists of the same length, and what `chosen_of` reads with -1: no token is chosen
-    yet. one_by_one: in place of the -1, append each row i once more by itself, for rows_of(inputs[6 * (n + i):], 1)."""
-    table = np.empty((6, len(ids)), np.int32)
-    table[0], table[1], table[2:] = ids, slots, positions
-    rest = table.T.reshape(-1) if one_by_one else np.full(len(ids), -1, np.int32)
-    packed = np.concatenate([table.reshape(-1), rest])
-    inputs.card.copy_in(inputs[:packed.size], packed)
-
-
 class Edge:
     """The way of hidden states from a stage to the next stage's card: a hop.
 
@@ -1540,156 +1690,6 @@ class Pipeline:
 
 
 # ======================================================================================================
-# 7  Sampling
-# ======================================================================================================
-
-
-class Tokens:
-    """Tokens on their way from a card to the host, with their log-probabilities if a request asks for them.
-    found: the task that returns what `Sampler.read_back` returns."""
-
-    def __init__(self, found: Task):
-        self.found, self.report = found, None
-        self.taken: Task | None = None      # the first stage's task that takes them for the next step
-
-    def arrived(self) -> np.ndarray:
-        """Waits for the tokens and returns them: int32, -1 for a row whose logits held a NaN. The array is
-        used again: the second `read_back` of the group after this one may overwrite it."""
-        tokens, self.report, arrived = self.found.result()
-        self.found.worker.wait(arrived)
-        return tokens
-
-    def read(self) -> np.ndarray:
-        """Like `arrived`, for a reader that no card waits for. First waits until the first stage's worker has taken the
-        tokens: a card waits for that thread, which must not lose the interpreter's lock to this one."""
-        if self.taken is not None:
-            self.taken.wait()
-        return self.arrived()
-
-    def log_probs(self, row: int, top: int) -> tuple[float, tuple[tuple[int, float], ...]]:
-        """The log-probability of a row's token, and the `top` likeliest tokens with theirs. The tokens were read."""
-        own, likeliest, ids = logprobs.unpack_report(self.report)
-        return float(own[row]), tuple(zip(ids[row, :top].tolist(), likeliest[row, :top].tolist()))
-
-
-BUFFERS = 2                 # result buffers of a group: one is read while the next step writes the other
-
-
-@dataclass
-class Results:
-    """A buffer for what `Sampler.launch` finds for some rows, and the host memory that the buffer is copied to."""
-
-    tokens: Array
-    report: Array                               # of log-probabilities
-    on_host: tuple[np.ndarray, np.ndarray]      # page-locked, the same two
-    copied: Event | None = None                 # after this event the buffer may be written again
-
-
-class Sampler:
-    """The memory of the sampling kernels on a card: parameters, number of the next draw, token history, biases and mask
-    of every slot; and buffers for their results.
-
-    Each step writes its results to another buffer than the step before, so that their copy to the host runs beside the
-    next step. Between two steps the copy would make the card wait.
-    """
-
-    def __init__(self, card: Card, n_slots: int, n_vocab: int):
-        self.card, self.n_vocab = card, n_vocab
-        self.state = sample.SamplingState.allocate(card, n_slots, n_slots, n_vocab)
-        self.log_probs = logprobs.LogprobState.allocate(card, n_slots, n_vocab)
-        self.masks, self.copies = card.pinned(self.state.mask.shape, np.uint32), card.stream()
-        # On an emulated card a stream is a thread that shares the processors with the kernels: one is enough.
-        self.reads = card.default_stream if card.kind == "emulated" else card.stream("reads")
-        self.executor = llguidance.LLExecutor()
-
-    def allocate(self, n_groups: int):
-        """Take the memory of the result buffers. Each group of answers has BUFFERS of them. First tokens of prompts
-        have n_groups + 1, as up to n_groups first tokens may be unread."""
-        counts = [BUFFERS] * n_groups + [n_groups + 1]      # those of FIRST_TOKENS stand last
-        shape = sum(counts), len(self.masks)
-        self.tokens = self.card.alloc(shape, np.int32, "sampled tokens")
-        self.reports = self.card.alloc((*shape, logprobs.REPORT), np.uint32, "log-probabilities")
-        on_host = zip(self.card.pinned(shape, np.int32), self.card.pinned(self.reports.shape, np.uint32))
-        results = map(Results, self.tokens, self.reports, on_host)
-        self.results = [list(itertools.islice(results, n)) for n in counts]
-        self.buffers = [itertools.cycle(range(n)) for n in counts]
-
-    def prepare_slot(self, slot: int, request: Request):
-        """Set a slot's parameters for a request and forget what the slot generated before."""
-        r, state = request, self.state
-        seed = secrets.randbits(64) if r.seed is None else r.seed
-        packed = sample.pack_parameters(
-            r.temperature, r.top_k, r.top_p, r.min_p, seed, repetition=r.repetition_penalty,
-            frequency=r.frequency_penalty, presence=r.presence_penalty, masked=r.grammar is not None,
-            biased=bool(r.logit_bias))
-        self.card.copy_in(state.parameters[slot], packed)
-        if packed[sample.FLAGS] & sample.PENALIZED:
-            history = np.zeros(self.n_vocab, np.uint16)
-            history[r.prompt_ids] = sample.IN_PROMPT
-            self.card.copy_in(state.history[slot], history)
-        if r.grammar_after is not None:
-            self.card.fill(state.mask[slot], 0xFF, self.copies)         # all tokens, until the grammar applies
-            self.card.default_stream.wait(self.copies.record())
-        if r.logit_bias:
-            bias = np.zeros(self.n_vocab, np.float32)
-            bias[list(r.logit_bias)] = list(r.logit_bias.values())
-            self.card.copy_in(state.bias[slot], bias)
-
-    def set_draw(self, slot: int, draw: int):
-        """Set the number of a slot's next random draw."""
-        self.card.copy_in(self.state.parameters[slot][sample.DRAW:sample.DRAW + 1], np.array([draw], np.uint32))
-
-    def make_masks(self, constraints: dict[int, Constraint]):
-        """Write the masks of slots on the host: what each slot may choose next. The tokens that were chosen under the
-        last masks must have been read, since their masks on the host are overwritten."""
-        free = []
-        for slot, constraint in constraints.items():
-            if constraint.forced:
-                token = constraint.forced[0]
-                self.masks[slot] = 0
-                self.masks[slot, token // 32] = 1 << token % 32
-            else:
-                free.append((constraint.matcher, slot))
-        if free:
-            llguidance.numpy.fill_next_token_bitmask_par(self.executor, free, self.masks.view(np.int32))
-
-    def send_masks(self, slots: list[int]):
-        """Queue the copy of masks to the card, for the next `launch`. The copies run beside the kernels of the default
-        stream. All writes of masks go to the stream `copies`, which keeps their order."""
-        for slot in slots:
-            self.card.copy_in(self.state.mask[slot], self.masks[slot], self.copies)
-        self.card.default_stream.wait(self.copies.record())
-
-    def next_buffer(self, group: int) -> int:
-        """The index of the next result buffer of a group, or of FIRST_TOKENS. On the card, what is queued after this
-        call runs once the buffer's earlier results have been copied to the host."""
-        buffer = next(self.buffers[group])
-        if copied := self.results[group][buffer].copied:
-            self.card.default_stream.wait(copied)
-        return buffer
-
-    def launch(self, logits: Array, rows: Rows, group: int, buffer: int, log_probs: bool):
-        """Queue the choice of the next token of each row. The launches can be recorded."""
-        results = self.results[group][buffer]
-        sample.sample(self.card, results.tokens, logits, rows.places.slots, self.state, rows.n, self.n_vocab)
-        if log_probs:
-            logprobs.logprobs(self.card, results.report, logits, results.tokens, self.log_probs, rows.n, self.n_vocab)
-
-    def read_back(self, group: int, buffer: int, n: int,
-                  log_probs: bool) -> tuple[np.ndarray, np.ndarray | None, Event]:
-        """Queue the copy of a buffer's results for n rows to the host, beside what is queued next. Returns the tokens,
-        the report of log-probabilities or None, and the event after which both are there."""
-        results = self.results[group][buffer]
-        tokens, report = (host[:n] for host in results.on_host)
-        self.reads.wait(self.card.default_stream.record())
-        self.card.copy_out(tokens, results.tokens[:n], self.reads)
-        if log_probs:
-            self.card.copy_out(report, results.report[:n], self.reads)
-        results.copied = self.reads.record()
-        return tokens, report if log_probs else None, results.copied
-
-
-# ======================================================================================================
 # 8  Scheduler
 # ======================================================================================================
 
@@ -1741,8 +1741,8 @@ class Sequence:
         constraint, request = self.generation.constraint, self.generation.request
         if not constraint or constraint.after is not None or request.top_logprobs is not None or request.is_penalized:
             return 0
-        certain = min(len(constraint.forced), self.room(n_ctx)) - self.in_flight
-        return min(certain, FORCED_ROWS, PAGE_TOKENS - (self.n_computed + self.in_flight) % PAGE_TOKENS)
+        n = min(len(constraint.forced), self.room(n_ctx)) - self.in_flight
+        return min(n, FORCED_ROWS, PAGE_TOKENS - (self.n_computed + self.in_flight) % PAGE_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -2097,17 +2097,17 @@ class Scheduler:
         sequence, = batch
         if sequence not in self.running or not (n := sequence.n_forced(self.n_ctx)):
             return
-        certain, start = list(sequence.generation.constraint.forced)[:n], sequence.n_computed
+        forced, start = list(sequence.generation.constraint.forced)[:n], sequence.n_computed
         self._reserve(sequence, start + n)
-        self.pipeline.append([sequence.tokens[-1], *certain[:-1]], sequence.slot, start,
+        self.pipeline.append([sequence.tokens[-1], *forced[:-1]], sequence.slot, start,
                              sequence.generation.n_generated + n)
         sequence.n_computed += n
-        for token in certain[:-1]:
+        for token in forced[:-1]:
             if sequence in self.running:
                 self._take(sequence, None, 0, token)
         if sequence in self.running:
             self._keep_decoded(sequence, sequence.n_computed)   # before the last token, which may end the answer
-            self._take(sequence, None, 0, certain[-1])
+            self._take(sequence, None, 0, forced[-1])
 
     def answering(self, group: int) -> list[Sequence]:
         """The running sequences of the group, except those whose last allowed token is already in flight."""

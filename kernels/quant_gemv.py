@@ -41,7 +41,7 @@ from kernels.intrinsics import load_words4, stream_words4, word_as_float
 from kernels.operands import Matrix, Quantized
 from kernels.q8_gemv import PLANE, Q8, SUMS, Decoder, gemv, random_activations, word_sum
 
-TURN = 32  # blocks
+TILE = 32  # blocks
 PAIR = 2  # rows that are unpacked at once
 
 
@@ -126,7 +126,7 @@ def decoder(format):
         @cuda.jit(device=True, forceinline=True)
         def rest(acc, w_rows, k, lane, wq, wd, x_starts, xq, xd):
             blocks = uint32(k >> uint32(5))
-            block = uint32(blocks & uint32(2**32 - TURN))
+            block = uint32(blocks & uint32(2**32 - TILE))
             if uint32(block + lane) < blocks:
                 raw = cuda.local.array(raw_shape, uint32)
                 for r in range(rows):
@@ -135,7 +135,7 @@ def decoder(format):
 
         return rest
 
-    return Decoder(True, TURN, raw_words, fetch, multiply, rest)
+    return Decoder(True, TILE, raw_words, fetch, multiply, rest)
 
 
 # ---- check and time ----------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def check(card, format, n, k, columns, add=False):
     y[:columns, 1:n + 1] = np.nan
     assert np.isnan(y).all(), "wrote elsewhere"
     want, magnitude = product_reference(format, raw, xq, xd)
-    bound = (-(-k // (32 * TURN)) * (1 + format.minimum) + 8) * 2.0**-24 * (magnitude + abs(before) * add)
+    bound = (-(-k // (32 * TILE)) * (1 + format.minimum) + 8) * 2.0**-24 * (magnitude + abs(before) * add)
     error = (abs(got - (want + before * add)) / bound).max()
     assert error <= 1
     return error

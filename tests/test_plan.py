@@ -10,12 +10,14 @@ import random
 import pytest
 
 import qengine
-from engine.plan import Demand, Planner, best_split, schedule
-from kernels.card import OutOfMemory
+from engine.plan import Demand, Planner, Work, best_split, schedule
+from kernels import probe
+from kernels.card import OutOfMemory, PlannedCard
 from kernels.emulated.card import EmulatedCard
 from kernels.emulated.cards import CMP_100_210, H100, T4, V100
 from kernels.open import open_cards
 from qengine import PlannedModel, make_planner, open_model
+from tests.costs import costs_of_27b
 from tests.tiny import ROOT
 
 MB = 1 << 20
@@ -210,3 +212,50 @@ def test_no_pass_begins_before_it_can():
         # `sum` rounds once from Python 3.12 on, a schedule at each pass.
         assert found.seconds >= max(functools.reduce(operator.add, stage) for stage in passes)
         assert found.seconds >= schedule(passes, [[(0.0, 0.0)] * n_passes] * (n_stages - 1)).seconds - 1e-9
+
+
+# ---- what layers say of themselves -----------------------------------------------------------------------------
+
+
+def work_of_layers(model, layers):
+    """The Work that the layers of a model say they are, on paper."""
+    opened = open_model(model)
+    paper, card = PlannedModel(opened.config, opened.weights), PlannedCard(EmulatedCard())
+    return sum((paper.layer(card, index) for index in layers), Work())
+
+
+def test_layers_say_what_they_compute_and_keep():
+    """Half of a 27B: 24 layers of DeltaNet (16 key heads, 48 value heads) and 8 of attention (24 heads, 4 of keys)."""
+    work = work_of_layers("synthetic:27b", range(32))
+    numbers = costs_of_27b().work
+    assert (work.n_layers, work.products, work.row_operations, work.context_operations) == (
+        32, numbers.products, numbers.row_operations + 0, 8 * 4 * 24 * 256)
+    assert work.page_bytes == 8 * 2 * 64 * 4 * 256 * 2                                  # keys and values, float16
+    assert work.state_bytes == 24 * 4 * (4 * (2 * 16 + 48) * 128 + 48 * 128 * 128)      # float32
+
+
+def test_layers_of_a_9b_say_what_they_compute_and_keep():
+    hidden, ffn = 4096, 12_288
+    weights = 24 * (8192 + 4096 + 64 + 4096) + 8 * (8192 + 2 * 1024 + 4096) + 32 * 3 * ffn     # times hidden
+    work = work_of_layers("synthetic:9b", range(32))
+    assert (work.n_layers, work.row_operations, work.page_bytes, work.state_bytes) == (
+        32, 2 * weights * hidden, 8 * 64 * 4 * 256 * 2 * 2, 53_477_376)
+
+
+@pytest.mark.parametrize("layers", [range(4), range(1, 3), range(2, 4)], ids=str)
+def test_the_chunk_of_a_stage_leaves_room_for_a_context_and_all_slots(layers, monkeypatch):
+    """Weights, 64 pages and the states of 3 slots and 2 checkpoints come first; an eighth of the rest is for passes."""
+    class Real(EmulatedCard):
+        kind = "cuda"
+
+    def stage(memory):
+        opened = open_model("synthetic:tiny")
+        card = PlannedCard(Real(memory_bytes=memory))
+        return PlannedModel(opened.config, opened.weights).stage(card, layers, Demand(4096, slots=3), None)
+
+    monkeypatch.setattr(probe, "dot_speed", lambda card: 1e18)
+    large = stage(8 << 30)
+    hops = (layers.start > 0) + (layers.stop < 4)
+    row = large.model.row_bytes() + 2 * 4 * 256 * hops          # two buffers of each hop, float32
+    memory = large.weight_bytes + 64 * large.page_bytes + 5 * large.state_bytes + 8 * 896 * row
+    assert large.chunk == 4096 and stage(memory).chunk == 896 and stage(memory - 256).chunk == 832
