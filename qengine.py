@@ -242,7 +242,7 @@ class FileLoader(Loader):
         self.flag_of = {name: self.flags[i:i + 1] for i, name in enumerate(tensors)}
 
     def fill(self, rows: Matrix, name: str):
-        """Sends the bytes of a tensor to the card, where a kernel takes them apart and looks for damage."""
+        """Sends the bytes of a tensor to the card, where a kernel repacks them and looks for damage."""
         data, flag = self.gguf.data(name), self.flag_of[name]
         if rows.is_quantized:
             format = FORMATS[rows.format]
@@ -258,7 +258,7 @@ class FileLoader(Loader):
         return self.card.upload(self.gguf.floats(name), name)
 
     def check(self):
-        """Raises ModelError where a matrix holds a value that is not a finite number."""
+        """Raises ModelError if a matrix holds a value that is not a finite number."""
         damaged = np.flatnonzero(self.card.download(self.flags))
         if damaged.size:
             tensor = list(self.gguf.tensors.values())[damaged[0]]
@@ -1018,7 +1018,7 @@ class Tokens:
         self.taken: Task | None = None      # the first stage's task that takes them for the next step
 
     def arrived(self) -> np.ndarray:
-        """Waits for the tokens and returns them: int32, -1 where the logits of a row held a NaN. The array is
+        """Waits for the tokens and returns them: int32, -1 for a row whose logits held a NaN. The array is
         used again: the second `read_back` of the group after this one may overwrite it."""
         tokens, self.report, arrived = self.found.result()
         self.found.worker.wait(arrived)
@@ -1425,7 +1425,7 @@ class Stage:
 
 
 def check_product(card: Card, product, n: int, k: int, rows: int, add: bool):
-    """Compare a product of Q8_0 with its reference on random numbers. ValueError where they differ."""
+    """Compare a product of Q8_0 with its reference on random numbers. ValueError if they differ."""
     try:
         q8_gemm.check(card, n, k, rows, add, product)
     except AssertionError as error:
@@ -1435,7 +1435,7 @@ def check_product(card: Card, product, n: int, k: int, rows: int, add: bool):
 
 
 def with_starts(sizes: list[int]):
-    """(start, size) of parts that lie one behind the other."""
+    """(start, size) of parts of these sizes that follow each other."""
     return zip(itertools.accumulate(sizes, initial=0), sizes)
 
 
@@ -1595,7 +1595,7 @@ class Pipeline:
         self.on_all(lambda stage: stage.cache.save(slot, number))
 
     def spill(self, number: int, host: int) -> bool:
-        """Copy checkpoint `number` to number `host` in host memory. False where no more memory can be page-locked."""
+        """Copy checkpoint `number` to number `host` in host memory. False if no more memory can be page-locked."""
         try:
             for stage in self.stages:
                 stage.cache.pin(host)
@@ -1628,8 +1628,8 @@ class Pipeline:
             self.run(len(ids), Stage.queue_prompt, ids, slot, start, marks, tap, post=Worker.ask)[-1].result()
             return
         self.queued.append(self.run(len(ids), Stage.queue_prompt, ids, slot, start, marks, None)[-1])
-        # The host stays few passes ahead, so that a cancellation stops the cards soon. Two for each stage: while a card
-        # computes one, another one crosses a link, which may take as long.
+        # The host stays few passes ahead, so that a cancellation stops the cards soon. Two for each stage: a card
+        # computes one while another one crosses a link, and crossing may take as long as computing.
         if len(self.queued) >= 2 * len(self.stages):
             self.last.worker.wait(self.queued.popleft().result())
 
@@ -1736,8 +1736,8 @@ class Sequence:
         return left if longest is None else min(left, longest - self.generation.n_generated)
 
     def n_forced(self, n_ctx: int) -> int:
-        """How many forced tokens one pass can append. A pass stays within a page. The result is 0 where the sampler
-        must see each token: for its log-probability, or for penalties."""
+        """How many forced tokens one pass can append. A pass stays within a page. The result is 0 if the sampler must
+        see each token: for its log-probability, or for penalties."""
         constraint, request = self.generation.constraint, self.generation.request
         if not constraint or constraint.after is not None or request.top_logprobs is not None or request.is_penalized:
             return 0

@@ -1,6 +1,7 @@
 """The server without its sockets: open requests, their clients, and the Flask app over them.
 
-What clients say and hear is in the protocols' files, which make a Request of it; the engine does all the work.
+The files of the protocols (openai.py, anthropic.py, ...) translate HTTP bodies into Requests, and Deltas into answers;
+the engine does the rest.
 """
 
 import contextlib
@@ -18,15 +19,16 @@ from . import log, metrics, openapi
 from .access import Access
 from .errors import MAX_BODY, explain
 
-MAX_WAITING = 64            # requests beyond those that have a slot; one more is answered 429
+MAX_WAITING = 64            # requests that may wait beside the running ones; one more is answered 429
 POLL_SECONDS = 0.05         # between two looks for clients that hung up
 
 
 class Service:
     """What the HTTP endpoints share.
 
-    engine: None while the model loads; the answer is then 503. sampling: arguments of Request where the HTTP request
-    says nothing of them; thinking: the same for the template. max_requests: how many requests may be open at once.
+    engine: None while the model loads; the answer is then 503. sampling: fields of Request, for what an HTTP
+    request leaves out; thinking: the default of the template's enable_thinking. max_requests: how many requests may be
+    open at once.
     """
 
     def __init__(self, engine: TextEngine | None, sampling: dict, thinking: bool | None, max_requests: int):
@@ -35,7 +37,7 @@ class Service:
         self.started = int(time.time())
         self.changed = threading.Condition()        # guards what follows
         self.open = {}                              # id -> (Generation, function: has its client hung up?)
-        self.n_entering = 0                         # places of requests that are not in `open`, or not yet
+        self.n_entering = 0                         # places taken by `places` for requests that are not in `open`
         self.closing = False
         self.is_loading = False                     # another engine is being loaded, because `engine` has failed
         self.lost = []                              # the Faults of the cards that the server goes on without
@@ -53,8 +55,8 @@ class Service:
     def respond(self, n: int, prepare, stream: bool):
         """Submits n requests and returns the HTTP response to them.
 
-        prepare() gives (requests, answer). It may take long, and is called when the n requests have their places.
-        answer writes what a protocol says of the generations: answer.whole(generations) gives a JSON object,
+        prepare() gives (requests, answer). It is called after the n places were taken, since it may take long. answer
+        writes what a protocol says of the generations: answer.whole(generations) gives a JSON object,
         answer.events(generations) the server-sent events of a stream, errors included.
         """
         generations, answer = self.submit(n, prepare)
@@ -77,8 +79,9 @@ class Service:
 
     @contextlib.contextmanager
     def places(self, n: int):
-        """Takes n places of open requests while the `with` body runs, which prepares n requests or takes long itself.
-        Raises TooManyRequests where fewer places are left, and ServiceUnavailable where the server is closing."""
+        """Takes n of the max_requests places while the `with` body runs. The body prepares n requests, or is itself
+        long work that counts as n requests. Raises TooManyRequests if fewer places are left, and ServiceUnavailable if
+        the server is closing."""
         with self.changed:
             if self.closing:
                 raise ServiceUnavailable("the server is shutting down", retry_after=5)

@@ -73,8 +73,9 @@ def run(options) -> int:
 
 
 def main(arguments=None) -> int:
-    """The command line. Returns the exit code: 0 done, 1 a card failed or nobody takes the output, 2 the user can
-    put it right, 130 stopped by Ctrl-C. Help and mistakes in options leave by SystemExit."""
+    """The command line. Returns the exit code: 0 done; 1 the engine stopped, or the output could not be written; 2 the
+    model, the request or the card cannot be used as asked; 130 Ctrl-C. Help and mistakes in options leave by
+    SystemExit."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = build_parser()
     options = parser.parse_args(arguments)
@@ -108,7 +109,7 @@ def main(arguments=None) -> int:
 
 
 def run_process():
-    """The command line as a process of its own, which it ends."""
+    """Runs `main` and ends the process with its exit code."""
     sys.stdout.reconfigure(errors="replace")        # a terminal that lacks a letter shows a question mark
     code = main()
     signal.signal(signal.SIGINT, signal.SIG_IGN)    # nothing is left to interrupt but Python's own end

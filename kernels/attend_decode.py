@@ -11,31 +11,32 @@ in three launches. Query head h reads KV head h // group, group = heads / n_kv; 
     k, v       pages in a KV format (kernels/kv_formats.py), found through block_table int32 [n_slots, max_pages]
     out        int8 [rows, heads D] and scales float32 [rows, heads D / 32] (kernels/quantize.py), or float32
 
-**How a sequence is cut.** A *unit* is 1, 2, 4, .. pages of 64 keys, the least power of two that makes at most 64 units
-of the live pages. It follows from the row's position alone, so the bits depend neither on the batch nor on the card,
-and one recorded launch serves every length: its blocks beyond the last unit end at once.
+**How a sequence is cut.** A *unit* is 2^s pages of 64 keys, with the smallest s for which the pages up to the row's
+position make at most 64 units. So the bits depend neither on the batch nor on the card, and one recorded launch serves
+every length: its blocks beyond the last unit end at once. 300 tokens are 5 units of 1 page, 4,620 tokens 37 units of 2
+pages, 18,400 tokens 36 units of 8 pages, 262,144 tokens 64 units of 64 pages.
 
-    grid (n_kv, rows, 64 units), a block of 8 warps per unit:     300 tokens:    5 units of  1 page
-                                                                4,620 tokens:   37 units of  2 pages
-    page   | 8 keys | 8 keys | .. | 8 keys |                   18,400 tokens:   36 units of  8 pages
-    warp       0        1      ..     7                       262,144 tokens:   64 units of 64 pages
+    grid (n_kv, rows, units): a block of 8 warps per unit, at most 64 units
+    page   | 8 keys | 8 keys | .. | 8 keys |
+    warp       0        1      ..     7
 
-A warp takes 8 keys of a page for all query heads of the KV head at once, so the cache is read once. A *span* is the
-lanes that hold a row together, 8 dims each: a warp where D = 256, and each of its lanes holds all 8 keys and values;
-half a warp where D = 128, with 4 of them. Per page:
+A warp takes 8 keys of a page for all query heads of the KV head at once, so the cache is read once. A *span* is a group
+of D / 8 lanes that hold a row together, 8 dims each. With D = 256 a span is a warp, and each lane has its dims of all 8
+keys and values; with D = 128 a span is half a warp and has 4 of the keys and values. Per page:
 
-    scores    q . k by a chain of 4 products per half and a butterfly over the lanes; into shared memory
+    scores    q . k: a lane chains 4 half2 products over its 8 dims and adds the two halves; a butterfly adds the lanes
     softmax   a warp per head: maximum and sum of the 64 scores, probabilities rounded to half
-    values    p v by a chain of 8 or 4 products per half, into shared memory
+    values    p v: a lane chains half2 products over its 8 or 4 keys; the chains of each span go to shared memory
     sum       a thread owns 2 dims of some heads and adds the chains of all spans in increasing order, float32;
               pages are merged into the unit's result in increasing order, rescaled to the running maximum
 
-The warp that a new key falls to makes the key, writes it into its page for later tokens, and puts it through shared
-memory into its own registers, over the row that it loaded. No other warp of any block reads that row. The last block of
-a (row, KV head) to finish merges the units in increasing order, applies the gate and writes the output; it knows that
-it is the last from a counter on the card, which it sets back to zero. Accuracy as of kernels/attention.py. Pipe: half2
-and fp32, about 600 instructions per lane for 64 keys and 4 heads. Bytes: 4 D per key and KV head in float16, read once;
-4 (D + 4) written and read per unit and head. Measurements: benchmarks/results.md, section attend_decode.
+The new key belongs to one warp of the last unit. This warp makes the key, writes it into its page for later tokens, and
+replaces with it, through shared memory, the stale row in its registers. No other warp of any block reads that row. The
+last block of a (row, KV head) to finish merges the units in increasing order, applies the gate and writes the output;
+it knows that it is the last from a counter on the card, which it sets back to zero. Accuracy: see kernels/attention.py.
+Pipe: half2 and fp32, about 600 instructions per lane for 64 keys and 4 heads. Bytes: 4 D per key and KV head in
+float16, read once; 4 (D + 2) written and read per unit and head. Measurements: benchmarks/results.md, section
+attend_decode.
 """
 
 from functools import cache, partial as bind
@@ -67,7 +68,7 @@ KEYS = PAGE // WARPS     # of a page, per warp
 UNITS = 64               # at most, of a sequence
 MAX_GROUP = WARPS        # query heads per KV head
 DIMS = 8                 # of a lane, 4 words
-MERGED = 16              # units whose results are under way at once, when they are merged
+MERGED = 16              # units whose results a thread loads at once when units are merged
 MERGED_SHAPE = MERGED, 4  # dims of a thread
 UNITS_EACH = UNITS // 32  # of a lane
 RECORD = 8               # floats of a unit's result beside its values: maximum, sum, 6 unused
@@ -83,7 +84,7 @@ class Scratch(NamedTuple):
 
 
 # ---- parts -------------------------------------------------------------------------------------------------
-# own_keys: how many of a warp's 8 keys a lane holds, 8 where the span is a warp and 4 where it is half of one.
+# own_keys: of how many of a warp's 8 keys a lane holds its 8 dims: 8 if the span is a warp, 4 if it is half a warp.
 
 def newest_functions(format, head_dim, rotary, own_keys):
     """load_keys, store_newest and put_newest."""
@@ -93,8 +94,8 @@ def newest_functions(format, head_dim, rotary, own_keys):
 
     @cuda.jit(device=True, forceinline=True)
     def load_keys(words, pages, page, first, last, lane):
-        """The lane's dims of its keys, of the 8 from `first` on, in 4 words each. Keys beyond `last`, the last live
-        one, are replaced by it."""
+        """Loads the lane's 8 dims, 4 words, of each of its keys among first .. first + 7. In place of keys beyond
+        `last`, the last live one, it loads `last` again."""
         own, row_lane = uint32(0), lane
         if own_keys != KEYS:
             own, row_lane = uint32(uint32(lane >> uint32(4)) * uint32(own_keys)), uint32(lane & uint32(15))
@@ -109,8 +110,9 @@ def newest_functions(format, head_dim, rotary, own_keys):
 
     @cuda.jit(device=True, forceinline=True)
     def store_newest(newest, k_pages, v_pages, to, projected, k_from, v_from, lane, w, angles, eps):
-        """One warp: the new key and value, from these elements of `projected`, to element `to` of the pages and into
-        `newest`, two rows in shared memory."""
+        """Called by one warp. Takes the new key and value from elements k_from and v_from of `projected`, normalises
+        and rotates the key, and stores both at element `to` of the pages and as the two rows of `newest` in shared
+        memory."""
         k, v = load_head(projected, k_from, lane), load_head(projected, v_from, lane)
         k = norm_rotate(k, w, angles, eps)
         store(newest, uint32(0), lane, k)
@@ -121,7 +123,8 @@ def newest_functions(format, head_dim, rotary, own_keys):
 
     @cuda.jit(device=True, forceinline=True)
     def put_newest(words, at, new, lane):
-        """The row at a shared address replaces key `new` of the warp's 8, and the keys beyond it, which repeat it."""
+        """Replaces key `new` of the warp's 8 by the row at a shared address, and also the keys after it, in whose place
+        `load_keys` has loaded that key again."""
         w0, w1, w2, w3 = load_shared_row(at)
         own = uint32(0)
         if own_keys != KEYS:
@@ -137,7 +140,8 @@ def newest_functions(format, head_dim, rotary, own_keys):
 
 @cuda.jit(device=True, forceinline=True)
 def exchange(x, y, upper, offset):
-    """A stage of the butterfly: of (x, y) the lower lanes keep x and the upper ones y, summed over both."""
+    """A stage of the butterfly: of each pair of lanes the lower one keeps x and the upper one y, summed over the
+    pair."""
     keep, send = (y, x) if upper else (x, y)
     return keep + cuda.shfl_xor_sync(EVERY_LANE, send, offset)
 
@@ -147,8 +151,8 @@ def product_functions(own_keys):
 
     @cuda.jit(device=True, forceinline=True)
     def dot_keys(query_at, k, lane):
-        """q . k for the query at a shared address and the warp's 8 keys (k: 4 words for each of the lane's keys), still
-        to be summed over the 4 lanes of a quad: lane l gets that of key l // 4."""
+        """Partial q . k of the query at a shared address with the warp's 8 keys: lane l gets key l // 4, and the four
+        lanes of a quad are still to be added. k: 4 words for each of the lane's keys."""
         x = cuda.local.array(own_keys, float32)
         q0, q1, q2, q3 = load_shared4(query_at)
         for j in range(uint32(own_keys)):
@@ -170,7 +174,7 @@ def product_functions(own_keys):
 
     @cuda.jit(device=True, forceinline=True)
     def dot_heads(at0, at1, at2, at3, k, lane):
-        """q . k for four queries: lane l gets that of query l % 4 and key l // 4."""
+        """q . k of four queries: lane l gets the product of query l % 4 and key l // 4."""
         x0, x1 = dot_keys(at0, k, lane), dot_keys(at1, k, lane)
         x2, x3 = dot_keys(at2, k, lane), dot_keys(at3, k, lane)
         upper = (lane & uint32(2)) != uint32(0)
@@ -179,8 +183,8 @@ def product_functions(own_keys):
 
     @cuda.jit(device=True, forceinline=True)
     def chain_values(p, v, w):
-        """Word w of the sum of p v over the lane's keys, in half precision: p doubled probabilities, v 4 words per
-        key."""
+        """Word w of the sum of p v over the lane's keys, in half precision. p: for each key its probability in both
+        halves of a word. v: 4 words per key."""
         h = hmul2(p[uint32(0)], v[w])
         for j in range(uint32(1), uint32(own_keys)):
             h = hfma2(p[j], v[uint32(uint32(4) * j + w)], h)
@@ -191,7 +195,8 @@ def product_functions(own_keys):
 
 @cuda.jit(device=True, forceinline=True)
 def merge_units(acc, values, factors, totals, at):
-    """acc [5] += 4 dims and the sum of the units whose factors and sums begin at `at`, in increasing order."""
+    """Adds MERGED units, in increasing order: factor * values to acc[0 .. 3], factor * sum to acc[4]. Their factors and
+    sums begin at `at`."""
     for i in range(uint32(MERGED)):
         n = uint32(at + i)
         f = factors[n]
@@ -206,8 +211,8 @@ def unit_functions(head_dim):
 
     @cuda.jit(device=True, forceinline=True)
     def weigh_units(factors, totals, partial, records, last_unit, head, lane):
-        """A warp: sums of a head's units and the factors that rescale them to the highest maximum; 0 beyond the last
-        unit."""
+        """Called by a warp. Writes the sums of a head's units to `totals`, and to `factors` what rescales the units to
+        the highest maximum; zeros beyond the last unit."""
         highs, sums = cuda.local.array(UNITS_EACH, float32), cuda.local.array(UNITS_EACH, float32)
         at = uint32(uint32(records + head * uint32(UNITS)) * uint32(record) + uint32(head_dim))
         highest = float32(MINUS_INFINITY)
@@ -226,8 +231,7 @@ def unit_functions(head_dim):
 
     @cuda.jit(device=True, forceinline=True)
     def load_units(values, partial, first, last, at):
-        """values [MERGED, 4] <- 4 dims, from element `at` of a unit's record on, of units from `first` on; beyond
-        `last` that one again."""
+        """values[i] <- the 4 floats at element `at` of the record of unit min(first + i, last)."""
         for i in range(uint32(MERGED)):
             unit = uint32(min(uint32(first + i), last))
             values[i, 0], values[i, 1], values[i, 2], values[i, 3] = load_floats4(
@@ -240,8 +244,8 @@ def unit_functions(head_dim):
 
 @cache
 def attend_kernel(format, group, head_dim, rotary, gated, quantized, early):
-    """The kernel for a KV format and heads of this shape, with `group` query heads per KV head: a constant, so that a
-    lane's values of each head are registers. quantized: int8 output or float32; early: see kernels/intrinsics.py."""
+    """The kernel for a KV format and heads of this shape. `group`, the query heads per KV head, is a constant, so that
+    a lane's values of each head are registers. quantized: int8 output or float32; early: see kernels/intrinsics.py."""
     words, record, row_elements = head_dim // 2, head_dim + RECORD, format.row(head_dim)
     spans = 32 * DIMS // head_dim                           # of a warp
     own_keys, n_spans = KEYS // spans, WARPS * spans        # keys of a lane; spans of the block
@@ -269,10 +273,12 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early):
         if not early:
             wait_for_previous()
         query = cuda.shared.array(n_query, float16)        # [head of the group][head_dim]
-        scores = cuda.shared.array(n_scores, uint32)       # [head][64 keys]: float32, then half p, doubled
+        scores = cuda.shared.array(n_scores, uint32)       # [head][64 keys]: float32, then p as two halves
         chains = cuda.shared.array(n_chains, uint32)       # [span][head][words]
-        factors = cuda.shared.array(n_units, float32)      # [head][..]: of this page and of the pages before,
-        totals = cuda.shared.array(n_units, float32)       # or of the units at the end
+        # In the loop over pages [head]: what rescales this page, and the pages before. At the end [head][unit]: factors
+        # and sums of units.
+        factors = cuda.shared.array(n_units, float32)
+        totals = cuda.shared.array(n_units, float32)
         newest = cuda.shared.array(n_newest, element, alignment=16)     # rows of key and value
         is_last = cuda.shared.array(1, uint32)
         kw = cuda.local.array(n_loaded, uint32)
@@ -281,7 +287,7 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early):
         o = cuda.local.array(n_o, float32)
         values = cuda.local.array(MERGED_SHAPE, float32)
         acc = cuda.local.array(5, float32)
-        gates = cuda.local.array(4, float32)
+        gate = cuda.local.array(4, float32)
 
         thread = uint32(cuda.threadIdx.x)
         lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
@@ -303,7 +309,8 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early):
         new_warp = uint32(new_key // uint32(KEYS))
         page = page_offset(block_table, max_pages, slot, first_page, kv_head, n_kv)
         last = uint32(min(uint32(position - first_page * uint32(PAGE)), uint32(PAGE - 1)))  # live key
-        own_head = uint32(uint32(warp + uint32(WARPS - 1) - new_warp) & uint32(WARPS - 1))  # the busy warp last
+        # Rotated, so that the warp with the new key comes last and has a query head only if the group has 8.
+        own_head = uint32(uint32(warp + uint32(WARPS - 1) - new_warp) & uint32(WARPS - 1))
         head = uint32(first_head + uint32(min(own_head, most)))
         query_from = uint32(row_at + head * uint32(query_width))
         w = load_head(q_norm, uint32(0), lane)
@@ -451,7 +458,7 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early):
             load_units(values, partial, uint32(0), last_unit, of_units)
             if gated:
                 for d in range(uint32(4)):
-                    gates[d] = projected[uint32(gate_at + g * uint32(2 * head_dim) + dim + d)]
+                    gate[d] = projected[uint32(gate_at + g * uint32(2 * head_dim) + dim + d)]
             if j == uint32(0):
                 if warp < uint32(group):
                     weigh_units(factors, totals, partial, records, last_unit, warp, lane)
@@ -465,7 +472,7 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early):
                 merge_units(acc, values, factors, totals, uint32(g * uint32(UNITS) + first))
             r = div_rn(float32(1.0), acc[4])
             for d in range(uint32(4)):
-                acc[d] = acc[d] * r * sigmoid(gates[d]) if gated else acc[d] * r
+                acc[d] = acc[d] * r * sigmoid(gate[d]) if gated else acc[d] * r
             store(out, scales, uint32(to + uint32(4) * four), inside, acc[0] if inside else float32(0.0),
                   acc[1] if inside else float32(0.0), acc[2] if inside else float32(0.0),
                   acc[3] if inside else float32(0.0))
@@ -482,12 +489,12 @@ def partials_shape(rows, n_heads, head_dim):
 
 def attend_decode(card, out, qkv, pages, places, scratch, rows, *, early=False, stream=None):
     """out: (int8 [rows, heads D], scales float32 [rows, heads D / 32]), or (float32 [rows, heads D], None). Row b is
-    one token of slot places.slots[b] at places.positions[b]. A slot has one row at most. The key and value of a row are
-    written into the pages; those of the tokens before it must be there.
+    one token of slot places.slots[b] at places.positions[b]. A slot has one row at most in a launch. The key and value
+    of a row are written into the pages; those of the tokens before it must be there.
 
-    early: pages, block table, rotary positions and places are as they were before the last launch that does not overlap
-    (kernels/intrinsics.py). Writes out, the new rows of the pages and the scratch arrays; never allocates. ValueError:
-    more than 8 query heads per KV head.
+    early: read before the launch before has ended; allowed only if pages, block table, rotary positions and places have
+    not been written since the last launch that does not overlap (kernels/intrinsics.py). Writes out, the new rows of
+    the pages and the scratch arrays; never allocates. ValueError: more than 8 query heads per KV head.
     """
     heads, rotary, (values, scales) = qkv.heads, qkv.rotary, out
     if heads.group > MAX_GROUP:
@@ -517,7 +524,7 @@ class Sample(NamedTuple):
     """Inputs of a launch on the host."""
 
     qkv: QKV
-    pages: Pages            # every byte is 255 (NaN, in floats) from each row's position on
+    pages: Pages            # keys and values from each row's position on consist of bytes 255: NaN in floats
     places: Places
 
 
@@ -568,8 +575,9 @@ def expected(case, k_pages, v_pages):
 
 
 def check(card, format, case):
-    """Compares an early launch with float64, a second one, which is not and quantises, with the first; outputs and
-    scratch are poisoned. Returns the largest relative L2 error of a row of a head."""
+    """Launches twice, on poisoned outputs and scratch: early, with float32 output, which is compared with float64; then
+    not early, with int8 output, which is compared with the first one quantised. Returns the largest relative L2 error
+    of a row of a head."""
     (n_heads, n_kv, positions), shape = case
     heads, rows = heads_of(n_heads, n_kv, shape), len(positions)
     case, width = sample_case(format, heads, positions), n_heads * heads.head_dim

@@ -7,20 +7,21 @@
     kernel[grid, block](x, 5, 0.5)                       # the same, as Numba writes it
     y = card.download(x)
 
-Order. The operations of one stream run in the order in which they were queued. Only events order the operations of
-two streams. `stream=None` means the card's default stream, which is a stream like any other. A thread that is inside
-`with card.on(stream):` gets `stream` instead of the default stream. `upload` and `zeros` are done when they return,
-and `download` waits for its stream; everything else is asynchronous. There is no current card: every Array belongs to
-one Card. A process may have several Cards and use each from any thread; Cards do not know of each other.
+Order. The operations of one stream run in the order in which they were queued. Only events order the operations of two
+streams. `stream=None` means the card's default stream, which is a stream like any other. A thread inside `with
+card.on(stream):` gets `stream` instead of the default stream. `upload` and `zeros` are done when they return;
+`download`, `synchronize` and `free` wait; `copy_out` may wait (below); all other operations are only queued. There is
+no current card: every Array belongs to one Card. A process may have several Cards and use each from any thread; Cards
+do not know of each other.
 
-Host memory. `copy_in` reads pageable memory during the call. It reads pinned memory (`card.pinned`) when the copy
-runs, so pinned memory must live and must not change until then. `copy_out` into pageable memory returns when the copy
-is done; `copy_out` into pinned memory returns at once.
+Host memory. `copy_in` reads pageable memory during the call. It reads pinned memory (`card.pinned`) when the copy runs,
+so pinned memory must stay alive and unchanged until the copy has run. `copy_out` into pageable memory returns when the
+copy is done; `copy_out` into pinned memory returns at once.
 
-Record and replay. Inside `with card.record() as recording`, launches and copies within the card are kept instead of
-run, with the arguments they have at that moment. `recording.replay()` runs all of them, and costs the host about as
-much as one launch. `alloc`, `upload` and `zeros` act at once even inside `record()`; copies to and from the host and
-events are refused there.
+Record and replay. Inside `with card.record() as recording`, the launches, fills and copies within the card that this
+thread makes are recorded instead of run, with the arguments they have at that moment. `recording.replay()` runs all of
+them, and costs the host about as much as one launch. `alloc`, `upload` and `zeros` act at once even inside `record()`;
+copies to and from the host and events are refused there.
 
 Observation. `with card.observed_by(observer)` tells an Observer of every operation. kernels/trace.py is built on it.
 """
@@ -41,11 +42,11 @@ from kernels.throttled import rewrite
 ALIGNMENT = 256                                          # bytes; of every allocation, as on the real card
 WORTH_WORKERS = 4                                        # missing kernels that are worth starting processes for
 POISON = 0xFF                                            # filled with this byte, floats are NaN and integers are -1
-UNOBSERVED = nullcontext()                               # what an operation is surrounded by when nobody observes
+UNOBSERVED = nullcontext()                               # the context manager of an operation without an observer
 
 
 class CardError(Exception):
-    """An operation on a card failed or was used wrongly. card: the Card at fault, None where that is unknown."""
+    """An operation on a card failed or was used wrongly. card: the Card at fault, None if it is unknown."""
 
     card = None
 
@@ -68,7 +69,8 @@ class NoAnswer(CardError):
 # ---- memory ------------------------------------------------------------------------------------------------
 
 class Memory:
-    """One allocation. `Card.free` frees it, and so does the end of the last Array or queued operation that uses it."""
+    """One allocation. `Card.free` frees it; otherwise it is freed when the last Array or queued operation that uses it
+    is gone."""
 
     __slots__ = ("card", "ptr", "nbytes", "name", "backing", "__weakref__")
 
@@ -98,7 +100,7 @@ class Array:
         self.memory, self.ptr, self.shape, self.dtype, self.name = memory, ptr, shape, dtype, name
         self.type = compiler.array_type(dtype, len(shape))
         self._words = None
-        self._forms = {}                                 # dtype or shape -> Array: launches ask for the same ones
+        self._forms = {}                                 # dtype or shape -> Array: every launch asks for the same
 
     card = property(lambda self: self.memory.card)
     ndim = property(lambda self: len(self.shape))
@@ -107,7 +109,7 @@ class Array:
 
     @property
     def words(self):
-        """The bytes that a kernel receives for this array among its parameters."""
+        """The parameter bytes of this array, as a kernel receives them."""
         if self._words is None:
             self._words = compiler.array_words(self.ptr, self.shape, self.dtype.itemsize)
         return self._words
@@ -150,7 +152,7 @@ class Array:
             if step != 1:
                 raise IndexError(f"slices of a card's array have step 1, not {step}")
             if (start, stop) == (0, rows):
-                return self                              # with its words and forms, which are made already
+                return self                              # so that its cached words and forms are used again
             shape = (max(stop - start, 0), *self.shape[1:])
         else:
             start, shape = range(rows)[index], self.shape[1:]
@@ -198,7 +200,8 @@ class Stream:
             self.card._hold(self, event)
 
     def keep(self, name, values):
-        """Called with the name and the arguments of each launch or copy within the card. A recording keeps both."""
+        """A hook, called with the name and the arguments of each launch, fill and copy within the card. It does
+        nothing; a Recording puts its own into its stream."""
 
 
 class Event:
@@ -219,18 +222,18 @@ class Event:
 
 
 class Recording:
-    """A recorded sequence of launches and copies. The arrays that it uses live as long as the recording does.
+    """A recorded sequence of launches, fills and copies. The arrays that it uses live as long as the recording does.
 
     Attributes: card, name, operations (the names of the kernels and copies, in order).
     """
 
     def __init__(self, card, stream):
         self.card, self.name, self.operations = card, "", []
-        self.stream = stream                             # a stream that keeps operations instead of running them
+        self.stream = stream                             # a stream that records operations instead of running them
         self.thread = threading.get_ident()
         self.used = used = {}                            # allocation -> an Array of it
         self.n_freed = card.n_freed
-        operations = self.operations                     # `keep` holds no reference to self: no cycle is made
+        operations = self.operations                     # a local: with a reference to self, `keep` would make a cycle
 
         def keep(name, values):
             operations.append(name)
@@ -247,7 +250,7 @@ class Recording:
 
     def check(self):
         """Raises CardError when an array that a replay uses was freed."""
-        if self.n_freed == self.card.n_freed:            # nothing was freed since: no search, which costs time
+        if self.n_freed == self.card.n_freed:            # nothing was freed since the last check: skip the search
             return
         for memory, array in self.used.items():
             if memory.card is None:
@@ -315,8 +318,7 @@ class Function:
 class Card:
     """A card. Attributes: name, cc (compute capability), n_sms, memory_bytes, free_bytes, default_stream, n_done.
 
-    n_done grows with the operations that the card is known to have done, so that somebody who waits can tell a slow
-    card from one that hangs.
+    n_done counts the operations that are known to be finished. While it grows, the card is slow but does not hang.
 
     Each kind of card implements
         memory         `_take`, `_give`, `pinned`
@@ -324,8 +326,8 @@ class Card:
         launches       `_load`, `_enqueue`, `_begin_recording`, `_end_recording`, `_replay`
         order          `stream`, `synchronize`, `_hold` (a stream waits for an event),
                        `_await` (the host waits for an event, for a limited time)
-        machine code   `_is_cached(compiled, block)`; `_cache_filler()`, a function of (compiled, block) that fills the
-                       cache on the disk, needs no card and can be pickled; `_make_ready(function, block)`
+        machine code   `_is_cached(compiled, block)`; `_make_ready(function, block)`; `_cache_filler()`, which returns
+                       a function of (compiled, block), for other processes, that fills the cache on the disk
         words          `describe`
     """
 
@@ -340,7 +342,7 @@ class Card:
         self.n_freed = 0                                 # calls of `free`
         self.hangs = False                               # such a card frees nothing: the driver would never return
         self.observer = None                             # an Observer, see `observed_by`
-        # Two locks, because finalizers free memory and may interrupt a thread that waits for a compilation.
+        # Two locks: a finalizer frees memory in whatever thread it interrupts, even in one that holds `_loading`.
         self._memory_lock, self._loading = threading.RLock(), threading.Lock()
         self._functions = {}                             # (kernel, *argument types) -> Function
         self._replaced = ()                              # pairs of instructions, see `replace`
@@ -408,7 +410,7 @@ class Card:
     # -- copies --
 
     def download(self, array, stream=None):
-        """A new NumPy array with the contents that `array` has after everything that `stream` holds now."""
+        """Waits for all that is queued on `stream` now, and returns the contents of `array` as a new NumPy array."""
         host = np.empty(array.shape, array.dtype)
         self.copy_out(host, array, stream)
         return host
@@ -512,9 +514,9 @@ class Card:
         return function
 
     def _source(self, kernel, *types):
-        """A function that can be pickled and gives the PTX of a kernel for this card.
+        """A function that can be pickled and gives the Compiled of a kernel for this card, or None.
 
-        Its argument is `compile_kernel` or `find_kernel` of kernels/compile.py.
+        Its argument is `compile_kernel` of kernels/compile.py, or `find_kernel`, which looks into caches only.
         """
         return partial(_source, kernel, types, compiler.target_cc(self.cc), self.cache_dir, self._replaced)
 
@@ -532,8 +534,8 @@ class Card:
 
     @contextmanager
     def collecting(self):
-        """Launches that this thread makes inside are not run. Yields a dict whose keys become the kernels they need:
-        (types, block), for `compile_kernels` and `load_kernel`."""
+        """Launches that this thread makes inside are not run. Yields a dict, which gets a key (types, block) for each
+        kernel that the launches need. `compile_kernels` takes the dict, `load_kernel` one key."""
         thread = threading.get_ident()
         needed = self._collecting[thread] = {}
         try:
@@ -544,8 +546,8 @@ class Card:
     def compile_kernels(self, needed, on_done=lambda name: None):
         """Compiles those of the kernels in `needed` (from `collecting`) that no cache has, and fills the caches.
 
-        Several processes share the work where many are missing. on_done(name) is called for each kernel. The card has
-        no part in it.
+        Several processes share the work if many are missing. on_done(name) is called for each kernel. All this needs
+        processors only, not the card.
         """
         jobs = {}
         for types, block in needed:
@@ -571,7 +573,7 @@ class Card:
 
     @contextmanager
     def record(self, name=""):
-        """Yields a Recording, which keeps the launches and copies within the card that this thread makes inside."""
+        """Yields a Recording of the launches, fills and copies within the card that this thread makes inside."""
         if self._recording is not None:
             raise CardError("a recording is being made on this card already")
         recording = self._recording = self._begin_recording()
@@ -597,7 +599,8 @@ class Card:
                 self._streams[thread] = before
 
     def target(self, stream, outside=None):
-        """The stream that an operation goes to when its caller named `stream`, which may be None.
+        """The stream of an operation that was given `stream`. For None it is the recording, this thread's `on`, or the
+        default stream.
 
         outside: the name of the operation, if it cannot be recorded; it is then refused inside `record()`.
         """
@@ -628,8 +631,8 @@ class Card:
             self.observer = None
 
     def observed(self, operation, *about):
-        """What surrounds an operation: the context manager of the observer's method `operation`, or one that does
-        nothing where nobody observes."""
+        """The context manager for an operation: that of the observer's method `operation`, or, without an observer, one
+        that does nothing."""
         observer = self.observer
         return UNOBSERVED if observer is None else getattr(observer, operation)(*about)
 
@@ -654,9 +657,9 @@ class Card:
 class PlannedCard(Card):
     """Stands for `card` in a plan. It adds up what is allocated, and does nothing else.
 
-    `free_bytes` starts at what is free on `card` now, and falls below 0 where more is allocated than that. Code that
-    runs on a card runs on a PlannedCard as well, as long as it looks at no result. Attributes that the class Card does
-    not have are those of `card`.
+    `free_bytes` starts at what is free on `card` now, and falls below 0 if more is allocated than that. Code that runs
+    on a card runs on a PlannedCard as well, as long as it looks at no result. Other attributes (link_gbs, like, ...)
+    are read from `card`.
     """
 
     def __init__(self, card):
@@ -723,7 +726,7 @@ class _PlannedStream(Stream):
 def _source(kernel, types, cc, cache_dir, replaced, compile):
     """The Compiled of a kernel with throttled instructions replaced.
 
-    compile: `compile_kernel` or `find_kernel` of kernels/compile.py. None where `compile` gives None.
+    compile: `compile_kernel` or `find_kernel` of kernels/compile.py. Returns None if `compile` does.
     """
     compiled = compile(kernel, types, cc, cache_dir)
     return compiled and replace(compiled, ptx=rewrite(compiled.ptx, replaced))

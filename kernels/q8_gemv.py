@@ -7,7 +7,7 @@
 
     wq  int8    [n, k]         wd  float16 [n, k / 32]        Q8_0; other formats are in kernels/quant_gemv.py
     xq  int8    [columns, k]   xd  float32 [columns, k / 32]  of kernels/quantize.py; a column is one activation vector
-    x   float32 [columns, k]   y   float32 [columns, stride]  k a multiple of 32, n and columns any, n k below 2**32
+    x   float32 [columns, k]   y   float32 [columns, stride]  k a multiple of 32, n and columns any, n * k below 2**32
 
 A warp multiplies a few rows of w by a few columns, along k in tiles of 16 blocks:
 
@@ -15,29 +15,29 @@ A warp multiplies a few rows of w by a few columns, along k in tiles of 16 block
         weights    16 bytes 16 bytes 16 bytes 16 bytes ... 16 bytes      half a block each
         scales     |  block 0  |    |  block 1  |
 
-Real models have k a multiple of 512. For other k a tile of 8 blocks with 8 bytes per lane follows, then one of up to
-7 blocks, in which the last lanes are idle. The order of additions is fixed, so y[c, i] has the same bits whatever n,
-the other columns and the card are:
+In the published models k is a multiple of 512. For other k a tile of 8 blocks with 8 bytes per lane follows, then one
+of up to 7 blocks, in which the last lanes are idle. The order of additions is fixed, so the bits of y[c, i] depend
+neither on n nor on the other columns nor on the card:
 
     lane:  acc = fma(float(dot of 16 or 8), wd * xd, acc)   tile by tile; the dot is exact, by dp4a
     warp:  butterfly sum of the 32 acc; with `add`, one more rounded addition
 
   * A launch has at most one block of threads per SM, so the norm is computed once per SM. Each warp has a contiguous
-    range of rows; two ranges differ by one group of rows at most.
+    range of rows; two ranges differ by one group (Shape.rows rows) at most.
   * Each warp keeps the loads of its next tiles in flight, in a ring of registers: when a tile has been multiplied, its
     registers are loaded again. The ring is filled before the norm is computed and before x is waited for.
   * SwiGLU: a warp takes the same rows of gate and of up. 32 outputs, one block of the quantisation, meet in shared
     memory; two buffers alternate, so that one barrier per 32 outputs is enough.
   * Many columns: a team of 2 or 4 warps takes the same rows, each warp its part of the columns (see `_split`).
-  * Weights bypass the L1 cache, which holds x. Of a packed format, a single column is in shared memory, in planes.
+  * Weights bypass the L1 cache, which holds x. With packed formats a single column is in shared memory, in planes.
 
-Pipe: dp4a, but bound by memory: 1.06 n k bytes and n k columns / 4 dp4a per call. At its full bandwidth a CMP 100-210
-has time for 27 dp4a per word of weights; eight columns need 8 of them and 6 float operations.
+Pipe: dp4a, but bound by memory: 1.06 n k bytes and n k columns / 4 dp4a per call. While a CMP 100-210 loads a word of
+weights, it has time for 27 dp4a; eight columns need 8 dp4a and 6 float operations, so memory stays the bound.
 
 Measured (us, H200, 2026-11-21; more: benchmarks/results.md)  4096 x 4096  12352 x 4096  24576 x 4096  4096 x 12288
     bytes / 4,590 GB/s                                             3.9         11.7          23.3          11.7
-    a ring of 4 tiles of one row                                   6.5         14.4          26.7          14.4
-    2 rows, loads where they are used                              9.3         15.3          27.6          24.0
+    a ring of 4 tiles of one row (in use)                          6.5         14.4          26.7          14.4
+    without a ring: 2 rows, loads where they are used              9.3         15.3          27.6          24.0
 """
 
 import math
@@ -61,13 +61,13 @@ from kernels.quantize import block_scale, quantize_word
 from kernels.swiglu import swiglu_quantize
 
 MAX_COLUMNS = 16  # of one launch
-WIDE_ROWS = 128  # rows per SM from which on a warp takes 8 columns: two groups of 4 rows for each of 16 warps
+WIDE_ROWS = 128  # from so many rows per SM on, a warp takes 8 columns: two groups of 4 rows for each of 16 warps
 MAX_FUSED = 16384  # longest column whose norm is computed inside the product
 MAX_PLANES = 20480  # longest column in planes; `down` of a 27B has 17,408 values
-PLANE, SUMS = MAX_PLANES // 2, MAX_PLANES // BLOCK  # where the second plane of xq starts, and in xd the sums
+PLANE, SUMS = MAX_PLANES // 2, MAX_PLANES // BLOCK  # where the second plane starts in xq, and the sums in xd
 IN_PLANES = 2 * SUMS  # floats of xd in planes
-HELD = 2, 4  # norm weights that a lane holds in registers: all of 8,192 values, where 32 warps share them
-SPARE, LEAST = 0.2, 0.6  # see `_n_blocks`: a part of a round of warps, and a part of the SMs
+HELD = 2, 4  # norm weights that a lane holds in registers: 8, so 32 warps hold up to 8,192
+SPARE, LEAST = 0.2, 0.6  # see `_n_blocks`: SPARE is a share of a round of warps, LEAST a share of the SMs
 H_SHAPE = 2, 2, MAX_COLUMNS * BLOCK  # SwiGLU's sums in shared memory: buffer, gate or up, output of a column
 
 
@@ -80,7 +80,7 @@ def q8_reference(wq, wd, xq, xd):
 
 # ---- weight formats ----------------------------------------------------------------------------------------
 
-# The kernels below know only these things of a weight format. `planes`: whether it reads a single column in planes.
+# The kernels below know a weight format only by its Decoder. `planes`: whether it reads a single column in planes.
 # `tile`: blocks of a row that a warp multiplies at once. `words`: the uint32, weights and scales, that a lane holds of
 # a tile. The other three make or are device functions:
 #
@@ -95,9 +95,9 @@ def q8_reference(wq, wd, xq, xd):
 # x_starts: local uint32 [columns], the block at which a column starts in xq and xd, in global or shared memory.
 #
 # "In planes" is how a column lies in shared memory for packed formats. xq has the first 16 bytes of every block, and
-# from PLANE on the second 16 bytes of every block: a lane that takes a whole block then reads 16 bytes next to those
-# of its neighbours. xd has the scales of the blocks and, from SUMS on, scale * (sum of the 32 integers) of each block,
-# which formats with a minimum need.
+# from PLANE on the second 16 bytes of every block. So if each lane takes a whole block, neighbouring lanes read
+# neighbouring 16 bytes in both planes, without bank conflicts. xd has the scales of the blocks and, from SUMS on, the
+# scale times the sum of the 32 integers of each block, which formats with a minimum need.
 
 Decoder = namedtuple("Decoder", "planes tile words fetch multiply rest")
 
@@ -232,8 +232,8 @@ def copy_into_planes(q, d, xq, xd, k, thread, threads):
 
 def ring(decoder, rows, columns, depth, planes):
     """Device functions (start, multiply_rows) with which a warp multiplies `rows` rows of w by `columns` columns. The
-    loads of the next `depth` tiles are always in flight, into registers raw [rows depth, words]. With depth 0 there is
-    no ring: a tile is loaded where it is multiplied."""
+    loads of the next `depth` tiles are always in flight, into registers raw [rows * depth, words]. With depth 0 there
+    is no ring: a tile is loaded where it is multiplied."""
     tile, span, fetch = decoder.tile, decoder.tile * depth, decoder.fetch  # span: blocks in the ring
     multiply, rest = decoder.multiply(rows, columns, planes), decoder.rest(rows, columns, planes)
     spare_shape = rows, decoder.words
@@ -267,7 +267,7 @@ def ring(decoder, rows, columns, depth, planes):
             for s in range(depth):
                 for r in range(rows):
                     fetch(raw, s * rows + r, w_rows[r], uint32(s * tile), k, lane, wq, wd)
-        # Without this the assembler, to save registers, moves each load to where its words are used.
+        # Without this barrier the assembler, to save registers, moves each load to where its words are used.
         cuda.syncwarp()
 
     @cuda.jit(device=True, forceinline=True)
@@ -302,8 +302,8 @@ def ring(decoder, rows, columns, depth, planes):
 def lane_sums(count):
     """Device function (values, lane) that sums each of `count` values over the lanes of a warp. Lane l returns the sum
     of value l >> (5 - bits), bits = log2 of count rounded up. In every round of the butterfly a lane sends half of its
-    values and keeps the other half, so 16 values take 16 shuffles, not 80; the order of additions is that of
-    `warp_sum`."""
+    values and keeps the other half, so 16 values take 8 + 4 + 2 + 1 + 1 = 16 shuffles, not 5 each. The order of
+    additions is that of `warp_sum`."""
     def round_of(half, distance):
         here = min(count, 2 * half)  # values that the lane still has
         rest = round_of(half // 2, distance // 2) if half > 1 else total_of(distance)
@@ -346,7 +346,7 @@ def lane_sums(count):
 # ---- kernels -----------------------------------------------------------------------------------------------
 
 # rows: of w that a warp takes at once. depth: tiles of each of these rows in the warp's ring. warps: of a block of
-# threads, a power of two; rows / 2 * warps divides 32, the outputs of a unit of SwiGLU.
+# threads, a power of two; for SwiGLU, rows / 2 * warps must divide 32, the outputs of a unit (see `swiglu_kernel`).
 Shape = namedtuple("Shape", "rows depth warps")
 RINGS = (4, 32), (5, 32), (7, 16)  # (tiles of one row, warps whose registers hold them), the best first
 
@@ -354,10 +354,11 @@ RINGS = (4, 32), (5, 32), (7, 16)  # (tiles of one row, warps whose registers ho
 def shape_for(card, decoder, columns, k, in_pairs=False):
     """The Shape for warps that take `columns` columns of k values; in_pairs: for SwiGLU.
 
-    As many tiles are in flight as the registers of a thread hold. A ring of one row is the best if its depth divides
-    the tiles of a row, because tiles that are left over are not loaded ahead. Otherwise the ring has 2 tiles of each of
-    two rows; or, if the tiles are odd in number, 4 of one row, or all of them if they are fewer. On an emulated card
-    there is no ring: the CPU prefetches by itself."""
+    As many tiles are in flight as the registers of a thread hold. Tiles that are left over at the end of a row are not
+    loaded ahead. So for one column, not in pairs, of a format of up to 6 words, the best ring has one row and a depth
+    of RINGS that divides the row's tiles. If no depth does and the number of tiles is odd, the ring has 4 tiles of one
+    row, or all if they are fewer. In all other cases one or two columns get two rows with 2 tiles each, 1 if registers
+    are short, and more columns 4 rows. On an emulated card there is no ring: the CPU prefetches by itself."""
     if card.kind == "emulated":
         return Shape(4 if in_pairs or columns > 2 else 2, 0, 16)
     tiles = k // BLOCK // decoder.tile
@@ -375,7 +376,7 @@ def shape_for(card, decoder, columns, k, in_pairs=False):
 
 def x_starts_of(columns):
     """Device function (x_starts, first, n_columns, k) that sets x_starts to the blocks at which `columns` columns from
-    `first` on start. In place of columns past the last one it takes the last one again; their results are not stored.
+    `first` on start. Columns past the last one are replaced by the last one; their results are not stored.
     """
     @cuda.jit(device=True, forceinline=True)
     def set_starts(x_starts, first, n_columns, k):
@@ -388,8 +389,8 @@ def x_starts_of(columns):
 
 @cache
 def gemv_kernel(decoder, columns, shape, fused, planes):
-    """The kernel of y <- (y +) w . x; with `fused`, of y <- w . quantised RMSNorm of x, for one column. planes: x, one
-    column, is put into planes. A team is 2**team_bits warps that take the same rows and `columns` columns each."""
+    """The kernel of y <- (y +) w . x. Two options for one column: `fused` replaces x by its quantised RMSNorm, `planes`
+    puts x into planes. A team is 2**team_bits warps that take the same rows and `columns` columns each."""
     rows, depth, warps = shape
     threads = 32 * warps
     start, multiply_rows = ring(decoder, rows, columns, depth, planes)
@@ -401,9 +402,9 @@ def gemv_kernel(decoder, columns, shape, fused, planes):
 
     @cuda.jit(device=True, forceinline=True)
     def share(team, teams_bits, each, extra):
-        """The range (first, last + 1) of the groups of rows of a team. A block of threads has `each` groups, the first
-        `extra` blocks one more. They are neighbours, so that a block touches few pages of memory. The 2**teams_bits
-        teams of the block divide them in the same way."""
+        """The range (first, last + 1) of the groups of rows of a team. A block of threads has `each` consecutive
+        groups, the first `extra` blocks one more, so a block touches few pages of memory. The 2**teams_bits teams of
+        the block divide its groups in the same way."""
         block = uint32(cuda.blockIdx.x)
         here = uint32(each + (uint32(1) if block < extra else uint32(0)))
         for_each = uint32(here >> teams_bits)
@@ -413,7 +414,7 @@ def gemv_kernel(decoder, columns, shape, fused, planes):
 
     @cuda.jit(device=True, forceinline=True)
     def set_rows(w_rows, group, n):
-        for r in range(rows):  # in place of rows past the last one the last one again, not stored
+        for r in range(rows):  # rows past the last one are replaced by the last one, and not stored
             w_rows[r] = min(uint32(group * uint32(rows) + uint32(r)), uint32(n - uint32(1)))
 
     @cuda.jit(device=True, forceinline=True)
@@ -482,7 +483,7 @@ def gemv_kernel(decoder, columns, shape, fused, planes):
         lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
         raw, w_rows = cuda.local.array(raw_shape, uint32), cuda.local.array(rows, uint32)
         held = cuda.local.array(HELD, float32)
-        hold_weights(held, norm_w, k, lane, warp, uint32(warps))  # before the ring, behind whose loads they would queue
+        hold_weights(held, norm_w, k, lane, warp, uint32(warps))  # first: behind the loads of the ring they would wait
         group, last = share(warp, uint32(warp_bits), each, extra)
         set_rows(w_rows, group, n)
         if group < last:
@@ -507,7 +508,7 @@ def swiglu_kernel(decoder, columns, shape, fused):
     start, multiply_rows = ring(decoder, rows, columns, depth, planes)
     quantize_norm = norm_quantizer(store_in_planes if planes else store_quantized)
     set_starts, half = x_starts_of(columns), 1 << (pairs * columns - 1).bit_length()
-    count = 2 * half  # values: gate's, padded to a power of two, then as many of up, whose sums go to the upper lanes
+    count = 2 * half  # values of gate, padded to a power of two, then those of up: their sums go to lanes 16 .. 31
     shift = 5 - half.bit_length()
     first_lane = (1 << shift) - 1
     sums, raw_shape, acc_shape = lane_sums(count), (max(rows * depth, 1), decoder.words), (rows, columns)
@@ -548,7 +549,7 @@ def swiglu_kernel(decoder, columns, shape, fused):
             if stores:
                 h[buffer, part, uint32(to + inside)] = total
             if ends:
-                cuda.syncthreads()  # no second barrier: the next unit writes the other buffer of h
+                cuda.syncthreads()  # no second barrier: the next unit writes the other buffer
                 if warp < n_columns:
                     finish_unit(q, d, h, buffer, warp, uint32(warp * uint32(n >> uint32(5)) + unit), lane)
                 buffer = uint32(buffer ^ uint32(1))
@@ -578,7 +579,7 @@ def swiglu_kernel(decoder, columns, shape, fused):
         lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
         raw, w_rows = cuda.local.array(raw_shape, uint32), cuda.local.array(rows, uint32)
         held = cuda.local.array(HELD, float32)
-        hold_weights(held, norm_w, k, lane, warp, uint32(warps))  # before the ring, behind whose loads they would queue
+        hold_weights(held, norm_w, k, lane, warp, uint32(warps))  # first: behind the loads of the ring they would wait
         set_rows(w_rows, uint32(uint32(cuda.blockIdx.x << uint32(5)) + warp * uint32(pairs)), n)
         start(raw, w_rows, k, lane, wq, wd)
         wait_for_previous()
@@ -612,9 +613,9 @@ def finish_unit(q, d, h, buffer, column, block, lane):
 def gemv(card, decoder, y, stride, w, x, columns, add=False, *, stream=None):
     """y <- (y +) w . x.
 
-    decoder: of the format of w, a Matrix [n, k]. x: Quantized, `columns` columns of k values. y: float32, n numbers of
-    each column, `stride` apart from one column to the next; stride is larger than n where several products write next
-    to each other. One launch per sixteen columns."""
+    decoder: of the format of w, a Matrix [n, k]. x: Quantized, `columns` columns of k values. y: float32; column c has
+    n numbers from c * stride on. stride is larger than n where several products write next to each other. One launch
+    per sixteen columns."""
     n, k, y, (xq, xd) = w.n, w.k, y.reshape(-1), _flat(x)
     for first in range(0, columns, MAX_COLUMNS):
         here, team_bits, each = _split(card, decoder, n, columns - first)
@@ -670,7 +671,7 @@ def norm_gemv_swiglu(card, decoder, out, w, x, u, columns, *, stream=None):
 
 def gemv_q8_q8(card, y, stride, w, x, columns, add=False, *, stream=None):
     """`gemv` with w in Q8_0: w.values int8 [n, k], w.scales float16 [n, k / 32]; x.q int8 [columns, k], x.d float32
-    [columns, k / 32]; y float32, `stride` numbers from one column to the next."""
+    [columns, k / 32]; y float32, column c from c * stride on."""
     gemv(card, Q8, y, stride, w, x, columns, add, stream=stream)
 
 
@@ -685,12 +686,12 @@ def _flat(x):
 
 
 def _split(card, decoder, n, columns):
-    """How up to MAX_COLUMNS of the columns are divided among the warps of a team, for n rows: (columns of this launch,
-    log2 of the warps of a team, columns of each warp).
+    """Divides the next columns among the warps of a team, for n rows. Returns (columns of this launch, at most
+    MAX_COLUMNS; log2 of the warps of a team; columns of each warp).
 
-    A warp of Q8_0 takes up to 8 columns, since every warp of a team reads the weights from the L2 cache again; but up
-    to 4 where rows are so few that warps would be idle. A warp of a packed format takes up to 2: its unpacked weights
-    need registers."""
+    With Q8_0 a warp takes up to 8 columns, since every warp of a team reads the weights from the L2 cache again. It
+    takes only up to 4 where there are so few rows that warps would be idle, and on emulated cards. A warp of a packed
+    format takes up to 2: its unpacked weights need registers."""
     here, most = min(columns, MAX_COLUMNS), 2
     if decoder is Q8:
         most = 8 if n >= WIDE_ROWS * card.n_sms and card.kind != "emulated" else 4
@@ -699,12 +700,13 @@ def _split(card, decoder, n, columns):
 
 
 def _n_blocks(card, decoder, n, k, columns, shape):
-    """Blocks of threads of `gemv`: one per SM, or fewer for one column where launches overlap, because on an SM that is
-    left free the next launch fills its ring already.
+    """Blocks of threads of `gemv`: one per SM. For one column there are fewer where launches overlap, because on an SM
+    that is left free the next launch can already fill its ring.
 
-    In a round each warp of the launch multiplies one group of rows. The blocks are as few as need no further round and
-    leave SPARE of the last one unused, but at least LEAST of the SMs. Where one block per SM would have all weights in
-    flight at once, LEAST of the SMs are enough. Measurements: benchmarks/results.md, section q8_gemv."""
+    In a round each warp of the launch multiplies one group of rows. We take the fewest blocks that need no additional
+    round and leave a share SPARE of the last round unused, but at least LEAST of the SMs. If one block per SM would
+    have all weights in flight at once, LEAST of the SMs are enough. Measurements: benchmarks/results.md, section
+    q8_gemv."""
     if columns > 1 or not launches_overlap(card.cc):
         return card.n_sms
     n_groups = -(-n // shape.rows)
@@ -745,9 +747,9 @@ def upload_q8(card, w, x):
 
 
 def check(card, n, k, columns, add=False):
-    """Multiplies random matrices and returns the largest error as a fraction of what rounding may do: 2**-24 of the sum
-    of magnitudes for every link of a lane's chain, for the five additions of the butterfly, for the product of the
-    scales and for the addition to y."""
+    """Multiplies random matrices and returns the largest error as a fraction of what rounding may do: 2**-24 times the
+    sum of magnitudes, once for each step of a lane's chain, each of the five additions of the butterfly, the product of
+    the scales and the addition to y."""
     rng = np.random.default_rng((n, k, columns))
     (wq, wd), (xq, xd) = random_q8(rng, n, k), random_activations(rng, columns, k)
     before = rng.standard_normal((columns, n), np.float32)
