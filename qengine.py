@@ -1237,8 +1237,8 @@ class Stage:
 
     def queue_prompt(self, ids, slot: int, start: int, marks, tap):
         """Queue a pass over consecutive tokens of a slot. The hidden states stay in the model's scratch.x until the
-        next pass. marks: (tokens of the pass, number of a checkpoint) where the slot's states are kept. Returns the
-        event at the end of the pass."""
+        next pass. marks: (tokens of the pass, number of the checkpoint that is taken after them). Returns the event at
+        the end of the pass."""
         n = len(ids)
         set_rows(self.inputs, ids, [slot] * n, range(start, start + n))
         inside = tuple(Mark(end, slot, self.n_slots + number) for end, number in marks if end < n)
@@ -1343,7 +1343,7 @@ class Stage:
         return PromptPass(rows, inside, n < n_all, in_order)
 
     def launch_forced(self, n: int):
-        """A decode pass over n rows of one slot, whose states take them one by one."""
+        """A decode pass over n rows of one slot. The slot's states are updated row by row."""
         each = ((i, rows_of(self.inputs[6 * (n + i):], 1)) for i in range(n))
         self.model.forward(DecodePass(rows_of(self.inputs, n), tuple(each), False), self.cache)
 
@@ -1551,7 +1551,8 @@ class Pipeline:
             stage.worker.ask(stage.replace_products, gemv, gemm).result()
 
     def fail(self, worker: Worker, error: BaseException):
-        """Nothing more is done after the first failure. Whoever waits for something hears of it."""
+        """Stop everything at the first failure. All tasks end with its error, so every thread that waits for one gets
+        it."""
         with self.failing:
             if self.fault is not None:
                 return
@@ -1860,7 +1861,7 @@ class Scheduler:
     @contextlib.contextmanager
     def _as_guest(self):
         """Holds the next round back. The lock alone is not fair: the scheduler's thread, which frees the lock and takes
-        it again at once, would nearly always get it before a guest that waits."""
+        it again at once, would nearly always get it before a thread that waits."""
         with self.changed:
             self.guests += 1
         try:
@@ -2060,7 +2061,7 @@ class Scheduler:
             members[largest][-1].group = smallest
 
     def decode(self, group: int):
-        """Queue a decode step of a group of answers, then take the tokens of the group's step before."""
+        """Queue a decode step of a group of answers, then read the tokens of the group's previous step."""
         self._append_forced(group)
         if self.flights[group] and self.flights[group].sequences != self.answering(group):
             self._land(group)                       # the batch changes: `place` needs the tokens in flight
@@ -2238,7 +2239,7 @@ class Engine(TextEngine):
         return Vocabulary(self.tokenizer)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt; RequestError as `encode_prompt` has it."""
+        """Token ids of a prompt. Raises RequestError, see `encode_prompt`."""
         return encode_prompt(self.tokenizer, text, self.n_ctx)
 
     def generate(self, prompt: str | list[int], **sampling) -> str:
