@@ -68,7 +68,7 @@ def test_sections_of_the_results_that_are_named_exist():
     """Docstrings refer to sections of benchmarks/results.md by their names."""
     sections = anchors((ROOT / "benchmarks" / "results.md").read_text())
     named = {name for folder in ("kernels", "engine") for file in (ROOT / folder).rglob("*.py")
-             for name in re.findall(r"results\.md, (?:section )?(\w+)", file.read_text())}
+             for name in re.findall(r"results\.md,\s+(?:section\s+)?(\w+)", file.read_text())}
     assert len(named) >= 6 and named <= sections
 
 
