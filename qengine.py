@@ -15,7 +15,7 @@ How a token travels. Three kinds of threads take part: the caller's, the schedul
 
     Engine.submit           a Request becomes a Generation, which waits in the scheduler's queue
     Scheduler.run_round     a Generation that gets a slot becomes a Sequence; then, in each round, one pass of a prompt
-                            and one decode step of each group of answers are queued
+                            and one decode step of a group of answers are queued, or without a prompt one of each group
     Pipeline.prefill, step  posts the pass or step to the worker of every stage, in the order of the layers
     Stage.queue_...         launches kernels on the stage's card; decode steps replay a recording
     Model.layer_by_layer    embedding, then for each layer mixer (DeltaNet or Attention) and MLP, on rows of x
@@ -25,8 +25,10 @@ How a token travels. Three kinds of threads take part: the caller's, the schedul
                             step, and a copy of it goes to the host
     Scheduler._take         the host reads the token: Generation.push makes it a Delta with text, for the caller
 
-The next step is queued before the host has read the tokens of this one, so the cards never wait for the host.
-engine/request.py lists the errors that leave this file on purpose. README.md ends with a glossary.
+Before that, `encode_prompt` (engine/tokenizer.py) makes tokens of the text. The first token of an answer comes from the
+last pass of its prompt (`Stage.queue_first_choice`). The next step is queued before the host has read the tokens of
+this one, so a card without a grammar to obey does not wait for the host. engine/request.py lists the errors of requests
+and model files; kernels/ adds `CardError` and `CompileError`. README.md ends with a glossary.
 """
 
 import os
@@ -190,7 +192,7 @@ class Stack:
     `stride` numbers later."""
 
     parts: tuple[tuple[int, Matrix], ...]   # (first column, Matrix); successive tensors of one type are one Matrix
-    stride: int                             # all columns together, rounded up to a multiple of 4
+    stride: int                             # all columns together; for a layer rounded up to a multiple of 4
 
 
 class Loader:
@@ -367,7 +369,8 @@ def chosen_of(inputs: Array, n: int) -> Array:
 
 def set_rows(inputs: Array, ids, slots, positions, one_by_one=False):
     """Fill what `rows_of` reads, from lists of the same length, and what `chosen_of` reads with -1: no token is chosen
-    yet. one_by_one: in place of the -1, append each row i once more by itself, for rows_of(inputs[6 * (n + i):], 1)."""
+    yet. one_by_one: instead of the -1, append the same rows again, each as six numbers of its own, so that
+    rows_of(inputs[6 * (n + i):], 1) gives row i alone."""
     table = np.empty((6, len(ids)), np.int32)
     table[0], table[1], table[2:] = ids, slots, positions
     rest = table.T.reshape(-1) if one_by_one else np.full(len(ids), -1, np.int32)
@@ -390,7 +393,7 @@ class PromptPass:
     rows: Rows
     marks: tuple[Mark, ...]         # in ascending order
     shares_card: bool               # whether other micro-batches run at the same time
-    in_order: Callable              # gives a context manager in which a layer uses states or pages, see `MicroBatch`
+    in_order: Callable              # gives a context manager in which a layer changes states or pages, see `MicroBatch`
 
     def parts(self):
         """(first row, end, slot, kept) of the parts between the marks. After a part, the states of the slot are copied
@@ -785,7 +788,7 @@ def check_config(config: Config, path: str):
 
 def check_model(config: Config, gguf: GGUF):
     """Raises ModelError unless the kernels can run the model, and each tensor is in the file, in the right shape and in
-    a type that the engine runs. A tensor that would be ignored is an error, too."""
+    a type that the engine runs. An unknown tensor is an error, too."""
     check_config(config, gguf.path)
     shapes = tensor_shapes(config)
     for name, shape in shapes.items():
@@ -812,7 +815,7 @@ def check_model(config: Config, gguf: GGUF):
 # 5  Model and cache
 # ======================================================================================================
 
-HEAD_ROWS = 8               # rows of logits computed at once where a text's are all wanted
+HEAD_ROWS = 8               # most rows of logits computed at once, where those after every token of a text are wanted
 
 
 class Model:
@@ -874,8 +877,8 @@ class Model:
         return self.views[row]
 
     def forward(self, run: PromptPass | DecodePass, cache: "Cache", tap=None):
-        """Runs the layers over the rows of a pass; the result is in `scratch.x`. tap(name, array) is called after every
-        layer."""
+        """Runs the layers over the rows of a pass; the result is in `scratch.x`. tap(name, array) is called after the
+        embedding and after every layer."""
         for name in self.layer_by_layer(run, cache):
             if tap:
                 tap(name, self.scratch.x)
@@ -1025,8 +1028,9 @@ class Tokens:
         return tokens
 
     def read(self) -> np.ndarray:
-        """Like `arrived`, for a reader that no card waits for. First waits until the first stage's worker has taken the
-        tokens: a card waits for that thread, which must not lose the interpreter's lock to this one."""
+        """Like `arrived`, for the scheduler. The first stage's worker needs the same tokens for the next step, and its
+        card may be idle until it has them. So this waits until that worker has taken them: two threads that wake at the
+        same time would compete for the interpreter's lock."""
         if self.taken is not None:
             self.taken.wait()
         return self.arrived()
@@ -1081,7 +1085,7 @@ class Sampler:
         self.buffers = [itertools.cycle(range(n)) for n in counts]
 
     def prepare_slot(self, slot: int, request: Request):
-        """Set a slot's parameters for a request and forget what the slot generated before."""
+        """Set a slot's parameters for a request."""
         r, state = request, self.state
         seed = secrets.randbits(64) if r.seed is None else r.seed
         packed = sample.pack_parameters(
@@ -1355,7 +1359,9 @@ class Stage:
         rows = rows_of(self.batches[group], n)
         if self.hands_on:
             self.advance(rows, chosen_of(self.batches[group], n))
-        # Not on a card with neither the first nor the last layers: there, `advance` alone precedes the layers.
+        # A middle stage must not read early: its positions are moved on by the `advance` right before the layers, with
+        # which the first layers overlap. On the first stage the embedding comes between the two. On the last stage,
+        # `advance` ran at the end of the step before.
         reads_early = self.layers.start == 0 or not self.hands_on
         self.model.forward(DecodePass.of(rows, reads_early), self.cache)
         if self.sampler:
@@ -1446,8 +1452,9 @@ class Edge:
 
     The memory between the two ends exists twice, so the layers go on and the next hop may follow while one hop is on
     its way. Hidden states cross as the float32 of the residual stream: in fewer bits, answers would depend on the
-    split. Between the two copies the host waits for the first one. The cards do not wait for each other's events: on
-    the hardware that this is made for, they then read stale data.
+    split. Between the two copies the host waits for the first one. The host waits, not
+    the downstream card: on the hardware that this is made for, a card that waits for another card's event may read
+    stale data (notebooks/08_across_cards.ipynb).
 
     Few rows, as those of a decode step, go straight from scratch.x to scratch.x. Their copies take less time than
     queueing copies in other streams, and both cards would wait for the queueing.
@@ -1708,7 +1715,7 @@ class Sequence:
         self.n_pages = n_pages          # pages that are promised to the sequence: the most it can need
         self.tokens = list(generation.request.prompt_ids)
         self.has_begun = False          # whether its slot was prepared
-        self.n_computed = 0             # tokens that have gone through the layers, here or in an earlier request
+        self.n_computed = 0             # tokens whose passes are queued, here or in an earlier request
         self.last_pass = 0              # tokens of its prompt's latest pass
         self.in_flight = 0              # tokens that a queued decode step will choose: 0 or 1
         self.group: int | None = None   # the group of answers in whose decode steps it takes part
@@ -1770,8 +1777,9 @@ class Scheduler:
     The prefix tree is searched only when a prompt's first pass is due, not when the prompt arrives. So of several
     similar prompts that arrive together, the later ones find the beginning that the first one has computed.
 
-    A decode step is queued before the host has read the tokens of the step before: the cards pass those tokens on
-    themselves and never wait for the host. If such a token ends its sequence, the queued step computes one row in vain.
+    A decode step is queued before the host has read the tokens of the step before. On one card the tokens stay on
+    the card, so it does not wait for the host; between cards a worker passes them on. If such a token ends its
+    sequence, the queued step computes one row in vain.
     That does no harm: the row writes only into the slot and pages of the ended sequence, and all work of their next
     owner is queued later. If an answer has a grammar, the host reads the tokens while the layers of the next step run,
     and queues the choice after that.
@@ -1792,7 +1800,7 @@ class Scheduler:
         self.first_tokens = collections.deque()     # the Flights that end prompts
         self.next_groups = itertools.cycle(range(pipeline.n_groups))
         self.totals = dict.fromkeys(("requests", "cache_hits", "prompt_tokens", "cached_tokens", "generated_tokens"), 0)
-        self.changed = threading.Condition()        # guards waiting, guests, draining, closing and reason
+        self.changed = threading.Condition()        # guards waiting, guests, draining and closing
         self.draining = self.closing = False        # draining: no more requests are taken; closing: no more rounds
         self.reason: str | None = None              # why the engine has stopped, a sentence
         self.fault: Fault | None = None
@@ -2015,8 +2023,8 @@ class Scheduler:
         checkpoint after it.
 
         An answer keeps its latest checkpoint and those at multiples of CHECKPOINT_INTERVAL. Answers with the same
-        tokens share checkpoints: the old one is dropped when all of them have taken a newer one. It stays if it was the
-        latest one of an answer that has ended, because the next turn of that conversation begins there."""
+        tokens share a checkpoint, which is dropped once each of them has taken a newer one. An answer that has ended
+        takes no newer one, so its latest checkpoint stays: the next turn of the conversation begins there."""
         if n_seen % PAGE_TOKENS:
             return
         node = self._join(sequence, n_seen)[n_seen]
@@ -2061,7 +2069,8 @@ class Scheduler:
             members[largest][-1].group = smallest
 
     def decode(self, group: int):
-        """Queue a decode step of a group of answers, then read the tokens of the group's previous step."""
+        """Queue a decode step of a group of answers, and read the tokens of the group's previous step: after that, or
+        before, where the new step depends on them."""
         self._append_forced(group)
         if self.flights[group] and self.flights[group].sequences != self.answering(group):
             self._land(group)                       # the batch changes: `place` needs the tokens in flight
@@ -2178,7 +2187,7 @@ class Scheduler:
 # 9  Engine
 # ======================================================================================================
 
-DEFAULT_CTX = 4096          # tokens of a slot, if neither the caller nor the model asks for fewer
+DEFAULT_CTX = 4096          # tokens of a slot, unless the caller names a number or the model was made for fewer
 
 # The small model that comes with qengine.
 DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "qengine-10m-Q8_0.gguf"
@@ -2289,11 +2298,11 @@ class Engine(TextEngine):
     def use(self, gemv=None, gemm=None):
         """Use functions of yours for the products of Q8_0 matrices. Without arguments the engine uses its own again.
 
-        gemv is called as `gemv_q8_q8` (kernels/q8_gemv.py) is, for generated tokens. gemm is called as `gemm_q8_q8`
-        (kernels/q8_gemm.py) is, for prompts, also for micro-batches that run side by side in streams of their own.
-        Before anything changes, each function is compared with the reference on random matrices of the model's shapes;
-        those of large shapes have fewer rows. ValueError says where a function is wrong. Running answers go on with the
-        new functions.
+        gemv is called as `gemv_q8_q8` (kernels/q8_gemv.py) is, for decode steps and the output head. gemm is called as
+        `gemm_q8_q8` (kernels/q8_gemm.py) is, for prompts, also for micro-batches that run side by side in streams of
+        their own. Before anything changes, each function is compared with the reference on random matrices of the
+        model's shapes; those of large shapes have fewer rows. ValueError says where a function is wrong. Running
+        answers go on with the new functions.
         """
         with self.scheduler.between_steps():
             self.pipeline.use(gemv, gemm)
@@ -2340,9 +2349,9 @@ def open_model(model: str | Path) -> OpenModel:
     return OpenModel(config, tokenizer, ChatTemplate.from_gguf(gguf, tokenizer), FileWeights(gguf))
 
 
-def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[Card] | None = None, *,
+def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[Card] | None = None,
          ctx: int | None = None, slots: int = 1, chunk: int | None = None, progress: bool = True,
-         kv_tokens: int | None = None, checkpoint_memory: int | None = None,
+         kv_tokens: int | None = None, checkpoint_memory: int | None = None, *,
          checkpoint_host_memory: int | None = None, split: tuple[int, ...] | None = None) -> Engine:
     """Load a GGUF file, or random weights by the name "synthetic:0.8b", "synthetic:9b:q4_k", ..., ready to generate.
 
