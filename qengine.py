@@ -14,8 +14,8 @@ Table of contents
 How a token travels. Three kinds of threads take part: the caller's, the scheduler's, and one worker for each card.
 
     Engine.submit           a Request becomes a Generation, which waits in the scheduler's queue
-    Scheduler.run_round     a Generation that gets a slot becomes a Sequence; then, in each round, one pass of a prompt
-                            and one decode step of a group of answers are queued, or without a prompt one of each group
+    Scheduler.run_round     a Generation that gets a slot becomes a Sequence; each round queues a pass of a
+                            prompt and a decode step of one group of answers; without a prompt, of every group
     Pipeline.prefill, step  posts the pass or step to the worker of every stage, in the order of the layers
     Stage.queue_...         launches kernels on the stage's card; decode steps replay a recording
     Model.layer_by_layer    embedding, then for each layer mixer (DeltaNet or Attention) and MLP, on rows of x
@@ -363,7 +363,8 @@ def rows_of(inputs: Array, n: int) -> Rows:
 
 
 def chosen_of(inputs: Array, n: int) -> Array:
-    """The part of the inputs behind that of `rows_of`: the tokens that follow the n rows, sent by another card."""
+    """The part of the inputs behind what `rows_of` reads: for each of the n rows the token that follows it, which the
+    last stage has chosen."""
     return inputs[6 * n:7 * n]
 
 
@@ -411,12 +412,13 @@ class DecodePass:
     `Stage.launch_forced`.
 
     The recurrent state of a slot is updated token by token, so rows of the same slot need a launch each. `sequence`
-    lists the launches that use what a layer keeps: (first row, Rows). A decode step has one, for all rows.
+    has a (first row, Rows) for each launch of the kernels that use states or pages: one for all rows of a decode step,
+    one for each row of forced tokens.
     """
 
     rows: Rows
     sequence: tuple[tuple[int, Rows], ...]
-    reads_early: bool               # whether kernels may read `early` what earlier steps left (kernels/intrinsics.py)
+    reads_early: bool               # whether kernels may read states, pages, positions `early` (kernels/intrinsics.py)
 
     @classmethod
     def of(cls, rows: Rows, reads_early: bool = False) -> "DecodePass":
@@ -815,7 +817,7 @@ def check_model(config: Config, gguf: GGUF):
 # 5  Model and cache
 # ======================================================================================================
 
-HEAD_ROWS = 8               # most rows of logits computed at once, where those after every token of a text are wanted
+HEAD_ROWS = 8               # most rows of logits computed at once when a whole text is evaluated (`Engine.logit_rows`)
 
 
 class Model:
@@ -1204,7 +1206,7 @@ class Stage:
             for name, is_there in (("incoming", layers.start > 0), ("outgoing", self.hands_on)))
         self.entry = self.exit = None   # the Edges to the stages beside this one, see `Pipeline`
         self.cache = None               # see `allocate`
-        # Rows that fill no page are one more micro-batch.
+        # One more: the rows after the last whole page are a micro-batch of their own.
         self.streams = [card.stream(f"micro-batch {i}") for i in range(MICRO_BATCHES + 1)]
         self.recordings = {}            # (name of what was recorded, *its arguments) -> Recording
 
@@ -1359,9 +1361,9 @@ class Stage:
         rows = rows_of(self.batches[group], n)
         if self.hands_on:
             self.advance(rows, chosen_of(self.batches[group], n))
-        # A middle stage must not read early: its positions are moved on by the `advance` right before the layers, with
-        # which the first layers overlap. On the first stage the embedding comes between the two. On the last stage,
-        # `advance` ran at the end of the step before.
+        # A middle stage must not read early: there, `advance`, which moves the positions on, is the launch right before
+        # the layers, and the first layer may start before `advance` has ended. On the first stage the embedding comes
+        # between the two. On the last stage, `advance` ran at the end of the step before.
         reads_early = self.layers.start == 0 or not self.hands_on
         self.model.forward(DecodePass.of(rows, reads_early), self.cache)
         if self.sampler:
@@ -1452,12 +1454,12 @@ class Edge:
 
     The memory between the two ends exists twice, so the layers go on and the next hop may follow while one hop is on
     its way. Hidden states cross as the float32 of the residual stream: in fewer bits, answers would depend on the
-    split. Between the two copies the host waits for the first one. The host waits, not
-    the downstream card: on the hardware that this is made for, a card that waits for another card's event may read
-    stale data (notebooks/08_across_cards.ipynb).
+    split. Between the two copies the host waits for the first one. The host waits, not the downstream card: on the
+    hardware that this is made for, a card that waits for another card's event may read stale data
+    (notebooks/08_across_cards.ipynb).
 
-    Few rows, as those of a decode step, go straight from scratch.x to scratch.x. Their copies take less time than
-    queueing copies in other streams, and both cards would wait for the queueing.
+    Few rows, as those of a decode step, skip outgoing and incoming: x → pinned → x, in the default streams.
+    Their copies take less time than queueing copies in other streams, and both cards would wait for the queueing.
     """
 
     def __init__(self, upstream: Stage, downstream: Stage):
@@ -1702,7 +1704,7 @@ class Pipeline:
 # ======================================================================================================
 
 RUNNING_CHUNK = 512         # most tokens of a pass over a prompt while answers run, since their steps wait for the pass
-LEAST_FORCED = 3            # fewer forced tokens get no pass of their own: it would wait for the step in flight
+LEAST_FORCED = 3            # fewer are not worth a pass: the host must have read the step in flight before it
 TURN = "<|im_start|>"       # the control token at which a turn of a conversation begins
 NAN_LOGITS = "the logits hold a NaN: the model file is damaged, or a kernel is wrong"
 
@@ -1715,7 +1717,7 @@ class Sequence:
         self.n_pages = n_pages          # pages that are promised to the sequence: the most it can need
         self.tokens = list(generation.request.prompt_ids)
         self.has_begun = False          # whether its slot was prepared
-        self.n_computed = 0             # tokens whose passes are queued, here or in an earlier request
+        self.n_computed = 0             # tokens computed here or before; a step in flight is counted in `in_flight`
         self.last_pass = 0              # tokens of its prompt's latest pass
         self.in_flight = 0              # tokens that a queued decode step will choose: 0 or 1
         self.group: int | None = None   # the group of answers in whose decode steps it takes part
@@ -1777,12 +1779,11 @@ class Scheduler:
     The prefix tree is searched only when a prompt's first pass is due, not when the prompt arrives. So of several
     similar prompts that arrive together, the later ones find the beginning that the first one has computed.
 
-    A decode step is queued before the host has read the tokens of the step before. On one card the tokens stay on
-    the card, so it does not wait for the host; between cards a worker passes them on. If such a token ends its
-    sequence, the queued step computes one row in vain.
-    That does no harm: the row writes only into the slot and pages of the ended sequence, and all work of their next
-    owner is queued later. If an answer has a grammar, the host reads the tokens while the layers of the next step run,
-    and queues the choice after that.
+    A decode step is queued before the host has read the tokens of the step before. On one card the tokens stay on the
+    card, so it does not wait for the host; between cards a worker passes them on. If such a token ends its sequence,
+    the queued step computes one row in vain. That does no harm: the row writes only into the slot and pages of the
+    ended sequence, and all work of their next owner is queued later. If an answer has a grammar, the host reads the
+    tokens while the layers of the next step run, and queues the choice after that.
 
     Several cards work on several things at the same time. The answers form as many groups as there are stages: while
     one group's step is on the first card, another group's step is on the second. While a prompt runs, each round steps
@@ -2069,8 +2070,8 @@ class Scheduler:
             members[largest][-1].group = smallest
 
     def decode(self, group: int):
-        """Queue a decode step of a group of answers, and read the tokens of the group's previous step: after that, or
-        before, where the new step depends on them."""
+        """Queue a decode step of a group of answers. Then read the tokens of the group's previous step; earlier if the
+        batch changes or forced tokens come first, and, under a grammar, between the layers and the choice."""
         self._append_forced(group)
         if self.flights[group] and self.flights[group].sequences != self.answering(group):
             self._land(group)                       # the batch changes: `place` needs the tokens in flight
@@ -2089,7 +2090,7 @@ class Scheduler:
             tokens = self.pipeline.choose(len(batch), wants_log_probs(batch), group)
         else:
             tokens = self.pipeline.step(len(batch), wants_log_probs(batch), group)
-            self._land(group)                       # the step before: this one's flight is not noted yet
+            self._land(group)                       # takes the previous step's tokens: the flight is still that step's
         for sequence in batch:
             sequence.in_flight = 1
             if sequence in self.running:

@@ -26,7 +26,7 @@ from kernels.card import OutOfMemory, PlannedCard, show_bytes
 from kernels.emulated.cards import CARDS
 from kernels.formats import FORMATS
 
-PEAK_SHARE = 0.75           # plans assume this share of a card's peak; only ratios of the resulting times matter
+PEAK_SHARE = 0.75           # plans assume that products reach this share of a card's peak
 ATTENTION_SHARE = 0.32      # share of the half2 peak that attention of prompts reaches (benchmarks/results.md)
 
 # ---- what layers compute and keep ------------------------------------------------------------------------------
@@ -58,9 +58,9 @@ CHUNK_SHARE = 8             # scratch memory of a pass takes 1 / 8 of what weigh
 PASS_SECONDS = 0.5          # the products of a pass take no longer than this at the card's peak
 PASS_TOLERANCE = 1.005      # passes this close to the fastest count as equally fast
 PRODUCT_SECONDS = 100e-6    # what one more pass costs for each of its products
-MICRO_BATCHES = 4           # most micro-batches of a pass; rows that fill no page are one more
+MICRO_BATCHES = 4           # most micro-batches of a pass, beside one of the rows after the last whole page
 MICRO_BATCH_ROWS = 256      # about the fewest rows of a micro-batch
-HOST_SHARE = 0.5            # most of a pass's time, as a share, that queueing its micro-batches may take the host
+HOST_SHARE = 0.5            # share of a pass's time that queueing its micro-batches may take the host, at most
 LAYER_SECONDS = 260e-6      # what the host takes to queue one layer of one micro-batch
 
 
@@ -95,7 +95,7 @@ class StageCosts:
     def micro_batches(self, n: int) -> list[int]:
         """The rows of each micro-batch of a pass of n rows.
 
-        A micro-batch has so many rows that even the narrowest products, those with hidden_dim columns, occupy every SM.
+        A micro-batch has about so many rows that the narrowest products, of hidden_dim columns, occupy every SM.
         There are no more micro-batches than the host can queue in time. Rows that fill no page are a micro-batch of
         their own, since smaller tiles serve them faster. An emulated card gets one: its processors are never partly
         idle.
@@ -175,7 +175,7 @@ def choose_rows(start: int, end: int, limit: int, n_stages: int, slowest, last: 
     sizes = [*([n] if n <= limit else []), *range(min(limit, n) // PAGE_TOKENS * PAGE_TOKENS, 0, -PAGE_TOKENS)]
     so_far = slowest(last, start) if last else 0.0
 
-    def seconds(rows):              # without attention, whose sum does not depend on the size
+    def seconds(rows):              # attention counts in the last term alone: its sum is the same for all sizes
         rest = slowest(n % rows, 0) if n % rows else 0.0
         return n // rows * slowest(rows, 0) + rest + (n_stages - 1) * max(slowest(rows, end), so_far)
 
@@ -352,7 +352,7 @@ def check_split(split, n_layers: int, n_cards: int) -> list[range]:
 def best_split(n_layers: int, costs: list) -> list[range] | None:
     """The layers of each stage, at least one each, such that the largest costs[stage](start, end) is as small as
     possible. None where every split has an infinite cost. Among equals the earlier stages get more layers."""
-    # first layer -> (largest cost, ends) of the best split of the layers from there on over the stages done so far
+    # best[start] = (largest cost, ends) of layers start .. n_layers - 1, split over the last stages, done so far
     best = {n_layers: (0.0, ())}
     for behind, cost in enumerate(reversed(costs)):
         found = {}
@@ -405,8 +405,8 @@ class LayerCosts:
                 + n_states * self.between(start, end, "state_bytes"))
 
     def few_of_each_kind(self) -> int:
-        """How many layers, from the first one on, it takes until each kind of memory that the model keeps has occurred:
-        pages, states."""
+        """The smallest n such that the first n layers include every kind of memory that the model keeps: pages,
+        states."""
         kept = ["page_bytes", "state_bytes"]
         whole = [self.between(0, self.n_layers, field) > 0 for field in kept]
         return next(n for n in range(1, self.n_layers + 1)
@@ -417,10 +417,10 @@ def place_layers(blueprint: Blueprint, cards: list, demand: Demand, costs: Layer
                  wasted: list[int]) -> list[range]:
     """The layers of each of several cards.
 
-    Of the splits that fit into memory, those count whose slowest card is fastest with a prompt; of these, the one whose
-    slowest card is fastest in a decode step is chosen. There is room for the contexts of all slots if that can be;
-    there must be room for one. If not even one context fits, the split is chosen as if memory did not matter: the plan
-    then shows what is missing on which card. wasted: bytes of each card that must stay free.
+    Among the splits that fit into memory, those count whose slowest card is fastest with a prompt. Among these, the one
+    is chosen whose slowest card is fastest in a decode step. There is room for the contexts of all slots if that can
+    be; there must be room for one. If not even one context fits, the split is chosen as if memory did not matter: the
+    plan then shows what is missing on which card. wasted: bytes of each card that must stay free.
     """
     n_layers, n_cards, n_states = blueprint.n_layers, len(cards), demand.slots + LEAST_CHECKPOINTS
     context, least = demand.n_ctx // 2, pages_for(demand.kv_tokens or demand.n_ctx)
@@ -590,7 +590,8 @@ class Planner:
         return plan
 
     def longest_context(self) -> int | None:
-        """The most tokens of a context that fit, in whole pages; at most what the model was made for."""
+        """The most tokens of a context that fit, in whole pages. At most what the model was made for, or what is
+        demanded if that is more; and at most the demanded kv_tokens."""
         longest = pages_for(max(self.blueprint.context_length, self.demand.n_ctx))
         if self.demand.kv_tokens:
             longest = min(longest, self.demand.kv_tokens // PAGE_TOKENS)

@@ -15,7 +15,7 @@ from kernels.card import CardError
 from kernels.kv_formats import PAGE
 
 PAGE_TOKENS = PAGE
-CHECKPOINT_INTERVAL = 1024  # the largest distance between two checkpoints of a prompt, in tokens
+CHECKPOINT_INTERVAL = 1024  # tokens: checkpoints of a prompt are due at multiples of this
 CHECKPOINT_SPACING = 256    # the smallest distance, except where the next prompt probably differs from this one
 
 
@@ -95,8 +95,8 @@ class PrefixCache:
     make room so far. New checkpoints start from the floor, so checkpoints that nobody uses fall behind (GreedyDual: P.
     Cao and S. Irani, "Cost-aware WWW proxy caching algorithms", 1997).
 
-    To make room for a checkpoint, the least worthy one on the card goes to host memory. If host memory is full, the
-    less worthy of this one and the least worthy one there is dropped. Running sequences that use the nodes do not
+    To make room for a checkpoint, the least worthy one on the card goes to host memory. If host memory is full, its
+    least worthy checkpoint is dropped, or this one if it is worth less. Running sequences that use the nodes do not
     matter: they need the pages, not the checkpoints. To make room for pages, a leaf that no running sequence uses is
     dropped with its checkpoint, and with the nodes above it that nothing else needs.
 
@@ -135,8 +135,9 @@ class PrefixCache:
     # ---- the tree ----
 
     def find(self, tokens: list[int]) -> tuple[Node, int]:
-        """Returns (node, n). The node is the one to go on from: it has a checkpoint, and its path spells the longest
-        such beginning of `tokens`. n: how many of the tokens, from the first one on, are in the tree at all."""
+        """Returns (node, n). The node is the one to go on from: it is the root or has a checkpoint, and its path spells
+        the longest such beginning of `tokens`. n: how many of the tokens, from the first one on, are in the tree at
+        all."""
         nodes, found = [self.root], self.root
         for at in range(0, whole_pages(len(tokens)), PAGE_TOKENS):
             key = tuple(tokens[at:at + PAGE_TOKENS])

@@ -104,7 +104,7 @@ class Request:
     stop: tuple[str, ...] = ()          # strings that end the text and are not part of it; a single str is one string
     # Three token ids say where stop strings count, for answers with thoughts and tool calls (api/chat.py).
     stop_after: int | None = None       # they count only after this token and the line breaks that follow it
-    stop_pause: int | None = None       # if given, stop_after holds only for an answer that begins with this token
+    stop_pause: int | None = None       # if given: stop_after holds only for answers that begin with this token
     stop_before: int | None = None      # they do not count from this token on
     grammar: str | None = None          # a grammar for the answer, as llguidance.LLMatcher.grammar_from_... gives it
     grammar_after: int | None = None    # token id: only the text after it obeys the grammar
@@ -115,7 +115,7 @@ class Request:
 
     @property
     def is_penalized(self) -> bool:
-        """Whether the choice of a token depends on the tokens before it."""
+        """Whether a penalty is set, so that sampling needs the history of tokens."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
 
     def check(self, n_vocab: int, n_ctx: int):
@@ -206,8 +206,8 @@ def borders(string: str) -> list[int]:
 
 
 def lengthened(n: int, letter: str, string: str, borders: list[int]) -> int:
-    """How many of the string's first letters a text ends with after this letter. Before the letter, the text ended with
-    n of them, fewer than all."""
+    """A text ended with the first n letters of `string`, fewer than all, and now gets `letter`. Returns the new n (a
+    step of Knuth, Morris and Pratt)."""
     while n and string[n] != letter:
         n = borders[n - 1]
     return n + (string[n] == letter)
@@ -228,7 +228,7 @@ class Generation:
         self.token_times: list[float] = []      # when the engine gave each token; a reader may get several at once
         self._decoder, self._scanner = tokenizer.stream_decoder(), StopScanner(request.stop)
         self._scans = request.stop_after is None or request.stop_pause is not None
-        self._at_start = not self._scans    # whether line breaks are skipped: stop strings count in what follows
+        self._at_start = not self._scans    # true while line breaks before the scanned text are skipped
         self._deltas, self._done = queue.SimpleQueue(), threading.Event()
         self.wake = threading.Event()           # set whenever `take` has something to give
 

@@ -25,7 +25,7 @@ class TextEngine(Protocol):
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt. Raises RequestError if the prompt cannot fit into the context."""
+        """Token ids of a prompt. Raises RequestError if its letters alone cannot fit into the context."""
 
     @abstractmethod
     def submit(self, request: Request) -> Generation:

@@ -55,7 +55,7 @@ class Worker(threading.Thread):
         self.tasks, self.task = queue.SimpleQueue(), None
         self.n_done = 0                                 # tasks done, and steps within long tasks: a sign of progress
         self.error: BaseException | None = None         # why the worker has stopped
-        self.lock = threading.Lock()                    # held while `error` is set
+        self.lock = threading.Lock()                    # guards `error` and the queue: a stopped worker gets no task
         self.waits_for: tuple[Worker, bool] | None = None   # what this thread waits for in `expect`: (worker, of_card)
 
     def post(self, work, *arguments) -> Task:
@@ -154,7 +154,7 @@ class Worker(threading.Thread):
 
 
 def stop_all(workers: list[Worker], error: BaseException):
-    """Stop workers, and wait until their threads have ended."""
+    """Stop workers, and wait up to a second for the end of each thread."""
     for worker in workers:
         worker.stop(error)
     for worker in workers:
