@@ -72,6 +72,13 @@ def test_sections_of_the_results_that_are_named_exist():
     assert len(named) >= 6 and named <= sections
 
 
+def test_the_suite_on_a_real_card_is_that_of_the_results():
+    """benchmarks/results.md is the source of the figure."""
+    results = (ROOT / "benchmarks" / "results.md").read_text()
+    found = re.search(r"([\d,]+) passed, none failed, and (\d+)\s+were\s+skipped", README)
+    assert f"{found[1]} passed, {found[2]} skipped" in results
+
+
 def test_files_named_in_text_exist():
     named = re.findall(r"`((?:kernels|models|tests|notebooks)/[\w./]+)`", README)
     modules = [f"{module.replace('.', '/')}.py" for module in re.findall(r"python -m (kernels\.\w+)", README)]
