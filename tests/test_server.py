@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from api import chat as chat_api
+from api import completions
 from api import fields
 from api import http as http_api
 from api import openai as openai_api
@@ -302,7 +303,7 @@ def test_long_lists_are_not_looked_at_one_by_one(body, named, monkeypatch):
     check, looked_at = fields.check, []
     monkeypatch.setattr(fields, "check", lambda value, *rest: [looked_at.append(value), check(value, *rest)])
     with pytest.raises(RequestError) if named else contextlib.nullcontext() as caught:
-        fields.check(body, openai_api.COMPLETION)
+        fields.check(body, completions.COMPLETION)
     assert len(looked_at) <= 3 and (not named or caught.value.field == named)
 
 
@@ -326,7 +327,7 @@ def test_no_body_is_an_internal_error(engine):
               {}, {"a": 1}, {"include_usage": True}, [{}], [{"role": "user"}], [HI, HI], [HI | {"name": 5}],
               [HI, said | {"tool_calls": [1]}], [HI, said | {"tool_calls": {"a": 1}}],
               [HI | {"role": "tool"}], [HI | {"role": "system"}], [HI, HI | {"role": "assistant", "name": 5}]]
-    fields = sorted(openai_api.CHAT["properties"].keys() | openai_api.COMPLETION["properties"].keys())
+    fields = sorted(openai_api.CHAT["properties"].keys() | completions.COMPLETION["properties"].keys())
     web = app_of(engine).test_client()
     seen = set()
     for _ in range(500):

@@ -1,0 +1,89 @@
+"""OpenAI's completions: a text and what follows it, without a conversation.
+
+The fields beyond OpenAI's own are those of openai.py.
+"""
+
+from engine.request import Delta, RequestError
+
+from .endpoint import Endpoint
+from .fields import TEXT, either, list_of, object_of, one_of
+from .openai import ID, MAX_LOGPROBS, PROTOCOL, SHARED, Answer, is_end, read_sampling, seeded
+
+# ---- what may be sent ------------------------------------------------------------------------------------
+
+COMPLETION = object_of({
+    **SHARED, "prompt": either(TEXT, list_of(either(TEXT, ID, list_of(ID, 1)), 1)),
+    "logprobs": {"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS},
+    "best_of": one_of(1), "echo": one_of(False), "suffix": one_of("")}, ["prompt"])
+
+# ---- endpoints -------------------------------------------------------------------------------------------
+
+
+def completions(service, body: dict):
+    engine, n = service.ready(), body.get("n", 1)
+    request = {"max_tokens": 16} | read_sampling(service, body) | {"top_logprobs": body.get("logprobs")}
+    prompts = read_prompts(body["prompt"], engine, service.max_requests // n)
+    requests = [one for prompt in prompts                                      # 16: OpenAI's default, here only
+                for one in seeded(request | {"prompt_ids": prompt}, n)]
+    choices = [TextChoice(engine.tokenizer) for _ in requests]
+    answer = Answer(service, body, choices, "cmpl-", "text_completion", "text_completion")
+    return service.respond(len(requests), lambda: (requests, answer), body.get("stream", False))
+
+
+ENDPOINTS = [Endpoint("POST", "/v1/completions", "Continue a text", completions, PROTOCOL, COMPLETION,
+                      generates=True)]
+
+
+def read_prompts(prompt, engine, most: int) -> list[list[int]]:
+    """The prompts of a completion request as token ids, `most` at most. prompt: a string, a list of ids, or a list of
+    such."""
+    several = isinstance(prompt, list) and prompt and all(isinstance(one, str | list) for one in prompt)
+    if several and len(prompt) > most:
+        raise RequestError("prompt", f"'prompt' holds {len(prompt)} prompts, and the server takes {most} of this kind "
+                                     "at once")
+    prompts = [engine.encode(one) if isinstance(one, str) else one for one in (prompt if several else [prompt])]
+    for ids in prompts:
+        if not (isinstance(ids, list) and all(type(token) is int for token in ids)):
+            raise RequestError("prompt", "'prompt' must be a string, a list of token ids, or a list of such")
+    return prompts
+
+
+# ---- what is answered ------------------------------------------------------------------------------------
+
+
+class TextChoice:
+    """One continuation of a text as it is written."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.text, self.n_thinking = tokenizer, "", 0
+        self.logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        self.offset = 0
+
+    opening = []
+    closing = {"text": ""}
+
+    def push(self, delta: Delta) -> list[dict]:
+        self.text += delta.text
+        return [{"text": delta.text}] if delta.text else []
+
+    def logprobs_of(self, delta: Delta) -> dict | None:
+        if delta.logprob is None:
+            return None
+        if is_end(delta, self.tokenizer):
+            return {name: [] for name in self.logprobs}
+        token = self._text_of(delta.token_id)
+        new = {"tokens": [token], "token_logprobs": [delta.logprob], "text_offset": [self.offset],
+               "top_logprobs": [{self._text_of(one): logprob for one, logprob in delta.top_logprobs}]}
+        self.offset += len(token)
+        for name, values in new.items():
+            self.logprobs[name] += values
+        return new
+
+    def _text_of(self, token: int) -> str:
+        return self.tokenizer.pieces[token].decode("utf-8", "replace")
+
+    def finish_reason(self, reason: str) -> str:
+        return reason
+
+    def whole(self) -> dict:
+        return {"text": self.text}
