@@ -126,14 +126,9 @@ def read_tools(body: dict) -> chat.Toolbox | None:
         "name": tool["name"], "description": tool.get("description", ""), "parameters": tool["input_schema"]}}
         for tool in body.get("tools", [])]
     choice = body.get("tool_choice", {"type": "auto"})
-    if choice["type"] == "tool":
-        tools = [tool for tool in tools if tool.name == choice["name"]]
-    if choice["type"] in ("tool", "any") and not tools:
-        raise RequestError("tool_choice", "'tool_choice' asks for a tool that the request does not have")
-    if choice["type"] == "none" or not tools:
-        return None
-    several = not choice.get("disable_parallel_tool_use") and choice["type"] != "tool"
-    return chat.Toolbox(offered, tools, must=choice["type"] != "auto", several=several)
+    mode = {"any": "required", "tool": "one"}.get(choice["type"], choice["type"])
+    names = [choice["name"]] if choice["type"] == "tool" else None
+    return chat.toolbox_of(offered, tools, mode, names, several=not choice.get("disable_parallel_tool_use"))
 
 
 def text_of(content) -> str:

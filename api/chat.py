@@ -27,6 +27,23 @@ class Toolbox:
     several: bool = True
 
 
+def toolbox_of(offered: list[dict], tools: list[Tool], mode: str, names: list[str] | None = None,
+               several: bool = True) -> Toolbox | None:
+    """The tools that an answer may call; None where there are none. The template is shown all that are offered.
+
+    mode: "none", "auto", "required", or "one" for exactly one call. names: of the tools that may be called, None for
+    all. Raises RequestError where a name is of no tool, or a call is required and there are no tools.
+    """
+    if missing := set(names or ()) - {tool.name for tool in tools}:
+        raise RequestError("tool_choice", f"'tool_choice' names no tool of the request: {min(missing)[:80]!r}")
+    if mode in ("required", "one") and not tools:
+        raise RequestError("tool_choice", f"'tool_choice' is {mode}, and there are no tools")
+    if mode == "none" or not tools:
+        return None
+    allowed = tools if names is None else [tool for tool in tools if tool.name in names]
+    return Toolbox(offered, allowed, must=mode != "auto", several=several and mode != "one")
+
+
 @dataclass(frozen=True)
 class Conversation:
     """What a request wants answered. thinking: None leaves it to the messages, the command line and the template, in
