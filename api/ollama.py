@@ -22,7 +22,7 @@ from . import chat
 from .endpoint import Endpoint, WireProtocol
 from .errors import ErrorAnswer, explain
 from .fields import ANYTHING, BOOL, TEXT, either, list_of, number, object_of, one_of
-from .grammar import Rules
+from .grammar import Rules, Shape
 from .openai import CALL, ID, MAX_LOGPROBS, MAX_STOPS, OBJECT, STOP, TOOL, ChatChoice, read_tools
 from .reply import Call, Content, Message, Thought, kept_alive, whole
 from .tools import form_of
@@ -155,8 +155,9 @@ def read_options(service, body: dict) -> dict:
 def converse(body: dict, messages: list[dict], toolbox=None) -> chat.Conversation:
     """What a request wants answered."""
     format, think = body.get("format"), body.get("think")
-    schema = {"type": "object"} if format == "json" else format or None
-    return chat.Conversation(messages, None if think is None else bool(think), toolbox, schema, "format")
+    schema = {"type": "object"} if format == "json" else format
+    shape = Shape("json", schema, "format") if schema else None
+    return chat.Conversation(messages, None if think is None else bool(think), toolbox, shape)
 
 
 def read_message(message: dict) -> dict:

@@ -38,7 +38,7 @@ def test_a_server_that_uses_more_of_an_engine_is_noticed():
 
 
 def test_what_a_file_says_of_a_model():
-    gguf, details = qengine.GGUF(TINY), tiny_engine().details
+    gguf, details = qengine.GGUF(TINY), ModelDetails.of(qengine.open_model(TINY).weights)
     assert details.n_bytes == sum(tensor.nbytes for tensor in gguf.tensors.values())
     assert details.format == "Q8_0" and details.modified == os.path.getmtime(TINY)
     assert details.metadata["general.architecture"] == "qwen35" and "tokenizer.ggml.tokens" not in details.metadata
