@@ -11,6 +11,7 @@ import re
 import ollama
 import pytest
 
+from api import reply
 from api.ollama import OFF, OPTIONS, WITHOUT_EFFECT
 from engine.request import EngineStopped
 from tests.calls import WEATHER, XML
@@ -238,6 +239,14 @@ def test_errors_reach_the_client(scripted):
 
     with serving(app_of(PacedEngine(fail))) as (port, _), pytest.raises(ollama.ResponseError, match="card is gone"):
         list(ollama.Client(f"http://127.0.0.1:{port}").chat("m", HI, stream=True))
+
+
+def test_a_silent_stream_says_that_it_lives(monkeypatch):
+    """By lines that say nothing: Ollama's clients read every line as an object."""
+    monkeypatch.setattr(reply, "SILENCE_SECONDS", 0.02)
+    with serving(app_of(PacedEngine("Hello.", delay=0.3))) as (port, _):
+        lines = list(ollama.Client(f"http://127.0.0.1:{port}").chat("m", HI, stream=True))
+    assert len(lines) > 5 and joined(lines).message.content == "Hello."
 
 
 def test_generate(ask):
