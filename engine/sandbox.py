@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from multiprocessing.connection import Connection, Pipe
 
@@ -29,8 +30,8 @@ class LimitExceeded(Exception):
     """A function did not end within its limits. The text says of it what it did, as in "takes longer than 5 s"."""
 
 
-class OutOfTime(LimitExceeded):
-    pass
+class OutOfPatience(LimitExceeded):
+    """The caller does not want to wait any longer."""
 
 
 class Failed(Exception):
@@ -55,16 +56,21 @@ class Sandbox:
         self._process = self._pipe = None
         self._end = lambda: None                # ends the process, if there is one; called when this object dies, too
 
-    def call(self, function: str, *arguments, seconds: float):
-        """What the function returns. seconds: for the call, and as much again for other calls that came first. Raises
-        Failed and LimitExceeded."""
-        asked = json.dumps([function, arguments, seconds]).encode()
-        if not self._lock.acquire(timeout=seconds):
-            raise OutOfTime(f"has waited for others for {seconds:g} s")
+    def call(self, function: str, *arguments, seconds: float, patience: float = threading.TIMEOUT_MAX):
+        """What the function returns. seconds: that the function may take. patience: seconds that the caller waits, also
+        for calls that came first. Raises Failed, LimitExceeded, OutOfPatience."""
+        started = time.monotonic()
+        if not self._lock.acquire(timeout=patience):
+            raise OutOfPatience(f"has waited for others for {patience:g} s")
         try:
             if self._process is None or self._process.poll() is not None:
                 self._start()
-            said = self._ask(asked, seconds)
+            seconds = min(seconds, max(0, started + patience - time.monotonic()))
+            said = self._ask(json.dumps([function, arguments, seconds]).encode(), seconds)
+        except LimitExceeded as error:
+            if time.monotonic() >= started + patience:
+                raise OutOfPatience(str(error)) from None
+            raise
         finally:
             self._lock.release()
         value, kind, text = json.loads(said)
@@ -100,7 +106,7 @@ class Sandbox:
             status = self._process.wait()
         self._end()
         if status == -signal.SIGXCPU:
-            raise OutOfTime(f"takes longer than {seconds:g} s")
+            raise LimitExceeded(f"takes longer than {seconds:g} s")
         if status == OUT_OF_MEMORY:
             raise LimitExceeded(f"takes more than {self.n_bytes >> 20} MiB of memory")
         raise LimitExceeded(f"has ended its process, with status {status}")

@@ -5,10 +5,10 @@ import json
 from engine.gguf import GGUF
 from engine.guard import unmarked
 from engine.request import DeadlineExceeded, ModelError, RequestError
-from engine.sandbox import Failed, LimitExceeded, OutOfTime, Sandbox
+from engine.sandbox import Failed, LimitExceeded, OutOfPatience, Sandbox
 from engine.tokenizer import Tokenizer
 
-SECONDS = 10                            # that a template may take; a conversation of 4 MB takes 0.XX s
+SECONDS = 10        # that a template may take; Qwen3.5's takes up to 0.9 s for the largest request, 20,000 messages
 RENDERING = Sandbox("engine.rendering", 1 << 30)    # for all templates of this process
 
 # The form in which random weights are talked to: the one of Qwen's models, with its switch for thinking.
@@ -79,23 +79,28 @@ class ChatTemplate:
 
         Raises RequestError, naming the field, for what the template does not take, and DeadlineExceeded.
         """
-        switches = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         if taken := sorted(OWN_NAMES & (template_kwargs or {}).keys()):
             raise RequestError("chat_template_kwargs", f"'chat_template_kwargs' may not set '{taken[0]}'")
+        switches = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         values = (template_kwargs or {}) | switches | {
             "messages": [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)],
             "tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
             written = unmarked(json.dumps(values, ensure_ascii=False))
-            return RENDERING.call("render", self._template, written, seconds=min(SECONDS, timeout or SECONDS))
-        except OutOfTime as error:
-            if timeout is not None and timeout < SECONDS:
-                raise DeadlineExceeded(f"not finished after the {timeout:g} s that the request allows") from None
-            raise RequestError("messages", f"the chat template of the model file {error}") from None
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RequestError("messages", f"the messages cannot be written as JSON: {error}") from None
+        return self._run(written, timeout)
+
+    def _run(self, values: str, timeout: float | None) -> str:
+        patience = {} if timeout is None else {"patience": timeout}
+        try:
+            return RENDERING.call("render", self._template, values, seconds=SECONDS, **patience)
+        except Failed as error:
+            raise RequestError("messages", f"the chat template refuses the messages: {error}") from None
+        except OutOfPatience:
+            raise DeadlineExceeded(f"not finished after the {timeout:g} s that the request allows") from None
         except LimitExceeded as error:
             raise RequestError("messages", f"the chat template of the model file {error}") from None
-        except (Failed, TypeError, ValueError, RecursionError) as error:    # the last three: of what is no JSON
-            raise RequestError("messages", f"the chat template refuses the messages: {error}") from None
 
 
 def _template_message(message, where: str) -> dict:

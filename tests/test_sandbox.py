@@ -94,7 +94,7 @@ def test_the_process_dies_without_harm(sandbox):
 def test_calls_take_turns_and_none_waits_for_ever(sandbox):
     assert sandbox.call("add", 1, 1, seconds=20) == 2
     with sandbox._lock, pytest.raises(LimitExceeded, match="has waited for others for 0.1 s"):
-        sandbox.call("add", 1, 1, seconds=0.1)
+        sandbox.call("add", 1, 1, seconds=20, patience=0.1)
     sums = []
     threads = [threading.Thread(target=lambda n=n: sums.append(sandbox.call("add", n, n, seconds=20)))
                for n in range(20)]
