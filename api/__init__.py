@@ -13,7 +13,10 @@ imports qengine or cli: a server is handed an engine, of which it uses what engi
     endpoint.py    what an endpoint is, and what a protocol is to the server
     errors.py      what a client hears of an error
     service.py     open requests and their clients, and the Flask app over them
-    http.py        the sockets under that app
+    http.py        the sockets under that app: who is let in, and who has to go where room is short
+    connection.py  a client's connection: its deadlines, and what is answered to bytes that are no request
+    heads.py       what counts as an HTTP request
+    tls.py         certificates, and encrypted connections
     access.py      API keys, and pages of other origins
     log.py         a line for each request
     chat.py        a conversation, whatever its protocol: prompt, grammar, and how to read the answer
