@@ -1,5 +1,6 @@
 """An endpoint: where clients ask, what they may send, who answers, and in which protocol they hear of errors."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ class WireProtocol:
 class Endpoint:
     """A path, what may be sent there, and the function that answers: view(service), or view(service, body).
 
+    path: as OpenAPI writes it. A part {id} is given to the view as an argument of this name, and may hold slashes.
     body: the description of the request's body, as api/fields.py has it; None: there is no body.
     generates: whether the view itself asks for places of open requests (see `Service.submit`). Every other request with
     a body holds one place until it is answered, because megabytes of JSON take seconds.
@@ -42,15 +44,26 @@ class Endpoint:
     def name(self) -> str:
         return f"{self.method} {self.path}"
 
-    def answer(self, service):
-        """The response to the current HTTP request. RequestError names what is wrong with its body."""
+    @property
+    def parameters(self) -> list[str]:
+        """The names of the parts of the path that vary."""
+        return re.findall(r"{(\w+)}", self.path)
+
+    @property
+    def rule(self) -> str:
+        """The path as Flask writes it."""
+        return re.sub(r"{(\w+)}", r"<path:\1>", self.path)
+
+    def answer(self, service, **parts):
+        """The response to the current HTTP request. parts: of the path. RequestError names what is wrong with the
+        body."""
         if self.body is None:
-            return self.view(service)
+            return self.view(service, **parts)
         service.ready()
         with service.places(1):
             body = parse_body(flask.request.get_data())
             check(body, self.body)
             body = {name: value for name, value in body.items() if value is not None}
             if not self.generates:
-                return flask.jsonify(self.view(service, body))
-        return self.view(service, body)
+                return flask.jsonify(self.view(service, body, **parts))
+        return self.view(service, body, **parts)

@@ -1,6 +1,6 @@
 """The OpenAPI document of the server, made of what checks its requests."""
 
-from . import anthropic, completions, metrics, openai, page, plain
+from . import anthropic, completions, metrics, models, openai, page, plain
 from .endpoint import Endpoint, WireProtocol
 
 
@@ -16,6 +16,9 @@ def operation(endpoint: Endpoint) -> dict:
     """What the document says of one endpoint."""
     said = {"summary": endpoint.summary, "responses": {
         "200": {"description": "The answer"}, "default": {"description": "An error, in the shape of the protocol"}}}
+    if endpoint.parameters:
+        said["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+                              for name in endpoint.parameters]
     if endpoint.body is not None:
         content = {"application/json": {"schema": published(endpoint.body)}}
         said["requestBody"] = {"required": True, "content": content}
@@ -37,7 +40,7 @@ def published(description: dict) -> dict:
 
 
 PROTOCOLS = [openai.PROTOCOL, anthropic.PROTOCOL]
-FILES = openai, completions, anthropic, plain, page, metrics       # in the order of the document
+FILES = openai, completions, models, anthropic, plain, page, metrics       # in the order of the document
 ENDPOINTS = [*(endpoint for file in FILES for endpoint in file.ENDPOINTS),
              Endpoint("GET", "/openapi.json", "This document", document, openai.PROTOCOL)]
 BY_NAME = {endpoint.name: endpoint for endpoint in ENDPOINTS}
