@@ -16,6 +16,7 @@ from .endpoint import Endpoint, WireProtocol
 from .errors import ErrorAnswer, explain
 from .fields import ANYTHING, BOOL, SECONDS, TEXT, either, list_of, number, object_of, one_of
 from .openai import MAX_STOPS, NAME, OBJECT, STOP
+from .grammar import Shape
 from .reply import CallArguments, CallStart, Content, Message, Thought, kept_alive, sse, whole
 from .tools import Tool
 
@@ -119,8 +120,8 @@ def read_conversation(body: dict) -> chat.Conversation:
     format = body.get("output_config", {}).get("format") or {}
     system = [{"role": "system", "content": text_of(body["system"])}] if body.get("system") else []
     conversation = system + [one for message in body["messages"] for one in read_message(message)]
-    return chat.Conversation(conversation, thinking, read_tools(body), format.get("schema"),
-                             "output_config.format.schema")
+    shape = Shape("json", format["schema"], "output_config.format.schema") if format else None
+    return chat.Conversation(conversation, thinking, read_tools(body), shape)
 
 
 def read_tools(body: dict) -> chat.Toolbox | None:

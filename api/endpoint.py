@@ -2,12 +2,12 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import flask
 
 from .errors import ErrorAnswer
-from .fields import check, parse_body
+from .fields import check, parse_body, read_query
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,11 @@ class WireProtocol:
 class Endpoint:
     """A path, what may be sent there, and the function that answers: view(service), or view(service, body).
 
-    path: as OpenAPI writes it. A part {id} is given to the view as an argument of this name, and may hold slashes.
+    path: as OpenAPI writes it. The view gets a part like {id} as the argument of this name. The last part of a
+    path may hold slashes.
     body: the description of the request's body, as api/fields.py has it; None: there is no body.
+    query: descriptions of what may stand behind the path's question mark, by name. The view gets those that were sent
+    as arguments.
     generates: whether the view itself asks for places of open requests (see `Service.submit`). Every other request with
     a body holds one place until it is answered, because megabytes of JSON take seconds.
     """
@@ -39,31 +42,33 @@ class Endpoint:
     protocol: WireProtocol
     body: dict | None = None
     generates: bool = False
+    query: dict = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         return f"{self.method} {self.path}"
 
     @property
-    def parameters(self) -> list[str]:
-        """The names of the parts of the path that vary."""
-        return re.findall(r"{(\w+)}", self.path)
-
-    @property
     def rule(self) -> str:
         """The path as Flask writes it."""
-        return re.sub(r"{(\w+)}", r"<path:\1>", self.path)
+        return re.sub(r"{(\w+)}", r"<\1>", re.sub(r"{(\w+)}$", r"<path:\1>", self.path))
 
-    def answer(self, service, **parts):
-        """The response to the current HTTP request. parts: of the path. RequestError names what is wrong with the
-        body."""
+    @property
+    def path_names(self) -> list[str]:
+        """The names of the parts of the path that a client fills in."""
+        return re.findall(r"{(\w+)}", self.path)
+
+    def answer(self, service, **arguments):
+        """The response to the current HTTP request. arguments: parts of its path. RequestError names what is wrong with
+        its body or with what stands behind the question mark."""
+        arguments |= read_query(flask.request.args, self.query)
         if self.body is None:
-            return self.view(service, **parts)
+            return self.view(service, **arguments)
         service.ready()
         with service.places(1):
             body = parse_body(flask.request.get_data())
             check(body, self.body)
             body = {name: value for name, value in body.items() if value is not None}
             if not self.generates:
-                return flask.jsonify(self.view(service, body, **parts))
-        return self.view(service, body, **parts)
+                return flask.jsonify(self.view(service, body, **arguments))
+        return self.view(service, body, **arguments)

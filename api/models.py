@@ -1,12 +1,12 @@
 """The model that is served, and the server's settings and slots, as OpenAI's and llama.cpp's clients ask for them."""
 
-import flask
 from werkzeug.exceptions import ServiceUnavailable
 
 from engine.request import SAMPLING, Request
 
 from .endpoint import Endpoint
 from .errors import NotFound
+from .fields import one_of
 from .openai import BUILD, PROTOCOL
 
 # llama.cpp's names for numbers of SAMPLING, beside our own.
@@ -42,13 +42,13 @@ def props(service):
             "build_info": BUILD, "is_sleeping": False}
 
 
-def slots(service):
+def slots(service, fail_on_no_slot: str = "0"):
     """What runs, one request in each slot, the oldest first; slots of the engine have no other order. Texts of requests
     are shown only with --log-prompts: everybody who may ask sees all slots."""
     engine = service.ready()
     with service.changed:
         running = [generation for generation, _ in service.open.values() if is_open(generation)][:engine.n_slots]
-    if len(running) == engine.n_slots and flask.request.args.get("fail_on_no_slot") == "1":
+    if len(running) == engine.n_slots and fail_on_no_slot == "1":
         raise ServiceUnavailable("no slot is free", retry_after=1)
     return [slot(service, i, *running[i:i + 1]) for i in range(engine.n_slots)]
 
@@ -82,4 +82,5 @@ ENDPOINTS = [Endpoint("GET", "/v1/models", "The model that is served", models, P
              Endpoint("GET", "/v1/models/{id}", "The model, if it has this name", model, PROTOCOL),
              Endpoint("GET", "/models", "The model that is served (llama.cpp)", models, PROTOCOL),
              Endpoint("GET", "/props", "The server's settings (llama.cpp)", props, PROTOCOL),
-             Endpoint("GET", "/slots", "What runs (llama.cpp)", slots, PROTOCOL)]
+             Endpoint("GET", "/slots", "What runs (llama.cpp)", slots, PROTOCOL,
+                      query={"fail_on_no_slot": one_of("0", "1")})]

@@ -15,6 +15,7 @@ from . import chat
 from .endpoint import Endpoint, WireProtocol
 from .errors import ErrorAnswer, explain
 from .fields import ANYTHING, BOOL, SECONDS, TEXT, either, list_of, number, object_of, one_of
+from .grammar import Shape
 from .reply import CallArguments, CallStart, Content, Message, Thought, kept_alive, sse, together, whole
 from .tools import Tool
 
@@ -133,8 +134,8 @@ def read_conversation(body: dict) -> chat.Conversation:
     thinking = body.get("chat_template_kwargs", {}).get("enable_thinking")
     if thinking is None and "reasoning_effort" in body:
         thinking = body["reasoning_effort"] not in NO_EFFORT
-    schema, field = read_format(body.get("response_format", {}))
-    return chat.Conversation(read_messages(body["messages"]), thinking, read_tools(body), schema, field)
+    shape = read_format(body.get("response_format", {}))
+    return chat.Conversation(read_messages(body["messages"]), thinking, read_tools(body), shape)
 
 
 def read_messages(messages: list[dict]) -> list[dict]:
@@ -166,11 +167,14 @@ def read_choice(choice: str | dict) -> tuple[str, list[str] | None]:
     return "one", [choice.get("function", choice)["name"]]
 
 
-def read_format(format: dict) -> tuple[dict | None, str]:
-    """The schema that the answer must fit, None without one; and the field of the request that holds it."""
-    if format.get("type") == "json_schema":
-        return format["json_schema"]["schema"], "response_format.json_schema.schema"
-    return ({"type": "object"} if format.get("type") == "json_object" else None), "response_format"
+def read_format(format: dict) -> Shape | None:
+    """What the text of the answer has to be, None without a demand."""
+    match format.get("type"):
+        case "json_schema":
+            return Shape("json", format["json_schema"]["schema"], "response_format.json_schema.schema")
+        case "json_object":
+            return Shape("json", {"type": "object"}, "response_format")
+    return None
 
 
 # ---- what is answered ------------------------------------------------------------------------------------
