@@ -3,8 +3,8 @@ health."""
 
 import datetime
 
+from engine.guard import GUARD
 from engine.request import Fault, RequestError
-from engine.tokenizer import GUARD
 
 from . import chat, openai
 from .endpoint import Endpoint

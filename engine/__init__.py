@@ -5,6 +5,8 @@
     hyperparameters.py  what the metadata of a model file says
     tokenizer.py        text to token ids and back
     template.py         messages to a prompt
+    rendering.py        chat templates, run in a process of their own
+    guard.py            which control tokens of a prompt are real
     sandbox.py          functions that run in a process of their own, with a limit of seconds and bytes
     constraints.py      grammars that answers obey
     prefix.py           the prefix tree: pages and checkpoints that later prompts may share

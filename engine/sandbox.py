@@ -29,6 +29,10 @@ class LimitExceeded(Exception):
     """A function did not end within its limits. The text says of it what it did, as in "takes longer than 5 s"."""
 
 
+class OutOfTime(LimitExceeded):
+    pass
+
+
 class Failed(Exception):
     """What a function raised. kind: the name of the exception's class."""
 
@@ -56,7 +60,7 @@ class Sandbox:
         Failed and LimitExceeded."""
         asked = json.dumps([function, arguments, seconds]).encode()
         if not self._lock.acquire(timeout=seconds):
-            raise LimitExceeded(f"has waited for others for {seconds:g} s")
+            raise OutOfTime(f"has waited for others for {seconds:g} s")
         try:
             if self._process is None or self._process.poll() is not None:
                 self._start()
@@ -79,14 +83,14 @@ class Sandbox:
         program = (f"import sys; sys.path[:] = {sys.path!r}; from engine.sandbox import serve; "
                    f"serve({theirs.fileno()}, {self.module!r}, {self.n_bytes})")
         with theirs:
-            self._process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.DEVNULL,
+            self._process = subprocess.Popen([sys.executable, "-W", "ignore", "-c", program], stdin=subprocess.DEVNULL,
                                              stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         self._pipe, self._end = ours, weakref.finalize(self, _end, self._process, ours)
         self._ask(None, START_SECONDS)
 
     def _ask(self, asked: bytes | None, seconds: float) -> bytes:
         """Sends what is asked, if anything is, and returns the answer."""
-        status = -signal.SIGXCPU                        # of a process that took too much time
+        status = -signal.SIGXCPU                        # of a process that has used too much processor time
         try:
             if asked is not None:
                 self._pipe.send_bytes(asked)
@@ -95,10 +99,11 @@ class Sandbox:
         except (EOFError, OSError):
             status = self._process.wait()
         self._end()
-        raise LimitExceeded({
-            -signal.SIGXCPU: f"takes longer than {seconds:g} s",
-            OUT_OF_MEMORY: f"takes more than {self.n_bytes >> 20} MiB of memory",
-        }.get(status, f"has ended its process, with status {status}"))
+        if status == -signal.SIGXCPU:
+            raise OutOfTime(f"takes longer than {seconds:g} s")
+        if status == OUT_OF_MEMORY:
+            raise LimitExceeded(f"takes more than {self.n_bytes >> 20} MiB of memory")
+        raise LimitExceeded(f"has ended its process, with status {status}")
 
 
 def _end(process: subprocess.Popen, pipe: Connection):

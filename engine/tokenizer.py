@@ -2,7 +2,6 @@
 
 import codecs
 import math
-import re
 import struct
 
 import numpy as np
@@ -10,6 +9,7 @@ import sentencepiece
 import tokenizers
 
 from engine.gguf import GGUF
+from engine.guard import GUARD, any_of
 from engine.request import ContextExceeded, ModelError, RequestError
 
 # Token types of GGUF, the same numbers as SentencePiece's.
@@ -26,10 +26,6 @@ PRE_TOKENIZERS = {
 
 # Tokens that end a turn in every file that has them, whether or not its metadata says so.
 END_TOKENS = ("<|im_end|>", "<|endoftext|>")
-
-# Put inside what looks like a control token in a message, so that no message can end its own turn; taken out
-# again by `Tokenizer.encode`. A Unicode noncharacter, reserved for such use inside a program.
-GUARD = "\ufdd0"
 
 
 class Tokenizer:
@@ -105,12 +101,6 @@ class StreamDecoder:
     def flush(self) -> str:
         """What is left at the end: the replacement character for a character that was begun, else nothing."""
         return self._decoder.decode(b"", True)
-
-
-def any_of(strings) -> re.Pattern:
-    """Matches any of the strings, as a group, the longest first; nothing when there are none."""
-    longest_first = sorted(strings, key=len, reverse=True)
-    return re.compile("(" + ("|".join(map(re.escape, longest_first)) or "(?!)") + ")")
 
 
 class BPETokenizer(Tokenizer):
