@@ -2204,7 +2204,7 @@ class Engine(TextEngine):
     def __init__(self, config: Config, tokenizer: Tokenizer, template: ChatTemplate | None, pipeline: Pipeline,
                  sizes: CacheSizes, n_ctx: int, chunk: int, spare: list[Card]):
         self.name, self.config, self.tokenizer, self.template = config.name, config, tokenizer, template
-        self.pipeline, self.n_ctx, self.chunk = pipeline, n_ctx, chunk
+        self.pipeline, self.n_ctx, self.n_slots, self.chunk = pipeline, n_ctx, sizes.n_slots, chunk
         self.cards, self.spare = [stage.card for stage in pipeline.stages], spare     # spare: opened, not used
         self.layers = [stage.layers for stage in pipeline.stages]      # of each card
         cache = PrefixCache(pipeline, sizes.n_pages, sizes.n_checkpoints, sizes.n_host_checkpoints)

@@ -3,8 +3,9 @@
 A protocol translates to and from Request, Delta and messages, and knows nothing of cards or caches. No file here
 imports qengine or cli: a server is handed an engine, of which it uses what engine/text_engine.py names.
 
-    openai.py      /v1/chat/completions, /v1/models
+    openai.py      /v1/chat/completions
     completions.py /v1/completions
+    models.py      /v1/models, /models, /props, /slots
     anthropic.py   /v1/messages, /v1/messages/count_tokens
     plain.py       /tokenize, /detokenize, /apply-template, /health
     openapi.py     /openapi.json: all endpoints described; which protocol an error is told in

@@ -10,7 +10,7 @@ import tokenizers
 
 from engine.gguf import GGUF
 from engine.guard import GUARD, any_of
-from engine.request import ModelError, RequestError
+from engine.request import ContextExceeded, ModelError, RequestError
 
 # Token types of GGUF, the same numbers as SentencePiece's.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -280,8 +280,8 @@ def load_tokenizer(gguf: GGUF) -> Tokenizer:
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str, n_ctx: int) -> list[int]:
-    """Token ids of a prompt. Raises RequestError before tokenising if the text has too many letters to fit."""
-    if len(text) - text.count(GUARD) > n_ctx * tokenizer.max_token_bytes:
-        raise RequestError("prompt", f"the prompt of {len(text)} letters has more tokens than the context "
-                                     f"holds, {n_ctx}, prompt and answer together")
+    """Token ids of a prompt. Raises ContextExceeded before tokenising if the text has too many letters to fit."""
+    n_letters = len(text) - text.count(GUARD)
+    if n_letters > n_ctx * tokenizer.max_token_bytes:
+        raise ContextExceeded(math.ceil(n_letters / tokenizer.max_token_bytes), n_ctx, is_exact=False)
     return tokenizer.encode(text)
