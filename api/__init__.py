@@ -7,6 +7,7 @@ imports qengine or cli: a server is handed an engine, of which it uses what engi
     completions.py /v1/completions
     models.py      /v1/models, /models, /props, /slots
     anthropic.py   /v1/messages, /v1/messages/count_tokens
+    ollama.py      /api/chat, /api/generate, /api/tags, /api/show, /api/ps, /api/version
     plain.py       /tokenize, /detokenize, /apply-template, /health
     openapi.py     /openapi.json: all endpoints described; which protocol an error is told in
     page.py        /, a chat page (page.html), and /pipes, what its live bar shows

@@ -7,6 +7,7 @@ import threading
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 import qengine
+from engine.details import ModelDetails
 from engine.request import Generation
 from engine.text_engine import TextEngine
 from engine.tokenizer import encode_prompt
@@ -30,6 +31,7 @@ class ScriptedEngine(TextEngine):
 
     def __init__(self, script="", template=None):
         self.tokenizer, self.template = shipped().tokenizer, template or shipped().template
+        self.details = ModelDetails.of(shipped().weights)
         self.script, self.requests, self.generations = script, [], []
 
     def encode(self, text):
