@@ -19,7 +19,7 @@ imports qengine or cli: a server is handed an engine, of which it uses what engi
     chat.py        a conversation, whatever its protocol: prompt, grammar, and how to read the answer
     reply.py       an answer's tokens, as they come, cut into thoughts, text and tool calls
     tools.py       the forms in which models call tools, and how they are read
-    grammar.py     grammars that answers must obey: calls of tools, JSON of a schema
+    grammar.py     grammars that answers must obey: calls of tools, texts of a shape (a schema, a choice, ...)
     strings.py     what a schema demands of a string, as regular expressions
     fields.py      what a request's body may hold: checked, and described for openapi.py
 """

@@ -16,6 +16,7 @@ from .endpoint import Endpoint, WireProtocol
 from .errors import ErrorAnswer, explain
 from .fields import ANYTHING, BOOL, SAMPLED, SECONDS, TEXT, either, list_of, number, object_of, one_of, sampling_of
 from .openai import MAX_STOPS, NAME, OBJECT, STOP
+from .grammar import Shape
 from .reply import CallArguments, CallStart, Content, Message, Thought, cause_of, kept_alive, sse, whole
 from .tools import Tool
 
@@ -113,8 +114,8 @@ def read_conversation(body: dict) -> chat.Conversation:
     format = body.get("output_config", {}).get("format") or {}
     system = [{"role": "system", "content": text_of(body["system"])}] if body.get("system") else []
     conversation = system + [one for message in body["messages"] for one in read_message(message)]
-    return chat.Conversation(conversation, thinking, read_tools(body), format.get("schema"),
-                             "output_config.format.schema")
+    shape = Shape("json", format["schema"], "output_config.format.schema") if format else None
+    return chat.Conversation(conversation, thinking, read_tools(body), shape)
 
 
 def read_tools(body: dict) -> chat.Toolbox | None:
@@ -124,14 +125,9 @@ def read_tools(body: dict) -> chat.Toolbox | None:
         "name": tool["name"], "description": tool.get("description", ""), "parameters": tool["input_schema"]}}
         for tool in body.get("tools", [])]
     choice = body.get("tool_choice", {"type": "auto"})
-    if choice["type"] == "tool":
-        tools = [tool for tool in tools if tool.name == choice["name"]]
-    if choice["type"] in ("tool", "any") and not tools:
-        raise RequestError("tool_choice", "'tool_choice' asks for a tool that the request does not have")
-    if choice["type"] == "none" or not tools:
-        return None
-    several = not choice.get("disable_parallel_tool_use") and choice["type"] != "tool"
-    return chat.Toolbox(offered, tools, must=choice["type"] != "auto", several=several)
+    mode = {"any": "required", "tool": "one"}.get(choice["type"], choice["type"])
+    names = [choice["name"]] if choice["type"] == "tool" else None
+    return chat.toolbox_of(offered, tools, mode, names, several=not choice.get("disable_parallel_tool_use"))
 
 
 def text_of(content) -> str:

@@ -83,6 +83,17 @@ def parse_body(data: bytes) -> dict:
     return body
 
 
+def read_query(sent, descriptions: dict) -> dict:
+    """What a client has sent behind the question mark of a path, of the names that are described. sent: texts by name.
+    Raises RequestError where a text is not what its description allows."""
+    found = {name: sent[name] for name in descriptions if name in sent}
+    for name, text in found.items():
+        if descriptions[name].get("type") == "integer" and re.fullmatch("-?[0-9]{1,18}", text):
+            found[name] = int(text)
+        check(found[name], descriptions[name], name)
+    return found
+
+
 def _is_deep(value) -> bool:
     """Whether lists and objects are nested deeper than MAX_DEPTH, which functions that call themselves can follow."""
     layer = [value]

@@ -15,6 +15,7 @@ from . import chat
 from .endpoint import Endpoint, WireProtocol
 from .errors import ErrorAnswer, explain
 from .fields import ANYTHING, BOOL, SAMPLED, SECONDS, TEXT, either, list_of, number, object_of, one_of, sampling_of
+from .grammar import Shape
 from .reply import CallArguments, CallStart, Content, Message, Thought, cause_of, kept_alive, sse, together, whole
 from .tools import Tool
 
@@ -44,6 +45,9 @@ TOOL = object_of({"type": one_of("function"), "function": object_of(
     ["type", "function"], others=True)
 NAMED_TOOL = object_of({"type": one_of("function"), "function": object_of({"name": TEXT}, ["name"])},
                        ["type", "function"])
+ALLOWED_TOOLS = object_of({"type": one_of("allowed_tools"), "allowed_tools": object_of(
+    {"mode": one_of("auto", "required"), "tools": list_of(NAMED_TOOL, 1)}, ["mode", "tools"])},
+    ["type", "allowed_tools"])
 FORMAT = either(
     object_of({"type": one_of("text")}, ["type"]), object_of({"type": one_of("json_object")}, ["type"]),
     object_of({"type": one_of("json_schema"), "json_schema": object_of(
@@ -63,7 +67,7 @@ CHAT = object_of({
     **SHARED, "messages": list_of(MESSAGE, 1), "max_completion_tokens": number("max_tokens"),
     "logprobs": BOOL, "top_logprobs": {"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS},
     "response_format": FORMAT, "tools": list_of(TOOL), "parallel_tool_calls": BOOL,
-    "tool_choice": either(one_of("none", "auto", "required"), NAMED_TOOL),
+    "tool_choice": either(one_of("none", "auto", "required"), NAMED_TOOL, ALLOWED_TOOLS),
     "chat_template_kwargs": object_of({"enable_thinking": BOOL}),
     "reasoning_effort": one_of(*NO_EFFORT, "low", "medium", "high", "xhigh", "max"),
     # only what asks for nothing
@@ -129,8 +133,8 @@ def read_conversation(body: dict) -> chat.Conversation:
     thinking = body.get("chat_template_kwargs", {}).get("enable_thinking")
     if thinking is None and "reasoning_effort" in body:
         thinking = body["reasoning_effort"] not in NO_EFFORT
-    schema, field = read_format(body.get("response_format", {}))
-    return chat.Conversation(read_messages(body["messages"]), thinking, read_tools(body), schema, field)
+    shape = read_format(body.get("response_format", {}))
+    return chat.Conversation(read_messages(body["messages"]), thinking, read_tools(body), shape)
 
 
 def read_messages(messages: list[dict]) -> list[dict]:
@@ -144,27 +148,32 @@ def read_messages(messages: list[dict]) -> list[dict]:
 
 def read_tools(body: dict) -> chat.Toolbox | None:
     """The tools of a chat request; None where it offers none, or forbids calls."""
-    offered, choice = body.get("tools", []), body.get("tool_choice", "auto")
+    offered = body.get("tools", [])
     tools = [Tool(tool["function"]["name"], tool["function"].get("parameters") or {},
                   bool(tool["function"].get("strict"))) for tool in offered]
-    if isinstance(choice, dict):
-        name = choice["function"]["name"]
-        tools = [tool for tool in tools if tool.name == name]
-        if not tools:
-            raise RequestError("tool_choice", f"'tool_choice' names no tool of the request: {name[:80]!r}")
-    elif choice == "required" and not tools:
-        raise RequestError("tool_choice", "'tool_choice' is required, and there are no tools")
-    if choice == "none" or not tools:
-        return None
-    several = body.get("parallel_tool_calls", True) and not isinstance(choice, dict)
-    return chat.Toolbox(offered, tools, must=choice != "auto", several=several)
+    mode, names = read_choice(body.get("tool_choice", "auto"))
+    return chat.toolbox_of(offered, tools, mode, names, body.get("parallel_tool_calls", True))
 
 
-def read_format(format: dict) -> tuple[dict | None, str]:
-    """The schema that the answer must fit, None without one; and the field of the request that holds it."""
-    if format.get("type") == "json_schema":
-        return format["json_schema"]["schema"], "response_format.json_schema.schema"
-    return ({"type": "object"} if format.get("type") == "json_object" else None), "response_format"
+def read_choice(choice: str | dict) -> tuple[str, list[str] | None]:
+    """OpenAI's tool_choice: "none", "auto", "required" or "one" (exactly one call), and the names of the tools that may
+    be called, None for all. Responses have the fields of a tool at its top, chats have them under "function"."""
+    if isinstance(choice, str):
+        return choice, None
+    if choice["type"] == "allowed_tools":
+        allowed = choice.get("allowed_tools", choice)
+        return allowed["mode"], [tool.get("function", tool)["name"] for tool in allowed["tools"]]
+    return "one", [choice.get("function", choice)["name"]]
+
+
+def read_format(format: dict) -> Shape | None:
+    """What the text of the answer has to be, None without a demand."""
+    match format.get("type"):
+        case "json_schema":
+            return Shape("json", format["json_schema"]["schema"], "response_format.json_schema.schema")
+        case "json_object":
+            return Shape("json", {"type": "object"}, "response_format")
+    return None
 
 
 # ---- what is answered ------------------------------------------------------------------------------------

@@ -16,6 +16,11 @@ def operation(endpoint: Endpoint) -> dict:
     """What the document says of one endpoint."""
     said = {"summary": endpoint.summary, "responses": {
         "200": {"description": "The answer"}, "default": {"description": "An error, in the shape of the protocol"}}}
+    parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+                  for name in endpoint.path_names]
+    parameters += [{"name": name, "in": "query", "schema": one} for name, one in endpoint.query.items()]
+    if parameters:
+        said["parameters"] = parameters
     if endpoint.body is not None:
         content = {"application/json": {"schema": published(endpoint.body)}}
         said["requestBody"] = {"required": True, "content": content}

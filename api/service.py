@@ -174,7 +174,7 @@ def create_app(engine: TextEngine | None = None, *, sampling: dict | None = None
     service.log.install(app)
     Access(keys, origins, host).install(app)
     for endpoint in openapi.ENDPOINTS:
-        app.add_url_rule(endpoint.path, endpoint.name, functools.partial(endpoint.answer, service),
+        app.add_url_rule(endpoint.rule, endpoint.name, functools.partial(endpoint.answer, service),
                          methods=[endpoint.method])
 
     @app.errorhandler(Exception)
