@@ -171,7 +171,8 @@ def create_app(engine: TextEngine | None = None, *, sampling: dict | None = None
     origins: of web pages that may ask, "*" for all. host: the address that the server is going to listen on.
     log_prompts: put the text of prompts into the log of requests.
     """
-    defaults = {"temperature": 1.0} | (sampling or {})      # both protocols say so; Request's own default is greedy
+    # The protocols say that the temperature is 1. Request's own defaults are for experiments: greedy, never cut short.
+    defaults = {"temperature": 1.0, "repetition_guard": True} | (sampling or {})
     service = Service(engine, defaults, thinking, max_requests)
     app = flask.Flask("qengine", static_folder=None)
     app.extensions["qengine"] = service

@@ -5,6 +5,7 @@ import functools
 
 import qengine
 from engine.plan import KEPT_CONTEXTS
+from engine.repetition import LONGEST_PERIOD, REPEATED_TOKENS
 from engine.request import SAMPLING
 
 from .bench import CONTEXTS, DECODE_STEPS, EMULATED_LENGTH, PROMPT_LENGTHS, REPEATS
@@ -32,7 +33,7 @@ GOES_WITH = {"raw": ["prompt"], "slots": ["serve", "plan", "print_config"], "kv_
              "trace": ["prompt", "chat", "serve", "perplexity", "bench"],
              "against": ["perplexity"], "json": ["bench", "probe"],
              **dict.fromkeys(["prompt_lengths", "contexts", "repeats", "batch", "cards"], ["bench"]),
-             **dict.fromkeys([*SAMPLING, "thinking"], ["prompt", "chat", "serve"])}
+             **dict.fromkeys([*SAMPLING, "thinking", "repetition_guard"], ["prompt", "chat", "serve"])}
 
 
 class Parser(argparse.ArgumentParser):
@@ -114,6 +115,9 @@ def add_answer(parser: Parser):
                             type=within(kind, low, high), help=meaning)
     answer.add_argument("--thinking", choices=("on", "off"),
                         help="let the model reason before it answers (default: as its chat template says)")
+    answer.add_argument("--repetition-guard", choices=("on", "off"),
+                        help=f"end an answer once its last {REPEATED_TOKENS} tokens only repeat a text of at most "
+                             f"{LONGEST_PERIOD} tokens that is not in the prompt (default: on)")
     answer.add_argument("--raw", action="store_true", help="continue the -p text as it stands")
 
 

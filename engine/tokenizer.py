@@ -77,9 +77,13 @@ class Tokenizer:
         bad = next((i for i in ids if not 0 <= i < self.n_vocab), None)
         if bad is not None:
             raise RequestError("prompt", f"token id {bad} is outside 0 .. {self.n_vocab - 1}")
-        table = self.pieces if special else self._shown
-        text = b"".join(table[i] for i in ids).decode("utf-8", "replace")
+        text = self.bytes_of(ids, special).decode("utf-8", "replace")
         return text.removeprefix(" ") if self.leading_space else text
+
+    def bytes_of(self, ids, special: bool = False) -> bytes:
+        """The text of ids in UTF-8; one of several tokens of a character gives only some of its bytes."""
+        table = self.pieces if special else self._shown
+        return b"".join(table[i] for i in ids)
 
     def stream_decoder(self) -> "StreamDecoder":
         return StreamDecoder(self._shown)

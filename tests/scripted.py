@@ -68,7 +68,7 @@ class Unreal:
     """What the log asks of a generation, for those that tests make up."""
 
     n_prompt = n_generated = 1
-    n_cached, started, token_times, finish_reason, error = 0, 0.0, (), None, None
+    n_cached, started, token_times, finish_reason, cause, error = 0, 0.0, (), None, None, None
 
     def __init__(self):
         self.wake = threading.Event()
