@@ -2208,7 +2208,7 @@ class Engine(TextEngine):
                  spare: list[Card]):
         self.config, self.tokenizer, self.template = opened.config, opened.tokenizer, opened.template
         self.name, self.details = opened.config.name, ModelDetails.of(opened.weights)
-        self.pipeline, self.n_ctx, self.chunk = pipeline, n_ctx, chunk
+        self.pipeline, self.n_ctx, self.n_slots, self.chunk = pipeline, n_ctx, sizes.n_slots, chunk
         self.cards, self.spare = [stage.card for stage in pipeline.stages], spare     # spare: opened, not used
         self.layers = [stage.layers for stage in pipeline.stages]      # of each card
         cache = PrefixCache(pipeline, sizes.n_pages, sizes.n_checkpoints, sizes.n_host_checkpoints)

@@ -17,6 +17,7 @@ class TextEngine(Protocol):
     name: str                           # of the model, as clients see it
     details: ModelDetails               # what the model's file says of it
     n_ctx: int                          # tokens of a context, prompt and answer together
+    n_slots: int                        # answers that are generated at the same time
     tokenizer: Tokenizer
     template: ChatTemplate | None       # None: the model knows no conversations
     cards: Sequence                     # in the order of their layers; each has describe(), a line for people
