@@ -12,7 +12,7 @@ import ollama
 import pytest
 
 from api import reply
-from api.ollama import OFF, OPTIONS, WITHOUT_EFFECT
+from api.ollama import OPTIONS, WITHOUT_EFFECT
 from engine.request import EngineStopped
 from tests.calls import WEATHER, XML
 from tests.clients import app_of, send, serving
@@ -184,14 +184,16 @@ def test_options_that_leave_it_to_the_server(ask, n):
     assert (request.max_tokens, request.seed, request.top_k, request.repetition_penalty) == (None, None, 0, 1.0)
 
 
-@pytest.mark.parametrize("name", OPTIONS["properties"])
+CHANGE_NOTHING = dict.fromkeys(OPTIONS["properties"], 0) | dict.fromkeys(WITHOUT_EFFECT, True) | {
+    "tfs_z": 1, "typical_p": 1, "repeat_penalty": 1, "repetition_guard": True, "stop": "never"}
+
+
+@pytest.mark.parametrize("name", CHANGE_NOTHING)
 def test_every_option_is_taken(scripted, name):
-    """By its name, with a value that changes nothing."""
     scripted[0].script = "Hello."
-    value = 1 if name in ("num_predict", *OFF) and name != "mirostat" else "x" if name == "stop" else 0
-    value = 1 if name == "repeat_penalty" else True if name in WITHOUT_EFFECT else value
-    assert post(scripted[3], "/api/chat", messages=HI, options={name: value})[0] == 200
-    assert post(scripted[3], "/api/chat", messages=HI, options={name: None})[0] == 200
+    for value in CHANGE_NOTHING[name], None:
+        status, answer = post(scripted[3], "/api/chat", messages=HI, options={name: value}, think=False)
+        assert status == 200 and answer["message"]["content"] == "Hello."
 
 
 @pytest.mark.parametrize("path, body, said", [
