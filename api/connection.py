@@ -59,10 +59,9 @@ class Answer(waitress.task.WSGITask):
 
 
 class Connection(waitress.channel.HTTPChannel):
-    """A client's connection. All methods but those of waitress' own threads are called by the thread that polls.
+    """A client's connection. Its methods are called by the thread that polls, except where they say otherwise.
 
-    began: when its current request began or, between two requests, when the last answer was seen to be over
-    (time.monotonic). is_idle: it is between two requests. has_left: the client sends nothing more. is_refused: what the
+    began: when its current request began or, between two requests, when the last answer was written (time.monotonic). is_idle: it is between two requests. has_left: the client sends nothing more. is_refused: what the
     client sends is no request; it is told so and not read further. lingers_until: see `linger`. secure: the socket of
     an encrypted connection.
     """
@@ -127,6 +126,11 @@ class Connection(waitress.channel.HTTPChannel):
             if len(self.requests) == 1:
                 self.server.add_task(self)
 
+    def service(self):
+        """Answers a request, on one of waitress' threads."""
+        super().service()
+        self.began = time.monotonic()
+
     def check_client_disconnected(self) -> bool:
         return self.has_left or super().check_client_disconnected()
 
@@ -174,9 +178,7 @@ class Connection(waitress.channel.HTTPChannel):
         elif self.total_outbufs_len:
             if self.is_stuck():
                 self.hang_up()      # or its answer would hold a thread and a place of open requests for ever
-        elif self.requests:
-            self.began = now
-        elif now - self.since() > (IDLE_SECONDS if self.is_idle else REQUEST_SECONDS):
+        elif not self.requests and now - self.since() > (IDLE_SECONDS if self.is_idle else REQUEST_SECONDS):
             if self.request is None:
                 self.handle_close()
             else:
