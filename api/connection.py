@@ -61,9 +61,10 @@ class Answer(waitress.task.WSGITask):
 class Connection(waitress.channel.HTTPChannel):
     """A client's connection. Its methods are called by the thread that polls, except where they say otherwise.
 
-    began: when its current request began or, between two requests, when the last answer was written (time.monotonic). is_idle: it is between two requests. has_left: the client sends nothing more. is_refused: what the
-    client sends is no request; it is told so and not read further. lingers_until: see `linger`. secure: the socket of
-    an encrypted connection.
+    began: when its current request began or, between two requests, when the last answer was written (time.monotonic).
+    is_idle: it is between two requests. has_left: the client sends nothing more. is_refused: what the client sends is
+    no request; it is told so and not read further. lingers_until: see `linger`. secure: the socket of an encrypted
+    connection.
     """
 
     parser_class, task_class, error_task_class = RequestReader, Answer, MalformedRequest
@@ -159,6 +160,7 @@ class Connection(waitress.channel.HTTPChannel):
     def hang_up(self):
         """Closes the connection by way of the thread that polls it. That thread also wakes the one that waits to write
         to this connection."""
+        self.will_close = True          # also where a request waits for a thread that has ended
         with contextlib.suppress(OSError, AttributeError):      # the connection was closed meanwhile
             self.socket.shutdown(socket.SHUT_RDWR)
 
@@ -177,7 +179,7 @@ class Connection(waitress.channel.HTTPChannel):
                 self.handle_close()
         elif self.total_outbufs_len:
             if self.is_stuck():
-                self.hang_up()      # or its answer would hold a thread and a place of open requests for ever
+                self.handle_close()     # or its answer would hold a thread and a place of open requests for ever
         elif not self.requests and now - self.since() > (IDLE_SECONDS if self.is_idle else REQUEST_SECONDS):
             if self.request is None:
                 self.handle_close()
