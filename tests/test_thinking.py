@@ -1,0 +1,202 @@
+"""Budgets of thoughts: the tag that ends them comes in time, whatever else a request asks; fields of the protocols."""
+
+import codecs
+import itertools
+
+import numpy as np
+import pytest
+from llguidance import LLMatcher
+
+import qengine
+from engine.thinking import constraint_of
+from kernels.emulated.card import EmulatedCard
+from tests.models import load_tiny
+from tests.scripted import shipped
+
+WORDS = LLMatcher.grammar_from_lark('start: "\\n\\n" /[a-z]{8}/')
+
+
+def request(engine, budget=None, seed=0, **fields):
+    """A request for an answer that begins with thoughts. A tag of the model's own is unlikely."""
+    ids = np.random.default_rng(seed).integers(0, 4000, 20 + seed).tolist()
+    return qengine.Request(ids, **{"thinking_budget": budget, "stop_after": engine.tokenizer.tags["</think>"],
+                                   "temperature": 1.0, "seed": seed, "max_tokens": 40, "ignore_eos": True} | fields)
+
+
+def tokens(engine, request):
+    return [delta.token_id for delta in engine.submit(request)]
+
+
+def n_thoughts(engine, free, budget):
+    """How many of the tokens of an answer are thoughts within the budget, the last character whole."""
+    while budget:
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.decode(b"".join(engine.tokenizer.pieces[token] for token in free[:budget]))
+        if not decoder.getstate()[0]:
+            break
+        budget += 1
+    return budget
+
+
+def closing(engine, before):
+    """What is forced after these tokens of prompt and thoughts."""
+    is_new_line = engine.tokenizer.pieces[before[-1]].endswith(b"\n")
+    return engine.tokenizer.encode("</think>" if is_new_line else "\n</think>")
+
+
+# ---- answers of a model ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fields", [{}, {"temperature": 0}, {"top_logprobs": 2}, {"presence_penalty": 1.0},
+                                    {"repetition_guard": True, "ignore_eos": False, "logit_bias": {4059: -100.0}}],
+                         ids=str)
+@pytest.mark.parametrize("budget", [0, 1, 2, 17])
+def test_the_tag_comes_at_exactly_this_token(engine, budget, fields):
+    asked = request(engine, budget, **fields)
+    free = tokens(engine, request(engine, **fields))
+    answer, budget = tokens(engine, asked), n_thoughts(engine, free, budget)
+    end = closing(engine, [*asked.prompt_ids, *free[:budget]])
+    after = answer[budget + len(end):]
+    assert answer[:budget] == free[:budget] and answer[budget:budget + len(end)] == end
+    assert len(answer) == 40 and len(set(after)) > 1 and not set(after) & set(end)
+
+
+def test_a_budget_that_is_not_spent_changes_nothing(engine):
+    free = tokens(engine, request(engine))
+    for budget in 40, 2**31 - 1:
+        assert tokens(engine, request(engine, budget)) == free
+    assert tokens(engine, request(engine, 3, stop_after=None)) == free       # an answer without thoughts
+
+
+def test_thoughts_that_end_by_themselves_are_not_ended_again(engine):
+    free = tokens(engine, request(engine))
+    end = next(token for i, token in enumerate(free) if i >= 3 and token not in free[:i])
+    for name in "stop_after", "stop_before":            # the tag, or a call of a tool
+        assert tokens(engine, request(engine, 8, **{name: end})) == free
+
+
+def test_thoughts_that_may_begin_with_the_answer(engine):
+    """They begin with a tag as the first token, or never."""
+    free = tokens(engine, request(engine))
+    asked = request(engine, 2, stop_pause=free[0])
+    end = closing(engine, free[:3])
+    assert tokens(engine, asked)[:3 + len(end)] == [*free[:3], *end]
+    assert tokens(engine, request(engine, 2, stop_pause=free[0] + 1)) == free
+    first = tokens(engine, request(engine, 0, stop_pause=free[0]))
+    assert first[:1] == free[:1] and first[1:3] == closing(engine, free[:1])
+
+
+def test_alone_together_and_on_a_late_card_the_tokens_are_the_same(engine):
+    """Also beside answers with a grammar, and without anything."""
+    requests = [request(engine, budget, seed, max_tokens=30 + 5 * seed) for seed, budget in
+                enumerate((0, 9, None, 1, 30, 22))]
+    requests += [request(engine, 6, 7, grammar=WORDS, grammar_after=engine.tokenizer.tags["</think>"]),
+                 request(engine, None, 8, grammar=WORDS), request(engine, 4, 9, top_logprobs=3)]
+    alone = [list(engine.submit(one)) for one in requests]
+    for order in requests, requests[::-1]:
+        together = [list(generation) for generation in [engine.submit(one) for one in order]]
+        assert together == (alone if order is requests else alone[::-1])
+    late = load_tiny(EmulatedCard(late=True))
+    assert [list(generation) for generation in [late.submit(one) for one in requests]] == alone
+    late.close()
+
+
+def test_several_cards_give_the_same_tokens(engine):
+    if engine.cards[0].kind != "emulated":
+        pytest.skip("one such comparison is enough")
+    requests = [request(engine, budget, seed) for seed, budget in enumerate((0, 1, 12, None, 20))]
+    want = [tokens(engine, one) for one in requests]
+    several = load_tiny("emulated:2")
+    assert [tokens(several, one) for one in requests] == want
+    assert [[d.token_id for d in g] for g in [several.submit(one) for one in requests]] == want
+    several.close()
+
+
+def test_a_grammar_applies_behind_the_tag(engine):
+    after = engine.tokenizer.tags["</think>"]
+    free = tokens(engine, request(engine))
+    for budget in 0, 5:
+        answer = list(engine.submit(request(engine, budget, grammar=WORDS, grammar_after=after)))
+        budget = n_thoughts(engine, free, budget)
+        ids = [delta.token_id for delta in answer]
+        assert ids[:budget] == free[:budget]
+        assert ids[budget:].index(after) == len(closing(engine, [*request(engine).prompt_ids, *free[:budget]])) - 1
+        text = "".join(delta.text for delta in answer[ids.index(after) + 1:])
+        assert text.startswith("\n\n") and len(text) == 10 and text[2:].isalpha()
+        assert answer[-1].finish_reason == "stop"
+
+
+def test_a_grammar_of_the_whole_answer_takes_the_tag_too(engine):
+    """As for models that may think or not."""
+    begin, end = (engine.tokenizer.tags[name] for name in ("<think>", "</think>"))
+    grammar = LLMatcher.grammar_from_lark(f'start: <[{begin}]> /(?s:.*)/ <[{end}]> "\\n\\n" /[a-z]{{8}}/')
+    free = tokens(engine, request(engine, grammar=grammar, stop_pause=begin))
+    ids = tokens(engine, request(engine, 6, grammar=grammar, stop_pause=begin))
+    n = n_thoughts(engine, free[1:], 6)
+    assert n > 6 and ids[:1 + n] == free[:1 + n] and ids[0] == begin and ids.index(end) in (1 + n, 2 + n)
+    assert engine.tokenizer.decode(ids[ids.index(end) + 1:]).strip().isalpha()
+
+
+def test_the_length_holds(engine):
+    free = tokens(engine, request(engine))
+    n = n_thoughts(engine, free, 5)
+    want = [*free[:n], *closing(engine, free[:n])]
+    for length in range(1, n + 4):
+        answer = list(engine.submit(request(engine, 5, max_tokens=length)))
+        ids = [delta.token_id for delta in answer]
+        assert len(ids) == length and ids[:len(want)] == want[:length] and answer[-1].finish_reason == "length"
+
+
+def test_only_the_end_of_thoughts_waits_for_masks(engine, monkeypatch):
+    """All other steps are those of an answer without a budget."""
+    counts = {"step": 0, "forward": 0, "constrain": 0}
+    for name in counts:
+        original = getattr(qengine.Pipeline, name)
+
+        def counted(*arguments, name=name, original=original):
+            counts[name] += 1
+            return original(*arguments)
+
+        monkeypatch.setattr(qengine.Pipeline, name, counted)
+    answer = tokens(engine, request(engine, 20, max_tokens=60))
+    assert len(answer) == 60 and counts["step"] >= 54
+    assert counts["forward"] <= 4 and counts["constrain"] <= 3
+
+
+# ---- the budget alone --------------------------------------------------------------------------------------
+
+
+def test_a_budget_binds_in_time_however_far_the_host_is_behind():
+    """Whatever is forced was announced by `binds` before the tokens ahead of it were known."""
+    tokenizer = shipped().tokenizer
+    first, end, other = tokenizer.tags["<think>"], tokenizer.tags["</think>"], 300
+    for budget, pause, ahead in itertools.product((0, 1, 2, 5), (None, first), (0, 1)):
+        asked = qengine.Request([5], thinking_budget=budget, stop_after=end, stop_pause=pause)
+        state, announced = constraint_of(asked, tokenizer, None), []
+        for n in range(12):
+            if ahead:
+                announced.append(state.binds(1))        # of token n + 1, before token n is taken
+            forced = list(state.forced)[:1]
+            masked = state.binds()
+            assert not forced or masked
+            if ahead and n:
+                assert announced[n - 1] or not masked
+            state.take(forced[0] if forced else first if pause and not n else other)
+            assert state.error is None and not state.ended and state.matcher is None
+        assert not state.binds(0) and not state.binds(1)
+
+
+def test_a_break_before_the_tag_only_where_there_is_none():
+    tokenizer = shipped().tokenizer
+    end = tokenizer.tags["</think>"]
+    for prompt, breaks in ("<think>\n", 0), ("<think>", 1), ("<think>\n\n", 0):
+        asked = qengine.Request(tokenizer.encode(prompt), thinking_budget=0, stop_after=end)
+        assert list(constraint_of(asked, tokenizer, None).forced) == tokenizer.encode("\n") * breaks + [end]
+
+
+def test_requests_that_are_refused(engine):
+    for budget in -1, 1.5, True, 2**31:
+        with pytest.raises(qengine.RequestError, match="'thinking_budget' must be a whole number from 0"):
+            engine.submit(request(engine, budget))
+
+
