@@ -75,8 +75,13 @@ ERRORS = {400: "invalid_request_error", 401: "authentication_error", 403: "permi
 
 
 def error_body(answer: ErrorAnswer) -> dict:
+    """Programs find a code, where there is one, as details.error_code."""
+    message = answer.message
+    if answer.counts:                           # clients look for these words, and shorten the conversation
+        message = "prompt is too long: {n_prompt_tokens} tokens > {n_ctx} maximum".format(**answer.counts)
     kind = ERRORS.get(answer.status, "api_error" if answer.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": answer.message}}
+    details = {"details": {"error_code": answer.code}} if answer.code else {}
+    return {"type": "error", "error": {"type": kind, "message": message, **details}}
 
 
 PROTOCOL = WireProtocol("/v1/messages", error_body)

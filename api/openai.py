@@ -19,6 +19,7 @@ from .grammar import Shape
 from .reply import CallArguments, CallStart, Content, Message, Thought, cause_of, kept_alive, sse, together, whole
 from .tools import Tool
 
+BUILD = "qengine-1"         # which server this is, in answers and in /props
 MAX_CHOICES = 16            # answers of one request
 MAX_LOGPROBS = 20           # alternatives of one token
 MAX_STOPS = 16              # stop strings of one request
@@ -90,10 +91,15 @@ def seeded(request: dict, n: int) -> list[Request]:
 # ---- errors ----------------------------------------------------------------------------------------------
 
 
+TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
 def error_body(answer: ErrorAnswer) -> dict:
-    kind = "server_error" if answer.status >= 500 else "invalid_request_error"
-    kind = "rate_limit_error" if answer.status == 429 else kind
-    return {"error": {"message": answer.message, "type": kind, "param": answer.field, "code": None}}
+    """OpenAI's clients read the code. Those of llama.cpp know a prompt that is too long by its type and its counts."""
+    kind = TYPES.get(answer.status, "server_error" if answer.status >= 500 else "invalid_request_error")
+    kind = "exceed_context_size_error" if answer.counts else kind
+    return {"error": {"message": answer.message, "type": kind, "param": answer.field, "code": answer.code,
+                      **answer.counts}}
 
 
 PROTOCOL = WireProtocol("/", error_body)
@@ -118,14 +124,8 @@ def chat_completions(service, body: dict):
     return chat.respond(service, read_conversation(body), n, make, body.get("stream", False))
 
 
-def models(service):
-    model = {"id": service.ready().name, "object": "model", "created": service.started, "owned_by": "qengine"}
-    return {"object": "list", "data": [model]}
-
-
 ENDPOINTS = [Endpoint("POST", "/v1/chat/completions", "Answer a conversation", chat_completions, PROTOCOL, CHAT,
-                      generates=True),
-             Endpoint("GET", "/v1/models", "The model that is served", models, PROTOCOL)]
+                      generates=True)]
 
 
 def read_conversation(body: dict) -> chat.Conversation:
@@ -257,7 +257,8 @@ class Answer:
 
     def __init__(self, service, body, choices, prefix, whole_name, chunk_name):
         self.choices, self.names = choices, {"whole": whole_name, "chunk": chunk_name}
-        self.head = {"id": prefix + uuid.uuid4().hex, "created": int(time.time()), "model": service.engine.name}
+        self.head = {"id": prefix + uuid.uuid4().hex, "created": int(time.time()), "model": service.engine.name,
+                     "system_fingerprint": BUILD}
         self.with_usage = body.get("stream_options", {}).get("include_usage", False)
         self.with_ids, self.n = body.get("return_token_ids", False), body.get("n", 1)
 

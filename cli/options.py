@@ -22,11 +22,13 @@ examples:
   python qengine.py -m model.gguf --plan --card cuda                what it would take of all cards together
 """
 
+DRAIN_SECONDS = 30
 TASKS = "prompt", "chat", "serve", "perplexity", "bench", "probe", "plan", "print_config"
 
 # Options that do nothing unless one of the options beside them is there, too.
 GOES_WITH = {"raw": ["prompt"], "slots": ["serve", "plan", "print_config"], "kv_tokens": ["serve", "plan"],
-             **dict.fromkeys(["host", "api_key", "api_key_file", "cors", "log_prompts", "go_on"], ["serve"]),
+             **dict.fromkeys(["host", "api_key", "api_key_file", "cors", "log_prompts", "go_on", "tls_cert", "tls_key",
+                             "drain"], ["serve"]),
              **dict.fromkeys(["checkpoint_memory", "checkpoint_host_memory"], ["serve", "chat", "plan"]),
              "trace": ["prompt", "chat", "serve", "perplexity", "bench"],
              "against": ["perplexity"], "json": ["bench", "probe"],
@@ -156,6 +158,12 @@ def add_server(parser: Parser):
     server.add_argument("--cors", metavar="ORIGIN", action="append", default=[],
                         help="let web pages of this origin ask, https://chat.example say; * for all; several are "
                              "allowed; behind a proxy without keys this server's own page needs it, too")
+    server.add_argument("--tls-cert", metavar="FILE",
+                        help="serve over https with this certificate (PEM, followed by those of its authorities)")
+    server.add_argument("--tls-key", metavar="FILE", help="the certificate's private key (PEM, without a password)")
+    server.add_argument("--drain", metavar="SECONDS", type=within(float, 0, 86400), default=DRAIN_SECONDS,
+                        help="after SIGTERM or SIGHUP new requests are refused, and running ones may go on for so long "
+                             f"(default: {DRAIN_SECONDS}); a second signal ends the wait")
     server.add_argument("--log-prompts", action="store_true", help="write the text of prompts into the log of requests")
 
     server.add_argument("--go-on", action="store_true",
@@ -215,5 +223,7 @@ def check_options(parser: Parser, options):
         parser.error("-m is not for --probe, which uses no model")
     if options.raw and options.thinking:
         parser.error("--thinking is for chat templates, and --raw uses none")
+    if bool(options.tls_cert) != bool(options.tls_key):
+        parser.error("--tls-cert and --tls-key go together")
     if not options.model:
         parser.error("-m names no model: a GGUF file, or synthetic:tiny")

@@ -3,8 +3,11 @@
     request.py          a request and the answer on its way; the errors that leave an engine
     gguf.py             model files, checked before use
     hyperparameters.py  what the metadata of a model file says
+    details.py          what clients that list models are told of one
     tokenizer.py        text to token ids and back
     template.py         messages to a prompt
+    rendering.py        chat templates, run in a process of their own
+    guard.py            which control tokens of a prompt are real
     sandbox.py          functions that run in a process of their own, with a limit of seconds and bytes
     constraints.py      grammars that answers obey
     thinking.py         budgets of thoughts

@@ -31,6 +31,17 @@ class RequestError(Exception):
         self.field = field
 
 
+class ContextExceeded(RequestError):
+    """A prompt that leaves no room for an answer. n_prompt: its tokens, or the fewest that it can have where it is too
+    long to be cut into tokens; n_ctx: tokens that the context holds, prompt and answer together."""
+
+    def __init__(self, n_prompt: int, n_ctx: int, is_exact: bool = True):
+        count = f"{n_prompt} tokens" if is_exact else f"at least {n_prompt} tokens"
+        super().__init__("prompt", f"This model's maximum context length is {n_ctx} tokens. However, your prompt "
+                                   f"resulted in {count}, and the answer needs at least one more.")
+        self.n_prompt, self.n_ctx = n_prompt, n_ctx
+
+
 class EngineStopped(Exception):
     """The engine answers no more: it was closed, or it failed. The text says which."""
 
@@ -137,8 +148,7 @@ class Request:
         if not self.prompt_ids:
             raise RequestError("prompt", "the prompt is empty")
         if len(self.prompt_ids) >= n_ctx:
-            raise RequestError("prompt", f"the prompt has {len(self.prompt_ids)} tokens and the context holds {n_ctx}, "
-                                         "prompt and answer together")
+            raise ContextExceeded(len(self.prompt_ids), n_ctx)
         if not all(0 <= token < n_vocab for token in self.prompt_ids):
             raise RequestError("prompt", f"a token id of the prompt is outside 0 .. {n_vocab - 1}")
         if len(self.stop) > STOPS or not all(1 <= len(string) <= STOP_LETTERS for string in self.stop):
