@@ -2,16 +2,24 @@
 
 import codecs
 import itertools
+import json
 
+import anthropic
 import numpy as np
+import openai
 import pytest
 from llguidance import LLMatcher
 
 import qengine
+from api.thinking import EFFORTS, UNLIMITED, thinks
+from cli import main
 from engine.thinking import constraint_of
 from kernels.emulated.card import EmulatedCard
+from tests.clients import CHAT, HI, app_of, official_clients, send, serving
+from tests.four_ways import blocks_of, chat_in_four_ways, message_in_four_ways
 from tests.models import load_tiny
-from tests.scripted import shipped
+from tests.scripted import ScriptedEngine, shipped
+from tests.tiny import tiny_engine
 
 WORDS = LLMatcher.grammar_from_lark('start: "\\n\\n" /[a-z]{8}/')
 
@@ -200,3 +208,109 @@ def test_requests_that_are_refused(engine):
             engine.submit(request(engine, budget))
 
 
+
+
+# ---- fields of the protocols -------------------------------------------------------------------------------
+
+THINK = {"chat_template_kwargs": {"enable_thinking": True}}
+OPENAI = [      # fields of a chat request -> the budget; None where the server's own holds
+    ({}, None), ({"reasoning_effort": "low"}, 1024), ({"reasoning_effort": "max"}, UNLIMITED),
+    ({"thinking_budget": 0}, 0), ({"thinking_token_budget": 5}, 5), ({"thinking_budget_tokens": 6}, 6),
+    ({"reasoning_budget_tokens": 7}, 7), ({"reasoning_budget_tokens": -1}, UNLIMITED),
+    ({"reasoning_effort": "high", "thinking_budget": 12}, 12),
+    ({"reasoning_effort": "none"} | THINK, None), ({"reasoning_effort": "medium"} | THINK, 4096)]
+ANTHROPIC = [
+    ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, 2000),
+    ({"thinking": {"type": "enabled", "budget_tokens": 2000}, "output_config": {"effort": "low"}}, 2000),
+    ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}}, 1024),
+    ({"thinking": {"type": "adaptive"}, "thinking_budget": 9}, 9), ({"thinking": {"type": "adaptive"}}, None)]
+OLLAMA = [({"think": True}, None), ({"think": "low"}, 1024), ({"think": "max"}, UNLIMITED),
+          ({"think": True, "options": {"thinking_budget": 3}}, 3)]
+ASKED = [*((CHAT, {"messages": [HI]} | fields, budget) for fields, budget in OPENAI),
+         *(("/v1/messages", {"messages": [HI], "max_tokens": 9} | fields, budget) for fields, budget in ANTHROPIC),
+         *(("/api/chat", {"model": "m", "messages": [HI], "stream": False} | fields, budget)
+           for fields, budget in OLLAMA)]
+
+
+@pytest.mark.parametrize("default", [None, 333])
+def test_every_field_reaches_the_engine(default):
+    engine = ScriptedEngine("a</think>b")
+    sampling = {} if default is None else {"thinking_budget": default}
+    with serving(app_of(engine, sampling=sampling)) as (port, _):
+        for path, body, budget in ASKED:
+            status, _, answer = send(port, "POST", path, body)
+            assert status == 200, answer
+            assert engine.requests[-1].thinking_budget == (default if budget is None else budget), body
+
+
+def test_more_effort_is_a_larger_budget():
+    budgets = list(EFFORTS.values())
+    assert budgets == sorted(budgets) and [thinks(effort) for effort in EFFORTS] == [False] * 2 + [True] * 5
+    assert thinks(None) is None
+
+
+@pytest.mark.parametrize("path, body, field", [
+    (CHAT, {"thinking_token_budget": -2}, "thinking_token_budget"), (CHAT, {"thinking_budget": 1.5}, "thinking_budget"),
+    ("/v1/messages", {"max_tokens": 9, "thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens")])
+def test_budgets_that_are_refused(path, body, field):
+    with serving(app_of(ScriptedEngine("a"))) as (port, _):
+        status, _, answer = send(port, "POST", path, {"messages": [HI]} | body)
+        assert status == 400 and f"'{field}' must be a whole number" in answer["error"]["message"]
+
+
+def test_a_model_whose_tag_is_spelt_says_no_to_a_number_and_takes_a_hint():
+    with serving(app_of(tiny_engine())) as (port, _):
+        body = {"messages": [HI], "max_tokens": 2}
+        for path, fields, field in ((CHAT, {"thinking_budget": 3} | THINK, "thinking_budget"),
+                                    ("/v1/messages", ANTHROPIC[0][0], "thinking.budget_tokens")):
+            status, _, answer = send(port, "POST", path, body | fields)
+            assert status == 400 and f"'{field}' needs a model that has </think>" in answer["error"]["message"]
+        for fields in {"reasoning_effort": "low"}, {"thinking_budget": 3, "reasoning_effort": "none"}:
+            assert send(port, "POST", CHAT, body | fields)[0] == 200
+
+
+# ---- the model that ships ----------------------------------------------------------------------------------
+
+SUM = [{"role": "user", "content": "What is 17 + 25?"}]
+FORMAT = {"type": "json_schema", "json_schema": {"name": "sum", "schema": {
+    "type": "object", "properties": {"sum": {"type": "integer", "minimum": 0, "maximum": 99}}, "required": ["sum"],
+    "additionalProperties": False}}}
+
+
+@pytest.fixture(scope="module")
+def port():
+    engine = qengine.load(card="emulated", slots=2, progress=False)
+    with serving(app_of(engine)) as (port, _):
+        yield port
+    engine.close()
+
+
+@pytest.mark.parametrize("budget", [0, 3])
+def test_the_answer_reads_as_text_and_its_thoughts_are_counted(port, budget):
+    """In all forms of an answer alike; the tag and the line break before it count among the thoughts."""
+    fields = {"messages": SUM, "temperature": 0, "max_tokens": 60}
+    with official_clients(openai.OpenAI, openai.AsyncOpenAI, port) as (client, run_async):
+        extra = {"extra_body": {"thinking_budget": budget} | THINK}
+        choices, usage = chat_in_four_ways(client, run_async, **fields, **extra)
+        formed, _ = chat_in_four_ways(client, run_async, **fields, **extra, response_format=FORMAT)
+    [(thought, text, calls, reason)] = choices
+    n = usage["completion_tokens_details"]["reasoning_tokens"]
+    assert text == text.strip() != "" and "think" not in text and (calls, reason) == ([], "stop")
+    assert n in (budget + 1, budget + 2) and len(shipped().tokenizer.encode(thought or "")) in (budget, budget - 1)
+    assert json.loads(formed[0][1]).keys() == {"sum"} and formed[0][0] == thought
+    with official_clients(anthropic.Anthropic, anthropic.AsyncAnthropic, port, "") as (client, run_async):
+        fields["thinking"] = {"type": "adaptive"}
+        message = message_in_four_ways(client, run_async, **fields, extra_body={"thinking_budget": budget})
+    assert message.usage.output_tokens_details.thinking_tokens == n
+    assert blocks_of(message) == [("thinking", thought)] * bool(thought) + [("text", text)]
+
+
+def test_the_command_line_limits_thoughts(capsys):
+    ask = ["-p", "What is 17 + 25?", "--card", "emulated", "--thinking", "on", "--max-tokens", "60"]
+    assert main.main([*ask, "--thinking-budget", "3"]) == 0
+    thought, tag, text = capsys.readouterr().out.partition("</think>")
+    assert tag and text.strip() and len(shipped().tokenizer.encode(thought)) <= 5
+    assert main.main([*ask, "-m", "synthetic:tiny", "--thinking-budget", "3"]) == 2
+    assert "--thinking-budget' needs a model that has </think>" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main.main(["-p", "hi", "--raw", "--thinking-budget", "3"])
