@@ -288,9 +288,9 @@ def port():
 @pytest.mark.parametrize("budget", [0, 3])
 def test_the_answer_reads_as_text_and_its_thoughts_are_counted(port, budget):
     """In all forms of an answer alike; the tag and the line break before it count among the thoughts."""
-    fields = {"messages": SUM, "temperature": 0, "max_tokens": 60}
+    fields = {"messages": SUM, "max_tokens": 60}
     with official_clients(openai.OpenAI, openai.AsyncOpenAI, port) as (client, run_async):
-        extra = {"extra_body": {"thinking_budget": budget} | THINK}
+        extra = {"temperature": 0, "extra_body": {"thinking_budget": budget} | THINK}
         choices, usage = chat_in_four_ways(client, run_async, **fields, **extra)
         formed, _ = chat_in_four_ways(client, run_async, **fields, **extra, response_format=FORMAT)
     [(thought, text, calls, reason)] = choices
@@ -300,7 +300,8 @@ def test_the_answer_reads_as_text_and_its_thoughts_are_counted(port, budget):
     assert json.loads(formed[0][1]).keys() == {"sum"} and formed[0][0] == thought
     with official_clients(anthropic.Anthropic, anthropic.AsyncAnthropic, port, "") as (client, run_async):
         fields["thinking"] = {"type": "adaptive"}
-        message = message_in_four_ways(client, run_async, **fields, extra_body={"thinking_budget": budget})
+        fields["extra_body"] = {"thinking_budget": budget, "temperature": 0}
+        message = message_in_four_ways(client, run_async, **fields)
     assert message.usage.output_tokens_details.thinking_tokens == n
     assert blocks_of(message) == [("thinking", thought)] * bool(thought) + [("text", text)]
 
