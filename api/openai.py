@@ -94,7 +94,7 @@ def seeded(request: dict, n: int) -> list[Request]:
 def error_body(answer: ErrorAnswer) -> dict:
     kind = "server_error" if answer.status >= 500 else "invalid_request_error"
     kind = "rate_limit_error" if answer.status == 429 else kind
-    return {"error": {"message": answer.message, "type": kind, "param": answer.field, "code": None}}
+    return {"error": {"message": answer.message, "type": kind, "param": answer.field, "code": answer.code}}
 
 
 PROTOCOL = WireProtocol("/", error_body)
@@ -202,15 +202,9 @@ class ChatChoice:
         """The log-probabilities of the token that was pushed last, if it is of the text."""
         if delta.logprob is None:
             return None
-        listed = self.reply.in_content and not is_end(delta, self.tokenizer)
-        content = [self._entry(delta.token_id, delta.logprob) | {
-            "top_logprobs": [self._entry(*one) for one in delta.top_logprobs]}] if listed else []
+        content = logprobs_of_text(delta, self.reply, self.tokenizer)
         self.logprobs["content"] += content
         return {"content": content, "refusal": None}
-
-    def _entry(self, token: int, logprob: float) -> dict:
-        piece = self.tokenizer.pieces[token]
-        return {"token": piece.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(piece)}
 
     def finish_reason(self, reason: str) -> str:
         return "tool_calls" if self.reply.n_calls and reason == "stop" else reason
@@ -243,6 +237,18 @@ def delta_of(part) -> dict:
 def is_end(delta: Delta, tokenizer) -> bool:
     """Whether the token ended the answer and is not part of it."""
     return delta.finish_reason == "stop" and delta.token_id in tokenizer.eos_ids
+
+
+def logprobs_of_text(delta: Delta, reply, tokenizer) -> list[dict]:
+    """The log-probabilities of the token that `reply` was given last: one entry, or none if the token is not of the
+    text."""
+    def entry(token: int, logprob: float) -> dict:
+        piece = tokenizer.pieces[token]
+        return {"token": piece.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(piece)}
+
+    if not reply.in_content or is_end(delta, tokenizer):
+        return []
+    return [entry(delta.token_id, delta.logprob) | {"top_logprobs": [entry(*one) for one in delta.top_logprobs]}]
 
 
 class Answer:
