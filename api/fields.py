@@ -2,7 +2,8 @@
 
 A description is JSON Schema, of which `check` knows: type, enum, minimum, maximum, minLength, maxLength, pattern,
 items, minItems, maxItems, properties, propertyNames, required, additionalProperties, and anyOf. A property that is not
-required may also be null, which means the same as leaving it out.
+required may also be null, which means the same as leaving it out. A `description` ends the sentence in which a client
+hears that a value does not fit.
 """
 
 import difflib
@@ -27,12 +28,18 @@ def number(name: str) -> dict:
     return {"type": "integer" if kind is int else "number", "minimum": low, "maximum": high}
 
 
+def refused(reason: str) -> dict:
+    """A field that has to be left out. reason: ends the sentence that says so."""
+    return {"enum": [None], "description": reason}
+
+
 def list_of(items: dict, least: int = 0, most: int | None = None) -> dict:
     return {"type": "array", "items": items, "minItems": least} | ({} if most is None else {"maxItems": most})
 
 
 def either(*descriptions: dict) -> dict:
-    """Any of these descriptions. They differ in their type, or are objects whose first property tells them apart."""
+    """Any of these descriptions. They differ in their type, or are objects whose first property tells them apart. Only
+    the first of such objects may do without that property."""
     return {"anyOf": list(descriptions)}
 
 
@@ -101,7 +108,7 @@ def check(value, description: dict, path: str = ""):
         description = _alternative(value, description, path)
     kind = description.get("type")
     if not (_is(value, kind) and _within(value, description)):
-        raise RequestError(path, f"'{path}' must be {_noun(description)}")
+        raise _misfit(path, description)
     if kind == "array":
         _check_items(value, description["items"], path)
     if kind == "object":
@@ -149,11 +156,19 @@ def _alternative(value, description: dict, path: str) -> dict:
     if len(fitting) > 1 and isinstance(value, dict):
         key = next(iter(fitting[0]["properties"]))
         kinds = {one["properties"][key]["enum"][0]: one for one in fitting}
-        check(value.get(key), one_of(*kinds), f"{path}.{key}")
-        return kinds[value[key]]
+        kind = value.get(key)
+        if kind is None and key not in fitting[0]["required"]:
+            return fitting[0]
+        check(kind, description | {"anyOf": [one_of(*kinds)]}, f"{path}.{key}")
+        return kinds[kind]
     if not fitting:
-        raise RequestError(path, f"'{path}' must be {_noun(description)}")
+        raise _misfit(path, description)
     return fitting[0]
+
+
+def _misfit(path: str, description: dict) -> RequestError:
+    reason = f": {description['description']}" if "description" in description else ""
+    return RequestError(path, f"'{path}' must be {_noun(description)}{reason}")
 
 
 def _is(value, kind: str | None) -> bool:
@@ -182,6 +197,8 @@ def _within(value, description: dict) -> bool:
 def _noun(description: dict) -> str:
     if "anyOf" in description:
         return " or ".join(dict.fromkeys(map(_noun, description["anyOf"])))
+    if description.get("enum") == [None]:
+        return "left out"
     if "enum" in description:
         return " or ".join(map(json.dumps, description["enum"]))
     noun = NOUNS[description["type"]]
