@@ -5,6 +5,7 @@ imports qengine or cli: a server is handed an engine, of which it uses what engi
 
     openai.py      /v1/chat/completions, /v1/models
     completions.py /v1/completions
+    responses.py   /v1/responses: what clients send; responses_stream.py: what is written; stored.py: what is kept
     anthropic.py   /v1/messages, /v1/messages/count_tokens
     plain.py       /tokenize, /detokenize, /apply-template, /health
     openapi.py     /openapi.json: all endpoints described; which protocol an error is told in

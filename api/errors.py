@@ -12,6 +12,14 @@ MAX_BODY = 4 << 20          # bytes of one request: the longest context, as toke
 PASSED_ON = "Allow", "Retry-After", "WWW-Authenticate"     # headers of HTTP errors that clients are sent
 
 
+class NotStored(RequestError):
+    """A request names a response that the server does not keep, or keeps no longer."""
+
+    def __init__(self, field: str | None, id: str, status: int, code: str | None = None):
+        super().__init__(field, f"the response {id[:80]!r} is not stored: it never was, or it had to make room")
+        self.status, self.code = status, code
+
+
 class ErrorAnswer(NamedTuple):
     """An error as HTTP knows it; each protocol has a shape of its own for it."""
 
@@ -19,6 +27,7 @@ class ErrorAnswer(NamedTuple):
     message: str
     field: str | None = None                # of the request, where one is at fault
     headers: dict = {}
+    code: str | None = None                 # OpenAI's name for what went wrong, where it has one
 
 
 def explain(error: Exception) -> ErrorAnswer:
@@ -26,6 +35,8 @@ def explain(error: Exception) -> ErrorAnswer:
     for kind, told_as in (EngineStopped, ServiceUnavailable), (DeadlineExceeded, GatewayTimeout):
         if isinstance(error, kind):
             error = told_as(str(error))
+    if isinstance(error, NotStored):
+        return ErrorAnswer(error.status, str(error), error.field, code=error.code)
     if isinstance(error, RequestError):
         return ErrorAnswer(400, str(error), error.field)
     if isinstance(error, HTTPException):
