@@ -153,7 +153,7 @@ def named_as_sent(conversation: Conversation):
         yield
     except RequestError as error:
         if error.field == "prompt":
-            raise RequestError("messages", str(error)) from None
+            error.field = "messages"
         if error.field == "grammar":
             field = "tools" if conversation.shape is None else conversation.shape.field
             raise RequestError(field, f"'{field}' cannot be enforced: {error}") from None

@@ -26,7 +26,8 @@ class WireProtocol:
 class Endpoint:
     """A path, what may be sent there, and the function that answers: view(service), or view(service, body).
 
-    path: as OpenAPI writes it. The view gets a part like {id} as the argument of this name.
+    path: as OpenAPI writes it. The view gets a part like {id} as the argument of this name. The last part of a
+    path may hold slashes.
     body: the description of the request's body, as api/fields.py has it; None: there is no body.
     query: descriptions of what may stand behind the path's question mark, by name. The view gets those that were sent
     as arguments.
@@ -50,7 +51,7 @@ class Endpoint:
     @property
     def rule(self) -> str:
         """The path as Flask writes it."""
-        return re.sub(r"{(\w+)}", r"<\1>", self.path)
+        return re.sub(r"{(\w+)}", r"<\1>", re.sub(r"{(\w+)}$", r"<path:\1>", self.path))
 
     @property
     def path_names(self) -> list[str]:

@@ -33,6 +33,15 @@ def refused(reason: str) -> dict:
     return {"enum": [None], "description": reason}
 
 
+# What clients may say of sampling, in fields named as those of Request.
+SAMPLED = {**{name: number(name) for name in SAMPLING}, "repetition_guard": BOOL}
+
+
+def sampling_of(body: dict) -> dict:
+    """Arguments of Request: what a body says of sampling."""
+    return {name: body[name] for name in SAMPLED if name in body}
+
+
 def list_of(items: dict, least: int = 0, most: int | None = None) -> dict:
     return {"type": "array", "items": items, "minItems": least} | ({} if most is None else {"maxItems": most})
 

@@ -1,6 +1,6 @@
 """OpenAI's chat completions.
 
-Beyond OpenAI's own fields there are those of SAMPLING, ignore_eos, return_token_ids (token_ids beside each piece of an
+Beyond OpenAI's own fields there are those of SAMPLED, ignore_eos, return_token_ids (token_ids beside each piece of an
 answer), timeout (the answer has to be complete within so many seconds) and chat_template_kwargs.enable_thinking, which
 overrules reasoning_effort. An answer's thoughts come as reasoning_content. A field that is not described here is
 refused, so that a client hears of a misspelt name.
@@ -9,16 +9,17 @@ refused, so that a client hears of a misspelt name.
 import time
 import uuid
 
-from engine.request import SAMPLING, STOP_LETTERS, Delta, Request, RequestError
+from engine.request import STOP_LETTERS, Delta, Request, RequestError
 
 from . import chat
 from .endpoint import Endpoint, WireProtocol
 from .errors import ErrorAnswer, explain
-from .fields import ANYTHING, BOOL, SECONDS, TEXT, either, list_of, number, object_of, one_of
+from .fields import ANYTHING, BOOL, SAMPLED, SECONDS, TEXT, either, list_of, number, object_of, one_of, sampling_of
 from .grammar import Shape
-from .reply import CallArguments, CallStart, Content, Message, Thought, kept_alive, sse, together, whole
+from .reply import CallArguments, CallStart, Content, Message, Thought, cause_of, kept_alive, sse, together, whole
 from .tools import Tool
 
+BUILD = "qengine-1"         # which server this is, in answers and in /props
 MAX_CHOICES = 16            # answers of one request
 MAX_LOGPROBS = 20           # alternatives of one token
 MAX_STOPS = 16              # stop strings of one request
@@ -57,7 +58,7 @@ BIAS = object_of({}, others={"type": "number", "minimum": -100, "maximum": 100})
     "propertyNames": {"pattern": "^[0-9]{1,9}$"}}                   # token ids, which JSON has as strings
 SHARED = {
     "model": TEXT, "stream": BOOL, "stream_options": object_of({"include_usage": BOOL, "include_obfuscation": BOOL}),
-    "n": {"type": "integer", "minimum": 1, "maximum": MAX_CHOICES}, **{name: number(name) for name in SAMPLING},
+    "n": {"type": "integer", "minimum": 1, "maximum": MAX_CHOICES}, **SAMPLED,
     "logit_bias": BIAS, "stop": either(STOP, list_of(STOP, 0, MAX_STOPS)),
     "ignore_eos": BOOL, "return_token_ids": BOOL, "timeout": SECONDS,
     # what changes no answer
@@ -74,9 +75,8 @@ CHAT = object_of({
     "modalities": one_of(["text"]), "functions": one_of([]), "function_call": one_of("none", "auto")}, ["messages"])
 def read_sampling(service, body: dict) -> dict:
     """Arguments of Request that both endpoints take. The body overrules the command line."""
-    said = {name: body[name] for name in SAMPLING if name in body}
     stop = body.get("stop", [])
-    return service.sampling | said | {
+    return service.sampling | sampling_of(body) | {
         "stop": [stop] if isinstance(stop, str) else stop, "ignore_eos": body.get("ignore_eos", False),
         "timeout": body.get("timeout"),
         "logit_bias": {int(token): float(bias) for token, bias in body.get("logit_bias", {}).items()}}
@@ -91,10 +91,15 @@ def seeded(request: dict, n: int) -> list[Request]:
 # ---- errors ----------------------------------------------------------------------------------------------
 
 
+TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
 def error_body(answer: ErrorAnswer) -> dict:
-    kind = "server_error" if answer.status >= 500 else "invalid_request_error"
-    kind = "rate_limit_error" if answer.status == 429 else kind
-    return {"error": {"message": answer.message, "type": kind, "param": answer.field, "code": answer.code}}
+    """OpenAI's clients read the code. Those of llama.cpp know a prompt that is too long by its type and its counts."""
+    kind = TYPES.get(answer.status, "server_error" if answer.status >= 500 else "invalid_request_error")
+    kind = "exceed_context_size_error" if answer.counts else kind
+    return {"error": {"message": answer.message, "type": kind, "param": answer.field, "code": answer.code,
+                      **answer.counts}}
 
 
 PROTOCOL = WireProtocol("/", error_body)
@@ -119,14 +124,8 @@ def chat_completions(service, body: dict):
     return chat.respond(service, read_conversation(body), n, make, body.get("stream", False))
 
 
-def models(service):
-    model = {"id": service.ready().name, "object": "model", "created": service.started, "owned_by": "qengine"}
-    return {"object": "list", "data": [model]}
-
-
 ENDPOINTS = [Endpoint("POST", "/v1/chat/completions", "Answer a conversation", chat_completions, PROTOCOL, CHAT,
-                      generates=True),
-             Endpoint("GET", "/v1/models", "The model that is served", models, PROTOCOL)]
+                      generates=True)]
 
 
 def read_conversation(body: dict) -> chat.Conversation:
@@ -251,6 +250,11 @@ def logprobs_of_text(delta: Delta, reply, tokenizer) -> list[dict]:
     return [entry(delta.token_id, delta.logprob) | {"top_logprobs": [entry(*one) for one in delta.top_logprobs]}]
 
 
+def end_of(choice, delta: Delta) -> dict:
+    """Why a choice ended, as its last Delta says."""
+    return {"finish_reason": choice.finish_reason(delta.finish_reason)} | cause_of(delta)
+
+
 class Answer:
     """The answer to one HTTP request, whole or as a stream of server-sent events.
 
@@ -259,7 +263,8 @@ class Answer:
 
     def __init__(self, service, body, choices, prefix, whole_name, chunk_name):
         self.choices, self.names = choices, {"whole": whole_name, "chunk": chunk_name}
-        self.head = {"id": prefix + uuid.uuid4().hex, "created": int(time.time()), "model": service.engine.name}
+        self.head = {"id": prefix + uuid.uuid4().hex, "created": int(time.time()), "model": service.engine.name,
+                     "system_fingerprint": BUILD}
         self.with_usage = body.get("stream_options", {}).get("include_usage", False)
         self.with_ids, self.n = body.get("return_token_ids", False), body.get("n", 1)
 
@@ -269,14 +274,13 @@ class Answer:
         return self.head | {"object": self.names["whole"], "choices": choices, "usage": self.usage(generations)}
 
     def _choice(self, index, choice, generation) -> dict:
-        ids, logprobs, reason = [], None, None
+        ids, logprobs = [], None
         for delta in whole(generation):
             choice.push(delta)
             ids.append(delta.token_id)
             logprobs = choice.logprobs if choice.logprobs_of(delta) is not None else None
-            reason = delta.finish_reason
         return {"index": index, **choice.whole(), **({"token_ids": ids} if self.with_ids else {}),
-                "logprobs": logprobs, "finish_reason": choice.finish_reason(reason)}
+                "logprobs": logprobs, **end_of(choice, delta)}
 
     def events(self, generations):
         """Server-sent events: a chunk per piece of an answer, as they come, usage if asked for, then [DONE]."""
@@ -304,13 +308,13 @@ class Answer:
         if delta.finish_reason or (not pieces and (logprobs or self.with_ids)):
             pieces.append(choice.closing)
         for piece in pieces:
-            reason = delta.finish_reason if piece is pieces[-1] else None
-            yield self._chunk(index, piece, ids, logprobs, choice.finish_reason(reason) if reason else None)
+            is_last = delta.finish_reason and piece is pieces[-1]
+            yield self._chunk(index, piece | (end_of(choice, delta) if is_last else {}), ids, logprobs)
             logprobs, ids = None, []    # only the first piece of a token carries its id and log-probabilities
 
-    def _chunk(self, index, piece, ids=(), logprobs=None, finish_reason=None) -> str:
-        choice = {"index": index, **piece, **({"token_ids": list(ids)} if self.with_ids else {}),
-                  "logprobs": logprobs, "finish_reason": finish_reason}
+    def _chunk(self, index, piece, ids=(), logprobs=None) -> str:
+        choice = {"index": index, **({"token_ids": list(ids)} if self.with_ids else {}), "logprobs": logprobs,
+                  "finish_reason": None, **piece}
         return self._event(choices=[choice], **({"usage": None} if self.with_usage else {}))
 
     def _event(self, **data) -> str:

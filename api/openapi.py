@@ -1,6 +1,6 @@
 """The OpenAPI document of the server, made of what checks its requests."""
 
-from . import anthropic, completions, metrics, openai, page, plain, responses
+from . import anthropic, completions, metrics, models, ollama, openai, page, plain, responses
 from .endpoint import Endpoint, WireProtocol
 
 
@@ -41,8 +41,8 @@ def published(description: dict) -> dict:
     return said
 
 
-PROTOCOLS = [openai.PROTOCOL, anthropic.PROTOCOL]
-FILES = openai, responses, completions, anthropic, plain, page, metrics       # in the order of the document
+PROTOCOLS = [openai.PROTOCOL, anthropic.PROTOCOL, ollama.PROTOCOL]
+FILES = openai, responses, completions, models, anthropic, ollama, plain, page, metrics     # in the document's order
 ENDPOINTS = [*(endpoint for file in FILES for endpoint in file.ENDPOINTS),
              Endpoint("GET", "/openapi.json", "This document", document, openai.PROTOCOL)]
 BY_NAME = {endpoint.name: endpoint for endpoint in ENDPOINTS}

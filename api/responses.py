@@ -10,7 +10,7 @@ Thoughts come as the content of reasoning items. These models write no summaries
 asks for reasoning.encrypted_content, the thoughts stand there as well, in base64, for clients that send nothing else
 back.
 
-Beyond OpenAI's own fields there are those of SAMPLING, and stop, logit_bias, ignore_eos and timeout, as in openai.py.
+Beyond OpenAI's own fields there are those of SAMPLED, and stop, logit_bias, ignore_eos and timeout, as in openai.py.
 """
 
 import base64
@@ -23,12 +23,12 @@ import time
 
 import flask
 
-from engine.request import SAMPLING, Request, RequestError
+from engine.request import Request, RequestError
 
 from . import chat
 from .endpoint import Endpoint
-from .errors import NotStored
-from .fields import ANYTHING, BOOL, SECONDS, TEXT, either, list_of, number, object_of, one_of, refused
+from .errors import NotFound
+from .fields import ANYTHING, BOOL, SAMPLED, SECONDS, TEXT, either, list_of, number, object_of, one_of, refused
 from .grammar import Shape
 from .openai import (BIAS, FORMAT, MAX_LOGPROBS, MAX_STOPS, NAME, NO_EFFORT, OBJECT, PROTOCOL, STOP, read_choice,
                      read_sampling)
@@ -82,7 +82,7 @@ CONVERSATION = {
     "truncation": one_of("auto", "disabled"),
     "conversation": refused("conversations are not kept, and 'previous_response_id' goes on with a response")}
 RESPONSE = object_of({
-    **CONVERSATION, **{name: number(name) for name in SAMPLING if name != "max_tokens"},
+    **CONVERSATION, **{name: one for name, one in SAMPLED.items() if name != "max_tokens"},
     "max_output_tokens": number("max_tokens"), "include": INCLUDE, "store": BOOL, "stream": BOOL,
     "top_logprobs": {"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS},
     "metadata": object_of({}, others={"type": "string", "maxLength": 512}),
@@ -141,7 +141,7 @@ def retrieve(service, response_id: str, **_):
 
 def delete(service, response_id: str):
     if not service.stored.forget(read_owner(), response_id):
-        raise NotStored(None, response_id, 404)
+        raise not_kept(response_id)
     return {"id": response_id, "object": "response", "deleted": True}
 
 
@@ -185,8 +185,13 @@ def find(service, id: str) -> tuple[dict, list[dict]]:
     """A kept response and its input."""
     found = service.stored.find(read_owner(), id)
     if found is None:
-        raise NotStored(None, id, 404)
+        raise not_kept(id)
     return found
+
+
+def not_kept(id: str) -> NotFound:
+    return NotFound(None, f"the response {id[:80]!r} is not kept: it never was, or it had to make room for others",
+                    "response_not_found")
 
 
 def told(service, body: dict, request: Request) -> dict:
@@ -219,7 +224,7 @@ def read_previous(service, body: dict) -> list[dict]:
         return []
     found = service.stored.find(read_owner(), id)
     if found is None:
-        raise NotStored("previous_response_id", id, 400, "previous_response_not_found")
+        raise NotFound("previous_response_id", str(not_kept(id)), "previous_response_not_found", status=400)
     response, items = found
     return items + response["output"]
 

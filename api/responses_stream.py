@@ -14,7 +14,7 @@ from engine.request import Delta
 
 from .errors import explain
 from .openai import error_body, logprobs_of_text
-from .reply import CallArguments, CallStart, Content, Thought, kept_alive, sse, whole
+from .reply import CallArguments, CallStart, Content, Thought, cause_of, kept_alive, sse, whole
 
 SEAL = "qengine."           # how the encrypted_content of this server begins; what follows is base64, not a secret
 
@@ -65,18 +65,16 @@ class Answer:
     def _written(self, generation, is_stream: bool):
         """The events of the items, each as (name, fields), and ("", {}) where there is nothing to write. At the end the
         response is complete."""
-        reason = None
         for delta in whole(generation, is_stream):
             if delta is not None:
-                reason = delta.finish_reason
+                last = delta
                 yield from self._pushed(delta)
             yield "", {}
-        status = "incomplete" if reason == "length" else "completed"
-        yield from self._close(status)
-        self.response |= {
-            "status": status, "usage": self.usage(generation),
-            "incomplete_details": {"reason": "max_output_tokens"} if reason == "length" else None,
-            "completed_at": int(time.time()) if reason == "stop" else None}
+        self.response |= {"status": "completed", "completed_at": int(time.time()), "usage": self.usage(generation)}
+        if last.finish_reason == "length":
+            self.response |= {"status": "incomplete", "completed_at": None,
+                              "incomplete_details": {"reason": "max_output_tokens"} | cause_of(last)}
+        yield from self._close(self.response["status"])
         if self.keep:
             self.response["store"] = self.keep(self.response)
 

@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from multiprocessing.connection import Connection, Pipe
 
@@ -27,6 +28,10 @@ OUT_OF_MEMORY = 77          # the exit status that says so
 
 class LimitExceeded(Exception):
     """A function did not end within its limits. The text says of it what it did, as in "takes longer than 5 s"."""
+
+
+class OutOfPatience(LimitExceeded):
+    """The caller does not want to wait any longer."""
 
 
 class Failed(Exception):
@@ -51,16 +56,21 @@ class Sandbox:
         self._process = self._pipe = None
         self._end = lambda: None                # ends the process, if there is one; called when this object dies, too
 
-    def call(self, function: str, *arguments, seconds: float):
-        """What the function returns. seconds: for the call, and as much again for other calls that came first. Raises
-        Failed and LimitExceeded."""
-        asked = json.dumps([function, arguments, seconds]).encode()
-        if not self._lock.acquire(timeout=seconds):
-            raise LimitExceeded(f"has waited for others for {seconds:g} s")
+    def call(self, function: str, *arguments, seconds: float, patience: float = threading.TIMEOUT_MAX):
+        """What the function returns. seconds: that the function may take. patience: seconds that the caller waits, also
+        for calls that came first. Raises Failed, LimitExceeded, OutOfPatience."""
+        started = time.monotonic()
+        if not self._lock.acquire(timeout=patience):
+            raise OutOfPatience(f"has waited for others for {patience:g} s")
         try:
             if self._process is None or self._process.poll() is not None:
                 self._start()
-            said = self._ask(asked, seconds)
+            seconds = min(seconds, max(0, started + patience - time.monotonic()))
+            said = self._ask(json.dumps([function, arguments, seconds]).encode(), seconds)
+        except LimitExceeded as error:
+            if time.monotonic() >= started + patience:
+                raise OutOfPatience(str(error)) from None
+            raise
         finally:
             self._lock.release()
         value, kind, text = json.loads(said)
@@ -79,14 +89,14 @@ class Sandbox:
         program = (f"import sys; sys.path[:] = {sys.path!r}; from engine.sandbox import serve; "
                    f"serve({theirs.fileno()}, {self.module!r}, {self.n_bytes})")
         with theirs:
-            self._process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.DEVNULL,
+            self._process = subprocess.Popen([sys.executable, "-W", "ignore", "-c", program], stdin=subprocess.DEVNULL,
                                              stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         self._pipe, self._end = ours, weakref.finalize(self, _end, self._process, ours)
         self._ask(None, START_SECONDS)
 
     def _ask(self, asked: bytes | None, seconds: float) -> bytes:
         """Sends what is asked, if anything is, and returns the answer."""
-        status = -signal.SIGXCPU                        # of a process that took too much time
+        status = -signal.SIGXCPU                        # of a process that has used too much processor time
         try:
             if asked is not None:
                 self._pipe.send_bytes(asked)
@@ -95,10 +105,11 @@ class Sandbox:
         except (EOFError, OSError):
             status = self._process.wait()
         self._end()
-        raise LimitExceeded({
-            -signal.SIGXCPU: f"takes longer than {seconds:g} s",
-            OUT_OF_MEMORY: f"takes more than {self.n_bytes >> 20} MiB of memory",
-        }.get(status, f"has ended its process, with status {status}"))
+        if status == -signal.SIGXCPU:
+            raise LimitExceeded(f"takes longer than {seconds:g} s")
+        if status == OUT_OF_MEMORY:
+            raise LimitExceeded(f"takes more than {self.n_bytes >> 20} MiB of memory")
+        raise LimitExceeded(f"has ended its process, with status {status}")
 
 
 def _end(process: subprocess.Popen, pipe: Connection):

@@ -309,7 +309,7 @@ def test_what_is_not_kept(scripted):
         assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
         for ask in client.responses.retrieve, client.responses.delete, client.responses.cancel, \
                 client.responses.input_items.list:
-            with pytest.raises(openai.NotFoundError, match="not stored"):
+            with pytest.raises(openai.NotFoundError, match="not kept"):
                 ask(id)
 
 
@@ -321,7 +321,7 @@ def test_another_key_reads_nothing():
         for read in two.responses.retrieve, two.responses.delete, two.responses.input_items.list:
             with pytest.raises(openai.NotFoundError):
                 read(kept.id)
-        with pytest.raises(openai.BadRequestError, match="not stored"):
+        with pytest.raises(openai.BadRequestError, match="not kept"):
             two.responses.create(model="m", input="And?", previous_response_id=kept.id)
         with pytest.raises(openai.BadRequestError, match="not kept"):
             two.responses.create(model="m", input=[{"type": "item_reference", "id": kept.output[0].id}])
