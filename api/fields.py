@@ -2,8 +2,8 @@
 
 A description is JSON Schema, of which `check` knows: type, enum, minimum, maximum, minLength, maxLength, pattern,
 items, minItems, maxItems, properties, propertyNames, required, additionalProperties, and anyOf. A property that is not
-required may also be null, which means the same as leaving it out. A `description` ends the sentence in which a client
-hears that a value does not fit.
+required may also be null, which means the same as leaving it out. "x-refused" is of our own: why a value that does not
+fit is refused.
 """
 
 import difflib
@@ -28,11 +28,6 @@ def number(name: str) -> dict:
     return {"type": "integer" if kind is int else "number", "minimum": low, "maximum": high}
 
 
-def refused(reason: str) -> dict:
-    """A field that has to be left out. reason: ends the sentence that says so."""
-    return {"enum": [None], "description": reason}
-
-
 # What clients may say of sampling, in fields named as those of Request.
 SAMPLED = {**{name: number(name) for name in SAMPLING}, "repetition_guard": BOOL}
 
@@ -40,6 +35,11 @@ SAMPLED = {**{name: number(name) for name in SAMPLING}, "repetition_guard": BOOL
 def sampling_of(body: dict) -> dict:
     """Arguments of Request: what a body says of sampling."""
     return {name: body[name] for name in SAMPLED if name in body}
+
+
+def refused(reason: str, *neutral) -> dict:
+    """Nothing but these values, which ask for nothing; null does neither. reason: why there is no more, a sentence."""
+    return {"enum": list(neutral) or [None], "x-refused": reason}
 
 
 def list_of(items: dict, least: int = 0, most: int | None = None) -> dict:
@@ -176,8 +176,10 @@ def _alternative(value, description: dict, path: str) -> dict:
 
 
 def _misfit(path: str, description: dict) -> RequestError:
-    reason = f": {description['description']}" if "description" in description else ""
-    return RequestError(path, f"'{path}' must be {_noun(description)}{reason}")
+    reason = description.get("x-refused")
+    if reason and "enum" in description:
+        return RequestError(path, f"'{path}' is not supported: {reason}")
+    return RequestError(path, f"'{path}' must be {_noun(description)}" + (f": {reason}" if reason else ""))
 
 
 def _is(value, kind: str | None) -> bool:
@@ -206,8 +208,6 @@ def _within(value, description: dict) -> bool:
 def _noun(description: dict) -> str:
     if "anyOf" in description:
         return " or ".join(dict.fromkeys(map(_noun, description["anyOf"])))
-    if description.get("enum") == [None]:
-        return "left out"
     if "enum" in description:
         return " or ".join(map(json.dumps, description["enum"]))
     noun = NOUNS[description["type"]]

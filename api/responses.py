@@ -37,8 +37,8 @@ from .tools import Tool
 
 # ---- what may be sent ------------------------------------------------------------------------------------
 
-NO_TOOLS = {"description": "the server has no tools of its own, and clients run functions alone"}
-ONLY_TEXT = {"description": "the models read text alone"}
+FUNCTION = refused("the server has no tools of its own, and clients run functions alone", "function")
+NO_TOOLS, ONLY_TEXT = {"x-refused": FUNCTION["x-refused"]}, {"x-refused": "the models read text alone"}
 
 
 def typed(type: str, required: dict, **optional) -> dict:
@@ -56,10 +56,10 @@ ITEM = either(
     typed("function_call_output", {"call_id": TEXT, "output": CONTENT}),
     typed("reasoning", {}, id=TEXT, summary=list_of(typed("summary_text", {"text": TEXT})), encrypted_content=TEXT,
           content=list_of(typed("reasoning_text", {"text": TEXT}))),
-    typed("item_reference", {"id": TEXT})) | {"description": "the server has no tools that make or take other items"}
-TOOL = object_of({"type": one_of("function") | NO_TOOLS, "name": NAME, "description": TEXT, "parameters": OBJECT,
+    typed("item_reference", {"id": TEXT})) | {"x-refused": "the server has no tools that make or take other items"}
+TOOL = object_of({"type": FUNCTION, "name": NAME, "description": TEXT, "parameters": OBJECT,
                   "strict": BOOL}, ["type", "name"], others=True)
-NAMED_TOOL = object_of({"type": one_of("function") | NO_TOOLS, "name": TEXT}, ["type", "name"])
+NAMED_TOOL = object_of({"type": FUNCTION, "name": TEXT}, ["type", "name"])
 CHOICE = either(one_of("none", "auto", "required"), NAMED_TOOL, object_of(
     {"type": one_of("allowed_tools"), "mode": one_of("auto", "required"), "tools": list_of(NAMED_TOOL, 1)},
     ["type", "mode", "tools"])) | NO_TOOLS
@@ -92,8 +92,8 @@ RESPONSE = object_of({
                      "prompt_cache_options", "max_tool_calls", "access_programs", "image"], ANYTHING),
     "stream_options": object_of({"include_obfuscation": BOOL}),
     # only what asks for nothing
-    "background": one_of(False) | {"description": "a response is made while its client waits"},
-    "context_management": one_of([]) | {"description": "the server does not shorten conversations"},
+    "background": refused("a response is made while its client waits", False),
+    "context_management": refused("the server does not shorten conversations", []),
     "prompt": refused("no prompts are kept here, and 'instructions' and 'input' hold the prompt itself"),
     "moderation": refused("nothing is moderated here")}, ["input"])
 
@@ -163,8 +163,8 @@ def input_items(service, response_id: str, limit: int = 20, order: str = "desc",
             "last_id": data[-1]["id"] if data else None, "has_more": start + limit < len(items)}
 
 
-ONE, STREAM = "/v1/responses/{response_id}", {"stream": one_of("false") | {
-    "description": "a response can be streamed only while it is made"}}
+ONE = "/v1/responses/{response_id}"
+STREAM = {"stream": refused("a response can be streamed only while it is made", "false")}
 PAGE = {"limit": {"type": "integer", "minimum": 1, "maximum": 100}, "order": one_of("asc", "desc"), "after": TEXT}
 ENDPOINTS = [
     Endpoint("POST", "/v1/responses", "Answer a conversation", create, PROTOCOL, RESPONSE, generates=True),

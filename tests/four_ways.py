@@ -86,7 +86,8 @@ def blocks_of(message):
 
 
 def respond_in_four_ways(client, run_async, **arguments):
-    """A response, at once and asynchronously, whole and streamed, which have to agree but for ids and times."""
+    """A response, at once and asynchronously, whole and streamed, which have to agree but for ids, times and
+    what the cache had."""
     arguments = {"model": "m"} | arguments
 
     async def asynchronously(client):
@@ -109,7 +110,7 @@ def unnamed(response):
         item.pop("call_id", None)
     times = said.pop("created_at"), said.pop("completed_at")
     assert times[1] is None or times[0] <= times[1]
-    return said | {"id": None}
+    return said | {"id": None, "usage": said["usage"] | {"input_tokens_details": None}}
 
 
 def check_events(events):

@@ -174,6 +174,9 @@ PLACES = {          # path, body, where the answer says how it ended, how it doe
     "chat": (CHAT, MESSAGES, lambda answer: answer["choices"][0], {"finish_reason": "length"}),
     "text": (TEXT, {"prompt": "hi", "max_tokens": 4000}, lambda answer: answer["choices"][0],
              {"finish_reason": "length"}),
+    "responses": ("/v1/responses", {"input": "hi", "max_output_tokens": 4000},
+                  lambda answer: answer["incomplete_details"] or {"reason": "max_output_tokens"},
+                  {"reason": "max_output_tokens"}),
     "anthropic": ("/v1/messages", MESSAGES, dict, {"stop_reason": "max_tokens", "stop_sequence": None})}
 
 
