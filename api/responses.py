@@ -101,11 +101,7 @@ RESPONSE = object_of({
 
 
 def create(service, body: dict):
-    owner, previous = read_owner(), read_previous(service, body)
-    items = previous + read_items(service, body["input"])
-    conversation = read_conversation(body, items)
-    include = body.get("include", ())
-    sampling = read_sampling(service, body)
+    owner, include, sampling = read_owner(), body.get("include", ()), read_sampling(service, body)
     if "max_output_tokens" in body:
         sampling["max_tokens"] = body["max_output_tokens"]
     if LOGPROBS in include or "top_logprobs" in body:
@@ -122,8 +118,10 @@ def create(service, body: dict):
         return [request], answer
 
     with named_as_input():
-        if body.get("truncation") == "auto":
-            with service.places(1):
+        with service.places(1):                 # megabytes of conversation take a while
+            items = read_previous(service, body) + read_items(service, body["input"])
+            conversation = read_conversation(body, items)
+            if body.get("truncation") == "auto":
                 conversation = shortened(service, conversation)
         return chat.respond(service, conversation, 1, make, body.get("stream", False))
 
