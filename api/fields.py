@@ -36,6 +36,11 @@ def sampling_of(body: dict) -> dict:
     return {name: body[name] for name in SAMPLED if name in body}
 
 
+def refused(reason: str, *neutral) -> dict:
+    """Nothing but these values, which ask for nothing; null does neither. reason: why there is no more, a sentence."""
+    return {"enum": list(neutral) or [None], "x-refused": reason}
+
+
 def list_of(items: dict, least: int = 0, most: int | None = None) -> dict:
     return {"type": "array", "items": items, "minItems": least} | ({} if most is None else {"maxItems": most})
 
@@ -109,6 +114,10 @@ def check(value, description: dict, path: str = ""):
     if "anyOf" in description:
         description = _alternative(value, description, path)
     kind = description.get("type")
+    if "x-refused" in description and not _within(value, description):
+        taken = " or ".join(json.dumps(one) for one in description["enum"] if one is not None)
+        raise RequestError(path, f"'{path}' is not supported: {description['x-refused']}" +
+                           (f" (it may be {taken})" if taken else ""))
     if not (_is(value, kind) and _within(value, description)):
         raise RequestError(path, f"'{path}' must be {_noun(description)}")
     if kind == "array":
