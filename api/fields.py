@@ -116,6 +116,10 @@ def check(value, description: dict, path: str = ""):
     if "anyOf" in description:
         description = _alternative(value, description, path)
     kind = description.get("type")
+    if "x-refused" in description and not _within(value, description):
+        taken = " or ".join(json.dumps(one) for one in description["enum"] if one is not None)
+        raise RequestError(path, f"'{path}' is not supported: {description['x-refused']}" +
+                           (f" (it may be {taken})" if taken else ""))
     if not (_is(value, kind) and _within(value, description)):
         raise _misfit(path, description)
     if kind == "array":
