@@ -116,10 +116,6 @@ def check(value, description: dict, path: str = ""):
     if "anyOf" in description:
         description = _alternative(value, description, path)
     kind = description.get("type")
-    if "x-refused" in description and not _within(value, description):
-        taken = " or ".join(json.dumps(one) for one in description["enum"] if one is not None)
-        raise RequestError(path, f"'{path}' is not supported: {description['x-refused']}" +
-                           (f" (it may be {taken})" if taken else ""))
     if not (_is(value, kind) and _within(value, description)):
         raise _misfit(path, description)
     if kind == "array":
@@ -182,7 +178,8 @@ def _alternative(value, description: dict, path: str) -> dict:
 def _misfit(path: str, description: dict) -> RequestError:
     reason = description.get("x-refused")
     if reason and "enum" in description:
-        return RequestError(path, f"'{path}' is not supported: {reason}")
+        taken = " or ".join(json.dumps(one) for one in description["enum"] if one is not None)
+        return RequestError(path, f"'{path}' is not supported: {reason}" + (f" (it may be {taken})" if taken else ""))
     return RequestError(path, f"'{path}' must be {_noun(description)}" + (f": {reason}" if reason else ""))
 
 

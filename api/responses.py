@@ -10,7 +10,7 @@ Thoughts come as the content of reasoning items. These models write no summaries
 asks for reasoning.encrypted_content, the thoughts stand there as well, in base64, for clients that send nothing else
 back.
 
-Beyond OpenAI's own fields there are those of SAMPLED, and stop, logit_bias, ignore_eos and timeout, as in openai.py.
+field_table.py says which fields are taken, and how.
 """
 
 import base64
@@ -25,13 +25,13 @@ import flask
 
 from engine.request import Request, RequestError
 
-from . import chat
+from . import chat, field_table
 from .endpoint import Endpoint
 from .errors import NotFound
-from .fields import ANYTHING, BOOL, SAMPLED, SECONDS, TEXT, either, list_of, number, object_of, one_of, refused
+from .field_table import fields_of
+from .fields import ANYTHING, BOOL, SAMPLED, TEXT, either, list_of, number, object_of, one_of, refused
 from .grammar import Shape
-from .openai import (BIAS, FORMAT, MAX_LOGPROBS, MAX_STOPS, NAME, NO_EFFORT, OBJECT, PROTOCOL, STOP, read_choice,
-                     read_sampling)
+from .openai import FORMAT, MAX_LOGPROBS, NAME, NO_EFFORT, OBJECT, PROTOCOL, SHARED, read_choice, read_sampling
 from .responses_stream import SEAL, Answer
 from .tools import Tool
 
@@ -79,23 +79,17 @@ CONVERSATION = {
     "reasoning": object_of({
         "effort": one_of(*NO_EFFORT, "low", "medium", "high", "xhigh", "max"), "summary": SUMMARY,
         "generate_summary": SUMMARY, "context": one_of("auto", "current_turn"), "mode": one_of("standard")}),
-    "truncation": one_of("auto", "disabled"),
-    "conversation": refused("conversations are not kept, and 'previous_response_id' goes on with a response")}
-RESPONSE = object_of({
-    **CONVERSATION, **{name: one for name, one in SAMPLED.items() if name != "max_tokens"},
-    "max_output_tokens": number("max_tokens"), "include": INCLUDE, "store": BOOL, "stream": BOOL,
+    "truncation": one_of("auto", "disabled")}
+SAME = [*(name for name in SAMPLED if name != "max_tokens"), "logit_bias", "stop", "stop_token_ids", "ignore_eos",
+        "timeout"]          # as chats have them
+RESPONSE = object_of(fields_of(field_table.RESPONSES, {
+    **CONVERSATION, **{name: SHARED[name] for name in SAME}, "stream": BOOL, "store": BOOL, "include": INCLUDE,
+    "max_output_tokens": number("max_tokens"), "stream_options": object_of({"include_obfuscation": BOOL}),
     "top_logprobs": {"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS},
-    "metadata": object_of({}, others={"type": "string", "maxLength": 512}),
-    "logit_bias": BIAS, "stop": either(STOP, list_of(STOP, 0, MAX_STOPS)), "ignore_eos": BOOL, "timeout": SECONDS,
-    # what changes no answer; max_tool_calls counts calls of OpenAI's own tools
-    **dict.fromkeys(["user", "safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_retention",
-                     "prompt_cache_options", "max_tool_calls", "access_programs", "image"], ANYTHING),
-    "stream_options": object_of({"include_obfuscation": BOOL}),
-    # only what asks for nothing
-    "background": refused("a response is made while its client waits", False),
-    "context_management": refused("the server does not shorten conversations", []),
-    "prompt": refused("no prompts are kept here, and 'instructions' and 'input' hold the prompt itself"),
-    "moderation": refused("nothing is moderated here")}, ["input"])
+    "metadata": object_of({}, others={"type": "string", "maxLength": 512})}), ["input"])
+# A token count takes fewer fields.
+COUNTED = object_of({name: RESPONSE["properties"][name] for name in (*CONVERSATION, "conversation")}
+                    | {"personality": ANYTHING}, ["input"])
 
 # ---- endpoints -------------------------------------------------------------------------------------------
 
@@ -167,7 +161,7 @@ PAGE = {"limit": {"type": "integer", "minimum": 1, "maximum": 100}, "order": one
 ENDPOINTS = [
     Endpoint("POST", "/v1/responses", "Answer a conversation", create, PROTOCOL, RESPONSE, generates=True),
     Endpoint("POST", "/v1/responses/input_tokens", "How long the prompt of a response is", count_tokens, PROTOCOL,
-             object_of(CONVERSATION | {"personality": ANYTHING}, ["input"])),
+             COUNTED),
     Endpoint("GET", ONE, "A kept response", retrieve, PROTOCOL, query=STREAM),
     Endpoint("DELETE", ONE, "Forget a kept response", delete, PROTOCOL),
     Endpoint("POST", ONE + "/cancel", "Refused: no response is in the background", cancel, PROTOCOL),
@@ -199,17 +193,16 @@ def told(service, body: dict, request: Request) -> dict:
         "id": f"resp_{secrets.token_hex(24)}", "object": "response", "created_at": int(time.time()),
         "status": "in_progress", "background": False, "error": None, "incomplete_details": None,
         "instructions": body.get("instructions"), "max_output_tokens": body.get("max_output_tokens"),
-        "max_tool_calls": body.get("max_tool_calls"), "metadata": body.get("metadata", {}),
+        "metadata": body.get("metadata", {}),
         "model": service.engine.name, "output": [], "parallel_tool_calls": body.get("parallel_tool_calls", True),
-        "previous_response_id": body.get("previous_response_id"), "prompt_cache_key": body.get("prompt_cache_key"),
-        "reasoning": {"effort": reasoning.get("effort"), "summary": None},
-        "safety_identifier": body.get("safety_identifier"), "service_tier": "default",
+        "previous_response_id": body.get("previous_response_id"),
+        "reasoning": {"effort": reasoning.get("effort"), "summary": None}, "service_tier": "default",
         "store": body.get("store", True), "temperature": request.temperature,
         "text": {"format": text.get("format", {"type": "text"}), "verbosity": text.get("verbosity", "medium")},
         "tool_choice": body.get("tool_choice", "auto"),
         "tools": [{"parameters": None, "strict": None} | tool for tool in body.get("tools", [])],
         "top_logprobs": request.top_logprobs or 0, "top_p": request.top_p,
-        "truncation": body.get("truncation", "disabled"), "usage": None, "user": body.get("user")}
+        "truncation": body.get("truncation", "disabled"), "usage": None}
 
 
 # ---- reading ---------------------------------------------------------------------------------------------
@@ -287,7 +280,7 @@ def read_format(format: dict) -> Shape | None:
         case "json_schema":
             return Shape("json", format["schema"], "text.format.schema")
         case "json_object":
-            return Shape("json", {"type": "object"}, "text.format")
+            return Shape("json", format.get("schema", {"type": "object"}), "text.format")
     return None
 
 
