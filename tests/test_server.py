@@ -237,7 +237,7 @@ BAD = [     # endpoint, body, the field to be named
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
     (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
     (CHAT, {"messages": [HI], "chat_template_kwargs": {"enable_thinking": "yes"}}, "chat_template_kwargs.enable_thinking"),
-    (CHAT, {"messages": [HI], "chat_template_kwargs": {"other": 1}}, "chat_template_kwargs.other"),
+    (CHAT, {"messages": [HI], "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
     (CHAT, {"messages": [HI], "chat_template_kwargs": True}, "chat_template_kwargs"),
     (CHAT, {"messages": [HI], "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     (CHAT, {"messages": [HI], "logit_bias": {"5": 101}}, "logit_bias.5"),
