@@ -16,15 +16,16 @@ import time
 
 import flask
 
-from engine.request import SAMPLING, Request, RequestError
+from engine.request import Request, RequestError
 
 from . import chat
 from .endpoint import Endpoint, WireProtocol
 from .errors import ErrorAnswer, explain
-from .fields import ANYTHING, BOOL, TEXT, either, list_of, number, object_of, one_of
+from .fields import ANYTHING, BOOL, SAMPLED, TEXT, either, list_of, object_of, one_of
 from .grammar import Rules, Shape
 from .openai import CALL, ID, MAX_LOGPROBS, MAX_STOPS, OBJECT, STOP, TOOL, ChatChoice, read_tools
-from .reply import Call, Content, Message, Thought, kept_alive, whole
+from .reply import Call, Content, Message, Thought, cause_of, kept_alive, whole
+from .thinking import read_budget, thinks
 from .tools import form_of
 
 VERSION = "0.13.0"          # of Ollama, whose API this is: clients compare it with the version that they need
@@ -37,8 +38,8 @@ def whole_number(least: int, most: int = 2**31 - 1) -> dict:
     return {"type": "integer", "minimum": least, "maximum": most}
 
 
-# Ollama's names of the numbers of SAMPLING.
-NAMES = {name: name for name in SAMPLING if name not in ("max_tokens", "repetition_penalty")} | {
+# Ollama's names of what SAMPLED holds.
+NAMES = {name: name for name in SAMPLED if name not in ("max_tokens", "repetition_penalty")} | {
     "num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 # Numbers that may also be below what SAMPLING allows, which leaves the choice to the server.
 OPEN = {"num_predict": whole_number(-2), "top_k": whole_number(-1), "seed": whole_number(-1, 2**64 - 1)}
@@ -47,7 +48,7 @@ WITHOUT_EFFECT = ["embedding_only", "f16_kv", "logits_all", "low_vram", "main_gp
                   "num_batch", "num_gpu", "num_keep", "num_thread", "numa", "penalize_newline", "use_mlock", "use_mmap",
                   "vocab_only"]
 OPTIONS = object_of({
-    **{name: number(of) for name, of in NAMES.items()}, **OPEN, **OFF, **dict.fromkeys(WITHOUT_EFFECT, ANYTHING),
+    **{name: SAMPLED[of] for name, of in NAMES.items()}, **OPEN, **OFF, **dict.fromkeys(WITHOUT_EFFECT, ANYTHING),
     "stop": either(STOP, list_of(STOP, 0, MAX_STOPS)), "num_ctx": whole_number(0), "repeat_last_n": whole_number(-1)})
 
 MESSAGE = object_of({
@@ -157,7 +158,8 @@ def converse(body: dict, messages: list[dict], toolbox=None) -> chat.Conversatio
     format, think = body.get("format"), body.get("think")
     schema = {"type": "object"} if format == "json" else format
     shape = Shape("json", schema, "format") if schema else None
-    return chat.Conversation(messages, None if think is None else bool(think), toolbox, shape)
+    effort = think if isinstance(think, str) else None
+    return chat.Conversation(messages, thinks(effort) if effort else think, toolbox, shape, **read_budget({}, effort))
 
 
 def read_message(message: dict) -> dict:
@@ -270,7 +272,8 @@ class Answer:
                  "prompt_eval_duration": (generation.started, first), "eval_duration": (first, last)}
         spent = {name: round((end - start) * 1e9) for name, (start, end) in times.items()}
         counts = {"prompt_eval_count": generation.n_prompt, "eval_count": generation.n_generated}
-        return {"done": True, "done_reason": reason} | self._context(generation, reason) | spent | counts
+        end = {"done": True, "done_reason": reason} | cause_of(generation)
+        return end | self._context(generation, reason) | spent | counts
 
     def _context(self, generation, reason: str) -> dict:
         """The token ids of prompt and answer. Templates have a line break after the end of a turn."""

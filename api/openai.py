@@ -17,13 +17,13 @@ from .field_table import fields_of
 from .fields import ANYTHING, BOOL, SAMPLED, SECONDS, TEXT, either, list_of, number, object_of, one_of, sampling_of
 from .grammar import Shape, at_least
 from .reply import CallArguments, CallStart, Content, Message, Thought, cause_of, kept_alive, sse, together, whole
+from .thinking import BUDGETS, EFFORTS, read_budget, thinks
 from .tools import Tool
 
 BUILD = "qengine-1"         # which server this is, in answers and in /props
 MAX_CHOICES = 16            # answers of one request
 MAX_LOGPROBS = 20           # alternatives of one token
 MAX_STOPS = 16              # stop strings of one request
-NO_EFFORT = "none", "minimal"       # values of reasoning_effort that turn thoughts off; the models know no degrees
 
 # ---- what may be sent ------------------------------------------------------------------------------------
 
@@ -80,7 +80,7 @@ CHAT = object_of(fields_of(field_table.CHAT, {
     "tool_choice": either(one_of("none", "auto", "required"), NAMED_TOOL, ALLOWED_TOOLS),
     "chat_template_kwargs": object_of({"enable_thinking": BOOL}, others=True), "documents": list_of(OBJECT),
     "add_generation_prompt": BOOL, "continue_final_message": BOOL,
-    "reasoning_effort": one_of(*NO_EFFORT, "low", "medium", "high", "xhigh", "max")}), ["messages"])
+    "reasoning_effort": one_of(*EFFORTS), **BUDGETS}), ["messages"])
 
 # Other names of one number -> that number's name in Request. The last one that is said counts.
 ALIASES = {"n_predict": "max_tokens", "max_tokens": "max_tokens", "max_completion_tokens": "max_tokens",
@@ -172,14 +172,17 @@ ENDPOINTS = [Endpoint("POST", "/v1/chat/completions", "Answer a conversation", c
 def read_conversation(body: dict) -> chat.Conversation:
     """What a chat request wants answered."""
     variables = dict(body.get("chat_template_kwargs", {}))
-    thinking = variables.pop("enable_thinking", None)
     if "documents" in body:
         variables["documents"] = body["documents"]
-    if thinking is None and "reasoning_effort" in body:
-        thinking = body["reasoning_effort"] not in NO_EFFORT
+    thinking, effort = variables.pop("enable_thinking", None), body.get("reasoning_effort")
+    if thinking is None:
+        thinking = thinks(effort)
+    elif thinking != thinks(effort):        # the effort is overruled
+        effort = None
     messages, is_continued = read_messages(body["messages"]), read_continued(body)
-    return chat.Conversation(messages, thinking, read_tools(body), read_shape(body), is_continued, variables,
-                             is_continued or body.get("add_generation_prompt", True))
+    return chat.Conversation(messages, thinking, read_tools(body), read_shape(body), **read_budget(body, effort),
+                             continued=is_continued, template_kwargs=variables,
+                             add_generation_prompt=is_continued or body.get("add_generation_prompt", True))
 
 
 def read_continued(body: dict) -> bool:

@@ -188,7 +188,7 @@ def test_every_option_is_taken(scripted, name):
     """By its name, with a value that changes nothing."""
     scripted[0].script = "Hello."
     value = 1 if name in ("num_predict", *OFF) and name != "mirostat" else "x" if name == "stop" else 0
-    value = 1 if name == "repeat_penalty" else True if name in WITHOUT_EFFECT else value
+    value = 1 if name == "repeat_penalty" else True if name in (*WITHOUT_EFFECT, "repetition_guard") else value
     assert post(scripted[3], "/api/chat", messages=HI, options={name: value})[0] == 200
     assert post(scripted[3], "/api/chat", messages=HI, options={name: None})[0] == 200
 
