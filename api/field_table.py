@@ -53,8 +53,9 @@ SPARE = "it belongs to a way of sampling that is refused"
 CACHE = "a cache changes no answer, only its speed"
 MEASURED = "/metrics, /slots and the log say how fast requests run"
 
+# Whose the numbers of SAMPLING are; all others are vLLM's and llama.cpp's.
 SAMPLER = {"max_tokens": "OpenAI", "temperature": "OpenAI", "top_p": "OpenAI", "seed": "OpenAI",
-           "frequency_penalty": "OpenAI", "presence_penalty": "OpenAI"}     # all others are vLLM's and llama.cpp's
+           "frequency_penalty": "OpenAI", "presence_penalty": "OpenAI", "thinking_budget": "qengine"}
 OFF = {"max_tokens": "; -1: no limit", "top_k": "; -1: off", "seed": "; -1: another one each time"}
 
 SHAPES = [
@@ -76,7 +77,7 @@ OPENAI = [
             tool_choice="none, auto, required, a function, or allowed_tools",
             parallel_tool_calls="whether an answer may have several calls", logprobs="log-probabilities of the tokens",
             top_logprobs="log-probabilities of so many of the likeliest tokens, too",
-            reasoning_effort="none and minimal turn thoughts off, the others turn them on"),
+            reasoning_effort="none and minimal turn thoughts off; the others turn them on, and limit them"),
     *obeyed("OpenAI", (TEXT,), prompt="texts or lists of token ids",
             logprobs="log-probabilities of the tokens and of so many of the likeliest"),
     *without_effect("OpenAI", BOTH, NO_ACCOUNTS, "user", "metadata", "service_tier", "safety_identifier"),
@@ -134,7 +135,8 @@ VLLM = [
             min_tokens="the end cannot come before so many tokens; not beside a grammar or tools",
             skip_special_tokens="false: control tokens are part of the text",
             return_token_ids="token_ids beside each piece of an answer"),
-    *obeyed("vLLM", (CHAT,), chat_template_kwargs="further variables of the chat template, such as enable_thinking",
+    *obeyed("vLLM", (CHAT,), thinking_token_budget="the same as thinking_budget; -1: no limit",
+            chat_template_kwargs="further variables of the chat template, such as enable_thinking",
             documents="given to the chat template",
             add_generation_prompt="whether the template opens the assistant's message",
             continue_final_message="whether the last message, the assistant's, is continued"),
@@ -164,12 +166,15 @@ VLLM = [
               chat_template="a template is a program, and a request may not bring one",
               include_reasoning=("thoughts come as reasoning_content", True),
               return_prompt_text=("/apply-template tells it", False)),
-    *refusals("vLLM", (TEXT,), add_special_tokens=("a prompt is taken as it is; use token ids", True),
+    *refusals("vLLM", (TEXT,), thinking_token_budget=("a text has no thoughts", -1),
+              add_special_tokens=("a prompt is taken as it is; use token ids", True),
               prompt_embeds="prompts are texts or token ids")]
 
 LLAMA = [
     *obeyed("llama.cpp", BOTH, n_predict="the same as max_tokens", repeat_penalty="the same as repetition_penalty",
             repeat_last_n="0: no penalties; -1: penalties look at all tokens. Others only where no penalty is set"),
+    *obeyed("llama.cpp", (CHAT,), thinking_budget_tokens="the same as thinking_budget; -1: no limit",
+            reasoning_budget_tokens="the same as thinking_budget; -1: no limit"),
     *without_effect("llama.cpp", BOTH, CACHE, "cache_prompt", "id_slot", "n_cache_reuse"),
     *without_effect("llama.cpp", BOTH, SPARE, "mirostat_tau", "mirostat_eta", "dynatemp_exponent", "xtc_threshold",
                     "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "adaptive_decay"),
@@ -208,7 +213,7 @@ ANTHROPIC = [
     *obeyed("Anthropic", (MESSAGES,), messages="the conversation; one that ends with the assistant's is continued",
             system="the system message", tools="functions that the model may call",
             tool_choice="auto, any, tool or none", thinking="whether the model thinks, and whether thoughts are shown",
-            output_config="format: the text fits a schema. effort: a hint without effect",
+            output_config="format: the text fits a schema. effort: a limit of thoughts",
             stop_sequences="texts that end the answer", stream="the answer comes as events"),
     *without_effect("Anthropic", (MESSAGES,), "chat templates leave out thoughts of earlier turns by themselves; no "
                     "other edit is taken", "context_management"),

@@ -171,18 +171,18 @@ ENDPOINTS = [Endpoint("POST", "/v1/chat/completions", "Answer a conversation", c
 
 def read_conversation(body: dict) -> chat.Conversation:
     """What a chat request wants answered."""
-    variables, effort = dict(body.get("chat_template_kwargs", {})), body.get("reasoning_effort")
-    thinking = variables.pop("enable_thinking", None)
+    variables = dict(body.get("chat_template_kwargs", {}))
     if "documents" in body:
         variables["documents"] = body["documents"]
+    thinking, effort = variables.pop("enable_thinking", None), body.get("reasoning_effort")
     if thinking is None:
         thinking = thinks(effort)
     elif thinking != thinks(effort):        # the effort is overruled
         effort = None
     messages, is_continued = read_messages(body["messages"]), read_continued(body)
-    return chat.Conversation(messages, thinking, read_tools(body), read_shape(body), is_continued, variables,
-                             is_continued or body.get("add_generation_prompt", True), body.get("timeout"),
-                             **read_budget(body, effort))
+    return chat.Conversation(messages, thinking, read_tools(body), read_shape(body), **read_budget(body, effort),
+                             continued=is_continued, template_kwargs=variables, timeout=body.get("timeout"),
+                             add_generation_prompt=is_continued or body.get("add_generation_prompt", True))
 
 
 def read_continued(body: dict) -> bool:

@@ -25,6 +25,7 @@ ANSWER = "Hello <|box_start|>there."
 TEMPLATE = ChatTemplate("{{ messages[-1].content }}{{ documents }}")        # the model that ships knows no documents
 
 # What shows that a field is obeyed: a value, or a value and what else is sent with it and without it.
+THINKS = {"chat_template_kwargs": {"enable_thinking": True}}
 OPENAI_TOOLS = {"tools": [{"type": "function", "function": TOOL}]}
 SHOWN = {
     **{name: 3 if kind is int else 0.5 for name, (kind, *_) in SAMPLING.items()}, "repetition_guard": False,
@@ -36,10 +37,11 @@ SHOWN = {
     "structured_outputs": {"regex": "a+"}, "grammar": 'root ::= "a"', "json_schema": SCHEMA,
     "tools": OPENAI_TOOLS["tools"], "tool_choice": ("required", OPENAI_TOOLS),
     "parallel_tool_calls": (False, OPENAI_TOOLS), "logprobs": True, "top_logprobs": (1, {"logprobs": True}),
-    "reasoning_effort": "high", "messages": [{"role": "user", "content": "Other"}],
+    "thinking_budget": (3, THINKS), "reasoning_effort": "high", "messages": [{"role": "user", "content": "Other"}],
     "chat_template_kwargs": {"enable_thinking": True}, "documents": [{"title": "a", "text": "b"}],
     "add_generation_prompt": False, "continue_final_message": (False, BEGUN), "system": "S",
     "stop_sequences": ["there"], "thinking": {"type": "enabled", "budget_tokens": 1024},
+    **dict.fromkeys(["thinking_token_budget", "thinking_budget_tokens", "reasoning_budget_tokens"], (3, THINKS)),
     "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}, "input": "Other", "instructions": "S",
     "max_output_tokens": 3, "text": {"format": {"type": "json_object"}}, "reasoning": {"effort": "high"},
     "include": ["message.output_text.logprobs"], "metadata": {"a": "b"}, "truncation": "auto", "store": False}
@@ -47,6 +49,7 @@ SHOWN_ELSEWHERE = {
     (TEXT, "logprobs"): 1, (RESPONSES, "tools"): [TOOL | {"type": "function"}], (RESPONSES, "top_logprobs"): 1,
     (RESPONSES, "tool_choice"): ("required", {"tools": [TOOL | {"type": "function"}]}),
     (RESPONSES, "parallel_tool_calls"): (False, {"tools": [TOOL | {"type": "function"}]}),
+    (TEXT, "thinking_budget"): 3, (MESSAGES, "thinking_budget"): (3, {"thinking": {"type": "adaptive"}}),
     (MESSAGES, "tools"): [TOOL | {"input_schema": {}}],
     (MESSAGES, "tool_choice"): ({"type": "any"}, {"tools": [TOOL | {"input_schema": {}}]})}
 
