@@ -48,17 +48,17 @@ def toolbox_of(offered: list[dict], tools: list[Tool], mode: str, names: list[st
 @dataclass(frozen=True)
 class Conversation:
     """What a request wants answered. thinking: None leaves it to the messages, the command line and the template, in
-    this order. shape: what the answer's text has to be, if the request says so. thinking_budget: the most tokens of
-    thoughts; None leaves it to the command line. budget_field: the request's field with it, if it is no mere hint.
-    timeout: seconds for the prompt."""
+    this order. shape: what the answer's text has to be, if the request says so. timeout: seconds for the prompt.
+    thinking_budget: the most tokens of thoughts; None leaves it to the command line. budget_field: the request's field
+    with it, if it is no mere hint."""
 
     messages: list[dict]
     thinking: bool | None
     toolbox: Toolbox | None = None
     shape: Shape | None = None
+    timeout: float | None = None
     thinking_budget: int | None = None
     budget_field: str | None = None
-    timeout: float | None = None
 
 
 @dataclass(frozen=True)

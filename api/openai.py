@@ -137,7 +137,7 @@ def read_conversation(body: dict) -> chat.Conversation:
         effort = None
     shape = read_format(body.get("response_format", {}))
     return chat.Conversation(read_messages(body["messages"]), thinking, read_tools(body), shape,
-                             **read_budget(body, effort), timeout=body.get("timeout"))
+                             timeout=body.get("timeout"), **read_budget(body, effort))
 
 
 def read_messages(messages: list[dict]) -> list[dict]:
