@@ -48,13 +48,17 @@ def toolbox_of(offered: list[dict], tools: list[Tool], mode: str, names: list[st
 @dataclass(frozen=True)
 class Conversation:
     """What a request wants answered. thinking: None leaves it to the messages, the command line and the template, in
-    this order. shape: what the answer's text has to be, if the request says so. timeout: seconds for the prompt."""
+    this order. shape: what the answer's text has to be, if the request says so. timeout: seconds for the prompt.
+    thinking_budget: the most tokens of thoughts; None leaves it to the command line. budget_field: the request's field
+    with it, if it is no mere hint."""
 
     messages: list[dict]
     thinking: bool | None
     toolbox: Toolbox | None = None
     shape: Shape | None = None
     timeout: float | None = None
+    thinking_budget: int | None = None
+    budget_field: str | None = None
 
 
 @dataclass(frozen=True)
@@ -115,8 +119,13 @@ def prepare(service, conversation: Conversation) -> Turn:
     prompt_ids = engine.encode(prompt)          # first, because a prompt too long needs no grammar
     tokenizer, form = engine.tokenizer, form_of(engine.template.source)
     rules = rules_of(Rules(tokenizer.tags, opening), form, conversation)
+    bounds = boundaries(tokenizer.tags, opening, toolbox)
+    if conversation.budget_field:
+        check_budget(conversation.budget_field, opening, bounds)
+    if conversation.thinking_budget is not None:
+        bounds["thinking_budget"] = conversation.thinking_budget
     tools = {tool.name: tool for tool in toolbox.tools} if toolbox else None
-    return Turn(prompt_ids, rules | where_stop_strings_count(tokenizer.tags, opening, toolbox),
+    return Turn(prompt_ids, rules | bounds,
                 functools.partial(Reply, tokenizer, opening, form, tools, ruled="grammar" in rules))
 
 
@@ -140,12 +149,18 @@ def rules_of(rules: Rules, form, conversation: Conversation) -> dict:
         return {}                       # the model may still call tools; a call is then read when it is whole
 
 
-def where_stop_strings_count(tags: dict[str, int], opening: str, toolbox: Toolbox | None) -> dict:
-    """Arguments of Request. Stop strings count in text alone, which is behind the thoughts and before the calls."""
+def boundaries(tags: dict[str, int], opening: str, toolbox: Toolbox | None = None) -> dict:
+    """Arguments of Request: where thoughts end and calls begin."""
     has_both = opening == "either" and {"<think>", "</think>"} <= tags.keys()
     return {"stop_after": tags.get("</think>") if opening == "thought" or has_both else None,
             "stop_pause": tags["<think>"] if has_both else None,
             "stop_before": tags.get("<tool_call>") if toolbox else None}
+
+
+def check_budget(field: str, opening: str, bounds: dict):
+    """Raises RequestError where a model may think, and no single token ends its thoughts."""
+    if opening != "content" and bounds["stop_after"] is None:
+        raise RequestError(field, f"'{field}' needs a model that has </think> as one token, and this one has not")
 
 
 @contextlib.contextmanager
