@@ -9,8 +9,8 @@ import pytest
 from api.errors import MAX_BODY
 from api.plain import BLOCK, MAX_BYTES, MAX_IDS, MAX_PIECES
 from engine import tokenizer as tokens
-from engine.template import ChatTemplate
-from tests.clients import CHAT, HI, app_of, assert_error
+from engine.template import SECONDS, ChatTemplate
+from tests.clients import CHAT, HI, app_of, assert_error, wait_until
 from tests.scripted import ScriptedEngine, shipped
 
 MESSAGES, OLLAMA = "/v1/messages", "/api/chat"
@@ -128,10 +128,29 @@ def test_a_cut_call_may_be_sent_back(web):
 
 # ---- templates that hang -------------------------------------------------------------------------------------
 
+HANGS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
 
 @pytest.mark.parametrize("path, body", [(CHAT, {}), (MESSAGES, {"max_tokens": 9})])
 def test_a_template_that_hangs_ends_with_the_timeout_of_the_request(path, body):
-    source = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    client = app_of(ScriptedEngine("Hi.", ChatTemplate(source))).test_client()
+    client = app_of(ScriptedEngine("Hi.", ChatTemplate(HANGS))).test_client()
     answer = client.post(path, json=body | {"messages": [HI], "timeout": 0.3})
     assert answer.status_code == 504 and "0.3 s" in answer.json["error"]["message"]
+
+
+def test_closing_the_server_does_not_wait_for_a_template():
+    """It would take as long as templates may, and then the time of the requests that wait for it."""
+    client = app_of(ScriptedEngine("Hi.", ChatTemplate(HANGS)))
+    service, answers = client.extensions["qengine"], []
+
+    def ask():
+        answers.append(client.test_client().post(CHAT, json={"messages": [HI]}).status_code)
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: service.n_entering >= 4)
+    assert service.close(timeout=SECONDS - 2)
+    for thread in threads:
+        thread.join(20)
+    assert answers == [400] * 4
