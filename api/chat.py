@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from engine.request import ContextExceeded, RequestError
 from engine.template import ChatTemplate, flat_content
 
+from .errors import WITHOUT_TOOLS
 from .grammar import GrammarError, Rules, Shape
 from .reply import Reply, opening_of
 from .tools import Tool, form_of
@@ -202,8 +203,9 @@ def named_as_sent(conversation: Conversation, service):
         yield
     except RequestError as error:
         if error.field == "prompt":
-            by_tools = isinstance(error, ContextExceeded) and fits_without_tools(service, conversation)
-            error.field = "tools" if by_tools else "messages"
+            error.field = "messages"
+            if isinstance(error, ContextExceeded) and fits_without_tools(service, conversation):
+                error.field, error.args = "tools", (f"{error} {WITHOUT_TOOLS}.",)
         if error.field == "grammar":
             field = "tools" if conversation.shape is None else conversation.shape.field
             raise RequestError(field, f"'{field}' cannot be enforced: {error}") from None
