@@ -47,7 +47,7 @@ class Lane(NamedTuple):
     niceness: int
 
 
-LANES = Lane(4, 0.05, 16 << 20, 0), Lane(1, 0.5, 48 << 20, 10)
+LANES = Lane(4, 0.025, 16 << 20, 0), Lane(1, 0.5, 32 << 20, 5)
 LOCK_SECONDS = 0.05         # most processor time of the first calls that hold the interpreter's lock
 DEATHS = {                  # signal that ended a child -> why its grammar is refused
     signal.SIGPROF: "it takes too long to prepare", signal.SIGABRT: "it takes too much memory to prepare",
@@ -55,10 +55,11 @@ DEATHS = {                  # signal that ended a child -> why its grammar is re
 LOST = "the process that tries grammars has ended: try again"
 KNOWN_VERDICTS = 1024
 
-# What bounds the later steps of an answer. Fuel is llguidance's measure of a lexer's work: 40,000 of it take 20 ms at
-# most, honest schemas take a few hundred in a step. A state of a lexer takes 0.5 KB; a string of JSON whose length is
-# limited makes 16 of them with each token. Items are the parser's: four for each optional property of an object.
-LIMITS = llguidance.LLParserLimits(step_lexer_fuel=40_000, max_lexer_states=60_000, max_items_in_row=1_000,
+# What bounds the later steps of an answer. Fuel is llguidance's measure of a lexer's work: 30,000 of it take 15 ms at
+# most, and schemas in daily use take up to 8,000 in a step. A state of a lexer takes 0.5 KB; a string of JSON whose
+# length is limited makes 16 of them with each token. Items are the parser's: four for each optional property of an
+# object.
+LIMITS = llguidance.LLParserLimits(step_lexer_fuel=30_000, max_lexer_states=60_000, max_items_in_row=1_000,
                                    step_max_items=20_000, verbose_errors=False)
 
 
@@ -76,7 +77,8 @@ class Trials:
 
     def __init__(self):
         self.lock = threading.Lock()                # guards what follows
-        self.connection, self.told = None, set()    # told: numbers of the vocabularies that the server has
+        self.connection = self.process = None       # the server of trials; None: it is to be started
+        self.told = set()                           # numbers of the vocabularies that the server has
         self.asked, self.numbers = {}, itertools.count()
         self.gone = collections.deque()     # numbers of vocabularies that are asked for no more; to be told
         self.known = collections.OrderedDict()      # (number of the vocabulary, hash of the grammar) -> verdict
@@ -116,12 +118,13 @@ class Trials:
     def _start(self) -> Connection:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-P", os.path.abspath(__file__), str(theirs.fileno())]   # -P: engine/ is no path
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                                   pass_fds=[theirs.fileno()], start_new_session=True)      # no Ctrl-C for it
+        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                                        pass_fds=[theirs.fileno()], start_new_session=True)     # no Ctrl-C for it
         theirs.close()
         connection = Connection(ours.detach())
         self.told = set()
-        threading.Thread(target=self._listen, args=(connection, process), name="grammar trials", daemon=True).start()
+        threading.Thread(target=self._listen, args=(connection, self.process), name="grammar trials",
+                         daemon=True).start()
         return connection
 
     def _listen(self, connection: Connection, process: subprocess.Popen):
