@@ -13,7 +13,8 @@ There are two lanes. In the first, several children run at the same time, each f
 nearly every honest grammar. A grammar that needs more waits for its turn in the second lane, where it is tried again
 with more time and memory. So a short trial never waits for a long one.
 
-The server runs this file as a program. It imports nothing of the house, and forks while it has one thread.
+The server runs this file as a program. It imports nothing of the house, and forks while it has one thread. Verdicts
+travel as JSON: to unpickle what comes from a child, which a grammar may have broken, could run anything.
 """
 
 import collections
@@ -22,6 +23,7 @@ import contextlib
 import gc
 import hashlib
 import itertools
+import json
 import os
 import resource
 import signal
@@ -131,10 +133,10 @@ class Trials:
         """Hands out verdicts until the server has ended."""
         with contextlib.suppress(EOFError, OSError):
             while True:
-                job, verdict = connection.recv()
+                job, reason, n_bytes = json.loads(connection.recv_bytes())
                 with self.lock:
                     answer = self.asked.pop(job)
-                answer.set_result(verdict)
+                answer.set_result((reason, n_bytes))
         process.wait()
         with self.lock:
             self.connection, lost, self.asked = None, self.asked, {}
@@ -209,14 +211,16 @@ class Server:
     def _finish(self, pipe: Connection):
         job, lane, child = self.running.pop(pipe)
         with contextlib.closing(pipe), contextlib.suppress(EOFError):
-            self.connection.send((job.number, pipe.recv()))
+            self._tell(job, *json.loads(pipe.recv_bytes()))
             job = None
         _, status = os.waitpid(child, 0)
         if job and lane + 1 < len(LANES):
             self.waiting[lane + 1].append(job)
         elif job:
-            reason = DEATHS.get(os.WTERMSIG(status), DEATHS[signal.SIGABRT])
-            self.connection.send((job.number, (reason, 0)))
+            self._tell(job, DEATHS.get(os.WTERMSIG(status), DEATHS[signal.SIGABRT]), 0)
+
+    def _tell(self, job: Job, reason: str | None, n_bytes: int):
+        self.connection.send_bytes(json.dumps([job.number, reason, n_bytes]).encode())
 
 
 def run_child(lane: Lane, end: Connection, grammar: str, words: Words | None):
@@ -229,7 +233,7 @@ def run_child(lane: Lane, end: Connection, grammar: str, words: Words | None):
         os._exit(1)
     except BaseException as error:      # a panic of llguidance is a BaseException
         verdict = str(error) or type(error).__name__, 0
-    end.send(verdict)
+    end.send_bytes(json.dumps(verdict).encode())
     os._exit(0)
 
 
