@@ -1,9 +1,9 @@
 """Anthropic's messages.
 
-Beyond Anthropic's own fields there are those of SAMPLED, and timeout (the answer has to be
-complete within so many seconds). Thoughts come where `thinking` asks for them. budget_tokens and effort are accepted as
-hints, and have no effect on these models. A field that is not described here is refused, also a field of a beta. The
-header anthropic-beta is not looked at, because a request that uses a beta shows it in its fields.
+Beyond Anthropic's own fields there are those of SAMPLED, and timeout (the answer has to be complete within so many
+seconds). Thoughts come where `thinking` asks for them, and are as long as its budget_tokens or the effort allow. A
+field that is not described here is refused, also a field of a beta. The header anthropic-beta is not looked at, because
+a request that uses a beta shows it in its fields.
 """
 
 import json
@@ -15,9 +15,10 @@ from . import chat
 from .endpoint import Endpoint, WireProtocol
 from .errors import ErrorAnswer, explain
 from .fields import ANYTHING, BOOL, SAMPLED, SECONDS, TEXT, either, list_of, number, object_of, one_of, sampling_of
-from .openai import MAX_STOPS, NAME, OBJECT, STOP
 from .grammar import Shape
+from .openai import MAX_STOPS, NAME, OBJECT, STOP
 from .reply import CallArguments, CallStart, Content, Message, Thought, cause_of, kept_alive, sse, whole
+from .thinking import EFFORTS, read_budget
 from .tools import Tool
 
 # ---- what may be sent ------------------------------------------------------------------------------------
@@ -51,7 +52,7 @@ CHOICE = either(choice("auto", disable_parallel_tool_use=BOOL),
 DISPLAY = one_of("summarized", "omitted")
 THINKING = either(choice("enabled", budget_tokens=number("max_tokens"), display=DISPLAY),
                   choice("adaptive", display=DISPLAY), choice("disabled"))
-OUTPUT = object_of({"effort": one_of("low", "medium", "high", "xhigh", "max"),
+OUTPUT = object_of({"effort": one_of(*(effort for effort, budget in EFFORTS.items() if budget)),
                     "format": object_of({"type": one_of("json_schema"), "schema": OBJECT}, ["type", "schema"])})
 
 # The templates do this by themselves: they show the model no thoughts of earlier turns, whatever `keep` says.
@@ -115,12 +116,15 @@ def read_conversation(body: dict) -> chat.Conversation:
     """What a request wants answered."""
     if body["messages"][-1]["role"] == "assistant":
         raise RequestError("messages", "the last message is the assistant's: an answer cannot be begun for the model")
-    thinking = body.get("thinking", {"type": "disabled"})["type"] != "disabled"
-    format = body.get("output_config", {}).get("format") or {}
+    asked, output = body.get("thinking", {"type": "disabled"}), body.get("output_config", {})
+    format, limits = output.get("format") or {}, read_budget(body, output.get("effort"))
+    if "budget_tokens" in asked:
+        limits = {"thinking_budget": asked["budget_tokens"], "budget_field": "thinking.budget_tokens"}
     system = [{"role": "system", "content": text_of(body["system"])}] if body.get("system") else []
     conversation = system + [one for message in body["messages"] for one in read_message(message)]
     shape = Shape("json", format["schema"], "output_config.format.schema") if format else None
-    return chat.Conversation(conversation, thinking, read_tools(body), shape)
+    return chat.Conversation(conversation, asked["type"] != "disabled", read_tools(body), shape,
+                             timeout=body.get("timeout"), **limits)
 
 
 def read_tools(body: dict) -> chat.Toolbox | None:

@@ -2,11 +2,12 @@
 
 import collections
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.request import RequestError
+from engine.request import ContextExceeded, RequestError
 
 from .grammar import GrammarError, Rules, Shape
 from .reply import Reply, opening_of
@@ -47,12 +48,17 @@ def toolbox_of(offered: list[dict], tools: list[Tool], mode: str, names: list[st
 @dataclass(frozen=True)
 class Conversation:
     """What a request wants answered. thinking: None leaves it to the messages, the command line and the template, in
-    this order. shape: what the answer's text has to be, if the request says so."""
+    this order. shape: what the answer's text has to be, if the request says so. timeout: seconds for the prompt.
+    thinking_budget: the most tokens of thoughts; None leaves it to the command line. budget_field: the request's field
+    with it, if it is no mere hint."""
 
     messages: list[dict]
     thinking: bool | None
     toolbox: Toolbox | None = None
     shape: Shape | None = None
+    timeout: float | None = None
+    thinking_budget: int | None = None
+    budget_field: str | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ class Turn:
 
 def respond(service, conversation: Conversation, n: int, make, stream: bool):
     """The HTTP response to n requests for an answer. make(turn): (requests, answer), as Service.respond takes them."""
-    with named_as_sent(conversation):
+    with named_as_sent(conversation, service):
         return service.respond(n, lambda: make(prepare(service, conversation)), stream)
 
 
@@ -80,7 +86,8 @@ def render(service, conversation: Conversation) -> tuple[str, str]:
     messages, switch = take_switches(conversation.messages)
     asked = conversation.thinking, switch, service.thinking
     thinking = next((one for one in asked if one is not None), None)
-    prompt = template.render(messages, tools=toolbox.offered if toolbox else None, enable_thinking=thinking)
+    prompt = template.render(messages, tools=toolbox.offered if toolbox else None, enable_thinking=thinking,
+                             timeout=conversation.timeout)
     return prompt, opening_of(prompt, template.source, thinking)
 
 
@@ -101,7 +108,7 @@ def check_tools(tools: list[Tool], form):
 
 def count(service, conversation: Conversation) -> int:
     """Tokens of the prompt of a conversation."""
-    with named_as_sent(conversation):
+    with named_as_sent(conversation, service):
         return len(service.ready().encode(render(service, conversation)[0]))
 
 
@@ -112,8 +119,13 @@ def prepare(service, conversation: Conversation) -> Turn:
     prompt_ids = engine.encode(prompt)          # first, because a prompt too long needs no grammar
     tokenizer, form = engine.tokenizer, form_of(engine.template.source)
     rules = rules_of(Rules(tokenizer.tags, opening), form, conversation)
+    bounds = boundaries(tokenizer.tags, opening, toolbox)
+    if conversation.budget_field:
+        check_budget(conversation.budget_field, opening, bounds)
+    if conversation.thinking_budget is not None:
+        bounds["thinking_budget"] = conversation.thinking_budget
     tools = {tool.name: tool for tool in toolbox.tools} if toolbox else None
-    return Turn(prompt_ids, rules | where_stop_strings_count(tokenizer.tags, opening, toolbox),
+    return Turn(prompt_ids, rules | bounds,
                 functools.partial(Reply, tokenizer, opening, form, tools, ruled="grammar" in rules))
 
 
@@ -137,27 +149,44 @@ def rules_of(rules: Rules, form, conversation: Conversation) -> dict:
         return {}                       # the model may still call tools; a call is then read when it is whole
 
 
-def where_stop_strings_count(tags: dict[str, int], opening: str, toolbox: Toolbox | None) -> dict:
-    """Arguments of Request. Stop strings count in text alone, which is behind the thoughts and before the calls."""
+def boundaries(tags: dict[str, int], opening: str, toolbox: Toolbox | None = None) -> dict:
+    """Arguments of Request: where thoughts end and calls begin."""
     has_both = opening == "either" and {"<think>", "</think>"} <= tags.keys()
     return {"stop_after": tags.get("</think>") if opening == "thought" or has_both else None,
             "stop_pause": tags["<think>"] if has_both else None,
             "stop_before": tags.get("<tool_call>") if toolbox else None}
 
 
+def check_budget(field: str, opening: str, bounds: dict):
+    """Raises RequestError where a model may think, and no single token ends its thoughts."""
+    if opening != "content" and bounds["stop_after"] is None:
+        raise RequestError(field, f"'{field}' needs a model that has </think> as one token, and this one has not")
+
+
 @contextlib.contextmanager
-def named_as_sent(conversation: Conversation):
+def named_as_sent(conversation: Conversation, service):
     """Gives RequestErrors of the engine, about its prompt and its grammar, the names that these have in the client's
-    request."""
+    request. A prompt is too long for its tools if it would fit without them."""
     try:
         yield
     except RequestError as error:
         if error.field == "prompt":
-            error.field = "messages"
+            by_tools = isinstance(error, ContextExceeded) and fits_without_tools(service, conversation)
+            error.field = "tools" if by_tools else "messages"
         if error.field == "grammar":
             field = "tools" if conversation.shape is None else conversation.shape.field
             raise RequestError(field, f"'{field}' cannot be enforced: {error}") from None
         raise
+
+
+def fits_without_tools(service, conversation: Conversation) -> bool:
+    """Whether the request has tools, and its prompt would fit into the context without them."""
+    if conversation.toolbox is None:
+        return False
+    try:
+        return count(service, dataclasses.replace(conversation, toolbox=None)) < service.engine.n_ctx
+    except RequestError:
+        return False
 
 
 def take_switches(messages: list[dict]) -> tuple[list[dict], bool | None]:

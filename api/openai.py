@@ -17,13 +17,13 @@ from .errors import ErrorAnswer, explain
 from .fields import ANYTHING, BOOL, SAMPLED, SECONDS, TEXT, either, list_of, number, object_of, one_of, sampling_of
 from .grammar import Shape
 from .reply import CallArguments, CallStart, Content, Message, Thought, cause_of, kept_alive, sse, together, whole
+from .thinking import BUDGETS, EFFORTS, read_budget, thinks
 from .tools import Tool
 
 BUILD = "qengine-1"         # which server this is, in answers and in /props
 MAX_CHOICES = 16            # answers of one request
 MAX_LOGPROBS = 20           # alternatives of one token
 MAX_STOPS = 16              # stop strings of one request
-NO_EFFORT = "none", "minimal"       # values of reasoning_effort that turn thoughts off; the models know no degrees
 
 # ---- what may be sent ------------------------------------------------------------------------------------
 
@@ -70,7 +70,7 @@ CHAT = object_of({
     "response_format": FORMAT, "tools": list_of(TOOL), "parallel_tool_calls": BOOL,
     "tool_choice": either(one_of("none", "auto", "required"), NAMED_TOOL, ALLOWED_TOOLS),
     "chat_template_kwargs": object_of({"enable_thinking": BOOL}),
-    "reasoning_effort": one_of(*NO_EFFORT, "low", "medium", "high", "xhigh", "max"),
+    "reasoning_effort": one_of(*EFFORTS), **BUDGETS,
     # only what asks for nothing
     "modalities": one_of(["text"]), "functions": one_of([]), "function_call": one_of("none", "auto")}, ["messages"])
 def read_sampling(service, body: dict) -> dict:
@@ -130,11 +130,14 @@ ENDPOINTS = [Endpoint("POST", "/v1/chat/completions", "Answer a conversation", c
 
 def read_conversation(body: dict) -> chat.Conversation:
     """What a chat request wants answered."""
-    thinking = body.get("chat_template_kwargs", {}).get("enable_thinking")
-    if thinking is None and "reasoning_effort" in body:
-        thinking = body["reasoning_effort"] not in NO_EFFORT
+    thinking, effort = body.get("chat_template_kwargs", {}).get("enable_thinking"), body.get("reasoning_effort")
+    if thinking is None:
+        thinking = thinks(effort)
+    elif thinking != thinks(effort):        # the effort is overruled
+        effort = None
     shape = read_format(body.get("response_format", {}))
-    return chat.Conversation(read_messages(body["messages"]), thinking, read_tools(body), shape)
+    return chat.Conversation(read_messages(body["messages"]), thinking, read_tools(body), shape,
+                             timeout=body.get("timeout"), **read_budget(body, effort))
 
 
 def read_messages(messages: list[dict]) -> list[dict]:

@@ -154,7 +154,7 @@ def add_server(parser: Parser):
     server.add_argument("--api-key", metavar="KEY", action="append", default=[],
                         help="answer only who sends this key, or another of several; other users of this machine can "
                              "read a command line")
-    server.add_argument("--api-key-file", metavar="FILE", help="the same for each line of a file")
+    server.add_argument("--api-key-file", metavar="FILE", help="the same for each line of a file; lines that begin with # are comments")
     server.add_argument("--cors", metavar="ORIGIN", action="append", default=[],
                         help="let web pages of this origin ask, https://chat.example say; * for all; several are "
                              "allowed; behind a proxy without keys this server's own page needs it, too")
@@ -221,8 +221,9 @@ def check_options(parser: Parser, options):
         parser.error("--split is for what loads a model, and for --plan")
     if options.probe and options.model != qengine.DEFAULT_MODEL:
         parser.error("-m is not for --probe, which uses no model")
-    if options.raw and options.thinking:
-        parser.error("--thinking is for chat templates, and --raw uses none")
+    for name in "thinking", "thinking_budget":
+        if options.raw and name in names:
+            parser.error(f"{option_name(name)} is for chat templates, and --raw uses none")
     if bool(options.tls_cert) != bool(options.tls_key):
         parser.error("--tls-cert and --tls-key go together")
     if not options.model:

@@ -11,6 +11,7 @@
     sandbox.py          functions that run in a process of their own, with a limit of seconds and bytes
     constraints.py      grammars that answers obey
     trials.py           a process that tries grammars before they are used
+    thinking.py         budgets of thoughts
     repetition.py       a guard against answers that repeat themselves for ever
     prefix.py           the prefix tree: pages and checkpoints that later prompts may share
     scratch.py          the scratch memory of a pass

@@ -78,6 +78,7 @@ SAMPLING = {
     "repetition_penalty": (float, 0.01, 10, "divide the logits of tokens seen in prompt or answer by this (1: off)"),
     "frequency_penalty": (float, -2, 2, "take this from a token's logit for each time that the answer has it (0: off)"),
     "presence_penalty": (float, -2, 2, "take this from the logits of tokens that the answer has (0: off)"),
+    "thinking_budget": (int, 0, 2**31 - 1, "most tokens of thoughts; the model then has to answer (default: no limit)"),
 }
 
 
@@ -110,11 +111,12 @@ class Request:
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    thinking_budget: int | None = None
     logit_bias: dict[int, float] = dataclasses.field(default_factory=dict)  # token id -> number added to its logit
     top_logprobs: int | None = None     # log-probabilities of the tokens, and of so many of the likeliest
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()          # strings that end the text and are not part of it; a single str is one string
-    # Three token ids say where stop strings count, for answers with thoughts and tool calls (api/chat.py).
+    # Three token ids say where thoughts end and tool calls begin (api/chat.py): stop strings count between the two.
     stop_after: int | None = None       # they count only after this token and the line breaks that follow it
     stop_pause: int | None = None       # if given: stop_after holds only for answers that begin with this token
     stop_before: int | None = None      # they do not count from this token on
@@ -130,6 +132,16 @@ class Request:
     def is_penalized(self) -> bool:
         """Whether a penalty is set, so that sampling needs the history of tokens."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
+
+    @property
+    def limits_thoughts(self) -> bool:
+        """Whether the answer may hold thoughts, and these have a budget (engine/thinking.py)."""
+        return self.thinking_budget is not None and self.stop_after is not None
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether the sampler may choose only some of the tokens, now and then at least."""
+        return self.grammar is not None or self.limits_thoughts
 
     def check(self, n_vocab: int, n_ctx: int):
         """Raises RequestError for the first field that cannot be served."""

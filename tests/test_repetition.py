@@ -170,11 +170,14 @@ def test_white_space_that_a_grammar_allows_without_end(engine):
 # ---- over the protocols ------------------------------------------------------------------------------------
 
 MESSAGES = {"messages": [HI], "max_tokens": 4000}
-PLACES = {          # path, body, where the answer says how it ended, how it does
-    "chat": (CHAT, MESSAGES, lambda answer: answer["choices"][0], {"finish_reason": "length"}),
+OFF = {"repetition_guard": False}
+PLACES = {          # path, body, where the answer says how it ended, how it does, how the guard is switched off
+    "chat": (CHAT, MESSAGES, lambda answer: answer["choices"][0], {"finish_reason": "length"}, OFF),
     "text": (TEXT, {"prompt": "hi", "max_tokens": 4000}, lambda answer: answer["choices"][0],
-             {"finish_reason": "length"}),
-    "anthropic": ("/v1/messages", MESSAGES, dict, {"stop_reason": "max_tokens", "stop_sequence": None})}
+             {"finish_reason": "length"}, OFF),
+    "anthropic": ("/v1/messages", MESSAGES, dict, {"stop_reason": "max_tokens", "stop_sequence": None}, OFF),
+    "ollama": ("/api/chat", {"model": "m", "messages": [HI], "stream": False}, dict, {"done_reason": "length"},
+               {"options": OFF})}
 
 
 @pytest.fixture(scope="module")
@@ -185,11 +188,11 @@ def port():
 
 @pytest.mark.parametrize("name", PLACES)
 def test_each_protocol_says_it_in_its_own_words(port, name):
-    path, body, place, words = PLACES[name]
+    path, body, place, words, off = PLACES[name]
     status, _, answer = send(port, "POST", path, body)
     end = place(answer)
     assert status == 200 and {key: end[key] for key in words} == words and end["cause"] == "repetition"
-    status, _, answer = send(port, "POST", path, body | {"repetition_guard": False})
+    status, _, answer = send(port, "POST", path, body | off)
     assert status == 200 and "cause" not in place(answer)
 
 
