@@ -572,3 +572,13 @@ def test_tokens_and_templates(scripted):
                               ("/apply-template", {"messages": []}, "messages")):
         answer = web.post(path, json=body)
         assert (answer.status_code, answer.json["error"]["param"]) == (400, field)
+
+
+def test_messages_of_the_system_are_joined(scripted):
+    """Templates take one, and pydantic-ai sends two."""
+    engine, client, _ = scripted
+    said = [{"role": "system", "content": "Be kind."}, {"role": "developer", "content": [
+        {"type": "text", "text": "Be brief."}]}, HI[0]]
+    for messages in said, [{"role": "system", "content": "Be kind.\n\nBe brief."}, HI[0]]:
+        client.chat.completions.create(model="m", messages=messages)
+    assert engine.requests[-1].prompt_ids == engine.requests[-2].prompt_ids
