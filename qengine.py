@@ -67,6 +67,7 @@ import numpy as np
 import tqdm
 
 from engine.constraints import Constraint, Vocabulary
+from engine.details import ModelDetails
 from engine.gguf import GGUF, SUPPORTED_TYPES
 from engine.hyperparameters import read_hyperparameters, synthetic_hyperparameters
 from engine.pipes import PipeMeter
@@ -291,6 +292,8 @@ class Weights:
 
     shapes: name -> row-major shape of every tensor. type_of(name): the tensor's type, as GGUF has it.
     """
+
+    gguf: GGUF | None = None        # the file that they are in
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], type_of):
         self.shapes, self.type_of = shapes, type_of
@@ -2178,14 +2181,15 @@ class Engine(TextEngine):
         print(engine.generate("Once upon a time", max_tokens=32))
     """
 
-    def __init__(self, config: Config, tokenizer: Tokenizer, template: ChatTemplate | None, pipeline: Pipeline,
-                 sizes: CacheSizes, n_ctx: int, chunk: int, spare: list[Card]):
-        self.name, self.config, self.tokenizer, self.template = config.name, config, tokenizer, template
-        self.pipeline, self.n_ctx, self.chunk = pipeline, n_ctx, chunk
+    def __init__(self, opened: "OpenModel", pipeline: Pipeline, sizes: CacheSizes, n_ctx: int, chunk: int,
+                 spare: list[Card]):
+        self.config, self.tokenizer, self.template = opened.config, opened.tokenizer, opened.template
+        self.name, self.details = opened.config.name, ModelDetails.of(opened.weights)
+        self.pipeline, self.n_ctx, self.n_slots, self.chunk = pipeline, n_ctx, sizes.n_slots, chunk
         self.cards, self.spare = [stage.card for stage in pipeline.stages], spare     # spare: opened, not used
         self.layers = [stage.layers for stage in pipeline.stages]      # of each card
         cache = PrefixCache(pipeline, sizes.n_pages, sizes.n_checkpoints, sizes.n_host_checkpoints)
-        self.scheduler = Scheduler(pipeline, cache, tokenizer, sizes.n_slots, n_ctx, chunk)
+        self.scheduler = Scheduler(pipeline, cache, self.tokenizer, sizes.n_slots, n_ctx, chunk)
         self.pipe_meter = PipeMeter(pipeline, self.scheduler)
         self.scheduler.thread.start()
 
@@ -2374,8 +2378,7 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
         note(f"cache: {sizes.n_pages * PAGE_TOKENS:,} tokens of context in all, {sizes.n_checkpoints} checkpoints of "
              f"{show_bytes(sum(stage.state_bytes for stage in stages))} on {where}, "
              f"up to {sizes.n_host_checkpoints} in host memory")
-    return Engine(config, opened.tokenizer, opened.template, pipeline, sizes, n_ctx, planner.plan.chunk,
-                  planner.spare)
+    return Engine(opened, pipeline, sizes, n_ctx, planner.plan.chunk, planner.spare)
 
 
 def load_stages(opened: OpenModel, planner: Planner, progress: bool) -> list[Stage]:

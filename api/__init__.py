@@ -3,9 +3,11 @@
 A protocol translates to and from Request, Delta and messages, and knows nothing of cards or caches. No file here
 imports qengine or cli: a server is handed an engine, of which it uses what engine/text_engine.py names.
 
-    openai.py      /v1/chat/completions, /v1/models
+    openai.py      /v1/chat/completions
     completions.py /v1/completions
+    models.py      /v1/models, /models, /props, /slots
     anthropic.py   /v1/messages, /v1/messages/count_tokens
+    ollama.py      /api/chat, /api/generate, /api/tags, /api/show, /api/ps, /api/version
     plain.py       /tokenize, /detokenize, /apply-template, /health
     openapi.py     /openapi.json: all endpoints described; which protocol an error is told in
     page.py        /, a chat page (page.html), and /pipes, what its live bar shows
@@ -13,13 +15,16 @@ imports qengine or cli: a server is handed an engine, of which it uses what engi
     endpoint.py    what an endpoint is, and what a protocol is to the server
     errors.py      what a client hears of an error
     service.py     open requests and their clients, and the Flask app over them
-    http.py        the sockets under that app
+    http.py        the sockets under that app: who is let in, and who has to go where room is short
+    connection.py  a client's connection: its deadlines, and what is answered to bytes that are no request
+    heads.py       what counts as an HTTP request
+    tls.py         certificates, and encrypted connections
     access.py      API keys, and pages of other origins
     log.py         a line for each request
     chat.py        a conversation, whatever its protocol: prompt, grammar, and how to read the answer
     reply.py       an answer's tokens, as they come, cut into thoughts, text and tool calls
     tools.py       the forms in which models call tools, and how they are read
-    grammar.py     grammars that answers must obey: calls of tools, JSON of a schema
+    grammar.py     grammars that answers must obey: calls of tools, texts of a shape (a schema, a choice, ...)
     strings.py     what a schema demands of a string, as regular expressions
     fields.py      what a request's body may hold: checked, and described for openapi.py
 """

@@ -49,12 +49,12 @@ class Access:
         asked = request.headers.get("Access-Control-Request-Method")
         if request.method == "OPTIONS" and asked and self.allowed_origin():
             return flask.Response(status=204, headers={
-                "Access-Control-Allow-Methods": "GET, POST", "Access-Control-Max-Age": PREFLIGHT_SECONDS,
+                "Access-Control-Allow-Methods": "GET, POST, DELETE", "Access-Control-Max-Age": PREFLIGHT_SECONDS,
                 "Access-Control-Allow-Headers": request.headers.get("Access-Control-Request-Headers", "")})
         if not self.keys:
             self.check_page(request.headers.get("Origin"), request.headers.get("Host"))
         elif request.path not in OPEN:
-            check_key(self.keys, request.headers)
+            flask.g.key = check_key(self.keys, request.headers)
 
     def check_page(self, origin: str | None, host: str | None):
         """Raises Forbidden where a web page may be asking that is neither the server's own page nor of an origin that
@@ -100,16 +100,18 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def check_key(keys: list[bytes], headers):
-    """Raises Unauthorized unless one of the keys was sent. Every key is compared, in a time that does not depend on how
-    much of it was right."""
+def check_key(keys: list[bytes], headers) -> bytes:
+    """The one of the keys that was sent. Raises Unauthorized where none was. Every key is compared, in a time that does
+    not depend on how much of it was right."""
     scheme, _, bearer = headers.get("Authorization", "").partition(" ")
     bearer = bearer if scheme.lower() == "bearer" else ""
     sent = [key.strip().encode() for key in (bearer, headers.get("x-api-key", ""))]
-    if not any([hmac.compare_digest(key, one) for key in keys for one in sent]):        # a list: no early end
+    found = [key for key in keys for one in sent if hmac.compare_digest(key, one)]      # a list: no early end
+    if not found:
         what = "the API key is not one of this server's" if any(sent) else \
             "this server wants an API key, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
         raise Unauthorized(what, www_authenticate=WWWAuthenticate("bearer"))
+    return found[0]
 
 
 def read_keys(keys, path: str | None) -> list[str]:

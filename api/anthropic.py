@@ -1,6 +1,6 @@
 """Anthropic's messages.
 
-Beyond Anthropic's own fields there are min_p, seed and the penalties of SAMPLING, and timeout (the answer has to be
+Beyond Anthropic's own fields there are those of SAMPLED, and timeout (the answer has to be
 complete within so many seconds). Thoughts come where `thinking` asks for them. budget_tokens and effort are accepted as
 hints, and have no effect on these models. A field that is not described here is refused, also a field of a beta. The
 header anthropic-beta is not looked at, because a request that uses a beta shows it in its fields.
@@ -9,14 +9,15 @@ header anthropic-beta is not looked at, because a request that uses a beta shows
 import json
 import uuid
 
-from engine.request import SAMPLING, Delta, Request, RequestError
+from engine.request import Delta, Request, RequestError
 
 from . import chat
 from .endpoint import Endpoint, WireProtocol
 from .errors import ErrorAnswer, explain
-from .fields import ANYTHING, BOOL, SECONDS, TEXT, either, list_of, number, object_of, one_of
+from .fields import ANYTHING, BOOL, SAMPLED, SECONDS, TEXT, either, list_of, number, object_of, one_of, sampling_of
 from .openai import MAX_STOPS, NAME, OBJECT, STOP
-from .reply import CallArguments, CallStart, Content, Message, Thought, kept_alive, sse, whole
+from .grammar import Shape
+from .reply import CallArguments, CallStart, Content, Message, Thought, cause_of, kept_alive, sse, whole
 from .tools import Tool
 
 # ---- what may be sent ------------------------------------------------------------------------------------
@@ -61,7 +62,7 @@ CONVERSATION = {
     "thinking": THINKING, "output_config": OUTPUT, "cache_control": ANYTHING,
     "context_management": object_of({"edits": list_of(EDIT)})}
 MESSAGES = object_of({
-    **CONVERSATION, **{name: number(name) for name in SAMPLING}, "stream": BOOL, "timeout": SECONDS,
+    **CONVERSATION, **SAMPLED, "stream": BOOL, "timeout": SECONDS,
     "stop_sequences": list_of(STOP, 0, MAX_STOPS),
     # what changes no answer
     **dict.fromkeys(["metadata", "service_tier", "inference_geo", "speed", "user_profile_id", "workspace_id"],
@@ -74,8 +75,13 @@ ERRORS = {400: "invalid_request_error", 401: "authentication_error", 403: "permi
 
 
 def error_body(answer: ErrorAnswer) -> dict:
+    """Programs find a code, where there is one, as details.error_code."""
+    message = answer.message
+    if answer.counts:                           # clients look for these words, and shorten the conversation
+        message = "prompt is too long: {n_prompt_tokens} tokens > {n_ctx} maximum".format(**answer.counts)
     kind = ERRORS.get(answer.status, "api_error" if answer.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": answer.message}}
+    details = {"details": {"error_code": answer.code}} if answer.code else {}
+    return {"type": "error", "error": {"type": kind, "message": message, **details}}
 
 
 PROTOCOL = WireProtocol("/v1/messages", error_body)
@@ -85,8 +91,7 @@ PROTOCOL = WireProtocol("/v1/messages", error_body)
 
 def messages(service, body: dict):
     stops = body.get("stop_sequences", [])
-    request = service.sampling | {name: body[name] for name in SAMPLING if name in body} | {
-        "stop": stops, "timeout": body.get("timeout")}
+    request = service.sampling | sampling_of(body) | {"stop": stops, "timeout": body.get("timeout")}
     shows_thoughts = body.get("thinking", {}).get("display") != "omitted"
 
     def make(turn):
@@ -114,8 +119,8 @@ def read_conversation(body: dict) -> chat.Conversation:
     format = body.get("output_config", {}).get("format") or {}
     system = [{"role": "system", "content": text_of(body["system"])}] if body.get("system") else []
     conversation = system + [one for message in body["messages"] for one in read_message(message)]
-    return chat.Conversation(conversation, thinking, read_tools(body), format.get("schema"),
-                             "output_config.format.schema")
+    shape = Shape("json", format["schema"], "output_config.format.schema") if format else None
+    return chat.Conversation(conversation, thinking, read_tools(body), shape)
 
 
 def read_tools(body: dict) -> chat.Toolbox | None:
@@ -125,14 +130,9 @@ def read_tools(body: dict) -> chat.Toolbox | None:
         "name": tool["name"], "description": tool.get("description", ""), "parameters": tool["input_schema"]}}
         for tool in body.get("tools", [])]
     choice = body.get("tool_choice", {"type": "auto"})
-    if choice["type"] == "tool":
-        tools = [tool for tool in tools if tool.name == choice["name"]]
-    if choice["type"] in ("tool", "any") and not tools:
-        raise RequestError("tool_choice", "'tool_choice' asks for a tool that the request does not have")
-    if choice["type"] == "none" or not tools:
-        return None
-    several = not choice.get("disable_parallel_tool_use") and choice["type"] != "tool"
-    return chat.Toolbox(offered, tools, must=choice["type"] != "auto", several=several)
+    mode = {"any": "required", "tool": "one"}.get(choice["type"], choice["type"])
+    names = [choice["name"]] if choice["type"] == "tool" else None
+    return chat.toolbox_of(offered, tools, mode, names, several=not choice.get("disable_parallel_tool_use"))
 
 
 def text_of(content) -> str:
@@ -216,13 +216,13 @@ class Answer:
         """Why the answer ended, and at which stop sequence, if it ended at one."""
         stop = None
         if reason == "length":
-            is_asked = generation.n_generated == generation.request.max_tokens
+            is_asked = generation.cause or generation.n_generated == generation.request.max_tokens
             name = "max_tokens" if is_asked else "model_context_window_exceeded"
         elif stop := self.reply.stopped_by(self.stops):
             name = "stop_sequence"
         else:
             name = "tool_use" if self.reply.n_calls else "end_turn"
-        return {"stop_reason": name, "stop_sequence": stop}
+        return {"stop_reason": name, "stop_sequence": stop} | cause_of(generation)
 
     def usage(self, generation) -> dict:
         return {"input_tokens": generation.n_prompt - generation.n_cached, "cache_creation_input_tokens": 0,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from engine.request import RequestError
 
-from .grammar import GrammarError, Rules
+from .grammar import GrammarError, Rules, Shape
 from .reply import Reply, opening_of
 from .tools import Tool, form_of
 
@@ -27,16 +27,32 @@ class Toolbox:
     several: bool = True
 
 
+def toolbox_of(offered: list[dict], tools: list[Tool], mode: str, names: list[str] | None = None,
+               several: bool = True) -> Toolbox | None:
+    """The tools that an answer may call; None where there are none. The template is shown all that are offered.
+
+    mode: "none", "auto", "required", or "one" for exactly one call. names: of the tools that may be called, None for
+    all. Raises RequestError where a name is of no tool, or a call is required and there are no tools.
+    """
+    if missing := set(names or ()) - {tool.name for tool in tools}:
+        raise RequestError("tool_choice", f"'tool_choice' names no tool of the request: {min(missing)[:80]!r}")
+    if mode in ("required", "one") and not tools:
+        raise RequestError("tool_choice", f"'tool_choice' is {mode}, and there are no tools")
+    if mode == "none" or not tools:
+        return None
+    allowed = tools if names is None else [tool for tool in tools if tool.name in names]
+    return Toolbox(offered, allowed, must=mode != "auto", several=several and mode != "one")
+
+
 @dataclass(frozen=True)
 class Conversation:
     """What a request wants answered. thinking: None leaves it to the messages, the command line and the template, in
-    this order. schema: of the JSON value that the answer's text must be. schema_field: the request's field with it."""
+    this order. shape: what the answer's text has to be, if the request says so."""
 
     messages: list[dict]
     thinking: bool | None
     toolbox: Toolbox | None = None
-    schema: dict | None = None
-    schema_field: str | None = None
+    shape: Shape | None = None
 
 
 @dataclass(frozen=True)
@@ -102,20 +118,19 @@ def prepare(service, conversation: Conversation) -> Turn:
 
 
 def rules_of(rules: Rules, form, conversation: Conversation) -> dict:
-    """What an answer must obey, as arguments of Request. Raises RequestError for a schema that cannot be enforced, or
-    only by too long a grammar, where the request demands it: as the form of the text, of a required call, or of a
-    strict tool."""
-    toolbox, schema, field = conversation.toolbox, conversation.schema, conversation.schema_field
-    ruled = {}
-    if schema is not None:
+    """What an answer must obey, as arguments of Request. Raises RequestError for a shape or a schema that cannot be
+    enforced, or only by too long a grammar, where the request demands it: as the form of the text, of a required call,
+    or of a strict tool."""
+    toolbox, shape, ruled = conversation.toolbox, conversation.shape, {}
+    if shape is not None:
         try:
-            ruled = rules.value(schema)
+            ruled = rules.text(shape)
         except GrammarError as error:
-            raise RequestError(field, f"'{field}' cannot be enforced: {error}") from None
+            raise RequestError(shape.field, f"'{shape.field}' cannot be enforced: {error}") from None
     if toolbox is None:
         return ruled
     try:
-        return rules.calls(form, toolbox.tools, toolbox.must, toolbox.several, schema)
+        return rules.calls(form, toolbox.tools, toolbox.must, toolbox.several, shape)
     except GrammarError as error:
         if ruled or toolbox.must or any(tool.strict for tool in toolbox.tools):
             raise RequestError("tools", f"a schema in 'tools' cannot be enforced: {error}") from None
@@ -138,9 +153,9 @@ def named_as_sent(conversation: Conversation):
         yield
     except RequestError as error:
         if error.field == "prompt":
-            raise RequestError("messages", str(error)) from None
+            error.field = "messages"
         if error.field == "grammar":
-            field = "tools" if conversation.schema is None else conversation.schema_field
+            field = "tools" if conversation.shape is None else conversation.shape.field
             raise RequestError(field, f"'{field}' cannot be enforced: {error}") from None
         raise
 

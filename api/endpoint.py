@@ -1,12 +1,13 @@
 """An endpoint: where clients ask, what they may send, who answers, and in which protocol they hear of errors."""
 
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import flask
 
 from .errors import ErrorAnswer
-from .fields import check, parse_body
+from .fields import check, parse_body, read_query
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,11 @@ class WireProtocol:
 class Endpoint:
     """A path, what may be sent there, and the function that answers: view(service), or view(service, body).
 
+    path: as OpenAPI writes it. The view gets a part like {id} as the argument of this name. The last part of a
+    path may hold slashes.
     body: the description of the request's body, as api/fields.py has it; None: there is no body.
+    query: descriptions of what may stand behind the path's question mark, by name. The view gets those that were sent
+    as arguments.
     generates: whether the view itself asks for places of open requests (see `Service.submit`). Every other request with
     a body holds one place until it is answered, because megabytes of JSON take seconds.
     """
@@ -37,20 +42,33 @@ class Endpoint:
     protocol: WireProtocol
     body: dict | None = None
     generates: bool = False
+    query: dict = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         return f"{self.method} {self.path}"
 
-    def answer(self, service):
-        """The response to the current HTTP request. RequestError names what is wrong with its body."""
+    @property
+    def rule(self) -> str:
+        """The path as Flask writes it."""
+        return re.sub(r"{(\w+)}", r"<\1>", re.sub(r"{(\w+)}$", r"<path:\1>", self.path))
+
+    @property
+    def path_names(self) -> list[str]:
+        """The names of the parts of the path that a client fills in."""
+        return re.findall(r"{(\w+)}", self.path)
+
+    def answer(self, service, **arguments):
+        """The response to the current HTTP request. arguments: parts of its path. RequestError names what is wrong with
+        its body or with what stands behind the question mark."""
+        arguments |= read_query(flask.request.args, self.query)
         if self.body is None:
-            return self.view(service)
+            return self.view(service, **arguments)
         service.ready()
         with service.places(1):
             body = parse_body(flask.request.get_data())
             check(body, self.body)
             body = {name: value for name, value in body.items() if value is not None}
             if not self.generates:
-                return flask.jsonify(self.view(service, body))
-        return self.view(service, body)
+                return flask.jsonify(self.view(service, body, **arguments))
+        return self.view(service, body, **arguments)

@@ -6,19 +6,32 @@ from typing import NamedTuple
 import flask
 from werkzeug.exceptions import GatewayTimeout, HTTPException, ServiceUnavailable
 
-from engine.request import DeadlineExceeded, EngineStopped, RequestError
+from engine.request import ContextExceeded, DeadlineExceeded, EngineStopped, RequestError
 
 MAX_BODY = 4 << 20          # bytes of one request: the longest context, as token ids or as escaped text
 PASSED_ON = "Allow", "Retry-After", "WWW-Authenticate"     # headers of HTTP errors that clients are sent
 
 
+class NotFound(RequestError):
+    """A request names something that is not here; code: what, as clients know it ("model_not_found", ...)."""
+
+    def __init__(self, field: str, message: str, code: str):
+        super().__init__(field, message)
+        self.code = code
+
+
 class ErrorAnswer(NamedTuple):
-    """An error as HTTP knows it; each protocol has a shape of its own for it."""
+    """An error as HTTP knows it; each protocol has a shape of its own for it.
+
+    code: a word for programs, where there is one ("context_length_exceeded", ...). counts: n_prompt_tokens and n_ctx,
+    where the prompt is too long."""
 
     status: int
     message: str
     field: str | None = None                # of the request, where one is at fault
     headers: dict = {}
+    code: str | None = None
+    counts: dict = {}
 
 
 def explain(error: Exception) -> ErrorAnswer:
@@ -26,6 +39,11 @@ def explain(error: Exception) -> ErrorAnswer:
     for kind, told_as in (EngineStopped, ServiceUnavailable), (DeadlineExceeded, GatewayTimeout):
         if isinstance(error, kind):
             error = told_as(str(error))
+    if isinstance(error, ContextExceeded):
+        counts = {"n_prompt_tokens": error.n_prompt, "n_ctx": error.n_ctx}
+        return ErrorAnswer(400, str(error), error.field, code="context_length_exceeded", counts=counts)
+    if isinstance(error, NotFound):
+        return ErrorAnswer(404, str(error), error.field, code=error.code)
     if isinstance(error, RequestError):
         return ErrorAnswer(400, str(error), error.field)
     if isinstance(error, HTTPException):
@@ -35,6 +53,6 @@ def explain(error: Exception) -> ErrorAnswer:
         if error.code == 413:
             message = f"the request body is larger than {MAX_BODY} bytes"
         headers = {name: value for name, value in error.get_headers() if name in PASSED_ON}
-        return ErrorAnswer(error.code, message, None, headers)
+        return ErrorAnswer(error.code, message, None, headers, "invalid_api_key" if error.code == 401 else None)
     logging.getLogger("qengine").error("a request failed", exc_info=error)
     return ErrorAnswer(500, "internal error")

@@ -27,6 +27,15 @@ def number(name: str) -> dict:
     return {"type": "integer" if kind is int else "number", "minimum": low, "maximum": high}
 
 
+# What clients may say of sampling, in fields named as those of Request.
+SAMPLED = {**{name: number(name) for name in SAMPLING}, "repetition_guard": BOOL}
+
+
+def sampling_of(body: dict) -> dict:
+    """Arguments of Request: what a body says of sampling."""
+    return {name: body[name] for name in SAMPLED if name in body}
+
+
 def list_of(items: dict, least: int = 0, most: int | None = None) -> dict:
     return {"type": "array", "items": items, "minItems": least} | ({} if most is None else {"maxItems": most})
 
@@ -72,6 +81,17 @@ def parse_body(data: bytes) -> dict:
     except (ValueError, RecursionError) as error:
         raise RequestError(None, f"the request body is not JSON: {error}") from None
     return body
+
+
+def read_query(sent, descriptions: dict) -> dict:
+    """What a client has sent behind the question mark of a path, of the names that are described. sent: texts by name.
+    Raises RequestError where a text is not what its description allows."""
+    found = {name: sent[name] for name in descriptions if name in sent}
+    for name, text in found.items():
+        if descriptions[name].get("type") == "integer" and re.fullmatch("-?[0-9]{1,18}", text):
+            found[name] = int(text)
+        check(found[name], descriptions[name], name)
+    return found
 
 
 def _is_deep(value) -> bool:

@@ -10,8 +10,10 @@ import itertools
 import json
 import math
 import re
+from dataclasses import dataclass
 
 from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from engine.constraints import GRAMMAR_LIMITS
 from engine.request import GRAMMAR_LETTERS, is_within
@@ -41,6 +43,8 @@ SAID = {            # what llguidance says in its own terms -> what that means
     "oneOf constraints are not supported.*": "oneOf, where a value may fit two of its schemas: they have to differ in "
                                              "their types, or in the values of something that they require"}
 MAX_REASON = 250                    # letters of a refusal, which quotes the schema
+GBNF_LETTERS = 1 << 14              # of a grammar in GBNF; its conversion takes quadratic time, 0.4 s at worst
+GBNF_ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
 TOO_LONG = f"it takes a grammar of more than {GRAMMAR_LETTERS} letters"
 
 
@@ -60,7 +64,23 @@ def checked_grammar(lark: str) -> str:
 
 
 def literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\x7f")
+
+
+# ---- what a text has to be ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the text of an answer has to be. kind: one of SHAPES. value: what the field of the request holds."""
+
+    kind: str
+    value: object
+    field: str
+
+    def lark(self) -> str:
+        """The same as an expression in Lark's syntax. Raises GrammarError where it cannot be enforced."""
+        return SHAPES[self.kind](self.value)
 
 
 def json_value(schema: dict, strict: bool = True) -> str:
@@ -117,6 +137,53 @@ def check_counts(schema: dict):
                 raise GrammarError("minProperties, where an object may have names that the schema does not list")
 
 
+def matching(expression: str) -> str:
+    """Lark for a text that a regular expression fits as a whole."""
+    return between_slashes(f"(?:{expression})")
+
+
+def one_text(texts: list[str]) -> str:
+    """Lark for one of these texts."""
+    if not texts:
+        raise GrammarError("there is no text to choose")
+    return matching("|".join(map(verbatim, texts)))
+
+
+def nested(lark: str) -> str:
+    """Lark for a text that obeys a whole grammar with a `start` rule, whose names stay its own. The grammar begins in
+    the line in which it is nested, so that errors name its lines as the client counts them."""
+    return f"%lark {{ {lark}\n}}"
+
+
+def from_gbnf(gbnf: str) -> str:
+    """Lark for a text that obeys a grammar in GBNF, the syntax of llama.cpp."""
+    if len(gbnf) > GBNF_LETTERS:
+        raise GrammarError(f"a grammar in GBNF of more than {GBNF_LETTERS} letters")
+    gbnf = GBNF_ESCAPE.sub(plain_escape, gbnf)
+    try:
+        return nested(gbnf_to_lark(gbnf))
+    except Exception as error:          # the converter raises no other class, and RecursionError
+        raise GrammarError(" ".join(str(error).split())[:MAX_REASON]) from None
+
+
+def plain_escape(escape: re.Match) -> str:
+    r"""An escape of GBNF as the converter and llguidance's Lark take it: they know no \u, and \x only in ASCII."""
+    if escape.lastindex is None:        # of a letter, as \n
+        return escape[0]
+    code = int(escape[escape.lastindex], 16)
+    if 0xD800 <= code < 0xE000 or code > 0x10FFFF:
+        raise GrammarError(f"{escape[0]} is no character")
+    return chr(code) if code >= 0x80 else f"\\x{code:02x}"
+
+
+# Kinds of shapes -> Lark of their values: a JSON schema, a regular expression of the whole text, a list of texts, a
+# grammar in GBNF, a grammar in Lark's syntax as llguidance has it.
+SHAPES = {"json": json_value, "regex": matching, "choice": one_text, "gbnf": from_gbnf, "lark": nested}
+
+
+# ---- rules -------------------------------------------------------------------------------------------------
+
+
 class Rules:
     """What an answer must obey, as arguments of Request; {} where no rule is possible.
 
@@ -126,13 +193,13 @@ class Rules:
     def __init__(self, tags: dict[str, int], opening: str):
         self.tags, self.opening = tags, opening
 
-    def value(self, schema: dict) -> dict:
-        """One JSON value that fits a schema."""
-        return self._after_thoughts(json_value(schema), [])
+    def text(self, shape: Shape) -> dict:
+        """A text of this shape."""
+        return self._after_thoughts(shape.lark(), [])
 
-    def calls(self, form, tools: list[Tool], must: bool, several: bool, schema: dict | None = None) -> dict:
+    def calls(self, form, tools: list[Tool], must: bool, several: bool, shape: Shape | None = None) -> dict:
         """Well-formed calls of these tools. must: the answer is one or more calls and nothing else. Otherwise it may be
-        a JSON value that fits the schema instead, or (schema None) any text may precede the calls."""
+        a text of the shape instead, or (shape None) any text may precede the calls."""
         write = xml_call if form is XMLCall else json_call
         names = [f"call_{i}" for i in range(len(tools))]
         values = Values()
@@ -142,8 +209,8 @@ class Rules:
         again = f'("\\n" {self._tag("<tool_call>")} call)*' if several else ""
         rules = [f"call: {' | '.join(names)}", *rules, *values.rules()]
         calls = f"{self._tag('<tool_call>')} call {again}"
-        if must or schema is not None:
-            return self._after_thoughts(calls if must else f"({json_value(schema)} | {calls})", rules)
+        if must or shape is not None:
+            return self._after_thoughts(calls if must else f"({shape.lark()} | {calls})", rules)
         if "<tool_call>" not in self.tags:          # no token marks where the grammar begins
             return {}
         return {"grammar": checked_grammar("\n".join([f"start: call {again}", *rules])),

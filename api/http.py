@@ -1,23 +1,36 @@
-"""The sockets under the Flask app: waitress, and what it lacks for streams that are left or not read."""
+"""The sockets under the Flask app: waitress' loop and threads, with room for everybody who has something to say.
+
+Where more clients are connected than there is room for, those go that have been unfinished or idle for longest. So
+neither idle clients nor those that send a byte now and then keep a whole request out.
+"""
 
 import contextlib
-import json
+import errno
+import heapq
 import logging
+import resource
 import socket
+import ssl
 import threading
 import time
 
 import flask
-import waitress
-import waitress.channel
+import waitress.adjustments
 import waitress.server
 import waitress.task
-from werkzeug.exceptions import HTTPException
+import waitress.wasyncore
 
-from . import openai
-from .errors import MAX_BODY, explain
+from .connection import Connection, in_one_line
+from .errors import MAX_BODY
+from .heads import MAX_HEAD
+from .service import Service
+from .tls import RECORD
 
-READ_SECONDS = 60           # a client that takes nothing of what is there for it in so long is hung up on
+CONNECTIONS = 1000          # at the same time; more than threads, or streams wait for a connection
+OTHER_FILES = 256           # that the process has open: the model, cards, caches
+AT_ONCE = 64                # connections that are accepted before those that are open get their turn
+PAUSE_SECONDS = 1           # before the next try, where the machine has no room for a connection
+NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 def listen(host: str, port: int) -> list:
@@ -30,79 +43,115 @@ def listen(host: str, port: int) -> list:
     return sockets
 
 
-class MalformedRequest(waitress.task.ErrorTask):
-    """Waitress's own answer to bytes that are no HTTP request, or too large a one. No path is known, so the answer has
-    OpenAI's shape."""
-
-    def execute(self):
-        error = self.request.error
-        refusal = HTTPException(f"{error.reason}: {error.body}")
-        refusal.code = error.code
-        body = json.dumps(openai.PROTOCOL.error_body(explain(refusal))).encode()
-        self.status, self.content_length = f"{error.code} {error.reason}", len(body)
-        self.response_headers.append(("Content-Type", "application/json"))
-        self.set_close_on_finish()
-        self.write(body)
+def room_for_connections() -> int:
+    """How many connections the process may have open. Raises its limit of open files as far as that is allowed; a
+    large body is in a file as well."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * CONNECTIONS + OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        return max(16, min(CONNECTIONS, (soft - OTHER_FILES) // 2))
+    return CONNECTIONS
 
 
-class Connection(waitress.channel.HTTPChannel):
-    """A client's connection."""
+class Listener(waitress.server.TcpWSGIServer):
+    """An address that clients connect to. service: of the app; tls: None where connections are not encrypted."""
 
-    error_task_class = MalformedRequest
+    channel_class = Connection
 
-    def writable(self):
-        """Whether waitress should poll for room to write. Waitress asks at each poll, at least once a second."""
-        if self.total_outbufs_len and self.is_stuck():
-            self.hang_up()      # or its answer would hold a thread and a place of open requests for ever
-        return super().writable()
+    def __init__(self, service: Service, tls: ssl.SSLContext | None, *arguments, **options):
+        self.service, self.tls = service, tls
+        self.next_look = self.paused_until = 0
+        super().__init__(*arguments, **options)
 
-    def is_stuck(self) -> bool:
-        """Whether something is to be sent, and nothing could be sent for READ_SECONDS."""
-        with self.outbuf_lock:      # a thread that has just put bytes there is about to send them
-            return self.total_outbufs_len > 0 and time.time() - self.last_activity > READ_SECONDS
+    def readable(self) -> bool:
+        """Whether to accept connections. Waitress asks before each poll, at least once a second."""
+        now = time.monotonic()
+        if now >= self.next_look:
+            self.next_look = now + 1
+            for connection in list(self.active_channels.values()):
+                connection.keep_time()
+        n_over = len(self._map) - self.adj.connection_limit
+        return self.accepting and now >= self.paused_until and self.make_room(n_over)
 
-    def hang_up(self):
-        """Closes the connection by way of the thread that polls it. That thread also wakes the one that waits to write
-        to this connection."""
-        with contextlib.suppress(OSError, AttributeError):      # the connection was closed meanwhile
-            self.socket.shutdown(socket.SHUT_RDWR)
+    def handle_accept(self):
+        for _ in range(AT_ONCE):
+            try:
+                accepted = self.accept()
+            except OSError as error:
+                if error.errno in NO_ROOM and not self.make_room(1):
+                    self.paused_until = time.monotonic() + PAUSE_SECONDS    # or the loop would try again at once
+                return
+            if accepted is None:
+                return
+            client, address = accepted
+            try:
+                self.set_socket_options(client)
+                self.channel_class(self, client, address, self.adj, map=self._map)
+            except OSError:             # the client has left
+                client.close()
+
+    def make_room(self, n: int) -> bool:
+        """Closes n connections without a running request; returns whether there were so many."""
+        if n > 0:
+            idle = [item for item in self._map.values() if isinstance(item, Connection) and item.may_go()]
+            for connection in heapq.nsmallest(n, idle, key=Connection.usefulness):
+                connection.give_way()
+            return len(idle) >= n
+        return True
+
+
+class OneLine(logging.Filter):
+    """Keeps waitress' messages, which quote clients, short and in one line."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = in_one_line(record.getMessage()), ()
+        return True
 
 
 @contextlib.contextmanager
-def serving(app: flask.Flask, host: str, port: int):
-    """Answers HTTP on other threads while the `with` body runs; gives the port. Raises OSError: it cannot listen."""
+def serving(app: flask.Flask, host: str, port: int, tls: ssl.SSLContext | None = None):
+    """Answers HTTP on other threads while the `with` body runs, or HTTPS where there is a `tls`; gives the port.
+    Raises OSError: it cannot listen."""
     service = app.extensions["qengine"]
     try:
-        sockets = listen(host, port)        # here, because waitress starts its threads before it listens
+        sockets = listen(host, port)        # here, because waitress' threads start before it listens
     except OSError:
         service.close()
         raise
     logging.getLogger("waitress.queue").setLevel(logging.ERROR)     # waitress would warn of every request that waits
-    watched = {}                                # what waitress polls, by the number of the socket
-    server = waitress.create_server(
-        app, watched, sockets=sockets, ident="qengine",
+    one_line = OneLine()
+    logging.getLogger("waitress").addFilter(one_line)
+    settings = waitress.adjustments.Adjustments(
+        sockets=sockets, ident="qengine", url_scheme="https" if tls else "http",
         threads=service.max_requests + 8,       # an open request holds a thread; 8 are left for /health and the like
-        connection_limit=1000,                  # more than threads, or streams wait for a connection
-        asyncore_use_poll=True,                 # select() cannot watch that many
+        connection_limit=room_for_connections(), backlog=4096,
         channel_request_lookahead=1,            # or waitress does not notice that a client hung up
+        recv_bytes=RECORD, log_socket_errors=False,
         outbuf_high_watermark=100_000,          # bytes that an answer may be ahead of its reader
+        max_request_header_size=MAX_HEAD,
         max_request_body_size=4 * MAX_BODY)     # smaller ones Flask refuses, in the shape of the protocol
-    listeners = [item for item in watched.values() if isinstance(item, waitress.server.BaseWSGIServer)]
-    for listener in listeners:
-        listener.channel_class = Connection
-    thread = threading.Thread(target=server.run, name="http server", daemon=True)
+    watched = {}                                # what waitress polls, by the number of the socket
+    workers = waitress.task.ThreadedTaskDispatcher()
+    workers.set_thread_count(settings.threads)
+    listeners = [Listener(service, tls, app, watched, _sock=one, dispatcher=workers, adj=settings, bind_socket=False,
+                          sockinfo=(one.family, one.type, one.proto, one.getsockname())) for one in sockets]
+    poll = {"timeout": 1, "use_poll": True, "map": watched}         # select() cannot watch that many
+    thread = threading.Thread(target=waitress.wasyncore.loop, kwargs=poll, name="http server", daemon=True)
     thread.start()
     try:
-        yield getattr(server, "effective_port", port)       # missing where the host has several addresses
+        yield listeners[0].effective_port if len(listeners) == 1 else port
     finally:
         if not service.close():                 # a client does not read its answer
             hang_up(watched)
-        server.task_dispatcher.shutdown()       # waits for the threads that write the last answers
+        workers.shutdown()                      # waits for the threads that write the last answers
         for listener in listeners:
             listener.close()
         thread.join(1.0)                        # time for written bytes to leave
         hang_up(watched)                        # on clients that are idle, and on those that do not read
         thread.join()
+        logging.getLogger("waitress").removeFilter(one_line)
 
 
 def hang_up(watched: dict):

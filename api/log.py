@@ -66,8 +66,9 @@ class Exchange:
 
 
 def finish_of(generation) -> str:
-    """How a generation ended: "stop", "length", "error", or "abort" where the client left or the server closed."""
-    return generation.finish_reason or ("error" if generation.error else "abort")
+    """How a generation ended: "stop", "length", "repetition", "error", or "abort" where the client left or the server
+    closed."""
+    return generation.cause or generation.finish_reason or ("error" if generation.error else "abort")
 
 
 class RequestLog:

@@ -1,6 +1,6 @@
 """OpenAI's chat completions.
 
-Beyond OpenAI's own fields there are those of SAMPLING, ignore_eos, return_token_ids (token_ids beside each piece of an
+Beyond OpenAI's own fields there are those of SAMPLED, ignore_eos, return_token_ids (token_ids beside each piece of an
 answer), timeout (the answer has to be complete within so many seconds) and chat_template_kwargs.enable_thinking, which
 overrules reasoning_effort. An answer's thoughts come as reasoning_content. A field that is not described here is
 refused, so that a client hears of a misspelt name.
@@ -9,15 +9,17 @@ refused, so that a client hears of a misspelt name.
 import time
 import uuid
 
-from engine.request import SAMPLING, STOP_LETTERS, Delta, Request, RequestError
+from engine.request import STOP_LETTERS, Delta, Request, RequestError
 
 from . import chat
 from .endpoint import Endpoint, WireProtocol
 from .errors import ErrorAnswer, explain
-from .fields import ANYTHING, BOOL, SECONDS, TEXT, either, list_of, number, object_of, one_of
-from .reply import CallArguments, CallStart, Content, Message, Thought, kept_alive, sse, together, whole
+from .fields import ANYTHING, BOOL, SAMPLED, SECONDS, TEXT, either, list_of, number, object_of, one_of, sampling_of
+from .grammar import Shape
+from .reply import CallArguments, CallStart, Content, Message, Thought, cause_of, kept_alive, sse, together, whole
 from .tools import Tool
 
+BUILD = "qengine-1"         # which server this is, in answers and in /props
 MAX_CHOICES = 16            # answers of one request
 MAX_LOGPROBS = 20           # alternatives of one token
 MAX_STOPS = 16              # stop strings of one request
@@ -44,6 +46,9 @@ TOOL = object_of({"type": one_of("function"), "function": object_of(
     ["type", "function"], others=True)
 NAMED_TOOL = object_of({"type": one_of("function"), "function": object_of({"name": TEXT}, ["name"])},
                        ["type", "function"])
+ALLOWED_TOOLS = object_of({"type": one_of("allowed_tools"), "allowed_tools": object_of(
+    {"mode": one_of("auto", "required"), "tools": list_of(NAMED_TOOL, 1)}, ["mode", "tools"])},
+    ["type", "allowed_tools"])
 FORMAT = either(
     object_of({"type": one_of("text")}, ["type"]), object_of({"type": one_of("json_object")}, ["type"]),
     object_of({"type": one_of("json_schema"), "json_schema": object_of(
@@ -53,7 +58,7 @@ BIAS = object_of({}, others={"type": "number", "minimum": -100, "maximum": 100})
     "propertyNames": {"pattern": "^[0-9]{1,9}$"}}                   # token ids, which JSON has as strings
 SHARED = {
     "model": TEXT, "stream": BOOL, "stream_options": object_of({"include_usage": BOOL, "include_obfuscation": BOOL}),
-    "n": {"type": "integer", "minimum": 1, "maximum": MAX_CHOICES}, **{name: number(name) for name in SAMPLING},
+    "n": {"type": "integer", "minimum": 1, "maximum": MAX_CHOICES}, **SAMPLED,
     "logit_bias": BIAS, "stop": either(STOP, list_of(STOP, 0, MAX_STOPS)),
     "ignore_eos": BOOL, "return_token_ids": BOOL, "timeout": SECONDS,
     # what changes no answer
@@ -63,16 +68,15 @@ CHAT = object_of({
     **SHARED, "messages": list_of(MESSAGE, 1), "max_completion_tokens": number("max_tokens"),
     "logprobs": BOOL, "top_logprobs": {"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS},
     "response_format": FORMAT, "tools": list_of(TOOL), "parallel_tool_calls": BOOL,
-    "tool_choice": either(one_of("none", "auto", "required"), NAMED_TOOL),
+    "tool_choice": either(one_of("none", "auto", "required"), NAMED_TOOL, ALLOWED_TOOLS),
     "chat_template_kwargs": object_of({"enable_thinking": BOOL}),
     "reasoning_effort": one_of(*NO_EFFORT, "low", "medium", "high", "xhigh", "max"),
     # only what asks for nothing
     "modalities": one_of(["text"]), "functions": one_of([]), "function_call": one_of("none", "auto")}, ["messages"])
 def read_sampling(service, body: dict) -> dict:
     """Arguments of Request that both endpoints take. The body overrules the command line."""
-    said = {name: body[name] for name in SAMPLING if name in body}
     stop = body.get("stop", [])
-    return service.sampling | said | {
+    return service.sampling | sampling_of(body) | {
         "stop": [stop] if isinstance(stop, str) else stop, "ignore_eos": body.get("ignore_eos", False),
         "timeout": body.get("timeout"),
         "logit_bias": {int(token): float(bias) for token, bias in body.get("logit_bias", {}).items()}}
@@ -87,10 +91,15 @@ def seeded(request: dict, n: int) -> list[Request]:
 # ---- errors ----------------------------------------------------------------------------------------------
 
 
+TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
 def error_body(answer: ErrorAnswer) -> dict:
-    kind = "server_error" if answer.status >= 500 else "invalid_request_error"
-    kind = "rate_limit_error" if answer.status == 429 else kind
-    return {"error": {"message": answer.message, "type": kind, "param": answer.field, "code": None}}
+    """OpenAI's clients read the code. Those of llama.cpp know a prompt that is too long by its type and its counts."""
+    kind = TYPES.get(answer.status, "server_error" if answer.status >= 500 else "invalid_request_error")
+    kind = "exceed_context_size_error" if answer.counts else kind
+    return {"error": {"message": answer.message, "type": kind, "param": answer.field, "code": answer.code,
+                      **answer.counts}}
 
 
 PROTOCOL = WireProtocol("/", error_body)
@@ -115,14 +124,8 @@ def chat_completions(service, body: dict):
     return chat.respond(service, read_conversation(body), n, make, body.get("stream", False))
 
 
-def models(service):
-    model = {"id": service.ready().name, "object": "model", "created": service.started, "owned_by": "qengine"}
-    return {"object": "list", "data": [model]}
-
-
 ENDPOINTS = [Endpoint("POST", "/v1/chat/completions", "Answer a conversation", chat_completions, PROTOCOL, CHAT,
-                      generates=True),
-             Endpoint("GET", "/v1/models", "The model that is served", models, PROTOCOL)]
+                      generates=True)]
 
 
 def read_conversation(body: dict) -> chat.Conversation:
@@ -130,8 +133,8 @@ def read_conversation(body: dict) -> chat.Conversation:
     thinking = body.get("chat_template_kwargs", {}).get("enable_thinking")
     if thinking is None and "reasoning_effort" in body:
         thinking = body["reasoning_effort"] not in NO_EFFORT
-    schema, field = read_format(body.get("response_format", {}))
-    return chat.Conversation(read_messages(body["messages"]), thinking, read_tools(body), schema, field)
+    shape = read_format(body.get("response_format", {}))
+    return chat.Conversation(read_messages(body["messages"]), thinking, read_tools(body), shape)
 
 
 def read_messages(messages: list[dict]) -> list[dict]:
@@ -145,27 +148,32 @@ def read_messages(messages: list[dict]) -> list[dict]:
 
 def read_tools(body: dict) -> chat.Toolbox | None:
     """The tools of a chat request; None where it offers none, or forbids calls."""
-    offered, choice = body.get("tools", []), body.get("tool_choice", "auto")
+    offered = body.get("tools", [])
     tools = [Tool(tool["function"]["name"], tool["function"].get("parameters") or {},
                   bool(tool["function"].get("strict"))) for tool in offered]
-    if isinstance(choice, dict):
-        name = choice["function"]["name"]
-        tools = [tool for tool in tools if tool.name == name]
-        if not tools:
-            raise RequestError("tool_choice", f"'tool_choice' names no tool of the request: {name[:80]!r}")
-    elif choice == "required" and not tools:
-        raise RequestError("tool_choice", "'tool_choice' is required, and there are no tools")
-    if choice == "none" or not tools:
-        return None
-    several = body.get("parallel_tool_calls", True) and not isinstance(choice, dict)
-    return chat.Toolbox(offered, tools, must=choice != "auto", several=several)
+    mode, names = read_choice(body.get("tool_choice", "auto"))
+    return chat.toolbox_of(offered, tools, mode, names, body.get("parallel_tool_calls", True))
 
 
-def read_format(format: dict) -> tuple[dict | None, str]:
-    """The schema that the answer must fit, None without one; and the field of the request that holds it."""
-    if format.get("type") == "json_schema":
-        return format["json_schema"]["schema"], "response_format.json_schema.schema"
-    return ({"type": "object"} if format.get("type") == "json_object" else None), "response_format"
+def read_choice(choice: str | dict) -> tuple[str, list[str] | None]:
+    """OpenAI's tool_choice: "none", "auto", "required" or "one" (exactly one call), and the names of the tools that may
+    be called, None for all. Responses have the fields of a tool at its top, chats have them under "function"."""
+    if isinstance(choice, str):
+        return choice, None
+    if choice["type"] == "allowed_tools":
+        allowed = choice.get("allowed_tools", choice)
+        return allowed["mode"], [tool.get("function", tool)["name"] for tool in allowed["tools"]]
+    return "one", [choice.get("function", choice)["name"]]
+
+
+def read_format(format: dict) -> Shape | None:
+    """What the text of the answer has to be, None without a demand."""
+    match format.get("type"):
+        case "json_schema":
+            return Shape("json", format["json_schema"]["schema"], "response_format.json_schema.schema")
+        case "json_object":
+            return Shape("json", {"type": "object"}, "response_format")
+    return None
 
 
 # ---- what is answered ------------------------------------------------------------------------------------
@@ -236,6 +244,11 @@ def is_end(delta: Delta, tokenizer) -> bool:
     return delta.finish_reason == "stop" and delta.token_id in tokenizer.eos_ids
 
 
+def end_of(choice, delta: Delta) -> dict:
+    """Why a choice ended, as its last Delta says."""
+    return {"finish_reason": choice.finish_reason(delta.finish_reason)} | cause_of(delta)
+
+
 class Answer:
     """The answer to one HTTP request, whole or as a stream of server-sent events.
 
@@ -244,7 +257,8 @@ class Answer:
 
     def __init__(self, service, body, choices, prefix, whole_name, chunk_name):
         self.choices, self.names = choices, {"whole": whole_name, "chunk": chunk_name}
-        self.head = {"id": prefix + uuid.uuid4().hex, "created": int(time.time()), "model": service.engine.name}
+        self.head = {"id": prefix + uuid.uuid4().hex, "created": int(time.time()), "model": service.engine.name,
+                     "system_fingerprint": BUILD}
         self.with_usage = body.get("stream_options", {}).get("include_usage", False)
         self.with_ids, self.n = body.get("return_token_ids", False), body.get("n", 1)
 
@@ -254,14 +268,13 @@ class Answer:
         return self.head | {"object": self.names["whole"], "choices": choices, "usage": self.usage(generations)}
 
     def _choice(self, index, choice, generation) -> dict:
-        ids, logprobs, reason = [], None, None
+        ids, logprobs = [], None
         for delta in whole(generation):
             choice.push(delta)
             ids.append(delta.token_id)
             logprobs = choice.logprobs if choice.logprobs_of(delta) is not None else None
-            reason = delta.finish_reason
         return {"index": index, **choice.whole(), **({"token_ids": ids} if self.with_ids else {}),
-                "logprobs": logprobs, "finish_reason": choice.finish_reason(reason)}
+                "logprobs": logprobs, **end_of(choice, delta)}
 
     def events(self, generations):
         """Server-sent events: a chunk per piece of an answer, as they come, usage if asked for, then [DONE]."""
@@ -289,13 +302,13 @@ class Answer:
         if delta.finish_reason or (not pieces and (logprobs or self.with_ids)):
             pieces.append(choice.closing)
         for piece in pieces:
-            reason = delta.finish_reason if piece is pieces[-1] else None
-            yield self._chunk(index, piece, ids, logprobs, choice.finish_reason(reason) if reason else None)
+            is_last = delta.finish_reason and piece is pieces[-1]
+            yield self._chunk(index, piece | (end_of(choice, delta) if is_last else {}), ids, logprobs)
             logprobs, ids = None, []    # only the first piece of a token carries its id and log-probabilities
 
-    def _chunk(self, index, piece, ids=(), logprobs=None, finish_reason=None) -> str:
-        choice = {"index": index, **piece, **({"token_ids": list(ids)} if self.with_ids else {}),
-                  "logprobs": logprobs, "finish_reason": finish_reason}
+    def _chunk(self, index, piece, ids=(), logprobs=None) -> str:
+        choice = {"index": index, **({"token_ids": list(ids)} if self.with_ids else {}), "logprobs": logprobs,
+                  "finish_reason": None, **piece}
         return self._event(choices=[choice], **({"usage": None} if self.with_usage else {}))
 
     def _event(self, **data) -> str:

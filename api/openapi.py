@@ -1,6 +1,6 @@
 """The OpenAPI document of the server, made of what checks its requests."""
 
-from . import anthropic, completions, metrics, openai, page, plain
+from . import anthropic, completions, metrics, models, ollama, openai, page, plain
 from .endpoint import Endpoint, WireProtocol
 
 
@@ -16,6 +16,11 @@ def operation(endpoint: Endpoint) -> dict:
     """What the document says of one endpoint."""
     said = {"summary": endpoint.summary, "responses": {
         "200": {"description": "The answer"}, "default": {"description": "An error, in the shape of the protocol"}}}
+    parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+                  for name in endpoint.path_names]
+    parameters += [{"name": name, "in": "query", "schema": one} for name, one in endpoint.query.items()]
+    if parameters:
+        said["parameters"] = parameters
     if endpoint.body is not None:
         content = {"application/json": {"schema": published(endpoint.body)}}
         said["requestBody"] = {"required": True, "content": content}
@@ -36,8 +41,8 @@ def published(description: dict) -> dict:
     return said
 
 
-PROTOCOLS = [openai.PROTOCOL, anthropic.PROTOCOL]
-FILES = openai, completions, anthropic, plain, page, metrics       # in the order of the document
+PROTOCOLS = [openai.PROTOCOL, anthropic.PROTOCOL, ollama.PROTOCOL]
+FILES = openai, completions, models, anthropic, ollama, plain, page, metrics       # in the order of the document
 ENDPOINTS = [*(endpoint for file in FILES for endpoint in file.ENDPOINTS),
              Endpoint("GET", "/openapi.json", "This document", document, openai.PROTOCOL)]
 BY_NAME = {endpoint.name: endpoint for endpoint in ENDPOINTS}

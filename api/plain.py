@@ -3,8 +3,8 @@ health."""
 
 import datetime
 
+from engine.guard import GUARD
 from engine.request import Fault, RequestError
-from engine.tokenizer import GUARD
 
 from . import chat, openai
 from .endpoint import Endpoint
@@ -46,6 +46,8 @@ def health(service):
     """Whether the server can answer, and why not. Of each card: its name, and its first and last layer."""
     engine = service.engine
     lost = {"lost": [told_of(fault) for fault in service.lost]} if service.lost else {}
+    if service.is_draining:
+        return {"status": "draining"}, 503
     if engine is None or service.is_loading:
         return {"status": "loading", **lost}, 503
     if engine.reason is not None:

@@ -239,6 +239,12 @@ def kept_alive(texts, sign: str):
             written = time.monotonic()
 
 
+def cause_of(end) -> dict:
+    """The field, one of ours, in which every protocol says why an answer ended, where its own words do not say it.
+    end: the last Delta, or the Generation."""
+    return {"cause": end.cause} if end.cause else {}
+
+
 def sse(data: dict, name: str | None = None) -> str:
     """A server-sent event. It is ASCII, because some clients also break lines at U+0085 and U+2028."""
     return (f"event: {name}\n" if name else "") + f"data: {json.dumps(data)}\n\n"

@@ -38,6 +38,7 @@ class Service:
         self.changed = threading.Condition()        # guards what follows
         self.open = {}                              # id -> (Generation, function: has its client hung up?)
         self.n_entering = 0                         # places taken by `places` for requests that are not in `open`
+        self.is_draining = False                    # requests with a body are refused; the open ones go on
         self.closing = False
         self.is_loading = False                     # another engine is being loaded, because `engine` has failed
         self.lost = []                              # the Faults of the cards that the server goes on without
@@ -81,9 +82,9 @@ class Service:
     def places(self, n: int):
         """Takes n of the max_requests places while the `with` body runs. The body prepares n requests, or is itself
         long work that counts as n requests. Raises TooManyRequests if fewer places are left, and ServiceUnavailable if
-        the server is closing."""
+        the server is draining or closing."""
         with self.changed:
-            if self.closing:
+            if self.is_draining or self.closing:
                 raise ServiceUnavailable("the server is shutting down", retry_after=5)
             n_open = len(self.open) + self.n_entering
             if n_open + n > self.max_requests:
@@ -138,6 +139,15 @@ class Service:
                 generation.cancel()
             time.sleep(POLL_SECONDS)
 
+    def drain(self, seconds: float) -> bool:
+        """Refuses new requests from now on, and lets the open ones go on for so long.
+
+        Returns whether all have ended.
+        """
+        with self.changed:
+            self.is_draining = True
+            return self.changed.wait_for(lambda: not (self.open or self.n_entering), seconds)
+
     def close(self, timeout=5.0) -> bool:
         """Refuses new requests, cancels the open ones and waits for their end, `timeout` seconds at most.
 
@@ -161,7 +171,8 @@ def create_app(engine: TextEngine | None = None, *, sampling: dict | None = None
     origins: of web pages that may ask, "*" for all. host: the address that the server is going to listen on.
     log_prompts: put the text of prompts into the log of requests.
     """
-    defaults = {"temperature": 1.0} | (sampling or {})      # both protocols say so; Request's own default is greedy
+    # The protocols say that the temperature is 1. Request's own defaults are for experiments: greedy, never cut short.
+    defaults = {"temperature": 1.0, "repetition_guard": True} | (sampling or {})
     service = Service(engine, defaults, thinking, max_requests)
     app = flask.Flask("qengine", static_folder=None)
     app.extensions["qengine"] = service
@@ -173,7 +184,7 @@ def create_app(engine: TextEngine | None = None, *, sampling: dict | None = None
     service.log.install(app)
     Access(keys, origins, host).install(app)
     for endpoint in openapi.ENDPOINTS:
-        app.add_url_rule(endpoint.path, endpoint.name, functools.partial(endpoint.answer, service),
+        app.add_url_rule(endpoint.rule, endpoint.name, functools.partial(endpoint.answer, service),
                          methods=[endpoint.method])
 
     @app.errorhandler(Exception)

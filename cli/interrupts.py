@@ -1,4 +1,4 @@
-"""Ctrl-C on the command line."""
+"""Signals: Ctrl-C on the command line, and those that end a server."""
 
 import os
 import signal
@@ -17,3 +17,27 @@ def interrupt(*_):
 
 def leave(*_):
     os._exit(130)
+
+
+ENDING = signal.SIGTERM, signal.SIGHUP
+
+
+def endable():
+    """From now on SIGTERM and SIGHUP raise SystemExit, once. A second one, before the next call of this function, ends
+    the process at once. What is ignored stays ignored: under nohup SIGHUP is."""
+    handle_ending(end)
+
+
+def end(*_):
+    handle_ending(leave_ended)
+    raise SystemExit(0)
+
+
+def leave_ended(number, _):
+    os._exit(128 + number)
+
+
+def handle_ending(handler):
+    for number in ENDING:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)

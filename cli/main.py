@@ -50,6 +50,7 @@ def run_plan(model: qengine.OpenModel, options) -> int:
 def run(options) -> int:
     """Does what the parsed command line asks; returns the exit code."""
     sampling = {name: getattr(options, name) for name in SAMPLING if getattr(options, name) is not None}
+    sampling["repetition_guard"] = options.repetition_guard != "off"
     thinking = {None: None, "on": True, "off": False}[options.thinking]
     if options.trace:
         write_json(options.trace, {})       # now, so that a recording is not lost because of a mistyped folder

@@ -5,6 +5,7 @@ import functools
 
 import qengine
 from engine.plan import KEPT_CONTEXTS
+from engine.repetition import LONGEST_PERIOD, REPEATED_TOKENS
 from engine.request import SAMPLING
 
 from .bench import CONTEXTS, DECODE_STEPS, EMULATED_LENGTH, PROMPT_LENGTHS, REPEATS
@@ -21,16 +22,18 @@ examples:
   python qengine.py -m model.gguf --plan --card cuda                what it would take of all cards together
 """
 
+DRAIN_SECONDS = 30
 TASKS = "prompt", "chat", "serve", "perplexity", "bench", "probe", "plan", "print_config"
 
 # Options that do nothing unless one of the options beside them is there, too.
 GOES_WITH = {"raw": ["prompt"], "slots": ["serve", "plan", "print_config"], "kv_tokens": ["serve", "plan"],
-             **dict.fromkeys(["host", "api_key", "api_key_file", "cors", "log_prompts", "go_on"], ["serve"]),
+             **dict.fromkeys(["host", "api_key", "api_key_file", "cors", "log_prompts", "go_on", "tls_cert", "tls_key",
+                             "drain"], ["serve"]),
              **dict.fromkeys(["checkpoint_memory", "checkpoint_host_memory"], ["serve", "chat", "plan"]),
              "trace": ["prompt", "chat", "serve", "perplexity", "bench"],
              "against": ["perplexity"], "json": ["bench", "probe"],
              **dict.fromkeys(["prompt_lengths", "contexts", "repeats", "batch", "cards"], ["bench"]),
-             **dict.fromkeys([*SAMPLING, "thinking"], ["prompt", "chat", "serve"])}
+             **dict.fromkeys([*SAMPLING, "thinking", "repetition_guard"], ["prompt", "chat", "serve"])}
 
 
 class Parser(argparse.ArgumentParser):
@@ -112,6 +115,9 @@ def add_answer(parser: Parser):
                             type=within(kind, low, high), help=meaning)
     answer.add_argument("--thinking", choices=("on", "off"),
                         help="let the model reason before it answers (default: as its chat template says)")
+    answer.add_argument("--repetition-guard", choices=("on", "off"),
+                        help=f"end an answer once its last {REPEATED_TOKENS} tokens only repeat a text of at most "
+                             f"{LONGEST_PERIOD} tokens that is not in the prompt (default: on)")
     answer.add_argument("--raw", action="store_true", help="continue the -p text as it stands")
 
 
@@ -152,6 +158,12 @@ def add_server(parser: Parser):
     server.add_argument("--cors", metavar="ORIGIN", action="append", default=[],
                         help="let web pages of this origin ask, https://chat.example say; * for all; several are "
                              "allowed; behind a proxy without keys this server's own page needs it, too")
+    server.add_argument("--tls-cert", metavar="FILE",
+                        help="serve over https with this certificate (PEM, followed by those of its authorities)")
+    server.add_argument("--tls-key", metavar="FILE", help="the certificate's private key (PEM, without a password)")
+    server.add_argument("--drain", metavar="SECONDS", type=within(float, 0, 86400), default=DRAIN_SECONDS,
+                        help="after SIGTERM or SIGHUP new requests are refused, and running ones may go on for so long "
+                             f"(default: {DRAIN_SECONDS}); a second signal ends the wait")
     server.add_argument("--log-prompts", action="store_true", help="write the text of prompts into the log of requests")
 
     server.add_argument("--go-on", action="store_true",
@@ -211,5 +223,7 @@ def check_options(parser: Parser, options):
         parser.error("-m is not for --probe, which uses no model")
     if options.raw and options.thinking:
         parser.error("--thinking is for chat templates, and --raw uses none")
+    if bool(options.tls_cert) != bool(options.tls_key):
+        parser.error("--tls-cert and --tls-key go together")
     if not options.model:
         parser.error("-m names no model: a GGUF file, or synthetic:tiny")

@@ -2,8 +2,6 @@
 
 import contextlib
 import gc
-import signal
-import sys
 import time
 
 import qengine
@@ -11,45 +9,70 @@ from api.access import is_loopback, read_keys
 from api.http import serving
 from api.log import on_stderr
 from api.service import MAX_WAITING, Service, create_app
+from api.tls import is_secret, read_certificate
 from engine.request import Fault, ModelError, RequestError
 from kernels.card import CardError
 from kernels.compile import CompileError
 
 from .engines import asked, load_engine, traced
+from .interrupts import endable, handle_ending, leave_ended
 
 
 def run_server(options, sampling: dict, thinking) -> int:
-    """Listens, loads, and serves until Ctrl-C or SIGTERM; then cancels open requests and tells their clients."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    """Listens, loads, and serves. SIGTERM and SIGHUP let open requests go on for --drain seconds, Ctrl-C does not; then
+    what is left of them is cancelled, and their clients are told."""
+    endable()
     keys = read_keys(options.api_key, options.api_key_file)
+    tls = read_certificate(options.tls_cert, options.tls_key) if options.tls_cert else None
     app = create_app(sampling=sampling, thinking=thinking, max_requests=options.slots + MAX_WAITING, keys=keys,
                      origins=options.cors, host=options.host, log_prompts=options.log_prompts)
     service = app.extensions["qengine"]
     with contextlib.ExitStack() as stack:
         stack.enter_context(on_stderr(service.log))
         try:
-            port = stack.enter_context(serving(app, options.host, options.serve))
+            port = stack.enter_context(serving(app, options.host, options.serve, tls))
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             qengine.note(f"qengine: cannot listen on {options.host} port {options.serve}: {reason}")
             return 2
         if not keys and not is_loopback(options.host):
             qengine.note(f"warning: whoever reaches {options.host} can use this server: --api-key asks for a key")
+        if tls and not is_secret(options.tls_key):
+            qengine.note(f"warning: other users of this machine can read {options.tls_key}")
         service.engine = load_engine(options.model, options)
         stack.enter_context(traced(service.engine, options))
         try:
-            qengine.note(f"serving {service.engine.name} on http://{options.host}:{port}/ (a page to talk with it, and "
-                         "/v1 for programs; Ctrl-C stops)")
-            is_working = True
-            while is_working:
-                service.engine.scheduler.thread.join()  # ends by a failure only; /health goes on to tell of it
-                qengine.note(f"qengine: {service.engine.reason}")
-                is_working = options.go_on and go_on(service, options)
-            while True:
-                time.sleep(3600)
+            scheme = "https" if tls else "http"
+            qengine.note(f"serving {service.engine.name} on {scheme}://{options.host}:{port}/ (a page to talk with it, "
+                         "and /v1 for programs; Ctrl-C stops)")
+            work(service, options)
+        except SystemExit:
+            drain(service, options.drain)
+            raise
         finally:
+            handle_ending(leave_ended)      # nothing is left to end but this
             stack.close()
             service.engine.close()
+
+
+def work(service: Service, options):
+    """Waits, and starts another engine when a card fails and --go-on says so. Ends by an exception only."""
+    is_working = True
+    while is_working:
+        service.engine.scheduler.thread.join()  # ends by a failure only; /health goes on to tell of it
+        qengine.note(f"qengine: {service.engine.reason}")
+        is_working = options.go_on and go_on(service, options)
+    while True:
+        time.sleep(3600)
+
+
+def drain(service: Service, seconds: float):
+    """Lets open requests go on for so many seconds. Another SIGTERM or SIGHUP, or Ctrl-C, ends the wait."""
+    endable()
+    if n := len(service.open):
+        qengine.note(f"draining: {n} running or waiting; {seconds:g} seconds for {'it' if n == 1 else 'them'}, "
+                     "and a second signal ends this")
+    service.drain(seconds)
 
 
 def go_on(service: Service, options) -> bool:

@@ -3,9 +3,14 @@
     request.py          a request and the answer on its way; the errors that leave an engine
     gguf.py             model files, checked before use
     hyperparameters.py  what the metadata of a model file says
+    details.py          what clients that list models are told of one
     tokenizer.py        text to token ids and back
     template.py         messages to a prompt
+    rendering.py        chat templates, run in a process of their own
+    guard.py            which control tokens of a prompt are real
+    sandbox.py          functions that run in a process of their own, with a limit of seconds and bytes
     constraints.py      grammars that answers obey
+    repetition.py       a guard against answers that repeat themselves for ever
     prefix.py           the prefix tree: pages and checkpoints that later prompts may share
     scratch.py          the scratch memory of a pass
     worker.py           the thread of each card, and its tasks

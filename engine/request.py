@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from engine.repetition import RepetitionGuard
 from kernels.logprobs import TOP
 
 
@@ -28,6 +29,17 @@ class RequestError(Exception):
     def __init__(self, field: str, message: str):
         super().__init__(message)
         self.field = field
+
+
+class ContextExceeded(RequestError):
+    """A prompt that leaves no room for an answer. n_prompt: its tokens, or the fewest that it can have where it is too
+    long to be cut into tokens; n_ctx: tokens that the context holds, prompt and answer together."""
+
+    def __init__(self, n_prompt: int, n_ctx: int, is_exact: bool = True):
+        count = f"{n_prompt} tokens" if is_exact else f"at least {n_prompt} tokens"
+        super().__init__("prompt", f"This model's maximum context length is {n_ctx} tokens. However, your prompt "
+                                   f"resulted in {count}, and the answer needs at least one more.")
+        self.n_prompt, self.n_ctx = n_prompt, n_ctx
 
 
 class EngineStopped(Exception):
@@ -108,6 +120,7 @@ class Request:
     stop_before: int | None = None      # they do not count from this token on
     grammar: str | None = None          # a grammar for the answer, as llguidance.LLMatcher.grammar_from_... gives it
     grammar_after: int | None = None    # token id: only the text after it obeys the grammar
+    repetition_guard: bool = False      # end an answer that repeats itself, see RepetitionGuard; not with ignore_eos
     timeout: float | None = None        # seconds from `submit` on, after which it ends with DeadlineExceeded
 
     def __post_init__(self):
@@ -123,8 +136,7 @@ class Request:
         if not self.prompt_ids:
             raise RequestError("prompt", "the prompt is empty")
         if len(self.prompt_ids) >= n_ctx:
-            raise RequestError("prompt", f"the prompt has {len(self.prompt_ids)} tokens and the context holds {n_ctx}, "
-                                         "prompt and answer together")
+            raise ContextExceeded(len(self.prompt_ids), n_ctx)
         if not all(0 <= token < n_vocab for token in self.prompt_ids):
             raise RequestError("prompt", f"a token id of the prompt is outside 0 .. {n_vocab - 1}")
         if len(self.stop) > STOPS or not all(1 <= len(string) <= STOP_LETTERS for string in self.stop):
@@ -154,7 +166,8 @@ class Request:
 @dataclass(frozen=True)
 class Delta:
     """A generated token, and the text that can be shown since: letters that may belong to a stop string or to an
-    unfinished character are held back. The last Delta of an answer has a finish reason, "stop" or "length".
+    unfinished character are held back. The last Delta of an answer has a finish reason, "stop" or "length". Its cause
+    says more where there is more to say: "repetition" if the answer was cut because it repeated itself.
     Log-probabilities are those of the model, before anything that a request asks of sampling."""
 
     token_id: int
@@ -162,6 +175,7 @@ class Delta:
     finish_reason: str | None = None
     logprob: float | None = None        # if the request asks for log-probabilities
     top_logprobs: tuple[tuple[int, float], ...] = ()        # of the likeliest tokens
+    cause: str | None = None
 
 
 class StopScanner:
@@ -222,11 +236,14 @@ class Generation:
         self.n_cached = 0           # tokens of the prompt that were not computed, because they were cached
         self.cancelled = False
         self.finish_reason: str | None = None   # of the last Delta; None when cancelled or failed
+        self.cause: str | None = None           # of the last Delta
         self.error: Exception | None = None     # what the generation failed with
         self.started = time.perf_counter()
         self.deadline = self.started + (math.inf if request.timeout is None else request.timeout)
         self.token_times: list[float] = []      # when the engine gave each token; a reader may get several at once
         self._decoder, self._scanner = tokenizer.stream_decoder(), StopScanner(request.stop)
+        is_guarded = request.repetition_guard and not request.ignore_eos
+        self._guard = RepetitionGuard(tokenizer, request.prompt_ids) if is_guarded else None
         self._scans = request.stop_after is None or request.stop_pause is not None
         self._at_start = not self._scans    # true while line breaks before the scanned text are skipped
         self._deltas, self._done = queue.SimpleQueue(), threading.Event()
@@ -272,9 +289,12 @@ class Generation:
         self._done.wait()
 
     def push(self, token: int, finish_reason: str | None, logprob: float | None = None, top_logprobs=()) -> str | None:
-        """Take the next token from the scheduler. Returns the finish reason, which may be that of a stop string."""
+        """Take the next token from the scheduler. Returns the finish reason, which may be that of a stop string or of
+        the guard against repetition."""
         self.n_generated += 1
         self.token_times.append(time.perf_counter())
+        if self._guard and self._guard.push(token) and not finish_reason:
+            finish_reason, self.cause = "length", "repetition"
         text = ""
         if token == self.request.stop_pause and self.n_generated == 1:
             self._scans, self._at_start = False, True
@@ -284,10 +304,10 @@ class Generation:
         if finish_reason and not self._scanner.stopped:
             text += self._scan(self._decoder.flush()) + self._scanner.flush()
         if self._scanner.stopped:
-            finish_reason = "stop"
+            finish_reason, self.cause = "stop", None
         self.finish_reason = finish_reason
         self._scans = self._scans or token == self.request.stop_after
-        self._put(Delta(token, text, finish_reason, logprob, top_logprobs))
+        self._put(Delta(token, text, finish_reason, logprob, top_logprobs, self.cause))
         return finish_reason
 
     def _scan(self, piece: str) -> str:

@@ -1,15 +1,15 @@
 """Messages to a prompt: the chat template that comes with a model."""
 
-import datetime
 import json
 
-import jinja2
-import jinja2.ext
-import jinja2.sandbox
-
 from engine.gguf import GGUF
-from engine.request import ModelError, RequestError
-from engine.tokenizer import GUARD, Tokenizer, any_of
+from engine.guard import unmarked
+from engine.request import DeadlineExceeded, ModelError, RequestError
+from engine.sandbox import Failed, LimitExceeded, OutOfPatience, Sandbox
+from engine.tokenizer import Tokenizer
+
+SECONDS = 10        # that a template may take; Qwen3.5's takes up to 0.9 s for the largest request, 20,000 messages
+RENDERING = Sandbox("engine.rendering", 1 << 30)    # for all templates of this process
 
 # The form in which random weights are talked to: the one of Qwen's models, with its switch for thinking.
 SYNTHETIC_TEMPLATE = """\
@@ -29,50 +29,29 @@ SYNTHETIC_TEMPLATE = """\
 """
 
 
-class _GenerationTag(jinja2.ext.Extension):
-    """{% generation %} ... {% endgeneration %} marks what to train on; here it only shows its content."""
-
-    tags = {"generation"}
-
-    def parse(self, parser):
-        next(parser.stream)
-        return parser.parse_statements(["name:endgeneration"], drop_needle=True)
-
-
-def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    """`tojson` as chat templates expect it. Jinja's own sorts keys and escapes <, >, &, ' and all non-ASCII letters."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
-                      sort_keys=sort_keys)
-
-
-def raise_exception(message):
-    raise jinja2.TemplateError(message)
+# What a template is given by the engine itself.
+OWN_NAMES = {"messages", "tools", "add_generation_prompt", "enable_thinking", "bos_token", "eos_token",
+             "raise_exception", "strftime_now"}
 
 
 class ChatTemplate:
     """A model's own Jinja template, which turns a list of messages into a prompt.
 
-    source: the template's text. control: the names of control tokens; where a message contains one, `render`
-    puts a `GUARD` inside, so that the text of a message is never taken for the structure around it.
+    source: the template's text. control: the names of control tokens. Only those that the template itself writes are
+    control tokens of the prompt; whatever else looks like one has a GUARD inside (engine/guard.py).
 
-    The template runs in a sandbox that keeps it from the file system and the interpreter, yet does not limit
-    how long it runs: it comes from the operator's model file and must never come from a request.
+    The template may be a stranger's, so it runs in a process of its own, with a limit of time and memory.
     """
 
     def __init__(self, source: str, control=(), bos: str = "", eos: str = ""):
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=False,
-            extensions=["jinja2.ext.loopcontrols", _GenerationTag])
-        environment.filters["tojson"] = to_json
-        environment.globals |= {
-            "raise_exception": raise_exception, "bos_token": bos, "eos_token": eos,
-            "strftime_now": lambda format: datetime.datetime.now().strftime(format)}
-        try:
-            self._template = environment.from_string(source)
-        except Exception as error:  # Jinja compiles to Python, whose compiler has complaints of its own
-            raise ModelError(f"the chat template cannot be used: {error}") from None
         self.source = source
-        self._control_pattern = any_of(control)
+        self._template = [source, bos, eos, list(control)]
+        try:
+            RENDERING.call("check", self._template, seconds=SECONDS)
+        except Failed as error:
+            raise ModelError(f"the chat template cannot be used: {error}") from None
+        except LimitExceeded as error:
+            raise ModelError(f"the chat template cannot be used: it {error}") from None
 
     @classmethod
     def from_gguf(cls, gguf: GGUF, tokenizer: Tokenizer) -> "ChatTemplate | None":
@@ -90,30 +69,38 @@ class ChatTemplate:
             raise ModelError(f"{gguf.path}: {error}") from None
 
     def render(self, messages: list[dict], tools: list | None = None, enable_thinking: bool | None = None,
-               add_generation_prompt: bool = True) -> str:
+               add_generation_prompt: bool = True, template_kwargs: dict | None = None,
+               timeout: float | None = None) -> str:
         """The prompt for a conversation.
 
         messages: {"role", "content"} with content a string, None, or a list of text parts; an assistant's may
         have "tool_calls", whose arguments may be JSON text. enable_thinking: None leaves it to the template.
-        Raises RequestError, naming the field, for what the template does not take.
-        """
-        switches = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-        messages = [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-        try:
-            return self._template.render(messages=self._guard(messages), tools=self._guard(tools),
-                                         add_generation_prompt=add_generation_prompt, **switches)
-        except Exception as error:  # a template is foreign code: whatever it raises is about this request
-            raise RequestError("messages", f"the chat template refuses the messages: {error}") from None
+        template_kwargs: further variables of the template. timeout: seconds that it may take, if fewer than SECONDS.
 
-    def _guard(self, value):
-        """The value with every control token in its texts broken by a GUARD."""
-        if isinstance(value, str):
-            return self._control_pattern.sub(lambda match: match[0][0] + GUARD + match[0][1:], value)
-        if isinstance(value, list):
-            return [self._guard(item) for item in value]
-        if isinstance(value, dict):
-            return {key: self._guard(item) for key, item in value.items()}
-        return value
+        Raises RequestError, naming the field, for what the template does not take, and DeadlineExceeded.
+        """
+        if taken := sorted(OWN_NAMES & (template_kwargs or {}).keys()):
+            raise RequestError("chat_template_kwargs", f"'chat_template_kwargs' may not set '{taken[0]}'")
+        switches = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        values = (template_kwargs or {}) | switches | {
+            "messages": [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)],
+            "tools": tools, "add_generation_prompt": add_generation_prompt}
+        try:
+            written = unmarked(json.dumps(values, ensure_ascii=False))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RequestError("messages", f"the messages cannot be written as JSON: {error}") from None
+        return self._run(written, timeout)
+
+    def _run(self, values: str, timeout: float | None) -> str:
+        patience = {} if timeout is None else {"patience": timeout}
+        try:
+            return RENDERING.call("render", self._template, values, seconds=SECONDS, **patience)
+        except Failed as error:
+            raise RequestError("messages", f"the chat template refuses the messages: {error}") from None
+        except OutOfPatience:
+            raise DeadlineExceeded(f"not finished after the {timeout:g} s that the request allows") from None
+        except LimitExceeded as error:
+            raise RequestError("messages", f"the chat template of the model file {error}") from None
 
 
 def _template_message(message, where: str) -> dict:

@@ -4,6 +4,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
+from engine.details import ModelDetails
 from engine.request import Fault, Generation, Request
 from engine.template import ChatTemplate
 from engine.tokenizer import Tokenizer
@@ -14,7 +15,9 @@ class TextEngine(Protocol):
     the tests that answer with given texts."""
 
     name: str                           # of the model, as clients see it
+    details: ModelDetails               # what the model's file says of it
     n_ctx: int                          # tokens of a context, prompt and answer together
+    n_slots: int                        # answers that are generated at the same time
     tokenizer: Tokenizer
     template: ChatTemplate | None       # None: the model knows no conversations
     cards: Sequence                     # in the order of their layers; each has describe(), a line for people

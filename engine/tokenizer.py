@@ -2,7 +2,6 @@
 
 import codecs
 import math
-import re
 import struct
 
 import numpy as np
@@ -10,7 +9,8 @@ import sentencepiece
 import tokenizers
 
 from engine.gguf import GGUF
-from engine.request import ModelError, RequestError
+from engine.guard import GUARD, any_of
+from engine.request import ContextExceeded, ModelError, RequestError
 
 # Token types of GGUF, the same numbers as SentencePiece's.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -26,10 +26,6 @@ PRE_TOKENIZERS = {
 
 # Tokens that end a turn in every file that has them, whether or not its metadata says so.
 END_TOKENS = ("<|im_end|>", "<|endoftext|>")
-
-# Put inside what looks like a control token in a message, so that no message can end its own turn; taken out
-# again by `Tokenizer.encode`. A Unicode noncharacter, reserved for such use inside a program.
-GUARD = "\ufdd0"
 
 
 class Tokenizer:
@@ -81,9 +77,13 @@ class Tokenizer:
         bad = next((i for i in ids if not 0 <= i < self.n_vocab), None)
         if bad is not None:
             raise RequestError("prompt", f"token id {bad} is outside 0 .. {self.n_vocab - 1}")
-        table = self.pieces if special else self._shown
-        text = b"".join(table[i] for i in ids).decode("utf-8", "replace")
+        text = self.bytes_of(ids, special).decode("utf-8", "replace")
         return text.removeprefix(" ") if self.leading_space else text
+
+    def bytes_of(self, ids, special: bool = False) -> bytes:
+        """The text of ids in UTF-8; one of several tokens of a character gives only some of its bytes."""
+        table = self.pieces if special else self._shown
+        return b"".join(table[i] for i in ids)
 
     def stream_decoder(self) -> "StreamDecoder":
         return StreamDecoder(self._shown)
@@ -105,12 +105,6 @@ class StreamDecoder:
     def flush(self) -> str:
         """What is left at the end: the replacement character for a character that was begun, else nothing."""
         return self._decoder.decode(b"", True)
-
-
-def any_of(strings) -> re.Pattern:
-    """Matches any of the strings, as a group, the longest first; nothing when there are none."""
-    longest_first = sorted(strings, key=len, reverse=True)
-    return re.compile("(" + ("|".join(map(re.escape, longest_first)) or "(?!)") + ")")
 
 
 class BPETokenizer(Tokenizer):
@@ -290,8 +284,8 @@ def load_tokenizer(gguf: GGUF) -> Tokenizer:
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str, n_ctx: int) -> list[int]:
-    """Token ids of a prompt. Raises RequestError before tokenising if the text has too many letters to fit."""
-    if len(text) - text.count(GUARD) > n_ctx * tokenizer.max_token_bytes:
-        raise RequestError("prompt", f"the prompt of {len(text)} letters has more tokens than the context "
-                                     f"holds, {n_ctx}, prompt and answer together")
+    """Token ids of a prompt. Raises ContextExceeded before tokenising if the text has too many letters to fit."""
+    n_letters = len(text) - text.count(GUARD)
+    if n_letters > n_ctx * tokenizer.max_token_bytes:
+        raise ContextExceeded(math.ceil(n_letters / tokenizer.max_token_bytes), n_ctx, is_exact=False)
     return tokenizer.encode(text)

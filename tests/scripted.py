@@ -7,6 +7,7 @@ import threading
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 import qengine
+from engine.details import ModelDetails
 from engine.request import Generation
 from engine.text_engine import TextEngine
 from engine.tokenizer import encode_prompt
@@ -25,10 +26,12 @@ class ScriptedEngine(TextEngine):
     requests, generations: those so far. Every token has the log-probability -0.5, and token 5 has -1.5.
     """
 
-    name, n_ctx, reason, fault, cards, layers, counts_pipes = "scripted", 4096, None, None, (), (), False
+    name, n_ctx, n_slots, reason, fault, counts_pipes = "scripted", 4096, 2, None, None, False
+    cards = layers = ()
 
     def __init__(self, script="", template=None):
         self.tokenizer, self.template = shipped().tokenizer, template or shipped().template
+        self.details = ModelDetails.of(shipped().weights)
         self.script, self.requests, self.generations = script, [], []
 
     def encode(self, text):
@@ -65,7 +68,7 @@ class Unreal:
     """What the log asks of a generation, for those that tests make up."""
 
     n_prompt = n_generated = 1
-    n_cached, started, token_times, finish_reason, error = 0, 0.0, (), None, None
+    n_cached, started, token_times, finish_reason, cause, error = 0, 0.0, (), None, None, None
 
     def __init__(self):
         self.wake = threading.Event()

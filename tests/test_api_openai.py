@@ -4,7 +4,7 @@ import openai
 import pytest
 
 from api.chat import take_switches
-from api.openai import MAX_CHOICES
+from api.openai import MAX_CHOICES, read_choice
 from engine.request import RequestError
 from engine.template import ChatTemplate
 from tests.calls import CALL, JSON, WEATHER, XML
@@ -165,7 +165,8 @@ def test_log_probabilities(scripted):
     arguments = {"model": "m", "messages": HI, "tools": TOOLS, "logprobs": True, "top_logprobs": 2} | THINK
     entries = client.chat.completions.create(**arguments).choices[0].logprobs.content
     assert b"".join(bytes(entry.bytes) for entry in entries).decode() == "\n\nHello, \ub300\ud55c.\n\n"
-    assert all(entry.logprob == -0.5 and [one.logprob for one in entry.top_logprobs] == [-0.5, -1.5] for entry in entries)
+    assert all(entry.logprob == -0.5 and [one.logprob for one in entry.top_logprobs] == [-0.5, -1.5]
+               for entry in entries)
     assert entries[0].top_logprobs[0].token == entries[0].token == "\n\n"
     chunks = client.chat.completions.create(**arguments, stream=True)
     streamed = [chunk.choices[0].logprobs.content for chunk in chunks if chunk.choices[0].logprobs]
@@ -227,6 +228,28 @@ def test_what_may_be_called(ask, choice, parallel, good, bad):
         rules = {"grammar": request.grammar, "grammar_after": request.grammar_after}
         assert all(obeys(rules, thoughts + text) for text in good)
         assert not any(obeys(rules, thoughts + text) for text in bad)
+
+
+@pytest.mark.parametrize("mode, good, bad", [("required", [XML], ["Hello"]), ("auto", ["Hello", XML], [])])
+def test_allowed_tools(ask, mode, good, bad):
+    """The prompt shows all tools, so that a prompt cache keeps its use; only the allowed ones can be called."""
+    other = "<tool_call>\n<function=now>\n</function>\n</tool_call>"
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [
+        {"type": "function", "function": {"name": "get_weather"}}]}}
+    _, request = ask(XML, tools=TOOLS, tool_choice=allowed)
+    assert '"now"' in shipped().tokenizer.decode(request.prompt_ids)
+    rules = {"grammar": request.grammar, "grammar_after": request.grammar_after}
+    assert all(obeys(rules, text) for text in good) and not any(obeys(rules, text) for text in [other, *bad])
+
+
+@pytest.mark.parametrize("choice, read", [
+    ("none", ("none", None)), ({"type": "function", "name": "f"}, ("one", ["f"])),
+    ({"type": "function", "function": {"name": "f"}}, ("one", ["f"])),
+    ({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}, ("auto", ["f"])),
+    ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [
+        {"type": "function", "function": {"name": "f"}}]}}, ("required", ["f"]))])
+def test_both_forms_of_tool_choice(choice, read):
+    assert read_choice(choice) == read
 
 
 def test_stop_strings_do_not_cut_a_call(ask):
@@ -323,6 +346,8 @@ BROKEN = {"type": "function", "function": {"name": "f", "parameters": {"properti
     ({"tools": [{"type": "function"}]}, "tools[0].function", "missing"),
     ({"tool_choice": "required"}, "tool_choice", "no tools"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "then"}}}, "tool_choice", "then"),
+    ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [
+        {"type": "function", "function": {"name": "then"}}]}}}, "tool_choice", "then"),
     ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice", "auto"),
     ({"top_logprobs": 3}, "top_logprobs", "logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),

@@ -8,8 +8,11 @@ import pytest
 import schemathesis
 from schemathesis.checks import positive_data_acceptance
 
+from api.endpoint import Endpoint
 from api.fields import check
-from api.openapi import ENDPOINTS, document, published
+from api.openai import PROTOCOL
+from api.openapi import ENDPOINTS, document, operation, published
+from engine.request import RequestError
 from tests.clients import app_of
 from tests.scripted import ScriptedEngine
 
@@ -39,8 +42,8 @@ def test_requests_made_up_from_the_document(case):
 def test_every_endpoint_is_described():
     served = {(rule.rule, method) for rule in app().url_map.iter_rules()
               for method in rule.methods - {"HEAD", "OPTIONS"}}
-    paths = document(None)["paths"]
-    assert {(path, method.upper()) for path, methods in paths.items() for method in methods} == served
+    paths, rules = document(None)["paths"], {endpoint.path: endpoint.rule for endpoint in ENDPOINTS}
+    assert {(rules[path], method.upper()) for path, methods in paths.items() for method in methods} == served
     for endpoint in ENDPOINTS:
         if endpoint.body is not None:
             jsonschema.Draft202012Validator.check_schema(published(endpoint.body))
@@ -63,3 +66,21 @@ def whole(value):
     if isinstance(value, list):
         return list(map(whole, value))
     return {name: whole(one) for name, one in value.items()} if isinstance(value, dict) else value
+
+
+def test_parts_of_a_path():
+    """What stands in the path and behind its question mark reaches the view, checked, and is described."""
+    limit = {"type": "integer", "minimum": 1, "maximum": 9}
+    endpoint = Endpoint("GET", "/pets/{name}/toys", "Toys", lambda service, name, limit=3: {"name": name, "n": limit},
+                        PROTOCOL, query={"limit": limit})
+    assert endpoint.rule == "/pets/<name>/toys"
+    assert operation(endpoint)["parameters"] == [
+        {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}},
+        {"name": "limit", "in": "query", "schema": limit}]
+    with app().test_request_context("/pets/a/toys?limit=9&other=1"):
+        assert endpoint.answer(None, name="a") == {"name": "a", "n": 9}
+    with app().test_request_context("/pets/a/toys"):
+        assert endpoint.answer(None, name="a") == {"name": "a", "n": 3}
+    for wrong in "0", "10", "five", "1.5", "9" * 30:
+        with app().test_request_context(f"/pets/a/toys?limit={wrong}"), pytest.raises(RequestError, match="1 to 9"):
+            endpoint.answer(None, name="a")

@@ -9,7 +9,7 @@ import pytest
 from llguidance import LLMatcher
 
 from api.chat import Conversation, Toolbox, rules_of
-from api.grammar import GrammarError, Rules
+from api.grammar import GrammarError, Rules, Shape
 from api.reply import Call, Message, Reply
 from api.tools import EVERY_TYPE, JSONCall, Tool, XMLCall, form_of, read_value, types_of
 from engine.request import Request, RequestError
@@ -65,6 +65,11 @@ def test_forms_of_the_templates():
 
 
 # ---- grammars ----------------------------------------------------------------------------------------------
+
+
+def json_rules(schema, tags=None, opening="content"):
+    """The rules of a text that has to be JSON of this schema. tags: None for those of the model that ships."""
+    return Rules(shipped().tokenizer.tags if tags is None else tags, opening).text(Shape("json", schema, "f"))
 
 LEAVES = {"city": TEXT, "days": {"type": "integer"}, "share": NUMBER, "exact": {"type": "boolean"},
           "unit": {"enum": ["C", "F"]}, "level": {"enum": [1, 2]}, "note": {"anyOf": [TEXT, NULL]},
@@ -358,7 +363,7 @@ def test_too_many_patterns_that_meet_are_refused_at_once(name):
     """llguidance would take minutes and gigabytes for most of them."""
     start = time.process_time()
     with pytest.raises(GrammarError, match="too many"):
-        Rules({}, "content").value(TOO_MUCH_MEETS[name])
+        json_rules(TOO_MUCH_MEETS[name])
     assert rules_of(Rules(shipped().tokenizer.tags, "content"), XMLCall, Conversation(
         [], None, Toolbox([], [Tool("f", {"properties": {"a": TOO_MUCH_MEETS[name] | {"type": ["object", "array"]}}})],
                           must=False))) == {}
@@ -367,11 +372,11 @@ def test_too_many_patterns_that_meet_are_refused_at_once(name):
 
 def test_patterns_that_meet():
     """As far as they are few; and definitions that only follow on each other meet nobody."""
-    rules = Rules({}, "content").value(meeting("^[A-Z]{2}-", "[0-9]$", "^.{4,6}$") | {"format": "hostname"})
+    rules = json_rules(meeting("^[A-Z]{2}-", "[0-9]$", "^.{4,6}$") | {"format": "hostname"})
     assert obeys(rules, '"AB-12"') and not obeys(rules, '"AB-1234567"') and not obeys(rules, '"AB-x"')
     parts = [{"properties": {f"{name}{i}": TEXT | {"format": "date"} for i in range(30)}} for name in "ab"]
-    assert Rules({}, "content").value({"type": "object", "allOf": parts, "patternProperties": {"^x-": {}, "^y-": {}}})
-    assert Rules({}, "content").value(TEXT | {"pattern": ALTERNATIVES, "minLength": 3})
+    assert json_rules({"type": "object", "allOf": parts, "patternProperties": {"^x-": {}, "^y-": {}}})
+    assert json_rules(TEXT | {"pattern": ALTERNATIVES, "minLength": 3})
 
 
 def test_rules_follow_the_thoughts():
@@ -382,7 +387,7 @@ def test_rules_follow_the_thoughts():
             ("content", ['{"a": 1}', '{"a":1}'], ['{"a": 1}\n', '{"a": "1"}', '{"b": 1}', "hm</think>\n\n{\"a\": 1}"]),
             ("thought", ['hm {\n</think>\n\n{"a": 1}'], ['hm</think>{"a": 1}', 'hm\n</think>\n\n{"a": x}']),
             ("either", ['{"a": 1}', '<think>\nhm\n</think>\n\n{"a": 1}'], ["<think>\nhm", 'hm{"a": 1}'])):
-        rules = Rules(tags, opening).value(schema)
+        rules = json_rules(schema, tags, opening)
         assert rules["grammar_after"] == (tags["</think>"] if opening == "thought" else None)
         assert all(obeys(rules, text) for text in good)
         assert not any(obeys(rules, text) for text in bad)
@@ -390,7 +395,7 @@ def test_rules_follow_the_thoughts():
 
 def test_rules_where_tags_are_letters():
     """The same with a vocabulary that has no tag as a token; `obeys` then reads them as what they are, letters."""
-    rules = Rules({}, "thought").value({"type": "integer"})
+    rules = json_rules({"type": "integer"}, {}, "thought")
     assert rules["grammar_after"] is None
     spelt = "<tool_call>\n<function=get_weather>\n</function>\n</tool_call>"
     for text, fits in (("hm</thin></think>\n\n5", True), ("5", False), ("hm</think>\n\nfive", False)):
@@ -408,7 +413,8 @@ def obeys_in_letters(rules, text):
 
 
 def test_an_answer_in_a_schema_or_a_call():
-    rules = Rules(shipped().tokenizer.tags, "content").calls(XMLCall, [WEATHER], False, True, {"type": "integer"})
+    shape = Shape("json", {"type": "integer"}, "response_format")
+    rules = Rules(shipped().tokenizer.tags, "content").calls(XMLCall, [WEATHER], False, True, shape)
     assert obeys(rules, "5") and obeys(rules, XML) and obeys(rules, f"{XML}\n{XML}")
     assert not obeys(rules, "five") and not obeys(rules, f"5\n{XML}")
 
@@ -425,7 +431,7 @@ def test_an_answer_in_a_schema_or_a_call():
 ])
 def test_what_cannot_be_enforced_is_named(schema, named):
     with pytest.raises(GrammarError, match=named.replace("$d", r"\$d")) as caught:
-        Rules({}, "content").value(schema)
+        json_rules(schema)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
 
 
@@ -435,27 +441,27 @@ def test_a_discriminator_tells_alternatives_apart():
                    "required": [key], "additionalProperties": False} for name, key in (("cat", "age"), ("dog", "size"))}
     union = {"oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}], "discriminator": {"propertyName": "kind"}}
     schema = {"type": "array", "items": union, "$defs": pets}
-    rules = Rules(shipped().tokenizer.tags, "content").value(schema)
+    rules = json_rules(schema)
     assert obeys(rules, '[{"kind": "cat", "age": 1}, {"kind": "dog", "size": 1}]') and obeys(rules, "[]")
     assert not obeys(rules, '[{"kind": "cat", "size": 1}]') and not obeys(rules, '[{"age": 1}]')
     by_name = {"type": "object", "properties": {"default": union}, "required": ["default"], "$defs": pets}
-    assert not obeys(Rules(shipped().tokenizer.tags, "content").value(by_name), '{"default": {"age": 1}}')
+    assert not obeys(json_rules(by_name), '{"default": {"age": 1}}')
     as_data = {"const": [{"oneOf": [{}], "discriminator": {"propertyName": "a"}}]}
-    assert obeys(Rules({}, "content").value(as_data), json.dumps(as_data["const"]))
+    assert obeys(json_rules(as_data), json.dumps(as_data["const"]))
 
 
 def test_the_least_number_of_names():
     """A name that the schema does not list may come again: {"a": 1, "a": 1} would pass for two."""
     listed = {"type": "object", "properties": {name: {"const": 1} for name in "ab"}, "additionalProperties": False}
-    rules = Rules(shipped().tokenizer.tags, "content").value(listed | {"minProperties": 1})
+    rules = json_rules(listed | {"minProperties": 1})
     assert obeys(rules, '{"b": 1}') and not obeys(rules, "{}") and not obeys(rules, '{"a": 1, "a": 1}')
     for free in {"additionalProperties": {"const": 1}}, {"patternProperties": {"^x": {}}}, {"required": ["a"]}:
         schema = listed | {"additionalProperties": free.get("additionalProperties", True)} | free
         with pytest.raises(GrammarError, match="minProperties"):
-            Rules({}, "content").value({"items": schema | {"minProperties": 2}})
+            json_rules({"items": schema | {"minProperties": 2}})
         with pytest.raises(GrammarError, match="minProperties"):
-            Rules({}, "content").value({"properties": {"title": schema | {"minProperties": 2}}})
-        assert Rules({}, "content").value({"items": schema | {"minProperties": len(free.get("required", []))}})
+            json_rules({"properties": {"title": schema | {"minProperties": 2}}})
+        assert json_rules({"items": schema | {"minProperties": len(free.get("required", []))}})
 
 
 def test_tools_that_cannot_be_enforced():

@@ -300,7 +300,7 @@ def test_a_full_context_ends_an_answer(card, n_prompt):
     deltas = list(small.submit(request(n_prompt=n_prompt, max_tokens=None)))
     assert len(deltas) == 100 - n_prompt
     assert [e.finish_reason for e in deltas] == [None] * (len(deltas) - 1) + ["length"]
-    with pytest.raises(qengine.RequestError, match="100 tokens and the context holds 100"):
+    with pytest.raises(qengine.RequestError, match="100 tokens. However, your prompt resulted in 100 tokens"):
         small.submit(request(n_prompt=100))
     assert_idle(small, 1, 100)
     small.close()

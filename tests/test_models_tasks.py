@@ -14,7 +14,8 @@ from functools import cache
 import jinja2
 import pytest
 
-from engine.template import ChatTemplate, raise_exception, to_json
+from engine.rendering import raise_exception, to_json
+from engine.template import ChatTemplate
 from models import tasks
 from models.tasks import facts, judge, reasoning, recall, tools, words
 from models.tasks.example import TEMPLATE

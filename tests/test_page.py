@@ -368,7 +368,7 @@ def test_a_connection_that_is_lost(page):
 
 def test_a_conversation_longer_than_the_context(page, engine):
     say(page, "x " * engine.n_ctx)
-    expect(page.get_by_role("alert")).to_contain_text("the context holds")
+    expect(page.get_by_role("alert")).to_contain_text("maximum context length")
 
 
 def test_a_server_that_asks_for_a_key(open_page, engine):

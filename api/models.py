@@ -1,0 +1,86 @@
+"""The model that is served, and the server's settings and slots, as OpenAI's and llama.cpp's clients ask for them."""
+
+from werkzeug.exceptions import ServiceUnavailable
+
+from engine.request import SAMPLING, Request
+
+from .endpoint import Endpoint
+from .errors import NotFound
+from .fields import one_of
+from .openai import BUILD, PROTOCOL
+
+# llama.cpp's names for numbers of SAMPLING, beside our own.
+THEIR_NAMES = {"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty"}
+
+
+def models(service):
+    return {"object": "list", "data": [described(service)]}
+
+
+def model(service, id: str):
+    """Only here is a name looked at: every other request is answered by the model that is served."""
+    if id != service.ready().name:
+        raise NotFound("model", f"the model {id[:80]!r} is not here; /v1/models says what is", "model_not_found")
+    return described(service)
+
+
+def described(service) -> dict:
+    engine = service.ready()
+    return {"id": engine.name, "object": "model", "created": service.started, "owned_by": "qengine",
+            "max_model_len": engine.n_ctx,                                          # vLLM's name
+            "meta": {"n_ctx": engine.n_ctx, "n_vocab": engine.tokenizer.n_vocab}}   # llama.cpp's
+
+
+def props(service):
+    """What a client that speaks llama.cpp's dialect asks before it talks. model_path is a name without directories."""
+    engine = service.ready()
+    tokenizer, template = engine.tokenizer, engine.template
+    return {"default_generation_settings": slot(service, 0), "total_slots": engine.n_slots,
+            "model_alias": engine.name, "model_path": engine.name,
+            "chat_template": template.source if template else "", "modalities": {"vision": False, "audio": False},
+            "eos_token": tokenizer.decode([min(tokenizer.eos_ids)], special=True),
+            "build_info": BUILD, "is_sleeping": False}
+
+
+def slots(service, fail_on_no_slot: str = "0"):
+    """What runs, one request in each slot, the oldest first; slots of the engine have no other order. Texts of requests
+    are shown only with --log-prompts: everybody who may ask sees all slots."""
+    engine = service.ready()
+    with service.changed:
+        running = [generation for generation, _ in service.open.values() if is_open(generation)][:engine.n_slots]
+    if len(running) == engine.n_slots and fail_on_no_slot == "1":
+        raise ServiceUnavailable("no slot is free", retry_after=1)
+    return [slot(service, i, *running[i:i + 1]) for i in range(engine.n_slots)]
+
+
+def is_open(generation) -> bool:
+    """Whether more tokens may come."""
+    return generation.finish_reason is None and generation.error is None and not generation.cancelled
+
+
+def slot(service, index: int, generation=None) -> dict:
+    """A slot, busy with this generation or idle. It shows the numbers that control sampling, and no texts."""
+    request = generation.request if generation else Request([], **service.sampling)
+    params = {name: getattr(request, name) for name in SAMPLING}
+    params |= {theirs: params[ours] for ours, theirs in THEIR_NAMES.items()}
+    params |= {name: -1 for name in ("max_tokens", "n_predict", "seed") if params[name] is None}    # without a limit
+    said = {"id": index, "id_task": -1 if generation is None else index,
+            "n_ctx": service.engine.n_ctx, "speculative": False, "is_processing": generation is not None,
+            "params": params | {"ignore_eos": request.ignore_eos, "n_keep": 0, "samplers": []}}
+    if generation is None:
+        return said
+    n_decoded, limit = generation.n_generated, request.max_tokens
+    left = -1 if limit is None else limit - n_decoded
+    said |= {"n_prompt_tokens": generation.n_prompt, "n_prompt_tokens_cache": generation.n_cached,
+             "next_token": {"has_next_token": True, "n_remain": left, "n_decoded": n_decoded}}
+    if text_of := service.log.text_of:
+        said["prompt"] = text_of(request.prompt_ids)
+    return said
+
+
+ENDPOINTS = [Endpoint("GET", "/v1/models", "The model that is served", models, PROTOCOL),
+             Endpoint("GET", "/v1/models/{id}", "The model, if it has this name", model, PROTOCOL),
+             Endpoint("GET", "/models", "The model that is served (llama.cpp)", models, PROTOCOL),
+             Endpoint("GET", "/props", "The server's settings (llama.cpp)", props, PROTOCOL),
+             Endpoint("GET", "/slots", "What runs (llama.cpp)", slots, PROTOCOL,
+                      query={"fail_on_no_slot": one_of("0", "1")})]

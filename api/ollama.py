@@ -1,0 +1,370 @@
+"""Ollama's API: /api/chat, /api/generate, and what the server has.
+
+The streams are lines of JSON. Any model name is answered by the one model there is. What a request does not say has the
+defaults of the command line, not those of a Modelfile. `keep_alive` has no effect: the model stays loaded. The penalty
+of `repeat_penalty` counts tokens of the whole prompt and answer, whatever `repeat_last_n` above 0 says. A prompt that
+does not fit is refused, also where `truncate` or `shift` allow to cut it. What else Ollama has (embeddings, pulling,
+making and deleting models) is not served: 404.
+"""
+
+import datetime
+import functools
+import hashlib
+import json
+import math
+import time
+
+import flask
+
+from engine.request import SAMPLING, Request, RequestError
+
+from . import chat
+from .endpoint import Endpoint, WireProtocol
+from .errors import ErrorAnswer, explain
+from .fields import ANYTHING, BOOL, TEXT, either, list_of, number, object_of, one_of
+from .grammar import Rules, Shape
+from .openai import CALL, ID, MAX_LOGPROBS, MAX_STOPS, OBJECT, STOP, TOOL, ChatChoice, read_tools
+from .reply import Call, Content, Message, Thought, kept_alive, whole
+from .tools import form_of
+
+VERSION = "0.13.0"          # of Ollama, whose API this is: clients compare it with the version that they need
+NEVER = "9999-12-31T23:59:59Z"      # when the model will be unloaded
+
+# ---- what may be sent ------------------------------------------------------------------------------------
+
+
+def whole_number(least: int, most: int = 2**31 - 1) -> dict:
+    return {"type": "integer", "minimum": least, "maximum": most}
+
+
+# Ollama's names of the numbers of SAMPLING.
+NAMES = {name: name for name in SAMPLING if name not in ("max_tokens", "repetition_penalty")} | {
+    "num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
+# Numbers that may also be below what SAMPLING allows, which leaves the choice to the server.
+OPEN = {"num_predict": whole_number(-2), "top_k": whole_number(-1), "seed": whole_number(-1, 2**64 - 1)}
+OFF = {"mirostat": one_of(0), "tfs_z": one_of(1), "typical_p": one_of(1)}       # ways of sampling that there are not
+WITHOUT_EFFECT = ["embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu", "mirostat_eta", "mirostat_tau",
+                  "num_batch", "num_gpu", "num_keep", "num_thread", "numa", "penalize_newline", "use_mlock", "use_mmap",
+                  "vocab_only"]
+OPTIONS = object_of({
+    **{name: number(of) for name, of in NAMES.items()}, **OPEN, **OFF, **dict.fromkeys(WITHOUT_EFFECT, ANYTHING),
+    "stop": either(STOP, list_of(STOP, 0, MAX_STOPS)), "num_ctx": whole_number(0), "repeat_last_n": whole_number(-1)})
+
+MESSAGE = object_of({
+    "role": one_of("system", "user", "assistant", "tool"), "content": TEXT, "thinking": TEXT, "images": list_of(TEXT),
+    "tool_calls": list_of(CALL), "tool_name": TEXT}, ["role"], others=True)
+SHARED = {
+    "model": TEXT, "stream": BOOL, "format": either(one_of("", "json"), OBJECT), "options": OPTIONS,
+    "think": either(BOOL, one_of("low", "medium", "high", "max")), "logprobs": BOOL,
+    "top_logprobs": {"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS},
+    "keep_alive": either(TEXT, {"type": "number"}), **dict.fromkeys(["truncate", "shift", "metadata"], ANYTHING)}
+CHAT = object_of({**SHARED, "messages": list_of(MESSAGE), "tools": list_of(TOOL)}, ["model"])
+GENERATE = object_of({**SHARED, "prompt": TEXT, "system": TEXT, "raw": BOOL, "context": list_of(ID),
+                      "images": list_of(TEXT), "suffix": one_of(""), "template": one_of("")}, ["model"])
+SHOW = object_of({**dict.fromkeys(["model", "name"], TEXT),
+                  **dict.fromkeys(["verbose", "system", "template", "options"], ANYTHING)})
+
+# ---- errors ----------------------------------------------------------------------------------------------
+
+
+def error_body(answer: ErrorAnswer) -> dict:
+    return {"error": answer.message}
+
+
+PROTOCOL = WireProtocol("/api/", error_body)
+
+# ---- endpoints that generate -----------------------------------------------------------------------------
+
+
+def chat_endpoint(service, body: dict):
+    messages = [read_message(message) for message in body.get("messages", [])]
+    if not messages:
+        return loaded(service, body, said_in_chat)
+    conversation, make = converse(body, messages, read_tools(body)), maker(service, body, said_in_chat)
+    return in_lines(chat.respond(service, conversation, 1, make, is_stream(body)), body)
+
+
+def generate(service, body: dict):
+    check_images(body, "images")
+    if not (prompt := body.get("prompt")):
+        return loaded(service, body, said_in_text)
+    system, context = body.get("system"), body.get("context", [])
+    if body.get("raw") and (system or context):
+        raise RequestError("raw", "'raw' takes the prompt as it is, without 'system' and 'context'")
+    messages = [{"role": "system", "content": system}] if system else []
+    conversation = converse(body, messages + [{"role": "user", "content": prompt}])
+    make, is_raw = maker(service, body, said_in_text), body.get("raw") or service.ready().template is None
+    if not is_raw:
+        return in_lines(chat.respond(service, conversation, 1, make, is_stream(body)), body)
+    with chat.named_as_sent(conversation):
+        turn = functools.partial(raw_turn, service, prompt, conversation)
+        return in_lines(service.respond(1, lambda: make(turn()), is_stream(body)), body)
+
+
+def is_stream(body: dict) -> bool:
+    return body.get("stream", True)
+
+
+def in_lines(response: flask.Response, body: dict) -> flask.Response:
+    """The response, a stream of it marked as lines of JSON."""
+    if is_stream(body):
+        response.mimetype = "application/x-ndjson"
+    return response
+
+
+def loaded(service, body: dict, said) -> dict:
+    """The answer to a request without a prompt, by which clients load a model, or unload it (keep_alive: 0)."""
+    reason = "unload" if str(body.get("keep_alive")) in ("0", "0s", "0m") else "load"
+    return {"model": tag(service), "created_at": now(), **said("", "", []), "done": True, "done_reason": reason}
+
+
+def maker(service, body: dict, said):
+    """Makes the request and the answer of a turn. said: `said_in_chat` or `said_in_text`."""
+    begun, context, options = time.perf_counter(), body.get("context", []), read_options(service, body)
+    is_logged = body.get("logprobs", False)
+    if "top_logprobs" in body and not is_logged:
+        raise RequestError("top_logprobs", "'top_logprobs' needs 'logprobs' to be true")
+
+    def make(turn):
+        request = options | {"prompt_ids": context + turn.prompt_ids} | turn.rules
+        if is_logged:
+            request["top_logprobs"] = body.get("top_logprobs", 0)
+        choice = ChatChoice(service.engine.tokenizer, turn.reader())
+        gives_context = said is said_in_text and not body.get("raw")
+        return [Request(**request)], Answer(service, choice, said, begun, gives_context)
+
+    return make
+
+
+def read_options(service, body: dict) -> dict:
+    """Arguments of Request. The body overrules the command line."""
+    options = {name: value for name, value in body.get("options", {}).items() if value is not None}
+    n_ctx = service.ready().n_ctx
+    if options.get("num_ctx", 0) > n_ctx:
+        raise RequestError("options.num_ctx", f"'options.num_ctx' asks for {options['num_ctx']} tokens of context, and "
+                                              f"the server has {n_ctx} (--ctx)")
+    is_open = {"num_predict": 0, "top_k": -1, "seed": -1}       # up to these the choice is the server's
+    said = {NAMES[name]: value for name, value in options.items()
+            if name in NAMES and not (name in is_open and value <= is_open[name])}
+    if options.get("repeat_last_n") == 0:
+        said["repetition_penalty"] = 1.0
+    stop = options.get("stop", [])
+    return service.sampling | said | {"stop": [stop] if isinstance(stop, str) else stop}
+
+
+def converse(body: dict, messages: list[dict], toolbox=None) -> chat.Conversation:
+    """What a request wants answered."""
+    format, think = body.get("format"), body.get("think")
+    schema = {"type": "object"} if format == "json" else format
+    shape = Shape("json", schema, "format") if schema else None
+    return chat.Conversation(messages, None if think is None else bool(think), toolbox, shape)
+
+
+def read_message(message: dict) -> dict:
+    """One of Ollama's messages as chat templates take it."""
+    check_images(message, "messages")
+    said = {"role": message["role"], "content": message.get("content") or ""}
+    for ours, theirs in (("reasoning_content", "thinking"), ("tool_calls", "tool_calls"), ("name", "tool_name")):
+        if message.get(theirs):
+            said[ours] = message[theirs]
+    return said
+
+
+def check_images(holder: dict, field: str):
+    if holder.get("images"):
+        raise RequestError(field, "'images' cannot be answered: the server reads no images")
+
+
+def raw_turn(service, prompt: str, conversation: chat.Conversation) -> chat.Turn:
+    """A prompt as it is, without a template; the answer is text, whatever it holds."""
+    engine = service.ready()
+    rules = chat.rules_of(Rules(engine.tokenizer.tags, "content"), None, conversation)
+    return chat.Turn(engine.encode(prompt), rules, Verbatim)
+
+
+class Verbatim:
+    """Reads an answer without looking for thoughts and calls. Otherwise as Reply."""
+
+    in_content = True
+
+    def push(self, delta) -> list:
+        return [Content(delta.text)] if delta.text else []
+
+
+# ---- what is answered ------------------------------------------------------------------------------------
+
+
+class Answer:
+    """The answer to one HTTP request, whole or as a stream of lines.
+
+    said: `said_in_chat` or `said_in_text`. begun: when the request came, by time.perf_counter(). gives_context: whether
+    the end holds the token ids of prompt and answer, which the next request may send back.
+    """
+
+    def __init__(self, service, choice: ChatChoice, said, begun: float, gives_context: bool):
+        self.model, self.tokenizer, self.choice, self.said = tag(service), service.engine.tokenizer, choice, said
+        self.begun, self.gives_context, self.ids, self.n_calls = begun, gives_context, [], 0
+
+    def whole(self, generations) -> dict:
+        [generation] = generations
+        message, logprobs, reason = Message(), [], None
+        for delta in whole(generation):
+            reason = delta.finish_reason
+            logprobs += self._read(delta, message)
+        return self._object(message.blocks, logprobs, self._end(generation, reason))
+
+    def events(self, generations):
+        """The lines of a stream, the last of which is `done`."""
+        return kept_alive(self._written(generations), self._line([]))
+
+    def _written(self, generations):
+        [generation] = generations
+        message, reason = Message(), None       # message: what no line has told yet
+        try:
+            for delta in whole(generation, is_stream=True):
+                yield ""
+                if delta is None:
+                    continue
+                reason, logprobs = delta.finish_reason, self._read(delta, message)
+                has_open_call = not reason and message.blocks and isinstance(message.blocks[-1], Call)
+                n_told = len(message.blocks) - bool(has_open_call)      # a call is told when it is whole
+                if n_told or logprobs:
+                    yield self._line(message.blocks[:n_told], logprobs)
+                message.blocks = message.blocks[n_told:]
+            yield self._line([], [], self._end(generation, reason))
+        except Exception as error:      # the status is out already: clients raise from this line instead
+            yield json.dumps(error_body(explain(error))) + "\n"
+
+    def _read(self, delta, message: Message) -> list:
+        """Adds to the message what a token completes, and returns its log-probabilities if they are asked for."""
+        self.ids.append(delta.token_id)
+        for part in self.choice.reply.push(delta):
+            message.add(part)
+        logged = self.choice.logprobs_of(delta)
+        return logged["content"] if logged else []
+
+    def _line(self, blocks, logprobs=(), end=None) -> str:
+        return json.dumps(self._object(blocks, logprobs, end or {"done": False})) + "\n"
+
+    def _object(self, blocks, logprobs, end: dict) -> dict:
+        text, thought, calls = "", "", []
+        for block in blocks:
+            match block:
+                case Thought(more):
+                    thought += more
+                case Content(more):
+                    text += more
+                case _ if (arguments := arguments_of(block)) is None:
+                    text += f"{block.name}: {block.arguments}"
+                case _:
+                    function = {"index": self.n_calls, "name": block.name, "arguments": arguments}
+                    calls.append({"id": block.id, "function": function})
+                    self.n_calls += 1
+        logged = {"logprobs": list(logprobs)} if logprobs else {}
+        return {"model": self.model, "created_at": now(), **self.said(text, thought, calls), **logged, **end}
+
+    def _end(self, generation, reason: str) -> dict:
+        """Why the answer ended, and what it took: tokens and nanoseconds."""
+        first, last = generation.token_times[0], generation.token_times[-1]
+        times = {"total_duration": (self.begun, time.perf_counter()), "load_duration": (self.begun, generation.started),
+                 "prompt_eval_duration": (generation.started, first), "eval_duration": (first, last)}
+        spent = {name: round((end - start) * 1e9) for name, (start, end) in times.items()}
+        counts = {"prompt_eval_count": generation.n_prompt, "eval_count": generation.n_generated}
+        return {"done": True, "done_reason": reason} | self._context(generation, reason) | spent | counts
+
+    def _context(self, generation, reason: str) -> dict:
+        """The token ids of prompt and answer. Templates have a line break after the end of a turn."""
+        ids = generation.request.prompt_ids + self.ids + (self.tokenizer.encode("\n") if reason == "stop" else [])
+        return {"context": ids} if self.gives_context else {}
+
+
+def arguments_of(call: Call) -> dict | None:
+    """The arguments of a call; None where the end of the answer has cut them."""
+    try:
+        return json.loads(call.arguments)
+    except ValueError:
+        return None
+
+
+def said_in_chat(text: str, thought: str, calls: list[dict]) -> dict:
+    """What a piece of an answer says, as /api/chat has it."""
+    message = {"role": "assistant", "content": text} | ({"thinking": thought} if thought else {})
+    return {"message": message | ({"tool_calls": calls} if calls else {})}
+
+
+def said_in_text(text: str, thought: str, calls: list[dict]) -> dict:
+    """What a piece of an answer says, as /api/generate has it, which knows no calls."""
+    return {"response": text} | ({"thinking": thought} if thought else {})
+
+
+# ---- what the server has ---------------------------------------------------------------------------------
+
+
+def tag(service) -> str:
+    """The model's name with a tag behind it, as Ollama's clients write names."""
+    name = service.engine.name
+    return name if ":" in name else f"{name}:latest"
+
+
+def now() -> str:
+    return shown_time(time.time())
+
+
+def shown_time(seconds: float) -> str:
+    """A Unix time as Ollama's clients read times."""
+    when = datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc)
+    return when.isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def model_of(service) -> dict:
+    """What lists say of the model. Its digest stands for the file and is not the file's: that takes minutes to read."""
+    details = service.ready().details
+    said = json.dumps([service.engine.name, details.n_parameters, details.n_bytes, details.modified, details.metadata])
+    return {"name": tag(service), "model": tag(service), "modified_at": shown_time(details.modified),
+            "size": details.n_bytes, "digest": hashlib.sha256(said.encode()).hexdigest(), "details": family_of(details)}
+
+
+def family_of(details) -> dict:
+    family = str(details.metadata["general.architecture"])
+    size = details.n_parameters / 1e6
+    return {"parent_model": "", "format": "gguf", "family": family, "families": [family],
+            "parameter_size": f"{size / 1e3:.1f}B" if size >= 1e3 else f"{size:.1f}M",
+            "quantization_level": details.format}
+
+
+def tags(service):
+    return {"models": [model_of(service)]}
+
+
+def ps(service):
+    model = model_of(service)
+    more = {"expires_at": NEVER, "size_vram": model["size"], "context_length": service.engine.n_ctx}
+    return {"models": [model | more]}
+
+
+def show(service, body: dict):
+    """What the model's file says. The context length is that of the server, in which prompts have to fit."""
+    engine = service.engine
+    template, metadata = engine.template.source if engine.template else "", engine.details.metadata
+    model_info = {key: value for key, value in metadata.items()
+                  if key != "tokenizer.chat_template" and not (isinstance(value, float) and not math.isfinite(value))}
+    model_info |= {"general.parameter_count": engine.details.n_parameters,
+                   f"{metadata['general.architecture']}.context_length": engine.n_ctx}
+    can = {"completion": True, "tools": form_of(template) is not None, "thinking": "</think>" in template}
+    return {"license": str(metadata.get("general.license", "")), "modelfile": f"FROM {tag(service)}\n",
+            "parameters": f"num_ctx {engine.n_ctx}", "template": template, "details": family_of(engine.details),
+            "model_info": model_info, "capabilities": [name for name in can if can[name]],
+            "modified_at": shown_time(engine.details.modified)}
+
+
+def version(service):
+    return {"version": VERSION}
+
+
+ENDPOINTS = [
+    Endpoint("POST", "/api/chat", "Answer a conversation (Ollama)", chat_endpoint, PROTOCOL, CHAT, generates=True),
+    Endpoint("POST", "/api/generate", "Answer a prompt (Ollama)", generate, PROTOCOL, GENERATE, generates=True),
+    Endpoint("GET", "/api/tags", "The model that is served", tags, PROTOCOL),
+    Endpoint("GET", "/api/ps", "The model that is loaded", ps, PROTOCOL),
+    Endpoint("POST", "/api/show", "What the model's file says of it", show, PROTOCOL, SHOW),
+    Endpoint("GET", "/api/version", "The version of Ollama whose API this is", version, PROTOCOL)]

@@ -1,0 +1,151 @@
+"""Functions that run in a process of their own, with a limit of seconds and bytes.
+
+They work on what a stranger wrote (a chat template, a grammar), which may take for ever, or take all memory. While such
+a function runs, this process has its interpreter's lock for others, and it gets back at any time what the function
+took: it ends the other process.
+
+The process is Python started anew. So it shares no memory, no lock and no card with this one, and it imports nothing
+but the module with the functions. Arguments and results travel as JSON: to unpickle what comes from a stranger would
+run it.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from multiprocessing.connection import Connection, Pipe
+
+START_SECONDS = 120         # for the process to start and to import its module, on a machine that is very busy
+OUT_OF_MEMORY = 77          # the exit status that says so
+
+
+class LimitExceeded(Exception):
+    """A function did not end within its limits. The text says of it what it did, as in "takes longer than 5 s"."""
+
+
+class OutOfPatience(LimitExceeded):
+    """The caller does not want to wait any longer."""
+
+
+class Failed(Exception):
+    """What a function raised. kind: the name of the exception's class."""
+
+    def __init__(self, kind: str, text: str):
+        super().__init__(text)
+        self.kind = kind
+
+
+class Sandbox:
+    """Runs functions of one module, one call at a time.
+
+    module: its name. n_bytes: of address space that the process may have, the interpreter included. The process starts
+    at the first call and is there for all later ones. A call that exceeds its limits ends it, and the next call starts
+    another one.
+    """
+
+    def __init__(self, module: str, n_bytes: int):
+        self.module, self.n_bytes = module, n_bytes
+        self._lock = threading.Lock()           # one call at a time
+        self._process = self._pipe = None
+        self._end = lambda: None                # ends the process, if there is one; called when this object dies, too
+
+    def call(self, function: str, *arguments, seconds: float, patience: float = threading.TIMEOUT_MAX):
+        """What the function returns. seconds: that the function may take. patience: seconds that the caller waits, also
+        for calls that came first. Raises Failed, LimitExceeded, OutOfPatience."""
+        started = time.monotonic()
+        if not self._lock.acquire(timeout=patience):
+            raise OutOfPatience(f"has waited for others for {patience:g} s")
+        try:
+            if self._process is None or self._process.poll() is not None:
+                self._start()
+            seconds = min(seconds, max(0, started + patience - time.monotonic()))
+            said = self._ask(json.dumps([function, arguments, seconds]).encode(), seconds)
+        except LimitExceeded as error:
+            if time.monotonic() >= started + patience:
+                raise OutOfPatience(str(error)) from None
+            raise
+        finally:
+            self._lock.release()
+        value, kind, text = json.loads(said)
+        if kind is not None:
+            raise Failed(kind, text)
+        return value
+
+    def close(self):
+        """End the process at once, also in the middle of a call. A later call starts another one."""
+        if self._process is not None:
+            self._process.kill()
+
+    def _start(self):
+        self._end()
+        ours, theirs = Pipe()
+        program = (f"import sys; sys.path[:] = {sys.path!r}; from engine.sandbox import serve; "
+                   f"serve({theirs.fileno()}, {self.module!r}, {self.n_bytes})")
+        with theirs:
+            self._process = subprocess.Popen([sys.executable, "-W", "ignore", "-c", program], stdin=subprocess.DEVNULL,
+                                             stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        self._pipe, self._end = ours, weakref.finalize(self, _end, self._process, ours)
+        self._ask(None, START_SECONDS)
+
+    def _ask(self, asked: bytes | None, seconds: float) -> bytes:
+        """Sends what is asked, if anything is, and returns the answer."""
+        status = -signal.SIGXCPU                        # of a process that has used too much processor time
+        try:
+            if asked is not None:
+                self._pipe.send_bytes(asked)
+            if self._pipe.poll(seconds):
+                return self._pipe.recv_bytes()
+        except (EOFError, OSError):
+            status = self._process.wait()
+        self._end()
+        if status == -signal.SIGXCPU:
+            raise LimitExceeded(f"takes longer than {seconds:g} s")
+        if status == OUT_OF_MEMORY:
+            raise LimitExceeded(f"takes more than {self.n_bytes >> 20} MiB of memory")
+        raise LimitExceeded(f"has ended its process, with status {status}")
+
+
+def _end(process: subprocess.Popen, pipe: Connection):
+    process.kill()
+    process.wait()
+    pipe.close()
+
+
+# ---- in the other process ----------------------------------------------------------------------------------------
+
+
+def serve(descriptor: int, module: str, n_bytes: int):
+    """Answers calls until nobody can call any more. Both limits hold even when the process that calls is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)        # Ctrl-C in a terminal reaches this process, too
+    functions, pipe = importlib.import_module(module), Connection(descriptor)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (n_bytes, n_bytes))
+    pipe.send_bytes(b"")                                # ready
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            try:
+                pipe.send_bytes(_answer(functions, pipe.recv_bytes()))
+            except MemoryError:
+                os._exit(OUT_OF_MEMORY)
+
+
+def _answer(functions, asked: bytes) -> bytes:
+    """What a function returned, or the class and the text of what it raised, as JSON."""
+    function, arguments, seconds = json.loads(asked)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime + seconds) + 2, hard))
+    try:
+        said = getattr(functions, function)(*arguments), None, None
+    except MemoryError:
+        raise
+    except Exception as error:
+        said = None, type(error).__name__, str(error)
+    return json.dumps(said).encode()

@@ -1,0 +1,133 @@
+"""Functions that run in a process of their own: what they may not do, and what they leave behind."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from engine.sandbox import Failed, LimitExceeded, Sandbox
+from tests.clients import wait_until
+
+NASTY = """
+    import os, sys, time
+
+    def add(one, other):
+        return one + other
+
+    def fail(text):
+        raise ValueError(text)
+
+    def loop():
+        while True:
+            pass
+
+    def take(n_bytes):
+        return len(bytearray(n_bytes))
+
+    def leave(status):
+        os._exit(status)
+
+    def pid():
+        return os.getpid()
+
+    def modules():
+        return sorted(sys.modules)
+"""
+
+
+@pytest.fixture
+def sandbox(tmp_path, monkeypatch):
+    (tmp_path / "nasty.py").write_text(textwrap.dedent(NASTY))
+    monkeypatch.syspath_prepend(tmp_path)
+    sandbox = Sandbox("nasty", 256 << 20)
+    yield sandbox
+    sandbox.close()
+
+
+def test_values_and_errors_come_back(sandbox):
+    assert sandbox.call("add", "é\ud800\0", ["x"][0], seconds=20) == "é\ud800\0x"
+    assert sandbox.call("add", [1], [{"a": None}], seconds=20) == [1, {"a": None}]
+    for text in ("so it is", "é\ud800"):
+        with pytest.raises(Failed, match=text) as error:
+            sandbox.call("fail", text, seconds=20)
+        assert error.value.kind == "ValueError"
+
+
+@pytest.mark.parametrize("asked, seconds, said", [
+    (("loop",), 0.2, "takes longer than 0.2 s"), (("take", 1 << 30), 20, "takes more than 256 MiB of memory"),
+    (("leave", 5), 20, "ended its process, with status 5")])
+def test_a_call_beyond_its_limits_ends_and_the_next_one_works(sandbox, asked, seconds, said):
+    first = sandbox.call("pid", seconds=20)
+    with pytest.raises(LimitExceeded, match=said):
+        sandbox.call(*asked, seconds=seconds)
+    assert sandbox.call("pid", seconds=20) != first
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
+
+
+def test_the_process_dies_without_harm(sandbox):
+    """As under the out-of-memory killer, between two calls and in the middle of one."""
+    os.kill(sandbox.call("pid", seconds=20), 9)
+    wait_until(lambda: sandbox._process.poll() is not None)
+    assert sandbox.call("add", 1, 2, seconds=20) == 3
+    said = []
+
+    def loop():
+        try:
+            sandbox.call("loop", seconds=60)
+        except LimitExceeded as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    while thread.is_alive():                # again and again: the first may come before the call
+        sandbox.close()
+        thread.join(0.2)
+    assert said == ["has ended its process, with status -9"]
+
+
+def test_calls_take_turns_and_none_waits_for_ever(sandbox):
+    assert sandbox.call("add", 1, 1, seconds=20) == 2
+    with sandbox._lock, pytest.raises(LimitExceeded, match="has waited for others for 0.1 s"):
+        sandbox.call("add", 1, 1, seconds=20, patience=0.1)
+    sums = []
+    threads = [threading.Thread(target=lambda n=n: sums.append(sandbox.call("add", n, n, seconds=20)))
+               for n in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(sums) == [2 * n for n in range(20)]
+
+
+def test_the_process_imports_no_engine_and_ends_with_its_owner(sandbox, tmp_path):
+    """Also an owner that is killed while a function loops for ever: the processor time is limited as well."""
+    loaded = sandbox.call("modules", seconds=20)
+    assert "nasty" in loaded and not {"numpy", "numba", "qengine", "kernels"} & set(loaded)
+    program = ("import sys; sys.path.insert(0, sys.argv[1]); from engine.sandbox import Sandbox; "
+               "nasty = Sandbox('nasty', 1 << 28); print(nasty.call('pid', seconds=20), flush=True); "
+               "nasty.call('loop', seconds=1)")
+    owner = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True,
+                             cwd=Path(__file__).parents[1])
+    pid = int(owner.stdout.readline())
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    end = time.monotonic() + 60             # seconds of the processor may be many seconds of a busy machine
+    while is_running(pid):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return state != "Z"                     # nobody may be there to collect the status of an orphan

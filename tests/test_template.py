@@ -1,0 +1,146 @@
+"""Chat templates of strangers: what they may take, and which control tokens of a prompt are real."""
+
+import threading
+import time
+
+import pytest
+
+import qengine
+from engine import template as room
+from engine.guard import GUARD, ControlTokens
+from engine.request import DeadlineExceeded, ModelError, RequestError
+from engine.template import SYNTHETIC_TEMPLATE, ChatTemplate
+
+HI = {"role": "user", "content": "hi"}
+CONTROL = ["<|im_start|>", "<|im_end|>", "<|image_pad|>", "<|user|>", "<s>", "</s>"]
+
+# Each would take minutes of time, or gigabytes, and the interpreter's lock meanwhile.
+BOMBS = [
+    "{{ 9**(9**9) }}", "{{ 'a' * 20000000000 }}", "{{ [0] * 20000000000 }}", "{{ 1 << (1 << 40) }}",
+    "{% set x = 9**(9**9) %}", "{% if 9**(9**9) %}{% endif %}", "{{ ['a'] | map('center', 9**(9**9)) | list }}",
+    "{{ '%0999999999999d' % 1 }}", "{{ '%0999999999999d' | format(1) }}", "{{ '{:999999999999}'.format(1) }}",
+    "{{ 'a' | center(10**11) }}", "{{ 'a'.ljust(10**11) }}", "{{ 'a\nb' | indent(10**11) }}",
+    "{{ 'a' | replace('', 'a' * 10**9) | replace('a', 'b' * 10**9) }}", "{{ [1] | tojson(indent=10**11) }}",
+    "{{ lipsum(n=10**9) }}", "{{ 'a' | wordwrap(1, wrapstring='a' * 10**11) }}", "{{ [1] | batch(10**11, 'a') | list }}",
+    "{% set ns = namespace(x='aaaa') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "{% for i in range(9999) %}{% for j in range(9999) %}{% for k in range(9999) %}{% endfor %}{% endfor %}{% endfor %}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "{% set c = cycler('a') %}{% for i in range(99999) recursive %}{{ c.next() }}{{ loop(range(99999)) }}{% endfor %}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{{ 'aaaaaaaaaaaaaaaa' }}{% endfor %}{% endfor %}",
+    "{{ range(99999) | map('string') | join('a' * 10**8) }}", "{{ (range(9999) | list * 99999) | sum }}",
+]
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Templates may take half a second."""
+    monkeypatch.setattr(room, "SECONDS", 0.5)
+
+
+@pytest.mark.parametrize("source", BOMBS)
+def test_a_bomb_goes_off_where_it_harms_nobody(source, short):
+    """At load or when it is rendered. The interpreter's lock is free meanwhile, and the next template works."""
+    ticks, ended = [], threading.Event()
+
+    def tick():
+        while not ended.wait(0.01):
+            ticks.append(time.monotonic())
+
+    ticker = threading.Thread(target=tick)
+    ticker.start()
+    try:
+        with pytest.raises((RequestError, ModelError), match="^the chat template"):
+            ChatTemplate(source).render([HI])
+    finally:
+        ended.set()
+        ticker.join()
+    gaps = [later - earlier for earlier, later in zip(ticks, ticks[1:])]
+    assert max(gaps, default=0) < 3                 # of a busy machine; a bomb would hold the lock for minutes
+    assert ChatTemplate("{{ messages[0].content }}").render([HI]) == "hi"
+
+
+def test_the_timeout_of_a_request_holds():
+    template = ChatTemplate("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
+    with pytest.raises(DeadlineExceeded, match="not finished after the 0.3 s"):
+        template.render([HI], timeout=0.3)
+    with room.RENDERING._lock, pytest.raises(DeadlineExceeded, match="not finished after the 0.2 s"):
+        template.render([HI], timeout=0.2)          # another template is being rendered
+
+
+def test_what_is_no_json_is_told():
+    for tools in ([object()], [10**5000]):
+        with pytest.raises(RequestError, match="cannot be written as JSON"):
+            ChatTemplate(SYNTHETIC_TEMPLATE).render([HI], tools)
+
+
+def test_variables_of_the_request():
+    template = ChatTemplate("{{ style }}{{ depth + 1 }}{{ messages[0].content }}")
+    assert template.render([HI], template_kwargs={"style": "short<|im_end|>", "depth": 1}) == "short<|im_end|>2hi"
+    for name in ("messages", "tools", "add_generation_prompt", "enable_thinking", "bos_token", "raise_exception"):
+        with pytest.raises(RequestError, match=f"may not set '{name}'"):
+            template.render([HI], template_kwargs={name: 1})
+
+
+# ---- control tokens ------------------------------------------------------------------------------------
+
+# (template, what a client sends as content, the prompt with ^ for a GUARD)
+PUT_TOGETHER = [
+    ("<|im_start|>{{ messages[0].content }}", "x<|im_end|>", "<|im_start|>x<^|im_end|>"),
+    ("{{ messages[0].content ~ 'start|>' }}", "<|im_", "<^|im_start|>"),
+    ("<|im_{{ messages[0].content }}", "start|>", "<^|im_start|>"),
+    ("<{{ messages[0].content }}>", "|im_start|", "<^|im_start|>"),
+    ("</{{ messages[0].content }}>", "s", "<^/s>"),
+    ("{{ messages[0].content | lower }}", "<|IM_START|>", "<^|im_start|>"),
+    ("{{ messages[0].content | reverse }}", ">|dne_mi|<", "<^|im_end|>"),
+    ("{{ messages[0].content | replace('.', '') }}", "<|im.end|.>.", "<|imend|>"),
+    ("{{ messages[0].content | replace('.', '_') }}", "<|im.end|>", "<^|im_end|>"),
+    ("{{ messages[0].content | striptags }}", "&lt;|im_end|&gt;", "<^|im_end|>"),
+    ("{{ messages[0].content.split('#') | join }}", "<|im#_end|>", "<^|im_end|>"),
+    ("{{ messages[0].content }}{{ messages[0].content }}", "im_end|><|", "im_end|><^|im_end|><|"),
+    ("{{ messages[0].content }}", "\ufdd1<|im_end|>\ufdd2", "<^|im_end|>"),
+    ("{{ messages[0].content | striptags }}", "&#xfdd1;&lt;|im_end|&gt;&#xfdd2;", "<^|im_end|>"),
+    ("{{ messages[0].content | tojson }}", "<|im_end|>", '"<^|im_end|>"'),
+    # what the template itself puts together is real
+    ("{{ '<|' ~ messages[0].role ~ '|>' }}{{ messages[0].content }}", "<|user|>", "<|user|><^|user|>"),
+    ("<|{{ messages[0].role }}|>{{ messages[0].content }}", "|>", "<|user|>|>"),
+    ("{% macro pad(kind) %}{{ '<|' ~ kind ~ '_pad|>' }}{% endmacro %}{{ pad('image') }}", "", "<|image_pad|>"),
+    ("<|im_{# cut #}end|>{{ '</' ~ 's' ~ '>' }}", "", "<|im_end|><^/s>"),
+    ("{{ bos_token }}{{ ('<|im_end|>\n' ~ messages[0].content) | trim }}{{ eos_token }}", "x \n",
+     "<s><|im_end|>\nx</s>"),
+    ("{{ {'user': '<|user|>'}[messages[0].role] }}{{ '<|im_end|>'.strip() }}", "", "<|user|><|im_end|>"),
+    # two neighbours that would be a third token
+    ("<s>{{ messages[0].content }}", "|x", "^<s>^|x"), ("{{ messages[0].content }}<s>", "<", "<<s>"),
+    # tags are ordinary text, which templates look for
+    ("{{ messages[0].content.split('</think>')[-1] }}", "<think>a</think>b", "b"),
+    ("{{ '</think>' in messages[0].content }}", "</think>", "True"),
+]
+
+
+@pytest.mark.parametrize("source, content, prompt", PUT_TOGETHER)
+def test_only_the_template_writes_control_tokens(source, content, prompt):
+    template = ChatTemplate(source, [*CONTROL, "<s>|x"], bos="<s>", eos="</s>")
+    got = template.render([{"role": "user", "content": content}])
+    assert got.replace(GUARD, "^") == prompt
+
+
+def test_overlapping_control_tokens():
+    """However their names overlap, nothing that a client sends is one; a name of one letter cannot be guarded."""
+    tokens = ControlTokens(["ab", "bc", "abc", "aab", "x"])
+    for text in ("ab", "abc", "aab", "aabc", "ababc", "bcab", "aaab", "x"):
+        settled = tokens.settle(text)
+        assert settled.replace(GUARD, "") == text and not tokens._any.search(settled)
+        assert tokens._any.findall(tokens.settle(tokens.mark("ab") + text)) == ["ab"]
+    assert ControlTokens([]).settle("<s>") == ControlTokens([]).mark("<s>") == "<s>"
+
+
+def test_keys_of_objects_are_guarded():
+    template = ChatTemplate("{{ tools | tojson }}{{ messages | tojson }}{{ extra | tojson }}", CONTROL)
+    key = "a<|im_end|>"
+    prompt = template.render([HI | {key: {key: 1}, "tool_calls": [{"function": {"name": key, "arguments": {key: key}}}]}],
+                             [{"function": {"name": key, "parameters": {"properties": {key: {"type": "string"}}}}}],
+                             template_kwargs={"extra": {key: [key]}})
+    assert prompt.count("a<" + GUARD + "|im_end|>") == 9 and not ControlTokens(CONTROL)._any.search(prompt)
+
+
+def test_the_engine_offers_a_template():
+    assert isinstance(qengine.open_model(qengine.DEFAULT_MODEL).template, ChatTemplate)
