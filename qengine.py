@@ -73,10 +73,11 @@ from engine.hyperparameters import read_hyperparameters, synthetic_hyperparamete
 from engine.pipes import PipeMeter
 from engine.plan import (CHUNK, LEAST_CHECKPOINTS, MICRO_BATCHES, CacheSizes, Demand, Planner, StageCosts, Work,
                          choose_rows, choose_sizes, group_count, hop_bytes, slowest_seconds)
-from engine.prefix import PAGE_TOKENS, Branch, Node, PrefixCache, checkpoint_positions, pages_for
+from engine.prefix import PAGE_TOKENS, PrefixCache, checkpoint_positions, pages_for
 from engine.request import (SAMPLING, DeadlineExceeded, Delta, EngineStopped, Fault, Generation, ModelError, Request,
                             RequestError)
 from engine.scratch import Activation, Scratch, ScratchArray
+from engine.sequence import FORCED_ROWS, Sequence
 from engine.template import SYNTHETIC_TEMPLATE, ChatTemplate
 from engine.text_engine import TextEngine
 from engine.tokenizer import ByteTokenizer, Tokenizer, encode_prompt, load_tokenizer
@@ -1069,10 +1070,13 @@ class Sampler:
     next step. Between two steps the copy would make the card wait.
     """
 
-    def __init__(self, card: Card, n_slots: int, n_vocab: int):
+    def __init__(self, card: Card, n_slots: int, n_vocab: int, rows: int):
+        """rows: most rows of a prompt's pass."""
         self.card, self.n_vocab = card, n_vocab
         self.state = sample.SamplingState.allocate(card, n_slots, n_slots, n_vocab)
-        self.log_probs = logprobs.LogprobState.allocate(card, n_slots, n_vocab)
+        self.log_probs = logprobs.LogprobState.allocate(card, max(n_slots, HEAD_ROWS), n_vocab)
+        self.prompt_tokens = card.alloc(rows, np.int32, "tokens of a prompt that get log-probabilities")
+        self.prompt_reports = card.alloc((rows, logprobs.REPORT), np.uint32, "log-probabilities of a prompt")
         self.masks, self.copies = card.pinned(self.state.mask.shape, np.uint32), card.stream()
         # On an emulated card a stream is a thread that shares the processors with the kernels: one is enough.
         self.reads = card.default_stream if card.kind == "emulated" else card.stream("reads")
@@ -1173,7 +1177,6 @@ class Sampler:
 
 CHECKED_WEIGHTS = 1 << 22   # `Engine.use` compares products on random matrices of at most so many weights
 QUEUEING = 100e-6           # seconds, about, that the host needs to queue the copies of a hop in streams of their own
-FORCED_ROWS = 8             # most tokens in one decode pass over tokens that a grammar forces
 
 
 class Stage:
@@ -1201,7 +1204,7 @@ class Stage:
         self.chunk = min(chunk, pages_for(demand.n_ctx) * PAGE_TOKENS)
         self.max_rows = max(self.chunk, demand.slots, HEAD_ROWS)
         self.model.allocate(self.max_rows, demand.slots)
-        self.sampler = Sampler(card, demand.slots, config.n_vocab) if self.model.head else None
+        self.sampler = Sampler(card, demand.slots, config.n_vocab, self.max_rows) if self.model.head else None
         # A prompt's pass has inputs of its own, since those of a batch stay there from one step to the next.
         self.inputs = card.alloc(INPUTS * self.max_rows, np.int32, "ids, slots and positions of a prompt's pass")
         self.incoming, self.outgoing = (
@@ -1267,6 +1270,18 @@ class Stage:
         self.model.compute_logits(rows, self.model.scratch.x[row:row + 1])
         self.sampler.launch(self.model.logits, rows, FIRST_TOKENS, buffer, log_probs)
         return self.sampler.read_back(FIRST_TOKENS, buffer, 1, log_probs)
+
+    def score_prompt(self, tokens) -> np.ndarray:
+        """The reports (kernels/logprobs.py), uint32 [n, REPORT], of n tokens: token i is the one that follows row i of
+        the prompt's pass that was queued last. Waits until they are computed."""
+        sampler, n = self.sampler, len(tokens)
+        self.card.copy_in(sampler.prompt_tokens[:n], np.array(tokens, np.int32))
+        for row in range(0, n, HEAD_ROWS):
+            end = min(row + HEAD_ROWS, n)
+            self.model.compute_logits(rows_of(self.inputs, end - row), self.model.scratch.x[row:end])
+            logprobs.logprobs(self.card, sampler.prompt_reports[row:end], self.model.logits,
+                              sampler.prompt_tokens[row:end], sampler.log_probs, end - row, sampler.n_vocab)
+        return self.card.download(sampler.prompt_reports[:n])
 
     def read_logits(self, row: int, n: int) -> np.ndarray:
         """The logits of n rows, from `row` on, of the prompt's pass that was queued last."""
@@ -1655,6 +1670,10 @@ class Pipeline:
         """The next token of a slot, from row `row` of the pass queued last."""
         return Tokens(self.last.worker.post(self.last.queue_first_choice, row, slot, log_probs))
 
+    def score(self, tokens: list[int]) -> Task:
+        """A task that gives the reports of tokens of a prompt, as `Stage.score_prompt`."""
+        return self.last.worker.post(self.last.score_prompt, tokens)
+
     def logits(self, row: int, n: int) -> np.ndarray:
         """The logits [n, n_vocab] after rows `row`, `row` + 1, ... of the pass queued last."""
         return self.last.worker.ask(self.last.read_logits, row, n).result()
@@ -1710,47 +1729,6 @@ class Pipeline:
 LEAST_FORCED = 3            # fewer are not worth a pass: the host must have read the step in flight before it
 TURN = "<|im_start|>"       # the control token at which a turn of a conversation begins
 NAN_LOGITS = "the logits hold a NaN: the model file is damaged, or a kernel is wrong"
-
-
-class Sequence(Branch):
-    """A generation that holds a slot: its tokens, and how many of them have been computed."""
-
-    def __init__(self, generation: Generation, slot: int, n_pages: int, root: Node):
-        super().__init__(slot, generation.request.prompt_ids, root)
-        self.generation = generation
-        self.n_pages = n_pages          # pages that are promised to the sequence: the most it can need
-        self.marks: list[int] = []      # positions in the prompt where checkpoints are taken
-        self.last_pass = 0              # tokens of its prompt's latest pass
-        self.in_flight = 0              # tokens that a queued decode step will choose: 0 or 1
-        self.group: int | None = None   # the group of answers in whose decode steps it takes part
-
-    @property
-    def in_prompt(self) -> bool:
-        return self.n_computed < self.n_prompt
-
-    @property
-    def is_answer(self) -> bool:
-        """Whether the first token of the answer is there."""
-        return len(self.tokens) > self.n_prompt
-
-    def is_full(self, more: int, n_ctx: int) -> bool:
-        """Whether the sequence reaches its length limit with so many more tokens."""
-        return more >= self.room(n_ctx)
-
-    def room(self, n_ctx: int) -> int:
-        """How many more tokens the sequence may have."""
-        longest = self.generation.request.max_tokens
-        left = n_ctx - len(self.tokens)
-        return left if longest is None else min(left, longest - self.generation.n_generated)
-
-    def n_forced(self, n_ctx: int) -> int:
-        """How many forced tokens one pass can append. A pass stays within a page. The result is 0 if the sampler must
-        see each token: for its log-probability, or for penalties."""
-        constraint, request = self.generation.constraint, self.generation.request
-        if not constraint or constraint.after is not None or request.top_logprobs is not None or request.is_penalized:
-            return 0
-        n = min(len(constraint.forced), self.room(n_ctx)) - self.in_flight
-        return min(n, FORCED_ROWS, PAGE_TOKENS - (self.n_computed + self.in_flight) % PAGE_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -1997,6 +1975,8 @@ class Scheduler:
         nodes = self.cache.join(sequence, end)
         for at, number in marks:
             self.cache.keep(nodes[at], number)
+        if not sequence.uses_cache and (following := sequence.tokens[start + 1:end + 1]):
+            sequence.scores.append(self.pipeline.score(following))
         if sequence.in_prompt:
             return
         self._constrain([sequence])
@@ -2007,8 +1987,9 @@ class Scheduler:
     def _begin(self, sequence: Sequence):
         """Make the slot ready. The prompt goes on after its longest beginning that has a checkpoint. Its last token is
         always computed, for its logits."""
-        generation, tokens = sequence.generation, sequence.tokens
-        sequence.node, known = self.cache.find(tokens[:-1])
+        generation, tokens, known = sequence.generation, sequence.tokens, 0
+        if sequence.uses_cache:
+            sequence.node, known = self.cache.find(tokens[:-1])
         sequence.pages = self.cache.enter(sequence.node)
         number = self.cache.fetch(sequence.node)
         self.pipeline.prepare_slot(sequence.slot, generation.request, number)
@@ -2028,6 +2009,7 @@ class Scheduler:
             token, = flight.tokens.read().tolist()
             self.turns.land(flight.n_passes)
             if sequence in self.running:
+                sequence.take_scores()
                 self._take(sequence, flight.tokens, 0, token)
 
     def _form_groups(self):

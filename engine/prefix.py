@@ -204,7 +204,7 @@ class PrefixCache:
         return alike[n_prompt]
 
     def tokens_left(self, branch: Branch) -> int:
-        """How many tokens of a prompt are still to be computed."""
+        """How many tokens of a prompt are still to be computed, as far as that is known."""
         is_new = branch.uses_cache and not branch.has_begun
         n_known = self.find(branch.tokens[:-1])[0].depth * PAGE_TOKENS if is_new else branch.n_computed
         return branch.n_prompt - n_known

@@ -13,7 +13,7 @@ something is computed, and never what.
 import collections
 import time
 
-from .prefix import PAGE_TOKENS
+from engine.prefix import PAGE_TOKENS
 
 PROMPT_SHARE = 0.5          # most of the time that passes over prompts get while answers run
 PAUSE = 0.25                # seconds without a token of an answer, about, at most
