@@ -94,7 +94,8 @@ def read_prompt(prompt: str | list, engine) -> Prompt:
     for is_text, group in itertools.groupby(prompt, lambda part: isinstance(part, str)):
         part = "".join(group) if is_text else list(group)
         if not is_text and not all(type(token) is int for token in part):
-            raise RequestError("prompt", "'prompt' must be a string, a list of token ids and strings, or a list of such")
+            raise RequestError("prompt", "'prompt' must be a string, a list of token ids and strings, or a list of "
+                                         "such")
         ids += engine.encode(part) if is_text else part
         text.append(part if is_text else engine.tokenizer.decode(part, special=True))
     return Prompt(ids, "".join(text))
