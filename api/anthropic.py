@@ -120,7 +120,7 @@ def read_conversation(body: dict) -> chat.Conversation:
     system = [{"role": "system", "content": text_of(body["system"])}] if body.get("system") else []
     conversation = system + [one for message in body["messages"] for one in read_message(message)]
     shape = Shape("json", format["schema"], "output_config.format.schema") if format else None
-    return chat.Conversation(conversation, thinking, read_tools(body), shape)
+    return chat.Conversation(conversation, thinking, read_tools(body), shape, timeout=body.get("timeout"))
 
 
 def read_tools(body: dict) -> chat.Toolbox | None:

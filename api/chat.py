@@ -2,11 +2,12 @@
 
 import collections
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.request import RequestError
+from engine.request import ContextExceeded, RequestError
 
 from .grammar import GrammarError, Rules, Shape
 from .reply import Reply, opening_of
@@ -47,12 +48,13 @@ def toolbox_of(offered: list[dict], tools: list[Tool], mode: str, names: list[st
 @dataclass(frozen=True)
 class Conversation:
     """What a request wants answered. thinking: None leaves it to the messages, the command line and the template, in
-    this order. shape: what the answer's text has to be, if the request says so."""
+    this order. shape: what the answer's text has to be, if the request says so. timeout: seconds for the prompt."""
 
     messages: list[dict]
     thinking: bool | None
     toolbox: Toolbox | None = None
     shape: Shape | None = None
+    timeout: float | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Turn:
 
 def respond(service, conversation: Conversation, n: int, make, stream: bool):
     """The HTTP response to n requests for an answer. make(turn): (requests, answer), as Service.respond takes them."""
-    with named_as_sent(conversation):
+    with named_as_sent(conversation, service):
         return service.respond(n, lambda: make(prepare(service, conversation)), stream)
 
 
@@ -80,7 +82,8 @@ def render(service, conversation: Conversation) -> tuple[str, str]:
     messages, switch = take_switches(conversation.messages)
     asked = conversation.thinking, switch, service.thinking
     thinking = next((one for one in asked if one is not None), None)
-    prompt = template.render(messages, tools=toolbox.offered if toolbox else None, enable_thinking=thinking)
+    prompt = template.render(messages, tools=toolbox.offered if toolbox else None, enable_thinking=thinking,
+                             timeout=conversation.timeout)
     return prompt, opening_of(prompt, template.source, thinking)
 
 
@@ -101,7 +104,7 @@ def check_tools(tools: list[Tool], form):
 
 def count(service, conversation: Conversation) -> int:
     """Tokens of the prompt of a conversation."""
-    with named_as_sent(conversation):
+    with named_as_sent(conversation, service):
         return len(service.ready().encode(render(service, conversation)[0]))
 
 
@@ -146,18 +149,29 @@ def where_stop_strings_count(tags: dict[str, int], opening: str, toolbox: Toolbo
 
 
 @contextlib.contextmanager
-def named_as_sent(conversation: Conversation):
+def named_as_sent(conversation: Conversation, service):
     """Gives RequestErrors of the engine, about its prompt and its grammar, the names that these have in the client's
-    request."""
+    request. A prompt is too long for its tools if it would fit without them."""
     try:
         yield
     except RequestError as error:
         if error.field == "prompt":
-            error.field = "messages"
+            by_tools = isinstance(error, ContextExceeded) and fits_without_tools(service, conversation)
+            error.field = "tools" if by_tools else "messages"
         if error.field == "grammar":
             field = "tools" if conversation.shape is None else conversation.shape.field
             raise RequestError(field, f"'{field}' cannot be enforced: {error}") from None
         raise
+
+
+def fits_without_tools(service, conversation: Conversation) -> bool:
+    """Whether the request has tools, and its prompt would fit into the context without them."""
+    if conversation.toolbox is None:
+        return False
+    try:
+        return count(service, dataclasses.replace(conversation, toolbox=None)) < service.engine.n_ctx
+    except RequestError:
+        return False
 
 
 def take_switches(messages: list[dict]) -> tuple[list[dict], bool | None]:

@@ -134,7 +134,8 @@ def read_conversation(body: dict) -> chat.Conversation:
     if thinking is None and "reasoning_effort" in body:
         thinking = body["reasoning_effort"] not in NO_EFFORT
     shape = read_format(body.get("response_format", {}))
-    return chat.Conversation(read_messages(body["messages"]), thinking, read_tools(body), shape)
+    return chat.Conversation(read_messages(body["messages"]), thinking, read_tools(body), shape,
+                             timeout=body.get("timeout"))
 
 
 def read_messages(messages: list[dict]) -> list[dict]:
