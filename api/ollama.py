@@ -16,15 +16,15 @@ import time
 
 import flask
 
-from engine.request import SAMPLING, Request, RequestError
+from engine.request import Request, RequestError
 
 from . import chat
 from .endpoint import Endpoint, WireProtocol
 from .errors import ErrorAnswer, explain
-from .fields import ANYTHING, BOOL, TEXT, either, list_of, number, object_of, one_of
+from .fields import ANYTHING, BOOL, SAMPLED, TEXT, either, list_of, object_of, one_of
 from .grammar import Rules, Shape
 from .openai import CALL, ID, MAX_LOGPROBS, MAX_STOPS, OBJECT, STOP, TOOL, ChatChoice, read_tools
-from .reply import Call, Content, Message, Thought, kept_alive, whole
+from .reply import Call, Content, Message, Thought, cause_of, kept_alive, whole
 from .tools import form_of
 
 VERSION = "0.13.0"          # of Ollama, whose API this is: clients compare it with the version that they need
@@ -37,17 +37,19 @@ def whole_number(least: int, most: int = 2**31 - 1) -> dict:
     return {"type": "integer", "minimum": least, "maximum": most}
 
 
-# Ollama's names of the numbers of SAMPLING.
-NAMES = {name: name for name in SAMPLING if name not in ("max_tokens", "repetition_penalty")} | {
+# Ollama's names of what SAMPLED names as Request does.
+NAMES = {name: name for name in SAMPLED if name not in ("max_tokens", "repetition_penalty")} | {
     "num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
-# Numbers that may also be below what SAMPLING allows, which leaves the choice to the server.
-OPEN = {"num_predict": whole_number(-2), "top_k": whole_number(-1), "seed": whole_number(-1, 2**64 - 1)}
+# Numbers that may also be below what SAMPLED allows: description, highest value that leaves the choice to the server.
+OPEN = {"num_predict": (whole_number(-2), 0), "top_k": (whole_number(-1), -1),
+        "seed": (whole_number(-1, 2**64 - 1), -1)}
 OFF = {"mirostat": one_of(0), "tfs_z": one_of(1), "typical_p": one_of(1)}       # ways of sampling that there are not
 WITHOUT_EFFECT = ["embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu", "mirostat_eta", "mirostat_tau",
                   "num_batch", "num_gpu", "num_keep", "num_thread", "numa", "penalize_newline", "use_mlock", "use_mmap",
                   "vocab_only"]
 OPTIONS = object_of({
-    **{name: number(of) for name, of in NAMES.items()}, **OPEN, **OFF, **dict.fromkeys(WITHOUT_EFFECT, ANYTHING),
+    **{name: SAMPLED[of] for name, of in NAMES.items()}, **{name: described for name, (described, _) in OPEN.items()},
+    **OFF, **dict.fromkeys(WITHOUT_EFFECT, ANYTHING),
     "stop": either(STOP, list_of(STOP, 0, MAX_STOPS)), "num_ctx": whole_number(0), "repeat_last_n": whole_number(-1)})
 
 MESSAGE = object_of({
@@ -122,7 +124,7 @@ def maker(service, body: dict, said):
     """Makes the request and the answer of a turn. said: `said_in_chat` or `said_in_text`."""
     begun, context, options = time.perf_counter(), body.get("context", []), read_options(service, body)
     is_logged = body.get("logprobs", False)
-    if "top_logprobs" in body and not is_logged:
+    if body.get("top_logprobs") and not is_logged:
         raise RequestError("top_logprobs", "'top_logprobs' needs 'logprobs' to be true")
 
     def make(turn):
@@ -143,9 +145,8 @@ def read_options(service, body: dict) -> dict:
     if options.get("num_ctx", 0) > n_ctx:
         raise RequestError("options.num_ctx", f"'options.num_ctx' asks for {options['num_ctx']} tokens of context, and "
                                               f"the server has {n_ctx} (--ctx)")
-    is_open = {"num_predict": 0, "top_k": -1, "seed": -1}       # up to these the choice is the server's
     said = {NAMES[name]: value for name, value in options.items()
-            if name in NAMES and not (name in is_open and value <= is_open[name])}
+            if name in NAMES and not (name in OPEN and value <= OPEN[name][1])}
     if options.get("repeat_last_n") == 0:
         said["repetition_penalty"] = 1.0
     stop = options.get("stop", [])
@@ -172,7 +173,7 @@ def read_message(message: dict) -> dict:
 
 def check_images(holder: dict, field: str):
     if holder.get("images"):
-        raise RequestError(field, "'images' cannot be answered: the server reads no images")
+        raise RequestError(field, "'images' cannot be used: the server reads no images")
 
 
 def raw_turn(service, prompt: str, conversation: chat.Conversation) -> chat.Turn:
@@ -270,7 +271,8 @@ class Answer:
                  "prompt_eval_duration": (generation.started, first), "eval_duration": (first, last)}
         spent = {name: round((end - start) * 1e9) for name, (start, end) in times.items()}
         counts = {"prompt_eval_count": generation.n_prompt, "eval_count": generation.n_generated}
-        return {"done": True, "done_reason": reason} | self._context(generation, reason) | spent | counts
+        end = {"done": True, "done_reason": reason} | cause_of(generation)
+        return end | self._context(generation, reason) | spent | counts
 
     def _context(self, generation, reason: str) -> dict:
         """The token ids of prompt and answer. Templates have a line break after the end of a turn."""

@@ -174,7 +174,8 @@ PLACES = {          # path, body, where the answer says how it ended, how it doe
     "chat": (CHAT, MESSAGES, lambda answer: answer["choices"][0], {"finish_reason": "length"}),
     "text": (TEXT, {"prompt": "hi", "max_tokens": 4000}, lambda answer: answer["choices"][0],
              {"finish_reason": "length"}),
-    "anthropic": ("/v1/messages", MESSAGES, dict, {"stop_reason": "max_tokens", "stop_sequence": None})}
+    "anthropic": ("/v1/messages", MESSAGES, dict, {"stop_reason": "max_tokens", "stop_sequence": None}),
+    "ollama": ("/api/chat", {"model": "m", "messages": [HI], "stream": False}, dict, {"done_reason": "length"})}
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +190,8 @@ def test_each_protocol_says_it_in_its_own_words(port, name):
     status, _, answer = send(port, "POST", path, body)
     end = place(answer)
     assert status == 200 and {key: end[key] for key in words} == words and end["cause"] == "repetition"
-    status, _, answer = send(port, "POST", path, body | {"repetition_guard": False})
+    off = {"repetition_guard": False}
+    status, _, answer = send(port, "POST", path, body | ({"options": off} if name == "ollama" else off))
     assert status == 200 and "cause" not in place(answer)
 
 
