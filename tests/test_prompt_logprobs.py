@@ -7,9 +7,10 @@ import openai
 import pytest
 
 import qengine
+from api.plain import MAX_BYTES
 from kernels.emulated.card import EmulatedCard
 from kernels.logprobs import check_values, logprobs_reference
-from tests.clients import scripted_clients
+from tests.clients import app_of, scripted_clients
 from tests.models import load_tiny
 from tests.scripted import END, ScriptedEngine
 
@@ -220,3 +221,28 @@ def test_scores_of_a_model(engine):
     np.testing.assert_allclose(told.token_logprobs[n_context:-1], [own for own, *_ in want], atol=1e-5)
     np.testing.assert_allclose([max(top.values()) for top in told.top_logprobs[n_context:-1]],
                                [likeliest[0] for _, likeliest, _ in want], atol=1e-5)
+
+
+# ---- the tokenizer, as lm-eval asks for it -----------------------------------------------------------------
+
+
+def test_the_tokenizer_as_vllm_has_it():
+    engine = ScriptedEngine()
+    web, tokenizer = app_of(engine).test_client(), engine.tokenizer
+    info = web.get("/tokenizer_info").json
+    assert (info["bos_token"], info["model_max_length"]) == (None, engine.n_ctx)
+    assert info["chat_template"] == engine.template.source
+    ids = tokenizer.encode(PROMPT)
+    told = web.post("/tokenize", json={"prompt": PROMPT, "add_special_tokens": False, "return_token_strs": True}).json
+    assert told == {"tokens": ids, "count": len(ids), "max_model_len": engine.n_ctx,
+                    "token_strs": [tokenizer.pieces[token].decode("utf-8", "replace") for token in ids]}
+    end, = web.post("/tokenize", json={"prompt": info["eos_token"]}).json["tokens"]
+    assert end in tokenizer.eos_ids
+    assert web.post("/detokenize", json={"tokens": ids, "model": "m"}).json["prompt"] == PROMPT
+    conversation = {"messages": [{"role": "user", "content": "Hi"}]}
+    prompt = web.post("/apply-template", json=conversation).json["prompt"]
+    assert web.post("/tokenize", json=conversation).json["tokens"] == tokenizer.encode(prompt)
+    for body, field in (({}, "content"), ({"content": "a", "prompt": "b"}, "prompt"), ({"messages": []}, "messages"),
+                        ({"prompt": "a" * (MAX_BYTES + 1)}, "prompt")):
+        answer = web.post("/tokenize", json=body)
+        assert (answer.status_code, answer.json["error"]["param"]) == (400, field)
