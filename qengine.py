@@ -80,6 +80,7 @@ from engine.scratch import Activation, Scratch, ScratchArray
 from engine.sequence import FORCED_ROWS, Sequence
 from engine.template import SYNTHETIC_TEMPLATE, ChatTemplate
 from engine.text_engine import TextEngine
+from engine.thinking import constraint_of
 from engine.tokenizer import ByteTokenizer, Tokenizer, encode_prompt, load_tokenizer
 from engine.turns import Turns
 from engine.worker import Task, Worker, stop_all
@@ -1100,15 +1101,15 @@ class Sampler:
         seed = secrets.randbits(64) if r.seed is None else r.seed
         packed = sample.pack_parameters(
             r.temperature, r.top_k, r.top_p, r.min_p, seed, repetition=r.repetition_penalty,
-            frequency=r.frequency_penalty, presence=r.presence_penalty, masked=r.grammar is not None,
+            frequency=r.frequency_penalty, presence=r.presence_penalty, masked=r.is_masked,
             biased=bool(r.logit_bias))
         self.card.copy_in(state.parameters[slot], packed)
         if packed[sample.FLAGS] & sample.PENALIZED:
             history = np.zeros(self.n_vocab, np.uint16)
             history[r.prompt_ids] = sample.IN_PROMPT
             self.card.copy_in(state.history[slot], history)
-        if r.grammar_after is not None:
-            self.card.fill(state.mask[slot], 0xFF, self.copies)         # all tokens, until the grammar applies
+        if r.is_masked:
+            self.card.fill(state.mask[slot], 0xFF, self.copies)         # all tokens, until a constraint binds
             self.card.default_stream.wait(self.copies.record())
         if r.logit_bias:
             bias = np.zeros(self.n_vocab, np.float32)
@@ -1128,6 +1129,8 @@ class Sampler:
                 token = constraint.forced[0]
                 self.masks[slot] = 0
                 self.masks[slot, token // 32] = 1 << token % 32
+            elif constraint.matcher is None:
+                self.masks[slot] = 0xFFFFFFFF
             else:
                 free.append((constraint.matcher, slot))
         if free:
@@ -2043,7 +2046,7 @@ class Scheduler:
                                 group)
         for sequence in batch:
             self._reserve(sequence, sequence.n_computed + sequence.in_flight + 1)
-        if any(s.generation.constraint for s in batch):
+        if any(s.generation.constraint and s.generation.constraint.binds(s.in_flight) for s in batch):
             self.pipeline.forward(len(batch), group)
             self._land(group)                       # the masks depend on the tokens of the step before
             self._constrain(batch)
@@ -2107,7 +2110,7 @@ class Scheduler:
     def _constrain(self, sequences: list[Sequence]):
         """Tell the cards what the next tokens may be. A sequence whose grammar has failed ends."""
         constrained = [s for s in sequences if s in self.running and s.generation.constraint
-                       and s.generation.constraint.after is None]
+                       and s.generation.constraint.binds()]
         if constrained:
             self.pipeline.constrain({s.slot: s.generation.constraint for s in constrained})
         for sequence in constrained:
@@ -2126,7 +2129,8 @@ class Scheduler:
                 self._finish(sequence, error)
                 return
         finish_reason = None
-        if constraint and constraint.ended or token in self.tokenizer.eos_ids and not request.ignore_eos:
+        ends = request.stop_token_ids if request.ignore_eos else {*request.stop_token_ids, *self.tokenizer.eos_ids}
+        if constraint and constraint.ended or token in ends:
             finish_reason = "stop"
         elif sequence.is_full(1, self.n_ctx):
             finish_reason = "length"
@@ -2202,7 +2206,7 @@ class Engine(TextEngine):
             constraint = Constraint(self.vocabulary, request.grammar, request.grammar_after)
             if constraint.error:
                 raise constraint.error
-        generation = Generation(request, self.tokenizer, constraint)
+        generation = Generation(request, self.tokenizer, constraint_of(request, self.tokenizer, constraint))
         self.scheduler.submit(generation)
         return generation
 

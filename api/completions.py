@@ -13,20 +13,24 @@ import numpy as np
 from engine.request import Delta, RequestError
 from engine.tokenizer import StreamDecoder
 
+from . import chat, field_table
 from .endpoint import Endpoint
-from .fields import BOOL, SAMPLED, TEXT, either, list_of, object_of, one_of
-from .openai import ID, MAX_CHOICES, MAX_LOGPROBS, PROTOCOL, SHARED, Answer, is_end, read_sampling, seeded
+from .field_table import fields_of
+from .fields import BOOL, SAMPLED, TEXT, either, list_of, object_of
+from .grammar import Rules
+from .openai import (ID, MAX_CHOICES, MAX_LOGPROBS, NO_LIMIT, PROTOCOL, SHARED, Answer, is_end, late_end,
+                     read_sampling, read_shape, seeded)
 
 DEFAULT_TOKENS = 16         # of an answer, as OpenAI has it for completions
 MAX_SCORES = 1 << 19        # log-probabilities of prompts in one answer: each takes 100 bytes while it is written
 
 # ---- what may be sent ------------------------------------------------------------------------------------
 
-COMPLETION = object_of({
+COMPLETION = object_of(fields_of(field_table.TEXT, {
     **SHARED, "prompt": either(TEXT, list_of(either(TEXT, ID, list_of(either(ID, TEXT), 1)), 1)),
-    "max_tokens": SAMPLED["max_tokens"] | {"minimum": 0}, "echo": BOOL,
+    "max_tokens": either(NO_LIMIT, SAMPLED["max_tokens"] | {"minimum": 0}), "echo": BOOL,
     "logprobs": {"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS},
-    "best_of": {"type": "integer", "minimum": 1, "maximum": MAX_CHOICES}, "suffix": one_of("")}, ["prompt"])
+    "best_of": {"type": "integer", "minimum": 1, "maximum": MAX_CHOICES}}), ["prompt"])
 
 # ---- endpoints -------------------------------------------------------------------------------------------
 
@@ -42,11 +46,16 @@ def completions(service, body: dict):
     if body.get("echo"):
         request["prompt_logprobs"] = body.get("logprobs")
         check_scores(prompts, n, body.get("logprobs"))
-    requests = [one for prompt in prompts for one in seeded(request | {"prompt_ids": prompt.ids}, n)]
-    choices = [TextChoice(engine.tokenizer, prompt if body.get("echo") else None, is_silent)
-               for prompt in prompts for _ in range(n)]
-    answer = TextAnswer(service, body, choices, "cmpl-", "text_completion", "text_completion")
-    return service.respond(len(requests), lambda: (requests, answer), body.get("stream", False))
+
+    def prepare():
+        rules = chat.text_rules(Rules({}, "content"), read_shape(body))
+        asked = late_end(service, request | rules, body.get("min_tokens", 0))
+        requests = [one for prompt in prompts for one in seeded(asked | {"prompt_ids": prompt.ids}, n)]
+        choices = [TextChoice(engine.tokenizer, prompt if body.get("echo") else None, is_silent)
+                   for prompt in prompts for _ in range(n)]
+        return requests, TextAnswer(service, body, choices, "cmpl-", "text_completion", "text_completion")
+
+    return service.respond(len(prompts) * n, prepare, body.get("stream", False))
 
 
 ENDPOINTS = [Endpoint("POST", "/v1/completions", "Continue a text", completions, PROTOCOL, COMPLETION,

@@ -11,6 +11,7 @@
     sandbox.py          functions that run in a process of their own, with a limit of seconds and bytes
     constraints.py      grammars that answers obey
     trials.py           a process that tries grammars before they are used
+    thinking.py         budgets of thoughts
     repetition.py       a guard against answers that repeat themselves for ever
     sequence.py         a generation that holds a slot
     turns.py            which prompt gets the next pass, and when running answers come first

@@ -45,6 +45,11 @@ class Constraint:
             return refusal(self.matcher.get_error())
         return None
 
+    def binds(self, ahead: int = 0) -> bool:
+        """Whether the grammar may rule the choice of the token after the next `ahead`, of which nothing is known yet.
+        The scheduler makes a mask for that token, or has to read the tokens before it first."""
+        return self.after is None or ahead > 0
+
     @property
     def ended(self) -> bool:
         """Whether the answer is complete and nothing may follow."""

@@ -80,6 +80,7 @@ SAMPLING = {
     "repetition_penalty": (float, 0.01, 10, "divide the logits of tokens seen in prompt or answer by this (1: off)"),
     "frequency_penalty": (float, -2, 2, "take this from a token's logit for each time that the answer has it (0: off)"),
     "presence_penalty": (float, -2, 2, "take this from the logits of tokens that the answer has (0: off)"),
+    "thinking_budget": (int, 0, 2**31 - 1, "most tokens of thoughts; the model then has to answer (default: no limit)"),
 }
 
 
@@ -112,12 +113,15 @@ class Request:
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    thinking_budget: int | None = None
     logit_bias: dict[int, float] = dataclasses.field(default_factory=dict)  # token id -> number added to its logit
     top_logprobs: int | None = None     # log-probabilities of the tokens, and of so many of the likeliest
     prompt_logprobs: int | None = None  # the same of the prompt; the prefix cache is not used then
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()          # strings that end the text and are not part of it; a single str is one string
-    # Three token ids say where stop strings count, for answers with thoughts and tool calls (api/chat.py).
+    stop_token_ids: tuple[int, ...] = ()        # tokens that end the answer as the model's own end tokens do
+    special: bool = False               # whether control tokens are part of the text
+    # Three token ids say where thoughts end and tool calls begin (api/chat.py): stop strings count between the two.
     stop_after: int | None = None       # they count only after this token and the line breaks that follow it
     stop_pause: int | None = None       # if given: stop_after holds only for answers that begin with this token
     stop_before: int | None = None      # they do not count from this token on
@@ -128,11 +132,22 @@ class Request:
 
     def __post_init__(self):
         self.stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        self.stop_token_ids = tuple(self.stop_token_ids)
 
     @property
     def is_penalized(self) -> bool:
         """Whether a penalty is set, so that sampling needs the history of tokens."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
+
+    @property
+    def limits_thoughts(self) -> bool:
+        """Whether the answer may hold thoughts, and these have a budget (engine/thinking.py)."""
+        return self.thinking_budget is not None and self.stop_after is not None
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether the sampler may choose only some of the tokens, now and then at least."""
+        return self.grammar is not None or self.limits_thoughts
 
     def check(self, n_vocab: int, n_ctx: int):
         """Raises RequestError for the first field that cannot be served."""
@@ -149,6 +164,9 @@ class Request:
         for name in ("stop_after", "stop_pause", "stop_before", "grammar_after"):
             if (token := getattr(self, name)) is not None and not is_within(int, token, 0, n_vocab - 1):
                 raise RequestError(name, f"'{name}' must be a token id from 0 to {n_vocab - 1}")
+        ends = self.stop_token_ids
+        if len(ends) > STOPS or not all(is_within(int, token, 0, n_vocab - 1) for token in ends):
+            raise RequestError("stop_token_ids", f"'stop_token_ids' may hold {STOPS} token ids from 0 to {n_vocab - 1}")
         for name in ("top_logprobs", "prompt_logprobs"):
             if (top := getattr(self, name)) is not None and not is_within(int, top, 0, TOP):
                 raise RequestError(name, f"'{name}' must be a whole number from 0 to {TOP}")
@@ -263,7 +281,8 @@ class Generation:
         self.started = time.perf_counter()
         self.deadline = self.started + (math.inf if request.timeout is None else request.timeout)
         self.token_times: list[float] = []      # when the engine gave each token; a reader may get several at once
-        self._decoder, self._scanner = tokenizer.stream_decoder(), StopScanner(request.stop)
+        self._decoder, self._scanner = tokenizer.stream_decoder(request.special), StopScanner(request.stop)
+        self._ends = {*request.stop_token_ids, *tokenizer.eos_ids}     # tokens that are not part of the text they end
         is_guarded = request.repetition_guard and not request.ignore_eos
         self._guard = RepetitionGuard(tokenizer, request.prompt_ids) if is_guarded else None
         self._scans = request.stop_after is None or request.stop_pause is not None
@@ -322,7 +341,8 @@ class Generation:
             self._scans, self._at_start = False, True
         elif token == self.request.stop_before:
             text, self._scans = self._scanner.flush(), False
-        text += self._scan(self._decoder.push(token))
+        is_end = finish_reason == "stop" and token in self._ends
+        text += self._scan("" if is_end else self._decoder.push(token))
         if finish_reason and not self._scanner.stopped:
             text += self._scan(self._decoder.flush()) + self._scanner.flush()
         if self._scanner.stopped:

@@ -50,7 +50,7 @@ class Sequence(Branch):
         """How many forced tokens one pass can append. A pass stays within a page. The result is 0 if the sampler must
         see each token: for its log-probability, or for penalties."""
         constraint, request = self.generation.constraint, self.generation.request
-        if not constraint or constraint.after is not None or request.top_logprobs is not None or request.is_penalized:
+        if not constraint or not constraint.binds() or request.top_logprobs is not None or request.is_penalized:
             return 0
         n = min(len(constraint.forced), self.room(n_ctx)) - self.in_flight
         return min(n, FORCED_ROWS, PAGE_TOKENS - (self.n_computed + self.in_flight) % PAGE_TOKENS)
