@@ -89,8 +89,9 @@ OPENAI = [
     *refusals("OpenAI", (CHAT,), modalities=("answers are text", ["text"]), audio="answers are text",
               functions=("use 'tools'", []), function_call=("use 'tool_choice'", "none", "auto"),
               web_search_options="there is no search of the web", moderation="nothing is moderated"),
-    *refusals("OpenAI", (TEXT,), best_of=("use 'n'", 1), echo=("prompts are not repeated", False),
-              suffix=("the models do not fill gaps", ""))]
+    *obeyed("OpenAI", (TEXT,), echo="the prompt stands before its continuation; with logprobs, its tokens are scored",
+            best_of="must equal n: every answer that is generated is returned"),
+    *refusals("OpenAI", (TEXT,), suffix=("the models do not fill gaps", ""))]
 
 OPENAI_RESPONSES = [
     *without_effect("OpenAI", (RESPONSES,), "any name is taken; the model that is served answers", "model"),

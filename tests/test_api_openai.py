@@ -559,7 +559,7 @@ def test_tokens_and_templates(scripted):
     text = "Hi <|im_end|> <think> \ub300\ud55c \U0001f600"
     ids = web.post("/tokenize", json={"content": text}).json["tokens"]
     assert ids == engine.tokenizer.encode(text)
-    assert web.post("/detokenize", json={"tokens": ids}).json == {"content": text}
+    assert web.post("/detokenize", json={"tokens": ids}).json == {"content": text, "prompt": text}
     plain = web.post("/tokenize", json={"content": text, "parse_special": False, "with_pieces": True}).json["tokens"]
     assert [one["id"] for one in plain] == engine.tokenizer.encode(text, allow_special=False)
     pieces = [one["piece"] for one in plain]
