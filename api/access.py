@@ -16,6 +16,7 @@ is a port of localhost, as it is without the tunnel. Behind a proxy the server's
 
 import hmac
 import ipaddress
+import re
 import urllib.parse
 from pathlib import Path
 
@@ -115,17 +116,54 @@ def check_key(keys: list[bytes], headers) -> bytes:
 
 
 def read_keys(keys, path: str | None) -> list[str]:
-    """The keys of the command line and those of a file, one per line. Raises RequestError where one cannot be a key."""
-    if path:
-        try:
-            lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "not UTF-8 text"
-            raise RequestError("api_key_file", f"{path}: {reason}") from None
-        if not any(lines):
-            raise RequestError("api_key_file", f"{path}: holds no key")
-        keys = [*keys, *filter(None, lines)]
+    """The keys of the command line and those of a file, one per line; a line that begins with # is a comment. Raises
+    RequestError where one cannot be a key."""
     for key in keys:
-        if not key or not all("!" <= c <= "~" for c in key):
-            raise RequestError("api_key", "an API key is of ASCII letters, digits and signs, without spaces")
-    return list(keys)
+        check_form(key, "api_key", "")
+    return [*keys, *(read_key_file(path) if path else ())]
+
+
+def read_key_file(path: str) -> list[str]:
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise RequestError("api_key_file", f"{path}: {reason}") from None
+    keys = {n: key for n, line in enumerate(lines, start=1) if (key := line.strip()) and not key.startswith("#")}
+    if not keys:
+        raise RequestError("api_key_file", f"{path}: holds no key")
+    for n, key in keys.items():
+        check_form(key, "api_key_file", f"{path}, line {n}: ")
+    return list(keys.values())
+
+
+def check_form(key: str, field: str, where: str):
+    if not re.fullmatch("[!-~]+", key):
+        raise RequestError(field, f"{where}an API key is of ASCII letters, digits and signs, without spaces")
+
+
+PORTS = {"http": 80, "https": 443}      # those that browsers leave out
+
+
+def read_origin(text: str) -> str:
+    """An origin of the command line as browsers send it: https://chat.example, without a slash at the end, in small
+    letters, without the port that its scheme has anyway. Raises RequestError where that is not clear."""
+    def refuse(reason):
+        raise RequestError("cors", f"--cors {text}: {reason}")
+
+    if text in ("*", "null"):           # null: pages of files, and pages in sandboxes
+        return text
+    try:
+        parts = urllib.parse.urlsplit(text.strip())
+        host, port = (parts.hostname or "").encode("idna").decode(), parts.port
+    except ValueError:                  # also of IDNA
+        refuse("this is no origin, such as https://chat.example")
+    if not text.strip().lower().startswith(f"{parts.scheme}://") or not parts.scheme:
+        refuse(f"an origin begins with its scheme, as https://{text.strip()[:80]} does")
+    if not re.fullmatch(r"[a-z0-9._-]+|[0-9a-f:.]+", host) or "@" in parts.netloc:
+        refuse("an origin is one scheme, one host and perhaps a port: https://chat.example:8443, say")
+    shown = f"[{host}]" if ":" in host else host
+    origin = f"{parts.scheme}://{shown}" + ("" if port in (None, PORTS.get(parts.scheme)) else f":{port}")
+    if parts.path not in ("", "/") or parts.query or parts.fragment:
+        refuse(f"an origin has no path, and browsers would send {origin}")
+    return origin

@@ -131,7 +131,7 @@ def read_conversation(body: dict) -> chat.Conversation:
     if is_continued and conversation[-1].get("tool_calls"):
         raise RequestError("messages", "the last message calls tools: the next one has to bring their results")
     return chat.Conversation(conversation, asked["type"] != "disabled", read_tools(body), shape, **limits,
-                             continued=is_continued)
+                             continued=is_continued, timeout=body.get("timeout"))
 
 
 def read_tools(body: dict) -> chat.Toolbox | None:

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.request import RequestError
+from engine.request import ContextExceeded, RequestError
 from engine.template import ChatTemplate, flat_content
 
 from .grammar import GrammarError, Rules, Shape
@@ -52,7 +52,8 @@ class Conversation:
     this order. shape: what the answer's text has to be, if the request says so. thinking_budget: the most tokens of
     thoughts; None leaves it to the command line. budget_field: the request's field with it, if it is no mere hint.
     continued: whether the last message, the assistant's, is the beginning of the answer. template_kwargs: further
-    variables of the template. add_generation_prompt: whether the template opens the assistant's message."""
+    variables of the template. add_generation_prompt: whether the template opens the assistant's message. timeout:
+    seconds for the prompt."""
 
     messages: list[dict]
     thinking: bool | None
@@ -63,6 +64,7 @@ class Conversation:
     continued: bool = False
     template_kwargs: dict = dataclasses.field(default_factory=dict)
     add_generation_prompt: bool = True
+    timeout: float | None = None
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Turn:
 
 def respond(service, conversation: Conversation, n: int, make, stream: bool):
     """The HTTP response to n requests for an answer. make(turn): (requests, answer), as Service.respond takes them."""
-    with named_as_sent(conversation):
+    with named_as_sent(conversation, service):
         return service.respond(n, lambda: make(prepare(service, conversation)), stream)
 
 
@@ -94,7 +96,7 @@ def render(service, conversation: Conversation) -> tuple[str, str]:
     if begun is not None:
         thinking = bool(begun.get("reasoning_content"))         # without any, the answer goes on behind its thoughts
     prompt = template.render(messages, toolbox.offered if toolbox else None, thinking,
-                             conversation.add_generation_prompt, conversation.template_kwargs)
+                             conversation.add_generation_prompt, conversation.template_kwargs, conversation.timeout)
     opening = opening_of(prompt, template.source, thinking)
     return (prompt, opening) if begun is None else continued(prompt, opening, begun, template)
 
@@ -130,7 +132,7 @@ def check_tools(tools: list[Tool], form):
 
 def count(service, conversation: Conversation) -> int:
     """Tokens of the prompt of a conversation."""
-    with named_as_sent(conversation):
+    with named_as_sent(conversation, service):
         return len(service.ready().encode(render(service, conversation)[0]))
 
 
@@ -193,18 +195,29 @@ def check_budget(field: str, opening: str, bounds: dict):
 
 
 @contextlib.contextmanager
-def named_as_sent(conversation: Conversation):
+def named_as_sent(conversation: Conversation, service):
     """Gives RequestErrors of the engine, about its prompt and its grammar, the names that these have in the client's
-    request."""
+    request. A prompt is too long for its tools if it would fit without them."""
     try:
         yield
     except RequestError as error:
         if error.field == "prompt":
-            error.field = "messages"
+            by_tools = isinstance(error, ContextExceeded) and fits_without_tools(service, conversation)
+            error.field = "tools" if by_tools else "messages"
         if error.field == "grammar":
             field = "tools" if conversation.shape is None else conversation.shape.field
             raise RequestError(field, f"'{field}' cannot be enforced: {error}") from None
         raise
+
+
+def fits_without_tools(service, conversation: Conversation) -> bool:
+    """Whether the request has tools, and its prompt would fit into the context without them."""
+    if conversation.toolbox is None:
+        return False
+    try:
+        return count(service, dataclasses.replace(conversation, toolbox=None)) < service.engine.n_ctx
+    except RequestError:
+        return False
 
 
 def take_switches(messages: list[dict]) -> tuple[list[dict], bool | None]:

@@ -70,5 +70,6 @@ class Endpoint:
             check(body, self.body)
             body = {name: value for name, value in body.items() if value is not None}
             if not self.generates:
-                return flask.jsonify(self.view(service, body, **arguments))
+                said = self.view(service, body, **arguments)
+                return said if isinstance(said, flask.Response) else flask.jsonify(said)
         return self.view(service, body, **arguments)

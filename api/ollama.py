@@ -97,7 +97,7 @@ def generate(service, body: dict):
     make, is_raw = maker(service, body, said_in_text), body.get("raw") or service.ready().template is None
     if not is_raw:
         return in_lines(chat.respond(service, conversation, 1, make, is_stream(body)), body)
-    with chat.named_as_sent(conversation):
+    with chat.named_as_sent(conversation, service):
         turn = functools.partial(raw_turn, service, prompt, conversation)
         return in_lines(service.respond(1, lambda: make(turn()), is_stream(body)), body)
 

@@ -181,7 +181,7 @@ def read_conversation(body: dict) -> chat.Conversation:
         effort = None
     messages, is_continued = read_messages(body["messages"]), read_continued(body)
     return chat.Conversation(messages, thinking, read_tools(body), read_shape(body), **read_budget(body, effort),
-                             continued=is_continued, template_kwargs=variables,
+                             continued=is_continued, template_kwargs=variables, timeout=body.get("timeout"),
                              add_generation_prompt=is_continued or body.get("add_generation_prompt", True))
 
 
@@ -314,6 +314,10 @@ class ChatChoice:
         piece = self.tokenizer.pieces[token]
         return {"token": piece.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(piece)}
 
+    def ids_of(self, delta: Delta) -> list[int]:
+        """The tokens that the last Delta adds to the answer."""
+        return [delta.token_id]
+
     def finish_reason(self, reason: str) -> str:
         return "tool_calls" if self.reply.n_calls and reason == "stop" else reason
 
@@ -374,7 +378,7 @@ class Answer:
         ids, logprobs = [], None
         for delta in whole(generation):
             choice.push(delta)
-            ids.append(delta.token_id)
+            ids += choice.ids_of(delta)
             logprobs = choice.logprobs if choice.logprobs_of(delta) is not None else None
         return {"index": index, **choice.whole(), **({"token_ids": ids} if self.with_ids else {}),
                 "logprobs": logprobs, **end_of(choice, delta)}
@@ -401,7 +405,7 @@ class Answer:
         """The chunks that a token of one answer adds to the stream."""
         choice = self.choices[index]
         pieces = choice.push(delta)
-        logprobs, ids = choice.logprobs_of(delta), [delta.token_id]
+        logprobs, ids = choice.logprobs_of(delta), choice.ids_of(delta)
         if delta.finish_reason or (not pieces and (logprobs or self.with_ids)):
             pieces.append(choice.closing)
         for piece in pieces:

@@ -5,7 +5,7 @@ import gc
 import time
 
 import qengine
-from api.access import is_loopback, read_keys
+from api.access import is_loopback, read_keys, read_origin
 from api.http import serving
 from api.log import on_stderr
 from api.service import MAX_WAITING, Service, create_app
@@ -23,9 +23,10 @@ def run_server(options, sampling: dict, thinking) -> int:
     what is left of them is cancelled, and their clients are told."""
     endable()
     keys = read_keys(options.api_key, options.api_key_file)
+    origins = [read_origin(text) for text in options.cors]
     tls = read_certificate(options.tls_cert, options.tls_key) if options.tls_cert else None
     app = create_app(sampling=sampling, thinking=thinking, max_requests=options.slots + MAX_WAITING, keys=keys,
-                     origins=options.cors, host=options.host, log_prompts=options.log_prompts)
+                     origins=origins, host=options.host, log_prompts=options.log_prompts)
     service = app.extensions["qengine"]
     with contextlib.ExitStack() as stack:
         stack.enter_context(on_stderr(service.log))
@@ -37,8 +38,15 @@ def run_server(options, sampling: dict, thinking) -> int:
             return 2
         if not keys and not is_loopback(options.host):
             qengine.note(f"warning: whoever reaches {options.host} can use this server: --api-key asks for a key")
-        if tls and not is_secret(options.tls_key):
-            qengine.note(f"warning: other users of this machine can read {options.tls_key}")
+        if "*" in origins and not keys:
+            qengine.note("warning: every web page that a user of this machine opens can use this server: --cors can "
+                         "name pages, and --api-key asks for a key")
+        for text, origin in zip(options.cors, origins):
+            if text != origin:
+                qengine.note(f"--cors {text}: browsers send this origin as {origin}, so that may ask")
+        for path in filter(None, [tls and options.tls_key, options.api_key_file]):
+            if not is_secret(path):
+                qengine.note(f"warning: other users of this machine can read {path}")
         service.engine = load_engine(options.model, options)
         if "thinking_budget" in sampling and "</think>" not in service.engine.tokenizer.tags:
             qengine.note("warning: --thinking-budget has no effect on this model, which has no </think> as one token")

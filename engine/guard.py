@@ -4,7 +4,7 @@ A message, the name of a tool or the key of an object may hold the name of a con
 part of one. What a client sends must never become a control token, whatever the template does with it: it writes values
 side by side, cuts them, and changes their case. So it is not the values that are guarded:
 
-1. Control tokens in the template's own text are marked, by a letter in front and a letter behind (`ControlTokens.mark`).
+1. Control tokens in the template's own text are marked, by a letter on each side (`ControlTokens.mark`).
 2. What a client sends loses these two letters (`unmarked`), and the template is rendered.
 3. A control token is real if both marks enclose it. Any other gets a GUARD inside (`ControlTokens.settle`).
 """

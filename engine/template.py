@@ -1,6 +1,7 @@
 """Messages to a prompt: the chat template that comes with a model."""
 
 import json
+import re
 
 from engine.gguf import GGUF
 from engine.guard import GUARD, ControlTokens, unmarked
@@ -91,6 +92,11 @@ class ChatTemplate:
             raise RequestError("messages", f"the messages cannot be written as JSON: {error}") from None
         return self._run(written, timeout)
 
+    def guarded(self, text: str) -> str:
+        """A client's text as it may follow a prompt: neither it nor its beginning together with the end of the prompt
+        is a control token."""
+        return GUARD + ControlTokens(self._template[3]).settle(unmarked(text))
+
     def _run(self, values: str, timeout: float | None) -> str:
         patience = {} if timeout is None else {"patience": timeout}
         try:
@@ -140,12 +146,50 @@ def _parsed_calls(calls, where: str) -> list[dict]:
         field = f"{where}[{i}].function"
         if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
             raise RequestError(field, f"{field} is not an object")
-        arguments = call["function"].get("arguments") or {}
-        try:
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
-            raise RequestError(f"{field}.arguments", f"{field}.arguments is not a JSON object")
+        arguments = parsed_arguments(call["function"].get("arguments") or {})
         parsed.append(call | {"function": call["function"] | {"arguments": arguments}})
     return parsed
+
+
+def parsed_arguments(arguments) -> dict:
+    """The arguments of a call as an object, which every template takes.
+
+    JSON text that an end of the answer has cut, '{"city": "Par', gets its end, so that the model sees again what it
+    wrote. What is no object even so becomes the only argument, as the client sent it.
+    """
+    if isinstance(arguments, dict):
+        return arguments
+    if isinstance(arguments, str):
+        for text in (arguments, *completed(arguments)):
+            try:
+                if isinstance(value := json.loads(text), dict):
+                    return value
+            except (ValueError, RecursionError):
+                pass
+    return {"arguments": arguments}
+
+
+# A string, one that the end has cut, or a letter of the structure. Possessive: a text has one reading.
+JSON_MARKS = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|(?P<cut>\\?\Z))|[{}\[\],]', re.DOTALL)
+LONGEST_CUT = 1 << 16       # letters of a cut text that is completed; looking for its end takes Python 10 ms
+
+
+def completed(text: str):
+    """The texts that a JSON text, cut at any letter, may have been the beginning of: with all that it holds, or without
+    what the cut made unreadable."""
+    if len(text) > LONGEST_CUT:
+        return
+    closers, kept, ends, n_sound = "", "", "", len(text)
+    for mark in JSON_MARKS.finditer(text):
+        match mark[0]:
+            case "{" | "[" as opener:
+                closers = {"{": "}", "[": "]"}[opener] + closers
+                kept = text[:mark.end()] + closers
+            case "}" | "]":
+                closers = closers[1:]
+            case ",":
+                kept = text[:mark.start()] + closers
+            case _ if mark["cut"] is not None:
+                ends, n_sound = '"', max(mark.start() + 1, text.rfind("\\"))        # \u00e9 may be cut
+    if closers:
+        yield from (text + ends + closers, text[:n_sound] + ends + closers, kept)

@@ -1,8 +1,11 @@
 """Text to token ids and back, with the vocabulary of a model file."""
 
 import codecs
+import contextlib
+import ctypes
 import math
 import struct
+import threading
 
 import numpy as np
 import sentencepiece
@@ -26,6 +29,8 @@ PRE_TOKENIZERS = {
 
 # Tokens that end a turn in every file that has them, whether or not its metadata says so.
 END_TOKENS = ("<|im_end|>", "<|endoftext|>")
+
+LONG = 1 << 16              # letters from which on a text costs much memory while it is encoded, 200 bytes a letter
 
 
 class Tokenizer:
@@ -121,6 +126,7 @@ class BPETokenizer(Tokenizer):
         if len(ids) < len(tokens):
             raise ModelError(f"{gguf.path}: key 'tokenizer.ggml.tokens' has the same token twice")
         merges = _read_merges(gguf, ids)
+        self._long_text = OneAtATime()
         self._tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=ids, merges=merges))
         self._tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
             tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"),
@@ -133,9 +139,26 @@ class BPETokenizer(Tokenizer):
         super().__init__(pieces, **_special_tokens(gguf, tokens, types))
 
     def _encode_plain(self, texts):
-        # The batch call, also for one text: it releases the interpreter lock, `encode` does not.
-        return [encoding.ids for encoding
-                in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        with self._long_text if sum(map(len, texts)) > LONG else contextlib.nullcontext():
+            # The batch call, also for one text: it releases the interpreter lock, `encode` does not.
+            return [encoding.ids for encoding
+                    in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+class OneAtATime:
+    """Long texts are encoded one at a time, and the memory for each goes back to the system: the C library would keep
+    it, hundreds of megabytes."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+
+    def __enter__(self):
+        self._lock.acquire()
+
+    def __exit__(self, *_):
+        self._lock.release()
+        with contextlib.suppress(AttributeError):       # a C library other than glibc
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def _byte_alphabet() -> list[str]:

@@ -25,6 +25,7 @@ from tests.tiny import tiny_engine
 
 ANSWER = "Two SMs, and nothing more."
 BODY = {"messages": [HI], "temperature": 0}
+OURS, OTHERS = "https://chat.example", "https://other.example"
 STREAM = BODY | {"stream": True, "stream_options": {"include_usage": True}}
 
 
@@ -100,9 +101,13 @@ def test_a_file_of_keys(tmp_path):
     path.write_text("one\n\n  two  \r\n", encoding="utf-8")
     assert access.read_keys(["zero"], str(path)) == ["zero", "one", "two"]
     assert access.read_keys([], None) == []
-    path.write_text("\n\n", encoding="utf-8")
+    path.write_text("\ufeff# of the office\none\n  # two\n", encoding="utf-8")
+    assert access.read_keys([], str(path)) == ["one"]
+    bad = tmp_path / "bad"
+    bad.write_text("one\n# two words\n\ntwo words\n", encoding="utf-8")
+    path.write_text("\n#\n", encoding="utf-8")
     for keys, file, named in (([], str(path), "holds no key"), ([], str(tmp_path / "none"), "No such file"),
-                              ([""], None, "key"), (["two words"], None, "spaces"), (["ké"], None, "ASCII")):
+                              ([], str(bad), "bad, line 4: an API key"), ([""], None, "key"), (["two words"], None, "spaces"), (["ké"], None, "ASCII")):
         with pytest.raises(RequestError, match=named):
             access.read_keys(keys, file)
 
@@ -119,9 +124,26 @@ def test_a_server_open_to_all_says_so(monkeypatch, capsys, arguments, warned):
     assert ("warning: whoever reaches 0.0.0.0" in capsys.readouterr().err) == warned
 
 
+@pytest.mark.parametrize("arguments, mode, said", [
+    (["--cors", "*"], 0o600, "warning: every web page that a user of this machine opens can use this server"),
+    (["--cors", "*", "--api-key", "k"], 0o600, None), (["--cors", OURS], 0o600, None),
+    (["--cors", OURS + ":443/"], 0o600, f"browsers send this origin as {OURS}"),
+    (["--api-key-file", "FILE"], 0o600, None), (["--api-key-file", "FILE"], 0o644, "warning: other users")], ids=str)
+def test_what_is_said_of_keys_and_pages_at_the_start(monkeypatch, capsys, tmp_path, arguments, mode, said):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    file = tmp_path / "keys"
+    file.write_text("k\n")
+    file.chmod(mode)
+    monkeypatch.setattr(qengine, "load", interrupt)
+    assert main(["--serve", "0", *[str(file) if one == "FILE" else one for one in arguments]]) == 130
+    told = capsys.readouterr().err
+    assert said in told if said else "warning" not in told and "browsers" not in told
+
+
 # ---- web pages of other origins ----------------------------------------------------------------------------
 
-OURS, OTHERS = "https://chat.example", "https://other.example"
 PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,x-stainless-os"}
 
 
@@ -140,6 +162,33 @@ def test_pages_of_origins_that_were_named_may_read(origins, origin, told):
         assert "X-Request-Id" in answers[2].headers["Access-Control-Expose-Headers"]
     if origins and "*" not in origins:                          # a cache must not give one origin's answer to another
         assert "Origin" in answers[2].headers["Vary"]
+
+
+@pytest.mark.parametrize("given, origin", [
+    (OURS, OURS), (OURS + "/", OURS), ("HTTPS://Chat.Example", OURS), (OURS + ":443", OURS), (f" {OURS} ", OURS),
+    ("http://localhost:3000", "http://localhost:3000"), ("http://Localhost:80/", "http://localhost"),
+    ("https://chat.example:80", "https://chat.example:80"), ("http://[::1]:8080", "http://[::1]:8080"),
+    ("https://bücher.example", "https://xn--bcher-kva.example"), ("*", "*"), ("null", "null"),
+    ("chrome-extension://abcdef", "chrome-extension://abcdef")])
+def test_origins_as_browsers_send_them(given, origin):
+    assert access.read_origin(given) == origin
+    if origin not in ("*", "null"):
+        client = web(origins=[access.read_origin(given)])
+        answer = client.get("/v1/models", headers={"Origin": origin})
+        assert answer.headers["Access-Control-Allow-Origin"] == origin
+
+
+@pytest.mark.parametrize("given, reason", [
+    ("chat.example", "as https://chat.example does"), ("localhost:3000", "begins with its scheme"),
+    ("//chat.example", "begins with its scheme"), ("", "begins with its scheme"),
+    (OURS + "/app", f"no path, and browsers would send {OURS}"), (OURS + "?a", "no path"), (OURS + "/#a", "no path"),
+    ("https://*.example", "one host"), (f"{OURS},{OTHERS}", "one host"), ("https://me@chat.example", "one host"),
+    ("https://", "one host"), ("https://chat.example:99999", "no origin"), ("https://[::1", "no origin"),
+    ("https://a..b", "no origin"), ("https://chat example", "one host")])
+def test_origins_that_no_browser_sends(given, reason):
+    with pytest.raises(RequestError, match="^--cors ") as error:
+        access.read_origin(given)
+    assert reason in str(error.value)
 
 
 # ---- web pages, where there are no keys ---------------------------------------------------------------------

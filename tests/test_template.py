@@ -5,11 +5,12 @@ import time
 
 import pytest
 
-import qengine
 from engine import template as room
 from engine.guard import GUARD, ControlTokens
 from engine.request import DeadlineExceeded, ModelError, RequestError
-from engine.template import SYNTHETIC_TEMPLATE, ChatTemplate
+from engine.template import SYNTHETIC_TEMPLATE, ChatTemplate, parsed_arguments
+from tests.oracle import oracle_path
+from tests.scripted import shipped
 
 HI = {"role": "user", "content": "hi"}
 CONTROL = ["<|im_start|>", "<|im_end|>", "<|image_pad|>", "<|user|>", "<s>", "</s>"]
@@ -21,9 +22,10 @@ BOMBS = [
     "{{ '%0999999999999d' % 1 }}", "{{ '%0999999999999d' | format(1) }}", "{{ '{:999999999999}'.format(1) }}",
     "{{ 'a' | center(10**11) }}", "{{ 'a'.ljust(10**11) }}", "{{ 'a\nb' | indent(10**11) }}",
     "{{ 'a' | replace('', 'a' * 10**9) | replace('a', 'b' * 10**9) }}", "{{ [1] | tojson(indent=10**11) }}",
-    "{{ lipsum(n=10**9) }}", "{{ 'a' | wordwrap(1, wrapstring='a' * 10**11) }}", "{{ [1] | batch(10**11, 'a') | list }}",
+    "{{ lipsum(n=10**9) }}", "{{ 'a' | wordwrap(1, wrapstring='a' * 10**11) }}",
+    "{{ [1] | batch(10**11, 'a') | list }}",
     "{% set ns = namespace(x='aaaa') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-    "{% for i in range(9999) %}{% for j in range(9999) %}{% for k in range(9999) %}{% endfor %}{% endfor %}{% endfor %}",
+    "{% for i in range(9999) %}{% for j in range(9999) %}{% if i < 0 %}a{% endif %}{% endfor %}{% endfor %}",
     "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     "{% set c = cycler('a') %}{% for i in range(99999) recursive %}{{ c.next() }}{{ loop(range(99999)) }}{% endfor %}",
     "{% for i in range(99999) %}{% for j in range(99999) %}{{ 'aaaaaaaaaaaaaaaa' }}{% endfor %}{% endfor %}",
@@ -136,11 +138,50 @@ def test_overlapping_control_tokens():
 def test_keys_of_objects_are_guarded():
     template = ChatTemplate("{{ tools | tojson }}{{ messages | tojson }}{{ extra | tojson }}", CONTROL)
     key = "a<|im_end|>"
-    prompt = template.render([HI | {key: {key: 1}, "tool_calls": [{"function": {"name": key, "arguments": {key: key}}}]}],
-                             [{"function": {"name": key, "parameters": {"properties": {key: {"type": "string"}}}}}],
+    call = {"function": {"name": key, "arguments": {key: key}}}
+    tool = {"function": {"name": key, "parameters": {"properties": {key: {"type": "string"}}}}}
+    prompt = template.render([HI | {key: {key: 1}, "tool_calls": [call]}], [tool],
                              template_kwargs={"extra": {key: [key]}})
     assert prompt.count("a<" + GUARD + "|im_end|>") == 9 and not ControlTokens(CONTROL)._any.search(prompt)
 
 
-def test_the_engine_offers_a_template():
-    assert isinstance(qengine.open_model(qengine.DEFAULT_MODEL).template, ChatTemplate)
+def test_text_that_follows_a_prompt():
+    """The beginning of an answer that a client sends along: what it holds is no control token either."""
+    template = ChatTemplate(SYNTHETIC_TEMPLATE, CONTROL)
+    for text in ("x<|im_end|>", "\ufdd1<|im_end|>\ufdd2", "|im_end|>"):
+        assert not ControlTokens(CONTROL)._any.search("<" + template.guarded(text))
+
+
+# ---- calls of tools in the history -------------------------------------------------------------------------
+
+WHOLE = '{"city": "Par\\"is\\\\", "days": [1, {"a": "\\u00e9"}], "n": -15, "b": true, "c": null}'
+
+
+def test_arguments_that_the_end_of_an_answer_has_cut():
+    """At each letter they give an object with the whole values in front of the cut, and a string as far as it goes."""
+    whole = parsed_arguments(WHOLE)
+    seen = []
+    for n in range(1, len(WHOLE)):
+        cut = parsed_arguments(WHOLE[:n])
+        assert cut.keys() <= whole.keys(), WHOLE[:n]
+        assert all(cut[key] == whole[key] for key in list(cut)[:-1])
+        seen.append(len(cut))
+    assert seen == sorted(seen) and seen[0] == 0 and seen[-1] == 5
+    assert parsed_arguments('{"city": "Par') == parsed_arguments('{"city": "Par\\u00') == {"city": "Par"}
+
+
+@pytest.mark.parametrize("sent, taken", [
+    ("", {}), (None, {}), ({"a": 1}, {"a": 1}), ("null", {"arguments": "null"}), ("[1]", {"arguments": "[1]"}),
+    ("5", {"arguments": "5"}), (5, {"arguments": 5}), ([1], {"arguments": [1]}), ("}", {"arguments": "}"}),
+    ("get it", {"arguments": "get it"}), ('{"a": 1}}', {"arguments": '{"a": 1}}'}),
+    ("[" * 9999, {"arguments": "[" * 9999}), ('"' * 99999, {"arguments": '"' * 99999})])
+@pytest.mark.parametrize("name", ["shipped", "Qwen3.5-4B", "Qwen3-Coder"])
+def test_arguments_that_are_no_object_are_shown(name, sent, taken):
+    template = shipped().template if name == "shipped" else ChatTemplate(
+        oracle_path(f"templates/{name}.jinja").read_text())
+    conversation = [HI, {"role": "assistant", "content": "",
+                         "tool_calls": [{"id": "1", "function": {"name": "weather", "arguments": sent}}]},
+                    {"role": "tool", "content": "no such city", "tool_call_id": "1"}]
+    prompt = template.render(conversation)
+    assert parsed_arguments(sent or {}) == taken and "<function=weather>" in prompt
+    assert all(f"<parameter={key}>\n{value}\n</parameter>" in prompt for key, value in taken.items())
