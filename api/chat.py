@@ -49,22 +49,22 @@ def toolbox_of(offered: list[dict], tools: list[Tool], mode: str, names: list[st
 @dataclass(frozen=True)
 class Conversation:
     """What a request wants answered. thinking: None leaves it to the messages, the command line and the template, in
-    this order. shape: what the answer's text has to be, if the request says so. thinking_budget: the most tokens of
-    thoughts; None leaves it to the command line. budget_field: the request's field with it, if it is no mere hint.
-    continued: whether the last message, the assistant's, is the beginning of the answer. template_kwargs: further
-    variables of the template. add_generation_prompt: whether the template opens the assistant's message. timeout:
-    seconds for the prompt."""
+    this order. shape: what the answer's text has to be, if the request says so. continued: whether the last message,
+    the assistant's, is the beginning of the answer. template_kwargs: further variables of the template.
+    add_generation_prompt: whether the template opens the assistant's message. timeout: seconds for the prompt.
+    thinking_budget: the most tokens of thoughts; None leaves it to the command line. budget_field: the request's field
+    with it, if it is no mere hint."""
 
     messages: list[dict]
     thinking: bool | None
     toolbox: Toolbox | None = None
     shape: Shape | None = None
-    thinking_budget: int | None = None
-    budget_field: str | None = None
     continued: bool = False
     template_kwargs: dict = dataclasses.field(default_factory=dict)
     add_generation_prompt: bool = True
     timeout: float | None = None
+    thinking_budget: int | None = None
+    budget_field: str | None = None
 
 
 @dataclass(frozen=True)

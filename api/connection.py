@@ -59,12 +59,12 @@ class Answer(waitress.task.WSGITask):
 
 
 class Connection(waitress.channel.HTTPChannel):
-    """A client's connection. All methods but those of waitress' own threads are called by the thread that polls.
+    """A client's connection. Its methods are called by the thread that polls, except where they say otherwise.
 
-    began: when its current request began or, between two requests, when the last answer was seen to be over
-    (time.monotonic). is_idle: it is between two requests. has_left: the client sends nothing more. is_refused: what the
-    client sends is no request; it is told so and not read further. lingers_until: see `linger`. secure: the socket of
-    an encrypted connection.
+    began: when its current request began or, between two requests, when the last answer was written (time.monotonic).
+    is_idle: it is between two requests. has_left: the client sends nothing more. is_refused: what the client sends is
+    no request; it is told so and not read further. lingers_until: see `linger`. secure: the socket of an encrypted
+    connection.
     """
 
     parser_class, task_class, error_task_class = RequestReader, Answer, MalformedRequest
@@ -127,6 +127,11 @@ class Connection(waitress.channel.HTTPChannel):
             if len(self.requests) == 1:
                 self.server.add_task(self)
 
+    def service(self):
+        """Answers a request, on one of waitress' threads."""
+        super().service()
+        self.began = time.monotonic()
+
     def check_client_disconnected(self) -> bool:
         return self.has_left or super().check_client_disconnected()
 
@@ -155,6 +160,7 @@ class Connection(waitress.channel.HTTPChannel):
     def hang_up(self):
         """Closes the connection by way of the thread that polls it. That thread also wakes the one that waits to write
         to this connection."""
+        self.will_close = True          # also where a request waits for a thread that has ended
         with contextlib.suppress(OSError, AttributeError):      # the connection was closed meanwhile
             self.socket.shutdown(socket.SHUT_RDWR)
 
@@ -173,10 +179,8 @@ class Connection(waitress.channel.HTTPChannel):
                 self.handle_close()
         elif self.total_outbufs_len:
             if self.is_stuck():
-                self.hang_up()      # or its answer would hold a thread and a place of open requests for ever
-        elif self.requests:
-            self.began = now
-        elif now - self.since() > (IDLE_SECONDS if self.is_idle else REQUEST_SECONDS):
+                self.handle_close()     # or its answer would hold a thread and a place of open requests for ever
+        elif not self.requests and now - self.since() > (IDLE_SECONDS if self.is_idle else REQUEST_SECONDS):
             if self.request is None:
                 self.handle_close()
             else:

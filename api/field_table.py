@@ -16,7 +16,7 @@ from engine.request import SAMPLING
 
 from .fields import ANYTHING, refused
 
-CHAT, TEXT, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
+CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 BOTH = CHAT, TEXT
 OBEYED, WITHOUT_EFFECT, REFUSED = "obeyed", "without effect", "refused"
 
@@ -93,6 +93,43 @@ OPENAI = [
     *without_effect("OpenAI", (TEXT,), "it has to equal 'n'", "best_of"),
     *refusals("OpenAI", (TEXT,), suffix=("the models do not fill gaps", ""))]
 
+OPENAI_RESPONSES = [
+    *without_effect("OpenAI", (RESPONSES,), "any name is taken; the model that is served answers", "model"),
+    *(Field(name, "OpenAI" if name in ("temperature", "top_p") else "qengine", (RESPONSES,), OBEYED,
+            SAMPLING[name][3] + OFF.get(name, "")) for name in SAMPLING if name != "max_tokens"),
+    *obeyed("OpenAI", (RESPONSES,), input="a text, or items: messages, thoughts, calls of functions and their outputs",
+            instructions="what stands in front of the input; it holds for one response",
+            previous_response_id="the conversation goes on with this response, if it is kept",
+            store="whether the response is kept, true by default", stream="the response comes as events",
+            max_output_tokens=SAMPLING["max_tokens"][3], tools="functions that the model may call",
+            tool_choice="none, auto, required, a function, or allowed_tools",
+            parallel_tool_calls="whether an answer may have several calls",
+            text="format: the form of the text. verbosity: a hint without effect",
+            reasoning="effort: none and minimal turn thoughts off, the others turn them on. summary: no effect, as the "
+            "models write no summaries", truncation="auto: the oldest turns go where the conversation is too long",
+            include="message.output_text.logprobs and reasoning.encrypted_content",
+            top_logprobs="log-probabilities of so many of the likeliest tokens", metadata="the response repeats it"),
+    *obeyed("qengine", (RESPONSES,), stop="texts that end the answer", logit_bias="added to the logits of tokens",
+            stop_token_ids="tokens that end it", ignore_eos="the answer goes on behind the model's end"),
+    *without_effect("OpenAI", (RESPONSES,), NO_ACCOUNTS, "user", "service_tier", "safety_identifier",
+                    "access_programs"),
+    *without_effect("OpenAI", (RESPONSES,), CACHE, "prompt_cache_key", "prompt_cache_retention",
+                    "prompt_cache_options"),
+    *without_effect("OpenAI", (RESPONSES,), "it counts calls of OpenAI's own tools", "max_tool_calls"),
+    *without_effect("OpenAI", (RESPONSES,), "pieces come as the tokens do", "stream_options"),
+    *without_effect("OpenAI", (RESPONSES,), "there are no images", "image"),
+    *without_effect("vLLM", (RESPONSES,), "requests take turns by their age and length", "priority"),
+    *without_effect("vLLM", (RESPONSES,), "the header X-Request-Id names a request", "request_id"),
+    *without_effect("vLLM", (RESPONSES,), CACHE, "cache_salt"),
+    *without_effect("vLLM", (RESPONSES,), "there are no images", "mm_processor_kwargs"),
+    *refusals("OpenAI", (RESPONSES,), background=("a response is made while its client waits", False),
+              conversation="conversations are not kept, and 'previous_response_id' goes on with a response",
+              context_management=("the server does not shorten conversations by itself", []),
+              prompt="no prompts are kept here, and 'instructions' and 'input' hold the prompt itself",
+              moderation="nothing is moderated"),
+    *refusals("vLLM", (RESPONSES,), enable_response_messages=("the output tells all that was said", False),
+              previous_input_messages="'input' takes items of earlier turns")]
+
 VLLM = [
     *obeyed("vLLM", BOTH, ignore_eos="the answer goes on behind the model's end",
             stop_token_ids="tokens that end the answer and are not part of it",
@@ -166,7 +203,8 @@ LLAMA = [
               thinking_forced_open=("use 'reasoning_effort'", False), parse_tool_calls=("use 'tools'", True),
               reasoning_in_content=("thoughts come as reasoning_content", False))]
 
-QENGINE = obeyed("qengine", (*BOTH, MESSAGES), timeout="the answer has to be complete within so many seconds",
+QENGINE = obeyed("qengine", (*BOTH, RESPONSES, MESSAGES),
+                 timeout="the answer has to be complete within so many seconds",
                  repetition_guard="whether an answer that repeats itself is ended")
 
 ANTHROPIC = [
@@ -189,7 +227,7 @@ ANTHROPIC = [
     *refusals("Anthropic", (MESSAGES,), container="there are no containers", compaction="nothing is summarized",
               mcp_servers=("the server calls no other servers", []))]
 
-FIELDS = [*OPENAI, *SHAPES, *VLLM, *LLAMA, *QENGINE, *ANTHROPIC]
+FIELDS = [*OPENAI, *OPENAI_RESPONSES, *SHAPES, *VLLM, *LLAMA, *QENGINE, *ANTHROPIC]
 
 
 def fields_of(path: str, shapes: dict) -> dict:
@@ -210,7 +248,7 @@ def page() -> str:
              "What the server does with each field that the documents of OpenAI, vLLM, llama.cpp and Anthropic have.",
              "Made by `python -m api.field_table` of the table that requests are checked with. A field that is in no",
              "row is refused as unknown. `null` is the same as leaving a field out.", ""]
-    for path in CHAT, TEXT, MESSAGES:
+    for path in CHAT, TEXT, RESPONSES, MESSAGES:
         lines += [f"## {path}", ""]
         for effect in OBEYED, WITHOUT_EFFECT, REFUSED:
             rows = sorted((row for row in FIELDS if path in row.paths and row.effect == effect))

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from engine.constraints import GRAMMAR_LIMITS
 from engine.request import GRAMMAR_LETTERS, is_within
+from engine.trials import TRIALS
 
 from .strings import GrammarError, between_slashes, check_meetings, expressions_of, verbatim
 from .tools import BY_SCHEMAS, DEFINITIONS, PARAMETER_END, Tool, XMLCall, choices, names_in, resolve, types_of
@@ -54,9 +54,9 @@ def checked_grammar(lark: str) -> str:
     if len(lark) > GRAMMAR_LETTERS:
         raise GrammarError(TOO_LONG)
     grammar = LLMatcher.grammar_from_lark(lark)
-    failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=GRAMMAR_LIMITS)
-    if failed:
-        reason = messages[0].rpartition("failed to compile JSON schema: ")[2]
+    reason, _ = TRIALS.verdict(grammar)
+    if reason is not None:
+        reason = reason.rpartition("failed to compile JSON schema: ")[2]
         for told, meant in SAID.items():
             reason = re.sub(told, meant, reason, flags=re.DOTALL)
         raise GrammarError(" ".join(re.split(r"\n +\d+ \|", reason)[0].split())[:MAX_REASON])

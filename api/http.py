@@ -9,6 +9,7 @@ import errno
 import heapq
 import logging
 import resource
+import select
 import socket
 import ssl
 import threading
@@ -30,6 +31,8 @@ CONNECTIONS = 1000          # at the same time; more than threads, or streams wa
 OTHER_FILES = 256           # that the process has open: the model, cards, caches
 AT_ONCE = 64                # connections that are accepted before those that are open get their turn
 PAUSE_SECONDS = 1           # before the next try, where the machine has no room for a connection
+POLL_MS = 1000              # between two looks at deadlines
+READ = select.POLLIN | select.POLLPRI
 NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
@@ -63,17 +66,20 @@ class Listener(waitress.server.TcpWSGIServer):
     def __init__(self, service: Service, tls: ssl.SSLContext | None, *arguments, **options):
         self.service, self.tls = service, tls
         self.next_look = self.paused_until = 0
+        self.has_room = True
         super().__init__(*arguments, **options)
 
-    def readable(self) -> bool:
-        """Whether to accept connections. Waitress asks before each poll, at least once a second."""
+    def tend(self):
+        """What is to be done between two polls: deadlines every second, and room for whoever comes next."""
         now = time.monotonic()
         if now >= self.next_look:
             self.next_look = now + 1
             for connection in list(self.active_channels.values()):
                 connection.keep_time()
-        n_over = len(self._map) - self.adj.connection_limit
-        return self.accepting and now >= self.paused_until and self.make_room(n_over)
+        self.has_room = self.make_room(len(self._map) - self.adj.connection_limit) and now >= self.paused_until
+
+    def readable(self) -> bool:
+        return self.accepting and self.has_room
 
     def handle_accept(self):
         for _ in range(AT_ONCE):
@@ -100,6 +106,26 @@ class Listener(waitress.server.TcpWSGIServer):
                 connection.give_way()
             return len(idle) >= n
         return True
+
+
+def poll_all(watched: dict):
+    """Waitress' loop, until nothing is left to watch: like wasyncore.loop, but what a poll says of a socket is never
+    taken for news of another one that was accepted in the same round and got its number.
+
+    watched: {number of a socket: Listener, Connection or trigger}.
+    """
+    while watched:
+        for item in list(watched.values()):
+            if isinstance(item, Listener):
+                item.tend()
+        polled, asked = select.poll(), watched.copy()
+        for number, item in asked.items():
+            flags = READ * bool(item.readable()) | select.POLLOUT * bool(item.writable())
+            if flags:
+                polled.register(number, flags)
+        for number, news in polled.poll(POLL_MS):
+            if watched.get(number) is asked[number]:
+                waitress.wasyncore.readwrite(asked[number], news)
 
 
 class OneLine(logging.Filter):
@@ -137,8 +163,7 @@ def serving(app: flask.Flask, host: str, port: int, tls: ssl.SSLContext | None =
     workers.set_thread_count(settings.threads)
     listeners = [Listener(service, tls, app, watched, _sock=one, dispatcher=workers, adj=settings, bind_socket=False,
                           sockinfo=(one.family, one.type, one.proto, one.getsockname())) for one in sockets]
-    poll = {"timeout": 1, "use_poll": True, "map": watched}         # select() cannot watch that many
-    thread = threading.Thread(target=waitress.wasyncore.loop, kwargs=poll, name="http server", daemon=True)
+    thread = threading.Thread(target=poll_all, args=(watched,), name="http server", daemon=True)
     thread.start()
     try:
         yield listeners[0].effective_port if len(listeners) == 1 else port

@@ -38,17 +38,19 @@ def whole_number(least: int, most: int = 2**31 - 1) -> dict:
     return {"type": "integer", "minimum": least, "maximum": most}
 
 
-# Ollama's names of what SAMPLED holds.
+# Ollama's names of what SAMPLED names as Request does.
 NAMES = {name: name for name in SAMPLED if name not in ("max_tokens", "repetition_penalty")} | {
     "num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
-# Numbers that may also be below what SAMPLING allows, which leaves the choice to the server.
-OPEN = {"num_predict": whole_number(-2), "top_k": whole_number(-1), "seed": whole_number(-1, 2**64 - 1)}
+# Numbers that may also be below what SAMPLED allows: description, highest value that leaves the choice to the server.
+OPEN = {"num_predict": (whole_number(-2), 0), "top_k": (whole_number(-1), -1),
+        "seed": (whole_number(-1, 2**64 - 1), -1)}
 OFF = {"mirostat": one_of(0), "tfs_z": one_of(1), "typical_p": one_of(1)}       # ways of sampling that there are not
 WITHOUT_EFFECT = ["embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu", "mirostat_eta", "mirostat_tau",
                   "num_batch", "num_gpu", "num_keep", "num_thread", "numa", "penalize_newline", "use_mlock", "use_mmap",
                   "vocab_only"]
 OPTIONS = object_of({
-    **{name: SAMPLED[of] for name, of in NAMES.items()}, **OPEN, **OFF, **dict.fromkeys(WITHOUT_EFFECT, ANYTHING),
+    **{name: SAMPLED[of] for name, of in NAMES.items()}, **{name: described for name, (described, _) in OPEN.items()},
+    **OFF, **dict.fromkeys(WITHOUT_EFFECT, ANYTHING),
     "stop": either(STOP, list_of(STOP, 0, MAX_STOPS)), "num_ctx": whole_number(0), "repeat_last_n": whole_number(-1)})
 
 MESSAGE = object_of({
@@ -123,7 +125,7 @@ def maker(service, body: dict, said):
     """Makes the request and the answer of a turn. said: `said_in_chat` or `said_in_text`."""
     begun, context, options = time.perf_counter(), body.get("context", []), read_options(service, body)
     is_logged = body.get("logprobs", False)
-    if "top_logprobs" in body and not is_logged:
+    if body.get("top_logprobs") and not is_logged:
         raise RequestError("top_logprobs", "'top_logprobs' needs 'logprobs' to be true")
 
     def make(turn):
@@ -144,9 +146,8 @@ def read_options(service, body: dict) -> dict:
     if options.get("num_ctx", 0) > n_ctx:
         raise RequestError("options.num_ctx", f"'options.num_ctx' asks for {options['num_ctx']} tokens of context, and "
                                               f"the server has {n_ctx} (--ctx)")
-    is_open = {"num_predict": 0, "top_k": -1, "seed": -1}       # up to these the choice is the server's
     said = {NAMES[name]: value for name, value in options.items()
-            if name in NAMES and not (name in is_open and value <= is_open[name])}
+            if name in NAMES and not (name in OPEN and value <= OPEN[name][1])}
     if options.get("repeat_last_n") == 0:
         said["repetition_penalty"] = 1.0
     stop = options.get("stop", [])
@@ -174,7 +175,7 @@ def read_message(message: dict) -> dict:
 
 def check_images(holder: dict, field: str):
     if holder.get("images"):
-        raise RequestError(field, "'images' cannot be answered: the server reads no images")
+        raise RequestError(field, "'images' cannot be used: the server reads no images")
 
 
 def raw_turn(service, prompt: str, conversation: chat.Conversation) -> chat.Turn:

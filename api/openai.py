@@ -304,15 +304,9 @@ class ChatChoice:
         """The log-probabilities of the token that was pushed last, if it is of the text."""
         if delta.logprob is None:
             return None
-        listed = self.reply.in_content and not is_end(delta, self.tokenizer)
-        content = [self._entry(delta.token_id, delta.logprob) | {
-            "top_logprobs": [self._entry(*one) for one in delta.top_logprobs]}] if listed else []
+        content = logprobs_of_text(delta, self.reply, self.tokenizer)
         self.logprobs["content"] += content
         return {"content": content, "refusal": None}
-
-    def _entry(self, token: int, logprob: float) -> dict:
-        piece = self.tokenizer.pieces[token]
-        return {"token": piece.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(piece)}
 
     def ids_of(self, delta: Delta) -> list[int]:
         """The tokens that the last Delta adds to the answer."""
@@ -349,6 +343,18 @@ def delta_of(part) -> dict:
 def is_end(delta: Delta, tokenizer) -> bool:
     """Whether the token ended the answer and is not part of it."""
     return delta.finish_reason == "stop" and delta.token_id in tokenizer.eos_ids
+
+
+def logprobs_of_text(delta: Delta, reply, tokenizer) -> list[dict]:
+    """The log-probabilities of the token that `reply` was given last: one entry, or none if the token is not of the
+    text."""
+    def entry(token: int, logprob: float) -> dict:
+        piece = tokenizer.pieces[token]
+        return {"token": piece.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(piece)}
+
+    if not reply.in_content or is_end(delta, tokenizer):
+        return []
+    return [entry(delta.token_id, delta.logprob) | {"top_logprobs": [entry(*one) for one in delta.top_logprobs]}]
 
 
 def end_of(choice, delta: Delta) -> dict:

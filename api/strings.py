@@ -19,8 +19,8 @@ import re
 
 from llguidance import LLMatcher
 
-from engine.constraints import GRAMMAR_LIMITS
 from engine.request import is_within
+from engine.trials import LIMITS
 
 from .tools import BY_SCHEMAS, MAX_DEPTH, resolve
 
@@ -90,7 +90,7 @@ def whole(pattern: str) -> str | None:
         parts.append(("" if one.startswith("^") else "(?s:.*)") + f"(?:{inner})" + ("" if end else "(?s:.*)"))
     expression = "|".join(parts)
     grammar = LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {between_slashes(expression)}")
-    return None if LLMatcher.validate_grammar(grammar, limits=GRAMMAR_LIMITS) else expression
+    return None if LLMatcher.validate_grammar(grammar, limits=LIMITS) else expression
 
 
 # What these mean in ECMA-262, whose regular expressions JSON Schema uses. In Lark they stand for all of Unicode.

@@ -10,6 +10,7 @@
     guard.py            which control tokens of a prompt are real
     sandbox.py          functions that run in a process of their own, with a limit of seconds and bytes
     constraints.py      grammars that answers obey
+    trials.py           a process that tries grammars before they are used
     thinking.py         budgets of thoughts
     repetition.py       a guard against answers that repeat themselves for ever
     sequence.py         a generation that holds a slot

@@ -3,11 +3,13 @@ layers of a token, the host makes the mask for the next one; the sampling kernel
 """
 
 import collections
-import functools
+import itertools
+import threading
 import weakref
 
 import llguidance
 
+from engine import trials
 from engine.request import RequestError
 from engine.tokenizer import Tokenizer
 
@@ -26,9 +28,11 @@ class Constraint:
     """
 
     def __init__(self, vocabulary: "Vocabulary", grammar: str, after: int | None = None):
+        """Raises RequestError for a grammar that is refused."""
         self.vocabulary = vocabulary        # kept for as long as the matcher may call it
         self.after = after                  # None once the grammar applies
-        self.matcher = vocabulary.compile(grammar).deep_copy()
+        self.compiled = vocabulary.compile(grammar)
+        self.matcher = self.compiled.matcher.deep_copy()
         self.forced = collections.deque()   # forced tokens that come next; the matcher has taken them already
         self._look_ahead()
         self.matcher.compute_bitmask()      # the first mask takes long, and here no other answer waits for it
@@ -37,9 +41,8 @@ class Constraint:
     def error(self) -> RequestError | None:
         """Why the answer cannot go on; None while it can."""
         if self.matcher.is_error():
-            reason = self.matcher.get_error().removesuffix("<non-verbose/>").strip()
-            reason = "nothing that it allows can follow" if reason.startswith("NoExtension") else reason
-            return RequestError("grammar", f"the grammar cannot be followed: {reason}")
+            self.vocabulary.forget(self.compiled)       # whose lexer may be full
+            return refusal(self.matcher.get_error())
         return None
 
     def binds(self, ahead: int = 0) -> bool:
@@ -59,6 +62,7 @@ class Constraint:
         elif self.forced:
             self.forced.popleft()
         else:
+            self.compiled.n_tokens += 1
             self.matcher.consume_token(token)
             self._look_ahead()
 
@@ -69,37 +73,97 @@ class Constraint:
             self.forced.extend(tokens)
 
 
+def refusal(reason: str) -> RequestError:
+    """The error of a grammar against which llguidance or a trial says this."""
+    reason = reason.removesuffix("<non-verbose/>").strip()
+    reason = "nothing that it allows can follow" if reason.startswith("NoExtension") else reason
+    return RequestError("grammar", f"the grammar cannot be followed: {reason[:MAX_REASON]}")
+
+
 FORCED_LETTERS = 1024       # most letters of forced text that are tokenised at once, while the scheduler waits
-KEPT_GRAMMARS = 32          # compiled grammars that are kept for later answers under the same schema or tools
-GRAMMAR_LIMITS = llguidance.LLParserLimits(verbose_errors=False)        # its error messages go to clients
+MAX_REASON = 1000           # letters of what llguidance says, which may quote the grammar
+KEPT_BYTES = 48 << 20       # of compiled grammars that are kept for later answers under the same schema or tools
+TOKEN_BYTES = 8 << 10       # what a lexer keeps of a token in a string of JSON whose length is limited
+LARGE, LARGE_BYTES = 4 << 20, 96 << 20      # from what size on a grammar is large; of all large ones in use
+
+
+class Compiled:
+    """A compiled grammar, which answers share: their copies of the matcher add to one lexer. n_bytes: what the grammar
+    takes at first. n_tokens: those of all answers."""
+
+    def __init__(self, grammar: str, matcher: llguidance.LLMatcher, n_bytes: int):
+        self.grammar, self.matcher, self.n_bytes, self.n_tokens = grammar, matcher, n_bytes + len(grammar), 0
+
+    @property
+    def size(self) -> int:
+        """An estimate, from above for nearly all grammars."""
+        return self.n_bytes + TOKEN_BYTES * self.n_tokens
 
 
 def compile_grammar(prepared: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
     """A matcher at the start of an answer. Compiling takes milliseconds and releases the interpreter's lock; copying a
-    compiled matcher takes microseconds.
-
-    Some grammars, in which many patterns overlap, take unlimited time to compile. A caller with grammars of strangers
-    must count their patterns first, as api/strings.py does. Making a mask is limited: llguidance's limits suit a
-    scheduler that waits for masks. With grammars made to be slow, the slowest mask took 33 ms; slower grammars are
-    refused with the limit's name, at the start or later (benchmarks/results.md)."""
-    return llguidance.LLMatcher(prepared, grammar, log_level=0, limits=GRAMMAR_LIMITS)
+    compiled matcher takes microseconds."""
+    return llguidance.LLMatcher(prepared, grammar, log_level=0, limits=trials.LIMITS)
 
 
 class Vocabulary:
     """A tokenizer as llguidance wants it. Tags (<think>, ...) are special tokens here, unlike in engine/tokenizer.py: a
     grammar must name them, and plain text never gives them.
 
-    compile(grammar): a matcher from a cache, which all callers share: deep_copy it before it takes tokens."""
+    number: another one for each vocabulary, by which trials know it.
+    """
+
+    numbers = itertools.count()
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer, self.tokens = tokenizer, tokenizer.pieces
         self.eos_token_id, self.bos_token_id = min(tokenizer.eos_ids), None
         self.special_token_ids = [*tokenizer.control.values(), *tokenizer.tags.values()]
+        self.eos_ids, self.number = sorted(tokenizer.eos_ids), next(Vocabulary.numbers)
+        weakref.finalize(self, trials.TRIALS.gone.append, self.number)
         # The library refers back to this object. With a strong reference the two would keep each other for ever, as the
         # garbage collector does not see the library's side.
-        wrapper = llguidance.TokenizerWrapper(weakref.proxy(self))
-        self.prepared = llguidance.LLTokenizer(wrapper, eos_token=sorted(tokenizer.eos_ids))
-        self.compile = functools.lru_cache(KEPT_GRAMMARS)(functools.partial(compile_grammar, self.prepared))
+        self.prepared = trials.prepared(weakref.proxy(self))
+        self.lock = threading.Lock()                # guards what follows
+        self.kept = collections.OrderedDict()       # grammar -> Compiled, the one used last at the end
+        self.in_use = weakref.WeakSet()             # of every Compiled that is kept or has an answer
+
+    def compile(self, grammar: str) -> Compiled:
+        """A compiled grammar, whose matcher all callers share: deep_copy it before it takes tokens. Raises RequestError
+        for a grammar that a trial has found fault with, or that is large where there are enough of those.
+
+        After a trial, nothing here holds the interpreter's lock for more than trials.LOCK_SECONDS, nor takes more than
+        the time and the memory of the last of trials.LANES. A later step is bounded by trials.LIMITS. With grammars
+        made to be slow, the slowest took 25 ms (benchmarks/results.md); slower ones end their answers."""
+        with self.lock:
+            if grammar in self.kept:
+                self.kept.move_to_end(grammar)
+                return self.kept[grammar]
+        reason, n_bytes = trials.TRIALS.verdict(grammar, self)
+        if reason is not None:
+            raise refusal(reason)
+        self._make_room(n_bytes)
+        compiled = Compiled(grammar, compile_grammar(self.prepared, grammar), n_bytes)
+        with self.lock:
+            self.in_use.add(compiled)
+            self.kept[grammar] = compiled
+        return compiled
+
+    def forget(self, compiled: Compiled):
+        """Later answers under the same grammar compile it anew."""
+        with self.lock:
+            if self.kept.get(compiled.grammar) is compiled:
+                del self.kept[compiled.grammar]
+
+    def _make_room(self, n_bytes: int):
+        """Forgets grammars that are kept until another one of this size may be."""
+        with self.lock:
+            while self.kept and n_bytes + sum(one.size for one in self.kept.values()) > KEPT_BYTES:
+                self.kept.popitem(last=False)
+            large = sum(one.n_bytes for one in self.in_use if one.n_bytes > LARGE)
+        if n_bytes > LARGE and large + n_bytes > LARGE_BYTES:
+            raise RequestError("grammar", "the grammar is large, and other answers obey too many large grammars: try "
+                                          "again when they have ended")
 
     def __call__(self, text: str) -> list[int]:
         """Tokens that spell the beginning of a text. llguidance asks for them where a grammar forces the text. The

@@ -108,11 +108,6 @@ class ChatTemplate:
         except LimitExceeded as error:
             raise RequestError("messages", f"the chat template of the model file {error}") from None
 
-    def guarded(self, text: str) -> str:
-        """A client's text as it may follow a prompt: nothing in it becomes a control token, nor what it begins with
-        together with the end of the prompt."""
-        return GUARD + ControlTokens(self._template[3]).settle(text)
-
 
 def _template_message(message, where: str) -> dict:
     """A message as every template takes it: content one string, arguments of tool calls parsed."""

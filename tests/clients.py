@@ -36,9 +36,9 @@ def app_of(engine: TextEngine | None = None, **arguments):
 
 
 @contextlib.contextmanager
-def serving(app):
-    """A real server on a free loopback port; gives (port, Service)."""
-    with http_server(app, "127.0.0.1", 0) as port:
+def serving(app, tls=None):
+    """A real server on a free loopback port; gives (port, Service). tls: an SSLContext, for https."""
+    with http_server(app, "127.0.0.1", 0, tls) as port:
         yield int(port), app.extensions["qengine"]
 
 

@@ -11,7 +11,8 @@ import re
 import ollama
 import pytest
 
-from api.ollama import OFF, OPTIONS, WITHOUT_EFFECT
+from api import reply
+from api.ollama import OPTIONS, WITHOUT_EFFECT
 from engine.request import EngineStopped
 from tests.calls import WEATHER, XML
 from tests.clients import app_of, send, serving
@@ -183,14 +184,16 @@ def test_options_that_leave_it_to_the_server(ask, n):
     assert (request.max_tokens, request.seed, request.top_k, request.repetition_penalty) == (None, None, 0, 1.0)
 
 
-@pytest.mark.parametrize("name", OPTIONS["properties"])
+CHANGE_NOTHING = dict.fromkeys(OPTIONS["properties"], 0) | dict.fromkeys(WITHOUT_EFFECT, True) | {
+    "tfs_z": 1, "typical_p": 1, "repeat_penalty": 1, "repetition_guard": True, "stop": "never"}
+
+
+@pytest.mark.parametrize("name", CHANGE_NOTHING)
 def test_every_option_is_taken(scripted, name):
-    """By its name, with a value that changes nothing."""
     scripted[0].script = "Hello."
-    value = 1 if name in ("num_predict", *OFF) and name != "mirostat" else "x" if name == "stop" else 0
-    value = 1 if name == "repeat_penalty" else True if name in (*WITHOUT_EFFECT, "repetition_guard") else value
-    assert post(scripted[3], "/api/chat", messages=HI, options={name: value})[0] == 200
-    assert post(scripted[3], "/api/chat", messages=HI, options={name: None})[0] == 200
+    for value in CHANGE_NOTHING[name], None:
+        status, answer = post(scripted[3], "/api/chat", messages=HI, options={name: value}, think=False)
+        assert status == 200 and answer["message"]["content"] == "Hello."
 
 
 @pytest.mark.parametrize("path, body, said", [
@@ -238,6 +241,14 @@ def test_errors_reach_the_client(scripted):
 
     with serving(app_of(PacedEngine(fail))) as (port, _), pytest.raises(ollama.ResponseError, match="card is gone"):
         list(ollama.Client(f"http://127.0.0.1:{port}").chat("m", HI, stream=True))
+
+
+def test_a_silent_stream_says_that_it_lives(monkeypatch):
+    """By lines that say nothing: Ollama's clients read every line as an object."""
+    monkeypatch.setattr(reply, "SILENCE_SECONDS", 0.02)
+    with serving(app_of(PacedEngine("Hello.", delay=0.3))) as (port, _):
+        lines = list(ollama.Client(f"http://127.0.0.1:{port}").chat("m", HI, stream=True))
+    assert len(lines) > 5 and joined(lines).message.content == "Hello."
 
 
 def test_generate(ask):

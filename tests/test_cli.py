@@ -370,19 +370,72 @@ def read_until(stream, end):
     return text
 
 
-@pytest.mark.parametrize("end, code", [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_serve_as_a_process(end, code):
-    process = start("--serve", "0")
+def serve(*arguments, ctx=CONTEXT):
+    """A server as a process, its address, and a stream of so many tokens as its context holds, which has begun."""
+    process = start("--serve", "0", *arguments, ctx=ctx)
     line = next(line for line in process.stderr if line.startswith("serving "))
-    connection = http.client.HTTPConnection("127.0.0.1", int(line.split(":")[-1].split("/")[0]), timeout=PATIENCE)
+    address = next(word for word in line.split() if word.startswith("http")).split("/")[2]
+    connection = http.client.HTTPConnection(address, timeout=PATIENCE)
     connection.request("GET", "/health")
     assert json.loads(connection.getresponse().read())["status"] == "ok"
 
-    body = {"prompt": "hi", "max_tokens": CONTEXT - 100, "ignore_eos": True, "stream": True}
+    body = {"prompt": "hi", "max_tokens": ctx - 100, "ignore_eos": True, "stream": True}
     connection.request("POST", "/v1/completions", json.dumps(body))
     stream = connection.getresponse()
     stream.readline()
-    process.send_signal(end)
+    return process, address, stream
+
+
+@pytest.mark.parametrize("signals, arguments, code", [
+    ([signal.SIGINT], [], 130), ([signal.SIGTERM], ["--drain", "0.2"], 0), ([signal.SIGHUP], ["--drain", "0"], 0),
+    ([signal.SIGTERM, signal.SIGTERM], [], 0), ([signal.SIGHUP, signal.SIGTERM], [], 0),
+    ([signal.SIGTERM, signal.SIGINT], [], 130)], ids=str)
+def test_the_end_of_a_server_tells_its_clients(signals, arguments, code):
+    """At once at Ctrl-C and at a second signal, and otherwise after --drain."""
+    process, _, stream = serve(*arguments, ctx=20_000)
+    for number in signals:
+        process.send_signal(number)
+        time.sleep(0.5)
     assert b"cancelled" in stream.read()            # told, not cut off
     out, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out) == (code, "") and "Traceback" not in err
+    assert ("draining: 1 running" in err) == (signals != [signal.SIGINT])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=str)
+def test_a_server_that_is_told_to_end_lets_requests_go_on(number):
+    process, address, stream = serve("--drain", str(PATIENCE))
+    process.send_signal(number)
+    connection = http.client.HTTPConnection(address, timeout=PATIENCE)
+    status = 200
+    while status == 200:                            # the signal takes a moment
+        connection.request("GET", "/health")
+        answer = connection.getresponse()
+        status, said = answer.status, json.load(answer)
+    assert (status, said) == (503, {"status": "draining"})
+    text = stream.read()
+    assert b'"length"' in text and text.endswith(b"[DONE]\n\n") and b"cancelled" not in text
+    _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0 and "Traceback" not in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=str)
+def test_a_server_that_is_told_to_end_while_it_loads(number):
+    process = start("--serve", "0")
+    assert process.stderr.readline().startswith("card: ")
+    process.send_signal(number)
+    _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0 and "Traceback" not in err and "serving" not in err
+
+
+def test_sighup_is_ignored_under_nohup(monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)       # a process that is started now inherits it
+    try:
+        process, _, stream = serve("--drain", "0")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    process.send_signal(signal.SIGHUP)
+    assert b"[DONE]" in stream.read()
+    process.terminate()
+    assert process.wait(PATIENCE) == 0
+    process.communicate()

@@ -12,7 +12,8 @@ import openai
 import pytest
 
 from api import chat as chat_api
-from api import completions, connection
+from api import completions
+from api import connection as connection_api
 from api import fields
 from api import http as http_api
 from api import openai as openai_api
@@ -596,7 +597,7 @@ class Endless(Unreal):
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_a_client_that_does_not_read_loses_its_place(engine, monkeypatch, stream):
-    monkeypatch.setattr(connection, "READ_SECONDS", 1)
+    monkeypatch.setattr(connection_api, "READ_SECONDS", 1)
     generation = Endless() if stream else Unhurried([Delta(1, "a" * (20 << 20), "stop")])
     monkeypatch.setattr(engine, "submit", lambda request: generation)
     with serving(app_of(engine)) as (port, service):
@@ -629,7 +630,7 @@ class Unhurried(Unreal):
 
 def test_a_client_that_reads_slowly_keeps_its_place(engine, monkeypatch):
     """Also while there is nothing to read."""
-    monkeypatch.setattr(connection, "READ_SECONDS", 1)
+    monkeypatch.setattr(connection_api, "READ_SECONDS", 1)
     generation = Unhurried([Delta(1, "a" * (8 << 20)), Delta(1, "b", "stop")])
     monkeypatch.setattr(engine, "submit", lambda request: generation)
     with serving(app_of(engine)) as (port, _):
