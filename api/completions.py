@@ -18,8 +18,8 @@ from .endpoint import Endpoint
 from .field_table import fields_of
 from .fields import BOOL, SAMPLED, TEXT, either, list_of, object_of
 from .grammar import Rules
-from .openai import (ID, MAX_CHOICES, MAX_LOGPROBS, NO_LIMIT, PROTOCOL, SHARED, Answer, is_end, late_end,
-                     read_sampling, read_shape, seeded)
+from .openai import (ID, MAX_CHOICES, MAX_LOGPROBS, NO_LIMIT, PROTOCOL, SHARED, Answer, is_end, late_end, read_sampling,
+                     read_shape, seeded)
 
 DEFAULT_TOKENS = 16         # of an answer, as OpenAI has it for completions
 MAX_SCORES = 1 << 19        # log-probabilities of prompts in one answer: each takes 100 bytes while it is written
