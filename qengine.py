@@ -2170,7 +2170,8 @@ class Scheduler:
                 self._finish(sequence, error)
                 return
         finish_reason = None
-        if constraint and constraint.ended or token in self.tokenizer.eos_ids and not request.ignore_eos:
+        ends = request.stop_token_ids if request.ignore_eos else {*request.stop_token_ids, *self.tokenizer.eos_ids}
+        if constraint and constraint.ended or token in ends:
             finish_reason = "stop"
         elif sequence.is_full(1, self.n_ctx):
             finish_reason = "length"

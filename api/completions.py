@@ -5,29 +5,37 @@ The fields beyond OpenAI's own are those of openai.py.
 
 from engine.request import Delta, RequestError
 
+from . import chat, field_table
 from .endpoint import Endpoint
-from .fields import TEXT, either, list_of, object_of, one_of
-from .openai import ID, MAX_LOGPROBS, PROTOCOL, SHARED, Answer, is_end, read_sampling, seeded
+from .field_table import fields_of
+from .fields import TEXT, either, list_of, object_of
+from .grammar import Rules
+from .openai import (ID, MAX_LOGPROBS, PROTOCOL, SHARED, Answer, is_end, late_end, read_sampling, read_shape,
+                     seeded)
 
 # ---- what may be sent ------------------------------------------------------------------------------------
 
-COMPLETION = object_of({
+COMPLETION = object_of(fields_of(field_table.TEXT, {
     **SHARED, "prompt": either(TEXT, list_of(either(TEXT, ID, list_of(ID, 1)), 1)),
     "logprobs": {"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS},
-    "best_of": one_of(1), "echo": one_of(False), "suffix": one_of("")}, ["prompt"])
+    }), ["prompt"])
 
 # ---- endpoints -------------------------------------------------------------------------------------------
 
 
 def completions(service, body: dict):
     engine, n = service.ready(), body.get("n", 1)
-    request = {"max_tokens": 16} | read_sampling(service, body) | {"top_logprobs": body.get("logprobs")}
+    request = {"max_tokens": 16} | read_sampling(service, body) | {"top_logprobs": body.get("logprobs")}    # OpenAI: 16
     prompts = read_prompts(body["prompt"], engine, service.max_requests // n)
-    requests = [one for prompt in prompts                                      # 16: OpenAI's default, here only
-                for one in seeded(request | {"prompt_ids": prompt}, n)]
-    choices = [TextChoice(engine.tokenizer) for _ in requests]
-    answer = Answer(service, body, choices, "cmpl-", "text_completion", "text_completion")
-    return service.respond(len(requests), lambda: (requests, answer), body.get("stream", False))
+
+    def prepare():
+        rules = chat.text_rules(Rules({}, "content"), read_shape(body))
+        asked = late_end(service, request | rules, body.get("min_tokens", 0))
+        requests = [one for prompt in prompts for one in seeded(asked | {"prompt_ids": prompt}, n)]
+        choices = [TextChoice(engine.tokenizer) for _ in requests]
+        return requests, Answer(service, body, choices, "cmpl-", "text_completion", "text_completion")
+
+    return service.respond(len(prompts) * n, prepare, body.get("stream", False))
 
 
 ENDPOINTS = [Endpoint("POST", "/v1/completions", "Continue a text", completions, PROTOCOL, COMPLETION,

@@ -88,7 +88,7 @@ def told_of(fault: Fault) -> dict:
 
 CONVERSATION = {name: openai.CHAT["properties"][name]
                 for name in ("messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs",
-                             "reasoning_effort")}
+                             "reasoning_effort", "documents", "add_generation_prompt", "continue_final_message")}
 ENDPOINTS = [
     Endpoint("POST", "/tokenize", f"Token ids of a text of up to {MAX_BYTES} bytes", tokenize, PROTOCOL, object_of(
         {"content": TEXT, "add_special": BOOL, "parse_special": BOOL, "with_pieces": BOOL}, ["content"])),

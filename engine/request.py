@@ -116,6 +116,8 @@ class Request:
     top_logprobs: int | None = None     # log-probabilities of the tokens, and of so many of the likeliest
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()          # strings that end the text and are not part of it; a single str is one string
+    stop_token_ids: tuple[int, ...] = ()        # tokens that end the answer as the model's own end tokens do
+    special: bool = False               # whether control tokens are part of the text
     # Three token ids say where thoughts end and tool calls begin (api/chat.py): stop strings count between the two.
     stop_after: int | None = None       # they count only after this token and the line breaks that follow it
     stop_pause: int | None = None       # if given: stop_after holds only for answers that begin with this token
@@ -127,6 +129,7 @@ class Request:
 
     def __post_init__(self):
         self.stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        self.stop_token_ids = tuple(self.stop_token_ids)
 
     @property
     def is_penalized(self) -> bool:
@@ -158,6 +161,9 @@ class Request:
         for name in ("stop_after", "stop_pause", "stop_before", "grammar_after"):
             if (token := getattr(self, name)) is not None and not is_within(int, token, 0, n_vocab - 1):
                 raise RequestError(name, f"'{name}' must be a token id from 0 to {n_vocab - 1}")
+        ends = self.stop_token_ids
+        if len(ends) > STOPS or not all(is_within(int, token, 0, n_vocab - 1) for token in ends):
+            raise RequestError("stop_token_ids", f"'stop_token_ids' may hold {STOPS} token ids from 0 to {n_vocab - 1}")
         if self.top_logprobs is not None and not is_within(int, self.top_logprobs, 0, TOP):
             raise RequestError("top_logprobs", f"'top_logprobs' must be a whole number from 0 to {TOP}")
         if self.grammar is not None and not isinstance(self.grammar, str):
@@ -253,7 +259,8 @@ class Generation:
         self.started = time.perf_counter()
         self.deadline = self.started + (math.inf if request.timeout is None else request.timeout)
         self.token_times: list[float] = []      # when the engine gave each token; a reader may get several at once
-        self._decoder, self._scanner = tokenizer.stream_decoder(), StopScanner(request.stop)
+        self._decoder, self._scanner = tokenizer.stream_decoder(request.special), StopScanner(request.stop)
+        self._ends = {*request.stop_token_ids, *tokenizer.eos_ids}     # tokens that are not part of the text they end
         is_guarded = request.repetition_guard and not request.ignore_eos
         self._guard = RepetitionGuard(tokenizer, request.prompt_ids) if is_guarded else None
         self._scans = request.stop_after is None or request.stop_pause is not None
@@ -312,7 +319,8 @@ class Generation:
             self._scans, self._at_start = False, True
         elif token == self.request.stop_before:
             text, self._scans = self._scanner.flush(), False
-        text += self._scan(self._decoder.push(token))
+        is_end = finish_reason == "stop" and token in self._ends
+        text += self._scan("" if is_end else self._decoder.push(token))
         if finish_reason and not self._scanner.stopped:
             text += self._scan(self._decoder.flush()) + self._scanner.flush()
         if self._scanner.stopped:

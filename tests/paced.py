@@ -33,7 +33,7 @@ class PacedEngine(ScriptedEngine):
                 while time.monotonic() < end and not generation.cancelled:
                     time.sleep(0.002)
                 end = max(end + self.pace, time.monotonic())        # after a stall it does not catch up
-                reason = "stop" if token == END else "length" if n == request.max_tokens else None
+                reason = "stop" if token in (END, *request.stop_token_ids) else "length" if n == request.max_tokens else None
                 if generation.cancelled or generation.push(token, reason):
                     break
         except EngineStopped as failure:        # raised by a script

@@ -45,7 +45,7 @@ class ScriptedEngine(TextEngine):
         generation = Generation(request, self.tokenizer)
         self.generations.append(generation)
         for n, token in enumerate(itertools.chain(self.tokenizer.encode(text), [END]), start=1):
-            reason = "stop" if token == END else "length" if n == request.max_tokens else None
+            reason = "stop" if token in (END, *request.stop_token_ids) else "length" if n == request.max_tokens else None
             likeliest = ((token, -0.5), (5, -1.5))[:request.top_logprobs or 0]
             if generation.push(token, reason, None if request.top_logprobs is None else -0.5, likeliest):
                 break

@@ -14,6 +14,7 @@ import pytest
 from llguidance import LLMatcher
 
 import qengine
+from api.grammar import at_least
 from engine.plan import LEAST_CHECKPOINTS, Work, choose_rows, slowest_seconds
 from engine.prefix import pages_for
 from kernels import probe, q8_gemm, q8_gemv
@@ -322,6 +323,25 @@ def test_an_end_token_ends_an_answer_unless_ignored(engine, monkeypatch):
     assert [e.token_id for e in deltas] == want[:end + 1] and deltas[-1].finish_reason == "stop"
     assert alone(engine, request(max_tokens=8)) == want
     assert_idle(engine)
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_tokens_of_a_request_end_its_answer(engine, ignore_eos):
+    free = list(engine.submit(request(max_tokens=8)))
+    end = free[5].token_id
+    deltas = list(engine.submit(request(max_tokens=8, ignore_eos=ignore_eos, stop_token_ids=[end])))
+    n = [delta.token_id for delta in free].index(end) + 1
+    assert [delta.token_id for delta in deltas] == [delta.token_id for delta in free[:n]]
+    assert (deltas[-1].finish_reason, deltas[-1].text) == ("stop", "")
+
+
+def test_an_end_that_comes_late(engine):
+    """As a request with min_tokens asks for it, where the model would end at once."""
+    ends = sorted(engine.tokenizer.eos_ids)
+    wanted = {"ignore_eos": False, "logit_bias": dict.fromkeys(ends, 100.0), "max_tokens": 30}
+    assert len(list(engine.submit(request(**wanted)))) == 1
+    deltas = list(engine.submit(request(**wanted, grammar=at_least(7, {*ends, 5}))))
+    assert len(deltas) == 8 and deltas[-1].token_id in ends and deltas[-1].finish_reason == "stop"
 
 
 def test_answers_that_end_unforeseen_disturb_no_other(engine, monkeypatch):
