@@ -5,6 +5,7 @@ imports qengine or cli: a server is handed an engine, of which it uses what engi
 
     openai.py      /v1/chat/completions
     completions.py /v1/completions
+    responses.py   /v1/responses: what clients send; responses_stream.py: what is written; stored.py: what is kept
     models.py      /v1/models, /models, /props, /slots
     anthropic.py   /v1/messages, /v1/messages/count_tokens
     ollama.py      /api/chat, /api/generate, /api/tags, /api/show, /api/ps, /api/version
@@ -23,6 +24,7 @@ imports qengine or cli: a server is handed an engine, of which it uses what engi
     log.py         a line for each request
     chat.py        a conversation, whatever its protocol: prompt, grammar, and how to read the answer
     reply.py       an answer's tokens, as they come, cut into thoughts, text and tool calls
+    thinking.py    how long a model may think, as requests say it
     tools.py       the forms in which models call tools, and how they are read
     grammar.py     grammars that answers must obey: calls of tools, texts of a shape (a schema, a choice, ...)
     strings.py     what a schema demands of a string, as regular expressions

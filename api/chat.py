@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.request import ContextExceeded, RequestError
+from engine.template import ChatTemplate, flat_content
 
 from .errors import WITHOUT_TOOLS
 from .grammar import GrammarError, Rules, Shape
@@ -49,13 +50,22 @@ def toolbox_of(offered: list[dict], tools: list[Tool], mode: str, names: list[st
 @dataclass(frozen=True)
 class Conversation:
     """What a request wants answered. thinking: None leaves it to the messages, the command line and the template, in
-    this order. shape: what the answer's text has to be, if the request says so. timeout: seconds for the prompt."""
+    this order. shape: what the answer's text has to be, if the request says so. continued: whether the last message,
+    the assistant's, is the beginning of the answer. template_kwargs: further variables of the template.
+    add_generation_prompt: whether the template opens the assistant's message. timeout: seconds for the prompt.
+    thinking_budget: the most tokens of thoughts; None leaves it to the command line. budget_field: the request's field
+    with it, if it is no mere hint."""
 
     messages: list[dict]
     thinking: bool | None
     toolbox: Toolbox | None = None
     shape: Shape | None = None
+    continued: bool = False
+    template_kwargs: dict = dataclasses.field(default_factory=dict)
+    add_generation_prompt: bool = True
     timeout: float | None = None
+    thinking_budget: int | None = None
+    budget_field: str | None = None
 
 
 @dataclass(frozen=True)
@@ -80,12 +90,39 @@ def render(service, conversation: Conversation) -> tuple[str, str]:
         raise RequestError("messages", "this model has no chat template: use /v1/completions")
     if toolbox:
         check_tools(toolbox.tools, form_of(template.source))
-    messages, switch = take_switches(conversation.messages)
+    messages, switch = take_switches(join_system(conversation.messages))
     asked = conversation.thinking, switch, service.thinking
     thinking = next((one for one in asked if one is not None), None)
-    prompt = template.render(messages, tools=toolbox.offered if toolbox else None, enable_thinking=thinking,
-                             timeout=conversation.timeout)
-    return prompt, opening_of(prompt, template.source, thinking)
+    begun = messages.pop() if conversation.continued else None
+    if begun is not None:
+        thinking = bool(begun.get("reasoning_content"))         # without any, the answer goes on behind its thoughts
+    prompt = template.render(messages, toolbox.offered if toolbox else None, thinking,
+                             conversation.add_generation_prompt, conversation.template_kwargs, conversation.timeout)
+    opening = opening_of(prompt, template.source, thinking)
+    return (prompt, opening) if begun is None else continued(prompt, opening, begun, template)
+
+
+def join_system(messages: list[dict]) -> list[dict]:
+    """The messages with those of the system at the beginning joined into one: templates take one."""
+    n = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    if n < 2:
+        return messages
+    texts = [flat_content(message.get("content"), f"messages[{i}].content") for i, message in enumerate(messages[:n])]
+    return [messages[0] | {"content": "\n\n".join(texts)}] + messages[n:]
+
+
+def continued(prompt: str, opening: str, begun: dict, template: ChatTemplate) -> tuple[str, str]:
+    """A prompt that ends with the beginning of the answer, a message of the assistant's, and how the rest of the answer
+    begins."""
+    thoughts, text = begun.get("reasoning_content") or "", flat_content(begun.get("content"), "messages")
+    if thoughts and opening != "thought":
+        prompt += "<think>\n"
+    prompt += template.guarded(thoughts)
+    if thoughts and not text:
+        return prompt, "thought"
+    if thoughts or opening == "thought":
+        prompt += "\n</think>\n\n"
+    return prompt + template.guarded(text), "content"
 
 
 def check_tools(tools: list[Tool], form):
@@ -116,8 +153,13 @@ def prepare(service, conversation: Conversation) -> Turn:
     prompt_ids = engine.encode(prompt)          # first, because a prompt too long needs no grammar
     tokenizer, form = engine.tokenizer, form_of(engine.template.source)
     rules = rules_of(Rules(tokenizer.tags, opening), form, conversation)
+    bounds = boundaries(tokenizer.tags, opening, toolbox)
+    if conversation.budget_field:
+        check_budget(conversation.budget_field, opening, bounds)
+    if conversation.thinking_budget is not None:
+        bounds["thinking_budget"] = conversation.thinking_budget
     tools = {tool.name: tool for tool in toolbox.tools} if toolbox else None
-    return Turn(prompt_ids, rules | where_stop_strings_count(tokenizer.tags, opening, toolbox),
+    return Turn(prompt_ids, rules | bounds,
                 functools.partial(Reply, tokenizer, opening, form, tools, ruled="grammar" in rules))
 
 
@@ -125,12 +167,11 @@ def rules_of(rules: Rules, form, conversation: Conversation) -> dict:
     """What an answer must obey, as arguments of Request. Raises RequestError for a shape or a schema that cannot be
     enforced, or only by too long a grammar, where the request demands it: as the form of the text, of a required call,
     or of a strict tool."""
-    toolbox, shape, ruled = conversation.toolbox, conversation.shape, {}
-    if shape is not None:
-        try:
-            ruled = rules.text(shape)
-        except GrammarError as error:
-            raise RequestError(shape.field, f"'{shape.field}' cannot be enforced: {error}") from None
+    toolbox, shape = conversation.toolbox, conversation.shape
+    if conversation.continued and (shape or toolbox and toolbox.must):
+        field = shape.field if shape else "tool_choice"
+        raise RequestError(field, f"'{field}' rules whole answers, and the last message begins this one")
+    ruled = text_rules(rules, shape)
     if toolbox is None:
         return ruled
     try:
@@ -141,12 +182,26 @@ def rules_of(rules: Rules, form, conversation: Conversation) -> dict:
         return {}                       # the model may still call tools; a call is then read when it is whole
 
 
-def where_stop_strings_count(tags: dict[str, int], opening: str, toolbox: Toolbox | None) -> dict:
-    """Arguments of Request. Stop strings count in text alone, which is behind the thoughts and before the calls."""
+def text_rules(rules: Rules, shape: Shape | None) -> dict:
+    """What a text of this shape must obey, as arguments of Request. Raises RequestError where it cannot be enforced."""
+    try:
+        return {} if shape is None else rules.text(shape)
+    except GrammarError as error:
+        raise RequestError(shape.field, f"'{shape.field}' cannot be enforced: {error}") from None
+
+
+def boundaries(tags: dict[str, int], opening: str, toolbox: Toolbox | None = None) -> dict:
+    """Arguments of Request: where thoughts end and calls begin."""
     has_both = opening == "either" and {"<think>", "</think>"} <= tags.keys()
     return {"stop_after": tags.get("</think>") if opening == "thought" or has_both else None,
             "stop_pause": tags["<think>"] if has_both else None,
             "stop_before": tags.get("<tool_call>") if toolbox else None}
+
+
+def check_budget(field: str, opening: str, bounds: dict):
+    """Raises RequestError where a model may think, and no single token ends its thoughts."""
+    if opening != "content" and bounds["stop_after"] is None:
+        raise RequestError(field, f"'{field}' needs a model that has </think> as one token, and this one has not")
 
 
 @contextlib.contextmanager

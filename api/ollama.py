@@ -25,6 +25,7 @@ from .fields import ANYTHING, BOOL, SAMPLED, TEXT, either, list_of, object_of, o
 from .grammar import Rules, Shape
 from .openai import CALL, ID, MAX_LOGPROBS, MAX_STOPS, OBJECT, STOP, TOOL, ChatChoice, read_tools
 from .reply import Call, Content, Message, Thought, cause_of, kept_alive, whole
+from .thinking import read_budget, thinks
 from .tools import form_of
 
 VERSION = "0.13.0"          # of Ollama, whose API this is: clients compare it with the version that they need
@@ -158,7 +159,8 @@ def converse(body: dict, messages: list[dict], toolbox=None) -> chat.Conversatio
     format, think = body.get("format"), body.get("think")
     schema = {"type": "object"} if format == "json" else format
     shape = Shape("json", schema, "format") if schema else None
-    return chat.Conversation(messages, None if think is None else bool(think), toolbox, shape)
+    effort = think if isinstance(think, str) else None
+    return chat.Conversation(messages, thinks(effort) if effort else think, toolbox, shape, **read_budget({}, effort))
 
 
 def read_message(message: dict) -> dict:

@@ -19,6 +19,7 @@ from engine.text_engine import TextEngine
 from . import log, metrics, openapi
 from .access import Access
 from .errors import MAX_BODY, explain
+from .stored import Stored
 
 MAX_WAITING = 64            # requests that may wait beside the running ones; one more is answered 429
 POLL_SECONDS = 0.05         # between two looks for clients that hung up
@@ -43,6 +44,7 @@ class Service:
         self.closing = False
         self.is_loading = False                     # another engine is being loaded, because `engine` has failed
         self.lost = []                              # the Faults of the cards that the server goes on without
+        self.stored = Stored()                      # responses, for /v1/responses
         self.log = self.metrics = None              # a RequestLog and Metrics, set by create_app
         threading.Thread(target=self.watch, name="client watcher", daemon=True).start()
 

@@ -36,6 +36,19 @@ def print_answer(engine, prompt_ids: list, sampling: dict) -> tuple[str, bool]:
     return "".join(pieces), interrupted
 
 
+def with_bounds(sampling: dict, model, prompt: str, thinking) -> dict:
+    """`sampling` and, where it limits thoughts, how the answer to this prompt shows their end. model: an OpenModel or
+    an Engine."""
+    if "thinking_budget" not in sampling:
+        return sampling
+    from api.chat import boundaries, check_budget   # here: imports that nothing else needs
+    from api.reply import opening_of
+    opening = opening_of(prompt, model.template.source, thinking)
+    bounds = boundaries(model.tokenizer.tags, opening)
+    check_budget("--thinking-budget", opening, bounds)
+    return sampling | bounds
+
+
 def check_text(text: str):
     """Raises RequestError where text from the command line or the terminal was not valid UTF-8."""
     if any("\ud800" <= c <= "\udfff" for c in text):     # Python makes these of bytes that it cannot decode
@@ -48,6 +61,7 @@ def run_prompt(model: qengine.OpenModel, options, sampling: dict, thinking) -> i
     n_ctx = model.n_ctx(options.ctx)
     if model.template is not None and not options.raw:
         text = model.template.render([{"role": "user", "content": text}], enable_thinking=thinking)
+        sampling = with_bounds(sampling, model, text, thinking)
     ids = encode_prompt(model.tokenizer, text, n_ctx)
     Request(ids, **sampling).check(model.config.n_vocab, n_ctx)
     with contextlib.closing(load_engine(model, options)) as engine, traced(engine, options):
@@ -89,8 +103,9 @@ def chat(engine, sampling: dict, thinking) -> int:
         messages.append({"role": "user", "content": text})
         try:
             check_text(text)
-            ids = engine.encode(engine.template.render(messages, enable_thinking=thinking))
-            answer, _ = print_answer(engine, ids, sampling)
+            prompt = engine.template.render(messages, enable_thinking=thinking)
+            asked = with_bounds(sampling, engine, prompt, thinking)
+            answer, _ = print_answer(engine, engine.encode(prompt), asked)
         except RequestError as error:           # for example, the conversation has outgrown the context
             qengine.note(f"qengine: {error}")
             messages.pop()

@@ -221,8 +221,9 @@ def check_options(parser: Parser, options):
         parser.error("--split is for what loads a model, and for --plan")
     if options.probe and options.model != qengine.DEFAULT_MODEL:
         parser.error("-m is not for --probe, which uses no model")
-    if options.raw and options.thinking:
-        parser.error("--thinking is for chat templates, and --raw uses none")
+    for name in "thinking", "thinking_budget":
+        if options.raw and name in names:
+            parser.error(f"{option_name(name)} is for chat templates, and --raw uses none")
     if bool(options.tls_cert) != bool(options.tls_key):
         parser.error("--tls-cert and --tls-key go together")
     if not options.model:

@@ -48,6 +48,8 @@ def run_server(options, sampling: dict, thinking) -> int:
             if not is_secret(path):
                 qengine.note(f"warning: other users of this machine can read {path}")
         service.engine = load_engine(options.model, options)
+        if "thinking_budget" in sampling and "</think>" not in service.engine.tokenizer.tags:
+            qengine.note("warning: --thinking-budget has no effect on this model, which has no </think> as one token")
         stack.enter_context(traced(service.engine, options))
         try:
             scheme = "https" if tls else "http"

@@ -170,12 +170,17 @@ def test_white_space_that_a_grammar_allows_without_end(engine):
 # ---- over the protocols ------------------------------------------------------------------------------------
 
 MESSAGES = {"messages": [HI], "max_tokens": 4000}
-PLACES = {          # path, body, where the answer says how it ended, how it does
-    "chat": (CHAT, MESSAGES, lambda answer: answer["choices"][0], {"finish_reason": "length"}),
+OFF = {"repetition_guard": False}
+PLACES = {          # path, body, where the answer says how it ended, how it does, how the guard is switched off
+    "chat": (CHAT, MESSAGES, lambda answer: answer["choices"][0], {"finish_reason": "length"}, OFF),
     "text": (TEXT, {"prompt": "hi", "max_tokens": 4000}, lambda answer: answer["choices"][0],
-             {"finish_reason": "length"}),
-    "anthropic": ("/v1/messages", MESSAGES, dict, {"stop_reason": "max_tokens", "stop_sequence": None}),
-    "ollama": ("/api/chat", {"model": "m", "messages": [HI], "stream": False}, dict, {"done_reason": "length"})}
+             {"finish_reason": "length"}, OFF),
+    "responses": ("/v1/responses", {"input": "hi", "max_output_tokens": 4000},
+                  lambda answer: answer["incomplete_details"] or {"reason": "max_output_tokens"},
+                  {"reason": "max_output_tokens"}, OFF),
+    "anthropic": ("/v1/messages", MESSAGES, dict, {"stop_reason": "max_tokens", "stop_sequence": None}, OFF),
+    "ollama": ("/api/chat", {"model": "m", "messages": [HI], "stream": False}, dict, {"done_reason": "length"},
+               {"options": OFF})}
 
 
 @pytest.fixture(scope="module")
@@ -186,12 +191,11 @@ def port():
 
 @pytest.mark.parametrize("name", PLACES)
 def test_each_protocol_says_it_in_its_own_words(port, name):
-    path, body, place, words = PLACES[name]
+    path, body, place, words, off = PLACES[name]
     status, _, answer = send(port, "POST", path, body)
     end = place(answer)
     assert status == 200 and {key: end[key] for key in words} == words and end["cause"] == "repetition"
-    off = {"repetition_guard": False}
-    status, _, answer = send(port, "POST", path, body | ({"options": off} if name == "ollama" else off))
+    status, _, answer = send(port, "POST", path, body | off)
     assert status == 200 and "cause" not in place(answer)
 
 
