@@ -5,6 +5,7 @@ imports qengine or cli: a server is handed an engine, of which it uses what engi
 
     openai.py      /v1/chat/completions
     completions.py /v1/completions
+    responses.py   /v1/responses: what clients send; responses_stream.py: what is written; stored.py: what is kept
     models.py      /v1/models, /models, /props, /slots
     anthropic.py   /v1/messages, /v1/messages/count_tokens
     ollama.py      /api/chat, /api/generate, /api/tags, /api/show, /api/ps, /api/version

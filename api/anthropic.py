@@ -11,9 +11,10 @@ import uuid
 
 from engine.request import Delta, Request, RequestError
 
-from . import chat
+from . import chat, field_table
 from .endpoint import Endpoint, WireProtocol
-from .errors import ErrorAnswer, explain
+from .errors import WITHOUT_TOOLS, ErrorAnswer, NotFound, explain
+from .field_table import fields_of
 from .fields import ANYTHING, BOOL, SAMPLED, SECONDS, TEXT, either, list_of, number, object_of, one_of, sampling_of
 from .grammar import Shape
 from .openai import MAX_STOPS, NAME, OBJECT, STOP
@@ -39,7 +40,8 @@ MESSAGE = object_of({"role": one_of("user", "assistant", "system"), "content": e
                     ["role", "content"])
 TOOL = object_of({"type": one_of("custom"), "name": NAME, "description": TEXT, "input_schema": OBJECT,
                   "strict": BOOL, "cache_control": ANYTHING, "input_examples": ANYTHING,
-                  "eager_input_streaming": ANYTHING}, ["name", "input_schema"])
+                  "eager_input_streaming": ANYTHING, "allowed_callers": list_of(one_of("direct")),
+                  "defer_loading": one_of(False)}, ["name", "input_schema"])
 
 
 def choice(type: str, **others) -> dict:
@@ -50,24 +52,26 @@ CHOICE = either(choice("auto", disable_parallel_tool_use=BOOL),
                 choice("any", disable_parallel_tool_use=BOOL),
                 choice("tool", name=TEXT, disable_parallel_tool_use=BOOL), choice("none"))
 DISPLAY = one_of("summarized", "omitted")
-THINKING = either(choice("enabled", budget_tokens=number("max_tokens"), display=DISPLAY),
-                  choice("adaptive", display=DISPLAY), choice("disabled"))
+THINKING = either(choice("enabled", budget_tokens=number("max_tokens"), display=DISPLAY, block_binding=ANYTHING),
+                  choice("adaptive", display=DISPLAY, block_binding=ANYTHING), choice("disabled"))
 OUTPUT = object_of({"effort": one_of(*(effort for effort, budget in EFFORTS.items() if budget)),
                     "format": object_of({"type": one_of("json_schema"), "schema": OBJECT}, ["type", "schema"])})
 
 # The templates do this by themselves: they show the model no thoughts of earlier turns, whatever `keep` says.
 EDIT = object_of({"type": one_of("clear_thinking_20251015"), "keep": ANYTHING}, ["type"])
 
-CONVERSATION = {
-    "model": TEXT, "messages": list_of(MESSAGE, 1), "system": TEXTS, "tools": list_of(TOOL), "tool_choice": CHOICE,
-    "thinking": THINKING, "output_config": OUTPUT, "cache_control": ANYTHING,
-    "context_management": object_of({"edits": list_of(EDIT)})}
-MESSAGES = object_of({
-    **CONVERSATION, **SAMPLED, "stream": BOOL, "timeout": SECONDS,
-    "stop_sequences": list_of(STOP, 0, MAX_STOPS),
-    # what changes no answer
-    **dict.fromkeys(["metadata", "service_tier", "inference_geo", "speed", "user_profile_id", "workspace_id"],
-                    ANYTHING)}, ["messages", "max_tokens"])
+THREAD = either(choice("create"), object_of({"type": one_of("continue"), "previous_message_id": TEXT}, ["type"]))
+MESSAGES = object_of(fields_of(field_table.MESSAGES, {
+    **SAMPLED, "model": TEXT, "messages": list_of(MESSAGE, 1), "system": TEXTS, "tools": list_of(TOOL),
+    "tool_choice": CHOICE,
+    "thinking": THINKING, "output_config": OUTPUT, "context_management": object_of({"edits": list_of(EDIT)}),
+    "stream": BOOL, "timeout": SECONDS, "stop_sequences": list_of(STOP, 0, MAX_STOPS), "thread": THREAD}),
+    ["messages", "max_tokens"])
+# A token count takes fewer fields. Clients may send it a compaction, as it changes no count.
+COUNTED = object_of({name: MESSAGES["properties"][name] for name in (
+    "model", "messages", "system", "tools", "tool_choice", "thinking", "output_config", "cache_control",
+    "context_management", "mcp_servers", "speed", "user_profile_id", "workspace_id", "billing_policy")}
+    | {"compaction": ANYTHING}, ["messages"])
 
 # ---- errors ----------------------------------------------------------------------------------------------
 
@@ -80,6 +84,7 @@ def error_body(answer: ErrorAnswer) -> dict:
     message = answer.message
     if answer.counts:                           # clients look for these words, and shorten the conversation
         message = "prompt is too long: {n_prompt_tokens} tokens > {n_ctx} maximum".format(**answer.counts)
+        message += f" ({WITHOUT_TOOLS})" if answer.field == "tools" else ""
     kind = ERRORS.get(answer.status, "api_error" if answer.status >= 500 else "invalid_request_error")
     details = {"details": {"error_code": answer.code}} if answer.code else {}
     return {"type": "error", "error": {"type": kind, "message": message, **details}}
@@ -109,13 +114,13 @@ def count_tokens(service, body: dict):
 ENDPOINTS = [Endpoint("POST", "/v1/messages", "Answer a conversation (Anthropic)", messages, PROTOCOL, MESSAGES,
                       generates=True),
              Endpoint("POST", "/v1/messages/count_tokens", "How long the prompt of a conversation is", count_tokens,
-                      PROTOCOL, object_of(CONVERSATION, ["messages"]))]
+                      PROTOCOL, COUNTED)]
 
 
 def read_conversation(body: dict) -> chat.Conversation:
     """What a request wants answered."""
-    if body["messages"][-1]["role"] == "assistant":
-        raise RequestError("messages", "the last message is the assistant's: an answer cannot be begun for the model")
+    if body.get("thread", {}).get("type") == "continue":        # the official client then sends the whole conversation
+        raise NotFound("thread", "no thread is held here: send the whole conversation", "thread_not_found")
     asked, output = body.get("thinking", {"type": "disabled"}), body.get("output_config", {})
     format, limits = output.get("format") or {}, read_budget(body, output.get("effort"))
     if "budget_tokens" in asked:
@@ -123,8 +128,11 @@ def read_conversation(body: dict) -> chat.Conversation:
     system = [{"role": "system", "content": text_of(body["system"])}] if body.get("system") else []
     conversation = system + [one for message in body["messages"] for one in read_message(message)]
     shape = Shape("json", format["schema"], "output_config.format.schema") if format else None
-    return chat.Conversation(conversation, asked["type"] != "disabled", read_tools(body), shape,
-                             timeout=body.get("timeout"), **limits)
+    is_continued = conversation[-1]["role"] == "assistant"      # the answer continues this message
+    if is_continued and conversation[-1].get("tool_calls"):
+        raise RequestError("messages", "the last message calls tools: the next one has to bring their results")
+    return chat.Conversation(conversation, asked["type"] != "disabled", read_tools(body), shape, **limits,
+                             continued=is_continued, timeout=body.get("timeout"))
 
 
 def read_tools(body: dict) -> chat.Toolbox | None:

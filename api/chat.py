@@ -8,7 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.request import ContextExceeded, RequestError
+from engine.template import ChatTemplate, flat_content
 
+from .errors import WITHOUT_TOOLS
 from .grammar import GrammarError, Rules, Shape
 from .reply import Reply, opening_of
 from .tools import Tool, form_of
@@ -48,7 +50,9 @@ def toolbox_of(offered: list[dict], tools: list[Tool], mode: str, names: list[st
 @dataclass(frozen=True)
 class Conversation:
     """What a request wants answered. thinking: None leaves it to the messages, the command line and the template, in
-    this order. shape: what the answer's text has to be, if the request says so. timeout: seconds for the prompt.
+    this order. shape: what the answer's text has to be, if the request says so. continued: whether the last message,
+    the assistant's, is the beginning of the answer. template_kwargs: further variables of the template.
+    add_generation_prompt: whether the template opens the assistant's message. timeout: seconds for the prompt.
     thinking_budget: the most tokens of thoughts; None leaves it to the command line. budget_field: the request's field
     with it, if it is no mere hint."""
 
@@ -56,6 +60,9 @@ class Conversation:
     thinking: bool | None
     toolbox: Toolbox | None = None
     shape: Shape | None = None
+    continued: bool = False
+    template_kwargs: dict = dataclasses.field(default_factory=dict)
+    add_generation_prompt: bool = True
     timeout: float | None = None
     thinking_budget: int | None = None
     budget_field: str | None = None
@@ -83,12 +90,39 @@ def render(service, conversation: Conversation) -> tuple[str, str]:
         raise RequestError("messages", "this model has no chat template: use /v1/completions")
     if toolbox:
         check_tools(toolbox.tools, form_of(template.source))
-    messages, switch = take_switches(conversation.messages)
+    messages, switch = take_switches(join_system(conversation.messages))
     asked = conversation.thinking, switch, service.thinking
     thinking = next((one for one in asked if one is not None), None)
-    prompt = template.render(messages, tools=toolbox.offered if toolbox else None, enable_thinking=thinking,
-                             timeout=conversation.timeout)
-    return prompt, opening_of(prompt, template.source, thinking)
+    begun = messages.pop() if conversation.continued else None
+    if begun is not None:
+        thinking = bool(begun.get("reasoning_content"))         # without any, the answer goes on behind its thoughts
+    prompt = template.render(messages, toolbox.offered if toolbox else None, thinking,
+                             conversation.add_generation_prompt, conversation.template_kwargs, conversation.timeout)
+    opening = opening_of(prompt, template.source, thinking)
+    return (prompt, opening) if begun is None else continued(prompt, opening, begun, template)
+
+
+def join_system(messages: list[dict]) -> list[dict]:
+    """The messages with those of the system at the beginning joined into one: templates take one."""
+    n = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    if n < 2:
+        return messages
+    texts = [flat_content(message.get("content"), f"messages[{i}].content") for i, message in enumerate(messages[:n])]
+    return [messages[0] | {"content": "\n\n".join(texts)}] + messages[n:]
+
+
+def continued(prompt: str, opening: str, begun: dict, template: ChatTemplate) -> tuple[str, str]:
+    """A prompt that ends with the beginning of the answer, a message of the assistant's, and how the rest of the answer
+    begins."""
+    thoughts, text = begun.get("reasoning_content") or "", flat_content(begun.get("content"), "messages")
+    if thoughts and opening != "thought":
+        prompt += "<think>\n"
+    prompt += template.guarded(thoughts)
+    if thoughts and not text:
+        return prompt, "thought"
+    if thoughts or opening == "thought":
+        prompt += "\n</think>\n\n"
+    return prompt + template.guarded(text), "content"
 
 
 def check_tools(tools: list[Tool], form):
@@ -133,12 +167,11 @@ def rules_of(rules: Rules, form, conversation: Conversation) -> dict:
     """What an answer must obey, as arguments of Request. Raises RequestError for a shape or a schema that cannot be
     enforced, or only by too long a grammar, where the request demands it: as the form of the text, of a required call,
     or of a strict tool."""
-    toolbox, shape, ruled = conversation.toolbox, conversation.shape, {}
-    if shape is not None:
-        try:
-            ruled = rules.text(shape)
-        except GrammarError as error:
-            raise RequestError(shape.field, f"'{shape.field}' cannot be enforced: {error}") from None
+    toolbox, shape = conversation.toolbox, conversation.shape
+    if conversation.continued and (shape or toolbox and toolbox.must):
+        field = shape.field if shape else "tool_choice"
+        raise RequestError(field, f"'{field}' rules whole answers, and the last message begins this one")
+    ruled = text_rules(rules, shape)
     if toolbox is None:
         return ruled
     try:
@@ -147,6 +180,14 @@ def rules_of(rules: Rules, form, conversation: Conversation) -> dict:
         if ruled or toolbox.must or any(tool.strict for tool in toolbox.tools):
             raise RequestError("tools", f"a schema in 'tools' cannot be enforced: {error}") from None
         return {}                       # the model may still call tools; a call is then read when it is whole
+
+
+def text_rules(rules: Rules, shape: Shape | None) -> dict:
+    """What a text of this shape must obey, as arguments of Request. Raises RequestError where it cannot be enforced."""
+    try:
+        return {} if shape is None else rules.text(shape)
+    except GrammarError as error:
+        raise RequestError(shape.field, f"'{shape.field}' cannot be enforced: {error}") from None
 
 
 def boundaries(tags: dict[str, int], opening: str, toolbox: Toolbox | None = None) -> dict:
@@ -171,8 +212,9 @@ def named_as_sent(conversation: Conversation, service):
         yield
     except RequestError as error:
         if error.field == "prompt":
-            by_tools = isinstance(error, ContextExceeded) and fits_without_tools(service, conversation)
-            error.field = "tools" if by_tools else "messages"
+            error.field = "messages"
+            if isinstance(error, ContextExceeded) and fits_without_tools(service, conversation):
+                error.field, error.args = "tools", (f"{error} {WITHOUT_TOOLS}.",)
         if error.field == "grammar":
             field = "tools" if conversation.shape is None else conversation.shape.field
             raise RequestError(field, f"'{field}' cannot be enforced: {error}") from None

@@ -9,15 +9,17 @@ from werkzeug.exceptions import GatewayTimeout, HTTPException, ServiceUnavailabl
 from engine.request import ContextExceeded, DeadlineExceeded, EngineStopped, RequestError
 
 MAX_BODY = 4 << 20          # bytes of one request: the longest context, as token ids or as escaped text
+WITHOUT_TOOLS = "Without 'tools' it would fit"     # is said of a prompt that is too long for its tools
 PASSED_ON = "Allow", "Retry-After", "WWW-Authenticate"     # headers of HTTP errors that clients are sent
 
 
 class NotFound(RequestError):
-    """A request names something that is not here; code: what, as clients know it ("model_not_found", ...)."""
+    """A request names something that is not here; code: what, as clients know it ("model_not_found", ...). status: that
+    of the answer."""
 
-    def __init__(self, field: str, message: str, code: str):
+    def __init__(self, field: str | None, message: str, code: str, status: int = 404):
         super().__init__(field, message)
-        self.code = code
+        self.code, self.status = code, status
 
 
 class ErrorAnswer(NamedTuple):
@@ -43,7 +45,7 @@ def explain(error: Exception) -> ErrorAnswer:
         counts = {"n_prompt_tokens": error.n_prompt, "n_ctx": error.n_ctx}
         return ErrorAnswer(400, str(error), error.field, code="context_length_exceeded", counts=counts)
     if isinstance(error, NotFound):
-        return ErrorAnswer(404, str(error), error.field, code=error.code)
+        return ErrorAnswer(error.status, str(error), error.field, code=error.code)
     if isinstance(error, RequestError):
         return ErrorAnswer(400, str(error), error.field)
     if isinstance(error, HTTPException):

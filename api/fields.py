@@ -2,7 +2,8 @@
 
 A description is JSON Schema, of which `check` knows: type, enum, minimum, maximum, minLength, maxLength, pattern,
 items, minItems, maxItems, properties, propertyNames, required, additionalProperties, and anyOf. A property that is not
-required may also be null, which means the same as leaving it out.
+required may also be null, which means the same as leaving it out. "x-refused" is of our own: why a value that does not
+fit is refused.
 """
 
 import difflib
@@ -36,12 +37,18 @@ def sampling_of(body: dict) -> dict:
     return {name: body[name] for name in SAMPLED if name in body}
 
 
+def refused(reason: str, *neutral) -> dict:
+    """Nothing but these values, which ask for nothing; null does neither. reason: why there is no more, a sentence."""
+    return {"enum": list(neutral) or [None], "x-refused": reason}
+
+
 def list_of(items: dict, least: int = 0, most: int | None = None) -> dict:
     return {"type": "array", "items": items, "minItems": least} | ({} if most is None else {"maxItems": most})
 
 
 def either(*descriptions: dict) -> dict:
-    """Any of these descriptions. They differ in their type, or are objects whose first property tells them apart."""
+    """Any of these descriptions. They differ in their type, or are objects whose first property tells them apart. Only
+    the first of such objects may do without that property."""
     return {"anyOf": list(descriptions)}
 
 
@@ -110,7 +117,7 @@ def check(value, description: dict, path: str = ""):
         description = _alternative(value, description, path)
     kind = description.get("type")
     if not (_is(value, kind) and _within(value, description)):
-        raise RequestError(path, f"'{path}' must be {_noun(description)}")
+        raise _misfit(path, description)
     if kind == "array":
         _check_items(value, description["items"], path)
     if kind == "object":
@@ -158,11 +165,22 @@ def _alternative(value, description: dict, path: str) -> dict:
     if len(fitting) > 1 and isinstance(value, dict):
         key = next(iter(fitting[0]["properties"]))
         kinds = {one["properties"][key]["enum"][0]: one for one in fitting}
-        check(value.get(key), one_of(*kinds), f"{path}.{key}")
-        return kinds[value[key]]
+        kind = value.get(key)
+        if kind is None and key not in fitting[0]["required"]:
+            return fitting[0]
+        check(kind, description | {"anyOf": [one_of(*kinds)]}, f"{path}.{key}")
+        return kinds[kind]
     if not fitting:
-        raise RequestError(path, f"'{path}' must be {_noun(description)}")
+        raise _misfit(path, description)
     return fitting[0]
+
+
+def _misfit(path: str, description: dict) -> RequestError:
+    reason = description.get("x-refused")
+    if reason and "enum" in description:
+        taken = " or ".join(json.dumps(one) for one in description["enum"] if one is not None)
+        return RequestError(path, f"'{path}' is not supported: {reason}" + (f" (it may be {taken})" if taken else ""))
+    return RequestError(path, f"'{path}' must be {_noun(description)}" + (f": {reason}" if reason else ""))
 
 
 def _is(value, kind: str | None) -> bool:

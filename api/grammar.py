@@ -179,6 +179,12 @@ def plain_escape(escape: re.Match) -> str:
 SHAPES = {"json": json_value, "regex": matching, "choice": one_text, "gbnf": from_gbnf, "lark": nested}
 
 
+def at_least(n: int, ends: set[int]) -> str:
+    """A grammar of any tokens, in which the tokens `ends` cannot come before n others."""
+    other = f"<[^{','.join(map(str, sorted(ends)))}]>"
+    return checked_grammar(f"start: {other}{{{n}}} {other}*")
+
+
 # ---- rules -------------------------------------------------------------------------------------------------
 
 

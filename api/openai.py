@@ -1,21 +1,21 @@
 """OpenAI's chat completions.
 
-Beyond OpenAI's own fields there are those of SAMPLED, ignore_eos, return_token_ids (token_ids beside each piece of an
-answer), timeout (the answer has to be complete within so many seconds) and chat_template_kwargs.enable_thinking, which
-overrules reasoning_effort. An answer's thoughts come as reasoning_content. A field that is not described here is
-refused, so that a client hears of a misspelt name.
+Beside OpenAI's own fields those of other servers are taken: field_table.py says which and how. An answer's thoughts
+come as reasoning_content. A field that is not in that table is refused, so that a client hears of a misspelt name.
 """
 
+import json
 import time
 import uuid
 
 from engine.request import STOP_LETTERS, Delta, Request, RequestError
 
-from . import chat
+from . import chat, field_table
 from .endpoint import Endpoint, WireProtocol
 from .errors import ErrorAnswer, explain
+from .field_table import fields_of
 from .fields import ANYTHING, BOOL, SAMPLED, SECONDS, TEXT, either, list_of, number, object_of, one_of, sampling_of
-from .grammar import Shape
+from .grammar import Shape, at_least
 from .reply import CallArguments, CallStart, Content, Message, Thought, cause_of, kept_alive, sse, together, whole
 from .thinking import BUDGETS, EFFORTS, read_budget, thinks
 from .tools import Tool
@@ -50,36 +50,78 @@ ALLOWED_TOOLS = object_of({"type": one_of("allowed_tools"), "allowed_tools": obj
     {"mode": one_of("auto", "required"), "tools": list_of(NAMED_TOOL, 1)}, ["mode", "tools"])},
     ["type", "allowed_tools"])
 FORMAT = either(
-    object_of({"type": one_of("text")}, ["type"]), object_of({"type": one_of("json_object")}, ["type"]),
-    object_of({"type": one_of("json_schema"), "json_schema": object_of(
-        {"name": TEXT, "description": TEXT, "schema": OBJECT, "strict": BOOL}, ["schema"])}, ["type", "json_schema"]))
+    object_of({"type": one_of("text")}, ["type"]),
+    object_of({"type": one_of("json_object"), "schema": OBJECT}, ["type"]),
+    object_of({"type": one_of("json_schema"), "schema": OBJECT, "json_schema": object_of(
+        {"name": TEXT, "description": TEXT, "schema": OBJECT, "strict": BOOL}, ["schema"])}, ["type"]))
+CHOICES = list_of(TEXT, 1)
+STRUCTURE = object_of({"json": either(OBJECT, TEXT), "json_object": BOOL, "regex": TEXT, "choice": CHOICES,
+                       "grammar": TEXT, **dict.fromkeys(["disable_any_whitespace", "disable_fallback"], ANYTHING)})
 
 BIAS = object_of({}, others={"type": "number", "minimum": -100, "maximum": 100}) | {
     "propertyNames": {"pattern": "^[0-9]{1,9}$"}}                   # token ids, which JSON has as strings
+NO_LIMIT = one_of(-1)       # as llama.cpp and vLLM write it
 SHARED = {
-    "model": TEXT, "stream": BOOL, "stream_options": object_of({"include_usage": BOOL, "include_obfuscation": BOOL}),
+    "model": TEXT, "stream": BOOL, "stream_options": object_of({
+        "include_usage": BOOL, "include_obfuscation": BOOL, "continuous_usage_stats": BOOL}),
     "n": {"type": "integer", "minimum": 1, "maximum": MAX_CHOICES}, **SAMPLED,
-    "logit_bias": BIAS, "stop": either(STOP, list_of(STOP, 0, MAX_STOPS)),
-    "ignore_eos": BOOL, "return_token_ids": BOOL, "timeout": SECONDS,
-    # what changes no answer
-    **dict.fromkeys(["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-                     "prompt_cache_retention", "prompt_cache_options", "prediction"], ANYTHING)}
-CHAT = object_of({
-    **SHARED, "messages": list_of(MESSAGE, 1), "max_completion_tokens": number("max_tokens"),
+    **{name: either(NO_LIMIT, number(name)) for name in ("max_tokens", "top_k", "seed")},
+    "n_predict": either(NO_LIMIT, number("max_tokens")), "repeat_penalty": number("repetition_penalty"),
+    "repeat_last_n": {"type": "integer", "minimum": -1, "maximum": 2**31 - 1},
+    "min_tokens": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
+    "logit_bias": BIAS, "stop": either(STOP, list_of(STOP, 0, MAX_STOPS)), "stop_token_ids": list_of(ID, 0, MAX_STOPS),
+    "ignore_eos": BOOL, "skip_special_tokens": BOOL, "return_token_ids": BOOL, "timeout": SECONDS,
+    "response_format": FORMAT, "guided_json": either(OBJECT, TEXT), "guided_regex": TEXT, "guided_choice": CHOICES,
+    "guided_grammar": TEXT, "structured_outputs": STRUCTURE, "grammar": TEXT, "json_schema": OBJECT}
+CHAT = object_of(fields_of(field_table.CHAT, {
+    **SHARED, "messages": list_of(MESSAGE, 1), "max_completion_tokens": SHARED["max_tokens"],
     "logprobs": BOOL, "top_logprobs": {"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS},
-    "response_format": FORMAT, "tools": list_of(TOOL), "parallel_tool_calls": BOOL,
+    "tools": list_of(TOOL), "parallel_tool_calls": BOOL,
     "tool_choice": either(one_of("none", "auto", "required"), NAMED_TOOL, ALLOWED_TOOLS),
-    "chat_template_kwargs": object_of({"enable_thinking": BOOL}),
-    "reasoning_effort": one_of(*EFFORTS), **BUDGETS,
-    # only what asks for nothing
-    "modalities": one_of(["text"]), "functions": one_of([]), "function_call": one_of("none", "auto")}, ["messages"])
+    "chat_template_kwargs": object_of({"enable_thinking": BOOL}, others=True), "documents": list_of(OBJECT),
+    "add_generation_prompt": BOOL, "continue_final_message": BOOL,
+    "reasoning_effort": one_of(*EFFORTS), **BUDGETS}), ["messages"])
+
+# Other names of one number -> that number's name in Request. The last one that is said counts.
+ALIASES = {"n_predict": "max_tokens", "max_tokens": "max_tokens", "max_completion_tokens": "max_tokens",
+           "repeat_penalty": "repetition_penalty", "repetition_penalty": "repetition_penalty"}
+UNLIMITED = {"max_tokens": None, "top_k": 0, "seed": None}          # what Request has for NO_LIMIT
+
+
 def read_sampling(service, body: dict) -> dict:
     """Arguments of Request that both endpoints take. The body overrules the command line."""
+    said = sampling_of(body) | {ours: body[name] for name, ours in ALIASES.items() if name in body}
+    said |= {name: value for name, value in UNLIMITED.items() if said.get(name) == -1}
     stop = body.get("stop", [])
-    return service.sampling | sampling_of(body) | {
-        "stop": [stop] if isinstance(stop, str) else stop, "ignore_eos": body.get("ignore_eos", False),
+    request = service.sampling | said | {
+        "stop": [stop] if isinstance(stop, str) else stop, "stop_token_ids": body.get("stop_token_ids", ()),
+        "ignore_eos": body.get("ignore_eos", False), "special": not body.get("skip_special_tokens", True),
         "timeout": body.get("timeout"),
         "logit_bias": {int(token): float(bias) for token, bias in body.get("logit_bias", {}).items()}}
+    return without_penalties(request, body["repeat_last_n"]) if "repeat_last_n" in body else request
+
+
+NO_PENALTIES = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+
+
+def without_penalties(request: dict, n: int) -> dict:
+    """llama.cpp's repeat_last_n: penalties look at the last n tokens. Ours look at all of them, -1."""
+    if n == 0:
+        return request | NO_PENALTIES
+    if n > 0 and (NO_PENALTIES | request).items() & NO_PENALTIES.items() != NO_PENALTIES.items():
+        raise RequestError("repeat_last_n", "'repeat_last_n' must be -1 or 0 where a penalty is set: penalties look at "
+                                            "all tokens")
+    return request
+
+
+def late_end(service, request: dict, n: int) -> dict:
+    """The request, as arguments of Request, with the rule that its end cannot come before n tokens."""
+    if not n or request.get("ignore_eos") and not request["stop_token_ids"]:
+        return request
+    if request.get("grammar") is not None:
+        raise RequestError("min_tokens", "'min_tokens' cannot be kept beside a grammar or tools, which say when the "
+                                         "answer ends")
+    return request | {"grammar": at_least(n, {*request["stop_token_ids"], *service.engine.tokenizer.eos_ids})}
 
 
 def seeded(request: dict, n: int) -> list[Request]:
@@ -109,16 +151,15 @@ PROTOCOL = WireProtocol("/", error_body)
 
 def chat_completions(service, body: dict):
     request, n = read_sampling(service, body), body.get("n", 1)
-    if "max_completion_tokens" in body:
-        request["max_tokens"] = body["max_completion_tokens"]
     if body.get("logprobs"):
         request["top_logprobs"] = body.get("top_logprobs", 0)
     elif "top_logprobs" in body:
         raise RequestError("top_logprobs", "'top_logprobs' needs 'logprobs' to be true")
 
     def make(turn):
-        requests = seeded(request | {"prompt_ids": turn.prompt_ids} | turn.rules, n)
-        choices = [ChatChoice(service.engine.tokenizer, turn.reader()) for _ in requests]
+        asked = late_end(service, request | {"prompt_ids": turn.prompt_ids} | turn.rules, body.get("min_tokens", 0))
+        requests = seeded(asked, n)
+        choices = [ChatChoice(service.engine.tokenizer, turn.reader(special=request["special"])) for _ in requests]
         return requests, Answer(service, body, choices, "chatcmpl-", "chat.completion", "chat.completion.chunk")
 
     return chat.respond(service, read_conversation(body), n, make, body.get("stream", False))
@@ -130,14 +171,32 @@ ENDPOINTS = [Endpoint("POST", "/v1/chat/completions", "Answer a conversation", c
 
 def read_conversation(body: dict) -> chat.Conversation:
     """What a chat request wants answered."""
-    thinking, effort = body.get("chat_template_kwargs", {}).get("enable_thinking"), body.get("reasoning_effort")
+    variables = dict(body.get("chat_template_kwargs", {}))
+    if "documents" in body:
+        variables["documents"] = body["documents"]
+    thinking, effort = variables.pop("enable_thinking", None), body.get("reasoning_effort")
     if thinking is None:
         thinking = thinks(effort)
     elif thinking != thinks(effort):        # the effort is overruled
         effort = None
-    shape = read_format(body.get("response_format", {}))
-    return chat.Conversation(read_messages(body["messages"]), thinking, read_tools(body), shape,
-                             timeout=body.get("timeout"), **read_budget(body, effort))
+    messages, is_continued = read_messages(body["messages"]), read_continued(body)
+    return chat.Conversation(messages, thinking, read_tools(body), read_shape(body), **read_budget(body, effort),
+                             continued=is_continued, template_kwargs=variables, timeout=body.get("timeout"),
+                             add_generation_prompt=is_continued or body.get("add_generation_prompt", True))
+
+
+def read_continued(body: dict) -> bool:
+    """Whether the answer continues the last message. It does so, as llama.cpp's does, where that is the assistant's."""
+    last, opens = body["messages"][-1], body.get("add_generation_prompt")
+    can = last["role"] == "assistant" and not last.get("tool_calls")
+    is_continued = body.get("continue_final_message", can and not opens)
+    if is_continued and opens:
+        raise RequestError("add_generation_prompt", "'add_generation_prompt' and 'continue_final_message' exclude each "
+                                                    "other")
+    if is_continued and not can:
+        raise RequestError("continue_final_message", "'continue_final_message' needs a last message of the assistant's "
+                                                     "that calls no tools")
+    return is_continued
 
 
 def read_messages(messages: list[dict]) -> list[dict]:
@@ -169,11 +228,52 @@ def read_choice(choice: str | dict) -> tuple[str, list[str] | None]:
     return "one", [choice.get("function", choice)["name"]]
 
 
+def read_shape(body: dict) -> Shape | None:
+    """What the text of the answer has to be, None without a demand. Fields of several servers say so; one may."""
+    shapes = [read_format(body.get("response_format", {}))]
+    structure = {f"structured_outputs.{name}": value for name, value in body.get("structured_outputs", {}).items()}
+    if structure.get("structured_outputs.json_object"):
+        shapes.append(Shape("json", {"type": "object"}, "structured_outputs.json_object"))
+    for field, kind in SHAPE_FIELDS.items():
+        value = (body | structure).get(field)
+        if value is not None and value != "":
+            shapes.append(read_value(kind, value, field))
+    shapes = [shape for shape in shapes if shape is not None]
+    if len(shapes) > 1:
+        raise RequestError(shapes[1].field, f"'{shapes[0].field}' and '{shapes[1].field}' both say what the answer has "
+                                            "to be, and one may")
+    return shapes[0] if shapes else None
+
+
+# Fields that say what the text has to be -> a kind of grammar.SHAPES; None: GBNF or Lark.
+SHAPE_FIELDS = {"json_schema": "json", "grammar": "gbnf"} | {
+    f"{before}{name}": kind for before in ("guided_", "structured_outputs.")
+    for name, kind in (("json", "json"), ("regex", "regex"), ("choice", "choice"), ("grammar", None))}
+
+
+def read_value(kind: str | None, value, field: str) -> Shape:
+    """A shape of this kind. vLLM takes schemas also as JSON text, and grammars in two languages."""
+    if kind == "json" and isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            raise RequestError(field, f"'{field}' is not a JSON object")
+    return Shape(kind or ("gbnf" if "::=" in value else "lark"), value, field)
+
+
 def read_format(format: dict) -> Shape | None:
-    """What the text of the answer has to be, None without a demand."""
+    """What a response_format demands. llama.cpp has the schema beside the type, OpenAI inside of json_schema."""
     match format.get("type"):
+        case "json_schema" if format.get("schema") is not None:
+            return Shape("json", format["schema"], "response_format.schema")
+        case "json_schema" if format.get("json_schema") is None:
+            raise RequestError("response_format.json_schema", "'response_format.json_schema' is missing")
         case "json_schema":
             return Shape("json", format["json_schema"]["schema"], "response_format.json_schema.schema")
+        case "json_object" if format.get("schema") is not None:
+            return Shape("json", format["schema"], "response_format.schema")
         case "json_object":
             return Shape("json", {"type": "object"}, "response_format")
     return None
@@ -204,15 +304,13 @@ class ChatChoice:
         """The log-probabilities of the token that was pushed last, if it is of the text."""
         if delta.logprob is None:
             return None
-        listed = self.reply.in_content and not is_end(delta, self.tokenizer)
-        content = [self._entry(delta.token_id, delta.logprob) | {
-            "top_logprobs": [self._entry(*one) for one in delta.top_logprobs]}] if listed else []
+        content = logprobs_of_text(delta, self.reply, self.tokenizer)
         self.logprobs["content"] += content
         return {"content": content, "refusal": None}
 
-    def _entry(self, token: int, logprob: float) -> dict:
-        piece = self.tokenizer.pieces[token]
-        return {"token": piece.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(piece)}
+    def ids_of(self, delta: Delta) -> list[int]:
+        """The tokens that the last Delta adds to the answer."""
+        return [delta.token_id]
 
     def finish_reason(self, reason: str) -> str:
         return "tool_calls" if self.reply.n_calls and reason == "stop" else reason
@@ -247,6 +345,18 @@ def is_end(delta: Delta, tokenizer) -> bool:
     return delta.finish_reason == "stop" and delta.token_id in tokenizer.eos_ids
 
 
+def logprobs_of_text(delta: Delta, reply, tokenizer) -> list[dict]:
+    """The log-probabilities of the token that `reply` was given last: one entry, or none if the token is not of the
+    text."""
+    def entry(token: int, logprob: float) -> dict:
+        piece = tokenizer.pieces[token]
+        return {"token": piece.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(piece)}
+
+    if not reply.in_content or is_end(delta, tokenizer):
+        return []
+    return [entry(delta.token_id, delta.logprob) | {"top_logprobs": [entry(*one) for one in delta.top_logprobs]}]
+
+
 def end_of(choice, delta: Delta) -> dict:
     """Why a choice ended, as its last Delta says."""
     return {"finish_reason": choice.finish_reason(delta.finish_reason)} | cause_of(delta)
@@ -274,7 +384,7 @@ class Answer:
         ids, logprobs = [], None
         for delta in whole(generation):
             choice.push(delta)
-            ids.append(delta.token_id)
+            ids += choice.ids_of(delta)
             logprobs = choice.logprobs if choice.logprobs_of(delta) is not None else None
         return {"index": index, **choice.whole(), **({"token_ids": ids} if self.with_ids else {}),
                 "logprobs": logprobs, **end_of(choice, delta)}
@@ -301,7 +411,7 @@ class Answer:
         """The chunks that a token of one answer adds to the stream."""
         choice = self.choices[index]
         pieces = choice.push(delta)
-        logprobs, ids = choice.logprobs_of(delta), [delta.token_id]
+        logprobs, ids = choice.logprobs_of(delta), choice.ids_of(delta)
         if delta.finish_reason or (not pieces and (logprobs or self.with_ids)):
             pieces.append(choice.closing)
         for piece in pieces:

@@ -1,6 +1,6 @@
 """The OpenAPI document of the server, made of what checks its requests."""
 
-from . import anthropic, completions, metrics, models, ollama, openai, page, plain
+from . import anthropic, completions, metrics, models, ollama, openai, page, plain, responses
 from .endpoint import Endpoint, WireProtocol
 
 
@@ -42,7 +42,7 @@ def published(description: dict) -> dict:
 
 
 PROTOCOLS = [openai.PROTOCOL, anthropic.PROTOCOL, ollama.PROTOCOL]
-FILES = openai, completions, models, anthropic, ollama, plain, page, metrics       # in the order of the document
+FILES = openai, responses, completions, models, anthropic, ollama, plain, page, metrics     # in the document's order
 ENDPOINTS = [*(endpoint for file in FILES for endpoint in file.ENDPOINTS),
              Endpoint("GET", "/openapi.json", "This document", document, openai.PROTOCOL)]
 BY_NAME = {endpoint.name: endpoint for endpoint in ENDPOINTS}

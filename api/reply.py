@@ -99,19 +99,19 @@ class Reply:
 
     opening: how the answer begins, see `opening_of`. form: XMLCall or JSONCall. tools: those on offer, by name; None:
     `<tool_call>` is text. ruled: whether a grammar makes sure that calls are well-formed, so that they may go out piece
-    by piece.
+    by piece. special: whether the text has control tokens, as Request.special says.
 
     n_calls, n_thinking: calls and tokens of thoughts so far. in_content: whether the last token was of the text.
     stopped_by(strings): which of the stop strings ended the answer, if one did.
     """
 
     def __init__(self, tokenizer: Tokenizer, opening: str, form=None, tools: dict[str, Tool] | None = None,
-                 ruled: bool = False):
+                 ruled: bool = False, special: bool = False):
         self.form, self.tools, self.ruled = form, tools, ruled
         self.thinking = opening == "thought"
         self.n_calls = self.n_thinking = 0
         self.in_content = False
-        self._cutter = Cutter(tokenizer)
+        self._cutter = Cutter(tokenizer, special)
         self._call, self._written = None, ""    # the call that is being read, and its whole text so far
         self._started = False                   # whether the start of that call is out
         self._gap = ""                  # line breaks that are part of the text only if more text follows
@@ -256,10 +256,10 @@ class Cutter:
     unseen: text of tokens that no Delta has shown: a stop string and what follows it, or what may become one.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, special: bool = False):
         self._names = {tokenizer.tags[tag]: tag for tag in TAGS if tag in tokenizer.tags}
         self._spelt = [tag for tag in TAGS if tag not in tokenizer.tags]
-        self._decoder, self.unseen = tokenizer.stream_decoder(), ""
+        self._decoder, self.unseen = tokenizer.stream_decoder(special), ""
         self._text, self._start = "", 0         # text that is shown and not cut yet, and where in the answer it starts
         self._marks = collections.deque()       # (start in the answer, tag) of tokens that are tags
 

@@ -13,11 +13,13 @@ import flask
 from werkzeug.exceptions import ServiceUnavailable, TooManyRequests
 
 from engine.request import EngineStopped
+from engine.template import RENDERING
 from engine.text_engine import TextEngine
 
 from . import log, metrics, openapi
 from .access import Access
 from .errors import MAX_BODY, explain
+from .stored import Stored
 
 MAX_WAITING = 64            # requests that may wait beside the running ones; one more is answered 429
 POLL_SECONDS = 0.05         # between two looks for clients that hung up
@@ -42,6 +44,7 @@ class Service:
         self.closing = False
         self.is_loading = False                     # another engine is being loaded, because `engine` has failed
         self.lost = []                              # the Faults of the cards that the server goes on without
+        self.stored = Stored()                      # responses, for /v1/responses
         self.log = self.metrics = None              # a RequestLog and Metrics, set by create_app
         threading.Thread(target=self.watch, name="client watcher", daemon=True).start()
 
@@ -158,7 +161,12 @@ class Service:
             self.changed.notify_all()
             for generation, _ in self.open.values():
                 generation.cancel()
-            return self.changed.wait_for(lambda: not (self.open or self.n_entering), timeout)
+            end = time.monotonic() + timeout
+            while (self.open or self.n_entering) and (left := end - time.monotonic()) > 0:
+                if self.n_entering:
+                    RENDERING.close()           # a template may hang, and the next one may begin after this
+                self.changed.wait(min(left, POLL_SECONDS))
+            return not (self.open or self.n_entering)
 
 
 def create_app(engine: TextEngine | None = None, *, sampling: dict | None = None, thinking: bool | None = None,

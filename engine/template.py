@@ -113,13 +113,13 @@ def _template_message(message, where: str) -> dict:
     """A message as every template takes it: content one string, arguments of tool calls parsed."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise RequestError(where, f"{where} is not an object with a role")
-    message = message | {"content": _flat_content(message.get("content"), f"{where}.content")}
+    message = message | {"content": flat_content(message.get("content"), f"{where}.content")}
     if message.get("tool_calls") is not None:
         message["tool_calls"] = _parsed_calls(message["tool_calls"], f"{where}.tool_calls")
     return message
 
 
-def _flat_content(content, where: str) -> str:
+def flat_content(content, where: str) -> str:
     """Content as one string: older templates know no lists of parts, and none knows null."""
     if content is None:
         return ""

@@ -90,8 +90,9 @@ class Tokenizer:
         table = self.pieces if special else self._shown
         return b"".join(table[i] for i in ids)
 
-    def stream_decoder(self) -> "StreamDecoder":
-        return StreamDecoder(self._shown)
+    def stream_decoder(self, special: bool = False) -> "StreamDecoder":
+        """special: whether control tokens have a text."""
+        return StreamDecoder(self.pieces if special else self._shown)
 
 
 class StreamDecoder:

@@ -188,7 +188,10 @@ def test_a_call_that_the_length_cuts(scripted):
     ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
     ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages[0].content[0].tool_use_id"),
-    ({"messages": [*HI, {"role": "assistant", "content": "I"}]}, "assistant"),
+    ({"messages": [*HI, {"role": "assistant", "content": [
+        {"type": "tool_use", "id": "a", "name": "now", "input": {}}]}]}, "results"),
+    ({"extra_body": {"container": "c"}}, "'container' is not supported"),
+    ({"tools": [TOOLS[0] | {"defer_loading": True}]}, "tools[0].defer_loading"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "then"}}, "tool_choice"),
@@ -204,6 +207,34 @@ def test_what_is_wrong_is_named(scripted, arguments, said):
             client.messages.create(**({"model": "m", "messages": HI, "max_tokens": 5, "stream": stream} | arguments))
         error = caught.value.body["error"]
         assert error["type"] == "invalid_request_error" and said in error["message"]
+
+
+def test_the_assistants_last_message_is_continued(ask):
+    message, _, request = ask(" a time.", messages=[*HI, {"role": "assistant", "content": "Once upon"}])
+    assert message == [("text", " a time.")]
+    assert shipped().tokenizer.decode(request.prompt_ids).endswith("</think>\n\nOnce upon")
+
+
+def test_the_tool_runner(scripted):
+    """It sends a thread, and then only what is new. Told that there is none, it sends the whole conversation."""
+    engine, client, _ = scripted
+    engine.requests.clear()
+    engine.script = lambda prompt: "It is 20 degrees." if "20 C" in prompt else XML
+
+    @anthropic.beta_tool
+    def get_weather(city: str, days: int) -> str:
+        """The weather."""
+        return "20 C"
+
+    for _ in range(2):
+        runner = client.beta.messages.tool_runner(model="m", max_tokens=100, messages=HI, tools=[get_weather])
+        assert runner.until_done().content[0].text == "It is 20 degrees."
+    prompt = shipped().tokenizer.decode(engine.requests[-1].prompt_ids)
+    assert "Hi" in prompt and "20 C" in prompt and "get_weather" in prompt
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        client.beta.messages.create(model="m", max_tokens=5, messages=HI,
+                                    thread={"type": "continue", "previous_message_id": "msg_1"})
+    assert caught.value.body["error"]["details"] == {"error_code": "thread_not_found"}
 
 
 def test_errors_have_anthropics_shape(scripted, monkeypatch):

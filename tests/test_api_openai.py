@@ -109,6 +109,112 @@ def test_reasoning_effort_switches_thinking(ask, effort, thinks):
         assert shipped().tokenizer.decode(request.prompt_ids).endswith("<think>\n") == said
 
 
+def prompt_of(request):
+    return shipped().tokenizer.decode(request.prompt_ids, special=True)
+
+
+OPENED = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+@pytest.mark.parametrize("said, end, choice", [
+    ({"content": "Once upon"}, OPENED + "Once upon", (None, " a time.", [], "stop")),
+    ({"content": "Once <|im_end|>"}, OPENED + "Once <|im_end|>", (None, " a time.", [], "stop")),
+    ({"content": "So.", "reasoning_content": "I"}, "<think>\nI\n</think>\n\nSo.", (None, " a time.", [], "stop")),
+    ({"content": "", "reasoning_content": "I"}, "assistant\n<think>\nI", (" a time.", "", [], "stop"))])
+def test_the_assistants_last_message_is_continued(ask, said, end, choice):
+    """As llama.cpp's server does it, with or without a word. What a client writes never becomes a control token."""
+    messages = [*HI, {"role": "assistant"} | said]
+    for extra in {}, {"continue_final_message": True}, {"continue_final_message": True, "add_generation_prompt": False}:
+        (choices, _), request = ask(" a time.", messages, extra_body=extra)
+        assert prompt_of(request).endswith(end) and choices == [choice]
+        ids = shipped().tokenizer.control
+        assert request.prompt_ids.count(ids["<|im_end|>"]) == 1 and request.prompt_ids.count(ids["<|im_start|>"]) == 2
+
+
+def test_the_assistants_last_message_is_not_continued(ask):
+    messages = [*HI, {"role": "assistant", "content": "Yes"}]
+    for extra in {"add_generation_prompt": True}, {"continue_final_message": False}:
+        assert prompt_of(ask("a", messages, extra_body=extra)[1]).endswith(OPENED)
+    _, request = ask("a", extra_body={"add_generation_prompt": False})
+    assert prompt_of(request).endswith("Hi<|im_end|>\n")
+
+
+@pytest.mark.parametrize("extra, field", [
+    ({"continue_final_message": True}, "continue_final_message"),
+    ({"messages": [*HI, {"role": "assistant", "content": "a"}], "continue_final_message": True,
+      "add_generation_prompt": True}, "add_generation_prompt"),
+    ({"messages": [*HI, {"role": "assistant", "content": "a"}], "json_schema": {}}, "json_schema")])
+def test_what_cannot_be_continued(scripted, extra, field):
+    with pytest.raises(openai.BadRequestError) as caught:
+        scripted[1].chat.completions.create(model="m", messages=HI, extra_body=extra)
+    assert caught.value.param == field
+
+
+def test_variables_of_the_template(scripted, monkeypatch):
+    """Any names, but none that the server itself sets; what they hold never becomes a control token."""
+    engine, client, _ = scripted
+    monkeypatch.setattr(engine, "template", ChatTemplate("{{ tone }}<|im_end|>", shipped().tokenizer.control))
+    client.chat.completions.create(model="m", messages=HI, extra_body={"chat_template_kwargs": {"tone": "<|im_end|>"}})
+    assert prompt_of(engine.requests[-1]) == "<|im_end|><|im_end|>"
+    assert engine.requests[-1].prompt_ids.count(shipped().tokenizer.control["<|im_end|>"]) == 1
+
+
+def test_an_end_that_comes_late(ask):
+    """min_tokens: neither the model's end nor stop_token_ids can come before."""
+    tokenizer = shipped().tokenizer
+    [stop] = tokenizer.encode("!")
+    _, request = ask("a", extra_body={"min_tokens": 3, "stop_token_ids": [stop]})
+    rules = {"grammar": request.grammar}
+    assert request.grammar_after is None and request.stop_token_ids == (stop,)
+    assert [obeys(rules, text) for text in ("a b c d", "a", "! b c", "a b c!", "<think> a\n b")] == [
+        True, False, False, False, True]
+    _, request = ask("a", extra_body={"min_tokens": 3, "ignore_eos": True})
+    assert request.grammar is None
+    for extra in {"tools": TOOLS}, {"guided_regex": "a"}:
+        with pytest.raises(openai.BadRequestError, match="'min_tokens' cannot be kept beside a grammar or tools"):
+            ask("a", extra_body={"min_tokens": 3} | extra)
+
+
+def test_tokens_that_end_an_answer(ask):
+    [stop] = shipped().tokenizer.encode("!")
+    (choices, usage), _ = ask("Hello! there", extra_body={"stop_token_ids": [stop], "ignore_eos": True})
+    assert choices == [(None, "Hello", [], "stop")]
+    assert usage["completion_tokens"] == len(shipped().tokenizer.encode("Hello!"))
+    with pytest.raises(openai.BadRequestError, match="'stop_token_ids'"):
+        ask("a", extra_body={"stop_token_ids": [6144]})
+
+
+def test_control_tokens_in_the_text(ask):
+    for skip, said in (True, "a  b"), (False, "a <|box_start|> b"):
+        (choices, _), _ = ask("a <|box_start|> b", extra_body={"skip_special_tokens": skip}, stop=" c")
+        assert choices == [(None, said, [], "stop")]
+
+
+@pytest.mark.parametrize("asked, got", [
+    ({"n_predict": 3}, {"max_tokens": 3}), ({"max_tokens": -1}, {"max_tokens": None}), ({"seed": -1}, {"seed": None}),
+    ({"n_predict": 3, "max_tokens": 4}, {"max_tokens": 4}), ({"top_k": -1}, {"top_k": 0}),
+    ({"repeat_penalty": 1.5, "repeat_last_n": -1}, {"repetition_penalty": 1.5}),
+    ({"repeat_penalty": 1.5, "presence_penalty": 1, "repeat_last_n": 0},
+     {"repetition_penalty": 1, "presence_penalty": 0}),
+    ({"repeat_penalty": 1, "repeat_last_n": 64}, {"repetition_penalty": 1})])
+def test_names_of_other_servers(ask, asked, got):
+    _, request = ask("a", extra_body=asked)
+    assert {name: getattr(request, name) for name in got} == got
+
+
+def test_penalties_of_a_window(ask):
+    with pytest.raises(openai.BadRequestError, match="'repeat_last_n' must be -1 or 0"):
+        ask("a", extra_body={"repeat_penalty": 1.5, "repeat_last_n": 64})
+
+
+def test_the_first_piece_of_a_stream(scripted):
+    engine, client, _ = scripted
+    engine.script = "Hello."
+    first, *others = client.chat.completions.create(model="m", messages=HI, stream=True)
+    assert first.choices[0].delta.model_dump(exclude_unset=True) == {"role": "assistant", "content": ""}
+    assert all(chunk.choices[0].delta.role is None for chunk in others)
+
+
 def test_stop_strings(ask):
     (choices, usage), request = ask("one two three", stop=[" th", "four"])
     assert choices == [(None, "one two", [], "stop")] and request.stop == (" th", "four")
@@ -369,8 +475,6 @@ BROKEN = {"type": "function", "function": {"name": "f", "parameters": {"properti
     ({"response_format": json_format({"enum": ["a" * 300_000]})}, "response_format.json_schema.schema", "letters"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
      "messages[0].content[0].type", "text"),
-    ({"messages": [HI[0], {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-     "messages[1].tool_calls[0].function.arguments", "JSON"),
 ])
 def test_what_is_wrong_is_named(scripted, arguments, field, said):
     engine, client, _ = scripted
@@ -394,6 +498,39 @@ def test_a_grammar_that_only_the_engine_refuses(scripted, monkeypatch, arguments
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="m", messages=HI, **arguments)
     assert caught.value.param == field and "too complex" in caught.value.body["message"]
+
+
+@pytest.mark.parametrize("asked, good, bad", [
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, '{"name": "a", "age": 3}', "{}"),
+    ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, '{"name": "a", "age": 3}', "{}"),
+    ({"json_schema": {"type": "integer"}}, "7", '"7"'), ({"json_schema": {}}, "[1]", "[1"),
+    ({"grammar": 'root ::= "a"+'}, "aa", "b"), ({"guided_json": {"type": "integer"}}, "7", "a"),
+    ({"guided_json": '{"type": "integer"}'}, "7", "a"), ({"guided_regex": "a+b"}, "aab", "a"),
+    ({"guided_choice": ["yes", "no"]}, "no", "nope"), ({"guided_grammar": 'root ::= "a"'}, "a", "b"),
+    ({"guided_grammar": 'start: "a"'}, "a", "b"), ({"structured_outputs": {"regex": "a+b"}}, "aab", "a"),
+    ({"structured_outputs": {"json": {"type": "integer"}}}, "7", "a"),
+    ({"structured_outputs": {"json_object": True, "disable_fallback": True}}, "{}", "[]"),
+    ({"structured_outputs": {"choice": ["yes"]}}, "yes", "no")])
+def test_forms_of_other_servers(ask, scripted, asked, good, bad):
+    _, request = ask(good, extra_body=asked)
+    assert obeys({"grammar": request.grammar}, good) and not obeys({"grammar": request.grammar}, bad)
+    engine, client, _ = scripted
+    client.completions.create(model="m", prompt="a", extra_body=asked)
+    assert engine.requests[-1].grammar == request.grammar
+
+
+@pytest.mark.parametrize("asked, field", [
+    ({"guided_regex": "a", "grammar": 'root ::= "a"'}, "guided_regex"), ({"guided_json": "{"}, "guided_json"),
+    ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs.regex"),
+    ({"guided_regex": "(?=a)"}, "guided_regex"), ({"grammar": "root ::= ("}, "grammar"),
+    ({"response_format": {"type": "structural_tag", "structures": []}}, "response_format.type")])
+def test_forms_that_are_refused(scripted, asked, field):
+    _, client, _ = scripted
+    for create, arguments in ((client.chat.completions.create, {"messages": HI}),
+                              (client.completions.create, {"prompt": "a"})):
+        with pytest.raises(openai.BadRequestError) as caught:
+            create(model="m", **arguments, extra_body=asked)
+        assert caught.value.param == field
 
 
 # ---- completions and the endpoints behind ------------------------------------------------------------------
@@ -422,7 +559,7 @@ def test_tokens_and_templates(scripted):
     text = "Hi <|im_end|> <think> \ub300\ud55c \U0001f600"
     ids = web.post("/tokenize", json={"content": text}).json["tokens"]
     assert ids == engine.tokenizer.encode(text)
-    assert web.post("/detokenize", json={"tokens": ids}).json == {"content": text}
+    assert web.post("/detokenize", json={"tokens": ids}).json == {"content": text, "prompt": text}
     plain = web.post("/tokenize", json={"content": text, "parse_special": False, "with_pieces": True}).json["tokens"]
     assert [one["id"] for one in plain] == engine.tokenizer.encode(text, allow_special=False)
     pieces = [one["piece"] for one in plain]
@@ -435,3 +572,13 @@ def test_tokens_and_templates(scripted):
                               ("/apply-template", {"messages": []}, "messages")):
         answer = web.post(path, json=body)
         assert (answer.status_code, answer.json["error"]["param"]) == (400, field)
+
+
+def test_messages_of_the_system_are_joined(scripted):
+    """Templates take one, and pydantic-ai sends two."""
+    engine, client, _ = scripted
+    said = [{"role": "system", "content": "Be kind."}, {"role": "developer", "content": [
+        {"type": "text", "text": "Be brief."}]}, HI[0]]
+    for messages in said, [{"role": "system", "content": "Be kind.\n\nBe brief."}, HI[0]]:
+        client.chat.completions.create(model="m", messages=messages)
+    assert engine.requests[-1].prompt_ids == engine.requests[-2].prompt_ids

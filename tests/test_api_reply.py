@@ -27,7 +27,7 @@ class Letters(Tokenizer):
         self.pieces.append(text.encode())
         return len(self.pieces) - 1
 
-    def stream_decoder(self):
+    def stream_decoder(self, special=False):
         return StreamDecoder(self.pieces)
 
 

@@ -13,6 +13,7 @@ asynchronously, whole and streamed.
     completions                   test_completions                          (it has none)
     counting tokens, models       test_behind_the_protocols                 test_a_message
     errors                        test_errors                               test_errors
+    responses                     test_responses, test_kept_responses       (it has none)
 
 What the model says is its own affair: the form has to be right, and all four ways say the same.
 """
@@ -28,7 +29,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import qengine
 from tests.clients import app_of, official_clients, send, serving
-from tests.four_ways import blocks_of, chat_in_four_ways, message_in_four_ways
+from tests.four_ways import blocks_of, chat_in_four_ways, message_in_four_ways, respond_in_four_ways
 from tests.scripted import shipped
 
 WEATHER = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 30}, "days": {"type": "integer"}},
@@ -286,12 +287,46 @@ def test_behind_the_protocols(port, clients):
     text = "대한 <|im_end|>"
     ids = send(port, "POST", "/tokenize", {"content": text})[2]["tokens"]
     assert ids == shipped().tokenizer.encode(text)
-    assert send(port, "POST", "/detokenize", {"tokens": ids})[2] == {"content": text}
+    assert send(port, "POST", "/detokenize", {"tokens": ids})[2] == {"content": text, "prompt": text}
     prompt = send(port, "POST", "/apply-template", {"messages": WHAT, "tools": TOOLS})[2]["prompt"]
     assert prompt == shipped().template.render(WHAT, tools=TOOLS)
     assert send(port, "GET", "/health")[2]["status"] == "ok"
     metrics = clients[0].with_options(base_url=f"http://127.0.0.1:{port}").get("/metrics", cast_to=str)
     assert "qengine:generation_tokens" in {family.name for family in text_string_to_metric_families(metrics)}
+
+
+# ---- OpenAI's responses ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("effort", ["none", "low"])
+def test_responses(clients, effort):
+    """Text, a call that is demanded and an answer in a schema, with and without thoughts."""
+    arguments = {"model": "m", "temperature": 0, "max_output_tokens": 400, "reasoning": {"effort": effort}}
+    kinds = ["reasoning"] * (effort == "low")
+    response = respond_in_four_ways(*clients, input="What is 17 + 25?", **arguments)
+    assert [item.type for item in response.output] == [*kinds, "message"] and response.status == "completed"
+    assert (response.usage.output_tokens_details.reasoning_tokens > 0) == bool(kinds)
+    tools = [{"type": "function", "name": name, "parameters": SCHEMAS[name], "strict": True} for name in SCHEMAS]
+    response = respond_in_four_ways(*clients, input=WHAT[0]["content"], tools=tools, tool_choice={
+        "type": "function", "name": "send_mail"}, **arguments)
+    assert response.output[-1].type == "function_call"
+    jsonschema.validate(json.loads(response.output[-1].arguments), MAIL)
+    format = {"type": "json_schema", "name": "person", "schema": PERSON, "strict": True}
+    response = respond_in_four_ways(*clients, input="A person.", text={"format": format}, **arguments)
+    jsonschema.validate(json.loads(response.output_text), PERSON)
+
+
+def test_kept_responses(clients):
+    """The prompt of a response that goes on with another is in the cache, as far as that one went."""
+    client, _ = clients
+    arguments = {"model": "m", "temperature": 0, "reasoning": {"effort": "none"}, "instructions": "Be brief. " * 60}
+    first = client.responses.create(input=WHAT, **arguments)
+    second = client.responses.create(input="What is 17 + 25?", previous_response_id=first.id, **arguments)
+    whole = client.responses.create(input=[*WHAT, *first.output, {"role": "user", "content": "What is 17 + 25?"}],
+                                    **arguments)
+    assert second.output_text == whole.output_text
+    assert second.usage.input_tokens == whole.usage.input_tokens > first.usage.input_tokens
+    assert second.usage.input_tokens_details.cached_tokens > first.usage.input_tokens // 64 * 64 - 64
 
 
 # ---- Anthropic ---------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import pytest
 from llguidance import LLMatcher
 
 import qengine
+from api.grammar import at_least
 from engine.plan import LEAST_CHECKPOINTS, Work, choose_rows, slowest_seconds
 from engine.prefix import pages_for
 from kernels import probe, q8_gemm, q8_gemv
@@ -190,7 +191,7 @@ def test_a_long_prompt_and_running_answers_take_turns(engine):
     order = []
     want = alone(engine, request(3, n_prompt=LONG))
     engine.clear_cache()
-    answers = [engine.submit(request(seed, max_tokens=200)) for seed in (1, 2)]
+    answers = [engine.submit(request(seed, max_tokens=1000)) for seed in (1, 2)]
     for answer in answers:
         next(iter(answer))
     with observed(engine, prefill=lambda n, ids, slot, start, marks: order.append(f"prompt {start}"),
@@ -198,7 +199,9 @@ def test_a_long_prompt_and_running_answers_take_turns(engine):
         late = engine.submit(request(3, n_prompt=LONG))
         assert tokens(late) == want
     first, last = order.index("prompt 0"), order.index("prompt 576")
-    assert order[first:last] == [step for start in range(0, 576, CHUNK) for step in (f"prompt {start}", 2)]
+    runs = [(done, len(list(run))) for done, run in itertools.groupby(order[first:last])]
+    assert [done for done, _ in runs] == [step for start in range(0, 576, CHUNK) for step in (f"prompt {start}", 2)]
+    assert all(n == 1 if done != 2 else n >= 2 for done, n in runs)     # at least one step after that of the pass
     assert order[last + 1] == 3                 # the new answer is in the very next step
     for answer in answers:
         answer.cancel()
@@ -322,6 +325,25 @@ def test_an_end_token_ends_an_answer_unless_ignored(engine, monkeypatch):
     assert [e.token_id for e in deltas] == want[:end + 1] and deltas[-1].finish_reason == "stop"
     assert alone(engine, request(max_tokens=8)) == want
     assert_idle(engine)
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_tokens_of_a_request_end_its_answer(engine, ignore_eos):
+    free = list(engine.submit(request(max_tokens=8)))
+    end = free[5].token_id
+    deltas = list(engine.submit(request(max_tokens=8, ignore_eos=ignore_eos, stop_token_ids=[end])))
+    n = [delta.token_id for delta in free].index(end) + 1
+    assert [delta.token_id for delta in deltas] == [delta.token_id for delta in free[:n]]
+    assert (deltas[-1].finish_reason, deltas[-1].text) == ("stop", "")
+
+
+def test_an_end_that_comes_late(engine):
+    """As a request with min_tokens asks for it, where the model would end at once."""
+    ends = sorted(engine.tokenizer.eos_ids)
+    wanted = {"ignore_eos": False, "logit_bias": dict.fromkeys(ends, 100.0), "max_tokens": 30}
+    assert len(list(engine.submit(request(**wanted)))) == 1
+    deltas = list(engine.submit(request(**wanted, grammar=at_least(7, {*ends, 5}))))
+    assert len(deltas) == 8 and deltas[-1].token_id in ends and deltas[-1].finish_reason == "stop"
 
 
 def test_answers_that_end_unforeseen_disturb_no_other(engine, monkeypatch):

@@ -37,7 +37,8 @@ EVIL = """<img src=x onerror="window.hacked=1"> <script>window.hacked=1</script>
 CALL = "<tool_call>\n<function=get_weather>\n<parameter=city>\nSeoul\n</parameter>\n</function>\n</tool_call>"
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {
     "type": "object", "properties": {"city": {"type": "string"}}}}}]
-ANSWERS = {"markdown": MARKDOWN, "evil": EVIL, "long": "word " * 2000, "weather": CALL}
+LONG = "".join(f"word word word word {i} " for i in range(500))
+ANSWERS = {"markdown": MARKDOWN, "evil": EVIL, "long": LONG, "weather": CALL}
 STORED = "JSON.parse(localStorage.getItem('qengine'))"
 
 

@@ -175,6 +175,9 @@ PLACES = {          # path, body, where the answer says how it ended, how it doe
     "chat": (CHAT, MESSAGES, lambda answer: answer["choices"][0], {"finish_reason": "length"}, OFF),
     "text": (TEXT, {"prompt": "hi", "max_tokens": 4000}, lambda answer: answer["choices"][0],
              {"finish_reason": "length"}, OFF),
+    "responses": ("/v1/responses", {"input": "hi", "max_output_tokens": 4000},
+                  lambda answer: answer["incomplete_details"] or {"reason": "max_output_tokens"},
+                  {"reason": "max_output_tokens"}, OFF),
     "anthropic": ("/v1/messages", MESSAGES, dict, {"stop_reason": "max_tokens", "stop_sequence": None}, OFF),
     "ollama": ("/api/chat", {"model": "m", "messages": [HI], "stream": False}, dict, {"done_reason": "length"},
                {"options": OFF})}
