@@ -48,7 +48,7 @@ def test_a_hostile_grammar_is_refused_and_stops_nobody(vocabulary, name):
     with LongestWait() as wait, pytest.raises(RequestError) as caught:
         Constraint(vocabulary, AT_ONCE[name])
     assert caught.value.field == "grammar" and len(str(caught.value)) < 1100
-    assert wait.longest < 0.6           # 0.01 s on a quiet machine; in this process "nested repetitions" took 0.9 to 2.8 s
+    assert wait.longest < 0.6           # 0.01 s on a quiet machine; "nested repetitions" used to take 0.9 to 2.8 s
     assert memory()[1] - before < 20 << 20 and AT_ONCE[name] not in vocabulary.kept
 
 
