@@ -67,7 +67,7 @@ class Fault(NamedTuple):
 
 
 STOPS, STOP_LETTERS = 64, 1024      # the most stop strings of a request, and the most letters of each
-GRAMMAR_LETTERS = 1 << 18   # the most letters of a grammar; one that spells out so much text delays the scheduler 0.5 s
+GRAMMAR_LETTERS = 1 << 18   # the most letters of a grammar
 
 # The numbers by which a request controls sampling: type, lowest, highest, meaning (for --help).
 SAMPLING = {
