@@ -105,8 +105,9 @@ OPENAI_RESPONSES = [
             tool_choice="none, auto, required, a function, or allowed_tools",
             parallel_tool_calls="whether an answer may have several calls",
             text="format: the form of the text. verbosity: a hint without effect",
-            reasoning="effort: none and minimal turn thoughts off, the others turn them on. summary: no effect, as the "
-            "models write no summaries", truncation="auto: the oldest turns go where the conversation is too long",
+            reasoning="effort: none and minimal turn thoughts off; the others turn them on, and limit them. summary: "
+            "no effect, as the models write no summaries",
+            truncation="auto: the oldest turns go where the conversation is too long",
             include="message.output_text.logprobs and reasoning.encrypted_content",
             top_logprobs="log-probabilities of so many of the likeliest tokens", metadata="the response repeats it"),
     *obeyed("qengine", (RESPONSES,), stop="texts that end the answer", logit_bias="added to the logits of tokens",

@@ -9,6 +9,7 @@ import pytest
 
 from api import stored
 from api.stored import Stored
+from api.thinking import EFFORTS
 from engine.request import EngineStopped
 from tests.calls import CALL, WEATHER, XML
 from tests.clients import app_of, official_client, scripted_clients, send, serving
@@ -93,7 +94,8 @@ def test_an_answer_that_was_cut(ask):
 
 @pytest.mark.parametrize("effort, thinks", [("none", False), ("minimal", False), ("low", True), ("high", True)])
 def test_effort_switches_thinking(ask, effort, thinks):
-    response, _, prompt = ask("a</think>b", reasoning={"effort": effort, "summary": "auto"})
+    response, request, prompt = ask("a</think>b", reasoning={"effort": effort, "summary": "auto"})
+    assert request.thinking_budget == EFFORTS[effort]
     assert prompt.endswith("<think>\n") == thinks
     assert (response.reasoning.effort, response.reasoning.summary) == (effort, None)
 
