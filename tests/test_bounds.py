@@ -36,13 +36,13 @@ def test_a_book_is_cut_into_tokens(web):
     assert ids == shipped().tokenizer.encode(book) and len(ids) > 10 * BLOCK
     told = web.post("/tokenize", json={"content": book, "with_pieces": True}).json["tokens"]
     assert [one["id"] for one in told] == ids
-    assert web.post("/detokenize", json={"tokens": ids}).json == {"content": book}
+    assert web.post("/detokenize", json={"tokens": ids}).json["content"] == book
 
 
 @pytest.mark.parametrize("n", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1])
 def test_joints_of_blocks(web, n):
     answer = web.post("/tokenize", json={"content": "7" * n})
-    assert json.loads(answer.data) == {"tokens": shipped().tokenizer.encode("7" * n)}
+    assert json.loads(answer.data)["tokens"] == shipped().tokenizer.encode("7" * n)
     assert answer.headers["Content-Type"] == "application/json"
 
 
