@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from engine.request import ContextExceeded, RequestError
 from engine.template import ChatTemplate, flat_content
 
+from .errors import WITHOUT_TOOLS
 from .grammar import GrammarError, Rules, Shape
 from .reply import Reply, opening_of
 from .tools import Tool, form_of
@@ -89,7 +90,7 @@ def render(service, conversation: Conversation) -> tuple[str, str]:
         raise RequestError("messages", "this model has no chat template: use /v1/completions")
     if toolbox:
         check_tools(toolbox.tools, form_of(template.source))
-    messages, switch = take_switches(conversation.messages)
+    messages, switch = take_switches(join_system(conversation.messages))
     asked = conversation.thinking, switch, service.thinking
     thinking = next((one for one in asked if one is not None), None)
     begun = messages.pop() if conversation.continued else None
@@ -99,6 +100,15 @@ def render(service, conversation: Conversation) -> tuple[str, str]:
                              conversation.add_generation_prompt, conversation.template_kwargs, conversation.timeout)
     opening = opening_of(prompt, template.source, thinking)
     return (prompt, opening) if begun is None else continued(prompt, opening, begun, template)
+
+
+def join_system(messages: list[dict]) -> list[dict]:
+    """The messages with those of the system at the beginning joined into one: templates take one."""
+    n = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    if n < 2:
+        return messages
+    texts = [flat_content(message.get("content"), f"messages[{i}].content") for i, message in enumerate(messages[:n])]
+    return [messages[0] | {"content": "\n\n".join(texts)}] + messages[n:]
 
 
 def continued(prompt: str, opening: str, begun: dict, template: ChatTemplate) -> tuple[str, str]:
@@ -202,8 +212,9 @@ def named_as_sent(conversation: Conversation, service):
         yield
     except RequestError as error:
         if error.field == "prompt":
-            by_tools = isinstance(error, ContextExceeded) and fits_without_tools(service, conversation)
-            error.field = "tools" if by_tools else "messages"
+            error.field = "messages"
+            if isinstance(error, ContextExceeded) and fits_without_tools(service, conversation):
+                error.field, error.args = "tools", (f"{error} {WITHOUT_TOOLS}.",)
         if error.field == "grammar":
             field = "tools" if conversation.shape is None else conversation.shape.field
             raise RequestError(field, f"'{field}' cannot be enforced: {error}") from None

@@ -54,7 +54,7 @@ class Answer(waitress.task.WSGITask):
 
     def build_response_header(self):
         if self.channel.server.service.is_draining:
-            self.set_close_on_finish()      # another server is to get the client's next request
+            self.request.headers["CONNECTION"] = "close"    # another server is to get the client's next request
         return super().build_response_header()
 
 

@@ -9,6 +9,7 @@ from werkzeug.exceptions import GatewayTimeout, HTTPException, ServiceUnavailabl
 from engine.request import ContextExceeded, DeadlineExceeded, EngineStopped, RequestError
 
 MAX_BODY = 4 << 20          # bytes of one request: the longest context, as token ids or as escaped text
+WITHOUT_TOOLS = "Without 'tools' it would fit"     # is said of a prompt that is too long for its tools
 PASSED_ON = "Allow", "Retry-After", "WWW-Authenticate"     # headers of HTTP errors that clients are sent
 
 

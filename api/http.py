@@ -155,6 +155,7 @@ def serving(app: flask.Flask, host: str, port: int, tls: ssl.SSLContext | None =
         connection_limit=room_for_connections(), backlog=4096,
         channel_request_lookahead=1,            # or waitress does not notice that a client hung up
         recv_bytes=RECORD, log_socket_errors=False,
+        inbuf_overflow=4 * RECORD,              # bytes of a body in memory; a longer one is in a file
         outbuf_high_watermark=100_000,          # bytes that an answer may be ahead of its reader
         max_request_header_size=MAX_HEAD,
         max_request_body_size=4 * MAX_BODY)     # smaller ones Flask refuses, in the shape of the protocol

@@ -260,7 +260,7 @@ def read_conversation(body: dict, items: list[dict]) -> chat.Conversation:
     earlier responses are not among the items."""
     effort = body.get("reasoning", {}).get("effort")
     messages = [{"role": "system", "content": body["instructions"]}] if "instructions" in body else []
-    return chat.Conversation(join_system(messages + read_messages(items)), thinks(effort), read_tools(body),
+    return chat.Conversation(messages + read_messages(items), thinks(effort), read_tools(body),
                              read_format(body.get("text", {}).get("format", {})), timeout=body.get("timeout"),
                              **read_budget(body, effort))
 
@@ -336,17 +336,10 @@ def read_thoughts(item: dict, i: int) -> str:
     return "\n".join(part["text"] for part in item.get("content") or item.get("summary", []))
 
 
-def join_system(messages: list[dict]) -> list[dict]:
-    """The messages with those of the system at the beginning joined into one: templates take one."""
-    n = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
-    texts = [message["content"] for message in messages[:n]]
-    return [{"role": "system", "content": "\n\n".join(texts)}] * bool(texts) + messages[n:]
-
-
 def shortened(service, conversation: chat.Conversation) -> chat.Conversation:
     """The conversation without its oldest turns, where it is too long: as many go as have to, so that an eighth of the
-    context is left for the answer. The system's first message stays, and so does the last turn."""
-    messages, most = conversation.messages, service.ready().n_ctx * 7 // 8
+    context is left for the answer. What the system says first stays, and so does the last turn."""
+    messages, most = chat.join_system(conversation.messages), service.ready().n_ctx * 7 // 8
     n_system = int(messages[0]["role"] == "system")
     starts = [i for i, message in enumerate(messages) if message["role"] == "user"]
 

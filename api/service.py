@@ -13,6 +13,7 @@ import flask
 from werkzeug.exceptions import ServiceUnavailable, TooManyRequests
 
 from engine.request import EngineStopped
+from engine.template import RENDERING
 from engine.text_engine import TextEngine
 
 from . import log, metrics, openapi
@@ -160,7 +161,12 @@ class Service:
             self.changed.notify_all()
             for generation, _ in self.open.values():
                 generation.cancel()
-            return self.changed.wait_for(lambda: not (self.open or self.n_entering), timeout)
+            end = time.monotonic() + timeout
+            while (self.open or self.n_entering) and (left := end - time.monotonic()) > 0:
+                if self.n_entering:
+                    RENDERING.close()           # a template may hang, and the next one may begin after this
+                self.changed.wait(min(left, POLL_SECONDS))
+            return not (self.open or self.n_entering)
 
 
 def create_app(engine: TextEngine | None = None, *, sampling: dict | None = None, thinking: bool | None = None,

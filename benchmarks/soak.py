@@ -12,6 +12,7 @@ hang up at a random point. The caches are too small for all: checkpoints are spi
 - the server's memory after half of the time, a minute at most, and at the end differ by GROWTH at most. What it may
   take by its settings it has by then: a page and a checkpoint get their memory when they are first used, and before
   the clients come all have been;
+- with --hostile N, so many more clients send what benchmarks/hostile.py describes, and each gets its refusal;
 - at the end nothing runs, every slot is free, and every page is free or kept for later; after `clear_cache` free.
 
 A table at the end; the exit code is 1 if anything did not hold.
@@ -36,6 +37,7 @@ from dataclasses import dataclass
 import qengine
 from api.http import serving
 from api.service import create_app
+from benchmarks import hostile
 from engine.prefix import PAGE_TOKENS, pages_for
 
 PATH = "/v1/chat/completions"
@@ -387,29 +389,34 @@ def load(model=qengine.DEFAULT_MODEL, card=None, slots=8):
                         checkpoint_memory=CHECKPOINT_MEMORY, checkpoint_host_memory=CHECKPOINT_MEMORY)
 
 
-def soak(engine, n_clients: int, seconds: float, n_cards: int, patience: float) -> tuple[list[Outcome], list[str]]:
+def soak(engine, n_clients: int, seconds: float, n_cards: int, patience: float,
+         n_hostile: int = 0) -> tuple[list[Outcome], list[str]]:
     """What came of every turn, and all that was wrong; prints the table."""
-    app = create_app(engine, max_requests=4 * n_clients)       # who left is open until that is noticed
+    app = create_app(engine, max_requests=4 * (n_clients + n_hostile))      # who left is open until that is noticed
     cards, service = deck(n_cards), app.extensions["qengine"]
     context = multiprocessing.get_context("spawn")                      # the engine has threads
     with (serving(app, "127.0.0.1", 0) as port,
-          concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as process):
+          concurrent.futures.ProcessPoolExecutor(2, mp_context=context) as process):
         ask_alone(engine, int(port), cards, patience)
         fill_caches(engine)
         before, started = engine.stats(), time.perf_counter()
         driven = process.submit(drive, int(port), cards, n_clients, seconds, patience)
+        attacked = process.submit(hostile.drive, int(port), n_hostile, seconds, patience)
         concurrent.futures.wait([driven], min(60, seconds / 2))
         early = resident_bytes()
         outcomes, late = driven.result(), resident_bytes()
         took = time.perf_counter() - started
+        attacks, wrong = attacked.result()
         after = engine.stats()
-        faults = what_is_left(engine, service)
+        faults = wrong + what_is_left(engine, service)
     faults = [f"{o.kind}: {o.result}" for o in outcomes if o.result not in ("same", "close", "left")] + faults
     if silent := n_clients - len({o.client for o in outcomes if o.seconds is not None}):
         faults.append(f"{silent} clients got no answer at all")
     if late - early > max(GROWTH * early, LEAST_GROWTH):
         faults.append("the server's memory has grown")
     print_table(outcomes)
+    if n_hostile:
+        print("hostile requests:", ", ".join(f"{count} {name}" for name, count in sorted(attacks.items())))
     counts = {name: after[name] - before[name] for name in after}
     print(f"{took:.0f} s: {counts['requests']} requests of {n_clients} clients on {after['slots']} slots, "
           f"{counts['prompt_tokens']:,} prompt tokens ({counts['cached_tokens']:,} cached), "
@@ -440,13 +447,16 @@ def main(arguments=None) -> int:
     parser.add_argument("model", nargs="?", default=qengine.DEFAULT_MODEL, help="a GGUF file (default: qengine's own)")
     parser.add_argument("--card", help="cuda:0, emulated, ... (default: a real card, else the emulated one)")
     parser.add_argument("--clients", type=int, default=32, help="at the same time (default: 32)")
+    parser.add_argument("--hostile", type=int, default=0, metavar="N",
+                        help="clients beside them that want to keep the server busy (default: 0)")
     parser.add_argument("--minutes", type=float, default=5, help="how long they ask (default: 5)")
     parser.add_argument("--slots", type=int, default=8, help="of the server (default: 8)")
     parser.add_argument("--cards", type=int, default=64, help="different conversations (default: 64)")
     parser.add_argument("--patience", type=float, default=60, help="seconds that an answer may take (default: 60)")
     choice = parser.parse_args(arguments)
     engine = load(choice.model, choice.card, choice.slots)
-    _, faults = soak(engine, choice.clients, 60 * choice.minutes, choice.cards, choice.patience)
+    _, faults = soak(engine, choice.clients, 60 * choice.minutes, choice.cards, choice.patience,
+                     choice.hostile)
     engine.close()
     for fault in faults[:20]:
         print(f"WRONG: {fault[:1000]}")

@@ -82,9 +82,9 @@ def refusal(reason: str) -> RequestError:
 
 FORCED_LETTERS = 1024       # most letters of forced text that are tokenised at once, while the scheduler waits
 MAX_REASON = 1000           # letters of what llguidance says, which may quote the grammar
-KEPT_BYTES = 48 << 20       # of compiled grammars that are kept for later answers under the same schema or tools
+KEPT_BYTES = 32 << 20       # of compiled grammars that are kept for later answers under the same schema or tools
 TOKEN_BYTES = 8 << 10       # what a lexer keeps of a token in a string of JSON whose length is limited
-LARGE, LARGE_BYTES = 4 << 20, 96 << 20      # from what size on a grammar is large; of all large ones in use
+LARGE, LARGE_BYTES = 4 << 20, 64 << 20      # from what size on a grammar is large; of all large ones in use
 
 
 class Compiled:

@@ -54,15 +54,18 @@ class Sandbox:
         self.module, self.n_bytes = module, n_bytes
         self._lock = threading.Lock()           # one call at a time
         self._process = self._pipe = None
+        self._n_closed = 0                      # how often `close` was called
         self._end = lambda: None                # ends the process, if there is one; called when this object dies, too
 
     def call(self, function: str, *arguments, seconds: float, patience: float = threading.TIMEOUT_MAX):
         """What the function returns. seconds: that the function may take. patience: seconds that the caller waits, also
         for calls that came first. Raises Failed, LimitExceeded, OutOfPatience."""
-        started = time.monotonic()
+        started, n_closed = time.monotonic(), self._n_closed
         if not self._lock.acquire(timeout=patience):
             raise OutOfPatience(f"has waited for others for {patience:g} s")
         try:
+            if self._n_closed != n_closed:
+                raise LimitExceeded("has been ended")
             if self._process is None or self._process.poll() is not None:
                 self._start()
             seconds = min(seconds, max(0, started + patience - time.monotonic()))
@@ -79,7 +82,8 @@ class Sandbox:
         return value
 
     def close(self):
-        """End the process at once, also in the middle of a call. A later call starts another one."""
+        """End the process, and all calls that run or wait, at once. A later call starts another process."""
+        self._n_closed += 1
         if self._process is not None:
             self._process.kill()
 

@@ -13,7 +13,8 @@ There are two lanes. In the first, several children run at the same time, each f
 nearly every honest grammar. A grammar that needs more waits for its turn in the second lane, where it is tried again
 with more time and memory. So a short trial never waits for a long one.
 
-The server runs this file as a program. It imports nothing of the house, and forks while it has one thread.
+The server runs this file as a program. It imports nothing of the house, and forks while it has one thread. Verdicts
+travel as JSON: to unpickle what comes from a child, which a grammar may have broken, could run anything.
 """
 
 import collections
@@ -22,6 +23,7 @@ import contextlib
 import gc
 import hashlib
 import itertools
+import json
 import os
 import resource
 import signal
@@ -47,7 +49,7 @@ class Lane(NamedTuple):
     niceness: int
 
 
-LANES = Lane(4, 0.05, 16 << 20, 0), Lane(1, 0.5, 48 << 20, 10)
+LANES = Lane(4, 0.025, 16 << 20, 0), Lane(1, 0.5, 32 << 20, 5)
 LOCK_SECONDS = 0.05         # most processor time of the first calls that hold the interpreter's lock
 DEATHS = {                  # signal that ended a child -> why its grammar is refused
     signal.SIGPROF: "it takes too long to prepare", signal.SIGABRT: "it takes too much memory to prepare",
@@ -55,10 +57,11 @@ DEATHS = {                  # signal that ended a child -> why its grammar is re
 LOST = "the process that tries grammars has ended: try again"
 KNOWN_VERDICTS = 1024
 
-# What bounds the later steps of an answer. Fuel is llguidance's measure of a lexer's work: 40,000 of it take 20 ms at
-# most, honest schemas take a few hundred in a step. A state of a lexer takes 0.5 KB; a string of JSON whose length is
-# limited makes 16 of them with each token. Items are the parser's: four for each optional property of an object.
-LIMITS = llguidance.LLParserLimits(step_lexer_fuel=40_000, max_lexer_states=60_000, max_items_in_row=1_000,
+# What bounds the later steps of an answer. Fuel is llguidance's measure of a lexer's work: 30,000 of it take 15 ms at
+# most, and schemas in daily use take up to 8,000 in a step. A state of a lexer takes 0.5 KB; a string of JSON whose
+# length is limited makes 16 of them with each token. Items are the parser's: four for each optional property of an
+# object.
+LIMITS = llguidance.LLParserLimits(step_lexer_fuel=30_000, max_lexer_states=60_000, max_items_in_row=1_000,
                                    step_max_items=20_000, verbose_errors=False)
 
 
@@ -76,7 +79,8 @@ class Trials:
 
     def __init__(self):
         self.lock = threading.Lock()                # guards what follows
-        self.connection, self.told = None, set()    # told: numbers of the vocabularies that the server has
+        self.connection = self.process = None       # the server of trials; None: it is to be started
+        self.told = set()                           # numbers of the vocabularies that the server has
         self.asked, self.numbers = {}, itertools.count()
         self.gone = collections.deque()     # numbers of vocabularies that are asked for no more; to be told
         self.known = collections.OrderedDict()      # (number of the vocabulary, hash of the grammar) -> verdict
@@ -116,22 +120,23 @@ class Trials:
     def _start(self) -> Connection:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-P", os.path.abspath(__file__), str(theirs.fileno())]   # -P: engine/ is no path
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                                   pass_fds=[theirs.fileno()], start_new_session=True)      # no Ctrl-C for it
+        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                                        pass_fds=[theirs.fileno()], start_new_session=True)     # no Ctrl-C for it
         theirs.close()
         connection = Connection(ours.detach())
         self.told = set()
-        threading.Thread(target=self._listen, args=(connection, process), name="grammar trials", daemon=True).start()
+        threading.Thread(target=self._listen, args=(connection, self.process), name="grammar trials",
+                         daemon=True).start()
         return connection
 
     def _listen(self, connection: Connection, process: subprocess.Popen):
         """Hands out verdicts until the server has ended."""
         with contextlib.suppress(EOFError, OSError):
             while True:
-                job, verdict = connection.recv()
+                job, reason, n_bytes = json.loads(connection.recv_bytes())
                 with self.lock:
                     answer = self.asked.pop(job)
-                answer.set_result(verdict)
+                answer.set_result((reason, n_bytes))
         process.wait()
         with self.lock:
             self.connection, lost, self.asked = None, self.asked, {}
@@ -206,14 +211,16 @@ class Server:
     def _finish(self, pipe: Connection):
         job, lane, child = self.running.pop(pipe)
         with contextlib.closing(pipe), contextlib.suppress(EOFError):
-            self.connection.send((job.number, pipe.recv()))
+            self._tell(job, *json.loads(pipe.recv_bytes()))
             job = None
         _, status = os.waitpid(child, 0)
         if job and lane + 1 < len(LANES):
             self.waiting[lane + 1].append(job)
         elif job:
-            reason = DEATHS.get(os.WTERMSIG(status), DEATHS[signal.SIGABRT])
-            self.connection.send((job.number, (reason, 0)))
+            self._tell(job, DEATHS.get(os.WTERMSIG(status), DEATHS[signal.SIGABRT]), 0)
+
+    def _tell(self, job: Job, reason: str | None, n_bytes: int):
+        self.connection.send_bytes(json.dumps([job.number, reason, n_bytes]).encode())
 
 
 def run_child(lane: Lane, end: Connection, grammar: str, words: Words | None):
@@ -226,7 +233,7 @@ def run_child(lane: Lane, end: Connection, grammar: str, words: Words | None):
         os._exit(1)
     except BaseException as error:      # a panic of llguidance is a BaseException
         verdict = str(error) or type(error).__name__, 0
-    end.send(verdict)
+    end.send_bytes(json.dumps(verdict).encode())
     os._exit(0)
 
 

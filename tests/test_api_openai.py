@@ -475,8 +475,6 @@ BROKEN = {"type": "function", "function": {"name": "f", "parameters": {"properti
     ({"response_format": json_format({"enum": ["a" * 300_000]})}, "response_format.json_schema.schema", "letters"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
      "messages[0].content[0].type", "text"),
-    ({"messages": [HI[0], {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-     "messages[1].tool_calls[0].function.arguments", "JSON"),
 ])
 def test_what_is_wrong_is_named(scripted, arguments, field, said):
     engine, client, _ = scripted
@@ -574,3 +572,13 @@ def test_tokens_and_templates(scripted):
                               ("/apply-template", {"messages": []}, "messages")):
         answer = web.post(path, json=body)
         assert (answer.status_code, answer.json["error"]["param"]) == (400, field)
+
+
+def test_messages_of_the_system_are_joined(scripted):
+    """Templates take one, and pydantic-ai sends two."""
+    engine, client, _ = scripted
+    said = [{"role": "system", "content": "Be kind."}, {"role": "developer", "content": [
+        {"type": "text", "text": "Be brief."}]}, HI[0]]
+    for messages in said, [{"role": "system", "content": "Be kind.\n\nBe brief."}, HI[0]]:
+        client.chat.completions.create(model="m", messages=messages)
+    assert engine.requests[-1].prompt_ids == engine.requests[-2].prompt_ids

@@ -38,9 +38,9 @@ def test_requests_made_up_from_the_document(case):
     """No error of the server's; what the document forbids is refused. What it allows may be refused, too: no document
     says what a template takes, or a grammar. A path like /v1/responses/input_tokens is also one of
     /v1/responses/{response_id}, and Flask counts the methods of both."""
-    answer = case.call()
-    if answer.status_code != 504:           # otherwise the request allows too few seconds, and was not answered in them
-        case.validate_response(answer, excluded_checks=[positive_data_acceptance, allow_header_conformance])
+    if isinstance(case.body, dict) and case.body.get("timeout"):
+        case.body["timeout"] = 60       # a millisecond is too short for a template, rightly answered 504
+    case.call_and_validate(excluded_checks=[positive_data_acceptance, allow_header_conformance])
 
 
 def test_every_endpoint_is_described():

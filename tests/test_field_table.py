@@ -50,7 +50,8 @@ SHOWN_ELSEWHERE = {
     (RESPONSES, "thinking_budget"): (3, {"reasoning": {"effort": "high"}}),
     (RESPONSES, "tool_choice"): ("required", {"tools": [TOOL | {"type": "function"}]}),
     (RESPONSES, "parallel_tool_calls"): (False, {"tools": [TOOL | {"type": "function"}]}),
-    (TEXT, "thinking_budget"): 3, (MESSAGES, "thinking_budget"): (3, {"thinking": {"type": "adaptive"}}),
+    (TEXT, "thinking_budget"): 3, (RESPONSES, "thinking_budget"): (3, {"reasoning": {"effort": "high"}}),
+    (MESSAGES, "thinking_budget"): (3, {"thinking": {"type": "adaptive"}}),
     (MESSAGES, "tools"): [TOOL | {"input_schema": {}}],
     (MESSAGES, "tool_choice"): ({"type": "any"}, {"tools": [TOOL | {"input_schema": {}}]})}
 

@@ -1,14 +1,19 @@
 """A server under many clients (benchmarks/soak.py), and what judges their answers."""
 
+import random
+
 import pytest
 
 import qengine
-from benchmarks import soak
+from benchmarks import hostile, soak
 from benchmarks.soak import END, MARGIN, Answer, Turn, is_close, verdict
+from engine.constraints import Constraint, Vocabulary
 from engine.plan import Demand
 from engine.prefix import PrefixCache
 from qengine import make_planner
+from tests.clients import app_of, serving
 from tests.models import TINY, load_tiny
+from tests.scripted import ScriptedEngine
 
 
 def entries(*said):
@@ -60,6 +65,37 @@ def test_before_the_clients_come_every_page_and_checkpoint_was_used(monkeypatch)
     assert stage.cache.host.keys() == set(cache.free_hosts) == set(range(4))
     assert engine.stats()["kv_pages_free"] == 32
     engine.close()
+
+
+class RuledEngine(ScriptedEngine):
+    """A scripted engine that takes grammars as an engine does, and follows none."""
+
+    def submit(self, request):
+        if request.grammar is not None:
+            Constraint(Vocabulary(self.tokenizer), request.grammar, request.grammar_after)
+        return super().submit(request)
+
+
+@pytest.mark.parametrize("make", hostile.REQUESTS, ids=lambda make: make.__name__)
+def test_a_hostile_request_gets_what_is_right_for_it(make):
+    """And any other answer is told."""
+    path, body = make(random.Random(0))
+    with serving(app_of(RuledEngine("x" * 50))) as (port, _):
+        connection = hostile.half_sent(port)
+        assert hostile.wrong(port, path, body, hostile.REQUESTS[make], 60) is None
+        assert hostile.wrong(port, path, body, {599}, 60)[:3] in map(str, hostile.REQUESTS[make])
+        connection.close()
+
+
+@pytest.mark.slow
+def test_clients_get_what_each_would_get_alone_beside_hostile_ones():
+    """Eight hostile clients for a minute: the honest ones get the right answers, the first letter of each soon, and the
+    memory comes back."""
+    engine = soak.load(card="emulated", slots=12)
+    outcomes, faults = soak.soak(engine, n_clients=4, seconds=60, n_cards=24, patience=60, n_hostile=8)
+    engine.close()
+    firsts = sorted(outcome.first for outcome in outcomes if outcome.first is not None)
+    assert faults == [] and firsts[len(firsts) * 9 // 10] < 2        # 0.3 s where nothing else runs on two cores
 
 
 @pytest.mark.slow

@@ -1,0 +1,118 @@
+"""Grammars are tried in a process of their own (engine/trials.py), which stops nobody here and keeps nothing."""
+
+import gc
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from engine.constraints import LARGE, LARGE_BYTES, Constraint, Vocabulary
+from engine.request import RequestError
+from engine.trials import LOST, TRIALS, Trials, memory
+from tests.hostile import AT_ONCE, LATER, bomb, grammar_of
+from tests.scripted import shipped
+
+
+@pytest.fixture(scope="module")
+def vocabulary():
+    made = Vocabulary(shipped().tokenizer)
+    made.compile("start: /a/")              # the server of trials is up
+    return made
+
+
+class LongestWait:
+    """How long another thread of this process waited for the interpreter's lock at most, in seconds."""
+
+    def __enter__(self):
+        self.longest, self.over = 0.0, threading.Event()
+        self.thread = threading.Thread(target=self._watch)
+        self.thread.start()
+        return self
+
+    def _watch(self):
+        last = time.perf_counter()
+        while not self.over.wait(0.001):
+            now = time.perf_counter()
+            self.longest, last = max(self.longest, now - last), now
+
+    def __exit__(self, *_):
+        self.over.set()
+        self.thread.join()
+
+
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_a_hostile_grammar_is_refused_and_stops_nobody(vocabulary, name):
+    before = memory()[1]
+    with LongestWait() as wait, pytest.raises(RequestError) as caught:
+        Constraint(vocabulary, AT_ONCE[name])
+    assert caught.value.field == "grammar" and len(str(caught.value)) < 1100
+    assert wait.longest < 0.3           # 0.01 s; here "nested repetitions" took 0.9 to 2.8 s
+    assert memory()[1] - before < 20 << 20 and AT_ONCE[name] not in vocabulary.kept
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_a_grammar_that_is_hostile_later_stops_nobody(vocabulary, name):
+    """Each step has its limits, and a failed grammar is not kept."""
+    with LongestWait() as wait:
+        constraint, rng = Constraint(vocabulary, LATER[name]), random.Random(0)
+        for _ in range(100):
+            if constraint.error or constraint.ended:
+                break
+            mask = np.unpackbits(np.frombuffer(constraint.matcher.compute_bitmask(), np.uint8), bitorder="little")
+            allowed = sorted(set(np.flatnonzero(mask[:len(vocabulary.tokens)])) - set(vocabulary.eos_ids))
+            constraint.take(int(constraint.forced[0] if constraint.forced else rng.choice(allowed)))
+    assert wait.longest < 0.3           # 0.04 s
+    assert (LATER[name] in vocabulary.kept) == (constraint.error is None)
+
+
+def test_a_short_trial_does_not_wait_for_long_ones(vocabulary):
+    """In turns of a few long trials, many short ones are done."""
+    long = [threading.Thread(target=TRIALS.verdict, args=(grammar_of(bomb(n)), vocabulary)) for n in range(1, 13)]
+    for thread in long:
+        thread.start()
+    for n in range(10):
+        assert TRIALS.verdict(f"start: /a{n}/", vocabulary)[0] is None
+    assert any(thread.is_alive() for thread in long)
+    for thread in long:
+        thread.join()
+
+
+def test_memory_comes_back(vocabulary):
+    """It was 150 MB for each such schema."""
+    before = memory()[1]
+    for n in range(100, 110):
+        with pytest.raises(RequestError, match="takes too"):
+            vocabulary.compile(grammar_of(bomb(n)))
+    gc.collect()
+    assert memory()[1] - before < 20 << 20
+    assert sum(one.size for one in vocabulary.kept.values()) < 64 << 20
+
+
+def test_large_grammars_in_use_are_bounded(vocabulary, monkeypatch):
+    """Small ones are not affected."""
+    monkeypatch.setattr(TRIALS, "verdict", lambda grammar, words=None: (None, sizes[grammar]))
+    sizes = {f"start: /{letter}/": LARGE_BYTES // 4 - 1000 for letter in "abcde"} | {"start: /small/": LARGE // 2}
+    fresh = Vocabulary(shipped().tokenizer)
+    large = [grammar for grammar in sizes if "small" not in grammar]
+    answers = [Constraint(fresh, grammar) for grammar in large[:4]]
+    with pytest.raises(RequestError, match="try again"):
+        Constraint(fresh, large[4])
+    Constraint(fresh, "start: /small/")
+    del answers[0]
+    assert Constraint(fresh, large[4]).error is None
+
+
+def test_a_verdict_is_kept_and_a_lost_server_is_replaced(monkeypatch):
+    trials = Trials()
+    assert trials.verdict("start: /a/") == (None, 0) == trials.verdict("start: /a/")
+    asked, ask = [], trials._ask
+    monkeypatch.setattr(trials, "_ask", lambda *arguments: asked.append(arguments) or ask(*arguments))
+    assert trials.verdict("start: /a/") == (None, 0) and asked == []
+    trials.process.kill()
+    assert trials.verdict("start: /b/") == (None, 0)
+    monkeypatch.setattr(trials, "_ask", lambda *arguments: None)
+    assert trials.verdict("start: /c/") == (LOST, 0)
+    monkeypatch.setattr(trials, "_ask", ask)
+    assert trials.verdict("start: /c/") == (None, 0)        # that there was no process is not kept
