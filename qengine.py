@@ -73,14 +73,16 @@ from engine.hyperparameters import read_hyperparameters, synthetic_hyperparamete
 from engine.pipes import PipeMeter
 from engine.plan import (CHUNK, LEAST_CHECKPOINTS, MICRO_BATCHES, CacheSizes, Demand, Planner, StageCosts, Work,
                          choose_rows, choose_sizes, group_count, hop_bytes, slowest_seconds)
-from engine.prefix import CHECKPOINT_INTERVAL, PAGE_TOKENS, Node, PrefixCache, checkpoint_positions, pages_for
+from engine.prefix import PAGE_TOKENS, PrefixCache, checkpoint_positions, pages_for
 from engine.request import (SAMPLING, DeadlineExceeded, Delta, EngineStopped, Fault, Generation, ModelError, Request,
                             RequestError)
 from engine.scratch import Activation, Scratch, ScratchArray
+from engine.sequence import FORCED_ROWS, Sequence
 from engine.template import SYNTHETIC_TEMPLATE, ChatTemplate
 from engine.text_engine import TextEngine
 from engine.thinking import constraint_of
 from engine.tokenizer import ByteTokenizer, Tokenizer, encode_prompt, load_tokenizer
+from engine.turns import Turns
 from engine.worker import Task, Worker, stop_all
 from kernels import (advance, attend_decode, attention, checkpoint, conv, embedding, finite, float_matmul, formats, gdn,
                      gdn_decode, kv_cache, logprobs, norm, probe, q8_gemm, q8_gemv, quant_gemv, quantize, rope, sample,
@@ -1069,10 +1071,13 @@ class Sampler:
     next step. Between two steps the copy would make the card wait.
     """
 
-    def __init__(self, card: Card, n_slots: int, n_vocab: int):
+    def __init__(self, card: Card, n_slots: int, n_vocab: int, rows: int):
+        """rows: most rows of a prompt's pass."""
         self.card, self.n_vocab = card, n_vocab
         self.state = sample.SamplingState.allocate(card, n_slots, n_slots, n_vocab)
-        self.log_probs = logprobs.LogprobState.allocate(card, n_slots, n_vocab)
+        self.log_probs = logprobs.LogprobState.allocate(card, max(n_slots, HEAD_ROWS), n_vocab)
+        self.prompt_tokens = card.alloc(rows, np.int32, "tokens of a prompt that get log-probabilities")
+        self.prompt_reports = card.alloc((rows, logprobs.REPORT), np.uint32, "log-probabilities of a prompt")
         self.masks, self.copies = card.pinned(self.state.mask.shape, np.uint32), card.stream()
         # On an emulated card a stream is a thread that shares the processors with the kernels: one is enough.
         self.reads = card.default_stream if card.kind == "emulated" else card.stream("reads")
@@ -1175,7 +1180,6 @@ class Sampler:
 
 CHECKED_WEIGHTS = 1 << 22   # `Engine.use` compares products on random matrices of at most so many weights
 QUEUEING = 100e-6           # seconds, about, that the host needs to queue the copies of a hop in streams of their own
-FORCED_ROWS = 8             # most tokens in one decode pass over tokens that a grammar forces
 
 
 class Stage:
@@ -1203,7 +1207,7 @@ class Stage:
         self.chunk = min(chunk, pages_for(demand.n_ctx) * PAGE_TOKENS)
         self.max_rows = max(self.chunk, demand.slots, HEAD_ROWS)
         self.model.allocate(self.max_rows, demand.slots)
-        self.sampler = Sampler(card, demand.slots, config.n_vocab) if self.model.head else None
+        self.sampler = Sampler(card, demand.slots, config.n_vocab, self.max_rows) if self.model.head else None
         # A prompt's pass has inputs of its own, since those of a batch stay there from one step to the next.
         self.inputs = card.alloc(INPUTS * self.max_rows, np.int32, "ids, slots and positions of a prompt's pass")
         self.incoming, self.outgoing = (
@@ -1269,6 +1273,18 @@ class Stage:
         self.model.compute_logits(rows, self.model.scratch.x[row:row + 1])
         self.sampler.launch(self.model.logits, rows, FIRST_TOKENS, buffer, log_probs)
         return self.sampler.read_back(FIRST_TOKENS, buffer, 1, log_probs)
+
+    def score_prompt(self, tokens) -> np.ndarray:
+        """The reports (kernels/logprobs.py), uint32 [n, REPORT], of n tokens: token i is the one that follows row i of
+        the prompt's pass that was queued last. Waits until they are computed."""
+        sampler, n = self.sampler, len(tokens)
+        self.card.copy_in(sampler.prompt_tokens[:n], np.array(tokens, np.int32))
+        for row in range(0, n, HEAD_ROWS):
+            end = min(row + HEAD_ROWS, n)
+            self.model.compute_logits(rows_of(self.inputs, end - row), self.model.scratch.x[row:end])
+            logprobs.logprobs(self.card, sampler.prompt_reports[row:end], self.model.logits,
+                              sampler.prompt_tokens[row:end], sampler.log_probs, end - row, sampler.n_vocab)
+        return self.card.download(sampler.prompt_reports[:n])
 
     def read_logits(self, row: int, n: int) -> np.ndarray:
         """The logits of n rows, from `row` on, of the prompt's pass that was queued last."""
@@ -1531,7 +1547,7 @@ class Pipeline:
 
     def __init__(self, stages: list[Stage], sizes: CacheSizes):
         self.stages, self.last = stages, stages[-1]
-        self.n_groups = group_count(len(stages), sizes.n_slots)
+        self.n_stages, self.n_groups = len(stages), group_count(len(stages), sizes.n_slots)
         self.fault: Fault | None = None
         self.error: BaseException | None = None     # the exception behind the fault
         self.on_fault = lambda: None            # set by the Scheduler
@@ -1657,6 +1673,10 @@ class Pipeline:
         """The next token of a slot, from row `row` of the pass queued last."""
         return Tokens(self.last.worker.post(self.last.queue_first_choice, row, slot, log_probs))
 
+    def score(self, tokens: list[int]) -> Task:
+        """A task that gives the reports of tokens of a prompt, as `Stage.score_prompt`."""
+        return self.last.worker.post(self.last.score_prompt, tokens)
+
     def logits(self, row: int, n: int) -> np.ndarray:
         """The logits [n, n_vocab] after rows `row`, `row` + 1, ... of the pass queued last."""
         return self.last.worker.ask(self.last.read_logits, row, n).result()
@@ -1709,64 +1729,19 @@ class Pipeline:
 # 8  Scheduler
 # ======================================================================================================
 
-RUNNING_CHUNK = 512         # most tokens of a pass over a prompt while answers run, since their steps wait for the pass
 LEAST_FORCED = 3            # fewer are not worth a pass: the host must have read the step in flight before it
 TURN = "<|im_start|>"       # the control token at which a turn of a conversation begins
 NAN_LOGITS = "the logits hold a NaN: the model file is damaged, or a kernel is wrong"
 
 
-class Sequence:
-    """A generation that holds a slot: its tokens, and how many of them have been computed."""
-
-    def __init__(self, generation: Generation, slot: int, n_pages: int, root: Node):
-        self.generation, self.slot = generation, slot
-        self.n_pages = n_pages          # pages that are promised to the sequence: the most it can need
-        self.tokens = list(generation.request.prompt_ids)
-        self.has_begun = False          # whether its slot was prepared
-        self.n_computed = 0             # tokens computed here or before; a step in flight is counted in `in_flight`
-        self.last_pass = 0              # tokens of its prompt's latest pass
-        self.in_flight = 0              # tokens that a queued decode step will choose: 0 or 1
-        self.group: int | None = None   # the group of answers in whose decode steps it takes part
-        self.pages: list[int] = []
-        self.node = root                # the deepest node of the prefix tree that holds one of its pages
-        self.marks: list[int] = []      # positions in the prompt where checkpoints are taken
-        self.decoded: Node | None = None    # the node of the latest checkpoint that was taken while decoding
-
-    @property
-    def in_prompt(self) -> bool:
-        return self.n_computed < self.generation.n_prompt
-
-    @property
-    def is_answer(self) -> bool:
-        """Whether the first token of the answer is there."""
-        return len(self.tokens) > self.generation.n_prompt
-
-    def is_full(self, more: int, n_ctx: int) -> bool:
-        """Whether the sequence reaches its length limit with so many more tokens."""
-        return more >= self.room(n_ctx)
-
-    def room(self, n_ctx: int) -> int:
-        """How many more tokens the sequence may have."""
-        longest = self.generation.request.max_tokens
-        left = n_ctx - len(self.tokens)
-        return left if longest is None else min(left, longest - self.generation.n_generated)
-
-    def n_forced(self, n_ctx: int) -> int:
-        """How many forced tokens one pass can append. A pass stays within a page. The result is 0 if the sampler must
-        see each token: for its log-probability, or for penalties."""
-        constraint, request = self.generation.constraint, self.generation.request
-        if not constraint or not constraint.binds() or request.top_logprobs is not None or request.is_penalized:
-            return 0
-        n = min(len(constraint.forced), self.room(n_ctx)) - self.in_flight
-        return min(n, FORCED_ROWS, PAGE_TOKENS - (self.n_computed + self.in_flight) % PAGE_TOKENS)
-
-
 @dataclass(frozen=True)
 class Flight:
-    """A queued decode step, or the end of a prompt: the sequences of its rows, and the tokens that it will choose."""
+    """A queued decode step, or the end of a prompt: the sequences of its rows, and the tokens that it will choose.
+    n_passes: as `Turns.land` has it."""
 
     sequences: list[Sequence]
     tokens: Tokens
+    n_passes: int
 
 
 def wants_log_probs(sequences: list[Sequence]) -> bool:
@@ -1777,13 +1752,15 @@ class Scheduler:
     """Decides what the cards do next. Its thread repeats `run_round`: admit requests, queue one pass of one prompt,
     queue decode steps.
 
-    So prompts and running answers alternate, and each round sees cancellations. The queue has no limit; the HTTP server
-    limits its open requests. Requests are admitted in the order of arrival, each when a slot and all pages that its
-    prompt and answer can need are available. Available pages are free or only kept for later prompts, less those that
-    are promised to running sequences. So a running sequence never lacks a page, and no request waits for ever.
+    engine/turns.py says which prompt gets the next pass, and which rounds belong to running answers alone. Each round
+    sees cancellations. The queue has no limit; the HTTP server limits its open requests. Requests are admitted in the
+    order of arrival, each when a slot and all pages that its prompt and answer can need are available. Available pages
+    are free or only kept for later prompts, less those that are promised to running sequences. So a running sequence
+    never lacks a page, and no request waits for ever.
 
     The prefix tree is searched only when a prompt's first pass is due, not when the prompt arrives. So of several
-    similar prompts that arrive together, the later ones find the beginning that the first one has computed.
+    similar prompts that arrive together, the later ones find the beginning that the first one has computed. A prompt
+    whose turn it is, and whose next page another prompt is going to compute, gives its turn to that prompt.
 
     A decode step is queued before the host has read the tokens of the step before. On one card the tokens stay on the
     card, so it does not wait for the host; between cards a worker passes them on. If such a token ends its sequence,
@@ -1792,7 +1769,7 @@ class Scheduler:
     tokens while the layers of the next step run, and queues the choice after that.
 
     Several cards work on several things at the same time. The answers form as many groups as there are stages: while
-    one group's step is on the first card, another group's step is on the second. While a prompt runs, each round steps
+    one group's step is on the first card, another group's step is on the second. A round with a pass of a prompt steps
     only one group, since a step that is queued after a pass waits for the pass. The next prompt begins before the first
     token of the previous one has arrived. One card has one group. No token depends on the grouping.
     """
@@ -1806,6 +1783,7 @@ class Scheduler:
         self.flights: list[Flight | None] = [None] * pipeline.n_groups  # the step in flight of each group
         self.first_tokens = collections.deque()     # the Flights that end prompts
         self.next_groups = itertools.cycle(range(pipeline.n_groups))
+        self.turns = Turns(pipeline.n_stages)
         self.totals = dict.fromkeys(("requests", "cache_hits", "prompt_tokens", "cached_tokens", "generated_tokens"), 0)
         self.changed = threading.Condition()        # guards waiting, guests, draining and closing
         self.draining = self.closing = False        # draining: no more requests are taken; closing: no more rounds
@@ -1925,21 +1903,32 @@ class Scheduler:
             self.changed.notify_all()
 
     def run_round(self):
-        """Admit what fits. Queue a pass of the oldest unfinished prompt and a decode step of one group of answers. If
-        no prompt is unfinished, queue a decode step of every group."""
+        """Admit what fits. Queue a pass of a prompt and a decode step of one group of answers. If no prompt has a turn,
+        queue a decode step of every group."""
         self._drop_ended()
         self._admit()
-        prompt = self._prompt()
+        prompt = self._next_prompt()
         if prompt is not None:
             self._prefill(prompt)
-        self._land_first_tokens(len(self.flights) - 1 if self._prompt() else 0)
+        goes_on = prompt is not None and any(s.in_prompt for s in self.running)
+        self._land_first_tokens(len(self.flights) - 1 if goes_on else 0)
         self._form_groups()
         for group in range(len(self.flights)) if prompt is None else [next(self.next_groups)]:
             self.decode(group)
 
-    def _prompt(self) -> Sequence | None:
-        """The oldest running sequence whose prompt is not computed yet."""
-        return next((s for s in self.running if s.in_prompt), None)
+    def _next_prompt(self) -> Sequence | None:
+        """The sequence whose prompt gets a pass now. None if all prompts are computed, or if answers have their
+        turn."""
+        prompts = [s for s in self.running if s.in_prompt]
+        if not self._has_answers():
+            self.turns.stand_alone()
+        if not prompts or not self.turns.may_pass:
+            return None
+        chosen = self.turns.choose(prompts, self.cache.tokens_left)
+        return next((s for s in prompts if chosen.follows(s)), chosen)
+
+    def _has_answers(self) -> bool:
+        return any(s.is_answer for s in self.running)
 
     def _drop_ended(self):
         """End the requests that were cancelled or have taken longer than they may."""
@@ -1974,31 +1963,36 @@ class Scheduler:
         """Queue the next pass of a prompt. Passes start at multiples of 64, so no result depends on their size."""
         if not sequence.has_begun:
             self._begin(sequence)
-        limit = min(self.chunk, RUNNING_CHUNK) if any(s.is_answer for s in self.running) else self.chunk
-        start = sequence.n_computed
-        sequence.last_pass = self.pipeline.pass_rows(start, sequence.generation.n_prompt, limit, sequence.last_pass)
+        start, has_answers = sequence.n_computed, self._has_answers()
+        limit = min(self.chunk, self.turns.limit) if has_answers else self.chunk
+        sequence.last_pass = self.pipeline.pass_rows(start, sequence.n_prompt, limit, sequence.last_pass)
         end = start + sequence.last_pass
         self._reserve(sequence, end)
         marks = [at for at in sequence.marks if start < at <= end]
         numbers = [number for _ in marks if (number := self.cache.take_number()) is not None]
         marks = list(zip(marks[len(marks) - len(numbers):], numbers))
         self.pipeline.prefill(sequence.tokens[start:end], sequence.slot, start, [(at - start, n) for at, n in marks])
+        if has_answers:
+            self.turns.add_pass(sequence.last_pass)
         sequence.n_computed = end
-        nodes = self._join(sequence, end)
+        nodes = self.cache.join(sequence, end)
         for at, number in marks:
             self.cache.keep(nodes[at], number)
+        if not sequence.uses_cache and (following := sequence.tokens[start + 1:end + 1]):
+            sequence.scores.append(self.pipeline.score(following))
         if sequence.in_prompt:
             return
         self._constrain([sequence])
         if sequence in self.running:
             tokens = self.pipeline.sample_row(end - start - 1, sequence.slot, wants_log_probs([sequence]))
-            self.first_tokens.append(Flight([sequence], tokens))
+            self.first_tokens.append(Flight([sequence], tokens, self.turns.n_passes))
 
     def _begin(self, sequence: Sequence):
         """Make the slot ready. The prompt goes on after its longest beginning that has a checkpoint. Its last token is
         always computed, for its logits."""
-        generation, tokens = sequence.generation, sequence.tokens
-        sequence.node, known = self.cache.find(tokens[:-1])
+        generation, tokens, known = sequence.generation, sequence.tokens, 0
+        if sequence.uses_cache:
+            sequence.node, known = self.cache.find(tokens[:-1])
         sequence.pages = self.cache.enter(sequence.node)
         number = self.cache.fetch(sequence.node)
         self.pipeline.prepare_slot(sequence.slot, generation.request, number)
@@ -2010,52 +2004,15 @@ class Scheduler:
         self.totals["cached_tokens"] += generation.n_cached
         self.totals["prompt_tokens"] += generation.n_prompt
 
-    def _join(self, sequence: Sequence, n_seen: int) -> dict[int, Node]:
-        """Put the full pages of the first n_seen tokens, whose passes are queued, into the prefix tree, as far as they
-        are not on the sequence's path yet. Returns {position: node that ends there} for these pages."""
-        joined, pages = {}, list(sequence.pages)
-        for end in range((sequence.node.depth + 1) * PAGE_TOKENS, n_seen + 1, PAGE_TOKENS):
-            start, depth = end - PAGE_TOKENS, sequence.node.depth
-            n_prompt = min(max(sequence.generation.n_prompt - start, 0), PAGE_TOKENS)
-            sequence.node = joined[end] = self.cache.grow(
-                sequence.node, tuple(sequence.tokens[start:end]), n_prompt, pages[depth])
-            pages[depth] = sequence.node.page
-        if pages != sequence.pages:
-            sequence.pages = pages
-            self.pipeline.set_pages(sequence.slot, pages)
-        return joined
-
-    def _keep_decoded(self, sequence: Sequence, n_seen: int):
-        """If the first n_seen tokens of a sequence end with a full page, put it into the prefix tree and take a
-        checkpoint after it.
-
-        An answer keeps its latest checkpoint and those at multiples of CHECKPOINT_INTERVAL. Answers with the same
-        tokens share a checkpoint, which is dropped once each of them has taken a newer one. An answer that has ended
-        takes no newer one, so its latest checkpoint stays: the next turn of the conversation begins there."""
-        if n_seen % PAGE_TOKENS:
-            return
-        node = self._join(sequence, n_seen)[n_seen]
-        last, sequence.decoded = sequence.decoded, None
-        if last is not None:
-            last.n_answers -= 1
-            if not last.n_answers and last.depth * PAGE_TOKENS % CHECKPOINT_INTERVAL:
-                self.cache.drop(last)
-        if node.is_kept:
-            self.cache.touch(node)
-        elif (number := self.cache.take_number()) is not None:
-            self.pipeline.save(sequence.slot, number)
-            self.cache.keep(node, number)
-        if node.is_kept:
-            node.n_answers += 1
-            sequence.decoded = node
-
     def _land_first_tokens(self, n_left: int):
         """Take the first tokens of answers, except the n_left queued last, which the cards still compute."""
         while len(self.first_tokens) > n_left:
             flight = self.first_tokens.popleft()
             sequence, = flight.sequences
             token, = flight.tokens.read().tolist()
+            self.turns.land(flight.n_passes)
             if sequence in self.running:
+                sequence.take_scores()
                 self._take(sequence, flight.tokens, 0, token)
 
     def _form_groups(self):
@@ -2100,8 +2057,8 @@ class Scheduler:
         for sequence in batch:
             sequence.in_flight = 1
             if sequence in self.running:
-                self._keep_decoded(sequence, sequence.n_computed + 1)
-        self.flights[group] = Flight(batch, tokens)
+                self.cache.keep_decoded(sequence, sequence.n_computed + 1)
+        self.flights[group] = Flight(batch, tokens, self.turns.n_passes)
 
     def _append_forced(self, group: int):
         """If a group has one answer, append the tokens that its grammar forces, several in one decode pass. The bits
@@ -2123,7 +2080,7 @@ class Scheduler:
             if sequence in self.running:
                 self._take(sequence, None, 0, token)
         if sequence in self.running:
-            self._keep_decoded(sequence, sequence.n_computed)   # before the last token, which may end the answer
+            self.cache.keep_decoded(sequence, sequence.n_computed)  # before the last token, which may end the answer
             self._take(sequence, None, 0, forced[-1])
 
     def answering(self, group: int) -> list[Sequence]:
@@ -2135,7 +2092,9 @@ class Scheduler:
         flight, self.flights[group] = self.flights[group], None
         if flight is None:
             return
-        for row, (sequence, token) in enumerate(zip(flight.sequences, flight.tokens.read().tolist())):
+        chosen = flight.tokens.read().tolist()
+        self.turns.land(flight.n_passes)
+        for row, (sequence, token) in enumerate(zip(flight.sequences, chosen)):
             if sequence in self.running:
                 sequence.n_computed += 1
                 sequence.in_flight = 0

@@ -195,6 +195,10 @@ class Connection(waitress.channel.HTTPChannel):
         """Whether no request is running, so that the connection may be closed to make room for others."""
         return not self.requests and self.connected
 
+    def is_quiet(self) -> bool:
+        """Whether no request is running, and nothing is left to send."""
+        return self.may_go() and not self.total_outbufs_len
+
     def usefulness(self) -> tuple:
         """Where room is short, the connection with the least goes first: the unfinished or idle one that began first,
         and only after all of these the ones whose answer is not sent yet."""

@@ -78,7 +78,7 @@ OPENAI = [
             parallel_tool_calls="whether an answer may have several calls", logprobs="log-probabilities of the tokens",
             top_logprobs="log-probabilities of so many of the likeliest tokens, too",
             reasoning_effort="none and minimal turn thoughts off; the others turn them on, and limit them"),
-    *obeyed("OpenAI", (TEXT,), prompt="texts or lists of token ids",
+    *obeyed("OpenAI", (TEXT,), prompt="texts, or lists of token ids and texts",
             logprobs="log-probabilities of the tokens and of so many of the likeliest"),
     *without_effect("OpenAI", BOTH, NO_ACCOUNTS, "user", "metadata", "service_tier", "safety_identifier"),
     *without_effect("OpenAI", BOTH, "answers to chats are not stored", "store"),
@@ -89,8 +89,9 @@ OPENAI = [
     *refusals("OpenAI", (CHAT,), modalities=("answers are text", ["text"]), audio="answers are text",
               functions=("use 'tools'", []), function_call=("use 'tool_choice'", "none", "auto"),
               web_search_options="there is no search of the web", moderation="nothing is moderated"),
-    *refusals("OpenAI", (TEXT,), best_of=("use 'n'", 1), echo=("prompts are not repeated", False),
-              suffix=("the models do not fill gaps", ""))]
+    *obeyed("OpenAI", (TEXT,), echo="the prompt stands before its continuation; with logprobs, its tokens are scored",
+            best_of="must equal n: every answer that is generated is returned"),
+    *refusals("OpenAI", (TEXT,), suffix=("the models do not fill gaps", ""))]
 
 OPENAI_RESPONSES = [
     *without_effect("OpenAI", (RESPONSES,), "any name is taken; the model that is served answers", "model"),
@@ -155,7 +156,7 @@ VLLM = [
     *refusals("vLLM", BOTH, use_beam_search=("answers are sampled", False),
               include_stop_str_in_output=("stop strings are not part of the text", False),
               truncate_prompt_tokens="prompts are not cut", truncation_side="prompts are not cut",
-              prompt_logprobs="only /v1/completions can tell those, with echo",
+              prompt_logprobs="use 'echo' and 'logprobs' of /v1/completions",
               allowed_token_ids="use 'logit_bias', 'guided_choice' or 'guided_regex'",
               bad_words=("use 'logit_bias'", []), logprob_token_ids="use 'top_logprobs'",
               return_tokens_as_token_ids=("use 'return_token_ids'", False),

@@ -39,6 +39,7 @@ class Refused(Exception):
 class RequestReader(HTTPRequestParser):
     """A request whose bytes come piece by piece. Once it is refused, `error` is not None."""
 
+    version = "1.1"         # of the answer, where a request is refused before its version is known
     path = ""               # waitress names it in its log, also where a request is refused before its path is known
 
     def received(self, data: bytes) -> int:

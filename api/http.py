@@ -101,7 +101,7 @@ class Listener(waitress.server.TcpWSGIServer):
     def make_room(self, n: int) -> bool:
         """Closes n connections without a running request; returns whether there were so many."""
         if n > 0:
-            idle = [item for item in self._map.values() if isinstance(item, Connection) and item.may_go()]
+            idle = [connection for connection in connections(self._map) if connection.may_go()]
             for connection in heapq.nsmallest(n, idle, key=Connection.usefulness):
                 connection.give_way()
             return len(idle) >= n
@@ -170,17 +170,22 @@ def serving(app: flask.Flask, host: str, port: int, tls: ssl.SSLContext | None =
         yield listeners[0].effective_port if len(listeners) == 1 else port
     finally:
         if not service.close():                 # a client does not read its answer
-            hang_up(watched)
+            hang_up(connections(watched))
         workers.shutdown()                      # waits for the threads that write the last answers
         for listener in listeners:
             listener.close()
+        hang_up(one for one in connections(watched) if one.is_quiet())
         thread.join(1.0)                        # time for written bytes to leave
-        hang_up(watched)                        # on clients that are idle, and on those that do not read
+        hang_up(connections(watched))           # on clients that do not read
         thread.join()
         logging.getLogger("waitress").removeFilter(one_line)
 
 
-def hang_up(watched: dict):
-    """Hangs up on every client among what waitress polls."""
-    for connection in [item for item in list(watched.values()) if isinstance(item, Connection)]:
+def connections(watched: dict) -> list[Connection]:
+    """The clients among what is polled."""
+    return [item for item in list(watched.values()) if isinstance(item, Connection)]
+
+
+def hang_up(clients):
+    for connection in clients:
         connection.hang_up()

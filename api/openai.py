@@ -308,6 +308,10 @@ class ChatChoice:
         self.logprobs["content"] += content
         return {"content": content, "refusal": None}
 
+    def ids_of(self, delta: Delta) -> list[int]:
+        """The tokens that the last Delta adds to the answer."""
+        return [delta.token_id]
+
     def finish_reason(self, reason: str) -> str:
         return "tool_calls" if self.reply.n_calls and reason == "stop" else reason
 
@@ -380,7 +384,7 @@ class Answer:
         ids, logprobs = [], None
         for delta in whole(generation):
             choice.push(delta)
-            ids.append(delta.token_id)
+            ids += choice.ids_of(delta)
             logprobs = choice.logprobs if choice.logprobs_of(delta) is not None else None
         return {"index": index, **choice.whole(), **({"token_ids": ids} if self.with_ids else {}),
                 "logprobs": logprobs, **end_of(choice, delta)}
@@ -407,7 +411,7 @@ class Answer:
         """The chunks that a token of one answer adds to the stream."""
         choice = self.choices[index]
         pieces = choice.push(delta)
-        logprobs, ids = choice.logprobs_of(delta), [delta.token_id]
+        logprobs, ids = choice.logprobs_of(delta), choice.ids_of(delta)
         if delta.finish_reason or (not pieces and (logprobs or self.with_ids)):
             pieces.append(choice.closing)
         for piece in pieces:

@@ -1,5 +1,5 @@
 """Endpoints with the names and fields of llama.cpp's server: the tokenizer, the chat template, and the server's
-health."""
+health. Those of the tokenizer also have vLLM's fields, which lm-eval sends: prompt, messages, return_token_strs."""
 
 import datetime
 import json
@@ -23,20 +23,38 @@ BLOCK = 1 << 12             # tokens that are written at once
 
 
 def tokenize(service, body: dict):
-    """The interpreter's lock is held for a block of tokens at a time; json.dumps holds it until it is done."""
-    tokenizer, n_bytes = service.engine.tokenizer, len(body["content"].encode())
-    if n_bytes > MAX_BYTES:
-        raise RequestError("content", f"'content' has {n_bytes} bytes as UTF-8, and may have {MAX_BYTES}")
-    ids = tokenizer.encode(body["content"], body.get("parse_special", True), body.get("add_special", False))
-    blocks = (ids[start:start + BLOCK] for start in range(0, len(ids), BLOCK))
-    if body.get("with_pieces"):
-        if len(ids) > MAX_PIECES:
-            raise RequestError("with_pieces", f"'content' has {len(ids)} tokens, and 'with_pieces' tells of up to "
-                                              f"{MAX_PIECES}")
-        blocks = ([{"id": token, "piece": text_or_bytes(tokenizer.pieces[token])} for token in block]
-                  for block in blocks)
-    return flask.Response(f"""{{"tokens":[{",".join(json.dumps(block)[1:-1] for block in blocks)}]}}\n""",
-                          mimetype="application/json")
+    engine = service.engine
+    field, text = text_of(service, body)
+    if (n_bytes := len(text.encode())) > MAX_BYTES:
+        raise RequestError(field, f"'{field}' has {n_bytes} bytes as UTF-8, and may have {MAX_BYTES}")
+    add_special = body.get("add_special", False) if field == "content" else body.get("add_special_tokens", True)
+    ids, pieces = engine.tokenizer.encode(text, body.get("parse_special", True), add_special), engine.tokenizer.pieces
+    for wish in "with_pieces", "return_token_strs":
+        if body.get(wish) and len(ids) > MAX_PIECES:
+            raise RequestError(wish, f"'{field}' has {len(ids)} tokens, and '{wish}' tells of up to {MAX_PIECES}")
+    shown = (lambda token: {"id": token, "piece": text_or_bytes(pieces[token])}) if body.get("with_pieces") else int
+    parts = {"tokens": written(ids, shown), "count": len(ids), "max_model_len": engine.n_ctx}
+    if body.get("return_token_strs"):
+        parts["token_strs"] = written(ids, lambda token: pieces[token].decode("utf-8", "replace"))
+    text = ",".join(f'"{name}":{part}' for name, part in parts.items())
+    return flask.Response(f"{{{text}}}\n", mimetype="application/json")
+
+
+def text_of(service, body: dict) -> tuple[str, str]:
+    """What is to be cut into tokens: the field that holds it, and the text."""
+    given = [name for name in ("content", "prompt", "messages") if name in body]
+    if len(given) != 1:
+        raise RequestError(given[1] if given else "content",
+                           "one of 'content', 'prompt' and 'messages' must be there, and only one")
+    field, = given
+    return field, body[field] if field != "messages" else chat.render(service, openai.read_conversation(body))[0]
+
+
+def written(ids: list[int], shown) -> str:
+    """The JSON text of a list: shown(token) for each token. The interpreter's lock is held for a block of tokens at a
+    time; json.dumps holds it until it is done."""
+    blocks = (list(map(shown, ids[start:start + BLOCK])) for start in range(0, len(ids), BLOCK))
+    return f"[{','.join(json.dumps(block)[1:-1] for block in blocks)}]"
 
 
 def text_or_bytes(piece: bytes) -> str | list[int]:
@@ -53,9 +71,25 @@ def detokenize(service, body: dict):
     if n_bytes > MAX_BODY:
         raise RequestError("tokens", f"the text of 'tokens' has {n_bytes} bytes, and may have {MAX_BODY}")
     try:
-        return {"content": tokenizer.decode(ids, special=True)}
+        text = tokenizer.decode(ids, special=True)
     except RequestError as error:
         raise RequestError("tokens", str(error)) from None
+    return {"content": text, "prompt": text}                # llama.cpp's name and vLLM's
+
+
+def tokenizer_info(service):
+    """The tokenizer in the words of a tokenizer_config.json, as vLLM's endpoint of this name has it."""
+    engine = service.ready()
+    tokenizer, template = engine.tokenizer, engine.template
+
+    def text(ids):
+        return tokenizer.decode(ids, special=True) if ids else None
+
+    return {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": engine.n_ctx,
+            "bos_token": text(tokenizer.prefix[:1]), "eos_token": text([min(tokenizer.eos_ids)]),
+            "pad_token": None, "unk_token": None, "additional_special_tokens": list(tokenizer.control),
+            "add_bos_token": bool(tokenizer.prefix), "add_eos_token": bool(tokenizer.suffix),
+            "clean_up_tokenization_spaces": False, "chat_template": template.source if template else None}
 
 
 def apply_template(service, body: dict):
@@ -91,9 +125,11 @@ CONVERSATION = {name: openai.CHAT["properties"][name]
                              "reasoning_effort", "documents", "add_generation_prompt", "continue_final_message")}
 ENDPOINTS = [
     Endpoint("POST", "/tokenize", f"Token ids of a text of up to {MAX_BYTES} bytes", tokenize, PROTOCOL, object_of(
-        {"content": TEXT, "add_special": BOOL, "parse_special": BOOL, "with_pieces": BOOL}, ["content"])),
+        {"content": TEXT, "add_special": BOOL, "parse_special": BOOL, "with_pieces": BOOL, "prompt": TEXT,
+         "model": TEXT, "add_special_tokens": BOOL, "return_token_strs": BOOL, **CONVERSATION})),
     Endpoint("POST", "/detokenize", "The text of token ids", detokenize, PROTOCOL, object_of(
-        {"tokens": list_of({"type": "integer"}, 0, MAX_IDS)}, ["tokens"])),
+        {"tokens": list_of({"type": "integer"}, 0, MAX_IDS), "model": TEXT}, ["tokens"])),
+    Endpoint("GET", "/tokenizer_info", "Special tokens and the chat template", tokenizer_info, PROTOCOL),
     Endpoint("POST", "/apply-template", "The prompt of a conversation", apply_template, PROTOCOL, object_of(
         CONVERSATION, ["messages"])),
     Endpoint("GET", "/health", "Whether the server can answer", health, PROTOCOL)]

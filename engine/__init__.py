@@ -13,6 +13,8 @@
     trials.py           a process that tries grammars before they are used
     thinking.py         budgets of thoughts
     repetition.py       a guard against answers that repeat themselves for ever
+    sequence.py         a generation that holds a slot
+    turns.py            which prompt gets the next pass, and when running answers come first
     prefix.py           the prefix tree: pages and checkpoints that later prompts may share
     scratch.py          the scratch memory of a pass
     worker.py           the thread of each card, and its tasks

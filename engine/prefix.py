@@ -67,6 +67,29 @@ class Node:
             ahead += [node for node in below if not node.is_kept]
 
 
+class Branch:
+    """A running sequence in the prefix tree: its tokens so far, and where they are kept.
+
+    slot: its slot. tokens: those of the prompt, later also of the answer. The first n_prompt of them are the prompt.
+    """
+
+    def __init__(self, slot: int, prompt_ids: list[int], root: Node):
+        self.slot, self.tokens, self.n_prompt = slot, list(prompt_ids), len(prompt_ids)
+        self.n_computed = 0             # tokens computed here or before, without those of a step in flight
+        self.has_begun = False          # whether its slot was prepared
+        self.uses_cache = True          # whether it may go on after what is kept of earlier sequences
+        self.pages: list[int] = []
+        self.node = root                # the deepest node of the prefix tree that holds one of its pages
+        self.decoded: Node | None = None    # the node of the latest checkpoint that was taken while decoding
+
+    def follows(self, other: "Branch") -> bool:
+        """Whether this prompt, which has not begun, should wait for another one: its next page is the other's next
+        page, too, and would be computed twice."""
+        end = other.n_computed + PAGE_TOKENS
+        return (self.uses_cache and not self.has_begun and other.has_begun
+                and end <= min(self.n_prompt - 1, other.n_prompt) and self.tokens[:end] == other.tokens[:end])
+
+
 by_rank = operator.attrgetter("rank")
 
 
@@ -179,6 +202,50 @@ class PrefixCache:
             self.n_idle += 1
         self._use(alike[n_prompt])
         return alike[n_prompt]
+
+    def tokens_left(self, branch: Branch) -> int:
+        """How many tokens of a prompt are still to be computed, as far as that is known."""
+        is_new = branch.uses_cache and not branch.has_begun
+        n_known = self.find(branch.tokens[:-1])[0].depth * PAGE_TOKENS if is_new else branch.n_computed
+        return branch.n_prompt - n_known
+
+    def join(self, branch: Branch, n_seen: int) -> dict[int, Node]:
+        """Put the full pages of the first n_seen tokens, whose passes are queued, into the tree, as far as they are not
+        on the branch yet. Returns {position: node that ends there} for these pages."""
+        joined, pages = {}, list(branch.pages)
+        for end in range((branch.node.depth + 1) * PAGE_TOKENS, n_seen + 1, PAGE_TOKENS):
+            start, depth = end - PAGE_TOKENS, branch.node.depth
+            n_prompt = min(max(branch.n_prompt - start, 0), PAGE_TOKENS)
+            branch.node = joined[end] = self.grow(branch.node, tuple(branch.tokens[start:end]), n_prompt, pages[depth])
+            pages[depth] = branch.node.page
+        if pages != branch.pages:
+            branch.pages = pages
+            self.store.set_pages(branch.slot, pages)
+        return joined
+
+    def keep_decoded(self, branch: Branch, n_seen: int):
+        """If the first n_seen tokens of a sequence end with a full page, put it into the tree and take a checkpoint
+        after it.
+
+        An answer keeps its latest checkpoint and those at multiples of CHECKPOINT_INTERVAL. Answers with the same
+        tokens share a checkpoint, which is dropped once each of them has taken a newer one. An answer that has ended
+        takes no newer one, so its latest checkpoint stays: the next turn of the conversation begins there."""
+        if n_seen % PAGE_TOKENS:
+            return
+        node = self.join(branch, n_seen)[n_seen]
+        last, branch.decoded = branch.decoded, None
+        if last is not None:
+            last.n_answers -= 1
+            if not last.n_answers and last.depth * PAGE_TOKENS % CHECKPOINT_INTERVAL:
+                self.drop(last)
+        if node.is_kept:
+            self.touch(node)
+        elif (number := self.take_number()) is not None:
+            self.store.save(branch.slot, number)
+            self.keep(node, number)
+        if node.is_kept:
+            node.n_answers += 1
+            branch.decoded = node
 
     def _use(self, node: Node):
         self.n_idle -= not node.n_users

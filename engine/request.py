@@ -15,8 +15,10 @@ import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from engine.repetition import RepetitionGuard
-from kernels.logprobs import TOP
+from kernels.logprobs import REPORT, TOP, unpack_report
 
 
 class ModelError(Exception):
@@ -65,7 +67,7 @@ class Fault(NamedTuple):
 
 
 STOPS, STOP_LETTERS = 64, 1024      # the most stop strings of a request, and the most letters of each
-GRAMMAR_LETTERS = 1 << 18   # the most letters of a grammar; one that spells out so much text delays the scheduler 0.5 s
+GRAMMAR_LETTERS = 1 << 18   # the most letters of a grammar
 
 # The numbers by which a request controls sampling: type, lowest, highest, meaning (for --help).
 SAMPLING = {
@@ -114,6 +116,7 @@ class Request:
     thinking_budget: int | None = None
     logit_bias: dict[int, float] = dataclasses.field(default_factory=dict)  # token id -> number added to its logit
     top_logprobs: int | None = None     # log-probabilities of the tokens, and of so many of the likeliest
+    prompt_logprobs: int | None = None  # the same of the prompt; the prefix cache is not used then
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()          # strings that end the text and are not part of it; a single str is one string
     stop_token_ids: tuple[int, ...] = ()        # tokens that end the answer as the model's own end tokens do
@@ -164,8 +167,9 @@ class Request:
         ends = self.stop_token_ids
         if len(ends) > STOPS or not all(is_within(int, token, 0, n_vocab - 1) for token in ends):
             raise RequestError("stop_token_ids", f"'stop_token_ids' may hold {STOPS} token ids from 0 to {n_vocab - 1}")
-        if self.top_logprobs is not None and not is_within(int, self.top_logprobs, 0, TOP):
-            raise RequestError("top_logprobs", f"'top_logprobs' must be a whole number from 0 to {TOP}")
+        for name in ("top_logprobs", "prompt_logprobs"):
+            if (top := getattr(self, name)) is not None and not is_within(int, top, 0, TOP):
+                raise RequestError(name, f"'{name}' must be a whole number from 0 to {TOP}")
         if self.grammar is not None and not isinstance(self.grammar, str):
             raise RequestError("grammar", "'grammar' must be a text")
         if self.grammar is not None and len(self.grammar) > GRAMMAR_LETTERS:
@@ -182,6 +186,22 @@ class Request:
 
 
 @dataclass(frozen=True)
+class PromptLogprobs:
+    """Log-probabilities of the tokens of a prompt from the second one on, since the first one follows nothing. They are
+    those of the model, as in `Delta`."""
+
+    own: np.ndarray         # float32 [n - 1] of the tokens of the prompt
+    likeliest: np.ndarray   # float32 [n - 1, top] of the likeliest tokens in the place of each, the likeliest first
+    ids: np.ndarray         # int32 [n - 1, top] of these
+
+    @classmethod
+    def of(cls, reports: list[np.ndarray], top: int) -> "PromptLogprobs":
+        """From the reports of kernels/logprobs.py, in the order of the tokens."""
+        own, likeliest, ids = unpack_report(np.concatenate([*reports, np.empty((0, REPORT), np.uint32)]))
+        return cls(own.copy(), likeliest[:, :top].copy(), ids[:, :top].copy())
+
+
+@dataclass(frozen=True)
 class Delta:
     """A generated token, and the text that can be shown since: letters that may belong to a stop string or to an
     unfinished character are held back. The last Delta of an answer has a finish reason, "stop" or "length". Its cause
@@ -194,6 +214,7 @@ class Delta:
     logprob: float | None = None        # if the request asks for log-probabilities
     top_logprobs: tuple[tuple[int, float], ...] = ()        # of the likeliest tokens
     cause: str | None = None
+    prompt_logprobs: PromptLogprobs | None = None           # with the first Delta, if the request asks for them
 
 
 class StopScanner:
@@ -256,6 +277,7 @@ class Generation:
         self.finish_reason: str | None = None   # of the last Delta; None when cancelled or failed
         self.cause: str | None = None           # of the last Delta
         self.error: Exception | None = None     # what the generation failed with
+        self.prompt_logprobs: PromptLogprobs | None = None  # set before the first token
         self.started = time.perf_counter()
         self.deadline = self.started + (math.inf if request.timeout is None else request.timeout)
         self.token_times: list[float] = []      # when the engine gave each token; a reader may get several at once
@@ -327,7 +349,8 @@ class Generation:
             finish_reason, self.cause = "stop", None
         self.finish_reason = finish_reason
         self._scans = self._scans or token == self.request.stop_after
-        self._put(Delta(token, text, finish_reason, logprob, top_logprobs, self.cause))
+        of_prompt, self.prompt_logprobs = self.prompt_logprobs, None
+        self._put(Delta(token, text, finish_reason, logprob, top_logprobs, self.cause, of_prompt))
         return finish_reason
 
     def _scan(self, piece: str) -> str:

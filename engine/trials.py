@@ -37,6 +37,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import NamedTuple
 
 import llguidance
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 
 class Lane(NamedTuple):
@@ -94,7 +95,7 @@ class Trials:
             if key in self.known:
                 self.known.move_to_end(key)
                 return self.known[key]
-        verdict = self._ask(grammar, vocabulary) or self._ask(grammar, vocabulary) or (LOST, 0)
+        verdict = self._ask(grammar, "form" if vocabulary is None else number, vocabulary)
         with self.lock:
             if verdict[0] != LOST:
                 self.known[key] = verdict
@@ -102,8 +103,17 @@ class Trials:
                 self.known.popitem(last=False)
         return verdict
 
-    def _ask(self, grammar: str, vocabulary):
-        """The server's verdict; None where the server ended meanwhile."""
+    def lark_of(self, gbnf: str) -> tuple[str | None, str]:
+        """Why a grammar in GBNF is refused, None if it is not; and the same in Lark's syntax. The converter is Python,
+        takes quadratic time and recurses."""
+        return self._ask(gbnf, "gbnf")
+
+    def _ask(self, grammar: str, what, vocabulary=None) -> tuple:
+        """What comes of a job; the second time where the server ended meanwhile."""
+        return self._send(grammar, what, vocabulary) or self._send(grammar, what, vocabulary) or (LOST, 0)
+
+    def _send(self, grammar: str, what, vocabulary):
+        """What comes of a job; None where the server ended meanwhile. what: as Job has it."""
         answer, job = concurrent.futures.Future(), next(self.numbers)
         with self.lock, contextlib.suppress(OSError):
             self.connection = self.connection or self._start()
@@ -114,7 +124,7 @@ class Trials:
                 self.told.add(vocabulary.number)
                 self.connection.send(("learn", vocabulary.number, vocabulary.tokens, vocabulary.special_token_ids,
                                       vocabulary.eos_ids))
-            self.connection.send(("try", job, vocabulary and vocabulary.number, grammar))
+            self.connection.send(("try", job, what, grammar))
         return answer.result()
 
     def _start(self) -> Connection:
@@ -133,10 +143,10 @@ class Trials:
         """Hands out verdicts until the server has ended."""
         with contextlib.suppress(EOFError, OSError):
             while True:
-                job, reason, n_bytes = json.loads(connection.recv_bytes())
+                job, *result = json.loads(connection.recv_bytes())
                 with self.lock:
                     answer = self.asked.pop(job)
-                answer.set_result((reason, n_bytes))
+                answer.set_result(tuple(result))
         process.wait()
         with self.lock:
             self.connection, lost, self.asked = None, self.asked, {}
@@ -151,8 +161,11 @@ TRIALS = Trials()           # one for all engines of the process
 
 
 class Job(NamedTuple):
+    """what: the number of a vocabulary, under which the grammar is tried; "form", if only its form is looked at; or
+    "gbnf", if it is turned into Lark's syntax."""
+
     number: int
-    vocabulary: int | None
+    what: int | str
     grammar: str
 
 
@@ -204,7 +217,7 @@ class Server:
             job, (pipe, end) = self.waiting[lane].popleft(), Pipe(duplex=False)
             child = os.fork()
             if child == 0:
-                run_child(LANES[lane], end, job.grammar, self.vocabularies.get(job.vocabulary))
+                run_child(LANES[lane], end, job, self.vocabularies)
             end.close()
             self.running[pipe] = job, lane, child
 
@@ -219,21 +232,27 @@ class Server:
         elif job:
             self._tell(job, DEATHS.get(os.WTERMSIG(status), DEATHS[signal.SIGABRT]), 0)
 
-    def _tell(self, job: Job, reason: str | None, n_bytes: int):
-        self.connection.send_bytes(json.dumps([job.number, reason, n_bytes]).encode())
+    def _tell(self, job: Job, *result):
+        self.connection.send_bytes(json.dumps([job.number, *result]).encode())
 
 
-def run_child(lane: Lane, end: Connection, grammar: str, words: Words | None):
+def run_child(lane: Lane, end: Connection, job: Job, vocabularies: dict[int, Words]):
     """A trial, in a process that ends with it."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)        # llguidance's last words
     confine(lane)
     try:
-        verdict = try_grammar(grammar, words.prepared) if words else (fault_of_form(grammar), 0)
+        match job.what:
+            case "form":
+                result = fault_of_form(job.grammar), 0
+            case "gbnf":
+                result = None, gbnf_to_lark(job.grammar)
+            case number:
+                result = try_grammar(job.grammar, vocabularies[number].prepared)
     except MemoryError:
         os._exit(1)
     except BaseException as error:      # a panic of llguidance is a BaseException
-        verdict = str(error) or type(error).__name__, 0
-    end.send_bytes(json.dumps(verdict).encode())
+        result = str(error) or type(error).__name__, 0
+    end.send_bytes(json.dumps(result).encode())
     os._exit(0)
 
 

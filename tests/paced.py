@@ -4,7 +4,7 @@ import threading
 import time
 
 from engine.request import EngineStopped, Generation
-from tests.scripted import END, ScriptedEngine
+from tests.scripted import END, ScriptedEngine, scores_of
 
 
 class PacedEngine(ScriptedEngine):
@@ -19,6 +19,7 @@ class PacedEngine(ScriptedEngine):
         self.requests.append(request)
         generation = Generation(request, self.tokenizer)
         generation.n_cached = generation.n_prompt // 64 * 64
+        generation.prompt_logprobs = scores_of(request)
         self.generations.append(generation)
         threading.Thread(target=self._write, args=(generation,), daemon=True).start()
         return generation

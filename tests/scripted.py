@@ -4,11 +4,12 @@ import functools
 import itertools
 import threading
 
+import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 import qengine
 from engine.details import ModelDetails
-from engine.request import Generation
+from engine.request import Generation, PromptLogprobs
 from engine.text_engine import TextEngine
 from engine.tokenizer import encode_prompt
 
@@ -23,7 +24,8 @@ class ScriptedEngine(TextEngine):
     """An engine without a model. script: a text, or a function that makes a text of the prompt. An answer is the whole
     text, then the end.
 
-    requests, generations: those so far. Every token has the log-probability -0.5, and token 5 has -1.5.
+    requests, generations: those so far. Every token has the log-probability -0.5, and token 5 has -1.5. Tokens of
+    prompts have -0.25, and token 5 has -1.25.
     """
 
     name, n_ctx, n_slots, reason, fault, counts_pipes = "scripted", 4096, 2, None, None, False
@@ -43,6 +45,7 @@ class ScriptedEngine(TextEngine):
         prompt = self.tokenizer.decode(request.prompt_ids, special=True)
         text = self.script(prompt) if callable(self.script) else self.script
         generation = Generation(request, self.tokenizer)
+        generation.prompt_logprobs = scores_of(request)
         self.generations.append(generation)
         for n, token in enumerate(itertools.chain(self.tokenizer.encode(text), [END]), start=1):
             reason = "stop" if token in (END, *request.stop_token_ids) else "length" if n == request.max_tokens else None
@@ -62,6 +65,16 @@ class ScriptedEngine(TextEngine):
             "requests_running": running, "requests_waiting": 0, "kv_pages": 64, "kv_pages_used": 16 * running,
             "checkpoints": 3, "checkpoints_on_card": 2, "checkpoints_spilled": 1, "checkpoints_fetched": 0,
             "checkpoints_dropped": 0}
+
+
+def scores_of(request) -> PromptLogprobs | None:
+    """The log-probabilities of a prompt, as ScriptedEngine has them."""
+    if (top := request.prompt_logprobs) is None:
+        return None
+    following = np.array(request.prompt_ids[1:], np.int32)
+    ids = np.stack([following, np.full_like(following, 5)], axis=1)[:, :top]
+    values = np.tile(np.float32([-0.25, -1.25]), (len(following), 1))
+    return PromptLogprobs(values[:, 0], values[:, :top], ids)
 
 
 class Unreal:

@@ -475,6 +475,8 @@ BROKEN = {"type": "function", "function": {"name": "f", "parameters": {"properti
     ({"response_format": json_format({"enum": ["a" * 300_000]})}, "response_format.json_schema.schema", "letters"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
      "messages[0].content[0].type", "text"),
+    ({"messages": [HI[0], {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}]},
+     "messages[1].tool_calls[0].function.arguments", "a string or an object"),
 ])
 def test_what_is_wrong_is_named(scripted, arguments, field, said):
     engine, client, _ = scripted
@@ -559,7 +561,7 @@ def test_tokens_and_templates(scripted):
     text = "Hi <|im_end|> <think> \ub300\ud55c \U0001f600"
     ids = web.post("/tokenize", json={"content": text}).json["tokens"]
     assert ids == engine.tokenizer.encode(text)
-    assert web.post("/detokenize", json={"tokens": ids}).json == {"content": text}
+    assert web.post("/detokenize", json={"tokens": ids}).json == {"content": text, "prompt": text}
     plain = web.post("/tokenize", json={"content": text, "parse_special": False, "with_pieces": True}).json["tokens"]
     assert [one["id"] for one in plain] == engine.tokenizer.encode(text, allow_special=False)
     pieces = [one["piece"] for one in plain]

@@ -287,7 +287,7 @@ def test_behind_the_protocols(port, clients):
     text = "대한 <|im_end|>"
     ids = send(port, "POST", "/tokenize", {"content": text})[2]["tokens"]
     assert ids == shipped().tokenizer.encode(text)
-    assert send(port, "POST", "/detokenize", {"tokens": ids})[2] == {"content": text}
+    assert send(port, "POST", "/detokenize", {"tokens": ids})[2] == {"content": text, "prompt": text}
     prompt = send(port, "POST", "/apply-template", {"messages": WHAT, "tools": TOOLS})[2]["prompt"]
     assert prompt == shipped().template.render(WHAT, tools=TOOLS)
     assert send(port, "GET", "/health")[2]["status"] == "ok"

@@ -21,6 +21,7 @@ from engine.constraints import Constraint, Vocabulary
 from engine.plan import LEAST_CHECKPOINTS
 from engine.prefix import CHECKPOINT_INTERVAL, PAGE_TOKENS, PrefixCache, checkpoint_positions, pages_for, whole_pages
 from engine.tokenizer import Tokenizer
+from engine.turns import LONGEST_PAUSE, PROMPT_SHARE, RUNNING_CHUNK
 from kernels.card import CardError
 from kernels.emulated.card import EmulatedCard
 from tests.models import load_tiny
@@ -94,9 +95,11 @@ class FakePipeline:
         self.tables, self.masks = [[] for _ in range(n_slots)], [None] * n_slots    # of slots: pages, allowed tokens,
         self.states, self.known = [None] * n_slots, [None] * n_slots    # steps seen, what was known after each
         self.saved, self.hosts = [None] * n_numbers, [None] * n_hosts
-        self.n_groups, self.batches = n_groups, {}
+        self.n_stages, self.n_groups, self.batches = n_groups, n_groups, {}
+        self.now, self.token_seconds, self.step_seconds = 0.0, 0.0004, 0.002    # the host's clock, and costs
+        self.busy_until = 0.0                       # when the card has done what is queued
         self.random, self.fault, self.n_processed = random, None, 0
-        self.log = []
+        self.log, self.passes = [], []              # passes: the first two tokens of each
 
     def prepare_slot(self, slot, request, number):
         self.states[slot] = [] if number is None else list(self.saved[number])
@@ -127,7 +130,9 @@ class FakePipeline:
     def prefill(self, ids, slot, start, marks=(), tap=None):
         assert start % PAGE_TOKENS == 0 and len(self.states[slot]) == start
         self.n_processed += len(ids)
+        self.work(self.token_seconds * len(ids))
         self.log.append(("prefill", len(ids)))
+        self.passes.append(tuple(ids[:2]))
         marks = dict(marks)
         for n, token in enumerate(ids, 1):
             self.see(slot, token, is_decoded=False)
@@ -151,6 +156,20 @@ class FakePipeline:
             page = self.pages[self.tables[slot][at // PAGE_TOKENS]]
             assert page[at % PAGE_TOKENS] == known[at], f"slot {slot} reads a wrong page at {at}"
 
+    def work(self, seconds):
+        """The card is busy for so long, after what was queued before."""
+        self.busy_until = max(self.busy_until, self.now) + seconds
+
+    def tokens(self, chosen):
+        """Tokens that the host can read when the card has done what is queued now."""
+        done_at = self.busy_until
+
+        def read():
+            self.now = max(self.now, done_at)
+            return np.array(chosen)
+
+        return SimpleNamespace(read=read)
+
     def answer(self, slot):
         return following(self.known[slot][-1], self.masks[slot])
 
@@ -159,8 +178,7 @@ class FakePipeline:
             self.masks[slot] = allowed_by(constraint)
 
     def sample_row(self, row, slot, log_probs):
-        token = self.answer(slot)
-        return SimpleNamespace(read=lambda: np.array([token]))
+        return self.tokens([self.answer(slot)])
 
     def place(self, ids, slots, positions, group):
         for slot, position in zip(slots, positions):
@@ -171,6 +189,7 @@ class FakePipeline:
         pass
 
     def forward(self, n, group):
+        self.work(self.step_seconds)
         self.log.append(("step", n))
         for slot, token in self.batches[group][:n]:
             self.see(slot, token, is_decoded=True)
@@ -186,7 +205,7 @@ class FakePipeline:
     def choose(self, n, log_probs, group):
         tokens = [self.answer(slot) for slot, _ in self.batches[group][:n]]
         self.batches[group] = [(slot, token) for (slot, _), token in zip(self.batches[group], tokens)]
-        return SimpleNamespace(read=lambda: np.array(tokens))
+        return self.tokens(tokens)
 
     def step(self, n, log_probs, group):
         self.forward(n, group)
@@ -202,9 +221,11 @@ class World:
         self.pipeline = FakePipeline(n_slots, n_pages, n_numbers, n_hosts, self.random, n_groups)
         self.cache = PrefixCache(self.pipeline, n_pages, n_numbers, n_hosts)
         self.scheduler = qengine.Scheduler(self.pipeline, self.cache, TOKENIZER, n_slots, n_ctx, chunk)
+        self.scheduler.turns.clock = lambda: self.pipeline.now
         self.n_ctx, self.n_slots, self.n_pages, self.n_numbers, self.n_hosts = (
             n_ctx, n_slots, n_pages, n_numbers, n_hosts)
         self.checks_every_step = True
+        self.admitted = []      # generations in the order in which they got slots, without those that ended at once
 
     def submit(self, tokens, **fields):
         request = qengine.Request(list(tokens), **fields)
@@ -214,6 +235,7 @@ class World:
 
     def step(self):
         self.scheduler.run_round()
+        self.admitted += [s.generation for s in self.scheduler.running if s.generation not in self.admitted]
         if self.checks_every_step:
             self.check()
 
@@ -393,8 +415,7 @@ def test_anything_that_may_happen(seed):
     for generation in ruled:
         assert GRAMMARS[generation.request.grammar]("".join(delta.text for delta in deltas_of(generation)))
     assert ruled
-    begun = [id(request) for kind, request in world.pipeline.log if kind == "prepare"]
-    assert begun == [id(g.request) for g in generations if id(g.request) in begun], "somebody was overtaken"
+    assert world.admitted == [g for g in generations if g in world.admitted], "somebody was overtaken"
     stats = world.scheduler.stats()
     assert stats["requests_running"] == stats["requests_waiting"] == stats["kv_pages_used"] == 0
     assert stats["kv_pages_cached"] + stats["kv_pages_free"] == stats["kv_pages"]
@@ -596,16 +617,129 @@ def test_what_runs_keeps_its_pages_when_its_checkpoints_go():
 def test_a_running_answer_waits_for_one_chunk_at_most():
     """A prompt of 4,096 tokens arrives: between two steps of the answer there is a chunk of 512 tokens, no more."""
     world, text = roomy(chunk=2048), texts()
-    first = world.submit(text(4096), max_tokens=200, ignore_eos=True)
+    first = world.submit(text(4096), max_tokens=4000, ignore_eos=True)
     while not first.n_generated:
         world.step()
     assert [n for kind, n in world.pipeline.log if kind == "prefill"] == [2048, 2048]    # alone, whole chunks
     del world.pipeline.log[:]
     world.finish(world.submit(text(4096), max_tokens=1))
     kinds = [kind for kind, _ in world.pipeline.log]
-    assert kinds.count("prefill") == 4096 // qengine.RUNNING_CHUNK
+    assert kinds.count("prefill") == 4096 // RUNNING_CHUNK
     assert "prefill prefill" not in " ".join(kind for kind in kinds if kind != "prepare")
-    assert max(n for kind, n in world.pipeline.log if kind == "prefill") == qengine.RUNNING_CHUNK
+    assert max(n for kind, n in world.pipeline.log if kind == "prefill") == RUNNING_CHUNK
+
+
+@pytest.mark.parametrize("n_groups", [1, 3])
+@pytest.mark.parametrize("token_seconds, step_seconds, rows", [
+    (0.0004, 0.002, 512), (0.001, 0.001, 256), (0.001, 0.1, 256), (0.00001, 0.05, 512), (0.01, 0.03, 64)])
+def test_answers_keep_their_share_of_the_time(n_groups, token_seconds, step_seconds, rows):
+    """However long passes and steps take, three long prompts get at most half of the time, and nearly half of it where
+    a step is short beside a pass. Passes become so small that an answer pauses for about PAUSE at most, if that can
+    be."""
+    world, text = roomy(n_slots=6, n_ctx=16_384, n_pages=1600, n_groups=n_groups), texts()
+    world.pipeline.token_seconds, world.pipeline.step_seconds = token_seconds, step_seconds
+    answers = [world.submit(text(10), max_tokens=16_000, ignore_eos=True) for _ in range(n_groups)]
+    while not all(answer.n_generated > 5 for answer in answers):
+        world.step()
+    del world.pipeline.log[:]
+    begin = world.pipeline.now
+    world.finish(*(world.submit(text(4000), max_tokens=1) for _ in range(3)))
+    seconds = world.pipeline.now - begin
+    passes = [n for kind, n in world.pipeline.log if kind == "prefill"]
+    share = sum(passes) * token_seconds / seconds
+    assert share <= PROMPT_SHARE + 0.02
+    pass_seconds = token_seconds * sum(passes) / len(passes)
+    assert share >= PROMPT_SHARE * pass_seconds / (pass_seconds + 2 * n_groups * step_seconds) - 0.05
+    assert max(passes[4:]) <= rows
+
+
+def test_prompts_are_not_starved_by_answers():
+    """Answers that never end, one after the other: each prompt gets on."""
+    world, text = roomy(n_slots=2), texts()
+    prompt, n_answers = world.submit(text(3000), max_tokens=1), 0
+    while not prompt._done.is_set():
+        world.finish(world.submit(text(5), max_tokens=20, ignore_eos=True))
+        n_answers += 1
+    assert n_answers < 40
+
+
+def test_a_process_that_was_suspended_owes_answers_no_hours():
+    world, text = roomy(), texts()
+    answer = world.submit(text(5), max_tokens=8000, ignore_eos=True)
+    while answer.n_generated < 5:
+        world.step()
+    late = world.submit(text(1000), max_tokens=1)
+    while not world.scheduler.turns.unmeasured:
+        world.step()
+    world.pipeline.now += 36_000
+    world.step()
+    assert 0 < world.scheduler.turns.owed <= LONGEST_PAUSE
+    world.pipeline.step_seconds = 0.1
+    world.finish(late)
+    assert answer.n_generated < 300
+
+
+def turns_of(world, *prompts):
+    """Which of the prompts got each pass so far, by their first tokens; None: another one."""
+    starts = {tuple(prompt[at:at + 2]): i for i, prompt in enumerate(prompts) for at in range(0, len(prompt), 64)}
+    return [starts.get(begin) for begin in world.pipeline.passes]
+
+
+def test_prompts_take_turns():
+    """The shortest waits for one pass of another at most, and so does the oldest; equal ones go in their order."""
+    world, text = roomy(n_slots=5), texts()
+    prompts = [text(n) for n in (4096, 4096, 4096)]
+    generations = [world.submit(prompt, max_tokens=1) for prompt in prompts]
+    for _ in range(2):
+        world.step()
+    short, middle = text(20), text(1500)
+    generations.append(world.submit(middle, max_tokens=1))
+    generations.append(world.submit(short, max_tokens=1))
+    world.finish(*generations)
+    assert turns_of(world, *prompts, middle, short) == [0, 0, 4, 0, 3, 0, 3, 0, 3, 0, 0, 0, *[1] * 8, *[2] * 8]
+
+
+def test_the_oldest_prompt_gets_on_while_short_ones_keep_coming():
+    world, text = roomy(n_slots=3), texts()
+    oldest, n_short = world.submit(text(4096), max_tokens=1), 0
+    world.step()
+    while not oldest._done.is_set():
+        if len(world.scheduler.running) + len(world.scheduler.waiting) < 3:
+            world.submit(text(20), max_tokens=1)
+            n_short += 1
+        world.step()
+    assert n_short <= 10
+    assert max(len(list(run)) for short, run in itertools.groupby(world.pipeline.log, lambda done: done == (
+        "prefill", 20)) if short) == 1
+
+
+def test_a_prompt_of_which_much_is_kept_counts_as_short():
+    world, text = roomy(), texts()
+    history = text(3000)
+    world.answer(history, max_tokens=1)
+    del world.pipeline.passes[:]
+    long, again = text(2000), [*history, *text(30)]
+    generations = [world.submit(prompt, max_tokens=1) for prompt in (long, again)]
+    world.finish(*generations)
+    assert turns_of(world, long, again) == [1, 0, 0, 0, 0]
+
+
+def test_prompts_that_arrive_together_share_whatever_their_lengths():
+    """Shorter and longer ones, in any order, with others between: what they have in common is computed once."""
+    for seed in range(20):
+        world, text, choice = roomy(n_slots=6), texts(seed), random.Random(seed)
+        system, others = [TURN, *text(1500)], 3
+        tails = [text(choice.randrange(5, 900)) for _ in range(7)]
+        asked = [[*system, TURN, *tail] for tail in tails] + [text(choice.randrange(5, 2000)) for _ in range(others)]
+        choice.shuffle(asked)
+        generations = []
+        for prompt in asked:
+            generations.append(world.submit(prompt, max_tokens=choice.choice((1, 50)), ignore_eos=True))
+            for _ in range(choice.choice((0, 0, 1, 3))):
+                world.step()
+        world.finish(*generations)
+        alone = sum(map(len, asked)) - 7 * len(system)
+        assert world.pipeline.n_processed <= len(system) + alone + 10 * PAGE_TOKENS
 
 
 def test_nobody_is_overtaken_who_waits_for_pages():
@@ -617,8 +751,7 @@ def test_nobody_is_overtaken_who_waits_for_pages():
         world.step()
     assert len(world.scheduler.running) == 1 and len(world.scheduler.waiting) == 2
     world.finish(running, large, small)
-    assert [request for kind, request in world.pipeline.log if kind == "prepare"] == [
-        running.request, large.request, small.request]
+    assert world.admitted == [running, large, small]
 
 
 def test_deadlines():

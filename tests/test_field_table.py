@@ -29,9 +29,10 @@ THINKS = {"chat_template_kwargs": {"enable_thinking": True}}
 OPENAI_TOOLS = {"tools": [{"type": "function", "function": TOOL}]}
 SHOWN = {
     **{name: 3 if kind is int else 0.5 for name, (kind, *_) in SAMPLING.items()}, "repetition_guard": False,
-    "prompt": "Other", "n": 2, "stop": "there", "logit_bias": {"5": 1}, "stream": True, "ignore_eos": True,
-    "stream_options": ({"include_usage": True}, {"stream": True}), "stop_token_ids": [7], "min_tokens": 3,
-    "skip_special_tokens": False, "return_token_ids": True, "timeout": 5, "n_predict": 3, "max_completion_tokens": 3,
+    "prompt": "Other", "echo": True, "n": 2, "stop": "there", "logit_bias": {"5": 1}, "stream": True,
+    "ignore_eos": True, "stream_options": ({"include_usage": True}, {"stream": True}), "stop_token_ids": [7],
+    "min_tokens": 3, "skip_special_tokens": False, "return_token_ids": True, "timeout": 5, "n_predict": 3,
+    "max_completion_tokens": 3,
     "repeat_penalty": 1.5, "repeat_last_n": (0, {"repeat_penalty": 1.5}), "response_format": {"type": "json_object"},
     "guided_json": SCHEMA, "guided_regex": "a+", "guided_choice": ["a", "b"], "guided_grammar": 'start: "a"',
     "structured_outputs": {"regex": "a+"}, "grammar": 'root ::= "a"', "json_schema": SCHEMA,
@@ -55,7 +56,7 @@ SHOWN_ELSEWHERE = {
     (MESSAGES, "tools"): [TOOL | {"input_schema": {}}],
     (MESSAGES, "tool_choice"): ({"type": "any"}, {"tools": [TOOL | {"input_schema": {}}]})}
 
-INSIDE = {"model": "other", "stream_options": {"include_obfuscation": True},
+INSIDE = {"model": "other", "best_of": 1, "stream_options": {"include_obfuscation": True},
           "thread": {"type": "create"}, "context_management": {"edits": []}}
 
 

@@ -7,6 +7,7 @@ import os
 import ssl
 import threading
 import time
+import urllib.request
 import warnings
 
 import openai
@@ -19,6 +20,7 @@ from cli.main import main
 from engine.request import RequestError
 from tests.clients import TEXT, app_of, assert_error, serving, wait_until
 from tests.paced import PacedEngine
+from tests.test_cli import PATIENCE, start
 from tests.test_http import ANSWER, COMPLETION, HEALTH, connected, read_answer
 
 AUTHORITY = trustme.CA()
@@ -242,6 +244,23 @@ def test_a_key_that_others_can_read(tmp_path):
     for mode, secret in (0o600, True), (0o400, True), (0o640, False), (0o604, False):
         os.chmod(key, mode)
         assert is_secret(str(key)) == secret
+
+
+def test_serving_over_https_as_a_process(tmp_path, files):
+    key = tmp_path / "key.pem"
+    key.write_bytes(ISSUED.private_key_pem.bytes())
+    key.chmod(0o644)
+    process = start("--serve", "0", "--tls-cert", files[0], "--tls-key", str(key))
+    said = []
+    while not said or not said[-1].startswith("serving "):
+        said.append(process.stderr.readline())
+        assert said[-1], said
+    address = next(word for word in said[-1].split() if word.startswith("https://"))
+    with urllib.request.urlopen(address + "health", context=trusting()) as answer:
+        assert json.load(answer)["status"] == "ok"
+    process.terminate()
+    process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0 and sum("other users of this machine can read" in line for line in said) == 1
 
 
 def test_a_folder_is_no_certificate(tmp_path, files):

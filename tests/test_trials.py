@@ -10,7 +10,7 @@ import pytest
 
 from engine.constraints import LARGE, LARGE_BYTES, Constraint, Vocabulary
 from engine.request import RequestError
-from engine.trials import LOST, TRIALS, Trials, memory
+from engine.trials import DEATHS, LOST, TRIALS, Trials, memory
 from tests.hostile import AT_ONCE, LATER, bomb, grammar_of
 from tests.scripted import shipped
 
@@ -48,7 +48,7 @@ def test_a_hostile_grammar_is_refused_and_stops_nobody(vocabulary, name):
     with LongestWait() as wait, pytest.raises(RequestError) as caught:
         Constraint(vocabulary, AT_ONCE[name])
     assert caught.value.field == "grammar" and len(str(caught.value)) < 1100
-    assert wait.longest < 0.3           # 0.01 s; here "nested repetitions" took 0.9 to 2.8 s
+    assert wait.longest < 0.6           # 0.01 s on a quiet machine; "nested repetitions" used to take 0.9 to 2.8 s
     assert memory()[1] - before < 20 << 20 and AT_ONCE[name] not in vocabulary.kept
 
 
@@ -63,7 +63,7 @@ def test_a_grammar_that_is_hostile_later_stops_nobody(vocabulary, name):
             mask = np.unpackbits(np.frombuffer(constraint.matcher.compute_bitmask(), np.uint8), bitorder="little")
             allowed = sorted(set(np.flatnonzero(mask[:len(vocabulary.tokens)])) - set(vocabulary.eos_ids))
             constraint.take(int(constraint.forced[0] if constraint.forced else rng.choice(allowed)))
-    assert wait.longest < 0.3           # 0.04 s
+    assert wait.longest < 1             # 0.04 s on a quiet machine
     assert (LATER[name] in vocabulary.kept) == (constraint.error is None)
 
 
@@ -90,6 +90,15 @@ def test_memory_comes_back(vocabulary):
     assert sum(one.size for one in vocabulary.kept.values()) < 64 << 20
 
 
+def test_gbnf_is_converted_where_it_stops_nobody():
+    """A chain of rules, whose conversion takes seconds."""
+    chain = "".join(f"a{i} ::= a{i + 1}\n" for i in range(4000))
+    with LongestWait() as wait:
+        assert TRIALS.lark_of(f'root ::= a0\n{chain}a4000 ::= "x"')[0] in DEATHS.values()
+    assert wait.longest < 0.6
+    assert TRIALS.lark_of('root ::= "x"')[1].endswith('start: "x"\n')
+
+
 def test_large_grammars_in_use_are_bounded(vocabulary, monkeypatch):
     """Small ones are not affected."""
     monkeypatch.setattr(TRIALS, "verdict", lambda grammar, words=None: (None, sizes[grammar]))
@@ -107,12 +116,12 @@ def test_large_grammars_in_use_are_bounded(vocabulary, monkeypatch):
 def test_a_verdict_is_kept_and_a_lost_server_is_replaced(monkeypatch):
     trials = Trials()
     assert trials.verdict("start: /a/") == (None, 0) == trials.verdict("start: /a/")
-    asked, ask = [], trials._ask
-    monkeypatch.setattr(trials, "_ask", lambda *arguments: asked.append(arguments) or ask(*arguments))
+    asked, ask = [], trials._send
+    monkeypatch.setattr(trials, "_send", lambda *arguments: asked.append(arguments) or ask(*arguments))
     assert trials.verdict("start: /a/") == (None, 0) and asked == []
     trials.process.kill()
     assert trials.verdict("start: /b/") == (None, 0)
-    monkeypatch.setattr(trials, "_ask", lambda *arguments: None)
+    monkeypatch.setattr(trials, "_send", lambda *arguments: None)
     assert trials.verdict("start: /c/") == (LOST, 0)
-    monkeypatch.setattr(trials, "_ask", ask)
+    monkeypatch.setattr(trials, "_send", ask)
     assert trials.verdict("start: /c/") == (None, 0)        # that there was no process is not kept
