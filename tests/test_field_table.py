@@ -48,7 +48,6 @@ SHOWN = {
     "include": ["message.output_text.logprobs"], "metadata": {"a": "b"}, "truncation": "auto", "store": False}
 SHOWN_ELSEWHERE = {
     (TEXT, "logprobs"): 1, (RESPONSES, "tools"): [TOOL | {"type": "function"}], (RESPONSES, "top_logprobs"): 1,
-    (RESPONSES, "thinking_budget"): (3, {"reasoning": {"effort": "high"}}),
     (RESPONSES, "tool_choice"): ("required", {"tools": [TOOL | {"type": "function"}]}),
     (RESPONSES, "parallel_tool_calls"): (False, {"tools": [TOOL | {"type": "function"}]}),
     (TEXT, "thinking_budget"): 3, (RESPONSES, "thinking_budget"): (3, {"reasoning": {"effort": "high"}}),
