@@ -105,12 +105,14 @@ class Service:
         """Hands n requests to the engine, all of them or none; returns (generations, answer). From then on their
         generations are open, and their client is watched. prepare: see `respond`."""
         gone = flask.request.environ.get("waitress.client_disconnected", lambda: False)
-        generations = []
+        generations, started = [], time.perf_counter()
         try:
             with self.places(n):
                 requests, answer = prepare()        # a grammar takes long, here and in the engine
                 for request in requests:
                     generations.append(self.ready().submit(request))
+                    if request.timeout is not None:         # it counts what `prepare` took, too
+                        generations[-1].deadline = started + request.timeout
         except BaseException as error:
             self.release(generations)
             if isinstance(error, Exception):

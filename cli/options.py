@@ -154,7 +154,8 @@ def add_server(parser: Parser):
     server.add_argument("--api-key", metavar="KEY", action="append", default=[],
                         help="answer only who sends this key, or another of several; other users of this machine can "
                              "read a command line")
-    server.add_argument("--api-key-file", metavar="FILE", help="the same for each line of a file; lines that begin with # are comments")
+    server.add_argument("--api-key-file", metavar="FILE",
+                        help="the same for each line of a file; lines that begin with # are comments")
     server.add_argument("--cors", metavar="ORIGIN", action="append", default=[],
                         help="let web pages of this origin ask, https://chat.example say; * for all; several are "
                              "allowed; behind a proxy without keys this server's own page needs it, too")

@@ -2,10 +2,12 @@
 
 import json
 import threading
+import time
 import tracemalloc
 
 import pytest
 
+from api import chat
 from api.errors import MAX_BODY
 from api.plain import BLOCK, MAX_BYTES, MAX_IDS, MAX_PIECES
 from engine import tokenizer as tokens
@@ -136,6 +138,16 @@ def test_a_template_that_hangs_ends_with_the_timeout_of_the_request(path, body):
     client = app_of(ScriptedEngine("Hi.", ChatTemplate(HANGS))).test_client()
     answer = client.post(path, json=body | {"messages": [HI], "timeout": 0.3})
     assert answer.status_code == 504 and "0.3 s" in answer.json["error"]["message"]
+
+
+@pytest.mark.parametrize("path, body", [(CHAT, {}), (MESSAGES, {"max_tokens": 9})])
+def test_the_time_of_the_template_counts(path, body, monkeypatch):
+    """The timeout of a request runs from its arrival on, not from when the engine gets it."""
+    engine, prepare = ScriptedEngine("Hi."), chat.prepare
+    monkeypatch.setattr(chat, "prepare", lambda *asked: [time.sleep(0.5), prepare(*asked)][1])
+    answer = app_of(engine).test_client().post(path, json=body | {"messages": [HI], "timeout": 60})
+    generation, = engine.generations
+    assert answer.status_code == 200 and 59 < generation.deadline - generation.started < 59.6
 
 
 def test_closing_the_server_does_not_wait_for_a_template():
