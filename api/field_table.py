@@ -89,8 +89,8 @@ OPENAI = [
     *refusals("OpenAI", (CHAT,), modalities=("answers are text", ["text"]), audio="answers are text",
               functions=("use 'tools'", []), function_call=("use 'tool_choice'", "none", "auto"),
               web_search_options="there is no search of the web", moderation="nothing is moderated"),
-    *obeyed("OpenAI", (TEXT,), echo="the prompt stands before its continuation; with logprobs, its tokens are scored",
-            best_of="must equal n: every answer that is generated is returned"),
+    *obeyed("OpenAI", (TEXT,), echo="the prompt stands before its continuation; with logprobs, its tokens are scored"),
+    *without_effect("OpenAI", (TEXT,), "it must equal n: every answer that is generated is returned", "best_of"),
     *refusals("OpenAI", (TEXT,), suffix=("the models do not fill gaps", ""))]
 
 OPENAI_RESPONSES = [
