@@ -137,7 +137,7 @@ class Reply:
         if self._call is not None:
             return self._close_call() if tag == "</tool_call>" else self._read_text(tag)
         if tag == "<tool_call>" and self.tools is not None:
-            self._call, self._written, self._started = self.form(self.tools), tag, False
+            self._call, self._written, self._started = self.form(self.tools, self.ruled), tag, False
             return []
         if tag == "</think>" and self.thinking:
             self._leave_thoughts()

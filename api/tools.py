@@ -208,7 +208,8 @@ def form_of(template: str):
 class XMLCall:
     """A call in the XML form, from the text between <tool_call> and </tool_call> as it comes.
 
-    name: the tool's, None until it is certain. arguments: the JSON text of the arguments so far.
+    name: the tool's, None until it is certain. arguments: the JSON text of the arguments so far. ruled: whether a
+    grammar makes sure that arguments fit their schemas, so that lists and objects may be passed on before they end.
     """
 
     @staticmethod
@@ -216,8 +217,8 @@ class XMLCall:
         """Whether an argument may have this name."""
         return bool(key) and not set("<>\n") & set(key)
 
-    def __init__(self, tools: dict[str, Tool]):
-        self.tools, self.name, self.arguments = tools, None, ""
+    def __init__(self, tools: dict[str, Tool], ruled: bool = False):
+        self.tools, self.ruled, self.name, self.arguments = tools, ruled, None, ""
         self._tool, self._text, self._read = None, "", self._read_head
         self._keys, self._schema = set(), {}
 
@@ -270,19 +271,30 @@ class XMLCall:
         if not self._text:
             return None
         self._text = self._text.removeprefix("\n")
-        is_string = types_of(self._schema) == {"string"}
-        self._read = self._read_string if is_string else self._read_other
-        return '"' if is_string else ""
+        types = types_of(self._schema)
+        if types == {"string"}:
+            self._read = self._read_string
+            return '"'
+        is_json = self.ruled and types and types <= {"array", "object"}
+        self._read = self._read_json if is_json else self._read_other
+        return ""
 
     def _read_string(self):
-        """Passes the letters of a string on at once, except letters that may belong to the tag at its end."""
+        return self._pass_on(_escaped, '"')
+
+    def _read_json(self):
+        return self._pass_on(str, "")
+
+    def _pass_on(self, written, closing: str):
+        """Passes the letters of a value on at once, except letters that may belong to the tag at its end. written(text):
+        how they stand in the arguments."""
         text, end, rest = self._text.partition(PARAMETER_END)
         if end:
             self._text, self._read = rest, self._read_between
-            return _escaped(text.removesuffix("\n")) + '"'
+            return written(text.removesuffix("\n")) + closing
         held = max(overlap(text, PARAMETER_END), overlap(text, "\n" + PARAMETER_END))
         self._text = text[len(text) - held:]
-        return _escaped(text[:len(text) - held]) or None
+        return written(text[:len(text) - held]) or None
 
     def _read_other(self):
         text, end, rest = self._text.partition(PARAMETER_END)
@@ -324,7 +336,7 @@ def _escaped(text: str) -> str:
 
 
 class JSONCall:
-    """A call in the JSON form; otherwise like XMLCall."""
+    """A call in the JSON form; otherwise like XMLCall. It passes on all letters of arguments, ruled or not."""
 
     @staticmethod
     def can_write(key: str) -> bool:
@@ -332,7 +344,7 @@ class JSONCall:
 
     HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"arguments"\s*:\s*(?=\{)')
 
-    def __init__(self, tools: dict[str, Tool]):
+    def __init__(self, tools: dict[str, Tool], ruled: bool = False):
         self.tools, self.name, self.arguments = tools, None, ""
         self._text, self._at = "", 0                # the whole text, and how many letters of it are read
         self._depth, self._in_string, self._escape = 0, False, False

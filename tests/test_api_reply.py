@@ -6,7 +6,7 @@ import random
 import pytest
 
 from api.reply import TAGS, Call, CallArguments, CallStart, Content, Cutter, Message, Reply, Thought, opening_of
-from api.tools import JSONCall, XMLCall
+from api.tools import JSONCall, Tool, XMLCall
 from engine.request import Generation, Request
 from engine.tokenizer import StreamDecoder, Tokenizer
 from tests.calls import CALL, JSON, WEATHER, XML
@@ -159,6 +159,20 @@ def test_calls_come_in_pieces_under_a_grammar():
         assert all(isinstance(part, CallArguments) for part in rest) and len(rest) > 12
         assert json.loads("".join(part.text for part in rest)) == CALL[1]
         assert reply.n_calls == 1
+
+
+@pytest.mark.parametrize("ruled", [False, True])
+def test_lists_and_objects_come_in_pieces_under_a_grammar(ruled):
+    """A list that max_tokens cuts is not lost. Without a grammar it may be Python's and is read when it is whole."""
+    tools = {"plan": Tool("plan", {"properties": {"tasks": {"type": "array"}, "more": {"type": "object"}}})}
+    text = ('<tool_call>\n<function=plan>\n<parameter=tasks>\n["a", {"b": true}]\n</parameter>\n'
+            '<parameter=more>\n{"c": "</para"}\n</parameter>\n</function>\n</tool_call>')
+    reply, seen = Reply(tokenizer := Letters(), "content", XMLCall, tools, ruled), ""
+    for n, delta in enumerate(generated(tokenizer, list(text)), start=1):
+        seen += "".join(part.text for part in reply.push(delta) if isinstance(part, CallArguments))
+        if n == text.index("true"):
+            assert seen == ('{"tasks": ["a", {"b": ' if ruled else "")
+    assert json.loads(seen) == {"tasks": ["a", {"b": True}], "more": {"c": "</para"}}
 
 
 def test_a_tag_is_a_token_where_the_vocabulary_has_it():
