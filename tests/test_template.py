@@ -69,6 +69,15 @@ def test_the_timeout_of_a_request_holds():
         template.render([HI], timeout=0.2)          # another template is being rendered
 
 
+def test_a_short_conversation_does_not_wait_for_long_ones():
+    template, long = ChatTemplate("{{ messages[-1].content }}"), {"role": "user", "content": "x" * room.LONG_VALUES}
+    with room.RENDERING_LONG._lock:                 # a long one is being rendered
+        assert template.render([HI], timeout=60) == "hi"
+        with pytest.raises(DeadlineExceeded):
+            template.render([long, HI], timeout=0.1)
+    assert template.render([long, HI]) == "hi"
+
+
 def test_what_is_no_json_is_told():
     for tools in ([object()], [10**5000]):
         with pytest.raises(RequestError, match="cannot be written as JSON"):
