@@ -180,17 +180,27 @@ def completed(text: str):
     what the cut made unreadable."""
     if len(text) > LONGEST_CUT:
         return
-    closers, kept, ends, n_sound = "", "", "", len(text)
+    opened, kept, ends, n_sound = (), (0, ()), "", len(text)   # opened: (the innermost closer, those around it)
     for mark in JSON_MARKS.finditer(text):
         match mark[0]:
             case "{" | "[" as opener:
-                closers = {"{": "}", "[": "]"}[opener] + closers
-                kept = text[:mark.end()] + closers
+                opened = {"{": "}", "[": "]"}[opener], opened
+                kept = mark.end(), opened
             case "}" | "]":
-                closers = closers[1:]
+                opened = opened[1] if opened else ()
             case ",":
-                kept = text[:mark.start()] + closers
+                kept = mark.start(), opened
             case _ if mark["cut"] is not None:
                 ends, n_sound = '"', max(mark.start() + 1, text.rfind("\\"))        # \u00e9 may be cut
-    if closers:
-        yield from (text + ends + closers, text[:n_sound] + ends + closers, kept)
+    if opened:
+        closers, (n_kept, around) = spelt(opened), kept
+        yield from (text + ends + closers, text[:n_sound] + ends + closers, text[:n_kept] + spelt(around))
+
+
+def spelt(opened: tuple) -> str:
+    """The closers of `completed`, the innermost first."""
+    closers = []
+    while opened:
+        closer, opened = opened
+        closers.append(closer)
+    return "".join(closers)
