@@ -9,7 +9,7 @@ from engine.request import DeadlineExceeded, EngineStopped, ModelError, RequestE
 from engine.sandbox import Closed, Failed, LimitExceeded, OutOfPatience, Sandbox
 from engine.tokenizer import Tokenizer
 
-SECONDS = 10        # that a template may take; Qwen3.5's takes up to 0.9 s for 20,000 messages, twice what a request may have
+SECONDS = 10        # that a template may take; Qwen3.5's takes 0.9 s for 20,000 messages, and a request may hold 10,000
 LONG_VALUES = 1 << 16       # letters of JSON from which on a conversation is long: rendering it takes more than 10 ms
 # For all templates of this process. Long conversations have a process of their own, so that short ones need not wait.
 RENDERING, RENDERING_LONG = (Sandbox("engine.rendering", 1 << 30) for _ in range(2))
