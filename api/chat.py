@@ -209,16 +209,25 @@ def named_as_sent(conversation: Conversation, service):
     """Gives RequestErrors of the engine, about its prompt and its grammar, the names that these have in the client's
     request. A prompt is too long for its tools if it would fit without them."""
     try:
-        yield
+        with grammar_named("tools" if conversation.shape is None else conversation.shape.field):
+            yield
     except RequestError as error:
         if error.field == "prompt":
             error.field = "messages"
             if isinstance(error, ContextExceeded) and fits_without_tools(service, conversation):
                 error.field, error.args = "tools", (f"{error} {WITHOUT_TOOLS}.",)
-        if error.field == "grammar":
-            field = "tools" if conversation.shape is None else conversation.shape.field
-            raise RequestError(field, f"'{field}' cannot be enforced: {error}") from None
         raise
+
+
+@contextlib.contextmanager
+def grammar_named(field: str):
+    """Gives RequestErrors of the engine about its grammar the name of the field of the request that asked for it."""
+    try:
+        yield
+    except RequestError as error:
+        if error.field != "grammar" or str(error).startswith(f"'{field}'"):    # the request's own field `grammar`
+            raise
+        raise RequestError(field, f"'{field}' cannot be enforced: {error}") from None
 
 
 def fits_without_tools(service, conversation: Conversation) -> bool:

@@ -47,15 +47,18 @@ def completions(service, body: dict):
         request["prompt_logprobs"] = body.get("logprobs")
         check_scores(prompts, n, body.get("logprobs"))
 
+    shape = read_shape(body)
+
     def prepare():
-        rules = chat.text_rules(Rules({}, "content"), read_shape(body))
+        rules = chat.text_rules(Rules({}, "content"), shape)
         asked = late_end(service, request | rules, body.get("min_tokens", 0))
         requests = [one for prompt in prompts for one in seeded(asked | {"prompt_ids": prompt.ids}, n)]
         choices = [TextChoice(engine.tokenizer, prompt if body.get("echo") else None, is_silent)
                    for prompt in prompts for _ in range(n)]
         return requests, TextAnswer(service, body, choices, "cmpl-", "text_completion", "text_completion")
 
-    return service.respond(len(prompts) * n, prepare, body.get("stream", False))
+    with chat.grammar_named(shape.field if shape else "min_tokens"):
+        return service.respond(len(prompts) * n, prepare, body.get("stream", False))
 
 
 ENDPOINTS = [Endpoint("POST", "/v1/completions", "Continue a text", completions, PROTOCOL, COMPLETION,

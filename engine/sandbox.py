@@ -34,6 +34,10 @@ class OutOfPatience(LimitExceeded):
     """The caller does not want to wait any longer."""
 
 
+class Closed(LimitExceeded):
+    """The sandbox was closed during the call."""
+
+
 class Failed(Exception):
     """What a function raised. kind: the name of the exception's class."""
 
@@ -59,18 +63,20 @@ class Sandbox:
 
     def call(self, function: str, *arguments, seconds: float, patience: float = threading.TIMEOUT_MAX):
         """What the function returns. seconds: that the function may take. patience: seconds that the caller waits, also
-        for calls that came first. Raises Failed, LimitExceeded, OutOfPatience."""
+        for calls that came first. Raises Failed, LimitExceeded, OutOfPatience, Closed."""
         started, n_closed = time.monotonic(), self._n_closed
         if not self._lock.acquire(timeout=patience):
             raise OutOfPatience(f"has waited for others for {patience:g} s")
         try:
             if self._n_closed != n_closed:
-                raise LimitExceeded("has been ended")
+                raise Closed("has been ended")
             if self._process is None or self._process.poll() is not None:
                 self._start()
             seconds = min(seconds, max(0, started + patience - time.monotonic()))
             said = self._ask(json.dumps([function, arguments, seconds]).encode(), seconds)
         except LimitExceeded as error:
+            if self._n_closed != n_closed:
+                raise Closed("has been ended") from None
             if time.monotonic() >= started + patience:
                 raise OutOfPatience(str(error)) from None
             raise

@@ -5,12 +5,14 @@ import re
 
 from engine.gguf import GGUF
 from engine.guard import GUARD, ControlTokens, unmarked
-from engine.request import DeadlineExceeded, ModelError, RequestError
-from engine.sandbox import Failed, LimitExceeded, OutOfPatience, Sandbox
+from engine.request import DeadlineExceeded, EngineStopped, ModelError, RequestError
+from engine.sandbox import Closed, Failed, LimitExceeded, OutOfPatience, Sandbox
 from engine.tokenizer import Tokenizer
 
-SECONDS = 10        # that a template may take; Qwen3.5's takes up to 0.9 s for the largest request, 20,000 messages
-RENDERING = Sandbox("engine.rendering", 1 << 30)    # for all templates of this process
+SECONDS = 10        # that a template may take; Qwen3.5's takes 0.9 s for 20,000 messages, and a request may hold 10,000
+LONG_VALUES = 1 << 16       # letters of JSON from which on a conversation is long: rendering it takes more than 10 ms
+# For all templates of this process. Long conversations have a process of their own, so that short ones need not wait.
+RENDERING, RENDERING_LONG = (Sandbox("engine.rendering", 1 << 30) for _ in range(2))
 
 # The form in which random weights are talked to: the one of Qwen's models, with its switch for thinking.
 SYNTHETIC_TEMPLATE = """\
@@ -78,7 +80,8 @@ class ChatTemplate:
         have "tool_calls", whose arguments may be JSON text. enable_thinking: None leaves it to the template.
         template_kwargs: further variables of the template. timeout: seconds that it may take, if fewer than SECONDS.
 
-        Raises RequestError, naming the field, for what the template does not take, and DeadlineExceeded.
+        Raises RequestError, naming the field, for what the template does not take, DeadlineExceeded, and EngineStopped
+        if RENDERING was closed meanwhile.
         """
         if taken := sorted(OWN_NAMES & (template_kwargs or {}).keys()):
             raise RequestError("chat_template_kwargs", f"'chat_template_kwargs' may not set '{taken[0]}'")
@@ -99,12 +102,15 @@ class ChatTemplate:
 
     def _run(self, values: str, timeout: float | None) -> str:
         patience = {} if timeout is None else {"patience": timeout}
+        room = RENDERING_LONG if len(values) > LONG_VALUES else RENDERING
         try:
-            return RENDERING.call("render", self._template, values, seconds=SECONDS, **patience)
+            return room.call("render", self._template, values, seconds=SECONDS, **patience)
         except Failed as error:
             raise RequestError("messages", f"the chat template refuses the messages: {error}") from None
         except OutOfPatience:
             raise DeadlineExceeded(f"not finished after the {timeout:g} s that the request allows") from None
+        except Closed:
+            raise EngineStopped("the server is shutting down") from None
         except LimitExceeded as error:
             raise RequestError("messages", f"the chat template of the model file {error}") from None
 
@@ -174,17 +180,27 @@ def completed(text: str):
     what the cut made unreadable."""
     if len(text) > LONGEST_CUT:
         return
-    closers, kept, ends, n_sound = "", "", "", len(text)
+    opened, kept, ends, n_sound = (), (0, ()), "", len(text)   # opened: (the innermost closer, those around it)
     for mark in JSON_MARKS.finditer(text):
         match mark[0]:
             case "{" | "[" as opener:
-                closers = {"{": "}", "[": "]"}[opener] + closers
-                kept = text[:mark.end()] + closers
+                opened = {"{": "}", "[": "]"}[opener], opened
+                kept = mark.end(), opened
             case "}" | "]":
-                closers = closers[1:]
+                opened = opened[1] if opened else ()
             case ",":
-                kept = text[:mark.start()] + closers
+                kept = mark.start(), opened
             case _ if mark["cut"] is not None:
                 ends, n_sound = '"', max(mark.start() + 1, text.rfind("\\"))        # \u00e9 may be cut
-    if closers:
-        yield from (text + ends + closers, text[:n_sound] + ends + closers, kept)
+    if opened:
+        closers, (n_kept, around) = spelt(opened), kept
+        yield from (text + ends + closers, text[:n_sound] + ends + closers, text[:n_kept] + spelt(around))
+
+
+def spelt(opened: tuple) -> str:
+    """The closers of `completed`, the innermost first."""
+    closers = []
+    while opened:
+        closer, opened = opened
+        closers.append(closer)
+    return "".join(closers)

@@ -165,4 +165,4 @@ def test_closing_the_server_does_not_wait_for_a_template():
     assert service.close(timeout=SECONDS - 2)
     for thread in threads:
         thread.join(20)
-    assert answers == [400] * 4
+    assert answers == [503] * 4             # the requests are sound: another server may answer them

@@ -6,7 +6,8 @@ from api.chat import Conversation, Toolbox, rules_of
 from api.grammar import GBNF_LETTERS, MAX_REASON, SHAPES, Rules, Shape
 from api.tools import JSONCall, Tool
 from engine.request import RequestError
-from tests.scripted import obeys, shipped
+from tests.clients import CHAT, HI, TEXT, app_of
+from tests.scripted import ScriptedEngine, obeys, shipped
 
 DATE = r"""
 root ::= "on " date ("," | [;!])?
@@ -76,3 +77,18 @@ def test_escapes_of_gbnf(gbnf, good, bad):
 def test_gbnf_that_is_refused(gbnf, words):
     with pytest.raises(RequestError, match=words):
         rules_of(Rules({}, "content"), None, Conversation([], None, None, Shape("gbnf", gbnf, "grammar")))
+
+
+class Refusing(ScriptedEngine):
+    """An engine that cannot follow any grammar."""
+
+    def submit(self, request):
+        raise RequestError("grammar", "the grammar cannot be followed: it is too long")
+
+
+@pytest.mark.parametrize("path, body", [(CHAT, {"messages": [HI]}), (TEXT, {"prompt": "Hi"})])
+@pytest.mark.parametrize("field, value", [("guided_regex", "a+"), ("grammar", 'root ::= "a"'), ("grammar", "root ::=")])
+def test_what_the_engine_says_of_a_grammar_is_said_of_the_field(path, body, field, value):
+    answer = app_of(Refusing()).test_client().post(path, json=body | {field: value})
+    assert answer.status_code == 400 and answer.json["error"]["param"] == field
+    assert answer.json["error"]["message"].count("cannot be enforced") == 1

@@ -8,7 +8,7 @@ import pytest
 from engine import template as room
 from engine.guard import GUARD, ControlTokens
 from engine.request import DeadlineExceeded, ModelError, RequestError
-from engine.template import SYNTHETIC_TEMPLATE, ChatTemplate, parsed_arguments
+from engine.template import SYNTHETIC_TEMPLATE, ChatTemplate, completed, parsed_arguments
 from tests.oracle import oracle_path
 from tests.scripted import shipped
 
@@ -67,6 +67,15 @@ def test_the_timeout_of_a_request_holds():
         template.render([HI], timeout=0.3)
     with room.RENDERING._lock, pytest.raises(DeadlineExceeded, match="not finished after the 0.2 s"):
         template.render([HI], timeout=0.2)          # another template is being rendered
+
+
+def test_a_short_conversation_does_not_wait_for_long_ones():
+    template, long = ChatTemplate("{{ messages[-1].content }}"), {"role": "user", "content": "x" * room.LONG_VALUES}
+    with room.RENDERING_LONG._lock:                 # a long one is being rendered
+        assert template.render([HI], timeout=60) == "hi"
+        with pytest.raises(DeadlineExceeded):
+            template.render([long, HI], timeout=0.1)
+    assert template.render([long, HI]) == "hi"
 
 
 def test_what_is_no_json_is_told():
@@ -168,6 +177,23 @@ def test_arguments_that_the_end_of_an_answer_has_cut():
         seen.append(len(cut))
     assert seen == sorted(seen) and seen[0] == 0 and seen[-1] == 5
     assert parsed_arguments('{"city": "Par') == parsed_arguments('{"city": "Par\\u00') == {"city": "Par"}
+
+
+class Counted(str):
+    """A text that counts how often it is cut."""
+
+    n_cuts = 0
+
+    def __getitem__(self, where):
+        self.n_cuts += 1
+        return super().__getitem__(where)
+
+
+@pytest.mark.parametrize("text", ["[" * 999, '{"a":' * 999, "[" + "1," * 999])
+def test_the_end_of_arguments_is_found_in_linear_time(text):
+    """Cutting the text at each letter of its structure would take quadratic time."""
+    counted = Counted(text)
+    assert len(list(completed(counted))) == 3 and counted.n_cuts <= 3
 
 
 @pytest.mark.parametrize("sent, taken", [
