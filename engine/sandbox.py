@@ -1,11 +1,13 @@
 """Functions that run in a process of their own, with a limit of seconds and bytes.
 
-They work on what a stranger wrote (a chat template, a grammar), which may take for ever, or take all memory. While such
+They work on what a stranger wrote (a chat template), which may take for ever, or take all memory. While such
 a function runs, this process has its interpreter's lock for others, and it gets back at any time what the function
 took: it ends the other process.
 
 The process is Python started anew. So it shares no memory, no lock and no card with this one, and it imports nothing
-but the module with the functions. Arguments and results travel as JSON: to unpickle what comes from a stranger would
+but the module with the functions. It stays for all calls, which come one at a time. (engine/trials.py forks a process
+for each grammar instead: there several run at the same time, all need the vocabulary, which takes long to prepare, and
+one that dies must not take the others along.) Arguments and results travel as JSON: to unpickle what comes from a stranger would
 run it.
 """
 
