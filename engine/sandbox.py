@@ -5,10 +5,11 @@ a function runs, this process has its interpreter's lock for others, and it gets
 took: it ends the other process.
 
 The process is Python started anew. So it shares no memory, no lock and no card with this one, and it imports nothing
-but the module with the functions. It stays for all calls, which come one at a time. (engine/trials.py forks a process
-for each grammar instead: there several run at the same time, all need the vocabulary, which takes long to prepare, and
-one that dies must not take the others along.) Arguments and results travel as JSON: to unpickle what comes from a stranger would
-run it.
+but the module with the functions. It stays for later calls, which come one at a time. Arguments and results travel as
+JSON: to unpickle what comes from a stranger would run it.
+
+Grammars are tried elsewhere (engine/trials.py), in a fork for each: several of them run at the same time, all need the
+vocabulary, which takes long to prepare, and one that dies must not take the others along.
 """
 
 import contextlib
