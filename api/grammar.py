@@ -44,6 +44,8 @@ SAID = {            # what llguidance says in its own terms -> what that means
 MAX_REASON = 250                    # letters of a refusal, which quotes the schema
 GBNF_LETTERS = 1 << 16              # of a grammar in GBNF
 GBNF_ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
+# Literals, classes and comments of GBNF to their ends, and an operator of repetition at the end of a group.
+GBNF_LAST = re.compile(r'"(?:\\.|[^"\\])*"?|\[(?:\\.|[^]\\])*\]?|#[^\r\n]*|([*+?}])(?=\s*\))', re.DOTALL)
 TOO_LONG = f"it takes a grammar of more than {GRAMMAR_LETTERS} letters"
 
 
@@ -158,7 +160,7 @@ def from_gbnf(gbnf: str) -> str:
     """Lark for a text that obeys a grammar in GBNF, the syntax of llama.cpp."""
     if len(gbnf) > GBNF_LETTERS:
         raise GrammarError(f"a grammar in GBNF of more than {GBNF_LETTERS} letters")
-    reason, lark = TRIALS.lark_of(GBNF_ESCAPE.sub(plain_escape, gbnf))
+    reason, lark = TRIALS.lark_of(GBNF_LAST.sub(kept_group, GBNF_ESCAPE.sub(plain_escape, gbnf)))
     if reason is not None:
         raise GrammarError(" ".join(reason.split())[:MAX_REASON])
     return nested(lark)
@@ -172,6 +174,12 @@ def plain_escape(escape: re.Match) -> str:
     if 0xD800 <= code < 0xE000 or code > 0x10FFFF:
         raise GrammarError(f"{escape[0]} is no character")
     return chr(code) if code >= 0x80 else f"\\x{code:02x}"
+
+
+def kept_group(found: re.Match) -> str:
+    """What GBNF_LAST finds, with an empty text behind an operator at the end of a group: the converter drops the
+    parentheses of a group that is one repetition, and llguidance takes no operator behind another one."""
+    return found[0] + (' ""' if found[1] else "")
 
 
 # Kinds of shapes -> Lark of their values: a JSON schema, a regular expression of the whole text, a list of texts, a

@@ -3,6 +3,7 @@ layers of a token, the host makes the mask for the next one; the sampling kernel
 """
 
 import collections
+import contextlib
 import itertools
 import threading
 import weakref
@@ -11,7 +12,7 @@ import llguidance
 
 from engine import trials
 from engine.request import RequestError
-from engine.tokenizer import Tokenizer
+from engine.tokenizer import OneAtATime, Tokenizer
 
 
 class Constraint:
@@ -124,6 +125,7 @@ class Vocabulary:
         # The library refers back to this object. With a strong reference the two would keep each other for ever, as the
         # garbage collector does not see the library's side.
         self.prepared = trials.prepared(weakref.proxy(self))
+        self.large = OneAtATime()                   # for compiling large grammars
         self.lock = threading.Lock()                # guards what follows
         self.kept = collections.OrderedDict()       # grammar -> Compiled, the one used last at the end
         self.in_use = weakref.WeakSet()             # of every Compiled that is kept or has an answer
@@ -143,11 +145,12 @@ class Vocabulary:
         reason, n_bytes = trials.TRIALS.verdict(grammar, self)
         if reason is not None:
             raise refusal(reason)
-        self._make_room(n_bytes)
-        compiled = Compiled(grammar, compile_grammar(self.prepared, grammar), n_bytes)
-        with self.lock:
-            self.in_use.add(compiled)
-            self.kept[grammar] = compiled
+        with self.large if n_bytes > LARGE else contextlib.nullcontext():
+            self._make_room(n_bytes)
+            compiled = Compiled(grammar, compile_grammar(self.prepared, grammar), n_bytes)
+            with self.lock:
+                self.in_use.add(compiled)
+                self.kept[grammar] = compiled
         return compiled
 
     def forget(self, compiled: Compiled):

@@ -1,12 +1,15 @@
 """Functions that run in a process of their own, with a limit of seconds and bytes.
 
-They work on what a stranger wrote (a chat template, a grammar), which may take for ever, or take all memory. While such
+They work on what a stranger wrote (a chat template), which may take for ever, or take all memory. While such
 a function runs, this process has its interpreter's lock for others, and it gets back at any time what the function
 took: it ends the other process.
 
 The process is Python started anew. So it shares no memory, no lock and no card with this one, and it imports nothing
-but the module with the functions. Arguments and results travel as JSON: to unpickle what comes from a stranger would
-run it.
+but the module with the functions. It stays for later calls, which come one at a time. Arguments and results travel as
+JSON: to unpickle what comes from a stranger would run it.
+
+Grammars are tried elsewhere (engine/trials.py), in a fork for each: several of them run at the same time, all need the
+vocabulary, which takes long to prepare, and one that dies must not take the others along.
 """
 
 import contextlib

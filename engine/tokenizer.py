@@ -146,8 +146,9 @@ class BPETokenizer(Tokenizer):
 
 
 class OneAtATime:
-    """Long texts are encoded one at a time, and the memory for each goes back to the system: the C library would keep
-    it, hundreds of megabytes."""
+    """For what takes much memory for a short time: long texts here, large grammars in engine/constraints.py. They take
+    turns, and after each turn the free memory goes back to the system: the C library would keep it, hundreds of
+    megabytes."""
 
     def __init__(self):
         self._lock = threading.Lock()

@@ -13,6 +13,9 @@ There are two lanes. In the first, several children run at the same time, each f
 nearly every honest grammar. A grammar that needs more waits for its turn in the second lane, where it is tried again
 with more time and memory. So a short trial never waits for a long one.
 
+A sandbox (engine/sandbox.py) would not do: it is one process with one module, makes one call at a time, and starts anew
+after each call that exceeds a limit. A fork has the vocabulary ready, and its end costs nothing.
+
 The server runs this file as a program. It imports nothing of the house, and forks while it has one thread. Verdicts
 travel as JSON: to unpickle what comes from a child, which a grammar may have broken, could run anything.
 """

@@ -66,6 +66,19 @@ def test_what_cannot_be_used_is_refused_by_its_field(kind):
     (r'root ::= "\u00e9\U0001F600\x41\n" [\u4e00-\u9fff]', "é😀A\n中", "é😀A\na"),
     (r'root ::= [^\x5d\u005C"\\]+', "ab", "a]"), (r'root ::= "a\\x41"', r"a\x41", "aA")])
 def test_escapes_of_gbnf(gbnf, good, bad):
+    check_gbnf(gbnf, good, bad)
+
+
+@pytest.mark.parametrize("gbnf, good, bad", [
+    ('root ::= "a"{2} "b"{1,2} "c"{2,}', "aabccc", "aabbbcc"), ('root ::= ("a"{2}){3}', "aaaaaa", "aaaaa"),
+    ('root ::= ( ("a"? )+ # )\n "b" )* x\nx ::= ("y"{1,2}\n){2}', "aabyyy", "by"),
+    (r'root ::= ("*)\"" [+)\]]){2}', '*)"]*)")', '*) "]*) ")')])
+def test_repetitions_of_gbnf(gbnf, good, bad):
+    """The first grammar always worked. A repeated group that is one repetition used to be refused."""
+    check_gbnf(gbnf, good, bad)
+
+
+def check_gbnf(gbnf, good, bad):
     rules = Rules(shipped().tokenizer.tags, "content").text(Shape("gbnf", gbnf, "grammar"))
     assert obeys(rules, good) and not obeys(rules, bad)
 
