@@ -286,8 +286,8 @@ class XMLCall:
         return self._pass_on(str, "")
 
     def _pass_on(self, written, closing: str):
-        """Passes the letters of a value on at once, except letters that may belong to the tag at its end. written(text):
-        how they stand in the arguments."""
+        """Passes the letters of a value on at once, except letters that may belong to the tag at its end.
+        written(text): how they stand in the arguments."""
         text, end, rest = self._text.partition(PARAMETER_END)
         if end:
             self._text, self._read = rest, self._read_between
