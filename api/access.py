@@ -16,7 +16,9 @@ is a port of localhost, as it is without the tunnel. Behind a proxy the server's
 
 import hmac
 import ipaddress
+import os
 import re
+import stat
 import urllib.parse
 from pathlib import Path
 
@@ -135,6 +137,11 @@ def read_key_file(path: str) -> list[str]:
     for n, key in keys.items():
         check_form(key, "api_key_file", f"{path}, line {n}: ")
     return list(keys.values())
+
+
+def is_secret(path: str) -> bool:
+    """Whether only the owner of a file can read it."""
+    return not os.stat(path).st_mode & (stat.S_IRGRP | stat.S_IROTH)
 
 
 def check_form(key: str, field: str, where: str):

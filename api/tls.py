@@ -5,7 +5,6 @@ import errno
 import os
 import socket
 import ssl
-import stat
 import threading
 from pathlib import Path
 
@@ -102,8 +101,3 @@ class SecureSocket:
         """Sends the alert that tells an end from a connection that was cut, and does not wait for the client's own."""
         with contextlib.suppress(OSError, ValueError), self.turn():
             self.secure.unwrap()
-
-
-def is_secret(path: str) -> bool:
-    """Whether only the owner of a file can read it."""
-    return not os.stat(path).st_mode & (stat.S_IRGRP | stat.S_IROTH)

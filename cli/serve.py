@@ -5,11 +5,11 @@ import gc
 import time
 
 import qengine
-from api.access import is_loopback, read_keys, read_origin
+from api.access import is_loopback, is_secret, read_keys, read_origin
 from api.http import serving
 from api.log import on_stderr
 from api.service import MAX_WAITING, Service, create_app
-from api.tls import is_secret, read_certificate
+from api.tls import read_certificate
 from engine.request import Fault, ModelError, RequestError
 from kernels.card import CardError
 from kernels.compile import CompileError

@@ -4,17 +4,18 @@ import numpy as np
 
 LONGEST_PERIOD = 64         # tokens; a longer text that comes again and again is not noticed
 REPEATED_TOKENS = 512       # an answer that ends with so many tokens of repetitions of one period is ended
+WITHIN = bytes(range(0x80, 0xC0))       # the bytes of a letter in UTF-8 after its first one
 PERIODS = np.arange(1, LONGEST_PERIOD + 1)
 
 
 class RepetitionGuard:
     """Notices that an answer ends with at least REPEATED_TOKENS tokens that repeat a period of at most LONGEST_PERIOD
-    tokens exactly. Rules of dashes, tables, lists of numbers and the like are shorter, or differ in a token now and
-    then.
+    tokens exactly. So a long table without contents, a dump of zeros and the like are ended, too, even if the prompt
+    asks for them in words; they go on where the prompt holds the repeated text, and where the guard is off.
 
     A text that the prompt holds may be repeated without end, since the prompt may have asked for that. The period and
-    the prompt are compared as bytes, because the same text can be cut into other tokens. White space does not count,
-    and the period may begin at any of its letters.
+    the prompt are compared as text, because the same text can be cut into other tokens. Neither white space nor case
+    counts, and the period may begin at any of its letters.
 
     A token takes some microseconds and the memory does not grow. The prompt is looked at when an answer has repeated
     itself, which takes milliseconds.
@@ -45,6 +46,10 @@ class RepetitionGuard:
         return any(text[i:] + text[:i] in prompt for i in range(len(text)))
 
 
-def squeezed(tokenizer, ids) -> bytes:
-    """The text of tokens without white space."""
-    return b"".join(tokenizer.bytes_of(ids).split())
+def squeezed(tokenizer, ids) -> str:
+    """The text of tokens without white space and in one case. If the tokens begin within a letter, its first bytes are
+    taken to be at their end, as they are in a period."""
+    text = tokenizer.bytes_of(ids)
+    rest = text.lstrip(WITHIN)
+    text = rest + text[:len(text) - len(rest)]
+    return "".join(text.decode("utf-8", "surrogateescape").casefold().split())

@@ -1,7 +1,9 @@
 """Messages to a prompt: the chat template that comes with a model."""
 
+import itertools
 import json
 import re
+from collections.abc import Iterator
 
 from engine.gguf import GGUF
 from engine.guard import GUARD, ControlTokens, unmarked
@@ -86,8 +88,9 @@ class ChatTemplate:
         if taken := sorted(OWN_NAMES & (template_kwargs or {}).keys()):
             raise RequestError("chat_template_kwargs", f"'chat_template_kwargs' may not set '{taken[0]}'")
         switches = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        spare = marks_to_spare()
         values = (template_kwargs or {}) | switches | {
-            "messages": [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)],
+            "messages": [_template_message(message, f"messages[{i}]", spare) for i, message in enumerate(messages)],
             "tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
             written = unmarked(json.dumps(values, ensure_ascii=False))
@@ -115,13 +118,13 @@ class ChatTemplate:
             raise RequestError("messages", f"the chat template of the model file {error}") from None
 
 
-def _template_message(message, where: str) -> dict:
+def _template_message(message, where: str, spare: Iterator) -> dict:
     """A message as every template takes it: content one string, arguments of tool calls parsed."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise RequestError(where, f"{where} is not an object with a role")
     message = message | {"content": flat_content(message.get("content"), f"{where}.content")}
     if message.get("tool_calls") is not None:
-        message["tool_calls"] = _parsed_calls(message["tool_calls"], f"{where}.tool_calls")
+        message["tool_calls"] = _parsed_calls(message["tool_calls"], f"{where}.tool_calls", spare)
     return message
 
 
@@ -140,28 +143,29 @@ def flat_content(content, where: str) -> str:
     return "".join(part["text"] for part in content)
 
 
-def _parsed_calls(calls, where: str) -> list[dict]:
+def _parsed_calls(calls, where: str, spare: Iterator) -> list[dict]:
     """Tool calls with their arguments parsed: clients send them as JSON text, templates expect an object."""
     parsed = []
     for i, call in enumerate(calls if isinstance(calls, list) else [calls]):
         field = f"{where}[{i}].function"
         if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
             raise RequestError(field, f"{field} is not an object")
-        arguments = parsed_arguments(call["function"].get("arguments") or {})
+        arguments = parsed_arguments(call["function"].get("arguments") or {}, spare)
         parsed.append(call | {"function": call["function"] | {"arguments": arguments}})
     return parsed
 
 
-def parsed_arguments(arguments) -> dict:
+def parsed_arguments(arguments, spare: Iterator) -> dict:
     """The arguments of a call as an object, which every template takes.
 
     JSON text that an end of the answer has cut, '{"city": "Par', gets its end, so that the model sees again what it
-    wrote. What is no object even so becomes the only argument, as the client sent it.
+    wrote. What is no object even so, or takes more marks than there are to spare, becomes the only argument, as the
+    client sent it.
     """
     if isinstance(arguments, dict):
         return arguments
     if isinstance(arguments, str):
-        for text in (arguments, *completed(arguments)):
+        for text in (arguments, *completed(arguments, spare)):
             try:
                 if isinstance(value := json.loads(text), dict):
                     return value
@@ -172,16 +176,25 @@ def parsed_arguments(arguments) -> dict:
 
 # A string, one that the end has cut, or a letter of the structure. Possessive: a text has one reading.
 JSON_MARKS = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|(?P<cut>\\?\Z))|[{}\[\],]', re.DOTALL)
-LONGEST_CUT = 1 << 16       # letters of a cut text that is completed; looking for its end takes Python 10 ms
+LONGEST_CUT = 1 << 16       # letters of a cut text that is completed; they take 2 ms
+MOST_MARKS = 1 << 13        # in all cut texts of a conversation together; they take Python 10 ms
 
 
-def completed(text: str):
+def marks_to_spare() -> Iterator:
+    """Gives an item for each mark that may be looked at while a conversation's cut texts are completed."""
+    return itertools.repeat(True, MOST_MARKS)
+
+
+def completed(text: str, spare: Iterator):
     """The texts that a JSON text, cut at any letter, may have been the beginning of: with all that it holds, or without
-    what the cut made unreadable."""
+    what the cut made unreadable. None where the text has more marks than `spare`, see marks_to_spare, has items left.
+    """
     if len(text) > LONGEST_CUT:
         return
     opened, kept, ends, n_sound = (), (0, ()), "", len(text)   # opened: (the innermost closer, those around it)
     for mark in JSON_MARKS.finditer(text):
+        if not next(spare, False):
+            return
         match mark[0]:
             case "{" | "[" as opener:
                 opened = {"{": "}", "[": "]"}[opener], opened

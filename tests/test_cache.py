@@ -20,6 +20,7 @@ import qengine
 from engine.constraints import Constraint, Vocabulary
 from engine.plan import LEAST_CHECKPOINTS
 from engine.prefix import CHECKPOINT_INTERVAL, PAGE_TOKENS, PrefixCache, checkpoint_positions, pages_for, whole_pages
+from engine.sequence import Sequence
 from engine.tokenizer import Tokenizer
 from engine.turns import LONGEST_PAUSE, PROMPT_SHARE, RUNNING_CHUNK
 from kernels.card import CardError
@@ -740,6 +741,16 @@ def test_prompts_that_arrive_together_share_whatever_their_lengths():
         world.finish(*generations)
         alone = sum(map(len, asked)) - 7 * len(system)
         assert world.pipeline.n_processed <= len(system) + alone + 10 * PAGE_TOKENS
+
+
+def test_a_prompt_that_nothing_is_shared_with_waits_for_no_other():
+    """One with log-probabilities computes all its tokens itself."""
+    cache, ids = roomy().cache, texts()(500)
+    begun, plain, scored = (Sequence(qengine.Generation(qengine.Request(ids, prompt_logprobs=top), TOKENIZER), slot, 9,
+                                     cache.root) for slot, top in enumerate((None, None, 0)))
+    assert not plain.follows(begun)
+    begun.has_begun = True
+    assert plain.follows(begun) and not scored.follows(begun)
 
 
 def test_nobody_is_overtaken_who_waits_for_pages():

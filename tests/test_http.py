@@ -77,6 +77,50 @@ def test_idle_connections_keep_nobody_out(monkeypatch, n, limit, said):
         wait_until(lambda: sum(map(is_open, clients)) <= limit)
 
 
+class Polled:
+    """What poll_all watches, with something to read. handle: called when that is read."""
+
+    def __init__(self, handle):
+        self.handle, self.n_asked = handle, 0
+
+    def readable(self) -> bool:
+        self.n_asked += 1
+        return True
+
+    def writable(self) -> bool:
+        return False
+
+    def handle_read_event(self):
+        self.handle(self)
+
+
+def test_news_of_a_closed_socket_is_not_taken_for_that_of_the_next_one():
+    """Of two connections with news the first one closes the other, whose number a new one gets."""
+    with contextlib.ExitStack() as stack:
+        pairs = [[stack.enter_context(one) for one in socket.socketpair()] for _ in range(2)]
+        told, watched = [], {}
+
+        def replace_other(polled):
+            told.append(polled)
+            for number, item in list(watched.items()):
+                if item is polled:
+                    del watched[number]
+                else:
+                    watched[number] = new
+
+        def stop(polled):
+            told.append(polled)
+            watched.clear()
+
+        new = Polled(stop)
+        for one, other in pairs:
+            other.sendall(b"news")
+            watched[one.fileno()] = Polled(replace_other)
+        http_api.poll_all(watched)
+    assert len(told) == 2 and told[1] is new
+    assert new.n_asked == 1, "it got news of a poll in which it was not asked for"
+
+
 def test_a_byte_now_and_then_keeps_no_place(monkeypatch):
     """Those that began first go first, whether or not they have just sent a byte."""
     monkeypatch.setattr(http_api, "CONNECTIONS", 20)

@@ -80,11 +80,34 @@ def test_what_the_prompt_asked_for_goes_on(said, asked):
     assert text_end(said * 4000, "Tell me something.") is not None
 
 
+@pytest.mark.parametrize("said, asked", [
+    ("tree ", "Repeat the word above: Tree"), ("Tree ", "the tree"), ("É", "é"), ("é", "É"), ("STRASSE ", "Straße"),
+    ("ж Ж ", "Ж")])
+def test_case_does_not_count(said, asked):
+    assert text_end(said * 2000, asked) is None
+    assert text_end(said * 2000, "Write it, please") is not None
+
+
+def test_a_period_of_repetitions_is_one_of_them():
+    """Its tokens are "no", " no" and a line break, and the prompt holds one "no" alone."""
+    assert text_end("no no\n" * 400, "Write 'no' for ever.") is None
+    assert text_end("no no\n" * 400, "Write 'n' for ever.") is not None
+
+
+def test_long_texts_without_contents_end_unless_the_prompt_holds_them():
+    for text, words, shown in [
+            ("0,0,0,0\n" * 400, "Write 400 rows of zeros as CSV", "Write 400 rows of 0,0,0,0"),
+            ("|   |   |\n" * 400, "Write an empty table", "Write an empty table of | |"),
+            ("00 " * 2000, "Dump some kilobytes of zeros", "Dump 2,000 zeros: 00 00")]:
+        assert text_end(text, words) is not None and text_end(text, shown) is None, text
+
+
 def test_the_prompt_may_cut_the_text_into_other_tokens():
     """Even within a letter."""
     tokens = list("é".encode())
     assert end_of(tokens * 400, "é", ByteTokenizer(300)) is None
     assert end_of(tokens[::-1] * 400, "é", ByteTokenizer(300)) is None
+    assert end_of(list("É".encode())[::-1] * 400, "é", ByteTokenizer(300)) is None
     assert end_of(tokens * 400, "e", ByteTokenizer(300)) == REPEATED_TOKENS
 
 

@@ -8,7 +8,7 @@ import pytest
 from engine import template as room
 from engine.guard import GUARD, ControlTokens
 from engine.request import DeadlineExceeded, ModelError, RequestError
-from engine.template import SYNTHETIC_TEMPLATE, ChatTemplate, completed, parsed_arguments
+from engine.template import SYNTHETIC_TEMPLATE, ChatTemplate, completed, marks_to_spare, parsed_arguments
 from tests.oracle import oracle_path
 from tests.scripted import shipped
 
@@ -168,15 +168,16 @@ WHOLE = '{"city": "Par\\"is\\\\", "days": [1, {"a": "\\u00e9"}], "n": -15, "b": 
 
 def test_arguments_that_the_end_of_an_answer_has_cut():
     """At each letter they give an object with the whole values in front of the cut, and a string as far as it goes."""
-    whole = parsed_arguments(WHOLE)
+    whole = parsed_arguments(WHOLE, marks_to_spare())
     seen = []
     for n in range(1, len(WHOLE)):
-        cut = parsed_arguments(WHOLE[:n])
+        cut = parsed_arguments(WHOLE[:n], marks_to_spare())
         assert cut.keys() <= whole.keys(), WHOLE[:n]
         assert all(cut[key] == whole[key] for key in list(cut)[:-1])
         seen.append(len(cut))
     assert seen == sorted(seen) and seen[0] == 0 and seen[-1] == 5
-    assert parsed_arguments('{"city": "Par') == parsed_arguments('{"city": "Par\\u00') == {"city": "Par"}
+    for cut in '{"city": "Par', '{"city": "Par\\u00':
+        assert parsed_arguments(cut, marks_to_spare()) == {"city": "Par"}
 
 
 class Counted(str):
@@ -193,7 +194,28 @@ class Counted(str):
 def test_the_end_of_arguments_is_found_in_linear_time(text):
     """Cutting the text at each letter of its structure would take quadratic time."""
     counted = Counted(text)
-    assert len(list(completed(counted))) == 3 and counted.n_cuts <= 3
+    assert len(list(completed(counted, marks_to_spare()))) == 3 and counted.n_cuts <= 3
+
+
+@pytest.mark.parametrize("text", ["[" * 600, '{"a":' * 300, '{"a": [' + "[]," * 299])
+def test_all_calls_of_a_conversation_have_so_many_marks_together(monkeypatch, text):
+    """The cut ones behind those are shown as they are."""
+    looked_at = []
+
+    class Counted:
+        @staticmethod
+        def finditer(text, marks=room.JSON_MARKS):
+            return (looked_at.append(mark) or mark for mark in marks.finditer(text))
+
+    monkeypatch.setattr(room, "JSON_MARKS", Counted)
+    sent = ['{"city": "Par', *[text] * 60, '{"city": "Par', '{"city": "Rome"}']
+    conversation = [HI, *({"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": one}}]}
+                          for one in sent)]
+    prompt = shipped().template.render(conversation)
+    assert room.MOST_MARKS < len(looked_at) <= room.MOST_MARKS + len(sent)
+    assert prompt.count("<parameter=city>\nPar\n</parameter>") == 1
+    assert prompt.count('<parameter=arguments>\n{"city": "Par\n</parameter>') == 1
+    assert prompt.count("<parameter=city>\nRome\n</parameter>") == 1
 
 
 @pytest.mark.parametrize("sent, taken", [
@@ -209,5 +231,5 @@ def test_arguments_that_are_no_object_are_shown(name, sent, taken):
                          "tool_calls": [{"id": "1", "function": {"name": "weather", "arguments": sent}}]},
                     {"role": "tool", "content": "no such city", "tool_call_id": "1"}]
     prompt = template.render(conversation)
-    assert parsed_arguments(sent or {}) == taken and "<function=weather>" in prompt
+    assert parsed_arguments(sent or {}, marks_to_spare()) == taken and "<function=weather>" in prompt
     assert all(f"<parameter={key}>\n{value}\n</parameter>" in prompt for key, value in taken.items())

@@ -15,7 +15,8 @@ import pytest
 import trustme
 
 from api import connection as connection_api
-from api.tls import HANDSHAKE, is_secret, read_certificate
+from api.access import is_secret
+from api.tls import HANDSHAKE, read_certificate
 from cli.main import main
 from engine.request import RequestError
 from tests.clients import TEXT, app_of, assert_error, serving, wait_until
