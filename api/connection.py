@@ -24,6 +24,7 @@ READ_SECONDS = 60           # a client that takes nothing of what is there for i
 REQUEST_SECONDS = 30        # for a head, and for the TLS handshake before it; a body gets more by its bytes
 BODY_RATE = 1000            # bytes of a body per second, at least: each adds a thousandth of a second
 IDLE_SECONDS = 120          # between an answer and the next request
+MOMENT = 0.5                # seconds in which a new connection is to say something, and a reader to read on
 LINGER_SECONDS = 2          # in which a client that is still sending can read that its request is refused
 MAX_MESSAGE = 300           # characters of waitress' own words that a client or a log gets to see
 
@@ -200,9 +201,13 @@ class Connection(waitress.channel.HTTPChannel):
         return self.may_go() and not self.total_outbufs_len
 
     def usefulness(self) -> tuple:
-        """Where room is short, the connection with the least goes first: the unfinished or idle one that began first,
-        and only after all of these the ones whose answer is not sent yet."""
-        return self.total_outbufs_len > 0, self.since()
+        """Where room is short, the connection with the least goes first: of those that have been unfinished or idle for
+        more than a moment the one that began first; after these, of those whose answer nobody reads; then the ones that
+        have just begun, and last those that read."""
+        has_answer = self.total_outbufs_len > 0
+        reads = has_answer and time.time() - self.last_activity < MOMENT
+        is_new = time.monotonic() - self.began < MOMENT
+        return 2 if reads else 1 if is_new and not has_answer else 0, has_answer, self.since()
 
     def give_way(self):
         """Closes the connection, unless a request has just become whole."""

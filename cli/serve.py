@@ -15,7 +15,7 @@ from kernels.card import CardError
 from kernels.compile import CompileError
 
 from .engines import asked, load_engine, traced
-from .interrupts import endable, handle_ending, leave_ended
+from .interrupts import end_if_told, endable, handle_ending, leave_ended
 
 
 def run_server(options, sampling: dict, thinking) -> int:
@@ -48,6 +48,7 @@ def run_server(options, sampling: dict, thinking) -> int:
             if not is_secret(path):
                 qengine.note(f"warning: other users of this machine can read {path}")
         service.engine = load_engine(options.model, options)
+        end_if_told()
         if "thinking_budget" in sampling and "</think>" not in service.engine.tokenizer.tags:
             qengine.note("warning: --thinking-budget has no effect on this model, which has no </think> as one token")
         stack.enter_context(traced(service.engine, options))
@@ -69,6 +70,7 @@ def work(service: Service, options):
     """Waits, and starts another engine when a card fails and --go-on says so. Ends by an exception only."""
     is_working = True
     while is_working:
+        end_if_told()
         service.engine.scheduler.thread.join()  # ends by a failure only; /health goes on to tell of it
         qengine.note(f"qengine: {service.engine.reason}")
         is_working = options.go_on and go_on(service, options)

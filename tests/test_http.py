@@ -161,6 +161,7 @@ def test_answers_that_nobody_reads_keep_nobody_out(monkeypatch):
     engine.name = "long" * 1_000_000        # as long as what one connection can hold of an answer
     with serving(app_of(engine)) as (port, service), crowd(port, 12, b"GET /v1/models HTTP/1.1\r\n\r\n"):
         wait_until(lambda: not service.log.running)
+        time.sleep(2 * connection_api.MOMENT)      # then it is certain that nobody reads
         assert send(port, "GET", "/openapi.json")[0] == 200
 
 
