@@ -426,28 +426,6 @@ def test_a_server_that_is_told_to_end_while_it_loads():
     assert process.returncode == 0 and "Traceback" not in err and "serving" not in err
 
 
-class Interrupted:
-    """Ends while a signal comes, as objects of libraries may: Python drops what is raised then."""
-
-    def __del__(self):
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.01)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_signal_in_a_bad_moment_is_not_lost():
-    before = [signal.getsignal(number) for number in interrupts.ENDING]
-    try:
-        interrupts.endable()
-        interrupts.end_if_told()
-        Interrupted()
-        with pytest.raises(SystemExit):
-            interrupts.end_if_told()
-    finally:
-        for number, handler in zip(interrupts.ENDING, before):
-            signal.signal(number, handler)
-
-
 def test_what_is_ignored_stays_ignored():
     """Under nohup SIGHUP is."""
     before = [signal.signal(number, signal.SIG_IGN) for number in interrupts.ENDING]
