@@ -33,12 +33,6 @@ def end(*_):
     raise SystemExit(0)
 
 
-def leave_unserved(*_):
-    """Ends the process at once, in good order: nothing has been served yet. An exception could be lost, as Python drops
-    what is raised in a __del__, or wait for kernels that are being compiled."""
-    os._exit(0)
-
-
 def leave_ended(number, _):
     os._exit(128 + number)
 

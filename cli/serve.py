@@ -15,13 +15,13 @@ from kernels.card import CardError
 from kernels.compile import CompileError
 
 from .engines import asked, load_engine, traced
-from .interrupts import endable, handle_ending, leave_ended, leave_unserved
+from .interrupts import endable, handle_ending, leave_ended
 
 
 def run_server(options, sampling: dict, thinking) -> int:
     """Listens, loads, and serves. SIGTERM and SIGHUP let open requests go on for --drain seconds, Ctrl-C does not; then
     what is left of them is cancelled, and their clients are told."""
-    handle_ending(leave_unserved)
+    endable()
     keys = read_keys(options.api_key, options.api_key_file)
     origins = [read_origin(text) for text in options.cors]
     tls = read_certificate(options.tls_cert, options.tls_key) if options.tls_cert else None
@@ -48,7 +48,6 @@ def run_server(options, sampling: dict, thinking) -> int:
             if not is_secret(path):
                 qengine.note(f"warning: other users of this machine can read {path}")
         service.engine = load_engine(options.model, options)
-        endable()
         if "thinking_budget" in sampling and "</think>" not in service.engine.tokenizer.tags:
             qengine.note("warning: --thinking-budget has no effect on this model, which has no </think> as one token")
         stack.enter_context(traced(service.engine, options))

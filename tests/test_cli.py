@@ -35,6 +35,14 @@ def loaded(monkeypatch):
     return engine
 
 
+@pytest.fixture(scope="module", autouse=True)
+def not_under_nohup():
+    """Under nohup the tests' process ignores SIGHUP, and a process that it starts would do the same."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def start(*arguments, ctx=CONTEXT, stdin=subprocess.PIPE, model=("-m", MODEL)):
     """The command line as a process of its own, on the emulated card, with pipes."""
     command = [sys.executable, str(ROOT / "qengine.py"), *model, "--card", "emulated", *arguments]
