@@ -150,8 +150,7 @@ def read_options(service, body: dict) -> dict:
             if name in NAMES and not (name in OPEN and value <= OPEN[name][1])}
     if options.get("repeat_last_n") == 0:
         said["repetition_penalty"] = 1.0
-    stop = options.get("stop", [])
-    return service.sampling | said | {"stop": [stop] if isinstance(stop, str) else stop}
+    return service.sampling | said | {"stop": options.get("stop", ())}
 
 
 def converse(body: dict, messages: list[dict], toolbox=None) -> chat.Conversation:

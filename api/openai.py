@@ -92,9 +92,8 @@ def read_sampling(service, body: dict) -> dict:
     """Arguments of Request that both endpoints take. The body overrules the command line."""
     said = sampling_of(body) | {ours: body[name] for name, ours in ALIASES.items() if name in body}
     said |= {name: value for name, value in UNLIMITED.items() if said.get(name) == -1}
-    stop = body.get("stop", [])
     request = service.sampling | said | {
-        "stop": [stop] if isinstance(stop, str) else stop, "stop_token_ids": body.get("stop_token_ids", ()),
+        "stop": body.get("stop", ()), "stop_token_ids": body.get("stop_token_ids", ()),
         "ignore_eos": body.get("ignore_eos", False), "special": not body.get("skip_special_tokens", True),
         "timeout": body.get("timeout"),
         "logit_bias": {int(token): float(bias) for token, bias in body.get("logit_bias", {}).items()}}
@@ -108,7 +107,7 @@ def without_penalties(request: dict, n: int) -> dict:
     """llama.cpp's repeat_last_n: penalties look at the last n tokens. Ours look at all of them, -1."""
     if n == 0:
         return request | NO_PENALTIES
-    if n > 0 and (NO_PENALTIES | request).items() & NO_PENALTIES.items() != NO_PENALTIES.items():
+    if n > 0 and any(request.get(name, value) != value for name, value in NO_PENALTIES.items()):
         raise RequestError("repeat_last_n", "'repeat_last_n' must be -1 or 0 where a penalty is set: penalties look at "
                                             "all tokens")
     return request
@@ -263,20 +262,19 @@ def read_value(kind: str | None, value, field: str) -> Shape:
     return Shape(kind or ("gbnf" if "::=" in value else "lark"), value, field)
 
 
-def read_format(format: dict) -> Shape | None:
-    """What a response_format demands. llama.cpp has the schema beside the type, OpenAI inside of json_schema."""
-    match format.get("type"):
-        case "json_schema" if format.get("schema") is not None:
-            return Shape("json", format["schema"], "response_format.schema")
-        case "json_schema" if format.get("json_schema") is None:
-            raise RequestError("response_format.json_schema", "'response_format.json_schema' is missing")
-        case "json_schema":
-            return Shape("json", format["json_schema"]["schema"], "response_format.json_schema.schema")
-        case "json_object" if format.get("schema") is not None:
-            return Shape("json", format["schema"], "response_format.schema")
-        case "json_object":
-            return Shape("json", {"type": "object"}, "response_format")
-    return None
+def read_format(format: dict, field: str = "response_format") -> Shape | None:
+    """What a format demands. field: the request's field that holds it. Responses and llama.cpp have the schema beside
+    the type, chats have it inside of json_schema."""
+    kind, schema = format.get("type"), format.get("schema")
+    if kind not in ("json_schema", "json_object"):
+        return None
+    if schema is not None:
+        return Shape("json", schema, f"{field}.schema")
+    if kind == "json_object":
+        return Shape("json", {"type": "object"}, field)
+    if format.get("json_schema") is None:
+        raise RequestError(f"{field}.json_schema", f"'{field}.json_schema' is missing")
+    return Shape("json", format["json_schema"]["schema"], f"{field}.json_schema.schema")
 
 
 # ---- what is answered ------------------------------------------------------------------------------------

@@ -30,8 +30,7 @@ from .endpoint import Endpoint
 from .errors import NotFound
 from .field_table import fields_of
 from .fields import ANYTHING, BOOL, SAMPLED, TEXT, either, list_of, number, object_of, one_of, refused
-from .grammar import Shape
-from .openai import FORMAT, MAX_LOGPROBS, NAME, OBJECT, PROTOCOL, SHARED, read_choice, read_sampling
+from .openai import FORMAT, MAX_LOGPROBS, NAME, OBJECT, PROTOCOL, SHARED, read_choice, read_format, read_sampling
 from .responses_stream import SEAL, Answer
 from .thinking import EFFORTS, read_budget, thinks
 from .tools import Tool
@@ -261,8 +260,8 @@ def read_conversation(body: dict, items: list[dict]) -> chat.Conversation:
     effort = body.get("reasoning", {}).get("effort")
     messages = [{"role": "system", "content": body["instructions"]}] if "instructions" in body else []
     return chat.Conversation(messages + read_messages(items), thinks(effort), read_tools(body),
-                             read_format(body.get("text", {}).get("format", {})), timeout=body.get("timeout"),
-                             **read_budget(body, effort))
+                             read_format(body.get("text", {}).get("format", {}), "text.format"),
+                             timeout=body.get("timeout"), **read_budget(body, effort))
 
 
 def read_tools(body: dict) -> chat.Toolbox | None:
@@ -273,16 +272,6 @@ def read_tools(body: dict) -> chat.Toolbox | None:
                                                  if tool.get(name) is not None}} for tool in body.get("tools", [])]
     mode, names = read_choice(body.get("tool_choice", "auto"))
     return chat.toolbox_of(offered, tools, mode, names, body.get("parallel_tool_calls", True))
-
-
-def read_format(format: dict) -> Shape | None:
-    """What the text of the answer has to be, None without a demand."""
-    match format.get("type"):
-        case "json_schema":
-            return Shape("json", format["schema"], "text.format.schema")
-        case "json_object":
-            return Shape("json", format.get("schema", {"type": "object"}), "text.format")
-    return None
 
 
 def read_messages(items: list[dict]) -> list[dict]:

@@ -13,7 +13,7 @@ import flask
 from werkzeug.exceptions import ServiceUnavailable, TooManyRequests
 
 from engine.request import EngineStopped
-from engine.template import RENDERING, RENDERING_LONG
+from engine.template import end_rendering
 from engine.text_engine import TextEngine
 
 from . import log, metrics, openapi
@@ -166,8 +166,7 @@ class Service:
             end = time.monotonic() + timeout
             while (self.open or self.n_entering) and (left := end - time.monotonic()) > 0:
                 if self.n_entering:
-                    for room in RENDERING, RENDERING_LONG:
-                        room.close()            # a template may hang, and the next one may begin after this
+                    end_rendering()             # again and again: the next one may begin after this
                 self.changed.wait(min(left, POLL_SECONDS))
             return not (self.open or self.n_entering)
 

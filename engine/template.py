@@ -16,6 +16,13 @@ LONG_VALUES = 1 << 16       # letters of JSON from which on a conversation is lo
 # For all templates of this process. Long conversations have a process of their own, so that short ones need not wait.
 RENDERING, RENDERING_LONG = (Sandbox("engine.rendering", 1 << 30) for _ in range(2))
 
+
+def end_rendering():
+    """Ends the templates that run now, which may hang. Whoever waits for one gets EngineStopped."""
+    for room in RENDERING, RENDERING_LONG:
+        room.close()
+
+
 # The form in which random weights are talked to: the one of Qwen's models, with its switch for thinking.
 SYNTHETIC_TEMPLATE = """\
 {% for message in messages %}

@@ -1,4 +1,4 @@
-"""A tool, and one call of it in the two forms that models write."""
+"""What tests of the API share: a tool, one call of it in the two forms that models write, and a schema."""
 
 from api.tools import Tool
 
@@ -8,3 +8,7 @@ XML = ("<tool_call>\n<function=get_weather>\n<parameter=city>\nS\u00e3o \"Paulo\
        "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>")
 JSON = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "S\u00e3o \\"Paulo\\"", "days": 3}}\n</tool_call>'
 CALL = ("get_weather", {"city": 'S\u00e3o "Paulo"', "days": 3})
+
+# A schema that answers have to fit.
+PERSON = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+          "required": ["name", "age"], "additionalProperties": False}

@@ -7,7 +7,7 @@ from api.chat import take_switches
 from api.openai import MAX_CHOICES, read_choice
 from engine.request import RequestError
 from engine.template import ChatTemplate
-from tests.calls import CALL, JSON, WEATHER, XML
+from tests.calls import CALL, JSON, PERSON, WEATHER, XML
 from tests.clients import app_of, scripted_clients
 from tests.four_ways import chat_in_four_ways, told
 from tests.paced import PacedEngine
@@ -17,8 +17,6 @@ HI = [{"role": "user", "content": "Hi"}]
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": WEATHER.parameters}},
          {"type": "function", "function": {"name": "now"}}]
 THINK = {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
-SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
-          "required": ["name", "age"], "additionalProperties": False}
 
 
 @pytest.fixture(scope="module")
@@ -413,7 +411,7 @@ def test_a_schema_rules_the_answer(ask):
     for thinking in {}, THINK:
         thoughts = "hm\n</think>\n\n" if thinking else ""
         for strict in {}, {"strict": True}, {"strict": False}:
-            _, request = ask('{"name": "a", "age": 3}', response_format=json_format(SCHEMA, **strict), **thinking)
+            _, request = ask('{"name": "a", "age": 3}', response_format=json_format(PERSON, **strict), **thinking)
             rules = {"grammar": request.grammar, "grammar_after": request.grammar_after}
             assert obeys(rules, thoughts + '{"name": "a", "age": 3}')
             assert not obeys(rules, thoughts + '{"name": "a", "age": "3"}') and not obeys(rules, thoughts + "Hello")
@@ -469,7 +467,7 @@ BROKEN = {"type": "function", "function": {"name": "f", "parameters": {"properti
     ({"messages": [{"role": "user", "content": "long " * 500_000}]}, "messages", "4096"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a>b": {}}}}}]},
      "tools", "'a>b'"),
-    ({"tools": [BROKEN], "response_format": json_format(SCHEMA)}, "tools", "cannot be enforced"),
+    ({"tools": [BROKEN], "response_format": json_format(PERSON)}, "tools", "cannot be enforced"),
     ({"tools": [BROKEN], "tool_choice": "required"}, "tools", "cannot be enforced"),
     ({"tools": TOOLS, "response_format": json_format({"not": {}})}, "response_format.json_schema.schema", "not"),
     ({"response_format": json_format({"enum": ["a" * 300_000]})}, "response_format.json_schema.schema", "letters"),
@@ -487,7 +485,7 @@ def test_what_is_wrong_is_named(scripted, arguments, field, said):
 
 
 @pytest.mark.parametrize("arguments, field", [
-    ({"response_format": json_format(SCHEMA)}, "response_format.json_schema.schema"),
+    ({"response_format": json_format(PERSON)}, "response_format.json_schema.schema"),
     ({"response_format": {"type": "json_object"}}, "response_format"), ({"tools": TOOLS}, "tools")])
 def test_a_grammar_that_only_the_engine_refuses(scripted, monkeypatch, arguments, field):
     """It is named by what the client asked for."""
@@ -503,8 +501,8 @@ def test_a_grammar_that_only_the_engine_refuses(scripted, monkeypatch, arguments
 
 
 @pytest.mark.parametrize("asked, good, bad", [
-    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, '{"name": "a", "age": 3}', "{}"),
-    ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, '{"name": "a", "age": 3}', "{}"),
+    ({"response_format": {"type": "json_object", "schema": PERSON}}, '{"name": "a", "age": 3}', "{}"),
+    ({"response_format": {"type": "json_schema", "schema": PERSON}}, '{"name": "a", "age": 3}', "{}"),
     ({"json_schema": {"type": "integer"}}, "7", '"7"'), ({"json_schema": {}}, "[1]", "[1"),
     ({"grammar": 'root ::= "a"+'}, "aa", "b"), ({"guided_json": {"type": "integer"}}, "7", "a"),
     ({"guided_json": '{"type": "integer"}'}, "7", "a"), ({"guided_regex": "a+b"}, "aab", "a"),

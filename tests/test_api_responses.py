@@ -11,7 +11,7 @@ from api import stored
 from api.stored import Stored
 from api.thinking import EFFORTS
 from engine.request import EngineStopped
-from tests.calls import CALL, WEATHER, XML
+from tests.calls import CALL, PERSON, WEATHER, XML
 from tests.clients import app_of, official_client, scripted_clients, send, serving
 from tests.four_ways import respond_in_four_ways
 from tests.paced import PacedEngine
@@ -22,8 +22,6 @@ TOOLS = [{"type": "function", "name": "get_weather", "parameters": WEATHER.param
          {"type": "function", "name": "now", "parameters": None, "strict": None}]
 THINK = {"reasoning": {"effort": "low"}}
 THOUGHTS = "I think.\n</think>\n\n"
-SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
-          "required": ["name", "age"], "additionalProperties": False}
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +221,7 @@ def test_no_call(ask):
 
 
 def test_a_format_rules_the_answer(ask):
-    format = {"type": "json_schema", "name": "answer", "schema": SCHEMA, "strict": True}
+    format = {"type": "json_schema", "name": "answer", "schema": PERSON, "strict": True}
     response, request, _ = ask('{"name": "a", "age": 3}', text={"format": format, "verbosity": "low"})
     assert obeys({"grammar": request.grammar}, '{"name": "a", "age": 3}')
     assert not obeys({"grammar": request.grammar}, "Hello")
