@@ -173,8 +173,7 @@ class Sampler:
         """Queue the choice of a token after each row, and the outcomes of the n answers without the next drafts. rows:
         qengine.Rows of a step. The launches can be recorded."""
         card = self.card
-        sample.sample(card, self.chosen, logits, rows.places, self.state, rows.n, self.n_vocab, ids=rows.ids,
-                      n_answers=n)
+        sample.sample(card, self.chosen, logits, rows, self.state, n, rows.n // n)
         if log_probs:
             logprobs.logprobs(card, results.report, logits, self.chosen, self.log_probs, rows.n, self.n_vocab)
         accept.accept(card, results.outcomes, self.chosen, rows, self.state, n, rows.n // n)
