@@ -69,7 +69,7 @@ from engine.gguf import GGUF, SUPPORTED_TYPES
 from engine.hyperparameters import read_hyperparameters, synthetic_hyperparameters
 from engine.pipes import PipeMeter
 from engine.plan import (CHUNK, LEAST_CHECKPOINTS, MICRO_BATCHES, CacheSizes, Demand, Planner, StageCosts, Work,
-                         choose_rows, choose_sizes, group_count, hop_bytes, slowest_seconds, step_rows, widest)
+                         choose_rows, choose_sizes, group_count, hop_bytes, most_drafts, slowest_seconds, step_rows, widest)
 from engine.prefix import PAGE_TOKENS, PrefixCache, checkpoint_positions, pages_for
 from engine.request import (SAMPLING, DeadlineExceeded, Delta, EngineStopped, Fault, Generation, ModelError, Request,
                             RequestError)
@@ -1444,6 +1444,12 @@ class Pipeline:
                 worker.ask(stage.card.load_kernel, *kernel).result()
             worker.ask(stage.record).result()
 
+    def follow_script(self, texts: dict[int, list[int]] | None):
+        """From now on the drafts of slots are what their texts say at the same positions. None: drafters make them
+        again. For tests and benchmarks."""
+        self.last.worker.ask(self.last.sampler.follow_script, texts).result()
+        self.last.worker.ask(self.last.recordings.clear).result()
+
     def use(self, gemv, gemm):
         """See `Engine.use`."""
         for stage in self.stages:
@@ -2207,7 +2213,8 @@ def open_model(model: str | Path) -> OpenModel:
 def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[Card] | None = None,
          ctx: int | None = None, slots: int = 1, chunk: int | None = None, progress: bool = True,
          kv_tokens: int | None = None, checkpoint_memory: int | None = None, *,
-         checkpoint_host_memory: int | None = None, split: tuple[int, ...] | None = None) -> Engine:
+         checkpoint_host_memory: int | None = None, split: tuple[int, ...] | None = None,
+         draft: int | str = "auto") -> Engine:
     """Load a GGUF file, or random weights by the name "synthetic:0.8b", "synthetic:9b:q4_k", ..., ready to generate.
 
     model: its path or name, or what `open_model` made of that; by default the model that comes with qengine.
@@ -2220,10 +2227,12 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
     kv_tokens: room for keys and values, in tokens, of all slots and of what is kept for later prompts; at least ctx.
     checkpoint_memory, checkpoint_host_memory: bytes for the states from which later prompts go on, on the card and in
     the host's memory. `engine.plan.choose_sizes` has the defaults of these three.
+    draft: most drafts of an answer in a decode step, 0 to 7; "off" is 0, "auto" is as many as pay.
     Raises ModelError, RequestError, CompileError, CardError (OutOfMemory shows what did not fit, and what would).
     """
     opened = model if isinstance(model, OpenModel) else open_model(model)
-    demand = Demand(opened.n_ctx(ctx), slots, chunk, kv_tokens, checkpoint_memory, checkpoint_host_memory, split)
+    demand = Demand(opened.n_ctx(ctx), slots, chunk, kv_tokens, checkpoint_memory, checkpoint_host_memory, split,
+                    most_drafts(draft))
     planner = make_planner(opened, card, demand)
     planner.check()
     config, cards, n_ctx = opened.config, planner.cards, demand.n_ctx

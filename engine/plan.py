@@ -196,6 +196,17 @@ def passes_over(n: int, next_rows):
         start += rows
 
 
+DRAFTS = {"off": 0, "auto": CHECK_ROWS - 1}
+
+
+def most_drafts(draft: int | str) -> int:
+    """The most drafts of an answer in a step, as `load` and the command line name them. Raises RequestError."""
+    most = DRAFTS.get(draft, draft)
+    if not isinstance(most, int) or not 0 <= most < CHECK_ROWS:
+        raise RequestError("draft", f"draft must be 'auto', 'off' or a whole number from 0 to {CHECK_ROWS - 1}")
+    return most
+
+
 LARGEST_CHECK = 64          # most rows of a decode step that checks drafts
 
 

@@ -86,6 +86,7 @@ class Sampler:
         self.log_probs = logprobs.LogprobState.allocate(card, self.step_rows, n_vocab)
         self.chosen = card.alloc(self.step_rows, np.int32, "tokens chosen after each row")
         self.text = card.alloc((n_slots, pages_for(demand.n_ctx) * PAGE_TOKENS), np.int32, "texts of slots")
+        self.script: Array | None = None    # see `follow_script`
         self.most_drafts = card.zeros(n_slots, np.int32, "most drafts of each slot")
         self.prompt_tokens = card.alloc(prompt_rows, np.int32, "tokens of a prompt that get log-probabilities")
         self.prompt_reports = card.alloc((prompt_rows, logprobs.REPORT), np.uint32, "log-probabilities of a prompt")
@@ -195,3 +196,14 @@ class Sampler:
         """Fill the drafts of outcomes that the draft block has left open, with what followed earlier in the text after
         tokens like its last ones."""
         ngram.ngram(self.card, outcomes, answers, self.text, self.most_drafts, n)
+        if self.script is not None:
+            ngram.script(self.card, outcomes, answers, self.script, n)
+
+    def follow_script(self, texts: dict[int, list[int]] | None):
+        """See `Pipeline.follow_script`."""
+        self.script = None
+        if texts is not None:
+            tokens = np.full(self.text.shape, -1, np.int32)
+            for slot, text in texts.items():
+                tokens[slot, :len(text)] = text
+            self.script = self.card.upload(tokens)
