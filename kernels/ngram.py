@@ -277,10 +277,13 @@ def check_script(card, n, n_ctx):
 
 
 def cases(card):
-    """The checks, then times: a text without a match, one that repeats a few tokens, one token over and over."""
+    """The checks, then times: a text without a match, one that repeats a few tokens, one token over and over. Before
+    each launch a copy clears the drafts of the one before."""
     for case in CASES:
         yield Case("{} answers of {}, {} tokens".format(*case), partial(check, card, *case))
     yield Case("script", partial(check_script, card, 300, 50))
+    copy = card.alloc(N_OUTCOME, np.int32), card.zeros(N_OUTCOME, np.int32)
+    yield Case("the copy alone", launch=lambda: card.copy(*copy))
     for n, length, n_tokens in [(1, 300, 50_000), (1, 18_400, 50_000), (1, 18_400, 20), (1, 18_400, 1),
                                 (1, 262_144, 50_000), (1, 262_144, 1), (8, 18_400, 50_000), (64, 18_400, 50_000)]:
         yield _timed(card, n, length, n_tokens)
@@ -292,8 +295,13 @@ def _timed(card, n, length, n_tokens):
     answers[:, SLOT], answers[:, POSITION], outcomes[:, COUNT], outcomes[:, TOKENS] = np.arange(n), length - 2, 1, 0
     card.copy_in(texts.ids, rng.integers(0, n_tokens, (n, length), np.int32))
     card.copy_in(texts.most, np.full(n, N_DRAFTS, np.int32))
-    arrays = card.upload(outcomes), card.upload(answers), texts, n
-    return Case(f"{n} x {length}, {n_tokens} tokens", launch=lambda: ngram(card, *arrays), n_bytes=4 * n * length)
+    arrays, fresh = (card.upload(outcomes), card.upload(answers), texts, n), card.upload(outcomes)
+
+    def launch():
+        card.copy(arrays[0], fresh)     # without drafts again
+        ngram(card, *arrays)
+
+    return Case(f"{n} x {length}, {n_tokens} tokens, and a copy", launch=launch, n_bytes=4 * n * length)
 
 
 if __name__ == "__main__":
