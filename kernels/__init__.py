@@ -16,6 +16,7 @@ which a token meets them:
     swiglu.py                           the activation of the MLP
     sample.py, logprobs.py              the next token of each row, log-probabilities
     accept.py                           which of these tokens an answer gains
+    ngram.py                            drafts of the next ones from the text so far
     advance.py                          they become the inputs of the next step
     formats.py                          types of weights, on disk and on a card
     upload.py, finite.py, synthetic.py  loading: bytes of a file, a check for NaN, random weights
