@@ -85,9 +85,8 @@ class Sampler:
         self.state = sample.SamplingState.allocate(card, n_slots, self.step_rows, n_vocab)
         self.log_probs = logprobs.LogprobState.allocate(card, self.step_rows, n_vocab)
         self.chosen = card.alloc(self.step_rows, np.int32, "tokens chosen after each row")
-        self.text = card.alloc((n_slots, pages_for(demand.n_ctx) * PAGE_TOKENS), np.int32, "texts of slots")
+        self.texts = ngram.Texts.allocate(card, n_slots, pages_for(demand.n_ctx) * PAGE_TOKENS)
         self.script: Array | None = None    # see `follow_script`
-        self.most_drafts = card.zeros(n_slots, np.int32, "most drafts of each slot")
         self.prompt_tokens = card.alloc(prompt_rows, np.int32, "tokens of a prompt that get log-probabilities")
         self.prompt_reports = card.alloc((prompt_rows, logprobs.REPORT), np.uint32, "log-probabilities of a prompt")
         self.masks, self.copies = card.pinned(self.state.mask.shape, np.uint32), card.stream()
@@ -120,8 +119,8 @@ class Sampler:
             history[r.prompt_ids] = sample.IN_PROMPT
             self.card.copy_in(state.history[slot], history)
         most = self.demand.drafts if r.draft is None else min(r.draft, self.demand.drafts)
-        self.card.copy_in(self.text[slot][:len(r.prompt_ids)], np.array(r.prompt_ids, np.int32))
-        self.card.copy_in(self.most_drafts[slot:slot + 1], np.array([most], np.int32))
+        self.card.copy_in(self.texts.ids[slot][:len(r.prompt_ids)], np.array(r.prompt_ids, np.int32))
+        self.card.copy_in(self.texts.most[slot:slot + 1], np.array([most], np.int32))
         if r.is_masked:
             self.card.fill(self.masks_of(state.mask, slot), 0xFF, self.copies)  # all tokens, until a constraint binds
             self.card.default_stream.wait(self.copies.record())
@@ -195,7 +194,7 @@ class Sampler:
     def continue_drafts(self, outcomes: Array, answers: Array, n: int):
         """Fill the drafts of outcomes that the draft block has left open, with what followed earlier in the text after
         tokens like its last ones."""
-        ngram.ngram(self.card, outcomes, answers, self.text, self.most_drafts, n)
+        ngram.ngram(self.card, outcomes, answers, self.texts, n)
         if self.script is not None:
             ngram.script(self.card, outcomes, answers, self.script, n)
 
@@ -203,7 +202,7 @@ class Sampler:
         """See `Pipeline.follow_script`."""
         self.script = None
         if texts is not None:
-            tokens = np.full(self.text.shape, -1, np.int32)
+            tokens = np.full(self.texts.ids.shape, -1, np.int32)
             for slot, text in texts.items():
                 tokens[slot, :len(text)] = text
             self.script = self.card.upload(tokens)

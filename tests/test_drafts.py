@@ -86,3 +86,100 @@ def test_one_answer(plain, drafting, name):
         drafting.clear_cache()
         script(drafting, request(name), want, right) if right else set_script(drafting, None)
         assert list(drafting.submit(request(name))) == want, f"{right} of the drafts are right"
+
+
+def test_answers_that_run_together(plain, drafting):
+    """Beside each other, with prompts that arrive meanwhile; nobody's drafts change anybody's tokens."""
+    requests = [request(name, seed) for seed, name in enumerate(sorted(ASKED) * 2)]
+    want = [list(plain.submit(r)) for r in requests]
+    set_script(drafting, None)
+    drafting.clear_cache()
+    assert [list(g) for g in [drafting.submit(r) for r in requests]] == want
+    stats = drafting.stats()
+    assert 0 < sum(stats["drafts_accepted"]) < sum(stats["drafts_checked"])
+
+
+def test_on_a_card_that_does_everything_late(plain):
+    requests = [request(name) for name in ("drawn", "likely", "json", "log-probabilities", "thinking")]
+    want = [list(plain.submit(r)) for r in requests]
+    late = load_tiny(EmulatedCard(late=True), draft=CHECK_ROWS - 1)
+    assert [list(g) for g in [late.submit(r) for r in requests]] == want
+    late.close()
+
+
+def test_over_several_cards(plain):
+    """One answer, and several in as many groups as there are cards."""
+    engine = load_tiny([EmulatedCard(0), EmulatedCard(1), EmulatedCard(2)], split=(1, 1, 1), draft=CHECK_ROWS - 1)
+    for name in "drawn", "json", "words", "log-probabilities":
+        want = list(plain.submit(request(name)))
+        for right in 1.0, 0.6:
+            engine.clear_cache()
+            script(engine, request(name), want, right)
+            assert list(engine.submit(request(name))) == want
+    set_script(engine, None)
+    requests = [request(name, seed) for seed, name in enumerate(sorted(ASKED))]
+    assert [list(g) for g in [engine.submit(r) for r in requests]] == [list(plain.submit(r)) for r in requests]
+    engine.close()
+
+
+def conversation(engine, right, answers=()):
+    """The deltas of three turns, each a prompt of all before and a few tokens more, and the cached tokens of each.
+    answers: those of a run before, which give the script."""
+    engine.clear_cache()
+    ids, found = list(range(5, 45)), []
+    for turn in range(3):
+        asked = qengine.Request(list(ids), max_tokens=100, temperature=1.0, seed=turn, ignore_eos=True, top_logprobs=1)
+        if answers:
+            script(engine, asked, answers[turn][0], right)
+        generation = engine.submit(asked)
+        deltas = list(generation)
+        found.append((deltas, generation.n_cached))
+        ids += [delta.token_id for delta in deltas] + list(range(1000 + turn, 1009 + turn))
+    return found
+
+
+@pytest.mark.parametrize("right", [1.0, 0.8, 0.4])
+def test_conversations(plain, drafting, right):
+    """Later turns go on from states that answers have left. These stand at the same places, with the same bits."""
+    want = conversation(plain, 1.0)
+    assert [cached for _, cached in want] == [0, 2 * PAGE_TOKENS, 4 * PAGE_TOKENS - PAGE_TOKENS]
+    assert conversation(drafting, right, want) == want
+
+
+def test_what_was_not_accepted_enters_no_page(plain, drafting):
+    """The pages and states that two runs keep hold the same bits, one with drafts and one without."""
+
+    def kept(engine):
+        cache, scheduler = engine.pipeline.last.cache, engine.scheduler
+        nodes = sorted(scheduler.cache.on_card, key=lambda node: node.depth)
+        pages = [page for node in nodes[-1:] for page in [*[each.page for each in node.path()]][::-1]]
+        layers = [array for pages_of in cache.pages.values() for array in pages_of[1:3]]
+        return ([engine.cards[0].download(array)[pages].view(np.uint8) for array in layers],
+                [engine.cards[0].download(states)[:, cache.n_slots + nodes[-1].number].view(np.uint8)
+                 for states in cache.states], nodes[-1].depth)
+
+    asked = request("drawn", n_prompt=70, max_tokens=150)
+    plain.clear_cache()
+    want = list(plain.submit(asked))
+    *arrays, depth = kept(plain)
+    for right in 0.9, 0.5:
+        drafting.clear_cache()
+        script(drafting, asked, want, right)
+        assert list(drafting.submit(asked)) == want
+        *found, found_depth = kept(drafting)
+        assert found_depth == depth == 3
+        for got, expected in zip(found, arrays):
+            for one, other in zip(got, expected, strict=True):
+                np.testing.assert_array_equal(one, other)
+
+
+def test_right_drafts_save_steps(drafting, plain, monkeypatch):
+    steps, step = [], qengine.Pipeline.step
+    monkeypatch.setattr(qengine.Pipeline, "step", lambda *arguments: steps.append(1) or step(*arguments))
+    asked = request("drawn", max_tokens=100)
+    want = list(plain.submit(asked))
+    n_plain = len(steps)
+    drafting.clear_cache()
+    script(drafting, asked, want, 1.0)
+    assert list(drafting.submit(asked)) == want
+    assert n_plain >= 99 and len(steps) - n_plain < 99 / 4
