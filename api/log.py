@@ -3,9 +3,10 @@
     id=5c0e... method=POST path=/v1/chat/completions status=200 seconds=0.942 prompt=160 cached=128 generated=42
     first_token=0.031 tokens_per_s=46.1 drafts=36 accepted=0.69 finish=stop
 
-`accepted` is the share of the drafts that were right; both stand only where drafts were checked. The line is written when the last byte of the answer is written, or when the client has gone. The id is taken from the
-request's header X-Request-Id, if that is a sensible one, and sent back in the same header. Where a request has several
-answers, the counts and tokens_per_s are of all answers together. Text of prompts is logged only with --log-prompts.
+`accepted` is the share of the drafts that were right; both stand only where drafts were checked. The line is written
+when the last byte of the answer is written, or when the client has gone. The id is taken from the request's header
+X-Request-Id, if that is a sensible one, and sent back in the same header. Where a request has several answers, the
+counts and tokens_per_s are of all answers together. Text of prompts is logged only with --log-prompts.
 """
 
 import contextlib
