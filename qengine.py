@@ -84,9 +84,9 @@ from engine.thinking import constraint_of
 from engine.tokenizer import ByteTokenizer, Tokenizer, encode_prompt, load_tokenizer
 from engine.turns import Turns
 from engine.worker import Task, Worker, stop_all
-from kernels import (advance, attend_decode, attention, checkpoint, conv, embedding, finite, float_matmul, formats, gdn,
-                     gdn_decode, kv_cache, logprobs, norm, probe, q8_gemm, q8_gemv, quant_gemv, quantize, rope, sample,
-                     swiglu, synthetic)
+from kernels import (accept, advance, attend_decode, attention, checkpoint, conv, embedding, finite, float_matmul,
+                     formats, gdn, gdn_decode, kv_cache, logprobs, norm, probe, q8_gemm, q8_gemv, quant_gemv, quantize,
+                     rope, sample, swiglu, synthetic)
 from kernels.card import Array, Card, CardError, Event, show_bytes
 from kernels.compile import CompileError
 from kernels.formats import FLOATS, FORMATS
@@ -94,7 +94,7 @@ from kernels.kv_cache import Pages
 from kernels.kv_formats import KV_FORMATS
 from kernels.open import open_cards
 from kernels.operands import Matrix
-from kernels.records import Places, Projected, States
+from kernels.records import CHECK_ROWS, Places, Projected, States
 from kernels.rope import QKV, Heads, Rotary
 from kernels.upload import PIECE, Feeder
 
@@ -1078,7 +1078,9 @@ class Sampler:
         self.log_probs = logprobs.LogprobState.allocate(card, max(n_slots, HEAD_ROWS), n_vocab)
         self.prompt_tokens = card.alloc(rows, np.int32, "tokens of a prompt that get log-probabilities")
         self.prompt_reports = card.alloc((rows, logprobs.REPORT), np.uint32, "log-probabilities of a prompt")
-        self.masks, self.copies = card.pinned(self.state.mask.shape, np.uint32), card.stream()
+        self.outcomes = card.alloc((n_slots, advance.N_OUTCOME), np.int32, "outcomes")
+        self.masks = card.pinned((n_slots, self.state.mask.shape[1]), np.uint32)
+        self.copies = card.stream()
         # On an emulated card a stream is a thread that shares the processors with the kernels: one is enough.
         self.reads = card.default_stream if card.kind == "emulated" else card.stream("reads")
         self.executor = llguidance.LLExecutor()
@@ -1109,7 +1111,7 @@ class Sampler:
             history[r.prompt_ids] = sample.IN_PROMPT
             self.card.copy_in(state.history[slot], history)
         if r.is_masked:
-            self.card.fill(state.mask[slot], 0xFF, self.copies)         # all tokens, until a constraint binds
+            self.card.fill(state.mask[slot * CHECK_ROWS], 0xFF, self.copies)     # all tokens, until a constraint binds
             self.card.default_stream.wait(self.copies.record())
         if r.logit_bias:
             bias = np.zeros(self.n_vocab, np.float32)
@@ -1140,7 +1142,7 @@ class Sampler:
         """Queue the copy of masks to the card, for the next `launch`. The copies run beside the kernels of the default
         stream. All writes of masks go to the stream `copies`, which keeps their order."""
         for slot in slots:
-            self.card.copy_in(self.state.mask[slot], self.masks[slot], self.copies)
+            self.card.copy_in(self.state.mask[slot * CHECK_ROWS], self.masks[slot], self.copies)
         self.card.default_stream.wait(self.copies.record())
 
     def next_buffer(self, group: int) -> int:
@@ -1154,7 +1156,8 @@ class Sampler:
     def launch(self, logits: Array, rows: Rows, group: int, buffer: int, log_probs: bool):
         """Queue the choice of the next token of each row. The launches can be recorded."""
         results = self.results[group][buffer]
-        sample.sample(self.card, results.tokens, logits, rows.places.slots, self.state, rows.n, self.n_vocab)
+        sample.sample(self.card, results.tokens, logits, rows, self.state, rows.n, 1)
+        accept.accept(self.card, self.outcomes, results.tokens, rows, self.state, rows.n, 1)
         if log_probs:
             logprobs.logprobs(self.card, results.report, logits, results.tokens, self.log_probs, rows.n, self.n_vocab)
 
@@ -1401,7 +1404,7 @@ class Stage:
         """The inputs of a step become those of the next one: the tokens chosen, at the next positions. The last stage
         does this at the end of a step, the others at the beginning of the next one, when the tokens have come to their
         card."""
-        advance.advance(self.card, rows.ids, rows.places.positions, rows.rope, tokens, rows.n)
+        advance.follow(self.card, rows.ids, rows.places.positions, rows.rope, tokens, rows.n)
 
     # ---- kernels ----
 

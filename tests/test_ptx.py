@@ -123,15 +123,16 @@ def test_no_register_is_spilled_on_sm_70(kernels):
 
 OVERLAPPING = (9, 0)        # the first that can
 WAIT = "griddepcontrol.wait;"
-# The arguments that a kernel may read before it waits, which no kernel writes: weights, and the slots of a batch. But
-# `choose` counts the draws in `parameters`, which the sampler's two kernels before it do not read (and see WRITTEN).
+# The arguments that a kernel may read before it waits: weights, which no kernel writes; slots and positions of a batch,
+# which `advance` writes at the start of a step and the next kernel finds written. `accept` counts the draws in
+# `parameters`, which the first two kernels of the sampler do not read (and see WRITTEN).
 CONSTANTS = {
     "gemv_kernel": {"wq", "wd"}, "planes_gemv_kernel": {"wq", "wd"}, "norm_gemv_kernel": {"wq", "wd", "norm_w"},
     "gemv_swiglu_kernel": {"wq", "wd"}, "norm_gemv_swiglu_kernel": {"wq", "wd", "norm_w"},
     "gdn_decode_kernel": {"conv_w", "ssm_a", "dt_bias", "norm_w", "row_slot"},
     "attend": set(), "rms_norm_quantize_kernel": {"w"},
-    "find_best": {"row_slot", "parameters"}, "weigh": {"row_slot", "parameters"}, "choose": {"row_slot"},
-    "advance_kernel": set(),
+    "find_best": {"row_slot", "row_pos", "parameters"}, "weigh": {"row_slot", "row_pos", "parameters"},
+    "choose": {"row_slot", "row_pos"}, "accept_kernel": set(), "follow_kernel": set(),
 }
 # And what those that are `early` may read besides: constants and what earlier steps left. Blocks of `attend` beyond the
 # last unit may end: the others of the launch wait, so that it does not end before.
@@ -236,14 +237,14 @@ def test_what_is_read_too_early_is_found(overlapping):
     read = {"gemv_kernel": "xq", "norm_gemv_kernel": "x", "gemv_swiglu_kernel": "xd", "norm_gemv_swiglu_kernel": "x",
             "planes_gemv_kernel": "xq", "gdn_decode_kernel": "projected", "attend": "projected",
             "rms_norm_quantize_kernel": "x", "find_best": "logits", "weigh": "best", "choose": "progress",
-            "advance_kernel": "tokens"}
+            "accept_kernel": "tokens", "follow_kernel": "tokens"}
     for kernel, types, ptx in overlapping:
         assert read[kernel.__name__] in too_early(kernel, types, ptx.replace(WAIT, ""))
 
 
 # What the kernels of decode passes write of that which others of them read before they wait.
-WRITTEN = {"gdn_decode_kernel": {"state", "ring"}, "attend": {"k_pages", "v_pages"}, "choose": {"parameters"},
-           "advance_kernel": {"ids", "positions", "rope"}}
+WRITTEN = {"gdn_decode_kernel": {"state", "ring"}, "attend": {"k_pages", "v_pages"}, "accept_kernel": {"parameters"},
+           "follow_kernel": {"ids", "positions", "rope"}}
 
 
 def read_too_early(launches):
