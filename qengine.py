@@ -76,6 +76,7 @@ from engine.request import (SAMPLING, DeadlineExceeded, Delta, EngineStopped, Fa
 from engine.scratch import Activation, Scratch, ScratchArray
 from engine.sampler import BUFFERS, FIRST_TOKENS, Sampler, Tokens
 from engine.sequence import Sequence
+from engine.speculate import Pace
 from engine.template import SYNTHETIC_TEMPLATE, ChatTemplate
 from engine.text_engine import TextEngine
 from engine.thinking import constraint_of
@@ -823,6 +824,7 @@ class Model:
         frequencies = rope.inverse_frequencies(config.rope_base, config.rope_dim)
         self.inv_freq = self.card.upload(frequencies, "rotary frequencies")
         self.stride = max(stack.stride for layer in self.layers for stack in layer.stacks())
+        self.block = None
         self.gemv = self.gemm = None    # a user's own products of Q8_0 matrices, see `Engine.use`
 
     def scratch_layout(self, rows: int) -> dict[str, ScratchArray]:
@@ -1608,6 +1610,7 @@ class Pipeline:
 # 8  Scheduler
 # ======================================================================================================
 
+FIRST_DRAFTS = 3            # of the draft block, after the first token of an answer
 LEAST_FORCED = 3            # fewer are not worth a check: the host must have read the step in flight before it
 TURN = "<|im_start|>"       # the control token at which a turn of a conversation begins
 NAN_LOGITS = "the logits hold a NaN: the model file is damaged, or a kernel is wrong"
@@ -1655,12 +1658,14 @@ class Scheduler:
     """
 
     def __init__(self, pipeline: Pipeline, cache: PrefixCache, tokenizer: Tokenizer, n_slots: int, n_ctx: int,
-                 chunk: int, n_drafts: int = 0):
+                 chunk: int, pace: Pace):
         self.pipeline, self.cache, self.tokenizer = pipeline, cache, tokenizer
-        self.n_slots, self.n_ctx, self.chunk, self.n_drafts = n_slots, n_ctx, chunk, n_drafts
+        self.n_slots, self.n_ctx, self.chunk, self.pace = n_slots, n_ctx, chunk, pace
         self.free_slots = list(reversed(range(n_slots)))
         self.waiting, self.running = collections.deque(), []
         self.flights: list[Flight | None] = [None] * pipeline.n_groups  # the step in flight of each group
+        self.landed_at: list[float | None] = [None] * pipeline.n_groups    # when a step landed right before this flight
+        self.planned = [1] * pipeline.n_groups      # the width for which the latest step of each group makes drafts
         self.first_tokens = collections.deque()     # the Flights that end prompts
         self.next_groups = itertools.cycle(range(pipeline.n_groups))
         self.turns = Turns(pipeline.n_stages)
@@ -1702,7 +1707,8 @@ class Scheduler:
             "checkpoints": len(cache.on_card) + len(cache.in_host),
             "checkpoints_on_card": cache.n_checkpoints - len(cache.free_numbers),
             "checkpoints_spilled": cache.n_spilled, "checkpoints_fetched": cache.n_fetched,
-            "checkpoints_dropped": cache.n_dropped}
+            "checkpoints_dropped": cache.n_dropped,
+            "drafts_checked": tuple(self.pace.n_checked), "drafts_accepted": tuple(self.pace.n_accepted)}
 
     @contextlib.contextmanager
     def between_steps(self):
@@ -1829,6 +1835,7 @@ class Scheduler:
                 if n_pages > self._unpromised_pages():
                     return
                 self.running.append(Sequence(self.waiting.popleft(), self.free_slots.pop(), n_pages, self.cache.root))
+                self.pace.join(self.running[-1].generation.drafts, self.running[-1].generation.request.draft)
             self.totals["requests"] += 1
 
     def _pages_wanted(self, request: Request) -> int:
@@ -1864,8 +1871,8 @@ class Scheduler:
             return
         self._constrain([sequence], 1)
         if sequence in self.running:
-            tokens = self.pipeline.sample_row(end - start - 1, sequence.answer(self.n_ctx), self.n_drafts,
-                                              wants_log_probs([sequence]))
+            tokens = self.pipeline.sample_row(end - start - 1, sequence.answer(self.n_ctx),
+                                              min(self.pace.limit, FIRST_DRAFTS), wants_log_probs([sequence]))
             self.first_tokens.append(Flight([sequence], tokens, self.turns.n_passes))
 
     def _begin(self, sequence: Sequence):
@@ -1945,9 +1952,14 @@ class Scheduler:
 
     def shape(self, batch: list[Sequence], group: int) -> StepShape:
         """The shape of the group's next step."""
-        n, n_certain = len(batch), max(s.n_certain for s in batch) if self.flights[group] is None else 0
-        width = min(1 + max(self.n_drafts, n_certain), widest(n, self.pipeline.last.step_rows))
-        return StepShape(n, width, self.n_drafts, wants_log_probs(batch))
+        width = self.pace.width([s.generation.drafts for s in batch])
+        n_drafts = width - 1 if self.pace.has_block else 0
+        if self.pace.has_block:             # its drafts for this step were made in the step before
+            width, self.planned[group] = self.planned[group], width
+        if self.flights[group] is None:
+            width = max(width, 1 + max(s.n_certain for s in batch))
+        width = min(width, widest(len(batch), self.pipeline.last.step_rows))
+        return StepShape(len(batch), width, n_drafts, wants_log_probs(batch))
 
     def _reach(self, sequence: Sequence, width: int):
         """Prepare for a step of so many rows: pages, and a checkpoint if the step may fill one."""
@@ -1969,6 +1981,7 @@ class Scheduler:
             return
         outcomes, n = flight.tokens.read().tolist(), len(flight.sequences)
         self.turns.land(flight.n_passes)
+        self._measure(flight, group, is_behind)
         if not is_behind:           # then no step has noted what was accepted, and has taken the checkpoints
             filled = [answer_of(0, s.slot, s.n_computed + outcome[advance.COUNT], accepted=outcome[advance.COUNT] - 1)
                       for s, outcome in zip(flight.sequences, outcomes) if s in self.running and s.fills_page(outcome)]
@@ -1978,12 +1991,20 @@ class Scheduler:
             if sequence in self.running:
                 self._take_outcome(sequence, flight.tokens, range(i, n * flight.width, n), outcome)
 
+    def _measure(self, flight: Flight, group: int, is_behind: bool):
+        """Note how long a step took, if it followed another one directly and no prompt's pass ran beside it."""
+        before, now = self.landed_at[group], self.turns.landed_at
+        self.landed_at[group] = now if is_behind and not self.turns.unmeasured else None
+        if before is not None and self.landed_at[group] is not None:
+            self.pace.measure(len(flight.sequences), flight.width, now - before)
+
     def _take_outcome(self, sequence: Sequence, tokens: Tokens, rows, outcome: list[int]):
         """Take what a step has chosen for a sequence. rows: the sequence's rows in the step."""
         count = outcome[advance.COUNT]
         if count < 0:
             raise CardError(NAN_LOGITS)
-        sequence.land(outcome)
+        n_checked = sequence.land(outcome, len(rows), self.n_ctx)
+        self.pace.land(sequence.generation.drafts, n_checked, count - 1, len(sequence.drafts))
         for row, token in zip(rows, outcome[advance.TOKENS:advance.TOKENS + count]):
             if sequence.is_answer:                  # the token before this one was computed by the row
                 sequence.n_computed += 1
@@ -2063,12 +2084,12 @@ class Engine(TextEngine):
         self.config, self.tokenizer, self.template = opened.config, opened.tokenizer, opened.template
         self.name, self.details = opened.config.name, ModelDetails.of(opened.weights)
         self.pipeline, self.n_slots, self.chunk = pipeline, sizes.n_slots, planner.plan.chunk
-        self.n_ctx, self.n_drafts = planner.demand.n_ctx, planner.demand.drafts
+        self.n_ctx = planner.demand.n_ctx
         self.cards, self.spare = [stage.card for stage in pipeline.stages], planner.spare  # spare: opened, not used
         self.layers = [stage.layers for stage in pipeline.stages]      # of each card
         cache = PrefixCache(pipeline, sizes.n_pages, sizes.n_checkpoints, sizes.n_host_checkpoints)
-        self.scheduler = Scheduler(pipeline, cache, self.tokenizer, sizes.n_slots, self.n_ctx, self.chunk,
-                                   self.n_drafts)
+        pace = Pace(planner.demand.drafts, pipeline.last.model.block is not None)
+        self.scheduler = Scheduler(pipeline, cache, self.tokenizer, sizes.n_slots, self.n_ctx, self.chunk, pace)
         self.pipe_meter = PipeMeter(pipeline, self.scheduler)
         self.scheduler.thread.start()
 
@@ -2148,7 +2169,8 @@ class Engine(TextEngine):
         running requests), kv_pages_cached (for later prompts) or kv_pages_free; checkpoints, and how many of them are
         checkpoints_on_card. Counts since the start: requests, prompt_tokens, cached_tokens (those of prompts that were
         not computed), cache_hits (requests with cached tokens), generated_tokens, checkpoints_spilled (to host memory),
-        checkpoints_fetched (back from it), checkpoints_dropped (for want of room)."""
+        checkpoints_fetched (back from it), checkpoints_dropped (for want of room); drafts_checked and drafts_accepted, counts
+        for each position of a draft in its check."""
         return self.scheduler.stats()
 
     def clear_cache(self):

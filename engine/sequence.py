@@ -71,7 +71,10 @@ class Sequence(Branch):
         """Whether the rows whose tokens count in this outcome end with a full page."""
         return outcome[COUNT] > 0 and (self.n_computed + outcome[COUNT]) % PAGE_TOKENS == 0
 
-    def land(self, outcome: list[int]):
-        """The latest step of the sequence has this outcome."""
+    def land(self, outcome: list[int], width: int, n_ctx: int) -> int:
+        """A step of so many rows of the sequence has this outcome. Returns how many drafts the step has checked."""
+        left_in_page = PAGE_TOKENS - 1 - self.n_computed % PAGE_TOKENS
+        n_checked = max(min(width - 1, len(self.drafts), left_in_page, self.room(n_ctx) - 1), 0)
         self.in_flight, self.accepted = 0, max(outcome[COUNT] - 1, 0)
         self.drafts = list(itertools.takewhile(lambda draft: draft >= 0, outcome[NEXT_DRAFTS:]))
+        return n_checked

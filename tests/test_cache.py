@@ -21,6 +21,7 @@ from engine.constraints import Constraint, Vocabulary, along
 from engine.plan import LEAST_CHECKPOINTS, step_rows
 from engine.prefix import CHECKPOINT_INTERVAL, PAGE_TOKENS, PrefixCache, checkpoint_positions, pages_for, whole_pages
 from engine.sequence import Sequence
+from engine.speculate import Pace
 from engine.tokenizer import Tokenizer
 from engine.turns import LONGEST_PAUSE, PROMPT_SHARE, RUNNING_CHUNK
 from kernels.advance import DRAFTS, N_DRAFTS
@@ -257,15 +258,27 @@ class FakePipeline:
         return self.choose(shape, group)
 
 
+class AnyPace(Pace):
+    """Checks of a given width, or of any."""
+
+    def __init__(self, random, width):
+        super().__init__(has_block=random.random() < 0.5)
+        self.random, self.given = random, width
+
+    def width(self, answers):
+        return self.given or self.random.randint(1, CHECK_ROWS)
+
+
 class World:
     """A scheduler without its thread, on a fake pipeline."""
 
     def __init__(self, seed, n_slots=2, n_ctx=640, n_pages=20, n_numbers=4, n_hosts=2, chunk=128,
-                 n_groups=1, n_drafts=N_DRAFTS):
+                 n_groups=1, width=None):
         self.random = random.Random(seed)
         self.pipeline = FakePipeline(n_slots, n_pages, n_numbers, n_hosts, self.random, n_groups)
         self.cache = PrefixCache(self.pipeline, n_pages, n_numbers, n_hosts)
-        self.scheduler = qengine.Scheduler(self.pipeline, self.cache, TOKENIZER, n_slots, n_ctx, chunk, n_drafts)
+        self.scheduler = qengine.Scheduler(self.pipeline, self.cache, TOKENIZER, n_slots, n_ctx, chunk,
+                                           AnyPace(self.random, width))
         self.scheduler.turns.clock = lambda: self.pipeline.now
         self.n_ctx, self.n_slots, self.n_pages, self.n_numbers, self.n_hosts = (
             n_ctx, n_slots, n_pages, n_numbers, n_hosts)

@@ -64,6 +64,13 @@ def set_script(engine, texts):
         engine.pipeline.follow_script(texts)
 
 
+def load_drafting(card, **options):
+    """An engine whose checks have as many drafts as there are, whatever becomes of them."""
+    engine = load_tiny(card, **options)
+    engine.scheduler.pace.width = lambda answers: CHECK_ROWS
+    return engine
+
+
 @pytest.fixture(scope="module")
 def plain(card):
     engine = load_tiny(card, draft="off")
@@ -73,7 +80,7 @@ def plain(card):
 
 @pytest.fixture(scope="module")
 def drafting(card):
-    engine = load_tiny(card, draft=CHECK_ROWS - 1)
+    engine = load_drafting(card)
     yield engine
     engine.close()
 
@@ -102,14 +109,14 @@ def test_answers_that_run_together(plain, drafting):
 def test_on_a_card_that_does_everything_late(plain):
     requests = [request(name) for name in ("drawn", "likely", "json", "log-probabilities", "thinking")]
     want = [list(plain.submit(r)) for r in requests]
-    late = load_tiny(EmulatedCard(late=True), draft=CHECK_ROWS - 1)
+    late = load_drafting(EmulatedCard(late=True))
     assert [list(g) for g in [late.submit(r) for r in requests]] == want
     late.close()
 
 
 def test_over_several_cards(plain):
     """One answer, and several in as many groups as there are cards."""
-    engine = load_tiny([EmulatedCard(0), EmulatedCard(1), EmulatedCard(2)], split=(1, 1, 1), draft=CHECK_ROWS - 1)
+    engine = load_drafting([EmulatedCard(0), EmulatedCard(1), EmulatedCard(2)], split=(1, 1, 1))
     for name in "drawn", "json", "words", "log-probabilities":
         want = list(plain.submit(request(name)))
         for right in 1.0, 0.6:
