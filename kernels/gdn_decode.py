@@ -474,8 +474,8 @@ TOKENS = 40
 class Chain:
     """40 tokens of some answers, whose slots are beside an idle one, and wrong drafts, for checks of random rows."""
 
-    def __init__(self, card, answers, n_k, n_v):
-        self.card, self.random = card, np.random.default_rng(answers + n_k + n_v)
+    def __init__(self, card, answers, n_k, n_v, seed=0):
+        self.card, self.random = card, np.random.default_rng([answers, n_k, n_v, seed])
         self.heads, self.slots = LinearHeads(n_k, n_v), [*range(answers, 0, -1)]
         projected, *decay = random_inputs(self.random, TOKENS * (answers + 1) + 1, n_k, n_v)
         self.wrong, self.tokens = projected[-1], projected[:-1].reshape(answers + 1, TOKENS, -1)
@@ -500,10 +500,10 @@ class Chain:
                    self.heads, rows=len(rows) // width, eps=1e-6, pending=pending, width=width)
         return card.download(y)
 
-    def plain(self):
-        """One token at a time: y [TOKENS, answers, ..], then states and rings before and after each token."""
+    def plain(self, n_tokens=TOKENS):
+        """One token at a time: y [n_tokens, answers, ..], then states and rings before and after each token."""
         states, y, memory, rings = self.states(), [], [self.memory], [self.ring]
-        for t in range(TOKENS):
+        for t in range(n_tokens):
             y.append(self.run(states, [(t, slot, self.first[slot] + t) for slot in self.slots]))
             memory.append(self.card.download(states.memory))
             rings.append(self.card.download(states.conv))
