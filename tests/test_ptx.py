@@ -136,7 +136,7 @@ CONSTANTS = {
 }
 # And what those that are `early` may read besides: constants and what earlier steps left. Blocks of `attend` beyond the
 # last unit may end: the others of the launch wait, so that it does not end before.
-EARLY = {"gdn_decode_kernel": {"state", "ring", "row_pos"},
+EARLY = {"gdn_decode_kernel": {"state", "ring", "accepted", "vectors", "keeps", "row_pos"},
          "attend": {"q_norm", "k_norm", "inv_freq", "rope_pos", "row_slot", "row_pos", "block_table", "k_pages",
                     "v_pages"}}
 
@@ -197,7 +197,7 @@ def too_early(kernel, types, ptx):
 
 
 EARLY_TWINS = {     # by the types of the arguments, the first of which is the output's
-    "gdn_decode_kernel": lambda out, *_: gdn_decode.decode_kernel(out == "int8[1]", True),
+    "gdn_decode_kernel": lambda out, *_: gdn_decode.decode_kernel(out == "int8[1]", True, False, 1),
     "attend": lambda out, *_: attend_decode.attend_kernel(KV_FORMATS["float16"], 6, *QWEN35, out == "int8[1]", True),
 }
 
@@ -243,8 +243,8 @@ def test_what_is_read_too_early_is_found(overlapping):
 
 
 # What the kernels of decode passes write of that which others of them read before they wait.
-WRITTEN = {"gdn_decode_kernel": {"state", "ring"}, "attend": {"k_pages", "v_pages"}, "accept_kernel": {"parameters"},
-           "follow_kernel": {"ids", "positions", "rope"}}
+WRITTEN = {"gdn_decode_kernel": {"state", "ring", "vectors", "keeps"}, "attend": {"k_pages", "v_pages"},
+           "accept_kernel": {"parameters"}}
 
 
 def read_too_early(launches):
