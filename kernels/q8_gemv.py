@@ -78,6 +78,38 @@ def q8_reference(wq, wd, xq, xd):
     return x.reshape(xq.shape) @ w.reshape(wq.shape).T
 
 
+def fma_reference(a, b, c):
+    """float32 a * b + c, rounded once, for finite numbers: float64 holds the product exactly, and its sum, if inexact,
+    is made odd in its last bit, so that rounding it to float32 cannot meet a tie that is none."""
+    product, c = np.multiply(a, b, dtype=np.float64), np.asarray(c, np.float64)
+    total = product + c
+    part = total - product
+    error = (product - (total - part)) + (c - part)
+    is_even = total.view(np.int64) & 1 == 0
+    neighbour = np.nextafter(total, np.copysign(np.inf, error))
+    return np.where((error != 0) & is_even, neighbour, total).astype(np.float32)
+
+
+def tree_sum(chains):
+    """Adds float32 [..., 32], a number of each chain, in the order of the kernels."""
+    c = chains.reshape(*chains.shape[:-1], 4, 8)
+    t = ((c[..., 0, :] + c[..., 1, :]) + c[..., 2, :]) + c[..., 3, :]
+    t = t[..., :4] + t[..., 4:]
+    t = t[..., :2] + t[..., 2:]
+    return t[..., 0] + t[..., 1]
+
+
+def tree_reference(wq, wd, xq, xd):
+    """float32 y [columns, n], bit for bit as the kernels compute it."""
+    chains = np.zeros((len(xq), len(wq), 32), np.float32)
+    for block in range(wd.shape[1]):
+        part = slice(BLOCK * block, BLOCK * block + BLOCK)
+        dot = xq[:, part].astype(np.float32) @ wq[:, part].astype(np.float32).T  # integers below 2**24: exact
+        scale = xd[:, block, None] * wd[:, block].astype(np.float32)
+        chains[:, :, block % 32] = fma_reference(dot, scale, chains[:, :, block % 32])
+    return tree_sum(chains)
+
+
 # ---- weight formats ----------------------------------------------------------------------------------------
 
 # The kernels below know a weight format only by its Decoder. `planes`: whether it reads a single column in planes.
