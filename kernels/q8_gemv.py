@@ -9,18 +9,25 @@
     xq  int8    [columns, k]   xd  float32 [columns, k / 32]  of kernels/quantize.py; a column is one activation vector
     x   float32 [columns, k]   y   float32 [columns, stride]  k a multiple of 32, n and columns any, n * k below 2**32
 
-A warp multiplies a few rows of w by a few columns, along k in tiles of 16 blocks:
+A warp multiplies a few rows of w by a few columns, along k in tiles of 32 blocks:
 
-        lane          0        1        2        3     ...    31
-        weights    16 bytes 16 bytes 16 bytes 16 bytes ... 16 bytes      half a block each
-        scales     |  block 0  |    |  block 1  |
+        lane             0           1           2           3       ...    31
+        first 16      first half  second half  first half  second half
+        blocks        |      block 0       |  |      block 1       |        block 15
+        the others    |      block 16      |  |      block 17      |        block 31
+        its block     0           16           1           17        ...    31
 
-In the published models k is a multiple of 512. For other k a tile of 8 blocks with 8 bytes per lane follows, then one
-of up to 7 blocks, in which the last lanes are idle. The order of additions is fixed, so the bits of y[c, i] depend
+A lane loads 16 bytes of each part and multiplies two half blocks. It gives one of the two sums to its neighbour and
+gets the other half of its own block. So loads are coalesced, and the sum of a whole block is exact. What follows the
+last tile goes in steps of 8 blocks, four lanes for each. The order of additions is fixed, so the bits of y[c, i] depend
 neither on n nor on the other columns nor on the card:
 
-    lane:  acc = fma(float(dot of 16 or 8), wd * xd, acc)   tile by tile; the dot is exact, by dp4a
-    warp:  butterfly sum of the 32 acc; with `add`, one more rounded addition
+    chain:  block b belongs to chain b mod 32, which adds its blocks one after the other:
+            acc = fma(float(dot of 32), wd * xd, acc); the dot is exact, by dp4a
+    tree:   t_w = ((chain w + chain w + 8) + chain w + 16) + chain w + 24 for w < 8, then y = the sum of t by pairs that
+            are 4, 2 and 1 apart; with `add`, one more rounded addition
+
+`tree_reference` computes these bits in NumPy. Kernels for more columns may divide k otherwise and have the same bits.
 
   * A launch has at most one block of threads per SM, so the norm is computed once per SM. Each warp has a contiguous
     range of rows; two ranges differ by one group (Shape.rows rows) at most.
@@ -51,8 +58,9 @@ from numba.types import float32, int8, int32, uint16, uint32
 from kernels.bench import Case, main
 from kernels.compile import launches_overlap
 from kernels.formats import BLOCK, as_words
-from kernels.intrinsics import (BIAS_WORD, dp4a, float_as_word, half_to_float, let_next_begin, load_words4, silu,
-                                store_word, store_words4, stream_words4, unbias, wait_for_previous)
+from kernels.intrinsics import (BIAS_WORD, dp4a, float_as_word, half_to_float, let_next_begin, load_words2,
+                                load_words4, silu, store_word, store_words4, stream_words2, stream_words4, unbias,
+                                wait_for_previous)
 from kernels.norm import (MAX_WARPS, NormInput, hold_weights, norm_quantizer, rms_norm_quantize,
                           store_quantized)
 from kernels.operands import Matrix, Quantized
@@ -117,15 +125,18 @@ def tree_reference(wq, wd, xq, xd):
 #
 #   planes    whether it reads a single column in planes
 #   words     the uint32, weights and scales, that a lane holds of a tile
+#   least     the fewest blocks of a last tile for which `fetch` and `multiply` can do; what is left is for `rest`
 #   place     device function (lane): which of the 32 blocks is the lane's, which is also the number of its chain
 #   apart     of the lanes whose chains are 1, 2, 4, 8 and 16 apart: the distance (for shuffles by xor)
-#   fetch     (part) -> device function (raw, piece, row, block, k, lane, wq, wd): loads the lane's words of the tile
+#   fetch     (whole) -> device function (raw, piece, row, block, k, lane, wq, wd): loads the lane's words of the tile
 #             that starts at `block` of row `row` into raw[piece]; it computes nothing
-#   multiply  (rows, columns, planes, part) -> device function (acc, raw, piece, block, k, lane, x_starts, xq, xd):
+#   multiply  (rows, columns, planes, whole) -> device function (acc, raw, piece, block, k, lane, x_starts, xq, xd):
 #             acc[r, c] += the product of the lane's block in raw[piece + r] and of the same block of column c
+#   rest      (rows, columns, planes) -> device function (acc, w_rows, block, k, lane, wq, wd, x_starts, xq, xd):
+#             acc[r, c] += what follows from `block` on, less than a tile, of row w_rows[r] and column c
 #
-# part: whether a row may end before the tile does. raw: local uint32 [pieces, words]. acc: local float32
-# [rows, columns]. x_starts: local uint32 [columns], the block at which a column starts in xq and xd, in global or
+# whole: whether rows are whole tiles. raw: local uint32 [pieces, words]. acc: local float32 [rows, columns]. w_rows:
+# local uint32 [rows]. x_starts: local uint32 [columns], the block at which a column starts in xq and xd, in global or
 # shared memory.
 #
 # "In planes" is how a column lies in shared memory for packed formats. xq has the first 16 bytes of every block, and
@@ -133,10 +144,8 @@ def tree_reference(wq, wd, xq, xd):
 # neighbouring 16 bytes in both planes, without bank conflicts. xd has the scales of the blocks and, from SUMS on, the
 # scale times the sum of the 32 integers of each block, which formats with a minimum need.
 
-Decoder = namedtuple("Decoder", "planes words place apart fetch multiply")
-
-
-BIAS_HALF = BIAS_WORD // 2  # two sums that start here make one that started at BIAS_WORD
+Decoder = namedtuple("Decoder", "planes words least place apart fetch multiply rest")
+BIAS_HALF, BIAS_QUARTER = BIAS_WORD // 2, BIAS_WORD // 4  # sums that start here make one that started at BIAS_WORD
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -145,42 +154,40 @@ def place_q8(lane):
     return uint32(uint32(lane >> uint32(1)) | uint32(uint32(lane & uint32(1)) << uint32(4)))
 
 
-def fetch_q8(part):
+def fetch_q8(whole):
     @cuda.jit(device=True, forceinline=True)
     def fetch(raw, piece, row, block, k, lane, wq, wd):
-        blocks = uint32(k >> uint32(5))
+        blocks, place = uint32(k >> uint32(5)), place_q8(lane)
         at = uint32(row * blocks + block)
         byte = uint32(uint32(at << uint32(5)) + uint32(lane << uint32(4)))
-        pair, place = uint32(block + uint32(lane >> uint32(1))), place_q8(lane)
-        if not part or pair < blocks:
-            raw[piece, 0], raw[piece, 1], raw[piece, 2], raw[piece, 3] = stream_words4(wq, byte)
-        if not part or uint32(pair + uint32(16)) < blocks:
+        raw[piece, 0], raw[piece, 1], raw[piece, 2], raw[piece, 3] = stream_words4(wq, byte)
+        if whole or uint32(block + uint32(TILE)) <= blocks:
             byte = uint32(byte + uint32(512))
             raw[piece, 4], raw[piece, 5], raw[piece, 6], raw[piece, 7] = stream_words4(wq, byte)
-        if not part or uint32(block + place) < blocks:
-            raw[piece, 8] = uint32(wd[uint32(at + place)])
+        else:
+            place = uint32(place & uint32(15))
+        raw[piece, 8] = uint32(wd[uint32(at + place)])
 
     return fetch
 
 
-def multiply_q8(rows, columns, planes, part):
+def multiply_q8(rows, columns, planes, whole):
     @cuda.jit(device=True, forceinline=True)
     def multiply(acc, raw, piece, block, k, lane, x_starts, xq, xd):
-        """A lane multiplies half of two blocks, keeps one of the sums and exchanges the other for the second half of
-        its own block. What is beyond the end of a row goes to lanes that do not add it."""
+        """A lane multiplies halves of two blocks, keeps one of the sums and exchanges the other for the second half of
+        its own block. Where the tile ends after 16 blocks, lanes of the others add nothing."""
         x = cuda.local.array(8, uint32)
-        blocks, place = uint32(k >> uint32(5)), place_q8(lane)
-        pair, is_odd = uint32(block + uint32(lane >> uint32(1))), (lane & uint32(1)) != uint32(0)
-        adds = not part or uint32(block + place) < blocks
+        place, is_odd = place_q8(lane), (lane & uint32(1)) != uint32(0)
+        full = whole or uint32(block + uint32(TILE)) <= uint32(k >> uint32(5))
+        adds = full or not is_odd
+        x_place = place if full else uint32(place & uint32(15))
         for c in range(columns):
             at = uint32(x_starts[c] + block)
-            byte, x_scale = uint32(uint32(at << uint32(5)) + uint32(lane << uint32(4))), float32(0.0)
-            if not part or pair < blocks:
-                x[0], x[1], x[2], x[3] = load_words4(xq, byte)
-            if not part or uint32(pair + uint32(16)) < blocks:
+            byte = uint32(uint32(at << uint32(5)) + uint32(lane << uint32(4)))
+            x[0], x[1], x[2], x[3] = load_words4(xq, byte)
+            if full:
                 x[4], x[5], x[6], x[7] = load_words4(xq, uint32(byte + uint32(512)))
-            if adds:
-                x_scale = xd[uint32(at + place)]
+            x_scale = xd[uint32(at + x_place)]
             for r in range(rows):
                 first, second = int32(BIAS_HALF), int32(BIAS_HALF)
                 for i in range(4):
@@ -188,14 +195,61 @@ def multiply_q8(rows, columns, planes, part):
                     second = dp4a(raw[piece + r, 4 + i], x[4 + i], second)
                 dot = second if is_odd else first
                 dot = int32(dot + cuda.shfl_xor_sync(0xFFFFFFFF, first if is_odd else second, 1))
-                if adds:
-                    w_scale = half_to_float(uint16(raw[piece + r, 8]))
-                    acc[r, c] = cuda.fma(unbias(dot), w_scale * x_scale, acc[r, c])
+                scale = half_to_float(uint16(raw[piece + r, 8])) * x_scale
+                total = cuda.fma(unbias(dot), scale, acc[r, c])
+                acc[r, c] = total if adds else acc[r, c]
 
     return multiply
 
 
-Q8 = Decoder(False, 9, place_q8, (2, 4, 8, 16, 1), fetch_q8, multiply_q8)
+def rest_q8(rows, columns, planes):
+    def eight(all_there):
+        @cuda.jit(device=True, forceinline=True)
+        def add_blocks(acc, w_rows, block, k, lane, wq, wd, x_starts, xq, xd):
+            """The next 8 blocks, or what is left of them; 8 bytes per lane. The four sums of a block are added, and
+            the lane that has its chain takes the sum."""
+            blocks, place = uint32(k >> uint32(5)), place_q8(lane)
+            here, its_block = uint32(lane << uint32(3)), uint32(place & uint32(7))
+            loads = all_there or uint32(block + uint32(lane >> uint32(2))) < blocks
+            adds = uint32(place >> uint32(3)) == uint32(uint32(block >> uint32(3)) & uint32(3))
+            if not all_there:
+                adds = adds and uint32(block + its_block) < blocks
+                its_block = min(its_block, uint32(uint32(blocks - block) - uint32(1)))
+            for r in range(rows):
+                at = uint32(w_rows[r] * blocks + block)
+                w0, w1 = uint32(0), uint32(0)
+                if loads:
+                    w0, w1 = stream_words2(wq, uint32(uint32(at << uint32(5)) + here))
+                w_scale = half_to_float(wd[uint32(at + its_block)])
+                for c in range(columns):
+                    x_at = uint32(x_starts[c] + block)
+                    x0, x1 = uint32(0), uint32(0)
+                    if loads:
+                        x0, x1 = load_words2(xq, uint32(uint32(x_at << uint32(5)) + here))
+                    dot = dp4a(w1, x1, dp4a(w0, x0, int32(BIAS_QUARTER)))
+                    dot = int32(dot + cuda.shfl_xor_sync(0xFFFFFFFF, dot, 1))
+                    dot = int32(dot + cuda.shfl_xor_sync(0xFFFFFFFF, dot, 2))
+                    dot = cuda.shfl_sync(0xFFFFFFFF, dot, uint32(uint32(place & uint32(7)) << uint32(2)))
+                    total = cuda.fma(unbias(dot), w_scale * xd[uint32(x_at + its_block)], acc[r, c])
+                    acc[r, c] = total if adds else acc[r, c]
+
+        return add_blocks
+
+    add_eight, add_last = eight(True), eight(False)
+
+    @cuda.jit(device=True, forceinline=True)
+    def rest(acc, w_rows, block, k, lane, wq, wd, x_starts, xq, xd):
+        blocks = uint32(k >> uint32(5))
+        while uint32(block + uint32(8)) <= blocks:
+            add_eight(acc, w_rows, block, k, lane, wq, wd, x_starts, xq, xd)
+            block = uint32(block + uint32(8))
+        if block < blocks:
+            add_last(acc, w_rows, block, k, lane, wq, wd, x_starts, xq, xd)
+
+    return rest
+
+
+Q8 = Decoder(False, 9, 16, place_q8, (2, 4, 8, 16, 1), fetch_q8, multiply_q8, rest_q8)
 
 
 # ---- x in planes -------------------------------------------------------------------------------------------
@@ -274,28 +328,28 @@ def copy_into_planes(q, d, xq, xd, k, thread, threads):
 def ring(decoder, rows, columns, shape, planes):
     """Device functions (start, multiply_rows) with which a warp multiplies `rows` rows of w by `columns` columns. The
     loads of the next `depth` tiles are always in flight, into registers raw [rows * depth, words]. With depth 0 there
-    is no ring: a tile is loaded where it is multiplied. With `part` the last tile of a row is in the ring although the
-    row ends in it; without it, it is loaded where it is multiplied."""
-    depth, part = shape.depth, shape.part
-    span, leftover = TILE * depth, depth != 1  # blocks in the ring; whether tiles may be left over at the end of a row
-    fetch, fetch_part = decoder.fetch(part), decoder.fetch(True)
-    multiply = decoder.multiply(rows, columns, planes, part)
-    multiply_part = decoder.multiply(rows, columns, planes, True)
-    spare_shape, beyond = (rows, decoder.words), TILE - 1 if part else 0
+    is no ring: a tile is loaded where it is multiplied. A last tile that is not whole goes through the ring, too, if it
+    has the blocks that the decoder needs for that."""
+    depth, whole, least = shape.depth, shape.whole, decoder.least
+    span, single = TILE * depth, depth == 1  # blocks in the ring
+    in_tiles = whole or depth == 0
+    fetch, multiply = decoder.fetch(in_tiles), decoder.multiply(rows, columns, planes, in_tiles)
+    rest = decoder.rest(rows, columns, planes)
+    spare_shape, beyond = (rows, decoder.words), 0 if in_tiles else TILE - least
 
     @cuda.jit(device=True, forceinline=True)
     def multiply_from(acc, w_rows, block, k, lane, wq, wd, x_starts, xq, xd):
         """acc += the products from `block` to the end of the rows; none of these weights has been loaded yet."""
         spare, blocks = cuda.local.array(spare_shape, uint32), uint32(k >> uint32(5))
-        while uint32(block + uint32(TILE)) <= uint32(blocks + uint32(beyond)):
+        while not single and uint32(block + uint32(TILE)) <= uint32(blocks + uint32(beyond)):
             for r in range(rows):
                 fetch(spare, r, w_rows[r], block, k, lane, wq, wd)
             multiply(acc, spare, 0, block, k, lane, x_starts, xq, xd)
             block = uint32(block + uint32(TILE))
-        if depth == 0 and block < blocks:
-            for r in range(rows):
-                fetch_part(spare, r, w_rows[r], block, k, lane, wq, wd)
-            multiply_part(acc, spare, 0, block, k, lane, x_starts, xq, xd)
+        if not whole:
+            block = min(block, uint32(blocks - blocks % uint32(least)))
+            if block < blocks:
+                rest(acc, w_rows, block, k, lane, wq, wd, x_starts, xq, xd)
 
     @cuda.jit(device=True, forceinline=True)
     def start_nothing(raw, w_rows, k, lane, wq, wd):
@@ -342,8 +396,7 @@ def ring(decoder, rows, columns, shape, planes):
                     for r in range(rows):
                         fetch(raw, s * rows + r, rows_after[r], at, k, lane, wq, wd)
             block = uint32(block + uint32(span))
-        if leftover:
-            multiply_from(acc, w_rows, block, k, lane, wq, wd, x_starts, xq, xd)
+        multiply_from(acc, w_rows, block, k, lane, wq, wd, x_starts, xq, xd)
 
     return (start, multiply_rows) if depth else (start_nothing, multiply_at_once)
 
@@ -417,34 +470,32 @@ def butterfly(count, apart, distance):
 
 # rows: of w that a warp takes at once. depth: tiles of each of these rows in the warp's ring. warps: of a block of
 # threads, a power of two; for SwiGLU, rows / 2 * warps must divide 32, the outputs of a unit (see `swiglu_kernel`).
-# part: whether the ring also holds a last tile in which a row ends.
-Shape = namedtuple("Shape", "rows depth warps part")
-RINGS = (2, 32), (3, 32), (4, 16)  # (tiles of one row, warps whose registers hold them), the best first
+# whole: whether rows are whole tiles.
+Shape = namedtuple("Shape", "rows depth warps whole")
 
 
 def shape_for(card, decoder, columns, k, in_pairs=False):
     """The Shape for warps that take `columns` columns of k values; in_pairs: for SwiGLU.
-    """
+
+    As many tiles are in flight as the registers of a thread hold. Tiles that are left over at the end of a row are not
+    loaded ahead. So for one column, not in pairs, with an even number of tiles in Q8_0, the ring has 2 tiles of one
+    row. For packed formats of up to 6 words it has 4 if their number is a multiple of 4 or odd, or all if they are
+    fewer. In all other cases one or two columns get two rows, with 2 tiles each or 1 if registers are short, and more
+    columns 4 rows. On an emulated card there is no ring: the CPU prefetches by itself."""
     blocks = k // BLOCK
+    whole = blocks % TILE == 0
     if card.kind == "emulated":
-        return Shape(4 if in_pairs or columns > 2 else 2, 0, 16, False)
-    tiles, part = -(-blocks // TILE), blocks % TILE > 0
+        return Shape(4 if in_pairs or columns > 2 else 2, 0, 16, whole)
     if columns > 2:
-        return Shape(4, 1, 16, part)
-    if columns == 1 and not in_pairs:
-        if decoder is Q8:
-            for depth, warps in RINGS:
-                if tiles % depth == 0:
-                    return Shape(1, depth, warps, part)
-        elif decoder.words <= 6:
-            if tiles % 4 == 0:
-                return Shape(1, 4, 32, part)
-            if tiles % 2:
-                return Shape(1, min(tiles, 4), 32, part)
+        return Shape(4, 1, 16, whole)
+    tiles = (blocks + TILE - decoder.least) // TILE
+    alone = columns == 1 and not in_pairs
     if decoder is Q8:
-        return Shape(2, 1, 32, part)
+        return Shape(1, 2, 32, whole) if alone and tiles % 2 == 0 else Shape(2, 1, 32, whole)
+    if alone and decoder.words <= 6 and (tiles % 4 == 0 or tiles % 2):
+        return Shape(1, min(tiles, 4), 32, whole)
     depth = 2 if tiles > 1 and (decoder.words <= 6 or columns == 2) else 1
-    return Shape(2, depth, 32 if columns == 1 else 16, part)
+    return Shape(2, depth, 32 if columns == 1 else 16, whole)
 
 
 def x_starts_of(columns):
@@ -824,9 +875,9 @@ def upload_q8(card, w, x):
 
 
 def check(card, n, k, columns, add=False):
-    """Multiplies random matrices and returns the largest error as a fraction of what rounding may do: 2**-24 times the
-    sum of magnitudes, once for each step of a lane's chain, each of the five additions of the butterfly, the product of
-    the scales and the addition to y."""
+    """Multiplies random matrices, compares with `tree_reference` bit for bit, and returns the largest error as a
+    fraction of what rounding may do: 2**-24 times the sum of magnitudes, once for each step of a chain, each of the six
+    additions of the tree, the product of the scales and the addition to y."""
     rng = np.random.default_rng((n, k, columns))
     (wq, wd), (xq, xd) = random_q8(rng, n, k), random_activations(rng, columns, k)
     before = rng.standard_normal((columns, n), np.float32)
@@ -840,7 +891,9 @@ def check(card, n, k, columns, add=False):
     y[:columns, 1:n + 1] = np.nan
     assert np.isnan(y).all(), "wrote elsewhere"
     magnitude = q8_reference(abs(wq.astype(int)), abs(wd), abs(xq.astype(int)), xd) + abs(before) * add
-    bound = (k // 512 + 2 + 7) * 2.0**-24 * magnitude
+    exact = tree_reference(wq, wd, xq, xd)
+    np.testing.assert_array_equal(got, before + exact if add else exact)
+    bound = (-(-k // (BLOCK * TILE)) + 8) * 2.0**-24 * magnitude
     error = (abs(got - (q8_reference(wq, wd, xq, xd) + before * add)) / bound).max()
     assert error <= 1
     return error
