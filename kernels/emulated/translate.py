@@ -310,6 +310,7 @@ class Translator(Printing):
             self.do(f"br i1 {none}, label %{self._after(index)}, label %b{index}.run")
             self.label(f"b{index}.run")
         self.quads, self.repeats = {}, {}
+        self.in_loop = any(index in loop for loop in self.flow.loops.values())
         self.find_dot_chains(block.instrs)
         for instr in block.instrs:
             self.instr, self.leaving = instr, self.results.leaving(instr)
