@@ -16,7 +16,9 @@ _LOAD_MODS = {"global", "shared", "local", "param", "const", "nc", "volatile", "
               "L2::256B", "L2::64B"}
 _ATOMIC = {"add": "add", "and": "and", "or": "or", "xor": "xor", "exch": "xchg", "min": "umin", "max": "umax",
            "inc": "uinc_wrap", "dec": "udec_wrap"}
-_NEAR, _FAR = 2, 32                                 # how far ahead to fetch, in loads: into the L1 and the L2 cache
+# How many bytes ahead to fetch into the L1 and into the L2 cache, behind loads of a warp that have at least so many
+# bytes. The distances are no multiples of a load's size, since loads of several sizes may take turns in one row.
+_AHEAD = (128, 1 << 10, 16 << 10), (0, 64, 1 << 10)
 _ATOM_MODS = {"global", "shared", "relaxed", "acquire", "release", "acq_rel", "gpu", "sys", "cta", "noftz"}
 
 
@@ -180,7 +182,8 @@ class Memory(Special):
         cache waits for few lines at a time, so the long part of the way is the one into the L2 cache."""
         if not self.in_loop or "shared" in self.instr.mods or place.base.name not in self.block_dependent:
             return
-        for ahead, locality in ((_FAR * nbytes, 1), (max(_NEAR * nbytes, 64), 3)):
+        _, near, far = next(distances for distances in _AHEAD if nbytes >= distances[0])
+        for ahead, locality in ((far, 1), (near, 3)):
             for offset in range(0, nbytes, 64):
                 line = self.let(f"getelementptr i8, ptr {pointer}, i64 {ahead + offset}")
                 self.call("llvm.prefetch.p0", "void", ("ptr", line), ("i32", "0"), ("i32", str(locality)), ("i32", "1"))
