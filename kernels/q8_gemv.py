@@ -646,7 +646,7 @@ def swiglu_kernel(decoder, columns, shape, fused):
             w_rows[p], w_rows[pairs + p] = uint32(output + uint32(p)), uint32(n + output + uint32(p))
 
     @cuda.jit(device=True, forceinline=True)
-    def work(raw, h, q, d, wq, wd, xq, xd, n, k, lane, warp, team, teams, first_column, n_columns):
+    def work(raw, h, q, d, wq, wd, xq, xd, n, k, unit, last, lane, warp, team, teams, first_column, n_columns):
         acc, values = cuda.local.array(acc_shape, float32), cuda.local.array(count, float32)
         w_rows, next_rows = cuda.local.array(rows, uint32), cuda.local.array(rows, uint32)
         x_starts = cuda.local.array(columns, uint32)
@@ -659,16 +659,15 @@ def swiglu_kernel(decoder, columns, shape, fused):
         to = uint32(uint32(column << uint32(5)) + value // uint32(columns))
         stores = ((place & uint32(first_chain)) == uint32(0) and value < uint32(pairs * columns)
                   and column < n_columns)
-        unit, buffer, inside = uint32(cuda.blockIdx.x), uint32(0), uint32(team * uint32(pairs))
-        while uint32(unit << uint32(5)) < n:
+        buffer, inside = uint32(0), uint32(team * uint32(pairs))
+        while unit < last:
             next_inside, next_unit = uint32(inside + teams * uint32(pairs)), unit
             ends = next_inside >= uint32(BLOCK)
             if ends:
-                next_inside, next_unit = uint32(team * uint32(pairs)), uint32(unit + cuda.gridDim.x)
+                next_inside, next_unit = uint32(team * uint32(pairs)), uint32(unit + uint32(1))
             set_rows(w_rows, uint32(uint32(unit << uint32(5)) + inside), n)
             set_rows(next_rows, uint32(uint32(next_unit << uint32(5)) + next_inside), n)
-            more = uint32(next_unit << uint32(5)) < n
-            multiply_rows(acc, raw, w_rows, next_rows, more, k, lane, wq, wd, x_starts, xq, xd)
+            multiply_rows(acc, raw, w_rows, next_rows, next_unit < last, k, lane, wq, wd, x_starts, xq, xd)
             for p in range(pairs):
                 for c in range(columns):
                     values[p * columns + c] = acc[p, c]
@@ -683,22 +682,31 @@ def swiglu_kernel(decoder, columns, shape, fused):
                 buffer = uint32(buffer ^ uint32(1))
             unit, inside = next_unit, next_inside
 
+    @cuda.jit(device=True, forceinline=True)
+    def share(each, extra):
+        """The range (first, last + 1) of the units of a block of threads: `each`, in the first `extra` blocks one more.
+        They are consecutive, so a block touches few pages of memory."""
+        block = uint32(cuda.blockIdx.x)
+        first = uint32(block * each + min(block, extra))
+        return first, uint32(first + each + (uint32(1) if block < extra else uint32(0)))
+
     @cuda.jit(launch_bounds=(threads, 1))
-    def gemv_swiglu_kernel(q, d, wq, wd, xq, xd, n, k, n_columns, team_bits):
+    def gemv_swiglu_kernel(q, d, wq, wd, xq, xd, n, k, n_columns, team_bits, each, extra):
         let_next_begin()
         h = cuda.shared.array(H_SHAPE, float32)
         lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
         raw, w_rows = cuda.local.array(raw_shape, uint32), cuda.local.array(rows, uint32)
         team = uint32(warp >> team_bits)
-        set_rows(w_rows, uint32(uint32(cuda.blockIdx.x << uint32(5)) + team * uint32(pairs)), n)
+        unit, last = share(each, extra)
+        set_rows(w_rows, uint32(uint32(unit << uint32(5)) + team * uint32(pairs)), n)
         start(raw, w_rows, k, lane, wq, wd)
         wait_for_previous()
         first_column = uint32(uint32(warp - uint32(team << team_bits)) * uint32(columns))
         teams = uint32(uint32(warps) >> team_bits)
-        work(raw, h, q, d, wq, wd, xq, xd, n, k, lane, warp, team, teams, first_column, n_columns)
+        work(raw, h, q, d, wq, wd, xq, xd, n, k, unit, last, lane, warp, team, teams, first_column, n_columns)
 
     @cuda.jit(launch_bounds=(threads, 1))
-    def norm_gemv_swiglu_kernel(q, d, wq, wd, x, norm_w, eps, n, k):
+    def norm_gemv_swiglu_kernel(q, d, wq, wd, x, norm_w, eps, n, k, each, extra):
         let_next_begin()
         xq = cuda.shared.array(MAX_PLANES, int8, alignment=16)
         xd = cuda.shared.array(IN_PLANES, float32)
@@ -708,12 +716,13 @@ def swiglu_kernel(decoder, columns, shape, fused):
         raw, w_rows = cuda.local.array(raw_shape, uint32), cuda.local.array(rows, uint32)
         held = cuda.local.array(HELD, float32)
         hold_weights(held, norm_w, k, lane, warp, uint32(warps))  # first: behind the loads of the ring they would wait
-        set_rows(w_rows, uint32(uint32(cuda.blockIdx.x << uint32(5)) + warp * uint32(pairs)), n)
+        unit, last = share(each, extra)
+        set_rows(w_rows, uint32(uint32(unit << uint32(5)) + warp * uint32(pairs)), n)
         start(raw, w_rows, k, lane, wq, wd)
         wait_for_previous()
         quantize_norm(xq, xd, x, uint32(0), norm_w, held, k, eps, partial, lane, warp, uint32(warps))
         cuda.syncthreads()
-        work(raw, h, q, d, wq, wd, xq, xd, n, k, lane, warp, warp, uint32(warps), uint32(0), uint32(1))
+        work(raw, h, q, d, wq, wd, xq, xd, n, k, unit, last, lane, warp, warp, uint32(warps), uint32(0), uint32(1))
 
     return norm_gemv_swiglu_kernel if fused else gemv_swiglu_kernel
 
@@ -782,10 +791,11 @@ def norm_gemv_swiglu(card, decoder, out, w, x, u, columns, *, stream=None):
         raise ValueError(f"SwiGLU takes rows of a multiple of {BLOCK} values, not {n}")
     q, d = _flat(out)
     grid = min(card.n_sms, n // BLOCK)
+    shares = divmod(n // BLOCK, grid)
     if columns == 1 and k <= MAX_FUSED:
         shape = shape_for(card, decoder, 1, k, in_pairs=True)
         card.launch(swiglu_kernel(decoder, 1, shape, True), grid, (32, shape.warps), q, d, *_weights(w),
-                    x.values.reshape(-1), x.weight, float(x.eps), n, k, stream=stream)
+                    x.values.reshape(-1), x.weight, float(x.eps), n, k, *shares, stream=stream)
         return
     rms_norm_quantize(card, u, x, columns, k, stream=stream)
     xq, xd = _flat(u)
@@ -794,7 +804,7 @@ def norm_gemv_swiglu(card, decoder, out, w, x, u, columns, *, stream=None):
         shape = shape_for(card, decoder, each, k, in_pairs=True)
         card.launch(swiglu_kernel(decoder, each, shape, False), grid, (32, shape.warps), q[first * n:],
                     d[first * n // BLOCK:], *_weights(w), xq[first * k:], xd[first * k // BLOCK:], n, k, here,
-                    team_bits, stream=stream)
+                    team_bits, *shares, stream=stream)
 
 
 def gemv_q8_q8(card, y, stride, w, x, columns, add=False, *, stream=None):
