@@ -66,6 +66,7 @@ import tqdm
 
 from engine.constraints import Constraint, Vocabulary
 from engine.details import ModelDetails
+from engine.draft_block import DraftBlock
 from engine.gguf import GGUF, SUPPORTED_TYPES
 from engine.hyperparameters import read_hyperparameters, synthetic_hyperparameters
 from engine.pipes import PipeMeter
@@ -492,8 +493,12 @@ class Attention:
         return c.query_dim
 
     def project_qkv(self, model: "Model", run: PromptPass | DecodePass) -> QKV:
+        return self.qkv(model, run, model.project_norm(run, self.in_proj, self.norm))
+
+    def qkv(self, model: "Model", run: PromptPass | DecodePass, products: Projected) -> QKV:
+        """products: of `in_proj` with the rows of the pass."""
         rotary = Rotary(run.rows.rope, model.inv_freq, model.config.rope_sections)
-        return QKV(model.project_norm(run, self.in_proj, self.norm), self.heads, self.q_norm, self.k_norm, rotary)
+        return QKV(products, self.heads, self.q_norm, self.k_norm, rotary)
 
     def prefill(self, model: "Model", run: PromptPass, pages: Pages):
         card, s, n, places = model.card, model.scratch, run.rows.n, run.rows.places
@@ -565,20 +570,14 @@ MIXERS = {"linear": DeltaNet, "attention": Attention}
 
 
 def mixer_kind(config: Config, index: int) -> type:
-    """The class of a layer's mixer."""
-    return MIXERS[config.layer_kinds[index]]
+    """The class of the mixer of block `index`: a layer, or behind those a draft block."""
+    return MIXERS[config.layer_kinds[index] if index < config.n_layers else DraftBlock.KIND]
 
 
 def mixer_kinds(config: Config) -> list[type]:
     """The classes of all mixers of a model."""
-    return [kind for name, kind in MIXERS.items() if name in config.layer_kinds]
-
-
-# A next-token-prediction (nextn, MTP) block: the kind of its layer, and the shapes of the tensors that it has besides.
-# The engine does not run these blocks yet.
-NEXTN = ("attention", lambda c: {
-    "nextn.eh_proj.weight": (c.hidden_dim, 2 * c.hidden_dim), "nextn.enorm.weight": (c.hidden_dim,),
-    "nextn.hnorm.weight": (c.hidden_dim,), "nextn.shared_head_norm.weight": (c.hidden_dim,)})
+    used = {mixer_kind(config, index) for index in range(config.n_layers + config.n_nextn)}
+    return [kind for kind in MIXERS.values() if kind in used]
 
 
 @dataclass(frozen=True)
@@ -607,9 +606,8 @@ def tensor_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     shapes = {"token_embd.weight": (c.n_vocab, c.hidden_dim), "output_norm.weight": (c.hidden_dim,)}
     if not c.tied_embeddings:
         shapes["output.weight"] = (c.n_vocab, c.hidden_dim)
-    nextn_kind, nextn_shapes = NEXTN
-    for i, kind in enumerate(c.layer_kinds + (nextn_kind,) * c.n_nextn):
-        block = MIXERS[kind].shapes(c) | DenseMLP.shapes(c) | (nextn_shapes(c) if i >= c.n_layers else {})
+    for i in range(c.n_layers + c.n_nextn):
+        block = mixer_kind(c, i).shapes(c) | DenseMLP.shapes(c) | (DraftBlock.shapes(c) if i >= c.n_layers else {})
         shapes |= {f"blk.{i}.{name}": shape for name, shape in block.items()}
     return shapes
 
@@ -664,20 +662,36 @@ class Model:
     """The forward pass of a range of layers on one card. The cache, whose states and pages the layers change, is the
     caller's. Every float operation is a kernel of kernels/ on `card`; here is only their order."""
 
-    def __init__(self, loader: Loader, config: Config, layers: range, progress=iter):
+    def __init__(self, loader: Loader, config: Config, layers: range, progress=iter, drafts: bool = True):
+        """drafts: whether the draft block is loaded, if the model has one. It lives on the last card."""
         self.card, self.config, self.first_layer = loader.card, config, layers.start
         is_last = layers.stop == config.n_layers
+        drafts = drafts and is_last and config.n_nextn > 0
         self.layers = [Layer.load(loader, config, index) for index in progress(layers)]
-        self.embeddings = self.head = None
-        if layers.start == 0 or (is_last and config.tied_embeddings):
+        self.embeddings = self.head = self.block = None
+        if layers.start == 0 or drafts or (is_last and config.tied_embeddings):
             self.embeddings = loader.matrix("token_embd.weight")
         if is_last:
             self.head_norm = loader.vector("output_norm.weight")
             self.head = self.embeddings if config.tied_embeddings else loader.matrix("output.weight")
+        if drafts:
+            index = config.n_layers
+            self.block = DraftBlock(Tensors(loader, index), Layer.load(loader, config, index), self.head,
+                                    lambda inputs, n: DecodePass.of(rows_of(inputs, n)))
         frequencies = rope.inverse_frequencies(config.rope_base, config.rope_dim)
         self.inv_freq = self.card.upload(frequencies, "rotary frequencies")
-        self.stride = max(stack.stride for layer in self.layers for stack in layer.stacks())
+        self.blocks = self.layers + ([self.block.layer] if drafts else [])
+        self.numbers = range(layers.start, layers.stop + drafts)        # of these blocks
+        self.stride = max(stack.stride for layer in self.blocks for stack in layer.stacks())
         self.gemv = self.gemm = None    # a user's own products of Q8_0 matrices, see `Engine.use`
+
+    def work(self) -> Work:
+        """Of the layers. Of a draft block, what it adds to a pass over a prompt, and its pages."""
+        found = sum((layer.work(self.config) for layer in self.layers), Work())
+        if self.block:
+            pages = self.block.layer.work(self.config).page_bytes
+            found += product_work(self.block.prompt_products) + Work(page_bytes=pages)
+        return found
 
     def scratch_layout(self, rows: int) -> dict[str, ScratchArray]:
         """What a pass of so many rows needs: name -> shape, type and title of an array."""
@@ -706,6 +720,8 @@ class Model:
             card.zeros((n_slots, c.n_kv_heads), np.uint32, "attention blocks that have arrived"))
         if self.head is not None:
             self.logits = card.alloc((max(n_slots, HEAD_ROWS), c.n_vocab), np.float32, "logits")
+        if self.block:
+            self.block.allocate(card, c.hidden_dim, rows, n_slots)
         self.views = {}             # row -> Model, see `behind`; kept, since Arrays cache what launches need
 
     def behind(self, row: int) -> "Model":
@@ -793,9 +809,10 @@ class Model:
 class Cache:
     """The memory of a range of layers: pages behind a block table, and the states of slots and checkpoints."""
 
-    def __init__(self, card: Card, config: Config, layers: range, sizes: CacheSizes):
+    def __init__(self, card: Card, config: Config, blocks: range, sizes: CacheSizes):
+        """blocks: the layers, and behind the last one the draft block if there is one (`Model.numbers`)."""
         self.card, self.n_slots, self.max_pages = card, sizes.n_slots, sizes.max_pages
-        kinds = {index: mixer_kind(config, index) for index in layers}
+        kinds = {index: mixer_kind(config, index) for index in blocks}
         self.block_table = card.zeros((sizes.n_slots, sizes.max_pages), np.int32, "block table")
         self.pages = {index: kind.alloc(card, config, sizes.n_pages, self.block_table, f"layer {index}")
                       for index, kind in kinds.items() if kind.keeps is Pages}
@@ -1032,7 +1049,7 @@ class Stage:
         with weights.loading(card) as loader:
             self.model = Model(loader, config, layers, progress)
         self.weight_bytes = free - card.free_bytes
-        work = sum((layer.work(config) for layer in self.model.layers), Work())
+        work = self.model.work()
         self.page_bytes, self.state_bytes = work.page_bytes, work.state_bytes
         self.costs = StageCosts(card, config.hidden_dim, work)
         hops = (layers.start > 0) + self.hands_on
@@ -1068,7 +1085,7 @@ class Stage:
     def allocate(self, sizes: CacheSizes, n_groups: int = 1):
         """Take the memory of the cache, whose size depends on what the weights leave, and of the inputs of the decode
         steps of each group of answers."""
-        self.cache = Cache(self.card, self.config, self.layers, sizes)
+        self.cache = Cache(self.card, self.config, self.model.numbers, sizes)
         self.batches = [self.card.alloc(INPUTS * self.n_slots, np.int32, "ids, slots and positions of a decode step")
                         for _ in range(n_groups)]
         if self.sampler:
@@ -1273,7 +1290,8 @@ class Stage:
     def product_checks(self, gemv, gemm) -> list:
         """The arguments of each `check_product` that `Engine.use` asks for."""
         model = self.model
-        weights = [matrix for part in (*model.layers, model.head) if part for matrix in matrices(part)]
+        weights = [matrix for part in (*model.blocks, model.head, model.block and model.block.eh_proj)
+                   if part for matrix in matrices(part)]
         shapes = {(matrix.n, matrix.k) for matrix in weights if matrix.format == "Q8_0"}
         products = (gemv, {1, self.n_slots, HEAD_ROWS}), (gemm, {1, PAGE_TOKENS + 1})
         return [(self.card, product, min(n, CHECKED_WEIGHTS // k), k, n_rows, add)

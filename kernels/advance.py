@@ -19,7 +19,15 @@ from numba.types import int32, uint32
 
 from kernels.bench import Case, main
 from kernels.intrinsics import let_next_begin, wait_for_previous
+from kernels.records import CHECK_ROWS
 
+TOKEN, SLOT, POSITION, END, ACCEPTED, DRAFTS = range(6)
+N_DRAFTS = CHECK_ROWS - 1
+N_ANSWER = DRAFTS + N_DRAFTS            # columns of `answers`
+COUNT, TOKENS = range(2)
+NEXT_DRAFTS = TOKENS + CHECK_ROWS
+N_OUTCOME = NEXT_DRAFTS + N_DRAFTS      # columns of `outcomes`
+PAGE = 64                               # no check crosses a multiple of it
 THREADS = 32
 
 

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 from kernels.card import Array, Card
 
+CHECK_ROWS = 8              # most rows of an answer in a decode step: its latest token and up to 7 drafts
+
 
 class Projected(NamedTuple):
     """The products of a layer's input projections, side by side in a row per token; a kernel reads its own columns.
