@@ -113,19 +113,18 @@ class DraftBlock:
         kv_cache.store_kv(model.card, pages, qkv, rows.places, rows.n)
         draft_input.keep_hidden(model.card, self.hidden, model.scratch.x, rows.places.slots, rows.n - 1)
 
-    def draft(self, model, outcomes: Array, answers: Array, n: int, width: int, n_drafts: int, cache,
-              after_prompt: bool = False):
-        """After a decode step of n answers with `width` rows each, whose residual stream is in the model's scratch.x:
-        the block's keys and values for the tokens in `outcomes`, then up to n_drafts drafts for each answer, into its
-        NEXT_DRAFTS (kernels/advance.py has the records; -1: none). The launches can be recorded.
+    def draft(self, model, x: Array, outcomes: Array, answers: Array, sizes: tuple[int, int, int], cache):
+        """After a decode step of n answers with `width` rows each: the block's keys and values for the tokens in
+        `outcomes`, then up to n_drafts drafts for each answer, into its NEXT_DRAFTS (kernels/advance.py has the
+        records; -1: none). The launches can be recorded.
 
-        after_prompt: the tokens were chosen from the last rows of prompts; the width is 1, and the residual rows are
-        those that `prefill` has kept. The block table must have a page for the position of every chosen token."""
-        card, view, mixer = model.card, self._view(model), self.layer.mixer
+        x: the model's residual rows of the step, float32 [n * width, hidden]; of the last row of a prompt if the tokens
+        were chosen from that. sizes: (n, width, n_drafts). The block table must have a page for the position of every
+        chosen token."""
+        card, view, mixer, (n, width, n_drafts) = model.card, self._view(model), self.layer.mixer, sizes
         pages, chosen, run = cache.kept[model.config.n_layers], self.pass_of(self.newest, n * width), None
-        draft_input.draft_rows(card, chosen.rows, self.sources, self.limits, (answers, outcomes), n, width,
-                               after_prompt)
-        self._combine(view, chosen, model.scratch.x, model.head_norm, self.sources)
+        draft_input.draft_rows(card, chosen.rows, self.sources, self.limits, (answers, outcomes), n, width)
+        self._combine(view, chosen, x, model.head_norm, self.sources)
         qkv = mixer.project_qkv(view, chosen)
         if width > 1 or not n_drafts:               # attention stores the first n rows, the newest tokens, by itself
             kv_cache.store_kv(card, pages, qkv, chosen.rows.places, n * width)

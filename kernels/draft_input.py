@@ -57,7 +57,7 @@ def input_reference(e, x, hidden, sources, slots, norms, eps):
     return np.concatenate([rms_norm_reference(e, norms[0], eps), h], axis=1)
 
 
-def rows_reference(answers, outcomes, width, after_prompt):
+def rows_reference(answers, outcomes, width):
     """-> (ids, slots, positions, sources int32 [n * width], limits int32 [n])."""
     n = len(answers)
     ids, slots, positions, sources = np.zeros((4, width, n), np.int32)
@@ -68,14 +68,14 @@ def rows_reference(answers, outcomes, width, after_prompt):
             back, position = outcome[COUNT] - 1 - j, newest[i] - j
             counts = back >= 0 and position + 1 < answer[END]
             ids[j, i], positions[j, i] = (outcome[TOKENS + back], position) if counts else (0, -1)
-            slots[j, i], sources[j, i] = answer[SLOT], -1 if after_prompt else max(back, 0) * n + i
+            slots[j, i], sources[j, i] = answer[SLOT], max(back, 0) * n + i
     return *(each.reshape(-1) for each in (ids, slots, positions, sources)), limits
 
 
 # ---- kernels -----------------------------------------------------------------------------------------------
 
 @cuda.jit
-def draft_rows_kernel(ids, slots, positions, rope, sources, limits, answers, outcomes, n, width, after_prompt):
+def draft_rows_kernel(ids, slots, positions, rope, sources, limits, answers, outcomes, n, width):
     let_next_begin()
     i = uint32(uint32(cuda.blockIdx.x) * uint32(THREADS) + uint32(cuda.threadIdx.x))
     wait_for_previous()
@@ -93,7 +93,7 @@ def draft_rows_kernel(ids, slots, positions, rope, sources, limits, answers, out
                     token = outcomes[uint32(outcome + uint32(TOKENS) + uint32(back))]
                     position = int32(newest - int32(j))
                 ids[row], slots[row], positions[row] = token, slot, position
-                sources[row] = int32(-1) if after_prompt else int32(max(back, int32(0)) * int32(n) + int32(i))
+                sources[row] = int32(max(back, int32(0)) * int32(n) + int32(i))
                 for axis in range(uint32(3)):
                     rope[uint32(uint32(axis) * n * width + row)] = max(position, int32(0))
         for j in range(uint32(N_DRAFTS)):
@@ -179,12 +179,11 @@ def keep_hidden_kernel(hidden, x, slots, row, k):
 
 # ---- launches: they write in place and never allocate -----------------------------------------------------
 
-def draft_rows(card, rows, sources, limits, records, n, width, after_prompt=False, *, stream=None):
+def draft_rows(card, rows, sources, limits, records, n, width, *, stream=None):
     """rows <- ids, places and rope of n * width rows; sources int32 [n * width] and limits int32 [n] likewise. All
-    NEXT_DRAFTS of the outcomes become -1. records: (answers int32 [n, 12], outcomes int32 [n, 16]). after_prompt: h is
-    in `hidden`, as the tokens were chosen from prompts."""
+    NEXT_DRAFTS of the outcomes become -1. records: (answers int32 [n, 12], outcomes int32 [n, 16])."""
     card.launch(draft_rows_kernel, -(-n // THREADS), THREADS, rows.ids, *rows.places, rows.rope.reshape(-1), sources,
-                limits, *(array.reshape(-1) for array in records), n, width, after_prompt, stream=stream)
+                limits, *(array.reshape(-1) for array in records), n, width, stream=stream)
 
 
 def draft_input(card, out, e, x, hidden, rows, norms, eps, *, stream=None):
@@ -241,22 +240,20 @@ def check_rows(card, n, width):
     rng = np.random.default_rng(n * width)
     answers, outcomes = random_records(rng, n)
     outcomes[:, COUNT] = np.minimum(outcomes[:, COUNT], width)
-    for after_prompt in (False, True):
-        arrays = [card.alloc(size, np.int32) for size in (*[n * width + 1] * 4, 3 * n * width, n + 1)]
-        for array in arrays:
-            card.poison(array)
-        ids, slots, positions, sources, rope, limits = arrays
-        records = card.upload(answers), card.upload(outcomes)
-        draft_rows(card, SimpleNamespace(ids=ids, places=(slots, positions), rope=rope), sources, limits, records, n,
-                   width, after_prompt)
-        want = rows_reference(answers, outcomes, width, after_prompt)
-        for got, expected in zip((ids, slots, positions, sources, limits), want):
-            np.testing.assert_array_equal(card.download(got), np.append(expected, -1))
-        np.testing.assert_array_equal(card.download(rope), np.tile(np.maximum(want[2], 0), 3))
-        after = outcomes.copy()
-        after[:, NEXT_DRAFTS:] = -1
-        np.testing.assert_array_equal(card.download(records[1]), after)
-        np.testing.assert_array_equal(card.download(records[0]), answers)
+    arrays = [card.alloc(size, np.int32) for size in (*[n * width + 1] * 4, 3 * n * width, n + 1)]
+    for array in arrays:
+        card.poison(array)
+    ids, slots, positions, sources, rope, limits = arrays
+    records = card.upload(answers), card.upload(outcomes)
+    rows = SimpleNamespace(ids=ids, places=(slots, positions), rope=rope)
+    draft_rows(card, rows, sources, limits, records, n, width)
+    want = rows_reference(answers, outcomes, width)
+    for got, expected in zip((ids, slots, positions, sources, limits), want):
+        np.testing.assert_array_equal(card.download(got), np.append(expected, -1))
+    np.testing.assert_array_equal(card.download(rope), np.tile(np.maximum(want[2], 0), 3))
+    outcomes[:, NEXT_DRAFTS:] = -1
+    np.testing.assert_array_equal(card.download(records[1]), outcomes)
+    np.testing.assert_array_equal(card.download(records[0]), answers)
     return 0.0
 
 
