@@ -81,9 +81,10 @@ def attention_of_other_heads(format):
     yield rope.query_kernel(*QWEN3), "float16[1]", x, x, *rotary, *["uint32"] * 5, "float32"
     yield kv_cache.store_kernel(format, head_dim, n_rotary), *page, x, x, *rotary, *i, *["uint32"] * 8, "float32"
     yield attention.tiles_kernel(format, head_dim, gated), x, "float16[1]", x, *page, *i, *["uint32"] * 5
-    for group, shape, early in (1, QWEN3, False), (8, QWEN3, True), (8, QWEN35, False):
-        yield (attend_decode.attend_kernel(format, group, *shape, True, early), "int8[1]", x, x, "uint32[1]", x, x, x,
-               *rotary, *page, *i, *["uint32"] * 8, "float32")
+    for group, shape, early, rows in ((1, QWEN3, False, 1), (8, QWEN3, True, 1), (8, QWEN35, False, 1),
+                                      (4, QWEN35, True, 4), (6, QWEN35, False, 2), (8, QWEN3, False, 2)):
+        yield (attend_decode.attend_kernel(format, group, *shape, True, early, rows), "int8[1]", x, x, "uint32[1]", x, x, x,
+               *rotary, *page, *i, *["uint32"] * 10, "float32")
 
 
 def draft_kernels():
@@ -208,7 +209,8 @@ def too_early(kernel, types, ptx):
 
 EARLY_TWINS = {     # by the types of the arguments, the first of which is the output's
     "gdn_decode_kernel": lambda out, *_: gdn_decode.decode_kernel(out == "int8[1]", True),
-    "attend": lambda out, *_: attend_decode.attend_kernel(KV_FORMATS["float16"], 6, *QWEN35, out == "int8[1]", True),
+    "attend": lambda out, *_: attend_decode.attend_kernel(KV_FORMATS["float16"], 6, *QWEN35, out == "int8[1]", True,
+                                                           1),
 }
 
 
