@@ -25,14 +25,15 @@ import numpy as np
 
 from engine.scratch import Activation, Scratch
 from engine.weights import Stack
-from kernels import attend_decode, draft_head, draft_input, embedding, kv_cache
+from kernels import attend_decode, draft_head, draft_input, draft_list, embedding, kv_cache
 from kernels.card import Array
 from kernels.operands import Matrix
-from kernels.records import CHECK_ROWS, Projected
+from kernels.records import CHECK_ROWS, LISTED, DraftHead, Projected
 
 PIECE = 512                 # rows of a prompt's pass that go through the block at once
 LOW_ROWS = 98_304           # token ids that the head for drafts knows, from 0 on. Frequent tokens have low ids
-LAST_ROWS = 512             # and so many from the end of the vocabulary, where control tokens stand
+LAST_ROWS = 512             # and so many from the end of the vocabulary, where control tokens stand. Beside these it
+                            # knows tokens of the prompt and of the answer: each slot's list (kernels/draft_list.py)
 
 
 class DraftBlock:
@@ -52,12 +53,7 @@ class DraftBlock:
         self.head_norm = tensors.vector("nextn.shared_head_norm.weight")
         heads, stack = layer.mixer.heads, layer.mixer.in_proj
         self.kv_proj = columns_of(stack, heads.k_column, heads.n_columns)
-        if low_rows + LAST_ROWS < head.n:
-            self.head = [(0, head.rows(0, low_rows)), (low_rows, head.rows(head.n - LAST_ROWS, head.n))]
-        else:
-            low_rows, self.head = head.n, [(0, head)]
-        n_columns = sum(matrix.n for _, matrix in self.head)
-        self.ids = n_columns, low_rows, head.n - n_columns      # what `choose_draft` needs to make tokens of columns
+        self.whole_head, self.low_rows = head, low_rows if low_rows + LAST_ROWS < head.n else head.n
 
     @staticmethod
     def shapes(config) -> dict[str, tuple[int, ...]]:
@@ -84,18 +80,34 @@ class DraftBlock:
         self.drafts = card.alloc(6 * n_slots, np.int32, "ids, slots and positions of drafts")
         self.sources = card.alloc(CHECK_ROWS * n_slots, np.int32, "hidden rows of chosen tokens")
         self.limits = card.alloc(n_slots, np.int32, "positions where drafts end")
-        n_columns = self.ids[0]
-        self.logits = card.alloc((n_slots, n_columns), np.float32, "logits of drafts")
-        best = draft_head.scratch_shape(n_slots, n_columns)
+        self._allocate_head(card, n_slots)
+
+    def _allocate_head(self, card, n_slots: int):
+        whole, low = self.whole_head, self.low_rows
+        parts = [(0, whole.rows(0, low))] + [(low, whole.rows(whole.n - LAST_ROWS, whole.n))] * (low < whole.n)
+        n_shared, lists = sum(matrix.n for _, matrix in parts), (None, None)
+        if low < whole.n:
+            lists = (card.alloc((n_slots, LISTED), np.int32, "lists of tokens for drafts"),
+                     card.zeros(n_slots, np.int32, "entries of the lists of tokens"))
+            card.fill(lists[0], 0xFF)
+        self.known = DraftHead(low, whole.n - n_shared, n_shared, *lists)
+        self.head = Stack(tuple(parts), self.known.columns)
+        self.logits = card.alloc((n_slots, self.known.columns), np.float32, "logits of drafts")
+        best = draft_head.scratch_shape(n_slots, self.known.columns)
         self.best = (card.alloc(best, np.uint32, "best drafts of each chunk of the head"),
                      card.zeros(n_slots, np.uint32, "chunks of the head for drafts that have arrived"))
 
-    def forget(self, slot: int):
-        """Before a prompt's first pass: there is no row before it, as at position 0. After a cached beginning there is
-        one, but nobody has kept it; the first row of the new part is then a little less like what the block was
-        trained on."""
-        row = self.hidden[slot]
-        row.card.fill(row, 0)
+    def forget(self, slot: int, prompt=()):
+        """Before the first pass of a prompt, whose token ids are given: there is no row before it, as at position 0.
+        After a cached beginning there is one, but nobody has kept it; the first row of the new part is then a little
+        less like what the block was trained on."""
+        card, known = self.hidden.card, self.known
+        card.fill(self.hidden[slot], 0)
+        if known.listed is not None:
+            ids = np.unique(np.array(prompt, np.int32))
+            ids = ids[(ids >= known.n_low) & (ids < known.n_low + known.skipped)][:LISTED]
+            card.copy_in(known.listed[slot], np.pad(ids, (0, LISTED - ids.size), constant_values=-1))
+            card.copy_in(known.n_listed[slot:slot + 1], np.array([ids.size], np.int32))
 
     def prefill(self, model, run, cache):
         """After a prompt's pass `run`, whose residual stream is in the model's scratch.x: the block's keys and values
@@ -123,7 +135,8 @@ class DraftBlock:
         chosen token."""
         card, view, mixer, (n, width, n_drafts) = model.card, self._view(model), self.layer.mixer, sizes
         pages, chosen, run = cache.kept[model.config.n_layers], self.pass_of(self.newest, n * width), None
-        draft_input.draft_rows(card, chosen.rows, self.sources, self.limits, (answers, outcomes), n, width)
+        draft_input.draft_rows(card, chosen.rows, (self.sources, self.limits), (answers, outcomes), self.known, n,
+                               width)
         self._combine(view, chosen, x, model.head_norm, self.sources)
         qkv = mixer.project_qkv(view, chosen)
         if width > 1 or not n_drafts:               # attention stores the first n rows, the newest tokens, by itself
@@ -137,10 +150,12 @@ class DraftBlock:
                 run = self.pass_of(self.drafts, n)
             self._attend(view, run, qkv, pages, places)
             self.layer.mlp.forward(view, run)
-            for column, matrix in self.head:
-                view.multiply_normed(run, Stack(((0, matrix),), self.ids[0]), self.head_norm, self.x,
-                                     self.logits.reshape(-1)[column:])
-            draft_head.choose_draft(card, run.rows, (places, self.limits), outcomes, self.logits, self.best, self.ids,
+            view.multiply_normed(run, self.head, self.head_norm, self.x, self.logits)
+            if self.known.listed is not None:
+                u = view.scratch.activations[self.whole_head.k]         # which the products of several parts have left
+                draft_list.listed_logits(card, self.logits.reshape(-1)[self.known.n_shared:], self.known.columns,
+                                         self.known.listed, places.slots, self.whole_head, u, n)
+            draft_head.choose_draft(card, run.rows, (places, self.limits), outcomes, self.logits, self.best, self.known,
                                     number)
 
     def _view(self, model):

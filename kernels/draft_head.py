@@ -1,10 +1,11 @@
 """The choice of a draft: the likeliest of the tokens that the head for drafts knows. And the row of the next draft.
 
 The head for drafts has only some rows of the output head: the first n_low token ids, and the last ids of the
-vocabulary, where control tokens stand. Column c of its logits is token c, or from n_low on token c + skipped. A draft
-need not be the likeliest token of all: a wrong one costs a row of a check, and never changes a token.
+vocabulary, where control tokens stand. Column c of its logits is token c, or from n_low on token c + skipped. From
+n_shared on, the columns are the entries of the slot's own list (kernels/draft_list.py). A draft need not be the
+likeliest token of all: a wrong one costs a row of a check, and never changes a token.
 
-    draft = the token with the largest logit, the lowest id of equal ones
+    draft = the token of the largest logit, the first of equal ones
 
 Then answer i goes on. Its row stands at position q, and its drafts end at limits[i] (kernels/draft_input.py):
 
@@ -29,6 +30,7 @@ from numba.types import float32, int32, uint32
 from kernels.advance import COUNT, N_OUTCOME, NEXT_DRAFTS
 from kernels.bench import Case, main
 from kernels.intrinsics import arrive, let_next_begin, wait_for_previous
+from kernels.records import LISTED, DraftHead
 from kernels.sample import (INFINITY_KEY, MINUS_INFINITY, MINUS_INFINITY_KEY, NAN_KEY, THREADS, WARPS, better,
                             block_best, order_key)
 
@@ -37,19 +39,21 @@ CHUNK = PER_THREAD * THREADS            # logits of a block
 MAX_COLUMNS = CHUNK * THREADS           # a thread of the last block for each chunk
 
 
-def draft_reference(logits, positions, limits, n_low, skipped):
-    """-> (drafts int32 [n], -1 for none, positions of the next rows int32 [n])."""
+def draft_reference(logits, positions, limits, head, lists):
+    """lists: of each row's slot. -> (drafts int32 [n], -1 for none, positions of the next rows int32 [n])."""
     with np.errstate(invalid="ignore"):
         columns = np.argmax(logits, axis=1)                 # of a NaN, if there is one
         largest = logits[np.arange(len(logits)), columns]
     goes_on = (positions >= 0) & np.isfinite(largest) & (positions + 1 < limits)
-    return (np.where(goes_on, np.where(columns < n_low, columns, columns + skipped), -1),
-            np.where(goes_on, positions + 1, -1))
+    drafts = np.where(columns < head.n_low, columns, columns + head.skipped)
+    listed = np.maximum(columns - head.n_shared, 0)
+    drafts = np.where(columns < head.n_shared, drafts, lists[np.arange(len(lists)), listed])
+    return np.where(goes_on, drafts, -1), np.where(goes_on, positions + 1, -1)
 
 
 @cuda.jit
 def draft_kernel(ids, slots, positions, rope, from_slots, from_positions, limits, outcomes, logits, best, arrived,
-                 columns, n_low, skipped, number, n):
+                 listed, columns, n_low, skipped, n_shared, number, n):
     """Grid (chunks, n)."""
     let_next_begin()
     keys, ids_of = cuda.shared.array(WARPS, uint32), cuda.shared.array(WARPS, uint32)
@@ -87,7 +91,10 @@ def draft_kernel(ids, slots, positions, rope, from_slots, from_positions, limits
         goes_on = key > uint32(MINUS_INFINITY_KEY) and key < uint32(INFINITY_KEY)
         goes_on = goes_on and position >= int32(0) and int32(position + int32(1)) < limits[i]
         draft, position = int32(column), int32(position + int32(1))
-        if column >= n_low:
+        if column >= n_shared:
+            if goes_on:
+                draft = listed[uint32(uint32(slot) * uint32(LISTED) + uint32(column - n_shared))]
+        elif column >= n_low:
             draft = int32(column + skipped)
         if goes_on:
             outcomes[uint32(i * uint32(N_OUTCOME) + uint32(NEXT_DRAFTS) + number)] = draft
@@ -104,25 +111,32 @@ def scratch_shape(n, columns):
     return n, -(-columns // CHUNK), 2
 
 
-def choose_draft(card, next_rows, at, outcomes, logits, scratch, ids, number, *, stream=None):
+def choose_draft(card, next_rows, at, outcomes, logits, scratch, head, number, *, stream=None):
     """NEXT_DRAFTS + number of the outcomes <- the draft of each answer, if there is one; next_rows <- the rows of the
     drafts (ids, places, rope). at: (places of the rows that gave the logits, which may be those of next_rows; limits).
-    logits: float32, `columns` of an answer lie together. scratch: (best, arrived). ids: (columns, n_low, skipped)."""
-    (places, limits), (columns, n_low, skipped), n = at, ids, next_rows.rope.shape[1]
-    card.launch(draft_kernel, (-(-columns // CHUNK), n), THREADS, next_rows.ids, *next_rows.places,
+    logits: float32, those of an answer lie together. scratch: (best, arrived). head: a DraftHead."""
+    (places, limits), n = at, next_rows.rope.shape[1]
+    listed = places[0] if head.listed is None else head.listed.reshape(-1)      # nothing reads the former
+    card.launch(draft_kernel, (-(-head.columns // CHUNK), n), THREADS, next_rows.ids, *next_rows.places,
                 next_rows.rope.reshape(-1), *places, limits, outcomes.reshape(-1), logits.reshape(-1),
-                *(array.reshape(-1) for array in scratch), columns, n_low, skipped, number, n, stream=stream)
+                *(array.reshape(-1) for array in scratch), listed, head.columns, head.n_low, head.skipped,
+                head.n_shared, number, n, stream=stream)
 
 
 # ---- check and time ----------------------------------------------------------------------------------------
 
-CASES = [(1, 100, 100), (3, 5000, 4096), (9, 8192, 4100), (2, 98816, 98304)]       # answers, columns, n_low
+# answers, columns of low and last ids, n_low, whether there are lists
+CASES = [(1, 100, 100, False), (3, 5000, 4096, True), (9, 8192, 4100, False), (2, 98816, 98304, True),
+         (20, 100, 50, True)]
 
 
-def check(card, n, columns, n_low):
+def check(card, n, n_shared, n_low, has_lists):
     """Random logits with ties, NaN, infinities and rows that do not go on. Launches twice: the second draft follows the
     first, in the same rows."""
-    rng, skipped = np.random.default_rng(n * columns), 1000
+    rng = np.random.default_rng(n * n_shared)
+    lists = rng.integers(0, 10**6, (n, LISTED), np.int32)
+    head = DraftHead(n_low, 1000, n_shared, card.upload(lists) if has_lists else None, None)
+    columns = head.columns
     logits = rng.integers(-500, 500, (n, columns)).astype(np.float32)
     logits[n // 2, rng.integers(columns)] = rng.choice([np.nan, np.inf]) if n > 1 else 0
     if n > 2:
@@ -141,8 +155,8 @@ def check(card, n, columns, n_low):
     places = card.upload(from_slots), card.upload(positions)
     for number in range(2):
         choose_draft(card, rows, (places, card.upload(limits)), records, card.upload(logits), (best, arrived),
-                     (columns, n_low, skipped), number)
-        drafts, positions = draft_reference(logits, positions, limits, n_low, skipped)
+                     head, number)
+        drafts, positions = draft_reference(logits, positions, limits, head, lists[from_slots])
         outcomes[:, NEXT_DRAFTS + number] = drafts
         np.testing.assert_array_equal(card.download(records), outcomes)
         for got, want in zip(arrays, (np.maximum(drafts, 0), from_slots, positions,
@@ -156,15 +170,16 @@ def check(card, n, columns, n_low):
 def cases(card):
     """The checks, then times for the default head."""
     for case in CASES:
-        yield Case("{} answers, {} columns, {} low".format(*case), partial(check, card, *case))
+        yield Case("{} answers, {} columns, {} low, lists: {}".format(*case), partial(check, card, *case))
     for n in (1, 8):
-        columns, rows = 98816, SimpleNamespace(ids=card.zeros(n, np.int32), places=(
+        head = DraftHead(98304, 149504, 98816, card.zeros((n, LISTED), np.int32), None)
+        columns, rows = head.columns, SimpleNamespace(ids=card.zeros(n, np.int32), places=(
             card.zeros(n, np.int32), card.zeros(n, np.int32)), rope=card.zeros((3, n), np.int32))
         given = (rows, (rows.places, card.zeros(n, np.int32)), card.zeros((n, N_OUTCOME), np.int32),
                  card.zeros((n, columns), np.float32))
         scratch = card.alloc(scratch_shape(n, columns), np.uint32), card.zeros(n, np.uint32)
         yield Case(f"time of {n} x {columns}", n_bytes=given[-1].nbytes, launch=partial(
-            choose_draft, card, *given, scratch, (columns, 98304, 149504), 0))
+            choose_draft, card, *given, scratch, head, 0))
 
 
 if __name__ == "__main__":

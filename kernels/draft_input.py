@@ -23,6 +23,8 @@ that rows 0 .. n - 1 are the ones from which drafts are made:
 
     row j * n + i     token back = COUNT - 1 - j of answer i, at position q = p + 1 + back, h from row back * n + i of x
 
+If the head for drafts skips ids, the tokens among these enter the slot's list (kernels/draft_list.py).
+
 A row is void (id 0, position -1, rope 0) if there is no such token, or if q + 1 is END or more, since nothing can
 follow then. limits int32 [n]: drafts of an answer stand at positions below this: the next multiple of 64 after the
 newest token, where the next check ends, or END - 1.
@@ -42,7 +44,7 @@ from kernels.intrinsics import div_rn, let_next_begin, load_floats4, rsqrt, stor
 from kernels.norm import (GROUP, GROUPS, MAX_WARPS, PART, VALUES, block_sum, load_part, rms_norm_reference,
                           row_threads, store_plain, store_quantized)
 from kernels.quantize import check_with_twin
-from kernels.records import CHECK_ROWS
+from kernels.records import CHECK_ROWS, LISTED, DraftHead
 
 THREADS = 32
 COPY_THREADS = 128
@@ -75,7 +77,8 @@ def rows_reference(answers, outcomes, width):
 # ---- kernels -----------------------------------------------------------------------------------------------
 
 @cuda.jit
-def draft_rows_kernel(ids, slots, positions, rope, sources, limits, answers, outcomes, n, width):
+def draft_rows_kernel(ids, slots, positions, rope, sources, limits, answers, outcomes, listed, n_listed, n_low, skipped,
+                      n, width):
     let_next_begin()
     i = uint32(uint32(cuda.blockIdx.x) * uint32(THREADS) + uint32(cuda.threadIdx.x))
     wait_for_previous()
@@ -96,6 +99,14 @@ def draft_rows_kernel(ids, slots, positions, rope, sources, limits, answers, out
                 sources[row] = int32(max(back, int32(0)) * int32(n) + int32(i))
                 for axis in range(uint32(3)):
                     rope[uint32(uint32(axis) * n * width + row)] = max(position, int32(0))
+        if skipped != uint32(0):
+            at = uint32(n_listed[uint32(slot)])
+            for j in range(uint32(CHECK_ROWS)):
+                token = outcomes[uint32(outcome + uint32(TOKENS) + uint32(j))]
+                if int32(j) < count and token >= int32(n_low) and token < int32(n_low + skipped):
+                    listed[uint32(uint32(slot) * uint32(LISTED) + uint32(at % uint32(LISTED)))] = token
+                    at = uint32(at + uint32(1))
+            n_listed[uint32(slot)] = int32(at)
         for j in range(uint32(N_DRAFTS)):
             outcomes[uint32(outcome + uint32(NEXT_DRAFTS) + uint32(j))] = int32(-1)
 
@@ -179,11 +190,14 @@ def keep_hidden_kernel(hidden, x, slots, row, k):
 
 # ---- launches: they write in place and never allocate -----------------------------------------------------
 
-def draft_rows(card, rows, sources, limits, records, n, width, *, stream=None):
-    """rows <- ids, places and rope of n * width rows; sources int32 [n * width] and limits int32 [n] likewise. All
-    NEXT_DRAFTS of the outcomes become -1. records: (answers int32 [n, 12], outcomes int32 [n, 16])."""
-    card.launch(draft_rows_kernel, -(-n // THREADS), THREADS, rows.ids, *rows.places, rows.rope.reshape(-1), sources,
-                limits, *(array.reshape(-1) for array in records), n, width, stream=stream)
+def draft_rows(card, rows, at, records, head, n, width, *, stream=None):
+    """rows <- ids, places and rope of n * width rows; at: (sources int32 [n * width], limits int32 [n]) likewise. All
+    NEXT_DRAFTS of the outcomes become -1. records: (answers int32 [n, 12], outcomes int32 [n, 16]). head: a DraftHead,
+    whose lists get the tokens that are skipped."""
+    records = [array.reshape(-1) for array in records]
+    lists = records if head.listed is None else (head.listed.reshape(-1), head.n_listed)    # nothing reads the former
+    card.launch(draft_rows_kernel, -(-n // THREADS), THREADS, rows.ids, *rows.places, rows.rope.reshape(-1), *at,
+                *records, *lists, head.n_low, 0 if head.listed is None else head.skipped, n, width, stream=stream)
 
 
 def draft_input(card, out, e, x, hidden, rows, norms, eps, *, stream=None):
@@ -235,8 +249,20 @@ def random_records(rng, n):
     return answers, outcomes
 
 
+def lists_reference(lists, n_listed, answers, outcomes, head):
+    """The lists after the step, and how many entries they have got."""
+    lists, n_listed = lists.copy(), n_listed.copy()
+    for slot, outcome in zip(answers[:, SLOT], outcomes):
+        for token in outcome[TOKENS:TOKENS + max(outcome[COUNT], 0)]:
+            if head.n_low <= token < head.n_low + head.skipped:
+                lists[slot, n_listed[slot] % LISTED] = token
+                n_listed[slot] += 1
+    return lists, n_listed
+
+
 def check_rows(card, n, width):
-    """Every row must be exact; the drafts of before are gone, and nothing else changes."""
+    """Every row must be exact; the drafts of before are gone, the lists have the tokens chosen, and nothing else
+    changes."""
     rng = np.random.default_rng(n * width)
     answers, outcomes = random_records(rng, n)
     outcomes[:, COUNT] = np.minimum(outcomes[:, COUNT], width)
@@ -246,7 +272,14 @@ def check_rows(card, n, width):
     ids, slots, positions, sources, rope, limits = arrays
     records = card.upload(answers), card.upload(outcomes)
     rows = SimpleNamespace(ids=ids, places=(slots, positions), rope=rope)
-    draft_rows(card, rows, sources, limits, records, n, width)
+    lists, n_listed = rng.integers(-1, 99, (n + 2, LISTED), np.int32), rng.integers(0, 2 * LISTED, n + 2, np.int32)
+    head = DraftHead(40, 30, 60, card.upload(lists), card.upload(n_listed))
+    draft_rows(card, rows, (sources, limits), records, head, n, width)
+    want = lists_reference(lists, n_listed, answers, outcomes, head)
+    for got, expected in zip((head.listed, head.n_listed), want):
+        np.testing.assert_array_equal(card.download(got), expected)
+    draft_rows(card, rows, (sources, limits), records, head._replace(listed=None), n, width)
+    np.testing.assert_array_equal(card.download(head.listed), want[0], "a list that is not there")
     want = rows_reference(answers, outcomes, width)
     for got, expected in zip((ids, slots, positions, sources, limits), want):
         np.testing.assert_array_equal(card.download(got), np.append(expected, -1))

@@ -10,6 +10,7 @@ from engine.draft_block import DraftBlock
 from engine.plan import CacheSizes
 from kernels.advance import COUNT, END, N_ANSWER, N_OUTCOME, NEXT_DRAFTS, POSITION, SLOT, TOKENS
 from kernels.norm import rms_norm_reference
+from kernels.records import LISTED
 from tests.models import write_as_float32
 from tests.oracle import DATA, oracle_json, oracle_npz, oracle_path
 
@@ -237,25 +238,50 @@ def test_a_recording_gives_what_the_launches_give(tiny):
         np.testing.assert_array_equal(tiny.card.download(there)[:, NEXT_DRAFTS:], want)
 
 
-def test_a_part_of_the_head(tiny, monkeypatch):
-    """Its logits are those of the whole head, and the draft is the likeliest of its tokens."""
+def part_of(tiny):
+    """The block of the same weights, with a head for drafts of 500 low ids, 512 last ones, and lists."""
     with qengine.open_model(str(DATA / "tiny-Q8_0.gguf")).weights.loading(tiny.card) as loader:
         part = DraftBlock(qengine.Tensors(loader, tiny.config.n_layers), tiny.block.layer, tiny.model.head,
-                          tiny.block.pass_of, low_rows=1000)
+                          tiny.block.pass_of, low_rows=500)
     part.allocate(tiny.card, tiny.config.hidden_dim, ROWS, SLOTS)
+    return part
+
+
+def test_a_part_of_the_head(tiny, monkeypatch):
+    """Its logits are those of the whole head, and the draft is the likeliest of its tokens. A slot's list has tokens of
+    the prompt, and gets those that are chosen."""
+    part = part_of(tiny)
     tiny.prompt(text(40), 1)
-    drafts = []
-    for token in range(12):
+    part.forget(1, [5, 600, 700, 600, 4090])
+    drafts, listed, n_vocab = [], [600, 700], tiny.config.n_vocab
+    for token in range(480, 540, 5):
         tiny.draft([(1, 39, [token], ROWS)], 1)
         whole = tiny.card.download(tiny.block.logits)[0]
         tiny.card.copy(part.hidden, tiny.block.hidden)
         monkeypatch.setattr(tiny, "block", part)
         drafts.append(int(tiny.draft([(1, 39, [token], ROWS)], 1)[0, 0]))
         monkeypatch.undo()
-        known = np.r_[0:1000, len(whole) - 512:len(whole)]
-        np.testing.assert_array_equal(tiny.card.download(part.logits)[0], whole[known])
-        assert drafts[-1] == known[whole[known].argmax()]
-    assert min(drafts) < 1000 and max(drafts) >= 1000
+        listed += [token] * (token >= 500)
+        known, logits = np.r_[0:500, n_vocab - 512:n_vocab, listed], tiny.card.download(part.logits)[0]
+        np.testing.assert_array_equal(logits[:1012], whole[known[:1012]])
+        np.testing.assert_allclose(logits[1012:known.size], whole[listed], rtol=0, atol=1e-5 * np.abs(whole).max())
+        assert np.isneginf(logits[known.size:]).all() and drafts[-1] == known[logits[:known.size].argmax()]
+    assert part.known.columns == 1012 + LISTED and tiny.block.known.columns == n_vocab
+
+
+def test_a_listed_token_is_drafted(tiny, monkeypatch):
+    """The likeliest token of all is found if the slot's prompt had it."""
+    part = part_of(tiny)
+    tiny.prompt(text(40), 1)
+    best = []
+    for token in range(6):
+        best.append(int(tiny.draft([(1, 39, [token], ROWS)], 1)[0, 0]))
+        part.forget(1, best[-1:])
+        tiny.card.copy(part.hidden, tiny.block.hidden)
+        monkeypatch.setattr(tiny, "block", part)
+        assert tiny.draft([(1, 39, [token], ROWS)], 1)[0, 0] == best[-1]
+        monkeypatch.undo()
+    assert any(500 <= token < tiny.config.n_vocab - 512 for token in best)
 
 
 def test_where_the_block_lives(card):

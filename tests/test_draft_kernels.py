@@ -2,7 +2,8 @@
 
 import pytest
 
-from kernels import draft_head, draft_input
+from kernels import draft_head, draft_input, draft_list
+from kernels.formats import FLOATS, FORMATS
 
 
 @pytest.mark.parametrize("case", draft_input.CASES, ids=str)
@@ -18,6 +19,12 @@ def test_rows_equal_the_reference(card, case):
 @pytest.mark.parametrize("case", draft_head.CASES, ids=str)
 def test_drafts_equal_the_reference(card, case):
     draft_head.check(card, *case)
+
+
+@pytest.mark.parametrize("kind", [*FLOATS, *FORMATS])
+@pytest.mark.parametrize("case", draft_list.CASES, ids=str)
+def test_listed_logits_equal_the_reference(card, case, kind):
+    draft_list.check(card, *case, kind)
 
 
 def test_too_many_columns_are_refused():

@@ -14,7 +14,7 @@ import pytest
 import qengine
 from kernels import assembler, attend_decode, attention
 from kernels import compile as compiler
-from kernels import draft_head, draft_input, gdn_decode, kv_cache, norm, q8_gemv, rope
+from kernels import draft_head, draft_input, draft_list, gdn_decode, kv_cache, norm, q8_gemv, rope
 from kernels.card import Array
 from kernels.emulated.card import EmulatedCard
 from kernels.formats import FORMATS
@@ -90,9 +90,14 @@ def attention_of_other_heads(format):
 def draft_kernels():
     """Those of the draft block that nothing else launches."""
     i, x, words = "int32[1]", "float32[1]", "uint32[1]"
-    yield draft_input.draft_rows_kernel, *[i] * 8, "uint32", "uint32"
+    yield draft_input.draft_rows_kernel, *[i] * 10, *["uint32"] * 4
     yield draft_input.keep_hidden_kernel, x, x, i, "uint32", "uint32"
-    yield draft_head.draft_kernel, *[i] * 8, x, words, words, *["uint32"] * 5
+    yield draft_head.draft_kernel, *[i] * 8, x, words, words, i, *["uint32"] * 6
+    for format in FORMATS.values():
+        w = ("int8[1]" if format.bits == 8 else "uint8[1]"), "uint16[1]"
+        yield draft_list.kernel(format.name), x, i, i, *w, "int8[1]", x, "uint32", "uint32"
+    for name, w in ("F32", x), ("F16", "uint16[1]"), ("BF16", "uint16[1]"):
+        yield draft_list.kernel(name), x, i, i, w, x, "uint32", "uint32"
     for store, out in (norm.store_quantized, "int8[1]"), (norm.store_plain, x):
         yield draft_input.input_kernel(store), out, *[x] * 4, i, i, *[x] * 3, "uint32", "float32"
 
@@ -144,6 +149,7 @@ CONSTANTS = {
     "attend": set(), "rms_norm_quantize_kernel": {"w"},
     "find_best": {"row_slot", "parameters"}, "weigh": {"row_slot", "parameters"}, "choose": {"row_slot"},
     "advance_kernel": set(), "draft_rows_kernel": set(), "draft_input_kernel": set(), "draft_kernel": set(),
+    "listed_kernel": set(),
 }
 # And what those that are `early` may read besides: constants and what earlier steps left. Blocks of `attend` beyond the
 # last unit may end: the others of the launch wait, so that it does not end before.
@@ -250,7 +256,7 @@ def test_what_is_read_too_early_is_found(overlapping):
             "planes_gemv_kernel": "xq", "gdn_decode_kernel": "projected", "attend": "projected",
             "rms_norm_quantize_kernel": "x", "find_best": "logits", "weigh": "best", "choose": "progress",
             "advance_kernel": "tokens", "draft_rows_kernel": "outcomes", "draft_input_kernel": "x",
-            "draft_kernel": "logits"}
+            "draft_kernel": "logits", "listed_kernel": "listed"}
     for kernel, types, ptx in overlapping:
         assert read[kernel.__name__] in too_early(kernel, types, ptx.replace(WAIT, ""))
 
