@@ -52,15 +52,12 @@ import functools
 import itertools
 import logging
 import math
-import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
-import llguidance
-import llguidance.numpy
 import numpy as np
 import tqdm
 
@@ -71,12 +68,14 @@ from engine.gguf import GGUF, SUPPORTED_TYPES
 from engine.hyperparameters import read_hyperparameters, synthetic_hyperparameters
 from engine.pipes import PipeMeter
 from engine.plan import (CHUNK, LEAST_CHECKPOINTS, MICRO_BATCHES, CacheSizes, Demand, Planner, StageCosts, Work,
-                         choose_rows, choose_sizes, group_count, hop_bytes, slowest_seconds)
+                         choose_rows, choose_sizes, group_count, hop_bytes, most_drafts, slowest_seconds, step_rows, widest)
 from engine.prefix import PAGE_TOKENS, PrefixCache, checkpoint_positions, pages_for
 from engine.request import (SAMPLING, DeadlineExceeded, Delta, EngineStopped, Fault, Generation, ModelError, Request,
                             RequestError)
 from engine.scratch import Activation, Scratch, ScratchArray
-from engine.sequence import FORCED_ROWS, Sequence
+from engine.sampler import BUFFERS, FIRST_TOKENS, Sampler, Tokens
+from engine.sequence import Sequence
+from engine.speculate import Pace
 from engine.template import SYNTHETIC_TEMPLATE, ChatTemplate
 from engine.text_engine import TextEngine
 from engine.thinking import constraint_of
@@ -85,15 +84,16 @@ from engine.turns import Turns
 from engine.weights import FileWeights, Loader, Stack, SyntheticWeights, Weights, decoder_of, fits_blocks
 from engine.worker import Task, Worker, stop_all
 from kernels import (advance, attend_decode, attention, checkpoint, conv, embedding, float_matmul, gdn, gdn_decode,
-                     kv_cache, logprobs, norm, probe, q8_gemm, q8_gemv, quantize, rope, sample, swiglu)
+                     kv_cache, logprobs, norm, probe, q8_gemm, q8_gemv, quantize, rope, swiglu)
 from kernels.card import Array, Card, CardError, Event, show_bytes
+from kernels.advance import answer_of
 from kernels.compile import CompileError
 from kernels.formats import FLOATS, FORMATS
 from kernels.kv_cache import Pages
 from kernels.kv_formats import KV_FORMATS
 from kernels.open import open_cards
 from kernels.operands import Matrix
-from kernels.records import Places, Projected, States
+from kernels.records import CHECK_ROWS, Pending, Places, Projected, States
 from kernels.rope import QKV, Heads, Rotary
 
 # What a user of this module may rely on. The names of the last two lines are parts that the notebooks look at.
@@ -226,7 +226,7 @@ class Rows:
     rope: Array             # [3, n] positions for the rotation of heads: time, height, width
 
 
-INPUTS = 7                  # int32 of a row: id, slot, position, three rotary positions, and what `chosen_of` reads
+INPUTS = 6                  # int32 of a row: id, slot, position, three rotary positions
 
 
 def rows_of(inputs: Array, n: int) -> Rows:
@@ -235,21 +235,11 @@ def rows_of(inputs: Array, n: int) -> Rows:
     return Rows(n, i[:n], Places(i[n:2 * n], i[2 * n:3 * n]), i[3 * n:6 * n].reshape(3, n))
 
 
-def chosen_of(inputs: Array, n: int) -> Array:
-    """The part of the inputs behind what `rows_of` reads: for each of the n rows the token that follows it, which the
-    last stage has chosen."""
-    return inputs[6 * n:7 * n]
-
-
-def set_rows(inputs: Array, ids, slots, positions, one_by_one=False):
-    """Fill what `rows_of` reads, from lists of the same length, and what `chosen_of` reads with -1: no token is chosen
-    yet. one_by_one: instead of the -1, append the same rows again, each as six numbers of its own, so that
-    rows_of(inputs[6 * (n + i):], 1) gives row i alone."""
-    table = np.empty((6, len(ids)), np.int32)
+def set_rows(inputs: Array, ids, slots, positions):
+    """Fill what `rows_of` reads, from lists of the same length."""
+    table = np.empty((INPUTS, len(ids)), np.int32)
     table[0], table[1], table[2:] = ids, slots, positions
-    rest = table.T.reshape(-1) if one_by_one else np.full(len(ids), -1, np.int32)
-    packed = np.concatenate([table.reshape(-1), rest])
-    inputs.card.copy_in(inputs[:packed.size], packed)
+    inputs.card.copy_in(inputs[:table.size], table.reshape(-1))
 
 
 class Mark(NamedTuple):
@@ -281,21 +271,16 @@ class PromptPass:
 
 @dataclass(frozen=True)
 class DecodePass:
-    """One token of each of several slots: a decode step. Or consecutive tokens of one slot that a grammar forces, see
-    `Stage.launch_forced`.
+    """A decode step of n answers, with `width` rows of each: row j * n + i is row j of answer i.
 
-    The recurrent state of a slot is updated token by token, so rows of the same slot need a launch each. `sequence`
-    has a (first row, Rows) for each launch of the kernels that use states or pages: one for all rows of a decode step,
-    one for each row of forced tokens.
+    Row 0 of an answer is its latest token. The other rows are drafts of what follows, and the step checks them: a step
+    of more than one row is a check. The rows of an answer that count come first. The others are void: their position is
+    -1, and they change no page and no state. The bits of a row do not depend on the width.
     """
 
     rows: Rows
-    sequence: tuple[tuple[int, Rows], ...]
-    reads_early: bool               # whether kernels may read states, pages, positions `early` (kernels/intrinsics.py)
-
-    @classmethod
-    def of(cls, rows: Rows, reads_early: bool = False) -> "DecodePass":
-        return cls(rows, ((0, rows),), reads_early)
+    n: int
+    width: int = 1
 
 
 class MicroBatch:
@@ -400,8 +385,8 @@ class DeltaNet:
         """The width of what enters `out_proj`."""
         return c.value_dim
 
-    def prefill(self, model: "Model", run: PromptPass, states: States):
-        card, c, s, n_rows = model.card, model.config, model.scratch, run.rows.n
+    def prefill(self, model: "Model", run: PromptPass, kept: tuple[States, Pending]):
+        card, c, s, n_rows, (states, _) = model.card, model.config, model.scratch, run.rows.n, kept
         projected, u = model.project_norm(run, self.in_proj, self.norm), s.activations[c.value_dim]
         with run.in_order():
             for start, end, slot, kept in run.parts():
@@ -420,17 +405,16 @@ class DeltaNet:
             norm.gated_norm(card, u.x, gated, n_rows)
         model.project(run, s.x, self.out_proj, u, add=True)
 
-    def decode(self, model: "Model", run: DecodePass, states: States):
-        card, c, s = model.card, model.config, model.scratch
+    def decode(self, model: "Model", run: DecodePass, kept: tuple[States, Pending]):
+        card, c, s, (states, pending) = model.card, model.config, model.scratch, kept
         projected, u = model.project_norm(run, self.in_proj, self.norm), s.activations[c.value_dim]
         weights = gdn_decode.LinearWeights(self.conv, self.decay, self.out_norm)
-        for first, rows in run.sequence:
-            inputs = states, projected.rows_from(first), weights, rows.places, self.heads
-            sizes = {"rows": rows.n, "eps": c.norm_eps, "early": run.reads_early}
-            if self.out_proj.is_quantized:
-                gdn_decode.gdn_decode_quantize(card, u.q[first:], u.d[first:], *inputs, **sizes)
-            else:
-                gdn_decode.gdn_decode(card, u.x[first:], *inputs, **sizes)
+        inputs = states, projected, weights, run.rows.places, self.heads
+        sizes = {"rows": run.n, "width": run.width, "pending": pending, "eps": c.norm_eps, "early": True}
+        if self.out_proj.is_quantized:
+            gdn_decode.gdn_decode_quantize(card, u.q, u.d, *inputs, **sizes)
+        else:
+            gdn_decode.gdn_decode(card, u.x, *inputs, **sizes)
         model.project(run, s.x, self.out_proj, u, add=True)
 
 
@@ -515,12 +499,9 @@ class Attention:
 
     def decode(self, model: "Model", run: DecodePass, pages: Pages):
         card, s, u = model.card, model.scratch, model.scratch.activations[self.out_proj.k]
-        qkv = self.project_qkv(model, run)
-        for first, rows in run.sequence:
-            out = (u.q[first:], u.d[first:]) if self.out_proj.is_quantized else (u.x[first:], None)
-            part = qkv._replace(products=qkv.products.rows_from(first), rotary=qkv.rotary._replace(positions=rows.rope))
-            attend_decode.attend_decode(card, out, part, pages, rows.places, model.attention_scratch, rows.n,
-                                        early=run.reads_early)
+        out = (u.q, u.d) if self.out_proj.is_quantized else (u.x, None)
+        attend_decode.attend_decode(card, out, self.project_qkv(model, run), pages, run.rows.places,
+                                    model.attention_scratch, run.n, width=run.width, early=True)
         model.project(run, s.x, self.out_proj, u, add=True)
 
 
@@ -677,7 +658,7 @@ class Model:
         if drafts:
             index = config.n_layers
             self.block = DraftBlock(Tensors(loader, index), Layer.load(loader, config, index), self.head,
-                                    lambda inputs, n: DecodePass.of(rows_of(inputs, n)))
+                                    lambda inputs, n: DecodePass(rows_of(inputs, n), n))
         frequencies = rope.inverse_frequencies(config.rope_base, config.rope_dim)
         self.inv_freq = self.card.upload(frequencies, "rotary frequencies")
         self.blocks = self.layers + ([self.block.layer] if drafts else [])
@@ -710,18 +691,18 @@ class Model:
         arrays = self.scratch_layout(PAGE_TOKENS).values()
         return sum(math.prod(each.shape) * np.dtype(each.dtype).itemsize for each in arrays) // PAGE_TOKENS
 
-    def allocate(self, rows: int, n_slots: int):
-        """Takes scratch memory for passes of up to `rows` rows and for decode steps of n_slots slots."""
+    def allocate(self, rows: int, step_rows: int):
+        """Takes scratch memory for passes of up to `rows` rows and for decode steps of up to step_rows rows."""
         c, card = self.config, self.card
         self.scratch = Scratch({name: card.alloc(*each) for name, each in self.scratch_layout(rows).items()})
-        partials = attend_decode.partials_shape(n_slots, c.n_heads, c.head_dim)
+        partials = attend_decode.partials_shape(step_rows, c.n_heads, c.head_dim)
         self.attention_scratch = attend_decode.Scratch(
             card.alloc(partials, np.float32, "attention partials"),
-            card.zeros((n_slots, c.n_kv_heads), np.uint32, "attention blocks that have arrived"))
+            card.zeros((step_rows, c.n_kv_heads), np.uint32, "attention blocks that have arrived"))
         if self.head is not None:
-            self.logits = card.alloc((max(n_slots, HEAD_ROWS), c.n_vocab), np.float32, "logits")
+            self.logits = card.alloc((max(step_rows, HEAD_ROWS), c.n_vocab), np.float32, "logits")
         if self.block:
-            self.block.allocate(card, c.hidden_dim, rows, n_slots)
+            self.block.allocate(card, c.hidden_dim, rows, step_rows)
         self.views = {}             # row -> Model, see `behind`; kept, since Arrays cache what launches need
 
     def behind(self, row: int) -> "Model":
@@ -756,7 +737,8 @@ class Model:
     def compute_logits(self, rows: Rows, x: Array):
         """logits[:n] = head(norm(x[:n])); n = rows.n, and nothing else of `rows` counts. The decode family computes
         them after a prompt's pass, too, so that the head always rounds in the same way."""
-        self.multiply_normed(DecodePass.of(rows), Stack(((0, self.head),), self.head.n), self.head_norm, x, self.logits)
+        stack = Stack(((0, self.head),), self.head.n)
+        self.multiply_normed(DecodePass(rows, rows.n), stack, self.head_norm, x, self.logits)
 
     # ---- what the layers share ----
 
@@ -818,7 +800,10 @@ class Cache:
                       for index, kind in kinds.items() if kind.keeps is Pages}
         recurrent = [index for index, kind in kinds.items() if kind.keeps is States]
         self.states = DeltaNet.alloc(card, config, len(recurrent), sizes.n_slots + sizes.n_checkpoints)
-        self.recurrent = {index: self.states.layer(i) for i, index in enumerate(recurrent)}
+        heads = gdn.LinearHeads(config.n_key_heads, config.n_value_heads)
+        self.pending = Pending.allocate(card, len(recurrent), sizes.n_slots, heads)
+        self.targets = card.alloc(sizes.n_slots, np.int32, "rows for the next checkpoints")
+        self.recurrent = {index: (self.states.layer(i), self.pending.layer(i)) for i, index in enumerate(recurrent)}
         self.kept = self.pages | self.recurrent     # what each layer keeps
         self.host = {}              # number of a checkpoint in host memory -> its two arrays, pinned
 
@@ -833,6 +818,16 @@ class Cache:
         row = np.zeros(self.max_pages, np.int32)
         row[:len(pages)] = pages
         self.card.copy_in(self.block_table[slot], row)
+
+    def aim(self, slot: int, number: int | None):
+        """When the slot's tokens next fill a page, its states become checkpoint `number`. None: they do not."""
+        row = -1 if number is None else self.n_slots + number
+        self.card.copy_in(self.targets[slot:slot + 1], np.array([row], np.int32))
+
+    def keep(self, places: Places, n: int):
+        """The checkpoints that `aim` has named, of those of n slots whose tokens have just filled a page."""
+        if self.recurrent:
+            checkpoint.keep_states(self.card, self.states, self.pending, places, self.targets, n)
 
     def save(self, slot: int, number: int):
         """The states of a slot become checkpoint `number`."""
@@ -867,163 +862,6 @@ class Cache:
 
 
 # ======================================================================================================
-# 6  Sampling
-# ======================================================================================================
-
-
-class Tokens:
-    """Tokens on their way from a card to the host, with their log-probabilities if a request asks for them.
-    found: the task that returns what `Sampler.read_back` returns."""
-
-    def __init__(self, found: Task):
-        self.found, self.report = found, None
-        self.taken: Task | None = None      # the first stage's task that takes them for the next step
-
-    def arrived(self) -> np.ndarray:
-        """Waits for the tokens and returns them: int32, -1 for a row whose logits held a NaN. The array is
-        used again: the second `read_back` of the group after this one may overwrite it."""
-        tokens, self.report, arrived = self.found.result()
-        self.found.worker.wait(arrived)
-        return tokens
-
-    def read(self) -> np.ndarray:
-        """Like `arrived`, for the scheduler. The first stage's worker needs the same tokens for the next step, and its
-        card may be idle until it has them. So this waits until that worker has taken them: two threads that wake at the
-        same time would compete for the interpreter's lock."""
-        if self.taken is not None:
-            self.taken.wait()
-        return self.arrived()
-
-    def log_probs(self, row: int, top: int) -> tuple[float, tuple[tuple[int, float], ...]]:
-        """The log-probability of a row's token, and the `top` likeliest tokens with theirs. The tokens were read."""
-        own, likeliest, ids = logprobs.unpack_report(self.report)
-        return float(own[row]), tuple(zip(ids[row, :top].tolist(), likeliest[row, :top].tolist()))
-
-
-BUFFERS = 2                 # result buffers of a group: one is read while the next step writes the other
-FIRST_TOKENS = -1           # stands for the number of a group where the first token after a prompt is chosen
-
-
-@dataclass
-class Results:
-    """A buffer for what `Sampler.launch` finds for some rows, and the host memory that the buffer is copied to."""
-
-    tokens: Array
-    report: Array                               # of log-probabilities
-    on_host: tuple[np.ndarray, np.ndarray]      # page-locked, the same two
-    copied: Event | None = None                 # after this event the buffer may be written again
-
-
-class Sampler:
-    """The memory of the sampling kernels on a card: parameters, number of the next draw, token history, biases and mask
-    of every slot; and buffers for their results.
-
-    Each step writes its results to another buffer than the step before, so that their copy to the host runs beside the
-    next step. Between two steps the copy would make the card wait.
-    """
-
-    def __init__(self, card: Card, n_slots: int, n_vocab: int, rows: int):
-        """rows: most rows of a prompt's pass."""
-        self.card, self.n_vocab = card, n_vocab
-        self.state = sample.SamplingState.allocate(card, n_slots, n_slots, n_vocab)
-        self.log_probs = logprobs.LogprobState.allocate(card, max(n_slots, HEAD_ROWS), n_vocab)
-        self.prompt_tokens = card.alloc(rows, np.int32, "tokens of a prompt that get log-probabilities")
-        self.prompt_reports = card.alloc((rows, logprobs.REPORT), np.uint32, "log-probabilities of a prompt")
-        self.masks, self.copies = card.pinned(self.state.mask.shape, np.uint32), card.stream()
-        # On an emulated card a stream is a thread that shares the processors with the kernels: one is enough.
-        self.reads = card.default_stream if card.kind == "emulated" else card.stream("reads")
-        self.executor = llguidance.LLExecutor()
-
-    def allocate(self, n_groups: int):
-        """Take the memory of the result buffers. Each group of answers has BUFFERS of them. First tokens of prompts
-        have n_groups + 1, as up to n_groups first tokens may be unread."""
-        counts = [BUFFERS] * n_groups + [n_groups + 1]      # those of FIRST_TOKENS stand last
-        shape = sum(counts), len(self.masks)
-        self.tokens = self.card.alloc(shape, np.int32, "sampled tokens")
-        self.reports = self.card.alloc((*shape, logprobs.REPORT), np.uint32, "log-probabilities")
-        on_host = zip(self.card.pinned(shape, np.int32), self.card.pinned(self.reports.shape, np.uint32))
-        results = map(Results, self.tokens, self.reports, on_host)
-        self.results = [list(itertools.islice(results, n)) for n in counts]
-        self.buffers = [itertools.cycle(range(n)) for n in counts]
-
-    def prepare_slot(self, slot: int, request: Request):
-        """Set a slot's parameters for a request."""
-        r, state = request, self.state
-        seed = secrets.randbits(64) if r.seed is None else r.seed
-        packed = sample.pack_parameters(
-            r.temperature, r.top_k, r.top_p, r.min_p, seed, repetition=r.repetition_penalty,
-            frequency=r.frequency_penalty, presence=r.presence_penalty, masked=r.is_masked,
-            biased=bool(r.logit_bias))
-        self.card.copy_in(state.parameters[slot], packed)
-        if packed[sample.FLAGS] & sample.PENALIZED:
-            history = np.zeros(self.n_vocab, np.uint16)
-            history[r.prompt_ids] = sample.IN_PROMPT
-            self.card.copy_in(state.history[slot], history)
-        if r.is_masked:
-            self.card.fill(state.mask[slot], 0xFF, self.copies)         # all tokens, until a constraint binds
-            self.card.default_stream.wait(self.copies.record())
-        if r.logit_bias:
-            bias = np.zeros(self.n_vocab, np.float32)
-            bias[list(r.logit_bias)] = list(r.logit_bias.values())
-            self.card.copy_in(state.bias[slot], bias)
-
-    def set_draw(self, slot: int, draw: int):
-        """Set the number of a slot's next random draw."""
-        self.card.copy_in(self.state.parameters[slot][sample.DRAW:sample.DRAW + 1], np.array([draw], np.uint32))
-
-    def make_masks(self, constraints: dict[int, Constraint]):
-        """Write the masks of slots on the host: what each slot may choose next. The tokens that were chosen under the
-        last masks must have been read, since their masks on the host are overwritten."""
-        free = []
-        for slot, constraint in constraints.items():
-            if constraint.forced:
-                token = constraint.forced[0]
-                self.masks[slot] = 0
-                self.masks[slot, token // 32] = 1 << token % 32
-            elif constraint.matcher is None:
-                self.masks[slot] = 0xFFFFFFFF
-            else:
-                free.append((constraint.matcher, slot))
-        if free:
-            llguidance.numpy.fill_next_token_bitmask_par(self.executor, free, self.masks.view(np.int32))
-
-    def send_masks(self, slots: list[int]):
-        """Queue the copy of masks to the card, for the next `launch`. The copies run beside the kernels of the default
-        stream. All writes of masks go to the stream `copies`, which keeps their order."""
-        for slot in slots:
-            self.card.copy_in(self.state.mask[slot], self.masks[slot], self.copies)
-        self.card.default_stream.wait(self.copies.record())
-
-    def next_buffer(self, group: int) -> int:
-        """The index of the next result buffer of a group, or of FIRST_TOKENS. On the card, what is queued after this
-        call runs once the buffer's earlier results have been copied to the host."""
-        buffer = next(self.buffers[group])
-        if copied := self.results[group][buffer].copied:
-            self.card.default_stream.wait(copied)
-        return buffer
-
-    def launch(self, logits: Array, rows: Rows, group: int, buffer: int, log_probs: bool):
-        """Queue the choice of the next token of each row. The launches can be recorded."""
-        results = self.results[group][buffer]
-        sample.sample(self.card, results.tokens, logits, rows.places.slots, self.state, rows.n, self.n_vocab)
-        if log_probs:
-            logprobs.logprobs(self.card, results.report, logits, results.tokens, self.log_probs, rows.n, self.n_vocab)
-
-    def read_back(self, group: int, buffer: int, n: int,
-                  log_probs: bool) -> tuple[np.ndarray, np.ndarray | None, Event]:
-        """Queue the copy of a buffer's results for n rows to the host, beside what is queued next. Returns the tokens,
-        the report of log-probabilities or None, and the event after which both are there."""
-        results = self.results[group][buffer]
-        tokens, report = (host[:n] for host in results.on_host)
-        self.reads.wait(self.card.default_stream.record())
-        self.card.copy_out(tokens, results.tokens[:n], self.reads)
-        if log_probs:
-            self.card.copy_out(report, results.report[:n], self.reads)
-        results.copied = self.reads.record()
-        return tokens, report if log_probs else None, results.copied
-
-
-# ======================================================================================================
 # 7  Stages
 # ======================================================================================================
 # A stage is a range of layers on one card. Every card has a worker (engine/worker.py), the only thread that gives the
@@ -1031,6 +869,30 @@ class Sampler:
 
 CHECKED_WEIGHTS = 1 << 22   # `Engine.use` compares products on random matrices of at most so many weights
 QUEUEING = 100e-6           # seconds, about, that the host needs to queue the copies of a hop in streams of their own
+
+
+class StepShape(NamedTuple):
+    """How large a decode step is. Each step shape has a recording."""
+
+    n: int                      # answers
+    width: int = 1              # rows of each: its latest token, and drafts
+    n_drafts: int = 0           # most drafts that the draft block makes for the next step
+    log_probs: bool = False
+
+    @property
+    def n_reports(self) -> int:
+        """How many rows get log-probabilities."""
+        return self.n * self.width * self.log_probs
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The answers of a group on a card, as kernels/advance.py has them, and the rows of their decode step. outcomes:
+    those of the latest steps, in the buffers that take turns."""
+
+    answers: Array
+    inputs: Array
+    outcomes: list[Array]
 
 
 class Stage:
@@ -1056,9 +918,13 @@ class Stage:
         chunk = chunk or self.costs.chunk_that_fits(pages_for(demand.n_ctx), demand.slots + LEAST_CHECKPOINTS,
                                                     self.model.row_bytes() + 2 * hop_bytes(config.hidden_dim, hops))
         self.chunk = min(chunk, pages_for(demand.n_ctx) * PAGE_TOKENS)
-        self.max_rows = max(self.chunk, demand.slots, HEAD_ROWS)
-        self.model.allocate(self.max_rows, demand.slots)
-        self.sampler = Sampler(card, demand.slots, config.n_vocab, self.max_rows) if self.model.head else None
+        self.step_rows = step_rows(demand.slots, demand.drafts)
+        self.max_rows = max(self.chunk, self.step_rows, HEAD_ROWS)
+        self.model.allocate(self.max_rows, self.step_rows)
+        self.sampler = None
+        if self.model.head:
+            self.sampler = Sampler(card, demand, config.n_vocab, self.max_rows)
+            self.first = card.alloc((1, advance.N_ANSWER), np.int32, "the answer that gets its first token")
         # A prompt's pass has inputs of its own, since those of a batch stay there from one step to the next.
         self.inputs = card.alloc(INPUTS * self.max_rows, np.int32, "ids, slots and positions of a prompt's pass")
         self.incoming, self.outgoing = (
@@ -1086,10 +952,16 @@ class Stage:
         """Take the memory of the cache, whose size depends on what the weights leave, and of the inputs of the decode
         steps of each group of answers."""
         self.cache = Cache(self.card, self.config, self.model.numbers, sizes)
-        self.batches = [self.card.alloc(INPUTS * self.n_slots, np.int32, "ids, slots and positions of a decode step")
-                        for _ in range(n_groups)]
         if self.sampler:
             self.sampler.allocate(n_groups)
+        self.batches = [self.new_batch(group) for group in range(n_groups)]
+
+    def new_batch(self, group: int) -> "Batch":
+        card, n = self.card, self.n_slots
+        outcomes = [card.zeros((n, advance.N_OUTCOME), np.int32, "outcomes of the last stage")]
+        return Batch(card.alloc((n, advance.N_ANSWER), np.int32, "answers of a decode step"),
+                     card.alloc(INPUTS * self.step_rows, np.int32, "ids, slots and positions of a decode step"),
+                     [each.outcomes for each in self.sampler.results[group]] if self.sampler else outcomes)
 
     # ---- what the worker queues ----
 
@@ -1116,13 +988,18 @@ class Stage:
                 self.cache.save(slot, number)
         return self.card.default_stream.record()
 
-    def queue_first_choice(self, row: int, slot: int, log_probs: bool):
-        """Queue the choice of the next token of a slot from row `row` of the prompt's pass that was queued last.
-        Returns what `Sampler.read_back` does."""
-        set_rows(self.inputs, [0], [slot], [0])     # of this row, the sampler reads the slot alone
-        rows, buffer = rows_of(self.inputs, 1), self.sampler.next_buffer(FIRST_TOKENS)
-        self.model.compute_logits(rows, self.model.scratch.x[row:row + 1])
-        self.sampler.launch(self.model.logits, rows, FIRST_TOKENS, buffer, log_probs)
+    def queue_first_choice(self, row: int, answer, n_drafts: int, log_probs: bool):
+        """Queue the choice of an answer's first token from row `row` of the prompt's pass that was queued last, and
+        n_drafts drafts of what follows. answer: its record, with the place of that row. Returns what
+        `Sampler.read_back` does."""
+        slot, position = answer[advance.SLOT], answer[advance.POSITION]
+        x, buffer = self.model.scratch.x[row:row + 1], self.sampler.next_buffer(FIRST_TOKENS)
+        self.card.copy_in(self.first, np.array([answer], np.int32))
+        set_rows(self.inputs, [0], [slot], [position])      # of this row, the sampler reads slot and position
+        rows, results = rows_of(self.inputs, 1), self.sampler.results[FIRST_TOKENS][buffer]
+        self.model.compute_logits(rows, x)
+        self.sampler.launch(self.model.logits, rows, 1, results, log_probs)
+        self.launch_drafts(x, results.outcomes, self.first, (1, 1, n_drafts))
         return self.sampler.read_back(FIRST_TOKENS, buffer, 1, log_probs)
 
     def score_prompt(self, tokens) -> np.ndarray:
@@ -1142,43 +1019,38 @@ class Stage:
         self.model.compute_logits(rows_of(self.inputs, n), self.model.scratch.x[row:row + n])
         return self.card.download(self.model.logits[:n])
 
-    def set_batch(self, ids, slots, positions, group: int):
-        """Set the inputs of a group's next decode step."""
-        set_rows(self.batches[group], ids, slots, positions)
+    def set_batch(self, answers: np.ndarray, group: int):
+        """Set the answers of a group's next decode step, int32 [n, ANSWER]. No step has chosen tokens since."""
+        batch = self.batches[group]
+        self.card.copy_in(batch.answers[:len(answers)], answers)
+        for outcomes in batch.outcomes:
+            self.card.fill(outcomes, 0)
 
     def receive_tokens(self, tokens: "Tokens | None", n: int, group: int):
-        """On all cards but the last: wait for the tokens that the last stage chose in the group's previous step, and
-        queue their copy to where `launch_layers` reads them. This card and the last one may be idle meanwhile."""
+        """On all cards but the last: wait for the outcomes of the group's previous step, and queue their copy to where
+        `launch_inputs` reads them. This card and the last one may be idle meanwhile."""
         if self.hands_on and tokens is not None:
-            self.card.copy_in(chosen_of(self.batches[group], n), tokens.arrived())
+            self.card.copy_in(self.batches[group].outcomes[0][:n], tokens.arrived())
 
-    def queue_step(self, tokens: "Tokens | None", n: int, log_probs: bool, group: int):
+    def queue_step(self, tokens: "Tokens | None", shape: "StepShape", group: int):
         """Queue a decode step: `queue_layers` and `queue_choice` in one recording."""
-        self.receive_tokens(tokens, n, group)
+        self.receive_tokens(tokens, shape.n, group)
         buffer = self.sampler.next_buffer(group) if self.sampler else 0
-        self.recording(self.launch_step, n, log_probs, group, buffer).replay()
-        return self.sampler and self.sampler.read_back(group, buffer, n, log_probs)
+        self.recording(self.launch_step, shape, group, buffer).replay()
+        return self.sampler and self.sampler.read_back(group, buffer, shape.n, shape.n_reports)
 
-    def queue_layers(self, tokens: "Tokens | None", n: int, group: int):
-        """Queue the layers of a group's next decode step: of the n rows of `set_batch`, or of the tokens chosen
+    def queue_layers(self, tokens: "Tokens | None", shape: "StepShape", group: int):
+        """Queue the layers of a group's next decode step: of the answers of `set_batch`, or of the tokens chosen
         since."""
-        self.receive_tokens(tokens, n, group)
-        self.recording(self.launch_layers, n, group).replay()
+        self.receive_tokens(tokens, shape.n, group)
+        before = self.sampler.latest[group] if self.sampler else 0
+        self.recording(self.launch_layers, shape.n, shape.width, group, before).replay()
 
-    def queue_choice(self, n: int, log_probs: bool, group: int):
-        """Queue the choice of the tokens that follow the n rows of `queue_layers`. They enter the next step."""
+    def queue_choice(self, shape: "StepShape", group: int):
+        """Queue the choice of the tokens that follow the rows of `queue_layers`. They enter the next step."""
         buffer = self.sampler.next_buffer(group)
-        self.recording(self.launch_choice, n, log_probs, group, buffer).replay()
-        return self.sampler.read_back(group, buffer, n, log_probs)
-
-    def queue_forced(self, ids, slot: int, start: int, draw: int):
-        """Queue a decode pass over consecutive tokens of a slot, without a choice. draw: the number of the slot's next
-        random draw, as if every token had been chosen singly."""
-        n = len(ids)
-        set_rows(self.inputs, ids, [slot] * n, range(start, start + n), one_by_one=True)
-        self.recording(self.launch_forced, n).replay()
-        if self.sampler:
-            self.sampler.set_draw(slot, draw)
+        self.recording(self.launch_choice, shape, group, buffer).replay()
+        return self.sampler.read_back(group, buffer, shape.n, shape.n_reports)
 
     def recording(self, launch, *arguments):
         """The Recording of launch(*arguments), one of the methods below; made when it is first asked for."""
@@ -1221,38 +1093,37 @@ class Stage:
         rows = dataclasses.replace(rows_of(self.inputs[start:], n_all), n=n)
         return PromptPass(rows, inside, n < n_all, in_order)
 
-    def launch_forced(self, n: int):
-        """A decode pass over n rows of one slot. The slot's states are updated row by row."""
-        each = ((i, rows_of(self.inputs[6 * (n + i):], 1)) for i in range(n))
-        self.model.forward(DecodePass(rows_of(self.inputs, n), tuple(each), False), self.cache)
+    def launch_step(self, shape: "StepShape", group: int, buffer: int):
+        before = (buffer - 1) % BUFFERS if self.sampler else 0
+        self.launch_layers(shape.n, shape.width, group, before)
+        if self.sampler:
+            self.launch_choice(shape, group, buffer)
 
-    def launch_step(self, n: int, log_probs: bool, group: int, buffer: int):
-        self.launch_layers(n, group)
-        self.launch_choice(n, log_probs, group, buffer)
+    def launch_inputs(self, n: int, width: int, group: int, before: int) -> Rows:
+        """The rows of a step of n answers, from the outcomes of the step before, in the buffer `before`. Answers whose
+        tokens have filled a page get their checkpoint."""
+        batch, rows = self.batches[group], rows_of(self.batches[group].inputs, n * width)
+        advance.advance(self.card, rows, batch.answers, batch.outcomes[before], self.cache.pending.accepted, n, width)
+        self.cache.keep(rows.places, n)
+        return rows
 
-    def launch_layers(self, n: int, group: int):
-        rows = rows_of(self.batches[group], n)
-        if self.hands_on:
-            self.advance(rows, chosen_of(self.batches[group], n))
-        # A middle stage must not read early: there, `advance`, which moves the positions on, is the launch right before
-        # the layers, and the first layer may start before `advance` has ended. On the first stage the embedding comes
-        # between the two. On the last stage, `advance` ran at the end of the step before.
-        reads_early = self.layers.start == 0 or not self.hands_on
-        self.model.forward(DecodePass.of(rows, reads_early), self.cache)
+    def launch_layers(self, n: int, width: int, group: int, before: int):
+        rows = self.launch_inputs(n, width, group, before)
+        self.model.forward(DecodePass(rows, n, width), self.cache)
         if self.sampler:
             self.model.compute_logits(rows, self.model.scratch.x)
 
-    def launch_choice(self, n: int, log_probs: bool, group: int, buffer: int):
-        if self.sampler:
-            rows = rows_of(self.batches[group], n)
-            self.sampler.launch(self.model.logits, rows, group, buffer, log_probs)
-            self.advance(rows, self.sampler.results[group][buffer].tokens)
+    def launch_choice(self, shape: "StepShape", group: int, buffer: int):
+        batch, results = self.batches[group], self.sampler.results[group][buffer]
+        rows = rows_of(batch.inputs, shape.n * shape.width)
+        self.sampler.launch(self.model.logits, rows, shape.n, results, shape.log_probs)
+        self.launch_drafts(self.model.scratch.x, results.outcomes, batch.answers, shape[:3])
 
-    def advance(self, rows: Rows, tokens: Array):
-        """The inputs of a step become those of the next one: the tokens chosen, at the next positions. The last stage
-        does this at the end of a step, the others at the beginning of the next one, when the tokens have come to their
-        card."""
-        advance.advance(self.card, rows.ids, rows.places.positions, rows.rope, tokens, rows.n)
+    def launch_drafts(self, x: Array, outcomes: Array, answers: Array, sizes: tuple[int, int, int]):
+        """The drafts of the next step. x: what the layers have made of the rows of this step. sizes: answers, width,
+        and the most drafts of the draft block."""
+        n, width, n_drafts = sizes
+        self.sampler.continue_drafts(outcomes, answers, n)
 
     # ---- kernels ----
 
@@ -1267,7 +1138,7 @@ class Stage:
         sizes = [n for n in (1, 2, 4, 8) if n <= self.n_slots]          # other sizes are recorded when they come
         buffers = range(BUFFERS if self.sampler else 1)
         for group, n, buffer in itertools.product(range(len(self.batches)), sizes, buffers):
-            self.recording(self.launch_step, n, False, group, buffer)
+            self.recording(self.launch_step, StepShape(n), group, buffer)
 
     def launch_all(self):
         """Launch every kernel that a prompt or an answer of any length may need. The results are of no use."""
@@ -1277,10 +1148,11 @@ class Stage:
         for n, shares_card in sorted({(n, len(sizes) > 1) for sizes in batches for n in sizes}):
             run = dataclasses.replace(self.prompt_pass(0, n, n), shares_card=shares_card)
             self.model.forward(run, self.cache)
-        for n in range(1, self.n_slots + 1):
-            self.launch_step(n, True, 0, 0)
-        for n in range(2, FORCED_ROWS + 1):
-            self.launch_forced(n)
+        steps = {(n, 1) for n in range(1, self.n_slots + 1)} | {(1, width) for width in range(1, CHECK_ROWS + 1)}
+        steps |= {(n, width) for n, width in {n * width: (n, width) for n in range(1, self.n_slots + 1)
+                                              for width in range(1, widest(n, self.step_rows) + 1)}.values()}
+        for n, width in sorted(steps):
+            self.launch_step(StepShape(n, width, width - 1, True), 0, 0)
         if self.sampler:
             for n in range(1, HEAD_ROWS + 1):
                 self.model.compute_logits(rows_of(self.inputs, n), self.model.scratch.x)
@@ -1344,7 +1216,7 @@ class Edge:
         self.copies_out, self.copies_in = upstream.card.stream("copies out"), downstream.card.stream("copies in")
         self.n_sent = self.n_received = 0
         self.n_direct = sum(max(stage.costs.hop_seconds(n) for stage in (upstream, downstream)) <= QUEUEING
-                            for n in range(1, upstream.n_slots + 1))        # hops of up to so many rows go straight
+                            for n in range(1, upstream.step_rows + 1))       # hops of up to so many rows go straight
         # By half: outgoing may be written again after event has_left, pinned after has_come, incoming after was_read.
         self.has_left, self.has_come, self.was_read = [None] * 2, [None] * 2, [None] * 2
         self.receipts = collections.deque([None] * 2, maxlen=2)     # the tasks that received the last two hops
@@ -1425,6 +1297,12 @@ class Pipeline:
                 worker.ask(stage.card.load_kernel, *kernel).result()
             worker.ask(stage.record).result()
 
+    def follow_script(self, texts: dict[int, list[int]] | None):
+        """From now on the drafts of slots are what their texts say at the same positions. None: drafters make them
+        again. For tests and benchmarks."""
+        self.last.worker.ask(self.last.sampler.follow_script, texts).result()
+        self.last.worker.ask(self.last.recordings.clear).result()
+
     def use(self, gemv, gemm):
         """See `Engine.use`."""
         for stage in self.stages:
@@ -1474,9 +1352,9 @@ class Pipeline:
         pages = list(pages)                     # as they are now
         self.on_all(lambda stage: stage.cache.set_pages(slot, pages))
 
-    def save(self, slot: int, number: int):
-        """Keep a slot's states as checkpoint `number`."""
-        self.on_all(lambda stage: stage.cache.save(slot, number))
+    def aim(self, slot: int, number: int | None):
+        """When the slot's tokens next fill a page, its states become checkpoint `number`. None: they do not."""
+        self.on_all(lambda stage: stage.cache.aim(slot, number))
 
     def spill(self, number: int, host: int) -> bool:
         """Copy checkpoint `number` to number `host` in host memory. False if no more memory can be page-locked."""
@@ -1521,9 +1399,10 @@ class Pipeline:
         """Tokens of the next pass over a prompt, as `choose_rows`."""
         return choose_rows(start, end, limit, len(self.stages), self.slowest, last)
 
-    def sample_row(self, row: int, slot: int, log_probs: bool = False) -> "Tokens":
-        """The next token of a slot, from row `row` of the pass queued last."""
-        return Tokens(self.last.worker.post(self.last.queue_first_choice, row, slot, log_probs))
+    def sample_row(self, row: int, answer, n_drafts: int = 0, log_probs: bool = False) -> Tokens:
+        """The first token of an answer, from row `row` of the pass queued last. answer: its record, see `answer_of`,
+        with the position of that row."""
+        return Tokens(self.last.worker.post(self.last.queue_first_choice, row, answer, n_drafts, log_probs))
 
     def score(self, tokens: list[int]) -> Task:
         """A task that gives the reports of tokens of a prompt, as `Stage.score_prompt`."""
@@ -1535,45 +1414,46 @@ class Pipeline:
 
     # ---- decode steps of a group of answers ----
 
-    def place(self, ids, slots, positions, group: int = 0):
-        """The batch of the decode steps that follow: for each row a token, its slot and its position."""
-        ids, slots, positions = list(ids), list(slots), list(positions)
-        self.on_all(lambda stage: stage.set_batch(ids, slots, positions, group))
+    def place(self, answers, group: int = 0):
+        """The answers of the decode steps that follow: a record of each, see `answer_of`."""
+        answers = np.array(answers, np.int32)
+        self.on_all(lambda stage: stage.set_batch(answers, group))
         self.chosen[group] = None
 
-    def step(self, n: int, log_probs: bool = False, group: int = 0) -> "Tokens":
-        """Queue a decode step of the n rows of the batch. The tokens that it chooses are the batch of the next step,
-        see `Stage.advance`."""
-        tokens = Tokens(self.run_step(group, n, Stage.queue_step, n, log_probs)[-1])
+    def step(self, shape: StepShape, group: int = 0) -> Tokens:
+        """Queue a decode step of the answers of the batch. The tokens that it chooses are the batch of the next step,
+        see kernels/advance.py."""
+        tokens = Tokens(self.run_step(group, shape.n * shape.width, Stage.queue_step, shape)[-1])
         self.chosen[group] = tokens
         return tokens
 
-    def forward(self, n: int, group: int = 0):
+    def forward(self, shape: StepShape, group: int = 0):
         """The first part of a step, which needs only the tokens of the step before: the layers."""
-        self.run_step(group, n, Stage.queue_layers, n)
+        self.run_step(group, shape.n * shape.width, Stage.queue_layers, shape)
 
-    def run_step(self, group: int, n: int, work, *arguments) -> list[Task]:
+    def run_step(self, group: int, n_rows: int, work, shape: StepShape) -> list[Task]:
         """`run` for a step that goes on from the tokens of the group's last step. `Tokens.read` waits until the first
         stage has taken these tokens."""
         tokens = self.chosen[group]
-        tasks = self.run(n, work, tokens, *arguments, group)
+        tasks = self.run(n_rows, work, tokens, shape, group)
         if tokens is not None:
             tokens.taken = tasks[0]
         return tasks
 
-    def constrain(self, constraints: dict[int, Constraint]):
-        """Slots choose their next tokens from what their constraints allow."""
-        self.last.sampler.make_masks(constraints)
-        self.last.worker.post(self.last.sampler.send_masks, list(constraints))
+    def catch_up(self, answers, group: int):
+        """Take the checkpoints of answers whose tokens have filled a page, which their next step would take. After this
+        the group needs a `place`."""
+        self.place(answers, group)
+        self.on_all(lambda stage: stage.launch_inputs(len(answers), 1, group, 0))
 
-    def append(self, ids, slot: int, start: int, draw: int):
-        """A decode pass over consecutive tokens of `slot` that the host knows already, at positions start, start + 1,
-        ... draw: as `Stage.queue_forced`."""
-        self.run(len(ids), Stage.queue_forced, ids, slot, start, draw)
+    def constrain(self, constraints: dict[int, Constraint], drafts: dict[int, list[int]], width: int):
+        """Slots choose their next tokens from what their constraints allow. drafts: those of the step, by slot."""
+        self.last.sampler.make_masks(constraints, drafts)
+        self.last.worker.post(self.last.sampler.send_masks, list(constraints), width)
 
-    def choose(self, n: int, log_probs: bool, group: int = 0) -> "Tokens":
+    def choose(self, shape: StepShape, group: int = 0) -> Tokens:
         """The second part of a step: its tokens are chosen, under the masks that `constrain` has sent."""
-        tokens = self.chosen[group] = Tokens(self.last.worker.post(self.last.queue_choice, n, log_probs, group))
+        tokens = self.chosen[group] = Tokens(self.last.worker.post(self.last.queue_choice, shape, group))
         return tokens
 
 
@@ -1581,19 +1461,21 @@ class Pipeline:
 # 8  Scheduler
 # ======================================================================================================
 
-LEAST_FORCED = 3            # fewer are not worth a pass: the host must have read the step in flight before it
+FIRST_DRAFTS = 3            # of the draft block, after the first token of an answer
+LEAST_FORCED = 3            # fewer are not worth a check: the host must have read the step in flight before it
 TURN = "<|im_start|>"       # the control token at which a turn of a conversation begins
 NAN_LOGITS = "the logits hold a NaN: the model file is damaged, or a kernel is wrong"
 
 
 @dataclass(frozen=True)
 class Flight:
-    """A queued decode step, or the end of a prompt: the sequences of its rows, and the tokens that it will choose.
-    n_passes: as `Turns.land` has it."""
+    """A queued decode step, or the end of a prompt: its sequences, and the tokens that it will choose. n_passes: as
+    `Turns.land` has it."""
 
     sequences: list[Sequence]
     tokens: Tokens
     n_passes: int
+    width: int = 1
 
 
 def wants_log_probs(sequences: list[Sequence]) -> bool:
@@ -1627,12 +1509,14 @@ class Scheduler:
     """
 
     def __init__(self, pipeline: Pipeline, cache: PrefixCache, tokenizer: Tokenizer, n_slots: int, n_ctx: int,
-                 chunk: int):
+                 chunk: int, pace: Pace):
         self.pipeline, self.cache, self.tokenizer = pipeline, cache, tokenizer
-        self.n_slots, self.n_ctx, self.chunk = n_slots, n_ctx, chunk
+        self.n_slots, self.n_ctx, self.chunk, self.pace = n_slots, n_ctx, chunk, pace
         self.free_slots = list(reversed(range(n_slots)))
         self.waiting, self.running = collections.deque(), []
         self.flights: list[Flight | None] = [None] * pipeline.n_groups  # the step in flight of each group
+        self.landed_at: list[float | None] = [None] * pipeline.n_groups    # when a step landed right before this flight
+        self.planned = [1] * pipeline.n_groups      # the width for which the latest step of each group makes drafts
         self.first_tokens = collections.deque()     # the Flights that end prompts
         self.next_groups = itertools.cycle(range(pipeline.n_groups))
         self.turns = Turns(pipeline.n_stages)
@@ -1674,7 +1558,8 @@ class Scheduler:
             "checkpoints": len(cache.on_card) + len(cache.in_host),
             "checkpoints_on_card": cache.n_checkpoints - len(cache.free_numbers),
             "checkpoints_spilled": cache.n_spilled, "checkpoints_fetched": cache.n_fetched,
-            "checkpoints_dropped": cache.n_dropped}
+            "checkpoints_dropped": cache.n_dropped,
+            "drafts_checked": tuple(self.pace.n_checked), "drafts_accepted": tuple(self.pace.n_accepted)}
 
     @contextlib.contextmanager
     def between_steps(self):
@@ -1801,6 +1686,7 @@ class Scheduler:
                 if n_pages > self._unpromised_pages():
                     return
                 self.running.append(Sequence(self.waiting.popleft(), self.free_slots.pop(), n_pages, self.cache.root))
+                self.pace.join(self.running[-1].generation.drafts, self.running[-1].generation.request.draft)
             self.totals["requests"] += 1
 
     def _pages_wanted(self, request: Request) -> int:
@@ -1834,9 +1720,10 @@ class Scheduler:
             sequence.scores.append(self.pipeline.score(following))
         if sequence.in_prompt:
             return
-        self._constrain([sequence])
+        self._constrain([sequence], 1)
         if sequence in self.running:
-            tokens = self.pipeline.sample_row(end - start - 1, sequence.slot, wants_log_probs([sequence]))
+            tokens = self.pipeline.sample_row(end - start - 1, sequence.answer(self.n_ctx),
+                                              min(self.pace.limit, FIRST_DRAFTS), wants_log_probs([sequence]))
             self.first_tokens.append(Flight([sequence], tokens, self.turns.n_passes))
 
     def _begin(self, sequence: Sequence):
@@ -1861,11 +1748,11 @@ class Scheduler:
         while len(self.first_tokens) > n_left:
             flight = self.first_tokens.popleft()
             sequence, = flight.sequences
-            token, = flight.tokens.read().tolist()
+            outcome, = flight.tokens.read().tolist()
             self.turns.land(flight.n_passes)
             if sequence in self.running:
                 sequence.take_scores()
-                self._take(sequence, flight.tokens, 0, token)
+                self._take_outcome(sequence, flight.tokens, [0], outcome)
 
     def _form_groups(self):
         """Put new answers into the smallest group. If the sizes differ by more than one, move an answer from the
@@ -1886,71 +1773,97 @@ class Scheduler:
 
     def decode(self, group: int):
         """Queue a decode step of a group of answers. Then read the tokens of the group's previous step; earlier if the
-        batch changes or forced tokens come first, and, under a grammar, between the layers and the choice."""
-        self._append_forced(group)
-        if self.flights[group] and self.flights[group].sequences != self.answering(group):
-            self._land(group)                       # the batch changes: `place` needs the tokens in flight
+        batch changes or a grammar forces tokens, which become drafts, and, under a grammar, between the layers and the
+        choice."""
+        flight = self.flights[group]
+        if flight and (flight.sequences != self.answering(group) or any(s.n_certain >= LEAST_FORCED
+                                                                         for s in flight.sequences)):
+            self._land(group)
         batch = self.answering(group)
         if not batch:
             return
+        shape = self.shape(batch, group)
         if self.flights[group] is None:
-            self.pipeline.place([s.tokens[-1] for s in batch], [s.slot for s in batch], [s.n_computed for s in batch],
-                                group)
+            for sequence in batch:
+                sequence.draft_what_is_certain()
+            self.pipeline.place([s.answer(self.n_ctx) for s in batch], group)
         for sequence in batch:
-            self._reserve(sequence, sequence.n_computed + sequence.in_flight + 1)
-        if any(s.generation.constraint and s.generation.constraint.binds(s.in_flight) for s in batch):
-            self.pipeline.forward(len(batch), group)
-            self._land(group)                       # the masks depend on the tokens of the step before
-            self._constrain(batch)
-            tokens = self.pipeline.choose(len(batch), wants_log_probs(batch), group)
+            self._reach(sequence, shape.width)
+        if any(s.generation.constraint and s.generation.constraint.binds(s.in_flight + shape.width - 1) for s in batch):
+            self.pipeline.forward(shape, group)
+            self._land(group, is_behind=True)       # the masks depend on the tokens of the step before
+            self._constrain(batch, shape.width)
+            tokens = self.pipeline.choose(shape, group)
         else:
-            tokens = self.pipeline.step(len(batch), wants_log_probs(batch), group)
-            self._land(group)                       # takes the previous step's tokens: the flight is still that step's
+            tokens = self.pipeline.step(shape, group)
+            self._land(group, is_behind=True)       # takes the previous step's tokens: the flight is still that step's
         for sequence in batch:
-            sequence.in_flight = 1
-            if sequence in self.running:
-                self.cache.keep_decoded(sequence, sequence.n_computed + 1)
-        self.flights[group] = Flight(batch, tokens, self.turns.n_passes)
+            sequence.in_flight = shape.width
+        self.flights[group] = Flight(batch, tokens, self.turns.n_passes, shape.width)
 
-    def _append_forced(self, group: int):
-        """If a group has one answer, append the tokens that its grammar forces, several in one decode pass. The bits
-        are the same as with one step per token. With several answers this would save nothing: a step reads the weights
-        once for all of them, and the pass would delay the others."""
-        batch = self.answering(group)
-        if len(batch) != 1 or batch[0].n_forced(self.n_ctx) < LEAST_FORCED:
-            return
-        self._land(group)
-        sequence, = batch
-        if sequence not in self.running or not (n := sequence.n_forced(self.n_ctx)):
-            return
-        forced, start = list(sequence.generation.constraint.forced)[:n], sequence.n_computed
-        self._reserve(sequence, start + n)
-        self.pipeline.append([sequence.tokens[-1], *forced[:-1]], sequence.slot, start,
-                             sequence.generation.n_generated + n)
-        sequence.n_computed += n
-        for token in forced[:-1]:
-            if sequence in self.running:
-                self._take(sequence, None, 0, token)
-        if sequence in self.running:
-            self.cache.keep_decoded(sequence, sequence.n_computed)  # before the last token, which may end the answer
-            self._take(sequence, None, 0, forced[-1])
+    def shape(self, batch: list[Sequence], group: int) -> StepShape:
+        """The shape of the group's next step."""
+        width = self.pace.width([s.generation.drafts for s in batch])
+        n_drafts = width - 1 if self.pace.has_block else 0
+        if self.pace.has_block:             # its drafts for this step were made in the step before
+            width, self.planned[group] = self.planned[group], width
+        if self.flights[group] is None:
+            width = max(width, 1 + max(s.n_certain for s in batch))
+        width = min(width, widest(len(batch), self.pipeline.last.step_rows))
+        return StepShape(len(batch), width, n_drafts, wants_log_probs(batch))
+
+    def _reach(self, sequence: Sequence, width: int):
+        """Prepare for a step of so many rows: pages, and a checkpoint if the step may fill one."""
+        longest = len(sequence.tokens) + sequence.room(self.n_ctx)
+        end = min(sequence.n_computed + sequence.in_flight + width, longest)
+        self._reserve(sequence, min(end + 1, longest))      # the draft block is a token ahead
+        if end // PAGE_TOKENS > sequence.n_computed // PAGE_TOKENS:
+            self.cache.aim(sequence)
 
     def answering(self, group: int) -> list[Sequence]:
         """The running sequences of the group, except those whose last allowed token is already in flight."""
         return [s for s in self.running if s.group == group and not (s.in_flight and s.is_full(1, self.n_ctx))]
 
-    def _land(self, group: int):
-        """Take the tokens of the group's step in flight, except those of sequences that have ended meanwhile."""
+    def _land(self, group: int, is_behind: bool = False):
+        """Take the tokens of the group's step in flight, except those of sequences that have ended meanwhile.
+        is_behind: whether the group's next step is queued behind it."""
         flight, self.flights[group] = self.flights[group], None
         if flight is None:
             return
-        chosen = flight.tokens.read().tolist()
+        outcomes, n = flight.tokens.read().tolist(), len(flight.sequences)
         self.turns.land(flight.n_passes)
-        for row, (sequence, token) in enumerate(zip(flight.sequences, chosen)):
+        self._measure(flight, group, is_behind)
+        if not is_behind:           # then no step has noted what was accepted, and has taken the checkpoints
+            filled = [answer_of(0, s.slot, s.n_computed + outcome[advance.COUNT], accepted=outcome[advance.COUNT] - 1)
+                      for s, outcome in zip(flight.sequences, outcomes) if s in self.running and s.fills_page(outcome)]
+            if filled:
+                self.pipeline.catch_up(filled, group)
+        for i, (sequence, outcome) in enumerate(zip(flight.sequences, outcomes)):
             if sequence in self.running:
+                self._take_outcome(sequence, flight.tokens, range(i, n * flight.width, n), outcome)
+
+    def _measure(self, flight: Flight, group: int, is_behind: bool):
+        """Note how long a step took, if it followed another one directly and no prompt's pass ran beside it."""
+        before, now = self.landed_at[group], self.turns.landed_at
+        self.landed_at[group] = now if is_behind and not self.turns.unmeasured else None
+        if before is not None and self.landed_at[group] is not None:
+            self.pace.measure(len(flight.sequences), flight.width, now - before)
+
+    def _take_outcome(self, sequence: Sequence, tokens: Tokens, rows, outcome: list[int]):
+        """Take what a step has chosen for a sequence. rows: the sequence's rows in the step."""
+        count = outcome[advance.COUNT]
+        if count < 0:
+            raise CardError(NAN_LOGITS)
+        n_checked = sequence.land(outcome, len(rows), self.n_ctx)
+        self.pace.land(sequence.generation.drafts, n_checked, count - 1, len(sequence.drafts))
+        for row, token in zip(rows, outcome[advance.TOKENS:advance.TOKENS + count]):
+            if sequence.is_answer:                  # the token before this one was computed by the row
                 sequence.n_computed += 1
-                sequence.in_flight = 0
-                self._take(sequence, flight.tokens, row, token)
+                if sequence.n_computed % PAGE_TOKENS == 0:
+                    self.cache.keep_decoded(sequence)
+            self._take(sequence, tokens, row, token)
+            if sequence not in self.running:
+                return
 
     def _reserve(self, sequence: Sequence, n_tokens: int):
         """Give a sequence pages for its first n_tokens, out of the pages that were promised to it."""
@@ -1959,13 +1872,14 @@ class Scheduler:
             sequence.pages += self.cache.take_pages(missing)
             self.pipeline.set_pages(sequence.slot, sequence.pages)
 
-    def _constrain(self, sequences: list[Sequence]):
-        """Tell the cards what the next tokens may be. A sequence whose grammar has failed ends."""
-        constrained = [s for s in sequences if s in self.running and s.generation.constraint
-                       and s.generation.constraint.binds()]
-        if constrained:
-            self.pipeline.constrain({s.slot: s.generation.constraint for s in constrained})
-        for sequence in constrained:
+    def _constrain(self, sequences: list[Sequence], width: int):
+        """Tell the cards what the rows of the next step may choose. A sequence whose grammar has failed ends."""
+        bound = {s.slot: s for s in sequences if s in self.running and s.generation.constraint
+                 and s.generation.constraint.binds(width - 1)}
+        if bound:
+            self.pipeline.constrain({slot: s.generation.constraint for slot, s in bound.items()},
+                                    {slot: s.drafts[:width - 1] for slot, s in bound.items()}, width)
+        for sequence in bound.values():
             if error := sequence.generation.constraint.error:
                 self._finish(sequence, error)
 
@@ -1973,8 +1887,6 @@ class Scheduler:
         """Hand a new token of a sequence, from row `row` of `tokens`, to its reader. After the last token the slot is
         free."""
         generation, request = sequence.generation, sequence.generation.request
-        if token < 0:
-            raise CardError(NAN_LOGITS)
         if constraint := generation.constraint:
             constraint.take(token)
             if error := constraint.error:
@@ -1998,7 +1910,7 @@ class Scheduler:
         sequence.generation.close(error)
 
     def _release(self, sequence: Sequence):
-        self.cache.leave(sequence.node, sequence.pages)
+        self.cache.leave(sequence)
         self.free_slots.append(sequence.slot)
 
 
@@ -2019,15 +1931,16 @@ class Engine(TextEngine):
         print(engine.generate("Once upon a time", max_tokens=32))
     """
 
-    def __init__(self, opened: "OpenModel", pipeline: Pipeline, sizes: CacheSizes, n_ctx: int, chunk: int,
-                 spare: list[Card]):
+    def __init__(self, opened: "OpenModel", pipeline: Pipeline, sizes: CacheSizes, planner: Planner):
         self.config, self.tokenizer, self.template = opened.config, opened.tokenizer, opened.template
         self.name, self.details = opened.config.name, ModelDetails.of(opened.weights)
-        self.pipeline, self.n_ctx, self.n_slots, self.chunk = pipeline, n_ctx, sizes.n_slots, chunk
-        self.cards, self.spare = [stage.card for stage in pipeline.stages], spare     # spare: opened, not used
+        self.pipeline, self.n_slots, self.chunk = pipeline, sizes.n_slots, planner.plan.chunk
+        self.n_ctx = planner.demand.n_ctx
+        self.cards, self.spare = [stage.card for stage in pipeline.stages], planner.spare  # spare: opened, not used
         self.layers = [stage.layers for stage in pipeline.stages]      # of each card
         cache = PrefixCache(pipeline, sizes.n_pages, sizes.n_checkpoints, sizes.n_host_checkpoints)
-        self.scheduler = Scheduler(pipeline, cache, self.tokenizer, sizes.n_slots, n_ctx, chunk)
+        pace = Pace(planner.demand.drafts, pipeline.last.model.block is not None)
+        self.scheduler = Scheduler(pipeline, cache, self.tokenizer, sizes.n_slots, self.n_ctx, self.chunk, pace)
         self.pipe_meter = PipeMeter(pipeline, self.scheduler)
         self.scheduler.thread.start()
 
@@ -2107,7 +2020,8 @@ class Engine(TextEngine):
         running requests), kv_pages_cached (for later prompts) or kv_pages_free; checkpoints, and how many of them are
         checkpoints_on_card. Counts since the start: requests, prompt_tokens, cached_tokens (those of prompts that were
         not computed), cache_hits (requests with cached tokens), generated_tokens, checkpoints_spilled (to host memory),
-        checkpoints_fetched (back from it), checkpoints_dropped (for want of room)."""
+        checkpoints_fetched (back from it), checkpoints_dropped (for want of room); drafts_checked and drafts_accepted, counts
+        for each position of a draft in its check."""
         return self.scheduler.stats()
 
     def clear_cache(self):
@@ -2172,7 +2086,8 @@ def open_model(model: str | Path) -> OpenModel:
 def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[Card] | None = None,
          ctx: int | None = None, slots: int = 1, chunk: int | None = None, progress: bool = True,
          kv_tokens: int | None = None, checkpoint_memory: int | None = None, *,
-         checkpoint_host_memory: int | None = None, split: tuple[int, ...] | None = None) -> Engine:
+         checkpoint_host_memory: int | None = None, split: tuple[int, ...] | None = None,
+         draft: int | str = "auto") -> Engine:
     """Load a GGUF file, or random weights by the name "synthetic:0.8b", "synthetic:9b:q4_k", ..., ready to generate.
 
     model: its path or name, or what `open_model` made of that; by default the model that comes with qengine.
@@ -2185,10 +2100,12 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
     kv_tokens: room for keys and values, in tokens, of all slots and of what is kept for later prompts; at least ctx.
     checkpoint_memory, checkpoint_host_memory: bytes for the states from which later prompts go on, on the card and in
     the host's memory. `engine.plan.choose_sizes` has the defaults of these three.
+    draft: most drafts of an answer in a decode step, 0 to 7; "off" is 0, "auto" is as many as pay.
     Raises ModelError, RequestError, CompileError, CardError (OutOfMemory shows what did not fit, and what would).
     """
     opened = model if isinstance(model, OpenModel) else open_model(model)
-    demand = Demand(opened.n_ctx(ctx), slots, chunk, kv_tokens, checkpoint_memory, checkpoint_host_memory, split)
+    demand = Demand(opened.n_ctx(ctx), slots, chunk, kv_tokens, checkpoint_memory, checkpoint_host_memory, split,
+                    most_drafts(draft))
     planner = make_planner(opened, card, demand)
     planner.check()
     config, cards, n_ctx = opened.config, planner.cards, demand.n_ctx
@@ -2216,7 +2133,7 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
         note(f"cache: {sizes.n_pages * PAGE_TOKENS:,} tokens of context in all, {sizes.n_checkpoints} checkpoints of "
              f"{show_bytes(sum(stage.state_bytes for stage in stages))} on {where}, "
              f"up to {sizes.n_host_checkpoints} in host memory")
-    return Engine(opened, pipeline, sizes, n_ctx, planner.plan.chunk, planner.spare)
+    return Engine(opened, pipeline, sizes, planner)
 
 
 def load_stages(opened: OpenModel, planner: Planner, progress: bool) -> list[Stage]:

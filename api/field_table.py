@@ -13,6 +13,7 @@ import json
 from typing import NamedTuple
 
 from engine.request import SAMPLING
+from engine.speculate import MOST_DRAFTS
 
 from .fields import ANYTHING, refused
 
@@ -206,7 +207,8 @@ LLAMA = [
 
 QENGINE = obeyed("qengine", (*BOTH, RESPONSES, MESSAGES),
                  timeout="the answer has to be complete within so many seconds",
-                 repetition_guard="whether an answer that repeats itself is ended")
+                 repetition_guard="whether an answer that repeats itself is ended",
+                 draft=f"most drafts that are checked at once, 0 to {MOST_DRAFTS}; no answer depends on it")
 
 ANTHROPIC = [
     *without_effect("Anthropic", (MESSAGES,), "any name is taken; the model that is served answers", "model"),

@@ -11,6 +11,7 @@ import json
 import re
 
 from engine.request import SAMPLING, RequestError
+from engine.speculate import MOST_DRAFTS
 
 # ---- descriptions --------------------------------------------------------------------------------------
 
@@ -29,7 +30,8 @@ def number(name: str) -> dict:
 
 
 # What clients may say of sampling, in fields named as those of Request.
-SAMPLED = {**{name: number(name) for name in SAMPLING}, "repetition_guard": BOOL}
+SAMPLED = {**{name: number(name) for name in SAMPLING}, "repetition_guard": BOOL,
+           "draft": {"type": "integer", "minimum": 0, "maximum": MOST_DRAFTS}}
 
 
 def sampling_of(body: dict) -> dict:

@@ -1,11 +1,12 @@
 """A line per request in the log, and on a terminal a line for each that runs, with its speed.
 
     id=5c0e... method=POST path=/v1/chat/completions status=200 seconds=0.942 prompt=160 cached=128 generated=42
-    first_token=0.031 tokens_per_s=46.1 finish=stop
+    first_token=0.031 tokens_per_s=46.1 drafts=36 accepted=0.69 finish=stop
 
-The line is written when the last byte of the answer is written, or when the client has gone. The id is taken from the
-request's header X-Request-Id, if that is a sensible one, and sent back in the same header. Where a request has several
-answers, the counts and tokens_per_s are of all answers together. Text of prompts is logged only with --log-prompts.
+`accepted` is the share of the drafts that were right; both stand only where drafts were checked. The line is written
+when the last byte of the answer is written, or when the client has gone. The id is taken from the request's header
+X-Request-Id, if that is a sensible one, and sent back in the same header. Where a request has several answers, the
+counts and tokens_per_s are of all answers together. Text of prompts is logged only with --log-prompts.
 """
 
 import contextlib
@@ -56,6 +57,9 @@ class Exchange:
             counts["first_token"] = f"{first - self.started:.3f}"
         if (speed := self.tokens_per_s()) is not None:
             counts["tokens_per_s"] = f"{speed:.1f}"
+        if n_checked := sum(sum(g.drafts.n_checked) for g in generations):
+            n_accepted = sum(sum(g.drafts.n_accepted) for g in generations)
+            counts |= {"drafts": n_checked, "accepted": f"{n_accepted / n_checked:.2f}"}
         return counts | {"finish": ",".join(dict.fromkeys(map(finish_of, generations)))}
 
     def tokens_per_s(self) -> float | None:

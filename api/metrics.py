@@ -1,7 +1,8 @@
 """GET /metrics, for Prometheus: vLLM's names with the prefix "qengine:", so that dashboards
 made for vLLM need to change nothing else.
 
-As in vLLM, every series has the label model_name. The series about checkpoints have no counterpart in vLLM.
+As in vLLM, every series has the label model_name. The series about checkpoints have no counterpart in vLLM, nor have
+drafts_checked and drafts_accepted, by the position of a draft in its check, from 1 on.
 The engine's counts are read when somebody asks; the times of a request are taken when it has ended.
 """
 
@@ -29,6 +30,13 @@ COUNTERS = [
     ("checkpoints_spilled", "Checkpoints moved from the card to the host's memory", "checkpoints_spilled"),
     ("checkpoints_fetched", "Checkpoints moved back", "checkpoints_fetched"),
     ("checkpoints_dropped", "Checkpoints forgotten for want of memory", "checkpoints_dropped"),
+    ("spec_decode_num_drafts", "Steps of answers in which drafts were checked", "checks"),
+    ("spec_decode_num_draft_tokens", "Drafts that were checked", "drafts"),
+    ("spec_decode_num_accepted_tokens", "Those of them that were right", "drafts_right"),
+]
+BY_POSITION = [
+    ("drafts_checked", "Drafts that were checked, right or wrong", "drafts_checked"),
+    ("drafts_accepted", "Drafts that were right, so that they became tokens of answers", "drafts_accepted"),
 ]
 FIRST_TOKEN = [.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640]
 NEXT_TOKEN = [.001, .0025, .005, .01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 10, 20, 40, 80]
@@ -59,12 +67,19 @@ class Metrics:
             return
         stats = engine.stats()
         stats["kv_used"] = stats["kv_pages_used"] / stats["kv_pages"]
+        stats |= {"drafts": sum(stats["drafts_checked"]), "drafts_right": sum(stats["drafts_accepted"]),
+                  "checks": stats["drafts_checked"][0]}
         usage = "kv_cache_usage_perc", "Share of the KV pages that running requests hold, 1 is all", "kv_used"
         for family, metrics in (GaugeMetricFamily, [*GAUGES, usage]), (CounterMetricFamily, COUNTERS):
             for name, meaning, count in metrics:
                 metric = family(f"qengine:{name}", meaning, labels=["model_name"])
                 metric.add_metric([engine.name], stats[count])
                 yield metric
+        for name, meaning, counts in BY_POSITION:
+            metric = CounterMetricFamily(f"qengine:{name}", meaning, labels=["model_name", "position"])
+            for position, count in enumerate(stats[counts], start=1):
+                metric.add_metric([engine.name, str(position)], count)
+            yield metric
 
     def observe(self, exchange: Exchange):
         if not exchange.generations:

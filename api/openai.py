@@ -426,9 +426,12 @@ class Answer:
         return sse(self.head | {"object": self.names["chunk"]} | data)
 
     def usage(self, generations) -> dict:
-        """Tokens: of each prompt once, however many answers it has."""
-        firsts = generations[::self.n]
+        """Tokens: of each prompt once, however many answers it has. Drafts count as predictions."""
+        firsts, n_accepted = generations[::self.n], sum(sum(g.drafts.n_accepted) for g in generations)
         n_prompt, n_generated = sum(g.n_prompt for g in firsts), sum(g.n_generated for g in generations)
         return {"prompt_tokens": n_prompt, "completion_tokens": n_generated, "total_tokens": n_prompt + n_generated,
                 "prompt_tokens_details": {"cached_tokens": sum(g.n_cached for g in firsts)},
-                "completion_tokens_details": {"reasoning_tokens": sum(choice.n_thinking for choice in self.choices)}}
+                "completion_tokens_details": {
+                    "reasoning_tokens": sum(choice.n_thinking for choice in self.choices),
+                    "accepted_prediction_tokens": n_accepted,
+                    "rejected_prediction_tokens": sum(sum(g.drafts.n_checked) for g in generations) - n_accepted}}

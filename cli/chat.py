@@ -30,6 +30,8 @@ def print_answer(engine, prompt_ids: list, sampling: dict) -> tuple[str, bool]:
                   f"answer {len(times)} tokens"]
         if len(times) > 1:
             speeds[1] += f", {(len(times) - 1) / (times[-1] - times[0]):.1f} tokens/s"
+        if (drafts := generation.drafts).share is not None:
+            speeds[1] += f", {100 * drafts.share:.0f} % of {sum(drafts.n_checked)} drafts accepted"
         if generation.cause == "repetition":
             speeds.append("cut because it repeated itself")
         qengine.note("; ".join(speeds))

@@ -15,6 +15,7 @@
     thinking.py         budgets of thoughts
     repetition.py       a guard against answers that repeat themselves for ever
     sequence.py         a generation that holds a slot
+    speculate.py        how many drafts a check gets
     turns.py            which prompt gets the next pass, and when running answers come first
     prefix.py           the prefix tree: pages and checkpoints that later prompts may share
     scratch.py          the scratch memory of a pass

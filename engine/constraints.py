@@ -4,6 +4,7 @@ layers of a token, the host makes the mask for the next one; the sampling kernel
 
 import collections
 import contextlib
+import copy
 import itertools
 import threading
 import weakref
@@ -19,10 +20,9 @@ class Constraint:
     """What a grammar still allows in one answer, or in the part of the answer that follows the token `after`.
 
     If a grammar allows only one next token, that token is forced. The keys, values and states of forced tokens are
-    needed like those of other tokens. If one answer runs alone, the scheduler computes several forced tokens in one
-    pass (`Scheduler._append_forced`); otherwise each takes a decode step with a mask of one bit. Forced tokens are
-    frequent: benchmarks/constraints.py counts them. They are decoded, not run as a prompt: a prompt's pass rounds
-    differently, so the bits of an answer would depend on how its tokens came.
+    needed like those of other tokens. Forced tokens are drafts that are certain: one step computes several of them
+    (`Scheduler.decode`). They are frequent: benchmarks/constraints.py counts them. They are decoded, not run as a
+    prompt: a prompt's pass rounds differently, so the bits of an answer would depend on how its tokens came.
 
     A matcher of llguidance never raises an error. After an error its mask is not empty either, so nothing would show
     the error. So the caller asks for `error` after each call, the first one included.
@@ -33,17 +33,27 @@ class Constraint:
         self.vocabulary = vocabulary        # kept for as long as the matcher may call it
         self.after = after                  # None once the grammar applies
         self.compiled = vocabulary.compile(grammar)
-        self.matcher = self.compiled.matcher.deep_copy()
-        self.forced = collections.deque()   # forced tokens that come next; the matcher has taken them already
+        self._matcher = self.compiled.matcher.deep_copy()
+        self._forced = collections.deque()  # forced tokens that come next; the matcher has taken them already
         self._look_ahead()
-        self.matcher.compute_bitmask()      # the first mask takes long, and here no other answer waits for it
+        self._matcher.compute_bitmask()     # the first mask takes long, and here no other answer waits for it
+
+    @property
+    def forced(self):
+        """The tokens that must come next; empty if there is a choice."""
+        return self._forced if self.after is None else ()
+
+    @property
+    def matcher(self):
+        """The matcher that knows what may come next; None while every token may."""
+        return self._matcher if self.after is None else None
 
     @property
     def error(self) -> RequestError | None:
         """Why the answer cannot go on; None while it can."""
-        if self.matcher.is_error():
+        if self._matcher.is_error():
             self.vocabulary.forget(self.compiled)       # whose lexer may be full
-            return refusal(self.matcher.get_error())
+            return refusal(self._matcher.get_error())
         return None
 
     def binds(self, ahead: int = 0) -> bool:
@@ -54,24 +64,53 @@ class Constraint:
     @property
     def ended(self) -> bool:
         """Whether the answer is complete and nothing may follow."""
-        return self.after is None and not self.forced and self.matcher.is_stopped()
+        return self.after is None and not self._forced and self._matcher.is_stopped()
 
     def take(self, token: int):
         """The answer goes on with `token`, which the mask has allowed."""
+        self.compiled.n_tokens += self.after is None and not self._forced
+        self._follow(token)
+
+    def allows(self, token: int) -> bool:
+        """Whether the answer may go on with `token`."""
+        if self.forced:
+            return token == self.forced[0]
+        return self.matcher is None or self.matcher.validate_tokens([token]) == 1
+
+    def followed_by(self, token: int) -> "Constraint":
+        """A constraint like this one after `token`, which is allowed. This one stays as it is."""
+        other = copy.copy(self)
+        other._matcher, other._forced = self._matcher.deep_copy(), self._forced.copy()
+        other._follow(token)
+        return other
+
+    def _follow(self, token: int):
         if self.after is not None:
             self.after = None if token == self.after else self.after
-        elif self.forced:
-            self.forced.popleft()
+        elif self._forced:
+            self._forced.popleft()
         else:
-            self.compiled.n_tokens += 1
-            self.matcher.consume_token(token)
+            self._matcher.consume_token(token)
             self._look_ahead()
 
     def _look_ahead(self):
         """Collect the tokens that the grammar forces from here on."""
-        if not self.matcher.is_stopped() and (tokens := self.matcher.compute_ff_tokens()):
-            self.matcher.consume_tokens(tokens)
-            self.forced.extend(tokens)
+        if not self._matcher.is_stopped() and (tokens := self._matcher.compute_ff_tokens()):
+            self._matcher.consume_tokens(tokens)
+            self._forced.extend(tokens)
+
+
+def along(constraint, drafts: list[int]):
+    """Yields a Constraint, or a Budget of engine/thinking.py, and then what it becomes draft by draft, as long as the
+    drafts are allowed and an answer may go on after them."""
+    yield constraint
+    for draft in drafts:
+        if not constraint.allows(draft):
+            return
+        constraint = constraint.followed_by(draft)
+        if constraint.ended or constraint.error:
+            return
+        yield constraint
 
 
 def refusal(reason: str) -> RequestError:

@@ -28,7 +28,7 @@ from engine.weights import Stack
 from kernels import attend_decode, draft_head, draft_input, draft_list, embedding, kv_cache
 from kernels.card import Array
 from kernels.operands import Matrix
-from kernels.records import CHECK_ROWS, LISTED, DraftHead, Projected
+from kernels.records import LISTED, DraftHead, Projected
 
 PIECE = 512                 # rows of a prompt's pass that go through the block at once
 LOW_ROWS = 98_304           # token ids that the head for drafts knows, from 0 on. Frequent tokens have low ids
@@ -67,20 +67,21 @@ class DraftBlock:
         """What a token of a prompt is multiplied by."""
         return self.eh_proj, self.kv_proj
 
-    def allocate(self, card, hidden_dim: int, max_rows: int, n_slots: int):
-        """Takes scratch memory for prompts' passes of up to max_rows rows, and for decode steps of n_slots slots."""
-        rows, c = max(min(max_rows, PIECE), CHECK_ROWS * n_slots), 2 * hidden_dim
+    def allocate(self, card, hidden_dim: int, max_rows: int, step_rows: int):
+        """Takes scratch memory for prompts' passes of up to max_rows rows, and for decode steps of up to step_rows
+        rows, so of up to so many slots."""
+        rows, c = max(min(max_rows, PIECE), step_rows), 2 * hidden_dim
         self.x = card.alloc((rows, hidden_dim), np.float32, "draft block's residual stream")
         self.e = card.alloc((rows, hidden_dim), np.float32, "draft block's embeddings")
         self.both = Activation(c, *(card.alloc(*each) for each in Activation.layout("both", c, rows).values()))
-        self.hidden = card.zeros((n_slots, hidden_dim), np.float32, "hidden rows after prompts")
+        self.hidden = card.zeros((step_rows, hidden_dim), np.float32, "hidden rows after prompts")
         # before[i] = i - 1: the row before row i; the row before the first of a pass is in `hidden`
         self.before = card.upload(np.arange(-1, max_rows, dtype=np.int32), "rows before rows")
-        self.newest = card.alloc(6 * CHECK_ROWS * n_slots, np.int32, "ids, slots and positions of chosen tokens")
-        self.drafts = card.alloc(6 * n_slots, np.int32, "ids, slots and positions of drafts")
-        self.sources = card.alloc(CHECK_ROWS * n_slots, np.int32, "hidden rows of chosen tokens")
-        self.limits = card.alloc(n_slots, np.int32, "positions where drafts end")
-        self._allocate_head(card, n_slots)
+        self.newest = card.alloc(6 * step_rows, np.int32, "ids, slots and positions of chosen tokens")
+        self.drafts = card.alloc(6 * step_rows, np.int32, "ids, slots and positions of drafts")
+        self.sources = card.alloc(step_rows, np.int32, "hidden rows of chosen tokens")
+        self.limits = card.alloc(step_rows, np.int32, "positions where drafts end")
+        self._allocate_head(card, step_rows)
 
     def _allocate_head(self, card, n_slots: int):
         whole, low = self.whole_head, self.low_rows

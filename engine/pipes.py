@@ -64,9 +64,8 @@ class PipeMeter:
     def _count(self) -> dict | None:
         stage, scheduler = self.stage, self.scheduler
         with scheduler.between_steps(), self._as_model():
-            n = len(scheduler.answering(0))
-            what = [(stage.launch_layers, n, 0), (stage.launch_choice, n, False, 0, 0)] if n else []
-            recordings = [stage.recording(*launch) for launch in what]
+            batch = scheduler.answering(0)
+            recordings = [stage.recording(stage.launch_step, scheduler.shape(batch, 0), 0, 0)] if batch else []
         for recording in recordings:
             stage.card.prepare_counting(recording)
         with scheduler.between_steps(), self._as_model(), stage.card.counting() as log:

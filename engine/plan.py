@@ -25,6 +25,7 @@ from kernels import probe, q8_gemm
 from kernels.card import OutOfMemory, PlannedCard, show_bytes
 from kernels.emulated.cards import CARDS
 from kernels.formats import FORMATS
+from kernels.records import CHECK_ROWS
 
 PEAK_SHARE = 0.75           # plans assume that products reach this share of a card's peak
 ATTENTION_SHARE = 0.32      # share of the half2 peak that attention of prompts reaches (benchmarks/results.md)
@@ -195,6 +196,31 @@ def passes_over(n: int, next_rows):
         start += rows
 
 
+DRAFTS = {"off": 0, "auto": CHECK_ROWS - 1}
+
+
+def most_drafts(draft: int | str) -> int:
+    """The most drafts of an answer in a step, as `load` and the command line name them. Raises RequestError."""
+    most = DRAFTS.get(draft, draft)
+    if not isinstance(most, int) or not 0 <= most < CHECK_ROWS:
+        raise RequestError("draft", f"draft must be 'auto', 'off' or a whole number from 0 to {CHECK_ROWS - 1}")
+    return most
+
+
+LARGEST_CHECK = 64          # most rows of a decode step that checks drafts
+
+
+def step_rows(slots: int, drafts: int) -> int:
+    """Rows of the largest decode step. drafts: most drafts of an answer. However few they are, one answer may have
+    CHECK_ROWS rows, for tokens that a grammar forces."""
+    return max(slots, CHECK_ROWS, min(slots * (1 + drafts), LARGEST_CHECK))
+
+
+def widest(n: int, rows: int) -> int:
+    """The most rows that each of n answers may have in a step of so many rows."""
+    return min(max(rows // n, 1), CHECK_ROWS)
+
+
 def group_count(n_stages: int, n_slots: int) -> int:
     """How many groups the answers form. Each stage can then work on the decode step of another group."""
     return min(n_stages, n_slots)
@@ -304,6 +330,7 @@ class Demand:
     checkpoint_memory: int | None = None
     checkpoint_host_memory: int | None = None
     split: tuple[int, ...] | None = None
+    drafts: int = 0             # most drafts of an answer in a decode step
 
     def __post_init__(self):
         """Raises RequestError."""

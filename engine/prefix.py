@@ -81,6 +81,7 @@ class Branch:
         self.pages: list[int] = []
         self.node = root                # the deepest node of the prefix tree that holds one of its pages
         self.decoded: Node | None = None    # the node of the latest checkpoint that was taken while decoding
+        self.target: int | None = None      # the number of the checkpoint that is taken when decoded tokens fill a page
 
     def follows(self, other: "Branch") -> bool:
         """Whether this prompt, which has not begun, should wait for another one: its next page is the other's next
@@ -179,13 +180,16 @@ class PrefixCache:
             self._use(each)
         return [each.page for each in reversed(path)]
 
-    def leave(self, node: Node, pages: list[int]):
-        """A sequence ends. It has used these pages; the tree owns those up to `node`."""
-        self.free_pages.extend(reversed(pages[node.depth:]))
-        for each in node.path():
+    def leave(self, branch: Branch):
+        """A sequence ends. The tree owns its pages up to branch.node."""
+        self.free_pages.extend(reversed(branch.pages[branch.node.depth:]))
+        if branch.target is not None:
+            self.free_numbers.append(branch.target)
+            self.store.aim(branch.slot, None)
+        for each in branch.node.path():
             each.n_users -= 1
             self.n_idle += not each.n_users
-        self._prune(node)
+        self._prune(branch.node)
 
     def grow(self, node: Node, tokens: tuple[int, ...], n_prompt: int, page: int) -> Node:
         """A running sequence, whose path ends at `node`, has filled a page. Returns the page's node, new or known.
@@ -223,27 +227,34 @@ class PrefixCache:
             self.store.set_pages(branch.slot, pages)
         return joined
 
-    def keep_decoded(self, branch: Branch, n_seen: int):
-        """If the first n_seen tokens of a sequence end with a full page, put it into the tree and take a checkpoint
-        after it.
+    def aim(self, branch: Branch):
+        """The decoded tokens of a sequence may fill a page in the next step. The card then makes a checkpoint, of the
+        number that this takes. One number stays for prompts: if there is no other, there is no checkpoint."""
+        if branch.target is None and len(self.free_numbers) + len(self.on_card) > 1:
+            branch.target = self.take_number()
+            self.store.aim(branch.slot, branch.target)
+
+    def keep_decoded(self, branch: Branch):
+        """The decoded tokens of a sequence have filled a page: put it into the tree with the checkpoint after it.
 
         An answer keeps its latest checkpoint and those at multiples of CHECKPOINT_INTERVAL. Answers with the same
         tokens share a checkpoint, which is dropped once each of them has taken a newer one. An answer that has ended
         takes no newer one, so its latest checkpoint stays: the next turn of the conversation begins there."""
-        if n_seen % PAGE_TOKENS:
-            return
-        node = self.join(branch, n_seen)[n_seen]
+        node = self.join(branch, branch.n_computed)[branch.n_computed]
         last, branch.decoded = branch.decoded, None
         if last is not None:
             last.n_answers -= 1
             if not last.n_answers and last.depth * PAGE_TOKENS % CHECKPOINT_INTERVAL:
                 self.drop(last)
+        number, branch.target = branch.target, None
+        if number is not None:
+            self.store.aim(branch.slot, None)
+            if node.is_kept:
+                self.free_numbers.append(number)
+            else:
+                self.keep(node, number)
         if node.is_kept:
             self.touch(node)
-        elif (number := self.take_number()) is not None:
-            self.store.save(branch.slot, number)
-            self.keep(node, number)
-        if node.is_kept:
             node.n_answers += 1
             branch.decoded = node
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.repetition import RepetitionGuard
+from engine.speculate import MOST_DRAFTS, Drafts
 from kernels.logprobs import REPORT, TOP, unpack_report
 
 
@@ -129,6 +130,7 @@ class Request:
     grammar_after: int | None = None    # token id: only the text after it obeys the grammar
     repetition_guard: bool = False      # end an answer that repeats itself, see RepetitionGuard; not with ignore_eos
     timeout: float | None = None        # seconds from `submit` on, after which it ends with DeadlineExceeded
+    draft: int | None = None            # most drafts checked at once; None: what the engine was loaded for
 
     def __post_init__(self):
         self.stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -159,6 +161,8 @@ class Request:
             raise RequestError("prompt", f"a token id of the prompt is outside 0 .. {n_vocab - 1}")
         if len(self.stop) > STOPS or not all(1 <= len(string) <= STOP_LETTERS for string in self.stop):
             raise RequestError("stop", f"'stop' may hold {STOPS} strings, each of 1 to {STOP_LETTERS} letters")
+        if self.draft is not None and not is_within(int, self.draft, 0, MOST_DRAFTS):
+            raise RequestError("draft", f"'draft' must be a whole number from 0 to {MOST_DRAFTS}")
         if self.timeout is not None and not 0 < self.timeout < math.inf:
             raise RequestError("timeout", "'timeout' must be a number of seconds above 0")
         for name in ("stop_after", "stop_pause", "stop_before", "grammar_after"):
@@ -273,6 +277,7 @@ class Generation:
         self.request, self.constraint = request, constraint
         self.n_prompt, self.n_generated = len(request.prompt_ids), 0
         self.n_cached = 0           # tokens of the prompt that were not computed, because they were cached
+        self.drafts = Drafts()      # how many were checked and accepted
         self.cancelled = False
         self.finish_reason: str | None = None   # of the last Delta; None when cancelled or failed
         self.cause: str | None = None           # of the last Delta

@@ -1,10 +1,11 @@
 """A generation that holds a slot, as the scheduler follows it."""
 
+import itertools
+
 from engine.prefix import PAGE_TOKENS, Branch, Node
 from engine.request import Generation, PromptLogprobs
 from engine.worker import Task
-
-FORCED_ROWS = 8             # most tokens in one decode pass over tokens that a grammar forces
+from kernels.advance import COUNT, N_DRAFTS, NEXT_DRAFTS, answer_of
 
 
 class Sequence(Branch):
@@ -16,7 +17,9 @@ class Sequence(Branch):
         self.n_pages = n_pages          # pages that are promised to the sequence: the most it can need
         self.marks: list[int] = []      # positions in the prompt where checkpoints are taken
         self.last_pass = 0              # tokens of its prompt's latest pass
-        self.in_flight = 0              # tokens that a queued decode step will choose: 0 or 1
+        self.in_flight = 0              # most tokens that the queued decode step may choose, 0 if none is queued
+        self.drafts: list[int] = []     # of the tokens after the latest one, for the next step
+        self.accepted = 0               # drafts of the latest step that were accepted
         self.group: int | None = None   # the group of answers in whose decode steps it takes part
         self.uses_cache = generation.request.prompt_logprobs is None    # these need every token of the prompt computed
         self.scores: list[Task] = []    # give the reports of log-probabilities of the prompt, a task for each pass
@@ -46,11 +49,32 @@ class Sequence(Branch):
             reports, self.scores = [task.result() for task in self.scores], []
             self.generation.prompt_logprobs = PromptLogprobs.of(reports, self.generation.request.prompt_logprobs)
 
-    def n_forced(self, n_ctx: int) -> int:
-        """How many forced tokens one pass can append. A pass stays within a page. The result is 0 if the sampler must
-        see each token: for its log-probability, or for penalties."""
-        constraint, request = self.generation.constraint, self.generation.request
-        if not constraint or not constraint.binds() or request.top_logprobs is not None or request.is_penalized:
-            return 0
-        n = min(len(constraint.forced), self.room(n_ctx)) - self.in_flight
-        return min(n, FORCED_ROWS, PAGE_TOKENS - (self.n_computed + self.in_flight) % PAGE_TOKENS)
+    @property
+    def n_certain(self) -> int:
+        """How many tokens are certain after those in flight: their grammar forces them."""
+        constraint = self.generation.constraint
+        forced = constraint.forced if constraint else ()
+        n_right = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(self.drafts, forced)))
+        return len(forced) - (self.in_flight and min(n_right + 1, self.in_flight))
+
+    def draft_what_is_certain(self):
+        """Tokens that the grammar forces become the drafts of the next step. No step is in flight."""
+        if self.n_certain > 0:
+            self.drafts = list(itertools.islice(self.generation.constraint.forced, N_DRAFTS))
+
+    def answer(self, n_ctx: int) -> list[int]:
+        """The record of the sequence for the next step (kernels/advance.py)."""
+        return answer_of(self.tokens[-1], self.slot, len(self.tokens) - 1, len(self.tokens) + self.room(n_ctx),
+                         self.accepted, self.drafts)
+
+    def fills_page(self, outcome: list[int]) -> bool:
+        """Whether the rows whose tokens count in this outcome end with a full page."""
+        return outcome[COUNT] > 0 and (self.n_computed + outcome[COUNT]) % PAGE_TOKENS == 0
+
+    def land(self, outcome: list[int], width: int, n_ctx: int) -> int:
+        """A step of so many rows of the sequence has this outcome. Returns how many drafts the step has checked."""
+        left_in_page = PAGE_TOKENS - 1 - self.n_computed % PAGE_TOKENS
+        n_checked = max(min(width - 1, len(self.drafts), left_in_page, self.room(n_ctx) - 1), 0)
+        self.in_flight, self.accepted = 0, max(outcome[COUNT] - 1, 0)
+        self.drafts = list(itertools.takewhile(lambda draft: draft >= 0, outcome[NEXT_DRAFTS:]))
+        return n_checked

@@ -35,10 +35,11 @@ class TextEngine(Protocol):
         """Start a request; return at once. Raises RequestError or EngineStopped."""
 
     @abstractmethod
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, int | tuple[int, ...]]:
         """Counts for /metrics. Of this moment: requests_running, requests_waiting, kv_pages, kv_pages_used,
         checkpoints, checkpoints_on_card. Since the start: prompt_tokens, of those cached_tokens, generated_tokens,
-        checkpoints_spilled, checkpoints_fetched, checkpoints_dropped."""
+        checkpoints_spilled, checkpoints_fetched, checkpoints_dropped; and tuples with a count for each position of a
+        draft in its check, drafts_checked and drafts_accepted."""
 
     @abstractmethod
     def count_pipes(self) -> dict | None:

@@ -5,6 +5,7 @@ The tokens that do it are forced as those of a grammar are (engine/constraints.p
 
 import codecs
 import collections
+import copy
 
 from engine.constraints import Constraint
 from engine.request import Request, RequestError
@@ -53,6 +54,21 @@ class Budget:
     def error(self) -> RequestError | None:
         return self.grammar and self.grammar.error
 
+    def allows(self, token: int) -> bool:
+        """See `Constraint.allows`."""
+        if self.closing:
+            return token == self.closing[0]
+        return not self._is_ruled or self.grammar.allows(token)
+
+    def followed_by(self, token: int) -> "Budget":
+        """See `Constraint.followed_by`."""
+        other = copy.copy(self)
+        other.decoder, other.closing = copy.copy(self.decoder), self.closing.copy()
+        if self.grammar is not None:
+            other.grammar = self.grammar.followed_by(token)
+        other._follow(token)
+        return other
+
     @property
     def ended(self) -> bool:
         return self.grammar is not None and not self.closing and self.grammar.ended
@@ -73,6 +89,9 @@ class Budget:
         """The answer goes on with `token`."""
         if self.grammar is not None:
             self.grammar.take(token)
+        self._follow(token)
+
+    def _follow(self, token: int):
         self.was_closed = False
         if self.closing:
             self.closing.popleft()

@@ -14,8 +14,10 @@ which a token meets them:
     kv_cache.py, kv_formats.py          keys and values in pages
     checkpoint.py                       copies of recurrent states
     swiglu.py                           the activation of the MLP
-    sample.py, logprobs.py              the next token, log-probabilities
-    advance.py                          tokens of a step as inputs of the next step
+    sample.py, logprobs.py              the next token of each row, log-probabilities
+    accept.py                           which of these tokens an answer gains
+    ngram.py                            drafts of the next ones from the text so far
+    advance.py                          they become the inputs of the next step
     formats.py                          types of weights, on disk and on a card
     upload.py, finite.py, synthetic.py  loading: bytes of a file, a check for NaN, random weights
     operands.py, records.py             what kernels take

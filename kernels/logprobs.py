@@ -13,7 +13,8 @@ For one row of logits x[0 .. V - 1], as the model gave them, before bias, penalt
 A rank is a 64-bit word that stands for a token and its logit: a key that orders as x does, above the complement of the
 id. So the largest of several ranks belongs to the largest x, and among equal x to the lowest id. Rank 0 is no token.
 A vocabulary of fewer than 20 tokens leaves places with l = -inf and the id -1. If the largest x of a row is not finite
-(a NaN counts as the largest), every l of the row is NaN. The l of token -1 is NaN too.
+(a NaN counts as the largest), every l of the row is NaN. A row whose token is -1 is skipped, and its report stays as it
+is: such a row of a check is void, or nothing could be chosen (kernels/sample.py).
 
 There are two launches. `rank_chunks` has a block per row and chunk of 2,048 tokens, 256 threads with 8 tokens each.
 `merge_chunks` has a block per row and a thread per chunk. Both find the 20 largest ranks in 20 rounds. In each round
@@ -44,7 +45,7 @@ from kernels.sample import (CHUNK, EVERY_LANE, MAX_CHUNKS, PER_THREAD, THREADS, 
 TOP = 20                          # likeliest tokens of a row
 REPORT = 1 + 2 * TOP
 MAXIMA = 2 * WARPS
-MINUS_INFINITY, NAN = float("-inf"), float("nan")
+MINUS_INFINITY = float("-inf")
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,7 @@ def logprobs_reference(logits, token):
         l = x - largest - np.log(np.exp(x - largest).sum()) if np.isfinite(largest) else np.full(len(x), np.nan)
     ids = np.lexsort((np.arange(len(x)), -x, ~np.isnan(x)))[:TOP]
     missing = TOP - len(ids)
-    return (l[token] if token >= 0 else np.nan, np.append(l[ids], np.full(missing, -np.inf)),
-            np.append(ids, np.full(missing, -1)))
+    return l[token], np.append(l[ids], np.full(missing, -np.inf)), np.append(ids, np.full(missing, -1))
 
 
 # ---- rounds over a block -----------------------------------------------------------------------------------
@@ -130,12 +130,14 @@ def block_sum(x, sums, thread):
 # ---- kernels -----------------------------------------------------------------------------------------------
 
 @cuda.jit
-def rank_chunks(best, sums, logits, n_vocab):
+def rank_chunks(best, sums, logits, tokens, n_vocab):
     """Grid (chunks, rows): finds the TOP largest ranks of a chunk, and its sum of exp(x - largest x)."""
     x, ranks = cuda.local.array(PER_THREAD, float32), cuda.local.array(PER_THREAD, uint64)
     maxima, warp_sums = cuda.shared.array(MAXIMA, uint64), cuda.shared.array(WARPS, float32)
     thread, chunk, row = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y)
     at = uint32(row * uint32(cuda.gridDim.x) + chunk)
+    if tokens[row] < 0:
+        return
     for j in range(uint32(PER_THREAD)):
         i = token_of(chunk, j, thread)
         x[j] = logits[uint32(row * n_vocab + i)] if i < n_vocab else float32(MINUS_INFINITY)
@@ -165,7 +167,9 @@ def merge_chunks(report, best, sums, logits, tokens, n_chunks, n_vocab):
     """Grid (rows): thread c stands for chunk c and offers the ranks of this chunk in their order."""
     maxima, warp_sums = cuda.shared.array(MAXIMA, uint64), cuda.shared.array(WARPS, float32)
     thread, row = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x)
-    at, end = uint32(0), uint32(0)
+    at, end, token = uint32(0), uint32(0), tokens[row]
+    if token < 0:
+        return
     if thread < n_chunks:
         at = uint32(uint32(row * n_chunks + thread) * uint32(TOP))
         end = uint32(at + uint32(TOP))
@@ -189,10 +193,7 @@ def merge_chunks(report, best, sums, logits, tokens, n_chunks, n_vocab):
         report[uint32(to + uint32(1) + thread)] = float_as_word(value)
         report[uint32(to + uint32(1 + TOP) + thread)] = uint32(~uint32(mine))
     if thread == uint32(TOP):
-        token, value = tokens[row], float32(NAN)
-        if token >= 0:
-            value = logits[uint32(row * n_vocab + uint32(token))] - m - log_sum
-        report[to] = float_as_word(value)
+        report[to] = float_as_word(logits[uint32(row * n_vocab + uint32(token))] - m - log_sum)
 
 
 # ---- launches: they write in place and never allocate -----------------------------------------------------
@@ -201,7 +202,8 @@ def logprobs(card, report, logits, tokens, state, rows, n_vocab, stream=None):
     """report <- logits float32 [rows, n_vocab], tokens int32 [rows], as shown above. state: LogprobState."""
     report, best, sums = report.reshape(-1), state.best.reshape(-1), state.sums.reshape(-1)
     n_chunks, logits = -(-n_vocab // CHUNK), logits.reshape(-1)
-    card.launch(rank_chunks, (n_chunks, rows), THREADS, best, sums, logits, n_vocab, stream=stream)
+    card.launch(rank_chunks, (n_chunks, rows), THREADS, best, sums, logits, tokens, n_vocab,
+                stream=stream)
     card.launch(merge_chunks, rows, -(-n_chunks // 32) * 32, report, best, sums, logits, tokens, n_chunks, n_vocab,
                 stream=stream)
 
@@ -218,8 +220,8 @@ CASES = [1, 7, 20, 21, 255, 2048, 2049, 4096, 6145, 50_001]
 
 
 def random_logits(n_vocab, kind):
-    """Two rows of logits: normal ones, ones with few different values, or some that are not finite."""
-    x = (np.random.default_rng(n_vocab).standard_normal((2, n_vocab)) * 4).astype(np.float32)
+    """Three rows of logits: normal ones, ones with few different values, or some that are not finite."""
+    x = (np.random.default_rng(n_vocab).standard_normal((3, n_vocab)) * 4).astype(np.float32)
     if kind == "ties":
         x = np.round(x / 4)
     elif kind == "equal":
@@ -233,14 +235,14 @@ def random_logits(n_vocab, kind):
 
 
 def check(card, n_vocab, kind="normal"):
-    """Two rows and two tokens, one of them -1. Ids must be exact. Returns the largest error of an l."""
-    x, tokens = random_logits(n_vocab, kind), np.array([n_vocab - 1, -1], np.int32)
-    state, report = LogprobState.allocate(card, 3, n_vocab), card.alloc((3, REPORT), np.uint32)
+    """Three rows, of which the last one has no token. Ids must be exact. Returns the largest error of an l."""
+    x, tokens = random_logits(n_vocab, kind), np.array([n_vocab - 1, n_vocab // 2, -1], np.int32)
+    state, report = LogprobState.allocate(card, 4, n_vocab), card.alloc((4, REPORT), np.uint32)
     for array in (state.best, state.sums, report):
         card.poison(array)
-    logprobs(card, report, card.upload(x), card.upload(tokens), state, 2, n_vocab)
+    logprobs(card, report, card.upload(x), card.upload(tokens), state, 3, n_vocab)
     report = card.download(report)
-    assert (report[2] == 0xFFFFFFFF).all(), "wrote past its rows"
+    assert (report[2:] == 0xFFFFFFFF).all(), "wrote a row without a token, or past the rows"
     error = 0.0
     for row in range(2):
         own, likeliest, ids = (part[row] for part in unpack_report(report))

@@ -1,12 +1,16 @@
 """The next token of every row of logits, chosen on the card: greedy or drawn, with biases, penalties, a token mask and
 a seed per slot.
 
-What is computed, for one row of logits x[0 .. V - 1] and the parameters of its slot:
+The rows are those of a check (kernels/advance.py): row j * n + i is row j of answer i. Row 0 holds the latest token of
+the answer, rows 1, 2, ... hold drafts of the tokens behind it. What is computed for one row of logits x[0 .. V - 1] and
+the parameters of its slot is what plain decoding computes there, if all drafts up to this row are right:
 
  1. Bias, if switched on: x = x + bias. Then penalties, if switched on. `history` counts how often the slot generated
-    each token (low 15 bits) and marks the tokens of its prompt (bit 15). For a token in either, x = x / repetition if
-    x > 0 else x * repetition. For a token generated n > 0 times, x = x - (n * frequency + presence).
- 2. Mask, if switched on: x = -inf for every token whose bit is 0 (bit i % 32 of word i // 32).
+    each token (low 15 bits) and marks the tokens of its prompt (bit 15). The tokens of rows 1 to j count as generated,
+    too. For a token in either, x = x / repetition if x > 0 else x * repetition. For a token generated n > 0 times,
+    x = x - (n * frequency + presence).
+ 2. Mask, if switched on: x = -inf for every token whose bit is 0 (bit i % 32 of word i // 32). Each row of a slot's
+    check has its own mask.
  3. Temperature 0 or less: the token with the largest x, the lowest id of equal ones. Done.
  4. Weights: W = round(exp((x - max x) / temperature) * 2^30), an integer from 0 to 2^30. From here on the distribution
     *is* these integers. Their sums are exact, so no order of additions, no card and no block size changes a token.
@@ -17,17 +21,17 @@ What is computed, for one row of logits x[0 .. V - 1] and the parameters of its 
            top_p counts in steps of 2^-16);
     min_p: tokens with W >= min_p * 2^30 (0: off).
  6. Draw: R is the first 64 bits of Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011)
-    for key = seed and counter = the number of the draw. r = R * total // 2^64. The token is the first, in order of
-    id, at which the running sum of the kept weights exceeds r.
+    for key = seed and counter = the number of the draw, DRAW + j. r = R * total // 2^64. The token is the first, in
+    order of id, at which the running sum of the kept weights exceeds r.
 
-Then the slot counts on to its next draw and its history counts the token. Both happen on the card, so a recorded
-sequence of launches can be replayed token after token. The token is -1, and nothing is counted, where no choice is
-defined: a logit is NaN, the largest is +inf, or no token is allowed.
+Nothing is counted here: kernels/accept.py moves DRAW and `history` on by the tokens that become part of the answer.
+The token is -1 where no choice is defined: a logit is NaN, the largest is +inf, or no token is allowed. It is -1 for a
+void row, too, whose position is -1.
 
-    logits      float32 [rows, V]             tokens   int32 [rows]          row_slot  int32 [rows]
+    logits      float32 [rows, V]             tokens   int32 [rows]          ids, slots, positions  int32 [rows]
     parameters  uint32  [n_slots, 12]         one row as `pack_parameters` makes it
     history     uint16  [n_slots, V]          bias     float32 [n_slots, V]
-    mask        uint32  [n_slots, ceil(V / 32)]
+    mask        uint32  [n_slots * 8, ceil(V / 32)]     row 8 * slot + j for row j of a check
     best, weights, histogram, ...             scratch, see SamplingState; the three launches: see above `find_best`
 
 Pipe: integer, and fp32 for the exponentials. Bytes: 4 V per greedy row. A drawn row reads the logits twice and writes
@@ -41,15 +45,17 @@ import numpy as np
 from numba import cuda
 from numba.types import float32, int32, int64, uint32, uint64
 
+from kernels.advance import rows_on
 from kernels.bench import Case, main
 from kernels.card import Array
 from kernels.intrinsics import (div_rn, exp, float_as_word, let_next_begin, round_to_int, wait_for_previous,
                                 word_as_float)
+from kernels.records import CHECK_ROWS
 
 TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED, SEED_HIGH, DRAW, FLAGS, REPETITION, FREQUENCY, PRESENCE = range(11)
 N_PARAMETERS = 12                    # DRAW is the number of the slot's next random draw
 PENALIZED, MASKED, BIASED = 1, 2, 4  # bits of FLAGS
-IN_PROMPT, COUNT = 0x8000, 0x7FFF  # bits of a history entry
+IN_PROMPT, TIMES = 0x8000, 0x7FFF  # bits of a history entry
 
 THREADS = 256                     # of a block of any kernel here
 PER_THREAD = 8
@@ -75,7 +81,7 @@ EVERY_LANE = 0xFFFFFFFF
 @dataclass(frozen=True)
 class SamplingState:
     """What sampling keeps on a card, in the shapes above. The arrays from `best` on are scratch for up to `rows` rows
-    at a time."""
+    at a time, those of all answers of a check."""
     parameters: Array
     history: Array
     bias: Array
@@ -96,7 +102,7 @@ class SamplingState:
         return cls(card.zeros((n_slots, N_PARAMETERS), np.uint32, "sampling parameters"),
                    card.zeros((n_slots, n_vocab), np.uint16, "token history"),
                    card.alloc((n_slots, n_vocab), np.float32, "token biases"),
-                   card.zeros((n_slots, -(-n_vocab // 32)), np.uint32, "token mask"),
+                   card.zeros((n_slots * CHECK_ROWS, -(-n_vocab // 32)), np.uint32, "token masks"),
                    card.alloc((rows, n_chunks, 2), np.uint32, "best of each chunk"),
                    card.alloc((rows, n_vocab), np.uint32, "sampling weights"),
                    card.alloc((rows, BINS), np.uint64, "histogram of the weights"),
@@ -127,7 +133,7 @@ def adjust_reference(logits, parameters, history, bias, mask):
     if parameters[FLAGS] & BIASED:
         x = x + bias
     if parameters[FLAGS] & PENALIZED:
-        n = (history & COUNT).astype(np.float32)
+        n = (history & TIMES).astype(np.float32)
         x = np.where(history > 0, np.where(x > 0, x / p[REPETITION], x * p[REPETITION]), x)
         x = np.where(n > 0, x - (n * p[FREQUENCY] + p[PRESENCE]), x)
     if parameters[FLAGS] & MASKED:
@@ -265,14 +271,16 @@ def token_of(chunk, j, thread):
 
 
 @cuda.jit(device=True, inline="always")
-def load_adjusted(registers, logits, of_slot, flags, row, chunk, thread, n_vocab):
+def load_adjusted(registers, logits, of_slot, drafts, flags, row, chunk, thread, n_vocab):
     """x[j] <- the logit of the thread's j-th token after bias, penalties and mask; -inf past the vocabulary.
 
     registers: x, float32 [PER_THREAD], and scratch, uint32 [PER_THREAD], which lets all loads be under way at once.
-    of_slot: the slot's number, then history, bias, mask and parameters of all slots.
+    of_slot: the slot's number, then history, bias, mask and parameters of all slots. drafts: which row of its answer
+    the row is, and the ids of all rows.
     """
     x, seen = registers
     slot, history, bias, mask, parameters = of_slot
+    step, row_id = drafts
     for j in range(uint32(PER_THREAD)):
         i = token_of(chunk, j, thread)
         x[j] = logits[uint32(row * n_vocab + i)] if i < n_vocab else float32(MINUS_INFINITY)
@@ -284,22 +292,33 @@ def load_adjusted(registers, logits, of_slot, flags, row, chunk, thread, n_vocab
         for j in range(uint32(PER_THREAD)):
             i = token_of(chunk, j, thread)
             seen[j] = uint32(history[uint32(slot * n_vocab + i)]) if i < n_vocab else uint32(0)
+        for back in range(step):
+            draft = uint32(row_id[uint32(row - uint32(back) * uint32(cuda.gridDim.y))])
+            for j in range(uint32(PER_THREAD)):
+                seen[j] = times_one_more(seen[j]) if draft == token_of(chunk, j, thread) else seen[j]
         for j in range(uint32(PER_THREAD)):
             x[j] = penalized(x[j], seen[j], parameters, slot)
     if flags & uint32(MASKED):
         n_words = uint32(uint32(n_vocab + uint32(31)) >> uint32(5))
         for j in range(uint32(PER_THREAD)):
             i = token_of(chunk, j, thread)
-            seen[j] = mask[uint32(slot * n_words + uint32(i >> uint32(5)))] if i < n_vocab else uint32(0)
+            at = uint32(uint32(slot * uint32(CHECK_ROWS) + step) * n_words + uint32(i >> uint32(5)))
+            seen[j] = mask[at] if i < n_vocab else uint32(0)
         for j in range(uint32(PER_THREAD)):
             allowed = uint32(seen[j] >> uint32(thread & uint32(31))) & uint32(1)
             x[j] = x[j] if allowed else float32(MINUS_INFINITY)
 
 
 @cuda.jit(device=True, inline="always")
+def times_one_more(seen):
+    """The history entry of a token that is generated once more."""
+    return uint32(seen + uint32(1)) if uint32(seen & uint32(TIMES)) < uint32(TIMES) else uint32(seen)
+
+
+@cuda.jit(device=True, inline="always")
 def penalized(x, seen, parameters, slot):
     """Step 1 for one logit and its history entry."""
-    n = uint32(seen & uint32(COUNT))
+    n = uint32(seen & uint32(TIMES))
     if seen != uint32(0):
         repetition = float_parameter(parameters, slot, REPETITION)
         x = div_rn(x, repetition) if x > float32(0.0) else x * repetition
@@ -323,20 +342,30 @@ def key_value(key):
     return word_as_float(uint32(key ^ uint32(0x80000000)) if key >> uint32(31) else uint32(~key))
 
 
+@cuda.jit(device=True, inline="always")
+def row_of_block():
+    """-> (the row of this block, which row of its answer it is)."""
+    step = uint32(cuda.blockIdx.z)
+    return uint32(step * uint32(cuda.gridDim.y) + uint32(cuda.blockIdx.y)), step
+
+
 @cuda.jit
-def find_best(best, histogram, progress, logits, history, bias, mask, parameters, row_slot, n_vocab):
-    """Grid (chunks, rows): finds the largest adjusted logit of each chunk, and clears the sums of a drawn row."""
+def find_best(best, histogram, progress, logits, history, bias, mask, parameters, row_id, row_slot, row_pos, n_vocab):
+    """Grid (chunks, answers, rows of an answer): finds the largest adjusted logit of each chunk, and clears the sums of
+    a drawn row."""
     x, seen = cuda.local.array(PER_THREAD, float32), cuda.local.array(PER_THREAD, uint32)
     keys, ids = cuda.shared.array(WARPS, uint32), cuda.shared.array(WARPS, uint32)
     let_next_begin()
-    thread, chunk, row = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y)
-    slot = uint32(row_slot[row])
+    thread, chunk, (row, step) = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), row_of_block()
+    slot, void = uint32(row_slot[row]), row_pos[row] < int32(0)
     # Read before the wait, since of the parameters no kernel writes any but DRAW.
     flags = parameter(parameters, slot, FLAGS)
     temperature = float_parameter(parameters, slot, TEMPERATURE)
     wait_for_previous()
-    of_slot = slot, history, bias, mask, parameters
-    load_adjusted((x, seen), logits, of_slot, flags, row, chunk, thread, n_vocab)
+    if void:
+        return
+    of_slot, drafts = (slot, history, bias, mask, parameters), (step, row_id)
+    load_adjusted((x, seen), logits, of_slot, drafts, flags, row, chunk, thread, n_vocab)
     key, token = uint32(0), uint32(NAN_KEY)
     for j in range(uint32(PER_THREAD)):
         key, token = better(key, token, order_key(x[j]), token_of(chunk, j, thread))
@@ -385,18 +414,19 @@ def is_ranked(parameters, slot):
 
 
 @cuda.jit
-def weigh(weights, histogram, progress, best, logits, history, bias, mask, parameters, row_slot, n_vocab):
-    """Grid (chunks, rows): decides the token of a greedy row; computes the integer weights of a drawn row."""
+def weigh(weights, histogram, progress, best, logits, history, bias, mask, parameters, row_id, row_slot, row_pos,
+          n_vocab):
+    """Grid as in `find_best`: decides the token of a greedy row; computes the integer weights of a drawn row."""
     x, seen = cuda.local.array(PER_THREAD, float32), cuda.local.array(PER_THREAD, uint32)
     keys, ids = cuda.shared.array(WARPS, uint32), cuda.shared.array(WARPS, uint32)
     counts, residues = cuda.shared.array(BINS, uint32), cuda.shared.array(BINS, uint32)
     let_next_begin()
-    thread, chunk, row = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y)
-    slot = uint32(row_slot[row])
+    thread, chunk, (row, step) = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), row_of_block()
+    slot, void = uint32(row_slot[row]), row_pos[row] < int32(0)
     flags = parameter(parameters, slot, FLAGS)      # before the wait, as in `find_best`
     temperature = float_parameter(parameters, slot, TEMPERATURE)
     wait_for_previous()
-    if chunk == uint32(0) or temperature > float32(0.0):
+    if not void and (chunk == uint32(0) or temperature > float32(0.0)):
         key, token, n_chunks = uint32(0), uint32(NAN_KEY), uint32(cuda.gridDim.x)
         if thread < n_chunks:
             at = uint32(uint32(row * n_chunks + thread) * uint32(2))
@@ -414,8 +444,8 @@ def weigh(weights, histogram, progress, best, logits, history, bias, mask, param
                     at = uint32(uint32(j) * uint32(THREADS) + thread)
                     counts[at], residues[at] = uint32(0), uint32(0)
                 cuda.syncthreads()
-            of_slot = slot, history, bias, mask, parameters
-            load_adjusted((x, seen), logits, of_slot, flags, row, chunk, thread, n_vocab)
+            of_slot, drafts = (slot, history, bias, mask, parameters), (step, row_id)
+            load_adjusted((x, seen), logits, of_slot, drafts, flags, row, chunk, thread, n_vocab)
             largest = key_value(key)
             for j in range(uint32(PER_THREAD)):
                 i = token_of(chunk, j, thread)
@@ -589,19 +619,6 @@ def kept_before(above, n_ties, threshold, ties, warp_sums, thread):
     return before, part, left, total
 
 
-@cuda.jit(device=True, inline="always")
-def take_token(tokens, row, slot, token, parameters, history, n_vocab):
-    """By one thread: writes the token of a row (NO_TOKEN: there is none); the slot counts it and the draw."""
-    tokens[row] = int32(token)
-    if token != uint32(NO_TOKEN):
-        at = uint32(slot * uint32(N_PARAMETERS) + uint32(DRAW))
-        parameters[at] = uint32(parameters[at] + uint32(1))
-        if parameter(parameters, slot, FLAGS) & uint32(PENALIZED):
-            seen = uint32(history[uint32(slot * n_vocab + token)])
-            if uint32(seen & uint32(COUNT)) < uint32(COUNT):
-                history[uint32(slot * n_vocab + token)] = seen + uint32(1)
-
-
 @cuda.jit(device=True)
 def end_bins(bins, histogram, parameters, row, slot, found, warp_sums, thread):
     """The first and the last of the bins in which the prefix may end: every token of the bins before is kept, none of
@@ -648,22 +665,23 @@ def kept_prefix(parameters, slot, of_row, registers, shared, thread):
 
 
 @cuda.jit
-def choose(tokens, weights, histogram, candidates, sums, progress, history, parameters, row_slot, n_vocab):
-    """Grid (chunks, rows): draws the token of a row where `weigh` has not decided it; the slot counts it."""
+def choose(tokens, weights, histogram, candidates, sums, progress, parameters, row_slot, row_pos, n_vocab):
+    """Grid as in `find_best`: draws the token of a row where `weigh` has not decided it."""
     w, ids = cuda.local.array(PER_THREAD, uint32), cuda.local.array(PER_THREAD, uint32)
     bin_n, bin_w = cuda.local.array(BINS_EACH, uint32), cuda.local.array(BINS_EACH, uint64)
     warp_sums, found = cuda.shared.array(WARPS, uint64), cuda.shared.array(4, uint64)
     counts, residues = cuda.shared.array(BINS, uint32), cuda.shared.array(BINS, uint32)
     chunk_sums, chunk_ties = cuda.shared.array(THREADS, uint64), cuda.shared.array(THREADS, uint32)
     let_next_begin()
-    thread, chunk, row = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y)
+    thread, chunk, (row, step) = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), row_of_block()
     n_chunks, row_start = uint32(cuda.gridDim.x), uint32(row * n_vocab)
     slot, state = uint32(row_slot[row]), uint32(row * uint32(N_PROGRESS))
+    void = row_pos[row] < int32(0)
     wait_for_previous()
-    decided = progress[uint32(state + uint32(DECIDED))]
+    decided = uint32(NO_TOKEN) if void else progress[uint32(state + uint32(DECIDED))]
     if decided != uint32(UNDECIDED):
         if chunk == uint32(0) and thread == uint32(0):
-            take_token(tokens, row, slot, decided, parameters, history, n_vocab)
+            tokens[row] = int32(decided)
     else:
         for j in range(uint32(PER_THREAD)):
             i = token_of(chunk, j, thread)
@@ -722,7 +740,7 @@ def choose(tokens, weights, histogram, candidates, sums, progress, history, para
                                                     warp_sums, thread)
             r = multiply_high(philox(parameter(parameters, slot, SEED),
                                      parameter(parameters, slot, SEED_HIGH),
-                                     parameter(parameters, slot, DRAW)), total)
+                                     uint32(parameter(parameters, slot, DRAW) + step)), total)
             if before <= r and r < uint64(before + part):
                 found[0], found[1], found[2] = uint64(thread), uint64(r - before), uint64(left)
             cuda.syncthreads()
@@ -742,28 +760,27 @@ def choose(tokens, weights, histogram, candidates, sums, progress, history, para
                     left = uint32(left - (uint32(1) if kept and w[j] == threshold else uint32(0)))
                     behind = uint64(before + (uint64(w[j]) if kept else uint64(0)))
                     if before <= r and r < behind:
-                        take_token(tokens, row, slot,
-                                   uint32(start + thread * uint32(PER_THREAD) + uint32(j)), parameters,
-                                   history, n_vocab)
+                        tokens[row] = int32(start + thread * uint32(PER_THREAD) + uint32(j))
                     before = behind
 
 
-def sample(card, tokens, logits, row_slot, state, rows, n_vocab, stream=None):
-    """tokens int32 [rows] <- choices from logits float32 [rows, n_vocab]. row_slot int32 [rows]: the slot of each row,
-    each at most once; state: SamplingState. The draw and the history of these slots are counted on. Never
+def sample(card, tokens, logits, rows, state, n, width):
+    """tokens int32 [n * width] <- choices from logits float32 [n * width, n_vocab], the rows of a check of n answers.
+    rows: their ids and places (slots, positions); each slot has one answer at most. state: SamplingState. Never
     allocates."""
-    grid, logits = (-(-n_vocab // CHUNK), rows), logits.reshape(-1)
+    n_vocab = state.history.shape[1]
+    grid, logits = (-(-n_vocab // CHUNK), n, width), logits.reshape(-1)
     best, weights, histogram, candidates, sums, progress = (
         array.reshape(-1) for array in (state.best, state.weights, state.histogram, state.candidates,
                                         state.sums, state.progress))
     parameters, history, bias, mask = (array.reshape(-1) for array in (state.parameters, state.history,
                                                                        state.bias, state.mask))
     card.launch(find_best, grid, THREADS, best, histogram, progress, logits, history, bias, mask, parameters,
-                row_slot, n_vocab, stream=stream)
-    card.launch(weigh, grid, THREADS, weights, histogram, progress, best, logits, history, bias, mask,
-                parameters, row_slot, n_vocab, stream=stream)
-    card.launch(choose, grid, THREADS, tokens, weights, histogram, candidates, sums, progress, history,
-                parameters, row_slot, n_vocab, stream=stream)
+                rows.ids, *rows.places, n_vocab)
+    card.launch(weigh, grid, THREADS, weights, histogram, progress, best, logits, history, bias, mask, parameters,
+                rows.ids, *rows.places, n_vocab)
+    card.launch(choose, grid, THREADS, tokens, weights, histogram, candidates, sums, progress, parameters,
+                *rows.places, n_vocab)
 
 
 # ---- check -------------------------------------------------------------------------------------------------
@@ -781,46 +798,57 @@ CASES = [(4096, {}), (65, {}), (1, {"temperature": 1.0}), (33, {"temperature": 0
          (9000, {"temperature": 50.0, "top_k": 8990, "top_p": 0.9, "masked": True})]
 
 
-def check(card, case):
-    """Three steps of two rows. Weights are compared with float64; tokens must be exactly those that follow from the
-    card's own integer weights. Returns the largest relative error of a weight above 2^10."""
-    n_vocab, settings = case
+def random_state(card, settings, n_vocab, rows):
+    """(the host's parameters, history, bias, mask; the SamplingState) of three slots, of which 0 and 2 have these
+    settings and 1 others. Scratch is poisoned."""
     rng = np.random.default_rng(n_vocab)
-    slots, state = np.array([2, 0], np.int32), SamplingState.allocate(card, 3, 2, n_vocab)
-    logits = np.round(rng.standard_normal((2, n_vocab)) * 3, 1).astype(np.float32)  # with ties
-    history = (rng.integers(0, 3, (3, n_vocab)) + IN_PROMPT * rng.integers(0, 2,
-                                                                           (3, n_vocab))).astype(np.uint16)
+    state = SamplingState.allocate(card, 3, rows, n_vocab)
+    history = rng.integers(0, 3, (3, n_vocab)) + IN_PROMPT * rng.integers(0, 2, (3, n_vocab))
     bias = np.round(rng.standard_normal((3, n_vocab)) * 20, 1).astype(np.float32)
     if not settings.get("biased"):
         bias[:] = np.nan
     mask = rng.integers(0, 2**32, state.mask.shape, np.uint32)
     mask[:, 0] |= 1
     parameters = np.stack([pack_parameters(**settings), pack_parameters(0.5), pack_parameters(**settings)])
-    for array, host in ((state.parameters, parameters), (state.history, history), (state.bias, bias),
-                        (state.mask, mask)):
-        card.copy_in(array, host)
+    host = parameters, history.astype(np.uint16), bias, mask
+    for array, values in zip((state.parameters, state.history, state.bias, state.mask), host):
+        card.copy_in(array, values)
     for scratch in (state.best, state.weights, state.histogram, state.candidates, state.sums, state.progress):
         card.poison(scratch)
-    tokens, on_card = card.alloc(3, np.int32), (card.upload(logits), card.upload(slots))
+    return host, state
+
+
+def check(card, case, width=3):
+    """A check of two answers, of which the second has one row less. Weights are compared with float64; tokens must be
+    exactly those that follow from the card's own integer weights. Returns the largest relative error of a weight above
+    2^10."""
+    n_vocab, settings = case
+    rng, rows = np.random.default_rng(n_vocab), 2 * width
+    logits = np.round(rng.standard_normal((rows, n_vocab)) * 3, 1).astype(np.float32)  # with ties
+    host, state = random_state(card, settings, n_vocab, rows)
+    parameters, history, bias, mask = host
+    ids, slots, positions = rng.integers(0, n_vocab, rows), np.tile([2, 0], width), np.arange(rows)
+    if width > 1:
+        positions[-1] = -1
+    tokens = card.alloc(rows + 1, np.int32)
     card.poison(tokens)
-    error = 0.0
-    for _ in range(3):
-        sample(card, tokens[:2], *on_card, state, 2, n_vocab)
-        got, weights = card.download(tokens), card.download(state.weights)
-        for row, slot in enumerate(slots):
-            x = adjust_reference(logits[row], parameters[slot], history[slot], bias[slot],
-                                 mask[slot])
-            want = int(np.argmax(x))
-            if settings.get("temperature", 0) > 0:
-                error = max(error, check_weights(weights[row], x, settings["temperature"]))
-                want = draw_reference(weights[row], keep_reference(weights[row], parameters[slot]),
-                                      settings.get("seed", 0), int(parameters[slot, DRAW]))
-            assert got[row] == want, f"token {got[row]}, not {want}"
-            parameters[slot, DRAW] += 1
-            history[slot, want] += bool(parameters[slot, FLAGS] & PENALIZED)
-    np.testing.assert_array_equal(card.download(state.parameters), parameters)
-    np.testing.assert_array_equal(card.download(state.history), history)
-    assert got[2] == -1, "wrote on"
+    sample(card, tokens[:rows], card.upload(logits), rows_on(card, ids, slots, positions), state, 2, width)
+    got, weights, error = card.download(tokens), card.download(state.weights), 0.0
+    for row, (slot, position) in enumerate(zip(slots, positions)):
+        step, seen = row // 2, history[slot].copy()
+        np.add.at(seen, ids[2 + row % 2:row + 1:2], np.uint16(1))
+        x = adjust_reference(logits[row], parameters[slot], seen, bias[slot], mask[CHECK_ROWS * slot + step])
+        want = int(np.argmax(x))
+        if position < 0:
+            want = -1
+        elif settings.get("temperature", 0) > 0:
+            error = max(error, check_weights(weights[row], x, settings["temperature"]))
+            want = draw_reference(weights[row], keep_reference(weights[row], parameters[slot]),
+                                  settings.get("seed", 0), (int(parameters[slot, DRAW]) + step) % 2**32)
+        assert got[row] == want, f"row {row}: token {got[row]}, not {want}"
+    for array, values in zip((state.parameters, state.history), host):
+        np.testing.assert_array_equal(card.download(array), values)
+    assert got[rows] == -1, "wrote on"
     return error
 
 
@@ -841,15 +869,18 @@ def cases(card):
     for n_vocab, settings in CASES:
         yield Case(f"{n_vocab} {settings or 'greedy'}", lambda case=(n_vocab, settings): check(card, case))
     for settings in ({}, {"temperature": 0.6, "top_k": 20, "top_p": 0.95}, {"temperature": 1.0}):
-        yield _timed(card, 248320, settings)
+        for n, width in ((1, 1), (1, 8), (8, 3), (64, 1)):
+            yield _timed(card, 248320, settings, n, width)
 
 
-def _timed(card, n_vocab, settings):
-    state = SamplingState.allocate(card, 1, 1, n_vocab)
-    card.copy_in(state.parameters, pack_parameters(**settings)[None])
-    logits = np.random.default_rng(0).standard_normal((1, n_vocab), np.float32) * 3
-    arrays = card.alloc(1, np.int32), card.upload(logits), card.zeros(1, np.int32)
-    return Case(f"{n_vocab} {settings or 'greedy'}", launch=lambda: sample(card, *arrays, state, 1, n_vocab),
+def _timed(card, n_vocab, settings, n, width):
+    rows = n * width
+    state = SamplingState.allocate(card, n, rows, n_vocab)
+    card.copy_in(state.parameters, np.tile(pack_parameters(**settings), (n, 1)))
+    logits = np.random.default_rng(0).standard_normal((rows, n_vocab), np.float32) * 3
+    inputs = rows_on(card, np.zeros(rows), np.tile(np.arange(n), width), np.arange(rows))
+    arrays = card.alloc(rows, np.int32), card.upload(logits), inputs, state, n, width
+    return Case(f"{n} x {width} x {n_vocab} {settings or 'greedy'}", launch=lambda: sample(card, *arrays),
                 n_bytes=logits.nbytes)
 
 

@@ -5,7 +5,7 @@ import json
 
 def chat_in_four_ways(client, run_async, **arguments):
     """What an answer says, at once and asynchronously, whole and streamed, which have to agree but for what the cache
-    had: (choices, usage) as `told` gives them."""
+    had and for drafts: (choices, usage) as `told` gives them."""
     arguments = {"model": "m"} | arguments
     streamed = arguments | {"stream": True, "stream_options": {"include_usage": True}}
 
@@ -17,9 +17,16 @@ def chat_in_four_ways(client, run_async, **arguments):
                put_together(client.chat.completions.create(**streamed))]
     whole, chunks = run_async(asynchronously)
     answers += [told(whole), put_together(chunks)]
-    said = [(choices, usage | {"prompt_tokens_details": None}) for choices, usage in answers]
+    own = {"prompt_tokens_details": None}, ("accepted_prediction_tokens", "rejected_prediction_tokens")
+    said = [(choices, without(usage, *own)) for choices, usage in answers]
     assert said[1:] == said[:1] * 3
     return answers[0]
+
+
+def without(usage, replaced, drafts):
+    """A usage without what depends on the cache, and on how many drafts paid."""
+    details = {name: n for name, n in usage["completion_tokens_details"].items() if name not in drafts}
+    return usage | replaced | {"completion_tokens_details": details}
 
 
 def told(whole):

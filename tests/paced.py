@@ -3,8 +3,8 @@
 import threading
 import time
 
-from engine.request import EngineStopped, Generation
-from tests.scripted import END, ScriptedEngine, scores_of
+from engine.request import EngineStopped
+from tests.scripted import END, ScriptedEngine
 
 
 class PacedEngine(ScriptedEngine):
@@ -17,9 +17,8 @@ class PacedEngine(ScriptedEngine):
     def submit(self, request):
         request.check(self.tokenizer.n_vocab, self.n_ctx)
         self.requests.append(request)
-        generation = Generation(request, self.tokenizer)
+        generation = self.begin(request)
         generation.n_cached = generation.n_prompt // 64 * 64
-        generation.prompt_logprobs = scores_of(request)
         self.generations.append(generation)
         threading.Thread(target=self._write, args=(generation,), daemon=True).start()
         return generation

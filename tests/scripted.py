@@ -10,6 +10,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 import qengine
 from engine.details import ModelDetails
 from engine.request import Generation, PromptLogprobs
+from engine.speculate import MOST_DRAFTS, Drafts
 from engine.text_engine import TextEngine
 from engine.tokenizer import encode_prompt
 
@@ -20,16 +21,19 @@ def shipped():
     return qengine.open_model(qengine.DEFAULT_MODEL)
 
 
+NONE = [0] * MOST_DRAFTS
+
+
 class ScriptedEngine(TextEngine):
     """An engine without a model. script: a text, or a function that makes a text of the prompt. An answer is the whole
     text, then the end.
 
-    requests, generations: those so far. Every token has the log-probability -0.5, and token 5 has -1.5. Tokens of
+    requests, generations: those so far. checks: (drafts, accepted ones) of each check of every answer. Every token has the log-probability -0.5, and token 5 has -1.5. Tokens of
     prompts have -0.25, and token 5 has -1.25.
     """
 
     name, n_ctx, n_slots, reason, fault, counts_pipes = "scripted", 4096, 2, None, None, False
-    cards = layers = ()
+    cards = layers = checks = ()
 
     def __init__(self, script="", template=None):
         self.tokenizer, self.template = shipped().tokenizer, template or shipped().template
@@ -44,8 +48,7 @@ class ScriptedEngine(TextEngine):
         self.requests.append(request)
         prompt = self.tokenizer.decode(request.prompt_ids, special=True)
         text = self.script(prompt) if callable(self.script) else self.script
-        generation = Generation(request, self.tokenizer)
-        generation.prompt_logprobs = scores_of(request)
+        generation = self.begin(request)
         self.generations.append(generation)
         for n, token in enumerate(itertools.chain(self.tokenizer.encode(text), [END]), start=1):
             reason = "stop" if token in (END, *request.stop_token_ids) else "length" if n == request.max_tokens else None
@@ -53,6 +56,14 @@ class ScriptedEngine(TextEngine):
             if generation.push(token, reason, None if request.top_logprobs is None else -0.5, likeliest):
                 break
         generation.close()
+        return generation
+
+    def begin(self, request):
+        """The Generation of a request."""
+        generation = Generation(request, self.tokenizer)
+        generation.prompt_logprobs = scores_of(request)
+        for one in self.checks:
+            generation.drafts.land(*one)
         return generation
 
     def count_pipes(self):
@@ -64,7 +75,9 @@ class ScriptedEngine(TextEngine):
         return {name: sum(getattr(g, field) for g in self.generations) for name, field in counts.items()} | {
             "requests_running": running, "requests_waiting": 0, "kv_pages": 64, "kv_pages_used": 16 * running,
             "checkpoints": 3, "checkpoints_on_card": 2, "checkpoints_spilled": 1, "checkpoints_fetched": 0,
-            "checkpoints_dropped": 0}
+            "checkpoints_dropped": 0,
+            "drafts_checked": tuple(map(sum, zip(NONE, *(g.drafts.n_checked for g in self.generations)))),
+            "drafts_accepted": tuple(map(sum, zip(NONE, *(g.drafts.n_accepted for g in self.generations))))}
 
 
 def scores_of(request) -> PromptLogprobs | None:
@@ -79,6 +92,8 @@ def scores_of(request) -> PromptLogprobs | None:
 
 class Unreal:
     """What the log asks of a generation, for those that tests make up."""
+
+    drafts = Drafts()
 
     n_prompt = n_generated = 1
     n_cached, started, token_times, finish_reason, cause, error = 0, 0.0, (), None, None, None

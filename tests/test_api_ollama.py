@@ -185,7 +185,7 @@ def test_options_that_leave_it_to_the_server(ask, n):
 
 
 CHANGE_NOTHING = dict.fromkeys(OPTIONS["properties"], 0) | dict.fromkeys(WITHOUT_EFFECT, True) | {
-    "tfs_z": 1, "typical_p": 1, "repeat_penalty": 1, "repetition_guard": True, "stop": "never"}
+    "tfs_z": 1, "typical_p": 1, "repeat_penalty": 1, "repetition_guard": True, "stop": "never", "draft": 2}
 
 
 @pytest.mark.parametrize("name", CHANGE_NOTHING)

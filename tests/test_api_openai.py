@@ -8,7 +8,7 @@ from api.openai import MAX_CHOICES, read_choice
 from engine.request import RequestError
 from engine.template import ChatTemplate
 from tests.calls import CALL, JSON, PERSON, WEATHER, XML
-from tests.clients import app_of, scripted_clients
+from tests.clients import CHAT, TEXT, app_of, scripted_clients
 from tests.four_ways import chat_in_four_ways, told
 from tests.paced import PacedEngine
 from tests.scripted import ScriptedEngine, obeys, shipped
@@ -51,6 +51,20 @@ def test_text(ask):
     assert usage["total_tokens"] == len(request.prompt_ids) + n_answer
     assert usage["prompt_tokens_details"]["cached_tokens"] == 0
     assert usage["completion_tokens_details"]["reasoning_tokens"] == 0
+
+
+def test_drafts_count_as_predictions():
+    """Those of all answers of a request. A request may limit them."""
+    engine = ScriptedEngine("Hello.")
+    engine.checks = (3, 2), (1, 0), (2, 2)
+    for path, said in (CHAT, {"messages": HI}), (TEXT, {"prompt": "Hi"}):
+        answer = app_of(engine).test_client().post(path, json=said | {"n": 2, "draft": 3}).json
+        details = answer["usage"]["completion_tokens_details"]
+        assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (8, 4)
+        assert [request.draft for request in engine.requests[-2:]] == [3, 3]
+        for wrong in -1, 8, 1.5, "auto", True:
+            refused = app_of(engine).test_client().post(path, json=said | {"draft": wrong})
+            assert (refused.status_code, refused.json["error"]["param"]) == (400, "draft")
 
 
 def test_thoughts(ask):

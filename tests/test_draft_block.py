@@ -28,7 +28,7 @@ class Bench:
         self.card, self.config = card, opened.config
         with opened.weights.loading(card) as loader:
             self.model = qengine.Model(loader, self.config, range(self.config.n_layers))
-        self.model.allocate(ROWS, SLOTS)
+        self.model.allocate(ROWS, 8 * SLOTS)
         self.block = self.model.block
         self.cache = qengine.Cache(card, self.config, self.model.numbers,
                                    CacheSizes(SLOTS, MAX_PAGES, SLOTS * MAX_PAGES + 1, 2, 0))
@@ -243,7 +243,7 @@ def part_of(tiny):
     with qengine.open_model(str(DATA / "tiny-Q8_0.gguf")).weights.loading(tiny.card) as loader:
         part = DraftBlock(qengine.Tensors(loader, tiny.config.n_layers), tiny.block.layer, tiny.model.head,
                           tiny.block.pass_of, low_rows=500)
-    part.allocate(tiny.card, tiny.config.hidden_dim, ROWS, SLOTS)
+    part.allocate(tiny.card, tiny.config.hidden_dim, ROWS, 8 * SLOTS)
     return part
 
 

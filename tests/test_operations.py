@@ -21,6 +21,7 @@ from engine.pipes import PIPES_SECONDS
 from engine.request import EngineStopped, Request, RequestError
 from tests.clients import CHAT, HI, TEXT, app_of, assert_error, official_client, send, serving, wait_until
 from tests.paced import PacedEngine
+from tests.scripted import ScriptedEngine
 from tests.tiny import tiny_engine
 
 ANSWER = "Two SMs, and nothing more."
@@ -275,6 +276,9 @@ def test_a_line_for_each_request(lines):
             times = generation.token_times
             assert float(line["tokens_per_s"]) == pytest.approx((len(times) - 1) / (times[-1] - times[0]), abs=0.1)
             assert 0 <= float(line["first_token"]) < float(line["seconds"])
+            drafts = {"drafts": "5", "accepted": "0.60"} if engine.checks else {}
+            assert {name: line[name] for name in ("drafts", "accepted") if name in line} == drafts
+            engine.checks = (3, 3), (2, 0)
 
 
 def send_raw(port, body):
@@ -460,6 +464,21 @@ def test_metrics_have_the_names_of_vllm():
     gaps = sum(g.token_times[-1] - g.token_times[0] for g in generations)
     assert found["qengine:inter_token_latency_seconds_sum",] == pytest.approx(gaps)
     assert found["qengine:e2e_request_latency_seconds_count",] == 4
+
+
+def test_metrics_of_drafts():
+    engine = ScriptedEngine("Hello.")
+    client = web(engine)
+    assert samples(client)["qengine:drafts_checked_total", "1"] == 0
+    engine.checks = (3, 2), (2, 0), (0, 0)
+    for n in 1, 2:
+        client.post(CHAT, json=BODY).close()
+        found = samples(client)
+        for what, counts in ("checked", (2, 2, 1, 0, 0, 0, 0)), ("accepted", (1, 1, 0, 0, 0, 0, 0)):
+            for position, count in enumerate(counts, start=1):
+                assert found[f"qengine:drafts_{what}_total", str(position)] == n * count
+        names = "drafts", "draft_tokens", "accepted_tokens"
+        assert [found[f"qengine:spec_decode_num_{name}_total",] for name in names] == [2 * n, 5 * n, 2 * n]
 
 
 def test_metrics_of_what_runs_and_of_what_was_left():

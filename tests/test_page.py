@@ -137,9 +137,10 @@ def test_an_answer_streams(page, engine):
 
 
 def test_what_is_told_of_an_answer(page, engine):
+    engine.checks = (2, 2), (2, 1)
     page.get_by_label("Message").fill("hello " * 60)
     page.get_by_label("Message").press("Enter")
-    expect(answers(page)).to_contain_text(re.compile("You said .* tokens/s · first after"))
+    expect(answers(page)).to_contain_text(re.compile("You said .* tokens/s · accepted 75 % · first after"))
     generation = engine.generations[0]
     for figure in (f"{generation.n_generated} tokens", f"prompt {generation.n_prompt}, {generation.n_cached} cached"):
         expect(answers(page)).to_contain_text(figure)

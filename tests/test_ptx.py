@@ -83,8 +83,9 @@ def attention_of_other_heads(format):
     yield attention.tiles_kernel(format, head_dim, gated), x, "float16[1]", x, *page, *i, *["uint32"] * 5
     for group, shape, early, rows in ((1, QWEN3, False, 1), (8, QWEN3, True, 1), (8, QWEN35, False, 1),
                                       (4, QWEN35, True, 4), (6, QWEN35, False, 2), (8, QWEN3, False, 2)):
-        yield (attend_decode.attend_kernel(format, group, *shape, True, early, rows), "int8[1]", x, x, "uint32[1]", x, x, x,
-               *rotary, *page, *i, *["uint32"] * 10, "float32")
+        kernel = attend_decode.attend_kernel(format, group, *shape, True, early, rows)
+        yield (kernel, "int8[1]", x, x, "uint32[1]", x, x, x, *rotary, *page, *i, *["uint32"] * 10,
+               "float32")
 
 
 def draft_kernels():
@@ -140,20 +141,21 @@ def test_no_register_is_spilled_on_sm_70(kernels):
 
 OVERLAPPING = (9, 0)        # the first that can
 WAIT = "griddepcontrol.wait;"
-# The arguments that a kernel may read before it waits, which no kernel writes: weights, and the slots of a batch. But
-# `choose` counts the draws in `parameters`, which the sampler's two kernels before it do not read (and see WRITTEN).
+# The arguments that a kernel may read before it waits: weights, which no kernel writes; slots and positions of a batch,
+# which `advance` writes at the start of a step and the next kernel finds written. `accept` counts the draws in
+# `parameters`, which the first two kernels of the sampler do not read (and see WRITTEN).
 CONSTANTS = {
     "gemv_kernel": {"wq", "wd"}, "planes_gemv_kernel": {"wq", "wd"}, "norm_gemv_kernel": {"wq", "wd", "norm_w"},
     "gemv_swiglu_kernel": {"wq", "wd"}, "norm_gemv_swiglu_kernel": {"wq", "wd", "norm_w"},
     "gdn_decode_kernel": {"conv_w", "ssm_a", "dt_bias", "norm_w", "row_slot"},
     "attend": set(), "rms_norm_quantize_kernel": {"w"},
-    "find_best": {"row_slot", "parameters"}, "weigh": {"row_slot", "parameters"}, "choose": {"row_slot"},
-    "advance_kernel": set(), "draft_rows_kernel": set(), "draft_input_kernel": set(), "draft_kernel": set(),
-    "listed_kernel": set(),
+    "find_best": {"row_slot", "row_pos", "parameters"}, "weigh": {"row_slot", "row_pos", "parameters"},
+    "choose": {"row_slot", "row_pos"}, "accept_kernel": set(), "follow_kernel": set(),
+    "draft_rows_kernel": set(), "draft_input_kernel": set(), "draft_kernel": set(), "listed_kernel": set(),
 }
 # And what those that are `early` may read besides: constants and what earlier steps left. Blocks of `attend` beyond the
 # last unit may end: the others of the launch wait, so that it does not end before.
-EARLY = {"gdn_decode_kernel": {"state", "ring", "row_pos"},
+EARLY = {"gdn_decode_kernel": {"state", "ring", "accepted", "vectors", "keeps", "row_pos"},
          "attend": {"q_norm", "k_norm", "inv_freq", "rope_pos", "row_slot", "row_pos", "block_table", "k_pages",
                     "v_pages"}}
 
@@ -214,7 +216,7 @@ def too_early(kernel, types, ptx):
 
 
 EARLY_TWINS = {     # by the types of the arguments, the first of which is the output's
-    "gdn_decode_kernel": lambda out, *_: gdn_decode.decode_kernel(out == "int8[1]", True),
+    "gdn_decode_kernel": lambda out, *_: gdn_decode.decode_kernel(out == "int8[1]", True, False, 1),
     "attend": lambda out, *_: attend_decode.attend_kernel(KV_FORMATS["float16"], 6, *QWEN35, out == "int8[1]", True,
                                                            1),
 }
@@ -255,15 +257,15 @@ def test_what_is_read_too_early_is_found(overlapping):
     read = {"gemv_kernel": "xq", "norm_gemv_kernel": "x", "gemv_swiglu_kernel": "xd", "norm_gemv_swiglu_kernel": "x",
             "planes_gemv_kernel": "xq", "gdn_decode_kernel": "projected", "attend": "projected",
             "rms_norm_quantize_kernel": "x", "find_best": "logits", "weigh": "best", "choose": "progress",
-            "advance_kernel": "tokens", "draft_rows_kernel": "outcomes", "draft_input_kernel": "x",
-            "draft_kernel": "logits", "listed_kernel": "listed"}
+            "accept_kernel": "tokens", "follow_kernel": "tokens", "draft_rows_kernel": "outcomes",
+            "draft_input_kernel": "x", "draft_kernel": "logits", "listed_kernel": "listed"}
     for kernel, types, ptx in overlapping:
         assert read[kernel.__name__] in too_early(kernel, types, ptx.replace(WAIT, ""))
 
 
 # What the kernels of decode passes write of that which others of them read before they wait.
-WRITTEN = {"gdn_decode_kernel": {"state", "ring"}, "attend": {"k_pages", "v_pages"}, "choose": {"parameters"},
-           "advance_kernel": {"ids", "positions", "rope"}}
+WRITTEN = {"gdn_decode_kernel": {"state", "ring", "vectors", "keeps"}, "attend": {"k_pages", "v_pages"},
+           "accept_kernel": {"parameters"}}
 
 
 def read_too_early(launches):

@@ -2,12 +2,20 @@ import numpy as np
 import pytest
 
 from kernels import sample
+from kernels.advance import rows_on
+from kernels.records import CHECK_ROWS
 from kernels.sample import SamplingState, pack_parameters, philox_reference
 
 
+@pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("case", sample.CASES, ids=str)
-def test_tokens_equal_the_reference(card, case):
-    sample.check(card, case)
+def test_tokens_equal_the_reference(card, case, width):
+    sample.check(card, case, width)
+
+
+def test_widest_check(card):
+    sample.check(card, (300, {"temperature": 0.9, "top_p": 0.9, "repetition": 1.3, "frequency": 2.0, "masked": True,
+                              "draw": 2**32 - 3}), CHECK_ROWS)
 
 
 def test_philox_equals_its_published_vectors():
@@ -23,8 +31,8 @@ def draw(card, logits, **settings):
     card.copy_in(state.parameters, np.stack([pack_parameters(seed=r, **settings) for r in range(rows)]))
     tokens = card.alloc(rows, np.int32)
     card.poison(tokens)
-    sample.sample(card, tokens, card.upload(logits), card.upload(np.arange(rows, dtype=np.int32)), state,
-                  rows, n_vocab)
+    inputs = rows_on(card, np.zeros(rows), np.arange(rows), np.zeros(rows))
+    sample.sample(card, tokens, card.upload(logits), inputs, state, rows, 1)
     return card.download(tokens)
 
 
@@ -74,33 +82,12 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(card):
                 {"temperature": 1.0, "min_p": 0.1}]
     state = SamplingState.allocate(card, 6, 6, n_vocab)
     tokens, logits = card.alloc(6, np.int32), card.upload(x)
-    slots = card.upload(np.arange(6, dtype=np.int32))
-    start = np.stack([pack_parameters(seed=3, **s) for s in settings])
-    card.copy_in(state.parameters, start)
-    sample.sample(card, tokens, logits, slots, state, 6, n_vocab)
+    card.copy_in(state.parameters, np.stack([pack_parameters(seed=3, **s) for s in settings]))
+    sample.sample(card, tokens, logits, rows_on(card, np.zeros(6), np.arange(6), np.zeros(6)), state, 6, 1)
     together = card.download(tokens).tolist()
-    card.copy_in(state.parameters, start)
     for row in range(6):
-        sample.sample(card, tokens[row:row + 1], logits[row:row + 1], slots[row:row + 1], state, 1, n_vocab)
+        sample.sample(card, tokens[row:row + 1], logits[row:row + 1], rows_on(card, [0], [row], [0]), state, 1, 1)
     assert card.download(tokens).tolist() == together
-
-
-def test_a_recorded_sample_walks_on(card):
-    """Each replay makes the next draw, as the card itself counts them, whichever rows run beside."""
-    n_vocab, logits = 200, np.random.default_rng(0).standard_normal((1, 200)).astype(np.float32)
-    state = SamplingState.allocate(card, 2, 1, n_vocab)
-    card.copy_in(state.parameters, np.stack([pack_parameters(1.0, seed=5)] * 2))
-    tokens, slot, x = card.alloc(1, np.int32), card.upload(np.array([1], np.int32)), card.upload(logits)
-    with card.record() as recording:
-        sample.sample(card, tokens, x, slot, state, 1, n_vocab)
-    walked = []
-    for _ in range(8):
-        recording.replay()
-        walked.append(int(card.download(tokens)[0]))
-    weights = card.download(state.weights)[0]
-    keep = sample.keep_reference(weights, pack_parameters(1.0))
-    assert walked == [sample.draw_reference(weights, keep, 5, draw) for draw in range(8)]
-    assert card.download(state.parameters)[:, sample.DRAW].tolist() == [0, 8]
 
 
 def test_a_vocabulary_too_large_is_refused(card):
