@@ -20,7 +20,7 @@ layers of a 9B model and 20.6 MB in the 18 layers of a 0.8B model. A warp that c
 flight before its first store. One launch replaces the 48 fills that clearing a 9B model layer by layer would take.
 
 `keep_states` begins a decode step. Where the position of an answer's first row is a multiple of 64, it writes what the
-layers remember of the tokens before this position to the slot's spare row. Rows that are still pending
+layers remember of the tokens before this position to the slot's target row, if it has one. Rows that are still pending
 (kernels/records.py) are applied on the way, in the order and with the rounding of kernels/gdn_decode.py. The slot
 itself stays as it is. A block takes one value head of one layer after the other, as kernels/gdn_decode.py does it.
 Where no answer is due, the blocks end when they have read the positions.
@@ -120,12 +120,12 @@ def clear_states_kernel(memory, ring, n_memory, n_ring, n_memory_tiles, n_rows, 
 
 
 @cuda.jit(device=True, forceinline=True)
-def keep_head(memory, ring, vectors, keeps, slot, position, n_pending, spare, layer, head, sizes, staged):
-    """Of one head of one layer: row `spare` <- the state and the inputs of the convolution of a slot, with its pending
+def keep_head(memory, ring, vectors, keeps, slot, position, n_pending, kept, layer, head, sizes, staged):
+    """Of one head of one layer: row `kept` <- the state and the inputs of the convolution of a slot, with its pending
     rows. sizes: n_rows, n_slots, n_k, n_v. A head shares its q and k with others, one of which writes their inputs."""
     n_rows, n_slots, n_k, n_v = sizes
     thread = uint32(cuda.threadIdx.x)
-    source, target = uint32(layer * n_rows + slot), uint32(layer * n_rows + spare)
+    source, target = uint32(layer * n_rows + slot), uint32(layer * n_rows + kept)
     of_slot = uint32(layer * n_slots + slot)
     s = cuda.local.array((ROWS, 4), float32)
     at = uint32(uint32(thread >> uint32(5)) * uint32(ROWS * HEAD) + uint32(thread & uint32(31)) * uint32(4))
@@ -152,7 +152,7 @@ def keep_head(memory, ring, vectors, keeps, slot, position, n_pending, spare, la
 
 
 @cuda.jit(launch_bounds=(HEAD_THREADS, BLOCKS))
-def keep_states_kernel(memory, ring, accepted, vectors, keeps, row_slot, row_pos, answers, first_spare, n_layers,
+def keep_states_kernel(memory, ring, accepted, vectors, keeps, row_slot, row_pos, targets, answers, n_layers,
                        n_rows, n_slots, n_k, n_v):
     """Any number of blocks."""
     staged = cuda.shared.array(SUMS, float32, alignment=16)
@@ -166,11 +166,12 @@ def keep_states_kernel(memory, ring, accepted, vectors, keeps, row_slot, row_pos
         while due != uint32(0):
             if due & uint32(1) != uint32(0):
                 slot = uint32(row_slot[answer])
+                target = targets[slot]
                 head = uint32(cuda.blockIdx.x)
-                while head < n_heads:
+                while head < n_heads and target >= 0:
                     layer = uint32(head // n_v)
                     keep_head(memory, ring, vectors, keeps, slot, uint32(row_pos[answer]), uint32(accepted[slot]),
-                              uint32(first_spare + slot), layer, uint32(head - layer * n_v),
+                              uint32(target), layer, uint32(head - layer * n_v),
                               (n_rows, n_slots, n_k, n_v), staged)
                     head = uint32(head + uint32(cuda.gridDim.x))
             due, answer = uint32(due >> uint32(1)), uint32(answer + uint32(1))
@@ -188,15 +189,15 @@ def clear_states(card, states: States, row, stream=None):
     _launch(card, clear_states_kernel, states, row, stream=stream)
 
 
-def keep_states(card, states: States, pending: Pending, places: Places, first_spare, n, stream=None):
-    """Row first_spare + s of every layer <- what slot s remembers of the tokens before its position, for those of the n
-    slots in `places`, at their next positions, whose position is a multiple of 64. states, pending: of all layers.
-    Never allocates."""
+def keep_states(card, states: States, pending: Pending, places: Places, targets, n, stream=None):
+    """Row targets[s] of every layer <- what slot s remembers of the tokens before its position, for those of the n slots
+    in `places`, at their next positions, whose position is a multiple of 64. targets: int32 [n_slots]; -1: none.
+    states, pending: of all layers. Never allocates."""
     n_layers, n_rows, n_v = states.memory.shape[:3]
     n_k = (states.conv.shape[-1] // HEAD - n_v) // 2
     blocks = min(BLOCKS * card.n_sms, n_layers * n_v)
     card.launch(keep_states_kernel, blocks, HEAD_THREADS, states.memory.reshape(-1), states.conv.reshape(-1),
-                *(array.reshape(-1) for array in pending), *places, n, first_spare, n_layers, n_rows,
+                *(array.reshape(-1) for array in pending), *places, targets, n, n_layers, n_rows,
                 pending.vectors.shape[1], n_k, n_v, stream=stream)
 
 
@@ -230,12 +231,13 @@ def check(card, case):
     return 0.0
 
 
-KEEPS = [(1, 1, 1), (3, 1, 3), (2, 2, 4)]                  # answers, n_k, n_v
+KEEPS = [(1, 1, 1), (3, 1, 3), (5, 2, 4)]                  # answers, n_k, n_v
 
 
 def check_keep(card, case):
     """case = (answers, n_k, n_v): after a check of 8 rows of two layers, of which random numbers are accepted, the
-    spare rows of all answers but the last must have the bits of plain steps, and nothing else may change."""
+    target rows of all answers but the last must have the bits of plain steps, and nothing else may change. The slot in
+    front has no target."""
     chains = [Chain(card, *case, seed) for seed in range(2)]
     slots, random, n_slots = chains[0].slots, chains[0].random, len(chains[0].memory)
     takes = random.integers(1, CHECK_ROWS + 1, n_slots)
@@ -256,11 +258,13 @@ def check_keep(card, case):
     pending = pending._replace(accepted=card.upload((takes - 1).astype(np.int32)))
     positions = [first[slot] + takes[slot] for slot in slots]
     places = Places(*(card.upload(np.asarray(column, np.int32)) for column in (slots, positions)))
-    keep_states(card, states, pending, places, n_slots, len(slots))
+    targets = n_slots + random.permutation(n_slots).astype(np.int32)
+    targets[slots[0]] = -1
+    keep_states(card, states, pending, places, card.upload(targets), len(slots))
     for layer, (_, want_memory, want_rings) in enumerate(wants):
-        for slot in slots[:-1] or slots:
-            before[0][layer, n_slots + slot] = want_rings[takes[slot]][slot]
-            before[1][layer, n_slots + slot] = want_memory[takes[slot]][slot]
+        for slot in slots[1:-1]:
+            before[0][layer, targets[slot]] = want_rings[takes[slot]][slot]
+            before[1][layer, targets[slot]] = want_memory[takes[slot]][slot]
     for got, want in zip(states, before):
         assert_same_bits(card.download(got), want)
     return 0.0
