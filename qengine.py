@@ -63,7 +63,7 @@ import tqdm
 
 from engine.constraints import Constraint, Vocabulary
 from engine.details import ModelDetails
-from engine.draft_block import DraftBlock
+from engine.draft_block import PIECE, DraftBlock
 from engine.gguf import GGUF, SUPPORTED_TYPES
 from engine.hyperparameters import read_hyperparameters, synthetic_hyperparameters
 from engine.pipes import PipeMeter
@@ -909,7 +909,7 @@ class Stage:
         self.worker, self.card, self.config, self.layers, self.n_slots = worker, card, config, layers, demand.slots
         free = card.free_bytes
         with weights.loading(card) as loader:
-            self.model = Model(loader, config, layers, progress)
+            self.model = Model(loader, config, layers, progress, drafts=demand.drafts > 0)
         self.weight_bytes = free - card.free_bytes
         work = self.model.work()
         self.page_bytes, self.state_bytes = work.page_bytes, work.state_bytes
@@ -983,6 +983,8 @@ class Stage:
         inside = tuple(Mark(end, slot, self.n_slots + number) for end, number in marks if end < n)
         with self.card.span(f"slot {slot}, {n} tokens from {start} on"):
             self.launch_prompt(n, inside, tap)
+            if self.model.block:
+                self.model.block.prefill(self.model, self.prompt_pass(0, n, n), self.cache)
         for end, number in marks:
             if end == n:
                 self.cache.save(slot, number)
@@ -1122,8 +1124,9 @@ class Stage:
     def launch_drafts(self, x: Array, outcomes: Array, answers: Array, sizes: tuple[int, int, int]):
         """The drafts of the next step. x: what the layers have made of the rows of this step. sizes: answers, width,
         and the most drafts of the draft block."""
-        n, width, n_drafts = sizes
-        self.sampler.continue_drafts(outcomes, answers, n)
+        if self.model.block:
+            self.model.block.draft(self.model, x, outcomes, answers, sizes, self.cache)
+        self.sampler.continue_drafts(outcomes, answers, sizes[0])
 
     # ---- kernels ----
 
@@ -1148,6 +1151,9 @@ class Stage:
         for n, shares_card in sorted({(n, len(sizes) > 1) for sizes in batches for n in sizes}):
             run = dataclasses.replace(self.prompt_pass(0, n, n), shares_card=shares_card)
             self.model.forward(run, self.cache)
+        if self.model.block:
+            for n in {min(n, PIECE) for n in lengths}:
+                self.model.block.prefill(self.model, self.prompt_pass(0, n, n), self.cache)
         steps = {(n, 1) for n in range(1, self.n_slots + 1)} | {(1, width) for width in range(1, CHECK_ROWS + 1)}
         steps |= {(n, width) for n, width in {n * width: (n, width) for n in range(1, self.n_slots + 1)
                                               for width in range(1, widest(n, self.step_rows) + 1)}.values()}
@@ -1347,6 +1353,8 @@ class Pipeline:
         else:
             self.on_all(lambda stage: stage.cache.restore(number, slot))
         self.last.worker.post(self.last.sampler.prepare_slot, slot, request)
+        if block := self.last.model.block:
+            self.last.worker.post(block.forget, slot, request.prompt_ids)
 
     def set_pages(self, slot: int, pages: list[int]):
         pages = list(pages)                     # as they are now
