@@ -26,7 +26,8 @@ A row that does not count is *void*: id 0, the slot of the answer, position -1, 
 
 A thread has one answer. The time is that of an empty launch. The kernel must not call `let_next_begin`
 (kernels/intrinsics.py): the kernels of layers read positions, slots and `accepted` before they wait for the kernels
-right before them, and may do so because none of them begins before this kernel has ended.
+right before them, and may do so because none of them begins before this kernel has ended. A fence at its end makes
+what it wrote visible by then.
 """
 
 from functools import partial
@@ -112,6 +113,7 @@ def advance_kernel(ids, slots, positions, rope, accepted, answers, outcomes, n, 
                 positions[row] = here if counts else int32(-1)
                 for axis in range(uint32(3)):
                     rope[uint32(uint32(axis) * n * width + row)] = here if counts else int32(0)
+    cuda.threadfence()      # kernels that do not wait see what this one wrote
 
 
 def advance(card, rows, answers, outcomes, accepted, n, width):

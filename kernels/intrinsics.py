@@ -256,8 +256,9 @@ def arrive(context, array, index):
 # What the kernel does before its wait then takes no time of its own. Several kernels before it may still be running,
 # back to the last launch that does not overlap; that launch itself began when all kernels before it had ended. So
 # before its wait a kernel may read only what no kernel has written since that launch began: constants, as weights are,
-# and in a decode step the states, keys and positions that earlier steps left (`early`, below). Code for older cards
-# contains neither call (kernels/compile.py).
+# and in a decode step the states, keys and positions that earlier steps left (`early`, below). A kernel that waits but
+# never calls `let_next_begin` draws the same line, if it ends with a fence: all before it have ended, and none behind
+# it begins before it has ended (kernels/advance.py). Code for older cards contains neither call (kernels/compile.py).
 
 def _dependency(word):
     def typing(context):

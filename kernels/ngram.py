@@ -18,7 +18,7 @@ A match close to the end runs into the drafts that it makes itself. They repeat 
     most      int32 [n_slots]           drafts that an outcome may hold; 0: the text is written, no match is looked for
     found     uint32 [n_slots, 32], arrived uint32 [n_slots]    scratch of the launch; arrived is 0 between launches
 
-Grid (blocks, answers). A sweep of a block compares CHUNK tokens with T[l], 8 for each thread, all loads under way at
+Grid (blocks, answers). A sweep of a block compares CHUNK tokens with T[l], 16 for each thread, all loads under way at
 once; where they are equal the thread goes on backwards. A match is the word m * 2^26 + e, so that the best is the
 largest. The block that arrives last (kernels/intrinsics.py, `arrive`) takes the best of all blocks and copies. The
 blocks beyond the text end at once. Bytes: 4 l per answer; the bound is the latency of two or three dependent loads.
@@ -40,7 +40,7 @@ from kernels.intrinsics import arrive, let_next_begin, wait_for_previous
 from kernels.records import CHECK_ROWS
 
 LEAST, LONGEST = 3, 16          # tokens of a match
-THREADS, PER_THREAD = 256, 8
+THREADS, PER_THREAD = 128, 16
 WARPS = THREADS // 32
 CHUNK = THREADS * PER_THREAD    # tokens of a sweep of a block
 MOST_BLOCKS, ALL_BLOCKS = 32, 512   # of an answer; of all answers, about
@@ -118,7 +118,7 @@ def ngram_kernel(outcomes, answers, ids, most, found, arrived, n_ctx):
     wait_for_previous()
     count = outcomes[uint32(outcome + uint32(COUNT))]
     slot, position = uint32(answers[uint32(answer + uint32(SLOT))]), uint32(answers[uint32(answer + uint32(POSITION))])
-    if count <= int32(0):
+    if count <= int32(0) or uint32(block * uint32(CHUNK)) >= uint32(position + uint32(TAIL)):
         return
     start, n_chosen, k = uint32(slot * n_ctx), uint32(count), uint32(0)
     for j in range(uint32(N_DRAFTS)):
@@ -133,7 +133,8 @@ def ngram_kernel(outcomes, answers, ids, most, found, arrived, n_ctx):
         tail[thread] = token
         if block == uint32(0) and thread <= n_chosen and uint32(position + thread) < n_ctx:
             ids[uint32(start + position + thread)] = token
-    n_blocks = min(uint32(uint32(last + uint32(CHUNK - 1)) // uint32(CHUNK)), uint32(cuda.gridDim.x))
+    n_sweeps = uint32(uint32(last + uint32(CHUNK - 1)) // uint32(CHUNK))
+    n_blocks = min(n_sweeps, uint32(cuda.gridDim.x))
     if limit <= k or block >= n_blocks:
         return
     cuda.syncthreads()
@@ -141,16 +142,21 @@ def ngram_kernel(outcomes, answers, ids, most, found, arrived, n_ctx):
         suffix[thread] = token_at(uint32(last - thread), start, tail, position, ids) if thread <= last else int32(-1)
     cuda.syncthreads()
 
+    # From the end on: a thread that has found a match of all LONGEST tokens finds no better one.
     best, latest = uint32(0), suffix[uint32(0)]
-    for sweep in range(block, uint32(uint32(last + uint32(CHUNK - 1)) // uint32(CHUNK)), n_blocks):
-        base = uint32(uint32(sweep) * uint32(CHUNK) + thread)
+    for back in range(block, n_sweeps, n_blocks):
+        base = uint32(uint32(n_sweeps - uint32(1) - uint32(back)) * uint32(CHUNK) + thread)
         for j in range(uint32(PER_THREAD)):
             e = uint32(base + uint32(j) * uint32(THREADS))
             x[j] = token_at(e, start, tail, position, ids) if e < last else int32(-1)
+        hits = uint32(0)
         for j in range(uint32(PER_THREAD)):
-            if x[j] == latest:
-                e = uint32(base + uint32(j) * uint32(THREADS))
-                best = max(best, match_word(e, start, tail, suffix, position, ids))
+            hits = uint32(hits | (uint32(1 << j) if x[j] == latest else uint32(0)))
+        while hits != uint32(0) and best < uint32(LONGEST << END_BITS):
+            j = uint32(uint32(31) - uint32(cuda.clz(int32(hits))))
+            hits = uint32(hits ^ uint32(uint32(1) << j))
+            e = uint32(base + j * uint32(THREADS))
+            best = max(best, match_word(e, start, tail, suffix, position, ids))
     best = block_max(best, maxima, thread)
     if thread == uint32(0):
         found[uint32(slot * uint32(MOST_BLOCKS) + block)] = best

@@ -81,7 +81,7 @@ EVERY_LANE = 0xFFFFFFFF
 @dataclass(frozen=True)
 class SamplingState:
     """What sampling keeps on a card, in the shapes above. The arrays from `best` on are scratch for up to `rows` rows
-    at a time, those of all answers of a check."""
+    at a time, 8 V bytes of each."""
     parameters: Array
     history: Array
     bias: Array
@@ -343,20 +343,21 @@ def key_value(key):
 
 
 @cuda.jit(device=True, inline="always")
-def row_of_block():
-    """-> (the row of this block, which row of its answer it is)."""
-    step = uint32(cuda.blockIdx.z)
-    return uint32(step * uint32(cuda.gridDim.y) + uint32(cuda.blockIdx.y)), step
+def row_of_block(first):
+    """-> (the row of this block, which row of its answer it is, the row of the scratch that it uses)."""
+    place = uint32(uint32(cuda.blockIdx.z) * uint32(cuda.gridDim.y) + uint32(cuda.blockIdx.y))
+    return uint32(first * uint32(cuda.gridDim.y) + place), uint32(first + uint32(cuda.blockIdx.z)), place
 
 
 @cuda.jit
-def find_best(best, histogram, progress, logits, history, bias, mask, parameters, row_id, row_slot, row_pos, n_vocab):
-    """Grid (chunks, answers, rows of an answer): finds the largest adjusted logit of each chunk, and clears the sums of
-    a drawn row."""
+def find_best(best, histogram, progress, logits, history, bias, mask, parameters, row_id, row_slot, row_pos, first,
+              n_vocab):
+    """Grid (chunks, answers, rows of an answer from row `first` on): finds the largest adjusted logit of each chunk,
+    and clears the sums of a drawn row."""
     x, seen = cuda.local.array(PER_THREAD, float32), cuda.local.array(PER_THREAD, uint32)
     keys, ids = cuda.shared.array(WARPS, uint32), cuda.shared.array(WARPS, uint32)
     let_next_begin()
-    thread, chunk, (row, step) = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), row_of_block()
+    thread, chunk, (row, step, place) = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), row_of_block(first)
     slot, void = uint32(row_slot[row]), row_pos[row] < int32(0)
     # Read before the wait, since of the parameters no kernel writes any but DRAW.
     flags = parameter(parameters, slot, FLAGS)
@@ -371,13 +372,13 @@ def find_best(best, histogram, progress, logits, history, bias, mask, parameters
         key, token = better(key, token, order_key(x[j]), token_of(chunk, j, thread))
     key, token = block_best(key, token, keys, ids, thread)
     if thread == uint32(0):
-        at = uint32(uint32(row * uint32(cuda.gridDim.x) + chunk) * uint32(2))
+        at = uint32(uint32(place * uint32(cuda.gridDim.x) + chunk) * uint32(2))
         best[at], best[uint32(at + uint32(1))] = key, token
     if chunk == uint32(0) and temperature > float32(0.0):
         for j in range(uint32(BINS // THREADS)):
-            histogram[uint32(row * uint32(BINS) + uint32(j) * uint32(THREADS) + thread)] = uint64(0)
+            histogram[uint32(place * uint32(BINS) + uint32(j) * uint32(THREADS) + thread)] = uint64(0)
         if thread < uint32(N_PROGRESS):
-            progress[uint32(row * uint32(N_PROGRESS) + thread)] = uint32(0)
+            progress[uint32(place * uint32(N_PROGRESS) + thread)] = uint32(0)
 
 
 # ---- weights and their histogram ---------------------------------------------------------------------------
@@ -415,13 +416,13 @@ def is_ranked(parameters, slot):
 
 @cuda.jit
 def weigh(weights, histogram, progress, best, logits, history, bias, mask, parameters, row_id, row_slot, row_pos,
-          n_vocab):
+          first, n_vocab):
     """Grid as in `find_best`: decides the token of a greedy row; computes the integer weights of a drawn row."""
     x, seen = cuda.local.array(PER_THREAD, float32), cuda.local.array(PER_THREAD, uint32)
     keys, ids = cuda.shared.array(WARPS, uint32), cuda.shared.array(WARPS, uint32)
     counts, residues = cuda.shared.array(BINS, uint32), cuda.shared.array(BINS, uint32)
     let_next_begin()
-    thread, chunk, (row, step) = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), row_of_block()
+    thread, chunk, (row, step, place) = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), row_of_block(first)
     slot, void = uint32(row_slot[row]), row_pos[row] < int32(0)
     flags = parameter(parameters, slot, FLAGS)      # before the wait, as in `find_best`
     temperature = float_parameter(parameters, slot, TEMPERATURE)
@@ -429,13 +430,13 @@ def weigh(weights, histogram, progress, best, logits, history, bias, mask, param
     if not void and (chunk == uint32(0) or temperature > float32(0.0)):
         key, token, n_chunks = uint32(0), uint32(NAN_KEY), uint32(cuda.gridDim.x)
         if thread < n_chunks:
-            at = uint32(uint32(row * n_chunks + thread) * uint32(2))
+            at = uint32(uint32(place * n_chunks + thread) * uint32(2))
             key, token = best[at], best[uint32(at + uint32(1))]
         key, token = block_best(key, token, keys, ids, thread)
         valid = key > uint32(MINUS_INFINITY_KEY) and key < uint32(INFINITY_KEY)
         drawn = valid and temperature > float32(0.0)
         if chunk == uint32(0) and thread == uint32(0):
-            progress[uint32(row * uint32(N_PROGRESS) + uint32(DECIDED))] = \
+            progress[uint32(place * uint32(N_PROGRESS) + uint32(DECIDED))] = \
                 uint32(UNDECIDED) if drawn else token if valid else uint32(NO_TOKEN)
         if drawn:
             ranked = is_ranked(parameters, slot)
@@ -451,7 +452,7 @@ def weigh(weights, histogram, progress, best, logits, history, bias, mask, param
                 i = token_of(chunk, j, thread)
                 w = uint32(round_to_int(exp(div_rn(x[j] - largest, temperature)) * float32(ONE)))
                 if i < n_vocab:
-                    weights[uint32(row * n_vocab + i)] = w
+                    weights[uint32(place * n_vocab + i)] = w
                     if ranked and w != uint32(0):
                         rank = rank_key(w)
                         cuda.atomic.add(counts, uint32(rank >> uint32(BIN_BITS)), uint32(1))
@@ -462,7 +463,7 @@ def weigh(weights, histogram, progress, best, logits, history, bias, mask, param
                 for j in range(uint32(BINS // THREADS)):
                     at = uint32(uint32(j) * uint32(THREADS) + thread)
                     if counts[at] != uint32(0):
-                        cuda.atomic.add(histogram, uint32(row * uint32(BINS) + at),
+                        cuda.atomic.add(histogram, uint32(place * uint32(BINS) + at),
                                         uint64(uint64(uint64(counts[at]) << uint64(COUNT_SHIFT))
                                                | uint64(residues[at])))
 
@@ -665,7 +666,7 @@ def kept_prefix(parameters, slot, of_row, registers, shared, thread):
 
 
 @cuda.jit
-def choose(tokens, weights, histogram, candidates, sums, progress, parameters, row_slot, row_pos, n_vocab):
+def choose(tokens, weights, histogram, candidates, sums, progress, parameters, row_slot, row_pos, first, n_vocab):
     """Grid as in `find_best`: draws the token of a row where `weigh` has not decided it."""
     w, ids = cuda.local.array(PER_THREAD, uint32), cuda.local.array(PER_THREAD, uint32)
     bin_n, bin_w = cuda.local.array(BINS_EACH, uint32), cuda.local.array(BINS_EACH, uint64)
@@ -673,9 +674,9 @@ def choose(tokens, weights, histogram, candidates, sums, progress, parameters, r
     counts, residues = cuda.shared.array(BINS, uint32), cuda.shared.array(BINS, uint32)
     chunk_sums, chunk_ties = cuda.shared.array(THREADS, uint64), cuda.shared.array(THREADS, uint32)
     let_next_begin()
-    thread, chunk, (row, step) = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), row_of_block()
-    n_chunks, row_start = uint32(cuda.gridDim.x), uint32(row * n_vocab)
-    slot, state = uint32(row_slot[row]), uint32(row * uint32(N_PROGRESS))
+    thread, chunk, (row, step, place) = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), row_of_block(first)
+    n_chunks, row_start = uint32(cuda.gridDim.x), uint32(place * n_vocab)
+    slot, state = uint32(row_slot[row]), uint32(place * uint32(N_PROGRESS))
     void = row_pos[row] < int32(0)
     wait_for_previous()
     decided = uint32(NO_TOKEN) if void else progress[uint32(state + uint32(DECIDED))]
@@ -686,7 +687,7 @@ def choose(tokens, weights, histogram, candidates, sums, progress, parameters, r
         for j in range(uint32(PER_THREAD)):
             i = token_of(chunk, j, thread)
             w[j] = weights[uint32(row_start + i)] if i < n_vocab else uint32(0)
-        first_bin, last_bin = end_bins((bin_n, bin_w), histogram, parameters, row, slot, found, warp_sums, thread)
+        first_bin, last_bin = end_bins((bin_n, bin_w), histogram, parameters, place, slot, found, warp_sums, thread)
 
         # One word per thread: the weight that is kept in any case, and in the bits above it the number of candidates.
         least, own = least_weight(parameters, slot), uint64(0)
@@ -698,7 +699,7 @@ def choose(tokens, weights, histogram, candidates, sums, progress, parameters, r
         before, total = running_sum(own, warp_sums, thread)
         n_own = uint32(total >> uint64(SUM_BITS))
         if thread == uint32(0):
-            sums[uint32(row * n_chunks + chunk)] = uint64(total & uint64((1 << SUM_BITS) - 1))
+            sums[uint32(place * n_chunks + chunk)] = uint64(total & uint64((1 << SUM_BITS) - 1))
         if n_own != uint32(0):
             if thread == uint32(0):
                 found[0] = uint64(cuda.atomic.add(progress, uint32(state + uint32(N_CANDIDATES)), n_own))
@@ -720,12 +721,12 @@ def choose(tokens, weights, histogram, candidates, sums, progress, parameters, r
         cuda.syncthreads()
         if uint32(found[1]) == uint32(n_chunks - uint32(1)):
             n_candidates = progress[uint32(state + uint32(N_CANDIDATES))]
-            of_row = row, row_start, weights, histogram, candidates, n_candidates
+            of_row = place, row_start, weights, histogram, candidates, n_candidates
             registers, shared = (bin_n, bin_w, ids, w), (counts, residues, found, warp_sums)
             threshold, ties = kept_prefix(parameters, slot, of_row, registers, shared, thread)
 
             # Thread c stands for chunk c. The kept candidates of the chunk are added to its sum.
-            chunk_sums[thread] = sums[uint32(row * n_chunks + thread)] if thread < n_chunks else uint64(0)
+            chunk_sums[thread] = sums[uint32(place * n_chunks + thread)] if thread < n_chunks else uint64(0)
             chunk_ties[thread] = uint32(0)
             cuda.syncthreads()
             for part in range(uint32(uint32(n_candidates + uint32(CHUNK - 1)) // uint32(CHUNK))):
@@ -766,21 +767,22 @@ def choose(tokens, weights, histogram, candidates, sums, progress, parameters, r
 
 def sample(card, tokens, logits, rows, state, n, width):
     """tokens int32 [n * width] <- choices from logits float32 [n * width, n_vocab], the rows of a check of n answers.
-    rows: their ids and places (slots, positions); each slot has one answer at most. state: SamplingState. Never
-    allocates."""
-    n_vocab = state.history.shape[1]
-    grid, logits = (-(-n_vocab // CHUNK), n, width), logits.reshape(-1)
+    rows: their ids and places (slots, positions); each slot has one answer at most. state: SamplingState with scratch
+    for n rows or more; if for fewer than n * width rows, there are more launches. Never allocates."""
+    n_vocab, logits, at_once = state.history.shape[1], logits.reshape(-1), len(state.best) // n
     best, weights, histogram, candidates, sums, progress = (
         array.reshape(-1) for array in (state.best, state.weights, state.histogram, state.candidates,
                                         state.sums, state.progress))
     parameters, history, bias, mask = (array.reshape(-1) for array in (state.parameters, state.history,
                                                                        state.bias, state.mask))
-    card.launch(find_best, grid, THREADS, best, histogram, progress, logits, history, bias, mask, parameters,
-                rows.ids, *rows.places, n_vocab)
-    card.launch(weigh, grid, THREADS, weights, histogram, progress, best, logits, history, bias, mask, parameters,
-                rows.ids, *rows.places, n_vocab)
-    card.launch(choose, grid, THREADS, tokens, weights, histogram, candidates, sums, progress, parameters,
-                *rows.places, n_vocab)
+    for first in range(0, width, at_once):
+        grid, of_rows = (-(-n_vocab // CHUNK), n, min(at_once, width - first)), (*rows.places, first, n_vocab)
+        card.launch(find_best, grid, THREADS, best, histogram, progress, logits, history, bias, mask, parameters,
+                    rows.ids, *of_rows)
+        card.launch(weigh, grid, THREADS, weights, histogram, progress, best, logits, history, bias, mask, parameters,
+                    rows.ids, *of_rows)
+        card.launch(choose, grid, THREADS, tokens, weights, histogram, candidates, sums, progress, parameters,
+                    *of_rows)
 
 
 # ---- check -------------------------------------------------------------------------------------------------

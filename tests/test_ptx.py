@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import qengine
-from kernels import assembler, attend_decode, attention
+from kernels import advance, assembler, attend_decode, attention
 from kernels import compile as compiler
-from kernels import draft_head, draft_input, draft_list, gdn_decode, kv_cache, norm, q8_gemv, rope
+from kernels import draft_head, draft_input, draft_list, gdn_decode, kv_cache, ngram, norm, q8_gemv, rope
 from kernels.card import Array
 from kernels.emulated.card import EmulatedCard
 from kernels.formats import FORMATS
@@ -103,6 +103,14 @@ def draft_kernels():
         yield draft_input.input_kernel(store), out, *[x] * 4, i, i, *[x] * 3, "uint32", "float32"
 
 
+def kernels_of_checks():
+    """Those between two checks of several rows."""
+    i, u, n = "int32[1]", "uint32[1]", "uint32"
+    yield advance.advance_kernel, *[i] * 7, n, n
+    yield ngram.ngram_kernel, *[i] * 4, u, u, n
+    yield ngram.script_kernel, *[i] * 3, n, n
+
+
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     if TARGET not in compiler.supported_ccs():
@@ -110,7 +118,7 @@ def kernels(tmp_path_factory):
     packed = [kernel for format in PACKED for kernel in products_of_real_cards(format, [1, 2], [4096, 5120])]
     products = [*products_of_real_cards(Q8_0, [1, 2, 4, 8], [4096, 5120]), *packed]  # the columns in between need less
     attentions = [kernel for format in KV_FORMATS.values() for kernel in attention_of_other_heads(format)]
-    others = *products, *attentions, *draft_kernels()
+    others = *products, *attentions, *draft_kernels(), *kernels_of_checks()
     return list(dict.fromkeys([*engine_kernels(tmp_path_factory.mktemp("models")), *others]))
 
 
@@ -150,8 +158,9 @@ CONSTANTS = {
     "gdn_decode_kernel": {"conv_w", "ssm_a", "dt_bias", "norm_w", "row_slot"},
     "attend": set(), "rms_norm_quantize_kernel": {"w"},
     "find_best": {"row_slot", "row_pos", "parameters"}, "weigh": {"row_slot", "row_pos", "parameters"},
-    "choose": {"row_slot", "row_pos"}, "accept_kernel": set(), "follow_kernel": set(),
+    "choose": {"row_slot", "row_pos"}, "accept_kernel": set(),
     "draft_rows_kernel": set(), "draft_input_kernel": set(), "draft_kernel": set(), "listed_kernel": set(),
+    "advance_kernel": set(), "ngram_kernel": set(), "script_kernel": set(),
 }
 # And what those that are `early` may read besides: constants and what earlier steps left. Blocks of `attend` beyond the
 # last unit may end: the others of the launch wait, so that it does not end before.
@@ -257,8 +266,9 @@ def test_what_is_read_too_early_is_found(overlapping):
     read = {"gemv_kernel": "xq", "norm_gemv_kernel": "x", "gemv_swiglu_kernel": "xd", "norm_gemv_swiglu_kernel": "x",
             "planes_gemv_kernel": "xq", "gdn_decode_kernel": "projected", "attend": "projected",
             "rms_norm_quantize_kernel": "x", "find_best": "logits", "weigh": "best", "choose": "progress",
-            "accept_kernel": "tokens", "follow_kernel": "tokens", "draft_rows_kernel": "outcomes",
-            "draft_input_kernel": "x", "draft_kernel": "logits", "listed_kernel": "listed"}
+            "accept_kernel": "tokens", "draft_rows_kernel": "outcomes", "draft_input_kernel": "x", "draft_kernel": "logits",
+            "listed_kernel": "listed", "advance_kernel": "outcomes", "ngram_kernel": "outcomes",
+            "script_kernel": "outcomes"}
     for kernel, types, ptx in overlapping:
         assert read[kernel.__name__] in too_early(kernel, types, ptx.replace(WAIT, ""))
 
@@ -270,7 +280,7 @@ WRITTEN = {"gdn_decode_kernel": {"state", "ring", "vectors", "keeps"}, "attend":
 
 def read_too_early(launches):
     """(launches that are early, what any reads too early) of (kernel, arguments) in the order in which they run: what
-    was written from the last launch on that does not overlap."""
+    was written from the last launch on that does not overlap, or behind the last one that lets no other begin."""
     n_early, wrong, written = 0, [], []
     for kernel, args in launches:
         name, parameters = kernel.__name__, inspect.signature(kernel.py_func).parameters
@@ -283,6 +293,8 @@ def read_too_early(launches):
         else:
             written.clear()
         written += [memory[of] for of in WRITTEN.get(name, ())]
+        if "let_next_begin" not in kernel.py_func.__code__.co_names:
+            written.clear()
     return n_early, wrong
 
 
@@ -295,7 +307,7 @@ def test_what_is_read_early_is_older_than_the_launches_that_overlap(split, monke
     cards = [EmulatedCard(number, memory_bytes=256 << 20) for number in range(len(split))]
     engine, found = qengine.load("synthetic:tiny", card=cards, split=split, ctx=256, slots=2, progress=False), []
     for stage in engine.pipeline.stages:
-        for launch in partial(stage.launch_step, 2, False, 0, 0), partial(stage.launch_forced, 3):
+        for shape in qengine.StepShape(2), qengine.StepShape(3, 4, 3, True):
             launches = []
             with monkeypatch.context() as patch:
                 patch.setattr(stage.card, "launch", lambda kernel, _, __, *args, **___: launches.append((kernel, args)))

@@ -36,6 +36,21 @@ def draw(card, logits, **settings):
     return card.download(tokens)
 
 
+@pytest.mark.parametrize("scratch", [3, 7, 14])
+def test_rows_that_have_scratch_in_turns(card, scratch):
+    """Five rows of three answers choose the same with scratch for one or a few rows of each."""
+    n_vocab, x = 2100, np.random.default_rng(2).standard_normal((15, 2100)).astype(np.float32)
+    rows = rows_on(card, np.arange(15) % 4, np.tile([2, 0, 1], 5), [*range(14), -1])
+    settings = [{"frequency": 9.0}, {"temperature": 1.0, "top_p": 0.5, "presence": 3.0}, {"temperature": 0.7}]
+    chosen = []
+    for n_rows in 15, scratch:
+        state, tokens = SamplingState.allocate(card, 3, n_rows, n_vocab), card.alloc(15, np.int32)
+        card.copy_in(state.parameters, np.stack([pack_parameters(seed=9, **s) for s in settings]))
+        sample.sample(card, tokens, card.upload(x), rows, state, 3, 5)
+        chosen.append(card.download(tokens).tolist())
+    assert chosen[0] == chosen[1] and chosen[0][-1] == -1 and len(set(chosen[0])) > 5
+
+
 def test_the_lowest_id_of_equal_logits_wins(card):
     logits = np.zeros((4, 5000), np.float32)
     logits[1, [4999, 4200, 77]] = 2
