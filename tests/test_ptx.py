@@ -64,12 +64,12 @@ def products_of_real_cards(format, columns, widths):
         yield kernel, *y, *w, *x, *["uint32"] * 6, "bool"
     for n in columns:
         kernel = q8_gemv.swiglu_kernel(fmt, n, q8_gemv.shape_for(card, fmt, n, 4096, True), False)
-        yield kernel, *x, *w, *x, *["uint32"] * 4
+        yield kernel, *x, *w, *x, *["uint32"] * 6
     for k in widths:
         kernel = q8_gemv.gemv_kernel(fmt, 1, q8_gemv.shape_for(card, fmt, 1, k), True, fmt.planes)
         yield kernel, *y, *w, *norm, *["uint32"] * 4
     kernel = q8_gemv.swiglu_kernel(fmt, 1, q8_gemv.shape_for(card, fmt, 1, 4096, True), True)
-    yield kernel, *x, *w, *norm, *["uint32"] * 2
+    yield kernel, *x, *w, *norm, *["uint32"] * 4
 
 
 def attention_of_other_heads(format):
