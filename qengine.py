@@ -68,7 +68,8 @@ from engine.gguf import GGUF, SUPPORTED_TYPES
 from engine.hyperparameters import read_hyperparameters, synthetic_hyperparameters
 from engine.pipes import PipeMeter
 from engine.plan import (CHUNK, LEAST_CHECKPOINTS, MICRO_BATCHES, CacheSizes, Demand, Planner, StageCosts, Work,
-                         choose_rows, choose_sizes, group_count, hop_bytes, most_drafts, slowest_seconds, step_rows, widest)
+                         choose_rows, choose_sizes, group_count, hop_bytes, most_drafts, slowest_seconds, step_rows,
+                         widest)
 from engine.prefix import PAGE_TOKENS, PrefixCache, checkpoint_positions, pages_for
 from engine.request import (SAMPLING, DeadlineExceeded, Delta, EngineStopped, Fault, Generation, ModelError, Request,
                             RequestError)
@@ -100,7 +101,7 @@ from kernels.rope import QKV, Heads, Rotary
 __all__ = [
     "load", "open_model", "DEFAULT_MODEL", "Config", "Engine", "Request", "Generation", "Delta", "SAMPLING",
     "ModelError", "RequestError", "DeadlineExceeded", "EngineStopped",
-    "HEAD_ROWS", "TURN", "MicroBatch", "PlannedModel", "Stack", "Stage",
+    "HEAD_ROWS", "TURN", "MicroBatch", "PlannedModel", "Stack", "Stage", "StepShape", "answer_of",
     "matrices", "n_parameters", "rows_of", "set_rows", "tensor_shapes"]
 
 # ======================================================================================================
@@ -2030,8 +2031,8 @@ class Engine(TextEngine):
         running requests), kv_pages_cached (for later prompts) or kv_pages_free; checkpoints, and how many of them are
         checkpoints_on_card. Counts since the start: requests, prompt_tokens, cached_tokens (those of prompts that were
         not computed), cache_hits (requests with cached tokens), generated_tokens, checkpoints_spilled (to host memory),
-        checkpoints_fetched (back from it), checkpoints_dropped (for want of room); drafts_checked and drafts_accepted, counts
-        for each position of a draft in its check."""
+        checkpoints_fetched (back from it), checkpoints_dropped (for want of room); and, as tuples with a count for
+        each position of a draft in its check, drafts_checked and drafts_accepted."""
         return self.scheduler.stats()
 
     def clear_cache(self):

@@ -190,8 +190,8 @@ def clear_states(card, states: States, row, stream=None):
 
 
 def keep_states(card, states: States, pending: Pending, places: Places, targets, n, stream=None):
-    """Row targets[s] of every layer <- what slot s remembers of the tokens before its position, for those of the n slots
-    in `places`, at their next positions, whose position is a multiple of 64. targets: int32 [n_slots]; -1: none.
+    """Row targets[s] of every layer <- what slot s remembers of the tokens before its position, for those of the n
+    slots in `places`, at their next positions, whose position is a multiple of 64. targets: int32 [n_slots]; -1: none.
     states, pending: of all layers. Never allocates."""
     n_layers, n_rows, n_v = states.memory.shape[:3]
     n_k = (states.conv.shape[-1] // HEAD - n_v) // 2

@@ -544,9 +544,9 @@ def test_tokens_are_read_after_the_first_card_goes_on_with_them():
     card._replay = lambda recording, stream: (order.append("card"), replay(recording, stream))
     engine.pipeline.prepare_slot(0, request(0, 1, 9))
     engine.pipeline.set_pages(0, [0])
-    engine.pipeline.place([1], [0], [0])
+    engine.pipeline.place([qengine.answer_of(1, 0, 0)])
     for _ in range(9):
-        steps.append(engine.pipeline.step(1))
+        steps.append(engine.pipeline.step(qengine.StepShape(1)))
         if len(steps) > 1:
             steps[-2].read()
             order.append("reader")

@@ -160,8 +160,8 @@ def test_what_was_not_accepted_enters_no_page(plain, drafting):
         cache, scheduler = engine.pipeline.last.cache, engine.scheduler
         nodes = sorted(scheduler.cache.on_card, key=lambda node: node.depth)
         pages = [page for node in nodes[-1:] for page in [*[each.page for each in node.path()]][::-1]]
-        layers = [array for index in cache.pages if index < engine.config.n_layers      # no draft block
-                  for array in cache.pages[index][1:3]]
+        layers = [array for index, pages_of in cache.pages.items() for array in pages_of[1:3]
+                  if index < engine.config.n_layers]        # behind these come the draft block's
         return ([engine.cards[0].download(array)[pages].view(np.uint8) for array in layers],
                 [engine.cards[0].download(states)[:, cache.n_slots + nodes[-1].number].view(np.uint8)
                  for states in cache.states], nodes[-1].depth)

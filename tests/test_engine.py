@@ -128,7 +128,7 @@ def grouped(monkeypatch):
             engine.pipeline.prepare_slot(slot, request(slot))
             engine.pipeline.set_pages(slot, [slot])
         for group in range(2):
-            engine.pipeline.place([group], [group], [0], group)
+            engine.pipeline.place([qengine.answer_of(group, group, 0)], group)
         return engine
 
     return load
@@ -147,8 +147,9 @@ def test_results_stay_until_they_are_copied(grouped, log_probs):
 
         card._transfer, pipeline = noted, engine.pipeline
         pipeline.prefill(list(range(9)), 2, 0)
-        for work in [lambda row=row: pipeline.sample_row(row, 2, log_probs) for row in range(9)] + [
-                lambda step=step: pipeline.step(1, log_probs, step % 2) for step in range(12)]:
+        for work in [lambda row=row: pipeline.sample_row(
+                row, qengine.answer_of(0, 2, row), log_probs=log_probs) for row in range(9)] + [
+                lambda step=step: pipeline.step(qengine.StepShape(1, log_probs=log_probs), step % 2) for step in range(12)]:
             queued.append(work())
             if len(queued) == n_ahead:
                 pipeline.settle()
@@ -169,7 +170,7 @@ def test_steps_go_on_while_results_are_copied(grouped):
     pipeline = engine.pipeline
     pipeline.last.sampler.reads.push(gate.wait)
     for step in range(5):
-        pipeline.step(1, group=step % 2)
+        pipeline.step(qengine.StepShape(1), step % 2)
         ends.append(pipeline.last.worker.ask(card.default_stream.record).result())
     went_on = ends[3].wait(20), ends[4].wait(0.5)
     gate.set()
@@ -182,7 +183,7 @@ def test_a_copy_of_results_that_fails(grouped):
     engine = grouped(card)
     engine.pipeline.last.sampler.reads.push(lambda: 1 / 0)
     with pytest.raises(CardError, match="is broken: division by zero"):
-        engine.pipeline.step(1).read()
+        engine.pipeline.step(qengine.StepShape(1)).read()
     assert engine.pipeline.fault.card == card.name
     engine.close()
 
@@ -195,7 +196,7 @@ def test_a_long_prompt_and_running_answers_take_turns(engine):
     for answer in answers:
         next(iter(answer))
     with observed(engine, prefill=lambda n, ids, slot, start, marks: order.append(f"prompt {start}"),
-                  step=lambda n, n_rows, log_probs, group: order.append(n_rows)):
+                  step=lambda n, shape, group: order.append(shape.n)):
         late = engine.submit(request(3, n_prompt=LONG))
         assert tokens(late) == want
     first, last = order.index("prompt 0"), order.index("prompt 576")
@@ -212,7 +213,7 @@ def test_a_long_prompt_and_running_answers_take_turns(engine):
 def test_a_step_is_queued_before_the_tokens_of_the_last_are_read(own_engine, monkeypatch):
     order, read = [], qengine.Tokens.read
     monkeypatch.setattr(qengine.Tokens, "read", lambda tokens: order.append("read") or read(tokens))
-    with observed(own_engine, step=lambda n, n_rows, log_probs, group: order.append(n)):
+    with observed(own_engine, step=lambda n, shape, group: order.append(n)):
         alone(own_engine, request(max_tokens=6))
     assert order == ["read", 1, 2, "read", 3, "read", 4, "read", 5, "read", "read"]     # and no step for nothing
 

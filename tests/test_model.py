@@ -122,11 +122,11 @@ def decode_logits(engine, ids):
     with engine.scheduler.borrow_slot(len(ids)) as sequence:
         pipeline.prepare_slot(sequence.slot, sequence.generation.request)
         pipeline.prefill(ids[:1], sequence.slot, 0)
-        pipeline.sample_row(0, sequence.slot).read()
+        pipeline.sample_row(0, qengine.answer_of(0, sequence.slot, 0)).read()
         logits.append(engine.cards[0].download(pipeline.last.model.logits[0]))
         for position, token in enumerate(ids[1:], 1):
-            pipeline.place([token], [sequence.slot], [position])
-            pipeline.step(1).read()
+            pipeline.place([qengine.answer_of(token, sequence.slot, position)])
+            pipeline.step(qengine.StepShape(1)).read()
             logits.append(engine.cards[0].download(pipeline.last.model.logits[0]))
     return np.stack(logits)
 

@@ -13,6 +13,7 @@ import pytest
 
 import qengine
 from engine.prefix import pages_for
+from kernels.advance import TOKENS
 from kernels.open import open_cards
 from tests.oracle import DATA
 
@@ -46,7 +47,8 @@ def start(pipeline, scheduler, sequences):
         pipeline.set_pages(slot, list(range(slot * 8, slot * 8 + pages)))
         for at in range(0, len(ids), scheduler.chunk):
             pipeline.prefill(ids[at:at + scheduler.chunk], slot, at)
-        tokens.append(int(pipeline.sample_row((len(ids) - 1) % scheduler.chunk, slot).read()[0]))
+        at = qengine.answer_of(0, slot, len(ids) - 1)
+        tokens.append(int(pipeline.sample_row((len(ids) - 1) % scheduler.chunk, at).read()[0, TOKENS]))
     return tokens
 
 
@@ -60,8 +62,8 @@ def decode_logits(engine, batches, steps=4):
         found = np.empty((len(sequences), steps, engine.config.n_vocab), np.float32)
         for step in range(steps):
             for slots in batches:
-                pipeline.place([newest[s] for s in slots], slots, [positions[s] for s in slots])
-                tokens = pipeline.step(len(slots)).read()
+                pipeline.place([qengine.answer_of(newest[s], s, positions[s]) for s in slots])
+                tokens = pipeline.step(qengine.StepShape(len(slots))).read()[:, TOKENS]
                 found[slots, step] = engine.cards[0].download(pipeline.last.model.logits[:len(slots)])
                 for slot, token in zip(slots, tokens):
                     newest[slot] = int(token)
