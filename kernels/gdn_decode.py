@@ -48,8 +48,8 @@ from kernels.compile import launches_overlap
 from kernels.conv import convolve, ring_index
 from kernels.gdn import (HEAD, NORM_EPS, QUERY_SCALE, TOLERANCE, Decay, LinearHeads, error_by_largest, random_inputs,
                          reference, split)
-from kernels.intrinsics import (exp, let_next_begin, load_floats4, opaque, rsqrt, sigmoid, silu, softplus,
-                                store_floats4, wait_for_previous, warp_sum)
+from kernels.intrinsics import (exp, let_next_begin, load_floats4, load_word, load_words4, opaque, rsqrt, sigmoid,
+                                silu, softplus, store_floats4, store_words4, wait_for_previous, warp_sum)
 from kernels.norm import gate_head, gated_norm_reference, store_plain, store_quantized
 from kernels.quantize import quantize_reference
 from kernels.records import CHECK_ROWS, VECTORS, Pending, Places, Projected, States
@@ -70,7 +70,8 @@ PENDING = CHECK_ROWS - 1
 K, D = 3, 4            # where a record has k and d, counted in vectors of 128; before them inputs of q, k and v
 RECORD = VECTORS * HEAD
 AT_ONCE = 4            # rows whose loads are in flight at once
-KD_LOADS = -(-PENDING * 2 * HEAD // THREADS)  # of a thread, for k and d of all records
+STAGERS = 2 * HEAD // 4  # threads that load k and d of a record, 16 bytes each
+assert (PENDING + 1) * STAGERS == THREADS and THREADS * 4 <= SUMS
 
 
 class LinearWeights(NamedTuple):
@@ -115,6 +116,13 @@ def update(s, k_from, k_at, keep, d0, d1, d2, d3):
 
 
 @cuda.jit(device=True, forceinline=True)
+def state_at(row_slot, answer, n_v, head, warp, lane):
+    """Where the lane's part of a state begins in `state`."""
+    home = uint32(uint32(uint32(row_slot[answer]) * n_v + head) * uint32(HEAD * HEAD))
+    return uint64(uint32(home + warp * uint32(ROWS * HEAD) + lane * uint32(4)))
+
+
+@cuda.jit(device=True, forceinline=True)
 def record_of(row_slot, answer, n_v, head, row):
     """Where the record of a row begins in `vectors`."""
     first = uint32(uint32(row_slot[answer]) * uint32(PENDING))
@@ -122,30 +130,34 @@ def record_of(row_slot, answer, n_v, head, row):
 
 
 @cuda.jit(device=True, forceinline=True)
-def apply_pending(s, vectors, keeps, slot, head, n_v, n_pending, staged, thread):
-    """s <- the state after the first n_pending records of a slot. staged: shared float32 [STAGED], free for use."""
+def load_pending(vectors, keeps, slot, head, n_v, n_pending, thread):
+    """4 words of k and d of the first n_pending records of a slot, or of their decays: the thread's part, which
+    `apply_pending` needs."""
+    first, record = uint32(slot * uint32(PENDING)), uint32(thread // uint32(STAGERS))
+    w0 = w1 = w2 = w3 = uint32(0)
+    if record < n_pending:
+        at = uint32(uint32(uint32(first + record) * n_v + head) * uint32(RECORD) + uint32(K * HEAD))
+        w0, w1, w2, w3 = load_words4(vectors, uint32(at + uint32(4) * uint32(thread - record * uint32(STAGERS))))
+    if record == uint32(PENDING):
+        record = uint32(thread - uint32(PENDING * STAGERS))
+        if record < n_pending:
+            w0 = load_word(keeps, uint32(uint32(first + record) * n_v + head))
+    return w0, w1, w2, w3
+
+
+@cuda.jit(device=True, forceinline=True)
+def apply_pending(s, words, n_pending, staged, thread):
+    """s <- the state after the first n_pending records of a slot. words: of `load_pending`. staged: shared float32
+    [4 THREADS], free for use."""
     if n_pending > uint32(0):
-        first = uint32(slot * uint32(PENDING))
-        held = cuda.local.array(KD_LOADS, float32)
-        for i in range(KD_LOADS):
-            record = uint32(uint32(2 * i) + (thread >> uint32(8)))
-            if record < n_pending:
-                held[i] = vectors[uint32(uint32(uint32(first + record) * n_v + head) * uint32(RECORD)
-                                         + uint32(K * HEAD) + (thread & uint32(2 * HEAD - 1)))]
-        if thread < n_pending:
-            staged[uint32(uint32(2 * KD_LOADS * 2 * HEAD) + thread)] = \
-                keeps[uint32(uint32(first + thread) * n_v + head)]
-        for i in range(KD_LOADS):
-            if uint32(uint32(2 * i) + (thread >> uint32(8))) < n_pending:
-                staged[uint32(uint32(THREADS * i) + thread)] = held[i]
+        store_words4(staged, uint32(uint32(4) * thread), words[0], words[1], words[2], words[3])
         cuda.syncthreads()
         lane, warp, record = uint32(thread & uint32(31)), uint32(thread >> uint32(5)), uint32(0)
         while record < n_pending:
-            now = opaque(record)
-            at = uint32(now * uint32(2 * HEAD))
+            at = uint32(opaque(record) * uint32(2 * HEAD))
+            keep = staged[uint32(uint32(4 * PENDING * STAGERS) + uint32(4) * record)]
             d0, d1, d2, d3 = load_floats4(staged, uint32(at + uint32(HEAD) + lane * uint32(4)))
-            update(s, staged, uint32(at + warp * uint32(ROWS)),
-                   staged[uint32(uint32(2 * KD_LOADS * 2 * HEAD) + now)], d0, d1, d2, d3)
+            update(s, staged, uint32(at + warp * uint32(ROWS)), keep, d0, d1, d2, d3)
             record = uint32(record + uint32(1))
 
 
@@ -228,8 +240,7 @@ def decode_kernel(quantized, early, keeps_records, most):
         weight = norm_w[element]
         w0, w1, w2, w3 = load_floats4(conv_w, uint32(channel * uint32(4)))
         slot = uint32(row_slot[answer])
-        home = uint32(uint32(slot * n_v + head) * uint32(HEAD * HEAD))
-        home = uint64(uint32(home + warp * uint32(ROWS * HEAD) + lane * uint32(4)))
+        home = state_at(row_slot, answer, n_v, head, warp, lane)
         record_at = uint32(uint32(uint32(slot * uint32(PENDING)) * n_v + head) * uint32(RECORD) + thread)
         record_step, n_pending = uint32(n_v * uint32(RECORD)), uint32(0)
         s = cuda.local.array((ROWS, 4), float32)
@@ -247,12 +258,13 @@ def decode_kernel(quantized, early, keeps_records, most):
             count = uint32(cuda.popc(cuda.ballot_sync(0xFFFFFFFF, of >= int32(0))))
         x0, x1, x2 = inputs_before(ring, vectors, slot, position, channel, channels, n_pending, record_at, record_step)
         cuda.syncwarp()  # the compiler moves no load of the state before these three, which would wait behind 64 KiB
+        words = load_pending(vectors, keeps, slot, head, n_v, n_pending, thread)
         load_state(s, state, home)
         if kind == uint32(3):
             weights[element] = weight
         if thread == uint32(0):
             weights[uint32(RATE_OF_DECAY)], weights[uint32(BIAS)] = ssm_a[head], dt_bias[head]
-        apply_pending(s, vectors, keeps, slot, head, n_v, n_pending, sums, thread)
+        apply_pending(s, words, n_pending, sums, thread)
         if early:
             wait_for_previous()
             newest, gate = take_projected(qkvz, projected, stride, answer, width, column, gate_column)
@@ -263,6 +275,16 @@ def decode_kernel(quantized, early, keeps_records, most):
             record_at = uint32(uint32(uint32(slot * uint32(PENDING)) * n_v + head) * uint32(RECORD) + thread)
         if position >= uint32(1 << 31):  # void
             return
+        if most > 1:
+            newest = qkvz[thread]
+        if kind == uint32(2) or (kind < uint32(2) and head < n_k):  # of blocks that share a key head, one writes
+            ring[ring_index(slot, position, channel, channels)] = newest
+            if n_pending > uint32(0):
+                ring[ring_index(slot, uint32(position + uint32(3)), channel, channels)] = x2
+            if n_pending > uint32(1):
+                ring[ring_index(slot, uint32(position + uint32(2)), channel, channels)] = x1
+            if n_pending > uint32(2):
+                ring[ring_index(slot, uint32(position + uint32(1)), channel, channels)] = x0
         j = uint32(0)
         while j < count:
             at = uint32(uint32(opaque(j) * uint32(QKVZ)) + thread)
@@ -271,17 +293,7 @@ def decode_kernel(quantized, early, keeps_records, most):
             convolved = convolve(w0, w1, w2, w3, x0, x1, x2, newest)
             value = silu(convolved if kind < uint32(3) else newest)
             qkvz[at] = value
-            if j == uint32(0):
-                # Of blocks that share a key head, one writes.
-                if kind == uint32(2) or (kind < uint32(2) and head < n_k):
-                    ring[ring_index(slot, position, channel, channels)] = newest
-                    if n_pending > uint32(0):
-                        ring[ring_index(slot, uint32(position + uint32(3)), channel, channels)] = x2
-                    if n_pending > uint32(1):
-                        ring[ring_index(slot, uint32(position + uint32(2)), channel, channels)] = x1
-                    if n_pending > uint32(2):
-                        ring[ring_index(slot, uint32(position + uint32(1)), channel, channels)] = x0
-            else:
+            if j > uint32(0):
                 record = uint32(record_at + uint32(opaque(j) - uint32(1)) * record_step)
                 if kind < uint32(3):
                     vectors[record] = newest
@@ -362,9 +374,12 @@ def decode_kernel(quantized, early, keeps_records, most):
                 of = uint32(of * answers + answer)
                 store(q_out, d_out, uint32(uint32(of * n_v + head) * uint32(HEAD) + at4), True, y0, y1, y2, y3)
             if not last or j == uint32(0):
+                keep = scalars[uint32(uint32(KEEP_AT * most) + row)]
                 d0, d1, d2, d3 = load_floats4(out, uint32(uint32(row * uint32(OUT)) + lane * uint32(4)))
                 update(s, qkvz, k_at, keep, d0, d1, d2, d3)
             if j == uint32(0):
+                if most > 1:
+                    home = state_at(row_slot, answer, n_v, head, warp, lane)
                 store_state(s, state, home)
             elif thread == uint32(0):
                 keeps[uint32(record_of(row_slot, answer, n_v, head, row) // uint32(RECORD))] = keep
