@@ -1,5 +1,5 @@
-"""The gated delta rule of a linear-attention layer for one token per slot, with the convolution before it and the gated
-norm after it, in one launch.
+"""The gated delta rule of a linear-attention layer in a decode step, with the convolution before it and the gated norm
+after it, in one launch: one token per slot, or a check of up to 8 rows of each.
 
     q, k, v   = silu(conv(projected qkv))       kernels/conv.py: 4 taps; the 3 inputs before come from the slot's ring
     p         = g S^T k^                        decay and predict     kernels/gdn.py explains the rule and has the
@@ -15,23 +15,35 @@ The read is written with the state before the token, so one pass over S gives bo
     state       float32 [n_slots, n_v, 128 key rows, 128 value columns]
     y           float32 [rows, n_v 128], or q int8 [rows, n_v 128] and d float32 [rows, n_v 4]
 
-A block takes one value head of one row. It holds the whole state, 64 KiB, in registers: a warp has 8 key rows, a lane
-4 columns of each, so a warp reads 512 bytes in a row.
+**Checks.** Row 0 of a check is the latest token of its answer, the others are drafts. Which of them count is known
+after the step. So the state and the ring are stored after row 0. Each later row leaves a record of what it did, and the
+next check applies the records of the accepted rows to the state in its registers, before its own row 0:
+
+    record of a row and value head      | inputs of q, k, v of the convolution | k | d |  5 vectors of 128;  g
+    launch with records 1 .. a          load S and records; S = g S + k d^T for each record; row 0; store S; rows 1 ..
+
+A step reads and writes a state once, whatever its rows. The order of operations is that of one token after the other,
+so the bits are the same. A record belongs to one value head, and only the block of that head reads or writes it.
+
+A block takes one value head of one answer. It holds the whole state, 64 KiB, in registers: a warp has 8 key rows, a
+lane 4 columns of each, so a warp reads 512 bytes in a row.
 
     thread            0 .. 127   128 .. 255   256 .. 383   384 .. 511
-    1. makes          q          k            v            silu(z)        one element, into shared memory
+    1. makes          q          k            v            silu(z)        one element of each row, into shared memory
     2. S^T k, S^T q   each warp over its 8 rows, for all columns; the 16 partial sums go to shared memory
-    3. d, o           threads 0 .. 127, a column each, which first add up the partial sums of 16 warps
-    4. y              the last warp, while the others store S
+    3. d, g S^T q     a column each, of which they first add up the partial sums of 16 warps
+    4. S              all, row by row from 2 on
+    5. y              a warp for each row, from the last on; of a single row, while the others store S
 
 Value heads share key heads, so several blocks compute the same q and k. Each of them reads the ring; only one writes
-the newest input, to the ring row that no block reads. All sums have one order: a row's bits depend neither on the batch
-nor on the card.
+it. With a rows pending at position p, blocks read the ring rows of the positions from p - 3 to p - 1 - a and write
+those from p - min(a, 3) to p: no row is both read and written, for any a. All sums have one order: a row's bits depend
+neither on the batch nor on the card.
 
-Pipe: memory, 128 KiB of state read and written per head and row. 8 rows run at 86 to 90 % of what a copy of the states
-reaches on an H200; one row is a chain of latencies, 5.1 us for 32 heads. On cards whose launches overlap, state, ring
-and position may be loaded while the previous launch is still running (`early`, see kernels/intrinsics.py).
-Measurements and lost attempts: benchmarks/results.md, section gdn_decode.
+Pipe: memory, 128 KiB of state read and written per head and answer. 8 answers run at 86 to 90 % of what a copy of the
+states reaches on an H200; one row is a chain of latencies, 5.1 us for 32 heads. On cards whose launches overlap, state,
+ring, records and positions may be loaded while the previous launch is still running (`early`, see
+kernels/intrinsics.py). Measurements and lost attempts: benchmarks/results.md, section gdn_decode.
 """
 
 from functools import cache, partial
@@ -342,8 +354,8 @@ def decode_kernel(quantized, early, keeps_records, most):
 
             keep = scalars[uint32(uint32(KEEP_AT * most) + row)]
             if thread < uint32(OUT):
-                total, half = float32(0), uint32(thread >> uint32(7))
-                first = uint32(half * uint32(WARPS * HEAD) + element)
+                total, half = float32(0), uint32(warp >> uint32(2))
+                first = uint32(uint32(half * uint32(WARPS * HEAD)) + uint32(thread - half * uint32(HEAD)))
                 for i in range(WARPS):
                     total = total + sums[uint32(first + uint32(HEAD * i))]
                 if half == uint32(0):

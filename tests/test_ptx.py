@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import qengine
-from kernels import assembler, attend_decode, attention
+from kernels import assembler, attend_decode, attention, checkpoint
 from kernels import compile as compiler
 from kernels import gdn_decode, kv_cache, q8_gemv, rope
 from kernels.card import Array
@@ -20,6 +20,7 @@ from kernels.emulated.card import EmulatedCard
 from kernels.formats import FORMATS
 from kernels.kv_formats import KV_FORMATS
 from kernels.quant_gemv import PACKED, decoder
+from kernels.records import CHECK_ROWS
 from kernels.rope import QWEN3, QWEN35
 from tests.models import write_as_float32
 from tests.oracle import DATA
@@ -86,6 +87,14 @@ def attention_of_other_heads(format):
                *rotary, *page, *i, *["uint32"] * 8, "float32")
 
 
+def checks_of_the_delta_rule():
+    """The kernels of the delta rule where drafts are made: of one row and of several."""
+    x, i, n = "float32[1]", "int32[1]", "uint32"
+    for out, most in itertools.product(("int8[1]", x), (1, CHECK_ROWS)):
+        yield (gdn_decode.decode_kernel(out == "int8[1]", False, True, most), out, *[x] * 3, i, *[x] * 3, n, *[x] * 4,
+               i, i, *[n] * 3, "float32")
+
+
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     if TARGET not in compiler.supported_ccs():
@@ -93,7 +102,10 @@ def kernels(tmp_path_factory):
     packed = [kernel for format in PACKED for kernel in products_of_real_cards(format, [1, 2], [4096, 5120])]
     products = [*products_of_real_cards(Q8_0, [1, 2, 4, 8], [4096, 5120]), *packed]  # the columns in between need less
     attentions = [kernel for format in KV_FORMATS.values() for kernel in attention_of_other_heads(format)]
-    return list(dict.fromkeys([*engine_kernels(tmp_path_factory.mktemp("models")), *products, *attentions]))
+    keeping = checkpoint.keep_states_kernel, *["float32[1]"] * 2, "int32[1]", *["float32[1]"] * 2, *["int32[1]"] * 2, \
+        *["uint32"] * 7
+    return list(dict.fromkeys([*engine_kernels(tmp_path_factory.mktemp("models")), *products, *attentions,
+                               *checks_of_the_delta_rule(), keeping]))
 
 
 def test_the_pipes_of_the_engine(kernels):
@@ -195,9 +207,12 @@ def too_early(kernel, types, ptx):
     return wrong
 
 
-EARLY_TWINS = {     # by the types of the arguments, the first of which is the output's
-    "gdn_decode_kernel": lambda out, *_: gdn_decode.decode_kernel(out == "int8[1]", True, False, 1),
-    "attend": lambda out, *_: attend_decode.attend_kernel(KV_FORMATS["float16"], 6, *QWEN35, out == "int8[1]", True),
+EARLY_TWINS = {     # by the kernel and the types of the arguments, the first of which is the output's
+    "gdn_decode_kernel": lambda kernel, out, *_: gdn_decode.decode_kernel(
+        out == "int8[1]", True, *(inspect.getclosurevars(kernel.py_func).nonlocals[name]
+                                  for name in ("keeps_records", "most"))),
+    "attend": lambda _, out, *__: attend_decode.attend_kernel(KV_FORMATS["float16"], 6, *QWEN35, out == "int8[1]",
+                                                              True),
 }
 
 
@@ -212,7 +227,7 @@ def overlapping(kernels):
     waiting = [launch for launch in dict.fromkeys((*products, *others))
                if "wait_for_previous" in launch[0].py_func.__code__.co_names]
     assert {kernel.__name__ for kernel, *_ in waiting} == set(CONSTANTS)
-    waiting += [(EARLY_TWINS[kernel.__name__](*types), *types) for kernel, *types in waiting
+    waiting += [(EARLY_TWINS[kernel.__name__](kernel, *types), *types) for kernel, *types in waiting
                 if kernel.__name__ in EARLY]
     return [(kernel, types, compiler.compile_kernel(kernel, tuple(types), OVERLAPPING).ptx) for kernel, *types in waiting]
 
