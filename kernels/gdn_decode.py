@@ -82,6 +82,7 @@ PENDING = CHECK_ROWS - 1
 K, D = 3, 4            # where a record has k and d, counted in vectors of 128; before them inputs of q, k and v
 RECORD = VECTORS * HEAD
 AT_ONCE = 4            # rows whose loads are in flight at once
+KEPT = 3 * WARPS       # words of shared memory: each warp's slot, position and number of pending rows
 STAGERS = 2 * HEAD // 4  # threads that load k and d of a record, 16 bytes each
 assert (PENDING + 1) * STAGERS == THREADS and THREADS * 4 <= SUMS
 
@@ -128,17 +129,17 @@ def update(s, k_from, k_at, keep, d0, d1, d2, d3):
 
 
 @cuda.jit(device=True, forceinline=True)
-def state_at(row_slot, answer, n_v, head, warp, lane):
+def state_at(slot, n_v, head, warp, lane):
     """Where the lane's part of a state begins in `state`."""
-    home = uint32(uint32(uint32(row_slot[answer]) * n_v + head) * uint32(HEAD * HEAD))
+    home = uint32(uint32(slot * n_v + head) * uint32(HEAD * HEAD))
     return uint64(uint32(home + warp * uint32(ROWS * HEAD) + lane * uint32(4)))
 
 
 @cuda.jit(device=True, forceinline=True)
-def record_of(row_slot, answer, n_v, head, row):
+def record_of(slot, n_v, head, row):
     """Where the record of a row begins in `vectors`."""
-    first = uint32(uint32(row_slot[answer]) * uint32(PENDING))
-    return uint32(uint32(uint32(uint32(first + row) - uint32(1)) * n_v + head) * uint32(RECORD))
+    record = uint32(uint32(slot * uint32(PENDING) + row) - uint32(1))
+    return uint32(uint32(record * n_v + head) * uint32(RECORD))
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -241,7 +242,7 @@ def decode_kernel(quantized, early, keeps_records, most):
         qkvz, out = (cuda.shared.array(qkvz_size, float32, alignment=16),         # out: d, then g S^T q, of each row
                      cuda.shared.array(out_size, float32, alignment=16))
         sums, scalars = cuda.shared.array(SUMS, float32, alignment=16), cuda.shared.array(n_scalars, float32)
-        weights = cuda.shared.array(CONSTANTS, float32, alignment=16)
+        weights, kept = cuda.shared.array(CONSTANTS, float32, alignment=16), cuda.shared.array(KEPT, uint32)
 
         # A thread makes one element of q, k, v or z: `kind` 0 to 3. Only for q, k and v its `channel` is convolved.
         kind, element = uint32(thread >> uint32(7)), uint32(thread & uint32(HEAD - 1))
@@ -249,10 +250,12 @@ def decode_kernel(quantized, early, keeps_records, most):
         channel = uint32(uint32(start) * uint32(HEAD) + element)
         column = channel if kind < uint32(3) else uint32(channels + head * uint32(HEAD) + element)
         gate_column = uint32(channels + n_v * uint32(HEAD) + head + (uint32(0) if warp == uint32(KEEP) else n_v))
-        weight = norm_w[element]
+        constant = norm_w[element]
+        if thread < uint32(2):
+            constant = ssm_a[head] if thread == uint32(0) else dt_bias[head]
         w0, w1, w2, w3 = load_floats4(conv_w, uint32(channel * uint32(4)))
         slot = uint32(row_slot[answer])
-        home = state_at(row_slot, answer, n_v, head, warp, lane)
+        home = state_at(slot, n_v, head, warp, lane)
         record_at = uint32(uint32(uint32(slot * uint32(PENDING)) * n_v + head) * uint32(RECORD) + thread)
         record_step, n_pending = uint32(n_v * uint32(RECORD)), uint32(0)
         s = cuda.local.array((ROWS, 4), float32)
@@ -273,20 +276,24 @@ def decode_kernel(quantized, early, keeps_records, most):
         words = load_pending(vectors, keeps, slot, head, n_v, n_pending, thread)
         load_state(s, state, home)
         if kind == uint32(3):
-            weights[element] = weight
-        if thread == uint32(0):
-            weights[uint32(RATE_OF_DECAY)], weights[uint32(BIAS)] = ssm_a[head], dt_bias[head]
+            weights[element] = constant
+        if thread < uint32(2):
+            weights[uint32(uint32(RATE_OF_DECAY) + thread)] = constant
+        at = uint32(warp * uint32(3))
+        if lane == uint32(0):
+            kept[at], kept[uint32(at + uint32(1))], kept[uint32(at + uint32(2))] = slot, position, n_pending
         apply_pending(s, words, n_pending, sums, thread)
         if early:
             wait_for_previous()
             newest, gate = take_projected(qkvz, projected, stride, answer, width, column, gate_column)
-        if keeps_records:   # loaded once more, so that neither these nor addresses made of them take registers so far
+        if keeps_records:   # from shared memory, so that neither these nor addresses made of them take registers so far
             cuda.syncwarp()
-            slot, position = uint32(row_slot[answer]), uint32(row_pos[answer])
-            n_pending = uint32(accepted[slot])
+            slot, position, n_pending = kept[at], kept[uint32(at + uint32(1))], kept[uint32(at + uint32(2))]
             record_at = uint32(uint32(uint32(slot * uint32(PENDING)) * n_v + head) * uint32(RECORD) + thread)
         if position >= uint32(1 << 31):  # void
             return
+        if warp >= uint32(RATE) and lane < uint32(most):
+            scalars[uint32((uint32(KEEP_AT * most) if warp == uint32(KEEP) else uint32(RATE_AT * most)) + lane)] = gate
         if most > 1:
             newest = qkvz[thread]
         if kind == uint32(2) or (kind < uint32(2) and head < n_k):  # of blocks that share a key head, one writes
@@ -315,11 +322,12 @@ def decode_kernel(quantized, early, keeps_records, most):
             j = uint32(j + uint32(1))
         cuda.syncthreads()
 
+        at = uint32(uint32(KEEP_AT * most) + lane)
         if warp == uint32(KEEP) and lane < uint32(most):
-            scalars[uint32(uint32(KEEP_AT * most) + lane)] = exp(
-                weights[uint32(RATE_OF_DECAY)] * softplus(gate + weights[uint32(BIAS)]))
+            scalars[at] = exp(weights[uint32(RATE_OF_DECAY)] * softplus(scalars[at] + weights[uint32(BIAS)]))
+        at = uint32(uint32(RATE_AT * most) + lane)
         if warp == uint32(RATE) and lane < uint32(most):
-            scalars[uint32(uint32(RATE_AT * most) + lane)] = sigmoid(gate)
+            scalars[at] = sigmoid(scalars[at])
         task = uint32(uint32(RATE - 1) - warp)
         while task < uint32(3) * count:
             row = uint32(task // uint32(3))
@@ -364,7 +372,7 @@ def decode_kernel(quantized, early, keeps_records, most):
                     v = qkvz[uint32(at + uint32(2 * HEAD) + thread)]
                     total = rate * k_norm * cuda.fma(-(keep * k_norm), total, v)
                     if j > uint32(0):
-                        vectors[uint32(record_of(row_slot, answer, n_v, head, row) + uint32(D * HEAD) + thread)] = total
+                        vectors[uint32(record_of(kept[0], n_v, head, row) + uint32(D * HEAD) + thread)] = total
                 else:
                     total = keep * total
                 out[uint32(uint32(row * uint32(OUT)) + thread)] = total
@@ -391,10 +399,10 @@ def decode_kernel(quantized, early, keeps_records, most):
                 update(s, qkvz, k_at, keep, d0, d1, d2, d3)
             if j == uint32(0):
                 if most > 1:
-                    home = state_at(row_slot, answer, n_v, head, warp, lane)
+                    home = state_at(kept[0], n_v, head, warp, lane)
                 store_state(s, state, home)
             elif thread == uint32(0):
-                keeps[uint32(record_of(row_slot, answer, n_v, head, row) // uint32(RECORD))] = keep
+                keeps[uint32(record_of(kept[0], n_v, head, row) // uint32(RECORD))] = keep
             j = uint32(j + uint32(1))
 
     return gdn_decode_kernel
