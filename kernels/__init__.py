@@ -16,6 +16,8 @@ which a token meets them:
     swiglu.py                           the activation of the MLP
     sample.py, logprobs.py              the next token of each row, log-probabilities
     accept.py                           which of these tokens an answer gains
+    draft_input.py                      what enters the draft block
+    draft_list.py, draft_head.py        what its head knows of each slot; its choice of a draft
     ngram.py                            drafts of the next ones from the text so far
     advance.py                          they become the inputs of the next step
     formats.py                          types of weights, on disk and on a card

@@ -35,9 +35,9 @@ from numba.types import float32, uint32, uint64
 from kernels.bench import Case, main
 from kernels.conv import ring_index
 from kernels.gdn import HEAD
-from kernels.gdn_decode import BLOCKS, ROWS, SUMS, Chain, apply_pending, assert_same_bits, inputs_before, load_state
+from kernels.gdn_decode import ROWS, SUMS, Chain, apply_pending, assert_same_bits, inputs_before
 from kernels.gdn_decode import THREADS as HEAD_THREADS
-from kernels.gdn_decode import store_state
+from kernels.gdn_decode import load_pending, load_state, store_state
 from kernels.intrinsics import load_words4, store_words4
 from kernels.records import CHECK_ROWS, VECTORS, Pending, Places, States
 
@@ -130,9 +130,10 @@ def keep_head(memory, ring, vectors, keeps, slot, position, n_pending, kept, lay
     s = cuda.local.array((ROWS, 4), float32)
     at = uint32(uint32(thread >> uint32(5)) * uint32(ROWS * HEAD) + uint32(thread & uint32(31)) * uint32(4))
     origin = uint64(uint64(uint64(source) * uint64(n_v)) + uint64(head)) * uint64(HEAD * HEAD)
+    words = load_pending(vectors, keeps, of_slot, head, n_v, n_pending, thread)
     load_state(s, memory, origin + uint64(at))
     cuda.syncthreads()              # `staged` may still be read for the head before
-    apply_pending(s, vectors, keeps, of_slot, head, n_v, n_pending, staged, thread)
+    apply_pending(s, words, n_pending, staged, thread)
     origin = uint64(uint64(uint64(target) * uint64(n_v)) + uint64(head)) * uint64(HEAD * HEAD)
     store_state(s, memory, origin + uint64(at))
 
@@ -151,7 +152,7 @@ def keep_head(memory, ring, vectors, keeps, slot, position, n_pending, kept, lay
         ring[ring_index(target, uint32(position + uint32(3)), channel, channels)] = x2
 
 
-@cuda.jit(launch_bounds=(HEAD_THREADS, BLOCKS))
+@cuda.jit(launch_bounds=HEAD_THREADS)
 def keep_states_kernel(memory, ring, accepted, vectors, keeps, row_slot, row_pos, targets, answers, n_layers,
                        n_rows, n_slots, n_k, n_v):
     """Any number of blocks."""
@@ -195,7 +196,7 @@ def keep_states(card, states: States, pending: Pending, places: Places, targets,
     states, pending: of all layers. Never allocates."""
     n_layers, n_rows, n_v = states.memory.shape[:3]
     n_k = (states.conv.shape[-1] // HEAD - n_v) // 2
-    blocks = min(BLOCKS * card.n_sms, n_layers * n_v)
+    blocks = min(card.n_sms, n_layers * n_v)
     card.launch(keep_states_kernel, blocks, HEAD_THREADS, states.memory.reshape(-1), states.conv.reshape(-1),
                 *(array.reshape(-1) for array in pending), *places, targets, n, n_layers, n_rows,
                 pending.vectors.shape[1], n_k, n_v, stream=stream)

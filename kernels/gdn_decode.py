@@ -1,5 +1,5 @@
-"""The gated delta rule of a linear-attention layer for one token per slot, with the convolution before it and the gated
-norm after it, in one launch.
+"""The gated delta rule of a linear-attention layer in a decode step, with the convolution before it and the gated norm
+after it, in one launch: one token per slot, or a check of up to 8 rows of each.
 
     q, k, v   = silu(conv(projected qkv))       kernels/conv.py: 4 taps; the 3 inputs before come from the slot's ring
     p         = g S^T k^                        decay and predict     kernels/gdn.py explains the rule and has the
@@ -15,23 +15,35 @@ The read is written with the state before the token, so one pass over S gives bo
     state       float32 [n_slots, n_v, 128 key rows, 128 value columns]
     y           float32 [rows, n_v 128], or q int8 [rows, n_v 128] and d float32 [rows, n_v 4]
 
-A block takes one value head of one row. It holds the whole state, 64 KiB, in registers: a warp has 8 key rows, a lane
-4 columns of each, so a warp reads 512 bytes in a row.
+**Checks.** Row 0 of a check is the latest token of its answer, the others are drafts. Which of them count is known
+after the step. So the state and the ring are stored after row 0. Each later row leaves a record of what it did, and the
+next check applies the records of the accepted rows to the state in its registers, before its own row 0:
+
+    record of a row and value head      | inputs of q, k, v of the convolution | k | d |  5 vectors of 128;  g
+    launch with records 1 .. a          load S and records; S = g S + k d^T for each record; row 0; store S; rows 1 ..
+
+A step reads and writes a state once, whatever its rows. The order of operations is that of one token after the other,
+so the bits are the same. A record belongs to one value head, and only the block of that head reads or writes it.
+
+A block takes one value head of one answer. It holds the whole state, 64 KiB, in registers: a warp has 8 key rows, a
+lane 4 columns of each, so a warp reads 512 bytes in a row.
 
     thread            0 .. 127   128 .. 255   256 .. 383   384 .. 511
-    1. makes          q          k            v            silu(z)        one element, into shared memory
+    1. makes          q          k            v            silu(z)        one element of each row, into shared memory
     2. S^T k, S^T q   each warp over its 8 rows, for all columns; the 16 partial sums go to shared memory
-    3. d, o           threads 0 .. 127, a column each, which first add up the partial sums of 16 warps
-    4. y              the last warp, while the others store S
+    3. d, g S^T q     a column each, of which they first add up the partial sums of 16 warps
+    4. S              all, row by row from 2 on
+    5. y              a warp for each row, from the last on; of a single row, while the others store S
 
 Value heads share key heads, so several blocks compute the same q and k. Each of them reads the ring; only one writes
-the newest input, to the ring row that no block reads. All sums have one order: a row's bits depend neither on the batch
-nor on the card.
+it. With a rows pending at position p, blocks read the ring rows of the positions from p - 3 to p - 1 - a and write
+those from p - min(a, 3) to p: no row is both read and written, for any a. All sums have one order: a row's bits depend
+neither on the batch nor on the card.
 
-Pipe: memory, 128 KiB of state read and written per head and row. 8 rows run at 86 to 90 % of what a copy of the states
-reaches on an H200; one row is a chain of latencies, 5.1 us for 32 heads. On cards whose launches overlap, state, ring
-and position may be loaded while the previous launch is still running (`early`, see kernels/intrinsics.py).
-Measurements and lost attempts: benchmarks/results.md, section gdn_decode.
+Pipe: memory, 128 KiB of state read and written per head and answer. 8 answers run at 86 to 90 % of what a copy of the
+states reaches on an H200; one row is a chain of latencies, 5.1 us for 32 heads. On cards whose launches overlap, state,
+ring, records and positions may be loaded while the previous launch is still running (`early`, see
+kernels/intrinsics.py). Measurements and lost attempts: benchmarks/results.md, section gdn_decode.
 """
 
 from functools import cache, partial
@@ -48,8 +60,8 @@ from kernels.compile import launches_overlap
 from kernels.conv import convolve, ring_index
 from kernels.gdn import (HEAD, NORM_EPS, QUERY_SCALE, TOLERANCE, Decay, LinearHeads, error_by_largest, random_inputs,
                          reference, split)
-from kernels.intrinsics import (exp, let_next_begin, load_floats4, opaque, rsqrt, sigmoid, silu, softplus,
-                                store_floats4, wait_for_previous, warp_sum)
+from kernels.intrinsics import (exp, let_next_begin, load_floats4, load_word, load_words4, opaque, rsqrt, sigmoid,
+                                silu, softplus, store_floats4, store_words4, wait_for_previous, warp_sum)
 from kernels.norm import gate_head, gated_norm_reference, store_plain, store_quantized
 from kernels.quantize import quantize_reference
 from kernels.records import CHECK_ROWS, VECTORS, Pending, Places, Projected, States
@@ -70,7 +82,9 @@ PENDING = CHECK_ROWS - 1
 K, D = 3, 4            # where a record has k and d, counted in vectors of 128; before them inputs of q, k and v
 RECORD = VECTORS * HEAD
 AT_ONCE = 4            # rows whose loads are in flight at once
-KD_LOADS = -(-PENDING * 2 * HEAD // THREADS)  # of a thread, for k and d of all records
+KEPT = 3 * WARPS       # words of shared memory: each warp's slot, position and number of pending rows
+STAGERS = 2 * HEAD // 4  # threads that load k and d of a record, 16 bytes each
+assert (PENDING + 1) * STAGERS == THREADS and THREADS * 4 <= SUMS
 
 
 class LinearWeights(NamedTuple):
@@ -115,37 +129,48 @@ def update(s, k_from, k_at, keep, d0, d1, d2, d3):
 
 
 @cuda.jit(device=True, forceinline=True)
-def record_of(row_slot, answer, n_v, head, row):
-    """Where the record of a row begins in `vectors`."""
-    first = uint32(uint32(row_slot[answer]) * uint32(PENDING))
-    return uint32(uint32(uint32(uint32(first + row) - uint32(1)) * n_v + head) * uint32(RECORD))
+def state_at(slot, n_v, head, warp, lane):
+    """Where the lane's part of a state begins in `state`."""
+    home = uint32(uint32(slot * n_v + head) * uint32(HEAD * HEAD))
+    return uint64(uint32(home + warp * uint32(ROWS * HEAD) + lane * uint32(4)))
 
 
 @cuda.jit(device=True, forceinline=True)
-def apply_pending(s, vectors, keeps, slot, head, n_v, n_pending, staged, thread):
-    """s <- the state after the first n_pending records of a slot. staged: shared float32 [STAGED], free for use."""
+def record_of(slot, n_v, head, row):
+    """Where the record of a row begins in `vectors`."""
+    record = uint32(uint32(slot * uint32(PENDING) + row) - uint32(1))
+    return uint32(uint32(record * n_v + head) * uint32(RECORD))
+
+
+@cuda.jit(device=True, forceinline=True)
+def load_pending(vectors, keeps, slot, head, n_v, n_pending, thread):
+    """4 words of k and d of the first n_pending records of a slot, or of their decays: the thread's part, which
+    `apply_pending` needs."""
+    first, record = uint32(slot * uint32(PENDING)), uint32(thread // uint32(STAGERS))
+    w0 = w1 = w2 = w3 = uint32(0)
+    if record < n_pending:
+        at = uint32(uint32(uint32(first + record) * n_v + head) * uint32(RECORD) + uint32(K * HEAD))
+        w0, w1, w2, w3 = load_words4(vectors, uint32(at + uint32(4) * uint32(thread - record * uint32(STAGERS))))
+    if record == uint32(PENDING):
+        record = uint32(thread - uint32(PENDING * STAGERS))
+        if record < n_pending:
+            w0 = load_word(keeps, uint32(uint32(first + record) * n_v + head))
+    return w0, w1, w2, w3
+
+
+@cuda.jit(device=True, forceinline=True)
+def apply_pending(s, words, n_pending, staged, thread):
+    """s <- the state after the first n_pending records of a slot. words: of `load_pending`. staged: shared float32
+    [4 THREADS], free for use."""
     if n_pending > uint32(0):
-        first = uint32(slot * uint32(PENDING))
-        held = cuda.local.array(KD_LOADS, float32)
-        for i in range(KD_LOADS):
-            record = uint32(uint32(2 * i) + (thread >> uint32(8)))
-            if record < n_pending:
-                held[i] = vectors[uint32(uint32(uint32(first + record) * n_v + head) * uint32(RECORD)
-                                         + uint32(K * HEAD) + (thread & uint32(2 * HEAD - 1)))]
-        if thread < n_pending:
-            staged[uint32(uint32(2 * KD_LOADS * 2 * HEAD) + thread)] = \
-                keeps[uint32(uint32(first + thread) * n_v + head)]
-        for i in range(KD_LOADS):
-            if uint32(uint32(2 * i) + (thread >> uint32(8))) < n_pending:
-                staged[uint32(uint32(THREADS * i) + thread)] = held[i]
+        store_words4(staged, uint32(uint32(4) * thread), words[0], words[1], words[2], words[3])
         cuda.syncthreads()
         lane, warp, record = uint32(thread & uint32(31)), uint32(thread >> uint32(5)), uint32(0)
         while record < n_pending:
-            now = opaque(record)
-            at = uint32(now * uint32(2 * HEAD))
+            at = uint32(opaque(record) * uint32(2 * HEAD))
+            keep = staged[uint32(uint32(4 * PENDING * STAGERS) + uint32(4) * record)]
             d0, d1, d2, d3 = load_floats4(staged, uint32(at + uint32(HEAD) + lane * uint32(4)))
-            update(s, staged, uint32(at + warp * uint32(ROWS)),
-                   staged[uint32(uint32(2 * KD_LOADS * 2 * HEAD) + now)], d0, d1, d2, d3)
+            update(s, staged, uint32(at + warp * uint32(ROWS)), keep, d0, d1, d2, d3)
             record = uint32(record + uint32(1))
 
 
@@ -217,7 +242,7 @@ def decode_kernel(quantized, early, keeps_records, most):
         qkvz, out = (cuda.shared.array(qkvz_size, float32, alignment=16),         # out: d, then g S^T q, of each row
                      cuda.shared.array(out_size, float32, alignment=16))
         sums, scalars = cuda.shared.array(SUMS, float32, alignment=16), cuda.shared.array(n_scalars, float32)
-        weights = cuda.shared.array(CONSTANTS, float32, alignment=16)
+        weights, kept = cuda.shared.array(CONSTANTS, float32, alignment=16), cuda.shared.array(KEPT, uint32)
 
         # A thread makes one element of q, k, v or z: `kind` 0 to 3. Only for q, k and v its `channel` is convolved.
         kind, element = uint32(thread >> uint32(7)), uint32(thread & uint32(HEAD - 1))
@@ -225,11 +250,12 @@ def decode_kernel(quantized, early, keeps_records, most):
         channel = uint32(uint32(start) * uint32(HEAD) + element)
         column = channel if kind < uint32(3) else uint32(channels + head * uint32(HEAD) + element)
         gate_column = uint32(channels + n_v * uint32(HEAD) + head + (uint32(0) if warp == uint32(KEEP) else n_v))
-        weight = norm_w[element]
+        constant = norm_w[element]
+        if thread < uint32(2):
+            constant = ssm_a[head] if thread == uint32(0) else dt_bias[head]
         w0, w1, w2, w3 = load_floats4(conv_w, uint32(channel * uint32(4)))
         slot = uint32(row_slot[answer])
-        home = uint32(uint32(slot * n_v + head) * uint32(HEAD * HEAD))
-        home = uint64(uint32(home + warp * uint32(ROWS * HEAD) + lane * uint32(4)))
+        home = state_at(slot, n_v, head, warp, lane)
         record_at = uint32(uint32(uint32(slot * uint32(PENDING)) * n_v + head) * uint32(RECORD) + thread)
         record_step, n_pending = uint32(n_v * uint32(RECORD)), uint32(0)
         s = cuda.local.array((ROWS, 4), float32)
@@ -247,22 +273,37 @@ def decode_kernel(quantized, early, keeps_records, most):
             count = uint32(cuda.popc(cuda.ballot_sync(0xFFFFFFFF, of >= int32(0))))
         x0, x1, x2 = inputs_before(ring, vectors, slot, position, channel, channels, n_pending, record_at, record_step)
         cuda.syncwarp()  # the compiler moves no load of the state before these three, which would wait behind 64 KiB
+        words = load_pending(vectors, keeps, slot, head, n_v, n_pending, thread)
         load_state(s, state, home)
         if kind == uint32(3):
-            weights[element] = weight
-        if thread == uint32(0):
-            weights[uint32(RATE_OF_DECAY)], weights[uint32(BIAS)] = ssm_a[head], dt_bias[head]
-        apply_pending(s, vectors, keeps, slot, head, n_v, n_pending, sums, thread)
+            weights[element] = constant
+        if thread < uint32(2):
+            weights[uint32(uint32(RATE_OF_DECAY) + thread)] = constant
+        at = uint32(warp * uint32(3))
+        if lane == uint32(0):
+            kept[at], kept[uint32(at + uint32(1))], kept[uint32(at + uint32(2))] = slot, position, n_pending
+        apply_pending(s, words, n_pending, sums, thread)
         if early:
             wait_for_previous()
             newest, gate = take_projected(qkvz, projected, stride, answer, width, column, gate_column)
-        if keeps_records:   # loaded once more, so that neither these nor addresses made of them take registers so far
+        if keeps_records:   # from shared memory, so that neither these nor addresses made of them take registers so far
             cuda.syncwarp()
-            slot, position = uint32(row_slot[answer]), uint32(row_pos[answer])
-            n_pending = uint32(accepted[slot])
+            slot, position, n_pending = kept[at], kept[uint32(at + uint32(1))], kept[uint32(at + uint32(2))]
             record_at = uint32(uint32(uint32(slot * uint32(PENDING)) * n_v + head) * uint32(RECORD) + thread)
         if position >= uint32(1 << 31):  # void
             return
+        if warp >= uint32(RATE) and lane < uint32(most):
+            scalars[uint32((uint32(KEEP_AT * most) if warp == uint32(KEEP) else uint32(RATE_AT * most)) + lane)] = gate
+        if most > 1:
+            newest = qkvz[thread]
+        if kind == uint32(2) or (kind < uint32(2) and head < n_k):  # of blocks that share a key head, one writes
+            ring[ring_index(slot, position, channel, channels)] = newest
+            if n_pending > uint32(0):
+                ring[ring_index(slot, uint32(position + uint32(3)), channel, channels)] = x2
+            if n_pending > uint32(1):
+                ring[ring_index(slot, uint32(position + uint32(2)), channel, channels)] = x1
+            if n_pending > uint32(2):
+                ring[ring_index(slot, uint32(position + uint32(1)), channel, channels)] = x0
         j = uint32(0)
         while j < count:
             at = uint32(uint32(opaque(j) * uint32(QKVZ)) + thread)
@@ -271,17 +312,7 @@ def decode_kernel(quantized, early, keeps_records, most):
             convolved = convolve(w0, w1, w2, w3, x0, x1, x2, newest)
             value = silu(convolved if kind < uint32(3) else newest)
             qkvz[at] = value
-            if j == uint32(0):
-                # Of blocks that share a key head, one writes.
-                if kind == uint32(2) or (kind < uint32(2) and head < n_k):
-                    ring[ring_index(slot, position, channel, channels)] = newest
-                    if n_pending > uint32(0):
-                        ring[ring_index(slot, uint32(position + uint32(3)), channel, channels)] = x2
-                    if n_pending > uint32(1):
-                        ring[ring_index(slot, uint32(position + uint32(2)), channel, channels)] = x1
-                    if n_pending > uint32(2):
-                        ring[ring_index(slot, uint32(position + uint32(1)), channel, channels)] = x0
-            else:
+            if j > uint32(0):
                 record = uint32(record_at + uint32(opaque(j) - uint32(1)) * record_step)
                 if kind < uint32(3):
                     vectors[record] = newest
@@ -291,11 +322,12 @@ def decode_kernel(quantized, early, keeps_records, most):
             j = uint32(j + uint32(1))
         cuda.syncthreads()
 
+        at = uint32(uint32(KEEP_AT * most) + lane)
         if warp == uint32(KEEP) and lane < uint32(most):
-            scalars[uint32(uint32(KEEP_AT * most) + lane)] = exp(
-                weights[uint32(RATE_OF_DECAY)] * softplus(gate + weights[uint32(BIAS)]))
+            scalars[at] = exp(weights[uint32(RATE_OF_DECAY)] * softplus(scalars[at] + weights[uint32(BIAS)]))
+        at = uint32(uint32(RATE_AT * most) + lane)
         if warp == uint32(RATE) and lane < uint32(most):
-            scalars[uint32(uint32(RATE_AT * most) + lane)] = sigmoid(gate)
+            scalars[at] = sigmoid(scalars[at])
         task = uint32(uint32(RATE - 1) - warp)
         while task < uint32(3) * count:
             row = uint32(task // uint32(3))
@@ -330,8 +362,8 @@ def decode_kernel(quantized, early, keeps_records, most):
 
             keep = scalars[uint32(uint32(KEEP_AT * most) + row)]
             if thread < uint32(OUT):
-                total, half = float32(0), uint32(thread >> uint32(7))
-                first = uint32(half * uint32(WARPS * HEAD) + element)
+                total, half = float32(0), uint32(warp >> uint32(2))
+                first = uint32(uint32(half * uint32(WARPS * HEAD)) + uint32(thread - half * uint32(HEAD)))
                 for i in range(WARPS):
                     total = total + sums[uint32(first + uint32(HEAD * i))]
                 if half == uint32(0):
@@ -340,7 +372,7 @@ def decode_kernel(quantized, early, keeps_records, most):
                     v = qkvz[uint32(at + uint32(2 * HEAD) + thread)]
                     total = rate * k_norm * cuda.fma(-(keep * k_norm), total, v)
                     if j > uint32(0):
-                        vectors[uint32(record_of(row_slot, answer, n_v, head, row) + uint32(D * HEAD) + thread)] = total
+                        vectors[uint32(record_of(kept[0], n_v, head, row) + uint32(D * HEAD) + thread)] = total
                 else:
                     total = keep * total
                 out[uint32(uint32(row * uint32(OUT)) + thread)] = total
@@ -362,12 +394,15 @@ def decode_kernel(quantized, early, keeps_records, most):
                 of = uint32(of * answers + answer)
                 store(q_out, d_out, uint32(uint32(of * n_v + head) * uint32(HEAD) + at4), True, y0, y1, y2, y3)
             if not last or j == uint32(0):
+                keep = scalars[uint32(uint32(KEEP_AT * most) + row)]
                 d0, d1, d2, d3 = load_floats4(out, uint32(uint32(row * uint32(OUT)) + lane * uint32(4)))
                 update(s, qkvz, k_at, keep, d0, d1, d2, d3)
             if j == uint32(0):
+                if most > 1:
+                    home = state_at(kept[0], n_v, head, warp, lane)
                 store_state(s, state, home)
             elif thread == uint32(0):
-                keeps[uint32(record_of(row_slot, answer, n_v, head, row) // uint32(RECORD))] = keep
+                keeps[uint32(record_of(kept[0], n_v, head, row) // uint32(RECORD))] = keep
             j = uint32(j + uint32(1))
 
     return gdn_decode_kernel

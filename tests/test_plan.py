@@ -10,7 +10,7 @@ import random
 import pytest
 
 import qengine
-from engine.plan import Demand, Planner, Work, best_split, schedule
+from engine.plan import Demand, Planner, Work, best_split, most_drafts, schedule
 from kernels import probe
 from kernels.card import OutOfMemory, PlannedCard
 from kernels.emulated.card import EmulatedCard
@@ -102,11 +102,12 @@ def test_default_is_one_card_where_that_suffices(monkeypatch):
     ("synthetic:tiny", 1, {"slots": 5, "ctx": 1000, "chunk": 128}),
     ("synthetic:tiny", 3, {"slots": 2}),
     ("synthetic:tiny", 2, {"slots": 3, "chunk": 128, "split": (3, 1)}),
+    (str(ROOT / "tests" / "data" / "tiny-Q8_0.gguf"), 2, {"slots": 2}),        # with a draft block on the last card
     ("synthetic:tiny", 1, {"kv_tokens": 20000, "checkpoint_memory": 10 * MB, "ctx": 64}),
 ], ids=str)
 def test_plan_says_what_is_allocated(model, n_cards, options):
     opened, cards = open_model(model), [EmulatedCard(n, memory_bytes=700 * MB) for n in range(n_cards)]
-    demand = options | {"n_ctx": opened.n_ctx(options.get("ctx"))}
+    demand = options | {"n_ctx": opened.n_ctx(options.get("ctx")), "drafts": most_drafts("auto")}
     demand.pop("ctx", None)
     plan = make_planner(opened, cards, Demand(**demand)).plan
     assert [card.free_bytes for card in cards] == [700 * MB] * n_cards     # a plan takes nothing

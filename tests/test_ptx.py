@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import qengine
-from kernels import advance, assembler, attend_decode, attention
+from kernels import advance, assembler, attend_decode, attention, checkpoint
 from kernels import compile as compiler
 from kernels import draft_head, draft_input, draft_list, gdn_decode, kv_cache, ngram, norm, q8_gemv, rope
 from kernels.card import Array
@@ -20,6 +20,7 @@ from kernels.emulated.card import EmulatedCard
 from kernels.formats import FORMATS
 from kernels.kv_formats import KV_FORMATS
 from kernels.quant_gemv import PACKED, decoder
+from kernels.records import CHECK_ROWS
 from kernels.rope import QWEN3, QWEN35
 from tests.models import write_as_float32
 from tests.oracle import DATA
@@ -111,6 +112,14 @@ def kernels_of_checks():
     yield ngram.script_kernel, *[i] * 3, n, n
 
 
+def checks_of_the_delta_rule():
+    """The kernels of the delta rule where drafts are made: of one row and of several."""
+    x, i, n = "float32[1]", "int32[1]", "uint32"
+    for out, most in itertools.product(("int8[1]", x), (1, CHECK_ROWS)):
+        yield (gdn_decode.decode_kernel(out == "int8[1]", False, True, most), out, *[x] * 3, i, *[x] * 3, n, *[x] * 4,
+               i, i, *[n] * 3, "float32")
+
+
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     if TARGET not in compiler.supported_ccs():
@@ -118,7 +127,9 @@ def kernels(tmp_path_factory):
     packed = [kernel for format in PACKED for kernel in products_of_real_cards(format, [1, 2], [4096, 5120])]
     products = [*products_of_real_cards(Q8_0, [1, 2, 4, 8], [4096, 5120]), *packed]  # the columns in between need less
     attentions = [kernel for format in KV_FORMATS.values() for kernel in attention_of_other_heads(format)]
-    others = *products, *attentions, *draft_kernels(), *kernels_of_checks()
+    keeping = checkpoint.keep_states_kernel, *["float32[1]"] * 2, "int32[1]", *["float32[1]"] * 2, *["int32[1]"] * 3, \
+        *["uint32"] * 6
+    others = *products, *attentions, *draft_kernels(), *kernels_of_checks(), *checks_of_the_delta_rule(), keeping
     return list(dict.fromkeys([*engine_kernels(tmp_path_factory.mktemp("models")), *others]))
 
 
@@ -224,10 +235,12 @@ def too_early(kernel, types, ptx):
     return wrong
 
 
-EARLY_TWINS = {     # by the types of the arguments, the first of which is the output's
-    "gdn_decode_kernel": lambda out, *_: gdn_decode.decode_kernel(out == "int8[1]", True, False, 1),
-    "attend": lambda out, *_: attend_decode.attend_kernel(KV_FORMATS["float16"], 6, *QWEN35, out == "int8[1]", True,
-                                                           1),
+EARLY_TWINS = {     # by the kernel and the types of the arguments, the first of which is the output's
+    "gdn_decode_kernel": lambda kernel, out, *_: gdn_decode.decode_kernel(
+        out == "int8[1]", True, *(inspect.getclosurevars(kernel.py_func).nonlocals[name]
+                                  for name in ("keeps_records", "most"))),
+    "attend": lambda _, out, *__: attend_decode.attend_kernel(KV_FORMATS["float16"], 6, *QWEN35, out == "int8[1]",
+                                                              True, 1),
 }
 
 
@@ -242,7 +255,7 @@ def overlapping(kernels):
     waiting = [launch for launch in dict.fromkeys((*products, *others))
                if "wait_for_previous" in launch[0].py_func.__code__.co_names]
     assert {kernel.__name__ for kernel, *_ in waiting} == set(CONSTANTS)
-    waiting += [(EARLY_TWINS[kernel.__name__](*types), *types) for kernel, *types in waiting
+    waiting += [(EARLY_TWINS[kernel.__name__](kernel, *types), *types) for kernel, *types in waiting
                 if kernel.__name__ in EARLY]
     return [(kernel, types, compiler.compile_kernel(kernel, tuple(types), OVERLAPPING).ptx) for kernel, *types in waiting]
 
@@ -300,25 +313,22 @@ def read_too_early(launches):
 
 @pytest.mark.parametrize("split", [(4,), (1, 2, 1)], ids=str)
 def test_what_is_read_early_is_older_than_the_launches_that_overlap(split, monkeypatch):
-    """In the order of the launches, since on no card of these tests they overlap. Where a pass begins with the
-    embedding, two follow each other as if nothing came between: it alone keeps them apart."""
+    """In the order of the launches, since on no card of these tests they overlap. `advance` keeps a step apart from the
+    one before: what it writes is there when the next kernel begins."""
     for module in gdn_decode, attend_decode:
         monkeypatch.setattr(module, "launches_overlap", lambda cc: True)
     cards = [EmulatedCard(number, memory_bytes=256 << 20) for number in range(len(split))]
     engine, found = qengine.load("synthetic:tiny", card=cards, split=split, ctx=256, slots=2, progress=False), []
     for stage in engine.pipeline.stages:
-        for shape in qengine.StepShape(2), qengine.StepShape(3, 4, 3, True):
+        for shape in qengine.StepShape(1), qengine.StepShape(2, 4, 3, True):
             launches = []
             with monkeypatch.context() as patch:
                 patch.setattr(stage.card, "launch", lambda kernel, _, __, *args, **___: launches.append((kernel, args)))
-                for _ in range(2 if stage.layers.start == 0 else 1):
-                    launch()
+                for _ in range(2):
+                    stage.launch_step(shape, 0, 0)
             found.append(read_too_early(launches))
-            if found[-1][0] and stage.layers.start == 0:
-                others = [launch for launch in launches if launch[0].__name__ != "embed_kernel"]
-                assert {"attend: row_pos", "gdn_decode_kernel: row_pos"} & {*read_too_early(others)[1]}
+            others = [launch for launch in launches if launch[0].__name__ != "advance_kernel"]
+            assert {"attend: row_pos", "gdn_decode_kernel: row_pos"} & {*read_too_early(others)[1]}
     engine.close()
     assert not any(wrong for _, wrong in found), found
-    steps = [n_early for n_early, _ in found[::2]]
-    assert steps == ([2 * 4] if len(split) == 1 else [2 * 1, 0, 1])  # not where positions have just moved on
-    assert not any(n_early for n_early, _ in found[1::2])
+    assert all(n_early for n_early, _ in found)
