@@ -21,6 +21,7 @@ from typing import Protocol
 
 from engine.prefix import PAGE_TOKENS, pages_for
 from engine.request import RequestError
+from engine.speculate import LARGEST_CHECK, MOST_DRAFTS
 from kernels import probe, q8_gemm
 from kernels.card import OutOfMemory, PlannedCard, show_bytes
 from kernels.emulated.cards import CARDS
@@ -196,18 +197,15 @@ def passes_over(n: int, next_rows):
         start += rows
 
 
-DRAFTS = {"off": 0, "auto": CHECK_ROWS - 1}
+DRAFTS = {"off": 0, "auto": MOST_DRAFTS}
 
 
 def most_drafts(draft: int | str) -> int:
     """The most drafts of an answer in a step, as `load` and the command line name them. Raises RequestError."""
     most = DRAFTS.get(draft, draft)
-    if not isinstance(most, int) or not 0 <= most < CHECK_ROWS:
-        raise RequestError("draft", f"draft must be 'auto', 'off' or a whole number from 0 to {CHECK_ROWS - 1}")
+    if not isinstance(most, int) or not 0 <= most <= MOST_DRAFTS:
+        raise RequestError("draft", f"draft must be 'auto', 'off' or a whole number from 0 to {MOST_DRAFTS}")
     return most
-
-
-LARGEST_CHECK = 64          # most rows of a decode step that checks drafts
 
 
 def step_rows(slots: int, drafts: int) -> int:
@@ -500,10 +498,12 @@ class StagePlan:
     states: int                 # recurrent states of the slots
     checkpoints: int
     scratch: int                # for passes, hops and sampling, and what is lost to rounding (Card.granule)
+    drafts: int                 # what all of this would be less without drafts: a block that makes them and its pages,
+                                # records that take states back, rows of checks; not part of the others
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv + self.states + self.checkpoints + self.scratch
+        return self.weights + self.kv + self.states + self.checkpoints + self.scratch + self.drafts
 
 
 @dataclass(frozen=True)
@@ -530,8 +530,8 @@ class Plan:
 
     def table(self) -> str:
         """For people: a line for each card."""
-        names = "weights", "kv", "states", "checkpoints", "scratch", "total", "free"
-        heads = "weights", "KV pages", "states", "checkpoints", "scratch", "together", "free"
+        names = "weights", "kv", "states", "checkpoints", "scratch", "drafts", "total", "free"
+        heads = "weights", "KV pages", "states", "checkpoints", "scratch", "drafts", "together", "free"
         widths = [max(len(head), 9) + 2 for head in heads]
         width = max(len(stage.card) for stage in self.stages)
         lines = [f"{'card':{width}}  {'layers':>9}" + "".join(f"{head:>{n}}" for head, n in zip(heads, widths))]
@@ -551,16 +551,26 @@ def plan_stages(blueprint: Blueprint, cards: list, demand: Demand, layers: list[
         if len({stage.chunk for stage in stages}) == 1:
             break
         chunk = min(stage.chunk for stage in stages)
-    sizes = choose_sizes(stages, demand)
-    planned = []
+    sizes, planned = choose_sizes(stages, demand), []
     for card, stage in zip(cards, stages):
-        free = stage.card.card.free_bytes
-        stage.allocate(sizes, group_count(len(stages), sizes.n_slots))
-        kv, states = sizes.n_pages * stage.page_bytes, sizes.n_slots * stage.state_bytes
-        checkpoints, used = sizes.n_checkpoints * stage.state_bytes, free - stage.card.free_bytes
-        scratch = used - stage.weight_bytes - kv - states - checkpoints
-        planned.append(StagePlan(card.name, stage.layers, free, stage.weight_bytes, kv, states, checkpoints, scratch))
+        plain, drafts = stage, 0
+        used = taken(stage, sizes, len(stages))
+        if demand.drafts:
+            without = dataclasses.replace(demand, drafts=0)
+            plain = blueprint.stage(PlannedCard(card), stage.layers, without, stage.chunk)
+            drafts = used - taken(plain, sizes, len(stages))
+        kv, states = sizes.n_pages * plain.page_bytes, sizes.n_slots * plain.state_bytes
+        checkpoints = sizes.n_checkpoints * plain.state_bytes
+        scratch = used - drafts - plain.weight_bytes - kv - states - checkpoints
+        planned.append(StagePlan(card.name, stage.layers, card.free_bytes, plain.weight_bytes, kv, states, checkpoints,
+                                 scratch, drafts))
     return Plan(planned, stages, demand, sizes, stages[0].chunk)
+
+
+def taken(stage, sizes: CacheSizes, n_stages: int) -> int:
+    """Bytes that a stage on paper takes of its card, with caches of these sizes, which it gets now."""
+    stage.allocate(sizes, group_count(n_stages, sizes.n_slots))
+    return stage.card.card.free_bytes - stage.card.free_bytes
 
 
 def most(low: int, high: int, fits) -> int | None:
@@ -680,6 +690,8 @@ class Planner:
         for name in "kv_tokens", "checkpoint_memory":
             if getattr(d, name) is not None and self.planned(**{name: None}).fits:
                 found.append(f"no --{name.replace('_', '-')}")
+        if d.drafts and self.planned(drafts=0).fits:
+            found.append("--draft off")
         if d.split and self.planned(split=None).fits:
             found.append("no --split")
         largest = max(self.cards, key=lambda card: card.free_bytes)

@@ -122,6 +122,21 @@ def test_plan_says_what_is_allocated(model, n_cards, options):
     engine.close()
 
 
+def test_what_drafts_take():
+    """The column holds all of it: the others are as without drafts."""
+    options = {"kv_tokens": 8192, "checkpoint_memory": 500 * MB, "slots": 4, "chunk": 512}
+    plain, few, many = (planner("synthetic:9b", typed(H100, H100), drafts=n, **options).plan for n in (0, 1, 7))
+    for stages in zip(plain.stages, few.stages, many.stages):
+        without, *drafted = stages
+        assert without.drafts == 0
+        for stage in drafted:
+            assert stage.drafts == stage.total - without.total > 0
+            names = "weights", "kv", "states", "checkpoints", "scratch"
+            assert [getattr(stage, name) for name in names] == [getattr(without, name) for name in names]
+    assert many.stages[1].drafts >= few.stages[1].drafts
+    assert "drafts" in many.table().splitlines()[0]
+
+
 def test_longest_context_is_the_longest():
     plans = planner("synthetic:9b", [EmulatedCard(like=CMP_100_210, memory_bytes=12 << 30)])
     longest = plans.longest_context()
