@@ -12,7 +12,10 @@ A step that checks d drafts, each right with the chance P if those before it are
 """
 
 import argparse
+import ctypes
 import dataclasses
+
+import numpy as np
 
 import qengine
 from cli.options import whole_numbers
@@ -20,10 +23,11 @@ from engine.plan import CacheSizes, Demand, hop_bytes
 from engine.prefix import pages_for
 from engine.speculate import MOST_DRAFTS
 from kernels.advance import answer_of
-from kernels.emulated.card import EmulatedCard
+from kernels.emulated import native
+from kernels.emulated.card import EmulatedCard, Launch
 from kernels.emulated.cards import CARDS
 
-from .across_cards import recorded_seconds
+from .across_cards import launch_seconds
 
 MODELS = "synthetic:9b", "synthetic:9b:q4_k", "synthetic:27b", "synthetic:27b:q4_k"
 ROOM = 0.9                  # share of a card's memory that weights may take
@@ -64,11 +68,26 @@ class Steps:
         stage, model = self.stage, self.stage.model
         model.layers, model.first_layer = [self.layers[i] for i in indices], indices[0]
         drafts = [0] * (width - 1)
-        stage.set_batch([answer_of(0, 0, self.context, self.context + 64, 0, drafts)], 0)
+        stage.set_batch(np.array([answer_of(0, 0, self.context, self.context + 64, 0, drafts)], np.int32), 0)
         with self.card.record() as recording:
             stage.launch_step(qengine.StepShape(1, width, n_drafts), 0, 0)
         self.card.synchronize()
-        return recorded_seconds(self.card, recording)
+        return sum(launch_seconds(self.card, launch, FirstBlock.of(launch.native), has_l1=True)
+                   for launch in recording.stream.recorded if type(launch) is Launch)
+
+
+class FirstBlock(native.Launch):
+    """The first block of a launch. It sees the whole grid: some kernels share out their work by its size."""
+
+    @classmethod
+    def of(cls, launch: native.Launch) -> "FirstBlock":
+        first = cls(launch.code, launch.grid, launch.params, launch.dynamic)
+        first.n_blocks = 1
+        ctypes.c_int64.from_buffer(first.buffer, native.LAUNCH["n_blocks"]).value = 1
+        return first
+
+    def with_code(self, code):
+        return FirstBlock.of(super().with_code(code))
 
 
 def main():
@@ -82,7 +101,7 @@ def main():
     like = next(card for card in CARDS if card.key == options.card)
     print(f"ESTIMATES for {like.name} at {options.context:,} tokens, not measured. Drafts are right with a chance of "
           f"{options.acceptance:g}\n")
-    heads = "".join(f"{f'{d} drafts':>26}" for d in options.drafts)
+    heads = "".join(f"{f'{d} drafts':>32}" for d in options.drafts)
     print(f"{'model':<22}{'cards':>6}{'ms':>9}{'tokens/s':>10}{heads}")
     for model in options.models.split(","):
         steps = Steps(model, like, options.context)
@@ -93,7 +112,7 @@ def main():
             seconds = steps.seconds(1 + n, n) + hop * (1 + n)
             tokens = sum(options.acceptance ** i for i in range(n + 1))
             speed = f"{tokens / seconds:.1f} ({tokens / seconds * plain:.2f} x)"
-            cells.append(f"{f'{seconds / plain:.3f} steps: {speed}':>26}")
+            cells.append(f"{f'{seconds / plain:.3f} steps: {speed}':>32}")
         print(f"{model:<22}{n_cards:>6}{1e3 * plain:>9.2f}{1 / plain:>10.1f}{''.join(cells)}", flush=True)
     return 0
 

@@ -8,6 +8,7 @@ import pytest
 
 import qengine
 from cli import bench as engine_bench
+from cli import checks
 from cli.bench import Bench, estimated_rates
 from cli.main import main
 from kernels import bench, probe
@@ -147,6 +148,27 @@ def test_bench_of_one_card_and_of_two_side_by_side(bench_of_tiny, capsys, tmp_pa
     assert re.search(rf"^decode at 9, batch 2 +{first:,.1f} +{second:,.1f}  {second / first:.2f} x$", out, re.M)
     assert bench_of_tiny("--card", "emulated:2", "--cards", "3") == 2
     assert "--cards 3: there are 2 to take them from" in capsys.readouterr().err
+
+
+def test_bench_of_drafts(bench_of_tiny, capsys, tmp_path, monkeypatch):
+    """The real engine: drafts of the right tokens are accepted, wrong ones are not, and no token changes."""
+    monkeypatch.setattr(engine_bench, "DECODE_STEPS", 2)
+    monkeypatch.setattr(Bench, "estimates", lambda *arguments: {"prefill": {}, "decode": {}})
+    monkeypatch.setattr(checks, "EMULATED_TOKENS", 20)
+    file = tmp_path / "bench.json"
+    options = "--prompt-lengths", "5", "--contexts", "57", "--batch", "2", "--json", str(file)
+    assert bench_of_tiny(*options, "--draft", "3", "--acceptance", "1", "--check-widths", "1,4") == 0
+    found = json.loads(file.read_text())
+    [drafted], costs = found["drafted"], found["checks"]
+    assert (drafted["drafts"], drafted["batch"], drafted["context"]) == (3, 2, 57)
+    assert 2.5 < drafted["tokens_per_check"] < 4        # a check ends at the page's end
+    assert [(cost["rows"], cost["with_drafting"]) for cost in costs] == [(1, None), (4, None)]
+    assert all(cost["cost"] > 0 for cost in costs)
+    out = capsys.readouterr().out
+    assert re.search(r"^57 +2 +3 +100 % +[\d,.]+ +[\d,.]+ +[\d.]+ +[\d.]+ +[\d.]+$", out, re.M)
+    assert len(re.findall(r"^57 +2 +[14] +[\d.]+ +[\d.]+$", out, re.M)) == 2
+    assert bench_of_tiny(*options, "--draft", "1", "--acceptance", "0") == 0
+    assert json.loads(file.read_text())["drafted"][0]["tokens_per_check"] == 1
 
 
 def test_estimates_of_other_cards():

@@ -27,6 +27,9 @@ class Pipeline:
     def follow_script(self, texts):
         self.script = texts and {slot: list(text) for slot, text in texts.items()}
 
+    def on_all(self, work):
+        work(SimpleNamespace(cache=SimpleNamespace(save=self.save)))
+
     def save(self, slot, number):
         assert slot == number
         self.prompts[slot] = True
