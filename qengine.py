@@ -1596,9 +1596,10 @@ class Pipeline:
         self.on_all(lambda stage: stage.launch_inputs(len(answers), 1, group, 0))
 
     def constrain(self, constraints: dict[int, Constraint], drafts: dict[int, list[int]], width: int):
-        """Slots choose their next tokens from what their constraints allow. drafts: those of the step, by slot."""
+        """Slots choose their next tokens from what their constraints allow. drafts: those of the step, by slot. A slot
+        that has drafts and no constraint may choose any token."""
         self.last.sampler.make_masks(constraints, drafts)
-        self.last.worker.post(self.last.sampler.send_masks, list(constraints), width)
+        self.last.worker.post(self.last.sampler.send_masks, list(constraints), set(drafts) - set(constraints), width)
 
     def choose(self, shape: StepShape, group: int = 0) -> Tokens:
         """The second part of a step: its tokens are chosen, under the masks that `constrain` has sent."""
@@ -1938,7 +1939,7 @@ class Scheduler:
             self.pipeline.place([s.answer(self.n_ctx) for s in batch], group)
         for sequence in batch:
             self._reach(sequence, shape.width)
-        if any(s.generation.constraint and s.generation.constraint.binds(s.in_flight + shape.width - 1) for s in batch):
+        if any(s.is_ruled(s.in_flight + shape.width) for s in batch):
             self.pipeline.forward(shape, group)
             self._land(group, is_behind=True)       # the masks depend on the tokens of the step before
             self._constrain(batch, shape.width)
@@ -2023,12 +2024,13 @@ class Scheduler:
 
     def _constrain(self, sequences: list[Sequence], width: int):
         """Tell the cards what the rows of the next step may choose. A sequence whose grammar has failed ends."""
-        bound = {s.slot: s for s in sequences if s in self.running and s.generation.constraint
-                 and s.generation.constraint.binds(width - 1)}
-        if bound:
-            self.pipeline.constrain({slot: s.generation.constraint for slot, s in bound.items()},
-                                    {slot: s.drafts[:width - 1] for slot, s in bound.items()}, width)
-        for sequence in bound.values():
+        ruled = [s for s in sequences if s in self.running and s.is_ruled(width)]
+        for sequence in ruled:
+            sequence.is_masked = sequence.generation.constraint.binds(width - 1)
+        if ruled:
+            self.pipeline.constrain({s.slot: s.generation.constraint for s in ruled if s.is_masked},
+                                    {s.slot: s.drafts[:width - 1] for s in ruled}, width)
+        for sequence in ruled:
             if error := sequence.generation.constraint.error:
                 self._finish(sequence, error)
 

@@ -153,9 +153,12 @@ class Sampler:
         if free:
             llguidance.numpy.fill_next_token_bitmask_par(self.executor, free, self.masks.view(np.int32))
 
-    def send_masks(self, slots: list[int], width: int):
-        """Queue the copy of masks to the card, for the next `launch`. The copies run beside the kernels of the default
-        stream. All writes of masks go to the stream `copies`, which keeps their order."""
+    def send_masks(self, slots: list[int], free: set[int], width: int):
+        """Queue the copy of masks to the card, for the next `launch`. Slots in `free` get masks that allow all. The
+        copies run beside the kernels of the default stream. All writes of masks go to the stream `copies`, which keeps
+        their order."""
+        for slot in free:
+            self.card.fill(self.masks_of(self.state.mask, slot), 0xFF, self.copies)
         for slot in slots:
             self.card.copy_in(self.masks_of(self.state.mask, slot)[:width], self.masks_of(self.masks, slot)[:width],
                               self.copies)

@@ -20,6 +20,7 @@ class Sequence(Branch):
         self.in_flight = 0              # most tokens that the queued decode step may choose, 0 if none is queued
         self.drafts: list[int] = []     # of the tokens after the latest one, for the next step
         self.accepted = 0               # drafts of the latest step that were accepted
+        self.is_masked = False          # whether masks of its slot may leave out tokens
         self.group: int | None = None   # the group of answers in whose decode steps it takes part
         self.uses_cache = generation.request.prompt_logprobs is None    # these need every token of the prompt computed
         self.scores: list[Task] = []    # give the reports of log-probabilities of the prompt, a task for each pass
@@ -56,6 +57,12 @@ class Sequence(Branch):
         forced = constraint.forced if constraint else ()
         n_right = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(self.drafts, forced)))
         return len(forced) - (self.in_flight and min(n_right + 1, self.in_flight))
+
+    def is_ruled(self, n_rows: int) -> bool:
+        """Whether its grammar or its budget of thoughts may rule the choice after one of the next n_rows tokens, or has
+        left masks that do so."""
+        constraint = self.generation.constraint
+        return constraint is not None and (self.is_masked or constraint.binds(n_rows - 1))
 
     def draft_what_is_certain(self):
         """Tokens that the grammar forces become the drafts of the next step. No step is in flight."""

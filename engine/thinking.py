@@ -37,7 +37,6 @@ class Budget:
         self.left: int | None = request.thinking_budget     # tokens of thoughts to come, None once they are over
         self.is_waiting = self.first is not None            # whether thoughts have not begun and still may
         self.closing = collections.deque()                  # the tokens that end the thoughts, and come next
-        self.was_closed = False     # whether the latest token was forced, so that the sampler's mask is still that one
         if not self.is_waiting:
             self._spend(0, request.prompt_ids[-1])
 
@@ -81,9 +80,7 @@ class Budget:
         """See `Constraint.binds`."""
         if self.grammar is not None and self.grammar.binds(ahead):
             return True
-        if self.left is None:
-            return self.was_closed and not ahead
-        return bool(self.closing) or self.left + self.is_waiting <= ahead
+        return self.left is not None and (bool(self.closing) or self.left + self.is_waiting <= ahead)
 
     def take(self, token: int):
         """The answer goes on with `token`."""
@@ -92,10 +89,8 @@ class Budget:
         self._follow(token)
 
     def _follow(self, token: int):
-        self.was_closed = False
         if self.closing:
             self.closing.popleft()
-            self.was_closed = not self.closing
             self.left = self.left if self.closing else None
         elif self.is_waiting:
             self.is_waiting = False

@@ -1,4 +1,5 @@
 """Copies the states of the linear-attention layers from a slot to a checkpoint, or back, or clears them: one launch.
+And keeps them during a decode step, for the answers that have come to where a checkpoint may stand: one launch, too.
 
     memory  float32 [n_layers, n_rows, heads, 128, 128]     states of the delta rule
     conv    float32 [n_layers, n_rows, 4, channels]         the last inputs of the convolution
@@ -17,18 +18,31 @@ the others those of `conv`. Element offsets have 64 bits: 48 layers, 48 heads an
 Pipe: memory. A copy moves 8 bytes per float, half read and half written; clearing writes 4. A row has 52.7 MB in the 24
 layers of a 9B model and 20.6 MB in the 18 layers of a 0.8B model. A warp that copies has four loads of 512 bytes in
 flight before its first store. One launch replaces the 48 fills that clearing a 9B model layer by layer would take.
+
+`keep_states` begins a decode step. Where the position of an answer's first row is a multiple of 64, it writes what the
+layers remember of the tokens before this position to the slot's target row, if it has one. Rows that are still pending
+(kernels/records.py) are applied on the way, in the order and with the rounding of kernels/gdn_decode.py. The slot
+itself stays as it is. A block takes one value head of one layer after the other, as kernels/gdn_decode.py does it.
+Where no answer is due, the blocks end when they have read the positions.
 """
 
 from functools import partial
 
 import numpy as np
 from numba import cuda
-from numba.types import uint32, uint64
+from numba.types import float32, uint32, uint64
 
 from kernels.bench import Case, main
+from kernels.conv import ring_index
+from kernels.gdn import HEAD
+from kernels.gdn_decode import BLOCKS, ROWS, SUMS, Chain, apply_pending, assert_same_bits, inputs_before, load_state
+from kernels.gdn_decode import THREADS as HEAD_THREADS
+from kernels.gdn_decode import store_state
 from kernels.intrinsics import load_words4, store_words4
-from kernels.records import States
+from kernels.records import CHECK_ROWS, VECTORS, Pending, Places, States
 
+INTERVAL = 64                       # positions between two at which states are kept
+RECORD = VECTORS * HEAD
 THREADS = 256
 LOADS = 4                           # of 16 bytes, by each thread
 AT_ONCE = 4 * THREADS               # floats that a block loads at once
@@ -105,6 +119,65 @@ def clear_states_kernel(memory, ring, n_memory, n_ring, n_memory_tiles, n_rows, 
         clear_tile(ring, n_ring, n_rows, row, uint32(tile - n_memory_tiles))
 
 
+@cuda.jit(device=True, forceinline=True)
+def keep_head(memory, ring, vectors, keeps, slot, position, n_pending, kept, layer, head, sizes, staged):
+    """Of one head of one layer: row `kept` <- the state and the inputs of the convolution of a slot, with its pending
+    rows. sizes: n_rows, n_slots, n_k, n_v. A head shares its q and k with others, one of which writes their inputs."""
+    n_rows, n_slots, n_k, n_v = sizes
+    thread = uint32(cuda.threadIdx.x)
+    source, target = uint32(layer * n_rows + slot), uint32(layer * n_rows + kept)
+    of_slot = uint32(layer * n_slots + slot)
+    s = cuda.local.array((ROWS, 4), float32)
+    at = uint32(uint32(thread >> uint32(5)) * uint32(ROWS * HEAD) + uint32(thread & uint32(31)) * uint32(4))
+    origin = uint64(uint64(uint64(source) * uint64(n_v)) + uint64(head)) * uint64(HEAD * HEAD)
+    load_state(s, memory, origin + uint64(at))
+    cuda.syncthreads()              # `staged` may still be read for the head before
+    apply_pending(s, vectors, keeps, of_slot, head, n_v, n_pending, staged, thread)
+    origin = uint64(uint64(uint64(target) * uint64(n_v)) + uint64(head)) * uint64(HEAD * HEAD)
+    store_state(s, memory, origin + uint64(at))
+
+    kind, element = uint32(thread >> uint32(7)), uint32(thread & uint32(HEAD - 1))
+    if kind == uint32(2) or (kind < uint32(2) and head < n_k):
+        channels, step = uint32((n_k + n_k + n_v) * uint32(HEAD)), uint32(n_v * uint32(RECORD))
+        channel = uint32(uint32(n_k * kind + head) * uint32(HEAD) + element)
+        record = uint32(uint32(uint32(of_slot * uint32(CHECK_ROWS - 1)) * n_v + head) * uint32(RECORD) + thread)
+        x0, x1, x2 = inputs_before(ring, vectors, source, position, channel, channels, n_pending, record, step)
+        oldest = ring[ring_index(source, position, channel, channels)]
+        if n_pending > uint32(3):
+            oldest = vectors[uint32(record + uint32(n_pending - uint32(4)) * step)]
+        ring[ring_index(target, position, channel, channels)] = oldest
+        ring[ring_index(target, uint32(position + uint32(1)), channel, channels)] = x0
+        ring[ring_index(target, uint32(position + uint32(2)), channel, channels)] = x1
+        ring[ring_index(target, uint32(position + uint32(3)), channel, channels)] = x2
+
+
+@cuda.jit(launch_bounds=(HEAD_THREADS, BLOCKS))
+def keep_states_kernel(memory, ring, accepted, vectors, keeps, row_slot, row_pos, targets, answers, n_layers,
+                       n_rows, n_slots, n_k, n_v):
+    """Any number of blocks."""
+    staged = cuda.shared.array(SUMS, float32, alignment=16)
+    lane, n_heads, first = uint32(cuda.threadIdx.x & 31), uint32(n_layers * n_v), uint32(0)
+    while first < answers:
+        position = uint32(1)
+        if uint32(first + lane) < answers:
+            position = uint32(row_pos[uint32(first + lane)])
+        due = uint32(cuda.ballot_sync(0xFFFFFFFF, uint32(position & uint32(INTERVAL - 1)) == uint32(0)))
+        answer = first              # a void row, at -1, is not due
+        while due != uint32(0):
+            if due & uint32(1) != uint32(0):
+                slot = uint32(row_slot[answer])
+                target = targets[slot]
+                head = uint32(cuda.blockIdx.x)
+                while head < n_heads and target >= 0:
+                    layer = uint32(head // n_v)
+                    keep_head(memory, ring, vectors, keeps, slot, uint32(row_pos[answer]), uint32(accepted[slot]),
+                              uint32(target), layer, uint32(head - layer * n_v),
+                              (n_rows, n_slots, n_k, n_v), staged)
+                    head = uint32(head + uint32(cuda.gridDim.x))
+            due, answer = uint32(due >> uint32(1)), uint32(answer + uint32(1))
+        first = uint32(first + uint32(32))
+
+
 def copy_states(card, states: States, to, source, stream=None):
     """Row `to` of every layer <- row `source`. states: of all layers, with rows that are multiples of 4 floats. Never
     allocates."""
@@ -114,6 +187,18 @@ def copy_states(card, states: States, to, source, stream=None):
 def clear_states(card, states: States, row, stream=None):
     """The row of every layer <- zeros, as above."""
     _launch(card, clear_states_kernel, states, row, stream=stream)
+
+
+def keep_states(card, states: States, pending: Pending, places: Places, targets, n, stream=None):
+    """Row targets[s] of every layer <- what slot s remembers of the tokens before its position, for those of the n slots
+    in `places`, at their next positions, whose position is a multiple of 64. targets: int32 [n_slots]; -1: none.
+    states, pending: of all layers. Never allocates."""
+    n_layers, n_rows, n_v = states.memory.shape[:3]
+    n_k = (states.conv.shape[-1] // HEAD - n_v) // 2
+    blocks = min(BLOCKS * card.n_sms, n_layers * n_v)
+    card.launch(keep_states_kernel, blocks, HEAD_THREADS, states.memory.reshape(-1), states.conv.reshape(-1),
+                *(array.reshape(-1) for array in pending), *places, targets, n, n_layers, n_rows,
+                pending.vectors.shape[1], n_k, n_v, stream=stream)
 
 
 def _launch(card, kernel, states, *rows, stream):
@@ -146,8 +231,49 @@ def check(card, case):
     return 0.0
 
 
+KEEPS = [(1, 1, 1), (3, 1, 3), (5, 2, 4)]                  # answers, n_k, n_v
+
+
+def check_keep(card, case):
+    """case = (answers, n_k, n_v): after a check of 8 rows of two layers, of which random numbers are accepted, the
+    target rows of all answers but the last must have the bits of plain steps, and nothing else may change. The slot in
+    front has no target."""
+    chains = [Chain(card, *case, seed) for seed in range(2)]
+    slots, random, n_slots = chains[0].slots, chains[0].random, len(chains[0].memory)
+    takes = random.integers(1, CHECK_ROWS + 1, n_slots)
+    first = INTERVAL * random.integers(1, 9, n_slots) - takes
+    first[slots[-1]] += len(slots) > 1
+    for chain in chains:
+        chain.first = first
+    wants = [chain.plain(CHECK_ROWS) for chain in chains]
+    memory, ring = (np.stack([np.concatenate([array, np.full_like(array, np.nan)]) for array in arrays])
+                    for arrays in zip(*((chain.memory, chain.ring) for chain in chains)))
+    states = States(card.upload(ring), card.upload(memory))
+    pending = Pending.allocate(card, 2, n_slots, chains[0].heads)
+    for layer, chain in enumerate(chains):
+        rows = [(j if j < takes[slot] else None, slot, first[slot] + j)
+                for j in range(CHECK_ROWS) for slot in slots]
+        chain.run(states.layer(layer), rows, CHECK_ROWS, pending.layer(layer))
+    before = [card.download(array) for array in states]
+    pending = pending._replace(accepted=card.upload((takes - 1).astype(np.int32)))
+    positions = [first[slot] + takes[slot] for slot in slots]
+    places = Places(*(card.upload(np.asarray(column, np.int32)) for column in (slots, positions)))
+    targets = n_slots + random.permutation(n_slots).astype(np.int32)
+    targets[slots[0]] = -1
+    keep_states(card, states, pending, places, card.upload(targets), len(slots))
+    for layer, (_, want_memory, want_rings) in enumerate(wants):
+        for slot in slots[1:-1]:
+            before[0][layer, targets[slot]] = want_rings[takes[slot]][slot]
+            before[1][layer, targets[slot]] = want_memory[takes[slot]][slot]
+    for got, want in zip(states, before):
+        assert_same_bits(card.download(got), want)
+    return 0.0
+
+
 def cases(card):
     """The checks, then times at the shapes of a 0.8B, a 9B and a 27B model."""
+    for case in KEEPS:
+        yield Case("keep of {} answers, heads {}/{}".format(*case), partial(check_keep, card, case))
     for case in CASES:
         yield Case("check {} layers, {} rows of {} + {}".format(*case), partial(check, card, case))
     for n_layers, n_heads in (18, 16), (24, 32), (48, 48):

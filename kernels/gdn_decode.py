@@ -39,7 +39,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numba import cuda
-from numba.types import float32, uint32, uint64
+from numba.types import float32, int32, uint32, uint64
 
 from kernels import conv
 from kernels.bench import Case, main
@@ -48,11 +48,11 @@ from kernels.compile import launches_overlap
 from kernels.conv import convolve, ring_index
 from kernels.gdn import (HEAD, NORM_EPS, QUERY_SCALE, TOLERANCE, Decay, LinearHeads, error_by_largest, random_inputs,
                          reference, split)
-from kernels.intrinsics import (exp, let_next_begin, load_floats4, rsqrt, sigmoid, silu, softplus, store_floats4,
-                                wait_for_previous, warp_sum)
+from kernels.intrinsics import (exp, let_next_begin, load_floats4, opaque, rsqrt, sigmoid, silu, softplus,
+                                store_floats4, wait_for_previous, warp_sum)
 from kernels.norm import gate_head, gated_norm_reference, store_plain, store_quantized
 from kernels.quantize import quantize_reference
-from kernels.records import Places, Projected, States
+from kernels.records import CHECK_ROWS, VECTORS, Pending, Places, Projected, States
 
 WARPS = 16
 THREADS = 32 * WARPS
@@ -62,7 +62,15 @@ QKVZ = 4 * HEAD
 assert QKVZ == THREADS  # each thread makes one of these values
 SUMS = 2 * WARPS * HEAD
 OUT = 2 * HEAD
-KEEP, RATE, K_NORM, Q_NORM, KQ = 15, 14, 13, 12, 11  # each is the warp that makes a scalar and the scalar's place
+CONSTANTS = HEAD + 4     # shared: norm weights, then ssm_a and dt_bias
+RATE_OF_DECAY, BIAS = HEAD, HEAD + 1
+KEEP, RATE = 15, 14    # the warps that make these scalars of all rows; those before make the others
+K_NORM_AT, Q_NORM_AT, KQ_AT, KEEP_AT, RATE_AT, SCALARS = range(6)  # their places, and how many
+PENDING = CHECK_ROWS - 1
+K, D = 3, 4            # where a record has k and d, counted in vectors of 128; before them inputs of q, k and v
+RECORD = VECTORS * HEAD
+AT_ONCE = 4            # rows whose loads are in flight at once
+KD_LOADS = -(-PENDING * 2 * HEAD // THREADS)  # of a thread, for k and d of all records
 
 
 class LinearWeights(NamedTuple):
@@ -84,119 +92,283 @@ def dot(x, i, j, lane):
 
 
 @cuda.jit(device=True, forceinline=True)
-def load_slot(s, state, state_at, ring, slot, position, channel, width):
-    """s [ROWS, 4] <- the lane's part of a state. Returns the inputs of a channel at the three positions before this."""
-    x0 = ring[ring_index(slot, uint32(position + uint32(1)), channel, width)]
-    x1 = ring[ring_index(slot, uint32(position + uint32(2)), channel, width)]
-    x2 = ring[ring_index(slot, uint32(position + uint32(3)), channel, width)]
-    cuda.syncwarp()  # the compiler moves no load of the state before these three, which would wait behind 64 KiB
+def load_state(s, state, at):
+    """s [ROWS, 4] <- the lane's part of a state, whose first element is state[at]."""
     for i in range(ROWS):
-        s[i, 0], s[i, 1], s[i, 2], s[i, 3] = load_floats4(state, state_at + uint64(HEAD * i))
+        s[i, 0], s[i, 1], s[i, 2], s[i, 3] = load_floats4(state, at + uint64(HEAD * i))
+
+
+@cuda.jit(device=True, forceinline=True)
+def store_state(s, state, at):
+    """The state at state[at] <- s."""
+    for i in range(ROWS):
+        store_floats4(state, at + uint64(HEAD * i), s[i, 0], s[i, 1], s[i, 2], s[i, 3])
+
+
+@cuda.jit(device=True, forceinline=True)
+def update(s, k_from, k_at, keep, d0, d1, d2, d3):
+    """s <- keep s + k d^T, the lane's part. k_from[k_at]: the k of the lane's first key row, in shared memory."""
+    for i in range(ROWS):
+        k = k_from[uint32(k_at + uint32(i))]
+        s[i, 0], s[i, 1] = cuda.fma(k, d0, keep * s[i, 0]), cuda.fma(k, d1, keep * s[i, 1])
+        s[i, 2], s[i, 3] = cuda.fma(k, d2, keep * s[i, 2]), cuda.fma(k, d3, keep * s[i, 3])
+
+
+@cuda.jit(device=True, forceinline=True)
+def record_of(row_slot, answer, n_v, head, row):
+    """Where the record of a row begins in `vectors`."""
+    first = uint32(uint32(row_slot[answer]) * uint32(PENDING))
+    return uint32(uint32(uint32(uint32(first + row) - uint32(1)) * n_v + head) * uint32(RECORD))
+
+
+@cuda.jit(device=True, forceinline=True)
+def apply_pending(s, vectors, keeps, slot, head, n_v, n_pending, staged, thread):
+    """s <- the state after the first n_pending records of a slot. staged: shared float32 [STAGED], free for use."""
+    if n_pending > uint32(0):
+        first = uint32(slot * uint32(PENDING))
+        held = cuda.local.array(KD_LOADS, float32)
+        for i in range(KD_LOADS):
+            record = uint32(uint32(2 * i) + (thread >> uint32(8)))
+            if record < n_pending:
+                held[i] = vectors[uint32(uint32(uint32(first + record) * n_v + head) * uint32(RECORD)
+                                         + uint32(K * HEAD) + (thread & uint32(2 * HEAD - 1)))]
+        if thread < n_pending:
+            staged[uint32(uint32(2 * KD_LOADS * 2 * HEAD) + thread)] = \
+                keeps[uint32(uint32(first + thread) * n_v + head)]
+        for i in range(KD_LOADS):
+            if uint32(uint32(2 * i) + (thread >> uint32(8))) < n_pending:
+                staged[uint32(uint32(THREADS * i) + thread)] = held[i]
+        cuda.syncthreads()
+        lane, warp, record = uint32(thread & uint32(31)), uint32(thread >> uint32(5)), uint32(0)
+        while record < n_pending:
+            now = opaque(record)
+            at = uint32(now * uint32(2 * HEAD))
+            d0, d1, d2, d3 = load_floats4(staged, uint32(at + uint32(HEAD) + lane * uint32(4)))
+            update(s, staged, uint32(at + warp * uint32(ROWS)),
+                   staged[uint32(uint32(2 * KD_LOADS * 2 * HEAD) + now)], d0, d1, d2, d3)
+            record = uint32(record + uint32(1))
+
+
+@cuda.jit(device=True, forceinline=True)
+def inputs_before(ring, vectors, slot, position, channel, channels, n_pending, record_at, record_step):
+    """The inputs of a channel at the three positions before `position`: those that are pending from their records, of
+    which the channel's first is vectors[record_at], the others from the ring."""
+    x0 = ring[ring_index(slot, uint32(position + uint32(1)), channel, channels)]
+    x1 = ring[ring_index(slot, uint32(position + uint32(2)), channel, channels)]
+    x2 = ring[ring_index(slot, uint32(position + uint32(3)), channel, channels)]
+    if n_pending > uint32(0):
+        last = uint32(record_at + uint32(n_pending - uint32(1)) * record_step)
+        x2 = vectors[last]
+        if n_pending > uint32(1):
+            x1 = vectors[uint32(last - record_step)]
+        if n_pending > uint32(2):
+            x0 = vectors[uint32(last - uint32(2) * record_step)]
     return x0, x1, x2
 
 
 @cache
-def decode_kernel(quantized, early):
-    """The kernel with int8 or float32 output. early: state, ring and position are read before the wait for the previous
-    launch (kernels/intrinsics.py)."""
-    store = store_quantized if quantized else store_plain
+def projected_loader(most):
+    """How a thread takes its column of the `most` rows of an answer: a single row in a register, several into qkvz. It
+    returns that register, and a gate: on lane j that of row j."""
+
+    @cuda.jit(device=True, forceinline=True)
+    def take_one(qkvz, projected, stride, answer, width, column, gate_column):
+        return projected[uint32(answer * stride + column)], projected[uint32(answer * stride + gate_column)]
+
+    @cuda.jit(device=True, forceinline=True)
+    def take_several(qkvz, projected, stride, answer, width, column, gate_column):
+        answers, lane = uint32(cuda.gridDim.y), uint32(cuda.threadIdx.x & 31)
+        thread, held = uint32(cuda.threadIdx.x), cuda.local.array(AT_ONCE, float32)
+        row = uint32((lane if lane < width else uint32(0)) * answers + answer)
+        gate = projected[uint32(row * stride + gate_column)]
+        first = uint32(0)
+        while first < width:
+            for j in range(AT_ONCE):
+                row = uint32(first + uint32(j))
+                if row < width:
+                    held[j] = projected[uint32(uint32(row * answers + answer) * stride + column)]
+            for j in range(AT_ONCE):
+                if uint32(first + uint32(j)) < width:
+                    qkvz[uint32(uint32(first + uint32(j)) * uint32(QKVZ) + thread)] = held[j]
+            first = uint32(first + uint32(AT_ONCE))
+        return float32(0), gate
+
+    return take_one if most == 1 else take_several
+
+
+@cache
+def decode_kernel(quantized, early, keeps_records, most):
+    """The kernel with int8 or float32 output. early: what earlier steps left is read before the wait for the previous
+    launch (kernels/intrinsics.py). keeps_records: there are pending rows (kernels/records.py). most: rows of an answer
+    that it takes, 1 or CHECK_ROWS."""
+    store, take_projected = store_quantized if quantized else store_plain, projected_loader(most)
+    qkvz_size, out_size, n_scalars = most * QKVZ, most * OUT, most * SCALARS
 
     @cuda.jit(launch_bounds=(THREADS, BLOCKS))
-    def gdn_decode_kernel(q_out, d_out, state, ring, projected, stride, conv_w, ssm_a, dt_bias, norm_w,
-                          row_slot, row_pos, n_k, n_v, eps):
+    def gdn_decode_kernel(q_out, d_out, state, ring, accepted, vectors, keeps, projected, stride, conv_w, ssm_a,
+                          dt_bias, norm_w, row_slot, row_pos, width, n_k, n_v, eps):
+        """Grid (n_v, answers)."""
         let_next_begin()
         thread = uint32(cuda.threadIdx.x)
         lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
-        head, row = uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y)
+        head, answer, answers = uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y), uint32(cuda.gridDim.y)
         key_head = uint32(head % n_k)
-        width = uint32((n_k + n_k + n_v) * uint32(HEAD))
-        row_at = uint32(row * stride)
+        channels = uint32((n_k + n_k + n_v) * uint32(HEAD))
+        qkvz, out = (cuda.shared.array(qkvz_size, float32, alignment=16),         # out: d, then g S^T q, of each row
+                     cuda.shared.array(out_size, float32, alignment=16))
+        sums, scalars = cuda.shared.array(SUMS, float32, alignment=16), cuda.shared.array(n_scalars, float32)
+        weights = cuda.shared.array(CONSTANTS, float32, alignment=16)
 
         # A thread makes one element of q, k, v or z: `kind` 0 to 3. Only for q, k and v its `channel` is convolved.
         kind, element = uint32(thread >> uint32(7)), uint32(thread & uint32(HEAD - 1))
         start = key_head if kind == uint32(0) else (n_k + key_head if kind == uint32(1) else n_k + n_k + head)
         channel = uint32(uint32(start) * uint32(HEAD) + element)
-        column = channel if kind < uint32(3) else uint32(width + head * uint32(HEAD) + element)
+        column = channel if kind < uint32(3) else uint32(channels + head * uint32(HEAD) + element)
+        gate_column = uint32(channels + n_v * uint32(HEAD) + head + (uint32(0) if warp == uint32(KEEP) else n_v))
         weight = norm_w[element]
         w0, w1, w2, w3 = load_floats4(conv_w, uint32(channel * uint32(4)))
-        rate_of_decay, bias = ssm_a[head], dt_bias[head]
-        slot = uint32(row_slot[row])
+        slot = uint32(row_slot[answer])
         home = uint32(uint32(slot * n_v + head) * uint32(HEAD * HEAD))
         home = uint64(uint32(home + warp * uint32(ROWS * HEAD) + lane * uint32(4)))
+        record_at = uint32(uint32(uint32(slot * uint32(PENDING)) * n_v + head) * uint32(RECORD) + thread)
+        record_step, n_pending = uint32(n_v * uint32(RECORD)), uint32(0)
         s = cuda.local.array((ROWS, 4), float32)
-        if early:
-            position = uint32(row_pos[row])
-            x0, x1, x2 = load_slot(s, state, home, ring, slot, position, channel, width)
-        wait_for_previous()
-        newest = projected[uint32(row_at + column)]
-        gate_at = uint32(row_at + width + n_v * uint32(HEAD) + head)
-        gate = projected[gate_at if warp == uint32(KEEP) else uint32(gate_at + n_v)]
         if not early:
-            position = uint32(row_pos[row])
-            x0, x1, x2 = load_slot(s, state, home, ring, slot, position, channel, width)
-
-        qkvz, scalars = cuda.shared.array(QKVZ, float32, alignment=16), cuda.shared.array(WARPS, float32)
-        weights = cuda.shared.array(HEAD, float32, alignment=16)
-        convolved = convolve(w0, w1, w2, w3, x0, x1, x2, newest)
-        qkvz[thread] = silu(convolved if kind < uint32(3) else newest)
+            wait_for_previous()
+            newest, gate = take_projected(qkvz, projected, stride, answer, width, column, gate_column)
+        position = uint32(row_pos[answer])
+        if keeps_records:
+            n_pending = uint32(accepted[slot])
+        count = uint32(1)
+        if most > 1:
+            of = int32(-1)
+            if lane < width:
+                of = row_pos[uint32(lane * answers + answer)]
+            count = uint32(cuda.popc(cuda.ballot_sync(0xFFFFFFFF, of >= int32(0))))
+        x0, x1, x2 = inputs_before(ring, vectors, slot, position, channel, channels, n_pending, record_at, record_step)
+        cuda.syncwarp()  # the compiler moves no load of the state before these three, which would wait behind 64 KiB
+        load_state(s, state, home)
         if kind == uint32(3):
             weights[element] = weight
-        if kind == uint32(2) or (kind < uint32(2) and head < n_k):  # of blocks that share a key head, one writes
-            ring[ring_index(slot, position, channel, width)] = newest
+        if thread == uint32(0):
+            weights[uint32(RATE_OF_DECAY)], weights[uint32(BIAS)] = ssm_a[head], dt_bias[head]
+        apply_pending(s, vectors, keeps, slot, head, n_v, n_pending, sums, thread)
+        if early:
+            wait_for_previous()
+            newest, gate = take_projected(qkvz, projected, stride, answer, width, column, gate_column)
+        if keeps_records:   # loaded once more, so that neither these nor addresses made of them take registers so far
+            cuda.syncwarp()
+            slot, position = uint32(row_slot[answer]), uint32(row_pos[answer])
+            n_pending = uint32(accepted[slot])
+            record_at = uint32(uint32(uint32(slot * uint32(PENDING)) * n_v + head) * uint32(RECORD) + thread)
+        if position >= uint32(1 << 31):  # void
+            return
+        j = uint32(0)
+        while j < count:
+            at = uint32(uint32(opaque(j) * uint32(QKVZ)) + thread)
+            if most > 1:
+                newest = qkvz[at]
+            convolved = convolve(w0, w1, w2, w3, x0, x1, x2, newest)
+            value = silu(convolved if kind < uint32(3) else newest)
+            qkvz[at] = value
+            if j == uint32(0):
+                # Of blocks that share a key head, one writes.
+                if kind == uint32(2) or (kind < uint32(2) and head < n_k):
+                    ring[ring_index(slot, position, channel, channels)] = newest
+                    if n_pending > uint32(0):
+                        ring[ring_index(slot, uint32(position + uint32(3)), channel, channels)] = x2
+                    if n_pending > uint32(1):
+                        ring[ring_index(slot, uint32(position + uint32(2)), channel, channels)] = x1
+                    if n_pending > uint32(2):
+                        ring[ring_index(slot, uint32(position + uint32(1)), channel, channels)] = x0
+            else:
+                record = uint32(record_at + uint32(opaque(j) - uint32(1)) * record_step)
+                if kind < uint32(3):
+                    vectors[record] = newest
+                if kind == uint32(1):
+                    vectors[uint32(record + uint32((K - 1) * HEAD))] = value
+            x0, x1, x2 = x1, x2, newest
+            j = uint32(j + uint32(1))
         cuda.syncthreads()
 
-        if warp == uint32(KEEP):
-            scalars[uint32(KEEP)] = exp(rate_of_decay * softplus(gate + bias))
-        if warp == uint32(RATE):
-            scalars[uint32(RATE)] = sigmoid(gate)
-        if warp == uint32(K_NORM):
-            scalars[uint32(K_NORM)] = rsqrt(dot(qkvz, HEAD, HEAD, lane) + float32(NORM_EPS))
-        if warp == uint32(Q_NORM):
-            scalars[uint32(Q_NORM)] = rsqrt(dot(qkvz, 0, 0, lane) + float32(NORM_EPS)) * float32(QUERY_SCALE)
-        if warp == uint32(KQ):
-            scalars[uint32(KQ)] = dot(qkvz, 0, HEAD, lane)
-        sums = cuda.shared.array(SUMS, float32, alignment=16)
-        q_at, k_at = uint32(warp * uint32(ROWS)), uint32(uint32(HEAD) + warp * uint32(ROWS))
-        p, r = cuda.local.array(4, float32), cuda.local.array(4, float32)
-        for c in range(4):
-            p[c], r[c] = float32(0), float32(0)
-        for i in range(ROWS):
-            q, k = qkvz[uint32(q_at + uint32(i))], qkvz[uint32(k_at + uint32(i))]
+        if warp == uint32(KEEP) and lane < uint32(most):
+            scalars[uint32(uint32(KEEP_AT * most) + lane)] = exp(
+                weights[uint32(RATE_OF_DECAY)] * softplus(gate + weights[uint32(BIAS)]))
+        if warp == uint32(RATE) and lane < uint32(most):
+            scalars[uint32(uint32(RATE_AT * most) + lane)] = sigmoid(gate)
+        task = uint32(uint32(RATE - 1) - warp)
+        while task < uint32(3) * count:
+            row = uint32(task // uint32(3))
+            which, at = uint32(task - uint32(3) * row), uint32(row * uint32(QKVZ))
+            x = dot(qkvz, uint32(at + (uint32(HEAD) if which == uint32(0) else uint32(0))),
+                    uint32(at + (uint32(0) if which == uint32(1) else uint32(HEAD))), lane)
+            if which < uint32(2):
+                x = rsqrt(x + float32(NORM_EPS))
+            if which == uint32(1):
+                x = x * float32(QUERY_SCALE)
+            scalars[uint32(uint32(which * uint32(most)) + row)] = x
+            task = uint32(task + uint32(RATE))
+
+        j = uint32(0)
+        while j < count:
+            row = opaque(j)
+            at = uint32(row * uint32(QKVZ))
+            q_at = uint32(at + warp * uint32(ROWS))
+            k_at = uint32(q_at + uint32(HEAD))
+            p, r = cuda.local.array(4, float32), cuda.local.array(4, float32)
             for c in range(4):
-                p[c] = cuda.fma(s[i, c], k, p[c])
-                r[c] = cuda.fma(s[i, c], q, r[c])
-        to = uint32(warp * uint32(HEAD) + lane * uint32(4))
-        store_floats4(sums, to, p[0], p[1], p[2], p[3])
-        store_floats4(sums, uint32(to + uint32(WARPS * HEAD)), r[0], r[1], r[2], r[3])
-        cuda.syncthreads()
+                p[c], r[c] = float32(0), float32(0)
+            for i in range(ROWS):
+                q, k = qkvz[uint32(q_at + uint32(i))], qkvz[uint32(k_at + uint32(i))]
+                for c in range(4):
+                    p[c] = cuda.fma(s[i, c], k, p[c])
+                    r[c] = cuda.fma(s[i, c], q, r[c])
+            to = uint32(warp * uint32(HEAD) + lane * uint32(4))
+            store_floats4(sums, to, p[0], p[1], p[2], p[3])
+            store_floats4(sums, uint32(to + uint32(WARPS * HEAD)), r[0], r[1], r[2], r[3])
+            cuda.syncthreads()
 
-        out = cuda.shared.array(OUT, float32, alignment=16)  # d, then o
-        keep = scalars[uint32(KEEP)]
-        if thread < uint32(HEAD):
-            predicted, read = float32(0), float32(0)
-            for i in range(WARPS):
-                predicted = predicted + sums[uint32(uint32(HEAD * i) + thread)]
-                read = read + sums[uint32(uint32(HEAD * (WARPS + i)) + thread)]
-            k_norm, v = scalars[uint32(K_NORM)], qkvz[uint32(uint32(2 * HEAD) + thread)]
-            d = scalars[uint32(RATE)] * k_norm * cuda.fma(-(keep * k_norm), predicted, v)
-            out[thread] = d
-            o = scalars[uint32(Q_NORM)] * cuda.fma(scalars[uint32(KQ)], d, keep * read)
-            out[uint32(uint32(HEAD) + thread)] = o
-        cuda.syncthreads()
+            keep = scalars[uint32(uint32(KEEP_AT * most) + row)]
+            if thread < uint32(OUT):
+                total, half = float32(0), uint32(thread >> uint32(7))
+                first = uint32(half * uint32(WARPS * HEAD) + element)
+                for i in range(WARPS):
+                    total = total + sums[uint32(first + uint32(HEAD * i))]
+                if half == uint32(0):
+                    rate = scalars[uint32(uint32(RATE_AT * most) + row)]
+                    k_norm = scalars[uint32(uint32(K_NORM_AT * most) + row)]
+                    v = qkvz[uint32(at + uint32(2 * HEAD) + thread)]
+                    total = rate * k_norm * cuda.fma(-(keep * k_norm), total, v)
+                    if j > uint32(0):
+                        vectors[uint32(record_of(row_slot, answer, n_v, head, row) + uint32(D * HEAD) + thread)] = total
+                else:
+                    total = keep * total
+                out[uint32(uint32(row * uint32(OUT)) + thread)] = total
+            cuda.syncthreads()
 
-        if warp == uint32(WARPS - 1):  # y first: this warp's stores of the state would queue behind the others'
-            at = uint32(lane * uint32(4))
-            o0, o1, o2, o3 = load_floats4(out, uint32(uint32(HEAD) + at))
-            g0, g1, g2, g3 = load_floats4(qkvz, uint32(uint32(3 * HEAD) + at))
-            y0, y1, y2, y3 = gate_head(o0, o1, o2, o3, load_floats4(weights, at), g0, g1, g2, g3, eps)
-            at = uint32(uint32(row * n_v + head) * uint32(HEAD) + at)
-            store(q_out, d_out, at, True, y0, y1, y2, y3)
-        d0, d1, d2, d3 = load_floats4(out, uint32(lane * uint32(4)))
-        for i in range(ROWS):
-            k = qkvz[uint32(k_at + uint32(i))]
-            store_floats4(state, home + uint64(HEAD * i), cuda.fma(k, d0, keep * s[i, 0]),
-                          cuda.fma(k, d1, keep * s[i, 1]), cuda.fma(k, d2, keep * s[i, 2]),
-                          cuda.fma(k, d3, keep * s[i, 3]))
+            last = uint32(j + uint32(1)) == count
+            if last and uint32(warp + count) >= uint32(WARPS):
+                # A warp for each row's y, and before the state is stored: its own stores would queue behind those.
+                of, at4 = uint32(uint32(WARPS - 1) - warp), uint32(lane * uint32(4))
+                d_at = uint32(of * uint32(OUT) + at4)
+                d0, d1, d2, d3 = load_floats4(out, d_at)
+                r0, r1, r2, r3 = load_floats4(out, uint32(d_at + uint32(HEAD)))
+                q_norm = scalars[uint32(uint32(Q_NORM_AT * most) + of)]
+                kq = scalars[uint32(uint32(KQ_AT * most) + of)]
+                g0, g1, g2, g3 = load_floats4(qkvz, uint32(of * uint32(QKVZ) + uint32(3 * HEAD) + at4))
+                y0, y1, y2, y3 = gate_head(
+                    q_norm * cuda.fma(kq, d0, r0), q_norm * cuda.fma(kq, d1, r1), q_norm * cuda.fma(kq, d2, r2),
+                    q_norm * cuda.fma(kq, d3, r3), load_floats4(weights, at4), g0, g1, g2, g3, eps)
+                of = uint32(of * answers + answer)
+                store(q_out, d_out, uint32(uint32(of * n_v + head) * uint32(HEAD) + at4), True, y0, y1, y2, y3)
+            if not last or j == uint32(0):
+                d0, d1, d2, d3 = load_floats4(out, uint32(uint32(row * uint32(OUT)) + lane * uint32(4)))
+                update(s, qkvz, k_at, keep, d0, d1, d2, d3)
+            if j == uint32(0):
+                store_state(s, state, home)
+            elif thread == uint32(0):
+                keeps[uint32(record_of(row_slot, answer, n_v, head, row) // uint32(RECORD))] = keep
+            j = uint32(j + uint32(1))
 
     return gdn_decode_kernel
 
@@ -204,33 +376,44 @@ def decode_kernel(quantized, early):
 # ---- launches ----------------------------------------------------------------------------------------------
 
 def gdn_decode(card, y, states: States, projected: Projected, weights: LinearWeights, places: Places,
-               heads: LinearHeads, *, rows, eps, early=False, stream=None):
-    """y float32 [rows, n_v 128] <- the gated outputs of one token of each slot in places.slots, at most one row per
-    slot; the states of these slots move on. states: of one layer.
+               heads: LinearHeads, *, rows, eps, pending: Pending | None = None, width=1, early=False, stream=None):
+    """y float32 [width rows, n_v 128] <- the gated outputs of a check of each of `rows` answers, which have slots of
+    their own; row j of answer i is row j * rows + i of y, projected and places. Its states move on past row 0; the
+    other rows become its pending ones (kernels/records.py). states, pending: of one layer. pending: None where every
+    step has one row.
 
-    early: states, slots and positions have not changed since the last launch that does not overlap
+    Rows with a position of -1 are void: they change nothing, and their y is undefined. In an answer they are the last.
+
+    early: states, what is pending, slots and positions have not changed since the last launch that does not overlap
     (kernels/intrinsics.py). Never allocates.
     """
-    _launch(card, False, (y, y), states, projected, weights, places, heads, rows=rows, eps=eps, early=early,
-            stream=stream)
+    _launch(card, False, (y, y), states, projected, weights, places, heads, rows=rows, eps=eps, pending=pending,
+            width=width, early=early, stream=stream)
 
 
 def gdn_decode_quantize(card, q, d, states: States, projected: Projected, weights: LinearWeights, places: Places,
-                        heads: LinearHeads, *, rows, eps, early=False, stream=None):
-    """The same outputs as q int8 [rows, n_v 128] with scales d float32 [rows, n_v 4]."""
-    _launch(card, True, (q, d), states, projected, weights, places, heads, rows=rows, eps=eps, early=early,
-            stream=stream)
+                        heads: LinearHeads, *, rows, eps, pending: Pending | None = None, width=1, early=False,
+                        stream=None):
+    """The same outputs as q int8 [width rows, n_v 128] with scales d float32 [width rows, n_v 4]."""
+    _launch(card, True, (q, d), states, projected, weights, places, heads, rows=rows, eps=eps, pending=pending,
+            width=width, early=early, stream=stream)
 
 
-def _launch(card, quantized, outputs, states, projected, weights, places, heads, *, rows, eps, early, stream):
+def _launch(card, quantized, outputs, states, projected, weights, places, heads, *, rows, eps, pending, width, early,
+            stream):
     (n_k, n_v), overlaps = heads, launches_overlap(card.cc)
+    most = 1 if width == 1 else CHECK_ROWS
+    if not (1 <= width <= most and (pending or width == 1)):
+        raise ValueError(f"a check of {width} rows, at most {CHECK_ROWS}; several need what is pending")
+    # Without pending rows the kernel does not look at these three.
+    records = pending or (places.slots, states.conv, states.conv)
     # Two blocks would gather on an SM that is free first, while other SMs stay idle. So where there is an SM for every
     # block, each asks for half of the shared memory of an SM, which it does not use.
     alone = overlaps and n_v * rows <= card.n_sms
-    card.launch(decode_kernel(quantized, early and overlaps), (n_v, rows), THREADS,
+    card.launch(decode_kernel(quantized, early and overlaps, pending is not None, most), (n_v, rows), THREADS,
                 *(output.reshape(-1) for output in outputs), states.memory.reshape(-1), states.conv.reshape(-1),
-                *projected, weights.conv.reshape(-1), *weights.decay, weights.norm, *places, n_k, n_v, float(eps),
-                stream=stream, shared=card.max_shared // 2 * alone)
+                *(array.reshape(-1) for array in records), *projected, weights.conv.reshape(-1), *weights.decay,
+                weights.norm, *places, width, n_k, n_v, float(eps), stream=stream, shared=card.max_shared // 2 * alone)
 
 
 # ---- check and bench ---------------------------------------------------------------------------------------
@@ -284,11 +467,97 @@ def check(card, case):
     return worst
 
 
+CHAINS = [(1, 1, 2), (3, 1, 1), (2, 2, 4)]                # answers, n_k, n_v
+TOKENS = 40
+
+
+class Chain:
+    """40 tokens of some answers, whose slots are beside an idle one, and wrong drafts, for checks of random rows."""
+
+    def __init__(self, card, answers, n_k, n_v, seed=0):
+        self.card, self.random = card, np.random.default_rng([answers, n_k, n_v, seed])
+        self.heads, self.slots = LinearHeads(n_k, n_v), [*range(answers, 0, -1)]
+        projected, *decay = random_inputs(self.random, TOKENS * (answers + 1) + 1, n_k, n_v)
+        self.wrong, self.tokens = projected[-1], projected[:-1].reshape(answers + 1, TOKENS, -1)
+        self.first = self.random.integers(0, 100, answers + 1)              # position of a slot's first token
+        shapes = ((answers + 1, n_v, HEAD, HEAD), (answers + 1, conv.WIDTH, self.heads.channels),
+                  (self.heads.channels, conv.WIDTH), HEAD)
+        self.memory, self.ring, conv_w, norm_w = (
+            self.random.standard_normal(shape).astype(np.float32) / 8 for shape in shapes)
+        self.weights = LinearWeights(card.upload(conv_w), Decay(*map(card.upload, decay)), card.upload(norm_w))
+
+    def states(self):
+        return States(self.card.upload(self.ring), self.card.upload(self.memory))
+
+    def run(self, states, rows, width=1, pending=None):
+        """y of a check of rows (token, slot, position). A token of None is a wrong draft, a position of -1 void."""
+        card = self.card
+        inputs = np.stack([self.wrong if token is None else self.tokens[slot, token] for token, slot, _ in rows])
+        places = Places(*(card.upload(np.asarray(column, np.int32)) for column in list(zip(*rows))[1:]))
+        y = card.alloc((len(rows), self.heads.n_values * HEAD), np.float32)
+        card.poison(y)
+        gdn_decode(card, y, states, Projected(card.upload(inputs.reshape(-1)), inputs.shape[1]), self.weights, places,
+                   self.heads, rows=len(rows) // width, eps=1e-6, pending=pending, width=width)
+        return card.download(y)
+
+    def plain(self, n_tokens=TOKENS):
+        """One token at a time: y [n_tokens, answers, ..], then states and rings before and after each token."""
+        states, y, memory, rings = self.states(), [], [self.memory], [self.ring]
+        for t in range(n_tokens):
+            y.append(self.run(states, [(t, slot, self.first[slot] + t) for slot in self.slots]))
+            memory.append(self.card.download(states.memory))
+            rings.append(self.card.download(states.conv))
+        return y, memory, rings
+
+    def choose_check(self, done):
+        """Of a random check: its width, the number of each slot's rows that are not void, and of those accepted."""
+        width = int(self.random.integers(1, CHECK_ROWS + 1))
+        counts, takes = np.zeros_like(done), np.zeros_like(done)
+        for slot in self.slots:
+            fewest = int(self.random.random() > 0.2)
+            counts[slot] = min(self.random.integers(fewest, width + 1), TOKENS - done[slot])
+            takes[slot] = self.random.integers(1, counts[slot] + 1) if counts[slot] else 0
+        return width, counts, takes
+
+    def rows(self, done, width, counts, takes):
+        return [(done[slot] + j if j < takes[slot] else None, slot, self.first[slot] + done[slot] + j
+                 if j < counts[slot] else -1) for j in range(width) for slot in self.slots]
+
+
+def assert_same_bits(got, want):
+    np.testing.assert_array_equal(got.view(np.int32), want.view(np.int32))
+
+
+def check_chain(card, case):
+    """case = (answers, n_k, n_v): 40 tokens of each answer in checks of random widths, of which random numbers are
+    accepted and the rest are wrong or void, must have the bits of one token at a time: y, states and rings."""
+    chain = Chain(card, *case)
+    (want_y, want_memory, want_rings), states, n_slots = chain.plain(), chain.states(), len(chain.memory)
+    pending = Pending.allocate(card, 1, n_slots, chain.heads).layer(0)
+    card.poison(pending.vectors)
+    done, accepted, written = (np.zeros(n_slots, np.int32) for _ in range(3))   # written: tokens that the states have
+    while min(done[chain.slots]) < TOKENS:
+        width, counts, takes = chain.choose_check(done)
+        pending = pending._replace(accepted=card.upload(accepted))
+        y = chain.run(states, chain.rows(done, width, counts, takes), width, pending)
+        for i, slot in enumerate(chain.slots):
+            for j in range(takes[slot]):
+                assert_same_bits(y[j * len(chain.slots) + i], want_y[done[slot] + j][i])
+        written = np.where(takes > 0, done + 1, written)
+        accepted, done = np.where(takes > 0, takes - 1, accepted).astype(np.int32), done + takes
+        for array, wants in (states.memory, want_memory), (states.conv, want_rings):
+            for slot, got in enumerate(card.download(array)):
+                assert_same_bits(got, wants[written[slot]][slot])
+    return 0.0
+
+
 def cases(card):
     """The checks, then times at the shapes of a 0.8B, a 9B and a 27B model. Every call uses the same states; those of
     one row stay in a large L2 cache."""
     for case in CASES:
         yield Case("check {} rows, heads {}/{}".format(*case), partial(check, card, case))
+    for case in CHAINS:
+        yield Case("checks of {} answers, heads {}/{}".format(*case), partial(check_chain, card, case))
     for rows, n_v in (1, 16), (1, 32), (1, 48), (8, 32), (8, 48):
         yield _timed(card, rows, 16, n_v)
 

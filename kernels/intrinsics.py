@@ -62,6 +62,9 @@ dp2a_hi = _instruction("dp2a.hi.s32.s32 $0, $1, $2, $3;", int32, uint32, uint32,
 prmt = _instruction("prmt.b32 $0, $1, $2, $3;", uint32, uint32, uint32, uint32,
                     doc="byte i of the result: nibble i of the selector picks, 0..3 from a, 4..7 from b")
 
+opaque = _instruction("mov.b32 $0, $1;", uint32, uint32,
+                      doc="a, of which the compiler knows nothing: so it keeps no address that it could make of it again")
+
 # ---- half precision, two at a time -------------------------------------------------------------------------
 
 hfma2 = _instruction("fma.rn.f16x2 $0, $1, $2, $3;", uint32, uint32, uint32, uint32,

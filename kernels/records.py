@@ -2,9 +2,13 @@
 
 from typing import NamedTuple
 
+import numpy as np
+
 from kernels.card import Array, Card
 
-CHECK_ROWS = 8              # most rows of an answer in a decode step: its latest token and up to 7 drafts
+CHECK_ROWS = 8          # most rows of an answer in a decode step: its latest token and up to 7 drafts
+HEAD = 128              # elements of a head of a linear-attention layer
+VECTORS = 5             # in the record of a row and head
 
 
 class Projected(NamedTuple):
@@ -52,3 +56,40 @@ class States(NamedTuple):
         """Row `to` <- row `source`, of the states of one layer."""
         card.copy(self.conv[to], self.conv[source])
         card.copy(self.memory[to], self.memory[source])
+
+
+class Pending(NamedTuple):
+    """What rows 1 to 7 of the latest check of each slot did to the states; of all linear-attention layers of a card, or
+    of one (`layer`).
+
+    A check brings the states of a slot past its row 0 only. Each later row leaves a record; the next check applies the
+    records of the rows that were accepted (kernels/gdn_decode.py). A value head has records of its own, also of the q
+    and k that it shares with others: so no block of threads writes what another may still read.
+
+    accepted  int32 [n_slots]                                    how many of these rows count, 0 to 7
+    vectors   float32 [n_layers, n_slots, 7, n_v, 5, 128]        inputs of the convolution for q, k and v; k; d
+    keep      float32 [n_layers, n_slots, 7, n_v]                the decay g
+
+    The arrays of one layer have no first dimension. `accepted` is the same for all layers.
+    """
+
+    accepted: Array
+    vectors: Array
+    keep: Array
+
+    @classmethod
+    def allocate(cls, card: Card, n_layers: int, n_slots: int, heads) -> "Pending":
+        """Of n_layers layers with `heads` (kernels/gdn.py), with nothing pending."""
+        shape = n_layers, n_slots, CHECK_ROWS - 1, heads.n_values
+        return cls(card.zeros(n_slots, np.int32, "rows accepted"),
+                   card.zeros((*shape, VECTORS, HEAD), np.float32, "pending rows of recurrent states"),
+                   card.zeros(shape, np.float32, "pending decays of recurrent states"))
+
+    @staticmethod
+    def slot_bytes(heads) -> int:
+        """Bytes of the records of a slot in one layer."""
+        return 4 * (CHECK_ROWS - 1) * heads.n_values * (VECTORS * HEAD + 1)
+
+    def layer(self, index: int) -> "Pending":
+        """What is pending of one layer, of those of several."""
+        return Pending(self.accepted, self.vectors[index], self.keep[index])

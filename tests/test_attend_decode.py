@@ -26,6 +26,14 @@ def test_early_it_equals_the_reference(card, monkeypatch, format, shape):
     attend_decode.check(card, format, ((4, 2, (0, 609, 63)), shape))
 
 
+@pytest.mark.parametrize("is_early", [False, True])
+@pytest.mark.parametrize("case", attend_decode.CHECKS, ids=str)
+@pytest.mark.parametrize("format", KV_FORMATS.values(), ids=KV_FORMATS)
+def test_a_check_equals_plain_steps(card, monkeypatch, format, case, is_early):
+    monkeypatch.setattr(attend_decode, "launches_overlap", lambda cc: is_early)
+    attend_decode.check_rows(card, format, case)
+
+
 def decode(card, case):
     launch, *_ = launcher(card, case)
     heads = case.qkv.heads

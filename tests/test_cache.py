@@ -181,6 +181,7 @@ class FakePipeline:
         return SimpleNamespace(read=read)
 
     def constrain(self, constraints, drafts, width):
+        self.masks = [{} if slot in drafts else masks for slot, masks in enumerate(self.masks)]
         for slot, constraint in constraints.items():
             assert len(drafts[slot]) < width
             self.masks[slot] = dict(enumerate(map(allowed_by, along(constraint, drafts[slot]))))

@@ -1,5 +1,5 @@
-"""Drafts change no token: answers with drafts are those without, whatever a request asks, whoever runs beside it, on one
-card or several, fresh or after a cached prompt.
+"""Drafts change no token: answers with drafts are those without, whatever a request asks, whoever runs beside it, on
+one card or several, fresh or after a cached prompt.
 
 Most drafts of these tests come from a script: the answer itself, with some tokens made wrong. So checks accept nothing,
 a part or everything.

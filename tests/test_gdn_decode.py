@@ -12,6 +12,11 @@ def test_equals_the_reference(card, case):
     gdn_decode.check(card, case)
 
 
+@pytest.mark.parametrize("case", gdn_decode.CHAINS, ids=str)
+def test_checks_have_the_bits_of_single_tokens(card, case):
+    gdn_decode.check_chain(card, case)
+
+
 def test_early_it_equals_the_reference(card, monkeypatch):
     """As on cards whose launches overlap."""
     monkeypatch.setattr(gdn_decode, "launches_overlap", lambda cc: True)

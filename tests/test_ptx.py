@@ -81,9 +81,11 @@ def attention_of_other_heads(format):
     yield rope.query_kernel(*QWEN3), "float16[1]", x, x, *rotary, *["uint32"] * 5, "float32"
     yield kv_cache.store_kernel(format, head_dim, n_rotary), *page, x, x, *rotary, *i, *["uint32"] * 8, "float32"
     yield attention.tiles_kernel(format, head_dim, gated), x, "float16[1]", x, *page, *i, *["uint32"] * 5
-    for group, shape, early in (1, QWEN3, False), (8, QWEN3, True), (8, QWEN35, False):
-        yield (attend_decode.attend_kernel(format, group, *shape, True, early), "int8[1]", x, x, "uint32[1]", x, x, x,
-               *rotary, *page, *i, *["uint32"] * 8, "float32")
+    for group, shape, early, rows in ((1, QWEN3, False, 1), (8, QWEN3, True, 1), (8, QWEN35, False, 1),
+                                      (4, QWEN35, True, 4), (6, QWEN35, False, 2), (8, QWEN3, False, 2)):
+        kernel = attend_decode.attend_kernel(format, group, *shape, True, early, rows)
+        yield (kernel, "int8[1]", x, x, "uint32[1]", x, x, x, *rotary, *page, *i, *["uint32"] * 10,
+               "float32")
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +138,7 @@ CONSTANTS = {
 }
 # And what those that are `early` may read besides: constants and what earlier steps left. Blocks of `attend` beyond the
 # last unit may end: the others of the launch wait, so that it does not end before.
-EARLY = {"gdn_decode_kernel": {"state", "ring", "row_pos"},
+EARLY = {"gdn_decode_kernel": {"state", "ring", "accepted", "vectors", "keeps", "row_pos"},
          "attend": {"q_norm", "k_norm", "inv_freq", "rope_pos", "row_slot", "row_pos", "block_table", "k_pages",
                     "v_pages"}}
 
@@ -197,8 +199,9 @@ def too_early(kernel, types, ptx):
 
 
 EARLY_TWINS = {     # by the types of the arguments, the first of which is the output's
-    "gdn_decode_kernel": lambda out, *_: gdn_decode.decode_kernel(out == "int8[1]", True),
-    "attend": lambda out, *_: attend_decode.attend_kernel(KV_FORMATS["float16"], 6, *QWEN35, out == "int8[1]", True),
+    "gdn_decode_kernel": lambda out, *_: gdn_decode.decode_kernel(out == "int8[1]", True, False, 1),
+    "attend": lambda out, *_: attend_decode.attend_kernel(KV_FORMATS["float16"], 6, *QWEN35, out == "int8[1]", True,
+                                                           1),
 }
 
 
@@ -243,8 +246,8 @@ def test_what_is_read_too_early_is_found(overlapping):
 
 
 # What the kernels of decode passes write of that which others of them read before they wait.
-WRITTEN = {"gdn_decode_kernel": {"state", "ring"}, "attend": {"k_pages", "v_pages"}, "accept_kernel": {"parameters"},
-           "follow_kernel": {"ids", "positions", "rope"}}
+WRITTEN = {"gdn_decode_kernel": {"state", "ring", "vectors", "keeps"}, "attend": {"k_pages", "v_pages"},
+           "accept_kernel": {"parameters"}}
 
 
 def read_too_early(launches):
