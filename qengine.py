@@ -952,7 +952,7 @@ class Cache:
         self.states = DeltaNet.alloc(card, config, len(recurrent), sizes.n_slots + sizes.n_checkpoints)
         heads = gdn.LinearHeads(config.n_key_heads, config.n_value_heads)
         self.pending = Pending.allocate(card, len(recurrent), sizes.n_slots, heads)
-        self.targets = card.alloc(sizes.n_slots, np.int32, "rows for the next checkpoints")
+        self.targets = card.upload(np.full(sizes.n_slots, -1, np.int32), "rows for the next checkpoints")
         self.recurrent = {index: (self.states.layer(i), self.pending.layer(i)) for i, index in enumerate(recurrent)}
         self.kept = self.pages | self.recurrent     # what each layer keeps
         self.host = {}              # number of a checkpoint in host memory -> its two arrays, pinned
