@@ -530,7 +530,7 @@ class DeltaNet:
 
     def work(self, c: Config) -> Work:
         states = 4 * (c.conv_width * c.conv_dim + c.value_dim * c.linear_head_dim)
-        return product_work(self) + Work(state_bytes=states)
+        return product_work(self) + Work(state_bytes=states, record_bytes=Pending.slot_bytes(self.heads))
 
     @staticmethod
     def scratch(c: Config, rows: int) -> dict[str, ScratchArray]:
