@@ -2,7 +2,7 @@
 
 Table of contents
     1  Config              what the metadata of a model file says
-    2  Weights             tensors on a card, from a file or random
+    2  Weights             what a layer has of the tensors on its card
     3  Passes              what runs through the layers, and what layers keep
     4  Layers              each kind of mixer and MLP, with all of its facts
     5  Model and cache     the forward pass of a range of layers
@@ -52,9 +52,7 @@ import functools
 import itertools
 import logging
 import math
-import re
 import threading
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +63,7 @@ import tqdm
 
 from engine.constraints import Constraint, Vocabulary
 from engine.details import ModelDetails
+from engine.draft_block import PIECE, DraftBlock
 from engine.gguf import GGUF, SUPPORTED_TYPES
 from engine.hyperparameters import read_hyperparameters, synthetic_hyperparameters
 from engine.pipes import PipeMeter
@@ -82,10 +81,10 @@ from engine.text_engine import TextEngine
 from engine.thinking import constraint_of
 from engine.tokenizer import ByteTokenizer, Tokenizer, encode_prompt, load_tokenizer
 from engine.turns import Turns
+from engine.weights import FileWeights, Loader, Stack, SyntheticWeights, Weights, decoder_of, fits_blocks
 from engine.worker import Task, Worker, stop_all
-from kernels import (advance, attend_decode, attention, checkpoint, conv, embedding, finite, float_matmul, formats, gdn,
-                     gdn_decode, kv_cache, logprobs, norm, probe, q8_gemm, q8_gemv, quant_gemv, quantize, rope, swiglu,
-                     synthetic)
+from kernels import (advance, attend_decode, attention, checkpoint, conv, embedding, float_matmul, gdn, gdn_decode,
+                     kv_cache, logprobs, norm, probe, q8_gemm, q8_gemv, quantize, rope, swiglu)
 from kernels.card import Array, Card, CardError, Event, show_bytes
 from kernels.advance import answer_of
 from kernels.compile import CompileError
@@ -96,7 +95,6 @@ from kernels.open import open_cards
 from kernels.operands import Matrix
 from kernels.records import CHECK_ROWS, Pending, Places, Projected, States
 from kernels.rope import QKV, Heads, Rotary
-from kernels.upload import PIECE, Feeder
 
 # What a user of this module may rely on. The names of the last two lines are parts that the notebooks look at.
 __all__ = [
@@ -174,170 +172,39 @@ class Config:
 # ======================================================================================================
 # 2  Weights
 # ======================================================================================================
-# A Loader puts the tensors of a model on one card. There are three kinds: from a file, random, and for plans empty.
+# A Loader (engine/weights.py) puts tensors on a card: a Matrix, or a Stack of those that read the same input.
 
 
-def decoder_of(matrix: Matrix):
-    """How the decode kernels read the format of a quantised matrix."""
-    return quant_gemv.decoder(FORMATS[matrix.format])
+class Tensors:
+    """The tensors of block `index`, through a Loader."""
 
+    def __init__(self, loader: Loader, index: int):
+        self.loader, self.prefix = loader, f"blk.{index}."
 
-def alloc_matrix(card: Card, format: str, n: int, k: int, name: str) -> Matrix:
-    """A matrix of undefined values. Raises OutOfMemory."""
-    if format in FLOATS:
-        return Matrix(format, n, k, card.alloc((n, k), FLOATS[format].dtype, name))
-    values, scales = FORMATS[format].arrays(n, k)
-    return Matrix(format, n, k, card.alloc(*values, name), card.alloc(*scales, f"{name} scales"))
-
-
-@dataclass(frozen=True)
-class Stack:
-    """Matrices that read the same input. Their products of one input row lie side by side, those of the next row begin
-    `stride` numbers later."""
-
-    parts: tuple[tuple[int, Matrix], ...]   # (first column, Matrix); successive tensors of one type are one Matrix
-    stride: int                             # all columns together; for a layer rounded up to a multiple of 4
-
-
-class Loader:
-    """Puts tensors on a card. This class only allocates them, which suffices for plans of memory (engine/plan.py);
-    subclasses fill in values.
-
-    shapes: name -> row-major shape of every tensor. type_of(name): the tensor's type, as GGUF has it.
-    """
-
-    def __init__(self, card: Card, shapes: dict[str, tuple[int, ...]], type_of):
-        self.card, self.shapes, self.type_of = card, shapes, type_of
-
-    def matrix(self, *names: str) -> Matrix:
-        """A Matrix of one tensor, or of several tensors of one type and width, stacked row after row. Raises
-        OutOfMemory."""
-        format, k = self.type_of(names[0]), self.shapes[names[0]][1]
-        assert all((self.type_of(name), self.shapes[name][1]) == (format, k) for name in names)
-        ends = list(itertools.accumulate(self.shapes[name][0] for name in names))
-        matrix = alloc_matrix(self.card, format, ends[-1], k, " + ".join(names))
-        for name, end in zip(names, ends):
-            self.fill(matrix.rows(end - self.shapes[name][0], end), name)
-        return matrix
+    def matrix(self, name: str) -> Matrix:
+        return self.loader.matrix(f"{self.prefix}{name}.weight")
 
     def stack(self, *names: str) -> Stack:
-        """A Stack of tensors of one width that read the same input, in this order."""
-        parts, column = [], 0
-        for _, group in itertools.groupby(names, self.type_of):
-            matrix = self.matrix(*group)
-            parts.append((column, matrix))
-            column += matrix.n
-        return Stack(tuple(parts), column + -column % 4)
-
-    def fill(self, rows: Matrix, name: str):
-        """Give the rows of a matrix the values of a tensor."""
+        return self.loader.stack(*(f"{self.prefix}{name}.weight" for name in names))
 
     def vector(self, name: str) -> Array:
-        """A norm weight, a bias or another small tensor, as float32 in its own shape."""
-        return self.card.alloc(self.shapes[name], np.float32, name)
+        return self.loader.vector(self.prefix + name)
 
 
-class FileLoader(Loader):
-    """Puts the tensors of a GGUF file on a card. Once all are there, `check` raises an error if the file is damaged."""
-
-    def __init__(self, card: Card, weights: "FileWeights"):
-        super().__init__(card, weights.shapes, weights.type_of)
-        self.gguf, tensors = weights.gguf, weights.gguf.tensors
-        self.feeder = Feeder(card, min(PIECE, max(tensor.nbytes for tensor in tensors.values())))
-        self.flags = card.zeros(len(tensors), np.uint32, "flags of damaged tensors")
-        self.flag_of = {name: self.flags[i:i + 1] for i, name in enumerate(tensors)}
-
-    def fill(self, rows: Matrix, name: str):
-        """Sends the bytes of a tensor to the card, where a kernel repacks them and looks for damage."""
-        data, flag = self.gguf.data(name), self.flag_of[name]
-        if rows.is_quantized:
-            format = FORMATS[rows.format]
-            for first, raw in self.feeder.pieces(data, format.file_bytes):
-                formats.repack(self.card, format, rows.values, rows.scales, raw, flag, first, rows.k)
-        else:
-            to = rows.values.reshape(-1).view(np.uint8)
-            for first, raw in self.feeder.pieces(data, 1):
-                self.card.copy(to[first:first + raw.size], raw)
-            finite.find_nonfinite(self.card, rows.values, flag)
-
-    def vector(self, name: str) -> Array:
-        return self.card.upload(self.gguf.floats(name), name)
-
-    def check(self):
-        """Raises ModelError if a matrix holds a value that is not a finite number."""
-        damaged = np.flatnonzero(self.card.download(self.flags))
-        if damaged.size:
-            tensor = list(self.gguf.tensors.values())[damaged[0]]
-            what = "block scale" if tensor.type in FORMATS else "value"
-            raise ModelError(f"{self.gguf.path}: tensor '{tensor.name}' holds a {what} that is not a finite number")
+def matrices(part) -> list[Matrix]:
+    """All Matrix objects in the fields of a mixer, an MLP or a layer, those in Stacks included."""
+    if isinstance(part, Matrix):
+        return [part]
+    fields = dataclasses.fields(part) if dataclasses.is_dataclass(part) else ()
+    inner = part if isinstance(part, tuple) else [getattr(part, field.name) for field in fields]
+    return [matrix for item in inner for matrix in matrices(item)]
 
 
-class SyntheticLoader(Loader):
-    """Makes random tensors on the card. The values of a tensor depend on its name and type alone."""
-
-    # The small tensors have the ranges of trained models; vectors that are not named here lie around 1.
-    RANGES = {"ssm_a": (-8.0, -0.05), "ssm_dt.bias": (-5.0, 1.0), "ssm_conv1d.weight": (-0.6, 0.6)}
-
-    def fill(self, rows: Matrix, name: str):
-        synthetic.random_matrix(self.card, FORMATS[rows.format], rows.values, rows.scales, rows.n, rows.k,
-                                zlib.crc32(name.encode()))
-
-    def vector(self, name: str) -> Array:
-        array = super().vector(name)
-        low, high = self.RANGES.get(re.sub(r"^blk\.\d+\.", "", name), (0.9, 1.1))
-        synthetic.random_uniform(self.card, array, low, high, zlib.crc32(name.encode()))
-        return array
-
-
-class Weights:
-    """The tensors of a model, on no card yet. This class has no values, which suffices for plans; subclasses have some.
-
-    shapes: name -> row-major shape of every tensor. type_of(name): the tensor's type, as GGUF has it.
-    """
-
-    gguf: GGUF | None = None        # the file that they are in
-
-    def __init__(self, shapes: dict[str, tuple[int, ...]], type_of):
-        self.shapes, self.type_of = shapes, type_of
-
-    def loading(self, card: Card):
-        """Context manager: gives a Loader for use by one thread. Damaged tensors raise ModelError when the `with` body
-        ends."""
-        return contextlib.nullcontext(Loader(card, self.shapes, self.type_of))
-
-
-class FileWeights(Weights):
-    """The tensors of a GGUF file."""
-
-    def __init__(self, gguf: GGUF):
-        self.gguf = gguf
-        super().__init__({name: tensor.shape for name, tensor in gguf.tensors.items()},
-                         lambda name: gguf.tensors[name].type)
-
-    @contextlib.contextmanager
-    def loading(self, card: Card):
-        loader = FileLoader(card, self)
-        try:
-            yield loader
-            loader.check()
-        finally:
-            loader.feeder = loader.flags = loader.flag_of = None    # their memory is free again
-
-
-class SyntheticWeights(Weights):
-    """Random weights of a model's real shapes, made on the card: no file, nothing over the bus. A matrix is in
-    `format`, or in Q8_0 if the length of its rows is not a multiple of the format's block."""
-
-    def __init__(self, shapes: dict[str, tuple[int, ...]], format: str = "Q8_0"):
-        super().__init__(shapes, lambda name: format if fits_blocks(shapes[name], format) else "Q8_0")
-
-    def loading(self, card: Card):
-        return contextlib.nullcontext(SyntheticLoader(card, self.shapes, self.type_of))
-
-
-def fits_blocks(shape: tuple[int, ...], format: str) -> bool:
-    """Whether the rows of a matrix are a whole number of a format's blocks."""
-    return shape[1] % FORMATS[format].file_block == 0
+def product_work(part) -> Work:
+    """The Work of the matrix products of a mixer, an MLP or a layer."""
+    found = matrices(part)
+    return Work(products=collections.Counter((matrix.n, matrix.k) for matrix in found if matrix.is_quantized),
+                row_operations=2 * sum(matrix.n * matrix.k for matrix in found))
 
 
 # ======================================================================================================
@@ -455,38 +322,6 @@ class MicroBatch:
 
 
 KV_FORMAT = KV_FORMATS["float16"]       # how keys and values are kept
-
-
-class Tensors:
-    """The tensors of block `index`, through a Loader."""
-
-    def __init__(self, loader: Loader, index: int):
-        self.loader, self.prefix = loader, f"blk.{index}."
-
-    def matrix(self, name: str) -> Matrix:
-        return self.loader.matrix(f"{self.prefix}{name}.weight")
-
-    def stack(self, *names: str) -> Stack:
-        return self.loader.stack(*(f"{self.prefix}{name}.weight" for name in names))
-
-    def vector(self, name: str) -> Array:
-        return self.loader.vector(self.prefix + name)
-
-
-def matrices(part) -> list[Matrix]:
-    """All Matrix objects in the fields of a mixer, an MLP or a layer, those in Stacks included."""
-    if isinstance(part, Matrix):
-        return [part]
-    fields = dataclasses.fields(part) if dataclasses.is_dataclass(part) else ()
-    inner = part if isinstance(part, tuple) else [getattr(part, field.name) for field in fields]
-    return [matrix for item in inner for matrix in matrices(item)]
-
-
-def product_work(part) -> Work:
-    """The Work of the matrix products of a mixer, an MLP or a layer."""
-    found = matrices(part)
-    return Work(products=collections.Counter((matrix.n, matrix.k) for matrix in found if matrix.is_quantized),
-                row_operations=2 * sum(matrix.n * matrix.k for matrix in found))
 
 
 @dataclass(frozen=True)
@@ -642,8 +477,12 @@ class Attention:
         return c.query_dim
 
     def project_qkv(self, model: "Model", run: PromptPass | DecodePass) -> QKV:
+        return self.qkv(model, run, model.project_norm(run, self.in_proj, self.norm))
+
+    def qkv(self, model: "Model", run: PromptPass | DecodePass, products: Projected) -> QKV:
+        """products: of `in_proj` with the rows of the pass."""
         rotary = Rotary(run.rows.rope, model.inv_freq, model.config.rope_sections)
-        return QKV(model.project_norm(run, self.in_proj, self.norm), self.heads, self.q_norm, self.k_norm, rotary)
+        return QKV(products, self.heads, self.q_norm, self.k_norm, rotary)
 
     def prefill(self, model: "Model", run: PromptPass, pages: Pages):
         card, s, n, places = model.card, model.scratch, run.rows.n, run.rows.places
@@ -712,20 +551,14 @@ MIXERS = {"linear": DeltaNet, "attention": Attention}
 
 
 def mixer_kind(config: Config, index: int) -> type:
-    """The class of a layer's mixer."""
-    return MIXERS[config.layer_kinds[index]]
+    """The class of the mixer of block `index`: a layer, or behind those a draft block."""
+    return MIXERS[config.layer_kinds[index] if index < config.n_layers else DraftBlock.KIND]
 
 
 def mixer_kinds(config: Config) -> list[type]:
     """The classes of all mixers of a model."""
-    return [kind for name, kind in MIXERS.items() if name in config.layer_kinds]
-
-
-# A next-token-prediction (nextn, MTP) block: the kind of its layer, and the shapes of the tensors that it has besides.
-# The engine does not run these blocks yet.
-NEXTN = ("attention", lambda c: {
-    "nextn.eh_proj.weight": (c.hidden_dim, 2 * c.hidden_dim), "nextn.enorm.weight": (c.hidden_dim,),
-    "nextn.hnorm.weight": (c.hidden_dim,), "nextn.shared_head_norm.weight": (c.hidden_dim,)})
+    used = {mixer_kind(config, index) for index in range(config.n_layers + config.n_nextn)}
+    return [kind for kind in MIXERS.values() if kind in used]
 
 
 @dataclass(frozen=True)
@@ -754,9 +587,8 @@ def tensor_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     shapes = {"token_embd.weight": (c.n_vocab, c.hidden_dim), "output_norm.weight": (c.hidden_dim,)}
     if not c.tied_embeddings:
         shapes["output.weight"] = (c.n_vocab, c.hidden_dim)
-    nextn_kind, nextn_shapes = NEXTN
-    for i, kind in enumerate(c.layer_kinds + (nextn_kind,) * c.n_nextn):
-        block = MIXERS[kind].shapes(c) | DenseMLP.shapes(c) | (nextn_shapes(c) if i >= c.n_layers else {})
+    for i in range(c.n_layers + c.n_nextn):
+        block = mixer_kind(c, i).shapes(c) | DenseMLP.shapes(c) | (DraftBlock.shapes(c) if i >= c.n_layers else {})
         shapes |= {f"blk.{i}.{name}": shape for name, shape in block.items()}
     return shapes
 
@@ -811,21 +643,36 @@ class Model:
     """The forward pass of a range of layers on one card. The cache, whose states and pages the layers change, is the
     caller's. Every float operation is a kernel of kernels/ on `card`; here is only their order."""
 
-    def __init__(self, loader: Loader, config: Config, layers: range, progress=iter):
+    def __init__(self, loader: Loader, config: Config, layers: range, progress=iter, drafts: bool = True):
+        """drafts: whether the draft block is loaded, if the model has one. It lives on the last card."""
         self.card, self.config, self.first_layer = loader.card, config, layers.start
         is_last = layers.stop == config.n_layers
+        drafts = drafts and is_last and config.n_nextn > 0
         self.layers = [Layer.load(loader, config, index) for index in progress(layers)]
-        self.embeddings = self.head = None
-        if layers.start == 0 or (is_last and config.tied_embeddings):
+        self.embeddings = self.head = self.block = None
+        if layers.start == 0 or drafts or (is_last and config.tied_embeddings):
             self.embeddings = loader.matrix("token_embd.weight")
         if is_last:
             self.head_norm = loader.vector("output_norm.weight")
             self.head = self.embeddings if config.tied_embeddings else loader.matrix("output.weight")
+        if drafts:
+            index = config.n_layers
+            self.block = DraftBlock(Tensors(loader, index), Layer.load(loader, config, index), self.head,
+                                    lambda inputs, n: DecodePass(rows_of(inputs, n), n))
         frequencies = rope.inverse_frequencies(config.rope_base, config.rope_dim)
         self.inv_freq = self.card.upload(frequencies, "rotary frequencies")
-        self.stride = max(stack.stride for layer in self.layers for stack in layer.stacks())
-        self.block = None
+        self.blocks = self.layers + ([self.block.layer] if drafts else [])
+        self.numbers = range(layers.start, layers.stop + drafts)        # of these blocks
+        self.stride = max(stack.stride for layer in self.blocks for stack in layer.stacks())
         self.gemv = self.gemm = None    # a user's own products of Q8_0 matrices, see `Engine.use`
+
+    def work(self) -> Work:
+        """Of the layers. Of a draft block, what it adds to a pass over a prompt, and its pages."""
+        found = sum((layer.work(self.config) for layer in self.layers), Work())
+        if self.block:
+            pages = self.block.layer.work(self.config).page_bytes
+            found += product_work(self.block.prompt_products) + Work(page_bytes=pages)
+        return found
 
     def scratch_layout(self, rows: int) -> dict[str, ScratchArray]:
         """What a pass of so many rows needs: name -> shape, type and title of an array."""
@@ -854,6 +701,8 @@ class Model:
             card.zeros((step_rows, c.n_kv_heads), np.uint32, "attention blocks that have arrived"))
         if self.head is not None:
             self.logits = card.alloc((max(step_rows, HEAD_ROWS), c.n_vocab), np.float32, "logits")
+        if self.block:
+            self.block.allocate(card, c.hidden_dim, rows, step_rows)
         self.views = {}             # row -> Model, see `behind`; kept, since Arrays cache what launches need
 
     def behind(self, row: int) -> "Model":
@@ -942,9 +791,10 @@ class Model:
 class Cache:
     """The memory of a range of layers: pages behind a block table, and the states of slots and checkpoints."""
 
-    def __init__(self, card: Card, config: Config, layers: range, sizes: CacheSizes):
+    def __init__(self, card: Card, config: Config, blocks: range, sizes: CacheSizes):
+        """blocks: the layers, and behind the last one the draft block if there is one (`Model.numbers`)."""
         self.card, self.n_slots, self.max_pages = card, sizes.n_slots, sizes.max_pages
-        kinds = {index: mixer_kind(config, index) for index in layers}
+        kinds = {index: mixer_kind(config, index) for index in blocks}
         self.block_table = card.zeros((sizes.n_slots, sizes.max_pages), np.int32, "block table")
         self.pages = {index: kind.alloc(card, config, sizes.n_pages, self.block_table, f"layer {index}")
                       for index, kind in kinds.items() if kind.keeps is Pages}
@@ -1059,9 +909,9 @@ class Stage:
         self.worker, self.card, self.config, self.layers, self.n_slots = worker, card, config, layers, demand.slots
         free = card.free_bytes
         with weights.loading(card) as loader:
-            self.model = Model(loader, config, layers, progress)
+            self.model = Model(loader, config, layers, progress, drafts=demand.drafts > 0)
         self.weight_bytes = free - card.free_bytes
-        work = sum((layer.work(config) for layer in self.model.layers), Work())
+        work = self.model.work()
         self.page_bytes, self.state_bytes = work.page_bytes, work.state_bytes
         self.costs = StageCosts(card, config.hidden_dim, work)
         hops = (layers.start > 0) + self.hands_on
@@ -1101,7 +951,7 @@ class Stage:
     def allocate(self, sizes: CacheSizes, n_groups: int = 1):
         """Take the memory of the cache, whose size depends on what the weights leave, and of the inputs of the decode
         steps of each group of answers."""
-        self.cache = Cache(self.card, self.config, self.layers, sizes)
+        self.cache = Cache(self.card, self.config, self.model.numbers, sizes)
         if self.sampler:
             self.sampler.allocate(n_groups)
         self.batches = [self.new_batch(group) for group in range(n_groups)]
@@ -1133,6 +983,8 @@ class Stage:
         inside = tuple(Mark(end, slot, self.n_slots + number) for end, number in marks if end < n)
         with self.card.span(f"slot {slot}, {n} tokens from {start} on"):
             self.launch_prompt(n, inside, tap)
+            if self.model.block:
+                self.model.block.prefill(self.model, self.prompt_pass(0, n, n), self.cache)
         for end, number in marks:
             if end == n:
                 self.cache.save(slot, number)
@@ -1272,8 +1124,9 @@ class Stage:
     def launch_drafts(self, x: Array, outcomes: Array, answers: Array, sizes: tuple[int, int, int]):
         """The drafts of the next step. x: what the layers have made of the rows of this step. sizes: answers, width,
         and the most drafts of the draft block."""
-        n, width, n_drafts = sizes
-        self.sampler.continue_drafts(outcomes, answers, n)
+        if self.model.block:
+            self.model.block.draft(self.model, x, outcomes, answers, sizes, self.cache)
+        self.sampler.continue_drafts(outcomes, answers, sizes[0])
 
     # ---- kernels ----
 
@@ -1298,6 +1151,9 @@ class Stage:
         for n, shares_card in sorted({(n, len(sizes) > 1) for sizes in batches for n in sizes}):
             run = dataclasses.replace(self.prompt_pass(0, n, n), shares_card=shares_card)
             self.model.forward(run, self.cache)
+        if self.model.block:
+            for n in {min(n, PIECE) for n in lengths}:
+                self.model.block.prefill(self.model, self.prompt_pass(0, n, n), self.cache)
         steps = {(n, 1) for n in range(1, self.n_slots + 1)} | {(1, width) for width in range(1, CHECK_ROWS + 1)}
         steps |= {(n, width) for n, width in {n * width: (n, width) for n in range(1, self.n_slots + 1)
                                               for width in range(1, widest(n, self.step_rows) + 1)}.values()}
@@ -1312,7 +1168,8 @@ class Stage:
     def product_checks(self, gemv, gemm) -> list:
         """The arguments of each `check_product` that `Engine.use` asks for."""
         model = self.model
-        weights = [matrix for part in (*model.layers, model.head) if part for matrix in matrices(part)]
+        weights = [matrix for part in (*model.blocks, model.head, model.block and model.block.eh_proj)
+                   if part for matrix in matrices(part)]
         shapes = {(matrix.n, matrix.k) for matrix in weights if matrix.format == "Q8_0"}
         products = (gemv, {1, self.n_slots, HEAD_ROWS}), (gemm, {1, PAGE_TOKENS + 1})
         return [(self.card, product, min(n, CHECKED_WEIGHTS // k), k, n_rows, add)
@@ -1496,6 +1353,8 @@ class Pipeline:
         else:
             self.on_all(lambda stage: stage.cache.restore(number, slot))
         self.last.worker.post(self.last.sampler.prepare_slot, slot, request)
+        if block := self.last.model.block:
+            self.last.worker.post(block.forget, slot, request.prompt_ids)
 
     def set_pages(self, slot: int, pages: list[int]):
         pages = list(pages)                     # as they are now

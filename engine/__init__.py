@@ -4,6 +4,7 @@
     gguf.py             model files, checked before use
     hyperparameters.py  what the metadata of a model file says
     details.py          what clients that list models are told of one
+    weights.py          tensors from a file, or random ones, put on a card
     tokenizer.py        text to token ids and back
     template.py         messages to a prompt
     rendering.py        chat templates, run in a process of their own

@@ -20,14 +20,19 @@ SYNTHETIC = {
     "9b": (4096, 12288, 32, 16, 4, 16, 32, 248320, False),
     "27b": (5120, 17408, 64, 24, 4, 16, 48, 248320, False),
 }
+DRAFTS = "+mtp"             # at the end of a name: with a draft block
 
 
 def synthetic_hyperparameters(name: str) -> dict:
-    """The hyperparameters of a model by its name: "tiny", "0.8b", "2b", "4b", "9b" or "27b". Raises ModelError."""
-    if name not in SYNTHETIC:
-        raise ModelError(f"synthetic:{name}: there is no such model, only {', '.join(SYNTHETIC)}")
-    sizes = dict(zip(SYNTHETIC_FIELDS, SYNTHETIC[name], strict=True))
-    return {"name": f"synthetic:{name}", "n_nextn": 0, "layer_kinds": kinds_by_interval(sizes["n_layers"], 4),
+    """The hyperparameters of a model by its name: "tiny", "0.8b", "2b", "4b", "9b" or "27b"; "9b+mtp" is a 9b with a
+    draft block. Raises ModelError."""
+    shapes, drafts, _ = name.partition(DRAFTS)
+    if shapes not in SYNTHETIC or name != shapes + drafts:
+        raise ModelError(f"synthetic:{name}: there is no such model, only {', '.join(SYNTHETIC)}, each also with "
+                         f"{DRAFTS} at the end, for a draft block")
+    sizes = dict(zip(SYNTHETIC_FIELDS, SYNTHETIC[shapes], strict=True))
+    return {"name": f"synthetic:{name}", "n_nextn": int(bool(drafts)),
+            "layer_kinds": kinds_by_interval(sizes["n_layers"], 4),
             "head_dim": 256, "rope_dim": 64, "rope_base": 1e7, "rope_sections": (11, 11, 10), "linear_head_dim": 128,
             "conv_width": 4, "norm_eps": 1e-6, "context_length": 262144, **sizes}
 

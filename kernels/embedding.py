@@ -44,15 +44,39 @@ def float_kernel(weight_at):
     return embed_kernel
 
 
-def quantized_kernel(format):
-    """The kernel for a format of quantised tables."""
+def weight_functions(format):
+    """(load_block, weights_at) for a format of quantised tables: load_block(w, scales, raw, wq, wd, row, blocks, b)
+    fills local memory from block b of a row of so many blocks; weights_at(w, scales, i) gives weights 4 i .. 4 i + 3 of
+    the block."""
     starts, fetch, unpack = format.starts, format.fetch, format.unpack
-    raw_words, n_scales, minimum, halves = format.raw_words, format.n_scales, format.minimum, format.halves
+    n_scales, minimum, halves = format.n_scales, format.minimum, format.halves
 
     @cuda.jit(device=True, inline="always")
     def weight(word, byte, scale, least):
         value = float32(int32(word << uint32(24 - 8 * byte)) >> int32(24))
         return cuda.fma(value, scale, least)
+
+    @cuda.jit(device=True, inline="always")
+    def load_block(w, scales, raw, wq, wd, row, blocks, b):
+        q_from, d_from = starts(row, blocks)
+        fetch(raw, wq, wd, q_from, d_from, blocks, b)
+        unpack(w, scales, raw)
+
+    @cuda.jit(device=True, inline="always")
+    def weights_at(w, scales, i):
+        least = word_as_float(scales[n_scales - 1]) if minimum else float32(-0.0)
+        scale = word_as_float(scales[0])
+        if halves:
+            scale = scale * float32(int32(scales[1 + i // 4]))
+        return (weight(w[i], 0, scale, least), weight(w[i], 1, scale, least), weight(w[i], 2, scale, least),
+                weight(w[i], 3, scale, least))
+
+    return load_block, weights_at
+
+
+def quantized_kernel(format):
+    """The kernel for a format of quantised tables."""
+    (load_block, weights_at), raw_words, n_scales = weight_functions(format), format.raw_words, format.n_scales
 
     @cuda.jit
     def embed_kernel(y, ids, wq, wd, k):
@@ -63,17 +87,11 @@ def quantized_kernel(format):
             return
         raw, w = cuda.local.array(raw_words, uint32), cuda.local.array(8, uint32)
         scales = cuda.local.array(n_scales, uint32)
-        q_from, d_from = starts(uint32(ids[row]), blocks)
-        fetch(raw, wq, wd, q_from, d_from, blocks, b)
-        unpack(w, scales, raw)
-        least = word_as_float(scales[n_scales - 1]) if minimum else float32(-0.0)
+        load_block(w, scales, raw, wq, wd, uint32(ids[row]), blocks, b)
         at = uint32(row * k + uint32(b << uint32(5)))
         for i in range(8):
-            scale = word_as_float(scales[0])
-            if halves:
-                scale = scale * float32(int32(scales[1 + i // 4]))
-            store_floats4(y, uint32(at + uint32(4 * i)), weight(w[i], 0, scale, least), weight(w[i], 1, scale, least),
-                          weight(w[i], 2, scale, least), weight(w[i], 3, scale, least))
+            w0, w1, w2, w3 = weights_at(w, scales, i)
+            store_floats4(y, uint32(at + uint32(4 * i)), w0, w1, w2, w3)
 
     return embed_kernel
 

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numba import cuda
-from numba.types import uint32, uint64
+from numba.types import int32, uint32, uint64
 
 from kernels.bench import Case, main
 from kernels.card import Array
@@ -93,6 +93,8 @@ def store_kernel(format, head_dim, rotary):
                       k_column, v_column, max_pages, n_positions, n_kv, height_section, width_section, eps):
         """Grid (rows, n_kv), one warp each."""
         lane, row, head = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y)
+        if row_pos[row] < int32(0):
+            return
         position = uint32(row_pos[row])
         to = page_offset(block_table, max_pages, uint32(row_slot[row]), uint32(position // uint32(PAGE)), head,
                          n_kv)
@@ -108,7 +110,8 @@ def store_kernel(format, head_dim, rotary):
 
 def store_kv(card, pages, qkv, places, rows, stream=None):
     """Pages <- the keys and values of the first `rows` rows of `qkv`; the block table must hold a page for every
-    position of `places`. Writes those rows of the pages only, never allocates."""
+    position of `places`. A row at position -1 is void: it stores nothing. Writes those rows of the pages only, never
+    allocates."""
     heads, rotary = qkv.heads, qkv.rotary
     card.launch(store_kernel(pages.format, heads.head_dim, heads.rotary), (rows, heads.n_kv_heads), 32,
                 pages.k.reshape(-1), pages.v.reshape(-1), qkv.products.values.reshape(-1), qkv.k_norm,
@@ -119,9 +122,9 @@ def store_kv(card, pages, qkv, places, rows, stream=None):
 
 # ---- check -------------------------------------------------------------------------------------------------
 
-CASES = [((2, (0,)), QWEN35), ((4, (1, 130, 63, 64)), QWEN35), ((2, tuple(range(33, 98))), QWEN35),
-         ((2, (0, 131, 64, 63)), QWEN3), ((3, (5, 127)), (128, 64, True))]
-# (n_kv, positions: of slot r % 3 for row r), shape of the heads
+CASES = [((2, (0,)), QWEN35), ((4, (1, 130, 63, 64)), QWEN35), ((2, (-1, 5, -1, 64)), QWEN35),
+         ((2, tuple(range(33, 98))), QWEN35), ((2, (0, 131, 64, 63)), QWEN3), ((3, (5, 127)), (128, 64, True))]
+# (n_kv, positions: of slot r % 3 for row r; -1 is void), shape of the heads
 
 
 def check(card, format, case):
@@ -130,6 +133,7 @@ def check(card, format, case):
     rows, rng, heads = len(positions), np.random.default_rng(len(positions)), heads_of(n_kv, n_kv, shape)
     qkv = sample_qkv(rng, heads, sample_positions(rng, rows))
     slots, positions = np.arange(rows, dtype=np.int32) % 3, np.array(positions, np.int32)
+    counts = positions >= 0
     max_pages = positions.max() // PAGE + 1
     table = rng.permutation(3 * max_pages + 1)[:3 * max_pages].reshape(3, -1).astype(np.int32)
     arrays = [card.alloc(*array) for array in format.arrays(3 * max_pages + 1, n_kv, heads.head_dim).values()]
@@ -139,8 +143,9 @@ def check(card, format, case):
     store_kv(card, Pages(format, *arrays, card.upload(table)), upload_qkv(card, qkv),
              Places(card.upload(slots), card.upload(positions)), rows)
     want, got = kv_reference(qkv), [card.download(array) for array in arrays]
-    at = table[slots, positions // PAGE], slice(None), positions % PAGE
+    at = table[slots, positions // PAGE][counts], slice(None), positions[counts] % PAGE
     k, v = (format.decode(array[at]).astype(np.float64) for array in got)
+    want = [each[counts] for each in want]
     error = np.max(np.abs(k - want[0])) / np.max(np.abs(want[0]))
     assert error <= TOLERANCE - 2.0 ** -11 + format.tolerance, f"error {error}"
     np.testing.assert_array_equal(v, format.decode(format.encode(want[1])))

@@ -106,7 +106,7 @@ def store_plain(y, unused, at, inside, y0, y1, y2, y3):
 
 
 @cuda.jit(device=True, inline="always")
-def _load_part(values, x, row, start, lane, k):
+def load_part(values, x, row, start, lane, k):
     """Loads the warp's part of a row into registers, with zeros past the end of the row. Returns the sum of squares of
     the part, on every lane."""
     total = float32(0)
@@ -123,7 +123,7 @@ def _load_part(values, x, row, start, lane, k):
 
 
 @cuda.jit(device=True, inline="always")
-def _block_sum(partial, total, lane, warp):
+def block_sum(partial, total, lane, warp):
     """Sums one number per warp over the block of threads; every thread gets the sum. partial: shared float32
     [MAX_WARPS]."""
     n_warps = uint32(cuda.blockDim.x // uint32(32))
@@ -135,7 +135,7 @@ def _block_sum(partial, total, lane, warp):
 
 
 @cuda.jit(device=True, inline="always")
-def _scaled4(values, j, scale, w, i):
+def scaled4(values, j, scale, w, i):
     """The lane's values of group j, times scale, times their weights, which start at w[i]."""
     a, b, c, d = load_floats4(w, i)
     at = uint32(j * uint32(4))
@@ -149,12 +149,12 @@ def rms_norm_kernel(y, x, w, k, eps):
     start = uint32(warp * uint32(PART))
     values = cuda.local.array(VALUES, float32)
     partial = cuda.shared.array(MAX_WARPS, float32)
-    total = _block_sum(partial, _load_part(values, x, row, start, lane, k), lane, warp)
+    total = block_sum(partial, load_part(values, x, row, start, lane, k), lane, warp)
     scale = rsqrt(div_rn(total, float32(k)) + eps)
     for j in range(uint32(GROUPS)):
         i = uint32(start + j * uint32(GROUP) + lane * uint32(4))
         if i < k:
-            a, b, c, d = _scaled4(values, j, scale, w, i)
+            a, b, c, d = scaled4(values, j, scale, w, i)
             store_floats4(y, uint32(row * k + i), a, b, c, d)
 
 
@@ -281,7 +281,7 @@ def gated_norm_quantize_kernel(q, d, o, z, w, n, n_heads, z_stride, eps):
 
 # ---- launches: they write in place and never allocate -----------------------------------------------------
 
-def _row_threads(k):
+def row_threads(k):
     """Threads of the block that takes a row of k values."""
     n_warps = -(-k // PART)
     if k % 4 or n_warps > MAX_WARPS:
@@ -291,14 +291,14 @@ def _row_threads(k):
 
 def rms_norm(card, y, x, rows, k, *, stream=None):
     """y float32 [rows, k] <- RMSNorm of x, a NormInput; k a multiple of 4, at most 16,384."""
-    threads = _row_threads(k)
+    threads = row_threads(k)
     card.launch(rms_norm_kernel, rows, threads, y.reshape(-1), x.values.reshape(-1), x.weight, k, float(x.eps),
                 stream=stream)
 
 
 def rms_norm_quantize(card, out, x, rows, k, *, stream=None):
     """out, Quantized [rows, k] <- quantised RMSNorm of x, a NormInput; k a multiple of 32, at most 16,384."""
-    threads = _row_threads(k)
+    threads = row_threads(k)
     card.launch(rms_norm_quantize_kernel, rows, threads, out.q.reshape(-1), out.d.reshape(-1), x.values.reshape(-1),
                 x.weight, k, float(x.eps), stream=stream)
 

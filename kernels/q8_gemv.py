@@ -9,18 +9,25 @@
     xq  int8    [columns, k]   xd  float32 [columns, k / 32]  of kernels/quantize.py; a column is one activation vector
     x   float32 [columns, k]   y   float32 [columns, stride]  k a multiple of 32, n and columns any, n * k below 2**32
 
-A warp multiplies a few rows of w by a few columns, along k in tiles of 16 blocks:
+A warp multiplies a few rows of w by a few columns, along k in tiles of 32 blocks:
 
-        lane          0        1        2        3     ...    31
-        weights    16 bytes 16 bytes 16 bytes 16 bytes ... 16 bytes      half a block each
-        scales     |  block 0  |    |  block 1  |
+        lane             0           1           2           3       ...    31
+        first 16      first half  second half  first half  second half
+        blocks        |      block 0       |  |      block 1       |        block 15
+        the others    |      block 16      |  |      block 17      |        block 31
+        its block     0           16           1           17        ...    31
 
-In the published models k is a multiple of 512. For other k a tile of 8 blocks with 8 bytes per lane follows, then one
-of up to 7 blocks, in which the last lanes are idle. The order of additions is fixed, so the bits of y[c, i] depend
+A lane loads 16 bytes of each part and multiplies two half blocks. It gives one of the two sums to its neighbour and
+gets the other half of its own block. So loads are coalesced, and the sum of a whole block is exact. What follows the
+last tile goes in steps of 8 blocks, four lanes for each. The order of additions is fixed, so the bits of y[c, i] depend
 neither on n nor on the other columns nor on the card:
 
-    lane:  acc = fma(float(dot of 16 or 8), wd * xd, acc)   tile by tile; the dot is exact, by dp4a
-    warp:  butterfly sum of the 32 acc; with `add`, one more rounded addition
+    chain:  block b belongs to chain b mod 32, which adds its blocks one after the other:
+            acc = fma(float(dot of 32), wd * xd, acc); the dot is exact, by dp4a
+    tree:   t_w = ((chain w + chain w + 8) + chain w + 16) + chain w + 24 for w < 8, then y = the sum of t by pairs that
+            are 4, 2 and 1 apart; with `add`, one more rounded addition
+
+`tree_reference` computes these bits in NumPy. Kernels for more columns may divide k otherwise and have the same bits.
 
   * A launch has at most one block of threads per SM, so the norm is computed once per SM. Each warp has a contiguous
     range of rows; two ranges differ by one group (Shape.rows rows) at most.
@@ -64,6 +71,7 @@ MAX_COLUMNS = 16  # of one launch
 WIDE_ROWS = 128  # from so many rows per SM on, a warp takes 8 columns: two groups of 4 rows for each of 16 warps
 MAX_FUSED = 16384  # longest column whose norm is computed inside the product
 MAX_PLANES = 20480  # longest column in planes; `down` of a 27B has 17,408 values
+TILE = 32  # blocks of a row that a warp multiplies at once, and chains of the tree
 PLANE, SUMS = MAX_PLANES // 2, MAX_PLANES // BLOCK  # where the second plane starts in xq, and the sums in xd
 IN_PLANES = 2 * SUMS  # floats of xd in planes
 HELD = 2, 4  # norm weights that a lane holds in registers: 8, so 32 warps hold up to 8,192
@@ -78,83 +86,170 @@ def q8_reference(wq, wd, xq, xd):
     return x.reshape(xq.shape) @ w.reshape(wq.shape).T
 
 
+def fma_reference(a, b, c):
+    """float32 a * b + c, rounded once, for finite numbers: float64 holds the product exactly, and its sum, if inexact,
+    is made odd in its last bit, so that rounding it to float32 cannot meet a tie that is none."""
+    product, c = np.multiply(a, b, dtype=np.float64), np.asarray(c, np.float64)
+    total = product + c
+    part = total - product
+    error = (product - (total - part)) + (c - part)
+    is_even = total.view(np.int64) & 1 == 0
+    neighbour = np.nextafter(total, np.copysign(np.inf, error))
+    return np.where((error != 0) & is_even, neighbour, total).astype(np.float32)
+
+
+def tree_sum(chains):
+    """Adds float32 [..., 32], a number of each chain, in the order of the kernels."""
+    c = chains.reshape(*chains.shape[:-1], 4, 8)
+    t = ((c[..., 0, :] + c[..., 1, :]) + c[..., 2, :]) + c[..., 3, :]
+    t = t[..., :4] + t[..., 4:]
+    t = t[..., :2] + t[..., 2:]
+    return t[..., 0] + t[..., 1]
+
+
+def tree_reference(wq, wd, xq, xd):
+    """float32 y [columns, n], bit for bit as the kernels compute it."""
+    chains = np.zeros((len(xq), len(wq), 32), np.float32)
+    for block in range(wd.shape[1]):
+        part = slice(BLOCK * block, BLOCK * block + BLOCK)
+        dot = xq[:, part].astype(np.float32) @ wq[:, part].astype(np.float32).T  # integers below 2**24: exact
+        scale = xd[:, block, None] * wd[:, block].astype(np.float32)
+        chains[:, :, block % 32] = fma_reference(dot, scale, chains[:, :, block % 32])
+    return tree_sum(chains)
+
+
 # ---- weight formats ----------------------------------------------------------------------------------------
 
-# The kernels below know a weight format only by its Decoder. `planes`: whether it reads a single column in planes.
-# `tile`: blocks of a row that a warp multiplies at once. `words`: the uint32, weights and scales, that a lane holds of
-# a tile. The other three make or are device functions:
+# The kernels below know a weight format only by its Decoder. A tile has 32 blocks of a row; each lane adds the products
+# of one of them, and of the blocks that follow it at a distance of 32: a chain.
 #
-#   fetch     (raw, piece, row, block, k, lane, wq, wd): loads the lane's words of the tile that starts at `block`
-#             of row `row` into raw[piece]; it computes nothing
-#   multiply  (rows, columns, planes) -> device function (acc, raw, piece, block, k, lane, x_starts, xq, xd):
-#             acc[r, c] += the lane's share of the tile in raw[piece + r] times the same tile of column c
-#   rest      (rows, columns, planes) -> device function (acc, w_rows, k, lane, wq, wd, x_starts, xq, xd):
-#             acc[r, c] += what follows the last whole tile of row w_rows[r], times column c
+#   planes    whether it reads a single column in planes
+#   words     the uint32, weights and scales, that a lane holds of a tile
+#   least     the fewest blocks of a last tile for which `fetch` and `multiply` can do; what is left is for `rest`
+#   place     device function (lane): which of the 32 blocks is the lane's, which is also the number of its chain
+#   apart     of the lanes whose chains are 1, 2, 4, 8 and 16 apart: the distance (for shuffles by xor)
+#   fetch     (whole) -> device function (raw, piece, row, block, k, lane, wq, wd): loads the lane's words of the tile
+#             that starts at `block` of row `row` into raw[piece]; it computes nothing
+#   multiply  (rows, columns, planes, whole) -> device function (acc, raw, piece, block, k, lane, x_starts, xq, xd):
+#             acc[r, c] += the product of the lane's block in raw[piece + r] and of the same block of column c
+#   rest      (rows, columns, planes) -> device function (acc, w_rows, block, k, lane, wq, wd, x_starts, xq, xd):
+#             acc[r, c] += what follows from `block` on, less than a tile, of row w_rows[r] and column c
 #
-# raw: local uint32 [pieces, words]. acc: local float32 [rows, columns]. w_rows: local uint32 [rows].
-# x_starts: local uint32 [columns], the block at which a column starts in xq and xd, in global or shared memory.
+# whole: whether rows are whole tiles. raw: local uint32 [pieces, words]. acc: local float32 [rows, columns]. w_rows:
+# local uint32 [rows]. x_starts: local uint32 [columns], the block at which a column starts in xq and xd, in global or
+# shared memory.
 #
 # "In planes" is how a column lies in shared memory for packed formats. xq has the first 16 bytes of every block, and
 # from PLANE on the second 16 bytes of every block. So if each lane takes a whole block, neighbouring lanes read
 # neighbouring 16 bytes in both planes, without bank conflicts. xd has the scales of the blocks and, from SUMS on, the
 # scale times the sum of the 32 integers of each block, which formats with a minimum need.
 
-Decoder = namedtuple("Decoder", "planes tile words fetch multiply rest")
+Decoder = namedtuple("Decoder", "planes words least place apart fetch multiply rest")
+BIAS_HALF, BIAS_QUARTER = BIAS_WORD // 2, BIAS_WORD // 4  # sums that start here make one that started at BIAS_WORD
 
 
 @cuda.jit(device=True, forceinline=True)
-def fetch_q8(raw, piece, row, block, k, lane, wq, wd):
-    at = uint32(row * uint32(k >> uint32(5)) + block)
-    loaded = stream_words4(wq, uint32(uint32(at << uint32(5)) + uint32(lane << uint32(4))))
-    for i in range(4):
-        raw[piece, i] = loaded[i]
-    raw[piece, 4] = uint32(wd[uint32(at + uint32(lane >> uint32(1)))])
+def place_q8(lane):
+    """Lane 2 j has block j of a tile, lane 2 j + 1 has block 16 + j."""
+    return uint32(uint32(lane >> uint32(1)) | uint32(uint32(lane & uint32(1)) << uint32(4)))
 
 
-def multiply_q8(rows, columns, planes):
+def fetch_q8(whole):
+    @cuda.jit(device=True, forceinline=True)
+    def fetch(raw, piece, row, block, k, lane, wq, wd):
+        blocks, place = uint32(k >> uint32(5)), place_q8(lane)
+        at = uint32(row * blocks + block)
+        byte = uint32(uint32(at << uint32(5)) + uint32(lane << uint32(4)))
+        raw[piece, 0], raw[piece, 1], raw[piece, 2], raw[piece, 3] = stream_words4(wq, byte)
+        if whole or uint32(block + uint32(TILE)) <= blocks:
+            byte = uint32(byte + uint32(512))
+            raw[piece, 4], raw[piece, 5], raw[piece, 6], raw[piece, 7] = stream_words4(wq, byte)
+        else:
+            place = uint32(place & uint32(15))
+        raw[piece, 8] = uint32(wd[uint32(at + place)])
+
+    return fetch
+
+
+def multiply_q8(rows, columns, planes, whole):
     @cuda.jit(device=True, forceinline=True)
     def multiply(acc, raw, piece, block, k, lane, x_starts, xq, xd):
+        """A lane multiplies halves of two blocks, keeps one of the sums and exchanges the other for the second half of
+        its own block. Where the tile ends after 16 blocks, lanes of the others add nothing."""
+        x = cuda.local.array(8, uint32)
+        place, is_odd = place_q8(lane), (lane & uint32(1)) != uint32(0)
+        full = whole or uint32(block + uint32(TILE)) <= uint32(k >> uint32(5))
+        adds = full or not is_odd
+        x_place = place if full else uint32(place & uint32(15))
         for c in range(columns):
             at = uint32(x_starts[c] + block)
-            x = load_words4(xq, uint32(uint32(at << uint32(5)) + uint32(lane << uint32(4))))
-            x_scale = xd[uint32(at + uint32(lane >> uint32(1)))]
+            byte = uint32(uint32(at << uint32(5)) + uint32(lane << uint32(4)))
+            x[0], x[1], x[2], x[3] = load_words4(xq, byte)
+            if full:
+                x[4], x[5], x[6], x[7] = load_words4(xq, uint32(byte + uint32(512)))
+            x_scale = xd[uint32(at + x_place)]
             for r in range(rows):
-                dot = int32(BIAS_WORD)
+                first, second = int32(BIAS_HALF), int32(BIAS_HALF)
                 for i in range(4):
-                    dot = dp4a(raw[piece + r, i], x[i], dot)
-                w_scale = half_to_float(uint16(raw[piece + r, 4]))
-                acc[r, c] = cuda.fma(unbias(dot), w_scale * x_scale, acc[r, c])
+                    first = dp4a(raw[piece + r, i], x[i], first)
+                    second = dp4a(raw[piece + r, 4 + i], x[4 + i], second)
+                dot = second if is_odd else first
+                dot = int32(dot + cuda.shfl_xor_sync(0xFFFFFFFF, first if is_odd else second, 1))
+                scale = half_to_float(uint16(raw[piece + r, 8])) * x_scale
+                total = cuda.fma(unbias(dot), scale, acc[r, c])
+                acc[r, c] = total if adds else acc[r, c]
 
     return multiply
 
 
 def rest_q8(rows, columns, planes):
-    @cuda.jit(device=True, forceinline=True)
-    def add_blocks(acc, w_rows, block, k, lane, wq, wd, x_starts, xq, xd):
-        """A tile of up to 8 blocks, 8 weights per lane."""
-        byte, its_block = uint32(lane << uint32(3)), uint32(lane >> uint32(2))
-        for r in range(rows):
-            at = uint32(w_rows[r] * uint32(k >> uint32(5)) + block)
-            w = stream_words2(wq, uint32(uint32(at << uint32(5)) + byte))
-            w_scale = half_to_float(wd[uint32(at + its_block)])
-            for c in range(columns):
-                x_at = uint32(x_starts[c] + block)
-                x = load_words2(xq, uint32(uint32(x_at << uint32(5)) + byte))
-                dot = dp4a(w[1], x[1], dp4a(w[0], x[0], int32(BIAS_WORD)))
-                acc[r, c] = cuda.fma(unbias(dot), w_scale * xd[uint32(x_at + its_block)], acc[r, c])
+    def eight(all_there):
+        @cuda.jit(device=True, forceinline=True)
+        def add_blocks(acc, w_rows, block, k, lane, wq, wd, x_starts, xq, xd):
+            """The next 8 blocks, or what is left of them; 8 bytes per lane. The four sums of a block are added, and
+            the lane that has its chain takes the sum."""
+            blocks, place = uint32(k >> uint32(5)), place_q8(lane)
+            here, its_block = uint32(lane << uint32(3)), uint32(place & uint32(7))
+            loads = all_there or uint32(block + uint32(lane >> uint32(2))) < blocks
+            adds = uint32(place >> uint32(3)) == uint32(uint32(block >> uint32(3)) & uint32(3))
+            if not all_there:
+                adds = adds and uint32(block + its_block) < blocks
+                its_block = min(its_block, uint32(uint32(blocks - block) - uint32(1)))
+            for r in range(rows):
+                at = uint32(w_rows[r] * blocks + block)
+                w0, w1 = uint32(0), uint32(0)
+                if loads:
+                    w0, w1 = stream_words2(wq, uint32(uint32(at << uint32(5)) + here))
+                w_scale = half_to_float(wd[uint32(at + its_block)])
+                for c in range(columns):
+                    x_at = uint32(x_starts[c] + block)
+                    x0, x1 = uint32(0), uint32(0)
+                    if loads:
+                        x0, x1 = load_words2(xq, uint32(uint32(x_at << uint32(5)) + here))
+                    dot = dp4a(w1, x1, dp4a(w0, x0, int32(BIAS_QUARTER)))
+                    dot = int32(dot + cuda.shfl_xor_sync(0xFFFFFFFF, dot, 1))
+                    dot = int32(dot + cuda.shfl_xor_sync(0xFFFFFFFF, dot, 2))
+                    dot = cuda.shfl_sync(0xFFFFFFFF, dot, uint32(uint32(place & uint32(7)) << uint32(2)))
+                    total = cuda.fma(unbias(dot), w_scale * xd[uint32(x_at + its_block)], acc[r, c])
+                    acc[r, c] = total if adds else acc[r, c]
+
+        return add_blocks
+
+    add_eight, add_last = eight(True), eight(False)
 
     @cuda.jit(device=True, forceinline=True)
-    def rest(acc, w_rows, k, lane, wq, wd, x_starts, xq, xd):
+    def rest(acc, w_rows, block, k, lane, wq, wd, x_starts, xq, xd):
         blocks = uint32(k >> uint32(5))
-        if blocks & uint32(8):
-            add_blocks(acc, w_rows, uint32(blocks & uint32(0xFFFFFFF0)), k, lane, wq, wd, x_starts, xq, xd)
-        if uint32(lane >> uint32(2)) < uint32(blocks & uint32(7)):
-            add_blocks(acc, w_rows, uint32(blocks & uint32(0xFFFFFFF8)), k, lane, wq, wd, x_starts, xq, xd)
+        while uint32(block + uint32(8)) <= blocks:
+            add_eight(acc, w_rows, block, k, lane, wq, wd, x_starts, xq, xd)
+            block = uint32(block + uint32(8))
+        if block < blocks:
+            add_last(acc, w_rows, block, k, lane, wq, wd, x_starts, xq, xd)
 
     return rest
 
 
-Q8 = Decoder(False, 16, 5, fetch_q8, multiply_q8, rest_q8)
+Q8 = Decoder(False, 9, 16, place_q8, (2, 4, 8, 16, 1), fetch_q8, multiply_q8, rest_q8)
 
 
 # ---- x in planes -------------------------------------------------------------------------------------------
@@ -230,24 +325,31 @@ def copy_into_planes(q, d, xq, xd, k, thread, threads):
 
 # ---- parts of the kernels ----------------------------------------------------------------------------------
 
-def ring(decoder, rows, columns, depth, planes):
+def ring(decoder, rows, columns, shape, planes):
     """Device functions (start, multiply_rows) with which a warp multiplies `rows` rows of w by `columns` columns. The
     loads of the next `depth` tiles are always in flight, into registers raw [rows * depth, words]. With depth 0 there
-    is no ring: a tile is loaded where it is multiplied."""
-    tile, span, fetch = decoder.tile, decoder.tile * depth, decoder.fetch  # span: blocks in the ring
-    multiply, rest = decoder.multiply(rows, columns, planes), decoder.rest(rows, columns, planes)
-    spare_shape = rows, decoder.words
+    is no ring: a tile is loaded where it is multiplied. A last tile that is not whole goes through the ring, too, if it
+    has the blocks that the decoder needs for that."""
+    depth, whole, least = shape.depth, shape.whole, decoder.least
+    span, single = TILE * depth, depth == 1  # blocks in the ring
+    in_tiles = whole or depth == 0
+    fetch, multiply = decoder.fetch(in_tiles), decoder.multiply(rows, columns, planes, in_tiles)
+    rest = decoder.rest(rows, columns, planes)
+    spare_shape, beyond = (rows, decoder.words), 0 if in_tiles else TILE - least
 
     @cuda.jit(device=True, forceinline=True)
     def multiply_from(acc, w_rows, block, k, lane, wq, wd, x_starts, xq, xd):
         """acc += the products from `block` to the end of the rows; none of these weights has been loaded yet."""
-        spare = cuda.local.array(spare_shape, uint32)
-        while uint32(block + uint32(tile)) <= uint32(k >> uint32(5)):
+        spare, blocks = cuda.local.array(spare_shape, uint32), uint32(k >> uint32(5))
+        while not single and uint32(block + uint32(TILE)) <= uint32(blocks + uint32(beyond)):
             for r in range(rows):
                 fetch(spare, r, w_rows[r], block, k, lane, wq, wd)
             multiply(acc, spare, 0, block, k, lane, x_starts, xq, xd)
-            block = uint32(block + uint32(tile))
-        rest(acc, w_rows, k, lane, wq, wd, x_starts, xq, xd)
+            block = uint32(block + uint32(TILE))
+        if not whole:
+            block = min(block, uint32(blocks - blocks % uint32(least)))
+            if block < blocks:
+                rest(acc, w_rows, block, k, lane, wq, wd, x_starts, xq, xd)
 
     @cuda.jit(device=True, forceinline=True)
     def start_nothing(raw, w_rows, k, lane, wq, wd):
@@ -263,10 +365,10 @@ def ring(decoder, rows, columns, depth, planes):
     @cuda.jit(device=True, forceinline=True)
     def start(raw, w_rows, k, lane, wq, wd):
         """Fills the ring: starts the loads of the first tiles of rows w_rows."""
-        if uint32(k >> uint32(5)) >= uint32(span):
+        if uint32(uint32(k >> uint32(5)) + uint32(beyond)) >= uint32(span):
             for s in range(depth):
                 for r in range(rows):
-                    fetch(raw, s * rows + r, w_rows[r], uint32(s * tile), k, lane, wq, wd)
+                    fetch(raw, s * rows + r, w_rows[r], uint32(s * TILE), k, lane, wq, wd)
         # Without this barrier the assembler, to save registers, moves each load to where its words are used.
         cuda.syncwarp()
 
@@ -274,7 +376,7 @@ def ring(decoder, rows, columns, depth, planes):
     def multiply_rows(acc, raw, w_rows, next_rows, more, k, lane, wq, wd, x_starts, xq, xd):
         """acc <- the lane's share of the products of rows w_rows, whose first tiles are in the ring. If there are
         `more` rows, it leaves the first tiles of next_rows in the ring."""
-        blocks = uint32(k >> uint32(5))
+        blocks = uint32(uint32(k >> uint32(5)) + uint32(beyond))
         for r in range(rows):
             for c in range(columns):
                 acc[r, c] = float32(0.0)
@@ -288,9 +390,9 @@ def ring(decoder, rows, columns, depth, planes):
                 rows_after[r] = next_rows[r] if is_last else w_rows[r]
             after = uint32(0) if is_last else after
             for s in range(depth):
-                multiply(acc, raw, s * rows, uint32(block + uint32(s * tile)), k, lane, x_starts, xq, xd)
+                multiply(acc, raw, s * rows, uint32(block + uint32(s * TILE)), k, lane, x_starts, xq, xd)
                 if wanted:
-                    at = uint32(after + uint32(s * tile))
+                    at = uint32(after + uint32(s * TILE))
                     for r in range(rows):
                         fetch(raw, s * rows + r, rows_after[r], at, k, lane, wq, wd)
             block = uint32(block + uint32(span))
@@ -299,79 +401,101 @@ def ring(decoder, rows, columns, depth, planes):
     return (start, multiply_rows) if depth else (start_nothing, multiply_at_once)
 
 
-def lane_sums(count):
-    """Device function (values, lane) that sums each of `count` values over the lanes of a warp. Lane l returns the sum
-    of value l >> (5 - bits), bits = log2 of count rounded up. In every round of the butterfly a lane sends half of its
-    values and keeps the other half, so 16 values take 8 + 4 + 2 + 1 + 1 = 16 shuffles, not 5 each. The order of
-    additions is that of `warp_sum`."""
-    def round_of(half, distance):
-        here = min(count, 2 * half)  # values that the lane still has
-        rest = round_of(half // 2, distance // 2) if half > 1 else total_of(distance)
+def tree(count, apart):
+    """Device function (values, place) that adds each of `count` values over the 32 chains, in the order of `tree_sum`.
+    `place` is the lane's chain, `apart` is that of a Decoder. The sum of a value is what the lane of chain
+    value << (5 - bits) returns, bits = log2 of count rounded up; other lanes may return what is no sum.
 
-        @cuda.jit(device=True, forceinline=True)
-        def halve(values, lane):
-            kept = cuda.local.array(half, float32)
-            upper = (lane & uint32(distance)) != uint32(0)
-            for i in range(half):
-                low = values[i] if i < here else float32(0.0)
-                high = values[i + half] if i + half < here else float32(0.0)
-                sent = low if upper else high
-                kept[i] = (high if upper else low) + cuda.shfl_xor_sync(0xFFFFFFFF, sent, distance)
-            return rest(kept, lane)
+    In every round a lane gives half of its values to another lane and keeps the other half, of which it then has twice
+    as many chains. After two rounds it has four chains of a value, 8 apart, and adds them one after the other. The
+    others are added pair by pair, as soon as they meet."""
+    size = 1 << (count - 1).bit_length()  # with zeros behind the values
+    half, quarter, far, near = size // 2, max(size // 4, 1), apart[4], apart[3]
+    add_pairs = butterfly(quarter, apart, 4)
 
-        return halve
+    @cuda.jit(device=True, forceinline=True)
+    def add_one(values, place):
+        x = values[0]
+        a, b = cuda.shfl_xor_sync(0xFFFFFFFF, x, near), cuda.shfl_xor_sync(0xFFFFFFFF, x, far)
+        return add_pairs((((x + a) + b) + cuda.shfl_xor_sync(0xFFFFFFFF, x, near ^ far),), place)
 
-    def total_of(distance):
-        @cuda.jit(device=True, forceinline=True)
-        def total(values, lane):
-            x = values[0]
-            if distance > 16:
-                x = x + cuda.shfl_xor_sync(0xFFFFFFFF, x, 16)
-            if distance > 8:
-                x = x + cuda.shfl_xor_sync(0xFFFFFFFF, x, 8)
-            if distance > 4:
-                x = x + cuda.shfl_xor_sync(0xFFFFFFFF, x, 4)
-            if distance > 2:
-                x = x + cuda.shfl_xor_sync(0xFFFFFFFF, x, 2)
-            if distance > 1:
-                x = x + cuda.shfl_xor_sync(0xFFFFFFFF, x, 1)
-            return x
+    @cuda.jit(device=True, forceinline=True)
+    def add_many(values, place):
+        low, high = cuda.local.array(half, float32), cuda.local.array(half, float32)  # chains below 16, and from 16 on
+        upper = (place & uint32(16)) != uint32(0)
+        for i in range(half):
+            a, b = values[i], values[half + i] if half + i < count else float32(0.0)
+            kept, got = b if upper else a, cuda.shfl_xor_sync(0xFFFFFFFF, a if upper else b, far)
+            low[i], high[i] = got if upper else kept, kept if upper else got
+        sums = cuda.local.array(quarter, float32)
+        upper = (place & uint32(8)) != uint32(0)
+        for i in range(quarter):
+            a, b, c, d = low[i], low[half - quarter + i], high[i], high[half - quarter + i]
+            first = (b if upper else a) + cuda.shfl_xor_sync(0xFFFFFFFF, a if upper else b, near)
+            kept, got = d if upper else c, cuda.shfl_xor_sync(0xFFFFFFFF, c if upper else d, near)
+            sums[i] = (first + (got if upper else kept)) + (kept if upper else got)
+        return add_pairs(sums, place)
 
-        return total
+    return add_many if count > 1 else add_one
 
-    bits = (count - 1).bit_length()
-    return round_of(1 << (bits - 1), 16) if bits else total_of(32)
+
+def butterfly(count, apart, distance):
+    """Device function (values, place): the rounds of `tree` from chains `distance` apart on."""
+    half, lanes = count // 2, apart[distance.bit_length() - 1]
+    rest = butterfly(max(half, 1), apart, distance // 2) if distance else None
+
+    @cuda.jit(device=True, forceinline=True)
+    def add_alone(values, place):
+        x = values[0]
+        return rest((x + cuda.shfl_xor_sync(0xFFFFFFFF, x, lanes),), place)
+
+    @cuda.jit(device=True, forceinline=True)
+    def add_halves(values, place):
+        kept = cuda.local.array(half, float32)
+        upper = (place & uint32(distance)) != uint32(0)
+        for i in range(half):
+            low, high = values[i], values[half + i]
+            sent = low if upper else high
+            kept[i] = (high if upper else low) + cuda.shfl_xor_sync(0xFFFFFFFF, sent, lanes)
+        return rest(kept, place)
+
+    @cuda.jit(device=True, forceinline=True)
+    def only(values, place):
+        return values[0]
+
+    return only if not distance else add_halves if half else add_alone
 
 
 # ---- kernels -----------------------------------------------------------------------------------------------
 
 # rows: of w that a warp takes at once. depth: tiles of each of these rows in the warp's ring. warps: of a block of
 # threads, a power of two; for SwiGLU, rows / 2 * warps must divide 32, the outputs of a unit (see `swiglu_kernel`).
-Shape = namedtuple("Shape", "rows depth warps")
-RINGS = (4, 32), (5, 32), (7, 16)  # (tiles of one row, warps whose registers hold them), the best first
+# whole: whether rows are whole tiles.
+Shape = namedtuple("Shape", "rows depth warps whole")
 
 
 def shape_for(card, decoder, columns, k, in_pairs=False):
     """The Shape for warps that take `columns` columns of k values; in_pairs: for SwiGLU.
 
     As many tiles are in flight as the registers of a thread hold. Tiles that are left over at the end of a row are not
-    loaded ahead. So for one column, not in pairs, of a format of up to 6 words, the best ring has one row and a depth
-    of RINGS that divides the row's tiles. If no depth does and the number of tiles is odd, the ring has 4 tiles of one
-    row, or all if they are fewer. In all other cases one or two columns get two rows with 2 tiles each, 1 if registers
-    are short, and more columns 4 rows. On an emulated card there is no ring: the CPU prefetches by itself."""
+    loaded ahead. So for one column, not in pairs, with an even number of tiles in Q8_0, the ring has 2 tiles of one
+    row. For packed formats of up to 6 words it has 4 if their number is a multiple of 4 or odd, or all if they are
+    fewer. In all other cases one or two columns get two rows, with 2 tiles each or 1 if registers are short, and more
+    columns 4 rows. On an emulated card there is no ring: the CPU prefetches by itself."""
+    blocks = k // BLOCK
+    whole = blocks % TILE == 0
     if card.kind == "emulated":
-        return Shape(4 if in_pairs or columns > 2 else 2, 0, 16)
-    tiles = k // BLOCK // decoder.tile
+        return Shape(4 if in_pairs or columns > 2 else 2, 0, 16, whole)
     if columns > 2:
-        return Shape(4, 2 if columns == 4 else 1, 16)
-    if columns == 1 and not in_pairs and decoder.words <= 6:
-        for depth, warps in RINGS if decoder is Q8 else RINGS[:1]:  # 4 tiles of a packed format take all registers
-            if tiles % depth == 0:
-                return Shape(1, depth, warps)
-        if tiles % 2:
-            return Shape(1, min(tiles, 4), 32)
+        return Shape(4, 1, 16, whole)
+    tiles = (blocks + TILE - decoder.least) // TILE
+    alone = columns == 1 and not in_pairs
+    if decoder is Q8:
+        return Shape(1, 2, 32, whole) if alone and tiles % 2 == 0 else Shape(2, 1, 32, whole)
+    if alone and decoder.words <= 6 and (tiles % 4 == 0 or tiles % 2):
+        return Shape(1, min(tiles, 4), 32, whole)
     depth = 2 if tiles > 1 and (decoder.words <= 6 or columns == 2) else 1
-    return Shape(2, depth, 32 if columns == 1 or decoder is Q8 else 16)
+    return Shape(2, depth, 32 if columns == 1 else 16, whole)
 
 
 def x_starts_of(columns):
@@ -391,14 +515,15 @@ def x_starts_of(columns):
 def gemv_kernel(decoder, columns, shape, fused, planes):
     """The kernel of y <- (y +) w . x. Two options for one column: `fused` replaces x by its quantised RMSNorm, `planes`
     puts x into planes. A team is 2**team_bits warps that take the same rows and `columns` columns each."""
-    rows, depth, warps = shape
+    rows, depth, warps, _ = shape
     threads = 32 * warps
-    start, multiply_rows = ring(decoder, rows, columns, depth, planes)
+    start, multiply_rows = ring(decoder, rows, columns, shape, planes)
     quantize_norm = norm_quantizer(store_in_planes if planes else store_quantized)
-    set_starts, count = x_starts_of(columns), rows * columns
-    shift = 5 - (count - 1).bit_length()  # the sum of value v is on lane v << shift
-    first_lane, warp_bits = (1 << shift) - 1, warps.bit_length() - 1
-    sums, raw_shape, acc_shape = lane_sums(count), (max(rows * depth, 1), decoder.words), (rows, columns)
+    set_starts, count, place_of = x_starts_of(columns), rows * columns, decoder.place
+    shift = 5 - (count - 1).bit_length()  # the sum of value v is on the lane of chain v << shift
+    first_chain, warp_bits = (1 << shift) - 1, warps.bit_length() - 1
+    sums, raw_shape = tree(count, decoder.apart), (max(rows * depth, 1), decoder.words)
+    acc_shape = rows, columns
 
     @cuda.jit(device=True, forceinline=True)
     def share(team, teams_bits, each, extra):
@@ -423,14 +548,15 @@ def gemv_kernel(decoder, columns, shape, fused, planes):
         w_rows, next_rows = cuda.local.array(rows, uint32), cuda.local.array(rows, uint32)
         x_starts = cuda.local.array(columns, uint32)
         set_starts(x_starts, first_column, n_columns, k)
-        value = uint32(lane >> uint32(shift))
+        place = place_of(lane)
+        value = uint32(place >> uint32(shift))
         column = uint32(first_column + value % uint32(columns))
         while group < last:
             set_rows(w_rows, group, n)
             set_rows(next_rows, uint32(group + uint32(1)), n)
             row = uint32(group * uint32(rows) + value // uint32(columns))
             at = uint32(column * stride + row)
-            stores = ((lane & uint32(first_lane)) == uint32(0) and value < uint32(count) and row < n
+            stores = ((place & uint32(first_chain)) == uint32(0) and value < uint32(count) and row < n
                       and column < n_columns)
             before = float32(0.0)
             if add and stores:
@@ -440,7 +566,7 @@ def gemv_kernel(decoder, columns, shape, fused, planes):
             for r in range(rows):
                 for c in range(columns):
                     values[r * columns + c] = acc[r, c]
-            total = sums(values, lane)
+            total = sums(values, place)
             if stores:
                 y[at] = before + total if add else total
 
@@ -501,17 +627,18 @@ def swiglu_kernel(decoder, columns, shape, fused):
     """The kernel of (q, d) <- quantised silu(gate . x) * (up . x); with `fused`, for one column, x is replaced by its
     quantised RMSNorm. Teams are as in `gemv_kernel`. A block of threads makes units of 32 outputs: of each column one
     block of the quantisation. A warp has the same rows of gate and of up."""
-    rows, depth, warps = shape
+    rows, depth, warps, _ = shape
     threads = 32 * warps
-    pairs = rows // 2
+    pairs, place_of = rows // 2, decoder.place
     planes = fused and decoder.planes
-    start, multiply_rows = ring(decoder, rows, columns, depth, planes)
+    start, multiply_rows = ring(decoder, rows, columns, shape, planes)
     quantize_norm = norm_quantizer(store_in_planes if planes else store_quantized)
     set_starts, half = x_starts_of(columns), 1 << (pairs * columns - 1).bit_length()
-    count = 2 * half  # values of gate, padded to a power of two, then those of up: their sums go to lanes 16 .. 31
+    count = 2 * half  # values of gate, padded to a power of two, then those of up: their sums go to chains 16 .. 31
     shift = 5 - half.bit_length()
-    first_lane = (1 << shift) - 1
-    sums, raw_shape, acc_shape = lane_sums(count), (max(rows * depth, 1), decoder.words), (rows, columns)
+    first_chain = (1 << shift) - 1
+    sums, raw_shape = tree(count, decoder.apart), (max(rows * depth, 1), decoder.words)
+    acc_shape = rows, columns
 
     @cuda.jit(device=True, forceinline=True)
     def set_rows(w_rows, output, n):
@@ -519,33 +646,33 @@ def swiglu_kernel(decoder, columns, shape, fused):
             w_rows[p], w_rows[pairs + p] = uint32(output + uint32(p)), uint32(n + output + uint32(p))
 
     @cuda.jit(device=True, forceinline=True)
-    def work(raw, h, q, d, wq, wd, xq, xd, n, k, lane, warp, team, teams, first_column, n_columns):
+    def work(raw, h, q, d, wq, wd, xq, xd, n, k, unit, last, lane, warp, team, teams, first_column, n_columns):
         acc, values = cuda.local.array(acc_shape, float32), cuda.local.array(count, float32)
         w_rows, next_rows = cuda.local.array(rows, uint32), cuda.local.array(rows, uint32)
         x_starts = cuda.local.array(columns, uint32)
         set_starts(x_starts, first_column, n_columns, k)
         for i in range(count):
             values[i] = float32(0.0)
-        part, value = uint32(lane >> uint32(4)), uint32(uint32(lane & uint32(15)) >> uint32(shift))
+        place = place_of(lane)
+        part, value = uint32(place >> uint32(4)), uint32(uint32(place & uint32(15)) >> uint32(shift))
         column = uint32(first_column + value % uint32(columns))
         to = uint32(uint32(column << uint32(5)) + value // uint32(columns))
-        stores = ((lane & uint32(first_lane)) == uint32(0) and value < uint32(pairs * columns)
+        stores = ((place & uint32(first_chain)) == uint32(0) and value < uint32(pairs * columns)
                   and column < n_columns)
-        unit, buffer, inside = uint32(cuda.blockIdx.x), uint32(0), uint32(team * uint32(pairs))
-        while uint32(unit << uint32(5)) < n:
+        buffer, inside = uint32(0), uint32(team * uint32(pairs))
+        while unit < last:
             next_inside, next_unit = uint32(inside + teams * uint32(pairs)), unit
             ends = next_inside >= uint32(BLOCK)
             if ends:
-                next_inside, next_unit = uint32(team * uint32(pairs)), uint32(unit + cuda.gridDim.x)
+                next_inside, next_unit = uint32(team * uint32(pairs)), uint32(unit + uint32(1))
             set_rows(w_rows, uint32(uint32(unit << uint32(5)) + inside), n)
             set_rows(next_rows, uint32(uint32(next_unit << uint32(5)) + next_inside), n)
-            more = uint32(next_unit << uint32(5)) < n
-            multiply_rows(acc, raw, w_rows, next_rows, more, k, lane, wq, wd, x_starts, xq, xd)
+            multiply_rows(acc, raw, w_rows, next_rows, next_unit < last, k, lane, wq, wd, x_starts, xq, xd)
             for p in range(pairs):
                 for c in range(columns):
                     values[p * columns + c] = acc[p, c]
                     values[half + p * columns + c] = acc[pairs + p, c]
-            total = sums(values, lane)
+            total = sums(values, place)
             if stores:
                 h[buffer, part, uint32(to + inside)] = total
             if ends:
@@ -555,22 +682,31 @@ def swiglu_kernel(decoder, columns, shape, fused):
                 buffer = uint32(buffer ^ uint32(1))
             unit, inside = next_unit, next_inside
 
+    @cuda.jit(device=True, forceinline=True)
+    def share(each, extra):
+        """The range (first, last + 1) of the units of a block of threads: `each`, in the first `extra` blocks one more.
+        They are consecutive, so a block touches few pages of memory."""
+        block = uint32(cuda.blockIdx.x)
+        first = uint32(block * each + min(block, extra))
+        return first, uint32(first + each + (uint32(1) if block < extra else uint32(0)))
+
     @cuda.jit(launch_bounds=(threads, 1))
-    def gemv_swiglu_kernel(q, d, wq, wd, xq, xd, n, k, n_columns, team_bits):
+    def gemv_swiglu_kernel(q, d, wq, wd, xq, xd, n, k, n_columns, team_bits, each, extra):
         let_next_begin()
         h = cuda.shared.array(H_SHAPE, float32)
         lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
         raw, w_rows = cuda.local.array(raw_shape, uint32), cuda.local.array(rows, uint32)
         team = uint32(warp >> team_bits)
-        set_rows(w_rows, uint32(uint32(cuda.blockIdx.x << uint32(5)) + team * uint32(pairs)), n)
+        unit, last = share(each, extra)
+        set_rows(w_rows, uint32(uint32(unit << uint32(5)) + team * uint32(pairs)), n)
         start(raw, w_rows, k, lane, wq, wd)
         wait_for_previous()
         first_column = uint32(uint32(warp - uint32(team << team_bits)) * uint32(columns))
         teams = uint32(uint32(warps) >> team_bits)
-        work(raw, h, q, d, wq, wd, xq, xd, n, k, lane, warp, team, teams, first_column, n_columns)
+        work(raw, h, q, d, wq, wd, xq, xd, n, k, unit, last, lane, warp, team, teams, first_column, n_columns)
 
     @cuda.jit(launch_bounds=(threads, 1))
-    def norm_gemv_swiglu_kernel(q, d, wq, wd, x, norm_w, eps, n, k):
+    def norm_gemv_swiglu_kernel(q, d, wq, wd, x, norm_w, eps, n, k, each, extra):
         let_next_begin()
         xq = cuda.shared.array(MAX_PLANES, int8, alignment=16)
         xd = cuda.shared.array(IN_PLANES, float32)
@@ -580,12 +716,13 @@ def swiglu_kernel(decoder, columns, shape, fused):
         raw, w_rows = cuda.local.array(raw_shape, uint32), cuda.local.array(rows, uint32)
         held = cuda.local.array(HELD, float32)
         hold_weights(held, norm_w, k, lane, warp, uint32(warps))  # first: behind the loads of the ring they would wait
-        set_rows(w_rows, uint32(uint32(cuda.blockIdx.x << uint32(5)) + warp * uint32(pairs)), n)
+        unit, last = share(each, extra)
+        set_rows(w_rows, uint32(uint32(unit << uint32(5)) + warp * uint32(pairs)), n)
         start(raw, w_rows, k, lane, wq, wd)
         wait_for_previous()
         quantize_norm(xq, xd, x, uint32(0), norm_w, held, k, eps, partial, lane, warp, uint32(warps))
         cuda.syncthreads()
-        work(raw, h, q, d, wq, wd, xq, xd, n, k, lane, warp, warp, uint32(warps), uint32(0), uint32(1))
+        work(raw, h, q, d, wq, wd, xq, xd, n, k, unit, last, lane, warp, warp, uint32(warps), uint32(0), uint32(1))
 
     return norm_gemv_swiglu_kernel if fused else gemv_swiglu_kernel
 
@@ -654,10 +791,11 @@ def norm_gemv_swiglu(card, decoder, out, w, x, u, columns, *, stream=None):
         raise ValueError(f"SwiGLU takes rows of a multiple of {BLOCK} values, not {n}")
     q, d = _flat(out)
     grid = min(card.n_sms, n // BLOCK)
+    shares = divmod(n // BLOCK, grid)
     if columns == 1 and k <= MAX_FUSED:
         shape = shape_for(card, decoder, 1, k, in_pairs=True)
         card.launch(swiglu_kernel(decoder, 1, shape, True), grid, (32, shape.warps), q, d, *_weights(w),
-                    x.values.reshape(-1), x.weight, float(x.eps), n, k, stream=stream)
+                    x.values.reshape(-1), x.weight, float(x.eps), n, k, *shares, stream=stream)
         return
     rms_norm_quantize(card, u, x, columns, k, stream=stream)
     xq, xd = _flat(u)
@@ -666,7 +804,7 @@ def norm_gemv_swiglu(card, decoder, out, w, x, u, columns, *, stream=None):
         shape = shape_for(card, decoder, each, k, in_pairs=True)
         card.launch(swiglu_kernel(decoder, each, shape, False), grid, (32, shape.warps), q[first * n:],
                     d[first * n // BLOCK:], *_weights(w), xq[first * k:], xd[first * k // BLOCK:], n, k, here,
-                    team_bits, stream=stream)
+                    team_bits, *shares, stream=stream)
 
 
 def gemv_q8_q8(card, y, stride, w, x, columns, add=False, *, stream=None):
@@ -711,7 +849,7 @@ def _n_blocks(card, decoder, n, k, columns, shape):
         return card.n_sms
     n_groups = -(-n // shape.rows)
     rounds = -(-n_groups // (shape.warps * card.n_sms))
-    all_in_flight = rounds == 1 and k // BLOCK // decoder.tile <= shape.depth
+    all_in_flight = rounds == 1 and -(-k // (BLOCK * TILE)) <= shape.depth
     needed = 0 if all_in_flight else math.ceil(n_groups / shape.warps / (rounds - SPARE))
     return min(max(needed, math.ceil(LEAST * card.n_sms)), card.n_sms)
 
@@ -747,9 +885,9 @@ def upload_q8(card, w, x):
 
 
 def check(card, n, k, columns, add=False):
-    """Multiplies random matrices and returns the largest error as a fraction of what rounding may do: 2**-24 times the
-    sum of magnitudes, once for each step of a lane's chain, each of the five additions of the butterfly, the product of
-    the scales and the addition to y."""
+    """Multiplies random matrices, compares with `tree_reference` bit for bit, and returns the largest error as a
+    fraction of what rounding may do: 2**-24 times the sum of magnitudes, once for each step of a chain, each of the six
+    additions of the tree, the product of the scales and the addition to y."""
     rng = np.random.default_rng((n, k, columns))
     (wq, wd), (xq, xd) = random_q8(rng, n, k), random_activations(rng, columns, k)
     before = rng.standard_normal((columns, n), np.float32)
@@ -763,7 +901,9 @@ def check(card, n, k, columns, add=False):
     y[:columns, 1:n + 1] = np.nan
     assert np.isnan(y).all(), "wrote elsewhere"
     magnitude = q8_reference(abs(wq.astype(int)), abs(wd), abs(xq.astype(int)), xd) + abs(before) * add
-    bound = (k // 512 + 2 + 7) * 2.0**-24 * magnitude
+    exact = tree_reference(wq, wd, xq, xd)
+    np.testing.assert_array_equal(got, before + exact if add else exact)
+    bound = (-(-k // (BLOCK * TILE)) + 8) * 2.0**-24 * magnitude
     error = (abs(got - (q8_reference(wq, wd, xq, xd) + before * add)) / bound).max()
     assert error <= 1
     return error

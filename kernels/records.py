@@ -9,6 +9,7 @@ from kernels.card import Array, Card
 CHECK_ROWS = 8          # most rows of an answer in a decode step: its latest token and up to 7 drafts
 HEAD = 128              # elements of a head of a linear-attention layer
 VECTORS = 5             # in the record of a row and head
+LISTED = 1024           # entries of a slot's list of tokens (kernels/draft_list.py)
 
 
 class Projected(NamedTuple):
@@ -93,3 +94,24 @@ class Pending(NamedTuple):
     def layer(self, index: int) -> "Pending":
         """What is pending of one layer, of those of several."""
         return Pending(self.accepted, self.vectors[index], self.keep[index])
+
+
+class DraftHead(NamedTuple):
+    """Which tokens the columns of the head for drafts are (kernels/draft_head.py).
+
+    n_low       columns of the lowest ids
+    skipped     ids between those and the last ones of the vocabulary, which have the next columns
+    n_shared    columns of low and of last ids together; behind them, each slot's list has LISTED columns
+    listed      int32 [n_slots, LISTED], the list of each slot, -1: no entry; None if no id is skipped
+    n_listed    int32 [n_slots], how many entries each list has got; each takes the place of the oldest
+    """
+
+    n_low: int
+    skipped: int
+    n_shared: int
+    listed: Array | None
+    n_listed: Array | None
+
+    @property
+    def columns(self) -> int:
+        return self.n_shared + LISTED * (self.listed is not None)

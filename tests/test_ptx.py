@@ -14,7 +14,7 @@ import pytest
 import qengine
 from kernels import assembler, attend_decode, attention
 from kernels import compile as compiler
-from kernels import gdn_decode, kv_cache, q8_gemv, rope
+from kernels import draft_head, draft_input, draft_list, gdn_decode, kv_cache, norm, q8_gemv, rope
 from kernels.card import Array
 from kernels.emulated.card import EmulatedCard
 from kernels.formats import FORMATS
@@ -64,12 +64,12 @@ def products_of_real_cards(format, columns, widths):
         yield kernel, *y, *w, *x, *["uint32"] * 6, "bool"
     for n in columns:
         kernel = q8_gemv.swiglu_kernel(fmt, n, q8_gemv.shape_for(card, fmt, n, 4096, True), False)
-        yield kernel, *x, *w, *x, *["uint32"] * 4
+        yield kernel, *x, *w, *x, *["uint32"] * 6
     for k in widths:
         kernel = q8_gemv.gemv_kernel(fmt, 1, q8_gemv.shape_for(card, fmt, 1, k), True, fmt.planes)
         yield kernel, *y, *w, *norm, *["uint32"] * 4
     kernel = q8_gemv.swiglu_kernel(fmt, 1, q8_gemv.shape_for(card, fmt, 1, 4096, True), True)
-    yield kernel, *x, *w, *norm, *["uint32"] * 2
+    yield kernel, *x, *w, *norm, *["uint32"] * 4
 
 
 def attention_of_other_heads(format):
@@ -88,6 +88,21 @@ def attention_of_other_heads(format):
                "float32")
 
 
+def draft_kernels():
+    """Those of the draft block that nothing else launches."""
+    i, x, words = "int32[1]", "float32[1]", "uint32[1]"
+    yield draft_input.draft_rows_kernel, *[i] * 10, *["uint32"] * 4
+    yield draft_input.keep_hidden_kernel, x, x, i, "uint32", "uint32"
+    yield draft_head.draft_kernel, *[i] * 8, x, words, words, i, *["uint32"] * 6
+    for format in FORMATS.values():
+        w = ("int8[1]" if format.bits == 8 else "uint8[1]"), "uint16[1]"
+        yield draft_list.kernel(format.name), x, i, i, *w, "int8[1]", x, "uint32", "uint32"
+    for name, w in ("F32", x), ("F16", "uint16[1]"), ("BF16", "uint16[1]"):
+        yield draft_list.kernel(name), x, i, i, w, x, "uint32", "uint32"
+    for store, out in (norm.store_quantized, "int8[1]"), (norm.store_plain, x):
+        yield draft_input.input_kernel(store), out, *[x] * 4, i, i, *[x] * 3, "uint32", "float32"
+
+
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     if TARGET not in compiler.supported_ccs():
@@ -95,7 +110,8 @@ def kernels(tmp_path_factory):
     packed = [kernel for format in PACKED for kernel in products_of_real_cards(format, [1, 2], [4096, 5120])]
     products = [*products_of_real_cards(Q8_0, [1, 2, 4, 8], [4096, 5120]), *packed]  # the columns in between need less
     attentions = [kernel for format in KV_FORMATS.values() for kernel in attention_of_other_heads(format)]
-    return list(dict.fromkeys([*engine_kernels(tmp_path_factory.mktemp("models")), *products, *attentions]))
+    others = *products, *attentions, *draft_kernels()
+    return list(dict.fromkeys([*engine_kernels(tmp_path_factory.mktemp("models")), *others]))
 
 
 def test_the_pipes_of_the_engine(kernels):
@@ -135,6 +151,7 @@ CONSTANTS = {
     "attend": set(), "rms_norm_quantize_kernel": {"w"},
     "find_best": {"row_slot", "row_pos", "parameters"}, "weigh": {"row_slot", "row_pos", "parameters"},
     "choose": {"row_slot", "row_pos"}, "accept_kernel": set(), "follow_kernel": set(),
+    "draft_rows_kernel": set(), "draft_input_kernel": set(), "draft_kernel": set(), "listed_kernel": set(),
 }
 # And what those that are `early` may read besides: constants and what earlier steps left. Blocks of `attend` beyond the
 # last unit may end: the others of the launch wait, so that it does not end before.
@@ -240,7 +257,8 @@ def test_what_is_read_too_early_is_found(overlapping):
     read = {"gemv_kernel": "xq", "norm_gemv_kernel": "x", "gemv_swiglu_kernel": "xd", "norm_gemv_swiglu_kernel": "x",
             "planes_gemv_kernel": "xq", "gdn_decode_kernel": "projected", "attend": "projected",
             "rms_norm_quantize_kernel": "x", "find_best": "logits", "weigh": "best", "choose": "progress",
-            "accept_kernel": "tokens", "follow_kernel": "tokens"}
+            "accept_kernel": "tokens", "follow_kernel": "tokens", "draft_rows_kernel": "outcomes",
+            "draft_input_kernel": "x", "draft_kernel": "logits", "listed_kernel": "listed"}
     for kernel, types, ptx in overlapping:
         assert read[kernel.__name__] in too_early(kernel, types, ptx.replace(WAIT, ""))
 

@@ -50,12 +50,10 @@ def test_fused_kernels_have_the_bits_of_the_separate_ones(card, format):
 
 
 def test_bits_of_the_tree(card, format):
-    """Blocks dealt to 32 lanes, a lane a chain of fma; the butterfly: in NumPy."""
+    """Blocks dealt to 32 chains of fma, and the tree over the chains: in NumPy."""
     rng, n, k = np.random.default_rng(2), 20, 2304
     raw, (xq, xd) = formats.random_raw(rng, format, n, k), q8_gemv.random_activations(rng, 2, k)
-    lanes = np.zeros((2, n, 32), np.float32)
+    chains = np.zeros((2, n, 32), np.float32)
     for block, terms in enumerate(block_terms(format, raw, n, xq, xd)):
-        lanes[:, :, block % 32] = added(lanes[:, :, block % 32], format, *terms)
-    for distance in (16, 8, 4, 2, 1):
-        lanes = lanes + lanes[:, :, np.arange(32) ^ distance]
-    np.testing.assert_array_equal(multiply(card, format, raw, n, xq, xd), lanes[:, :, 0])
+        chains[:, :, block % 32] = added(chains[:, :, block % 32], format, *terms)
+    np.testing.assert_array_equal(multiply(card, format, raw, n, xq, xd), q8_gemv.tree_sum(chains))

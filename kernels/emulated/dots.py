@@ -122,8 +122,7 @@ class Dots(Conversions):
     def note_quad(self, instr, whole):
         """Remembers that the registers of a 16-byte load are every fourth word of `whole`."""
         for i, register in enumerate(instr.operands[0].items):
-            if self.n_definitions.get(register.name) == 1:
-                self.quads[register.name] = (whole, i)
+            self.quads[register.name] = (whole, i)
 
     def _every_fourth(self, operand):
         """4 words per lane, side by side: the first is this uniform operand, the others are 0."""

@@ -242,11 +242,11 @@ def thread_index(axis, block):
         return constant(0)
     if stride % WARP == 0:
         return Shape(bound=n)                       # the same for a whole warp
+    if WARP % (n * stride) == 0:
+        return Shape(tuple(lane // stride % n for lane in range(WARP)), const=0, tz=64, bound=n)
     if WARP % stride == 0 and (n * stride) % WARP == 0:
         lanes = [lane // stride for lane in range(WARP)]
         return Shape(tuple(lanes), tz=(WARP // stride).bit_length() - 1, bound=n)
-    if WARP % (n * stride) == 0:
-        return Shape(tuple(lane // stride % n for lane in range(WARP)), const=0, tz=64, bound=n)
     if stride * n * (block[axis + 1] if axis < 2 else 1) * (block[2] if axis == 0 else 1) <= WARP:
         return Shape(tuple(lane // stride % n for lane in range(WARP)), const=0, tz=64, bound=n)
     return VARYING

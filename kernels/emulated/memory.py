@@ -16,7 +16,9 @@ _LOAD_MODS = {"global", "shared", "local", "param", "const", "nc", "volatile", "
               "L2::256B", "L2::64B"}
 _ATOMIC = {"add": "add", "and": "and", "or": "or", "xor": "xor", "exch": "xchg", "min": "umin", "max": "umax",
            "inc": "uinc_wrap", "dec": "udec_wrap"}
-_AHEAD = 16                                         # times the bytes that a warp reads at once
+# How many bytes ahead to fetch into the L1 and into the L2 cache, behind loads of a warp that have at least so many
+# bytes. The distances are no multiples of a load's size, since loads of several sizes may take turns in one row.
+_AHEAD = (128, 1 << 10, 16 << 10), (0, 64, 1 << 10)
 _ATOM_MODS = {"global", "shared", "relaxed", "acquire", "release", "acq_rel", "gpu", "sys", "cta", "noftz"}
 
 
@@ -110,6 +112,7 @@ class Memory(Special):
 
     def _load_run(self, t, size, length, place, start):
         pointer = self.pointer(1, self._scalar_address(place, start))
+        self._fetch_ahead(place, pointer, length * size)
         return self.let(f"load <{length} x {t}>, ptr {pointer}, align {size}")
 
     def _load_runs(self, t, size, n, place, runs):
@@ -162,9 +165,9 @@ class Memory(Special):
         """Loads 32 * n elements in a row, n for each lane, as n vectors of 32. `first`: the offset of lane 0's
         elements."""
         pointer, whole = self.pointer(1, self._scalar_address(place, first)), f"<{WARP * n} x {t}>"
+        self._fetch_ahead(place, pointer, WARP * n * size)
         if self.mask is None:
             loaded = self.let(f"load {whole}, ptr {pointer}, align {size}")
-            self._fetch_ahead(place, pointer, WARP * n * size)
             if n == 4 and t == "i32":
                 self.note_quad(instr, loaded)
         else:
@@ -174,14 +177,16 @@ class Memory(Special):
         return self.deinterleave(t, loaded, n)
 
     def _fetch_ahead(self, place, pointer, nbytes):
-        """Prefetches what follows, where a warp reads many bytes in a row that other blocks have not read. The CPU
-        does not do it well by itself: it loses track of a row that several loads share, and stops at the end of a
-        page."""
-        if nbytes >= 512 and place.base.name in self.block_dependent:
+        """Prefetches what follows in memory, where a warp reads in a loop what no other block reads. The CPU does not
+        do it well by itself: it loses track of a row that several loads share, and stops at the end of a page. Its L1
+        cache waits for few lines at a time, so the long part of the way is the one into the L2 cache."""
+        if not self.in_loop or "shared" in self.instr.mods or place.base.name not in self.block_dependent:
+            return
+        _, near, far = next(distances for distances in _AHEAD if nbytes >= distances[0])
+        for ahead, locality in ((far, 1), (near, 3)):
             for offset in range(0, nbytes, 64):
-                ahead = self.let(f"getelementptr i8, ptr {pointer}, i64 {_AHEAD * nbytes + offset}")
-                hints = (("i32", hint) for hint in "031")        # to read, for all caches, data
-                self.call("llvm.prefetch.p0", "void", ("ptr", ahead), *hints)
+                line = self.let(f"getelementptr i8, ptr {pointer}, i64 {ahead + offset}")
+                self.call("llvm.prefetch.p0", "void", ("ptr", line), ("i32", "0"), ("i32", str(locality)), ("i32", "1"))
 
     def _wide_mask(self, n):
         lanes = self.running()

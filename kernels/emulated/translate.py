@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 
 from .emit import WARP, bits_of, llvm_type
-from .flow import EXIT, Flow, LoopEnd, computed_from, is_barrier
+from .flow import EXIT, Flow, LoopEnd, computed_from, is_barrier, split_operands
 from .lanes import Lanes, Shape
 from .printing import Printing
 from .ptx import Imm, Symbol, parse
@@ -310,6 +310,7 @@ class Translator(Printing):
             self.do(f"br i1 {none}, label %{self._after(index)}, label %b{index}.run")
             self.label(f"b{index}.run")
         self.quads, self.repeats = {}, {}
+        self.in_loop = any(index in loop for loop in self.flow.loops.values())
         self.find_dot_chains(block.instrs)
         for instr in block.instrs:
             self.instr, self.leaving = instr, self.results.leaving(instr)
@@ -317,6 +318,8 @@ class Translator(Printing):
             if handler is None:
                 raise instr.unsupported()
             self.note_instruction(instr)
+            for register in split_operands(instr)[0]:
+                self.quads.pop(register, None)
             try:
                 handler(instr)
             except (KeyError, ValueError, IndexError, AttributeError, TypeError, StopIteration) as error:

@@ -166,6 +166,24 @@ def test_votes(target):
     assert (got == np.where(LANES > 20, ballot + 2, 2**21 - 1)).all()
 
 
+def test_what_a_block_alone_reads_in_a_loop_is_fetched_ahead():
+    """16 KB and 1 KB for large loads; 1 KB and 64 bytes for small ones; not what all blocks read, nor outside loops."""
+    def offsets(loop, index):
+        body = f"""{START} mov.u32 %r2, %ctaid.x; mov.u32 %r3, 0; mad.lo.s32 %r4, {index}, 4096, %r3;
+        mad.wide.u32 %rd3, %r4, 16, %rd2; mul.wide.u32 %rd5, %r1, 16; add.s64 %rd4, %rd3, %rd5;
+        mul.wide.u32 %rd7, %r1, 2; add.s64 %rd6, %rd3, %rd7;
+        AGAIN: ld.global.v4.u32 {{%r5, %r6, %r7, %r8}}, [%rd4]; ld.global.u16 %h1, [%rd6];
+        add.s32 %r3, %r3, 1; setp.lt.u32 %p1, %r3, 9; {"@%p1 bra AGAIN;" if loop else ""}"""
+        ir = translate(module(body, ["u64", "u64"]), (32, 1, 1), native.host()).ir
+        lines = re.findall(r"(%t\d+) = getelementptr i8, ptr %t\d+, i64 (\d+)", ir)
+        ahead = re.findall(r"llvm.prefetch.p0\(ptr (%t\d+), i32 0, i32 (\d)", ir)
+        return sorted((int(dict(lines)[name]), int(locality)) for name, locality in ahead)
+
+    far, near = [(16384 + i, 1) for i in range(0, 512, 64)], [(1024 + i, 3) for i in range(0, 512, 64)]
+    assert offsets(True, "%r2") == sorted([*far, *near, (1024, 1), (64, 3)])
+    assert offsets(False, "%r2") == offsets(True, "%r3") == []
+
+
 # ---- dot products and repeated values ----
 
 @TARGETS
@@ -212,6 +230,25 @@ def test_a_pair_of_words_may_be_multiplied_twice(target):
     a, b = data.view(np.int8).reshape(2, 32, 4, 4).astype(int)
     products = (a * b).sum(-1)
     assert (got.view(np.int32) == 5 + products.sum(-1) + products[:, 1]).all()
+
+
+@TARGETS
+@pytest.mark.parametrize("how", ["another load", "one word", "lanes at rest"])
+def test_dot_products_of_16_byte_loads_into_registers_that_are_written_again(how, target):
+    data = np.random.default_rng(0).integers(0, 2**32, 512, np.uint32)
+    again = {"another load": "ld.global.v4.u32 {%r2, %r3, %r4, %r5}, [%rd3+1024];", "one word": "mov.u32 %r4, %r12;",
+             "lanes at rest": "setp.gt.u32 %p1, %r1, 6; @%p1 bra ON; ld.global.v4.u32 {%r2, %r3, %r4, %r5}, [%rd3+1024];"
+                              "ON:"}
+    got = warp(f"""mad.wide.u32 %rd3, %r1, 16, %rd2; ld.global.v4.u32 {{%r2, %r3, %r4, %r5}}, [%rd3];
+    ld.global.v4.u32 {{%r12, %r13, %r14, %r15}}, [%rd3+512]; {again[how]} dp4a.s32.s32 %r20, %r2, %r12, 5;
+    dp4a.s32.s32 %r21, %r3, %r13, %r20; dp4a.s32.s32 %r22, %r4, %r14, %r21; dp4a.s32.s32 %r9, %r5, %r15, %r22;""",
+               target=target, inputs=data)
+    a, b, c, _ = data.view(np.int8).reshape(4, 32, 4, 4).astype(int)
+    if how == "one word":
+        a[:, 2] = b[:, 0]
+    else:
+        a[:7 if how == "lanes at rest" else 32] = c[:7 if how == "lanes at rest" else 32]
+    assert (got.view(np.int32) == 5 + (a * b).sum((-1, -2))).all()
 
 
 @TARGETS
