@@ -958,10 +958,10 @@ class Stage:
 
     def new_batch(self, group: int) -> "Batch":
         card, n = self.card, self.n_slots
-        outcomes = [card.zeros((n, advance.N_OUTCOME), np.int32, "outcomes of the last stage")]
+        outcomes = [each.outcomes for each in self.sampler.results[group]] if self.sampler else [
+            card.zeros((n, advance.N_OUTCOME), np.int32, "outcomes of the last stage")]
         return Batch(card.alloc((n, advance.N_ANSWER), np.int32, "answers of a decode step"),
-                     card.alloc(INPUTS * self.step_rows, np.int32, "ids, slots and positions of a decode step"),
-                     [each.outcomes for each in self.sampler.results[group]] if self.sampler else outcomes)
+                     card.alloc(INPUTS * self.step_rows, np.int32, "ids, slots and positions of a decode step"), outcomes)
 
     # ---- what the worker queues ----
 

@@ -115,9 +115,10 @@ def test_plan_says_what_is_allocated(model, n_cards, options):
     gc.collect()
     for card, stage, loaded in zip(cards, plan.stages, engine.pipeline.stages):
         assert stage.total == 700 * MB - card.free_bytes
-        assert stage.weights == loaded.weight_bytes and stage.layers == loaded.layers
+        assert stage.weights <= loaded.weight_bytes <= stage.weights + stage.drafts     # of a draft block, too
+        assert stage.kv <= plan.sizes.n_pages * loaded.page_bytes <= stage.kv + stage.drafts
         n_states, state = plan.sizes.n_slots, loaded.state_bytes
-        assert (stage.kv, stage.states) == (plan.sizes.n_pages * loaded.page_bytes, n_states * state)
+        assert stage.layers == loaded.layers and stage.states == n_states * state
         assert stage.checkpoints == plan.sizes.n_checkpoints * state and stage.scratch > 0
     assert engine.stats()["kv_pages"] == plan.sizes.n_pages and engine.chunk == plan.chunk
     engine.close()
