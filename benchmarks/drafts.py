@@ -29,7 +29,7 @@ from kernels.emulated.cards import CARDS
 
 from .across_cards import launch_seconds
 
-MODELS = "synthetic:9b", "synthetic:9b:q4_k", "synthetic:27b", "synthetic:27b:q4_k"
+MODELS = "synthetic:9b+mtp", "synthetic:9b+mtp:q4_k", "synthetic:27b+mtp", "synthetic:27b+mtp:q4_k"
 ROOM = 0.9                  # share of a card's memory that weights may take
 KINDS = "linear", "attention"
 
