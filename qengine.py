@@ -366,7 +366,7 @@ class DeltaNet:
 
     def work(self, c: Config) -> Work:
         states = 4 * (c.conv_width * c.conv_dim + c.value_dim * c.linear_head_dim)
-        return product_work(self) + Work(state_bytes=states)
+        return product_work(self) + Work(state_bytes=states, record_bytes=Pending.slot_bytes(self.heads))
 
     @staticmethod
     def scratch(c: Config, rows: int) -> dict[str, ScratchArray]:
@@ -803,7 +803,7 @@ class Cache:
         self.states = DeltaNet.alloc(card, config, len(recurrent), sizes.n_slots + sizes.n_checkpoints)
         heads = gdn.LinearHeads(config.n_key_heads, config.n_value_heads)
         self.pending = Pending.allocate(card, len(recurrent), sizes.n_slots, heads)
-        self.targets = card.alloc(sizes.n_slots, np.int32, "rows for the next checkpoints")
+        self.targets = card.upload(np.full(sizes.n_slots, -1, np.int32), "rows for the next checkpoints")
         self.recurrent = {index: (self.states.layer(i), self.pending.layer(i)) for i, index in enumerate(recurrent)}
         self.kept = self.pages | self.recurrent     # what each layer keeps
         self.host = {}              # number of a checkpoint in host memory -> its two arrays, pinned
@@ -959,10 +959,10 @@ class Stage:
 
     def new_batch(self, group: int) -> "Batch":
         card, n = self.card, self.n_slots
-        outcomes = [card.zeros((n, advance.N_OUTCOME), np.int32, "outcomes of the last stage")]
+        outcomes = [each.outcomes for each in self.sampler.results[group]] if self.sampler else [
+            card.zeros((n, advance.N_OUTCOME), np.int32, "outcomes of the last stage")]
         return Batch(card.alloc((n, advance.N_ANSWER), np.int32, "answers of a decode step"),
-                     card.alloc(INPUTS * self.step_rows, np.int32, "ids, slots and positions of a decode step"),
-                     [each.outcomes for each in self.sampler.results[group]] if self.sampler else outcomes)
+                     card.alloc(INPUTS * self.step_rows, np.int32, "ids, slots and positions of a decode step"), outcomes)
 
     # ---- what the worker queues ----
 

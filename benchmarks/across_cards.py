@@ -66,18 +66,22 @@ class Layers:
         with self.card.record() as recording:
             self.stage.launch_prompt(rows)
         self.card.synchronize()
-        return sum(self.launch_seconds(launch) for launch in recording.stream.recorded if type(launch) is Launch)
+        return sum(launch_seconds(self.card, launch, native.Launch(launch.native.code, (1, 1, 1), launch.native.params,
+                                                                   launch.native.dynamic))
+                   for launch in recording.stream.recorded if type(launch) is Launch)
 
-    def launch_seconds(self, launch):
-        """The estimate of a launch of which one block is counted. Memory moves what the blocks touch, but every array
-        that it is given no more than once."""
-        one = native.Launch(launch.native.code, (1, 1, 1), launch.native.params, launch.native.dynamic)
-        counted, n_blocks = counting.run(one, self.card.allocations), math.prod(launch.native.grid)
-        counts = Counts(*(n_blocks * n for n in dataclasses.astuple(counted.counts)))
-        given = sum(x.nbytes for x in launch.keep if isinstance(x, Array)) // SECTOR
-        counts = dataclasses.replace(counts, distinct_sectors=min(counts.distinct_sectors, given))
-        registers = counting._registers(counted.ptx, self.model.cc)
-        return estimate(counts, launch.native.grid, counted.block, registers, counted.shared_bytes, self.model).seconds
+
+def launch_seconds(card, launch, one, has_l1=False):
+    """The estimate of a launch of which one block is counted, on the type of card that an emulated card is like. Memory
+    moves what the blocks touch, but every array that it is given no more than once. one: a launch of the block.
+    has_l1: what a block reads again comes from L1, all of it; otherwise none."""
+    counted, n_blocks = counting.run(one, card.allocations), math.prod(launch.native.grid)
+    counts = Counts(*(n_blocks * n for n in dataclasses.astuple(counted.counts)))
+    given = sum(x.nbytes for x in launch.keep if isinstance(x, Array)) // SECTOR
+    read = min(counts.read_sectors, counts.distinct_sectors) if has_l1 else counts.read_sectors
+    counts = dataclasses.replace(counts, read_sectors=read, distinct_sectors=min(counts.distinct_sectors, given))
+    registers = counting._registers(counted.ptx, card.like.cc)
+    return estimate(counts, launch.native.grid, counted.block, registers, counted.shared_bytes, card.like).seconds
 
 
 def estimated_times(planner, layers, passes):

@@ -8,6 +8,7 @@
     serve.py        the server
     perplexity.py   how well a model predicts a text
     bench.py        how fast a model runs
+    checks.py       how much faster drafts make it
 
 cli hands an engine to api/, and is the only room that imports qengine: as a module, whose names are looked up when they
 are used.

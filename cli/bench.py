@@ -24,6 +24,7 @@ from engine.plan import Demand, passes_over
 from engine.prefix import PAGE_TOKENS, pages_for
 from engine.request import Request, RequestError
 from kernels import probe
+from kernels.advance import answer_of
 from kernels.assembler import find_assembler
 from kernels.bench import operation_seconds
 from kernels.card import Card, show_bytes
@@ -31,6 +32,7 @@ from kernels.emulated.cards import CARDS
 from kernels.open import open_cards
 from kernels.operands import Matrix
 
+from .checks import CheckBench, bench_checks, room_for, run_tokens
 from .engines import traced, write_json
 
 PROMPT_LENGTHS, CONTEXTS, REPEATS = (297, 1160, 4620, 18400), (297, 4620, 18400), 3
@@ -86,12 +88,12 @@ class Bench:
 
     def prompt(self, n: int, slot: int = 0) -> float:
         """Seconds of a prompt of n tokens with its first answer token."""
-        chunks = self.chunks(n)
+        chunks, answer = self.chunks(n), answer_of(0, slot, n - 1)
         self.pipeline.prepare_slot(slot, Request([0]))
         started = time.perf_counter()
         for start, ids in chunks:
             self.pipeline.prefill(ids, slot, start)
-        self.pipeline.sample_row(len(chunks[-1][1]) - 1, slot).read()
+        self.pipeline.sample_row(len(chunks[-1][1]) - 1, answer).read()
         return time.perf_counter() - started
 
     def steps(self, context: int) -> float:
@@ -101,7 +103,7 @@ class Bench:
         started = time.perf_counter()
         for _ in range(DECODE_STEPS):       # a step is queued before the last one is read, as the scheduler does
             for group, slots in enumerate(self.groups):
-                tokens, before[group] = before[group], self.pipeline.step(len(slots), group=group)
+                tokens, before[group] = before[group], self.pipeline.step(qengine.StepShape(len(slots)), group)
                 if tokens:
                     tokens.read()
         for tokens in before:
@@ -150,12 +152,12 @@ class Bench:
     def place_step(self, context: int):
         """Tells the cards the inputs of a decode step."""
         for group, slots in enumerate(self.groups):
-            self.pipeline.place([0] * len(slots), slots, [context] * len(slots), group)
+            self.pipeline.place([answer_of(0, slot, context) for slot in slots], group)
 
     def step(self, stage: qengine.Stage):
         """Queues the launches of a stage's part of a decode step. The engine replays them from recordings."""
         for group, slots in enumerate(self.groups):
-            stage.launch_step(len(slots), False, group, 0)
+            stage.launch_step(qengine.StepShape(len(slots)), group, 0)
 
     # ---- what it must move and compute ----
 
@@ -174,7 +176,7 @@ class Bench:
         slots; for every slot the recurrent states, read and written, and the keys and values up to its position."""
         c, caches = self.engine.config, [stage.cache for stage in self.stages]
         weights = sum(m.values.nbytes + (m.scales.nbytes if m.is_quantized else 0) for m in self.weights())
-        states = sum(2 * s.memory[0].nbytes + s.conv[0].nbytes for cache in caches for s in cache.recurrent.values())
+        states = sum(2 * s.memory[0].nbytes + s.conv[0].nbytes for cache in caches for s, _ in cache.recurrent.values())
         token = sum(pages.format.token_bytes(c.n_kv_heads, c.head_dim) for cache in caches
                     for pages in cache.pages.values())
         return len(self.groups) * weights + self.batch * (states + (context + DECODE_STEPS // 2) * token)
@@ -262,18 +264,26 @@ def bench_cards(model: qengine.OpenModel, cards: list[Card] | None, emulated: bo
     lengths = sorted(options.prompt_lengths or ([EMULATED_LENGTH] if emulated else PROMPT_LENGTHS))
     contexts = sorted(options.contexts or ([EMULATED_LENGTH] if emulated else CONTEXTS))
     repeats = options.repeats or (1 if emulated else REPEATS)
-    n_ctx = max(*lengths, *contexts) + DECODE_STEPS + 1
+    drafts = max(options.draft or 0, *(width - 1 for width in options.check_widths or [1]))
+    n_tokens = run_tokens(emulated)                                 # of an answer with drafts
+    n_ctx = max(*lengths, *contexts) + max(DECODE_STEPS + 1, drafts and room_for(n_tokens))
     wishes = {"slots": options.batch, "kv_tokens": options.batch * pages_for(n_ctx) * PAGE_TOKENS,
               "checkpoint_memory": 0, "split": options.split}       # every slot has pages of its own
-    cards = qengine.make_planner(model, cards, Demand(n_ctx, **wishes)).cards
+    planner = qengine.make_planner(model, cards, Demand(n_ctx, drafts=drafts, **wishes))
+    if drafts:                                                      # and a checkpoint, to begin again there
+        states = max(stage.state_bytes for stage in planner.plan.on_paper)
+        wishes["checkpoint_memory"] = options.batch * states
+    cards = planner.cards
     reports, free = [probe.saved_or_measured(card) for card in cards], sum(card.free_bytes for card in cards)
-    with contextlib.closing(qengine.load(model, card=cards, ctx=n_ctx, **wishes)) as engine, traced(engine, options):
+    loaded = qengine.load(model, card=cards, ctx=n_ctx, draft=drafts, **wishes)
+    with contextlib.closing(loaded) as engine, traced(engine, options):
         bench = Bench(engine, reports, repeats, options.batch)
         peaks = ("dp4a measured", "read measured") if emulated else ("dp4a peak", "read bandwidth")
         prefill = [bench.prefill(n) for n in lengths]
         print(bench_table("prefill", prefill, peaks[0]), flush=True)
         decode = [bench.decode(n) for n in contexts]
         print(f"\n{bench_table('decode', decode, peaks[1])}")
+        checked = bench_checks(CheckBench(bench, n_tokens), contexts, options)
         used = free - sum(card.free_bytes for card in cards)
         print(f"\n{engine.name} on {', '.join(card.describe() for card in cards)}; peak memory {show_bytes(used)}")
         estimates = None
@@ -284,7 +294,8 @@ def bench_cards(model: qengine.OpenModel, cards: list[Card] | None, emulated: bo
     return {"model": engine.name, "date": probe.now(), "cards": [card.facts() for card in cards], "layers": layers,
             "versions": probe.versions(), "probes": [report.to_dict() for report in reports], "peak_memory_bytes": used,
             "prefill": [dataclasses.asdict(speed) for speed in prefill],
-            "decode": [dataclasses.asdict(speed) for speed in decode]} | ({"estimates": estimates} if estimates else {})
+            "decode": [dataclasses.asdict(speed) for speed in decode],
+            **checked, **({"estimates": estimates} if estimates else {})}
 
 
 def side_by_side(runs: list[dict]) -> str:

@@ -9,12 +9,14 @@ from kernels.trace import LEFT_OUT, tracing
 
 
 def asked(options) -> dict:
-    """What the command line asks of `qengine.load`. A single text needs no checkpoints, so none are asked for."""
+    """What the command line asks of `qengine.load`. A single text needs no checkpoints, and one that is scored needs no
+    drafts, so none are asked for."""
     is_single = not (options.chat or options.plan or options.serve is not None)
     on_card, on_host = (0 if is_single else size and size << 20
                         for size in (options.checkpoint_memory, options.checkpoint_host_memory))
+    draft = "off" if options.perplexity is not None else "auto" if options.draft is None else options.draft
     return {"ctx": options.ctx, "slots": options.slots, "kv_tokens": options.kv_tokens, "checkpoint_memory": on_card,
-            "checkpoint_host_memory": on_host, "split": options.split}
+            "checkpoint_host_memory": on_host, "split": options.split, "draft": draft}
 
 
 def load_engine(model: "str | qengine.OpenModel", options) -> "qengine.Engine":

@@ -6,7 +6,7 @@ import signal
 import sys
 
 import qengine
-from engine.plan import Demand
+from engine.plan import Demand, most_drafts
 from engine.request import SAMPLING, EngineStopped, ModelError, RequestError
 from kernels import probe
 from kernels.card import CardError
@@ -41,7 +41,8 @@ def print_config(options) -> int:
 def run_plan(model: qengine.OpenModel, options) -> int:
     """Prints where the model goes and what that takes; returns the exit code. Raises OutOfMemory."""
     wishes = asked(options)
-    planner = qengine.make_planner(model, options.card, Demand(model.n_ctx(wishes.pop("ctx")), **wishes))
+    n_ctx, drafts = model.n_ctx(wishes.pop("ctx")), most_drafts(wishes.pop("draft"))
+    planner = qengine.make_planner(model, options.card, Demand(n_ctx, drafts=drafts, **wishes))
     planner.check()
     print(planner.report())
     return 0

@@ -7,8 +7,12 @@ import qengine
 from engine.plan import KEPT_CONTEXTS
 from engine.repetition import LONGEST_PERIOD, REPEATED_TOKENS
 from engine.request import SAMPLING
+from engine.speculate import MOST_DRAFTS
+
+from kernels.records import CHECK_ROWS
 
 from .bench import CONTEXTS, DECODE_STEPS, EMULATED_LENGTH, PROMPT_LENGTHS, REPEATS
+from .checks import ACCEPTANCE
 
 EXAMPLES = """\
 examples:
@@ -32,7 +36,9 @@ GOES_WITH = {"raw": ["prompt"], "slots": ["serve", "plan", "print_config"], "kv_
              **dict.fromkeys(["checkpoint_memory", "checkpoint_host_memory"], ["serve", "chat", "plan"]),
              "trace": ["prompt", "chat", "serve", "perplexity", "bench"],
              "against": ["perplexity"], "json": ["bench", "probe"],
-             **dict.fromkeys(["prompt_lengths", "contexts", "repeats", "batch", "cards"], ["bench"]),
+             **dict.fromkeys(["prompt_lengths", "contexts", "repeats", "batch", "cards", "acceptance", "check_widths"],
+                             ["bench"]),
+             "draft": ["prompt", "chat", "serve", "bench", "plan"],
              **dict.fromkeys([*SAMPLING, "thinking", "repetition_guard"], ["prompt", "chat", "serve"])}
 
 
@@ -62,6 +68,15 @@ def whole_numbers(text: str) -> tuple[int, ...]:
     if not numbers or min(numbers) < 1 or max(numbers) >= 2**31 - DECODE_STEPS - 1:
         raise argparse.ArgumentTypeError(f"must be whole numbers from 1 on with commas, not {text!r}")
     return numbers
+
+
+def draft(text: str) -> str | int:
+    """An argparse type, as `qengine.load` takes it: "auto", or the most drafts of a check; "off" is 0."""
+    if text == "auto":
+        return text
+    if text != "off" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be auto, off, or the most drafts from 1 to {MOST_DRAFTS}, not {text!r}")
+    return within(int, 0, MOST_DRAFTS)("0" if text == "off" else text)
 
 
 def listed(numbers) -> str:
@@ -139,6 +154,11 @@ def add_bench(parser: Parser):
                        help=f"the median of so many counts (default: {REPEATS} [1])")
     bench.add_argument("--batch", metavar="N", type=within(int, 1, 256), default=1,
                        help="answers decoded at the same time (default: 1)")
+    bench.add_argument("--acceptance", metavar="P", type=within(float, 0, 1),
+                       help="with --draft N: also decodes with N drafts in each step, the tokens of a run without "
+                            f"drafts; each is right with this probability (default: {ACCEPTANCE})")
+    bench.add_argument("--check-widths", metavar="N,N", type=whole_numbers,
+                       help=f"also what a step costs that checks so many rows for each answer: 1,2,4,{CHECK_ROWS}")
     bench.add_argument("--cards", metavar="N,N", type=whole_numbers,
                        help="on so many of the cards, one after the other, and then side by side: 1,2 (default: on all "
                             "that --card names, or else those that it takes without)")
@@ -183,6 +203,10 @@ def add_machine(parser: Parser):
                               "them; without any an emulated card)")
     machine.add_argument("--split", metavar="N,N", type=whole_numbers,
                          help="layers on each card (default: so that the slowest card is as fast as memory allows)")
+    machine.add_argument("--draft", metavar="auto|off|N", type=draft,
+                         help="next tokens are guessed and checked several at a time, which makes answers faster and "
+                              f"changes none: as many as pay (auto), none, or at most N, 1 to {MOST_DRAFTS} (default: "
+                              "auto; --bench: none)")
     machine.add_argument("--ctx", metavar="N", type=within(int, 1, 2**31 - 1),
                          help="tokens a conversation may have, prompt and answer together "
                               f"(default: {qengine.DEFAULT_CTX}, or the model's own where that is less)")
@@ -212,6 +236,12 @@ def check_options(parser: Parser, options):
         partners = GOES_WITH.get(name)
         if partners and not set(partners) & set(names):
             parser.error(f"{option_name(name)} goes with {' or '.join(map(option_name, partners))}")
+    if options.bench and options.draft == "auto":
+        parser.error("--draft auto is not for --bench, which drafts as many tokens as --draft N says")
+    if options.acceptance is not None and not options.draft:
+        parser.error("--acceptance is for the drafts of --draft N")
+    if max(options.check_widths or [1]) > CHECK_ROWS:
+        parser.error(f"--check-widths: a step has 1 to {CHECK_ROWS} rows for each answer")
     if options.bench and options.ctx is not None:
         parser.error("--ctx is not for --bench, which takes what --prompt-lengths and --contexts need")
     if options.trace and len(options.cards or ()) > 1:

@@ -108,7 +108,7 @@ def run_perplexity(model: qengine.OpenModel, options) -> int:
         stack.enter_context(traced(engine, options))
         against = None
         if other:
-            against = qengine.load(other, card=engine.cards[0], ctx=engine.n_ctx)
+            against = qengine.load(other, card=engine.cards[0], ctx=engine.n_ctx, draft="off")
             stack.callback(against.close)
         measured = measure_perplexity(engine, ids, against, progress=True)
     print(measured.table([Path(name).name.removesuffix(".gguf") for name in names]))

@@ -21,10 +21,12 @@ from typing import Protocol
 
 from engine.prefix import PAGE_TOKENS, pages_for
 from engine.request import RequestError
+from engine.speculate import LARGEST_CHECK, MOST_DRAFTS
 from kernels import probe, q8_gemm
 from kernels.card import OutOfMemory, PlannedCard, show_bytes
 from kernels.emulated.cards import CARDS
 from kernels.formats import FORMATS
+from kernels.ngram import END_BITS
 from kernels.records import CHECK_ROWS
 
 PEAK_SHARE = 0.75           # plans assume that products reach this share of a card's peak
@@ -46,6 +48,7 @@ class Work:
     context_operations: int = 0     # of attention, for one token and per token before it
     page_bytes: int = 0             # keys and values of PAGE_TOKENS tokens
     state_bytes: int = 0            # recurrent states of one slot
+    record_bytes: int = 0           # what checks note of a slot beside its states
 
     def __add__(self, other: "Work") -> "Work":
         return Work(*(getattr(self, field.name) + getattr(other, field.name) for field in dataclasses.fields(self)))
@@ -196,18 +199,15 @@ def passes_over(n: int, next_rows):
         start += rows
 
 
-DRAFTS = {"off": 0, "auto": CHECK_ROWS - 1}
+DRAFTS = {"off": 0, "auto": MOST_DRAFTS}
 
 
 def most_drafts(draft: int | str) -> int:
     """The most drafts of an answer in a step, as `load` and the command line name them. Raises RequestError."""
     most = DRAFTS.get(draft, draft)
-    if not isinstance(most, int) or not 0 <= most < CHECK_ROWS:
-        raise RequestError("draft", f"draft must be 'auto', 'off' or a whole number from 0 to {CHECK_ROWS - 1}")
+    if not isinstance(most, int) or not 0 <= most <= MOST_DRAFTS:
+        raise RequestError("draft", f"draft must be 'auto', 'off' or a whole number from 0 to {MOST_DRAFTS}")
     return most
-
-
-LARGEST_CHECK = 64          # most rows of a decode step that checks drafts
 
 
 def step_rows(slots: int, drafts: int) -> int:
@@ -285,7 +285,7 @@ class CacheSizes:
 
 
 def choose_sizes(stages: list, demand: "Demand") -> CacheSizes:
-    """How the memory that the weights have left is divided. stages: each has a card, page_bytes and state_bytes.
+    """How the memory that the weights have left is divided. stages: each has a card, costs, page_bytes and state_bytes.
 
     The pages hold demand.kv_tokens tokens. By default they hold the contexts of all slots, but no more than fits into
     90 % of the free memory, and one context at least. Unless checkpoints are switched off (both memories 0), later
@@ -297,8 +297,8 @@ def choose_sizes(stages: list, demand: "Demand") -> CacheSizes:
     """
     d, max_pages = demand, pages_for(demand.n_ctx)
     if d.kv_tokens is None:
-        fitting = min((stage.card.free_bytes - (d.slots + LEAST_CHECKPOINTS) * stage.state_bytes)
-                      // max(stage.page_bytes, 1) for stage in stages)
+        fitting = min((stage.card.free_bytes - (d.slots + LEAST_CHECKPOINTS) * stage.state_bytes
+                       - d.slots * stage.costs.work.record_bytes) // max(stage.page_bytes, 1) for stage in stages)
         n_pages = max(min(d.slots * max_pages, int(0.9 * fitting)), max_pages)
         if d.checkpoint_memory != 0 or d.checkpoint_host_memory != 0:
             n_pages = max(n_pages, min(KEPT_CONTEXTS * d.slots * max_pages, fitting // 4))
@@ -306,7 +306,8 @@ def choose_sizes(stages: list, demand: "Demand") -> CacheSizes:
         n_pages = pages_for(d.kv_tokens)
     n_checkpoints = n_pages
     for stage in stages:
-        free = stage.card.free_bytes - d.slots * stage.state_bytes - n_pages * stage.page_bytes
+        kept = d.slots * (stage.state_bytes + stage.costs.work.record_bytes) + n_pages * stage.page_bytes
+        free = stage.card.free_bytes - kept
         budget = free // 4 if d.checkpoint_memory is None else d.checkpoint_memory
         n_checkpoints = min(n_checkpoints, budget // max(stage.state_bytes, 1))
     host_memory = d.checkpoint_host_memory
@@ -317,6 +318,9 @@ def choose_sizes(stages: list, demand: "Demand") -> CacheSizes:
 
 
 # ---- which layers go where -------------------------------------------------------------------------------------
+
+
+LONGEST_CTX = 1 << END_BITS     # tokens of a context that drafts can be looked for in
 
 
 @dataclass(frozen=True)
@@ -340,6 +344,8 @@ class Demand:
                 raise RequestError(name, f"{name} must be {unit}, {2 * unit}, ..., not {value}")
         if self.chunk is not None and self.chunk > LARGEST_CHUNK:   # kernels index a pass's arrays with 32 bits
             raise RequestError("chunk", f"chunk must be at most {LARGEST_CHUNK}, not {self.chunk}")
+        if self.n_ctx > LONGEST_CTX:
+            raise RequestError("ctx", f"ctx must be at most {LONGEST_CTX}, not {self.n_ctx}")
         if self.kv_tokens is not None and self.kv_tokens < self.n_ctx:
             raise RequestError("kv_tokens", f"kv_tokens must be at least the {self.n_ctx} tokens of a context, not "
                                             f"{self.kv_tokens}")
@@ -426,10 +432,11 @@ class LayerCosts:
         n_bytes = self.memory(start, end, pages_for(context), 2) + head        # states are read and written
         return n_bytes / self.speeds[stage].read / PEAK_SHARE
 
-    def memory(self, start: int, end: int, n_pages: int, n_states: int) -> int:
-        """Bytes of weights, pages and states."""
+    def memory(self, start: int, end: int, n_pages: int, n_states: int, n_slots: int = 0) -> int:
+        """Bytes of weights, pages, states, and records of checks."""
         return (self.weight_bytes[end] - self.weight_bytes[start] + n_pages * self.between(start, end, "page_bytes")
-                + n_states * self.between(start, end, "state_bytes"))
+                + n_states * self.between(start, end, "state_bytes")
+                + n_slots * self.between(start, end, "record_bytes"))
 
     def few_of_each_kind(self) -> int:
         """The smallest n such that the first n layers include every kind of memory that the model keeps: pages,
@@ -456,7 +463,8 @@ def place_layers(blueprint: Blueprint, cards: list, demand: Demand, costs: Layer
     def split(n_pages, slowest, seconds):
         """The best split by seconds(stage, start, end, context) of those that fit, with no pass beyond `slowest`."""
         def cost(stage, start, end):
-            if n_pages is not None and costs.memory(start, end, n_pages, n_states) > left[stage] - wasted[stage]:
+            if n_pages is not None and costs.memory(
+                    start, end, n_pages, n_states, demand.slots) > left[stage] - wasted[stage]:
                 return math.inf
             within = costs.prefill_seconds(stage, start, end, context) <= slowest * (1 + 1e-9)
             return seconds(stage, start, end, context) if within else math.inf
@@ -481,7 +489,8 @@ def memory_for_layers(blueprint: Blueprint, cards: list, demand: Demand, costs: 
     samples = [range(few), *[range(1, 1 + few)] * (n_cards - 2), range(n_layers - few, n_layers)]
     sampled = plan_stages(blueprint, cards, dataclasses.replace(
         demand, chunk=demand.chunk or CHUNK, kv_tokens=least * PAGE_TOKENS, checkpoint_memory=0), samples)
-    return [stage.free - stage.total + costs.memory(stage.layers.start, stage.layers.stop, least, n_states)
+    return [stage.free - stage.total
+            + costs.memory(stage.layers.start, stage.layers.stop, least, n_states, demand.slots)
             for stage in sampled.stages]
 
 
@@ -500,10 +509,12 @@ class StagePlan:
     states: int                 # recurrent states of the slots
     checkpoints: int
     scratch: int                # for passes, hops and sampling, and what is lost to rounding (Card.granule)
+    drafts: int                 # what all of this would be less without drafts: a block that makes them and its pages,
+                                # records that take states back, rows of checks; not part of the others
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv + self.states + self.checkpoints + self.scratch
+        return self.weights + self.kv + self.states + self.checkpoints + self.scratch + self.drafts
 
 
 @dataclass(frozen=True)
@@ -530,8 +541,8 @@ class Plan:
 
     def table(self) -> str:
         """For people: a line for each card."""
-        names = "weights", "kv", "states", "checkpoints", "scratch", "total", "free"
-        heads = "weights", "KV pages", "states", "checkpoints", "scratch", "together", "free"
+        names = "weights", "kv", "states", "checkpoints", "scratch", "drafts", "total", "free"
+        heads = "weights", "KV pages", "states", "checkpoints", "scratch", "drafts", "together", "free"
         widths = [max(len(head), 9) + 2 for head in heads]
         width = max(len(stage.card) for stage in self.stages)
         lines = [f"{'card':{width}}  {'layers':>9}" + "".join(f"{head:>{n}}" for head, n in zip(heads, widths))]
@@ -551,16 +562,26 @@ def plan_stages(blueprint: Blueprint, cards: list, demand: Demand, layers: list[
         if len({stage.chunk for stage in stages}) == 1:
             break
         chunk = min(stage.chunk for stage in stages)
-    sizes = choose_sizes(stages, demand)
-    planned = []
+    sizes, planned = choose_sizes(stages, demand), []
     for card, stage in zip(cards, stages):
-        free = stage.card.card.free_bytes
-        stage.allocate(sizes, group_count(len(stages), sizes.n_slots))
-        kv, states = sizes.n_pages * stage.page_bytes, sizes.n_slots * stage.state_bytes
-        checkpoints, used = sizes.n_checkpoints * stage.state_bytes, free - stage.card.free_bytes
-        scratch = used - stage.weight_bytes - kv - states - checkpoints
-        planned.append(StagePlan(card.name, stage.layers, free, stage.weight_bytes, kv, states, checkpoints, scratch))
+        plain, drafts = stage, 0
+        used = taken(stage, sizes, len(stages))
+        if demand.drafts:
+            without = dataclasses.replace(demand, drafts=0)
+            plain = blueprint.stage(PlannedCard(card), stage.layers, without, stage.chunk)
+            drafts = used - taken(plain, sizes, len(stages))
+        kv, states = sizes.n_pages * plain.page_bytes, sizes.n_slots * plain.state_bytes
+        checkpoints = sizes.n_checkpoints * plain.state_bytes
+        scratch = used - drafts - plain.weight_bytes - kv - states - checkpoints
+        planned.append(StagePlan(card.name, stage.layers, card.free_bytes, plain.weight_bytes, kv, states, checkpoints,
+                                 scratch, drafts))
     return Plan(planned, stages, demand, sizes, stages[0].chunk)
+
+
+def taken(stage, sizes: CacheSizes, n_stages: int) -> int:
+    """Bytes that a stage on paper takes of its card, with caches of these sizes, which it gets now."""
+    stage.allocate(sizes, group_count(n_stages, sizes.n_slots))
+    return stage.card.card.free_bytes - stage.card.free_bytes
 
 
 def most(low: int, high: int, fits) -> int | None:
@@ -680,6 +701,8 @@ class Planner:
         for name in "kv_tokens", "checkpoint_memory":
             if getattr(d, name) is not None and self.planned(**{name: None}).fits:
                 found.append(f"no --{name.replace('_', '-')}")
+        if d.drafts and self.planned(drafts=0).fits:
+            found.append("--draft off")
         if d.split and self.planned(split=None).fits:
             found.append("no --split")
         largest = max(self.cards, key=lambda card: card.free_bytes)

@@ -14,7 +14,9 @@ import itertools
 import logging
 import operator
 
-MOST_DRAFTS = 7             # of an answer in a check
+from kernels.records import CHECK_ROWS
+
+MOST_DRAFTS = CHECK_ROWS - 1        # of an answer in a check
 LARGEST_CHECK = 64          # most rows of a check, of all its answers together
 RETRY_TOKENS = 64           # after so many tokens a check is tried that is wider than what seems best
 RECENT = 1 / 16             # weight of a check in the chances of an answer

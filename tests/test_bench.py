@@ -8,6 +8,7 @@ import pytest
 
 import qengine
 from cli import bench as engine_bench
+from cli import checks
 from cli.bench import Bench, estimated_rates
 from cli.main import main
 from kernels import bench, probe
@@ -149,6 +150,27 @@ def test_bench_of_one_card_and_of_two_side_by_side(bench_of_tiny, capsys, tmp_pa
     assert "--cards 3: there are 2 to take them from" in capsys.readouterr().err
 
 
+def test_bench_of_drafts(bench_of_tiny, capsys, tmp_path, monkeypatch):
+    """The real engine: drafts of the right tokens are accepted, wrong ones are not, and no token changes."""
+    monkeypatch.setattr(engine_bench, "DECODE_STEPS", 2)
+    monkeypatch.setattr(Bench, "estimates", lambda *arguments: {"prefill": {}, "decode": {}})
+    monkeypatch.setattr(checks, "EMULATED_TOKENS", 20)
+    file = tmp_path / "bench.json"
+    options = "--prompt-lengths", "5", "--contexts", "57", "--batch", "2", "--json", str(file)
+    assert bench_of_tiny(*options, "--draft", "3", "--acceptance", "1", "--check-widths", "1,4") == 0
+    found = json.loads(file.read_text())
+    [drafted], costs = found["drafted"], found["checks"]
+    assert (drafted["drafts"], drafted["batch"], drafted["context"]) == (3, 2, 57)
+    assert 2.5 < drafted["tokens_per_check"] < 4        # a check ends at the page's end
+    assert [(cost["rows"], cost["with_drafting"]) for cost in costs] == [(1, None), (4, None)]
+    assert all(cost["cost"] > 0 for cost in costs)
+    out = capsys.readouterr().out
+    assert re.search(r"^57 +2 +3 +100 % +[\d,.]+ +[\d,.]+ +[\d.]+ +[\d.]+ +[\d.]+$", out, re.M)
+    assert len(re.findall(r"^57 +2 +[14] +[\d.]+ +[\d.]+$", out, re.M)) == 2
+    assert bench_of_tiny(*options, "--draft", "1", "--acceptance", "0") == 0
+    assert json.loads(file.read_text())["drafted"][0]["tokens_per_check"] == 1
+
+
 def test_estimates_of_other_cards():
     """What the launches of two chunks and of a step of two slots are estimated to take."""
     card = open_cards("emulated")[0]
@@ -203,6 +225,14 @@ def test_operations_are_timed_alone(card):
     (["--bench", "--prompt-lengths", "3,x"], "must be whole numbers from 1 on with commas, not '3,x'"),
     (["--bench", "--contexts", "0"], "must be whole numbers"),
     (["--bench", "--repeats", "0"], "must be from 1 to 1000"),
+    (["--bench", "--draft", "auto"], "--draft auto is not for --bench"),
+    (["--bench", "--draft", "8"], "must be from 0 to 7"),
+    (["--chat", "--draft", "all"], "must be auto, off, or the most drafts from 1 to 7, not 'all'"),
+    (["--bench", "--draft", "off", "--acceptance", "0.5"], "--acceptance is for the drafts of --draft N"),
+    (["--bench", "--draft", "2", "--acceptance", "1.5"], "must be from 0 to 1"),
+    (["--bench", "--check-widths", "2,9"], "a step has 1 to 8 rows"),
+    (["-p", "x", "--check-widths", "2"], "--check-widths goes with --bench"),
+    (["--perplexity", "f", "--draft", "2"], "--draft goes with -p or --chat or --serve or --bench or --plan"),
     (["--probe", "-m", "synthetic:tiny"], "-m is not for --probe"),
     (["-p", "x", "--repeats", "2"], "--repeats goes with --bench"),
     (["-p", "x", "--json", "f"], "--json goes with --bench or --probe"),

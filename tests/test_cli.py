@@ -19,6 +19,7 @@ import qengine
 from cli import interrupts
 from cli.main import main
 from cli.options import EXAMPLES, build_parser
+from engine.plan import LONGEST_CTX
 from engine.request import Delta, EngineStopped, Generation
 from tests.tiny import CONTEXT, MODEL, ROOT, tiny_engine
 
@@ -138,7 +139,7 @@ def test_a_mistake_is_one_sentence(capsys, arguments, words):
 
 @pytest.mark.parametrize("task", [["--plan"], ["-p", "hi"]])
 def test_what_does_not_fit_is_shown_with_a_way_out(capsys, task):
-    code, out, err = run(capsys, "-m", MODEL, *task, "--card", "emulated", "--ctx", "2147483647")
+    code, out, err = run(capsys, "-m", MODEL, *task, "--card", "emulated", "--ctx", str(LONGEST_CTX))
     assert (code, out) == (2, "")
     first, head, card, way_out = err.splitlines()
     assert first == f"qengine: {MODEL} does not fit:" and head.startswith("card") and card.endswith(" too much")

@@ -100,7 +100,7 @@ def test_default_is_one_card_where_that_suffices(monkeypatch):
 @pytest.mark.parametrize("model, n_cards, options", [
     (str(ROOT / "tests" / "data" / "tiny-Q8_0.gguf"), 1, {}),
     ("synthetic:tiny", 1, {"slots": 5, "ctx": 1000, "chunk": 128}),
-    ("synthetic:tiny", 3, {"slots": 2}),
+    ("synthetic:tiny", 3, {"slots": 2, "draft": "off"}),
     ("synthetic:tiny", 2, {"slots": 3, "chunk": 128, "split": (3, 1)}),
     (str(ROOT / "tests" / "data" / "tiny-Q8_0.gguf"), 2, {"slots": 2}),        # with a draft block on the last card
     ("synthetic:tiny", 1, {"kv_tokens": 20000, "checkpoint_memory": 10 * MB, "ctx": 64}),
@@ -109,18 +109,35 @@ def test_plan_says_what_is_allocated(model, n_cards, options):
     opened, cards = open_model(model), [EmulatedCard(n, memory_bytes=700 * MB) for n in range(n_cards)]
     demand = options | {"n_ctx": opened.n_ctx(options.get("ctx")), "drafts": most_drafts("auto")}
     demand.pop("ctx", None)
+    demand["drafts"] = most_drafts(demand.pop("draft", "auto"))
     plan = make_planner(opened, cards, Demand(**demand)).plan
     assert [card.free_bytes for card in cards] == [700 * MB] * n_cards     # a plan takes nothing
     engine = qengine.load(opened, card=cards, progress=False, **options)
     gc.collect()
     for card, stage, loaded in zip(cards, plan.stages, engine.pipeline.stages):
         assert stage.total == 700 * MB - card.free_bytes
-        assert stage.weights == loaded.weight_bytes and stage.layers == loaded.layers
+        assert stage.weights <= loaded.weight_bytes <= stage.weights + stage.drafts     # of a draft block, too
+        assert stage.kv <= plan.sizes.n_pages * loaded.page_bytes <= stage.kv + stage.drafts
         n_states, state = plan.sizes.n_slots, loaded.state_bytes
-        assert (stage.kv, stage.states) == (plan.sizes.n_pages * loaded.page_bytes, n_states * state)
+        assert stage.layers == loaded.layers and stage.states == n_states * state
         assert stage.checkpoints == plan.sizes.n_checkpoints * state and stage.scratch > 0
     assert engine.stats()["kv_pages"] == plan.sizes.n_pages and engine.chunk == plan.chunk
     engine.close()
+
+
+def test_what_drafts_take():
+    """The column holds all of it: the others are as without drafts."""
+    options = {"kv_tokens": 8192, "checkpoint_memory": 500 * MB, "slots": 32, "chunk": 512}
+    plain, few, many = (planner("synthetic:9b", typed(H100, H100), drafts=n, **options).plan for n in (0, 1, 7))
+    for stages in zip(plain.stages, few.stages, many.stages):
+        without, *drafted = stages
+        assert without.drafts == 0
+        for stage in drafted:
+            assert stage.drafts == stage.total - without.total
+            names = "weights", "kv", "states", "checkpoints", "scratch"
+            assert [getattr(stage, name) for name in names] == [getattr(without, name) for name in names]
+    assert many.stages[1].drafts >= few.stages[1].drafts > 0     # the last card has the rows of logits
+    assert "drafts" in many.table().splitlines()[0]
 
 
 def test_longest_context_is_the_longest():
@@ -144,14 +161,14 @@ def test_a_shorter_context_fits_where_a_longer_one_does(monkeypatch):
         granule = 2 << 20
 
     tight = [Granular(number, like=like, memory_bytes=n_bytes) for number, (like, n_bytes) in enumerate(
-        ((CMP_100_210, 530_062_945), (H100, 435_864_632), (H100, 582_749_447)))]
+        ((CMP_100_210, 553_131_617), (H100, 458_933_304), (H100, 605_818_119)))]
     plans = planner("synthetic:0.8b", tight)
     assert [plans.planned(n_ctx=n).fits for n in (2048, 2112, 2560, 4096, 4160)] == [True] * 4 + [False]
     assert plans.longest_context() == 4096
 
 
 def test_what_would_make_it_fit_does_and_no_less():
-    card = EmulatedCard(like=CMP_100_210, memory_bytes=11 << 30)
+    card = EmulatedCard(like=CMP_100_210, memory_bytes=23 << 29)
     plans = planner("synthetic:9b", [card], n_ctx=32768, slots=32)
     assert not plans.plan.fits
     slots, ctx, more, smaller = plans.changes()
