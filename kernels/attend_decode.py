@@ -1,5 +1,5 @@
-"""Attention of decoded tokens, one row per slot, in one launch: from the projections of query, gate, key and value to
-the input of the output projection.
+"""Attention of decoded tokens, in one launch: from the projections of query, gate, key and value to the input of the
+output projection. A plain step has one row per slot; a check (below) has several.
 
     q = rope(rms_norm(query)) D^-1/2,   k = rope(rms_norm(key))    q as float16; k and v go into the cache
     out = sum_j softmax(q . k)_j v_j * sigmoid(gate)               over the keys j = 0 .. position, D = head_dim
@@ -11,32 +11,43 @@ in three launches. Query head h reads KV head h // group, group = heads / n_kv; 
     k, v       pages in a KV format (kernels/kv_formats.py), found through block_table int32 [n_slots, max_pages]
     out        int8 [rows, heads D] and scales float32 [rows, heads D / 32] (kernels/quantize.py), or float32
 
+**A check** has `width` rows for each of n answers; row j * n + i is row j of answer i. Row 0 holds the latest token of
+the answer, at position p, and row j the j-th draft after it, at p + j. Rows with position -1 are *void*: they write
+nothing. The void rows of an answer come after its others, and no row lies beyond the page of row 0. A row has the
+bits of a plain step at its position.
+
 **How a sequence is cut.** A *unit* is 2^s pages of 64 keys, with the smallest s for which the pages up to the row's
 position make at most 64 units. So the bits depend neither on the batch nor on the card, and one recorded launch serves
 every length: its blocks beyond the last unit end at once. 300 tokens are 5 units of 1 page, 4,620 tokens 37 units of 2
-pages, 18,400 tokens 36 units of 8 pages, 262,144 tokens 64 units of 64 pages.
+pages, 18,400 tokens 36 units of 8 pages, 262,144 tokens 64 units of 64 pages. The rows of an answer have equal units.
 
-    grid (n_kv, rows, units): a block of 8 warps per unit, at most 64 units
-    page   | 8 keys | 8 keys | .. | 8 keys |
-    warp       0        1      ..     7
+    grid (n_kv, rows, units): a block of 8 warps per unit, at most 64 units; in a check, a block for several rows
+    keys of a page    | 8 keys | 8 keys | .. | 8 keys |        values of a page   | D/8 dims | .. | D/8 dims |
+    warp                   0        1      ..     7            warp                     0      ..       7
 
-A warp takes 8 keys of a page for all query heads of the KV head at once, so the cache is read once. A *span* is a group
-of D / 8 lanes that hold a row together, 8 dims each. With D = 256 a span is a warp, and each lane has its dims of all 8
-keys and values; with D = 128 a span is half a warp and has 4 of the keys and values. Per page:
+A block takes its keys and values into registers once, for all query heads of the KV head and all of its rows. In what
+follows a *head* is a query head of one of these rows. A lane holds two of its warp's keys, of each the dims in an
+eighth of all chunks of 8; of the values it holds 8 dims of each in a *span*, 8 (D = 256) or 4 (D = 128) keys that
+follow each other. Per page:
 
-    scores    q . k: a lane chains 4 half2 products over its 8 dims and adds the two halves; a butterfly adds the lanes
+    scores    q . k: a lane chains 4 half2 products over the 8 dims of a chunk and adds the two halves; chunks are added
+              in pairs, as a butterfly does: first within the lane, then over the 8 lanes that share a key
     softmax   a warp per head: maximum and sum of the 64 scores, probabilities rounded to half
-    values    p v: a lane chains half2 products over its 8 or 4 keys; the chains of each span go to shared memory
-    sum       a thread owns 2 dims of some heads and adds the chains of all spans in increasing order, float32;
+    values    p v: a lane chains half2 products over its span; the chains of all spans go to shared memory, within the
+              warp, where a lane adds those of 2 dims of a head in increasing order, float32;
               pages are merged into the unit's result in increasing order, rescaled to the running maximum
 
-The new key belongs to one warp of the last unit. This warp makes the key, writes it into its page for later tokens, and
-replaces with it, through shared memory, the stale row in its registers. No other warp of any block reads that row. The
-last block of a (row, KV head) to finish merges the units in increasing order, applies the gate and writes the output;
-it knows that it is the last from a counter on the card, which it sets back to zero. Accuracy: see kernels/attention.py.
-Pipe: half2 and fp32, about 600 instructions per lane for 64 keys and 4 heads. Bytes: 4 D per key and KV head in
-float16, read once; 4 (D + 2) written and read per unit and head. Measurements: benchmarks/results.md, section
-attend_decode.
+The new keys and values of an answer lie in its last page. Every block of the last unit makes those of its rows and of
+the rows before, a warp each, and leaves them in shared memory; from there they replace the stale rows in the registers.
+The block that owns a row also writes its key and value into the page, for later tokens. No result depends on what a
+block reads there meanwhile. Values are replaced row by row: while row j is computed, the values of its span behind
+p + j are copies of its own, as in a plain step, so that not even an infinite value of a later draft can reach it.
+
+The last block of the same rows and KV head to finish merges the units in increasing order, applies the gate and writes
+the output; it knows that it is the last from a counter on the card, which it sets back to zero. Accuracy: see
+kernels/attention.py. Pipe: half2 and fp32, about 600 instructions per lane for 64 keys and 4 heads. Bytes: 4 D per key
+and KV head in float16, read once per block; 4 (D + 2) written and read per unit and head. Measurements:
+benchmarks/results.md, section attend_decode.
 """
 
 from functools import cache, partial as bind
@@ -114,8 +125,8 @@ def load_functions(format, head_dim):
 
     @cuda.jit(device=True, forceinline=True)
     def load_keys(words, pages, page, first, last, lane):
-        """Loads the lane's dims of its two keys among first .. first + 7. In place of keys beyond `last`, it loads
-        `last` again."""
+        """Loads the lane's keys first + lane % 4 and first + lane % 4 + 4, of each the chunks lane / 4, lane / 4 + 8,
+        ... In place of keys beyond `last`, it loads `last` again."""
         key, chunk = uint32(lane & uint32(3)), uint32(lane >> uint32(2))
         at = uint64(page + uint64(uint32(first * uint32(row) + chunk * uint32(eight))))
         for s in range(uint32(2)):
@@ -415,7 +426,8 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, rows
         if not is_void:
             if first_key <= last:
                 load_keys(kw, k_pages, page, first_key, last, lane)
-            load_values(vw, v_pages, page, last, warp, lane)
+            if rows == 1:                               # otherwise registers are scarce until the queries are made
+                load_values(vw, v_pages, page, last, warp, lane)
         if early:
             wait_for_previous()
             if is_void:
@@ -432,6 +444,8 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, rows
             angles = angles_of(row, n_positions, lane, rope_pos, inv_freq, height_section, width_section)
             x = load_head(projected, query_from, lane)
             store_query(query, uint32(t * uint32(head_dim)), lane, x, w, angles, eps)
+        if rows > 1:
+            load_values(vw, v_pages, page, last, warp, lane)
         if thread < n_live:
             highs[thread], sums[thread] = float32(MINUS_INFINITY), float32(0.0)
         for i in range(uint32(0), uint32(n_o), uint32(32 * WARPS)):
@@ -608,14 +622,16 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, rows
 # ---- launch ------------------------------------------------------------------------------------------------
 
 def partials_shape(rows, n_heads, head_dim):
-    """Shape of the float32 array `Scratch.partials`, whatever the context: 66 KiB per row and head of 256."""
+    """Shape of the float32 array `Scratch.partials`, whatever the context: 66 KiB per row and head of 256. rows: all of
+    a launch, answers times width."""
     return rows, n_heads, UNITS, head_dim + RECORD
 
 
 def attend_decode(card, out, qkv, pages, places, scratch, rows, *, width=1, early=False, stream=None):
-    """out: (int8 [rows, heads D], scales float32 [rows, heads D / 32]), or (float32 [rows, heads D], None). Row b is
-    one token of slot places.slots[b] at places.positions[b]. A slot has one row at most in a launch. The key and value
-    of a row are written into the pages; those of the tokens before it must be there.
+    """A step of `rows` answers with `width` rows each, 1 to CHECK_ROWS; see the head of this file. Row b of all
+    rows * width is one token of slot places.slots[b] at places.positions[b]; position -1: void. No two answers share a
+    slot. out: (int8 [all, heads D], scales float32 [all, heads D / 32]), or (float32 [all, heads D], None). The key and
+    value of a row are written into the pages; those of the tokens before row 0 must be there.
 
     early: read before the launch before has ended; allowed only if pages, block table, rotary positions and places have
     not been written since the last launch that does not overlap (kernels/intrinsics.py). Writes out, the new rows of
