@@ -1,5 +1,5 @@
-"""Attention of decoded tokens, one row per slot, in one launch: from the projections of query, gate, key and value to
-the input of the output projection.
+"""Attention of decoded tokens, in one launch: from the projections of query, gate, key and value to the input of the
+output projection. A plain step has one row per slot; a check (below) has several.
 
     q = rope(rms_norm(query)) D^-1/2,   k = rope(rms_norm(key))    q as float16; k and v go into the cache
     out = sum_j softmax(q . k)_j v_j * sigmoid(gate)               over the keys j = 0 .. position, D = head_dim
@@ -10,6 +10,11 @@ in three launches. Query head h reads KV head h // group, group = heads / n_kv; 
     projected  float32 [rows, stride]     queries with gates, keys, values: the columns of kernels/rope.py's Heads
     k, v       pages in a KV format (kernels/kv_formats.py), found through block_table int32 [n_slots, max_pages]
     out        int8 [rows, heads D] and scales float32 [rows, heads D / 32] (kernels/quantize.py), or float32
+
+**A check** has `width` rows for each of n answers; row j * n + i is row j of answer i. Row 0 holds the latest token of
+the answer, at position p, and row j the j-th draft after it, at p + j. Rows with position -1 are *void*: they write
+nothing. The void rows of an answer come after its others, and no row lies beyond the page of row 0. A row has the
+bits of a plain step at its position.
 
 **How a sequence is cut.** A *unit* is 2^s pages of 64 keys, with the smallest s for which the pages up to the row's
 position make at most 64 units. So the bits depend neither on the batch nor on the card, and one recorded launch serves
@@ -30,8 +35,10 @@ keys and values; with D = 128 a span is half a warp and has 4 of the keys and va
     sum       a thread owns 2 dims of some heads and adds the chains of all spans in increasing order, float32;
               pages are merged into the unit's result in increasing order, rescaled to the running maximum
 
-The new key belongs to one warp of the last unit. This warp makes the key, writes it into its page for later tokens, and
-replaces with it, through shared memory, the stale row in its registers. No other warp of any block reads that row. The
+A row has its new key and value from one warp, which makes the key and writes both into the page for later tokens. Every
+block of the row's last unit replaces with them, through shared memory, the stale row in its registers. In a check,
+that block also makes the keys and values of the answer's rows before, a warp each, and replaces theirs: so rows do not
+wait for each other. No result depends on what a block reads of these rows of the page meanwhile. The
 last block of a (row, KV head) to finish merges the units in increasing order, applies the gate and writes the output;
 it knows that it is the last from a counter on the card, which it sets back to zero. Accuracy: see kernels/attention.py.
 Pipe: half2 and fp32, about 600 instructions per lane for 64 keys and 4 heads. Bytes: 4 D per key and KV head in
@@ -66,12 +73,9 @@ WARPS = 8                # per block
 RESIDENT = 2             # blocks that an SM must hold: bounds the registers
 KEYS = PAGE // WARPS     # of a page, per warp
 UNITS = 64               # at most, of a sequence
+CHECK_ROWS = 8           # of an answer in a launch, at most: a warp makes the new key of each
 MAX_GROUP = WARPS        # query heads per KV head
-DIMS = 8                 # of a load, 4 words
-CHUNKS_APART = 64        # dims from one of a lane's chunks of a key to the next
-SCORES = PAGE + 8        # words of a head's scores: the unused ones spread four heads over all banks
-CHECK_ROWS = 8           # of an answer in a launch, at most
-HEADS_AT_ONCE = 16       # of all rows of a block, at most: bounds the shared memory
+DIMS = 8                 # of a lane, 4 words
 MERGED = 16              # units whose results a thread loads at once when units are merged
 MERGED_SHAPE = MERGED, 4  # dims of a thread
 UNITS_EACH = UNITS // 32  # of a lane
@@ -87,110 +91,61 @@ class Scratch(NamedTuple):
     arrived: Array          # uint32, rows * n_kv elements or more: zero before the first launch and after each
 
 
-def span_sizes(head_dim):
-    """(spans of a warp, values of a span in a page)."""
-    n_spans = 32 * WARPS * DIMS // head_dim
-    return n_spans, PAGE // n_spans
-
-
-def rows_before(rows):
-    """New rows that a block may need whose own rows are `rows`."""
-    return CHECK_ROWS if rows > 1 else 1
-
-
-def rows_of_block(group):
-    """Rows of a check that a block takes."""
-    return min(CHECK_ROWS, HEADS_AT_ONCE // group)
-
-
 # ---- parts -------------------------------------------------------------------------------------------------
+# own_keys: of how many of a warp's 8 keys a lane holds its 8 dims: 8 if the span is a warp, 4 if it is half a warp.
 
-def load_functions(format, head_dim):
-    """load_keys and load_values."""
-    load, row, eight = format.load, format.row(head_dim), format.eight
-    n_chunks = head_dim // CHUNKS_APART
-    n_spans, own_keys = span_sizes(head_dim)
-    n_span_lanes = 32 // n_spans
+def newest_functions(format, head_dim, rotary, own_keys):
+    """load_keys, store_newest and put_newest."""
+    load, store, row, eight = format.load, format.store_function(head_dim), format.row(head_dim), format.eight
+    load_head, norm_rotate, load_shared_row = load_function(head_dim), norm_rotate_function(head_dim, rotary), \
+        format.load_shared
 
     @cuda.jit(device=True, forceinline=True)
     def load_keys(words, pages, page, first, last, lane):
-        """Loads the lane's dims of its two keys among first .. first + 7. In place of keys beyond `last`, it loads
-        `last` again."""
-        key, chunk = uint32(lane & uint32(3)), uint32(lane >> uint32(2))
-        at = uint64(page + uint64(uint32(first * uint32(row) + chunk * uint32(eight))))
-        for s in range(uint32(2)):
-            of_key = uint32(key + uint32(4) * s)
-            if uint32(first + uint32(KEYS - 1)) > last:
-                of_key = uint32(min(of_key, uint32(last - first)))
-            for i in range(uint32(n_chunks)):
-                n = uint32(of_key * uint32(row) + i * uint32(eight * CHUNKS_APART // DIMS))
-                load(words, pages, uint64(at + uint64(n)), uint32(s * uint32(n_chunks) + i))
-
-    @cuda.jit(device=True, forceinline=True)
-    def load_values(words, pages, page, last, warp, lane):
-        """Loads the lane's 8 dims of each value of its span. Beyond `last`, it loads `last` again."""
-        first = uint32(uint32(lane // uint32(n_span_lanes)) * uint32(own_keys))
-        chunk = uint32(warp * uint32(n_span_lanes) + uint32(lane % uint32(n_span_lanes)))
-        at = uint64(page + uint64(uint32(chunk * uint32(eight))))
-        if last == uint32(PAGE - 1):
+        """Loads the lane's 8 dims, 4 words, of each of its keys among first .. first + 7. In place of keys beyond
+        `last`, the last live one, it loads `last` again."""
+        own, row_lane = uint32(0), lane
+        if own_keys != KEYS:
+            own, row_lane = uint32(uint32(lane >> uint32(4)) * uint32(own_keys)), uint32(lane & uint32(15))
+        at = uint64(page + uint64(uint32(first * uint32(row) + row_lane * uint32(eight))))
+        if uint32(first + uint32(KEYS - 1)) <= last:
             for j in range(uint32(own_keys)):
-                load(words, pages, uint64(at + uint64(uint32((first + j) * uint32(row)))), j)
+                load(words, pages, uint64(at + uint64(uint32((j + own) * uint32(row)))), j)
         else:
             for j in range(uint32(own_keys)):
-                key = uint32(min(uint32(first + j), last))
+                key = uint32(min(j + own, uint32(last - first)))
                 load(words, pages, uint64(at + uint64(uint32(key * uint32(row)))), j)
 
-    return load_keys, load_values
-
-
-def newest_functions(format, head_dim, rotary):
-    """store_newest, put_keys and put_values."""
-    store, row, eight = format.store_function(head_dim), format.row(head_dim), format.eight
-    load_head, norm_rotate, load_shared_row = load_function(head_dim), norm_rotate_function(head_dim, rotary), \
-        format.load_shared
-    itemsize, n_chunks = np.dtype(format.dtype).itemsize, head_dim // CHUNKS_APART
-    n_spans, own_keys = span_sizes(head_dim)
-    n_span_lanes = 32 // n_spans
-
     @cuda.jit(device=True, forceinline=True)
-    def store_newest(newest, new, k_pages, v_pages, to, is_kept, projected, k_from, v_from, lane, w, angles, eps):
+    def store_newest(newest, new, k_pages, v_pages, to, is_own, projected, k_from, v_from, lane, w, angles, eps):
         """Called by one warp. Takes a new key and value from elements k_from and v_from of `projected`, normalises and
-        rotates the key, and stores both as rows 2 new and 2 new + 1 of `newest` in shared memory; if `is_kept`, also
-        at element `to` of the pages."""
+        rotates the key, and stores both as rows 2 new and 2 new + 1 of `newest` in shared memory; if `is_own`, also at
+        element `to` of the pages."""
         k, v = load_head(projected, k_from, lane), load_head(projected, v_from, lane)
         k = norm_rotate(k, w, angles, eps)
-        store(newest, uint32(new * uint32(2 * row)), lane, k)
-        store(newest, uint32(new * uint32(2 * row) + uint32(row)), lane, v)
-        if is_kept:
+        at = uint32(new * uint32(2 * row))
+        store(newest, at, lane, k)
+        store(newest, uint32(at + uint32(row)), lane, v)
+        if is_own:
             store(k_pages, to, lane, k)
             store(v_pages, to, lane, v)
+        cuda.syncwarp()     # the warp may load that row of the page next, to put this one over it
 
     @cuda.jit(device=True, forceinline=True)
-    def put_keys(words, at, new, lane):
-        """Replaces key `new` of the warp's 8, and those after it, by the row at a shared address."""
-        key = uint32(lane & uint32(3))
-        at = at + uint64(uint32(uint32(lane >> uint32(2)) * uint32(eight * itemsize)))
-        for i in range(uint32(n_chunks)):
-            w0, w1, w2, w3 = load_shared_row(at + uint64(uint32(i * uint32(eight * itemsize * CHUNKS_APART // DIMS))))
-            for s in range(uint32(2)):
-                if uint32(key + uint32(4) * s) >= new:
-                    n = uint32(uint32(4) * uint32(s * uint32(n_chunks) + i))
-                    words[n], words[n + uint32(1)] = w0, w1
-                    words[n + uint32(2)], words[n + uint32(3)] = w2, w3
-
-    @cuda.jit(device=True, forceinline=True)
-    def put_values(words, at, new, warp, lane):
-        """Replaces value `new` of a page's 64, and those after it in its span, by the row at a shared address."""
-        chunk = uint32(warp * uint32(n_span_lanes) + uint32(lane % uint32(n_span_lanes)))
-        w0, w1, w2, w3 = load_shared_row(at + uint64(uint32(chunk * uint32(eight * itemsize))))
-        first = uint32(uint32(lane // uint32(n_span_lanes)) * uint32(own_keys))
+    def put_newest(words, at, new, lane):
+        """Replaces key `new` of the warp's 8 by the row at a shared address, and also the keys after it, in whose place
+        `load_keys` has loaded that key again."""
+        w0, w1, w2, w3 = load_shared_row(at)
+        own = uint32(0)
+        if own_keys != KEYS:
+            own = uint32(uint32(lane >> uint32(4)) * uint32(own_keys))
         for j in range(uint32(own_keys)):
-            if uint32(first + j) >= new and first <= new:
-                n = uint32(uint32(4) * j)
-                words[n], words[n + uint32(1)] = w0, w1
-                words[n + uint32(2)], words[n + uint32(3)] = w2, w3
+            if j + own >= new:
+                i = uint32(uint32(4) * j)
+                words[i], words[i + uint32(1)] = w0, w1
+                words[i + uint32(2)], words[i + uint32(3)] = w2, w3
 
-    return store_newest, put_keys, put_values
+    return load_keys, store_newest, put_newest
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -201,53 +156,45 @@ def exchange(x, y, upper, offset):
     return keep + cuda.shfl_xor_sync(EVERY_LANE, send, offset)
 
 
-def product_functions(head_dim):
+def product_functions(own_keys):
     """dot_heads and chain_values."""
-    n_chunks = head_dim // CHUNKS_APART
-    _, own_keys = span_sizes(head_dim)
 
     @cuda.jit(device=True, forceinline=True)
-    def dot_keys(query_at, k):
-        """Partial q . k of the query at a shared address with the lane's two keys: over the lane's dims."""
-        x, y = cuda.local.array(n_chunks, float32), cuda.local.array(n_chunks, float32)
-        for i in range(uint32(n_chunks)):
-            q0, q1, q2, q3 = load_shared4(query_at + uint64(uint32(i * uint32(2 * CHUNKS_APART))))
-            n = uint32(uint32(4) * i)
-            h = hmul2(q0, k[n])
-            h = hfma2(q1, k[n + uint32(1)], h)
-            h = hfma2(q2, k[n + uint32(2)], h)
-            h = hfma2(q3, k[n + uint32(3)], h)
-            x[i] = half2_low(h) + half2_high(h)
-            n = uint32(uint32(4) * uint32(i + uint32(n_chunks)))
-            h = hmul2(q0, k[n])
-            h = hfma2(q1, k[n + uint32(1)], h)
-            h = hfma2(q2, k[n + uint32(2)], h)
-            h = hfma2(q3, k[n + uint32(3)], h)
-            y[i] = half2_low(h) + half2_high(h)
-        if n_chunks == 2:
-            return x[0] + x[1], y[0] + y[1]
-        return (x[0] + x[2]) + (x[1] + x[3]), (y[0] + y[2]) + (y[1] + y[3])
-
-    @cuda.jit(device=True, forceinline=True)
-    def dot_heads(at0, at1, at2, at3, k, lane):
-        """q . k of four queries: a lane gets the product of query lane / 4 % 4 and key lane % 4 + 4 (lane / 16)."""
-        upper = (lane & uint32(16)) != uint32(0)
-        x, y = dot_keys(at0, k)
-        x0 = exchange(x, y, upper, 16)
-        x, y = dot_keys(at1, k)
-        x1 = exchange(x, y, upper, 16)
-        x, y = dot_keys(at2, k)
-        x2 = exchange(x, y, upper, 16)
-        x, y = dot_keys(at3, k)
-        x3 = exchange(x, y, upper, 16)
+    def dot_keys(query_at, k, lane):
+        """Partial q . k of the query at a shared address with the warp's 8 keys: lane l gets key l // 4, and the four
+        lanes of a quad are still to be added. k: 4 words for each of the lane's keys."""
+        x = cuda.local.array(own_keys, float32)
+        q0, q1, q2, q3 = load_shared4(query_at)
+        for j in range(uint32(own_keys)):
+            i = uint32(uint32(4) * j)
+            h = hmul2(q0, k[i])
+            h = hfma2(q1, k[i + uint32(1)], h)
+            h = hfma2(q2, k[i + uint32(2)], h)
+            h = hfma2(q3, k[i + uint32(3)], h)
+            x[j] = half2_low(h) + half2_high(h)
+        if own_keys == KEYS:            # otherwise the halves of the warp hold different keys already
+            upper = (lane & uint32(16)) != uint32(0)
+            x0, x1 = exchange(x[0], x[4], upper, 16), exchange(x[1], x[5], upper, 16)
+            x2, x3 = exchange(x[2], x[6], upper, 16), exchange(x[3], x[7], upper, 16)
+        else:
+            x0, x1, x2, x3 = x[0], x[1], x[2], x[3]
         upper = (lane & uint32(8)) != uint32(0)
         x0, x1 = exchange(x0, x2, upper, 8), exchange(x1, x3, upper, 8)
         return exchange(x0, x1, (lane & uint32(4)) != uint32(0), 4)
 
     @cuda.jit(device=True, forceinline=True)
+    def dot_heads(at0, at1, at2, at3, k, lane):
+        """q . k of four queries: lane l gets the product of query l % 4 and key l // 4."""
+        x0, x1 = dot_keys(at0, k, lane), dot_keys(at1, k, lane)
+        x2, x3 = dot_keys(at2, k, lane), dot_keys(at3, k, lane)
+        upper = (lane & uint32(2)) != uint32(0)
+        x0, x1 = exchange(x0, x2, upper, 2), exchange(x1, x3, upper, 2)
+        return exchange(x0, x1, (lane & uint32(1)) != uint32(0), 1)
+
+    @cuda.jit(device=True, forceinline=True)
     def chain_values(p, v, w):
-        """Word w of the sum of p v over the lane's values, in half precision. p: for each its probability in both
-        halves of a word. v: 4 words per value."""
+        """Word w of the sum of p v over the lane's keys, in half precision. p: for each key its probability in both
+        halves of a word. v: 4 words per key."""
         h = hmul2(p[uint32(0)], v[w])
         for j in range(uint32(1), uint32(own_keys)):
             h = hfma2(p[j], v[uint32(uint32(4) * j + w)], h)
@@ -268,7 +215,7 @@ def merge_units(acc, values, weights, at, to_sums):
         acc[4] = cuda.fma(weights[uint32(n + to_sums)], f, acc[4])
 
 
-def unit_functions(head_dim, most_heads):
+def unit_functions(head_dim, group):
     """weigh_units and load_units."""
     record = head_dim + RECORD
 
@@ -291,7 +238,7 @@ def unit_functions(head_dim, most_heads):
         for i in range(uint32(UNITS_EACH)):
             n = uint32(at + uint32(32) * i)
             weights[n] = exp(highs[i] - highest)
-            weights[uint32(n + uint32(most_heads * UNITS))] = sums[i]
+            weights[uint32(n + uint32(group * UNITS))] = sums[i]
 
     @cuda.jit(device=True, forceinline=True)
     def load_units(values, partial, first, last, at):
@@ -307,71 +254,63 @@ def unit_functions(head_dim, most_heads):
 # ---- kernel ------------------------------------------------------------------------------------------------
 
 @cache
-def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, rows):
-    """The kernel for a KV format and heads of this shape. `group`: query heads per KV head. quantized: int8 output or
-    float32; early: see kernels/intrinsics.py; rows: of an answer, that a block takes at most."""
+def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, width):
+    """The kernel for a KV format and heads of this shape. `group`, the query heads per KV head, is a constant, so that
+    a lane's values of each head are registers. quantized: int8 output or float32; early: see kernels/intrinsics.py;
+    width: 1 in a plain step, CHECK_ROWS in a check."""
     words, record, row_elements = head_dim // 2, head_dim + RECORD, format.row(head_dim)
-    n_spans, own_keys = span_sizes(head_dim)
-    n_loaded, n_newest = own_keys * DIMS // 2, 2 * rows_before(rows) * row_elements
-    most_heads, most = rows * group, uint32(group - 1)
-    warp_words, n_at_once = words // WARPS, 32 * WARPS // words       # words that a warp sums; heads at a time
-    n_parts = -(-group // n_at_once)
-    chain_words = n_spans * warp_words + warp_words         # of a head in a warp: the padding spreads heads over banks
-    n_chains = max(WARPS * n_at_once * chain_words, 2 * most_heads * UNITS)
-    n_query, n_scores, n_o = most_heads * head_dim, most_heads * SCORES, rows * n_parts * n_at_once * head_dim
-    is_even, query_width = n_o % (32 * WARPS) == 0, 2 * head_dim if gated else head_dim
-    row_bytes = row_elements * np.dtype(format.dtype).itemsize
+    spans = 32 * DIMS // head_dim                           # of a warp
+    own_keys, n_spans = KEYS // spans, WARPS * spans        # keys of a lane; spans of the block
+    sides = 32 * WARPS // words                             # threads that own the same 2 dims, of different heads
+    n_own, is_even = -(-group // sides), group % sides == 0     # heads of a thread, 2 dims of each
+    n_o, n_loaded, n_newest = 2 * n_own, own_keys * DIMS // 2, 2 * width * row_elements
+    n_query, n_scores = group * head_dim, group * PAGE
+    n_chains = n_spans * group * words
+    n_quads, most = -(-group // 4), uint32(group - 1)       # of heads
+    n_rounds, n_fours = -(-group * head_dim // (4 * 32 * WARPS)), group * head_dim // 4
+    query_width = 2 * head_dim if gated else head_dim
+    row_bytes, eight_bytes = (n * np.dtype(format.dtype).itemsize for n in (row_elements, format.eight))
     element, store = format.element, store_quantized if quantized else store_plain
     load_head, angles_of = load_function(head_dim), angles_function(rotary)
     store_query, page_offset = store_query_function(head_dim, rotary), page_offset_function(row_elements)
-    load_keys, load_values = load_functions(format, head_dim)
-    store_newest, put_keys, put_values = newest_functions(format, head_dim, rotary)
-    dot_heads, chain_values = product_functions(head_dim)
-    weigh_units, load_units = unit_functions(head_dim, most_heads)
+    load_keys, store_newest, put_newest = newest_functions(format, head_dim, rotary, own_keys)
+    dot_heads, chain_values = product_functions(own_keys)
+    weigh_units, load_units = unit_functions(head_dim, group)
 
     @cuda.jit(launch_bounds=(32 * WARPS, RESIDENT))
     def attend(out, scales, partial, arrived, projected, q_norm, k_norm, rope_pos, inv_freq, k_pages, v_pages,
-               block_table, row_slot, row_pos, n_answers, width, stride, k_column, v_column, n_positions, max_pages,
-               n_kv, height_section, width_section, eps):
+               block_table, row_slot, row_pos, n_answers, stride, k_column, v_column, n_positions, max_pages, n_kv,
+               height_section, width_section, eps):
         let_next_begin()
         if not early:
             wait_for_previous()
-        # A head is one of one row: head t of the block is head t % group of its row t // group.
-        query = cuda.shared.array(n_query, float16)        # [head][head_dim]
-        scores = cuda.shared.array(n_scores, uint32)       # [head][64 keys, 8 unused]: float32, then p as two halves
-        # In the loop over pages [warp][head of those at a time][span][words of the warp], as words. At the end factors
-        # [head][unit] and sums [head][unit] of units.
+        query = cuda.shared.array(n_query, float16)        # [head of the group][head_dim]
+        scores = cuda.shared.array(n_scores, uint32)       # [head][64 keys]: float32, then p as two halves
+        # In the loop over pages words [span][head][words]; at the end factors, then sums of units, [head][unit] each.
         chains = cuda.shared.array(n_chains, float32)
-        o = cuda.shared.array(n_o, float32)                # [row][head][parity of the dim][words]
-        of_pages = cuda.shared.array(most_heads, float32)  # what rescales this page
-        of_before = cuda.shared.array(most_heads, float32)     # and the pages before
-        highs = cuda.shared.array(most_heads, float32)     # of the pages so far
-        sums = cuda.shared.array(most_heads, float32)
-        newest = cuda.shared.array(n_newest, element, alignment=16)     # [new row][key, value][a row]
+        factors = cuda.shared.array(group, float32)        # what rescales this page,
+        totals = cuda.shared.array(group, float32)         # and the pages before
+        newest = cuda.shared.array(n_newest, element, alignment=16)     # [new row][key, value]
+        new_rows = cuda.shared.array(2, uint32)            # the first's place in its page, and how many; no registers
         is_last = cuda.shared.array(1, uint32)
         kw = cuda.local.array(n_loaded, uint32)
         vw = cuda.local.array(n_loaded, uint32)
         pw = cuda.local.array(own_keys, uint32)
+        o = cuda.local.array(n_o, float32)
         values = cuda.local.array(MERGED_SHAPE, float32)
         acc = cuda.local.array(5, float32)
         gate = cuda.local.array(4, float32)
 
         thread = uint32(cuda.threadIdx.x)
         lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
-        kv_head, block_row, unit = uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y), uint32(cuda.blockIdx.z)
-        answer, first_row, live = block_row, uint32(0), uint32(1)
-        is_void = row_pos[block_row] < int32(0)
-        if rows > 1:
-            first_row = uint32(block_row // n_answers)
-            answer = uint32(block_row - first_row * n_answers)
-            if uint32(first_row % uint32(rows)) != uint32(0):
-                return
-            live = uint32(0)
-            for r in range(uint32(rows)):
-                if uint32(first_row + r) < width and row_pos[uint32(block_row + r * n_answers)] >= int32(0):
-                    live = uint32(live + uint32(1))
-        position, slot = uint32(max(row_pos[answer], int32(0))), uint32(row_slot[answer])     # of row 0
-        n_live = uint32(live * uint32(group))
+        kv_head, row, unit = uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y), uint32(cuda.blockIdx.z)
+        is_void = row_pos[row] < int32(0)
+        position, slot = uint32(max(row_pos[row], int32(0))), uint32(row_slot[row])
+        before, answer = uint32(0), row                 # rows of the answer before this one
+        if width > 1:
+            before = uint32(row // n_answers)
+            answer = uint32(row - before * n_answers)
+        angles = angles_of(row, n_positions, lane, rope_pos, inv_freq, height_section, width_section)
         last_page = uint32(position // uint32(PAGE))
         shift = uint32(uint32(32) - uint32(cuda.clz(uint32(last_page // uint32(UNITS)))))
         last_unit = uint32(last_page >> shift)
@@ -379,79 +318,74 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, rows
             return
         first_page = uint32(unit << shift)
         end_page = uint32(min(uint32(first_page + uint32(uint32(1) << shift)), uint32(last_page + uint32(1))))
+        row_at = uint32(row * stride)
         first_head = uint32(kv_head * uint32(group))
         first_key = uint32(warp * uint32(KEYS))
 
-        new_key = uint32(position % uint32(PAGE))           # of row 0; those of rows 1.. follow
-        n_new = uint32(first_row + live)
+        new_key = uint32(position % uint32(PAGE))
+        new_warp = uint32(new_key // uint32(KEYS))
         page = page_offset(block_table, max_pages, slot, first_page, kv_head, n_kv)
-        last = uint32(min(uint32(position - first_page * uint32(PAGE)), uint32(PAGE - 1)))  # live key, before rows 1..
-        # The first heads and the new keys go to different warps, if there are few.
-        own = uint32(uint32(warp + uint32(WARPS - 1) - uint32(new_key // uint32(KEYS))) & uint32(WARPS - 1))
-        t = uint32(min(own, uint32(max(n_live, uint32(1)) - uint32(1))))
-        row = uint32(block_row + uint32(t // uint32(group)) * n_answers)
-        query_from = uint32(row * stride + uint32(first_head + uint32(t % uint32(group))) * uint32(query_width))
-        angles = angles_of(row, n_positions, lane, rope_pos, inv_freq, height_section, width_section)
+        last = uint32(min(uint32(position - first_page * uint32(PAGE)), uint32(PAGE - 1)))  # live key
+        # Rotated, so that the warp with the new key comes last and has a query head only if the group has 8.
+        own_head = uint32(uint32(warp + uint32(WARPS - 1) - new_warp) & uint32(WARPS - 1))
+        head = uint32(first_head + uint32(min(own_head, most)))
+        query_from = uint32(row_at + head * uint32(query_width))
         w = load_head(q_norm, uint32(0), lane)
-        new = uint32(uint32(WARPS - 1) - own)               # the new row that this warp makes
-        has_newest = unit == last_unit and new < n_new and not is_void
-        new_row = uint32(new * n_answers + answer)
+        new = uint32(uint32(WARPS - 1) - own_head)          # the new row that this warp makes
+        has_newest = unit == last_unit and new <= before and not is_void
+        is_own, new_row, new_angles = new == before, row, angles
+        if width > 1:
+            new_row = uint32(new * n_answers + answer)
+            if has_newest:
+                new_angles = angles_of(new_row, n_positions, lane, rope_pos, inv_freq, height_section, width_section)
         of_head = uint32(new_row * stride + kv_head * uint32(head_dim))
         k_from, v_from = uint32(of_head + k_column), uint32(of_head + v_column)
         to = page_offset(block_table, max_pages, slot, last_page, kv_head, n_kv)
-        to = uint64(to + uint64(uint32(uint32(new_key + new) * uint32(row_elements))))
+        to = uint64(to + uint64(uint32(new_key * uint32(row_elements))))
         k_w = load_head(k_norm, uint32(0), lane)
-        if rows > 1 and has_newest:
-            new_angles = angles_of(new_row, n_positions, lane, rope_pos, inv_freq, height_section, width_section)
-        else:
-            new_angles = angles
         if not early:
             if is_void:
                 return
             x = load_head(projected, query_from, lane)
             if has_newest:
-                store_newest(newest, new, k_pages, v_pages, to, new >= first_row, projected, k_from, v_from, lane, k_w,
+                store_newest(newest, new, k_pages, v_pages, to, is_own, projected, k_from, v_from, lane, k_w,
                              new_angles, eps)
-        if not is_void:
-            if first_key <= last:
-                load_keys(kw, k_pages, page, first_key, last, lane)
-            load_values(vw, v_pages, page, last, warp, lane)
+        if first_key <= last and not is_void:
+            load_keys(kw, k_pages, page, first_key, last, lane)
+            load_keys(vw, v_pages, page, first_key, last, lane)
         if early:
             wait_for_previous()
             if is_void:
                 return
             x = load_head(projected, query_from, lane)
             if has_newest:
-                store_newest(newest, new, k_pages, v_pages, to, new >= first_row, projected, k_from, v_from, lane, k_w,
+                store_newest(newest, new, k_pages, v_pages, to, is_own, projected, k_from, v_from, lane, k_w,
                              new_angles, eps)
-        if own < n_live:
-            store_query(query, uint32(own * uint32(head_dim)), lane, x, w, angles, eps)
-        for t in range(own + uint32(WARPS), n_live, uint32(WARPS)):
-            row = uint32(block_row + uint32(t // uint32(group)) * n_answers)
-            query_from = uint32(row * stride + uint32(first_head + uint32(t % uint32(group))) * uint32(query_width))
-            angles = angles_of(row, n_positions, lane, rope_pos, inv_freq, height_section, width_section)
-            x = load_head(projected, query_from, lane)
-            store_query(query, uint32(t * uint32(head_dim)), lane, x, w, angles, eps)
-        if thread < n_live:
-            highs[thread], sums[thread] = float32(MINUS_INFINITY), float32(0.0)
-        for i in range(uint32(0), uint32(n_o), uint32(32 * WARPS)):
-            if is_even or uint32(i + thread) < uint32(n_o):
-                o[uint32(i + thread)] = float32(0.0)
+        if own_head < uint32(group):
+            store_query(query, uint32(own_head * uint32(head_dim)), lane, x, w, angles, eps)
+        if width > 1 and thread == uint32(0):
+            new_rows[0], new_rows[1] = uint32(new_key - before), uint32(before + uint32(1))
         cuda.syncthreads()
 
+        high, total = float32(MINUS_INFINITY), float32(0.0)  # of the pages so far; warp g: of head g
+        for i in range(uint32(n_o)):
+            o[i] = float32(0.0)
         lane_key = uint32(uint32(lane & uint32(3)) * uint32(KEYS) + uint32(lane >> uint32(2)))
-        span, span_lane = uint32(lane // uint32(32 // n_spans)), uint32(lane % uint32(32 // n_spans))
-        query_at = shared_address(query) + uint64(uint32(uint32(lane >> uint32(2)) * uint32(2 * DIMS)))
-        newest_at = shared_address(newest)
-        p_at = shared_address(scores) + uint64(uint32(span * uint32(4 * own_keys)))
-        score_at = shared_address(scores) + uint64(uint32(uint32(
-            first_key + uint32(lane & uint32(3)) + uint32(uint32(lane >> uint32(4)) * uint32(4))) * uint32(4)))
-        softmax_at = shared_address(scores) + uint64(uint32(lane_key * uint32(4)))
-        chain_at = shared_address(chains) + uint64(uint32(warp * uint32(4 * n_at_once * chain_words)))
-        word, side = uint32(lane % uint32(warp_words)), uint32(lane // uint32(warp_words))
-        sum_at = chain_at + uint64(uint32(uint32(side * uint32(chain_words) + word) * uint32(4)))
-        chain_at = chain_at + uint64(uint32(uint32(span * uint32(warp_words) + span_lane * uint32(4)) * uint32(4)))
-        o_at = uint32(side * uint32(head_dim) + warp * uint32(warp_words) + word)
+        word, side = uint32(thread & uint32(words - 1)), uint32(thread // uint32(words))
+        span, row_lane = warp, lane                     # the lane's span and its place there
+        if spans == 2:
+            span, row_lane = uint32(thread >> uint32(4)), uint32(lane & uint32(15))
+        query_at = shared_address(query) + uint64(uint32(row_lane * uint32(16)))
+        newest_at = shared_address(newest) + uint64(uint32(row_lane * uint32(eight_bytes)))
+        p_at = shared_address(scores) + uint64(uint32(first_key * uint32(4)))
+        score_at = p_at + uint64(uint32(uint32(lane >> uint32(2)) * uint32(4)))
+        softmax_at = shared_address(scores) + uint64(
+            uint32(uint32(warp * uint32(PAGE) + lane_key) * uint32(4)))
+        chain_at = shared_address(chains) + uint64(
+            uint32(uint32(span * uint32(group * words) + row_lane * uint32(4)) * uint32(4)))
+        sum_at = shared_address(chains) + uint64(uint32(uint32(side * uint32(words) + word) * uint32(4)))
+        if spans == 2:
+            p_at = p_at + uint64(uint32(uint32(lane >> uint32(4)) * uint32(4 * own_keys)))
         for done in range(uint32(end_page - first_page)):
             number = uint32(first_page + uint32(done) + uint32(1))
             next_last, next_page = uint32(0), page
@@ -459,146 +393,130 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, rows
             if more:
                 next_page = page_offset(block_table, max_pages, slot, number, kv_head, n_kv)
                 next_last = uint32(min(uint32(position - number * uint32(PAGE)), uint32(PAGE - 1)))
-            is_newest = number > last_page
-            if is_newest:                               # of each new key, those after it are copies, until it is put
-                for m in range(n_new):
-                    key = uint32(new_key + m)
-                    if uint32(key // uint32(KEYS)) == warp:
-                        at = newest_at + uint64(uint32(m * uint32(2 * row_bytes)))
-                        put_keys(kw, at, uint32(key - first_key), lane)
-            if first_key <= last or is_newest:
-                for quad in range(uint32(uint32(n_live + uint32(3)) >> uint32(2))):
-                    t, end = uint32(uint32(4) * quad), uint32(n_live - uint32(1))
-                    x = dot_heads(query_at + uint64(uint32(t * uint32(2 * head_dim))),
-                                  query_at + uint64(uint32(min(t + uint32(1), end) * uint32(2 * head_dim))),
-                                  query_at + uint64(uint32(min(t + uint32(2), end) * uint32(2 * head_dim))),
-                                  query_at + uint64(uint32(min(t + uint32(3), end) * uint32(2 * head_dim))),
+            load_next = more and first_key <= next_last
+            if first_key <= last:
+                if width == 1 and warp == new_warp and number > last_page:
+                    put_newest(kw, newest_at, uint32(new_key - first_key), lane)
+                if width > 1 and number > last_page:    # those of the rows before, too
+                    for m in range(new_rows[1]):
+                        key = uint32(new_rows[0] + m)
+                        if uint32(key // uint32(KEYS)) == warp:
+                            at = newest_at + uint64(uint32(m * uint32(2 * row_bytes)))
+                            put_newest(kw, at, uint32(key - first_key), lane)
+                for quad in range(uint32(n_quads)):
+                    g = uint32(uint32(4) * quad)
+                    x = dot_heads(query_at + uint64(uint32(g * uint32(2 * head_dim))),
+                                  query_at + uint64(uint32(min(g + uint32(1), most) * uint32(2 * head_dim))),
+                                  query_at + uint64(uint32(min(g + uint32(2), most) * uint32(2 * head_dim))),
+                                  query_at + uint64(uint32(min(g + uint32(3), most) * uint32(2 * head_dim))),
                                   kw, lane)
-                    t = uint32(min(uint32(t + uint32(uint32(lane >> uint32(2)) & uint32(3))), end))  # the last again
-                    store_shared(score_at + uint64(uint32(t * uint32(4 * SCORES))), float_as_word(x))
-            if more and first_key <= next_last:
+                    g = uint32(min(uint32(g + uint32(lane & uint32(3))), most))  # the last head again
+                    store_shared(score_at + uint64(uint32(g * uint32(4 * PAGE))), float_as_word(x))
+            if load_next:
                 load_keys(kw, k_pages, next_page, first_key, next_last, lane)
             cuda.syncthreads()
 
-            for t in range(warp, n_live, uint32(WARPS)):
-                softmax_of = softmax_at + uint64(uint32(t * uint32(4 * SCORES)))
-                a, b = word_as_float(load_shared(softmax_of)), word_as_float(load_shared(softmax_of + uint64(128)))
-                high, total, row_last = highs[t], sums[t], last
-                if is_newest:
-                    row_last = uint32(last + first_row + uint32(t // uint32(group)))
-                a = a if lane_key <= row_last else float32(MINUS_INFINITY)
-                b = b if uint32(lane_key + uint32(32)) <= row_last else float32(MINUS_INFINITY)
+            if warp < uint32(group):
+                a = word_as_float(load_shared(softmax_at))
+                b = word_as_float(load_shared(softmax_at + uint64(128)))
+                a = a if lane_key <= last else float32(MINUS_INFINITY)
+                b = b if uint32(lane_key + uint32(32)) <= last else float32(MINUS_INFINITY)
                 page_high = warp_max(float_max(a, b))
                 a, b = exp(a - page_high), exp(b - page_high)
                 page_total = warp_sum(a + b)
-                store_shared(softmax_of, pack_half2(a, a))
-                store_shared(softmax_of + uint64(128), pack_half2(b, b))
+                store_shared(softmax_at, pack_half2(a, a))
+                store_shared(softmax_at + uint64(128), pack_half2(b, b))
                 new_high = float_max(high, page_high)
-                of_page, before = exp(page_high - new_high), exp(high - new_high)
-                cuda.syncwarp()                         # all lanes have read the old maximum and sum
+                of_page, of_before = exp(page_high - new_high), exp(high - new_high)
+                high, total = new_high, cuda.fma(page_total, of_page, total * of_before)
                 if lane == uint32(0):
-                    highs[t], sums[t] = new_high, cuda.fma(page_total, of_page, total * before)
-                    of_pages[t], of_before[t] = of_page, before
+                    factors[warp], totals[warp] = of_page, of_before
             cuda.syncthreads()
 
-            if is_newest:
-                if uint32(span * uint32(own_keys)) > last:      # no keys of row 0
-                    for i in range(uint32(n_loaded)):
-                        vw[i] = uint32(0)
-                for m in range(first_row):
-                    put_values(vw, newest_at + uint64(uint32(m * uint32(2 * row_bytes) + uint32(row_bytes))),
-                               uint32(new_key + m), warp, lane)
-            for r in range(live):
-                if is_newest:
-                    m = uint32(first_row + r)
-                    put_values(vw, newest_at + uint64(uint32(m * uint32(2 * row_bytes) + uint32(row_bytes))),
-                               uint32(new_key + m), warp, lane)
-                for part in range(uint32(n_parts)):
-                    for s in range(uint32(n_at_once)):
-                        g = uint32(min(uint32(part * uint32(n_at_once) + s), most))
-                        at = p_at + uint64(uint32(uint32(r * uint32(group) + g) * uint32(4 * SCORES)))
-                        pw[0], pw[1], pw[2], pw[3] = load_shared4(at)
-                        if own_keys == 8:
-                            pw[4], pw[5], pw[6], pw[7] = load_shared4(at + uint64(16))
-                        store_shared4(chain_at + uint64(uint32(s * uint32(4 * chain_words))),
-                                      chain_values(pw, vw, uint32(0)), chain_values(pw, vw, uint32(1)),
-                                      chain_values(pw, vw, uint32(2)), chain_values(pw, vw, uint32(3)))
-                    cuda.syncwarp()
-                    x, y = float32(0.0), float32(0.0)
-                    for j in range(uint32(n_spans)):
-                        h = load_shared(sum_at + uint64(uint32(j * uint32(4 * warp_words))))
-                        x, y = x + half2_low(h), y + half2_high(h)
-                    t = uint32(min(uint32(part * uint32(n_at_once) + side), most))
-                    t = uint32(r * uint32(group) + t)
-                    i = uint32(uint32(r * uint32(n_parts) + part) * uint32(n_at_once * head_dim) + o_at)
-                    o[i] = cuda.fma(x, of_pages[t], o[i] * of_before[t])
-                    i = uint32(i + uint32(words))
-                    o[i] = cuda.fma(y, of_pages[t], o[i] * of_before[t])
-                    cuda.syncwarp()
-            if more:
-                load_values(vw, v_pages, next_page, next_last, warp, lane)
+            if first_key <= last:
+                if width == 1 and warp == new_warp and number > last_page:
+                    put_newest(vw, newest_at + uint64(row_bytes), uint32(new_key - first_key), lane)
+                if width > 1 and number > last_page:    # those of the rows before, too
+                    for m in range(new_rows[1]):
+                        key = uint32(new_rows[0] + m)
+                        if uint32(key // uint32(KEYS)) == warp:
+                            at = newest_at + uint64(uint32(m * uint32(2 * row_bytes) + uint32(row_bytes)))
+                            put_newest(vw, at, uint32(key - first_key), lane)
+                for g in range(uint32(group)):
+                    at = p_at + uint64(uint32(g * uint32(4 * PAGE)))
+                    pw[0], pw[1], pw[2], pw[3] = load_shared4(at)
+                    if own_keys == KEYS:
+                        pw[4], pw[5], pw[6], pw[7] = load_shared4(at + uint64(16))
+                    store_shared4(chain_at + uint64(uint32(g * uint32(4 * words))),
+                                  chain_values(pw, vw, uint32(0)), chain_values(pw, vw, uint32(1)),
+                                  chain_values(pw, vw, uint32(2)), chain_values(pw, vw, uint32(3)))
+            else:
+                for g in range(uint32(group)):
+                    store_shared4(chain_at + uint64(uint32(g * uint32(4 * words))), uint32(0), uint32(0), uint32(0),
+                                  uint32(0))
+            if load_next:
+                load_keys(vw, v_pages, next_page, first_key, next_last, lane)
             cuda.syncthreads()
+
+            for j in range(uint32(n_own)):
+                g = uint32(uint32(sides) * j + side)
+                if is_even or g < uint32(group):
+                    x, y = float32(0.0), float32(0.0)
+                    for w in range(uint32(n_spans)):
+                        of_head = uint32(w * uint32(group) + uint32(sides) * j)
+                        h = load_shared(sum_at + uint64(uint32(of_head * uint32(4 * words))))
+                        x, y = x + half2_low(h), y + half2_high(h)
+                    i = uint32(uint32(2) * j)
+                    o[i] = cuda.fma(x, factors[g], o[i] * totals[g])
+                    o[i + uint32(1)] = cuda.fma(y, factors[g], o[i + uint32(1)] * totals[g])
             page, last = next_page, next_last
 
-        # Of a row of the check and this KV head, the records of its units begin at row * n_records + of_records.
-        n_records = uint32(n_kv * uint32(group * UNITS))
-        of_records = uint32(kv_head * uint32(group * UNITS))
-        for r in range(live):
-            row = uint32(block_row + r * n_answers)
-            for part in range(uint32(n_parts)):
-                g = uint32(part * uint32(n_at_once) + side)
-                if g < uint32(group):
-                    to_record = uint32(uint32(uint32(row * n_records + of_records) + g * uint32(UNITS)) + unit)
-                    n = uint32(to_record * uint32(record) + uint32(2) * uint32(warp * uint32(warp_words) + word))
-                    i = uint32(uint32(r * uint32(n_parts) + part) * uint32(n_at_once * head_dim) + o_at)
-                    partial[n], partial[uint32(n + uint32(1))] = o[i], o[uint32(i + uint32(words))]
-        if thread < n_live:
-            row = uint32(block_row + uint32(thread // uint32(group)) * n_answers)
-            n = uint32(uint32(row * n_records + of_records) + uint32(thread % uint32(group)) * uint32(UNITS))
-            n = uint32(uint32(n + unit) * uint32(record) + uint32(head_dim))
-            partial[n], partial[uint32(n + uint32(1))] = highs[thread], sums[thread]
+        records = uint32(uint32(uint32(row * n_kv + kv_head) * uint32(group)) * uint32(UNITS))
+        for j in range(uint32(n_own)):
+            g = uint32(uint32(sides) * j + side)
+            if g < uint32(group):
+                to = uint32(uint32(records + g * uint32(UNITS) + unit) * uint32(record) + uint32(2) * word)
+                i = uint32(uint32(2) * j)
+                partial[to], partial[uint32(to + uint32(1))] = o[i], o[i + uint32(1)]
+        if warp < uint32(group) and lane == uint32(0):
+            to = uint32(uint32(records + warp * uint32(UNITS) + unit) * uint32(record) + uint32(head_dim))
+            partial[to], partial[uint32(to + uint32(1))] = high, total
 
         cuda.syncthreads()
         if thread == uint32(0):
-            is_last[uint32(0)] = uint32(arrive(arrived, uint32(block_row * n_kv + kv_head)) == last_unit)
+            is_last[uint32(0)] = uint32(arrive(arrived, uint32(row * n_kv + kv_head)) == last_unit)
         cuda.syncthreads()
         if is_last[uint32(0)] == uint32(0):
             return
         if thread == uint32(0):
-            arrived[uint32(block_row * n_kv + kv_head)] = uint32(0)
-        n_fours = uint32(n_live * uint32(head_dim // 4))
-        for first_four in range(uint32(0), n_fours, uint32(32 * WARPS)):
-            four = uint32(thread + first_four)
-            inside = four < n_fours
-            t = uint32(min(uint32(four // uint32(head_dim // 4)), uint32(n_live - uint32(1))))
-            row, head = uint32(block_row + uint32(t // uint32(group)) * n_answers), uint32(t % uint32(group))
+            arrived[uint32(row * n_kv + kv_head)] = uint32(0)
+        gate_at = uint32(row_at + first_head * uint32(2 * head_dim) + uint32(head_dim))
+        to = uint32(uint32(row * n_kv * uint32(group) + first_head) * uint32(head_dim))
+        for j in range(uint32(n_rounds)):
+            four = uint32(thread + j * uint32(32 * WARPS))
+            inside = four < uint32(n_fours)
+            g = uint32(min(uint32(four // uint32(head_dim // 4)), most))
             dim = uint32(uint32(4) * four % uint32(head_dim))
-            of_units = uint32(row * n_records + of_records + head * uint32(UNITS))
-            of_units = uint32(of_units * uint32(record) + dim)
+            of_units = uint32(uint32(records + g * uint32(UNITS)) * uint32(record) + dim)
             load_units(values, partial, uint32(0), last_unit, of_units)
-            head = uint32(first_head + head)
             if gated:
-                gate_at = uint32(row * stride + head * uint32(2 * head_dim) + uint32(head_dim))
                 for d in range(uint32(4)):
-                    gate[d] = projected[uint32(gate_at + dim + d)]
-            if first_four == uint32(0):
-                for n in range(warp, n_live, uint32(WARPS)):
-                    row_n = uint32(block_row + uint32(n // uint32(group)) * n_answers)
-                    at = uint32(row_n * n_records + of_records + uint32(n % uint32(group)) * uint32(UNITS))
-                    weigh_units(chains, partial, at, last_unit, n, lane)
+                    gate[d] = projected[uint32(gate_at + g * uint32(2 * head_dim) + dim + d)]
+            if j == uint32(0):
+                if warp < uint32(group):
+                    weigh_units(chains, partial, uint32(records + warp * uint32(UNITS)), last_unit, warp, lane)
                 cuda.syncthreads()
             for d in range(uint32(5)):
                 acc[d] = float32(0.0)
-            merge_units(acc, values, chains, uint32(t * uint32(UNITS)), uint32(most_heads * UNITS))
+            merge_units(acc, values, chains, uint32(g * uint32(UNITS)), uint32(group * UNITS))
             for part in range(uint32(1), uint32(uint32(last_unit // uint32(MERGED)) + uint32(1))):
                 first = uint32(uint32(part) * uint32(MERGED))
                 load_units(values, partial, first, last_unit, of_units)
-                merge_units(acc, values, chains, uint32(t * uint32(UNITS) + first), uint32(most_heads * UNITS))
+                merge_units(acc, values, chains, uint32(g * uint32(UNITS) + first), uint32(group * UNITS))
             r = div_rn(float32(1.0), acc[4])
             for d in range(uint32(4)):
                 acc[d] = acc[d] * r * sigmoid(gate[d]) if gated else acc[d] * r
-            to_out = uint32(uint32(row * n_kv * uint32(group) + head) * uint32(head_dim) + dim)
-            store(out, scales, to_out, inside, acc[0] if inside else float32(0.0),
+            store(out, scales, uint32(to + uint32(4) * four), inside, acc[0] if inside else float32(0.0),
                   acc[1] if inside else float32(0.0), acc[2] if inside else float32(0.0),
                   acc[3] if inside else float32(0.0))
 
@@ -608,14 +526,16 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, rows
 # ---- launch ------------------------------------------------------------------------------------------------
 
 def partials_shape(rows, n_heads, head_dim):
-    """Shape of the float32 array `Scratch.partials`, whatever the context: 66 KiB per row and head of 256."""
+    """Shape of the float32 array `Scratch.partials`, whatever the context: 66 KiB per row and head of 256. rows: all of
+    a launch, answers times width."""
     return rows, n_heads, UNITS, head_dim + RECORD
 
 
 def attend_decode(card, out, qkv, pages, places, scratch, rows, *, width=1, early=False, stream=None):
-    """out: (int8 [rows, heads D], scales float32 [rows, heads D / 32]), or (float32 [rows, heads D], None). Row b is
-    one token of slot places.slots[b] at places.positions[b]. A slot has one row at most in a launch. The key and value
-    of a row are written into the pages; those of the tokens before it must be there.
+    """A step of `rows` answers with `width` rows each, 1 to CHECK_ROWS; see the head of this file. Row b of all
+    rows * width is one token of slot places.slots[b] at places.positions[b]; position -1: void. No two answers share a
+    slot. out: (int8 [all, heads D], scales float32 [all, heads D / 32]), or (float32 [all, heads D], None). The key and
+    value of a row are written into the pages; those of the tokens before row 0 must be there.
 
     early: read before the launch before has ended; allowed only if pages, block table, rotary positions and places have
     not been written since the last launch that does not overlap (kernels/intrinsics.py). Writes out, the new rows of
@@ -625,12 +545,12 @@ def attend_decode(card, out, qkv, pages, places, scratch, rows, *, width=1, earl
     if heads.group > MAX_GROUP:
         raise ValueError(f"attention takes up to {MAX_GROUP} query heads per KV head, not {heads.group}")
     kernel = attend_kernel(pages.format, heads.group, heads.head_dim, heads.rotary, heads.gated, scales is not None,
-                           early and launches_overlap(card.cc), 1 if width == 1 else rows_of_block(heads.group))
+                           early and launches_overlap(card.cc), 1 if width == 1 else CHECK_ROWS)
     card.launch(kernel, (heads.n_kv_heads, rows * width, min(UNITS, pages.block_table.shape[1])), 32 * WARPS,
                 values.reshape(-1), (values if scales is None else scales).reshape(-1), scratch.partials.reshape(-1),
                 scratch.arrived.reshape(-1), qkv.products.values.reshape(-1), qkv.q_norm, qkv.k_norm,
                 rotary.positions.reshape(-1), rotary.frequencies, pages.k.reshape(-1), pages.v.reshape(-1),
-                pages.block_table.reshape(-1), places.slots, places.positions, rows, width, qkv.products.stride,
+                pages.block_table.reshape(-1), places.slots, places.positions, rows, qkv.products.stride,
                 heads.k_column, heads.v_column, rotary.positions.shape[1], pages.block_table.shape[1], heads.n_kv_heads,
                 *rotary.sections[1:], float(heads.eps), stream=stream)
 

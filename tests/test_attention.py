@@ -119,7 +119,7 @@ def test_products_run_on_packed_half(card, format, shape):
     (head_dim, rotary, gated), page = shape, f"{np.dtype(format.dtype).name}[1]"
     tiles = ("float32[1]", "float16[1]", "float32[1]", page, page, *["int32[1]"] * 3, *["uint32"] * 5)
     decode = ("int8[1]", *["float32[1]"] * 2, "uint32[1]", *["float32[1]"] * 3, "int32[1]", "float32[1]", page, page,
-              *["int32[1]"] * 3, *["uint32"] * 10, "float32")
+              *["int32[1]"] * 3, *["uint32"] * 9, "float32")
     for kernel, signature in (
             (attention.tiles_kernel(format, head_dim, gated), tiles),
             (attend_decode.attend_kernel(format, 2, head_dim, rotary, gated, True, False, 1), decode)):

@@ -82,10 +82,10 @@ def attention_of_other_heads(format):
     yield rope.query_kernel(*QWEN3), "float16[1]", x, x, *rotary, *["uint32"] * 5, "float32"
     yield kv_cache.store_kernel(format, head_dim, n_rotary), *page, x, x, *rotary, *i, *["uint32"] * 8, "float32"
     yield attention.tiles_kernel(format, head_dim, gated), x, "float16[1]", x, *page, *i, *["uint32"] * 5
-    for group, shape, early, rows in ((1, QWEN3, False, 1), (8, QWEN3, True, 1), (8, QWEN35, False, 1),
-                                      (4, QWEN35, True, 4), (6, QWEN35, False, 2), (8, QWEN3, False, 2)):
-        kernel = attend_decode.attend_kernel(format, group, *shape, True, early, rows)
-        yield (kernel, "int8[1]", x, x, "uint32[1]", x, x, x, *rotary, *page, *i, *["uint32"] * 10,
+    for group, shape, early, width in ((1, QWEN3, False, 1), (8, QWEN3, True, 1), (8, QWEN35, False, 1),
+                                      (4, QWEN35, False, 8), (8, QWEN35, False, 8), (8, QWEN3, False, 8)):
+        kernel = attend_decode.attend_kernel(format, group, *shape, True, early, width)
+        yield (kernel, "int8[1]", x, x, "uint32[1]", x, x, x, *rotary, *page, *i, *["uint32"] * 9,
                "float32")
 
 
