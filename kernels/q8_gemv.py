@@ -52,9 +52,8 @@ from kernels.bench import Case, main
 from kernels.compile import launches_overlap
 from kernels.decode_tile import takes, tile_gemv, tile_gemv_swiglu
 from kernels.formats import BLOCK, as_words
-from kernels.intrinsics import (BIAS_WORD, dp4a, float_as_word, half_to_float, let_next_begin, load_words2,
-                                load_words4, store_word, store_words4, stream_words2, stream_words4, unbias,
-                                wait_for_previous)
+from kernels.intrinsics import (BIAS_WORD, dp4a, float_as_word, half_to_float, let_next_begin, load_words4, store_word,
+                                store_words4, stream_words4, unbias, wait_for_previous)
 from kernels.norm import (MAX_WARPS, NormInput, hold_weights, norm_quantizer, rms_norm_quantize,
                           store_quantized)
 from kernels.operands import Matrix, Quantized
@@ -65,6 +64,7 @@ MAX_COLUMNS = 16  # of one launch
 WIDE_ROWS = 128  # from so many rows per SM on, a warp takes 8 columns: two groups of 4 rows for each of 16 warps
 MAX_FUSED = 16384  # longest column whose norm is computed inside the product
 MAX_PLANES = 20480  # longest column in planes; `down` of a 27B has 17,408 values
+TILE = 32  # blocks of a row that a warp multiplies at once, and chains of the tree
 PLANE, SUMS = MAX_PLANES // 2, MAX_PLANES // BLOCK  # where the second plane starts in xq, and the sums in xd
 IN_PLANES = 2 * SUMS  # floats of xd in planes
 HELD = 2, 4  # norm weights that a lane holds in registers: 8, so 32 warps hold up to 8,192
@@ -79,83 +79,124 @@ def q8_reference(wq, wd, xq, xd):
     return x.reshape(xq.shape) @ w.reshape(wq.shape).T
 
 
+def fma_reference(a, b, c):
+    """float32 a * b + c, rounded once, for finite numbers: float64 holds the product exactly, and its sum, if inexact,
+    is made odd in its last bit, so that rounding it to float32 cannot meet a tie that is none."""
+    product, c = np.multiply(a, b, dtype=np.float64), np.asarray(c, np.float64)
+    total = product + c
+    part = total - product
+    error = (product - (total - part)) + (c - part)
+    is_even = total.view(np.int64) & 1 == 0
+    neighbour = np.nextafter(total, np.copysign(np.inf, error))
+    return np.where((error != 0) & is_even, neighbour, total).astype(np.float32)
+
+
+def tree_sum(chains):
+    """Adds float32 [..., 32], a number of each chain, in the order of the kernels."""
+    c = chains.reshape(*chains.shape[:-1], 4, 8)
+    t = ((c[..., 0, :] + c[..., 1, :]) + c[..., 2, :]) + c[..., 3, :]
+    t = t[..., :4] + t[..., 4:]
+    t = t[..., :2] + t[..., 2:]
+    return t[..., 0] + t[..., 1]
+
+
+def tree_reference(wq, wd, xq, xd):
+    """float32 y [columns, n], bit for bit as the kernels compute it."""
+    chains = np.zeros((len(xq), len(wq), 32), np.float32)
+    for block in range(wd.shape[1]):
+        part = slice(BLOCK * block, BLOCK * block + BLOCK)
+        dot = xq[:, part].astype(np.float32) @ wq[:, part].astype(np.float32).T  # integers below 2**24: exact
+        scale = xd[:, block, None] * wd[:, block].astype(np.float32)
+        chains[:, :, block % 32] = fma_reference(dot, scale, chains[:, :, block % 32])
+    return tree_sum(chains)
+
+
 # ---- weight formats ----------------------------------------------------------------------------------------
 
-# The kernels below know a weight format only by its Decoder. `planes`: whether it reads a single column in planes.
-# `tile`: blocks of a row that a warp multiplies at once. `words`: the uint32, weights and scales, that a lane holds of
-# a tile. The other three make or are device functions:
+# The kernels below know a weight format only by its Decoder. A tile has 32 blocks of a row; each lane adds the products
+# of one of them, and of the blocks that follow it at a distance of 32: a chain.
 #
-#   fetch     (raw, piece, row, block, k, lane, wq, wd): loads the lane's words of the tile that starts at `block`
-#             of row `row` into raw[piece]; it computes nothing
-#   multiply  (rows, columns, planes) -> device function (acc, raw, piece, block, k, lane, x_starts, xq, xd):
-#             acc[r, c] += the lane's share of the tile in raw[piece + r] times the same tile of column c
-#   rest      (rows, columns, planes) -> device function (acc, w_rows, k, lane, wq, wd, x_starts, xq, xd):
-#             acc[r, c] += what follows the last whole tile of row w_rows[r], times column c
+#   planes    whether it reads a single column in planes
+#   words     the uint32, weights and scales, that a lane holds of a tile
+#   place     device function (lane): which of the 32 blocks is the lane's, which is also the number of its chain
+#   apart     of the lanes whose chains are 1, 2, 4, 8 and 16 apart: the distance (for shuffles by xor)
+#   fetch     (part) -> device function (raw, piece, row, block, k, lane, wq, wd): loads the lane's words of the tile
+#             that starts at `block` of row `row` into raw[piece]; it computes nothing
+#   multiply  (rows, columns, planes, part) -> device function (acc, raw, piece, block, k, lane, x_starts, xq, xd):
+#             acc[r, c] += the product of the lane's block in raw[piece + r] and of the same block of column c
 #
-# raw: local uint32 [pieces, words]. acc: local float32 [rows, columns]. w_rows: local uint32 [rows].
-# x_starts: local uint32 [columns], the block at which a column starts in xq and xd, in global or shared memory.
+# part: whether a row may end before the tile does. raw: local uint32 [pieces, words]. acc: local float32
+# [rows, columns]. x_starts: local uint32 [columns], the block at which a column starts in xq and xd, in global or
+# shared memory.
 #
 # "In planes" is how a column lies in shared memory for packed formats. xq has the first 16 bytes of every block, and
 # from PLANE on the second 16 bytes of every block. So if each lane takes a whole block, neighbouring lanes read
 # neighbouring 16 bytes in both planes, without bank conflicts. xd has the scales of the blocks and, from SUMS on, the
 # scale times the sum of the 32 integers of each block, which formats with a minimum need.
 
-Decoder = namedtuple("Decoder", "planes tile words fetch multiply rest")
+Decoder = namedtuple("Decoder", "planes words place apart fetch multiply")
+
+
+BIAS_HALF = BIAS_WORD // 2  # two sums that start here make one that started at BIAS_WORD
 
 
 @cuda.jit(device=True, forceinline=True)
-def fetch_q8(raw, piece, row, block, k, lane, wq, wd):
-    at = uint32(row * uint32(k >> uint32(5)) + block)
-    loaded = stream_words4(wq, uint32(uint32(at << uint32(5)) + uint32(lane << uint32(4))))
-    for i in range(4):
-        raw[piece, i] = loaded[i]
-    raw[piece, 4] = uint32(wd[uint32(at + uint32(lane >> uint32(1)))])
+def place_q8(lane):
+    """Lane 2 j has block j of a tile, lane 2 j + 1 has block 16 + j."""
+    return uint32(uint32(lane >> uint32(1)) | uint32(uint32(lane & uint32(1)) << uint32(4)))
 
 
-def multiply_q8(rows, columns, planes):
+def fetch_q8(part):
+    @cuda.jit(device=True, forceinline=True)
+    def fetch(raw, piece, row, block, k, lane, wq, wd):
+        blocks = uint32(k >> uint32(5))
+        at = uint32(row * blocks + block)
+        byte = uint32(uint32(at << uint32(5)) + uint32(lane << uint32(4)))
+        pair, place = uint32(block + uint32(lane >> uint32(1))), place_q8(lane)
+        if not part or pair < blocks:
+            raw[piece, 0], raw[piece, 1], raw[piece, 2], raw[piece, 3] = stream_words4(wq, byte)
+        if not part or uint32(pair + uint32(16)) < blocks:
+            byte = uint32(byte + uint32(512))
+            raw[piece, 4], raw[piece, 5], raw[piece, 6], raw[piece, 7] = stream_words4(wq, byte)
+        if not part or uint32(block + place) < blocks:
+            raw[piece, 8] = uint32(wd[uint32(at + place)])
+
+    return fetch
+
+
+def multiply_q8(rows, columns, planes, part):
     @cuda.jit(device=True, forceinline=True)
     def multiply(acc, raw, piece, block, k, lane, x_starts, xq, xd):
+        """A lane multiplies half of two blocks, keeps one of the sums and exchanges the other for the second half of
+        its own block. What is beyond the end of a row goes to lanes that do not add it."""
+        x = cuda.local.array(8, uint32)
+        blocks, place = uint32(k >> uint32(5)), place_q8(lane)
+        pair, is_odd = uint32(block + uint32(lane >> uint32(1))), (lane & uint32(1)) != uint32(0)
+        adds = not part or uint32(block + place) < blocks
         for c in range(columns):
             at = uint32(x_starts[c] + block)
-            x = load_words4(xq, uint32(uint32(at << uint32(5)) + uint32(lane << uint32(4))))
-            x_scale = xd[uint32(at + uint32(lane >> uint32(1)))]
+            byte, x_scale = uint32(uint32(at << uint32(5)) + uint32(lane << uint32(4))), float32(0.0)
+            if not part or pair < blocks:
+                x[0], x[1], x[2], x[3] = load_words4(xq, byte)
+            if not part or uint32(pair + uint32(16)) < blocks:
+                x[4], x[5], x[6], x[7] = load_words4(xq, uint32(byte + uint32(512)))
+            if adds:
+                x_scale = xd[uint32(at + place)]
             for r in range(rows):
-                dot = int32(BIAS_WORD)
+                first, second = int32(BIAS_HALF), int32(BIAS_HALF)
                 for i in range(4):
-                    dot = dp4a(raw[piece + r, i], x[i], dot)
-                w_scale = half_to_float(uint16(raw[piece + r, 4]))
-                acc[r, c] = cuda.fma(unbias(dot), w_scale * x_scale, acc[r, c])
+                    first = dp4a(raw[piece + r, i], x[i], first)
+                    second = dp4a(raw[piece + r, 4 + i], x[4 + i], second)
+                dot = second if is_odd else first
+                dot = int32(dot + cuda.shfl_xor_sync(0xFFFFFFFF, first if is_odd else second, 1))
+                if adds:
+                    w_scale = half_to_float(uint16(raw[piece + r, 8]))
+                    acc[r, c] = cuda.fma(unbias(dot), w_scale * x_scale, acc[r, c])
 
     return multiply
 
 
-def rest_q8(rows, columns, planes):
-    @cuda.jit(device=True, forceinline=True)
-    def add_blocks(acc, w_rows, block, k, lane, wq, wd, x_starts, xq, xd):
-        """A tile of up to 8 blocks, 8 weights per lane."""
-        byte, its_block = uint32(lane << uint32(3)), uint32(lane >> uint32(2))
-        for r in range(rows):
-            at = uint32(w_rows[r] * uint32(k >> uint32(5)) + block)
-            w = stream_words2(wq, uint32(uint32(at << uint32(5)) + byte))
-            w_scale = half_to_float(wd[uint32(at + its_block)])
-            for c in range(columns):
-                x_at = uint32(x_starts[c] + block)
-                x = load_words2(xq, uint32(uint32(x_at << uint32(5)) + byte))
-                dot = dp4a(w[1], x[1], dp4a(w[0], x[0], int32(BIAS_WORD)))
-                acc[r, c] = cuda.fma(unbias(dot), w_scale * xd[uint32(x_at + its_block)], acc[r, c])
-
-    @cuda.jit(device=True, forceinline=True)
-    def rest(acc, w_rows, k, lane, wq, wd, x_starts, xq, xd):
-        blocks = uint32(k >> uint32(5))
-        if blocks & uint32(8):
-            add_blocks(acc, w_rows, uint32(blocks & uint32(0xFFFFFFF0)), k, lane, wq, wd, x_starts, xq, xd)
-        if uint32(lane >> uint32(2)) < uint32(blocks & uint32(7)):
-            add_blocks(acc, w_rows, uint32(blocks & uint32(0xFFFFFFF8)), k, lane, wq, wd, x_starts, xq, xd)
-
-    return rest
-
-
-Q8 = Decoder(False, 16, 5, fetch_q8, multiply_q8, rest_q8)
+Q8 = Decoder(False, 9, place_q8, (2, 4, 8, 16, 1), fetch_q8, multiply_q8)
 
 
 # ---- x in planes -------------------------------------------------------------------------------------------
@@ -231,24 +272,31 @@ def copy_into_planes(q, d, xq, xd, k, thread, threads):
 
 # ---- parts of the kernels ----------------------------------------------------------------------------------
 
-def ring(decoder, rows, columns, depth, planes):
+def ring(decoder, rows, columns, shape, planes):
     """Device functions (start, multiply_rows) with which a warp multiplies `rows` rows of w by `columns` columns. The
     loads of the next `depth` tiles are always in flight, into registers raw [rows * depth, words]. With depth 0 there
-    is no ring: a tile is loaded where it is multiplied."""
-    tile, span, fetch = decoder.tile, decoder.tile * depth, decoder.fetch  # span: blocks in the ring
-    multiply, rest = decoder.multiply(rows, columns, planes), decoder.rest(rows, columns, planes)
-    spare_shape = rows, decoder.words
+    is no ring: a tile is loaded where it is multiplied. With `part` the last tile of a row is in the ring although the
+    row ends in it; without it, it is loaded where it is multiplied."""
+    depth, part = shape.depth, shape.part
+    span, leftover = TILE * depth, depth != 1  # blocks in the ring; whether tiles may be left over at the end of a row
+    fetch, fetch_part = decoder.fetch(part), decoder.fetch(True)
+    multiply = decoder.multiply(rows, columns, planes, part)
+    multiply_part = decoder.multiply(rows, columns, planes, True)
+    spare_shape, beyond = (rows, decoder.words), TILE - 1 if part else 0
 
     @cuda.jit(device=True, forceinline=True)
     def multiply_from(acc, w_rows, block, k, lane, wq, wd, x_starts, xq, xd):
         """acc += the products from `block` to the end of the rows; none of these weights has been loaded yet."""
-        spare = cuda.local.array(spare_shape, uint32)
-        while uint32(block + uint32(tile)) <= uint32(k >> uint32(5)):
+        spare, blocks = cuda.local.array(spare_shape, uint32), uint32(k >> uint32(5))
+        while uint32(block + uint32(TILE)) <= uint32(blocks + uint32(beyond)):
             for r in range(rows):
                 fetch(spare, r, w_rows[r], block, k, lane, wq, wd)
             multiply(acc, spare, 0, block, k, lane, x_starts, xq, xd)
-            block = uint32(block + uint32(tile))
-        rest(acc, w_rows, k, lane, wq, wd, x_starts, xq, xd)
+            block = uint32(block + uint32(TILE))
+        if depth == 0 and block < blocks:
+            for r in range(rows):
+                fetch_part(spare, r, w_rows[r], block, k, lane, wq, wd)
+            multiply_part(acc, spare, 0, block, k, lane, x_starts, xq, xd)
 
     @cuda.jit(device=True, forceinline=True)
     def start_nothing(raw, w_rows, k, lane, wq, wd):
@@ -264,10 +312,10 @@ def ring(decoder, rows, columns, depth, planes):
     @cuda.jit(device=True, forceinline=True)
     def start(raw, w_rows, k, lane, wq, wd):
         """Fills the ring: starts the loads of the first tiles of rows w_rows."""
-        if uint32(k >> uint32(5)) >= uint32(span):
+        if uint32(uint32(k >> uint32(5)) + uint32(beyond)) >= uint32(span):
             for s in range(depth):
                 for r in range(rows):
-                    fetch(raw, s * rows + r, w_rows[r], uint32(s * tile), k, lane, wq, wd)
+                    fetch(raw, s * rows + r, w_rows[r], uint32(s * TILE), k, lane, wq, wd)
         # Without this barrier the assembler, to save registers, moves each load to where its words are used.
         cuda.syncwarp()
 
@@ -275,7 +323,7 @@ def ring(decoder, rows, columns, depth, planes):
     def multiply_rows(acc, raw, w_rows, next_rows, more, k, lane, wq, wd, x_starts, xq, xd):
         """acc <- the lane's share of the products of rows w_rows, whose first tiles are in the ring. If there are
         `more` rows, it leaves the first tiles of next_rows in the ring."""
-        blocks = uint32(k >> uint32(5))
+        blocks = uint32(uint32(k >> uint32(5)) + uint32(beyond))
         for r in range(rows):
             for c in range(columns):
                 acc[r, c] = float32(0.0)
@@ -289,90 +337,115 @@ def ring(decoder, rows, columns, depth, planes):
                 rows_after[r] = next_rows[r] if is_last else w_rows[r]
             after = uint32(0) if is_last else after
             for s in range(depth):
-                multiply(acc, raw, s * rows, uint32(block + uint32(s * tile)), k, lane, x_starts, xq, xd)
+                multiply(acc, raw, s * rows, uint32(block + uint32(s * TILE)), k, lane, x_starts, xq, xd)
                 if wanted:
-                    at = uint32(after + uint32(s * tile))
+                    at = uint32(after + uint32(s * TILE))
                     for r in range(rows):
                         fetch(raw, s * rows + r, rows_after[r], at, k, lane, wq, wd)
             block = uint32(block + uint32(span))
-        multiply_from(acc, w_rows, block, k, lane, wq, wd, x_starts, xq, xd)
+        if leftover:
+            multiply_from(acc, w_rows, block, k, lane, wq, wd, x_starts, xq, xd)
 
     return (start, multiply_rows) if depth else (start_nothing, multiply_at_once)
 
 
-def lane_sums(count):
-    """Device function (values, lane) that sums each of `count` values over the lanes of a warp. Lane l returns the sum
-    of value l >> (5 - bits), bits = log2 of count rounded up. In every round of the butterfly a lane sends half of its
-    values and keeps the other half, so 16 values take 8 + 4 + 2 + 1 + 1 = 16 shuffles, not 5 each. The order of
-    additions is that of `warp_sum`."""
-    def round_of(half, distance):
-        here = min(count, 2 * half)  # values that the lane still has
-        rest = round_of(half // 2, distance // 2) if half > 1 else total_of(distance)
+def tree(count, apart):
+    """Device function (values, place) that adds each of `count` values over the 32 chains, in the order of `tree_sum`.
+    `place` is the lane's chain, `apart` is that of a Decoder. The sum of a value is what the lane of chain
+    value << (5 - bits) returns, bits = log2 of count rounded up; other lanes may return what is no sum.
 
-        @cuda.jit(device=True, forceinline=True)
-        def halve(values, lane):
-            kept = cuda.local.array(half, float32)
-            upper = (lane & uint32(distance)) != uint32(0)
-            for i in range(half):
-                low = values[i] if i < here else float32(0.0)
-                high = values[i + half] if i + half < here else float32(0.0)
-                sent = low if upper else high
-                kept[i] = (high if upper else low) + cuda.shfl_xor_sync(0xFFFFFFFF, sent, distance)
-            return rest(kept, lane)
+    In every round a lane gives half of its values to another lane and keeps the other half, of which it then has twice
+    as many chains. After two rounds it has four chains of a value, 8 apart, and adds them one after the other. The
+    others are added pair by pair, as soon as they meet."""
+    size = 1 << (count - 1).bit_length()  # with zeros behind the values
+    half, quarter, far, near = size // 2, max(size // 4, 1), apart[4], apart[3]
+    add_pairs = butterfly(quarter, apart, 4)
 
-        return halve
+    @cuda.jit(device=True, forceinline=True)
+    def add_one(values, place):
+        x = values[0]
+        a, b = cuda.shfl_xor_sync(0xFFFFFFFF, x, near), cuda.shfl_xor_sync(0xFFFFFFFF, x, far)
+        return add_pairs((((x + a) + b) + cuda.shfl_xor_sync(0xFFFFFFFF, x, near ^ far),), place)
 
-    def total_of(distance):
-        @cuda.jit(device=True, forceinline=True)
-        def total(values, lane):
-            x = values[0]
-            if distance > 16:
-                x = x + cuda.shfl_xor_sync(0xFFFFFFFF, x, 16)
-            if distance > 8:
-                x = x + cuda.shfl_xor_sync(0xFFFFFFFF, x, 8)
-            if distance > 4:
-                x = x + cuda.shfl_xor_sync(0xFFFFFFFF, x, 4)
-            if distance > 2:
-                x = x + cuda.shfl_xor_sync(0xFFFFFFFF, x, 2)
-            if distance > 1:
-                x = x + cuda.shfl_xor_sync(0xFFFFFFFF, x, 1)
-            return x
+    @cuda.jit(device=True, forceinline=True)
+    def add_many(values, place):
+        low, high = cuda.local.array(half, float32), cuda.local.array(half, float32)  # chains below 16, and from 16 on
+        upper = (place & uint32(16)) != uint32(0)
+        for i in range(half):
+            a, b = values[i], values[half + i] if half + i < count else float32(0.0)
+            kept, got = b if upper else a, cuda.shfl_xor_sync(0xFFFFFFFF, a if upper else b, far)
+            low[i], high[i] = got if upper else kept, kept if upper else got
+        sums = cuda.local.array(quarter, float32)
+        upper = (place & uint32(8)) != uint32(0)
+        for i in range(quarter):
+            a, b, c, d = low[i], low[half - quarter + i], high[i], high[half - quarter + i]
+            first = (b if upper else a) + cuda.shfl_xor_sync(0xFFFFFFFF, a if upper else b, near)
+            kept, got = d if upper else c, cuda.shfl_xor_sync(0xFFFFFFFF, c if upper else d, near)
+            sums[i] = (first + (got if upper else kept)) + (kept if upper else got)
+        return add_pairs(sums, place)
 
-        return total
+    return add_many if count > 1 else add_one
 
-    bits = (count - 1).bit_length()
-    return round_of(1 << (bits - 1), 16) if bits else total_of(32)
+
+def butterfly(count, apart, distance):
+    """Device function (values, place): the rounds of `tree` from chains `distance` apart on."""
+    half, lanes = count // 2, apart[distance.bit_length() - 1]
+    rest = butterfly(max(half, 1), apart, distance // 2) if distance else None
+
+    @cuda.jit(device=True, forceinline=True)
+    def add_alone(values, place):
+        x = values[0]
+        return rest((x + cuda.shfl_xor_sync(0xFFFFFFFF, x, lanes),), place)
+
+    @cuda.jit(device=True, forceinline=True)
+    def add_halves(values, place):
+        kept = cuda.local.array(half, float32)
+        upper = (place & uint32(distance)) != uint32(0)
+        for i in range(half):
+            low, high = values[i], values[half + i]
+            sent = low if upper else high
+            kept[i] = (high if upper else low) + cuda.shfl_xor_sync(0xFFFFFFFF, sent, lanes)
+        return rest(kept, place)
+
+    @cuda.jit(device=True, forceinline=True)
+    def only(values, place):
+        return values[0]
+
+    return only if not distance else add_halves if half else add_alone
 
 
 # ---- kernels -----------------------------------------------------------------------------------------------
 
 # rows: of w that a warp takes at once. depth: tiles of each of these rows in the warp's ring. warps: of a block of
 # threads, a power of two; for SwiGLU, rows / 2 * warps must divide 32, the outputs of a unit (see `swiglu_kernel`).
-Shape = namedtuple("Shape", "rows depth warps")
-RINGS = (4, 32), (5, 32), (7, 16)  # (tiles of one row, warps whose registers hold them), the best first
+# part: whether the ring also holds a last tile in which a row ends.
+Shape = namedtuple("Shape", "rows depth warps part")
+RINGS = (2, 32), (3, 32), (4, 16)  # (tiles of one row, warps whose registers hold them), the best first
 
 
 def shape_for(card, decoder, columns, k, in_pairs=False):
     """The Shape for warps that take `columns` columns of k values; in_pairs: for SwiGLU.
-
-    As many tiles are in flight as the registers of a thread hold. Tiles that are left over at the end of a row are not
-    loaded ahead. So for one column, not in pairs, of a format of up to 6 words, the best ring has one row and a depth
-    of RINGS that divides the row's tiles. If no depth does and the number of tiles is odd, the ring has 4 tiles of one
-    row, or all if they are fewer. In all other cases one or two columns get two rows with 2 tiles each, 1 if registers
-    are short, and more columns 4 rows. On an emulated card there is no ring: the CPU prefetches by itself."""
+    """
+    blocks = k // BLOCK
     if card.kind == "emulated":
-        return Shape(4 if in_pairs or columns > 2 else 2, 0, 16)
-    tiles = k // BLOCK // decoder.tile
+        return Shape(4 if in_pairs or columns > 2 else 2, 0, 16, False)
+    tiles, part = -(-blocks // TILE), blocks % TILE > 0
     if columns > 2:
-        return Shape(4, 2 if columns == 4 else 1, 16)
-    if columns == 1 and not in_pairs and decoder.words <= 6:
-        for depth, warps in RINGS if decoder is Q8 else RINGS[:1]:  # 4 tiles of a packed format take all registers
-            if tiles % depth == 0:
-                return Shape(1, depth, warps)
-        if tiles % 2:
-            return Shape(1, min(tiles, 4), 32)
+        return Shape(4, 1, 16, part)
+    if columns == 1 and not in_pairs:
+        if decoder is Q8:
+            for depth, warps in RINGS:
+                if tiles % depth == 0:
+                    return Shape(1, depth, warps, part)
+        elif decoder.words <= 6:
+            if tiles % 4 == 0:
+                return Shape(1, 4, 32, part)
+            if tiles % 2:
+                return Shape(1, min(tiles, 4), 32, part)
+    if decoder is Q8:
+        return Shape(2, 1, 32, part)
     depth = 2 if tiles > 1 and (decoder.words <= 6 or columns == 2) else 1
-    return Shape(2, depth, 32 if columns == 1 or decoder is Q8 else 16)
+    return Shape(2, depth, 32 if columns == 1 else 16, part)
 
 
 def x_starts_of(columns):
@@ -392,14 +465,15 @@ def x_starts_of(columns):
 def gemv_kernel(decoder, columns, shape, fused, planes):
     """The kernel of y <- (y +) w . x. Two options for one column: `fused` replaces x by its quantised RMSNorm, `planes`
     puts x into planes. A team is 2**team_bits warps that take the same rows and `columns` columns each."""
-    rows, depth, warps = shape
+    rows, depth, warps, _ = shape
     threads = 32 * warps
-    start, multiply_rows = ring(decoder, rows, columns, depth, planes)
+    start, multiply_rows = ring(decoder, rows, columns, shape, planes)
     quantize_norm = norm_quantizer(store_in_planes if planes else store_quantized)
-    set_starts, count = x_starts_of(columns), rows * columns
-    shift = 5 - (count - 1).bit_length()  # the sum of value v is on lane v << shift
-    first_lane, warp_bits = (1 << shift) - 1, warps.bit_length() - 1
-    sums, raw_shape, acc_shape = lane_sums(count), (max(rows * depth, 1), decoder.words), (rows, columns)
+    set_starts, count, place_of = x_starts_of(columns), rows * columns, decoder.place
+    shift = 5 - (count - 1).bit_length()  # the sum of value v is on the lane of chain v << shift
+    first_chain, warp_bits = (1 << shift) - 1, warps.bit_length() - 1
+    sums, raw_shape = tree(count, decoder.apart), (max(rows * depth, 1), decoder.words)
+    acc_shape = rows, columns
 
     @cuda.jit(device=True, forceinline=True)
     def share(team, teams_bits, each, extra):
@@ -424,14 +498,15 @@ def gemv_kernel(decoder, columns, shape, fused, planes):
         w_rows, next_rows = cuda.local.array(rows, uint32), cuda.local.array(rows, uint32)
         x_starts = cuda.local.array(columns, uint32)
         set_starts(x_starts, first_column, n_columns, k)
-        value = uint32(lane >> uint32(shift))
+        place = place_of(lane)
+        value = uint32(place >> uint32(shift))
         column = uint32(first_column + value % uint32(columns))
         while group < last:
             set_rows(w_rows, group, n)
             set_rows(next_rows, uint32(group + uint32(1)), n)
             row = uint32(group * uint32(rows) + value // uint32(columns))
             at = uint32(column * stride + row)
-            stores = ((lane & uint32(first_lane)) == uint32(0) and value < uint32(count) and row < n
+            stores = ((place & uint32(first_chain)) == uint32(0) and value < uint32(count) and row < n
                       and column < n_columns)
             before = float32(0.0)
             if add and stores:
@@ -441,7 +516,7 @@ def gemv_kernel(decoder, columns, shape, fused, planes):
             for r in range(rows):
                 for c in range(columns):
                     values[r * columns + c] = acc[r, c]
-            total = sums(values, lane)
+            total = sums(values, place)
             if stores:
                 y[at] = before + total if add else total
 
@@ -502,17 +577,18 @@ def swiglu_kernel(decoder, columns, shape, fused):
     """The kernel of (q, d) <- quantised silu(gate . x) * (up . x); with `fused`, for one column, x is replaced by its
     quantised RMSNorm. Teams are as in `gemv_kernel`. A block of threads makes units of 32 outputs: of each column one
     block of the quantisation. A warp has the same rows of gate and of up."""
-    rows, depth, warps = shape
+    rows, depth, warps, _ = shape
     threads = 32 * warps
-    pairs = rows // 2
+    pairs, place_of = rows // 2, decoder.place
     planes = fused and decoder.planes
-    start, multiply_rows = ring(decoder, rows, columns, depth, planes)
+    start, multiply_rows = ring(decoder, rows, columns, shape, planes)
     quantize_norm = norm_quantizer(store_in_planes if planes else store_quantized)
     set_starts, half = x_starts_of(columns), 1 << (pairs * columns - 1).bit_length()
-    count = 2 * half  # values of gate, padded to a power of two, then those of up: their sums go to lanes 16 .. 31
+    count = 2 * half  # values of gate, padded to a power of two, then those of up: their sums go to chains 16 .. 31
     shift = 5 - half.bit_length()
-    first_lane = (1 << shift) - 1
-    sums, raw_shape, acc_shape = lane_sums(count), (max(rows * depth, 1), decoder.words), (rows, columns)
+    first_chain = (1 << shift) - 1
+    sums, raw_shape = tree(count, decoder.apart), (max(rows * depth, 1), decoder.words)
+    acc_shape = rows, columns
 
     @cuda.jit(device=True, forceinline=True)
     def set_rows(w_rows, output, n):
@@ -527,10 +603,11 @@ def swiglu_kernel(decoder, columns, shape, fused):
         set_starts(x_starts, first_column, n_columns, k)
         for i in range(count):
             values[i] = float32(0.0)
-        part, value = uint32(lane >> uint32(4)), uint32(uint32(lane & uint32(15)) >> uint32(shift))
+        place = place_of(lane)
+        part, value = uint32(place >> uint32(4)), uint32(uint32(place & uint32(15)) >> uint32(shift))
         column = uint32(first_column + value % uint32(columns))
         to = uint32(uint32(column << uint32(5)) + value // uint32(columns))
-        stores = ((lane & uint32(first_lane)) == uint32(0) and value < uint32(pairs * columns)
+        stores = ((place & uint32(first_chain)) == uint32(0) and value < uint32(pairs * columns)
                   and column < n_columns)
         unit, buffer, inside = uint32(cuda.blockIdx.x), uint32(0), uint32(team * uint32(pairs))
         while uint32(unit << uint32(5)) < n:
@@ -546,7 +623,7 @@ def swiglu_kernel(decoder, columns, shape, fused):
                 for c in range(columns):
                     values[p * columns + c] = acc[p, c]
                     values[half + p * columns + c] = acc[pairs + p, c]
-            total = sums(values, lane)
+            total = sums(values, place)
             if stores:
                 h[buffer, part, uint32(to + inside)] = total
             if ends:
@@ -698,7 +775,7 @@ def _n_blocks(card, decoder, n, k, columns, shape):
         return card.n_sms
     n_groups = -(-n // shape.rows)
     rounds = -(-n_groups // (shape.warps * card.n_sms))
-    all_in_flight = rounds == 1 and k // BLOCK // decoder.tile <= shape.depth
+    all_in_flight = rounds == 1 and -(-k // (BLOCK * TILE)) <= shape.depth
     needed = 0 if all_in_flight else math.ceil(n_groups / shape.warps / (rounds - SPARE))
     return min(max(needed, math.ceil(LEAST * card.n_sms)), card.n_sms)
 

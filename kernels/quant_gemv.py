@@ -2,8 +2,8 @@
 
     y[c, n] = sum over blocks b of 32:  as in kernels/formats.py, "A block adds this"          (+ y[c, n] with `add`)
 
-The kernels are those of kernels/q8_gemv.py. `decoder` tells them what they need to know of a format. A tile of a warp is
-32 blocks of a row (1,024 weights), a whole block for each lane.
+The kernels are those of kernels/q8_gemv.py. `decoder` tells them what they need to know of a format. A tile of a warp
+is 32 blocks of a row (1,024 weights), a whole block for each lane.
 
         lane           0         1      ...    31
         low bits    16 bytes  16 bytes  ... 16 bytes       of the row's first plane
@@ -39,9 +39,8 @@ from kernels.bench import Case, main
 from kernels.formats import BLOCK, FORMATS, fetch_function, on_card, product_reference, random_raw
 from kernels.intrinsics import load_words4, stream_words4, word_as_float
 from kernels.operands import Matrix, Quantized
-from kernels.q8_gemv import PLANE, Q8, SUMS, Decoder, gemv, random_activations, word_sum
+from kernels.q8_gemv import PLANE, Q8, SUMS, TILE, Decoder, gemv, random_activations, word_sum
 
-TILE = 32  # blocks
 PAIR = 2  # rows that are unpacked at once
 
 
@@ -77,7 +76,7 @@ def multiply_function(format):
     """The `multiply` of a Decoder (kernels/q8_gemv.py)."""
     unpack, dot, minimum, n_scales = format.unpack, format.dot, format.minimum, format.n_scales
 
-    def multiply(rows, columns, planes):
+    def multiply(rows, columns, planes, part):
         each = min(rows, PAIR)
         w_shape, scales_shape = (each, 8), (each, n_scales)
         load_block, block_sum = (plane_block, plane_sum) if planes else (row_block, row_sum)
@@ -86,6 +85,8 @@ def multiply_function(format):
         def multiply(acc, raw, piece, block, k, lane, x_starts, xq, xd):
             w, scales = cuda.local.array(w_shape, uint32), cuda.local.array(scales_shape, uint32)
             x = cuda.local.array(8, uint32)
+            if part and uint32(block + lane) >= uint32(k >> uint32(5)):
+                return
             for first in range(0, rows, each):
                 for r in range(each):
                     unpack(w[r], scales[r], raw[piece + first + r])
@@ -106,6 +107,11 @@ def multiply_function(format):
     return multiply
 
 
+@cuda.jit(device=True, forceinline=True)
+def own_place(lane):
+    return lane
+
+
 @cache
 def decoder(format):
     """A format of kernels/formats.py as the kernels of kernels/q8_gemv.py know it."""
@@ -114,28 +120,17 @@ def decoder(format):
     starts, load = format.starts, fetch_function(format, stream_words4)
     raw_words, multiply = format.raw_words, multiply_function(format)
 
-    @cuda.jit(device=True, forceinline=True)
-    def fetch(raw, piece, row, block, k, lane, wq, wd):
-        blocks = uint32(k >> uint32(5))
-        q_from, d_from = starts(row, blocks)
-        load(raw[piece], wq, wd, q_from, d_from, blocks, uint32(block + lane))
-
-    def rest(rows, columns, planes):
-        multiply_turn, raw_shape = multiply(rows, columns, planes), (rows, raw_words)
-
+    def fetch(part):
         @cuda.jit(device=True, forceinline=True)
-        def rest(acc, w_rows, k, lane, wq, wd, x_starts, xq, xd):
-            blocks = uint32(k >> uint32(5))
-            block = uint32(blocks & uint32(2**32 - TILE))
-            if uint32(block + lane) < blocks:
-                raw = cuda.local.array(raw_shape, uint32)
-                for r in range(rows):
-                    fetch(raw, r, w_rows[r], block, k, lane, wq, wd)
-                multiply_turn(acc, raw, 0, block, k, lane, x_starts, xq, xd)
+        def fetch(raw, piece, row, block, k, lane, wq, wd):
+            blocks, at = uint32(k >> uint32(5)), uint32(block + lane)
+            if not part or at < blocks:
+                q_from, d_from = starts(row, blocks)
+                load(raw[piece], wq, wd, q_from, d_from, blocks, at)
 
-        return rest
+        return fetch
 
-    return Decoder(True, TILE, raw_words, fetch, multiply, rest)
+    return Decoder(True, raw_words, own_place, (1, 2, 4, 8, 16), fetch, multiply)
 
 
 # ---- check and time ----------------------------------------------------------------------------------------
