@@ -24,10 +24,10 @@ of 32 rows of w and C columns of x, and warp v makes the chains v, v + 8, v + 16
        64           16             4      1     4
 
   * A lane has the 32 weights of its 4 rows in registers and walks its columns: 8 words of x feed 32 dp4a.
-  * While a stage is multiplied, the words of the next are on their way from global memory to registers; amid the
-    columns they are stored, unpacked, and those of the stage after it are asked for. There is one barrier per stage,
-    half a stage before what it guards is read: w has two buffers (a warp reads a block of w before it multiplies), x
-    three.
+  * Four more warps only load: they bring the next stage from global memory to registers, unpack it and store it in
+    shared memory. No warp that multiplies waits for another: it waits until its stage is full (a barrier for each warp)
+    and says, half a stage before it ends, that the buffers of the stage before are empty. w has two buffers, since a
+    warp reads a block of w before it multiplies, and x has three.
   * A block of threads takes tiles until none is left; the loads of the next tile begin before the last one is done.
   * Blocks past the end of a row count as dot 0 times scale -1: adding that changes no bit, not even of a zero.
   * SwiGLU: a tile of gate, then the same rows of up; 32 outputs of a column are one block of the quantisation.
@@ -47,18 +47,26 @@ from numba.types import float32, int32, uint16, uint32, uint64
 from kernels.bench import Case, main
 from kernels.formats import BLOCK, FORMATS, as_words, on_card, product_reference, random_raw
 from kernels.intrinsics import (dp4a, float_as_word, half_to_float, let_next_begin, load_shared4,
-                                load_words4, shared_address, store_shared, store_shared4, stream_words4,
+                                load_words4, part_barrier, shared_address, store_shared, store_shared4, stream_words4,
                                 wait_for_previous, word_as_float)
 from kernels.operands import Matrix, Quantized
 from kernels.swiglu import finish_unit
 
 WARPS = 8
-THREADS = 32 * WARPS
+THREADS = 32 * WARPS  # that multiply
+LOADERS = 4  # warps that bring w and x to shared memory
+LOADING = 32 * LOADERS
 CHAINS = 32
 ROWS = 4  # of w for a lane
 TILE_ROWS = 8 * ROWS  # for a block of threads
 LEAST = 12  # columns; fewer are faster with kernels/q8_gemv.py
 ONE, MINUS_ONE = 0x3F800000, -1.0  # scales of w and of x past the end of a row
+
+# Barriers. FULL + v: a stage lies in shared memory for warp v. EMPTY: all warps are done with the buffers of a stage.
+PRODUCTS, EMPTY, FULL = 1, 2, 3
+meet_products = part_barrier("sync", THREADS)
+wait_until_full, say_full = (part_barrier(kind, 32 + LOADING) for kind in ("sync", "arrive"))
+wait_until_empty, say_empty = (part_barrier(kind, THREADS + LOADING) for kind in ("sync", "arrive"))
 
 # Bytes in shared memory of a block of w: two planes of 16 bytes of each row, with 16 bytes of padding, and a scale.
 W_PLANE, W_SCALES = 16 * (TILE_ROWS + 1), 4 * (TILE_ROWS + 4)
@@ -83,8 +91,8 @@ def w_carrier(format, stage):
     A thread carries blocks of one place in the stage, of `count` rows. But a block of Q8_0 has 32 bytes: two
     neighbouring threads carry its halves, so that a warp's load covers whole lines of memory."""
     starts, fetch_block, unpack, n_scales = format.starts, format.fetch, format.unpack, format.n_scales
-    count, bits, scale_planes = TILE_ROWS * stage // THREADS, stage.bit_length() - 1, stage * W_SCALES
-    rows, half_rows = THREADS // stage, THREADS // (2 * stage)  # that the threads carry at once
+    count, bits, scale_planes = TILE_ROWS * stage // LOADING, stage.bit_length() - 1, stage * W_SCALES
+    rows, half_rows = LOADING // stage, LOADING // (2 * stage)  # that the threads carry at once
 
     @cuda.jit(device=True, forceinline=True)
     def row_of(place, bits):
@@ -164,7 +172,7 @@ def x_carrier(format, shape):
     """The same for x. A thread carries `count` halves of blocks, into words [count, 4], and their scales."""
     across, lane_columns = shape.across, shape.columns
     columns, stage = lane_columns * across, WARPS * shape.groups
-    count, rows, bits = columns * 2 * stage // THREADS, THREADS // (2 * stage), stage.bit_length()
+    count, rows, bits = columns * 2 * stage // LOADING, LOADING // (2 * stage), stage.bit_length()
     plane, pitch, minimum = x_plane(columns), x_scales_of(columns), format.minimum
     sums = stage * pitch
 
@@ -427,69 +435,108 @@ def tile_kernel(format, shape, swiglu):
             c = uint32(c + uint32(WARPS))
 
     @cuda.jit(device=True, forceinline=True)
-    def work(y, q, d, h, stride, add, wq, wd, xq, xd, n, k, n_columns, column_tiles, tiles):
-        """n: rows of w or, with `swiglu`, of gate. h, q and d are not used without it, and y not with it."""
-        lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
+    def following(tile, part, turn, step, steps):
+        """The stage after a stage, and whether a tile begins with it."""
+        step, begins = uint32(step + uint32(1)), False
+        if step == steps:
+            step, turn = uint32(0), uint32(turn + uint32(1))
+            if turn == uint32(passes):
+                turn, part, begins = uint32(0), uint32(part + uint32(1)), True
+                if part == uint32(parts):
+                    part, tile = uint32(0), uint32(tile + cuda.gridDim.x)
+        return tile, part, turn, step, begins
+
+    @cuda.jit(device=True, forceinline=True)
+    def last_row_of(n):
+        return uint32(uint32(n + n) - uint32(1)) if swiglu else uint32(n - uint32(1))
+
+    @cuda.jit(device=True, forceinline=True)
+    def start(raw, q_from, d_from, wq, wd, n, k, column_tiles, thread):
+        """The first loads of w, for the warps that load."""
+        blocks = uint32(k >> uint32(5))
+        row0, _ = place(uint32(cuda.blockIdx.x), uint32(0), n, column_tiles)
+        begin_w(q_from, d_from, row0, last_row_of(n), blocks, thread)
+        fetch_w(raw, wq, wd, q_from, d_from, blocks, uint32(0), thread)
+
+    @cuda.jit(device=True, forceinline=True)
+    def load(raw, q_from, d_from, wq, wd, xq, xd, n, k, n_columns, column_tiles, tiles, thread):
+        """The work of the warps that load. The words of a stage are in their registers while those of the stage before
+        are multiplied."""
+        blocks, last_column = uint32(k >> uint32(5)), uint32(n_columns - uint32(1))
+        steps = uint32(uint32(blocks + uint32(CHAINS - 1)) // uint32(CHAINS))
+        last_row = last_row_of(n)
+        carried = uint32(thread & uint32(stage - 1))  # the block of w whose scales the thread carries
+        w_to = shared_address(cuda.shared.array(0, uint32, alignment=16))
+        x_to = w_to + uint64(2 * w_buffer)
+        w_next, x_next = uint64(0), uint64(0)
+        x_raw, x_raw_scales = cuda.local.array(words_shape, uint32), cuda.local.array(n_x, float32)
+        x_from = cuda.local.array(n_x, uint32)
+        tile, part, turn, step = uint32(cuda.blockIdx.x), uint32(0), uint32(0), uint32(0)
+        _, column0 = place(tile, part, n, column_tiles)
+        begin_x(x_from, column0, last_column, blocks, thread)
+        fetch_x(x_raw, x_raw_scales, xq, xd, x_from, blocks, uint32(0), thread)
+        first = uint32(0)  # block of the stage in registers
+        started = False
+        while tile < tiles:
+            if started:  # which also keeps the warps that load within a stage of each other
+                wait_until_empty(uint32(EMPTY))
+            started = True
+            put_w(raw, w_to + w_next, w_to + w_next + uint64(w_scales_at), uint32(first + carried) >= blocks, thread)
+            put_x(x_raw, x_raw_scales, x_to + x_next, x_to + x_next + uint64(x_scales_at), thread)
+            w_next, x_next = uint64(w_buffer) - w_next, x_next + uint64(x_buffer)
+            if x_next == uint64(x_end):
+                x_next = uint64(0)
+            for v in range(WARPS):
+                say_full(uint32(FULL + v))
+            next_tile, next_part, turn, step, begins = following(tile, part, turn, step, steps)
+            if begins:
+                row0, column0 = place(min(next_tile, uint32(tiles - uint32(1))), next_part, n, column_tiles)
+                begin_w(q_from, d_from, row0, last_row, blocks, thread)
+                begin_x(x_from, column0, last_column, blocks, thread)
+            first = uint32(uint32(step * uint32(CHAINS)) + uint32(turn * uint32(stage)))
+            fetch_w(raw, wq, wd, q_from, d_from, blocks, first, thread)
+            fetch_x(x_raw, x_raw_scales, xq, xd, x_from, blocks, first, thread)
+            tile, part = next_tile, next_part
+
+    @cuda.jit(device=True, forceinline=True)
+    def work(y, q, d, h, stride, add, n, k, n_columns, column_tiles, tiles, lane, warp):
+        """The work of the warps that multiply. h, q and d are not used without `swiglu`, and y not with it."""
         thread = uint32(uint32(warp << uint32(5)) + lane)
         lane_row, group = uint32(lane & uint32(7)), uint32(lane // uint32(lanes))
         column_lane = uint32(uint32(lane >> uint32(3)) & uint32(across - 1))
-        blocks, last_column = uint32(k >> uint32(5)), uint32(n_columns - uint32(1))
-        steps = uint32(uint32(blocks + uint32(CHAINS - 1)) // uint32(CHAINS))
-        last_row = uint32(uint32(n + n) - uint32(1)) if swiglu else uint32(n - uint32(1))
+        steps = uint32(uint32(uint32(k >> uint32(5)) + uint32(CHAINS - 1)) // uint32(CHAINS))
         mine = uint32(warp + uint32(group * uint32(WARPS)))  # the lane's block of a stage
-        carried = uint32(thread & uint32(stage - 1))  # the block of w whose scales the thread carries
 
-        # Addresses in shared memory: *_to and *_at as in kernels/q8_gemm.py, with the offsets of buffers added to them.
-        w_to = shared_address(cuda.shared.array(0, uint32, alignment=16))
-        x_to = w_to + uint64(2 * w_buffer)
-        all_totals = x_to + uint64(x_end)
-        w_at = w_to + uint64(uint32(uint32(mine * uint32(2 * W_PLANE)) + uint32(lane_row << uint32(4))))
-        wd_at = (w_to + uint64(w_scales_at)
-                 + uint64(uint32(uint32(mine * uint32(W_SCALES)) + uint32(lane_row << uint32(4)))))
-        x_at = x_to + uint64(uint32(uint32(mine * uint32(2 * plane)) + uint32(column_lane << uint32(4))))
-        xd_at = (x_to + uint64(x_scales_at)
-                 + uint64(uint32(uint32(mine * uint32(x_pitch))
-                                 + uint32(column_lane * uint32(4 * lane_columns)))))
+        # Addresses in shared memory: *_at as in kernels/q8_gemm.py, with the offsets of buffers added to them.
+        start = shared_address(cuda.shared.array(0, uint32, alignment=16))
+        all_totals = start + uint64(2 * w_buffer + x_end)
+        w_at = start + uint64(uint32(uint32(mine * uint32(2 * W_PLANE)) + uint32(lane_row << uint32(4))))
+        wd_at = start + uint64(uint32(uint32(w_scales_at) + uint32(mine * uint32(W_SCALES))
+                                      + uint32(lane_row << uint32(4))))
+        x_at = start + uint64(uint32(uint32(2 * w_buffer) + uint32(mine * uint32(2 * plane))
+                                     + uint32(column_lane << uint32(4))))
+        xd_at = start + uint64(uint32(uint32(2 * w_buffer + x_scales_at) + uint32(mine * uint32(x_pitch))
+                                      + uint32(column_lane * uint32(4 * lane_columns))))
         totals_at = all_totals + uint64(uint32(uint32(warp * uint32(totals // WARPS))
                                                + uint32(uint32(lane % uint32(lanes)) << uint32(4))))
         w_next, x_here, x_next = uint64(w_buffer), uint64(0), uint64(x_buffer)
-
-        raw, x_raw = cuda.local.array(raw_shape, uint32), cuda.local.array(words_shape, uint32)
-        x_raw_scales, x_from = cuda.local.array(n_x, float32), cuda.local.array(n_x, uint32)
-        q_from, d_from = cuda.local.array(n_q, uint32), cuda.local.array(n_w, uint32)
         w, w_scales = cuda.local.array((ROWS, 8), uint32), cuda.local.array(scales_shape, uint32)
         x, x_scales = cuda.local.array((3, 8), uint32), cuda.local.array(x_scales_shape, uint32)
         acc = cuda.local.array(acc_shape, float32)
 
-        # The first stage to shared memory, the loads of the second on their way. `first` is the first block of the
-        # stage that is loaded next, `held` that of the stage in registers.
         tile = uint32(cuda.blockIdx.x)
-        row0, column0 = place(tile, uint32(0), n, column_tiles)
-        begin_w(q_from, d_from, row0, last_row, blocks, thread)
-        begin_x(x_from, column0, last_column, blocks, thread)
-        fetch_w(raw, wq, wd, q_from, d_from, blocks, uint32(0), thread)
-        wait_for_previous()
-        fetch_x(x_raw, x_raw_scales, xq, xd, x_from, blocks, uint32(0), thread)
-        put_w(raw, w_to, w_to + uint64(w_scales_at), carried >= blocks, thread)
-        put_x(x_raw, x_raw_scales, x_to, x_to + uint64(x_scales_at), thread)
-        next_tile, next_part, next_pass, next_step = tile, uint32(0), uint32(0), uint32(1)
-        if steps == uint32(1):
-            next_pass, next_step = uint32(1), uint32(0)
-        first = uint32(uint32(next_step * uint32(CHAINS)) + uint32(next_pass * uint32(stage)))
-        held = first
-        fetch_w(raw, wq, wd, q_from, d_from, blocks, first, thread)
-        fetch_x(x_raw, x_raw_scales, xq, xd, x_from, blocks, first, thread)
-        next_step = uint32(next_step + uint32(1))
-        if next_step == steps:
-            next_pass, next_step = uint32(next_pass + uint32(1)), uint32(0)
-        cuda.syncthreads()
+        left = uint32(uint32(uint32(tiles - tile) + uint32(cuda.gridDim.x - uint32(1))) // uint32(cuda.gridDim.x))
+        left = uint32(left * uint32(steps * uint32(parts * passes)))  # stages of this block of threads
+        if left > uint32(1):  # the buffers of the second stage
+            say_empty(uint32(EMPTY))
+        wait_until_full(uint32(warp + uint32(FULL)))
         for r in range(ROWS):
             load_row(w, r, w_at)
         load_w_scales(w_scales, wd_at)
         load_pair(x[2], x_at, plane)
         load_x_scales(x_scales, 0, xd_at)
-
         while tile < tiles:
+            row, column = place(tile, uint32(0), n, column_tiles)
             for part in range(parts):
                 turn = uint32(0)
                 while turn < uint32(passes):
@@ -498,28 +545,12 @@ def tile_kernel(format, shape, swiglu):
                             acc[r, c] = float32(0.0)
                     step = uint32(0)
                     while step < steps:
-                        # Here, where no product is under way, the loads turn to the next pass and tile. After the last
-                        # tile they repeat it.
-                        if next_pass == uint32(passes):
-                            next_pass, next_part = uint32(0), uint32(next_part + uint32(1))
-                            if next_part == uint32(parts):
-                                next_part, next_tile = uint32(0), uint32(next_tile + cuda.gridDim.x)
-                            row0, column0 = place(min(next_tile, uint32(tiles - uint32(1))), next_part, n, column_tiles)
-                            begin_w(q_from, d_from, row0, last_row, blocks, thread)
-                            begin_x(x_from, column0, last_column, blocks, thread)
-                        first = uint32(uint32(next_step * uint32(CHAINS)) + uint32(next_pass * uint32(stage)))
-                        next_step = uint32(next_step + uint32(1))
-                        if next_step == steps:
-                            next_pass, next_step = uint32(next_pass + uint32(1)), uint32(0)
-
                         multiply_first(acc, w, w_scales, x, x_scales, x_at + x_here, xd_at + x_here)
-                        put_w(raw, w_to + w_next, w_to + w_next + uint64(w_scales_at),
-                              uint32(held + carried) >= blocks, thread)
-                        put_x(x_raw, x_raw_scales, x_to + x_next, x_to + x_next + uint64(x_scales_at), thread)
-                        cuda.syncthreads()
-                        fetch_w(raw, wq, wd, q_from, d_from, blocks, first, thread)
-                        fetch_x(x_raw, x_raw_scales, xq, xd, x_from, blocks, first, thread)
-                        held = first
+                        step, left = uint32(step + uint32(1)), uint32(left - uint32(1))
+                        if left > uint32(0):
+                            wait_until_full(uint32(warp + uint32(FULL)))
+                        if left > uint32(1):
+                            say_empty(uint32(EMPTY))
                         multiply_second(acc, w, w_scales, x, x_scales, x_at + x_here, xd_at + x_here)
                         multiply_last(acc, w, w_scales, x, x_scales, x_at + x_here, w_at + w_next, x_at + x_next)
                         load_w_scales(w_scales, wd_at + w_next)
@@ -528,31 +559,51 @@ def tile_kernel(format, shape, swiglu):
                         x_here, x_next = x_next, x_next + uint64(x_buffer)
                         if x_next == uint64(x_end):
                             x_next = uint64(0)
-                        step = uint32(step + uint32(1))
+                    if turn == uint32(0):  # until here, others may have read the totals of the tile before
+                        meet_products(uint32(PRODUCTS))
                     add_chain(acc, totals_at, group, turn == uint32(0))
                     turn = uint32(turn + uint32(1))
-                # The totals of all warps are complete. The first barrier of the next pass ends their use.
-                cuda.syncthreads()
+                # The totals of all warps are complete.
+                meet_products(uint32(PRODUCTS))
                 if swiglu:
                     keep_tile(h, uint32(part), all_totals, thread)
-            row, column = place(tile, uint32(0), n, column_tiles)
             if swiglu:
-                cuda.syncthreads()
+                meet_products(uint32(PRODUCTS))
                 store_units(q, d, h, n, n_columns, uint32(row >> uint32(5)), column, warp, lane)
             else:
                 store_tile(y, stride, n, n_columns, add, all_totals, row, column, thread)
             tile = uint32(tile + cuda.gridDim.x)
 
-    @cuda.jit(launch_bounds=(THREADS, 1))
+    @cuda.jit(launch_bounds=(THREADS + LOADING, 1))
     def tile_kernel(y, stride, wq, wd, xq, xd, n, k, n_columns, column_tiles, tiles, add):
         let_next_begin()
-        work(y, xq, xd, xd, stride, add, wq, wd, xq, xd, n, k, n_columns, column_tiles, tiles)
+        lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
+        thread = uint32(uint32(uint32(warp - uint32(WARPS)) << uint32(5)) + lane)  # among those that load
+        raw, q_from = cuda.local.array(raw_shape, uint32), cuda.local.array(n_q, uint32)
+        d_from = cuda.local.array(n_w, uint32)
+        if warp >= uint32(WARPS):
+            start(raw, q_from, d_from, wq, wd, n, k, column_tiles, thread)
+        wait_for_previous()
+        if warp < uint32(WARPS):
+            work(y, xq, xd, xd, stride, add, n, k, n_columns, column_tiles, tiles, lane, warp)
+        else:
+            load(raw, q_from, d_from, wq, wd, xq, xd, n, k, n_columns, column_tiles, tiles, thread)
 
-    @cuda.jit(launch_bounds=(THREADS, 1))
+    @cuda.jit(launch_bounds=(THREADS + LOADING, 1))
     def tile_swiglu_kernel(q, d, wq, wd, xq, xd, n, k, n_columns, column_tiles, tiles):
         let_next_begin()
         h = cuda.shared.array(h_shape, float32)
-        work(d, q, d, h, uint32(0), False, wq, wd, xq, xd, n, k, n_columns, column_tiles, tiles)
+        lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
+        thread = uint32(uint32(uint32(warp - uint32(WARPS)) << uint32(5)) + lane)
+        raw, q_from = cuda.local.array(raw_shape, uint32), cuda.local.array(n_q, uint32)
+        d_from = cuda.local.array(n_w, uint32)
+        if warp >= uint32(WARPS):
+            start(raw, q_from, d_from, wq, wd, n, k, column_tiles, thread)
+        wait_for_previous()
+        if warp < uint32(WARPS):
+            work(d, q, d, h, uint32(0), False, n, k, n_columns, column_tiles, tiles, lane, warp)
+        else:
+            load(raw, q_from, d_from, wq, wd, xq, xd, n, k, n_columns, column_tiles, tiles, thread)
 
     return tile_swiglu_kernel if swiglu else tile_kernel
 
@@ -583,14 +634,15 @@ def shape_for(card, format, n, columns):
 def tile_gemv(card, y, stride, w, x, columns, add=False, *, stream=None):
     """`gemv` of kernels/q8_gemv.py. w: a Matrix. x: Quantized."""
     format, shape, grid = _launch(card, w, w.n, columns)
-    card.launch(tile_kernel(format, shape, False), min(card.n_sms, grid[1]), (32, WARPS), y.reshape(-1), stride,
-                *_arrays(w, x), w.n, w.k, columns, *grid, add, shared=shared_bytes(format, shape), stream=stream)
+    card.launch(tile_kernel(format, shape, False), min(card.n_sms, grid[1]), (32, WARPS + LOADERS), y.reshape(-1),
+                stride, *_arrays(w, x), w.n, w.k, columns, *grid, add, shared=shared_bytes(format, shape),
+                stream=stream)
 
 
 def tile_gemv_swiglu(card, out, w, x, columns, *, stream=None):
     """out, Quantized <- quantised silu(gate . x) * (up . x). w: the rows of gate, below them those of up."""
     format, shape, grid = _launch(card, w, w.n // 2, columns)
-    card.launch(tile_kernel(format, shape, True), min(card.n_sms, grid[1]), (32, WARPS), out.q.reshape(-1),
+    card.launch(tile_kernel(format, shape, True), min(card.n_sms, grid[1]), (32, WARPS + LOADERS), out.q.reshape(-1),
                 out.d.reshape(-1), *_arrays(w, x), w.n // 2, w.k, columns, *grid, shared=shared_bytes(format, shape),
                 stream=stream)
 

@@ -14,7 +14,7 @@ import pytest
 import qengine
 from kernels import assembler, attend_decode, attention
 from kernels import compile as compiler
-from kernels import gdn_decode, kv_cache, q8_gemv, rope
+from kernels import decode_tile, gdn_decode, kv_cache, q8_gemv, rope
 from kernels.card import Array
 from kernels.emulated.card import EmulatedCard
 from kernels.formats import FORMATS
@@ -70,6 +70,9 @@ def products_of_real_cards(format, columns, widths):
         yield kernel, *y, *w, *norm, *["uint32"] * 4
     kernel = q8_gemv.swiglu_kernel(fmt, 1, q8_gemv.shape_for(card, fmt, 1, 4096, True), True)
     yield kernel, *x, *w, *norm, *["uint32"] * 2
+    for shape in decode_tile.SHAPES:
+        yield decode_tile.tile_kernel(format, shape, False), *y, *w, *x, *["uint32"] * 5, "bool"
+    yield decode_tile.tile_kernel(format, decode_tile.SHAPES[-1], True), *x, *w, *x, *["uint32"] * 5
 
 
 def attention_of_other_heads(format):
@@ -128,6 +131,7 @@ WAIT = "griddepcontrol.wait;"
 CONSTANTS = {
     "gemv_kernel": {"wq", "wd"}, "planes_gemv_kernel": {"wq", "wd"}, "norm_gemv_kernel": {"wq", "wd", "norm_w"},
     "gemv_swiglu_kernel": {"wq", "wd"}, "norm_gemv_swiglu_kernel": {"wq", "wd", "norm_w"},
+    "tile_kernel": {"wq", "wd"}, "tile_swiglu_kernel": {"wq", "wd"},
     "gdn_decode_kernel": {"conv_w", "ssm_a", "dt_bias", "norm_w", "row_slot"},
     "attend": set(), "rms_norm_quantize_kernel": {"w"},
     "find_best": {"row_slot", "parameters"}, "weigh": {"row_slot", "parameters"}, "choose": {"row_slot"},
@@ -233,7 +237,8 @@ def test_what_is_done_too_early_is_found(overlapping, early):
 
 def test_what_is_read_too_early_is_found(overlapping):
     """Without WAIT all is too early."""
-    read = {"gemv_kernel": "xq", "norm_gemv_kernel": "x", "gemv_swiglu_kernel": "xd", "norm_gemv_swiglu_kernel": "x",
+    read = {"tile_kernel": "xq", "tile_swiglu_kernel": "xd", "gemv_kernel": "xq", "norm_gemv_kernel": "x",
+            "gemv_swiglu_kernel": "xd", "norm_gemv_swiglu_kernel": "x",
             "planes_gemv_kernel": "xq", "gdn_decode_kernel": "projected", "attend": "projected",
             "rms_norm_quantize_kernel": "x", "find_best": "logits", "weigh": "best", "choose": "progress",
             "advance_kernel": "tokens"}
