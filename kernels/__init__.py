@@ -7,6 +7,7 @@ which a token meets them:
     norm.py, quantize.py                RMSNorm; activations to int8
     q8_gemm.py                          matrix products of prompts
     q8_gemv.py, quant_gemv.py           matrix-vector products of decode steps, Q8_0 and packed formats
+    decode_tile.py                      the same for many columns at once
     float_matmul.py                     both, for weights that are stored as floats
     conv.py, gdn.py, gdn_decode.py      Gated DeltaNet: convolution, delta rule of prompts, of a decode step
     rope.py, attention.py               attention of prompts

@@ -305,6 +305,21 @@ def prefetch(context, array, index):
     return types.void(array, uint32), codegen
 
 
+def part_barrier(kind, threads):
+    """An intrinsic (number) for barrier `number` of a block, 1 to 15, of so many of its threads. kind: "sync" waits for
+    them all; "arrive" is counted as one of them, with all that the thread has stored, and goes on."""
+    text = f"bar.{kind} $0, {threads};"
+
+    def typing(context, number):
+        def codegen(context, builder, signature, values):
+            function = ir.FunctionType(ir.VoidType(), [ir.IntType(32)])
+            builder.asm(function, text, "r,~{memory}", values, True)
+            return context.get_dummy_value()
+        return types.void(uint32), codegen
+
+    return intrinsic(typing)
+
+
 # ---- shared memory by address ------------------------------------------------------------------------------
 # A loop that keeps an address and adds to it needs no instruction to compute addresses: a constant offset from an
 # address is part of the load. An index costs a shift and an addition for each array that it is used in.

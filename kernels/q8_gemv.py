@@ -57,15 +57,16 @@ from numba.types import float32, int8, int32, uint16, uint32
 
 from kernels.bench import Case, main
 from kernels.compile import launches_overlap
+from kernels.decode_tile import takes, tile_gemv, tile_gemv_swiglu
 from kernels.formats import BLOCK, as_words
 from kernels.intrinsics import (BIAS_WORD, dp4a, float_as_word, half_to_float, let_next_begin, load_words2,
-                                load_words4, silu, store_word, store_words4, stream_words2, stream_words4, unbias,
+                                load_words4, store_word, store_words4, stream_words2, stream_words4, unbias,
                                 wait_for_previous)
 from kernels.norm import (MAX_WARPS, NormInput, hold_weights, norm_quantizer, rms_norm_quantize,
                           store_quantized)
 from kernels.operands import Matrix, Quantized
 from kernels.quantize import block_scale, quantize_word
-from kernels.swiglu import swiglu_quantize
+from kernels.swiglu import finish_unit, swiglu_quantize
 
 MAX_COLUMNS = 16  # of one launch
 WIDE_ROWS = 128  # from so many rows per SM on, a warp takes 8 columns: two groups of 4 rows for each of 16 warps
@@ -727,24 +728,6 @@ def swiglu_kernel(decoder, columns, shape, fused):
     return norm_gemv_swiglu_kernel if fused else gemv_swiglu_kernel
 
 
-@cuda.jit(device=True, forceinline=True)
-def finish_unit(q, d, h, buffer, column, block, lane):
-    """Takes a column's 32 sums of gate and of up from h, a pair per lane, and stores silu(gate) * up as block `block`
-    of (q, d). Eight lanes quantise four values each."""
-    at = uint32(uint32(column << uint32(5)) + lane)
-    h[buffer, 0, at] = silu(h[buffer, 0, at]) * h[buffer, 1, at]
-    cuda.syncwarp()
-    at = uint32(uint32(column << uint32(5)) + uint32(uint32(lane & uint32(7)) << uint32(2)))
-    w0, w1 = float_as_word(h[buffer, 0, at]), float_as_word(h[buffer, 0, uint32(at + uint32(1))])
-    w2, w3 = float_as_word(h[buffer, 0, uint32(at + uint32(2))]), float_as_word(h[buffer, 0, uint32(at + uint32(3))])
-    scale = block_scale(w0, w1, w2, w3)
-    word = quantize_word(w0, w1, w2, w3, scale)
-    if lane < uint32(8):
-        store_word(q, uint32(uint32(block << uint32(5)) + uint32(lane << uint32(2))), word)
-    if lane == uint32(0):
-        d[block] = scale
-
-
 # ---- launches: they write in place and never allocate -----------------------------------------------------
 
 def gemv(card, decoder, y, stride, w, x, columns, add=False, *, stream=None):
@@ -753,6 +736,8 @@ def gemv(card, decoder, y, stride, w, x, columns, add=False, *, stream=None):
     decoder: of the format of w, a Matrix [n, k]. x: Quantized, `columns` columns of k values. y: float32; column c has
     n numbers from c * stride on. stride is larger than n where several products write next to each other. One launch
     per sixteen columns."""
+    if takes(card, w, columns):
+        return tile_gemv(card, y, stride, w, x, columns, add, stream=stream)
     n, k, y, (xq, xd) = w.n, w.k, y.reshape(-1), _flat(x)
     for first in range(0, columns, MAX_COLUMNS):
         here, team_bits, each = _split(card, decoder, n, columns - first)
@@ -798,6 +783,8 @@ def norm_gemv_swiglu(card, decoder, out, w, x, u, columns, *, stream=None):
                     x.values.reshape(-1), x.weight, float(x.eps), n, k, *shares, stream=stream)
         return
     rms_norm_quantize(card, u, x, columns, k, stream=stream)
+    if takes(card, w, columns):
+        return tile_gemv_swiglu(card, out, w, u, columns, stream=stream)
     xq, xd = _flat(u)
     for first in range(0, columns, MAX_COLUMNS):
         here, team_bits, each = _split(card, decoder, 2 * n, columns - first)

@@ -67,6 +67,24 @@ def swiglu_quantize_kernel(q, d, gate_up, k):
             d[uint32(at >> uint32(5))] = scale
 
 
+@cuda.jit(device=True, forceinline=True)
+def finish_unit(q, d, h, buffer, column, block, lane):
+    """Takes a column's 32 sums of gate and of up from h, a pair per lane, and stores silu(gate) * up as block `block`
+    of (q, d). Eight lanes quantise four values each."""
+    at = uint32(uint32(column << uint32(5)) + lane)
+    h[buffer, 0, at] = silu(h[buffer, 0, at]) * h[buffer, 1, at]
+    cuda.syncwarp()
+    at = uint32(uint32(column << uint32(5)) + uint32(uint32(lane & uint32(7)) << uint32(2)))
+    w0, w1 = float_as_word(h[buffer, 0, at]), float_as_word(h[buffer, 0, uint32(at + uint32(1))])
+    w2, w3 = float_as_word(h[buffer, 0, uint32(at + uint32(2))]), float_as_word(h[buffer, 0, uint32(at + uint32(3))])
+    scale = block_scale(w0, w1, w2, w3)
+    word = quantize_word(w0, w1, w2, w3, scale)
+    if lane < uint32(8):
+        store_word(q, uint32(uint32(block << uint32(5)) + uint32(lane << uint32(2))), word)
+    if lane == uint32(0):
+        d[block] = scale
+
+
 # ---- launches: they write in place and never allocate -----------------------------------------------------
 
 def _grid(rows, k):

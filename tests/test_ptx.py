@@ -5,7 +5,6 @@ nothing before its time."""
 import inspect
 import itertools
 import re
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +13,8 @@ import pytest
 import qengine
 from kernels import advance, assembler, attend_decode, attention, checkpoint
 from kernels import compile as compiler
-from kernels import draft_head, draft_input, draft_list, gdn_decode, kv_cache, ngram, norm, q8_gemv, rope
+from kernels import (decode_tile, draft_head, draft_input, draft_list, gdn_decode, kv_cache, ngram, norm, q8_gemv,
+                     rope)
 from kernels.card import Array
 from kernels.emulated.card import EmulatedCard
 from kernels.formats import FORMATS
@@ -71,6 +71,9 @@ def products_of_real_cards(format, columns, widths):
         yield kernel, *y, *w, *norm, *["uint32"] * 4
     kernel = q8_gemv.swiglu_kernel(fmt, 1, q8_gemv.shape_for(card, fmt, 1, 4096, True), True)
     yield kernel, *x, *w, *norm, *["uint32"] * 4
+    for shape in decode_tile.SHAPES if fmt is Q8_0 else decode_tile.SHAPES[-1:]:
+        yield decode_tile.tile_kernel(format, shape, False), *y, *w, *x, *["uint32"] * 5, "bool"
+    yield decode_tile.tile_kernel(format, decode_tile.SHAPES[-1], True), *x, *w, *x, *["uint32"] * 5
 
 
 def attention_of_other_heads(format):
@@ -166,6 +169,7 @@ WAIT = "griddepcontrol.wait;"
 CONSTANTS = {
     "gemv_kernel": {"wq", "wd"}, "planes_gemv_kernel": {"wq", "wd"}, "norm_gemv_kernel": {"wq", "wd", "norm_w"},
     "gemv_swiglu_kernel": {"wq", "wd"}, "norm_gemv_swiglu_kernel": {"wq", "wd", "norm_w"},
+    "tile_kernel": {"wq", "wd"}, "tile_swiglu_kernel": {"wq", "wd"},
     "gdn_decode_kernel": {"conv_w", "ssm_a", "dt_bias", "norm_w", "row_slot"},
     "attend": set(), "rms_norm_quantize_kernel": {"w"},
     "find_best": {"row_slot", "row_pos", "parameters"}, "weigh": {"row_slot", "row_pos", "parameters"},
@@ -276,7 +280,8 @@ def test_what_is_done_too_early_is_found(overlapping, early):
 
 def test_what_is_read_too_early_is_found(overlapping):
     """Without WAIT all is too early."""
-    read = {"gemv_kernel": "xq", "norm_gemv_kernel": "x", "gemv_swiglu_kernel": "xd", "norm_gemv_swiglu_kernel": "x",
+    read = {"tile_kernel": "xq", "tile_swiglu_kernel": "xd", "gemv_kernel": "xq", "norm_gemv_kernel": "x",
+            "gemv_swiglu_kernel": "xd", "norm_gemv_swiglu_kernel": "x",
             "planes_gemv_kernel": "xq", "gdn_decode_kernel": "projected", "attend": "projected",
             "rms_norm_quantize_kernel": "x", "find_best": "logits", "weigh": "best", "choose": "progress",
             "accept_kernel": "tokens", "draft_rows_kernel": "outcomes", "draft_input_kernel": "x", "draft_kernel": "logits",
