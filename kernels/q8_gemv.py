@@ -358,9 +358,10 @@ def shape_for(card, decoder, columns, k, in_pairs=False):
     loaded ahead. So for one column, not in pairs, of a format of up to 6 words, the best ring has one row and a depth
     of RINGS that divides the row's tiles. If no depth does and the number of tiles is odd, the ring has 4 tiles of one
     row, or all if they are fewer. In all other cases one or two columns get two rows with 2 tiles each, 1 if registers
-    are short, and more columns 4 rows. On an emulated card there is no ring: the CPU prefetches by itself."""
+    are short, and more columns 4 rows. On an emulated card there is no ring, since the CPU prefetches, and one column
+    gets few warps, since each costs time at the barriers of the norm."""
     if card.kind == "emulated":
-        return Shape(4 if in_pairs or columns > 2 else 2, 0, 16)
+        return Shape(4 if in_pairs or columns > 2 else 2, 0, 16 if in_pairs or columns > 1 else 4)
     tiles = k // BLOCK // decoder.tile
     if columns > 2:
         return Shape(4, 2 if columns == 4 else 1, 16)
