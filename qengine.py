@@ -6,10 +6,9 @@ Table of contents
     3  Passes              what runs through the layers, and what layers keep
     4  Layers              each kind of mixer and MLP, with all of its facts
     5  Model and cache     the forward pass of a range of layers
-    6  Sampling            tokens chosen on the card
-    7  Stages              layers on cards, one after the other
-    8  Scheduler           requests, slots, prompts and answers side by side
-    9  Engine              a loaded model; load()
+    6  Stages              layers on cards, one after the other
+    7  Scheduler           requests, slots, prompts and answers side by side
+    8  Engine              a loaded model; load()
 
 How a token travels. Three kinds of threads take part: the caller's, the scheduler's, and one worker for each card.
 
@@ -863,7 +862,7 @@ class Cache:
 
 
 # ======================================================================================================
-# 7  Stages
+# 6  Stages
 # ======================================================================================================
 # A stage is a range of layers on one card. Every card has a worker (engine/worker.py), the only thread that gives the
 # card work: a Pipeline posts the methods of its stages to their workers as tasks.
@@ -1468,7 +1467,7 @@ class Pipeline:
 
 
 # ======================================================================================================
-# 8  Scheduler
+# 7  Scheduler
 # ======================================================================================================
 
 FIRST_DRAFTS = 3            # of the draft block, after the first token of an answer
@@ -1926,7 +1925,7 @@ class Scheduler:
 
 
 # ======================================================================================================
-# 9  Engine
+# 8  Engine
 # ======================================================================================================
 
 DEFAULT_CTX = 4096          # tokens of a slot, unless the caller names a number or the model was made for fewer

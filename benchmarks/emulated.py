@@ -1,21 +1,30 @@
-"""How fast the emulated card is: `python -m benchmarks.emulated [workers]` prints a table, one worker by default.
+"""How fast the emulated card is: `python -m benchmarks.emulated [workers] [MODEL ...]` prints a table; one worker by
+default.
 
-Times are the best of several repeats of whole launches, called from Python through the native layer.
+Times are the best of several repeats of whole launches, called from Python through the native layer. Products of
+matrices that fit no cache are compared with a native loop that reads the same weights, so much for each worker. For
+each MODEL, a GGUF file or synthetic:NAME, follows a decode step, compared with the loop over its weights, and tokens/s.
 """
 
+import ctypes
 import sys
+import threading
 import time
 
 import numpy as np
 from numba import cuda
 from numba.types import uint32
 
+import qengine
+from benchmarks.engine import speeds
 from kernels import q8_gemm, q8_gemv
 from kernels.emulated import native
+from kernels.norm import NormInput
 from kernels.open import open_cards
+from kernels.operands import Quantized
 
-
-REPEATS = 10                                         # of a product within a list: the processor's vector units wake slowly
+REPEATS = 10                                         # of a product in a list: the processor's vector units wake slowly
+LINES = 8                                            # of 64 bytes, that the native loop reads at once
 
 
 @cuda.jit
@@ -32,15 +41,15 @@ def programs(card, record):
     return program
 
 
-def best_seconds(program, workers, seconds=0.5):
-    """The shortest time of one execution, over at least `seconds`; of one worker the processor time, so that other
-    programs on the machine do not count."""
+def best_seconds(run, workers, seconds=0.5):
+    """The shortest time of run(), over at least `seconds`; of one worker the processor time, so that other programs on
+    the machine do not count."""
     clock = time.thread_time if workers == 1 else time.perf_counter
-    native.execute(program, workers)
+    run()
     times, end = [], time.perf_counter() + seconds
     while time.perf_counter() < end:
         start = clock()
-        native.execute(program, workers)
+        run()
         times.append(clock() - start)
     return min(times)
 
@@ -54,23 +63,112 @@ def product(card, multiply, n, k, rows):
     return programs(card, lambda: multiply(card, y, n, *operands, rows)), n * k * rows
 
 
-def main(workers=1):
+# ---- reading memory ----------------------------------------------------------------------------------------
+
+def reader():
+    """A native function (address, bytes) that reads memory as fast as one thread can: bytes a multiple of 512."""
+    lines = range(LINES)
+    sums = "\n".join(f"%s{i} = phi <8 x i64> [zeroinitializer, %entry], [%t{i}, %loop]" for i in lines)
+    loads = "\n".join(f"""%p{i} = getelementptr i8, ptr %p, i64 {64 * i}
+    %l{i} = load volatile <8 x i64>, ptr %p{i}, align 64
+    %t{i} = add <8 x i64> %s{i}, %l{i}""" for i in lines)
+    ir = f"""target triple = "{native.host().triple}"
+    define void @read(ptr %from, i64 %n) {{
+    entry: br label %loop
+    loop: %i = phi i64 [0, %entry], [%j, %loop]
+    {sums}
+    %p = getelementptr i8, ptr %from, i64 %i
+    {loads}
+    %j = add i64 %i, {64 * LINES}
+    %more = icmp ult i64 %j, %n
+    br i1 %more, label %loop, label %end
+    end: ret void
+    }}"""
+    engine = native._loaded(native.compile_object(ir, native.host()), native.host())
+    read = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)(engine.get_function_address("read"))
+    read.engine = engine                             # it holds the code
+    return read
+
+
+def read_all(read, arrays, workers):
+    """Reads arrays of a card on `workers` threads, each its part of every array."""
+    def work(number):
+        for array in arrays:
+            each = array.nbytes // workers // 512 * 512
+            read(array.ptr + number * each, each)
+
+    helpers = [threading.Thread(target=work, args=(number,)) for number in range(1, workers)]
+    for helper in helpers:
+        helper.start()
+    work(0)
+    for helper in helpers:
+        helper.join()
+
+
+def compare(what, run, read, arrays, workers):
+    """Prints how fast `run`, which uses the weights `arrays`, reads them, and the native loop at the same time."""
+    nbytes, ours, loop = sum(array.nbytes for array in arrays), [], []
+    for _ in range(5):                               # in turn, since the memory's speed varies
+        ours.append(best_seconds(run, workers, 0.1))
+        loop.append(best_seconds(lambda: read_all(read, arrays, workers), workers, 0.1))
+    ours, loop = min(ours), min(loop)
+    print(f"{what:40} {ours * 1e6:8.1f} us {nbytes / ours / 1e9:7.1f} GB/s, {loop / ours:.2f} of a native loop's "
+          f"{nbytes / loop / 1e9:.1f}")
+
+
+def from_memory(card, read, n, k, workers):
+    """Compares the decode products of one matrix [n, k], too large for any cache, with the loop."""
+    random = np.random.default_rng(0)
+    w, x = q8_gemv.upload_q8(card, q8_gemv.random_q8(random, n, k), q8_gemv.random_activations(random, 1, k))
+    y = card.zeros((1, n), np.float32)
+    column = NormInput(card.zeros((1, k), np.float32), card.zeros(k, np.float32), 1e-6)
+    out = Quantized(card.zeros((1, n // 2), np.int8), card.zeros((1, n // 64), np.float32))
+    for name, launch in (
+            ("q8_gemv", lambda: q8_gemv.gemv_q8_q8(card, y, n, w, x, 1)),
+            ("with norm", lambda: q8_gemv.norm_gemv(card, q8_gemv.Q8, y, n, w, column, x, 1)),
+            ("with norm and swiglu", lambda: q8_gemv.norm_gemv_swiglu(card, q8_gemv.Q8, out, w, column, x, 1))):
+        program = programs(card, launch)
+        compare(f"{name} n={n} k={k}", lambda: native.execute(program, workers), read, [w.values, w.scales], workers)
+
+
+def decoding(model, read, workers):
+    """Decodes with a model: tokens/s, and the decode step beside the loop over the weights."""
+    engine = qengine.load(model, card="emulated", ctx=329, progress=False)
+    (stage,) = engine.pipeline.stages
+    stage.card.threads = workers
+    best = max(speeds(engine, list(range(297)), 32)[1] for _ in range(3))
+    stage.card.synchronize()
+    step = next(recording for key, recording in stage.recordings.items() if key[0] == "launch_step").programs[0]
+    matrices = [m for layer in stage.model.layers for m in qengine.matrices(layer)] + [stage.model.head]
+    weights = [array for m in matrices for array in (m.values, m.scales)]
+    compare(f"a decode step of {engine.name}", lambda: native.execute(step, workers), read, weights, workers)
+    print(f"{'decoding after 297 tokens':40} {best:8.1f} tokens/s")
+    engine.close()
+
+
+def main(workers=1, *models):
     card = open_cards("emulated")[0]
     print(f"{card.describe()}; {workers} worker{'s' * (workers > 1)}")
     x = card.zeros(1, np.uint32)
     one = programs(card, lambda: card.launch(nothing, 1, 32, x))
     many = programs(card, lambda: [card.launch(nothing, 1, 32, x) for _ in range(1000)])
-    print(f"{'one launch from Python':40} {best_seconds(one, workers) * 1e6:8.2f} us")
-    print(f"{'a launch within a list of 1,000':40} {best_seconds(many, workers) * 1e3:8.2f} us")
+    run = lambda program: lambda: native.execute(program, workers)
+    print(f"{'one launch from Python':40} {best_seconds(run(one), workers) * 1e6:8.2f} us")
+    print(f"{'a launch within a list of 1,000':40} {best_seconds(run(many), workers) * 1e3:8.2f} us")
     for name, multiply, shapes in (
             ("q8_gemv", q8_gemv.gemv_q8_q8, [(1024, 1024, 1), (128, 4096, 1), (4096, 4096, 1), (1024, 1024, 8)]),
             ("q8_gemm", q8_gemm.gemm_q8_q8, [(512, 512, 128), (1024, 1024, 64), (1024, 1024, 512)])):
         for n, k, rows in shapes:
             program, operations = product(card, multiply, n, k, rows)
-            seconds = best_seconds(native.Program(program.launches * REPEATS), workers) / REPEATS
+            seconds = best_seconds(run(native.Program(program.launches * REPEATS)), workers) / REPEATS
             case = f"{name} n={n} k={k} {'columns' if name == 'q8_gemv' else 'rows'}={rows}"
             print(f"{case:40} {seconds * 1e6:8.1f} us {operations / seconds / 1e9:7.1f} GMAC/s")
+    read = reader()
+    for n, k in ((131072, 1024), (32768, 4096)):
+        from_memory(card, read, n, k, workers)
+    for model in models:
+        decoding(model, read, workers)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(int(sys.argv[1]) if sys.argv[1:] else 1, *sys.argv[2:])

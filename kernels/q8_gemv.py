@@ -482,11 +482,12 @@ def shape_for(card, decoder, columns, k, in_pairs=False):
     loaded ahead. So for one column, not in pairs, with an even number of tiles in Q8_0, the ring has 2 tiles of one
     row. For packed formats of up to 6 words it has 4 if their number is a multiple of 4 or odd, or all if they are
     fewer. In all other cases one or two columns get two rows, with 2 tiles each or 1 if registers are short, and more
-    columns 4 rows. On an emulated card there is no ring: the CPU prefetches by itself."""
+    columns 4 rows. On an emulated card there is no ring, since the CPU prefetches, and one column gets few warps, since
+    each costs time at the barriers of the norm."""
     blocks = k // BLOCK
     whole = blocks % TILE == 0
     if card.kind == "emulated":
-        return Shape(4 if in_pairs or columns > 2 else 2, 0, 16, whole)
+        return Shape(4 if in_pairs or columns > 2 else 2, 0, 16 if in_pairs or columns > 1 else 4, whole)
     if columns > 2:
         return Shape(4, 1, 16, whole)
     tiles = (blocks + TILE - decoder.least) // TILE
