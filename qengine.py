@@ -1822,8 +1822,8 @@ class Scheduler:
         n_drafts = width - 1 if self.pace.has_block else 0
         if self.pace.has_block:             # its drafts for this step were made in the step before
             width, self.planned[group] = self.planned[group], width
-        if self.flights[group] is None:
-            width = max(width, 1 + max(s.n_certain for s in batch))
+        if self.flights[group] is None and (n_certain := max(s.n_certain for s in batch)) >= LEAST_FORCED:
+            width = max(width, 1 + n_certain)
         width = min(width, widest(len(batch), self.pipeline.last.step_rows))
         return StepShape(len(batch), width, n_drafts, wants_log_probs(batch))
 

@@ -127,6 +127,7 @@ def tree_reference(wq, wd, xq, xd):
 #   planes    whether it reads a single column in planes
 #   words     the uint32, weights and scales, that a lane holds of a tile
 #   least     the fewest blocks of a last tile for which `fetch` and `multiply` can do; what is left is for `rest`
+#   table     whether it looks codes up in a table, which takes registers
 #   place     device function (lane): which of the 32 blocks is the lane's, which is also the number of its chain
 #   apart     of the lanes whose chains are 1, 2, 4, 8 and 16 apart: the distance (for shuffles by xor)
 #   fetch     (whole) -> device function (raw, piece, row, block, k, lane, wq, wd): loads the lane's words of the tile
@@ -145,7 +146,7 @@ def tree_reference(wq, wd, xq, xd):
 # neighbouring 16 bytes in both planes, without bank conflicts. xd has the scales of the blocks and, from SUMS on, the
 # scale times the sum of the 32 integers of each block, which formats with a minimum need.
 
-Decoder = namedtuple("Decoder", "planes words least place apart fetch multiply rest")
+Decoder = namedtuple("Decoder", "planes words least table place apart fetch multiply rest")
 BIAS_HALF, BIAS_QUARTER = BIAS_WORD // 2, BIAS_WORD // 4  # sums that start here make one that started at BIAS_WORD
 
 
@@ -250,7 +251,7 @@ def rest_q8(rows, columns, planes):
     return rest
 
 
-Q8 = Decoder(False, 9, 16, place_q8, (2, 4, 8, 16, 1), fetch_q8, multiply_q8, rest_q8)
+Q8 = Decoder(False, 9, 16, False, place_q8, (2, 4, 8, 16, 1), fetch_q8, multiply_q8, rest_q8)
 
 
 # ---- x in planes -------------------------------------------------------------------------------------------
@@ -482,8 +483,8 @@ def shape_for(card, decoder, columns, k, in_pairs=False):
     loaded ahead. So for one column, not in pairs, with an even number of tiles in Q8_0, the ring has 2 tiles of one
     row. For packed formats of up to 6 words it has 4 if their number is a multiple of 4 or odd, or all if they are
     fewer. In all other cases one or two columns get two rows, with 2 tiles each or 1 if registers are short, and more
-    columns 4 rows. On an emulated card there is no ring, since the CPU prefetches, and one column gets few warps, since
-    each costs time at the barriers of the norm."""
+    columns 4 rows. A table takes the registers of a second tile in SwiGLU. On an emulated card there is no ring, since
+    the CPU prefetches, and one column gets few warps, since each costs time at the barriers of the norm."""
     blocks = k // BLOCK
     whole = blocks % TILE == 0
     if card.kind == "emulated":
@@ -496,7 +497,8 @@ def shape_for(card, decoder, columns, k, in_pairs=False):
         return Shape(1, 2, 32, whole) if alone and tiles % 2 == 0 else Shape(2, 1, 32, whole)
     if alone and decoder.words <= 6 and (tiles % 4 == 0 or tiles % 2):
         return Shape(1, min(tiles, 4), 32, whole)
-    depth = 2 if tiles > 1 and (decoder.words <= 6 or columns == 2) else 1
+    room = (decoder.words <= 6 or columns == 2) and not (in_pairs and decoder.table)
+    depth = 2 if tiles > 1 and room else 1
     return Shape(2, depth, 32 if columns == 1 else 16, whole)
 
 

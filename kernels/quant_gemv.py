@@ -143,7 +143,7 @@ def decoder(format):
 
         return rest
 
-    return Decoder(True, raw_words, 1, own_place, (1, 2, 4, 8, 16), fetch, multiply, rest)
+    return Decoder(True, raw_words, 1, bool(format.table), own_place, (1, 2, 4, 8, 16), fetch, multiply, rest)
 
 
 # ---- check and time ----------------------------------------------------------------------------------------

@@ -243,7 +243,7 @@ def test_a_readers_product_serves_every_micro_batch(card):
         engine.use(gemm=gemm)
         seen.clear()
         np.testing.assert_array_equal(engine.evaluate(prompt(8)), want)
-        assert set(seen) == set(sizes)
+        assert set(seen) == {*sizes, 512, 188}        # the draft block takes the rows in pieces of its own
         engine.use()
         seen.clear()
         engine.evaluate(prompt(8))
