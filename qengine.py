@@ -1830,8 +1830,8 @@ class Scheduler:
             self.cache.aim(sequence)
 
     def answering(self, group: int) -> list[Sequence]:
-        """The running sequences of the group, except those whose last allowed token is already in flight."""
-        return [s for s in self.running if s.group == group and not (s.in_flight and s.is_full(1, self.n_ctx))]
+        """The running sequences of the group, except those that must not have another step now."""
+        return [s for s in self.running if s.group == group and not s.is_last(self.n_ctx)]
 
     def _land(self, group: int, is_behind: bool = False):
         """Take the tokens of the group's step in flight, except those of sequences that have ended meanwhile.

@@ -153,6 +153,26 @@ def test_conversations(plain, drafting, right):
     assert conversation(drafting, right, want) == want
 
 
+@pytest.mark.parametrize("right", [1.0, 0.9])
+def test_answers_that_end_right_behind_a_page(plain, drafting, right):
+    """The step that chooses the last token may fill a page, and leaves nothing for the step after it to compute. The
+    checkpoint of this page has its bits all the same."""
+    asked = request("drawn", n_prompt=33, max_tokens=2 * PAGE_TOKENS + 1 - 33)
+
+    def two_turns(engine, answer=()):
+        engine.clear_cache()
+        if answer:
+            script(engine, asked, answer, right)
+        first = list(engine.submit(asked))
+        ids = [*asked.prompt_ids, *(delta.token_id for delta in first), 5]
+        second = engine.submit(qengine.Request(ids, max_tokens=4, ignore_eos=True, top_logprobs=1))
+        return first, list(second), second.n_cached
+
+    first, *second = two_turns(plain)
+    assert second[1] == 2 * PAGE_TOKENS
+    assert two_turns(drafting, first) == (first, *second)
+
+
 def test_what_was_not_accepted_enters_no_page(plain, drafting):
     """The pages and states that two runs keep hold the same bits, one with drafts and one without."""
 
