@@ -961,7 +961,8 @@ class Stage:
         outcomes = [each.outcomes for each in self.sampler.results[group]] if self.sampler else [
             card.zeros((n, advance.N_OUTCOME), np.int32, "outcomes of the last stage")]
         return Batch(card.alloc((n, advance.N_ANSWER), np.int32, "answers of a decode step"),
-                     card.alloc(INPUTS * self.step_rows, np.int32, "ids, slots and positions of a decode step"), outcomes)
+                     card.alloc(INPUTS * self.step_rows, np.int32, "ids, slots and positions of a decode step"),
+                     outcomes)
 
     # ---- what the worker queues ----
 
@@ -1731,6 +1732,7 @@ class Scheduler:
             return
         self._constrain([sequence], 1)
         if sequence in self.running:
+            self._reserve(sequence, end + 1)            # the draft block keeps the token that is chosen now
             tokens = self.pipeline.sample_row(end - start - 1, sequence.answer(self.n_ctx),
                                               min(self.pace.limit, FIRST_DRAFTS), wants_log_probs([sequence]))
             self.first_tokens.append(Flight([sequence], tokens, self.turns.n_passes))

@@ -201,6 +201,22 @@ def test_what_was_not_accepted_enters_no_page(plain, drafting):
                 np.testing.assert_array_equal(one, other)
 
 
+def test_a_first_token_has_a_page(drafting):
+    """The draft block keeps its key and value with the first drafts, also right behind a full page: not elsewhere."""
+    stage = drafting.pipeline.last
+    blocks = stage.cache.pages[drafting.config.n_layers]
+    drafting.clear_cache()
+    with drafting.scheduler.between_steps():
+        free = drafting.scheduler.cache.free_pages
+        free.remove(0)                                  # page 0, which empty entries of the block table name
+        before = [stage.card.download(array)[0].copy() for array in blocks[1:3]]
+    assert len(list(drafting.submit(request("drawn", n_prompt=PAGE_TOKENS, max_tokens=2)))) == 2
+    with drafting.scheduler.between_steps():
+        free.append(0)
+        for array, kept in zip(blocks[1:3], before, strict=True):
+            np.testing.assert_array_equal(stage.card.download(array)[0], kept)
+
+
 def test_right_drafts_save_steps(drafting, plain, monkeypatch):
     steps, step = [], qengine.Pipeline.step
     monkeypatch.setattr(qengine.Pipeline, "step", lambda *arguments: steps.append(1) or step(*arguments))
