@@ -7,6 +7,7 @@ a part or everything.
 
 import json
 
+import llguidance.numpy
 import numpy as np
 import pytest
 from llguidance import LLMatcher
@@ -93,6 +94,24 @@ def test_one_answer(plain, drafting, name):
         drafting.clear_cache()
         script(drafting, request(name), want, right) if right else set_script(drafting, None)
         assert list(drafting.submit(request(name))) == want, f"{right} of the drafts are right"
+
+
+def test_a_grammar_that_fails_behind_a_draft(plain, drafting, monkeypatch):
+    """The mask of a matcher that has failed allows the end of the text alone. No row chooses by it."""
+    fill = llguidance.numpy.fill_next_token_bitmask_par
+
+    def fail_at_drafts(executor, free, masks):
+        for matcher, row in free:
+            if row % CHECK_ROWS in (2, 5):
+                matcher.validate_tokens([10**6])        # which is no token
+                assert matcher.is_error()
+        fill(executor, free, masks)
+
+    asked = request("words")
+    want = list(plain.submit(asked))
+    script(drafting, asked, want, 1.0)
+    monkeypatch.setattr(llguidance.numpy, "fill_next_token_bitmask_par", fail_at_drafts)
+    assert list(drafting.submit(asked)) == want
 
 
 def test_answers_that_run_together(plain, drafting):
