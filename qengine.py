@@ -803,8 +803,9 @@ class Cache:
         heads = gdn.LinearHeads(config.n_key_heads, config.n_value_heads)
         self.pending = Pending.allocate(card, len(recurrent), sizes.n_slots, heads)
         self.targets = card.upload(np.full(sizes.n_slots, -1, np.int32), "rows for the next checkpoints")
-        self.recurrent = {index: (self.states.layer(i), self.pending.layer(i)) for i, index in enumerate(recurrent)}
-        self.kept = self.pages | self.recurrent     # what each layer keeps
+        self.recurrent = {index: self.states.layer(i) for i, index in enumerate(recurrent)}
+        pending = {index: (self.recurrent[index], self.pending.layer(i)) for i, index in enumerate(recurrent)}
+        self.kept = self.pages | pending            # what each layer keeps
         self.host = {}              # number of a checkpoint in host memory -> its two arrays, pinned
 
     def reset(self, slot: int):
@@ -926,7 +927,8 @@ class Stage:
             self.sampler = Sampler(card, demand, config.n_vocab, self.max_rows)
             self.first = card.alloc((1, advance.N_ANSWER), np.int32, "the answer that gets its first token")
         # A prompt's pass has inputs of its own, since those of a batch stay there from one step to the next.
-        self.inputs = card.alloc(INPUTS * self.max_rows, np.int32, "ids, slots and positions of a prompt's pass")
+        # Behind the last row is room, as a micro-batch reads from its own first row on.
+        self.inputs = card.alloc((INPUTS + 1) * self.max_rows, np.int32, "ids, slots and positions of a prompt's pass")
         self.incoming, self.outgoing = (
             [card.alloc((self.max_rows, config.hidden_dim), np.float32, f"{name} hidden states")
              for _ in range(2 * is_there)]
@@ -1360,6 +1362,10 @@ class Pipeline:
     def set_pages(self, slot: int, pages: list[int]):
         pages = list(pages)                     # as they are now
         self.on_all(lambda stage: stage.cache.set_pages(slot, pages))
+
+    def save(self, slot: int, number: int):
+        """Keep a slot's states as checkpoint `number`. Its rows so far are those of a prompt."""
+        self.on_all(lambda stage: stage.cache.save(slot, number))
 
     def aim(self, slot: int, number: int | None):
         """When the slot's tokens next fill a page, its states become checkpoint `number`. None: they do not."""

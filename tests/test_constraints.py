@@ -18,6 +18,7 @@ from engine.prefix import PAGE_TOKENS
 from engine.request import GRAMMAR_LETTERS
 from engine.tokenizer import ByteTokenizer, Tokenizer
 from kernels.emulated.card import EmulatedCard
+from kernels.records import CHECK_ROWS
 from tests.models import SLOTS, TINY, load_tiny
 from tests.schemas import random_object, random_schema
 
@@ -151,24 +152,19 @@ WORDS = "the quick brown fox jumps over the lazy dog, "
     ({"max_tokens": 21}, True), ({"stop": "lazy"}, True)], ids=str)
 def test_forced_tokens_have_the_bits_of_steps_of_their_own(engine, monkeypatch, fields, is_cut):
     """Over the ends of pages, and what is drawn after them, too."""
-    grammar, passes, append = LLMatcher.grammar_from_regex(f"({WORDS}){{8}}[a-z ]{{30}}"), [], qengine.Pipeline.append
-    monkeypatch.setattr(qengine.Pipeline, "append", lambda pipeline, ids, *rest: (
-        passes.append(len(ids)), append(pipeline, ids, *rest))[1])
+    grammar, widths, forward = LLMatcher.grammar_from_regex(f"({WORDS}){{8}}[a-z ]{{30}}"), [], qengine.Pipeline.forward
+    monkeypatch.setattr(qengine.Pipeline, "forward", lambda pipeline, shape, *rest: (
+        widths.append(shape.width), forward(pipeline, shape, *rest))[1])
 
     def answer():
-        """The deltas, and the logits after the last token."""
         engine.clear_cache()
-        deltas = list(engine.submit(request(**{"grammar": grammar} | fields)))
-        with engine.scheduler.between_steps():
-            return deltas, engine.cards[0].download(engine.pipeline.last.model.logits[:1])
+        widths.clear()
+        return list(engine.submit(request(**{"grammar": grammar, "draft": 0} | fields)))
 
-    deltas, logits = answer()
-    assert sum(passes) > (10 if is_cut else 64) and max(passes) == qengine.FORCED_ROWS
+    deltas = answer()
+    assert max(widths) == CHECK_ROWS and len(widths) < (len(deltas) if is_cut else len(deltas) - 64)
     monkeypatch.setattr(qengine, "LEAST_FORCED", 1000)
-    passes.clear()
-    want, want_logits = answer()
-    assert deltas == want and not passes
-    assert is_cut or np.array_equal(logits, want_logits)
+    assert answer() == deltas and set(widths) == {1}
 
 
 def test_a_page_that_is_full_with_the_last_forced_token_is_kept(engine, monkeypatch):
@@ -189,9 +185,8 @@ def test_a_page_that_is_full_with_the_last_forced_token_is_kept(engine, monkeypa
     assert cached == [reused(n + i)[1] for i in range(2)] and cached[0] == 2 * PAGE_TOKENS
 
 
-def test_forced_text_is_decoded_one_by_one_where_each_counts(engine, monkeypatch):
+def test_forced_text_is_decoded_where_each_token_counts(engine):
     """Where its log-probability is asked for or a penalty has to know of it, and among other answers."""
-    monkeypatch.setattr(qengine.Pipeline, "append", None)       # so that it would fail
     grammar = LLMatcher.grammar_from_regex(f"{WORDS}[a-z]{{5}}")
     for fields in {"top_logprobs": 0}, {"presence_penalty": 0.5}, {"repetition_penalty": 1.1}:
         assert text(engine.submit(request(grammar=grammar, **fields))).startswith(WORDS)

@@ -15,7 +15,7 @@ from llguidance import LLMatcher
 
 import qengine
 from api.grammar import at_least
-from engine.plan import LEAST_CHECKPOINTS, Work, choose_rows, slowest_seconds
+from engine.plan import LEAST_CHECKPOINTS, LONGEST_CTX, Work, choose_rows, slowest_seconds
 from engine.prefix import pages_for
 from kernels import probe, q8_gemm, q8_gemv
 from kernels.card import Array, CardError, OutOfMemory
@@ -676,16 +676,16 @@ def test_closing_gives_what_runs_and_waits_some_time(card, engine):
 # ---- loading -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("megabytes, way_out", [(4, "nothing else of its size would"), (23, "it would with --ctx 960 or a file in")])
+@pytest.mark.parametrize("megabytes, way_out", [(4, "nothing else of its size would"), (24, "it would with --ctx 960 or a file in")])
 def test_memory_that_does_not_suffice_is_shown(megabytes, way_out):
     with pytest.raises(OutOfMemory, match=rf"tiny does not fit:\n.*\nemulated card 0 .* too much\n{way_out}"):
-        load_tiny(EmulatedCard(memory_bytes=megabytes << 20), chunk=CONTEXT)
+        load_tiny(EmulatedCard(memory_bytes=megabytes << 20), chunk=CONTEXT, draft="off")
 
 
 def test_memory_that_suffices_for_fewer_pages(engine):
     """Each request has the whole context, but not all at the same time."""
     requests = [request(seed, n_prompt=CONTEXT - 100, max_tokens=20 + seed) for seed in range(SLOTS)]
-    small = load_tiny(EmulatedCard(memory_bytes=8 << 20))
+    small = load_tiny(EmulatedCard(memory_bytes=8 << 20), draft="off")
     n_pages = small.stats()["kv_pages"]
     assert pages_for(CONTEXT) <= n_pages < SLOTS * pages_for(CONTEXT)
     assert [tokens(g) for g in [small.submit(r) for r in requests]] == [alone(engine, r) for r in requests]
@@ -696,7 +696,7 @@ def test_a_context_larger_than_the_memory(card):
     gc.collect()
     before = dict(card.allocations)     # not free_bytes: the card has other users
     with pytest.raises(OutOfMemory, match=r"too much\nit would with --ctx"):
-        load_tiny(card, ctx=2**31 - 1)
+        load_tiny(card, ctx=LONGEST_CTX)
     gc.collect()
     assert card.allocations == before
 

@@ -1,5 +1,6 @@
 """kernels/nvidia.py without a GPU: the tests of every card over a stand-in for the driver, and its errors."""
 
+import itertools
 import re
 import threading
 from types import SimpleNamespace
@@ -222,16 +223,19 @@ def test_what_was_waited_for_is_progress(fake_card, timeout):
 
 
 def test_what_the_host_asks_of_the_driver_for_a_token(fake_card, monkeypatch):
-    """The worker: one replay and, beside the next, one copy of the tokens; each 64 tokens a checkpoint and a page. Others
-    wait for the copy alone."""
+    """The worker: one replay and, beside the next, one copy of the tokens; each 64 tokens a page, and the place of a
+    checkpoint, which the step itself takes. Others wait for the copy alone."""
     fake_card.cc = compiler.supported_ccs()[0]          # of kernels that are compiled for other tests; they do nothing
     monkeypatch.setattr(assembler, "assemble", lambda *arguments: None)
     for name, result in {"cuModuleLoadDataEx": "", "cuModuleGetFunction": "", "cuFuncGetAttribute": 0}.items():
         monkeypatch.setattr(fake_driver, name, lambda *arguments, result=result: (fake_driver.OK, result))
     for name in "cuFuncSetAttribute", "cuLaunchKernel":
         monkeypatch.setattr(fake_driver, name, lambda *arguments: (fake_driver.OK,))
-    engine, calls = qengine.load("synthetic:tiny", card=fake_card, ctx=256, progress=False), {True: [], False: []}
-    fake_card.fill(engine.pipeline.last.sampler.tokens, 0)
+    engine, calls = qengine.load("synthetic:tiny", card=fake_card, ctx=256, progress=False,
+                                 draft="off"), {True: [], False: []}
+    monkeypatch.setattr(fake_card, "fill", lambda *arguments: None)
+    for each in itertools.chain(*engine.pipeline.last.sampler.results):        # kernels do nothing: a step gives token 0
+        fake_card.copy_in(each.outcomes, np.array([[1, *[0] * 8, *[-1] * 7]], np.int32))
     engine.submit(qengine.Request([3])).wait()          # what the first asks of the card is not asked again
     for name in dir(fake_driver):
         if name.startswith("cu") and not re.fullmatch("cuCtx.*|cuEventDestroy", name):
@@ -241,8 +245,9 @@ def test_what_the_host_asks_of_the_driver_for_a_token(fake_card, monkeypatch):
     engine.submit(qengine.Request([1, 2], max_tokens=100, ignore_eos=True)).wait()
     steps = " ".join(calls[True]).split("cuGraphLaunch ")[2:-1]
     once = "cuEventRecord cuStreamWaitEvent cuMemcpyDtoHAsync cuEventRecord ", "cuStreamWaitEvent "
-    assert len(steps) == 97 and steps.count("".join(once)) == 96
-    assert steps.count("cuLaunchKernel cuMemcpyHtoDAsync ".join(once)) == 1
+    assert len(steps) == 97 and steps.count("".join(once)) == 95
+    assert steps.count("cuMemcpyHtoDAsync cuMemcpyHtoDAsync ".join(once)) == 1      # a page, and where a checkpoint goes
+    assert steps.count("cuMemcpyHtoDAsync ".join(once)) == 1                        # no checkpoint until the next page
     assert set(calls[False]) == {"cuEventQuery"}
     engine.close()
 

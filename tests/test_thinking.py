@@ -166,7 +166,7 @@ def test_only_the_end_of_thoughts_waits_for_masks(engine, monkeypatch):
             return original(*arguments)
 
         monkeypatch.setattr(qengine.Pipeline, name, counted)
-    answer = tokens(engine, request(engine, 20, max_tokens=60))
+    answer = tokens(engine, request(engine, 20, max_tokens=60, draft=0))
     assert len(answer) == 60 and counts["step"] >= 54
     assert counts["forward"] <= 4 and counts["constrain"] <= 3
 

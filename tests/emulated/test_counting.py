@@ -157,7 +157,7 @@ def test_estimates_and_tables(emulated):
 def test_dp4a_of_a_decoded_token():
     """Each decoded token multiplies every int8 matrix once, the embedding as the head that it is here too:
     N K / 4 lane instructions, N rounded up to the two rows that a warp takes."""
-    engine = qengine.load(str(DATA / "tiny-Q8_0.gguf"), card="emulated", ctx=128, progress=False)
+    engine = qengine.load(str(DATA / "tiny-Q8_0.gguf"), card="emulated", ctx=128, progress=False, draft="off")
     lanes = []
     for n_tokens in (2, 3, 5):
         with engine.cards[0].counting() as log:
