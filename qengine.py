@@ -1174,7 +1174,7 @@ class Stage:
         weights = [matrix for part in (*model.blocks, model.head, model.block and model.block.eh_proj)
                    if part for matrix in matrices(part)]
         shapes = {(matrix.n, matrix.k) for matrix in weights if matrix.format == "Q8_0"}
-        products = (gemv, {1, self.n_slots, HEAD_ROWS}), (gemm, {1, PAGE_TOKENS + 1})
+        products = (gemv, {1, HEAD_ROWS, self.step_rows}), (gemm, {1, PAGE_TOKENS + 1})
         return [(self.card, product, min(n, CHECKED_WEIGHTS // k), k, n_rows, add)
                 for product, rows in products if product
                 for (n, k), n_rows, add in itertools.product(shapes, rows, (False, True))]
