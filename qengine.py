@@ -963,7 +963,8 @@ class Stage:
         outcomes = [each.outcomes for each in self.sampler.results[group]] if self.sampler else [
             card.zeros((n, advance.N_OUTCOME), np.int32, "outcomes of the last stage")]
         return Batch(card.alloc((n, advance.N_ANSWER), np.int32, "answers of a decode step"),
-                     card.alloc(INPUTS * self.step_rows, np.int32, "ids, slots and positions of a decode step"), outcomes)
+                     card.alloc(INPUTS * self.step_rows, np.int32, "ids, slots and positions of a decode step"),
+                     outcomes)
 
     # ---- what the worker queues ----
 
@@ -1173,7 +1174,7 @@ class Stage:
         weights = [matrix for part in (*model.blocks, model.head, model.block and model.block.eh_proj)
                    if part for matrix in matrices(part)]
         shapes = {(matrix.n, matrix.k) for matrix in weights if matrix.format == "Q8_0"}
-        products = (gemv, {1, self.n_slots, HEAD_ROWS}), (gemm, {1, PAGE_TOKENS + 1})
+        products = (gemv, {1, HEAD_ROWS, self.step_rows}), (gemm, {1, PAGE_TOKENS + 1})
         return [(self.card, product, min(n, CHECKED_WEIGHTS // k), k, n_rows, add)
                 for product, rows in products if product
                 for (n, k), n_rows, add in itertools.product(shapes, rows, (False, True))]
@@ -1737,6 +1738,7 @@ class Scheduler:
             return
         self._constrain([sequence], 1)
         if sequence in self.running:
+            self._reserve(sequence, end + 1)            # the draft block keeps the token that is chosen now
             tokens = self.pipeline.sample_row(end - start - 1, sequence.answer(self.n_ctx),
                                               min(self.pace.limit, FIRST_DRAFTS), wants_log_probs([sequence]))
             self.first_tokens.append(Flight([sequence], tokens, self.turns.n_passes))
@@ -1836,8 +1838,8 @@ class Scheduler:
             self.cache.aim(sequence)
 
     def answering(self, group: int) -> list[Sequence]:
-        """The running sequences of the group, except those whose last allowed token is already in flight."""
-        return [s for s in self.running if s.group == group and not (s.in_flight and s.is_full(1, self.n_ctx))]
+        """The running sequences of the group, except those that must not have another step now."""
+        return [s for s in self.running if s.group == group and not s.is_last(self.n_ctx)]
 
     def _land(self, group: int, is_behind: bool = False):
         """Take the tokens of the group's step in flight, except those of sequences that have ended meanwhile.

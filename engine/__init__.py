@@ -20,7 +20,6 @@
     speculate.py        how many drafts a check gets
     turns.py            which prompt gets the next pass, and when running answers come first
     prefix.py           the prefix tree: pages and checkpoints that later prompts may share
-    draft_block.py      a layer behind the model's own that guesses the next tokens
     scratch.py          the scratch memory of a pass
     worker.py           the thread of each card, and its tasks
     plan.py             what a model takes of the cards, which layers go where, how long passes take

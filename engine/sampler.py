@@ -136,7 +136,9 @@ class Sampler:
 
     def make_masks(self, constraints: dict[int, Constraint], drafts: dict[int, list[int]]):
         """Write the masks of slots on the host: what each row of the next step may choose. Row j follows the first j of
-        the slot's drafts. Rows behind a draft that may not stand there get no mask, since nothing they choose counts.
+        the slot's drafts. Rows behind a draft that may not stand there choose nothing. Nor does a row whose matcher has
+        failed: the check ends before it, and if it comes again as the first row of a step, the answer's own matcher
+        fails.
         The tokens that were chosen under the last masks must have been read: the host's masks are overwritten."""
         free = []
         for slot, constraint in constraints.items():
@@ -150,8 +152,12 @@ class Sampler:
                     masks[j] = 0xFFFFFFFF
                 else:
                     free.append((after.matcher, slot * CHECK_ROWS + j))
+            masks[j + 1:len(drafts[slot]) + 1] = 0
         if free:
             llguidance.numpy.fill_next_token_bitmask_par(self.executor, free, self.masks.view(np.int32))
+        for matcher, row in free:
+            if matcher.is_error():
+                self.masks[row] = 0
 
     def send_masks(self, slots: list[int], free: set[int], width: int):
         """Queue the copy of masks to the card, for the next `launch`. Slots in `free` get masks that allow all. The

@@ -38,6 +38,14 @@ class Sequence(Branch):
         """Whether the sequence reaches its length limit with so many more tokens."""
         return more >= self.room(n_ctx)
 
+    def is_last(self, n_ctx: int) -> bool:
+        """Whether no step may follow before the tokens in flight are read: the last allowed one is among them. Or it
+        may be, and would stand right behind a full page: the rows of the step that follows would all be void then, and
+        only a row that is not void takes the page's checkpoint."""
+        left = self.room(n_ctx)
+        ends_with_page = (len(self.tokens) + left - 1) % PAGE_TOKENS == 0
+        return self.in_flight > 0 and left <= (self.in_flight if ends_with_page else 1)
+
     def room(self, n_ctx: int) -> int:
         """How many more tokens the sequence may have."""
         longest = self.generation.request.max_tokens

@@ -7,6 +7,7 @@ a part or everything.
 
 import json
 
+import llguidance.numpy
 import numpy as np
 import pytest
 from llguidance import LLMatcher
@@ -95,6 +96,24 @@ def test_one_answer(plain, drafting, name):
         assert list(drafting.submit(request(name))) == want, f"{right} of the drafts are right"
 
 
+def test_a_grammar_that_fails_behind_a_draft(plain, drafting, monkeypatch):
+    """The mask of a matcher that has failed allows the end of the text alone. No row chooses by it."""
+    fill = llguidance.numpy.fill_next_token_bitmask_par
+
+    def fail_at_drafts(executor, free, masks):
+        for matcher, row in free:
+            if row % CHECK_ROWS in (2, 5):
+                matcher.validate_tokens([10**6])        # which is no token
+                assert matcher.is_error()
+        fill(executor, free, masks)
+
+    asked = request("words")
+    want = list(plain.submit(asked))
+    script(drafting, asked, want, 1.0)
+    monkeypatch.setattr(llguidance.numpy, "fill_next_token_bitmask_par", fail_at_drafts)
+    assert list(drafting.submit(asked)) == want
+
+
 def test_answers_that_run_together(plain, drafting):
     """Beside each other, with prompts that arrive meanwhile; nobody's drafts change anybody's tokens."""
     requests = [request(name, seed) for seed, name in enumerate(sorted(ASKED) * 2)]
@@ -153,6 +172,26 @@ def test_conversations(plain, drafting, right):
     assert conversation(drafting, right, want) == want
 
 
+@pytest.mark.parametrize("right", [1.0, 0.9])
+def test_answers_that_end_right_behind_a_page(plain, drafting, right):
+    """The step that chooses the last token may fill a page, and leaves nothing for the step after it to compute. The
+    checkpoint of this page has its bits all the same."""
+    asked = request("drawn", n_prompt=33, max_tokens=2 * PAGE_TOKENS + 1 - 33)
+
+    def two_turns(engine, answer=()):
+        engine.clear_cache()
+        if answer:
+            script(engine, asked, answer, right)
+        first = list(engine.submit(asked))
+        ids = [*asked.prompt_ids, *(delta.token_id for delta in first), 5]
+        second = engine.submit(qengine.Request(ids, max_tokens=4, ignore_eos=True, top_logprobs=1))
+        return first, list(second), second.n_cached
+
+    first, *second = two_turns(plain)
+    assert second[1] == 2 * PAGE_TOKENS
+    assert two_turns(drafting, first) == (first, *second)
+
+
 def test_what_was_not_accepted_enters_no_page(plain, drafting):
     """The pages and states that two runs keep hold the same bits, one with drafts and one without."""
 
@@ -179,6 +218,22 @@ def test_what_was_not_accepted_enters_no_page(plain, drafting):
         for got, expected in zip(found, arrays):
             for one, other in zip(got, expected, strict=True):
                 np.testing.assert_array_equal(one, other)
+
+
+def test_a_first_token_has_a_page(drafting):
+    """The draft block keeps its key and value with the first drafts, also right behind a full page: not elsewhere."""
+    stage = drafting.pipeline.last
+    blocks = stage.cache.pages[drafting.config.n_layers]
+    drafting.clear_cache()
+    with drafting.scheduler.between_steps():
+        free = drafting.scheduler.cache.free_pages
+        free.remove(0)                                  # page 0, which empty entries of the block table name
+        before = [stage.card.download(array)[0].copy() for array in blocks[1:3]]
+    assert len(list(drafting.submit(request("drawn", n_prompt=PAGE_TOKENS, max_tokens=2)))) == 2
+    with drafting.scheduler.between_steps():
+        free.append(0)
+        for array, kept in zip(blocks[1:3], before, strict=True):
+            np.testing.assert_array_equal(stage.card.download(array)[0], kept)
 
 
 def test_right_drafts_save_steps(drafting, plain, monkeypatch):

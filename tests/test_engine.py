@@ -568,6 +568,18 @@ def writes_too_much(card, y, stride, w, x, columns, add):
     card.fill(y.reshape(-1)[w.n:w.n + 1], 0)
 
 
+def forgets_drafts(card, y, stride, w, x, columns, add):
+    q8_gemv.gemv_q8_q8(card, y, stride, w, x, min(columns, 8), add)
+
+
+def test_products_are_checked_with_the_rows_of_the_widest_step(card):
+    """Which are those of all answers with all their drafts."""
+    engine = load_tiny(card, slots=4)
+    with pytest.raises(ValueError, match="forgets_drafts, .*, 32 rows of x"):
+        engine.use(gemv=forgets_drafts)
+    engine.close()
+
+
 @pytest.mark.parametrize("product, message", [(forgets_scales, "forgets_scales, a matrix of .*: other numbers"),
                                               (writes_too_much, "writes_too_much, .*: wrote elsewhere")])
 def test_wrong_products_are_refused(own_engine, product, message):
