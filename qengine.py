@@ -20,9 +20,9 @@ How a token travels. Three kinds of threads take part: the caller's, the schedul
     Model.layer_by_layer    embedding, then for each layer mixer (DeltaNet or Attention) and MLP, on rows of x
     Edge                    carries the rows of x to the next stage's card
     Model.compute_logits    at the last stage: norm and output head
-    Sampler                 chooses a token for each row on the card; `Stage.advance` makes it the input of the next
-                            step, and a copy of it goes to the host
-    Scheduler._take         the host reads the token: Generation.push makes it a Delta with text, for the caller
+    Sampler                 chooses a token for each row on the card; the outcomes (new tokens, next drafts)
+                            become inputs of the next step (kernels/advance.py), and a copy of them goes to the host
+    Scheduler._take         the host reads the tokens: Generation.push makes each a Delta with text, for the caller
 
 Before that, `encode_prompt` (engine/tokenizer.py) makes tokens of the text. The first token of an answer comes from the
 last pass of its prompt (`Stage.queue_first_choice`). The next step is queued before the host has read the tokens of

@@ -49,6 +49,9 @@ class Steps:
         self.stage.allocate(CacheSizes(1, pages, pages, 2, 0))
         self.stage.cache.set_pages(0, list(range(pages)))
         self.layers = self.stage.model.layers
+        if block := self.stage.model.block:     # one block of a launch does not choose a draft: let its id be a token
+            for ids in block.newest, block.drafts:
+                self.card.fill(ids, 0)
 
     def n_cards(self) -> int:
         """How many of these cards the weights take."""

@@ -15,7 +15,6 @@
     thinking.py         budgets of thoughts
     repetition.py       a guard against answers that repeat themselves for ever
     sampler.py          the choice of tokens on the last card, and how they get to the host
-    draft_block.py      the layer behind a model that guesses what comes next
     sequence.py         a generation that holds a slot
     speculate.py        how many drafts a check gets
     turns.py            which prompt gets the next pass, and when running answers come first
