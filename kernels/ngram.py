@@ -13,7 +13,7 @@ A match close to the end runs into the drafts that it makes itself. They repeat 
                              e ^ ^ copied from here                           a     b     c ^ l
 
     outcomes  int32 [n, 16], answers int32 [n, 12]: see kernels/advance.py. NEXT_DRAFTS of the outcomes hold k drafts at
-              least 0, then -1; they are filled up to `most` drafts as far as there is a match
+              least 0, then -1; they are filled up to `most` drafts as far as there is a match, and cut behind `most`
     ids       int32 [n_slots, n_ctx]    T up to position p + COUNT; this kernel writes it from p on, the host before
     most      int32 [n_slots]           drafts that an outcome may hold; 0: the text is written, no match is looked for
     found     uint32 [n_slots, 32], arrived uint32 [n_slots]    scratch of the launch; arrived is 0 between launches
@@ -135,6 +135,8 @@ def ngram_kernel(outcomes, answers, ids, most, found, arrived, n_ctx):
             ids[uint32(start + position + thread)] = token
     n_sweeps = uint32(uint32(last + uint32(CHUNK - 1)) // uint32(CHUNK))
     n_blocks = min(n_sweeps, uint32(cuda.gridDim.x))
+    if block == uint32(0) and thread >= limit and thread < k:
+        outcomes[uint32(drafts + thread)] = int32(-1)
     if limit <= k or block >= n_blocks:
         return
     cuda.syncthreads()
@@ -254,6 +256,7 @@ def check(card, n, n_ctx, n_tokens):
         for answer, outcome, text, k in zip(answers, want, written, drafted):
             if outcome[COUNT] > 0:
                 after[answer[SLOT], :len(text) - k] = text[:len(text) - k]
+                outcome[NEXT_DRAFTS + min(most[answer[SLOT]], N_DRAFTS):] = -1
                 drafts = ngram_reference(text, max(min(most[answer[SLOT]], N_DRAFTS) - k, 0))
                 outcome[NEXT_DRAFTS + k:NEXT_DRAFTS + k + len(drafts)] = drafts
         card.copy_in(texts.ids, before)

@@ -246,3 +246,13 @@ def test_right_drafts_save_steps(drafting, plain, monkeypatch):
     script(drafting, asked, want, 1.0)
     assert list(drafting.submit(asked)) == want
     assert n_plain >= 99 and len(steps) - n_plain < 99 / 4
+
+
+def test_a_request_limits_its_own_drafts(plain, drafting):
+    """Also beside answers that have more, and those of the draft block."""
+    set_script(drafting, None)
+    requests = [request("likely", seed, draft=draft, max_tokens=100) for seed, draft in enumerate((0, 1, None))]
+    generations = [drafting.submit(r) for r in requests]
+    assert [list(g) for g in generations] == [list(plain.submit(r)) for r in requests]
+    none, one, free = (generation.drafts.n_checked for generation in generations)
+    assert sum(none) == 0 and one[0] > 0 == sum(one[1:]) and sum(free[1:]) > 0

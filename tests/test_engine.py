@@ -688,7 +688,8 @@ def test_closing_gives_what_runs_and_waits_some_time(card, engine):
 # ---- loading -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("megabytes, way_out", [(4, "nothing else of its size would"), (24, "it would with --ctx 960 or a file in")])
+@pytest.mark.parametrize("megabytes, way_out", [(4, "nothing else of its size would"),
+                                                (25, "it would with --slots 2 or --ctx 960 or")])
 def test_memory_that_does_not_suffice_is_shown(megabytes, way_out):
     with pytest.raises(OutOfMemory, match=rf"tiny does not fit:\n.*\nemulated card 0 .* too much\n{way_out}"):
         load_tiny(EmulatedCard(memory_bytes=megabytes << 20), chunk=CONTEXT, draft="off")
@@ -697,7 +698,7 @@ def test_memory_that_does_not_suffice_is_shown(megabytes, way_out):
 def test_memory_that_suffices_for_fewer_pages(engine):
     """Each request has the whole context, but not all at the same time."""
     requests = [request(seed, n_prompt=CONTEXT - 100, max_tokens=20 + seed) for seed in range(SLOTS)]
-    small = load_tiny(EmulatedCard(memory_bytes=8 << 20), draft="off")
+    small = load_tiny(EmulatedCard(memory_bytes=9 << 20), draft="off")
     n_pages = small.stats()["kv_pages"]
     assert pages_for(CONTEXT) <= n_pages < SLOTS * pages_for(CONTEXT)
     assert [tokens(g) for g in [small.submit(r) for r in requests]] == [alone(engine, r) for r in requests]
