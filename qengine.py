@@ -1814,16 +1814,16 @@ class Scheduler:
         else:
             tokens = self.pipeline.step(shape, group)
             self._land(group, is_behind=True)       # takes the previous step's tokens: the flight is still that step's
+        self.planned[group] = shape.n_drafts + 1
         for sequence in batch:
             sequence.in_flight = shape.width
         self.flights[group] = Flight(batch, tokens, self.turns.n_passes, shape.width)
 
     def shape(self, batch: list[Sequence], group: int) -> StepShape:
         """The shape of the group's next step."""
-        width = self.pace.width([s.generation.drafts for s in batch])
-        n_drafts = width - 1 if self.pace.has_block else 0
+        width, n_drafts = self.pace.width([s.generation.drafts for s in batch]), 0
         if self.pace.has_block:             # its drafts for this step were made in the step before
-            width, self.planned[group] = self.planned[group], width
+            width, n_drafts = self.planned[group], width - 1
         if self.flights[group] is None and (n_certain := max(s.n_certain for s in batch)) >= LEAST_FORCED:
             width = max(width, 1 + n_certain)
         width = min(width, widest(len(batch), self.pipeline.last.step_rows))

@@ -65,7 +65,9 @@ class PipeMeter:
         stage, scheduler = self.stage, self.scheduler
         with scheduler.between_steps(), self._as_model():
             batch = scheduler.answering(0)
-            recordings = [stage.recording(stage.launch_step, scheduler.shape(batch, 0), 0, 0)] if batch else []
+            buffers = range(len(stage.batches[0].outcomes)) if batch else ()
+            step = (stage.launch_step, scheduler.shape(batch, 0), 0) if batch else ()
+            recordings = [stage.recording(*step, buffer) for buffer in buffers]
         for recording in recordings:
             stage.card.prepare_counting(recording)
         with scheduler.between_steps(), self._as_model(), stage.card.counting() as log:

@@ -39,6 +39,7 @@ from numba.types import int32, uint32
 
 from kernels.bench import Case, main
 from kernels.intrinsics import wait_for_previous
+from kernels.kv_formats import PAGE
 from kernels.records import CHECK_ROWS, Places
 
 TOKEN, SLOT, POSITION, END, ACCEPTED, DRAFTS = range(6)
@@ -47,7 +48,6 @@ N_ANSWER = DRAFTS + N_DRAFTS            # columns of `answers`
 COUNT, TOKENS = range(2)
 NEXT_DRAFTS = TOKENS + CHECK_ROWS
 N_OUTCOME = NEXT_DRAFTS + N_DRAFTS      # columns of `outcomes`
-PAGE = 64                               # no check crosses a multiple of it
 THREADS = 32
 NO_END = 2**30                          # an END that no sequence reaches
 

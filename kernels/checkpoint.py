@@ -39,9 +39,9 @@ from kernels.gdn_decode import ROWS, SUMS, Chain, apply_pending, assert_same_bit
 from kernels.gdn_decode import THREADS as HEAD_THREADS
 from kernels.gdn_decode import load_pending, load_state, store_state
 from kernels.intrinsics import load_words4, store_words4
+from kernels.kv_formats import PAGE
 from kernels.records import CHECK_ROWS, VECTORS, Pending, Places, States
 
-INTERVAL = 64                       # positions between two at which states are kept
 RECORD = VECTORS * HEAD
 THREADS = 256
 LOADS = 4                           # of 16 bytes, by each thread
@@ -162,7 +162,7 @@ def keep_states_kernel(memory, ring, accepted, vectors, keeps, row_slot, row_pos
         position = uint32(1)
         if uint32(first + lane) < answers:
             position = uint32(row_pos[uint32(first + lane)])
-        due = uint32(cuda.ballot_sync(0xFFFFFFFF, uint32(position & uint32(INTERVAL - 1)) == uint32(0)))
+        due = uint32(cuda.ballot_sync(0xFFFFFFFF, uint32(position & uint32(PAGE - 1)) == uint32(0)))
         answer = first              # a void row, at -1, is not due
         while due != uint32(0):
             if due & uint32(1) != uint32(0):
@@ -242,7 +242,7 @@ def check_keep(card, case):
     chains = [Chain(card, *case, seed) for seed in range(2)]
     slots, random, n_slots = chains[0].slots, chains[0].random, len(chains[0].memory)
     takes = random.integers(1, CHECK_ROWS + 1, n_slots)
-    first = INTERVAL * random.integers(1, 9, n_slots) - takes
+    first = PAGE * random.integers(1, 9, n_slots) - takes
     first[slots[-1]] += len(slots) > 1
     for chain in chains:
         chain.first = first

@@ -147,9 +147,10 @@ def test_results_stay_until_they_are_copied(grouped, log_probs):
 
         card._transfer, pipeline = noted, engine.pipeline
         pipeline.prefill(list(range(9)), 2, 0)
-        for work in [lambda row=row: pipeline.sample_row(
-                row, qengine.answer_of(0, 2, row), log_probs=log_probs) for row in range(9)] + [
-                lambda step=step: pipeline.step(qengine.StepShape(1, log_probs=log_probs), step % 2) for step in range(12)]:
+        first = [lambda row=row: pipeline.sample_row(row, qengine.answer_of(0, 2, row), log_probs=log_probs)
+                 for row in range(9)]
+        shape = qengine.StepShape(1, log_probs=log_probs)
+        for work in first + [lambda step=step: pipeline.step(shape, step % 2) for step in range(12)]:
             queued.append(work())
             if len(queued) == n_ahead:
                 pipeline.settle()
