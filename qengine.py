@@ -946,7 +946,7 @@ class Stage:
 
     def release(self):
         """Drop what refers to memory of the card, so that it is freed even if a thread that hangs holds the stage."""
-        self.model = self.sampler = self.cache = self.inputs = self.entry = self.exit = None
+        self.model = self.sampler = self.cache = self.inputs = self.first = self.entry = self.exit = None
         for held in self.incoming, self.outgoing, self.batches, self.recordings:
             held.clear()
 

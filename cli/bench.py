@@ -176,7 +176,7 @@ class Bench:
         slots; for every slot the recurrent states, read and written, and the keys and values up to its position."""
         c, caches = self.engine.config, [stage.cache for stage in self.stages]
         weights = sum(m.values.nbytes + (m.scales.nbytes if m.is_quantized else 0) for m in self.weights())
-        states = sum(2 * s.memory[0].nbytes + s.conv[0].nbytes for cache in caches for s, _ in cache.recurrent.values())
+        states = sum(2 * s.memory[0].nbytes + s.conv[0].nbytes for cache in caches for s in cache.recurrent.values())
         token = sum(pages.format.token_bytes(c.n_kv_heads, c.head_dim) for cache in caches
                     for pages in cache.pages.values())
         return len(self.groups) * weights + self.batch * (states + (context + DECODE_STEPS // 2) * token)

@@ -5,9 +5,9 @@ that to the oldest prompt. So the shortest prompt waits for one pass of another 
 however many shorter ones arrive.
 
 While answers run, passes over prompts get at most PROMPT_SHARE of the time. After the work of a pass the answers have
-decode steps for themselves until they have had their share. A pass gets as many tokens as take about PAUSE, or as long
-as STEPS decode steps where these are slow. The times are measured on the host. No token depends on them: they decide
-when something is computed, and never what.
+decode steps for themselves until they have had their share. A pass that made the answers wait for longer than PAUSE
+makes the following passes smaller. The times are measured on the host. No token depends on them: they decide when
+something is computed, and never what.
 """
 
 import collections
@@ -15,11 +15,10 @@ import time
 
 from engine.prefix import PAGE_TOKENS
 
-PROMPT_SHARE = 0.8          # most of the time that passes over prompts get while answers run
-PAUSE, STEPS = 0.033, 8     # seconds of a pass while answers run, about, or decode steps that take as long
+PROMPT_SHARE = 0.5          # most of the time that passes over prompts get while answers run
+PAUSE = 0.25                # seconds without a token of an answer, about, at most
 LONGEST_PAUSE = 10.0        # a longer one was no work of a card: the process was suspended
 RUNNING_CHUNK = 512         # most tokens of a pass over a prompt while answers run
-NEWS = 0.25                 # weight of the latest step in the time of a step
 
 
 class Turns:
@@ -34,8 +33,7 @@ class Turns:
         self.n_passes = 0               # passes queued so far while answers ran
         self.unmeasured = collections.deque()   # tokens of the last ones of these, whose times are not known yet
         self.owed = 0.0                 # seconds that answers are still to have before the next pass
-        self.limit = RUNNING_CHUNK // 2 # tokens of a pass while answers run, at most
-        self.step = 0.0                 # seconds of a decode step, lately
+        self.limit = RUNNING_CHUNK      # tokens of a pass while answers run, at most
         self.landed_at = clock()        # when the host last got tokens of an answer
 
     def choose(self, prompts: list, length_left):
@@ -70,10 +68,9 @@ class Turns:
             n_tokens += self.unmeasured.popleft()
         if not n_tokens:
             self.owed = max(self.owed - seconds, 0.0)
-            self.step += (seconds - self.step) * NEWS
             return
         self.owed += seconds * (1 / PROMPT_SHARE - 1)
-        allowed, taken = max(PAUSE, STEPS * self.step), max(seconds - self.step, PAUSE / STEPS)
-        if n_tokens >= self.limit or taken > allowed:
-            fitting = int(n_tokens * min(allowed / taken, 2)) // PAGE_TOKENS * PAGE_TOKENS
-            self.limit = min(max(fitting, PAGE_TOKENS), RUNNING_CHUNK)
+        if seconds > PAUSE:
+            self.limit = max(self.limit // 2, PAGE_TOKENS)
+        elif seconds < PAUSE / 2 and n_tokens >= self.limit:
+            self.limit = min(self.limit * 2, RUNNING_CHUNK)

@@ -238,8 +238,8 @@ def failures(engine, n=6):
 
 
 def breaks(card):
-    """The next launches fail, as after a fault of a kernel."""
-    card.execute = lambda launches: 1 / 0
+    """What is queued next fails, as after a fault of a kernel."""
+    card.default_stream.push(lambda: 1 / 0)
 
 
 def hangs(card):
