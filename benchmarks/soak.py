@@ -417,7 +417,7 @@ def soak(engine, n_clients: int, seconds: float, n_cards: int, patience: float,
     print_table(outcomes)
     if n_hostile:
         print("hostile requests:", ", ".join(f"{count} {name}" for name, count in sorted(attacks.items())))
-    counts = {name: after[name] - before[name] for name in after}
+    counts = {name: n - before[name] for name, n in after.items() if isinstance(n, int)}    # not those by position
     print(f"{took:.0f} s: {counts['requests']} requests of {n_clients} clients on {after['slots']} slots, "
           f"{counts['prompt_tokens']:,} prompt tokens ({counts['cached_tokens']:,} cached), "
           f"{counts['generated_tokens']:,} generated; checkpoints: {counts['checkpoints_spilled']:,} spilled, "
