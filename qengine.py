@@ -958,7 +958,7 @@ class Stage:
             self.sampler.allocate(n_groups)
         self.batches = [self.new_batch(group) for group in range(n_groups)]
 
-    def new_batch(self, group: int) -> "Batch":
+    def new_batch(self, group: int) -> Batch:
         card, n = self.card, self.n_slots
         outcomes = [each.outcomes for each in self.sampler.results[group]] if self.sampler else [
             card.zeros((n, advance.N_OUTCOME), np.int32, "outcomes of the last stage")]
@@ -1025,33 +1025,33 @@ class Stage:
         return self.card.download(self.model.logits[:n])
 
     def set_batch(self, answers: np.ndarray, group: int):
-        """Set the answers of a group's next decode step, int32 [n, ANSWER]. No step has chosen tokens since."""
+        """Set the answers of a group's next decode step, int32 [n, N_ANSWER]. No step has chosen tokens since."""
         batch = self.batches[group]
         self.card.copy_in(batch.answers[:len(answers)], answers)
         for outcomes in batch.outcomes:
             self.card.fill(outcomes, 0)
 
-    def receive_tokens(self, tokens: "Tokens | None", n: int, group: int):
+    def receive_tokens(self, tokens: Tokens | None, n: int, group: int):
         """On all cards but the last: wait for the outcomes of the group's previous step, and queue their copy to where
         `launch_inputs` reads them. This card and the last one may be idle meanwhile."""
         if self.hands_on and tokens is not None:
             self.card.copy_in(self.batches[group].outcomes[0][:n], tokens.arrived())
 
-    def queue_step(self, tokens: "Tokens | None", shape: "StepShape", group: int):
+    def queue_step(self, tokens: Tokens | None, shape: StepShape, group: int):
         """Queue a decode step: `queue_layers` and `queue_choice` in one recording."""
         self.receive_tokens(tokens, shape.n, group)
         buffer = self.sampler.next_buffer(group) if self.sampler else 0
         self.recording(self.launch_step, shape, group, buffer).replay()
         return self.sampler and self.sampler.read_back(group, buffer, shape.n, shape.n_reports)
 
-    def queue_layers(self, tokens: "Tokens | None", shape: "StepShape", group: int):
+    def queue_layers(self, tokens: Tokens | None, shape: StepShape, group: int):
         """Queue the layers of a group's next decode step: of the answers of `set_batch`, or of the tokens chosen
         since."""
         self.receive_tokens(tokens, shape.n, group)
         before = self.sampler.latest[group] if self.sampler else 0
         self.recording(self.launch_layers, shape.n, shape.width, group, before).replay()
 
-    def queue_choice(self, shape: "StepShape", group: int):
+    def queue_choice(self, shape: StepShape, group: int):
         """Queue the choice of the tokens that follow the rows of `queue_layers`. They enter the next step."""
         buffer = self.sampler.next_buffer(group)
         self.recording(self.launch_choice, shape, group, buffer).replay()
@@ -1098,7 +1098,7 @@ class Stage:
         rows = dataclasses.replace(rows_of(self.inputs[start:], n_all), n=n)
         return PromptPass(rows, inside, n < n_all, in_order)
 
-    def launch_step(self, shape: "StepShape", group: int, buffer: int):
+    def launch_step(self, shape: StepShape, group: int, buffer: int):
         before = (buffer - 1) % BUFFERS if self.sampler else 0
         self.launch_layers(shape.n, shape.width, group, before)
         if self.sampler:
@@ -1118,7 +1118,7 @@ class Stage:
         if self.sampler:
             self.model.compute_logits(rows, self.model.scratch.x)
 
-    def launch_choice(self, shape: "StepShape", group: int, buffer: int):
+    def launch_choice(self, shape: StepShape, group: int, buffer: int):
         batch, results = self.batches[group], self.sampler.results[group][buffer]
         rows = rows_of(batch.inputs, shape.n * shape.width)
         self.sampler.launch(self.model.logits, rows, shape.n, results, shape.log_probs)
@@ -1477,7 +1477,7 @@ class Pipeline:
 # 7  Scheduler
 # ======================================================================================================
 
-FIRST_DRAFTS = 3            # of the draft block, after the first token of an answer
+FIRST_DRAFTS = 3            # of the draft block, until it is known how many pay
 LEAST_FORCED = 3            # fewer are not worth a check: the host must have read the step in flight before it
 TURN = "<|im_start|>"       # the control token at which a turn of a conversation begins
 NAN_LOGITS = "the logits hold a NaN: the model file is damaged, or a kernel is wrong"
@@ -1532,7 +1532,8 @@ class Scheduler:
         self.waiting, self.running = collections.deque(), []
         self.flights: list[Flight | None] = [None] * pipeline.n_groups  # the step in flight of each group
         self.landed_at: list[float | None] = [None] * pipeline.n_groups    # when a step landed right before this flight
-        self.planned = [1] * pipeline.n_groups      # the width for which the latest step of each group makes drafts
+        # The width for which the latest step of each group makes drafts of the block.
+        self.planned = [1 + pace.has_block * min(pace.limit, FIRST_DRAFTS)] * pipeline.n_groups
         self.first_tokens = collections.deque()     # the Flights that end prompts
         self.next_groups = itertools.cycle(range(pipeline.n_groups))
         self.turns = Turns(pipeline.n_stages)
@@ -1739,8 +1740,8 @@ class Scheduler:
         self._constrain([sequence], 1)
         if sequence in self.running:
             self._reserve(sequence, end + 1)            # the draft block keeps the token that is chosen now
-            tokens = self.pipeline.sample_row(end - start - 1, sequence.answer(self.n_ctx),
-                                              min(self.pace.limit, FIRST_DRAFTS), wants_log_probs([sequence]))
+            tokens = self.pipeline.sample_row(end - start - 1, sequence.answer(self.n_ctx), max(self.planned) - 1,
+                                              wants_log_probs([sequence]))
             self.first_tokens.append(Flight([sequence], tokens, self.turns.n_passes))
 
     def _begin(self, sequence: Sequence):
@@ -1850,7 +1851,7 @@ class Scheduler:
         outcomes, n = flight.tokens.read().tolist(), len(flight.sequences)
         self.turns.land(flight.n_passes)
         self._measure(flight, group, is_behind)
-        if not is_behind:           # then no step has noted what was accepted, and has taken the checkpoints
+        if not is_behind:           # then no later step notes what was accepted and takes the checkpoints
             filled = [answer_of(0, s.slot, s.n_computed + outcome[advance.COUNT], accepted=outcome[advance.COUNT] - 1)
                       for s, outcome in zip(flight.sequences, outcomes) if s in self.running and s.fills_page(outcome)]
             if filled:

@@ -126,7 +126,7 @@ class CheckBench:
         """Computes a prompt for each slot, and keeps the states after it as the checkpoint of the slot's number."""
         for slot in range(self.bench.batch):
             self.bench.prompt(context, slot)
-            self.pipeline.on_all(lambda stage, slot=slot: stage.cache.save(slot, slot))
+            self.pipeline.save(slot, slot)
 
     def run(self, context: int, width: int, n_drafts: int, n_tokens: int | None = None) -> Run:
         """Decodes behind the prompts, by steps of this width, until an answer has n_tokens tokens."""

@@ -41,10 +41,7 @@ neither on n nor on the other columns nor on the card:
 Pipe: dp4a, but bound by memory: 1.06 n k bytes and n k columns / 4 dp4a per call. While a CMP 100-210 loads a word of
 weights, it has time for 27 dp4a; eight columns need 8 dp4a and 6 float operations, so memory stays the bound.
 
-Measured (us, H200, 2026-11-21; more: benchmarks/results.md)  4096 x 4096  12352 x 4096  24576 x 4096  4096 x 12288
-    bytes / 4,590 GB/s                                             3.9         11.7          23.3          11.7
-    a ring of 4 tiles of one row (in use)                          6.5         14.4          26.7          14.4
-    without a ring: 2 rows, loads where they are used              9.3         15.3          27.6          24.0
+Measurements, and which rings were tried: benchmarks/results.md, section q8_gemv.
 """
 
 import math
