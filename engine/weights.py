@@ -114,7 +114,8 @@ class FileLoader(Loader):
         if damaged.size:
             tensor = list(self.gguf.tensors.values())[damaged[0]]
             what = "block scale" if tensor.type in FORMATS else "value"
-            raise ModelError(f"{self.gguf.path}: tensor '{tensor.name}' holds a {what} that is not a finite number")
+            raise ModelError(f"{self.gguf.file_of[tensor.name].path}: tensor '{tensor.name}' holds a {what} that is "
+                             "not a finite number")
 
 
 class SyntheticLoader(Loader):
@@ -154,6 +155,10 @@ class Weights:
 class FileWeights(Weights):
     """The tensors of a GGUF file."""
 
+    def floats(self, name: str) -> np.ndarray:
+        """The values of a tensor as float32, on the host."""
+        return self.gguf.floats(name)
+
     def __init__(self, gguf: GGUF):
         self.gguf = gguf
         super().__init__({name: tensor.shape for name, tensor in gguf.tensors.items()},
@@ -173,8 +178,14 @@ class SyntheticWeights(Weights):
     """Random weights of a model's real shapes, made on the card: no file, nothing over the bus. A matrix is in
     `format`, or in Q8_0 if the length of its rows is not a multiple of the format's block."""
 
-    def __init__(self, shapes: dict[str, tuple[int, ...]], format: str = "Q8_0"):
+    def __init__(self, shapes: dict[str, tuple[int, ...]], format: str = "Q8_0", architecture: str = "qwen35"):
+        self.architecture = architecture
         super().__init__(shapes, lambda name: format if fits_blocks(shapes[name], format) else "Q8_0")
+
+    def floats(self, name: str) -> np.ndarray:
+        """Values for a tensor that stays on the host."""
+        shape = self.shapes[name]
+        return np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape, np.float32) / shape[1] ** 0.5
 
     def loading(self, card: Card):
         return contextlib.nullcontext(SyntheticLoader(card, self.shapes, self.type_of))

@@ -1,10 +1,10 @@
 """Rows of the token table as float32.
 
-    y[r, :] = table[ids[r], :]       of a quantised table (kernels/formats.py) the weights, rounded once each
+    y[r, :] = table[ids[r], :]       of a quantised table (kernels/formats) the weights, rounded once each
 
     ids  int32 [rows], each 0 <= id < vocabulary: the host checks them as requests come in, not the kernel
     y    float32 [rows, k]
-    table  [vocabulary, k] of a type of kernels/formats.py: one array of floats, or the two arrays of a format
+    table  [vocabulary, k] of a type of kernels/formats: one array of floats, or the two arrays of a format
 
 A thread looks up one element of a table of floats, or a block of 32 quantised weights, which it stores by 16 bytes. All
 threads of a block of threads belong to one row, so the id is uniform over the block. A row takes 4 k bytes written and
@@ -45,11 +45,12 @@ def float_kernel(weight_at):
 
 
 def weight_functions(format):
-    """(load_block, weights_at) for a format of quantised tables: load_block(w, scales, raw, wq, wd, row, blocks, b)
-    fills local memory from block b of a row of so many blocks; weights_at(w, scales, i) gives weights 4 i .. 4 i + 3 of
-    the block."""
+    """(load_block, weights_at) for a format of quantised tables. load_block(w, scales, raw, wq, wd, row, blocks, b,
+    book) fills local memory from block b of a row of so many blocks; book is as in a Format. weights_at(w, scales, i)
+    gives weights 4 i .. 4 i + 3 of the block."""
     starts, fetch, unpack = format.starts, format.fetch, format.unpack
-    n_scales, minimum, halves = format.n_scales, format.minimum, format.halves
+    minima, halves, float_scales = format.minima, format.halves, format.float_scales
+    first_minimum = format.n_scales - minima
 
     @cuda.jit(device=True, inline="always")
     def weight(word, byte, scale, least):
@@ -57,15 +58,16 @@ def weight_functions(format):
         return cuda.fma(value, scale, least)
 
     @cuda.jit(device=True, inline="always")
-    def load_block(w, scales, raw, wq, wd, row, blocks, b):
+    def load_block(w, scales, raw, wq, wd, row, blocks, b, book):
         q_from, d_from = starts(row, blocks)
         fetch(raw, wq, wd, q_from, d_from, blocks, b)
-        unpack(w, scales, raw)
+        unpack(w, scales, raw, book)
 
     @cuda.jit(device=True, inline="always")
     def weights_at(w, scales, i):
-        least = word_as_float(scales[n_scales - 1]) if minimum else float32(-0.0)
-        scale = word_as_float(scales[0])
+        least, scale = float32(-0.0), word_as_float(scales[i // 4 * (float_scales - 1)])
+        if minima:
+            least = word_as_float(scales[first_minimum + i // 4 * (minima - 1)])
         if halves:
             scale = scale * float32(int32(scales[1 + i // 4]))
         return (weight(w[i], 0, scale, least), weight(w[i], 1, scale, least), weight(w[i], 2, scale, least),
@@ -77,17 +79,19 @@ def weight_functions(format):
 def quantized_kernel(format):
     """The kernel for a format of quantised tables."""
     (load_block, weights_at), raw_words, n_scales = weight_functions(format), format.raw_words, format.n_scales
+    load_book = format.load_book
 
     @cuda.jit
     def embed_kernel(y, ids, wq, wd, k):
         let_next_begin()
         row = uint32(cuda.blockIdx.x)
         b, blocks = uint32(cuda.blockIdx.y * uint32(THREADS) + cuda.threadIdx.x), uint32(k >> uint32(5))
+        book = load_book(uint32(cuda.threadIdx.x), uint32(THREADS))
         if b >= blocks:
             return
         raw, w = cuda.local.array(raw_words, uint32), cuda.local.array(8, uint32)
         scales = cuda.local.array(n_scales, uint32)
-        load_block(w, scales, raw, wq, wd, uint32(ids[row]), blocks, b)
+        load_block(w, scales, raw, wq, wd, uint32(ids[row]), blocks, b, book)
         at = uint32(row * k + uint32(b << uint32(5)))
         for i in range(8):
             w0, w1, w2, w3 = weights_at(w, scales, i)

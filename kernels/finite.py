@@ -2,7 +2,7 @@
 
     bad[0] = 1   where the exponent of a value is all ones
 
-The scales of quantised tensors are checked where they are repacked (kernels/formats.py). Pipe: none; 2 or 4 bytes are
+The scales of quantised tensors are checked where they are repacked (kernels/formats). Pipe: none; 2 or 4 bytes are
 read per value, far faster than the link brings them.
 """
 

@@ -10,7 +10,7 @@ from kernels.card import Array
 class Matrix:
     """A weight matrix [n, k] on a card.
 
-    In a format of kernels/formats.py, `values` has the codes of the weights and `scales` their scales: two arrays with
+    In a format of kernels/formats, `values` has the codes of the weights and `scales` their scales: two arrays with
     a line for each row. Otherwise `values` is float32, float16 or uint16 (the bits of bfloat16) [n, k], and there are
     no scales.
     """

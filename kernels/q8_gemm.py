@@ -3,12 +3,12 @@
     y[r, n] = acc;    for blocks b of 32, increasing:
                           acc = fma(float(dot(wq[n, b], xq[r, b])), wd[n, b] * xd[r, b], acc)
 
-    w   of a format of kernels/formats.py: for Q8_0  wq  int8  [n, k]  and  wd  float16  [n, k / 32]
+    w   of a format of kernels/formats: for Q8_0  wq  int8  [n, k]  and  wd  float16  [n, k / 32]
     xq  int8    [rows, k]   xd  float32 [rows, k / 32]    of kernels/quantize.py
     y   float32 [rows, n]           k a multiple of 32, n and rows any, n k and rows n below 2**32
                                     with `add`, y + acc, rounded once more
 
-This formula is that of Q8_0; kernels/formats.py says what a block of another format adds. The dot is an exact int32
+This formula is that of Q8_0; kernels/formats says what a block of another format adds. The dot is an exact int32
 (8 dp4a) and the float chain runs over b alone. So every tile shape, number of rows and version has the same bits.
 
 Version 1, `gemm_naive_kernel`: a thread per output, everything from global memory, two loads per dp4a.
@@ -21,14 +21,14 @@ other. It serves every format; a thread unpacks the block of w that it brings to
         w  2 buffers [128][48]: 32 bytes, 16 padding   lane l has columns l, l + 32, l + 64, l + 96
            and [1 to 3][128] words: their scales       -> R x 4 accumulators per thread
         x  3 buffers [4 warps], [16][32] bytes each
-           and [2][16]: scales, scale * sum
+           and [2 or 3][16]: scales, scale * sum
 
   * A thread keeps the 32 words of its 4 columns in registers and walks the rows. 8 words of x, the same for the whole
     warp (two broadcast 16-byte loads), feed 32 dp4a. The padding puts 8 neighbouring lanes into different banks.
   * While row r of block b is multiplied, these loads are in flight: row r + 1 and the scales of the next four rows from
     shared memory, block b + 2 from global memory. Block b + 1 is unpacked into the next buffer.
   * The loop has no branch: for Q8_0 512 of 790 instructions are dp4a, 192 scale, 60 access memory, 26 do the rest. Q4_K
-    adds 64 fma and 20 that unpack; Q6_K 128 integer multiplications, and 64 that start accumulators.
+    adds 64 fma and 20 that unpack; integer scales of halves (Q6_K) add 64 conversions, multiplications and fma each.
 
 Pipe: dp4a, n k rows / 4 of them. 2 float32 operations per block and output share the issue slots with 8 dp4a: the bound
 is 80 % of the dp4a peak on Volta and 89 % on Hopper, whose float32 pipe is twice as wide. On registers alone an H200
@@ -61,10 +61,7 @@ assert TILE_N == THREADS  # each thread carries one column: brings it from globa
 
 # Shared memory, in bytes.
 PITCH = 48  # from the block of a column to that of the next
-X_ROWS = 16 * BLOCK  # rows of a warp; after them their scales and, for formats with a minimum, scale * sum
-X_WARP = X_ROWS + 2 * 16 * 4
-X_BUFFER = WARPS * X_WARP
-X_END = 3 * X_BUFFER
+X_ROWS = 16 * BLOCK  # rows of a warp; after them their scales and, for formats with minima, scale * sum
 
 # The NumPy reference is formats.product_reference: the formula in float64, in no particular order.
 
@@ -188,13 +185,17 @@ def carriers(format):
 
 def device_functions(format, second):
     """The parts of version 3 that depend on the scales of the format; `second` as in `carriers`."""
-    minimum, halves, unpack, n_scales = format.minimum, 1 + format.halves, format.unpack, format.n_scales
+    minima, unpack, n_scales, integers = format.minima, format.unpack, format.n_scales, format.halves
+    dots, first_minimum = 2 if integers or format.float_scales == 2 else 1, n_scales - minima
+    dot_shape, apart = (dots, COLUMNS), not integers and dots == 2
 
     @cuda.jit(device=True, forceinline=True)
-    def put_column(raw, to, scale_to):
+    def put_column(raw, to, scale_to, book):
         """Unpacks a block of w, given as it lies in global memory, and stores its int8 and scales in shared memory."""
         w, scales = cuda.local.array(WORDS, uint32), cuda.local.array(n_scales, uint32)
-        unpack(w, scales, raw)
+        unpack(w, scales, raw, book)
+        if integers:
+            scales[1], scales[2] = float_as_word(float32(int32(scales[1]))), float_as_word(float32(int32(scales[2])))
         store_shared4(to, w[0], w[1], w[2], w[3])
         store_shared4(to + uint64(second), w[4], w[5], w[6], w[7])
         for s in range(n_scales):
@@ -203,44 +204,52 @@ def device_functions(format, second):
     @cuda.jit(device=True, forceinline=True)
     def put_x(words, scale, to, scale_to):
         """Stores half a block of x in shared memory. The even lane of a pair stores the scale of the row; the odd lane,
-        for formats with a minimum, scale * (sum of the block)."""
+        for formats with a minimum, scale * (sum of the block). For two minima each lane stores that of its half."""
         store_shared4(to, words[0], words[1], words[2], words[3])
-        if minimum:
+        is_odd = (uint32(cuda.threadIdx.x) & uint32(1)) != uint32(0)
+        if minima:
             total = int32(0)
             for i in range(4):
                 total = dp4a(words[i], uint32(0x01010101), total)
+        if minima == 1:
             total = int32(total + cuda.shfl_xor_sync(0xFFFFFFFF, total, 1))
-            if uint32(cuda.threadIdx.x) & uint32(1):
+            if is_odd:
                 scale = scale * float32(total)
-        store_shared(scale_to, float_as_word(scale))
+        if minima == 2:
+            store_shared(scale_to + uint64(64), float_as_word(scale * float32(total)))
+        if minima < 2 or not is_odd:
+            store_shared(scale_to, float_as_word(scale))
 
     @cuda.jit(device=True, forceinline=True)
     def load_x_scales(x_scales, r, x_at):
-        """Loads the scales of rows r .. r + 3 into x_scales[r / 4 % 2, 0], and scale * sum into [r / 4 % 2, 1]; r is a
+        """Loads the scales of rows r .. r + 3 into x_scales[r / 4 % 2, 0], and scale * sum behind it; r is a
         multiple of 4."""
-        for s in range(1 + minimum):
+        for s in range(1 + minima):
             to = x_scales[(r >> 2) & 1, s]
             to[0], to[1], to[2], to[3] = load_shared4(x_at + uint64(X_ROWS + 64 * s + 4 * r))
 
     @cuda.jit(device=True, forceinline=True)
     def multiply_row(acc, r, w, w_scales, x, x_scales):
         """acc[r, c] += the block of x times the block of column c, for every column of the thread."""
-        dot = cuda.local.array((halves, COLUMNS), int32)
+        dot = cuda.local.array(dot_shape, int32)
         for c in range(COLUMNS):
-            for h in range(halves):
+            for h in range(dots):
                 dot[h, c] = int32(0)
         for i in range(WORDS):
             for c in range(COLUMNS):
-                dot[i * halves // WORDS, c] = dp4a(w[c, i], x[i], dot[i * halves // WORDS, c])
+                dot[i * dots // WORDS, c] = dp4a(w[c, i], x[i], dot[i * dots // WORDS, c])
         for c in range(COLUMNS):  # float32(): a conversion, whose pipe is idle; `unbias` would add on that of dp4a
-            total = dot[0, c]
-            if halves == 2:
-                total = int32(int32(total * int32(w_scales[1, c])) + int32(dot[1, c] * int32(w_scales[2, c])))
-            scale = word_as_float(w_scales[0, c]) * word_as_float(x_scales[(r >> 2) & 1, 0, r & 3])
-            acc[r, c] = cuda.fma(float32(total), scale, acc[r, c])
-            if minimum:
-                acc[r, c] = cuda.fma(word_as_float(w_scales[1, c]), word_as_float(x_scales[(r >> 2) & 1, 1, r & 3]),
-                                     acc[r, c])
+            total = float32(dot[0, c])
+            if integers:  # exact, below 2**24; integer multiplications would run in the pipe of dp4a
+                total = cuda.fma(float32(dot[1, c]), word_as_float(w_scales[2, c]),
+                                 total * word_as_float(w_scales[1, c]))
+            x_scale = word_as_float(x_scales[(r >> 2) & 1, 0, r & 3])
+            acc[r, c] = cuda.fma(total, word_as_float(w_scales[0, c]) * x_scale, acc[r, c])
+            if apart:
+                acc[r, c] = cuda.fma(float32(dot[1, c]), word_as_float(w_scales[1, c]) * x_scale, acc[r, c])
+            for m in range(minima):
+                acc[r, c] = cuda.fma(word_as_float(w_scales[first_minimum + m, c]),
+                                     word_as_float(x_scales[(r >> 2) & 1, 1 + m, r & 3]), acc[r, c])
 
     return put_column, put_x, load_x_scales, multiply_row
 
@@ -253,9 +262,11 @@ def pipelined_kernel(format, rows, blocks_per_sm):
     rest_row = (sync_row + rows) // 2  # a loop over all rows after sync_row would not be unrolled
     begin, fetch, place, second = carriers(format)
     put_column, put_x, load_x_scales, multiply_row = device_functions(format, second)
-    per_row, n_scales, raw_words = 1 + format.minimum, format.n_scales, format.raw_words
-    w_buffer = TILE_N * (PITCH + 4 * n_scales)
-    shared_words = (2 * w_buffer + X_END) // 4
+    per_row, n_scales, raw_words = 1 + format.minima, format.n_scales, format.raw_words
+    x_warp = X_ROWS + 64 * max(per_row, 2)
+    w_buffer, x_buffer, load_book = TILE_N * (PITCH + 4 * n_scales), WARPS * x_warp, format.load_book
+    x_end = 3 * x_buffer
+    shared_words = (2 * w_buffer + x_end) // 4
 
     @cuda.jit(device=True, forceinline=True)
     def multiply_rows(acc, first, last, w, w_scales, x, x_at, x_scales):
@@ -296,12 +307,12 @@ def pipelined_kernel(format, rows, blocks_per_sm):
         # being filled, *_next, are added to them.
         w_to = shared_address(cuda.shared.array(shared_words, uint32, alignment=16))
         wd_to = w_to + uint64(TILE_N * PITCH)
-        x_at = w_to + uint64(2 * w_buffer) + uint64(uint32(warp * uint32(X_WARP)))
+        x_at = w_to + uint64(2 * w_buffer) + uint64(uint32(warp * uint32(x_warp)))
         w_at, wd_at = w_to + uint64(uint32(lane * uint32(PITCH))), wd_to + uint64(uint32(lane << uint32(2)))
         w_to, wd_to = w_to + uint64(place(thread)), wd_to + uint64(uint32(thread << uint32(2)))
         x_to = x_at + uint64(uint32(lane << uint32(4)))
         xd_to = x_at + uint64(X_ROWS) + uint64(uint32(uint32(row << uint32(2)) + uint32(half << uint32(6))))
-        w_here, w_next, x_here, x_next = uint64(0), uint64(w_buffer), uint64(0), uint64(X_BUFFER)
+        w_here, w_next, x_here, x_next = uint64(0), uint64(w_buffer), uint64(0), uint64(x_buffer)
 
         acc = cuda.local.array((rows, COLUMNS), float32)
         for r in range(rows):
@@ -313,7 +324,8 @@ def pipelined_kernel(format, rows, blocks_per_sm):
         x_scales = cuda.local.array((2, per_row, 4), uint32)
         fetch(raw, wq, wd, start, blocks, uint32(0))
         x_scale = fetch_x(x_words, xq, xd, x_from, xd_from, uint32(0))
-        put_column(raw, w_to, wd_to)
+        book = load_book(thread, uint32(THREADS))
+        put_column(raw, w_to, wd_to, book)
         put_x(x_words, x_scale, x_to, xd_to)
         b = min(uint32(1), last)
         fetch(raw, wq, wd, start, blocks, b)
@@ -335,7 +347,7 @@ def pipelined_kernel(format, rows, blocks_per_sm):
                     w_scales[s, c] = load_shared(wd_at + w_here + uint64(4 * TILE_N * s + 128 * c))
             x_now = x_at + x_here
             multiply_rows(acc, 0, put_row, w, w_scales, x, x_now, x_scales)
-            put_column(raw, w_to + w_next, wd_to + w_next)
+            put_column(raw, w_to + w_next, wd_to + w_next, book)
             put_x(x_words, x_scale, x_to + x_next, xd_to + x_next)
             multiply_rows(acc, put_row, sync_row, w, w_scales, x, x_now, x_scales)
             b = min(uint32(block + uint32(2)), last)
@@ -353,8 +365,8 @@ def pipelined_kernel(format, rows, blocks_per_sm):
                 load_block(w[c], w_at + w_next + uint64(32 * PITCH * c))
             load_x_scales(x_scales, 0, x_at + x_next)
             w_here, w_next, x_here = w_next, w_here, x_next
-            x_next = x_next + uint64(X_BUFFER)
-            if x_next == uint64(X_END):
+            x_next = x_next + uint64(x_buffer)
+            if x_next == uint64(x_end):
                 x_next = uint64(0)
             block = uint32(block + uint32(1))
 
@@ -444,7 +456,7 @@ def gemm_tiled(card, y, stride, w, x, rows, add=False, *, stream=None):
 def gemm(card, y, stride, w, x, rows, add=False, *, stream=None, concurrent=False):
     """y <- (y +) x . w^T.
 
-    w: Matrix [n, k] in a format of kernels/formats.py. x: Quantized [rows, k]. y: float32, n numbers of each row,
+    w: Matrix [n, k] in a format of kernels/formats. x: Quantized [rows, k]. y: float32, n numbers of each row,
     `stride` from one row to the next; stride is larger than n where several products write next to each other.
     concurrent: as in `rows_per_warp`."""
     each = rows_per_warp(card, w.n, rows, concurrent)
@@ -488,7 +500,7 @@ def check(card, n, k, rows, add=False, multiply=gemm, format=FORMATS["Q8_0"]):
     y[:rows, 1:n + 1] = np.nan
     assert np.isnan(y).all(), "wrote elsewhere"
     want, magnitude = product_reference(format, raw, xq, xd)
-    bound = (k // BLOCK * (1 + format.minimum) + 2) * 2.0**-24 * (magnitude + abs(before) * add)
+    bound = (k // BLOCK * format.terms_per_block + 2) * 2.0**-24 * (magnitude + abs(before) * add)
     error = (abs(got - (want + before * add)) / bound).max()
     assert error <= 1
     return error

@@ -1,6 +1,6 @@
-"""Matrix x vector for decoding with the packed formats of kernels/formats.py: how a warp reads them.
+"""Matrix x vector for decoding with the packed formats of kernels/formats: how a warp reads them.
 
-    y[c, n] = sum over blocks b of 32:  as in kernels/formats.py, "A block adds this"          (+ y[c, n] with `add`)
+    y[c, n] = sum over blocks b of 32:  as in kernels/formats, "A block adds this"          (+ y[c, n] with `add`)
 
 The kernels are those of kernels/q8_gemv.py. `decoder` tells them what they need to know of a format. A tile of a warp
 is 32 blocks of a row (1,024 weights), a whole block for each lane.
@@ -36,16 +36,15 @@ from numba.types import float32, int32, uint32
 
 from kernels import q8_gemv
 from kernels.bench import Case, main
-from kernels.formats import BLOCK, FORMATS, fetch_function, on_card, product_reference, random_raw
-from kernels.intrinsics import load_words4, stream_words4, word_as_float
+from kernels.formats import BLOCK, FORMATS, on_card, product_reference, random_raw
+from kernels.intrinsics import BIAS_WORD, dp4a, load_words4, unbias, word_as_float
 from kernels.operands import Matrix, Quantized
 from kernels.q8_gemv import PLANE, Q8, SUMS, TILE, Decoder, gemv, random_activations, word_sum
 
 PAIR = 2  # rows that are unpacked at once
 
 
-# How a lane loads its block of x (8 words), and the scale of the block times the sum of its 32 integers: from rows, as
-# the quantisation leaves them, or from planes.
+# How a lane loads its block of x (8 words): from rows, as the quantisation leaves them, or from planes.
 
 @cuda.jit(device=True, forceinline=True)
 def row_block(x, xq, at):
@@ -59,48 +58,91 @@ def plane_block(x, xq, at):
     x[4], x[5], x[6], x[7] = load_words4(xq, uint32(uint32(at << uint32(4)) + uint32(PLANE)))
 
 
-@cuda.jit(device=True, forceinline=True)
-def row_sum(x, x_scale, xd, at):
-    total = int32(0)
-    for i in range(8):
-        total = word_sum(x[i], total)
-    return x_scale * float32(total)
+def sums_function(minima, planes):
+    """sums(x_sums, x, x_scale, xd, at): the scale times the sum of the integers, of the block or of each of its halves,
+    as many as it has minima."""
+    @cuda.jit(device=True, forceinline=True)
+    def computed(x_sums, x, x_scale, xd, at):
+        for h in range(minima):
+            total = int32(0)
+            for i in range(8 // minima):
+                total = word_sum(x[8 // minima * h + i], total)
+            x_sums[h] = x_scale * float32(total)
+
+    @cuda.jit(device=True, forceinline=True)
+    def stored(x_sums, x, x_scale, xd, at):
+        x_sums[0] = xd[uint32(at + uint32(SUMS))]
+
+    return stored if planes and minima == 1 else computed
 
 
-@cuda.jit(device=True, forceinline=True)
-def plane_sum(x, x_scale, xd, at):
-    return xd[uint32(at + uint32(SUMS))]
+def add_function(format):
+    """add(acc, w, scales, x, x_scale, x_sums): acc with the terms of a block, in the order of kernels/formats."""
+    first_minimum, minima = format.n_scales - format.minima, format.minima
+
+    @cuda.jit(device=True, forceinline=True)
+    def add_whole(acc, w, scales, x, x_scale):
+        total = int32(BIAS_WORD)
+        for i in range(8):
+            total = dp4a(w[i], x[i], total)
+        return cuda.fma(unbias(total), word_as_float(scales[0]) * x_scale, acc)
+
+    @cuda.jit(device=True, forceinline=True)
+    def add_scaled_halves(acc, w, scales, x, x_scale):
+        first, second = int32(0), int32(0)
+        for i in range(4):
+            first = dp4a(w[i], x[i], first)
+            second = dp4a(w[4 + i], x[4 + i], second)
+        total = int32(int32(first * int32(scales[1])) + int32(second * int32(scales[2])))
+        return cuda.fma(float32(total), word_as_float(scales[0]) * x_scale, acc)
+
+    @cuda.jit(device=True, forceinline=True)
+    def add_each_half(acc, w, scales, x, x_scale):
+        for h in range(2):
+            total = int32(BIAS_WORD)
+            for i in range(4):
+                total = dp4a(w[4 * h + i], x[4 * h + i], total)
+            acc = cuda.fma(unbias(total), word_as_float(scales[h]) * x_scale, acc)
+        return acc
+
+    add_dots = add_scaled_halves if format.halves else add_each_half if format.float_scales == 2 else add_whole
+
+    @cuda.jit(device=True, forceinline=True)
+    def add(acc, w, scales, x, x_scale, x_sums):
+        acc = add_dots(acc, w, scales, x, x_scale)
+        for m in range(minima):
+            acc = cuda.fma(word_as_float(scales[first_minimum + m]), x_sums[m], acc)
+        return acc
+
+    return add
 
 
 def multiply_function(format):
     """The `multiply` of a Decoder (kernels/q8_gemv.py)."""
-    unpack, dot, minimum, n_scales = format.unpack, format.dot, format.minimum, format.n_scales
+    unpack, add, minima, n_scales = format.unpack, add_function(format), format.minima, format.n_scales
 
     def multiply(rows, columns, planes, whole):
         each = min(rows, PAIR)
-        w_shape, scales_shape = (each, 8), (each, n_scales)
-        load_block, block_sum = (plane_block, plane_sum) if planes else (row_block, row_sum)
+        w_shape, scales_shape, sums_shape = (each, 8), (each, n_scales), max(minima, 1)
+        load_block, block_sums = plane_block if planes else row_block, sums_function(minima, planes)
 
         @cuda.jit(device=True, forceinline=True)
-        def multiply(acc, raw, piece, block, k, lane, x_starts, xq, xd):
+        def multiply(acc, raw, piece, block, k, lane, x_starts, xq, xd, book):
             w, scales = cuda.local.array(w_shape, uint32), cuda.local.array(scales_shape, uint32)
-            x = cuda.local.array(8, uint32)
+            x, x_sums = cuda.local.array(8, uint32), cuda.local.array(sums_shape, float32)
             if not whole and uint32(block + lane) >= uint32(k >> uint32(5)):
                 return
             for first in range(0, rows, each):
                 for r in range(each):
-                    unpack(w[r], scales[r], raw[piece + first + r])
+                    unpack(w[r], scales[r], raw[piece + first + r], book)
                 for c in range(columns):
                     at = uint32(x_starts[c] + block + lane)
                     load_block(x, xq, at)
                     x_scale = xd[at]
-                    if minimum:
-                        x_sum = block_sum(x, x_scale, xd, at)
+                    if minima:
+                        block_sums(x_sums, x, x_scale, xd, at)
                     for r in range(each):
-                        scale = word_as_float(scales[r, 0]) * x_scale
-                        acc[first + r, c] = cuda.fma(dot(w[r], scales[r], x), scale, acc[first + r, c])
-                        if minimum:
-                            acc[first + r, c] = cuda.fma(word_as_float(scales[r, 1]), x_sum, acc[first + r, c])
+                        acc[first + r, c] = add(acc[first + r, c], w[r], scales[r], x, x_scale, x_sums)
 
         return multiply
 
@@ -114,10 +156,10 @@ def own_place(lane):
 
 @cache
 def decoder(format):
-    """A format of kernels/formats.py as the kernels of kernels/q8_gemv.py know it."""
+    """A format of kernels/formats as the kernels of kernels/q8_gemv.py know it."""
     if format.bits == 8:
         return Q8
-    starts, load = format.starts, fetch_function(format, stream_words4)
+    starts, load = format.starts, format.stream
     raw_words, multiply = format.raw_words, multiply_function(format)
 
     def fetch(whole):
@@ -134,16 +176,17 @@ def decoder(format):
         fetch_last, multiply_last, raw_shape = fetch(True), multiply(rows, columns, planes, True), (rows, raw_words)
 
         @cuda.jit(device=True, forceinline=True)
-        def rest(acc, w_rows, block, k, lane, wq, wd, x_starts, xq, xd):
+        def rest(acc, w_rows, block, k, lane, wq, wd, x_starts, xq, xd, book):
             if uint32(block + lane) < uint32(k >> uint32(5)):
                 raw = cuda.local.array(raw_shape, uint32)
                 for r in range(rows):
                     fetch_last(raw, r, w_rows[r], block, k, lane, wq, wd)
-                multiply_last(acc, raw, 0, block, k, lane, x_starts, xq, xd)
+                multiply_last(acc, raw, 0, block, k, lane, x_starts, xq, xd, book)
 
         return rest
 
-    return Decoder(True, raw_words, 1, bool(format.table), own_place, (1, 2, 4, 8, 16), fetch, multiply, rest)
+    return Decoder(True, raw_words, 1, format.table, own_place, (1, 2, 4, 8, 16), fetch, multiply, rest,
+                   format.load_book)
 
 
 # ---- check and time ----------------------------------------------------------------------------------------
@@ -170,7 +213,7 @@ def check(card, format, n, k, columns, add=False):
     y[:columns, 1:n + 1] = np.nan
     assert np.isnan(y).all(), "wrote elsewhere"
     want, magnitude = product_reference(format, raw, xq, xd)
-    bound = (-(-k // (32 * TILE)) * (1 + format.minimum) + 9) * 2.0**-24 * (magnitude + abs(before) * add)
+    bound = (-(-k // (32 * TILE)) * format.terms_per_block + 9) * 2.0**-24 * (magnitude + abs(before) * add)
     error = (abs(got - (want + before * add)) / bound).max()
     assert error <= 1
     return error

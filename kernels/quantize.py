@@ -12,6 +12,10 @@ rounded to the other side.
 A block whose scale would not be a normal float32, max|x| < 1.5e-36, becomes all zeros. A NaN or an infinity makes the
 scale of its block NaN or infinite, so that it shows in whatever is computed from the block.
 
+**The rest.** Where 8 bits are too few, a second product with what they leave adds about 8 more:
+
+    (q, d) <- int8 blocks of x - q d          the same memory; x - q d is rounded once
+
     x  float32 [rows, k]         k a multiple of 32, so no block crosses rows, and the rows are one long row
     q  int8    [rows, k]
     d  float32 [rows, k / 32]
@@ -36,7 +40,8 @@ from numba.types import float32, int32, uint32
 
 from kernels.bench import Case, main
 from kernels.formats import BLOCK
-from kernels.intrinsics import div_rn, load_words4, round_to_int, store_word, word_as_float
+from kernels.intrinsics import (div_rn, float_as_word, load_word, load_words4, round_to_int, store_word,
+                                word_as_float)
 from kernels.operands import Quantized
 
 THREADS = 128
@@ -54,6 +59,13 @@ def quantize_reference(x):
         q = np.rint(blocks / np.where(tiny, np.float32(1), d))
     q = np.nan_to_num(q, nan=0.0).astype(np.int8)  # NaN / NaN and inf / inf: the scale shows them
     return q.reshape(x.shape), np.where(tiny, np.float32(0), d).reshape(x.shape[0], -1)
+
+
+def quantize_rest_reference(x, q, d):
+    """x float32 [rows, k] and what `quantize_reference` gives of it -> the int8 blocks of what is left."""
+    with np.errstate(invalid="ignore"):
+        rest = x.astype(np.float64) - q.astype(np.float64) * np.repeat(d, BLOCK, axis=1)    # exact but for one rounding
+    return quantize_reference(rest.astype(np.float32))
 
 
 @cuda.jit(device=True, inline="always")
@@ -97,6 +109,17 @@ def quantize_word(w0, w1, w2, w3, d):
     return uint32(q0 | uint32(q1 << uint32(8)) | uint32(q2 << uint32(16)) | uint32(q3 << uint32(24)))
 
 
+@cuda.jit(device=True, inline="always")
+def quantize_and_store(q, d, word, inside, w0, w1, w2, w3):
+    """Stores word number `word` of q, if it is inside, and the first lane of a block the scale. All lanes call: the
+    scale comes from shuffles among the lanes of a block."""
+    scale = block_scale(w0, w1, w2, w3)
+    if inside:
+        store_word(q, uint32(word * uint32(4)), quantize_word(w0, w1, w2, w3, scale))
+        if word & uint32(7) == uint32(0):
+            d[uint32(word >> uint32(3))] = scale
+
+
 @cuda.jit
 def quantize_kernel(q, d, x, n_words):
     word = uint32(cuda.blockIdx.x * uint32(THREADS) + cuda.threadIdx.x)  # this thread's word of q
@@ -104,11 +127,34 @@ def quantize_kernel(q, d, x, n_words):
     w0, w1, w2, w3 = uint32(0), uint32(0), uint32(0), uint32(0)
     if inside:
         w0, w1, w2, w3 = load_words4(x, uint32(word * uint32(4)))
-    scale = block_scale(w0, w1, w2, w3)
+    quantize_and_store(q, d, word, inside, w0, w1, w2, w3)
+
+
+@cuda.jit(device=True, inline="always")
+def rest_word(x, q, byte, d):
+    """The word of the float x - q d; x: a float's word, q: the word whose byte number `byte` counts."""
+    value = int32(int32(q << uint32(uint32(24) - uint32(8) * byte)) >> int32(24))
+    return float_as_word(cuda.fma(-float32(value), d, word_as_float(x)))
+
+
+@cuda.jit
+def quantize_rest_kernel(q, d, x, n_words):
+    word = uint32(cuda.blockIdx.x * uint32(THREADS) + cuda.threadIdx.x)  # this thread's word of q
+    inside = word < n_words
+    w0, w1, w2, w3 = uint32(0), uint32(0), uint32(0), uint32(0)
     if inside:
-        store_word(q, uint32(word * uint32(4)), quantize_word(w0, w1, w2, w3, scale))
-        if word & uint32(7) == uint32(0):
-            d[uint32(word >> uint32(3))] = scale
+        w0, w1, w2, w3 = load_words4(x, uint32(word * uint32(4)))
+        coarse, old = load_word(q, uint32(word * uint32(4))), d[uint32(word >> uint32(3))]
+        w0, w1 = rest_word(w0, coarse, uint32(0), old), rest_word(w1, coarse, uint32(1), old)
+        w2, w3 = rest_word(w2, coarse, uint32(2), old), rest_word(w3, coarse, uint32(3), old)
+    quantize_and_store(q, d, word, inside, w0, w1, w2, w3)      # writes d after every lane of the block has read it
+
+
+def quantize_rest(card, out, x, rows, k, *, stream=None):
+    """out, Quantized [rows, k], holds x float32 [rows, k] and then holds what is left of it. Never allocates."""
+    n_words = rows * k // 4
+    card.launch(quantize_rest_kernel, -(-n_words // THREADS), THREADS, out.q.reshape(-1), out.d.reshape(-1),
+                x.reshape(-1), n_words, stream=stream)
 
 
 def quantize_q8(card, out, x, rows, k, *, stream=None):
@@ -130,8 +176,8 @@ def near_ties(high):
     return np.r_[high, ties, -np.nextafter(ties, -up), np.nextafter(ties, up), ties[0]]
 
 
-def check(card, rows, k):
-    """Quantises random rows and awkward blocks; asserts the bits of the reference. Returns 0, the error."""
+def sample_rows(rows, k):
+    """float32 [rows, k]: random rows of all sizes, with awkward blocks among them."""
     rng = np.random.default_rng(rows * k)
     x = rng.standard_normal((rows, k), np.float32) * np.exp2(rng.integers(-30, 30, (rows, 1))).astype("f4")
     blocks = x.reshape(-1, BLOCK)
@@ -140,6 +186,12 @@ def check(card, rows, k):
                np.r_[1.5e-36, np.full(31, -1e-45)], near_ties(1.0), near_ties(1e-35), near_ties(3e38))
     for block, values in zip(range(0, len(blocks), 5), itertools.cycle(awkward)):
         blocks[block] = values
+    return x
+
+
+def check(card, rows, k):
+    """Quantises random rows and awkward blocks; asserts the bits of the reference. Returns 0, the error."""
+    x = sample_rows(rows, k)
     q, d = card.alloc((rows + 1, k), np.int8), card.alloc((rows + 1, k // BLOCK), np.float32)
     card.poison(q), card.poison(d)
     quantize_q8(card, Quantized(q[:rows], d[:rows]), card.upload(x), rows, k)
@@ -148,6 +200,30 @@ def check(card, rows, k):
     np.testing.assert_array_equal(q[:rows], want_q)
     np.testing.assert_array_equal(d[:rows], want_d)
     assert (q[rows] == -1).all() and np.isnan(d[rows]).all(), "wrote past the end"
+    return 0.0
+
+
+def check_rest(card, rows, k):
+    """Quantises random rows and what is left of them; asserts the bits of the reference, and that two planes are nearer
+    than one. Returns 0, the error."""
+    x = sample_rows(rows, k)
+    q, d = card.alloc((rows + 1, k), np.int8), card.alloc((rows + 1, k // BLOCK), np.float32)
+    card.poison(q), card.poison(d)
+    given, out = card.upload(x), Quantized(q[:rows], d[:rows])
+    quantize_q8(card, out, given, rows, k)
+    coarse = card.download(q)[:rows], card.download(d)[:rows]
+    quantize_rest(card, out, given, rows, k)
+    q, d = card.download(q), card.download(d)
+    want_q, want_d = quantize_rest_reference(x, *coarse)
+    np.testing.assert_array_equal(q[:rows], want_q)
+    np.testing.assert_array_equal(d[:rows], want_d)
+    assert (q[rows] == -1).all() and np.isnan(d[rows]).all(), "wrote past the end"
+    high = np.repeat(np.abs(x.reshape(-1, BLOCK)).max(axis=1), BLOCK).reshape(x.shape)
+    usual = (high > 1e-25) & (high < 1e30)                  # in blocks whose scales are normal numbers
+    with np.errstate(invalid="ignore"):
+        both = sum(values.astype(np.float64) * np.repeat(scales, BLOCK, axis=1)
+                   for values, scales in (coarse, (want_q, want_d)))
+        assert (np.abs(x - both) <= high * 2.0 ** -15)[usual].all()
     return 0.0
 
 
@@ -175,6 +251,7 @@ def cases(card):
     """The checks, then times for one token and for a prompt of a small and a 27B model."""
     for case in CASES:
         yield Case("{} x {}".format(*case), partial(check, card, *case))
+        yield Case("the rest of {} x {}".format(*case), partial(check_rest, card, *case))
     for rows, k in ((1, 256), (1, 5120), (512, 5120)):
         x = card.zeros((rows, k), np.float32)
         out = Quantized(card.alloc((rows, k), np.int8), card.alloc((rows, k // BLOCK), np.float32))

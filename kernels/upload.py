@@ -4,7 +4,7 @@
                                two of each: one piece is copied while threads fill the next
 
 The host only moves bytes: a kernel on the card repacks the raw bytes into what the tensor's format asks for
-(kernels/formats.py). To map a page of the file costs as much as to copy it, so several threads share this work.
+(kernels/formats). To map a page of the file costs as much as to copy it, so several threads share this work.
 
 The link is the bound: PCIe 4 x16 takes 25 GB/s, PCIe 1 x1 0.2 GB/s. Measured: benchmarks/results.md, section upload.
 """

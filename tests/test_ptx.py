@@ -13,8 +13,8 @@ import pytest
 import qengine
 from kernels import advance, assembler, attend_decode, attention, checkpoint
 from kernels import compile as compiler
-from kernels import (decode_tile, draft_head, draft_input, draft_list, gdn_decode, kv_cache, ngram, norm, q8_gemv,
-                     rope)
+from kernels import (decode_tile, draft_head, draft_input, draft_list, gdn_decode, kv_cache, ngram, norm, pool,
+                     q8_gemv, quantize, rope)
 from kernels.card import Array
 from kernels.emulated.card import EmulatedCard
 from kernels.formats import FORMATS
@@ -22,6 +22,7 @@ from kernels.kv_formats import KV_FORMATS
 from kernels.quant_gemv import PACKED, decoder
 from kernels.records import CHECK_ROWS
 from kernels.rope import QWEN3, QWEN35
+from tests.kinds import FIRST
 from tests.models import write_as_float32
 from tests.oracle import DATA
 from tests.tiny import tiny_engine
@@ -57,11 +58,12 @@ def engine_kernels(directory):
 def products_of_real_cards(format, columns, widths):
     """The decode products of a format in the shapes that the emulated card does not use: of these numbers of columns
     for a warp, of 17,408 and 3,584 numbers too (down of 27B and 0.8B) and, after the norm, of rows of these widths."""
-    card, fmt = SimpleNamespace(kind="cuda"), decoder(format)
+    card, fmt = SimpleNamespace(kind="cuda", n_sms=80), decoder(format)
     w = "int8[1]" if format.bits == 8 else "uint8[1]", "uint16[1]"
     x, y, norm = ("int8[1]", "float32[1]"), ("float32[1]", "uint32"), ("float32[1]", "float32[1]", "float32")
-    for n, k in [*((n, 4096) for n in columns), (1, 17_408), (1, 3584)]:
-        kernel = q8_gemv.gemv_kernel(fmt, n, q8_gemv.shape_for(card, fmt, n, k), False, fmt.planes and n == 1)
+    for n, k, rows in [*((n, 4096, 4096) for n in columns), (1, 17_408, 5120), (1, 3584, 1024),
+                       (min(columns[-1], 4), 3584, 1024)]:
+        kernel = q8_gemv.gemv_kernel(fmt, n, q8_gemv.shape_for(card, fmt, n, k, n=rows), False, fmt.planes and n == 1)
         yield kernel, *y, *w, *x, *["uint32"] * 6, "bool"
     for n in columns:
         kernel = q8_gemv.swiglu_kernel(fmt, n, q8_gemv.shape_for(card, fmt, n, 4096, True), False)
@@ -71,9 +73,10 @@ def products_of_real_cards(format, columns, widths):
         yield kernel, *y, *w, *norm, *["uint32"] * 4
     kernel = q8_gemv.swiglu_kernel(fmt, 1, q8_gemv.shape_for(card, fmt, 1, 4096, True), True)
     yield kernel, *x, *w, *norm, *["uint32"] * 4
-    for shape in decode_tile.SHAPES if fmt is Q8_0 else decode_tile.SHAPES[-1:]:
+    shapes = decode_tile.shapes_of(format)
+    for shape in shapes if format is Q8_0 else shapes[-1:]:
         yield decode_tile.tile_kernel(format, shape, False), *y, *w, *x, *["uint32"] * 5, "bool"
-    yield decode_tile.tile_kernel(format, decode_tile.SHAPES[-1], True), *x, *w, *x, *["uint32"] * 5
+    yield decode_tile.tile_kernel(format, shapes[-1], True), *x, *w, *x, *["uint32"] * 5
 
 
 def attention_of_other_heads(format):
@@ -84,12 +87,21 @@ def attention_of_other_heads(format):
     head_dim, n_rotary, gated = QWEN3
     yield rope.query_kernel(*QWEN3), "float16[1]", x, x, *rotary, *["uint32"] * 5, "float32"
     yield kv_cache.store_kernel(format, head_dim, n_rotary), *page, x, x, *rotary, *i, *["uint32"] * 8, "float32"
-    yield attention.tiles_kernel(format, head_dim, gated), x, "float16[1]", x, *page, *i, *["uint32"] * 5
-    for group, shape, early, width in ((1, QWEN3, False, 1), (8, QWEN3, True, 1), (8, QWEN35, False, 1),
-                                      (4, QWEN35, False, 8), (8, QWEN35, False, 8), (8, QWEN3, False, 8)):
-        kernel = attend_decode.attend_kernel(format, group, *shape, True, early, width)
-        yield (kernel, "int8[1]", x, x, "uint32[1]", x, x, x, *rotary, *page, *i, *["uint32"] * 9,
+    for packed in False, True:
+        kernel = attention.tiles_kernel(format, head_dim, gated, packed)
+        yield kernel, x, "float16[1]", x, *page, *i, "int32[1]", *["uint32"] * 5
+    for group, shape, early, width, rows in (
+            (1, QWEN3, False, 1, 1), (8, QWEN3, True, 1, 1), (8, QWEN35, False, 1, 1), (4, QWEN35, False, 8, 1),
+            (8, QWEN35, False, 8, 1), (8, QWEN3, False, 8, 1), (4, QWEN35, False, 8, 2), (4, QWEN3, False, 8, 2)):
+        kernel = attend_decode.attend_kernel(format, group, *shape, True, early, width, rows)
+        yield (kernel, "int8[1]", x, x, "uint32[1]", x, x, x, *rotary, *page, *i, *["uint32"] * 10,
                "float32")
+
+
+def kernels_of_pooling():
+    """What a pooling model launches behind its layers."""
+    yield pool.pool_kernel, *["float32[1]"] * 3, "int32[1]", "uint32", "float32"
+    yield quantize.quantize_rest_kernel, "int8[1]", "float32[1]", "float32[1]", "uint32"
 
 
 def draft_kernels():
@@ -127,12 +139,14 @@ def checks_of_the_delta_rule():
 def kernels(tmp_path_factory):
     if TARGET not in compiler.supported_ccs():
         pytest.skip("the installed CUDA toolkit cannot compile for sm_70")
-    packed = [kernel for format in PACKED for kernel in products_of_real_cards(format, [1, 2], [4096, 5120])]
+    packed = [kernel for name in FIRST.values()
+              for kernel in products_of_real_cards(FORMATS[name], [1, 2], [4096, 5120])]
     products = [*products_of_real_cards(Q8_0, [1, 2, 4, 8], [4096, 5120]), *packed]  # the columns in between need less
     attentions = [kernel for format in KV_FORMATS.values() for kernel in attention_of_other_heads(format)]
     keeping = checkpoint.keep_states_kernel, *["float32[1]"] * 2, "int32[1]", *["float32[1]"] * 2, *["int32[1]"] * 3, \
         *["uint32"] * 6
-    others = *products, *attentions, *draft_kernels(), *kernels_of_checks(), *checks_of_the_delta_rule(), keeping
+    others = *products, *attentions, *kernels_of_pooling(), *draft_kernels(), *kernels_of_checks(), \
+        *checks_of_the_delta_rule(), keeping
     return list(dict.fromkeys([*engine_kernels(tmp_path_factory.mktemp("models")), *others]))
 
 
@@ -149,6 +163,18 @@ def test_the_pipes_of_the_engine(kernels):
 
 
 def test_no_register_is_spilled_on_sm_70(kernels):
+    check_spills(kernels)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [format.name for format in PACKED if format.name not in FIRST.values()])
+def test_no_other_format_spills(name):
+    if TARGET not in compiler.supported_ccs():
+        pytest.skip("the installed CUDA toolkit cannot compile for sm_70")
+    check_spills(products_of_real_cards(FORMATS[name], [1, 2], [4096, 5120]))
+
+
+def check_spills(kernels):
     if not assembler.find_assembler():
         pytest.skip("ptxas of the toolkit is not installed")
     program, _ = assembler.find_assembler()
@@ -252,7 +278,7 @@ EARLY_TWINS = {     # by the kernel and the types of the arguments, the first of
 def overlapping(kernels):
     """(kernel, argument types, PTX) of those that wait: the products as real cards have them, with and without a
     minimum in their format, and the others, with their early forms."""
-    with_minimum = next(format for format in PACKED if format.minimum)
+    with_minimum = next(format for format in PACKED if format.minima)
     products = [product for format in (Q8_0, with_minimum) for product in products_of_real_cards(format, [1], [4096])]
     names = {kernel.__name__ for kernel, *_ in products}
     others = [launch for launch in kernels if launch[0].__name__ not in names]

@@ -11,6 +11,7 @@ from kernels.open import open_cards
 from kernels.operands import Matrix, Quantized
 from kernels.q8_gemv import random_activations, random_q8, upload_q8
 from tests.blocks import added, block_terms
+from tests.kinds import BY_KIND
 
 
 @pytest.mark.parametrize("add", [False, True])
@@ -97,15 +98,15 @@ def test_everything_stays_in_registers(name, rows):
     assert ".local" not in compiled.ptx and " 0 bytes spill stores" in words, words
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", BY_KIND)
 def test_bits_of_the_chain_of_every_format(card, name, monkeypatch):
-    """Per block one fma with the exact integer dot product, and with a minimum a second one: in NumPy."""
+    """Per block an fma for each float scale, with an exact integer dot product, and one for each minimum: in NumPy."""
     monkeypatch.setattr(q8_gemm, "TILES", {16: q8_gemm.TILES[16]})
     rng, format, n, k, rows = np.random.default_rng(4), FORMATS[name], 40, 512, 20
     raw, (xq, xd) = formats.random_raw(rng, format, n, k), random_activations(rng, rows, k)
     y = np.zeros((rows, n), np.float32)
     for terms in block_terms(format, raw, n, xq, xd):
-        y = added(y, format, *terms)
+        y = added(y, terms)
     w = Matrix(name, n, k, *formats.on_card(card, format, raw, n, k))
     got = card.alloc((rows, n), np.float32)
     q8_gemm.gemm(card, got, n, w, Quantized(card.upload(xq), card.upload(xd)), rows)

@@ -2,13 +2,15 @@ import numpy as np
 import pytest
 
 from kernels import formats, q8_gemv, quant_gemv
+from kernels.formats import FORMATS
 from kernels.operands import Matrix, Quantized
 from tests.blocks import added, block_terms
+from tests.kinds import BY_KIND
 
 
-@pytest.fixture(params=quant_gemv.PACKED, ids=lambda format: format.name)
+@pytest.fixture(params=[name for name in BY_KIND if name != "Q8_0"])
 def format(request):
-    return request.param
+    return FORMATS[request.param]
 
 
 @pytest.mark.parametrize("case", quant_gemv.CASES, ids=str)
@@ -55,5 +57,5 @@ def test_bits_of_the_tree(card, format):
     raw, (xq, xd) = formats.random_raw(rng, format, n, k), q8_gemv.random_activations(rng, 2, k)
     chains = np.zeros((2, n, 32), np.float32)
     for block, terms in enumerate(block_terms(format, raw, n, xq, xd)):
-        chains[:, :, block % 32] = added(chains[:, :, block % 32], format, *terms)
+        chains[:, :, block % 32] = added(chains[:, :, block % 32], terms)
     np.testing.assert_array_equal(multiply(card, format, raw, n, xq, xd), q8_gemv.tree_sum(chains))

@@ -1,4 +1,4 @@
-"""Models whose matrices are in the formats of kernels/formats.py.
+"""Models whose matrices are in the formats of kernels/formats.
 
 tests/data/formats.json holds a hash for each format of what synthetic:tiny says in it: the logits of a prompt, and the
 tokens and log-probabilities of decode steps. `python -m tests.test_quantized_models` prints what a card computes.
@@ -14,6 +14,7 @@ import pytest
 import qengine
 from kernels.formats import FORMATS
 from kernels.open import open_cards
+from tests.kinds import BY_KIND
 from tests.models import as_types, results, rewrite, write_as_float32
 from tests.oracle import DATA
 
@@ -51,7 +52,7 @@ def fingerprint(name, card):
     return hashlib.sha256(logits.tobytes() + json.dumps(decoded).encode()).hexdigest()
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", BY_KIND)
 def test_recorded_bits(card, name):
     recorded = json.loads(RECORDED.read_text())
     assert name in recorded, f"{RECORDED} has no hash of {name}: when the format's other tests pass, add the line " \

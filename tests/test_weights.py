@@ -1,10 +1,11 @@
 """Tensors of a file, or random ones, as matrices on a card."""
 
+import gguf
 import numpy as np
 import pytest
 
 import qengine
-from kernels.formats import FORMATS, split
+from kernels.formats import FORMATS, random_raw, split
 from tests.models import write_as_float32
 from tests.oracle import DATA
 
@@ -66,3 +67,25 @@ def test_nothing_but_the_matrices_stays_on_the_card(card):
     with qengine.FileWeights(qengine.GGUF(FILE)).loading(card) as loader:
         matrix = loader.matrix(NAMES[0])
     assert set(card.allocations) - before == {matrix.values.ptr, matrix.scales.ptr}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_scale_that_is_no_number_is_found(card, name, tmp_path):
+    format, n = FORMATS[name], 3
+    raw = random_raw(np.random.default_rng(3), format, n, format.file_block)
+    place, value = next(iter(format.scales.bad()))
+    for block, is_damaged in (0, False), (2, True):
+        if is_damaged:
+            raw[block, place:place + len(value)] = value
+        writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen35")
+        writer.add_tensor("w", raw, raw_dtype=gguf.GGMLQuantizationType[name])
+        for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+            write()
+        writer.close()
+        weights = qengine.FileWeights(qengine.GGUF(tmp_path / "m.gguf"))
+        if is_damaged:
+            with pytest.raises(qengine.ModelError, match="'w' holds a block scale that is not a finite number"):
+                loaded(card, weights, "w")
+        else:
+            matrix, _ = loaded(card, weights, "w")
+            assert (matrix.format, matrix.n, matrix.k) == (name, n, format.file_block)
