@@ -9,6 +9,7 @@ and, once the drafters have run, the drafts for the next step. kernels/advance.p
 
 import itertools
 import secrets
+import time
 from dataclasses import dataclass
 
 import llguidance
@@ -56,6 +57,7 @@ class Tokens:
         return float(own[row]), tuple(zip(ids[row, :top].tolist(), likeliest[row, :top].tolist()))
 
 
+DRAFT_SECONDS = 0.005       # of making masks, after which no further row of drafts gets one
 BUFFERS = 2                 # result buffers of a group: one is read while the next step writes the other
 FIRST_TOKENS = -1           # stands for the number of a group where the first token after a prompt is chosen
 
@@ -136,28 +138,39 @@ class Sampler:
 
     def make_masks(self, constraints: dict[int, Constraint], drafts: dict[int, list[int]]):
         """Write the masks of slots on the host: what each row of the next step may choose. Row j follows the first j of
-        the slot's drafts. Rows behind a draft that may not stand there choose nothing. Nor does a row whose matcher has
-        failed: the check ends before it, and if it comes again as the first row of a step, the answer's own matcher
-        fails.
+        the slot's drafts. Some rows choose nothing, so that the check ends before them: rows behind a draft that may
+        not stand there, rows whose matcher has failed, and rows that would keep all answers waiting, because the masks
+        of the rows before them took longer than DRAFT_SECONDS. If a failed matcher comes again as the first row of a
+        step, the answer's own matcher fails.
         The tokens that were chosen under the last masks must have been read: the host's masks are overwritten."""
+        started = time.perf_counter()
+        walks = {slot: along(constraint, drafts[slot]) for slot, constraint in constraints.items()}
+        for slot in walks:
+            self.masks_of(self.masks, slot)[:len(drafts[slot]) + 1] = 0
+        for row in range(CHECK_ROWS):
+            if not walks or row and time.perf_counter() - started > DRAFT_SECONDS:
+                return
+            found = {slot: next(walk, None) for slot, walk in walks.items()}
+            walks = {slot: walk for slot, walk in walks.items() if found[slot] is not None}
+            self._make_row(row, {slot: found[slot] for slot in walks})
+
+    def _make_row(self, row: int, constraints: dict[int, Constraint]):
+        """Write the masks of one row of slots: what their constraints allow next."""
         free = []
         for slot, constraint in constraints.items():
-            masks = self.masks_of(self.masks, slot)
-            for j, after in enumerate(along(constraint, drafts[slot])):
-                if after.forced:
-                    token = after.forced[0]
-                    masks[j] = 0
-                    masks[j, token // 32] = 1 << token % 32
-                elif after.matcher is None:
-                    masks[j] = 0xFFFFFFFF
-                else:
-                    free.append((after.matcher, slot * CHECK_ROWS + j))
-            masks[j + 1:len(drafts[slot]) + 1] = 0
+            mask = self.masks_of(self.masks, slot)[row]
+            if constraint.forced:
+                token = constraint.forced[0]
+                mask[token // 32] = 1 << token % 32
+            elif constraint.matcher is None:
+                mask[:] = 0xFFFFFFFF
+            else:
+                free.append((constraint.matcher, slot * CHECK_ROWS + row))
         if free:
             llguidance.numpy.fill_next_token_bitmask_par(self.executor, free, self.masks.view(np.int32))
-        for matcher, row in free:
+        for matcher, at in free:
             if matcher.is_error():
-                self.masks[row] = 0
+                self.masks[at] = 0
 
     def send_masks(self, slots: list[int], free: set[int], width: int):
         """Queue the copy of masks to the card, for the next `launch`. Slots in `free` get masks that allow all. The

@@ -4,21 +4,45 @@ Prompts take turns by length and by age. The next pass belongs to the prompt wit
 that to the oldest prompt. So the shortest prompt waits for one pass of another prompt at most, and the oldest gets on
 however many shorter ones arrive.
 
-While answers run, passes over prompts get at most PROMPT_SHARE of the time. After the work of a pass the answers have
-decode steps for themselves until they have had their share. A pass that made the answers wait for longer than PAUSE
-makes the following passes smaller. The times are measured on the host. No token depends on them: they decide when
-something is computed, and never what.
+While answers run, a pass is queued in parts, and decode steps run between the parts. A part is some layers of the pass,
+so a short part needs no short pass, and a pass of many tokens uses a card best. Several cards hand on whole passes, so
+there a part is a pass, and only PASS bounds it.
+
+    ──step──┬────── part ──────┬──step──┬────── part ──────┬──step──
+            PROMPT_SHARE of the time    └── answers wait ──┘
+
+Prompts get PROMPT_SHARE of the time. There is an account of the seconds that answers are owed. A part adds its own
+seconds times (1 / PROMPT_SHARE - 1), a step takes its seconds off. The next part is queued when half a step is owed,
+or less. It is as long as one step can pay for, so that answers wait as shortly as this share allows, but no shorter
+than PART.
+
+The card must not wait for the host. So a part is queued before the one before it is over, and the account goes by how
+long parts and steps should take. When their tokens come, it is corrected by the host's clock. How long a part should
+take is what engine/plan.py says, times a factor that is measured all the time. No token depends on times: they decide
+when something is computed, and never what.
 """
 
 import collections
+import itertools
 import time
+from typing import NamedTuple
 
 from engine.prefix import PAGE_TOKENS
 
-PROMPT_SHARE = 0.5          # most of the time that passes over prompts get while answers run
-PAUSE = 0.25                # seconds without a token of an answer, about, at most
+PROMPT_SHARE = 0.8          # share of the time that passes over prompts get while answers run
+PART = 0.02                 # seconds that a part takes at least, if its pass is as long: each has a price of its own
+PASS = 0.25                 # seconds of a whole pass, about, at most: a shorter prompt, or several cards, wait for it
 LONGEST_PAUSE = 10.0        # a longer one was no work of a card: the process was suspended
-RUNNING_CHUNK = 512         # most tokens of a pass over a prompt while answers run
+STEP_AGE = 32               # after so many parts a step is measured again: three steps then follow each other
+RECENT_STEPS, RECENT_PARTS = 3, 5       # measurements that count
+
+
+class Ticket(NamedTuple):
+    """What was queued before the choice of tokens: so many steps and first tokens, this one included, and parts."""
+
+    number: int
+    n_parts: int
+    is_step: bool
 
 
 class Turns:
@@ -30,11 +54,16 @@ class Turns:
     def __init__(self, n_stages: int, clock=time.perf_counter):
         self.n_stages, self.clock = n_stages, clock
         self.passed_over = None         # the oldest prompt, if the last pass belonged to a shorter one
-        self.n_passes = 0               # passes queued so far while answers ran
-        self.unmeasured = collections.deque()   # tokens of the last ones of these, whose times are not known yet
-        self.owed = 0.0                 # seconds that answers are still to have before the next pass
-        self.limit = RUNNING_CHUNK      # tokens of a pass while answers run, at most
+        self.n_parts = 0                # parts queued so far while answers ran
+        self.unmeasured = collections.deque()   # (seconds by plan, seconds charged) of the last ones of these
+        self.owed = 0.0                 # seconds that answers are still to have before the next part; below 0: too many
+        self.steps = collections.deque(maxlen=RECENT_STEPS)     # seconds that steps took without a part before them
+        self.factors = collections.deque(maxlen=RECENT_PARTS)   # seconds that parts took, of those by plan
+        self.step_age = STEP_AGE        # parts queued since a step was measured
+        self.n_queued = 0               # steps and first tokens queued so far
+        self.landed = Ticket(0, 0, False)       # the latest of these whose tokens have come
         self.landed_at = clock()        # when the host last got tokens of an answer
+        self.is_quiet = False           # whether no part was queued since these were: queueing one makes the host late
 
     def choose(self, prompts: list, length_left):
         """The prompt that gets the next pass. prompts: the oldest first. length_left(prompt): its tokens to compute."""
@@ -50,27 +79,81 @@ class Turns:
 
     @property
     def may_pass(self) -> bool:
-        """Whether a pass may be queued beside running answers. Each card may have a pass whose time is not known."""
-        return self.owed <= 0 and len(self.unmeasured) < self.n_stages
+        """Whether a part may be queued beside running answers. Each card may have a part whose time is not known, and
+        one more may wait for it."""
+        is_due = self.owed <= self.step_seconds / 2         # to the nearest step
+        return is_due and self.step_age < STEP_AGE and len(self.unmeasured) <= self.n_stages
 
-    def add_pass(self, n_tokens: int):
-        """A pass was queued beside running answers."""
-        self.n_passes += 1
-        self.unmeasured.append(n_tokens)
+    @property
+    def step_seconds(self) -> float:
+        """About how long a step takes. What makes the host late makes a measurement too long, so the least counts."""
+        return min(self.steps, default=0.0)
 
-    def land(self, n_passes: int):
-        """The tokens of a decode step have come, or the first token of an answer. n_passes: what it was when they were
-        queued."""
-        now = self.clock()
+    @property
+    def factor(self) -> float:
+        """How many times longer than planned parts take: the median of the latest."""
+        return sorted(self.factors)[len(self.factors) // 2] if self.factors else 1.0
+
+    @property
+    def part_seconds(self) -> float:
+        """About how long the next part should take: as long as the step behind it, and what is owed, can pay for."""
+        return max((self.step_seconds - self.owed) * PROMPT_SHARE / (1 - PROMPT_SHARE), PART)
+
+    def most_rows(self, chunk: int, seconds) -> int:
+        """Tokens of a pass beside running answers, at most. seconds(rows): of a pass, by plan."""
+        in_time = max(PASS, self.part_seconds) / self.factor
+        return max((rows for rows in range(PAGE_TOKENS, chunk + 1, PAGE_TOKENS) if seconds(rows) <= in_time),
+                   default=PAGE_TOKENS)
+
+    def n_pieces(self, pieces: list[float]) -> int:
+        """How many of a pass's next pieces the next part has, one at least; one as long as no part was measured.
+        pieces: their seconds by plan."""
+        if not self.factors:
+            return 1
+        middles = (end - seconds / 2 for end, seconds in zip(itertools.accumulate(pieces), pieces))
+        return max(sum(middle * self.factor <= self.part_seconds for middle in middles), 1)
+
+    def add_part(self, seconds: float):
+        """A part was queued beside running answers. seconds: by plan."""
+        self.n_parts += 1
+        self.step_age += 1
+        self.unmeasured.append((seconds, seconds * self.factor))
+        self._owe(seconds * self.factor * (1 / PROMPT_SHARE - 1))
+
+    def add_step(self) -> Ticket:
+        """A decode step was queued. The Ticket is for `land`."""
+        self._owe(-self.step_seconds)
+        return self._ticket(is_step=True)
+
+    def add_first_token(self) -> Ticket:
+        """The choice of an answer's first token was queued."""
+        return self._ticket(is_step=False)
+
+    def _ticket(self, is_step: bool) -> Ticket:
+        self.n_queued += 1
+        return Ticket(self.n_queued, self.n_parts, is_step)
+
+    def _owe(self, seconds: float):
+        """Answers may have had half a step too much, no more: the next part would be too long."""
+        self.owed = max(self.owed + seconds, -self.step_seconds / 2)
+
+    def land(self, ticket: Ticket):
+        """The tokens of a decode step have come, or the first token of an answer. The time since others came tells how
+        long a step takes, or a part and a step, if these others were queued right before."""
+        now, follows, was_quiet = self.clock(), ticket.number == self.landed.number + 1, self.is_quiet
         seconds, self.landed_at = min(now - self.landed_at, LONGEST_PAUSE), now
-        n_tokens = 0                    # of the passes that are over now
-        while len(self.unmeasured) > self.n_passes - n_passes:
-            n_tokens += self.unmeasured.popleft()
-        if not n_tokens:
-            self.owed = max(self.owed - seconds, 0.0)
+        self.landed, self.is_quiet = max(self.landed, ticket), self.n_parts == ticket.n_parts
+        over = [self.unmeasured.popleft() for _ in range(len(self.unmeasured) - (self.n_parts - ticket.n_parts))]
+        if not (follows and ticket.is_step):
             return
-        self.owed += seconds * (1 / PROMPT_SHARE - 1)
-        if seconds > PAUSE:
-            self.limit = max(self.limit // 2, PAGE_TOKENS)
-        elif seconds < PAUSE / 2 and n_tokens >= self.limit:
-            self.limit = min(self.limit * 2, RUNNING_CHUNK)
+        if not over:
+            if was_quiet and self.is_quiet:
+                self.steps.append(seconds)
+                self.step_age = 0
+            return
+        by_plan, charged = map(sum, zip(*over))
+        if not by_plan:                 # hops that take no time, and layers of which plans know nothing
+            return
+        taken = max(seconds - self.step_seconds, charged / 10)      # never 0: a step may have been faster than most
+        self.factors.append(taken / by_plan)
+        self._owe((taken - charged) * (1 / PROMPT_SHARE - 1))

@@ -21,13 +21,17 @@ position make at most 64 units. So the bits depend neither on the batch nor on t
 every length: its blocks beyond the last unit end at once. 300 tokens are 5 units of 1 page, 4,620 tokens 37 units of 2
 pages, 18,400 tokens 36 units of 8 pages, 262,144 tokens 64 units of 64 pages.
 
-    grid (n_kv, rows, units): a block of 8 warps per unit, at most 64 units
+    grid (n_kv, rows, units): a block of 8 warps per row and unit, at most 64 units
     page   | 8 keys | 8 keys | .. | 8 keys |
     warp       0        1      ..     7
 
-A warp takes 8 keys of a page for all query heads of the KV head at once, so the cache is read once. A *span* is a group
-of D / 8 lanes that hold a row together, 8 dims each. With D = 256 a span is a warp, and each lane has its dims of all 8
-keys and values; with D = 128 a span is half a warp and has 4 of the keys and values. Per page:
+In a check of many answers with up to 4 heads in a group, a block takes two rows of an answer, if there are two rounds
+of such blocks for all SMs; the other blocks end at once. It loads keys and values once and does what follows for one
+row after the other. With fewer blocks SMs would be idle, and instructions take the time, not bytes.
+
+A warp takes 8 keys of a page for all query heads of the KV head at once, so a row reads the cache once. A *span* is a
+group of D / 8 lanes that hold a row together, 8 dims each. With D = 256 a span is a warp, and each lane has its dims of
+all 8 keys and values; with D = 128 a span is half a warp and has 4 of the keys and values. Per page:
 
     scores    q . k: a lane chains 4 half2 products over its 8 dims and adds the two halves; a butterfly adds the lanes
     softmax   a warp per head: maximum and sum of the 64 scores, probabilities rounded to half
@@ -38,9 +42,10 @@ keys and values; with D = 128 a span is half a warp and has 4 of the keys and va
 A row has its new key and value from one warp, which makes the key and writes both into the page for later tokens. Every
 block of the row's last unit replaces with them, through shared memory, the stale row in its registers. In a check,
 that block also makes the keys and values of the answer's rows before, a warp each, and replaces theirs: so rows do not
-wait for each other. No result depends on what a block reads of these rows of the page meanwhile. The
-last block of a (row, KV head) to finish merges the units in increasing order, applies the gate and writes the output;
-it knows that it is the last from a counter on the card, which it sets back to zero. Accuracy: see kernels/attention.py.
+wait for each other. A block of several rows replaces those of each in its turn, so a row multiplies what it would
+alone. No result depends on what a block reads of these rows of the page meanwhile. The last block of a (row, KV head)
+to finish merges the units in increasing order, applies the gate and writes the output, for each of its rows; it knows
+that it is the last from a counter on the card, which it sets back to zero. Accuracy: see kernels/attention.py.
 Pipe: half2 and fp32, about 600 instructions per lane for 64 keys and 4 heads. Bytes: 4 D per key and KV head in
 float16, read once; 4 (D + 2) written and read per unit and head. Measurements: benchmarks/results.md, section
 attend_decode.
@@ -59,7 +64,7 @@ from kernels.card import Array
 from kernels.compile import launches_overlap
 from kernels.intrinsics import (arrive, div_rn, exp, float_as_word, float_max, half2_high, half2_low, hfma2, hmul2,
                                 let_next_begin, load_floats4, load_shared, load_shared4, pack_half2, shared_address,
-                                sigmoid, store_shared, store_shared4, wait_for_previous, warp_max, warp_sum,
+                                sigmoid, store_shared, store_shared4, uniform, wait_for_previous, warp_max, warp_sum,
                                 word_as_float)
 from kernels.kv_cache import Pages, page_offset_function, read_pages
 from kernels.kv_formats import KV_FORMATS, PAGE
@@ -76,6 +81,8 @@ UNITS = 64               # at most, of a sequence
 CHECK_ROWS = 8           # of an answer in a launch, at most: a warp makes the new key of each
 MAX_GROUP = WARPS        # query heads per KV head
 DIMS = 8                 # of a lane, 4 words
+MANY_ANSWERS = 4         # from which on blocks of a check may take several rows each
+ROUNDS = 2               # of such blocks on all SMs: so many there must be
 MERGED = 16              # units whose results a thread loads at once when units are merged
 MERGED_SHAPE = MERGED, 4  # dims of a thread
 UNITS_EACH = UNITS // 32  # of a lane
@@ -253,18 +260,25 @@ def unit_functions(head_dim, group):
 
 # ---- kernel ------------------------------------------------------------------------------------------------
 
+def rows_of_block(group, n_answers, width):
+    """Rows of an answer that a block takes at most: two in a check of many answers, if each of their heads has a
+    warp."""
+    return 2 if width > 1 and n_answers >= MANY_ANSWERS and 2 * group <= WARPS else 1
+
+
 @cache
-def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, width):
+def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, width, rows=1):
     """The kernel for a KV format and heads of this shape. `group`, the query heads per KV head, is a constant, so that
     a lane's values of each head are registers. quantized: int8 output or float32; early: see kernels/intrinsics.py;
-    width: 1 in a plain step, CHECK_ROWS in a check."""
+    width: 1 in a plain step, CHECK_ROWS in a check; rows: of an answer in a block, at most."""
     words, record, row_elements = head_dim // 2, head_dim + RECORD, format.row(head_dim)
     spans = 32 * DIMS // head_dim                           # of a warp
     own_keys, n_spans = KEYS // spans, WARPS * spans        # keys of a lane; spans of the block
     sides = 32 * WARPS // words                             # threads that own the same 2 dims, of different heads
     n_own, is_even = -(-group // sides), group % sides == 0     # heads of a thread, 2 dims of each
-    n_o, n_loaded, n_newest = 2 * n_own, own_keys * DIMS // 2, 2 * width * row_elements
-    n_query, n_scores = group * head_dim, group * PAGE
+    n_o, n_loaded, n_newest = 2 * n_own * rows, own_keys * DIMS // 2, 2 * width * row_elements
+    n_heads = rows * group                                  # of the block: at most one for each warp
+    n_query, n_scores = n_heads * head_dim, n_heads * PAGE
     n_chains = n_spans * group * words
     n_quads, most = -(-group // 4), uint32(group - 1)       # of heads
     n_rounds, n_fours = -(-group * head_dim // (4 * 32 * WARPS)), group * head_dim // 4
@@ -277,10 +291,47 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
     dot_heads, chain_values = product_functions(own_keys)
     weigh_units, load_units = unit_functions(head_dim, group)
 
+    @cuda.jit(device=True, forceinline=True)
+    def row_and_head(t):
+        """Head t of a block: (row of the block, head of the group)."""
+        r = uint32(t // uint32(group))
+        return r, uint32(t - r * uint32(group))
+
+    @cuda.jit(device=True, forceinline=True)
+    def records_of(row, n_kv, kv_head):
+        """Number of the first of the records of a row and KV head in `partial`."""
+        return uint32(uint32(uint32(row * n_kv + kv_head) * uint32(group)) * uint32(UNITS))
+
+    @cuda.jit(device=True, forceinline=True)
+    def put_rows(words, at, new_rows, r, first_key, lane):
+        """Puts the new row of row r of the block into the lane's words of the last page; before row 0 also the new rows
+        of the answer before. at: shared address of the first new row."""
+        before = uint32(new_rows[1] + r)
+        for m in range(uint32(0) if r == uint32(0) else before, uint32(before + uint32(1))):
+            key = uint32(uint32(new_rows[0] + m) - first_key)
+            if key < uint32(KEYS):
+                put_newest(words, at + uint64(uint32(m * uint32(2 * row_bytes))), key, lane)
+
+    @cuda.jit(device=True, forceinline=True)
+    def add_chains(o, r, sum_at, factors, totals, side):
+        """Adds the chains of all spans, which are a page's values of a row, to the thread's dims of that row."""
+        for j in range(uint32(n_own)):
+            g = uint32(uint32(sides) * j + side)
+            if is_even or g < uint32(group):
+                x, y = float32(0.0), float32(0.0)
+                for w in range(uint32(n_spans)):
+                    of_head = uint32(w * uint32(group) + uint32(sides) * j)
+                    h = load_shared(sum_at + uint64(uint32(of_head * uint32(4 * words))))
+                    x, y = x + half2_low(h), y + half2_high(h)
+                t = uint32(r * uint32(group) + g)
+                i = uint32(uint32(2) * uint32(r * uint32(n_own) + j))
+                o[i] = cuda.fma(x, factors[t], o[i] * totals[t])
+                o[i + uint32(1)] = cuda.fma(y, factors[t], o[i + uint32(1)] * totals[t])
+
     @cuda.jit(launch_bounds=(32 * WARPS, RESIDENT))
     def attend(out, scales, partial, arrived, projected, q_norm, k_norm, rope_pos, inv_freq, k_pages, v_pages,
-               block_table, row_slot, row_pos, n_answers, stride, k_column, v_column, n_positions, max_pages, n_kv,
-               height_section, width_section, eps):
+               block_table, row_slot, row_pos, n_answers, enough, stride, k_column, v_column, n_positions, max_pages,
+               n_kv, height_section, width_section, eps):
         let_next_begin()
         if not early:
             wait_for_previous()
@@ -288,10 +339,10 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
         scores = cuda.shared.array(n_scores, uint32)       # [head][64 keys]: float32, then p as two halves
         # In the loop over pages words [span][head][words]; at the end factors, then sums of units, [head][unit] each.
         chains = cuda.shared.array(n_chains, float32)
-        factors = cuda.shared.array(group, float32)        # what rescales this page,
-        totals = cuda.shared.array(group, float32)         # and the pages before
+        factors = cuda.shared.array(n_heads, float32)      # what rescales this page,
+        totals = cuda.shared.array(n_heads, float32)       # and the pages before
         newest = cuda.shared.array(n_newest, element, alignment=16)     # [new row][key, value]
-        new_rows = cuda.shared.array(2, uint32)            # the first's place in its page, and how many; no registers
+        new_rows = cuda.shared.array(2, uint32)     # place of the first in its page; how many before the block's
         is_last = cuda.shared.array(1, uint32)
         kw = cuda.local.array(n_loaded, uint32)
         vw = cuda.local.array(n_loaded, uint32)
@@ -302,23 +353,32 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
         gate = cuda.local.array(4, float32)
 
         thread = uint32(cuda.threadIdx.x)
-        lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
+        lane = uint32(thread & uint32(31))
+        warp = uniform(thread >> uint32(5))
         kv_head, row, unit = uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y), uint32(cuda.blockIdx.z)
         is_void = row_pos[row] < int32(0)
-        position, slot = uint32(max(row_pos[row], int32(0))), uint32(row_slot[row])
+        position, slot = uniform(uint32(max(row_pos[row], int32(0)))), uniform(uint32(row_slot[row]))
         before, answer = uint32(0), row                 # rows of the answer before this one
         if width > 1:
             before = uint32(row // n_answers)
             answer = uint32(row - before * n_answers)
-        angles = angles_of(row, n_positions, lane, rope_pos, inv_freq, height_section, width_section)
         last_page = uint32(position // uint32(PAGE))
         shift = uint32(uint32(32) - uint32(cuda.clz(uint32(last_page // uint32(UNITS)))))
         last_unit = uint32(last_page >> shift)
         if unit > last_unit:
             return
+        count = uint32(1)                               # rows of the block; the same for all units of an answer
+        if rows > 1 and uint32(uint32(last_unit + uint32(1)) * n_kv * uint32(cuda.gridDim.y)) >= uint32(rows) * enough:
+            if before % uint32(rows) != uint32(0):
+                return
+            for r in range(uint32(1), uint32(rows)):
+                later = uint32(row + r * n_answers)
+                if later < uint32(cuda.gridDim.y) and row_pos[later] >= int32(0):
+                    count = uint32(r + uint32(1))
+            count = uniform(count)
+        n_live = uint32(count * uint32(group))
         first_page = uint32(unit << shift)
         end_page = uint32(min(uint32(first_page + uint32(uint32(1) << shift)), uint32(last_page + uint32(1))))
-        row_at = uint32(row * stride)
         first_head = uint32(kv_head * uint32(group))
         first_key = uint32(warp * uint32(KEYS))
 
@@ -328,12 +388,17 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
         last = uint32(min(uint32(position - first_page * uint32(PAGE)), uint32(PAGE - 1)))  # live key
         # Rotated, so that the warp with the new key comes last and has a query head only if the group has 8.
         own_head = uint32(uint32(warp + uint32(WARPS - 1) - new_warp) & uint32(WARPS - 1))
-        head = uint32(first_head + uint32(min(own_head, most)))
-        query_from = uint32(row_at + head * uint32(query_width))
+        of_row, head = uint32(0), uint32(min(own_head, most))
+        if rows > 1:
+            of_row, head = row_and_head(uint32(min(own_head, uint32(n_live - uint32(1)))))
+        query_from = uint32(uint32(row + of_row * n_answers) * stride + uint32(first_head + head) * uint32(query_width))
+        angles = angles_of(uint32(row + of_row * n_answers), n_positions, lane, rope_pos, inv_freq, height_section,
+                           width_section)
         w = load_head(q_norm, uint32(0), lane)
         new = uint32(uint32(WARPS - 1) - own_head)          # the new row that this warp makes
-        has_newest = unit == last_unit and new <= before and not is_void
-        is_own, new_row, new_angles = new == before, row, angles
+        n_new = uint32(before + count)
+        has_newest = unit == last_unit and new < n_new and not is_void
+        is_own, new_row, new_angles = new >= before, row, angles
         if width > 1:
             new_row = uint32(new * n_answers + answer)
             if has_newest:
@@ -341,7 +406,7 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
         of_head = uint32(new_row * stride + kv_head * uint32(head_dim))
         k_from, v_from = uint32(of_head + k_column), uint32(of_head + v_column)
         to = page_offset(block_table, max_pages, slot, last_page, kv_head, n_kv)
-        to = uint64(to + uint64(uint32(new_key * uint32(row_elements))))
+        to = uint64(to + uint64(uint32(uint32(uint32(new_key - before) + new) * uint32(row_elements))))
         k_w = load_head(k_norm, uint32(0), lane)
         if not early:
             if is_void:
@@ -361,13 +426,13 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
             if has_newest:
                 store_newest(newest, new, k_pages, v_pages, to, is_own, projected, k_from, v_from, lane, k_w,
                              new_angles, eps)
-        if own_head < uint32(group):
+        if thread == uint32(0):
+            new_rows[0], new_rows[1] = uint32(new_key - before), before
+        if own_head < n_live:
             store_query(query, uint32(own_head * uint32(head_dim)), lane, x, w, angles, eps)
-        if width > 1 and thread == uint32(0):
-            new_rows[0], new_rows[1] = uint32(new_key - before), uint32(before + uint32(1))
         cuda.syncthreads()
 
-        high, total = float32(MINUS_INFINITY), float32(0.0)  # of the pages so far; warp g: of head g
+        high, total = float32(MINUS_INFINITY), float32(0.0)  # of the pages so far; warp t: of head t of the block
         for i in range(uint32(n_o)):
             o[i] = float32(0.0)
         lane_key = uint32(uint32(lane & uint32(3)) * uint32(KEYS) + uint32(lane >> uint32(2)))
@@ -394,33 +459,34 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
                 next_page = page_offset(block_table, max_pages, slot, number, kv_head, n_kv)
                 next_last = uint32(min(uint32(position - number * uint32(PAGE)), uint32(PAGE - 1)))
             load_next = more and first_key <= next_last
-            if first_key <= last:
-                if width == 1 and warp == new_warp and number > last_page:
-                    put_newest(kw, newest_at, uint32(new_key - first_key), lane)
-                if width > 1 and number > last_page:    # those of the rows before, too
-                    for m in range(new_rows[1]):
-                        key = uint32(new_rows[0] + m)
-                        if uint32(key // uint32(KEYS)) == warp:
-                            at = newest_at + uint64(uint32(m * uint32(2 * row_bytes)))
-                            put_newest(kw, at, uint32(key - first_key), lane)
-                for quad in range(uint32(n_quads)):
-                    g = uint32(uint32(4) * quad)
-                    x = dot_heads(query_at + uint64(uint32(g * uint32(2 * head_dim))),
-                                  query_at + uint64(uint32(min(g + uint32(1), most) * uint32(2 * head_dim))),
-                                  query_at + uint64(uint32(min(g + uint32(2), most) * uint32(2 * head_dim))),
-                                  query_at + uint64(uint32(min(g + uint32(3), most) * uint32(2 * head_dim))),
-                                  kw, lane)
-                    g = uint32(min(uint32(g + uint32(lane & uint32(3))), most))  # the last head again
-                    store_shared(score_at + uint64(uint32(g * uint32(4 * PAGE))), float_as_word(x))
+            for r in range(count):
+                row_last = last
+                if number > last_page:
+                    row_last = uint32(last + r)
+                    put_rows(kw, newest_at, new_rows, r, first_key, lane)
+                if first_key <= row_last:
+                    for quad in range(uint32(n_quads)):
+                        g, of_row = uint32(uint32(4) * quad), uint32(r * uint32(group))
+                        at = query_at + uint64(uint32(of_row * uint32(2 * head_dim)))
+                        x = dot_heads(at + uint64(uint32(g * uint32(2 * head_dim))),
+                                      at + uint64(uint32(min(g + uint32(1), most) * uint32(2 * head_dim))),
+                                      at + uint64(uint32(min(g + uint32(2), most) * uint32(2 * head_dim))),
+                                      at + uint64(uint32(min(g + uint32(3), most) * uint32(2 * head_dim))),
+                                      kw, lane)
+                        g = uint32(min(uint32(g + uint32(lane & uint32(3))), most))  # the last head again
+                        store_shared(score_at + uint64(uint32(uint32(of_row + g) * uint32(4 * PAGE))), float_as_word(x))
             if load_next:
                 load_keys(kw, k_pages, next_page, first_key, next_last, lane)
             cuda.syncthreads()
 
-            if warp < uint32(group):
+            if warp < n_live:
+                row_last = last
+                if number > last_page:
+                    row_last = uint32(last + warp // uint32(group))
                 a = word_as_float(load_shared(softmax_at))
                 b = word_as_float(load_shared(softmax_at + uint64(128)))
-                a = a if lane_key <= last else float32(MINUS_INFINITY)
-                b = b if uint32(lane_key + uint32(32)) <= last else float32(MINUS_INFINITY)
+                a = a if lane_key <= row_last else float32(MINUS_INFINITY)
+                b = b if uint32(lane_key + uint32(32)) <= row_last else float32(MINUS_INFINITY)
                 page_high = warp_max(float_max(a, b))
                 a, b = exp(a - page_high), exp(b - page_high)
                 page_total = warp_sum(a + b)
@@ -433,53 +499,47 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
                     factors[warp], totals[warp] = of_page, of_before
             cuda.syncthreads()
 
-            if first_key <= last:
-                if width == 1 and warp == new_warp and number > last_page:
-                    put_newest(vw, newest_at + uint64(row_bytes), uint32(new_key - first_key), lane)
-                if width > 1 and number > last_page:    # those of the rows before, too
-                    for m in range(new_rows[1]):
-                        key = uint32(new_rows[0] + m)
-                        if uint32(key // uint32(KEYS)) == warp:
-                            at = newest_at + uint64(uint32(m * uint32(2 * row_bytes) + uint32(row_bytes)))
-                            put_newest(vw, at, uint32(key - first_key), lane)
-                for g in range(uint32(group)):
-                    at = p_at + uint64(uint32(g * uint32(4 * PAGE)))
-                    pw[0], pw[1], pw[2], pw[3] = load_shared4(at)
-                    if own_keys == KEYS:
-                        pw[4], pw[5], pw[6], pw[7] = load_shared4(at + uint64(16))
-                    store_shared4(chain_at + uint64(uint32(g * uint32(4 * words))),
-                                  chain_values(pw, vw, uint32(0)), chain_values(pw, vw, uint32(1)),
-                                  chain_values(pw, vw, uint32(2)), chain_values(pw, vw, uint32(3)))
-            else:
-                for g in range(uint32(group)):
-                    store_shared4(chain_at + uint64(uint32(g * uint32(4 * words))), uint32(0), uint32(0), uint32(0),
-                                  uint32(0))
-            if load_next:
-                load_keys(vw, v_pages, next_page, first_key, next_last, lane)
-            cuda.syncthreads()
-
-            for j in range(uint32(n_own)):
-                g = uint32(uint32(sides) * j + side)
-                if is_even or g < uint32(group):
-                    x, y = float32(0.0), float32(0.0)
-                    for w in range(uint32(n_spans)):
-                        of_head = uint32(w * uint32(group) + uint32(sides) * j)
-                        h = load_shared(sum_at + uint64(uint32(of_head * uint32(4 * words))))
-                        x, y = x + half2_low(h), y + half2_high(h)
-                    i = uint32(uint32(2) * j)
-                    o[i] = cuda.fma(x, factors[g], o[i] * totals[g])
-                    o[i + uint32(1)] = cuda.fma(y, factors[g], o[i + uint32(1)] * totals[g])
+            for r in range(uint32(rows)):
+                if rows > 1 and r >= count:
+                    break
+                row_last = last
+                if number > last_page:
+                    row_last = uint32(last + r)
+                    put_rows(vw, newest_at + uint64(row_bytes), new_rows, r, first_key, lane)
+                if first_key <= row_last:
+                    for g in range(uint32(group)):
+                        at = p_at + uint64(uint32(uint32(r * uint32(group) + g) * uint32(4 * PAGE)))
+                        pw[0], pw[1], pw[2], pw[3] = load_shared4(at)
+                        if own_keys == KEYS:
+                            pw[4], pw[5], pw[6], pw[7] = load_shared4(at + uint64(16))
+                        store_shared4(chain_at + uint64(uint32(g * uint32(4 * words))),
+                                      chain_values(pw, vw, uint32(0)), chain_values(pw, vw, uint32(1)),
+                                      chain_values(pw, vw, uint32(2)), chain_values(pw, vw, uint32(3)))
+                else:
+                    for g in range(uint32(group)):
+                        store_shared4(chain_at + uint64(uint32(g * uint32(4 * words))), uint32(0), uint32(0), uint32(0),
+                                      uint32(0))
+                if load_next and r + uint32(1) == count:
+                    load_keys(vw, v_pages, next_page, first_key, next_last, lane)
+                cuda.syncthreads()
+                add_chains(o, r, sum_at, factors, totals, side)
+                if rows > 1 and r + uint32(1) < count:
+                    cuda.syncthreads()  # before the next row's chains overwrite these
             page, last = next_page, next_last
 
-        records = uint32(uint32(uint32(row * n_kv + kv_head) * uint32(group)) * uint32(UNITS))
-        for j in range(uint32(n_own)):
-            g = uint32(uint32(sides) * j + side)
-            if g < uint32(group):
-                to = uint32(uint32(records + g * uint32(UNITS) + unit) * uint32(record) + uint32(2) * word)
-                i = uint32(uint32(2) * j)
-                partial[to], partial[uint32(to + uint32(1))] = o[i], o[i + uint32(1)]
-        if warp < uint32(group) and lane == uint32(0):
-            to = uint32(uint32(records + warp * uint32(UNITS) + unit) * uint32(record) + uint32(head_dim))
+        for r in range(uint32(rows)):
+            if r < count:
+                records = records_of(uint32(row + r * n_answers), n_kv, kv_head)
+                for j in range(uint32(n_own)):
+                    g = uint32(uint32(sides) * j + side)
+                    if g < uint32(group):
+                        to = uint32(uint32(records + g * uint32(UNITS) + unit) * uint32(record) + uint32(2) * word)
+                        i = uint32(uint32(2) * uint32(r * uint32(n_own) + j))
+                        partial[to], partial[uint32(to + uint32(1))] = o[i], o[i + uint32(1)]
+        if warp < n_live and lane == uint32(0):
+            of_row, head = row_and_head(warp)
+            records = records_of(uint32(row + of_row * n_answers), n_kv, kv_head)
+            to = uint32(uint32(records + head * uint32(UNITS) + unit) * uint32(record) + uint32(head_dim))
             partial[to], partial[uint32(to + uint32(1))] = high, total
 
         cuda.syncthreads()
@@ -490,35 +550,40 @@ def attend_kernel(format, group, head_dim, rotary, gated, quantized, early, widt
             return
         if thread == uint32(0):
             arrived[uint32(row * n_kv + kv_head)] = uint32(0)
-        gate_at = uint32(row_at + first_head * uint32(2 * head_dim) + uint32(head_dim))
-        to = uint32(uint32(row * n_kv * uint32(group) + first_head) * uint32(head_dim))
-        for j in range(uint32(n_rounds)):
-            four = uint32(thread + j * uint32(32 * WARPS))
-            inside = four < uint32(n_fours)
-            g = uint32(min(uint32(four // uint32(head_dim // 4)), most))
-            dim = uint32(uint32(4) * four % uint32(head_dim))
-            of_units = uint32(uint32(records + g * uint32(UNITS)) * uint32(record) + dim)
-            load_units(values, partial, uint32(0), last_unit, of_units)
-            if gated:
+        for r in range(count):
+            merged = uint32(row + r * n_answers)
+            records = records_of(merged, n_kv, kv_head)
+            gate_at = uint32(merged * stride + first_head * uint32(2 * head_dim) + uint32(head_dim))
+            to = uint32(uint32(merged * n_kv * uint32(group) + first_head) * uint32(head_dim))
+            for j in range(uint32(n_rounds)):
+                four = uint32(thread + j * uint32(32 * WARPS))
+                inside = four < uint32(n_fours)
+                g = uint32(min(uint32(four // uint32(head_dim // 4)), most))
+                dim = uint32(uint32(4) * four % uint32(head_dim))
+                of_units = uint32(uint32(records + g * uint32(UNITS)) * uint32(record) + dim)
+                load_units(values, partial, uint32(0), last_unit, of_units)
+                if gated:
+                    for d in range(uint32(4)):
+                        gate[d] = projected[uint32(gate_at + g * uint32(2 * head_dim) + dim + d)]
+                if j == uint32(0):
+                    if warp < uint32(group):
+                        weigh_units(chains, partial, uint32(records + warp * uint32(UNITS)), last_unit, warp, lane)
+                    cuda.syncthreads()
+                for d in range(uint32(5)):
+                    acc[d] = float32(0.0)
+                merge_units(acc, values, chains, uint32(g * uint32(UNITS)), uint32(group * UNITS))
+                for part in range(uint32(1), uint32(uint32(last_unit // uint32(MERGED)) + uint32(1))):
+                    first = uint32(uint32(part) * uint32(MERGED))
+                    load_units(values, partial, first, last_unit, of_units)
+                    merge_units(acc, values, chains, uint32(g * uint32(UNITS) + first), uint32(group * UNITS))
+                inverse = div_rn(float32(1.0), acc[4])
                 for d in range(uint32(4)):
-                    gate[d] = projected[uint32(gate_at + g * uint32(2 * head_dim) + dim + d)]
-            if j == uint32(0):
-                if warp < uint32(group):
-                    weigh_units(chains, partial, uint32(records + warp * uint32(UNITS)), last_unit, warp, lane)
-                cuda.syncthreads()
-            for d in range(uint32(5)):
-                acc[d] = float32(0.0)
-            merge_units(acc, values, chains, uint32(g * uint32(UNITS)), uint32(group * UNITS))
-            for part in range(uint32(1), uint32(uint32(last_unit // uint32(MERGED)) + uint32(1))):
-                first = uint32(uint32(part) * uint32(MERGED))
-                load_units(values, partial, first, last_unit, of_units)
-                merge_units(acc, values, chains, uint32(g * uint32(UNITS) + first), uint32(group * UNITS))
-            r = div_rn(float32(1.0), acc[4])
-            for d in range(uint32(4)):
-                acc[d] = acc[d] * r * sigmoid(gate[d]) if gated else acc[d] * r
-            store(out, scales, uint32(to + uint32(4) * four), inside, acc[0] if inside else float32(0.0),
-                  acc[1] if inside else float32(0.0), acc[2] if inside else float32(0.0),
-                  acc[3] if inside else float32(0.0))
+                    acc[d] = acc[d] * inverse * sigmoid(gate[d]) if gated else acc[d] * inverse
+                store(out, scales, uint32(to + uint32(4) * four), inside, acc[0] if inside else float32(0.0),
+                      acc[1] if inside else float32(0.0), acc[2] if inside else float32(0.0),
+                      acc[3] if inside else float32(0.0))
+            if rows > 1:
+                cuda.syncthreads()      # before the next row's factors overwrite these
 
     return attend
 
@@ -545,14 +610,15 @@ def attend_decode(card, out, qkv, pages, places, scratch, rows, *, width=1, earl
     if heads.group > MAX_GROUP:
         raise ValueError(f"attention takes up to {MAX_GROUP} query heads per KV head, not {heads.group}")
     kernel = attend_kernel(pages.format, heads.group, heads.head_dim, heads.rotary, heads.gated, scales is not None,
-                           early and launches_overlap(card.cc), 1 if width == 1 else CHECK_ROWS)
+                           early and launches_overlap(card.cc), 1 if width == 1 else CHECK_ROWS,
+                           rows_of_block(heads.group, rows, width))
     card.launch(kernel, (heads.n_kv_heads, rows * width, min(UNITS, pages.block_table.shape[1])), 32 * WARPS,
                 values.reshape(-1), (values if scales is None else scales).reshape(-1), scratch.partials.reshape(-1),
                 scratch.arrived.reshape(-1), qkv.products.values.reshape(-1), qkv.q_norm, qkv.k_norm,
                 rotary.positions.reshape(-1), rotary.frequencies, pages.k.reshape(-1), pages.v.reshape(-1),
-                pages.block_table.reshape(-1), places.slots, places.positions, rows, qkv.products.stride,
-                heads.k_column, heads.v_column, rotary.positions.shape[1], pages.block_table.shape[1], heads.n_kv_heads,
-                *rotary.sections[1:], float(heads.eps), stream=stream)
+                pages.block_table.reshape(-1), places.slots, places.positions, rows, ROUNDS * RESIDENT * card.n_sms,
+                qkv.products.stride, heads.k_column, heads.v_column, rotary.positions.shape[1],
+                pages.block_table.shape[1], heads.n_kv_heads, *rotary.sections[1:], float(heads.eps), stream=stream)
 
 
 # ---- check -------------------------------------------------------------------------------------------------
@@ -565,7 +631,8 @@ CASES = [((4, 2, (0, 609, 63)), QWEN35), ((16, 4, (64, 1)), QWEN35), ((24, 4, (6
 # (heads, n_kv, (position, rows that are not void) of each answer, width), shape of the heads.
 CHECKS = [((8, 2, ((60, 4), (0, 8), (130, 1), (5, 0), (4157, 3)), 8), QWEN35),
           ((6, 1, ((61, 3), (7, 2)), 3), QWEN35), ((8, 1, ((126, 2), (0, 2), (3, 1)), 2), QWEN35),
-          ((5, 1, ((121, 7), (4163, 5)), 7), QWEN3), ((4, 2, ((10, 5), (58, 6)), 6), (128, 64, True))]
+          ((5, 1, ((121, 7), (4163, 5)), 7), QWEN3), ((4, 1, ((59, 5), (7, 2)), 5), QWEN3),
+          ((4, 2, ((10, 5), (58, 6)), 6), (128, 64, True))]
 TIMED = [(16, 4, 300, 1), (16, 4, 4620, 1), (16, 4, 18400, 1), (16, 4, 300, 8)]    # heads, n_kv, tokens, rows
 
 

@@ -11,6 +11,13 @@ Query head h reads KV head h // (heads / n_kv). Decoded tokens go through kernel
     k, v       pages in a KV format (kernels/kv_formats.py), found through block_table int32 [n_slots, max_pages]
     out        float32 [rows, heads * D]        row_slot, row_pos  int32 [rows]
 
+The rows of a launch are consecutive tokens of one slot. Or they are *packed*: parts of several texts, one behind the
+other, each of consecutive tokens of a slot of its own. Then `tiles` lists what each block of threads takes:
+
+    tiles      int32 [blocks, 3]    first row of its part, rows of the part, first unit of the block (below)
+
+A part's results have the bits of a launch for this part alone.
+
 Half precision where it is harmless. Products run on packed half2 FMA. A score is made of chains of 8 products per half,
 two of which are added in half precision; a value of 16 products in one chain. Then they are added to float32 sums, so a
 chain's rounding errors (2^-11 of its partial sum each) do not grow with the context. Softmax statistics, rescaling and
@@ -250,8 +257,8 @@ def of_own_rows(values, r):
 
 
 @cache
-def tiles_kernel(format, head_dim, gated):
-    """The kernel for a KV format and heads of this shape."""
+def tiles_kernel(format, head_dim, gated, packed):
+    """The kernel for a KV format and heads of this shape. packed: whether `tiles` counts."""
     n_parts = head_dim // TILE_DIMS                         # tiles of a page's keys, and of its values
     rows_at_once = 32 * DIMS // head_dim                    # rows of a tile of values that a warp covers
     n_rows, tile_values = ROWS // rows_at_once, TILE_ELEMENTS // head_dim
@@ -264,10 +271,10 @@ def tiles_kernel(format, head_dim, gated):
     page_offset = page_offset_function(format.row(head_dim))
 
     @cuda.jit(launch_bounds=(32 * WARPS, RESIDENT))
-    def attend_tiles(out, q, projected, k_pages, v_pages, block_table, row_slot, row_pos, stride, max_pages, rows,
-                     heads, n_kv):
-        """Grid (tiles of 4 warps, n_kv), block (32, 4). Warp u of a KV head takes rows 8 (u // group) .. + 7 of
-        its query head u % group; the last tiles, which see the most keys, come first."""
+    def attend_tiles(out, q, projected, k_pages, v_pages, block_table, row_slot, row_pos, tiles, stride, max_pages,
+                     rows, heads, n_kv):
+        """Grid (tiles of 4 warps, n_kv), block (32, 4). Unit u of a KV head, a warp's work, is rows 8 (u // group) ..
+        + 7 of its query head u % group; the last tiles, which see the most keys, come first."""
         q_tile = cuda.shared.array(n_query, uint32)
         tile = cuda.shared.array(TILE, uint32)
         p_tile = cuda.shared.array(P_TILE, uint32)
@@ -281,11 +288,16 @@ def tiles_kernel(format, head_dim, gated):
 
         lane, warp, kv_head = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y), uint32(cuda.blockIdx.y)
         group = uint32(heads // n_kv)
+        begin = uint32(0)                   # of the part, whose rows count from there on
         first_unit = uint32(uint32(cuda.gridDim.x - uint32(1) - cuda.blockIdx.x) * uint32(WARPS))
+        if packed:
+            listed = uint32(uint32(3) * uint32(cuda.blockIdx.x))
+            begin, rows = uint32(tiles[listed]), uint32(tiles[uint32(listed + uint32(1))])
+            first_unit = uint32(tiles[uint32(listed + uint32(2))])
         unit = uint32(first_unit + warp)
         head = uint32(uint32(kv_head * group) + uint32(unit % group))
         row = uint32(uint32(unit // group) * uint32(ROWS))
-        slot, start = uint32(row_slot[0]), uint32(row_pos[0])
+        slot, start = uint32(row_slot[begin]), uint32(row_pos[begin])
         position = uint32(start + row)  # of the warp's first row
         block_rows = uint32(uint32(uint32(first_unit + uint32(WARPS - 1)) // group + uint32(1)) * uint32(ROWS))
         last_key = uint32(start + uint32(min(block_rows, rows)) - uint32(1))  # that any row of the block sees
@@ -296,7 +308,7 @@ def tiles_kernel(format, head_dim, gated):
 
         for r in range(uint32(n_rows)):
             r = uint32(own + r)
-            source = uint32(min(uint32(row + r), uint32(rows - uint32(1))))
+            source = uint32(begin + uint32(min(uint32(row + r), uint32(rows - uint32(1)))))
             at = uint32(uint32(uint32(source * heads) + head) * uint32(head_dim) + row_lane * uint32(DIMS))
             w0, w1, w2, w3 = load_words4(q, at)
             store_words4(q_tile, uint32(uint32(warp * uint32(ROWS) + r) * uint32(q_stride) + row_lane * uint32(4)), w0,
@@ -405,7 +417,7 @@ def tiles_kernel(format, head_dim, gated):
         for r in range(uint32(n_rows)):
             f = div_rn(float32(1.0), of_row(total, r))
             if uint32(row + own + r) < rows:
-                row_head = uint32(uint32(uint32(row + own + r) * heads) + head)
+                row_head = uint32(uint32(uint32(begin + row + own + r) * heads) + head)
                 at = uint32(row_head * uint32(head_dim) + row_lane * uint32(DIMS))
                 i = uint32(r * uint32(DIMS))
                 for n in range(uint32(2)):
@@ -415,7 +427,7 @@ def tiles_kernel(format, head_dim, gated):
         row = uint32(row + own)
         if gated and row < rows:  # a loop of its own, not unrolled: 64 sigmoids would be a large part of the program
             for r in range(uint32(min(uint32(n_rows), uint32(rows - row)))):
-                r = uint32(row + uint32(r))
+                r = uint32(begin + row + uint32(r))
                 gate_at = uint32(uint32(r * stride) + head * uint32(2 * head_dim) + uint32(head_dim))
                 gate_at = uint32(gate_at + row_lane * uint32(DIMS))
                 at = uint32(uint32(uint32(r * heads) + head) * uint32(head_dim) + row_lane * uint32(DIMS))
@@ -428,16 +440,41 @@ def tiles_kernel(format, head_dim, gated):
     return attend_tiles
 
 
-def attend_prefill(card, out, q, qkv, pages, places, rows, stream=None):
-    """out float32 [rows, heads * head_dim] for rows of one slot (places.slots[0]) at positions places.positions[0],
-    places.positions[0] + 1, ... whose keys and values are in the pages already. q float16 [rows, heads, head_dim] as
-    `norm_rope_q` makes it; of `qkv` the gates are read. Writes out only, never allocates."""
+def n_tiles(rows, group):
+    """How many blocks of threads a KV head has for so many rows of a part. group: query heads per KV head."""
+    return -(-(-(-rows // ROWS) * group) // WARPS)
+
+
+def most_tiles(rows, parts, group):
+    """No packed launch of so many rows and parts has more tiles."""
+    return rows * group // (ROWS * WARPS) + parts * (group // WARPS + 2)
+
+
+def tiles_of(lengths, starts, group):
+    """int32 [blocks, 3]: the tiles of a packed launch whose parts have `lengths` rows and begin at the positions
+    `starts` of their texts. Those that see the most keys come first."""
+    lengths, starts = np.asarray(lengths), np.asarray(starts)
+    counts = np.array([n_tiles(rows, group) for rows in lengths.tolist()])
+    part = np.repeat(np.arange(len(lengths)), counts)
+    unit = WARPS * (np.arange(len(part)) - np.repeat(np.cumsum(counts) - counts, counts))
+    keys = starts[part] + np.minimum((unit + WARPS - 1) // group * ROWS + ROWS, lengths[part])
+    tiles = np.stack([(np.cumsum(lengths) - lengths)[part], lengths[part], unit], axis=1).astype(np.int32)
+    return tiles[np.argsort(-keys, kind="stable")]
+
+
+def attend_prefill(card, out, q, qkv, pages, places, rows, *, tiles=None, stream=None):
+    """out float32 [rows, heads * head_dim] for rows whose keys and values are in the pages already. They are rows of
+    one slot (places.slots[0]) at positions places.positions[0], places.positions[0] + 1, ...; or, where there are
+    tiles, int32 [blocks, 3] of `tiles_of`, parts of texts. q float16 [rows, heads, head_dim] as `norm_rope_q` makes it;
+    of `qkv` the gates are read. Writes out only, never allocates."""
     heads, products = qkv.heads, qkv.products
-    units = -(-rows // ROWS) * heads.group
-    card.launch(tiles_kernel(pages.format, heads.head_dim, heads.gated), (-(-units // WARPS), heads.n_kv_heads),
-                (32, WARPS), out.reshape(-1), q.reshape(-1), products.values.reshape(-1), pages.k.reshape(-1),
-                pages.v.reshape(-1), pages.block_table.reshape(-1), places.slots, places.positions, products.stride,
-                pages.block_table.shape[1], rows, heads.n_heads, heads.n_kv_heads, stream=stream)
+    kernel = tiles_kernel(pages.format, heads.head_dim, heads.gated, tiles is not None)
+    grid = (n_tiles(rows, heads.group) if tiles is None else tiles.shape[0], heads.n_kv_heads)
+    tiles = places.slots if tiles is None else tiles.reshape(-1)    # an array that the kernel does not look at
+    card.launch(kernel, grid, (32, WARPS), out.reshape(-1), q.reshape(-1), products.values.reshape(-1),
+                pages.k.reshape(-1), pages.v.reshape(-1), pages.block_table.reshape(-1), places.slots, places.positions,
+                tiles, products.stride, pages.block_table.shape[1], rows, heads.n_heads, heads.n_kv_heads,
+                stream=stream)
 
 
 # ---- check -------------------------------------------------------------------------------------------------
@@ -445,6 +482,8 @@ def attend_prefill(card, out, q, qkv, pages, places, rows, stream=None):
 CASES = [((4, 2, 1), QWEN35), ((4, 2, 65), QWEN35), ((16, 4, 33), QWEN35), ((24, 4, 63), QWEN35),
          ((4, 2, 500), QWEN35), ((4, 2, 1), QWEN3), ((4, 4, 65), QWEN3), ((10, 2, 131), QWEN3), ((3, 1, 12), QWEN3),
          ((4, 2, 77), (128, 64, True)), ((4, 2, 70), (256, 128, False))]     # (heads, n_kv, rows = tokens), shape
+PACKED = [((4, 2), QWEN3, ((0, 1), (0, 65), (64, 130), (0, 8), (0, 23))), ((3, 1), QWEN3, ((0, 12), (128, 140))),
+          ((4, 2), QWEN35, ((0, 33), (64, 71), (0, 3)))]    # (heads, n_kv), shape, (position, end) of each part
 TIMED = [(4, 2, 64, 512), (16, 4, 512, 512), (16, 4, 512, 4608)]  # heads, n_kv, rows, tokens
 
 # Relative L2 error of a row of a head. With scores as large as those of `sample_inputs`, partial sums of a
@@ -531,9 +570,39 @@ def check(card, format, case):
     return error
 
 
+def check_packed(card, format, case):
+    """Parts of several texts in one launch have the bits of a launch for each; the row behind them stays poisoned."""
+    (n_heads, n_kv), shape, parts = case
+    heads = heads_of(n_heads, n_kv, shape)
+    lengths, starts = [end - start for start, end in parts], [start for start, _ in parts]
+    texts = [sample_inputs(heads, end, end - start, seed) for seed, (start, end) in enumerate(parts)]
+    (k_pages, table), (v_pages, _) = (paged(format, [text[i] for text in texts]) for i in (2, 3))
+    pages = Pages(format, *map(card.upload, (k_pages, v_pages, table)))
+    slots = np.repeat(np.arange(len(parts), dtype=np.int32), lengths)
+    positions = np.concatenate([np.arange(*part, dtype=np.int32) for part in parts])
+    rows, places = len(slots), Places(card.upload(slots), card.upload(positions))
+    q, projected = (np.concatenate([text[i] for text in texts]) for i in (0, 1))
+    out = card.alloc((rows + 1, n_heads * heads.head_dim), np.float32)
+    card.poison(out)
+    attend_prefill(card, out, card.upload(q), upload_gates(card, projected, heads), pages, places, rows,
+                   tiles=card.upload(tiles := tiles_of(lengths, starts, heads.group)))
+    assert len(tiles) <= most_tiles(rows, len(parts), heads.group)
+    got, begin = card.download(out), 0
+    for text, start, n in zip(texts, starts, lengths):
+        alone = card.alloc((n, n_heads * heads.head_dim), np.float32)
+        launcher(card, format, heads, text, start, alone)()
+        np.testing.assert_array_equal(got[begin:begin + n], card.download(alone))
+        begin += n
+    assert np.isnan(got[rows]).all(), "wrote on"
+
+
 def cases(card):
     """The checked cases, then the times of a chunk of 512 rows at the end of a context."""
     for format in KV_FORMATS.values():
+        for case in PACKED:
+            (n_heads, n_kv), shape, parts = case
+            yield Case(f"{n_heads}/{n_kv} heads {shape}, {len(parts)} parts, {format.name}",
+                       lambda format=format, case=case: check_packed(card, format, case))
         for case in CASES:
             (n_heads, n_kv, n), shape = case
             yield Case(f"{n_heads}/{n_kv} heads {shape}, {n}, {format.name}",

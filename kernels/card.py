@@ -329,6 +329,8 @@ class Card:
         machine code   `_is_cached(compiled, block)`; `_make_ready(function, block)`; `_cache_filler()`, which returns
                        a function of (compiled, block), for other processes, that fills the cache on the disk
         words          `describe`
+        itself         `twin`, another Card of the same device and memory, with streams and recordings of its own: each
+                       engine needs a Card that no other one gives work
     """
 
     kind = "cuda"                                        # as `open_cards` calls it
@@ -676,6 +678,10 @@ class PlannedCard(Card):
     @property
     def free_bytes(self):
         return self._free
+
+    def set_aside(self, nbytes):
+        """Counts as taken from now on."""
+        self._free -= nbytes
 
     def _take(self, nbytes):
         if nbytes < self.granule // 2:                   # as in drivers, small allocations share a granule

@@ -340,8 +340,9 @@ def _libnvvm():
 # be ignored.
 _OPTIONS = {"device", "forceinline", "inline", "launch_bounds", "lineinfo", "lto", "opt"}
 # The "files" of notebook cells: they lie in a folder that is new at every start, or, in older notebooks, have a name
-# with the number of the cell.
-_NOTEBOOK = re.compile(r'[^"\n]*(?:/ipykernel_\d+/|<ipython-input-\d+-)')
+# with the number of the cell. A match begins where a name may: tried at every character of a table of constants, which
+# is one long line, it would take seconds.
+_NOTEBOOK = re.compile(r'(?<![^"\n])[^"\n]*(?:/ipykernel_\d+/|<ipython-input-\d+-)')
 # Folders whose files have the same name on every machine, and the beginning of that name in keys and PTX.
 ROOT = Path(os.path.abspath(__file__)).parents[1]
 _FOLDERS = {f"{Path(numba.__file__).parent}/": "numba/", f"{Path(numba.cuda.__file__).parents[1]}/": "numba/",

@@ -2,7 +2,7 @@
 
     y[c, i]  as in kernels/q8_gemv.py and kernels/quant_gemv.py, with the same bits              (+ y[c, i] with `add`)
 
-    w   Matrix [n, k] of a format of kernels/formats.py       k a multiple of 32, n any, n k below 2**32
+    w   Matrix [n, k] of a format of kernels/formats       k a multiple of 32, n any, n k below 2**32
     xq  int8    [columns, k]   xd  float32 [columns, k / 32]  of kernels/quantize.py
     y   float32 [columns, stride]
 
@@ -86,7 +86,7 @@ def w_carrier(format, stage):
     begin(q_from, d_from, row0, last_row, blocks, thread): where the thread's rows start, for a tile that begins at row
     `row0`; in place of rows past `last_row` it takes that one. fetch(raw, wq, wd, q_from, d_from, blocks, first,
     thread): loads its blocks of the stage that begins at block `first` into raw [count, format.raw_words]. put(raw, to,
-    scales_to, outside, thread): unpacks and stores them. outside: they are past the end of a row.
+    scales_to, outside, thread, book): unpacks and stores them. outside: they are past the end of a row.
 
     A thread carries blocks of one place in the stage, of `count` rows. But a block of Q8_0 has 32 bytes: two
     neighbouring threads carry its halves, so that a warp's load covers whole lines of memory."""
@@ -122,11 +122,11 @@ def w_carrier(format, stage):
             fetch_block(raw[m], wq, wd, q_from[m], d_from[m], blocks, b)
 
     @cuda.jit(device=True, forceinline=True)
-    def put(raw, to, scales_to, outside, thread):
+    def put(raw, to, scales_to, outside, thread, book):
         w, scales = cuda.local.array(8, uint32), cuda.local.array(n_scales, uint32)
         j = uint32(thread & uint32(stage - 1))
         for m in range(count):
-            unpack(w, scales, raw[m])
+            unpack(w, scales, raw[m], book)
             row = uint32(row_of(thread, bits) + uint32(m * rows))
             at = to + uint64(uint32(j * uint32(2 * W_PLANE) + uint32(row << uint32(4))))
             store_shared4(at, w[0], w[1], w[2], w[3])
@@ -153,7 +153,7 @@ def w_carrier(format, stage):
             raw[m, 8] = uint32(wd[uint32(d_from[m] + b)])
 
     @cuda.jit(device=True, forceinline=True)
-    def put_halves(raw, to, scales_to, outside, thread):
+    def put_halves(raw, to, scales_to, outside, thread, book):
         scale = cuda.local.array(1, uint32)
         piece, j = uint32(thread & uint32(2 * stage - 1)), uint32(thread & uint32(stage - 1))
         to = to + uint64(uint32(piece * uint32(W_PLANE)))
@@ -173,7 +173,7 @@ def x_carrier(format, shape):
     across, lane_columns = shape.across, shape.columns
     columns, stage = lane_columns * across, WARPS * shape.groups
     count, rows, bits = columns * 2 * stage // LOADING, LOADING // (2 * stage), stage.bit_length()
-    plane, pitch, minimum = x_plane(columns), x_scales_of(columns), format.minimum
+    plane, pitch, minima = x_plane(columns), x_scales_of(columns), format.minima
     sums = stage * pitch
 
     @cuda.jit(device=True, forceinline=True)
@@ -208,13 +208,17 @@ def x_carrier(format, shape):
             place = uint32(uint32(uint32(column % uint32(across)) * uint32(lane_columns))
                            + uint32(column // uint32(across)))  # those of a lane side by side
             at = scales_to + uint64(uint32(place << uint32(2)))
-            if minimum:
+            if minima:
                 total = int32(0)
                 for i in range(4):
                     total = dp4a(words[m, i], uint32(0x01010101), total)
+            if minima == 1:
                 total = int32(total + cuda.shfl_xor_sync(0xFFFFFFFF, total, 1))
                 if is_second:
                     store_shared(at + uint64(sums), float_as_word(scales[m] * float32(total)))
+            if minima == 2:  # of the half that the thread carries
+                to_sum = uint64(2 * sums) if is_second else uint64(sums)
+                store_shared(at + to_sum, float_as_word(scales[m] * float32(total)))
             if not is_second:
                 store_shared(at, float_as_word(scales[m]))
 
@@ -243,8 +247,9 @@ def load_pair(words, at, second):
 def product_functions(format, shape):
     """(load_row, load_w_scales, load_x_scales, multiply): what a lane does with a stage in shared memory."""
     columns, stage = shape.columns * shape.across, WARPS * shape.groups
-    n_scales, minimum, halves = format.n_scales, format.minimum, format.halves
-    scale_planes, sums, per_column = stage * W_SCALES, stage * x_scales_of(columns), 1 + format.minimum
+    n_scales, minima, halves = format.n_scales, format.minima, format.halves
+    first_minimum, last_dot, apart = n_scales - minima, format.float_scales - 1, format.float_scales == 2
+    scale_planes, sums, per_column = stage * W_SCALES, stage * x_scales_of(columns), 1 + minima
 
     @cuda.jit(device=True, forceinline=True)
     def load_row(w, r, at):
@@ -269,21 +274,24 @@ def product_functions(format, shape):
     def multiply(acc, r, c, w, w_scales, x, x_scales):
         half, i = (c >> 2) & 1, c & 3
         x_scale = word_as_float(x_scales[half, 0, i])
-        first = int32(0)
+        dot = int32(0)
         for word in range(4):
-            first = dp4a(w[r, word], x[word], first)
+            dot = dp4a(w[r, word], x[word], dot)
         if halves:
             second = int32(0)
             for word in range(4, 8):
                 second = dp4a(w[r, word], x[word], second)
-            dot = int32(int32(first * int32(w_scales[1, r])) + int32(second * int32(w_scales[2, r])))
+            dot = int32(int32(dot * int32(w_scales[1, r])) + int32(second * int32(w_scales[2, r])))
         else:
-            dot = first
+            if apart:
+                acc[r, c] = cuda.fma(float32(dot), word_as_float(w_scales[0, r]) * x_scale, acc[r, c])
+                dot = int32(0)
             for word in range(4, 8):
                 dot = dp4a(w[r, word], x[word], dot)
-        acc[r, c] = cuda.fma(float32(dot), word_as_float(w_scales[0, r]) * x_scale, acc[r, c])
-        if minimum:
-            acc[r, c] = cuda.fma(word_as_float(w_scales[1, r]), word_as_float(x_scales[half, 1, i]), acc[r, c])
+        acc[r, c] = cuda.fma(float32(dot), word_as_float(w_scales[last_dot, r]) * x_scale, acc[r, c])
+        for m in range(minima):
+            acc[r, c] = cuda.fma(word_as_float(w_scales[first_minimum + m, r]),
+                                 word_as_float(x_scales[half, 1 + m, i]), acc[r, c])
 
     return load_row, load_w_scales, load_x_scales, multiply
 
@@ -335,7 +343,7 @@ def layout(format, shape):
     """Bytes of shared memory: (buffer of w, buffer of x, totals)."""
     columns, stage = shape.columns * shape.across, WARPS * shape.groups
     return (stage * (2 * W_PLANE + format.n_scales * W_SCALES),
-            stage * (2 * x_plane(columns) + (1 + format.minimum) * x_scales_of(columns)),
+            stage * (2 * x_plane(columns) + (1 + format.minima) * x_scales_of(columns)),
             4 * WARPS * TILE_ROWS * columns)
 
 
@@ -357,14 +365,14 @@ def tile_kernel(format, shape, swiglu):
     columns, stage, passes = lane_columns * across, WARPS * groups, CHAINS // (WARPS * groups)
     parts = 2 if swiglu else 1  # gate, then up
     w_buffer, x_buffer, totals = layout(format, shape)
-    x_end, lanes, minimum = 3 * x_buffer, 8 * across, format.minimum
+    x_end, lanes, load_book = 3 * x_buffer, 8 * across, format.load_book
     n_w, begin_w, fetch_w, put_w = w_carrier(format, stage)
     n_x, begin_x, fetch_x, put_x = x_carrier(format, shape)
     load_row, load_w_scales, load_x_scales, multiply = product_functions(format, shape)
     add_chain, sum_totals = total_functions(shape)
     plane, w_scales_at, x_scales_at = x_plane(columns), stage * 2 * W_PLANE, stage * 2 * x_plane(columns)
     raw_shape, words_shape, acc_shape = (n_w, format.raw_words), (n_x, 4), (ROWS, lane_columns)
-    scales_shape, x_scales_shape = (format.n_scales, ROWS), (2, 1 + minimum, 4)
+    scales_shape, x_scales_shape = (format.n_scales, ROWS), (2, 1 + format.minima, 4)
     n_q = 2 * n_w if format.bits == 8 else n_w
     x_pitch, quads, h_shape = x_scales_of(columns), TILE_ROWS * columns // 4, (1, 2, columns * BLOCK)
 
@@ -459,7 +467,7 @@ def tile_kernel(format, shape, swiglu):
         fetch_w(raw, wq, wd, q_from, d_from, blocks, uint32(0), thread)
 
     @cuda.jit(device=True, forceinline=True)
-    def load(raw, q_from, d_from, wq, wd, xq, xd, n, k, n_columns, column_tiles, tiles, thread):
+    def load(raw, book, q_from, d_from, wq, wd, xq, xd, n, k, n_columns, column_tiles, tiles, thread):
         """The work of the warps that load. The words of a stage are in their registers while those of the stage before
         are multiplied."""
         blocks, last_column = uint32(k >> uint32(5)), uint32(n_columns - uint32(1))
@@ -481,7 +489,8 @@ def tile_kernel(format, shape, swiglu):
             if started:  # which also keeps the warps that load within a stage of each other
                 wait_until_empty(uint32(EMPTY))
             started = True
-            put_w(raw, w_to + w_next, w_to + w_next + uint64(w_scales_at), uint32(first + carried) >= blocks, thread)
+            put_w(raw, w_to + w_next, w_to + w_next + uint64(w_scales_at), uint32(first + carried) >= blocks, thread,
+                  book)
             put_x(x_raw, x_raw_scales, x_to + x_next, x_to + x_next + uint64(x_scales_at), thread)
             w_next, x_next = uint64(w_buffer) - w_next, x_next + uint64(x_buffer)
             if x_next == uint64(x_end):
@@ -583,11 +592,12 @@ def tile_kernel(format, shape, swiglu):
         d_from = cuda.local.array(n_w, uint32)
         if warp >= uint32(WARPS):
             start(raw, q_from, d_from, wq, wd, n, k, column_tiles, thread)
+        book = load_book(uint32(uint32(warp << uint32(5)) + lane), uint32(THREADS + LOADING))
         wait_for_previous()
         if warp < uint32(WARPS):
             work(y, xq, xd, xd, stride, add, n, k, n_columns, column_tiles, tiles, lane, warp)
         else:
-            load(raw, q_from, d_from, wq, wd, xq, xd, n, k, n_columns, column_tiles, tiles, thread)
+            load(raw, book, q_from, d_from, wq, wd, xq, xd, n, k, n_columns, column_tiles, tiles, thread)
 
     @cuda.jit(launch_bounds=(THREADS + LOADING, 1))
     def tile_swiglu_kernel(q, d, wq, wd, xq, xd, n, k, n_columns, column_tiles, tiles):
@@ -599,36 +609,45 @@ def tile_kernel(format, shape, swiglu):
         d_from = cuda.local.array(n_w, uint32)
         if warp >= uint32(WARPS):
             start(raw, q_from, d_from, wq, wd, n, k, column_tiles, thread)
+        book = load_book(uint32(uint32(warp << uint32(5)) + lane), uint32(THREADS + LOADING))
         wait_for_previous()
         if warp < uint32(WARPS):
             work(d, q, d, h, uint32(0), False, n, k, n_columns, column_tiles, tiles, lane, warp)
         else:
-            load(raw, q_from, d_from, wq, wd, xq, xd, n, k, n_columns, column_tiles, tiles, thread)
+            load(raw, book, q_from, d_from, wq, wd, xq, xd, n, k, n_columns, column_tiles, tiles, thread)
 
     return tile_swiglu_kernel if swiglu else tile_kernel
 
 
 # ---- launches: they write in place and never allocate ------------------------------------------------------
 
-def takes(card, w, columns):
+def takes(card, w, columns, swiglu=False):
     """Whether a product is faster with these kernels than with those of kernels/q8_gemv.py, and possible: a tile needs
-    more shared memory than a block of threads has on a T4. Emulated cards are faster without."""
-    return columns >= LEAST and card.kind != "emulated" and bool(_fitting(card, FORMATS[w.format]))
+    more shared memory than a block of threads has on a T4, and SwiGLU in Q2_K more than on a V100. Emulated cards are
+    faster without."""
+    return columns >= LEAST and card.kind != "emulated" and bool(_fitting(card, FORMATS[w.format], swiglu))
 
 
-def _fitting(card, format):
-    """The shapes for which a block of threads has the shared memory."""
-    return [shape for shape in SHAPES if shared_bytes(format, shape) + h_bytes(shape) <= card.max_shared]
+def shapes_of(format):
+    """The shapes for which a thread has the registers: each further scale of a block takes some."""
+    most = 8 if format.float_scales == 2 else 12 if format.minima == 2 else 16
+    return [shape for shape in SHAPES if shape.columns <= most]
 
 
-def shape_for(card, format, n, columns):
+def _fitting(card, format, swiglu):
+    """The shapes for which a block of threads has the registers and the shared memory."""
+    room = card.max_shared - format.book_bytes
+    return [shape for shape in shapes_of(format) if shared_bytes(format, shape) + swiglu * h_bytes(shape) <= room]
+
+
+def shape_for(card, format, n, columns, swiglu=False):
     """The Shape with which a product takes the least time. All SMs make the same number of tiles, since the last round
     takes as long as any other."""
     def time(shape):
         width = shape.columns * shape.across
         return -(-n // TILE_ROWS * -(-columns // width) // card.n_sms) * (width + SPARE_COLUMNS)
 
-    return min(_fitting(card, format), key=time)
+    return min(_fitting(card, format, swiglu), key=time)
 
 
 def tile_gemv(card, y, stride, w, x, columns, add=False, *, stream=None):
@@ -641,16 +660,16 @@ def tile_gemv(card, y, stride, w, x, columns, add=False, *, stream=None):
 
 def tile_gemv_swiglu(card, out, w, x, columns, *, stream=None):
     """out, Quantized <- quantised silu(gate . x) * (up . x). w: the rows of gate, below them those of up."""
-    format, shape, grid = _launch(card, w, w.n // 2, columns)
+    format, shape, grid = _launch(card, w, w.n // 2, columns, True)
     card.launch(tile_kernel(format, shape, True), min(card.n_sms, grid[1]), (32, WARPS + LOADERS), out.q.reshape(-1),
                 out.d.reshape(-1), *_arrays(w, x), w.n // 2, w.k, columns, *grid, shared=shared_bytes(format, shape),
                 stream=stream)
 
 
-def _launch(card, w, n, columns):
+def _launch(card, w, n, columns, swiglu=False):
     """(Format, Shape, (tiles side by side, tiles)) of a product with n rows of outputs."""
     format = FORMATS[w.format]
-    shape = shape_for(card, format, w.n, columns)
+    shape = shape_for(card, format, w.n, columns, swiglu)
     side_by_side = -(-columns // (shape.columns * shape.across))
     return format, shape, (side_by_side, side_by_side * -(-n // TILE_ROWS))
 
@@ -682,7 +701,7 @@ def check(card, format, n, k, columns, add=False):
     y[:columns, 1:n + 1] = np.nan
     assert np.isnan(y).all(), "wrote elsewhere"
     want, magnitude = product_reference(format, raw, xq, xd)
-    bound = (-(-k // (BLOCK * CHAINS)) * (1 + format.minimum) + 9) * 2.0**-24 * (magnitude + abs(before) * add)
+    bound = (-(-k // (BLOCK * CHAINS)) * format.terms_per_block + 9) * 2.0**-24 * (magnitude + abs(before) * add)
     error = (abs(got - (want + before * add)) / bound).max()
     assert error <= 1
     return error

@@ -71,8 +71,9 @@ def float_kernel(weight_at):
 
 
 def quantized_kernel(format):
-    """The kernel for a head in a format of kernels/formats.py."""
+    """The kernel for a head in a format of kernels/formats."""
     (load_block, weights_at), raw_words, n_scales = weight_functions(format), format.raw_words, format.n_scales
+    load_book = format.load_book
 
     @cuda.jit
     def listed_kernel(y, listed, slots, wq, wd, xq, xd, k, stride):
@@ -81,11 +82,12 @@ def quantized_kernel(format):
         raw, w = cuda.local.array(raw_words, uint32), cuda.local.array(8, uint32)
         scales = cuda.local.array(n_scales, uint32)
         lane, blocks = uint32(cuda.threadIdx.x & 31), uint32(k >> uint32(5))
+        book = load_book(uint32(cuda.threadIdx.x), uint32(32 * WARPS))
         wait_for_previous()
         i, entry, token = entry_of(listed, slots)
         total, b = float32(0.0), lane
         while token >= int32(0) and b < blocks:
-            load_block(w, scales, raw, wq, wd, uint32(token), blocks, b)
+            load_block(w, scales, raw, wq, wd, uint32(token), blocks, b, book)
             here, at = float32(0.0), uint32(i * blocks + b)
             for j in range(8):
                 word = load_word(xq, uint32(uint32(at << uint32(5)) + uint32(4 * j)))

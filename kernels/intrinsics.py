@@ -171,6 +171,17 @@ def load_word(context, array, index):
 
 
 @intrinsic
+def load_byte(context, array, byte):
+    """The byte at this distance, in bytes, from the start of an array of any element type -> uint32."""
+    def codegen(context, builder, signature, values):
+        data = context.make_array(signature.args[0])(context, builder, values[0]).data
+        start = builder.bitcast(data, ir.IntType(8).as_pointer())
+        pointer = builder.gep(start, [builder.zext(values[1], ir.IntType(64))])
+        return builder.zext(builder.load(pointer), ir.IntType(32))
+    return uint32(array, uint32), codegen
+
+
+@intrinsic
 def load_words2(context, array, index):
     """8 bytes at `index` -> 2 words."""
     return _load_words(array, index, 2)
@@ -185,24 +196,45 @@ def load_words4(context, array, index):
 def _stream_words(n_words):
     """A load that leaves nothing in the first-level cache. For constant data that is read once, as weights are."""
     registers = ", ".join(f"${i}" for i in range(n_words))
-    text = f"ld.global.nc.L1::no_allocate.v{n_words}.u32 {{{registers}}}, [${n_words}];"
+    text = f"ld.global.nc.L1::no_allocate.v{n_words}.u32 {{{registers}}}, [${n_words}];" if n_words > 1 else \
+        "ld.global.nc.L1::no_allocate.u32 $0, [$1];"
 
     def typing(context, array, index):
         def codegen(context, builder, signature, values):
             pointer = _word_pointer(context, builder, signature.args[0], values[0], values[1], 1)
             pointer = builder.addrspacecast(pointer, ir.IntType(32).as_pointer(_GLOBAL))
-            result = ir.LiteralStructType([ir.IntType(32)] * n_words)
+            result = ir.LiteralStructType([ir.IntType(32)] * n_words) if n_words > 1 else ir.IntType(32)
             function = ir.FunctionType(result, [pointer.type])
             loaded = builder.asm(function, text, "=r," * n_words + "l", [pointer], False)
+            if n_words == 1:
+                return loaded
             words = [builder.extract_value(loaded, i) for i in range(n_words)]
             return context.make_tuple(builder, UniTuple(uint32, n_words), words)
-        return UniTuple(uint32, n_words)(array, uint32), codegen
+        return (UniTuple(uint32, n_words) if n_words > 1 else uint32)(array, uint32), codegen
     typing.__doc__ = f"{4 * n_words} bytes of constant data, read once, at `index` -> {n_words} words."
     return intrinsic(typing)
 
 
+stream_word = _stream_words(1)
 stream_words2 = _stream_words(2)
 stream_words4 = _stream_words(4)
+
+
+def table_words4(table):
+    """An intrinsic (index) -> 4 words of a table from word `index` on. table: uint32 [n]; n and index multiples of 4.
+    It is a constant of the compiled kernel in global memory: neighbouring lanes load neighbouring words at
+    once, where memory that is declared constant would serve one address after the other."""
+    def typing(context, index):
+        def codegen(context, builder, signature, values):
+            words = ir.ArrayType(ir.IntType(32), len(table))
+            held = ir.GlobalVariable(builder.module, words, builder.module.get_unique_name("table"), _GLOBAL)
+            held.linkage, held.global_constant, held.align = "internal", True, 16
+            held.initializer = ir.Constant(words, table.tolist())
+            at = builder.gep(held, [ir.Constant(ir.IntType(64), 0), builder.zext(values[0], ir.IntType(64))])
+            pointer = builder.bitcast(at, ir.VectorType(ir.IntType(32), 4).as_pointer(_GLOBAL))
+            return _load(context, builder, pointer, 4)
+        return UniTuple(uint32, 4)(uint32), codegen
+    return intrinsic(typing)
 
 
 @intrinsic
@@ -375,6 +407,24 @@ BIAS_FLOAT = 12582912.0
 def unbias(total):
     """The float32 value of an int32 sum that was started at BIAS_WORD; exact for |sum| <= 2**22."""
     return word_as_float(int32(total)) - float32(BIAS_FLOAT)
+
+
+# ---- warps -------------------------------------------------------------------------------------------------
+
+# The assembler knows that lanes have the same number only of what a shuffle gives to all of them. Where a loop or a
+# branch depends on another number, it expects the lanes to part: it writes a second path for each shuffle behind it,
+# and moves what it has loaded from register to register, for which the warp waits.
+
+@cuda.jit(device=True, forceinline=True)
+def uniform(x):
+    """x, a uint32 that all lanes of a warp have in common, so that the assembler knows it. All lanes must take part."""
+    return uint32(cuda.shfl_sync(0xFFFFFFFF, int32(x), 0))
+
+
+@cuda.jit(device=True, forceinline=True)
+def warp_number():
+    """threadIdx.y, in a kernel whose blocks of threads are 32 wide."""
+    return uniform(cuda.threadIdx.y)
 
 
 # ---- reductions over a warp --------------------------------------------------------------------------------

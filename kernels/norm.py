@@ -19,7 +19,7 @@ the sum and the product:
 
 The quantising form of rms_norm computes the same sum. For the product it reads the values again, and warp w of W takes
 groups w, w + W, ... of 128. So all warps share the divisions, also where kernels/q8_gemv.py computes the norm inside a
-product, with more warps than the row has parts.
+product and where a launch has few rows, with more warps than the row has parts.
 
 The sum of squares has one fixed tree for a given k: a lane adds its 16 squares one after another, a butterfly adds the
 lanes, another butterfly the warps. A head of the gated norm is one group, so it takes one warp and no barrier.
@@ -48,6 +48,7 @@ PART = GROUP * GROUPS     # values of a row per warp
 VALUES = PART // 32       # values of a row per lane
 MAX_WARPS = 32            # of a block of threads, hence rows of at most 16,384
 WEIGHTS = GROUPS, 4       # norm weights that a lane of rms_norm_quantize_kernel holds
+STEP_ROWS = 64            # with so many rows or fewer, the time of one row is the time of the launch
 GATED_WARPS = 4           # warps of a block of threads of the gated norm, each with a head
 
 
@@ -296,9 +297,17 @@ def rms_norm(card, y, x, rows, k, *, stream=None):
                 stream=stream)
 
 
+def _quantizing_threads(card, rows, k):
+    """Threads of the block that quantises a row. In a step of a few rows every launch waits for the norm, so each group
+    of 128 values gets a warp of its own; on many rows, and on emulated cards, warps that share the sum are enough."""
+    threads = row_threads(k)
+    few = rows <= STEP_ROWS and card.kind != "emulated"
+    return 32 * min(-(-k // GROUP), MAX_WARPS) if few else threads
+
+
 def rms_norm_quantize(card, out, x, rows, k, *, stream=None):
     """out, Quantized [rows, k] <- quantised RMSNorm of x, a NormInput; k a multiple of 32, at most 16,384."""
-    threads = row_threads(k)
+    threads = _quantizing_threads(card, rows, k)
     card.launch(rms_norm_quantize_kernel, rows, threads, out.q.reshape(-1), out.d.reshape(-1), x.values.reshape(-1),
                 x.weight, k, float(x.eps), stream=stream)
 

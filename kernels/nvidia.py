@@ -118,7 +118,7 @@ class NvidiaCard(Card):
 
     def __init__(self, number=0, cache_dir=compiler.CACHE_DIR):
         _call(driver.cuInit, 0)
-        self.device = _call(driver.cuDeviceGet, number)
+        self.number, self.device = number, _call(driver.cuDeviceGet, number)
         self.model = _call(driver.cuDeviceGetName, 256, self.device).split(b"\0")[0].decode()
         cc = _capability(number)
         try:
@@ -137,6 +137,10 @@ class NvidiaCard(Card):
 
     def describe(self):
         return f"{self.model}, sm_{self.cc[0]}{self.cc[1]}, {self.n_sms} SMs, {show_bytes(self.memory_bytes)}"
+
+    def twin(self):
+        """Another Card of this device."""
+        return NvidiaCard(self.number, self.cache_dir)
 
     def facts(self):
         """Adds UUID, driver, memory clock and bus width, and the speed at which the link runs at this moment."""

@@ -35,6 +35,8 @@ neither on n nor on the other columns nor on the card:
     registers are loaded again. The ring is filled before the norm is computed and before x is waited for.
   * SwiGLU: a warp takes the same rows of gate and of up. 32 outputs, one block of the quantisation, meet in shared
     memory; two buffers alternate, so that one barrier per 32 outputs is enough.
+  * Warps know their number from a shuffle (`warp_number`), but not those of packed formats that compute a norm: it
+    takes a register, and they have none left on sm_70.
   * Many columns: a team of 2 or 4 warps takes the same rows, each warp its part of the columns (see `_split`).
   * Weights bypass the L1 cache, which holds x. With packed formats a single column is in shared memory, in planes.
 
@@ -56,9 +58,10 @@ from kernels.bench import Case, main
 from kernels.compile import launches_overlap
 from kernels.decode_tile import takes, tile_gemv, tile_gemv_swiglu
 from kernels.formats import BLOCK, as_words
+from kernels.formats.format import no_book
 from kernels.intrinsics import (BIAS_WORD, dp4a, float_as_word, half_to_float, let_next_begin, load_words2,
                                 load_words4, store_word, store_words4, stream_words2, stream_words4, unbias,
-                                wait_for_previous)
+                                wait_for_previous, warp_number)
 from kernels.norm import (MAX_WARPS, NormInput, hold_weights, norm_quantizer, rms_norm_quantize,
                           store_quantized)
 from kernels.operands import Matrix, Quantized
@@ -66,7 +69,8 @@ from kernels.quantize import block_scale, quantize_word
 from kernels.swiglu import finish_unit, swiglu_quantize
 
 MAX_COLUMNS = 16  # of one launch
-WIDE_ROWS = 128  # from so many rows per SM on, a warp takes 8 columns: two groups of 4 rows for each of 16 warps
+FEW_WARPS = 16  # of a block of threads, where there is a row or less for each of them
+WIDE_ROWS = 256  # from so many rows per SM on, a warp takes 8 columns: four groups of 4 rows for each of 16 warps
 MAX_FUSED = 16384  # longest column whose norm is computed inside the product
 MAX_PLANES = 20480  # longest column in planes; `down` of a 27B has 17,408 values
 TILE = 32  # blocks of a row that a warp multiplies at once, and chains of the tree
@@ -75,6 +79,7 @@ IN_PLANES = 2 * SUMS  # floats of xd in planes
 HELD = 2, 4  # norm weights that a lane holds in registers: 8, so 32 warps hold up to 8,192
 SPARE, LEAST = 0.2, 0.6  # see `_n_blocks`: SPARE is a share of a round of warps, LEAST a share of the SMs
 H_SHAPE = 2, 2, MAX_COLUMNS * BLOCK  # SwiGLU's sums in shared memory: buffer, gate or up, output of a column
+H_OF_ONE = 2, 2, BLOCK
 
 
 def q8_reference(wq, wd, xq, xd):
@@ -129,10 +134,11 @@ def tree_reference(wq, wd, xq, xd):
 #   apart     of the lanes whose chains are 1, 2, 4, 8 and 16 apart: the distance (for shuffles by xor)
 #   fetch     (whole) -> device function (raw, piece, row, block, k, lane, wq, wd): loads the lane's words of the tile
 #             that starts at `block` of row `row` into raw[piece]; it computes nothing
-#   multiply  (rows, columns, planes, whole) -> device function (acc, raw, piece, block, k, lane, x_starts, xq, xd):
-#             acc[r, c] += the product of the lane's block in raw[piece + r] and of the same block of column c
-#   rest      (rows, columns, planes) -> device function (acc, w_rows, block, k, lane, wq, wd, x_starts, xq, xd):
+#   multiply  (rows, columns, planes, whole) -> device function (acc, raw, piece, block, k, lane, x_starts, xq, xd,
+#             book): acc[r, c] += the product of the lane's block in raw[piece + r] and of the same block of column c
+#   rest      (rows, columns, planes) -> device function (acc, w_rows, block, k, lane, wq, wd, x_starts, xq, xd, book):
 #             acc[r, c] += what follows from `block` on, less than a tile, of row w_rows[r] and column c
+#   load_book as in a Format: gives the `book`
 #
 # whole: whether rows are whole tiles. raw: local uint32 [pieces, words]. acc: local float32 [rows, columns]. w_rows:
 # local uint32 [rows]. x_starts: local uint32 [columns], the block at which a column starts in xq and xd, in global or
@@ -143,7 +149,7 @@ def tree_reference(wq, wd, xq, xd):
 # neighbouring 16 bytes in both planes, without bank conflicts. xd has the scales of the blocks and, from SUMS on, the
 # scale times the sum of the 32 integers of each block, which formats with a minimum need.
 
-Decoder = namedtuple("Decoder", "planes words least table place apart fetch multiply rest")
+Decoder = namedtuple("Decoder", "planes words least table place apart fetch multiply rest load_book")
 BIAS_HALF, BIAS_QUARTER = BIAS_WORD // 2, BIAS_WORD // 4  # sums that start here make one that started at BIAS_WORD
 
 
@@ -172,7 +178,7 @@ def fetch_q8(whole):
 
 def multiply_q8(rows, columns, planes, whole):
     @cuda.jit(device=True, forceinline=True)
-    def multiply(acc, raw, piece, block, k, lane, x_starts, xq, xd):
+    def multiply(acc, raw, piece, block, k, lane, x_starts, xq, xd, book):
         """A lane multiplies halves of two blocks, keeps one of the sums and exchanges the other for the second half of
         its own block. Where the tile ends after 16 blocks, lanes of the others add nothing."""
         x = cuda.local.array(8, uint32)
@@ -237,7 +243,7 @@ def rest_q8(rows, columns, planes):
     add_eight, add_last = eight(True), eight(False)
 
     @cuda.jit(device=True, forceinline=True)
-    def rest(acc, w_rows, block, k, lane, wq, wd, x_starts, xq, xd):
+    def rest(acc, w_rows, block, k, lane, wq, wd, x_starts, xq, xd, book):
         blocks = uint32(k >> uint32(5))
         while uint32(block + uint32(8)) <= blocks:
             add_eight(acc, w_rows, block, k, lane, wq, wd, x_starts, xq, xd)
@@ -248,7 +254,7 @@ def rest_q8(rows, columns, planes):
     return rest
 
 
-Q8 = Decoder(False, 9, 16, False, place_q8, (2, 4, 8, 16, 1), fetch_q8, multiply_q8, rest_q8)
+Q8 = Decoder(False, 9, 16, False, place_q8, (2, 4, 8, 16, 1), fetch_q8, multiply_q8, rest_q8, no_book)
 
 
 # ---- x in planes -------------------------------------------------------------------------------------------
@@ -337,29 +343,29 @@ def ring(decoder, rows, columns, shape, planes):
     spare_shape, beyond = (rows, decoder.words), 0 if in_tiles else TILE - least
 
     @cuda.jit(device=True, forceinline=True)
-    def multiply_from(acc, w_rows, block, k, lane, wq, wd, x_starts, xq, xd):
+    def multiply_from(acc, w_rows, block, k, lane, wq, wd, x_starts, xq, xd, book):
         """acc += the products from `block` to the end of the rows; none of these weights has been loaded yet."""
         spare, blocks = cuda.local.array(spare_shape, uint32), uint32(k >> uint32(5))
         while not single and uint32(block + uint32(TILE)) <= uint32(blocks + uint32(beyond)):
             for r in range(rows):
                 fetch(spare, r, w_rows[r], block, k, lane, wq, wd)
-            multiply(acc, spare, 0, block, k, lane, x_starts, xq, xd)
+            multiply(acc, spare, 0, block, k, lane, x_starts, xq, xd, book)
             block = uint32(block + uint32(TILE))
         if not whole:
             block = min(block, uint32(blocks - blocks % uint32(least)))
             if block < blocks:
-                rest(acc, w_rows, block, k, lane, wq, wd, x_starts, xq, xd)
+                rest(acc, w_rows, block, k, lane, wq, wd, x_starts, xq, xd, book)
 
     @cuda.jit(device=True, forceinline=True)
     def start_nothing(raw, w_rows, k, lane, wq, wd):
         pass
 
     @cuda.jit(device=True, forceinline=True)
-    def multiply_at_once(acc, raw, w_rows, next_rows, more, k, lane, wq, wd, x_starts, xq, xd):
+    def multiply_at_once(acc, raw, w_rows, next_rows, more, k, lane, wq, wd, x_starts, xq, xd, book):
         for r in range(rows):
             for c in range(columns):
                 acc[r, c] = float32(0.0)
-        multiply_from(acc, w_rows, uint32(0), k, lane, wq, wd, x_starts, xq, xd)
+        multiply_from(acc, w_rows, uint32(0), k, lane, wq, wd, x_starts, xq, xd, book)
 
     @cuda.jit(device=True, forceinline=True)
     def start(raw, w_rows, k, lane, wq, wd):
@@ -372,7 +378,7 @@ def ring(decoder, rows, columns, shape, planes):
         cuda.syncwarp()
 
     @cuda.jit(device=True, forceinline=True)
-    def multiply_rows(acc, raw, w_rows, next_rows, more, k, lane, wq, wd, x_starts, xq, xd):
+    def multiply_rows(acc, raw, w_rows, next_rows, more, k, lane, wq, wd, x_starts, xq, xd, book):
         """acc <- the lane's share of the products of rows w_rows, whose first tiles are in the ring. If there are
         `more` rows, it leaves the first tiles of next_rows in the ring."""
         blocks = uint32(uint32(k >> uint32(5)) + uint32(beyond))
@@ -389,13 +395,13 @@ def ring(decoder, rows, columns, shape, planes):
                 rows_after[r] = next_rows[r] if is_last else w_rows[r]
             after = uint32(0) if is_last else after
             for s in range(depth):
-                multiply(acc, raw, s * rows, uint32(block + uint32(s * TILE)), k, lane, x_starts, xq, xd)
+                multiply(acc, raw, s * rows, uint32(block + uint32(s * TILE)), k, lane, x_starts, xq, xd, book)
                 if wanted:
                     at = uint32(after + uint32(s * TILE))
                     for r in range(rows):
                         fetch(raw, s * rows + r, rows_after[r], at, k, lane, wq, wd)
             block = uint32(block + uint32(span))
-        multiply_from(acc, w_rows, block, k, lane, wq, wd, x_starts, xq, xd)
+        multiply_from(acc, w_rows, block, k, lane, wq, wd, x_starts, xq, xd, book)
 
     return (start, multiply_rows) if depth else (start_nothing, multiply_at_once)
 
@@ -473,22 +479,25 @@ def butterfly(count, apart, distance):
 Shape = namedtuple("Shape", "rows depth warps whole")
 
 
-def shape_for(card, decoder, columns, k, in_pairs=False):
-    """The Shape for warps that take `columns` columns of k values; in_pairs: for SwiGLU.
+def shape_for(card, decoder, columns, k, in_pairs=False, n=math.inf):
+    """The Shape for warps that take `columns` columns of k values. in_pairs: for SwiGLU. n: rows of w.
 
     As many tiles are in flight as the registers of a thread hold. Tiles that are left over at the end of a row are not
     loaded ahead. So for one column, not in pairs, with an even number of tiles in Q8_0, the ring has 2 tiles of one
     row. For packed formats of up to 6 words it has 4 if their number is a multiple of 4 or odd, or all if they are
     fewer. In all other cases one or two columns get two rows, with 2 tiles each or 1 if registers are short, and more
-    columns 4 rows. A table takes the registers of a second tile in SwiGLU. On an emulated card there is no ring, since
+    columns 4 rows. A table takes the registers of a second tile in SwiGLU. With Q8_0 and a row or less for each warp,
+    warps take single rows and hold up to 4 of their tiles. On an emulated card there is no ring, since
     the CPU prefetches, and one column gets few warps, since each costs time at the barriers of the norm."""
     blocks = k // BLOCK
     whole = blocks % TILE == 0
     if card.kind == "emulated":
         return Shape(4 if in_pairs or columns > 2 else 2, 0, 16 if in_pairs or columns > 1 else 4, whole)
+    tiles = (blocks + TILE - decoder.least) // TILE
+    if decoder is Q8 and n <= FEW_WARPS * card.n_sms and tiles > 1:
+        return Shape(1, min(tiles, 4), FEW_WARPS, whole)
     if columns > 2:
         return Shape(4, 1, 16, whole)
-    tiles = (blocks + TILE - decoder.least) // TILE
     alone = columns == 1 and not in_pairs
     if decoder is Q8:
         return Shape(1, 2, 32, whole) if alone and tiles % 2 == 0 else Shape(2, 1, 32, whole)
@@ -518,7 +527,7 @@ def gemv_kernel(decoder, columns, shape, fused, planes):
     puts x into planes. A team is 2**team_bits warps that take the same rows and `columns` columns each."""
     rows, depth, warps, _ = shape
     threads = 32 * warps
-    start, multiply_rows = ring(decoder, rows, columns, shape, planes)
+    (start, multiply_rows), load_book = ring(decoder, rows, columns, shape, planes), decoder.load_book
     quantize_norm = norm_quantizer(store_in_planes if planes else store_quantized)
     set_starts, count, place_of = x_starts_of(columns), rows * columns, decoder.place
     shift = 5 - (count - 1).bit_length()  # the sum of value v is on the lane of chain v << shift
@@ -544,7 +553,7 @@ def gemv_kernel(decoder, columns, shape, fused, planes):
             w_rows[r] = min(uint32(group * uint32(rows) + uint32(r)), uint32(n - uint32(1)))
 
     @cuda.jit(device=True, forceinline=True)
-    def work(raw, y, stride, wq, wd, xq, xd, n, k, add, lane, group, last, first_column, n_columns):
+    def work(raw, book, y, stride, wq, wd, xq, xd, n, k, add, lane, group, last, first_column, n_columns):
         acc, values = cuda.local.array(acc_shape, float32), cuda.local.array(count, float32)
         w_rows, next_rows = cuda.local.array(rows, uint32), cuda.local.array(rows, uint32)
         x_starts = cuda.local.array(columns, uint32)
@@ -563,7 +572,7 @@ def gemv_kernel(decoder, columns, shape, fused, planes):
             if add and stores:
                 before = y[at]
             group = uint32(group + uint32(1))
-            multiply_rows(acc, raw, w_rows, next_rows, group < last, k, lane, wq, wd, x_starts, xq, xd)
+            multiply_rows(acc, raw, w_rows, next_rows, group < last, k, lane, wq, wd, x_starts, xq, xd, book)
             for r in range(rows):
                 for c in range(columns):
                     values[r * columns + c] = acc[r, c]
@@ -574,32 +583,34 @@ def gemv_kernel(decoder, columns, shape, fused, planes):
     @cuda.jit(launch_bounds=(threads, 1))
     def gemv_kernel(y, stride, wq, wd, xq, xd, n, k, n_columns, team_bits, each, extra, add):
         let_next_begin()
-        lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
+        lane, warp = uint32(cuda.threadIdx.x), warp_number()
         raw, w_rows = cuda.local.array(raw_shape, uint32), cuda.local.array(rows, uint32)
         team = uint32(warp >> team_bits)
         group, last = share(team, uint32(uint32(warp_bits) - team_bits), each, extra)
         set_rows(w_rows, group, n)
         if group < last:
             start(raw, w_rows, k, lane, wq, wd)
+        book = load_book(uint32(uint32(warp << uint32(5)) + lane), uint32(threads))
         wait_for_previous()
         first_column = uint32(uint32(warp - uint32(team << team_bits)) * uint32(columns))
-        work(raw, y, stride, wq, wd, xq, xd, n, k, add, lane, group, last, first_column, n_columns)
+        work(raw, book, y, stride, wq, wd, xq, xd, n, k, add, lane, group, last, first_column, n_columns)
 
     @cuda.jit(launch_bounds=(threads, 1))
     def planes_gemv_kernel(y, stride, wq, wd, xq, xd, n, k, n_columns, team_bits, each, extra, add):
         let_next_begin()
         q = cuda.shared.array(MAX_PLANES, int8, alignment=16)
         d = cuda.shared.array(IN_PLANES, float32)
-        lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
+        lane, warp = uint32(cuda.threadIdx.x), warp_number()
         raw, w_rows = cuda.local.array(raw_shape, uint32), cuda.local.array(rows, uint32)
         group, last = share(warp, uint32(warp_bits), each, extra)
         set_rows(w_rows, group, n)
         if group < last:
             start(raw, w_rows, k, lane, wq, wd)
+        book = load_book(uint32(uint32(warp << uint32(5)) + lane), uint32(threads))
         wait_for_previous()
         copy_into_planes(q, d, xq, xd, k, uint32(uint32(warp << uint32(5)) + lane), uint32(threads))
         cuda.syncthreads()
-        work(raw, y, stride, wq, wd, q, d, n, k, add, lane, group, last, uint32(0), uint32(1))
+        work(raw, book, y, stride, wq, wd, q, d, n, k, add, lane, group, last, uint32(0), uint32(1))
 
     @cuda.jit(launch_bounds=(threads, 1))
     def norm_gemv_kernel(y, stride, wq, wd, x, norm_w, eps, n, k, each, extra):
@@ -607,7 +618,7 @@ def gemv_kernel(decoder, columns, shape, fused, planes):
         xq = cuda.shared.array(MAX_PLANES, int8, alignment=16)
         xd = cuda.shared.array(IN_PLANES, float32)
         partial = cuda.shared.array(MAX_WARPS, float32)
-        lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
+        lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y) if planes else warp_number()
         raw, w_rows = cuda.local.array(raw_shape, uint32), cuda.local.array(rows, uint32)
         held = cuda.local.array(HELD, float32)
         hold_weights(held, norm_w, k, lane, warp, uint32(warps))  # first: behind the loads of the ring they would wait
@@ -615,10 +626,11 @@ def gemv_kernel(decoder, columns, shape, fused, planes):
         set_rows(w_rows, group, n)
         if group < last:
             start(raw, w_rows, k, lane, wq, wd)
+        book = load_book(uint32(uint32(warp << uint32(5)) + lane), uint32(threads))
         wait_for_previous()
         quantize_norm(xq, xd, x, uint32(0), norm_w, held, k, eps, partial, lane, warp, uint32(warps))
         cuda.syncthreads()
-        work(raw, y, stride, wq, wd, xq, xd, n, k, False, lane, group, last, uint32(0), uint32(1))
+        work(raw, book, y, stride, wq, wd, xq, xd, n, k, False, lane, group, last, uint32(0), uint32(1))
 
     return norm_gemv_kernel if fused else planes_gemv_kernel if planes else gemv_kernel
 
@@ -632,7 +644,9 @@ def swiglu_kernel(decoder, columns, shape, fused):
     threads = 32 * warps
     pairs, place_of = rows // 2, decoder.place
     planes = fused and decoder.planes
-    start, multiply_rows = ring(decoder, rows, columns, shape, planes)
+    # One column of a packed format leaves no register for a number of the warp that the assembler knows.
+    alone = columns == 1 and decoder.planes
+    (start, multiply_rows), load_book = ring(decoder, rows, columns, shape, planes), decoder.load_book
     quantize_norm = norm_quantizer(store_in_planes if planes else store_quantized)
     set_starts, half = x_starts_of(columns), 1 << (pairs * columns - 1).bit_length()
     count = 2 * half  # values of gate, padded to a power of two, then those of up: their sums go to chains 16 .. 31
@@ -647,7 +661,7 @@ def swiglu_kernel(decoder, columns, shape, fused):
             w_rows[p], w_rows[pairs + p] = uint32(output + uint32(p)), uint32(n + output + uint32(p))
 
     @cuda.jit(device=True, forceinline=True)
-    def work(raw, h, q, d, wq, wd, xq, xd, n, k, unit, last, lane, warp, team, teams, first_column, n_columns):
+    def work(raw, book, h, q, d, wq, wd, xq, xd, n, k, unit, last, lane, warp, team, teams, first_column, n_columns):
         acc, values = cuda.local.array(acc_shape, float32), cuda.local.array(count, float32)
         w_rows, next_rows = cuda.local.array(rows, uint32), cuda.local.array(rows, uint32)
         x_starts = cuda.local.array(columns, uint32)
@@ -668,7 +682,7 @@ def swiglu_kernel(decoder, columns, shape, fused):
                 next_inside, next_unit = uint32(team * uint32(pairs)), uint32(unit + uint32(1))
             set_rows(w_rows, uint32(uint32(unit << uint32(5)) + inside), n)
             set_rows(next_rows, uint32(uint32(next_unit << uint32(5)) + next_inside), n)
-            multiply_rows(acc, raw, w_rows, next_rows, next_unit < last, k, lane, wq, wd, x_starts, xq, xd)
+            multiply_rows(acc, raw, w_rows, next_rows, next_unit < last, k, lane, wq, wd, x_starts, xq, xd, book)
             for p in range(pairs):
                 for c in range(columns):
                     values[p * columns + c] = acc[p, c]
@@ -695,16 +709,17 @@ def swiglu_kernel(decoder, columns, shape, fused):
     def gemv_swiglu_kernel(q, d, wq, wd, xq, xd, n, k, n_columns, team_bits, each, extra):
         let_next_begin()
         h = cuda.shared.array(H_SHAPE, float32)
-        lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
+        lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y) if alone else warp_number()
         raw, w_rows = cuda.local.array(raw_shape, uint32), cuda.local.array(rows, uint32)
         team = uint32(warp >> team_bits)
         unit, last = share(each, extra)
         set_rows(w_rows, uint32(uint32(unit << uint32(5)) + team * uint32(pairs)), n)
         start(raw, w_rows, k, lane, wq, wd)
+        book = load_book(uint32(uint32(warp << uint32(5)) + lane), uint32(threads))
         wait_for_previous()
         first_column = uint32(uint32(warp - uint32(team << team_bits)) * uint32(columns))
         teams = uint32(uint32(warps) >> team_bits)
-        work(raw, h, q, d, wq, wd, xq, xd, n, k, unit, last, lane, warp, team, teams, first_column, n_columns)
+        work(raw, book, h, q, d, wq, wd, xq, xd, n, k, unit, last, lane, warp, team, teams, first_column, n_columns)
 
     @cuda.jit(launch_bounds=(threads, 1))
     def norm_gemv_swiglu_kernel(q, d, wq, wd, x, norm_w, eps, n, k, each, extra):
@@ -712,18 +727,20 @@ def swiglu_kernel(decoder, columns, shape, fused):
         xq = cuda.shared.array(MAX_PLANES, int8, alignment=16)
         xd = cuda.shared.array(IN_PLANES, float32)
         partial = cuda.shared.array(MAX_WARPS, float32)
-        h = cuda.shared.array(H_SHAPE, float32)
-        lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
+        h = cuda.shared.array(H_OF_ONE, float32)
+        lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y) if planes else warp_number()
         raw, w_rows = cuda.local.array(raw_shape, uint32), cuda.local.array(rows, uint32)
         held = cuda.local.array(HELD, float32)
         hold_weights(held, norm_w, k, lane, warp, uint32(warps))  # first: behind the loads of the ring they would wait
         unit, last = share(each, extra)
         set_rows(w_rows, uint32(uint32(unit << uint32(5)) + warp * uint32(pairs)), n)
         start(raw, w_rows, k, lane, wq, wd)
+        book = load_book(uint32(uint32(warp << uint32(5)) + lane), uint32(threads))
         wait_for_previous()
         quantize_norm(xq, xd, x, uint32(0), norm_w, held, k, eps, partial, lane, warp, uint32(warps))
         cuda.syncthreads()
-        work(raw, h, q, d, wq, wd, xq, xd, n, k, unit, last, lane, warp, warp, uint32(warps), uint32(0), uint32(1))
+        work(raw, book, h, q, d, wq, wd, xq, xd, n, k, unit, last, lane, warp, warp, uint32(warps), uint32(0),
+             uint32(1))
 
     return norm_gemv_swiglu_kernel if fused else gemv_swiglu_kernel
 
@@ -741,7 +758,7 @@ def gemv(card, decoder, y, stride, w, x, columns, add=False, *, stream=None):
     n, k, y, (xq, xd) = w.n, w.k, y.reshape(-1), _flat(x)
     for first in range(0, columns, MAX_COLUMNS):
         here, team_bits, each = _split(card, decoder, n, columns - first)
-        shape = shape_for(card, decoder, each, k)
+        shape = shape_for(card, decoder, each, k, n=n)
         grid, shares = _shares(n, shape, _n_blocks(card, decoder, n, k, columns, shape))
         planes = decoder.planes and columns == 1 and k <= MAX_PLANES
         card.launch(gemv_kernel(decoder, each, shape, False, planes), grid, (32, shape.warps), y[first * stride:],
@@ -775,7 +792,8 @@ def norm_gemv_swiglu(card, decoder, out, w, x, u, columns, *, stream=None):
     if n % BLOCK:
         raise ValueError(f"SwiGLU takes rows of a multiple of {BLOCK} values, not {n}")
     q, d = _flat(out)
-    grid = min(card.n_sms, n // BLOCK)
+    rounds = -(-n // (BLOCK * card.n_sms))
+    grid = -(-n // (BLOCK * rounds))  # as few blocks of threads as make no further round
     shares = divmod(n // BLOCK, grid)
     if columns == 1 and k <= MAX_FUSED:
         shape = shape_for(card, decoder, 1, k, in_pairs=True)
@@ -783,7 +801,7 @@ def norm_gemv_swiglu(card, decoder, out, w, x, u, columns, *, stream=None):
                     x.values.reshape(-1), x.weight, float(x.eps), n, k, *shares, stream=stream)
         return
     rms_norm_quantize(card, u, x, columns, k, stream=stream)
-    if takes(card, w, columns):
+    if takes(card, w, columns, swiglu=True):
         return tile_gemv_swiglu(card, out, w, u, columns, stream=stream)
     xq, xd = _flat(u)
     for first in range(0, columns, MAX_COLUMNS):

@@ -30,8 +30,30 @@ def test_early_it_equals_the_reference(card, monkeypatch, format, shape):
 @pytest.mark.parametrize("case", attend_decode.CHECKS, ids=str)
 @pytest.mark.parametrize("format", KV_FORMATS.values(), ids=KV_FORMATS)
 def test_a_check_equals_plain_steps(card, monkeypatch, format, case, is_early):
+    """In the kernel for few answers, then in that for many, with blocks of one row and (few SMs) of several."""
     monkeypatch.setattr(attend_decode, "launches_overlap", lambda cc: is_early)
-    attend_decode.check_rows(card, format, case)
+    for many, n_sms in (1 << 20, 1), (1, 1 << 20), (1, 0):
+        monkeypatch.setattr(attend_decode, "MANY_ANSWERS", many)
+        monkeypatch.setattr(card, "n_sms", n_sms)
+        attend_decode.check_rows(card, format, case)
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_value_that_is_infinite_stays_out_of_the_rows_before(card, monkeypatch, is_early):
+    """The value of a draft is above the largest half. A block of several rows has it, too, when it does those before,
+    for which its probability is 0."""
+    monkeypatch.setattr(attend_decode, "launches_overlap", lambda cc: is_early)
+    monkeypatch.setattr(attend_decode, "MANY_ANSWERS", 1)
+    monkeypatch.setattr(card, "n_sms", 0)
+    case = attend_decode.sample_check(FLOAT16, heads_of(4, 2, rope.QWEN3), ((61, 3),), 3)
+    heads = case.qkv.heads
+    case.qkv.products.values[2, heads.v_column:] = 1e6
+    launch, *_ = launcher(card, case, width=3)
+    out = card.alloc((3, heads.n_heads * heads.head_dim), np.float32)
+    card.poison(out)
+    launch((out, None), early=True)
+    got = card.download(out)
+    assert np.isfinite(got[:2]).all() and not np.isfinite(got[2]).any()
 
 
 def decode(card, case):
@@ -126,6 +148,13 @@ def test_too_many_heads_per_kv_head_are_refused(card):
 def test_neither_memory_error_nor_race(shape):
     card = open_cards("emulated", checked=True)[0]
     attend_decode.check(card, FLOAT16, ((4, 2, (0, 65)), shape))
+
+
+def test_neither_memory_error_nor_race_in_blocks_of_several_rows(monkeypatch):
+    card = open_cards("emulated", checked=True)[0]
+    monkeypatch.setattr(attend_decode, "MANY_ANSWERS", 1)
+    monkeypatch.setattr(card, "n_sms", 0)
+    attend_decode.check_rows(card, FLOAT16, ((4, 2, ((62, 2), (64, 3)), 3), rope.QWEN3))
 
 
 def test_262_144_tokens(card):

@@ -19,6 +19,12 @@ def test_attention_equals_the_reference(card, format, case):
     attention.check(card, format, case)
 
 
+@pytest.mark.parametrize("case", attention.PACKED, ids=str)
+@pytest.mark.parametrize("format", KV_FORMATS.values(), ids=KV_FORMATS)
+def test_packed_parts_have_the_bits_of_parts_alone(card, format, case):
+    attention.check_packed(card, format, case)
+
+
 def prefill_in_pieces(card, heads, inputs, cuts):
     """Attention output [n, heads * head_dim] of one sequence, its rows launched in pieces that end at `cuts`."""
     q, projected, k, v = inputs
@@ -117,11 +123,11 @@ def test_products_run_on_packed_half(card, format, shape):
     """In the PTX of both families."""
     from kernels.compile import compile_kernel, target_cc
     (head_dim, rotary, gated), page = shape, f"{np.dtype(format.dtype).name}[1]"
-    tiles = ("float32[1]", "float16[1]", "float32[1]", page, page, *["int32[1]"] * 3, *["uint32"] * 5)
+    tiles = ("float32[1]", "float16[1]", "float32[1]", page, page, *["int32[1]"] * 4, *["uint32"] * 5)
     decode = ("int8[1]", *["float32[1]"] * 2, "uint32[1]", *["float32[1]"] * 3, "int32[1]", "float32[1]", page, page,
-              *["int32[1]"] * 3, *["uint32"] * 9, "float32")
+              *["int32[1]"] * 3, *["uint32"] * 10, "float32")
     for kernel, signature in (
-            (attention.tiles_kernel(format, head_dim, gated), tiles),
+            (attention.tiles_kernel(format, head_dim, gated, False), tiles),
             (attend_decode.attend_kernel(format, 2, head_dim, rotary, gated, True, False, 1), decode)):
         ptx = compile_kernel(kernel, signature, target_cc(card.cc), card.cache_dir).ptx
         assert ptx.count("fma.rn.f16x2") > 80 * head_dim // 256

@@ -13,6 +13,7 @@ import pytest
 from llguidance import LLMatcher
 
 import qengine
+from engine import sampler
 from engine.prefix import PAGE_TOKENS
 from kernels.emulated.card import EmulatedCard
 from kernels.records import CHECK_ROWS
@@ -112,6 +113,25 @@ def test_a_grammar_that_fails_behind_a_draft(plain, drafting, monkeypatch):
     script(drafting, asked, want, 1.0)
     monkeypatch.setattr(llguidance.numpy, "fill_next_token_bitmask_par", fail_at_drafts)
     assert list(drafting.submit(asked)) == want
+
+
+@pytest.mark.parametrize("seconds, has_drafts", [(-1.0, False), (60.0, True)])
+def test_a_slow_grammar_gets_fewer_drafts(plain, drafting, monkeypatch, seconds, has_drafts):
+    """Once the masks of a step have taken too long, its further rows get none. A slow grammar does not delay the other
+    answers more with drafts than without."""
+    rows, fill = [], llguidance.numpy.fill_next_token_bitmask_par
+
+    def count(executor, free, masks):
+        rows.extend(row % CHECK_ROWS for _, row in free)
+        fill(executor, free, masks)
+
+    asked = request("json")
+    want = list(plain.submit(asked))
+    script(drafting, asked, want, 1.0)
+    monkeypatch.setattr(sampler, "DRAFT_SECONDS", seconds)
+    monkeypatch.setattr(llguidance.numpy, "fill_next_token_bitmask_par", count)
+    assert list(drafting.submit(asked)) == want
+    assert (max(rows) > 0) == has_drafts
 
 
 def test_answers_that_run_together(plain, drafting):

@@ -294,3 +294,17 @@ def test_warp_reductions(card):
     np.testing.assert_array_equal(card.download(sums).reshape(3, 32), tree)
     want = np.repeat(x.max(1, keepdims=True), 32, 1)
     np.testing.assert_array_equal(card.download(maxima).reshape(3, 32), want)
+
+
+@cuda.jit
+def write_warp_numbers(out):
+    thread = uint32(cuda.threadIdx.x)
+    out[thread] = intrinsics.uniform(thread >> uint32(5))
+
+
+def test_what_all_lanes_have_comes_out_of_a_shuffle(card):
+    """The emulated card keeps such a number once for all lanes."""
+    out = card.alloc(128, np.uint32)
+    card.poison(out)
+    card.launch(write_warp_numbers, 1, 128, out)
+    np.testing.assert_array_equal(card.download(out), np.arange(128) // 32)

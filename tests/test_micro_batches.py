@@ -85,6 +85,24 @@ def test_a_later_part_waits_for_an_earlier_one(alone, late):
         assert_same(said(engine), alone)
 
 
+@pytest.mark.parametrize("sizes", [None, (192, 192, 316)], ids=str)
+def test_steps_between_the_parts_of_a_pass_change_no_bit(sizes, monkeypatch):
+    """Parts of any number of layers, on a card that copies as late as the events allow."""
+    draw, fields = random.Random(1), {"ignore_eos": True, "top_logprobs": 3}
+    both = [qengine.Request(prompt(seed, n), max_tokens=most, **fields) for seed, n, most in ((8, 40, 150), (9, N, 8))]
+    with contextlib.closing(load(EmulatedCard(late=True), sizes=sizes)) as engine:
+        turns, parts = engine.scheduler.turns, []
+        want = [[(delta.token_id, delta.top_logprobs) for delta in engine.submit(request)] for request in both]
+        engine.clear_cache()
+        monkeypatch.setattr(turns, "n_pieces", lambda pieces: draw.randint(1, len(pieces)))
+        monkeypatch.setattr(turns, "add_part", lambda seconds: parts.append(seconds))
+        generations = [engine.submit(both[0])]
+        next(iter(generations[0]))
+        generations.append(engine.submit(both[1]))
+        found = [[(delta.token_id, delta.top_logprobs) for delta in generation] for generation in generations]
+    assert len(parts) > 2 and found[1] == want[1] and found[0] == want[0][1:]
+
+
 def test_micro_batches_of_a_model_in_float32(card, tmp_path):
     """Its activations are copied, not quantised: each micro-batch copies its own."""
     write_as_float32(TINY, tmp_path / "float32.gguf")

@@ -20,6 +20,21 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(card):
     np.testing.assert_array_equal(card.download(y)[7:8], card.download(alone))
 
 
+@pytest.mark.parametrize("n_warps", [1, 2, 9, 32])
+def test_a_quantised_row_has_the_same_bits_with_any_number_of_warps(card, n_warps):
+    rows, k = 3, 1056  # 3 parts for the sum, 9 groups of 128
+    x, w = np.random.default_rng(1).standard_normal((2, rows, k)).astype(np.float32)
+    x, w = card.upload(x), card.upload(w[0])
+    want, got = (Quantized(card.alloc((rows, k), np.int8), card.alloc((rows, k // 32), np.float32)) for _ in range(2))
+    for array in (*want, *got):
+        card.poison(array)
+    norm.rms_norm_quantize(card, want, norm.NormInput(x, w, 1e-6), rows, k)
+    card.launch(norm.rms_norm_quantize_kernel, rows, 32 * n_warps, got.q.reshape(-1), got.d.reshape(-1), x.reshape(-1),
+                w, k, 1e-6)
+    for a, b in zip(got, want):
+        np.testing.assert_array_equal(card.download(a), card.download(b))
+
+
 def test_zeros_stay_zeros_and_nan_stays_visible(card):
     x = np.zeros((2, 64), np.float32)
     x[1, 5] = np.nan

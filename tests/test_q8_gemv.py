@@ -20,7 +20,7 @@ def test_fused_kernels_have_the_bits_of_the_separate_ones(card, case):
     q8_gemv.check_fused(card, *case)
 
 
-@pytest.mark.parametrize("case", [(500, 1024, 8), (33, 2080, 1), (1, 32, 1), (33, 2592, 1), (33, 3584, 1)], ids=str)
+@pytest.mark.parametrize("case", [(500, 1024, 8), (33, 2080, 1), (1, 32, 1), (33, 2592, 1), (33, 3584, 1), (33, 3584, 4)], ids=str)
 def test_shapes_of_real_cards(card, case, monkeypatch):
     """The kernels that keep weights in flight, on every card: for few SMs and for many, with some of them left to the
     next launch and with none."""
@@ -38,12 +38,13 @@ def test_processors_are_left_to_the_next_launch(name, n, k):
 
     def blocks(cc, columns=1):
         card = SimpleNamespace(kind=kind, n_sms=n_sms, cc=cc)
-        return q8_gemv._n_blocks(card, w_decoder, n, k, columns, q8_gemv.shape_for(card, w_decoder, columns, k))
+        return q8_gemv._n_blocks(card, w_decoder, n, k, columns,
+                                 q8_gemv.shape_for(card, w_decoder, columns, k, n=n))
 
     def rounds(n_blocks):
         return -(-n // (shape.rows * shape.warps * n_blocks))
 
-    shape, found = q8_gemv.shape_for(SimpleNamespace(kind=kind), w_decoder, 1, k), blocks((9, 0))
+    shape, found = q8_gemv.shape_for(SimpleNamespace(kind=kind, n_sms=n_sms), w_decoder, 1, k, n=n), blocks((9, 0))
     if rounds(n_sms) == 1 and -(-k // 1024) <= shape.depth:     # all weights in flight at once
         assert found == 80
     else:                                                           # no further round, and a fifth of one to spare

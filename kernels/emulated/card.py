@@ -18,6 +18,7 @@ import platform
 import random
 import threading
 import time
+import types
 import weakref
 from collections import deque
 from contextlib import contextmanager, suppress
@@ -65,13 +66,13 @@ class EmulatedCard(Card):
         self.threads, self.like = threads or usable_processors(), like
         if like:
             memory_bytes, link_gbs = memory_bytes or like.memory, link_gbs or like.link_bandwidth / 1e9
-        self.link_gbs, self.late, self.checked = link_gbs, late, checked
+        self.number, self.link_gbs, self.late, self.checked = number, link_gbs, late, checked
         self.random = random.Random(0)                   # the order of warps on a checked card
         self._freed = deque()                            # on a checked card: freed memory that is not used again yet
         shared = min(MAX_SHARED.get(cc, 96 << 10), like.shared_per_block if like else 96 << 10)
         super().__init__(f"emulated card {number}", cc, like.n_sms if like else self.threads,
                          memory_bytes or default_memory(), shared, Path(cache_dir))
-        self._used = 0
+        self._taken = types.SimpleNamespace(nbytes=0)    # twins share it
         self._log = None                                 # inside `counting`: the list of what was counted
         self._checking = checked                         # whether launches are checked now
         self._links = {"in": threading.Lock(), "out": threading.Lock()}
@@ -89,6 +90,13 @@ class EmulatedCard(Card):
         name = f"{self.name} like a {self.like.name}" if self.like else self.name
         return f"{name} on {processor} ({threads}, {vectors}), {show_bytes(self.memory_bytes)}"
 
+    def twin(self):
+        """Another card with the same memory and the same link."""
+        twin = EmulatedCard(self.number, self.memory_bytes, self.threads, link_gbs=self.link_gbs, late=self.late,
+                            checked=self.checked, cc=self.cc, like=self.like, cache_dir=self.cache_dir)
+        twin._taken, twin._memory_lock, twin._links = self._taken, self._memory_lock, self._links
+        return twin
+
     @property
     def n_done(self):
         return sum(stream.done for stream in self.streams)
@@ -97,19 +105,19 @@ class EmulatedCard(Card):
 
     @property
     def free_bytes(self):
-        return self.memory_bytes - self._used
+        return self.memory_bytes - self._taken.nbytes
 
     def _take(self, nbytes):
         if nbytes > self.free_bytes:
             raise MemoryError
         around = GAP if self.checked else 0
         backing = np.empty(nbytes + ALIGNMENT + 2 * around, np.uint8)
-        self._used += nbytes
+        self._taken.nbytes += nbytes
         start = backing.ctypes.data + around
         return start + -start % ALIGNMENT, backing
 
     def _give(self, memory):
-        self._used -= memory.nbytes
+        self._taken.nbytes -= memory.nbytes
         if self.checked:
             memory.backing[:] = POISON
             self._freed.append((memory.ptr, memory.nbytes, memory.name, memory.backing))

@@ -388,7 +388,9 @@ class Memory(Special):
         if known:
             lanes, inside = zip(*(_source_lane(how, lane, by_shape.const, clamp_shape.const)
                                   for lane in range(WARP)))
-            if len(set(lanes)) == 1 and not self.uniform(value):
+            if self.uniform(value):
+                moved, w = self.scalar(value, "i32"), 1
+            elif len(set(lanes)) == 1:
                 moved = self.let(f"extractelement <{WARP} x i32> {self.vector(value, 'i32')}, i32 {lanes[0]}")
                 w = 1
             else:

@@ -53,16 +53,32 @@ def host():
     """The Target of this machine."""
     features = llvm.get_host_cpu_features()
     avx512 = all(features.get(f) for f in ("avx512f", "avx512bw", "avx512vl", "avx512dq"))
-    return Target(llvm.get_process_triple(), llvm.get_host_cpu_name(), features.flatten(), avx512,
-                  avx512 and bool(features.get("avx512vnni")))
+    return Target(llvm.get_process_triple(), llvm.get_host_cpu_name(), features.flatten(), bool(features.get("avx2")),
+                  avx512, avx512 and bool(features.get("avx512vnni")))
 
 
 @functools.cache
-def generic():
-    """This machine without AVX-512: the code path of older CPUs."""
-    off = ",".join(f"-{f}" for f in llvm.get_host_cpu_features() if f.startswith("avx512"))
-    return replace(host(), features=f"{host().features},{off}" if off else host().features, avx512=False,
-                   vnni=False)
+def avx2():
+    """This machine without AVX-512."""
+    return replace(host(), features=_without("avx512"), avx512=False, vnni=False)
+
+
+@functools.cache
+def plain():
+    """This machine without AVX-512 and AVX2: the code path of other processors."""
+    return replace(avx2(), features=_without("avx512", "avx2"), avx2=False)
+
+
+def _without(*starts):
+    """Features of this machine, less those whose names start so. What is switched off stands last: some features imply
+    others."""
+    off = [f"-{f}" for f in llvm.get_host_cpu_features() if f.startswith(starts)]
+    return ",".join([host().features, *off])
+
+
+# Functions that return a Target of this machine, one for each code path that it can execute. Tests run over them.
+TARGETS = tuple({(target.avx2, target.avx512, target.vnni): of
+                 for of in (plain, avx2, host) for target in [of()]}.values())
 
 
 def target_machine(target, level=2):

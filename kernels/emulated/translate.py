@@ -39,6 +39,7 @@ class Target:
     triple: str
     cpu: str
     features: str
+    avx2: bool
     avx512: bool
     vnni: bool
 
@@ -69,7 +70,8 @@ class Translator(Printing):
         self.function = self.module.entry
         self.block, self.target = tuple(block), target
         self.x86 = target.triple.startswith(("x86", "i386"))
-        self.vnni = target.vnni
+        self.vnni, self.avx2 = target.vnni, target.avx2
+        self.chains_dots = target.vnni or target.avx2
         self.cpu_gathers = self.cpu_permutes = self.cpu_rounds = target.avx512
         self.parameters, self.params, self.params_bytes = self._layout_parameters()
         self.flow = Flow(self.function.body)

@@ -13,8 +13,8 @@ from tests.emulated.rounding import rounded
 
 N = 128
 FLOAT = {"f16": np.float16, "f32": np.float32, "f64": np.float64}
-WAYS = [(True, native.host), (False, native.host), (False, native.generic)]
-EVERY_WAY = pytest.mark.parametrize("uniform, target", WAYS, ids=["scalar", "vector", "vector-generic"])
+WAYS = [(True, native.host), *((False, target) for target in native.TARGETS)]
+EVERY_WAY = pytest.mark.parametrize("uniform, target", WAYS, ids=lambda value: getattr(value, "__name__", None))
 
 
 # ---- values ----

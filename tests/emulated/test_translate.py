@@ -13,7 +13,7 @@ from kernels.emulated.ptx import Unsupported
 from kernels.emulated.translate import Target, translate
 from tests.emulated.ptx_runner import elementwise, launch, module
 
-TARGETS = pytest.mark.parametrize("target", [native.host, native.generic], ids=["host", "generic"])
+TARGETS = pytest.mark.parametrize("target", native.TARGETS)
 LANES = np.arange(32, dtype=np.uint32)
 START = "mov.u32 %r1, %tid.x; ld.param.u64 %rd1, [p0]; ld.param.u64 %rd2, [p1];"
 
@@ -152,6 +152,16 @@ def test_shuffles(how, by, clamp, constant, target):
 
 
 @TARGETS
+@pytest.mark.parametrize("how", ["up", "idx"])
+def test_shuffles_of_what_all_lanes_have(how, target):
+    got = warp(f"""ld.global.u32 %r2, [%rd2+28]; shfl.sync.{how}.b32 %r3|%p1, %r2, 1, {31 * (how == "idx")}, -1;
+    selp.b32 %r6, 65536, 0, %p1; add.s32 %r9, %r3, %r6;""", target=target)
+    value = warp("ld.global.u32 %r9, [%rd2+28];", target=target)[0]
+    inside = [shuffled(how, lane, 1, 31 * (how == "idx"))[1] for lane in range(32)]
+    assert value and got.tolist() == [value + 65536 * i for i in inside]
+
+
+@TARGETS
 def test_shuffle_by_an_amount_of_each_lane(target):
     got = warp("xor.b32 %r2, %r1, 85; mul.lo.s32 %r4, %r1, %r1; shfl.sync.idx.b32 %r9, %r2, %r4, 31, -1;", target=target)
     assert (got == (LANES * LANES % 32 ^ 85)).all()
@@ -249,6 +259,17 @@ def test_dot_products_of_16_byte_loads_into_registers_that_are_written_again(how
     else:
         a[:7 if how == "lanes at rest" else 32] = c[:7 if how == "lanes at rest" else 32]
     assert (got.view(np.int32) == 5 + (a * b).sum((-1, -2))).all()
+
+
+@TARGETS
+@pytest.mark.parametrize("n", [123, 124, 125, 300])
+def test_long_chains_of_dot_products_of_the_largest_bytes(n, target):
+    """The sum of 128 words of these bytes, times 256, would not fit in 32 bits."""
+    data = np.full(32, 0x80808080, np.uint32)
+    dots = " ".join(f"dp4a.s32.s32 %d{i + 1}, %r2, %r2, %d{i};" for i in range(n))
+    got = warp(f"""mad.wide.u32 %rd3, %r1, 4, %rd2; ld.global.u32 %r2, [%rd3]; .reg .b32 %d<{n + 1}>; mov.u32 %d0, 7;
+    {dots} mov.u32 %r9, %d{n};""", target=target, inputs=data)
+    assert (got == 7 + n * 4 * 128 * 128).all()
 
 
 @TARGETS
@@ -550,7 +571,7 @@ def test_lines_of_inlined_library_code_are_those_of_the_kernel():
 def test_compiles_for_arm():
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
-    arm = Target("aarch64-unknown-linux-gnu", "generic", "+neon", False, False)
+    arm = Target("aarch64-unknown-linux-gnu", "generic", "+neon", False, False, False)
     body = f"""{START} mul.lo.s32 %r2, %r1, %r1; shl.b32 %r3, %r2, 2; cvt.u64.u32 %rd3, %r3; add.s64 %rd4, %rd2, %rd3;
     ld.global.u32 %r4, [%rd4]; dp4a.s32.s32 %r5, %r4, %r2, %r1; shfl.sync.idx.b32 %r6, %r5, %r4, 31, -1; bar.sync 0;
     fma.rn.f16x2 %r7, %r6, %r5, %r4; atom.global.add.u32 %r8, [%rd1], %r7;"""
@@ -611,7 +632,7 @@ def test_every_pattern_of_a_large_warp_count_is_exact():
             assert (got == value).all(), (lines, shape)
 
 
-@pytest.mark.parametrize("target", [native.host, native.generic])
+@TARGETS
 @pytest.mark.parametrize("below", [0, 16, 32])
 def test_lanes_that_part_in_a_loop_meet_at_its_head(below, target):
     """The loop is left only at its head, to which lanes go back from two places."""

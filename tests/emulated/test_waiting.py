@@ -256,7 +256,7 @@ bar.sync {empty}, {n}; add.s32 %round, %round, 1; setp.lt.u32 %p3, %round, 5; @%
 END: {end}"""
 
 
-@pytest.mark.parametrize("target", [native.host, native.generic])
+@pytest.mark.parametrize("target", native.TARGETS)
 @pytest.mark.parametrize("empty, n, end", [("%r9", 64, "bar.sync 0;"), ("2", "%r11", ""), ("0", 64, "")])
 def test_a_pipeline_of_two_warps(empty, n, end, target):
     """Warp 0 gives numbers to warp 1 through shared memory, five times; the third warp has no part in it."""
