@@ -14,7 +14,8 @@ How a token travels. Three kinds of threads take part: the caller's, the schedul
 
     Engine.submit           a Request becomes a Generation, which waits in the scheduler's queue
     Scheduler.run_round     a Generation that gets a slot becomes a Sequence; each round queues a pass of a
-                            prompt and a decode step of one group of answers; without a prompt, of every group
+                            prompt (beside answers, some layers of it) and a decode step of one group of
+                            answers; without a prompt, of every group
     Pipeline.prefill, step  posts the pass or step to the worker of every stage, in the order of the layers
     Stage.queue_...         launches kernels on the stage's card; decode steps replay a recording
     Model.layer_by_layer    embedding, then for each layer mixer (DeltaNet or Attention) and MLP, on rows of x
@@ -26,8 +27,9 @@ How a token travels. Three kinds of threads take part: the caller's, the schedul
 
 Before that, `encode_prompt` (engine/tokenizer.py) makes tokens of the text. The first token of an answer comes from the
 last pass of its prompt (`Stage.queue_first_choice`). The next step is queued before the host has read the tokens of
-this one, so a card without a grammar to obey does not wait for the host. engine/request.py lists the errors of requests
-and model files; kernels/ adds `CardError` and `CompileError`. README.md ends with a glossary.
+this one, so a card without a grammar to obey does not wait for the host. Models for embeddings and reranking have a
+scheduler of their own (engine/packing.py), the same layers, and no head or sampler. engine/request.py lists the errors
+of requests and model files; kernels/ adds `CardError` and `CompileError`. README.md ends with a glossary.
 """
 
 import os
@@ -49,7 +51,6 @@ import copy
 import dataclasses
 import functools
 import itertools
-import logging
 import math
 import threading
 from collections.abc import Callable
@@ -64,30 +65,33 @@ from engine.constraints import Constraint, Vocabulary
 from engine.details import ModelDetails
 from engine.draft_block import PIECE, DraftBlock
 from engine.gguf import GGUF, SUPPORTED_TYPES
+from engine.hub import local_path
 from engine.hyperparameters import read_hyperparameters, synthetic_hyperparameters
+from engine.packing import CLASSIFIER, Packed, Pooling, for_pooling, most_spans
 from engine.pipes import PipeMeter
 from engine.plan import (CHUNK, LEAST_CHECKPOINTS, MICRO_BATCHES, CacheSizes, Demand, Planner, StageCosts, Work,
                          choose_rows, choose_sizes, group_count, hop_bytes, most_drafts, slowest_seconds, step_rows,
                          widest)
+from engine.pooling import SYNTHETIC_RERANK, RerankTemplate
 from engine.prefix import PAGE_TOKENS, PrefixCache, checkpoint_positions, pages_for
 from engine.request import (SAMPLING, DeadlineExceeded, Delta, EngineStopped, Fault, Generation, ModelError, Request,
                             RequestError)
+from engine.rounds import Rounds
 from engine.scratch import Activation, Scratch, ScratchArray
 from engine.sampler import BUFFERS, FIRST_TOKENS, Sampler, Tokens
 from engine.sequence import Sequence
 from engine.speculate import Pace
 from engine.template import SYNTHETIC_TEMPLATE, ChatTemplate
-from engine.text_engine import TextEngine
+from engine.text_engine import TextEngine, TextOnly
 from engine.thinking import constraint_of
 from engine.tokenizer import ByteTokenizer, Tokenizer, encode_prompt, load_tokenizer
-from engine.turns import Turns
+from engine.turns import Ticket, Turns
 from engine.weights import FileWeights, Loader, Stack, SyntheticWeights, Weights, decoder_of, fits_blocks
 from engine.worker import Task, Worker, stop_all
 from kernels import (advance, attend_decode, attention, checkpoint, conv, embedding, float_matmul, gdn, gdn_decode,
-                     kv_cache, logprobs, norm, probe, q8_gemm, q8_gemv, quantize, rope, swiglu)
+                     kv_cache, logprobs, norm, pool, probe, q8_gemm, q8_gemv, quantize, rope, swiglu)
 from kernels.card import Array, Card, CardError, Event, show_bytes
 from kernels.advance import answer_of
-from kernels.compile import CompileError
 from kernels.formats import FLOATS, FORMATS
 from kernels.kv_cache import Pages
 from kernels.kv_formats import KV_FORMATS
@@ -112,10 +116,12 @@ class Config:
     """What a model is: every number that the code below needs, from the file's metadata.
 
     Layers are counted without the next-token-prediction (nextn, MTP) blocks that may follow them. A layer's kind is
-    "linear" (Gated DeltaNet) or "attention" (full attention with an output gate).
+    "linear" (Gated DeltaNet), "attention" (full attention with an output gate), "plain attention" (without a gate) or
+    "pooled attention" (the same, of models for embeddings and reranking).
     """
 
     name: str
+    architecture: str                     # as files call it: "qwen35" or "qwen3"
     hidden_dim: int
     ffn_dim: int
     n_layers: int
@@ -127,18 +133,21 @@ class Config:
     rope_dim: int                         # leading dimensions of a head that are rotated
     rope_base: float
     rope_sections: tuple[int, int, int]   # how many rotary frequencies belong to time, height, width
-    n_key_heads: int                      # of a linear layer
+    n_key_heads: int                      # of a linear layer; 0 if the model has none
     n_value_heads: int                    # value head h reads key head h % n_key_heads
     linear_head_dim: int
     conv_width: int                       # taps of the causal convolution
     norm_eps: float
+    mlp_norm: str                         # name of the norm before the MLP
     n_vocab: int
     tied_embeddings: bool                 # the output head is the embedding table
     context_length: int                   # tokens the model was made for
+    pooling: str | None                   # None: it generates text. Else how it makes one row of those of a text:
+                                          # "last", "mean" or "cls" for embeddings, "rank" for reranking
 
     @property
     def query_dim(self) -> int:
-        """Columns of all query heads together. attn_q has twice as many rows: each head has a query and a gate."""
+        """Columns of all query heads together."""
         return self.n_heads * self.head_dim
 
     @property
@@ -259,6 +268,8 @@ class PromptPass:
     shares_card: bool               # whether other micro-batches run at the same time
     in_order: Callable              # gives a context manager in which a layer changes states or pages, see `MicroBatch`
 
+    tiles: ClassVar = None
+
     def parts(self):
         """(first row, end, slot, kept) of the parts between the marks. After a part, the states of the slot are copied
         to row `kept`, unless that is None."""
@@ -267,6 +278,14 @@ class PromptPass:
             if end > start:
                 yield start, end, slot, kept
             start = end
+
+
+@dataclass(frozen=True)
+class PackedPass(PromptPass):
+    """A pass over parts of several texts, one behind the other: consecutive tokens of a slot each. The layers must all
+    be attention."""
+
+    tiles: Array            # which rows belong together, see kernels/attention.py
 
 
 @dataclass(frozen=True)
@@ -310,6 +329,27 @@ class MicroBatch:
             self.stream.wait(self.before.done.popleft())
         yield
         self.done.append(self.stream.record())
+
+
+class PassInParts:
+    """A pass over a prompt whose layers are queued some at a time. Between two parts the card may do decode steps."""
+
+    def __init__(self, default_stream, streams, layers):
+        """streams: those of the micro-batches, if there are several. layers: an iterator; it queues a layer each time
+        it is asked for the next one."""
+        self.default_stream, self.streams, self.layers = default_stream, streams, layers
+
+    def queue(self, n_layers: int | None = None):
+        """Queue the next n_layers, or all that are left. They begin after all that is queued before them, and what is
+        queued later begins after them."""
+        if self.streams:
+            begin = self.default_stream.record()
+            for stream in self.streams:
+                stream.wait(begin)
+        for _ in itertools.islice(self.layers, n_layers):
+            pass
+        for stream in self.streams:
+            self.default_stream.wait(stream.record())
 
 
 # ======================================================================================================
@@ -420,39 +460,42 @@ class DeltaNet:
 
 @dataclass(frozen=True)
 class Attention:
-    """Full attention with grouped query heads. The first rope_dim values of a head are rotated; a sigmoid gate scales
-    the output."""
+    """Full attention with grouped query heads. The first ROTARY values of a head are rotated; a sigmoid gate scales the
+    output. Kinds without a gate, and with other heads, are subclasses."""
 
     heads: Heads
     norm: Array             # [hidden]
-    in_proj: Stack          # columns: head_dim of query and head_dim of gate per head; kv_dim of keys; kv_dim of values
+    in_proj: Stack          # columns: head_dim of query, and of gate if there is one, per head; keys; values
     q_norm: Array           # [head_dim]
     k_norm: Array           # [head_dim]
     out_proj: Matrix        # [hidden, query_dim]
 
     keeps: ClassVar = Pages
+    HEAD_DIM: ClassVar = 256
+    ROTARY: ClassVar = 64
+    GATED: ClassVar = True
 
-    @staticmethod
-    def shapes(c: Config) -> dict[str, tuple[int, ...]]:
+    @classmethod
+    def shapes(cls, c: Config) -> dict[str, tuple[int, ...]]:
         hidden = c.hidden_dim
-        return {"attn_norm.weight": (hidden,), "attn_q.weight": (2 * c.query_dim, hidden),
+        return {"attn_norm.weight": (hidden,), "attn_q.weight": ((1 + cls.GATED) * c.query_dim, hidden),
                 "attn_k.weight": (c.kv_dim, hidden), "attn_v.weight": (c.kv_dim, hidden),
                 "attn_q_norm.weight": (c.head_dim,), "attn_k_norm.weight": (c.head_dim,),
                 "attn_output.weight": (hidden, c.query_dim)}
 
-    @staticmethod
-    def rules(c: Config) -> list[tuple[bool, str]]:
-        return [(c.head_dim == 256, f"attention heads are {c.head_dim} wide, not 256"),
+    @classmethod
+    def rules(cls, c: Config) -> list[tuple[bool, str]]:
+        return [(c.head_dim == cls.HEAD_DIM, f"attention heads are {c.head_dim} wide, not {cls.HEAD_DIM}"),
                 (c.n_heads % c.n_kv_heads == 0,
                  f"{c.n_heads} query heads do not share {c.n_kv_heads} KV heads evenly"),
-                (c.rope_dim == 64, f"{c.rope_dim} rotary dimensions of a head turn, not 64"),
+                (c.rope_dim == cls.ROTARY, f"{c.rope_dim} rotary dimensions of a head turn, not {cls.ROTARY}"),
                 (min(c.rope_sections) >= 0 and sum(c.rope_sections) == c.rope_dim // 2,
                  f"the rotary sections {c.rope_sections} do not add up to {c.rope_dim // 2}"),
                 (1 < c.rope_base < float("inf"), f"the rotary base is {c.rope_base}")]
 
     @classmethod
     def load(cls, tensors: Tensors, c: Config) -> "Attention":
-        heads = Heads(c.n_heads, c.n_kv_heads, c.head_dim, c.rope_dim, gated=True, eps=c.norm_eps)
+        heads = Heads(c.n_heads, c.n_kv_heads, c.head_dim, c.rope_dim, cls.GATED, eps=c.norm_eps)
         return cls(heads, tensors.vector("attn_norm.weight"), tensors.stack("attn_q", "attn_k", "attn_v"),
                    tensors.vector("attn_q_norm.weight"), tensors.vector("attn_k_norm.weight"),
                    tensors.matrix("attn_output"))
@@ -490,7 +533,7 @@ class Attention:
         rope.norm_rope_q(card, s.q, qkv, n)
         with run.in_order():
             kv_cache.store_kv(card, pages, qkv, places, n)
-        attention.attend_prefill(card, s.attended, s.q, qkv, pages, places, n)
+        attention.attend_prefill(card, s.attended, s.q, qkv, pages, places, n, tiles=run.tiles)
         if self.out_proj.is_quantized:
             quantize.quantize_q8(card, u.quantized, s.attended, n, u.k)
         else:
@@ -505,6 +548,21 @@ class Attention:
         model.project(run, s.x, self.out_proj, u, add=True)
 
 
+class PlainAttention(Attention):
+    """Full attention of a plain Qwen3: without a gate, and the whole head is rotated."""
+
+    HEAD_DIM, ROTARY, GATED = 128, 128, False
+
+
+class PooledAttention(PlainAttention):
+    """The same of a pooling model, where queries and keys are products of 16 bits of each activation: softmax magnifies
+    their errors (benchmarks/results.md)."""
+
+    def project_qkv(self, model: "Model", run: PromptPass) -> QKV:
+        return self.qkv(model, run, model.project_norm_finely(run, self.in_proj, self.norm,
+                                                               self.heads.v_column))
+
+
 @dataclass(frozen=True)
 class DenseMLP:
     """SwiGLU: down(silu(gate(x)) * up(x))."""
@@ -516,7 +574,7 @@ class DenseMLP:
     @staticmethod
     def shapes(c: Config) -> dict[str, tuple[int, ...]]:
         hidden, ffn = c.hidden_dim, c.ffn_dim
-        return {"post_attention_norm.weight": (hidden,), "ffn_gate.weight": (ffn, hidden),
+        return {f"{c.mlp_norm}.weight": (hidden,), "ffn_gate.weight": (ffn, hidden),
                 "ffn_up.weight": (ffn, hidden), "ffn_down.weight": (hidden, ffn)}
 
     @staticmethod
@@ -524,8 +582,8 @@ class DenseMLP:
         return [(c.ffn_dim % 32 == 0, f"the feed-forward size {c.ffn_dim} is not a multiple of 32")]
 
     @classmethod
-    def load(cls, tensors: Tensors) -> "DenseMLP":
-        return cls(tensors.vector("post_attention_norm.weight"), tensors.stack("ffn_gate", "ffn_up"),
+    def load(cls, tensors: Tensors, c: Config) -> "DenseMLP":
+        return cls(tensors.vector(f"{c.mlp_norm}.weight"), tensors.stack("ffn_gate", "ffn_up"),
                    tensors.matrix("ffn_down"))
 
     def work(self, c: Config) -> Work:
@@ -547,7 +605,8 @@ class DenseMLP:
 
 
 # Kinds of mixers, as `Config.layer_kinds` names them.
-MIXERS = {"linear": DeltaNet, "attention": Attention}
+MIXERS = {"linear": DeltaNet, "attention": Attention, "plain attention": PlainAttention,
+          "pooled attention": PooledAttention}
 
 
 def mixer_kind(config: Config, index: int) -> type:
@@ -572,7 +631,7 @@ class Layer:
     def load(cls, loader: Loader, config: Config, index: int) -> "Layer":
         """The weights of block `index`, put on the loader's card."""
         tensors = Tensors(loader, index)
-        return cls(mixer_kind(config, index).load(tensors, config), DenseMLP.load(tensors))
+        return cls(mixer_kind(config, index).load(tensors, config), DenseMLP.load(tensors, config))
 
     def stacks(self) -> list[Stack]:
         return [value for part in (self.mixer, self.mlp) for value in vars(part).values() if isinstance(value, Stack)]
@@ -587,6 +646,8 @@ def tensor_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     shapes = {"token_embd.weight": (c.n_vocab, c.hidden_dim), "output_norm.weight": (c.hidden_dim,)}
     if not c.tied_embeddings:
         shapes["output.weight"] = (c.n_vocab, c.hidden_dim)
+    if c.pooling == "rank":
+        shapes[CLASSIFIER] = (2, c.hidden_dim)
     for i in range(c.n_layers + c.n_nextn):
         block = mixer_kind(c, i).shapes(c) | DenseMLP.shapes(c) | (DraftBlock.shapes(c) if i >= c.n_layers else {})
         shapes |= {f"blk.{i}.{name}": shape for name, shape in block.items()}
@@ -599,8 +660,10 @@ def n_parameters(config: Config) -> int:
 
 def check_config(config: Config, path: str):
     """Raises ModelError unless the kernels can run the model."""
-    rules = [rule for kind in (*MIXERS.values(), DenseMLP) for rule in kind.rules(config)]
+    rules = [rule for kind in (*mixer_kinds(config), DenseMLP) for rule in kind.rules(config)]
     rules += [(config.hidden_dim % 32 == 0, f"the hidden size {config.hidden_dim} is not a multiple of 32"),
+              (not config.pooling or all(kind.keeps is Pages for kind in mixer_kinds(config)),
+               f"pooling ({config.pooling}) needs a model whose layers are all attention"),
               (0 < config.norm_eps < 1, f"the epsilon of the norms is {config.norm_eps}")]
     for is_met, rule in rules:
         if not is_met:
@@ -624,8 +687,12 @@ def check_model(config: Config, gguf: GGUF):
             raise ModelError(f"{gguf.path}: tensor '{name}' (byte {tensor.offset}) is of type "
                              f"{tensor.type}, not {', '.join(allowed)}")
     unknown = next((name for name in gguf.tensors if name not in shapes), None)
+    if unknown is not None and unknown.endswith((".scale", ".input_scale")):
+        raise ModelError(f"{gguf.path}: tensor {unknown[:80]!r} scales a whole matrix (of NVFP4, as a rule), which the "
+                         "engine does not do: take a file without such tensors")
     if unknown is not None:
-        raise ModelError(f"{gguf.path}: tensor {unknown[:80]!r} is not part of the qwen35 architecture")
+        raise ModelError(f"{gguf.path}: tensor {unknown[:80]!r} is not part of the "
+                         f"{config.architecture} architecture")
     n_tokens = len(gguf.get("tokenizer.ggml.tokens", list))
     if n_tokens != config.n_vocab:
         raise ModelError(f"{gguf.path}: the vocabulary has {n_tokens} tokens and the embedding table "
@@ -650,10 +717,12 @@ class Model:
         drafts = drafts and is_last and config.n_nextn > 0
         self.layers = [Layer.load(loader, config, index) for index in progress(layers)]
         self.embeddings = self.head = self.block = None
-        if layers.start == 0 or drafts or (is_last and config.tied_embeddings):
+        has_head = is_last and not config.pooling
+        if layers.start == 0 or drafts or (has_head and config.tied_embeddings):
             self.embeddings = loader.matrix("token_embd.weight")
         if is_last:
             self.head_norm = loader.vector("output_norm.weight")
+        if has_head:
             self.head = self.embeddings if config.tied_embeddings else loader.matrix("output.weight")
         if drafts:
             index = config.n_layers
@@ -703,36 +772,46 @@ class Model:
             self.logits = card.alloc((max(step_rows, HEAD_ROWS), c.n_vocab), np.float32, "logits")
         if self.block:
             self.block.allocate(card, c.hidden_dim, rows, step_rows)
-        self.views = {}             # row -> Model, see `behind`; kept, since Arrays cache what launches need
+        # Decode steps run between the parts of a pass, which leave nothing in scratch memory but x. Only a model that
+        # has all layers runs passes in parts.
+        self.x_of_steps = self.scratch.x
+        if self.first_layer == 0 and self.head is not None:
+            self.x_of_steps = card.alloc((step_rows, c.hidden_dim), np.float32, "residual stream of decode steps")
+        self.views = {}             # name or row -> Model, see below; kept, since Arrays cache what launches need
 
     def behind(self, row: int) -> "Model":
         """This model with the scratch memory of the rows from `row` on, a multiple of 64: for a micro-batch."""
-        if row == 0:
-            return self
-        if row not in self.views:
-            self.views[row] = view = copy.copy(self)
+        return self._view(row, lambda: self.scratch.behind(self.scratch_layout(row))) if row else self
+
+    def for_steps(self) -> "Model":
+        """This model with the residual stream of decode steps."""
+        return self._view("steps", lambda: Scratch(self.scratch.arrays | {"x": self.x_of_steps}))
+
+    def _view(self, key, make_scratch) -> "Model":
+        if key not in self.views:
+            self.views[key] = view = copy.copy(self)
             # No `views`: that dict refers to the view, and a circle of references would keep its memory too long.
-            view.scratch, view.views = self.scratch.behind(self.scratch_layout(row)), None
-        return self.views[row]
+            view.scratch, view.views = make_scratch(), None
+        return self.views[key]
 
     def forward(self, run: PromptPass | DecodePass, cache: "Cache", tap=None):
         """Runs the layers over the rows of a pass; the result is in `scratch.x`. tap(name, array) is called after the
         embedding and after every layer."""
-        for name in self.layer_by_layer(run, cache):
-            if tap:
-                tap(name, self.scratch.x)
+        for _ in self.layer_by_layer(run, cache, tap):
+            pass
 
-    def layer_by_layer(self, run: PromptPass | DecodePass, cache: "Cache"):
-        """What `forward` does, as a generator: yields the name of each layer when its work is queued."""
-        x, table = self.scratch.x, self.embeddings
+    def layer_by_layer(self, run: PromptPass | DecodePass, cache: "Cache", tap=None):
+        """What `forward` does, as a generator: yields the number of each layer when its work is queued."""
+        x, table, tap = self.scratch.x, self.embeddings, tap or (lambda name, array: None)
         if self.first_layer == 0:
             embedding.embed(self.card, table.format, x, run.rows.ids, table.values, table.scales, run.rows.n, table.k)
-            yield "embedding"
+            tap("embedding", x)
         for index, layer in enumerate(self.layers, self.first_layer):
             mix = layer.mixer.decode if isinstance(run, DecodePass) else layer.mixer.prefill
             mix(self, run, cache.kept[index])
             layer.mlp.forward(self, run)
-            yield f"layer {index}"
+            tap(f"layer {index}", x)
+            yield index
 
     def compute_logits(self, rows: Rows, x: Array):
         """logits[:n] = head(norm(x[:n])); n = rows.n, and nothing else of `rows` counts. The decode family computes
@@ -752,6 +831,21 @@ class Model:
         s = self.scratch
         self.multiply_normed(run, stack, weight, s.x, s.projected)
         return Projected(s.projected, stack.stride)
+
+    def project_norm_finely(self, run: PromptPass, stack: Stack, weight: Array, n_columns: int) -> Projected:
+        """The same with activations of 16 bits for the first n_columns columns: a second product adds what 8 bits have
+        left."""
+        card, s, n, u = self.card, self.scratch, run.rows.n, self.scratch.activations[self.config.hidden_dim]
+        found = self.project_norm(run, stack, weight)
+        if not any(matrix.is_quantized for _, matrix in stack.parts):
+            return found
+        norm.rms_norm(card, u.x, norm.NormInput(s.x, weight, self.config.norm_eps), n, u.k)
+        quantize.quantize_rest(card, u.quantized, u.x, n, u.k)
+        for column, matrix in stack.parts:
+            if matrix.is_quantized and column < n_columns:
+                rows = matrix.rows(0, min(matrix.n, n_columns - column))
+                self.project(run, found.values[column:], rows, u, add=True, stride=stack.stride)
+        return found
 
     def multiply_normed(self, run: PromptPass | DecodePass, stack: Stack, weight: Array, x: Array, y: Array):
         """y = RMSNorm(x) W^T, each matrix of the stack into its own columns of y."""
@@ -896,6 +990,16 @@ class Batch:
     outcomes: list[Array]
 
 
+class PromptRows(NamedTuple):
+    """The rows of a prompt's pass: n tokens of a slot, from position `start` on. numbers: the checkpoints of the states
+    behind the last row."""
+
+    slot: int
+    start: int
+    n: int
+    numbers: list[int]
+
+
 class Stage:
     """A range of layers on one card: weights, caches, scratch memory, and the launches of decode steps, recorded.
 
@@ -912,14 +1016,14 @@ class Stage:
         with weights.loading(card) as loader:
             self.model = Model(loader, config, layers, progress, drafts=demand.drafts > 0)
         self.weight_bytes = free - card.free_bytes
-        work = self.model.work()
+        work, self.layer_works = self.model.work(), [layer.work(config) for layer in self.model.layers]
         self.page_bytes, self.state_bytes = work.page_bytes, work.state_bytes
         self.costs = StageCosts(card, config.hidden_dim, work)
         hops = (layers.start > 0) + self.hands_on
         chunk = chunk or self.costs.chunk_that_fits(pages_for(demand.n_ctx), demand.slots + LEAST_CHECKPOINTS,
                                                     self.model.row_bytes() + 2 * hop_bytes(config.hidden_dim, hops))
         self.chunk = min(chunk, pages_for(demand.n_ctx) * PAGE_TOKENS)
-        self.step_rows = step_rows(demand.slots, demand.drafts)
+        self.step_rows = 1 if config.pooling else step_rows(demand.slots, demand.drafts)
         self.max_rows = max(self.chunk, self.step_rows, HEAD_ROWS)
         self.model.allocate(self.max_rows, self.step_rows)
         self.sampler = None
@@ -938,6 +1042,8 @@ class Stage:
         # One more: the rows after the last whole page are a micro-batch of their own.
         self.streams = [card.stream(f"micro-batch {i}") for i in range(MICRO_BATCHES + 1)]
         self.recordings = {}            # (name of what was recorded, *its arguments) -> Recording
+        self.prompt: PromptRows | None = None           # of the pass that was begun last
+        self.layers_left: PassInParts | None = None     # of that pass
 
     @property
     def hands_on(self) -> bool:
@@ -947,6 +1053,7 @@ class Stage:
     def release(self):
         """Drop what refers to memory of the card, so that it is freed even if a thread that hangs holds the stage."""
         self.model = self.sampler = self.cache = self.inputs = self.first = self.entry = self.exit = None
+        self.layers_left = None
         for held in self.incoming, self.outgoing, self.batches, self.recordings:
             held.clear()
 
@@ -977,20 +1084,32 @@ class Stage:
         found = work(self, *arguments)
         return self.exit.send(n, freed) if self.exit else found
 
-    def queue_prompt(self, ids, slot: int, start: int, marks, tap):
+    def queue_prompt(self, ids, slot: int, start: int, marks, tap, n_layers: int | None = None):
         """Queue a pass over consecutive tokens of a slot. The hidden states stay in the model's scratch.x until the
-        next pass. marks: (tokens of the pass, number of the checkpoint that is taken after them). Returns the event at
-        the end of the pass."""
+        next pass. marks: (tokens of the pass, number of the checkpoint that is taken after them). n_layers: queue only
+        so many layers of the pass, and the others by `continue_prompt`. Returns the event at the
+        end of the pass, or None if the end is not queued."""
         n = len(ids)
         set_rows(self.inputs, ids, [slot] * n, range(start, start + n))
         inside = tuple(Mark(end, slot, self.n_slots + number) for end, number in marks if end < n)
+        self.prompt = PromptRows(slot, start, n, [number for end, number in marks if end == n])
+        return self._queue_part(self.launch_prompt, n, inside, tap, n_layers, is_last=n_layers is None)
+
+    def continue_prompt(self, n_layers: int | None):
+        """Queue n_layers more of the pass that `queue_prompt` has begun, or all that are left. Returns what that
+        does."""
+        return self._queue_part(self.layers_left.queue, n_layers, is_last=n_layers is None)
+
+    def _queue_part(self, launch, *arguments, is_last: bool):
+        slot, start, n, numbers = self.prompt
         with self.card.span(f"slot {slot}, {n} tokens from {start} on"):
-            self.launch_prompt(n, inside, tap)
-            if self.model.block:
+            launch(*arguments)
+            if is_last and self.model.block:
                 self.model.block.prefill(self.model, self.prompt_pass(0, n, n), self.cache)
-        for end, number in marks:
-            if end == n:
-                self.cache.save(slot, number)
+        if not is_last:
+            return None
+        for number in numbers:
+            self.cache.save(slot, number)
         return self.card.default_stream.record()
 
     def queue_first_choice(self, row: int, answer, n_drafts: int, log_probs: bool):
@@ -1068,24 +1187,22 @@ class Stage:
 
     # ---- launches ----
 
-    def launch_prompt(self, n: int, marks=(), tap=None):
-        """A pass over the n rows of the inputs, in micro-batches. A tap sees all rows at once, so with a tap there is
-        one micro-batch."""
-        sizes = self.costs.micro_batches(n)
+    def launch_prompt(self, n: int, marks=(), tap=None, n_layers: int | None = None):
+        """A pass over the n rows of the inputs, in micro-batches; the first n_layers of it, or all. A tap sees all rows
+        at once, so with a tap there is one micro-batch."""
+        sizes, batch, queued = self.costs.micro_batches(n), None, []
         if tap or len(sizes) == 1:
-            self.model.forward(self.prompt_pass(0, n, n, marks), self.cache, tap)
-            return
-        begin, batch, queued = self.card.default_stream.record(), None, []
-        for (start, rows), stream in zip(with_starts(sizes), self.streams):
-            stream.wait(begin)
-            batch = MicroBatch(stream, batch)
-            run = self.prompt_pass(start, rows, n, marks, batch.in_order)
-            queued.append(batch.queue(self.model.behind(start).layer_by_layer(run, self.cache)))
-        # Layer by layer: otherwise the last micro-batch could begin only when all layers of the others are queued.
-        for _ in itertools.zip_longest(*queued):
-            pass
-        for stream in self.streams[:len(sizes)]:
-            self.card.default_stream.wait(stream.record())
+            layers = self.model.layer_by_layer(self.prompt_pass(0, n, n, marks), self.cache, tap)
+            self.layers_left = PassInParts(self.card.default_stream, [], layers)
+        else:
+            for (start, rows), stream in zip(with_starts(sizes), self.streams):
+                batch = MicroBatch(stream, batch)
+                run = self.prompt_pass(start, rows, n, marks, batch.in_order)
+                queued.append(batch.queue(self.model.behind(start).layer_by_layer(run, self.cache)))
+            # Layer by layer: otherwise the last micro-batch could begin only when all layers of the others are queued.
+            layers = itertools.zip_longest(*queued)
+            self.layers_left = PassInParts(self.card.default_stream, self.streams[:len(sizes)], layers)
+        self.layers_left.queue(n_layers)
 
     def launch_micro_batches_in_sequence(self, n: int):
         """Like `launch_prompt`, in one stream, because a recording has one: the micro-batches follow each other."""
@@ -1113,16 +1230,16 @@ class Stage:
         return rows
 
     def launch_layers(self, n: int, width: int, group: int, before: int):
-        rows = self.launch_inputs(n, width, group, before)
-        self.model.forward(DecodePass(rows, n, width), self.cache)
+        rows, model = self.launch_inputs(n, width, group, before), self.model.for_steps()
+        model.forward(DecodePass(rows, n, width), self.cache)
         if self.sampler:
-            self.model.compute_logits(rows, self.model.scratch.x)
+            model.compute_logits(rows, model.scratch.x)
 
     def launch_choice(self, shape: StepShape, group: int, buffer: int):
         batch, results = self.batches[group], self.sampler.results[group][buffer]
         rows = rows_of(batch.inputs, shape.n * shape.width)
         self.sampler.launch(self.model.logits, rows, shape.n, results, shape.log_probs)
-        self.launch_drafts(self.model.scratch.x, results.outcomes, batch.answers, shape[:3])
+        self.launch_drafts(self.model.x_of_steps, results.outcomes, batch.answers, shape[:3])
 
     def launch_drafts(self, x: Array, outcomes: Array, answers: Array, sizes: tuple[int, int, int]):
         """The drafts of the next step. x: what the layers have made of the rows of this step. sizes: answers, width,
@@ -1148,12 +1265,7 @@ class Stage:
 
     def launch_all(self):
         """Launch every kernel that a prompt or an answer of any length may need. The results are of no use."""
-        few = min(self.chunk, CHUNK)    # beyond CHUNK rows, the kernels depend on the number of pages alone
-        lengths = *range(1, min(few, 64)), *range(64, few + 1, 8), *range(CHUNK, self.chunk + 1, PAGE_TOKENS)
-        batches = [self.costs.micro_batches(n) for n in lengths]
-        for n, shares_card in sorted({(n, len(sizes) > 1) for sizes in batches for n in sizes}):
-            run = dataclasses.replace(self.prompt_pass(0, n, n), shares_card=shares_card)
-            self.model.forward(run, self.cache)
+        lengths = self.launch_passes()
         if self.model.block:
             for n in {min(n, PIECE) for n in lengths}:
                 self.model.block.prefill(self.model, self.prompt_pass(0, n, n), self.cache)
@@ -1167,6 +1279,16 @@ class Stage:
                 self.model.compute_logits(rows_of(self.inputs, n), self.model.scratch.x)
         self.cache.reset(0)
         self.cache.save(0, 0)
+
+    def launch_passes(self):
+        """The same of the layers in passes over prompts. Returns the lengths of the passes."""
+        few = min(self.chunk, CHUNK)    # beyond CHUNK rows, the kernels depend on the number of pages alone
+        lengths = *range(1, min(few, 64)), *range(64, few + 1, 8), *range(CHUNK, self.chunk + 1, PAGE_TOKENS)
+        batches = [self.costs.micro_batches(n) for n in lengths]
+        for n, shares_card in sorted({(n, len(sizes) > 1) for sizes in batches for n in sizes}):
+            run = dataclasses.replace(self.prompt_pass(0, n, n), shares_card=shares_card)
+            self.model.forward(run, self.cache)
+        return lengths
 
     def product_checks(self, gemv, gemm) -> list:
         """The arguments of each `check_product` that `Engine.use` asks for."""
@@ -1185,6 +1307,76 @@ class Stage:
         self.recordings.clear()
         self.model.gemv, self.model.gemm = gemv, gemm
         self.model.views.clear()                    # which have the products of before
+
+
+class PoolingStage(Stage):
+    """A stage of a pooling model. Its passes are over parts of several texts (engine/packing.py), and the last stage
+    sums rows of the result, which go to the host. Nothing is decoded."""
+
+    def allocate(self, sizes: CacheSizes, n_groups: int = 1):
+        """See `Stage.allocate`. The host may be up to 2 n_groups passes behind with reading sums."""
+        card, c, n_spans = self.card, self.config, most_spans(self.chunk, self.n_slots)
+        self.cache = Cache(card, c, self.model.numbers, sizes)
+        self.group = c.n_heads // c.n_kv_heads
+        n_tiles = attention.most_tiles(self.chunk, self.n_slots + len(self.streams), self.group)
+        self.tiles = card.alloc((n_tiles, 3), np.int32, "tiles of packed attention")
+        self.tiles_from = {}            # first row of a micro-batch -> its tiles, of the pass that is queued
+        self.batches = []
+        if not self.hands_on:
+            self.spans = card.alloc((n_spans, 2), np.int32, "spans of rows")
+            self.sums = card.alloc((n_spans, c.hidden_dim), np.float32, "sums of rows")
+            self.on_host = itertools.cycle([card.pinned(self.sums.shape, np.float32) for _ in range(2 * n_groups)])
+
+    def release(self):
+        super().release()
+        self.tiles = self.tiles_from = self.spans = self.sums = self.on_host = None
+
+    def queue_packed(self, packed: Packed):
+        """Queue a pass. Returns the event at its end; on the last stage, the sums on the host and the event after which
+        they are there."""
+        card, n, n_spans = self.card, packed.inputs.shape[1], len(packed.spans)
+        card.copy_in(self.inputs[:packed.inputs.size], packed.inputs.reshape(-1))
+        card.copy_in(self.cache.block_table, packed.table)
+        self.set_tiles(packed)
+        self.launch_prompt(n)
+        if self.hands_on:
+            return card.default_stream.record()
+        on_host = next(self.on_host)[:n_spans]
+        if n_spans:
+            card.copy_in(self.spans[:n_spans], packed.spans)
+            self.launch_sums(n_spans)
+            card.copy_out(on_host, self.sums[:n_spans])
+        return on_host, card.default_stream.record()
+
+    def set_tiles(self, packed: Packed):
+        """The tiles of each micro-batch of a pass."""
+        sizes, end = self.costs.micro_batches(packed.inputs.shape[1]), 0
+        for start, rows in with_starts(sizes):
+            tiles = attention.tiles_of(*packed.cut(start, start + rows), self.group)
+            self.tiles_from[start] = self.tiles[end:end + len(tiles)]
+            self.card.copy_in(self.tiles_from[start], tiles)
+            end += len(tiles)
+
+    def prompt_pass(self, start: int, n: int, n_all: int, marks=(), in_order=contextlib.nullcontext) -> PackedPass:
+        run = super().prompt_pass(start, n, n_all, marks, in_order)
+        return PackedPass(**vars(run), tiles=self.tiles_from.get(start, self.tiles))
+
+    def launch_sums(self, n_spans: int):
+        normed = norm.NormInput(self.model.scratch.x, self.model.head_norm, self.config.norm_eps)
+        pool.pool(self.card, self.sums, normed, self.spans, n_spans, self.config.hidden_dim)
+
+    def launch_all(self):
+        """See `Stage.launch_all`."""
+        self.launch_passes()
+        if not self.hands_on:
+            self.launch_sums(1)
+
+    def record(self):
+        """There are no decode steps."""
+
+
+def stage_class(config: Config) -> type[Stage]:
+    return PoolingStage if config.pooling else Stage
 
 
 def check_product(card: Card, product, n: int, k: int, rows: int, add: bool):
@@ -1397,10 +1589,14 @@ class Pipeline:
                 stage.entry.receipts.append(tasks[-1])
         return tasks[1:]
 
-    def prefill(self, ids, slot: int, start: int, marks=(), tap=None):
+    def prefill(self, ids, slot: int, start: int, marks=(), n_pieces: int | None = None, tap=None):
         """A pass over a prompt: tokens of `slot` at positions start, start + 1, ...; start is a multiple of 64.
         marks: (tokens of the pass, number of the checkpoint to take after them), ascending; the tokens are a multiple
-        of 64. With a tap this returns when all is queued, or raises what the tap has raised."""
+        of 64. n_pieces: queue only so many of the pieces that `piece_seconds` tells of; `continue_prefill` queues the
+        others. With a tap this returns when all is queued, or raises what the tap has raised."""
+        if n_pieces is not None:
+            self.last.worker.post(self.last.queue_prompt, ids, slot, start, marks, tap, n_pieces)
+            return
         if tap:
             self.run(len(ids), Stage.queue_prompt, ids, slot, start, marks, tap, post=Worker.ask)[-1].result()
             return
@@ -1409,6 +1605,17 @@ class Pipeline:
         # computes one while another one crosses a link, and crossing may take as long as computing.
         if len(self.queued) >= 2 * len(self.stages):
             self.last.worker.wait(self.queued.popleft().result())
+
+    def continue_prefill(self, n_pieces: int | None = None):
+        """Queue n_pieces more of a pass that `prefill` has begun, or all that are left."""
+        self.last.worker.post(self.last.continue_prompt, n_pieces)
+
+    def piece_seconds(self, rows: int, start: int) -> list[float]:
+        """About how long each piece of a pass takes. Decode steps may run between two pieces. On one card each layer is
+        a piece. Several cards hand on whole passes, so there a pass is one piece."""
+        if len(self.stages) > 1:
+            return [self.slowest(rows, start)]
+        return self.last.costs.layer_seconds(rows, start, self.last.layer_works)
 
     def pass_rows(self, start: int, end: int, limit: int, last: int) -> int:
         """Tokens of the next pass over a prompt, as `choose_rows`."""
@@ -1426,6 +1633,11 @@ class Pipeline:
     def logits(self, row: int, n: int) -> np.ndarray:
         """The logits [n, n_vocab] after rows `row`, `row` + 1, ... of the pass queued last."""
         return self.last.worker.ask(self.last.read_logits, row, n).result()
+
+    def pool(self, packed: Packed) -> Task:
+        """Queue a pass over parts of several texts, of a pooling model. A task that gives the sums of its spans on the
+        host, float32 [spans, hidden_dim], and the event after which they are there."""
+        return self.run(packed.inputs.shape[1], PoolingStage.queue_packed, packed)[-1]
 
     # ---- decode steps of a group of answers ----
 
@@ -1485,28 +1697,41 @@ NAN_LOGITS = "the logits hold a NaN: the model file is damaged, or a kernel is w
 
 @dataclass(frozen=True)
 class Flight:
-    """A queued decode step, or the end of a prompt: its sequences, and the tokens that it will choose. n_passes: as
-    `Turns.land` has it."""
+    """A queued decode step, or the end of a prompt: its sequences, and the tokens that it will choose."""
 
     sequences: list[Sequence]
     tokens: Tokens
-    n_passes: int
+    ticket: Ticket
     width: int = 1
+
+
+@dataclass
+class Progress:
+    """A pass over a prompt that is being queued: tokens from `start` to `end`. marks: (position, number of the
+    checkpoint that is taken there). pieces: those that are not queued yet, as `Pipeline.piece_seconds` has them."""
+
+    sequence: Sequence
+    start: int
+    end: int
+    marks: list[tuple[int, int]]
+    pieces: list[float]
+    has_begun: bool = False
 
 
 def wants_log_probs(sequences: list[Sequence]) -> bool:
     return any(s.generation.request.top_logprobs is not None for s in sequences)
 
 
-class Scheduler:
+class Scheduler(Rounds):
     """Decides what the cards do next. Its thread repeats `run_round`: admit requests, queue one pass of one prompt,
-    queue decode steps.
+    queue decode steps. What is `waiting` are Generations, what is `running` are Sequences.
 
-    engine/turns.py says which prompt gets the next pass, and which rounds belong to running answers alone. Each round
-    sees cancellations. The queue has no limit; the HTTP server limits its open requests. Requests are admitted in the
-    order of arrival, each when a slot and all pages that its prompt and answer can need are available. Available pages
-    are free or only kept for later prompts, less those that are promised to running sequences. So a running sequence
-    never lacks a page, and no request waits for ever.
+    engine/turns.py says which prompt gets the next pass, which rounds belong to running answers alone, and how many
+    layers of a pass are queued between two decode steps. Each round sees cancellations. The queue has no limit; the
+    HTTP server limits its open requests. Requests are admitted in the order of arrival, each when a slot and all pages
+    that its prompt and answer can need are available. Available pages are free or only kept for later prompts, less
+    those that are promised to running sequences. So a running sequence never lacks a page, and no request waits for
+    ever.
 
     The prefix tree is searched only when a prompt's first pass is due, not when the prompt arrives. So of several
     similar prompts that arrive together, the later ones find the beginning that the first one has computed. A prompt
@@ -1526,10 +1751,10 @@ class Scheduler:
 
     def __init__(self, pipeline: Pipeline, cache: PrefixCache, tokenizer: Tokenizer, n_slots: int, n_ctx: int,
                  chunk: int, pace: Pace):
-        self.pipeline, self.cache, self.tokenizer = pipeline, cache, tokenizer
+        super().__init__(pipeline)
+        self.cache, self.tokenizer = cache, tokenizer
         self.n_slots, self.n_ctx, self.chunk, self.pace = n_slots, n_ctx, chunk, pace
         self.free_slots = list(reversed(range(n_slots)))
-        self.waiting, self.running = collections.deque(), []
         self.flights: list[Flight | None] = [None] * pipeline.n_groups  # the step in flight of each group
         self.landed_at: list[float | None] = [None] * pipeline.n_groups    # when a step landed right before this flight
         # The width for which the latest step of each group makes drafts of the block.
@@ -1537,33 +1762,11 @@ class Scheduler:
         self.first_tokens = collections.deque()     # the Flights that end prompts
         self.next_groups = itertools.cycle(range(pipeline.n_groups))
         self.turns = Turns(pipeline.n_stages)
+        self.progress: Progress | None = None       # the pass of a prompt of which parts are queued, and parts are not
         self.totals = dict.fromkeys(("requests", "cache_hits", "prompt_tokens", "cached_tokens", "generated_tokens"), 0)
-        self.changed = threading.Condition()        # guards waiting, guests, draining and closing
-        self.draining = self.closing = False        # draining: no more requests are taken; closing: no more rounds
-        self.reason: str | None = None              # why the engine has stopped, a sentence
-        self.fault: Fault | None = None
-        self.stepping = threading.Lock()            # held while the pipeline is in use
-        self.guests = 0                             # threads that want or have the pipeline: no round begins meanwhile
-        self.thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
-        pipeline.on_fault = self._wake
 
-    def submit(self, generation: Generation):
-        """Queue a generation. Raises EngineStopped."""
-        with self.changed:
-            if self.draining or self.closing:
-                raise EngineStopped(self.reason or "the engine was closed")
-            self.waiting.append(generation)
-            self.changed.notify_all()
-
-    def close(self, grace: float = 0.0):
-        """Take no more requests. Let those that were submitted go on for up to `grace` seconds, then end them and the
-        thread."""
-        with self.changed:
-            self.draining = True
-            self.changed.wait_for(lambda: self.closing or not (self.waiting or self.running), grace)
-            self.closing = True
-            self.changed.notify_all()
-        self.thread.join()
+    def running_jobs(self) -> list[Generation]:
+        return [s.generation for s in self.running]
 
     def stats(self) -> dict:
         """Counts, as `Engine.stats` has them."""
@@ -1580,11 +1783,11 @@ class Scheduler:
 
     @contextlib.contextmanager
     def between_steps(self):
-        """Context manager: the caller has the pipeline and the cache to itself. Raises EngineStopped after a failure or
-        the end."""
-        with self._as_guest(), self.stepping:
-            if self.closing or self.reason is not None:
-                raise EngineStopped(self.reason or "the engine was closed")
+        """See Rounds. The pass of which parts are queued is queued whole: what it keeps in scratch memory would be
+        lost."""
+        with super().between_steps():
+            if self.progress:
+                self._queue_part(len(self.progress.pieces))
             yield
 
     @contextlib.contextmanager
@@ -1605,60 +1808,9 @@ class Scheduler:
             finally:
                 self._release(sequence)
 
-    @contextlib.contextmanager
-    def _as_guest(self):
-        """Holds the next round back. The lock alone is not fair: the scheduler's thread, which frees the lock and takes
-        it again at once, would nearly always get it before a thread that waits."""
-        with self.changed:
-            self.guests += 1
-        try:
-            yield
-        finally:
-            with self.changed:
-                self.guests -= 1
-                self.changed.notify_all()
-
-    def _run(self):
-        try:
-            while self._wait_for_work():
-                with self.stepping:
-                    self.run_round()
-        except BaseException as error:      # a panic of a library in Rust is no Exception
-            self.fault = self.pipeline.fault or Fault.of(error)
-            if isinstance(error, (CardError, CompileError)):    # every request gets this reason, later ones too
-                self.reason = f"the engine has stopped: {self.fault.what}"
-            else:
-                logging.getLogger("qengine").error("the engine has stopped", exc_info=error)
-                self.reason = "the engine has stopped after an internal error"
-        with contextlib.suppress(Exception):            # queued work must end before its memory is freed
-            self.pipeline.settle()
-        with self.changed:
-            self.closing = True
-            for generation in [s.generation for s in self.running] + list(self.waiting):
-                generation.close(self.reason and EngineStopped(self.reason))
-            self.running.clear()
-            self.waiting.clear()
-            self.changed.notify_all()
-
-    def _wait_for_work(self) -> bool:
-        """Waits for work. Returns False when the engine closes. Raises what the pipeline failed with, even if no
-        request runs."""
-        with self.changed:
-            if self.draining and not (self.waiting or self.running):
-                self.changed.notify_all()
-            self.changed.wait_for(lambda: self.closing or self.pipeline.error
-                                  or ((self.waiting or self.running) and not self.guests))
-            if self.pipeline.error and not self.closing:
-                raise self.pipeline.error
-            return not self.closing
-
-    def _wake(self):
-        with self.changed:
-            self.changed.notify_all()
-
     def run_round(self):
-        """Admit what fits. Queue a pass of a prompt and a decode step of one group of answers. If no prompt has a turn,
-        queue a decode step of every group."""
+        """Admit what fits. Queue a pass of a prompt, or a part of one, and a decode step of one group of answers. If no
+        prompt has a turn, queue a decode step of every group."""
         self._drop_ended()
         self._admit()
         prompt = self._next_prompt()
@@ -1676,8 +1828,12 @@ class Scheduler:
         prompts = [s for s in self.running if s.in_prompt]
         if not self._has_answers():
             self.turns.stand_alone()
-        if not prompts or not self.turns.may_pass:
+        elif not self.turns.may_pass:
             return None
+        if not prompts:
+            return None
+        if self.progress:
+            return self.progress.sequence
         chosen = self.turns.choose(prompts, self.cache.tokens_left)
         return next((s for s in prompts if chosen.follows(s)), chosen)
 
@@ -1715,23 +1871,51 @@ class Scheduler:
         return self.cache.n_available - sum(s.n_pages - len(s.pages) for s in self.running)
 
     def _prefill(self, sequence: Sequence):
-        """Queue the next pass of a prompt. Passes start at multiples of 64, so no result depends on their size."""
+        """Queue the next pass of a prompt, or a part of it if answers run."""
         if not sequence.has_begun:
             self._begin(sequence)
-        start, has_answers = sequence.n_computed, self._has_answers()
-        limit = min(self.chunk, self.turns.limit) if has_answers else self.chunk
+        if not self.progress:
+            self.progress = self._plan_pass(sequence)
+        pieces = self.progress.pieces
+        self._queue_part(self.turns.n_pieces(pieces) if self._has_answers() else len(pieces))
+
+    def _plan_pass(self, sequence: Sequence) -> Progress:
+        """The next pass of a prompt. Passes start at multiples of 64, so no result depends on their size."""
+        start, limit = sequence.n_computed, self.chunk
+        if self._has_answers():
+            limit = self.turns.most_rows(limit, lambda rows: sum(self.pipeline.piece_seconds(rows, start)))
         sequence.last_pass = self.pipeline.pass_rows(start, sequence.n_prompt, limit, sequence.last_pass)
         end = start + sequence.last_pass
         self._reserve(sequence, end)
         marks = [at for at in sequence.marks if start < at <= end]
         numbers = [number for _ in marks if (number := self.cache.take_number()) is not None]
-        marks = list(zip(marks[len(marks) - len(numbers):], numbers))
-        self.pipeline.prefill(sequence.tokens[start:end], sequence.slot, start, [(at - start, n) for at, n in marks])
+        return Progress(sequence, start, end, list(zip(marks[len(marks) - len(numbers):], numbers)),
+                        self.pipeline.piece_seconds(end - start, start))
+
+    def _queue_part(self, n_pieces: int):
+        """Queue the next pieces of the pass in progress."""
+        run, has_answers = self.progress, self._has_answers()
+        queued, run.pieces = run.pieces[:n_pieces], run.pieces[n_pieces:]
+        part = [n_pieces] if run.pieces else []         # else all that is left
+        if run.has_begun:
+            self.pipeline.continue_prefill(*part)
+        else:
+            marks = [(at - run.start, number) for at, number in run.marks]
+            self.pipeline.prefill(run.sequence.tokens[run.start:run.end], run.sequence.slot, run.start, marks, *part)
+        run.has_begun = True
         if has_answers:
-            self.turns.add_pass(sequence.last_pass)
+            self.turns.add_part(sum(queued))
+        if not run.pieces:
+            self.progress = None
+            self._end_pass(run)
+
+    def _end_pass(self, run: Progress):
+        """All of a pass is queued: put its pages into the tree. After the last pass of a prompt, queue the choice of
+        the first token."""
+        sequence, start, end = run.sequence, run.start, run.end
         sequence.n_computed = end
         nodes = self.cache.join(sequence, end)
-        for at, number in marks:
+        for at, number in run.marks:
             self.cache.keep(nodes[at], number)
         if not sequence.uses_cache and (following := sequence.tokens[start + 1:end + 1]):
             sequence.scores.append(self.pipeline.score(following))
@@ -1742,7 +1926,7 @@ class Scheduler:
             self._reserve(sequence, end + 1)            # the draft block keeps the token that is chosen now
             tokens = self.pipeline.sample_row(end - start - 1, sequence.answer(self.n_ctx), max(self.planned) - 1,
                                               wants_log_probs([sequence]))
-            self.first_tokens.append(Flight([sequence], tokens, self.turns.n_passes))
+            self.first_tokens.append(Flight([sequence], tokens, self.turns.add_first_token()))
 
     def _begin(self, sequence: Sequence):
         """Make the slot ready. The prompt goes on after its longest beginning that has a checkpoint. Its last token is
@@ -1755,11 +1939,18 @@ class Scheduler:
         self.pipeline.prepare_slot(sequence.slot, generation.request, number)
         self.pipeline.set_pages(sequence.slot, sequence.pages)
         sequence.n_computed = generation.n_cached = sequence.node.depth * PAGE_TOKENS
-        sequence.marks = checkpoint_positions(tokens, self.tokenizer.control.get(TURN), sequence.n_computed, known)
+        sequence.marks = self._checkpoints(tokens, sequence.n_computed, known)
         sequence.has_begun = True
         self.totals["cache_hits"] += generation.n_cached > 0
         self.totals["cached_tokens"] += generation.n_cached
         self.totals["prompt_tokens"] += generation.n_prompt
+
+    def _checkpoints(self, tokens: list[int], start: int, known: int) -> list[int]:
+        """The positions in a prompt where checkpoints are taken, see `checkpoint_positions`. Where no layer has states,
+        a checkpoint costs nothing, so every page gets one."""
+        if any(stage.state_bytes for stage in self.pipeline.stages):
+            return checkpoint_positions(tokens, self.tokenizer.control.get(TURN), start, known)
+        return list(range(start + PAGE_TOKENS, len(tokens), PAGE_TOKENS))
 
     def _land_first_tokens(self, n_left: int):
         """Take the first tokens of answers, except the n_left queued last, which the cards still compute."""
@@ -1767,7 +1958,7 @@ class Scheduler:
             flight = self.first_tokens.popleft()
             sequence, = flight.sequences
             outcome, = flight.tokens.read().tolist()
-            self.turns.land(flight.n_passes)
+            self.turns.land(flight.ticket)
             if sequence in self.running:
                 sequence.take_scores()
                 self._take_outcome(sequence, flight.tokens, [0], outcome)
@@ -1818,7 +2009,7 @@ class Scheduler:
         self.planned[group] = shape.n_drafts + 1
         for sequence in batch:
             sequence.in_flight = shape.width
-        self.flights[group] = Flight(batch, tokens, self.turns.n_passes, shape.width)
+        self.flights[group] = Flight(batch, tokens, self.turns.add_step(), shape.width)
 
     def shape(self, batch: list[Sequence], group: int) -> StepShape:
         """The shape of the group's next step."""
@@ -1849,7 +2040,7 @@ class Scheduler:
         if flight is None:
             return
         outcomes, n = flight.tokens.read().tolist(), len(flight.sequences)
-        self.turns.land(flight.n_passes)
+        self.turns.land(flight.ticket)
         self._measure(flight, group, is_behind)
         if not is_behind:           # then no later step notes what was accepted and takes the checkpoints
             filled = [answer_of(0, s.slot, s.n_computed + outcome[advance.COUNT], accepted=outcome[advance.COUNT] - 1)
@@ -1925,6 +2116,9 @@ class Scheduler:
 
     def _finish(self, sequence: Sequence, error: Exception | None = None):
         self.running.remove(sequence)
+        if self.progress and self.progress.sequence is sequence:    # the rest of its pass is not queued any more
+            self.cache.free_numbers += [number for _, number in self.progress.marks]
+            self.progress = None
         self._release(sequence)
         sequence.generation.close(error)
 
@@ -1943,7 +2137,7 @@ DEFAULT_CTX = 4096          # tokens of a slot, unless the caller names a number
 DEFAULT_MODEL = Path(__file__).resolve().parent / "models" / "qengine-10m-Q8_0.gguf"
 
 
-class Engine(TextEngine):
+class Engine(TextOnly, TextEngine):
     """A loaded model, for notebooks, the command line and the server.
 
         engine = qengine.load()             # the small model that comes with qengine, or name a file
@@ -1951,7 +2145,8 @@ class Engine(TextEngine):
     """
 
     def __init__(self, opened: "OpenModel", pipeline: Pipeline, sizes: CacheSizes, planner: Planner):
-        self.config, self.tokenizer, self.template = opened.config, opened.tokenizer, opened.template
+        self.opened, self.config = opened, opened.config
+        self.tokenizer, self.template = opened.tokenizer, opened.template
         self.name, self.details = opened.config.name, ModelDetails.of(opened.weights)
         self.pipeline, self.n_slots, self.chunk = pipeline, sizes.n_slots, planner.plan.chunk
         self.n_ctx = planner.demand.n_ctx
@@ -2074,8 +2269,22 @@ class OpenModel:
 
     config: Config
     tokenizer: Tokenizer
-    template: ChatTemplate | None
+    template: ChatTemplate | RerankTemplate | None
     weights: Weights
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+    @property
+    def kind(self) -> str:
+        """What the model is for: "text", "embedding" or "reranking"."""
+        return {None: "text", "rank": "reranking"}.get(self.config.pooling, "embedding")
+
+    def demand(self, ctx: int | None = None, draft: int | str = "auto", **wishes) -> Demand:
+        """What the arguments of `load` ask for. Raises RequestError."""
+        demand = Demand(self.n_ctx(ctx), drafts=most_drafts(draft), **wishes)
+        return for_pooling(demand) if self.config.pooling else demand
 
     def n_ctx(self, ctx: int | None) -> int:
         """Tokens of a slot: `ctx` if given, else DEFAULT_CTX, or the model's own context length if that is less."""
@@ -2083,8 +2292,8 @@ class OpenModel:
 
 
 def open_model(model: str | Path) -> OpenModel:
-    """Open a GGUF file, or random weights by the name "synthetic:NAME" or "synthetic:NAME:FORMAT". Nothing is put on a
-    card yet. Raises ModelError."""
+    """Open a GGUF file, one of the Hub by a name of engine/hub.py ("hf:OWNER/NAME:Q4_K_M"), or random weights by the
+    name "synthetic:NAME" or "synthetic:NAME:FORMAT". Nothing is put on a card yet. Raises ModelError."""
     if model == DEFAULT_MODEL and not DEFAULT_MODEL.exists():
         raise ModelError(f"{model}: the model that comes with qengine is not there; name another (-m MODEL)")
     kind, _, name = str(model).partition(":")
@@ -2093,27 +2302,33 @@ def open_model(model: str | Path) -> OpenModel:
         if (format := format.upper() or "Q8_0") not in FORMATS:
             raise ModelError(f"{model}: there is no such format, only {', '.join(FORMATS).lower()}")
         config = dataclasses.replace(Config.synthetic(name), name=str(model))
-        weights = SyntheticWeights(tensor_shapes(config), format)
-        return OpenModel(config, ByteTokenizer(config.n_vocab), ChatTemplate(SYNTHETIC_TEMPLATE), weights)
-    gguf = GGUF(model)
+        weights = SyntheticWeights(tensor_shapes(config), format, config.architecture)
+        templates = {None: lambda: ChatTemplate(SYNTHETIC_TEMPLATE), "rank": lambda: RerankTemplate(SYNTHETIC_RERANK)}
+        template = templates.get(config.pooling, lambda: None)()
+        return OpenModel(config, ByteTokenizer(config.n_vocab), template, weights)
+    gguf = GGUF(local_path(model, note))
     config = Config.from_gguf(gguf)
     check_model(config, gguf)
     tokenizer = load_tokenizer(gguf)
-    return OpenModel(config, tokenizer, ChatTemplate.from_gguf(gguf, tokenizer), FileWeights(gguf))
+    kind = {None: ChatTemplate, "rank": RerankTemplate}.get(config.pooling)
+    return OpenModel(config, tokenizer, kind and kind.from_gguf(gguf, tokenizer), FileWeights(gguf))
 
 
 def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[Card] | None = None,
          ctx: int | None = None, slots: int = 1, chunk: int | None = None, progress: bool = True,
          kv_tokens: int | None = None, checkpoint_memory: int | None = None, *,
          checkpoint_host_memory: int | None = None, split: tuple[int, ...] | None = None,
-         draft: int | str = "auto") -> Engine:
-    """Load a GGUF file, or random weights by the name "synthetic:0.8b", "synthetic:9b:q4_k", ..., ready to generate.
+         draft: int | str = "auto") -> Engine | Pooling:
+    """Load a GGUF file, one of the Hub by the name "hf:OWNER/NAME:Q4_K_M", or random weights by the name
+    "synthetic:0.8b", "synthetic:9b:q4_k", ..., ready to generate. An embedding or a reranking model becomes a Pooling
+    engine (engine/packing.py), which has `embed` or `rerank`.
 
     model: its path or name, or what `open_model` made of that; by default the model that comes with qengine.
     card: a Card, a list of Cards that share the layers, or a name for `kernels.open.open_cards`. By default the first
     NVIDIA card if the model fits on it, else all NVIDIA cards; an emulated card if there is none. split: layers on each
     card, (22, 21, 21); by default what `place_layers` finds.
-    ctx: tokens of a slot, prompt and answer together. slots: answers that are generated at the same time.
+    ctx: tokens of a slot, prompt and answer together, or of a text. slots: answers that are generated at the same time;
+    pooling models pack as many texts into a pass as engine/packing.py says.
     chunk: tokens of a prompt per pass at most, a multiple of 64 to 4,096; by default what suits card and model.
     progress: print the cards and a progress bar on stderr.
     kv_tokens: room for keys and values, in tokens, of all slots and of what is kept for later prompts; at least ctx.
@@ -2123,8 +2338,8 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
     Raises ModelError, RequestError, CompileError, CardError (OutOfMemory shows what did not fit, and what would).
     """
     opened = model if isinstance(model, OpenModel) else open_model(model)
-    demand = Demand(opened.n_ctx(ctx), slots, chunk, kv_tokens, checkpoint_memory, checkpoint_host_memory, split,
-                    most_drafts(draft))
+    demand = opened.demand(ctx, draft, slots=slots, chunk=chunk, kv_tokens=kv_tokens, split=split,
+                           checkpoint_memory=checkpoint_memory, checkpoint_host_memory=checkpoint_host_memory)
     planner = make_planner(opened, card, demand)
     planner.check()
     config, cards, n_ctx = opened.config, planner.cards, demand.n_ctx
@@ -2148,11 +2363,12 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
     if progress:
         taken, where = free - sum(card.free_bytes for card in cards), f"the card{'s' * (len(cards) > 1)}"
         note(f"model: {config.name}, {n_parameters(config) / 1e6:,.1f} million parameters; "
-             f"{show_bytes(taken)} on {where}, {slots} x {n_ctx} tokens of context included")
+             f"{show_bytes(taken)} on {where}, {demand.contexts} tokens of context included")
+    if progress and not config.pooling:
         note(f"cache: {sizes.n_pages * PAGE_TOKENS:,} tokens of context in all, {sizes.n_checkpoints} checkpoints of "
              f"{show_bytes(sum(stage.state_bytes for stage in stages))} on {where}, "
              f"up to {sizes.n_host_checkpoints} in host memory")
-    return Engine(opened, pipeline, sizes, planner)
+    return (Pooling if config.pooling else Engine)(opened, pipeline, sizes, planner)
 
 
 def load_stages(opened: OpenModel, planner: Planner, progress: bool) -> list[Stage]:
@@ -2162,8 +2378,8 @@ def load_stages(opened: OpenModel, planner: Planner, progress: bool) -> list[Sta
     workers = [Worker(card) for card in planner.cards]
 
     def load_stage(worker, layers):
-        return Stage(worker, opened.config, opened.weights, layers, demand, plan.chunk,
-                     functools.partial(counted, worker))
+        return stage_class(opened.config)(worker, opened.config, opened.weights, layers, demand, plan.chunk,
+                                          functools.partial(counted, worker))
 
     def counted(worker, layers):
         for index in layers:
@@ -2206,13 +2422,15 @@ class PlannedModel:
         self.context_length = config.context_length
 
     def stage(self, card: Card, layers: range, demand: Demand, chunk: int | None) -> Stage:
-        return Stage(Worker(card), self.config, self.on_paper, layers, demand, chunk)
+        return stage_class(self.config)(Worker(card), self.config, self.on_paper, layers, demand, chunk)
 
     def layer(self, card: Card, index: int) -> Work:
         with self.on_paper.loading(card) as loader:
             return Layer.load(loader, self.config, index).work(self.config)
 
     def head_bytes(self, card: Card) -> int:
+        if self.config.pooling:
+            return 0
         before = card.free_bytes
         with self.on_paper.loading(card) as loader:
             loader.matrix("token_embd.weight" if self.config.tied_embeddings else "output.weight")
@@ -2225,19 +2443,25 @@ class PlannedModel:
 def make_planner(opened: OpenModel, card: str | Card | list[Card] | None, demand: Demand) -> Planner:
     """The Planner of a model on the cards that `load` would take. Raises RequestError, CardError."""
     cards, model = open_named(card), PlannedModel(opened.config, opened.weights)
-    if card is None and demand.split:
+    if isinstance(cards, Candidates) and demand.split:
         n = len(demand.split)
         return Planner(model, cards[:n], demand, cards[n:])
-    if card is None and len(cards) > 1:
+    if isinstance(cards, Candidates) and len(cards) > 1:
         first = Planner(model, cards[:1], demand, cards[1:])
         if first.plan.fits:
             return first
     return Planner(model, cards, demand)
 
 
+class Candidates(list):
+    """Cards of which a model takes the first if it fits there, or else all."""
+
+
 def open_named(card: str | Card | list[Card] | None) -> list[Card]:
-    """The cards that `load` was given or that its argument names."""
-    return [card] if isinstance(card, Card) else card if isinstance(card, list) else open_cards(card)
+    """The cards that `load` was given or that its argument names; Candidates for None."""
+    if isinstance(card, (Card, list)):
+        return [card] if isinstance(card, Card) else card
+    return Candidates(open_cards(card)) if card is None else open_cards(card)
 
 
 def note(text: str):

@@ -1,14 +1,17 @@
 """The wire formats, what clients send and receive over HTTP, one protocol per file; and the server around them.
 
 A protocol translates to and from Request, Delta and messages, and knows nothing of cards or caches. No file here
-imports qengine or cli: a server is handed an engine, of which it uses what engine/text_engine.py names.
+imports qengine or cli: a server is handed an engine, of which it uses what engine/text_engine.py names, or
+engine/pooling.py where its model makes embeddings or scores.
 
     openai.py      /v1/chat/completions
     completions.py /v1/completions
     responses.py   /v1/responses: what clients send; responses_stream.py: what is written; stored.py: what is kept
+    embeddings.py  /v1/embeddings
+    rerank.py      /v1/rerank, /v2/rerank, /rerank
     models.py      /v1/models, /models, /props, /slots
     anthropic.py   /v1/messages, /v1/messages/count_tokens
-    ollama.py      /api/chat, /api/generate, /api/tags, /api/show, /api/ps, /api/version
+    ollama.py      /api/chat, /api/generate, /api/embed, /api/embeddings, /api/tags, /api/show, /api/ps, /api/version
     plain.py       /tokenize, /detokenize, /apply-template, /health
     openapi.py     /openapi.json: all endpoints described; which protocol an error is told in
     page.py        /, a chat page (page.html), and /pipes, what its live bar shows

@@ -19,7 +19,7 @@ from .fields import ANYTHING, BOOL, SAMPLED, SECONDS, TEXT, either, list_of, num
 from .grammar import Shape
 from .openai import MAX_STOPS, NAME, OBJECT, STOP
 from .reply import CallArguments, CallStart, Content, Message, Thought, cause_of, kept_alive, sse, whole
-from .thinking import EFFORTS, read_budget
+from .thinking import EFFORTS, VARIABLES, read_thinking
 from .tools import Tool
 
 # ---- what may be sent ------------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ THINKING = either(choice("enabled", budget_tokens=number("max_tokens"), display=
 OUTPUT = object_of({"effort": one_of(*(effort for effort, budget in EFFORTS.items() if budget)),
                     "format": object_of({"type": one_of("json_schema"), "schema": OBJECT}, ["type", "schema"])})
 
-# The templates do this by themselves: they show the model no thoughts of earlier turns, whatever `keep` says.
+# Which thoughts of earlier turns the model sees is for the chat template to say, whatever `keep` says.
 EDIT = object_of({"type": one_of("clear_thinking_20251015"), "keep": ANYTHING}, ["type"])
 
 THREAD = either(choice("create"), object_of({"type": one_of("continue"), "previous_message_id": TEXT}, ["type"]))
@@ -65,11 +65,13 @@ MESSAGES = object_of(fields_of(field_table.MESSAGES, {
     **SAMPLED, "model": TEXT, "messages": list_of(MESSAGE, 1), "system": TEXTS, "tools": list_of(TOOL),
     "tool_choice": CHOICE,
     "thinking": THINKING, "output_config": OUTPUT, "context_management": object_of({"edits": list_of(EDIT)}),
-    "stream": BOOL, "timeout": SECONDS, "stop_sequences": list_of(STOP, 0, MAX_STOPS), "thread": THREAD}),
+    "stream": BOOL, "timeout": SECONDS, "stop_sequences": list_of(STOP, 0, MAX_STOPS), "thread": THREAD,
+    "chat_template_kwargs": VARIABLES}),
     ["messages", "max_tokens"])
 # A token count takes fewer fields. Clients may send it a compaction, as it changes no count.
 COUNTED = object_of({name: MESSAGES["properties"][name] for name in (
     "model", "messages", "system", "tools", "tool_choice", "thinking", "output_config", "cache_control",
+    "chat_template_kwargs",
     "context_management", "mcp_servers", "speed", "user_profile_id", "workspace_id", "billing_policy")}
     | {"compaction": ANYTHING}, ["messages"])
 
@@ -112,9 +114,9 @@ def count_tokens(service, body: dict):
 
 
 ENDPOINTS = [Endpoint("POST", "/v1/messages", "Answer a conversation (Anthropic)", messages, PROTOCOL, MESSAGES,
-                      generates=True),
+                      generates=True, kind="text"),
              Endpoint("POST", "/v1/messages/count_tokens", "How long the prompt of a conversation is", count_tokens,
-                      PROTOCOL, COUNTED)]
+                      PROTOCOL, COUNTED, kind="text")]
 
 
 def read_conversation(body: dict) -> chat.Conversation:
@@ -122,17 +124,18 @@ def read_conversation(body: dict) -> chat.Conversation:
     if body.get("thread", {}).get("type") == "continue":        # the official client then sends the whole conversation
         raise NotFound("thread", "no thread is held here: send the whole conversation", "thread_not_found")
     asked, output = body.get("thinking", {"type": "disabled"}), body.get("output_config", {})
-    format, limits = output.get("format") or {}, read_budget(body, output.get("effort"))
+    thoughts = read_thinking(body, output.get("effort"), asked["type"] != "disabled")
     if "budget_tokens" in asked:
-        limits = {"thinking_budget": asked["budget_tokens"], "budget_field": "thinking.budget_tokens"}
+        thoughts |= {"thinking_budget": asked["budget_tokens"], "budget_field": "thinking.budget_tokens"}
     system = [{"role": "system", "content": text_of(body["system"])}] if body.get("system") else []
     conversation = system + [one for message in body["messages"] for one in read_message(message)]
+    format = output.get("format") or {}
     shape = Shape("json", format["schema"], "output_config.format.schema") if format else None
     is_continued = conversation[-1]["role"] == "assistant"      # the answer continues this message
     if is_continued and conversation[-1].get("tool_calls"):
         raise RequestError("messages", "the last message calls tools: the next one has to bring their results")
-    return chat.Conversation(conversation, asked["type"] != "disabled", read_tools(body), shape, **limits,
-                             continued=is_continued, timeout=body.get("timeout"))
+    return chat.Conversation(conversation, toolbox=read_tools(body), shape=shape, **thoughts, continued=is_continued,
+                             timeout=body.get("timeout"))
 
 
 def read_tools(body: dict) -> chat.Toolbox | None:

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.request import ContextExceeded, RequestError
-from engine.template import ChatTemplate, flat_content
+from engine.template import EFFORT, ChatTemplate, flat_content
 
 from .errors import WITHOUT_TOOLS
 from .grammar import GrammarError, Rules, Shape
 from .reply import Reply, opening_of
+from .thinking import EFFORTS
 from .tools import Tool, form_of
 
 # A message of the user or the system that begins or ends with one of these switches thinking on or off from there on.
@@ -53,8 +54,9 @@ class Conversation:
     this order. shape: what the answer's text has to be, if the request says so. continued: whether the last message,
     the assistant's, is the beginning of the answer. template_kwargs: further variables of the template.
     add_generation_prompt: whether the template opens the assistant's message. timeout: seconds for the prompt.
-    thinking_budget: the most tokens of thoughts; None leaves it to the command line. budget_field: the request's field
-    with it, if it is no mere hint."""
+    effort: a word for how much to think, which the template is told; one that knows no such words leaves it to a limit
+    of tokens. thinking_budget: the most tokens of thoughts; None leaves it to the effort, or else to the command line.
+    budget_field: the request's field with it."""
 
     messages: list[dict]
     thinking: bool | None
@@ -64,6 +66,7 @@ class Conversation:
     template_kwargs: dict = dataclasses.field(default_factory=dict)
     add_generation_prompt: bool = True
     timeout: float | None = None
+    effort: str | None = None
     thinking_budget: int | None = None
     budget_field: str | None = None
 
@@ -85,7 +88,7 @@ def respond(service, conversation: Conversation, n: int, make, stream: bool):
 
 def render(service, conversation: Conversation) -> tuple[str, str]:
     """The prompt of a conversation, and how its answer begins."""
-    template, toolbox = service.ready().template, conversation.toolbox
+    template, toolbox = service.ready("text").template, conversation.toolbox
     if template is None:
         raise RequestError("messages", "this model has no chat template: use /v1/completions")
     if toolbox:
@@ -96,8 +99,10 @@ def render(service, conversation: Conversation) -> tuple[str, str]:
     begun = messages.pop() if conversation.continued else None
     if begun is not None:
         thinking = bool(begun.get("reasoning_content"))         # without any, the answer goes on behind its thoughts
+    effort = template.effort(conversation.effort) if conversation.effort else None
+    variables = service.template_kwargs | ({EFFORT: effort} if effort else {}) | conversation.template_kwargs
     prompt = template.render(messages, toolbox.offered if toolbox else None, thinking,
-                             conversation.add_generation_prompt, conversation.template_kwargs, conversation.timeout)
+                             conversation.add_generation_prompt, variables, conversation.timeout)
     opening = opening_of(prompt, template.source, thinking)
     return (prompt, opening) if begun is None else continued(prompt, opening, begun, template)
 
@@ -156,11 +161,19 @@ def prepare(service, conversation: Conversation) -> Turn:
     bounds = boundaries(tokenizer.tags, opening, toolbox)
     if conversation.budget_field:
         check_budget(conversation.budget_field, opening, bounds)
-    if conversation.thinking_budget is not None:
-        bounds["thinking_budget"] = conversation.thinking_budget
+    bounds |= budget_of(conversation, engine.template)
     tools = {tool.name: tool for tool in toolbox.tools} if toolbox else None
     return Turn(prompt_ids, rules | bounds,
                 functools.partial(Reply, tokenizer, opening, form, tools, ruled="grammar" in rules))
+
+
+def budget_of(conversation: Conversation, template: ChatTemplate) -> dict:
+    """Arguments of Request: the most tokens of thoughts, if the conversation says so."""
+    if conversation.thinking_budget is not None:
+        return {"thinking_budget": conversation.thinking_budget}
+    if conversation.effort is None or template.efforts:
+        return {}
+    return {"thinking_budget": EFFORTS[conversation.effort]}
 
 
 def rules_of(rules: Rules, form, conversation: Conversation) -> dict:

@@ -62,7 +62,7 @@ def completions(service, body: dict):
 
 
 ENDPOINTS = [Endpoint("POST", "/v1/completions", "Continue a text", completions, PROTOCOL, COMPLETION,
-                      generates=True)]
+                      generates=True, kind="text")]
 
 
 def check_wishes(body: dict, n: int):

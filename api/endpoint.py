@@ -29,6 +29,7 @@ class Endpoint:
     path: as OpenAPI writes it. The view gets a part like {id} as the argument of this name. The last part of a
     path may hold slashes.
     body: the description of the request's body, as api/fields.py has it; None: there is no body.
+    kind: of the model that answers, "text", "embedding" or "reranking"; None: the main model, whatever it is.
     query: descriptions of what may stand behind the path's question mark, by name. The view gets those that were sent
     as arguments.
     generates: whether the view itself asks for places of open requests (see `Service.submit`). Every other request with
@@ -43,6 +44,7 @@ class Endpoint:
     body: dict | None = None
     generates: bool = False
     query: dict = field(default_factory=dict)
+    kind: str | None = None
 
     @property
     def name(self) -> str:
@@ -64,11 +66,12 @@ class Endpoint:
         arguments |= read_query(flask.request.args, self.query)
         if self.body is None:
             return self.view(service, **arguments)
-        service.ready()
+        service.ready(self.kind)
         with service.places(1):
             body = parse_body(flask.request.get_data())
             check(body, self.body)
             body = {name: value for name, value in body.items() if value is not None}
+            service.ready(self.kind, body.get("model"))
             if not self.generates:
                 said = self.view(service, body, **arguments)
                 return said if isinstance(said, flask.Response) else flask.jsonify(said)

@@ -1,4 +1,5 @@
-"""What the server does with each field that the documents of OpenAI, vLLM, llama.cpp and Anthropic have: one table.
+"""What the server does with each field that the documents of OpenAI, vLLM, llama.cpp, Anthropic, Cohere and Jina have:
+one table.
 
 A field is obeyed; or taken without effect, because it cannot change an answer; or refused, because it would. A refused
 field may still be sent with a value that asks for nothing (its neutral values). A field of no document is refused as
@@ -18,6 +19,7 @@ from engine.speculate import MOST_DRAFTS
 from .fields import ANYTHING, refused
 
 CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+EMBEDDINGS, RERANK = "/v1/embeddings", "/v1/rerank"
 BOTH = CHAT, TEXT
 OBEYED, WITHOUT_EFFECT, REFUSED = "obeyed", "without effect", "refused"
 
@@ -52,6 +54,10 @@ NO_ACCOUNTS = "the server knows no accounts, prices or regions"
 NO_DRAFTS = "drafts never change an answer"
 SPARE = "it belongs to a way of sampling that is refused"
 CACHE = "a cache changes no answer, only its speed"
+DEGREES = "and tell the chat template the nearest word that it has; without such words they limit thoughts"
+VARIABLES = "further variables of the chat template, such as enable_thinking, reasoning_effort, preserve_thinking"
+ANY_NAME = "any name is taken but that of a served model of another kind; several of one kind are told apart by it"
+ORDER = "requests take turns, a text each"
 MEASURED = "/metrics, /slots and the log say how fast requests run"
 
 # Whose the numbers of SAMPLING are; all others are vLLM's and llama.cpp's.
@@ -68,7 +74,7 @@ SHAPES = [
     *obeyed("llama.cpp", BOTH, grammar="the text obeys this grammar in GBNF", json_schema="the text fits this schema")]
 
 OPENAI = [
-    *without_effect("OpenAI", BOTH, "any name is taken; the model that is served answers", "model"),
+    *without_effect("OpenAI", BOTH, ANY_NAME, "model"),
     *(Field(name, SAMPLER.get(name, "vLLM, llama.cpp"), BOTH, OBEYED, SAMPLING[name][3] + OFF.get(name, ""))
       for name in SAMPLING),
     *obeyed("OpenAI", BOTH, stream="the answer comes in pieces", stream_options="include_usage: the last piece counts",
@@ -78,7 +84,7 @@ OPENAI = [
             tool_choice="none, auto, required, a function, or allowed_tools",
             parallel_tool_calls="whether an answer may have several calls", logprobs="log-probabilities of the tokens",
             top_logprobs="log-probabilities of so many of the likeliest tokens, too",
-            reasoning_effort="none and minimal turn thoughts off; the others turn them on, and limit them"),
+            reasoning_effort=f"none and minimal turn thoughts off; the others turn them on, {DEGREES}"),
     *obeyed("OpenAI", (TEXT,), prompt="texts, or lists of token ids and texts",
             logprobs="log-probabilities of the tokens and of so many of the likeliest"),
     *without_effect("OpenAI", BOTH, NO_ACCOUNTS, "user", "metadata", "service_tier", "safety_identifier"),
@@ -95,7 +101,7 @@ OPENAI = [
     *refusals("OpenAI", (TEXT,), suffix=("the models do not fill gaps", ""))]
 
 OPENAI_RESPONSES = [
-    *without_effect("OpenAI", (RESPONSES,), "any name is taken; the model that is served answers", "model"),
+    *without_effect("OpenAI", (RESPONSES,), ANY_NAME, "model"),
     *(Field(name, "OpenAI" if name in ("temperature", "top_p") else "qengine", (RESPONSES,), OBEYED,
             SAMPLING[name][3] + OFF.get(name, "")) for name in SAMPLING if name != "max_tokens"),
     *obeyed("OpenAI", (RESPONSES,), input="a text, or items: messages, thoughts, calls of functions and their outputs",
@@ -106,7 +112,7 @@ OPENAI_RESPONSES = [
             tool_choice="none, auto, required, a function, or allowed_tools",
             parallel_tool_calls="whether an answer may have several calls",
             text="format: the form of the text. verbosity: a hint without effect",
-            reasoning="effort: none and minimal turn thoughts off; the others turn them on, and limit them. summary: "
+            reasoning=f"effort: none and minimal turn thoughts off; the others turn them on, {DEGREES}. summary: "
             "no effect, as the models write no summaries",
             truncation="auto: the oldest turns go where the conversation is too long",
             include="message.output_text.logprobs and reasoning.encrypted_content",
@@ -139,7 +145,7 @@ VLLM = [
             skip_special_tokens="false: control tokens are part of the text",
             return_token_ids="token_ids beside each piece of an answer"),
     *obeyed("vLLM", (CHAT,), thinking_token_budget="the same as thinking_budget; -1: no limit",
-            chat_template_kwargs="further variables of the chat template, such as enable_thinking",
+            chat_template_kwargs=VARIABLES,
             documents="given to the chat template",
             add_generation_prompt="whether the template opens the assistant's message",
             continue_final_message="whether the last message, the assistant's, is continued"),
@@ -205,22 +211,53 @@ LLAMA = [
               thinking_forced_open=("use 'reasoning_effort'", False), parse_tool_calls=("use 'tools'", True),
               reasoning_in_content=("thoughts come as reasoning_content", False))]
 
-QENGINE = obeyed("qengine", (*BOTH, RESPONSES, MESSAGES),
-                 timeout="the answer has to be complete within so many seconds",
-                 repetition_guard="whether an answer that repeats itself is ended",
-                 draft=f"most drafts that are checked at once, 0 to {MOST_DRAFTS}; no answer depends on it")
+POOLING = [
+    *without_effect("OpenAI", (EMBEDDINGS,), ANY_NAME, "model"),
+    *without_effect("OpenAI", (EMBEDDINGS,), NO_ACCOUNTS, "user"),
+    *obeyed("OpenAI", (EMBEDDINGS,), input="a text, token ids, or a list of such",
+            encoding_format="float, or base64 of little-endian float32",
+            dimensions="the first so many numbers, scaled to length 1"),
+    *without_effect("Cohere, Jina", (RERANK,), ANY_NAME, "model"),
+    *obeyed("Cohere, Jina", (RERANK,), query="what is looked for", documents="texts, or objects that have a text",
+            top_n="so many of the most relevant; 0: all",
+            return_documents="the documents beside their scores (default: false)"),
+    *obeyed("vLLM", (RERANK,), instruction="what makes a document relevant, where the model's template has a place"),
+    *refusals("Cohere", (RERANK,), rank_fields=("of an object 'text' is read", ["text"]),
+              max_chunks_per_doc=("documents are not cut", 1), max_tokens_per_doc="documents are not cut"),
+    *refusals("Jina", (RERANK,), truncation=("texts are not cut", False)),
+    *without_effect("vLLM, Cohere", (EMBEDDINGS, RERANK), ORDER, "priority"),
+    *without_effect("vLLM", (EMBEDDINGS, RERANK), "the header X-Request-Id names a request", "request_id"),
+    *without_effect("vLLM", (EMBEDDINGS, RERANK), "there is no cache of texts", "cache_salt"),
+    *without_effect("vLLM", (EMBEDDINGS, RERANK), "there are no images", "mm_processor_kwargs"),
+    *refusals("vLLM", (EMBEDDINGS, RERANK), truncate_prompt_tokens="texts are not cut",
+              truncation_side="texts are not cut",
+              use_activation=("rows are always made embeddings or scores", True)),
+    *refusals("vLLM", (EMBEDDINGS,), add_special_tokens=("for texts as they are there are token ids", True),
+              normalize=("embeddings have length 1", True), embed_dtype=("numbers are float32", "float32"),
+              endianness=("numbers are little-endian", "native", "little"), messages="texts have no turns"),
+    *refusals("llama.cpp", (EMBEDDINGS,), embd_normalize=("embeddings have length 1", 2), content="use 'input'"),
+    *refusals("llama.cpp", (RERANK,), texts="use 'documents'")]
+
+QENGINE = [
+    *obeyed("qengine", (EMBEDDINGS, RERANK), timeout="the answer has to come within so many seconds"),
+    *obeyed("qengine", (*BOTH, RESPONSES, MESSAGES),
+            timeout="the answer has to be complete within so many seconds",
+            repetition_guard="whether an answer that repeats itself is ended",
+            draft=f"most drafts that are checked at once, 0 to {MOST_DRAFTS}; no answer depends on it"),
+    *obeyed("qengine", (RESPONSES, MESSAGES), chat_template_kwargs=VARIABLES)]
 
 ANTHROPIC = [
-    *without_effect("Anthropic", (MESSAGES,), "any name is taken; the model that is served answers", "model"),
+    *without_effect("Anthropic", (MESSAGES,), ANY_NAME, "model"),
     *(Field(name, "Anthropic" if name in ("max_tokens", "temperature", "top_k", "top_p") else "qengine", (MESSAGES,),
             OBEYED, SAMPLING[name][3]) for name in SAMPLING),
     *obeyed("Anthropic", (MESSAGES,), messages="the conversation; one that ends with the assistant's is continued",
             system="the system message", tools="functions that the model may call",
             tool_choice="auto, any, tool or none", thinking="whether the model thinks, and whether thoughts are shown",
-            output_config="format: the text fits a schema. effort: a limit of thoughts",
+            output_config="format: the text fits a schema. effort: how much to think, in the template's nearest word, "
+            "or else a limit of thoughts",
             stop_sequences="texts that end the answer", stream="the answer comes as events"),
-    *without_effect("Anthropic", (MESSAGES,), "chat templates leave out thoughts of earlier turns by themselves; no "
-                    "other edit is taken", "context_management"),
+    *without_effect("Anthropic", (MESSAGES,), "the chat template decides which thoughts of earlier turns the model "
+                    "sees, see chat_template_kwargs; no other edit is taken", "context_management"),
     *without_effect("Anthropic", (MESSAGES,), "create: no state is held; continue: answered thread_not_found, upon "
                     "which clients send the whole conversation", "thread"),
     *without_effect("Anthropic", (MESSAGES,), CACHE, "cache_control", "diagnostics"),
@@ -230,7 +267,7 @@ ANTHROPIC = [
     *refusals("Anthropic", (MESSAGES,), container="there are no containers", compaction="nothing is summarized",
               mcp_servers=("the server calls no other servers", []))]
 
-FIELDS = [*OPENAI, *OPENAI_RESPONSES, *SHAPES, *VLLM, *LLAMA, *QENGINE, *ANTHROPIC]
+FIELDS = [*OPENAI, *OPENAI_RESPONSES, *SHAPES, *VLLM, *LLAMA, *POOLING, *QENGINE, *ANTHROPIC]
 
 
 def fields_of(path: str, shapes: dict) -> dict:
@@ -248,10 +285,11 @@ def fields_of(path: str, shapes: dict) -> dict:
 def page() -> str:
     """api/FIELDS.md."""
     lines = ["# Fields of requests", "",
-             "What the server does with each field that the documents of OpenAI, vLLM, llama.cpp and Anthropic have.",
+             "What the server does with each field that the documents of OpenAI, vLLM, llama.cpp, Anthropic, Cohere",
+             "and Jina have.",
              "Made by `python -m api.field_table` of the table that requests are checked with. A field that is in no",
              "row is refused as unknown. `null` is the same as leaving a field out.", ""]
-    for path in CHAT, TEXT, RESPONSES, MESSAGES:
+    for path in CHAT, TEXT, RESPONSES, MESSAGES, EMBEDDINGS, RERANK:
         lines += [f"## {path}", ""]
         for effect in OBEYED, WITHOUT_EFFECT, REFUSED:
             rows = sorted((row for row in FIELDS if path in row.paths and row.effect == effect))

@@ -22,6 +22,8 @@ import uuid
 import flask
 import tqdm
 
+from engine.pooling import TextsRequest
+
 REFRESH_SECONDS = 0.25
 MAX_LINES = 8               # of running requests
 SANE_ID = re.compile(r"[\w.:-]{1,100}", re.ASCII)
@@ -39,7 +41,7 @@ class Exchange:
         self.id = given if SANE_ID.fullmatch(given) else uuid.uuid4().hex
         self.method, self.path = request.method, request.path
         self.status, self.started, self.ended = None, time.perf_counter(), None
-        self.generations = []               # of the engine; Service.submit puts them here
+        self.generations, self.engine = [], None        # Generations or TextsJobs, and whose; from Service.submit
 
     def __str__(self):
         fields = {"id": self.id, "method": self.method, "path": urllib.parse.quote(self.path[:200]),
@@ -75,11 +77,16 @@ def finish_of(generation) -> str:
     return generation.cause or generation.finish_reason or ("error" if generation.error else "abort")
 
 
+def prompts_of(request) -> list[list[int]]:
+    """Token ids of all that a request wants read."""
+    return request.texts if isinstance(request, TextsRequest) else [request.prompt_ids]
+
+
 class RequestLog:
     """Follows the requests of an app.
 
-    observers: functions that are called with each Exchange when it has ended. text_of: gives the text of token ids;
-    None: the text of prompts is not logged.
+    observers: functions that are called with each Exchange when it has ended. text_of: gives the text of token ids of
+    an engine; None: the text of prompts is not logged.
     """
 
     def __init__(self, observers=(), text_of=None):
@@ -109,8 +116,8 @@ class RequestLog:
         quiet = exchange.path in POLLED and exchange.status in NO_NEWS
         line = str(exchange)
         if self.text_of:
-            prompts = dict.fromkeys(tuple(g.request.prompt_ids) for g in exchange.generations)
-            line += "".join(f" text={json.dumps(self.text_of(ids))}" for ids in prompts)
+            prompts = dict.fromkeys(tuple(ids) for g in exchange.generations for ids in prompts_of(g.request))
+            line += "".join(f" text={json.dumps(self.text_of(ids, exchange.engine))}" for ids in prompts)
         logger.log(logging.DEBUG if quiet else logging.INFO, line)
         for observe in self.observers:
             observe(exchange)

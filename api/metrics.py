@@ -15,7 +15,8 @@ from .endpoint import Endpoint
 from .log import Exchange, finish_of
 from .openai import PROTOCOL
 
-# name, meaning, name of the count in TextEngine.stats()
+# name, meaning, name of the count in TextEngine.stats(). Those that PoolingEngine.stats() has, too, are told of such
+# engines as well.
 GAUGES = [
     ("num_requests_running", "Requests that are being answered", "requests_running"),
     ("num_requests_waiting", "Requests that wait for a slot", "requests_waiting"),
@@ -24,7 +25,8 @@ GAUGES = [
 ]
 COUNTERS = [
     ("prompt_tokens", "Tokens of prompts", "prompt_tokens"),
-    ("prefix_cache_queries", "Tokens of prompts, as they are looked up in the cache", "prompt_tokens"),
+    ("texts", "Texts of which embeddings or scores were made", "texts"),
+    ("prefix_cache_queries", "Tokens of prompts, as they are looked up in the cache", "looked_up"),
     ("prefix_cache_hits", "Tokens of prompts that the cache had, and that were not processed", "cached_tokens"),
     ("generation_tokens", "Tokens of answers", "generated_tokens"),
     ("checkpoints_spilled", "Checkpoints moved from the card to the host's memory", "checkpoints_spilled"),
@@ -61,30 +63,31 @@ class Metrics:
                                buckets=WHOLE, **own)
 
     def collect(self):
-        """The engine's counts. prometheus_client calls this whenever somebody asks."""
-        engine = self.service.engine
-        if engine is None:
+        """The engines' counts. prometheus_client calls this whenever somebody asks."""
+        if self.service.engine is None:
             return
-        stats = engine.stats()
-        stats["kv_used"] = stats["kv_pages_used"] / stats["kv_pages"]
-        stats |= {"drafts": sum(stats["drafts_checked"]), "drafts_right": sum(stats["drafts_accepted"]),
-                  "checks": stats["drafts_checked"][0]}
+        counted = [(engine.name, counts_of(engine)) for engine in self.service.engines]
         usage = "kv_cache_usage_perc", "Share of the KV pages that running requests hold, 1 is all", "kv_used"
         for family, metrics in (GaugeMetricFamily, [*GAUGES, usage]), (CounterMetricFamily, COUNTERS):
             for name, meaning, count in metrics:
                 metric = family(f"qengine:{name}", meaning, labels=["model_name"])
-                metric.add_metric([engine.name], stats[count])
-                yield metric
-        for name, meaning, counts in BY_POSITION:
+                for model, counts in counted:
+                    if count in counts:
+                        metric.add_metric([model], counts[count])
+                if metric.samples:
+                    yield metric
+        for name, meaning, count in BY_POSITION:
             metric = CounterMetricFamily(f"qengine:{name}", meaning, labels=["model_name", "position"])
-            for position, count in enumerate(stats[counts], start=1):
-                metric.add_metric([engine.name, str(position)], count)
-            yield metric
+            for model, counts in counted:
+                for position, n in enumerate(counts.get(count, ()), start=1):
+                    metric.add_metric([model, str(position)], n)
+            if metric.samples:
+                yield metric
 
     def observe(self, exchange: Exchange):
         if not exchange.generations:
             return
-        name = self.service.engine.name
+        name = exchange.engine.name
         next_token = self.next_token.labels(name)
         for generation in exchange.generations:
             times = generation.token_times
@@ -94,6 +97,17 @@ class Metrics:
             for before, after in zip(times, times[1:]):
                 next_token.observe(after - before)
             self.whole.labels(name).observe(exchange.ended - generation.started)
+
+
+def counts_of(engine) -> dict:
+    """The counts of an engine, and what follows from them."""
+    counts = engine.stats()
+    counts["kv_used"] = counts["kv_pages_used"] / counts["kv_pages"]
+    if engine.kind == "text":
+        checked, accepted = counts["drafts_checked"], counts["drafts_accepted"]
+        counts |= {"looked_up": counts["prompt_tokens"], "checks": checked[0], "drafts": sum(checked),
+                   "drafts_right": sum(accepted)}
+    return counts
 
 
 def metrics(service):

@@ -1,8 +1,8 @@
-"""The model that is served, and the server's settings and slots, as OpenAI's and llama.cpp's clients ask for them."""
+"""The models that are served, and the server's settings and slots, as OpenAI's and llama.cpp's clients ask for them."""
 
 from werkzeug.exceptions import ServiceUnavailable
 
-from engine.request import SAMPLING, Request
+from engine.request import SAMPLING, Generation, Request
 
 from .endpoint import Endpoint
 from .errors import NotFound
@@ -14,20 +14,22 @@ THEIR_NAMES = {"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty"
 
 
 def models(service):
-    return {"object": "list", "data": [described(service)]}
+    service.ready()
+    return {"object": "list", "data": [described(service, engine) for engine in service.engines]}
 
 
 def model(service, id: str):
-    """Only here is a name looked at: every other request is answered by the model that is served."""
-    if id != service.ready().name:
+    """Only here does an unknown name matter: every other request is answered by a model of the kind that it needs."""
+    service.ready()
+    found = [engine for engine in service.engines if engine.name == id]
+    if not found:
         raise NotFound("model", f"the model {id[:80]!r} is not here; /v1/models says what is", "model_not_found")
-    return described(service)
+    return described(service, found[0])
 
 
-def described(service) -> dict:
-    engine = service.ready()
+def described(service, engine) -> dict:
     return {"id": engine.name, "object": "model", "created": service.started, "owned_by": "qengine",
-            "max_model_len": engine.n_ctx,                                          # vLLM's name
+            "kind": engine.kind, "max_model_len": engine.n_ctx,                     # the latter is vLLM's name
             "meta": {"n_ctx": engine.n_ctx, "n_vocab": engine.tokenizer.n_vocab}}   # llama.cpp's
 
 
@@ -35,7 +37,7 @@ def props(service):
     """What a client that speaks llama.cpp's dialect asks before it talks. model_path is a name without directories."""
     engine = service.ready()
     tokenizer, template = engine.tokenizer, engine.template
-    return {"default_generation_settings": slot(service, 0), "total_slots": engine.n_slots,
+    return {"default_generation_settings": slot(service, 0), "total_slots": n_slots(engine),
             "model_alias": engine.name, "model_path": engine.name,
             "chat_template": template.source if template else "", "modalities": {"vision": False, "audio": False},
             "eos_token": tokenizer.decode([min(tokenizer.eos_ids)], special=True),
@@ -46,16 +48,23 @@ def slots(service, fail_on_no_slot: str = "0"):
     """What runs, one request in each slot, the oldest first; slots of the engine have no other order. Texts of requests
     are shown only with --log-prompts: everybody who may ask sees all slots."""
     engine = service.ready()
+    n = n_slots(engine)
     with service.changed:
-        running = [generation for generation, _ in service.open.values() if is_open(generation)][:engine.n_slots]
-    if len(running) == engine.n_slots and fail_on_no_slot == "1":
+        running = [generation for generation, _ in service.open.values() if is_open(generation)][:n]
+    if len(running) == n and fail_on_no_slot == "1":
         raise ServiceUnavailable("no slot is free", retry_after=1)
-    return [slot(service, i, *running[i:i + 1]) for i in range(engine.n_slots)]
+    return [slot(service, i, *running[i:i + 1]) for i in range(n)]
+
+
+def n_slots(engine) -> int:
+    """How many answers are generated at the same time."""
+    return engine.n_slots if engine.kind == "text" else 0
 
 
 def is_open(generation) -> bool:
     """Whether more tokens may come."""
-    return generation.finish_reason is None and generation.error is None and not generation.cancelled
+    is_text = isinstance(generation, Generation)
+    return is_text and generation.finish_reason is None and generation.error is None and not generation.cancelled
 
 
 def slot(service, index: int, generation=None) -> dict:
@@ -78,9 +87,9 @@ def slot(service, index: int, generation=None) -> dict:
     return said
 
 
-ENDPOINTS = [Endpoint("GET", "/v1/models", "The model that is served", models, PROTOCOL),
-             Endpoint("GET", "/v1/models/{id}", "The model, if it has this name", model, PROTOCOL),
-             Endpoint("GET", "/models", "The model that is served (llama.cpp)", models, PROTOCOL),
+ENDPOINTS = [Endpoint("GET", "/v1/models", "The models that are served", models, PROTOCOL),
+             Endpoint("GET", "/v1/models/{id}", "The model of this name", model, PROTOCOL),
+             Endpoint("GET", "/models", "The models that are served (llama.cpp)", models, PROTOCOL),
              Endpoint("GET", "/props", "The server's settings (llama.cpp)", props, PROTOCOL),
              Endpoint("GET", "/slots", "What runs (llama.cpp)", slots, PROTOCOL,
                       query={"fail_on_no_slot": one_of("0", "1")})]

@@ -1,10 +1,10 @@
-"""Ollama's API: /api/chat, /api/generate, and what the server has.
+"""Ollama's API: /api/chat, /api/generate, /api/embed, and what the server has.
 
-The streams are lines of JSON. Any model name is answered by the one model there is. What a request does not say has the
+The streams are lines of JSON. A model name that is not here is as good as any. What a request does not say has the
 defaults of the command line, not those of a Modelfile. `keep_alive` has no effect: the model stays loaded. The penalty
 of `repeat_penalty` counts tokens of the whole prompt and answer, whatever `repeat_last_n` above 0 says. A prompt that
-does not fit is refused, also where `truncate` or `shift` allow to cut it. What else Ollama has (embeddings, pulling,
-making and deleting models) is not served: 404.
+does not fit is refused, also where `truncate` or `shift` allow to cut it. Embeddings have length 1, also those of
+the old /api/embeddings. What else Ollama has (pulling, making and deleting models) is not served: 404.
 """
 
 import datetime
@@ -16,16 +16,18 @@ import time
 
 import flask
 
+from engine.pooling import MOST_TEXTS
 from engine.request import Request, RequestError
 
 from . import chat
+from .embeddings import DIMENSIONS, embed
 from .endpoint import Endpoint, WireProtocol
 from .errors import ErrorAnswer, explain
 from .fields import ANYTHING, BOOL, SAMPLED, TEXT, either, list_of, object_of, one_of
 from .grammar import Rules, Shape
 from .openai import CALL, ID, MAX_LOGPROBS, MAX_STOPS, OBJECT, STOP, TOOL, ChatChoice, read_tools
 from .reply import Call, Content, Message, Thought, cause_of, kept_alive, whole
-from .thinking import read_budget, thinks
+from .thinking import VARIABLES, read_thinking, thinks
 from .tools import form_of
 
 VERSION = "0.13.0"          # of Ollama, whose API this is: clients compare it with the version that they need
@@ -58,12 +60,17 @@ MESSAGE = object_of({
     "tool_calls": list_of(CALL), "tool_name": TEXT}, ["role"], others=True)
 SHARED = {
     "model": TEXT, "stream": BOOL, "format": either(one_of("", "json"), OBJECT), "options": OPTIONS,
-    "think": either(BOOL, one_of("low", "medium", "high", "max")), "logprobs": BOOL,
+    "think": either(BOOL, one_of("low", "medium", "high", "max")), "chat_template_kwargs": VARIABLES,
+    "logprobs": BOOL,
     "top_logprobs": {"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS},
     "keep_alive": either(TEXT, {"type": "number"}), **dict.fromkeys(["truncate", "shift", "metadata"], ANYTHING)}
 CHAT = object_of({**SHARED, "messages": list_of(MESSAGE), "tools": list_of(TOOL)}, ["model"])
 GENERATE = object_of({**SHARED, "prompt": TEXT, "system": TEXT, "raw": BOOL, "context": list_of(ID),
                       "images": list_of(TEXT), "suffix": one_of(""), "template": one_of("")}, ["model"])
+IDLE = {"model": TEXT, **dict.fromkeys(["keep_alive", "truncate", "options"], ANYTHING)}
+EMBED = object_of({**IDLE, "input": either(TEXT, list_of(TEXT, 1, MOST_TEXTS)), "dimensions": DIMENSIONS},
+                  ["model", "input"])
+OLD_EMBED = object_of({**IDLE, "prompt": TEXT}, ["model", "prompt"])
 SHOW = object_of({**dict.fromkeys(["model", "name"], TEXT),
                   **dict.fromkeys(["verbose", "system", "template", "options"], ANYTHING)})
 
@@ -118,7 +125,7 @@ def in_lines(response: flask.Response, body: dict) -> flask.Response:
 def loaded(service, body: dict, said) -> dict:
     """The answer to a request without a prompt, by which clients load a model, or unload it (keep_alive: 0)."""
     reason = "unload" if str(body.get("keep_alive")) in ("0", "0s", "0m") else "load"
-    return {"model": tag(service), "created_at": now(), **said("", "", []), "done": True, "done_reason": reason}
+    return {"model": tag(service.engine), "created_at": now(), **said("", "", []), "done": True, "done_reason": reason}
 
 
 def maker(service, body: dict, said):
@@ -159,7 +166,8 @@ def converse(body: dict, messages: list[dict], toolbox=None) -> chat.Conversatio
     schema = {"type": "object"} if format == "json" else format
     shape = Shape("json", schema, "format") if schema else None
     effort = think if isinstance(think, str) else None
-    return chat.Conversation(messages, thinks(effort) if effort else think, toolbox, shape, **read_budget({}, effort))
+    thoughts = read_thinking(body, effort, thinks(effort) if effort else think)
+    return chat.Conversation(messages, toolbox=toolbox, shape=shape, **thoughts)
 
 
 def read_message(message: dict) -> dict:
@@ -193,6 +201,25 @@ class Verbatim:
         return [Content(delta.text)] if delta.text else []
 
 
+# ---- embeddings ----------------------------------------------------------------------------------------
+
+
+def embed_texts(service, body: dict):
+    begun, engine = time.perf_counter(), service.ready("embedding", body["model"])
+
+    def said(job, rows):
+        times = {"total_duration": time.perf_counter() - begun, "load_duration": job.started - begun}
+        return {"model": tag(engine), "embeddings": rows.astype(float).tolist(),
+                **{name: round(seconds * 1e9) for name, seconds in times.items()}, "prompt_eval_count": job.n_prompt}
+
+    return embed(service, engine, body, "input", said)
+
+
+def embed_prompt(service, body: dict):
+    engine = service.ready("embedding", body["model"])
+    return embed(service, engine, body, "prompt", lambda job, rows: {"embedding": rows[0].astype(float).tolist()})
+
+
 # ---- what is answered ------------------------------------------------------------------------------------
 
 
@@ -204,7 +231,7 @@ class Answer:
     """
 
     def __init__(self, service, choice: ChatChoice, said, begun: float, gives_context: bool):
-        self.model, self.tokenizer, self.choice, self.said = tag(service), service.engine.tokenizer, choice, said
+        self.model, self.tokenizer, self.choice, self.said = tag(service.engine), service.engine.tokenizer, choice, said
         self.begun, self.gives_context, self.ids, self.n_calls = begun, gives_context, [], 0
 
     def whole(self, generations) -> dict:
@@ -303,9 +330,9 @@ def said_in_text(text: str, thought: str, calls: list[dict]) -> dict:
 # ---- what the server has ---------------------------------------------------------------------------------
 
 
-def tag(service) -> str:
-    """The model's name with a tag behind it, as Ollama's clients write names."""
-    name = service.engine.name
+def tag(engine) -> str:
+    """The name of the engine's model with a tag behind it, as Ollama's clients write names."""
+    name = engine.name
     return name if ":" in name else f"{name}:latest"
 
 
@@ -319,11 +346,11 @@ def shown_time(seconds: float) -> str:
     return when.isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
-def model_of(service) -> dict:
-    """What lists say of the model. Its digest stands for the file and is not the file's: that takes minutes to read."""
-    details = service.ready().details
-    said = json.dumps([service.engine.name, details.n_parameters, details.n_bytes, details.modified, details.metadata])
-    return {"name": tag(service), "model": tag(service), "modified_at": shown_time(details.modified),
+def model_of(engine) -> dict:
+    """What lists say of a model. Its digest stands for the file and is not the file's: that takes minutes to read."""
+    details = engine.details
+    said = json.dumps([engine.name, details.n_parameters, details.n_bytes, details.modified, details.metadata])
+    return {"name": tag(engine), "model": tag(engine), "modified_at": shown_time(details.modified),
             "size": details.n_bytes, "digest": hashlib.sha256(said.encode()).hexdigest(), "details": family_of(details)}
 
 
@@ -336,25 +363,31 @@ def family_of(details) -> dict:
 
 
 def tags(service):
-    return {"models": [model_of(service)]}
+    service.ready()
+    return {"models": [model_of(engine) for engine in service.engines]}
 
 
 def ps(service):
-    model = model_of(service)
-    more = {"expires_at": NEVER, "size_vram": model["size"], "context_length": service.engine.n_ctx}
-    return {"models": [model | more]}
+    def running(engine):
+        model = model_of(engine)
+        return model | {"expires_at": NEVER, "size_vram": model["size"], "context_length": engine.n_ctx}
+
+    service.ready()
+    return {"models": [running(engine) for engine in service.engines]}
 
 
 def show(service, body: dict):
     """What the model's file says. The context length is that of the server, in which prompts have to fit."""
-    engine = service.engine
+    engine = next(iter(service.named(body.get("model") or body.get("name"))), service.engine)
     template, metadata = engine.template.source if engine.template else "", engine.details.metadata
     model_info = {key: value for key, value in metadata.items()
                   if key != "tokenizer.chat_template" and not (isinstance(value, float) and not math.isfinite(value))}
     model_info |= {"general.parameter_count": engine.details.n_parameters,
                    f"{metadata['general.architecture']}.context_length": engine.n_ctx}
-    can = {"completion": True, "tools": form_of(template) is not None, "thinking": "</think>" in template}
-    return {"license": str(metadata.get("general.license", "")), "modelfile": f"FROM {tag(service)}\n",
+    is_text = engine.kind == "text"
+    can = {"completion": is_text, "tools": is_text and form_of(template) is not None,
+           "thinking": is_text and "</think>" in template, "embedding": engine.kind == "embedding"}
+    return {"license": str(metadata.get("general.license", "")), "modelfile": f"FROM {tag(engine)}\n",
             "parameters": f"num_ctx {engine.n_ctx}", "template": template, "details": family_of(engine.details),
             "model_info": model_info, "capabilities": [name for name in can if can[name]],
             "modified_at": shown_time(engine.details.modified)}
@@ -365,9 +398,15 @@ def version(service):
 
 
 ENDPOINTS = [
-    Endpoint("POST", "/api/chat", "Answer a conversation (Ollama)", chat_endpoint, PROTOCOL, CHAT, generates=True),
-    Endpoint("POST", "/api/generate", "Answer a prompt (Ollama)", generate, PROTOCOL, GENERATE, generates=True),
-    Endpoint("GET", "/api/tags", "The model that is served", tags, PROTOCOL),
-    Endpoint("GET", "/api/ps", "The model that is loaded", ps, PROTOCOL),
-    Endpoint("POST", "/api/show", "What the model's file says of it", show, PROTOCOL, SHOW),
+    Endpoint("POST", "/api/chat", "Answer a conversation (Ollama)", chat_endpoint, PROTOCOL, CHAT, generates=True,
+             kind="text"),
+    Endpoint("POST", "/api/generate", "Answer a prompt (Ollama)", generate, PROTOCOL, GENERATE, generates=True,
+             kind="text"),
+    Endpoint("POST", "/api/embed", "Embeddings of texts (Ollama)", embed_texts, PROTOCOL, EMBED, generates=True,
+             kind="embedding"),
+    Endpoint("POST", "/api/embeddings", "The embedding of a text (Ollama)", embed_prompt, PROTOCOL, OLD_EMBED,
+             generates=True, kind="embedding"),
+    Endpoint("GET", "/api/tags", "The models that are served", tags, PROTOCOL),
+    Endpoint("GET", "/api/ps", "The models that are loaded", ps, PROTOCOL),
+    Endpoint("POST", "/api/show", "What a model's file says of it", show, PROTOCOL, SHOW),
     Endpoint("GET", "/api/version", "The version of Ollama whose API this is", version, PROTOCOL)]

@@ -17,7 +17,7 @@ from .field_table import fields_of
 from .fields import ANYTHING, BOOL, SAMPLED, SECONDS, TEXT, either, list_of, number, object_of, one_of, sampling_of
 from .grammar import Shape, at_least
 from .reply import CallArguments, CallStart, Content, Message, Thought, cause_of, kept_alive, sse, together, whole
-from .thinking import BUDGETS, EFFORTS, read_budget, thinks
+from .thinking import BUDGETS, EFFORTS, VARIABLES, read_thinking, thinks
 from .tools import Tool
 
 BUILD = "qengine-1"         # which server this is, in answers and in /props
@@ -78,7 +78,7 @@ CHAT = object_of(fields_of(field_table.CHAT, {
     "logprobs": BOOL, "top_logprobs": {"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS},
     "tools": list_of(TOOL), "parallel_tool_calls": BOOL,
     "tool_choice": either(one_of("none", "auto", "required"), NAMED_TOOL, ALLOWED_TOOLS),
-    "chat_template_kwargs": object_of({"enable_thinking": BOOL}, others=True), "documents": list_of(OBJECT),
+    "chat_template_kwargs": VARIABLES, "documents": list_of(OBJECT),
     "add_generation_prompt": BOOL, "continue_final_message": BOOL,
     "reasoning_effort": one_of(*EFFORTS), **BUDGETS}), ["messages"])
 
@@ -165,22 +165,18 @@ def chat_completions(service, body: dict):
 
 
 ENDPOINTS = [Endpoint("POST", "/v1/chat/completions", "Answer a conversation", chat_completions, PROTOCOL, CHAT,
-                      generates=True)]
+                      generates=True, kind="text")]
 
 
 def read_conversation(body: dict) -> chat.Conversation:
     """What a chat request wants answered."""
-    variables = dict(body.get("chat_template_kwargs", {}))
+    effort = body.get("reasoning_effort")
+    thoughts = read_thinking(body, effort, thinks(effort))
     if "documents" in body:
-        variables["documents"] = body["documents"]
-    thinking, effort = variables.pop("enable_thinking", None), body.get("reasoning_effort")
-    if thinking is None:
-        thinking = thinks(effort)
-    elif thinking != thinks(effort):        # the effort is overruled
-        effort = None
+        thoughts["template_kwargs"]["documents"] = body["documents"]
     messages, is_continued = read_messages(body["messages"]), read_continued(body)
-    return chat.Conversation(messages, thinking, read_tools(body), read_shape(body), **read_budget(body, effort),
-                             continued=is_continued, template_kwargs=variables, timeout=body.get("timeout"),
+    return chat.Conversation(messages, toolbox=read_tools(body), shape=read_shape(body), **thoughts,
+                             continued=is_continued, timeout=body.get("timeout"),
                              add_generation_prompt=is_continued or body.get("add_generation_prompt", True))
 
 

@@ -1,6 +1,6 @@
 """The OpenAPI document of the server, made of what checks its requests."""
 
-from . import anthropic, completions, metrics, models, ollama, openai, page, plain, responses
+from . import anthropic, completions, embeddings, metrics, models, ollama, openai, page, plain, rerank, responses
 from .endpoint import Endpoint, WireProtocol
 
 
@@ -42,7 +42,8 @@ def published(description: dict) -> dict:
 
 
 PROTOCOLS = [openai.PROTOCOL, anthropic.PROTOCOL, ollama.PROTOCOL]
-FILES = openai, responses, completions, models, anthropic, ollama, plain, page, metrics     # in the document's order
+# In the document's order.
+FILES = openai, responses, completions, embeddings, rerank, models, anthropic, ollama, plain, page, metrics
 ENDPOINTS = [*(endpoint for file in FILES for endpoint in file.ENDPOINTS),
              Endpoint("GET", "/openapi.json", "This document", document, openai.PROTOCOL)]
 BY_NAME = {endpoint.name: endpoint for endpoint in ENDPOINTS}

@@ -39,7 +39,7 @@ def pipes(service):
     """What a decode step did on an emulated card: the next step, or the one that was counted last. 204 before the first
     counted step, 404 where steps cannot be counted."""
     engine = service.ready()
-    if not engine.counts_pipes:
+    if not (engine.kind == "text" and engine.counts_pipes):
         raise NotFound()
     counted = engine.count_pipes()
     return flask.Response(status=204) if counted is None else counted

@@ -99,19 +99,25 @@ def apply_template(service, body: dict):
 
 
 def health(service):
-    """Whether the server can answer, and why not. Of each card: its name, and its first and last layer."""
+    """Whether the server can answer, and why not. Of each card: its name, and its first and last layer. Of the models
+    beside the main one: what they are, and where."""
     engine = service.engine
     lost = {"lost": [told_of(fault) for fault in service.lost]} if service.lost else {}
     if service.is_draining:
         return {"status": "draining"}, 503
     if engine is None or service.is_loading:
         return {"status": "loading", **lost}, 503
-    if engine.reason is not None:
-        return {"status": "error", "error": engine.reason, **told_of(engine.fault)}, 503
-    cards = [{"name": card.describe(), "layers": [layers.start, layers.stop - 1]}      # the first and the last
-             for card, layers in zip(engine.cards, engine.layers)]
-    return {"status": "ok", "model": engine.name, "cards": cards, **lost,
-            "counts_pipes": engine.counts_pipes}
+    if failed := next((one for one in service.engines if one.reason is not None), None):
+        which = {} if failed is engine else {"model": failed.name}
+        return {"status": "error", **which, "error": failed.reason, **told_of(failed.fault)}, 503
+    side = [{"model": one.name, "kind": one.kind, "cards": cards_of(one)} for one in service.side]
+    return {"status": "ok", "model": engine.name, "cards": cards_of(engine), **({"side": side} if side else {}), **lost,
+            "counts_pipes": engine.kind == "text" and engine.counts_pipes}
+
+
+def cards_of(engine) -> list[dict]:
+    return [{"name": card.describe(), "layers": [layers.start, layers.stop - 1]}      # the first and the last
+            for card, layers in zip(engine.cards, engine.layers)]
 
 
 def told_of(fault: Fault) -> dict:
@@ -131,5 +137,5 @@ ENDPOINTS = [
         {"tokens": list_of({"type": "integer"}, 0, MAX_IDS), "model": TEXT}, ["tokens"])),
     Endpoint("GET", "/tokenizer_info", "Special tokens and the chat template", tokenizer_info, PROTOCOL),
     Endpoint("POST", "/apply-template", "The prompt of a conversation", apply_template, PROTOCOL, object_of(
-        CONVERSATION, ["messages"])),
+        CONVERSATION, ["messages"]), kind="text"),
     Endpoint("GET", "/health", "Whether the server can answer", health, PROTOCOL)]

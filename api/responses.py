@@ -32,7 +32,7 @@ from .field_table import fields_of
 from .fields import ANYTHING, BOOL, SAMPLED, TEXT, either, list_of, number, object_of, one_of, refused
 from .openai import FORMAT, MAX_LOGPROBS, NAME, OBJECT, PROTOCOL, SHARED, read_choice, read_format, read_sampling
 from .responses_stream import SEAL, Answer
-from .thinking import EFFORTS, read_budget, thinks
+from .thinking import EFFORTS, VARIABLES, read_thinking, thinks
 from .tools import Tool
 
 # ---- what may be sent ------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ CONVERSATION = {
     "reasoning": object_of({
         "effort": one_of(*EFFORTS), "summary": SUMMARY,
         "generate_summary": SUMMARY, "context": one_of("auto", "current_turn"), "mode": one_of("standard")}),
-    "truncation": one_of("auto", "disabled")}
+    "truncation": one_of("auto", "disabled"), "chat_template_kwargs": VARIABLES}
 SAME = [*(name for name in SAMPLED if name != "max_tokens"), "logit_bias", "stop", "stop_token_ids", "ignore_eos",
         "timeout"]          # as chats have them
 RESPONSE = object_of(fields_of(field_table.RESPONSES, {
@@ -159,9 +159,9 @@ ONE = "/v1/responses/{response_id}"
 STREAM = {"stream": refused("a response can be streamed only while it is made", "false")}
 PAGE = {"limit": {"type": "integer", "minimum": 1, "maximum": 100}, "order": one_of("asc", "desc"), "after": TEXT}
 ENDPOINTS = [
-    Endpoint("POST", "/v1/responses", "Answer a conversation", create, PROTOCOL, RESPONSE, generates=True),
+    Endpoint("POST", "/v1/responses", "Answer a conversation", create, PROTOCOL, RESPONSE, generates=True, kind="text"),
     Endpoint("POST", "/v1/responses/input_tokens", "How long the prompt of a response is", count_tokens, PROTOCOL,
-             COUNTED),
+             COUNTED, kind="text"),
     Endpoint("GET", ONE, "A kept response", retrieve, PROTOCOL, query=STREAM),
     Endpoint("DELETE", ONE, "Forget a kept response", delete, PROTOCOL),
     Endpoint("POST", ONE + "/cancel", "Refused: no response is in the background", cancel, PROTOCOL),
@@ -259,9 +259,9 @@ def read_conversation(body: dict, items: list[dict]) -> chat.Conversation:
     earlier responses are not among the items."""
     effort = body.get("reasoning", {}).get("effort")
     messages = [{"role": "system", "content": body["instructions"]}] if "instructions" in body else []
-    return chat.Conversation(messages + read_messages(items), thinks(effort), read_tools(body),
-                             read_format(body.get("text", {}).get("format", {}), "text.format"),
-                             timeout=body.get("timeout"), **read_budget(body, effort))
+    return chat.Conversation(messages + read_messages(items), toolbox=read_tools(body),
+                             shape=read_format(body.get("text", {}).get("format", {}), "text.format"),
+                             timeout=body.get("timeout"), **read_thinking(body, effort, thinks(effort)))
 
 
 def read_tools(body: dict) -> chat.Toolbox | None:

@@ -14,31 +14,36 @@ from werkzeug.exceptions import ServiceUnavailable, TooManyRequests
 
 from engine.request import EngineStopped
 from engine.template import end_rendering
-from engine.text_engine import TextEngine
+from engine.pooling import PoolingEngine
+from engine.text_engine import ABILITIES, TextEngine, wrong_kind
 
 from . import log, metrics, openapi
 from .access import Access
-from .errors import MAX_BODY, explain
+from .errors import MAX_BODY, NotFound, explain
 from .stored import Stored
 
 MAX_WAITING = 64            # requests that may wait beside the running ones; one more is answered 429
 POLL_SECONDS = 0.05         # between two looks for clients that hung up
 
+# The option of the command line that names a model of each kind.
+NAMED_BY = {"text": "-m", "embedding": "--embedding-model", "reranking": "--reranking-model"}
+
 
 class Service:
     """What the HTTP endpoints share.
 
-    engine: None while the model loads; the answer is then 503. sampling: fields of Request, for what an HTTP
-    request leaves out; thinking: the default of the template's enable_thinking. max_requests: how many requests may be
-    open at once.
+    engine: of the main model, which may be of any kind. None while it loads; the answer is then 503. side: the engines
+    beside it. sampling: fields of Request, for what an HTTP request leaves out; thinking: the default of the template's
+    enable_thinking; template_kwargs: of its other variables. max_requests: how many requests may be open at once.
     """
 
-    def __init__(self, engine: TextEngine | None, sampling: dict, thinking: bool | None, max_requests: int):
-        self.engine, self.max_requests = engine, max_requests
-        self.sampling, self.thinking = sampling, thinking
+    def __init__(self, engine: TextEngine | PoolingEngine | None, side: list[PoolingEngine], sampling: dict,
+                 thinking: bool | None, template_kwargs: dict, max_requests: int):
+        self.engine, self.side, self.max_requests = engine, side, max_requests
+        self.sampling, self.thinking, self.template_kwargs = sampling, thinking, template_kwargs
         self.started = int(time.time())
         self.changed = threading.Condition()        # guards what follows
-        self.open = {}                              # id -> (Generation, function: has its client hung up?)
+        self.open = {}      # id -> (Generation or TextsJob, function: has its client hung up?)
         self.n_entering = 0                         # places taken by `places` for requests that are not in `open`
         self.is_draining = False                    # requests with a body are refused; the open ones go on
         self.closing = False
@@ -48,22 +53,46 @@ class Service:
         self.log = self.metrics = None              # a RequestLog and Metrics, set by create_app
         threading.Thread(target=self.watch, name="client watcher", daemon=True).start()
 
-    def ready(self) -> TextEngine:
-        """The engine. Raises ServiceUnavailable or EngineStopped, both of which are answered 503."""
+    def ready(self, kind: str | None = None, name: str | None = None) -> TextEngine | PoolingEngine:
+        """The engine of this kind; None: that of the main model, whatever it is. name: of a model, as the request has
+        it. Raises ServiceUnavailable or EngineStopped, both of which are answered 503; RequestError where there is no
+        such engine."""
         if self.engine is None or self.is_loading:
             raise ServiceUnavailable("the model is still loading", retry_after=5)
-        if self.engine.reason is not None:
-            raise EngineStopped(self.engine.reason)
-        return self.engine
+        engine = self.engine if kind is None else self.engine_for(kind, name)
+        if engine.reason is not None:
+            raise EngineStopped(engine.reason)
+        return engine
 
-    def respond(self, n: int, prepare, stream: bool):
-        """Submits n requests and returns the HTTP response to them.
+    def engine_for(self, kind: str, name: str | None) -> TextEngine | PoolingEngine:
+        """The engine of this kind. A name that no model here has is as good as none. Raises RequestError if the model
+        of that name is of another kind; NotFound if no model here is of the kind."""
+        named = self.named(name)
+        fitting = [engine for engine in named or self.engines if engine.kind == kind]
+        if fitting:
+            return fitting[0]
+        if named:
+            raise wrong_kind(named[0], kind)
+        raise NotFound("model", f"no model of this server can {ABILITIES[kind]}: {NAMED_BY[kind]} names one",
+                       "model_not_found")
+
+    @property
+    def engines(self) -> list:
+        """All engines, that of the main model first."""
+        return [self.engine, *self.side]
+
+    def named(self, name: str | None) -> list:
+        """The engines whose models have this name, which Ollama's clients write with a tag."""
+        return [engine for engine in self.engines if name in (engine.name, f"{engine.name}:latest")]
+
+    def respond(self, n: int, prepare, stream: bool, engine: PoolingEngine | None = None):
+        """Submits n requests and returns the HTTP response to them. engine: by default that of the main model.
 
         prepare() gives (requests, answer). It is called after the n places were taken, since it may take long. answer
         writes what a protocol says of the generations: answer.whole(generations) gives a JSON object,
         answer.events(generations) the server-sent events of a stream, errors included.
         """
-        generations, answer = self.submit(n, prepare)
+        generations, answer = self.submit(n, prepare, engine)
         if stream:
             response = flask.Response(answer.events(generations), mimetype="text/event-stream", headers={
                 "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})    # nginx passes each event on at once
@@ -71,13 +100,14 @@ class Service:
             response.call_on_close(lambda: self.release(generations))
             return response
         try:
-            return flask.jsonify(answer.whole(generations))
+            said = answer.whole(generations)
+            return said if isinstance(said, flask.Response) else flask.jsonify(said)
         finally:
             self.release(generations)
 
-    def text_of(self, ids) -> str:
-        """The text of token ids, special ones included."""
-        return self.engine.tokenizer.decode(ids, special=True)
+    def text_of(self, ids, engine=None) -> str:
+        """The text of token ids, special ones included. engine: whose they are, by default that of the main model."""
+        return (engine or self.engine).tokenizer.decode(ids, special=True)
 
     # ---- open requests ------------------------------------------------------------------------------------
 
@@ -101,16 +131,16 @@ class Service:
                 self.n_entering -= n
                 self.changed.notify_all()
 
-    def submit(self, n: int, prepare) -> tuple:
+    def submit(self, n: int, prepare, engine: PoolingEngine | None = None) -> tuple:
         """Hands n requests to the engine, all of them or none; returns (generations, answer). From then on their
-        generations are open, and their client is watched. prepare: see `respond`."""
+        generations are open, and their client is watched. prepare, engine: see `respond`."""
         gone = flask.request.environ.get("waitress.client_disconnected", lambda: False)
         generations, started = [], time.perf_counter()
         try:
             with self.places(n):
                 requests, answer = prepare()        # a grammar takes long, here and in the engine
                 for request in requests:
-                    generations.append(self.ready().submit(request))
+                    generations.append((engine or self.ready()).submit(request))
                     if request.timeout is not None:         # it counts what `prepare` took, too
                         generations[-1].deadline = started + request.timeout
         except BaseException as error:
@@ -123,6 +153,7 @@ class Service:
             if self.closing:
                 self.release(generations)
             self.changed.notify_all()
+        flask.g.exchange.engine = engine or self.engine
         flask.g.exchange.generations += generations     # for the log
         return generations, answer
 
@@ -171,19 +202,20 @@ class Service:
             return not (self.open or self.n_entering)
 
 
-def create_app(engine: TextEngine | None = None, *, sampling: dict | None = None, thinking: bool | None = None,
-               max_requests: int = MAX_WAITING, keys=(), origins=(), host: str = "127.0.0.1",
-               log_prompts: bool = False) -> flask.Flask:
+def create_app(engine: TextEngine | PoolingEngine | None = None, side=(), *, sampling: dict | None = None,
+               thinking: bool | None = None, template_kwargs: dict | None = None, max_requests: int = MAX_WAITING,
+               keys=(), origins=(),
+               host: str = "127.0.0.1", log_prompts: bool = False) -> flask.Flask:
     """The Flask app over `engine`; app.extensions["qengine"] is its Service.
 
     Without an engine the app answers 503 until its service is given one, so it may listen while the model loads.
-    sampling, thinking, max_requests: see `Service`. keys: API keys; where there are any, a request must bring one.
-    origins: of web pages that may ask, "*" for all. host: the address that the server is going to listen on.
-    log_prompts: put the text of prompts into the log of requests.
+    side, sampling, thinking, template_kwargs, max_requests: see `Service`. keys: API keys; where there are any, a
+    request must bring one. origins: of web pages that may ask, "*" for all. host: the address that the server is going
+    to listen on. log_prompts: put the text of prompts into the log of requests.
     """
     # The protocols say that the temperature is 1. Request's own defaults are for experiments: greedy, never cut short.
     defaults = {"temperature": 1.0, "repetition_guard": True} | (sampling or {})
-    service = Service(engine, defaults, thinking, max_requests)
+    service = Service(engine, list(side), defaults, thinking, template_kwargs or {}, max_requests)
     app = flask.Flask("qengine", static_folder=None)
     app.extensions["qengine"] = service
     app.config["MAX_CONTENT_LENGTH"] = MAX_BODY

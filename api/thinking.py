@@ -1,11 +1,15 @@
-"""How long a model may think: what requests say of it, in tokens."""
+"""Whether and how long a model may think: what requests say of it, in tokens, or in words of the model's template."""
 
-from .fields import number
+from engine import template
+
+from .fields import BOOL, number, object_of
 
 UNLIMITED = 2**31 - 1
 
-# The most tokens of thoughts for each word of reasoning_effort; without any, thoughts are switched off.
-EFFORTS = {"none": 0, "minimal": 0, "low": 1024, "medium": 4096, "high": 16_384, "xhigh": 32_768, "max": UNLIMITED}
+# The most tokens of thoughts for each word of reasoning_effort where the chat template does not know the word; without
+# any, thoughts are switched off.
+EFFORTS = dict(zip(template.EFFORTS, (0, 0, 1024, 4096, 16_384, 32_768, UNLIMITED), strict=True))
+VARIABLES = object_of({"enable_thinking": BOOL}, others=True)       # chat_template_kwargs
 
 # Names of other servers for thinking_budget: vLLM's and, old and new, llama.cpp's. -1: no limit.
 OTHER_NAMES = "thinking_token_budget", "thinking_budget_tokens", "reasoning_budget_tokens"
@@ -17,10 +21,16 @@ def thinks(effort: str | None) -> bool | None:
     return None if effort is None else EFFORTS[effort] > 0
 
 
-def read_budget(body: dict, effort: str | None) -> dict:
-    """Arguments of Conversation: the most tokens of thoughts, and the field that says so. A number goes before the
-    effort, which is only a hint: no field is named then."""
+def read_thinking(body: dict, effort: str | None, thinking: bool | None) -> dict:
+    """Arguments of Conversation: whether and how long the model may think, and what else the request has for its chat
+    template. effort, thinking: as the protocol's own fields say it; `chat_template_kwargs` overrules both. A number of
+    tokens goes before the effort, which is only a hint: no field is named then."""
+    variables = dict(body.get("chat_template_kwargs", {}))
+    said = variables.pop("enable_thinking", None)
+    if said is not None and said != thinks(effort):
+        effort = None
+    found = {"thinking": thinking if said is None else said, "effort": effort, "template_kwargs": variables}
     for field in ("thinking_budget", *OTHER_NAMES):
         if field in body:
-            return {"thinking_budget": body[field] if body[field] >= 0 else UNLIMITED, "budget_field": field}
-    return {} if effort is None else {"thinking_budget": EFFORTS[effort]}
+            return found | {"thinking_budget": body[field] if body[field] >= 0 else UNLIMITED, "budget_field": field}
+    return found

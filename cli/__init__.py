@@ -2,7 +2,7 @@
 
     main.py         what is to be done, exit codes, the process around it
     options.py      the options, which go together, the help
-    engines.py      what the options ask of the engine, and the files that they name
+    engines.py      what the options ask of the engines, and the files that they name
     interrupts.py   Ctrl-C
     chat.py         one answer, or a conversation, on the terminal
     serve.py        the server

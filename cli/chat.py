@@ -7,7 +7,7 @@ import qengine
 from engine.request import ModelError, Request, RequestError
 from engine.tokenizer import encode_prompt
 
-from .engines import load_engine, traced
+from .engines import Wishes, load_engine, traced
 from .interrupts import interruptible
 
 
@@ -38,7 +38,7 @@ def print_answer(engine, prompt_ids: list, sampling: dict) -> tuple[str, bool]:
     return "".join(pieces), interrupted
 
 
-def with_bounds(sampling: dict, model, prompt: str, thinking) -> dict:
+def with_bounds(sampling: dict, model, prompt: str, thinking: bool | None) -> dict:
     """`sampling` and, where it limits thoughts, how the answer to this prompt shows their end. model: an OpenModel or
     an Engine."""
     if "thinking_budget" not in sampling:
@@ -51,19 +51,30 @@ def with_bounds(sampling: dict, model, prompt: str, thinking) -> dict:
     return sampling | bounds
 
 
+def remembered(answer: str) -> dict:
+    """An answer as a message of the conversation. Thoughts stand apart, so that the template decides whether the model
+    sees them again."""
+    thoughts, tag, text = answer.partition("</think>")
+    if not tag:
+        return {"role": "assistant", "content": answer}
+    thoughts = thoughts.strip().removeprefix("<think>").strip()
+    return {"role": "assistant", "reasoning_content": thoughts, "content": text.lstrip("\n")}
+
+
 def check_text(text: str):
     """Raises RequestError where text from the command line or the terminal was not valid UTF-8."""
     if any("\ud800" <= c <= "\udfff" for c in text):     # Python makes these of bytes that it cannot decode
         raise RequestError("prompt", "the prompt is not valid UTF-8")
 
 
-def run_prompt(model: qengine.OpenModel, options, sampling: dict, thinking) -> int:
+def run_prompt(model: qengine.OpenModel, options, sampling: dict, wishes: Wishes) -> int:
     """Answers one text; returns the exit code. A text that cannot be answered is refused before the model is loaded."""
     check_text(text := options.prompt)
     n_ctx = model.n_ctx(options.ctx)
+    wishes.check(model)
     if model.template is not None and not options.raw:
-        text = model.template.render([{"role": "user", "content": text}], enable_thinking=thinking)
-        sampling = with_bounds(sampling, model, text, thinking)
+        text = wishes.render(model, [{"role": "user", "content": text}])
+        sampling = with_bounds(sampling, model, text, wishes.thinking)
     ids = encode_prompt(model.tokenizer, text, n_ctx)
     Request(ids, **sampling).check(model.config.n_vocab, n_ctx)
     with contextlib.closing(load_engine(model, options)) as engine, traced(engine, options):
@@ -71,15 +82,16 @@ def run_prompt(model: qengine.OpenModel, options, sampling: dict, thinking) -> i
     return 130 if interrupted else 0
 
 
-def run_chat(model: qengine.OpenModel, options, sampling: dict, thinking) -> int:
+def run_chat(model: qengine.OpenModel, options, sampling: dict, wishes: Wishes) -> int:
     """A conversation on the terminal, or with the lines of stdin; returns the exit code."""
     if model.template is None:
         raise ModelError("this model has no chat template: use -p TEXT --raw")
+    wishes.check(model)
     with contextlib.closing(load_engine(model, options)) as engine, traced(engine, options):
-        return chat(engine, sampling, thinking)
+        return chat(engine, sampling, wishes)
 
 
-def chat(engine, sampling: dict, thinking) -> int:
+def chat(engine, sampling: dict, wishes: Wishes) -> int:
     """The conversation itself; Ctrl-C ends the answer that is being written and nothing else."""
     sys.stdin.reconfigure(errors="surrogateescape")     # bytes that are no text are refused below, in a sentence
     if sys.stdin.isatty():
@@ -105,8 +117,8 @@ def chat(engine, sampling: dict, thinking) -> int:
         messages.append({"role": "user", "content": text})
         try:
             check_text(text)
-            prompt = engine.template.render(messages, enable_thinking=thinking)
-            asked = with_bounds(sampling, engine, prompt, thinking)
+            prompt = wishes.render(engine, messages)
+            asked = with_bounds(sampling, engine, prompt, wishes.thinking)
             answer, _ = print_answer(engine, engine.encode(prompt), asked)
         except RequestError as error:           # for example, the conversation has outgrown the context
             qengine.note(f"qengine: {error}")
@@ -114,4 +126,4 @@ def chat(engine, sampling: dict, thinking) -> int:
         except KeyboardInterrupt:               # before the answer began
             messages.pop()
         else:
-            messages.append({"role": "assistant", "content": answer})
+            messages.append(remembered(answer))

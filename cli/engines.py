@@ -1,11 +1,39 @@
-"""What the options of a command line ask of the engine, and the files that they name."""
+"""What the options of a command line ask of the engines, and the files that they name."""
 
 import contextlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import qengine
+from engine.pooling import PoolingEngine
+from engine.request import RequestError
+from engine.text_engine import wrong_kind
 from kernels.trace import LEFT_OUT, tracing
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the command line asks of chat templates. thinking: None leaves it to the template. template_kwargs: its
+    other variables."""
+
+    thinking: bool | None
+    template_kwargs: dict
+
+    def render(self, model, messages: list[dict]) -> str:
+        """The prompt of a conversation. model: an OpenModel or an Engine. Raises RequestError."""
+        return model.template.render(messages, enable_thinking=self.thinking, template_kwargs=self.template_kwargs)
+
+    def check(self, model: "qengine.OpenModel"):
+        """Raises RequestError where the template refuses its variables, and tells of those that it does not use."""
+        if not self.template_kwargs:
+            return
+        if model.template is None or model.kind != "text":
+            raise RequestError("chat_template_kwargs", "--chat-template-kwargs is for chat templates, and this model "
+                                                       "has none")
+        if unused := sorted(self.template_kwargs.keys() - model.template.variables):
+            qengine.note(f"warning: the chat template of this model does not use {', '.join(unused)}")
+        self.render(model, [{"role": "user", "content": "Hello"}])
 
 
 def asked(options) -> dict:
@@ -19,9 +47,49 @@ def asked(options) -> dict:
             "checkpoint_host_memory": on_host, "split": options.split, "draft": draft}
 
 
-def load_engine(model: "str | qengine.OpenModel", options) -> "qengine.Engine":
+def load_engine(model: "qengine.OpenModel", options) -> "qengine.Engine":
     """The engine that the options ask for."""
     return qengine.load(model, card=options.card, **asked(options))
+
+
+# ---- models beside the main one ----------------------------------------------------------------------------
+
+
+def open_side(options) -> list[tuple["qengine.OpenModel", str | None]]:
+    """The models beside the main one, and the name of the card that each is to have. Raises ModelError; RequestError
+    where a model is of another kind than its option says."""
+    found = []
+    for kind in "embedding", "reranking":
+        if (path := getattr(options, f"{kind}_model")) is not None:
+            model = qengine.open_model(path)
+            if model.kind != kind:
+                raise wrong_kind(model, kind)
+            found.append((model, getattr(options, f"{kind}_card")))
+    return found
+
+
+def side_cards(known: dict, cards: list, name: str | None, wrap=lambda card: card) -> list:
+    """The cards of a model beside the main one. known: cards by their own names; what is opened for `name` and is not
+    among them is added, wrapped. cards: the main model's, the first of which is taken where there is no name."""
+    wanted = cards[:1] if name is None else qengine.open_named(name)
+    return [known.get(card.name) or known.setdefault(card.name, wrap(card)) for card in wanted]
+
+
+def load_engines(main: "qengine.OpenModel", options) -> tuple["qengine.Engine | PoolingEngine", list[PoolingEngine]]:
+    """The engine of the main model, and those of the models beside it, which are loaded first: the plan of the main
+    model then sees what they leave."""
+    side = open_side(options)
+    if not side:
+        return load_engine(main, options), []
+    cards = qengine.open_named(options.card)
+    known, loaded = {card.name: card for card in cards}, []
+    with contextlib.ExitStack() as stack:
+        for model, name in side:
+            loaded.append(qengine.load(model, [card.twin() for card in side_cards(known, cards, name)]))
+            stack.callback(loaded[-1].close)
+        engine = qengine.load(main, cards, **asked(options))
+        stack.pop_all()
+    return engine, loaded
 
 
 @contextlib.contextmanager

@@ -6,15 +6,15 @@ import signal
 import sys
 
 import qengine
-from engine.plan import Demand, most_drafts
 from engine.request import SAMPLING, EngineStopped, ModelError, RequestError
+from engine.text_engine import wrong_kind
 from kernels import probe
-from kernels.card import CardError
+from kernels.card import CardError, PlannedCard
 from kernels.compile import CompileError
 
 from .bench import run_bench
 from .chat import run_chat, run_prompt
-from .engines import asked, write_json
+from .engines import Wishes, asked, open_side, side_cards, write_json
 from .interrupts import interruptible
 from .options import TASKS, build_parser, check_options, given, option_name
 from .perplexity import run_perplexity
@@ -39,12 +39,21 @@ def print_config(options) -> int:
 
 
 def run_plan(model: qengine.OpenModel, options) -> int:
-    """Prints where the model goes and what that takes; returns the exit code. Raises OutOfMemory."""
-    wishes = asked(options)
-    n_ctx, drafts = model.n_ctx(wishes.pop("ctx")), most_drafts(wishes.pop("draft"))
-    planner = qengine.make_planner(model, options.card, Demand(n_ctx, drafts=drafts, **wishes))
+    """Prints where the models go and what that takes, those beside the main one first; returns the exit code. Raises
+    OutOfMemory."""
+    cards, side = qengine.open_named(options.card), open_side(options)
+    if side:
+        cards = type(cards)(map(PlannedCard, cards))
+    known = {card.name: card for card in cards}
+    for beside, name in side:
+        planner = qengine.make_planner(beside, side_cards(known, cards, name, PlannedCard), beside.demand())
+        planner.check()
+        print(f"{beside.name}, {beside.kind}:\n{planner.report()}\n")
+        for card, stage in zip(planner.cards, planner.plan.stages):
+            card.set_aside(stage.total)
+    planner = qengine.make_planner(model, cards, model.demand(**asked(options)))
     planner.check()
-    print(planner.report())
+    print(f"{model.name}, {model.kind}:\n{planner.report()}" if side else planner.report())
     return 0
 
 
@@ -52,26 +61,30 @@ def run(options) -> int:
     """Does what the parsed command line asks; returns the exit code."""
     sampling = {name: getattr(options, name) for name in SAMPLING if getattr(options, name) is not None}
     sampling["repetition_guard"] = options.repetition_guard != "off"
-    thinking = {None: None, "on": True, "off": False}[options.thinking]
+    template_kwargs = dict(options.chat_template_kwargs or {})
+    said = template_kwargs.pop("enable_thinking", None)
+    wishes = Wishes({None: said, "on": True, "off": False}[options.thinking], template_kwargs)
     if options.trace:
         write_json(options.trace, {})       # now, so that a recording is not lost because of a mistyped folder
     if options.print_config:
         return print_config(options)
     if options.serve is not None:
         from .serve import run_server  # here: a tenth of a second of imports that nothing else needs
-        return run_server(options, sampling, thinking)
+        return run_server(options, sampling, wishes)
     if options.probe:
         return run_probe(options)
     model = qengine.open_model(options.model)
     if options.plan:
         return run_plan(model, options)
+    if model.kind != "text":
+        raise wrong_kind(model, "text")
     if options.bench:
         return run_bench(model, options)
     if options.perplexity is not None:
         return run_perplexity(model, options)
     if options.chat:
-        return run_chat(model, options, sampling, thinking)
-    return run_prompt(model, options, sampling, thinking)
+        return run_chat(model, options, sampling, wishes)
+    return run_prompt(model, options, sampling, wishes)
 
 
 def main(arguments=None) -> int:

@@ -2,12 +2,14 @@
 
 import argparse
 import functools
+import json
 
 import qengine
 from engine.plan import KEPT_CONTEXTS
 from engine.repetition import LONGEST_PERIOD, REPEATED_TOKENS
 from engine.request import SAMPLING
 from engine.speculate import MOST_DRAFTS
+from engine.template import OWN_NAMES
 
 from kernels.records import CHECK_ROWS
 
@@ -19,7 +21,9 @@ examples:
   python qengine.py                                                 talk with the small model that comes along
   python qengine.py -m synthetic:tiny -p "Hello" --max-tokens 32    random weights: a first run without a file
   python qengine.py -m model.gguf --chat                            talk with a model
+  python qengine.py -m hf:OWNER/NAME-GGUF:Q8_0 --chat               the same with one of the Hugging Face Hub
   python qengine.py -m model.gguf --serve                           OpenAI-compatible server on port 8080
+  python qengine.py -m m.gguf --serve --embedding-model e.gguf      the same, with /v1/embeddings
   python qengine.py -m model.gguf --perplexity text.txt             how well the model predicts a text
   python qengine.py --probe                                         what this card's pipes and memory can do
   python qengine.py -m model.gguf --bench                           how fast the model runs on it
@@ -34,12 +38,15 @@ GOES_WITH = {"raw": ["prompt"], "slots": ["serve", "plan", "print_config"], "kv_
              **dict.fromkeys(["host", "api_key", "api_key_file", "cors", "log_prompts", "go_on", "tls_cert", "tls_key",
                              "drain"], ["serve"]),
              **dict.fromkeys(["checkpoint_memory", "checkpoint_host_memory"], ["serve", "chat", "plan"]),
+             **dict.fromkeys(["embedding_model", "reranking_model"], ["serve", "plan"]),
+             "embedding_card": ["embedding_model"], "reranking_card": ["reranking_model"],
              "trace": ["prompt", "chat", "serve", "perplexity", "bench"],
              "against": ["perplexity"], "json": ["bench", "probe"],
              **dict.fromkeys(["prompt_lengths", "contexts", "repeats", "batch", "cards", "acceptance", "check_widths"],
                              ["bench"]),
              "draft": ["prompt", "chat", "serve", "bench", "plan"],
-             **dict.fromkeys([*SAMPLING, "thinking", "repetition_guard"], ["prompt", "chat", "serve"])}
+             **dict.fromkeys([*SAMPLING, "thinking", "chat_template_kwargs", "repetition_guard"],
+                             ["prompt", "chat", "serve"])}
 
 
 class Parser(argparse.ArgumentParser):
@@ -79,6 +86,22 @@ def draft(text: str) -> str | int:
     return within(int, 0, MOST_DRAFTS)("0" if text == "off" else text)
 
 
+def template_variables(text: str) -> dict:
+    """An argparse type: a JSON object with variables of a chat template. Those of the engine itself are refused, but
+    enable_thinking may be true or false."""
+    try:
+        variables = json.loads(text)
+    except ValueError:
+        variables = None
+    if not isinstance(variables, dict):
+        raise argparse.ArgumentTypeError(f'must be a JSON object, as in {{"preserve_thinking": false}}, not {text!r}')
+    if taken := sorted((OWN_NAMES - {"enable_thinking"}) & variables.keys()):
+        raise argparse.ArgumentTypeError(f"may not set {taken[0]!r}")
+    if not isinstance(variables.get("enable_thinking", True), bool):
+        raise argparse.ArgumentTypeError("'enable_thinking' is neither true nor false")
+    return variables
+
+
 def listed(numbers) -> str:
     return ",".join(map(str, numbers))
 
@@ -90,9 +113,10 @@ def build_parser() -> Parser:
         description="Runs a Qwen3.5 or Qwen3.6 model on NVIDIA cards or, without one, on an emulated card.",
         epilog=EXAMPLES, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", metavar="MODEL", default=qengine.DEFAULT_MODEL,
-                        help="a GGUF file, or random weights: synthetic:0.8b, synthetic:9b:q4_k, ... "
+                        help="a GGUF file (of several the first), one of the Hugging Face Hub: hf:OWNER/NAME, and "
+                             "behind it :Q4_K_M or :FILE, or random weights: synthetic:0.8b, synthetic:9b:q4_k, ... "
                              "(default: the small model that comes with qengine)")
-    for add in add_tasks, add_answer, add_comparison, add_bench, add_server, add_machine:
+    for add in add_tasks, add_answer, add_comparison, add_bench, add_server, add_side_models, add_machine:
         add(parser)
     return parser
 
@@ -130,6 +154,9 @@ def add_answer(parser: Parser):
                             type=within(kind, low, high), help=meaning)
     answer.add_argument("--thinking", choices=("on", "off"),
                         help="let the model reason before it answers (default: as its chat template says)")
+    answer.add_argument("--chat-template-kwargs", metavar="JSON", type=template_variables,
+                        help='variables of the chat template that a request does not set, for example '
+                             '{"reasoning_effort": "low", "preserve_thinking": false}')
     answer.add_argument("--repetition-guard", choices=("on", "off"),
                         help=f"end an answer once its last {REPEATED_TOKENS} tokens only repeat a text of at most "
                              f"{LONGEST_PERIOD} tokens that is not in the prompt (default: on)")
@@ -189,6 +216,15 @@ def add_server(parser: Parser):
 
     server.add_argument("--go-on", action="store_true",
                         help="when a card fails, load the model anew onto the others if it fits there, and serve on")
+
+
+def add_side_models(parser: Parser):
+    side = parser.add_argument_group("models beside the main one, with --serve or --plan")
+    for kind, paths in ("embedding", "/v1/embeddings"), ("reranking", "/v1/rerank"):
+        side.add_argument(f"--{kind}-model", metavar="MODEL",
+                          help=f"answers {paths}; it is loaded first, and the main model gets the memory that is left")
+        side.add_argument(f"--{kind}-card", metavar="CARD",
+                          help="where, named as for --card (default: the main model's first card)")
 
 
 def add_machine(parser: Parser):
@@ -252,7 +288,9 @@ def check_options(parser: Parser, options):
         parser.error("--split is for what loads a model, and for --plan")
     if options.probe and options.model != qengine.DEFAULT_MODEL:
         parser.error("-m is not for --probe, which uses no model")
-    for name in "thinking", "thinking_budget":
+    if options.thinking and "enable_thinking" in (options.chat_template_kwargs or {}):
+        parser.error("--thinking and 'enable_thinking' in --chat-template-kwargs say the same: give one of them")
+    for name in "thinking", "thinking_budget", "chat_template_kwargs":
         if options.raw and name in names:
             parser.error(f"{option_name(name)} is for chat templates, and --raw uses none")
     if bool(options.tls_cert) != bool(options.tls_key):

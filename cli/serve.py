@@ -14,18 +14,19 @@ from engine.request import Fault, ModelError, RequestError
 from kernels.card import CardError
 from kernels.compile import CompileError
 
-from .engines import asked, load_engine, traced
+from .engines import Wishes, asked, load_engines, traced
 from .interrupts import endable, handle_ending, leave_ended
 
 
-def run_server(options, sampling: dict, thinking) -> int:
+def run_server(options, sampling: dict, wishes: Wishes) -> int:
     """Listens, loads, and serves. SIGTERM and SIGHUP let open requests go on for --drain seconds, Ctrl-C does not; then
     what is left of them is cancelled, and their clients are told."""
     endable()
     keys = read_keys(options.api_key, options.api_key_file)
     origins = [read_origin(text) for text in options.cors]
     tls = read_certificate(options.tls_cert, options.tls_key) if options.tls_cert else None
-    app = create_app(sampling=sampling, thinking=thinking, max_requests=options.slots + MAX_WAITING, keys=keys,
+    app = create_app(sampling=sampling, thinking=wishes.thinking, template_kwargs=wishes.template_kwargs,
+                     max_requests=options.slots + MAX_WAITING, keys=keys,
                      origins=origins, host=options.host, log_prompts=options.log_prompts)
     service = app.extensions["qengine"]
     with contextlib.ExitStack() as stack:
@@ -47,7 +48,9 @@ def run_server(options, sampling: dict, thinking) -> int:
         for path in filter(None, [tls and options.tls_key, options.api_key_file]):
             if not is_secret(path):
                 qengine.note(f"warning: other users of this machine can read {path}")
-        service.engine = load_engine(options.model, options)
+        wishes.check(model := qengine.open_model(options.model))
+        engine, service.side = load_engines(model, options)
+        service.engine = engine             # from now on the service answers
         if "thinking_budget" in sampling and "</think>" not in service.engine.tokenizer.tags:
             qengine.note("warning: --thinking-budget has no effect on this model, which has no </think> as one token")
         stack.enter_context(traced(service.engine, options))
@@ -55,6 +58,8 @@ def run_server(options, sampling: dict, thinking) -> int:
             scheme = "https" if tls else "http"
             qengine.note(f"serving {service.engine.name} on {scheme}://{options.host}:{port}/ (a page to talk with it, "
                          "and /v1 for programs; Ctrl-C stops)")
+            for one in service.side:
+                qengine.note(f"beside it: {one.name}, {one.kind}")
             work(service, options)
         except SystemExit:
             drain(service, options.drain)
@@ -62,7 +67,8 @@ def run_server(options, sampling: dict, thinking) -> int:
         finally:
             handle_ending(leave_ended)      # nothing is left to end but this
             stack.close()
-            service.engine.close()
+            for one in service.engines:
+                one.close()
 
 
 def work(service: Service, options):
@@ -91,9 +97,7 @@ def go_on(service: Service, options) -> bool:
     failed, fault = service.engine, service.engine.fault
     left = failed.cards + failed.spare
     service.is_loading = True
-    failed.close()
-    for stage in failed.pipeline.stages:
-        stage.release()
+    free(failed)
     try:
         while fault.card is not None:
             service.lost.append(fault)
@@ -102,7 +106,8 @@ def go_on(service: Service, options) -> bool:
                 raise CardError("no card is left")
             gc.collect()                # tracebacks still hold memory of the failed engine
             try:
-                service.engine = qengine.load(options.model, left, **asked(options) | {"split": None})
+                move_side(service, fault.card, left)
+                service.engine = qengine.load(failed.opened, left, **asked(options) | {"split": None})
             except CardError as error:
                 if error.card is None:
                     raise
@@ -117,3 +122,19 @@ def go_on(service: Service, options) -> bool:
         return False
     finally:
         service.is_loading = False
+
+
+def free(engine):
+    """Closes an engine and gives back the memory of its stages."""
+    engine.close()
+    for stage in engine.pipeline.stages:
+        stage.release()
+
+
+def move_side(service: Service, lost: str, cards: list):
+    """Loads the models beside the main one that are on a lost card anew, onto the first of these cards."""
+    for i, engine in enumerate(service.side):
+        if lost in (card.name for card in engine.cards):
+            free(engine)
+            gc.collect()
+            service.side[i] = qengine.load(engine.opened, cards[0].twin())

@@ -2,6 +2,7 @@
 
     request.py          a request and the answer on its way; the errors that leave an engine
     gguf.py             model files, checked before use
+    hub.py              those of the Hugging Face Hub, by a name
     hyperparameters.py  what the metadata of a model file says
     details.py          what clients that list models are told of one
     weights.py          tensors from a file, or random ones, put on a card

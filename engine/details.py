@@ -25,13 +25,14 @@ class ModelDetails:
 
     @classmethod
     def of(cls, weights) -> "ModelDetails":
-        """weights: has `shapes` and `type_of` of tensors, and `gguf`, the file; None: they are random. Vectors count as
+        """weights: has `shapes` and `type_of` of tensors, and `gguf`, the file; None: they are random, and then it has
+        the `architecture`. Vectors count as
         float32, as files have them."""
         gguf, n_weights = weights.gguf, collections.Counter()       # by type
         for name, shape in weights.shapes.items():
             n_weights[weights.type_of(name) if len(shape) > 1 else "F32"] += math.prod(shape)
         n_bytes = sum(n // BLOCKS[type][0] * BLOCKS[type][1] for type, n in n_weights.items())
-        metadata = {"general.architecture": "qwen35"} if gguf is None else {
+        metadata = {"general.architecture": weights.architecture} if gguf is None else {
             key: value for key, value in gguf.metadata.items() if isinstance(value, int | float | str)}
         return cls(metadata, n_weights.total(), n_bytes, n_weights.most_common(1)[0][0],
                    time.time() if gguf is None else os.path.getmtime(gguf.path))

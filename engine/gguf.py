@@ -1,8 +1,13 @@
-"""GGUF model files: metadata, tensor table, and the tensors' bytes, checked before use."""
+"""GGUF model files: metadata, tensor table, and the tensors' bytes, checked before use.
+
+A model is one file, or several that are named by their numbers: model-00001-of-00004.gguf.
+"""
 
 import dataclasses
 import math
 import mmap
+import os
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +24,10 @@ SUPPORTED_TYPES = (*FORMATS, *sorted(FLOATS, key=lambda name: FLOATS[name].file_
 GGUF_NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 10: "<Q", 11: "<q", 12: "<d"}
 GGUF_BOOL, GGUF_STRING, GGUF_ARRAY = 7, 8, 9
 MAX_KEY_BYTES = 65535  # the longest key that the GGUF specification allows
+
+# The name of one part of a model: what all parts have in common, the part's number from 1 on, and how many there are.
+PART_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
+OF_ONE_PART = {"split.no", "general.alignment"}     # keys in which the parts of a model may differ
 
 
 @dataclass(frozen=True)
@@ -116,12 +125,36 @@ class _Cursor:
 REQUIRED = object()
 
 
-class GGUF:
-    """A GGUF model file (version 2 or 3, little-endian), mapped into memory and checked before use.
+class Keys:
+    """The metadata of `path`: key -> int, float, bool, str, list of str, or NumPy array (of numbers or bools)."""
 
-    metadata   key -> int, float, bool, str, list of str, or NumPy array (of numbers or bools)
+    path: str
+    metadata: dict
+
+    def get(self, key: str, kind: type, default=REQUIRED):
+        """metadata[key], which must be of the Python type `kind` (NumPy arrays: np.ndarray)."""
+        if key not in self.metadata:
+            if default is REQUIRED:
+                raise ModelError(f"{self.path}: key '{key}' is missing")
+            return default
+        value = self.metadata[key]
+        if type(value) is not kind:
+            raise ModelError(f"{self.path}: key '{key}' holds {type(value).__name__}, not {kind.__name__}")
+        return value
+
+    def get_array(self, key: str, kinds: str, default=REQUIRED):
+        """metadata[key], an array of numbers whose NumPy kind is one of `kinds` ("iu" integers, "f", "b")."""
+        array = self.get(key, np.ndarray, default)
+        if array is not default and array.dtype.kind not in kinds:
+            raise ModelError(f"{self.path}: key '{key}' is an array of the wrong type, {array.dtype}")
+        return array
+
+
+class File(Keys):
+    """One GGUF file (version 2 or 3, little-endian), mapped into memory and checked before use.
+
     tensors    name -> TensorInfo
-    data(name) the tensor's bytes as stored, without a copy; floats(name) its values
+    bytes      the whole file
 
     Counts and lengths are compared with the bytes that are left before anything is allocated, so that a
     damaged file ends in a `ModelError` at once. Format: github.com/ggml-org/ggml/blob/master/docs/gguf.md
@@ -131,8 +164,8 @@ class GGUF:
         self.path = str(path)
         self.metadata: dict = {}
         self.tensors: dict[str, TensorInfo] = {}
-        self._bytes = self._map()
-        cursor = _Cursor(self._bytes, self.path)
+        self.bytes = self._map()
+        cursor = _Cursor(self.bytes, self.path)
         n_tensors, n_keys = self._read_header(cursor)
         for _ in range(n_keys):
             self._read_key(cursor)
@@ -150,7 +183,7 @@ class GGUF:
 
     def _read_header(self, cursor: _Cursor) -> tuple[int, int]:
         start = cursor.skip(4, "the magic number")
-        if self._bytes[start:cursor.at] != b"GGUF":
+        if self.bytes[start:cursor.at] != b"GGUF":
             cursor.fail("not a GGUF file: it does not begin with the letters GGUF", 0)
         version = cursor.number("<I", "the version")
         if version not in (2, 3):
@@ -159,7 +192,7 @@ class GGUF:
         n_tensors = cursor.number("<Q", "the tensor count")
         n_keys = cursor.number("<Q", "the key count")
         least = n_tensors * 32 + n_keys * 13  # the smallest table rows there can be
-        if least > len(self._bytes) - cursor.at:
+        if least > len(self.bytes) - cursor.at:
             cursor.fail(f"the file ends early: it claims {n_tensors} tensors and {n_keys} keys", 8)
         return n_tensors, n_keys
 
@@ -199,7 +232,7 @@ class GGUF:
         if alignment < 8 or alignment & (alignment - 1) or alignment > 1 << 20:
             raise ModelError(f"{self.path}: key 'general.alignment' is {alignment}, not a power of two >= 8")
         start = -(-cursor.at // alignment) * alignment
-        end = len(self._bytes)
+        end = len(self.bytes)
         used = start
         for tensor, at in sorted(rows, key=lambda row: row[0].offset):
             what, position = f"tensor {tensor.name[:80]!r}", start + tensor.offset
@@ -214,29 +247,37 @@ class GGUF:
                 cursor.fail(f"{what} ends at byte {used}, past the end of the file at {end}", at)
             self.tensors[tensor.name] = dataclasses.replace(tensor, offset=position)
 
-    def get(self, key: str, kind: type, default=REQUIRED):
-        """metadata[key], which must be of the Python type `kind` (NumPy arrays: np.ndarray)."""
-        if key not in self.metadata:
-            if default is REQUIRED:
-                raise ModelError(f"{self.path}: key '{key}' is missing")
-            return default
-        value = self.metadata[key]
-        if type(value) is not kind:
-            raise ModelError(f"{self.path}: key '{key}' holds {type(value).__name__}, not {kind.__name__}")
-        return value
 
-    def get_array(self, key: str, kinds: str, default=REQUIRED):
-        """metadata[key], an array of numbers whose NumPy kind is one of `kinds` ("iu" integers, "f", "b")."""
-        array = self.get(key, np.ndarray, default)
-        if array is not default and array.dtype.kind not in kinds:
-            raise ModelError(f"{self.path}: key '{key}' is an array of the wrong type, {array.dtype}")
-        return array
+class GGUF(Keys):
+    """A model: a GGUF file, or several that hold its tensors together, of which the first has the metadata.
+
+    files      every File of the model, in the order of their numbers
+    tensors    name -> TensorInfo, of all files
+    data(name) the tensor's bytes as stored, without a copy; floats(name) its values
+
+    path: of the file, or of any part. The other parts lie beside it.
+    """
+
+    def __init__(self, path: str | Path):
+        named = File(path)
+        self.files = [named if path == named.path else File(path) for path in part_paths(named)]
+        if len(self.files) > 1:
+            check_parts(self.files)
+        self.path, self.metadata = self.files[0].path, self.files[0].metadata
+        self.tensors = {name: tensor for file in self.files for name, tensor in file.tensors.items()}
+        self.file_of = {name: file for file in self.files for name in file.tensors}
+
+    @property
+    def stem(self) -> str:
+        """The file's name without ".gguf" and without the number of a part."""
+        part = PART_NAME.fullmatch(self.path) if len(self.files) > 1 else None
+        return Path(self.path).stem if part is None else Path(part[1]).name
 
     def data(self, name: str) -> np.ndarray:
         """The tensor as stored, a read-only view: one of FLOATS in its dtype and the tensor's shape (BF16 as uint16),
         one of FORMATS as uint8 [rows, bytes of a row], any other type as flat uint8."""
         tensor = self.tensors[name]
-        raw = np.frombuffer(self._bytes[tensor.offset:tensor.offset + tensor.nbytes], np.uint8)
+        raw = np.frombuffer(self.file_of[name].bytes[tensor.offset:tensor.offset + tensor.nbytes], np.uint8)
         if tensor.type in FLOATS:
             return raw.view(FLOATS[tensor.type].dtype).reshape(tensor.shape)
         return raw.reshape(*tensor.shape[:-1], -1) if tensor.type in FORMATS else raw
@@ -250,7 +291,44 @@ class GGUF:
         elif tensor.type in FLOATS:
             values = FLOATS[tensor.type].widen(data)
         else:
-            raise ModelError(f"{self.path}: tensor '{name}' is of the unsupported type {tensor.type}")
+            raise ModelError(f"{self.file_of[name].path}: tensor '{name}' is of the unsupported type {tensor.type}")
         if not np.isfinite(values).all():
-            raise ModelError(f"{self.path}: tensor '{name}' holds a value that is not a finite number")
+            raise ModelError(f"{self.file_of[name].path}: tensor '{name}' holds a value that is not a finite number")
         return values
+
+
+def part_paths(file: File) -> list[str]:
+    """The paths of all files of the model that `file` is a part of. Raises ModelError where some are missing."""
+    n = file.get("split.count", int, 1)
+    if n <= 1:
+        return [file.path]
+    number, named = file.get("split.no", int) + 1, PART_NAME.fullmatch(file.path)
+    if named is None or (int(named[2]), int(named[3])) != (number, n):
+        raise ModelError(f"{file.path}: the file is part {number} of {n}, so its name must end in "
+                         f"-{number:05}-of-{n:05}.gguf, and the other parts must lie beside it")
+    paths = [f"{named[1]}-{i:05}-of-{n:05}.gguf" for i in range(1, n + 1)]
+    if missing := [os.path.basename(path) for path in paths if not os.path.exists(path)]:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ModelError(f"{file.path}: the model has {n} parts, and beside this one there is no "
+                         f"{', '.join(missing[:3])}{more}")
+    return paths
+
+
+def check_parts(files: list[File]):
+    """Raises ModelError where files with the right names are not the parts of one model."""
+    first, holder = files[0], {}
+    for index, file in enumerate(files):
+        for key, value in ("split.no", index), ("split.count", len(files)):
+            if (said := file.get(key, int)) != value:
+                raise ModelError(f"{file.path}: key '{key}' is {said}, and by the file's name it is {value}")
+        for key in sorted(file.metadata.keys() & first.metadata.keys() - OF_ONE_PART):
+            if not np.array_equal(file.metadata[key], first.metadata[key]):
+                raise ModelError(f"{file.path}: key '{key[:80]}' is not what it is in {first.path}: these are parts of "
+                                 "different models")
+        for name in file.tensors:
+            if name in holder:
+                raise ModelError(f"{file.path}: tensor {name[:80]!r} is also in {holder[name].path}")
+            holder[name] = file
+    if (said := first.get("split.tensors.count", int)) != len(holder):
+        raise ModelError(f"{first.path}: key 'split.tensors.count' is {said}, and the {len(files)} parts have "
+                         f"{len(holder)} tensors")

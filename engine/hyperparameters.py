@@ -1,9 +1,8 @@
 """The hyperparameters of a model: what the metadata of its file says, or the published shapes for random weights.
 
-Both functions return the fields of `qengine.Config` as a dict.
+Two architectures are known: `qwen35`, hybrid models, and `qwen3`, whose layers are all attention without gates.
+`read_hyperparameters` and `synthetic_hyperparameters` return the fields of `qengine.Config` as a dict.
 """
-
-from pathlib import Path
 
 from engine.gguf import GGUF, REQUIRED
 from engine.request import ModelError
@@ -20,26 +19,54 @@ SYNTHETIC = {
     "9b": (4096, 12288, 32, 16, 4, 16, 32, 248320, False),
     "27b": (5120, 17408, 64, 24, 4, 16, 48, 248320, False),
 }
-DRAFTS = "+mtp"             # at the end of a name: with a draft block
+# The same of huggingface.co/Qwen/Qwen3-{0.6B,1.7B,4B,8B,14B,32B}, which have no linear layers.
+SYNTHETIC_QWEN3 = {
+    "qwen3-tiny": (256, 320, 4, 4, 2, 0, 0, 1024, True),
+    "qwen3-0.6b": (1024, 3072, 28, 16, 8, 0, 0, 151936, True),
+    "qwen3-1.7b": (2048, 6144, 28, 16, 8, 0, 0, 151936, True),
+    "qwen3-4b": (2560, 9728, 36, 32, 8, 0, 0, 151936, True),
+    "qwen3-8b": (4096, 12288, 36, 32, 8, 0, 0, 151936, False),
+    "qwen3-14b": (5120, 17408, 40, 40, 8, 0, 0, 151936, False),
+    "qwen3-32b": (5120, 25600, 64, 64, 8, 0, 0, 151936, False),
+}
+DRAFTS = "+mtp"             # at the end of a Qwen3.5 name: with a draft block
+POOLED = {"-embedding": "last", "-reranker": "rank"}    # at the end of a Qwen3 name: what the model is for
+OF_QWEN35 = {"head_dim": 256, "rope_dim": 64, "rope_base": 1e7, "rope_sections": (11, 11, 10), "linear_head_dim": 128,
+             "conv_width": 4, "architecture": "qwen35", "mlp_norm": "post_attention_norm", "pooling": None}
+NO_LINEAR_LAYERS = {"n_key_heads": 0, "n_value_heads": 0, "linear_head_dim": 0, "conv_width": 0}
+OF_QWEN3 = {**NO_LINEAR_LAYERS, "head_dim": 128, "rope_dim": 128, "rope_base": 1e6, "rope_sections": (64, 0, 0),
+            "architecture": "qwen3", "mlp_norm": "ffn_norm"}
 
 
 def synthetic_hyperparameters(name: str) -> dict:
     """The hyperparameters of a model by its name: "tiny", "0.8b", "2b", "4b", "9b" or "27b"; "9b+mtp" is a 9b with a
-    draft block. Raises ModelError."""
+    draft block; "qwen3-0.6b" and the like are plain Qwen3, "qwen3-0.6b-embedding" and "qwen3-0.6b-reranker" the models
+    of that size for embeddings and for reranking. Raises ModelError."""
     shapes, drafts, _ = name.partition(DRAFTS)
-    if shapes not in SYNTHETIC or name != shapes + drafts:
+    ending = next((each for each in POOLED if name.endswith(each)), "")
+    if shapes in SYNTHETIC and name == shapes + drafts:
+        sizes = dict(zip(SYNTHETIC_FIELDS, SYNTHETIC[shapes], strict=True))
+        found = OF_QWEN35 | {"layer_kinds": kinds_by_interval(sizes["n_layers"], 4), "context_length": 262144}
+    elif (shapes := name.removesuffix(ending)) in SYNTHETIC_QWEN3:
+        sizes = dict(zip(SYNTHETIC_FIELDS, SYNTHETIC_QWEN3[shapes], strict=True))
+        pooling = POOLED.get(ending)
+        found = OF_QWEN3 | {"layer_kinds": (plain_kind(pooling),) * sizes["n_layers"], "context_length": 40960,
+                            "pooling": pooling}
+    else:
         raise ModelError(f"synthetic:{name}: there is no such model, only {', '.join(SYNTHETIC)}, each also with "
-                         f"{DRAFTS} at the end, for a draft block")
-    sizes = dict(zip(SYNTHETIC_FIELDS, SYNTHETIC[shapes], strict=True))
-    return {"name": f"synthetic:{name}", "n_nextn": int(bool(drafts)),
-            "layer_kinds": kinds_by_interval(sizes["n_layers"], 4),
-            "head_dim": 256, "rope_dim": 64, "rope_base": 1e7, "rope_sections": (11, 11, 10), "linear_head_dim": 128,
-            "conv_width": 4, "norm_eps": 1e-6, "context_length": 262144, **sizes}
+                         f"{DRAFTS} at the end, for a draft block; and {', '.join(SYNTHETIC_QWEN3)}, each also with "
+                         f"{' or '.join(POOLED)} at the end")
+    return {"name": f"synthetic:{name}", "n_nextn": int(bool(drafts)), "norm_eps": 1e-6, **sizes, **found}
 
 
 def kinds_by_interval(n_layers: int, interval: int) -> tuple[str, ...]:
     """Every interval-th layer is attention."""
     return tuple("linear" if (i + 1) % interval else "attention" for i in range(n_layers))
+
+
+def plain_kind(pooling: str | None) -> str:
+    """The kind of a plain Qwen3's layers."""
+    return "pooled attention" if pooling else "plain attention"
 
 
 class Metadata:
@@ -65,31 +92,71 @@ class Metadata:
         return ModelError(f"{self.gguf.path}: key '{self.key(name)}' {what}")
 
 
+# How a model makes one row of the rows of a text, by the number that files give it; "rank" is how rerankers do.
+POOLINGS = {0: None, 1: "mean", 2: "cls", 3: "last", 4: "rank"}
+
+
 def read_hyperparameters(gguf: GGUF) -> dict:
-    """The hyperparameters of a `qwen35` file. Raises ModelError."""
+    """The hyperparameters of a file. Raises ModelError."""
     architecture = gguf.get("general.architecture", str)
-    if architecture != "qwen35":
-        raise ModelError(f"{gguf.path}: architecture {architecture[:80]!r} is not supported, 'qwen35' is")
+    if architecture not in ARCHITECTURES:
+        raise ModelError(f"{gguf.path}: architecture {architecture[:80]!r} is not supported, "
+                         f"{' and '.join(map(repr, ARCHITECTURES))} are")
     metadata, embedding = Metadata(gguf, architecture), gguf.tensors.get("token_embd.weight")
-    found = _blocks(metadata) | _attention(metadata) | _linear(metadata) | {
-        "name": gguf.get("general.name", str, Path(gguf.path).stem),
+    return ARCHITECTURES[architecture](metadata) | {
+        "architecture": architecture,
+        "name": gguf.get("general.name", str, gguf.stem),
         "hidden_dim": metadata.size("embedding_length"),
         "ffn_dim": metadata.size("feed_forward_length"),
         "norm_eps": metadata.get("attention.layer_norm_rms_epsilon", float),
         "n_vocab": embedding.shape[0] if embedding else 1,
         "tied_embeddings": "output.weight" not in gguf.tensors,
-        "context_length": metadata.size("context_length")}
+        "pooling": _pooling(metadata), "context_length": metadata.size("context_length")}
+
+
+def _pooling(metadata: Metadata) -> str | None:
+    pooling = metadata.get("pooling_type", int, 0)
+    if pooling not in POOLINGS:
+        raise metadata.error("pooling_type", f"is {pooling}, not one of {', '.join(map(str, POOLINGS))}")
+    return POOLINGS[pooling]
+
+
+def _qwen35(metadata: Metadata) -> dict:
+    """What only hybrid models have, or have in their own way."""
+    sections = metadata.gguf.get_array(metadata.key("rope.dimension_sections"), "iu")
+    if len(sections) < 3 or any(sections[3:]):
+        raise metadata.error("rope.dimension_sections", f"is {sections.tolist()[:8]}, not time, height, width and 0")
+    found = _attention(metadata) | _linear(metadata) | {
+        "rope_dim": metadata.size("rope.dimension_count"), "rope_sections": tuple(int(s) for s in sections[:3]),
+        "mlp_norm": "post_attention_norm"}
     value_dim = found["n_value_heads"] * found["linear_head_dim"]
     if metadata.size("ssm.inner_size") != value_dim:
         raise metadata.error("ssm.inner_size", f"is not time_step_rank * state_size, {value_dim}")
-    return found
+    return found | _blocks(metadata)
+
+
+def _qwen3(metadata: Metadata) -> dict:
+    """The same of plain Qwen3: every layer is attention, and the whole head turns by one position."""
+    found, n_layers = _attention(metadata), _block_count(metadata)
+    rope_dim = metadata.size("rope.dimension_count", found["head_dim"])
+    return found | NO_LINEAR_LAYERS | {
+        "rope_dim": rope_dim, "rope_sections": (rope_dim // 2, 0, 0), "mlp_norm": "ffn_norm", "n_layers": n_layers,
+        "n_nextn": 0, "layer_kinds": (plain_kind(_pooling(metadata)),) * n_layers}
+
+
+ARCHITECTURES = {"qwen35": _qwen35, "qwen3": _qwen3}
+
+
+def _block_count(metadata: Metadata) -> int:
+    n_blocks, n_tensors = metadata.size("block_count"), len(metadata.gguf.tensors)
+    if n_blocks > n_tensors:            # checked before anything is made of this length
+        raise metadata.error("block_count", f"is {n_blocks}, more than the tensors")
+    return n_blocks
 
 
 def _blocks(metadata: Metadata) -> dict:
     """How many layers and next-token-prediction blocks there are, and the kinds of the layers."""
-    n_blocks, n_tensors = metadata.size("block_count"), len(metadata.gguf.tensors)
-    if n_blocks > n_tensors:            # checked before anything is made of this length
-        raise metadata.error("block_count", f"is {n_blocks}, more than the tensors")
+    n_blocks = _block_count(metadata)
     n_nextn = metadata.get("nextn_predict_layers", int, 0)
     if not 0 <= n_nextn < n_blocks:
         raise metadata.error("nextn_predict_layers", f"is {n_nextn} of {n_blocks} blocks")
@@ -105,21 +172,17 @@ def _blocks(metadata: Metadata) -> dict:
 
 
 def _attention(metadata: Metadata) -> dict:
-    """The heads of attention layers and their rotation."""
+    """The heads of attention layers and the base of their rotation."""
     factor = metadata.get("rope.scaling.factor", float, 1.0)
     implied = "none" if factor in (0.0, 1.0) else "linear"      # as llama.cpp reads a factor without a type
     scaling = metadata.get("rope.scaling.type", str, implied)
     if scaling != "none":
         raise ModelError(f"{metadata.gguf.path}: rotary scaling {scaling[:80]!r} is not supported")
-    sections = metadata.gguf.get_array(metadata.key("rope.dimension_sections"), "iu")
-    if len(sections) < 3 or any(sections[3:]):
-        raise metadata.error("rope.dimension_sections", f"is {sections.tolist()[:8]}, not time, height, width and 0")
     head_dim = metadata.size("attention.key_length")
     if metadata.size("attention.value_length") != head_dim:
         raise ModelError(f"{metadata.gguf.path}: keys and values of attention heads differ in length")
     return {"n_heads": metadata.size("attention.head_count"), "n_kv_heads": metadata.size("attention.head_count_kv"),
-            "head_dim": head_dim, "rope_dim": metadata.size("rope.dimension_count"),
-            "rope_base": metadata.get("rope.freq_base", float), "rope_sections": tuple(int(s) for s in sections[:3])}
+            "head_dim": head_dim, "rope_base": metadata.get("rope.freq_base", float)}
 
 
 def _linear(metadata: Metadata) -> dict:

@@ -132,6 +132,16 @@ class StageCosts:
         """How much longer a row takes for each token before it."""
         return context_seconds(self.work.context_operations, self.speed)
 
+    def layer_seconds(self, rows: int, start: int, layers: list[Work]) -> list[float]:
+        """About how long each of the layers takes in a pass that begins at position `start`. A draft block counts with
+        the last one."""
+        at_peak = rows * self.work.row_operations / self.speed.dot      # `pass_seconds` is 0 for a model in float32
+        products = max(self.pass_seconds(rows), at_peak) / self.work.row_operations
+        attention = context_seconds(rows * (start + rows // 2), self.speed)
+        found = [products * each.row_operations + attention * each.context_operations for each in layers]
+        found[-1] += products * (self.work.row_operations - sum(each.row_operations for each in layers))
+        return found
+
     def hop_seconds(self, rows: int) -> float:
         """How long the hidden states of a pass take to the host, or from there to the card."""
         return hop_bytes(self.hidden_dim, rows) / self.speed.link
@@ -287,7 +297,8 @@ class CacheSizes:
 def choose_sizes(stages: list, demand: "Demand") -> CacheSizes:
     """How the memory that the weights have left is divided. stages: each has a card, costs, page_bytes and state_bytes.
 
-    The pages hold demand.kv_tokens tokens. By default they hold the contexts of all slots, but no more than fits into
+    The pages hold demand.kv_tokens tokens. By default, where passes are packed, they hold a context, or a page of each
+    slot if that is more. Otherwise they hold the contexts of all slots, but no more than fits into
     90 % of the free memory, and one context at least. Unless checkpoints are switched off (both memories 0), later
     prompts can use more pages: the default is raised to KEPT_CONTEXTS contexts per slot, but no more than fits into a
     quarter of the free memory. Checkpoints get demand.checkpoint_memory bytes of each card, by default a quarter of
@@ -296,7 +307,9 @@ def choose_sizes(stages: list, demand: "Demand") -> CacheSizes:
     most.
     """
     d, max_pages = demand, pages_for(demand.n_ctx)
-    if d.kv_tokens is None:
+    if d.kv_tokens is None and d.packed:
+        n_pages = max(max_pages, d.slots)
+    elif d.kv_tokens is None:
         fitting = min((stage.card.free_bytes - (d.slots + LEAST_CHECKPOINTS) * stage.state_bytes
                        - d.slots * stage.costs.work.record_bytes) // max(stage.page_bytes, 1) for stage in stages)
         n_pages = max(min(d.slots * max_pages, int(0.9 * fitting)), max_pages)
@@ -335,6 +348,12 @@ class Demand:
     checkpoint_host_memory: int | None = None
     split: tuple[int, ...] | None = None
     drafts: int = 0             # most drafts of an answer in a decode step
+    packed: bool = False        # passes are over parts of several texts, one for each slot, and nothing is decoded
+
+    @property
+    def contexts(self) -> str:
+        """For people."""
+        return f"{self.n_ctx:,}" if self.packed else f"{self.slots} x {self.n_ctx:,}"
 
     def __post_init__(self):
         """Raises RequestError."""
@@ -471,7 +490,7 @@ def place_layers(blueprint: Blueprint, cards: list, demand: Demand, costs: Layer
 
         return best_split(n_layers, [functools.partial(cost, stage) for stage in range(n_cards)])
 
-    wished = least if demand.kv_tokens else demand.slots * pages_for(demand.n_ctx)
+    wished = least if demand.kv_tokens or demand.packed else demand.slots * pages_for(demand.n_ctx)
     for n_pages in wished, least, None:
         if found := split(n_pages, math.inf, costs.prefill_seconds):
             slowest = max(costs.prefill_seconds(stage, layers.start, layers.stop, context)
@@ -676,7 +695,7 @@ class Planner:
         """The plan for people: the table, the longest context, and what hops are expected to cost."""
         plan, d, longest = self.plan, self.demand, self.longest_context()
         lines = [plan.table(), "",
-                 f"context: {d.slots} x {d.n_ctx:,} tokens, pages for {plan.sizes.n_pages * PAGE_TOKENS:,}; "
+                 f"context: {d.contexts} tokens, pages for {plan.sizes.n_pages * PAGE_TOKENS:,}; "
                  + (f"the longest that fits has {longest:,}" if longest else "none fits")]
         if len(self.cards) > 1:
             added, busy, decode = self.expected_hops()
@@ -694,7 +713,7 @@ class Planner:
     def changes(self) -> list[str]:
         """What would make the model fit, each change by itself and as small as possible, for people."""
         d, found = self.demand, []
-        if n := most(1, d.slots - 1, lambda n: self.planned(slots=n).fits):
+        if not d.packed and (n := most(1, d.slots - 1, lambda n: self.planned(slots=n).fits)):
             found.append(f"--slots {n}")
         if (n := self.longest_context()) and n < d.n_ctx:
             found.append(f"--ctx {n}")

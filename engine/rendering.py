@@ -11,6 +11,7 @@ import json
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.sandbox
 
@@ -39,9 +40,27 @@ def raise_exception(message):
     raise jinja2.TemplateError(message)
 
 
-def check(template: list):
-    """Raises where a template cannot be used. template: the arguments of `compiled`, as a list."""
+def check(template: list) -> list[str]:
+    """The variables that a template asks for. Raises where it cannot be used. template: the arguments of `compiled`, as
+    a list."""
     compiled(*template[:3], tuple(template[3]))
+    return sorted(jinja2.meta.find_undeclared_variables(environment().parse(template[0])))
+
+
+def taken(template: list, name: str, values: list) -> list:
+    """Those of some values of a variable with which a template does not refuse a short conversation."""
+    found = []
+    for value in values:
+        variables = {"messages": [{"role": "user", "content": "Hello"}], "tools": None, "add_generation_prompt": True,
+                     "enable_thinking": True, name: value}
+        try:
+            render(template, json.dumps(variables))
+        except MemoryError:
+            raise
+        except Exception:       # whatever a stranger's template raises
+            continue
+        found.append(value)
+    return found
 
 
 def render(template: list, values: str) -> str:
@@ -60,18 +79,23 @@ def render(template: list, values: str) -> str:
 def compiled(source: str, bos: str, eos: str, control: tuple[str, ...]) -> tuple[jinja2.Template, ControlTokens]:
     """A template whose own control tokens are marked. bos, eos: the texts of the tokens that begin and end a text.
     control: the names of all control tokens."""
-    tokens = ControlTokens(control)
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=False, optimized=False,
-        extensions=["jinja2.ext.loopcontrols", _GenerationTag])
-    environment.filters["tojson"] = to_json
-    environment.globals |= {
-        "raise_exception": raise_exception, "bos_token": tokens.mark(bos), "eos_token": tokens.mark(eos),
-        "strftime_now": lambda format: datetime.datetime.now().strftime(format)}
-    tree = environment.parse(source)
+    tokens, jinja = ControlTokens(control), environment()
+    jinja.globals |= {"bos_token": tokens.mark(bos), "eos_token": tokens.mark(eos)}
+    tree = jinja.parse(source)
     for node in tree.find_all(jinja2.nodes.TemplateData):
         node.data = tokens.mark(node.data)
     for node in tree.find_all(jinja2.nodes.Const):
         if isinstance(node.value, str):
             node.value = tokens.mark(node.value)
-    return environment.from_string(tree), tokens
+    return jinja.from_string(tree), tokens
+
+
+def environment() -> jinja2.Environment:
+    """What templates may use, but for their own tokens."""
+    made = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=False, optimized=False,
+        extensions=["jinja2.ext.loopcontrols", _GenerationTag])
+    made.filters["tojson"] = to_json
+    made.globals |= {"raise_exception": raise_exception,
+                     "strftime_now": lambda format: datetime.datetime.now().strftime(format)}
+    return made

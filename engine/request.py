@@ -270,21 +270,47 @@ def lengthened(n: int, letter: str, string: str, borders: list[int]) -> int:
     return n + (string[n] == letter)
 
 
-class Generation:
-    """A request on its way through the engine. Iterating over it gives its Deltas."""
+class Job:
+    """A request on its way through an engine, of whatever kind. The request has `timeout`."""
 
-    def __init__(self, request: Request, tokenizer, constraint=None):
-        self.request, self.constraint = request, constraint
-        self.n_prompt, self.n_generated = len(request.prompt_ids), 0
-        self.n_cached = 0           # tokens of the prompt that were not computed, because they were cached
-        self.drafts = Drafts()      # how many were checked and accepted
+    def __init__(self, request, n_prompt: int):
+        self.request, self.n_prompt = request, n_prompt
         self.cancelled = False
-        self.finish_reason: str | None = None   # of the last Delta; None when cancelled or failed
-        self.cause: str | None = None           # of the last Delta
-        self.error: Exception | None = None     # what the generation failed with
-        self.prompt_logprobs: PromptLogprobs | None = None  # set before the first token
+        self.finish_reason: str | None = None   # None when cancelled or failed
+        self.error: Exception | None = None     # what the job failed with
         self.started = time.perf_counter()
         self.deadline = self.started + (math.inf if request.timeout is None else request.timeout)
+        self._done = threading.Event()
+
+    def cancel(self):
+        """End the job within one step or pass of the engine, whether it waits or runs."""
+        self.cancelled = True
+
+    def is_over(self) -> bool:
+        """Whether the rest is not wanted: it was cancelled, or takes longer than its request allows."""
+        return self.cancelled or time.perf_counter() > self.deadline
+
+    def overdue(self) -> DeadlineExceeded | None:
+        """The error that a job ends with when `is_over`; None if it was cancelled."""
+        if self.cancelled:
+            return None
+        return DeadlineExceeded(f"not finished after the {self.request.timeout:g} s that the request allows")
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Return when the job has finished, failed or been cancelled: true. Or after so many seconds: false."""
+        return self._done.wait(seconds)
+
+
+class Generation(Job):
+    """A request for text on its way through the engine. Iterating over it gives its Deltas."""
+
+    def __init__(self, request: Request, tokenizer, constraint=None):
+        super().__init__(request, len(request.prompt_ids))
+        self.constraint, self.n_generated = constraint, 0
+        self.n_cached = 0           # tokens of the prompt that were not computed, because they were cached
+        self.drafts = Drafts()      # how many were checked and accepted
+        self.cause: str | None = None           # of the last Delta
+        self.prompt_logprobs: PromptLogprobs | None = None  # set before the first token
         self.token_times: list[float] = []      # when the engine gave each token; a reader may get several at once
         self._decoder, self._scanner = tokenizer.stream_decoder(request.special), StopScanner(request.stop)
         self._ends = {*request.stop_token_ids, *tokenizer.eos_ids}     # tokens that are not part of the text they end
@@ -292,7 +318,7 @@ class Generation:
         self._guard = RepetitionGuard(tokenizer, request.prompt_ids) if is_guarded else None
         self._scans = request.stop_after is None or request.stop_pause is not None
         self._at_start = not self._scans    # true while line breaks before the scanned text are skipped
-        self._deltas, self._done = queue.SimpleQueue(), threading.Event()
+        self._deltas = queue.SimpleQueue()
         self.wake = threading.Event()           # set whenever `take` has something to give
 
     def __iter__(self):
@@ -315,24 +341,6 @@ class Generation:
     def _put(self, said: Delta | Exception | None):
         self._deltas.put(said)
         self.wake.set()
-
-    def cancel(self):
-        """End the generation within one step of the engine, whether it waits for a slot or runs."""
-        self.cancelled = True
-
-    def is_over(self) -> bool:
-        """Whether the rest is not wanted: it was cancelled, or takes longer than its request allows."""
-        return self.cancelled or time.perf_counter() > self.deadline
-
-    def overdue(self) -> DeadlineExceeded | None:
-        """The error that a generation ends with when `is_over`; None if it was cancelled."""
-        if self.cancelled:
-            return None
-        return DeadlineExceeded(f"not finished after the {self.request.timeout:g} s that the request allows")
-
-    def wait(self):
-        """Return when the generation has finished, failed or been cancelled."""
-        self._done.wait()
 
     def push(self, token: int, finish_reason: str | None, logprob: float | None = None, top_logprobs=()) -> str | None:
         """Take the next token from the scheduler. Returns the finish reason, which may be that of a stop string or of

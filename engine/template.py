@@ -41,6 +41,10 @@ SYNTHETIC_TEMPLATE = """\
 """
 
 
+# OpenAI's words for how much a model is to think, from not at all to without a limit.
+EFFORTS = "none", "minimal", "low", "medium", "high", "xhigh", "max"
+EFFORT = "reasoning_effort"         # the variable in which templates take such a word
+
 # What a template is given by the engine itself.
 OWN_NAMES = {"messages", "tools", "add_generation_prompt", "enable_thinking", "bos_token", "eos_token",
              "raise_exception", "strftime_now"}
@@ -51,6 +55,8 @@ class ChatTemplate:
 
     source: the template's text. control: the names of control tokens. Only those that the template itself writes are
     control tokens of the prompt; whatever else looks like one has a GUARD inside (engine/guard.py).
+    variables: the names that the template asks for. efforts: those of EFFORTS that it takes, none where it does not ask
+    for any.
 
     The template may be a stranger's, so it runs in a process of its own, with a limit of time and memory.
     """
@@ -59,7 +65,10 @@ class ChatTemplate:
         self.source = source
         self._template = [source, bos, eos, list(control)]
         try:
-            RENDERING.call("check", self._template, seconds=SECONDS)
+            self.variables = frozenset(RENDERING.call("check", self._template, seconds=SECONDS))
+            self.efforts: list[str] = []
+            if EFFORT in self.variables:
+                self.efforts = RENDERING.call("taken", self._template, EFFORT, EFFORTS, seconds=SECONDS)
         except Failed as error:
             raise ModelError(f"the chat template cannot be used: {error}") from None
         except LimitExceeded as error:
@@ -104,6 +113,13 @@ class ChatTemplate:
         except (TypeError, ValueError, RecursionError) as error:
             raise RequestError("messages", f"the messages cannot be written as JSON: {error}") from None
         return self._run(written, timeout)
+
+    def effort(self, word: str) -> str | None:
+        """The template's own word for one of EFFORTS: the same, or else the next higher that it takes, or else the next
+        lower. None where it takes none."""
+        at = EFFORTS.index(word)
+        higher, lower = ([each for each in some if each in self.efforts] for some in (EFFORTS[at:], EFFORTS[:at]))
+        return higher[0] if higher else lower[-1] if lower else None
 
     def guarded(self, text: str) -> str:
         """A client's text as it may follow a prompt: neither it nor its beginning together with the end of the prompt

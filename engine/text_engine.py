@@ -5,15 +5,38 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from engine.details import ModelDetails
-from engine.request import Fault, Generation, Request
+from engine.request import Fault, Generation, Request, RequestError
 from engine.template import ChatTemplate
 from engine.tokenizer import Tokenizer
+
+
+ABILITIES = {"text": "generate text", "embedding": "make embeddings", "reranking": "rerank documents"}   # by kind
+
+
+def wrong_kind(engine, wanted: str) -> RequestError:
+    """The error of a request to an engine whose `kind` is not the wanted one."""
+    return RequestError("model", f"the model {engine.name} can {ABILITIES[engine.kind]}, but not {ABILITIES[wanted]}")
+
+
+class TextOnly:
+    """What an engine of text answers to those who take it for one of another kind (engine/pooling.py)."""
+
+    kind = "text"
+
+    def embed(self, *_, **__):
+        """Raises RequestError."""
+        raise wrong_kind(self, "embedding")
+
+    def rerank(self, *_, **__):
+        """Raises RequestError."""
+        raise wrong_kind(self, "reranking")
 
 
 class TextEngine(Protocol):
     """What an engine offers a server: all that api/ uses of one. `qengine.Engine` implements it, and so do engines of
     the tests that answer with given texts."""
 
+    kind: str                           # "text"; engine/pooling.py has engines of other kinds
     name: str                           # of the model, as clients see it
     details: ModelDetails               # what the model's file says of it
     n_ctx: int                          # tokens of a context, prompt and answer together

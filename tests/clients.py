@@ -10,29 +10,31 @@ import openai
 
 from api.http import serving as http_server
 from api.service import create_app
+from engine.pooling import PoolingEngine
 from engine.text_engine import TextEngine
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HI = {"role": "user", "content": "hi"}
 
 # What a server may use of an engine.
-OFFERED = set(TextEngine.__annotations__) | {name for name in vars(TextEngine) if not name.startswith("_")}
+OFFERED = {protocol: set(protocol.__annotations__) | {name for name in vars(protocol) if not name.startswith("_")}
+           for protocol in (TextEngine, PoolingEngine)}
 
 
 class Offered:
-    """An engine as a server may see it: whoever asks for more than TextEngine names is told so."""
+    """An engine as a server may see it: whoever asks for more than its protocol names is told so."""
 
-    def __init__(self, engine: TextEngine):
-        self._engine = engine
+    def __init__(self, engine: TextEngine | PoolingEngine):
+        self._engine, self._protocol = engine, TextEngine if engine.kind == "text" else PoolingEngine
 
     def __getattr__(self, name):
-        assert name in OFFERED, f"a server used {name!r} of an engine, which TextEngine does not offer"
+        assert name in OFFERED[self._protocol], f"a server used {name!r}, which {self._protocol} does not offer"
         return getattr(self._engine, name)
 
 
-def app_of(engine: TextEngine | None = None, **arguments):
-    """The app over what a server may see of an engine. arguments: of `create_app`."""
-    return create_app(engine and Offered(engine), **arguments)
+def app_of(engine: TextEngine | PoolingEngine | None = None, side=(), **arguments):
+    """The app over what a server may see of an engine, and of those beside it. arguments: of `create_app`."""
+    return create_app(engine and Offered(engine), list(map(Offered, side)), **arguments)
 
 
 @contextlib.contextmanager

@@ -9,9 +9,10 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 import qengine
 from engine.details import ModelDetails
+from engine.pooling import PoolingEngine, RerankTemplate, TextsJob, unit
 from engine.request import Generation, PromptLogprobs
 from engine.speculate import MOST_DRAFTS, Drafts
-from engine.text_engine import TextEngine
+from engine.text_engine import TextEngine, TextOnly
 from engine.tokenizer import encode_prompt
 
 
@@ -24,7 +25,7 @@ def shipped():
 NONE = [0] * MOST_DRAFTS
 
 
-class ScriptedEngine(TextEngine):
+class ScriptedEngine(TextOnly, TextEngine):
     """An engine without a model. script: a text, or a function that makes a text of the prompt. An answer is the whole
     text, then the end.
 
@@ -78,6 +79,54 @@ class ScriptedEngine(TextEngine):
             "checkpoints_dropped": 0,
             "drafts_checked": tuple(map(sum, zip(NONE, *(g.drafts.n_checked for g in self.generations)))),
             "drafts_accepted": tuple(map(sum, zip(NONE, *(g.drafts.n_accepted for g in self.generations))))}
+
+
+class ScriptedPooling(PoolingEngine):
+    """A pooling engine without a model. kind: "embedding" or "reranking". row: a function that makes the row of a text
+    of its token ids; by default counts of its tokens, by their ids modulo n_dims. is_held: whether jobs stay unfinished
+    until `release`.
+
+    requests, jobs: those so far.
+    """
+
+    name, n_ctx, n_dims, reason, fault = "scripted-pooling", 512, 8, None, None
+    cards = layers = ()
+
+    def __init__(self, kind="embedding", row=None, is_held=False):
+        self.kind, self.tokenizer, self.details = kind, shipped().tokenizer, ModelDetails.of(shipped().weights)
+        self.template = RerankTemplate("<Instruct>: Find it\n<Query>: {query}\n<Document>: {document}",
+                                       self.tokenizer.control) if kind == "reranking" else None
+        self.row, self.is_held, self.requests, self.jobs = row or self.count, is_held, [], []
+
+    def count(self, ids):
+        counts = np.bincount(np.array(ids) % self.n_dims, minlength=self.n_dims)
+        return counts if self.kind == "embedding" else counts[:1] / (1 + counts.sum())
+
+    def submit(self, request):
+        request.check(self.tokenizer.n_vocab, self.n_ctx, self.n_dims)
+        self.requests.append(request)
+        self.jobs.append(TextsJob(request))
+        if not self.is_held:
+            self.release()
+        return self.jobs[-1]
+
+    def release(self):
+        """Finish what is unfinished, unless it was cancelled or takes too long."""
+        for job in self.jobs:
+            if job.wait(0):
+                continue
+            if job.is_over():
+                job.close(job.overdue())
+                continue
+            for i, ids in enumerate(job.request.texts):
+                row = self.row(ids)
+                job.land(i, unit(row, job.request.dimensions) if self.kind == "embedding" else np.float32(row))
+
+    def stats(self):
+        running = sum(not job.wait(0) for job in self.jobs)
+        return {"requests": len(self.jobs), "requests_running": running, "requests_waiting": 0, "kv_pages": 64,
+                "kv_pages_used": running, "texts": sum(len(job.request.texts) for job in self.jobs),
+                "prompt_tokens": sum(job.n_prompt for job in self.jobs), "passes": len(self.jobs)}
 
 
 def scores_of(request) -> PromptLogprobs | None:

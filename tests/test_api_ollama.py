@@ -220,7 +220,7 @@ def test_refusals(scripted, path, body, said):
 
 
 @pytest.mark.parametrize("method, path", [
-    ("POST", "/api/embed"), ("POST", "/api/pull"), ("POST", "/api/push"), ("POST", "/api/create"),
+    ("POST", "/api/pull"), ("POST", "/api/push"), ("POST", "/api/create"),
     ("DELETE", "/api/delete"), ("POST", "/api/copy")])
 def test_what_is_not_served(scripted, method, path):
     status, _, answer = send(scripted[3], method, path, {})

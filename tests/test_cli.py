@@ -79,9 +79,10 @@ def test_help(capsys):
     for option in ("m", "p", "-chat", "-serve", "-print-config", "-max-tokens", "-temperature", "-top-k",
                    "-top-p", "-min-p", "-seed", "-repetition-penalty", "-frequency-penalty", "-presence-penalty",
                    "-thinking", "-raw", "-card", "-ctx", "-slots", "-host", "-perplexity", "-against", "-bench",
-                   "-probe", "-plan", "-split", "-prompt-lengths", "-contexts", "-repeats", "-batch", "-json"):
+                   "-probe", "-plan", "-split", "-prompt-lengths", "-contexts", "-repeats", "-batch", "-json",
+                   "-embedding-model", "-embedding-card", "-reranking-model", "-reranking-card"):
         assert f" -{option} " in out
-    assert out.startswith("usage: python qengine.py [-m MODEL] ") and out.count("  python qengine.py") == 8
+    assert out.startswith("usage: python qengine.py [-m MODEL] ") and out.count("  python qengine.py") == 10
     assert max(map(len, out.splitlines())) <= 110
 
 
@@ -285,7 +286,7 @@ def test_prompt_as_a_process():
     assert process.returncode == 0 and out.endswith("\n")
     first, *_, last = err.splitlines()
     assert first.startswith("card: emulated card 0 on ") and "answer 4 tokens" in last
-    assert re.search(r"model: synthetic:tiny, 3\.9 million parameters; [\d.]+ MB on the card, 1 x 2048 tokens", err)
+    assert re.search(r"model: synthetic:tiny, 3\.9 million parameters; [\d.]+ MB on the card, 1 x 2,048 tokens", err)
 
 
 def test_a_reader_that_leaves():

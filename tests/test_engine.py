@@ -189,22 +189,26 @@ def test_a_copy_of_results_that_fails(grouped):
     engine.close()
 
 
-def test_a_long_prompt_and_running_answers_take_turns(engine):
+def test_a_long_prompt_and_running_answers_take_turns(engine, monkeypatch):
+    monkeypatch.setattr(engine.scheduler.turns, "n_pieces", lambda pieces: 1)
     order = []
     want = alone(engine, request(3, n_prompt=LONG))
     engine.clear_cache()
     answers = [engine.submit(request(seed, max_tokens=1000)) for seed in (1, 2)]
     for answer in answers:
         next(iter(answer))
-    with observed(engine, prefill=lambda n, ids, slot, start, marks: order.append(f"prompt {start}"),
+    with observed(engine, prefill=lambda n, ids, slot, start, marks, n_pieces: order.append(f"1 of {start}"),
+                  continue_prefill=lambda n, n_pieces=None: order.append(f"{n_pieces or 'last'}"),
                   step=lambda n, shape, group: order.append(shape.n)):
         late = engine.submit(request(3, n_prompt=LONG))
         assert tokens(late) == want
-    first, last = order.index("prompt 0"), order.index("prompt 576")
-    runs = [(done, len(list(run))) for done, run in itertools.groupby(order[first:last])]
-    assert [done for done, _ in runs] == [step for start in range(0, 576, CHUNK) for step in (f"prompt {start}", 2)]
-    assert all(n == 1 if done != 2 else n >= 2 for done, n in runs)     # at least one step after that of the pass
-    assert order[last + 1] == 3                 # the new answer is in the very next step
+    steps = [at for at, done in enumerate(order) if done == 3]          # those of the new answer, too
+    runs = [(done, len(list(run))) for done, run in itertools.groupby(order[order.index("1 of 0"):steps[0]])]
+    parts = [done for done, n in runs if done != 2]
+    begun, rest = [at for at, done in enumerate(parts) if "of" in done], ["1"] * (engine.config.n_layers - 2) + ["last"]
+    assert [parts[at + 1:at + engine.config.n_layers] for at in begun] == [rest] * len(begun) and len(begun) > 1
+    assert [done for done, n in runs[1::2]] == [2] * (len(runs) // 2)   # steps after every part, and no two parts
+    assert all(n == 1 for done, n in runs[::2]) and runs[-1][0] == "last"       # the next step is the new answer's, too
     for answer in answers:
         answer.cancel()
         answer.wait()

@@ -7,20 +7,23 @@ import pytest
 from anthropic.types import message_create_params as stable
 from anthropic.types.beta import message_create_params as beta
 from openai.types import completion_create_params as text
+from openai.types import embedding_create_params as embeddings
 from openai.types.chat import completion_create_params as chat
 from openai.types.responses import response_create_params as responses
 
-from api.field_table import CHAT, FIELDS, MESSAGES, OBEYED, REFUSED, RESPONSES, TEXT, WITHOUT_EFFECT, fields_of, page
+from api.field_table import (CHAT, EMBEDDINGS, FIELDS, MESSAGES, OBEYED, REFUSED, RERANK, RESPONSES, TEXT,
+                             WITHOUT_EFFECT, fields_of, page)
 from engine.request import SAMPLING
 from engine.template import ChatTemplate
 from tests.clients import app_of
-from tests.scripted import ScriptedEngine
+from tests.scripted import ScriptedEngine, ScriptedPooling
 
 HI, TOOL = {"role": "user", "content": "Hi"}, {"name": "f", "description": "d"}
 BEGUN = {"messages": [HI, {"role": "assistant", "content": "Yes"}]}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 BODIES = {CHAT: {"messages": [HI]}, TEXT: {"prompt": "Hi"}, RESPONSES: {"input": "Hi"},
-          MESSAGES: {"messages": [HI], "max_tokens": 50}}
+          MESSAGES: {"messages": [HI], "max_tokens": 50}, EMBEDDINGS: {"input": "Hi"},
+          RERANK: {"query": "Hi", "documents": ["Yes", "No, none"]}}
 ANSWER = "Hello <|box_start|>there."
 TEMPLATE = ChatTemplate("{{ messages[-1].content }}{{ documents }}")        # the model that ships knows no documents
 
@@ -45,8 +48,11 @@ SHOWN = {
     **dict.fromkeys(["thinking_token_budget", "thinking_budget_tokens", "reasoning_budget_tokens"], (3, THINKS)),
     "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}, "input": "Other", "instructions": "S",
     "max_output_tokens": 3, "text": {"format": {"type": "json_object"}}, "reasoning": {"effort": "high"},
-    "include": ["message.output_text.logprobs"], "metadata": {"a": "b"}, "truncation": "auto", "store": False}
+    "include": ["message.output_text.logprobs"], "metadata": {"a": "b"}, "truncation": "auto", "store": False,
+    "encoding_format": "base64", "dimensions": 3, "query": "Other", "top_n": 1, "return_documents": True,
+    "instruction": "Find nothing"}
 SHOWN_ELSEWHERE = {
+    (RERANK, "documents"): ["Other"],
     (TEXT, "logprobs"): 1, (RESPONSES, "tools"): [TOOL | {"type": "function"}], (RESPONSES, "top_logprobs"): 1,
     (RESPONSES, "tool_choice"): ("required", {"tools": [TOOL | {"type": "function"}]}),
     (RESPONSES, "parallel_tool_calls"): (False, {"tools": [TOOL | {"type": "function"}]}),
@@ -66,7 +72,8 @@ def rows(effect):
 
 def ask(path, body):
     """What a request asks of the engine and what is answered, without what no two answers share."""
-    engine = ScriptedEngine(ANSWER, TEMPLATE if "documents" in body else None)
+    kind = {EMBEDDINGS: "embedding", RERANK: "reranking"}.get(path)
+    engine = ScriptedPooling(kind) if kind else ScriptedEngine(ANSWER, TEMPLATE if "documents" in body else None)
     answer = app_of(engine).test_client().post(path, json=BODIES[path] | body)
     assert answer.status_code == 200, answer.text
     alone = r'"(id|item_id|call_id|created(_at)?|completed_at)": ?("[^"]*"|\d+)'
@@ -79,7 +86,7 @@ def test_obeyed(path, row):
         return                      # a second request: test_api_responses.py
     shown = SHOWN_ELSEWHERE.get((path, row.name), SHOWN[row.name])
     value, beside = shown if isinstance(shown, tuple) else (shown, {})
-    without = {"documents": []} if row.name == "documents" else {}
+    without = {"documents": []} if (path, row.name) == (CHAT, "documents") else {}
     assert ask(path, beside | {row.name: value}) != ask(path, beside | without)
 
 
@@ -91,7 +98,8 @@ def test_without_effect(path, row):
 @pytest.mark.parametrize("path, row", rows(REFUSED))
 def test_refused(path, row):
     """By name; what asks for nothing is taken."""
-    answer = app_of(ScriptedEngine(ANSWER)).test_client().post(path, json=BODIES[path] | {row.name: "anything"})
+    app = app_of(ScriptedEngine(ANSWER), [ScriptedPooling(), ScriptedPooling("reranking")])
+    answer = app.test_client().post(path, json=BODIES[path] | {row.name: "anything"})
     assert answer.status_code == 400
     assert answer.json["error"]["message"].startswith(f"'{row.name}' is not supported: {row.says}")
     for value in (None, *row.neutral):
@@ -101,6 +109,7 @@ def test_refused(path, row):
 @pytest.mark.parametrize("path, types, elsewhere", [
     (CHAT, [chat.CompletionCreateParamsBase], set()), (TEXT, [text.CompletionCreateParamsBase], set()),
     (RESPONSES, [responses.ResponseCreateParamsBase], set()),
+    (EMBEDDINGS, [embeddings.EmbeddingCreateParams], set()),
     (MESSAGES, [stable.MessageCreateParamsBase, beta.MessageCreateParamsBase], {"betas"})])       # a header
 def test_what_the_official_clients_can_send_is_in_the_table(path, types, elsewhere):
     sent = {name for one in types for name in one.__annotations__} - elsewhere

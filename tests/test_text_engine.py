@@ -20,14 +20,15 @@ def test_engines_offer_what_a_server_uses(make):
     """Each of its own: nothing is inherited from TextEngine, which only describes. The tests of the protocols use
     engines behind `Offered`, so that a server that used more would be noticed there."""
     engine = make()
-    assert TextEngine in type(engine).__mro__ and {"submit", "tokenizer", "reason", "count_pipes"} <= OFFERED
-    for name in OFFERED:
+    offered = OFFERED[TextEngine]
+    assert TextEngine in type(engine).__mro__ and {"submit", "tokenizer", "reason", "count_pipes"} <= offered
+    for name in offered:
         inspect.getattr_static(engine, name)
         described = vars(TextEngine).get(name)
-        offered = inspect.getattr_static(type(engine), name, None)
-        assert described is None or offered is not described, name
+        own = inspect.getattr_static(type(engine), name, None)
+        assert described is None or own is not described, name
         if described is not None:
-            assert inspect.signature(offered).parameters.keys() == inspect.signature(described).parameters.keys()
+            assert inspect.signature(own).parameters.keys() == inspect.signature(described).parameters.keys()
 
 
 def test_a_server_that_uses_more_of_an_engine_is_noticed():
@@ -48,3 +49,5 @@ def test_what_is_known_of_random_weights():
     details = ModelDetails.of(qengine.open_model("synthetic:0.8b:q4_k").weights)
     assert round(details.n_parameters / 1e6, 2) == 752.39 and details.format == "Q4_K"
     assert details.n_bytes < details.n_parameters and details.metadata == {"general.architecture": "qwen35"}
+    details = ModelDetails.of(qengine.open_model("synthetic:qwen3-4b-embedding").weights)
+    assert details.metadata == {"general.architecture": "qwen3"}

@@ -1,0 +1,151 @@
+"""Reranking over HTTP, in the shapes of Cohere, Jina, vLLM and llama.cpp."""
+
+import numpy as np
+import pytest
+
+import qengine
+from api import rerank as rerank_api
+from engine.pooling import MOST_TEXTS
+from tests.clients import app_of, assert_error, send, serving
+from tests.oracle import oracle_json, oracle_path
+from tests.scripted import ScriptedPooling
+
+PATHS = "/v1/rerank", "/v2/rerank", "/rerank"
+DOCUMENTS = ["a b c d e", "a", {"text": "a b c", "title": "T"}, "a"]
+ASKED = {"model": "m", "query": "letters", "documents": DOCUMENTS}
+
+
+@pytest.fixture
+def engine():
+    """The more tokens, the more relevant."""
+    return ScriptedPooling("reranking", lambda ids: [1 - 1 / len(ids)])
+
+
+@pytest.fixture
+def web(engine):
+    return app_of(engine).test_client()
+
+
+def indices(answer):
+    assert answer.status_code == 200, answer.text
+    return [one["index"] for one in answer.json["results"]]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_most_relevant_comes_first(web, engine, path):
+    """Scores are the engine's; among equals the earlier document is first."""
+    answer = web.post(path, json=ASKED)
+    assert indices(answer) == [0, 2, 1, 3]
+    texts = [document if isinstance(document, str) else document["text"] for document in DOCUMENTS]
+    scores = engine.rerank("letters", texts)
+    for one in answer.json["results"]:
+        assert one.keys() == {"index", "relevance_score"}
+        assert np.float32(one["relevance_score"]) == scores[one["index"]] and len(str(one["relevance_score"])) < 12
+    n = engine.jobs[0].n_prompt
+    assert answer.json["usage"] == {"prompt_tokens": n, "total_tokens": n}
+    assert (answer.json["model"], answer.json["object"]) == (engine.name, "list")
+
+
+@pytest.mark.parametrize("top_n, want", [(1, [0]), (3, [0, 2, 1]), (4, [0, 2, 1, 3]), (99, [0, 2, 1, 3]),
+                                         (0, [0, 2, 1, 3]), (None, [0, 2, 1, 3])])
+def test_top_n(web, top_n, want):
+    assert indices(web.post("/v1/rerank", json=ASKED | {"top_n": top_n})) == want
+
+
+def test_as_cohere_asks(web):
+    """Version 1 with documents, and version 2: results with index and relevance_score, an id, tokens in meta."""
+    said = web.post("/v1/rerank", json=ASKED | {"model": "rerank-v3.5", "top_n": 2, "return_documents": True,
+                                                "rank_fields": ["text"]}).json
+    assert [one["document"] for one in said["results"]] == [{"text": "a b c d e"}, {"text": "a b c", "title": "T"}]
+    said = web.post("/v2/rerank", json=ASKED | {"priority": 0}).json
+    assert said["id"] and said["meta"]["tokens"]["input_tokens"] == said["usage"]["prompt_tokens"] > 0
+
+
+def test_as_jina_asks(web):
+    said = web.post("/v1/rerank", json={"model": "jina-reranker-v2-base-multilingual", "query": "letters", "top_n": 1,
+                                        "documents": ["a", "a b"], "return_documents": True}).json
+    [result] = said["results"]
+    assert (result["index"], result["document"]) == (1, {"text": "a b"}) and 0 < result["relevance_score"] < 1
+    assert said["model"] and said["usage"]["total_tokens"] > 0
+    said = web.post("/v1/rerank", json=ASKED | {"return_documents": False}).json
+    assert not any("document" in one for one in said["results"])
+
+
+def test_the_instruction(web, engine):
+    web.post("/rerank", json=ASKED)
+    web.post("/rerank", json=ASKED | {"instruction": "Find nothing"})
+    default, own = (engine.tokenizer.decode(request.texts[1], special=True) for request in engine.requests)
+    assert own == default.replace("Find it", "Find nothing") and own != default
+
+
+def test_control_tokens_in_texts_are_text(web, engine):
+    web.post("/rerank", json={"query": "<|im_end|>", "documents": ["<|im_end|>"], "instruction": "<|im_end|>"})
+    [ids] = engine.requests[0].texts
+    assert not set(ids) & set(engine.tokenizer.control.values())
+    assert engine.tokenizer.decode(ids).count("<|im_end|>") == 3
+
+
+@pytest.mark.parametrize("change, param", [
+    ({"query": None}, "query"), ({"query": 5}, "query"), ({"query": ["a"]}, "query"),
+    ({"documents": None}, "documents"), ({"documents": []}, "documents"), ({"documents": "a"}, "documents"),
+    ({"documents": [5]}, "documents"),
+    ({"documents": [["a"]]}, "documents"), ({"documents": [{}]}, "documents"),
+    ({"documents": [{"image": "x"}]}, "documents"), ({"documents": [{"text": 5}]}, "documents"),
+    ({"documents": ["a"] * (MOST_TEXTS + 1)}, "documents"), ({"documents": ["a b " * 400]}, "documents"),
+    ({"query": "a " * 600}, "documents"), ({"top_n": -1}, "top_n"), ({"top_n": "1"}, "top_n"),
+    ({"top_n": True}, "top_n"), ({"return_documents": "yes"}, "return_documents"), ({"instruction": 5}, "instruction"),
+    ({"query": "\ud800"}, "query"), ({"rank_fields": ["title"]}, "rank_fields"), ({"texts": ["a"]}, "texts"),
+    ({"max_tokens_per_doc": 5}, "max_tokens_per_doc"), ({"topn": 5}, "topn")], ids=lambda value: str(value)[:40])
+def test_what_is_refused(engine, change, param):
+    with serving(app_of(engine)) as (port, service):
+        answer = send(port, "POST", "/v1/rerank", ASKED | change)
+        assert_error(answer, 400, param)
+        assert len(answer[2]["error"]["message"]) < 300 and not service.open and not service.n_entering
+
+
+def test_a_template_without_a_place_for_an_instruction(engine):
+    engine.template = type(engine.template)("{query} {document}")
+    answer = app_of(engine).test_client().post("/rerank", json=ASKED | {"instruction": "x"})
+    assert answer.status_code == 400 and answer.json["error"]["param"] == "instruction"
+
+
+@pytest.mark.parametrize("body", [{"query": "a" * 3000, "documents": ["b"] * MOST_TEXTS},
+                                  {"query": "a", "documents": ["b"] * MOST_TEXTS, "instruction": "c" * 3000}])
+def test_a_small_body_that_asks_for_gigabytes(web, engine, body, monkeypatch):
+    """The query stands before each document, so it counts as often. Nothing is cut into tokens for such a request."""
+    monkeypatch.setattr(engine, "encode_pair", lambda *_: pytest.fail("it was cut into tokens"))
+    answer = web.post("/rerank", json=body)
+    assert answer.status_code == 400 and answer.json["error"]["param"] == "documents"
+    assert str(rerank_api.MAX_LETTERS) in answer.json["error"]["message"]
+
+
+def test_as_many_documents_as_may_be(web):
+    assert len(indices(web.post("/rerank", json={"query": "a", "documents": ["b"] * MOST_TEXTS}))) == MOST_TEXTS
+
+
+# ---- the reference -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def reranker(card):
+    engine = qengine.load(oracle_path("gguf/rerank-Q8_0.gguf"), card=card, progress=False, ctx=512)
+    yield engine
+    engine.close()
+
+
+def test_as_llama_server_answers(reranker):
+    """The same requests as llama-server was sent: the same shape and counts, and nearly the same scores, as
+    tests/test_packing.py has it."""
+    with serving(app_of(reranker)) as (port, _):
+        for one in oracle_json("server_responses.json")["rerank"]:
+            want = one["response"]
+            status, _, said = send(port, "POST", one["path"], one["request"])
+            assert status == 200 and said["usage"] == want["usage"] and said["object"] == want["object"]
+            assert said.keys() - want.keys() == {"id", "meta"} and len(said["results"]) == len(want["results"])
+            scores = {each["index"]: each["relevance_score"] for each in want["results"]}
+            for each in said["results"]:
+                assert each["relevance_score"] == pytest.approx(scores[each["index"]], abs=0.015)
+            found = [each["relevance_score"] for each in said["results"]]
+            assert found == sorted(found, reverse=True)
+            assert found == sorted(reranker.rerank(one["request"]["query"], one["request"]["documents"]).astype(
+                str).astype(float).tolist(), reverse=True)[:len(found)]

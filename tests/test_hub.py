@@ -1,0 +1,379 @@
+"""Models of the Hugging Face Hub: which file a name means, and how it comes, from a small Hub on the loopback.
+
+huggingface_hub reads its variables when it is imported, so most of these tests ask in a process of their own.
+"""
+
+import contextlib
+import fcntl
+import functools
+import json
+import os
+import random
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+import qengine
+from cli.main import main
+from engine import hub as ours
+from engine.hub import HubName, chosen, local_path
+from engine.request import ModelError
+from tests.clients import HI, app_of
+from tests.models import TINY
+from tests.small_hub import TOKEN, Repository, serving
+from tests.test_house import arrows_of, reachable
+from tests.test_split import split
+from tests.tiny import tiny_engine
+
+MODEL = Path(TINY).read_bytes()
+ROOT = Path(__file__).parents[1]
+
+
+PROGRAM = "import sys; from engine.hub import local_path; print(local_path(sys.argv[1], print))"
+
+
+def environment(hub, home, **variables):
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    return kept | {"HF_ENDPOINT": hub.address, "HF_HOME": str(home)} | variables
+
+
+def start(hub, home, name, stderr=subprocess.DEVNULL):
+    """A process that asks for a model."""
+    return subprocess.Popen([sys.executable, "-c", PROGRAM, name], cwd=ROOT, env=environment(hub, home), stdout=stderr,
+                            stderr=stderr)
+
+
+@functools.cache
+def fork_server():
+    return subprocess.Popen([sys.executable, "-m", "tests.fork_server"], cwd=ROOT, text=True, stdin=subprocess.PIPE,
+                            stdout=subprocess.PIPE)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def end_of_fork_server():
+    yield
+    with fork_server() as server:
+        server.stdin.close()
+    fork_server.cache_clear()
+
+
+def ask(hub, home, name, before="", **variables):
+    """(the path, None) or (None, the sentence that says why not); and what was written on stderr."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        question = {"name": name, "environ": environment(hub, home, **variables), "before": before, "out": str(out),
+                    "err": str(err)}
+        print(json.dumps(question), file=fork_server().stdin, flush=True)
+        code = int(fork_server().stdout.readline())
+        said = err.read_text()
+        assert code in (0, 2), said
+        return (None, said.strip().rpartition("\n")[2], said) if code else (Path(out.read_text().strip()), None, said)
+
+
+@pytest.fixture(scope="module")
+def hub():
+    parts = {f"big/M-Q8_0-0000{i}-of-00002.gguf": bytes([i]) * 100 for i in (1, 2)}
+    with serving({
+            "us/Tiny-GGUF": Repository({"Tiny-Q4_K_M.gguf": MODEL, "Tiny-Q8_0.gguf": MODEL + b"8", "README.md": b"r",
+                                        "mmproj-Q8_0.gguf": b"mm"}, revisions=("main", "refs/pr/1")),
+            "us/Parts-GGUF": Repository(parts | {"M-Q6_K.gguf": b"six"}),
+            "us/Gated": Repository({"G-Q8_0.gguf": b"gated"}, "gated"),
+            "us/Private": Repository({"P-Q8_0.gguf": b"private"}, "private"),
+            "us/Safe": Repository({"model.safetensors": b"s", "mmproj.gguf": b"m"}),
+            "us/Lies": Repository({"L-Q8_0.gguf": b"l"}, absent=("L-Q4_K_M.gguf",))}) as hub:
+        yield hub
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_asked(request):
+    if "hub" in request.fixturenames:
+        hub = request.getfixturevalue("hub")
+        hub.asked.clear(), hub.tokens.clear(), hub.cuts.clear()
+        hub.spoilt, hub.status, hub.slow = (), None, 0
+
+
+# ---- which file a name means -----------------------------------------------------------------------------------
+
+
+def choice(wish, *files, name="hf:us/model"):
+    return chosen(HubName.of(name + (f":{wish}" if wish else "")), dict.fromkeys(files, 5_000_000_000))
+
+
+QUANTS = "Q-Q4_K_M.gguf", "Q-Q8_0.gguf", "Q-IQ4_XS.gguf", "Q-UD-Q4_K_XL.gguf", "mmproj-Q-BF16.gguf", "imatrix.gguf"
+
+
+@pytest.mark.parametrize("wish, files, found", [
+    (None, QUANTS, "Q-Q4_K_M.gguf"), ("Q8_0", QUANTS, "Q-Q8_0.gguf"), ("q8_0", QUANTS, "Q-Q8_0.gguf"),
+    ("IQ4_XS", QUANTS, "Q-IQ4_XS.gguf"), ("Q4_K_XL", QUANTS, "Q-UD-Q4_K_XL.gguf"),
+    ("UD-Q4_K_XL", QUANTS, "Q-UD-Q4_K_XL.gguf"), ("Q-Q8_0.gguf", QUANTS, "Q-Q8_0.gguf"),
+    (None, ("only-Q2_K.gguf", "mmproj-F16.gguf"), "only-Q2_K.gguf"), (None, ("model.GGUF",), "model.GGUF"),
+    ("Q4_K_M", ("a.Q4_K_M.gguf", "a.i1-Q4_K_M.gguf", "a-imatrix-Q4_K_M.gguf"), "a.Q4_K_M.gguf"),
+    ("Q4_K_M", ("a-imat-Q4_K_M.gguf", "a-Q4_0.gguf"), "a-imat-Q4_K_M.gguf"),
+    ("BF16", ("BF16/model.gguf", "Q8_0/model.gguf", "mmproj-BF16.gguf"), "BF16/model.gguf"),
+    ("m.gguf", ("sub/m.gguf", "n.gguf"), "sub/m.gguf"), ("m.gguf", ("sub/m.gguf", "m.gguf"), "m.gguf"),
+])
+def test_the_file_that_a_name_means(wish, files, found):
+    assert choice(wish, *files) == [found]
+
+
+def test_a_model_in_parts_is_all_of_them():
+    files = [f"Q8_0/M-Q8_0-0000{i}-of-00003.gguf" for i in (3, 1, 2)] + ["M-Q4_K_M.gguf"]
+    for wish in "Q8_0", "q8_0", files[0], "M-Q8_0-00002-of-00003.gguf":
+        assert choice(wish, *files) == sorted(files[:3])
+    with pytest.raises(ModelError, match="has Q8_0/M-Q8_0-00001-of-00003.gguf, and lacks its part .*-00002-of-00003"):
+        choice("Q8_0", files[0], files[1])
+    with pytest.raises(ModelError, match="lacks its part .*-00001-of-00003"):
+        choice(None, files[0], files[2])
+
+
+@pytest.mark.parametrize("wish, files, words", [
+    (None, ("a-Q8_0.gguf", "a-Q6_K.gguf"), "none of several models is in Q4_K_M; put one behind a colon: a-Q6_K.gguf "
+                                           r"\(4.7 GB\), a-Q8_0.gguf"),
+    ("Q3_K_M", QUANTS, "no model is Q3_K_M; put one behind a colon: Q-Q4_K_M.gguf"),
+    ("Q-Q8_1.gguf", QUANTS, "no model is Q-Q8_1.gguf; put one behind a colon: .*Q-Q8_0.gguf"),
+    ("F32", QUANTS, "no model is F32; put one behind a colon: Q-IQ4_XS.gguf .*, Q-Q4_K_M.gguf .*, Q-Q8_0.gguf"),
+    ("Q4_0", QUANTS, "no model is Q4_0"), ("mmproj-Q-BF16.gguf", QUANTS, "no model is mmproj-Q-BF16.gguf"),
+    ("BF16", QUANTS, "no model is BF16"),
+    ("Q8_0", ("a-Q8_0.gguf", "b-Q8_0.gguf"), "2 models are in Q8_0; put one behind a colon: a-Q8_0.gguf .* b-Q8_0"),
+    ("m.gguf", ("a/m.gguf", "b/m.gguf"), "2 models are in m.gguf; put one .*: a/m.gguf .*, b/m.gguf"),
+    (None, [f"{i:02}.gguf" for i in range(30)], r"19.gguf \(4.7 GB\) and 10 more$"),
+])
+def test_names_that_mean_no_file_or_several(wish, files, words):
+    with pytest.raises(ModelError, match=words) as error:
+        choice(wish, *files)
+    assert str(error.value).startswith("hf:us/model: ") and "mmproj-Q-BF16.gguf (" not in str(error.value)
+
+
+@pytest.mark.parametrize("text, parts", [
+    ("hf:o/n", ("o/n", None, None)), ("hf:o/n.2-x:Q8_0", ("o/n.2-x", None, "Q8_0")),
+    ("hf:o/n@main", ("o/n", "main", None)), ("hf:o/n@refs/pr/1:a/b.gguf", ("o/n", "refs/pr/1", "a/b.gguf"))])
+def test_names(text, parts):
+    name = HubName.of(text)
+    assert (name.repository, name.revision, name.wish) == parts
+    assert str(name) + (f":{name.wish}" if name.wish else "") == text
+
+
+@pytest.mark.parametrize("text", ["hf:", "hf:name", "hf:a/b/c", "hf:a/b:", "hf:a/b@", "hf:/b", "hf:a b/c"])
+def test_names_that_are_none(text):
+    with pytest.raises(ModelError, match="a model of the Hub is hf:OWNER/NAME"):
+        qengine.open_model(text)
+
+
+@pytest.mark.parametrize("text, name", [
+    ("us/Tiny-GGUF", "us/Tiny-GGUF"), ("us/Tiny:Q8_0", "us/Tiny:Q8_0"), ("us/Tiny:a.b", "us/Tiny:a.b"),
+    ("https://huggingface.co/us/Tiny-GGUF", "us/Tiny-GGUF"), ("https://huggingface.co/us/Tiny/", "us/Tiny")])
+def test_a_name_without_hf_is_answered_with_how_to_say_it(text, name, capsys):
+    assert main(["-m", text, "-p", "Hello"]) == 2
+    assert capsys.readouterr().err == (f"qengine: {text}: there is no such file; the Hub's repository of this name is "
+                                       f"hf:{name}\n")
+
+
+def test_names_that_are_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    shutil.copyfile(TINY, tmp_path / "a" / "model")
+    assert qengine.open_model("a/model").config.name == "tiny"
+    with pytest.raises(ModelError, match="a/b.gguf: cannot be opened: No such file"):
+        qengine.open_model("a/b.gguf")
+
+
+# ---- how it comes ----------------------------------------------------------------------------------------------
+
+
+def test_a_file_comes_once_and_is_found_again(hub, tmp_path):
+    path, _, said = ask(hub, tmp_path, "hf:us/Tiny-GGUF")
+    assert path.read_bytes() == MODEL and path.name == "Tiny-Q4_K_M.gguf"
+    assert "downloading Tiny-Q4_K_M.gguf of hf:us/Tiny-GGUF, 3.7 MB" in said
+    assert hub.files_asked() == ["us/Tiny-GGUF/Tiny-Q4_K_M.gguf"] and hub.tokens == [None]
+    path, _, said = ask(hub, tmp_path, "hf:us/Tiny-GGUF:q8_0")
+    assert path.read_bytes() == MODEL + b"8" and len(hub.files_asked()) == 2
+    hub.asked.clear()
+    again, _, said = ask(hub, tmp_path, "hf:us/Tiny-GGUF:Q8_0")
+    assert again == path and hub.files_asked() == [] and "model file: Tiny-Q8_0.gguf of hf:us/Tiny-GGUF" in said
+
+
+def test_a_terminal_shows_a_bar(hub, tmp_path):
+    terminal, end = os.openpty()
+    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+    with start(hub, tmp_path, "hf:us/Tiny-GGUF:Q8_0", end) as process, open(terminal, "rb", buffering=0) as shown:
+        os.close(end)
+        said = b""
+        with contextlib.suppress(OSError):      # what Linux raises where the other end is closed
+            while some := shown.read(1 << 16):
+                said += some
+        assert process.wait(60) == 0 and b"Tiny-Q8_0.gguf: 100%" in said
+
+
+def test_all_parts_come(hub, tmp_path):
+    path, _, said = ask(hub, tmp_path, "hf:us/Parts-GGUF:Q8_0")
+    assert path.name == "M-Q8_0-00001-of-00002.gguf" and "and 1 more parts of hf:us/Parts-GGUF" in said
+    assert [each.read_bytes() for each in sorted(path.parent.iterdir())] == [b"\1" * 100, b"\2" * 100]
+    assert hub.files_asked() == [f"us/Parts-GGUF/big/M-Q8_0-0000{i}-of-00002.gguf" for i in (1, 2)]
+
+
+def test_a_revision(hub, tmp_path):
+    path, _, _ = ask(hub, tmp_path, "hf:us/Tiny-GGUF@refs/pr/1:Q8_0")
+    assert path.read_bytes() == MODEL + b"8"
+    _, said, _ = ask(hub, tmp_path, "hf:us/Tiny-GGUF@v9:Q8_0")
+    assert said == "hf:us/Tiny-GGUF@v9: the repository has no revision 'v9'"
+
+
+@pytest.mark.parametrize("offline", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}, {}],
+                         ids=["told to be", "no connection", "the Hub is down"])
+def test_without_the_hub_the_cache_answers(hub, tmp_path, offline):
+    known, _, _ = ask(hub, tmp_path, "hf:us/Tiny-GGUF:Q8_0")
+    hub.status = None if offline else 503
+    for name in "hf:us/Tiny-GGUF:Q8_0", "hf:us/Tiny-GGUF", "hf:us/Tiny-GGUF:Tiny-Q8_0.gguf":
+        path, said, _ = ask(hub, tmp_path, name, **offline)
+        assert path == known, said
+    _, said, _ = ask(hub, tmp_path, "hf:us/Tiny-GGUF:Q4_K_M", **offline)
+    assert said.startswith("hf:us/Tiny-GGUF: no model is Q4_K_M; put one behind a colon: Tiny-Q8_0.gguf")
+    _, said, _ = ask(hub, tmp_path, "hf:us/Parts-GGUF", **offline)
+    assert said.startswith("hf:us/Parts-GGUF: ") and "the cache" in said
+    assert ("HF_HUB_OFFLINE forbids" in said) == ("HF_HUB_OFFLINE" in offline)
+
+
+@pytest.mark.parametrize("name", ["us/Gated", "us/Private"])
+def test_who_may_not_read_is_told_of_the_token(hub, tmp_path, name):
+    for variables in {}, {"HF_TOKEN": "hf_other"}:
+        _, said, _ = ask(hub, tmp_path, f"hf:{name}", **variables)
+        assert said.startswith(f"hf:{name}: ") and "HF_TOKEN" in said and "\n" not in said
+        assert ("gated: accept its terms on" in said) == (name == "us/Gated")
+    path, _, _ = ask(hub, tmp_path, f"hf:{name}", HF_TOKEN=TOKEN)
+    assert path.read_bytes() == name.removeprefix("us/").lower().encode()
+    assert hub.tokens == [None]         # the bytes come from another host, which the token is not for
+
+
+def test_what_is_not_there(hub, tmp_path):
+    _, said, _ = ask(hub, tmp_path, "hf:us/Tini")
+    assert said.startswith("hf:us/Tini: the Hub has no such repository, or not for you: where it is private, see that "
+                           "HF_TOKEN holds a token")
+    _, said, _ = ask(hub, tmp_path, "hf:them/Tiny-GGUF")
+    assert "near it are us/Tiny-GGUF" in said
+    _, said, _ = ask(hub, tmp_path, "hf:us/Tiny-GGUF:Tiny-Q4_K_S.gguf")
+    assert said.startswith("hf:us/Tiny-GGUF: no model is Tiny-Q4_K_S.gguf; put one behind a colon: Tiny-Q4_K_M.gguf")
+    _, said, _ = ask(hub, tmp_path, "hf:us/Safe")
+    assert said.startswith("hf:us/Safe: there is no GGUF model in this repository")
+    _, said, _ = ask(hub, tmp_path, "hf:us/Lies")
+    assert said == "hf:us/Lies: the Hub lists the file, and does not have it"
+
+
+def disk_of(n_bytes):
+    """A statement by which the disk has so many bytes left."""
+    return f"import shutil; shutil.disk_usage = lambda path: shutil._ntuple_diskusage(9, 9, {n_bytes})"
+
+
+def made_up(n):
+    return random.Random(3).randbytes(n)
+
+
+@contextlib.contextmanager
+def serving_large():
+    """A Hub with a file of 22 MB; huggingface_hub writes pieces of 10 MB."""
+    with serving({"us/Large": Repository({"L-Q8_0.gguf": made_up(22 << 20)})}) as hub:
+        yield hub
+
+
+def test_a_download_goes_on_after_a_cut(tmp_path):
+    with serving_large() as hub:
+        hub.cuts = [15 << 20]
+        path, _, said = ask(hub, tmp_path, "hf:us/Large")
+        assert path.read_bytes() == made_up(22 << 20)
+        assert hub.files_asked() == ["us/Large/L-Q8_0.gguf", "us/Large/L-Q8_0.gguf bytes=10485760-"]
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_another_process_goes_on_with_a_download(tmp_path, end):
+    with serving_large() as hub:
+        hub.slow = 0.005
+        process = start(hub, tmp_path, "hf:us/Large")
+        deadline = time.monotonic() + 60
+        while sum(path.stat().st_size for path in tmp_path.rglob("*.incomplete")) < 10 << 20:
+            assert time.monotonic() < deadline and process.poll() is None, process.returncode
+            time.sleep(0.02)
+        process.send_signal(end)
+        process.communicate(timeout=60)
+        assert process.returncode != 0 and not list(tmp_path.rglob("*.gguf"))
+        hub.slow = 0
+        hub.asked.clear()
+        path, _, _ = ask(hub, tmp_path, "hf:us/Large", disk_of(16 << 20))      # less than all of it
+        assert path.read_bytes() == made_up(22 << 20)
+        asked, = hub.files_asked()
+        assert int(asked.partition(" bytes=")[2].rstrip("-")) >= 10 << 20
+        assert not list(tmp_path.rglob("*.incomplete"))
+
+
+def test_a_connection_that_is_always_cut(tmp_path):
+    with serving_large() as hub:
+        hub.cuts = [1000] * 20
+        _, said, _ = ask(hub, tmp_path, "hf:us/Large", "import time; time.sleep = lambda seconds: None")
+        assert said.startswith("hf:us/Large: the download broke off (") and said.endswith("goes on where it was")
+
+
+def test_bytes_that_are_not_the_hubs(hub, tmp_path):
+    hub.spoilt = "Tiny-Q8_0.gguf",
+    _, said, _ = ask(hub, tmp_path, "hf:us/Tiny-GGUF:Q8_0")
+    assert said.startswith("Tiny-Q8_0.gguf: what was downloaded is not what the Hub has")
+    hub.spoilt = ()
+    path, _, _ = ask(hub, tmp_path, "hf:us/Tiny-GGUF:Q8_0")
+    assert path.read_bytes() == MODEL + b"8"
+
+
+def test_a_disk_that_is_full(hub, tmp_path):
+    """Known before, or when it happens: a limit of file sizes stands for a disk that fills up."""
+    _, said, _ = ask(hub, tmp_path, "hf:us/Tiny-GGUF:Q8_0", disk_of(1_000_000))
+    assert said.startswith("hf:us/Tiny-GGUF: 3.7 MB are to be downloaded, and ")
+    assert "976.6 KB left" in said
+    assert hub.files_asked() == []
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))"
+    _, said, _ = ask(hub, tmp_path, "hf:us/Tiny-GGUF:Q8_0", limit)
+    assert said.startswith("hf:us/Tiny-GGUF: it cannot be kept in ") and "File too large" in said
+    (tmp_path / "file").write_text("")
+    _, said, _ = ask(hub, tmp_path / "file", "hf:us/Tiny-GGUF:Q8_0")
+    assert said.startswith("hf:us/Tiny-GGUF: it cannot be kept in ") and "Not a directory" in said
+
+
+# ---- where such names may stand --------------------------------------------------------------------------------
+
+
+def test_the_command_line_takes_names_of_the_hub(tmp_path, capsys):
+    """A model in parts answers, without a word of where it is."""
+    paths = split(TINY, tmp_path, 2)
+    asked = ["--card", "emulated", "--ctx", "256", "-p", "Hello", "--max-tokens", "3", "--temperature", "0"]
+    files = {f"T-Q8_0-0000{i}-of-00002.gguf": path.read_bytes() for i, path in enumerate(paths, 1)}
+    with serving({"us/Tiny": Repository(files)}) as hub:
+        answer = subprocess.run([sys.executable, "qengine.py", "-m", "hf:us/Tiny", *asked], cwd=ROOT, text=True,
+                                env=environment(hub, tmp_path / "home"), capture_output=True, timeout=120)
+    assert main(["-m", TINY, *asked]) == 0
+    assert answer.stdout == capsys.readouterr().out, answer.stderr
+
+
+REQUESTS = {
+    "/v1/chat/completions": {"messages": [HI]}, "/v1/completions": {"prompt": "hi"}, "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": [HI], "max_tokens": 2}, "/api/chat": {"messages": [HI], "stream": False},
+    "/api/generate": {"prompt": "hi", "stream": False}, "/api/show": {}, "/api/pull": {}, "/v1/models/hf:us/Tiny": None}
+
+
+@pytest.mark.parametrize("path", REQUESTS)
+def test_no_request_to_the_server_downloads_anything(monkeypatch, path):
+    """A model that a request names only selects among those that are served."""
+    asked = []
+    monkeypatch.setattr(ours, "download", lambda *what: asked.append(what))
+    local_path("hf:us/Tiny", print)
+    assert asked.pop()                  # so a request would be noticed
+    client, body = app_of(tiny_engine(), sampling={"max_tokens": 2}).test_client(), REQUESTS[path]
+    answer = client.get(path) if body is None else client.post(path, json=body | {"model": "hf:us/Tiny"})
+    assert answer.status_code in (200, 404) and asked == []
+
+
+def test_the_server_cannot_reach_the_hub():
+    arrows, _ = arrows_of(ROOT)
+    assert [name for name in arrows if name.startswith("api") and "engine.hub" in reachable(arrows, name)] == []
