@@ -18,8 +18,9 @@ from llvmlite import ir
 from numba import cuda
 from numba.core.types import UniTuple
 from numba.cuda import types
+from numba.core import cgutils
 from numba.cuda.extending import intrinsic
-from numba.types import float32, int32, uint16, uint32
+from numba.types import float32, int32, uint16, uint32, uint64
 
 _IR = {float32: ir.FloatType(), int32: ir.IntType(32), uint32: ir.IntType(32), uint16: ir.IntType(16)}
 _CONSTRAINT = {float32: "f", int32: "r", uint32: "r", uint16: "h"}
@@ -191,6 +192,22 @@ def load_words2(context, array, index):
 def load_words4(context, array, index):
     """16 bytes at `index` -> 4 words: the widest load, one memory instruction."""
     return _load_words(array, index, 4)
+
+
+@intrinsic
+def array_at(context, address, like):
+    """The memory from a global address (uint64) on, as a flat array of the type of `like`. It has no length: loads and
+    stores by index work, and whoever uses it stays inside."""
+    def codegen(context, builder, signature, values):
+        made = context.make_array(signature.return_type)(context, builder)
+        one, zero = ir.Constant(ir.IntType(64), 1), ir.Constant(ir.IntType(64), 0)
+        itemsize = ir.Constant(ir.IntType(64), context.get_abi_sizeof(context.get_data_type(like.dtype)))
+        made.data = builder.inttoptr(values[0], made.data.type)
+        made.nitems, made.itemsize = zero, itemsize
+        made.shape = cgutils.pack_array(builder, [one])
+        made.strides = cgutils.pack_array(builder, [itemsize])
+        return made._getvalue()
+    return like(uint64, like), codegen
 
 
 def _stream_words(n_words):

@@ -31,6 +31,44 @@ class Matrix:
         return Matrix(self.format, stop - start, self.k, self.values[start:stop], scales)
 
 
+@dataclass(frozen=True)
+class Experts:
+    """The same weight matrix [n, k] of each of several experts.
+
+    `places` says where each expert's matrix is: uint64 [n_experts, 2], the global addresses of its codes and of its
+    scales, which lie as those of a Matrix do; of a matrix of floats the second is 0. An address is in the memory of the
+    card, or in host memory that the card can read. (0, 0): out of the card's reach; kernels leave such an expert's
+    results as they are.
+
+    home: the Matrix [slots * n, k] on the card, one expert behind the other, to which places point.
+    """
+
+    home: Matrix
+    n: int                  # rows of each expert
+    places: Array
+
+    @property
+    def format(self) -> str:
+        return self.home.format
+
+    @property
+    def k(self) -> int:
+        return self.home.k
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.home.is_quantized
+
+    def slot(self, number: int) -> Matrix:
+        """The matrix that lies in one slot of the home."""
+        return self.home.rows(number * self.n, (number + 1) * self.n)
+
+    def addresses(self, number: int) -> tuple[int, int]:
+        """What `places` says of an expert in this slot."""
+        matrix = self.slot(number)
+        return matrix.values.ptr, matrix.scales.ptr if matrix.is_quantized else 0
+
+
 class Quantized(NamedTuple):
     """Rows of activations as int8 blocks (kernels/quantize.py). Products read them; what quantises writes them."""
 

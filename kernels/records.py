@@ -115,3 +115,19 @@ class DraftHead(NamedTuple):
     @property
     def columns(self) -> int:
         return self.n_shared + LISTED * (self.listed is not None)
+
+
+class Choice(NamedTuple):
+    """Which experts a layer's router has chosen for each row, in the order of rank: the likeliest first. Row i has the
+    pairs i * n_used to (i + 1) * n_used - 1 of (row, expert).
+
+    experts  int32 [rows, n_used]
+    weights  float32 [rows, n_used + 1]     of the experts' results, and of the shared expert's
+    """
+
+    experts: Array
+    weights: Array
+
+    @property
+    def n_used(self) -> int:
+        return self.experts.shape[1]

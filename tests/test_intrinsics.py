@@ -308,3 +308,26 @@ def test_what_all_lanes_have_comes_out_of_a_shuffle(card):
     card.poison(out)
     card.launch(write_warp_numbers, 1, 128, out)
     np.testing.assert_array_equal(card.download(out), np.arange(128) // 32)
+
+
+@cuda.jit
+def read_at(out, q, d, places):
+    """out[i] = word i and item i of what lies at a pair of addresses."""
+    i = uint32(cuda.threadIdx.x)
+    for e in range(uint32(3)):
+        words = intrinsics.array_at(places[uint32(2 * e)], q)
+        items = intrinsics.array_at(places[uint32(2 * e + 1)], d)
+        word, _ = intrinsics.stream_words2(words, uint32(i << uint32(3)))
+        out[uint32(e * 32 + i)] = uint32(word + uint32(items[i]))
+
+
+def test_memory_is_read_by_its_address(card):
+    rng = np.random.default_rng(0)
+    q, d = rng.integers(-128, 128, (3, 256), np.int8), rng.integers(0, 2**16, (3, 32), np.uint16)
+    on_card, order = (card.upload(q), card.upload(d)), [2, 0, 1]
+    places = card.upload(np.array([[array[e].ptr for array in on_card] for e in order], np.uint64))
+    out = card.alloc(96, np.uint32)
+    card.poison(out)
+    card.launch(read_at, 1, 32, out, *(array.reshape(-1) for array in on_card), places.reshape(-1))
+    want = q.view(np.uint32).reshape(3, 32, 2)[order, :, 0] + d[order]
+    np.testing.assert_array_equal(card.download(out), want.ravel())
