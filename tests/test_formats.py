@@ -4,10 +4,12 @@ import gguf
 import numpy as np
 import pytest
 
+import qengine
+from engine.gguf import TensorInfo
 from kernels import formats
-from kernels.formats import checks, codes
-from kernels.formats import FLOATS, FORMATS
+from kernels.formats import FLOATS, FORMATS, checks, codes
 from models import quantize
+from tests.oracle import DATA
 
 
 @pytest.fixture(params=FORMATS)
@@ -103,3 +105,32 @@ def test_quantises_nearly_as_well_as_the_format_can(format):
     assert not got[4].any() and np.isfinite(got).all()
     for part in slice(0, 256), slice(256, 512):
         assert np.linalg.norm((got - values)[:4, part]) <= AT_MOST[format.name] * np.linalg.norm(values[:4, part])
+
+
+def test_exports_a_model(tmp_path, capsys):
+    """Matrices change their type where their rows are whole blocks; all else stays as it is."""
+    source, path = DATA / "tiny-Q8_0.gguf", tmp_path / "small.gguf"
+    quantize.main(["IQ4_XS", str(path), str(source)])
+    assert capsys.readouterr().out == f"{path}: {path.stat().st_size / 1e6:.2f} MB\n"
+    ours, theirs = qengine.GGUF(path), qengine.GGUF(source)
+    qengine.check_model(qengine.Config.from_gguf(ours), ours)
+    for name, tensor in theirs.tensors.items():
+        if tensor.type == "Q8_0" and tensor.shape[1] % 256 == 0:
+            assert ours.tensors[name].type == "IQ4_XS"
+            w = theirs.floats(name)
+            assert np.linalg.norm(ours.floats(name) - w) < 0.12 * np.linalg.norm(w)
+        else:
+            assert ours.tensors[name].type == tensor.type
+            assert bytes(ours.data(name)) == bytes(theirs.data(name))
+    changed = {key for key in theirs.metadata if not np.array_equal(ours.metadata.get(key), theirs.metadata[key])}
+    assert changed <= {"general.file_type"} and ours.metadata.keys() <= theirs.metadata.keys() | {"general.file_type"}
+    with pytest.raises(SystemExit):
+        quantize.main(["Q4_K", str(path), str(path)])
+    assert "over itself" in capsys.readouterr().err
+
+
+def test_a_matrix_for_each_expert_is_exported_and_a_router_is_not():
+    shape = (4, 96, 256)
+    tensors = [TensorInfo(f"blk.0.{name}.weight", shape, "Q8_0", 0, 0) for name in ("ffn_up_exps", "ffn_gate_inp")]
+    assert [quantize.is_convertible(tensor, "Q4_K") for tensor in tensors] == [True, False]
+    assert not quantize.is_convertible(TensorInfo("output_norm.weight", (256,), "F32", 0, 0), "Q8_0")
