@@ -159,8 +159,8 @@ def measure_load(names):
         size = N * K // FORMATS[name].file_block * FORMATS[name].file_bytes
         first = first or (size, seconds)
         link = size / CMP_100_210.link_bandwidth
-        print(f"| {name} | {size / first[0]:.2f} | {seconds / first[1]:.2f} | {instructions:.0f} | {1e3 * kernel:.2f} | "
-              f"{1e3 * link:.0f} |", flush=True)
+        print(f"| {name} | {size / first[0]:.2f} | {seconds / first[1]:.2f} | {instructions:.0f} | "
+              f"{1e3 * kernel:.2f} | {1e3 * link:.0f} |", flush=True)
 
 
 def main():
