@@ -421,7 +421,9 @@ def soak(engine, n_clients: int, seconds: float, n_cards: int, patience: float,
     print(f"{took:.0f} s: {counts['requests']} requests of {n_clients} clients on {after['slots']} slots, "
           f"{counts['prompt_tokens']:,} prompt tokens ({counts['cached_tokens']:,} cached), "
           f"{counts['generated_tokens']:,} generated; checkpoints: {counts['checkpoints_spilled']:,} spilled, "
-          f"{counts['checkpoints_fetched']:,} fetched, {counts['checkpoints_dropped']:,} dropped")
+          f"{counts['checkpoints_fetched']:,} fetched, {counts['checkpoints_dropped']:,} dropped; drafts: "
+          f"{sum(after['drafts_checked']) - sum(before['drafts_checked']):,} checked, "
+          f"{sum(after['drafts_accepted']) - sum(before['drafts_accepted']):,} right")
     print(f"memory of the server: {early / 2**20:.1f} MiB after {min(60, seconds / 2):.0f} s, {late / 2**20:.1f} MiB "
           "at the end")
     return outcomes, faults
