@@ -964,6 +964,7 @@ class Cache:
 
 CHECKED_WEIGHTS = 1 << 22   # `Engine.use` compares products on random matrices of at most so many weights
 QUEUEING = 100e-6           # seconds, about, that the host needs to queue the copies of a hop in streams of their own
+MOST_RECORDINGS = 128       # of a stage: each takes host memory, and step shapes are many
 
 
 class StepShape(NamedTuple):
@@ -1177,13 +1178,19 @@ class Stage:
         return self.sampler.read_back(group, buffer, shape.n, shape.n_reports)
 
     def recording(self, launch, *arguments):
-        """The Recording of launch(*arguments), one of the methods below; made when it is first asked for."""
+        """The Recording of launch(*arguments), one of the methods below; made when it is first asked for. If there are
+        too many, those that were used least lately go, a quarter of them, when the card has done what it replays."""
         key = launch.__name__, *arguments
-        if key not in self.recordings:
+        recording = self.recordings.pop(key, None)
+        if recording is None and len(self.recordings) >= MOST_RECORDINGS:
+            self.card.synchronize()
+            for oldest in list(self.recordings)[:MOST_RECORDINGS // 4]:
+                del self.recordings[oldest]
+        if recording is None:
             with self.card.record(" ".join(map(str, key))) as recording:
                 launch(*arguments)
-            self.recordings[key] = recording
-        return self.recordings[key]
+        self.recordings[key] = recording        # last: the one used latest
+        return recording
 
     # ---- launches ----
 

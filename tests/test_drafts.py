@@ -145,6 +145,18 @@ def test_answers_that_run_together(plain, drafting):
     assert 0 < sum(stats["drafts_accepted"]) < sum(stats["drafts_checked"])
 
 
+def test_recordings_of_steps_are_bounded(plain, monkeypatch):
+    """Steps come in many shapes. Those that were used least lately are recorded again when they come back."""
+    monkeypatch.setattr(qengine, "MOST_RECORDINGS", 4)
+    engine = load_drafting(EmulatedCard(late=True))
+    stage, record, made = engine.pipeline.last, qengine.Stage.launch_step, []
+    monkeypatch.setattr(qengine.Stage, "launch_step", lambda stage, *sizes: made.append(sizes) or record(stage, *sizes))
+    requests = [request(name, seed) for seed, name in enumerate(("drawn", "likely", "json", "thinking"))]
+    assert [list(g) for g in [engine.submit(r) for r in requests]] == [list(plain.submit(r)) for r in requests]
+    assert len(stage.recordings) <= 4 and len(made) > len(set(made)) > 4
+    engine.close()
+
+
 def test_on_a_card_that_does_everything_late(plain):
     requests = [request(name) for name in ("drawn", "likely", "json", "log-probabilities", "thinking")]
     want = [list(plain.submit(r)) for r in requests]
