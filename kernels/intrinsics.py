@@ -321,13 +321,11 @@ def poll(context, array, index):
 
 @intrinsic
 def publish(context, array, index, word):
-    """Writes the uint32 at `index` for the host and the card, after all that came before. The fence covers what other
-    threads of the block wrote before a barrier."""
+    """Writes the uint32 at `index` for host and card, after all that came before."""
     def codegen(context, builder, signature, values):
         pointer = _global_word(context, builder, signature, values)
         function = ir.FunctionType(ir.VoidType(), [pointer.type, ir.IntType(32)])
-        text = "fence.acq_rel.sys; st.release.sys.global.u32 [$0], $1;"
-        builder.asm(function, text, "l,r,~{memory}", [pointer, values[2]], True)
+        builder.asm(function, "st.release.sys.global.u32 [$0], $1;", "l,r,~{memory}", [pointer, values[2]], True)
         return context.get_dummy_value()
     return types.void(array, uint32, uint32), codegen
 

@@ -43,16 +43,16 @@ _VECTORS = {"grid", "ctaid", "nctaid"}          # fields of three 32-bit numbers
 # Seconds after which a launch is given up, if the warps of a block do nothing but give way to each other.
 PATIENCE = 10
 
-# What `serve` of runtime.ll reads and writes (kernels/emulated/serving.py): the service, and its mail, whose words lie in
-# memory that the card writes, each side's in lines of their own.
-SERVICE = {"mail": 0, "table": 8, "n_layers": 16, "most_rows": 20, "stop": 24, "served": 32, "products": 40, "busy": 48,
+# What `serve` of runtime.ll reads and writes (serving.py): the service, and its mail, in which each side has lines of its
+# own.
+SERVICE = {"mail": 0, "table": 8, "n_layers": 16, "n_sizes": 20, "stop": 24, "served": 32, "products": 40, "busy": 48,
            "program": 56}
 SERVICE_BYTES = 64
-MAIL = {"request": 0, "layer": 4, "rows": 8, "products": 12, "trouble": 16, "answer": 128}
+MAIL = {"request": 0, "layer": 4, "size": 8, "products": 12, "trouble": 16, "answer": 128}
 MAIL_BYTES = 256
 # Nanoseconds for which a service looks for its next request without a pause; the share of the time since the last
 # request that each pause has from then on; and the longest pause.
-WAITING = {"spin": 50_000, "share": 16, "most_pause": 2_000_000}
+WAITING = {"spin": 50_000, "share": 16, "most_pause": 4_000_000}
 
 
 class KernelFault(RuntimeError):

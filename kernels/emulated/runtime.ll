@@ -380,8 +380,8 @@ entry:
   %table = load ptr, ptr %table.from
   %layers.from = getelementptr i8, ptr %service, i64 $service.n_layers
   %layers = load i32, ptr %layers.from
-  %most.from = getelementptr i8, ptr %service, i64 $service.most_rows
-  %most = load i32, ptr %most.from
+  %sizes.from = getelementptr i8, ptr %service, i64 $service.n_sizes
+  %sizes = load i32, ptr %sizes.from
   %stop = getelementptr i8, ptr %service, i64 $service.stop
   %served = getelementptr i8, ptr %service, i64 $service.served
   %products = getelementptr i8, ptr %service, i64 $service.products
@@ -420,18 +420,17 @@ sleep:
 find:
   %layer.from = getelementptr i8, ptr %mail, i64 $mail.layer
   %layer = load i32, ptr %layer.from
-  %rows.from = getelementptr i8, ptr %mail, i64 $mail.rows
-  %rows = load i32, ptr %rows.from
+  %size.from = getelementptr i8, ptr %mail, i64 $mail.size
+  %size = load i32, ptr %size.from
   %wanted.from = getelementptr i8, ptr %mail, i64 $mail.products
   %wanted = load i32, ptr %wanted.from
   %known.layer = icmp ult i32 %layer, %layers
-  %row.index = sub i32 %rows, 1
-  %known.rows = icmp ult i32 %row.index, %most
-  %known = and i1 %known.layer, %known.rows
+  %known.size = icmp ult i32 %size, %sizes
+  %known = and i1 %known.layer, %known.size
   br i1 %known, label %look.up, label %unknown
 look.up:
-  %line = mul i32 %layer, %most
-  %at = add i32 %line, %row.index
+  %line = mul i32 %layer, %sizes
+  %at = add i32 %line, %size
   %at64 = zext i32 %at to i64
   %entry.at = mul i64 %at64, 16
   %place = getelementptr i8, ptr %table, i64 %entry.at
@@ -461,6 +460,7 @@ answered:
   %busy.before = load i64, ptr %busy
   %busy.after = add i64 %busy.before, %took
   store i64 %busy.after, ptr %busy
+  store ptr null, ptr %latest
   store atomic i32 %asked, ptr %answer seq_cst, align 4
   br label %look
 stopped:

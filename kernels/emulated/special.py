@@ -39,7 +39,8 @@ class Special(Dots):
         clock = "6" if "darwin" in self.target.triple else "1"               # CLOCK_MONOTONIC
         self.call("clock_gettime", "i32", ("i32", clock), ("ptr", "%nowhere"))
         rest = self.let("load i64, ptr " + self.let("getelementptr i8, ptr %nowhere, i64 8"))
-        return self.op("add", "i64", 1, self.op("mul", "i64", 1, self.let("load i64, ptr %nowhere"), "1000000000"), rest)
+        seconds = self.op("mul", "i64", 1, self.let("load i64, ptr %nowhere"), "1000000000")
+        return self.op("add", "i64", 1, seconds, rest)
 
     def special_vector(self, name):
         if name.startswith("%tid."):
