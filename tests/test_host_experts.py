@@ -10,7 +10,6 @@ import pytest
 from numba import cuda, uint32
 
 from kernels import host_experts
-from kernels.card import CardError
 from kernels.emulated import native, serving
 from kernels.emulated.card import EmulatedCard
 from kernels.host_experts import (CASES, DEADLINE, ExpertsMissing, Trial, check, cost_of_a_miss, measure_host)
@@ -221,12 +220,3 @@ def test_the_speed_of_the_host_is_measured():
     trial.experts.close()
     assert layer.expert_bytes == 3 * 64 * 32 * 34 // 32
     assert 1e3 < measure_host(host, [layer] * 3, 2) < 1e12
-
-
-def test_real_cards_reach_page_locked_memory_only():
-    card = EmulatedCard()
-    array, host = card.mapped((2, 3), np.int32, "both")
-    host[:] = np.arange(6).reshape(2, 3)
-    assert card.download(array).tolist() == host.tolist() and card.free_bytes == card.memory_bytes
-    with pytest.raises(CardError, match="contiguous"):
-        card.attach(host[:, 1])

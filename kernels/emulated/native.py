@@ -43,7 +43,7 @@ _VECTORS = {"grid", "ctaid", "nctaid"}          # fields of three 32-bit numbers
 # Seconds after which a launch is given up, if the warps of a block do nothing but give way to each other.
 PATIENCE = 10
 
-# What `serve` of runtime.ll reads and writes (serving.py): the service, and its mail, in which each side has lines of its
+# What `serve` of runtime.ll reads and writes (serving.py): the service, and its mail, where each side has lines of its
 # own.
 SERVICE = {"mail": 0, "table": 8, "n_layers": 16, "n_sizes": 20, "stop": 24, "served": 32, "products": 40, "busy": 48,
            "program": 56}
