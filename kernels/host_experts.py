@@ -46,7 +46,7 @@ from kernels.bench import Case, main
 from kernels.card import CardError, show_bytes
 from kernels.emulated.card import EmulatedCard
 from kernels.emulated.serving import FAILED, MAIL_WORDS, WORD, Service
-from kernels.expert_gemv import expert_gemv, expert_swiglu
+from kernels.expert_gemv import expert_down, expert_gemv, expert_swiglu
 from kernels.formats import FORMATS
 from kernels.intrinsics import (let_next_begin, load_words4, nanoseconds, poll, publish, store_words4,
                                 wait_for_previous, word_as_float)
@@ -218,28 +218,32 @@ def experts_in(host, format, n, k, values, scales):
     return Experts(home, n, host.upload(np.array([*places, (0, 0)], np.uint64), "places of experts"))
 
 
-def scratch_of(card, pairs, width):
-    """Memory for `launch_products`: (Quantized [pairs, width], float32 [pairs, 2 width])."""
-    inner = Quantized(card.alloc((pairs, width), np.int8), card.alloc((pairs, width // 32), np.float32))
-    return inner, card.alloc((pairs, 2 * width), np.float32)
+def rows_of(card, n, k):
+    """Room on a card for Quantized [n, k]."""
+    return Quantized(card.alloc((n, k), np.int8), card.alloc((n, k // 32), np.float32))
 
 
-def launch_products(card, gate_up, down, results, u, choice, n_rows, inner, both):
-    """results[pair], float32 [pairs, k] <- down . (silu(gate . u) * (up . u)) of the pair's expert and row.
+def first_of(x, n, k):
+    """The first bytes of a Quantized as one of [n, k]."""
+    return Quantized(*(array.reshape(-1)[:n * each].reshape(n, each) for array, each in zip(x, (k, k // 32))))
 
-    gate_up, down: as in a HostLayer. u: Quantized [n_rows, k]. inner, both: of `scratch_of`, as wide as down.k or more.
-    """
-    of, pairs, width = lambda w: decoder(FORMATS[w.format]), n_rows * choice.n_used, down.k
-    inner = Quantized(*(array.reshape(-1)[:pairs * each].reshape(pairs, each)
-                        for array, each in zip(inner, (width, width // 32))))
+
+def launch_inner(card, gate_up, inner, both, u, choice, n_rows):
+    """inner <- quantised silu(gate . u) * (up . u) of each pair of rows and experts.
+
+    gate_up: as in a HostLayer. u: Quantized [n_rows, k]. inner: Quantized [pairs, F]. both: float32, 2 F for each pair;
+    read only where gate and up are apart."""
     if len(gate_up) == 1:
-        expert_swiglu(card, of(gate_up[0]), inner, gate_up[0], u, choice, n_rows)
-    else:
-        both = both.reshape(-1)
-        for i, w in enumerate(gate_up):
-            expert_gemv(card, of(w), both[i * width:], 2 * width, w, u, choice, n_rows)
-        swiglu_quantize(card, inner, both, pairs, width)
-    expert_gemv(card, of(down), results, down.n, down, inner, choice, n_rows, from_pairs=True)
+        expert_swiglu(card, _decoder(gate_up[0]), inner, gate_up[0], u, choice, n_rows)
+        return
+    width, both = inner.q.shape[1], both.reshape(-1)
+    for i, w in enumerate(gate_up):
+        expert_gemv(card, _decoder(w), both[i * width:], 2 * width, w, u, choice, n_rows)
+    swiglu_quantize(card, inner, both, n_rows * choice.n_used, width)
+
+
+def _decoder(w):
+    return decoder(FORMATS[w.format])
 
 
 def size_of(n):
@@ -294,18 +298,19 @@ class HostExperts:
 
     def _record(self, wanted, rows, results):
         """(layer, size) -> the Recording of 1 << size products."""
-        most, made = wanted.shape[1], {}
-        packed = Quantized(self.host.alloc((most, self.k), np.int8), self.host.alloc((most, self.k // 32), np.float32))
-        y = self.host.alloc((most, self.k), np.float32)
-        scratch = scratch_of(self.host, most, max(layer.down.k for layer in self.layers.values()))
+        host, most, made = self.host, wanted.shape[1], {}
+        width = max(layer.down.k for layer in self.layers.values())
+        packed, inner = rows_of(host, most, self.k), rows_of(host, most, width)
+        both, y = host.alloc((most, 2 * width), np.float32), host.alloc((most, self.k), np.float32)
         for number, layer in self.layers.items():
             for size in range(size_of(most) + 1):
                 n = 1 << size
-                with self.host.record() as made[number, size]:
-                    self.host.launch(pack_kernel, n, THREADS, *_flat(packed), *_flat(rows), wanted[1], self.k)
-                    choice = Choice(wanted[0][:n].reshape(n, 1), None)
-                    launch_products(self.host, *layer, y, packed, choice, n, *scratch)
-                    self.host.launch(put_kernel, n, THREADS, results.reshape(-1), y.reshape(-1), wanted[2], self.k)
+                here, choice = first_of(inner, n, layer.down.k), Choice(wanted[0][:n].reshape(n, 1), None)
+                with host.record() as made[number, size]:
+                    host.launch(pack_kernel, n, THREADS, *_flat(packed), *_flat(rows), wanted[1], self.k)
+                    launch_inner(host, layer.gate_up, here, both, packed, choice, n)
+                    expert_gemv(host, _decoder(layer.down), y, self.k, layer.down, here, choice, n, from_pairs=True)
+                    host.launch(put_kernel, n, THREADS, results.reshape(-1), y.reshape(-1), wanted[2], self.k)
         return made
 
     def compute(self, layer, experts):
@@ -429,27 +434,23 @@ def random_experts(format, n_experts, n, k, seed):
 
 
 class Trial:
-    """A layer of random experts whose products are made by `card` and `host`, as a recorded step makes them.
-
-    all_there: Experts of gate and up, and of down, all on the card: what they give is right.
-    """
+    """A layer of random experts on a card and, once more, in host memory, with a step that a recording holds."""
 
     def __init__(self, card, host, gate_up, down, n_experts, n_used, rows, k, width, **options):
-        self.card, self.rows, self.n_used, self.k, self.width = card, rows, n_used, k, width
-        wide = 2 * width // len(gate_up)
+        self.card, self.rows, self.k, self.width = card, rows, k, width
+        wide, pairs = 2 * width // len(gate_up), rows * n_used
         shapes = [*((format, wide, k) for format in gate_up), (down, k, width)]
         made = [(*shape, random_experts(shape[0], n_experts, *shape[1:], seed)) for seed, shape in enumerate(shapes)]
-        on_host = [experts_in(host, *about, *arrays) for *about, arrays in made]
-        on_card = [self._on_card(*about, *arrays) for *about, arrays in made]
-        self.all_there = tuple(on_card[:-1]), on_card[-1]
-        self.partly = tuple(self._again(w) for w in on_card[:-1]), self._again(on_card[-1])
-        self.addresses = [card.download(w.places) for w in on_card]
-        layers = {0: HostLayer(tuple(on_host[:-1]), on_host[-1])}
-        self.experts = HostExperts(card, host, layers, n_used, rows, **options)
+        *gate_up, down = (experts_in(host, *about, *arrays) for *about, arrays in made)
+        self.experts = HostExperts(card, host, {0: HostLayer(tuple(gate_up), down)}, n_used, rows, **options)
+        self.matrices = [self._on_card(*about, *arrays) for *about, arrays in made]
+        self.addresses = [card.download(w.places) for w in self.matrices]
         self.choice = Choice(card.zeros((rows, n_used), np.int32), card.zeros((rows, n_used + 1), np.float32))
-        self.u = Quantized(card.zeros((rows, k), np.int8), card.zeros((rows, k // 32), np.float32))
+        self.u, self.inner = rows_of(card, rows, k), rows_of(card, pairs, width)
+        self.x = card.zeros((rows, k), np.float32)
+        self.both = card.alloc((pairs, 2 * width), np.float32)
         with card.record() as self.step:
-            self.hand_over_and_await()
+            self.launch()
 
     def _on_card(self, format, n, k, values, scales):
         home = Matrix(format, len(values), k, self.card.upload(values), self.card.upload(scales))
@@ -457,54 +458,59 @@ class Trial:
         places = [experts.addresses(number) for number in range(len(values) // n)]
         return Experts(home, n, self.card.upload(np.array(places, np.uint64)))
 
-    def _again(self, w):
-        return Experts(w.home, w.n, self.card.zeros(w.places.shape, np.uint64))
-
-    def hand_over_and_await(self):
-        places = self.partly[1].places
-        self.experts.hand_over(0, self.u, self.choice, places, self.rows)
+    def launch(self):
+        """A layer's step behind the router: x += what the experts of each row give."""
+        *gate_up, down = self.matrices
+        self.experts.hand_over(0, self.u, self.choice, down.places, self.rows)
+        launch_inner(self.card, gate_up, self.inner, self.both, self.u, self.choice, self.rows)
         self.experts.await_results(0, self.choice, self.rows)
+        expert_down(self.card, _decoder(down), self.x, down, self.inner, self.choice, None, self.rows,
+                    self.experts.results)
 
     def draw(self, rng, share):
         """A new choice of experts, of which this share is missing, and new rows. -> which pairs are missing."""
-        n_experts = len(self.addresses[0])
-        missing = rng.random(n_experts) < share
-        for w, addresses in zip((*self.partly[0], self.partly[1]), self.addresses):
+        n_experts, n_used = len(self.addresses[0]), self.choice.n_used
+        self.missing = rng.random(n_experts) < share
+        chosen = np.argsort(rng.random((self.rows, n_experts)), axis=1)[:, :n_used].astype(np.int32)
+        self.given = (chosen, rng.random((self.rows, n_used + 1)).astype(np.float32),
+                      rng.integers(-127, 128, (self.rows, self.k), np.int8),
+                      (rng.random((self.rows, self.k // 32)) * 0.01).astype(np.float32),
+                      rng.standard_normal((self.rows, self.k)).astype(np.float32))
+        return self.missing[chosen].reshape(-1)
+
+    def run(self, missing=None):
+        """x after a step with what was drawn last, float32 [rows, k]. missing: which experts, if not those drawn."""
+        missing = self.missing if missing is None else missing
+        for w, addresses in zip(self.matrices, self.addresses):
             self.card.copy_in(w.places, np.where(missing[:, None], np.uint64(0), addresses))
-        chosen = np.argsort(rng.random((self.rows, n_experts)), axis=1)[:, :self.n_used].astype(np.int32)
-        weights = rng.random((self.rows, self.n_used + 1)).astype(np.float32)
-        q = rng.integers(-127, 128, (self.rows, self.k), np.int8)
-        d = (rng.random((self.rows, self.k // 32)) * 0.01).astype(np.float32)
-        for array, values in zip((*self.choice, *self.u), (chosen, weights, q, d)):
+        for array, values in zip((*self.choice, *self.u, self.x), self.given):
             self.card.copy_in(array, values)
-        self.weights = weights
-        return missing[chosen].reshape(-1)
+        for array in (self.experts.results, *self.inner, self.both):
+            self.card.poison(array)
+        self.step.replay()
+        return self.card.download(self.x)
 
     def right(self):
-        """float32 [pairs, k]: the products with all experts on the card."""
-        y = self.card.alloc((self.rows * self.n_used, self.k), np.float32)
-        launch_products(self.card, *self.all_there, y, self.u, self.choice, self.rows, *scratch_of(
-            self.card, self.rows * self.n_used, self.width))
-        return self.card.download(y)
+        """The same with all experts on the card."""
+        return self.run(np.zeros_like(self.missing))
 
 
 def check(card, gate_up, down, n_experts, n_used, rows, k, width):
-    """Replays one recorded step with changing choices and rows: results of missing pairs have the bits of the card,
-    others stay as they were. Without a missing expert nothing is asked."""
-    rng, asked = np.random.default_rng(k), 0
+    """Replays one recorded step with changing choices, rows and missing experts: the bits are those with all experts on
+    the card. Only what is wanted is computed, and nothing is asked without need."""
+    rng, asked = np.random.default_rng(k), Counts(0, 0, 0)
     trial = Trial(card, EmulatedCard(99), gate_up, down, n_experts, n_used, rows, k, width)
     with trial.experts as experts:
         for share in SHARES * 3:
             missing = trial.draw(rng, share)
-            card.poison(experts.results)
-            trial.step.replay()
-            got = card.download(experts.results)
+            got = trial.run()
             experts.check()
-            np.testing.assert_array_equal(got[missing], trial.right()[missing])
-            assert np.isnan(got[~missing]).all(), "what nobody wanted was computed"
-            np.testing.assert_array_equal(card.download(trial.choice.weights), trial.weights)
-            asked += missing.any()
-            assert experts.counts().requests == asked
+            there = ~np.isnan(card.download(experts.results)).any(axis=1)
+            np.testing.assert_array_equal(there, missing, "computed")
+            asked = Counts(asked.requests + missing.any(), asked.products + missing.sum(), 0)
+            assert experts.counts()[:2] == asked[:2]
+            np.testing.assert_array_equal(got, trial.right())
+            assert np.isfinite(got).all()
     return 0.0
 
 
@@ -516,7 +522,8 @@ def cases(card):
     trial = Trial(card, EmulatedCard(99), ("Q8_0",), "Q8_0", 16, 8, 1, 2048, 512)
     for share in 0.0, 0.2:
         missing = trial.draw(np.random.default_rng(6), share)
-        yield Case(f"{missing.sum()} of 8 on the host", launch=trial.hand_over_and_await)
+        trial.run()
+        yield Case(f"{missing.sum()} of 8 on the host", launch=trial.launch)
     trial.experts.close()
 
 

@@ -37,26 +37,36 @@ def test_every_kind_of_emulated_card(settings):
 def test_a_step_that_is_counted():
     card = EmulatedCard()
     trial = Trial(card, EmulatedCard(1), *SMALL)
-    with trial.experts as experts:
-        missing = trial.draw(np.random.default_rng(0), 1.0)
+    with trial.experts:
+        trial.draw(np.random.default_rng(0), 1.0)
         with card.counting() as log:
-            trial.step.replay()
-        np.testing.assert_array_equal(card.download(experts.results)[missing], trial.right()[missing])
-    assert [counted.kernel for counted in log] == ["hand_over_kernel", "await_kernel"]
+            got = trial.run()
+        np.testing.assert_array_equal(got, trial.right())
+    assert [counted.kernel for counted in log] == ["hand_over_kernel", "expert_swiglu_kernel", "await_kernel",
+                                                   "expert_down_kernel"]
 
 
 def test_several_cards_wait_at_once():
     """Each card has a service of its own, and the machine's threads are shared by all."""
     trials = [Trial(EmulatedCard(i), EmulatedCard(9 + i), *SMALL) for i in range(3)]
-    for round in range(20):
-        missing = [trial.draw(np.random.default_rng(round), 0.7) for trial in trials]
-        for trial in trials:
-            trial.step.replay()
-        for trial, of in zip(trials, missing):
-            np.testing.assert_array_equal(trial.card.download(trial.experts.results)[of], trial.right()[of])
+    results = {}
+
+    def steps(number):
+        trial, rng, same = trials[number], np.random.default_rng(number), []
+        for _ in range(30):
+            trial.draw(rng, 0.7)
+            same.append((trial.run() == trial.right()).all())
             trial.experts.check()
+        results[number] = same
+
+    threads = [threading.Thread(target=steps, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     for trial in trials:
         trial.experts.close()
+    assert len(results) == 3 and all(all(same) and len(same) == 30 for same in results.values())
 
 
 def test_a_miss_in_one_row_takes_that_row_alone_over_the_link(card):
@@ -66,7 +76,7 @@ def test_a_miss_in_one_row_takes_that_row_alone_over_the_link(card):
         assert 0 < missing.any(axis=1).sum() < 3 and missing.sum() == 1
         for array in experts._rows:
             card.poison(array)
-        trial.step.replay()
+        trial.run()
         sent = card.download(experts._rows.d)
         assert (np.isfinite(sent).all(axis=1) == missing.any(axis=1)).all()
         assert experts.counts()[:2] == (1, 1) and experts.counts().seconds > 0
@@ -79,9 +89,8 @@ def test_the_numbers_of_requests_begin_again(card):
         experts._mail[host_experts.REQUEST] = last              # the same request once more, with another number
         experts.recover()
         for _ in range(4):
-            missing = trial.draw(np.random.default_rng(2), 1.0)
-            trial.step.replay()
-            np.testing.assert_array_equal(card.download(experts.results)[missing], trial.right()[missing])
+            trial.draw(np.random.default_rng(2), 1.0)
+            np.testing.assert_array_equal(trial.run(), trial.right())
             experts.check()
         assert experts._mail[host_experts.REQUEST] == 2
 
@@ -98,9 +107,14 @@ def wait_for(gate):
 @contextmanager
 def held_back(monkeypatch, card, deadline):
     """(Trial, gate) whose host goes on when gate[0] is 1. A choice of which all is missing is made."""
-    gate, host = np.zeros(1, np.uint32), EmulatedCard(1)
-    monkeypatch.setattr(host_experts, "launch_products",
-                        lambda host, *_: host.launch(wait_for, 1, 1, host.attach(gate)))
+    gate, host, inner = np.zeros(1, np.uint32), EmulatedCard(1), host_experts.launch_inner
+
+    def held(on, *given):
+        if on is host:
+            host.launch(wait_for, 1, 1, host.attach(gate))
+        inner(on, *given)
+
+    monkeypatch.setattr(host_experts, "launch_inner", held)
     trial = Trial(card, host, *SMALL, deadline=deadline)
     trial.draw(np.random.default_rng(3), 1.0)
     try:
@@ -113,17 +127,14 @@ def held_back(monkeypatch, card, deadline):
 def test_a_late_host_is_reported_and_nothing_passes_for_right(card, monkeypatch):
     with held_back(monkeypatch, card, 0.2) as (trial, gate):
         experts, start = trial.experts, time.monotonic()
-        trial.step.replay()
-        card.synchronize()
+        assert np.isnan(trial.run()).all()
         assert 0.2 <= time.monotonic() - start < 3
         with pytest.raises(ExpertsMissing, match="did not compute the experts of layer 0: no answer within 0.2 s"):
             experts.check()
-        assert np.isnan(card.download(trial.choice.weights)).all()
         start = time.monotonic()
-        for _ in range(20):                                     # steps that were queued already wait for nothing
-            trial.draw(np.random.default_rng(4), 1.0)
-            trial.step.replay()
-            assert np.isnan(card.download(trial.choice.weights)).all()
+        for share in (0, 1) * 10:                               # steps that were queued already wait for nothing
+            trial.draw(np.random.default_rng(4), share)
+            assert np.isnan(trial.run()).all()
         assert time.monotonic() - start < 0.2 * 20 / 2
         with pytest.raises(ExpertsMissing):
             experts.recover()
@@ -131,8 +142,7 @@ def test_a_late_host_is_reported_and_nothing_passes_for_right(card, monkeypatch)
         experts.recover()
         experts.check()
         trial.draw(np.random.default_rng(5), 1.0)
-        trial.step.replay()
-        np.testing.assert_array_equal(card.download(trial.choice.weights), trial.weights)
+        np.testing.assert_array_equal(trial.run(), trial.right())
         experts.check()
 
 
@@ -140,6 +150,9 @@ def test_an_end_while_the_card_waits(card, monkeypatch):
     """What is under way is answered; a step behind it hears that nothing will come."""
     with held_back(monkeypatch, card, 8) as (trial, gate):
         experts, start = trial.experts, time.monotonic()
+        gate[0] = 1
+        trial.run()
+        gate[0] = 0
         for _ in range(2):
             trial.step.replay()
         while not experts._service.is_busy:
@@ -151,7 +164,7 @@ def test_an_end_while_the_card_waits(card, monkeypatch):
         gate[0] = 1
         card.synchronize()
         end.join()
-        assert experts.counts().requests == 1 and time.monotonic() - start < 5
+        assert experts.counts().requests == 2 and time.monotonic() - start < 5
         with pytest.raises(ExpertsMissing, match="it was stopped"):
             experts.check()
 
@@ -162,8 +175,7 @@ def test_no_answer_after_the_end(card):
     trial.experts.close()
     trial.draw(np.random.default_rng(6), 1.0)
     start = time.monotonic()
-    trial.step.replay()
-    card.synchronize()
+    assert np.isnan(trial.run()).all()
     assert time.monotonic() - start < DEADLINE / 2
     with pytest.raises(ExpertsMissing, match="layer 0: it was stopped"):
         trial.experts.check()
@@ -173,12 +185,11 @@ def test_a_step_that_the_host_does_not_know(card):
     trial = Trial(card, EmulatedCard(1), *SMALL)
     with trial.experts as experts:
         with pytest.raises(ValueError, match="not prepared for 4 rows of layer 0"):
-            experts.hand_over(0, trial.u, trial.choice, trial.partly[1].places, 4)
+            experts.hand_over(0, trial.u, trial.choice, trial.matrices[1].places, 4)
         with pytest.raises(ExpertsMissing, match="for which there is no program"):
             experts.compute(1, [0, 1, 1])
         trial.draw(np.random.default_rng(8), 1.0)
-        trial.step.replay()
-        card.synchronize()
+        assert np.isnan(trial.run()).all()
         with pytest.raises(ExpertsMissing, match="layer 0: a request has come"):
             experts.check()
 
