@@ -193,7 +193,7 @@ def put_kernel(results, y, pairs, k):
 
 
 class HostLayer(NamedTuple):
-    """The experts of a layer, as `experts_in` gives them on the emulated card that is the host."""
+    """The experts of a layer, as `experts_of` gives them on the emulated card that is the host."""
 
     gate_up: tuple[Experts, ...]    # one of 2 F rows per expert, gate above up; or gate and up, F rows each
     down: Experts
@@ -206,15 +206,11 @@ class HostLayer(NamedTuple):
         return sum(array.nbytes for array in arrays) // n_experts
 
 
-def experts_in(host, format, n, k, values, scales):
-    """Experts over host memory, without a copy: for the emulated card `host`.
-
-    values, scales: NumPy arrays as of a Matrix [n_experts * n, k] of this format, one expert behind the other. `places`
-    has one line more than there are experts: it says nowhere.
-    """
-    home = Matrix(format, len(values), k, host.attach(values, "experts"), host.attach(scales, "scales of experts"))
+def experts_of(host, home, n):
+    """Experts for a HostLayer: all that lie in `home`, a Matrix [n_experts * n, k] of the emulated card `host`, one
+    behind the other. `places` has one line more than there are experts: it says nowhere."""
     experts = Experts(home, n, None)
-    places = [experts.addresses(number) for number in range(len(values) // n)]
+    places = [experts.addresses(number) for number in range(home.n // n)]
     return Experts(home, n, host.upload(np.array([*places, (0, 0)], np.uint64), "places of experts"))
 
 
@@ -267,8 +263,10 @@ class Counts(NamedTuple):
 class HostExperts:
     """Computes the missing experts of one card. A context manager: at its end the service stops.
 
-    card: the card. host: an EmulatedCard that runs nothing else; its number of threads is that of the service. layers:
-    number of a layer -> HostLayer. most_rows: of a step. deadline: seconds within which an answer must come.
+    card: the card. host: the EmulatedCard with the experts, whose threads compute; it runs nothing else from now on.
+    Its arrays may lie over other memory of this machine (`Card.attach`). layers: number of a layer -> HostLayer.
+    most_rows: of a step. deadline: seconds within which an answer must come. ValueError: too many rows, or experts of
+    floats.
 
     Attributes: results, float32 [pairs, k], an Array of the card; see the top of this file.
     """
@@ -276,6 +274,8 @@ class HostExperts:
     def __init__(self, card, host, layers, n_used, most_rows, *, deadline=DEADLINE):
         if most_rows > MAX_ROWS:
             raise ValueError(f"a step with experts on the host has up to {MAX_ROWS} rows, not {most_rows}")
+        if not all(w.is_quantized for layer in layers.values() for w in (*layer.gate_up, layer.down)):
+            raise ValueError("the host's processor computes with quantised experts only")
         first, most = next(iter(layers.values())), most_rows * n_used
         self.card, self.host, self.layers, self.n_used, self.deadline = card, host, layers, n_used, deadline
         self.most_rows, self.k, self.n_experts = most_rows, first.down.n, len(first.down.places) - 1
@@ -433,6 +433,11 @@ def random_experts(format, n_experts, n, k, seed):
     return random_matrix_reference(FORMATS[format], n_experts * n, k, seed)
 
 
+def matrix_of(put, format, n, k, arrays):
+    """(Matrix of all experts, rows of each). put: gives an Array for each of the arrays."""
+    return Matrix(format, len(arrays[0]), k, *map(put, arrays)), n
+
+
 class Trial:
     """A layer of random experts on a card and, once more, in host memory, with a step that a recording holds."""
 
@@ -441,9 +446,9 @@ class Trial:
         wide, pairs = 2 * width // len(gate_up), rows * n_used
         shapes = [*((format, wide, k) for format in gate_up), (down, k, width)]
         made = [(*shape, random_experts(shape[0], n_experts, *shape[1:], seed)) for seed, shape in enumerate(shapes)]
-        *gate_up, down = (experts_in(host, *about, *arrays) for *about, arrays in made)
+        *gate_up, down = (experts_of(host, *matrix_of(host.attach, *shape)) for shape in made)
         self.experts = HostExperts(card, host, {0: HostLayer(tuple(gate_up), down)}, n_used, rows, **options)
-        self.matrices = [self._on_card(*about, *arrays) for *about, arrays in made]
+        self.matrices = [experts_of(card, *matrix_of(card.upload, *shape)) for shape in made]
         self.addresses = [card.download(w.places) for w in self.matrices]
         self.choice = Choice(card.zeros((rows, n_used), np.int32), card.zeros((rows, n_used + 1), np.float32))
         self.u, self.inner = rows_of(card, rows, k), rows_of(card, pairs, width)
@@ -451,12 +456,6 @@ class Trial:
         self.both = card.alloc((pairs, 2 * width), np.float32)
         with card.record() as self.step:
             self.launch()
-
-    def _on_card(self, format, n, k, values, scales):
-        home = Matrix(format, len(values), k, self.card.upload(values), self.card.upload(scales))
-        experts = Experts(home, n, None)
-        places = [experts.addresses(number) for number in range(len(values) // n)]
-        return Experts(home, n, self.card.upload(np.array(places, np.uint64)))
 
     def launch(self):
         """A layer's step behind the router: x += what the experts of each row give."""
@@ -469,7 +468,7 @@ class Trial:
 
     def draw(self, rng, share):
         """A new choice of experts, of which this share is missing, and new rows. -> which pairs are missing."""
-        n_experts, n_used = len(self.addresses[0]), self.choice.n_used
+        n_experts, n_used = len(self.addresses[0]) - 1, self.choice.n_used
         self.missing = rng.random(n_experts) < share
         chosen = np.argsort(rng.random((self.rows, n_experts)), axis=1)[:, :n_used].astype(np.int32)
         self.given = (chosen, rng.random((self.rows, n_used + 1)).astype(np.float32),
@@ -482,7 +481,7 @@ class Trial:
         """x after a step with what was drawn last, float32 [rows, k]. missing: which experts, if not those drawn."""
         missing = self.missing if missing is None else missing
         for w, addresses in zip(self.matrices, self.addresses):
-            self.card.copy_in(w.places, np.where(missing[:, None], np.uint64(0), addresses))
+            self.card.copy_in(w.places, np.where(np.append(missing, True)[:, None], np.uint64(0), addresses))
         for array, values in zip((*self.choice, *self.u, self.x), self.given):
             self.card.copy_in(array, values)
         for array in (self.experts.results, *self.inner, self.both):

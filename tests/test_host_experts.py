@@ -12,8 +12,10 @@ from numba import cuda, uint32
 from kernels import host_experts
 from kernels.emulated import native, serving
 from kernels.emulated.card import EmulatedCard
-from kernels.host_experts import (CASES, DEADLINE, ExpertsMissing, Trial, check, cost_of_a_miss, measure_host)
+from kernels.host_experts import (CASES, DEADLINE, ExpertsMissing, HostExperts, HostLayer, Trial, check, cost_of_a_miss,
+                                  measure_host)
 from kernels.intrinsics import poll
+from kernels.operands import Experts, Matrix
 from tests.kinds import BY_KIND
 
 SMALL = ("Q8_0",), "Q8_0", 6, 2, 3, 64, 32
@@ -197,6 +199,13 @@ def test_a_step_that_the_host_does_not_know(card):
 def test_more_rows_than_a_step_may_have(card):
     with pytest.raises(ValueError, match="up to 256 rows, not 257"):
         Trial(card, EmulatedCard(1), ("Q8_0",), "Q8_0", 2, 1, 257, 64, 32)
+
+
+def test_experts_of_floats(card):
+    host = EmulatedCard(1)
+    w = Experts(Matrix("F32", 64, 32, host.zeros((64, 32), np.float32)), 32, host.zeros((3, 2), np.uint64))
+    with pytest.raises(ValueError, match="quantised experts only"):
+        HostExperts(card, host, {0: HostLayer((w,), w)}, 1, 1)
 
 
 def test_the_deadline_comes_before_the_patience_of_an_emulated_card():
