@@ -326,6 +326,7 @@ class HostExperts:
             if self._mail[ANSWER] & FAILED:
                 raise ExpertsMissing(f"the host's processor does not compute experts: {self._service.failure}")
             time.sleep(0)
+        self.recover()                                  # the card goes on from this number
 
     # -- the step: launches that a recording holds --
 
@@ -353,7 +354,7 @@ class HostExperts:
             raise ExpertsMissing(f"the host's processor did not compute the experts of layer {layer - 1}: {why}")
 
     def recover(self):
-        """After a late answer: waits for it, and lets steps ask again. Raises ExpertsMissing if it does not come."""
+        """Waits for an answer that was late, and lets steps ask again. Raises ExpertsMissing if it does not come."""
         self.card.synchronize()
         end = time.monotonic() + self.deadline
         while self._mail[ANSWER] != self._mail[REQUEST]:

@@ -234,6 +234,16 @@ def test_the_faster_way_is_taken():
     assert not cost_of_a_miss(3_342_336, 2048, math.inf, 10e9).is_computed
 
 
+def test_steps_go_on_after_a_measurement(card):
+    trial = Trial(card, EmulatedCard(1), *SMALL)
+    with trial.experts as experts:
+        for _ in range(3):
+            trial.draw(np.random.default_rng(9), 1.0)
+            np.testing.assert_array_equal(trial.run(), trial.right())
+            experts.compute(0, [1, 4, 3])
+        experts.check()
+
+
 def test_the_speed_of_the_host_is_measured():
     trial = Trial(EmulatedCard(), host := EmulatedCard(1), *SMALL)
     layer, = trial.experts.layers.values()
