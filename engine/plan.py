@@ -17,7 +17,7 @@ import itertools
 import math
 import os
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from engine.prefix import PAGE_TOKENS, pages_for
 from engine.request import RequestError
@@ -35,15 +35,35 @@ ATTENTION_SHARE = 0.32      # share of the half2 peak that attention of prompts 
 # ---- what layers compute and keep ------------------------------------------------------------------------------
 
 
+class Grouped(NamedTuple):
+    """A product in which each row of a pass meets the matrices of n_used out of n_experts experts."""
+
+    n: int                  # of the matrix [n, k] of one expert
+    k: int
+    n_experts: int
+    n_used: int
+    n_bytes: int            # of the matrices of all experts
+
+    def touched(self, rows: int) -> float:
+        """The share of the experts that `rows` rows meet, if each row chooses its own evenly."""
+        return 1 - (1 - self.n_used / self.n_experts) ** rows
+
+    def rows_of_one(self, rows: int) -> int:
+        """About how many of `rows` rows meet an expert, at least 1."""
+        return -(-rows * self.n_used // self.n_experts)
+
+
 @dataclass(frozen=True)
 class Work:
     """What some layers compute for a token of a prompt, and what they keep in memory. Two Work objects can be added.
 
-    A multiplication and an addition are two operations. `products` counts the matrix products by their shape (n, k).
+    A multiplication and an addition are two operations. `products` counts the matrix products by their shape (n, k),
+    `grouped` those of experts. Operations are those of the experts that a token uses.
     """
 
     n_layers: int = 0
     products: collections.Counter = dataclasses.field(default_factory=collections.Counter)  # of quantised matrices
+    grouped: collections.Counter = dataclasses.field(default_factory=collections.Counter)   # Grouped -> count
     row_operations: int = 0         # of all matrix products, for one token
     context_operations: int = 0     # of attention, for one token and per token before it
     page_bytes: int = 0             # keys and values of PAGE_TOKENS tokens
@@ -52,6 +72,20 @@ class Work:
 
     def __add__(self, other: "Work") -> "Work":
         return Work(*(getattr(self, field.name) + getattr(other, field.name) for field in dataclasses.fields(self)))
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of the matrices of all experts."""
+        return sum(count * each.n_bytes for each, count in self.grouped.items())
+
+    def expert_bytes_read(self, rows: int) -> int:
+        """About how many of them a pass or a step of so many rows reads."""
+        return round(sum(count * each.n_bytes * each.touched(rows) for each, count in self.grouped.items()))
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of weights that a step of one row does not read."""
+        return self.expert_bytes - self.expert_bytes_read(1)
 
 
 # ---- how long a stage takes ------------------------------------------------------------------------------------
@@ -117,16 +151,20 @@ class StageCosts:
         return sorted(sizes, reverse=True) + [rest] * (rest > 0)
 
     def product_time(self, rows: int) -> int:
-        """How long the products of a pass take, in a unit that compares passes on this card; 0 for 0 rows."""
-        sizes = self.micro_batches(rows)
-        return sum(count * q8_gemm.relative_time(self.card, n, k, sizes)
-                   for (n, k), count in self.work.products.items()) if rows else 0
+        """How long the products of a pass take, in a unit that compares passes on this card; 0 for 0 rows. The products
+        of experts count as one product with the matrices of all of them, of as many rows as an expert has."""
+        sizes, time = self.micro_batches(rows), functools.partial(q8_gemm.relative_time, self.card)
+        return (sum(count * time(n, k, sizes) for (n, k), count in self.work.products.items())
+                + sum(count * time(each.n * each.n_experts, each.k, [each.rows_of_one(size) for size in sizes])
+                      for each, count in self.work.grouped.items())) if rows else 0
 
     def pass_seconds(self, rows: int) -> float:
-        """About how long a pass takes at the beginning of a prompt. A pass costs some time however few its rows are."""
+        """About how long a pass takes at the beginning of a prompt. A pass costs some time however few its rows are,
+        for each of its products, and since a few rows meet most of the experts, whose weights must all be read."""
         as_rows = self.product_time(rows) * LARGEST_CHUNK / max(self.product_time(LARGEST_CHUNK), 1)
-        own = PRODUCT_SECONDS * self.work.products.total()
-        return own + as_rows * self.work.row_operations / self.speed.dot / PEAK_SHARE
+        own = PRODUCT_SECONDS * (self.work.products.total() + self.work.grouped.total())
+        reading = self.work.expert_bytes_read(rows) / self.speed.read / PEAK_SHARE
+        return own + max(as_rows * self.work.row_operations / self.speed.dot / PEAK_SHARE, reading)
 
     def context_seconds(self) -> float:
         """How much longer a row takes for each token before it."""
@@ -377,6 +415,7 @@ class Blueprint(Protocol):
     n_layers: int
     hidden_dim: int
     context_length: int                 # tokens the model was made for
+    parameters: str                     # how many there are, for people
 
     def stage(self, card: PlannedCard, layers: range, demand: Demand, chunk: int | None):
         """A stage of these layers on a card that only counts. It has card, layers, chunk, costs (StageCosts),
@@ -449,7 +488,7 @@ class LayerCosts:
         """Seconds of a decode step of one answer."""
         head = self.head_bytes * (end == self.n_layers)
         n_bytes = self.memory(start, end, pages_for(context), 2) + head        # states are read and written
-        return n_bytes / self.speeds[stage].read / PEAK_SHARE
+        return (n_bytes - self.between(start, end, "idle_bytes")) / self.speeds[stage].read / PEAK_SHARE
 
     def memory(self, start: int, end: int, n_pages: int, n_states: int, n_slots: int = 0) -> int:
         """Bytes of weights, pages, states, and records of checks."""
@@ -692,11 +731,16 @@ class Planner:
         return added, min(found.busy), hops / (step + hops)
 
     def report(self) -> str:
-        """The plan for people: the table, the longest context, and what hops are expected to cost."""
-        plan, d, longest = self.plan, self.demand, self.longest_context()
+        """The plan for people: the table, the longest context, what of the weights a token uses where that is not all,
+        and what hops are expected to cost."""
+        plan, d, longest, work = self.plan, self.demand, self.longest_context(), self.costs.works[-1]
         lines = [plan.table(), "",
                  f"context: {d.contexts} tokens, pages for {plan.sizes.n_pages * PAGE_TOKENS:,}; "
                  + (f"the longest that fits has {longest:,}" if longest else "none fits")]
+        if work.grouped:
+            lines.append(f"{self.blueprint.parameters}: of {show_bytes(work.expert_bytes)} of experts, a token reads "
+                         f"{show_bytes(work.expert_bytes_read(1))}, and 8 tokens of different texts read "
+                         f"{show_bytes(work.expert_bytes_read(8))}")
         if len(self.cards) > 1:
             added, busy, decode = self.expected_hops()
             n_passes, hidden_dim = len(self.passes(d.n_ctx)), self.blueprint.hidden_dim
