@@ -17,13 +17,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.plan import Grouped, Work
-from engine.scratch import Activation, ScratchArray
-from engine.weights import Stack, Tensors
-from kernels.card import Array
+from engine.plan import LARGEST_CHUNK, Grouped, Work
+from engine.scratch import Activation, Scratch, ScratchArray
+from engine.weights import Stack, Tensors, decoder_of
+from kernels import expert_gemm, expert_gemv, norm, route, swiglu
+from kernels.card import Array, Card
 from kernels.operands import Experts, Matrix
+from kernels.records import Choice, Groups
 
-MOST_EXPERTS, MOST_USED = 512, 32       # that kernels/route.py chooses from, and that it chooses
+MOST_USED = route.MOST_PAIRS // LARGEST_CHUNK       # experts of a row of the largest pass
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ class ExpertsMLP:
         sizes = {"of an expert": c.expert_dim, "of the shared expert": c.shared_dim}
         return [*((size % 32 == 0, f"the feed-forward size {whose} is {size}, not a multiple of 32")
                   for whose, size in sizes.items()),
-                (c.n_experts <= MOST_EXPERTS, f"a layer has {c.n_experts} experts, more than {MOST_EXPERTS}"),
+                (c.n_experts <= route.MOST_EXPERTS,
+                 f"a layer has {c.n_experts} experts, more than {route.MOST_EXPERTS}"),
                 (c.n_used_experts <= min(c.n_experts, MOST_USED),
                  f"a token uses {c.n_used_experts} of {c.n_experts} experts, and at most {MOST_USED} can be")]
 
@@ -92,7 +95,81 @@ class ExpertsMLP:
             "shared": ScratchArray((rows, c.hidden_dim), np.float32, "shared expert's result")}
 
     def prefill(self, model, run):
-        raise NotImplementedError
+        """x += the experts' results of the rows of a pass. The same launches serve a decode step of experts that are
+        floats."""
+        card, c, s, n, pairs = model.card, model.config, model.scratch, run.rows.n, model.scratch.pair_inner
+        u, choice = self.choose(model, run)
+        groups, n_pairs = Groups(s.pair_order, s.pair_position, s.tiles, s.n_tiles), n * choice.n_used
+        route.group_pairs(card, groups, choice, n, c.n_experts, expert_gemm.tile_rows(n_pairs, c.n_experts))
+        for column, experts in self.gate_up:
+            y = s.pair_products[column:]
+            multiply_grouped(card, y, 2 * c.expert_dim, experts, u, groups, n_pairs, choice.n_used)
+        activate(card, pairs, s.pair_products, n_pairs, self.down.is_quantized)
+        multiply_grouped(card, s.pair_products, self.down.n, self.down, pairs, groups, n_pairs)
+        self.share(model, run, u)
+        expert_gemm.combine(card, s.x, s.pair_products, choice, groups, s.shared, n)
 
     def decode(self, model, run):
-        raise NotImplementedError
+        """The same of a decode step."""
+        card, c, s, n, pairs = model.card, model.config, model.scratch, run.rows.n, model.scratch.pair_inner
+        if not all(experts.is_quantized for experts in self.experts):
+            return self.prefill(model, run)
+        u, choice = self.choose(model, run)
+        in_gate_up, in_down = self.shared_in_launches(s)
+        if len(self.gate_up) == 1:
+            (_, experts), = self.gate_up
+            expert_gemv.expert_swiglu(card, decoder_of(experts.home), pairs.quantized, experts, u.quantized, choice, n,
+                                      in_gate_up)
+        else:
+            for column, experts in self.gate_up:
+                expert_gemv.expert_gemv(card, decoder_of(experts.home), s.pair_products[column:], 2 * c.expert_dim,
+                                        experts, u.quantized, choice, n)
+            activate(card, pairs, s.pair_products, n * choice.n_used, True)
+        if in_gate_up is None:
+            self.share(model, run, u)
+        expert_gemv.expert_down(card, decoder_of(self.down.home), s.x, self.down, pairs.quantized, choice,
+                                in_down or s.shared, n)
+
+    def choose(self, model, run) -> tuple[Activation, Choice]:
+        """norm(x), and the experts of each row."""
+        card, c, s, n = model.card, model.config, model.scratch, run.rows.n
+        u, normed = s.activations[c.hidden_dim], norm.NormInput(s.x, self.norm, c.norm_eps)
+        norm.rms_norm(card, u.x, normed, n, u.k)
+        norm.rms_norm_quantize(card, u.quantized, normed, n, u.k)
+        model.project(run, s.router_logits, self.router, u)
+        choice = Choice(s.chosen, s.chosen_weights)
+        route.route(card, choice, s.router_logits, self.router.n, n, c.n_experts)
+        return u, choice
+
+    def share(self, model, run, u: Activation):
+        """s.shared = the shared expert's results, by launches of its own."""
+        s, stack = model.scratch, self.shared_gate_up
+        for column, matrix in stack.parts:
+            model.project(run, s.projected[column:], matrix, u, stride=stack.stride)
+        activate(model.card, s.inner, s.projected, run.rows.n, self.shared_down.is_quantized)
+        model.project(run, s.shared, self.shared_down, s.inner)
+
+    def shared_in_launches(self, s: Scratch):
+        """The shared expert as the launches of the others take it, for gate and up and for down; (None, None) if they
+        cannot."""
+        (_, matrix), *others = self.shared_gate_up.parts
+        if others or len(self.gate_up) > 1 or not (matrix.is_quantized and self.shared_down.is_quantized):
+            return None, None
+        return [expert_gemv.SharedExpert(decoder_of(each), each, s.inner.quantized)
+                for each in (matrix, self.shared_down)]
+
+
+def multiply_grouped(card: Card, y: Array, stride: int, experts: Experts, x: Activation, groups: Groups, *rows: int):
+    """y = the products of sorted pairs with their experts. rows: see `expert_gemm`."""
+    if experts.is_quantized:
+        expert_gemm.expert_gemm(card, y, stride, experts, x.quantized, groups, *rows)
+    else:
+        expert_gemm.expert_gemm_float(card, y, stride, experts, x.x, groups, *rows)
+
+
+def activate(card: Card, out: Activation, products: Array, n: int, is_quantized: bool):
+    """out = silu(gate) * up of n rows of products, in the form that what reads it takes."""
+    if is_quantized:
+        swiglu.swiglu_quantize(card, out.quantized, products, n, out.k)
+    else:
+        swiglu.swiglu(card, out.x, products, n, out.k)

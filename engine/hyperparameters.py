@@ -69,8 +69,8 @@ def synthetic_hyperparameters(name: str) -> dict:
                             "pooling": pooling}
     else:
         raise ModelError(f"synthetic:{name}: there is no such model, only {', '.join(SYNTHETIC | SYNTHETIC_MOE)}, each "
-                         f"also with {DRAFTS} at the end, for a draft block; and {', '.join(SYNTHETIC_QWEN3)}, each also with "
-                         f"{' or '.join(POOLED)} at the end")
+                         f"also with {DRAFTS} at the end, for a draft block; and {', '.join(SYNTHETIC_QWEN3)}, each "
+                         f"also with {' or '.join(POOLED)} at the end")
     return {"name": f"synthetic:{name}", "n_nextn": int(bool(drafts)), "norm_eps": 1e-6, **sizes, **found}
 
 
