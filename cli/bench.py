@@ -20,7 +20,7 @@ import numpy as np
 
 import qengine
 from engine.pipes import launching_as
-from engine.plan import Demand, passes_over
+from engine.plan import Demand, Work, passes_over
 from engine.prefix import PAGE_TOKENS, pages_for
 from engine.request import Request, RequestError
 from kernels import probe
@@ -166,20 +166,28 @@ class Bench:
         layers = [layer for stage in self.stages for layer in stage.model.layers]
         return [matrix for layer in layers for matrix in qengine.matrices(layer)] + [self.pipeline.last.model.head]
 
+    def work(self) -> Work:
+        """Of all layers."""
+        return sum((work for stage in self.stages for work in stage.layer_works), Work())
+
     def prompt_operations(self, n: int) -> int:
-        """Multiplications and additions of a prompt's matrix products. The head's product is of the last row alone."""
-        *layers, head = self.weights()
-        return 2 * (n * sum(matrix.n * matrix.k for matrix in layers) + head.n * head.k)
+        """Multiplications and additions of a prompt's matrix products, of experts those that its tokens use. The head's
+        product is of the last row alone."""
+        head = self.pipeline.last.model.head
+        return n * self.work().row_operations + 2 * head.n * head.k
 
     def step_bytes(self, context: int) -> int:
         """Bytes that a decode step reads and writes, in the middle of DECODE_STEPS: the weights once for each group of
-        slots; for every slot the recurrent states, read and written, and the keys and values up to its position."""
+        slots, of experts those that are expected to be chosen; for every slot the recurrent states, read and written,
+        and the keys and values up to its position."""
+        work = self.work()
+        experts = sum(work.expert_bytes_read(len(slots)) for slots in self.groups)
         c, caches = self.engine.config, [stage.cache for stage in self.stages]
         weights = sum(m.values.nbytes + (m.scales.nbytes if m.is_quantized else 0) for m in self.weights())
         states = sum(2 * s.memory[0].nbytes + s.conv[0].nbytes for cache in caches for s in cache.recurrent.values())
         token = sum(pages.format.token_bytes(c.n_kv_heads, c.head_dim) for cache in caches
                     for pages in cache.pages.values())
-        return len(self.groups) * weights + self.batch * (states + (context + DECODE_STEPS // 2) * token)
+        return len(self.groups) * weights + experts + self.batch * (states + (context + DECODE_STEPS // 2) * token)
 
     # ---- estimates for cards that are not here ----
 
