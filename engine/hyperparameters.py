@@ -25,7 +25,7 @@ SYNTHETIC = {
 SYNTHETIC_MOE_FIELDS = ("hidden_dim", "n_experts", "n_used_experts", "expert_dim", "shared_dim", "n_layers", "n_heads",
                         "n_kv_heads", "n_key_heads", "n_value_heads", "n_vocab", "tied_embeddings")
 SYNTHETIC_MOE = {
-    "tiny-moe": (256, 8, 2, 128, 96, 4, 4, 1, 2, 4, 1024, True),
+    "tiny-moe": (256, 8, 2, 256, 512, 4, 4, 2, 2, 4, 1024, True),
     "35b-a3b": (2048, 256, 8, 512, 512, 40, 16, 2, 16, 32, 248320, False),
     "122b-a10b": (3072, 256, 8, 1024, 1024, 48, 32, 2, 16, 64, 248320, False),
     "397b-a17b": (4096, 512, 10, 1024, 1024, 60, 32, 2, 16, 64, 248320, False),
