@@ -25,7 +25,7 @@ from kernels.card import Array, Card
 from kernels.operands import Experts, Matrix
 from kernels.records import Choice, Groups
 
-MOST_USED = route.MOST_PAIRS // LARGEST_CHUNK       # experts of a row of the largest pass
+MOST_USED = min(route.MOST_USED, route.MOST_PAIRS // LARGEST_CHUNK)
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class ExpertsMLP:
         sizes = {"of an expert": c.expert_dim, "of the shared expert": c.shared_dim}
         return [*((size % 32 == 0, f"the feed-forward size {whose} is {size}, not a multiple of 32")
                   for whose, size in sizes.items()),
+                (c.hidden_dim <= route.MOST_K, f"the hidden size {c.hidden_dim} is more than {route.MOST_K}"),
                 (c.n_experts <= route.MOST_EXPERTS,
                  f"a layer has {c.n_experts} experts, more than {route.MOST_EXPERTS}"),
                 (c.n_used_experts <= min(c.n_experts, MOST_USED),
@@ -114,7 +115,7 @@ class ExpertsMLP:
         card, c, s, n, pairs = model.card, model.config, model.scratch, run.rows.n, model.scratch.pair_inner
         if not all(experts.is_quantized for experts in self.experts):
             return self.prefill(model, run)
-        u, choice = self.choose(model, run)
+        u, choice = self.choose(model, run, in_one=self.shared_is_quantized)
         in_gate_up, in_down = self.shared_in_launches(s)
         if len(self.gate_up) == 1:
             (_, experts), = self.gate_up
@@ -130,15 +131,19 @@ class ExpertsMLP:
         expert_gemv.expert_down(card, decoder_of(self.down.home), s.x, self.down, pairs.quantized, choice,
                                 in_down or s.shared, n)
 
-    def choose(self, model, run) -> tuple[Activation, Choice]:
-        """norm(x), and the experts of each row."""
+    def choose(self, model, run, in_one: bool = False) -> tuple[Activation, Choice]:
+        """norm(x), and the experts of each row. in_one: in one launch, for a decode step that reads norm(x) in 8 bits
+        alone."""
         card, c, s, n = model.card, model.config, model.scratch, run.rows.n
         u, normed = s.activations[c.hidden_dim], norm.NormInput(s.x, self.norm, c.norm_eps)
-        norm.rms_norm(card, u.x, normed, n, u.k)
-        norm.rms_norm_quantize(card, u.quantized, normed, n, u.k)
-        model.project(run, s.router_logits, self.router, u)
         choice = Choice(s.chosen, s.chosen_weights)
-        route.route(card, choice, s.router_logits, self.router.n, n, c.n_experts)
+        if in_one:
+            route.norm_route(card, choice, u.quantized, normed, self.router, (s.router_logits, model.arrived), n)
+        else:
+            norm.rms_norm(card, u.x, normed, n, u.k)
+            norm.rms_norm_quantize(card, u.quantized, normed, n, u.k)
+            model.project(run, s.router_logits, self.router, u)
+            route.route(card, choice, s.router_logits, self.router.n, n, c.n_experts)
         return u, choice
 
     def share(self, model, run, u: Activation):
@@ -149,11 +154,15 @@ class ExpertsMLP:
         activate(model.card, s.inner, s.projected, run.rows.n, self.shared_down.is_quantized)
         model.project(run, s.shared, self.shared_down, s.inner)
 
+    @property
+    def shared_is_quantized(self) -> bool:
+        return self.shared_down.is_quantized and all(matrix.is_quantized for _, matrix in self.shared_gate_up.parts)
+
     def shared_in_launches(self, s: Scratch):
         """The shared expert as the launches of the others take it, for gate and up and for down; (None, None) if they
         cannot."""
         (_, matrix), *others = self.shared_gate_up.parts
-        if others or len(self.gate_up) > 1 or not (matrix.is_quantized and self.shared_down.is_quantized):
+        if others or len(self.gate_up) > 1 or not self.shared_is_quantized:
             return None, None
         return [expert_gemv.SharedExpert(decoder_of(each), each, s.inner.quantized)
                 for each in (matrix, self.shared_down)]
