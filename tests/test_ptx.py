@@ -13,8 +13,8 @@ import pytest
 import qengine
 from kernels import advance, assembler, attend_decode, attention, checkpoint
 from kernels import compile as compiler
-from kernels import (decode_tile, draft_head, draft_input, draft_list, expert_gemm, gdn_decode, kv_cache, ngram, norm,
-                     pool, q8_gemv, quantize, rope, route)
+from kernels import (decode_tile, draft_head, draft_input, draft_list, expert_gemm, gdn_decode, host_experts, kv_cache,
+                     ngram, norm, pool, q8_gemv, quantize, rope, route)
 from kernels.card import Array
 from kernels.emulated.card import EmulatedCard
 from kernels.formats import FORMATS
@@ -159,6 +159,13 @@ def kernels_of_experts():
         yield expert_gemm.combine_kernel(n_used, is_shared), x, x, i, x, x, n
 
 
+def kernels_beside_the_host():
+    """What a card launches that leaves experts to the host's processor."""
+    i, x, words, n, q = "int32[1]", "float32[1]", "uint32[1]", "uint32", "int8[1]"
+    yield host_experts.hand_over_kernel, words, i, n, q, x, words, i, "uint64[1]", q, x, *[n] * 5
+    yield host_experts.await_kernel, words, words, x, n, n, n
+
+
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     if TARGET not in compiler.supported_ccs():
@@ -170,7 +177,7 @@ def kernels(tmp_path_factory):
     keeping = checkpoint.keep_states_kernel, *["float32[1]"] * 2, "int32[1]", *["float32[1]"] * 2, *["int32[1]"] * 3, \
         *["uint32"] * 6
     others = *products, *attentions, *kernels_of_pooling(), *draft_kernels(), *kernels_of_routing(), \
-        *kernels_of_experts(), *kernels_of_checks(), *checks_of_the_delta_rule(), keeping
+        *kernels_of_experts(), *kernels_of_checks(), *checks_of_the_delta_rule(), keeping, *kernels_beside_the_host()
     return list(dict.fromkeys([*engine_kernels(tmp_path_factory.mktemp("models")), *others]))
 
 
@@ -227,6 +234,7 @@ CONSTANTS = {
     "choose": {"row_slot", "row_pos"}, "accept_kernel": set(),
     "draft_rows_kernel": set(), "draft_input_kernel": set(), "draft_kernel": set(), "listed_kernel": set(),
     "advance_kernel": set(), "ngram_kernel": set(), "script_kernel": set(),
+    "hand_over_kernel": set(), "await_kernel": set(),
 }
 # And what those that are `early` may read besides: constants and what earlier steps left. Blocks of `attend` beyond the
 # last unit may end: the others of the launch wait, so that it does not end before.
@@ -338,7 +346,7 @@ def test_what_is_read_too_early_is_found(overlapping):
             "find_best": "logits", "weigh": "best", "choose": "progress", "accept_kernel": "tokens",
             "draft_rows_kernel": "outcomes", "draft_input_kernel": "x", "draft_kernel": "logits",
             "listed_kernel": "listed", "advance_kernel": "outcomes", "ngram_kernel": "outcomes",
-            "script_kernel": "outcomes"}
+            "script_kernel": "outcomes", "hand_over_kernel": "experts", "await_kernel": "state"}
     for kernel, types, ptx in overlapping:
         assert read[kernel.__name__] in too_early(kernel, types, ptx.replace(WAIT, ""))
 
