@@ -61,6 +61,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import tqdm
 
+from engine import expert_store
 from engine.constraints import Constraint, Vocabulary
 from engine.details import ModelDetails, parameters
 from engine.draft_block import PIECE, DraftBlock
@@ -1021,18 +1022,19 @@ class Stage:
         """chunk: the most tokens of a prompt's pass; by default what fits."""
         card = worker.card
         self.worker, self.card, self.config, self.layers, self.n_slots = worker, card, config, layers, demand.slots
-        free = card.free_bytes
-        with weights.loading(card) as loader:
+        free, self.step_rows = card.free_bytes, 1 if config.pooling else step_rows(demand.slots, demand.drafts)
+        blocks = range(layers.start, layers.stop + config.n_nextn * (demand.drafts > 0 and not self.hands_on))
+        with weights.loading(card) as loader, expert_store.loading(weights, loader, config, blocks,
+                                                                   demand.expert_memory, self.step_rows) as self.store:
             self.model = Model(loader, config, layers, progress, drafts=demand.drafts > 0)
         self.weight_bytes = free - card.free_bytes
         work, self.layer_works = self.model.work(), [layer.work(config) for layer in self.model.layers]
         self.page_bytes, self.state_bytes = work.page_bytes, work.state_bytes
-        self.costs = StageCosts(card, config.hidden_dim, work)
+        self.costs = StageCosts(card, config.hidden_dim, work, in_one=self.store is not None)
         hops = (layers.start > 0) + self.hands_on
         chunk = chunk or self.costs.chunk_that_fits(pages_for(demand.n_ctx), demand.slots + LEAST_CHECKPOINTS,
                                                     self.model.row_bytes() + 2 * hop_bytes(config.hidden_dim, hops))
         self.chunk = min(chunk, pages_for(demand.n_ctx) * PAGE_TOKENS)
-        self.step_rows = 1 if config.pooling else step_rows(demand.slots, demand.drafts)
         self.max_rows = max(self.chunk, self.step_rows, HEAD_ROWS)
         self.model.allocate(self.max_rows, self.step_rows)
         self.sampler = None
@@ -1061,7 +1063,7 @@ class Stage:
 
     def release(self):
         """Drop what refers to memory of the card, so that it is freed even if a thread that hangs holds the stage."""
-        self.model = self.sampler = self.cache = self.inputs = self.first = self.entry = self.exit = None
+        self.model = self.sampler = self.cache = self.inputs = self.first = self.entry = self.exit = self.store = None
         self.layers_left = None
         for held in self.incoming, self.outgoing, self.batches, self.recordings:
             held.clear()
@@ -1169,7 +1171,7 @@ class Stage:
         """Queue a decode step: `queue_layers` and `queue_choice` in one recording."""
         self.receive_tokens(tokens, shape.n, group)
         buffer = self.sampler.next_buffer(group) if self.sampler else 0
-        self.recording(self.launch_step, shape, group, buffer).replay()
+        self.replay(shape, self.launch_step, shape, group, buffer)
         return self.sampler and self.sampler.read_back(group, buffer, shape.n, shape.n_reports)
 
     def queue_layers(self, tokens: Tokens | None, shape: StepShape, group: int):
@@ -1177,13 +1179,21 @@ class Stage:
         since."""
         self.receive_tokens(tokens, shape.n, group)
         before = self.sampler.latest[group] if self.sampler else 0
-        self.recording(self.launch_layers, shape.n, shape.width, group, before).replay()
+        self.replay(shape, self.launch_layers, shape.n, shape.width, group, before)
 
     def queue_choice(self, shape: StepShape, group: int):
         """Queue the choice of the tokens that follow the rows of `queue_layers`. They enter the next step."""
         buffer = self.sampler.next_buffer(group)
         self.recording(self.launch_choice, shape, group, buffer).replay()
         return self.sampler.read_back(group, buffer, shape.n, shape.n_reports)
+
+    def replay(self, shape: StepShape, launch, *arguments):
+        """Queue a recording of a step's layers. Between two steps, experts may move."""
+        if self.store:
+            self.store.before_step()
+        self.recording(launch, *arguments).replay()
+        if self.store:
+            self.store.after_step(shape.n * shape.width)
 
     def recording(self, launch, *arguments):
         """The Recording of launch(*arguments), one of the methods below; made when it is first asked for."""
@@ -2327,7 +2337,7 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
          ctx: int | None = None, slots: int = 1, chunk: int | None = None, progress: bool = True,
          kv_tokens: int | None = None, checkpoint_memory: int | None = None, *,
          checkpoint_host_memory: int | None = None, split: tuple[int, ...] | None = None,
-         draft: int | str = "auto") -> Engine | Pooling:
+         draft: int | str = "auto", expert_memory: int | None = None) -> Engine | Pooling:
     """Load a GGUF file, one of the Hub by the name "hf:OWNER/NAME:Q4_K_M", or random weights by the name
     "synthetic:0.8b", "synthetic:9b:q4_k", ..., ready to generate. An embedding or a reranking model becomes a Pooling
     engine (engine/packing.py), which has `embed` or `rerank`.
@@ -2344,10 +2354,12 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
     checkpoint_memory, checkpoint_host_memory: bytes for the states from which later prompts go on, on the card and in
     the host's memory. `engine.plan.choose_sizes` has the defaults of these three.
     draft: most drafts of an answer in a decode step, 0 to 7; "off" is 0, "auto" is as many as pay.
+    expert_memory: bytes of each card for the experts of a mixture of experts (engine/expert_store.py); by default all.
     Raises ModelError, RequestError, CompileError, CardError (OutOfMemory shows what did not fit, and what would).
     """
     opened = model if isinstance(model, OpenModel) else open_model(model)
     demand = opened.demand(ctx, draft, slots=slots, chunk=chunk, kv_tokens=kv_tokens, split=split,
+                           expert_memory=expert_memory,
                            checkpoint_memory=checkpoint_memory, checkpoint_host_memory=checkpoint_host_memory)
     planner = make_planner(opened, card, demand)
     planner.check()

@@ -23,6 +23,7 @@ kernels are run by this machine's processor.
 
 import contextlib
 import itertools
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from engine.residency import NOWHERE, Move, Residency
 from engine.weights import Loader, alloc_matrix
 from kernels.card import ALIGNMENT, Array, Card, CardError, Event, PlannedCard, show_bytes
 from kernels.emulated.card import EmulatedCard
+from kernels.formats import FLOATS, FORMATS
 from kernels.operands import Experts, Matrix
 from kernels.probe import speed_of
 
@@ -48,15 +50,15 @@ class HostCard(EmulatedCard):
     """This machine's processor, with arrays in page-locked memory that `card` can read."""
 
     def __init__(self, card: Card):
-        super().__init__(memory_bytes=1 << 62, cache_dir=card.cache_dir)       # whoever plans looks at the host's memory
+        super().__init__(memory_bytes=1 << 62, cache_dir=card.cache_dir)    # plans compare with the host's memory
         self.name, self._reader = "host memory", card
 
     def _take(self, nbytes):
         try:
             backing = self._reader.pinned(nbytes + ALIGNMENT, np.uint8)
         except CardError as error:
-            raise CardError(f"{show_bytes(nbytes)} more of host memory cannot be page-locked for experts ({error}): let "
-                            "more of them lie on the card (--expert-memory), or allow more locked memory "
+            raise CardError(f"{show_bytes(nbytes)} more of host memory cannot be page-locked for experts ({error}): "
+                            "let more of them lie on the card (--expert-memory), or allow more locked memory "
                             "(`ulimit -l`, a container's limit)") from error
         return backing.ctypes.data + -backing.ctypes.data % ALIGNMENT, backing
 
@@ -77,7 +79,31 @@ def arrays_of(matrix: Matrix) -> list[Array]:
 
 def expert_bytes(experts: Experts) -> int:
     """Bytes of the matrix of one expert."""
-    return sum(array.nbytes // array.shape[0] * experts.n for array in arrays_of(experts.home) if array.shape[0])
+    return sum(math.prod(array.shape[1:]) * array.dtype.itemsize * experts.n for array in arrays_of(experts.home))
+
+
+def slot_bytes(loader: Loader, layers: range) -> int:
+    """Bytes that one more slot takes in each of the layers."""
+    found = 0
+    for name, shape in loader.shapes.items():
+        if len(shape) == 3 and int(name.split(".")[1]) in layers:
+            format, (_, n, k) = loader.type_of(name), shape
+            arrays = FORMATS[format].arrays(n, k) if format in FORMATS else [((n, k), FLOATS[format].dtype)]
+            found += sum(math.prod(shape) * np.dtype(kind).itemsize for shape, kind in arrays)
+    return found
+
+
+@contextlib.contextmanager
+def loading(weights, loader: Loader, config, layers: range, memory: int | None, most_rows: int):
+    """Inside, `loader` loads the layers. Yields the ExpertStore of their experts if these take more than `memory` bytes
+    of the card; None if they do not, or if that is None. layers: also a draft block. most_rows: of a decode step."""
+    each = slot_bytes(loader, layers)
+    if memory is None or each * config.n_experts <= memory:
+        yield None
+        return
+    store = ExpertStore(loader.card, memory // each, config.n_used_experts, most_rows)
+    with store.loading(weights, loader):
+        yield store
 
 
 class Counts(NamedTuple):
@@ -217,7 +243,7 @@ class ExpertStore:
         self.host = HostCard(card)
         if isinstance(card, PlannedCard):
             self.host = PlannedCard(self.host)
-        self.layers: dict[str, StoredLayer] = {}        # by the beginning of the names of their tensors
+        self.layers: dict[str, StoredLayer] = {}        # "blk.0." -> the layer whose tensors' names begin so
         self.promotions, self.stagings = card.stream("experts into slots"), card.stream("experts of prompts")
         self.reports, self.moving = deque(), deque()    # (Event, rows, array), (Event, Move): what is under way
         self.counts = Counts()
@@ -242,7 +268,8 @@ class ExpertStore:
         slots, title = min(self.n_slots, len(host.places)), " + ".join(names)
         home = alloc_matrix(self.card, host.format, slots * host.n, host.k, title)
         experts = Experts(home, host.n, self.card.alloc(host.places.shape, np.uint64, f"{title} places"))
-        layer = self.layers.setdefault(names[0].rsplit(".", 2)[0], StoredLayer(self, len(self.layers)))
+        block = names[0].rsplit(".", 2)[0] + "."
+        layer = self.layers.setdefault(block, StoredLayer(self, len(self.layers)))
         layer.matrices.append(StoredMatrix(self, layer.number, experts, host))
         return experts
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from engine.expert_store import StoredLayer, expert_bytes
 from engine.plan import LARGEST_CHUNK, Grouped, Work
 from engine.scratch import Activation, Scratch, ScratchArray
 from engine.weights import Stack, Tensors, decoder_of
@@ -38,6 +39,7 @@ class ExpertsMLP:
     down: Experts                               # [hidden, expert_dim] each
     shared_gate_up: Stack                       # columns: shared_dim of gate; shared_dim of up
     shared_down: Matrix                         # [hidden, shared_dim]
+    stored: StoredLayer | None = None           # if the card holds only some of the experts
 
     @staticmethod
     def shapes(c) -> dict[str, tuple[int, ...]]:
@@ -64,9 +66,10 @@ class ExpertsMLP:
     def load(cls, tensors: Tensors, c) -> "ExpertsMLP":
         inputs = ["ffn_gate_up_exps"] if c.one_gate_up else ["ffn_gate_exps", "ffn_up_exps"]
         (_, down), = tensors.experts("ffn_down_exps")
+        stored = tensors.loader.store and tensors.loader.store.layers[tensors.prefix]
         return cls(tensors.vector(f"{c.mlp_norm}.weight"), tensors.float_matrix("ffn_gate_inp", "ffn_gate_inp_shexp"),
                    tensors.experts(*inputs), down, tensors.stack("ffn_gate_shexp", "ffn_up_shexp"),
-                   tensors.matrix("ffn_down_shexp"))
+                   tensors.matrix("ffn_down_shexp"), stored)
 
     @property
     def experts(self) -> list[Experts]:
@@ -76,8 +79,7 @@ class ExpertsMLP:
         """Of the experts. What all rows are multiplied by is counted as in any layer."""
         found = Work()
         for each in self.experts:
-            home = each.home
-            n_bytes = home.values.nbytes + (home.scales.nbytes if home.is_quantized else 0)
+            n_bytes = c.n_experts * expert_bytes(each)
             found.grouped[Grouped(each.n, each.k, c.n_experts, c.n_used_experts, n_bytes)] += 1
         return found + Work(row_operations=sum(2 * each.n * each.k * c.n_used_experts for each in self.experts))
 
@@ -95,27 +97,30 @@ class ExpertsMLP:
             "pair_products": ScratchArray((pairs * columns,), np.float32, "products of pairs"),
             "shared": ScratchArray((rows, c.hidden_dim), np.float32, "shared expert's result")}
 
-    def prefill(self, model, run):
+    def prefill(self, model, run, chosen=None):
         """x += the experts' results of the rows of a pass. The same launches serve a decode step of experts that are
-        floats."""
+        floats, with an Array of its own for the choice."""
         card, c, s, n, pairs = model.card, model.config, model.scratch, run.rows.n, model.scratch.pair_inner
-        u, choice = self.choose(model, run)
+        u, choice = self.choose(model, run, s.chosen if chosen is None else chosen)
         groups, n_pairs = Groups(s.pair_order, s.pair_position, s.tiles, s.n_tiles), n * choice.n_used
         route.group_pairs(card, groups, choice, n, c.n_experts, expert_gemm.tile_rows(n_pairs, c.n_experts))
         for column, experts in self.gate_up:
             y = s.pair_products[column:]
-            multiply_grouped(card, y, 2 * c.expert_dim, experts, u, groups, n_pairs, choice.n_used)
+            for within_reach in self.in_turns(experts, n_pairs):
+                multiply_grouped(card, y, 2 * c.expert_dim, within_reach, u, groups, n_pairs, choice.n_used)
         activate(card, pairs, s.pair_products, n_pairs, self.down.is_quantized)
-        multiply_grouped(card, s.pair_products, self.down.n, self.down, pairs, groups, n_pairs)
+        for within_reach in self.in_turns(self.down, n_pairs):
+            multiply_grouped(card, s.pair_products, self.down.n, within_reach, pairs, groups, n_pairs)
         self.share(model, run, u)
         expert_gemm.combine(card, s.x, s.pair_products, choice, groups, s.shared, n)
 
     def decode(self, model, run):
         """The same of a decode step."""
         card, c, s, n, pairs = model.card, model.config, model.scratch, run.rows.n, model.scratch.pair_inner
+        chosen = self.stored.chosen(n) if self.stored else s.chosen
         if not all(experts.is_quantized for experts in self.experts):
-            return self.prefill(model, run)
-        u, choice = self.choose(model, run, in_one=self.shared_is_quantized)
+            return self.prefill(model, run, chosen)
+        u, choice = self.choose(model, run, chosen, in_one=self.shared_is_quantized)
         in_gate_up, in_down = self.shared_in_launches(s)
         if len(self.gate_up) == 1:
             (_, experts), = self.gate_up
@@ -131,12 +136,12 @@ class ExpertsMLP:
         expert_gemv.expert_down(card, decoder_of(self.down.home), s.x, self.down, pairs.quantized, choice,
                                 in_down or s.shared, n)
 
-    def choose(self, model, run, in_one: bool = False) -> tuple[Activation, Choice]:
-        """norm(x), and the experts of each row. in_one: in one launch, for a decode step that reads norm(x) in 8 bits
-        alone."""
+    def choose(self, model, run, chosen: Array, in_one: bool = False) -> tuple[Activation, Choice]:
+        """norm(x), and the experts of each row, which go to `chosen`. in_one: in one launch, for a decode step that
+        reads norm(x) in 8 bits alone."""
         card, c, s, n = model.card, model.config, model.scratch, run.rows.n
         u, normed = s.activations[c.hidden_dim], norm.NormInput(s.x, self.norm, c.norm_eps)
-        choice = Choice(s.chosen, s.chosen_weights)
+        choice = Choice(chosen, s.chosen_weights)
         if in_one:
             route.norm_route(card, choice, u.quantized, normed, self.router, (s.router_logits, model.arrived), n)
         else:
@@ -145,6 +150,10 @@ class ExpertsMLP:
             model.project(run, s.router_logits, self.router, u)
             route.route(card, choice, s.router_logits, self.router.n, n, c.n_experts)
         return u, choice
+
+    def in_turns(self, experts: Experts, n_pairs: int):
+        """What a prompt's products take for one of the matrices of the experts: see `StoredMatrix.in_turns`."""
+        return self.stored.in_turns(experts, n_pairs) if self.stored else [experts]
 
     def share(self, model, run, u: Activation):
         """s.shared = the shared expert's results, by launches of its own."""

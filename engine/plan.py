@@ -105,9 +105,10 @@ LAYER_SECONDS = 260e-6      # what the host takes to queue one layer of one micr
 class StageCosts:
     """How long a stage's passes take, by the work of its layers and the speed of its card."""
 
-    def __init__(self, card, hidden_dim: int, work: Work, speed: probe.Speed | None = None):
-        """speed: that of the card; by default what the probe or the table of cards says."""
-        self.card, self.hidden_dim, self.work = card, hidden_dim, work
+    def __init__(self, card, hidden_dim: int, work: Work, speed: probe.Speed | None = None, in_one: bool = False):
+        """speed: that of the card; by default what the probe or the table of cards says. in_one: whether passes go
+        without micro-batches, each of which would bring experts from the host."""
+        self.card, self.hidden_dim, self.work, self.in_one = card, hidden_dim, work, in_one
         self._speed = speed
         self.product_time = functools.cache(self.product_time)
 
@@ -138,7 +139,7 @@ class StageCosts:
         their own, since smaller tiles serve them faster. An emulated card gets one: its processors are never partly
         idle.
         """
-        if self.card.kind == "emulated":
+        if self.card.kind == "emulated" or self.in_one:
             return [n]
         least = max(q8_gemm.filling_rows(self.card, self.hidden_dim), MICRO_BATCH_ROWS)
         seconds = n * self.work.row_operations / self.speed.dot / PEAK_SHARE
@@ -386,6 +387,7 @@ class Demand:
     checkpoint_host_memory: int | None = None
     split: tuple[int, ...] | None = None
     drafts: int = 0             # most drafts of an answer in a decode step
+    expert_memory: int | None = None    # bytes of each card for experts; None: for all, if they fit
     packed: bool = False        # passes are over parts of several texts, one for each slot, and nothing is decoded
 
     @property
@@ -403,6 +405,8 @@ class Demand:
             raise RequestError("chunk", f"chunk must be at most {LARGEST_CHUNK}, not {self.chunk}")
         if self.n_ctx > LONGEST_CTX:
             raise RequestError("ctx", f"ctx must be at most {LONGEST_CTX}, not {self.n_ctx}")
+        if self.expert_memory is not None and self.expert_memory < 0:
+            raise RequestError("expert_memory", f"expert_memory must be 0 or more, not {self.expert_memory}")
         if self.kv_tokens is not None and self.kv_tokens < self.n_ctx:
             raise RequestError("kv_tokens", f"kv_tokens must be at least the {self.n_ctx} tokens of a context, not "
                                             f"{self.kv_tokens}")

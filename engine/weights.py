@@ -50,8 +50,11 @@ class Loader:
     """Puts tensors on a card. This class only allocates them, which suffices for plans of memory (engine/plan.py);
     subclasses fill in values.
 
-    shapes: name -> row-major shape of every tensor. type_of(name): the tensor's type, as GGUF has it.
+    shapes: name -> row-major shape of every tensor. type_of(name): the tensor's type, as GGUF has it. store: where
+    experts go of which the card holds only some (engine/expert_store.py), else None.
     """
+
+    store = None
 
     def __init__(self, card: Card, shapes: dict[str, tuple[int, ...]], type_of):
         self.card, self.shapes, self.type_of = card, shapes, type_of
@@ -79,6 +82,8 @@ class Loader:
     def experts(self, *names: str) -> Experts:
         """The Experts of one tensor [n_experts, n, k], or of several of one type and of one k. Each expert then has its
         rows of the first tensor, below them those of the second. Raises OutOfMemory."""
+        if self.store:
+            return self.store.add(*names)
         format, (n_experts, _, k), title = self.type_of(names[0]), self.shapes[names[0]], " + ".join(names)
         assert all((self.type_of(name), self.shapes[name][2]) == (format, k) for name in names)
         ends = list(itertools.accumulate(self.shapes[name][1] for name in names))
