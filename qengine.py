@@ -1790,7 +1790,7 @@ class Scheduler(Rounds):
     def stats(self) -> dict:
         """Counts, as `Engine.stats` has them."""
         cache = self.cache
-        return self.totals | {
+        return self.totals | expert_store.counts_of(self.pipeline.stages) | {
             "requests_running": len(self.running), "requests_waiting": len(self.waiting), "slots": self.n_slots,
             "kv_pages": cache.n_pages, "kv_pages_free": len(cache.free_pages), "kv_pages_cached": cache.n_idle,
             "kv_pages_used": cache.n_pages - cache.n_available,
@@ -2469,7 +2469,7 @@ def make_planner(opened: OpenModel, card: str | Card | list[Card] | None, demand
         return Planner(model, cards[:n], demand, cards[n:])
     if isinstance(cards, Candidates) and len(cards) > 1:
         first = Planner(model, cards[:1], demand, cards[1:])
-        if first.plan.fits:
+        if first.plan.fits and first.demand == demand:      # with all experts on the card, if there are any
             return first
     return Planner(model, cards, demand)
 

@@ -72,6 +72,13 @@ def on_host(array: Array) -> np.ndarray:
     return array.memory.backing[start:start + array.nbytes].view(array.dtype).reshape(array.shape)
 
 
+def counts_of(stages: list) -> dict[str, int]:
+    """Counts of the stages' stores for `TextEngine.stats`; nothing if all experts lie on the cards."""
+    stores = [stage.store.counts for stage in stages if stage.store]
+    return {f"expert_{name}": sum(getattr(counts, name) for counts in stores)
+            for name in Counts._fields if stores}
+
+
 def arrays_of(matrix: Matrix) -> list[Array]:
     """The one or two arrays of a Matrix."""
     return [matrix.values] + [matrix.scales] * matrix.is_quantized
@@ -247,6 +254,11 @@ class ExpertStore:
         self.promotions, self.stagings = card.stream("experts into slots"), card.stream("experts of prompts")
         self.reports, self.moving = deque(), deque()    # (Event, rows, array), (Event, Move): what is under way
         self.counts = Counts()
+
+    @property
+    def host_bytes(self) -> int:
+        """Of host memory that the experts take."""
+        return sum(array.nbytes for each in self._matrices() for array in arrays_of(each.host.home))
 
     # ---- loading ----
 

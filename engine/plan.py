@@ -364,9 +364,14 @@ def choose_sizes(stages: list, demand: "Demand") -> CacheSizes:
         n_checkpoints = min(n_checkpoints, budget // max(stage.state_bytes, 1))
     host_memory = d.checkpoint_host_memory
     if host_memory is None:
-        host_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8
+        host_memory = machine_bytes() // 8
     n_host = host_memory // max(sum(stage.state_bytes for stage in stages), 1)
     return CacheSizes(d.slots, max_pages, n_pages, max(n_checkpoints, LEAST_CHECKPOINTS), min(n_host, n_pages))
+
+
+def machine_bytes() -> int:
+    """Memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 # ---- which layers go where -------------------------------------------------------------------------------------
@@ -423,7 +428,7 @@ class Blueprint(Protocol):
 
     def stage(self, card: PlannedCard, layers: range, demand: Demand, chunk: int | None):
         """A stage of these layers on a card that only counts. It has card, layers, chunk, costs (StageCosts),
-        weight_bytes, page_bytes, state_bytes, and allocate(sizes, n_groups)."""
+        weight_bytes, page_bytes, state_bytes, store (an ExpertStore or None), and allocate(sizes, n_groups)."""
 
     def layer(self, card: PlannedCard, index: int) -> Work:
         """Allocates the weights of a layer on the card and returns its Work."""
@@ -477,6 +482,7 @@ class LayerCosts:
         self.head_bytes = blueprint.head_bytes(counting)
         self.weight_bytes = list(itertools.accumulate(sizes))   # of the layers before each
         self.works = list(itertools.accumulate(works))          # Work of the layers before each
+        self.expert_bytes = self.works[-1].expert_bytes
 
     def between(self, start: int, end: int, field: str) -> int:
         """The sum of a field of Work over the layers start .. end - 1."""
@@ -494,9 +500,14 @@ class LayerCosts:
         n_bytes = self.memory(start, end, pages_for(context), 2) + head        # states are read and written
         return (n_bytes - self.between(start, end, "idle_bytes")) / self.speeds[stage].read / PEAK_SHARE
 
-    def memory(self, start: int, end: int, n_pages: int, n_states: int, n_slots: int = 0) -> int:
-        """Bytes of weights, pages, states, and records of checks."""
-        return (self.weight_bytes[end] - self.weight_bytes[start] + n_pages * self.between(start, end, "page_bytes")
+    def memory(self, start: int, end: int, n_pages: int, n_states: int, n_slots: int = 0,
+               expert_memory: int | None = None) -> int:
+        """Bytes of weights, pages, states, and records of checks. expert_memory: see Demand."""
+        elsewhere = 0
+        if expert_memory is not None:
+            elsewhere = max(self.between(start, end, "expert_bytes") - expert_memory, 0)
+        return (self.weight_bytes[end] - self.weight_bytes[start] - elsewhere
+                + n_pages * self.between(start, end, "page_bytes")
                 + n_states * self.between(start, end, "state_bytes")
                 + n_slots * self.between(start, end, "record_bytes"))
 
@@ -526,7 +537,8 @@ def place_layers(blueprint: Blueprint, cards: list, demand: Demand, costs: Layer
         """The best split by seconds(stage, start, end, context) of those that fit, with no pass beyond `slowest`."""
         def cost(stage, start, end):
             if n_pages is not None and costs.memory(
-                    start, end, n_pages, n_states, demand.slots) > left[stage] - wasted[stage]:
+                    start, end, n_pages, n_states, demand.slots,
+                    demand.expert_memory) > left[stage] - wasted[stage]:
                 return math.inf
             within = costs.prefill_seconds(stage, start, end, context) <= slowest * (1 + 1e-9)
             return seconds(stage, start, end, context) if within else math.inf
@@ -552,7 +564,7 @@ def memory_for_layers(blueprint: Blueprint, cards: list, demand: Demand, costs: 
     sampled = plan_stages(blueprint, cards, dataclasses.replace(
         demand, chunk=demand.chunk or CHUNK, kv_tokens=least * PAGE_TOKENS, checkpoint_memory=0), samples)
     return [stage.free - stage.total
-            + costs.memory(stage.layers.start, stage.layers.stop, least, n_states, demand.slots)
+            + costs.memory(stage.layers.start, stage.layers.stop, least, n_states, demand.slots, demand.expert_memory)
             for stage in sampled.stages]
 
 
@@ -657,6 +669,9 @@ def most(low: int, high: int, fits) -> int | None:
     return low
 
 
+EXPERT_SHARES = 64          # so finely is memory for experts chosen
+HOST_MEMORY_SHARE = 0.9     # of the machine's memory, for experts at most
+HIT_RATES = 0.8, 0.9, 0.95  # of experts on the card, of which a plan says what they cost
 MOST_CARDS = 16             # `Planner.changes` proposes up to so many cards
 
 
@@ -670,10 +685,20 @@ class Planner:
                                        "many")
         self.blueprint, self.demand, self.cards, self.spare = blueprint, demand, cards, list(spare)
         self.plan = self.planned()
+        if not self.plan.fits and demand.expert_memory is None and self.costs.expert_bytes:
+            self._move_experts()
 
     @functools.cached_property
     def costs(self) -> LayerCosts:
         return LayerCosts(self.blueprint, self.cards)
+
+    def _move_experts(self):
+        """Leaves as many experts on the cards as fit, and the others in the host's memory."""
+        unit = self.costs.expert_bytes // EXPERT_SHARES
+        n = most(0, EXPERT_SHARES - 1, lambda n: self.planned(expert_memory=n * unit).fits)
+        if n is not None:
+            self.demand = dataclasses.replace(self.demand, expert_memory=n * unit)
+            self.plan = self.planned()
 
     def planned(self, **changes) -> Plan:
         """The Plan, whether it fits or not, with other fields of the demand."""
@@ -745,6 +770,7 @@ class Planner:
             lines.append(f"{self.blueprint.parameters}: of {show_bytes(work.expert_bytes)} of experts, a token reads "
                          f"{show_bytes(work.expert_bytes_read(1))}, and 8 tokens of different texts read "
                          f"{show_bytes(work.expert_bytes_read(8))}")
+        lines += self.expert_lines()
         if len(self.cards) > 1:
             added, busy, decode = self.expected_hops()
             n_passes, hidden_dim = len(self.passes(d.n_ctx)), self.blueprint.hidden_dim
@@ -788,8 +814,30 @@ class Planner:
         """The Plan of another blueprint or on other cards."""
         return Planner(blueprint, cards, dataclasses.replace(self.demand, split=None)).plan
 
+    def expert_lines(self) -> list[str]:
+        """Where experts lie that are not all on the cards, and what that costs, for people."""
+        lines, whole, moved = [], 0.0, 0.0
+        for number, stage in enumerate(self.plan.on_paper):
+            speed, layers = self.costs.speeds[number], stage.layers
+            whole += self.costs.decode_seconds(number, layers.start, layers.stop, self.demand.n_ctx // 2)
+            if store := stage.store:
+                moved += stage.costs.work.expert_bytes_read(1) / speed.link
+                lines.append(f"{stage.card.name}: {store.n_slots} experts of each layer lie on the card, and all in "
+                             f"{show_bytes(store.host_bytes)} of page-locked host memory")
+        if lines:
+            rates, times = (", ".join(found) for found in zip(*(
+                (f"{rate:.0%}", f"{1e3 * (whole + (1 - rate) * moved):.1f}") for rate in HIT_RATES)))
+            lines.append(f"expected time of a token: {1e3 * whole:.1f} ms with all experts on the card, {times} ms where "
+                         f"{rates} of its experts are there and the others come over the link")
+        return lines
+
     def check(self):
         """Raises OutOfMemory, with the table and what would help, where the plan does not fit."""
+        host_bytes = sum(stage.store.host_bytes for stage in self.plan.on_paper if stage.store)
+        if self.plan.fits and host_bytes > HOST_MEMORY_SHARE * machine_bytes():
+            raise OutOfMemory(f"{self.blueprint.name}: its experts take {show_bytes(host_bytes)} of host memory, and this "
+                              f"machine has {show_bytes(machine_bytes())} in all: take a smaller weight format or more "
+                              "cards")
         if not self.plan.fits:
             changes = " or ".join(self.changes())
             way_out = f"it would with {changes}" if changes else "nothing else of its size would: take a smaller model"
