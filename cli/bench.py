@@ -33,7 +33,7 @@ from kernels.open import open_cards
 from kernels.operands import Matrix
 
 from .checks import CheckBench, bench_checks, room_for, run_tokens
-from .engines import traced, write_json
+from .engines import expert_memory, traced, write_json
 
 PROMPT_LENGTHS, CONTEXTS, REPEATS = (297, 1160, 4620, 18400), (297, 4620, 18400), 3
 EMULATED_LENGTH = 297       # the only prompt and context on the emulated card, unless others are named
@@ -276,7 +276,8 @@ def bench_cards(model: qengine.OpenModel, cards: list[Card] | None, emulated: bo
     n_tokens = run_tokens(emulated)                                 # of an answer with drafts
     n_ctx = max(*lengths, *contexts) + max(DECODE_STEPS + 1, drafts and room_for(n_tokens))
     wishes = {"slots": options.batch, "kv_tokens": options.batch * pages_for(n_ctx) * PAGE_TOKENS,
-              "checkpoint_memory": 0, "split": options.split}       # every slot has pages of its own
+              "checkpoint_memory": 0, "split": options.split,       # every slot has pages of its own
+              "expert_memory": expert_memory(options)}
     planner = qengine.make_planner(model, cards, Demand(n_ctx, drafts=drafts, **wishes))
     if drafts:                                                      # and a checkpoint, to begin again there
         states = max(stage.state_bytes for stage in planner.plan.on_paper)
@@ -291,6 +292,9 @@ def bench_cards(model: qengine.OpenModel, cards: list[Card] | None, emulated: bo
         print(bench_table("prefill", prefill, peaks[0]), flush=True)
         decode = [bench.decode(n) for n in contexts]
         print(f"\n{bench_table('decode', decode, peaks[1])}")
+        experts = {name: n for name, n in engine.stats().items() if name.startswith("expert_")}
+        if experts:
+            print(f"\n{expert_line(experts)}", flush=True)
         checked = bench_checks(CheckBench(bench, n_tokens), contexts, options)
         used = free - sum(card.free_bytes for card in cards)
         print(f"\n{engine.name} on {', '.join(card.describe() for card in cards)}; peak memory {show_bytes(used)}")
@@ -303,7 +307,15 @@ def bench_cards(model: qengine.OpenModel, cards: list[Card] | None, emulated: bo
             "versions": probe.versions(), "probes": [report.to_dict() for report in reports], "peak_memory_bytes": used,
             "prefill": [dataclasses.asdict(speed) for speed in prefill],
             "decode": [dataclasses.asdict(speed) for speed in decode],
-            **checked, **({"estimates": estimates} if estimates else {})}
+            **checked, **({"estimates": estimates} if estimates else {}), **({"experts": experts} if experts else {})}
+
+
+def expert_line(counts: dict[str, int]) -> str:
+    """For people: where the experts of decode steps were, and what came over the link."""
+    hits, used = counts["expert_hits"], counts["expert_hits"] + counts["expert_misses"]
+    read, moved, staged = (show_bytes(counts[f"expert_bytes_{how}"]) for how in ("read", "promoted", "staged"))
+    return (f"experts: {hits / max(used, 1):.1%} of those that decode steps used lay on the card; over the link came "
+            f"{read} that steps have read, {moved} into slots, {staged} for prompts")
 
 
 def side_by_side(runs: list[dict]) -> str:

@@ -32,7 +32,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.residency import NOWHERE, Move, Residency
-from engine.weights import Loader, alloc_matrix
+from engine.weights import Loader, alloc_matrix, places_of_slots
 from kernels.card import ALIGNMENT, Array, Card, CardError, Event, PlannedCard, show_bytes
 from kernels.emulated.card import EmulatedCard
 from kernels.formats import FLOATS, FORMATS
@@ -70,6 +70,12 @@ def on_host(array: Array) -> np.ndarray:
     """The bytes of an Array of a HostCard, for copies."""
     start = array.ptr - array.memory.backing.ctypes.data
     return array.memory.backing[start:start + array.nbytes].view(array.dtype).reshape(array.shape)
+
+
+def places_of(experts: Experts) -> np.ndarray:
+    """The addresses of all slots of the home: uint64 [slots, 2]."""
+    slots = experts.home.n // experts.n
+    return places_of_slots(experts, slots) if slots else np.empty((0, 2), np.uint64)
 
 
 def counts_of(stages: list) -> dict[str, int]:
@@ -145,18 +151,24 @@ class StoredMatrix:
     layer: int
     on_card: Experts            # its home has the slots of the layer
     host: Experts               # its home has all experts
-    host_arrays: list[np.ndarray] = field(default_factory=list)
+    host_arrays: list[np.ndarray] = field(default_factory=list)     # codes and scales of that home
 
-    def address(self, expert: int) -> tuple[int, int]:
-        """What decode steps find in `places`."""
-        slot = self.store.resident.slot_of[self.layer, expert]
-        if slot != NOWHERE:
-            return self.on_card.addresses(slot)
-        return self.host.addresses(expert) if self.store.reads_host else OUT_OF_REACH
+    def addresses(self) -> np.ndarray:
+        """What `places` says: uint64 [n_experts, 2]."""
+        slots, places = self.store.resident.slot_of[self.layer], places_of(self.host)
+        if not self.store.reads_host:
+            places[:] = OUT_OF_REACH
+        places[slots != NOWHERE] = places_of(self.on_card)[slots[slots != NOWHERE]]
+        return places
 
     def place(self, expert: int):
         """Queues the present address of an expert into `places`."""
-        self.store.card.copy_in(self.on_card.places[expert], np.array(self.address(expert), np.uint64))
+        slot, place = self.store.resident.slot_of[self.layer, expert], OUT_OF_REACH
+        if slot != NOWHERE:
+            place = self.on_card.addresses(slot)
+        elif self.store.reads_host:
+            place = self.host.addresses(expert)
+        self.store.card.copy_in(self.on_card.places[expert], np.array(place, np.uint64))
 
     def fill(self, first: int, n: int, experts: slice, stream=None):
         """Queues a copy of n experts, which follow each other in the slice, into the slots from `first` on."""
@@ -179,10 +191,8 @@ class StoredMatrix:
         each = store.staged_bytes // size
         for start in range(0, missing.size, each):
             half, experts = next(store.halves), missing[start:start + each]
-            places = np.zeros((n_experts, 2), np.uint64)
-            if start == 0:
-                for expert in np.flatnonzero(store.resident.slot_of[self.layer] != NOWHERE):
-                    places[expert] = self.address(expert)
+            places = self.addresses() if start == 0 else np.zeros((n_experts, 2), np.uint64)
+            places[missing] = OUT_OF_REACH
             if half.was_read:
                 store.stagings.wait(half.was_read)
             places[experts] = self._stage(half, experts)
@@ -298,16 +308,14 @@ class ExpertStore:
         self._arrays = itertools.cycle([card.pinned(n_chosen, np.int32) for _ in range(REPORTS)])
         if isinstance(card, PlannedCard):
             return
-        expert = max(layer.expert_bytes for layer in self.layers.values())
-        self.most_moving = max(1, min(MOST_MOVING, int(speed_of(card).link * MOVING_SECONDS / expert)
-                                      if np.isfinite(speed_of(card).link) else MOST_MOVING))
+        self.sizes = np.array([layer.expert_bytes for layer in self.layers.values()])
+        self.most_moving = int(min(max(speed_of(card).link * MOVING_SECONDS / self.sizes.max(), 1), MOST_MOVING))
         self._reached = [card.attach(array.memory.backing, array.name)
                          for each in self._matrices() for array in arrays_of(each.host.home)]
         for each in self._matrices():
             each.host_arrays = [on_host(array) for array in arrays_of(each.host.home)]
             each.fill(0, self.resident.n_slots, slice(0, self.resident.n_slots))
-            places = [each.address(expert) for expert in range(n_experts)]
-            card.copy_in(each.on_card.places, np.array(places, np.uint64))
+            card.copy_in(each.on_card.places, each.addresses())
         card.synchronize()
 
     def _matrices(self) -> Iterator[StoredMatrix]:
@@ -332,12 +340,11 @@ class ExpertStore:
 
     def _read(self, n_rows: int, host: np.ndarray):
         """Follows the choices of a step."""
-        layers = list(self.layers.values())
-        chosen = host[:len(layers) * n_rows * self.n_used].reshape(len(layers), -1)[::-1]
+        n_layers = len(self.layers)
+        chosen = host[:n_layers * n_rows * self.n_used].reshape(n_layers, -1)[::-1]
         missing, n_missed = self.resident.use(chosen)
-        sizes = [layer.expert_bytes for layer in layers]
         self.count(hits=chosen.size - n_missed, misses=n_missed,
-                   bytes_read=sum(sizes[layer] for layer, _ in missing) * self.reads_host)
+                   bytes_read=int(self.sizes[missing[:, 0]].sum()) * self.reads_host)
         room = self.most_moving - len(self.moving)
         moves = (self.resident.make_way(layer, expert) for layer, expert in missing)
         self._promote(list(itertools.islice(filter(None, moves), room)))
@@ -355,7 +362,7 @@ class ExpertStore:
             for matrix in layers[move.layer].matrices:
                 matrix.fill(move.slot, 1, slice(move.expert, move.expert + 1), self.promotions)
             self.moving.append((self.promotions.record(), move))
-            self.count(promoted=1, bytes_promoted=layers[move.layer].expert_bytes)
+            self.count(promoted=1, bytes_promoted=int(self.sizes[move.layer]))
 
     def _settle(self, move: Move):
         """From the next step on, an expert is read from its slot."""

@@ -685,6 +685,8 @@ class Planner:
                                        "many")
         self.blueprint, self.demand, self.cards, self.spare = blueprint, demand, cards, list(spare)
         self.plan = self.planned()
+        if demand.expert_memory is not None and not self.costs.expert_bytes:
+            raise RequestError("expert_memory", f"expert_memory: {blueprint.name} has no experts")
         if not self.plan.fits and demand.expert_memory is None and self.costs.expert_bytes:
             self._move_experts()
 
@@ -827,17 +829,17 @@ class Planner:
         if lines:
             rates, times = (", ".join(found) for found in zip(*(
                 (f"{rate:.0%}", f"{1e3 * (whole + (1 - rate) * moved):.1f}") for rate in HIT_RATES)))
-            lines.append(f"expected time of a token: {1e3 * whole:.1f} ms with all experts on the card, {times} ms where "
-                         f"{rates} of its experts are there and the others come over the link")
+            lines.append(f"expected time of a token: {1e3 * whole:.1f} ms with all experts on the card, {times} ms "
+                         f"where {rates} of its experts are there and the others come over the link")
         return lines
 
     def check(self):
         """Raises OutOfMemory, with the table and what would help, where the plan does not fit."""
         host_bytes = sum(stage.store.host_bytes for stage in self.plan.on_paper if stage.store)
         if self.plan.fits and host_bytes > HOST_MEMORY_SHARE * machine_bytes():
-            raise OutOfMemory(f"{self.blueprint.name}: its experts take {show_bytes(host_bytes)} of host memory, and this "
-                              f"machine has {show_bytes(machine_bytes())} in all: take a smaller weight format or more "
-                              "cards")
+            raise OutOfMemory(f"{self.blueprint.name}: its experts take {show_bytes(host_bytes)} of host memory, and "
+                              f"this machine has {show_bytes(machine_bytes())} in all: take a smaller weight format or "
+                              "more cards")
         if not self.plan.fits:
             changes = " or ".join(self.changes())
             way_out = f"it would with {changes}" if changes else "nothing else of its size would: take a smaller model"

@@ -1,0 +1,215 @@
+"""Engines whose experts do not all lie on the card: the same answers, plans that say so, and faults that are heard."""
+
+import re
+
+import numpy as np
+import pytest
+
+import qengine
+from cli.main import main
+from engine import plan
+from engine.plan import Demand, Planner
+from engine.request import EngineStopped, RequestError
+from kernels.card import CardError, OutOfMemory, show_bytes
+from kernels.emulated.card import EmulatedCard
+from tests.models import write_as_float32
+from tests.oracle import oracle_path
+
+TINY = "synthetic:tiny-moe"
+PROMPT = [5, 300, 77, 100, 9, 200, 31] * 30
+MB = 1 << 20
+
+
+def load(card, model=TINY, **options):
+    return qengine.load(model, card=card, progress=False, **{"ctx": 512, "slots": 2} | options)
+
+
+def answers(engine):
+    """Tokens of two answers side by side, and logits of a text."""
+    running = [engine.submit(qengine.Request(prompt, max_tokens=24, ignore_eos=True))
+               for prompt in (PROMPT, PROMPT[3:20])]
+    return [[delta.token_id for delta in each] for each in running], engine.evaluate(PROMPT[:100])
+
+
+def same(found, expected):
+    assert found[0] == expected[0]
+    np.testing.assert_array_equal(found[1], expected[1])
+
+
+def closing(engine):
+    try:
+        return answers(engine), engine.stats()
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def resident(card):
+    """What an engine with all experts on the card says."""
+    found, counts = closing(load(card))
+    assert "expert_hits" not in counts
+    return found
+
+
+# ---- the same answers --------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("memory", [0, MB, 3 * MB])
+def test_the_same_answers_wherever_experts_lie(card, resident, memory):
+    found, counts = closing(load(card, expert_memory=memory))
+    same(found, resident)
+    assert counts["expert_misses"] and (counts["expert_hits"] > 0) == (memory > 0)
+    assert counts["expert_bytes_staged"] and counts["expert_bytes_read"]
+
+
+def test_with_memory_for_all_experts_none_is_elsewhere(card, resident):
+    found, counts = closing(load(card, expert_memory=100 * MB))
+    same(found, resident)
+    assert "expert_hits" not in counts
+
+
+@pytest.mark.parametrize("options", [{"late": True}, {"link_gbs": 0.5}], ids=str)
+def test_on_other_emulated_cards(resident, options):
+    same(closing(load(EmulatedCard(**options), expert_memory=2 * MB))[0], resident)
+
+
+def test_on_several_cards(resident):
+    for split in (2, 2), (1, 2, 1):
+        cards = [EmulatedCard(number) for number in range(len(split))]
+        found, counts = closing(load(cards, split=split, expert_memory=MB))
+        same(found, resident)
+        assert counts["expert_misses"] > 0
+
+
+def test_drafts_and_a_model_of_two_implementations(card):
+    """The oracle's model, with its draft block, whose experts are in the store, too."""
+    path = str(oracle_path("gguf/moe_mtp-Q8_0.gguf"))
+    expected, _ = closing(load(card, path, draft=3))
+    found, counts = closing(load(card, path, draft=3, expert_memory=2 * MB))
+    same(found, expected)
+    assert counts["expert_misses"] > 0
+
+
+def test_experts_as_floats(card, tmp_path):
+    write_as_float32(oracle_path("gguf/moe_mtp-Q8_0.gguf"), tmp_path / "float.gguf")
+    expected, _ = closing(load(card, tmp_path / "float.gguf"))
+    found, counts = closing(load(card, tmp_path / "float.gguf", expert_memory=4 * MB))
+    same(found, expected)
+    assert counts["expert_misses"] > 0
+
+
+def test_experts_of_one_text_come_to_the_card(card):
+    """A long answer of a small model repeats itself, and so do its experts."""
+    engine = load(card, expert_memory=3 * MB)
+    list(engine.submit(qengine.Request(PROMPT, max_tokens=200, ignore_eos=True)))
+    before = engine.stats()
+    list(engine.submit(qengine.Request(PROMPT, max_tokens=200, ignore_eos=True)))
+    after = engine.stats()
+    engine.close()
+    assert after["expert_promoted"] > 0
+    hits, misses = (after[name] - before[name] for name in ("expert_hits", "expert_misses"))
+    assert hits > misses
+
+
+# ---- plans -------------------------------------------------------------------------------------------------
+
+def planner(card, model=TINY, **demand):
+    opened = qengine.open_model(model)
+    return Planner(qengine.PlannedModel(opened.config, opened.weights), [card], Demand(512, **demand))
+
+
+@pytest.mark.parametrize("memory", [0, 2 * MB])
+def test_a_plan_takes_what_the_engine_takes(memory):
+    card = EmulatedCard()
+    planned, free = planner(card, expert_memory=memory), card.free_bytes
+    stage, = planned.plan.stages
+    engine = load(card, slots=1, expert_memory=memory, draft=0)
+    assert free - card.free_bytes == stage.total
+    host, = (each.store.host_bytes for each in engine.pipeline.stages)
+    assert host == planned.plan.on_paper[0].store.host_bytes == planned.costs.expert_bytes
+    engine.close()
+
+
+def test_what_does_not_fit_lies_in_host_memory(resident):
+    whole = planner(EmulatedCard()).plan.stages[0].total
+    small = EmulatedCard(memory_bytes=whole + 30 * MB)
+    engine = load(small)                                 # slots, checkpoints and the rest take what is left
+    assert engine.pipeline.stages[0].store is None
+    engine.close()
+    least = planner(EmulatedCard(), expert_memory=0, checkpoint_memory=0).plan.stages[0].total
+    small = EmulatedCard(memory_bytes=least + MB)
+    made = planner(small, checkpoint_memory=0)
+    assert made.plan.fits and 0 <= made.demand.expert_memory < made.costs.expert_bytes
+    report = made.report()
+    assert f"all in {show_bytes(made.costs.expert_bytes)} of page-locked host memory" in report
+    times = re.search(r"expected time of a token: (\S+) ms with all experts on the card, (\S+), (\S+), (\S+) ms where "
+                      r"80%, 90%, 95% ", report)
+    whole, *others = map(float, times.groups())
+    assert whole <= others[2] <= others[1] <= others[0]
+
+
+def test_a_slow_link_shows_in_the_plan():
+    card = EmulatedCard(link_gbs=0.01)
+    made = planner(card, expert_memory=MB)
+    whole, worst = (float(each) for each in re.search(r"of a token: (\S+) ms .* card, (\S+),", made.report()).groups())
+    used = made.plan.on_paper[0].costs.work.expert_bytes_read(1)
+    assert worst - whole == pytest.approx(1e3 * 0.2 * used / 0.01e9, abs=0.11)
+
+
+def test_host_memory_that_is_too_small(monkeypatch):
+    monkeypatch.setattr(plan, "machine_bytes", lambda: 8 * MB)
+    with pytest.raises(OutOfMemory, match="experts take .* of host memory, and this machine has 8.0 MB in all"):
+        load(EmulatedCard(), expert_memory=MB)
+
+
+def test_two_cards_that_hold_all_experts_are_better_than_one_that_does_not(monkeypatch):
+    least = planner(EmulatedCard(), expert_memory=0).plan.stages[0].total
+    cards = [EmulatedCard(number, memory_bytes=least + 2 * MB) for number in range(2)]
+    monkeypatch.setattr(qengine, "open_cards", lambda name: cards)
+    opened = qengine.open_model(TINY)
+    assert planner(cards[0]).demand.expert_memory is not None
+    found = qengine.make_planner(opened, None, Demand(512))
+    assert len(found.cards) == 2 and found.plan.fits and found.demand.expert_memory is None
+
+
+def test_a_dense_model_has_no_experts(card):
+    with pytest.raises(RequestError, match="synthetic:tiny has no experts"):
+        load(card, "synthetic:tiny", expert_memory=MB)
+    with pytest.raises(RequestError, match="expert_memory must be 0 or more"):
+        load(card, expert_memory=-1)
+
+
+def test_the_command_line_takes_gigabytes(capsys):
+    assert main(["-m", TINY, "--plan", "--card", "emulated", "--ctx", "512", "--expert-memory", "0.002"]) == 0
+    assert "2 experts of each layer lie on the card" in capsys.readouterr().out
+
+
+# ---- faults ------------------------------------------------------------------------------------------------
+
+def test_host_memory_that_cannot_be_page_locked(card, monkeypatch):
+    def refuse(shape, dtype):
+        raise CardError("cuMemHostAlloc: out of memory")
+
+    own = EmulatedCard()
+    free = own.free_bytes
+    monkeypatch.setattr(own, "pinned", refuse)
+    with pytest.raises(CardError, match="cannot be page-locked for experts"):
+        load(own, expert_memory=MB)
+    assert own.free_bytes == free
+
+
+def test_a_copy_of_an_expert_that_fails():
+    """The request hears one sentence, the next one is refused with it, and nothing hangs."""
+    card = EmulatedCard()
+    engine = load(card, slots=1, expert_memory=2 * MB)
+
+    def fail(*_):
+        raise CardError("the link is gone")
+
+    with pytest.raises((CardError, EngineStopped), match="the link is gone"):
+        running = engine.submit(qengine.Request(PROMPT[:20], max_tokens=400, ignore_eos=True))
+        next(iter(running))
+        card._transfer = fail
+        list(running)
+    with pytest.raises((CardError, EngineStopped), match="the link is gone"):
+        list(engine.submit(qengine.Request(PROMPT[:20], max_tokens=4)))
+    engine.close()
