@@ -117,6 +117,10 @@ class Reader:
 
     def step(self, chosen):
         """A decode step. chosen: int [layers, rows, n_used]. Returns what it finds: uint32 [layer, matrix, pair]."""
+        self.queue_step(chosen)
+        return self.card.download(self.out)[:, :, :chosen.shape[1] * N_USED]
+
+    def queue_step(self, chosen):
         n_rows = chosen.shape[1]
         if n_rows not in self.recordings:
             with self.card.record() as self.recordings[n_rows]:
@@ -126,7 +130,6 @@ class Reader:
                                               ((0, 0), (0, (MOST_ROWS - n_rows) * N_USED))))
         self.recordings[n_rows].replay()
         self.store.after_step(n_rows)
-        return self.card.download(self.out)[:, :, :n_rows * N_USED]
 
     def prompt(self, n_pairs):
         """A pass that meets all experts. Returns what it finds, uint32 [layer, matrix, expert], and in how many turns
@@ -207,6 +210,21 @@ def test_on_other_emulated_cards(options, monkeypatch):
         walk(reader, 20 if "checked" in options else 60)
         np.testing.assert_array_equal(reader.prompt(100)[0], reader.wanted)
     assert reader.store.counts.promoted
+
+
+def test_an_expert_leaves_its_slot_behind_the_steps_that_read_it():
+    """Step B, which reads expert 0 in the only slot, is queued and has not run when the choices of step A are known,
+    and expert 5 goes to that slot."""
+    card, = open_cards("emulated", late=True)
+    reader = Reader(card, 1)
+    store, (a, b) = reader.store, np.array([[5, 6], [0, 1]])
+    for chosen in a, b:
+        reader.queue_step(np.tile(chosen, (N_LAYERS, 1, 1)))
+    store.reports[0][0].synchronize()
+    store.before_step()
+    assert store.counts.promoted == N_LAYERS
+    card.synchronize()
+    np.testing.assert_array_equal(card.download(reader.out)[:, :, :N_USED], reader.wanted[:, :, b])
 
 
 def test_prompts_get_all_experts_in_turns(card, monkeypatch):
