@@ -300,7 +300,7 @@ class ExpertStore:
         card, n_experts = self.card, max(len(each.on_card.places) for each in self._matrices())
         self.resident = Residency(len(self.layers), n_experts, self.n_slots)
         largest = max(expert_bytes(each.host) for each in self._matrices())
-        self.staged_bytes = max(STAGED_BYTES, largest) // largest * largest
+        self.staged_bytes = min(max(STAGED_BYTES // largest, 1), n_experts) * largest
         room = self.staged_bytes + 2 * ALIGNMENT
         self.halves = itertools.cycle([_Half(card, room, n_experts) for _ in range(2)])
         n_chosen = len(self.layers) * self.most_rows * self.n_used

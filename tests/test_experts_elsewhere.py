@@ -97,17 +97,16 @@ def test_experts_as_floats(card, tmp_path):
     assert counts["expert_misses"] > 0
 
 
-def test_experts_of_one_text_come_to_the_card(card):
-    """A long answer of a small model repeats itself, and so do its experts."""
+def test_counts_are_of_all_steps(card):
+    """Of each of the 63 steps of an answer, four layers have used two experts. The first token is of the prompt."""
     engine = load(card, expert_memory=3 * MB)
-    list(engine.submit(qengine.Request(PROMPT, max_tokens=200, ignore_eos=True)))
-    before = engine.stats()
-    list(engine.submit(qengine.Request(PROMPT, max_tokens=200, ignore_eos=True)))
-    after = engine.stats()
+    for _ in range(2):
+        list(engine.submit(qengine.Request(PROMPT, max_tokens=64, ignore_eos=True)))
+    counts = engine.stats()
     engine.close()
-    assert after["expert_promoted"] > 0
-    hits, misses = (after[name] - before[name] for name in ("expert_hits", "expert_misses"))
-    assert hits > misses
+    assert counts["expert_promoted"] > 0
+    used = counts["expert_hits"] + counts["expert_misses"]
+    assert used % 8 == 0 and 8 * 100 < used <= 8 * 126      # the last steps may not have been counted
 
 
 # ---- plans -------------------------------------------------------------------------------------------------
@@ -156,18 +155,19 @@ def test_a_slow_link_shows_in_the_plan():
 
 
 def test_host_memory_that_is_too_small(monkeypatch):
-    monkeypatch.setattr(plan, "machine_bytes", lambda: 8 * MB)
-    with pytest.raises(OutOfMemory, match="experts take .* of host memory, and this machine has 8.0 MB in all"):
+    monkeypatch.setattr(plan, "machine_bytes", lambda: 4 * MB)
+    with pytest.raises(OutOfMemory, match="experts take .* of host memory, and this machine has 4.0 MB in all"):
         load(EmulatedCard(), expert_memory=MB)
 
 
 def test_two_cards_that_hold_all_experts_are_better_than_one_that_does_not(monkeypatch):
-    least = planner(EmulatedCard(), expert_memory=0).plan.stages[0].total
-    cards = [EmulatedCard(number, memory_bytes=least + 2 * MB) for number in range(2)]
+    fixed = {"kv_tokens": 512, "checkpoint_memory": 0}
+    whole = planner(EmulatedCard(), **fixed).plan.stages[0].total
+    cards = [EmulatedCard(number, memory_bytes=whole - MB) for number in range(2)]
     monkeypatch.setattr(qengine, "open_cards", lambda name: cards)
     opened = qengine.open_model(TINY)
-    assert planner(cards[0]).demand.expert_memory is not None
-    found = qengine.make_planner(opened, None, Demand(512))
+    assert planner(cards[0], **fixed).demand.expert_memory is not None
+    found = qengine.make_planner(opened, None, Demand(512, **fixed))
     assert len(found.cards) == 2 and found.plan.fits and found.demand.expert_memory is None
 
 
