@@ -1063,6 +1063,8 @@ class Stage:
 
     def release(self):
         """Drop what refers to memory of the card, so that it is freed even if a thread that hangs holds the stage."""
+        if self.store:
+            self.store.close()
         self.model = self.sampler = self.cache = self.inputs = self.first = self.entry = self.exit = self.store = None
         self.layers_left = None
         for held in self.incoming, self.outgoing, self.batches, self.recordings:
@@ -2385,6 +2387,8 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
         taken, where = free - sum(card.free_bytes for card in cards), f"the card{'s' * (len(cards) > 1)}"
         note(f"model: {config.name}, {parameters(tensor_shapes(config), config)}; "
              f"{show_bytes(taken)} on {where}, {demand.contexts} tokens of context included")
+    for stage in [stage for stage in stages if stage.store and progress]:
+        note(f"experts: {stage.store}")
     if progress and not config.pooling:
         note(f"cache: {sizes.n_pages * PAGE_TOKENS:,} tokens of context in all, {sizes.n_checkpoints} checkpoints of "
              f"{show_bytes(sum(stage.state_bytes for stage in stages))} on {where}, "

@@ -36,6 +36,8 @@ COUNTERS = [
     ("expert_hits", "Experts of rows of decode steps that lay on the card", "expert_hits"),
     ("expert_misses", "Those that did not", "expert_misses"),
     ("experts_promoted", "Experts that got a slot on the card", "expert_promoted"),
+    ("experts_computed", "Experts of rows that the host's processor has computed", "expert_computed"),
+    ("expert_host_seconds", "Seconds of the host's processor for that", "expert_host_seconds"),
     ("expert_bytes_read", "Bytes of experts that decode steps read over the link", "expert_bytes_read"),
     ("expert_bytes_promoted", "Bytes of experts copied into slots", "expert_bytes_promoted"),
     ("expert_bytes_staged", "Bytes of experts copied for prompts", "expert_bytes_staged"),

@@ -315,7 +315,8 @@ def expert_line(counts: dict[str, int]) -> str:
     hits, used = counts["expert_hits"], counts["expert_hits"] + counts["expert_misses"]
     read, moved, staged = (show_bytes(counts[f"expert_bytes_{how}"]) for how in ("read", "promoted", "staged"))
     return (f"experts: {hits / max(used, 1):.1%} of those that decode steps used lay on the card; over the link came "
-            f"{read} that steps have read, {moved} into slots, {staged} for prompts")
+            f"{read} that steps have read, {moved} into slots, {staged} for prompts; the host's processor computed "
+            f"{counts['expert_computed']:,} in {counts['expert_host_seconds']:.2f} s")
 
 
 def side_by_side(runs: list[dict]) -> str:

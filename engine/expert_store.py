@@ -9,6 +9,9 @@ Kernels find experts by `places` (kernels/operands.py). A decode step reads expe
 the link, in the middle of a product. So where an expert lies is data: a step stays one recording, waits for nothing,
 and has the same bits whatever lies where.
 
+Over a slow link, places say that experts without a slot are out of reach instead, and this machine's processor computes
+their products in host memory (kernels/host_experts.py): whatever takes less time, by the measured speeds of both.
+
 Decode steps. Each step leaves the chosen experts of all layers in an array, which is copied to the host behind it.
 Before a later step is queued, the host reads what has arrived by then. engine/residency.py says which experts are worth
 a slot, and which ones give way. An expert that gives way is first read from host memory again, in the order of the
@@ -36,8 +39,10 @@ from engine.weights import Loader, alloc_matrix, places_of_slots
 from kernels.card import ALIGNMENT, Array, Card, CardError, Event, PlannedCard, show_bytes
 from kernels.emulated.card import EmulatedCard
 from kernels.formats import FLOATS, FORMATS
-from kernels.operands import Experts, Matrix
+from kernels.host_experts import HostExperts, HostLayer, cost_of_a_miss, experts_of, measure_host
+from kernels.operands import Experts, Matrix, Quantized
 from kernels.probe import speed_of
+from kernels.records import Choice
 
 STAGED_BYTES = 64 << 20         # of a half of the area for prompts
 MOST_MOVING = 8                 # experts on their way into slots at once
@@ -47,19 +52,26 @@ OUT_OF_REACH = 0, 0             # what places say of an expert that kernels shal
 
 
 class HostCard(EmulatedCard):
-    """This machine's processor, with arrays in page-locked memory that `card` can read."""
+    """This machine's processor, with arrays in page-locked memory that `card` can read.
+
+    refusal: a sentence once memory could not be page-locked; arrays are then in memory that `card` cannot read.
+    """
 
     def __init__(self, card: Card):
         super().__init__(memory_bytes=1 << 62, cache_dir=card.cache_dir)    # plans compare with the host's memory
-        self.name, self._reader = "host memory", card
+        self.name, self._reader, self.refusal = "host memory", card, None
 
     def _take(self, nbytes):
         try:
+            if self.refusal:
+                raise MemoryError
             backing = self._reader.pinned(nbytes + ALIGNMENT, np.uint8)
-        except CardError as error:
-            raise CardError(f"{show_bytes(nbytes)} more of host memory cannot be page-locked for experts ({error}): "
-                            "let more of them lie on the card (--expert-memory), or allow more locked memory "
-                            "(`ulimit -l`, a container's limit)") from error
+        except (CardError, MemoryError) as error:
+            self.refusal = self.refusal or (
+                f"{show_bytes(nbytes)} more of host memory cannot be page-locked for experts ({error}): allow more "
+                "locked memory (`ulimit -l`, a container's limit), or let more of them lie on the card "
+                "(--expert-memory)")
+            backing = np.empty(nbytes + ALIGNMENT, np.uint8)
         return backing.ctypes.data + -backing.ctypes.data % ALIGNMENT, backing
 
     def _give(self, memory):
@@ -80,9 +92,8 @@ def places_of(experts: Experts) -> np.ndarray:
 
 def counts_of(stages: list) -> dict[str, int]:
     """Counts of the stages' stores for `TextEngine.stats`; nothing if all experts lie on the cards."""
-    stores = [stage.store.counts for stage in stages if stage.store]
-    return {f"expert_{name}": sum(getattr(counts, name) for counts in stores)
-            for name in Counts._fields if stores}
+    stores = [stage.store.counts._asdict() | stage.store.computed() for stage in stages if stage.store]
+    return {f"expert_{name}": sum(counts[name] for counts in stores) for name in (stores[0] if stores else ())}
 
 
 def arrays_of(matrix: Matrix) -> list[Array]:
@@ -149,6 +160,7 @@ class StoredMatrix:
 
     store: "ExpertStore"
     layer: int
+    is_down: bool
     on_card: Experts            # its home has the slots of the layer
     host: Experts               # its home has all experts
     host_arrays: list[np.ndarray] = field(default_factory=list)     # codes and scales of that home
@@ -241,6 +253,24 @@ class StoredLayer:
         start = (len(self.store.layers) - 1 - self.number) * n
         return self.store.chosen[start:start + n].reshape(n_rows, self.store.n_used)
 
+    def on_host(self) -> HostLayer:
+        """The experts as the host's processor computes with them."""
+        gate_up, down = ([experts_of(self.store.host, each.host.home, each.host.n) for each in self.matrices
+                          if each.is_down == is_down] for is_down in (False, True))
+        return HostLayer(tuple(gate_up), *down)
+
+    def hand_over(self, u: Quantized, choice: Choice, n_rows: int):
+        """Behind the choice of a decode step: asks the host for the products of experts that are out of reach."""
+        if helper := self.store.helper:
+            helper.hand_over(self.number, u, choice, self.matrices[0].on_card.places, n_rows)
+
+    def results(self, choice: Choice, n_rows: int) -> Array | None:
+        """Waits for these products, and gives them: float32 [pairs, hidden]. None if all experts are in reach."""
+        if not (helper := self.store.helper):
+            return None
+        helper.await_results(self.number, choice, n_rows)
+        return helper.results
+
     def in_turns(self, experts: Experts, n_pairs: int) -> Iterator[Experts]:
         """See `StoredMatrix.in_turns`. experts: one of the matrices, as `ExpertStore.add` gave it."""
         return next(each for each in self.matrices if each.on_card is experts).in_turns(n_pairs)
@@ -251,12 +281,14 @@ class ExpertStore:
 
     n_slots: experts of each layer that lie on the card. n_used: experts of a row. most_rows: of a decode step.
     reads_host: whether decode steps read experts without a slot over the link. Otherwise places say that these are out
-    of reach, and the host's processor computes their products.
+    of reach. By default the faster way is taken, and if the link is slower, `helper` computes their products.
+
+    Attributes: miss, what either way takes, once that was measured, else None.
     """
 
-    def __init__(self, card: Card, n_slots: int, n_used: int, most_rows: int, reads_host: bool = True):
+    def __init__(self, card: Card, n_slots: int, n_used: int, most_rows: int, reads_host: bool | None = None):
         self.card, self.n_slots, self.n_used, self.most_rows = card, n_slots, n_used, most_rows
-        self.reads_host = reads_host
+        self.reads_host, self.miss, self.helper = reads_host, None, None
         self.host = HostCard(card)
         if isinstance(card, PlannedCard):
             self.host = PlannedCard(self.host)
@@ -292,7 +324,7 @@ class ExpertStore:
         experts = Experts(home, host.n, self.card.alloc(host.places.shape, np.uint64, f"{title} places"))
         block = names[0].rsplit(".", 2)[0] + "."
         layer = self.layers.setdefault(block, StoredLayer(self, len(self.layers)))
-        layer.matrices.append(StoredMatrix(self, layer.number, experts, host))
+        layer.matrices.append(StoredMatrix(self, layer.number, "_down_" in names[0], experts, host))
         return experts
 
     def _begin(self):
@@ -310,13 +342,44 @@ class ExpertStore:
             return
         self.sizes = np.array([layer.expert_bytes for layer in self.layers.values()])
         self.most_moving = int(min(max(speed_of(card).link * MOVING_SECONDS / self.sizes.max(), 1), MOST_MOVING))
-        self._reached = [card.attach(array.memory.backing, array.name)
-                         for each in self._matrices() for array in arrays_of(each.host.home)]
+        if self.reads_host is None:
+            self._choose_way()
+        if self.reads_host:
+            if self.host.refusal:
+                raise CardError(self.host.refusal)
+            self._reached = [card.attach(array.memory.backing, array.name)
+                             for each in self._matrices() for array in arrays_of(each.host.home)]
         for each in self._matrices():
             each.host_arrays = [on_host(array) for array in arrays_of(each.host.home)]
             each.fill(0, self.resident.n_slots, slice(0, self.resident.n_slots))
             card.copy_in(each.on_card.places, each.addresses())
         card.synchronize()
+
+    def _choose_way(self):
+        """Whether experts without a slot are read over the link, or computed by the host's processor."""
+        link, self.reads_host = speed_of(self.card).link, True
+        if not all(each.host.is_quantized for each in self._matrices()) or not (
+                self.host.refusal or np.isfinite(link)):
+            return
+        layers = {layer.number: layer.on_host() for layer in self.layers.values()}
+        down = next(iter(layers.values())).down
+        speed = measure_host(self.host, list(layers.values()), self.n_used)
+        self.miss = cost_of_a_miss(int(self.sizes.max()), down.n, link, speed)
+        if self.miss.is_computed or self.host.refusal:
+            self.reads_host = False
+            self.helper = HostExperts(self.card, self.host, layers, self.n_used, self.most_rows)
+
+    def close(self):
+        """Ends what the host computes."""
+        if self.helper:
+            self.helper.close()
+
+    def __str__(self):
+        """Where experts lie, for people, in a line."""
+        way = "computed by the host's processor" if self.helper else "read over the link"
+        text = str(self.miss) if self.miss and not self.host.refusal else f"an expert that is not there is {way}"
+        return (f"{self.resident.n_slots} of {len(self.resident.slot_of[0])} experts of each layer on the card; {text}"
+                + f" ({self.host.refusal})" * bool(self.host.refusal))
 
     def _matrices(self) -> Iterator[StoredMatrix]:
         return itertools.chain.from_iterable(layer.matrices for layer in self.layers.values())
@@ -325,7 +388,9 @@ class ExpertStore:
 
     def before_step(self):
         """Called before each decode step is queued: takes in what has arrived, and queues changes of slots and places.
-        Never waits."""
+        Never waits. Raises CardError if a step went without its experts."""
+        if self.helper:
+            self.helper.check()
         while self.moving and self.moving[0][0].done:
             self._settle(self.moving.popleft()[1])
         while self.reports and self.reports[0][0].done:
@@ -369,6 +434,11 @@ class ExpertStore:
         self.resident.settle(move)
         for matrix in list(self.layers.values())[move.layer].matrices:
             matrix.place(move.expert)
+
+    def computed(self) -> dict:
+        """What the host has computed: pairs, and seconds."""
+        counts = self.helper.counts() if self.helper else None
+        return {"computed": counts.products if counts else 0, "host_seconds": counts.seconds if counts else 0.0}
 
     def count(self, **more: int):
         self.counts = self.counts._replace(**{name: getattr(self.counts, name) + n for name, n in more.items()})

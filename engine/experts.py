@@ -121,6 +121,8 @@ class ExpertsMLP:
         if not all(experts.is_quantized for experts in self.experts):
             return self.prefill(model, run, chosen)
         u, choice = self.choose(model, run, chosen, in_one=self.shared_is_quantized)
+        if self.stored:
+            self.stored.hand_over(u.quantized, choice, n)
         in_gate_up, in_down = self.shared_in_launches(s)
         if len(self.gate_up) == 1:
             (_, experts), = self.gate_up
@@ -133,8 +135,9 @@ class ExpertsMLP:
             activate(card, pairs, s.pair_products, n * choice.n_used, True)
         if in_gate_up is None:
             self.share(model, run, u)
+        elsewhere = self.stored and self.stored.results(choice, n)
         expert_gemv.expert_down(card, decoder_of(self.down.home), s.x, self.down, pairs.quantized, choice,
-                                in_down or s.shared, n)
+                                in_down or s.shared, n, elsewhere)
 
     def choose(self, model, run, chosen: Array, in_one: bool = False) -> tuple[Activation, Choice]:
         """norm(x), and the experts of each row, which go to `chosen`. in_one: in one launch, for a decode step that

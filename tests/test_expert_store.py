@@ -84,9 +84,9 @@ class RandomExperts:
 class Reader:
     """A made-up model: a step copies the choices of its router from an array, and reads the experts."""
 
-    def __init__(self, card, n_slots, format="Q4_K", **options):
+    def __init__(self, card, n_slots, format="Q4_K", reads_host=True):
         self.card, self.weights = card, RandomExperts(format)
-        self.store = ExpertStore(card, n_slots, N_USED, MOST_ROWS, **options)
+        self.store = ExpertStore(card, n_slots, N_USED, MOST_ROWS, reads_host)
         with self.store.loading(self.weights, Loader(card, {}, None)):
             self.experts = [[self.store.add(f"blk.{i}.{name}.weight") for name in MATRICES] for i in range(N_LAYERS)]
         self.wanted = self.weights.numbers()
@@ -283,7 +283,7 @@ def test_a_plan_takes_what_the_store_takes():
     reader = Reader.__new__(Reader)
     weights = RandomExperts("Q4_K")
     for each in planned, card:
-        store = ExpertStore(each, 6, N_USED, MOST_ROWS)
+        store = ExpertStore(each, 6, N_USED, MOST_ROWS, True)
         with store.loading(weights, Loader(each, {}, None)):
             kept = [store.add(f"blk.{i}.{name}.weight") for i in range(N_LAYERS) for name in MATRICES]
         reader = store, kept, reader            # so that nothing is freed

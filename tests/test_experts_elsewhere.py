@@ -7,7 +7,7 @@ import pytest
 
 import qengine
 from cli.main import main
-from engine import plan
+from engine import expert_store, plan
 from engine.plan import Demand, Planner
 from engine.request import EngineStopped, RequestError
 from kernels.card import CardError, OutOfMemory, show_bytes
@@ -59,6 +59,25 @@ def test_the_same_answers_wherever_experts_lie(card, resident, memory):
     same(found, resident)
     assert counts["expert_misses"] and (counts["expert_hits"] > 0) == (memory > 0)
     assert counts["expert_bytes_staged"] and counts["expert_bytes_read"]
+
+
+@pytest.mark.parametrize("model, options", [(TINY, {"expert_memory": 0}), (TINY, {"expert_memory": 2 * MB}),
+                                            ("synthetic:tiny-moe+mtp", {"expert_memory": MB, "draft": 3})])
+def test_the_same_answers_if_the_host_computes(resident, monkeypatch, model, options):
+    """Over a slow link, experts are computed where they lie."""
+    monkeypatch.setattr(expert_store, "measure_host", lambda *_: 1e15)
+    engine = load(EmulatedCard(link_gbs=0.5), model, **options)
+    assert "computed by the host's processor: 0.42 ms to fetch" in str(engine.pipeline.stages[0].store)
+    found, counts = closing(engine)
+    same(found, resident)
+    assert 0 < counts["expert_computed"] and counts["expert_host_seconds"] > 0 and counts["expert_bytes_read"] == 0
+
+
+def test_the_faster_way_is_taken(resident, monkeypatch):
+    monkeypatch.setattr(expert_store, "measure_host", lambda *_: 1e6)
+    engine = load(EmulatedCard(link_gbs=0.5), expert_memory=MB)
+    assert "fetched over the link: 0.42 ms to fetch, 2.1e+02 ms to compute" in str(engine.pipeline.stages[0].store)
+    same(closing(engine)[0], resident)
 
 
 def test_with_memory_for_all_experts_none_is_elsewhere(card, resident):
@@ -185,16 +204,43 @@ def test_the_command_line_takes_gigabytes(capsys):
 
 # ---- faults ------------------------------------------------------------------------------------------------
 
-def test_host_memory_that_cannot_be_page_locked(card, monkeypatch):
-    def refuse(shape, dtype):
-        raise CardError("cuMemHostAlloc: out of memory")
+def refuse(shape, dtype):
+    raise CardError("cuMemHostAlloc: out of memory")
 
-    own = EmulatedCard()
-    free = own.free_bytes
-    monkeypatch.setattr(own, "pinned", refuse)
+
+def test_host_memory_that_cannot_be_page_locked(resident, monkeypatch):
+    """The host's processor computes what the card cannot read, and the start says why."""
+    card = EmulatedCard()
+    monkeypatch.setattr(card, "pinned", lambda shape, dtype: (
+        refuse(shape, dtype) if np.prod(shape) > 100_000 else EmulatedCard.pinned(card, shape, dtype)))
+    engine = load(card, expert_memory=2 * MB)
+    assert re.search(r"2 of 8 experts of each layer on the card; .* computed by the host's processor \(.* cannot be "
+                     r"page-locked for experts .*--expert-memory", str(engine.pipeline.stages[0].store))
+    found, counts = closing(engine)
+    same(found, resident)
+    assert counts["expert_computed"] > 0 and counts["expert_bytes_read"] == 0
+
+
+def test_floats_that_cannot_be_page_locked(tmp_path, monkeypatch):
+    """The host's processor computes with quantised experts only. No memory stays taken."""
+    write_as_float32(oracle_path("gguf/moe_mtp-Q8_0.gguf"), tmp_path / "float.gguf")
+    card = EmulatedCard()
+    free = card.free_bytes
+    monkeypatch.setattr(card, "pinned", refuse)
     with pytest.raises(CardError, match="cannot be page-locked for experts"):
-        load(own, expert_memory=MB)
-    assert own.free_bytes == free
+        load(card, tmp_path / "float.gguf", expert_memory=MB)
+    assert card.free_bytes == free
+
+
+def test_a_processor_that_does_not_answer(monkeypatch):
+    monkeypatch.setattr(expert_store, "measure_host", lambda *_: 1e15)
+    engine = load(EmulatedCard(link_gbs=0.5), slots=1, expert_memory=MB)
+    running = engine.submit(qengine.Request(PROMPT[:20], max_tokens=400, ignore_eos=True))
+    with pytest.raises((CardError, EngineStopped), match="the host's processor did not compute the experts of layer"):
+        next(iter(running))
+        engine.pipeline.stages[0].store.helper.close()
+        list(running)
+    engine.close()
 
 
 def test_a_copy_of_an_expert_that_fails():
