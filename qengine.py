@@ -2083,6 +2083,7 @@ class Scheduler(Rounds):
         """Take what a step has chosen for a sequence. rows: the sequence's rows in the step."""
         count = outcome[advance.COUNT]
         if count < 0:
+            expert_store.check(self.pipeline.stages)
             raise CardError(NAN_LOGITS)
         n_checked = sequence.land(outcome, len(rows), self.n_ctx)
         self.pace.land(sequence.generation.drafts, n_checked, count - 1, len(sequence.drafts))

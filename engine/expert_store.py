@@ -96,6 +96,13 @@ def counts_of(stages: list) -> dict[str, int]:
     return {f"expert_{name}": sum(counts[name] for counts in stores) for name in (stores[0] if stores else ())}
 
 
+def check(stages: list):
+    """Raises CardError if a step that has ended went without its experts: its logits are NaN."""
+    for stage in stages:
+        if stage.store:
+            stage.store.check()
+
+
 def arrays_of(matrix: Matrix) -> list[Array]:
     """The one or two arrays of a Matrix."""
     return [matrix.values] + [matrix.scales] * matrix.is_quantized
@@ -369,6 +376,11 @@ class ExpertStore:
             self.reads_host = False
             self.helper = HostExperts(self.card, self.host, layers, self.n_used, self.most_rows)
 
+    def check(self):
+        """Raises CardError if the host has not computed the experts of a step that has ended."""
+        if self.helper:
+            self.helper.check()
+
     def close(self):
         """Ends what the host computes."""
         if self.helper:
@@ -389,8 +401,7 @@ class ExpertStore:
     def before_step(self):
         """Called before each decode step is queued: takes in what has arrived, and queues changes of slots and places.
         Never waits. Raises CardError if a step went without its experts."""
-        if self.helper:
-            self.helper.check()
+        self.check()
         while self.moving and self.moving[0][0].done:
             self._settle(self.moving.popleft()[1])
         while self.reports and self.reports[0][0].done:

@@ -256,13 +256,19 @@ def test_experts_without_slots_can_be_out_of_reach(card):
     assert not found[:, :, 1].any()
 
 
-def test_host_memory_that_cannot_be_page_locked(card, monkeypatch):
+@pytest.mark.parametrize("format, reads_host", [("Q4_K", True), ("F32", None)])
+def test_host_memory_that_cannot_be_page_locked(card, format, reads_host, monkeypatch):
+    """The host's processor computes with quantised experts only."""
+    pinned = card.pinned
+
     def refuse(shape, dtype):
-        raise CardError("cuMemHostAlloc: out of memory")
+        if np.prod(shape) > 10_000:
+            raise CardError("cuMemHostAlloc: out of memory")
+        return pinned(shape, dtype)
 
     monkeypatch.setattr(card, "pinned", refuse)
     with pytest.raises(CardError, match="cannot be page-locked for experts .*--expert-memory"):
-        Reader(card, 6)
+        Reader(card, 6, format, reads_host)
 
 
 def test_a_copy_that_fails_is_heard():

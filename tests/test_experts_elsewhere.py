@@ -221,17 +221,6 @@ def test_host_memory_that_cannot_be_page_locked(resident, monkeypatch):
     assert counts["expert_computed"] > 0 and counts["expert_bytes_read"] == 0
 
 
-def test_floats_that_cannot_be_page_locked(tmp_path, monkeypatch):
-    """The host's processor computes with quantised experts only. No memory stays taken."""
-    write_as_float32(oracle_path("gguf/moe_mtp-Q8_0.gguf"), tmp_path / "float.gguf")
-    card = EmulatedCard()
-    free = card.free_bytes
-    monkeypatch.setattr(card, "pinned", refuse)
-    with pytest.raises(CardError, match="cannot be page-locked for experts"):
-        load(card, tmp_path / "float.gguf", expert_memory=MB)
-    assert card.free_bytes == free
-
-
 def test_a_processor_that_does_not_answer(monkeypatch):
     monkeypatch.setattr(expert_store, "measure_host", lambda *_: 1e15)
     engine = load(EmulatedCard(link_gbs=0.5), slots=1, expert_memory=MB)
