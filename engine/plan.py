@@ -830,7 +830,8 @@ class Planner:
             rates, times = (", ".join(found) for found in zip(*(
                 (f"{rate:.0%}", f"{1e3 * (whole + (1 - rate) * moved):.1f}") for rate in HIT_RATES)))
             lines.append(f"expected time of a token: {1e3 * whole:.1f} ms with all experts on the card, {times} ms "
-                         f"where {rates} of its experts are there and the others come over the link")
+                         f"where {rates} of its experts are there and the others come over the link (at the start, "
+                         "this machine's processor is measured, and computes them if that takes less time)")
         return lines
 
     def check(self):

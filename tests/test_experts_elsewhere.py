@@ -1,5 +1,7 @@
 """Engines whose experts do not all lie on the card: the same answers, plans that say so, and faults that are heard."""
 
+import gc
+import os
 import re
 
 import numpy as np
@@ -9,7 +11,7 @@ import qengine
 from cli.main import main
 from engine import expert_store, plan
 from engine.plan import Demand, Planner
-from engine.request import EngineStopped, RequestError
+from engine.request import EngineStopped, ModelError, RequestError
 from kernels.card import CardError, OutOfMemory, show_bytes
 from kernels.emulated.card import EmulatedCard
 from tests.models import write_as_float32
@@ -203,6 +205,30 @@ def test_the_command_line_takes_gigabytes(capsys):
 
 
 # ---- faults ------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("memory", [None, MB])
+def test_a_file_that_is_cut_before_it_is_loaded(card, memory, tmp_path):
+    """One sentence; no memory stays taken. Afterwards nothing reads the file any more."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(oracle_path("gguf/moe_mtp-Q8_0.gguf").read_bytes())
+    opened = qengine.open_model(path)
+    os.truncate(path, path.stat().st_size // 2)
+    own = EmulatedCard()
+    free = own.free_bytes
+    with pytest.raises(ModelError, match="model.gguf: tensor '.*' ends at byte .* has become shorter since it was "):
+        load(own, opened, expert_memory=memory)
+    gc.collect()                                        # the error refers to frames, and these to arrays
+    assert own.free_bytes == free
+
+
+def test_a_file_that_is_cut_while_the_engine_runs(card, tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(oracle_path("gguf/moe_mtp-Q8_0.gguf").read_bytes())
+    engine = load(card, path, expert_memory=MB)
+    os.truncate(path, 0)
+    answers(engine)
+    engine.close()
+
 
 def refuse(shape, dtype):
     raise CardError("cuMemHostAlloc: out of memory")
