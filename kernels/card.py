@@ -630,6 +630,12 @@ class Card:
             self._recording = None
             self._end_recording(recording)
 
+    @property
+    def defers(self):
+        """Whether launches of this thread are now recorded or collected, instead of run."""
+        thread, recording = threading.get_ident(), self._recording
+        return thread in self._collecting or recording is not None and recording.thread == thread
+
     @contextmanager
     def on(self, stream):
         """Operations that this thread queues inside without naming a stream go to `stream`."""
