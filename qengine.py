@@ -1554,6 +1554,7 @@ class Pipeline:
         with contextlib.suppress(Exception):    # a card that has failed raises its error again
             self.settle()
         stop_all([stage.worker for stage in self.stages], CardError("the engine was closed"))
+        expert_store.close(self.stages)
 
     # ---- slots, pages, checkpoints ----
 

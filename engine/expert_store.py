@@ -103,6 +103,13 @@ def check(stages: list):
             stage.store.check()
 
 
+def close(stages: list):
+    """Ends what the host computes for cards."""
+    for stage in stages:
+        if stage.store:
+            stage.store.close()
+
+
 def arrays_of(matrix: Matrix) -> list[Array]:
     """The one or two arrays of a Matrix."""
     return [matrix.values] + [matrix.scales] * matrix.is_quantized

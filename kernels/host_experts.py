@@ -58,7 +58,7 @@ from kernels.synthetic import random_matrix_reference
 
 THREADS = 256
 WARPS = THREADS // 32
-MAX_ROWS = 256                                          # of a step
+MAX_ROWS = 1024                                         # of a step
 DEADLINE = 5.0                                          # seconds; below the patience of an emulated card
 POLL_PAUSE = 500                                        # nanoseconds between two looks at an answer
 REQUEST, LAYER, SIZE, PRODUCTS, TROUBLE, ANSWER = (
@@ -98,7 +98,8 @@ def hand_over_kernel(words, wanted, stride, to_q, to_d, state, experts, places, 
     misses, of_warps = cuda.shared.array(MAX_ROWS, uint32), cuda.shared.array(WARPS, uint32)
     thread, pairs = uint32(cuda.threadIdx.x), uint32(n_rows * n_used)
     lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
-    misses[thread] = uint32(0)
+    for first in range(uint32(0), uint32(MAX_ROWS), uint32(THREADS)):
+        misses[uint32(first + thread)] = uint32(0)
     cuda.syncthreads()
     wait_for_previous()
     total = uint32(0)

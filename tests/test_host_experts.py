@@ -197,8 +197,12 @@ def test_a_step_that_the_host_does_not_know(card):
 
 
 def test_more_rows_than_a_step_may_have(card):
-    with pytest.raises(ValueError, match="up to 256 rows, not 257"):
-        Trial(card, EmulatedCard(1), ("Q8_0",), "Q8_0", 2, 1, 257, 64, 32)
+    with pytest.raises(ValueError, match="up to 1024 rows, not 1025"):
+        Trial(card, EmulatedCard(1), ("Q8_0",), "Q8_0", 2, 1, 1025, 64, 32)
+
+
+def test_the_most_rows_of_a_step(card):
+    check(card, ("Q8_0",), "Q8_0", 3, 2, 1024, 32, 32)
 
 
 def test_experts_of_floats(card):
