@@ -1,6 +1,8 @@
 """Engines whose experts do not all lie on the card: the same answers, plans that say so, and faults that are heard."""
 
+import errno
 import gc
+import mmap
 import os
 import re
 
@@ -175,9 +177,37 @@ def test_a_slow_link_shows_in_the_plan():
     assert worst - whole == pytest.approx(1e3 * 0.2 * used / 0.01e9, abs=0.11)
 
 
-def test_host_memory_that_is_too_small(monkeypatch):
+def test_host_memory_that_is_too_small(resident, monkeypatch):
+    """The experts lie in a file, the plan says so, and nothing of the file stays."""
     monkeypatch.setattr(plan, "machine_bytes", lambda: 4 * MB)
-    with pytest.raises(OutOfMemory, match="experts take .* of host memory, and this machine has 4.0 MB in all"):
+    card = EmulatedCard()
+    assert f"all in a file of 6.4 MB in {card.cache_dir}" in planner(card, expert_memory=2 * MB).report()
+    before = sorted(card.cache_dir.iterdir())
+    engine = load(card, expert_memory=2 * MB)
+    store = engine.pipeline.stages[0].store
+    assert "computed by the host's processor (more than this machine's memory holds: a file in" in str(store)
+    assert all(isinstance(each.host.home.values.memory.backing.base, memoryview | mmap.mmap)
+               for layer in store.layers.values() for each in layer.matrices)
+    assert sorted(card.cache_dir.iterdir()) == before
+    found, counts = closing(engine)
+    same(found, resident)
+    assert counts["expert_computed"] > 0 and counts["expert_promoted"] > 0
+
+
+def test_a_disk_that_is_too_small(monkeypatch):
+    monkeypatch.setattr(plan, "machine_bytes", lambda: 4 * MB)
+    monkeypatch.setattr(plan, "free_of_disk", lambda folder: 3 * MB)
+    with pytest.raises(OutOfMemory, match="experts take 6.4 MB; .* 4.0 MB of memory in all, and 3.0 MB are free"):
+        load(EmulatedCard(), expert_memory=MB)
+
+
+def test_a_disk_that_others_fill(monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(plan, "machine_bytes", lambda: 4 * MB)
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(CardError, match="experts: no file of .* in .*: No space left on device"):
         load(EmulatedCard(), expert_memory=MB)
 
 
@@ -245,6 +275,23 @@ def test_host_memory_that_cannot_be_page_locked(resident, monkeypatch):
     found, counts = closing(engine)
     same(found, resident)
     assert counts["expert_computed"] > 0 and counts["expert_bytes_read"] == 0
+
+
+def test_floats_that_cannot_be_page_locked(tmp_path, monkeypatch):
+    """The host's processor computes with quantised experts only. No memory stays taken."""
+    class Refused(expert_store.HostCard):
+        def __init__(self, card, in_file):
+            super().__init__(card, in_file)
+            self.refusal = "host memory cannot be page-locked"
+
+    write_as_float32(oracle_path("gguf/moe_mtp-Q8_0.gguf"), tmp_path / "float.gguf")
+    monkeypatch.setattr(expert_store, "HostCard", Refused)
+    card = EmulatedCard()
+    free = card.free_bytes
+    with pytest.raises(CardError, match="host memory cannot be page-locked"):
+        load(card, tmp_path / "float.gguf", expert_memory=MB)
+    gc.collect()
+    assert card.free_bytes == free
 
 
 def test_a_processor_that_does_not_answer(monkeypatch):
