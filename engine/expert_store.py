@@ -330,8 +330,8 @@ class ExpertStore:
 
     n_slots: experts of each layer that lie on the card. n_used: experts of a row. most_rows: of a decode step.
     reads_host: whether decode steps read experts without a slot over the link. Otherwise places say that these are out
-    of reach. By default the faster way is taken, and if the link is slower, `helper` computes their products. in_file: see
-    HostCard.
+    of reach. By default the faster way is taken, and if the link is slower, `helper` computes their products.
+    in_file: see HostCard.
 
     Attributes: miss, what either way takes, once that was measured, else None.
     """
