@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import logging
 import mmap
 import os
 import re
@@ -16,6 +17,7 @@ from engine.plan import Demand, Planner
 from engine.request import EngineStopped, ModelError, RequestError
 from kernels.card import CardError, OutOfMemory, show_bytes
 from kernels.emulated.card import EmulatedCard
+from tests.clients import CHAT, HI, app_of
 from tests.models import write_as_float32
 from tests.oracle import oracle_path
 
@@ -130,6 +132,20 @@ def test_counts_are_of_all_steps(card):
     assert counts["expert_promoted"] > 0
     used = counts["expert_hits"] + counts["expert_misses"]
     assert used % 8 == 0 and 8 * 100 < used <= 8 * 126      # the last steps may not have been counted
+
+
+def test_metrics_and_the_log(card, caplog):
+    caplog.set_level(logging.INFO, "qengine.requests")
+    engine = load(card, expert_memory=3 * MB)
+    client = app_of(engine).test_client()
+    client.post(CHAT, json={"messages": [HI], "max_tokens": 32, "temperature": 0}).close()
+    said, counts = client.get("/metrics").text, engine.stats()
+    engine.close()
+    found = {name: float(value) for name, value in re.findall(r"^qengine:(expert\w+)_total{.*} (\S+)$", said, re.M)}
+    assert {name.removeprefix("expert_"): counts[name] for name in counts if name.startswith("expert_")} == {
+        name.removeprefix("experts_").removeprefix("expert_"): value for name, value in found.items()}
+    share = counts["expert_hits"] / (counts["expert_hits"] + counts["expert_misses"])
+    assert re.search(r" expert_hits=(\S+) ", caplog.text)[1] == f"{share:.2f}"
 
 
 # ---- plans -------------------------------------------------------------------------------------------------
