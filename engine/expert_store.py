@@ -20,6 +20,10 @@ default stream; then the new one is copied into its slot; and when the copy is d
 Prompts meet most experts in every layer. Their experts without slots are copied ahead of the products, through a small
 area of two halves: while products read one half, the link fills the other (`StoredMatrix.in_turns`).
 
+If the machine's memory is too small for all experts, they lie in a file, mapped into memory: the processor's kernels
+and the copies read it through the system's page cache, and what is not there comes from the disk. The file has no name,
+so nobody can cut it while it is read, and it ends with the process.
+
 Host memory is filled by the loader that fills cards: for it, `HostCard` is a card whose memory is host memory and whose
 kernels are run by this machine's processor.
 """
@@ -27,45 +31,64 @@ kernels are run by this machine's processor.
 import contextlib
 import itertools
 import math
+import mmap
+import os
+import tempfile
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from engine import plan
 from engine.residency import NOWHERE, Move, Residency
 from engine.weights import Loader, alloc_matrix, places_of_slots
 from kernels.card import ALIGNMENT, Array, Card, CardError, Event, PlannedCard, show_bytes
 from kernels.emulated.card import EmulatedCard
 from kernels.formats import FLOATS, FORMATS
-from kernels.host_experts import HostExperts, HostLayer, cost_of_a_miss, experts_of, measure_host
+from kernels.host_experts import MAX_ROWS, HostExperts, HostLayer, cost_of_a_miss, experts_of, measure_host
 from kernels.operands import Experts, Matrix, Quantized
 from kernels.probe import speed_of
 from kernels.records import Choice
 
 STAGED_BYTES = 64 << 20         # of a half of the area for prompts
+MEASURED_LAYERS = 8             # whose experts the host computes with to measure its speed
 MOST_MOVING = 8                 # experts on their way into slots at once
 MOVING_SECONDS = 5e-3           # and no more than the link brings in this time: other copies wait behind them
 REPORTS = 4                     # steps whose choices may be on their way to the host
+LEAST_FILE = 1 << 16            # bytes of an array that goes into a file, where the machine's memory is too small
 OUT_OF_REACH = 0, 0             # what places say of an expert that kernels shall not read
+
+
+class DiskError(CardError):
+    """The disk has no room for experts."""
 
 
 class HostCard(EmulatedCard):
     """This machine's processor, with arrays in page-locked memory that `card` can read.
 
-    refusal: a sentence once memory could not be page-locked; arrays are then in memory that `card` cannot read.
+    in_file: the large arrays lie in a file instead. refusal: a sentence if memory cannot be page-locked; arrays are
+    then in memory that `card` cannot read.
     """
 
-    def __init__(self, card: Card):
+    def __init__(self, card: Card, in_file: bool = False):
         super().__init__(memory_bytes=1 << 62, cache_dir=card.cache_dir)    # plans compare with the host's memory
-        self.name, self._reader, self.refusal = "host memory", card, None
+        self.name, self._reader, self.in_file, self.refusal = "host memory", card, in_file, None
+        if in_file:
+            self.refusal = f"more than this machine's memory holds: a file in {self.cache_dir}, read where needed"
 
     def _take(self, nbytes):
         try:
+            if self.in_file and nbytes >= LEAST_FILE:
+                backing = np.frombuffer(mapped_file(self.cache_dir, nbytes + ALIGNMENT), np.uint8)
+                return backing.ctypes.data + -backing.ctypes.data % ALIGNMENT, backing
             if self.refusal:
                 raise MemoryError
             backing = self._reader.pinned(nbytes + ALIGNMENT, np.uint8)
+        except DiskError:
+            raise
         except (CardError, MemoryError) as error:
             self.refusal = self.refusal or (
                 f"{show_bytes(nbytes)} more of host memory cannot be page-locked for experts ({error}): allow more "
@@ -76,6 +99,17 @@ class HostCard(EmulatedCard):
 
     def _give(self, memory):
         memory.backing = None
+
+
+def mapped_file(folder: Path, n_bytes: int) -> mmap.mmap:
+    """Memory in a new file without a name. Raises CardError if the disk has no room for it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, n_bytes)
+            return mmap.mmap(file.fileno(), n_bytes)
+    except OSError as error:
+        raise DiskError(f"experts: no file of {show_bytes(n_bytes)} in {folder}: {error.strerror}") from None
 
 
 def on_host(array: Array) -> np.ndarray:
@@ -139,7 +173,8 @@ def loading(weights, loader: Loader, config, layers: range, memory: int | None, 
     if memory is None or each * config.n_experts <= memory:
         yield None
         return
-    store = ExpertStore(loader.card, memory // each, config.n_used_experts, most_rows)
+    in_file = plan.exceeds_machine(slot_bytes(loader, range(config.n_layers + config.n_nextn)) * config.n_experts)
+    store = ExpertStore(loader.card, memory // each, config.n_used_experts, most_rows, in_file=in_file)
     with store.loading(weights, loader):
         yield store
 
@@ -296,14 +331,16 @@ class ExpertStore:
     n_slots: experts of each layer that lie on the card. n_used: experts of a row. most_rows: of a decode step.
     reads_host: whether decode steps read experts without a slot over the link. Otherwise places say that these are out
     of reach. By default the faster way is taken, and if the link is slower, `helper` computes their products.
+    in_file: see HostCard.
 
     Attributes: miss, what either way takes, once that was measured, else None.
     """
 
-    def __init__(self, card: Card, n_slots: int, n_used: int, most_rows: int, reads_host: bool | None = None):
+    def __init__(self, card: Card, n_slots: int, n_used: int, most_rows: int, reads_host: bool | None = None,
+                 in_file: bool = False):
         self.card, self.n_slots, self.n_used, self.most_rows = card, n_slots, n_used, most_rows
-        self.reads_host, self.miss, self.helper = reads_host, None, None
-        self.host = HostCard(card)
+        self.reads_host, self.miss, self.helper, self.in_file = reads_host, None, None, in_file
+        self.host = HostCard(card, in_file)
         if isinstance(card, PlannedCard):
             self.host = PlannedCard(self.host)
         self.layers: dict[str, StoredLayer] = {}        # "blk.0." -> the layer whose tensors' names begin so
@@ -372,12 +409,12 @@ class ExpertStore:
     def _choose_way(self):
         """Whether experts without a slot are read over the link, or computed by the host's processor."""
         link, self.reads_host = speed_of(self.card).link, True
-        if not all(each.host.is_quantized for each in self._matrices()) or not (
-                self.host.refusal or np.isfinite(link)):
+        can_compute = self.most_rows <= MAX_ROWS and all(each.host.is_quantized for each in self._matrices())
+        if not can_compute or not (self.host.refusal or np.isfinite(link)):
             return
         layers = {layer.number: layer.on_host() for layer in self.layers.values()}
         down = next(iter(layers.values())).down
-        speed = measure_host(self.host, list(layers.values()), self.n_used)
+        speed = measure_host(self.host, list(layers.values())[:MEASURED_LAYERS], self.n_used)
         self.miss = cost_of_a_miss(int(self.sizes.max()), down.n, link, speed)
         if self.miss.is_computed or self.host.refusal:
             self.reads_host = False

@@ -16,7 +16,9 @@ import functools
 import itertools
 import math
 import os
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from engine.prefix import PAGE_TOKENS, pages_for
@@ -369,9 +371,17 @@ def choose_sizes(stages: list, demand: "Demand") -> CacheSizes:
     return CacheSizes(d.slots, max_pages, n_pages, max(n_checkpoints, LEAST_CHECKPOINTS), min(n_host, n_pages))
 
 
+HOST_MEMORY_SHARE = 0.9         # of the machine's memory, for experts at most
+
+
 def machine_bytes() -> int:
     """Memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def exceeds_machine(n_bytes: int) -> bool:
+    """Whether experts of so many bytes are too much for this machine's memory."""
+    return n_bytes > HOST_MEMORY_SHARE * machine_bytes()
 
 
 # ---- which layers go where -------------------------------------------------------------------------------------
@@ -669,8 +679,13 @@ def most(low: int, high: int, fits) -> int | None:
     return low
 
 
+def free_of_disk(folder: Path) -> int:
+    """Bytes for files in a folder, which need not exist yet."""
+    folder = folder.absolute()
+    return shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.exists())).free
+
+
 EXPERT_SHARES = 64          # so finely is memory for experts chosen
-HOST_MEMORY_SHARE = 0.9     # of the machine's memory, for experts at most
 HIT_RATES = 0.8, 0.9, 0.95  # of experts on the card, of which a plan says what they cost
 MOST_CARDS = 16             # `Planner.changes` proposes up to so many cards
 
@@ -824,8 +839,10 @@ class Planner:
             whole += self.costs.decode_seconds(number, layers.start, layers.stop, self.demand.n_ctx // 2)
             if store := stage.store:
                 moved += stage.costs.work.expert_bytes_read(1) / speed.link
+                where = f"a file of {show_bytes(store.host_bytes)} in {store.card.cache_dir}" if store.in_file else \
+                    f"{show_bytes(store.host_bytes)} of page-locked host memory"
                 lines.append(f"{stage.card.name}: {store.n_slots} experts of each layer lie on the card, and all in "
-                             f"{show_bytes(store.host_bytes)} of page-locked host memory")
+                             + where)
         if lines:
             rates, times = (", ".join(found) for found in zip(*(
                 (f"{rate:.0%}", f"{1e3 * (whole + (1 - rate) * moved):.1f}") for rate in HIT_RATES)))
@@ -836,11 +853,14 @@ class Planner:
 
     def check(self):
         """Raises OutOfMemory, with the table and what would help, where the plan does not fit."""
-        host_bytes = sum(stage.store.host_bytes for stage in self.plan.on_paper if stage.store)
-        if self.plan.fits and host_bytes > HOST_MEMORY_SHARE * machine_bytes():
-            raise OutOfMemory(f"{self.blueprint.name}: its experts take {show_bytes(host_bytes)} of host memory, and "
-                              f"this machine has {show_bytes(machine_bytes())} in all: take a smaller weight format or "
-                              "more cards")
+        stored = [stage.store for stage in self.plan.on_paper if stage.store and stage.store.in_file]
+        if self.plan.fits and stored:
+            needed, folder = sum(store.host_bytes for store in stored), self.cards[0].cache_dir
+            free = free_of_disk(folder)
+            if needed > free:
+                raise OutOfMemory(f"{self.blueprint.name}: its experts take {show_bytes(needed)}; this machine has "
+                                  f"{show_bytes(machine_bytes())} of memory in all, and {show_bytes(free)} are free in "
+                                  f"{folder}: take a smaller weight format or more cards")
         if not self.plan.fits:
             changes = " or ".join(self.changes())
             way_out = f"it would with {changes}" if changes else "nothing else of its size would: take a smaller model"

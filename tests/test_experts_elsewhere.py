@@ -1,6 +1,9 @@
 """Engines whose experts do not all lie on the card: the same answers, plans that say so, and faults that are heard."""
 
+import errno
 import gc
+import logging
+import mmap
 import os
 import re
 
@@ -14,6 +17,7 @@ from engine.plan import Demand, Planner
 from engine.request import EngineStopped, ModelError, RequestError
 from kernels.card import CardError, OutOfMemory, show_bytes
 from kernels.emulated.card import EmulatedCard
+from tests.clients import CHAT, HI, app_of
 from tests.models import write_as_float32
 from tests.oracle import oracle_path
 
@@ -130,6 +134,20 @@ def test_counts_are_of_all_steps(card):
     assert used % 8 == 0 and 8 * 100 < used <= 8 * 126      # the last steps may not have been counted
 
 
+def test_metrics_and_the_log(card, caplog):
+    caplog.set_level(logging.INFO, "qengine.requests")
+    engine = load(card, expert_memory=3 * MB)
+    client = app_of(engine).test_client()
+    client.post(CHAT, json={"messages": [HI], "max_tokens": 32, "temperature": 0}).close()
+    said, counts = client.get("/metrics").text, engine.stats()
+    engine.close()
+    found = {name: float(value) for name, value in re.findall(r"^qengine:(expert\w+)_total{.*} (\S+)$", said, re.M)}
+    assert {name.removeprefix("expert_"): counts[name] for name in counts if name.startswith("expert_")} == {
+        name.removeprefix("experts_").removeprefix("expert_"): value for name, value in found.items()}
+    share = counts["expert_hits"] / (counts["expert_hits"] + counts["expert_misses"])
+    assert re.search(r" expert_hits=(\S+) ", caplog.text)[1] == f"{share:.2f}"
+
+
 # ---- plans -------------------------------------------------------------------------------------------------
 
 def planner(card, model=TINY, **demand):
@@ -175,9 +193,37 @@ def test_a_slow_link_shows_in_the_plan():
     assert worst - whole == pytest.approx(1e3 * 0.2 * used / 0.01e9, abs=0.11)
 
 
-def test_host_memory_that_is_too_small(monkeypatch):
+def test_host_memory_that_is_too_small(resident, monkeypatch):
+    """The experts lie in a file, the plan says so, and nothing of the file stays."""
     monkeypatch.setattr(plan, "machine_bytes", lambda: 4 * MB)
-    with pytest.raises(OutOfMemory, match="experts take .* of host memory, and this machine has 4.0 MB in all"):
+    card = EmulatedCard()
+    assert f"all in a file of 6.4 MB in {card.cache_dir}" in planner(card, expert_memory=2 * MB).report()
+    before = sorted(card.cache_dir.iterdir())
+    engine = load(card, expert_memory=2 * MB)
+    store = engine.pipeline.stages[0].store
+    assert "computed by the host's processor (more than this machine's memory holds: a file in" in str(store)
+    assert all(isinstance(each.host.home.values.memory.backing.base, memoryview | mmap.mmap)
+               for layer in store.layers.values() for each in layer.matrices)
+    assert sorted(card.cache_dir.iterdir()) == before
+    found, counts = closing(engine)
+    same(found, resident)
+    assert counts["expert_computed"] > 0 and counts["expert_promoted"] > 0
+
+
+def test_a_disk_that_is_too_small(monkeypatch):
+    monkeypatch.setattr(plan, "machine_bytes", lambda: 4 * MB)
+    monkeypatch.setattr(plan, "free_of_disk", lambda folder: 3 * MB)
+    with pytest.raises(OutOfMemory, match="experts take 6.4 MB; .* 4.0 MB of memory in all, and 3.0 MB are free"):
+        load(EmulatedCard(), expert_memory=MB)
+
+
+def test_a_disk_that_others_fill(monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(plan, "machine_bytes", lambda: 4 * MB)
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(CardError, match="experts: no file of .* in .*: No space left on device"):
         load(EmulatedCard(), expert_memory=MB)
 
 
@@ -245,6 +291,23 @@ def test_host_memory_that_cannot_be_page_locked(resident, monkeypatch):
     found, counts = closing(engine)
     same(found, resident)
     assert counts["expert_computed"] > 0 and counts["expert_bytes_read"] == 0
+
+
+def test_floats_that_cannot_be_page_locked(tmp_path, monkeypatch):
+    """The host's processor computes with quantised experts only. No memory stays taken."""
+    class Refused(expert_store.HostCard):
+        def __init__(self, card, in_file):
+            super().__init__(card, in_file)
+            self.refusal = "host memory cannot be page-locked"
+
+    write_as_float32(oracle_path("gguf/moe_mtp-Q8_0.gguf"), tmp_path / "float.gguf")
+    monkeypatch.setattr(expert_store, "HostCard", Refused)
+    card = EmulatedCard()
+    free = card.free_bytes
+    with pytest.raises(CardError, match="host memory cannot be page-locked"):
+        load(card, tmp_path / "float.gguf", expert_memory=MB)
+    gc.collect()
+    assert card.free_bytes == free
 
 
 def test_a_processor_that_does_not_answer(monkeypatch):
