@@ -11,8 +11,9 @@ From PTX to machine code, in this order:
     native.py     LLVM IR -> machine code, kept on disk; launches on CPU threads
     runtime.ll    LLVM IR of these threads: they take blocks, and run a block's warps between barriers
 
-Around it: card.py (the Card), serving.py (programs that another card asks for), cards.py (figures of real cards), watching.py with counting.py and checking.py
-(translations that report each access), estimate.py (what a launch would cost on a real card).
+Around it: card.py (the Card), serving.py (programs that another card asks for), cards.py (figures of real cards),
+watching.py with counting.py and checking.py (translations that report each access), estimate.py (what a launch would
+cost on a real card).
 
 Which file translates which PTX instruction. Each file's class extends the class of the file before it, and the
 method for `add` is `op_add`. Instructions of integers and of floats that share a name are found in integers.py,
