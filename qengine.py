@@ -61,9 +61,11 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import tqdm
 
+from engine import expert_store
 from engine.constraints import Constraint, Vocabulary
-from engine.details import ModelDetails
+from engine.details import ModelDetails, parameters
 from engine.draft_block import PIECE, DraftBlock
+from engine.experts import ExpertsMLP
 from engine.gguf import GGUF, SUPPORTED_TYPES
 from engine.hub import local_path
 from engine.hyperparameters import read_hyperparameters, synthetic_hyperparameters
@@ -86,7 +88,8 @@ from engine.text_engine import TextEngine, TextOnly
 from engine.thinking import constraint_of
 from engine.tokenizer import ByteTokenizer, Tokenizer, encode_prompt, load_tokenizer
 from engine.turns import Ticket, Turns
-from engine.weights import FileWeights, Loader, Stack, SyntheticWeights, Weights, decoder_of, fits_blocks
+from engine.weights import (FileWeights, Loader, Stack, SyntheticWeights, Tensors, Weights, decoder_of,
+                            fits_blocks)
 from engine.worker import Task, Worker, stop_all
 from kernels import (advance, attend_decode, attention, checkpoint, conv, embedding, float_matmul, gdn, gdn_decode,
                      kv_cache, logprobs, norm, pool, probe, q8_gemm, q8_gemv, quantize, rope, swiglu)
@@ -96,7 +99,7 @@ from kernels.formats import FLOATS, FORMATS
 from kernels.kv_cache import Pages
 from kernels.kv_formats import KV_FORMATS
 from kernels.open import open_cards
-from kernels.operands import Matrix
+from kernels.operands import Experts, Matrix
 from kernels.records import CHECK_ROWS, Pending, Places, Projected, States
 from kernels.rope import QKV, Heads, Rotary
 
@@ -121,7 +124,7 @@ class Config:
     """
 
     name: str
-    architecture: str                     # as files call it: "qwen35" or "qwen3"
+    architecture: str                     # as files call it: "qwen35", "qwen35moe" or "qwen3"
     hidden_dim: int
     ffn_dim: int
     n_layers: int
@@ -144,6 +147,11 @@ class Config:
     context_length: int                   # tokens the model was made for
     pooling: str | None                   # None: it generates text. Else how it makes one row of those of a text:
                                           # "last", "mean" or "cls" for embeddings, "rank" for reranking
+    n_experts: int = 0                    # of a layer; 0 if the MLPs are dense
+    n_used_experts: int = 0               # of them, by a token
+    expert_dim: int = 0
+    shared_dim: int = 0                   # of the expert that all tokens use
+    one_gate_up: bool = False             # whether files have gate and up of an expert in one tensor
 
     @property
     def query_dim(self) -> int:
@@ -167,6 +175,10 @@ class Config:
         """Channels of a linear layer's convolution: q, k and v."""
         return 2 * self.key_dim + self.value_dim
 
+    @property
+    def mlp_kind(self) -> str:
+        return "experts" if self.n_experts else "dense"
+
     @classmethod
     def from_gguf(cls, gguf: GGUF) -> "Config":
         """The metadata of a file. `check_model` says whether the engine can run the model. Raises ModelError."""
@@ -181,29 +193,14 @@ class Config:
 # ======================================================================================================
 # 2  Weights
 # ======================================================================================================
-# A Loader (engine/weights.py) puts tensors on a card: a Matrix, or a Stack of those that read the same input.
-
-
-class Tensors:
-    """The tensors of block `index`, through a Loader."""
-
-    def __init__(self, loader: Loader, index: int):
-        self.loader, self.prefix = loader, f"blk.{index}."
-
-    def matrix(self, name: str) -> Matrix:
-        return self.loader.matrix(f"{self.prefix}{name}.weight")
-
-    def stack(self, *names: str) -> Stack:
-        return self.loader.stack(*(f"{self.prefix}{name}.weight" for name in names))
-
-    def vector(self, name: str) -> Array:
-        return self.loader.vector(self.prefix + name)
+# A Loader (engine/weights.py) puts tensors on a card: a Matrix, or a Stack of those that read the same input, or the
+# Experts of a layer.
 
 
 def matrices(part) -> list[Matrix]:
-    """All Matrix objects in the fields of a mixer, an MLP or a layer, those in Stacks included."""
-    if isinstance(part, Matrix):
-        return [part]
+    """All Matrix objects in the fields of a mixer, an MLP or a layer, those in Stacks too, those of Experts not."""
+    if isinstance(part, Matrix | Experts):
+        return [part] * isinstance(part, Matrix)
     fields = dataclasses.fields(part) if dataclasses.is_dataclass(part) else ()
     inner = part if isinstance(part, tuple) else [getattr(part, field.name) for field in fields]
     return [matrix for item in inner for matrix in matrices(item)]
@@ -405,7 +402,7 @@ class DeltaNet:
 
     def work(self, c: Config) -> Work:
         states = 4 * (c.conv_width * c.conv_dim + c.value_dim * c.linear_head_dim)
-        return product_work(self) + Work(state_bytes=states, record_bytes=Pending.slot_bytes(self.heads))
+        return Work(state_bytes=states, record_bytes=Pending.slot_bytes(self.heads))
 
     @staticmethod
     def scratch(c: Config, rows: int) -> dict[str, ScratchArray]:
@@ -501,8 +498,8 @@ class Attention:
                    tensors.matrix("attn_output"))
 
     def work(self, c: Config) -> Work:
-        return product_work(self) + Work(context_operations=4 * c.query_dim,
-                                         page_bytes=KV_FORMAT.page_bytes(c.n_kv_heads, c.head_dim))
+        return Work(context_operations=4 * c.query_dim,
+                    page_bytes=KV_FORMAT.page_bytes(c.n_kv_heads, c.head_dim))
 
     @staticmethod
     def scratch(c: Config, rows: int) -> dict[str, ScratchArray]:
@@ -587,26 +584,37 @@ class DenseMLP:
                    tensors.matrix("ffn_down"))
 
     def work(self, c: Config) -> Work:
-        return product_work(self)
+        return Work()
 
-    def forward(self, model: "Model", run: PromptPass | DecodePass):
-        card, s, h, n = model.card, model.scratch, model.scratch.inner, run.rows.n
-        if isinstance(run, DecodePass) and self.down.is_quantized and model.is_fused(self.gate_up):
-            (_, matrix), u = self.gate_up.parts[0], s.activations[model.config.hidden_dim]
-            normed = norm.NormInput(s.x, self.norm, model.config.norm_eps)
-            q8_gemv.norm_gemv_swiglu(card, decoder_of(matrix), h.quantized, matrix, normed, u.quantized, n)
+    @staticmethod
+    def scratch(c: Config, rows: int) -> dict[str, ScratchArray]:
+        return Activation.layout("inner", c.ffn_dim, rows)
+
+    def prefill(self, model: "Model", run: PromptPass | DecodePass):
+        card, h, n = model.card, model.scratch.inner, run.rows.n
+        projected = model.project_norm(run, self.gate_up, self.norm)
+        if self.down.is_quantized:
+            swiglu.swiglu_quantize(card, h.quantized, projected.values, n, h.k)
         else:
-            projected = model.project_norm(run, self.gate_up, self.norm)
-            if self.down.is_quantized:
-                swiglu.swiglu_quantize(card, h.quantized, projected.values, n, h.k)
-            else:
-                swiglu.swiglu(card, h.x, projected.values, n, h.k)
-        model.project(run, s.x, self.down, h, add=True)
+            swiglu.swiglu(card, h.x, projected.values, n, h.k)
+        model.project(run, model.scratch.x, self.down, h, add=True)
+
+    def decode(self, model: "Model", run: DecodePass):
+        if not (self.down.is_quantized and model.is_fused(self.gate_up)):
+            return self.prefill(model, run)
+        (_, matrix), s, c = self.gate_up.parts[0], model.scratch, model.config
+        q8_gemv.norm_gemv_swiglu(model.card, decoder_of(matrix), s.inner.quantized, matrix,
+                                 norm.NormInput(s.x, self.norm, c.norm_eps), s.activations[c.hidden_dim].quantized,
+                                 run.rows.n)
+        model.project(run, s.x, self.down, s.inner, add=True)
 
 
 # Kinds of mixers, as `Config.layer_kinds` names them.
 MIXERS = {"linear": DeltaNet, "attention": Attention, "plain attention": PlainAttention,
           "pooled attention": PooledAttention}
+
+
+MLPS = {"dense": DenseMLP, "experts": ExpertsMLP}      # as `Config.mlp_kind` names them
 
 
 def mixer_kind(config: Config, index: int) -> type:
@@ -625,19 +633,19 @@ class Layer:
     """A mixer and an MLP."""
 
     mixer: DeltaNet | Attention
-    mlp: DenseMLP
+    mlp: DenseMLP | ExpertsMLP
 
     @classmethod
     def load(cls, loader: Loader, config: Config, index: int) -> "Layer":
         """The weights of block `index`, put on the loader's card."""
         tensors = Tensors(loader, index)
-        return cls(mixer_kind(config, index).load(tensors, config), DenseMLP.load(tensors, config))
+        return cls(*(kind.load(tensors, config) for kind in (mixer_kind(config, index), MLPS[config.mlp_kind])))
 
     def stacks(self) -> list[Stack]:
         return [value for part in (self.mixer, self.mlp) for value in vars(part).values() if isinstance(value, Stack)]
 
     def work(self, config: Config) -> Work:
-        return Work(n_layers=1) + self.mixer.work(config) + self.mlp.work(config)
+        return Work(n_layers=1) + product_work(self) + self.mixer.work(config) + self.mlp.work(config)
 
 
 def tensor_shapes(config: Config) -> dict[str, tuple[int, ...]]:
@@ -649,7 +657,8 @@ def tensor_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     if c.pooling == "rank":
         shapes[CLASSIFIER] = (2, c.hidden_dim)
     for i in range(c.n_layers + c.n_nextn):
-        block = mixer_kind(c, i).shapes(c) | DenseMLP.shapes(c) | (DraftBlock.shapes(c) if i >= c.n_layers else {})
+        kinds = [mixer_kind(c, i), MLPS[c.mlp_kind]] + [DraftBlock] * (i >= c.n_layers)
+        block = dict(itertools.chain.from_iterable(kind.shapes(c).items() for kind in kinds))
         shapes |= {f"blk.{i}.{name}": shape for name, shape in block.items()}
     return shapes
 
@@ -660,7 +669,7 @@ def n_parameters(config: Config) -> int:
 
 def check_config(config: Config, path: str):
     """Raises ModelError unless the kernels can run the model."""
-    rules = [rule for kind in (*mixer_kinds(config), DenseMLP) for rule in kind.rules(config)]
+    rules = [rule for kind in (*mixer_kinds(config), MLPS[config.mlp_kind]) for rule in kind.rules(config)]
     rules += [(config.hidden_dim % 32 == 0, f"the hidden size {config.hidden_dim} is not a multiple of 32"),
               (not config.pooling or all(kind.keeps is Pages for kind in mixer_kinds(config)),
                f"pooling ({config.pooling}) needs a model whose layers are all attention"),
@@ -682,7 +691,7 @@ def check_model(config: Config, gguf: GGUF):
         if tensor.shape != shape:
             raise ModelError(f"{gguf.path}: tensor '{name}' (byte {tensor.offset}) has the shape "
                              f"{tensor.shape}, not {shape}")
-        allowed = SUPPORTED_TYPES if len(shape) == 2 else tuple(FLOATS)
+        allowed = SUPPORTED_TYPES if len(shape) > 1 else tuple(FLOATS)
         if tensor.type not in allowed:
             raise ModelError(f"{gguf.path}: tensor '{name}' (byte {tensor.offset}) is of type "
                              f"{tensor.type}, not {', '.join(allowed)}")
@@ -753,7 +762,7 @@ class Model:
             layout |= kind.scratch(c, rows)
         for k in {c.hidden_dim, *(kind.out_width(c) for kind in kinds)}:
             layout |= Activation.layout(str(k), k, rows)
-        return layout | Activation.layout("inner", c.ffn_dim, rows)
+        return layout | MLPS[c.mlp_kind].scratch(c, rows)
 
     def row_bytes(self) -> int:
         """Bytes of scratch memory for a row."""
@@ -768,6 +777,7 @@ class Model:
         self.attention_scratch = attend_decode.Scratch(
             card.alloc(partials, np.float32, "attention partials"),
             card.zeros((step_rows, c.n_kv_heads), np.uint32, "attention blocks that have arrived"))
+        self.arrived = card.zeros(step_rows, np.uint32, "router blocks that have arrived")
         if self.head is not None:
             self.logits = card.alloc((max(step_rows, HEAD_ROWS), c.n_vocab), np.float32, "logits")
         if self.block:
@@ -807,9 +817,9 @@ class Model:
             embedding.embed(self.card, table.format, x, run.rows.ids, table.values, table.scales, run.rows.n, table.k)
             tap("embedding", x)
         for index, layer in enumerate(self.layers, self.first_layer):
-            mix = layer.mixer.decode if isinstance(run, DecodePass) else layer.mixer.prefill
-            mix(self, run, cache.kept[index])
-            layer.mlp.forward(self, run)
+            part = "decode" if isinstance(run, DecodePass) else "prefill"
+            getattr(layer.mixer, part)(self, run, cache.kept[index])
+            getattr(layer.mlp, part)(self, run)
             tap(f"layer {index}", x)
             yield index
 
@@ -1013,18 +1023,19 @@ class Stage:
         """chunk: the most tokens of a prompt's pass; by default what fits."""
         card = worker.card
         self.worker, self.card, self.config, self.layers, self.n_slots = worker, card, config, layers, demand.slots
-        free = card.free_bytes
-        with weights.loading(card) as loader:
+        free, self.step_rows = card.free_bytes, 1 if config.pooling else step_rows(demand.slots, demand.drafts)
+        blocks = range(layers.start, layers.stop + config.n_nextn * (demand.drafts > 0 and not self.hands_on))
+        with weights.loading(card) as loader, expert_store.loading(weights, loader, config, blocks,
+                                                                   demand.expert_memory, self.step_rows) as self.store:
             self.model = Model(loader, config, layers, progress, drafts=demand.drafts > 0)
         self.weight_bytes = free - card.free_bytes
         work, self.layer_works = self.model.work(), [layer.work(config) for layer in self.model.layers]
         self.page_bytes, self.state_bytes = work.page_bytes, work.state_bytes
-        self.costs = StageCosts(card, config.hidden_dim, work)
+        self.costs = StageCosts(card, config.hidden_dim, work, in_one=self.store is not None)
         hops = (layers.start > 0) + self.hands_on
         chunk = chunk or self.costs.chunk_that_fits(pages_for(demand.n_ctx), demand.slots + LEAST_CHECKPOINTS,
                                                     self.model.row_bytes() + 2 * hop_bytes(config.hidden_dim, hops))
         self.chunk = min(chunk, pages_for(demand.n_ctx) * PAGE_TOKENS)
-        self.step_rows = 1 if config.pooling else step_rows(demand.slots, demand.drafts)
         self.max_rows = max(self.chunk, self.step_rows, HEAD_ROWS)
         self.model.allocate(self.max_rows, self.step_rows)
         self.sampler = None
@@ -1053,7 +1064,9 @@ class Stage:
 
     def release(self):
         """Drop what refers to memory of the card, so that it is freed even if a thread that hangs holds the stage."""
-        self.model = self.sampler = self.cache = self.inputs = self.first = self.entry = self.exit = None
+        if self.store:
+            self.store.close()
+        self.model = self.sampler = self.cache = self.inputs = self.first = self.entry = self.exit = self.store = None
         self.layers_left = None
         for held in self.incoming, self.outgoing, self.batches, self.recordings:
             held.clear()
@@ -1161,7 +1174,7 @@ class Stage:
         """Queue a decode step: `queue_layers` and `queue_choice` in one recording."""
         self.receive_tokens(tokens, shape.n, group)
         buffer = self.sampler.next_buffer(group) if self.sampler else 0
-        self.recording(self.launch_step, shape, group, buffer).replay()
+        self.replay(shape, self.launch_step, shape, group, buffer)
         return self.sampler and self.sampler.read_back(group, buffer, shape.n, shape.n_reports)
 
     def queue_layers(self, tokens: Tokens | None, shape: StepShape, group: int):
@@ -1169,13 +1182,21 @@ class Stage:
         since."""
         self.receive_tokens(tokens, shape.n, group)
         before = self.sampler.latest[group] if self.sampler else 0
-        self.recording(self.launch_layers, shape.n, shape.width, group, before).replay()
+        self.replay(shape, self.launch_layers, shape.n, shape.width, group, before)
 
     def queue_choice(self, shape: StepShape, group: int):
         """Queue the choice of the tokens that follow the rows of `queue_layers`. They enter the next step."""
         buffer = self.sampler.next_buffer(group)
         self.recording(self.launch_choice, shape, group, buffer).replay()
         return self.sampler.read_back(group, buffer, shape.n, shape.n_reports)
+
+    def replay(self, shape: StepShape, launch, *arguments):
+        """Queue a recording of a step's layers. Between two steps, experts may move."""
+        if self.store:
+            self.store.before_step()
+        self.recording(launch, *arguments).replay()
+        if self.store:
+            self.store.after_step(shape.n * shape.width)
 
     def recording(self, launch, *arguments):
         """The Recording of launch(*arguments), one of the methods below; made when it is first asked for. If there are
@@ -1540,6 +1561,7 @@ class Pipeline:
         with contextlib.suppress(Exception):    # a card that has failed raises its error again
             self.settle()
         stop_all([stage.worker for stage in self.stages], CardError("the engine was closed"))
+        expert_store.close(self.stages)
 
     # ---- slots, pages, checkpoints ----
 
@@ -1778,7 +1800,7 @@ class Scheduler(Rounds):
     def stats(self) -> dict:
         """Counts, as `Engine.stats` has them."""
         cache = self.cache
-        return self.totals | {
+        return self.totals | expert_store.counts_of(self.pipeline.stages) | {
             "requests_running": len(self.running), "requests_waiting": len(self.waiting), "slots": self.n_slots,
             "kv_pages": cache.n_pages, "kv_pages_free": len(cache.free_pages), "kv_pages_cached": cache.n_idle,
             "kv_pages_used": cache.n_pages - cache.n_available,
@@ -2069,6 +2091,7 @@ class Scheduler(Rounds):
         """Take what a step has chosen for a sequence. rows: the sequence's rows in the step."""
         count = outcome[advance.COUNT]
         if count < 0:
+            expert_store.check(self.pipeline.stages)
             raise CardError(NAN_LOGITS)
         n_checked = sequence.land(outcome, len(rows), self.n_ctx)
         self.pace.land(sequence.generation.drafts, n_checked, count - 1, len(sequence.drafts))
@@ -2325,7 +2348,7 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
          ctx: int | None = None, slots: int = 1, chunk: int | None = None, progress: bool = True,
          kv_tokens: int | None = None, checkpoint_memory: int | None = None, *,
          checkpoint_host_memory: int | None = None, split: tuple[int, ...] | None = None,
-         draft: int | str = "auto") -> Engine | Pooling:
+         draft: int | str = "auto", expert_memory: int | None = None) -> Engine | Pooling:
     """Load a GGUF file, one of the Hub by the name "hf:OWNER/NAME:Q4_K_M", or random weights by the name
     "synthetic:0.8b", "synthetic:9b:q4_k", ..., ready to generate. An embedding or a reranking model becomes a Pooling
     engine (engine/packing.py), which has `embed` or `rerank`.
@@ -2342,10 +2365,12 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
     checkpoint_memory, checkpoint_host_memory: bytes for the states from which later prompts go on, on the card and in
     the host's memory. `engine.plan.choose_sizes` has the defaults of these three.
     draft: most drafts of an answer in a decode step, 0 to 7; "off" is 0, "auto" is as many as pay.
+    expert_memory: bytes of each card for the experts of a mixture of experts (engine/expert_store.py); by default all.
     Raises ModelError, RequestError, CompileError, CardError (OutOfMemory shows what did not fit, and what would).
     """
     opened = model if isinstance(model, OpenModel) else open_model(model)
     demand = opened.demand(ctx, draft, slots=slots, chunk=chunk, kv_tokens=kv_tokens, split=split,
+                           expert_memory=expert_memory,
                            checkpoint_memory=checkpoint_memory, checkpoint_host_memory=checkpoint_host_memory)
     planner = make_planner(opened, card, demand)
     planner.check()
@@ -2369,8 +2394,10 @@ def load(model: str | Path | OpenModel = DEFAULT_MODEL, card: str | Card | list[
         raise
     if progress:
         taken, where = free - sum(card.free_bytes for card in cards), f"the card{'s' * (len(cards) > 1)}"
-        note(f"model: {config.name}, {n_parameters(config) / 1e6:,.1f} million parameters; "
+        note(f"model: {config.name}, {parameters(tensor_shapes(config), config)}; "
              f"{show_bytes(taken)} on {where}, {demand.contexts} tokens of context included")
+    for stage in [stage for stage in stages if stage.store and progress]:
+        note(f"experts: {stage.store}")
     if progress and not config.pooling:
         note(f"cache: {sizes.n_pages * PAGE_TOKENS:,} tokens of context in all, {sizes.n_checkpoints} checkpoints of "
              f"{show_bytes(sum(stage.state_bytes for stage in stages))} on {where}, "
@@ -2426,7 +2453,7 @@ class PlannedModel:
 
         self.config, self.weights, self.on_paper = config, weights, Weights(weights.shapes, type_of)
         self.name, self.n_layers, self.hidden_dim = config.name, config.n_layers, config.hidden_dim
-        self.context_length = config.context_length
+        self.context_length, self.parameters = config.context_length, parameters(weights.shapes, config)
 
     def stage(self, card: Card, layers: range, demand: Demand, chunk: int | None) -> Stage:
         return stage_class(self.config)(Worker(card), self.config, self.on_paper, layers, demand, chunk)
@@ -2455,7 +2482,7 @@ def make_planner(opened: OpenModel, card: str | Card | list[Card] | None, demand
         return Planner(model, cards[:n], demand, cards[n:])
     if isinstance(cards, Candidates) and len(cards) > 1:
         first = Planner(model, cards[:1], demand, cards[1:])
-        if first.plan.fits:
+        if first.plan.fits and first.demand == demand:      # with all experts on the card, if there are any
             return first
     return Planner(model, cards, demand)
 

@@ -3,7 +3,9 @@
     id=5c0e... method=POST path=/v1/chat/completions status=200 seconds=0.942 prompt=160 cached=128 generated=42
     first_token=0.031 tokens_per_s=46.1 drafts=36 accepted=0.69 finish=stop
 
-`accepted` is the share of the drafts that were right; both stand only where drafts were checked. The line is written
+`accepted` is the share of the drafts that were right; both stand only where drafts were checked. Of a model whose
+experts do not all lie on the cards, `expert_hits` is the share that decode steps found there while the request ran, in
+steps of all requests. The line is written
 when the last byte of the answer is written, or when the client has gone. The id is taken from the request's header
 X-Request-Id, if that is a sensible one, and sent back in the same header. Where a request has several answers, the
 counts and tokens_per_s are of all answers together. Text of prompts is logged only with --log-prompts.
@@ -41,7 +43,14 @@ class Exchange:
         self.id = given if SANE_ID.fullmatch(given) else uuid.uuid4().hex
         self.method, self.path = request.method, request.path
         self.status, self.started, self.ended = None, time.perf_counter(), None
-        self.generations, self.engine = [], None        # Generations or TextsJobs, and whose; from Service.submit
+        self.generations, self.engine = [], None        # Generations or TextsJobs, and whose
+        self.experts_before = None
+
+    def follow(self, engine, generations: list):
+        """The request has become generations of an engine."""
+        self.generations += generations
+        if self.engine is None:
+            self.engine, self.experts_before = engine, experts_used(engine)
 
     def __str__(self):
         fields = {"id": self.id, "method": self.method, "path": urllib.parse.quote(self.path[:200]),
@@ -62,6 +71,9 @@ class Exchange:
         if n_checked := sum(sum(g.drafts.n_checked) for g in generations):
             n_accepted = sum(sum(g.drafts.n_accepted) for g in generations)
             counts |= {"drafts": n_checked, "accepted": f"{n_accepted / n_checked:.2f}"}
+        if self.experts_before:
+            hits, used = (now - before for now, before in zip(experts_used(self.engine), self.experts_before))
+            counts |= {"expert_hits": f"{hits / used:.2f}"} if used else {}
         return counts | {"finish": ",".join(dict.fromkeys(map(finish_of, generations)))}
 
     def tokens_per_s(self) -> float | None:
@@ -69,6 +81,13 @@ class Exchange:
         times = sorted(time for g in self.generations for time in g.token_times[:1] + g.token_times[-1:])
         n = sum(len(g.token_times) - 1 for g in self.generations if g.token_times)
         return n / (times[-1] - times[0]) if n > 0 else None
+
+
+def experts_used(engine) -> tuple[int, int] | None:
+    """How many experts rows of decode steps found on the cards, and how many they used; None if all experts are
+    there."""
+    counts = engine.stats()
+    return (counts["expert_hits"], counts["expert_hits"] + counts["expert_misses"]) if "expert_hits" in counts else None
 
 
 def finish_of(generation) -> str:

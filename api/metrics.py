@@ -2,7 +2,8 @@
 made for vLLM need to change nothing else.
 
 As in vLLM, every series has the label model_name. The series about checkpoints have no counterpart in vLLM, nor have
-drafts_checked and drafts_accepted, by the position of a draft in its check, from 1 on.
+drafts_checked and drafts_accepted, by the position of a draft in its check, from 1 on, nor those about experts, which
+only a model has whose experts do not all lie on the cards.
 The engine's counts are read when somebody asks; the times of a request are taken when it has ended.
 """
 
@@ -32,6 +33,14 @@ COUNTERS = [
     ("checkpoints_spilled", "Checkpoints moved from the card to the host's memory", "checkpoints_spilled"),
     ("checkpoints_fetched", "Checkpoints moved back", "checkpoints_fetched"),
     ("checkpoints_dropped", "Checkpoints forgotten for want of memory", "checkpoints_dropped"),
+    ("expert_hits", "Experts of rows of decode steps that lay on the card", "expert_hits"),
+    ("expert_misses", "Those that did not", "expert_misses"),
+    ("experts_promoted", "Experts that got a slot on the card", "expert_promoted"),
+    ("experts_computed", "Experts of rows that the host's processor has computed", "expert_computed"),
+    ("expert_host_seconds", "Seconds of the host's processor for that", "expert_host_seconds"),
+    ("expert_bytes_read", "Bytes of experts that decode steps read over the link", "expert_bytes_read"),
+    ("expert_bytes_promoted", "Bytes of experts copied into slots", "expert_bytes_promoted"),
+    ("expert_bytes_staged", "Bytes of experts copied for prompts", "expert_bytes_staged"),
     ("spec_decode_num_drafts", "Steps of answers in which drafts were checked", "checks"),
     ("spec_decode_num_draft_tokens", "Drafts that were checked", "drafts"),
     ("spec_decode_num_accepted_tokens", "Those of them that were right", "drafts_right"),

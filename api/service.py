@@ -153,8 +153,7 @@ class Service:
             if self.closing:
                 self.release(generations)
             self.changed.notify_all()
-        flask.g.exchange.engine = engine or self.engine
-        flask.g.exchange.generations += generations     # for the log
+        flask.g.exchange.follow(engine or self.engine, generations)
         return generations, answer
 
     def release(self, generations):

@@ -20,7 +20,7 @@ import numpy as np
 
 import qengine
 from engine.pipes import launching_as
-from engine.plan import Demand, passes_over
+from engine.plan import Demand, Work, passes_over
 from engine.prefix import PAGE_TOKENS, pages_for
 from engine.request import Request, RequestError
 from kernels import probe
@@ -33,7 +33,7 @@ from kernels.open import open_cards
 from kernels.operands import Matrix
 
 from .checks import CheckBench, bench_checks, room_for, run_tokens
-from .engines import traced, write_json
+from .engines import expert_memory, traced, write_json
 
 PROMPT_LENGTHS, CONTEXTS, REPEATS = (297, 1160, 4620, 18400), (297, 4620, 18400), 3
 EMULATED_LENGTH = 297       # the only prompt and context on the emulated card, unless others are named
@@ -166,20 +166,28 @@ class Bench:
         layers = [layer for stage in self.stages for layer in stage.model.layers]
         return [matrix for layer in layers for matrix in qengine.matrices(layer)] + [self.pipeline.last.model.head]
 
+    def work(self) -> Work:
+        """Of all layers."""
+        return sum((work for stage in self.stages for work in stage.layer_works), Work())
+
     def prompt_operations(self, n: int) -> int:
-        """Multiplications and additions of a prompt's matrix products. The head's product is of the last row alone."""
-        *layers, head = self.weights()
-        return 2 * (n * sum(matrix.n * matrix.k for matrix in layers) + head.n * head.k)
+        """Multiplications and additions of a prompt's matrix products, of experts those that its tokens use. The head's
+        product is of the last row alone."""
+        head = self.pipeline.last.model.head
+        return n * self.work().row_operations + 2 * head.n * head.k
 
     def step_bytes(self, context: int) -> int:
         """Bytes that a decode step reads and writes, in the middle of DECODE_STEPS: the weights once for each group of
-        slots; for every slot the recurrent states, read and written, and the keys and values up to its position."""
+        slots, of experts those that are expected to be chosen; for every slot the recurrent states, read and written,
+        and the keys and values up to its position."""
+        work = self.work()
+        experts = sum(work.expert_bytes_read(len(slots)) for slots in self.groups)
         c, caches = self.engine.config, [stage.cache for stage in self.stages]
         weights = sum(m.values.nbytes + (m.scales.nbytes if m.is_quantized else 0) for m in self.weights())
         states = sum(2 * s.memory[0].nbytes + s.conv[0].nbytes for cache in caches for s in cache.recurrent.values())
         token = sum(pages.format.token_bytes(c.n_kv_heads, c.head_dim) for cache in caches
                     for pages in cache.pages.values())
-        return len(self.groups) * weights + self.batch * (states + (context + DECODE_STEPS // 2) * token)
+        return len(self.groups) * weights + experts + self.batch * (states + (context + DECODE_STEPS // 2) * token)
 
     # ---- estimates for cards that are not here ----
 
@@ -268,7 +276,8 @@ def bench_cards(model: qengine.OpenModel, cards: list[Card] | None, emulated: bo
     n_tokens = run_tokens(emulated)                                 # of an answer with drafts
     n_ctx = max(*lengths, *contexts) + max(DECODE_STEPS + 1, drafts and room_for(n_tokens))
     wishes = {"slots": options.batch, "kv_tokens": options.batch * pages_for(n_ctx) * PAGE_TOKENS,
-              "checkpoint_memory": 0, "split": options.split}       # every slot has pages of its own
+              "checkpoint_memory": 0, "split": options.split,       # every slot has pages of its own
+              "expert_memory": expert_memory(options)}
     planner = qengine.make_planner(model, cards, Demand(n_ctx, drafts=drafts, **wishes))
     if drafts:                                                      # and a checkpoint, to begin again there
         states = max(stage.state_bytes for stage in planner.plan.on_paper)
@@ -283,6 +292,9 @@ def bench_cards(model: qengine.OpenModel, cards: list[Card] | None, emulated: bo
         print(bench_table("prefill", prefill, peaks[0]), flush=True)
         decode = [bench.decode(n) for n in contexts]
         print(f"\n{bench_table('decode', decode, peaks[1])}")
+        experts = {name: n for name, n in engine.stats().items() if name.startswith("expert_")}
+        if experts:
+            print(f"\n{expert_line(experts)}", flush=True)
         checked = bench_checks(CheckBench(bench, n_tokens), contexts, options)
         used = free - sum(card.free_bytes for card in cards)
         print(f"\n{engine.name} on {', '.join(card.describe() for card in cards)}; peak memory {show_bytes(used)}")
@@ -295,7 +307,16 @@ def bench_cards(model: qengine.OpenModel, cards: list[Card] | None, emulated: bo
             "versions": probe.versions(), "probes": [report.to_dict() for report in reports], "peak_memory_bytes": used,
             "prefill": [dataclasses.asdict(speed) for speed in prefill],
             "decode": [dataclasses.asdict(speed) for speed in decode],
-            **checked, **({"estimates": estimates} if estimates else {})}
+            **checked, **({"estimates": estimates} if estimates else {}), **({"experts": experts} if experts else {})}
+
+
+def expert_line(counts: dict[str, int]) -> str:
+    """For people: where the experts of decode steps were, and what came over the link."""
+    hits, used = counts["expert_hits"], counts["expert_hits"] + counts["expert_misses"]
+    read, moved, staged = (show_bytes(counts[f"expert_bytes_{how}"]) for how in ("read", "promoted", "staged"))
+    return (f"experts: {hits / max(used, 1):.1%} of those that decode steps used lay on the card; over the link came "
+            f"{read} that steps have read, {moved} into slots, {staged} for prompts; the host's processor computed "
+            f"{counts['expert_computed']:,} in {counts['expert_host_seconds']:.2f} s")
 
 
 def side_by_side(runs: list[dict]) -> str:

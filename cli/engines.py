@@ -44,7 +44,13 @@ def asked(options) -> dict:
                         for size in (options.checkpoint_memory, options.checkpoint_host_memory))
     draft = "off" if options.perplexity is not None else "auto" if options.draft is None else options.draft
     return {"ctx": options.ctx, "slots": options.slots, "kv_tokens": options.kv_tokens, "checkpoint_memory": on_card,
-            "checkpoint_host_memory": on_host, "split": options.split, "draft": draft}
+            "checkpoint_host_memory": on_host, "split": options.split, "draft": draft,
+            "expert_memory": expert_memory(options)}
+
+
+def expert_memory(options) -> int | None:
+    """--expert-memory in bytes."""
+    return None if options.expert_memory is None else int(options.expert_memory * 2**30)
 
 
 def load_engine(model: "qengine.OpenModel", options) -> "qengine.Engine":

@@ -254,6 +254,10 @@ def add_machine(parser: Parser):
         machine.add_argument(f"--checkpoint-{where}memory", metavar="MB", type=within(int, 0, 2**31 - 1),
                              help=f"{'host' if where else 'card'} memory for the states that spare later prompts "
                                   f"what they have in common with earlier ones (default: {default})")
+    machine.add_argument("--expert-memory", metavar="GB", type=within(float, 0, 1e6),
+                         help="memory of each card for the experts of a mixture of experts; all of them then lie in "
+                              "host memory, and those that the card lacks are read over the link (default: for all, "
+                              "or for as many as fit)")
 
 
 def option_name(name: str) -> str:

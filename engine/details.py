@@ -12,6 +12,26 @@ from engine.gguf import GGML_TYPES
 BLOCKS = {name: (block, n_bytes) for name, block, n_bytes in GGML_TYPES.values()}
 
 
+def parameters(shapes: dict[str, tuple[int, ...]], config) -> str:
+    """How many parameters a model has, for people; of a mixture of experts also, as names of models have it without
+    draft blocks, how many a token uses. shapes: of its tensors; those of experts have three dimensions."""
+    found = f"{sum(map(math.prod, shapes.values())) / 1e6:,.1f} million parameters"
+    if not config.n_experts:
+        return found
+    share, n_all, n_active = config.n_used_experts / config.n_experts, 0, 0.0
+    for name, shape in shapes.items():
+        if not name.startswith("blk.") or int(name.split(".")[1]) < config.n_layers:
+            n_all += math.prod(shape)
+            n_active += math.prod(shape) * (share if len(shape) == 3 else 1)
+    return f"{found} ({show_count(n_all)}, {show_count(n_active)} active)"
+
+
+def show_count(n: float) -> str:
+    """As names of models have it: "35B", "3B", "12M"."""
+    value, unit = (n / 1e9, "B") if n >= 1e9 else (n / 1e6, "M")
+    return f"{value:.0f}{unit}"
+
+
 @dataclass(frozen=True)
 class ModelDetails:
     """metadata: the keys of the model's file that hold one number, truth value or text. Random weights have only

@@ -150,7 +150,7 @@ class DraftBlock:
             else:
                 run = self.pass_of(self.drafts, n)
             self._attend(view, run, qkv, pages, places)
-            self.layer.mlp.forward(view, run)
+            self.layer.mlp.decode(view, run)
             view.multiply_normed(run, self.head, self.head_norm, self.x, self.logits)
             if self.known.listed is not None:
                 u = view.scratch.activations[self.whole_head.k]         # which the products of several parts have left

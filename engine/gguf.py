@@ -181,6 +181,16 @@ class File(Keys):
         except ValueError:  # mmap's word for an empty file
             raise ModelError(f"{self.path}: the file is empty") from None
 
+    def part(self, name: str) -> memoryview:
+        """The bytes of a tensor. Raises ModelError if the file has been cut since it was opened: to read what a file
+        has lost would end the process."""
+        tensor = self.tensors[name]
+        end, size = tensor.offset + tensor.nbytes, self.bytes.obj.size()
+        if size < end:
+            raise ModelError(f"{self.path}: tensor '{name}' ends at byte {end}, and the file now has {size} bytes: it "
+                             "has become shorter since it was opened")
+        return self.bytes[tensor.offset:end]
+
     def _read_header(self, cursor: _Cursor) -> tuple[int, int]:
         start = cursor.skip(4, "the magic number")
         if self.bytes[start:cursor.at] != b"GGUF":
@@ -277,7 +287,7 @@ class GGUF(Keys):
         """The tensor as stored, a read-only view: one of FLOATS in its dtype and the tensor's shape (BF16 as uint16),
         one of FORMATS as uint8 [rows, bytes of a row], any other type as flat uint8."""
         tensor = self.tensors[name]
-        raw = np.frombuffer(self.file_of[name].bytes[tensor.offset:tensor.offset + tensor.nbytes], np.uint8)
+        raw = np.frombuffer(self.file_of[name].part(name), np.uint8)
         if tensor.type in FLOATS:
             return raw.view(FLOATS[tensor.type].dtype).reshape(tensor.shape)
         return raw.reshape(*tensor.shape[:-1], -1) if tensor.type in FORMATS else raw

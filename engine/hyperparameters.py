@@ -1,6 +1,7 @@
 """The hyperparameters of a model: what the metadata of its file says, or the published shapes for random weights.
 
-Two architectures are known: `qwen35`, hybrid models, and `qwen3`, whose layers are all attention without gates.
+Three architectures are known: `qwen35`, hybrid models; `qwen35moe`, hybrid models whose MLPs are mixtures of experts;
+and `qwen3`, whose layers are all attention without gates.
 `read_hyperparameters` and `synthetic_hyperparameters` return the fields of `qengine.Config` as a dict.
 """
 
@@ -19,6 +20,16 @@ SYNTHETIC = {
     "9b": (4096, 12288, 32, 16, 4, 16, 32, 248320, False),
     "27b": (5120, 17408, 64, 24, 4, 16, 48, 248320, False),
 }
+# Those of the published mixtures of experts, as far as they differ in kind: from config.json of
+# huggingface.co/Qwen/{Qwen3.6-35B-A3B,Qwen3.5-122B-A10B,Qwen3.5-397B-A17B}. "tiny-moe" is ours.
+SYNTHETIC_MOE_FIELDS = ("hidden_dim", "n_experts", "n_used_experts", "expert_dim", "shared_dim", "n_layers", "n_heads",
+                        "n_kv_heads", "n_key_heads", "n_value_heads", "n_vocab", "tied_embeddings")
+SYNTHETIC_MOE = {
+    "tiny-moe": (256, 8, 2, 256, 512, 4, 4, 2, 2, 4, 1024, True),
+    "35b-a3b": (2048, 256, 8, 512, 512, 40, 16, 2, 16, 32, 248320, False),
+    "122b-a10b": (3072, 256, 8, 1024, 1024, 48, 32, 2, 16, 64, 248320, False),
+    "397b-a17b": (4096, 512, 10, 1024, 1024, 60, 32, 2, 16, 64, 248320, False),
+}
 # The same of huggingface.co/Qwen/Qwen3-{0.6B,1.7B,4B,8B,14B,32B}, which have no linear layers.
 SYNTHETIC_QWEN3 = {
     "qwen3-tiny": (256, 320, 4, 4, 2, 0, 0, 1024, True),
@@ -33,29 +44,33 @@ DRAFTS = "+mtp"             # at the end of a Qwen3.5 name: with a draft block
 POOLED = {"-embedding": "last", "-reranker": "rank"}    # at the end of a Qwen3 name: what the model is for
 OF_QWEN35 = {"head_dim": 256, "rope_dim": 64, "rope_base": 1e7, "rope_sections": (11, 11, 10), "linear_head_dim": 128,
              "conv_width": 4, "architecture": "qwen35", "mlp_norm": "post_attention_norm", "pooling": None}
+OF_QWEN35_MOE = OF_QWEN35 | {"architecture": "qwen35moe", "ffn_dim": 0}
 NO_LINEAR_LAYERS = {"n_key_heads": 0, "n_value_heads": 0, "linear_head_dim": 0, "conv_width": 0}
 OF_QWEN3 = {**NO_LINEAR_LAYERS, "head_dim": 128, "rope_dim": 128, "rope_base": 1e6, "rope_sections": (64, 0, 0),
             "architecture": "qwen3", "mlp_norm": "ffn_norm"}
 
 
 def synthetic_hyperparameters(name: str) -> dict:
-    """The hyperparameters of a model by its name: "tiny", "0.8b", "2b", "4b", "9b" or "27b"; "9b+mtp" is a 9b with a
-    draft block; "qwen3-0.6b" and the like are plain Qwen3, "qwen3-0.6b-embedding" and "qwen3-0.6b-reranker" the models
-    of that size for embeddings and for reranking. Raises ModelError."""
+    """The hyperparameters of a model by its name: "tiny", "0.8b", "2b", "4b", "9b" or "27b"; "35b-a3b" and the like are
+    mixtures of experts; "9b+mtp" is a 9b with a draft block; "qwen3-0.6b" and the like are plain Qwen3,
+    "qwen3-0.6b-embedding" and "qwen3-0.6b-reranker" the models of that size for embeddings and for reranking. Raises
+    ModelError."""
     shapes, drafts, _ = name.partition(DRAFTS)
     ending = next((each for each in POOLED if name.endswith(each)), "")
-    if shapes in SYNTHETIC and name == shapes + drafts:
-        sizes = dict(zip(SYNTHETIC_FIELDS, SYNTHETIC[shapes], strict=True))
-        found = OF_QWEN35 | {"layer_kinds": kinds_by_interval(sizes["n_layers"], 4), "context_length": 262144}
+    if shapes in SYNTHETIC | SYNTHETIC_MOE and name == shapes + drafts:
+        fields, table, found = ((SYNTHETIC_FIELDS, SYNTHETIC, OF_QWEN35) if shapes in SYNTHETIC else
+                                (SYNTHETIC_MOE_FIELDS, SYNTHETIC_MOE, OF_QWEN35_MOE))
+        sizes = dict(zip(fields, table[shapes], strict=True))
+        found = found | {"layer_kinds": kinds_by_interval(sizes["n_layers"], 4), "context_length": 262144}
     elif (shapes := name.removesuffix(ending)) in SYNTHETIC_QWEN3:
         sizes = dict(zip(SYNTHETIC_FIELDS, SYNTHETIC_QWEN3[shapes], strict=True))
         pooling = POOLED.get(ending)
         found = OF_QWEN3 | {"layer_kinds": (plain_kind(pooling),) * sizes["n_layers"], "context_length": 40960,
                             "pooling": pooling}
     else:
-        raise ModelError(f"synthetic:{name}: there is no such model, only {', '.join(SYNTHETIC)}, each also with "
-                         f"{DRAFTS} at the end, for a draft block; and {', '.join(SYNTHETIC_QWEN3)}, each also with "
-                         f"{' or '.join(POOLED)} at the end")
+        raise ModelError(f"synthetic:{name}: there is no such model, only {', '.join(SYNTHETIC | SYNTHETIC_MOE)}, each "
+                         f"also with {DRAFTS} at the end, for a draft block; and {', '.join(SYNTHETIC_QWEN3)}, each "
+                         f"also with {' or '.join(POOLED)} at the end")
     return {"name": f"synthetic:{name}", "n_nextn": int(bool(drafts)), "norm_eps": 1e-6, **sizes, **found}
 
 
@@ -107,7 +122,6 @@ def read_hyperparameters(gguf: GGUF) -> dict:
         "architecture": architecture,
         "name": gguf.get("general.name", str, gguf.stem),
         "hidden_dim": metadata.size("embedding_length"),
-        "ffn_dim": metadata.size("feed_forward_length"),
         "norm_eps": metadata.get("attention.layer_norm_rms_epsilon", float),
         "n_vocab": embedding.shape[0] if embedding else 1,
         "tied_embeddings": "output.weight" not in gguf.tensors,
@@ -122,6 +136,23 @@ def _pooling(metadata: Metadata) -> str | None:
 
 
 def _qwen35(metadata: Metadata) -> dict:
+    return _hybrid(metadata) | {"ffn_dim": metadata.size("feed_forward_length")}
+
+
+def _qwen35moe(metadata: Metadata) -> dict:
+    """Some files give the size of a dense MLP, too, which no layer has. Some have gate and up of an expert in one
+    tensor."""
+    for name, ours in ("expert_gating_func", 1), ("expert_weights_norm", True), ("expert_weights_scale", 1.0):
+        if (value := metadata.get(name, type(ours), ours)) != ours:
+            raise metadata.error(name, f"is {value}, and only {ours} is supported")
+    expert_dim = metadata.size("expert_feed_forward_length")
+    return _hybrid(metadata) | {
+        "ffn_dim": 0, "n_experts": metadata.size("expert_count"), "n_used_experts": metadata.size("expert_used_count"),
+        "expert_dim": expert_dim, "shared_dim": metadata.size("expert_shared_feed_forward_length", expert_dim),
+        "one_gate_up": "blk.0.ffn_gate_up_exps.weight" in metadata.gguf.tensors}
+
+
+def _hybrid(metadata: Metadata) -> dict:
     """What only hybrid models have, or have in their own way."""
     sections = metadata.gguf.get_array(metadata.key("rope.dimension_sections"), "iu")
     if len(sections) < 3 or any(sections[3:]):
@@ -140,11 +171,12 @@ def _qwen3(metadata: Metadata) -> dict:
     found, n_layers = _attention(metadata), _block_count(metadata)
     rope_dim = metadata.size("rope.dimension_count", found["head_dim"])
     return found | NO_LINEAR_LAYERS | {
-        "rope_dim": rope_dim, "rope_sections": (rope_dim // 2, 0, 0), "mlp_norm": "ffn_norm", "n_layers": n_layers,
-        "n_nextn": 0, "layer_kinds": (plain_kind(_pooling(metadata)),) * n_layers}
+        "ffn_dim": metadata.size("feed_forward_length"), "rope_dim": rope_dim, "mlp_norm": "ffn_norm",
+        "rope_sections": (rope_dim // 2, 0, 0), "n_layers": n_layers, "n_nextn": 0,
+        "layer_kinds": (plain_kind(_pooling(metadata)),) * n_layers}
 
 
-ARCHITECTURES = {"qwen35": _qwen35, "qwen3": _qwen3}
+ARCHITECTURES = {"qwen35": _qwen35, "qwen35moe": _qwen35moe, "qwen3": _qwen3}
 
 
 def _block_count(metadata: Metadata) -> int:

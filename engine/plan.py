@@ -16,8 +16,10 @@ import functools
 import itertools
 import math
 import os
+import shutil
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from engine.prefix import PAGE_TOKENS, pages_for
 from engine.request import RequestError
@@ -35,15 +37,35 @@ ATTENTION_SHARE = 0.32      # share of the half2 peak that attention of prompts 
 # ---- what layers compute and keep ------------------------------------------------------------------------------
 
 
+class Grouped(NamedTuple):
+    """A product in which each row of a pass meets the matrices of n_used out of n_experts experts."""
+
+    n: int                  # of the matrix [n, k] of one expert
+    k: int
+    n_experts: int
+    n_used: int
+    n_bytes: int            # of the matrices of all experts
+
+    def touched(self, rows: int) -> float:
+        """The share of the experts that `rows` rows meet, if each row chooses its own evenly."""
+        return 1 - (1 - self.n_used / self.n_experts) ** rows
+
+    def rows_of_one(self, rows: int) -> int:
+        """About how many of `rows` rows meet an expert, at least 1."""
+        return -(-rows * self.n_used // self.n_experts)
+
+
 @dataclass(frozen=True)
 class Work:
     """What some layers compute for a token of a prompt, and what they keep in memory. Two Work objects can be added.
 
-    A multiplication and an addition are two operations. `products` counts the matrix products by their shape (n, k).
+    A multiplication and an addition are two operations. `products` counts the matrix products by their shape (n, k),
+    `grouped` those of experts. Operations are those of the experts that a token uses.
     """
 
     n_layers: int = 0
     products: collections.Counter = dataclasses.field(default_factory=collections.Counter)  # of quantised matrices
+    grouped: collections.Counter = dataclasses.field(default_factory=collections.Counter)   # Grouped -> count
     row_operations: int = 0         # of all matrix products, for one token
     context_operations: int = 0     # of attention, for one token and per token before it
     page_bytes: int = 0             # keys and values of PAGE_TOKENS tokens
@@ -52,6 +74,20 @@ class Work:
 
     def __add__(self, other: "Work") -> "Work":
         return Work(*(getattr(self, field.name) + getattr(other, field.name) for field in dataclasses.fields(self)))
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of the matrices of all experts."""
+        return sum(count * each.n_bytes for each, count in self.grouped.items())
+
+    def expert_bytes_read(self, rows: int) -> int:
+        """About how many of them a pass or a step of so many rows reads."""
+        return round(sum(count * each.n_bytes * each.touched(rows) for each, count in self.grouped.items()))
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of weights that a step of one row does not read."""
+        return self.expert_bytes - self.expert_bytes_read(1)
 
 
 # ---- how long a stage takes ------------------------------------------------------------------------------------
@@ -71,9 +107,10 @@ LAYER_SECONDS = 260e-6      # what the host takes to queue one layer of one micr
 class StageCosts:
     """How long a stage's passes take, by the work of its layers and the speed of its card."""
 
-    def __init__(self, card, hidden_dim: int, work: Work, speed: probe.Speed | None = None):
-        """speed: that of the card; by default what the probe or the table of cards says."""
-        self.card, self.hidden_dim, self.work = card, hidden_dim, work
+    def __init__(self, card, hidden_dim: int, work: Work, speed: probe.Speed | None = None, in_one: bool = False):
+        """speed: that of the card; by default what the probe or the table of cards says. in_one: whether passes go
+        without micro-batches, each of which would bring experts from the host."""
+        self.card, self.hidden_dim, self.work, self.in_one = card, hidden_dim, work, in_one
         self._speed = speed
         self.product_time = functools.cache(self.product_time)
 
@@ -104,7 +141,7 @@ class StageCosts:
         their own, since smaller tiles serve them faster. An emulated card gets one: its processors are never partly
         idle.
         """
-        if self.card.kind == "emulated":
+        if self.card.kind == "emulated" or self.in_one:
             return [n]
         least = max(q8_gemm.filling_rows(self.card, self.hidden_dim), MICRO_BATCH_ROWS)
         seconds = n * self.work.row_operations / self.speed.dot / PEAK_SHARE
@@ -117,16 +154,20 @@ class StageCosts:
         return sorted(sizes, reverse=True) + [rest] * (rest > 0)
 
     def product_time(self, rows: int) -> int:
-        """How long the products of a pass take, in a unit that compares passes on this card; 0 for 0 rows."""
-        sizes = self.micro_batches(rows)
-        return sum(count * q8_gemm.relative_time(self.card, n, k, sizes)
-                   for (n, k), count in self.work.products.items()) if rows else 0
+        """How long the products of a pass take, in a unit that compares passes on this card; 0 for 0 rows. The products
+        of experts count as one product with the matrices of all of them, of as many rows as an expert has."""
+        sizes, time = self.micro_batches(rows), functools.partial(q8_gemm.relative_time, self.card)
+        return (sum(count * time(n, k, sizes) for (n, k), count in self.work.products.items())
+                + sum(count * time(each.n * each.n_experts, each.k, [each.rows_of_one(size) for size in sizes])
+                      for each, count in self.work.grouped.items())) if rows else 0
 
     def pass_seconds(self, rows: int) -> float:
-        """About how long a pass takes at the beginning of a prompt. A pass costs some time however few its rows are."""
+        """About how long a pass takes at the beginning of a prompt. A pass costs some time however few its rows are,
+        for each of its products, and since a few rows meet most of the experts, whose weights must all be read."""
         as_rows = self.product_time(rows) * LARGEST_CHUNK / max(self.product_time(LARGEST_CHUNK), 1)
-        own = PRODUCT_SECONDS * self.work.products.total()
-        return own + as_rows * self.work.row_operations / self.speed.dot / PEAK_SHARE
+        own = PRODUCT_SECONDS * (self.work.products.total() + self.work.grouped.total())
+        reading = self.work.expert_bytes_read(rows) / self.speed.read / PEAK_SHARE
+        return own + max(as_rows * self.work.row_operations / self.speed.dot / PEAK_SHARE, reading)
 
     def context_seconds(self) -> float:
         """How much longer a row takes for each token before it."""
@@ -325,9 +366,22 @@ def choose_sizes(stages: list, demand: "Demand") -> CacheSizes:
         n_checkpoints = min(n_checkpoints, budget // max(stage.state_bytes, 1))
     host_memory = d.checkpoint_host_memory
     if host_memory is None:
-        host_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8
+        host_memory = machine_bytes() // 8
     n_host = host_memory // max(sum(stage.state_bytes for stage in stages), 1)
     return CacheSizes(d.slots, max_pages, n_pages, max(n_checkpoints, LEAST_CHECKPOINTS), min(n_host, n_pages))
+
+
+HOST_MEMORY_SHARE = 0.9         # of the machine's memory, for experts at most
+
+
+def machine_bytes() -> int:
+    """Memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def exceeds_machine(n_bytes: int) -> bool:
+    """Whether experts of so many bytes are too much for this machine's memory."""
+    return n_bytes > HOST_MEMORY_SHARE * machine_bytes()
 
 
 # ---- which layers go where -------------------------------------------------------------------------------------
@@ -348,6 +402,7 @@ class Demand:
     checkpoint_host_memory: int | None = None
     split: tuple[int, ...] | None = None
     drafts: int = 0             # most drafts of an answer in a decode step
+    expert_memory: int | None = None    # bytes of each card for experts; None: for all, if they fit
     packed: bool = False        # passes are over parts of several texts, one for each slot, and nothing is decoded
 
     @property
@@ -365,6 +420,8 @@ class Demand:
             raise RequestError("chunk", f"chunk must be at most {LARGEST_CHUNK}, not {self.chunk}")
         if self.n_ctx > LONGEST_CTX:
             raise RequestError("ctx", f"ctx must be at most {LONGEST_CTX}, not {self.n_ctx}")
+        if self.expert_memory is not None and self.expert_memory < 0:
+            raise RequestError("expert_memory", f"expert_memory must be 0 or more, not {self.expert_memory}")
         if self.kv_tokens is not None and self.kv_tokens < self.n_ctx:
             raise RequestError("kv_tokens", f"kv_tokens must be at least the {self.n_ctx} tokens of a context, not "
                                             f"{self.kv_tokens}")
@@ -377,10 +434,11 @@ class Blueprint(Protocol):
     n_layers: int
     hidden_dim: int
     context_length: int                 # tokens the model was made for
+    parameters: str                     # how many there are, for people
 
     def stage(self, card: PlannedCard, layers: range, demand: Demand, chunk: int | None):
         """A stage of these layers on a card that only counts. It has card, layers, chunk, costs (StageCosts),
-        weight_bytes, page_bytes, state_bytes, and allocate(sizes, n_groups)."""
+        weight_bytes, page_bytes, state_bytes, store (an ExpertStore or None), and allocate(sizes, n_groups)."""
 
     def layer(self, card: PlannedCard, index: int) -> Work:
         """Allocates the weights of a layer on the card and returns its Work."""
@@ -434,6 +492,7 @@ class LayerCosts:
         self.head_bytes = blueprint.head_bytes(counting)
         self.weight_bytes = list(itertools.accumulate(sizes))   # of the layers before each
         self.works = list(itertools.accumulate(works))          # Work of the layers before each
+        self.expert_bytes = self.works[-1].expert_bytes
 
     def between(self, start: int, end: int, field: str) -> int:
         """The sum of a field of Work over the layers start .. end - 1."""
@@ -449,11 +508,16 @@ class LayerCosts:
         """Seconds of a decode step of one answer."""
         head = self.head_bytes * (end == self.n_layers)
         n_bytes = self.memory(start, end, pages_for(context), 2) + head        # states are read and written
-        return n_bytes / self.speeds[stage].read / PEAK_SHARE
+        return (n_bytes - self.between(start, end, "idle_bytes")) / self.speeds[stage].read / PEAK_SHARE
 
-    def memory(self, start: int, end: int, n_pages: int, n_states: int, n_slots: int = 0) -> int:
-        """Bytes of weights, pages, states, and records of checks."""
-        return (self.weight_bytes[end] - self.weight_bytes[start] + n_pages * self.between(start, end, "page_bytes")
+    def memory(self, start: int, end: int, n_pages: int, n_states: int, n_slots: int = 0,
+               expert_memory: int | None = None) -> int:
+        """Bytes of weights, pages, states, and records of checks. expert_memory: see Demand."""
+        elsewhere = 0
+        if expert_memory is not None:
+            elsewhere = max(self.between(start, end, "expert_bytes") - expert_memory, 0)
+        return (self.weight_bytes[end] - self.weight_bytes[start] - elsewhere
+                + n_pages * self.between(start, end, "page_bytes")
                 + n_states * self.between(start, end, "state_bytes")
                 + n_slots * self.between(start, end, "record_bytes"))
 
@@ -483,7 +547,8 @@ def place_layers(blueprint: Blueprint, cards: list, demand: Demand, costs: Layer
         """The best split by seconds(stage, start, end, context) of those that fit, with no pass beyond `slowest`."""
         def cost(stage, start, end):
             if n_pages is not None and costs.memory(
-                    start, end, n_pages, n_states, demand.slots) > left[stage] - wasted[stage]:
+                    start, end, n_pages, n_states, demand.slots,
+                    demand.expert_memory) > left[stage] - wasted[stage]:
                 return math.inf
             within = costs.prefill_seconds(stage, start, end, context) <= slowest * (1 + 1e-9)
             return seconds(stage, start, end, context) if within else math.inf
@@ -509,7 +574,7 @@ def memory_for_layers(blueprint: Blueprint, cards: list, demand: Demand, costs: 
     sampled = plan_stages(blueprint, cards, dataclasses.replace(
         demand, chunk=demand.chunk or CHUNK, kv_tokens=least * PAGE_TOKENS, checkpoint_memory=0), samples)
     return [stage.free - stage.total
-            + costs.memory(stage.layers.start, stage.layers.stop, least, n_states, demand.slots)
+            + costs.memory(stage.layers.start, stage.layers.stop, least, n_states, demand.slots, demand.expert_memory)
             for stage in sampled.stages]
 
 
@@ -614,6 +679,14 @@ def most(low: int, high: int, fits) -> int | None:
     return low
 
 
+def free_of_disk(folder: Path) -> int:
+    """Bytes for files in a folder, which need not exist yet."""
+    folder = folder.absolute()
+    return shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.exists())).free
+
+
+EXPERT_SHARES = 64          # so finely is memory for experts chosen
+HIT_RATES = 0.8, 0.9, 0.95  # of experts on the card, of which a plan says what they cost
 MOST_CARDS = 16             # `Planner.changes` proposes up to so many cards
 
 
@@ -627,10 +700,22 @@ class Planner:
                                        "many")
         self.blueprint, self.demand, self.cards, self.spare = blueprint, demand, cards, list(spare)
         self.plan = self.planned()
+        if demand.expert_memory is not None and not self.costs.expert_bytes:
+            raise RequestError("expert_memory", f"expert_memory: {blueprint.name} has no experts")
+        if not self.plan.fits and demand.expert_memory is None and self.costs.expert_bytes:
+            self._move_experts()
 
     @functools.cached_property
     def costs(self) -> LayerCosts:
         return LayerCosts(self.blueprint, self.cards)
+
+    def _move_experts(self):
+        """Leaves as many experts on the cards as fit, and the others in the host's memory."""
+        unit = self.costs.expert_bytes // EXPERT_SHARES
+        n = most(0, EXPERT_SHARES - 1, lambda n: self.planned(expert_memory=n * unit).fits)
+        if n is not None:
+            self.demand = dataclasses.replace(self.demand, expert_memory=n * unit)
+            self.plan = self.planned()
 
     def planned(self, **changes) -> Plan:
         """The Plan, whether it fits or not, with other fields of the demand."""
@@ -692,11 +777,17 @@ class Planner:
         return added, min(found.busy), hops / (step + hops)
 
     def report(self) -> str:
-        """The plan for people: the table, the longest context, and what hops are expected to cost."""
-        plan, d, longest = self.plan, self.demand, self.longest_context()
+        """The plan for people: the table, the longest context, what of the weights a token uses where that is not all,
+        and what hops are expected to cost."""
+        plan, d, longest, work = self.plan, self.demand, self.longest_context(), self.costs.works[-1]
         lines = [plan.table(), "",
                  f"context: {d.contexts} tokens, pages for {plan.sizes.n_pages * PAGE_TOKENS:,}; "
                  + (f"the longest that fits has {longest:,}" if longest else "none fits")]
+        if work.grouped:
+            lines.append(f"{self.blueprint.parameters}: of {show_bytes(work.expert_bytes)} of experts, a token reads "
+                         f"{show_bytes(work.expert_bytes_read(1))}, and 8 tokens of different texts read "
+                         f"{show_bytes(work.expert_bytes_read(8))}")
+        lines += self.expert_lines()
         if len(self.cards) > 1:
             added, busy, decode = self.expected_hops()
             n_passes, hidden_dim = len(self.passes(d.n_ctx)), self.blueprint.hidden_dim
@@ -740,8 +831,36 @@ class Planner:
         """The Plan of another blueprint or on other cards."""
         return Planner(blueprint, cards, dataclasses.replace(self.demand, split=None)).plan
 
+    def expert_lines(self) -> list[str]:
+        """Where experts lie that are not all on the cards, and what that costs, for people."""
+        lines, whole, moved = [], 0.0, 0.0
+        for number, stage in enumerate(self.plan.on_paper):
+            speed, layers = self.costs.speeds[number], stage.layers
+            whole += self.costs.decode_seconds(number, layers.start, layers.stop, self.demand.n_ctx // 2)
+            if store := stage.store:
+                moved += stage.costs.work.expert_bytes_read(1) / speed.link
+                where = f"a file of {show_bytes(store.host_bytes)} in {store.card.cache_dir}" if store.in_file else \
+                    f"{show_bytes(store.host_bytes)} of page-locked host memory"
+                lines.append(f"{stage.card.name}: {store.n_slots} experts of each layer lie on the card, and all in "
+                             + where)
+        if lines:
+            rates, times = (", ".join(found) for found in zip(*(
+                (f"{rate:.0%}", f"{1e3 * (whole + (1 - rate) * moved):.1f}") for rate in HIT_RATES)))
+            lines.append(f"expected time of a token: {1e3 * whole:.1f} ms with all experts on the card, {times} ms "
+                         f"where {rates} of its experts are there and the others come over the link (at the start, "
+                         "this machine's processor is measured, and computes them if that takes less time)")
+        return lines
+
     def check(self):
         """Raises OutOfMemory, with the table and what would help, where the plan does not fit."""
+        stored = [stage.store for stage in self.plan.on_paper if stage.store and stage.store.in_file]
+        if self.plan.fits and stored:
+            needed, folder = sum(store.host_bytes for store in stored), self.cards[0].cache_dir
+            free = free_of_disk(folder)
+            if needed > free:
+                raise OutOfMemory(f"{self.blueprint.name}: its experts take {show_bytes(needed)}; this machine has "
+                                  f"{show_bytes(machine_bytes())} of memory in all, and {show_bytes(free)} are free in "
+                                  f"{folder}: take a smaller weight format or more cards")
         if not self.plan.fits:
             changes = " or ".join(self.changes())
             way_out = f"it would with {changes}" if changes else "nothing else of its size would: take a smaller model"

@@ -44,7 +44,7 @@ class Scratch:
     projected   products of a stack, float32, flat: rows are `Stack.stride` apart
     activations width -> Activation: what enters a stack (hidden), or the `out_proj` of a mixer
     inner       Activation: what enters the `down` of an MLP
-    and the arrays that kinds of mixers name in their `scratch`.
+    and the arrays and Activations that kinds of mixers and MLPs name in their `scratch`.
     """
 
     def __init__(self, arrays: dict[str, Array]):
@@ -54,10 +54,10 @@ class Scratch:
             kind, _, form = name.partition(" ")
             if form == "x":
                 activation = Activation(array.shape[1], array, arrays[f"{kind} q"], arrays[f"{kind} d"])
-                if kind == "inner":
-                    self.inner = activation
-                else:
+                if kind.isdigit():
                     self.activations[activation.k] = activation
+                else:
+                    setattr(self, kind, activation)
             elif not form:
                 setattr(self, name, array)
 

@@ -62,7 +62,8 @@ class TextEngine(Protocol):
         """Counts for /metrics. Of this moment: requests_running, requests_waiting, kv_pages, kv_pages_used,
         checkpoints, checkpoints_on_card. Since the start: prompt_tokens, of those cached_tokens, generated_tokens,
         checkpoints_spilled, checkpoints_fetched, checkpoints_dropped; and tuples with a count for each position of a
-        draft in its check, drafts_checked and drafts_accepted."""
+        draft in its check, drafts_checked and drafts_accepted. If cards hold only some of the experts of a model,
+        also those of engine/expert_store.py (Counts), each with "expert_" before its name."""
 
     @abstractmethod
     def count_pipes(self) -> dict | None:

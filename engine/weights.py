@@ -2,13 +2,15 @@
 
     Weights       FileWeights     SyntheticWeights      what a model has, on no card yet
     Loader        FileLoader      SyntheticLoader       puts it on one card: `Weights.loading`
-    Matrix, Stack                                       what it becomes there
+    Matrix, Stack, Experts                              what it becomes there
 """
 
 import contextlib
 import itertools
+import math
 import re
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +20,7 @@ from engine.request import ModelError
 from kernels import finite, formats, quant_gemv, synthetic
 from kernels.card import Array, Card
 from kernels.formats import FLOATS, FORMATS
-from kernels.operands import Matrix
+from kernels.operands import Experts, Matrix
 from kernels.upload import PIECE, Feeder
 
 
@@ -48,8 +50,11 @@ class Loader:
     """Puts tensors on a card. This class only allocates them, which suffices for plans of memory (engine/plan.py);
     subclasses fill in values.
 
-    shapes: name -> row-major shape of every tensor. type_of(name): the tensor's type, as GGUF has it.
+    shapes: name -> row-major shape of every tensor. type_of(name): the tensor's type, as GGUF has it. store: where
+    experts go of which the card holds only some (engine/expert_store.py), else None.
     """
+
+    store = None
 
     def __init__(self, card: Card, shapes: dict[str, tuple[int, ...]], type_of):
         self.card, self.shapes, self.type_of = card, shapes, type_of
@@ -62,7 +67,7 @@ class Loader:
         ends = list(itertools.accumulate(self.shapes[name][0] for name in names))
         matrix = alloc_matrix(self.card, format, ends[-1], k, " + ".join(names))
         for name, end in zip(names, ends):
-            self.fill(matrix.rows(end - self.shapes[name][0], end), name)
+            self.fill([matrix.rows(end - self.shapes[name][0], end)], name)
         return matrix
 
     def stack(self, *names: str) -> Stack:
@@ -74,12 +79,77 @@ class Loader:
             column += matrix.n
         return Stack(tuple(parts), column + -column % 4)
 
-    def fill(self, rows: Matrix, name: str):
-        """Give the rows of a matrix the values of a tensor."""
+    def experts(self, *names: str) -> Experts:
+        """The Experts of one tensor [n_experts, n, k], or of several of one type and of one k. Each expert then has its
+        rows of the first tensor, below them those of the second. Raises OutOfMemory."""
+        if self.store:
+            return self.store.add(*names)
+        format, (n_experts, _, k), title = self.type_of(names[0]), self.shapes[names[0]], " + ".join(names)
+        assert all((self.type_of(name), self.shapes[name][2]) == (format, k) for name in names)
+        ends = list(itertools.accumulate(self.shapes[name][1] for name in names))
+        n = ends[-1]
+        experts = Experts(alloc_matrix(self.card, format, n_experts * n, k, title), n,
+                          self.card.alloc((n_experts, 2), np.uint64, f"{title} places"))
+        for name, end in zip(names, ends):
+            start = end - self.shapes[name][1]
+            self.fill((experts.slot(i).rows(start, end) for i in range(n_experts)), name)
+        self.card.copy_in(experts.places, places_of_slots(experts, n_experts))
+        return experts
+
+    def expert_stack(self, *names: str) -> tuple[tuple[int, Experts], ...]:
+        """(first column, Experts) of tensors that read the same input; successive ones of one type are one Experts."""
+        parts, column = [], 0
+        for _, group in itertools.groupby(names, self.type_of):
+            experts = self.experts(*group)
+            parts.append((column, experts))
+            column += experts.n
+        return tuple(parts)
+
+    def fill(self, parts: Iterable[Matrix], name: str):
+        """Give matrices of equal sizes the values of a tensor, whose rows they are, one matrix after the other."""
 
     def vector(self, name: str) -> Array:
         """A norm weight, a bias or another small tensor, as float32 in its own shape."""
-        return self.card.alloc(self.shapes[name], np.float32, name)
+        array = self.card.alloc(self.shapes[name], np.float32, name)
+        self.fill_floats(array, name)
+        return array
+
+    def float_matrix(self, *names: str) -> Matrix:
+        """A float32 Matrix of several tensors, stacked row after row. A tensor of one dimension is one row."""
+        k = self.shapes[names[0]][-1]
+        ends = list(itertools.accumulate(math.prod(self.shapes[name]) // k for name in names))
+        matrix = alloc_matrix(self.card, "F32", ends[-1], k, " + ".join(names))
+        for name, start, end in zip(names, [0, *ends], ends):
+            self.fill_floats(matrix.values[start:end], name)
+        return matrix
+
+    def fill_floats(self, array: Array, name: str):
+        """Give a float32 array the values of a small tensor."""
+
+
+class Tensors:
+    """The tensors of block `index`, through a Loader, by their names in the block."""
+
+    def __init__(self, loader: Loader, index: int):
+        self.loader, self.prefix = loader, f"blk.{index}."
+
+    def _names(self, names) -> list[str]:
+        return [f"{self.prefix}{name}.weight" for name in names]
+
+    def matrix(self, name: str) -> Matrix:
+        return self.loader.matrix(*self._names([name]))
+
+    def stack(self, *names: str) -> Stack:
+        return self.loader.stack(*self._names(names))
+
+    def experts(self, *names: str) -> tuple[tuple[int, Experts], ...]:
+        return self.loader.expert_stack(*self._names(names))
+
+    def float_matrix(self, *names: str) -> Matrix:
+        return self.loader.float_matrix(*self._names(names))
+
+    def vector(self, name: str) -> Array:
+        return self.loader.vector(self.prefix + name)
 
 
 class FileLoader(Loader):
@@ -92,21 +162,23 @@ class FileLoader(Loader):
         self.flags = card.zeros(len(tensors), np.uint32, "flags of damaged tensors")
         self.flag_of = {name: self.flags[i:i + 1] for i, name in enumerate(tensors)}
 
-    def fill(self, rows: Matrix, name: str):
+    def fill(self, parts: Iterable[Matrix], name: str):
         """Sends the bytes of a tensor to the card, where a kernel repacks them and looks for damage."""
-        data, flag = self.gguf.data(name), self.flag_of[name]
-        if rows.is_quantized:
-            format = FORMATS[rows.format]
-            for first, raw in self.feeder.pieces(data, format.file_bytes):
-                formats.repack(self.card, format, rows.values, rows.scales, raw, flag, first, rows.k)
-        else:
-            to = rows.values.reshape(-1).view(np.uint8)
-            for first, raw in self.feeder.pieces(data, 1):
-                self.card.copy(to[first:first + raw.size], raw)
-            finite.find_nonfinite(self.card, rows.values, flag)
+        parts, data, flag = list(parts), self.gguf.data(name), self.flag_of[name]
+        format = FORMATS.get(parts[0].format)
+        unit = format.file_bytes if format else 1
+        for first, raw in self.feeder.pieces(data, unit):
+            for part, at, piece in cut(parts, data.nbytes // len(parts), first * unit, raw):
+                if format:
+                    formats.repack(self.card, format, part.values, part.scales, piece, flag, at // unit, part.k)
+                else:
+                    self.card.copy(part.values.reshape(-1).view(np.uint8)[at:at + piece.size], piece)
+        for part in parts:
+            if not format:
+                finite.find_nonfinite(self.card, part.values, flag)
 
-    def vector(self, name: str) -> Array:
-        return self.card.upload(self.gguf.floats(name), name)
+    def fill_floats(self, array: Array, name: str):
+        self.card.copy_in(array, self.gguf.floats(name).reshape(array.shape))
 
     def check(self):
         """Raises ModelError if a matrix holds a value that is not a finite number."""
@@ -118,21 +190,39 @@ class FileLoader(Loader):
                              "not a finite number")
 
 
+def places_of_slots(experts: Experts, n_experts: int) -> np.ndarray:
+    """What `Experts.places` says of n_experts experts that lie in the slots of their own numbers."""
+    arrays, numbers = (experts.home.values, experts.home.scales), np.arange(n_experts, dtype=np.uint64)
+    steps = np.array([array.nbytes // n_experts if array is not None else 0 for array in arrays], np.uint64)
+    return np.array(experts.addresses(0), np.uint64) + numbers[:, None] * steps
+
+
+def cut(parts: list[Matrix], part_bytes: int, start: int, raw: Array):
+    """Yields (part, its first byte there, bytes) for each of the parts of a tensor that has bytes in `raw`. Each part
+    has part_bytes of the tensor, and raw has those from `start` on."""
+    end = start + raw.size
+    for index in range(start // part_bytes, -(-end // part_bytes)):
+        first = index * part_bytes
+        low, high = max(start, first), min(end, first + part_bytes)
+        yield parts[index], low - first, raw[low - start:high - start]
+
+
 class SyntheticLoader(Loader):
     """Makes random tensors on the card. The values of a tensor depend on its name and type alone."""
 
-    # The small tensors have the ranges of trained models; vectors that are not named here lie around 1.
-    RANGES = {"ssm_a": (-8.0, -0.05), "ssm_dt.bias": (-5.0, 1.0), "ssm_conv1d.weight": (-0.6, 0.6)}
+    # The small tensors have the ranges of trained models; vectors that are not named here lie around 1. Logits of a
+    # router deviate by about 1.
+    RANGES = {"ssm_a": (-8.0, -0.05), "ssm_dt.bias": (-5.0, 1.0), "ssm_conv1d.weight": (-0.6, 0.6),
+              "ffn_gate_inp.weight": (-0.04, 0.04), "ffn_gate_inp_shexp.weight": (-0.04, 0.04)}
 
-    def fill(self, rows: Matrix, name: str):
-        synthetic.random_matrix(self.card, FORMATS[rows.format], rows.values, rows.scales, rows.n, rows.k,
-                                zlib.crc32(name.encode()))
+    def fill(self, parts: Iterable[Matrix], name: str):
+        for i, part in enumerate(parts):
+            seed = zlib.crc32((f"{name} {i}" if i else name).encode())
+            synthetic.random_matrix(self.card, FORMATS[part.format], part.values, part.scales, part.n, part.k, seed)
 
-    def vector(self, name: str) -> Array:
-        array = super().vector(name)
+    def fill_floats(self, array: Array, name: str):
         low, high = self.RANGES.get(re.sub(r"^blk\.\d+\.", "", name), (0.9, 1.1))
         synthetic.random_uniform(self.card, array, low, high, zlib.crc32(name.encode()))
-        return array
 
 
 class Weights:
@@ -192,5 +282,5 @@ class SyntheticWeights(Weights):
 
 
 def fits_blocks(shape: tuple[int, ...], format: str) -> bool:
-    """Whether the rows of a matrix are a whole number of a format's blocks."""
-    return shape[1] % FORMATS[format].file_block == 0
+    """Whether the rows of a matrix, or of the matrices of experts, are a whole number of a format's blocks."""
+    return shape[-1] % FORMATS[format].file_block == 0

@@ -16,7 +16,8 @@ do not know of each other.
 
 Host memory. `copy_in` reads pageable memory during the call. It reads pinned memory (`card.pinned`) when the copy runs,
 so pinned memory must stay alive and unchanged until the copy has run. `copy_out` into pageable memory returns when the
-copy is done; `copy_out` into pinned memory returns at once.
+copy is done; `copy_out` into pinned memory returns at once. Kernels read and write pinned memory by its address:
+`card.mapped` gives such memory as an Array and as a NumPy array, `card.attach` makes an Array of pinned memory.
 
 Record and replay. Inside `with card.record() as recording`, the launches, fills and copies within the card that this
 thread makes are recorded instead of run, with the arguments they have at that moment. `recording.replay()` runs all of
@@ -82,6 +83,21 @@ class Memory:
         card, self.card = self.card, None
         if card is not None:
             card._return(self)
+
+    __del__ = release
+
+
+class HostMemory(Memory):
+    """Host memory that a card reads and writes by its address, see `Card.attach`. The bytes are of the host, and stay
+    when the card lets go of them."""
+
+    __slots__ = ()
+
+    def release(self):
+        card, self.card = self.card, None
+        if card is not None:
+            card._forget(self)
+            self.backing = None
 
     __del__ = release
 
@@ -404,10 +420,38 @@ class Card:
         self.n_freed += 1
         array.memory.release()
 
+    def attach(self, host, name=""):
+        """An Array over the bytes of `host`, a NumPy array of this machine's memory: kernels read and write them by
+        their address, over the link. On a real card `host` must be page-locked (`pinned`): such memory has one address
+        for the host and for all cards. Raises CardError. What the card writes is there for the host when the kernel
+        has ended, or when the kernel says so with `publish` (kernels/intrinsics.py)."""
+        if not (host.flags.c_contiguous and host.nbytes):
+            raise CardError(f"{name or 'host memory'} must be contiguous, and not empty")
+        if not self._reaches(host):
+            raise CardError(f"{self.name} reads host memory only if it is page-locked; {name or 'this'} is not")
+        ptr = host.ctypes.data
+        with self._memory_lock:
+            self.allocations[ptr] = host.nbytes, name
+        return Array(HostMemory(self, ptr, host.nbytes, name, host), ptr, host.shape, host.dtype, name)
+
+    def mapped(self, shape, dtype, name=""):
+        """(Array, ndarray) of the same new bytes, zeros, in page-locked host memory: see `attach`."""
+        host = self.pinned(shape, dtype)
+        host.fill(0)
+        return self.attach(host, name), host
+
+    def _reaches(self, host):
+        """Whether kernels of this card can read the memory of a NumPy array."""
+        return is_pinned(host)
+
     def _return(self, memory):
         with self._memory_lock:
             self.allocations.pop(memory.ptr, None)
             self._give(memory)
+
+    def _forget(self, memory):
+        with self._memory_lock:
+            self.allocations.pop(memory.ptr, None)
 
     # -- copies --
 
@@ -586,6 +630,12 @@ class Card:
             self._recording = None
             self._end_recording(recording)
 
+    @property
+    def defers(self):
+        """Whether launches of this thread are now recorded or collected, instead of run."""
+        thread, recording = threading.get_ident(), self._recording
+        return thread in self._collecting or recording is not None and recording.thread == thread
+
     @contextmanager
     def on(self, stream):
         """Operations that this thread queues inside without naming a stream go to `stream`."""
@@ -699,6 +749,9 @@ class PlannedCard(Card):
 
     def pinned(self, shape, dtype):
         return np.empty(shape, dtype)
+
+    def _reaches(self, host):
+        return True
 
     def stream(self, name=""):
         return _PlannedStream(self)

@@ -299,6 +299,46 @@ def arrive(context, array, index):
     return uint32(array, uint32), codegen
 
 
+# ---- flags between the card and the host --------------------------------------------------------------------
+# In memory that both reach (`mapped` in kernels/card.py). Whoever sees a flag that `publish` has raised sees, too, what
+# the thread had written before, and what other threads had written before a barrier with it. A host that polls the
+# flag reads it first and the rest afterwards, and raises its own flag last.
+
+def _global_word(context, builder, signature, values):
+    pointer = _word_pointer(context, builder, signature.args[0], values[0], values[1], 1)
+    return builder.addrspacecast(pointer, ir.IntType(32).as_pointer(_GLOBAL))
+
+
+@intrinsic
+def poll(context, array, index):
+    """The uint32 at `index` as the host or the card last wrote it, with all that was written before it."""
+    def codegen(context, builder, signature, values):
+        pointer = _global_word(context, builder, signature, values)
+        function = ir.FunctionType(ir.IntType(32), [pointer.type])
+        return builder.asm(function, "ld.acquire.sys.global.u32 $0, [$1];", "=r,l,~{memory}", [pointer], True)
+    return uint32(array, uint32), codegen
+
+
+@intrinsic
+def publish(context, array, index, word):
+    """Writes the uint32 at `index` for host and card, after all that came before."""
+    def codegen(context, builder, signature, values):
+        pointer = _global_word(context, builder, signature, values)
+        function = ir.FunctionType(ir.VoidType(), [pointer.type, ir.IntType(32)])
+        builder.asm(function, "st.release.sys.global.u32 [$0], $1;", "l,r,~{memory}", [pointer, values[2]], True)
+        return context.get_dummy_value()
+    return types.void(array, uint32, uint32), codegen
+
+
+@intrinsic
+def nanoseconds(context):
+    """The time of a clock of the card, in steps of about a microsecond -> uint64."""
+    def codegen(context, builder, signature, values):
+        function = ir.FunctionType(ir.IntType(64), [])
+        return builder.asm(function, "mov.u64 $0, %globaltimer;", "=l,~{memory}", [], True)
+    return uint64(), codegen
+
+
 # ---- launches that overlap ---------------------------------------------------------------------------------
 # From Hopper on, a kernel that calls `wait_for_previous` starts while the previous kernel of its stream is still
 # running: as soon as all blocks of the previous kernel have called `let_next_begin` or ended, wherever an SM has room.

@@ -315,14 +315,15 @@ def store_half(q, d, i, inside, w0, w1, w2, w3, scale):
 
 
 @cuda.jit(device=True, forceinline=True)
-def copy_into_planes(q, d, xq, xd, k, thread, threads):
-    """Copies a column (xq, xd) into shared memory (q, d), in planes. The whole block of threads calls; each thread has
-    the loads of two half blocks in flight."""
+def copy_into_planes(q, d, xq, xd, start, k, thread, threads):
+    """Copies the column of (xq, xd) that starts at block `start` into shared memory (q, d), in planes. The whole block
+    of threads calls; each thread has the loads of two half blocks in flight."""
     halves, i, first = uint32(k >> uint32(4)), thread, uint32(thread & uint32(0xFFFFFFE0))  # first: of the warp
+    skipped = uint32(start << uint32(1))
     while first < halves:
         j = uint32(i + threads)
-        a0, a1, a2, a3, a = load_half(xq, xd, i, i < halves)
-        b0, b1, b2, b3, b = load_half(xq, xd, j, j < halves)
+        a0, a1, a2, a3, a = load_half(xq, xd, uint32(skipped + i), i < halves)
+        b0, b1, b2, b3, b = load_half(xq, xd, uint32(skipped + j), j < halves)
         store_half(q, d, i, i < halves, a0, a1, a2, a3, a)
         store_half(q, d, j, j < halves, b0, b1, b2, b3, b)
         i, first = uint32(j + threads), uint32(first + threads + threads)
@@ -608,7 +609,8 @@ def gemv_kernel(decoder, columns, shape, fused, planes):
             start(raw, w_rows, k, lane, wq, wd)
         book = load_book(uint32(uint32(warp << uint32(5)) + lane), uint32(threads))
         wait_for_previous()
-        copy_into_planes(q, d, xq, xd, k, uint32(uint32(warp << uint32(5)) + lane), uint32(threads))
+        thread = uint32(uint32(warp << uint32(5)) + lane)
+        copy_into_planes(q, d, xq, xd, uint32(0), k, thread, uint32(threads))
         cuda.syncthreads()
         work(raw, book, y, stride, wq, wd, q, d, n, k, add, lane, group, last, uint32(0), uint32(1))
 

@@ -375,6 +375,38 @@ def pageable_memory_is_read_at_the_call(card):
 
 
 @case
+def mapped(card):
+    """The same bytes for the host and for kernels; views of them, too."""
+    before, n_allocations = card.free_bytes, len(card.allocations)
+    array, host = card.mapped((4, N), np.float32, "both")
+    assert is_pinned(host) and not host.any() and array.shape == host.shape and card.free_bytes <= before
+    host[1] = numbers()
+    y = card.zeros(N, np.float32)
+    card.launch(add_scaled, 8, 128, array[1], y, N, 2.0)
+    card.launch(add_scaled, 8, 128, y, array[3], N, 1.0)
+    card.synchronize()
+    np.testing.assert_array_equal(host[3], numbers() * np.float32(2))
+    twice = card.attach(host[2:], "half of it")
+    assert twice.ptr == array[2].ptr
+    np.testing.assert_array_equal(card.download(twice)[1], host[3])
+    card.poison(twice)
+    card.synchronize()
+    assert np.isnan(host[2:]).all() and not np.isnan(host[:2]).any()
+    card.free(twice)
+    assert np.isnan(host[2]).all()                      # the bytes are of the host
+    with pytest.raises(CardError, match="was freed"):
+        card.download(twice)
+    del array, twice, y
+    gc.collect()
+    assert len(card.allocations) == n_allocations
+    with pytest.raises(CardError, match="contiguous"):
+        card.attach(host[:, 1])
+    if card.kind != "emulated":
+        with pytest.raises(CardError, match="only if it is page-locked; words is not"):
+            card.attach(np.zeros(4), "words")
+
+
+@case
 def pinned(card):
     host = card.pinned((3, 4), "float16")
     assert host.shape == (3, 4) and host.dtype == np.float16

@@ -104,6 +104,7 @@ def test_default_is_one_card_where_that_suffices(monkeypatch):
     ("synthetic:tiny", 2, {"slots": 3, "chunk": 128, "split": (3, 1)}),
     (str(ROOT / "tests" / "data" / "tiny-Q8_0.gguf"), 2, {"slots": 2}),        # with a draft block on the last card
     ("synthetic:tiny", 1, {"kv_tokens": 20000, "checkpoint_memory": 10 * MB, "ctx": 64}),
+    ("synthetic:tiny-moe+mtp", 2, {"slots": 3, "chunk": 128}),
 ], ids=str)
 def test_plan_says_what_is_allocated(model, n_cards, options):
     opened, cards = open_model(model), [EmulatedCard(n, memory_bytes=700 * MB) for n in range(n_cards)]

@@ -13,8 +13,8 @@ import pytest
 import qengine
 from kernels import advance, assembler, attend_decode, attention, checkpoint
 from kernels import compile as compiler
-from kernels import (decode_tile, draft_head, draft_input, draft_list, gdn_decode, kv_cache, ngram, norm, pool,
-                     q8_gemv, quantize, rope)
+from kernels import (decode_tile, draft_head, draft_input, draft_list, expert_gemm, gdn_decode, host_experts, kv_cache,
+                     ngram, norm, pool, q8_gemv, quantize, rope, route)
 from kernels.card import Array
 from kernels.emulated.card import EmulatedCard
 from kernels.formats import FORMATS
@@ -119,6 +119,16 @@ def draft_kernels():
         yield draft_input.input_kernel(store), out, *[x] * 4, i, i, *[x] * 3, "uint32", "float32"
 
 
+def kernels_of_routing():
+    """The router of a mixture of experts, for the fewest, the usual and the most experts, alone and behind the norm; and
+    the groups of its pairs."""
+    i, x, n = "int32[1]", "float32[1]", "uint32"
+    for k, *which in (256, 1, 2), (2048, 8, 8), (4096, 16, 10):
+        yield route.route_kernel(*which), i, x, x, *[n] * 3
+        yield (route.norm_route_kernel(k, *which), i, x, x, "uint32[1]", "int8[1]", x, x, x, x, *[n] * 3, "float32")
+    yield route.group_kernel, *[i] * 5, *[n] * 3
+
+
 def kernels_of_checks():
     """Those between two checks of several rows."""
     i, u, n = "int32[1]", "uint32[1]", "uint32"
@@ -135,6 +145,27 @@ def checks_of_the_delta_rule():
                i, i, *[n] * 3, "float32")
 
 
+def kernels_of_experts():
+    """Products of prompts with experts, of Q8_0 and of floats, those of floats in decode steps, and the sum."""
+    i, x, n, places = "int32[1]", "float32[1]", "uint32", "uint64[1]"
+    for shape in expert_gemm.SHAPES.values():
+        kernel = expert_gemm.grouped(Q8_0, shape)
+        yield kernel, x, "int8[1]", "uint16[1]", "int8[1]", x, places, *[i] * 3, *[n] * 4
+    for stored in expert_gemm.WEIGHT_AT:
+        w = x if stored == np.float32 else "uint16[1]"
+        yield expert_gemm.FLOAT_GEMM[stored], x, w, x, places, *[i] * 3, *[n] * 4
+        yield expert_gemm.FLOAT_GEMV[stored], x, w, x, places, i, *[n] * 4
+    for n_used, is_shared in (8, True), (1, False), (31, True):
+        yield expert_gemm.combine_kernel(n_used, is_shared), x, x, i, x, x, n
+
+
+def kernels_beside_the_host():
+    """What a card launches that leaves experts to the host's processor."""
+    i, x, words, n, q = "int32[1]", "float32[1]", "uint32[1]", "uint32", "int8[1]"
+    yield host_experts.hand_over_kernel, words, i, n, q, x, words, i, "uint64[1]", q, x, *[n] * 5
+    yield host_experts.await_kernel, words, words, x, n, n, n
+
+
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     if TARGET not in compiler.supported_ccs():
@@ -145,8 +176,8 @@ def kernels(tmp_path_factory):
     attentions = [kernel for format in KV_FORMATS.values() for kernel in attention_of_other_heads(format)]
     keeping = checkpoint.keep_states_kernel, *["float32[1]"] * 2, "int32[1]", *["float32[1]"] * 2, *["int32[1]"] * 3, \
         *["uint32"] * 6
-    others = *products, *attentions, *kernels_of_pooling(), *draft_kernels(), *kernels_of_checks(), \
-        *checks_of_the_delta_rule(), keeping
+    others = *products, *attentions, *kernels_of_pooling(), *draft_kernels(), *kernels_of_routing(), \
+        *kernels_of_experts(), *kernels_of_checks(), *checks_of_the_delta_rule(), keeping, *kernels_beside_the_host()
     return list(dict.fromkeys([*engine_kernels(tmp_path_factory.mktemp("models")), *others]))
 
 
@@ -198,10 +229,12 @@ CONSTANTS = {
     "tile_kernel": {"wq", "wd"}, "tile_swiglu_kernel": {"wq", "wd"},
     "gdn_decode_kernel": {"conv_w", "ssm_a", "dt_bias", "norm_w", "row_slot"},
     "attend": set(), "rms_norm_quantize_kernel": {"w"},
+    "norm_route_kernel": {"router", "norm_w"},
     "find_best": {"row_slot", "row_pos", "parameters"}, "weigh": {"row_slot", "row_pos", "parameters"},
     "choose": {"row_slot", "row_pos"}, "accept_kernel": set(),
     "draft_rows_kernel": set(), "draft_input_kernel": set(), "draft_kernel": set(), "listed_kernel": set(),
     "advance_kernel": set(), "ngram_kernel": set(), "script_kernel": set(),
+    "hand_over_kernel": set(), "await_kernel": set(),
 }
 # And what those that are `early` may read besides: constants and what earlier steps left. Blocks of `attend` beyond the
 # last unit may end: the others of the launch wait, so that it does not end before.
@@ -318,10 +351,11 @@ def test_what_is_read_too_early_is_found(overlapping):
     read = {"tile_kernel": "xq", "tile_swiglu_kernel": "xd", "gemv_kernel": "xq", "norm_gemv_kernel": "x",
             "gemv_swiglu_kernel": "xd", "norm_gemv_swiglu_kernel": "x",
             "planes_gemv_kernel": "xq", "gdn_decode_kernel": "projected", "attend": "projected",
-            "rms_norm_quantize_kernel": "x", "find_best": "logits", "weigh": "best", "choose": "progress",
-            "accept_kernel": "tokens", "draft_rows_kernel": "outcomes", "draft_input_kernel": "x", "draft_kernel": "logits",
+            "rms_norm_quantize_kernel": "x", "norm_route_kernel": "x",
+            "find_best": "logits", "weigh": "best", "choose": "progress", "accept_kernel": "tokens",
+            "draft_rows_kernel": "outcomes", "draft_input_kernel": "x", "draft_kernel": "logits",
             "listed_kernel": "listed", "advance_kernel": "outcomes", "ngram_kernel": "outcomes",
-            "script_kernel": "outcomes"}
+            "script_kernel": "outcomes", "hand_over_kernel": "experts", "await_kernel": "state"}
     for kernel, types, ptx in overlapping:
         assert read[kernel.__name__] in too_early(kernel, types, ptx.replace(WAIT, ""))
 

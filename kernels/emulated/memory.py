@@ -63,6 +63,11 @@ class Memory(Special):
     # ---- loads ----
 
     def op_ld(self, instr):
+        self._load_all(instr)
+        if "acquire" in instr.mods:
+            self.do("fence acquire")
+
+    def _load_all(self, instr):
         kind, n, place, registers = self._access(instr)
         t, signed = llvm_type(kind), kind[0] == "s"
         if "param" in instr.mods and not isinstance(place.base, Reg):
@@ -230,6 +235,8 @@ class Memory(Special):
         kind, n, place, items = self._access(instr)
         t, size = llvm_type(kind), SIZES[kind]
         self.note_access(instr, place, size * n)
+        if "release" in instr.mods:
+            self.do("fence release")
         pattern = self._pattern(place)
         if pattern is not None and len(set(pattern)) == 1:
             for i, item in enumerate(items):
@@ -526,7 +533,9 @@ class Memory(Special):
     op_fence = op_membar
 
     def op_nanosleep(self, instr):
-        pass
+        """Gives the processor to others, among them whoever is to write what the warp waits for."""
+        nanoseconds = self._last_lane(instr.operands[0], "i32")
+        self.call("usleep", "i32", ("i32", self.op("udiv", "i32", 1, nanoseconds, "1000")))
 
     def op_prefetch(self, instr):
         pass

@@ -43,6 +43,17 @@ _VECTORS = {"grid", "ctaid", "nctaid"}          # fields of three 32-bit numbers
 # Seconds after which a launch is given up, if the warps of a block do nothing but give way to each other.
 PATIENCE = 10
 
+# What `serve` of runtime.ll reads and writes (serving.py): the service, and its mail, where each side has lines of its
+# own.
+SERVICE = {"mail": 0, "table": 8, "n_layers": 16, "n_sizes": 20, "stop": 24, "served": 32, "products": 40, "busy": 48,
+           "program": 56}
+SERVICE_BYTES = 64
+MAIL = {"request": 0, "layer": 4, "size": 8, "products": 12, "trouble": 16, "answer": 128}
+MAIL_BYTES = 256
+# Nanoseconds for which a service looks for its next request without a pause; the share of the time since the last
+# request that each pause has from then on; and the longest pause.
+WAITING = {"spin": 50_000, "share": 16, "most_pause": 4_000_000}
+
 
 class KernelFault(RuntimeError):
     """A kernel has executed `trap`, or waits for ever. The message names the kernel."""
@@ -108,7 +119,7 @@ def _loaded(data, target):
 # ---- the disk cache ----------------------------------------------------------------------------------------
 
 # Files of this package that do not take part in the usual translation.
-_WRITE_NO_CODE = ("card.py", "cards.py", "estimate.py", "watching.py", "counting.py", "checking.py")
+_WRITE_NO_CODE = ("card.py", "cards.py", "serving.py", "estimate.py", "watching.py", "counting.py", "checking.py")
 
 
 @functools.cache
@@ -294,15 +305,23 @@ class _Scratch:
                 self.sizes[i] = n
 
 
-class _Pool:
-    """The helper threads of this process. One program runs at a time."""
+@functools.cache
+def _runtime():
+    """The engine with the workers' functions."""
+    return _loaded(compile_object(_runtime_ir(host()), host()), host())
+
+
+class Pool:
+    """A set of helper threads. One program runs at a time: launches that wait for another program need threads of which
+    that program does not depend, a pool of its own."""
 
     def __init__(self):
         self._lock = threading.Lock()
-        self._engine = _loaded(compile_object(_runtime_ir(host()), host()), host())
-        address = self._engine.get_function_address
+        address = _runtime().get_function_address
         self._run = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3, ctypes.c_int32)(address("run"))
         self._help = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 2)(address("help"))
+        self._serve = ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_int64] * 3)(address("serve"))
+        self._close = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int32)(address("close"))
         self._struct = ctypes.create_string_buffer(128 + 64)
         self._address = -(-ctypes.addressof(self._struct) // 64) * 64
         ctypes.CFUNCTYPE(None, ctypes.c_int64)(address("prepare_pool"))(self._address)
@@ -320,6 +339,21 @@ class _Pool:
         if failed:
             raise KernelFault(explain(program.launches[failed - 1], program.buffer[3]))
 
+    def serve(self, service, programs, n_workers):
+        """Runs `serve` of runtime.ll with the struct at address `service`, until it returns. It may run `programs`."""
+        with self._lock:
+            self._hire(n_workers - 1)
+            for scratch in self._scratch:
+                scratch.fit(map(max, zip(*(program.needs for program in programs))))
+            return self._serve(self._address, service, self._scratch[0].address)
+
+    def close(self):
+        """Ends the helper threads, once no program runs. The pool is of no use afterwards."""
+        with self._lock:
+            self._close(self._address, len(self._threads))
+            for thread in self._threads:
+                thread.join()
+
     def _hire(self, n):
         while len(self._threads) < n:
             self._scratch.append(_Scratch())
@@ -331,7 +365,7 @@ class _Pool:
 
 @functools.cache
 def _pool():
-    return _Pool()
+    return Pool()
 
 
 def _runtime_ir(target):
@@ -340,8 +374,10 @@ def _runtime_ir(target):
     values = {"triple": target.triple, "context.bytes": CONTEXT_BYTES, "barriers.bytes": BARRIERS_BYTES,
               "gives_way": GIVES_WAY, "gives_way.number": GIVES_WAY - 1,
               "cpu_pause": "call void @llvm.x86.sse2.pause()" if x86 else "fence seq_cst",
-              "declare_cpu_pause": "declare void @llvm.x86.sse2.pause()" if x86 else ""}
-    structs = {"launch": LAUNCH, "program": PROGRAM, "scratch": SCRATCH, "pool": POOL, "context": CONTEXT}
+              "declare_cpu_pause": "declare void @llvm.x86.sse2.pause()" if x86 else "",
+              "clock.monotonic": 6 if "darwin" in target.triple else 1}
+    structs = {"launch": LAUNCH, "program": PROGRAM, "scratch": SCRATCH, "pool": POOL, "context": CONTEXT,
+               "service": SERVICE | WAITING, "mail": MAIL}
     for struct, offsets in structs.items():
         for field, offset in offsets.items():
             values[f"{struct}.{field}"] = offset

@@ -1,8 +1,8 @@
 ; The workers of emulated cards: functions that execute launches, blocks and warps on CPU threads, without Python.
 ;
 ; A template: native.py puts values in place of the $-words. A word such as launch.grid.x is a byte offset, here of
-; grid.x in the struct LAUNCH; native.py defines the structs LAUNCH, PROGRAM, SCRATCH and POOL, and translate.py
-; defines CONTEXT. Entry points: prepare_pool, help and run.
+; grid.x in the struct LAUNCH; native.py defines the structs LAUNCH, PROGRAM, SCRATCH and POOL, serving.py SERVICE and
+; MAIL, and translate.py defines CONTEXT. Entry points: prepare_pool, help, run and serve.
 
 target triple = "$triple"
 declare i32 @sem_init(ptr, i32, i32)
@@ -12,6 +12,9 @@ declare i32 @sched_yield()
 declare i32 @llvm.ctlz.i32(i32, i1)
 declare i64 @llvm.umax.i64(i64, i64)
 declare i64 @time(ptr)
+declare i32 @usleep(i32)
+declare i32 @clock_gettime(i32, ptr)
+declare i64 @llvm.umin.i64(i64, i64)
 $declare_cpu_pause
 
 ; Runs one block: first every warp until its first barrier, then in rounds every warp that has not ended. Each call of
@@ -247,7 +250,8 @@ define void @prepare_pool(ptr %pool) {
   ret void
 }
 
-; A helper's life: it sleeps until `run` wakes it, works on the program that is open, if any, and sleeps again.
+; A helper's life: it sleeps until `run` wakes it, works on the program that is open, if any, and sleeps again. It ends
+; where the pool is closed: then 1 stands for the program.
 define void @help(ptr %pool, ptr %scratch) {
 entry:
   %open = getelementptr i8, ptr %pool, i64 $pool.program
@@ -258,13 +262,19 @@ sleep:
   %in = atomicrmw add ptr %attached, i32 1 seq_cst
   %program = load atomic ptr, ptr %open seq_cst, align 8
   %none = icmp eq ptr %program, null
-  br i1 %none, label %leave, label %join
+  br i1 %none, label %leave, label %open.or.closed
+open.or.closed:
+  %address = ptrtoint ptr %program to i64
+  %closed = icmp eq i64 %address, 1
+  br i1 %closed, label %end, label %join
 join:
   call void @work(ptr %program, ptr %scratch)
   br label %leave
 leave:
   %out = atomicrmw sub ptr %attached, i32 1 seq_cst
   br label %sleep
+end:
+  ret void
 }
 
 ; Runs a program with `helpers` helpers. Returns when all launches are done and no helper reads the program any more.
@@ -326,4 +336,137 @@ yield:
   br label %quiet
 end:
   ret void
+}
+
+; Ends the helpers of a pool.
+define void @close(ptr %pool, i32 %helpers) {
+entry:
+  %open = getelementptr i8, ptr %pool, i64 $pool.program
+  store atomic i64 1, ptr %open seq_cst, align 8
+  br label %check
+check:
+  %k = phi i32 [0, %entry], [%k.next, %wake]
+  %more = icmp ult i32 %k, %helpers
+  br i1 %more, label %wake, label %end
+wake:
+  %ignored = call i32 @sem_post(ptr %pool)
+  %k.next = add i32 %k, 1
+  br label %check
+end:
+  ret void
+}
+
+; Nanoseconds of a clock that nobody sets.
+define internal i64 @now() {
+  %time = alloca [2 x i64], align 8
+  %ignored = call i32 @clock_gettime(i32 $clock.monotonic, ptr %time)
+  %seconds = load i64, ptr %time
+  %rest.from = getelementptr i8, ptr %time, i64 8
+  %rest = load i64, ptr %rest.from
+  %whole = mul i64 %seconds, 1000000000
+  %now = add i64 %whole, %rest
+  ret i64 %now
+}
+
+; Answers requests that another processor, a card, raises in memory (serving.py says what the words of the mail mean): it
+; runs the program of each request, until somebody stops it. It looks for the next request without a pause at first, then
+; with pauses of a share of the time since the last one. Returns 0 when stopped, 1 after a program that failed, and 2
+; after a request for which there is no program.
+define i32 @serve(ptr %pool, ptr %service, ptr %scratch) {
+entry:
+  %mail.from = getelementptr i8, ptr %service, i64 $service.mail
+  %mail = load ptr, ptr %mail.from
+  %table.from = getelementptr i8, ptr %service, i64 $service.table
+  %table = load ptr, ptr %table.from
+  %layers.from = getelementptr i8, ptr %service, i64 $service.n_layers
+  %layers = load i32, ptr %layers.from
+  %sizes.from = getelementptr i8, ptr %service, i64 $service.n_sizes
+  %sizes = load i32, ptr %sizes.from
+  %stop = getelementptr i8, ptr %service, i64 $service.stop
+  %served = getelementptr i8, ptr %service, i64 $service.served
+  %products = getelementptr i8, ptr %service, i64 $service.products
+  %busy = getelementptr i8, ptr %service, i64 $service.busy
+  %latest = getelementptr i8, ptr %service, i64 $service.program
+  %request = getelementptr i8, ptr %mail, i64 $mail.request
+  %answer = getelementptr i8, ptr %mail, i64 $mail.answer
+  %first = load atomic i32, ptr %answer seq_cst, align 4
+  %start = call i64 @now()
+  br label %look
+look:
+  %seen = phi i32 [%first, %entry], [%seen, %spin], [%seen, %sleep], [%asked, %answered]
+  %since = phi i64 [%start, %entry], [%since, %spin], [%since, %sleep], [%end, %answered]
+  %halt = load atomic i32, ptr %stop seq_cst, align 4
+  %halted = icmp ne i32 %halt, 0
+  br i1 %halted, label %stopped, label %read
+read:
+  %asked = load atomic i32, ptr %request seq_cst, align 4
+  %nothing = icmp eq i32 %asked, %seen
+  br i1 %nothing, label %idle, label %find
+idle:
+  %time = call i64 @now()
+  %waited = sub i64 %time, %since
+  %short = icmp ult i64 %waited, $service.spin
+  br i1 %short, label %spin, label %sleep
+spin:
+  $cpu_pause
+  br label %look
+sleep:
+  %share = udiv i64 %waited, $service.share
+  %pause = call i64 @llvm.umin.i64(i64 %share, i64 $service.most_pause)
+  %micros = udiv i64 %pause, 1000
+  %micros32 = trunc i64 %micros to i32
+  %ignored = call i32 @usleep(i32 %micros32)
+  br label %look
+find:
+  %layer.from = getelementptr i8, ptr %mail, i64 $mail.layer
+  %layer = load i32, ptr %layer.from
+  %size.from = getelementptr i8, ptr %mail, i64 $mail.size
+  %size = load i32, ptr %size.from
+  %wanted.from = getelementptr i8, ptr %mail, i64 $mail.products
+  %wanted = load i32, ptr %wanted.from
+  %known.layer = icmp ult i32 %layer, %layers
+  %known.size = icmp ult i32 %size, %sizes
+  %known = and i1 %known.layer, %known.size
+  br i1 %known, label %look.up, label %unknown
+look.up:
+  %line = mul i32 %layer, %sizes
+  %at = add i32 %line, %size
+  %at64 = zext i32 %at to i64
+  %entry.at = mul i64 %at64, 16
+  %place = getelementptr i8, ptr %table, i64 %entry.at
+  %program = load ptr, ptr %place
+  %helpers.from = getelementptr i8, ptr %place, i64 8
+  %helpers = load i32, ptr %helpers.from
+  %missing = icmp eq ptr %program, null
+  br i1 %missing, label %unknown, label %go
+go:
+  store ptr %program, ptr %latest
+  %begin = call i64 @now()
+  call void @run(ptr %pool, ptr %program, ptr %scratch, i32 %helpers)
+  %end = call i64 @now()
+  %failed.from = getelementptr i8, ptr %program, i64 $program.failed
+  %failed = load atomic i64, ptr %failed.from seq_cst, align 8
+  %bad = icmp ne i64 %failed, 0
+  br i1 %bad, label %broken, label %answered
+answered:
+  %took = sub i64 %end, %begin
+  %n.before = load i64, ptr %served
+  %n.after = add i64 %n.before, 1
+  store i64 %n.after, ptr %served
+  %products.before = load i64, ptr %products
+  %wanted64 = zext i32 %wanted to i64
+  %products.after = add i64 %products.before, %wanted64
+  store i64 %products.after, ptr %products
+  %busy.before = load i64, ptr %busy
+  %busy.after = add i64 %busy.before, %took
+  store i64 %busy.after, ptr %busy
+  store ptr null, ptr %latest
+  store atomic i32 %asked, ptr %answer seq_cst, align 4
+  br label %look
+stopped:
+  ret i32 0
+broken:
+  ret i32 1
+unknown:
+  ret i32 2
 }

@@ -455,6 +455,19 @@ def test_the_clock_goes_on():
     assert got.all()
 
 
+@TARGETS
+def test_the_time_goes_on_while_a_warp_sleeps(target):
+    """%globaltimer is in nanoseconds; a sleep lasts at least as long as it should, and not for ever."""
+    got = warp("""mov.u64 %rd3, %globaltimer; mov.u32 %r3, 3000000; nanosleep.u32 %r3; nanosleep.u32 500;
+    mov.u64 %rd4, %globaltimer; sub.u64 %rd4, %rd4, %rd3; cvt.u32.u64 %r9, %rd4;""", target=target)
+    assert (got >= 3_000_000).all() and (got < 2_000_000_000).all()
+
+
+def test_what_is_released_and_acquired():
+    got = warp("st.release.sys.global.u32 [%rd1], 7; ld.acquire.sys.global.u32 %r9, [%rd1];")
+    assert (got == 7).all()
+
+
 def test_registers_that_nothing_writes_are_harmless():
     """NVVM leaves the upper half of a pack undefined where only the lower half is used."""
     got = warp("mov.b64 %rd3, {%r1, %r40}; cvt.u32.u64 %r9, %rd3; setp.eq.u32 %p1, %r41, 3; @%p1 bra END; END:")

@@ -1,0 +1,499 @@
+"""The experts of a card that holds only some of them: slots on the card, all experts in host memory.
+
+    host memory, page-locked     expert 0 | 1 | 2 | 3 | ...  of each layer, bytes as on the card
+                                     │           │  promoted between two steps, in a stream of their own
+    the card                     slot 0 | slot 1 | ...       of each layer
+    places                       for each expert: its slot, or where it lies in host memory
+
+Kernels find experts by `places` (kernels/operands.py). A decode step reads experts without a slot from host memory over
+the link, in the middle of a product. So where an expert lies is data: a step stays one recording, waits for nothing,
+and has the same bits whatever lies where.
+
+Over a slow link, places say that experts without a slot are out of reach instead, and this machine's processor computes
+their products in host memory (kernels/host_experts.py): whatever takes less time, by the measured speeds of both.
+
+Decode steps. Each step leaves the chosen experts of all layers in an array, which is copied to the host behind it.
+Before a later step is queued, the host reads what has arrived by then. engine/residency.py says which experts are worth
+a slot, and which ones give way. An expert that gives way is first read from host memory again, in the order of the
+default stream; then the new one is copied into its slot; and when the copy is done, the places say so.
+
+Prompts meet most experts in every layer. Their experts without slots are copied ahead of the products, through a small
+area of two halves: while products read one half, the link fills the other (`StoredMatrix.in_turns`).
+
+If the machine's memory is too small for all experts, they lie in a file, mapped into memory: the processor's kernels
+and the copies read it through the system's page cache, and what is not there comes from the disk. The file has no name,
+so nobody can cut it while it is read, and it ends with the process.
+
+Host memory is filled by the loader that fills cards: for it, `HostCard` is a card whose memory is host memory and whose
+kernels are run by this machine's processor.
+"""
+
+import contextlib
+import itertools
+import math
+import mmap
+import os
+import tempfile
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from engine import plan
+from engine.residency import NOWHERE, Move, Residency
+from engine.weights import Loader, alloc_matrix, places_of_slots
+from kernels.card import ALIGNMENT, Array, Card, CardError, Event, PlannedCard, show_bytes
+from kernels.emulated.card import EmulatedCard
+from kernels.formats import FLOATS, FORMATS
+from kernels.host_experts import MAX_ROWS, HostExperts, HostLayer, cost_of_a_miss, experts_of, measure_host
+from kernels.operands import Experts, Matrix, Quantized
+from kernels.probe import speed_of
+from kernels.records import Choice
+
+STAGED_BYTES = 64 << 20         # of a half of the area for prompts
+MEASURED_LAYERS = 8             # whose experts the host computes with to measure its speed
+MOST_MOVING = 8                 # experts on their way into slots at once
+MOVING_SECONDS = 5e-3           # and no more than the link brings in this time: other copies wait behind them
+REPORTS = 4                     # steps whose choices may be on their way to the host
+LEAST_FILE = 1 << 16            # bytes of an array that goes into a file, where the machine's memory is too small
+OUT_OF_REACH = 0, 0             # what places say of an expert that kernels shall not read
+
+
+class DiskError(CardError):
+    """The disk has no room for experts."""
+
+
+class HostCard(EmulatedCard):
+    """This machine's processor, with arrays in page-locked memory that `card` can read.
+
+    in_file: the large arrays lie in a file instead. refusal: a sentence if memory cannot be page-locked; arrays are
+    then in memory that `card` cannot read.
+    """
+
+    def __init__(self, card: Card, in_file: bool = False):
+        super().__init__(memory_bytes=1 << 62, cache_dir=card.cache_dir)    # plans compare with the host's memory
+        self.name, self._reader, self.in_file, self.refusal = "host memory", card, in_file, None
+        if in_file:
+            self.refusal = f"more than this machine's memory holds: a file in {self.cache_dir}, read where needed"
+
+    def _take(self, nbytes):
+        try:
+            if self.in_file and nbytes >= LEAST_FILE:
+                backing = np.frombuffer(mapped_file(self.cache_dir, nbytes + ALIGNMENT), np.uint8)
+                return backing.ctypes.data + -backing.ctypes.data % ALIGNMENT, backing
+            if self.refusal:
+                raise MemoryError
+            backing = self._reader.pinned(nbytes + ALIGNMENT, np.uint8)
+        except DiskError:
+            raise
+        except (CardError, MemoryError) as error:
+            self.refusal = self.refusal or (
+                f"{show_bytes(nbytes)} more of host memory cannot be page-locked for experts ({error}): allow more "
+                "locked memory (`ulimit -l`, a container's limit), or let more of them lie on the card "
+                "(--expert-memory)")
+            backing = np.empty(nbytes + ALIGNMENT, np.uint8)
+        return backing.ctypes.data + -backing.ctypes.data % ALIGNMENT, backing
+
+    def _give(self, memory):
+        memory.backing = None
+
+
+def mapped_file(folder: Path, n_bytes: int) -> mmap.mmap:
+    """Memory in a new file without a name. Raises CardError if the disk has no room for it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, n_bytes)
+            return mmap.mmap(file.fileno(), n_bytes)
+    except OSError as error:
+        raise DiskError(f"experts: no file of {show_bytes(n_bytes)} in {folder}: {error.strerror}") from None
+
+
+def on_host(array: Array) -> np.ndarray:
+    """The bytes of an Array of a HostCard, for copies."""
+    start = array.ptr - array.memory.backing.ctypes.data
+    return array.memory.backing[start:start + array.nbytes].view(array.dtype).reshape(array.shape)
+
+
+def places_of(experts: Experts) -> np.ndarray:
+    """The addresses of all slots of the home: uint64 [slots, 2]."""
+    slots = experts.home.n // experts.n
+    return places_of_slots(experts, slots) if slots else np.empty((0, 2), np.uint64)
+
+
+def counts_of(stages: list) -> dict[str, int]:
+    """Counts of the stages' stores for `TextEngine.stats`; nothing if all experts lie on the cards."""
+    stores = [stage.store.counts._asdict() | stage.store.computed() for stage in stages if stage.store]
+    return {f"expert_{name}": sum(counts[name] for counts in stores) for name in (stores[0] if stores else ())}
+
+
+def check(stages: list):
+    """Raises CardError if a step that has ended went without its experts: its logits are NaN."""
+    for stage in stages:
+        if stage.store:
+            stage.store.check()
+
+
+def close(stages: list):
+    """Ends what the host computes for cards."""
+    for stage in stages:
+        if stage.store:
+            stage.store.close()
+
+
+def arrays_of(matrix: Matrix) -> list[Array]:
+    """The one or two arrays of a Matrix."""
+    return [matrix.values] + [matrix.scales] * matrix.is_quantized
+
+
+def expert_bytes(experts: Experts) -> int:
+    """Bytes of the matrix of one expert."""
+    return sum(math.prod(array.shape[1:]) * array.dtype.itemsize * experts.n for array in arrays_of(experts.home))
+
+
+def slot_bytes(loader: Loader, layers: range) -> int:
+    """Bytes that one more slot takes in each of the layers."""
+    found = 0
+    for name, shape in loader.shapes.items():
+        if len(shape) == 3 and int(name.split(".")[1]) in layers:
+            format, (_, n, k) = loader.type_of(name), shape
+            arrays = FORMATS[format].arrays(n, k) if format in FORMATS else [((n, k), FLOATS[format].dtype)]
+            found += sum(math.prod(shape) * np.dtype(kind).itemsize for shape, kind in arrays)
+    return found
+
+
+@contextlib.contextmanager
+def loading(weights, loader: Loader, config, layers: range, memory: int | None, most_rows: int):
+    """Inside, `loader` loads the layers. Yields the ExpertStore of their experts if these take more than `memory` bytes
+    of the card; None if they do not, or if that is None. layers: also a draft block. most_rows: of a decode step."""
+    each = slot_bytes(loader, layers)
+    if memory is None or each * config.n_experts <= memory:
+        yield None
+        return
+    in_file = plan.exceeds_machine(slot_bytes(loader, range(config.n_layers + config.n_nextn)) * config.n_experts)
+    store = ExpertStore(loader.card, memory // each, config.n_used_experts, most_rows, in_file=in_file)
+    with store.loading(weights, loader):
+        yield store
+
+
+class Counts(NamedTuple):
+    """What has happened since the store was made. Pairs are of decode steps: a row and one of its experts."""
+
+    hits: int = 0               # pairs whose expert had a slot
+    misses: int = 0             # pairs whose expert had none
+    promoted: int = 0           # experts that got a slot
+    bytes_read: int = 0         # of experts that decode steps have read over the link
+    bytes_promoted: int = 0     # copied into slots
+    bytes_staged: int = 0       # copied for prompts
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hits / max(self.hits + self.misses, 1)
+
+
+class _Half:
+    """A half of the area through which prompts get experts."""
+
+    def __init__(self, card: Card, n_bytes: int, n_experts: int):
+        self.memory = card.alloc(n_bytes, np.uint8, "experts of prompts")
+        self.places = card.zeros((n_experts, 2), np.uint64, "places of experts of prompts")
+        self.was_read: Event | None = None      # after this event, both may be written again
+
+
+@dataclass
+class StoredMatrix:
+    """The same matrix of all experts of a layer: some on the card, all of them on the host."""
+
+    store: "ExpertStore"
+    layer: int
+    is_down: bool
+    on_card: Experts            # its home has the slots of the layer
+    host: Experts               # its home has all experts
+    host_arrays: list[np.ndarray] = field(default_factory=list)     # codes and scales of that home
+
+    def addresses(self) -> np.ndarray:
+        """What `places` says: uint64 [n_experts, 2]."""
+        slots, places = self.store.resident.slot_of[self.layer], places_of(self.host)
+        if not self.store.reads_host:
+            places[:] = OUT_OF_REACH
+        places[slots != NOWHERE] = places_of(self.on_card)[slots[slots != NOWHERE]]
+        return places
+
+    def place(self, expert: int):
+        """Queues the present address of an expert into `places`."""
+        slot, place = self.store.resident.slot_of[self.layer, expert], OUT_OF_REACH
+        if slot != NOWHERE:
+            place = self.on_card.addresses(slot)
+        elif self.store.reads_host:
+            place = self.host.addresses(expert)
+        self.store.card.copy_in(self.on_card.places[expert], np.array(place, np.uint64))
+
+    def fill(self, first: int, n: int, experts: slice, stream=None):
+        """Queues a copy of n experts, which follow each other in the slice, into the slots from `first` on."""
+        rows = self.on_card.n
+        for array, host in zip(arrays_of(self.on_card.home), self.host_arrays):
+            self.store.card.copy_in(array[first * rows:(first + n) * rows],
+                                    host[experts.start * rows:experts.stop * rows], stream)
+
+    def in_turns(self, n_pairs: int) -> Iterator[Experts]:
+        """For the products of a prompt with n_pairs pairs. Yields Experts in turn, each with other experts within
+        reach, until all have been. Launches may read them that are queued on the present stream before the next ones
+        are asked for."""
+        n_experts, store = len(self.on_card.places), self.store
+        missing = np.flatnonzero(store.resident.slot_of[self.layer] == NOWHERE)
+        few = store.reads_host and 2 * n_pairs <= n_experts     # are met: kernels read those over the link
+        if few or not missing.size or store.card.defers:
+            yield self.on_card
+            return
+        size = expert_bytes(self.on_card)
+        each = store.staged_bytes // size
+        for start in range(0, missing.size, each):
+            half, experts = next(store.halves), missing[start:start + each]
+            places = self.addresses() if start == 0 else np.zeros((n_experts, 2), np.uint64)
+            places[missing] = OUT_OF_REACH
+            if half.was_read:
+                store.stagings.wait(half.was_read)
+            places[experts] = self._stage(half, experts)
+            store.card.copy_in(half.places, places, store.stagings)
+            reader = store.card.target(None)
+            reader.wait(store.stagings.record())
+            store.count(bytes_staged=size * experts.size)
+            yield Experts(self.on_card.home, self.on_card.n, half.places)
+            half.was_read = reader.record()
+
+    def _stage(self, half: _Half, experts: np.ndarray) -> np.ndarray:
+        """Queues copies of some experts into a half. Returns what their places say: uint64 [n, 2]."""
+        rows, at, places = self.on_card.n, 0, np.zeros((experts.size, 2), np.uint64)
+        ends = np.flatnonzero(np.diff(experts) != 1) + 1        # experts that follow each other are one copy
+        for column, host in enumerate(self.host_arrays):
+            size = host[:rows].nbytes
+            to = half.memory[at:at + size * experts.size]
+            for start, stop in itertools.pairwise([0, *ends, experts.size]):
+                source = host[experts[start] * rows:(experts[stop - 1] + 1) * rows]
+                self.store.card.copy_in(to[start * size:stop * size], source.reshape(-1).view(np.uint8),
+                                        self.store.stagings)
+            places[:, column] = to.ptr + np.arange(experts.size, dtype=np.uint64) * np.uint64(size)
+            at += size * experts.size + -size * experts.size % ALIGNMENT
+        return places
+
+
+class StoredLayer:
+    """A layer whose experts are in an ExpertStore."""
+
+    def __init__(self, store: "ExpertStore", number: int):
+        self.store, self.number, self.matrices = store, number, []
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of all matrices of an expert."""
+        return sum(expert_bytes(each.host) for each in self.matrices)
+
+    def chosen(self, n_rows: int) -> Array:
+        """Where a decode step of n_rows rows writes the experts that this layer's router chooses: int32 [n_rows,
+        n_used].
+
+        The last layer comes first. It may be a draft block, whose last draft has fewer rows than the step of the other
+        layers; it begins at 0 all the same.
+        """
+        n = n_rows * self.store.n_used
+        start = (len(self.store.layers) - 1 - self.number) * n
+        return self.store.chosen[start:start + n].reshape(n_rows, self.store.n_used)
+
+    def on_host(self) -> HostLayer:
+        """The experts as the host's processor computes with them."""
+        gate_up, down = ([experts_of(self.store.host, each.host.home, each.host.n) for each in self.matrices
+                          if each.is_down == is_down] for is_down in (False, True))
+        return HostLayer(tuple(gate_up), *down)
+
+    def hand_over(self, u: Quantized, choice: Choice, n_rows: int):
+        """Behind the choice of a decode step: asks the host for the products of experts that are out of reach."""
+        if helper := self.store.helper:
+            helper.hand_over(self.number, u, choice, self.matrices[0].on_card.places, n_rows)
+
+    def results(self, choice: Choice, n_rows: int) -> Array | None:
+        """Waits for these products, and gives them: float32 [pairs, hidden]. None if all experts are in reach."""
+        if not (helper := self.store.helper):
+            return None
+        helper.await_results(self.number, choice, n_rows)
+        return helper.results
+
+    def in_turns(self, experts: Experts, n_pairs: int) -> Iterator[Experts]:
+        """See `StoredMatrix.in_turns`. experts: one of the matrices, as `ExpertStore.add` gave it."""
+        return next(each for each in self.matrices if each.on_card is experts).in_turns(n_pairs)
+
+
+class ExpertStore:
+    """The experts of the layers of a card. One thread uses it: the card's worker.
+
+    n_slots: experts of each layer that lie on the card. n_used: experts of a row. most_rows: of a decode step.
+    reads_host: whether decode steps read experts without a slot over the link. Otherwise places say that these are out
+    of reach. By default the faster way is taken, and if the link is slower, `helper` computes their products.
+    in_file: see HostCard.
+
+    Attributes: miss, what either way takes, once that was measured, else None.
+    """
+
+    def __init__(self, card: Card, n_slots: int, n_used: int, most_rows: int, reads_host: bool | None = None,
+                 in_file: bool = False):
+        self.card, self.n_slots, self.n_used, self.most_rows = card, n_slots, n_used, most_rows
+        self.reads_host, self.miss, self.helper, self.in_file = reads_host, None, None, in_file
+        self.host = HostCard(card, in_file)
+        if isinstance(card, PlannedCard):
+            self.host = PlannedCard(self.host)
+        self.layers: dict[str, StoredLayer] = {}        # "blk.0." -> the layer whose tensors' names begin so
+        self.promotions, self.stagings = card.stream("experts into slots"), card.stream("experts of prompts")
+        self.reports, self.moving = deque(), deque()    # (Event, rows, array), (Event, Move): what is under way
+        self.counts = Counts()
+
+    @property
+    def host_bytes(self) -> int:
+        """Of host memory that the experts take."""
+        return sum(array.nbytes for each in self._matrices() for array in arrays_of(each.host.home))
+
+    # ---- loading ----
+
+    @contextlib.contextmanager
+    def loading(self, weights, loader: Loader):
+        """Inside, `loader` puts experts here. At the end, all are on the host, and the first ones of each layer in its
+        slots."""
+        with weights.loading(self.host) as self._from_file:
+            loader.store = self
+            yield
+        self.host.synchronize()
+        loader.store = self._from_file = None
+        self._begin()
+
+    def add(self, *names: str) -> Experts:
+        """What `Loader.experts` gives, with a home of n_slots slots. Raises OutOfMemory, and CardError if host memory
+        cannot be page-locked."""
+        host = self._from_file.experts(*names)
+        slots, title = min(self.n_slots, len(host.places)), " + ".join(names)
+        home = alloc_matrix(self.card, host.format, slots * host.n, host.k, title)
+        experts = Experts(home, host.n, self.card.alloc(host.places.shape, np.uint64, f"{title} places"))
+        block = names[0].rsplit(".", 2)[0] + "."
+        layer = self.layers.setdefault(block, StoredLayer(self, len(self.layers)))
+        layer.matrices.append(StoredMatrix(self, layer.number, "_down_" in names[0], experts, host))
+        return experts
+
+    def _begin(self):
+        """Takes the rest of the memory, and fills slots and places."""
+        card, n_experts = self.card, max(len(each.on_card.places) for each in self._matrices())
+        self.resident = Residency(len(self.layers), n_experts, self.n_slots)
+        largest = max(expert_bytes(each.host) for each in self._matrices())
+        self.staged_bytes = min(max(STAGED_BYTES // largest, 1), n_experts) * largest
+        room = self.staged_bytes + 2 * ALIGNMENT
+        self.halves = itertools.cycle([_Half(card, room, n_experts) for _ in range(2)])
+        n_chosen = len(self.layers) * self.most_rows * self.n_used
+        self.chosen = card.zeros(n_chosen, np.int32, "chosen experts of decode steps")
+        self._arrays = itertools.cycle([card.pinned(n_chosen, np.int32) for _ in range(REPORTS)])
+        if isinstance(card, PlannedCard):
+            return
+        self.sizes = np.array([layer.expert_bytes for layer in self.layers.values()])
+        self.most_moving = int(min(max(speed_of(card).link * MOVING_SECONDS / self.sizes.max(), 1), MOST_MOVING))
+        if self.reads_host is None:
+            self._choose_way()
+        if self.reads_host:
+            if self.host.refusal:
+                raise CardError(self.host.refusal)
+            self._reached = [card.attach(array.memory.backing, array.name)
+                             for each in self._matrices() for array in arrays_of(each.host.home)]
+        for each in self._matrices():
+            each.host_arrays = [on_host(array) for array in arrays_of(each.host.home)]
+            each.fill(0, self.resident.n_slots, slice(0, self.resident.n_slots))
+            card.copy_in(each.on_card.places, each.addresses())
+        card.synchronize()
+
+    def _choose_way(self):
+        """Whether experts without a slot are read over the link, or computed by the host's processor."""
+        link, self.reads_host = speed_of(self.card).link, True
+        can_compute = self.most_rows <= MAX_ROWS and all(each.host.is_quantized for each in self._matrices())
+        if not can_compute or not (self.host.refusal or np.isfinite(link)):
+            return
+        layers = {layer.number: layer.on_host() for layer in self.layers.values()}
+        down = next(iter(layers.values())).down
+        speed = measure_host(self.host, list(layers.values())[:MEASURED_LAYERS], self.n_used)
+        self.miss = cost_of_a_miss(int(self.sizes.max()), down.n, link, speed)
+        if self.miss.is_computed or self.host.refusal:
+            self.reads_host = False
+            self.helper = HostExperts(self.card, self.host, layers, self.n_used, self.most_rows)
+
+    def check(self):
+        """Raises CardError if the host has not computed the experts of a step that has ended."""
+        if self.helper:
+            self.helper.check()
+
+    def close(self):
+        """Ends what the host computes."""
+        if self.helper:
+            self.helper.close()
+
+    def __str__(self):
+        """Where experts lie, for people, in a line."""
+        way = "computed by the host's processor" if self.helper else "read over the link"
+        text = str(self.miss) if self.miss and not self.host.refusal else f"an expert that is not there is {way}"
+        return (f"{self.resident.n_slots} of {len(self.resident.slot_of[0])} experts of each layer on the card; {text}"
+                + f" ({self.host.refusal})" * bool(self.host.refusal))
+
+    def _matrices(self) -> Iterator[StoredMatrix]:
+        return itertools.chain.from_iterable(layer.matrices for layer in self.layers.values())
+
+    # ---- decode steps ----
+
+    def before_step(self):
+        """Called before each decode step is queued: takes in what has arrived, and queues changes of slots and places.
+        Never waits. Raises CardError if a step went without its experts."""
+        self.check()
+        while self.moving and self.moving[0][0].done:
+            self._settle(self.moving.popleft()[1])
+        while self.reports and self.reports[0][0].done:
+            self._read(*self.reports.popleft()[1:])
+
+    def after_step(self, n_rows: int):
+        """Called behind each decode step of n_rows rows: queues the copy of its choices to the host."""
+        if len(self.reports) < REPORTS:         # else the host is far behind, and does without this one
+            n, host = len(self.layers) * n_rows * self.n_used, next(self._arrays)
+            self.card.copy_out(host[:n], self.chosen[:n])
+            self.reports.append((self.card.default_stream.record(), n_rows, host))
+
+    def _read(self, n_rows: int, host: np.ndarray):
+        """Follows the choices of a step."""
+        n_layers = len(self.layers)
+        chosen = host[:n_layers * n_rows * self.n_used].reshape(n_layers, -1)[::-1]
+        missing, n_missed = self.resident.use(chosen)
+        self.count(hits=chosen.size - n_missed, misses=n_missed,
+                   bytes_read=int(self.sizes[missing[:, 0]].sum()) * self.reads_host)
+        room = self.most_moving - len(self.moving)
+        moves = (self.resident.make_way(layer, expert) for layer, expert in missing)
+        self._promote(list(itertools.islice(filter(None, moves), room)))
+
+    def _promote(self, moves: list[Move]):
+        """Queues copies of experts into their slots, behind all that reads the experts that leave."""
+        if not moves:
+            return
+        layers = list(self.layers.values())
+        for move in moves:
+            for matrix in layers[move.layer].matrices:
+                matrix.place(move.leaving)
+        self.promotions.wait(self.card.default_stream.record())
+        for move in moves:
+            for matrix in layers[move.layer].matrices:
+                matrix.fill(move.slot, 1, slice(move.expert, move.expert + 1), self.promotions)
+            self.moving.append((self.promotions.record(), move))
+            self.count(promoted=1, bytes_promoted=int(self.sizes[move.layer]))
+
+    def _settle(self, move: Move):
+        """From the next step on, an expert is read from its slot."""
+        self.resident.settle(move)
+        for matrix in list(self.layers.values())[move.layer].matrices:
+            matrix.place(move.expert)
+
+    def computed(self) -> dict:
+        """What the host has computed: pairs, and seconds."""
+        counts = self.helper.counts() if self.helper else None
+        return {"computed": counts.products if counts else 0, "host_seconds": counts.seconds if counts else 0.0}
+
+    def count(self, **more: int):
+        self.counts = self.counts._replace(**{name: getattr(self.counts, name) + n for name, n in more.items()})

@@ -1,0 +1,566 @@
+"""The products of a mixture of experts in decode steps: each row of a step with the experts that its router chose.
+
+    expert_gemv     y[p] = w[e] . x[row]                                            for every pair p of (row, rank)
+    expert_swiglu   inner[p] = quantised silu(gate[e] . u[row]) * (up[e] . u[row])
+    expert_down     x[row] += combined y[p] = down[e] . inner[p] of the row's pairs
+
+    e = experts[row, rank]      p = row * n_used + rank       of a Choice (kernels/records.py)
+
+    combined:   acc = 0;  acc = fma(weights[row, rank], y[p], acc) in the order of rank;
+                acc = fma(weights[row, n_used], y of the shared expert, acc), if there is one;  x[row] = x[row] + acc
+
+The shared expert is a part of the two latter launches. So a layer's MLP is three launches: norm and router
+(kernels/route.py), expert_swiglu, expert_down.
+
+Each product has the bits of kernels/q8_gemv.py, which holds the order of additions, the decoders of the weight formats
+and the parts of kernels that are used here. So a result depends neither on the other rows nor on the card.
+
+Where an expert lies is data: `places` of an Experts record (kernels/operands.py) has addresses, of the card's memory or
+of host memory that the card reads. An expert whose place is (0, 0) is out of reach: expert_gemv and expert_swiglu leave
+its results as they are, and expert_down takes y[p] from `elsewhere`.
+
+    grid of expert_gemv       ROWS rows of an expert       x  pairs
+    grid of expert_swiglu     a block of 32 outputs        x  ranks, the shared expert first  x  rows
+    grid of expert_down       `outputs` numbers of a row   x  rows
+
+A block of threads of expert_down computes the same numbers of y for all experts of its row. They meet in shared memory,
+where one thread for each number combines them.
+
+Pipe: dp4a, but bound by memory: 1.06 n k bytes for each pair in Q8_0.
+"""
+
+import math
+from functools import cache, partial
+from typing import NamedTuple
+
+import numpy as np
+from numba import cuda
+from numba.types import float32, int8, uint32, uint64
+
+from kernels.bench import Case, main
+from kernels.formats import BLOCK, FORMATS, as_words, on_card, random_raw
+from kernels.formats.format import no_book
+from kernels.intrinsics import array_at, let_next_begin, wait_for_previous, warp_number
+from kernels.operands import Experts, Matrix, Quantized
+from kernels.q8_gemv import (H_OF_ONE, IN_PLANES, MAX_PLANES, TILE, Decoder, Shape, copy_into_planes, fma_reference,
+                             gemv, random_activations, ring, tree)
+from kernels.quant_gemv import decoder as decoder_of
+from kernels.records import Choice
+from kernels.swiglu import finish_unit, swiglu_quantize
+
+ROWS = 32               # of an expert that a block of threads of expert_gemv takes
+MAX_RANKS = 33          # experts of a row, with the shared one
+MAX_OUTPUTS = 32        # of a block of threads of expert_down
+RESULTS = MAX_RANKS * MAX_OUTPUTS
+WARPS = 16              # of a block of threads: two blocks share an SM, with 64 registers for each thread
+BLOCKS = 2
+NAN = float("nan")
+
+
+class SharedExpert(NamedTuple):
+    """The shared expert in a step.
+
+    decoder   of the format of w
+    w         Matrix: for expert_swiglu [2 F, H], the F rows of gate and below them those of up; for expert_down [H, F]
+    inner     Quantized [rows, F], which expert_swiglu writes and expert_down reads
+    """
+
+    decoder: Decoder
+    w: Matrix
+    inner: Quantized
+
+
+# ---- reference ---------------------------------------------------------------------------------------------
+
+def combine_reference(x, y, weights, shared=None):
+    """float32 [rows, H], bit for bit: x [rows, H] plus the weighted sum of y [rows, n_used, H] in the order of rank,
+    and of shared [rows, H]. weights: float32 [rows, n_used + 1]."""
+    acc = np.zeros_like(x)
+    for rank in range(y.shape[1]):
+        acc = fma_reference(weights[:, rank, None], y[:, rank], acc)
+    if shared is not None:
+        acc = fma_reference(weights[:, -1, None], shared, acc)
+    return x + acc
+
+
+# ---- parts of the kernels ----------------------------------------------------------------------------------
+
+@cuda.jit(device=True, forceinline=True)
+def place_of_expert(places, expert):
+    """(address of the codes, address of the scales); 0: out of reach."""
+    at = uint32(uint32(expert) << uint32(1))
+    return places[at], places[uint32(at + uint32(1))]
+
+
+def rows_function(decoder, shape):
+    """rows_product(results, to, book, first, wq, wd, xq, xd, x_start, n, k, lane): a warp multiplies shape.rows rows of
+    w [n, k], from row `first` on, by the column that starts at block x_start, and stores the results from results[to]
+    on; those of rows past the last one it does not store."""
+    rows = shape.rows
+    start, multiply_rows = ring(decoder, rows, 1, shape, False)
+    sums, place_of = tree(rows, decoder.apart), decoder.place
+    shift = 5 - (rows - 1).bit_length()
+    first_chain, acc_shape, raw_shape = (1 << shift) - 1, (rows, 1), (max(rows * shape.depth, 1), decoder.words)
+
+    @cuda.jit(device=True, forceinline=True)
+    def rows_product(results, to, book, first, wq, wd, xq, xd, x_start, n, k, lane):
+        raw = cuda.local.array(raw_shape, uint32)
+        acc, values = cuda.local.array(acc_shape, float32), cuda.local.array(rows, float32)
+        w_rows, x_starts = cuda.local.array(rows, uint32), cuda.local.array(1, uint32)
+        x_starts[0] = x_start
+        for r in range(rows):  # rows past the last one are replaced by the last one, and not stored
+            w_rows[r] = min(uint32(first + uint32(r)), uint32(n - uint32(1)))
+        start(raw, w_rows, k, lane, wq, wd)
+        multiply_rows(acc, raw, w_rows, w_rows, False, k, lane, wq, wd, x_starts, xq, xd, book)
+        for r in range(rows):
+            values[r] = acc[r, 0]
+        place = place_of(lane)
+        value, total = uint32(place >> uint32(shift)), sums(values, place)
+        if place & uint32(first_chain) == uint32(0) and value < uint32(rows) and uint32(first + value) < n:
+            results[uint32(to + value)] = total
+
+    return rows_product
+
+
+def unit_function(decoder, shape):
+    """unit_product(q, d, block, h, planes, unit, wq, wd, xq, xd, x_start, n, k, lane, warp): a block of threads
+    computes 32 outputs, unit `unit` of the n of gate_up [2 n, k], for the column that starts at block x_start, and
+    stores them as block `block` of (q, d). h, planes: shared memory, float32 of shape H_OF_ONE and the column in
+    planes, (xq, xd)."""
+    rows, depth, warps, _ = shape
+    pairs, load_book, in_planes = rows // 2, decoder.load_book, decoder.planes
+    start, multiply_rows = ring(decoder, rows, 1, shape, in_planes)
+    half = 1 << (pairs - 1).bit_length()
+    count = 2 * half  # values of gate, padded to a power of two, then those of up: their sums go to chains 16 .. 31
+    shift = 5 - half.bit_length()
+    first_chain, acc_shape, raw_shape = (1 << shift) - 1, (rows, 1), (max(rows * depth, 1), decoder.words)
+    sums, place_of = tree(count, decoder.apart), decoder.place
+
+    @cuda.jit(device=True, forceinline=True)
+    def work(q, d, block, h, raw, book, unit, wq, wd, xq, xd, x_start, n, k, lane, warp):
+        acc, values = cuda.local.array(acc_shape, float32), cuda.local.array(count, float32)
+        w_rows, x_starts = cuda.local.array(rows, uint32), cuda.local.array(1, uint32)
+        x_starts[0] = x_start
+        for i in range(count):
+            values[i] = float32(0.0)
+        place = place_of(lane)
+        part, value = uint32(place >> uint32(4)), uint32(uint32(place & uint32(15)) >> uint32(shift))
+        stores = place & uint32(first_chain) == uint32(0) and value < uint32(pairs)
+        inside = uint32(warp * uint32(pairs))
+        while inside < uint32(BLOCK):
+            output = uint32(uint32(unit << uint32(5)) + inside)
+            for p in range(pairs):
+                w_rows[p], w_rows[pairs + p] = uint32(output + uint32(p)), uint32(n + output + uint32(p))
+            start(raw, w_rows, k, lane, wq, wd)
+            multiply_rows(acc, raw, w_rows, w_rows, False, k, lane, wq, wd, x_starts, xq, xd, book)
+            for p in range(pairs):
+                values[p], values[half + p] = acc[p, 0], acc[pairs + p, 0]
+            total = sums(values, place)
+            if stores:
+                h[0, part, uint32(inside + value)] = total
+            inside = uint32(inside + uint32(warps * pairs))
+        cuda.syncthreads()
+        if warp == uint32(0):
+            finish_unit(q, d, h, uint32(0), uint32(0), block, lane)
+
+    @cuda.jit(device=True, forceinline=True)
+    def unit_product(q, d, block, h, planes, unit, wq, wd, xq, xd, x_start, n, k, lane, warp):
+        raw = cuda.local.array(raw_shape, uint32)
+        thread, threads = uint32(uint32(warp << uint32(5)) + lane), uint32(32 * warps)
+        book = load_book(thread, threads)
+        if in_planes:
+            copy_into_planes(planes[0], planes[1], xq, xd, x_start, k, thread, threads)
+            cuda.syncthreads()
+            work(q, d, block, h, raw, book, unit, wq, wd, planes[0], planes[1], uint32(0), n, k, lane, warp)
+        else:
+            work(q, d, block, h, raw, book, unit, wq, wd, xq, xd, x_start, n, k, lane, warp)
+
+    return unit_product
+
+
+# ---- kernels -----------------------------------------------------------------------------------------------
+# All of them wait before they let the next launch begin. So when a launch that follows one of them begins, the router
+# before it has ended.
+
+@cache
+def gemv_kernel(decoder, shape):
+    """The kernel of y <- w . x for every pair."""
+    rows, _, warps, _ = shape
+    product, load_book = rows_function(decoder, shape), decoder.load_book
+
+    @cuda.jit(launch_bounds=(32 * warps, BLOCKS))
+    def expert_gemv_kernel(y, stride, wq, wd, places, experts, xq, xd, n, k, per_x):
+        """Grid (n / ROWS, pairs). Pairs per_x * i to per_x * i + per_x - 1 read column i."""
+        lane, warp, pair = uint32(cuda.threadIdx.x), warp_number(), uint32(cuda.blockIdx.y)
+        book = load_book(uint32(uint32(warp << uint32(5)) + lane), uint32(32 * warps))
+        wait_for_previous()
+        let_next_begin()
+        codes, scales = place_of_expert(places, experts[pair])
+        if codes == uint64(0):
+            return
+        here_q, here_d = array_at(codes, wq), array_at(scales, wd)
+        x_start = uint32(uint32(pair // per_x) * uint32(k >> uint32(5)))
+        first = uint32(uint32(cuda.blockIdx.x) * uint32(ROWS))
+        to, last = uint32(pair * stride), min(n, uint32(first + uint32(ROWS)))
+        first = uint32(first + warp * uint32(rows))
+        while first < last:
+            product(y, uint32(to + first), book, first, here_q, here_d, xq, xd, x_start, n, k, lane)
+            first = uint32(first + uint32(warps * rows))
+
+    return expert_gemv_kernel
+
+
+@cache
+def swiglu_kernel(decoder, shape, shared_decoder, shared_shape):
+    """The kernel of expert_swiglu. shared_decoder: None without a shared expert. Both shapes have the same warps."""
+    product, warps, has_shared = unit_function(decoder, shape), shape.warps, shared_decoder is not None
+    shared_product = unit_function(shared_decoder, shared_shape) if has_shared else product
+    in_planes = decoder.planes or has_shared and shared_decoder.planes
+    plane_bytes, plane_floats = (MAX_PLANES, IN_PLANES) if in_planes else (16, 1)
+
+    @cuda.jit(launch_bounds=(32 * warps, BLOCKS))
+    def expert_swiglu_kernel(q, d, wq, wd, places, experts, xq, xd, n, k, n_used, shared_q, shared_d, shared_wq,
+                             shared_wd, shared_n):
+        """Grid (units of 32 outputs, ranks, rows); with a shared expert, it comes before the first rank."""
+        planes = (cuda.shared.array(plane_bytes, int8, alignment=16), cuda.shared.array(plane_floats, float32))
+        h = cuda.shared.array(H_OF_ONE, float32)
+        lane, warp = uint32(cuda.threadIdx.x), warp_number()
+        unit, rank, row = uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y), uint32(cuda.blockIdx.z)
+        x_start = uint32(row * uint32(k >> uint32(5)))
+        wait_for_previous()
+        let_next_begin()
+        if has_shared:
+            if rank == uint32(0):
+                units = uint32(shared_n >> uint32(5))
+                if unit < units:
+                    shared_product(shared_q, shared_d, uint32(row * units + unit), h, planes, unit, shared_wq,
+                                   shared_wd, xq, xd, x_start, shared_n, k, lane, warp)
+                return
+            rank = uint32(rank - uint32(1))
+        pair, units = uint32(row * n_used + rank), uint32(n >> uint32(5))
+        codes, scales = place_of_expert(places, experts[pair])
+        if unit < units and codes != uint64(0):
+            product(q, d, uint32(pair * units + unit), h, planes, unit, array_at(codes, wq), array_at(scales, wd), xq,
+                    xd, x_start, n, k, lane, warp)
+
+    return expert_swiglu_kernel
+
+
+@cache
+def down_kernel(decoder, shape, shared_decoder, shared_shape, has_rows, outputs):
+    """The kernel of expert_down, for `outputs` numbers of a row in a block of threads. shared_decoder: None without a
+    shared expert's matrix. has_rows: whether the shared expert's results are given instead. Both shapes have the same
+    warps, and rows that divide `outputs`."""
+    rows, _, warps, _ = shape
+    product, load_book = rows_function(decoder, shape), decoder.load_book
+    has_shared = shared_decoder is not None
+    shared_rows = shared_shape.rows if has_shared else rows
+    shared_product = rows_function(shared_decoder, shared_shape) if has_shared else product
+    load_shared_book = shared_decoder.load_book if has_shared else no_book
+    groups, shared_groups = outputs // rows, outputs // shared_rows
+
+    @cuda.jit(launch_bounds=(32 * warps, BLOCKS))
+    def expert_down_kernel(x, wq, wd, places, experts, weights, xq, xd, elsewhere, has_elsewhere, n, k, n_used, shared,
+                           shared_wq, shared_wd, shared_xq, shared_xd, shared_k):
+        """Grid (n / outputs, rows). An item of work is a group of rows of an expert; a warp takes every warps-th."""
+        results = cuda.shared.array(RESULTS, float32)
+        lane, warp, row = uint32(cuda.threadIdx.x), warp_number(), uint32(cuda.blockIdx.y)
+        thread, first = uint32(uint32(warp << uint32(5)) + lane), uint32(uint32(cuda.blockIdx.x) * uint32(outputs))
+        book = load_book(thread, uint32(32 * warps))
+        shared_book = load_shared_book(thread, uint32(32 * warps))
+        wait_for_previous()
+        let_next_begin()
+        item, blocks = warp, uint32(k >> uint32(5))
+        while item < uint32(n_used * uint32(groups)):
+            rank = uint32(item // uint32(groups))
+            inside = uint32(uint32(item % uint32(groups)) * uint32(rows))
+            pair, to = uint32(row * n_used + rank), uint32(rank * uint32(outputs) + inside)
+            codes, scales = place_of_expert(places, experts[pair])
+            if codes != uint64(0):
+                product(results, to, book, uint32(first + inside), array_at(codes, wq), array_at(scales, wd), xq, xd,
+                        uint32(pair * blocks), n, k, lane)
+            elif lane < uint32(rows) and uint32(first + inside + lane) < n:
+                value = float32(NAN)
+                if has_elsewhere:
+                    value = elsewhere[uint32(pair * n + first + inside + lane)]
+                results[uint32(to + lane)] = value
+            item = uint32(item + uint32(warps))
+        if has_shared:
+            item = uint32(item - n_used * uint32(groups))
+            x_start = uint32(row * uint32(shared_k >> uint32(5)))
+            while item < uint32(shared_groups):
+                inside = uint32(item * uint32(shared_rows))
+                shared_product(results, uint32(n_used * uint32(outputs) + inside), shared_book, uint32(first + inside),
+                               shared_wq, shared_wd, shared_xq, shared_xd, x_start, n, shared_k, lane)
+                item = uint32(item + uint32(warps))
+        cuda.syncthreads()
+        if thread < uint32(outputs) and uint32(first + thread) < n:
+            total, weight_at = float32(0.0), uint32(row * uint32(n_used + uint32(1)))
+            at = uint32(row * n + first + thread)
+            for rank in range(n_used):
+                y = results[uint32(uint32(rank) * uint32(outputs) + thread)]
+                total = cuda.fma(weights[uint32(weight_at + uint32(rank))], y, total)
+            if has_shared:
+                y = results[uint32(n_used * uint32(outputs) + thread)]
+                total = cuda.fma(weights[uint32(weight_at + n_used)], y, total)
+            if has_rows:
+                total = cuda.fma(weights[uint32(weight_at + n_used)], shared[at], total)
+            x[at] = x[at] + total
+
+    return expert_down_kernel
+
+
+# ---- launches: they write in place and never allocate -----------------------------------------------------
+
+def expert_gemv(card, decoder, y, stride, w, x, choice, n_rows, from_pairs=False, *, stream=None):
+    """y <- the product of every pair of a step of n_rows rows; pair p has w.n numbers from p * stride on.
+
+    decoder: of the format of w, Experts of [n, k]. y: float32. x: Quantized, a column of k values for each row; with
+    `from_pairs` for each pair. choice: a Choice. Pairs whose expert is out of reach keep what they have."""
+    shape, n_used = shape_of(card, decoder, w.k), choice.n_used
+    card.launch(gemv_kernel(decoder, shape), (-(-w.n // ROWS), n_rows * n_used), (32, shape.warps), y.reshape(-1),
+                stride, *_of_experts(w, choice), *_flat(x), w.n, w.k, 1 if from_pairs else n_used, stream=stream)
+
+
+def expert_swiglu(card, decoder, out, w, u, choice, n_rows, shared=None, *, stream=None):
+    """out <- quantised silu(gate . u) * (up . u) of every pair: the bits of expert_gemv followed by swiglu_quantize.
+
+    w: Experts of [2 n, k], the n rows of gate and below them those of up; n a multiple of 32. out: Quantized
+    [pairs, n]. u: Quantized [n_rows, k]. shared: a SharedExpert, whose `inner` is written too. Pairs whose expert is
+    out of reach keep what they have. ValueError: n is no multiple of 32."""
+    sizes = [w.n // 2] + ([shared.w.n // 2] if shared else [])
+    if any(n % BLOCK for n in sizes):
+        raise ValueError(f"SwiGLU takes rows of a multiple of {BLOCK} values, not {sizes}")
+    shape = shape_of(card, decoder, w.k, in_pairs=True)
+    shared_shape = shape_of(card, shared.decoder, w.k, in_pairs=True) if shared else None
+    kernel = swiglu_kernel(decoder, shape, shared.decoder if shared else None, shared_shape)
+    of_shared = (*_flat(shared.inner), *_weights(shared.w)) if shared else (*_flat(out), *_weights(w.home))  # not read
+    card.launch(kernel, (max(sizes) // BLOCK, choice.n_used + (shared is not None), n_rows), (32, shape.warps),
+                *_flat(out), *_of_experts(w, choice), *_flat(u), w.n // 2, w.k, choice.n_used, *of_shared, sizes[-1],
+                stream=stream)
+
+
+def expert_down(card, decoder, x, w, inner, choice, shared, n_rows, elsewhere=None, *, stream=None):
+    """x <- x plus the weighted sum of what the experts of each row give: the bits of expert_gemv(..., from_pairs=True)
+    followed by `combine_reference`.
+
+    x: float32 [n_rows, H]. w: Experts of [H, F]. inner: Quantized [pairs, F]. shared: a SharedExpert, or its results,
+    float32 [n_rows, H], or None. elsewhere: float32 [pairs, H] in memory that the card reads, the results of experts
+    that are out of reach; without it, NaN takes their place. ValueError: more than 32 experts in a row."""
+    if choice.n_used >= MAX_RANKS:
+        raise ValueError(f"a row has up to {MAX_RANKS - 1} experts, not {choice.n_used}")
+    has_matrix, n, k = isinstance(shared, SharedExpert), w.n, w.k
+    shape = shape_of(card, decoder, k)
+    shared_shape = shape_of(card, shared.decoder, shared.w.k) if has_matrix else None
+    rows = x if has_matrix or shared is None else shared                                # not read
+    outputs = outputs_of(card, n, n_rows)
+    kernel = down_kernel(decoder, shape, shared.decoder if has_matrix else None, shared_shape,
+                         not has_matrix and shared is not None, outputs)
+    of_shared = (*_weights(shared.w), *_flat(shared.inner), shared.w.k) if has_matrix else (
+        *_weights(w.home), *_flat(inner), k)                                            # not read
+    codes, scales, places, experts = _of_experts(w, choice)
+    card.launch(kernel, (-(-n // outputs), n_rows), (32, shape.warps), x.reshape(-1), codes, scales, places, experts,
+                choice.weights.reshape(-1), *_flat(inner), (x if elsewhere is None else elsewhere).reshape(-1),
+                elsewhere is not None, n, k, choice.n_used, rows.reshape(-1), *of_shared, stream=stream)
+
+
+def shape_of(card, decoder, k, in_pairs=False):
+    """The Shape for rows of k weights. in_pairs: for SwiGLU. On an emulated card there is no ring, since the CPU
+    prefetches."""
+    whole = k // BLOCK % TILE == 0
+    if card.kind == "emulated":
+        return Shape(4 if in_pairs else 2, 0, WARPS, whole)
+    return Shape(2, 1, WARPS, whole)
+
+
+def outputs_of(card, n, n_rows):
+    """Numbers of a row in a block of threads of expert_down: as few as fit on the card at once."""
+    outputs = 8
+    while outputs < MAX_OUTPUTS and n // outputs * n_rows > BLOCKS * card.n_sms:
+        outputs *= 2
+    return outputs
+
+
+def _weights(w):
+    """The flat arrays of a Matrix that kernels read."""
+    return w.values.reshape(-1), as_words(w.scales)
+
+
+def _of_experts(w, choice):
+    """The home of Experts, which gives the types of arrays, where its experts are, and which were chosen."""
+    return *_weights(w.home), w.places.reshape(-1), choice.experts.reshape(-1)
+
+
+def _flat(x):
+    """The flat arrays of a Quantized."""
+    return x.q.reshape(-1), x.d.reshape(-1)
+
+
+# ---- check and time ----------------------------------------------------------------------------------------
+
+class Sizes(NamedTuple):
+    """Of a check: hidden, inner and shared sizes (multiples of the blocks of a file), experts, used ones, rows."""
+
+    hidden: int
+    inner: int
+    shared: int
+    n_experts: int
+    n_used: int
+    n_rows: int
+
+
+# With blocks of 32 weights in the file; larger blocks make k larger.
+CASES = [Sizes(64, 32, 32, 3, 1, 1), Sizes(1056, 128, 64, 9, 8, 2), Sizes(512, 512, 1056, 5, 2, 3)]
+
+
+def random_matrix(card, format, n, k, rng):
+    """A Matrix with random weights."""
+    return Matrix(format.name, n, k, *on_card(card, format, random_raw(rng, format, n, k), n, k))
+
+
+def random_experts(card, format, n_experts, n, k, rng, absent=()):
+    """(Experts with random weights in permuted slots of a home with a slot too many, the Matrix of each). Those of
+    `absent` are out of reach."""
+    home = random_matrix(card, format, (n_experts + 1) * n, k, rng)
+    experts = Experts(home, n, card.zeros((n_experts, 2), np.uint64))
+    slots = rng.permutation(n_experts + 1)[:n_experts]
+    places = [(0, 0) if e in absent else experts.addresses(slot) for e, slot in enumerate(slots)]
+    card.copy_in(experts.places, np.array(places, np.uint64))
+    return experts, [experts.slot(slot) for slot in slots]
+
+
+def random_choice(card, rng, sizes):
+    """A Choice of distinct experts, and its arrays."""
+    experts = np.array([rng.permutation(sizes.n_experts)[:sizes.n_used] for _ in range(sizes.n_rows)], np.int32)
+    weights = rng.random((sizes.n_rows, sizes.n_used + 1), np.float32)
+    return Choice(card.upload(experts), card.upload(weights)), experts, weights
+
+
+def check(card, format, sizes, shared_format=None, absent=()):
+    """Compares the three products with `gemv` of each expert, swiglu_quantize and combine_reference, bit for bit.
+    shared_format: of the shared expert; None: there is none. absent: experts out of reach. Returns 0, the error."""
+    rng = np.random.default_rng(sizes)
+    unit = math.lcm(format.file_block, (shared_format or format).file_block)
+    hidden, inner, shared_size = (-(-size // unit) * unit for size in sizes[:3])
+    choice, experts, weights = random_choice(card, rng, sizes)
+    step = Step(card, decoder_of(format), choice, sizes, experts.ravel().tolist(), absent)
+    gate_up = random_experts(card, format, sizes.n_experts, 2 * inner, hidden, rng, absent)
+    down = random_experts(card, format, sizes.n_experts, hidden, inner, rng, absent)
+    shared = shared_down = None
+    if shared_format:
+        shared, shared_down = (
+            SharedExpert(decoder_of(shared_format), random_matrix(card, shared_format, n, k, rng),
+                         _quantized(card, sizes.n_rows + 1, shared_size))
+            for n, k in ((2 * shared_size, hidden), (hidden, shared_size)))
+    _check_gate_up(step, gate_up, Quantized(*map(card.upload, random_activations(rng, sizes.n_rows, hidden))), shared)
+    if shared:
+        shared_down = shared_down._replace(inner=shared.inner)
+    _check_down(step, down, Quantized(*map(card.upload, random_activations(rng, step.pairs, inner))), weights,
+                shared_down, rng)
+    return 0.0
+
+
+class Step(NamedTuple):
+    """What the parts of `check` share."""
+
+    card: object
+    decoder: Decoder
+    choice: Choice
+    sizes: Sizes
+    chosen: list            # the expert of each pair
+    absent: tuple
+
+    @property
+    def pairs(self):
+        return len(self.chosen)
+
+    def reached(self):
+        """The pairs whose expert is within reach, with it."""
+        return [(pair, expert) for pair, expert in enumerate(self.chosen) if expert not in self.absent]
+
+    def products(self, matrices, x, per_x):
+        """float32 [pairs, n]: what `gemv` gives of each expert, NaN where it is out of reach."""
+        n = matrices[0].n
+        y = _poisoned(self.card, (self.pairs, n))
+        for pair, expert in self.reached():
+            gemv(self.card, self.decoder, y[pair], n, matrices[expert], _row(x, pair // per_x), 1)
+        return y
+
+
+def _check_gate_up(step, experts, u, shared):
+    """expert_gemv of rows, and expert_swiglu."""
+    (w, matrices), card, n_rows = experts, step.card, step.sizes.n_rows
+    n, stride = w.n, w.n + 3
+    want, y = step.products(matrices, u, step.choice.n_used), _poisoned(card, (step.pairs + 1, stride))
+    expert_gemv(card, step.decoder, y.reshape(-1)[1:], stride, w, u, step.choice, n_rows)
+    got = card.download(y)
+    np.testing.assert_array_equal(got[:-1, 1:n + 1], card.download(want))
+    got[:-1, 1:n + 1] = np.nan
+    assert np.isnan(got).all(), "wrote elsewhere"
+    out, want_out = _quantized(card, step.pairs + 1, n // 2), _quantized(card, step.pairs + 1, n // 2)
+    for pair, _ in step.reached():
+        swiglu_quantize(card, _row(want_out, pair), want[pair], 1, n // 2)
+    expert_swiglu(card, step.decoder, out, w, u, step.choice, n_rows, shared)
+    _assert_equal(card, out, want_out)
+    if shared:
+        rows, want_inner = _poisoned(card, (n_rows, shared.w.n)), _quantized(card, n_rows + 1, shared.w.n // 2)
+        gemv(card, shared.decoder, rows, shared.w.n, shared.w, u, n_rows)
+        swiglu_quantize(card, want_inner, rows, n_rows, shared.w.n // 2)
+        _assert_equal(card, shared.inner, want_inner)
+
+
+def _check_down(step, experts, inner, weights, shared, rng):
+    """expert_gemv of pairs, and expert_down with the shared expert's matrix and with its results."""
+    (w, matrices), card, (n_rows, n_used) = experts, step.card, (step.sizes.n_rows, step.sizes.n_used)
+    y, want = _poisoned(card, (step.pairs, w.n)), step.products(matrices, inner, 1)
+    expert_gemv(card, step.decoder, y, w.n, w, inner, step.choice, n_rows, True)
+    y = card.download(y)
+    np.testing.assert_array_equal(y, card.download(want))
+    elsewhere, before = (rng.standard_normal((rows, w.n), np.float32) for rows in (step.pairs, n_rows))
+    shared_y = None
+    if shared:
+        shared_y = _poisoned(card, (n_rows, w.n))
+        gemv(card, shared.decoder, shared_y, w.n, shared.w, shared.inner, n_rows)
+    y = np.where(np.isnan(y), elsewhere, y).reshape(n_rows, n_used, w.n)
+    want = combine_reference(before, y, weights, card.download(shared_y) if shared else None)
+    for given in (shared, shared_y) if shared else (None,):
+        x = card.upload(np.pad(before, ((0, 1), (0, 0)), constant_values=np.nan))
+        expert_down(card, step.decoder, x, w, inner, step.choice, given, n_rows, card.upload(elsewhere))
+        got = card.download(x)
+        np.testing.assert_array_equal(got[:-1], want)
+        assert np.isnan(got[-1]).all(), "wrote past the end"
+
+
+def _row(x, row):
+    """One row of a Quantized."""
+    return Quantized(x.q[row:row + 1], x.d[row:row + 1])
+
+
+def _poisoned(card, shape):
+    array = card.alloc(shape, np.float32)
+    card.poison(array)
+    return array
+
+
+def _quantized(card, rows, k):
+    """A Quantized of that size that nobody has written yet."""
+    x = Quantized(card.alloc((rows, k), np.int8), card.alloc((rows, k // BLOCK), np.float32))
+    card.poison(x.q), card.poison(x.d)
+    return x
+
+
+def _assert_equal(card, got, want):
+    for a, b in zip(got, want):
+        np.testing.assert_array_equal(card.download(a), card.download(b))
+
+
+def cases(card):
+    """The checks, then times of a layer of Qwen3.6-35B-A3B."""
+    for format in FORMATS.values():
+        for sizes in CASES:
+            yield Case("{} {} {} of {}, {} used, {} rows, ".format(*sizes) + format.name, partial(
+                check, card, format, sizes, FORMATS["Q8_0"], (1,)))
+
+
+if __name__ == "__main__":
+    main("Experts in decode steps", cases)

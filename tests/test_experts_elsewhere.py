@@ -1,0 +1,339 @@
+"""Engines whose experts do not all lie on the card: the same answers, plans that say so, and faults that are heard."""
+
+import errno
+import gc
+import logging
+import mmap
+import os
+import re
+
+import numpy as np
+import pytest
+
+import qengine
+from cli.main import main
+from engine import expert_store, plan
+from engine.plan import Demand, Planner
+from engine.request import EngineStopped, ModelError, RequestError
+from kernels.card import CardError, OutOfMemory, show_bytes
+from kernels.emulated.card import EmulatedCard
+from tests.clients import CHAT, HI, app_of
+from tests.models import write_as_float32
+from tests.oracle import oracle_path
+
+TINY = "synthetic:tiny-moe"
+PROMPT = [5, 300, 77, 100, 9, 200, 31] * 30
+MB = 1 << 20
+
+
+def load(card, model=TINY, **options):
+    return qengine.load(model, card=card, progress=False, **{"ctx": 512, "slots": 2} | options)
+
+
+def answers(engine):
+    """Tokens of two answers side by side, and logits of a text."""
+    running = [engine.submit(qengine.Request(prompt, max_tokens=24, ignore_eos=True))
+               for prompt in (PROMPT, PROMPT[3:20])]
+    return [[delta.token_id for delta in each] for each in running], engine.evaluate(PROMPT[:100])
+
+
+def same(found, expected):
+    assert found[0] == expected[0]
+    np.testing.assert_array_equal(found[1], expected[1])
+
+
+def closing(engine):
+    try:
+        return answers(engine), engine.stats()
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def resident(card):
+    """What an engine with all experts on the card says."""
+    found, counts = closing(load(card))
+    assert "expert_hits" not in counts
+    return found
+
+
+# ---- the same answers --------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("memory", [0, MB, 3 * MB])
+def test_the_same_answers_wherever_experts_lie(card, resident, memory):
+    found, counts = closing(load(card, expert_memory=memory))
+    same(found, resident)
+    assert counts["expert_misses"] and (counts["expert_hits"] > 0) == (memory > 0)
+    assert counts["expert_bytes_staged"] and counts["expert_bytes_read"]
+
+
+@pytest.mark.parametrize("model, options", [(TINY, {"expert_memory": 0}), (TINY, {"expert_memory": 2 * MB}),
+                                            ("synthetic:tiny-moe+mtp", {"expert_memory": MB, "draft": 3})])
+def test_the_same_answers_if_the_host_computes(resident, monkeypatch, model, options):
+    """Over a slow link, experts are computed where they lie."""
+    monkeypatch.setattr(expert_store, "measure_host", lambda *_: 1e15)
+    engine = load(EmulatedCard(link_gbs=0.5), model, **options)
+    assert "computed by the host's processor: 0.42 ms to fetch" in str(engine.pipeline.stages[0].store)
+    found, counts = closing(engine)
+    same(found, resident)
+    assert 0 < counts["expert_computed"] and counts["expert_host_seconds"] > 0 and counts["expert_bytes_read"] == 0
+
+
+def test_the_faster_way_is_taken(resident, monkeypatch):
+    monkeypatch.setattr(expert_store, "measure_host", lambda *_: 1e6)
+    engine = load(EmulatedCard(link_gbs=0.5), expert_memory=MB)
+    assert "fetched over the link: 0.42 ms to fetch, 2.1e+02 ms to compute" in str(engine.pipeline.stages[0].store)
+    same(closing(engine)[0], resident)
+
+
+def test_with_memory_for_all_experts_none_is_elsewhere(card, resident):
+    found, counts = closing(load(card, expert_memory=100 * MB))
+    same(found, resident)
+    assert "expert_hits" not in counts
+
+
+@pytest.mark.parametrize("options", [{"late": True}, {"link_gbs": 0.5}], ids=str)
+def test_on_other_emulated_cards(resident, options):
+    same(closing(load(EmulatedCard(**options), expert_memory=2 * MB))[0], resident)
+
+
+def test_on_several_cards(resident):
+    for split in (2, 2), (1, 2, 1):
+        cards = [EmulatedCard(number) for number in range(len(split))]
+        found, counts = closing(load(cards, split=split, expert_memory=MB))
+        same(found, resident)
+        assert counts["expert_misses"] > 0
+
+
+def test_drafts_and_a_model_of_two_implementations(card):
+    """The oracle's model, with its draft block, whose experts are in the store, too."""
+    path = str(oracle_path("gguf/moe_mtp-Q8_0.gguf"))
+    expected, _ = closing(load(card, path, draft=3))
+    found, counts = closing(load(card, path, draft=3, expert_memory=2 * MB))
+    same(found, expected)
+    assert counts["expert_misses"] > 0
+
+
+def test_experts_as_floats(card, tmp_path):
+    write_as_float32(oracle_path("gguf/moe_mtp-Q8_0.gguf"), tmp_path / "float.gguf")
+    expected, _ = closing(load(card, tmp_path / "float.gguf"))
+    found, counts = closing(load(card, tmp_path / "float.gguf", expert_memory=4 * MB))
+    same(found, expected)
+    assert counts["expert_misses"] > 0
+
+
+def test_counts_are_of_all_steps(card):
+    """Of each of the 63 steps of an answer, four layers have used two experts. The first token is of the prompt."""
+    engine = load(card, expert_memory=3 * MB)
+    for _ in range(2):
+        list(engine.submit(qengine.Request(PROMPT, max_tokens=64, ignore_eos=True)))
+    counts = engine.stats()
+    engine.close()
+    assert counts["expert_promoted"] > 0
+    used = counts["expert_hits"] + counts["expert_misses"]
+    assert used % 8 == 0 and 8 * 100 < used <= 8 * 126      # the last steps may not have been counted
+
+
+def test_metrics_and_the_log(card, caplog):
+    caplog.set_level(logging.INFO, "qengine.requests")
+    engine = load(card, expert_memory=3 * MB)
+    client = app_of(engine).test_client()
+    client.post(CHAT, json={"messages": [HI], "max_tokens": 32, "temperature": 0}).close()
+    said, counts = client.get("/metrics").text, engine.stats()
+    engine.close()
+    found = {name: float(value) for name, value in re.findall(r"^qengine:(expert\w+)_total{.*} (\S+)$", said, re.M)}
+    assert {name.removeprefix("expert_"): counts[name] for name in counts if name.startswith("expert_")} == {
+        name.removeprefix("experts_").removeprefix("expert_"): value for name, value in found.items()}
+    share = counts["expert_hits"] / (counts["expert_hits"] + counts["expert_misses"])
+    assert re.search(r" expert_hits=(\S+) ", caplog.text)[1] == f"{share:.2f}"
+
+
+# ---- plans -------------------------------------------------------------------------------------------------
+
+def planner(card, model=TINY, **demand):
+    opened = qengine.open_model(model)
+    return Planner(qengine.PlannedModel(opened.config, opened.weights), [card], Demand(512, **demand))
+
+
+@pytest.mark.parametrize("memory", [0, 2 * MB])
+def test_a_plan_takes_what_the_engine_takes(memory):
+    card = EmulatedCard()
+    planned, free = planner(card, expert_memory=memory), card.free_bytes
+    stage, = planned.plan.stages
+    engine = load(card, slots=1, expert_memory=memory, draft=0)
+    assert free - card.free_bytes == stage.total
+    host, = (each.store.host_bytes for each in engine.pipeline.stages)
+    assert host == planned.plan.on_paper[0].store.host_bytes == planned.costs.expert_bytes
+    engine.close()
+
+
+def test_what_does_not_fit_lies_in_host_memory(resident):
+    whole = planner(EmulatedCard()).plan.stages[0].total
+    small = EmulatedCard(memory_bytes=whole + 30 * MB)
+    engine = load(small)                                 # slots, checkpoints and the rest take what is left
+    assert engine.pipeline.stages[0].store is None
+    engine.close()
+    least = planner(EmulatedCard(), expert_memory=0, checkpoint_memory=0).plan.stages[0].total
+    small = EmulatedCard(memory_bytes=least + MB)
+    made = planner(small, checkpoint_memory=0)
+    assert made.plan.fits and 0 <= made.demand.expert_memory < made.costs.expert_bytes
+    report = made.report()
+    assert f"all in {show_bytes(made.costs.expert_bytes)} of page-locked host memory" in report
+    times = re.search(r"expected time of a token: (\S+) ms with all experts on the card, (\S+), (\S+), (\S+) ms where "
+                      r"80%, 90%, 95% ", report)
+    whole, *others = map(float, times.groups())
+    assert whole <= others[2] <= others[1] <= others[0]
+
+
+def test_a_slow_link_shows_in_the_plan():
+    card = EmulatedCard(link_gbs=0.01)
+    made = planner(card, expert_memory=MB)
+    whole, worst = (float(each) for each in re.search(r"of a token: (\S+) ms .* card, (\S+),", made.report()).groups())
+    used = made.plan.on_paper[0].costs.work.expert_bytes_read(1)
+    assert worst - whole == pytest.approx(1e3 * 0.2 * used / 0.01e9, abs=0.11)
+
+
+def test_host_memory_that_is_too_small(resident, monkeypatch):
+    """The experts lie in a file, the plan says so, and nothing of the file stays."""
+    monkeypatch.setattr(plan, "machine_bytes", lambda: 4 * MB)
+    card = EmulatedCard()
+    assert f"all in a file of 6.4 MB in {card.cache_dir}" in planner(card, expert_memory=2 * MB).report()
+    before = sorted(card.cache_dir.iterdir())
+    engine = load(card, expert_memory=2 * MB)
+    store = engine.pipeline.stages[0].store
+    assert "computed by the host's processor (more than this machine's memory holds: a file in" in str(store)
+    assert all(isinstance(each.host.home.values.memory.backing.base, memoryview | mmap.mmap)
+               for layer in store.layers.values() for each in layer.matrices)
+    assert sorted(card.cache_dir.iterdir()) == before
+    found, counts = closing(engine)
+    same(found, resident)
+    assert counts["expert_computed"] > 0 and counts["expert_promoted"] > 0
+
+
+def test_a_disk_that_is_too_small(monkeypatch):
+    monkeypatch.setattr(plan, "machine_bytes", lambda: 4 * MB)
+    monkeypatch.setattr(plan, "free_of_disk", lambda folder: 3 * MB)
+    with pytest.raises(OutOfMemory, match="experts take 6.4 MB; .* 4.0 MB of memory in all, and 3.0 MB are free"):
+        load(EmulatedCard(), expert_memory=MB)
+
+
+def test_a_disk_that_others_fill(monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(plan, "machine_bytes", lambda: 4 * MB)
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(CardError, match="experts: no file of .* in .*: No space left on device"):
+        load(EmulatedCard(), expert_memory=MB)
+
+
+def test_two_cards_that_hold_all_experts_are_better_than_one_that_does_not(monkeypatch):
+    fixed = {"kv_tokens": 512, "checkpoint_memory": 0}
+    whole = planner(EmulatedCard(), **fixed).plan.stages[0].total
+    cards = [EmulatedCard(number, memory_bytes=whole - MB) for number in range(2)]
+    monkeypatch.setattr(qengine, "open_cards", lambda name: cards)
+    opened = qengine.open_model(TINY)
+    assert planner(cards[0], **fixed).demand.expert_memory is not None
+    found = qengine.make_planner(opened, None, Demand(512, **fixed))
+    assert len(found.cards) == 2 and found.plan.fits and found.demand.expert_memory is None
+
+
+def test_a_dense_model_has_no_experts(card):
+    with pytest.raises(RequestError, match="synthetic:tiny has no experts"):
+        load(card, "synthetic:tiny", expert_memory=MB)
+    with pytest.raises(RequestError, match="expert_memory must be 0 or more"):
+        load(card, expert_memory=-1)
+
+
+def test_the_command_line_takes_gigabytes(capsys):
+    assert main(["-m", TINY, "--plan", "--card", "emulated", "--ctx", "512", "--expert-memory", "0.002"]) == 0
+    assert "2 experts of each layer lie on the card" in capsys.readouterr().out
+
+
+# ---- faults ------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("memory", [None, MB])
+def test_a_file_that_is_cut_before_it_is_loaded(card, memory, tmp_path):
+    """One sentence; no memory stays taken. Afterwards nothing reads the file any more."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(oracle_path("gguf/moe_mtp-Q8_0.gguf").read_bytes())
+    opened = qengine.open_model(path)
+    os.truncate(path, path.stat().st_size // 2)
+    own = EmulatedCard()
+    free = own.free_bytes
+    with pytest.raises(ModelError, match="model.gguf: tensor '.*' ends at byte .* has become shorter since it was "):
+        load(own, opened, expert_memory=memory)
+    gc.collect()                                        # the error refers to frames, and these to arrays
+    assert own.free_bytes == free
+
+
+def test_a_file_that_is_cut_while_the_engine_runs(card, tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(oracle_path("gguf/moe_mtp-Q8_0.gguf").read_bytes())
+    engine = load(card, path, expert_memory=MB)
+    os.truncate(path, 0)
+    answers(engine)
+    engine.close()
+
+
+def refuse(shape, dtype):
+    raise CardError("cuMemHostAlloc: out of memory")
+
+
+def test_host_memory_that_cannot_be_page_locked(resident, monkeypatch):
+    """The host's processor computes what the card cannot read, and the start says why."""
+    card = EmulatedCard()
+    monkeypatch.setattr(card, "pinned", lambda shape, dtype: (
+        refuse(shape, dtype) if np.prod(shape) > 100_000 else EmulatedCard.pinned(card, shape, dtype)))
+    engine = load(card, expert_memory=2 * MB)
+    assert re.search(r"2 of 8 experts of each layer on the card; .* computed by the host's processor \(.* cannot be "
+                     r"page-locked for experts .*--expert-memory", str(engine.pipeline.stages[0].store))
+    found, counts = closing(engine)
+    same(found, resident)
+    assert counts["expert_computed"] > 0 and counts["expert_bytes_read"] == 0
+
+
+def test_floats_that_cannot_be_page_locked(tmp_path, monkeypatch):
+    """The host's processor computes with quantised experts only. No memory stays taken."""
+    class Refused(expert_store.HostCard):
+        def __init__(self, card, in_file):
+            super().__init__(card, in_file)
+            self.refusal = "host memory cannot be page-locked"
+
+    write_as_float32(oracle_path("gguf/moe_mtp-Q8_0.gguf"), tmp_path / "float.gguf")
+    monkeypatch.setattr(expert_store, "HostCard", Refused)
+    card = EmulatedCard()
+    free = card.free_bytes
+    with pytest.raises(CardError, match="host memory cannot be page-locked"):
+        load(card, tmp_path / "float.gguf", expert_memory=MB)
+    gc.collect()
+    assert card.free_bytes == free
+
+
+def test_a_processor_that_does_not_answer(monkeypatch):
+    monkeypatch.setattr(expert_store, "measure_host", lambda *_: 1e15)
+    engine = load(EmulatedCard(link_gbs=0.5), slots=1, expert_memory=MB)
+    running = engine.submit(qengine.Request(PROMPT[:20], max_tokens=400, ignore_eos=True))
+    with pytest.raises((CardError, EngineStopped), match="the host's processor did not compute the experts of layer"):
+        next(iter(running))
+        engine.pipeline.stages[0].store.helper.close()
+        list(running)
+    engine.close()
+
+
+def test_a_copy_of_an_expert_that_fails():
+    """The request hears one sentence, the next one is refused with it, and nothing hangs."""
+    card = EmulatedCard()
+    engine = load(card, slots=1, expert_memory=2 * MB)
+
+    def fail(*_):
+        raise CardError("the link is gone")
+
+    with pytest.raises((CardError, EngineStopped), match="the link is gone"):
+        running = engine.submit(qengine.Request(PROMPT[:20], max_tokens=400, ignore_eos=True))
+        next(iter(running))
+        card._transfer = fail
+        list(running)
+    with pytest.raises((CardError, EngineStopped), match="the link is gone"):
+        list(engine.submit(qengine.Request(PROMPT[:20], max_tokens=4)))
+    engine.close()
