@@ -131,3 +131,19 @@ class Choice(NamedTuple):
     @property
     def n_used(self) -> int:
         return self.experts.shape[1]
+
+
+class Groups(NamedTuple):
+    """The pairs of a Choice, sorted by expert, in tiles for products (kernels/route.py). Pairs of one expert keep the
+    order of their numbers.
+
+    order     int32 [pairs]           sorted position -> pair
+    position  int32 [pairs]           pair -> sorted position
+    tiles     int32 [most tiles, 3]   expert, first sorted position, how many positions: 1 or more, all of this expert
+    n_tiles   int32 [1]               how many tiles there are; what stands behind them has no meaning
+    """
+
+    order: Array
+    position: Array
+    tiles: Array
+    n_tiles: Array

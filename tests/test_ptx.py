@@ -14,7 +14,7 @@ import qengine
 from kernels import advance, assembler, attend_decode, attention, checkpoint
 from kernels import compile as compiler
 from kernels import (decode_tile, draft_head, draft_input, draft_list, gdn_decode, kv_cache, ngram, norm, pool,
-                     q8_gemv, quantize, rope)
+                     q8_gemv, quantize, rope, route)
 from kernels.card import Array
 from kernels.emulated.card import EmulatedCard
 from kernels.formats import FORMATS
@@ -119,6 +119,14 @@ def draft_kernels():
         yield draft_input.input_kernel(store), out, *[x] * 4, i, i, *[x] * 3, "uint32", "float32"
 
 
+def kernels_of_routing():
+    """The router of a mixture of experts, for the fewest, the usual and the most experts; and the groups of its pairs."""
+    i, x, n = "int32[1]", "float32[1]", "uint32"
+    for per_lane in 1, 8, 16:
+        yield route.route_kernel(per_lane), i, x, x, *[n] * 4
+    yield route.group_kernel, *[i] * 5, *[n] * 3
+
+
 def kernels_of_checks():
     """Those between two checks of several rows."""
     i, u, n = "int32[1]", "uint32[1]", "uint32"
@@ -145,8 +153,8 @@ def kernels(tmp_path_factory):
     attentions = [kernel for format in KV_FORMATS.values() for kernel in attention_of_other_heads(format)]
     keeping = checkpoint.keep_states_kernel, *["float32[1]"] * 2, "int32[1]", *["float32[1]"] * 2, *["int32[1]"] * 3, \
         *["uint32"] * 6
-    others = *products, *attentions, *kernels_of_pooling(), *draft_kernels(), *kernels_of_checks(), \
-        *checks_of_the_delta_rule(), keeping
+    others = *products, *attentions, *kernels_of_pooling(), *draft_kernels(), *kernels_of_routing(), \
+        *kernels_of_checks(), *checks_of_the_delta_rule(), keeping
     return list(dict.fromkeys([*engine_kernels(tmp_path_factory.mktemp("models")), *others]))
 
 

@@ -1,0 +1,381 @@
+"""The router of a mixture of experts: which experts each row goes to, and the rows of each expert side by side.
+
+**Choice.** A row has a logit l_e for each expert e, and a logit s for the gate of the shared expert. The n_used experts
+of the largest logits are chosen, the likeliest first, of equal ones the lower number first. That is rank r = 0, 1, ...:
+
+    w_r = exp(l_r - l_0) / sum over the chosen of exp(l_r - l_0), added in the order of rank
+    w of the shared expert = sigmoid(s)
+
+This is the softmax over all experts, divided by the part of it that was chosen: what is common to both cancels.
+A NaN counts as the largest logit, so it is chosen, and all weights of its row become NaN.
+
+    logits   float32, flat     row i begins at i * stride: n_experts logits, then s
+    experts  int32 [rows, n_used]       weights  float32 [rows, n_used + 1]
+
+A warp takes a row. A lane has experts that follow each other, so the first lane of a ballot has the lowest number. Each
+rank is a maximum over the warp. It takes about 25 instructions, and 2 more for each expert of a lane. Bound by latency.
+
+**Groups.** A pair is (row, rank), with the number row * n_used + rank. `group_pairs` sorts the pairs by expert, and
+those of an expert by number. Then it cuts each expert's part into tiles of tile_rows positions, the last one shorter:
+
+    sorted position    0   1   2   3   4   5   6   7          order[sorted position] = pair
+    expert             0   0   0   2   2   3   3   3          position[pair] = sorted position
+    tiles of 2        |-----| |-| |-----| |-----| |-|         (0, 0, 2) (0, 2, 1) (2, 3, 2) (3, 5, 2) (3, 7, 1)
+
+One block of threads counts and places all pairs. A warp takes a stretch of them, 32 at a time, and counts each expert's
+in a line of its own in shared memory. A pair finds there how many of its expert stand before it in the stretch. Running
+sums over the warps, then over the experts, turn that into its position. All of this is counting, so nothing depends on
+the order in which warps run. About 45 instructions for 32 pairs: 32,768 pairs take 46,000 on one SM, some 12 us on an
+H100. That is an estimate from the count. Bound by the latency of shared memory.
+"""
+
+from functools import cache, partial
+
+import numpy as np
+from numba import cuda
+from numba.types import float32, int32, uint16, uint32
+
+from kernels.bench import Case, main
+from kernels.intrinsics import div_rn, exp, sigmoid
+from kernels.quantize import word_max
+from kernels.records import Choice, Groups
+from kernels.sample import key_value, order_key
+
+MOST_EXPERTS = 512
+MOST_USED = 32            # ranks: a lane for each
+WARPS = 4                 # of a block of route, each with a row
+MOST_PAIRS = 1 << 16      # of a launch of group_pairs: a count of a warp's stretch fits in 16 bits
+LEAST_GROUP_WARPS, MOST_GROUP_WARPS = 8, 32
+N_COUNTS, N_STARTS = MOST_GROUP_WARPS * MOST_EXPERTS, MOST_EXPERTS + 1
+AHEAD = 4                 # experts that a lane of group_pairs loads at once
+EVERY_LANE = 0xFFFFFFFF
+
+
+def route_reference(logits, n_experts, n_used):
+    """logits float32 [rows, at least n_experts + 1] -> (experts int32 [rows, n_used], weights float64
+    [rows, n_used + 1])."""
+    of_experts, shared = logits[:, :n_experts], logits[:, n_experts].astype(np.float64)
+    is_nan = np.isnan(of_experts)
+    numbers = np.broadcast_to(np.arange(n_experts), of_experts.shape)
+    experts = np.lexsort((numbers, -np.where(is_nan, 0, of_experts), ~is_nan), axis=-1)[:, :n_used]
+    chosen = np.take_along_axis(of_experts, experts, axis=1)
+    with np.errstate(invalid="ignore", over="ignore"):
+        e = np.exp((chosen - chosen[:, :1]).astype(np.float64))     # the difference is rounded to float32, as on cards
+        weights = np.column_stack([e / e.sum(axis=1, keepdims=True), 1 / (1 + np.exp(-shared))])
+    return experts.astype(np.int32), weights
+
+
+def group_reference(experts, n_experts, tile_rows):
+    """experts int32 [rows, n_used] -> what Groups has, in NumPy: order, position, tiles."""
+    of_pairs = experts.ravel()
+    order = np.argsort(of_pairs, kind="stable").astype(np.int32)
+    position = np.empty_like(order)
+    position[order] = np.arange(order.size)
+    counts = np.bincount(of_pairs, minlength=n_experts)
+    starts = np.cumsum(counts) - counts
+    tiles = [(e, starts[e] + first, min(tile_rows, counts[e] - first))
+             for e in range(n_experts) for first in range(0, counts[e], tile_rows)]
+    return order, position, np.array(tiles, np.int32).reshape(-1, 3)
+
+
+def most_tiles(n_rows, n_used, n_experts, tile_rows):
+    """The most tiles that the pairs of n_rows rows can have, whatever experts are chosen. A row has an expert once."""
+    pairs = n_rows * n_used
+    with_rows = min(pairs, n_experts)       # the more experts have rows, the more tiles are not full
+    return min(with_rows + (pairs - with_rows) // tile_rows, n_experts * -(-n_rows // tile_rows))
+
+
+# ---- choice ------------------------------------------------------------------------------------------------
+
+@cuda.jit(device=True, forceinline=True)
+def warp_word_max(word):
+    """The largest uint32 of the 32 lanes, on every lane."""
+    for offset in (16, 8, 4, 2, 1):
+        word = word_max(word, uint32(cuda.shfl_xor_sync(EVERY_LANE, int32(word), offset)))
+    return word
+
+
+@cuda.jit(device=True, forceinline=True)
+def store_weights(weights, at, l, shared, n_used, lane):
+    """Stores the weights of a row from weights[at] on. l: on lane r < n_used the logit of rank r. shared: the logit of
+    the shared expert's gate."""
+    e = exp(l - cuda.shfl_sync(EVERY_LANE, l, 0))
+    total = float32(0)
+    for r in range(n_used):
+        total = total + cuda.shfl_sync(EVERY_LANE, e, r)
+    weight = sigmoid(shared) if lane == n_used else div_rn(e, total)
+    if lane <= n_used:
+        weights[uint32(at + lane)] = weight
+
+
+@cache
+def chooser(per_lane):
+    """Device function that chooses the experts of a row, for up to 32 * per_lane experts."""
+
+    @cuda.jit(device=True, forceinline=True)
+    def choose(experts, weights, logits, start, row, n_experts, n_used, lane):
+        """All lanes of a warp call. The logits of the row begin at `start`."""
+        keys = cuda.local.array(per_lane, uint32)
+        first = uint32(lane * uint32(per_lane))
+        for j in range(per_lane):
+            number = uint32(first + uint32(j))
+            keys[j] = order_key(logits[uint32(start + number)]) if number < n_experts else uint32(0)
+        chosen = uint32(0)
+        for r in range(n_used):
+            best = keys[0]
+            for j in range(1, per_lane):
+                best = word_max(best, keys[j])
+            largest = warp_word_max(best)
+            have = uint32(cuda.ballot_sync(EVERY_LANE, best == largest))
+            is_open = best == largest and uint32(have & uint32(cuda.lanemask_lt())) == uint32(0)
+            for j in range(per_lane):
+                if is_open and keys[j] == largest:
+                    experts[uint32(row * n_used + r)] = int32(first + uint32(j))
+                    keys[j] = uint32(0)         # below every logit
+                    is_open = False
+            chosen = largest if lane == uint32(r) else chosen
+        shared = logits[uint32(start + n_experts)]
+        store_weights(weights, uint32(row * uint32(n_used + uint32(1))), key_value(chosen), shared, n_used, lane)
+
+    return choose
+
+
+@cache
+def route_kernel(per_lane):
+    """The kernel of `route` for up to 32 * per_lane experts."""
+    choose = chooser(per_lane)
+
+    @cuda.jit
+    def route_kernel(experts, weights, logits, stride, n_rows, n_experts, n_used):
+        lane = uint32(cuda.threadIdx.x)
+        row = uint32(uint32(cuda.blockIdx.x) * uint32(WARPS) + uint32(cuda.threadIdx.y))
+        if row < n_rows:
+            choose(experts, weights, logits, uint32(row * stride), row, n_experts, n_used, lane)
+
+    return route_kernel
+
+
+# ---- groups ------------------------------------------------------------------------------------------------
+
+@cuda.jit(device=True, forceinline=True)
+def sums_before(x, lane):
+    """(the sum of the uint32 x of all lanes before this one, the sum of all lanes)."""
+    own = x
+    for offset in (1, 2, 4, 8, 16):
+        other = uint32(cuda.shfl_up_sync(EVERY_LANE, int32(x), offset))
+        x = uint32(x + (other if lane >= uint32(offset) else uint32(0)))
+    return uint32(x - own), uint32(cuda.shfl_sync(EVERY_LANE, int32(x), 31))
+
+
+@cuda.jit(device=True, forceinline=True)
+def count_pairs(counts, position, experts, first, n_pairs, steps, line, lane):
+    """Counts the experts of a warp's stretch of pairs, from `first` on, in counts[line + expert]. position[pair] <- how
+    many pairs of the same expert stand before it in the stretch."""
+    mine = cuda.local.array(AHEAD, uint32)
+    for step in range(steps):
+        start = uint32(first + uint32(step) * uint32(32 * AHEAD) + lane)
+        for j in range(AHEAD):
+            pair = uint32(start + uint32(32 * j))
+            mine[j] = uint32(experts[pair]) if pair < n_pairs else uint32(MOST_EXPERTS)
+        for j in range(AHEAD):
+            pair, at = uint32(start + uint32(32 * j)), uint32(line + mine[j])
+            same = uint32(cuda.match_any_sync(EVERY_LANE, int32(mine[j])))
+            before = uint32(cuda.popc(uint32(same & uint32(cuda.lanemask_lt()))))
+            rank = before
+            if pair < n_pairs:
+                rank = uint32(rank + uint32(counts[at]))
+            cuda.syncwarp()
+            if pair < n_pairs:
+                position[pair] = int32(rank)
+                if before == uint32(0):
+                    counts[at] = uint16(rank + uint32(cuda.popc(same)))
+            cuda.syncwarp()
+
+
+@cuda.jit(device=True, forceinline=True)
+def start_experts(starts, first_tiles, n_tiles, n_experts, tile_rows, lane):
+    """starts[e]: how many pairs expert e has -> the sorted position of its first one. first_tiles[e] <- the number of
+    its first tile. One element more of both ends the last expert. For one warp."""
+    each = uint32(uint32(n_experts + uint32(31)) >> uint32(5))
+    pairs, tiles, first = uint32(0), uint32(0), uint32(lane * each)
+    for i in range(each):
+        e = uint32(first + uint32(i))
+        if e < n_experts:
+            pairs = uint32(pairs + starts[e])
+            tiles = uint32(tiles + uint32(starts[e] + tile_rows - uint32(1)) // tile_rows)
+    (pairs, all_pairs), (tiles, all_tiles) = sums_before(pairs, lane), sums_before(tiles, lane)
+    for i in range(each):
+        e = uint32(first + uint32(i))
+        if e < n_experts:
+            count = starts[e]
+            starts[e], first_tiles[e] = pairs, tiles
+            pairs = uint32(pairs + count)
+            tiles = uint32(tiles + uint32(count + tile_rows - uint32(1)) // tile_rows)
+    if lane == uint32(0):
+        starts[n_experts], first_tiles[n_experts] = all_pairs, all_tiles
+        n_tiles[uint32(0)] = int32(all_tiles)
+
+
+@cuda.jit
+def group_kernel(order, position, tiles, n_tiles, experts, n_pairs, n_experts, tile_rows):
+    """One block."""
+    counts = cuda.shared.array(N_COUNTS, uint16)        # a line of n_experts for each warp
+    starts, first_tiles = cuda.shared.array(N_STARTS, uint32), cuda.shared.array(N_STARTS, uint32)
+    thread, threads = uint32(cuda.threadIdx.x), uint32(cuda.blockDim.x)
+    lane, warp, warps = uint32(thread & uint32(31)), uint32(thread >> uint32(5)), uint32(threads >> uint32(5))
+    line = uint32(warp * n_experts)
+    for i in range(uint32(uint32(warps * n_experts + threads - uint32(1)) // threads)):
+        at = uint32(uint32(i) * threads + thread)
+        if at < uint32(warps * n_experts):
+            counts[at] = uint16(0)
+    cuda.syncthreads()
+    steps = uint32(uint32(n_pairs + uint32(threads * uint32(AHEAD)) - uint32(1)) // uint32(threads * uint32(AHEAD)))
+    first = uint32(warp * steps * uint32(32 * AHEAD))
+    count_pairs(counts, position, experts, first, n_pairs, steps, line, lane)
+    cuda.syncthreads()
+    of_threads = uint32(uint32(n_experts + threads - uint32(1)) // threads)
+    for i in range(of_threads):
+        e = uint32(uint32(i) * threads + thread)
+        if e < n_experts:
+            total = uint32(0)
+            for w in range(warps):
+                at = uint32(uint32(w) * n_experts + e)
+                count = uint32(counts[at])
+                counts[at] = uint16(total)
+                total = uint32(total + count)
+            starts[e] = total
+    cuda.syncthreads()
+    if warp == uint32(0):
+        start_experts(starts, first_tiles, n_tiles, n_experts, tile_rows, lane)
+    cuda.syncthreads()
+    for step in range(uint32(steps * uint32(AHEAD))):
+        pair = uint32(first + uint32(step) * uint32(32) + lane)
+        if pair < n_pairs:
+            e = uint32(experts[pair])
+            to = uint32(uint32(position[pair]) + uint32(counts[uint32(line + e)]) + starts[e])
+            position[pair], order[to] = int32(to), int32(pair)
+    for i in range(of_threads):
+        e = uint32(uint32(i) * threads + thread)
+        if e < n_experts:
+            start, end, tile = starts[e], starts[uint32(e + uint32(1))], first_tiles[e]
+            while start < end:
+                at, left = uint32(tile * uint32(3)), uint32(end - start)
+                tiles[at], tiles[uint32(at + uint32(1))] = int32(e), int32(start)
+                tiles[uint32(at + uint32(2))] = int32(min(left, tile_rows))
+                start, tile = uint32(start + tile_rows), uint32(tile + uint32(1))
+
+
+# ---- launches: they write in place and never allocate -----------------------------------------------------
+
+def check_sizes(n_experts, n_used):
+    """ValueError: the kernels cannot choose so many experts of so many."""
+    if not 1 <= n_used <= min(n_experts, MOST_USED - 1) or n_experts > MOST_EXPERTS:
+        raise ValueError(f"a router chooses up to {MOST_USED - 1} of up to {MOST_EXPERTS} experts, "
+                         f"not {n_used} of {n_experts}")
+
+
+def lane_experts(n_experts):
+    """Experts of a lane: the least power of two that is enough, since each number is a kernel of its own."""
+    return 1 << (-(-n_experts // 32) - 1).bit_length()
+
+
+def route(card, choice, logits, stride, n_rows, n_experts, *, stream=None):
+    """choice, a Choice of n_rows rows or more <- the experts and weights of n_rows rows of logits. logits: float32, row
+    i begins at element i * stride; n_experts logits and that of the shared expert's gate."""
+    check_sizes(n_experts, choice.n_used)
+    card.launch(route_kernel(lane_experts(n_experts)), -(-n_rows // WARPS), (32, WARPS), choice.experts.reshape(-1),
+                choice.weights.reshape(-1), logits.reshape(-1), stride, n_rows, n_experts, choice.n_used,
+                stream=stream)
+
+
+def group_pairs(card, groups, choice, n_rows, n_experts, tile_rows, *, stream=None):
+    """groups, Groups <- the pairs of the first n_rows rows of a Choice, in tiles of up to tile_rows positions."""
+    n_pairs = n_rows * choice.n_used
+    check_sizes(n_experts, choice.n_used)
+    if n_pairs > MOST_PAIRS:
+        raise ValueError(f"up to {MOST_PAIRS} pairs are sorted, not {n_pairs}")
+    warps = min(max(-(-n_pairs // (32 * AHEAD)), LEAST_GROUP_WARPS), MOST_GROUP_WARPS)
+    card.launch(group_kernel, 1, 32 * warps, groups.order, groups.position, groups.tiles.reshape(-1), groups.n_tiles,
+                choice.experts.reshape(-1), n_pairs, n_experts, tile_rows, stream=stream)
+
+
+# ---- check and time ----------------------------------------------------------------------------------------
+
+# rows, experts, used
+CASES = [(1, 8, 2), (3, 8, 8), (5, 256, 8), (9, 512, 10), (6, 60, 4), (2, 100, 31), (1, 1, 1), (4, 130, 16)]
+# rows, experts, used, rows of a tile
+GROUP_CASES = [(1, 8, 2, 16), (1, 256, 8, 64), (50, 8, 2, 64), (33, 256, 8, 16), (297, 256, 8, 16), (70, 60, 4, 1),
+               (600, 512, 31, 64), (4096, 256, 8, 64), (4096, 512, 16, 128), (3, 1, 1, 2)]
+
+
+def awkward_logits(rng, rows, width):
+    """float32 [rows, width]: among random rows one with many ties, and, if there are enough, rows with NaN, with
+    infinities, and with no finite logit."""
+    logits = rng.standard_normal((rows, width), np.float32) * 3
+    logits[rows // 2] = rng.integers(-2, 2, width)
+    if rows > 3:
+        logits[0, rng.integers(width, size=2)] = np.nan
+        logits[1, rng.integers(width, size=2)] = np.inf, -np.inf
+        logits[-1] = -np.inf
+    return logits
+
+
+def check(card, n_rows, n_experts, n_used):
+    """Routes random rows. Returns the largest relative error of a weight."""
+    rng = np.random.default_rng((n_rows, n_experts, n_used))
+    logits = awkward_logits(rng, n_rows, n_experts + 1)
+    given = card.upload(np.pad(logits, ((0, 0), (0, 3)), constant_values=np.inf))      # to show what is read beyond
+    choice = Choice(card.alloc((n_rows + 1, n_used), np.int32), card.alloc((n_rows + 1, n_used + 1), np.float32))
+    for array in choice:
+        card.poison(array)
+    route(card, choice, given, n_experts + 4, n_rows, n_experts)
+    experts, weights = map(card.download, choice)
+    want_experts, want = route_reference(logits, n_experts, n_used)
+    np.testing.assert_array_equal(experts[:n_rows], want_experts)
+    # exp within 1.1 ulp, a rounding for each rank of the sum, a division; sigmoid within 2.5 ulp; an ulp is 2**-23
+    np.testing.assert_allclose(weights[:n_rows], want, rtol=(n_used / 2 + 3) * 2.0 ** -23, atol=2.0 ** -148)
+    assert (experts[n_rows] == -1).all() and np.isnan(weights[n_rows]).all(), "wrote past the end"
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.nan_to_num(abs(weights[:n_rows] - want) / want, posinf=0).max()
+
+
+def check_groups(card, n_rows, n_experts, n_used, tile_rows):
+    """Sorts pairs whose experts are even, then all in the first experts. Returns 0, the error."""
+    rng = np.random.default_rng((n_rows, n_experts, n_used))
+    even = rng.random((n_rows, n_experts)).argsort(axis=1)[:, :n_used].astype(np.int32)
+    first = np.tile(np.arange(n_used, dtype=np.int32), (n_rows, 1))
+    n_pairs, room = n_rows * n_used, most_tiles(n_rows, n_used, n_experts, tile_rows)
+    for experts in (even, first):
+        groups = Groups(*(card.alloc(shape, np.int32) for shape in (n_pairs + 1, n_pairs + 1, (room + 1, 3), 2)))
+        for array in groups:
+            card.poison(array)
+        choice = Choice(card.upload(experts), None)
+        group_pairs(card, groups, choice, n_rows, n_experts, tile_rows)
+        got, want = list(map(card.download, groups)), group_reference(experts, n_experts, tile_rows)
+        assert got[3].tolist() == [len(want[2]), -1] and len(want[2]) <= room
+        for have, wanted in zip(got, want):
+            np.testing.assert_array_equal(have[:len(wanted)], wanted)
+            assert (have[len(wanted):] == -1).all(), "wrote past the end"
+    return 0.0
+
+
+def cases(card):
+    """The checks, then times of a decode step and of prompts of a 35B-A3B."""
+    for case in CASES:
+        yield Case("{} rows, {} experts, {} used".format(*case), partial(check, card, *case))
+    for case in GROUP_CASES:
+        yield Case("{} rows, {} experts, {} used, by {}".format(*case), partial(check_groups, card, *case))
+    rng = np.random.default_rng(0)
+    for rows in (1, 8, 297, 4096):
+        logits = card.upload(rng.standard_normal((rows, 257), np.float32))
+        choice = Choice(card.alloc((rows, 8), np.int32), card.alloc((rows, 9), np.float32))
+        yield Case(f"choice, {rows} rows", launch=partial(route, card, choice, logits, 257, rows, 256),
+                   n_bytes=logits.nbytes)
+        room = most_tiles(rows, 8, 256, 64)
+        groups = Groups(*(card.alloc(shape, np.int32) for shape in (8 * rows, 8 * rows, (room, 3), 1)))
+        yield Case(f"groups, {rows} rows", launch=partial(group_pairs, card, groups, choice, rows, 256, 64),
+                   n_bytes=3 * groups.order.nbytes)
+
+
+if __name__ == "__main__":
+    main("The router of experts", cases)

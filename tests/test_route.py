@@ -1,0 +1,32 @@
+"""The router of a mixture of experts: choice and groups."""
+
+import itertools
+
+import pytest
+
+from kernels import route
+
+
+@pytest.mark.parametrize("case", route.CASES, ids=str)
+def test_choices_equal_the_reference(card, case):
+    route.check(card, *case)
+
+
+@pytest.mark.parametrize("case", route.GROUP_CASES, ids=str)
+def test_groups_equal_the_reference(card, case):
+    route.check_groups(card, *case)
+
+
+def test_there_is_room_for_the_most_tiles_and_no_more():
+    """Over all ways in which up to 5 rows can be spread over up to 4 experts."""
+    for rows, n_experts, used, tile in itertools.product(range(1, 6), range(1, 5), range(1, 5), range(1, 5)):
+        if used <= n_experts:
+            counts = (c for c in itertools.product(range(rows + 1), repeat=n_experts) if sum(c) == rows * used)
+            most = max(sum(-(-n // tile) for n in count) for count in counts)
+            assert route.most_tiles(rows, used, n_experts, tile) == most
+
+
+def test_sizes_out_of_reach_are_refused():
+    for n_experts, used in (513, 8), (8, 9), (256, 32), (8, 0):
+        with pytest.raises(ValueError, match=f"not {used} of {n_experts}"):
+            route.check_sizes(n_experts, used)
