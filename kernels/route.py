@@ -15,6 +15,17 @@ A NaN counts as the largest logit, so it is chosen, and all weights of its row b
 A warp takes a row. A lane has experts that follow each other, so the first lane of a ballot has the lowest number. Each
 rank is a maximum over the warp. It takes about 25 instructions, and 2 more for each expert of a lane. Bound by latency.
 
+**A decode step** gets its norm, its logits and its choice by one launch, `norm_route`. It gives the bits of the
+separate launches: kernels/norm.py, kernels/float_matmul.py (the decode family) and `route`.
+
+    x       float32 [rows, k]           router  float32 [n_experts + 1, k], s is the product of the last row
+    out     int8 blocks of the norm     k a multiple of 32, up to 8,192
+
+A warp has a row of the router, and every block computes the norm for itself. A lane loads its first 64 weights of the
+router before it waits for x. The block that arrives last at a row of x chooses its experts. Further rows of x have
+blocks of their own, until the card is full. With more rows a block takes several, one after the other, with the same
+weights in registers. Pipe: fp32; 4 bytes for each weight of the router, 2.1 MB for 257 x 2048; bound by latency.
+
 **Groups.** A pair is (row, rank), with the number row * n_used + rank. `group_pairs` sorts the pairs by expert, and
 those of an expert by number. Then it cuts each expert's part into tiles of tile_rows positions, the last one shorter:
 
@@ -36,7 +47,11 @@ from numba import cuda
 from numba.types import float32, int32, uint16, uint32
 
 from kernels.bench import Case, main
-from kernels.intrinsics import div_rn, exp, sigmoid
+from kernels.float_matmul import gemv_float
+from kernels.intrinsics import arrive, div_rn, exp, let_next_begin, sigmoid, wait_for_previous, warp_sum
+from kernels.norm import (MAX_WARPS, WEIGHTS, NormInput, hold_weights, norm_quantizer, rms_norm, rms_norm_quantize,
+                          store_plain, store_quantized)
+from kernels.operands import Matrix, Quantized
 from kernels.quantize import word_max
 from kernels.records import Choice, Groups
 from kernels.sample import key_value, order_key
@@ -44,6 +59,11 @@ from kernels.sample import key_value, order_key
 MOST_EXPERTS = 512
 MOST_USED = 32            # ranks: a lane for each
 WARPS = 4                 # of a block of route, each with a row
+HELD = 64                 # weights of the router that a lane of norm_route holds before x is there: rows of 2,048
+BATCH = 32                # weights that it loads at once later, of longer rows
+MOST_K = 8192             # of norm_route, whose norm is in shared memory
+ROUTER_WARPS = 4          # of its blocks, each with a row of the router
+ROUTER_BLOCKS = 4         # of an SM. With more rows of x than that is enough for, a block takes several
 MOST_PAIRS = 1 << 16      # of a launch of group_pairs: a count of a warp's stretch fits in 16 bits
 LEAST_GROUP_WARPS, MOST_GROUP_WARPS = 8, 32
 N_COUNTS, N_STARTS = MOST_GROUP_WARPS * MOST_EXPERTS, MOST_EXPERTS + 1
@@ -153,6 +173,87 @@ def route_kernel(per_lane):
             choose(experts, weights, logits, uint32(row * stride), row, n_experts, n_used, lane)
 
     return route_kernel
+
+
+# ---- norm, router and choice of a decode step in one launch -------------------------------------------------
+
+@cuda.jit(device=True, forceinline=True)
+def store_both(out, d, at, inside, y0, y1, y2, y3):
+    """Has the parameters of `store_quantized` (kernels/norm.py). Stores floats in shared memory, where the row begins
+    at 0, and some of the int8 blocks: the blocks of threads take turns, each has a group of 128 values."""
+    normed, q, start, block, blocks = out
+    i = uint32(at - start)
+    store_plain(normed, d, i, inside, y0, y1, y2, y3)
+    if uint32(i >> uint32(7)) % blocks == block:
+        store_quantized(q, d, at, inside, y0, y1, y2, y3)
+
+
+quantize_norm = norm_quantizer(store_both)
+
+
+@cache
+def norm_route_kernel(k, per_lane):
+    """The kernel of `norm_route` for rows of k values and up to 32 * per_lane experts."""
+    choose, steps, n_held = chooser(per_lane), k // 32, min(k // 32, HELD)
+
+    @cuda.jit
+    def norm_route_kernel(experts, weights, logits, arrived, q, d, router, x, norm_w, n, n_rows, rows_each, n_used,
+                          eps):
+        """Grid (blocks that share the n rows of the router, groups of rows_each rows of x)."""
+        let_next_begin()
+        thread = uint32(cuda.threadIdx.x)
+        lane, warp, warps = uint32(thread & uint32(31)), uint32(thread >> uint32(5)), uint32(cuda.blockDim.x >> 5)
+        block, blocks, group = uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x), uint32(cuda.blockIdx.y)
+        normed = cuda.shared.array(k, float32, alignment=16)
+        partial, is_last = cuda.shared.array(MAX_WARPS, float32), cuda.shared.array(1, uint32)
+        norm_held, held = cuda.local.array(WEIGHTS, float32), cuda.local.array(n_held, float32)
+        batch = cuda.local.array(BATCH, float32)
+        number = uint32(block * warps + warp)           # of the warp's row of the router; beyond the last one, the last
+        line = uint32(min(number, uint32(n - uint32(1))) * uint32(k) + lane)
+        hold_weights(norm_held, norm_w, uint32(k), lane, warp, warps)
+        for s in range(n_held):
+            held[s] = router[uint32(line + uint32(32 * s))]
+        wait_for_previous()
+
+        first = uint32(group * rows_each)
+        here = min(rows_each, uint32(n_rows - first))
+        for c in range(here):
+            row = uint32(first + uint32(c))
+            start = uint32(row * uint32(k))
+            quantize_norm((normed, q, start, block, blocks), d, x, start, norm_w, norm_held, uint32(k), eps, partial,
+                          lane, warp, warps)
+            cuda.syncthreads()
+            total = float32(0)
+            for s in range(n_held):
+                total = cuda.fma(held[s], normed[uint32(uint32(32 * s) + lane)], total)
+                if s % 16 == 15:
+                    cuda.syncwarp()     # else all of normed would be loaded at once, into as many registers again
+            for s in range(uint32(n_held), uint32(steps), uint32(BATCH)):
+                for i in range(BATCH):
+                    at = uint32(uint32(s + uint32(i)) << uint32(5))
+                    batch[i] = router[uint32(line + at)] if at < uint32(k) else float32(0)
+                for i in range(BATCH):
+                    at = uint32(uint32(s + uint32(i)) << uint32(5))
+                    if at < uint32(k):
+                        total = cuda.fma(batch[i], normed[uint32(at + lane)], total)
+            total = warp_sum(total)
+            if lane == uint32(0) and number < n:
+                logits[uint32(row * n + number)] = total
+            cuda.syncthreads()      # of normed and partial; and what the block has stored is there when it arrives
+        if thread == uint32(0):
+            is_last[uint32(0)] = uint32(arrive(arrived, group) == uint32(blocks - uint32(1)))
+        cuda.syncthreads()
+        if is_last[uint32(0)] == uint32(0):
+            return
+        if thread == uint32(0):
+            arrived[group] = uint32(0)
+        for i in range(uint32(uint32(here + warps - uint32(1)) // warps)):
+            c = uint32(uint32(i) * warps + warp)
+            if c < here:
+                row = uint32(first + c)
+                choose(experts, weights, logits, uint32(row * n), row, uint32(n - uint32(1)), n_used, lane)
+
+    return norm_route_kernel
 
 
 # ---- groups ------------------------------------------------------------------------------------------------
@@ -288,6 +389,30 @@ def route(card, choice, logits, stride, n_rows, n_experts, *, stream=None):
                 stream=stream)
 
 
+def norm_route_scratch(n_rows, n_experts):
+    """Shapes of (logits float32, arrived uint32) for `norm_route`; arrived must be zero before the first launch."""
+    return (n_rows, n_experts + 1), n_rows
+
+
+def norm_route(card, choice, out, x, router, scratch, n_rows, *, stream=None):
+    """For decode steps: choice, a Choice <- the experts and weights of n_rows rows of x, a NormInput; out, Quantized
+    [n_rows, k] <- their quantised RMSNorm. router: Matrix float32 [n_experts + 1, k], whose last row is the gate of the
+    shared expert; k a multiple of 32 up to 8,192. scratch: (logits, arrived), see `norm_route_scratch`.
+
+    The bits are those of `rms_norm_quantize`, and of `rms_norm`, `gemv_float` and `route` in turn."""
+    n_experts, k = router.n - 1, router.k
+    check_sizes(n_experts, choice.n_used)
+    if k % 32 or k > MOST_K:
+        raise ValueError(f"a router in decode steps takes rows of a multiple of 32 up to {MOST_K} values, not {k}")
+    warps = min(router.n, MAX_WARPS if card.kind == "emulated" else ROUTER_WARPS)
+    blocks = -(-router.n // warps)
+    rows_each = -(-n_rows * blocks // (ROUTER_BLOCKS * card.n_sms))
+    card.launch(norm_route_kernel(k, lane_experts(n_experts)), (blocks, -(-n_rows // rows_each)), 32 * warps,
+                choice.experts.reshape(-1), choice.weights.reshape(-1), *(array.reshape(-1) for array in scratch),
+                out.q.reshape(-1), out.d.reshape(-1), router.values.reshape(-1), x.values.reshape(-1), x.weight,
+                router.n, n_rows, rows_each, choice.n_used, float(x.eps), stream=stream)
+
+
 def group_pairs(card, groups, choice, n_rows, n_experts, tile_rows, *, stream=None):
     """groups, Groups <- the pairs of the first n_rows rows of a Choice, in tiles of up to tile_rows positions."""
     n_pairs = n_rows * choice.n_used
@@ -303,6 +428,8 @@ def group_pairs(card, groups, choice, n_rows, n_experts, tile_rows, *, stream=No
 
 # rows, experts, used
 CASES = [(1, 8, 2), (3, 8, 8), (5, 256, 8), (9, 512, 10), (6, 60, 4), (2, 100, 31), (1, 1, 1), (4, 130, 16)]
+# rows, experts, used, length of a row
+NORM_CASES = [(1, 8, 2, 256), (3, 256, 8, 2048), (9, 60, 4, 1056), (2, 512, 10, 4096), (5, 130, 3, 32), (1, 1, 1, 8192)]
 # rows, experts, used, rows of a tile
 GROUP_CASES = [(1, 8, 2, 16), (1, 256, 8, 64), (50, 8, 2, 64), (33, 256, 8, 16), (297, 256, 8, 16), (70, 60, 4, 1),
                (600, 512, 31, 64), (4096, 256, 8, 64), (4096, 512, 16, 128), (3, 1, 1, 2)]
@@ -339,6 +466,38 @@ def check(card, n_rows, n_experts, n_used):
         return np.nan_to_num(abs(weights[:n_rows] - want) / want, posinf=0).max()
 
 
+def check_norm_route(card, n_rows, n_experts, n_used, k):
+    """Two launches, of other rows each, against the separate launches: the same bits. Returns 0, the error."""
+    rng = np.random.default_rng((n_rows, n_experts, k))
+    router = Matrix("F32", n_experts + 1, k, card.upload(rng.standard_normal((n_experts + 1, k), np.float32)))
+    norm_w = card.upload(rng.uniform(0.5, 1.5, k).astype(np.float32))
+    (shape, n_arrived), arrays = norm_route_scratch(n_rows, n_experts), []
+    for _ in range(2):
+        choice = Choice(card.alloc((n_rows + 1, n_used), np.int32), card.alloc((n_rows + 1, n_used + 1), np.float32))
+        out = Quantized(card.alloc((n_rows + 1, k), np.int8), card.alloc((n_rows + 1, k // 32), np.float32))
+        logits = card.alloc((shape[0] + 1, shape[1]), np.float32)
+        for array in (*choice, *out, logits):
+            card.poison(array)
+        arrays.append((choice, out, logits))
+    y, arrived = card.alloc((n_rows, k), np.float32), card.zeros(n_arrived, np.uint32)
+    for scale in (1, 1e-3):
+        rows = rng.standard_normal((n_rows, k), np.float32) * np.float32(scale)
+        if n_rows > 2:
+            rows[1, k // 3] = np.nan
+        x = NormInput(card.upload(rows), norm_w, 1e-6)
+        (choice, out, logits), wanted = arrays
+        norm_route(card, choice, out, x, router, (logits, arrived), n_rows)
+        choice, out, logits = wanted
+        rms_norm_quantize(card, out, x, n_rows, k)
+        rms_norm(card, y, x, n_rows, k)
+        gemv_float(card, logits, n_experts + 1, router, y, n_rows)
+        route(card, choice, logits, n_experts + 1, n_rows, n_experts)
+        for got, want in zip(*((*choice, *out, logits) for choice, out, logits in arrays), strict=True):
+            np.testing.assert_array_equal(card.download(got), card.download(want))
+        assert not card.download(arrived).any(), "counters must be zero again"
+    return 0.0
+
+
 def check_groups(card, n_rows, n_experts, n_used, tile_rows):
     """Sorts pairs whose experts are even, then all in the first experts. Returns 0, the error."""
     rng = np.random.default_rng((n_rows, n_experts, n_used))
@@ -363,6 +522,9 @@ def cases(card):
     """The checks, then times of a decode step and of prompts of a 35B-A3B."""
     for case in CASES:
         yield Case("{} rows, {} experts, {} used".format(*case), partial(check, card, *case))
+    for case in NORM_CASES:
+        yield Case("{} rows, {} experts, {} used, after the norm of {}".format(*case),
+                   partial(check_norm_route, card, *case))
     for case in GROUP_CASES:
         yield Case("{} rows, {} experts, {} used, by {}".format(*case), partial(check_groups, card, *case))
     rng = np.random.default_rng(0)

@@ -120,10 +120,13 @@ def draft_kernels():
 
 
 def kernels_of_routing():
-    """The router of a mixture of experts, for the fewest, the usual and the most experts; and the groups of its pairs."""
+    """The router of a mixture of experts, for the fewest, the usual and the most experts, alone and behind the norm; and
+    the groups of its pairs."""
     i, x, n = "int32[1]", "float32[1]", "uint32"
-    for per_lane in 1, 8, 16:
+    for per_lane, k in (1, 256), (8, 2048), (16, 4096):
         yield route.route_kernel(per_lane), i, x, x, *[n] * 4
+        yield (route.norm_route_kernel(k, per_lane), i, x, x, "uint32[1]", "int8[1]", x, x, x, x, *[n] * 4,
+               "float32")
     yield route.group_kernel, *[i] * 5, *[n] * 3
 
 
@@ -206,6 +209,7 @@ CONSTANTS = {
     "tile_kernel": {"wq", "wd"}, "tile_swiglu_kernel": {"wq", "wd"},
     "gdn_decode_kernel": {"conv_w", "ssm_a", "dt_bias", "norm_w", "row_slot"},
     "attend": set(), "rms_norm_quantize_kernel": {"w"},
+    "norm_route_kernel": {"router", "norm_w"},
     "find_best": {"row_slot", "row_pos", "parameters"}, "weigh": {"row_slot", "row_pos", "parameters"},
     "choose": {"row_slot", "row_pos"}, "accept_kernel": set(),
     "draft_rows_kernel": set(), "draft_input_kernel": set(), "draft_kernel": set(), "listed_kernel": set(),
@@ -317,8 +321,9 @@ def test_what_is_read_too_early_is_found(overlapping):
     read = {"tile_kernel": "xq", "tile_swiglu_kernel": "xd", "gemv_kernel": "xq", "norm_gemv_kernel": "x",
             "gemv_swiglu_kernel": "xd", "norm_gemv_swiglu_kernel": "x",
             "planes_gemv_kernel": "xq", "gdn_decode_kernel": "projected", "attend": "projected",
-            "rms_norm_quantize_kernel": "x", "find_best": "logits", "weigh": "best", "choose": "progress",
-            "accept_kernel": "tokens", "draft_rows_kernel": "outcomes", "draft_input_kernel": "x", "draft_kernel": "logits",
+            "rms_norm_quantize_kernel": "x", "norm_route_kernel": "x",
+            "find_best": "logits", "weigh": "best", "choose": "progress", "accept_kernel": "tokens",
+            "draft_rows_kernel": "outcomes", "draft_input_kernel": "x", "draft_kernel": "logits",
             "listed_kernel": "listed", "advance_kernel": "outcomes", "ngram_kernel": "outcomes",
             "script_kernel": "outcomes"}
     for kernel, types, ptx in overlapping:

@@ -12,6 +12,11 @@ def test_choices_equal_the_reference(card, case):
     route.check(card, *case)
 
 
+@pytest.mark.parametrize("case", route.NORM_CASES, ids=str)
+def test_one_launch_has_the_bits_of_the_separate_ones(card, case):
+    route.check_norm_route(card, *case)
+
+
 @pytest.mark.parametrize("case", route.GROUP_CASES, ids=str)
 def test_groups_equal_the_reference(card, case):
     route.check_groups(card, *case)
