@@ -123,10 +123,9 @@ def kernels_of_routing():
     """The router of a mixture of experts, for the fewest, the usual and the most experts, alone and behind the norm; and
     the groups of its pairs."""
     i, x, n = "int32[1]", "float32[1]", "uint32"
-    for per_lane, k in (1, 256), (8, 2048), (16, 4096):
-        yield route.route_kernel(per_lane), i, x, x, *[n] * 4
-        yield (route.norm_route_kernel(k, per_lane), i, x, x, "uint32[1]", "int8[1]", x, x, x, x, *[n] * 4,
-               "float32")
+    for k, *which in (256, 1, 2), (2048, 8, 8), (4096, 16, 10):
+        yield route.route_kernel(*which), i, x, x, *[n] * 3
+        yield (route.norm_route_kernel(k, *which), i, x, x, "uint32[1]", "int8[1]", x, x, x, x, *[n] * 3, "float32")
     yield route.group_kernel, *[i] * 5, *[n] * 3
 
 
