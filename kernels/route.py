@@ -50,18 +50,21 @@ from numba.types import float32, int32, uint16, uint32
 
 from kernels.bench import Case, main
 from kernels.float_matmul import gemv_float
-from kernels.intrinsics import arrive, div_rn, exp, let_next_begin, sigmoid, wait_for_previous, warp_sum
+from kernels.intrinsics import (arrive, div_rn, exp, let_next_begin, sigmoid, uniform, wait_for_previous, warp_number,
+                                warp_sum)
 from kernels.norm import (MAX_WARPS, WEIGHTS, NormInput, hold_weights, norm_quantizer, rms_norm, rms_norm_quantize,
                           store_plain, store_quantized)
 from kernels.operands import Matrix, Quantized
 from kernels.quantize import word_max
-from kernels.records import Choice, Groups
+from kernels.records import Choice, Groups, Places
 from kernels.sample import key_value, order_key
+from kernels.synthetic import bits_reference, random_bits
 
 MOST_EXPERTS = 512
 MOST_USED = 16            # so that the keys that `finder` keeps get fewer each time
 WARPS = 4                 # of a block that choose, each for a row
 HELD = 64                 # weights of the router that a lane of norm_route holds before x is there: rows of 2,048
+DRIFT = 64                # positions after which a hot expert of a made-up choice gives way to another one
 BATCH = 32                # weights that it loads at once later, of longer rows
 MOST_K = 8192             # of norm_route, whose norm is in shared memory
 ROUTER_WARPS = 4          # of its blocks, each with a row of the router
@@ -98,6 +101,30 @@ def group_reference(experts, n_experts, tile_rows):
     tiles = [(e, starts[e] + first, min(tile_rows, counts[e] - first))
              for e in range(n_experts) for first in range(0, counts[e], tile_rows)]
     return order, position, np.array(tiles, np.int32).reshape(-1, 3)
+
+
+def hot_experts(n_experts, n_used):
+    """How many experts of a layer are hot in `route_like`: an eighth, but as many as a row uses, and not all."""
+    return max(min(max(n_used, n_experts // 8), n_experts - 1), 1)
+
+
+def route_like_reference(slots, positions, n_experts, n_used, hits, seed):
+    """The experts that `route_like` chooses, int32 [rows, n_used]."""
+    def bits(i, seed):
+        return int(bits_reference(i + 1, seed)[i])
+
+    n_hot, experts = hot_experts(n_experts, n_used), []
+    for slot, position in zip(slots.tolist(), positions.tolist()):
+        of_row, offsets = bits(position, bits(slot, seed)), []
+        start = (bits(0, seed) + position // DRIFT) % 2**32
+        for r in range(n_used):
+            place, is_hot = bits(2 * r, of_row), bits(2 * r + 1, of_row) >> 8 < round(hits * 2**24)
+            offset = place % n_hot if is_hot else n_hot + place % (n_experts - n_hot)
+            while offset in offsets:
+                offset = (offset + 1) % n_experts
+            offsets.append(offset)
+        experts.append([(start + offset) % n_experts for offset in offsets])
+    return np.array(experts, np.int32)
 
 
 def most_tiles(n_rows, n_used, n_experts, tile_rows):
@@ -206,7 +233,7 @@ def route_kernel(per_lane, n_used):
     @cuda.jit
     def route_kernel(experts, weights, logits, stride, n_rows, n_experts):
         kept = cuda.shared.array(room, uint32)
-        lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
+        lane, warp = uint32(cuda.threadIdx.x), warp_number()
         row = uint32(uint32(cuda.blockIdx.x) * uint32(WARPS) + warp)
         if row < n_rows:
             choose(experts, weights, logits, uint32(row * stride), row, n_experts, kept, lane, warp)
@@ -241,7 +268,7 @@ def norm_route_kernel(k, per_lane, n_used):
         """Grid (blocks that share the n rows of the router, groups of rows_each rows of x)."""
         let_next_begin()
         thread = uint32(cuda.threadIdx.x)
-        lane, warp, warps = uint32(thread & uint32(31)), uint32(thread >> uint32(5)), uint32(cuda.blockDim.x >> 5)
+        lane, warp, warps = uint32(thread & uint32(31)), uniform(thread >> uint32(5)), uint32(cuda.blockDim.x >> 5)
         block, blocks, group = uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x), uint32(cuda.blockIdx.y)
         normed = cuda.shared.array(k, float32, alignment=16)
         partial, is_last = cuda.shared.array(MAX_WARPS, float32), cuda.shared.array(1, uint32)
@@ -296,6 +323,29 @@ def norm_route_kernel(k, per_lane, n_used):
                     choose(experts, weights, logits, uint32(row * n), row, uint32(n - uint32(1)), kept, lane, warp)
 
     return norm_route_kernel
+
+
+# ---- a made-up choice --------------------------------------------------------------------------------------
+
+@cuda.jit
+def route_like_kernel(experts, slots, positions, n_rows, n_experts, n_used, n_hot, threshold, seed):
+    """A warp for each row; lane r keeps the offset of rank r."""
+    lane = uint32(cuda.threadIdx.x)
+    row = uint32(uint32(cuda.blockIdx.x) * uint32(WARPS) + warp_number())
+    if row < n_rows:
+        position = uint32(positions[row])
+        of_row = random_bits(position, random_bits(uint32(slots[row]), seed))
+        start = uint32(random_bits(uint32(0), seed) + uint32(position // uint32(DRIFT)))
+        mine = uint32(n_experts)
+        for r in range(n_used):
+            place = random_bits(uint32(uint32(2) * uint32(r)), of_row)
+            is_hot = uint32(random_bits(uint32(uint32(2) * uint32(r) + uint32(1)), of_row) >> uint32(8)) < threshold
+            offset = uint32(place % n_hot) if is_hot else uint32(n_hot + place % uint32(n_experts - n_hot))
+            while cuda.any_sync(EVERY_LANE, mine == offset):
+                offset = uint32(uint32(offset + uint32(1)) % n_experts)
+            mine = offset if lane == uint32(r) else mine
+        if lane < n_used:
+            experts[uint32(row * n_used + lane)] = int32(uint32(uint32(start % n_experts) + mine) % n_experts)
 
 
 # ---- groups ------------------------------------------------------------------------------------------------
@@ -365,7 +415,7 @@ def group_kernel(order, position, tiles, n_tiles, experts, n_pairs, n_experts, t
     counts = cuda.shared.array(N_COUNTS, uint16)        # a line of n_experts for each warp
     starts, first_tiles = cuda.shared.array(N_STARTS, uint32), cuda.shared.array(N_STARTS, uint32)
     thread, threads = uint32(cuda.threadIdx.x), uint32(cuda.blockDim.x)
-    lane, warp, warps = uint32(thread & uint32(31)), uint32(thread >> uint32(5)), uint32(threads >> uint32(5))
+    lane, warp, warps = uint32(thread & uint32(31)), uniform(thread >> uint32(5)), uint32(threads >> uint32(5))
     line = uint32(warp * n_experts)
     for i in range(uint32(uint32(warps * n_experts + threads - uint32(1)) // threads)):
         at = uint32(uint32(i) * threads + thread)
@@ -455,6 +505,20 @@ def norm_route(card, choice, out, x, router, scratch, n_rows, *, stream=None):
                 x.weight, router.n, n_rows, rows_each, float(x.eps), stream=stream)
 
 
+def route_like(card, choice, places, n_rows, n_experts, hits, seed, *, stream=None):
+    """For benchmarks: replaces the experts of a Choice by made-up ones; the weights stay. An expert is one of the hot
+    ones of the layer (see `hot_experts`) with probability `hits`, 0 to 1, else one of the others. Every DRIFT positions
+    a hot expert gives way to another. A row has an expert once: if it is drawn again, the next one takes its place.
+
+    places: Places of the rows; seed: uint32, of the layer. The same of both give the same experts."""
+    n_used = choice.n_used
+    check_sizes(n_experts, n_used)
+    if n_experts < 2:
+        raise ValueError("a layer with one expert has no choice to make up")
+    card.launch(route_like_kernel, -(-n_rows // WARPS), (32, WARPS), choice.experts.reshape(-1), *places, n_rows,
+                n_experts, n_used, hot_experts(n_experts, n_used), round(hits * 2**24), seed, stream=stream)
+
+
 def group_pairs(card, groups, choice, n_rows, n_experts, tile_rows, *, stream=None):
     """groups, Groups <- the pairs of the first n_rows rows of a Choice, in tiles of up to tile_rows positions."""
     n_pairs = n_rows * choice.n_used
@@ -472,6 +536,8 @@ def group_pairs(card, groups, choice, n_rows, n_experts, tile_rows, *, stream=No
 CASES = [(1, 8, 2), (3, 8, 8), (5, 256, 8), (9, 512, 10), (6, 60, 4), (2, 100, 16), (1, 1, 1), (4, 130, 16)]
 # rows, experts, used, length of a row
 NORM_CASES = [(1, 8, 2, 256), (3, 256, 8, 2048), (9, 60, 4, 1056), (2, 512, 10, 4096), (5, 130, 3, 32), (1, 1, 1, 8192)]
+# rows, experts, used, hits
+LIKE_CASES = [(1, 8, 2, 0.5), (50, 256, 8, 0.9), (7, 512, 10, 0.0), (9, 60, 4, 1.0), (5, 16, 16, 0.7), (3, 2, 1, 0.2)]
 # rows, experts, used, rows of a tile
 GROUP_CASES = [(1, 8, 2, 16), (1, 256, 8, 64), (50, 8, 2, 64), (33, 256, 8, 16), (297, 256, 8, 16), (70, 60, 4, 1),
                (600, 512, 16, 64), (4096, 256, 8, 64), (4096, 512, 16, 128), (3, 1, 1, 2)]
@@ -509,7 +575,8 @@ def check(card, n_rows, n_experts, n_used):
 
 
 def check_norm_route(card, n_rows, n_experts, n_used, k):
-    """Two launches, of other rows each, against the separate launches: the same bits. Returns 0, the error."""
+    """Two replays of one recording, of other rows each, against the separate launches: the same bits. Returns 0, the
+    error."""
     rng = np.random.default_rng((n_rows, n_experts, k))
     router = Matrix("F32", n_experts + 1, k, card.upload(rng.standard_normal((n_experts + 1, k), np.float32)))
     norm_w = card.upload(rng.uniform(0.5, 1.5, k).astype(np.float32))
@@ -522,13 +589,16 @@ def check_norm_route(card, n_rows, n_experts, n_used, k):
             card.poison(array)
         arrays.append((choice, out, logits))
     y, arrived = card.alloc((n_rows, k), np.float32), card.zeros(n_arrived, np.uint32)
+    x = NormInput(card.alloc((n_rows, k), np.float32), norm_w, 1e-6)
+    (choice, out, logits), wanted = arrays
+    with card.record() as recording:
+        norm_route(card, choice, out, x, router, (logits, arrived), n_rows)
     for scale in (1, 1e-3):
         rows = rng.standard_normal((n_rows, k), np.float32) * np.float32(scale)
         if n_rows > 2:
             rows[1, k // 3] = np.nan
-        x = NormInput(card.upload(rows), norm_w, 1e-6)
-        (choice, out, logits), wanted = arrays
-        norm_route(card, choice, out, x, router, (logits, arrived), n_rows)
+        card.copy_in(x.values, rows)
+        recording.replay()
         choice, out, logits = wanted
         rms_norm_quantize(card, out, x, n_rows, k)
         rms_norm(card, y, x, n_rows, k)
@@ -537,6 +607,19 @@ def check_norm_route(card, n_rows, n_experts, n_used, k):
         for got, want in zip(*((*choice, *out, logits) for choice, out, logits in arrays), strict=True):
             np.testing.assert_array_equal(card.download(got), card.download(want))
         assert not card.download(arrived).any(), "counters must be zero again"
+    return 0.0
+
+
+def check_like(card, n_rows, n_experts, n_used, hits, seed=3):
+    """Makes up choices of three slots. Returns 0, the error."""
+    slots, positions = np.arange(n_rows, dtype=np.int32) % 3, np.arange(n_rows, dtype=np.int32) // 3 * 29
+    choice = Choice(card.alloc((n_rows + 1, n_used), np.int32), None)
+    card.poison(choice.experts)
+    route_like(card, choice, Places(card.upload(slots), card.upload(positions)), n_rows, n_experts, hits, seed)
+    experts = card.download(choice.experts)
+    np.testing.assert_array_equal(experts[:n_rows],
+                                  route_like_reference(slots, positions, n_experts, n_used, hits, seed))
+    assert all(len(set(row)) == n_used for row in experts[:n_rows]) and (experts[n_rows] == -1).all()
     return 0.0
 
 
@@ -567,6 +650,8 @@ def cases(card):
     for case in NORM_CASES:
         yield Case("{} rows, {} experts, {} used, after the norm of {}".format(*case),
                    partial(check_norm_route, card, *case))
+    for case in LIKE_CASES:
+        yield Case("{} rows, {} experts, {} used, made up, hits {}".format(*case), partial(check_like, card, *case))
     for case in GROUP_CASES:
         yield Case("{} rows, {} experts, {} used, by {}".format(*case), partial(check_groups, card, *case))
     rng = np.random.default_rng(0)
