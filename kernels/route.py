@@ -25,8 +25,8 @@ separate launches: kernels/norm.py, kernels/float_matmul.py (the decode family) 
 
 A warp has a row of the router, and every block computes the norm for itself. A lane loads its first 64 weights of the
 router before it waits for x. The block that arrives last at a row of x chooses its experts. Further rows of x have
-blocks of their own, until the card is full. With more rows a block takes several, one after the other, with the same
-weights in registers. Pipe: fp32; 4 bytes for each weight of the router, 2.1 MB for 257 x 2048; bound by latency.
+blocks of their own until the card is full. With more rows a block takes 2 or 4, and multiplies each weight by all of
+them. Pipe: fp32; 4 bytes for each weight of the router, 2.1 MB for 257 x 2048. Bound by latency.
 
 **Groups.** A pair is (row, rank), with the number row * n_used + rank. `group_pairs` sorts the pairs by expert, and
 those of an expert by number. Then it cuts each expert's part into tiles of tile_rows positions, the last one shorter:
@@ -42,6 +42,7 @@ the order in which warps run. About 45 instructions for 32 pairs: 32,768 pairs t
 H100. That is an estimate from the count. Bound by the latency of shared memory.
 """
 
+from collections import namedtuple
 from functools import cache, partial
 
 import numpy as np
@@ -63,17 +64,21 @@ from kernels.synthetic import bits_reference, random_bits
 MOST_EXPERTS = 512
 MOST_USED = 16            # so that the keys that `finder` keeps get fewer each time
 WARPS = 4                 # of a block that choose, each for a row
-HELD = 64                 # weights of the router that a lane of norm_route holds before x is there: rows of 2,048
+MOST_K = 8192             # values of the rows of norm_route that a block keeps in shared memory
+MOST_ROWS = 4             # of x for a block of norm_route
+ROUTER_BLOCKS = 3         # of norm_route that run on an SM at once
 DRIFT = 64                # positions after which a hot expert of a made-up choice gives way to another one
-BATCH = 32                # weights that it loads at once later, of longer rows
-MOST_K = 8192             # of norm_route, whose norm is in shared memory
-ROUTER_WARPS = 4          # of its blocks, each with a row of the router
-ROUTER_BLOCKS = 3         # of an SM. With more rows of x than that is enough for, a block takes several
 MOST_PAIRS = 1 << 16      # of a launch of group_pairs: a count of a warp's stretch fits in 16 bits
 LEAST_GROUP_WARPS, MOST_GROUP_WARPS = 8, 32
 N_COUNTS, N_STARTS = MOST_GROUP_WARPS * MOST_EXPERTS, MOST_EXPERTS + 1
 AHEAD = 4                 # experts that a lane of group_pairs loads at once
 EVERY_LANE = 0xFFFFFFFF
+
+# How norm_route is spread. warps: of a block, each with a row of the router. held: weights of the router that a lane
+# has loaded before x is there; later it loads `batch` at once. On an emulated card a norm for each few warps would cost
+# more than the products, and registers are memory.
+RouterShape = namedtuple("RouterShape", "warps held batch")
+REAL, EMULATED = RouterShape(4, 64, 32), RouterShape(MAX_WARPS, 0, 4)
 
 
 def route_reference(logits, n_experts, n_used):
@@ -246,10 +251,10 @@ def route_kernel(per_lane, n_used):
 @cuda.jit(device=True, forceinline=True)
 def store_both(out, d, at, inside, y0, y1, y2, y3):
     """Has the parameters of `store_quantized` (kernels/norm.py). Stores floats in shared memory, where the row begins
-    at 0, and some of the int8 blocks: the blocks of threads take turns, each has a group of 128 values."""
-    normed, q, start, block, blocks = out
+    at `to`, and some of the int8 blocks: the blocks of threads take turns, each has a group of 128 values."""
+    normed, to, q, start, block, blocks = out
     i = uint32(at - start)
-    store_plain(normed, d, i, inside, y0, y1, y2, y3)
+    store_plain(normed, d, uint32(to + i), inside, y0, y1, y2, y3)
     if uint32(i >> uint32(7)) % blocks == block:
         store_quantized(q, d, at, inside, y0, y1, y2, y3)
 
@@ -258,55 +263,79 @@ quantize_norm = norm_quantizer(store_both)
 
 
 @cache
-def norm_route_kernel(k, per_lane, n_used):
-    """The kernel of `norm_route` for rows of k values and n_used of up to 32 * per_lane experts."""
+def router_product(k, rows, shape):
+    """Device functions (start, multiply) for a warp's row of the router, which begins at `line`, times `rows` rows of k
+    values in shared memory. `start` loads the lane's first weights into `held`."""
+    steps, n_held, batch = k // 32, min(k // 32, shape.held), shape.batch
+    whole = n_held + (steps - n_held) // batch * batch
+
+    @cuda.jit(device=True, forceinline=True)
+    def start(held, router, line, lane):
+        for s in range(n_held):
+            held[s] = router[uint32(line + uint32(32 * s) + lane)]
+
+    @cuda.jit(device=True, forceinline=True)
+    def add(acc, weight, normed, step, lane):
+        for c in range(rows):
+            acc[c] = cuda.fma(weight, normed[uint32(uint32(c * k) + uint32(step << uint32(5)) + lane)], acc[c])
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply(acc, held, router, line, normed, lane):
+        """acc[c] <- the lane's share of the product with row c, in the order of `gemv_float`."""
+        more = cuda.local.array(batch, float32)
+        for c in range(rows):
+            acc[c] = float32(0)
+        for s in range(n_held):
+            add(acc, held[s], normed, uint32(s), lane)
+        for s in range(uint32(n_held), uint32(whole), uint32(batch)):
+            for i in range(batch):
+                more[i] = router[uint32(line + uint32(uint32(s + uint32(i)) << uint32(5)) + lane)]
+            for i in range(batch):
+                add(acc, more[i], normed, uint32(s + uint32(i)), lane)
+        for s in range(uint32(whole), uint32(steps)):
+            add(acc, router[uint32(line + uint32(s << uint32(5)) + lane)], normed, uint32(s), lane)
+
+    return start, multiply
+
+
+@cache
+def norm_route_kernel(k, per_lane, n_used, rows, shape):
+    """The kernel of `norm_route` for `rows` rows of k values in a block, and n_used of up to 32 * per_lane experts."""
     choose, room = chooser(per_lane, n_used), WARPS * room_of(per_lane, n_used)
-    steps, n_held = k // 32, min(k // 32, HELD)
+    start_product, multiply = router_product(k, rows, shape)
+    room_held, room_normed, room_partial = max(min(k // 32, shape.held), 1), rows * k, (rows, MAX_WARPS)
 
     @cuda.jit
-    def norm_route_kernel(experts, weights, logits, arrived, q, d, router, x, norm_w, n, n_rows, rows_each, eps):
-        """Grid (blocks that share the n rows of the router, groups of rows_each rows of x)."""
+    def norm_route_kernel(experts, weights, logits, arrived, q, d, router, x, norm_w, n, n_rows, eps):
+        """Grid (blocks that share the n rows of the router, groups of `rows` rows of x)."""
         let_next_begin()
         thread = uint32(cuda.threadIdx.x)
         lane, warp, warps = uint32(thread & uint32(31)), uniform(thread >> uint32(5)), uint32(cuda.blockDim.x >> 5)
         block, blocks, group = uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x), uint32(cuda.blockIdx.y)
-        normed = cuda.shared.array(k, float32, alignment=16)
-        partial, is_last = cuda.shared.array(MAX_WARPS, float32), cuda.shared.array(1, uint32)
+        normed = cuda.shared.array(room_normed, float32, alignment=16)
+        partial, is_last = cuda.shared.array(room_partial, float32), cuda.shared.array(1, uint32)
         kept = cuda.shared.array(room, uint32)
-        norm_held, held = cuda.local.array(WEIGHTS, float32), cuda.local.array(n_held, float32)
-        batch = cuda.local.array(BATCH, float32)
+        norm_held, held = cuda.local.array(WEIGHTS, float32), cuda.local.array(room_held, float32)
+        acc = cuda.local.array(rows, float32)
         number = uint32(block * warps + warp)           # of the warp's row of the router; beyond the last one, the last
-        line = uint32(min(number, uint32(n - uint32(1))) * uint32(k) + lane)
+        line = uint32(min(number, uint32(n - uint32(1))) * uint32(k))
         hold_weights(norm_held, norm_w, uint32(k), lane, warp, warps)
-        for s in range(n_held):
-            held[s] = router[uint32(line + uint32(32 * s))]
+        start_product(held, router, line, lane)
         wait_for_previous()
 
-        first = uint32(group * rows_each)
-        here = min(rows_each, uint32(n_rows - first))
+        first = uint32(group * uint32(rows))
+        here = min(uint32(rows), uint32(n_rows - first))
         for c in range(here):
-            row = uint32(first + uint32(c))
-            start = uint32(row * uint32(k))
-            quantize_norm((normed, q, start, block, blocks), d, x, start, norm_w, norm_held, uint32(k), eps, partial,
-                          lane, warp, warps)
-            cuda.syncthreads()
-            total = float32(0)
-            for s in range(n_held):
-                total = cuda.fma(held[s], normed[uint32(uint32(32 * s) + lane)], total)
-                if s % 16 == 15:
-                    cuda.syncwarp()     # else all of normed would be loaded at once, into as many registers again
-            for s in range(uint32(n_held), uint32(steps), uint32(BATCH)):
-                for i in range(BATCH):
-                    at = uint32(uint32(s + uint32(i)) << uint32(5))
-                    batch[i] = router[uint32(line + at)] if at < uint32(k) else float32(0)
-                for i in range(BATCH):
-                    at = uint32(uint32(s + uint32(i)) << uint32(5))
-                    if at < uint32(k):
-                        total = cuda.fma(batch[i], normed[uint32(at + lane)], total)
-            total = warp_sum(total)
-            if lane == uint32(0) and number < n:
-                logits[uint32(row * n + number)] = total
-            cuda.syncthreads()      # of normed and partial; and what the block has stored is there when it arrives
+            start = uint32(uint32(first + uint32(c)) * uint32(k))
+            out = normed, uint32(uint32(c) * uint32(k)), q, start, block, blocks
+            quantize_norm(out, d, x, start, norm_w, norm_held, uint32(k), eps, partial[c], lane, warp, warps)
+        cuda.syncthreads()
+        multiply(acc, held, router, line, normed, lane)
+        for c in range(rows):
+            total = warp_sum(acc[c])
+            if lane == uint32(0) and number < n and uint32(c) < here:
+                logits[uint32(uint32(first + uint32(c)) * n + number)] = total
+        cuda.syncthreads()
         if thread == uint32(0):
             is_last[uint32(0)] = uint32(arrive(arrived, group) == uint32(blocks - uint32(1)))
         cuda.syncthreads()
@@ -330,6 +359,8 @@ def norm_route_kernel(k, per_lane, n_used):
 @cuda.jit
 def route_like_kernel(experts, slots, positions, n_rows, n_experts, n_used, n_hot, threshold, seed):
     """A warp for each row; lane r keeps the offset of rank r."""
+    let_next_begin()
+    wait_for_previous()
     lane = uint32(cuda.threadIdx.x)
     row = uint32(uint32(cuda.blockIdx.x) * uint32(WARPS) + warp_number())
     if row < n_rows:
@@ -412,6 +443,7 @@ def start_experts(starts, first_tiles, n_tiles, n_experts, tile_rows, lane):
 @cuda.jit
 def group_kernel(order, position, tiles, n_tiles, experts, n_pairs, n_experts, tile_rows):
     """One block."""
+    let_next_begin()
     counts = cuda.shared.array(N_COUNTS, uint16)        # a line of n_experts for each warp
     starts, first_tiles = cuda.shared.array(N_STARTS, uint32), cuda.shared.array(N_STARTS, uint32)
     thread, threads = uint32(cuda.threadIdx.x), uint32(cuda.blockDim.x)
@@ -421,6 +453,7 @@ def group_kernel(order, position, tiles, n_tiles, experts, n_pairs, n_experts, t
         at = uint32(uint32(i) * threads + thread)
         if at < uint32(warps * n_experts):
             counts[at] = uint16(0)
+    wait_for_previous()
     cuda.syncthreads()
     steps = uint32(uint32(n_pairs + uint32(threads * uint32(AHEAD)) - uint32(1)) // uint32(threads * uint32(AHEAD)))
     first = uint32(warp * steps * uint32(32 * AHEAD))
@@ -496,13 +529,15 @@ def norm_route(card, choice, out, x, router, scratch, n_rows, *, stream=None):
     check_sizes(n_experts, choice.n_used)
     if k % 32 or k > MOST_K:
         raise ValueError(f"a router in decode steps takes rows of a multiple of 32 up to {MOST_K} values, not {k}")
-    warps = min(router.n, MAX_WARPS if card.kind == "emulated" else ROUTER_WARPS)
+    shape = EMULATED if card.kind == "emulated" else REAL
+    warps = min(router.n, shape.warps)
     blocks = -(-router.n // warps)
-    rows_each = -(-n_rows * blocks // (ROUTER_BLOCKS * card.n_sms))
-    kernel = norm_route_kernel(k, lane_experts(n_experts), choice.n_used)
-    card.launch(kernel, (blocks, -(-n_rows // rows_each)), 32 * warps, choice.experts.reshape(-1),
+    wanted = n_rows if card.kind == "emulated" else -(-n_rows * blocks // (ROUTER_BLOCKS * card.n_sms))
+    rows = min(1 << (wanted - 1).bit_length(), MOST_ROWS, 1 << (MOST_K // k).bit_length() - 1)
+    kernel = norm_route_kernel(k, lane_experts(n_experts), choice.n_used, rows, shape)
+    card.launch(kernel, (blocks, -(-n_rows // rows)), 32 * warps, choice.experts.reshape(-1),
                 choice.weights.reshape(-1), *(array.reshape(-1) for array in (*scratch, *out, router.values, x.values)),
-                x.weight, router.n, n_rows, rows_each, float(x.eps), stream=stream)
+                x.weight, router.n, n_rows, float(x.eps), stream=stream)
 
 
 def route_like(card, choice, places, n_rows, n_experts, hits, seed, *, stream=None):
