@@ -15,7 +15,7 @@ A NaN counts as the largest logit, so it is chosen, and all weights of its row b
 A warp takes a row, and each lane experts that follow each other. The n_used largest logits are on the n_used lanes with
 the largest maxima. So the logits of these lanes are spread over the warp, and again the lanes with the largest maxima
 keep theirs, until a lane has a single one: 256, then 64, then 16 logits for 8 of 256 experts. Each time a lane counts
-the larger maxima of the other 31, some 100 instructions. Bound by latency: about 0.5 us (estimated).
+the larger maxima of the other 31, some 100 instructions. Pipe: integer; bound by latency.
 
 **A decode step** gets its norm, its logits and its choice by one launch, `norm_route`. It gives the bits of the
 separate launches: kernels/norm.py, kernels/float_matmul.py (the decode family) and `route`.
@@ -38,8 +38,10 @@ those of an expert by number. Then it cuts each expert's part into tiles of tile
 One block of threads counts and places all pairs. A warp takes a stretch of them, 32 at a time, and counts each expert's
 in a line of its own in shared memory. A pair finds there how many of its expert stand before it in the stretch. Running
 sums over the warps, then over the experts, turn that into its position. All of this is counting, so nothing depends on
-the order in which warps run. About 45 instructions for 32 pairs: 32,768 pairs take 46,000 on one SM, some 12 us on an
-H100. That is an estimate from the count. Bound by the latency of shared memory.
+the order in which warps run. Pipe: integer, about 45 instructions for 32 pairs; bound by the loads and stores of one
+SM, most of them scattered.
+
+**A made-up choice** (`route_like`) replaces the experts in benchmarks, where random weights would choose evenly.
 """
 
 from collections import namedtuple
@@ -63,10 +65,10 @@ from kernels.synthetic import bits_reference, random_bits
 
 MOST_EXPERTS = 512
 MOST_USED = 16            # so that the keys that `finder` keeps get fewer each time
-WARPS = 4                 # of a block that choose, each for a row
-MOST_K = 8192             # values of the rows of norm_route that a block keeps in shared memory
-MOST_ROWS = 4             # of x for a block of norm_route
-ROUTER_BLOCKS = 3         # of norm_route that run on an SM at once
+WARPS = 4                 # warps of a block that choose, each for a row
+MOST_K = 8192             # values that a block of norm_route keeps of its rows of x in shared memory
+MOST_ROWS = 4             # rows of x of such a block
+ROUTER_BLOCKS = 3         # such blocks that an SM runs at once
 DRIFT = 64                # positions after which a hot expert of a made-up choice gives way to another one
 MOST_PAIRS = 1 << 16      # of a launch of group_pairs: a count of a warp's stretch fits in 16 bits
 LEAST_GROUP_WARPS, MOST_GROUP_WARPS = 8, 32
@@ -695,6 +697,14 @@ def cases(card):
         choice = Choice(card.alloc((rows, 8), np.int32), card.alloc((rows, 9), np.float32))
         yield Case(f"choice, {rows} rows", launch=partial(route, card, choice, logits, 257, rows, 256),
                    n_bytes=logits.nbytes)
+        if rows <= 8:
+            router = Matrix("F32", 257, 2048, card.zeros((257, 2048), np.float32))
+            x = NormInput(card.zeros((rows, 2048), np.float32), card.zeros(2048, np.float32), 1e-6)
+            out = Quantized(card.alloc((rows, 2048), np.int8), card.alloc((rows, 64), np.float32))
+            shape, n_arrived = norm_route_scratch(rows, 256)
+            scratch = card.alloc(shape, np.float32), card.zeros(n_arrived, np.uint32)
+            yield Case(f"norm, router and choice, {rows} rows", n_bytes=router.values.nbytes,
+                       launch=partial(norm_route, card, choice, out, x, router, scratch, rows))
         room = most_tiles(rows, 8, 256, 64)
         groups = Groups(*(card.alloc(shape, np.int32) for shape in (8 * rows, 8 * rows, (room, 3), 1)))
         yield Case(f"groups, {rows} rows", launch=partial(group_pairs, card, groups, choice, rows, 256, 64),

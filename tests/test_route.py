@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kernels import route
+from kernels.emulated.card import EmulatedCard
 
 
 @pytest.mark.parametrize("case", route.CASES, ids=str)
@@ -21,6 +22,12 @@ def test_one_launch_has_the_bits_of_the_separate_ones(card, case):
 @pytest.mark.parametrize("case", route.GROUP_CASES, ids=str)
 def test_groups_equal_the_reference(card, case):
     route.check_groups(card, *case)
+
+
+@pytest.mark.parametrize("case", [case for case in route.NORM_CASES if case[3] > 1000], ids=str)
+def test_emulated_cards_give_the_bits_of_the_shape_that_real_cards_have(case, monkeypatch):
+    monkeypatch.setattr(route, "EMULATED", route.REAL)
+    route.check_norm_route(EmulatedCard(0), *case)
 
 
 @pytest.mark.parametrize("case", route.LIKE_CASES, ids=str)
