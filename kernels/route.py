@@ -15,7 +15,7 @@ A NaN counts as the largest logit, so it is chosen, and all weights of its row b
 A warp takes a row, and each lane experts that follow each other. The n_used largest logits are on the n_used lanes with
 the largest maxima. So the logits of these lanes are spread over the warp, and again the lanes with the largest maxima
 keep theirs, until a lane has a single one: 256, then 64, then 16 logits for 8 of 256 experts. Each time a lane counts
-the larger maxima of the other 31, some 100 instructions. Bound by latency: about 0.5 us (estimated).
+the larger maxima of the other 31, some 100 instructions. Pipe: integer; bound by latency.
 
 **A decode step** gets its norm, its logits and its choice by one launch, `norm_route`. It gives the bits of the
 separate launches: kernels/norm.py, kernels/float_matmul.py (the decode family) and `route`.
@@ -25,8 +25,8 @@ separate launches: kernels/norm.py, kernels/float_matmul.py (the decode family) 
 
 A warp has a row of the router, and every block computes the norm for itself. A lane loads its first 64 weights of the
 router before it waits for x. The block that arrives last at a row of x chooses its experts. Further rows of x have
-blocks of their own, until the card is full. With more rows a block takes several, one after the other, with the same
-weights in registers. Pipe: fp32; 4 bytes for each weight of the router, 2.1 MB for 257 x 2048; bound by latency.
+blocks of their own until the card is full. With more rows a block takes 2 or 4, and multiplies each weight by all of
+them. Pipe: fp32; 4 bytes for each weight of the router, 2.1 MB for 257 x 2048. Bound by latency.
 
 **Groups.** A pair is (row, rank), with the number row * n_used + rank. `group_pairs` sorts the pairs by expert, and
 those of an expert by number. Then it cuts each expert's part into tiles of tile_rows positions, the last one shorter:
@@ -38,10 +38,13 @@ those of an expert by number. Then it cuts each expert's part into tiles of tile
 One block of threads counts and places all pairs. A warp takes a stretch of them, 32 at a time, and counts each expert's
 in a line of its own in shared memory. A pair finds there how many of its expert stand before it in the stretch. Running
 sums over the warps, then over the experts, turn that into its position. All of this is counting, so nothing depends on
-the order in which warps run. About 45 instructions for 32 pairs: 32,768 pairs take 46,000 on one SM, some 12 us on an
-H100. That is an estimate from the count. Bound by the latency of shared memory.
+the order in which warps run. Pipe: integer, about 45 instructions for 32 pairs; bound by the loads and stores of one
+SM, most of them scattered.
+
+**A made-up choice** (`route_like`) replaces the experts in benchmarks, where random weights would choose evenly.
 """
 
+from collections import namedtuple
 from functools import cache, partial
 
 import numpy as np
@@ -50,27 +53,34 @@ from numba.types import float32, int32, uint16, uint32
 
 from kernels.bench import Case, main
 from kernels.float_matmul import gemv_float
-from kernels.intrinsics import arrive, div_rn, exp, let_next_begin, sigmoid, wait_for_previous, warp_sum
+from kernels.intrinsics import (arrive, div_rn, exp, let_next_begin, sigmoid, uniform, wait_for_previous, warp_number,
+                                warp_sum)
 from kernels.norm import (MAX_WARPS, WEIGHTS, NormInput, hold_weights, norm_quantizer, rms_norm, rms_norm_quantize,
                           store_plain, store_quantized)
 from kernels.operands import Matrix, Quantized
 from kernels.quantize import word_max
-from kernels.records import Choice, Groups
+from kernels.records import Choice, Groups, Places
 from kernels.sample import key_value, order_key
+from kernels.synthetic import bits_reference, random_bits
 
 MOST_EXPERTS = 512
 MOST_USED = 16            # so that the keys that `finder` keeps get fewer each time
-WARPS = 4                 # of a block that choose, each for a row
-HELD = 64                 # weights of the router that a lane of norm_route holds before x is there: rows of 2,048
-BATCH = 32                # weights that it loads at once later, of longer rows
-MOST_K = 8192             # of norm_route, whose norm is in shared memory
-ROUTER_WARPS = 4          # of its blocks, each with a row of the router
-ROUTER_BLOCKS = 3         # of an SM. With more rows of x than that is enough for, a block takes several
+WARPS = 4                 # warps of a block that choose, each for a row
+MOST_K = 8192             # values that a block of norm_route keeps of its rows of x in shared memory
+MOST_ROWS = 4             # rows of x of such a block
+ROUTER_BLOCKS = 3         # such blocks that an SM runs at once
+DRIFT = 64                # positions after which a hot expert of a made-up choice gives way to another one
 MOST_PAIRS = 1 << 16      # of a launch of group_pairs: a count of a warp's stretch fits in 16 bits
 LEAST_GROUP_WARPS, MOST_GROUP_WARPS = 8, 32
 N_COUNTS, N_STARTS = MOST_GROUP_WARPS * MOST_EXPERTS, MOST_EXPERTS + 1
 AHEAD = 4                 # experts that a lane of group_pairs loads at once
 EVERY_LANE = 0xFFFFFFFF
+
+# How norm_route is spread. warps: of a block, each with a row of the router. held: weights of the router that a lane
+# has loaded before x is there; later it loads `batch` at once. On an emulated card a norm for each few warps would cost
+# more than the products, and registers are memory.
+RouterShape = namedtuple("RouterShape", "warps held batch")
+REAL, EMULATED = RouterShape(4, 64, 32), RouterShape(MAX_WARPS, 0, 4)
 
 
 def route_reference(logits, n_experts, n_used):
@@ -98,6 +108,30 @@ def group_reference(experts, n_experts, tile_rows):
     tiles = [(e, starts[e] + first, min(tile_rows, counts[e] - first))
              for e in range(n_experts) for first in range(0, counts[e], tile_rows)]
     return order, position, np.array(tiles, np.int32).reshape(-1, 3)
+
+
+def hot_experts(n_experts, n_used):
+    """How many experts of a layer are hot in `route_like`: an eighth, but as many as a row uses, and not all."""
+    return max(min(max(n_used, n_experts // 8), n_experts - 1), 1)
+
+
+def route_like_reference(slots, positions, n_experts, n_used, hits, seed):
+    """The experts that `route_like` chooses, int32 [rows, n_used]."""
+    def bits(i, seed):
+        return int(bits_reference(i + 1, seed)[i])
+
+    n_hot, experts = hot_experts(n_experts, n_used), []
+    for slot, position in zip(slots.tolist(), positions.tolist()):
+        of_row, offsets = bits(position, bits(slot, seed)), []
+        start = (bits(0, seed) + position // DRIFT) % 2**32
+        for r in range(n_used):
+            place, is_hot = bits(2 * r, of_row), bits(2 * r + 1, of_row) >> 8 < round(hits * 2**24)
+            offset = place % n_hot if is_hot else n_hot + place % (n_experts - n_hot)
+            while offset in offsets:
+                offset = (offset + 1) % n_experts
+            offsets.append(offset)
+        experts.append([(start + offset) % n_experts for offset in offsets])
+    return np.array(experts, np.int32)
 
 
 def most_tiles(n_rows, n_used, n_experts, tile_rows):
@@ -206,7 +240,7 @@ def route_kernel(per_lane, n_used):
     @cuda.jit
     def route_kernel(experts, weights, logits, stride, n_rows, n_experts):
         kept = cuda.shared.array(room, uint32)
-        lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
+        lane, warp = uint32(cuda.threadIdx.x), warp_number()
         row = uint32(uint32(cuda.blockIdx.x) * uint32(WARPS) + warp)
         if row < n_rows:
             choose(experts, weights, logits, uint32(row * stride), row, n_experts, kept, lane, warp)
@@ -219,10 +253,10 @@ def route_kernel(per_lane, n_used):
 @cuda.jit(device=True, forceinline=True)
 def store_both(out, d, at, inside, y0, y1, y2, y3):
     """Has the parameters of `store_quantized` (kernels/norm.py). Stores floats in shared memory, where the row begins
-    at 0, and some of the int8 blocks: the blocks of threads take turns, each has a group of 128 values."""
-    normed, q, start, block, blocks = out
+    at `to`, and some of the int8 blocks: the blocks of threads take turns, each has a group of 128 values."""
+    normed, to, q, start, block, blocks = out
     i = uint32(at - start)
-    store_plain(normed, d, i, inside, y0, y1, y2, y3)
+    store_plain(normed, d, uint32(to + i), inside, y0, y1, y2, y3)
     if uint32(i >> uint32(7)) % blocks == block:
         store_quantized(q, d, at, inside, y0, y1, y2, y3)
 
@@ -231,55 +265,79 @@ quantize_norm = norm_quantizer(store_both)
 
 
 @cache
-def norm_route_kernel(k, per_lane, n_used):
-    """The kernel of `norm_route` for rows of k values and n_used of up to 32 * per_lane experts."""
+def router_product(k, rows, shape):
+    """Device functions (start, multiply) for a warp's row of the router, which begins at `line`, times `rows` rows of k
+    values in shared memory. `start` loads the lane's first weights into `held`."""
+    steps, n_held, batch = k // 32, min(k // 32, shape.held), shape.batch
+    whole = n_held + (steps - n_held) // batch * batch
+
+    @cuda.jit(device=True, forceinline=True)
+    def start(held, router, line, lane):
+        for s in range(n_held):
+            held[s] = router[uint32(line + uint32(32 * s) + lane)]
+
+    @cuda.jit(device=True, forceinline=True)
+    def add(acc, weight, normed, step, lane):
+        for c in range(rows):
+            acc[c] = cuda.fma(weight, normed[uint32(uint32(c * k) + uint32(step << uint32(5)) + lane)], acc[c])
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply(acc, held, router, line, normed, lane):
+        """acc[c] <- the lane's share of the product with row c, in the order of `gemv_float`."""
+        more = cuda.local.array(batch, float32)
+        for c in range(rows):
+            acc[c] = float32(0)
+        for s in range(n_held):
+            add(acc, held[s], normed, uint32(s), lane)
+        for s in range(uint32(n_held), uint32(whole), uint32(batch)):
+            for i in range(batch):
+                more[i] = router[uint32(line + uint32(uint32(s + uint32(i)) << uint32(5)) + lane)]
+            for i in range(batch):
+                add(acc, more[i], normed, uint32(s + uint32(i)), lane)
+        for s in range(uint32(whole), uint32(steps)):
+            add(acc, router[uint32(line + uint32(s << uint32(5)) + lane)], normed, uint32(s), lane)
+
+    return start, multiply
+
+
+@cache
+def norm_route_kernel(k, per_lane, n_used, rows, shape):
+    """The kernel of `norm_route` for `rows` rows of k values in a block, and n_used of up to 32 * per_lane experts."""
     choose, room = chooser(per_lane, n_used), WARPS * room_of(per_lane, n_used)
-    steps, n_held = k // 32, min(k // 32, HELD)
+    start_product, multiply = router_product(k, rows, shape)
+    room_held, room_normed, room_partial = max(min(k // 32, shape.held), 1), rows * k, (rows, MAX_WARPS)
 
     @cuda.jit
-    def norm_route_kernel(experts, weights, logits, arrived, q, d, router, x, norm_w, n, n_rows, rows_each, eps):
-        """Grid (blocks that share the n rows of the router, groups of rows_each rows of x)."""
+    def norm_route_kernel(experts, weights, logits, arrived, q, d, router, x, norm_w, n, n_rows, eps):
+        """Grid (blocks that share the n rows of the router, groups of `rows` rows of x)."""
         let_next_begin()
         thread = uint32(cuda.threadIdx.x)
-        lane, warp, warps = uint32(thread & uint32(31)), uint32(thread >> uint32(5)), uint32(cuda.blockDim.x >> 5)
+        lane, warp, warps = uint32(thread & uint32(31)), uniform(thread >> uint32(5)), uint32(cuda.blockDim.x >> 5)
         block, blocks, group = uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x), uint32(cuda.blockIdx.y)
-        normed = cuda.shared.array(k, float32, alignment=16)
-        partial, is_last = cuda.shared.array(MAX_WARPS, float32), cuda.shared.array(1, uint32)
+        normed = cuda.shared.array(room_normed, float32, alignment=16)
+        partial, is_last = cuda.shared.array(room_partial, float32), cuda.shared.array(1, uint32)
         kept = cuda.shared.array(room, uint32)
-        norm_held, held = cuda.local.array(WEIGHTS, float32), cuda.local.array(n_held, float32)
-        batch = cuda.local.array(BATCH, float32)
+        norm_held, held = cuda.local.array(WEIGHTS, float32), cuda.local.array(room_held, float32)
+        acc = cuda.local.array(rows, float32)
         number = uint32(block * warps + warp)           # of the warp's row of the router; beyond the last one, the last
-        line = uint32(min(number, uint32(n - uint32(1))) * uint32(k) + lane)
+        line = uint32(min(number, uint32(n - uint32(1))) * uint32(k))
         hold_weights(norm_held, norm_w, uint32(k), lane, warp, warps)
-        for s in range(n_held):
-            held[s] = router[uint32(line + uint32(32 * s))]
+        start_product(held, router, line, lane)
         wait_for_previous()
 
-        first = uint32(group * rows_each)
-        here = min(rows_each, uint32(n_rows - first))
+        first = uint32(group * uint32(rows))
+        here = min(uint32(rows), uint32(n_rows - first))
         for c in range(here):
-            row = uint32(first + uint32(c))
-            start = uint32(row * uint32(k))
-            quantize_norm((normed, q, start, block, blocks), d, x, start, norm_w, norm_held, uint32(k), eps, partial,
-                          lane, warp, warps)
-            cuda.syncthreads()
-            total = float32(0)
-            for s in range(n_held):
-                total = cuda.fma(held[s], normed[uint32(uint32(32 * s) + lane)], total)
-                if s % 16 == 15:
-                    cuda.syncwarp()     # else all of normed would be loaded at once, into as many registers again
-            for s in range(uint32(n_held), uint32(steps), uint32(BATCH)):
-                for i in range(BATCH):
-                    at = uint32(uint32(s + uint32(i)) << uint32(5))
-                    batch[i] = router[uint32(line + at)] if at < uint32(k) else float32(0)
-                for i in range(BATCH):
-                    at = uint32(uint32(s + uint32(i)) << uint32(5))
-                    if at < uint32(k):
-                        total = cuda.fma(batch[i], normed[uint32(at + lane)], total)
-            total = warp_sum(total)
-            if lane == uint32(0) and number < n:
-                logits[uint32(row * n + number)] = total
-            cuda.syncthreads()      # of normed and partial; and what the block has stored is there when it arrives
+            start = uint32(uint32(first + uint32(c)) * uint32(k))
+            out = normed, uint32(uint32(c) * uint32(k)), q, start, block, blocks
+            quantize_norm(out, d, x, start, norm_w, norm_held, uint32(k), eps, partial[c], lane, warp, warps)
+        cuda.syncthreads()
+        multiply(acc, held, router, line, normed, lane)
+        for c in range(rows):
+            total = warp_sum(acc[c])
+            if lane == uint32(0) and number < n and uint32(c) < here:
+                logits[uint32(uint32(first + uint32(c)) * n + number)] = total
+        cuda.syncthreads()
         if thread == uint32(0):
             is_last[uint32(0)] = uint32(arrive(arrived, group) == uint32(blocks - uint32(1)))
         cuda.syncthreads()
@@ -296,6 +354,31 @@ def norm_route_kernel(k, per_lane, n_used):
                     choose(experts, weights, logits, uint32(row * n), row, uint32(n - uint32(1)), kept, lane, warp)
 
     return norm_route_kernel
+
+
+# ---- a made-up choice --------------------------------------------------------------------------------------
+
+@cuda.jit
+def route_like_kernel(experts, slots, positions, n_rows, n_experts, n_used, n_hot, threshold, seed):
+    """A warp for each row; lane r keeps the offset of rank r."""
+    let_next_begin()
+    wait_for_previous()
+    lane = uint32(cuda.threadIdx.x)
+    row = uint32(uint32(cuda.blockIdx.x) * uint32(WARPS) + warp_number())
+    if row < n_rows:
+        position = uint32(positions[row])
+        of_row = random_bits(position, random_bits(uint32(slots[row]), seed))
+        start = uint32(random_bits(uint32(0), seed) + uint32(position // uint32(DRIFT)))
+        mine = uint32(n_experts)
+        for r in range(n_used):
+            place = random_bits(uint32(uint32(2) * uint32(r)), of_row)
+            is_hot = uint32(random_bits(uint32(uint32(2) * uint32(r) + uint32(1)), of_row) >> uint32(8)) < threshold
+            offset = uint32(place % n_hot) if is_hot else uint32(n_hot + place % uint32(n_experts - n_hot))
+            while cuda.any_sync(EVERY_LANE, mine == offset):
+                offset = uint32(uint32(offset + uint32(1)) % n_experts)
+            mine = offset if lane == uint32(r) else mine
+        if lane < n_used:
+            experts[uint32(row * n_used + lane)] = int32(uint32(uint32(start % n_experts) + mine) % n_experts)
 
 
 # ---- groups ------------------------------------------------------------------------------------------------
@@ -362,15 +445,17 @@ def start_experts(starts, first_tiles, n_tiles, n_experts, tile_rows, lane):
 @cuda.jit
 def group_kernel(order, position, tiles, n_tiles, experts, n_pairs, n_experts, tile_rows):
     """One block."""
+    let_next_begin()
     counts = cuda.shared.array(N_COUNTS, uint16)        # a line of n_experts for each warp
     starts, first_tiles = cuda.shared.array(N_STARTS, uint32), cuda.shared.array(N_STARTS, uint32)
     thread, threads = uint32(cuda.threadIdx.x), uint32(cuda.blockDim.x)
-    lane, warp, warps = uint32(thread & uint32(31)), uint32(thread >> uint32(5)), uint32(threads >> uint32(5))
+    lane, warp, warps = uint32(thread & uint32(31)), uniform(thread >> uint32(5)), uint32(threads >> uint32(5))
     line = uint32(warp * n_experts)
     for i in range(uint32(uint32(warps * n_experts + threads - uint32(1)) // threads)):
         at = uint32(uint32(i) * threads + thread)
         if at < uint32(warps * n_experts):
             counts[at] = uint16(0)
+    wait_for_previous()
     cuda.syncthreads()
     steps = uint32(uint32(n_pairs + uint32(threads * uint32(AHEAD)) - uint32(1)) // uint32(threads * uint32(AHEAD)))
     first = uint32(warp * steps * uint32(32 * AHEAD))
@@ -446,13 +531,29 @@ def norm_route(card, choice, out, x, router, scratch, n_rows, *, stream=None):
     check_sizes(n_experts, choice.n_used)
     if k % 32 or k > MOST_K:
         raise ValueError(f"a router in decode steps takes rows of a multiple of 32 up to {MOST_K} values, not {k}")
-    warps = min(router.n, MAX_WARPS if card.kind == "emulated" else ROUTER_WARPS)
+    shape = EMULATED if card.kind == "emulated" else REAL
+    warps = min(router.n, shape.warps)
     blocks = -(-router.n // warps)
-    rows_each = -(-n_rows * blocks // (ROUTER_BLOCKS * card.n_sms))
-    kernel = norm_route_kernel(k, lane_experts(n_experts), choice.n_used)
-    card.launch(kernel, (blocks, -(-n_rows // rows_each)), 32 * warps, choice.experts.reshape(-1),
+    wanted = n_rows if card.kind == "emulated" else -(-n_rows * blocks // (ROUTER_BLOCKS * card.n_sms))
+    rows = min(1 << (wanted - 1).bit_length(), MOST_ROWS, 1 << (MOST_K // k).bit_length() - 1)
+    kernel = norm_route_kernel(k, lane_experts(n_experts), choice.n_used, rows, shape)
+    card.launch(kernel, (blocks, -(-n_rows // rows)), 32 * warps, choice.experts.reshape(-1),
                 choice.weights.reshape(-1), *(array.reshape(-1) for array in (*scratch, *out, router.values, x.values)),
-                x.weight, router.n, n_rows, rows_each, float(x.eps), stream=stream)
+                x.weight, router.n, n_rows, float(x.eps), stream=stream)
+
+
+def route_like(card, choice, places, n_rows, n_experts, hits, seed, *, stream=None):
+    """For benchmarks: replaces the experts of a Choice by made-up ones; the weights stay. An expert is one of the hot
+    ones of the layer (see `hot_experts`) with probability `hits`, 0 to 1, else one of the others. Every DRIFT positions
+    a hot expert gives way to another. A row has an expert once: if it is drawn again, the next one takes its place.
+
+    places: Places of the rows; seed: uint32, of the layer. The same of both give the same experts."""
+    n_used = choice.n_used
+    check_sizes(n_experts, n_used)
+    if n_experts < 2:
+        raise ValueError("a layer with one expert has no choice to make up")
+    card.launch(route_like_kernel, -(-n_rows // WARPS), (32, WARPS), choice.experts.reshape(-1), *places, n_rows,
+                n_experts, n_used, hot_experts(n_experts, n_used), round(hits * 2**24), seed, stream=stream)
 
 
 def group_pairs(card, groups, choice, n_rows, n_experts, tile_rows, *, stream=None):
@@ -472,6 +573,8 @@ def group_pairs(card, groups, choice, n_rows, n_experts, tile_rows, *, stream=No
 CASES = [(1, 8, 2), (3, 8, 8), (5, 256, 8), (9, 512, 10), (6, 60, 4), (2, 100, 16), (1, 1, 1), (4, 130, 16)]
 # rows, experts, used, length of a row
 NORM_CASES = [(1, 8, 2, 256), (3, 256, 8, 2048), (9, 60, 4, 1056), (2, 512, 10, 4096), (5, 130, 3, 32), (1, 1, 1, 8192)]
+# rows, experts, used, hits
+LIKE_CASES = [(1, 8, 2, 0.5), (50, 256, 8, 0.9), (7, 512, 10, 0.0), (9, 60, 4, 1.0), (5, 16, 16, 0.7), (3, 2, 1, 0.2)]
 # rows, experts, used, rows of a tile
 GROUP_CASES = [(1, 8, 2, 16), (1, 256, 8, 64), (50, 8, 2, 64), (33, 256, 8, 16), (297, 256, 8, 16), (70, 60, 4, 1),
                (600, 512, 16, 64), (4096, 256, 8, 64), (4096, 512, 16, 128), (3, 1, 1, 2)]
@@ -509,7 +612,8 @@ def check(card, n_rows, n_experts, n_used):
 
 
 def check_norm_route(card, n_rows, n_experts, n_used, k):
-    """Two launches, of other rows each, against the separate launches: the same bits. Returns 0, the error."""
+    """Two replays of one recording, of other rows each, against the separate launches: the same bits. Returns 0, the
+    error."""
     rng = np.random.default_rng((n_rows, n_experts, k))
     router = Matrix("F32", n_experts + 1, k, card.upload(rng.standard_normal((n_experts + 1, k), np.float32)))
     norm_w = card.upload(rng.uniform(0.5, 1.5, k).astype(np.float32))
@@ -522,13 +626,16 @@ def check_norm_route(card, n_rows, n_experts, n_used, k):
             card.poison(array)
         arrays.append((choice, out, logits))
     y, arrived = card.alloc((n_rows, k), np.float32), card.zeros(n_arrived, np.uint32)
+    x = NormInput(card.alloc((n_rows, k), np.float32), norm_w, 1e-6)
+    (choice, out, logits), wanted = arrays
+    with card.record() as recording:
+        norm_route(card, choice, out, x, router, (logits, arrived), n_rows)
     for scale in (1, 1e-3):
         rows = rng.standard_normal((n_rows, k), np.float32) * np.float32(scale)
         if n_rows > 2:
             rows[1, k // 3] = np.nan
-        x = NormInput(card.upload(rows), norm_w, 1e-6)
-        (choice, out, logits), wanted = arrays
-        norm_route(card, choice, out, x, router, (logits, arrived), n_rows)
+        card.copy_in(x.values, rows)
+        recording.replay()
         choice, out, logits = wanted
         rms_norm_quantize(card, out, x, n_rows, k)
         rms_norm(card, y, x, n_rows, k)
@@ -537,6 +644,19 @@ def check_norm_route(card, n_rows, n_experts, n_used, k):
         for got, want in zip(*((*choice, *out, logits) for choice, out, logits in arrays), strict=True):
             np.testing.assert_array_equal(card.download(got), card.download(want))
         assert not card.download(arrived).any(), "counters must be zero again"
+    return 0.0
+
+
+def check_like(card, n_rows, n_experts, n_used, hits, seed=3):
+    """Makes up choices of three slots. Returns 0, the error."""
+    slots, positions = np.arange(n_rows, dtype=np.int32) % 3, np.arange(n_rows, dtype=np.int32) // 3 * 29
+    choice = Choice(card.alloc((n_rows + 1, n_used), np.int32), None)
+    card.poison(choice.experts)
+    route_like(card, choice, Places(card.upload(slots), card.upload(positions)), n_rows, n_experts, hits, seed)
+    experts = card.download(choice.experts)
+    np.testing.assert_array_equal(experts[:n_rows],
+                                  route_like_reference(slots, positions, n_experts, n_used, hits, seed))
+    assert all(len(set(row)) == n_used for row in experts[:n_rows]) and (experts[n_rows] == -1).all()
     return 0.0
 
 
@@ -567,6 +687,8 @@ def cases(card):
     for case in NORM_CASES:
         yield Case("{} rows, {} experts, {} used, after the norm of {}".format(*case),
                    partial(check_norm_route, card, *case))
+    for case in LIKE_CASES:
+        yield Case("{} rows, {} experts, {} used, made up, hits {}".format(*case), partial(check_like, card, *case))
     for case in GROUP_CASES:
         yield Case("{} rows, {} experts, {} used, by {}".format(*case), partial(check_groups, card, *case))
     rng = np.random.default_rng(0)
@@ -575,6 +697,14 @@ def cases(card):
         choice = Choice(card.alloc((rows, 8), np.int32), card.alloc((rows, 9), np.float32))
         yield Case(f"choice, {rows} rows", launch=partial(route, card, choice, logits, 257, rows, 256),
                    n_bytes=logits.nbytes)
+        if rows <= 8:
+            router = Matrix("F32", 257, 2048, card.zeros((257, 2048), np.float32))
+            x = NormInput(card.zeros((rows, 2048), np.float32), card.zeros(2048, np.float32), 1e-6)
+            out = Quantized(card.alloc((rows, 2048), np.int8), card.alloc((rows, 64), np.float32))
+            shape, n_arrived = norm_route_scratch(rows, 256)
+            scratch = card.alloc(shape, np.float32), card.zeros(n_arrived, np.uint32)
+            yield Case(f"norm, router and choice, {rows} rows", n_bytes=router.values.nbytes,
+                       launch=partial(norm_route, card, choice, out, x, router, scratch, rows))
         room = most_tiles(rows, 8, 256, 64)
         groups = Groups(*(card.alloc(shape, np.int32) for shape in (8 * rows, 8 * rows, (room, 3), 1)))
         yield Case(f"groups, {rows} rows", launch=partial(group_pairs, card, groups, choice, rows, 256, 64),

@@ -120,13 +120,16 @@ def draft_kernels():
 
 
 def kernels_of_routing():
-    """The router of a mixture of experts, for the fewest, the usual and the most experts, alone and behind the norm; and
-    the groups of its pairs."""
+    """The router of a mixture of experts, for the fewest, the usual and the most experts, alone and behind the norm;
+    the groups of its pairs, and the choices that a benchmark makes up."""
     i, x, n = "int32[1]", "float32[1]", "uint32"
     for k, *which in (256, 1, 2), (2048, 8, 8), (4096, 16, 10):
         yield route.route_kernel(*which), i, x, x, *[n] * 3
-        yield (route.norm_route_kernel(k, *which), i, x, x, "uint32[1]", "int8[1]", x, x, x, x, *[n] * 3, "float32")
+        for rows in 1, min(8192 // k, route.MOST_ROWS):
+            behind_norm = route.norm_route_kernel(k, *which, rows, route.REAL)
+            yield behind_norm, i, x, x, "uint32[1]", "int8[1]", x, x, x, x, n, n, "float32"
     yield route.group_kernel, *[i] * 5, *[n] * 3
+    yield route.route_like_kernel, *[i] * 3, *[n] * 6
 
 
 def kernels_of_checks():
@@ -229,7 +232,7 @@ CONSTANTS = {
     "tile_kernel": {"wq", "wd"}, "tile_swiglu_kernel": {"wq", "wd"},
     "gdn_decode_kernel": {"conv_w", "ssm_a", "dt_bias", "norm_w", "row_slot"},
     "attend": set(), "rms_norm_quantize_kernel": {"w"},
-    "norm_route_kernel": {"router", "norm_w"},
+    "norm_route_kernel": {"router", "norm_w"}, "group_kernel": set(), "route_like_kernel": set(),
     "find_best": {"row_slot", "row_pos", "parameters"}, "weigh": {"row_slot", "row_pos", "parameters"},
     "choose": {"row_slot", "row_pos"}, "accept_kernel": set(),
     "draft_rows_kernel": set(), "draft_input_kernel": set(), "draft_kernel": set(), "listed_kernel": set(),
@@ -351,7 +354,8 @@ def test_what_is_read_too_early_is_found(overlapping):
     read = {"tile_kernel": "xq", "tile_swiglu_kernel": "xd", "gemv_kernel": "xq", "norm_gemv_kernel": "x",
             "gemv_swiglu_kernel": "xd", "norm_gemv_swiglu_kernel": "x",
             "planes_gemv_kernel": "xq", "gdn_decode_kernel": "projected", "attend": "projected",
-            "rms_norm_quantize_kernel": "x", "norm_route_kernel": "x",
+            "rms_norm_quantize_kernel": "x", "norm_route_kernel": "x", "group_kernel": "experts",
+            "route_like_kernel": "positions",
             "find_best": "logits", "weigh": "best", "choose": "progress", "accept_kernel": "tokens",
             "draft_rows_kernel": "outcomes", "draft_input_kernel": "x", "draft_kernel": "logits",
             "listed_kernel": "listed", "advance_kernel": "outcomes", "ngram_kernel": "outcomes",
