@@ -43,6 +43,7 @@ TILE_ROWS = 8  # of x per warp
 TILE_COLUMNS = 2  # per thread
 DEPTH = 32  # of a tile
 TILE_M, TILE_N = TILE_WARPS * TILE_ROWS, 32 * TILE_COLUMNS
+CARRIED = TILE_M // TILE_WARPS  # rows of x that a warp brings to shared memory
 PITCH = TILE_N + 1  # odd: 32 lanes that store one column of the tile use 32 banks
 TYPES = {np.dtype(kind.dtype): kind for kind in FLOATS.values()}  # what weights are stored as -> formats.Float
 
@@ -80,8 +81,10 @@ def as_words(w):
 
 # ---- decode ------------------------------------------------------------------------------------------------
 
-def gemv_kernel(weight_at, columns):
-    """The decode kernel for one type of weights and up to `columns` rows of x."""
+def sums_function(weight_at, columns):
+    """multiply_rows(y, w, x, row, x_starts, first, n, k, n_columns, stride, add): a warp's rows row, row + 1 of w times
+    up to `columns` rows of x, which start at x[x_starts[c]]. It writes the first n_columns of them, into rows first,
+    first + 1, ... of y."""
 
     @cuda.jit(device=True, inline="always")
     def accumulate(acc, w_starts, x_starts, j, w, x):
@@ -94,21 +97,15 @@ def gemv_kernel(weight_at, columns):
             for r in range(ROWS):
                 acc[r, c] = cuda.fma(weight[r], value, acc[r, c])
 
-    @cuda.jit
-    def gemv_float_kernel(y, w, x, n, k, n_columns, stride, add):
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_rows(y, w, x, row, x_starts, first, n, k, n_columns, stride, add):
         lane = uint32(cuda.threadIdx.x)
-        row = uint32(uint32(cuda.blockIdx.x * uint32(WARPS) + cuda.threadIdx.y) * uint32(ROWS))
-        if row >= n:
-            return
         w_starts = cuda.local.array(ROWS, uint32)
-        x_starts = cuda.local.array(columns, uint32)
         acc = cuda.local.array((ROWS, columns), float32)
-        for r in range(ROWS):  # in place of rows of w or x past the last one the last one again, not stored
+        for r in range(ROWS):  # in place of rows of w past the last one the last one again, not stored
             w_starts[r] = uint32(min(uint32(row + uint32(r)), uint32(n - uint32(1))) * k)
             for c in range(columns):
                 acc[r, c] = float32(0.0)
-        for c in range(columns):
-            x_starts[c] = uint32(min(uint32(c), uint32(n_columns - uint32(1))) * k)
 
         for i in range(uint32(k >> uint32(5))):
             accumulate(acc, w_starts, x_starts, uint32(uint32(i) * uint32(32) + lane), w, x)
@@ -119,28 +116,46 @@ def gemv_kernel(weight_at, columns):
         for r in range(ROWS):
             for c in range(columns):
                 total = warp_sum(acc[r, c])
-                at = uint32(uint32(c) * stride + row + uint32(r))
+                at = uint32(uint32(first + uint32(c)) * stride + row + uint32(r))
                 if lane == uint32(0) and uint32(row + uint32(r)) < n and uint32(c) < n_columns:
                     y[at] = y[at] + total if add else total
+
+    return multiply_rows
+
+
+def gemv_kernel(weight_at, columns):
+    """The decode kernel for one type of weights and up to `columns` rows of x."""
+    multiply_rows = sums_function(weight_at, columns)
+
+    @cuda.jit
+    def gemv_float_kernel(y, w, x, n, k, n_columns, stride, add):
+        row = uint32(uint32(cuda.blockIdx.x * uint32(WARPS) + cuda.threadIdx.y) * uint32(ROWS))
+        if row >= n:
+            return
+        x_starts = cuda.local.array(columns, uint32)
+        for c in range(columns):  # in place of rows of x past the last one the last one again
+            x_starts[c] = uint32(min(uint32(c), uint32(n_columns - uint32(1))) * k)
+        multiply_rows(y, w, x, row, x_starts, uint32(0), n, k, n_columns, stride, add)
 
     return gemv_float_kernel
 
 
 # ---- prefill -----------------------------------------------------------------------------------------------
 
-def gemm_kernel(weight_at):
-    """The prefill kernel for one type of weights."""
+def tile_function(weight_at):
+    """multiply_tile(y, w, x, x_starts, row0, end, n, k, stride, add): a block's rows row0 .. row0 + TILE_M - 1 of y,
+    those below `end`. Warp i carries rows i, i + TILE_WARPS, ... of the tile from x to shared memory: from
+    x[x_starts[0]], x[x_starts[1]], ... on."""
 
-    @cuda.jit
-    def gemm_float_kernel(y, w, x, n, k, n_rows, stride, add):
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_tile(y, w, x, x_starts, row0, end, n, k, stride, add):
         w_tile = cuda.shared.array((DEPTH, PITCH), float32)
         x_tile = cuda.shared.array((TILE_M, DEPTH), float32, alignment=16)
         lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
         column0 = uint32(cuda.blockIdx.x * uint32(TILE_N))
-        row0 = uint32(cuda.blockIdx.y * uint32(TILE_M))
         warp_row = uint32(warp * uint32(TILE_ROWS))
-        warp_works = uint32(row0 + warp_row) < n_rows
-        last_column, last_row = uint32(n - uint32(1)), uint32(n_rows - uint32(1))
+        warp_works = uint32(row0 + warp_row) < end
+        last_column = uint32(n - uint32(1))
         weight = cuda.local.array((4, TILE_COLUMNS), float32)
         acc = cuda.local.array((TILE_ROWS, TILE_COLUMNS), float32)
         for r in range(TILE_ROWS):
@@ -153,10 +168,9 @@ def gemm_kernel(weight_at):
                 line = uint32(warp + uint32(i * TILE_WARPS))
                 start = uint32(min(uint32(column0 + line), last_column) * k)
                 w_tile[lane, line] = weight_at(w, uint32(start + j)) if j < k else float32(0.0)
-            for i in range(TILE_M // TILE_WARPS):
+            for i in range(CARRIED):
                 line = uint32(warp + uint32(i * TILE_WARPS))
-                start = uint32(min(uint32(row0 + line), last_row) * k)
-                x_tile[line, lane] = x[uint32(start + j)] if j < k else float32(0.0)
+                x_tile[line, lane] = x[uint32(x_starts[i] + j)] if j < k else float32(0.0)
             cuda.syncthreads()
             if warp_works:
                 for j4 in range(DEPTH // 4):
@@ -176,8 +190,24 @@ def gemm_kernel(weight_at):
             for c in range(TILE_COLUMNS):
                 column = uint32(column0 + lane + uint32(32 * c))
                 at = uint32(row * stride + column)
-                if row < n_rows and column < n:
+                if row < end and column < n:
                     y[at] = y[at] + acc[r, c] if add else acc[r, c]
+
+    return multiply_tile
+
+
+def gemm_kernel(weight_at):
+    """The prefill kernel for one type of weights."""
+    multiply_tile = tile_function(weight_at)
+
+    @cuda.jit
+    def gemm_float_kernel(y, w, x, n, k, n_rows, stride, add):
+        row0 = uint32(cuda.blockIdx.y * uint32(TILE_M))
+        x_starts = cuda.local.array(CARRIED, uint32)
+        for i in range(CARRIED):  # in place of rows past the last one the last one again
+            line = uint32(cuda.threadIdx.y + uint32(i * TILE_WARPS))
+            x_starts[i] = uint32(min(uint32(row0 + line), uint32(n_rows - uint32(1))) * k)
+        multiply_tile(y, w, x, x_starts, row0, n_rows, n, k, stride, add)
 
     return gemm_float_kernel
 

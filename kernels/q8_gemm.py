@@ -254,17 +254,35 @@ def device_functions(format, second):
     return put_column, put_x, load_x_scales, multiply_row
 
 
-def pipelined_kernel(format, rows, blocks_per_sm):
-    """Version 3 for a weight format. Each warp makes `rows` rows, 4 to 16. The registers suffice for `blocks_per_sm`
-    blocks of threads on an SM: 16 rows take 168 registers, so 12 warps fit (8 warps of Q4_K, Q5_K and Q6_K, where an SM
-    has 64 KB of shared memory)."""
+def carried_row(rows):
+    """row_of(lane): which of its warp's `rows` rows of x a lane carries from global to shared memory. Lanes 2 r and
+    2 r + 1 carry the halves of row r; lanes without a row those of the last one."""
+    @cuda.jit(device=True, forceinline=True)
+    def row_of(lane):
+        return uint32(min(uint32(lane >> uint32(1)), uint32(rows - 1)))
+
+    return row_of
+
+
+def tile_function(format, rows, down=WARPS, skips=False):
+    """Version 3 for a tile of y: multiply_tile(y, wq, wd, xq, xd, x_row, row0, end, column0, n, k, stride, add).
+
+    Each warp makes `rows` rows, 4 to 16. `down` warps of a block lie one below the other, the others beside them: a
+    thread carries a column for each of the WARPS / down warps side by side. skips: warps without rows carry, but do
+    not multiply.
+
+    A warp writes rows row0 .. row0 + rows - 1 of y, those below `end`. x_row: the row of x which the thread carries,
+    that of its `carried_row`; in place of rows from `end` on any other. column0: the first column of the block.
+    """
+    across, row_of = WARPS // down, carried_row(rows)
     put_row, sync_row, is_odd = rows // 3, rows // 2, rows % 2 == 1
     rest_row = (sync_row + rows) // 2  # a loop over all rows after sync_row would not be unrolled
     begin, fetch, place, second = carriers(format)
     put_column, put_x, load_x_scales, multiply_row = device_functions(format, second)
     per_row, n_scales, raw_words = 1 + format.minima, format.n_scales, format.raw_words
     x_warp = X_ROWS + 64 * max(per_row, 2)
-    w_buffer, x_buffer, load_book = TILE_N * (PITCH + 4 * n_scales), WARPS * x_warp, format.load_book
+    w_group, load_book = TILE_N * (PITCH + 4 * n_scales), format.load_book
+    w_buffer, x_buffer = across * w_group, WARPS * x_warp
     x_end = 3 * x_buffer
     shared_words = (2 * w_buffer + x_end) // 4
 
@@ -279,27 +297,39 @@ def pipelined_kernel(format, rows, blocks_per_sm):
             multiply_row(acc, r, w, w_scales, x[r & 1], x_scales)
 
     @cuda.jit(device=True, forceinline=True)
+    def fetch_columns(raw, wq, wd, starts, blocks, b):
+        for a in range(across):
+            fetch(raw[a], wq, wd, starts[a], blocks, b)
+
+    @cuda.jit(device=True, forceinline=True)
+    def put_columns(raw, to, scale_to, book):
+        for a in range(across):
+            put_column(raw[a], to + uint64(w_group * a), scale_to + uint64(w_group * a), book)
+
+    @cuda.jit(device=True, forceinline=True)
     def fetch_x(words, xq, xd, x_from, xd_from, b):
         """Loads half a block of x from global memory into `words`, and returns the scale of the block."""
         words[0], words[1], words[2], words[3] = load_words4(xq, uint32(x_from + uint32(b << uint32(5))))
         return xd[uint32(xd_from + b)]
 
-    @cuda.jit(launch_bounds=(THREADS, blocks_per_sm))
-    def gemm_q8_q8_kernel(y, wq, wd, xq, xd, n, k, n_rows, stride, add):
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_tile(y, wq, wd, xq, xd, x_row, row0, end, column0, n, k, stride, add):
         lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
         thread = uint32(warp * uint32(32) + lane)
-        column0 = uint32(cuda.blockIdx.x * uint32(TILE_N))
-        row0 = uint32(uint32(cuda.blockIdx.y * uint32(WARPS) + warp) * uint32(rows))
+        beside = uint32(warp // uint32(down)) if across > 1 else uint32(0)
         blocks = uint32(k >> uint32(5))
-        last, last_row = uint32(blocks - uint32(1)), uint32(n_rows - uint32(1))
+        last = uint32(blocks - uint32(1))
+        works = uint32(row0) < uint32(end)
 
-        # What this thread carries from global to shared memory. Lanes 2 r and 2 r + 1 carry the halves of row r of x.
-        # In place of rows past the end of x they take its last row, and lanes without a row the last of the warp.
-        start = begin(column0, uint32(n - uint32(1)), thread, blocks)
-        row, half = uint32(min(uint32(lane >> uint32(1)), uint32(rows - 1))), uint32(lane & uint32(1))
-        xd_from = uint32(min(uint32(row0 + row), last_row) * blocks)
+        # What this thread carries from global to shared memory.
+        starts = cuda.local.array((across, 3), uint32)
+        for a in range(across):
+            starts[a, 0], starts[a, 1], starts[a, 2] = begin(
+                uint32(column0 + uint32(TILE_N * a)), uint32(n - uint32(1)), thread, blocks)
+        row, half = row_of(lane), uint32(lane & uint32(1))
+        xd_from = uint32(x_row * blocks)
         x_from = uint32(uint32(xd_from << uint32(5)) + uint32(half << uint32(4)))
-        raw = cuda.local.array(raw_words, uint32)
+        raw = cuda.local.array((across, raw_words), uint32)
         x_words = cuda.local.array(4, uint32)
 
         # Addresses in shared memory, in the first buffer. *_to: where the thread stores what it carries. *_at: where it
@@ -308,7 +338,9 @@ def pipelined_kernel(format, rows, blocks_per_sm):
         w_to = shared_address(cuda.shared.array(shared_words, uint32, alignment=16))
         wd_to = w_to + uint64(TILE_N * PITCH)
         x_at = w_to + uint64(2 * w_buffer) + uint64(uint32(warp * uint32(x_warp)))
-        w_at, wd_at = w_to + uint64(uint32(lane * uint32(PITCH))), wd_to + uint64(uint32(lane << uint32(2)))
+        group = uint64(uint32(beside * uint32(w_group)))
+        w_at = w_to + group + uint64(uint32(lane * uint32(PITCH)))
+        wd_at = wd_to + group + uint64(uint32(lane << uint32(2)))
         w_to, wd_to = w_to + uint64(place(thread)), wd_to + uint64(uint32(thread << uint32(2)))
         x_to = x_at + uint64(uint32(lane << uint32(4)))
         xd_to = x_at + uint64(X_ROWS) + uint64(uint32(uint32(row << uint32(2)) + uint32(half << uint32(6))))
@@ -322,13 +354,13 @@ def pipelined_kernel(format, rows, blocks_per_sm):
         x = cuda.local.array((2, WORDS), uint32)
         w_scales = cuda.local.array((n_scales, COLUMNS), uint32)
         x_scales = cuda.local.array((2, per_row, 4), uint32)
-        fetch(raw, wq, wd, start, blocks, uint32(0))
+        fetch_columns(raw, wq, wd, starts, blocks, uint32(0))
         x_scale = fetch_x(x_words, xq, xd, x_from, xd_from, uint32(0))
         book = load_book(thread, uint32(THREADS))
-        put_column(raw, w_to, wd_to, book)
+        put_columns(raw, w_to, wd_to, book)
         put_x(x_words, x_scale, x_to, xd_to)
         b = min(uint32(1), last)
-        fetch(raw, wq, wd, start, blocks, b)
+        fetch_columns(raw, wq, wd, starts, blocks, b)
         x_scale = fetch_x(x_words, xq, xd, x_from, xd_from, b)
         cuda.syncthreads()
         for c in range(COLUMNS):
@@ -342,28 +374,31 @@ def pipelined_kernel(format, rows, blocks_per_sm):
         # those of the rows keep the barrier in its place.
         block = uint32(0)
         while block < blocks:
-            for s in range(n_scales):
-                for c in range(COLUMNS):
-                    w_scales[s, c] = load_shared(wd_at + w_here + uint64(4 * TILE_N * s + 128 * c))
             x_now = x_at + x_here
-            multiply_rows(acc, 0, put_row, w, w_scales, x, x_now, x_scales)
-            put_column(raw, w_to + w_next, wd_to + w_next, book)
+            if works or not skips:
+                for s in range(n_scales):
+                    for c in range(COLUMNS):
+                        w_scales[s, c] = load_shared(wd_at + w_here + uint64(4 * TILE_N * s + 128 * c))
+                multiply_rows(acc, 0, put_row, w, w_scales, x, x_now, x_scales)
+            put_columns(raw, w_to + w_next, wd_to + w_next, book)
             put_x(x_words, x_scale, x_to + x_next, xd_to + x_next)
-            multiply_rows(acc, put_row, sync_row, w, w_scales, x, x_now, x_scales)
+            if works or not skips:
+                multiply_rows(acc, put_row, sync_row, w, w_scales, x, x_now, x_scales)
             b = min(uint32(block + uint32(2)), last)
-            fetch(raw, wq, wd, start, blocks, b)
+            fetch_columns(raw, wq, wd, starts, blocks, b)
             x_scale = fetch_x(x_words, xq, xd, x_from, xd_from, b)
             cuda.syncthreads()
-            multiply_rows(acc, sync_row, rest_row, w, w_scales, x, x_now, x_scales)
-            multiply_rows(acc, rest_row, rows - 1, w, w_scales, x, x_now, x_scales)
-            load_block(x[rows & 1], x_at + x_next)
-            multiply_row(acc, rows - 1, w, w_scales, x[(rows - 1) & 1], x_scales)
-            if is_odd:  # the first row of the next block is in the other registers
-                for i in range(WORDS):
-                    x[0, i] = x[1, i]
-            for c in range(COLUMNS):
-                load_block(w[c], w_at + w_next + uint64(32 * PITCH * c))
-            load_x_scales(x_scales, 0, x_at + x_next)
+            if works or not skips:
+                multiply_rows(acc, sync_row, rest_row, w, w_scales, x, x_now, x_scales)
+                multiply_rows(acc, rest_row, rows - 1, w, w_scales, x, x_now, x_scales)
+                load_block(x[rows & 1], x_at + x_next)
+                multiply_row(acc, rows - 1, w, w_scales, x[(rows - 1) & 1], x_scales)
+                if is_odd:  # the first row of the next block is in the other registers
+                    for i in range(WORDS):
+                        x[0, i] = x[1, i]
+                for c in range(COLUMNS):
+                    load_block(w[c], w_at + w_next + uint64(32 * PITCH * c))
+                load_x_scales(x_scales, 0, x_at + x_next)
             w_here, w_next, x_here = w_next, w_here, x_next
             x_next = x_next + uint64(x_buffer)
             if x_next == uint64(x_end):
@@ -373,10 +408,26 @@ def pipelined_kernel(format, rows, blocks_per_sm):
         for r in range(rows):
             row = uint32(row0 + uint32(r))
             for c in range(COLUMNS):
-                column = uint32(column0 + lane + uint32(32 * c))
+                column = uint32(uint32(column0 + uint32(beside << uint32(7))) + lane + uint32(32 * c))
                 at = uint32(row * stride + column)
-                if row < n_rows and column < n:
+                if row < end and column < n:
                     y[at] = y[at] + acc[r, c] if add else acc[r, c]
+
+    return multiply_tile
+
+
+def pipelined_kernel(format, rows, blocks_per_sm):
+    """Version 3 for a weight format, with `rows` rows per warp. The registers suffice for `blocks_per_sm` blocks of
+    threads on an SM: 16 rows take 168 registers, so 12 warps fit (8 warps of Q4_K, Q5_K and Q6_K, where an SM has 64 KB
+    of shared memory)."""
+    row_of, multiply_tile = carried_row(rows), tile_function(format, rows)
+
+    @cuda.jit(launch_bounds=(THREADS, blocks_per_sm))
+    def gemm_q8_q8_kernel(y, wq, wd, xq, xd, n, k, n_rows, stride, add):
+        row0 = uint32(uint32(cuda.blockIdx.y * uint32(WARPS) + cuda.threadIdx.y) * uint32(rows))
+        x_row = min(uint32(row0 + row_of(uint32(cuda.threadIdx.x))), uint32(n_rows - uint32(1)))
+        column0 = uint32(cuda.blockIdx.x * uint32(TILE_N))
+        multiply_tile(y, wq, wd, xq, xd, x_row, row0, n_rows, column0, n, k, stride, add)
 
     return gemm_q8_q8_kernel
 

@@ -1,0 +1,433 @@
+"""Products of prompts with experts: each pair of (row, expert) takes a row of x times the matrix of its expert.
+
+    y[p] = W[expert of p] . x[row of p]             p: sorted position of a pair; the pairs of an expert lie together
+    x[r] = x[r] + acc,   acc = 0;   acc = fma(weight[r, i], y[position[r, i]], acc)      for ranks i = 0, 1, ...
+                                    acc = fma(weight[r, n_used], shared[r], acc)         the shared expert
+
+    w       Experts (kernels/operands.py): matrices [n, k] in a format of kernels/formats, or of floats
+    x       Quantized or float32: [rows, k], of which p reads row order[p] / n_used, or [pairs, k], of which it reads
+            row p
+    y       float32 [pairs, n]
+    groups  kernels/records.py: order, position, and tiles, of which each has some rows of one expert
+
+`expert_gemm` gives the bits of `gemm` (kernels/q8_gemm.py) for that row and that matrix, `expert_gemm_float` those of
+`gemm_float`, `expert_gemv_float` those of `gemv_float` (kernels/float_matmul.py). They are the same device functions:
+here they learn from a tile where their rows of x, their weights and their rows of y are.
+
+        y, sorted        | expert 0      | expert 2         | expert 3 ...
+        tiles of 16      |    16   | 7   |   16    |   11   | 2 |               a block of threads: a tile x columns
+
+The number of tiles is known to the card alone. The grid has as many as there can be; blocks without a tile leave.
+
+A tile is 64, 32 or 16 rows high (`tile_rows`), since a prompt of 297 tokens gives each of 256 experts 9 rows, one of
+4,620 tokens 144. In tiles of 64 and 32 rows a block has 4 warps of 16 or 8 rows, one below the other, and 128 columns.
+In tiles of 16 rows it has 2 x 2 warps of 8 rows and 256 columns: a warp of 4 rows would read as many weights from
+shared memory for half as many products. A warp whose rows are past the end of its tile carries weights to shared
+memory for the others and multiplies nothing.
+
+Pipe: dp4a, as in kernels/q8_gemm.py, and for few rows per expert the memory: each expert is read once. `combine` is
+bound by memory: 4 (n_used + 3) bytes per value with the shared expert.
+"""
+
+from functools import cache, partial
+from typing import NamedTuple
+
+import numpy as np
+from numba import cuda
+from numba.types import float32, uint32, uint64
+
+from kernels import float_matmul
+from kernels.bench import Case, main
+from kernels.float_matmul import CARRIED, ROWS, TILE_WARPS, WEIGHT_AT
+from kernels.formats import BLOCK, FORMATS, as_words, on_card, product_reference, random_raw
+from kernels.intrinsics import array_at, load_floats4, store_floats4
+from kernels.operands import Experts, Matrix, Quantized
+from kernels.q8_gemm import THREADS, TILE_N, WARPS, carried_row, tile_function
+from kernels.q8_gemv import random_activations
+from kernels.records import Choice, Groups
+
+BLOCKS_PER_SM = 3   # for which an SM has registers
+WIDTH = 4 * THREADS  # values of a row that a block of `combine` takes
+
+
+class Shape(NamedTuple):
+    """How a block of threads makes a tile."""
+
+    rows: int               # of a warp
+    down: int               # warps one below the other; the others are beside them
+
+    @property
+    def across(self):
+        return WARPS // self.down
+
+    @property
+    def time(self):
+        """Of a tile, per 128 columns: as q8_gemm.block_time, with the time of 2 rows for each column of a thread."""
+        return (self.rows + 2 * self.across) / self.across
+
+
+SHAPES = {64: Shape(16, 4), 32: Shape(8, 4), 16: Shape(8, 2)}  # rows of a tile -> its block of threads
+
+
+def tile_rows(n_pairs, n_experts):
+    """Rows of a tile with which n_pairs evenly spread pairs take the least time: a key of SHAPES. Each expert leaves
+    half a tile empty on average."""
+    return min(SHAPES, key=lambda rows: (n_pairs / rows + min(n_experts, n_pairs) / 2) * SHAPES[rows].time)
+
+
+def most_tiles(n_pairs, n_experts, rows):
+    """How many tiles of `rows` rows there can be: the last one of each expert may have a single row."""
+    return min(n_pairs, (n_pairs + n_experts * (rows - 1)) // rows)
+
+
+# ---- NumPy -------------------------------------------------------------------------------------------------------
+
+def groups_reference(experts, n_experts, rows):
+    """experts int32 [rows, n_used] -> (order, position, tiles, n_tiles) as in Groups, tiles of up to `rows` rows."""
+    pairs = experts.reshape(-1)
+    order = np.argsort(pairs, kind="stable").astype(np.int32)
+    position = np.empty_like(order)
+    position[order] = np.arange(len(order), dtype=np.int32)
+    ends = np.cumsum(np.bincount(pairs, minlength=n_experts))
+    starts = np.concatenate([[0], ends[:-1]])
+    tiles = [(expert, first, min(rows, ends[expert] - first)) for expert in range(n_experts)
+             for first in range(starts[expert], ends[expert], rows)]
+    return order, position, np.array(tiles, np.int32).reshape(-1, 3), np.array([len(tiles)], np.int32)
+
+
+def combine_reference(x, y, position, weights, shared=None):
+    """float32 [rows, n], bit for bit. position int32 [rows, n_used]; weights float32 [rows, n_used + 1]. The float64
+    sum of an exact product and a float32 rounds once more only in its 53rd bit."""
+    acc = np.zeros_like(x)
+    terms = [y[position[:, rank]] for rank in range(position.shape[1])] + ([] if shared is None else [shared])
+    for rank, term in enumerate(terms):
+        acc = (weights[:, rank, None].astype(np.float64) * term + acc).astype(np.float32)
+    return x + acc
+
+
+# ---- quantised ---------------------------------------------------------------------------------------------------
+
+@cuda.jit(device=True, forceinline=True)
+def source_row(order, position, n_used):
+    """The row of x that a sorted position takes."""
+    return uint32(uint32(order[position]) // n_used) if n_used > uint32(0) else uint32(position)
+
+
+@cache
+def grouped(format, shape):
+    """The kernel of a format for tiles of a Shape."""
+    rows, down = shape
+    across, row_of, multiply_tile = shape.across, carried_row(rows), tile_function(format, rows, down, skips=True)
+
+    @cuda.jit(launch_bounds=(THREADS, BLOCKS_PER_SM))
+    def expert_gemm_kernel(y, wq, wd, xq, xd, places, order, tiles, n_tiles, n, k, n_used, stride):
+        tile = uint32(cuda.blockIdx.y)
+        if tile >= uint32(n_tiles[0]):
+            return
+        at = uint32(tile * uint32(3))
+        place = uint32(uint32(tiles[at]) * uint32(2))
+        first, n_rows = uint32(tiles[uint32(at + uint32(1))]), uint32(tiles[uint32(at + uint32(2))])
+        codes, scales = places[place], places[uint32(place + uint32(1))]
+        if codes == uint64(0):
+            return
+        end = uint32(first + n_rows)
+        row0 = uint32(first + uint32(cuda.threadIdx.y % uint32(down)) * uint32(rows))
+        position = min(uint32(row0 + row_of(uint32(cuda.threadIdx.x))), uint32(end - uint32(1)))
+        column0 = uint32(cuda.blockIdx.x * uint32(TILE_N * across))
+        multiply_tile(y, array_at(codes, wq), array_at(scales, wd), xq, xd, source_row(order, position, n_used),
+                      row0, end, column0, n, k, stride, False)
+
+    return expert_gemm_kernel
+
+
+# ---- floats ------------------------------------------------------------------------------------------------------
+
+def float_kernel(weight_at):
+    """The prefill kernel for one type of weights."""
+    multiply_tile = float_matmul.tile_function(weight_at)
+
+    @cuda.jit
+    def expert_gemm_float_kernel(y, w, x, places, order, tiles, n_tiles, n, k, n_used, stride):
+        tile = uint32(cuda.blockIdx.y)
+        if tile >= uint32(n_tiles[0]):
+            return
+        at = uint32(tile * uint32(3))
+        first, n_rows = uint32(tiles[uint32(at + uint32(1))]), uint32(tiles[uint32(at + uint32(2))])
+        address = places[uint32(uint32(tiles[at]) * uint32(2))]
+        if address == uint64(0):
+            return
+        end = uint32(first + n_rows)
+        x_starts = cuda.local.array(CARRIED, uint32)
+        for i in range(CARRIED):
+            line = uint32(cuda.threadIdx.y + uint32(i * TILE_WARPS))
+            x_starts[i] = uint32(source_row(order, min(uint32(first + line), uint32(end - uint32(1))), n_used) * k)
+        multiply_tile(y, array_at(address, w), x, x_starts, first, end, n, k, stride, False)
+
+    return expert_gemm_float_kernel
+
+
+def float_decode_kernel(weight_at):
+    """The decode kernel for one type of weights: a block makes rows of w for one pair."""
+    multiply_rows = float_matmul.sums_function(weight_at, 1)
+
+    @cuda.jit
+    def expert_gemv_float_kernel(y, w, x, places, experts, n, k, n_used, stride):
+        row = uint32(uint32(cuda.blockIdx.x * uint32(float_matmul.WARPS) + cuda.threadIdx.y) * uint32(ROWS))
+        if row >= n:
+            return
+        pair = uint32(cuda.blockIdx.y)
+        address = places[uint32(uint32(experts[pair]) * uint32(2))]
+        if address == uint64(0):
+            return
+        x_starts = cuda.local.array(1, uint32)
+        x_starts[0] = uint32(uint32(pair // n_used) * k)
+        multiply_rows(y, array_at(address, w), x, row, x_starts, pair, n, k, uint32(1), stride, False)
+
+    return expert_gemv_float_kernel
+
+
+FLOAT_GEMM = {kind: float_kernel(at) for kind, at in WEIGHT_AT.items()}
+FLOAT_GEMV = {kind: float_decode_kernel(at) for kind, at in WEIGHT_AT.items()}
+
+
+# ---- the weighted sum --------------------------------------------------------------------------------------------
+
+@cache
+def combine_kernel(n_used, is_shared):
+    """A thread makes 4 neighbouring values of a row. `n_used` is known when the kernel is compiled, so that the loads
+    of all ranks are in flight together."""
+
+    @cuda.jit
+    def combine_experts_kernel(x, y, position, weights, shared, n):
+        row = uint32(cuda.blockIdx.x)
+        column = uint32(uint32(cuda.blockIdx.y * uint32(THREADS) + cuda.threadIdx.x) * uint32(4))
+        if column >= n:
+            return
+        pair, weight_at, at = uint32(row * uint32(n_used)), uint32(row * uint32(n_used + 1)), uint32(row * n + column)
+        a, b, c, d = float32(0.0), float32(0.0), float32(0.0), float32(0.0)
+        for rank in range(n_used):
+            w = weights[uint32(weight_at + uint32(rank))]
+            p = uint32(position[uint32(pair + uint32(rank))])
+            y0, y1, y2, y3 = load_floats4(y, uint32(p * n + column))
+            a, b, c, d = cuda.fma(w, y0, a), cuda.fma(w, y1, b), cuda.fma(w, y2, c), cuda.fma(w, y3, d)
+        if is_shared:
+            w = weights[uint32(weight_at + uint32(n_used))]
+            y0, y1, y2, y3 = load_floats4(shared, at)
+            a, b, c, d = cuda.fma(w, y0, a), cuda.fma(w, y1, b), cuda.fma(w, y2, c), cuda.fma(w, y3, d)
+        x0, x1, x2, x3 = load_floats4(x, at)
+        store_floats4(x, at, x0 + a, x1 + b, x2 + c, x3 + d)
+
+    return combine_experts_kernel
+
+
+# ---- launches: they write in place and never allocate ------------------------------------------------------------
+
+def expert_gemm(card, y, stride, w, x, groups, n_pairs, n_used=None, *, stream=None):
+    """y[p] <- row of x times the matrix of the expert of sorted position p, for p < n_pairs.
+
+    w: quantised Experts of matrices [n, k]. x: Quantized: with n_used, rows of tokens, of which each has n_used pairs;
+    without, a row for each sorted position. y: float32, n numbers of each row, `stride` from one row to the next.
+    groups: with tiles of tile_rows(n_pairs, experts) rows. Rows of an expert that is out of reach stay as they are."""
+    n_experts = len(w.places)
+    height = tile_rows(n_pairs, n_experts)
+    shape = SHAPES[height]
+    grid = -(-w.n // (TILE_N * shape.across)), most_tiles(n_pairs, n_experts, height)
+    card.launch(grouped(FORMATS[w.format], shape), grid, (32, WARPS), y.reshape(-1), w.home.values.reshape(-1),
+                as_words(w.home.scales), x.q.reshape(-1), x.d.reshape(-1), *_sorted(w, groups), w.n, w.k, n_used or 0,
+                stride, stream=stream)
+
+
+def expert_gemm_float(card, y, stride, w, x, groups, n_pairs, n_used=None, *, stream=None):
+    """As `expert_gemm`, with w Experts of floats and x float32."""
+    n_experts = len(w.places)
+    grid = -(-w.n // float_matmul.TILE_N), most_tiles(n_pairs, n_experts, tile_rows(n_pairs, n_experts))
+    card.launch(FLOAT_GEMM[np.dtype(w.home.values.dtype)], grid, (32, TILE_WARPS), y.reshape(-1),
+                float_matmul.as_words(w.home.values), x.reshape(-1), *_sorted(w, groups), w.n, w.k, n_used or 0, stride,
+                stream=stream)
+
+
+def _sorted(w, groups):
+    """The flat arrays that say where things are."""
+    return w.places.reshape(-1), groups.order, groups.tiles.reshape(-1), groups.n_tiles
+
+
+def expert_gemv_float(card, y, stride, w, x, choice, n_rows, from_pairs=False, *, stream=None):
+    """y[pair] <- row of x times the matrix of the pair's expert, for the pairs of n_rows rows; decode family.
+
+    w: Experts of floats. x: float32 [n_rows, k]; with from_pairs [pairs, k]. y: float32, n numbers of each pair,
+    `stride` from one pair to the next. Pairs of an expert that is out of reach stay as they are."""
+    n_used = choice.n_used
+    grid = -(-w.n // (float_matmul.WARPS * ROWS)), n_rows * n_used
+    card.launch(FLOAT_GEMV[np.dtype(w.home.values.dtype)], grid, (32, float_matmul.WARPS), y.reshape(-1),
+                float_matmul.as_words(w.home.values), x.reshape(-1), w.places.reshape(-1), choice.experts.reshape(-1),
+                w.n, w.k, 1 if from_pairs else n_used, stride, stream=stream)
+
+
+def combine(card, x, y, choice, groups, shared, n_rows, *, stream=None):
+    """x[r] += the sum of the results of row r's experts, each times its weight, in the order of rank; then the shared
+    expert's, if there is one.
+
+    x: float32 [n_rows, n], n a multiple of 4. y: float32 [pairs, n] in sorted order. shared: float32 [n_rows, n] or
+    None."""
+    n = x.shape[-1]
+    if n % 4:
+        raise ValueError(f"the sum of experts takes rows of a multiple of 4 values, not {n}")
+    kernel, last = combine_kernel(choice.n_used, shared is not None), x if shared is None else shared
+    card.launch(kernel, (n_rows, -(-n // WIDTH)), THREADS, x.reshape(-1), y.reshape(-1), groups.position,
+                choice.weights.reshape(-1), last.reshape(-1), n, stream=stream)
+
+
+# ---- check and time ----------------------------------------------------------------------------------------------
+
+# n, k, rows, n_used, experts: experts without rows, an expert for all rows, tiles of every height.
+CASES = [(1, 32, 1, 1, 1), (33, 96, 5, 2, 16), (130, 544, 40, 2, 2), (300, 64, 70, 8, 16), (257, 320, 150, 2, 4)]
+FORMAT_CASES = [(1, 1, 2, 1, 3), (130, 2, 9, 4, 8)]  # n, blocks of the file in a row of w, rows, n_used, experts
+COMBINED = [(1, 4, 1, False), (5, 36, 2, True), (3, 1028, 8, True), (70, 2048, 8, False)]  # rows, n, n_used, is_shared
+
+
+def random_choice(rng, n_rows, n_used, n_experts):
+    """Experts of each row, all different, int32 [n_rows, n_used]; the first ones more often than the last."""
+    keys = rng.random((n_rows, n_experts)) * np.linspace(0.5, 1.0, n_experts)
+    return np.argsort(keys, axis=1)[:, :n_used].astype(np.int32)
+
+
+def upload_groups(card, experts, n_experts):
+    """(groups, their arrays on the host) of int32 experts [n_rows, n_used]."""
+    arrays = groups_reference(experts, n_experts, tile_rows(experts.size, n_experts))
+    return Groups(*(card.upload(array) for array in arrays)), arrays
+
+
+def place_experts(card, home, n, slots):
+    """Experts, of which number e lies in slot slots[e] of the home; -1: it is out of reach."""
+    w = Experts(home, n, card.alloc((len(slots), 2), np.uint64))
+    card.copy_in(w.places, np.array([w.addresses(slot) if slot >= 0 else (0, 0) for slot in slots], np.uint64))
+    return w
+
+
+def random_slots(rng, n_experts):
+    """Slots in random order; of four experts or more, one is out of reach."""
+    slots = rng.permutation(n_experts)
+    if n_experts > 3:
+        slots[rng.integers(n_experts)] = -1
+    return slots
+
+
+def check(card, n, k, n_rows, n_used, n_experts, format=FORMATS["Q8_0"], from_pairs=False):
+    """Multiplies with random experts in random slots, and returns the largest error as a fraction of what rounding may
+    do, as in q8_gemm.check. from_pairs: x has a row for each sorted position."""
+    rng = np.random.default_rng((n, k, n_rows))
+    slots, experts = random_slots(rng, n_experts), random_choice(rng, n_rows, n_used, n_experts)
+    groups, (order, _, _, _) = upload_groups(card, experts, n_experts)
+    raw = random_raw(rng, format, n_experts * n, k)
+    xq, xd = random_activations(rng, experts.size if from_pairs else n_rows, k)
+    home = Matrix(format.name, n_experts * n, k, *on_card(card, format, raw, n_experts * n, k))
+    y = card.alloc((experts.size + 1, n + 3), np.float32)  # with columns before and after, and a row too many
+    card.poison(y)
+    expert_gemm(card, y.reshape(-1)[1:], n + 3, place_experts(card, home, n, slots),
+                Quantized(card.upload(xq), card.upload(xd)), groups, experts.size, None if from_pairs else n_used)
+    y, error, raw = card.download(y), 0.0, raw.reshape(n_experts, -1, raw.shape[-1])
+    for expert, slot in enumerate(slots):
+        here = np.flatnonzero(experts.reshape(-1)[order] == expert)
+        if slot >= 0 and len(here):
+            source = here if from_pairs else order[here] // n_used
+            want, magnitude = product_reference(format, raw[slot], xq[source], xd[source])
+            bound = (k // BLOCK * format.terms_per_block + 2) * 2.0**-24 * magnitude
+            error = max(error, (abs(y[here, 1:n + 1] - want) / bound).max())
+            y[here, 1:n + 1] = np.nan
+    assert np.isnan(y).all(), "wrote elsewhere"
+    assert error <= 1
+    return error
+
+
+def check_floats(card, n, k, n_rows, n_used, n_experts, kind, decodes, from_pairs=False):
+    """The same for experts of floats; kind: np.float32, np.float16 or np.uint16 (bfloat16). The bits must be those of
+    the plain products."""
+    rng = np.random.default_rng((n, k, n_rows))
+    slots, experts = random_slots(rng, n_experts), random_choice(rng, n_rows, n_used, n_experts)
+    groups, (order, _, _, _) = upload_groups(card, experts, n_experts)
+    if decodes:
+        order = np.arange(experts.size)
+    x = rng.standard_normal((experts.size if from_pairs else n_rows, k), np.float32)
+    home = float_matmul.upload_matrix(card, float_matmul.random_weights(rng, kind, n_experts * n, k))
+    w, y = place_experts(card, home, n, slots), card.alloc((experts.size + 1, n + 3), np.float32)
+    card.poison(y)
+    to = card, y.reshape(-1)[1:], n + 3, w, card.upload(x)
+    if decodes:
+        expert_gemv_float(*to, Choice(card.upload(experts), None), n_rows, from_pairs)
+    else:
+        expert_gemm_float(*to, groups, experts.size, None if from_pairs else n_used)
+    y, multiply = card.download(y), float_matmul.gemv_float if decodes else float_matmul.gemm_float
+    for expert, slot in enumerate(slots):
+        here = np.flatnonzero(experts.reshape(-1)[order] == expert)
+        if slot >= 0 and len(here):
+            want, source = card.alloc((len(here), n), np.float32), here if from_pairs else order[here] // n_used
+            multiply(card, want, n, w.slot(slot), card.upload(x[source]), len(here))
+            np.testing.assert_array_equal(y[here, 1:n + 1], card.download(want))
+            y[here, 1:n + 1] = np.nan
+    assert np.isnan(y).all(), "wrote elsewhere"
+    return 0.0
+
+
+def check_combine(card, n_rows, n, n_used, is_shared):
+    """The sum must have the reference's bits."""
+    rng = np.random.default_rng((n_rows, n))
+    position = rng.permutation(n_rows * n_used).astype(np.int32).reshape(n_rows, n_used)
+    y, x = (rng.standard_normal((rows, n), np.float32) for rows in (position.size, n_rows + 1))
+    weights, shared = rng.random((n_rows, n_used + 1), np.float32), rng.standard_normal((n_rows, n), np.float32)
+    got, choice = card.upload(x), Choice(card.upload(np.zeros_like(position)), card.upload(weights))
+    groups = Groups(None, card.upload(position.reshape(-1)), None, None)
+    combine(card, got[:n_rows], card.upload(y), choice, groups, card.upload(shared) if is_shared else None, n_rows)
+    x[:n_rows] = combine_reference(x[:n_rows], y, position, weights, shared if is_shared else None)
+    np.testing.assert_array_equal(card.download(got), x)
+    return 0.0
+
+
+def cases(card):
+    """The checks, then times."""
+    for case in CASES:
+        for from_pairs in False, True:
+            yield Case("{} x {}, {} rows, {} of {} experts{}".format(*case, ", from pairs" * from_pairs),
+                       partial(check, card, *case, from_pairs=from_pairs))
+        for kind in WEIGHT_AT:
+            for decodes in False, True:
+                yield Case("{} x {}, {} rows, {} of {} experts".format(*case), partial(
+                    check_floats, card, *case, kind, decodes))
+    for name, format in FORMATS.items():
+        for n, blocks, *rest in FORMAT_CASES:
+            yield Case(f"{n} x {blocks * format.file_block}, {name}",
+                       partial(check, card, n, blocks * format.file_block, *rest, format=format))
+    for case in COMBINED:
+        yield Case("sum of {} rows x {}, {} experts, shared: {}".format(*case), partial(check_combine, card, *case))
+    n_experts = 256 if card.kind == "cuda" else 16
+    for n, k, n_used in (1024, 2048, 8), (2048, 512, None):
+        for rows in (297, 4620) if card.kind == "cuda" else (16, 64):
+            for name in "Q8_0", "Q4_K":
+                yield timed(card, n, k, rows, n_used, n_experts, FORMATS[name])
+    for rows in 297, 4620:
+        yield timed_sum(card, rows, 2048, 8)
+
+
+def timed(card, n, k, n_rows, n_used, n_experts, format):
+    """8 experts per row; without n_used, x has a row for each pair."""
+    experts = random_choice(np.random.default_rng(n_rows), n_rows, 8, n_experts)
+    groups, _ = upload_groups(card, experts, n_experts)
+    home = Matrix(format.name, n_experts * n, k, *(card.zeros(*array) for array in format.arrays(n_experts * n, k)))
+    w = place_experts(card, home, n, np.arange(n_experts))
+    rows = n_rows if n_used else experts.size
+    x = Quantized(card.zeros((rows, k), np.int8), card.zeros((rows, k // BLOCK), np.float32))
+    y = card.alloc((experts.size, n), np.float32)
+    return Case(f"time of {format.name}, {n} x {k}, {n_rows} rows", launch=partial(
+        expert_gemm, card, y, n, w, x, groups, experts.size, n_used),
+        n_bytes=sum(a.nbytes for a in (home.values, home.scales, *x, y)), n_ops=2 * n * k * experts.size, pipe="dp4a")
+
+
+def timed_sum(card, n_rows, n, n_used):
+    position = np.random.default_rng(0).permutation(n_rows * n_used).astype(np.int32)
+    x, y, shared = (card.zeros((rows, n), np.float32) for rows in (n_rows, n_rows * n_used, n_rows))
+    choice = Choice(card.zeros((n_rows, n_used), np.int32), card.zeros((n_rows, n_used + 1), np.float32))
+    return Case(f"time of the sum of {n_rows} x {n}", n_bytes=y.nbytes + shared.nbytes + 2 * x.nbytes, launch=partial(
+        combine, card, x, y, choice, Groups(None, card.upload(position), None, None), shared, n_rows))
+
+
+if __name__ == "__main__":
+    main("Products of experts", cases)
