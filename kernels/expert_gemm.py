@@ -42,9 +42,10 @@ from kernels.float_matmul import CARRIED, ROWS, TILE_WARPS, WEIGHT_AT
 from kernels.formats import BLOCK, FORMATS, as_words, on_card, product_reference, random_raw
 from kernels.intrinsics import array_at, load_floats4, store_floats4
 from kernels.operands import Experts, Matrix, Quantized
-from kernels.q8_gemm import THREADS, TILE_N, WARPS, carried_row, tile_function
+from kernels.q8_gemm import COLUMNS, THREADS, TILE_N, WARPS, carried_row, tile_functions
 from kernels.q8_gemv import random_activations
 from kernels.records import Choice, Groups
+from kernels.route import group_reference, most_tiles
 
 BLOCKS_PER_SM = 3   # for which an SM has registers
 WIDTH = 4 * THREADS  # values of a row that a block of `combine` takes
@@ -75,25 +76,7 @@ def tile_rows(n_pairs, n_experts):
     return min(SHAPES, key=lambda rows: (n_pairs / rows + min(n_experts, n_pairs) / 2) * SHAPES[rows].time)
 
 
-def most_tiles(n_pairs, n_experts, rows):
-    """How many tiles of `rows` rows there can be: the last one of each expert may have a single row."""
-    return min(n_pairs, (n_pairs + n_experts * (rows - 1)) // rows)
-
-
 # ---- NumPy -------------------------------------------------------------------------------------------------------
-
-def groups_reference(experts, n_experts, rows):
-    """experts int32 [rows, n_used] -> (order, position, tiles, n_tiles) as in Groups, tiles of up to `rows` rows."""
-    pairs = experts.reshape(-1)
-    order = np.argsort(pairs, kind="stable").astype(np.int32)
-    position = np.empty_like(order)
-    position[order] = np.arange(len(order), dtype=np.int32)
-    ends = np.cumsum(np.bincount(pairs, minlength=n_experts))
-    starts = np.concatenate([[0], ends[:-1]])
-    tiles = [(expert, first, min(rows, ends[expert] - first)) for expert in range(n_experts)
-             for first in range(starts[expert], ends[expert], rows)]
-    return order, position, np.array(tiles, np.int32).reshape(-1, 3), np.array([len(tiles)], np.int32)
-
 
 def combine_reference(x, y, position, weights, shared=None):
     """float32 [rows, n], bit for bit. position int32 [rows, n_used]; weights float32 [rows, n_used + 1]. The float64
@@ -108,6 +91,14 @@ def combine_reference(x, y, position, weights, shared=None):
 # ---- quantised ---------------------------------------------------------------------------------------------------
 
 @cuda.jit(device=True, forceinline=True)
+def read_tile(tiles):
+    """(expert, first row, end of the rows) of a block of threads."""
+    at = uint32(cuda.blockIdx.y * uint32(3))
+    first = uint32(tiles[uint32(at + uint32(1))])
+    return uint32(tiles[at]), first, uint32(first + uint32(tiles[uint32(at + uint32(2))]))
+
+
+@cuda.jit(device=True, forceinline=True)
 def source_row(order, position, n_used):
     """The row of x that a sorted position takes."""
     return uint32(uint32(order[position]) // n_used) if n_used > uint32(0) else uint32(position)
@@ -117,25 +108,31 @@ def source_row(order, position, n_used):
 def grouped(format, shape):
     """The kernel of a format for tiles of a Shape."""
     rows, down = shape
-    across, row_of, multiply_tile = shape.across, carried_row(rows), tile_function(format, rows, down, skips=True)
+    row_of, (multiply_tile, store_tile) = carried_row(rows), tile_functions(format, rows, down, skips=True)
+    columns = TILE_N * shape.across
+
+    @cuda.jit(device=True, forceinline=True)
+    def rows_of_warp(tiles):
+        """(first row, end) of the rows of y that a warp makes; there may be none."""
+        _, first, end = read_tile(tiles)
+        return uint32(first + uint32(cuda.threadIdx.y % uint32(down)) * uint32(rows)), end
 
     @cuda.jit(launch_bounds=(THREADS, BLOCKS_PER_SM))
     def expert_gemm_kernel(y, wq, wd, xq, xd, places, order, tiles, n_tiles, n, k, n_used, stride):
-        tile = uint32(cuda.blockIdx.y)
-        if tile >= uint32(n_tiles[0]):
+        if uint32(cuda.blockIdx.y) >= uint32(n_tiles[0]):
             return
-        at = uint32(tile * uint32(3))
-        place = uint32(uint32(tiles[at]) * uint32(2))
-        first, n_rows = uint32(tiles[uint32(at + uint32(1))]), uint32(tiles[uint32(at + uint32(2))])
+        expert, _, _ = read_tile(tiles)
+        place = uint32(expert * uint32(2))
         codes, scales = places[place], places[uint32(place + uint32(1))]
         if codes == uint64(0):
             return
-        end = uint32(first + n_rows)
-        row0 = uint32(first + uint32(cuda.threadIdx.y % uint32(down)) * uint32(rows))
+        row0, end = rows_of_warp(tiles)
         position = min(uint32(row0 + row_of(uint32(cuda.threadIdx.x))), uint32(end - uint32(1)))
-        column0 = uint32(cuda.blockIdx.x * uint32(TILE_N * across))
-        multiply_tile(y, array_at(codes, wq), array_at(scales, wd), xq, xd, source_row(order, position, n_used),
-                      row0, end, column0, n, k, stride, False)
+        acc = cuda.local.array((rows, COLUMNS), float32)
+        multiply_tile(acc, row0 < end, array_at(codes, wq), array_at(scales, wd), xq, xd,
+                      source_row(order, position, n_used), uint32(cuda.blockIdx.x * uint32(columns)), n, k)
+        row0, end = rows_of_warp(tiles)  # read once more: they would take registers
+        store_tile(y, acc, row0, end, uint32(cuda.blockIdx.x * uint32(columns)), n, stride, False)
 
     return expert_gemm_kernel
 
@@ -148,15 +145,12 @@ def float_kernel(weight_at):
 
     @cuda.jit
     def expert_gemm_float_kernel(y, w, x, places, order, tiles, n_tiles, n, k, n_used, stride):
-        tile = uint32(cuda.blockIdx.y)
-        if tile >= uint32(n_tiles[0]):
+        if uint32(cuda.blockIdx.y) >= uint32(n_tiles[0]):
             return
-        at = uint32(tile * uint32(3))
-        first, n_rows = uint32(tiles[uint32(at + uint32(1))]), uint32(tiles[uint32(at + uint32(2))])
-        address = places[uint32(uint32(tiles[at]) * uint32(2))]
+        expert, first, end = read_tile(tiles)
+        address = places[uint32(expert * uint32(2))]
         if address == uint64(0):
             return
-        end = uint32(first + n_rows)
         x_starts = cuda.local.array(CARRIED, uint32)
         for i in range(CARRIED):
             line = uint32(cuda.threadIdx.y + uint32(i * TILE_WARPS))
@@ -231,7 +225,7 @@ def expert_gemm(card, y, stride, w, x, groups, n_pairs, n_used=None, *, stream=N
     n_experts = len(w.places)
     height = tile_rows(n_pairs, n_experts)
     shape = SHAPES[height]
-    grid = -(-w.n // (TILE_N * shape.across)), most_tiles(n_pairs, n_experts, height)
+    grid = -(-w.n // (TILE_N * shape.across)), most_tiles(n_pairs, 1, n_experts, height)
     card.launch(grouped(FORMATS[w.format], shape), grid, (32, WARPS), y.reshape(-1), w.home.values.reshape(-1),
                 as_words(w.home.scales), x.q.reshape(-1), x.d.reshape(-1), *_sorted(w, groups), w.n, w.k, n_used or 0,
                 stride, stream=stream)
@@ -240,7 +234,8 @@ def expert_gemm(card, y, stride, w, x, groups, n_pairs, n_used=None, *, stream=N
 def expert_gemm_float(card, y, stride, w, x, groups, n_pairs, n_used=None, *, stream=None):
     """As `expert_gemm`, with w Experts of floats and x float32."""
     n_experts = len(w.places)
-    grid = -(-w.n // float_matmul.TILE_N), most_tiles(n_pairs, n_experts, tile_rows(n_pairs, n_experts))
+    height = tile_rows(n_pairs, n_experts)
+    grid = -(-w.n // float_matmul.TILE_N), most_tiles(n_pairs, 1, n_experts, height)
     card.launch(FLOAT_GEMM[np.dtype(w.home.values.dtype)], grid, (32, TILE_WARPS), y.reshape(-1),
                 float_matmul.as_words(w.home.values), x.reshape(-1), *_sorted(w, groups), w.n, w.k, n_used or 0, stride,
                 stream=stream)
@@ -292,9 +287,12 @@ def random_choice(rng, n_rows, n_used, n_experts):
 
 
 def upload_groups(card, experts, n_experts):
-    """(groups, their arrays on the host) of int32 experts [n_rows, n_used]."""
-    arrays = groups_reference(experts, n_experts, tile_rows(experts.size, n_experts))
-    return Groups(*(card.upload(array) for array in arrays)), arrays
+    """(groups, their order on the host) of int32 experts [n_rows, n_used]. Behind the tiles stand what are none."""
+    rows = tile_rows(experts.size, n_experts)
+    order, position, tiles = group_reference(experts, n_experts, rows)
+    room = np.full((most_tiles(experts.size, 1, n_experts, rows), 3), -1, np.int32)
+    room[:len(tiles)] = tiles
+    return Groups(*map(card.upload, (order, position, room, np.array([len(tiles)], np.int32)))), order
 
 
 def place_experts(card, home, n, slots):
@@ -317,7 +315,7 @@ def check(card, n, k, n_rows, n_used, n_experts, format=FORMATS["Q8_0"], from_pa
     do, as in q8_gemm.check. from_pairs: x has a row for each sorted position."""
     rng = np.random.default_rng((n, k, n_rows))
     slots, experts = random_slots(rng, n_experts), random_choice(rng, n_rows, n_used, n_experts)
-    groups, (order, _, _, _) = upload_groups(card, experts, n_experts)
+    groups, order = upload_groups(card, experts, n_experts)
     raw = random_raw(rng, format, n_experts * n, k)
     xq, xd = random_activations(rng, experts.size if from_pairs else n_rows, k)
     home = Matrix(format.name, n_experts * n, k, *on_card(card, format, raw, n_experts * n, k))
@@ -344,7 +342,7 @@ def check_floats(card, n, k, n_rows, n_used, n_experts, kind, decodes, from_pair
     the plain products."""
     rng = np.random.default_rng((n, k, n_rows))
     slots, experts = random_slots(rng, n_experts), random_choice(rng, n_rows, n_used, n_experts)
-    groups, (order, _, _, _) = upload_groups(card, experts, n_experts)
+    groups, order = upload_groups(card, experts, n_experts)
     if decodes:
         order = np.arange(experts.size)
     x = rng.standard_normal((experts.size if from_pairs else n_rows, k), np.float32)

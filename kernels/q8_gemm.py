@@ -264,15 +264,17 @@ def carried_row(rows):
     return row_of
 
 
-def tile_function(format, rows, down=WARPS, skips=False):
-    """Version 3 for a tile of y: multiply_tile(y, wq, wd, xq, xd, x_row, row0, end, column0, n, k, stride, add).
+def tile_functions(format, rows, down=WARPS, skips=False):
+    """Version 3 for a tile of y: (multiply_tile, store_tile).
 
     Each warp makes `rows` rows, 4 to 16. `down` warps of a block lie one below the other, the others beside them: a
-    thread carries a column for each of the WARPS / down warps side by side. skips: warps without rows carry, but do
-    not multiply.
+    thread carries a column for each of the WARPS / down warps side by side. skips: warps that have no rows carry, but
+    do not multiply.
 
-    A warp writes rows row0 .. row0 + rows - 1 of y, those below `end`. x_row: the row of x which the thread carries,
-    that of its `carried_row`; in place of rows from `end` on any other. column0: the first column of the block.
+    multiply_tile(acc, works, wq, wd, xq, xd, x_row, column0, n, k): acc float32 [rows, COLUMNS]; works: whether the
+    warp has rows; x_row: the row of x which the thread carries, that of its `carried_row`, and in place of a row that
+    is not there any other; column0: the first column of the block.
+    store_tile(y, acc, row0, end, column0, n, stride, add): the warp writes rows row0, row0 + 1, ... below `end`.
     """
     across, row_of = WARPS // down, carried_row(rows)
     put_row, sync_row, is_odd = rows // 3, rows // 2, rows % 2 == 1
@@ -313,13 +315,16 @@ def tile_function(format, rows, down=WARPS, skips=False):
         return xd[uint32(xd_from + b)]
 
     @cuda.jit(device=True, forceinline=True)
-    def multiply_tile(y, wq, wd, xq, xd, x_row, row0, end, column0, n, k, stride, add):
+    def beside(warp):
+        """How many warps are on the left of this one."""
+        return uint32(warp // uint32(down)) if across > 1 else uint32(0)
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_tile(acc, works, wq, wd, xq, xd, x_row, column0, n, k):
         lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
         thread = uint32(warp * uint32(32) + lane)
-        beside = uint32(warp // uint32(down)) if across > 1 else uint32(0)
         blocks = uint32(k >> uint32(5))
         last = uint32(blocks - uint32(1))
-        works = uint32(row0) < uint32(end)
 
         # What this thread carries from global to shared memory.
         starts = cuda.local.array((across, 3), uint32)
@@ -338,7 +343,7 @@ def tile_function(format, rows, down=WARPS, skips=False):
         w_to = shared_address(cuda.shared.array(shared_words, uint32, alignment=16))
         wd_to = w_to + uint64(TILE_N * PITCH)
         x_at = w_to + uint64(2 * w_buffer) + uint64(uint32(warp * uint32(x_warp)))
-        group = uint64(uint32(beside * uint32(w_group)))
+        group = uint64(uint32(beside(warp) * uint32(w_group)))
         w_at = w_to + group + uint64(uint32(lane * uint32(PITCH)))
         wd_at = wd_to + group + uint64(uint32(lane << uint32(2)))
         w_to, wd_to = w_to + uint64(place(thread)), wd_to + uint64(uint32(thread << uint32(2)))
@@ -346,7 +351,6 @@ def tile_function(format, rows, down=WARPS, skips=False):
         xd_to = x_at + uint64(X_ROWS) + uint64(uint32(uint32(row << uint32(2)) + uint32(half << uint32(6))))
         w_here, w_next, x_here, x_next = uint64(0), uint64(w_buffer), uint64(0), uint64(x_buffer)
 
-        acc = cuda.local.array((rows, COLUMNS), float32)
         for r in range(rows):
             for c in range(COLUMNS):
                 acc[r, c] = float32(0.0)
@@ -380,10 +384,11 @@ def tile_function(format, rows, down=WARPS, skips=False):
                     for c in range(COLUMNS):
                         w_scales[s, c] = load_shared(wd_at + w_here + uint64(4 * TILE_N * s + 128 * c))
                 multiply_rows(acc, 0, put_row, w, w_scales, x, x_now, x_scales)
-            put_columns(raw, w_to + w_next, wd_to + w_next, book)
-            put_x(x_words, x_scale, x_to + x_next, xd_to + x_next)
-            if works or not skips:
+                put_columns(raw, w_to + w_next, wd_to + w_next, book)
+                put_x(x_words, x_scale, x_to + x_next, xd_to + x_next)
                 multiply_rows(acc, put_row, sync_row, w, w_scales, x, x_now, x_scales)
+            else:
+                put_columns(raw, w_to + w_next, wd_to + w_next, book)
             b = min(uint32(block + uint32(2)), last)
             fetch_columns(raw, wq, wd, starts, blocks, b)
             x_scale = fetch_x(x_words, xq, xd, x_from, xd_from, b)
@@ -405,29 +410,34 @@ def tile_function(format, rows, down=WARPS, skips=False):
                 x_next = uint64(0)
             block = uint32(block + uint32(1))
 
+    @cuda.jit(device=True, forceinline=True)
+    def store_tile(y, acc, row0, end, column0, n, stride, add):
+        column0 = uint32(column0 + uint32(beside(uint32(cuda.threadIdx.y)) * uint32(TILE_N)) + cuda.threadIdx.x)
         for r in range(rows):
             row = uint32(row0 + uint32(r))
             for c in range(COLUMNS):
-                column = uint32(uint32(column0 + uint32(beside << uint32(7))) + lane + uint32(32 * c))
+                column = uint32(column0 + uint32(32 * c))
                 at = uint32(row * stride + column)
                 if row < end and column < n:
                     y[at] = y[at] + acc[r, c] if add else acc[r, c]
 
-    return multiply_tile
+    return multiply_tile, store_tile
 
 
 def pipelined_kernel(format, rows, blocks_per_sm):
     """Version 3 for a weight format, with `rows` rows per warp. The registers suffice for `blocks_per_sm` blocks of
     threads on an SM: 16 rows take 168 registers, so 12 warps fit (8 warps of Q4_K, Q5_K and Q6_K, where an SM has 64 KB
     of shared memory)."""
-    row_of, multiply_tile = carried_row(rows), tile_function(format, rows)
+    row_of, (multiply_tile, store_tile) = carried_row(rows), tile_functions(format, rows)
 
     @cuda.jit(launch_bounds=(THREADS, blocks_per_sm))
     def gemm_q8_q8_kernel(y, wq, wd, xq, xd, n, k, n_rows, stride, add):
         row0 = uint32(uint32(cuda.blockIdx.y * uint32(WARPS) + cuda.threadIdx.y) * uint32(rows))
         x_row = min(uint32(row0 + row_of(uint32(cuda.threadIdx.x))), uint32(n_rows - uint32(1)))
         column0 = uint32(cuda.blockIdx.x * uint32(TILE_N))
-        multiply_tile(y, wq, wd, xq, xd, x_row, row0, n_rows, column0, n, k, stride, add)
+        acc = cuda.local.array((rows, COLUMNS), float32)
+        multiply_tile(acc, row0 < n_rows, wq, wd, xq, xd, x_row, column0, n, k)
+        store_tile(y, acc, row0, n_rows, column0, n, stride, add)
 
     return gemm_q8_q8_kernel
 
