@@ -310,11 +310,11 @@ def random_slots(rng, n_experts):
     return slots
 
 
-def check(card, n, k, n_rows, n_used, n_experts, format=FORMATS["Q8_0"], from_pairs=False):
+def check(card, n, k, n_rows, n_used, n_experts, *, format=FORMATS["Q8_0"], from_pairs=False, choose=random_choice):
     """Multiplies with random experts in random slots, and returns the largest error as a fraction of what rounding may
-    do, as in q8_gemm.check. from_pairs: x has a row for each sorted position."""
+    do, as in q8_gemm.check. from_pairs: x has a row for each sorted position. choose: gives the experts of each row."""
     rng = np.random.default_rng((n, k, n_rows))
-    slots, experts = random_slots(rng, n_experts), random_choice(rng, n_rows, n_used, n_experts)
+    slots, experts = random_slots(rng, n_experts), choose(rng, n_rows, n_used, n_experts)
     groups, order = upload_groups(card, experts, n_experts)
     raw = random_raw(rng, format, n_experts * n, k)
     xq, xd = random_activations(rng, experts.size if from_pairs else n_rows, k)

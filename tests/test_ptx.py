@@ -13,8 +13,8 @@ import pytest
 import qengine
 from kernels import advance, assembler, attend_decode, attention, checkpoint
 from kernels import compile as compiler
-from kernels import (decode_tile, draft_head, draft_input, draft_list, gdn_decode, kv_cache, ngram, norm, pool,
-                     q8_gemv, quantize, rope, route)
+from kernels import (decode_tile, draft_head, draft_input, draft_list, expert_gemm, gdn_decode, kv_cache, ngram, norm,
+                     pool, q8_gemv, quantize, rope, route)
 from kernels.card import Array
 from kernels.emulated.card import EmulatedCard
 from kernels.formats import FORMATS
@@ -148,6 +148,20 @@ def checks_of_the_delta_rule():
                i, i, *[n] * 3, "float32")
 
 
+def kernels_of_experts():
+    """Products of prompts with experts, of Q8_0 and of floats, those of floats in decode steps, and the sum."""
+    i, x, n, places = "int32[1]", "float32[1]", "uint32", "uint64[1]"
+    for shape in expert_gemm.SHAPES.values():
+        kernel = expert_gemm.grouped(Q8_0, shape)
+        yield kernel, x, "int8[1]", "uint16[1]", "int8[1]", x, places, *[i] * 3, *[n] * 4
+    for stored in expert_gemm.WEIGHT_AT:
+        w = x if stored == np.float32 else "uint16[1]"
+        yield expert_gemm.FLOAT_GEMM[stored], x, w, x, places, *[i] * 3, *[n] * 4
+        yield expert_gemm.FLOAT_GEMV[stored], x, w, x, places, i, *[n] * 4
+    for n_used, is_shared in (8, True), (1, False), (31, True):
+        yield expert_gemm.combine_kernel(n_used, is_shared), x, x, i, x, x, n
+
+
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     if TARGET not in compiler.supported_ccs():
@@ -159,7 +173,7 @@ def kernels(tmp_path_factory):
     keeping = checkpoint.keep_states_kernel, *["float32[1]"] * 2, "int32[1]", *["float32[1]"] * 2, *["int32[1]"] * 3, \
         *["uint32"] * 6
     others = *products, *attentions, *kernels_of_pooling(), *draft_kernels(), *kernels_of_routing(), \
-        *kernels_of_checks(), *checks_of_the_delta_rule(), keeping
+        *kernels_of_experts(), *kernels_of_checks(), *checks_of_the_delta_rule(), keeping
     return list(dict.fromkeys([*engine_kernels(tmp_path_factory.mktemp("models")), *others]))
 
 

@@ -1,0 +1,146 @@
+"""Products of prompts with experts, and the sum of their results."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from kernels import assembler, expert_gemm, formats, q8_gemm
+from kernels import compile as compiler
+from kernels.formats import FLOATS, FORMATS
+from kernels.open import open_cards
+from kernels.operands import Matrix, Quantized
+from kernels.q8_gemv import random_activations
+from kernels.records import Choice, Groups
+from tests.kinds import BY_KIND
+
+KINDS = [kind.dtype for kind in FLOATS.values()]
+
+
+@pytest.fixture(params=expert_gemm.SHAPES, ids="tiles of {} rows".format)
+def one_shape(request, monkeypatch):
+    """expert_gemm has no other tile to choose from."""
+    monkeypatch.setattr(expert_gemm, "SHAPES", {request.param: expert_gemm.SHAPES[request.param]})
+
+
+@pytest.mark.parametrize("from_pairs", [False, True])
+@pytest.mark.parametrize("case", expert_gemm.CASES, ids=str)
+def test_within_the_rounding_bound(card, case, from_pairs, one_shape):
+    expert_gemm.check(card, *case, from_pairs=from_pairs)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_is_within_the_rounding_bound(card, name, monkeypatch):
+    monkeypatch.setattr(expert_gemm, "SHAPES", {16: expert_gemm.SHAPES[16]})    # one kernel to compile for each
+    format = FORMATS[name]
+    for n, blocks, *rest in expert_gemm.FORMAT_CASES:
+        expert_gemm.check(card, n, blocks * format.file_block, *rest, format=format)
+
+
+def all_to(expert):
+    """As `random_choice`, but all rows go to one expert."""
+    return lambda rng, n_rows, n_used, n_experts: np.full((n_rows, n_used), expert, np.int32)
+
+
+@pytest.mark.parametrize("expert", [0, 2])
+def test_one_expert_may_have_all_rows(card, expert, one_shape):
+    expert_gemm.check(card, 33, 96, 70, 1, 3, choose=all_to(expert))
+
+
+def grouped_products(card, w, x, experts, from_pairs=False):
+    """y [pairs, n] in sorted order, and the order."""
+    groups, order = expert_gemm.upload_groups(card, experts, len(w.places))
+    y = card.alloc((experts.size, w.n), np.float32)
+    card.poison(y)
+    expert_gemm.expert_gemm(card, y, w.n, w, x, groups, experts.size, None if from_pairs else experts.shape[1])
+    return card.download(y), order
+
+
+def check_bits(card, format):
+    """Each row has the bits of `gemm` with that row and matrix, whatever the others are and wherever it lies."""
+    rng, (n, k, rows, n_used, n_experts) = np.random.default_rng(5), (150, 512, 50, 2, 3)
+    home = Matrix(format.name, n_experts * n, k, *formats.on_card(
+        card, format, formats.random_raw(rng, format, n_experts * n, k), n_experts * n, k))
+    w = expert_gemm.place_experts(card, home, n, [1, 2, 0])
+    xq, xd = random_activations(rng, rows, k)
+    experts = expert_gemm.random_choice(rng, rows, n_used, n_experts)
+    got, order = grouped_products(card, w, Quantized(card.upload(xq), card.upload(xd)), experts)
+    source = order // n_used
+    x = Quantized(card.upload(xq[source]), card.upload(xd[source]))
+    np.testing.assert_array_equal(grouped_products(card, w, x, experts, from_pairs=True)[0], got)
+    for expert, slot in enumerate([1, 2, 0]):
+        here, y = experts.reshape(-1)[order] == expert, card.alloc((experts.size, n), np.float32)
+        q8_gemm.gemm(card, y, n, w.slot(slot), x, experts.size)
+        np.testing.assert_array_equal(got[here], card.download(y)[here])
+
+
+def test_rows_have_the_bits_of_the_dense_product(card, one_shape):
+    check_bits(card, FORMATS["Q8_0"])
+
+
+@pytest.mark.parametrize("name", BY_KIND)
+def test_rows_of_every_format_have_the_bits_of_the_dense_product(card, name, monkeypatch):
+    monkeypatch.setattr(expert_gemm, "SHAPES", {16: expert_gemm.SHAPES[16]})
+    monkeypatch.setattr(q8_gemm, "TILES", {8: q8_gemm.TILES[8]})
+    check_bits(card, FORMATS[name])
+
+
+@pytest.mark.parametrize("from_pairs", [False, True])
+@pytest.mark.parametrize("decodes", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_of_floats_have_the_bits_of_the_dense_products(card, kind, decodes, from_pairs):
+    for case in expert_gemm.CASES:
+        expert_gemm.check_floats(card, *case, kind, decodes, from_pairs)
+
+
+@pytest.mark.parametrize("case", expert_gemm.COMBINED, ids=str)
+def test_sum_has_the_bits_of_the_reference(card, case):
+    expert_gemm.check_combine(card, *case)
+
+
+def test_sum_takes_four_values_at_a_time(card):
+    x = card.zeros((1, 6), np.float32)
+    choice = Choice(card.zeros((1, 1), np.int32), card.zeros((1, 2), np.float32))
+    with pytest.raises(ValueError, match="a multiple of 4 values, not 6"):
+        expert_gemm.combine(card, x, x, choice, Groups(None, card.zeros(1, np.int32), None, None), None, 1)
+
+
+def test_tiles_are_as_high_as_experts_have_rows():
+    """35B-A3B: 8 of 256 experts."""
+    heights = [expert_gemm.tile_rows(8 * rows, 256) for rows in range(1, 5000)]
+    assert heights[297 - 1] == 16 and heights[1500 - 1] == 32 and heights[4620 - 1] == 64
+    assert heights == sorted(heights)
+
+
+@pytest.mark.parametrize("name, height", [("Q8_0", 64), ("Q8_0", 16), ("Q4_K", 16)])
+def test_neither_memory_error_nor_race(name, height, monkeypatch):
+    """Five blocks of k or more, so all buffers in shared memory are used again. Some warps have no rows."""
+    monkeypatch.setattr(expert_gemm, "SHAPES", {height: expert_gemm.SHAPES[height]})
+    card, format = open_cards("emulated", checked=True)[0], FORMATS[name]
+    expert_gemm.check(card, 130, max(160, format.file_block), 9, 2, 4, format=format)
+
+
+def test_experts_of_floats_without_memory_error_or_race():
+    card = open_cards("emulated", checked=True)[0]
+    for decodes in False, True:
+        expert_gemm.check_floats(card, 70, 77, 9, 2, 4, np.uint16, decodes)
+    expert_gemm.check_combine(card, 5, 36, 2, True)
+
+
+def signature(format):
+    bits = "int8[1]" if format.bits == 8 else "uint8[1]"
+    return "float32[1]", bits, "uint16[1]", "int8[1]", "float32[1]", "uint64[1]", *["int32[1]"] * 3, *["uint32"] * 4
+
+
+@pytest.mark.parametrize("height, name", [
+    pytest.param(height, *each.values, marks=each.marks) if hasattr(each, "marks") else (height, each)
+    for height, each in itertools.product(expert_gemm.SHAPES, BY_KIND)])
+def test_everything_stays_in_registers(height, name):
+    """On sm_70. Arrays in local memory would mean that a loop over rows has not been unrolled."""
+    if (7, 0) not in compiler.supported_ccs() or not assembler.find_assembler():
+        pytest.skip("the installed CUDA toolkit cannot compile for sm_70")
+    format = FORMATS[name]
+    kernel = expert_gemm.grouped(format, expert_gemm.SHAPES[height])
+    compiled = compiler.compile_kernel(kernel, signature(format), (7, 0))
+    _, words = assembler.run_assembler(assembler.find_assembler()[0], compiled, (7, 0))
+    assert ".local" not in compiled.ptx and " 0 bytes spill stores" in words, words
