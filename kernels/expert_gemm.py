@@ -50,12 +50,11 @@ from kernels.float_matmul import CARRIED, ROWS, TILE_WARPS, WEIGHT_AT
 from kernels.formats import BLOCK, FORMATS, as_words, on_card, product_reference, random_raw
 from kernels.intrinsics import array_at, load_floats4, store_floats4
 from kernels.operands import Experts, Matrix, Quantized
-from kernels.q8_gemm import COLUMNS, THREADS, TILE_N, WARPS, carried_row, tile_functions
+from kernels.q8_gemm import COLUMNS, THREADS, TILE_N, WARPS, carried_row, carriers, tile_functions
 from kernels.q8_gemv import random_activations
 from kernels.records import Choice, Groups
 from kernels.route import group_reference, most_tiles
 
-BLOCKS_PER_SM = 3   # for which an SM has registers
 WIDTH = 4 * THREADS  # values of a row that a block of `combine` takes
 
 
@@ -112,7 +111,8 @@ def grouped(format, shape):
     """The kernel of a format for tiles of a Shape."""
     rows, down = shape
     row_of, (multiply_tile, store_tile) = carried_row(rows), tile_functions(format, rows, down, skips=True)
-    columns = shape.columns
+    columns, across, (begin, *_) = shape.columns, WARPS // down, carriers(format)
+    blocks_per_sm = 3 if format.minima < 2 else 2  # for which an SM has registers
 
     @cuda.jit(device=True, forceinline=True)
     def rows_of_warp(tiles):
@@ -124,7 +124,7 @@ def grouped(format, shape):
         warp = uint32(cuda.threadIdx.y + uint32(uint32(block * uint32(0x9E3779B1)) >> uint32(30)))
         return uint32(first + uint32(warp % uint32(down)) * uint32(rows)), end
 
-    @cuda.jit(launch_bounds=(THREADS, BLOCKS_PER_SM))
+    @cuda.jit(launch_bounds=(THREADS, blocks_per_sm))
     def expert_gemm_kernel(y, wq, wd, xq, xd, places, order, tiles, n_tiles, n, k, n_used, stride):
         if uint32(cuda.blockIdx.y) >= uint32(n_tiles[0]):
             return
@@ -135,9 +135,17 @@ def grouped(format, shape):
             return
         row0, end = rows_of_warp(tiles)
         position = min(uint32(row0 + row_of(uint32(cuda.threadIdx.x))), uint32(end - uint32(1)))
-        acc = cuda.local.array((rows, COLUMNS), float32)
-        multiply_tile(acc, row0 < end, array_at(codes, wq), array_at(scales, wd), xq, xd,
-                      source_row(order, position, n_used), uint32(cuda.blockIdx.x * uint32(columns)), n, k)
+        starts, acc = cuda.local.array((across, 3), uint32), cuda.local.array((rows, COLUMNS), float32)
+        thread = uint32(uint32(cuda.threadIdx.y * uint32(32)) + cuda.threadIdx.x)
+        for a in range(across):
+            starts[a, 0], starts[a, 1], starts[a, 2] = begin(
+                uint32(cuda.blockIdx.x * uint32(columns) + uint32(TILE_N * a)), uint32(n - uint32(1)), thread,
+                uint32(k >> uint32(5)))
+        if across == 1:  # an address of the thread's own takes fewer registers than the expert's and a start
+            codes, scales = codes + uint64(starts[0, 0]), scales + uint64(2) * uint64(starts[0, 2])
+            starts[0, 0], starts[0, 1], starts[0, 2] = uint32(0), uint32(starts[0, 1] - starts[0, 0]), uint32(0)
+        multiply_tile(acc, row0 < end, array_at(codes, wq), array_at(scales, wd), starts, xq, xd,
+                      source_row(order, position, n_used), k)
         row0, end = rows_of_warp(tiles)  # read once more: they would take registers
         store_tile(y, acc, row0, end, uint32(cuda.blockIdx.x * uint32(columns)), n, stride, False)
 
