@@ -19,14 +19,22 @@ here they learn from a tile where their rows of x, their weights and their rows 
 
 The number of tiles is known to the card alone. The grid has as many as there can be; blocks without a tile leave.
 
-A tile is 64, 32 or 16 rows high (`tile_rows`), since a prompt of 297 tokens gives each of 256 experts 9 rows, one of
-4,620 tokens 144. In tiles of 64 and 32 rows a block has 4 warps of 16 or 8 rows, one below the other, and 128 columns.
-In tiles of 16 rows it has 2 x 2 warps of 8 rows and 256 columns: a warp of 4 rows would read as many weights from
-shared memory for half as many products. A warp whose rows are past the end of its tile carries weights to shared
-memory for the others and multiplies nothing.
+A tile is 16, 32 or 64 rows high (`tile_rows`): a prompt of 297 tokens gives each of 256 experts 9 rows, one of 4,620
+tokens 144. In tiles of 32 and 64 rows a block has 4 warps of 8 or 16 rows, one below the other, and 128 columns. In
+tiles of 16 rows it has 2 x 2 warps of 8 rows and 256 columns. A warp whose rows are past the end of its tile carries
+weights to shared memory for the others and multiplies nothing.
 
-Pipe: dp4a, as in kernels/q8_gemm.py, and for few rows per expert the memory: each expert is read once. `combine` is
-bound by memory: 4 (n_used + 3) bytes per value with the shared expert.
+Pipe: dp4a, as in kernels/q8_gemm.py. Counted for 32 experts and random pairs: rows that warps multiply for each row of
+a pair, and tiles per expert, each of which reads the weights of the expert.
+
+    rows per expert        9.25           18           36           144
+    tiles of 16         1.41  1.0     1.19  1.6     1.12  2.7    1.02  9.5
+    tiles of 32         1.41  1.0     1.19  1.0     1.12  1.6    1.02  5.1
+    tiles of 64         1.73  1.0     1.42  1.0     1.21  1.0    1.06  2.8
+
+Up to about 12 rows per expert memory is the bound, since each expert is read once. There, tiles of 16 rows serve: their
+blocks have the weights of twice as many columns under way. `combine` is bound by memory: 4 (n_used + 3) bytes per value
+with the shared expert.
 """
 
 from functools import cache, partial
@@ -42,12 +50,11 @@ from kernels.float_matmul import CARRIED, ROWS, TILE_WARPS, WEIGHT_AT
 from kernels.formats import BLOCK, FORMATS, as_words, on_card, product_reference, random_raw
 from kernels.intrinsics import array_at, load_floats4, store_floats4
 from kernels.operands import Experts, Matrix, Quantized
-from kernels.q8_gemm import COLUMNS, THREADS, TILE_N, WARPS, carried_row, tile_functions
+from kernels.q8_gemm import COLUMNS, THREADS, TILE_N, WARPS, carried_row, carriers, tile_functions
 from kernels.q8_gemv import random_activations
 from kernels.records import Choice, Groups
 from kernels.route import group_reference, most_tiles
 
-BLOCKS_PER_SM = 3   # for which an SM has registers
 WIDTH = 4 * THREADS  # values of a row that a block of `combine` takes
 
 
@@ -58,22 +65,17 @@ class Shape(NamedTuple):
     down: int               # warps one below the other; the others are beside them
 
     @property
-    def across(self):
-        return WARPS // self.down
-
-    @property
-    def time(self):
-        """Of a tile, per 128 columns: as q8_gemm.block_time, with the time of 2 rows for each column of a thread."""
-        return (self.rows + 2 * self.across) / self.across
+    def columns(self):
+        return TILE_N * WARPS // self.down
 
 
-SHAPES = {64: Shape(16, 4), 32: Shape(8, 4), 16: Shape(8, 2)}  # rows of a tile -> its block of threads
+SHAPES = {16: Shape(8, 2), 32: Shape(8, 4), 64: Shape(16, 4)}  # rows of a tile -> its block of threads
 
 
 def tile_rows(n_pairs, n_experts):
-    """Rows of a tile with which n_pairs evenly spread pairs take the least time: a key of SHAPES. Each expert leaves
-    half a tile empty on average."""
-    return min(SHAPES, key=lambda rows: (n_pairs / rows + min(n_experts, n_pairs) / 2) * SHAPES[rows].time)
+    """Rows of the tiles for n_pairs pairs, a key of SHAPES: the lowest tiles that hold the rows of an expert with a
+    third more than the average."""
+    return next((rows for rows in SHAPES if 3 * rows * n_experts >= 4 * n_pairs), max(SHAPES))
 
 
 # ---- NumPy -------------------------------------------------------------------------------------------------------
@@ -109,15 +111,20 @@ def grouped(format, shape):
     """The kernel of a format for tiles of a Shape."""
     rows, down = shape
     row_of, (multiply_tile, store_tile) = carried_row(rows), tile_functions(format, rows, down, skips=True)
-    columns = TILE_N * shape.across
+    columns, across, (begin, *_) = shape.columns, WARPS // down, carriers(format)
+    blocks_per_sm = 3 if format.minima < 2 else 2  # for which an SM has registers
 
     @cuda.jit(device=True, forceinline=True)
     def rows_of_warp(tiles):
-        """(first row, end) of the rows of y that a warp makes; there may be none."""
+        """(first row, end) of the rows of y that a warp makes; there may be none. Which warp has the first rows differs
+        from block to block, since warps of one number share a partition of the SM (multiplicative hashing: D. Knuth,
+        The Art of Computer Programming 3, section 6.4)."""
         _, first, end = read_tile(tiles)
-        return uint32(first + uint32(cuda.threadIdx.y % uint32(down)) * uint32(rows)), end
+        block = uint32(uint32(cuda.blockIdx.y * cuda.gridDim.x) + cuda.blockIdx.x)
+        warp = uint32(cuda.threadIdx.y + uint32(uint32(block * uint32(0x9E3779B1)) >> uint32(30)))
+        return uint32(first + uint32(warp % uint32(down)) * uint32(rows)), end
 
-    @cuda.jit(launch_bounds=(THREADS, BLOCKS_PER_SM))
+    @cuda.jit(launch_bounds=(THREADS, blocks_per_sm))
     def expert_gemm_kernel(y, wq, wd, xq, xd, places, order, tiles, n_tiles, n, k, n_used, stride):
         if uint32(cuda.blockIdx.y) >= uint32(n_tiles[0]):
             return
@@ -128,9 +135,17 @@ def grouped(format, shape):
             return
         row0, end = rows_of_warp(tiles)
         position = min(uint32(row0 + row_of(uint32(cuda.threadIdx.x))), uint32(end - uint32(1)))
-        acc = cuda.local.array((rows, COLUMNS), float32)
-        multiply_tile(acc, row0 < end, array_at(codes, wq), array_at(scales, wd), xq, xd,
-                      source_row(order, position, n_used), uint32(cuda.blockIdx.x * uint32(columns)), n, k)
+        starts, acc = cuda.local.array((across, 3), uint32), cuda.local.array((rows, COLUMNS), float32)
+        thread = uint32(uint32(cuda.threadIdx.y * uint32(32)) + cuda.threadIdx.x)
+        for a in range(across):
+            starts[a, 0], starts[a, 1], starts[a, 2] = begin(
+                uint32(cuda.blockIdx.x * uint32(columns) + uint32(TILE_N * a)), uint32(n - uint32(1)), thread,
+                uint32(k >> uint32(5)))
+        if across == 1:  # an address of the thread's own takes fewer registers than the expert's and a start
+            codes, scales = codes + uint64(starts[0, 0]), scales + uint64(2) * uint64(starts[0, 2])
+            starts[0, 0], starts[0, 1], starts[0, 2] = uint32(0), uint32(starts[0, 1] - starts[0, 0]), uint32(0)
+        multiply_tile(acc, row0 < end, array_at(codes, wq), array_at(scales, wd), starts, xq, xd,
+                      source_row(order, position, n_used), k)
         row0, end = rows_of_warp(tiles)  # read once more: they would take registers
         store_tile(y, acc, row0, end, uint32(cuda.blockIdx.x * uint32(columns)), n, stride, False)
 
@@ -225,7 +240,7 @@ def expert_gemm(card, y, stride, w, x, groups, n_pairs, n_used=None, *, stream=N
     n_experts = len(w.places)
     height = tile_rows(n_pairs, n_experts)
     shape = SHAPES[height]
-    grid = -(-w.n // (TILE_N * shape.across)), most_tiles(n_pairs, 1, n_experts, height)
+    grid = -(-w.n // shape.columns), most_tiles(n_pairs, 1, n_experts, height)
     card.launch(grouped(FORMATS[w.format], shape), grid, (32, WARPS), y.reshape(-1), w.home.values.reshape(-1),
                 as_words(w.home.scales), x.q.reshape(-1), x.d.reshape(-1), *_sorted(w, groups), w.n, w.k, n_used or 0,
                 stride, stream=stream)

@@ -271,15 +271,17 @@ def tile_functions(format, rows, down=WARPS, skips=False):
     thread carries a column for each of the WARPS / down warps side by side. skips: warps that have no rows carry, but
     do not multiply.
 
-    multiply_tile(acc, works, wq, wd, xq, xd, x_row, column0, n, k): acc float32 [rows, COLUMNS]; works: whether the
-    warp has rows; x_row: the row of x which the thread carries, that of its `carried_row`, and in place of a row that
-    is not there any other; column0: the first column of the block.
-    store_tile(y, acc, row0, end, column0, n, stride, add): the warp writes rows row0, row0 + 1, ... below `end`.
+    multiply_tile(acc, works, wq, wd, starts, xq, xd, x_row, k): acc float32 [rows, COLUMNS]; works: whether the warp
+    has rows; starts: uint32 [WARPS / down, 3], what `begin` of `carriers` gives for each column that the thread
+    carries; x_row: the row of x which the thread carries, that of its `carried_row`, and in place of a row that is not
+    there any other.
+    store_tile(y, acc, row0, end, column0, n, stride, add): the warp writes rows row0, row0 + 1, ... below `end`. The
+    block's columns begin at column0.
     """
     across, row_of = WARPS // down, carried_row(rows)
     put_row, sync_row, is_odd = rows // 3, rows // 2, rows % 2 == 1
     rest_row = (sync_row + rows) // 2  # a loop over all rows after sync_row would not be unrolled
-    begin, fetch, place, second = carriers(format)
+    _, fetch, place, second = carriers(format)
     put_column, put_x, load_x_scales, multiply_row = device_functions(format, second)
     per_row, n_scales, raw_words = 1 + format.minima, format.n_scales, format.raw_words
     x_warp = X_ROWS + 64 * max(per_row, 2)
@@ -320,17 +322,13 @@ def tile_functions(format, rows, down=WARPS, skips=False):
         return uint32(warp // uint32(down)) if across > 1 else uint32(0)
 
     @cuda.jit(device=True, forceinline=True)
-    def multiply_tile(acc, works, wq, wd, xq, xd, x_row, column0, n, k):
+    def multiply_tile(acc, works, wq, wd, starts, xq, xd, x_row, k):
         lane, warp = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
         thread = uint32(warp * uint32(32) + lane)
         blocks = uint32(k >> uint32(5))
         last = uint32(blocks - uint32(1))
 
         # What this thread carries from global to shared memory.
-        starts = cuda.local.array((across, 3), uint32)
-        for a in range(across):
-            starts[a, 0], starts[a, 1], starts[a, 2] = begin(
-                uint32(column0 + uint32(TILE_N * a)), uint32(n - uint32(1)), thread, blocks)
         row, half = row_of(lane), uint32(lane & uint32(1))
         xd_from = uint32(x_row * blocks)
         x_from = uint32(uint32(xd_from << uint32(5)) + uint32(half << uint32(4)))
@@ -429,14 +427,17 @@ def pipelined_kernel(format, rows, blocks_per_sm):
     threads on an SM: 16 rows take 168 registers, so 12 warps fit (8 warps of Q4_K, Q5_K and Q6_K, where an SM has 64 KB
     of shared memory)."""
     row_of, (multiply_tile, store_tile) = carried_row(rows), tile_functions(format, rows)
+    begin, *_ = carriers(format)
 
     @cuda.jit(launch_bounds=(THREADS, blocks_per_sm))
     def gemm_q8_q8_kernel(y, wq, wd, xq, xd, n, k, n_rows, stride, add):
         row0 = uint32(uint32(cuda.blockIdx.y * uint32(WARPS) + cuda.threadIdx.y) * uint32(rows))
         x_row = min(uint32(row0 + row_of(uint32(cuda.threadIdx.x))), uint32(n_rows - uint32(1)))
         column0 = uint32(cuda.blockIdx.x * uint32(TILE_N))
-        acc = cuda.local.array((rows, COLUMNS), float32)
-        multiply_tile(acc, row0 < n_rows, wq, wd, xq, xd, x_row, column0, n, k)
+        starts, acc = cuda.local.array((1, 3), uint32), cuda.local.array((rows, COLUMNS), float32)
+        thread = uint32(uint32(cuda.threadIdx.y * uint32(32)) + cuda.threadIdx.x)
+        starts[0, 0], starts[0, 1], starts[0, 2] = begin(column0, uint32(n - uint32(1)), thread, uint32(k >> uint32(5)))
+        multiply_tile(acc, row0 < n_rows, wq, wd, starts, xq, xd, x_row, k)
         store_tile(y, acc, row0, n_rows, column0, n, stride, add)
 
     return gemm_q8_q8_kernel
