@@ -210,11 +210,11 @@ def array_at(context, address, like):
     return like(uint64, like), codegen
 
 
-def _stream_words(n_words):
+def _stream_words(n_words, how="nc.L1::no_allocate"):
     """A load that leaves nothing in the first-level cache. For constant data that is read once, as weights are."""
     registers = ", ".join(f"${i}" for i in range(n_words))
-    text = f"ld.global.nc.L1::no_allocate.v{n_words}.u32 {{{registers}}}, [${n_words}];" if n_words > 1 else \
-        "ld.global.nc.L1::no_allocate.u32 $0, [$1];"
+    text = f"ld.global.{how}.v{n_words}.u32 {{{registers}}}, [${n_words}];" if n_words > 1 else \
+        f"ld.global.{how}.u32 $0, [$1];"
 
     def typing(context, array, index):
         def codegen(context, builder, signature, values):
@@ -235,6 +235,7 @@ def _stream_words(n_words):
 stream_word = _stream_words(1)
 stream_words2 = _stream_words(2)
 stream_words4 = _stream_words(4)
+load_past_l1 = _stream_words(1, "cg")  # a word from the second-level cache, in which all launches meet
 
 
 def table_words4(table):
