@@ -15,6 +15,7 @@ which a token meets them:
     kv_cache.py, kv_formats.py          keys and values in pages
     checkpoint.py                       copies of recurrent states
     swiglu.py                           the activation of the MLP
+    expert_gemv.py                      the products of experts in decode steps
     sample.py, logprobs.py              the next token of each row, log-probabilities
     accept.py                           which of these tokens an answer gains
     draft_input.py                      what enters the draft block

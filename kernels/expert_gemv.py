@@ -19,16 +19,26 @@ Where an expert lies is data: `places` of an Experts record (kernels/operands.py
 of host memory that the card reads. An expert whose place is (0, 0) is out of reach: expert_gemv and expert_swiglu leave
 its results as they are, and expert_down takes y[p] from `elsewhere`.
 
-    grid of expert_gemv       ROWS rows of an expert       x  pairs
+    grid of expert_gemv       32 rows of an expert         x  pairs
     grid of expert_swiglu     a block of 32 outputs        x  ranks, the shared expert first  x  rows
     grid of expert_down       8 to 32 numbers of a row     x  rows
 
-A block of threads of expert_down computes the same numbers of y for all experts of its row. They meet in shared memory,
-where one thread for each number combines them.
+  * A block of threads of expert_swiglu makes one block of the quantisation. There are more of them than SMs, some SMs
+    have two, and those have twice as many loads under way.
+  * A block of threads of expert_down computes the same numbers of y for all experts of its row. They meet in shared
+    memory, where one thread for each number combines them.
+  * Rows of 16 blocks (k = 512) are narrow. Two of them make a tile of 32 blocks, so that all lanes have work. Each
+    keeps its own chains; adding the empty chains of a row is adding 0.
+  * Before it waits for the launch in front of it, expert_swiglu loads first weights of the shared expert, and
+    expert_down those of its first expert (where launches overlap: kernels/intrinsics.py). The choice is there by then,
+    because expert_swiglu and expert_gemv wait for the router before they let expert_down begin. So one of them stands
+    between the router and expert_down.
 
-Pipe: dp4a, but bound by memory: 1.06 n k bytes for each pair in Q8_0.
+Pipe: dp4a, but bound by memory: 1.06 n k bytes for each pair in Q8_0. Rows that chose the same expert read it from the
+second-level cache, each for itself.
 """
 
+import itertools
 import math
 from collections import namedtuple
 from functools import cache, partial
@@ -41,7 +51,8 @@ from numba.types import float32, int8, uint32, uint64
 from kernels.bench import Case, main
 from kernels.formats import BLOCK, FORMATS, as_words, on_card, random_raw
 from kernels.formats.format import no_book
-from kernels.intrinsics import array_at, let_next_begin, load_past_l1, prefetch, wait_for_previous, warp_number
+from kernels.intrinsics import (array_at, let_next_begin, load_anew, load_past_l1, prefetch, wait_for_previous,
+                                warp_number, word_as_float)
 from kernels.operands import Experts, Matrix, Quantized
 from kernels.q8_gemv import (H_OF_ONE, IN_PLANES, MAX_PLANES, TILE, Decoder, copy_into_planes, fma_reference, gemv,
                              narrow_tree, random_activations, ring, tree)
@@ -393,7 +404,7 @@ def down_kernel(decoder, shape, shared_decoder, shared_shape, has_rows):
             elif lane < uint32(rows) and uint32(here + lane) < n:
                 value = float32(NAN)
                 if has_elsewhere:
-                    value = elsewhere[uint32(pair * n + here + lane)]
+                    value = word_as_float(load_anew(elsewhere, uint32(pair * n + here + lane)))
                 results[uint32(to + lane)] = value
             item = uint32(item + uint32(warps))
         cuda.syncthreads()
@@ -430,10 +441,12 @@ def expert_swiglu(card, decoder, out, w, u, choice, n_rows, shared=None, *, stre
 
     w: Experts of [2 n, k], the n rows of gate and below them those of up; n a multiple of 32. out: Quantized
     [pairs, n]. u: Quantized [n_rows, k]. shared: a SharedExpert, whose `inner` is written too. Pairs whose expert is
-    out of reach keep what they have. ValueError: n is no multiple of 32."""
+    out of reach keep what they have. ValueError: n is no multiple of 32, or k is larger than MAX_PLANES."""
     sizes = [w.n // 2] + ([shared.w.n // 2] if shared else [])
     if any(n % BLOCK for n in sizes):
         raise ValueError(f"SwiGLU takes rows of a multiple of {BLOCK} values, not {sizes}")
+    if w.k > MAX_PLANES:
+        raise ValueError(f"rows of experts have up to {MAX_PLANES} values, not {w.k}")
     shape = shape_of(card, decoder, w.k, in_pairs=True)
     shared_shape = shape_of(card, shared.decoder, w.k, in_pairs=True) if shared else None
     kernel = swiglu_kernel(decoder, shape, shared.decoder if shared else None, shared_shape)
@@ -670,11 +683,46 @@ def _assert_equal(card, got, want):
 
 
 def cases(card):
-    """The checks, then times of a layer of Qwen3.6-35B-A3B."""
+    """The checks, then times of the two launches of a layer of Qwen3.6-35B-A3B."""
     for format in FORMATS.values():
         for sizes in CASES:
             yield Case("{} {} {} of {}, {} used, {} rows, ".format(*sizes) + format.name, partial(
                 check, card, format, sizes, FORMATS["Q8_0"], (1,)))
+    for format in FORMATS["Q8_0"], FORMATS["Q4_K"]:
+        for n_rows in (1, 8):
+            yield from _timed(card, format, Sizes(2048, 512, 512, 64, 8, n_rows))
+
+
+def _timed(card, format, sizes):
+    """Each call chooses the experts that follow those of the call before, so that no cache has them. With several rows,
+    no two rows choose the same expert."""
+    def zeros(n, k):
+        return Matrix(format.name, n, k, *(card.zeros(*array) for array in format.arrays(n, k)))
+
+    def experts(n, k):
+        w = Experts(zeros(sizes.n_experts * n, k), n, card.zeros((sizes.n_experts, 2), np.uint64))
+        card.copy_in(w.places, np.array([w.addresses(slot) for slot in range(sizes.n_experts)], np.uint64))
+        return w
+
+    hidden, inner, _, n_experts, n_used, n_rows = sizes
+    decoder, pairs, used = decoder_of(format), n_rows * n_used, n_rows * n_used + n_rows
+    weights = card.zeros((n_rows, n_used + 1), np.float32)
+    order = [np.arange(first, first + pairs).reshape(n_rows, n_used) % n_experts for first in range(0, n_experts, 8)]
+    choices = itertools.cycle([Choice(card.upload(chosen.astype(np.int32)), weights) for chosen in order])
+    gate_up, down, shared_gate_up, shared_down = (
+        make(n, k) for make in (experts, zeros) for n, k in ((2 * inner, hidden), (hidden, inner)))
+    u, out = _quantized(card, n_rows, hidden), _quantized(card, pairs, inner)
+    x = card.zeros((n_rows, hidden), np.float32)
+    shared = SharedExpert(decoder, shared_gate_up, _quantized(card, n_rows, inner))
+    name, n_bytes = f", {n_rows} rows, {format.name}", (pairs + 1) * shared_down.values.nbytes
+    n_bytes += (pairs + 1) * shared_down.scales.nbytes
+    yield Case("gate and up" + name, launch=lambda: expert_swiglu(
+        card, decoder, out, gate_up, u, next(choices), n_rows, shared), n_bytes=2 * n_bytes,
+        n_ops=4 * used * inner * hidden, pipe="dp4a")
+    shared = shared._replace(w=shared_down)
+    yield Case("down" + name, launch=lambda: expert_down(
+        card, decoder, x, down, out, next(choices), shared, n_rows), n_bytes=n_bytes, n_ops=2 * used * inner * hidden,
+        pipe="dp4a")
 
 
 if __name__ == "__main__":
