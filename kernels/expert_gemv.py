@@ -426,7 +426,7 @@ def down_kernel(decoder, shape, shared_decoder, shared_shape, has_rows):
 
 # ---- launches: they write in place and never allocate -----------------------------------------------------
 
-def expert_gemv(card, decoder, y, stride, w, x, choice, n_rows, from_pairs=False, *, stream=None):
+def expert_gemv(card, decoder, y, stride, w, x, choice, n_rows, *, from_pairs=False, stream=None):
     """y <- the product of every pair of a step of n_rows rows; pair p has w.n numbers from p * stride on.
 
     decoder: of the format of w, Experts of [n, k]. y: float32. x: Quantized, a column of k values for each row; with
@@ -456,7 +456,7 @@ def expert_swiglu(card, decoder, out, w, u, choice, n_rows, shared=None, *, stre
                 stream=stream)
 
 
-def expert_down(card, decoder, x, w, inner, choice, shared, n_rows, elsewhere=None, *, stream=None):
+def expert_down(card, decoder, x, w, inner, choice, shared, n_rows, *, elsewhere=None, stream=None):
     """x <- x plus the weighted sum of what the experts of each row give: the bits of expert_gemv(..., from_pairs=True)
     followed by `combine_reference`.
 
@@ -641,7 +641,7 @@ def _check_down(step, experts, inner, weights, shared, rng):
     """expert_gemv of pairs, and expert_down with the shared expert's matrix and with its results."""
     (w, matrices), card, (n_rows, n_used) = experts, step.card, (step.sizes.n_rows, step.sizes.n_used)
     y, want = _poisoned(card, (step.pairs, w.n)), step.products(matrices, inner, 1)
-    expert_gemv(card, step.decoder, y, w.n, w, inner, step.choice, n_rows, True)
+    expert_gemv(card, step.decoder, y, w.n, w, inner, step.choice, n_rows, from_pairs=True)
     y = card.download(y)
     np.testing.assert_array_equal(y, card.download(want))
     elsewhere, before = (rng.standard_normal((rows, w.n), np.float32) for rows in (step.pairs, n_rows))
@@ -653,7 +653,7 @@ def _check_down(step, experts, inner, weights, shared, rng):
     want = combine_reference(before, y, weights, card.download(shared_y) if shared else None)
     for given in (shared, shared_y) if shared else (None,):
         x = card.upload(np.pad(before, ((0, 1), (0, 0)), constant_values=np.nan))
-        expert_down(card, step.decoder, x, w, inner, step.choice, given, n_rows, card.upload(elsewhere))
+        expert_down(card, step.decoder, x, w, inner, step.choice, given, n_rows, elsewhere=card.upload(elsewhere))
         got = card.download(x)
         np.testing.assert_array_equal(got[:-1], want)
         assert np.isnan(got[-1]).all(), "wrote past the end"
