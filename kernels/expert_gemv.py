@@ -288,9 +288,10 @@ def swiglu_kernel(decoder, shape, shared_decoder, shared_shape):
     other, other_shape = (shared_decoder, shared_shape) if has_shared else (decoder, shape)
     (start_shared, finish_shared), load_shared_book = unit_functions(other, other_shape), other.load_book
     shared_raw_shape = raw_of(other, other_shape)
+    blocks = BLOCKS if shape.whole else 1  # the last blocks of a row that is not whole tiles take more registers
     plane_bytes, plane_floats = (MAX_PLANES, IN_PLANES) if decoder.planes or other.planes else (16, 1)
 
-    @cuda.jit(launch_bounds=(32 * warps, BLOCKS))
+    @cuda.jit(launch_bounds=(32 * warps, blocks))
     def expert_swiglu_kernel(q, d, wq, wd, places, experts, xq, xd, n, k, n_used, shared_q, shared_d, shared_wq,
                              shared_wd, shared_n):
         """Grid (units of 32 outputs, ranks, rows); with a shared expert, it comes before the first rank. Its loads

@@ -119,7 +119,7 @@ def draft_kernels():
         yield draft_input.input_kernel(store), out, *[x] * 4, i, i, *[x] * 3, "uint32", "float32"
 
 
-def kernels_of_experts(format, shared):
+def decode_products_of_experts(format, shared):
     """The decode products of experts in the shapes of real cards, with and without a shared expert's matrix: of rows
     that share tiles by two, of whole tiles and of others."""
     card, decoders = SimpleNamespace(kind="cuda", n_sms=80), [decoder(format), decoder(shared)]
@@ -165,7 +165,8 @@ def kernels(tmp_path_factory):
     attentions = [kernel for format in KV_FORMATS.values() for kernel in attention_of_other_heads(format)]
     keeping = checkpoint.keep_states_kernel, *["float32[1]"] * 2, "int32[1]", *["float32[1]"] * 2, *["int32[1]"] * 3, \
         *["uint32"] * 6
-    experts = [kernel for name in (*FIRST.values(), "Q8_0") for kernel in kernels_of_experts(FORMATS[name], Q8_0)]
+    experts = [kernel for name in (*FIRST.values(), "Q8_0")
+               for kernel in decode_products_of_experts(FORMATS[name], Q8_0)]
     others = *products, *experts, *attentions, *kernels_of_pooling(), *draft_kernels(), *kernels_of_checks(), \
         *checks_of_the_delta_rule(), keeping
     return list(dict.fromkeys([*engine_kernels(tmp_path_factory.mktemp("models")), *others]))
@@ -193,7 +194,7 @@ def test_no_other_format_spills(name):
     if TARGET not in compiler.supported_ccs():
         pytest.skip("the installed CUDA toolkit cannot compile for sm_70")
     check_spills(products_of_real_cards(FORMATS[name], [1, 2], [4096, 5120]))
-    check_spills(kernels_of_experts(FORMATS[name], Q8_0))
+    check_spills(decode_products_of_experts(FORMATS[name], Q8_0))
 
 
 def check_spills(kernels):
