@@ -19,17 +19,28 @@ Where an expert lies is data: `places` of an Experts record (kernels/operands.py
 of host memory that the card reads. An expert whose place is (0, 0) is out of reach: expert_gemv and expert_swiglu leave
 its results as they are, and expert_down takes y[p] from `elsewhere`.
 
-    grid of expert_gemv       ROWS rows of an expert       x  pairs
+    grid of expert_gemv       32 rows of an expert         x  pairs
     grid of expert_swiglu     a block of 32 outputs        x  ranks, the shared expert first  x  rows
-    grid of expert_down       `outputs` numbers of a row   x  rows
+    grid of expert_down       8 to 32 numbers of a row     x  rows
 
-A block of threads of expert_down computes the same numbers of y for all experts of its row. They meet in shared memory,
-where one thread for each number combines them.
+  * A block of threads of expert_swiglu makes one block of the quantisation. There are more of them than SMs, some SMs
+    have two, and those have twice as many loads under way.
+  * A block of threads of expert_down computes the same numbers of y for all experts of its row. They meet in shared
+    memory, where one thread for each number combines them.
+  * Rows of 16 blocks (k = 512) are narrow. Two of them make a tile of 32 blocks, so that all lanes have work. Each
+    keeps its own chains; adding the empty chains of a row is adding 0.
+  * Before it waits for the launch in front of it, expert_swiglu loads first weights of the shared expert, and
+    expert_down those of its first expert (where launches overlap: kernels/intrinsics.py). The choice is there by then,
+    because expert_swiglu and expert_gemv wait for the router before they let expert_down begin. So one of them stands
+    between the router and expert_down.
 
-Pipe: dp4a, but bound by memory: 1.06 n k bytes for each pair in Q8_0.
+Pipe: dp4a, but bound by memory: 1.06 n k bytes for each pair in Q8_0. Rows that chose the same expert read it from the
+second-level cache, each for itself.
 """
 
+import itertools
 import math
+from collections import namedtuple
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -40,10 +51,11 @@ from numba.types import float32, int8, uint32, uint64
 from kernels.bench import Case, main
 from kernels.formats import BLOCK, FORMATS, as_words, on_card, random_raw
 from kernels.formats.format import no_book
-from kernels.intrinsics import array_at, let_next_begin, wait_for_previous, warp_number
+from kernels.intrinsics import (array_at, let_next_begin, load_anew, load_past_l1, prefetch, wait_for_previous,
+                                warp_number, word_as_float)
 from kernels.operands import Experts, Matrix, Quantized
-from kernels.q8_gemv import (H_OF_ONE, IN_PLANES, MAX_PLANES, TILE, Decoder, Shape, copy_into_planes, fma_reference,
-                             gemv, random_activations, ring, tree)
+from kernels.q8_gemv import (H_OF_ONE, IN_PLANES, MAX_PLANES, TILE, Decoder, copy_into_planes, fma_reference, gemv,
+                             narrow_tree, random_activations, ring, tree)
 from kernels.quant_gemv import decoder as decoder_of
 from kernels.records import Choice
 from kernels.swiglu import finish_unit, swiglu_quantize
@@ -52,9 +64,17 @@ ROWS = 32               # of an expert that a block of threads of expert_gemv ta
 MAX_RANKS = 33          # experts of a row, with the shared one
 MAX_OUTPUTS = 32        # of a block of threads of expert_down
 RESULTS = MAX_RANKS * MAX_OUTPUTS
-WARPS = 16              # of a block of threads: two blocks share an SM, with 64 registers for each thread
-BLOCKS = 2
+WARPS, BLOCKS = 16, 2   # warps of a block of threads, and blocks of an SM: 64 registers for each thread
+DOWN_WARPS = 12         # of expert_down, at most
+RESIDENT = 28           # warps of expert_down on an SM, at most: at least 72 registers for each thread
+NARROW = TILE // 2 * BLOCK      # k of rows of which two make a tile
+LINE_BITS = 4           # of places, 8 bytes each, in 128 bytes of memory
 NAN = float("nan")
+
+
+# As in kernels/q8_gemv.py. narrow: two rows of 16 blocks make a tile; `rows` counts tiles, and depth and whole are for
+# the others.
+Shape = namedtuple("Shape", "rows depth warps whole narrow")
 
 
 class SharedExpert(NamedTuple):
@@ -92,54 +112,105 @@ def place_of_expert(places, expert):
     return places[at], places[uint32(at + uint32(1))]
 
 
-def rows_function(decoder, shape):
-    """rows_product(results, to, book, first, wq, wd, xq, xd, x_start, n, k, lane): a warp multiplies shape.rows rows of
-    w [n, k], from row `first` on, by the column that starts at block x_start, and stores the results from results[to]
-    on; those of rows past the last one it does not store."""
-    rows = shape.rows
-    start, multiply_rows = ring(decoder, rows, 1, shape, False)
-    sums, place_of = tree(rows, decoder.apart), decoder.place
-    shift = 5 - (rows - 1).bit_length()
-    first_chain, acc_shape, raw_shape = (1 << shift) - 1, (rows, 1), (max(rows * shape.depth, 1), decoder.words)
+def rows_functions(decoder, shape):
+    """Device functions (start, finish) with which a warp multiplies rows of w [n, k] by a column, as many at a time as
+    `rows_of` says.
+
+    start(raw, first, wq, wd, n, k, lane): starts the loads of the rows from `first` on into raw, as long as `raw_of`.
+    finish(results, to, raw, book, first, wq, wd, xq, xd, x_start, n, k, lane): multiplies them by the column that
+    starts at block x_start and stores the results from results[to] on; of rows past the last one it stores nothing."""
+    rows, tile_rows = shape.rows, 2 if shape.narrow else 1
+    start_ring, multiply_rows = ring(decoder, rows, 1, shape, False)
+    fetch_two, multiply_two = decoder.narrow(rows)
+    sums = narrow_tree(rows, decoder.apart) if shape.narrow else tree(rows, decoder.apart)
+    place_of, narrow, chain_bits = decoder.place, shape.narrow, 4 if shape.narrow else 5
+    shift = chain_bits - (rows - 1).bit_length()
+    first_chain, acc_shape = (1 << shift) - 1, (rows, 1)
 
     @cuda.jit(device=True, forceinline=True)
-    def rows_product(results, to, book, first, wq, wd, xq, xd, x_start, n, k, lane):
-        raw = cuda.local.array(raw_shape, uint32)
+    def set_rows(w_rows, first, n):
+        for r in range(rows):  # rows past the last one are replaced by the last one, and not stored
+            w_rows[r] = min(uint32(first + uint32(tile_rows * r)), uint32(n - uint32(tile_rows)))
+
+    @cuda.jit(device=True, forceinline=True)
+    def start(raw, first, wq, wd, n, k, lane):
+        w_rows = cuda.local.array(rows, uint32)
+        set_rows(w_rows, first, n)
+        if narrow:
+            for r in range(rows):
+                fetch_two(raw, r, w_rows[r], lane, wq, wd)
+            cuda.syncwarp()  # the loads stay here, as in `ring`
+        else:
+            start_ring(raw, w_rows, k, lane, wq, wd)
+
+    @cuda.jit(device=True, forceinline=True)
+    def finish(results, to, raw, book, first, wq, wd, xq, xd, x_start, n, k, lane):
         acc, values = cuda.local.array(acc_shape, float32), cuda.local.array(rows, float32)
         w_rows, x_starts = cuda.local.array(rows, uint32), cuda.local.array(1, uint32)
         x_starts[0] = x_start
-        for r in range(rows):  # rows past the last one are replaced by the last one, and not stored
-            w_rows[r] = min(uint32(first + uint32(r)), uint32(n - uint32(1)))
-        start(raw, w_rows, k, lane, wq, wd)
-        multiply_rows(acc, raw, w_rows, w_rows, False, k, lane, wq, wd, x_starts, xq, xd, book)
+        if narrow:
+            for r in range(rows):
+                acc[r, 0] = float32(0.0)
+            multiply_two(acc, raw, lane, x_starts, xq, xd, book)
+        else:
+            set_rows(w_rows, first, n)
+            multiply_rows(acc, raw, w_rows, w_rows, False, k, lane, wq, wd, x_starts, xq, xd, book)
         for r in range(rows):
             values[r] = acc[r, 0]
         place = place_of(lane)
         value, total = uint32(place >> uint32(shift)), sums(values, place)
-        if place & uint32(first_chain) == uint32(0) and value < uint32(rows) and uint32(first + value) < n:
+        if narrow:
+            value = uint32(uint32(uint32(value & uint32(rows - 1)) << uint32(1)) + uint32(place >> uint32(4)))
+        if place & uint32(first_chain) == uint32(0) and value < uint32(tile_rows * rows) and uint32(first + value) < n:
             results[uint32(to + value)] = total
 
-    return rows_product
+    return start, finish
 
 
-def unit_function(decoder, shape):
-    """unit_product(q, d, block, h, planes, unit, wq, wd, xq, xd, x_start, n, k, lane, warp): a block of threads
-    computes 32 outputs, unit `unit` of the n of gate_up [2 n, k], for the column that starts at block x_start, and
-    stores them as block `block` of (q, d). h, planes: shared memory, float32 of shape H_OF_ONE and the column in
-    planes, (xq, xd)."""
-    rows, depth, warps, _ = shape
-    pairs, load_book, in_planes = rows // 2, decoder.load_book, decoder.planes
-    start, multiply_rows = ring(decoder, rows, 1, shape, in_planes)
+def rows_of(shape):
+    """Rows of w that a warp multiplies at a time."""
+    return shape.rows * (2 if shape.narrow else 1)
+
+
+def raw_of(decoder, shape):
+    """Shape of the registers for words of w that are under way."""
+    return max(shape.rows * (1 if shape.narrow else shape.depth), 1), decoder.words
+
+
+def unit_functions(decoder, shape):
+    """Device functions (start, finish) with which a block of threads computes 32 outputs, a unit of the n of gate_up
+    [2 n, k], for one column.
+
+    start(raw, unit, wq, wd, n, k, lane, warp): starts the first loads into raw, as long as `raw_of`.
+    finish(q, d, block, h, planes, raw, book, unit, wq, wd, xq, xd, x_start, n, k, lane, warp): multiplies by the column
+    that starts at block x_start, and stores the outputs as block `block` of (q, d). h, planes: shared memory, float32
+    of shape H_OF_ONE and the column in planes, (xq, xd)."""
+    rows, _, warps, _, _ = shape
+    pairs, in_planes = rows // 2, decoder.planes
+    start_ring, multiply_rows = ring(decoder, rows, 1, shape, in_planes)
     half = 1 << (pairs - 1).bit_length()
     count = 2 * half  # values of gate, padded to a power of two, then those of up: their sums go to chains 16 .. 31
     shift = 5 - half.bit_length()
-    first_chain, acc_shape, raw_shape = (1 << shift) - 1, (rows, 1), (max(rows * depth, 1), decoder.words)
+    first_chain, acc_shape = (1 << shift) - 1, (rows, 1)
     sums, place_of = tree(count, decoder.apart), decoder.place
 
     @cuda.jit(device=True, forceinline=True)
-    def work(q, d, block, h, raw, book, unit, wq, wd, xq, xd, x_start, n, k, lane, warp):
+    def set_rows(w_rows, unit, inside, n):
+        output = uint32(uint32(unit << uint32(5)) + inside)
+        for p in range(pairs):
+            w_rows[p], w_rows[pairs + p] = uint32(output + uint32(p)), uint32(n + output + uint32(p))
+
+    @cuda.jit(device=True, forceinline=True)
+    def start(raw, unit, wq, wd, n, k, lane, warp):
+        w_rows = cuda.local.array(rows, uint32)
+        set_rows(w_rows, unit, uint32(warp * uint32(pairs)), n)
+        start_ring(raw, w_rows, k, lane, wq, wd)
+
+    @cuda.jit(device=True, forceinline=True)
+    def work(h, raw, book, unit, wq, wd, xq, xd, x_start, n, k, lane, warp):
         acc, values = cuda.local.array(acc_shape, float32), cuda.local.array(count, float32)
-        w_rows, x_starts = cuda.local.array(rows, uint32), cuda.local.array(1, uint32)
+        w_rows, next_rows = cuda.local.array(rows, uint32), cuda.local.array(rows, uint32)
+        x_starts = cuda.local.array(1, uint32)
         x_starts[0] = x_start
         for i in range(count):
             values[i] = float32(0.0)
@@ -148,50 +219,48 @@ def unit_function(decoder, shape):
         stores = place & uint32(first_chain) == uint32(0) and value < uint32(pairs)
         inside = uint32(warp * uint32(pairs))
         while inside < uint32(BLOCK):
-            output = uint32(uint32(unit << uint32(5)) + inside)
-            for p in range(pairs):
-                w_rows[p], w_rows[pairs + p] = uint32(output + uint32(p)), uint32(n + output + uint32(p))
-            start(raw, w_rows, k, lane, wq, wd)
-            multiply_rows(acc, raw, w_rows, w_rows, False, k, lane, wq, wd, x_starts, xq, xd, book)
+            after = uint32(inside + uint32(warps * pairs))
+            set_rows(w_rows, unit, inside, n)
+            set_rows(next_rows, unit, after, n)
+            multiply_rows(acc, raw, w_rows, next_rows, after < uint32(BLOCK), k, lane, wq, wd, x_starts, xq, xd, book)
             for p in range(pairs):
                 values[p], values[half + p] = acc[p, 0], acc[pairs + p, 0]
             total = sums(values, place)
             if stores:
                 h[0, part, uint32(inside + value)] = total
-            inside = uint32(inside + uint32(warps * pairs))
+            inside = after
+
+    @cuda.jit(device=True, forceinline=True)
+    def finish(q, d, block, h, planes, raw, book, unit, wq, wd, xq, xd, x_start, n, k, lane, warp):
+        if in_planes:
+            thread = uint32(uint32(warp << uint32(5)) + lane)
+            copy_into_planes(planes[0], planes[1], xq, xd, x_start, k, thread, uint32(32 * warps))
+            cuda.syncthreads()
+            work(h, raw, book, unit, wq, wd, planes[0], planes[1], uint32(0), n, k, lane, warp)
+        else:
+            work(h, raw, book, unit, wq, wd, xq, xd, x_start, n, k, lane, warp)
         cuda.syncthreads()
         if warp == uint32(0):
             finish_unit(q, d, h, uint32(0), uint32(0), block, lane)
 
-    @cuda.jit(device=True, forceinline=True)
-    def unit_product(q, d, block, h, planes, unit, wq, wd, xq, xd, x_start, n, k, lane, warp):
-        raw = cuda.local.array(raw_shape, uint32)
-        thread, threads = uint32(uint32(warp << uint32(5)) + lane), uint32(32 * warps)
-        book = load_book(thread, threads)
-        if in_planes:
-            copy_into_planes(planes[0], planes[1], xq, xd, x_start, k, thread, threads)
-            cuda.syncthreads()
-            work(q, d, block, h, raw, book, unit, wq, wd, planes[0], planes[1], uint32(0), n, k, lane, warp)
-        else:
-            work(q, d, block, h, raw, book, unit, wq, wd, xq, xd, x_start, n, k, lane, warp)
-
-    return unit_product
+    return start, finish
 
 
 # ---- kernels -----------------------------------------------------------------------------------------------
-# All of them wait before they let the next launch begin. So when a launch that follows one of them begins, the router
-# before it has ended.
+# All of them wait before they let the next launch begin. So when the launch behind one of them begins, the router in
+# front of it has ended: expert_down reads the choice before it waits for the results of expert_swiglu.
 
 @cache
 def gemv_kernel(decoder, shape):
     """The kernel of y <- w . x for every pair."""
-    rows, _, warps, _ = shape
-    product, load_book = rows_function(decoder, shape), decoder.load_book
+    (start, finish), load_book = rows_functions(decoder, shape), decoder.load_book
+    rows, warps, raw_shape = rows_of(shape), shape.warps, raw_of(decoder, shape)
 
     @cuda.jit(launch_bounds=(32 * warps, BLOCKS))
     def expert_gemv_kernel(y, stride, wq, wd, places, experts, xq, xd, n, k, per_x):
         """Grid (n / ROWS, pairs). Pairs per_x * i to per_x * i + per_x - 1 read column i."""
         lane, warp, pair = uint32(cuda.threadIdx.x), warp_number(), uint32(cuda.blockIdx.y)
+        raw = cuda.local.array(raw_shape, uint32)
         book = load_book(uint32(uint32(warp << uint32(5)) + lane), uint32(32 * warps))
         wait_for_previous()
         let_next_begin()
@@ -204,7 +273,8 @@ def gemv_kernel(decoder, shape):
         to, last = uint32(pair * stride), min(n, uint32(first + uint32(ROWS)))
         first = uint32(first + warp * uint32(rows))
         while first < last:
-            product(y, uint32(to + first), book, first, here_q, here_d, xq, xd, x_start, n, k, lane)
+            start(raw, first, here_q, here_d, n, k, lane)
+            finish(y, uint32(to + first), raw, book, first, here_q, here_d, xq, xd, x_start, n, k, lane)
             first = uint32(first + uint32(warps * rows))
 
     return expert_gemv_kernel
@@ -213,95 +283,140 @@ def gemv_kernel(decoder, shape):
 @cache
 def swiglu_kernel(decoder, shape, shared_decoder, shared_shape):
     """The kernel of expert_swiglu. shared_decoder: None without a shared expert. Both shapes have the same warps."""
-    product, warps, has_shared = unit_function(decoder, shape), shape.warps, shared_decoder is not None
-    shared_product = unit_function(shared_decoder, shared_shape) if has_shared else product
-    in_planes = decoder.planes or has_shared and shared_decoder.planes
-    plane_bytes, plane_floats = (MAX_PLANES, IN_PLANES) if in_planes else (16, 1)
+    (start, finish), load_book = unit_functions(decoder, shape), decoder.load_book
+    warps, raw_shape, has_shared = shape.warps, raw_of(decoder, shape), shared_decoder is not None
+    other, other_shape = (shared_decoder, shared_shape) if has_shared else (decoder, shape)
+    (start_shared, finish_shared), load_shared_book = unit_functions(other, other_shape), other.load_book
+    shared_raw_shape = raw_of(other, other_shape)
+    blocks = BLOCKS if shape.whole else 1  # the last blocks of a row that is not whole tiles take more registers
+    plane_bytes, plane_floats = (MAX_PLANES, IN_PLANES) if decoder.planes or other.planes else (16, 1)
 
-    @cuda.jit(launch_bounds=(32 * warps, BLOCKS))
+    @cuda.jit(launch_bounds=(32 * warps, blocks))
     def expert_swiglu_kernel(q, d, wq, wd, places, experts, xq, xd, n, k, n_used, shared_q, shared_d, shared_wq,
                              shared_wd, shared_n):
-        """Grid (units of 32 outputs, ranks, rows); with a shared expert, it comes before the first rank."""
+        """Grid (units of 32 outputs, ranks, rows); with a shared expert, it comes before the first rank. Its loads
+        start before the choice is known."""
         planes = (cuda.shared.array(plane_bytes, int8, alignment=16), cuda.shared.array(plane_floats, float32))
         h = cuda.shared.array(H_OF_ONE, float32)
         lane, warp = uint32(cuda.threadIdx.x), warp_number()
+        thread, threads = uint32(uint32(warp << uint32(5)) + lane), uint32(32 * warps)
         unit, rank, row = uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y), uint32(cuda.blockIdx.z)
-        x_start = uint32(row * uint32(k >> uint32(5)))
+        x_start, units, shared_units = uint32(row * uint32(k >> uint32(5))), uint32(n >> uint32(5)), uint32(0)
+        raw, shared_raw = cuda.local.array(raw_shape, uint32), cuda.local.array(shared_raw_shape, uint32)
+        book, is_shared = uint64(0), has_shared and rank == uint32(0)
+        if has_shared and is_shared:
+            shared_units = uint32(shared_n >> uint32(5))
+            if unit < shared_units:
+                start_shared(shared_raw, unit, shared_wq, shared_wd, shared_n, k, lane, warp)
+                book = load_shared_book(thread, threads)
+        else:
+            if uint32(thread << uint32(LINE_BITS)) < uint32(places.size):
+                prefetch(places, uint32(thread << uint32(LINE_BITS)))
+            book = load_book(thread, threads)
         wait_for_previous()
         let_next_begin()
         if has_shared:
-            if rank == uint32(0):
-                units = uint32(shared_n >> uint32(5))
-                if unit < units:
-                    shared_product(shared_q, shared_d, uint32(row * units + unit), h, planes, unit, shared_wq,
-                                   shared_wd, xq, xd, x_start, shared_n, k, lane, warp)
+            if is_shared:
+                if unit < shared_units:
+                    finish_shared(shared_q, shared_d, uint32(row * shared_units + unit), h, planes, shared_raw, book,
+                                  unit, shared_wq, shared_wd, xq, xd, x_start, shared_n, k, lane, warp)
                 return
             rank = uint32(rank - uint32(1))
-        pair, units = uint32(row * n_used + rank), uint32(n >> uint32(5))
+        pair = uint32(row * n_used + rank)
         codes, scales = place_of_expert(places, experts[pair])
         if unit < units and codes != uint64(0):
-            product(q, d, uint32(pair * units + unit), h, planes, unit, array_at(codes, wq), array_at(scales, wd), xq,
-                    xd, x_start, n, k, lane, warp)
+            here_q, here_d = array_at(codes, wq), array_at(scales, wd)
+            start(raw, unit, here_q, here_d, n, k, lane, warp)
+            finish(q, d, uint32(pair * units + unit), h, planes, raw, book, unit, here_q, here_d, xq, xd, x_start, n, k,
+                   lane, warp)
 
     return expert_swiglu_kernel
 
 
 @cache
-def down_kernel(decoder, shape, shared_decoder, shared_shape, has_rows, outputs):
-    """The kernel of expert_down, for `outputs` numbers of a row in a block of threads. shared_decoder: None without a
-    shared expert's matrix. has_rows: whether the shared expert's results are given instead. Both shapes have the same
-    warps, and rows that divide `outputs`."""
-    rows, _, warps, _ = shape
-    product, load_book = rows_function(decoder, shape), decoder.load_book
-    has_shared = shared_decoder is not None
-    shared_rows = shared_shape.rows if has_shared else rows
-    shared_product = rows_function(shared_decoder, shared_shape) if has_shared else product
-    load_shared_book = shared_decoder.load_book if has_shared else no_book
-    groups, shared_groups = outputs // rows, outputs // shared_rows
+def down_kernel(decoder, shape, shared_decoder, shared_shape, has_rows):
+    """The kernel of expert_down. shared_decoder: None without a shared expert's matrix. has_rows: whether the shared
+    expert's results are given instead. Both shapes have the same warps."""
+    (start, finish), load_book = rows_functions(decoder, shape), decoder.load_book
+    rows, warps, raw_shape, has_shared = rows_of(shape), shape.warps, raw_of(decoder, shape), shared_decoder is not None
+    other, other_shape = (shared_decoder, shared_shape) if has_shared else (decoder, shape)
+    start_shared, finish_shared = rows_functions(other, other_shape)
+    shared_rows, shared_raw_shape = rows_of(other_shape), raw_of(other, other_shape)
+    load_shared_book = other.load_book if has_shared else no_book
+    row_bits, shared_bits = rows.bit_length() - 1, shared_rows.bit_length() - 1
 
-    @cuda.jit(launch_bounds=(32 * warps, BLOCKS))
-    def expert_down_kernel(x, wq, wd, places, experts, weights, xq, xd, elsewhere, has_elsewhere, n, k, n_used, shared,
-                           shared_wq, shared_wd, shared_xq, shared_xd, shared_k):
-        """Grid (n / outputs, rows). An item of work is a group of rows of an expert; a warp takes every warps-th."""
+    @cuda.jit(device=True, forceinline=True)
+    def place_of_item(item, row, n_used, output_bits, places, experts):
+        """(its number in `results`, pair, codes, scales)."""
+        to = uint32(item << uint32(row_bits))
+        pair = uint32(row * n_used + uint32(to >> output_bits))
+        codes, scales = place_of_expert(places, load_past_l1(experts, pair))
+        return to, pair, codes, scales
+
+    @cuda.jit(launch_bounds=(32 * warps, RESIDENT // warps))
+    def expert_down_kernel(x, wq, wd, places, experts, weights, xq, xd, elsewhere, has_elsewhere, n, k, n_used,
+                           output_bits, shared, shared_wq, shared_wd, shared_xq, shared_xd, shared_k):
+        """Grid (n / outputs, rows), outputs = 2**output_bits. An item of work is a group of rows of an expert; a warp
+        takes every warps-th, those of the shared expert first. The loads of its first item start before it waits."""
         results = cuda.shared.array(RESULTS, float32)
         lane, warp, row = uint32(cuda.threadIdx.x), warp_number(), uint32(cuda.blockIdx.y)
-        thread, first = uint32(uint32(warp << uint32(5)) + lane), uint32(uint32(cuda.blockIdx.x) * uint32(outputs))
+        thread, first = uint32(uint32(warp << uint32(5)) + lane), uint32(uint32(cuda.blockIdx.x) << output_bits)
+        raw, shared_raw = cuda.local.array(raw_shape, uint32), cuda.local.array(shared_raw_shape, uint32)
+        inside, items = uint32(uint32(uint32(1) << output_bits) - uint32(1)), uint32(n_used << output_bits)
+        items, shared_items = uint32(items >> uint32(row_bits)), uint32(0)
+        if has_shared:
+            shared_items = uint32(uint32(inside + uint32(1)) >> uint32(shared_bits))
+        is_shared, item = has_shared and warp < shared_items, uint32(warp - shared_items)
+        starts = not is_shared and item < items
+        to, pair, codes, scales = uint32(0), uint32(0), uint64(0), uint64(0)
+        if starts:
+            to, pair, codes, scales = place_of_item(item, row, n_used, output_bits, places, experts)
+            if codes != uint64(0):
+                here = uint32(first + uint32(to & inside))
+                start(raw, here, array_at(codes, wq), array_at(scales, wd), n, k, lane)
+        if has_shared and is_shared:
+            here = uint32(first + warp * uint32(shared_rows))
+            start_shared(shared_raw, here, shared_wq, shared_wd, n, shared_k, lane)
         book = load_book(thread, uint32(32 * warps))
         shared_book = load_shared_book(thread, uint32(32 * warps))
         wait_for_previous()
         let_next_begin()
-        item, blocks = warp, uint32(k >> uint32(5))
-        while item < uint32(n_used * uint32(groups)):
-            rank = uint32(item // uint32(groups))
-            inside = uint32(uint32(item % uint32(groups)) * uint32(rows))
-            pair, to = uint32(row * n_used + rank), uint32(rank * uint32(outputs) + inside)
-            codes, scales = place_of_expert(places, experts[pair])
+        if has_shared and is_shared:
+            item, x_start = warp, uint32(row * uint32(shared_k >> uint32(5)))
+            while item < shared_items:
+                at = uint32(item * uint32(shared_rows))
+                if item != warp:
+                    start_shared(shared_raw, uint32(first + at), shared_wq, shared_wd, n, shared_k, lane)
+                to = uint32(uint32(n_used << output_bits) + at)
+                finish_shared(results, to, shared_raw, shared_book, uint32(first + at), shared_wq, shared_wd, shared_xq,
+                              shared_xd, x_start, n, shared_k, lane)
+                item = uint32(item + uint32(warps))
+            item = uint32(item - shared_items)
+        while item < items:
+            here = uint32(first + uint32(uint32(item << uint32(row_bits)) & inside))
+            if not starts:
+                to, pair, codes, scales = place_of_item(item, row, n_used, output_bits, places, experts)
+                if codes != uint64(0):
+                    start(raw, here, array_at(codes, wq), array_at(scales, wd), n, k, lane)
+            starts = False
             if codes != uint64(0):
-                product(results, to, book, uint32(first + inside), array_at(codes, wq), array_at(scales, wd), xq, xd,
-                        uint32(pair * blocks), n, k, lane)
-            elif lane < uint32(rows) and uint32(first + inside + lane) < n:
+                finish(results, to, raw, book, here, array_at(codes, wq), array_at(scales, wd), xq, xd,
+                       uint32(pair * uint32(k >> uint32(5))), n, k, lane)
+            elif lane < uint32(rows) and uint32(here + lane) < n:
                 value = float32(NAN)
                 if has_elsewhere:
-                    value = elsewhere[uint32(pair * n + first + inside + lane)]
+                    value = word_as_float(load_anew(elsewhere, uint32(pair * n + here + lane)))
                 results[uint32(to + lane)] = value
             item = uint32(item + uint32(warps))
-        if has_shared:
-            item = uint32(item - n_used * uint32(groups))
-            x_start = uint32(row * uint32(shared_k >> uint32(5)))
-            while item < uint32(shared_groups):
-                inside = uint32(item * uint32(shared_rows))
-                shared_product(results, uint32(n_used * uint32(outputs) + inside), shared_book, uint32(first + inside),
-                               shared_wq, shared_wd, shared_xq, shared_xd, x_start, n, shared_k, lane)
-                item = uint32(item + uint32(warps))
         cuda.syncthreads()
-        if thread < uint32(outputs) and uint32(first + thread) < n:
+        if thread <= inside and uint32(first + thread) < n:
             total, weight_at = float32(0.0), uint32(row * uint32(n_used + uint32(1)))
             at = uint32(row * n + first + thread)
             for rank in range(n_used):
-                y = results[uint32(uint32(rank) * uint32(outputs) + thread)]
+                y = results[uint32(uint32(uint32(rank) << output_bits) + thread)]
                 total = cuda.fma(weights[uint32(weight_at + uint32(rank))], y, total)
             if has_shared:
-                y = results[uint32(n_used * uint32(outputs) + thread)]
+                y = results[uint32(uint32(n_used << output_bits) + thread)]
                 total = cuda.fma(weights[uint32(weight_at + n_used)], y, total)
             if has_rows:
                 total = cuda.fma(weights[uint32(weight_at + n_used)], shared[at], total)
@@ -312,12 +427,12 @@ def down_kernel(decoder, shape, shared_decoder, shared_shape, has_rows, outputs)
 
 # ---- launches: they write in place and never allocate -----------------------------------------------------
 
-def expert_gemv(card, decoder, y, stride, w, x, choice, n_rows, from_pairs=False, *, stream=None):
+def expert_gemv(card, decoder, y, stride, w, x, choice, n_rows, *, from_pairs=False, stream=None):
     """y <- the product of every pair of a step of n_rows rows; pair p has w.n numbers from p * stride on.
 
     decoder: of the format of w, Experts of [n, k]. y: float32. x: Quantized, a column of k values for each row; with
     `from_pairs` for each pair. choice: a Choice. Pairs whose expert is out of reach keep what they have."""
-    shape, n_used = shape_of(card, decoder, w.k), choice.n_used
+    shape, n_used = shape_of(card, decoder, w.k, w.n), choice.n_used
     card.launch(gemv_kernel(decoder, shape), (-(-w.n // ROWS), n_rows * n_used), (32, shape.warps), y.reshape(-1),
                 stride, *_of_experts(w, choice), *_flat(x), w.n, w.k, 1 if from_pairs else n_used, stream=stream)
 
@@ -327,10 +442,12 @@ def expert_swiglu(card, decoder, out, w, u, choice, n_rows, shared=None, *, stre
 
     w: Experts of [2 n, k], the n rows of gate and below them those of up; n a multiple of 32. out: Quantized
     [pairs, n]. u: Quantized [n_rows, k]. shared: a SharedExpert, whose `inner` is written too. Pairs whose expert is
-    out of reach keep what they have. ValueError: n is no multiple of 32."""
+    out of reach keep what they have. ValueError: n is no multiple of 32, or k is larger than MAX_PLANES."""
     sizes = [w.n // 2] + ([shared.w.n // 2] if shared else [])
     if any(n % BLOCK for n in sizes):
         raise ValueError(f"SwiGLU takes rows of a multiple of {BLOCK} values, not {sizes}")
+    if w.k > MAX_PLANES:
+        raise ValueError(f"rows of experts have up to {MAX_PLANES} values, not {w.k}")
     shape = shape_of(card, decoder, w.k, in_pairs=True)
     shared_shape = shape_of(card, shared.decoder, w.k, in_pairs=True) if shared else None
     kernel = swiglu_kernel(decoder, shape, shared.decoder if shared else None, shared_shape)
@@ -340,7 +457,7 @@ def expert_swiglu(card, decoder, out, w, u, choice, n_rows, shared=None, *, stre
                 stream=stream)
 
 
-def expert_down(card, decoder, x, w, inner, choice, shared, n_rows, elsewhere=None, *, stream=None):
+def expert_down(card, decoder, x, w, inner, choice, shared, n_rows, *, elsewhere=None, stream=None):
     """x <- x plus the weighted sum of what the experts of each row give: the bits of expert_gemv(..., from_pairs=True)
     followed by `combine_reference`.
 
@@ -350,35 +467,47 @@ def expert_down(card, decoder, x, w, inner, choice, shared, n_rows, elsewhere=No
     if choice.n_used >= MAX_RANKS:
         raise ValueError(f"a row has up to {MAX_RANKS - 1} experts, not {choice.n_used}")
     has_matrix, n, k = isinstance(shared, SharedExpert), w.n, w.k
-    shape = shape_of(card, decoder, k)
-    shared_shape = shape_of(card, shared.decoder, shared.w.k) if has_matrix else None
+    bits = output_bits_of(card, n, n_rows)
+    shape = shape_of(card, decoder, k, n)
+    shared_shape = shape_of(card, shared.decoder, shared.w.k, n) if has_matrix else None
+    warps = warps_of(card, bits, choice.n_used, shape, shared_shape)
+    shape, shared_shape = shape._replace(warps=warps), shared_shape and shared_shape._replace(warps=warps)
     rows = x if has_matrix or shared is None else shared                                # not read
-    outputs = outputs_of(card, n, n_rows)
     kernel = down_kernel(decoder, shape, shared.decoder if has_matrix else None, shared_shape,
-                         not has_matrix and shared is not None, outputs)
+                         not has_matrix and shared is not None)
     of_shared = (*_weights(shared.w), *_flat(shared.inner), shared.w.k) if has_matrix else (
         *_weights(w.home), *_flat(inner), k)                                            # not read
     codes, scales, places, experts = _of_experts(w, choice)
-    card.launch(kernel, (-(-n // outputs), n_rows), (32, shape.warps), x.reshape(-1), codes, scales, places, experts,
+    card.launch(kernel, (-(-n // 2**bits), n_rows), (32, warps), x.reshape(-1), codes, scales, places, experts,
                 choice.weights.reshape(-1), *_flat(inner), (x if elsewhere is None else elsewhere).reshape(-1),
-                elsewhere is not None, n, k, choice.n_used, rows.reshape(-1), *of_shared, stream=stream)
+                elsewhere is not None, n, k, choice.n_used, bits, rows.reshape(-1), *of_shared, stream=stream)
 
 
-def shape_of(card, decoder, k, in_pairs=False):
-    """The Shape for rows of k weights. in_pairs: for SwiGLU. On an emulated card there is no ring, since the CPU
+def shape_of(card, decoder, k, n=1, in_pairs=False):
+    """The Shape for n rows of k weights. in_pairs: for SwiGLU. On an emulated card there is no ring, since the CPU
     prefetches."""
-    whole = k // BLOCK % TILE == 0
+    whole, narrow = k // BLOCK % TILE == 0, k == NARROW and n % 2 == 0 and not in_pairs
     if card.kind == "emulated":
-        return Shape(4 if in_pairs else 2, 0, WARPS, whole)
-    return Shape(2, 1, WARPS, whole)
+        return Shape(4 if in_pairs else 2, 0, WARPS, whole, narrow)
+    return Shape(2, 1, WARPS, whole, narrow)
 
 
-def outputs_of(card, n, n_rows):
-    """Numbers of a row in a block of threads of expert_down: as few as fit on the card at once."""
-    outputs = 8
-    while outputs < MAX_OUTPUTS and n // outputs * n_rows > BLOCKS * card.n_sms:
-        outputs *= 2
-    return outputs
+def warps_of(card, output_bits, n_used, shape, shared_shape):
+    """Warps of a block of threads of expert_down: as few as take no further round, DOWN_WARPS at most. On an emulated
+    card the same for all models, so that they share a kernel."""
+    if card.kind == "emulated":
+        return WARPS
+    items = (n_used << output_bits) // rows_of(shape)
+    items += (1 << output_bits) // rows_of(shared_shape) if shared_shape else 0
+    return -(-items // -(-items // DOWN_WARPS))
+
+
+def output_bits_of(card, n, n_rows):
+    """log2 of the numbers of a row in a block of threads of expert_down: as few as fit on the card at once."""
+    bits = 3
+    while 1 << bits < MAX_OUTPUTS and (n >> bits) * n_rows > BLOCKS * card.n_sms:
+        bits += 1
+    return bits
 
 
 def _weights(w):
@@ -513,7 +642,7 @@ def _check_down(step, experts, inner, weights, shared, rng):
     """expert_gemv of pairs, and expert_down with the shared expert's matrix and with its results."""
     (w, matrices), card, (n_rows, n_used) = experts, step.card, (step.sizes.n_rows, step.sizes.n_used)
     y, want = _poisoned(card, (step.pairs, w.n)), step.products(matrices, inner, 1)
-    expert_gemv(card, step.decoder, y, w.n, w, inner, step.choice, n_rows, True)
+    expert_gemv(card, step.decoder, y, w.n, w, inner, step.choice, n_rows, from_pairs=True)
     y = card.download(y)
     np.testing.assert_array_equal(y, card.download(want))
     elsewhere, before = (rng.standard_normal((rows, w.n), np.float32) for rows in (step.pairs, n_rows))
@@ -525,7 +654,7 @@ def _check_down(step, experts, inner, weights, shared, rng):
     want = combine_reference(before, y, weights, card.download(shared_y) if shared else None)
     for given in (shared, shared_y) if shared else (None,):
         x = card.upload(np.pad(before, ((0, 1), (0, 0)), constant_values=np.nan))
-        expert_down(card, step.decoder, x, w, inner, step.choice, given, n_rows, card.upload(elsewhere))
+        expert_down(card, step.decoder, x, w, inner, step.choice, given, n_rows, elsewhere=card.upload(elsewhere))
         got = card.download(x)
         np.testing.assert_array_equal(got[:-1], want)
         assert np.isnan(got[-1]).all(), "wrote past the end"
@@ -555,11 +684,46 @@ def _assert_equal(card, got, want):
 
 
 def cases(card):
-    """The checks, then times of a layer of Qwen3.6-35B-A3B."""
+    """The checks, then times of the two launches of a layer of Qwen3.6-35B-A3B."""
     for format in FORMATS.values():
         for sizes in CASES:
             yield Case("{} {} {} of {}, {} used, {} rows, ".format(*sizes) + format.name, partial(
                 check, card, format, sizes, FORMATS["Q8_0"], (1,)))
+    for format in FORMATS["Q8_0"], FORMATS["Q4_K"]:
+        for n_rows in (1, 8):
+            yield from _timed(card, format, Sizes(2048, 512, 512, 64, 8, n_rows))
+
+
+def _timed(card, format, sizes):
+    """Each call chooses the experts that follow those of the call before, so that no cache has them. With several rows,
+    no two rows choose the same expert."""
+    def zeros(n, k):
+        return Matrix(format.name, n, k, *(card.zeros(*array) for array in format.arrays(n, k)))
+
+    def experts(n, k):
+        w = Experts(zeros(sizes.n_experts * n, k), n, card.zeros((sizes.n_experts, 2), np.uint64))
+        card.copy_in(w.places, np.array([w.addresses(slot) for slot in range(sizes.n_experts)], np.uint64))
+        return w
+
+    hidden, inner, _, n_experts, n_used, n_rows = sizes
+    decoder, pairs, used = decoder_of(format), n_rows * n_used, n_rows * n_used + n_rows
+    weights = card.zeros((n_rows, n_used + 1), np.float32)
+    order = [np.arange(first, first + pairs).reshape(n_rows, n_used) % n_experts for first in range(0, n_experts, 8)]
+    choices = itertools.cycle([Choice(card.upload(chosen.astype(np.int32)), weights) for chosen in order])
+    gate_up, down, shared_gate_up, shared_down = (
+        make(n, k) for make in (experts, zeros) for n, k in ((2 * inner, hidden), (hidden, inner)))
+    u, out = _quantized(card, n_rows, hidden), _quantized(card, pairs, inner)
+    x = card.zeros((n_rows, hidden), np.float32)
+    shared = SharedExpert(decoder, shared_gate_up, _quantized(card, n_rows, inner))
+    name, n_bytes = f", {n_rows} rows, {format.name}", (pairs + 1) * shared_down.values.nbytes
+    n_bytes += (pairs + 1) * shared_down.scales.nbytes
+    yield Case("gate and up" + name, launch=lambda: expert_swiglu(
+        card, decoder, out, gate_up, u, next(choices), n_rows, shared), n_bytes=2 * n_bytes,
+        n_ops=4 * used * inner * hidden, pipe="dp4a")
+    shared = shared._replace(w=shared_down)
+    yield Case("down" + name, launch=lambda: expert_down(
+        card, decoder, x, down, out, next(choices), shared, n_rows), n_bytes=n_bytes, n_ops=2 * used * inner * hidden,
+        pipe="dp4a")
 
 
 if __name__ == "__main__":

@@ -210,11 +210,14 @@ def array_at(context, address, like):
     return like(uint64, like), codegen
 
 
-def _stream_words(n_words):
-    """A load that leaves nothing in the first-level cache. For constant data that is read once, as weights are."""
+def _stream_words(n_words, how=None):
+    """A load that leaves nothing in the first-level cache. For constant data that is read once, as weights are. how:
+    the word of PTX for a load of data that changes; the compiler leaves it where it stands."""
+    constant, how = how is None, how or "nc.L1::no_allocate"
+    constraints = "=r," * n_words + ("l" if constant else "l,~{memory}")
     registers = ", ".join(f"${i}" for i in range(n_words))
-    text = f"ld.global.nc.L1::no_allocate.v{n_words}.u32 {{{registers}}}, [${n_words}];" if n_words > 1 else \
-        "ld.global.nc.L1::no_allocate.u32 $0, [$1];"
+    text = f"ld.global.{how}.v{n_words}.u32 {{{registers}}}, [${n_words}];" if n_words > 1 else \
+        f"ld.global.{how}.u32 $0, [$1];"
 
     def typing(context, array, index):
         def codegen(context, builder, signature, values):
@@ -222,19 +225,21 @@ def _stream_words(n_words):
             pointer = builder.addrspacecast(pointer, ir.IntType(32).as_pointer(_GLOBAL))
             result = ir.LiteralStructType([ir.IntType(32)] * n_words) if n_words > 1 else ir.IntType(32)
             function = ir.FunctionType(result, [pointer.type])
-            loaded = builder.asm(function, text, "=r," * n_words + "l", [pointer], False)
+            loaded = builder.asm(function, text, constraints, [pointer], not constant)
             if n_words == 1:
                 return loaded
             words = [builder.extract_value(loaded, i) for i in range(n_words)]
             return context.make_tuple(builder, UniTuple(uint32, n_words), words)
         return (UniTuple(uint32, n_words) if n_words > 1 else uint32)(array, uint32), codegen
-    typing.__doc__ = f"{4 * n_words} bytes of constant data, read once, at `index` -> {n_words} words."
+    typing.__doc__ = f"{4 * n_words} bytes of {'constant data, read once,' if constant else 'data'} at `index` -> words."
     return intrinsic(typing)
 
 
 stream_word = _stream_words(1)
 stream_words2 = _stream_words(2)
 stream_words4 = _stream_words(4)
+load_past_l1 = _stream_words(1, "cg")  # a word from the second-level cache, in which all launches meet
+load_anew = _stream_words(1, "cv")  # a word from memory that the host writes, past all caches
 
 
 def table_words4(table):

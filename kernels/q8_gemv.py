@@ -136,6 +136,10 @@ def tree_reference(wq, wd, xq, xd):
 #             that starts at `block` of row `row` into raw[piece]; it computes nothing
 #   multiply  (rows, columns, planes, whole) -> device function (acc, raw, piece, block, k, lane, x_starts, xq, xd,
 #             book): acc[r, c] += the product of the lane's block in raw[piece + r] and of the same block of column c
+#   narrow    (rows) -> device functions for tiles that are two rows of 16 blocks, next to each other, and one column:
+#             fetch (raw, piece, row, lane, wq, wd) loads the lane's words of rows row and row + 1; multiply (acc, raw,
+#             lane, x_starts, xq, xd, book): acc[r, 0] += the product in raw[r]. Bit 4 of the lane's place says which of
+#             the two rows its block is in, the other bits which block
 #   rest      (rows, columns, planes) -> device function (acc, w_rows, block, k, lane, wq, wd, x_starts, xq, xd, book):
 #             acc[r, c] += what follows from `block` on, less than a tile, of row w_rows[r] and column c
 #   load_book as in a Format: gives the `book`
@@ -149,7 +153,7 @@ def tree_reference(wq, wd, xq, xd):
 # neighbouring 16 bytes in both planes, without bank conflicts. xd has the scales of the blocks and, from SUMS on, the
 # scale times the sum of the 32 integers of each block, which formats with a minimum need.
 
-Decoder = namedtuple("Decoder", "planes words least table place apart fetch multiply rest load_book")
+Decoder = namedtuple("Decoder", "planes words least table place apart fetch multiply narrow rest load_book")
 BIAS_HALF, BIAS_QUARTER = BIAS_WORD // 2, BIAS_WORD // 4  # sums that start here make one that started at BIAS_WORD
 
 
@@ -176,21 +180,24 @@ def fetch_q8(whole):
     return fetch
 
 
-def multiply_q8(rows, columns, planes, whole):
+def multiply_q8(rows, columns, planes, whole, narrow=False):
     @cuda.jit(device=True, forceinline=True)
     def multiply(acc, raw, piece, block, k, lane, x_starts, xq, xd, book):
         """A lane multiplies halves of two blocks, keeps one of the sums and exchanges the other for the second half of
-        its own block. Where the tile ends after 16 blocks, lanes of the others add nothing."""
+        its own block. Where the tile ends after 16 blocks, lanes of the others add nothing. A narrow tile has two
+        rows of 16 blocks, for both of which x is the same."""
         x = cuda.local.array(8, uint32)
         place, is_odd = place_q8(lane), (lane & uint32(1)) != uint32(0)
         full = whole or uint32(block + uint32(TILE)) <= uint32(k >> uint32(5))
         adds = full or not is_odd
-        x_place = place if full else uint32(place & uint32(15))
+        x_place = place if full and not narrow else uint32(place & uint32(15))
         for c in range(columns):
             at = uint32(x_starts[c] + block)
             byte = uint32(uint32(at << uint32(5)) + uint32(lane << uint32(4)))
             x[0], x[1], x[2], x[3] = load_words4(xq, byte)
-            if full:
+            if narrow:
+                x[4], x[5], x[6], x[7] = x[0], x[1], x[2], x[3]
+            elif full:
                 x[4], x[5], x[6], x[7] = load_words4(xq, uint32(byte + uint32(512)))
             x_scale = xd[uint32(at + x_place)]
             for r in range(rows):
@@ -205,6 +212,22 @@ def multiply_q8(rows, columns, planes, whole):
                 acc[r, c] = total if adds else acc[r, c]
 
     return multiply
+
+
+def narrow_q8(rows):
+    """Two rows of 16 blocks lie in memory as one row of 32."""
+    fetch_row, multiply_tiles = fetch_q8(True), multiply_q8(rows, 1, False, True, True)
+    k = uint32(TILE * BLOCK)
+
+    @cuda.jit(device=True, forceinline=True)
+    def fetch(raw, piece, row, lane, wq, wd):
+        fetch_row(raw, piece, uint32(row >> uint32(1)), uint32(0), k, lane, wq, wd)
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply(acc, raw, lane, x_starts, xq, xd, book):
+        multiply_tiles(acc, raw, 0, uint32(0), k, lane, x_starts, xq, xd, book)
+
+    return fetch, multiply
 
 
 def rest_q8(rows, columns, planes):
@@ -254,7 +277,7 @@ def rest_q8(rows, columns, planes):
     return rest
 
 
-Q8 = Decoder(False, 9, 16, False, place_q8, (2, 4, 8, 16, 1), fetch_q8, multiply_q8, rest_q8, no_book)
+Q8 = Decoder(False, 9, 16, False, place_q8, (2, 4, 8, 16, 1), fetch_q8, multiply_q8, narrow_q8, rest_q8, no_book)
 
 
 # ---- x in planes -------------------------------------------------------------------------------------------
@@ -443,6 +466,29 @@ def tree(count, apart):
         return add_pairs(sums, place)
 
     return add_many if count > 1 else add_one
+
+
+def narrow_tree(count, apart):
+    """`tree` for narrow tiles: a value is the sum over 16 chains, the others are empty. count: a power of two up to 16,
+    of which each lane has the chain of its place in one of two rows. The sums of the row of bit 4 of the place are on
+    the lanes of chains value << (4 - bits)."""
+    half, near, add_pairs = count // 2, apart[3], butterfly(max(count // 2, 1), apart, 4)
+
+    @cuda.jit(device=True, forceinline=True)
+    def add_one(values, place):
+        return add_pairs(((values[0] + cuda.shfl_xor_sync(0xFFFFFFFF, values[0], near)) + float32(0.0),), place)
+
+    @cuda.jit(device=True, forceinline=True)
+    def add_many(values, place):
+        kept = cuda.local.array(half, float32)
+        upper = (place & uint32(8)) != uint32(0)
+        for i in range(half):
+            low, high = values[i], values[half + i]
+            got = cuda.shfl_xor_sync(0xFFFFFFFF, low if upper else high, near)
+            kept[i] = ((high if upper else low) + got) + float32(0.0)  # the empty chains: they make -0 a 0
+        return add_pairs(kept, place)
+
+    return add_many if half else add_one
 
 
 def butterfly(count, apart, distance):

@@ -172,6 +172,21 @@ def decoder(format):
 
         return fetch
 
+    def narrow(rows):
+        fetch_half, multiply_tiles = fetch(True), multiply(rows, 1, False, True)
+        k = uint32(TILE // 2 * BLOCK)
+
+        @cuda.jit(device=True, forceinline=True)
+        def fetch_two(raw, piece, row, lane, wq, wd):
+            its_row = uint32(row + uint32(lane >> uint32(4)))
+            fetch_half(raw, piece, its_row, uint32(0), k, uint32(lane & uint32(15)), wq, wd)
+
+        @cuda.jit(device=True, forceinline=True)
+        def multiply_two(acc, raw, lane, x_starts, xq, xd, book):
+            multiply_tiles(acc, raw, 0, uint32(0), k, uint32(lane & uint32(15)), x_starts, xq, xd, book)
+
+        return fetch_two, multiply_two
+
     def rest(rows, columns, planes):
         fetch_last, multiply_last, raw_shape = fetch(True), multiply(rows, columns, planes, True), (rows, raw_words)
 
@@ -185,8 +200,8 @@ def decoder(format):
 
         return rest
 
-    return Decoder(True, raw_words, 1, format.table, own_place, (1, 2, 4, 8, 16), fetch, multiply, rest,
-                   format.load_book)
+    return Decoder(True, raw_words, 1, format.table, own_place, (1, 2, 4, 8, 16), fetch, multiply, narrow,
+                   rest, format.load_book)
 
 
 # ---- check and time ----------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ import pytest
 import qengine
 from kernels import advance, assembler, attend_decode, attention, checkpoint
 from kernels import compile as compiler
-from kernels import (decode_tile, draft_head, draft_input, draft_list, expert_gemm, gdn_decode, host_experts, kv_cache,
-                     ngram, norm, pool, q8_gemv, quantize, rope, route)
+from kernels import (decode_tile, draft_head, draft_input, draft_list, expert_gemm, expert_gemv, gdn_decode,
+                     host_experts, kv_cache, ngram, norm, pool, q8_gemv, quantize, rope, route)
 from kernels.card import Array
 from kernels.emulated.card import EmulatedCard
 from kernels.formats import FORMATS
@@ -132,6 +132,26 @@ def kernels_of_routing():
     yield route.route_like_kernel, *[i] * 3, *[n] * 6
 
 
+def decode_products_of_experts(format, shared):
+    """The decode products of experts in the shapes of real cards, with and without a shared expert's matrix: of rows
+    that share tiles by two, of whole tiles and of others."""
+    card, decoders = SimpleNamespace(kind="cuda", n_sms=80), [decoder(format), decoder(shared)]
+    w, shared_w = (("int8[1]" if f.bits == 8 else "uint8[1]", "uint16[1]") for f in (format, shared))
+    x, y, experts, n = ("int8[1]", "float32[1]"), "float32[1]", ("uint64[1]", "int32[1]"), "uint32"
+    for k, n_used in (512, 8), (1024, 8), (1056, 10):
+        shapes = [expert_gemv.shape_of(card, d, k, 2048) for d in decoders]
+        yield expert_gemv.gemv_kernel(decoders[0], shapes[0]), y, n, *w, *experts, *x, n, n, n
+        warps = expert_gemv.warps_of(card, 4, n_used, *shapes)
+        shapes = [shape._replace(warps=warps) for shape in shapes]
+        for which, of_shared in ((*decoders, *shapes), shared_w), ((decoders[0], None, shapes[0], None), w):
+            kernel = expert_gemv.down_kernel(which[0], which[2], which[1], which[3], which[1] is None)
+            yield (kernel, y, *w, *experts, y, *x, y, "bool", *[n] * 4, y, *of_shared, *x, n)
+    for k in 2048, 2080:
+        shapes = [expert_gemv.shape_of(card, d, k, in_pairs=True) for d in decoders]
+        for which, of_shared in ((shapes[0], decoders[1], shapes[1]), shared_w), ((shapes[0], None, None), w):
+            yield (expert_gemv.swiglu_kernel(decoders[0], *which), *x, *w, *experts, *x, n, n, n, *x, *of_shared, n)
+
+
 def kernels_of_checks():
     """Those between two checks of several rows."""
     i, u, n = "int32[1]", "uint32[1]", "uint32"
@@ -179,7 +199,9 @@ def kernels(tmp_path_factory):
     attentions = [kernel for format in KV_FORMATS.values() for kernel in attention_of_other_heads(format)]
     keeping = checkpoint.keep_states_kernel, *["float32[1]"] * 2, "int32[1]", *["float32[1]"] * 2, *["int32[1]"] * 3, \
         *["uint32"] * 6
-    others = *products, *attentions, *kernels_of_pooling(), *draft_kernels(), *kernels_of_routing(), \
+    experts = [kernel for name in (*FIRST.values(), "Q8_0")
+               for kernel in decode_products_of_experts(FORMATS[name], Q8_0)]
+    others = *products, *experts, *attentions, *kernels_of_pooling(), *draft_kernels(), *kernels_of_routing(), \
         *kernels_of_experts(), *kernels_of_checks(), *checks_of_the_delta_rule(), keeping, *kernels_beside_the_host()
     return list(dict.fromkeys([*engine_kernels(tmp_path_factory.mktemp("models")), *others]))
 
@@ -206,6 +228,7 @@ def test_no_other_format_spills(name):
     if TARGET not in compiler.supported_ccs():
         pytest.skip("the installed CUDA toolkit cannot compile for sm_70")
     check_spills(products_of_real_cards(FORMATS[name], [1, 2], [4096, 5120]))
+    check_spills(decode_products_of_experts(FORMATS[name], Q8_0))
 
 
 def check_spills(kernels):
@@ -238,7 +261,12 @@ CONSTANTS = {
     "draft_rows_kernel": set(), "draft_input_kernel": set(), "draft_kernel": set(), "listed_kernel": set(),
     "advance_kernel": set(), "ngram_kernel": set(), "script_kernel": set(),
     "hand_over_kernel": set(), "await_kernel": set(),
+    "expert_gemv_kernel": set(), "expert_swiglu_kernel": {"shared_wq", "shared_wd"},
+    "expert_down_kernel": {"places", "experts", "shared_wq", "shared_wd"},
 }
+# Of the latter, `places` do not change during a step. The router writes `experts`, and expert_down comes behind a
+# kernel that waited for the router before it let expert_down begin.
+LET_AFTER_THE_WAIT = {"expert_gemv_kernel", "expert_swiglu_kernel", "expert_down_kernel"}
 # And what those that are `early` may read besides: constants and what earlier steps left. Blocks of `attend` beyond the
 # last unit may end: the others of the launch wait, so that it does not end before.
 EARLY = {"gdn_decode_kernel": {"state", "ring", "accepted", "vectors", "keeps", "row_pos"},
@@ -342,6 +370,13 @@ def test_nothing_is_done_before_the_kernel_before_has_ended(overlapping):
         assert ptx.count(WAIT) == 1 and not too_early(kernel, types, ptx), f"{kernel.__name__}{types}"
 
 
+def test_products_of_experts_let_the_next_begin_when_the_router_has_ended(overlapping):
+    found = [(kernel, ptx) for kernel, _, ptx in overlapping if kernel.__name__ in LET_AFTER_THE_WAIT]
+    assert {kernel.__name__ for kernel, _ in found} == LET_AFTER_THE_WAIT
+    for kernel, ptx in found:
+        assert not any("launch_dependents" in line for line in before_the_wait(ptx)), kernel.__name__
+
+
 @pytest.mark.parametrize("early", ["st.global.u32 [%rd1], %r1;", "@%p1 red.global.add.u32 [%rd1], 1;", "@!%p1 ret;",
                                    "atom.acq_rel.gpu.add.u32 %r0, [%rd1], 1;"])
 def test_what_is_done_too_early_is_found(overlapping, early):
@@ -359,7 +394,8 @@ def test_what_is_read_too_early_is_found(overlapping):
             "find_best": "logits", "weigh": "best", "choose": "progress", "accept_kernel": "tokens",
             "draft_rows_kernel": "outcomes", "draft_input_kernel": "x", "draft_kernel": "logits",
             "listed_kernel": "listed", "advance_kernel": "outcomes", "ngram_kernel": "outcomes",
-            "script_kernel": "outcomes", "hand_over_kernel": "experts", "await_kernel": "state"}
+            "script_kernel": "outcomes", "hand_over_kernel": "experts", "await_kernel": "state",
+            "expert_gemv_kernel": "experts", "expert_swiglu_kernel": "experts", "expert_down_kernel": "weights"}
     for kernel, types, ptx in overlapping:
         assert read[kernel.__name__] in too_early(kernel, types, ptx.replace(WAIT, ""))
 
@@ -387,6 +423,8 @@ def read_too_early(launches, let_begin=()):
         written += [memory[of] for of in WRITTEN.get(name, ())]
         if "let_next_begin" not in kernel.py_func.__code__.co_names and name not in let_begin:
             written.clear()
+        if name in LET_AFTER_THE_WAIT:
+            written.clear()     # what it writes itself, no kernel reads before it waits
     return n_early, wrong
 
 
