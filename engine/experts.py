@@ -19,7 +19,7 @@ import numpy as np
 
 from engine.expert_store import StoredLayer, expert_bytes
 from engine.plan import LARGEST_CHUNK, Grouped, Work
-from engine.scratch import Activation, Scratch, ScratchArray
+from engine.scratch import Activation, ScratchArray
 from engine.weights import Stack, Tensors, decoder_of
 from kernels import expert_gemm, expert_gemv, norm, route, swiglu
 from kernels.card import Array, Card
@@ -123,7 +123,7 @@ class ExpertsMLP:
         u, choice = self.choose(model, run, chosen, in_one=self.shared_is_quantized)
         if self.stored:
             self.stored.hand_over(u.quantized, choice, n)
-        in_gate_up, in_down = self.shared_in_launches(s)
+        in_gate_up, in_down = self.shared_in_launches(model)
         if len(self.gate_up) == 1:
             (_, experts), = self.gate_up
             expert_gemv.expert_swiglu(card, decoder_of(experts.home), pairs.quantized, experts, u.quantized, choice, n,
@@ -170,13 +170,13 @@ class ExpertsMLP:
     def shared_is_quantized(self) -> bool:
         return self.shared_down.is_quantized and all(matrix.is_quantized for _, matrix in self.shared_gate_up.parts)
 
-    def shared_in_launches(self, s: Scratch):
+    def shared_in_launches(self, model):
         """The shared expert as the launches of the others take it, for gate and up and for down; (None, None) if they
-        cannot."""
+        cannot, or if a user has products of his own."""
         (_, matrix), *others = self.shared_gate_up.parts
-        if others or len(self.gate_up) > 1 or not self.shared_is_quantized:
+        if others or len(self.gate_up) > 1 or not self.shared_is_quantized or model.gemv:
             return None, None
-        return [expert_gemv.SharedExpert(decoder_of(each), each, s.inner.quantized)
+        return [expert_gemv.SharedExpert(decoder_of(each), each, model.scratch.inner.quantized)
                 for each in (matrix, self.shared_down)]
 
 

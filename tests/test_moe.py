@@ -14,6 +14,7 @@ from cli import bench as engine_bench
 from cli.bench import Bench
 from engine.details import parameters
 from engine.plan import Demand, LayerCosts, StageCosts
+from kernels import q8_gemv
 from kernels.emulated.card import EmulatedCard
 from kernels.norm import rms_norm_reference
 from kernels.quantize import quantize_reference
@@ -21,7 +22,7 @@ from kernels.route import route_reference
 from kernels.swiglu import swiglu_reference
 from tests import test_across_cards, test_micro_batches
 from tests.costs import SPEED
-from tests.models import EXPERTS, USED, expert_tensors, write_as_float32, write_experts
+from tests.models import EXPERTS, SHARED_DIM, USED, expert_tensors, write_as_float32, write_experts
 from tests.oracle import oracle_json, oracle_npz, oracle_path
 from tests.test_model import decode_logits, distance
 
@@ -271,6 +272,22 @@ def test_micro_batches_change_no_bit(card, small):
             found.append(test_micro_batches.said(engine))
     np.testing.assert_array_equal(found[0][0], found[1][0])
     assert found[0][1:] == found[1][1:]
+
+
+def test_products_of_a_reader_serve_the_shared_expert(card, small):
+    """Also in decode steps, where it is otherwise a part of the experts' launches; the bits are the same."""
+    shapes = set()
+
+    def gemv(card, y, stride, w, *arguments):
+        shapes.add((w.n, w.k))
+        q8_gemv.gemv_q8_q8(card, y, stride, w, *arguments)
+
+    with contextlib.closing(qengine.load(str(small), card=card, ctx=128, progress=False)) as engine:
+        before = engine.generate([7, 8, 9], max_tokens=20, ignore_eos=True)
+        engine.use(gemv=gemv)
+        shapes.clear()
+        assert engine.generate([7, 8, 9], max_tokens=20, ignore_eos=True) == before
+    assert {(2 * SHARED_DIM, 256), (256, SHARED_DIM)} <= shapes
 
 
 # ---- files -------------------------------------------------------------------------------------------------

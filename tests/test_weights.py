@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 import qengine
+from kernels import embedding
 from kernels.formats import FORMATS, random_raw, split
-from tests.models import write_as_float32
+from tests.models import EXPERTS, write_as_float32, write_experts
 from tests.oracle import DATA
 
 FILE = DATA / "tiny-Q8_0.gguf"
@@ -42,6 +43,43 @@ def test_values_of_a_file(card):
         matrix, arrays = loaded(card, qengine.FileWeights(gguf), name)
         codes, scales = split(FORMATS["Q8_0"], gguf.data(name))
         assert arrays == [codes.tobytes(), scales.tobytes()] and (matrix.n, matrix.k) == gguf.tensors[name].shape
+
+
+@pytest.mark.parametrize("piece", [100_000, None])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "F16"])
+def test_experts_have_their_rows_of_each_tensor(card, kind, piece, tmp_path, monkeypatch):
+    """However the bytes of the file are cut into pieces: 100,000 bytes end within an expert and within a row."""
+    if piece:
+        monkeypatch.setattr("engine.weights.PIECE", piece)
+    names = [f"blk.1.ffn_{name}_exps.weight" for name in ("gate", "up")]
+    write_experts(tmp_path / "m.gguf", {"ffn_gate_exps": kind, "ffn_up_exps": kind})
+    gguf = qengine.GGUF(tmp_path / "m.gguf")
+    with qengine.FileWeights(gguf).loading(card) as loader:
+        experts = loader.experts(*names)
+    n, places = gguf.tensors[names[0]].shape[1], card.download(experts.places)
+    assert (experts.n, experts.k, experts.format, len(places)) == (2 * n, 256, kind, EXPERTS)
+    for i in range(EXPERTS):
+        assert places[i].tolist() == list(experts.addresses(i))
+        for name, first in zip(names, (0, n)):
+            part = experts.slot(i).rows(first, first + n)
+            if experts.is_quantized:
+                values = card.alloc((n, 256), np.float32)
+                embedding.embed(card, kind, values, card.upload(np.arange(n, dtype=np.int32)), part.values, part.scales,
+                                n, 256)
+                np.testing.assert_array_equal(card.download(values), gguf.floats(name)[i])
+            else:
+                np.testing.assert_array_equal(card.download(part.values), gguf.floats(name)[i])
+
+
+def test_random_experts_differ_and_depend_on_their_tensor_alone(card):
+    weights = qengine.SyntheticWeights(qengine.tensor_shapes(qengine.Config.synthetic("tiny-moe")))
+    with weights.loading(card) as loader:
+        gate, up, both = (loader.experts(*(f"blk.0.ffn_{name}_exps.weight" for name in names))
+                          for names in (["gate"], ["up"], ["gate", "up"]))
+    found = [[card.download(each.slot(i).values) for i in range(8)] for each in (gate, up, both)]
+    assert len({values.tobytes() for each in found for values in each}) == 24
+    for i in range(8):
+        np.testing.assert_array_equal(found[2][i], np.concatenate([found[0][i], found[1][i]]))
 
 
 def test_the_first_damaged_tensor_is_named(card, tmp_path):
