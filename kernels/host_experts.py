@@ -424,9 +424,19 @@ def measure_host(host, layers, n_used, *, rounds=3):
 
 # ---- check and time ----------------------------------------------------------------------------------------
 
-# formats of gate and up (one for both, or two), format of down, experts, used, rows, k, F
-CASES = [(("Q8_0",), "Q8_0", 8, 2, 1, 64, 32), (("Q8_0",), "Q8_0", 5, 3, 7, 320, 96),
-         (("Q4_K",), "Q6_K", 8, 8, 2, 512, 256), (("Q4_0", "Q5_0"), "Q8_0", 4, 1, 33, 96, 64)]
+class Sizes(NamedTuple):
+    """Of a trial."""
+
+    n_experts: int
+    n_used: int
+    rows: int
+    k: int
+    width: int              # F of an expert
+
+
+# formats of gate and up (one for both, or two), format of down
+CASES = [(("Q8_0",), "Q8_0", Sizes(8, 2, 1, 64, 32)), (("Q8_0",), "Q8_0", Sizes(5, 3, 7, 320, 96)),
+         (("Q4_K",), "Q6_K", Sizes(8, 8, 2, 512, 256)), (("Q4_0", "Q5_0"), "Q8_0", Sizes(4, 1, 33, 96, 64))]
 SHARES = 0.0, 0.3, 1.0                                  # of the experts that are missing
 
 
@@ -443,8 +453,9 @@ def matrix_of(put, format, n, k, arrays):
 class Trial:
     """A layer of random experts on a card and, once more, in host memory, with a step that a recording holds."""
 
-    def __init__(self, card, host, gate_up, down, n_experts, n_used, rows, k, width, **options):
-        self.card, self.rows, self.k, self.width = card, rows, k, width
+    def __init__(self, card, host, gate_up, down, sizes, **options):
+        n_experts, n_used, rows, k, width = sizes
+        self.card, self.rows, self.k = card, rows, k
         wide, pairs = 2 * width // len(gate_up), rows * n_used
         shapes = [*((format, wide, k) for format in gate_up), (down, k, width)]
         made = [(*shape, random_experts(shape[0], n_experts, *shape[1:], seed)) for seed, shape in enumerate(shapes)]
@@ -496,11 +507,11 @@ class Trial:
         return self.run(np.zeros_like(self.missing))
 
 
-def check(card, gate_up, down, n_experts, n_used, rows, k, width):
+def check(card, gate_up, down, sizes):
     """Replays one recorded step with changing choices, rows and missing experts: the bits are those with all experts on
     the card. Only what is wanted is computed, and nothing is asked without need."""
-    rng, asked = np.random.default_rng(k), Counts(0, 0, 0)
-    trial = Trial(card, EmulatedCard(99), gate_up, down, n_experts, n_used, rows, k, width)
+    rng, asked = np.random.default_rng(sizes), Counts(0, 0, 0)
+    trial = Trial(card, EmulatedCard(99), gate_up, down, sizes)
     with trial.experts as experts:
         for share in SHARES * 3:
             missing = trial.draw(rng, share)
@@ -518,9 +529,9 @@ def check(card, gate_up, down, n_experts, n_used, rows, k, width):
 def cases(card):
     """The checks, then a step of one row and one layer of a 35B-A3B, without and with a missing expert."""
     for case in CASES:
-        yield Case("{}, {}, {} experts, {} used, {} x {} x {}".format("+".join(case[0]), *case[1:]),
+        yield Case("{}, {}, {} experts, {} used, {} x {} x {}".format("+".join(case[0]), case[1], *case[2]),
                    partial(check, card, *case))
-    trial = Trial(card, EmulatedCard(99), ("Q8_0",), "Q8_0", 16, 8, 1, 2048, 512)
+    trial = Trial(card, EmulatedCard(99), ("Q8_0",), "Q8_0", Sizes(16, 8, 1, 2048, 512))
     for share in 0.0, 0.2:
         missing = trial.draw(np.random.default_rng(6), share)
         trial.run()

@@ -7,10 +7,8 @@ import gguf
 import numpy as np
 
 import qengine
-from kernels import formats
 from kernels.formats import FLOATS, FORMATS
-from kernels.formats.codes import in_order, in_planes
-from tests import code_books
+from models.quantize import quantize, rewrite
 from tests.oracle import DATA
 
 TINY = str(DATA / "tiny-Q8_0.gguf")
@@ -20,30 +18,6 @@ SLOTS, CONTEXT, CHUNK = 3, 1024, 64
 def load_tiny(card, **options):
     """An engine with the small model of random weights that the tests have."""
     return qengine.load(TINY, card=card, progress=False, **{"ctx": CONTEXT, "slots": SLOTS, "chunk": CHUNK} | options)
-
-
-def rewrite(source, path, convert, keys=None):
-    """Writes the GGUF file `source` to `path` with other tensors: convert(tensor, values) takes a TensorInfo and its
-    values as float32, and returns an array to store, or (bytes, GGMLQuantizationType) for a type NumPy lacks, or None
-    for none. keys: metadata that is changed, added, or left out where the value is None."""
-    source, reader, keys = qengine.GGUF(source), gguf.GGUFReader(str(source)), dict(keys or {})
-    writer = gguf.GGUFWriter(str(path), source.get("general.architecture", str))
-    for key, field in reader.fields.items():
-        if not key.startswith("GGUF.") and key != "general.architecture":
-            sub_type = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-            if (value := keys.pop(key, field.contents())) is not None:
-                writer.add_key_value(key, value, field.types[0], sub_type)
-    for key, value in keys.items():
-        if value is not None:
-            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
-    for name, tensor in source.tensors.items():
-        if (stored := convert(tensor, source.floats(name))) is not None:
-            array, kind = stored if isinstance(stored, tuple) else (stored, None)
-            writer.add_tensor(name, array, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def as_stored(source):
@@ -130,9 +104,6 @@ def results(path, card):
 
 
 # ---- stored, simply ------------------------------------------------------------------------------------
-# The gguf package quantises to some types only. For the others with a code for each weight, one scale spans each block
-# of the file, which is not the best one.
-
 
 def stored(kind, values):
     """float32 [n, k] as `rewrite` takes it in a type of kernels/formats: (uint8 [n, bytes of a row], its number)."""
@@ -144,52 +115,9 @@ def stored(kind, values):
     return values.astype(FLOATS[kind].dtype).view(np.uint8), number
 
 
-def quantize(kind, values):
-    """float32 [n, k] as a GGUF file stores it in one of FORMATS: uint8 [n, bytes of a row]."""
-    format = FORMATS[kind]
-    try:
-        return gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
-    except NotImplementedError:
-        return _spanned(format, values).reshape(len(values), -1) if has_codes(format) else \
-            code_books.quantize(format, values)
-
-
 def has_codes(format):
     """Whether each weight has a code of its own."""
     return len(format.values) == 2**format.bits
-
-
-def _spanned(format, values):
-    """All bits of integer scales are set; d, and dmin, reach from the least to the largest weight of a block."""
-    blocks, q = values.reshape(-1, format.file_block), format.values.astype(np.float32)
-    raw = np.full((len(blocks), format.file_bytes), 255, np.uint8)
-    largest, least = blocks.max(axis=1, keepdims=True), blocks.min(axis=1, keepdims=True)
-    format.scales.put(raw, 1.0)
-    _, (unit, *_), minimum = (np.broadcast_to(part, (len(blocks) * format.per_unit, 32))[0]
-                              for part in formats.factors(format, raw, np.float32))
-    if format.minima:
-        least = np.minimum(least, 0)
-        scales = np.concatenate([(largest - least) / q.max() / unit, -least / minimum[0]], axis=1)
-    else:
-        scales = np.maximum(np.maximum(largest / q.max(), least / q.min()), 1e-7) / unit
-    format.scales.put(raw, scales)
-    _, scale, minimum = (np.broadcast_to(part, (len(blocks) * format.per_unit, 32))[:, :, None]
-                         for part in formats.factors(format, raw, np.float32))
-    codes = abs(values.reshape(-1, 32, 1) - (q * scale - minimum)).argmin(axis=2).astype(np.uint8)
-    return _with_planes(format, raw, in_order(codes) if format.in_order else in_planes(codes, format.bits))
-
-
-def _with_planes(format, raw, planes):
-    """Blocks of a file that have these bytes in their planes. `split` tells of each bit of a block in which bit of the
-    planes it is found."""
-    one_bit_each = np.packbits(np.eye(8 * format.file_bytes, dtype=np.uint8), axis=1, bitorder="little")
-    of_zeros, _ = formats.split(format, np.zeros(format.file_bytes, np.uint8))
-    changed, _ = formats.split(format, one_bit_each)
-    changed = (changed.reshape(len(one_bit_each), -1) ^ of_zeros.reshape(-1))
-    at, of_planes = np.nonzero(np.unpackbits(changed, axis=1))
-    bits = np.unpackbits(raw, axis=1, bitorder="little")
-    bits[:, at] = np.unpackbits(planes.reshape(len(raw), -1) ^ of_zeros.reshape(-1), axis=1)[:, of_planes]
-    return np.packbits(bits, axis=1, bitorder="little")
 
 
 def as_types(*kinds):

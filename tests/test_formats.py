@@ -4,10 +4,12 @@ import gguf
 import numpy as np
 import pytest
 
+import qengine
+from engine.gguf import TensorInfo
 from kernels import formats
-from kernels.formats import checks, codes
-from kernels.formats import FLOATS, FORMATS
-from tests.models import has_codes, quantize
+from kernels.formats import FLOATS, FORMATS, checks, codes
+from models import quantize
+from tests.oracle import DATA
 
 
 @pytest.fixture(params=FORMATS)
@@ -74,19 +76,61 @@ def test_every_code_has_its_place(bits):
     assert (used == 255).all()
 
 
-def test_the_quantisers_of_the_tests(format):
-    """Every weight within a step and a half of its block, as the gguf package reads it. Tables have wider steps, and
-    ternary weights only the sign of a large one."""
-    values = np.random.default_rng(2).standard_normal((5, 512)).astype(np.float32)
-    raw = quantize(format.name, values)
-    got = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[format.name]).reshape(-1, 32)
-    if not has_codes(format):   # groups of weights share a code
-        error = np.linalg.norm(got - values.reshape(-1, 32)) / np.linalg.norm(values)
-        assert error <= {3: 0.2, 2: 0.35, 1: 0.5}[format.bits]
-        return
-    if format.random.codes == "ternary":
-        assert (got * values.reshape(-1, 32) >= 0).all() and got.reshape(-1, 256).any(axis=1).all()
-        return
-    q = np.sort(format.values.astype(int))
-    step = np.ptp(values.reshape(-1, 32), axis=1, keepdims=True) * np.diff(q).max() / np.ptp(q)
-    assert (abs(got - values.reshape(-1, 32)) <= 1.5 * step).all()
+@pytest.mark.parametrize("name", quantize.SCHEMES)
+def test_what_lies_on_a_card_leads_back_to_the_file(name):
+    format = FORMATS[name]
+    raw = formats.random_raw(np.random.default_rng(3), format, 5, 2 * format.file_block)
+    if name == "NVFP4":
+        raw[:, :4] &= 127       # bit 7 means nothing
+    found = quantize.on_card(format, raw)
+    planes = sum(format.planes) * format.per_unit
+    np.testing.assert_array_equal(quantize.in_file(format, found[:, :planes], found[:, planes:]), raw)
+
+
+# |w' - w| / |w| at most, for normal weights: about what a scale and codes of this width can do.
+AT_MOST = {"Q8_0": 0.006, "Q6_K": 0.02, "Q5_K": 0.04, "Q5_1": 0.04, "Q5_0": 0.05, "Q4_K": 0.08, "Q4_1": 0.085,
+           "IQ4_NL": 0.085, "IQ4_XS": 0.085, "NVFP4": 0.1, "Q4_0": 0.1, "MXFP4": 0.13, "IQ3_S": 0.15, "Q3_K": 0.16,
+           "IQ3_XXS": 0.2, "IQ2_S": 0.27, "Q2_K": 0.3, "IQ2_XS": 0.32, "IQ2_XXS": 0.36, "IQ1_M": 0.45, "IQ1_S": 0.5,
+           "TQ1_0": 0.5, "TQ2_0": 0.5}
+
+
+def test_quantises_nearly_as_well_as_the_format_can(format):
+    """As the gguf package reads it; in blocks of every size, some of zeros, some of one sign."""
+    values = np.random.default_rng(2).standard_normal((6, 1024)).astype(np.float32)
+    values *= np.repeat(np.float32([1, 0.1, 0.01, 1]), 256)
+    values[4], values[5] = 0, abs(values[5])
+    raw = quantize.quantize(format.name, values)
+    assert raw.shape == (6, 1024 // format.file_block * format.file_bytes)
+    got = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[format.name])
+    assert not got[4].any() and np.isfinite(got).all()
+    for part in slice(0, 256), slice(256, 512):
+        assert np.linalg.norm((got - values)[:4, part]) <= AT_MOST[format.name] * np.linalg.norm(values[:4, part])
+
+
+def test_exports_a_model(tmp_path, capsys):
+    """Matrices change their type where their rows are whole blocks; all else stays as it is."""
+    source, path = DATA / "tiny-Q8_0.gguf", tmp_path / "small.gguf"
+    quantize.main(["IQ4_XS", str(path), str(source)])
+    assert capsys.readouterr().out == f"{path}: {path.stat().st_size / 1e6:.2f} MB\n"
+    ours, theirs = qengine.GGUF(path), qengine.GGUF(source)
+    qengine.check_model(qengine.Config.from_gguf(ours), ours)
+    for name, tensor in theirs.tensors.items():
+        if tensor.type == "Q8_0" and tensor.shape[1] % 256 == 0:
+            assert ours.tensors[name].type == "IQ4_XS"
+            w = theirs.floats(name)
+            assert np.linalg.norm(ours.floats(name) - w) < 0.12 * np.linalg.norm(w)
+        else:
+            assert ours.tensors[name].type == tensor.type
+            assert bytes(ours.data(name)) == bytes(theirs.data(name))
+    changed = {key for key in theirs.metadata if not np.array_equal(ours.metadata.get(key), theirs.metadata[key])}
+    assert changed <= {"general.file_type"} and ours.metadata.keys() <= theirs.metadata.keys() | {"general.file_type"}
+    with pytest.raises(SystemExit):
+        quantize.main(["Q4_K", str(path), str(path)])
+    assert "over itself" in capsys.readouterr().err
+
+
+def test_a_matrix_for_each_expert_is_exported_and_a_router_is_not():
+    shape = (4, 96, 256)
+    tensors = [TensorInfo(f"blk.0.{name}.weight", shape, "Q8_0", 0, 0) for name in ("ffn_up_exps", "ffn_gate_inp")]
+    assert [quantize.is_convertible(tensor, "Q4_K") for tensor in tensors] == [True, False]
+    assert not quantize.is_convertible(TensorInfo("output_norm.weight", (256,), "F32", 0, 0), "Q8_0")

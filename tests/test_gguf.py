@@ -16,8 +16,10 @@ import qengine
 from engine.gguf import SUPPORTED_TYPES
 from engine.template import ChatTemplate
 from engine.tokenizer import load_tokenizer
-from kernels.formats import FLOATS, FORMATS, GGML_TYPES
-from tests.models import has_codes, quantize
+from engine.weights import FileWeights
+from kernels.formats import FLOATS, FORMATS, GGML_TYPES, factors, pack, random_raw, split
+from models.quantize import quantize
+from tests.models import has_codes
 from tests.oracle import DATA, oracle_files, oracle_path
 
 TINY = DATA / "tiny-Q8_0.gguf"
@@ -412,3 +414,111 @@ def test_mutated_headers_end_in_one_kind_of_error(tmp_path):
     assert refused > 1000
     assert slowest < 2
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 200_000  # kB
+
+
+# ---- damaged matrices of every format ------------------------------------------------------------------
+
+
+def matrix_file(kind, rng=None, raw=None):
+    """A file with a matrix "w" of 3 rows of 2 blocks; (its bytes, where those of the matrix begin)."""
+    format = FORMATS[kind]
+    raw = random_raw(rng, format, 3, 2 * format.file_block) if raw is None else raw
+    header = file(tensors=[tensor("w", [2 * format.file_block, 3], format.number)])
+    return bytearray(header + raw.tobytes()), len(header)
+
+
+def read_or_refused(path, content):
+    """Whether a file is read; if so, all matrices that it has by now have the values that the gguf package gives them.
+    Otherwise one sentence says what is wrong."""
+    path.write_bytes(content)
+    try:
+        model = qengine.GGUF(path)
+        found = {name: model.floats(name) for name in model.tensors}
+    except qengine.ModelError as error:
+        assert str(error).startswith(str(path)) and "\n" not in str(error), str(error)
+        return False
+    for name, values in found.items():
+        info = model.tensors[name]
+        bytes_of_rows = np.ascontiguousarray(model.data(name).reshape(-1)).view(np.uint8)
+        want = reference.quants.dequantize(bytes_of_rows, reference.GGMLQuantizationType[info.type])
+        np.testing.assert_array_equal(values.reshape(-1), want.reshape(-1))
+    return True
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_mutated_headers_of_every_format(tmp_path, kind):
+    """300 files: damaged anywhere in the header, some cut short as well."""
+    rng, outcomes = random.Random(kind), []
+    content, data_start = matrix_file(kind, np.random.default_rng(1))
+    for _ in range(300):
+        damaged = bytearray(content)
+        damage(damaged, [range(data_start)], rng)
+        if rng.random() < 0.2:
+            del damaged[rng.randrange(len(damaged)):]
+        outcomes.append(read_or_refused(tmp_path / "m.gguf", damaged))
+    assert read_or_refused(tmp_path / "m.gguf", content)
+    assert outcomes.count(False) > 100 and outcomes.count(True) > 5
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_matrix_that_claims_to_be_of_another_type_or_shape(tmp_path, kind):
+    """Every type number with the bytes of this format, and shapes that are too large or no whole blocks."""
+    content, data_start = matrix_file(kind, np.random.default_rng(1))
+    format, dims_at = FORMATS[kind], content.index(b"w") + 1 + 4
+    for number in range(2 + max(GGML_TYPES)):
+        content[dims_at + 16:dims_at + 20] = u32(number)
+        is_read = read_or_refused(tmp_path / "m.gguf", content)
+        name, block, nbytes = GGML_TYPES.get(number, ("", 1, 0))
+        size = 6 * format.file_block // block * nbytes
+        fits = 2 * format.file_block % block == 0 and size <= len(content) - data_start
+        assert not is_read or fits and name in SUPPORTED_TYPES
+        assert is_read or number != format.number
+    content[dims_at + 16:dims_at + 20] = u32(format.number)
+    for k, n in ((2, 4), (3, 3), (2, 2**61), (2**60, 2**60), (2, 0), (0, 3)):
+        content[dims_at:dims_at + 16] = u64(k * format.file_block % 2**64) + u64(n)
+        assert not read_or_refused(tmp_path / "m.gguf", content)
+    content[dims_at:dims_at + 16] = u64(2 * format.file_block - 1) + u64(3)
+    assert not read_or_refused(tmp_path / "m.gguf", content)
+
+
+def loaded(path, card):
+    """The matrix "w" on a card."""
+    with FileWeights(qengine.GGUF(path)).loading(card) as loader:
+        return loader.matrix("w")
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_scales_that_are_no_numbers(tmp_path, card, kind):
+    """In the first, a middle or the last block: refused on the host and on the card."""
+    content, data_start = matrix_file(kind, np.random.default_rng(1))
+    path, size = tmp_path / "m.gguf", FORMATS[kind].file_bytes
+    for turn, (place, value) in enumerate(FORMATS[kind].scales.bad()):
+        damaged, at = bytearray(content), data_start + (0, 2, 5)[turn % 3] * size + place
+        damaged[at:at + len(value)] = value.tobytes()
+        path.write_bytes(damaged)
+        with pytest.raises(qengine.ModelError, match="tensor 'w' holds a block scale that is not a finite number"):
+            loaded(path, card)
+        with pytest.raises(qengine.ModelError, match="tensor 'w' holds a value that is not a finite number"):
+            qengine.GGUF(path).floats("w")
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_random_bytes_for_a_matrix(tmp_path, card, kind):
+    """They are refused, or lie on the card as the reference says, with finite scales."""
+    rng, format, path = np.random.default_rng(6), FORMATS[kind], tmp_path / "m.gguf"
+    for _ in range(8):
+        raw = rng.integers(0, 256, (6, format.file_bytes), np.uint8)
+        path.write_bytes(matrix_file(kind, raw=raw)[0])
+        with np.errstate(invalid="ignore"):
+            _, scale, minimum = factors(format, raw, np.float32)
+        try:
+            matrix = loaded(path, card)
+        except qengine.ModelError:
+            assert not (np.isfinite(scale).all() and np.isfinite(minimum).all())
+            continue
+        assert np.isfinite(scale).all() and np.isfinite(minimum).all()
+        planes, wd = split(format, raw)
+        used = 2 * format.file_block * format.bits // 8
+        got = card.download(matrix.values).view(np.uint8)[:, :used]
+        np.testing.assert_array_equal(got, pack(format, planes, 3)[:, :used])
+        np.testing.assert_array_equal(card.download(matrix.scales).view(np.uint16).reshape(-1), wd)

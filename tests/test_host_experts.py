@@ -12,13 +12,13 @@ from numba import cuda, uint32
 from kernels import host_experts
 from kernels.emulated import native, serving
 from kernels.emulated.card import EmulatedCard
-from kernels.host_experts import (CASES, DEADLINE, ExpertsMissing, HostExperts, HostLayer, Trial, check, cost_of_a_miss,
-                                  measure_host)
+from kernels.host_experts import (CASES, DEADLINE, ExpertsMissing, HostExperts, HostLayer, Sizes, Trial, check,
+                                  cost_of_a_miss, measure_host)
 from kernels.intrinsics import poll
 from kernels.operands import Experts, Matrix
 from tests.kinds import BY_KIND
 
-SMALL = ("Q8_0",), "Q8_0", 6, 2, 3, 64, 32
+SMALL = ("Q8_0",), "Q8_0", Sizes(6, 2, 3, 64, 32)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -28,7 +28,7 @@ def test_results_have_the_bits_of_the_card(card, case):
 
 @pytest.mark.parametrize("name", BY_KIND)
 def test_every_format(card, name):
-    check(card, (name,), name, 3, 2, 2, 256, 256)
+    check(card, (name,), name, Sizes(3, 2, 2, 256, 256))
 
 
 @pytest.mark.parametrize("settings", [{"checked": True}, {"late": True}, {"threads": 1}], ids=str)
@@ -198,11 +198,11 @@ def test_a_step_that_the_host_does_not_know(card):
 
 def test_more_rows_than_a_step_may_have(card):
     with pytest.raises(ValueError, match="up to 1024 rows, not 1025"):
-        Trial(card, EmulatedCard(1), ("Q8_0",), "Q8_0", 2, 1, 1025, 64, 32)
+        Trial(card, EmulatedCard(1), ("Q8_0",), "Q8_0", Sizes(2, 1, 1025, 64, 32))
 
 
 def test_the_most_rows_of_a_step(card):
-    check(card, ("Q8_0",), "Q8_0", 3, 2, 1024, 32, 32)
+    check(card, ("Q8_0",), "Q8_0", Sizes(3, 2, 1024, 32, 32))
 
 
 def test_experts_of_floats(card):

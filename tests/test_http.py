@@ -3,6 +3,7 @@ leave, and a server that drains."""
 
 import contextlib
 import errno
+import fcntl
 import http.client
 import json
 import logging
@@ -10,6 +11,8 @@ import random
 import resource
 import select
 import socket
+import struct
+import termios
 import threading
 import time
 
@@ -155,13 +158,35 @@ def test_running_requests_are_never_closed_for_others(monkeypatch):
     assert texts == [ANSWER] * 8
 
 
+class LongModelList(PacedEngine):
+    """Its list of models takes a while, and is as long as what one connection can hold of an answer."""
+
+    @property
+    def name(self):
+        time.sleep(0.2)
+        return "long" * 1_000_000
+
+
+def n_arrived(client) -> int:
+    """Bytes that a client could read at once."""
+    return struct.unpack("i", fcntl.ioctl(client, termios.FIONREAD, b"1234"))[0]
+
+
+def stand_still(clients, seconds) -> bool:
+    """Whether nothing arrives at any of the clients for so long."""
+    before = list(map(n_arrived, clients))
+    time.sleep(seconds)
+    return before == list(map(n_arrived, clients))
+
+
 def test_answers_that_nobody_reads_keep_nobody_out(monkeypatch):
+    """A client that comes while the answers are still made or on their way would have to give way to them."""
     monkeypatch.setattr(http_api, "CONNECTIONS", 12)
-    engine = PacedEngine()
-    engine.name = "long" * 1_000_000        # as long as what one connection can hold of an answer
-    with serving(app_of(engine)) as (port, service), crowd(port, 12, b"GET /v1/models HTTP/1.1\r\n\r\n"):
-        wait_until(lambda: not service.log.running)
-        time.sleep(2 * connection_api.MOMENT)      # then it is certain that nobody reads
+    with serving(app_of(LongModelList())) as (port, service), \
+            crowd(port, 12, b"GET /v1/models HTTP/1.1\r\n\r\n") as clients:
+        wait_until(lambda: len(select.select(clients, [], [], 0)[0]) == len(clients) and not service.log.running)
+        wait_until(lambda: stand_still(clients, 2 * connection_api.MOMENT))     # then it is certain that nobody reads
+        assert sum(map(n_arrived, clients)) > 1_000_000
         assert send(port, "GET", "/openapi.json")[0] == 200
 
 

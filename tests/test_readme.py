@@ -16,6 +16,7 @@ from api.http import serving
 from api.service import create_app
 from cli.main import main
 from cli.options import build_parser
+from kernels.formats import FORMATS
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -77,6 +78,36 @@ def test_the_suite_on_a_real_card_is_that_of_the_results():
     results = (ROOT / "benchmarks" / "results.md").read_text()
     found = re.search(r"([\d,]+) passed, none failed, and (\d+)\s+were\s+skipped", README)
     assert f"{found[1]} passed, {found[2]} skipped" in results
+
+
+def table_rows(text):
+    """The rows of Markdown tables: lists of cells."""
+    lines = [line.strip("|") for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.split("|")] for line in lines]
+
+
+def section_of(text, title):
+    """The text under the heading that begins with these words, up to the next heading."""
+    return re.split(r"^#+ ", text.split(f"# {title}", 1)[1], maxsplit=1, flags=re.M)[0]
+
+
+def test_the_table_of_formats_is_that_of_the_results():
+    """A row for each format: bits, error and KL from one section of benchmarks/results.md, the time from two others."""
+    results = (ROOT / "benchmarks" / "results.md").read_text()
+    accuracy, _, _ = section_of(results, "What a format costs").partition("**Loading**")
+    errors = {cells[0]: cells[1:4] for cells in table_rows(accuracy)}
+    times = {}
+    for title, column in ("Formats of few bits, of 4-bit floats", 2), ("quant_gemv", 3):
+        for cells in table_rows(section_of(results, title)):
+            if cells[0] in FORMATS and len(cells) > 5:
+                times.setdefault(cells[0], cells[column].split()[0])
+    found = table_rows(README.partition("<!-- formats -->")[2].partition("\n\n")[0])
+    by_name = {cells[0]: cells[1:] for cells in found if cells[0] in FORMATS}
+    assert by_name.keys() == FORMATS.keys() and len(times) > 12
+    for name, format in FORMATS.items():
+        bits = f"{8 * format.file_bytes / format.file_block:.2f}"
+        assert by_name[name] == [*errors[name], times.get(name, "–")]
+        assert by_name[name][0] == bits
 
 
 def test_files_named_in_text_exist():

@@ -11,8 +11,9 @@ From PTX to machine code, in this order:
     native.py     LLVM IR -> machine code, kept on disk; launches on CPU threads
     runtime.ll    LLVM IR of these threads: they take blocks, and run a block's warps between barriers
 
-Around it: card.py (the Card), cards.py (figures of real cards), watching.py with counting.py and checking.py
-(translations that report each access), estimate.py (what a launch would cost on a real card).
+Around it: card.py (the Card), serving.py (programs that another card asks for), cards.py (figures of real cards),
+watching.py with counting.py and checking.py (translations that report each access), estimate.py (what a launch would
+cost on a real card).
 
 Which file translates which PTX instruction. Each file's class extends the class of the file before it, and the
 method for `add` is `op_add`. Instructions of integers and of floats that share a name are found in integers.py,
@@ -24,7 +25,7 @@ which takes what floats need from floats.py. tests/emulated/test_opcode_table.py
     bits.py         and or xor not cnot shl shr shf popc clz brev bfind bfe bfi prmt lop3
     conversions.py  setp set selp slct cvt
     dots.py         dp4a dp2a
-    special.py      (reads of special registers: %tid, %ctaid, %laneid, %clock ...)
+    special.py      (reads of special registers: %tid, %ctaid, %laneid, %clock, %globaltimer ...)
     memory.py       ld st atom red shfl vote match activemask membar fence nanosleep prefetch bar.warp
     printing.py     vprintf
     translate.py    bra ret exit trap bar barrier barrier_result (bar.red becomes bar and barrier_result)

@@ -119,7 +119,7 @@ def _loaded(data, target):
 # ---- the disk cache ----------------------------------------------------------------------------------------
 
 # Files of this package that do not take part in the usual translation.
-_WRITE_NO_CODE = ("card.py", "cards.py", "estimate.py", "watching.py", "counting.py", "checking.py")
+_WRITE_NO_CODE = ("card.py", "cards.py", "serving.py", "estimate.py", "watching.py", "counting.py", "checking.py")
 
 
 @functools.cache

@@ -61,7 +61,9 @@ FORMATS = {format.name: format for format in (
 )}
 
 # The other types of GGML, number -> (name, weights per block, bytes per block). The engine does not run them, but it
-# refuses a file that has one by the type's name. A type that becomes a Format leaves this list.
+# refuses a file that has one by the type's name. A type that becomes a Format leaves this list. Of these only Q1_0 is
+# what published files have: those of Bonsai, which was trained with weights of d and -d
+# (github.com/ggml-org/llama.cpp/pull/21273).
 OTHER_TYPES = {
     9: ("Q8_1", 32, 40), 15: ("Q8_K", 256, 292), 24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4),
     27: ("I64", 1, 8), 28: ("F64", 1, 8), 41: ("Q1_0", 128, 18),

@@ -211,9 +211,11 @@ class MiniFloats:
 
 
 def mini_floats(bytes):
-    """The scales of bytes, float32. Their bits, moved by 7, are those of a float16 whose exponent counts 8 more."""
-    halves = ((np.asarray(bytes) & 127).astype(np.uint16) << 7).view(np.float16)
-    return halves.astype(np.float32) * np.float32(128)
+    """The scales of bytes, float32, NaN where there is none. Their bits, moved by 7, are those of a float16 whose
+    exponent counts 8 more."""
+    bytes = np.asarray(bytes) & 127
+    halves = (bytes.astype(np.uint16) << 7).view(np.float16)
+    return np.where(bytes == 127, np.float32(np.nan), halves.astype(np.float32) * np.float32(128))
 
 
 def codes_nvfp4(blocks):

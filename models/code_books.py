@@ -1,31 +1,45 @@
-"""Quantises to the code-book types (kernels/formats/code_books.py), which the gguf package only reads: the nearest
-entry of the book for each group, and of the scales that a block can have the best. No importance matrix, no search for
-the best d: files to test with, not to publish."""
+"""Quantises to the code-book types (kernels/formats/code_books.py), which the gguf package only reads.
 
+For each group of weights the nearest entry of the book; of the integer scales that a part can have the best; and for d
+one factor for a whole matrix: which of some factors gives a sample of its blocks the least error. All entries are
+tried, so what a group gets is the best for its scale.
+"""
+
+import numba
 import numpy as np
 
-from kernels.formats import code_books
+from kernels.formats import code_books, dequantize
 from kernels.formats.code_books import Parts
 
-GROUPS = 1 << 14  # that are searched at once
+GROUPS = 1 << 9     # that are searched at once: what is computed for them then fits a processor's cache
+SAMPLE = 32         # blocks of 256 on which factors are tried
+FACTORS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)    # of the d with which the largest entry reaches the largest weight
 
 
 def quantize(format, values):
     """float32 [n, k] -> uint8 [n, bytes of a row]."""
-    groups = values.reshape(-1, 8)
-    parts = [_parts(format, groups[start:start + GROUPS]) for start in range(0, len(groups), GROUPS)]
-    parts = Parts(*(np.concatenate(part) for part in zip(*parts)))
-    return FILES[format.name](parts).reshape(len(values), -1)
+    rows = values.reshape(-1, 256)
+    sample = rows[np.linspace(0, len(rows) - 1, min(SAMPLE, len(rows))).astype(int)]
+    factor = min(FACTORS, key=lambda factor: _error(format, sample, factor))
+    groups = rows.reshape(-1, 8)
+    raw = [FILES[format.name](_parts(format, groups[start:start + GROUPS], factor))
+           for start in range(0, len(groups), GROUPS)]
+    return np.concatenate(raw).reshape(len(values), -1)
 
 
-def _parts(format, groups):
+def _error(format, rows, factor):
+    raw = FILES[format.name](_parts(format, rows.reshape(-1, 8), factor))
+    return np.linalg.norm(dequantize(format, raw).reshape(rows.shape) - rows)
+
+
+def _parts(format, groups, factor):
     """Parts of rows of 256, float32 [8 rows of 4 groups, 8]."""
     name, book = format.name, code_books.grid(format.name).astype(np.float32)
     unit, n_scales = code_books.UNITS[name], 2 if format.halves else 1
     integers = 2 * np.arange(8 if book.min() < 0 else 16, dtype=np.float32) + 1
     largest = (abs(book).max() + (0.125 if book.min() < 0 else 0)) * (8 if book.min() < 0 else 1)
-    d = abs(groups.reshape(-1, 256)).max(axis=1) / (largest * integers[-1] * unit)
-    d = np.maximum(d, 1e-7).astype(np.float16)
+    d = abs(groups.reshape(-1, 256)).max(axis=1) * factor / (largest * integers[-1] * unit)
+    d = d.astype(np.float16)
     steps = np.repeat(d.astype(np.float32), 32)[:, None] * unit * integers      # [groups, scales]
     if book.min() < 0:
         tables, marks = (8 * book + 1, 8 * book - 1), None
@@ -63,17 +77,30 @@ def _signs(groups, even):
 
 def _nearest(groups, table, steps):
     """(squared errors [groups, scales], codes [groups, scales, codes of a group]) for every scale."""
-    of_four = table.shape[1]
-    x = groups.reshape(-1, of_four)
-    products, squares = x @ table.T, (table**2).sum(axis=1)
-    costs, codes = [], []
-    for step in np.repeat(steps, 8 // of_four, axis=0).T:
-        cost = squares * step[:, None]**2 - 2 * step[:, None] * products
-        codes.append(cost.argmin(axis=1))
-        costs.append(cost.min(axis=1))
-    each = 8 // of_four
-    return np.stack(costs, 1).reshape(len(groups), each, -1).sum(axis=1), \
-        np.stack(codes, 1).reshape(len(groups), each, -1).swapaxes(1, 2)
+    each = 8 // table.shape[1]
+    x = groups.reshape(-1, table.shape[1])
+    costs, codes = _search(2 * (x @ table.T), (table**2).sum(axis=1), np.repeat(steps, each, axis=0))
+    costs += (x**2).sum(axis=1, keepdims=True)
+    return costs.reshape(len(groups), each, -1).sum(axis=1), codes.reshape(len(groups), each, -1).swapaxes(1, 2)
+
+
+@numba.njit(fastmath={"reassoc", "nnan", "ninf", "nsz"})
+def _search(products, squares, steps):
+    """The least step * (step * square - product) over the entries of a book, and its entry, both [groups, scales]."""
+    costs, codes = np.empty_like(steps), np.empty(steps.shape, np.int64)
+    found = np.empty_like(squares)
+    for g in range(len(steps)):
+        for s in range(steps.shape[1]):
+            step, least = steps[g, s], np.float32(np.finfo(np.float32).max)
+            for e in range(len(squares)):       # two loops, because a compiler makes vectors of each
+                value = step * squares[e] - products[g, e]
+                found[e] = value
+                least = value if value < least else least
+            code = 0
+            while found[code] != least:
+                code += 1
+            costs[g, s], codes[g, s] = step * least, code
+    return costs, codes
 
 
 # ---- the inverses of the functions parts_*: uint8 [rows, bytes] of Parts ---------------------------------------------
