@@ -3,7 +3,9 @@ default.
 
 Times are the best of several repeats of whole launches, called from Python through the native layer. Products of
 matrices that fit no cache are compared with a native loop that reads the same weights, so much for each worker. For
-each MODEL, a GGUF file or synthetic:NAME, follows a decode step, compared with the loop over its weights, and tokens/s.
+each MODEL, a GGUF file or synthetic:NAME, follows a decode step, compared with the loop over its weights, and tokens/s:
+plain, with drafts that are right with a chance of ACCEPTANCE (cli/checks.py says how), and with as many drafts as the
+engine thinks fit. What has a goal says whether it is reached. Only a quiet machine tells.
 """
 
 import ctypes
@@ -17,6 +19,8 @@ from numba.types import uint32
 
 import qengine
 from benchmarks.engine import speeds
+from cli.bench import Bench
+from cli.checks import ACCEPTANCE, EMULATED_TOKENS, CheckBench, room_for
 from kernels import q8_gemm, q8_gemv
 from kernels.emulated import native
 from kernels.norm import NormInput
@@ -25,6 +29,11 @@ from kernels.operands import Quantized
 
 REPEATS = 10                                         # of a product in a list: the processor's vector units wake slowly
 LINES = 8                                            # of 64 bytes, that the native loop reads at once
+CONTEXT = 297                                        # tokens before an answer
+DRAFTS = 1, 2, 3                                     # in a step; the best of them counts
+LOOP_SHARE = 0.70                                    # goals: of a decode step, of the native loop's rate,
+DRAFTED = 1.3                                        # of decoding with drafts, in plain tokens/s, and
+NEVER_SLOWER = 0.97                                  # of the engine's own choice; the rest to 1 is noise of the clock
 
 
 @cuda.jit
@@ -105,7 +114,11 @@ def read_all(read, arrays, workers):
         helper.join()
 
 
-def compare(what, run, read, arrays, workers):
+def reached(value, goal):
+    return f"; goal {goal:.2f}: {'reached' if value >= goal else 'missed'}"
+
+
+def compare(what, run, read, arrays, workers, goal=None):
     """Prints how fast `run`, which uses the weights `arrays`, reads them, and the native loop at the same time."""
     nbytes, ours, loop = sum(array.nbytes for array in arrays), [], []
     for _ in range(5):                               # in turn, since the memory's speed varies
@@ -113,7 +126,7 @@ def compare(what, run, read, arrays, workers):
         loop.append(best_seconds(lambda: read_all(read, arrays, workers), workers, 0.1))
     ours, loop = min(ours), min(loop)
     print(f"{what:40} {ours * 1e6:8.1f} us {nbytes / ours / 1e9:7.1f} GB/s, {loop / ours:.2f} of a native loop's "
-          f"{nbytes / loop / 1e9:.1f}")
+          f"{nbytes / loop / 1e9:.1f}{'' if goal is None else reached(loop / ours, goal)}")
 
 
 def from_memory(card, read, n, k, workers):
@@ -132,17 +145,32 @@ def from_memory(card, read, n, k, workers):
 
 
 def decoding(model, read, workers):
-    """Decodes with a model: tokens/s, and the decode step beside the loop over the weights."""
-    engine = qengine.load(model, card="emulated", ctx=329, progress=False)
+    """Decodes with a model: the decode step beside the loop over the weights, and tokens/s, plain and with drafts."""
+    engine = qengine.load(model, card="emulated", ctx=CONTEXT + room_for(EMULATED_TOKENS), slots=1, progress=False)
     (stage,) = engine.pipeline.stages
     stage.card.threads = workers
-    best = max(speeds(engine, list(range(297)), 32)[1] for _ in range(3))
+    plain, chosen = [], []
+    for _ in range(3):                               # in turn, as in `compare`
+        plain.append(speeds(engine, list(range(CONTEXT)), EMULATED_TOKENS, draft=0)[1])
+        chosen.append(speeds(engine, list(range(CONTEXT)), EMULATED_TOKENS)[1])
     stage.card.synchronize()
-    step = next(recording for key, recording in stage.recordings.items() if key[0] == "launch_step").programs[0]
+    step = next(recording for key, recording in stage.recordings.items()
+                if key[:2] == ("launch_step", qengine.StepShape(1))).programs[0]
     matrices = [m for layer in stage.model.layers for m in qengine.matrices(layer)] + [stage.model.head]
     weights = [array for m in matrices for array in (m.values, m.scales)]
-    compare(f"a decode step of {engine.name}", lambda: native.execute(step, workers), read, weights, workers)
-    print(f"{'decoding after 297 tokens':40} {best:8.1f} tokens/s")
+    compare(f"a decode step of {engine.name}", lambda: native.execute(step, workers), read, weights, workers,
+            LOOP_SHARE)
+    plain, chosen = max(plain), max(chosen)
+    print(f"{f'decoding after {CONTEXT} tokens, plain':40} {plain:8.1f} tokens/s")
+    print(f"{'as many drafts as the engine thinks fit':40} {chosen:8.1f} tokens/s, {chosen / plain:.2f} x"
+          f"{reached(chosen / plain, NEVER_SLOWER)}")
+    checks = CheckBench(Bench(engine, [], 3, 1), EMULATED_TOKENS)
+    found = [checks.drafted(CONTEXT, n, ACCEPTANCE) for n in DRAFTS]
+    for one in found:
+        print(f"{f'{one.drafts} drafts, right with a chance of {ACCEPTANCE}':40} {one.tokens_per_s:8.1f} tokens/s, "
+              f"{one.factor:.2f} x plain; a check costs {one.check_cost:.2f} plain steps")
+    best = max(one.factor for one in found)
+    print(f"{'the best of these':40} {best:8.2f} x plain{reached(best, DRAFTED)}")
     engine.close()
 
 

@@ -29,10 +29,10 @@ def main():
     engine.close()
 
 
-def speeds(engine, ids, n_tokens):
-    """(prefill, decode) in tokens per second, of a prompt that the engine does not remember."""
+def speeds(engine, ids, n_tokens, **fields):
+    """(prefill, decode) in tokens per second, of a prompt that the engine does not remember. fields: of the Request."""
     engine.clear_cache()
-    generation = engine.submit(qengine.Request(ids, max_tokens=n_tokens, ignore_eos=True))
+    generation = engine.submit(qengine.Request(ids, max_tokens=n_tokens, ignore_eos=True, **fields))
     generation.wait()
     times = generation.token_times
     return len(ids) / (times[0] - generation.started), (len(times) - 1) / (times[-1] - times[0])

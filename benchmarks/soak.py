@@ -362,6 +362,11 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def count_recordings(engine) -> int:
+    """Decode steps that the cards have recorded, one for each shape that came, with and without drafts."""
+    return sum(len(stage.recordings) for stage in engine.pipeline.stages)
+
+
 def what_is_left(engine, service) -> list[str]:
     """What has not come back, once all clients are gone."""
     end = time.monotonic() + 10
@@ -403,7 +408,7 @@ def soak(engine, n_clients: int, seconds: float, n_cards: int, patience: float,
         driven = process.submit(drive, int(port), cards, n_clients, seconds, patience)
         attacked = process.submit(hostile.drive, int(port), n_hostile, seconds, patience)
         concurrent.futures.wait([driven], min(60, seconds / 2))
-        early = resident_bytes()
+        early, early_steps = resident_bytes(), count_recordings(engine)
         outcomes, late = driven.result(), resident_bytes()
         took = time.perf_counter() - started
         attacks, wrong = attacked.result()
@@ -421,9 +426,11 @@ def soak(engine, n_clients: int, seconds: float, n_cards: int, patience: float,
     print(f"{took:.0f} s: {counts['requests']} requests of {n_clients} clients on {after['slots']} slots, "
           f"{counts['prompt_tokens']:,} prompt tokens ({counts['cached_tokens']:,} cached), "
           f"{counts['generated_tokens']:,} generated; checkpoints: {counts['checkpoints_spilled']:,} spilled, "
-          f"{counts['checkpoints_fetched']:,} fetched, {counts['checkpoints_dropped']:,} dropped")
-    print(f"memory of the server: {early / 2**20:.1f} MiB after {min(60, seconds / 2):.0f} s, {late / 2**20:.1f} MiB "
-          "at the end")
+          f"{counts['checkpoints_fetched']:,} fetched, {counts['checkpoints_dropped']:,} dropped; drafts: "
+          f"{sum(after['drafts_checked']) - sum(before['drafts_checked']):,} checked, "
+          f"{sum(after['drafts_accepted']) - sum(before['drafts_accepted']):,} right")
+    print(f"memory of the server: {early / 2**20:.1f} MiB with {early_steps} recordings of steps after "
+          f"{min(60, seconds / 2):.0f} s, {late / 2**20:.1f} MiB with {count_recordings(engine)} at the end")
     return outcomes, faults
 
 

@@ -24,6 +24,17 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(f"tested on {card.describe()}")
 
 
+# Files that take longest, mostly to compile kernels. Two processes share the suite file by file: a long file at the end
+# would leave one of them without work.
+LONGEST = ("test_ptx.py", "test_quantized_models.py", "test_attend_decode.py", "test_q8_gemm.py", "test_notebooks.py",
+           "test_across_cards.py", "test_quant_gemv.py", "test_decode_tile.py")
+
+
+def pytest_collection_modifyitems(items):
+    """The longest files first; the others stay in their order."""
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+
+
 def pytest_generate_tests(metafunc):
     if "card" in metafunc.fixturenames:
         metafunc.parametrize("card", list(_cards()), indirect=True, scope="session")

@@ -11,6 +11,7 @@ import flask
 from werkzeug.serving import WSGIRequestHandler, make_server
 
 TOKEN = "hf_secret"
+FAST_BYTES = 12 << 20
 
 
 @dataclass
@@ -33,7 +34,8 @@ class Hub:
     """asked: "METHOD path" of every request, with the Range that it named. cuts: how many bytes an answer with a file
     has before its connection breaks, one item for each answer, None for a whole one; then all are whole. spoilt: files
     whose bytes arrive changed. status: what every request is answered with, if anything. tokens: Authorization of
-    requests for the bytes of files, which come from another host name. slow: seconds before each 64 kB."""
+    requests for the bytes of files, which come from another host name. slow: seconds before each 64 kB behind the first
+    FAST_BYTES of an answer."""
 
     repositories: dict[str, Repository]
     port: int = 0
@@ -126,7 +128,8 @@ def pieces(hub, data, cut):
         yield data[:cut]
         raise ConnectionAbortedError        # werkzeug closes the connection
     for at in range(0, len(data), 1 << 16):
-        time.sleep(hub.slow)
+        if at >= FAST_BYTES:
+            time.sleep(hub.slow)
         yield data[at:at + (1 << 16)]
 
 

@@ -225,7 +225,12 @@ def test_what_was_waited_for_is_progress(fake_card, timeout):
 def test_what_the_host_asks_of_the_driver_for_a_token(fake_card, monkeypatch):
     """The worker: one replay and, beside the next, one copy of the tokens; each 64 tokens a page, and the place of a
     checkpoint, which the step itself takes. Others wait for the copy alone."""
-    fake_card.cc = compiler.supported_ccs()[0]          # of kernels that are compiled for other tests; they do nothing
+    def uncompiled(kernel, types, cc, cache_dir):       # kernels do nothing here, and are not worth compiling
+        return compiler.Compiled(kernel.__name__, types, kernel.__name__, "")
+
+    monkeypatch.setattr(compiler, "find_kernel", uncompiled)
+    monkeypatch.setattr(compiler, "compile_kernel", uncompiled)
+    monkeypatch.setattr(FakeCard, "_is_cached", lambda *arguments: True)
     monkeypatch.setattr(assembler, "assemble", lambda *arguments: None)
     for name, result in {"cuModuleLoadDataEx": "", "cuModuleGetFunction": "", "cuFuncGetAttribute": 0}.items():
         monkeypatch.setattr(fake_driver, name, lambda *arguments, result=result: (fake_driver.OK, result))
