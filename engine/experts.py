@@ -9,8 +9,9 @@ The shared expert is an MLP that every row uses; g is the router's last row. A p
 pair row * n_used + rank. Source: `Qwen3_5MoeSparseMoeBlock` of Hugging Face transformers, and ggml's `qwen35moe`.
 
 Prompts sort their pairs by expert on the card (kernels/route.py), and grouped products (kernels/expert_gemm.py) take
-the rows of an expert together. Decode steps take the pairs as they come (kernels/expert_gemv.py). The host never learns
-which experts were chosen, so a pass waits for nothing and a step can be recorded.
+the rows of an expert together. Decode steps take the pairs as they come (kernels/expert_gemv.py). The host need not
+know which experts were chosen, so a pass waits for nothing and a step can be recorded. engine/expert_store.py keeps the
+experts if the card holds only some of them.
 """
 
 from dataclasses import dataclass
