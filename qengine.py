@@ -76,6 +76,7 @@ from engine.plan import (CHUNK, LEAST_CHECKPOINTS, MICRO_BATCHES, CacheSizes, De
                          widest)
 from engine.pooling import SYNTHETIC_RERANK, RerankTemplate
 from engine.prefix import PAGE_TOKENS, PrefixCache, checkpoint_positions, pages_for
+from engine.recordings import Recordings
 from engine.request import (SAMPLING, DeadlineExceeded, Delta, EngineStopped, Fault, Generation, ModelError, Request,
                             RequestError)
 from engine.rounds import Rounds
@@ -974,7 +975,6 @@ class Cache:
 
 CHECKED_WEIGHTS = 1 << 22   # `Engine.use` compares products on random matrices of at most so many weights
 QUEUEING = 100e-6           # seconds, about, that the host needs to queue the copies of a hop in streams of their own
-MOST_RECORDINGS = 128       # of a stage: each takes host memory, and step shapes are many
 
 
 class StepShape(NamedTuple):
@@ -1053,7 +1053,7 @@ class Stage:
         self.cache = None               # see `allocate`
         # One more: the rows after the last whole page are a micro-batch of their own.
         self.streams = [card.stream(f"micro-batch {i}") for i in range(MICRO_BATCHES + 1)]
-        self.recordings = {}            # (name of what was recorded, *its arguments) -> Recording
+        self.recordings = Recordings(card)
         self.prompt: PromptRows | None = None           # of the pass that was begun last
         self.layers_left: PassInParts | None = None     # of that pass
 
@@ -1187,31 +1187,16 @@ class Stage:
     def queue_choice(self, shape: StepShape, group: int):
         """Queue the choice of the tokens that follow the rows of `queue_layers`. They enter the next step."""
         buffer = self.sampler.next_buffer(group)
-        self.recording(self.launch_choice, shape, group, buffer).replay()
+        self.recordings.of(self.launch_choice, shape, group, buffer).replay()
         return self.sampler.read_back(group, buffer, shape.n, shape.n_reports)
 
     def replay(self, shape: StepShape, launch, *arguments):
         """Queue a recording of a step's layers. Between two steps, experts may move."""
         if self.store:
             self.store.before_step()
-        self.recording(launch, *arguments).replay()
+        self.recordings.of(launch, *arguments).replay()
         if self.store:
             self.store.after_step(shape.n * shape.width)
-
-    def recording(self, launch, *arguments):
-        """The Recording of launch(*arguments), one of the methods below; made when it is first asked for. If there are
-        too many, those that were used least lately go, a quarter of them, when the card has done what it replays."""
-        key = launch.__name__, *arguments
-        recording = self.recordings.pop(key, None)
-        if recording is None and len(self.recordings) >= MOST_RECORDINGS:
-            self.card.synchronize()
-            for oldest in list(self.recordings)[:MOST_RECORDINGS // 4]:
-                del self.recordings[oldest]
-        if recording is None:
-            with self.card.record(" ".join(map(str, key))) as recording:
-                launch(*arguments)
-        self.recordings[key] = recording        # last: the one used latest
-        return recording
 
     # ---- launches ----
 
@@ -1289,7 +1274,7 @@ class Stage:
         sizes = [n for n in (1, 2, 4, 8) if n <= self.n_slots]          # other sizes are recorded when they come
         buffers = range(BUFFERS if self.sampler else 1)
         for group, n, buffer in itertools.product(range(len(self.batches)), sizes, buffers):
-            self.recording(self.launch_step, StepShape(n), group, buffer)
+            self.recordings.of(self.launch_step, StepShape(n), group, buffer)
 
     def launch_all(self):
         """Launch every kernel that a prompt or an answer of any length may need. The results are of no use."""

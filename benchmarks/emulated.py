@@ -154,7 +154,7 @@ def decoding(model, read, workers):
         plain.append(speeds(engine, list(range(CONTEXT)), EMULATED_TOKENS, draft=0)[1])
         chosen.append(speeds(engine, list(range(CONTEXT)), EMULATED_TOKENS)[1])
     stage.card.synchronize()
-    step = next(recording for key, recording in stage.recordings.items()
+    step = next(recording for key, recording in stage.recordings.made.items()
                 if key[:2] == ("launch_step", qengine.StepShape(1))).programs[0]
     matrices = [m for layer in stage.model.layers for m in qengine.matrices(layer)] + [stage.model.head]
     weights = [array for m in matrices for array in (m.values, m.scales)]

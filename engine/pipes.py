@@ -6,6 +6,7 @@ import math
 import threading
 import time
 
+from engine.recordings import Recordings
 from kernels.assembler import find_assembler
 from kernels.card import Card
 from kernels.emulated.cards import CARDS, CardModel
@@ -41,7 +42,7 @@ class PipeMeter:
         self.pipeline, self.scheduler, self.stage = pipeline, scheduler, pipeline.last
         self.busy = threading.Lock()                # held by the thread that counts; other threads get `last`
         self.last, self.at = None, -math.inf        # the step that was counted last, and when
-        self.recordings = {}                        # of the stage's steps, with the grids of MODEL
+        self.recordings = Recordings(self.stage.card)       # of the stage's steps, with the grids of MODEL
 
     def can_count(self) -> bool:
         return [stage.card.kind for stage in self.pipeline.stages] == ["emulated"]
@@ -67,7 +68,7 @@ class PipeMeter:
             batch = scheduler.answering(0)
             buffers = range(len(stage.batches[0].outcomes)) if batch else ()
             step = (stage.launch_step, scheduler.shape(batch, 0), 0) if batch else ()
-            recordings = [stage.recording(*step, buffer) for buffer in buffers]
+            recordings = [stage.recordings.of(*step, buffer) for buffer in buffers]
         for recording in recordings:
             stage.card.prepare_counting(recording)
         with scheduler.between_steps(), self._as_model(), stage.card.counting() as log:

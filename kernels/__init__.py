@@ -16,7 +16,8 @@ which a token meets them:
     checkpoint.py                       copies of recurrent states
     swiglu.py                           the activation of the MLP
     route.py                            a mixture of experts: which experts each row goes to, and their rows
-    expert_gemv.py                      the products of experts in decode steps
+    expert_gemm.py, expert_gemv.py      the products of experts, of prompts and in decode steps
+    host_experts.py                     experts that this machine's processor computes beside the card
     sample.py, logprobs.py              the next token of each row, log-probabilities
     accept.py                           which of these tokens an answer gains
     draft_input.py                      what enters the draft block

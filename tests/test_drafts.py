@@ -13,7 +13,7 @@ import pytest
 from llguidance import LLMatcher
 
 import qengine
-from engine import sampler
+from engine import recordings, sampler
 from engine.prefix import PAGE_TOKENS
 from kernels.emulated.card import EmulatedCard
 from kernels.records import CHECK_ROWS
@@ -147,7 +147,7 @@ def test_answers_that_run_together(plain, drafting):
 
 def test_recordings_of_steps_are_bounded(plain, monkeypatch):
     """Steps come in many shapes. Those that were used least lately are recorded again when they come back."""
-    monkeypatch.setattr(qengine, "MOST_RECORDINGS", 4)
+    monkeypatch.setattr(recordings, "MOST_RECORDINGS", 4)
     engine = load_drafting(EmulatedCard(late=True))
     stage, record, made = engine.pipeline.last, qengine.Stage.launch_step, []
     monkeypatch.setattr(qengine.Stage, "launch_step", lambda stage, *sizes: made.append(sizes) or record(stage, *sizes))
