@@ -138,7 +138,7 @@ class ExpertsMLP:
             self.share(model, run, u)
         elsewhere = self.stored and self.stored.results(choice, n)
         expert_gemv.expert_down(card, decoder_of(self.down.home), s.x, self.down, pairs.quantized, choice,
-                                in_down or s.shared, n, elsewhere)
+                                in_down or s.shared, n, elsewhere=elsewhere)
 
     def choose(self, model, run, chosen: Array, in_one: bool = False) -> tuple[Activation, Choice]:
         """norm(x), and the experts of each row, which go to `chosen`. in_one: in one launch, for a decode step that

@@ -477,7 +477,7 @@ class Trial:
         launch_inner(self.card, gate_up, self.inner, self.both, self.u, self.choice, self.rows)
         self.experts.await_results(0, self.choice, self.rows)
         expert_down(self.card, _decoder(down), self.x, down, self.inner, self.choice, None, self.rows,
-                    self.experts.results)
+                    elsewhere=self.experts.results)
 
     def draw(self, rng, share):
         """A new choice of experts, of which this share is missing, and new rows. -> which pairs are missing."""
