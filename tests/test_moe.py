@@ -22,7 +22,7 @@ from kernels.route import route_reference
 from kernels.swiglu import swiglu_reference
 from tests import test_across_cards, test_micro_batches
 from tests.costs import SPEED
-from tests.models import EXPERTS, SHARED_DIM, USED, expert_tensors, write_as_float32, write_experts
+from tests.models import EXPERTS, USED, expert_tensors, write_as_float32, write_experts
 from tests.oracle import oracle_json, oracle_npz, oracle_path
 from tests.test_model import decode_logits, distance
 
@@ -276,18 +276,18 @@ def test_micro_batches_change_no_bit(card, small):
 
 def test_products_of_a_reader_serve_the_shared_expert(card, small):
     """Also in decode steps, where it is otherwise a part of the experts' launches; the bits are the same."""
-    shapes = set()
+    met = set()
 
     def gemv(card, y, stride, w, *arguments):
-        shapes.add((w.n, w.k))
+        met.add(w.values.ptr)
         q8_gemv.gemv_q8_q8(card, y, stride, w, *arguments)
 
     with contextlib.closing(qengine.load(str(small), card=card, ctx=128, progress=False)) as engine:
         before = engine.generate([7, 8, 9], max_tokens=20, ignore_eos=True)
+        mlp = engine.pipeline.last.model.layers[0].mlp
         engine.use(gemv=gemv)
-        shapes.clear()
         assert engine.generate([7, 8, 9], max_tokens=20, ignore_eos=True) == before
-    assert {(2 * SHARED_DIM, 256), (256, SHARED_DIM)} <= shapes
+    assert {mlp.shared_gate_up.parts[0][1].values.ptr, mlp.shared_down.values.ptr} <= met
 
 
 # ---- files -------------------------------------------------------------------------------------------------
@@ -423,9 +423,9 @@ def test_passes_read_all_experts():
 
 def test_two_cards_hold_what_one_cannot():
     one, two = (planned("synthetic:35b-a3b:q4_k", 16 << 30, n) for n in (1, 2))
-    assert not one.plan.fits and "1 more card like" in " ".join(one.changes())
-    assert two.plan.fits and sum(map(len, two.plan.layers)) == 40
-    assert max(stage.weights for stage in two.plan.stages) < 0.6 * one.plan.stages[0].weights
+    assert one.demand.expert_memory is not None             # some of the experts lie elsewhere
+    assert two.demand.expert_memory is None and two.plan.fits and sum(map(len, two.plan.layers)) == 40
+    assert one.costs.expert_bytes > 16 << 30 > max(stage.total for stage in two.plan.stages)
 
 
 def test_what_a_step_moves_and_a_prompt_computes():
