@@ -37,7 +37,9 @@ MODEL = Path(TINY).read_bytes()
 ROOT = Path(__file__).parents[1]
 
 
-PROGRAM = "import sys; from engine.hub import local_path; print(local_path(sys.argv[1], print))"
+# Ctrl-C ends it also where the tests themselves run in the background of a shell, which lets processes ignore SIGINT.
+PROGRAM = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); " \
+          "from engine.hub import local_path; print(local_path(sys.argv[1], print))"
 
 
 def environment(hub, home, **variables):
