@@ -48,7 +48,8 @@ from engine.weights import Loader, alloc_matrix, places_of_slots
 from kernels.card import ALIGNMENT, Array, Card, CardError, Event, PlannedCard, show_bytes
 from kernels.emulated.card import EmulatedCard
 from kernels.formats import FLOATS, FORMATS
-from kernels.host_experts import MAX_ROWS, HostExperts, HostLayer, cost_of_a_miss, experts_of, measure_host
+from kernels.host_experts import (DEADLINE, MAX_ROWS, HostExperts, HostLayer, cost_of_a_miss, experts_of,
+                                  measure_host)
 from kernels.operands import Experts, Matrix, Quantized
 from kernels.probe import speed_of
 from kernels.records import Choice
@@ -59,6 +60,8 @@ MOST_MOVING = 8                 # experts on their way into slots at once
 MOVING_SECONDS = 5e-3           # and no more than the link brings in this time: other copies wait behind them
 REPORTS = 4                     # steps whose choices may be on their way to the host
 LEAST_FILE = 1 << 16            # bytes of an array that goes into a file, where the machine's memory is too small
+SLOWEST_DISK = 100e6            # bytes per second, for which steps are patient
+SLOWER = 4                      # times than measured may the host compute, before a step gives up
 OUT_OF_REACH = 0, 0             # what places say of an expert that kernels shall not read
 
 
@@ -142,6 +145,14 @@ def close(stages: list):
     for stage in stages:
         if stage.store:
             stage.store.close()
+
+
+def longest_wait(n_pairs: int, n_experts: int, expert_bytes: int, speed: float, in_file: bool) -> float:
+    """Seconds that a step waits for the host's processor at most, in a layer whose n_pairs pairs all lack their expert.
+    speed: bytes of experts per second that the processor was measured to compute with. in_file: the disk, too, must
+    bring each expert once."""
+    read = min(n_pairs, n_experts) * expert_bytes / SLOWEST_DISK if in_file else 0.0
+    return max(SLOWER * n_pairs * expert_bytes / speed + read, DEADLINE)
 
 
 def arrays_of(matrix: Matrix) -> list[Array]:
@@ -418,7 +429,9 @@ class ExpertStore:
         self.miss = cost_of_a_miss(int(self.sizes.max()), down.n, link, speed)
         if self.miss.is_computed or self.host.refusal:
             self.reads_host = False
-            self.helper = HostExperts(self.card, self.host, layers, self.n_used, self.most_rows)
+            largest = self.most_rows * self.n_used, len(self.resident.slot_of[0]), int(self.sizes.max())
+            self.helper = HostExperts(self.card, self.host, layers, self.n_used, self.most_rows,
+                                      deadline=longest_wait(*largest, speed, self.in_file))
 
     def check(self):
         """Raises CardError if the host has not computed the experts of a step that has ended."""

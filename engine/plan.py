@@ -343,8 +343,8 @@ def choose_sizes(stages: list, demand: "Demand") -> CacheSizes:
     90 % of the free memory, and one context at least. Unless checkpoints are switched off (both memories 0), later
     prompts can use more pages: the default is raised to KEPT_CONTEXTS contexts per slot, but no more than fits into a
     quarter of the free memory. Checkpoints get demand.checkpoint_memory bytes of each card, by default a quarter of
-    what the pages leave, and demand.checkpoint_host_memory bytes of the host, by default an eighth of the machine's
-    memory. Each card has at least LEAST_CHECKPOINTS. More checkpoints than pages are of no use, since a page has one at
+    what the pages leave, and demand.checkpoint_host_memory bytes of the host, by default an eighth of what
+    experts leave of the machine's memory. Each card has at least LEAST_CHECKPOINTS. More checkpoints than pages are of no use, since a page has one at
     most.
     """
     d, max_pages = demand, pages_for(demand.n_ctx)
@@ -366,7 +366,8 @@ def choose_sizes(stages: list, demand: "Demand") -> CacheSizes:
         n_checkpoints = min(n_checkpoints, budget // max(stage.state_bytes, 1))
     host_memory = d.checkpoint_host_memory
     if host_memory is None:
-        host_memory = machine_bytes() // 8
+        locked = sum(stage.store.host_bytes for stage in stages if stage.store and not stage.store.in_file)
+        host_memory = max(machine_bytes() - locked, 0) // 8
     n_host = host_memory // max(sum(stage.state_bytes for stage in stages), 1)
     return CacheSizes(d.slots, max_pages, n_pages, max(n_checkpoints, LEAST_CHECKPOINTS), min(n_host, n_pages))
 

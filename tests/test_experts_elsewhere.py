@@ -17,6 +17,7 @@ from engine.plan import Demand, Planner
 from engine.request import EngineStopped, ModelError, RequestError
 from kernels.card import CardError, OutOfMemory, show_bytes
 from kernels.emulated.card import EmulatedCard
+from kernels.host_experts import DEADLINE
 from tests.clients import CHAT, HI, app_of
 from tests.models import write_as_float32
 from tests.oracle import oracle_path
@@ -208,6 +209,31 @@ def test_host_memory_that_is_too_small(resident, monkeypatch):
     found, counts = closing(engine)
     same(found, resident)
     assert counts["expert_computed"] > 0 and counts["expert_promoted"] > 0
+
+
+def test_steps_are_patient_with_the_largest_request(monkeypatch):
+    """Of all pairs of a step, computed more slowly than measured, with experts that a slow disk brings first."""
+    size = 10_000_000
+    assert expert_store.longest_wait(8, 256, size, 10e9, False) == DEADLINE
+    assert expert_store.longest_wait(512, 256, size, 1e9, False) == 4 * 5.12
+    assert expert_store.longest_wait(512, 256, size, 1e9, True) == 4 * 5.12 + 25.6
+    monkeypatch.setattr(plan, "machine_bytes", lambda: 4 * MB)
+    monkeypatch.setattr(expert_store, "SLOWEST_DISK", 1e3)
+    engine = load(EmulatedCard(), expert_memory=2 * MB)
+    store = engine.pipeline.stages[0].store
+    assert store.helper.deadline > 4 * store.sizes.max() / 1e3
+    engine.close()
+
+
+def test_checkpoints_leave_host_memory_to_experts(monkeypatch):
+    """Both are page-locked: together they must not ask for more than the machine has."""
+    monkeypatch.setattr(plan, "machine_bytes", lambda: 8 * MB)
+    wishes = {"slots": 4, "kv_tokens": 1 << 16}
+    whole, moved = (planner(EmulatedCard(), expert_memory=memory, **wishes).plan for memory in (None, MB))
+    experts, = (stage.store.host_bytes for stage in moved.on_paper)
+    state_bytes, = (stage.state_bytes for stage in moved.on_paper)
+    assert whole.sizes.n_host_checkpoints == MB // state_bytes
+    assert moved.sizes.n_host_checkpoints == (8 * MB - experts) // 8 // state_bytes < whole.sizes.n_host_checkpoints
 
 
 def test_a_disk_that_is_too_small(monkeypatch):
