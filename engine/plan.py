@@ -343,9 +343,9 @@ def choose_sizes(stages: list, demand: "Demand") -> CacheSizes:
     90 % of the free memory, and one context at least. Unless checkpoints are switched off (both memories 0), later
     prompts can use more pages: the default is raised to KEPT_CONTEXTS contexts per slot, but no more than fits into a
     quarter of the free memory. Checkpoints get demand.checkpoint_memory bytes of each card, by default a quarter of
-    what the pages leave, and demand.checkpoint_host_memory bytes of the host, by default an eighth of what
-    experts leave of the machine's memory. Each card has at least LEAST_CHECKPOINTS. More checkpoints than pages are of no use, since a page has one at
-    most.
+    what the pages leave, and demand.checkpoint_host_memory bytes of the host, by default an eighth of what experts
+    leave of the machine's memory. Each card has at least LEAST_CHECKPOINTS. More checkpoints than pages are of no use,
+    since a page has one at most.
     """
     d, max_pages = demand, pages_for(demand.n_ctx)
     if d.kv_tokens is None and d.packed:

@@ -2,7 +2,6 @@
 test_experts_elsewhere.py has further tests of them."""
 
 import threading
-from functools import partial
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from engine.request import EngineStopped
 from kernels import host_experts
 from kernels.card import CardError
 from kernels.emulated.card import EmulatedCard
-from kernels.host_experts import ExpertsMissing, HostExperts, Miss
+from kernels.host_experts import ExpertsMissing, Miss
 from tests.models import write_as_float32
 from tests.oracle import oracle_path
 from tests.test_experts_elsewhere import MB, PROMPT, closing, load, same
@@ -93,7 +92,7 @@ def hears(engine, running, words):
 
 def test_a_product_past_its_deadline(computes, held, monkeypatch):
     """The request hears one sentence, the next one is refused with it, and nothing hangs."""
-    monkeypatch.setattr(expert_store, "HostExperts", partial(HostExperts, deadline=0.3))
+    monkeypatch.setattr(expert_store, "longest_wait", lambda *_: 0.3)
     engine = load(with_link(), slots=1, expert_memory=0)
     running = engine.submit(qengine.Request(PROMPT[:20], max_tokens=400, ignore_eos=True))
     next(iter(running))
