@@ -324,6 +324,13 @@ def part_paths(file: File) -> list[str]:
     return paths
 
 
+def same_value(a, b) -> bool:
+    """Whether two metadata values are equal. A list of strings must not become an array: each of its strings would take
+    as many bytes as the longest."""
+    return bool(np.array_equal(a, b)) if isinstance(a, np.ndarray) and isinstance(b, np.ndarray) else (
+        type(a) is type(b) and a == b)
+
+
 def check_parts(files: list[File]):
     """Raises ModelError where files with the right names are not the parts of one model."""
     first, holder = files[0], {}
@@ -332,7 +339,7 @@ def check_parts(files: list[File]):
             if (said := file.get(key, int)) != value:
                 raise ModelError(f"{file.path}: key '{key}' is {said}, and by the file's name it is {value}")
         for key in sorted(file.metadata.keys() & first.metadata.keys() - OF_ONE_PART):
-            if not np.array_equal(file.metadata[key], first.metadata[key]):
+            if not same_value(file.metadata[key], first.metadata[key]):
                 raise ModelError(f"{file.path}: key '{key[:80]}' is not what it is in {first.path}: these are parts of "
                                  "different models")
         for name in file.tensors:

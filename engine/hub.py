@@ -25,7 +25,9 @@ from kernels.card import show_bytes
 
 PREFIX = "hf:"
 NAME = re.compile(r"hf:(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[^:]+))?(:(?P<wish>.+))?")
-BARE_NAME = re.compile(r"(https?://(www\.)?(huggingface\.co|hf\.co)/)?(?P<name>[\w.-]+/[\w.-]+?(@[^:]+)?(:.+)?)/?")
+BARE_NAME = re.compile(r"\w[\w.-]*/[\w.-]+(@[^:]+)?(:.+)?")
+PAGE = re.compile(r"(https?://)?(www\.)?(huggingface\.co|hf\.co)/(?P<repository>[\w.-]+/[\w.-]+)"
+                  r"(/(tree|blob|resolve)/(?P<revision>[^/?]+)(/(?P<file>[^?]+))?)?/?(\?.*)?")    # in a browser
 DEFAULT_WISH = "Q4_K_M"
 NO_MODEL = re.compile(r"mmproj|^imatrix|imatrix\.gguf$", re.IGNORECASE)   # of vision, and of how one was quantised
 SPECIAL = {"ud", "i1", "imat", "imatrix"}       # marks of models that are quantised with more than their own weights
@@ -56,10 +58,20 @@ def local_path(model: str | Path, note: Callable[[str], None]) -> str | Path:
     cache; `note` is told which. Any other name is a path already. Raises ModelError."""
     if str(model).startswith(PREFIX):
         return download(HubName.of(str(model)), note)
-    bare = BARE_NAME.fullmatch(str(model))
-    if bare and not str(model).endswith(".gguf") and not os.path.exists(model):
-        raise ModelError(f"{model}: there is no such file; the Hub's repository of this name is {PREFIX}{bare['name']}")
+    if not os.path.exists(model) and (name := hub_name(str(model))):
+        raise ModelError(f"{model}: there is no such file; the Hub's repository of this name is {name}")
     return model
+
+
+def hub_name(text: str) -> str | None:
+    """How the Hub's model is written that a text means, an address of the Hub or a name without `hf:`. None: it is
+    rather a path."""
+    if page := PAGE.fullmatch(text):
+        revision, file = page["revision"], page["file"] or ""
+        return f"{PREFIX}{page['repository']}" + (f"@{revision}" if revision not in (None, "main") else "") + (
+            f":{file}" if file.endswith(".gguf") else "")
+    is_path = text.endswith(".gguf") and ":" not in text
+    return None if is_path or BARE_NAME.fullmatch(text) is None else PREFIX + text
 
 
 def download(name: HubName, note: Callable[[str], None]) -> str:
@@ -113,15 +125,29 @@ def transport_error() -> type:
 
 
 def models_in(files) -> dict[str, list[str]]:
-    """{a file that is a model, or the first of its files: all of them}."""
+    """{a file that is a model, or the first of its files: those of them that are there, and the first that is not}.
+    Names come from strangers: one may claim 99,999 parts, or hold what moves a terminal's cursor."""
     models = {}
     for file in sorted(files):
-        if not file.lower().endswith(".gguf") or NO_MODEL.search(os.path.basename(file)):
+        is_model = file.lower().endswith(".gguf") and not NO_MODEL.search(os.path.basename(file))
+        if not is_model or not file.isprintable():
             continue
         part = PART_NAME.fullmatch(file)
-        parts = [file] if part is None else [f"{part[1]}-{i:05}-of-{part[3]}.gguf" for i in range(1, int(part[3]) + 1)]
-        models[parts[0]] = parts
+        if part is None:
+            models[file] = [file]
+        elif (first := f"{part[1]}-00001-of-{part[3]}.gguf") not in models:
+            models[first] = present_parts(part, files)
     return models
+
+
+def present_parts(part: re.Match, files) -> list[str]:
+    """The parts of a model from the first on, up to the first that is not among the files. part: of PART_NAME."""
+    parts = []
+    for i in range(1, max(int(part[3]), 1) + 1):
+        parts.append(f"{part[1]}-{i:05}-of-{part[3]}.gguf")
+        if parts[-1] not in files:
+            break
+    return parts
 
 
 def chosen(name: HubName, sizes: dict[str, int | None]) -> list[str]:
@@ -286,6 +312,8 @@ def explained(name: HubName, error: Exception) -> Exception:
     match error:
         case ModelError():
             return error
+        case errors.HFValidationError():
+            said = "the Hub has no repositories of such names"
         case errors.GatedRepoError():
             said = (f"the repository is gated: accept its terms on {constants.ENDPOINT}/{name.repository}, and see "
                     f"that {token}")

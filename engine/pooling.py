@@ -22,7 +22,7 @@ import numpy as np
 from engine.details import ModelDetails
 from engine.gguf import GGUF
 from engine.guard import ControlTokens, unmarked
-from engine.request import Fault, Job, ModelError, RequestError
+from engine.request import EngineStopped, Fault, Job, ModelError, RequestError
 from engine.speculate import Drafts
 from engine.text_engine import wrong_kind
 from engine.tokenizer import Tokenizer
@@ -58,6 +58,14 @@ class TextsRequest:
             raise RequestError(self.field, f"'{self.field}' has {n_tokens} tokens, more than {MOST_TOKENS}")
         if self.dimensions is not None and not 1 <= self.dimensions <= n_dims:
             raise RequestError("dimensions", f"'dimensions' must be a whole number from 1 to {n_dims}")
+
+
+def rows_of(job: "TextsJob") -> np.ndarray:
+    """The result of a job that nobody has cancelled. Raises what the job failed with; EngineStopped if the engine was
+    closed before the end of the job."""
+    if (rows := job.result()) is None:
+        raise EngineStopped("the engine was closed")
+    return rows
 
 
 class TextsJob(Job):
@@ -224,12 +232,12 @@ class PoolingEngine(ABC):
     def embed(self, texts: "list[str | list[int]]", dimensions: int | None = None) -> np.ndarray:
         """Embeddings of texts, float32 [texts, dimensions], each of length 1. `dimensions`: how many numbers, from the
         first on, by default all. Raises RequestError or EngineStopped."""
-        return self.ask_embeddings([texts] if isinstance(texts, str) else texts, dimensions).result()
+        return rows_of(self.ask_embeddings([texts] if isinstance(texts, str) else texts, dimensions))
 
     def rerank(self, query: str, documents: list[str], instruction: str | None = None) -> np.ndarray:
         """How relevant each document is for a query, float32 [documents], from 0 to 1. instruction: what makes a
         document relevant, in words; by default what the file says. Raises RequestError or EngineStopped."""
-        return self.ask_scores(query, documents, instruction).result()[:, 0]
+        return rows_of(self.ask_scores(query, documents, instruction))[:, 0]
 
     def generate(self, *_, **__):
         """Pooling models generate no text: raises RequestError."""

@@ -24,7 +24,7 @@ import pytest
 import qengine
 from cli.main import main
 from engine import hub as ours
-from engine.hub import HubName, chosen, local_path
+from engine.hub import HubName, chosen, local_path, models_in
 from engine.request import ModelError
 from tests.clients import HI, app_of
 from tests.models import TINY
@@ -136,6 +136,17 @@ def test_a_model_in_parts_is_all_of_them():
         choice(None, files[0], files[2])
 
 
+def test_names_of_files_that_strangers_chose():
+    """A name may claim any number of parts, none too, or hold letters that move the cursor of a terminal."""
+    files = dict.fromkeys([f"{i}-Q8_0-{k:05}-of-99999.gguf" for i in range(500) for k in (1, 2)], 1)
+    models = models_in(files)
+    assert len(models) == 500 and sum(map(len, models.values())) == 1500
+    assert choice("Q4_K_M", "x-00001-of-00000.gguf", "y-Q4_K_M.gguf") == ["y-Q4_K_M.gguf"]
+    with pytest.raises(ModelError, match="lacks its part x-00001-of-00000.gguf"):
+        choice("x", "x-00002-of-00000.gguf")
+    assert choice(None, "\x1b[2Jx.gguf", "y.gguf") == ["y.gguf"]
+
+
 @pytest.mark.parametrize("wish, files, words", [
     (None, ("a-Q8_0.gguf", "a-Q6_K.gguf"), "none of several models is in Q4_K_M; put one behind a colon: a-Q6_K.gguf "
                                            r"\(4.7 GB\), a-Q8_0.gguf"),
@@ -169,7 +180,16 @@ def test_names_that_are_none(text):
         qengine.open_model(text)
 
 
+@pytest.mark.parametrize("text", ["hf:../x", "hf:a/..", "hf:a--b/c", "hf:a/b.git"])
+def test_names_that_the_hub_does_not_allow(text):
+    with pytest.raises(ModelError, match="the Hub has no repositories of such names"):
+        qengine.open_model(text)
+
+
 @pytest.mark.parametrize("text, name", [
+    ("us/Tiny:a.gguf", "us/Tiny:a.gguf"), ("https://huggingface.co/us/Tiny/tree/main", "us/Tiny"),
+    ("https://huggingface.co/us/Tiny/blob/main/sub/a.gguf", "us/Tiny:sub/a.gguf"),
+    ("hf.co/us/Tiny/resolve/v2/a.gguf?download=true", "us/Tiny@v2:a.gguf"),
     ("us/Tiny-GGUF", "us/Tiny-GGUF"), ("us/Tiny:Q8_0", "us/Tiny:Q8_0"), ("us/Tiny:a.b", "us/Tiny:a.b"),
     ("https://huggingface.co/us/Tiny-GGUF", "us/Tiny-GGUF"), ("https://huggingface.co/us/Tiny/", "us/Tiny")])
 def test_a_name_without_hf_is_answered_with_how_to_say_it(text, name, capsys):
@@ -183,8 +203,9 @@ def test_names_that_are_files(tmp_path, monkeypatch):
     (tmp_path / "a").mkdir()
     shutil.copyfile(TINY, tmp_path / "a" / "model")
     assert qengine.open_model("a/model").config.name == "tiny"
-    with pytest.raises(ModelError, match="a/b.gguf: cannot be opened: No such file"):
-        qengine.open_model("a/b.gguf")
+    for path in "a/b.gguf", "../b":
+        with pytest.raises(ModelError, match=f"^{path}: cannot be opened: No such file"):
+            qengine.open_model(path)
 
 
 # ---- how it comes ----------------------------------------------------------------------------------------------

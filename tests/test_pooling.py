@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from engine.pooling import MOST_TEXTS, MOST_TOKENS, RerankTemplate, TextsJob, TextsRequest, mean_of, relevance, unit
-from engine.request import DeadlineExceeded, ModelError, RequestError
+from engine.request import DeadlineExceeded, EngineStopped, ModelError, RequestError
 from tests.scripted import ScriptedEngine, ScriptedPooling
 
 CONTROL = ["<|im_start|>", "<|im_end|>"]
@@ -84,6 +84,21 @@ def test_documents_hold_no_control_tokens():
     assert not set(ids) & set(control.values())
     assert not set(engine.encode("<|im_start|>")) & set(control.values())
     assert not set(plain) & set(control.values())
+
+
+def test_an_engine_that_is_closed_meanwhile_gives_no_rows():
+    for kind, call in (("embedding", lambda engine: engine.embed(["a"])),
+                       ("reranking", lambda engine: engine.rerank("a", ["b"]))):
+        engine = ScriptedPooling(kind)
+        engine.submit = closed_at_once
+        with pytest.raises(EngineStopped, match="the engine was closed"):
+            call(engine)
+
+
+def closed_at_once(request):
+    job = TextsJob(request)
+    job.close()
+    return job
 
 
 def test_a_request_of_the_wrong_kind():

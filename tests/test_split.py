@@ -10,7 +10,7 @@ import pytest
 
 import qengine
 from cli.main import main
-from engine.gguf import GGUF, PART_NAME, File
+from engine.gguf import GGUF, PART_NAME, File, same_value
 from tests.models import CONTEXT, TINY, results
 from tests.oracle import oracle_path
 from tests.test_gguf import damage
@@ -174,6 +174,14 @@ WRONG = {       # what is done to a model of three parts, which part is named th
     "no count of tensors": (lambda at: split(TINY, at, 3, changes={(1, "split.tensors.count"): None}), 1,
                             "key 'split.tensors.count' is missing"),
 }
+
+
+def test_lists_of_strings_are_compared_as_lists():
+    """NumPy would give each of a million short strings the bytes of the longest one."""
+    strings = ["a"] * 1_000_000 + ["b" * 1_000_000]
+    assert same_value(strings, list(strings)) and not same_value(strings, [*strings, "c"])
+    assert same_value(np.arange(3), np.arange(3)) and not same_value(np.arange(3), [0, 1, 2])
+    assert same_value(1, 1) and not same_value(1, "1")
 
 
 def twice(folder):
