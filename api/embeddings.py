@@ -13,7 +13,7 @@ import flask
 import numpy as np
 from werkzeug.exceptions import ServiceUnavailable
 
-from engine.pooling import MOST_TEXTS, PoolingEngine, TextsJob, TextsRequest
+from engine.pooling import MOST_TEXTS, PoolingEngine, TextsJob, TextsRequest, gathered
 from engine.request import RequestError
 
 from . import field_table
@@ -49,7 +49,7 @@ def embed(service, engine: PoolingEngine, body: dict, field: str, said):
     texts = read_texts(body[field], field)
 
     def prepare():
-        ids = [engine.encode(text, field) if isinstance(text, str) else text for text in texts]
+        ids = gathered((engine.encode(text, field) if isinstance(text, str) else text for text in texts), field)
         return [TextsRequest(ids, body.get("dimensions"), body.get("timeout"), field)], Answer(said)
 
     return service.respond(1, prepare, False, engine)

@@ -8,7 +8,7 @@ The most relevant document comes first; among equals the earlier one. A score is
 
 import uuid
 
-from engine.pooling import MOST_TEXTS, TextsJob, TextsRequest
+from engine.pooling import MOST_TEXTS, TextsJob, TextsRequest, gathered
 from engine.request import RequestError
 
 from . import field_table
@@ -34,7 +34,7 @@ def rerank(service, body: dict):
     check_letters(query + (instruction or ""), texts)
 
     def prepare():
-        ids = [engine.encode_pair(query, text, instruction) for text in texts]
+        ids = gathered((engine.encode_pair(query, text, instruction) for text in texts), "documents")
         request = TextsRequest(ids, timeout=body.get("timeout"), field="documents")
         return [request], Answer(lambda job, rows: answer(engine.name, body, job, rows[:, 0]))
 

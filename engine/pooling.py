@@ -14,7 +14,7 @@ token; token ids are taken as they are. Control tokens in a text are text.
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,10 +54,21 @@ class TextsRequest:
             bad = next((token for token in ids if not 0 <= token < n_vocab), None)
             if bad is not None:
                 raise RequestError(self.field, f"{where} has the token id {bad}, outside 0 .. {n_vocab - 1}")
-        if (n_tokens := sum(map(len, self.texts))) > MOST_TOKENS:
-            raise RequestError(self.field, f"'{self.field}' has {n_tokens} tokens, more than {MOST_TOKENS}")
+        gathered(self.texts, self.field)
         if self.dimensions is not None and not 1 <= self.dimensions <= n_dims:
             raise RequestError("dimensions", f"'dimensions' must be a whole number from 1 to {n_dims}")
+
+
+def gathered(texts: Iterable[list[int]], field: str) -> list[list[int]]:
+    """The token ids of texts. Raises RequestError at the first that is one too many: tokens take 40 times the memory of
+    their letters, so the texts behind it are not tokenised."""
+    found, n_left = [], MOST_TOKENS
+    for ids in texts:
+        n_left -= len(ids)
+        if n_left < 0:
+            raise RequestError(field, f"'{field}' has more than {MOST_TOKENS} tokens")
+        found.append(ids)
+    return found
 
 
 def rows_of(job: "TextsJob") -> np.ndarray:
@@ -218,7 +229,7 @@ class PoolingEngine(ABC):
         """Start the embeddings of texts, each given as text or token ids; return at once. The job's result is float32
         [texts, dimensions]. Raises RequestError or EngineStopped."""
         self._check_kind("embedding")
-        ids = [self.encode(text) if isinstance(text, str) else list(text) for text in texts]
+        ids = gathered((self.encode(text) if isinstance(text, str) else list(text) for text in texts), "input")
         return self.submit(TextsRequest(ids, dimensions, timeout))
 
     def ask_scores(self, query: str, documents: list[str], instruction: str | None = None,
@@ -226,7 +237,7 @@ class PoolingEngine(ABC):
         """Start the scores of documents, from 0 to 1; return at once. The job's result is float32 [documents, 1], in
         the order of the documents. Raises RequestError or EngineStopped."""
         self._check_kind("reranking")
-        ids = [self.encode_pair(query, document, instruction) for document in documents]
+        ids = gathered((self.encode_pair(query, document, instruction) for document in documents), "documents")
         return self.submit(TextsRequest(ids, timeout=timeout, field="documents"))
 
     def embed(self, texts: "list[str | list[int]]", dimensions: int | None = None) -> np.ndarray:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from api.service import create_app
 from engine.pooling import MOST_TEXTS, MOST_TOKENS, RerankTemplate, TextsJob, TextsRequest, mean_of, relevance, unit
 from engine.request import DeadlineExceeded, EngineStopped, ModelError, RequestError
 from tests.scripted import ScriptedEngine, ScriptedPooling
@@ -26,6 +27,24 @@ def test_tokens_of_a_request_are_bounded():
     TextsRequest([[1] * 1024] * (MOST_TOKENS // 1024)).check(100, 2048, 8)
     with pytest.raises(RequestError, match="more than"):
         TextsRequest([[1] * 1024] * (MOST_TOKENS // 1024) + [[1]]).check(100, 2048, 8)
+
+
+@pytest.mark.parametrize("kind, path, body", [
+    ("embedding", "/v1/embeddings", {"input": ["a"] * 100}),
+    ("reranking", "/v1/rerank", {"query": "q", "documents": ["a"] * 100})])
+def test_texts_behind_one_too_many_are_not_tokenised(kind, path, body):
+    engine, n_asked = ScriptedPooling(kind), []
+
+    def encode(*_):
+        n_asked.append(1)
+        return [1] * (MOST_TOKENS // 4)
+
+    engine.encode = engine.encode_pair = encode
+    answer = create_app(engine).test_client().post(path, json=body)
+    assert answer.status_code == 400 and "more than 1048576 tokens" in answer.json["error"]["message"]
+    with pytest.raises(RequestError, match="more than 1048576 tokens"):
+        engine.embed(body["input"]) if kind == "embedding" else engine.rerank("q", body["documents"])
+    assert len(n_asked) == 2 * 5
 
 
 def test_rows_have_the_length_one():
