@@ -23,8 +23,9 @@ BLOCK = 1 << 12             # tokens that are written at once
 
 
 def tokenize(service, body: dict):
-    engine = service.engine
     field, text = text_of(service, body)
+    name = body.get("model")
+    engine = service.engine_for("text", name) if field == "messages" else service.meant(name)
     if (n_bytes := len(text.encode())) > MAX_BYTES:
         raise RequestError(field, f"'{field}' has {n_bytes} bytes as UTF-8, and may have {MAX_BYTES}")
     add_special = body.get("add_special", False) if field == "content" else body.get("add_special_tokens", True)
@@ -66,7 +67,7 @@ def text_or_bytes(piece: bytes) -> str | list[int]:
 
 
 def detokenize(service, body: dict):
-    tokenizer, ids = service.engine.tokenizer, body["tokens"]
+    tokenizer, ids = service.meant(body.get("model")).tokenizer, body["tokens"]
     n_bytes = sum(len(tokenizer.pieces[token]) for token in ids if 0 <= token < tokenizer.n_vocab)
     if n_bytes > MAX_BODY:
         raise RequestError("tokens", f"the text of 'tokens' has {n_bytes} bytes, and may have {MAX_BODY}")

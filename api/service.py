@@ -85,6 +85,10 @@ class Service:
         """The engines whose models have this name, which Ollama's clients write with a tag."""
         return [engine for engine in self.engines if name in (engine.name, f"{engine.name}:latest")]
 
+    def meant(self, name: str | None) -> TextEngine | PoolingEngine:
+        """The engine whose model has this name; that of the main model where none has."""
+        return next(iter(self.named(name)), self.engine)
+
     def respond(self, n: int, prepare, stream: bool, engine: PoolingEngine | None = None):
         """Submits n requests and returns the HTTP response to them. engine: by default that of the main model.
 

@@ -173,7 +173,7 @@ def chosen(name: HubName, sizes: dict[str, int | None]) -> list[str]:
 def stem_of(file: str) -> str:
     """The name of a model's file without folders, without the number of a part and without .gguf."""
     part = PART_NAME.fullmatch(file)
-    return os.path.basename(file.removesuffix(".gguf") if part is None else part[1])
+    return os.path.basename(os.path.splitext(file)[0] if part is None else part[1])
 
 
 def is_in_format(file: str, format: str) -> bool:

@@ -11,8 +11,10 @@ import pytest
 
 import qengine
 from api.embeddings import read_texts
+from api.service import create_app
 from engine.pooling import MOST_TEXTS
 from engine.request import EngineStopped, Fault, RequestError
+from engine.tokenizer import ByteTokenizer
 from tests.clients import CHAT, HI, TEXT, app_of, assert_error, official_client, send, serving, wait_until
 from tests.oracle import oracle_json, oracle_path
 from tests.scripted import ScriptedEngine, ScriptedPooling
@@ -347,3 +349,16 @@ def test_as_llama_server_answers(embedder):
             given = client.embeddings.create(**one["request"]).data
             np.testing.assert_array_equal(*(np.float32(rows) for rows in (
                 [each.embedding for each in given], [each["embedding"] for each in said["data"]])))
+
+
+def test_tokens_are_those_of_the_named_model():
+    """Vocabularies differ, and token ids are embedded as they are."""
+    text, beside = ScriptedEngine(), named("beside", ScriptedPooling())
+    beside.tokenizer = ByteTokenizer(300)
+    web = create_app(text, [beside]).test_client()
+    for name, engine in ("beside", beside), ("beside:latest", beside), ("scripted", text), ("another", text):
+        answer = web.post("/tokenize", json={"content": "Hi", "model": name}).json
+        assert (answer["tokens"], answer["max_model_len"]) == (engine.tokenizer.encode("Hi"), engine.n_ctx)
+        assert web.post("/detokenize", json={"tokens": answer["tokens"], "model": name}).json["content"] == "Hi"
+    refused = web.post("/tokenize", json={"messages": [HI], "model": "beside"})
+    assert refused.status_code == 400 and "but not generate text" in refused.json["error"]["message"]

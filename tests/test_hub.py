@@ -120,6 +120,7 @@ QUANTS = "Q-Q4_K_M.gguf", "Q-Q8_0.gguf", "Q-IQ4_XS.gguf", "Q-UD-Q4_K_XL.gguf", "
     ("Q4_K_M", ("a.Q4_K_M.gguf", "a.i1-Q4_K_M.gguf", "a-imatrix-Q4_K_M.gguf"), "a.Q4_K_M.gguf"),
     ("Q4_K_M", ("a-imat-Q4_K_M.gguf", "a-Q4_0.gguf"), "a-imat-Q4_K_M.gguf"),
     ("BF16", ("BF16/model.gguf", "Q8_0/model.gguf", "mmproj-BF16.gguf"), "BF16/model.gguf"),
+    ("Q8_0", ("m-Q8_0.GGUF", "m-Q6_K.GGUF"), "m-Q8_0.GGUF"),
     ("m.gguf", ("sub/m.gguf", "n.gguf"), "sub/m.gguf"), ("m.gguf", ("sub/m.gguf", "m.gguf"), "m.gguf"),
 ])
 def test_the_file_that_a_name_means(wish, files, found):
