@@ -109,6 +109,7 @@ class Metadata:
 
 # How a model makes one row of the rows of a text, by the number that files give it; "rank" is how rerankers do.
 POOLINGS = {0: None, 1: "mean", 2: "cls", 3: "last", 4: "rank"}
+LABELS = ["yes", "no"]       # of the rows of a reranker's classifier
 
 
 def read_hyperparameters(gguf: GGUF) -> dict:
@@ -132,6 +133,10 @@ def _pooling(metadata: Metadata) -> str | None:
     pooling = metadata.get("pooling_type", int, 0)
     if pooling not in POOLINGS:
         raise metadata.error("pooling_type", f"is {pooling}, not one of {', '.join(map(str, POOLINGS))}")
+    labels = metadata.get("classifier.output_labels", list, LABELS)
+    if POOLINGS[pooling] == "rank" and labels != LABELS:
+        raise metadata.error("classifier.output_labels", f"is {str(labels)[:80]}, not {LABELS}: relevance is the first "
+                                                         "number of a classifier")
     return POOLINGS[pooling]
 
 

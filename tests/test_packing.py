@@ -298,6 +298,7 @@ def test_files_that_are_refused(tmp_path):
     keep = as_stored(source)
     for keys, words in (({"tokenizer.chat_template.rerank": "{query}"}, "has no {document}"),
                         ({"tokenizer.chat_template.rerank": None}, "template.rerank' is missing"),
+                        ({"qwen3.classifier.output_labels": ["no", "yes"]}, r"output_labels' is \['no', 'yes'\], not"),
                         ({"qwen3.pooling_type": 3}, "'cls.output.weight' is not part of the qwen3 architecture")):
         rewrite(source, path, keep, keys)
         with pytest.raises(ModelError, match=words) as caught:
