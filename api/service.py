@@ -103,11 +103,13 @@ class Service:
             # A `finally` in events() would not do: a generator that was never started does not run its `finally`.
             response.call_on_close(lambda: self.release(generations))
             return response
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.release, generations)
             said = answer.whole(generations)
-            return said if isinstance(said, flask.Response) else flask.jsonify(said)
-        finally:
-            self.release(generations)
+            if not isinstance(said, flask.Response):
+                return flask.jsonify(said)
+            said.call_on_close(stack.pop_all().close)       # its text is written row by row, and takes seconds
+            return said
 
     def text_of(self, ids, engine=None) -> str:
         """The text of token ids, special ones included. engine: whose they are, by default that of the main model."""

@@ -362,3 +362,12 @@ def test_tokens_are_those_of_the_named_model():
         assert web.post("/detokenize", json={"tokens": answer["tokens"], "model": name}).json["content"] == "Hi"
     refused = web.post("/tokenize", json={"messages": [HI], "model": "beside"})
     assert refused.status_code == 400 and "but not generate text" in refused.json["error"]["message"]
+
+
+def test_an_answer_has_its_place_until_it_is_written():
+    app = app_of(ScriptedPooling())
+    service = app.extensions["qengine"]
+    with app.test_client().post(PATH, json={"input": ["a", "b"]}) as answer:
+        assert len(service.open) == 1
+        assert len(answer.json["data"]) == 2
+    assert not service.open
