@@ -1,4 +1,5 @@
-"""GET /: the chat page, one file that asks only the server it came from; and GET /pipes, which its live bar shows."""
+"""GET /: the chat page, one file that asks only the server it came from; GET /pipes, which its live bar shows; and GET
+/experts, for the line below an answer."""
 
 import base64
 import functools
@@ -10,6 +11,7 @@ import flask
 from werkzeug.exceptions import NotFound
 
 from .endpoint import Endpoint
+from .log import experts_used
 from .openai import PROTOCOL
 
 
@@ -45,5 +47,14 @@ def pipes(service):
     return flask.Response(status=204) if counted is None else counted
 
 
+def experts(service):
+    """How many experts decode steps have used since the start, and how many of these lay on cards. 404 if all do."""
+    used = experts_used(service.ready())
+    if used is None:
+        raise NotFound()
+    return dict(zip(("hits", "used"), used))
+
+
 ENDPOINTS = [Endpoint("GET", "/", "The chat page", page, PROTOCOL),
-             Endpoint("GET", "/pipes", "What each pipe of an emulated card did in a step", pipes, PROTOCOL)]
+             Endpoint("GET", "/pipes", "What each pipe of an emulated card did in a step", pipes, PROTOCOL),
+             Endpoint("GET", "/experts", "How many experts of answers lay on the cards", experts, PROTOCOL)]

@@ -13,6 +13,7 @@ from . import chat, openai
 from .endpoint import Endpoint
 from .errors import MAX_BODY
 from .fields import BOOL, TEXT, list_of, object_of
+from .log import experts_used
 from .openai import PROTOCOL
 
 
@@ -113,7 +114,8 @@ def health(service):
         return {"status": "error", **which, "error": failed.reason, **told_of(failed.fault)}, 503
     side = [{"model": one.name, "kind": one.kind, "cards": cards_of(one)} for one in service.side]
     return {"status": "ok", "model": engine.name, "cards": cards_of(engine), **({"side": side} if side else {}), **lost,
-            "counts_pipes": engine.kind == "text" and engine.counts_pipes}
+            "counts_pipes": engine.kind == "text" and engine.counts_pipes,
+            "counts_experts": experts_used(engine) is not None}
 
 
 def cards_of(engine) -> list[dict]:

@@ -19,11 +19,13 @@ from dataclasses import dataclass
 import numpy as np
 
 import qengine
+from engine.experts import MadeUp
 from engine.pipes import launching_as
-from engine.plan import Demand, Work, passes_over
+from engine.plan import Demand, Grouped, Work, passes_over
 from engine.prefix import PAGE_TOKENS, pages_for
 from engine.request import Request, RequestError
-from kernels import probe
+from engine.weights import SyntheticWeights
+from kernels import probe, route
 from kernels.advance import answer_of
 from kernels.assembler import find_assembler
 from kernels.bench import operation_seconds
@@ -65,11 +67,13 @@ class Throughput:
 class Bench:
     """Times an engine that does nothing else. `batch` of its slots decode together. Close the engine afterwards.
 
-    reports: of the engine's cards; percentages are of their peaks added up.
+    reports: of the engine's cards; percentages are of their peaks added up. hits: if given, the experts of decode steps
+    are made up, see `MadeUp`.
     """
 
-    def __init__(self, engine: qengine.Engine, reports: list[probe.Report], repeats: int, batch: int):
-        self.engine, self.reports, self.repeats, self.batch = engine, reports, repeats, batch
+    def __init__(self, engine: qengine.Engine, reports: list[probe.Report], repeats: int, batch: int,
+                 hits: float | None = None):
+        self.engine, self.reports, self.repeats, self.batch, self.hits = engine, reports, repeats, batch, hits
         self.pipeline, self.stages = engine.pipeline, engine.pipeline.stages
         self.random = np.random.default_rng(1)
         n_groups = min(self.pipeline.n_groups, batch)
@@ -77,6 +81,10 @@ class Bench:
         pages = pages_for(engine.n_ctx)
         for slot in range(batch):
             self.pipeline.set_pages(slot, list(range(slot * pages, (slot + 1) * pages)))
+        if hits is not None:
+            for stage in self.stages:
+                stage.worker.ask(make_up_experts, stage, hits).result()
+            self.pipeline.load_kernels(progress=False)
 
     # ---- what is timed ----
 
@@ -131,8 +139,9 @@ class Bench:
         """The Throughput of the batch from a context on."""
         for slot in range(self.batch):
             self.prompt(context, slot)
-        self.steps(context)
-        speeds = [self.batch * DECODE_STEPS / self.steps(context) for _ in range(self.repeats)]
+        # Made-up experts depend on positions. At the positions of an earlier run, they would all be on the card.
+        starts = [context + DECODE_STEPS * i * (self.hits is not None) for i in range(self.repeats + 1)]
+        speeds = [self.batch * DECODE_STEPS / self.steps(start) for start in starts][1:]
         self.place_step(context)
         self.pipeline.settle()
         times = {}
@@ -180,14 +189,27 @@ class Bench:
         """Bytes that a decode step reads and writes, in the middle of DECODE_STEPS: the weights once for each group of
         slots, of experts those that are expected to be chosen; for every slot the recurrent states, read and written,
         and the keys and values up to its position."""
-        work = self.work()
-        experts = sum(work.expert_bytes_read(len(slots)) for slots in self.groups)
+        experts = sum(self.expert_bytes(slots, context) for slots in self.groups)
         c, caches = self.engine.config, [stage.cache for stage in self.stages]
         weights = sum(m.values.nbytes + (m.scales.nbytes if m.is_quantized else 0) for m in self.weights())
         states = sum(2 * s.memory[0].nbytes + s.conv[0].nbytes for cache in caches for s in cache.recurrent.values())
         token = sum(pages.format.token_bytes(c.n_kv_heads, c.head_dim) for cache in caches
                     for pages in cache.pages.values())
         return len(self.groups) * weights + experts + self.batch * (states + (context + DECODE_STEPS // 2) * token)
+
+    def expert_bytes(self, slots: range, context: int) -> int:
+        """About how many bytes of experts a step of these slots reads, from a context on."""
+        work, n = self.work(), len(slots)
+        if self.hits is None:
+            return work.expert_bytes_read(n)
+
+        def touched(each: Grouped) -> float:
+            chosen = (route.route_like_reference(np.array(slots), np.full(n, position), each.n_experts, each.n_used,
+                                                 self.hits, seed=0)
+                      for position in range(context, context + DECODE_STEPS))
+            return np.mean([np.unique(experts).size for experts in chosen]) / each.n_experts
+
+        return round(sum(count * each.n_bytes * touched(each) for each, count in work.grouped.items()))
 
     # ---- estimates for cards that are not here ----
 
@@ -204,6 +226,14 @@ class Bench:
 
         work = {"prefill": (n, prefill), "decode": (self.batch, functools.partial(self.step, stage))}
         return estimated_rates(stage.card, work)
+
+
+def make_up_experts(stage: qengine.Stage, hits: float):
+    """From now on, the experts of a stage's decode steps are made up. What was recorded before is forgotten."""
+    stage.card.synchronize()                    # after this, nothing replays the recordings any more
+    stage.recordings.clear()
+    for number, layer in zip(stage.model.numbers, stage.model.blocks):
+        layer.mlp.made_up = MadeUp(hits, number)
 
 
 def estimated_rates(card: Card, work: dict) -> dict:
@@ -252,6 +282,8 @@ def estimate_table(estimates: dict) -> str:
 
 def run_bench(model: qengine.OpenModel, options) -> int:
     """Prints how fast a model is, perhaps on several numbers of cards; returns the exit code."""
+    if options.expert_hits is not None:
+        check_expert_hits(model)
     cards, counts = open_cards(options.card), options.cards or [None]
     if options.cards and max(counts) > len(cards):
         raise RequestError("cards", f"--cards {','.join(map(str, counts))}: there are {len(cards)} to take them from")
@@ -266,6 +298,15 @@ def run_bench(model: qengine.OpenModel, options) -> int:
     return 0
 
 
+def check_expert_hits(model: qengine.OpenModel):
+    """Raises RequestError if --expert-hits is not for this model."""
+    if not isinstance(model.weights, SyntheticWeights):
+        raise RequestError("expert_hits", f"--expert-hits makes up the experts of synthetic models; {model.name} "
+                                          "chooses its own")
+    if model.config.n_experts < 2:
+        raise RequestError("expert_hits", f"--expert-hits: {model.name} has no experts to choose from")
+
+
 def bench_cards(model: qengine.OpenModel, cards: list[Card] | None, emulated: bool, options) -> dict:
     """Prints how fast a model is on these cards, or (None) on those that `qengine.load` would take; returns what
     --json has of it."""
@@ -274,7 +315,8 @@ def bench_cards(model: qengine.OpenModel, cards: list[Card] | None, emulated: bo
     repeats = options.repeats or (1 if emulated else REPEATS)
     drafts = max(options.draft or 0, *(width - 1 for width in options.check_widths or [1]))
     n_tokens = run_tokens(emulated)                                 # of an answer with drafts
-    n_ctx = max(*lengths, *contexts) + max(DECODE_STEPS + 1, drafts and room_for(n_tokens))
+    n_steps = DECODE_STEPS * (1 if options.expert_hits is None else repeats + 1)
+    n_ctx = max(*lengths, *contexts) + max(n_steps + 1, drafts and room_for(n_tokens))
     wishes = {"slots": options.batch, "kv_tokens": options.batch * pages_for(n_ctx) * PAGE_TOKENS,
               "checkpoint_memory": 0, "split": options.split,       # every slot has pages of its own
               "expert_memory": expert_memory(options)}
@@ -286,13 +328,15 @@ def bench_cards(model: qengine.OpenModel, cards: list[Card] | None, emulated: bo
     reports, free = [probe.saved_or_measured(card) for card in cards], sum(card.free_bytes for card in cards)
     loaded = qengine.load(model, card=cards, ctx=n_ctx, draft=drafts, **wishes)
     with contextlib.closing(loaded) as engine, traced(engine, options):
-        bench = Bench(engine, reports, repeats, options.batch)
+        bench = Bench(engine, reports, repeats, options.batch, options.expert_hits)
         peaks = ("dp4a measured", "read measured") if emulated else ("dp4a peak", "read bandwidth")
         prefill = [bench.prefill(n) for n in lengths]
         print(bench_table("prefill", prefill, peaks[0]), flush=True)
         decode = [bench.decode(n) for n in contexts]
         print(f"\n{bench_table('decode', decode, peaks[1])}")
         experts = {name: n for name, n in engine.stats().items() if name.startswith("expert_")}
+        if options.expert_hits is not None:
+            print(f"\n{made_up_line(engine.config, options.expert_hits)}", flush=True)
         if experts:
             print(f"\n{expert_line(experts)}", flush=True)
         checked = bench_checks(CheckBench(bench, n_tokens), contexts, options)
@@ -307,7 +351,15 @@ def bench_cards(model: qengine.OpenModel, cards: list[Card] | None, emulated: bo
             "versions": probe.versions(), "probes": [report.to_dict() for report in reports], "peak_memory_bytes": used,
             "prefill": [dataclasses.asdict(speed) for speed in prefill],
             "decode": [dataclasses.asdict(speed) for speed in decode],
-            **checked, **({"estimates": estimates} if estimates else {}), **({"experts": experts} if experts else {})}
+            **checked, **({"estimates": estimates} if estimates else {}), **({"experts": experts} if experts else {}),
+            **({} if options.expert_hits is None else {"made_up_hits": options.expert_hits})}
+
+
+def made_up_line(config: qengine.Config, hits: float) -> str:
+    """For people: that the experts of decode steps were not the router's."""
+    n_hot = route.hot_experts(config.n_experts, config.n_used_experts)
+    return (f"the experts of decode steps are made up: {hits:.0%} are among {n_hot} of the {config.n_experts} of their "
+            f"layer, and every {route.DRIFT} tokens one of these gives way to another")
 
 
 def expert_line(counts: dict[str, int]) -> str:

@@ -42,8 +42,8 @@ GOES_WITH = {"raw": ["prompt"], "slots": ["serve", "plan", "print_config"], "kv_
              "embedding_card": ["embedding_model"], "reranking_card": ["reranking_model"],
              "trace": ["prompt", "chat", "serve", "perplexity", "bench"],
              "against": ["perplexity"], "json": ["bench", "probe"],
-             **dict.fromkeys(["prompt_lengths", "contexts", "repeats", "batch", "cards", "acceptance", "check_widths"],
-                             ["bench"]),
+             **dict.fromkeys(["prompt_lengths", "contexts", "repeats", "batch", "cards", "acceptance", "check_widths",
+                              "expert_hits"], ["bench"]),
              "draft": ["prompt", "chat", "serve", "bench", "plan"],
              **dict.fromkeys([*SAMPLING, "thinking", "chat_template_kwargs", "repetition_guard"],
                              ["prompt", "chat", "serve"])}
@@ -186,6 +186,10 @@ def add_bench(parser: Parser):
                             f"drafts; each is right with this probability (default: {ACCEPTANCE})")
     bench.add_argument("--check-widths", metavar="N,N", type=whole_numbers,
                        help=f"also what a step costs that checks so many rows for each answer: 1,2,4,{CHECK_ROWS}")
+    bench.add_argument("--expert-hits", metavar="P", type=within(float, 0, 1),
+                       help="random weights use all experts evenly, which no trained model does: with this option, the "
+                            "experts of answers are made up, each with this probability one of a few hot ones of its "
+                            "layer (for synthetic mixtures of experts, best with --expert-memory)")
     bench.add_argument("--cards", metavar="N,N", type=whole_numbers,
                        help="on so many of the cards, one after the other, and then side by side: 1,2 (default: on all "
                             "that --card names, or else those that it takes without)")

@@ -15,6 +15,7 @@ experts if the card holds only some of them.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,7 +31,14 @@ from kernels.records import Choice, Groups
 MOST_USED = min(route.MOST_USED, route.MOST_PAIRS // LARGEST_CHUNK)
 
 
-@dataclass(frozen=True)
+class MadeUp(NamedTuple):
+    """For benchmarks: the experts of decode steps are made up instead of chosen, see `route.route_like`."""
+
+    hits: float         # the chance that an expert is one of the hot ones of its layer
+    seed: int           # uint32, another one for each layer
+
+
+@dataclass
 class ExpertsMLP:
     """The experts of a layer, all of one size, their router and the shared expert."""
 
@@ -41,6 +49,7 @@ class ExpertsMLP:
     shared_gate_up: Stack                       # columns: shared_dim of gate; shared_dim of up
     shared_down: Matrix                         # [hidden, shared_dim]
     stored: StoredLayer | None = None           # if the card holds only some of the experts
+    made_up: MadeUp | None = None               # set by benchmarks alone, when nothing is recorded
 
     @staticmethod
     def shapes(c) -> dict[str, tuple[int, ...]]:
@@ -102,7 +111,7 @@ class ExpertsMLP:
         """x += the experts' results of the rows of a pass. The same launches serve a decode step of experts that are
         floats, with an Array of its own for the choice."""
         card, c, s, n, pairs = model.card, model.config, model.scratch, run.rows.n, model.scratch.pair_inner
-        u, choice = self.choose(model, run, s.chosen if chosen is None else chosen)
+        u, choice = self.choose(model, run, chosen)
         groups, n_pairs = Groups(s.pair_order, s.pair_position, s.tiles, s.n_tiles), n * choice.n_used
         route.group_pairs(card, groups, choice, n, c.n_experts, expert_gemm.tile_rows(n_pairs, c.n_experts))
         for column, experts in self.gate_up:
@@ -140,12 +149,12 @@ class ExpertsMLP:
         expert_gemv.expert_down(card, decoder_of(self.down.home), s.x, self.down, pairs.quantized, choice,
                                 in_down or s.shared, n, elsewhere=elsewhere)
 
-    def choose(self, model, run, chosen: Array, in_one: bool = False) -> tuple[Activation, Choice]:
-        """norm(x), and the experts of each row, which go to `chosen`. in_one: in one launch, for a decode step that
-        reads norm(x) in 8 bits alone."""
+    def choose(self, model, run, chosen: Array | None, in_one: bool = False) -> tuple[Activation, Choice]:
+        """norm(x), and the experts of each row. chosen: where a decode step's go; None for a prompt's pass. in_one: in
+        one launch, for a decode step that reads norm(x) in 8 bits alone."""
         card, c, s, n = model.card, model.config, model.scratch, run.rows.n
         u, normed = s.activations[c.hidden_dim], norm.NormInput(s.x, self.norm, c.norm_eps)
-        choice = Choice(chosen, s.chosen_weights)
+        choice = Choice(s.chosen if chosen is None else chosen, s.chosen_weights)
         if in_one:
             route.norm_route(card, choice, u.quantized, normed, self.router, (s.router_logits, model.arrived), n)
         else:
@@ -153,6 +162,8 @@ class ExpertsMLP:
             norm.rms_norm_quantize(card, u.quantized, normed, n, u.k)
             model.project(run, s.router_logits, self.router, u)
             route.route(card, choice, s.router_logits, self.router.n, n, c.n_experts)
+        if self.made_up and chosen is not None:
+            route.route_like(card, choice, run.rows.places, n, c.n_experts, *self.made_up)
         return u, choice
 
     def in_turns(self, experts: Experts, n_pairs: int):

@@ -97,7 +97,7 @@ def bench_of_tiny(monkeypatch):
     rows = probe.Row("dp4a", "dp4a", 0.1, "TOPS"), probe.Row("read", "memory, read", 10.0, "GB/s")
     report = probe.Report({"name": "a card"}, {}, "2026-01-01", rows)
     monkeypatch.setattr(probe, "saved_or_measured", lambda card: report)
-    return lambda *options: main(["-m", "synthetic:tiny", "--card", "emulated", "--bench", *options])
+    return lambda *options, model="synthetic:tiny": main(["-m", model, "--card", "emulated", "--bench", *options])
 
 
 def test_bench_of_an_engine(bench_of_tiny, capsys, tmp_path, monkeypatch):
@@ -148,6 +148,43 @@ def test_bench_of_one_card_and_of_two_side_by_side(bench_of_tiny, capsys, tmp_pa
     assert re.search(rf"^decode at 9, batch 2 +{first:,.1f} +{second:,.1f}  {second / first:.2f} x$", out, re.M)
     assert bench_of_tiny("--card", "emulated:2", "--cards", "3") == 2
     assert "--cards 3: there are 2 to take them from" in capsys.readouterr().err
+
+
+def test_bench_with_made_up_experts(bench_of_tiny, capsys, tmp_path, monkeypatch):
+    """Of the eight experts of a layer two are hot, and three have slots on the card. The more often a row uses the hot
+    ones, the more of its experts are found there."""
+    monkeypatch.setattr(engine_bench, "DECODE_STEPS", 24)
+    monkeypatch.setattr(Bench, "estimates", lambda *arguments: {})
+    monkeypatch.setattr(engine_bench, "estimate_table", str)
+    file, shares = tmp_path / "bench.json", {}
+    for hits in ("0.5", "0.9"):
+        assert bench_of_tiny("--prompt-lengths", "5", "--contexts", "9", "--expert-memory", "0.003",
+                             "--expert-hits", hits, "--json", str(file), model="synthetic:tiny-moe") == 0
+        found = json.loads(file.read_text())
+        assert found["made_up_hits"] == float(hits)
+        counts = found["experts"]
+        shares[hits] = counts["expert_hits"] / (counts["expert_hits"] + counts["expert_misses"])
+        out = capsys.readouterr().out
+        assert f"made up: {float(hits):.0%} are among 2 of the 8 of their layer" in out
+        assert f"experts: {shares[hits]:.1%} of those that decode steps used lay on the card" in out
+    assert shares["0.5"] + 0.15 < shares["0.9"]
+
+
+def test_what_a_step_reads_of_made_up_experts():
+    """One row reads the experts that it uses. Eight rows have more of them in common if the choice is more local."""
+    engine = qengine.load("synthetic:tiny-moe", card="emulated", ctx=128, slots=8, progress=False)
+    even, *made_up = (Bench(engine, None, 1, 8, hits) for hits in (None, 0.5, 1.0))
+    engine.close()
+    assert [each.expert_bytes(range(1), 9) for each in made_up] == [even.expert_bytes(range(1), 9)] * 2
+    half, all_hot = (each.expert_bytes(range(8), 9) for each in made_up)
+    assert all_hot < half < even.work().expert_bytes
+
+
+def test_made_up_experts_are_for_synthetic_mixtures(bench_of_tiny, capsys):
+    assert bench_of_tiny("--expert-hits", "0.9") == 2
+    assert "--expert-hits: synthetic:tiny has no experts to choose from" in capsys.readouterr().err
+    assert bench_of_tiny("--expert-hits", "0.9", model=str(qengine.DEFAULT_MODEL)) == 2
+    assert "--expert-hits makes up the experts of synthetic models" in capsys.readouterr().err
 
 
 def test_bench_of_drafts(bench_of_tiny, capsys, tmp_path, monkeypatch):
@@ -236,6 +273,8 @@ def test_operations_are_timed_alone(card):
     (["--probe", "-m", "synthetic:tiny"], "-m is not for --probe"),
     (["-p", "x", "--repeats", "2"], "--repeats goes with --bench"),
     (["-p", "x", "--json", "f"], "--json goes with --bench or --probe"),
+    (["--chat", "--expert-hits", "0.9"], "--expert-hits goes with --bench"),
+    (["--bench", "--expert-hits", "90"], "must be from 0 to 1"),
     (["--probe", "--batch", "2"], "--batch goes with --bench")])
 def test_options_that_make_no_sense(capsys, arguments, words):
     with pytest.raises(SystemExit) as end:

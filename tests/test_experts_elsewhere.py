@@ -141,6 +141,9 @@ def test_metrics_and_the_log(card, caplog):
     client = app_of(engine).test_client()
     client.post(CHAT, json={"messages": [HI], "max_tokens": 32, "temperature": 0}).close()
     said, counts = client.get("/metrics").text, engine.stats()
+    assert client.get("/health").json["counts_experts"] is True
+    assert client.get("/experts").json == {"hits": counts["expert_hits"],
+                                           "used": counts["expert_hits"] + counts["expert_misses"]}
     engine.close()
     found = {name: float(value) for name, value in re.findall(r"^qengine:(expert\w+)_total{.*} (\S+)$", said, re.M)}
     assert {name.removeprefix("expert_"): counts[name] for name in counts if name.startswith("expert_")} == {

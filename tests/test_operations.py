@@ -65,7 +65,7 @@ def test_what_needs_a_key_and_what_does_not():
     client = web(keys=["secret"])
     for path in ("/", "/health"):
         assert client.get(path).status_code == 200
-    for path in ("/v1/models", "/metrics", "/pipes", "/openapi.json", "/nothing"):
+    for path in ("/v1/models", "/metrics", "/pipes", "/experts", "/openapi.json", "/nothing"):
         answer = client.get(path)
         assert answer.status_code == 401 and "x-api-key" in refusal(answer)
     assert client.get("/v1/models", headers={"x-api-key": "secret"}).status_code == 200
@@ -541,6 +541,12 @@ def test_pipes_of_a_running_engine():
     assert counted["card"] == "CMP 100-210" and (counted["estimated_seconds"] or 1e-4) > 1e-5
     time.sleep(PIPES_SECONDS)
     assert client.get("/pipes").json == counted             # the last one, until there is another
+
+
+def test_experts_only_where_they_are_counted():
+    client = web()
+    assert client.get("/health").json["counts_experts"] is False
+    assert client.get("/experts").status_code == 404
 
 
 def test_pipes_only_where_they_can_be_counted():

@@ -427,6 +427,17 @@ def test_the_view_follows_unless_the_reader_scrolled_up(page, engine):
     button(page, "Stop").click()
 
 
+def test_where_the_experts_of_an_answer_were(page):
+    asked = []
+    page.route("**/health", lambda route: route.fulfill(json={"status": "ok", "model": "m", "counts_experts": True}))
+    page.route("**/experts", lambda route: asked.append(1) or route.fulfill(
+        json={"hits": 100 + 75 * len(asked), "used": 1000 + 100 * len(asked)}))
+    page.reload()
+    say(page, "hello")
+    expect(answers(page)).to_contain_text(re.compile("tokens/s · 75 % of experts on the card · first after"))
+    assert len(asked) == 2
+
+
 PIPES = {"tokens": 1, "launches": 46, "pipes": {"dp4a": 300, "integer": 600, "barrier": 100}, "megabytes": 12.9,
          "card": "CMP 100-210", "estimated_seconds": 85e-6}
 
