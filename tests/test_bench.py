@@ -167,6 +167,7 @@ def test_bench_with_made_up_experts(bench_of_tiny, capsys, tmp_path, monkeypatch
         out = capsys.readouterr().out
         assert f"made up: {float(hits):.0%} are among 2 of the 8 of their layer" in out
         assert f"experts: {shares[hits]:.1%} of those that decode steps used lay on the card" in out
+        assert "no times of their own" in out and not found["decode"][0]["operations"]
     assert shares["0.5"] + 0.15 < shares["0.9"]
 
 
