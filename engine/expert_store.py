@@ -457,7 +457,8 @@ class ExpertStore:
 
     def before_step(self):
         """Called before each decode step is queued: takes in what has arrived, and queues changes of slots and places.
-        Never waits. Raises CardError if a step went without its experts."""
+        Waits for nothing if host memory is page-locked; else the copy of a promoted expert waits for what is queued.
+        Raises CardError if a step went without its experts."""
         self.check()
         while self.moving and self.moving[0][0].done:
             self._settle(self.moving.popleft()[1])
