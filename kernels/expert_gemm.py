@@ -352,9 +352,10 @@ def check(card, n, k, n_rows, n_used, n_experts, *, format=FORMATS["Q8_0"], from
     return error
 
 
-def check_floats(card, n, k, n_rows, n_used, n_experts, kind, decodes, from_pairs=False):
-    """The same for experts of floats; kind: np.float32, np.float16 or np.uint16 (bfloat16). The bits must be those of
-    the plain products."""
+def check_floats(card, case, kind, decodes, from_pairs=False):
+    """The same for experts of floats. case: one of CASES; kind: np.float32, np.float16 or np.uint16 (bfloat16). The
+    bits must be those of the plain products."""
+    n, k, n_rows, n_used, n_experts = case
     rng = np.random.default_rng((n, k, n_rows))
     slots, experts = random_slots(rng, n_experts), random_choice(rng, n_rows, n_used, n_experts)
     groups, order = upload_groups(card, experts, n_experts)
@@ -404,7 +405,7 @@ def cases(card):
         for kind in WEIGHT_AT:
             for decodes in False, True:
                 yield Case("{} x {}, {} rows, {} of {} experts".format(*case), partial(
-                    check_floats, card, *case, kind, decodes))
+                    check_floats, card, case, kind, decodes))
     for name, format in FORMATS.items():
         for n, blocks, *rest in FORMAT_CASES:
             yield Case(f"{n} x {blocks * format.file_block}, {name}",

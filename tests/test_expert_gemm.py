@@ -90,7 +90,7 @@ def test_rows_of_every_format_have_the_bits_of_the_dense_product(card, name, mon
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_of_floats_have_the_bits_of_the_dense_products(card, kind, decodes, from_pairs):
     for case in expert_gemm.CASES:
-        expert_gemm.check_floats(card, *case, kind, decodes, from_pairs)
+        expert_gemm.check_floats(card, case, kind, decodes, from_pairs)
 
 
 @pytest.mark.parametrize("case", expert_gemm.COMBINED, ids=str)
@@ -123,7 +123,7 @@ def test_neither_memory_error_nor_race(name, height, monkeypatch):
 def test_experts_of_floats_without_memory_error_or_race():
     card = open_cards("emulated", checked=True)[0]
     for decodes in False, True:
-        expert_gemm.check_floats(card, 70, 77, 9, 2, 4, np.uint16, decodes)
+        expert_gemm.check_floats(card, (70, 77, 9, 2, 4), np.uint16, decodes)
     expert_gemm.check_combine(card, 5, 36, 2, True)
 
 
