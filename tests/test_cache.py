@@ -103,7 +103,7 @@ class FakePipeline:
         self.n_checked = self.n_accepted = 0        # drafts
         self.saved, self.hosts = [None] * n_numbers, [None] * n_hosts
         self.n_stages, self.n_groups, self.batches = n_groups, n_groups, {}
-        self.stages = [SimpleNamespace(state_bytes=1)] * n_groups
+        self.stages = [SimpleNamespace(state_bytes=1, store=None)] * n_groups
         self.now, self.token_seconds, self.step_seconds = 0.0, 0.0004, 0.002    # the host's clock, and costs
         self.busy_until = 0.0                       # when the card has done what is queued
         self.random, self.fault, self.n_processed = random, None, 0
