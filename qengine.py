@@ -89,8 +89,7 @@ from engine.text_engine import TextEngine, TextOnly
 from engine.thinking import constraint_of
 from engine.tokenizer import ByteTokenizer, Tokenizer, encode_prompt, load_tokenizer
 from engine.turns import Ticket, Turns
-from engine.weights import (FileWeights, Loader, Stack, SyntheticWeights, Tensors, Weights, decoder_of,
-                            fits_blocks)
+from engine.weights import FileWeights, Loader, Stack, SyntheticWeights, Tensors, Weights, fits_blocks
 from engine.worker import Task, Worker, stop_all
 from kernels import (advance, attend_decode, attention, checkpoint, conv, embedding, float_matmul, gdn, gdn_decode,
                      kv_cache, logprobs, norm, pool, probe, q8_gemm, q8_gemv, quantize, rope, swiglu)
@@ -101,6 +100,7 @@ from kernels.kv_cache import Pages
 from kernels.kv_formats import KV_FORMATS
 from kernels.open import open_cards
 from kernels.operands import Experts, Matrix
+from kernels.quant_gemv import decoder_of
 from kernels.records import CHECK_ROWS, Pending, Places, Projected, States
 from kernels.rope import QKV, Heads, Rotary
 

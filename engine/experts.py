@@ -22,10 +22,11 @@ import numpy as np
 from engine.expert_store import StoredLayer, expert_bytes
 from engine.plan import LARGEST_CHUNK, Grouped, Work
 from engine.scratch import Activation, ScratchArray
-from engine.weights import Stack, Tensors, decoder_of
+from engine.weights import Stack, Tensors
 from kernels import expert_gemm, expert_gemv, norm, route, swiglu
 from kernels.card import Array, Card
 from kernels.operands import Experts, Matrix
+from kernels.quant_gemv import decoder_of
 from kernels.records import Choice, Groups
 
 MOST_USED = min(route.MOST_USED, route.MOST_PAIRS // LARGEST_CHUNK)

@@ -17,16 +17,11 @@ import numpy as np
 
 from engine.gguf import GGUF
 from engine.request import ModelError
-from kernels import finite, formats, quant_gemv, synthetic
+from kernels import finite, formats, synthetic
 from kernels.card import Array, Card
 from kernels.formats import FLOATS, FORMATS
 from kernels.operands import Experts, Matrix
 from kernels.upload import PIECE, Feeder
-
-
-def decoder_of(matrix: Matrix):
-    """How the decode kernels read the format of a quantised matrix."""
-    return quant_gemv.decoder(FORMATS[matrix.format])
 
 
 def alloc_matrix(card: Card, format: str, n: int, k: int, name: str) -> Matrix:

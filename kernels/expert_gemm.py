@@ -242,7 +242,7 @@ def expert_gemm(card, y, stride, w, x, groups, n_pairs, n_used=None, *, stream=N
     shape = SHAPES[height]
     grid = -(-w.n // shape.columns), most_tiles(n_pairs, 1, n_experts, height)
     card.launch(grouped(FORMATS[w.format], shape), grid, (32, WARPS), y.reshape(-1), w.home.values.reshape(-1),
-                as_words(w.home.scales), x.q.reshape(-1), x.d.reshape(-1), *_sorted(w, groups), w.n, w.k, n_used or 0,
+                as_words(w.home.scales), *x.flat, *_sorted(w, groups), w.n, w.k, n_used or 0,
                 stride, stream=stream)
 
 

@@ -48,15 +48,15 @@ import numpy as np
 from numba import cuda
 from numba.types import float32, int8, uint32, uint64
 
+from kernels import quant_gemv
 from kernels.bench import Case, main
-from kernels.formats import BLOCK, FORMATS, as_words, on_card, random_raw
+from kernels.formats import BLOCK, FORMATS, on_card, random_raw
 from kernels.formats.format import no_book
 from kernels.intrinsics import (array_at, let_next_begin, load_anew, load_past_l1, prefetch, wait_for_previous,
                                 warp_number, word_as_float)
 from kernels.operands import Experts, Matrix, Quantized
-from kernels.q8_gemv import (H_OF_ONE, IN_PLANES, MAX_PLANES, TILE, Decoder, copy_into_planes, fma_reference, gemv,
-                             narrow_tree, random_activations, ring, tree)
-from kernels.quant_gemv import decoder as decoder_of
+from kernels.q8_gemv import (H_OF_ONE, IN_PLANES, MAX_PLANES, TILE, Decoder, copy_into_planes, flat_weights,
+                             fma_reference, gemv, narrow_tree, random_activations, ring, tree)
 from kernels.records import Choice
 from kernels.swiglu import finish_unit, swiglu_quantize
 
@@ -434,7 +434,7 @@ def expert_gemv(card, decoder, y, stride, w, x, choice, n_rows, *, from_pairs=Fa
     `from_pairs` for each pair. choice: a Choice. Pairs whose expert is out of reach keep what they have."""
     shape, n_used = shape_of(card, decoder, w.k, w.n), choice.n_used
     card.launch(gemv_kernel(decoder, shape), (-(-w.n // ROWS), n_rows * n_used), (32, shape.warps), y.reshape(-1),
-                stride, *_of_experts(w, choice), *_flat(x), w.n, w.k, 1 if from_pairs else n_used, stream=stream)
+                stride, *_of_experts(w, choice), *x.flat, w.n, w.k, 1 if from_pairs else n_used, stream=stream)
 
 
 def expert_swiglu(card, decoder, out, w, u, choice, n_rows, shared=None, *, stream=None):
@@ -451,9 +451,10 @@ def expert_swiglu(card, decoder, out, w, u, choice, n_rows, shared=None, *, stre
     shape = shape_of(card, decoder, w.k, in_pairs=True)
     shared_shape = shape_of(card, shared.decoder, w.k, in_pairs=True) if shared else None
     kernel = swiglu_kernel(decoder, shape, shared.decoder if shared else None, shared_shape)
-    of_shared = (*_flat(shared.inner), *_weights(shared.w)) if shared else (*_flat(out), *_weights(w.home))  # not read
+    x, matrix = (shared.inner, shared.w) if shared else (out, w.home)       # the latter are not read
+    of_shared = *x.flat, *flat_weights(matrix)
     card.launch(kernel, (max(sizes) // BLOCK, choice.n_used + (shared is not None), n_rows), (32, shape.warps),
-                *_flat(out), *_of_experts(w, choice), *_flat(u), w.n // 2, w.k, choice.n_used, *of_shared, sizes[-1],
+                *out.flat, *_of_experts(w, choice), *u.flat, w.n // 2, w.k, choice.n_used, *of_shared, sizes[-1],
                 stream=stream)
 
 
@@ -475,11 +476,11 @@ def expert_down(card, decoder, x, w, inner, choice, shared, n_rows, *, elsewhere
     rows = x if has_matrix or shared is None else shared                                # not read
     kernel = down_kernel(decoder, shape, shared.decoder if has_matrix else None, shared_shape,
                          not has_matrix and shared is not None)
-    of_shared = (*_weights(shared.w), *_flat(shared.inner), shared.w.k) if has_matrix else (
-        *_weights(w.home), *_flat(inner), k)                                            # not read
+    of_shared = (*flat_weights(shared.w), *shared.inner.flat, shared.w.k) if has_matrix else (
+        *flat_weights(w.home), *inner.flat, k)                                             # not read
     codes, scales, places, experts = _of_experts(w, choice)
     card.launch(kernel, (-(-n // 2**bits), n_rows), (32, warps), x.reshape(-1), codes, scales, places, experts,
-                choice.weights.reshape(-1), *_flat(inner), (x if elsewhere is None else elsewhere).reshape(-1),
+                choice.weights.reshape(-1), *inner.flat, (x if elsewhere is None else elsewhere).reshape(-1),
                 elsewhere is not None, n, k, choice.n_used, bits, rows.reshape(-1), *of_shared, stream=stream)
 
 
@@ -510,19 +511,9 @@ def output_bits_of(card, n, n_rows):
     return bits
 
 
-def _weights(w):
-    """The flat arrays of a Matrix that kernels read."""
-    return w.values.reshape(-1), as_words(w.scales)
-
-
 def _of_experts(w, choice):
     """The home of Experts, which gives the types of arrays, where its experts are, and which were chosen."""
-    return *_weights(w.home), w.places.reshape(-1), choice.experts.reshape(-1)
-
-
-def _flat(x):
-    """The flat arrays of a Quantized."""
-    return x.q.reshape(-1), x.d.reshape(-1)
+    return *flat_weights(w.home), w.places.reshape(-1), choice.experts.reshape(-1)
 
 
 # ---- check and time ----------------------------------------------------------------------------------------
@@ -572,13 +563,13 @@ def check(card, format, sizes, shared_format=None, absent=()):
     unit = math.lcm(format.file_block, (shared_format or format).file_block)
     hidden, inner, shared_size = (-(-size // unit) * unit for size in sizes[:3])
     choice, experts, weights = random_choice(card, rng, sizes)
-    step = Step(card, decoder_of(format), choice, sizes, experts.ravel().tolist(), absent)
+    step = Step(card, quant_gemv.decoder(format), choice, sizes, experts.ravel().tolist(), absent)
     gate_up = random_experts(card, format, sizes.n_experts, 2 * inner, hidden, rng, absent)
     down = random_experts(card, format, sizes.n_experts, hidden, inner, rng, absent)
     shared = shared_down = None
     if shared_format:
         shared, shared_down = (
-            SharedExpert(decoder_of(shared_format), random_matrix(card, shared_format, n, k, rng),
+            SharedExpert(quant_gemv.decoder(shared_format), random_matrix(card, shared_format, n, k, rng),
                          _quantized(card, sizes.n_rows + 1, shared_size))
             for n, k in ((2 * shared_size, hidden), (hidden, shared_size)))
     _check_gate_up(step, gate_up, Quantized(*map(card.upload, random_activations(rng, sizes.n_rows, hidden))), shared)
@@ -706,7 +697,7 @@ def _timed(card, format, sizes):
         return w
 
     hidden, inner, _, n_experts, n_used, n_rows = sizes
-    decoder, pairs, used = decoder_of(format), n_rows * n_used, n_rows * n_used + n_rows
+    decoder, pairs, used = quant_gemv.decoder(format), n_rows * n_used, n_rows * n_used + n_rows
     weights = card.zeros((n_rows, n_used + 1), np.float32)
     order = [np.arange(first, first + pairs).reshape(n_rows, n_used) % n_experts for first in range(0, n_experts, 8)]
     choices = itertools.cycle([Choice(card.upload(chosen.astype(np.int32)), weights) for chosen in order])

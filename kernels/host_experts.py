@@ -51,7 +51,7 @@ from kernels.formats import FORMATS
 from kernels.intrinsics import (let_next_begin, load_words4, nanoseconds, poll, publish, store_words4,
                                 wait_for_previous, word_as_float)
 from kernels.operands import Experts, Matrix, Quantized
-from kernels.quant_gemv import decoder
+from kernels.quant_gemv import decoder_of
 from kernels.records import Choice
 from kernels.swiglu import swiglu_quantize
 from kernels.synthetic import random_matrix_reference
@@ -231,26 +231,17 @@ def launch_inner(card, gate_up, inner, both, u, choice, n_rows):
     gate_up: as in a HostLayer. u: Quantized [n_rows, k]. inner: Quantized [pairs, F]. both: float32, 2 F for each pair;
     read only where gate and up are apart."""
     if len(gate_up) == 1:
-        expert_swiglu(card, _decoder(gate_up[0]), inner, gate_up[0], u, choice, n_rows)
+        expert_swiglu(card, decoder_of(gate_up[0]), inner, gate_up[0], u, choice, n_rows)
         return
     width, both = inner.q.shape[1], both.reshape(-1)
     for i, w in enumerate(gate_up):
-        expert_gemv(card, _decoder(w), both[i * width:], 2 * width, w, u, choice, n_rows)
+        expert_gemv(card, decoder_of(w), both[i * width:], 2 * width, w, u, choice, n_rows)
     swiglu_quantize(card, inner, both, n_rows * choice.n_used, width)
-
-
-def _decoder(w):
-    return decoder(FORMATS[w.format])
 
 
 def size_of(n):
     """The size of a request of n products: the program for 1 << size products."""
     return (n - 1).bit_length()
-
-
-def _flat(x):
-    """The flat arrays of a Quantized."""
-    return x.q.reshape(-1), x.d.reshape(-1)
 
 
 class Counts(NamedTuple):
@@ -308,9 +299,9 @@ class HostExperts:
                 n = 1 << size
                 here, choice = first_of(inner, n, layer.down.k), Choice(wanted[0][:n].reshape(n, 1), None)
                 with host.record() as made[number, size]:
-                    host.launch(pack_kernel, n, THREADS, *_flat(packed), *_flat(rows), wanted[1], self.k)
+                    host.launch(pack_kernel, n, THREADS, *packed.flat, *rows.flat, wanted[1], self.k)
                     launch_inner(host, layer.gate_up, here, both, packed, choice, n)
-                    expert_gemv(host, _decoder(layer.down), y, self.k, layer.down, here, choice, n, from_pairs=True)
+                    expert_gemv(host, decoder_of(layer.down), y, self.k, layer.down, here, choice, n, from_pairs=True)
                     host.launch(put_kernel, n, THREADS, results.reshape(-1), y.reshape(-1), wanted[2], self.k)
         return made
 
@@ -337,7 +328,7 @@ class HostExperts:
         if layer not in self.layers or n_rows > self.most_rows:
             raise ValueError(f"the host was not prepared for {n_rows} rows of layer {layer}")
         self.card.launch(hand_over_kernel, 1, THREADS, self._words, self._wanted.reshape(-1), self._wanted.shape[1],
-                         *_flat(self._rows), self.state, choice.experts.reshape(-1), places.reshape(-1), *_flat(u),
+                         *self._rows.flat, self.state, choice.experts.reshape(-1), places.reshape(-1), *u.flat,
                          layer, n_rows, self.n_used, self.n_experts, self.k, stream=stream)
 
     def await_results(self, layer, choice, n_rows, *, stream=None):
@@ -476,7 +467,7 @@ class Trial:
         self.experts.hand_over(0, self.u, self.choice, down.places, self.rows)
         launch_inner(self.card, gate_up, self.inner, self.both, self.u, self.choice, self.rows)
         self.experts.await_results(0, self.choice, self.rows)
-        expert_down(self.card, _decoder(down), self.x, down, self.inner, self.choice, None, self.rows,
+        expert_down(self.card, decoder_of(down), self.x, down, self.inner, self.choice, None, self.rows,
                     elsewhere=self.experts.results)
 
     def draw(self, rng, share):

@@ -308,7 +308,7 @@ def _quantizing_threads(card, rows, k):
 def rms_norm_quantize(card, out, x, rows, k, *, stream=None):
     """out, Quantized [rows, k] <- quantised RMSNorm of x, a NormInput; k a multiple of 32, at most 16,384."""
     threads = _quantizing_threads(card, rows, k)
-    card.launch(rms_norm_quantize_kernel, rows, threads, out.q.reshape(-1), out.d.reshape(-1), x.values.reshape(-1),
+    card.launch(rms_norm_quantize_kernel, rows, threads, *out.flat, x.values.reshape(-1),
                 x.weight, k, float(x.eps), stream=stream)
 
 

@@ -74,3 +74,8 @@ class Quantized(NamedTuple):
 
     q: Array                # int8 [rows, k]
     d: Array                # float32 [rows, k / 32]: the scale of each block of 32
+
+    @property
+    def flat(self) -> tuple[Array, Array]:
+        """Both in one dimension, as kernels take them."""
+        return self.q.reshape(-1), self.d.reshape(-1)

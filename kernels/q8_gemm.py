@@ -535,7 +535,7 @@ def gemm_q8_q8(card, y, stride, w, x, rows, add=False, *, stream=None):
 
 def _arrays(y, w, x):
     """The flat arrays of a launch."""
-    return y.reshape(-1), w.values.reshape(-1), as_words(w.scales), x.q.reshape(-1), x.d.reshape(-1)
+    return y.reshape(-1), w.values.reshape(-1), as_words(w.scales), *x.flat
 
 
 # ---- check and time ----------------------------------------------------------------------------------------

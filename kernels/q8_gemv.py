@@ -803,15 +803,15 @@ def gemv(card, decoder, y, stride, w, x, columns, add=False, *, stream=None):
     per sixteen columns."""
     if takes(card, w, columns):
         return tile_gemv(card, y, stride, w, x, columns, add, stream=stream)
-    n, k, y, (xq, xd) = w.n, w.k, y.reshape(-1), _flat(x)
+    n, k, y, (xq, xd) = w.n, w.k, y.reshape(-1), x.flat
     for first in range(0, columns, MAX_COLUMNS):
         here, team_bits, each = _split(card, decoder, n, columns - first)
         shape = shape_for(card, decoder, each, k, n=n)
         grid, shares = _shares(n, shape, _n_blocks(card, decoder, n, k, columns, shape))
         planes = decoder.planes and columns == 1 and k <= MAX_PLANES
         card.launch(gemv_kernel(decoder, each, shape, False, planes), grid, (32, shape.warps), y[first * stride:],
-                    stride, *_weights(w), xq[first * k:], xd[first * k // BLOCK:], n, k, here, team_bits, *shares, add,
-                    stream=stream)
+                    stride, *flat_weights(w), xq[first * k:], xd[first * k // BLOCK:], n, k, here, team_bits, *shares,
+                    add, stream=stream)
 
 
 def norm_gemv(card, decoder, y, stride, w, x, u, columns, *, stream=None):
@@ -826,7 +826,7 @@ def norm_gemv(card, decoder, y, stride, w, x, u, columns, *, stream=None):
     shape = shape_for(card, decoder, 1, k)
     grid, shares = _shares(n, shape, card.n_sms)
     card.launch(gemv_kernel(decoder, 1, shape, True, decoder.planes), grid, (32, shape.warps), y.reshape(-1), stride,
-                *_weights(w), x.values.reshape(-1), x.weight, float(x.eps), n, k, *shares, stream=stream)
+                *flat_weights(w), x.values.reshape(-1), x.weight, float(x.eps), n, k, *shares, stream=stream)
 
 
 def norm_gemv_swiglu(card, decoder, out, w, x, u, columns, *, stream=None):
@@ -839,24 +839,24 @@ def norm_gemv_swiglu(card, decoder, out, w, x, u, columns, *, stream=None):
     n, k = w.n // 2, w.k
     if n % BLOCK:
         raise ValueError(f"SwiGLU takes rows of a multiple of {BLOCK} values, not {n}")
-    q, d = _flat(out)
+    q, d = out.flat
     rounds = -(-n // (BLOCK * card.n_sms))
     grid = -(-n // (BLOCK * rounds))  # as few blocks of threads as make no further round
     shares = divmod(n // BLOCK, grid)
     if columns == 1 and k <= MAX_FUSED:
         shape = shape_for(card, decoder, 1, k, in_pairs=True)
-        card.launch(swiglu_kernel(decoder, 1, shape, True), grid, (32, shape.warps), q, d, *_weights(w),
+        card.launch(swiglu_kernel(decoder, 1, shape, True), grid, (32, shape.warps), q, d, *flat_weights(w),
                     x.values.reshape(-1), x.weight, float(x.eps), n, k, *shares, stream=stream)
         return
     rms_norm_quantize(card, u, x, columns, k, stream=stream)
     if takes(card, w, columns, swiglu=True):
         return tile_gemv_swiglu(card, out, w, u, columns, stream=stream)
-    xq, xd = _flat(u)
+    xq, xd = u.flat
     for first in range(0, columns, MAX_COLUMNS):
         here, team_bits, each = _split(card, decoder, 2 * n, columns - first)
         shape = shape_for(card, decoder, each, k, in_pairs=True)
         card.launch(swiglu_kernel(decoder, each, shape, False), grid, (32, shape.warps), q[first * n:],
-                    d[first * n // BLOCK:], *_weights(w), xq[first * k:], xd[first * k // BLOCK:], n, k, here,
+                    d[first * n // BLOCK:], *flat_weights(w), xq[first * k:], xd[first * k // BLOCK:], n, k, here,
                     team_bits, *shares, stream=stream)
 
 
@@ -866,14 +866,9 @@ def gemv_q8_q8(card, y, stride, w, x, columns, add=False, *, stream=None):
     gemv(card, Q8, y, stride, w, x, columns, add, stream=stream)
 
 
-def _weights(w):
+def flat_weights(w):
     """The flat arrays of a Matrix that kernels read."""
     return w.values.reshape(-1), as_words(w.scales)
-
-
-def _flat(x):
-    """The flat arrays of a Quantized."""
-    return x.q.reshape(-1), x.d.reshape(-1)
 
 
 def _split(card, decoder, n, columns):

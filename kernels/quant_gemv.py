@@ -204,6 +204,11 @@ def decoder(format):
                    rest, format.load_book)
 
 
+def decoder_of(w):
+    """How decode kernels read the format of w, a quantised Matrix or Experts."""
+    return decoder(FORMATS[w.format])
+
+
 # ---- check and time ----------------------------------------------------------------------------------------
 
 # n, k, columns; k in whole blocks of every format

@@ -153,14 +153,14 @@ def quantize_rest_kernel(q, d, x, n_words):
 def quantize_rest(card, out, x, rows, k, *, stream=None):
     """out, Quantized [rows, k], holds x float32 [rows, k] and then holds what is left of it. Never allocates."""
     n_words = rows * k // 4
-    card.launch(quantize_rest_kernel, -(-n_words // THREADS), THREADS, out.q.reshape(-1), out.d.reshape(-1),
+    card.launch(quantize_rest_kernel, -(-n_words // THREADS), THREADS, *out.flat,
                 x.reshape(-1), n_words, stream=stream)
 
 
 def quantize_q8(card, out, x, rows, k, *, stream=None):
     """out, Quantized [rows, k] <- x float32 [rows, k]; k a multiple of 32. Never allocates."""
     n_words = rows * k // 4
-    card.launch(quantize_kernel, -(-n_words // THREADS), THREADS, out.q.reshape(-1), out.d.reshape(-1),
+    card.launch(quantize_kernel, -(-n_words // THREADS), THREADS, *out.flat,
                 x.reshape(-1), n_words, stream=stream)
 
 

@@ -100,7 +100,7 @@ def swiglu(card, y, gate_up, rows, k, *, stream=None):
 
 def swiglu_quantize(card, out, gate_up, rows, k, *, stream=None):
     """out, Quantized [rows, k] <- what `swiglu` gives, quantised."""
-    card.launch(swiglu_quantize_kernel, _grid(rows, k), THREADS, out.q.reshape(-1), out.d.reshape(-1),
+    card.launch(swiglu_quantize_kernel, _grid(rows, k), THREADS, *out.flat,
                 gate_up.reshape(-1), k, stream=stream)
 
 
