@@ -5,6 +5,7 @@ the float kernels here and must agree closely, which settles the formulas; the f
 activations, and must be no further from the reference than llama.cpp, which quantises the same way.
 """
 
+import contextlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,26 +19,30 @@ MODEL = "dense_mtp-Q8_0"
 PROMPTS = ["short", "long"]
 
 
-@pytest.fixture(scope="module")
-def reference():
-    return oracle_npz(MODEL)
+def reference_fixtures(model):
+    """Fixtures of a module: the arrays of a reference model, an engine with it, and one with the same weights as
+    float32 tensors, so without 8-bit activations anywhere."""
+    @pytest.fixture(scope="module")
+    def reference():
+        return oracle_npz(model)
+
+    @pytest.fixture(scope="module")
+    def engine(card):
+        with contextlib.closing(qengine.load(oracle_path(f"gguf/{model}.gguf"), card=card, ctx=1024,
+                                             progress=False)) as engine:
+            yield engine
+
+    @pytest.fixture(scope="module")
+    def float_engine(card, tmp_path_factory):
+        path = tmp_path_factory.mktemp("model") / "float.gguf"
+        write_as_float32(oracle_path(f"gguf/{model}.gguf"), path)
+        with contextlib.closing(qengine.load(path, card=card, ctx=1024, progress=False)) as engine:
+            yield engine
+
+    return reference, engine, float_engine
 
 
-@pytest.fixture(scope="module")
-def engine(card):
-    engine = qengine.load(str(oracle_path(f"gguf/{MODEL}.gguf")), card=card, ctx=1024, progress=False)
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(scope="module")
-def float_engine(card, tmp_path_factory):
-    """The same weights as float32 tensors: no 8-bit activations anywhere."""
-    path = tmp_path_factory.mktemp("model") / "float.gguf"
-    write_as_float32(oracle_path(f"gguf/{MODEL}.gguf"), path)
-    engine = qengine.load(str(path), card=card, ctx=1024, progress=False)
-    yield engine
-    engine.close()
+reference, engine, float_engine = reference_fixtures(MODEL)
 
 
 def distance(got, want):

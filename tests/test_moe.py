@@ -22,9 +22,9 @@ from kernels.route import route_reference
 from kernels.swiglu import swiglu_reference
 from tests import test_across_cards, test_micro_batches
 from tests.costs import SPEED
-from tests.models import EXPERTS, USED, expert_tensors, write_as_float32, write_experts
-from tests.oracle import oracle_json, oracle_npz, oracle_path
-from tests.test_model import decode_logits, distance
+from tests.models import EXPERTS, USED, expert_tensors, write_experts
+from tests.oracle import oracle_json
+from tests.test_model import decode_logits, distance, reference_fixtures
 
 MODEL = "moe_mtp-Q8_0"
 PROMPTS = ["short", "long"]
@@ -35,25 +35,7 @@ FLOAT_NOISE = 1e-3
 
 # ---- the reference -----------------------------------------------------------------------------------------
 
-@pytest.fixture(scope="module")
-def reference():
-    return oracle_npz(MODEL)
-
-
-@pytest.fixture(scope="module")
-def engine(card):
-    engine = qengine.load(str(oracle_path(f"gguf/{MODEL}.gguf")), card=card, ctx=1024, progress=False)
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(scope="module")
-def float_engine(card, tmp_path_factory):
-    path = tmp_path_factory.mktemp("model") / "float.gguf"
-    write_as_float32(oracle_path(f"gguf/{MODEL}.gguf"), path)
-    engine = qengine.load(str(path), card=card, ctx=1024, progress=False)
-    yield engine
-    engine.close()
+reference, engine, float_engine = reference_fixtures(MODEL)
 
 
 def run(engine, ids):
