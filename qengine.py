@@ -779,6 +779,7 @@ class Model:
             card.alloc(partials, np.float32, "attention partials"),
             card.zeros((step_rows, c.n_kv_heads), np.uint32, "attention blocks that have arrived"))
         self.arrived = card.zeros(step_rows, np.uint32, "router blocks that have arrived")
+        self.side = card.stream("shared experts")
         if self.head is not None:
             self.logits = card.alloc((max(step_rows, HEAD_ROWS), c.n_vocab), np.float32, "logits")
         if self.block:

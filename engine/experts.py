@@ -24,7 +24,7 @@ from engine.plan import LARGEST_CHUNK, Grouped, Work
 from engine.scratch import Activation, ScratchArray
 from engine.weights import Stack, Tensors
 from kernels import expert_gemm, expert_gemv, norm, route, swiglu
-from kernels.card import Array, Card
+from kernels.card import Array, Card, Event
 from kernels.operands import Experts, Matrix
 from kernels.quant_gemv import decoder_of
 from kernels.records import Choice, Groups
@@ -112,7 +112,9 @@ class ExpertsMLP:
         """x += the experts' results of the rows of a pass. The same launches serve a decode step of experts that are
         floats, with an Array of its own for the choice."""
         card, c, s, n, pairs = model.card, model.config, model.scratch, run.rows.n, model.scratch.pair_inner
-        u, choice = self.choose(model, run, chosen)
+        u = self.normalise(model, run)
+        shared = self.share_beside(model, u, run) if chosen is None else self.share(model, run, u)
+        choice = self.choose(model, run, chosen, u)
         groups, n_pairs = Groups(s.pair_order, s.pair_position, s.tiles, s.n_tiles), n * choice.n_used
         route.group_pairs(card, groups, choice, n, c.n_experts, expert_gemm.tile_rows(n_pairs, c.n_experts))
         for column, experts in self.gate_up:
@@ -122,7 +124,8 @@ class ExpertsMLP:
         activate(card, pairs, s.pair_products, n_pairs, self.down.is_quantized)
         for within_reach in self.in_turns(self.down, n_pairs):
             multiply_grouped(card, s.pair_products, self.down.n, within_reach, pairs, groups, n_pairs)
-        self.share(model, run, u)
+        if shared:
+            card.target(None).wait(shared)
         expert_gemm.combine(card, s.x, s.pair_products, choice, groups, s.shared, n)
 
     def decode(self, model, run):
@@ -131,7 +134,11 @@ class ExpertsMLP:
         chosen = self.stored.chosen(n) if self.stored else s.chosen
         if not all(experts.is_quantized for experts in self.experts):
             return self.prefill(model, run, chosen)
-        u, choice = self.choose(model, run, chosen, in_one=self.shared_is_quantized)
+        if self.shared_is_quantized:
+            u, choice = self.choose_in_one(model, run, chosen)
+        else:
+            u = self.normalise(model, run)
+            choice = self.choose(model, run, chosen, u)
         if self.stored:
             self.stored.hand_over(u.quantized, choice, n)
         in_gate_up, in_down = self.shared_in_launches(model)
@@ -150,26 +157,53 @@ class ExpertsMLP:
         expert_gemv.expert_down(card, decoder_of(self.down.home), s.x, self.down, pairs.quantized, choice,
                                 in_down or s.shared, n, elsewhere=elsewhere)
 
-    def choose(self, model, run, chosen: Array | None, in_one: bool = False) -> tuple[Activation, Choice]:
-        """norm(x), and the experts of each row. chosen: where a decode step's go; None for a prompt's pass. in_one: in
-        one launch, for a decode step that reads norm(x) in 8 bits alone."""
+    def normalise(self, model, run) -> Activation:
+        """norm(x), in 8 bits and as floats."""
         card, c, s, n = model.card, model.config, model.scratch, run.rows.n
         u, normed = s.activations[c.hidden_dim], norm.NormInput(s.x, self.norm, c.norm_eps)
+        norm.rms_norm(card, u.x, normed, n, u.k)
+        norm.rms_norm_quantize(card, u.quantized, normed, n, u.k)
+        return u
+
+    def choose(self, model, run, chosen: Array | None, u: Activation) -> Choice:
+        """The experts of each row. chosen: where a decode step's go; None for a prompt's pass."""
+        card, s, n = model.card, model.scratch, run.rows.n
         choice = Choice(s.chosen if chosen is None else chosen, s.chosen_weights)
-        if in_one:
-            route.norm_route(card, choice, u.quantized, normed, self.router, (s.router_logits, model.arrived), n)
-        else:
-            norm.rms_norm(card, u.x, normed, n, u.k)
-            norm.rms_norm_quantize(card, u.quantized, normed, n, u.k)
-            model.project(run, s.router_logits, self.router, u)
-            route.route(card, choice, s.router_logits, self.router.n, n, c.n_experts)
-        if self.made_up and chosen is not None:
-            route.route_like(card, choice, run.rows.places, n, c.n_experts, *self.made_up)
+        model.project(run, s.router_logits, self.router, u)
+        route.route(card, choice, s.router_logits, self.router.n, n, model.config.n_experts)
+        if chosen is not None:
+            self.make_up(model, run, choice)
+        return choice
+
+    def choose_in_one(self, model, run, chosen: Array) -> tuple[Activation, Choice]:
+        """norm(x) and the experts of each row in one launch, for a decode step that reads norm(x) in 8 bits alone."""
+        c, s = model.config, model.scratch
+        u, normed = s.activations[c.hidden_dim], norm.NormInput(s.x, self.norm, c.norm_eps)
+        choice, scratch = Choice(chosen, s.chosen_weights), (s.router_logits, model.arrived)
+        route.norm_route(model.card, choice, u.quantized, normed, self.router, scratch, run.rows.n)
+        self.make_up(model, run, choice)
         return u, choice
+
+    def make_up(self, model, run, choice: Choice):
+        """For benchmarks: other experts in the place of the chosen ones, see `MadeUp`."""
+        if self.made_up:
+            route.route_like(model.card, choice, run.rows.places, run.rows.n, model.config.n_experts, *self.made_up)
 
     def in_turns(self, experts: Experts, n_pairs: int):
         """What a prompt's products take for one of the matrices of the experts: see `StoredMatrix.in_turns`."""
         return self.stored.in_turns(experts, n_pairs) if self.stored else [experts]
+
+    def share_beside(self, model, u: Activation, run) -> Event | None:
+        """Like `share`, beside what is queued next: in a stream of its own, because these products have too few tiles
+        to fill a card. Returns the event of their end. Micro-batches fill a card together, and a recording has one
+        stream. There the shared expert is queued in order, and there is no event."""
+        card, side = model.card, model.side
+        if run.shares_card or card.defers:
+            return self.share(model, run, u)
+        side.wait(card.target(None).record())
+        with card.on(side):
+            self.share(model, run, u)
+        return side.record()
 
     def share(self, model, run, u: Activation):
         """s.shared = the shared expert's results, by launches of its own."""

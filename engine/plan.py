@@ -54,6 +54,10 @@ class Grouped(NamedTuple):
         """About how many of `rows` rows meet an expert, at least 1."""
         return -(-rows * self.n_used // self.n_experts)
 
+    def rows_for(self, rows: int) -> int:
+        """Of how many rows an expert meets about `rows`."""
+        return rows * self.n_experts // self.n_used
+
 
 @dataclass(frozen=True)
 class Work:
@@ -93,13 +97,15 @@ class Work:
 # ---- how long a stage takes ------------------------------------------------------------------------------------
 
 CHUNK = 512                 # most tokens of a pass on an emulated card, or where memory is short; a multiple of 64
-LARGEST_CHUNK = 4096        # most tokens of a pass on a real card, where more rows make products faster per row
+LARGEST_CHUNK = 8192        # most tokens of a pass on a real card, where more rows make products faster per row
+PEAK_ROWS = 4096            # rows of a pass whose products reach PEAK_SHARE
 CHUNK_SHARE = 8             # scratch memory of a pass takes 1 / 8 of what weights, a context and its states leave
 PASS_SECONDS = 0.5          # the products of a pass take no longer than this at the card's peak
 PASS_TOLERANCE = 1.005      # passes this close to the fastest count as equally fast
 PRODUCT_SECONDS = 100e-6    # what one more pass costs for each of its products
 MICRO_BATCHES = 4           # most micro-batches of a pass, beside one of the rows after the last whole page
 MICRO_BATCH_ROWS = 256      # about the fewest rows of a micro-batch
+EXPERT_ROWS = 64            # about the fewest rows of an expert in a micro-batch: a tile of kernels/expert_gemm.py
 HOST_SHARE = 0.5            # share of a pass's time that queueing its micro-batches may take the host, at most
 LAYER_SECONDS = 260e-6      # what the host takes to queue one layer of one micro-batch
 
@@ -136,14 +142,16 @@ class StageCosts:
     def micro_batches(self, n: int) -> list[int]:
         """The rows of each micro-batch of a pass of n rows.
 
-        A micro-batch has about so many rows that the narrowest products, of hidden_dim columns, occupy every SM.
+        A micro-batch has about so many rows that the narrowest products, of hidden_dim columns, occupy every SM, and
+        that an expert has EXPERT_ROWS of them.
         There are no more micro-batches than the host can queue in time. Rows that fill no page are a micro-batch of
         their own, since smaller tiles serve them faster. An emulated card gets one: its processors are never partly
         idle.
         """
         if self.card.kind == "emulated" or self.in_one:
             return [n]
-        least = max(q8_gemm.filling_rows(self.card, self.hidden_dim), MICRO_BATCH_ROWS)
+        least = max(q8_gemm.filling_rows(self.card, self.hidden_dim), MICRO_BATCH_ROWS,
+                    *(each.rows_for(EXPERT_ROWS) for each in self.work.grouped))
         seconds = n * self.work.row_operations / self.speed.dot / PEAK_SHARE
         queued = int(HOST_SHARE * seconds / (LAYER_SECONDS * self.work.n_layers))
         count = min((n + least // 2) // least, MICRO_BATCHES, queued)
@@ -151,6 +159,9 @@ class StageCosts:
             return [n]
         pages, rest = divmod(n, PAGE_TOKENS)
         sizes = [PAGE_TOKENS * (pages * (i + 1) // count - pages * i // count) for i in range(count)]
+        if self.work.grouped:           # few rows meet many of the experts, whose weights would be read once more
+            sizes[-1] += rest
+            rest = 0
         return sorted(sizes, reverse=True) + [rest] * (rest > 0)
 
     def product_time(self, rows: int) -> int:
@@ -164,7 +175,7 @@ class StageCosts:
     def pass_seconds(self, rows: int) -> float:
         """About how long a pass takes at the beginning of a prompt. A pass costs some time however few its rows are,
         for each of its products, and since a few rows meet most of the experts, whose weights must all be read."""
-        as_rows = self.product_time(rows) * LARGEST_CHUNK / max(self.product_time(LARGEST_CHUNK), 1)
+        as_rows = self.product_time(rows) * PEAK_ROWS / max(self.product_time(PEAK_ROWS), 1)
         own = PRODUCT_SECONDS * (self.work.products.total() + self.work.grouped.total())
         reading = self.work.expert_bytes_read(rows) / self.speed.read / PEAK_SHARE
         return own + max(as_rows * self.work.row_operations / self.speed.dot / PEAK_SHARE, reading)
