@@ -9,11 +9,13 @@ import mmap
 import os
 import re
 import struct
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from engine.reading import read_into
 from engine.request import ModelError
 from kernels.formats import FLOATS, FORMATS, GGML_TYPES, dequantize
 
@@ -151,10 +153,11 @@ class Keys:
 
 
 class File(Keys):
-    """One GGUF file (version 2 or 3, little-endian), mapped into memory and checked before use.
+    """One GGUF file (version 2 or 3, little-endian), checked before use.
 
     tensors    name -> TensorInfo
-    bytes      the whole file
+    bytes      the whole file, mapped into memory: for the header. Tensors are read (engine/reading.py), since the file
+               may be cut meanwhile
 
     Counts and lengths are compared with the bytes that are left before anything is allocated, so that a
     damaged file ends in a `ModelError` at once. Format: github.com/ggml-org/ggml/blob/master/docs/gguf.md
@@ -175,21 +178,26 @@ class File(Keys):
     def _map(self) -> memoryview:
         try:
             with open(self.path, "rb") as file:
-                return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+                self._file = os.dup(file.fileno())
+            weakref.finalize(self, os.close, self._file)
+            return memoryview(mmap.mmap(self._file, 0, access=mmap.ACCESS_READ))
         except OSError as error:
             raise ModelError(f"{self.path}: cannot be opened: {error.strerror}") from None
         except ValueError:  # mmap's word for an empty file
             raise ModelError(f"{self.path}: the file is empty") from None
 
-    def part(self, name: str) -> memoryview:
-        """The bytes of a tensor. Raises ModelError if the file has been cut since it was opened: to read what a file
-        has lost would end the process."""
+    def read(self, name: str, start: int, into: np.ndarray):
+        """Fills `into`, uint8, with the bytes of a tensor from `start` on. Raises ModelError if the file has been cut
+        since it was opened, or if the disk fails."""
         tensor = self.tensors[name]
-        end, size = tensor.offset + tensor.nbytes, self.bytes.obj.size()
-        if size < end:
-            raise ModelError(f"{self.path}: tensor '{name}' ends at byte {end}, and the file now has {size} bytes: it "
-                             "has become shorter since it was opened")
-        return self.bytes[tensor.offset:end]
+        try:
+            read_into(self._file, tensor.offset + start, into)
+        except EOFError:
+            raise ModelError(f"{self.path}: tensor '{name}' ends at byte {tensor.offset + tensor.nbytes}, and the file "
+                             f"now has {os.fstat(self._file).st_size} bytes: it has become shorter since it was "
+                             "opened") from None
+        except OSError as error:
+            raise ModelError(f"{self.path}: tensor '{name}' cannot be read: {error.strerror}") from None
 
     def _read_header(self, cursor: _Cursor) -> tuple[int, int]:
         start = cursor.skip(4, "the magic number")
@@ -263,7 +271,7 @@ class GGUF(Keys):
 
     files      every File of the model, in the order of their numbers
     tensors    name -> TensorInfo, of all files
-    data(name) the tensor's bytes as stored, without a copy; floats(name) its values
+    data(name) the tensor's bytes as stored; floats(name) its values; read(name, start, into) some of its bytes
 
     path: of the file, or of any part. The other parts lie beside it.
     """
@@ -283,11 +291,16 @@ class GGUF(Keys):
         part = PART_NAME.fullmatch(self.path) if len(self.files) > 1 else None
         return Path(self.path).stem if part is None else Path(part[1]).name
 
+    def read(self, name: str, start: int, into: np.ndarray):
+        """See `File.read`."""
+        self.file_of[name].read(name, start, into)
+
     def data(self, name: str) -> np.ndarray:
-        """The tensor as stored, a read-only view: one of FLOATS in its dtype and the tensor's shape (BF16 as uint16),
-        one of FORMATS as uint8 [rows, bytes of a row], any other type as flat uint8."""
+        """The tensor as stored: one of FLOATS in its dtype and the tensor's shape (BF16 as uint16), one of FORMATS as
+        uint8 [rows, bytes of a row], any other type as flat uint8."""
         tensor = self.tensors[name]
-        raw = np.frombuffer(self.file_of[name].part(name), np.uint8)
+        raw = np.empty(tensor.nbytes, np.uint8)
+        self.read(name, 0, raw)
         if tensor.type in FLOATS:
             return raw.view(FLOATS[tensor.type].dtype).reshape(tensor.shape)
         return raw.reshape(*tensor.shape[:-1], -1) if tensor.type in FORMATS else raw

@@ -12,6 +12,7 @@ import re
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -159,11 +160,11 @@ class FileLoader(Loader):
 
     def fill(self, parts: Iterable[Matrix], name: str):
         """Sends the bytes of a tensor to the card, where a kernel repacks them and looks for damage."""
-        parts, data, flag = list(parts), self.gguf.data(name), self.flag_of[name]
+        parts, nbytes, flag = list(parts), self.gguf.tensors[name].nbytes, self.flag_of[name]
         format = FORMATS.get(parts[0].format)
         unit = format.file_bytes if format else 1
-        for first, raw in self.feeder.pieces(data, unit):
-            for part, at, piece in cut(parts, data.nbytes // len(parts), first * unit, raw):
+        for first, raw in self.feeder.pieces(partial(self.gguf.read, name), nbytes, unit):
+            for part, at, piece in cut(parts, nbytes // len(parts), first * unit, raw):
                 if format:
                     formats.repack(self.card, format, part.values, part.scales, piece, flag, at // unit, part.k)
                 else:

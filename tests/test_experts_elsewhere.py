@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import itertools
 import logging
 import mmap
 import os
@@ -299,6 +300,29 @@ def test_a_file_that_is_cut_before_it_is_loaded(card, memory, tmp_path):
     free = own.free_bytes
     with pytest.raises(ModelError, match="model.gguf: tensor '.*' ends at byte .* has become shorter since it was "):
         load(own, opened, expert_memory=memory)
+    wait_until(lambda: has_free(own, free))
+
+
+@pytest.mark.parametrize("memory", [None, MB])
+@pytest.mark.parametrize("what, words", [("cut", "tensor '.*' ends at byte .* has become shorter since it was opened"),
+                                         ("fail", "tensor '.*' cannot be read: Input/output error")])
+def test_a_file_that_is_lost_while_it_is_loaded(card, memory, what, words, tmp_path, monkeypatch):
+    """In the middle of a tensor."""
+    path, preadv, reads = tmp_path / "model.gguf", os.preadv, itertools.count(1)
+    path.write_bytes(oracle_path("gguf/moe_mtp-Q8_0.gguf").read_bytes())
+
+    def read(file, buffers, offset):
+        if next(reads) == 30:
+            if what == "fail":
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            os.truncate(path, offset + len(buffers[0]) // 2)
+        return preadv(file, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", read)
+    own = EmulatedCard()
+    free = own.free_bytes
+    with pytest.raises(ModelError, match=f"model.gguf: {words}"):
+        load(own, path, expert_memory=memory)
     wait_until(lambda: has_free(own, free))
 
 
